@@ -1,0 +1,202 @@
+//! The protocol of an operation between ranks: enter, wait for peers, leave. Single-writer words that only grow; a
+//! waiter computes what it needs from the epoch, and every wait has a deadline.
+
+use crate::layout::{
+    Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, QUANTUM, Wait, done_offset, message_offset, ready_offset,
+};
+use crate::simt::*;
+
+/// Polls between two looks at the clock and the abort word.
+const POLLS_PER_CHECK: u32 = 64;
+
+/// The address of rank `rank`'s pool.
+#[inline(always)]
+pub unsafe fn pool_of(comm: &Comm, rank: u32) -> u64 {
+    // SAFETY: the table has an entry for every rank.
+    unsafe { ld_u64(comm.pools.0 + rank as u64 * 8) }
+}
+
+/// The epoch of the running operation. Stable for all blocks: only the last one to leave advances it.
+#[inline(always)]
+pub unsafe fn current_epoch(comm: &Comm) -> u64 {
+    // SAFETY: `local` is live. Coherent, since an earlier kernel wrote it.
+    unsafe { ld_acquire_gpu_u64(comm.local.0 + LOCAL_EPOCH) + 1 }
+}
+
+/// True once any wait of this rank has expired.
+#[inline(always)]
+pub unsafe fn aborted(comm: &Comm) -> bool {
+    // SAFETY: `local` is live.
+    unsafe { ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT) != 0 }
+}
+
+/// The share of [`QUANTUM`] that block `b` of `n` adds; the shares of all blocks sum to it exactly.
+#[inline(always)]
+fn share(b: u32, n: u32) -> u64 {
+    // 32-bit division on purpose: the 64-bit one is a routine of a hundred instructions.
+    ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
+}
+
+/// Tells every peer that this rank has entered the operation. One warp calls it; lane r tells rank r.
+#[inline(always)]
+pub unsafe fn tell_ready(comm: &Comm, epoch: u64) {
+    // SAFETY: pools are mapped; the word has this rank as its only writer.
+    unsafe {
+        let lane = laneid();
+        if lane < comm.num_ranks {
+            st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), epoch);
+        }
+    }
+}
+
+/// Waits until every peer has entered the operation. One warp calls it; false when a wait expired.
+#[inline(always)]
+pub unsafe fn wait_ready(comm: &Comm, epoch: u64, what: Wait) -> bool {
+    // SAFETY: the words are in this rank's own pool.
+    unsafe {
+        let lane = laneid();
+        let expired = lane < comm.num_ranks
+            && !wait_at_least(comm, pool_of(comm, comm.rank) + ready_offset(lane), epoch, lane, epoch, what);
+        ballot(expired) == 0
+    }
+}
+
+/// Ends a block's part of the operation; all threads call it, after their own fences. Tells every peer, and the last
+/// block of the grid waits for all peers and advances the epoch.
+#[inline(always)]
+pub unsafe fn leave(comm: &Comm, epoch: u64, what: Wait) {
+    // SAFETY: pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the whole
+    // block's work happen before the releases, which are cumulative.
+    unsafe {
+        barrier_sync();
+        if tid() >= 32 {
+            return;
+        }
+        let lane = laneid();
+        let part = share(ctaid(), nctaid());
+        if lane < comm.num_ranks {
+            red_release_sys_add_u64(pool_of(comm, lane) + done_offset(comm.rank), part);
+        }
+        syncwarp();
+        let mut last = false;
+        if lane == 0 {
+            last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
+        }
+        if ballot(last) == 0 {
+            return;
+        }
+        if lane < comm.num_ranks {
+            let word = pool_of(comm, comm.rank) + done_offset(lane);
+            wait_at_least(comm, word, epoch * QUANTUM, lane, epoch, what);
+        }
+        syncwarp();
+        if lane == 0 {
+            st_release_gpu_u64(comm.local.0 + LOCAL_EPOCH, epoch);
+        }
+    }
+}
+
+/// Waits until `*word >= needed`; false when the wait expired.
+#[inline(always)]
+unsafe fn wait_at_least(comm: &Comm, word: u64, needed: u64, peer: u32, epoch: u64, what: Wait) -> bool {
+    // SAFETY: `word` is a live control word.
+    unsafe {
+        let mut deadline = Deadline::start();
+        loop {
+            let seen = ld_acquire_sys_u64(word);
+            if seen >= needed {
+                return true;
+            }
+            if deadline.expired(comm) {
+                record_timeout(comm, &deadline, peer, epoch, needed, seen, what);
+                return false;
+            }
+        }
+    }
+}
+
+/// Waits for packet `word` of the count message from `peer`; `None` when the wait expired.
+#[inline(always)]
+pub unsafe fn wait_packet(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
+    // SAFETY: the packet is in this rank's own pool. Data and flag are one atomic word, so no acquire is needed.
+    unsafe {
+        let packet = pool_of(comm, comm.rank) + comm.pool.messages + message_offset(peer, word);
+        let mut deadline = Deadline::start();
+        loop {
+            let seen = ld_relaxed_sys_u64(packet);
+            if (seen >> 32) as u32 == epoch as u32 {
+                return Some(seen as u32);
+            }
+            if deadline.expired(comm) {
+                record_timeout(comm, &deadline, peer, epoch, epoch, seen >> 32, Wait::Counts);
+                return None;
+            }
+        }
+    }
+}
+
+/// Sends packet `word` of the count message to `peer`.
+#[inline(always)]
+pub unsafe fn send_packet(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
+    // SAFETY: the pool is mapped and this rank is the packet's only writer.
+    unsafe {
+        let packet = pool_of(comm, peer) + comm.pool.messages + message_offset(comm.rank, word);
+        st_relaxed_sys_u64(packet, epoch << 32 | value as u64);
+    }
+}
+
+/// When a wait began. The clock is read on the first miss and then every [`POLLS_PER_CHECK`] polls.
+struct Deadline {
+    start: u64,
+    waited: u64,
+    polls: u32,
+}
+
+impl Deadline {
+    #[inline(always)]
+    fn start() -> Self {
+        Deadline { start: 0, waited: 0, polls: 0 }
+    }
+
+    #[inline(always)]
+    unsafe fn expired(&mut self, comm: &Comm) -> bool {
+        // SAFETY: reads the clock and the abort word.
+        unsafe {
+            self.polls += 1;
+            if self.polls % POLLS_PER_CHECK != 1 {
+                return false;
+            }
+            if self.start == 0 {
+                self.start = globaltimer();
+                return aborted(comm);
+            }
+            self.waited = globaltimer() - self.start;
+            self.waited > comm.timeout_ns || aborted(comm)
+        }
+    }
+}
+
+/// Records the first wait that expired and raises the abort word, so that all other waits of this rank end.
+#[inline(always)]
+unsafe fn record_timeout(
+    comm: &Comm,
+    deadline: &Deadline,
+    peer: u32,
+    epoch: u64,
+    needed: u64,
+    seen: u64,
+    what: Wait,
+) {
+    // SAFETY: the winner of the swap is the record's only writer; `code` is released last.
+    unsafe {
+        if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, 1) == 0 {
+            let status = comm.status.0;
+            st_relaxed_sys_u64(status + 8, peer as u64);
+            st_relaxed_sys_u64(status + 16, epoch);
+            st_relaxed_sys_u64(status + 24, needed);
+            st_relaxed_sys_u64(status + 32, seen);
+            st_relaxed_sys_u64(status + 40, deadline.waited);
+            st_release_sys_u64(status, what as u64);
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Notify: the count exchange. Every rank sends each peer one message of counts; from all of them each rank derives
+//! where every one of its tokens' rows goes in every peer's pool, so that nothing is decided while rows move.
+
+use epoxide_macros::kernel;
+
+#[cfg(not(target_arch = "nvptx64"))]
+use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
+use super::epoch::{aborted, current_epoch, send_packet, wait_packet};
+use crate::layout::{
+    MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, NotifyArgs, PlanStatus, SEND_ROW_STRIDE, message,
+};
+use crate::simt::*;
+
+/// Warp w of a block works for destination rank w, so a block has at least this many warps.
+const THREADS: u32 = 512;
+
+/// Exchanges counts and plans where rows go. One block per channel.
+///
+/// Shared memory, in words: `[0, 64)` counts by (source, destination); `[64, 72)` tokens of earlier channels by
+/// destination; `[72, 80)` the verdict.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 4, registers = 128,
+    requires(
+        args.num_channels >= 1,
+        args.num_channels <= MAX_CHANNELS,
+        args.comm.num_ranks >= 1,
+        args.comm.num_ranks <= MAX_RANKS as u32,
+        args.num_experts >= args.comm.num_ranks,
+        args.num_experts % args.comm.num_ranks == 0,
+        args.num_experts / args.comm.num_ranks <= MAX_LOCAL_EXPERTS,
+        args.expert_alignment >= 1,
+        args.row_bytes % 16 == 0,
+    )
+)]
+pub unsafe fn notify(args: NotifyArgs) {
+    let comm = &args.comm;
+    let (thread, lane, warp) = (tid(), laneid(), tid() / 32);
+    let (ranks, channel) = (comm.num_ranks, ctaid());
+    let epoch = current_epoch(comm);
+    let shared = dynamic_shared();
+    let (counts, earlier, verdict) = (shared, shared + 64 * 4, shared + 72 * 4);
+    let local_experts = args.num_experts / ranks;
+
+    // Block 0 sends what the layout already counted, before anything else.
+    if channel == 0 {
+        if thread < ranks * ranks {
+            let (peer, rank) = (thread / ranks, thread % ranks);
+            let count = ld_u32(args.num_tokens_per_rank.0 + rank as u64 * 4);
+            send_packet(comm, peer, message::RANK_COUNTS + rank, count, epoch);
+        }
+        if thread < ranks {
+            let bad = ld_u64(args.invalid.0) != u64::MAX;
+            send_packet(comm, thread, message::INVALID, bad as u32, epoch);
+            send_packet(comm, thread, message::SIGNATURE, args.row_bytes, epoch);
+            send_packet(comm, thread, message::SIGNATURE + 1, args.columns, epoch);
+            send_packet(comm, thread, message::SIGNATURE + 2, args.num_experts, epoch);
+            send_packet(comm, thread, message::SIGNATURE + 3, args.num_channels, epoch);
+        }
+        let mut expert = thread;
+        while expert < args.num_experts {
+            let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
+            let word = message::EXPERT_COUNTS + expert % local_experts;
+            send_packet(comm, expert / local_experts, word, count, epoch);
+            expert += THREADS;
+        }
+    }
+
+    // Tokens of the channels before this one, by destination. Each block counts for itself: it costs microseconds and
+    // spares a wait between blocks.
+    if thread < 16 {
+        st_shared_u32(earlier + thread * 4, 0);
+    }
+    barrier_sync();
+    let per_channel = args.num_tokens.div_ceil(args.num_channels);
+    let begin = (per_channel * channel).min(args.num_tokens);
+    let end = (begin + per_channel).min(args.num_tokens);
+    let mut sums = [0u32; MAX_RANKS];
+    let mut token = thread;
+    while token < begin {
+        let row = args.is_token_in_rank.0 + token as u64 * ranks as u64;
+        for (rank, sum) in sums.iter_mut().enumerate() {
+            if (rank as u32) < ranks {
+                *sum += ld_u8(row + rank as u64);
+            }
+        }
+        token += THREADS;
+    }
+    for (rank, sum) in sums.into_iter().enumerate() {
+        let sum = redux_add(sum);
+        if lane == 0 && sum != 0 {
+            red_relaxed_cta_shared_add_u32(earlier + rank as u32 * 4, sum);
+        }
+    }
+    barrier_sync();
+
+    // Tell each peer where this channel starts, then collect everybody's counts.
+    if thread < ranks {
+        let start = ld_shared_u32(earlier + thread * 4);
+        send_packet(comm, thread, message::CHANNEL_STARTS + channel, start, epoch);
+    }
+    if thread < ranks * ranks {
+        let (source, rank) = (thread / ranks, thread % ranks);
+        match wait_packet(comm, source, message::RANK_COUNTS + rank, epoch) {
+            Some(count) => st_shared_u32(counts + (source * MAX_RANKS as u32 + rank) * 4, count),
+            None => st_shared_u32(counts + (source * MAX_RANKS as u32 + rank) * 4, 0),
+        }
+    }
+    if warp == 2 {
+        // Lane r reads rank r's signature; of the lanes that find fault, the lowest speaks.
+        let (mut fault, mut word, mut theirs) = (0, 0, 0);
+        if lane < ranks {
+            let mut check = |index: u32, ours: u32| match wait_packet(comm, lane, message::SIGNATURE + index, epoch) {
+                Some(value) if value != ours => {
+                    (fault, word, theirs) = (PlanStatus::Mismatch as u32, index, value)
+                }
+                Some(_) => {}
+                None => fault = PlanStatus::Timeout as u32,
+            };
+            check(0, args.row_bytes);
+            check(1, args.columns);
+            check(2, args.num_experts);
+            check(3, args.num_channels);
+            match wait_packet(comm, lane, message::INVALID, epoch) {
+                Some(0) => {}
+                Some(_) => fault = PlanStatus::InvalidExpert as u32,
+                None => fault = PlanStatus::Timeout as u32,
+            }
+            // A peer with fewer channels would never send this one's start.
+            if fault == 0 {
+                match wait_packet(comm, lane, message::CHANNEL_STARTS + channel, epoch) {
+                    Some(start) => {
+                        let entry = lane * args.num_channels + channel;
+                        st_u32(args.recv_channel_prefix_matrix.0 + entry as u64 * 4, start);
+                    }
+                    None => fault = PlanStatus::Timeout as u32,
+                }
+            }
+        }
+        if ballot(fault != 0) != 0 && ballot(fault != 0).trailing_zeros() == lane {
+            st_shared_u32(verdict + 4, lane);
+            st_shared_u32(verdict + 8, word);
+            st_shared_u32(verdict + 12, theirs);
+            st_shared_u32(verdict, fault);
+        }
+    }
+    barrier_sync();
+
+    // Everybody has the same counts, hence the same verdict: either all ranks move rows or none does.
+    let mut status = ld_shared_u32(verdict);
+    let (mut peer, mut detail) = (ld_shared_u32(verdict + 4), ld_shared_u32(verdict + 8));
+    let (mut receives, mut rank) = (0, 0);
+    while rank < ranks {
+        let (mut total, mut source) = (0, 0);
+        while source < ranks {
+            total += ld_shared_u32(counts + (source * MAX_RANKS as u32 + rank) * 4);
+            if channel == 0 && thread == 0 {
+                st_u32(args.rank_prefix_matrix.0 + (source * ranks + rank) as u64 * 4, total);
+            }
+            source += 1;
+        }
+        if rank == comm.rank {
+            receives = total;
+        }
+        if status == 0 && total as u64 > comm.pool.rows {
+            (status, peer, detail) = (PlanStatus::Capacity as u32, rank, total);
+        }
+        rank += 1;
+    }
+    if status == 0 {
+        status = PlanStatus::Ready as u32;
+    }
+
+    // Warp w numbers this channel's tokens for rank w, 32 at a time, in token order.
+    if warp < MAX_RANKS as u32 {
+        let mine = warp < ranks;
+        let mut base = 0; // where this rank's block starts in rank w's pool
+        if mine {
+            let mut source = 0;
+            while source < comm.rank {
+                base += ld_shared_u32(counts + (source * MAX_RANKS as u32 + warp) * 4);
+                source += 1;
+            }
+        }
+        let start = ld_shared_u32(earlier + warp * 4);
+        let (mut group, mut head) = (begin, 0);
+        while group < end {
+            let token = group + lane;
+            let inside = token < end;
+            let hit = mine && inside && ld_u8(args.is_token_in_rank.0 + (token * ranks + warp) as u64) != 0;
+            let hits = ballot(hit);
+            let index = head + (hits & lanemask_lt()).count_ones();
+            if inside {
+                let row = if hit { (base + start + index) as i32 } else { -1 };
+                st_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + warp) as u64 * 4, row);
+                if mine {
+                    let head = if hit { index as i32 } else { -1 };
+                    st_i32(args.send_head.0 + (token * ranks + warp) as u64 * 4, head);
+                }
+            }
+            head += hits.count_ones();
+            group += 32;
+        }
+        if mine && lane == 0 {
+            let entry = warp * args.num_channels + channel;
+            st_u32(args.channel_prefix_matrix.0 + entry as u64 * 4, start + head);
+        }
+    }
+
+    // Block 0 adds up the experts' counts and answers the host.
+    if channel == 0 {
+        let host_experts = args.host.0 + 32;
+        let mut expert = thread;
+        while expert < local_experts {
+            let (mut total, mut source) = (0, 0);
+            while source < ranks {
+                match wait_packet(comm, source, message::EXPERT_COUNTS + expert, epoch) {
+                    Some(count) => total += count,
+                    None => break,
+                }
+                source += 1;
+            }
+            let aligned = total.div_ceil(args.expert_alignment) * args.expert_alignment;
+            st_u32(args.num_recv_tokens_per_expert.0 + expert as u64 * 4, aligned);
+            if !args.host.is_null() {
+                st_u32(host_experts + expert as u64 * 4, aligned);
+            }
+            expert += THREADS;
+        }
+        fence_acq_rel_sys();
+        barrier_sync();
+        if thread == 0 {
+            if aborted(comm) {
+                status = PlanStatus::Timeout as u32;
+            }
+            let theirs = ld_shared_u32(verdict + 12);
+            write_header(args.header.0, status, receives, peer, detail, theirs);
+            if !args.host.is_null() {
+                write_header(args.host.0, status, receives, peer, detail, theirs);
+                st_release_sys_u64(args.host.0 + 24, args.tag);
+            }
+        }
+    }
+}
+
+/// Writes all of a `PlanHeader` but its tag.
+#[inline(always)]
+unsafe fn write_header(p: u64, status: u32, rows: u32, peer: u32, detail: u32, theirs: u32) {
+    // SAFETY: `p` is a live `PlanHeader`.
+    unsafe {
+        st_u32(p, status);
+        st_u32(p + 4, rows);
+        st_u32(p + 8, peer);
+        st_u32(p + 12, detail);
+        st_u32(p + 16, theirs);
+    }
+}

@@ -1,0 +1,96 @@
+//! A warp's ring of shared-memory buffers, each filled by one bulk load and guarded by one mbarrier.
+//!
+//! All warps' buffers come first in dynamic shared memory, then all barriers: `warps * count * (bytes + 8)` bytes.
+
+use crate::simt::mbarrier::{Mbarrier, Ready, fence_mbarrier_init};
+use crate::simt::*;
+
+/// One warp's part of the shared memory.
+pub struct Ring {
+    buffers: u32,
+    barriers: u32,
+    /// Buffers in the ring.
+    pub count: u32,
+    /// Bytes per buffer.
+    pub bytes: u32,
+}
+
+/// A turn in a ring: which buffer, and which of its barrier's two phases.
+pub struct Turn {
+    /// The buffer.
+    pub slot: u32,
+    parity: u32,
+}
+
+impl Turn {
+    /// The first turn.
+    #[inline(always)]
+    pub fn first() -> Self {
+        Turn { slot: 0, parity: 0 }
+    }
+
+    /// Goes on to the next buffer.
+    #[inline(always)]
+    pub fn advance(&mut self, ring: &Ring) {
+        self.slot += 1;
+        if self.slot == ring.count {
+            (self.slot, self.parity) = (0, self.parity ^ 1);
+        }
+    }
+}
+
+impl Ring {
+    /// Lays the ring out and initialises its barriers. The whole warp calls it.
+    #[inline(always)]
+    pub unsafe fn new(count: u32, bytes: u32) -> Self {
+        // SAFETY: the host sizes dynamic shared memory for all warps. The barriers are this warp's own, and the warp
+        // meets before any lane uses them.
+        unsafe {
+            let (warp, warps) = (tid() / 32, ntid() / 32);
+            let (shared, warp_bytes) = (dynamic_shared(), count * bytes);
+            let buffers = shared + warp * warp_bytes;
+            let barriers = shared + warps * warp_bytes + warp * count * Mbarrier::BYTES;
+            if laneid() == 0 {
+                let mut slot = 0;
+                while slot < count {
+                    Mbarrier::at(barriers + slot * Mbarrier::BYTES).init(1);
+                    slot += 1;
+                }
+                fence_mbarrier_init();
+                fence_proxy_async_shared();
+            }
+            syncwarp();
+            Ring { buffers, barriers, count, bytes }
+        }
+    }
+
+    /// Offset of a buffer in the shared window.
+    #[inline(always)]
+    pub fn buffer(&self, slot: u32) -> u32 {
+        self.buffers + slot * self.bytes
+    }
+
+    /// Waits until the load of this turn has landed.
+    #[inline(always)]
+    pub unsafe fn wait(&self, turn: &Turn) {
+        // SAFETY: the caller has started that load.
+        unsafe { self.barrier(turn.slot).wait(turn.parity) }
+    }
+
+    /// One lane starts a load into a buffer that nobody reads any more.
+    #[inline(always)]
+    pub unsafe fn load(&self, slot: u32, from: u64, bytes: u32) {
+        // SAFETY: the caller vouches for `from` and for the buffer.
+        unsafe {
+            let barrier = self.barrier(slot);
+            barrier.arrive_expect_tx(bytes);
+            bulk_load(self.buffer(slot), from, bytes, barrier);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn barrier(&self, slot: u32) -> Mbarrier<Ready> {
+        // SAFETY: `new` initialised it, ordered by its `syncwarp`.
+        unsafe { Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).assume_ready() }
+    }
+}

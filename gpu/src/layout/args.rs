@@ -1,0 +1,171 @@
+//! One argument struct per kernel.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{Comm, DevicePtr, layout_assert};
+
+/// Arguments of `dispatch_layout`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LayoutArgs {
+    /// In: global expert ids or -1, i64 `[num_tokens, num_topk]`.
+    pub topk_idx: DevicePtr,
+    /// Out, zero before: u32 `[num_ranks]`.
+    pub num_tokens_per_rank: DevicePtr,
+    /// Out, zero before: u32 `[num_experts]`.
+    pub num_tokens_per_expert: DevicePtr,
+    /// Out: 0 or 1, u8 `[num_tokens, num_ranks]`.
+    pub is_token_in_rank: DevicePtr,
+    /// Out, all ones before: the lowest `token << 8 | k` whose id is out of range, u64.
+    pub invalid: DevicePtr,
+    /// Tokens of this rank.
+    pub num_tokens: u32,
+    /// Entries per token.
+    pub num_topk: u32,
+    /// Experts of all ranks.
+    pub num_experts: u32,
+    /// Ranks.
+    pub num_ranks: u32,
+}
+
+layout_assert!(LayoutArgs, size = 56, num_ranks at 52);
+
+/// Arguments of `notify`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct NotifyArgs {
+    /// The peers.
+    pub comm: Comm,
+    /// In, of the layout: u8 `[num_tokens, num_ranks]`.
+    pub is_token_in_rank: DevicePtr,
+    /// In, of the layout: u32 `[num_ranks]`.
+    pub num_tokens_per_rank: DevicePtr,
+    /// In, of the layout: u32 `[num_experts]`.
+    pub num_tokens_per_expert: DevicePtr,
+    /// In, of the layout: all ones where every id was in range, u64.
+    pub invalid: DevicePtr,
+    /// Out: [`super::PlanHeader`].
+    pub header: DevicePtr,
+    /// Out: i32 `[num_ranks, num_ranks]`, inclusive over source ranks.
+    pub rank_prefix_matrix: DevicePtr,
+    /// Out, sender side: i32 `[num_ranks, num_channels]`, inclusive over channels.
+    pub channel_prefix_matrix: DevicePtr,
+    /// Out, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the source's block.
+    pub recv_channel_prefix_matrix: DevicePtr,
+    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, destination) queue or -1.
+    pub send_head: DevicePtr,
+    /// Out: i32 `[num_tokens, SEND_ROW_STRIDE]`, row at the destination or -1.
+    pub send_row: DevicePtr,
+    /// Out: u32 `[experts per rank]`, each rounded up to `expert_alignment`.
+    pub num_recv_tokens_per_expert: DevicePtr,
+    /// Out, mapped host memory or null: [`super::PlanHeader`], then u32 `[experts per rank]` as above.
+    pub host: DevicePtr,
+    /// Stored in the host header's `tag` when all of it is written.
+    pub tag: u64,
+    /// Tokens of this rank.
+    pub num_tokens: u32,
+    /// Channels; the grid has one block for each.
+    pub num_channels: u32,
+    /// Experts of all ranks.
+    pub num_experts: u32,
+    /// Expert counts are rounded up to multiples of this.
+    pub expert_alignment: u32,
+    /// Bytes per row; signature word 0.
+    pub row_bytes: u32,
+    /// Top-k and scales per row, as `num_topk << 16 | num_scales`; signature word 1.
+    pub columns: u32,
+}
+
+layout_assert!(NotifyArgs, size = 248, columns at 244);
+
+/// Arguments of `dispatch`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct DispatchArgs {
+    /// The peers.
+    pub comm: Comm,
+    /// In: rows of `row_bytes`, `[num_tokens]`, contiguous.
+    pub x: DevicePtr,
+    /// In, or null: f32 `[num_tokens, num_scales]`.
+    pub scales: DevicePtr,
+    /// In, or null: i64 `[num_tokens, num_topk]`.
+    pub topk_idx: DevicePtr,
+    /// In, or null: f32 `[num_tokens, num_topk]`.
+    pub topk_weights: DevicePtr,
+    /// In, of notify: i32 `[num_tokens, SEND_ROW_STRIDE]`.
+    pub send_row: DevicePtr,
+    /// In, of notify: [`super::PlanHeader`].
+    pub header: DevicePtr,
+    /// Tokens of this rank.
+    pub num_tokens: u32,
+    /// Bytes per row, a multiple of 16.
+    pub row_bytes: u32,
+    /// Scales per row.
+    pub num_scales: u32,
+    /// Entries per token.
+    pub num_topk: u32,
+    /// Experts on each rank.
+    pub local_experts: u32,
+    /// Shared-memory stages per warp, at least 2.
+    pub stages: u32,
+    /// Bytes per stage, a multiple of 128; longer rows travel in pieces.
+    pub stage_bytes: u32,
+    /// 1 where the rows' metadata travels too: not in a cached dispatch.
+    pub with_metadata: u32,
+}
+
+layout_assert!(DispatchArgs, size = 200, with_metadata at 196);
+
+/// Arguments of `stage_combine`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct StageArgs {
+    /// In: rows of `row_bytes`, contiguous.
+    pub x: DevicePtr,
+    /// Out: rows at the pool's stride.
+    pub rows: DevicePtr,
+    /// In, or null: f32 `[num_recv_tokens, num_topk]`.
+    pub weights: DevicePtr,
+    /// Out: f32 `[rows, num_topk]`.
+    pub weight_rows: DevicePtr,
+    /// In: [`super::PlanHeader`], for the number of rows.
+    pub header: DevicePtr,
+    /// Rows there is room for.
+    pub capacity: u64,
+    /// Bytes per row, a multiple of 16.
+    pub row_bytes: u32,
+    /// Entries per row.
+    pub num_topk: u32,
+}
+
+layout_assert!(StageArgs, size = 56, num_topk at 52);
+
+/// Arguments of `combine_bf16` and `combine_f32`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct CombineArgs {
+    /// The peers.
+    pub comm: Comm,
+    /// Out: rows of `row_bytes`, `[num_tokens]`, contiguous.
+    pub combined_x: DevicePtr,
+    /// Out, or null: f32 `[num_tokens, num_topk]`.
+    pub combined_weights: DevicePtr,
+    /// In, of notify: i32 `[num_tokens, SEND_ROW_STRIDE]`.
+    pub send_row: DevicePtr,
+    /// In, of notify: [`super::PlanHeader`].
+    pub header: DevicePtr,
+    /// Tokens of this rank.
+    pub num_tokens: u32,
+    /// Bytes per row, a multiple of 16.
+    pub row_bytes: u32,
+    /// Entries per token.
+    pub num_topk: u32,
+    /// Shared-memory slots per warp, at least 2.
+    pub slots: u32,
+    /// Bytes per slot, a multiple of 16 and at most 4096; longer rows travel in pieces.
+    pub slot_bytes: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(CombineArgs, size = 176, reserved at 172);

@@ -1,0 +1,49 @@
+//! What a dispatch leaves behind for combine and for cached dispatches.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{MAX_RANKS, layout_assert};
+
+/// Row stride of `send_row`, in entries: one per possible rank.
+pub const SEND_ROW_STRIDE: u32 = MAX_RANKS as u32;
+
+/// Verdict of the count exchange. It is the same on every rank for [`PlanStatus::Capacity`] and
+/// [`PlanStatus::InvalidExpert`]: each derives it from the same counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum PlanStatus {
+    /// No plan has been made.
+    Empty = 0,
+    /// The rows have places; they may move.
+    Ready = 1,
+    /// Some rank would receive more rows than a pool holds: `detail` is that many rows, `peer` the rank.
+    Capacity = 2,
+    /// A token of rank `peer` named an expert out of range.
+    InvalidExpert = 3,
+    /// Signature word `detail` of rank `peer` differs: `theirs` there.
+    Mismatch = 4,
+    /// A peer's counts did not come in time; [`super::Status`] says more.
+    Timeout = 5,
+}
+
+/// Start of a handle's device memory, also written to mapped host memory for exact-size calls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct PlanHeader {
+    /// A [`PlanStatus`].
+    pub status: u32,
+    /// Rows this rank receives.
+    pub num_recv_tokens: u32,
+    /// See [`PlanStatus`].
+    pub peer: u32,
+    /// See [`PlanStatus`].
+    pub detail: u32,
+    /// See [`PlanStatus`].
+    pub theirs: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// On the host: the call that this header answers, stored last. On the device: unused.
+    pub tag: u64,
+}
+
+layout_assert!(PlanHeader, size = 32, tag at 24);

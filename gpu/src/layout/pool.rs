@@ -1,0 +1,179 @@
+//! The pool: the one allocation per rank that its peers map. Control words first, at fixed offsets, then the count
+//! messages, then rows as structure of arrays.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{DevicePtr, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, layout_assert};
+
+/// What every finished operation adds to each `done` word and to the ticket. Blocks add shares of it, so the target of
+/// a waiter is `epoch * QUANTUM` whatever grid the writer ran.
+pub const QUANTUM: u64 = 1 << 16;
+
+/// A control word with a cache line of its own. Monotonic, written by one rank, never reset.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct ControlWord {
+    /// The value.
+    pub value: u64,
+    _line: [u64; 15],
+}
+
+/// Start of every pool: two words per peer carry the whole protocol.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct Control {
+    /// `ready[src] >= epoch`: rank `src` has entered the operation. In a dispatch its receive rows may be overwritten;
+    /// in a combine its combine rows may be read.
+    pub ready: [ControlWord; MAX_RANKS],
+    /// `done[src] >= epoch * QUANTUM`: rank `src` has done its part towards this rank. In a dispatch all its rows have
+    /// been written here; in a combine it has read all that it needed from here.
+    pub done: [ControlWord; MAX_RANKS],
+}
+
+layout_assert!(ControlWord, size = 128, _line at 8);
+layout_assert!(Control, size = 128 * 2 * MAX_RANKS, done at 128 * MAX_RANKS);
+
+/// Offset of `ready[src]` in a pool, in bytes.
+#[inline(always)]
+pub const fn ready_offset(src: u32) -> u64 {
+    src as u64 * size_of::<ControlWord>() as u64
+}
+
+/// Offset of `done[src]` in a pool, in bytes.
+#[inline(always)]
+pub const fn done_offset(src: u32) -> u64 {
+    (MAX_RANKS as u64 + src as u64) * size_of::<ControlWord>() as u64
+}
+
+/// A count message: `u64` packets, each `epoch << 32 | value`, so that data and flag arrive in one store and nothing is
+/// ever zeroed. These are the indices of the packets.
+pub mod message {
+    use super::*;
+
+    /// Four words that must agree between ranks: row bytes, top-k and scales, experts, channels.
+    pub const SIGNATURE: u32 = 0;
+    /// 1 if the sender's layout saw an expert id out of range.
+    pub const INVALID: u32 = 4;
+    /// Tokens the sender has for each rank, `[MAX_RANKS]`.
+    pub const RANK_COUNTS: u32 = 5;
+    /// Where each of the sender's channels starts in its block of rows at the receiver, `[MAX_CHANNELS]`.
+    pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_RANKS as u32;
+    /// Selections the sender has for each expert of the receiver, `[MAX_LOCAL_EXPERTS]`.
+    pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + MAX_CHANNELS;
+    /// Packets per message.
+    pub const WORDS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
+}
+
+/// Offset of packet `word` of the message from `src`, in bytes from [`PoolLayout::messages`].
+#[inline(always)]
+pub const fn message_offset(src: u32, word: u32) -> u64 {
+    (src as u64 * message::WORDS as u64 + word as u64) * 8
+}
+
+/// Where things are in a pool: offsets in bytes from its start, the same on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct PoolLayout {
+    /// Count messages, `[MAX_RANKS][message::WORDS]` packets.
+    pub messages: u64,
+    /// Received rows.
+    pub recv_x: u64,
+    /// Scales of received rows, f32 `[rows, num_scales]`.
+    pub recv_scales: u64,
+    /// Local expert ids of received rows, i64 `[rows, num_topk]`.
+    pub recv_topk_idx: u64,
+    /// Weights of received rows, f32 `[rows, num_topk]`.
+    pub recv_topk_weights: u64,
+    /// Token index of received rows on their source rank, i32 `[rows]`.
+    pub recv_src_idx: u64,
+    /// Rows that peers gather in a combine.
+    pub combine_x: u64,
+    /// Weights that peers gather in a combine, f32 `[rows, num_topk]`.
+    pub combine_weights: u64,
+    /// Rows there is room for.
+    pub rows: u64,
+    /// Bytes of the whole pool.
+    pub bytes: u64,
+}
+
+layout_assert!(PoolLayout, size = 80, bytes at 72);
+
+/// What a kernel needs to talk to the peers.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct Comm {
+    /// Device table of pool addresses by rank, u64 `[MAX_RANKS]`, own entry included.
+    pub pools: DevicePtr,
+    /// [`LocalState`] of this rank.
+    pub local: DevicePtr,
+    /// [`Status`] of this rank, in mapped host memory.
+    pub status: DevicePtr,
+    /// Longest wait for a peer, in ns.
+    pub timeout_ns: u64,
+    /// This rank.
+    pub rank: u32,
+    /// Ranks.
+    pub num_ranks: u32,
+    /// The layout of every pool.
+    pub pool: PoolLayout,
+}
+
+layout_assert!(Comm, size = 120, pool at 40);
+
+/// State that only this rank's kernels touch. Monotonic, never reset.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LocalState {
+    /// Operations completed. The running operation is `epoch + 1`; the kernel that ends it stores that.
+    pub epoch: u64,
+    /// Blocks add their share of [`QUANTUM`] when they are through; the one that completes `epoch * QUANTUM` is last.
+    pub ticket: u64,
+    /// Non-zero once a wait has expired: every later wait returns at once.
+    pub abort: u32,
+    _pad: u32,
+}
+
+layout_assert!(LocalState, size = 24, _pad at 20);
+
+/// Offset of [`LocalState::epoch`].
+pub const LOCAL_EPOCH: u64 = 0;
+/// Offset of [`LocalState::ticket`].
+pub const LOCAL_TICKET: u64 = 8;
+/// Offset of [`LocalState::abort`].
+pub const LOCAL_ABORT: u64 = 16;
+
+/// The record of the first wait that expired, in mapped host memory. `code` is stored last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Status {
+    /// 0, or the [`Wait`] that expired.
+    pub code: u64,
+    /// The rank that was waited for.
+    pub peer: u64,
+    /// The epoch of the operation.
+    pub epoch: u64,
+    /// The value that was needed.
+    pub needed: u64,
+    /// The value last seen.
+    pub seen: u64,
+    /// How long, in ns.
+    pub waited_ns: u64,
+}
+
+layout_assert!(Status, size = 48, waited_ns at 40);
+
+/// What a kernel can wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Wait {
+    /// Packets of a count message.
+    Counts = 1,
+    /// `ready` in a dispatch.
+    DispatchReady = 2,
+    /// `done` in a dispatch.
+    DispatchDone = 3,
+    /// `ready` in a combine.
+    CombineReady = 4,
+    /// `done` in a combine.
+    CombineDone = 5,
+}

@@ -1,0 +1,32 @@
+//! Conversions between BF16 pairs and `f32`.
+
+#[cfg(target_arch = "nvptx64")]
+use core::arch::asm;
+
+device_fns! {
+    /// Two `f32` rounded to nearest even and packed, `lo` in the low half. `cvt.rn.bf16x2.f32 r, hi, lo;`
+    ///
+    /// # Safety
+    /// None beyond running on the device.
+    pub unsafe fn pack_bf16x2(lo: f32, hi: f32) -> u32 {
+        let r: u32;
+        // SAFETY: arithmetic on registers.
+        unsafe {
+            asm!("cvt.rn.bf16x2.f32 {r}, {h}, {l};",
+                r = out(reg32) r, h = in(reg32) hi, l = in(reg32) lo, options(pure, nomem, nostack))
+        };
+        r
+    }
+}
+
+/// The low half of a BF16 pair, exactly.
+#[inline(always)]
+pub fn bf16x2_lo(v: u32) -> f32 {
+    f32::from_bits(v << 16)
+}
+
+/// The high half of a BF16 pair, exactly.
+#[inline(always)]
+pub fn bf16x2_hi(v: u32) -> f32 {
+    f32::from_bits(v & 0xffff_0000)
+}

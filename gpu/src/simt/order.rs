@@ -1,0 +1,118 @@
+//! Read-modify-write, fences and block barriers: everything that orders memory between threads.
+
+#[cfg(target_arch = "nvptx64")]
+use core::arch::asm;
+
+device_fns! {
+    /// Adds and publishes what this thread did before, to every device and the host.
+    /// `red.release.sys.global.add.u64 [p], v;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 8-byte aligned.
+    pub unsafe fn red_release_sys_add_u64(p: u64, v: u64) {
+        // SAFETY: the caller vouches for `p`.
+        unsafe { asm!("red.release.sys.global.add.u64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
+    }
+
+    /// Adds, with no order, on this device. `red.relaxed.gpu.global.add.u32 [p], v;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 4-byte aligned.
+    pub unsafe fn red_relaxed_gpu_add_u32(p: u64, v: u32) {
+        // SAFETY: the caller vouches for `p`.
+        unsafe { asm!("red.relaxed.gpu.global.add.u32 [{p}], {v};", p = in(reg64) p, v = in(reg32) v, options(nostack)) };
+    }
+
+    /// Lowers to the minimum, with no order, on this device. `red.relaxed.gpu.global.min.u64 [p], v;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 8-byte aligned.
+    pub unsafe fn red_relaxed_gpu_min_u64(p: u64, v: u64) {
+        // SAFETY: the caller vouches for `p`.
+        unsafe { asm!("red.relaxed.gpu.global.min.u64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
+    }
+
+    /// Adds and returns the old value; ordered both ways on this device. `atom.acq_rel.gpu.global.add.u64 r, [p], v;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 8-byte aligned.
+    pub unsafe fn atom_acq_rel_gpu_add_u64(p: u64, v: u64) -> u64 {
+        let r: u64;
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!("atom.acq_rel.gpu.global.add.u64 {r}, [{p}], {v};",
+                r = out(reg64) r, p = in(reg64) p, v = in(reg64) v, options(nostack))
+        };
+        r
+    }
+
+    /// Swaps in `new` where the value is `expected`; returns the old value.
+    /// `atom.acq_rel.gpu.global.cas.b32 r, [p], expected, new;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 4-byte aligned.
+    pub unsafe fn atom_acq_rel_gpu_cas_u32(p: u64, expected: u32, new: u32) -> u32 {
+        let r: u32;
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!("atom.acq_rel.gpu.global.cas.b32 {r}, [{p}], {e}, {n};",
+                r = out(reg32) r, p = in(reg64) p, e = in(reg32) expected, n = in(reg32) new, options(nostack))
+        };
+        r
+    }
+
+    /// Adds in shared memory, with no order. `red.relaxed.cta.shared.add.u32 [s], v;`
+    ///
+    /// # Safety
+    /// `s` is an offset inside the block's shared memory, 4-byte aligned.
+    pub unsafe fn red_relaxed_cta_shared_add_u32(s: u32, v: u32) {
+        // SAFETY: the caller vouches for `s`.
+        unsafe { asm!("red.relaxed.cta.shared.add.u32 [{s}], {v};", s = in(reg32) s, v = in(reg32) v, options(nostack)) };
+    }
+
+    /// Orders this thread's accesses before and after it, for all devices. `fence.acq_rel.sys;`
+    ///
+    /// # Safety
+    /// None beyond running on the device.
+    pub unsafe fn fence_acq_rel_sys() {
+        // SAFETY: orders memory only.
+        unsafe { asm!("fence.acq_rel.sys;", options(nostack)) };
+    }
+
+    /// Orders ordinary accesses and those of the bulk copy engine (the async proxy). `fence.proxy.async;`
+    ///
+    /// # Safety
+    /// None beyond running on the device.
+    pub unsafe fn fence_proxy_async() {
+        // SAFETY: orders memory only.
+        unsafe { asm!("fence.proxy.async;", options(nostack)) };
+    }
+
+    /// The same for shared memory only. `fence.proxy.async.shared::cta;`
+    ///
+    /// # Safety
+    /// None beyond running on the device.
+    pub unsafe fn fence_proxy_async_shared() {
+        // SAFETY: orders memory only.
+        unsafe { asm!("fence.proxy.async.shared::cta;", options(nostack)) };
+    }
+
+    /// Waits for all threads of the block and orders their memory accesses. The unaligned form, which stays legal
+    /// where the compiler has split the code path. `barrier.sync 0;`
+    ///
+    /// # Safety
+    /// Every live thread of the block reaches it.
+    pub unsafe fn barrier_sync() {
+        // SAFETY: the caller vouches for the arrival count.
+        unsafe { asm!("barrier.sync 0;", options(nostack)) };
+    }
+
+    /// Sleeps for up to about `ns` nanoseconds. `nanosleep.u32 ns;`
+    ///
+    /// # Safety
+    /// None beyond running on the device.
+    pub unsafe fn nanosleep(ns: u32) {
+        // SAFETY: touches no memory; the clobber keeps polling loops honest.
+        unsafe { asm!("nanosleep.u32 {n};", n = in(reg32) ns, options(nostack)) };
+    }
+}

@@ -1,0 +1,66 @@
+//! Special registers.
+
+#[cfg(target_arch = "nvptx64")]
+use core::arch::asm;
+
+macro_rules! sreg32 {
+    ($($(#[$meta:meta])* $name:ident = $reg:literal in $range:expr;)*) => {
+        device_fns! { $(
+            $(#[$meta])*
+            #[doc = concat!("`mov.u32 r, ", $reg, ";`")]
+            ///
+            /// # Safety
+            /// None beyond running on the device.
+            pub unsafe fn $name() -> u32 {
+                let r: u32;
+                // SAFETY: reads a register that cannot change during the kernel.
+                unsafe { asm!(concat!("mov.u32 {r}, ", $reg, ";"), r = out(reg32) r, options(pure, nomem, nostack)) };
+                // SAFETY: the hardware's own bounds, so that no division by a dimension needs a trap.
+                unsafe { core::hint::assert_unchecked($range.contains(&r)) };
+                r
+            }
+        )* }
+    };
+}
+
+sreg32! {
+    /// Thread index in the block.
+    tid = "%tid.x" in (0..1024);
+    /// Threads per block.
+    ntid = "%ntid.x" in (1..=1024);
+    /// Block index in the grid.
+    ctaid = "%ctaid.x" in (0..0x7fff_ffff);
+    /// Blocks in the grid.
+    nctaid = "%nctaid.x" in (1..=0x7fff_ffff);
+    /// Lane in the warp, 0 to 31.
+    laneid = "%laneid" in (0..32);
+    /// Mask of the lanes below this one.
+    lanemask_lt = "%lanemask_lt" in (0..0x8000_0000);
+}
+
+device_fns! {
+    /// Nanoseconds of a clock that all devices of the machine share roughly. `mov.u64 r, %globaltimer;`
+    ///
+    /// # Safety
+    /// None beyond running on the device.
+    pub unsafe fn globaltimer() -> u64 {
+        let r: u64;
+        // SAFETY: reads a clock; not `pure`, since it changes.
+        unsafe { asm!("mov.u64 {r}, %globaltimer;", r = out(reg64) r, options(nomem, nostack)) };
+        r
+    }
+
+    /// Offset of the block's dynamic shared memory in the shared window. `mov.u32 r, EPOXIDE_SHARED;`
+    ///
+    /// # Safety
+    /// The launch must give the block as many dynamic bytes as are used.
+    pub unsafe fn dynamic_shared() -> u32 {
+        let r: u32;
+        // SAFETY: takes the address of the symbol declared below.
+        unsafe { asm!("mov.u32 {r}, EPOXIDE_SHARED;", r = out(reg32) r, options(pure, nomem, nostack)) };
+        r
+    }
+}
+
+#[cfg(target_arch = "nvptx64")]
+core::arch::global_asm!(".extern .shared .align 128 .b8 EPOXIDE_SHARED[];");
