@@ -1,1 +1,75 @@
-//! epoxide
+//! A virtual GPU: parses PTX and executes it on the CPU, with checks.
+//!
+//! It runs the very PTX that ships to real GPUs, inline assembly included, so what is tested without a GPU is what a
+//! GPU runs. It knows nothing of what the kernels are for.
+//!
+//! - [`Module::parse`] turns PTX text into [`Kernel`]s. An instruction it does not know is an error with its line.
+//! - [`Memory`] is what a device can address. Device addresses are host addresses of this process; memory can be
+//!   exported to and imported from other processes.
+//! - [`Grid`] is a launched kernel. It runs while [`Grid::step`] is called, on the caller's thread, and can be paused
+//!   at any time; streams and devices are the caller's business.
+//!
+//! Every access is checked for bounds and alignment. A [`Fault`] names kernel, block, warp, lane, PTX line and Rust
+//! line; a deadlock names every warp and what it waits for. With a seed, the scheduler and the completion of bulk
+//! copies are drawn from it, and the same seed takes the same path again.
+//!
+//! ```
+//! use epoxide_vgpu::{DeviceConfig, Grid, GridConfig, Memory, Module, Progress};
+//!
+//! let ptx = "
+//! .version 8.4
+//! .target sm_90
+//! .address_size 64
+//! .visible .entry square(.param .u64 out)
+//! {
+//!     .reg .b32 %r<3>;
+//!     .reg .b64 %rd<4>;
+//!     ld.param.u64 %rd1, [out];
+//!     mov.u32 %r1, %tid.x;
+//!     mul.lo.u32 %r2, %r1, %r1;
+//!     mul.wide.u32 %rd2, %r1, 4;
+//!     add.s64 %rd3, %rd1, %rd2;
+//!     st.global.u32 [%rd3], %r2;
+//!     ret;
+//! }";
+//! let module = Module::parse(ptx)?;
+//! let memory = Memory::new();
+//! let out = memory.alloc(32 * 4, "out")?;
+//! let launch = GridConfig { grid: [1, 1, 1], block: [32, 1, 1], dynamic_shared_bytes: 0 };
+//! let kernel = module.kernel("square").ok_or("no such kernel")?;
+//! let mut grid =
+//!     Grid::new(kernel, memory.clone(), &DeviceConfig::default(), launch, &out.addr().to_ne_bytes())?;
+//! while grid.step(10_000)? != Progress::Done {}
+//! let mut word = [0; 4];
+//! memory.read(out.addr() + 5 * 4, &mut word)?;
+//! assert_eq!(u32::from_ne_bytes(word), 25);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod ast;
+mod device;
+mod exec;
+mod fault;
+mod float;
+mod grid;
+mod ir;
+mod lexer;
+mod lower;
+mod mbarrier;
+mod memory;
+mod module;
+mod parser;
+mod rng;
+
+pub use device::{Clock, DeviceConfig, GridConfig, VIRTUAL_NS_PER_WARP_INSTRUCTION};
+pub use fault::{Fault, FaultKind, LaunchError, PtxError, StuckReport, StuckWarp, WaitingFor};
+pub use grid::{Grid, Progress, Stats};
+pub use memory::{Memory, MemoryError, NearRegion, Region};
+pub use module::{Kernel, Module, ParamInfo};
+
+/// Whether the virtual GPU knows an opcode, given with all of its modifiers (`ld.global.v4.u32`). Operands are
+/// checked only by [`Module::parse`].
+#[must_use]
+pub fn supported_opcode(opcode_with_modifiers: &str) -> bool {
+    lower::decode::decode(opcode_with_modifiers).is_ok()
+}

@@ -1,2 +1,126 @@
-//! The command.
-fn main() {}
+//! Developer chores: `cargo xtask <command>`.
+//!
+//! Nothing here is needed to *use* epoxide: the host crate embeds the committed PTX. These commands rebuild that PTX from
+//! the kernels in `gpu/`, check it, and prepare machines that lack CUDA.
+
+mod backend;
+mod build;
+mod check;
+mod doctor;
+mod header;
+mod lint;
+mod manifest;
+mod metadata;
+mod nvvm;
+mod postprocess;
+mod ptx;
+mod ptxas;
+mod sources;
+mod stub;
+mod toolchain;
+mod workspace;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand};
+
+use backend::{Arch, Backend};
+use workspace::Workspace;
+
+/// Exit code where a part that this command cannot fetch by itself is missing from the machine.
+const EXIT_MISSING_PARTS: u8 = 2;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Developer chores of epoxide", disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Compile the kernels in gpu/ to PTX, or check the committed PTX
+    BuildPtx(BuildPtx),
+    /// Lint a PTX file against the kernel manifest
+    PtxLint {
+        /// The PTX file; the committed one by default
+        file: Option<PathBuf>,
+        /// The compiler back end that wrote it (sets the `.version` ceiling)
+        #[arg(long, value_enum, default_value_t = Backend::InTree)]
+        backend: Backend,
+        /// The architecture it is for
+        #[arg(long, default_value = "sm_90")]
+        arch: Arch,
+    },
+    /// Fetch ptxas into target/ (a Python wheel, by pip)
+    FetchPtxas,
+    /// Write an empty libcuda.so into target/cuda-stub, so that `--features cuda` links without CUDA
+    StubCuda,
+    /// Say what this machine has for building PTX, and the remedy for what it lacks
+    Doctor,
+}
+
+#[derive(Args)]
+struct BuildPtx {
+    /// The compiler back end: rustc's own nvptx64 target, or Rust-CUDA's rustc_codegen_nvvm
+    #[arg(long, value_enum, default_value_t = Backend::InTree)]
+    backend: Backend,
+    /// The GPU architecture
+    #[arg(long, default_value = "sm_90")]
+    arch: Arch,
+    /// Check that the committed PTX is what the sources give; write nothing
+    #[arg(long, conflicts_with = "print_command")]
+    check: bool,
+    /// Fetch ptxas first where this machine has none
+    #[arg(long)]
+    fetch_ptxas: bool,
+    /// Where to write the PTX, or with --check, the file to check [default: gpu/ptx/epoxide.<arch>.ptx]
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Print the compiler's command line and stop
+    #[arg(long)]
+    print_command: bool,
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            match error.downcast_ref::<nvvm::MissingParts>() {
+                Some(_) => ExitCode::from(EXIT_MISSING_PARTS),
+                None => ExitCode::FAILURE,
+            }
+        }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    let ws = Workspace::find()?;
+    match command {
+        Command::BuildPtx(args) => {
+            if args.fetch_ptxas {
+                ptxas::find_or_fetch(&ws)?;
+            }
+            let job = build::Job::new(&ws, args.backend, args.arch, args.out);
+            match (args.print_command, args.check) {
+                (true, _) => build::print_command(&ws, &job),
+                (_, true) => check::run(&ws, &job),
+                _ => build::run(&ws, &job),
+            }
+        }
+        Command::PtxLint { file, backend, arch } => {
+            let job = build::Job::new(&ws, backend, arch, file);
+            let text = workspace::read(&job.out)?;
+            check::lint_file(&ws, &job, &job.out, &text)
+        }
+        Command::FetchPtxas => {
+            println!("{}", ptxas::find_or_fetch(&ws)?.display());
+            Ok(())
+        }
+        Command::StubCuda => stub::write(&ws),
+        Command::Doctor => doctor::run(&ws),
+    }
+}

@@ -27,13 +27,15 @@ struct Contract {
 
 impl Parse for Contract {
     fn parse(input: ParseStream) -> syn::Result<Self> {
-        let mut contract = Contract { threads: 0, min_blocks: 1, barriers: 0, registers: 255, requires: Vec::new() };
+        let mut contract =
+            Contract { threads: 0, min_blocks: 1, barriers: 0, registers: 255, requires: Vec::new() };
         while !input.is_empty() {
             let key: Ident = input.parse()?;
             if key == "requires" {
                 let clauses;
                 parenthesized!(clauses in input);
-                contract.requires = Punctuated::<Expr, Token![,]>::parse_terminated(&clauses)?.into_iter().collect();
+                contract.requires =
+                    Punctuated::<Expr, Token![,]>::parse_terminated(&clauses)?.into_iter().collect();
             } else {
                 input.parse::<Token![=]>()?;
                 let value = input.parse::<LitInt>()?.base10_parse()?;
@@ -70,16 +72,23 @@ pub fn kernel(attr: TokenStream, item: TokenStream) -> TokenStream {
 fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::TokenStream> {
     let docs: Vec<_> = function.attrs.iter().filter(|a| a.path().is_ident("doc")).collect();
     let name = &function.sig.ident;
-    let (body_name, type_name) = (format_ident!("{name}_body"), format_ident!("{}", camel_case(&name.to_string())));
+    let (body_name, type_name) =
+        (format_ident!("{name}_body"), format_ident!("{}", camel_case(&name.to_string())));
     let block = &function.block;
     let [FnArg::Typed(argument)] = function.sig.inputs.iter().collect::<Vec<_>>()[..] else {
-        return Err(syn::Error::new_spanned(&function.sig.inputs, "a kernel takes one #[repr(C)] Pod struct"));
+        return Err(syn::Error::new_spanned(
+            &function.sig.inputs,
+            "a kernel takes one #[repr(C)] Pod struct",
+        ));
     };
     let Pat::Ident(arg) = &*argument.pat else {
         return Err(syn::Error::new_spanned(&argument.pat, "name the argument struct"));
     };
     if function.sig.unsafety.is_none() {
-        return Err(syn::Error::new_spanned(&function.sig, "a kernel trusts its addresses: write `unsafe fn`"));
+        return Err(syn::Error::new_spanned(
+            &function.sig,
+            "a kernel trusts its addresses: write `unsafe fn`",
+        ));
     }
     let (arg, arg_type) = (&arg.ident, &argument.ty);
 

@@ -2,10 +2,10 @@
 
 use epoxide_macros::kernel;
 
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use super::epoch::{aborted, current_epoch, leave, pool_of, tell_ready, wait_ready};
 use super::ring::{Ring, Turn};
+#[cfg(not(target_arch = "nvptx64"))]
+use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{CombineArgs, MAX_RANKS, PlanStatus, SEND_ROW_STRIDE, StageArgs, Wait, row_stride};
 use crate::simt::*;
 
@@ -18,7 +18,7 @@ const VECTORS: usize = 8;
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(args.row_bytes % 16 == 0)
+    requires(args.row_bytes.is_multiple_of(16))
 )]
 pub unsafe fn stage_combine(args: StageArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
@@ -52,11 +52,11 @@ pub unsafe fn stage_combine(args: StageArgs) {
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 1, registers = 128,
     requires(
-        args.row_bytes % 16 == 0,
+        args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
         args.slots >= 2,
         args.slots <= 32,
-        args.slot_bytes % 16 == 0,
+        args.slot_bytes.is_multiple_of(16),
         args.slot_bytes >= 16,
         args.slot_bytes <= MAX_SLOT_BYTES,
     )
@@ -69,11 +69,11 @@ pub unsafe fn combine_bf16(args: CombineArgs) {
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 1, registers = 128,
     requires(
-        args.row_bytes % 16 == 0,
+        args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
         args.slots >= 2,
         args.slots <= 32,
-        args.slot_bytes % 16 == 0,
+        args.slot_bytes.is_multiple_of(16),
         args.slot_bytes >= 16,
         args.slot_bytes <= MAX_SLOT_BYTES,
     )

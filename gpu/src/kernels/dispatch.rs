@@ -2,10 +2,10 @@
 
 use epoxide_macros::kernel;
 
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use super::epoch::{aborted, current_epoch, leave, pool_of, tell_ready, wait_ready};
 use super::ring::{Ring, Turn};
+#[cfg(not(target_arch = "nvptx64"))]
+use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{DispatchArgs, PlanStatus, SEND_ROW_STRIDE, Wait, row_stride};
 use crate::simt::*;
 
@@ -17,11 +17,11 @@ use crate::simt::*;
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 1, registers = 128,
     requires(
-        args.row_bytes % 16 == 0,
+        args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
         args.stages >= 2,
         args.stages <= 32,
-        args.stage_bytes % 128 == 0,
+        args.stage_bytes.is_multiple_of(128),
         args.stage_bytes >= 128,
         args.local_experts >= 1,
     )

@@ -18,7 +18,7 @@ use crate::simt::*;
         args.num_ranks >= 1,
         args.num_ranks <= MAX_RANKS as u32,
         args.num_experts >= args.num_ranks,
-        args.num_experts % args.num_ranks == 0,
+        args.num_experts.is_multiple_of(args.num_ranks),
     )
 )]
 pub unsafe fn dispatch_layout(args: LayoutArgs) {

@@ -4,6 +4,7 @@
 //! *ready* (I have entered operation `epoch`), *move*, *done* (I have done my part towards you). `epoch` module holds
 //! them; the host crate's ARCHITECTURE page says why no two operations can meet in a region.
 
+mod ceiling;
 mod combine;
 mod dispatch;
 mod epoch;
@@ -18,6 +19,7 @@ pub use launch::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
+    ceiling::{CeilingPull, CeilingPush},
     combine::{CombineBf16, CombineF32, StageCombine},
     dispatch::Dispatch,
     layout::DispatchLayout,
@@ -35,4 +37,6 @@ pub const MANIFEST: &[KernelInfo] = &[
     StageCombine::INFO,
     CombineBf16::INFO,
     CombineF32::INFO,
+    CeilingPush::INFO,
+    CeilingPull::INFO,
 ];

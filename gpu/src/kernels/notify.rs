@@ -3,9 +3,9 @@
 
 use epoxide_macros::kernel;
 
+use super::epoch::{aborted, current_epoch, send_packet, wait_packet};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
-use super::epoch::{aborted, current_epoch, send_packet, wait_packet};
 use crate::layout::{
     MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, NotifyArgs, PlanStatus, SEND_ROW_STRIDE, message,
 };
@@ -26,10 +26,10 @@ const THREADS: u32 = 512;
         args.comm.num_ranks >= 1,
         args.comm.num_ranks <= MAX_RANKS as u32,
         args.num_experts >= args.comm.num_ranks,
-        args.num_experts % args.comm.num_ranks == 0,
+        args.num_experts.is_multiple_of(args.comm.num_ranks),
         args.num_experts / args.comm.num_ranks <= MAX_LOCAL_EXPERTS,
         args.expert_alignment >= 1,
-        args.row_bytes % 16 == 0,
+        args.row_bytes.is_multiple_of(16),
     )
 )]
 pub unsafe fn notify(args: NotifyArgs) {
@@ -55,6 +55,7 @@ pub unsafe fn notify(args: NotifyArgs) {
             send_packet(comm, thread, message::SIGNATURE + 1, args.columns, epoch);
             send_packet(comm, thread, message::SIGNATURE + 2, args.num_experts, epoch);
             send_packet(comm, thread, message::SIGNATURE + 3, args.num_channels, epoch);
+            send_packet(comm, thread, message::SIGNATURE + 4, comm.pool.rows as u32, epoch);
         }
         let mut expert = thread;
         while expert < args.num_experts {
@@ -107,19 +108,21 @@ pub unsafe fn notify(args: NotifyArgs) {
     }
     if warp == 2 {
         // Lane r reads rank r's signature; of the lanes that find fault, the lowest speaks.
-        let (mut fault, mut word, mut theirs) = (0, 0, 0);
+        let (mut fault, mut word, mut theirs, mut mine) = (0, 0, 0, 0);
         if lane < ranks {
-            let mut check = |index: u32, ours: u32| match wait_packet(comm, lane, message::SIGNATURE + index, epoch) {
-                Some(value) if value != ours => {
-                    (fault, word, theirs) = (PlanStatus::Mismatch as u32, index, value)
-                }
-                Some(_) => {}
-                None => fault = PlanStatus::Timeout as u32,
-            };
+            let mut check =
+                |index: u32, ours: u32| match wait_packet(comm, lane, message::SIGNATURE + index, epoch) {
+                    Some(value) if value != ours => {
+                        (fault, word, theirs, mine) = (PlanStatus::Mismatch as u32, index, value, ours)
+                    }
+                    Some(_) => {}
+                    None => fault = PlanStatus::Timeout as u32,
+                };
             check(0, args.row_bytes);
             check(1, args.columns);
             check(2, args.num_experts);
             check(3, args.num_channels);
+            check(4, comm.pool.rows as u32);
             match wait_packet(comm, lane, message::INVALID, epoch) {
                 Some(0) => {}
                 Some(_) => fault = PlanStatus::InvalidExpert as u32,
@@ -140,6 +143,7 @@ pub unsafe fn notify(args: NotifyArgs) {
             st_shared_u32(verdict + 4, lane);
             st_shared_u32(verdict + 8, word);
             st_shared_u32(verdict + 12, theirs);
+            st_shared_u32(verdict + 16, mine);
             st_shared_u32(verdict, fault);
         }
     }
@@ -232,10 +236,10 @@ pub unsafe fn notify(args: NotifyArgs) {
             if aborted(comm) {
                 status = PlanStatus::Timeout as u32;
             }
-            let theirs = ld_shared_u32(verdict + 12);
-            write_header(args.header.0, status, receives, peer, detail, theirs);
+            let (theirs, ours) = (ld_shared_u32(verdict + 12), ld_shared_u32(verdict + 16));
+            write_header(args.header.0, status, receives, peer, detail, theirs, ours);
             if !args.host.is_null() {
-                write_header(args.host.0, status, receives, peer, detail, theirs);
+                write_header(args.host.0, status, receives, peer, detail, theirs, ours);
                 st_release_sys_u64(args.host.0 + 24, args.tag);
             }
         }
@@ -244,7 +248,7 @@ pub unsafe fn notify(args: NotifyArgs) {
 
 /// Writes all of a `PlanHeader` but its tag.
 #[inline(always)]
-unsafe fn write_header(p: u64, status: u32, rows: u32, peer: u32, detail: u32, theirs: u32) {
+unsafe fn write_header(p: u64, status: u32, rows: u32, peer: u32, detail: u32, theirs: u32, ours: u32) {
     // SAFETY: `p` is a live `PlanHeader`.
     unsafe {
         st_u32(p, status);
@@ -252,5 +256,6 @@ unsafe fn write_header(p: u64, status: u32, rows: u32, peer: u32, detail: u32, t
         st_u32(p + 8, peer);
         st_u32(p + 12, detail);
         st_u32(p + 16, theirs);
+        st_u32(p + 20, ours);
     }
 }

@@ -169,3 +169,29 @@ pub struct CombineArgs {
 }
 
 layout_assert!(CombineArgs, size = 176, reserved at 172);
+
+/// Arguments of `ceiling_push` and `ceiling_pull`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct CeilingArgs {
+    /// Device table of pool addresses by rank, u64.
+    pub pools: DevicePtr,
+    /// Offset in a pool of the rows to read, `[rows]` back to back.
+    pub from: u64,
+    /// Offset in a pool of the rows to write: `[num_ranks * rows]` back to back.
+    pub to: u64,
+    /// This rank.
+    pub rank: u32,
+    /// Ranks.
+    pub num_ranks: u32,
+    /// Rows to read.
+    pub rows: u32,
+    /// Bytes per row, a multiple of 16.
+    pub row_bytes: u32,
+    /// Shared-memory stages per warp, each of a row.
+    pub stages: u32,
+    /// Peers that each row goes to or comes from.
+    pub fanout: u32,
+}
+
+layout_assert!(CeilingArgs, size = 48, fanout at 44);

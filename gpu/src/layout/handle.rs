@@ -20,7 +20,7 @@ pub enum PlanStatus {
     Capacity = 2,
     /// A token of rank `peer` named an expert out of range.
     InvalidExpert = 3,
-    /// Signature word `detail` of rank `peer` differs: `theirs` there.
+    /// Signature word `detail` of rank `peer` differs: `theirs` there, `ours` here.
     Mismatch = 4,
     /// A peer's counts did not come in time; [`super::Status`] says more.
     Timeout = 5,
@@ -40,8 +40,8 @@ pub struct PlanHeader {
     pub detail: u32,
     /// See [`PlanStatus`].
     pub theirs: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// See [`PlanStatus`].
+    pub ours: u32,
     /// On the host: the call that this header answers, stored last. On the device: unused.
     pub tag: u64,
 }

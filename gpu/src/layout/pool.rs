@@ -45,17 +45,21 @@ pub const fn done_offset(src: u32) -> u64 {
     (MAX_RANKS as u64 + src as u64) * size_of::<ControlWord>() as u64
 }
 
+/// What the signature words of a count message are, in order.
+pub const SIGNATURE_NAMES: [&str; 5] =
+    ["bytes per row", "num_topk << 16 | num_scales", "num_experts", "channels", "capacity in rows"];
+
 /// A count message: `u64` packets, each `epoch << 32 | value`, so that data and flag arrive in one store and nothing is
 /// ever zeroed. These are the indices of the packets.
 pub mod message {
     use super::*;
 
-    /// Four words that must agree between ranks: row bytes, top-k and scales, experts, channels.
+    /// Words that must agree between ranks; [`super::SIGNATURE_NAMES`] says what each is.
     pub const SIGNATURE: u32 = 0;
     /// 1 if the sender's layout saw an expert id out of range.
-    pub const INVALID: u32 = 4;
+    pub const INVALID: u32 = SIGNATURE + super::SIGNATURE_NAMES.len() as u32;
     /// Tokens the sender has for each rank, `[MAX_RANKS]`.
-    pub const RANK_COUNTS: u32 = 5;
+    pub const RANK_COUNTS: u32 = INVALID + 1;
     /// Where each of the sender's channels starts in its block of rows at the receiver, `[MAX_CHANNELS]`.
     pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_RANKS as u32;
     /// Selections the sender has for each expert of the receiver, `[MAX_LOCAL_EXPERTS]`.

@@ -1,2 +1,74 @@
-//! The command.
-fn main() {}
+//! The `epoxide` command: run the acceptance test, start ranks, look inside a routing, see what this machine has.
+//!
+//! Exit codes: 0 all is well, 1 a check failed, 2 bad usage, 77 skipped because this machine lacks what was asked for.
+
+mod bench;
+mod checks;
+mod doctor;
+mod inspect;
+mod launch;
+mod options;
+mod output;
+mod ranks;
+mod roundtrip;
+mod stop;
+mod trip;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Expert parallelism in Rust: moves Mixture-of-Experts tokens between GPUs, real or virtual.
+#[derive(Debug, Parser)]
+#[command(name = "epoxide", version, about, after_help = EXIT_CODES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXIT_CODES: &str = "Exit codes: 0 pass, 1 a check failed, 2 bad usage, 77 skipped for want of hardware.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run layout, dispatch and combine on all ranks and check every result.
+    Roundtrip(roundtrip::Args),
+    /// Measure dispatch and combine.
+    Bench(bench::Args),
+    /// Start the ranks of a group on this host.
+    Launch(launch::Args),
+    /// Print layouts and handles as JSON.
+    Inspect(inspect::Args),
+    /// Say what this machine has and lacks, and the remedy.
+    Doctor(doctor::Args),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Roundtrip(args) => roundtrip::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Launch(args) => launch::run(args),
+        Command::Inspect(args) => inspect::run(args),
+        Command::Doctor(args) => doctor::run(args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(stop) => {
+            if let Some(message) = stop.message {
+                output::complain(&message);
+            }
+            ExitCode::from(stop.code)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,560 @@
+//! Exercises every method of the CUDA driver on a real machine: one line per check, exit code 1 if any failed, 77 if
+//! there is no GPU.
+//!
+//! ```text
+//! cargo run --release -p epoxide --features cuda --example cuda_smoke
+//! ```
+
+use std::error::Error as StdError;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use epoxide::Error;
+use epoxide::driver::cuda::{self, CudaDevice};
+use epoxide::driver::{
+    CopyEnd, Device, DevicePtr, Event, Kernel, LaunchConfig, Memory, MemoryKind, Module, Stream,
+};
+
+type Outcome = Result<String, Box<dyn StdError>>;
+
+const PTX: &str = include_str!("cuda_smoke.ptx");
+const WORDS: u32 = 1 << 20;
+const BYTES: u64 = WORDS as u64 * 4;
+/// The first argument of the process that this example starts as a second rank.
+const CHILD: &str = "--import-in-child";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    if args.first().is_some_and(|arg| arg == CHILD) {
+        return match child(&args[1..]) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("child: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
+
+    for (name, found) in cuda::doctor() {
+        match found {
+            Ok(text) => println!("info  {name}: {text}"),
+            Err(text) => println!("info  {name}: MISSING: {text}"),
+        }
+    }
+    let devices = match open_all() {
+        Ok(devices) => devices,
+        Err(error @ Error::Unavailable { .. }) => {
+            println!("SKIP  {error}");
+            return ExitCode::from(77);
+        }
+        Err(error) => {
+            println!("FAIL  {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+
+    let mut report = Report::default();
+    one_device(&mut report, &devices[0]);
+    report.check("modules load from eight threads", || load_from_threads(&devices));
+    report.check("export and import, same device", || share(&devices[0], &devices[0]));
+    report.check("export and import, other process", || share_with_child(&devices));
+    if let [first, second, ..] = &devices[..] {
+        report.check("export and import, other device", || share(first, second));
+        report.check("every device writes to every other", || all_to_all(&devices));
+        report.check("peer copy", || peer_copy(first, second));
+        report.check("a stream of another device is refused", || foreign_stream(first, second));
+    } else {
+        println!("SKIP  checks between devices: this machine has one");
+    }
+    println!("{} checks, {} failed", report.run, report.failed);
+    if report.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+#[derive(Default)]
+struct Report {
+    run: u32,
+    failed: u32,
+}
+
+impl Report {
+    fn check(&mut self, name: &str, work: impl FnOnce() -> Outcome) {
+        self.run += 1;
+        let start = Instant::now();
+        match work() {
+            Ok(detail) => println!("OK    {name} ({:.1?}) {detail}", start.elapsed()),
+            Err(error) => {
+                self.failed += 1;
+                println!("FAIL  {name}: {error}");
+            }
+        }
+    }
+
+    /// A call that must fail with an error whose text holds `expected`.
+    fn refuses<T>(&mut self, name: &str, expected: &str, work: impl FnOnce() -> Result<T, Error>) {
+        self.check(name, || match work() {
+            Ok(_) => Err("it succeeded".into()),
+            Err(error) if error.to_string().contains(expected) => Ok(format!("-> {error}")),
+            Err(error) => Err(format!("{expected:?} expected in: {error}").into()),
+        });
+    }
+}
+
+fn open_all() -> Result<Vec<Arc<dyn Device>>, Error> {
+    cuda::devices()?.iter().map(|info| CudaDevice::open(info.ordinal)).collect()
+}
+
+fn ensure(holds: bool, message: impl Into<String>) -> Result<(), Box<dyn StdError>> {
+    if holds { Ok(()) } else { Err(message.into().into()) }
+}
+
+/// Everything that one device can do.
+fn one_device(report: &mut Report, device: &Arc<dyn Device>) {
+    report.check("info and free memory", || {
+        let (info, free) = (device.info(), device.free_memory()?);
+        ensure(!info.is_virtual && info.sm_count > 0, format!("{info:?}"))?;
+        ensure(free > 0 && free <= info.total_memory, format!("{free} bytes free"))?;
+        Ok(format!("{free} bytes free of {}", info.total_memory))
+    });
+    report.check("copies and fill", || copies(device));
+    report.check("shareable memory is zero", || {
+        let memory = Memory::alloc(device, BYTES, MemoryKind::Shareable, "zeroes")?;
+        let words = read_words(&Stream::new(device, false)?, memory.ptr(), WORDS)?;
+        ensure(words.iter().all(|&word| word == 0), "some byte is not zero")?;
+        Ok(format!("{} bytes taken for {BYTES}", memory.footprint()))
+    });
+    report.check("freed memory comes back", || {
+        let before = device.free_memory()?;
+        for kind in [MemoryKind::Device, MemoryKind::Shareable] {
+            for _ in 0..4 {
+                drop(Memory::alloc(device, 1 << 30, kind, "a GiB")?);
+            }
+        }
+        let after = device.free_memory()?;
+        ensure(before.saturating_sub(after) < 1 << 28, format!("{before} bytes free before, {after} after"))?;
+        Ok(String::new())
+    });
+    report.check("mapped host memory and stream and event queries", || mapped_host(device));
+    report.check("a stream waits for another's event", || wait_between_streams(device));
+    report.check("an adopted stream is used and left alone", || adopted_stream(device));
+    report.check("event timing", || timing(device));
+    report.check("200 KiB of dynamic shared memory", || big_shared(device));
+    report.check("cooperative launch", || cooperative(device));
+    report.check("capture and ten replays", || capture(device));
+    report.check("dma-buf export", || {
+        let memory = Memory::alloc(device, BYTES, MemoryKind::Shareable, "dma-buf")?;
+        match cuda::export_dma_buf(memory.ptr(), memory.footprint()) {
+            Ok(fd) => Ok(format!("fd {}", fd.as_raw_fd())),
+            Err(error @ Error::Unavailable { .. }) => Ok(format!("not here: {error}")),
+            Err(error) => Err(error.into()),
+        }
+    });
+
+    report.refuses("device 999", "this process sees", || CudaDevice::open(999));
+    report.refuses("32 TiB of device memory", "out of device memory", || {
+        Memory::alloc(device, 1 << 45, MemoryKind::Device, "too much")
+    });
+    report.refuses("32 TiB of shareable memory", "out of device memory", || {
+        Memory::alloc(device, 1 << 45, MemoryKind::Shareable, "too much")
+    });
+    report.refuses("export of plain memory", "MemoryKind::Shareable", || {
+        Memory::alloc(device, BYTES, MemoryKind::Device, "plain")?.export()
+    });
+    report.refuses("import of no device memory", "not-a-peer", || {
+        let file = std::fs::File::open("/dev/null").map_err(|error| Error::os("open", error))?;
+        Memory::import(device, file.into(), BYTES, "not-a-peer")
+    });
+    report.refuses("PTX with a mistake", "PTX module: ", || {
+        Module::load(device, &PTX.replacen("ld.global.u32", "ld.globule.u32", 1))
+    });
+    report.refuses("PTX of the future", "PTX 99.0", || {
+        Module::load(device, &PTX.replacen(".version 8.4", ".version 99.0", 1))
+    });
+    report.refuses("a kernel that is not there", "no_such_kernel", || {
+        Module::load(device, PTX)?.kernel("no_such_kernel", 0)
+    });
+    report.refuses("2048 threads per block", "launch of bump", || {
+        let (stream, kernel) = (Stream::new(device, false)?, Module::load(device, PTX)?.kernel("bump", 0)?);
+        // SAFETY: the launch is refused, so the null address is not used.
+        unsafe { stream.launch(&kernel, &blocks(1, 2048), &[&0u64.to_ne_bytes()]) }
+    });
+    report.refuses("a cooperative grid that does not fit", "cooperative", || {
+        let (stream, kernel) =
+            (Stream::new(device, false)?, Module::load(device, PTX)?.kernel("grid_meet", 0)?);
+        let config = LaunchConfig { cooperative: true, ..blocks(1 << 20, 1024) };
+        // SAFETY: the launch is refused, so the null addresses are not used.
+        unsafe { stream.launch(&kernel, &config, &[&0u64.to_ne_bytes(), &0u64.to_ne_bytes()]) }
+    });
+    report.check("the context survived all refusals", || copies(device));
+}
+
+fn blocks(grid: u32, block: u32) -> LaunchConfig {
+    LaunchConfig { grid, block, shared_bytes: 0, cooperative: false }
+}
+
+fn kernel(device: &Arc<dyn Device>, name: &'static str) -> Result<Kernel, Error> {
+    Module::load(device, PTX)?.kernel(name, 0)
+}
+
+fn read_words(stream: &Stream, src: DevicePtr, count: u32) -> Result<Vec<u32>, Error> {
+    let mut bytes = vec![0u8; count as usize * 4];
+    stream.read(&mut bytes, src)?;
+    Ok(bytes.chunks_exact(4).map(|word| u32::from_ne_bytes([word[0], word[1], word[2], word[3]])).collect())
+}
+
+/// A word of mapped host memory, as the host sees it.
+fn host_word(memory: &Memory) -> &AtomicU32 {
+    // SAFETY: the memory is mapped host memory of at least four bytes, page-aligned, and lives as long as the borrow.
+    unsafe { AtomicU32::from_ptr(memory.host_ptr().cast()) }
+}
+
+fn copies(device: &Arc<dyn Device>) -> Outcome {
+    let stream = Stream::new(device, true)?;
+    let (first, second) = (
+        Memory::alloc(device, BYTES, MemoryKind::Device, "first")?,
+        Memory::alloc(device, BYTES, MemoryKind::Device, "second")?,
+    );
+    let sent: Vec<u8> = (0..BYTES).map(|index| (index % 251) as u8).collect();
+    stream.write(first.ptr(), &sent)?;
+    // SAFETY: both allocations outlive the synchronising read below.
+    unsafe {
+        stream.copy(second.ptr(), first.ptr(), BYTES)?;
+        stream.fill(second.ptr(), 0xab, 16)?;
+        stream.fill(second.ptr(), 0xcd, 0)?;
+    }
+    let mut back = vec![0u8; BYTES as usize];
+    stream.read(&mut back, second.ptr())?;
+    ensure(back[..16] == [0xab; 16] && back[16..] == sent[16..], "device copy differs")?;
+
+    let mut copy = vec![0u8; BYTES as usize];
+    let raw = device.stream_create(false)?;
+    // SAFETY: both vectors outlive the synchronise.
+    let copied = unsafe {
+        device.copy(raw, CopyEnd::Host(copy.as_mut_ptr()), CopyEnd::Host(back.as_mut_ptr()), BYTES)
+    };
+    let synchronised = device.stream_synchronize(raw);
+    device.stream_destroy(raw);
+    copied.and(synchronised)?;
+    ensure(copy == back, "host copy differs")?;
+    device.make_progress();
+    Ok(String::new())
+}
+
+fn mapped_host(device: &Arc<dyn Device>) -> Outcome {
+    let stream = Stream::new(device, false)?;
+    let event = Event::new(device, false)?;
+    ensure(event.is_done()?, "an event that was never recorded is not done")?;
+    let (flag, reply) = (
+        Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?,
+        Memory::alloc(device, 4096, MemoryKind::MappedHost, "reply")?,
+    );
+    host_word(&flag).store(0, Ordering::Release);
+    host_word(&reply).store(0, Ordering::Release);
+    let await_flag = kernel(device, "await_flag")?;
+    // SAFETY: the kernel ends before both words go, at the synchronise below.
+    unsafe {
+        stream.launch(
+            &await_flag,
+            &blocks(1, 1),
+            &[&flag.ptr().0.to_ne_bytes(), &reply.ptr().0.to_ne_bytes()],
+        )?;
+    }
+    event.record(&stream)?;
+    let running = !stream.is_done()? && !event.is_done()?;
+    let timed_out = !event.wait_timeout(Duration::from_millis(20))?;
+    let start = Instant::now();
+    host_word(&flag).store(42, Ordering::Release);
+    while host_word(&reply).load(Ordering::Acquire) == 0 && start.elapsed() < Duration::from_secs(5) {
+        device.make_progress();
+    }
+    let answered = start.elapsed();
+    event.synchronize()?;
+    stream.synchronize()?;
+    ensure(running && timed_out, "the waiting kernel counted as done")?;
+    ensure(stream.is_done()? && event.is_done()?, "the finished kernel counts as running")?;
+    let seen = host_word(&reply).load(Ordering::Acquire);
+    ensure(seen == 42, format!("the kernel saw {seen:#x}, not 42"))?;
+    Ok(format!("host to device and back in {answered:.1?}"))
+}
+
+fn wait_between_streams(device: &Arc<dyn Device>) -> Outcome {
+    let (first, second) = (Stream::new(device, false)?, Stream::new(device, true)?);
+    let event = Event::new(device, false)?;
+    let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
+    let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
+    host_word(&flag).store(0, Ordering::Release);
+    let (await_flag, bump) = (kernel(device, "await_flag")?, kernel(device, "bump")?);
+    second.write(word.ptr(), &0u32.to_ne_bytes())?;
+    let address = word.ptr().0.to_ne_bytes();
+    // SAFETY: both kernels end before the memory goes, at the reads below.
+    unsafe {
+        first.launch(&await_flag, &blocks(1, 1), &[&flag.ptr().0.to_ne_bytes(), &address])?;
+        event.record(&first)?;
+        second.wait(&event)?;
+        second.launch(&bump, &blocks(1, 1), &[&address])?;
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    let waited = !second.is_done()?;
+    host_word(&flag).store(7, Ordering::Release);
+    let value = read_words(&second, word.ptr(), 1)?[0];
+    first.synchronize()?;
+    ensure(waited, "the second stream ran ahead")?;
+    ensure(value == 8, format!("{value}, not 7 + 1"))?;
+    Ok(String::new())
+}
+
+fn adopted_stream(device: &Arc<dyn Device>) -> Outcome {
+    let owner = Stream::new(device, false)?;
+    let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
+    let bump = kernel(device, "bump")?;
+    owner.write(word.ptr(), &0u32.to_ne_bytes())?;
+    // SAFETY: `owner` outlives the adopted stream; the kernel ends before the memory goes.
+    unsafe {
+        let adopted = Stream::adopt(device, owner.raw())?;
+        ensure(adopted.raw() == owner.raw(), "another CUstream came back")?;
+        adopted.launch(&bump, &blocks(1, 1), &[&word.ptr().0.to_ne_bytes()])?;
+        drop(adopted);
+        owner.launch(&bump, &blocks(1, 1), &[&word.ptr().0.to_ne_bytes()])?;
+    }
+    let value = read_words(&owner, word.ptr(), 1)?[0];
+    ensure(value == 2, format!("{value}, not 2"))?;
+    // SAFETY: the default stream always exists.
+    let default = unsafe { Stream::adopt(device, epoxide::driver::RawStream(std::ptr::null_mut()))? };
+    default.synchronize()?;
+    Ok("and so is the default stream".into())
+}
+
+fn timing(device: &Arc<dyn Device>) -> Outcome {
+    let stream = Stream::new(device, false)?;
+    let (start, end) = (Event::new(device, true)?, Event::new(device, true)?);
+    let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
+    let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
+    host_word(&flag).store(0, Ordering::Release);
+    let await_flag = kernel(device, "await_flag")?;
+    start.record(&stream)?;
+    // SAFETY: the kernel ends before the memory goes, at the synchronise below.
+    unsafe {
+        stream.launch(
+            &await_flag,
+            &blocks(1, 1),
+            &[&flag.ptr().0.to_ne_bytes(), &word.ptr().0.to_ne_bytes()],
+        )?;
+    }
+    end.record(&stream)?;
+    let early = start.elapsed_ms(&end);
+    std::thread::sleep(Duration::from_millis(20));
+    host_word(&flag).store(1, Ordering::Release);
+    end.synchronize()?;
+    let milliseconds = start.elapsed_ms(&end)?;
+    ensure(early.is_err(), "a time was given before the end")?;
+    ensure((15.0..4000.0).contains(&milliseconds), format!("{milliseconds} ms for a wait of 20 ms"))?;
+    Ok(format!("{milliseconds:.2} ms for a wait of 20 ms"))
+}
+
+fn big_shared(device: &Arc<dyn Device>) -> Outcome {
+    let stream = Stream::new(device, false)?;
+    let bytes: u32 = 200 * 1024;
+    let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
+    let kernel = Module::load(device, PTX)?.kernel("last_shared_word", bytes)?;
+    let config = LaunchConfig { shared_bytes: bytes, ..blocks(1, 1) };
+    // SAFETY: the kernel ends before the memory goes, at the read below.
+    unsafe { stream.launch(&kernel, &config, &[&word.ptr().0.to_ne_bytes(), &bytes.to_ne_bytes()])? };
+    let value = read_words(&stream, word.ptr(), 1)?[0];
+    ensure(value == 0x5eed, format!("{value:#x} came back"))?;
+    Ok(String::new())
+}
+
+fn cooperative(device: &Arc<dyn Device>) -> Outcome {
+    let stream = Stream::new(device, false)?;
+    let words = Memory::alloc(device, 4096, MemoryKind::Device, "counters")?;
+    let grid_meet = kernel(device, "grid_meet")?;
+    let grid = device.info().sm_count;
+    let config = LaunchConfig { cooperative: true, ..blocks(grid, 32) };
+    stream.write(words.ptr(), &[0; 8])?;
+    let (counter, met) = (words.ptr().0.to_ne_bytes(), words.ptr().add(4).0.to_ne_bytes());
+    // SAFETY: the kernel ends before the memory goes, at the read below.
+    unsafe { stream.launch(&grid_meet, &config, &[&counter, &met])? };
+    let met = read_words(&stream, words.ptr(), 2)?[1];
+    ensure(met == grid, format!("{met} of {grid} blocks met"))?;
+    Ok(format!("{grid} blocks met"))
+}
+
+fn capture(device: &Arc<dyn Device>) -> Outcome {
+    let stream = Stream::new(device, false)?;
+    let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
+    let bump = kernel(device, "bump")?;
+    stream.write(word.ptr(), &0u32.to_ne_bytes())?;
+    let address = word.ptr().0.to_ne_bytes();
+    // SAFETY: all replays end before the memory goes, at the read below.
+    let graph = stream.capture(|| unsafe { stream.launch(&bump, &blocks(3, 1), &[&address]) })?;
+    let recorded = read_words(&stream, word.ptr(), 1)?[0];
+    ensure(recorded == 0, "the recording ran")?;
+    for _ in 0..10 {
+        graph.launch(&stream)?;
+    }
+    let value = read_words(&stream, word.ptr(), 1)?[0];
+    ensure(value == 30, format!("{value}, not 30"))?;
+
+    let spoilt = stream.capture(|| stream.synchronize());
+    let text = spoilt.err().map(|error| error.to_string()).unwrap_or_default();
+    ensure(text.contains("capture"), format!("synchronising in a capture: {text:?}"))?;
+    stream.synchronize()?;
+    Ok(format!("; in a capture: {text}"))
+}
+
+fn load_from_threads(devices: &[Arc<dyn Device>]) -> Outcome {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8)
+            .map(|index| {
+                let device = &devices[index % devices.len()];
+                scope.spawn(move || -> Result<(), String> {
+                    let run = || -> Outcome { increment(device) };
+                    run().map(drop).map_err(|error| error.to_string())
+                })
+            })
+            .collect();
+        for thread in threads {
+            thread.join().map_err(|_| "a thread panicked")??;
+        }
+        Ok(String::new())
+    })
+}
+
+/// Runs `add_one` on `device` over its own memory.
+fn increment(device: &Arc<dyn Device>) -> Outcome {
+    let stream = Stream::new(device, false)?;
+    let memory = Memory::alloc(device, BYTES, MemoryKind::Device, "words")?;
+    // SAFETY: the memory outlives the synchronising read below.
+    unsafe { stream.fill(memory.ptr(), 0, BYTES)? };
+    add_one(&stream, memory.ptr(), memory.ptr())?;
+    let words = read_words(&stream, memory.ptr(), WORDS)?;
+    ensure(words.iter().all(|&word| word == 1), "add_one did not add one everywhere")?;
+    Ok(String::new())
+}
+
+/// `dst[i] = src[i] + 1`; waits for it.
+fn add_one(stream: &Stream, dst: DevicePtr, src: DevicePtr) -> Result<(), Error> {
+    let add_one = kernel(stream.device(), "add_one")?;
+    let params: [&[u8]; 3] = [&dst.0.to_ne_bytes(), &src.0.to_ne_bytes(), &WORDS.to_ne_bytes()];
+    // SAFETY: the callers' memory outlives the synchronise.
+    unsafe { stream.launch(&add_one, &blocks(WORDS.div_ceil(256), 256), &params)? };
+    stream.synchronize()
+}
+
+/// `importer` maps memory of `owner`, reads it by a kernel, writes it by a kernel, and outlives the owner's mapping.
+fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Outcome {
+    let (owner_stream, stream) = (Stream::new(owner, false)?, Stream::new(importer, false)?);
+    let original = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
+    let local = Memory::alloc(importer, BYTES, MemoryKind::Device, "copy")?;
+    let sent: Vec<u8> = (0..WORDS).flat_map(u32::to_ne_bytes).collect();
+    owner_stream.write(original.ptr(), &sent)?;
+
+    let peer = Memory::import(importer, original.export()?, BYTES, "the owner")?;
+    ensure(peer.ptr() != original.ptr(), "the import is no mapping of its own")?;
+    add_one(&stream, local.ptr(), peer.ptr())?;
+    let read = read_words(&stream, local.ptr(), WORDS)?;
+    ensure(read.iter().enumerate().all(|(index, &word)| word == index as u32 + 1), "peer reads are wrong")?;
+
+    add_one(&stream, peer.ptr(), local.ptr())?;
+    let written = read_words(&owner_stream, original.ptr(), WORDS)?;
+    ensure(
+        written.iter().enumerate().all(|(index, &word)| word == index as u32 + 2),
+        "peer writes are wrong",
+    )?;
+
+    drop(original);
+    let kept = read_words(&stream, peer.ptr(), WORDS)?;
+    ensure(kept == written, "the memory went with the owner's mapping")?;
+    Ok(String::new())
+}
+
+/// The same with a second process as the importer, on the last device.
+fn share_with_child(devices: &[Arc<dyn Device>]) -> Outcome {
+    let (owner, importer) = (&devices[0], devices.len() - 1);
+    let stream = Stream::new(owner, false)?;
+    let memory = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
+    // SAFETY: the memory outlives the synchronise.
+    unsafe { stream.fill(memory.ptr(), 0, BYTES)? };
+    stream.synchronize()?;
+    let fd = memory.export()?;
+    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::empty())?;
+    let status = Command::new(std::env::current_exe()?)
+        .args([CHILD, &fd.as_raw_fd().to_string(), &importer.to_string()])
+        .status()?;
+    ensure(status.success(), format!("the child ended with {status}"))?;
+    let words = read_words(&stream, memory.ptr(), WORDS)?;
+    ensure(words.iter().all(|&word| word == 1), "the child's writes are wrong")?;
+    Ok(format!("device 0 to device {importer}"))
+}
+
+/// The second process: adds one to every word of the memory behind the inherited descriptor.
+fn child(args: &[String]) -> Result<(), Box<dyn StdError>> {
+    let [fd, ordinal] = args else { return Err("two arguments expected".into()) };
+    // SAFETY: the parent left this descriptor open for us, and nobody else here uses it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd.parse()?) };
+    let device = CudaDevice::open(ordinal.parse()?)?;
+    let peer = Memory::import(&device, fd, BYTES, "the parent")?;
+    add_one(&Stream::new(&device, false)?, peer.ptr(), peer.ptr())?;
+    Ok(())
+}
+
+/// Every device adds one to a system-scope counter of every other, all at once.
+fn all_to_all(devices: &[Arc<dyn Device>]) -> Outcome {
+    let owned = devices
+        .iter()
+        .map(|device| Memory::alloc(device, BYTES, MemoryKind::Shareable, "counter"))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut running = Vec::new();
+    for device in devices {
+        let (stream, bump) = (Stream::new(device, false)?, kernel(device, "bump")?);
+        for memory in &owned {
+            let peer = Memory::import(device, memory.export()?, BYTES, "a peer")?;
+            // SAFETY: `running` keeps the mapping until the stream has been waited for.
+            unsafe { stream.launch(&bump, &blocks(100, 1), &[&peer.ptr().0.to_ne_bytes()])? };
+            running.push((peer, bump.clone()));
+        }
+        stream.synchronize()?;
+    }
+    for (device, memory) in devices.iter().zip(&owned) {
+        let count = read_words(&Stream::new(device, false)?, memory.ptr(), 1)?[0];
+        let expected = 100 * devices.len() as u32;
+        ensure(count == expected, format!("device {} counted {count} of {expected}", device.info().ordinal))?;
+    }
+    Ok(format!("{} mappings", running.len()))
+}
+
+fn peer_copy(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Outcome {
+    const SIZE: u64 = 256 << 20;
+    let stream = Stream::new(first, false)?;
+    let (start, end) = (Event::new(first, true)?, Event::new(first, true)?);
+    let source = Memory::alloc(first, SIZE, MemoryKind::Device, "source")?;
+    let target = Memory::alloc(second, SIZE, MemoryKind::Shareable, "target")?;
+    let peer = Memory::import(first, target.export()?, SIZE, "the other device")?;
+    // SAFETY: all memory outlives the synchronise.
+    unsafe {
+        stream.fill(source.ptr(), 0x5a, SIZE)?;
+        stream.copy(peer.ptr(), source.ptr(), SIZE)?;
+        start.record(&stream)?;
+        for _ in 0..10 {
+            stream.copy(peer.ptr(), source.ptr(), SIZE)?;
+        }
+        end.record(&stream)?;
+    }
+    stream.synchronize()?;
+    let word = read_words(&Stream::new(second, false)?, target.ptr().add(SIZE - 4), 1)?[0];
+    ensure(word == 0x5a5a_5a5a, format!("{word:#x} came over"))?;
+    let gigabytes = 10.0 * SIZE as f64 / f64::from(start.elapsed_ms(&end)?) / 1e6;
+    Ok(format!("{gigabytes:.0} GB/s"))
+}
+
+fn foreign_stream(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Outcome {
+    let theirs = Stream::new(second, false)?;
+    // SAFETY: the stream is live; that it is of the wrong device is what is checked.
+    match unsafe { Stream::adopt(first, theirs.raw()) } {
+        Err(error @ Error::Argument { .. }) => Ok(format!("-> {error}")),
+        Err(error) => Err(error.into()),
+        Ok(_) => Err("it was adopted".into()),
+    }
+}

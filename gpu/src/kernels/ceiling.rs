@@ -1,0 +1,102 @@
+//! What the links can do: the bulk copies of dispatch (push) and combine (pull) with no routing, no metadata and no
+//! sums, so that every benchmark can quote its own ceiling.
+
+use epoxide_macros::kernel;
+
+use super::ring::{Ring, Turn};
+#[cfg(not(target_arch = "nvptx64"))]
+use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
+use crate::layout::CeilingArgs;
+use crate::simt::*;
+
+/// Loads each of `rows` local rows once and stores it to `fanout` peers.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
+    requires(args.row_bytes.is_multiple_of(16), args.fanout >= 1, args.fanout < args.num_ranks, args.stages >= 2)
+)]
+pub unsafe fn ceiling_push(args: CeilingArgs) {
+    let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
+    let first = ctaid() * (ntid() / 32) + tid() / 32;
+    let ring = Ring::new(args.stages, args.row_bytes);
+    let pool = if lane < args.num_ranks { ld_u64(args.pools.0 + lane as u64 * 8) } else { 0 };
+    let from = shfl_u64(pool, args.rank) + args.from;
+    let row_bytes = args.row_bytes as u64;
+
+    let (mut load, mut loaded) = (first, 0);
+    while loaded < args.stages && load < args.rows {
+        if lane == 0 {
+            ring.load(loaded, from + load as u64 * row_bytes, args.row_bytes);
+        }
+        (load, loaded) = (load + step, loaded + 1);
+    }
+    let (mut turn, mut row, mut previous) = (Turn::first(), first, 0);
+    while row < args.rows {
+        let peer = (args.rank + 1 + (row + lane) % (args.num_ranks - 1)) % args.num_ranks;
+        let to = shfl_u64(pool, peer) + args.to + (args.rank * args.rows + row) as u64 * row_bytes;
+        ring.wait(&turn);
+        if lane < args.fanout {
+            bulk_store(to, ring.buffer(turn.slot), args.row_bytes);
+        }
+        bulk_commit();
+        if load < args.rows && row != first {
+            bulk_wait_read::<1>();
+            syncwarp();
+            if lane == 0 {
+                ring.load(previous, from + load as u64 * row_bytes, args.row_bytes);
+            }
+            load += step;
+        }
+        previous = turn.slot;
+        turn.advance(&ring);
+        row += step;
+    }
+    bulk_wait::<0>();
+}
+
+/// Loads each of `rows` rows from `fanout` peers and stores them locally.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
+    requires(args.row_bytes.is_multiple_of(16), args.fanout >= 1, args.fanout < args.num_ranks, args.stages >= 2)
+)]
+pub unsafe fn ceiling_pull(args: CeilingArgs) {
+    let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
+    let first = ctaid() * (ntid() / 32) + tid() / 32;
+    let ring = Ring::new(args.stages, args.row_bytes);
+    let pool = if lane < args.num_ranks { ld_u64(args.pools.0 + lane as u64 * 8) } else { 0 };
+    let own = shfl_u64(pool, args.rank);
+    let row_bytes = args.row_bytes as u64;
+    let pieces = args.rows * args.fanout;
+
+    // Lane 0 loads; the address is a matter of the whole warp.
+    let fetch = |slot: u32, piece: u32| {
+        let (row, turned) = (piece / args.fanout, piece % args.fanout);
+        let peer = (args.rank + 1 + (row + turned) % (args.num_ranks - 1)) % args.num_ranks;
+        let from = shfl_u64(pool, peer) + args.from + row as u64 * row_bytes;
+        if lane == 0 {
+            ring.load(slot, from, args.row_bytes);
+        }
+    };
+    let (mut load, mut loaded) = (first, 0);
+    while loaded < args.stages && load < pieces {
+        fetch(loaded, load);
+        (load, loaded) = (load + step, loaded + 1);
+    }
+    let (mut turn, mut piece, mut previous) = (Turn::first(), first, 0);
+    while piece < pieces {
+        ring.wait(&turn);
+        if lane == 0 {
+            let to = own + args.to + piece as u64 * row_bytes;
+            bulk_store(to, ring.buffer(turn.slot), args.row_bytes);
+        }
+        bulk_commit();
+        if load < pieces && piece != first {
+            bulk_wait_read::<1>();
+            fetch(previous, load);
+            load += step;
+        }
+        previous = turn.slot;
+        turn.advance(&ring);
+        piece += step;
+    }
+    bulk_wait::<0>();
+}

@@ -1,0 +1,431 @@
+//! One rank's part of a benchmark: check that the results are right, then time.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use epoxide::driver::{Device, Event, Memory, MemoryKind, Stream};
+use epoxide::ep::{
+    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CeilingShape, CombineRequest, CombineRows, Config, Counts,
+    DType, Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, StreamOrder, Tensor, Tuning,
+};
+use epoxide::group::ProcessGroup;
+use epoxide::{Error, Result};
+use half::bf16;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+use super::Args;
+
+/// Microseconds of every timed iteration.
+pub type Samples = Vec<f64>;
+
+/// One rank's times for one number of multiprocessors.
+#[derive(Debug, Clone, Default)]
+pub struct Times {
+    /// Multiprocessors.
+    pub num_sms: u32,
+    /// Cached dispatch: one kernel, the whole call.
+    pub dispatch_cached: Samples,
+    /// Uncached dispatch without a wait of the host: both kernels.
+    pub dispatch_uncached: Samples,
+    /// Uncached dispatch with exact counts, as the host's clock sees it: the call until it returns.
+    pub dispatch_exact_host: Samples,
+    /// Combine of rows that are in the pool: one kernel, the whole call.
+    pub combine: Samples,
+    /// Combine of rows from elsewhere: copy into the pool and combine.
+    pub combine_staged: Samples,
+    /// Cached dispatches back to back, mean per call.
+    pub dispatch_stream: f64,
+    /// Combines back to back, mean per call.
+    pub combine_stream: f64,
+    /// The links' own speed in GB/s with as many blocks: (push, pull).
+    pub ceiling: Option<(f64, f64)>,
+}
+
+/// Everything that one rank measured.
+#[derive(Debug, Clone)]
+pub struct RankResult {
+    /// The device's name.
+    pub device: String,
+    /// True for the virtual GPU.
+    pub is_virtual: bool,
+    /// CUDA version of the driver.
+    pub driver_version: u32,
+    /// Milliseconds that [`Buffer::new`] took, on the host's clock.
+    pub setup_ms: f64,
+    /// Bytes of the pool.
+    pub pool_bytes: u64,
+    /// Device bytes in use by all of the buffer.
+    pub device_bytes: u64,
+    /// Rows received from each source rank.
+    pub recv_rows: Vec<u64>,
+    /// Rows sent to each destination rank.
+    pub sent_rows: Vec<u64>,
+    /// Tokens with at least one destination.
+    pub routed_tokens: u64,
+    /// Times by number of multiprocessors.
+    pub times: Vec<Times>,
+}
+
+/// Runs rank `group.rank()`.
+pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> Result<RankResult> {
+    let (rank, ranks) = (group.rank(), group.size());
+    let stream = Stream::new(&device, false)?;
+    let shape = BufferShape {
+        max_tokens_per_rank: args.tokens,
+        max_row_bytes: args.combine_row_bytes(),
+        max_topk: args.topk,
+        max_scales: args.num_scales() as u32,
+    };
+    let d = Tuning::default();
+    let tuning = Tuning {
+        dispatch_warps: args.dispatch_warps.unwrap_or(d.dispatch_warps),
+        dispatch_stages: args.dispatch_stages.unwrap_or(d.dispatch_stages),
+        dispatch_stage_bytes: args.dispatch_stage_bytes.unwrap_or(d.dispatch_stage_bytes),
+        combine_warps: args.combine_warps.unwrap_or(d.combine_warps),
+        combine_slots: args.combine_slots.unwrap_or(d.combine_slots),
+        combine_slot_bytes: args.combine_slot_bytes.unwrap_or(d.combine_slot_bytes),
+    };
+    let config = Config::with_sms(args.num_sms[0])?;
+    group.barrier(group.timeout())?;
+    let free_before = device.free_memory()?;
+    let start = Instant::now();
+    let options = BufferOptions { config, tuning, ..BufferOptions::new(shape) };
+    let mut buffer = Buffer::new(device.clone(), group, options)?;
+    let setup_ms = start.elapsed().as_secs_f64() * 1e3;
+    let device_bytes = free_before.saturating_sub(device.free_memory()?);
+
+    let mut bench = Bench::new(args, &mut buffer, stream, rank, ranks)?;
+    bench.verify()?;
+    group.barrier(group.timeout())?;
+    let mut times = Vec::new();
+    for &num_sms in &args.num_sms {
+        bench.buffer.set_config(Config::with_sms(num_sms)?)?;
+        times.push(bench.time(num_sms)?);
+        group.barrier(group.timeout())?;
+    }
+    let (recv_rows, sent_rows, routed_tokens) = bench.counts()?;
+    bench.buffer.check()?;
+    let info = device.info();
+    Ok(RankResult {
+        device: info.name.clone(),
+        is_virtual: info.is_virtual,
+        driver_version: info.driver_version,
+        setup_ms,
+        pool_bytes: buffer.pool_bytes(),
+        device_bytes,
+        recv_rows,
+        sent_rows,
+        routed_tokens,
+        times,
+    })
+}
+
+struct Bench<'a> {
+    args: &'a Args,
+    buffer: &'a mut Buffer,
+    stream: Stream,
+    rank: u32,
+    ranks: u32,
+    x: Tensor,
+    scales: Option<Tensor>,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    layout: DispatchLayout,
+    routing: DispatchHandle,
+    /// A routing of no tokens: its dispatch is a barrier between the devices.
+    nothing: (Tensor, DispatchHandle),
+    flush: Option<Memory>,
+}
+
+impl<'a> Bench<'a> {
+    fn new(args: &'a Args, buffer: &'a mut Buffer, stream: Stream, rank: u32, ranks: u32) -> Result<Self> {
+        let (tokens, topk) = (args.tokens as u64, args.topk as u64);
+        let mut rng = SmallRng::seed_from_u64(args.seed + rank as u64);
+        let ids = random_topk(&mut rng, args.tokens, args.topk, args.experts);
+        let topk_idx = Tensor::from_host(&stream, DType::I64, &[tokens, topk], &ids)?;
+        let weights = vec![1.0f32; (tokens * topk) as usize];
+        let topk_weights = Tensor::from_host(&stream, DType::F32, &[tokens, topk], &weights)?;
+        let x = match args.dtype() {
+            DType::Bf16 => {
+                let rows: Vec<bf16> = (0..args.tokens).flat_map(|t| row(args, rank, t)).collect();
+                Tensor::from_host(&stream, DType::Bf16, &[tokens, args.hidden], &rows)?
+            }
+            dtype => {
+                let rows: Vec<u8> = (0..args.tokens).flat_map(|t| fp8_row(args, rank, t)).collect();
+                Tensor::from_host(&stream, dtype, &[tokens, args.hidden], &rows)?
+            }
+        };
+        let scales = match args.num_scales() {
+            0 => None,
+            n => {
+                let values: Vec<f32> = (0..tokens * n).map(|i| (rank as u64 * tokens * n + i) as f32).collect();
+                Some(Tensor::from_host(&stream, DType::F32, &[tokens, n], &values)?)
+            }
+        };
+        let layout = buffer.get_dispatch_layout(&topk_idx, args.experts, StreamOrder::on(&stream))?;
+
+        let no_ids = Tensor::alloc(buffer.device(), DType::I64, &[0, topk])?;
+        let no_rows = Tensor::alloc(buffer.device(), x.dtype(), &[0, args.hidden])?;
+        let empty = buffer.get_dispatch_layout(&no_ids, args.experts, StreamOrder::on(&stream))?;
+        let empty = buffer.dispatch(DispatchRequest::new(&no_rows, &empty), StreamOrder::on(&stream))?;
+        let nothing = (no_rows, empty.handle);
+
+        let flush_bytes = if buffer.device().info().is_virtual { 0 } else { args.flush_mib << 20 };
+        let flush = match flush_bytes {
+            0 => None,
+            bytes => Some(Memory::alloc(buffer.device(), bytes, MemoryKind::Device, "L2 flush")?),
+        };
+        let request =
+            DispatchRequest { x_scales: scales.as_ref(), ..DispatchRequest::new(&x, &layout) };
+        let routing = buffer.dispatch(request, StreamOrder::on(&stream))?.handle;
+        Ok(Bench {
+            args,
+            buffer,
+            stream,
+            rank,
+            ranks,
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            layout,
+            routing,
+            nothing,
+            flush,
+        })
+    }
+
+    fn dispatch(&mut self, counts: Counts) -> Result<DispatchOutput> {
+        let request = DispatchRequest {
+            x: &self.x,
+            x_scales: self.scales.as_ref(),
+            topk_idx: Some(&self.topk_idx),
+            topk_weights: Some(&self.topk_weights),
+            layout: &self.layout,
+            expert_alignment: 1,
+            counts,
+        };
+        self.buffer.dispatch(request, StreamOrder::on(&self.stream))
+    }
+
+    fn dispatch_cached(&mut self) -> Result<()> {
+        let request =
+            CachedDispatchRequest { x: &self.x, x_scales: self.scales.as_ref(), handle: &self.routing };
+        self.buffer.dispatch_cached(request, StreamOrder::on(&self.stream)).map(drop)
+    }
+
+    fn combine(&mut self) -> Result<Tensor> {
+        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: self.args.hidden };
+        let request = CombineRequest { rows, topk_weights: None, handle: &self.routing };
+        Ok(self.buffer.combine(request, StreamOrder::on(&self.stream))?.combined_x)
+    }
+
+    /// A barrier between the devices, on the device.
+    fn barrier(&mut self) -> Result<()> {
+        let request = CachedDispatchRequest { x: &self.nothing.0, x_scales: None, handle: &self.nothing.1 };
+        self.buffer.dispatch_cached(request, StreamOrder::on(&self.stream)).map(drop)
+    }
+
+    /// Every received row, bit for bit; every combined row, exactly.
+    fn verify(&mut self) -> Result<()> {
+        let (args, rank, ranks) = (self.args, self.rank, self.ranks);
+        let output = self.dispatch(Counts::Exact)?;
+        let sources = output.recv_src_idx.as_ref().map(|t| t.to_host::<i32>(&self.stream)).transpose()?;
+        let sources = sources.unwrap_or_default();
+        let prefix = output.handle.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
+        let ends: Vec<i32> = (0..ranks).map(|r| prefix[(r * ranks + rank) as usize]).collect();
+        let fail = |what: &str, at: usize| {
+            Err(Error::Mismatch {
+                rank,
+                peer: rank,
+                what: "a checked result",
+                ours: format!("{what} {at}"),
+                theirs: "what its source sent".into(),
+            })
+        };
+        let source_rank = |i: usize| ends.partition_point(|&end| end <= i as i32) as u32;
+        let hidden = args.hidden as usize;
+        if args.dtype() == DType::Bf16 {
+            let rows = output.recv_x.to_host::<bf16>(&self.stream)?;
+            for (i, &token) in sources.iter().enumerate() {
+                if !rows[i * hidden..][..hidden].iter().copied().eq(row(args, source_rank(i), token as u32)) {
+                    return fail("received row", i);
+                }
+            }
+        } else {
+            let rows = output.recv_x.to_host::<u8>(&self.stream)?;
+            for (i, &token) in sources.iter().enumerate() {
+                if !rows[i * hidden..][..hidden].iter().copied().eq(fp8_row(args, source_rank(i), token as u32)) {
+                    return fail("received row", i);
+                }
+            }
+        }
+        if let Some(scales) = &output.recv_x_scales {
+            let (n, values) = (args.num_scales() as usize, scales.to_host::<f32>(&self.stream)?);
+            for (i, &token) in sources.iter().enumerate() {
+                let first = (source_rank(i) as u64 * args.tokens as u64 + token as u64) * n as u64;
+                if (0..n).any(|s| values[i * n + s] != (first + s as u64) as f32) {
+                    return fail("scales of received row", i);
+                }
+            }
+        }
+
+        // The rows that go back: what each source's token holds in BF16, so that sums are multiples of it.
+        let returned: Vec<bf16> =
+            sources.iter().enumerate().flat_map(|(i, &t)| row(args, source_rank(i), t as u32)).collect();
+        let target = self.buffer.combine_rows(DType::Bf16, sources.len() as u64, args.hidden)?;
+        target.write(&self.stream, &returned)?;
+        let in_rank = self.layout.is_token_in_rank().to_host::<u8>(&self.stream)?;
+        for _ in 0..2 {
+            let combined = self.combine()?.to_host::<bf16>(&self.stream)?;
+            for token in 0..args.tokens as usize {
+                let copies: u8 = in_rank[token * ranks as usize..][..ranks as usize].iter().sum();
+                let expected = row(args, rank, token as u32).map(|v| v.to_f32() * copies as f32);
+                if !combined[token * hidden..][..hidden].iter().map(|v| v.to_f32()).eq(expected) {
+                    return fail("combined row", token);
+                }
+            }
+        }
+        self.buffer.check()
+    }
+
+    /// Rows received by source, rows sent by destination, tokens with a destination.
+    fn counts(&self) -> Result<(Vec<u64>, Vec<u64>, u64)> {
+        let prefix = self.routing.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
+        let ranks = self.ranks as usize;
+        let rows = |source: usize, to: usize| {
+            let before = if source == 0 { 0 } else { prefix[(source - 1) * ranks + to] };
+            (prefix[source * ranks + to] - before) as u64
+        };
+        let me = self.rank as usize;
+        let in_rank = self.layout.is_token_in_rank().to_host::<u8>(&self.stream)?;
+        let routed = in_rank.chunks(ranks).filter(|row| row.contains(&1)).count() as u64;
+        Ok(((0..ranks).map(|r| rows(r, me)).collect(), (0..ranks).map(|r| rows(me, r)).collect(), routed))
+    }
+
+    fn time(&mut self, num_sms: u32) -> Result<Times> {
+        let capacity = self.buffer.capacity();
+        let mut times = Times { num_sms, ..Times::default() };
+        times.dispatch_cached = self.isolated(|bench| bench.dispatch_cached())?;
+        times.dispatch_uncached =
+            self.isolated(|bench| bench.dispatch(Counts::OnDevice { capacity }).map(drop))?;
+        times.combine = self.isolated(|bench| bench.combine().map(drop))?;
+        let received = self.routing.num_recv_tokens(&self.stream)? as u64;
+        let rows = Tensor::alloc(self.buffer.device(), DType::Bf16, &[received, self.args.hidden])?;
+        times.combine_staged = self.isolated(|bench| {
+            let rows = CombineRows::Tensor(&rows);
+            let request = CombineRequest { rows, topk_weights: None, handle: &bench.routing };
+            bench.buffer.combine(request, StreamOrder::on(&bench.stream)).map(drop)
+        })?;
+        for iteration in 0..self.args.warmup + self.args.iters {
+            self.barrier()?;
+            self.stream.synchronize()?;
+            let start = Instant::now();
+            drop(self.dispatch(Counts::Exact)?);
+            if iteration >= self.args.warmup {
+                times.dispatch_exact_host.push(start.elapsed().as_secs_f64() * 1e6);
+            }
+        }
+        times.dispatch_stream = self.back_to_back(|bench| bench.dispatch_cached())?;
+        times.combine_stream = self.back_to_back(|bench| bench.combine().map(drop))?;
+        if !self.args.no_ceiling && self.ranks > 1 {
+            times.ceiling =
+                Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
+        }
+        Ok(times)
+    }
+
+    /// Times every iteration by itself: L2 emptied, devices aligned, then one call between two events. All of it is
+    /// enqueued ahead, so that the host's own delays stay out.
+    fn isolated(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<Samples> {
+        let mut pairs = Vec::new();
+        for iteration in 0..self.args.warmup + self.args.iters {
+            if let Some(flush) = &self.flush {
+                // SAFETY: the memory lives as long as the bench, which synchronises below.
+                unsafe { self.stream.fill(flush.ptr(), iteration as u8, flush.bytes())? };
+            }
+            self.barrier()?;
+            let pair = (Event::new(self.buffer.device(), true)?, Event::new(self.buffer.device(), true)?);
+            pair.0.record(&self.stream)?;
+            call(self)?;
+            pair.1.record(&self.stream)?;
+            pairs.push(pair);
+        }
+        self.stream.synchronize()?;
+        self.buffer.check()?;
+        let timed = &pairs[self.args.warmup as usize..];
+        timed.iter().map(|(start, end)| Ok(start.elapsed_ms(end)? as f64 * 1e3)).collect()
+    }
+
+    /// Mean microseconds of calls that follow each other directly: one pair of events around all of them.
+    fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
+        let (start, end) = (Event::new(self.buffer.device(), true)?, Event::new(self.buffer.device(), true)?);
+        for _ in 0..self.args.warmup {
+            call(self)?;
+        }
+        self.barrier()?;
+        start.record(&self.stream)?;
+        for _ in 0..self.args.iters {
+            call(self)?;
+        }
+        end.record(&self.stream)?;
+        self.stream.synchronize()?;
+        Ok(start.elapsed_ms(&end)? as f64 * 1e3 / self.args.iters as f64)
+    }
+
+    /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.
+    fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<f64> {
+        let row_bytes = self.x.row_bytes() as u32;
+        let row_bytes = if direction == Direction::Pull { self.args.combine_row_bytes() as u32 } else { row_bytes };
+        let limit = self.buffer.device().info().max_shared_bytes_per_block;
+        let mut best = f64::MAX;
+        for warps in [4, 7] {
+            let stages = (limit / (warps * (row_bytes + 8))).min(3);
+            if stages < 2 {
+                continue;
+            }
+            let fanout = 5.min(self.ranks - 1);
+            let shape = CeilingShape { blocks, warps, stages, rows: self.args.tokens, row_bytes, fanout };
+            let samples = self.isolated(|bench| bench.buffer.launch_ceiling(direction, shape, &bench.stream))?;
+            // The next barrier may not start before all have written.
+            self.barrier()?;
+            let mean = samples.iter().sum::<f64>() / samples.len() as f64;
+            best = best.min(mean / shape.remote_bytes() as f64);
+        }
+        Ok(1e-3 / best)
+    }
+}
+
+/// Ids of the `topk` best of `|normal| + 1` scores, for each token.
+fn random_topk(rng: &mut SmallRng, tokens: u32, topk: u32, experts: u32) -> Vec<i64> {
+    let mut ids = Vec::with_capacity((tokens * topk) as usize);
+    for _ in 0..tokens {
+        // Box-Muller; only the order of the scores matters.
+        let score = |rng: &mut SmallRng| {
+            let (u, v): (f64, f64) = (rng.random_range(f64::MIN_POSITIVE..1.0), rng.random());
+            ((-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()).abs() + 1.0
+        };
+        let mut scored: Vec<(f64, i64)> = (0..experts).map(|e| (score(rng), e as i64)).collect();
+        scored.sort_by(|a, b| b.0.total_cmp(&a.0));
+        ids.extend(scored.iter().take(topk as usize).map(|(_, e)| *e));
+    }
+    ids
+}
+
+/// A well-mixed word for each (rank, token, column).
+fn mix(rank: u32, token: u32, column: u64) -> u64 {
+    let mut z = ((rank as u64) << 48 ^ (token as u64) << 24 ^ column).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z ^ z >> 27
+}
+
+/// A token's BF16 row: integers of -8 to 7, so that sums of eight are exact.
+fn row(args: &Args, rank: u32, token: u32) -> impl Iterator<Item = bf16> {
+    (0..args.hidden).map(move |c| bf16::from_f32((mix(rank, token, c) >> 32 & 15) as f32 - 8.0))
+}
+
+/// A token's FP8 row: any bytes.
+fn fp8_row(args: &Args, rank: u32, token: u32) -> impl Iterator<Item = u8> {
+    (0..args.hidden).map(move |c| (mix(rank, token, c) >> 32) as u8)
+}

@@ -1,0 +1,236 @@
+//! How ranks run: as threads of this process, as processes that this one starts, or this process as one of them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use epoxide::driver::Device;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::group::launch::{LOCAL_RANK, RankExit, current_exe, run_threads, spawn_ranks};
+use epoxide::group::{ProcessGroup, RANK, rendezvous};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::options::{Defaults, DeviceKind, Setup, Shared};
+use crate::stop::{FAILED, Result, Stop};
+
+/// Ranks of a node unless the user says otherwise.
+const DEFAULT_RANKS: u32 = 8;
+/// How long the other ranks get to end when one has failed.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Where the ranks of this run are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Placement {
+    /// Threads of this process.
+    Threads,
+    /// Processes that this one starts.
+    Processes,
+    /// This process is one of them.
+    #[serde(rename = "processes")]
+    OneRank,
+}
+
+impl Placement {
+    /// What the flags and the environment say.
+    fn of(shared: &Shared, variable: impl Fn(&str) -> Option<String>) -> Placement {
+        if variable(RANK).is_some_and(|rank| !rank.is_empty()) {
+            return Placement::OneRank;
+        }
+        match shared.device {
+            _ if shared.threads => Placement::Threads,
+            _ if shared.processes => Placement::Processes,
+            DeviceKind::Virtual => Placement::Threads,
+            DeviceKind::Cuda => Placement::Processes,
+        }
+    }
+}
+
+/// One rank with its device and its group.
+pub struct Rank {
+    /// Its number.
+    pub rank: u32,
+    /// The group of all ranks.
+    pub group: Arc<dyn ProcessGroup>,
+    /// Its GPU.
+    pub device: Arc<dyn Device>,
+}
+
+/// What all ranks of a run have in common.
+pub struct Run {
+    /// The settings.
+    pub setup: Setup,
+    /// Where the ranks are.
+    pub placement: Placement,
+}
+
+impl Rank {
+    /// True on the rank that speaks for all.
+    pub fn is_root(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// Every rank's result; or, where any has failed, the same failure on all ranks. Collective.
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, outcome: Result<T>) -> Result<Vec<T>> {
+        gather(&*self.group, outcome)
+    }
+}
+
+/// Runs `main` on every rank that `shared` and the environment ask for. Comes back with the failure of all ranks, if
+/// they agreed on one, and otherwise with that of a rank of this process.
+pub fn run(shared: &Shared, defaults: Defaults, main: impl Fn(&Rank, &Run) -> Result<()> + Sync) -> Result<()> {
+    shared.check()?;
+    let placement = Placement::of(shared, |name| std::env::var(name).ok());
+    let ranks = shared.ranks_per_node.unwrap_or(DEFAULT_RANKS);
+    // A rank that fails tells the others once its own device has given up, which may take the host's wait for the
+    // counts: twice the timeout.
+    let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
+    match placement {
+        Placement::OneRank => {
+            let group: Arc<dyn ProcessGroup> = Arc::new(rendezvous(group_timeout)?);
+            let local_rank = match std::env::var(LOCAL_RANK) {
+                Ok(text) if !text.is_empty() => text
+                    .parse()
+                    .map_err(|_| Stop::usage(format!("{LOCAL_RANK} = {text} in the environment: must be a whole number"))),
+                _ => Ok(group.rank()),
+            };
+            let outcome = one_rank(&group, local_rank, &main, || {
+                Ok(Run { setup: shared.resolve(group.size(), defaults)?, placement })
+            });
+            outcome.map_err(|stop| match stop.agreed {
+                // Rank 0 says it.
+                true if group.rank() != 0 => Stop::said(stop.code),
+                true => stop,
+                false => stop.on_rank(group.rank()),
+            })
+        }
+        Placement::Threads => {
+            let setup = shared.resolve(ranks, defaults)?;
+            require_devices(setup.device, ranks)?;
+            let ended = run_threads(ranks, group_timeout, |rank, group| {
+                Ok(one_rank(&group, Ok(rank), &main, || Ok(Run { setup: setup.clone(), placement })))
+            });
+            let outcomes = match ended {
+                Ok(outcomes) => outcomes,
+                Err(failure) => return Err(Stop::from(failure.error).on_rank(failure.rank)),
+            };
+            root_cause((0..).zip(outcomes).filter_map(|(rank, outcome)| Some((rank, outcome.err()?)))).map_or(Ok(()), Err)
+        }
+        Placement::Processes => {
+            let setup = shared.resolve(ranks, defaults)?;
+            require_devices(setup.device, ranks)?;
+            let outcome = spawn_ranks(ranks, GRACE, |_| {
+                let mut command = current_exe()?;
+                command.args(std::env::args_os().skip(1));
+                Ok(command)
+            })?;
+            let Some(rank) = outcome.first_failure else {
+                return Ok(());
+            };
+            match outcome.exits.get(rank as usize) {
+                // The rank, or rank 0, has said why.
+                Some(RankExit::Code(code)) => Err(Stop::said(u8::try_from(*code).unwrap_or(FAILED))),
+                Some(exit) => Err(Stop::failed(format!("rank {rank} {exit}; the other ranks were ended"))),
+                None => Err(Stop::failed(format!("rank {rank} failed"))),
+            }
+        }
+    }
+}
+
+/// Opens the rank's device and runs `main`.
+fn one_rank(
+    group: &Arc<dyn ProcessGroup>,
+    local_rank: Result<u32>,
+    main: impl Fn(&Rank, &Run) -> Result<()>,
+    run: impl Fn() -> Result<Run>,
+) -> Result<()> {
+    let mut made = None;
+    let outcome = local_rank.and_then(|local_rank| {
+        let run = run()?;
+        let device = open_device(run.setup.device, local_rank)?;
+        made = Some((run, device));
+        Ok(())
+    });
+    gather(&**group, outcome)?;
+    let Some((run, device)) = made else {
+        return Err(Stop::failed("all ranks agreed, but this one has no device"));
+    };
+    main(&Rank { rank: group.rank(), group: group.clone(), device }, &run)
+}
+
+/// Every rank's result; or, where any has failed, the same failure on all ranks. Collective.
+fn gather<T: Serialize + DeserializeOwned>(group: &dyn ProcessGroup, outcome: Result<T>) -> Result<Vec<T>> {
+    let broken = |error: serde_json::Error| Stop::failed(format!("a rank's report: {error}"));
+    let message = serde_json::to_vec(&outcome).map_err(broken)?;
+    let (mut results, mut stops) = (Vec::new(), Vec::new());
+    for (rank, message) in (0..).zip(group.all_gather(&message)?) {
+        match serde_json::from_slice::<Result<T>>(&message).map_err(broken)? {
+            Ok(result) => results.push(result),
+            Err(stop) => stops.push((rank, stop)),
+        }
+    }
+    match root_cause(stops.into_iter()) {
+        None => Ok(results),
+        Some(stop) => Err(Stop { agreed: true, ..stop }),
+    }
+}
+
+/// The failure to report: of the lowest rank whose failure does not follow from another's.
+fn root_cause(stops: impl Iterator<Item = (u32, Stop)>) -> Option<Stop> {
+    let mut stops: Vec<(u32, Stop)> = stops.collect();
+    stops.sort_by_key(|(rank, stop)| (stop.consequence, *rank));
+    let (rank, stop) = stops.into_iter().next()?;
+    // What is agreed carries its rank already, where it has one.
+    Some(if stop.agreed || stop.code != FAILED { stop } else { stop.on_rank(rank) })
+}
+
+/// Checks that there are `count` devices, before anything is started.
+fn require_devices(kind: DeviceKind, count: u32) -> Result<()> {
+    match kind {
+        DeviceKind::Virtual => Ok(()),
+        DeviceKind::Cuda => {
+            let have = cuda_devices()?;
+            if have < count {
+                let remedy = match have {
+                    0 => "leave --device cuda out to use the virtual GPU".to_owned(),
+                    _ => format!("use --ranks-per-node {have}"),
+                };
+                return Err(Stop::skipped(format!("{count} ranks need {count} GPUs, this machine has {have}; {remedy}")));
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Opens device `ordinal`.
+pub fn open_device(kind: DeviceKind, ordinal: u32) -> Result<Arc<dyn Device>> {
+    match kind {
+        DeviceKind::Virtual => Ok(VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() })),
+        DeviceKind::Cuda => open_cuda(ordinal),
+    }
+}
+
+/// What to do where CUDA is not compiled in.
+#[cfg(not(feature = "cuda"))]
+pub const NO_CUDA: &str = "this binary was built without CUDA; build with `cargo build --release --features cuda`";
+
+#[cfg(feature = "cuda")]
+fn cuda_devices() -> Result<u32> {
+    epoxide::driver::cuda::devices().map(|devices| devices.len() as u32).map_err(Stop::from_open)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_devices() -> Result<u32> {
+    Err(Stop::skipped(NO_CUDA))
+}
+
+#[cfg(feature = "cuda")]
+fn open_cuda(ordinal: u32) -> Result<Arc<dyn Device>> {
+    epoxide::driver::cuda::CudaDevice::open(ordinal).map_err(Stop::from_open)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(_ordinal: u32) -> Result<Arc<dyn Device>> {
+    Err(Stop::skipped(NO_CUDA))
+}
+

@@ -1,0 +1,166 @@
+//! Start-up, facts about devices, and the binding of the primary context to the calling thread.
+
+use std::ffi::{CStr, c_char, c_int};
+
+use cust::context::Context;
+use cust::device::Device as CustDevice;
+
+use super::device::CudaDevice;
+use super::error::{from_cust, unavailable};
+use super::ffi::{self, CuContext, CuResult};
+use crate::driver::DeviceInfo;
+use crate::error::{Error, Result};
+
+/// The devices this process sees, in the driver's order (`CUDA_VISIBLE_DEVICES` applies).
+///
+/// [`Error::Unavailable`] where there is no driver or no device.
+pub fn devices() -> Result<Vec<DeviceInfo>> {
+    (0..device_count()?).map(|ordinal| describe(cust_device(ordinal)?)).collect()
+}
+
+/// Starts the driver and counts its devices; none is an error.
+pub(super) fn device_count() -> Result<u32> {
+    initialise()?;
+    let count = CustDevice::num_devices().map_err(from_cust("cuDeviceGetCount"))?;
+    if count == 0 {
+        return Err(unavailable("a CUDA device", CuResult::NO_DEVICE.remedy()));
+    }
+    Ok(count)
+}
+
+/// `cuInit`, which may be called any number of times. Not `cust::init`: it turns the codes that tell a missing driver
+/// from a broken one into `UnknownError`.
+pub(super) fn initialise() -> Result<()> {
+    // SAFETY: no argument but the flags, which must be 0.
+    let result = unsafe { ffi::cuInit(0) };
+    match result.check("cuInit") {
+        Ok(()) => Ok(()),
+        Err(Error::Cuda { name, code, .. }) => {
+            let remedy = match result.remedy() {
+                "" => "is the NVIDIA driver installed and loaded? `nvidia-smi` tells",
+                known => known,
+            };
+            Err(unavailable("the CUDA driver", format!("cuInit says {name} ({code}); {remedy}")))
+        }
+        Err(other) => Err(other),
+    }
+}
+
+/// `cust`'s handle of a device. Only after [`initialise`].
+pub(super) fn cust_device(ordinal: u32) -> Result<CustDevice> {
+    CustDevice::get_device(ordinal).map_err(from_cust("cuDeviceGet"))
+}
+
+/// One integer fact of a device.
+pub(super) fn attribute(device: CustDevice, attribute: c_int) -> Result<c_int> {
+    let mut value = 0;
+    // SAFETY: the out pointer is valid; an unknown attribute is an error, not a fault.
+    unsafe { ffi::cuDeviceGetAttribute(&mut value, attribute, device.as_raw()) }
+        .check("cuDeviceGetAttribute")?;
+    Ok(value)
+}
+
+/// A fact that older drivers may not know of: unknown is "no".
+pub(super) fn supports(device: CustDevice, which: c_int) -> bool {
+    attribute(device, which).is_ok_and(|value| value != 0)
+}
+
+/// Compute capability, as `(major, minor)`.
+pub(super) fn compute_capability(device: CustDevice) -> Result<(c_int, c_int)> {
+    Ok((
+        attribute(device, ffi::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(device, ffi::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    ))
+}
+
+/// The CUDA version of the driver, as 1000 * major + 10 * minor.
+pub(super) fn driver_version() -> Result<u32> {
+    let version = cust::CudaApiVersion::get().map_err(from_cust("cuDriverGetVersion"))?;
+    Ok((version.major() * 1000 + version.minor() * 10) as u32)
+}
+
+/// Everything [`DeviceInfo`] says.
+pub(super) fn describe(device: CustDevice) -> Result<DeviceInfo> {
+    Ok(DeviceInfo {
+        ordinal: device.as_raw() as u32,
+        name: device.name().map_err(from_cust("cuDeviceGetName"))?,
+        is_virtual: false,
+        sm_count: attribute(device, ffi::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+        max_shared_bytes_per_block: attribute(
+            device,
+            ffi::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        )? as u32,
+        total_memory: device.total_memory().map_err(from_cust("cuDeviceTotalMem"))? as u64,
+        driver_version: driver_version()?,
+        pci_bus_id: pci_bus_id(device)?,
+    })
+}
+
+fn pci_bus_id(device: CustDevice) -> Result<String> {
+    let mut text = [0 as c_char; 32];
+    // SAFETY: the buffer is as long as said; the driver terminates what it writes.
+    unsafe { ffi::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int, device.as_raw()) }
+        .check("cuDeviceGetPCIBusId")?;
+    // SAFETY: the last byte is zero in any case, so the string ends within the buffer.
+    Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
+}
+
+/// Retains the device's primary context, which every other user of the device in this process shares. The thread's
+/// current context is left as it was.
+pub(super) fn retain_primary(device: CustDevice) -> Result<Context> {
+    let mut current: CuContext = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    unsafe { ffi::cuCtxGetCurrent(&mut current) }.check("cuCtxGetCurrent")?;
+
+    // `Context::new` would hold codes such as CUDA_ERROR_DEVICE_UNAVAILABLE in an enum that lacks them. With the
+    // context already retained by us, its own retain has nothing left to fail at.
+    let mut primary: CuContext = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid and the device exists.
+    unsafe { ffi::cuDevicePrimaryCtxRetain(&mut primary, device.as_raw()) }
+        .check("cuDevicePrimaryCtxRetain")?;
+    let context = Context::new(device).map_err(from_cust("cuDevicePrimaryCtxRetain"));
+    // SAFETY: gives back the retain above, once; `context` holds its own.
+    unsafe { ffi::cuDevicePrimaryCtxRelease_v2(device.as_raw()) }.log("cuDevicePrimaryCtxRelease");
+
+    // `Context::new` made the context current.
+    // SAFETY: `current` is what the driver reported a moment ago; null unbinds.
+    unsafe { ffi::cuCtxSetCurrent(current) }.check("cuCtxSetCurrent")?;
+    context
+}
+
+/// Proof that `device`'s primary context is current on this thread.
+///
+/// On drop the thread gets back the context it had, if it had another: a caller that drives its own context from this
+/// thread notices nothing. A thread without a context keeps ours, so that binding costs it one query from then on. We
+/// do not cache what is current ourselves: other libraries switch contexts too, and the driver's query is a read of a
+/// thread-local.
+pub(super) struct Bound<'a> {
+    /// The device whose context is bound.
+    pub device: &'a CudaDevice,
+    previous: CuContext,
+}
+
+impl CudaDevice {
+    /// Binds the primary context to the calling thread.
+    pub(super) fn bind(&self) -> Result<Bound<'_>> {
+        let ours: CuContext = self.context.as_raw().cast();
+        let mut current: CuContext = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid.
+        unsafe { ffi::cuCtxGetCurrent(&mut current) }.check("cuCtxGetCurrent")?;
+        if current == ours {
+            return Ok(Bound { device: self, previous: std::ptr::null_mut() });
+        }
+        // SAFETY: the context is retained as long as `self` lives.
+        unsafe { ffi::cuCtxSetCurrent(ours) }.check("cuCtxSetCurrent")?;
+        Ok(Bound { device: self, previous: current })
+    }
+}
+
+impl Drop for Bound<'_> {
+    fn drop(&mut self) {
+        if !self.previous.is_null() {
+            // SAFETY: it was this thread's current context when `bind` ran, and its owner runs on this thread.
+            unsafe { ffi::cuCtxSetCurrent(self.previous) }.log("cuCtxSetCurrent");
+        }
+    }
+}

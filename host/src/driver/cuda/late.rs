@@ -1,0 +1,55 @@
+//! Driver functions newer than `cust_raw`'s CUDA 11.4. They are looked up at run time: an older driver then lacks a
+//! feature, and not the whole program.
+
+use std::ffi::{CStr, c_int, c_ulonglong, c_void};
+use std::sync::OnceLock;
+
+use super::error::unavailable;
+use super::ffi::{self, CuDevicePtr, CuFunction, CuResult};
+use crate::error::Result;
+
+/// `cuMemGetHandleForAddressRange`.
+pub type MemGetHandleForAddressRange =
+    unsafe extern "C" fn(*mut c_void, CuDevicePtr, usize, c_int, c_ulonglong) -> CuResult;
+/// `cuFuncLoad`.
+pub type FuncLoad = unsafe extern "C" fn(CuFunction) -> CuResult;
+
+/// The functions that this driver has.
+#[derive(Debug)]
+pub struct Late {
+    /// CUDA 11.7: a dma-buf descriptor for device memory.
+    pub mem_get_handle_for_address_range: Option<MemGetHandleForAddressRange>,
+    /// CUDA 12.4: loads a kernel's code now, not at its first launch.
+    pub func_load: Option<FuncLoad>,
+}
+
+/// The table, filled at the first call. The driver must have been initialised.
+pub fn late() -> &'static Late {
+    static LATE: OnceLock<Late> = OnceLock::new();
+    LATE.get_or_init(|| Late {
+        // SAFETY: null becomes `None`; any other value is the function of that name, whose C signature is
+        // `(void*, CUdeviceptr, size_t, CUmemRangeHandleType, unsigned long long)` since 11.7.
+        mem_get_handle_for_address_range: unsafe {
+            std::mem::transmute::<*mut c_void, Option<MemGetHandleForAddressRange>>(resolve(
+                c"cuMemGetHandleForAddressRange",
+                11070,
+            ))
+        },
+        // SAFETY: likewise, `(CUfunction)` since 12.4.
+        func_load: unsafe {
+            std::mem::transmute::<*mut c_void, Option<FuncLoad>>(resolve(c"cuFuncLoad", 12040))
+        },
+    })
+}
+
+/// The function, or an error that says what would have it.
+pub fn require<F>(function: Option<F>, name: &str, since: &str) -> Result<F> {
+    function.ok_or_else(|| unavailable(name, format!("this driver lacks the function; it came with {since}")))
+}
+
+fn resolve(name: &CStr, version: c_int) -> *mut c_void {
+    let mut function = std::ptr::null_mut();
+    // SAFETY: `name` is NUL-terminated and the out pointer is valid.
+    let found = unsafe { ffi::cuGetProcAddress(name.as_ptr(), &mut function, version, 0) };
+    if found == CuResult::SUCCESS { function } else { std::ptr::null_mut() }
+}

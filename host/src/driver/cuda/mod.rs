@@ -1,0 +1,40 @@
+//! The CUDA driver: [`Device`](super::Device) over the CUDA driver API.
+//!
+//! `cust` enumerates the devices and holds the primary context. Every call whose result may be a code that `cust`'s
+//! enum does not list goes through our own declarations in `ffi`, which return plain integers: an unlisted code in a
+//! Rust enum is undefined behaviour.
+//!
+//! | file | concern |
+//! |---|---|
+//! | `ffi` | the driver's functions, structs and constants, as C has them |
+//! | `late` | functions newer than `cust_raw`, looked up at run time |
+//! | `error` | result codes, their names and remedies |
+//! | `context` | start-up, device facts, the primary context and its binding to threads |
+//! | `device` | [`CudaDevice`]: the trait, one line per method |
+//! | `memory`, `vmm` | allocation, copies; export and import through virtual memory management |
+//! | `module`, `ptx` | loading PTX, kernels, launches; which driver reads which PTX |
+//! | `stream`, `graph` | streams, events; capture and replay |
+//! | `doctor` | what this machine has and lacks |
+//!
+//! A binary with this feature links `libcuda.so.1` and does not start on a machine without it.
+
+mod context;
+mod device;
+mod doctor;
+mod error;
+mod ffi;
+mod graph;
+mod late;
+mod memory;
+mod module;
+mod ptx;
+mod stream;
+mod vmm;
+
+#[cfg(test)]
+mod tests;
+
+pub use context::devices;
+pub use device::CudaDevice;
+pub use doctor::doctor;
+pub use memory::export_dma_buf;

@@ -1,0 +1,151 @@
+//! What can be checked without a GPU. Where the link-time stub is loaded, every driver call answers 34.
+
+use std::sync::Arc;
+
+use super::ffi::CuResult;
+use super::module::{log_text, param_pointers};
+use super::ptx::{self, PtxVersion};
+use super::{CudaDevice, devices, doctor, stream};
+use crate::driver::{Device, RawStream};
+use crate::error::Error;
+
+fn assert_send_sync<T: Send + Sync>() {}
+
+#[test]
+fn a_device_may_be_used_from_any_thread() {
+    assert_send_sync::<CudaDevice>();
+    assert_send_sync::<Arc<dyn Device>>();
+    assert_send_sync::<RawStream>();
+}
+
+#[test]
+fn without_a_gpu_devices_are_unavailable_with_a_remedy() {
+    match devices() {
+        Ok(found) => assert!(!found.is_empty(), "no device must be an error"),
+        Err(Error::Unavailable { what, reason }) => {
+            assert_eq!(what, "the CUDA driver");
+            assert!(reason.contains("cuInit says") && reason.contains(';'), "{reason}");
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn opening_a_device_that_is_not_there_is_unavailable() {
+    match CudaDevice::open(u32::MAX) {
+        Err(Error::Unavailable { .. }) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn the_doctor_answers_without_a_gpu() {
+    let report = doctor();
+    assert_eq!(report[0].0, "CUDA driver");
+    for (name, found) in &report {
+        let text = found.as_ref().unwrap_or_else(|reason| reason);
+        assert!(!text.is_empty(), "{name}");
+    }
+}
+
+#[test]
+fn errors_name_the_call_the_code_and_the_remedy() {
+    let text = CuResult::STUB_LIBRARY.error("cuInit").to_string();
+    assert!(text.starts_with("cuInit failed: CUDA_ERROR_STUB_LIBRARY (34); "), "{text}");
+    assert!(text.contains("LD_LIBRARY_PATH"), "{text}");
+}
+
+#[test]
+fn a_code_without_a_remedy_ends_with_the_code() {
+    let text = CuResult(424_242).error("cuLaunchKernel").to_string();
+    assert!(text.ends_with("(424242)"), "{text}");
+}
+
+#[test]
+fn all_faults_and_all_capture_codes_have_remedies() {
+    for code in [700, 710, 714, 715, 716, 717, 718, 719] {
+        assert!(CuResult(code).remedy().contains("context is lost"), "{code}");
+    }
+    for code in 900..=908 {
+        assert!(CuResult(code).remedy().contains("capture_begin"), "{code}");
+    }
+    assert_eq!(CuResult(720).remedy(), "");
+}
+
+#[test]
+fn not_ready_is_no_error() {
+    assert!(!CuResult::NOT_READY.check_ready("cuEventQuery").unwrap());
+    assert!(CuResult::SUCCESS.check_ready("cuEventQuery").unwrap());
+    assert!(CuResult::ILLEGAL_ADDRESS.check_ready("cuEventQuery").is_err());
+}
+
+#[test]
+fn ptx_versions_are_read_from_the_directive() {
+    let version = |text| ptx::version_of(text).map(|version| (version.major, version.minor));
+    assert_eq!(version("// head .version 1.0\n\n.version 8.4 // note\n.target sm_90"), Some((8, 4)));
+    assert_eq!(version("  .version\t7.8\n"), Some((7, 8)));
+    assert_eq!(version(".target sm_90"), None);
+    assert_eq!(version(".version eight"), None);
+}
+
+#[test]
+fn each_ptx_version_names_the_oldest_driver() {
+    let branch =
+        |major, minor| ptx::oldest_driver_for(PtxVersion { major, minor }).map(|release| release.branch);
+    assert_eq!(branch(7, 0), Some(520));
+    assert_eq!(branch(8, 0), Some(525));
+    assert_eq!(branch(8, 2), Some(535));
+    assert_eq!(branch(8, 4), Some(550));
+    assert_eq!(branch(8, 5), Some(555));
+    assert_eq!(branch(8, 8), Some(575));
+    assert_eq!(branch(9, 0), Some(580));
+    assert_eq!(branch(99, 0), None);
+}
+
+#[test]
+fn each_driver_names_the_newest_ptx() {
+    let newest = |cuda| ptx::newest_ptx_for(cuda).map(|version| version.to_string());
+    assert_eq!(newest(11000), None);
+    assert_eq!(newest(12020).as_deref(), Some("8.2"));
+    assert_eq!(newest(12065).as_deref(), Some("8.5"));
+    assert_eq!(newest(13000).as_deref(), Some("9.0"));
+    assert_eq!(newest(99000).as_deref(), Some("9.1"));
+}
+
+#[test]
+fn too_new_ptx_says_what_to_install() {
+    let text = ptx::too_new(".version 8.4\n", 12020);
+    assert_eq!(
+        text,
+        "the module is PTX 8.4, this driver (CUDA 12.2) reads up to PTX 8.2; install driver R550 (CUDA 12.4) or newer"
+    );
+    let text = ptx::too_new(".version 99.0\n", 13000);
+    assert!(text.contains("PTX 99.0") && text.contains("lower PTX version"), "{text}");
+}
+
+#[test]
+fn parameters_become_one_pointer_each_in_order() {
+    let (first, second) = (7u64.to_ne_bytes(), 3u32.to_ne_bytes());
+    let params: [&[u8]; 2] = [&first, &second];
+    let pointers = param_pointers(&params);
+    assert_eq!(pointers.len(), 2);
+    assert_eq!(pointers[0].cast_const().cast(), first.as_ptr());
+    assert_eq!(pointers[1].cast_const().cast(), second.as_ptr());
+    assert!(param_pointers(&[]).is_empty());
+}
+
+#[test]
+fn an_adopted_handle_keeps_the_stream_it_stands_for() {
+    // The default streams are small integers, real ones are addresses.
+    for stream in [0u64, 1, 2, 0x7fff_ffff_fff0] {
+        assert_eq!(stream::raw(stream) as u64, stream);
+        assert_eq!(stream::raw(stream | stream::ADOPTED) as u64, stream);
+    }
+}
+
+#[test]
+fn jit_logs_end_at_the_first_nul() {
+    assert_eq!(log_text(b"ptxas: line 3\n\0junk"), "ptxas: line 3");
+    assert_eq!(log_text(b"no end"), "no end");
+    assert_eq!(log_text(&[0; 8]), "");
+}

@@ -1,0 +1,285 @@
+//! CUDA's virtual memory management: physical memory, address ranges, mappings, and who may share and reach what.
+//!
+//! There is no second way to share where the driver lacks it (WSL, some vGPUs): the older `cuIpc` handles are not file
+//! descriptors and cannot be opened in the process that made them. [`sharing`] says so.
+
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use super::context::{Bound, attribute, supports};
+use super::error::unavailable;
+use super::ffi::{
+    self, CuAllocation, CuDevicePtr, CuMemAccessDesc, CuMemAllocationProp, CuMemLocation, CuResult,
+};
+use super::memory::{check_alloc, fill, free_bytes};
+use super::stream;
+use crate::driver::DevicePtr;
+use crate::error::{Error, Result};
+
+/// What a device can do with shareable memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sharing {
+    /// Memory can be created for RDMA by a network card.
+    pub rdma: bool,
+}
+
+/// What the device can share; the error says why it cannot.
+pub fn sharing(device: cust::device::Device) -> Result<Sharing> {
+    const REMEDY: &str = "epoxide shares device memory between ranks as file descriptors, which takes bare Linux or a \
+                          virtual machine with the whole GPU passed through, not WSL or a vGPU";
+    let what = || format!("shareable memory of CUDA device {}", device.as_raw());
+    if attribute(device, ffi::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? == 0 {
+        return Err(unavailable(what(), format!("no virtual memory management here; {REMEDY}")));
+    }
+    if attribute(device, ffi::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)? == 0 {
+        return Err(unavailable(what(), format!("no export as a file descriptor here; {REMEDY}")));
+    }
+    Ok(Sharing { rdma: supports(device, ffi::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) })
+}
+
+/// Why this device may not touch the peer's memory.
+pub fn no_peer_access(bound: &Bound<'_>, result: CuResult, owner: Option<c_int>, peer: &str) -> Error {
+    let own = bound.device.device.as_raw();
+    let unreachable = owner.filter(|&owner| owner != own && !can_access_peer(own, owner));
+    match unreachable {
+        Some(owner) => unavailable(
+            format!("peer access to {peer}"),
+            format!(
+                "CUDA device {own} cannot map memory of device {owner}: there is neither NVLink nor PCIe peer-to-peer \
+                 between them; pick devices that `epoxide doctor` lists as peers, or make them separate nodes \
+                 (`--ranks-per-node 1 --transport tcp`)"
+            ),
+        ),
+        None => unavailable(
+            format!("peer access to {peer}"),
+            format!(
+                "cuMemSetAccess says {} ({}) on device {own}; both devices must be in one NVLink or PCIe peer-to-peer \
+                 domain (`nvidia-smi topo -p2p r`), and a confidential-computing or IOMMU setup may forbid it",
+                result.name(),
+                result.0
+            ),
+        ),
+    }
+}
+
+/// Whether `device` may map memory of `peer`; a refused question counts as "no".
+pub fn can_access_peer(device: c_int, peer: c_int) -> bool {
+    let mut yes = 0;
+    // SAFETY: the out pointer is valid; ordinals are checked by the driver.
+    let result = unsafe { ffi::cuDeviceCanAccessPeer(&mut yes, device, peer) };
+    result == CuResult::SUCCESS && yes != 0
+}
+
+/// What we ask of shareable memory on this device.
+fn properties(bound: &Bound<'_>, rdma: bool) -> CuMemAllocationProp {
+    CuMemAllocationProp {
+        kind: ffi::CU_MEM_ALLOCATION_TYPE_PINNED,
+        requested_handle_types: ffi::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        location: location(bound),
+        win32_handle_meta_data: std::ptr::null_mut(),
+        compression_type: 0,
+        gpu_direct_rdma_capable: rdma.into(),
+        usage: 0,
+        reserved: [0; 4],
+    }
+}
+
+fn location(bound: &Bound<'_>) -> CuMemLocation {
+    CuMemLocation { kind: ffi::CU_MEM_LOCATION_TYPE_DEVICE, id: bound.device.device.as_raw() }
+}
+
+/// `bytes` rounded up to the allocation granularity. Owner and importer must come to the same result, so both ask for
+/// the same properties.
+pub fn round_up(bound: &Bound<'_>, bytes: u64, sharing: Sharing, label: &str) -> Result<usize> {
+    let mut granularity = 0;
+    // SAFETY: both pointers are valid.
+    unsafe {
+        ffi::cuMemGetAllocationGranularity(
+            &mut granularity,
+            &properties(bound, sharing.rdma),
+            ffi::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+        )
+    }
+    .check("cuMemGetAllocationGranularity")?;
+    (bytes as usize).checked_next_multiple_of(granularity).ok_or_else(|| Error::OutOfMemory {
+        what: label.into(),
+        requested: bytes,
+        available: free_bytes(bound).unwrap_or(0),
+    })
+}
+
+/// A reference to physical memory.
+pub struct Physical(CuAllocation);
+
+impl Physical {
+    /// `len` bytes on the bound device; `label` names them in errors.
+    pub fn create(bound: &Bound<'_>, len: usize, sharing: Sharing, label: &str) -> Result<Physical> {
+        let mut allocation: CuAllocation = 0;
+        let mut create = |rdma| {
+            // SAFETY: both pointers are valid, and `len` is a multiple of the granularity.
+            unsafe { ffi::cuMemCreate(&mut allocation, len, &properties(bound, rdma), 0) }
+        };
+        let mut result = create(sharing.rdma);
+        if sharing.rdma && result != CuResult::SUCCESS && result != CuResult::OUT_OF_MEMORY {
+            // Some virtual machines announce RDMA and then refuse it; within a node nothing needs it.
+            tracing::debug!(code = result.0, "no RDMA-capable memory; allocating without");
+            result = create(false);
+        }
+        check_alloc(bound, result, "cuMemCreate", len as u64, label)?;
+        Ok(Physical(allocation))
+    }
+
+    /// The memory behind a descriptor; `peer` names its owner in errors.
+    pub fn import(fd: &OwnedFd, peer: &str) -> Result<Physical> {
+        let mut allocation: CuAllocation = 0;
+        // SAFETY: for this handle type the pointer's value is the descriptor, which stays ours.
+        let result = unsafe {
+            ffi::cuMemImportFromShareableHandle(
+                &mut allocation,
+                fd.as_raw_fd() as usize as *mut c_void,
+                ffi::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+            )
+        };
+        match result {
+            CuResult::SUCCESS => Ok(Physical(allocation)),
+            CuResult::INVALID_DEVICE => Err(unavailable(
+                format!("peer access to {peer}"),
+                "its device is not visible to this process; let every rank see all devices of the node (the same \
+                 CUDA_VISIBLE_DEVICES) and choose by local rank",
+            )),
+            other => Err(other.error_with(
+                "cuMemImportFromShareableHandle",
+                format!("; for {peer}, whose process must be of the same container and user"),
+            )),
+        }
+    }
+
+    /// The memory that is mapped at `ptr`.
+    pub fn at(ptr: DevicePtr) -> Result<Physical> {
+        let mut allocation: CuAllocation = 0;
+        // SAFETY: the out pointer is valid; the driver looks the address up and does not follow it.
+        unsafe { ffi::cuMemRetainAllocationHandle(&mut allocation, ptr.0 as *mut c_void) }
+            .check("cuMemRetainAllocationHandle")?;
+        Ok(Physical(allocation))
+    }
+
+    /// A descriptor for it.
+    pub fn export(&self) -> Result<OwnedFd> {
+        let mut fd: RawFd = -1;
+        // SAFETY: for this handle type the driver writes one `int` through the pointer.
+        unsafe {
+            ffi::cuMemExportToShareableHandle(
+                (&raw mut fd).cast(),
+                self.0,
+                ffi::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                0,
+            )
+        }
+        .check("cuMemExportToShareableHandle")?;
+        // SAFETY: the driver made this descriptor for us; nobody else closes it.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// The device that the memory is of, if the driver tells.
+    pub fn owner(&self) -> Option<c_int> {
+        let mut prop = CuMemAllocationProp {
+            kind: 0,
+            requested_handle_types: 0,
+            location: CuMemLocation::default(),
+            win32_handle_meta_data: std::ptr::null_mut(),
+            compression_type: 0,
+            gpu_direct_rdma_capable: 0,
+            usage: 0,
+            reserved: [0; 4],
+        };
+        // SAFETY: the out pointer is valid and the handle live.
+        let result = unsafe { ffi::cuMemGetAllocationPropertiesFromHandle(&mut prop, self.0) };
+        (result == CuResult::SUCCESS && prop.location.kind == ffi::CU_MEM_LOCATION_TYPE_DEVICE)
+            .then_some(prop.location.id)
+    }
+}
+
+impl Drop for Physical {
+    fn drop(&mut self) {
+        // SAFETY: gives back our one reference; mappings hold their own.
+        unsafe { ffi::cuMemRelease(self.0) }.log("cuMemRelease");
+    }
+}
+
+/// A reserved address range.
+struct Range {
+    ptr: CuDevicePtr,
+    bytes: usize,
+}
+
+impl Drop for Range {
+    fn drop(&mut self) {
+        // SAFETY: reserved by us with this size; a mapping in it has been undone before.
+        unsafe { ffi::cuMemAddressFree(self.ptr, self.bytes) }.log("cuMemAddressFree");
+    }
+}
+
+/// Physical memory at an address. Dropped: unmapped, then the address range is freed.
+pub struct Mapping {
+    range: Range,
+}
+
+impl Mapping {
+    /// Reserves a range and maps the memory into it. Nobody may access it yet.
+    pub fn new(physical: &Physical, bytes: usize) -> Result<Mapping> {
+        let mut ptr: CuDevicePtr = 0;
+        // SAFETY: the out pointer is valid; alignment, hint and flags 0 mean "any".
+        unsafe { ffi::cuMemAddressReserve(&mut ptr, bytes, 0, 0, 0) }.check("cuMemAddressReserve")?;
+        let range = Range { ptr, bytes };
+        // SAFETY: the range is reserved and empty, the handle live.
+        match unsafe { ffi::cuMemMap(ptr, bytes, 0, physical.0, 0) } {
+            CuResult::SUCCESS => Ok(Mapping { range }),
+            CuResult::INVALID_VALUE => Err(CuResult::INVALID_VALUE.error_with(
+                "cuMemMap",
+                format!("; does the memory have {bytes} bytes, as its importer says?"),
+            )),
+            other => Err(other.error("cuMemMap")),
+        }
+    }
+
+    /// Lets the bound device read and write it.
+    pub fn grant(&self, bound: &Bound<'_>) -> CuResult {
+        let access =
+            CuMemAccessDesc { location: location(bound), flags: ffi::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+        // SAFETY: the range is mapped, and one descriptor is passed.
+        unsafe { ffi::cuMemSetAccess(self.range.ptr, self.range.bytes, &access, 1) }
+    }
+
+    /// Zeroes it, in a stream of its own: the default stream would wait for the caller's work.
+    pub fn zero(&self, bound: &Bound<'_>) -> Result<()> {
+        let stream = stream::create(bound, false)?;
+        // SAFETY: the mapping outlives the synchronise below.
+        let zeroed = unsafe { fill(bound, stream, DevicePtr(self.range.ptr), 0, self.range.bytes as u64) }
+            .and_then(|()| stream::synchronize(bound, stream));
+        stream::destroy(bound, stream);
+        zeroed
+    }
+
+    /// Gives up ownership: the address and the size, for [`Mapping::from_raw`].
+    pub fn into_raw(self) -> (DevicePtr, u64) {
+        let raw = (DevicePtr(self.range.ptr), self.range.bytes as u64);
+        std::mem::forget(self);
+        raw
+    }
+
+    /// Takes ownership again.
+    ///
+    /// # Safety
+    /// The two come from [`Mapping::into_raw`], are passed once, and no work in flight uses the memory when the
+    /// result is dropped.
+    pub unsafe fn from_raw(ptr: DevicePtr, bytes: u64) -> Mapping {
+        Mapping { range: Range { ptr: ptr.0, bytes: bytes as usize } }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by us with this size, and no work in flight uses it.
+        unsafe { ffi::cuMemUnmap(self.range.ptr, self.range.bytes) }.log("cuMemUnmap");
+    }
+}

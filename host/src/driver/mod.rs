@@ -1,0 +1,220 @@
+//! What epoxide needs of a GPU, as one trait with two implementations: [`virt`] over the virtual GPU and, with the
+//! Cargo feature `cuda`, `cuda` over cust. Nothing outside this module names CUDA.
+//!
+//! [`Device`] is the raw trait: small integer handles, one method per driver call. The types beside it ([`Memory`],
+//! [`Stream`], [`Event`], [`Module`], [`Graph`]) own such a handle and give it back on drop; callers use those.
+
+use std::fmt::Debug;
+use std::os::fd::OwnedFd;
+
+use crate::error::Result;
+
+mod owned;
+pub mod virt;
+
+pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
+
+#[cfg(feature = "cuda")]
+pub mod cuda;
+
+/// A device address in bytes. On the virtual GPU it is a host virtual address of this process.
+pub use epoxide_gpu::layout::DevicePtr;
+
+/// What a device is and how large it is.
+#[derive(Debug, Clone)]
+pub struct DeviceInfo {
+    /// Index among the devices of this driver.
+    pub ordinal: u32,
+    /// Marketing name, or `virtual GPU`.
+    pub name: String,
+    /// True for the virtual GPU: its times are not those of any hardware.
+    pub is_virtual: bool,
+    /// Streaming multiprocessors.
+    pub sm_count: u32,
+    /// Most dynamic shared memory one block may ask for, in bytes.
+    pub max_shared_bytes_per_block: u32,
+    /// Device memory in bytes.
+    pub total_memory: u64,
+    /// Highest CUDA version the driver supports, as 1000 * major + 10 * minor.
+    pub driver_version: u32,
+    /// PCI bus id, or an empty string.
+    pub pci_bus_id: String,
+}
+
+/// How memory may be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// Plain device memory.
+    Device,
+    /// Device memory that can be exported as a file descriptor and mapped by peers.
+    Shareable,
+    /// Page-locked host memory, mapped into the device's address space.
+    MappedHost,
+}
+
+/// A raw allocation: what [`Device::alloc`] and [`Device::import`] return.
+#[derive(Debug, Clone, Copy)]
+pub struct RawMemory {
+    /// The driver's handle for it.
+    pub handle: u64,
+    /// Device address of the first byte.
+    pub ptr: DevicePtr,
+    /// Host address of the first byte, for [`MemoryKind::MappedHost`]; else null.
+    pub host: *mut u8,
+    /// Usable bytes: at least what was asked for.
+    pub bytes: u64,
+}
+
+/// Grid, block and dynamic shared memory of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LaunchConfig {
+    /// Blocks in x.
+    pub grid: u32,
+    /// Threads per block in x.
+    pub block: u32,
+    /// Dynamic shared memory in bytes.
+    pub shared_bytes: u32,
+    /// All blocks must be resident at once: the driver refuses the launch if they cannot be.
+    pub cooperative: bool,
+}
+
+/// A stream that belongs to the caller (`CUstream`), passed through unchanged. Null is the default stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct RawStream(pub *mut std::ffi::c_void);
+
+// SAFETY: a stream handle is an opaque token; the CUDA driver accepts it from any thread.
+unsafe impl Send for RawStream {}
+// SAFETY: as above.
+unsafe impl Sync for RawStream {}
+
+/// The raw driver of one device. Handles are opaque; asynchronous calls return at once and run in stream order.
+///
+/// Errors of asynchronous work surface at the next [`Device::stream_synchronize`], [`Device::event_synchronize`] or
+/// query, as CUDA's do.
+///
+/// # Safety
+/// The `unsafe` methods take addresses and handles on trust: they must be live until the stream has passed the call.
+pub trait Device: Send + Sync + Debug {
+    /// What this device is.
+    fn info(&self) -> &DeviceInfo;
+
+    /// Bytes of device memory now free.
+    fn free_memory(&self) -> Result<u64>;
+
+    /// Allocates memory. `label` names it in errors. The contents are unspecified, except that
+    /// [`MemoryKind::Shareable`] memory is zero.
+    fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory>;
+
+    /// A descriptor that stands for [`MemoryKind::Shareable`] memory in this or another process.
+    fn export(&self, memory: &RawMemory) -> Result<OwnedFd>;
+
+    /// Maps memory that a peer exported; `peer` names it in errors.
+    fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
+
+    /// Frees or unmaps memory.
+    ///
+    /// # Safety
+    /// No work in flight uses it, and it is not freed twice.
+    unsafe fn free(&self, memory: &RawMemory);
+
+    /// Loads a PTX module; the error carries the JIT log, or line and column.
+    fn module_load(&self, ptx: &str) -> Result<u64>;
+
+    /// Looks up a kernel of a module and raises its dynamic shared memory limit to `max_shared_bytes`.
+    fn module_kernel(&self, module: u64, name: &'static str, max_shared_bytes: u32) -> Result<u64>;
+
+    /// Unloads a module.
+    ///
+    /// # Safety
+    /// No kernel of it is in flight.
+    unsafe fn module_unload(&self, module: u64);
+
+    /// Launches a kernel. `params` points to one value per kernel parameter, as `cuLaunchKernel` wants them, with
+    /// their sizes in bytes.
+    ///
+    /// # Safety
+    /// The parameters fit the kernel's signature and every address in them is live until the kernel ends.
+    unsafe fn launch(&self, stream: u64, kernel: u64, config: &LaunchConfig, params: &[&[u8]]) -> Result<()>;
+
+    /// Creates a stream that does not synchronise with the default stream.
+    fn stream_create(&self, high_priority: bool) -> Result<u64>;
+
+    /// A handle for the caller's stream; it stays the caller's.
+    ///
+    /// # Safety
+    /// The stream is of this device's primary context and outlives the handle.
+    unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64>;
+
+    /// The stream as other code of this process may adopt it: its `CUstream`, or the virtual GPU's own token.
+    fn stream_raw(&self, stream: u64) -> RawStream;
+
+    /// Forgets a stream. Work in it still runs; an adopted stream is left alone.
+    fn stream_destroy(&self, stream: u64);
+
+    /// Blocks until all work of the stream is done.
+    fn stream_synchronize(&self, stream: u64) -> Result<()>;
+
+    /// True when all work of the stream is done.
+    fn stream_query(&self, stream: u64) -> Result<bool>;
+
+    /// Creates an event.
+    fn event_create(&self, timing: bool) -> Result<u64>;
+
+    /// Forgets an event.
+    fn event_destroy(&self, event: u64);
+
+    /// Records the event in the stream.
+    fn event_record(&self, event: u64, stream: u64) -> Result<()>;
+
+    /// Makes the stream wait for the event's last record. An event that was never recorded does not wait.
+    fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()>;
+
+    /// Blocks until the event's last record has passed.
+    fn event_synchronize(&self, event: u64) -> Result<()>;
+
+    /// True when the event's last record has passed.
+    fn event_query(&self, event: u64) -> Result<bool>;
+
+    /// Milliseconds between two recorded events.
+    fn event_elapsed_ms(&self, start: u64, end: u64) -> Result<f32>;
+
+    /// Copies bytes between device and host addresses, in stream order.
+    ///
+    /// # Safety
+    /// Both ranges are live until the stream has passed the copy. Pageable host memory may be read before this returns.
+    unsafe fn copy(&self, stream: u64, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()>;
+
+    /// Sets bytes, in stream order.
+    ///
+    /// # Safety
+    /// The range is live until the stream has passed the call.
+    unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()>;
+
+    /// Called in every host-side polling loop. Gives the processor away; on a virtual GPU that is driven by hand it
+    /// also runs device work.
+    fn make_progress(&self) {
+        std::thread::yield_now();
+    }
+
+    /// Starts recording the stream's work instead of running it.
+    fn capture_begin(&self, stream: u64) -> Result<()>;
+
+    /// Ends the recording.
+    fn capture_end(&self, stream: u64) -> Result<u64>;
+
+    /// Runs a recording in the stream.
+    fn graph_launch(&self, graph: u64, stream: u64) -> Result<()>;
+
+    /// Forgets a recording.
+    fn graph_destroy(&self, graph: u64);
+}
+
+/// One end of a copy.
+#[derive(Debug, Clone, Copy)]
+pub enum CopyEnd {
+    /// A device address.
+    Device(DevicePtr),
+    /// A host address that is read or written by the copy.
+    Host(*mut u8),
+}

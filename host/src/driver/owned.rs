@@ -1,0 +1,325 @@
+//! Owners of raw driver handles. Each keeps its device alive and gives its handle back on drop.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{CopyEnd, Device, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream};
+use crate::error::{Error, Result};
+
+/// Device memory, peer memory or mapped host memory; freed or unmapped on drop.
+#[derive(Debug)]
+pub struct Memory {
+    device: Arc<dyn Device>,
+    raw: RawMemory,
+    requested: u64,
+}
+
+// SAFETY: `RawMemory` is an address range without thread affinity; access to it goes through unsafe or stream calls.
+unsafe impl Send for Memory {}
+// SAFETY: as above; `&Memory` gives out addresses only.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Allocates `bytes`; `label` names the memory in errors.
+    pub fn alloc(device: &Arc<dyn Device>, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {
+        let raw = device.alloc(bytes, kind, label)?;
+        Ok(Memory { device: device.clone(), raw, requested: bytes })
+    }
+
+    /// Maps `bytes` of memory that a peer exported.
+    pub fn import(device: &Arc<dyn Device>, fd: OwnedFd, bytes: u64, peer: &str) -> Result<Memory> {
+        let raw = device.import(fd, bytes, peer)?;
+        Ok(Memory { device: device.clone(), raw, requested: bytes })
+    }
+
+    /// A descriptor that a peer can [`Memory::import`].
+    pub fn export(&self) -> Result<OwnedFd> {
+        self.device.export(&self.raw)
+    }
+
+    /// Device address of the first byte.
+    pub fn ptr(&self) -> DevicePtr {
+        self.raw.ptr
+    }
+
+    /// Host address of the first byte; null unless the memory is [`MemoryKind::MappedHost`].
+    pub fn host_ptr(&self) -> *mut u8 {
+        self.raw.host
+    }
+
+    /// Bytes asked for.
+    pub fn bytes(&self) -> u64 {
+        self.requested
+    }
+
+    /// Bytes taken from the device, rounding included.
+    pub fn footprint(&self) -> u64 {
+        self.raw.bytes
+    }
+
+    /// The device it belongs to.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: this owner frees once; users of the address hold a borrow or wait for their stream first.
+        unsafe { self.device.free(&self.raw) }
+    }
+}
+
+/// A queue of device work.
+#[derive(Debug)]
+pub struct Stream {
+    device: Arc<dyn Device>,
+    handle: u64,
+}
+
+impl Stream {
+    /// A stream of our own that does not synchronise with the default stream.
+    pub fn new(device: &Arc<dyn Device>, high_priority: bool) -> Result<Stream> {
+        Ok(Stream { device: device.clone(), handle: device.stream_create(high_priority)? })
+    }
+
+    /// The caller's stream. It is used, never synchronised or destroyed.
+    ///
+    /// # Safety
+    /// `raw` is a stream of this device's primary context and outlives the result.
+    pub unsafe fn adopt(device: &Arc<dyn Device>, raw: RawStream) -> Result<Stream> {
+        // SAFETY: passed on to the caller.
+        Ok(Stream { device: device.clone(), handle: unsafe { device.stream_adopt(raw)? } })
+    }
+
+    /// The `CUstream`, for interop.
+    pub fn raw(&self) -> RawStream {
+        self.device.stream_raw(self.handle)
+    }
+
+    /// The device it belongs to.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Blocks until all work is done.
+    pub fn synchronize(&self) -> Result<()> {
+        self.device.stream_synchronize(self.handle)
+    }
+
+    /// True when all work is done.
+    pub fn is_done(&self) -> Result<bool> {
+        self.device.stream_query(self.handle)
+    }
+
+    /// Makes this stream wait for the event's last record.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        self.device.stream_wait_event(self.handle, event.handle)
+    }
+
+    /// Launches a kernel.
+    ///
+    /// # Safety
+    /// The parameters fit the kernel's signature, and every address in them is live until the kernel ends.
+    pub unsafe fn launch(&self, kernel: &Kernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.device.launch(self.handle, kernel.handle, config, params) }
+    }
+
+    /// Copies host bytes to the device and waits for it.
+    pub fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        // SAFETY: `src` outlives the synchronise below; the device side is checked or faults in the driver.
+        unsafe {
+            self.device.copy(
+                self.handle,
+                CopyEnd::Device(dst),
+                CopyEnd::Host(src.as_ptr().cast_mut()),
+                src.len() as u64,
+            )?;
+        }
+        self.synchronize()
+    }
+
+    /// Copies device bytes to the host and waits for it.
+    pub fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        // SAFETY: `dst` outlives the synchronise below; the device side is checked or faults in the driver.
+        unsafe {
+            self.device.copy(
+                self.handle,
+                CopyEnd::Host(dst.as_mut_ptr()),
+                CopyEnd::Device(src),
+                dst.len() as u64,
+            )?;
+        }
+        self.synchronize()
+    }
+
+    /// Copies between device addresses, in stream order.
+    ///
+    /// # Safety
+    /// Both ranges are live until the stream has passed the copy.
+    pub unsafe fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.device.copy(self.handle, CopyEnd::Device(dst), CopyEnd::Device(src), bytes) }
+    }
+
+    /// Sets bytes, in stream order.
+    ///
+    /// # Safety
+    /// The range is live until the stream has passed the call.
+    pub unsafe fn fill(&self, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.device.fill(self.handle, dst, value, bytes) }
+    }
+
+    /// Records what `work` enqueues instead of running it.
+    pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        self.device.capture_begin(self.handle)?;
+        let outcome = work();
+        // The capture must end in either case, or the stream stays unusable.
+        let graph = self.device.capture_end(self.handle);
+        let handle = match (outcome, graph) {
+            (Ok(()), Ok(handle)) => handle,
+            (Err(error), Ok(handle)) => {
+                self.device.graph_destroy(handle);
+                return Err(error);
+            }
+            (Err(error), Err(_)) | (Ok(()), Err(error)) => return Err(error),
+        };
+        Ok(Graph { device: self.device.clone(), handle })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.device.stream_destroy(self.handle);
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub struct Event {
+    device: Arc<dyn Device>,
+    handle: u64,
+}
+
+impl Event {
+    /// A new event; with `timing` it can be used in [`Event::elapsed_ms`].
+    pub fn new(device: &Arc<dyn Device>, timing: bool) -> Result<Event> {
+        Ok(Event { device: device.clone(), handle: device.event_create(timing)? })
+    }
+
+    /// Records the event in `stream`.
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        self.device.event_record(self.handle, stream.handle)
+    }
+
+    /// Blocks until the last record has passed.
+    pub fn synchronize(&self) -> Result<()> {
+        self.device.event_synchronize(self.handle)
+    }
+
+    /// True when the last record has passed.
+    pub fn is_done(&self) -> Result<bool> {
+        self.device.event_query(self.handle)
+    }
+
+    /// Polls until the last record has passed or `timeout` is over; false means it is over.
+    pub fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
+        let start = Instant::now();
+        while !self.is_done()? {
+            if start.elapsed() > timeout {
+                return Ok(false);
+            }
+            self.device.make_progress();
+        }
+        Ok(true)
+    }
+
+    /// Milliseconds from this event to `end`.
+    pub fn elapsed_ms(&self, end: &Event) -> Result<f32> {
+        self.device.event_elapsed_ms(self.handle, end.handle)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        self.device.event_destroy(self.handle);
+    }
+}
+
+#[derive(Debug)]
+struct LoadedModule {
+    device: Arc<dyn Device>,
+    handle: u64,
+}
+
+impl Drop for LoadedModule {
+    fn drop(&mut self) {
+        // SAFETY: every `Kernel` holds this `Arc`, and callers keep kernels alive while their stream runs them.
+        unsafe { self.device.module_unload(self.handle) }
+    }
+}
+
+/// A loaded PTX module.
+#[derive(Debug, Clone)]
+pub struct Module(Arc<LoadedModule>);
+
+impl Module {
+    /// Loads PTX text.
+    pub fn load(device: &Arc<dyn Device>, ptx: &str) -> Result<Module> {
+        let handle = device.module_load(ptx)?;
+        Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle })))
+    }
+
+    /// A kernel by its entry name; `max_shared_bytes` is the most dynamic shared memory it will be launched with.
+    pub fn kernel(&self, name: &'static str, max_shared_bytes: u32) -> Result<Kernel> {
+        let limit = self.0.device.info().max_shared_bytes_per_block;
+        if max_shared_bytes > limit {
+            return Err(Error::Launch {
+                kernel: name,
+                rule: format!(
+                    "{max_shared_bytes} bytes of dynamic shared memory wanted, the device has {limit}"
+                ),
+            });
+        }
+        let handle = self.0.device.module_kernel(self.0.handle, name, max_shared_bytes)?;
+        Ok(Kernel { _module: self.clone(), handle, name })
+    }
+}
+
+/// A kernel of a loaded module.
+#[derive(Debug, Clone)]
+pub struct Kernel {
+    _module: Module,
+    handle: u64,
+    name: &'static str,
+}
+
+impl Kernel {
+    /// The entry's name.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+}
+
+/// A recorded piece of stream work.
+#[derive(Debug)]
+pub struct Graph {
+    device: Arc<dyn Device>,
+    handle: u64,
+}
+
+impl Graph {
+    /// Runs it in `stream`.
+    pub fn launch(&self, stream: &Stream) -> Result<()> {
+        self.device.graph_launch(self.handle, stream.handle)
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        self.device.graph_destroy(self.handle);
+    }
+}

@@ -1,0 +1,260 @@
+//! What plays the GPU: takes work from the queues of one device and runs it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use epoxide_vgpu::{Grid, Progress};
+
+use super::capture::Launch;
+use super::state::{Shared, State};
+use super::stream::{Op, Transfer};
+
+/// Warp instructions that a grid runs before the next one has its turn.
+const SLICE: u64 = 64 * 1024;
+/// Warp instructions per warp within which a grid that only spins is found to do so: every warp has had a turn.
+const PROBE_PER_WARP: u64 = 256;
+/// How often the engine gives its time slice away before it sleeps, when all grids spin.
+const YIELDS: u32 = 16;
+/// Longest sleep of the engine when all grids spin: what they wait for comes from another thread or process.
+const LONGEST_NAP: Duration = Duration::from_micros(50);
+
+/// Work that has begun.
+struct Job {
+    queue: u64,
+    /// How many jobs of this device began before it.
+    number: u64,
+    work: Work,
+    /// It only span in its last turn, and nothing has happened since.
+    spinning: bool,
+    /// It only span in its last turn. The next turn must then be long enough for it to be found spinning again, or it
+    /// would pass for progress.
+    probe: bool,
+}
+
+enum Work {
+    /// Not a grid yet.
+    Launch(Box<Launch>, Option<u64>),
+    /// With its number of warps.
+    Grid(Box<Grid>, u64),
+    Transfer(Transfer),
+}
+
+impl Work {
+    /// Runs at most `slice` warp instructions. The error is the device's fault.
+    fn turn(&mut self, shared: &Shared, slice: u64) -> Result<Outcome, String> {
+        match self {
+            Work::Launch(launch, seed) => {
+                let grid = shared
+                    .grid(launch, *seed)
+                    .map_err(|error| format!("launch of {}: {error}", launch.name))?;
+                *self = Work::Grid(Box::new(grid), launch.warps());
+                self.turn(shared, slice)
+            }
+            Work::Grid(grid, _) => match grid.step(slice).map_err(|fault| fault.to_string())? {
+                Progress::Done => Ok(Outcome::Done(grid.schedule_digest())),
+                Progress::Running => Ok(Outcome::Running),
+                Progress::Spinning => Ok(Outcome::Spinning),
+            },
+            Work::Transfer(transfer) => {
+                transfer.run(&shared.memory).map_err(|error| format!("copy or fill: {error}"))?;
+                Ok(Outcome::Done(0))
+            }
+        }
+    }
+}
+
+/// How a turn of a job ended.
+pub(super) enum Outcome {
+    Running,
+    Spinning,
+    /// It is complete; the digest of its schedule.
+    Done(u64),
+    /// The device is unusable from now on.
+    Fault,
+}
+
+/// The engine of one device.
+pub(super) struct Engine {
+    shared: Arc<Shared>,
+    jobs: Vec<Job>,
+}
+
+impl Engine {
+    pub(super) fn new(shared: Arc<Shared>) -> Engine {
+        Engine { shared, jobs: Vec::new() }
+    }
+
+    /// True for the engine of this device.
+    pub(super) fn is_of(&self, shared: &Arc<Shared>) -> bool {
+        Arc::ptr_eq(&self.shared, shared)
+    }
+
+    /// True when no work has begun.
+    pub(super) fn is_idle(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// Jobs that did not merely spin in their last turn.
+    pub(super) fn ready(&self) -> impl Iterator<Item = usize> {
+        self.jobs.iter().enumerate().filter(|(_, job)| !job.spinning).map(|(index, _)| index)
+    }
+
+    /// Has every job tried again: something may have changed that it waits for.
+    pub(super) fn clear_spinning(&mut self) {
+        self.jobs.iter_mut().for_each(|job| job.spinning = false);
+    }
+
+    /// The turn that a job needs at the least, in warp instructions.
+    pub(super) fn least_slice(&self, index: usize) -> u64 {
+        match &self.jobs[index] {
+            Job { work: Work::Grid(_, warps), probe: true, .. } => 1024 + PROBE_PER_WARP * warps,
+            _ => 1,
+        }
+    }
+
+    /// How many jobs of this device began before this one.
+    pub(super) fn job_number(&self, index: usize) -> u64 {
+        self.jobs[index].number
+    }
+
+    /// What every warp of every grid waits for, a grid per paragraph.
+    pub(super) fn stuck_report(&self) -> String {
+        const LINES_PER_GRID: usize = 40;
+        let mut text = String::new();
+        for job in &self.jobs {
+            let Work::Grid(grid, _) = &job.work else { continue };
+            let report = grid.stuck_report().to_string();
+            text.push_str(&format!("\nvirtual GPU {}: ", self.shared.info.ordinal));
+            let mut lines = report.lines();
+            lines.by_ref().take(LINES_PER_GRID).for_each(|line| text.extend([line, "\n"]));
+            match lines.count() {
+                0 => {}
+                more => text.push_str(&format!("  and {more} lines more\n")),
+            }
+        }
+        text
+    }
+
+    /// Passes marks and begins the work at the front of the queues. True when anything happened.
+    pub(super) fn collect(&mut self) -> bool {
+        let shared = self.shared.clone();
+        let mut state = shared.lock();
+        self.collect_locked(&mut state)
+    }
+
+    fn collect_locked(&mut self, state: &mut State) -> bool {
+        let jobs_before = self.jobs.len();
+        let mut any_passed = false;
+        let now_ns = self.shared.config.clock.now_ns();
+        loop {
+            let mut passed = false;
+            for (id, queue) in &mut state.queues {
+                let work = match queue.next_work(now_ns, &mut passed) {
+                    Some(Op::Launch(launch, seed)) => Work::Launch(launch, seed),
+                    Some(Op::Transfer(transfer)) => Work::Transfer(transfer),
+                    Some(Op::Record(_) | Op::Wait(_)) | None => continue,
+                };
+                self.jobs.push(Job { queue: *id, number: state.jobs, work, spinning: false, probe: false });
+                state.jobs += 1;
+            }
+            if !passed {
+                break;
+            }
+            // A mark that was passed may let a queue go on that comes earlier in the order.
+            any_passed = true;
+        }
+        state.queues.retain(|_, queue| !(queue.closed && queue.is_idle()));
+        if any_passed {
+            self.shared.done.notify_all();
+        }
+        any_passed || self.jobs.len() > jobs_before
+    }
+
+    /// Gives a job a turn of at most `slice` warp instructions, and files the result.
+    pub(super) fn step(&mut self, index: usize, slice: u64) -> Outcome {
+        let job = &mut self.jobs[index];
+        let outcome = match job.work.turn(&self.shared, slice) {
+            Ok(outcome) => outcome,
+            Err(fault) => {
+                self.jobs.clear();
+                self.shared.fail(&fault);
+                return Outcome::Fault;
+            }
+        };
+        let spinning = matches!(outcome, Outcome::Spinning);
+        (job.spinning, job.probe) = (spinning, spinning);
+        if let Outcome::Done(_) = outcome {
+            let job = self.jobs.remove(index);
+            if let Some(queue) = self.shared.lock().queues.get_mut(&job.queue) {
+                queue.busy = false;
+                queue.completed += 1;
+            }
+            self.shared.done.notify_all();
+        }
+        outcome
+    }
+
+    /// The engine's thread: runs until the device is dropped. A panic in here becomes the device's fault.
+    pub(super) fn run_thread(mut self) {
+        let shared = self.shared.clone();
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run())) {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("no message");
+            shared.fail(&format!("the engine has panicked, please report it: {text}"));
+        }
+    }
+
+    fn run(&mut self) {
+        // Rounds in a row in which all grids only span.
+        let mut spins = 0;
+        while self.await_work(&mut spins) {
+            let mut progress = false;
+            let mut index = 0;
+            while index < self.jobs.len() {
+                match self.step(index, SLICE.max(self.least_slice(index))) {
+                    Outcome::Spinning => index += 1,
+                    Outcome::Running => {
+                        progress = true;
+                        index += 1;
+                    }
+                    // The job is gone: another one has its index.
+                    Outcome::Done(_) | Outcome::Fault => progress = true,
+                }
+            }
+            spins = if progress { 0 } else { spins + 1 };
+        }
+    }
+
+    /// Returns when there are jobs to run; false when the device is being dropped.
+    fn await_work(&mut self, spins: &mut u32) -> bool {
+        let shared = self.shared.clone();
+        let mut state = shared.lock();
+        loop {
+            if state.shutdown {
+                return false;
+            }
+            let changed = self.collect_locked(&mut state);
+            if self.jobs.is_empty() {
+                state = shared.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            if changed || *spins == 0 {
+                *spins = 0;
+            } else if *spins <= YIELDS {
+                drop(state);
+                std::thread::yield_now();
+            } else {
+                let nap = LONGEST_NAP.min(Duration::from_micros(1 << (*spins - YIELDS).min(10)));
+                // New work ends the nap early.
+                let woken = shared.work.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner);
+                state = woken.0;
+                self.collect_locked(&mut state);
+            }
+            return true;
+        }
+    }
+}

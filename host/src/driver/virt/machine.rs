@@ -1,0 +1,275 @@
+//! Virtual GPUs that run on the threads of their users, in an order drawn from a seed.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use epoxide_vgpu::Clock;
+
+use super::engine::{Engine, Outcome};
+use super::state::Shared;
+use crate::error::{Error, Result};
+
+/// Longest turn of a grid, in warp instructions.
+const LONGEST_SLICE: u64 = 1024;
+/// How far the clock advances when all grids spin and the host does not wait for them, in nanoseconds.
+const SPIN_NS: u64 = 1_000;
+/// The longest jump of the clock when all grids spin and the host waits, in nanoseconds.
+const LONGEST_JUMP_NS: u64 = 1_000_000_000;
+/// How long all grids may spin before the host stops waiting for them, in nanoseconds of the virtual clock.
+const STUCK_NS: u64 = 1_000 * 1_000_000_000;
+/// How long a host thread sleeps before it looks again whether another one has enqueued anything.
+const NAP: Duration = Duration::from_micros(100);
+
+/// What [`Machine::drive`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Drive {
+    /// Work ran; there may be more.
+    Ran,
+    /// All grids wait for something that none of them will do.
+    Spinning,
+    /// There is nothing to run.
+    Idle,
+}
+
+/// Several virtual GPUs that run only when told to, on the calling thread: in [`Machine::drive`], in
+/// [`Device::make_progress`](crate::driver::Device::make_progress) and in calls that wait. Which grid has a turn, and
+/// for how long, is drawn from the seed, and `%globaltimer` is a virtual clock; so a single host thread that makes the
+/// same calls sees the same run each time, down to the interleaving of warps. Clones are the same machine.
+///
+/// A call that waits while all grids only spin moves the clock forward in growing steps, so that the kernels' own
+/// deadlines expire; if they are still spinning 1000 virtual seconds later, it fails with a report of every stuck warp.
+#[derive(Clone)]
+pub struct Machine {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    seed: u64,
+    clock_ns: Arc<AtomicU64>,
+    patience: Duration,
+    /// Counts enqueued ops.
+    submissions: AtomicU64,
+    run: Mutex<Run>,
+}
+
+struct Run {
+    engines: Vec<Engine>,
+    random: u64,
+    digest: u64,
+}
+
+impl std::fmt::Debug for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Machine").field("seed", &self.inner.seed).finish_non_exhaustive()
+    }
+}
+
+impl Machine {
+    /// A machine without devices, for a single host thread.
+    pub fn new(seed: u64) -> Machine {
+        Machine::with_patience(seed, Duration::ZERO)
+    }
+
+    /// A machine for several host threads: a call that waits while all grids spin gives the other threads `patience`
+    /// (real time) to enqueue something before it moves the virtual clock. Runs are then as repeatable as the
+    /// threads are.
+    pub fn with_patience(seed: u64, patience: Duration) -> Machine {
+        let run = Run { engines: Vec::new(), random: mix(seed, 0), digest: 0 };
+        Machine {
+            inner: Arc::new(Inner {
+                seed,
+                clock_ns: Arc::default(),
+                patience,
+                submissions: AtomicU64::new(0),
+                run: Mutex::new(run),
+            }),
+        }
+    }
+
+    /// The seed.
+    pub fn seed(&self) -> u64 {
+        self.inner.seed
+    }
+
+    /// Virtual time in nanoseconds.
+    pub fn now_ns(&self) -> u64 {
+        self.inner.clock_ns.load(Ordering::Relaxed)
+    }
+
+    /// Identifies the order in which everything has run so far: equal digests, equal runs.
+    pub fn schedule_digest(&self) -> u64 {
+        self.lock().digest
+    }
+
+    /// Runs at most about `budget` warp instructions, over all devices.
+    pub fn drive(&self, budget: u64) -> Drive {
+        let mut run = self.lock();
+        // The host may have written what a grid polls.
+        run.clear_spinning();
+        let mut left = budget;
+        let mut ran = false;
+        while left > 0 {
+            match run.turn() {
+                Turn::Progress(slice) => {
+                    ran = true;
+                    left = left.saturating_sub(slice.max(1));
+                }
+                Turn::Spun(slice) => left = left.saturating_sub(slice),
+                Turn::AllSpinning => {
+                    self.inner.clock_ns.fetch_add(SPIN_NS, Ordering::Relaxed);
+                    return if ran { Drive::Ran } else { Drive::Spinning };
+                }
+                Turn::Idle => return if ran { Drive::Ran } else { Drive::Idle },
+            }
+        }
+        if ran { Drive::Ran } else { Drive::Spinning }
+    }
+
+    /// Runs until `done`; `call` names the waiting call in errors.
+    pub(super) fn run_until(&self, call: &'static str, done: impl Fn() -> Result<bool>) -> Result<()> {
+        let (mut stuck_ns, mut jump_ns) = (0, SPIN_NS);
+        let mut quiet: Option<(Instant, u64)> = None;
+        loop {
+            if done()? {
+                return Ok(());
+            }
+            let mut run = self.lock();
+            let idle = match run.turn() {
+                Turn::Progress(_) => {
+                    (stuck_ns, jump_ns, quiet) = (0, SPIN_NS, None);
+                    continue;
+                }
+                Turn::Spun(_) => continue,
+                Turn::AllSpinning => false,
+                Turn::Idle => true,
+            };
+            // Another thread may have run what was missing since we looked.
+            if done()? {
+                return Ok(());
+            }
+            let submissions = self.inner.submissions.load(Ordering::Relaxed);
+            let (since, seen) = *quiet.get_or_insert_with(|| (Instant::now(), submissions));
+            if seen != submissions {
+                quiet = None;
+            } else if since.elapsed() < self.inner.patience {
+                drop(run);
+                std::thread::sleep(NAP);
+                self.lock().clear_spinning();
+                continue;
+            } else if idle {
+                return Err(Error::VirtualFault(format!(
+                    "{call} waits for work that nothing on this machine can start; was it enqueued?"
+                )));
+            } else if stuck_ns >= STUCK_NS {
+                let reports: String = run.engines.iter().map(Engine::stuck_report).collect();
+                return Err(Error::VirtualFault(format!(
+                    "{call} gave up: all kernels have been spinning for {} virtual seconds (seed {}); a kernel waits \
+                     for something that no other one, nor this thread, will do{reports}",
+                    stuck_ns / 1_000_000_000,
+                    self.inner.seed,
+                )));
+            } else {
+                self.inner.clock_ns.fetch_add(jump_ns, Ordering::Relaxed);
+                stuck_ns += jump_ns;
+                jump_ns = (jump_ns * 2).min(LONGEST_JUMP_NS);
+            }
+            run.clear_spinning();
+        }
+    }
+
+    /// The clock that the machine's devices share.
+    pub(super) fn clock(&self) -> Clock {
+        Clock::Virtual(self.inner.clock_ns.clone())
+    }
+
+    /// Says that something was enqueued.
+    pub(super) fn submitted(&self) {
+        self.inner.submissions.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn add(&self, shared: Arc<Shared>) {
+        self.lock().engines.push(Engine::new(shared));
+    }
+
+    pub(super) fn remove(&self, shared: &Arc<Shared>) {
+        self.lock().engines.retain(|engine| !engine.is_of(shared));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Run> {
+        self.inner.run.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How a turn ended; with its longest length in warp instructions.
+enum Turn {
+    Progress(u64),
+    /// A grid tried and only span.
+    Spun(u64),
+    /// Every grid only span since anything last happened.
+    AllSpinning,
+    Idle,
+}
+
+impl Run {
+    /// Gives one job of one device a turn.
+    fn turn(&mut self) -> Turn {
+        // Each must collect, whether or not an earlier one did.
+        let collected = self.engines.iter_mut().fold(false, |any, engine| engine.collect() | any);
+        if collected {
+            self.clear_spinning();
+        }
+        let ready: Vec<(usize, usize)> = self
+            .engines
+            .iter()
+            .enumerate()
+            .flat_map(|(device, engine)| engine.ready().map(move |job| (device, job)))
+            .collect();
+        if ready.is_empty() {
+            return match (collected, self.engines.iter().all(Engine::is_idle)) {
+                (true, _) => Turn::Progress(0),
+                (false, true) => Turn::Idle,
+                (false, false) => Turn::AllSpinning,
+            };
+        }
+        let (device, job) = ready[(self.draw() % ready.len() as u64) as usize];
+        let slice = 1 + self.draw() % LONGEST_SLICE;
+        let engine = &mut self.engines[device];
+        let (slice, number) = (slice.max(engine.least_slice(job)), engine.job_number(job));
+        let outcome = engine.step(job, slice);
+        let code = match &outcome {
+            Outcome::Running => 1,
+            Outcome::Spinning => 2,
+            Outcome::Done(digest) => mix(3, *digest),
+            Outcome::Fault => 4,
+        };
+        for word in [device as u64, number, slice, code] {
+            self.digest = mix(self.digest, word);
+        }
+        if matches!(outcome, Outcome::Spinning) {
+            return Turn::Spun(slice);
+        }
+        self.clear_spinning();
+        Turn::Progress(slice)
+    }
+
+    fn clear_spinning(&mut self) {
+        self.engines.iter_mut().for_each(Engine::clear_spinning);
+    }
+
+    fn draw(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(GOLDEN);
+        mix(self.random, 0)
+    }
+}
+
+/// 2^64 divided by the golden ratio: the increment of SplitMix64.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Mixes a word into a hash, by the finaliser of SplitMix64.
+pub(super) fn mix(hash: u64, word: u64) -> u64 {
+    let mut z = hash.rotate_left(23) ^ word.wrapping_mul(GOLDEN) ^ GOLDEN;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,703 @@
+//! The virtual driver: [`Device`] over `epoxide_vgpu`, which interprets the same PTX that a GPU runs.
+//!
+//! Streams and events behave as CUDA's do. Calls on a stream return at once; work of one stream runs in order, work of
+//! different streams concurrently. An event stands for the point of its last record. A fault in a kernel, copy or fill
+//! makes the device unusable, as a lost context does: what is still queued is dropped and every later call fails with
+//! the same [`Error::VirtualFault`]. Pageable host memory is read before a copy is enqueued; mapped host memory, and
+//! the host side of a captured copy, when the stream comes to it.
+//!
+//! Who runs the work is up to the [`Executor`]: a thread per device, or, for runs that can be repeated exactly, the
+//! threads that wait ([`Machine`]). A device that is dropped abandons what it has not yet run.
+//!
+//! Capture is thread-local, as with `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: the capturing thread may not allocate or
+//! load modules, and nobody may synchronise or query a stream under capture; such a call invalidates the capture.
+//!
+//! A [`RawStream`] of this driver carries the id of one of the device's own streams ([`Device::stream_raw`]), so that
+//! one part of a program can lend its stream to another ([`Device::stream_adopt`]); null is one more stream, which all
+//! who adopt it share. It does not synchronise with other streams as CUDA's legacy default stream does.
+
+mod capture;
+mod engine;
+mod machine;
+mod state;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+
+use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Module, PtxError};
+
+use self::capture::{Capture, Graph, Launch, Step};
+use self::engine::Engine;
+pub use self::machine::{Drive, Machine};
+use self::state::{Allocation, Event, LastRecord, LoadedKernel, Shared, State, new_handle};
+use self::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
+use super::{CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream};
+use crate::error::{Error, Result};
+
+/// Most shared memory of a block, in bytes, as on an H100 or H200.
+const MAX_SHARED_BYTES: u32 = 227 * 1024;
+/// Dynamic shared memory that every kernel may have, in bytes.
+const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
+/// What fresh device memory holds, so that reading what nobody wrote shows.
+const POISON: u8 = 0xa5;
+/// How much of an allocation is poisoned, in bytes: each poisoned page costs a real one.
+const POISON_BYTES: u64 = 64 << 20;
+/// The unit of allocation, in bytes.
+const PAGE: u64 = 4096;
+/// Warp instructions that one [`Device::make_progress`] runs.
+const PROGRESS_SLICE: u64 = 16 * 1024;
+
+/// Who runs a virtual GPU's work.
+#[derive(Debug, Clone, Default)]
+pub enum Executor {
+    /// A thread of its own.
+    #[default]
+    Threaded,
+    /// The threads that wait for it, in seeded order.
+    Manual(Machine),
+}
+
+/// What a virtual GPU is like.
+#[derive(Debug, Clone)]
+pub struct VirtConfig {
+    /// Its index.
+    pub ordinal: u32,
+    /// Streaming multiprocessors; they bound how many blocks are resident at once.
+    pub sm_count: u32,
+    /// Device memory in bytes. Only what is written costs real memory.
+    pub memory_bytes: u64,
+    /// Draws the order of warps within a grid; without it, warps take turns. A [`Machine`] has its own seed, which is
+    /// used where this is `None`.
+    pub schedule_seed: Option<u64>,
+    /// Who runs the work.
+    pub executor: Executor,
+}
+
+impl Default for VirtConfig {
+    fn default() -> VirtConfig {
+        VirtConfig {
+            ordinal: 0,
+            sm_count: 132,
+            memory_bytes: 16 << 30,
+            schedule_seed: None,
+            executor: Executor::Threaded,
+        }
+    }
+}
+
+/// A GPU that is a program.
+pub struct VirtualGpu {
+    shared: Arc<Shared>,
+    runner: Runner,
+}
+
+enum Runner {
+    /// `None` if the thread could not be started; the device has the reason as its fault.
+    Thread(Option<JoinHandle<()>>),
+    Machine(Machine),
+}
+
+impl std::fmt::Debug for VirtualGpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VirtualGpu").field("ordinal", &self.shared.info.ordinal).finish_non_exhaustive()
+    }
+}
+
+impl VirtualGpu {
+    /// A new virtual GPU. If its thread cannot be started, its first call fails.
+    // Callers hold devices of either driver, always in this form.
+    #[allow(clippy::new_ret_no_self)]
+    pub fn new(config: VirtConfig) -> Arc<dyn Device> {
+        let (clock, seed) = match &config.executor {
+            Executor::Threaded => (Clock::Real, config.schedule_seed),
+            Executor::Manual(machine) => (machine.clock(), config.schedule_seed.or(Some(machine.seed()))),
+        };
+        let info = DeviceInfo {
+            ordinal: config.ordinal,
+            name: "virtual GPU".to_owned(),
+            is_virtual: true,
+            sm_count: config.sm_count.max(1),
+            max_shared_bytes_per_block: MAX_SHARED_BYTES,
+            total_memory: config.memory_bytes,
+            driver_version: 0,
+            pci_bus_id: String::new(),
+        };
+        let device_config = DeviceConfig {
+            sm_count: info.sm_count,
+            shared_bytes_per_block: MAX_SHARED_BYTES,
+            schedule_seed: seed.map(|seed| machine::mix(seed, u64::from(config.ordinal))),
+            clock,
+            ..DeviceConfig::default()
+        };
+        let shared = Arc::new(Shared::new(info, device_config));
+        let runner = match config.executor {
+            Executor::Threaded => {
+                let engine = Engine::new(shared.clone());
+                let builder = std::thread::Builder::new().name(format!("virtual GPU {}", config.ordinal));
+                let thread = builder.spawn(move || engine.run_thread());
+                Runner::Thread(
+                    thread.map_err(|error| shared.fail(&format!("no thread for it: {error}"))).ok(),
+                )
+            }
+            Executor::Manual(machine) => {
+                machine.add(shared.clone());
+                Runner::Machine(machine)
+            }
+        };
+        Arc::new(VirtualGpu { shared, runner })
+    }
+
+    /// Tells whoever runs the work that there is some.
+    fn submitted(&self) {
+        match &self.runner {
+            Runner::Thread(_) => self.shared.work.notify_one(),
+            Runner::Machine(machine) => machine.submitted(),
+        }
+    }
+
+    /// Waits, or runs the machine, until `done`; `call` names the waiting call in errors.
+    fn wait_until(&self, call: &'static str, done: impl Fn(&State) -> bool) -> Result<()> {
+        match &self.runner {
+            Runner::Machine(machine) => machine.run_until(call, || Ok(done(&*self.shared.usable()?))),
+            Runner::Thread(_) => {
+                let mut state = self.shared.usable()?;
+                while !done(&state) {
+                    drop(self.shared.done.wait(state).unwrap_or_else(PoisonError::into_inner));
+                    state = self.shared.usable()?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Enqueues a copy or fill, or records it.
+    fn transfer(&self, stream: u64, transfer: Transfer) -> Result<()> {
+        let mut state = self.shared.usable()?;
+        let id = self.shared.queue_id(&state, stream)?;
+        if let Some((capture, lane)) = state.recording(id)? {
+            capture.work(lane, Step::Transfer(transfer));
+            return Ok(());
+        }
+        drop(state);
+        // Staging may take a while: not under the lock.
+        let transfer = transfer.staged(|host, bytes| self.shared.memory.check(host, bytes).is_ok());
+        self.shared.queue(&mut *self.shared.usable()?, stream)?.1.push(Op::Transfer(transfer));
+        self.submitted();
+        Ok(())
+    }
+
+    /// An error unless `address..address + bytes` is this device's memory.
+    fn check_range(&self, argument: &'static str, address: DevicePtr, bytes: u64) -> Result<()> {
+        self.shared
+            .memory
+            .check(address.0, bytes)
+            .map_err(|error| Error::argument(argument, format!("{:#x}", address.0), error.to_string()))
+    }
+
+    /// A new allocation as the caller sees it.
+    fn file(&self, state: &mut State, allocation: Allocation) -> RawMemory {
+        let handle = new_handle();
+        let address = allocation.region.addr();
+        let host = match allocation.kind {
+            Some(MemoryKind::MappedHost) => address as *mut u8,
+            _ => std::ptr::null_mut(),
+        };
+        let bytes = allocation.region.bytes();
+        state.allocations.insert(handle, allocation);
+        RawMemory { handle, ptr: DevicePtr(address), host, bytes }
+    }
+
+    /// The mark of an event's last record; `None` if it was never recorded.
+    fn last_mark(&self, state: &mut State, event: u64, call: &'static str) -> Result<Option<Arc<Mark>>> {
+        match &self.shared.event(state, event)?.last {
+            LastRecord::Never => Ok(None),
+            LastRecord::Stream(mark) => Ok(Some(mark.clone())),
+            LastRecord::Capture(..) => Err(Error::argument(
+                "event",
+                event,
+                format!("{call} is not possible on an event whose last record was captured; record it again"),
+            )),
+        }
+    }
+
+    /// Checks the arguments of a launch against the kernel and packs them.
+    fn prepare(&self, kernel: &LoadedKernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<Launch> {
+        let refuse = |rule: String| Error::Launch { kernel: kernel.name, rule };
+        let wanted = kernel.kernel.params();
+        if params.len() != wanted.len() {
+            return Err(refuse(format!("it takes {} parameters, {} were given", wanted.len(), params.len())));
+        }
+        let mut packed = vec![0; kernel.kernel.param_bytes()].into_boxed_slice();
+        for (index, (value, param)) in params.iter().zip(wanted).enumerate() {
+            if value.len() != param.size {
+                return Err(refuse(format!(
+                    "parameter {index} ({}) is {} bytes, {} were given",
+                    param.name,
+                    param.size,
+                    value.len()
+                )));
+            }
+            packed[param.offset..param.offset + param.size].copy_from_slice(value);
+        }
+        let shared_limit = kernel.max_shared_bytes.max(DEFAULT_SHARED_BYTES);
+        if config.shared_bytes > shared_limit {
+            return Err(refuse(format!(
+                "{} bytes of dynamic shared memory, but it was looked up for at most {shared_limit}",
+                config.shared_bytes
+            )));
+        }
+        if config.cooperative {
+            let resident = self.resident_blocks(config);
+            if config.grid > resident {
+                return Err(refuse(format!(
+                    "{} blocks cannot be resident at once, only {resident}; launch fewer or smaller blocks",
+                    config.grid
+                )));
+            }
+        }
+        let config = GridConfig {
+            grid: [config.grid, 1, 1],
+            block: [config.block, 1, 1],
+            dynamic_shared_bytes: config.shared_bytes,
+        };
+        Ok(Launch { name: kernel.name, kernel: kernel.kernel.clone(), config, params: packed })
+    }
+
+    /// How many blocks of this shape fit on the device at once: an SM has 2048 threads, 32 blocks and 228 KiB of shared
+    /// memory, of which each block takes 1 KiB for the system.
+    fn resident_blocks(&self, config: &LaunchConfig) -> u32 {
+        let threads = config.block.max(1).next_multiple_of(32);
+        let by_shared = (228 * 1024) / config.shared_bytes.saturating_add(1024);
+        (2048 / threads).min(32).min(by_shared).saturating_mul(self.shared.info.sm_count)
+    }
+}
+
+impl Drop for VirtualGpu {
+    fn drop(&mut self) {
+        match &mut self.runner {
+            Runner::Machine(machine) => machine.remove(&self.shared),
+            Runner::Thread(thread) => {
+                self.shared.lock().shutdown = true;
+                self.shared.work.notify_one();
+                if let Some(thread) = thread.take() {
+                    // A panic in there is already the device's fault.
+                    let _ = thread.join();
+                }
+            }
+        }
+    }
+}
+
+/// What the system said about memory, as the library's error.
+fn memory_error(error: MemoryError, what: &str) -> Error {
+    match error {
+        MemoryError::OutOfMemory { requested, available } => {
+            Error::OutOfMemory { what: what.to_owned(), requested, available }
+        }
+        MemoryError::Os { call, message, .. } => Error::os(call, format!("{message}, for {what}")),
+        other => Error::argument("memory", what, other.to_string()),
+    }
+}
+
+impl Device for VirtualGpu {
+    fn info(&self) -> &DeviceInfo {
+        &self.shared.info
+    }
+
+    fn free_memory(&self) -> Result<u64> {
+        Ok(self.shared.info.total_memory.saturating_sub(self.shared.usable()?.used))
+    }
+
+    fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
+        if bytes == 0 {
+            return Err(Error::argument("bytes", bytes, format!("{label} must be at least 1 byte")));
+        }
+        let mut state = self.shared.usable()?;
+        state.forbid_while_capturing("an allocation")?;
+        let available = self.shared.info.total_memory.saturating_sub(state.used);
+        let out_of_memory = || Error::OutOfMemory { what: label.to_owned(), requested: bytes, available };
+        let charged = match kind {
+            MemoryKind::MappedHost => 0,
+            MemoryKind::Device | MemoryKind::Shareable => bytes
+                .checked_next_multiple_of(PAGE)
+                .filter(|charged| *charged <= available)
+                .ok_or_else(out_of_memory)?,
+        };
+        state.used += charged;
+        drop(state);
+
+        let memory = &self.shared.memory;
+        let region = memory.alloc(bytes, label).and_then(|region| {
+            if kind == MemoryKind::Device {
+                memory.fill(region.addr(), POISON, bytes.min(POISON_BYTES))?;
+            }
+            Ok(region)
+        });
+        let mut state = self.shared.lock();
+        match region {
+            Ok(region) => Ok(self.file(&mut state, Allocation { region, kind: Some(kind), charged })),
+            Err(error) => {
+                state.used -= charged;
+                Err(memory_error(error, label))
+            }
+        }
+    }
+
+    fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
+        let state = self.shared.usable()?;
+        let allocation = self.shared.allocation(&state, memory.handle)?;
+        if allocation.kind != Some(MemoryKind::Shareable) {
+            let rule = "only memory allocated as MemoryKind::Shareable can be exported";
+            return Err(Error::argument("memory", allocation.region.label(), rule));
+        }
+        allocation.region.export().map_err(|error| memory_error(error, allocation.region.label()))
+    }
+
+    fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
+        self.shared.usable()?.forbid_while_capturing("an import")?;
+        let region = self.shared.memory.import(fd, bytes, peer).map_err(|error| memory_error(error, peer))?;
+        let mut state = self.shared.usable()?;
+        Ok(self.file(&mut state, Allocation { region, kind: None, charged: 0 }))
+    }
+
+    unsafe fn free(&self, memory: &RawMemory) {
+        let mut state = self.shared.lock();
+        let allocation = state.allocations.remove(&memory.handle);
+        state.used -= allocation.as_ref().map_or(0, |allocation| allocation.charged);
+        // Unmapped without the lock.
+        drop(state);
+        drop(allocation);
+    }
+
+    fn module_load(&self, ptx: &str) -> Result<u64> {
+        self.shared.usable()?.forbid_while_capturing("loading a module")?;
+        let module = Module::parse(ptx).map_err(|error| {
+            let PtxError { line, column, message, source_line } = error;
+            Error::Ptx(format!("line {line}, column {column}: {message}\n  | {}", source_line.trim_end()))
+        })?;
+        let handle = new_handle();
+        self.shared.usable()?.modules.insert(handle, module);
+        Ok(handle)
+    }
+
+    fn module_kernel(&self, module: u64, name: &'static str, max_shared_bytes: u32) -> Result<u64> {
+        let mut state = self.shared.usable()?;
+        let loaded = self.shared.module(&state, module)?;
+        let kernel = loaded.kernel(name).ok_or_else(|| {
+            let names: Vec<&str> = loaded.kernels().map(|kernel| kernel.name()).collect();
+            Error::Ptx(format!("no entry {name}; there are: {}", names.join(", ")))
+        })?;
+        let handle = new_handle();
+        state.kernels.insert(handle, LoadedKernel { kernel, name, module, max_shared_bytes });
+        Ok(handle)
+    }
+
+    unsafe fn module_unload(&self, module: u64) {
+        let mut state = self.shared.lock();
+        state.modules.remove(&module);
+        state.kernels.retain(|_, kernel| kernel.module != module);
+    }
+
+    unsafe fn launch(&self, stream: u64, kernel: u64, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
+        let mut state = self.shared.usable()?;
+        let id = self.shared.queue_id(&state, stream)?;
+        let kernel = self.shared.kernel(&state, kernel)?.clone();
+        let launch = self.prepare(&kernel, config, params)?;
+        self.shared.check_launch(&launch)?;
+        if let Some((capture, lane)) = state.recording(id)? {
+            capture.work(lane, Step::Launch(launch));
+            return Ok(());
+        }
+        let op = self.shared.launch_op(&mut state, launch);
+        self.shared.queue(&mut state, stream)?.1.push(op);
+        drop(state);
+        self.submitted();
+        Ok(())
+    }
+
+    fn stream_create(&self, _high_priority: bool) -> Result<u64> {
+        let mut state = self.shared.usable()?;
+        let handle = new_handle();
+        state.queues.insert(handle, Queue::default());
+        state.handles.insert(handle, handle);
+        Ok(handle)
+    }
+
+    unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64> {
+        let mut state = self.shared.usable()?;
+        let id = match raw.0.addr() as u64 {
+            0 => match state.default_queue {
+                Some(id) => id,
+                None => {
+                    let id = new_handle();
+                    state.queues.insert(id, Queue::default());
+                    *state.default_queue.insert(id)
+                }
+            },
+            id if state.queues.get(&id).is_some_and(|queue| !queue.closed) => id,
+            id => {
+                let rule =
+                    "on a virtual GPU this must be null or what Stream::raw gave for a stream of this device";
+                return Err(Error::argument("raw stream", id, rule));
+            }
+        };
+        let handle = new_handle();
+        state.handles.insert(handle, id);
+        Ok(handle)
+    }
+
+    fn stream_raw(&self, stream: u64) -> RawStream {
+        let id = self.shared.lock().handles.get(&stream).copied().unwrap_or_default();
+        RawStream(std::ptr::without_provenance_mut(id as usize))
+    }
+
+    fn stream_destroy(&self, stream: u64) {
+        let mut state = self.shared.lock();
+        // A handle that is not the queue's own was adopted.
+        if state.handles.remove(&stream) == Some(stream) {
+            let _ = state.forbid_on_captured(stream, "destroying the stream");
+            if let Some(queue) = state.queues.get_mut(&stream) {
+                queue.closed = true;
+                if queue.is_idle() {
+                    state.queues.remove(&stream);
+                }
+            }
+        }
+    }
+
+    fn stream_synchronize(&self, stream: u64) -> Result<()> {
+        let mut state = self.shared.usable()?;
+        let id = self.shared.queue_id(&state, stream)?;
+        state.forbid_on_captured(id, "stream_synchronize")?;
+        let submitted = self.shared.queue(&mut state, stream)?.1.submitted;
+        drop(state);
+        self.wait_until("stream_synchronize", |state| {
+            state.queues.get(&id).is_none_or(|queue| queue.completed >= submitted)
+        })
+    }
+
+    fn stream_query(&self, stream: u64) -> Result<bool> {
+        let mut state = self.shared.usable()?;
+        let id = self.shared.queue_id(&state, stream)?;
+        state.forbid_on_captured(id, "stream_query")?;
+        Ok(self.shared.queue(&mut state, stream)?.1.is_idle())
+    }
+
+    fn event_create(&self, timing: bool) -> Result<u64> {
+        let handle = new_handle();
+        self.shared.usable()?.events.insert(handle, Event { timing, last: LastRecord::Never });
+        Ok(handle)
+    }
+
+    fn event_destroy(&self, event: u64) {
+        self.shared.lock().events.remove(&event);
+    }
+
+    fn event_record(&self, event: u64, stream: u64) -> Result<()> {
+        let mut state = self.shared.usable()?;
+        let id = self.shared.queue_id(&state, stream)?;
+        self.shared.event(&mut state, event)?;
+        let captured = state.recording(id)?.map(|(capture, lane)| capture.record(lane));
+        let (_, queue) = self.shared.queue(&mut state, stream)?;
+        let last = match (captured, queue.capture) {
+            (Some(mark), Some((capture, _))) => LastRecord::Capture(capture, mark),
+            _ => {
+                let mark = Arc::new(Mark::default());
+                queue.push(Op::Record(mark.clone()));
+                LastRecord::Stream(mark)
+            }
+        };
+        self.shared.event(&mut state, event)?.last = last;
+        drop(state);
+        self.submitted();
+        Ok(())
+    }
+
+    fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()> {
+        let mut state = self.shared.usable()?;
+        let id = self.shared.queue_id(&state, stream)?;
+        let own = self.shared.queue(&mut state, stream)?.1.capture;
+        let refuse = |rule: &str| Err(Error::argument("event", event, rule));
+        match &self.shared.event(&mut state, event)?.last {
+            LastRecord::Never => Ok(()),
+            LastRecord::Stream(mark) => {
+                let mark = mark.clone();
+                if own.is_some() {
+                    state.forbid_on_captured(id, "waiting for an event recorded outside of the capture")?;
+                }
+                self.shared.queue(&mut state, stream)?.1.push(Op::Wait(mark));
+                drop(state);
+                self.submitted();
+                Ok(())
+            }
+            &LastRecord::Capture(capture, mark) => {
+                let Some(recording) = state.captures.get_mut(&capture) else {
+                    return refuse(
+                        "its last record was captured, and that capture has ended; record it again",
+                    );
+                };
+                let lane = match own {
+                    Some((own, lane)) if own == capture => lane,
+                    Some(_) => return refuse("it was recorded in another capture than the stream's"),
+                    None => {
+                        let lane = recording.join(id);
+                        self.shared.queue(&mut state, stream)?.1.capture = Some((capture, lane));
+                        lane
+                    }
+                };
+                if let Some((recording, _)) = state.recording(id)? {
+                    recording.wait(lane, mark);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn event_synchronize(&self, event: u64) -> Result<()> {
+        let mark = self.last_mark(&mut *self.shared.usable()?, event, "event_synchronize")?;
+        match mark {
+            Some(mark) => self.wait_until("event_synchronize", |_| mark.passed_ns().is_some()),
+            None => Ok(()),
+        }
+    }
+
+    fn event_query(&self, event: u64) -> Result<bool> {
+        let mark = self.last_mark(&mut *self.shared.usable()?, event, "event_query")?;
+        Ok(mark.is_none_or(|mark| mark.passed_ns().is_some()))
+    }
+
+    fn event_elapsed_ms(&self, start: u64, end: u64) -> Result<f32> {
+        let mut state = self.shared.usable()?;
+        let mut passed_ns = |event: u64| -> Result<u64> {
+            if !self.shared.event(&mut state, event)?.timing {
+                return Err(Error::argument("event", event, "it was created without timing"));
+            }
+            let mark = self.last_mark(&mut state, event, "event_elapsed_ms")?;
+            let mark = mark.ok_or_else(|| Error::argument("event", event, "it was never recorded"))?;
+            mark.passed_ns()
+                .ok_or_else(|| Error::argument("event", event, "its stream has not come to it yet"))
+        };
+        let (start, end) = (passed_ns(start)?, passed_ns(end)?);
+        let nanoseconds = end as i128 - start as i128;
+        Ok((nanoseconds as f64 / 1e6) as f32)
+    }
+
+    unsafe fn copy(&self, stream: u64, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
+        if bytes == 0 {
+            return self.shared.queue_id(&*self.shared.usable()?, stream).map(drop);
+        }
+        let target = match dst {
+            CopyEnd::Device(address) => {
+                self.check_range("dst", address, bytes)?;
+                Target::Device(address.0)
+            }
+            CopyEnd::Host(host) => Target::Host(HostPtr(host)),
+        };
+        let source = match src {
+            CopyEnd::Device(address) => {
+                self.check_range("src", address, bytes)?;
+                Source::Device(address.0)
+            }
+            CopyEnd::Host(host) => Source::Host(HostPtr(host)),
+        };
+        let is_null = |end: CopyEnd| matches!(end, CopyEnd::Host(host) if host.is_null());
+        if is_null(dst) || is_null(src) {
+            return Err(Error::argument(
+                "host address",
+                "null",
+                format!("{bytes} bytes cannot be copied there"),
+            ));
+        }
+        self.transfer(stream, Transfer::Copy { target, source, bytes })
+    }
+
+    unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        if bytes == 0 {
+            return self.shared.queue_id(&*self.shared.usable()?, stream).map(drop);
+        }
+        self.check_range("dst", dst, bytes)?;
+        self.transfer(stream, Transfer::Fill { target: dst.0, value, bytes })
+    }
+
+    fn make_progress(&self) {
+        if let Runner::Machine(machine) = &self.runner
+            && machine.drive(PROGRESS_SLICE) == Drive::Ran
+        {
+            return;
+        }
+        std::thread::yield_now();
+    }
+
+    fn capture_begin(&self, stream: u64) -> Result<()> {
+        let mut state = self.shared.usable()?;
+        let (id, queue) = self.shared.queue(&mut state, stream)?;
+        if queue.capture.is_some() {
+            return Err(Error::argument("stream", stream, "it is being captured already"));
+        }
+        let capture = new_handle();
+        queue.capture = Some((capture, 0));
+        state.captures.insert(capture, Capture::new(id));
+        Ok(())
+    }
+
+    fn capture_end(&self, stream: u64) -> Result<u64> {
+        let mut state = self.shared.usable()?;
+        let refuse = |rule: String| Err(Error::argument("stream", stream, rule));
+        let capture = match self.shared.queue(&mut state, stream)?.1.capture {
+            None => return refuse("no capture was begun on it".to_owned()),
+            Some((capture, 0)) => capture,
+            Some(_) => {
+                return refuse("it joined the capture of another stream, which must end it".to_owned());
+            }
+        };
+        let Some(recording) = state.captures.remove(&capture) else {
+            return refuse("its capture is gone".to_owned());
+        };
+        for lane in &recording.lanes {
+            if let Some(queue) = state.queues.get_mut(lane) {
+                queue.capture = None;
+            }
+        }
+        if let Some(reason) = &recording.invalid {
+            return refuse(format!("its capture became invalid: {reason}"));
+        }
+        match recording.finish() {
+            Ok(graph) => {
+                let handle = new_handle();
+                state.graphs.insert(handle, graph);
+                Ok(handle)
+            }
+            Err(unjoined) => refuse(format!(
+                "stream {unjoined} joined the capture, and work in it is not joined back; have this stream wait for \
+                 an event recorded behind it"
+            )),
+        }
+    }
+
+    fn graph_launch(&self, graph: u64, stream: u64) -> Result<()> {
+        let mut state = self.shared.usable()?;
+        let id = self.shared.queue_id(&state, stream)?;
+        let Graph { steps, .. } = self.shared.graph(&mut state, graph)?.clone();
+        if let Some((capture, lane)) = state.recording(id)? {
+            // In one lane, the recorded order is order enough.
+            for (_, step) in steps.iter() {
+                if let Step::Launch(_) | Step::Transfer(_) = step {
+                    capture.work(lane, step.clone());
+                }
+            }
+            return Ok(());
+        }
+        self.shared.enqueue_graph(&mut state, graph, id)?;
+        drop(state);
+        self.submitted();
+        Ok(())
+    }
+
+    fn graph_destroy(&self, graph: u64) {
+        self.shared.lock().graphs.remove(&graph);
+    }
+}

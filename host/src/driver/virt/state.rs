@@ -1,0 +1,272 @@
+//! The tables of one virtual GPU: what its handles stand for.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use epoxide_vgpu::{DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Region};
+
+use super::capture::{Capture, Graph, Launch, Step};
+use super::machine::mix;
+use super::stream::{Mark, Op, Queue};
+use crate::driver::{DeviceInfo, MemoryKind};
+use crate::error::{Error, Result};
+
+/// The next handle. Handles are unique in the process, so that one device's handle never names a thing of another.
+pub(super) fn new_handle() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// What the host side and the engine of one device share.
+pub(super) struct Shared {
+    pub(super) info: DeviceInfo,
+    pub(super) memory: Memory,
+    pub(super) config: DeviceConfig,
+    state: Mutex<State>,
+    /// Signalled when there may be work for the engine.
+    pub(super) work: Condvar,
+    /// Signalled when work is done, or has failed.
+    pub(super) done: Condvar,
+}
+
+impl Shared {
+    pub(super) fn new(info: DeviceInfo, config: DeviceConfig) -> Shared {
+        Shared {
+            info,
+            memory: Memory::new(),
+            config,
+            state: Mutex::default(),
+            work: Condvar::new(),
+            done: Condvar::new(),
+        }
+    }
+
+    /// The tables, whatever state the device is in.
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic under the lock is a bug; the tables are still the best there is to report it with.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The tables; an error once a kernel has faulted.
+    pub(super) fn usable(&self) -> Result<MutexGuard<'_, State>> {
+        let state = self.lock();
+        match &state.fault {
+            Some(fault) => Err(Error::VirtualFault(fault.clone())),
+            None => Ok(state),
+        }
+    }
+
+    /// Makes the device unusable: every later call fails with the first `fault`, and work not yet begun is dropped.
+    pub(super) fn fail(&self, fault: &str) {
+        let mut state = self.lock();
+        state.fault.get_or_insert_with(|| format!("device {}: {fault}", self.info.ordinal));
+        for queue in state.queues.values_mut() {
+            queue.ops.clear();
+        }
+        drop(state);
+        self.done.notify_all();
+    }
+
+    /// An [`Error::Argument`] for a handle that stands for nothing here.
+    fn unknown(&self, what: &'static str, handle: u64) -> Error {
+        let ordinal = self.info.ordinal;
+        Error::argument(
+            what,
+            handle,
+            format!("virtual GPU {ordinal} has none such: destroyed, or of another device"),
+        )
+    }
+
+    /// The queue that a stream handle stands for.
+    pub(super) fn queue_id(&self, state: &State, stream: u64) -> Result<u64> {
+        let id = state.handles.get(&stream).copied().filter(|id| state.queues.contains_key(id));
+        id.ok_or_else(|| self.unknown("stream", stream))
+    }
+
+    /// The queue that a stream handle stands for, and its id.
+    pub(super) fn queue<'a>(&self, state: &'a mut State, stream: u64) -> Result<(u64, &'a mut Queue)> {
+        let id = self.queue_id(state, stream)?;
+        state.queues.get_mut(&id).map(|queue| (id, queue)).ok_or_else(|| self.unknown("stream", stream))
+    }
+
+    pub(super) fn event<'a>(&self, state: &'a mut State, event: u64) -> Result<&'a mut Event> {
+        state.events.get_mut(&event).ok_or_else(|| self.unknown("event", event))
+    }
+
+    pub(super) fn module<'a>(&self, state: &'a State, module: u64) -> Result<&'a Module> {
+        state.modules.get(&module).ok_or_else(|| self.unknown("module", module))
+    }
+
+    pub(super) fn kernel<'a>(&self, state: &'a State, kernel: u64) -> Result<&'a LoadedKernel> {
+        state.kernels.get(&kernel).ok_or_else(|| self.unknown("kernel", kernel))
+    }
+
+    pub(super) fn graph<'a>(&self, state: &'a mut State, graph: u64) -> Result<&'a mut Graph> {
+        state.graphs.get_mut(&graph).ok_or_else(|| self.unknown("graph", graph))
+    }
+
+    pub(super) fn allocation<'a>(&self, state: &'a State, memory: u64) -> Result<&'a Allocation> {
+        state.allocations.get(&memory).ok_or_else(|| self.unknown("memory", memory))
+    }
+
+    /// A launch ready to run. This makes the registers of every block that is resident at once, so it is done when the
+    /// launch begins, not when it is enqueued.
+    pub(super) fn grid(&self, launch: &Launch, schedule_seed: Option<u64>) -> Result<Grid, LaunchError> {
+        let config = DeviceConfig { schedule_seed, ..self.config.clone() };
+        Grid::new(launch.kernel.clone(), self.memory.clone(), &config, launch.config, &launch.params)
+    }
+
+    /// Refuses a launch that the device cannot run.
+    pub(super) fn check_launch(&self, launch: &Launch) -> Result<()> {
+        // A grid that never runs; one resident block makes it cheap.
+        let config = DeviceConfig { max_blocks_resident: Some(1), ..self.config.clone() };
+        Grid::new(launch.kernel.clone(), self.memory.clone(), &config, launch.config, &launch.params)
+            .map(drop)
+            .map_err(|error| Error::Launch { kernel: launch.name, rule: error.to_string() })
+    }
+
+    /// The op of the next launch, with a schedule seed of its own where the device has one.
+    pub(super) fn launch_op(&self, state: &mut State, launch: Launch) -> Op {
+        state.launches += 1;
+        Op::Launch(Box::new(launch), self.config.schedule_seed.map(|seed| mix(seed, state.launches)))
+    }
+
+    /// Enqueues a graph's steps: lane 0 in `queue_id`, the other lanes in queues of their own that begin with it and
+    /// that it waits for.
+    pub(super) fn enqueue_graph(&self, state: &mut State, handle: u64, queue_id: u64) -> Result<()> {
+        let graph = self.graph(state, handle)?.clone();
+        let marks: Vec<Arc<Mark>> = (0..graph.marks).map(|_| Arc::default()).collect();
+        let mut lanes: Vec<Vec<Op>> = (0..graph.lanes).map(|_| Vec::new()).collect();
+        for (lane, step) in graph.steps.iter() {
+            lanes[*lane].push(match step {
+                Step::Launch(launch) => self.launch_op(state, launch.clone()),
+                Step::Transfer(transfer) => Op::Transfer(transfer.clone()),
+                Step::Record(mark) => Op::Record(marks[*mark].clone()),
+                Step::Wait(mark) => Op::Wait(marks[*mark].clone()),
+            });
+        }
+        let (begin, end) = (Arc::new(Mark::default()), Arc::new(Mark::default()));
+        let previous = self.graph(state, handle)?.last_launch.replace(end.clone());
+        for (lane, ops) in lanes.into_iter().enumerate() {
+            if lane == 0 {
+                let queue = state.queues.entry(queue_id).or_default();
+                previous.iter().for_each(|mark| queue.push(Op::Wait(mark.clone())));
+                queue.push(Op::Record(begin.clone()));
+                ops.into_iter().for_each(|op| queue.push(op));
+                queue.push(Op::Record(end.clone()));
+            } else {
+                let mut queue = Queue { closed: true, ..Queue::default() };
+                queue.push(Op::Wait(begin.clone()));
+                ops.into_iter().for_each(|op| queue.push(op));
+                state.queues.insert(new_handle(), queue);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The tables.
+#[derive(Default)]
+pub(super) struct State {
+    /// All queues, in order of creation: streams, and the side lanes of running graphs.
+    pub(super) queues: BTreeMap<u64, Queue>,
+    /// Stream handles; several may stand for one queue, whose owner's handle is the queue's id.
+    pub(super) handles: HashMap<u64, u64>,
+    /// The queue that stands for a caller's null stream.
+    pub(super) default_queue: Option<u64>,
+    pub(super) events: HashMap<u64, Event>,
+    pub(super) captures: HashMap<u64, Capture>,
+    pub(super) graphs: HashMap<u64, Graph>,
+    pub(super) modules: HashMap<u64, Module>,
+    pub(super) kernels: HashMap<u64, LoadedKernel>,
+    pub(super) allocations: HashMap<u64, Allocation>,
+    /// Bytes of device memory in use.
+    pub(super) used: u64,
+    /// Launches enqueued so far.
+    launches: u64,
+    /// Jobs begun so far.
+    pub(super) jobs: u64,
+    /// The first fault.
+    fault: Option<String>,
+    /// The device is being dropped.
+    pub(super) shutdown: bool,
+}
+
+impl State {
+    /// The capture of a queue, if it is being captured; an error once the capture cannot be finished any more.
+    pub(super) fn recording(&mut self, queue: u64) -> Result<Option<(&mut Capture, usize)>> {
+        let Some((id, lane)) = self.queues.get(&queue).and_then(|queue| queue.capture) else {
+            return Ok(None);
+        };
+        let Some(capture) = self.captures.get_mut(&id) else { return Ok(None) };
+        match &capture.invalid {
+            Some(reason) => Err(Error::argument(
+                "stream",
+                queue,
+                format!("its capture became invalid ({reason}); end it and begin again"),
+            )),
+            None => Ok(Some((capture, lane))),
+        }
+    }
+
+    /// An error if the queue is being captured; the capture is then invalid, as in CUDA.
+    pub(super) fn forbid_on_captured(&mut self, queue: u64, call: &'static str) -> Result<()> {
+        let capture = self.queues.get(&queue).and_then(|queue| queue.capture);
+        let Some(capture) = capture.and_then(|(id, _)| self.captures.get_mut(&id)) else { return Ok(()) };
+        capture.invalid.get_or_insert_with(|| format!("{call} was called"));
+        Err(Error::argument(
+            "stream",
+            queue,
+            format!("{call} is not possible while the stream is being captured"),
+        ))
+    }
+
+    /// An error if the calling thread is capturing; the capture is then invalid, as in CUDA.
+    pub(super) fn forbid_while_capturing(&mut self, call: &'static str) -> Result<()> {
+        let thread = std::thread::current().id();
+        let Some(capture) = self.captures.values_mut().find(|capture| capture.thread == thread) else {
+            return Ok(());
+        };
+        capture.invalid.get_or_insert_with(|| format!("{call} was called"));
+        let stream = capture.lanes[0];
+        Err(Error::argument(
+            "stream",
+            stream,
+            format!("{call} is not possible while this thread captures the stream"),
+        ))
+    }
+}
+
+/// An event.
+pub(super) struct Event {
+    pub(super) timing: bool,
+    pub(super) last: LastRecord,
+}
+
+/// The last record of an event.
+pub(super) enum LastRecord {
+    Never,
+    Stream(Arc<Mark>),
+    /// In a capture, as the mark of this number.
+    Capture(u64, usize),
+}
+
+/// A kernel that was looked up in a module.
+#[derive(Clone)]
+pub(super) struct LoadedKernel {
+    pub(super) kernel: Arc<Kernel>,
+    pub(super) name: &'static str,
+    pub(super) module: u64,
+    /// Most dynamic shared memory of a launch, in bytes.
+    pub(super) max_shared_bytes: u32,
+}
+
+/// Memory that was allocated or imported.
+pub(super) struct Allocation {
+    pub(super) region: Region,
+    /// `None` for a peer's memory.
+    pub(super) kind: Option<MemoryKind>,
+    /// Bytes counted in [`State::used`].
+    pub(super) charged: u64,
+}

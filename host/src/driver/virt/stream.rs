@@ -1,0 +1,170 @@
+//! What the host has enqueued: streams, marks (what events stand for) and the work in between.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, OnceLock};
+
+use epoxide_vgpu::Memory;
+
+use super::capture::Launch;
+
+/// A point in a stream. Each record of an event makes a new one, so that those who waited for an earlier record keep
+/// waiting for that one.
+#[derive(Debug, Default)]
+pub(super) struct Mark {
+    passed_ns: OnceLock<u64>,
+}
+
+impl Mark {
+    /// Says that the stream has come here, at `now_ns`.
+    pub(super) fn pass(&self, now_ns: u64) {
+        // A mark is in one stream only, so it is passed once.
+        let _ = self.passed_ns.set(now_ns);
+    }
+
+    /// When the stream came here, in nanoseconds of the device's clock; `None` if it has not yet.
+    pub(super) fn passed_ns(&self) -> Option<u64> {
+        self.passed_ns.get().copied()
+    }
+}
+
+/// A host address that a copy reads or writes later, from another thread.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HostPtr(pub(super) *mut u8);
+
+// SAFETY: an address without thread affinity; `Device::copy` has its caller keep the range alive and unshared until
+// the stream has passed the copy.
+unsafe impl Send for HostPtr {}
+// SAFETY: as above; `&HostPtr` gives out the address only.
+unsafe impl Sync for HostPtr {}
+
+/// Where a copy reads.
+#[derive(Debug, Clone)]
+pub(super) enum Source {
+    Device(u64),
+    /// Host memory, read when the stream comes to the copy.
+    Host(HostPtr),
+    /// Pageable host memory as it was when the copy was enqueued.
+    Staged(Box<[u8]>),
+}
+
+/// Where a copy writes.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Target {
+    Device(u64),
+    Host(HostPtr),
+}
+
+/// A copy or a fill.
+#[derive(Debug, Clone)]
+pub(super) enum Transfer {
+    Copy { target: Target, source: Source, bytes: u64 },
+    Fill { target: u64, value: u8, bytes: u64 },
+}
+
+impl Transfer {
+    /// The same with pageable host memory read now. `is_mapped` tells whether host memory is the device's as well.
+    pub(super) fn staged(self, is_mapped: impl Fn(u64, u64) -> bool) -> Transfer {
+        match self {
+            Transfer::Copy { target, source: Source::Host(host), bytes }
+                if !is_mapped(host.0 as u64, bytes) =>
+            {
+                let mut staged = vec![0; bytes as usize].into_boxed_slice();
+                // SAFETY: the caller of `Device::copy` has the source readable for `bytes` bytes; `staged` is ours.
+                unsafe { std::ptr::copy_nonoverlapping(host.0, staged.as_mut_ptr(), staged.len()) };
+                Transfer::Copy { target, source: Source::Staged(staged), bytes }
+            }
+            other => other,
+        }
+    }
+
+    /// Carries it out; the error says which address was wrong.
+    pub(super) fn run(&self, memory: &Memory) -> Result<(), String> {
+        let outcome = match self {
+            Transfer::Fill { target, value, bytes } => memory.fill(*target, *value, *bytes),
+            Transfer::Copy { target, source, bytes } => match (target, source) {
+                (Target::Device(target), Source::Device(source)) => {
+                    memory.copy_device(*target, *source, *bytes)
+                }
+                (Target::Device(target), Source::Host(source)) => {
+                    // SAFETY: the caller of `Device::copy` keeps the source alive until the stream has passed it.
+                    unsafe { memory.copy_from_host(*target, source.0, *bytes) }
+                }
+                (Target::Device(target), Source::Staged(source)) => memory.write(*target, source),
+                (Target::Host(target), Source::Device(source)) => {
+                    // SAFETY: the caller of `Device::copy` keeps the target alive until the stream has passed it.
+                    unsafe { memory.copy_to_host(target.0, *source, *bytes) }
+                }
+                (Target::Host(target), Source::Host(source)) => {
+                    // SAFETY: as for the two cases above; `copy` allows an overlap.
+                    unsafe { std::ptr::copy(source.0, target.0, *bytes as usize) };
+                    Ok(())
+                }
+                (Target::Host(target), Source::Staged(source)) => {
+                    // SAFETY: the target as above; the staged bytes are our own and `bytes` long.
+                    unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target.0, source.len()) };
+                    Ok(())
+                }
+            },
+        };
+        outcome.map_err(|error| error.to_string())
+    }
+}
+
+/// One entry of a stream.
+pub(super) enum Op {
+    /// A kernel, and the seed of its schedule if it has one.
+    Launch(Box<Launch>, Option<u64>),
+    Transfer(Transfer),
+    Record(Arc<Mark>),
+    Wait(Arc<Mark>),
+}
+
+/// A queue of work.
+#[derive(Default)]
+pub(super) struct Queue {
+    /// Not yet begun, in order.
+    pub(super) ops: VecDeque<Op>,
+    /// True while the engine runs the op that was at the front.
+    pub(super) busy: bool,
+    /// Ops enqueued so far.
+    pub(super) submitted: u64,
+    /// Ops done so far.
+    pub(super) completed: u64,
+    /// The owner has let go: the queue goes away once it is empty.
+    pub(super) closed: bool,
+    /// The capture that records it, with this queue's number in there.
+    pub(super) capture: Option<(u64, usize)>,
+}
+
+impl Queue {
+    pub(super) fn push(&mut self, op: Op) {
+        self.submitted += 1;
+        self.ops.push_back(op);
+    }
+
+    /// True when nothing is pending or running.
+    pub(super) fn is_idle(&self) -> bool {
+        self.ops.is_empty() && !self.busy
+    }
+
+    /// Takes the next launch or transfer, after passing the marks in front of it. `passed` is set if there were any.
+    pub(super) fn next_work(&mut self, now_ns: u64, passed: &mut bool) -> Option<Op> {
+        if self.busy {
+            return None;
+        }
+        loop {
+            match self.ops.front()? {
+                Op::Record(mark) => mark.pass(now_ns),
+                Op::Wait(mark) if mark.passed_ns().is_some() => {}
+                Op::Wait(_) => return None,
+                Op::Launch(..) | Op::Transfer(_) => {
+                    self.busy = true;
+                    return self.ops.pop_front();
+                }
+            }
+            self.ops.pop_front();
+            self.completed += 1;
+            *passed = true;
+        }
+    }
+}

@@ -1,0 +1,392 @@
+//! The buffer: a rank's pool, the mappings of its peers' pools, and what every operation shares.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use epoxide_gpu::layout::{
+    Comm, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PlanHeader, PoolLayout, Status,
+};
+
+use super::fault::check_status;
+use super::kernels::Kernels;
+use super::pool::pool_layout;
+use super::scratch::Arena;
+use super::{Config, DType, StreamOrder, Tensor, Tuning};
+use crate::driver::{Device, Event, Memory, MemoryKind, Stream};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+
+/// What a pool must hold. The same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BufferShape {
+    /// Most tokens that any rank sends; a pool has room for this many from every rank.
+    pub max_tokens_per_rank: u32,
+    /// Largest row in bytes: hidden times element size.
+    pub max_row_bytes: u64,
+    /// Most top-k entries per token, 1 to 32.
+    pub max_topk: u32,
+    /// Most scales per token; 0 where none are used.
+    pub max_scales: u32,
+}
+
+/// How to make a [`Buffer`]. The same on every rank.
+#[derive(Debug, Clone)]
+pub struct BufferOptions {
+    /// What the pool must hold.
+    pub shape: BufferShape,
+    /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more rows is an error on
+    /// every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
+    pub num_nvl_bytes: Option<u64>,
+    /// Multiprocessors and channels.
+    pub config: Config,
+    /// Longest wait for a peer.
+    pub timeout: Duration,
+    /// Launch shapes.
+    pub tuning: Tuning,
+}
+
+impl BufferOptions {
+    /// Room for the worst case of `shape`, defaults for the rest; 30 s for a peer.
+    pub fn new(shape: BufferShape) -> Self {
+        BufferOptions {
+            shape,
+            num_nvl_bytes: None,
+            config: Config::default(),
+            timeout: Duration::from_secs(30),
+            tuning: Tuning::default(),
+        }
+    }
+}
+
+/// Moves tokens between the ranks of a group. One per rank; every method that says so is collective.
+///
+/// A pool is mapped by all peers. Received rows lie in it, so the tensors of a [`super::DispatchOutput`] stay valid until the
+/// next dispatch of the same buffer; routing handles do not, they live as long as they are held.
+#[derive(Debug)]
+pub struct Buffer {
+    // Dropped in this order: streams first, so that no kernel runs when memory goes.
+    comm_stream: Arc<Stream>,
+    pub(super) kernels: Kernels,
+    pub(super) arena: Arc<Arena>,
+    pub(super) host_counts: Memory,
+    pub(super) status: Memory,
+    pub(super) pool: Arc<Memory>,
+    _peers: Vec<Memory>,
+    _tables: Memory,
+    start: Event,
+    end: Event,
+    pub(super) device: Arc<dyn Device>,
+    pub(super) comm: Comm,
+    pub(super) config: Config,
+    pub(super) options: BufferOptions,
+    pub(super) timeout: Duration,
+    pub(super) rank: u32,
+    pub(super) num_ranks: u32,
+    pub(super) id: u64,
+    pub(super) tag: u64,
+}
+
+/// Tells buffers of this process apart.
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
+impl Buffer {
+    /// Makes the buffer and maps the peers' pools. Collective.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones,
+    /// [`Error::OutOfMemory`], and whatever the driver or the group reports.
+    pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: BufferOptions) -> Result<Buffer> {
+        let (rank, num_ranks) = (group.rank(), group.size());
+        if num_ranks == 0 || num_ranks > MAX_RANKS as u32 {
+            let rule = format!("one NVLink domain has 1 to {MAX_RANKS} ranks");
+            return Err(Error::argument("group size", num_ranks, rule));
+        }
+        options.tuning.validate()?;
+        let config = options.config;
+        check_channels(&config)?;
+        let layout = pool_layout(&options.shape, num_ranks, options.num_nvl_bytes)?;
+        agree(group, &layout, &options)?;
+
+        let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
+        let fd = pool.export()?;
+        let mut peers = Vec::new();
+        let mut addresses = [0u64; MAX_RANKS];
+        for (peer, fds) in group.exchange_fds(&[fd.as_fd()])?.into_iter().enumerate() {
+            if peer == rank as usize {
+                addresses[peer] = pool.ptr().0;
+                continue;
+            }
+            for fd in fds {
+                let mapping = Memory::import(&device, fd, layout.bytes, &format!("pool of rank {peer}"))?;
+                addresses[peer] = mapping.ptr().0;
+                peers.push(mapping);
+            }
+        }
+
+        let comm_stream = Arc::new(Stream::new(&device, true)?);
+        let local_at = size_of_val(&addresses) as u64;
+        let local_bytes = size_of::<LocalState>() as u64;
+        let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
+        comm_stream.write(tables.ptr(), bytemuck::bytes_of(&addresses))?;
+        comm_stream.write(tables.ptr().add(local_at), &vec![0; local_bytes as usize])?;
+        let status = mapped(&device, size_of::<Status>() as u64, "status")?;
+        let counts = size_of::<PlanHeader>() as u64 + MAX_LOCAL_EXPERTS as u64 * 4;
+        let host_counts = mapped(&device, counts, "host counts")?;
+        let kernels = Kernels::load(&device, options.tuning)?;
+
+        let comm = Comm {
+            pools: tables.ptr(),
+            local: tables.ptr().add(local_at),
+            status: status.ptr(),
+            timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
+            rank,
+            num_ranks,
+            pool: layout,
+        };
+        let buffer = Buffer {
+            comm_stream,
+            kernels,
+            arena: Arena::new(&device),
+            host_counts,
+            status,
+            pool: Arc::new(pool),
+            _peers: peers,
+            _tables: tables,
+            start: Event::new(&device, false)?,
+            end: Event::new(&device, false)?,
+            device,
+            comm,
+            config,
+            timeout: options.timeout,
+            options,
+            rank,
+            num_ranks,
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            tag: 0,
+        };
+        // No peer may write before every mapping stands.
+        group.barrier(group.timeout())?;
+        Ok(buffer)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Ranks of the group.
+    pub fn num_ranks(&self) -> u32 {
+        self.num_ranks
+    }
+
+    /// The configuration it was made with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Changes the number of multiprocessors and channels of the operations that follow. The same on every rank.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where the number of channels is out of range.
+    pub fn set_config(&mut self, config: Config) -> Result<()> {
+        check_channels(&config)?;
+        self.config = config;
+        Ok(())
+    }
+
+    /// The device it lives on.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Rows that this rank can receive in one dispatch.
+    pub fn capacity(&self) -> u64 {
+        self.comm.pool.rows
+    }
+
+    /// Device bytes of the pool, rounding included.
+    pub fn pool_bytes(&self) -> u64 {
+        self.pool.footprint()
+    }
+
+    /// Rows of this rank's pool that peers gather from: experts that write their output `[rows, hidden]` here spare
+    /// combine a copy ([`super::CombineRows::InPool`]). Rows are `row_stride()` bytes apart.
+    ///
+    /// The rows are the caller's from the end of one combine to the start of the next.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for.
+    pub fn combine_rows(&self, dtype: DType, rows: u64, hidden: u64) -> Result<Tensor> {
+        self.check_row_capacity(hidden * dtype.size())?;
+        if rows > self.capacity() {
+            return Err(Error::Capacity {
+                what: "combine rows",
+                needed: rows,
+                have: self.capacity(),
+                unit: "rows",
+                remedy: "ask for as many as the dispatch received".into(),
+            });
+        }
+        Ok(self.pool_rows(self.comm.pool.combine_x, dtype, rows, hidden))
+    }
+
+    /// The error of the first wait for a peer that expired, if one has; the buffer is of no use after it. Errors of
+    /// calls that do not wait for the host show here, once their stream has passed.
+    pub fn check(&self) -> Result<()> {
+        self.check_alive()
+    }
+
+    pub(super) fn check_alive(&self) -> Result<()> {
+        check_status(&self.status, self.rank)
+    }
+
+    /// Rows of the own pool as a tensor.
+    pub(super) fn pool_rows(&self, offset: u64, dtype: DType, rows: u64, hidden: u64) -> Tensor {
+        let stride = super::kernels::pool_row_stride(hidden * dtype.size());
+        self.pool_tensor(offset, dtype, &[rows, hidden]).with_row_stride(stride)
+    }
+
+    /// A contiguous tensor in the own pool.
+    pub(super) fn pool_tensor(&self, offset: u64, dtype: DType, shape: &[u64]) -> Tensor {
+        Tensor::in_memory(self.pool.ptr().add(offset), dtype, shape, self.pool.clone())
+    }
+
+    pub(super) fn check_tokens(&self, tokens: u64) -> Result<u32> {
+        // Token times rank count and row stride stay inside 31 bits in the kernels.
+        const MOST: u64 = 1 << 27;
+        match u32::try_from(tokens) {
+            Ok(fits) if tokens <= MOST => Ok(fits),
+            _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {MOST}"))),
+        }
+    }
+
+    pub(super) fn check_experts(&self, num_experts: u32) -> Result<()> {
+        let ranks = self.num_ranks;
+        if num_experts == 0 || num_experts % ranks != 0 {
+            let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
+            return Err(Error::argument("num_experts", num_experts, rule));
+        }
+        if num_experts / ranks > MAX_LOCAL_EXPERTS {
+            let rule = format!("must be at most {MAX_LOCAL_EXPERTS} per rank");
+            return Err(Error::argument("num_experts", num_experts, rule));
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_row_capacity(&self, row_bytes: u64) -> Result<()> {
+        self.check_column_capacity(
+            "hidden",
+            row_bytes,
+            self.options.shape.max_row_bytes,
+            "max_row_bytes",
+            "bytes",
+        )
+    }
+
+    pub(super) fn check_column_capacity(
+        &self,
+        what: &'static str,
+        needed: u64,
+        have: u64,
+        option: &str,
+        unit: &'static str,
+    ) -> Result<()> {
+        if needed <= have {
+            return Ok(());
+        }
+        let remedy = format!("create the buffer with {option} >= {needed}");
+        Err(Error::Capacity { what, needed, have, unit, remedy })
+    }
+
+    /// Runs `work` where `order` says; gives the event of an asynchronous call.
+    pub(super) fn run(
+        &mut self,
+        order: StreamOrder<'_>,
+        work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
+    ) -> Result<Option<Event>> {
+        let caller = order.caller;
+        if !order.on_comm_stream {
+            if let Some(event) = order.previous_event {
+                caller.wait(event)?;
+            }
+            work(self, caller)?;
+            return order.asynchronous.then(|| self.recorded(caller)).transpose();
+        }
+        match order.previous_event {
+            Some(event) => self.comm_stream.wait(event)?,
+            None => {
+                self.start.record(caller)?;
+                self.comm_stream.wait(&self.start)?;
+            }
+        }
+        let stream = self.comm_stream.clone();
+        work(self, &stream)?;
+        if order.asynchronous {
+            return self.recorded(&stream).map(Some);
+        }
+        self.end.record(&stream)?;
+        caller.wait(&self.end)?;
+        Ok(None)
+    }
+
+    fn recorded(&self, stream: &Stream) -> Result<Event> {
+        let event = Event::new(&self.device, false)?;
+        event.record(stream)?;
+        Ok(event)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // Kernels in flight hold addresses of the memory that goes next. Peers' mappings of this pool keep its memory
+        // alive for them, so no barrier is needed. Errors have nowhere to go.
+        let _ = self.comm_stream.synchronize();
+    }
+}
+
+fn check_channels(config: &Config) -> Result<()> {
+    let channels = config.num_channels();
+    if channels == 0 || channels > MAX_CHANNELS {
+        let rule = format!("gives {channels} channels; 1 to {MAX_CHANNELS} are possible");
+        return Err(Error::argument("num_sms", config.num_sms, rule));
+    }
+    Ok(())
+}
+
+/// Checks that all ranks were given the same options.
+fn agree(group: &dyn ProcessGroup, layout: &PoolLayout, options: &BufferOptions) -> Result<()> {
+    let config = options.config;
+    let ours = [
+        ("rows of the pool", layout.rows),
+        ("max_row_bytes", options.shape.max_row_bytes),
+        ("max_topk", options.shape.max_topk as u64),
+        ("max_scales", options.shape.max_scales as u64),
+        ("num_sms", config.num_sms as u64),
+    ];
+    let message: Vec<u8> = ours.iter().flat_map(|(_, value)| value.to_le_bytes()).collect();
+    for (peer, theirs) in group.all_gather(&message)?.into_iter().enumerate() {
+        for ((what, ours), theirs) in ours.iter().zip(theirs.chunks(8)) {
+            if ours.to_le_bytes() != *theirs {
+                let value = theirs.try_into().map(u64::from_le_bytes);
+                return Err(Error::Mismatch {
+                    rank: group.rank(),
+                    peer: peer as u32,
+                    what,
+                    ours: ours.to_string(),
+                    theirs: value.map_or("nothing".into(), |value| value.to_string()),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Zeroed mapped host memory.
+fn mapped(device: &Arc<dyn Device>, bytes: u64, label: &str) -> Result<Memory> {
+    let memory = Memory::alloc(device, bytes, MemoryKind::MappedHost, label)?;
+    // SAFETY: fresh host memory of at least `bytes`, which no kernel knows yet.
+    unsafe { memory.host_ptr().write_bytes(0, bytes as usize) };
+    Ok(memory)
+}

@@ -1,0 +1,86 @@
+//! The links' own speed, measured with the copies that dispatch and combine are made of.
+
+use epoxide_gpu::kernels::{CeilingPull, CeilingPush, Kernel as _};
+use epoxide_gpu::layout::CeilingArgs;
+
+use super::Buffer;
+use super::kernels::launch;
+use crate::driver::Stream;
+use crate::error::{Error, Result};
+
+/// Which way the bytes of [`Buffer::launch_ceiling`] go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// Each rank loads its own rows and stores them to its peers, as dispatch does.
+    Push,
+    /// Each rank loads its peers' rows and stores them locally, as combine does.
+    Pull,
+}
+
+/// One ceiling measurement's shape. Each row goes to (or comes from) `fanout` peers.
+#[derive(Debug, Clone, Copy)]
+pub struct CeilingShape {
+    /// Blocks: multiprocessors.
+    pub blocks: u32,
+    /// Warps per block.
+    pub warps: u32,
+    /// Buffers in flight per warp, each of a row; at least 2.
+    pub stages: u32,
+    /// Rows per rank.
+    pub rows: u32,
+    /// Bytes per row, a multiple of 16.
+    pub row_bytes: u32,
+    /// Peers per row, 1 to ranks - 1.
+    pub fanout: u32,
+}
+
+impl CeilingShape {
+    /// Bytes that cross this rank's links in each direction.
+    pub fn remote_bytes(&self) -> u64 {
+        self.rows as u64 * self.fanout as u64 * self.row_bytes as u64
+    }
+}
+
+impl Buffer {
+    /// Enqueues one run on `stream`. It overwrites received rows, on this rank (pull) or on the peers (push): keep it apart
+    /// from operations by a barrier on both sides.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device or the pool.
+    pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
+        let pool = self.comm.pool;
+        let room = pool.combine_x - pool.recv_x;
+        let needed = shape.rows as u64 * self.num_ranks as u64 * shape.row_bytes as u64;
+        self.check_column_capacity("ceiling rows", needed, room, "more rows", "bytes")?;
+        if shape.blocks == 0 || shape.warps == 0 || shape.warps > 16 {
+            let value = format!("{} blocks of {} warps", shape.blocks, shape.warps);
+            return Err(Error::argument("ceiling shape", value, "at least one block of 1 to 16 warps"));
+        }
+        let args = CeilingArgs {
+            pools: self.comm.pools,
+            from: pool.combine_x,
+            to: pool.recv_x,
+            rank: self.rank,
+            num_ranks: self.num_ranks,
+            rows: shape.rows,
+            row_bytes: shape.row_bytes,
+            stages: shape.stages,
+            fanout: shape.fanout,
+        };
+        let (grid, block) = (shape.blocks, shape.warps * 32);
+        let shared = shape.warps * shape.stages * (shape.row_bytes + 8);
+        // SAFETY: the pools are mapped as long as the buffer lives, and it synchronises before it lets them go.
+        unsafe {
+            match direction {
+                Direction::Push => {
+                    let kernel = &self.kernels.ceiling_push;
+                    launch::<CeilingPush>(stream, kernel, grid, block, shared, CeilingPush::call(args))
+                }
+                Direction::Pull => {
+                    let kernel = &self.kernels.ceiling_pull;
+                    launch::<CeilingPull>(stream, kernel, grid, block, shared, CeilingPull::call(args))
+                }
+            }
+        }
+    }
+}

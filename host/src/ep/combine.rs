@@ -1,0 +1,161 @@
+//! Combine: every token's owner sums the rows that came back.
+
+use epoxide_gpu::kernels::{CombineBf16, CombineF32, Kernel as _, StageCombine};
+use epoxide_gpu::layout::{CombineArgs, DevicePtr, StageArgs};
+
+use super::kernels::launch;
+use super::scratch::Pieces;
+use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor};
+use crate::driver::Event;
+use crate::error::{Error, Result};
+use std::sync::Arc;
+
+/// Threads per block of the copy into the pool.
+const STAGE_THREADS: u32 = 512;
+
+/// Where combine finds the rows that this rank returns, in `recv_x` order.
+#[derive(Debug, Clone, Copy)]
+pub enum CombineRows<'a> {
+    /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32: copied into the pool first, on all multiprocessors.
+    Tensor(&'a Tensor),
+    /// The rows are already in [`Buffer::combine_rows`]: nothing is copied.
+    InPool {
+        /// bf16 or f32.
+        dtype: DType,
+        /// Elements per row.
+        hidden: u64,
+    },
+}
+
+/// Arguments of [`Buffer::combine`].
+#[derive(Debug, Clone, Copy)]
+pub struct CombineRequest<'a> {
+    /// The rows to return. The experts' weighting, if any, is already in them: combine sums unweighted.
+    pub rows: CombineRows<'a>,
+    /// f32 `[num_recv_tokens, num_topk]`, summed the same way; usually `recv_topk_weights`.
+    pub topk_weights: Option<&'a Tensor>,
+    /// The routing of the dispatch that brought the rows.
+    pub handle: &'a DispatchHandle,
+}
+
+/// What a combine brings, in memory of its own.
+#[derive(Debug)]
+pub struct CombineOutput {
+    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to, accumulated in FP32 in
+    /// rank order and rounded once, so bit for bit reproducible. 0 for a token that went nowhere.
+    pub combined_x: Tensor,
+    /// f32 `[num_tokens, num_topk]`, if weights were given.
+    pub combined_topk_weights: Option<Tensor>,
+    /// Where an asynchronous call ends.
+    pub event: Option<Event>,
+}
+
+impl Buffer {
+    /// Brings the rows back to the owners of their tokens and sums them. Collective; does not wait for the host.
+    ///
+    /// # Errors
+    /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
+    /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in [`Buffer::check`].
+    pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<CombineOutput> {
+        self.check_alive()?;
+        let handle = &request.handle.0;
+        self.check_handle(request.handle)?;
+        let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
+        let (dtype, hidden) = match request.rows {
+            CombineRows::InPool { dtype, hidden } => (dtype, hidden),
+            CombineRows::Tensor(x) => {
+                x.expect(
+                    "x",
+                    &[DType::Bf16, DType::F32],
+                    &[("num_recv_tokens", received), ("hidden", None)],
+                )?;
+                x.expect_rows_of_16("x")?;
+                (x.dtype(), x.columns())
+            }
+        };
+        if !matches!(dtype, DType::Bf16 | DType::F32) {
+            let (have, expected) = (dtype.to_string(), "bf16 or f32".into());
+            return Err(Error::Dtype { tensor: "x", have, expected });
+        }
+        let row_bytes = hidden * dtype.size();
+        if row_bytes == 0 || row_bytes % 16 != 0 {
+            let rule = "hidden * element size must be a positive multiple of 16 bytes";
+            return Err(Error::argument("hidden", format!("{hidden} x {dtype}"), rule));
+        }
+        self.check_row_capacity(row_bytes)?;
+        let num_topk = match request.topk_weights {
+            None => 0,
+            Some(weights) => {
+                let topk = handle.num_topk.map(u64::from);
+                weights.expect(
+                    "topk_weights",
+                    &[DType::F32],
+                    &[("num_recv_tokens", received), ("num_topk", topk)],
+                )?;
+                let have = self.options.shape.max_topk as u64;
+                self.check_column_capacity("num_topk", weights.columns(), have, "max_topk", "entries")?;
+                weights.columns() as u32
+            }
+        };
+
+        let tokens = handle.num_tokens as u64;
+        let mut pieces = Pieces::default();
+        let x_at = pieces.push(tokens * row_bytes);
+        let weights_at = pieces.push(tokens * num_topk as u64 * 4);
+        let block = Arc::new(self.arena.take(pieces.bytes())?);
+        let (x_at, weights_at) = (block.ptr().add(x_at), block.ptr().add(weights_at));
+
+        let pool = self.pool.ptr();
+        let null = DevicePtr::NULL;
+        let stage = StageArgs {
+            x: if let CombineRows::Tensor(x) = request.rows { x.ptr() } else { null },
+            rows: pool.add(self.comm.pool.combine_x),
+            weights: request.topk_weights.map_or(null, Tensor::ptr),
+            weight_rows: pool.add(self.comm.pool.combine_weights),
+            header: handle.places.header,
+            capacity: self.comm.pool.rows,
+            row_bytes: row_bytes as u32,
+            num_topk,
+        };
+        let ring = self.kernels.combine_ring(row_bytes as u32);
+        let args = CombineArgs {
+            comm: self.comm,
+            combined_x: x_at,
+            combined_weights: if num_topk == 0 { null } else { weights_at },
+            send_row: handle.places.send_row,
+            header: handle.places.header,
+            num_tokens: handle.num_tokens,
+            row_bytes: row_bytes as u32,
+            num_topk,
+            slots: ring.count,
+            slot_bytes: ring.bytes,
+            reserved: 0,
+        };
+        let event = self.run(order, |buffer, stream| {
+            let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
+            // SAFETY: inputs are held by the caller, outputs by the result and the routing by the handle, until the
+            // stream has passed. The last combine ended when every peer had gathered, so the rows may be written.
+            unsafe {
+                if !stage.x.is_null() || !stage.weights.is_null() {
+                    let call = StageCombine::call(stage);
+                    launch::<StageCombine>(stream, &kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
+                }
+                let (kernel, grid) = (kernels.combine(dtype), buffer.config.num_sms);
+                let (block, shared) = (ring.threads(), ring.shared_bytes());
+                match dtype {
+                    DType::F32 => {
+                        launch::<CombineF32>(stream, kernel, grid, block, shared, CombineF32::call(args))
+                    }
+                    _ => launch::<CombineBf16>(stream, kernel, grid, block, shared, CombineBf16::call(args)),
+                }
+            }
+        })?;
+        let weights =
+            |_| Tensor::in_memory(weights_at, DType::F32, &[tokens, num_topk as u64], block.clone());
+        Ok(CombineOutput {
+            combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone()),
+            combined_topk_weights: request.topk_weights.map(weights),
+            event,
+        })
+    }
+}

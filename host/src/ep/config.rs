@@ -1,0 +1,183 @@
+//! The tuning knobs of the interface that epoxide took over, and its buffer size hints.
+
+use crate::error::{Error, Result};
+
+/// Buffer sizes are multiples of this many bytes.
+const SIZE_ALIGN: u64 = 128;
+/// The hints assume at most this many top-k entries and scales per token.
+const HINT_COLUMNS: u64 = 128;
+
+/// How many multiprocessors an operation may use, and the chunk sizes that the size hints are made of.
+///
+/// `num_sms` bounds the grid of dispatch and of combine, and gives the number of channels (`num_sms / 2`). The chunk
+/// fields keep the meaning and the rules they have in MSCCL++'s DeepEP port: epoxide's kernels write rows to their final
+/// place and have no rings, so here they only enter the size hints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Config {
+    /// Multiprocessors for dispatch and for combine; even.
+    pub num_sms: u32,
+    /// Tokens per published chunk, NVLink.
+    pub num_max_nvl_chunked_send_tokens: u32,
+    /// Ring capacity in tokens per (channel, peer), NVLink.
+    pub num_max_nvl_chunked_recv_tokens: u32,
+    /// Tokens per published chunk, RDMA.
+    pub num_max_rdma_chunked_send_tokens: u32,
+    /// Ring capacity in tokens per (channel, peer), RDMA; a multiple of the send chunk.
+    pub num_max_rdma_chunked_recv_tokens: u32,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            num_sms: 20,
+            num_max_nvl_chunked_send_tokens: 6,
+            num_max_nvl_chunked_recv_tokens: 256,
+            num_max_rdma_chunked_send_tokens: 6,
+            num_max_rdma_chunked_recv_tokens: 258,
+        }
+    }
+}
+
+impl Config {
+    /// Checks the rules between the fields and rounds the RDMA ring up to a multiple of its chunk.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] naming the field: all positive, `num_sms` even, each send chunk smaller than its ring, and
+    /// the RDMA chunk at most half of its ring.
+    pub fn new(num_sms: u32, nvl_send: u32, nvl_recv: u32, rdma_send: u32, rdma_recv: u32) -> Result<Self> {
+        let rule = |ok: bool, argument, value: u32, rule: String| {
+            if ok { Ok(()) } else { Err(Error::argument(argument, value, rule)) }
+        };
+        rule(
+            num_sms >= 2 && num_sms % 2 == 0,
+            "num_sms",
+            num_sms,
+            "must be even and at least 2: a channel is two".into(),
+        )?;
+        for (name, value) in [
+            ("num_max_nvl_chunked_send_tokens", nvl_send),
+            ("num_max_nvl_chunked_recv_tokens", nvl_recv),
+            ("num_max_rdma_chunked_send_tokens", rdma_send),
+            ("num_max_rdma_chunked_recv_tokens", rdma_recv),
+        ] {
+            rule(value > 0, name, value, "must be positive".into())?;
+        }
+        rule(
+            nvl_send < nvl_recv,
+            "num_max_nvl_chunked_send_tokens",
+            nvl_send,
+            format!("must be below num_max_nvl_chunked_recv_tokens = {nvl_recv}"),
+        )?;
+        let rdma_recv = rdma_recv.next_multiple_of(rdma_send);
+        rule(
+            rdma_send <= rdma_recv / 2,
+            "num_max_rdma_chunked_send_tokens",
+            rdma_send,
+            format!("must be at most half of num_max_rdma_chunked_recv_tokens = {rdma_recv}"),
+        )?;
+        Ok(Config {
+            num_sms,
+            num_max_nvl_chunked_send_tokens: nvl_send,
+            num_max_nvl_chunked_recv_tokens: nvl_recv,
+            num_max_rdma_chunked_send_tokens: rdma_send,
+            num_max_rdma_chunked_recv_tokens: rdma_recv,
+        })
+    }
+
+    /// The default chunks with `num_sms` multiprocessors.
+    pub fn with_sms(num_sms: u32) -> Result<Self> {
+        let d = Config::default();
+        Config::new(
+            num_sms,
+            d.num_max_nvl_chunked_send_tokens,
+            d.num_max_nvl_chunked_recv_tokens,
+            d.num_max_rdma_chunked_send_tokens,
+            d.num_max_rdma_chunked_recv_tokens,
+        )
+    }
+
+    /// Channels: contiguous ranges that every rank cuts its tokens into.
+    pub fn num_channels(&self) -> u32 {
+        self.num_sms / 2
+    }
+
+    /// Bytes of NVLink buffer that the hint of the original interface gives, for rows of `hidden_bytes` and
+    /// `num_ranks` ranks with `ranks_per_node` to a node.
+    pub fn nvl_buffer_size_hint(&self, hidden_bytes: u64, num_ranks: u32, ranks_per_node: u32) -> u64 {
+        let (channels, ranks) = (self.num_channels() as u64, num_ranks.min(ranks_per_node) as u64);
+        let nodes = (num_ranks / ranks_per_node.max(1)).max(1) as u64;
+        let slots = channels * ranks * self.num_max_nvl_chunked_recv_tokens as u64;
+        let control = channels * ranks * (2 * nodes + 3) * 4;
+        align(control + slots * (hidden_bytes + 8 + HINT_COLUMNS * (8 + 4 + 4)))
+    }
+
+    /// Bytes of RDMA buffer that the hint of the original interface gives; 0 on one node.
+    pub fn rdma_buffer_size_hint(&self, hidden_bytes: u64, num_ranks: u32, ranks_per_node: u32) -> u64 {
+        if num_ranks <= ranks_per_node {
+            return 0;
+        }
+        let (channels, peers) = (self.num_channels() as u64, ranks_per_node as u64);
+        let nodes = (num_ranks / ranks_per_node) as u64;
+        let slots = channels * nodes * self.num_max_rdma_chunked_recv_tokens as u64 * 2;
+        let control = channels * nodes * (2 * peers + 2) * 2 * 4 + channels * nodes * 2 * 8;
+        align(control + slots * (hidden_bytes + 8 + HINT_COLUMNS * (8 + 4 + 4) + 16))
+    }
+}
+
+/// Bytes of RDMA buffer for the low-latency mode, for `max_tokens` tokens per rank of `hidden` BF16 elements.
+pub fn low_latency_rdma_size_hint(max_tokens: u64, hidden: u64, num_ranks: u64, num_experts: u64) -> u64 {
+    let _ = num_ranks; // the hint is the same for every number of ranks
+    let dispatch = 16 + (2 * hidden).max(hidden + 4 * (hidden / 128));
+    let combine = 2 * hidden;
+    let send = (max_tokens * dispatch).max(num_experts * max_tokens * combine);
+    let receive = num_experts * max_tokens * dispatch.max(combine);
+    let total = 2 * (send + receive + 8 * num_experts);
+    (total + SIZE_ALIGN) / SIZE_ALIGN * SIZE_ALIGN
+}
+
+fn align(bytes: u64) -> u64 {
+    bytes.next_multiple_of(SIZE_ALIGN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_equal_the_published_check_figures() {
+        let config = Config::new(20, 6, 256, 6, 128).unwrap();
+        // 80 (channel, rank) pairs * 256 slots * 16392 bytes, plus 80 * 7 * 4 of control.
+        assert_eq!(config.nvl_buffer_size_hint(14336, 16, 8), align(80 * 256 * 16392 + 80 * 7 * 4));
+        let rdma = config.rdma_buffer_size_hint(14336, 16, 8);
+        assert!((83_000_000..89_000_000).contains(&rdma), "{rdma}");
+        // The 152-SM settings: 2.55 GB with 8 peers, 1.28 GB with 4; the functional test 639 MB.
+        let wide = Config::new(152, 8, 256, 16, 128).unwrap();
+        assert_eq!(wide.nvl_buffer_size_hint(14336, 16, 8) / 10_000_000, 255);
+        assert_eq!(wide.nvl_buffer_size_hint(14336, 8, 4) / 10_000_000, 127);
+        assert_eq!(wide.nvl_buffer_size_hint(2048, 16, 8) / 1_000_000, 638);
+        assert_eq!(wide.rdma_buffer_size_hint(2048, 8, 8), 0);
+    }
+
+    #[test]
+    fn rdma_ring_is_rounded_up_to_chunks() {
+        assert_eq!(Config::new(20, 6, 256, 6, 256).unwrap().num_max_rdma_chunked_recv_tokens, 258);
+    }
+
+    #[test]
+    fn every_rule_names_its_field() {
+        for (config, field) in [
+            (Config::new(0, 6, 256, 6, 128), "num_sms"),
+            (Config::new(7, 6, 256, 6, 128), "num_sms"),
+            (Config::new(20, 0, 256, 6, 128), "num_max_nvl_chunked_send_tokens"),
+            (Config::new(20, 256, 256, 6, 128), "num_max_nvl_chunked_send_tokens"),
+            (Config::new(20, 6, 256, 6, 0), "num_max_rdma_chunked_recv_tokens"),
+            (Config::new(20, 6, 256, 100, 150), ""),
+        ] {
+            match config {
+                Ok(config) => assert!(field.is_empty(), "{config:?} should break {field}"),
+                Err(error) => assert!(error.to_string().starts_with(field) && !field.is_empty(), "{error}"),
+            }
+        }
+        assert!(Config::new(20, 6, 256, 128, 128).is_err());
+    }
+}

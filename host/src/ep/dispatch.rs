@@ -1,0 +1,415 @@
+//! Dispatch: rows go to the ranks that hold their experts.
+
+use std::sync::{Arc, OnceLock};
+
+use epoxide_gpu::kernels::{Dispatch, Kernel as _, Notify};
+use epoxide_gpu::layout::{Comm, DevicePtr, DispatchArgs, NotifyArgs, PlanHeader};
+
+use super::fault::check_plan;
+use super::handle::{DispatchHandle, Inner, Places};
+use super::kernels::{NOTIFY_SHARED_BYTES, launch};
+use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor};
+use crate::driver::{Event, Stream};
+use crate::error::{Error, Result};
+
+/// Threads per block of the notify kernel, as its source fixes them.
+const NOTIFY_THREADS: u32 = 512;
+/// Where expert counts start in the host's copy of the counts.
+const HOST_EXPERTS: usize = size_of::<PlanHeader>();
+
+/// Whether the host waits for the counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Counts {
+    /// The host waits, and outputs have exactly as many rows as were received.
+    Exact,
+    /// The host does not wait: outputs have `capacity` rows, the count stays on the device. Can be captured in a graph.
+    /// The same on every rank; a dispatch that needs more rows moves none, on any rank.
+    OnDevice {
+        /// Rows of the outputs, at most [`Buffer::capacity`].
+        capacity: u64,
+    },
+}
+
+/// Arguments of [`Buffer::dispatch`].
+#[derive(Debug, Clone, Copy)]
+pub struct DispatchRequest<'a> {
+    /// Rows to send, `[num_tokens, hidden]`, any dtype whose rows are a multiple of 16 bytes.
+    pub x: &'a Tensor,
+    /// f32 `[num_tokens, num_scales]` (or `[num_tokens]`); only with 1-byte elements.
+    pub x_scales: Option<&'a Tensor>,
+    /// i64 `[num_tokens, num_topk]`, the one that `layout` was made of; with `topk_weights` or not at all.
+    pub topk_idx: Option<&'a Tensor>,
+    /// f32 `[num_tokens, num_topk]`.
+    pub topk_weights: Option<&'a Tensor>,
+    /// The counts of this routing.
+    pub layout: &'a DispatchLayout,
+    /// Per-expert counts are rounded up to multiples of this; nothing else changes. At least 1.
+    pub expert_alignment: u32,
+    /// Whether the host waits for the counts.
+    pub counts: Counts,
+}
+
+impl<'a> DispatchRequest<'a> {
+    /// Rows without scales and top-k, alignment 1, exact counts.
+    pub fn new(x: &'a Tensor, layout: &'a DispatchLayout) -> Self {
+        DispatchRequest {
+            x,
+            x_scales: None,
+            topk_idx: None,
+            topk_weights: None,
+            layout,
+            expert_alignment: 1,
+            counts: Counts::Exact,
+        }
+    }
+}
+
+/// Arguments of [`Buffer::dispatch_cached`].
+#[derive(Debug, Clone, Copy)]
+pub struct CachedDispatchRequest<'a> {
+    /// Rows to send, `[num_tokens, hidden]`, with the token count of the handle.
+    pub x: &'a Tensor,
+    /// f32 `[num_tokens, num_scales]` (or `[num_tokens]`); only with 1-byte elements.
+    pub x_scales: Option<&'a Tensor>,
+    /// The routing of an earlier dispatch.
+    pub handle: &'a DispatchHandle,
+}
+
+/// What a dispatch brings. The tensors lie in the pool: the next dispatch of the same buffer overwrites them.
+///
+/// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
+#[derive(Debug)]
+pub struct DispatchOutput {
+    /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple of 128.
+    pub recv_x: Tensor,
+    /// As `x_scales`, with `num_recv_tokens` rows.
+    pub recv_x_scales: Option<Tensor>,
+    /// i64 `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank. `None` where
+    /// top-k was not sent.
+    pub recv_topk_idx: Option<Tensor>,
+    /// f32 `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1.
+    pub recv_topk_weights: Option<Tensor>,
+    /// i32 `[num_recv_tokens]`: the token's index on its source rank. `None` in a cached dispatch.
+    pub recv_src_idx: Option<Tensor>,
+    /// Rows received; `None` where the host did not wait for the counts.
+    pub num_recv_tokens: Option<u32>,
+    /// Selections of each local expert, each rounded up to the alignment; empty where the host did not wait, or cached.
+    pub num_recv_tokens_per_expert: Vec<u32>,
+    /// The routing, for combine and cached dispatches.
+    pub handle: DispatchHandle,
+    /// Where an asynchronous call ends.
+    pub event: Option<Event>,
+}
+
+/// Rows and scales of a dispatch, checked.
+struct Payload {
+    dtype: DType,
+    hidden: u64,
+    row_bytes: u32,
+    num_scales: u32,
+    scales_one_dimensional: bool,
+    x: DevicePtr,
+    scales: DevicePtr,
+}
+
+impl Buffer {
+    /// Sends every token's row to each rank that has one of its experts. Collective.
+    ///
+    /// # Errors
+    /// Arguments that break a rule, on this rank alone; [`Error::Capacity`], [`Error::Mismatch`] and ids out of range, on
+    /// every rank and before any row moved; [`Error::PeerTimeout`] where a peer does not come. Where the host does not
+    /// wait for the counts ([`Counts::OnDevice`]) the latter show in [`Buffer::check_dispatch`].
+    pub fn dispatch(
+        &mut self,
+        request: DispatchRequest<'_>,
+        order: StreamOrder<'_>,
+    ) -> Result<DispatchOutput> {
+        self.check_alive()?;
+        let layout = request.layout;
+        let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens)?;
+        let num_topk = self.check_topk(&request)?;
+        if request.expert_alignment == 0 {
+            return Err(Error::argument("expert_alignment", 0, "must be at least 1"));
+        }
+        let capacity = match request.counts {
+            Counts::Exact => self.capacity(),
+            Counts::OnDevice { capacity } => capacity,
+        };
+        self.check_column_capacity(
+            "capacity",
+            capacity,
+            self.capacity(),
+            "max_tokens_per_rank * num_ranks",
+            "rows",
+        )?;
+
+        let local_experts = layout.num_experts / self.num_ranks;
+        let num_channels = self.config.num_channels();
+        let (bytes, places) = Places::lay_out(self.num_ranks, num_channels, layout.num_tokens, local_experts);
+        let block = Arc::new(self.arena.take(bytes)?);
+        let places = places(block.ptr());
+        self.tag += 1;
+        let tag = self.tag;
+        let exact = request.counts == Counts::Exact;
+        let mut comm = self.comm;
+        comm.pool.rows = capacity;
+        let notify = NotifyArgs {
+            comm,
+            is_token_in_rank: layout.places.is_token_in_rank,
+            num_tokens_per_rank: layout.places.num_tokens_per_rank,
+            num_tokens_per_expert: layout.places.num_tokens_per_expert,
+            invalid: layout.places.invalid,
+            header: places.header,
+            rank_prefix_matrix: places.rank_prefix_matrix,
+            channel_prefix_matrix: places.channel_prefix_matrix,
+            recv_channel_prefix_matrix: places.recv_channel_prefix_matrix,
+            send_head: places.send_head,
+            send_row: places.send_row,
+            num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
+            host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
+            tag,
+            num_tokens: layout.num_tokens,
+            num_channels,
+            num_experts: layout.num_experts,
+            expert_alignment: request.expert_alignment,
+            row_bytes: payload.row_bytes,
+            columns: num_topk << 16 | payload.num_scales,
+        };
+        let null = DevicePtr::NULL;
+        let topk =
+            (request.topk_idx.map_or(null, Tensor::ptr), request.topk_weights.map_or(null, Tensor::ptr));
+        let args = self.dispatch_args(
+            comm,
+            &payload,
+            &places,
+            layout.num_tokens,
+            Some((topk, num_topk, local_experts)),
+        );
+
+        let mut header = PlanHeader::default();
+        let event = self.run(order, |buffer, stream| {
+            // SAFETY: inputs are held by the caller and outputs by the result, until the stream has passed.
+            unsafe {
+                let (kernel, call) = (&buffer.kernels.notify, Notify::call(notify));
+                launch::<Notify>(stream, kernel, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)?;
+                buffer.launch_dispatch(stream, args)?;
+            }
+            if exact {
+                // Rows are already on their way while the host waits.
+                header = buffer.wait_counts(stream, tag)?;
+                let rows = buffer.capacity();
+                check_status_then_plan(buffer, &header, rows)?;
+            }
+            Ok(())
+        })?;
+
+        let rows = if exact { header.num_recv_tokens as u64 } else { capacity };
+        let counts = if exact { self.expert_counts(local_experts) } else { Vec::new() };
+        let num_recv_tokens = exact.then_some(header.num_recv_tokens);
+        let handle = DispatchHandle(Arc::new(Inner {
+            buffer_id: self.id,
+            block,
+            places,
+            num_tokens: layout.num_tokens,
+            num_ranks: self.num_ranks,
+            num_channels,
+            local_experts,
+            num_topk: request.topk_idx.is_some().then_some(num_topk),
+            num_recv_tokens: num_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
+        }));
+        let pool = self.comm.pool;
+        let with_topk = request.topk_idx.is_some();
+        let columns = [rows, num_topk as u64];
+        Ok(DispatchOutput {
+            recv_x: self.pool_rows(pool.recv_x, payload.dtype, rows, payload.hidden),
+            recv_x_scales: self.recv_scales(&payload, rows),
+            recv_topk_idx: with_topk.then(|| self.pool_tensor(pool.recv_topk_idx, DType::I64, &columns)),
+            recv_topk_weights: with_topk
+                .then(|| self.pool_tensor(pool.recv_topk_weights, DType::F32, &columns)),
+            recv_src_idx: Some(self.pool_tensor(pool.recv_src_idx, DType::I32, &[rows])),
+            num_recv_tokens,
+            num_recv_tokens_per_expert: counts,
+            handle,
+            event,
+        })
+    }
+
+    /// Sends rows along the routing of an earlier dispatch: no counts are exchanged, and neither top-k nor source
+    /// indices travel. Collective, with handles of the same dispatch on every rank.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`] where the handle is of another buffer, and as [`Buffer::dispatch`].
+    pub fn dispatch_cached(
+        &mut self,
+        request: CachedDispatchRequest<'_>,
+        order: StreamOrder<'_>,
+    ) -> Result<DispatchOutput> {
+        self.check_alive()?;
+        let handle = request.handle;
+        self.check_handle(handle)?;
+        let payload = self.check_payload(request.x, request.x_scales, handle.0.num_tokens)?;
+        let args = self.dispatch_args(self.comm, &payload, &handle.0.places, handle.0.num_tokens, None);
+        // SAFETY: inputs are held by the caller and the routing by the handle, until the stream has passed.
+        let event = self.run(order, |buffer, stream| unsafe { buffer.launch_dispatch(stream, args) })?;
+        let num_recv_tokens = handle.0.num_recv_tokens.get().copied();
+        let rows = num_recv_tokens.map_or(self.capacity(), u64::from);
+        Ok(DispatchOutput {
+            recv_x: self.pool_rows(self.comm.pool.recv_x, payload.dtype, rows, payload.hidden),
+            recv_x_scales: self.recv_scales(&payload, rows),
+            recv_topk_idx: None,
+            recv_topk_weights: None,
+            recv_src_idx: None,
+            num_recv_tokens,
+            num_recv_tokens_per_expert: Vec::new(),
+            handle: handle.clone(),
+            event,
+        })
+    }
+
+    /// Checks, after `stream` has passed the dispatch, what an exact-size dispatch would have returned as an error.
+    pub fn check_dispatch(&self, handle: &DispatchHandle, stream: &Stream) -> Result<()> {
+        self.check_handle(handle)?;
+        let mut header = PlanHeader::default();
+        stream.read(bytemuck::bytes_of_mut(&mut header), handle.0.places.header)?;
+        check_status_then_plan(self, &header, self.capacity())
+    }
+
+    pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
+        if handle.0.buffer_id == self.id {
+            return Ok(());
+        }
+        Err(Error::StaleHandle("it was made by another buffer; dispatch with this one first".into()))
+    }
+
+    fn check_payload(&self, x: &Tensor, scales: Option<&Tensor>, num_tokens: u32) -> Result<Payload> {
+        let dtypes = [DType::Bf16, DType::F32, DType::Fp8E4m3, DType::I32];
+        x.expect("x", &dtypes, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
+        x.expect_rows_of_16("x")?;
+        self.check_row_capacity(x.row_bytes())?;
+        let mut num_scales = 0;
+        if let Some(scales) = scales {
+            if x.dtype().size() != 1 {
+                let rule = format!("scales go with 1-byte elements such as fp8; x is {}", x.dtype());
+                return Err(Error::argument("x_scales", "given", rule));
+            }
+            let rows = ("num_tokens", Some(num_tokens as u64));
+            match scales.shape().len() {
+                1 => scales.expect("x_scales", &[DType::F32], &[rows])?,
+                _ => scales.expect("x_scales", &[DType::F32], &[rows, ("num_scales", None)])?,
+            }
+            num_scales = scales.columns();
+            let have = self.options.shape.max_scales as u64;
+            self.check_column_capacity("x_scales", num_scales, have, "max_scales", "scales")?;
+        }
+        Ok(Payload {
+            dtype: x.dtype(),
+            hidden: x.columns(),
+            row_bytes: x.row_bytes() as u32,
+            num_scales: num_scales as u32,
+            scales_one_dimensional: scales.is_some_and(|scales| scales.shape().len() == 1),
+            x: x.ptr(),
+            scales: scales.map_or(DevicePtr::NULL, Tensor::ptr),
+        })
+    }
+
+    /// Checks top-k arguments; gives the number of entries per token, 0 without.
+    fn check_topk(&self, request: &DispatchRequest<'_>) -> Result<u32> {
+        let (idx, weights) = match (request.topk_idx, request.topk_weights) {
+            (None, None) => return Ok(0),
+            (Some(idx), Some(weights)) => (idx, weights),
+            (Some(_), None) => {
+                return Err(Error::argument(
+                    "topk_weights",
+                    "none",
+                    "goes with topk_idx: give both or neither",
+                ));
+            }
+            (None, Some(_)) => {
+                return Err(Error::argument(
+                    "topk_idx",
+                    "none",
+                    "goes with topk_weights: give both or neither",
+                ));
+            }
+        };
+        let (tokens, topk) = (request.layout.num_tokens as u64, request.layout.num_topk as u64);
+        let dims = [("num_tokens", Some(tokens)), ("num_topk", Some(topk))];
+        idx.expect("topk_idx", &[DType::I64], &dims)?;
+        weights.expect("topk_weights", &[DType::F32], &dims)?;
+        let have = self.options.shape.max_topk as u64;
+        self.check_column_capacity("num_topk", topk, have, "max_topk", "entries")?;
+        Ok(topk as u32)
+    }
+
+    /// `metadata`: ((topk_idx, topk_weights), num_topk, local experts), or `None` in a cached dispatch.
+    fn dispatch_args(
+        &self,
+        comm: Comm,
+        payload: &Payload,
+        places: &Places,
+        num_tokens: u32,
+        metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
+    ) -> DispatchArgs {
+        let ring = self.kernels.dispatch_ring(payload.row_bytes);
+        let with_metadata = metadata.is_some() as u32;
+        let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
+        DispatchArgs {
+            comm,
+            x: payload.x,
+            scales: payload.scales,
+            topk_idx,
+            topk_weights,
+            send_row: places.send_row,
+            header: places.header,
+            num_tokens,
+            row_bytes: payload.row_bytes,
+            num_scales: payload.num_scales,
+            num_topk,
+            local_experts: local_experts.max(1),
+            stages: ring.count,
+            stage_bytes: ring.bytes,
+            with_metadata,
+        }
+    }
+
+    /// # Safety
+    /// The addresses in `args` are live until the stream has passed the kernel.
+    unsafe fn launch_dispatch(&self, stream: &Stream, args: DispatchArgs) -> Result<()> {
+        let ring = self.kernels.dispatch_ring(args.row_bytes);
+        let (grid, kernel) = (self.config.num_sms, &self.kernels.dispatch);
+        // SAFETY: passed on to the caller.
+        unsafe {
+            launch::<Dispatch>(
+                stream,
+                kernel,
+                grid,
+                ring.threads(),
+                ring.shared_bytes(),
+                Dispatch::call(args),
+            )
+        }
+    }
+
+    fn recv_scales(&self, payload: &Payload, rows: u64) -> Option<Tensor> {
+        let offset = self.comm.pool.recv_scales;
+        match (payload.scales.is_null(), payload.scales_one_dimensional) {
+            (true, _) => None,
+            (false, true) => Some(self.pool_tensor(offset, DType::F32, &[rows])),
+            (false, false) => Some(self.pool_tensor(offset, DType::F32, &[rows, payload.num_scales as u64])),
+        }
+    }
+
+    /// The host's copy of the expert counts; valid once `wait_counts` has returned.
+    fn expert_counts(&self, local_experts: u32) -> Vec<u32> {
+        // SAFETY: mapped host memory with room for the most experts, 4-byte aligned; `wait_counts` acquired them.
+        unsafe {
+            let counts = self.host_counts.host_ptr().add(HOST_EXPERTS).cast::<u32>();
+            (0..local_experts as usize).map(|expert| counts.add(expert).read_volatile()).collect()
+        }
+    }
+}
+
+fn check_status_then_plan(buffer: &Buffer, header: &PlanHeader, rows: u64) -> Result<()> {
+    buffer.check_alive()?;
+    check_plan(header, buffer.rank, buffer.num_ranks, rows, &buffer.options.shape)
+}

@@ -1,0 +1,158 @@
+//! Dispatch layout: which rank wants which token, and how many.
+
+use std::sync::Arc;
+
+use epoxide_gpu::kernels::{DispatchLayout as Kernel, Kernel as _};
+use epoxide_gpu::layout::{DevicePtr, LayoutArgs, MAX_TOPK};
+
+use super::kernels::launch;
+use super::scratch::{Block, Pieces};
+use super::{Buffer, DType, StreamOrder, Tensor};
+use crate::driver::{Event, Stream};
+use crate::error::{Error, Result};
+
+/// Threads per block of the layout kernel: as many tokens as possible at once.
+const THREADS: u32 = 1024;
+
+/// The sender's counts for one `topk_idx`; feeds [`Buffer::dispatch`]. Immutable, and cheap to clone.
+#[derive(Debug, Clone)]
+pub struct DispatchLayout {
+    pub(super) block: Arc<Block>,
+    pub(super) places: Places,
+    pub(super) num_tokens: u32,
+    pub(super) num_topk: u32,
+    pub(super) num_experts: u32,
+    num_ranks: u32,
+    event: Option<Arc<Event>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Places {
+    pub invalid: DevicePtr,
+    pub num_tokens_per_rank: DevicePtr,
+    pub num_tokens_per_expert: DevicePtr,
+    pub is_token_in_rank: DevicePtr,
+}
+
+impl DispatchLayout {
+    /// i32 `[num_ranks]`: tokens for each rank, each token once per rank.
+    pub fn num_tokens_per_rank(&self) -> Tensor {
+        self.tensor(self.places.num_tokens_per_rank, DType::I32, &[self.num_ranks as u64])
+    }
+
+    /// i32 `[num_experts]`: selections of each expert.
+    pub fn num_tokens_per_expert(&self) -> Tensor {
+        self.tensor(self.places.num_tokens_per_expert, DType::I32, &[self.num_experts as u64])
+    }
+
+    /// bool `[num_tokens, num_ranks]`: whether a token has an expert on a rank.
+    pub fn is_token_in_rank(&self) -> Tensor {
+        let shape = [self.num_tokens as u64, self.num_ranks as u64];
+        self.tensor(self.places.is_token_in_rank, DType::Bool, &shape)
+    }
+
+    /// Where an asynchronous call ends.
+    pub fn event(&self) -> Option<&Event> {
+        self.event.as_deref()
+    }
+
+    /// Waits for `stream`, which the layout was made on or after, and checks that every expert id was in range.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] naming the first token and entry whose id is neither -1 nor below `num_experts`.
+    pub fn validate(&self, stream: &Stream, topk_idx: &Tensor) -> Result<()> {
+        let mut word = [0u8; 8];
+        stream.read(&mut word, self.places.invalid)?;
+        let first = u64::from_le_bytes(word);
+        if first == u64::MAX {
+            return Ok(());
+        }
+        let (token, k) = (first >> 8, first & 0xff);
+        let mut id = [0u8; 8];
+        stream.read(&mut id, topk_idx.ptr().add((token * self.num_topk as u64 + k) * 8))?;
+        Err(Error::argument(
+            "topk_idx",
+            format!("{} (token {token}, entry {k})", i64::from_le_bytes(id)),
+            format!("an expert id must be -1 or 0 to num_experts - 1 = {}", self.num_experts - 1),
+        ))
+    }
+
+    fn tensor(&self, ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor {
+        Tensor::in_memory(ptr, dtype, shape, self.block.clone())
+    }
+}
+
+impl Buffer {
+    /// Counts, for `topk_idx` i64 `[num_tokens, num_topk]` with entries -1 or below `num_experts`, how many tokens go to
+    /// each rank and how many selections to each expert. Local to this rank; does not wait for the host.
+    ///
+    /// # Errors
+    /// [`Error::Argument`], [`Error::Shape`] or [`Error::Dtype`] on arguments that break a rule. An id that is out of
+    /// range shows in [`DispatchLayout::validate`], and as an error of the dispatch on every rank.
+    pub fn get_dispatch_layout(
+        &mut self,
+        topk_idx: &Tensor,
+        num_experts: u32,
+        order: StreamOrder<'_>,
+    ) -> Result<DispatchLayout> {
+        self.check_alive()?;
+        topk_idx.expect("topk_idx", &[DType::I64], &[("num_tokens", None), ("num_topk", None)])?;
+        let (num_tokens, num_topk) = (self.check_tokens(topk_idx.rows())?, topk_idx.columns());
+        if num_topk == 0 || num_topk > MAX_TOPK as u64 {
+            return Err(Error::argument("num_topk", num_topk, format!("must be 1 to {MAX_TOPK}")));
+        }
+        self.check_experts(num_experts)?;
+
+        let (ranks, tokens) = (self.num_ranks as u64, num_tokens as u64);
+        let mut pieces = Pieces::default();
+        let invalid = pieces.push(8);
+        let per_rank = pieces.push(ranks * 4);
+        let per_expert = pieces.push(num_experts as u64 * 4);
+        let in_rank = pieces.push(tokens * ranks);
+        let block = Arc::new(self.arena.take(pieces.bytes())?);
+        let at = |offset| block.ptr().add(offset);
+        let places = Places {
+            invalid: at(invalid),
+            num_tokens_per_rank: at(per_rank),
+            num_tokens_per_expert: at(per_expert),
+            is_token_in_rank: at(in_rank),
+        };
+        let args = LayoutArgs {
+            topk_idx: topk_idx.ptr(),
+            num_tokens_per_rank: places.num_tokens_per_rank,
+            num_tokens_per_expert: places.num_tokens_per_expert,
+            is_token_in_rank: places.is_token_in_rank,
+            invalid: places.invalid,
+            num_tokens,
+            num_topk: num_topk as u32,
+            num_experts,
+            num_ranks: self.num_ranks,
+        };
+        let shared = (self.num_ranks + num_experts) * 4;
+        let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
+        let event = self.run(order, |buffer, stream| {
+            // SAFETY: the block is held by the result and the tensor by the caller; the arena orders reuse.
+            unsafe {
+                stream.fill(places.invalid, 0xff, 8)?;
+                stream.fill(places.num_tokens_per_rank, 0, in_rank - per_rank)?;
+                launch::<Kernel>(
+                    stream,
+                    &buffer.kernels.dispatch_layout,
+                    grid,
+                    THREADS,
+                    shared,
+                    Kernel::call(args),
+                )
+            }
+        })?;
+        Ok(DispatchLayout {
+            block,
+            places,
+            num_tokens,
+            num_topk: num_topk as u32,
+            num_experts,
+            num_ranks: self.num_ranks,
+            event: event.map(Arc::new),
+        })
+    }
+}

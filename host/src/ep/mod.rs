@@ -1,0 +1,36 @@
+//! Expert parallelism: the [`Buffer`] and its operations.
+//!
+//! ```text
+//! topk_idx --get_dispatch_layout--> DispatchLayout --dispatch--> DispatchOutput { recv_x, .., handle }
+//!                                                                     | experts run
+//!                                                                     v
+//!                                              CombineOutput <--combine(rows, handle)
+//! ```
+//!
+//! Every operation is collective: each rank of the group makes the same calls in the same order. Work is enqueued on a
+//! stream ([`StreamOrder`]); only an exact-size dispatch makes the host wait, for the counts.
+
+mod buffer;
+mod ceiling;
+mod combine;
+mod config;
+mod dispatch;
+mod fault;
+mod handle;
+mod kernels;
+mod layout;
+mod order;
+mod pool;
+mod scratch;
+mod tensor;
+
+pub use buffer::{Buffer, BufferOptions, BufferShape};
+pub use ceiling::{CeilingShape, Direction};
+pub use combine::{CombineOutput, CombineRequest, CombineRows};
+pub use config::{Config, low_latency_rdma_size_hint};
+pub use dispatch::{CachedDispatchRequest, Counts, DispatchOutput, DispatchRequest};
+pub use handle::DispatchHandle;
+pub use kernels::Tuning;
+pub use layout::DispatchLayout;
+pub use order::StreamOrder;
+pub use tensor::{DType, Element, Tensor};

@@ -1,0 +1,293 @@
+//! Device tensors: an address with a dtype and a shape, checked before any launch.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Stream};
+use crate::error::{Error, Result};
+
+/// Element type of a [`Tensor`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// 16-bit brain float.
+    Bf16,
+    /// 32-bit float.
+    F32,
+    /// 8-bit float, 4 exponent and 3 mantissa bits; moved as bytes.
+    Fp8E4m3,
+    /// Signed 64-bit integer.
+    I64,
+    /// Signed 32-bit integer.
+    I32,
+    /// 0 or 1 in a byte.
+    Bool,
+}
+
+impl DType {
+    /// Bytes per element.
+    pub const fn size(self) -> u64 {
+        match self {
+            DType::Bf16 => 2,
+            DType::F32 | DType::I32 => 4,
+            DType::Fp8E4m3 | DType::Bool => 1,
+            DType::I64 => 8,
+        }
+    }
+
+    /// The name used in errors and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::Bf16 => "bf16",
+            DType::F32 => "f32",
+            DType::Fp8E4m3 => "fp8",
+            DType::I64 => "i64",
+            DType::I32 => "i32",
+            DType::Bool => "bool",
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A host type whose values can be copied to and from a tensor of some dtypes.
+pub trait Element: Pod {
+    /// Whether a tensor of `dtype` holds values of this type.
+    fn fits(dtype: DType) -> bool;
+}
+
+macro_rules! elements {
+    ($($ty:ty: $($dtype:ident)|+;)*) => {
+        $(impl Element for $ty {
+            fn fits(dtype: DType) -> bool {
+                matches!(dtype, $(DType::$dtype)|+)
+            }
+        })*
+    };
+}
+elements! {
+    half::bf16: Bf16;
+    u16: Bf16;
+    f32: F32;
+    u8: Fp8E4m3 | Bool;
+    i64: I64;
+    i32: I32;
+}
+
+/// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone frees it, unless it was
+/// made by [`Tensor::from_raw`].
+#[derive(Clone)]
+pub struct Tensor {
+    ptr: DevicePtr,
+    dtype: DType,
+    shape: Vec<u64>,
+    row_stride: u64,
+    _owner: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {:?} at {:#x})", self.dtype, self.shape, self.ptr.0)
+    }
+}
+
+impl Tensor {
+    /// A tensor of its own memory, with unspecified contents.
+    pub fn alloc(device: &Arc<dyn Device>, dtype: DType, shape: &[u64]) -> Result<Tensor> {
+        let bytes = shape.iter().product::<u64>() * dtype.size();
+        let memory = Memory::alloc(device, bytes.max(1), MemoryKind::Device, "tensor")?;
+        Ok(Tensor::in_memory(memory.ptr(), dtype, shape, Arc::new(memory)))
+    }
+
+    /// A tensor of its own memory with the values of `data`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] where `data` does not have as many elements as `shape`, [`Error::Dtype`] where `T` is not of
+    /// `dtype`.
+    pub fn from_host<T: Element>(stream: &Stream, dtype: DType, shape: &[u64], data: &[T]) -> Result<Tensor> {
+        let tensor = Tensor::alloc(stream.device(), dtype, shape)?;
+        tensor.write(stream, data)?;
+        Ok(tensor)
+    }
+
+    /// A tensor in memory that somebody else owns: a framework's, say.
+    ///
+    /// # Safety
+    /// The memory is live, on the device that the tensor is used on, and holds `shape` contiguous elements of `dtype`,
+    /// as long as any clone of the tensor is used and until the streams that use it have passed.
+    pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor {
+        let row_stride = shape.get(1).copied().unwrap_or(1) * dtype.size();
+        Tensor { ptr, dtype, shape: shape.to_vec(), row_stride, _owner: None }
+    }
+
+    /// A contiguous tensor inside memory that `owner` keeps alive.
+    pub(crate) fn in_memory(
+        ptr: DevicePtr,
+        dtype: DType,
+        shape: &[u64],
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Tensor {
+        let row_stride = shape.get(1).copied().unwrap_or(1) * dtype.size();
+        Tensor { ptr, dtype, shape: shape.to_vec(), row_stride, _owner: Some(owner) }
+    }
+
+    /// The same with rows `row_stride` bytes apart.
+    pub(crate) fn with_row_stride(mut self, row_stride: u64) -> Tensor {
+        self.row_stride = row_stride;
+        self
+    }
+
+    /// Address of the first element.
+    pub fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// `[rows]` or `[rows, columns]`.
+    pub fn shape(&self) -> &[u64] {
+        &self.shape
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> u64 {
+        self.shape.first().copied().unwrap_or(0)
+    }
+
+    /// Elements per row.
+    pub fn columns(&self) -> u64 {
+        self.shape.get(1).copied().unwrap_or(1)
+    }
+
+    /// Bytes of one row.
+    pub fn row_bytes(&self) -> u64 {
+        self.columns() * self.dtype.size()
+    }
+
+    /// Bytes from one row to the next; more than [`Tensor::row_bytes`] where a pool pads its rows.
+    pub fn row_stride(&self) -> u64 {
+        self.row_stride
+    }
+
+    /// True when rows follow each other without padding.
+    pub fn is_contiguous(&self) -> bool {
+        self.row_stride == self.row_bytes() || self.rows() <= 1
+    }
+
+    /// Copies the elements to the host, row after row, and waits for it.
+    pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
+        self.check_element::<T>()?;
+        let (rows, row_bytes) = (self.rows() as usize, self.row_bytes() as usize);
+        let mut out = vec![T::zeroed(); rows * self.columns() as usize];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out);
+        if bytes.is_empty() {
+            return Ok(out);
+        }
+        if self.is_contiguous() {
+            stream.read(bytes, self.ptr)?;
+        } else {
+            let stride = self.row_stride as usize;
+            let mut padded = vec![0u8; (rows - 1) * stride + row_bytes];
+            stream.read(&mut padded, self.ptr)?;
+            for (to, from) in bytes.chunks_exact_mut(row_bytes).zip(padded.chunks(stride)) {
+                to.copy_from_slice(&from[..row_bytes]);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Copies elements from the host, row after row, and waits for it.
+    pub fn write<T: Element>(&self, stream: &Stream, data: &[T]) -> Result<()> {
+        self.check_element::<T>()?;
+        if data.len() as u64 != self.rows() * self.columns() {
+            return Err(Error::Shape {
+                tensor: "tensor",
+                have: self.shape.clone(),
+                expected: format!("{} elements, as the host data has", data.len()),
+            });
+        }
+        let bytes: &[u8] = bytemuck::cast_slice(data);
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        if self.is_contiguous() {
+            return stream.write(self.ptr, bytes);
+        }
+        for (row, from) in bytes.chunks_exact(self.row_bytes() as usize).enumerate() {
+            stream.write(self.ptr.add(row as u64 * self.row_stride), from)?;
+        }
+        Ok(())
+    }
+
+    fn check_element<T: Element>(&self) -> Result<()> {
+        if T::fits(self.dtype) {
+            return Ok(());
+        }
+        Err(Error::Dtype {
+            tensor: "tensor",
+            have: self.dtype.to_string(),
+            expected: format!("one that host type {} fits", std::any::type_name::<T>()),
+        })
+    }
+
+    /// Checks dtype, shape, contiguity and alignment; `dims` are the expected sizes with their names, `None` for any.
+    pub(crate) fn expect(
+        &self,
+        name: &'static str,
+        dtypes: &[DType],
+        dims: &[(&str, Option<u64>)],
+    ) -> Result<()> {
+        if !dtypes.contains(&self.dtype) {
+            let expected = dtypes.iter().map(|d| d.name()).collect::<Vec<_>>().join(" or ");
+            return Err(Error::Dtype { tensor: name, have: self.dtype.to_string(), expected });
+        }
+        let fits = self.shape.len() == dims.len()
+            && self.shape.iter().zip(dims).all(|(have, (_, want))| want.is_none_or(|want| want == *have));
+        if !fits {
+            let expected = dims.iter().map(|(label, want)| match want {
+                Some(want) => format!("{label} = {want}"),
+                None => label.to_string(),
+            });
+            let expected = format!("[{}]", expected.collect::<Vec<_>>().join(", "));
+            return Err(Error::Shape { tensor: name, have: self.shape.clone(), expected });
+        }
+        if !self.is_contiguous() {
+            let rule =
+                format!("rows must be contiguous, {} bytes apart; copy them together", self.row_bytes());
+            return Err(Error::argument(name, format!("row stride {} bytes", self.row_stride), rule));
+        }
+        let align = self.dtype.size();
+        if self.ptr.0 % align != 0 {
+            let rule = format!("the address must be a multiple of {align} bytes");
+            return Err(Error::argument(name, format!("{:#x}", self.ptr.0), rule));
+        }
+        Ok(())
+    }
+
+    /// Checks that rows can be moved in units of 16 bytes.
+    pub(crate) fn expect_rows_of_16(&self, name: &'static str) -> Result<()> {
+        let bytes = self.row_bytes();
+        if bytes == 0 || bytes % 16 != 0 || bytes > u32::MAX as u64 / 2 {
+            let value = format!("{} x {} ({bytes} bytes per row)", self.columns(), self.dtype);
+            return Err(Error::argument(
+                "hidden",
+                value,
+                format!("{name}: hidden * element size must be a positive multiple of 16 bytes, below 2 GiB"),
+            ));
+        }
+        if self.ptr.0 % 16 != 0 {
+            let rule = "the address must be a multiple of 16 bytes";
+            return Err(Error::argument(name, format!("{:#x}", self.ptr.0), rule));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,172 @@
+//! The one error type of the library. Every variant names what was wrong, with its value, and what to do about it.
+
+use std::time::Duration;
+
+/// `Result` with [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong in epoxide.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument breaks a rule. Nothing was launched and nothing was written.
+    #[error("{argument} = {value}: {rule}")]
+    Argument {
+        /// The argument's name as the API spells it.
+        argument: &'static str,
+        /// The value that was passed.
+        value: String,
+        /// The rule it breaks, and the remedy.
+        rule: String,
+    },
+    /// A tensor has the wrong shape.
+    #[error("{tensor} has shape {have:?}, expected {expected}")]
+    Shape {
+        /// The tensor's name as the API spells it.
+        tensor: &'static str,
+        /// The shape that was passed.
+        have: Vec<u64>,
+        /// The shape that is required, with the names of its dimensions.
+        expected: String,
+    },
+    /// A tensor has the wrong element type.
+    #[error("{tensor} has dtype {have}, expected {expected}")]
+    Dtype {
+        /// The tensor's name as the API spells it.
+        tensor: &'static str,
+        /// The dtype that was passed.
+        have: String,
+        /// The dtypes that are accepted.
+        expected: String,
+    },
+    /// A buffer is too small for this operation. Raised on every rank, before any byte moved.
+    #[error("{what}: needs {needed} {unit}, has {have} {unit}; {remedy}")]
+    Capacity {
+        /// What is too small.
+        what: &'static str,
+        /// The size that this operation needs.
+        needed: u64,
+        /// The size there is.
+        have: u64,
+        /// `bytes`, `rows` or `tokens`.
+        unit: &'static str,
+        /// What to change.
+        remedy: String,
+    },
+    /// A peer did not do its part before the deadline. The device context is intact.
+    #[error(
+        "rank {rank} waited {waited:?} in {operation} (epoch {epoch}) for {word} of rank {peer}: needed {needed}, saw {seen}; \
+         rank {peer} may have died, hang, or not have made the same call"
+    )]
+    PeerTimeout {
+        /// The rank that waited.
+        rank: u32,
+        /// The rank it waited for.
+        peer: u32,
+        /// The operation: `notify`, `dispatch`, `combine`, ...
+        operation: &'static str,
+        /// The control word it waited on.
+        word: &'static str,
+        /// The epoch of the operation.
+        epoch: u64,
+        /// The value it needed to see.
+        needed: u64,
+        /// The value it last saw.
+        seen: u64,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// Ranks made calls that do not fit together.
+    #[error(
+        "rank {rank} and rank {peer} disagree on {what}: {ours} here, {theirs} there; collective calls need the same on every rank"
+    )]
+    Mismatch {
+        /// This rank.
+        rank: u32,
+        /// The rank that differs.
+        peer: u32,
+        /// What differs.
+        what: &'static str,
+        /// The value on this rank.
+        ours: String,
+        /// The value on the peer.
+        theirs: String,
+    },
+    /// A call of the CUDA driver failed.
+    #[error("{call} failed: {name} ({code}){detail}")]
+    Cuda {
+        /// The driver function.
+        call: &'static str,
+        /// The `CUresult` code.
+        code: i32,
+        /// Its name, such as `CUDA_ERROR_OUT_OF_MEMORY`.
+        name: String,
+        /// What to do, or the driver's log, with a leading separator; may be empty.
+        detail: String,
+    },
+    /// This machine lacks what was asked for (a driver, a device, peer access). The command exits with 77 on it.
+    #[error("{what} is not available: {reason}")]
+    Unavailable {
+        /// What was asked for.
+        what: String,
+        /// Why it cannot be had here, and the remedy.
+        reason: String,
+    },
+    /// Device memory ran out.
+    #[error("out of device memory: {requested} bytes requested for {what}, {available} bytes free")]
+    OutOfMemory {
+        /// What the memory was for.
+        what: String,
+        /// Bytes requested.
+        requested: u64,
+        /// Bytes that were free.
+        available: u64,
+    },
+    /// A kernel made a wrong move on the virtual GPU; the text names the instruction and the Rust line.
+    #[error("virtual GPU: {0}")]
+    VirtualFault(String),
+    /// A PTX module does not load; the text has line and column.
+    #[error("PTX module: {0}")]
+    Ptx(String),
+    /// A launch breaks the contract of its kernel.
+    #[error("launch of {kernel}: {rule}")]
+    Launch {
+        /// The kernel's entry name.
+        kernel: &'static str,
+        /// The rule it breaks, with both sides' values.
+        rule: String,
+    },
+    /// The rendezvous store failed or timed out.
+    #[error("store: {operation} of key {key:?}: {reason}")]
+    Store {
+        /// `get`, `set`, `wait`, ...
+        operation: &'static str,
+        /// The key.
+        key: String,
+        /// What went wrong.
+        reason: String,
+    },
+    /// A handle was made by another buffer, or its data has been overwritten since.
+    #[error("stale handle: {0}")]
+    StaleHandle(String),
+    /// The operating system refused something.
+    #[error("{call}: {reason}")]
+    Os {
+        /// The call.
+        call: &'static str,
+        /// The system's error text.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// An [`Error::Argument`].
+    pub fn argument(argument: &'static str, value: impl ToString, rule: impl Into<String>) -> Self {
+        Error::Argument { argument, value: value.to_string(), rule: rule.into() }
+    }
+
+    /// An [`Error::Os`] from any displayable cause.
+    pub fn os(call: &'static str, reason: impl ToString) -> Self {
+        Error::Os { call, reason: reason.to_string() }
+    }
+}

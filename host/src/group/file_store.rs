@@ -1,0 +1,272 @@
+//! The store of processes that share a directory.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+
+use super::store::{Store, get_timed_out, parse_counter, poisoned, store_error, sum_counter};
+use crate::error::{Error, Result};
+
+/// How long [`Store::add`] waits for the lock file. A holder keeps it for microseconds.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
+/// Longest encoded key, in bytes; file names end at 255.
+const MAX_KEY_BYTES: usize = 240;
+const LOCK_FILE: &str = "lock";
+const POISON_FILE: &str = "poison";
+
+/// A [`Store`] in a directory: one file per key, replaced by rename; counters under a lock file.
+///
+/// Works across processes of one host, and across hosts where the file system has working `rename` and `flock`. The
+/// directory should be fresh for each run: keys of an earlier run would be taken for this one's.
+#[derive(Debug)]
+pub struct FileStore {
+    directory: PathBuf,
+}
+
+/// Distinguishes the temporary files of one process.
+static NEXT_TEMPORARY: AtomicU64 = AtomicU64::new(0);
+
+impl FileStore {
+    /// The store in `directory`, which is created if need be.
+    pub fn new(directory: impl Into<PathBuf>) -> Result<FileStore> {
+        let directory = directory.into();
+        fs::create_dir_all(&directory)
+            .map_err(|error| store_error("open", &directory.to_string_lossy(), error))?;
+        Ok(FileStore { directory })
+    }
+
+    /// Where the store is.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Gives the store up: every call from now on, and every call that waits now, fails with `reason` in every
+    /// process. The last reason stays.
+    pub fn poison(&self, reason: &str) -> Result<()> {
+        self.replace("poison", "", &self.directory.join(POISON_FILE), reason.as_bytes())
+    }
+
+    /// The file of a key: `k.` and the key, with everything but letters, digits, `-`, `_` and `.` as `%xx`.
+    fn path(&self, operation: &'static str, key: &str) -> Result<PathBuf> {
+        let mut name = String::from("k.");
+        for byte in key.bytes() {
+            if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.') {
+                name.push(char::from(byte));
+            } else {
+                name.push_str(&format!("%{byte:02x}"));
+            }
+        }
+        if name.len() > MAX_KEY_BYTES {
+            return Err(store_error(
+                operation,
+                key,
+                format!(
+                    "the key takes {} bytes as a file name, at most {MAX_KEY_BYTES} fit; shorten it",
+                    name.len()
+                ),
+            ));
+        }
+        Ok(self.directory.join(name))
+    }
+
+    fn ensure_usable(&self, operation: &'static str, key: &str) -> Result<()> {
+        match fs::read(self.directory.join(POISON_FILE)) {
+            Ok(reason) => Err(poisoned(operation, key, &String::from_utf8_lossy(&reason))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(store_error(operation, key, error)),
+        }
+    }
+
+    /// Writes `value` to `path` so that a reader sees all of it or nothing.
+    fn replace(&self, operation: &'static str, key: &str, path: &Path, value: &[u8]) -> Result<()> {
+        let number = NEXT_TEMPORARY.fetch_add(1, Ordering::Relaxed);
+        let temporary = self.directory.join(format!("tmp.{}.{number}", std::process::id()));
+        fs::write(&temporary, value).and_then(|()| fs::rename(&temporary, path)).map_err(|error| {
+            let _ = fs::remove_file(&temporary);
+            self.io_error(operation, key, error)
+        })
+    }
+
+    fn read(&self, operation: &'static str, key: &str, path: &Path) -> Result<Option<Vec<u8>>> {
+        match fs::read(path) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(self.io_error(operation, key, error)),
+        }
+    }
+
+    /// Takes the lock file; dropping the file gives it back.
+    fn lock(&self, operation: &'static str, key: &str) -> Result<File> {
+        let file = File::options()
+            .create(true)
+            .append(true)
+            .open(self.directory.join(LOCK_FILE))
+            .map_err(|error| self.io_error(operation, key, error))?;
+        let start = Instant::now();
+        let mut backoff = Backoff::new();
+        loop {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(file),
+                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(self.io_error(operation, key, error.into())),
+            }
+            if start.elapsed() > LOCK_TIMEOUT {
+                let reason = format!(
+                    "another process has held {}/{LOCK_FILE} for {LOCK_TIMEOUT:?}; look for a stopped rank",
+                    self.directory.display()
+                );
+                return Err(store_error(operation, key, reason));
+            }
+            backoff.sleep(LOCK_TIMEOUT);
+        }
+    }
+
+    fn io_error(&self, operation: &'static str, key: &str, error: io::Error) -> Error {
+        let hint = if error.kind() == ErrorKind::NotFound { "; the directory was removed" } else { "" };
+        store_error(operation, key, format!("{error} in {}{hint}", self.directory.display()))
+    }
+}
+
+impl Store for FileStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let path = self.path("set", key)?;
+        self.ensure_usable("set", key)?;
+        self.replace("set", key, &path, value)
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let path = self.path("get", key)?;
+        let start = Instant::now();
+        let mut backoff = Backoff::new();
+        loop {
+            self.ensure_usable("get", key)?;
+            if let Some(value) = self.read("get", key, &path)? {
+                return Ok(value);
+            }
+            let Some(left) = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else {
+                return Err(get_timed_out(key, timeout));
+            };
+            backoff.sleep(left);
+        }
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        let path = self.path("add", key)?;
+        self.ensure_usable("add", key)?;
+        let _lock = self.lock("add", key)?;
+        let value = self.read("add", key, &path)?.map_or(Ok(0), |value| parse_counter(key, &value))?;
+        let sum = sum_counter(key, value, delta)?;
+        self.replace("add", key, &path, sum.to_string().as_bytes())?;
+        Ok(sum)
+    }
+
+    fn check(&self, key: &str) -> Result<bool> {
+        let path = self.path("check", key)?;
+        self.ensure_usable("check", key)?;
+        path.try_exists().map_err(|error| self.io_error("check", key, error))
+    }
+
+    fn delete(&self, key: &str) -> Result<bool> {
+        let path = self.path("delete", key)?;
+        self.ensure_usable("delete", key)?;
+        match fs::remove_file(path) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(self.io_error("delete", key, error)),
+        }
+    }
+}
+
+/// Sleeps that grow from 20 µs to 5 ms.
+struct Backoff {
+    next: Duration,
+}
+
+impl Backoff {
+    const LONGEST: Duration = Duration::from_millis(5);
+
+    fn new() -> Backoff {
+        Backoff { next: Duration::from_micros(20) }
+    }
+
+    /// Sleeps for the next step, but no longer than `left`.
+    fn sleep(&mut self, left: Duration) {
+        std::thread::sleep(self.next.min(left));
+        self.next = (self.next * 2).min(Backoff::LONGEST);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn store() -> (tempfile::TempDir, FileStore) {
+        let directory = tempfile::tempdir().unwrap();
+        let store = FileStore::new(directory.path().join("board")).unwrap();
+        (directory, store)
+    }
+
+    #[test]
+    fn round_trip_with_awkward_keys() {
+        let (_directory, store) = store();
+        for key in ["a", "../b", "c/d", "e%f", "", "ä.tmp", "lock", "poison"] {
+            assert!(!store.check(key).unwrap(), "{key}");
+            store.set(key, key.as_bytes()).unwrap();
+        }
+        for key in ["a", "../b", "c/d", "e%f", "", "ä.tmp", "lock", "poison"] {
+            assert_eq!(store.get(key, Duration::ZERO).unwrap(), key.as_bytes());
+            assert!(store.delete(key).unwrap());
+            assert!(!store.delete(key).unwrap());
+        }
+        assert!(store.set(&"x".repeat(300), b"").unwrap_err().to_string().contains("shorten"));
+    }
+
+    #[test]
+    fn get_times_out() {
+        let (_directory, store) = store();
+        let start = Instant::now();
+        let error = store.get("who", Duration::from_millis(30)).unwrap_err();
+        assert!(start.elapsed() >= Duration::from_millis(30));
+        assert!(matches!(&error, Error::Store { operation: "get", key, .. } if key == "who"), "{error}");
+    }
+
+    #[test]
+    fn counters_are_exact_between_threads() {
+        let (_directory, store) = store();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..100 {
+                        // A store of its own, as another process would have.
+                        FileStore::new(store.directory()).unwrap().add("n", 1).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(store.add("n", 0).unwrap(), 400);
+    }
+
+    #[test]
+    fn poison_reaches_waiters() {
+        let (_directory, store) = store();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| store.get("never", Duration::from_secs(60)));
+            std::thread::sleep(Duration::from_millis(20));
+            store.poison("rank 2 failed").unwrap();
+            let error = waiter.join().unwrap().unwrap_err();
+            assert!(error.to_string().contains("rank 2 failed"), "{error}");
+        });
+        assert!(store.add("n", 1).is_err());
+    }
+
+    #[test]
+    fn a_removed_directory_is_named() {
+        let (directory, store) = store();
+        drop(directory);
+        assert!(store.set("k", b"").unwrap_err().to_string().contains("removed"));
+    }
+}

@@ -1,0 +1,117 @@
+//! What a virtual GPU looks like to a kernel: its size, its scheduler, its clock; and what a launch asks for.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Where `%globaltimer` comes from.
+#[derive(Clone, Debug, Default)]
+pub enum Clock {
+    /// `CLOCK_MONOTONIC` in nanoseconds: the same for all devices and processes of this host.
+    #[default]
+    Real,
+    /// A counter in nanoseconds that advances by [`VIRTUAL_NS_PER_WARP_INSTRUCTION`] per warp instruction of every
+    /// device that shares it, so that runs can be repeated exactly.
+    Virtual(Arc<AtomicU64>),
+}
+
+/// How far [`Clock::Virtual`] advances per warp instruction, in nanoseconds.
+pub const VIRTUAL_NS_PER_WARP_INSTRUCTION: u64 = 1;
+
+impl Clock {
+    /// Current time in nanoseconds.
+    #[must_use]
+    pub fn now_ns(&self) -> u64 {
+        match self {
+            Clock::Real => {
+                let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+                (t.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(t.tv_nsec as u64)
+            }
+            Clock::Virtual(ns) => ns.load(Ordering::Relaxed),
+        }
+    }
+
+    pub(crate) fn advance(&self, warp_instructions: u64) {
+        if let Clock::Virtual(ns) = self {
+            ns.fetch_add(warp_instructions * VIRTUAL_NS_PER_WARP_INSTRUCTION, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Properties of a virtual device.
+#[derive(Clone, Debug)]
+pub struct DeviceConfig {
+    /// Streaming multiprocessors (`%nsmid`).
+    pub sm_count: u32,
+    /// Most shared memory one block may use, in bytes.
+    pub shared_bytes_per_block: u32,
+    /// `None`: warps take turns and bulk copies complete at once. `Some(seed)`: the order of warps, the length of
+    /// their slices and the completion of bulk copies are drawn from the seed.
+    pub schedule_seed: Option<u64>,
+    /// Source of `%globaltimer`.
+    pub clock: Clock,
+    /// Most blocks of one grid that are resident at a time; `None` derives it from the SM count and what a block
+    /// needs, as on a GPU (2048 threads, 32 blocks and 228 KiB of shared memory per SM).
+    pub max_blocks_resident: Option<u32>,
+}
+
+impl Default for DeviceConfig {
+    /// An H200: 132 SMs, 227 KiB of shared memory per block, round robin, real clock.
+    fn default() -> Self {
+        Self {
+            sm_count: 132,
+            shared_bytes_per_block: 227 * 1024,
+            schedule_seed: None,
+            clock: Clock::Real,
+            max_blocks_resident: None,
+        }
+    }
+}
+
+impl DeviceConfig {
+    /// How many blocks of this shape are resident at a time.
+    pub(crate) fn resident_blocks(&self, threads: u32, shared_bytes: u32) -> u32 {
+        self.max_blocks_resident
+            .unwrap_or_else(|| {
+                let threads = threads.next_multiple_of(32).max(32);
+                // Each block also occupies one KiB that belongs to the system.
+                let by_shared = (228 * 1024) / (shared_bytes.saturating_add(1024));
+                (2048 / threads).min(32).min(by_shared).max(1).saturating_mul(self.sm_count)
+            })
+            .max(1)
+    }
+}
+
+/// Shape of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GridConfig {
+    /// Blocks in x, y, z.
+    pub grid: [u32; 3],
+    /// Threads per block in x, y, z.
+    pub block: [u32; 3],
+    /// Dynamic shared memory per block, in bytes.
+    pub dynamic_shared_bytes: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn occupancy() {
+        let d = DeviceConfig { sm_count: 10, ..DeviceConfig::default() };
+        assert_eq!(d.resident_blocks(1024, 0), 20);
+        assert_eq!(d.resident_blocks(32, 0), 320);
+        assert_eq!(d.resident_blocks(128, 100 * 1024), 20);
+        assert_eq!(DeviceConfig { max_blocks_resident: Some(3), ..d }.resident_blocks(32, 0), 3);
+    }
+
+    #[test]
+    fn virtual_clock_advances_only_by_instructions() {
+        let c = Clock::Virtual(Arc::new(AtomicU64::new(5)));
+        assert_eq!(c.now_ns(), 5);
+        c.advance(10);
+        assert_eq!(c.now_ns(), 5 + 10 * VIRTUAL_NS_PER_WARP_INSTRUCTION);
+        let a = Clock::Real.now_ns();
+        assert!(a > 0 && Clock::Real.now_ns() >= a);
+    }
+}

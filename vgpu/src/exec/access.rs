@@ -1,0 +1,441 @@
+//! Loads, stores and atomics: address checks, then raw or atomic accesses to host memory.
+
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+use half::{bf16, f16};
+
+use super::lanes::lanes;
+use super::{Exec, Flow, Run, stop};
+use crate::fault::{FaultKind, WaitingFor};
+use crate::ir::{Access, Atomic, FULL, Rmw, SINK, Sem, Space};
+
+/// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no host address has.
+pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
+pub(crate) const LOCAL_TAG: u64 = 0xb0 << 56;
+pub(crate) const PARAM_TAG: u64 = 0xc0 << 56;
+const TAG: u64 = 0xff << 56;
+
+/// First valid offset of the shared window. As on sm_90, the first KiB belongs to the system; so offset 0, the usual
+/// sign of a missing initialisation, is a fault.
+pub(crate) const SHARED_BASE: u32 = 1024;
+
+/// Shared memory of one block.
+#[derive(Debug, Default)]
+pub(crate) struct SharedMemory {
+    words: Vec<u128>,
+    bytes: u64,
+}
+
+impl SharedMemory {
+    /// Zeroed memory of `bytes` bytes.
+    pub(crate) fn reset(&mut self, bytes: u32) {
+        self.words.clear();
+        // 128-byte alignment is by offset only: nothing looks at the host address.
+        self.words.resize(bytes.div_ceil(16) as usize, 0);
+        self.bytes = u64::from(bytes);
+    }
+
+    pub(crate) fn poison(&mut self) {
+        self.words.fill(u128::from_ne_bytes([0xcd; 16]));
+    }
+
+    /// Pointer to `offset` of the window, if `bytes` bytes from there on exist.
+    pub(crate) fn pointer(&mut self, offset: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
+        let at = offset.wrapping_sub(u64::from(SHARED_BASE));
+        if at > self.bytes || bytes > self.bytes - at {
+            return Err(window("shared", offset, bytes, u64::from(SHARED_BASE), self.bytes));
+        }
+        // SAFETY: `at` is inside of (or one past) the allocation, which has at least `self.bytes` bytes.
+        Ok(unsafe { self.words.as_mut_ptr().cast::<u8>().add(at as usize) })
+    }
+}
+
+fn window(space: &'static str, offset: u64, bytes: u64, start: u64, len: u64) -> FaultKind {
+    FaultKind::OutOfWindow { space, offset, bytes, start, end: start + len }
+}
+
+/// Reads `bytes` (1, 2, 4 or 8) zero-extended.
+///
+/// # Safety
+/// `p` must be valid for `bytes` bytes and aligned to them.
+#[inline(always)]
+unsafe fn read(p: *mut u8, bytes: u8, order: Ordering) -> u64 {
+    // SAFETY: passed on to the caller; atomics make the access single and untorn, whoever else writes it.
+    unsafe {
+        match bytes {
+            1 => u64::from(AtomicU8::from_ptr(p).load(order)),
+            2 => u64::from(AtomicU16::from_ptr(p.cast()).load(order)),
+            4 => u64::from(AtomicU32::from_ptr(p.cast()).load(order)),
+            _ => AtomicU64::from_ptr(p.cast()).load(order),
+        }
+    }
+}
+
+/// Writes the low `bytes` (1, 2, 4 or 8) of `v`.
+///
+/// # Safety
+/// `p` must be valid for `bytes` bytes and aligned to them.
+#[inline(always)]
+unsafe fn write(p: *mut u8, bytes: u8, v: u64, order: Ordering) {
+    // SAFETY: passed on to the caller; see `read`.
+    unsafe {
+        match bytes {
+            1 => AtomicU8::from_ptr(p).store(v as u8, order),
+            2 => AtomicU16::from_ptr(p.cast()).store(v as u16, order),
+            4 => AtomicU32::from_ptr(p.cast()).store(v as u32, order),
+            _ => AtomicU64::from_ptr(p.cast()).store(v, order),
+        }
+    }
+}
+
+/// The new value of a read-modify-write; `bytes` selects the width.
+fn modify(op: Rmw, bytes: u8, old: u64, a: u64, b: u64) -> u64 {
+    let signed = |v: u64| if bytes == 4 { i64::from(v as u32 as i32) } else { v as i64 };
+    match op {
+        Rmw::Add => old.wrapping_add(a),
+        Rmw::Min => old.min(a),
+        Rmw::Max => old.max(a),
+        Rmw::MinS => signed(old).min(signed(a)) as u64,
+        Rmw::MaxS => signed(old).max(signed(a)) as u64,
+        Rmw::Inc => if old >= a { 0 } else { old + 1 },
+        Rmw::Dec => if old == 0 || old > a { a } else { old - 1 },
+        Rmw::And => old & a,
+        Rmw::Or => old | a,
+        Rmw::Xor => old ^ a,
+        Rmw::Exch => a,
+        Rmw::Cas => if old == a { b } else { old },
+        Rmw::AddF32 => u64::from((f32::from_bits(old as u32) + f32::from_bits(a as u32)).to_bits()),
+        Rmw::AddF64 => (f64::from_bits(old) + f64::from_bits(a)).to_bits(),
+        Rmw::AddF16 => u64::from(add_f16(old as u16, a as u16)),
+        Rmw::AddBf16 => u64::from(add_bf16(old as u16, a as u16)),
+        Rmw::AddF16x2 => halves(old, a, add_f16),
+        Rmw::AddBf16x2 => halves(old, a, add_bf16),
+    }
+}
+
+fn halves(old: u64, a: u64, f: impl Fn(u16, u16) -> u16) -> u64 {
+    u64::from(f(old as u16, a as u16)) | u64::from(f((old >> 16) as u16, (a >> 16) as u16)) << 16
+}
+
+fn add_f16(x: u16, y: u16) -> u16 {
+    crate::float::add_f16(f16::from_bits(x), f16::from_bits(y)).to_bits()
+}
+
+fn add_bf16(x: u16, y: u16) -> u16 {
+    crate::float::add_bf16(bf16::from_bits(x), bf16::from_bits(y)).to_bits()
+}
+
+/// Atomically replaces `*p`, returning what was there.
+///
+/// # Safety
+/// `p` must be valid for `bytes` bytes (2, 4 or 8) and aligned to them.
+unsafe fn rmw(p: *mut u8, bytes: u8, op: Rmw, a: u64, b: u64) -> u64 {
+    const ORDER: Ordering = Ordering::SeqCst;
+    // One compare-and-swap loop serves every operation; plain adds, the common case, are done directly.
+    macro_rules! with {
+        ($atomic:ty, $t:ty) => {{
+            // SAFETY: passed on to the caller.
+            let cell = unsafe { <$atomic>::from_ptr(p.cast()) };
+            if op == Rmw::Add {
+                return u64::from(cell.fetch_add(a as $t, ORDER));
+            }
+            let mut old = cell.load(Ordering::Relaxed);
+            loop {
+                let new = modify(op, bytes, u64::from(old), a, b) as $t;
+                match cell.compare_exchange(old, new, ORDER, ORDER) {
+                    Ok(_) => return u64::from(old),
+                    Err(now) => old = now,
+                }
+            }
+        }};
+    }
+    match bytes {
+        2 => with!(AtomicU16, u16),
+        4 => with!(AtomicU32, u32),
+        _ => with!(AtomicU64, u64),
+    }
+}
+
+const LOADS: usize = 0;
+const STORES: usize = 1;
+
+impl Exec<'_> {
+    /// Pointer for an access of `bytes` bytes to global memory.
+    #[inline(always)]
+    pub(super) fn global(&mut self, cache: usize, addr: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
+        let (start, len) = self.regions[cache];
+        let offset = addr.wrapping_sub(start);
+        if offset < len && bytes <= len - offset {
+            return Ok(addr as *mut u8);
+        }
+        self.global_slow(cache, addr, bytes)
+    }
+
+    #[cold]
+    fn global_slow(&mut self, cache: usize, addr: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
+        match self.env.table.find(addr, bytes) {
+            Some(region) => {
+                self.regions[cache] = region;
+                Ok(addr as *mut u8)
+            }
+            None => Err(FaultKind::OutOfBounds { addr, bytes, nearest: self.env.table.nearest(addr) }),
+        }
+    }
+
+    /// Pointer for one lane's access to any space.
+    #[inline(always)]
+    fn pointer(&mut self, cache: usize, space: Space, addr: u64, bytes: u64, lane: usize) -> Run<*mut u8> {
+        if addr & (bytes - 1) != 0 {
+            return stop(FaultKind::Misaligned { addr: addr & !TAG, align: bytes }, Some(lane));
+        }
+        let found = match space {
+            Space::Global => self.global(cache, addr, bytes),
+            Space::Generic if addr & TAG == 0 => self.global(cache, addr, bytes),
+            Space::Shared => self.block.shared.pointer(addr, bytes),
+            _ => self.windowed(cache, space, addr, bytes, lane),
+        };
+        found.or_else(|kind| stop(kind, Some(lane)))
+    }
+
+    fn windowed(
+        &mut self,
+        cache: usize,
+        space: Space,
+        addr: u64,
+        bytes: u64,
+        lane: usize,
+    ) -> Result<*mut u8, FaultKind> {
+        let offset = addr & !TAG;
+        let space = match (space, addr & TAG) {
+            (Space::Generic, SHARED_TAG) => Space::Shared,
+            (Space::Generic, LOCAL_TAG) => Space::Local,
+            (Space::Generic, PARAM_TAG) => Space::Param,
+            (Space::Generic, _) => Space::Global,
+            // Typed accesses take plain offsets.
+            (space, 0) => space,
+            (space, _) => {
+                let (name, len) = match space {
+                    Space::Local => ("local", u64::from(self.kernel.local_bytes)),
+                    _ => ("param", self.env.param_bytes),
+                };
+                return Err(window(name, addr, bytes, 0, len));
+            }
+        };
+        match space {
+            Space::Shared => self.block.shared.pointer(offset, bytes),
+            Space::Local => {
+                let len = u64::from(self.kernel.local_bytes);
+                if offset > len || bytes > len - offset {
+                    return Err(window("local", offset, bytes, 0, len));
+                }
+                let at = lane * self.kernel.local_bytes as usize + offset as usize;
+                // SAFETY: `local` holds 32 lanes of `local_bytes` (a multiple of 8) bytes each, checked above.
+                Ok(unsafe { self.warp.local.as_mut_ptr().cast::<u8>().add(at) })
+            }
+            Space::Param => {
+                let len = self.env.param_bytes;
+                // Stores never get here: the lowering rejects them for .param, and generic ones are stopped below.
+                if cache == STORES || offset > len || bytes > len - offset {
+                    return Err(window("param", offset, bytes, 0, if cache == STORES { 0 } else { len }));
+                }
+                // SAFETY: checked against the length; only ever read through.
+                Ok(unsafe { self.env.params.as_ptr().cast::<u8>().cast_mut().add(offset as usize) })
+            }
+            Space::Global | Space::Generic => {
+                Err(FaultKind::OutOfBounds { addr, bytes, nearest: self.env.table.nearest(addr) })
+            }
+        }
+    }
+
+    /// One pointer for a full warp's access, when the lanes touch consecutive elements of one region.
+    #[inline(always)]
+    fn coalesced(&mut self, cache: usize, a: &Access, addr: &[u64; 32], size: u64) -> Option<*mut u8> {
+        let base = addr[0];
+        let mut off = 0;
+        for (i, &x) in addr.iter().enumerate() {
+            off |= x ^ base.wrapping_add(i as u64 * size);
+        }
+        if off | base & (size - 1) != 0 {
+            return None;
+        }
+        match a.space {
+            Space::Global | Space::Generic if base & TAG == 0 => self.global(cache, base, 32 * size).ok(),
+            Space::Shared => self.block.shared.pointer(base, 32 * size).ok(),
+            _ => None,
+        }
+    }
+
+    pub(super) fn load(&mut self, a: &Access, m: u32) -> Run<Flow> {
+        let addr = self.addresses(&a.addr);
+        let size = u64::from(a.bytes) * u64::from(a.n);
+        if m == FULL && a.sem == Sem::Weak {
+            if let Some(p) = self.coalesced(LOADS, a, &addr, size) {
+                // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
+                if unsafe { self.load_rows(a, p) } {
+                    self.pc += 1;
+                    return Ok(Flow::Next);
+                }
+            }
+        }
+        let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
+        let shift = 64 - 8 * u32::from(a.bytes);
+        let (mut first, mut seen) = (None, 0u64);
+        for i in lanes(m) {
+            let p = self.pointer(LOADS, a.space, addr[i], size, i)?;
+            for e in 0..a.n as usize {
+                // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+                let mut v = unsafe { read(p.add(e * a.bytes as usize), a.bytes, order) };
+                if a.signed {
+                    v = ((v << shift) as i64 >> shift) as u64;
+                }
+                let slot = a.regs[e] as usize;
+                if a.wide {
+                    self.warp.regs.r64[slot][i] = v;
+                } else {
+                    self.warp.regs.r32[slot][i] = v as u32;
+                }
+                if first.is_none() {
+                    first = Some((addr[i], v));
+                }
+                seen = seen.rotate_left(7) ^ v;
+            }
+        }
+        let spins = match first {
+            Some((at, value)) if a.sem != Sem::Weak => {
+                self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
+                self.poll(at, seen)
+            }
+            _ => false,
+        };
+        self.pc += 1;
+        Ok(if spins { Flow::GiveWay } else { Flow::Next })
+    }
+
+    /// Loads consecutive elements into whole registers. False if there is no fast path for the shape.
+    ///
+    /// # Safety
+    /// `p` must be valid for 32 vectors and aligned to one.
+    #[inline(always)]
+    unsafe fn load_rows(&mut self, a: &Access, p: *const u8) -> bool {
+        macro_rules! rows {
+            ($t:ty, $file:ident, $n:literal) => {{
+                // SAFETY: the caller checked the 32 * n elements. Other threads may write them: each element is read
+                // once, by a plain copy of at least its own width, and any bit pattern is a valid integer.
+                let v: [[$t; $n]; 32] = unsafe { p.cast::<[[$t; $n]; 32]>().read() };
+                for e in 0..$n {
+                    let row = &mut self.warp.regs.$file[a.regs[e] as usize];
+                    for i in 0..32 {
+                        row[i] = v[i][e];
+                    }
+                }
+                true
+            }};
+        }
+        match (a.bytes, a.n, a.wide) {
+            (4, 4, false) => rows!(u32, r32, 4),
+            (8, 2, true) => rows!(u64, r64, 2),
+            (4, 1, false) => rows!(u32, r32, 1),
+            (8, 1, true) => rows!(u64, r64, 1),
+            (4, 2, false) => rows!(u32, r32, 2),
+            _ => false,
+        }
+    }
+
+    pub(super) fn store(&mut self, a: &Access, m: u32) -> Run<()> {
+        let addr = self.addresses(&a.addr);
+        let size = u64::from(a.bytes) * u64::from(a.n);
+        if a.space != Space::Local {
+            self.changed();
+        }
+        if m == FULL && a.sem == Sem::Weak {
+            if let Some(p) = self.coalesced(STORES, a, &addr, size) {
+                // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
+                if unsafe { self.store_rows(a, p) } {
+                    return Ok(());
+                }
+            }
+        }
+        let order = if a.sem == Sem::Release { Ordering::Release } else { Ordering::Relaxed };
+        for i in lanes(m) {
+            let p = self.pointer(STORES, a.space, addr[i], size, i)?;
+            for e in 0..a.n as usize {
+                let slot = a.regs[e] as usize;
+                let v = if a.wide { self.warp.regs.r64[slot][i] } else { u64::from(self.warp.regs.r32[slot][i]) };
+                // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+                unsafe { write(p.add(e * a.bytes as usize), a.bytes, v, order) };
+            }
+        }
+        Ok(())
+    }
+
+    /// Stores whole registers to consecutive elements. False if there is no fast path for the shape.
+    ///
+    /// # Safety
+    /// `p` must be valid for 32 vectors and aligned to one.
+    #[inline(always)]
+    unsafe fn store_rows(&mut self, a: &Access, p: *mut u8) -> bool {
+        macro_rules! rows {
+            ($t:ty, $file:ident, $n:literal) => {{
+                let rows: [&[$t; 32]; $n] = std::array::from_fn(|e| &self.warp.regs.$file[a.regs[e] as usize]);
+                let v: [[$t; $n]; 32] = std::array::from_fn(|i| std::array::from_fn(|e| rows[e][i]));
+                // SAFETY: the caller checked the 32 * n elements.
+                unsafe { p.cast::<[[$t; $n]; 32]>().write(v) };
+                true
+            }};
+        }
+        match (a.bytes, a.n, a.wide) {
+            (4, 4, false) => rows!(u32, r32, 4),
+            (8, 2, true) => rows!(u64, r64, 2),
+            (4, 1, false) => rows!(u32, r32, 1),
+            (8, 1, true) => rows!(u64, r64, 1),
+            (4, 2, false) => rows!(u32, r32, 2),
+            _ => false,
+        }
+    }
+
+    pub(super) fn atomic(&mut self, a: &Atomic, m: u32) -> Run<Flow> {
+        let addr = self.addresses(&a.addr);
+        let wide = a.bytes == 8;
+        let limit = if wide { u64::MAX } else { (1u64 << (8 * a.bytes)) - 1 };
+        let (mut seen, mut changed, mut last) = (0u64, false, (0, 0));
+        for i in lanes(m) {
+            let p = self.pointer(STORES, a.space, addr[i], u64::from(a.bytes), i)?;
+            let operand = |slot: u32| {
+                let regs = &self.warp.regs;
+                if wide { regs.r64[slot as usize][i] } else { u64::from(regs.r32[slot as usize][i]) & limit }
+            };
+            let (x, y) = (operand(a.a), operand(a.b));
+            // SAFETY: `pointer` checked bounds and alignment.
+            let old = unsafe { rmw(p, a.bytes, a.op, x, y) };
+            changed |= modify(a.op, a.bytes, old, x, y) & limit != old;
+            seen = seen.rotate_left(7) ^ old;
+            last = (addr[i], old);
+            if a.d != SINK {
+                if wide {
+                    self.warp.regs.r64[a.d as usize][i] = old;
+                } else {
+                    self.warp.regs.r32[a.d as usize][i] = old as u32;
+                }
+            }
+        }
+        // A failed compare-and-swap, or adding 0, is a way to wait.
+        let spins = if changed {
+            self.changed();
+            false
+        } else {
+            self.warp.waiting = Some(WaitingFor::Memory { addr: last.0, value: last.1 });
+            self.poll(last.0, seen)
+        };
+        self.pc += 1;
+        Ok(if spins { Flow::GiveWay } else { Flow::Next })
+    }
+
+    /// Offset in the shared window of an address that an instruction takes in `space` (shared or generic).
+    pub(super) fn shared_offset(space: Space, addr: u64) -> Result<u64, FaultKind> {
+        match space {
+            Space::Shared => Ok(addr),
+            _ if addr & TAG == SHARED_TAG => Ok(addr & !TAG),
+            _ => Err(FaultKind::Unsupported(format!("address {addr:#x} is not in shared memory"))),
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! Arithmetic over the lanes of a warp: turns a closure on scalars into an [`AluFn`].
+
+use half::{bf16, f16};
+
+use crate::ir::{AluFn, FULL, File, Regs};
+
+/// A scalar type that fits a register.
+pub(crate) trait Lane: Copy + Default + 'static {
+    /// Register file that holds it.
+    const FILE: File;
+    /// Width of the register, as the parser checks it (1 for predicates).
+    const BITS: u32;
+    fn load(r: &Regs, slot: u32) -> [Self; 32];
+    fn store(r: &mut Regs, slot: u32, v: &[Self; 32]);
+    fn get(r: &Regs, slot: u32, lane: usize) -> Self;
+    fn set(r: &mut Regs, slot: u32, lane: usize, v: Self);
+}
+
+macro_rules! lane {
+    ($t:ty, $file:ident, $field:ident, $bits:expr, $word:ty, $from:expr, $to:expr) => {
+        impl Lane for $t {
+            const FILE: File = File::$file;
+            const BITS: u32 = $bits;
+            #[inline(always)]
+            fn load(r: &Regs, slot: u32) -> [Self; 32] {
+                let row = &r.$field[slot as usize];
+                std::array::from_fn(|i| $from(row[i]))
+            }
+            #[inline(always)]
+            fn store(r: &mut Regs, slot: u32, v: &[Self; 32]) {
+                let row = &mut r.$field[slot as usize];
+                for i in 0..32 {
+                    row[i] = $to(v[i]);
+                }
+            }
+            #[inline(always)]
+            fn get(r: &Regs, slot: u32, lane: usize) -> Self {
+                $from(r.$field[slot as usize][lane])
+            }
+            #[inline(always)]
+            fn set(r: &mut Regs, slot: u32, lane: usize, v: Self) {
+                r.$field[slot as usize][lane] = $to(v);
+            }
+        }
+    };
+}
+
+lane!(u16, R32, r32, 16, u32, |w: u32| w as u16, u32::from);
+lane!(i16, R32, r32, 16, u32, |w: u32| w as i16, |v: i16| u32::from(v as u16));
+lane!(f16, R32, r32, 16, u32, |w: u32| f16::from_bits(w as u16), |v: f16| u32::from(v.to_bits()));
+lane!(bf16, R32, r32, 16, u32, |w: u32| bf16::from_bits(w as u16), |v: bf16| u32::from(v.to_bits()));
+lane!(u32, R32, r32, 32, u32, |w: u32| w, |v: u32| v);
+lane!(i32, R32, r32, 32, u32, |w: u32| w as i32, |v: i32| v as u32);
+lane!(f32, R32, r32, 32, u32, f32::from_bits, f32::to_bits);
+lane!(u64, R64, r64, 64, u64, |w: u64| w, |v: u64| v);
+lane!(i64, R64, r64, 64, u64, |w: u64| w as i64, |v: i64| v as u64);
+lane!(f64, R64, r64, 64, u64, f64::from_bits, f64::to_bits);
+
+/// Packs 32 flags into a mask.
+#[inline(always)]
+pub(crate) fn pack_flags(v: &[bool; 32]) -> u32 {
+    let mut mask = 0;
+    for c in 0..4 {
+        let bytes: [u8; 8] = std::array::from_fn(|i| u8::from(v[c * 8 + i]));
+        // The multiplication gathers the low bit of each byte in the top byte.
+        let bits = u64::from_le_bytes(bytes).wrapping_mul(0x0102_0408_1020_4080) >> 56;
+        mask |= (bits as u32) << (c * 8);
+    }
+    mask
+}
+
+impl Lane for bool {
+    const FILE: File = File::Pred;
+    const BITS: u32 = 1;
+    #[inline(always)]
+    fn load(r: &Regs, slot: u32) -> [Self; 32] {
+        let bits = r.pred[slot as usize];
+        std::array::from_fn(|i| bits & (1 << i) != 0)
+    }
+    #[inline(always)]
+    fn store(r: &mut Regs, slot: u32, v: &[Self; 32]) {
+        r.pred[slot as usize] = pack_flags(v);
+    }
+    #[inline(always)]
+    fn get(r: &Regs, slot: u32, lane: usize) -> Self {
+        r.pred[slot as usize] & (1 << lane) != 0
+    }
+    #[inline(always)]
+    fn set(r: &mut Regs, slot: u32, lane: usize, v: Self) {
+        let p = &mut r.pred[slot as usize];
+        *p = *p & !(1 << lane) | u32::from(v) << lane;
+    }
+}
+
+/// Lane numbers of a mask, ascending.
+#[inline(always)]
+pub(crate) fn lanes(mut mask: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        (mask != 0).then(|| {
+            let i = mask.trailing_zeros() as usize;
+            mask &= mask - 1;
+            i
+        })
+    })
+}
+
+/// Whether an operand is read or written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    Def,
+    Use,
+}
+
+/// An operand as the PTX text must supply it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sig {
+    pub(crate) role: Role,
+    pub(crate) file: File,
+    pub(crate) bits: u32,
+}
+
+/// Signature entry of a result of type `T`.
+pub(crate) fn def<T: Lane>() -> Sig {
+    Sig { role: Role::Def, file: T::FILE, bits: T::BITS }
+}
+
+/// Signature entry of an argument of type `T`.
+pub(crate) fn arg<T: Lane>() -> Sig {
+    Sig { role: Role::Use, file: T::FILE, bits: T::BITS }
+}
+
+/// An arithmetic instruction: the function, and its operands in PTX order, which is also the order of the slots.
+#[derive(Clone, Debug)]
+pub(crate) struct Spec {
+    pub(crate) f: AluFn,
+    pub(crate) sig: Vec<Sig>,
+}
+
+/// Makes a value of a zero-sized closure type out of nothing, so that closures become plain function pointers.
+#[inline(always)]
+fn conjure<F: Copy>() -> F {
+    const { assert!(size_of::<F>() == 0, "the closure must not capture anything") };
+    // SAFETY: `F` has no bytes, so there is nothing to initialise; each constructor below was given a value of this
+    // `Copy` type, so the type is inhabited and this is a copy of that value.
+    unsafe { std::mem::MaybeUninit::<F>::uninit().assume_init() }
+}
+
+/// `d = f(a)`
+pub(crate) fn op1<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(_: F) -> Spec {
+    fn run<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
+        if m == FULL {
+            let a = A::load(r, s[1]);
+            D::store(r, s[0], &std::array::from_fn(|i| f(a[i])));
+        } else {
+            lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i))));
+        }
+    }
+    Spec { f: run::<A, D, F>, sig: vec![def::<D>(), arg::<A>()] }
+}
+
+/// `d = f(a, b)`
+pub(crate) fn op2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> Spec {
+    fn run<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
+        if m == FULL {
+            let (a, b) = (A::load(r, s[1]), B::load(r, s[2]));
+            D::store(r, s[0], &std::array::from_fn(|i| f(a[i], b[i])));
+        } else {
+            lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i))));
+        }
+    }
+    Spec { f: run::<A, B, D, F>, sig: vec![def::<D>(), arg::<A>(), arg::<B>()] }
+}
+
+/// `d = f(a, b, c)`
+pub(crate) fn op3<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy>(_: F) -> Spec {
+    fn run<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy>(
+        r: &mut Regs,
+        s: &[u32; 6],
+        m: u32,
+    ) {
+        let f = conjure::<F>();
+        if m == FULL {
+            let (a, b, c) = (A::load(r, s[1]), B::load(r, s[2]), C::load(r, s[3]));
+            D::store(r, s[0], &std::array::from_fn(|i| f(a[i], b[i], c[i])));
+        } else {
+            lanes(m).for_each(|i| {
+                D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i)));
+            });
+        }
+    }
+    Spec { f: run::<A, B, C, D, F>, sig: vec![def::<D>(), arg::<A>(), arg::<B>(), arg::<C>()] }
+}
+
+/// `d = f(a, b, c, e)`
+pub(crate) fn op4<A: Lane, B: Lane, C: Lane, E: Lane, D: Lane, F: Fn(A, B, C, E) -> D + Copy>(_: F) -> Spec {
+    fn run<A: Lane, B: Lane, C: Lane, E: Lane, D: Lane, F: Fn(A, B, C, E) -> D + Copy>(
+        r: &mut Regs,
+        s: &[u32; 6],
+        m: u32,
+    ) {
+        let f = conjure::<F>();
+        lanes(m).for_each(|i| {
+            let (a, b, c) = (A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i));
+            D::set(r, s[0], i, f(a, b, c, E::get(r, s[4], i)));
+        });
+    }
+    Spec {
+        f: run::<A, B, C, E, D, F>,
+        sig: vec![def::<D>(), arg::<A>(), arg::<B>(), arg::<C>(), arg::<E>()],
+    }
+}
+
+/// `d, flag = f(a, b, flag)`: the carry chain. Slots: d, a, b, flag in, flag out.
+pub(crate) fn op_carry<T: Lane, F: Fn(T, T, bool) -> (T, bool) + Copy>(_: F) -> Spec {
+    fn run<T: Lane, F: Fn(T, T, bool) -> (T, bool) + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
+        lanes(m).for_each(|i| {
+            let (v, flag) = f(T::get(r, s[1], i), T::get(r, s[2], i), bool::get(r, s[3], i));
+            T::set(r, s[0], i, v);
+            bool::set(r, s[4], i, flag);
+        });
+    }
+    Spec {
+        f: run::<T, F>,
+        sig: vec![def::<T>(), arg::<T>(), arg::<T>(), arg::<bool>(), def::<bool>()],
+    }
+}
+
+/// How `setp` combines the comparison with its predicate operand; the number in slot 5.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Combine {
+    None,
+    And,
+    Or,
+    Xor,
+}
+
+/// `p|q = f(a, b) combined with c`. Slots: p, q, a, b, c, [`Combine`].
+pub(crate) fn op_setp<T: Lane, F: Fn(T, T) -> bool + Copy>(_: F) -> Spec {
+    fn run<T: Lane, F: Fn(T, T) -> bool + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
+        let t = if m == FULL {
+            let (a, b) = (T::load(r, s[2]), T::load(r, s[3]));
+            pack_flags(&std::array::from_fn(|i| f(a[i], b[i])))
+        } else {
+            lanes(m).fold(0, |t, i| t | u32::from(f(T::get(r, s[2], i), T::get(r, s[3], i))) << i)
+        };
+        let c = r.pred[s[4] as usize];
+        let combine = |t: u32| match s[5] {
+            0 => t,
+            1 => t & c,
+            2 => t | c,
+            _ => t ^ c,
+        };
+        let (p, q) = (combine(t), combine(!t));
+        // p and q are different registers or the sink, so the order does not matter.
+        for (slot, v) in [(s[1], q), (s[0], p)] {
+            let old = &mut r.pred[slot as usize];
+            *old = *old & !m | v & m;
+        }
+    }
+    Spec {
+        f: run::<T, F>,
+        sig: vec![def::<bool>(), def::<bool>(), arg::<T>(), arg::<T>(), arg::<bool>()],
+    }
+}
+
+/// Bitwise operation on whole predicate registers: `d = f(a, b)`.
+pub(crate) fn op_pred<F: Fn(u32, u32) -> u32 + Copy>(_: F) -> Spec {
+    fn run<F: Fn(u32, u32) -> u32 + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
+        let v = f(r.pred[s[1] as usize], r.pred[s[2] as usize]);
+        let d = &mut r.pred[s[0] as usize];
+        *d = *d & !m | v & m;
+    }
+    Spec { f: run::<F>, sig: vec![def::<bool>(), arg::<bool>(), arg::<bool>()] }
+}

@@ -1,0 +1,536 @@
+//! Runs the instructions of one warp for one slice of time.
+//!
+//! A warp is a set of [`Group`]s: lanes that stand at the same instruction and run together. A divergent branch splits
+//! a group. Groups merge again whenever they meet at the same instruction; to make them meet, the group with the
+//! lowest program counter runs first (LLVM lays blocks out so that joins come after both arms). A group that spins
+//! gives way to the others, so every lane makes progress in the end: independent thread scheduling.
+
+pub(crate) mod access;
+pub(crate) mod bulk;
+pub(crate) mod lanes;
+mod sync;
+
+use std::sync::Arc;
+
+use crate::device::Clock;
+use crate::fault::{FaultKind, WaitingFor};
+use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op, Regs, Timer};
+use crate::memory::Table;
+use crate::module::Kernel;
+use access::SharedMemory;
+use bulk::BulkQueue;
+
+/// Instructions a group may run before it must let the other runnable groups of its warp run.
+const GROUP_FUEL: u32 = 4096;
+
+/// Named barriers per block.
+pub(crate) const BARRIERS: usize = 16;
+
+/// What a group of lanes is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GroupState {
+    Ready,
+    /// At a warp-wide instruction, waiting for lanes of its member mask.
+    Lanes {
+        mask: u32,
+    },
+    /// At a block barrier. `arrived`: the whole warp has been counted.
+    Barrier {
+        id: u32,
+        count: Option<u32>,
+        arrive_only: bool,
+        arrived: bool,
+    },
+}
+
+/// Lanes that run together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Group {
+    pub(crate) mask: u32,
+    pub(crate) pc: u32,
+    pub(crate) state: GroupState,
+    /// Has given way; runs again when the others have had their turn.
+    deferred: bool,
+}
+
+/// A load that a warp repeats, waiting for the value to change.
+#[derive(Clone, Copy, Debug)]
+struct Poll {
+    pc: u32,
+    addr: u64,
+    value: u64,
+}
+
+/// State of one warp.
+#[derive(Debug, Default)]
+pub(crate) struct Warp {
+    pub(crate) index: u32,
+    /// Lanes that have not exited.
+    pub(crate) live: u32,
+    pub(crate) regs: Regs,
+    /// Local memory, lane after lane.
+    pub(crate) local: Vec<u64>,
+    pub(crate) groups: Vec<Group>,
+    polls: Vec<Poll>,
+    /// What it polls, for reports.
+    pub(crate) waiting: Option<WaitingFor>,
+    since_switch: u32,
+}
+
+impl Warp {
+    /// Prepares a warp to start at the first instruction. Registers must have been set already.
+    pub(crate) fn start(&mut self, index: u32, live: u32) {
+        self.index = index;
+        self.live = live;
+        self.groups.clear();
+        self.groups.push(Group { mask: live, pc: 0, state: GroupState::Ready, deferred: false });
+        self.polls.clear();
+        self.waiting = None;
+        self.since_switch = 0;
+    }
+
+    /// Lets groups go that wait at barrier `id`. Returns whether there were any.
+    pub(crate) fn release_barrier(&mut self, barrier: u32) -> bool {
+        let mut any = false;
+        for g in &mut self.groups {
+            if matches!(g.state, GroupState::Barrier { id, arrived: true, .. } if id == barrier) {
+                g.state = GroupState::Ready;
+                g.pc += 1;
+                any = true;
+            }
+        }
+        any
+    }
+}
+
+/// One of a block's 16 barriers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Barrier {
+    pub(crate) arrived: u32,
+    /// Threads expected; 0 while nobody has arrived.
+    pub(crate) expected: u32,
+    /// Some warp waits for "all threads", which exited warps satisfy.
+    all: bool,
+}
+
+/// What the warps of a block share.
+#[derive(Debug)]
+pub(crate) struct BlockState {
+    pub(crate) ctaid: [u32; 3],
+    pub(crate) shared: SharedMemory,
+    pub(crate) barriers: [Barrier; BARRIERS],
+    pub(crate) warps: u32,
+    pub(crate) exited_warps: u32,
+    /// Barriers that completed and whose warps must be woken, one bit each.
+    pub(crate) completed: u32,
+    pub(crate) bulk: BulkQueue,
+}
+
+impl BlockState {
+    /// Counts a warp at a barrier.
+    fn arrive(&mut self, id: u32, count: Option<u32>) -> Result<(), FaultKind> {
+        let total = self.warps * 32;
+        let b = &mut self.barriers[id as usize];
+        let expected = count.unwrap_or(total);
+        if b.arrived != 0 && b.expected != expected {
+            let message = format!("this warp expects {expected} threads, warps before it expected {}", b.expected);
+            return Err(FaultKind::BadBarrier { barrier: id, message });
+        }
+        b.expected = expected;
+        b.all |= count.is_none();
+        b.arrived += 32;
+        if b.arrived > b.expected {
+            let message = format!("{} threads have arrived, {expected} were expected", b.arrived);
+            return Err(FaultKind::BadBarrier { barrier: id, message });
+        }
+        self.settle(id);
+        Ok(())
+    }
+
+    fn settle(&mut self, id: u32) {
+        let b = &mut self.barriers[id as usize];
+        let missing = if b.all { self.exited_warps * 32 } else { 0 };
+        if b.arrived != 0 && b.arrived + missing >= b.expected {
+            *b = Barrier::default();
+            self.completed |= 1 << id;
+        }
+    }
+
+    /// A warp has ended: barriers that wait for all threads no longer wait for it.
+    pub(crate) fn warp_exited(&mut self) {
+        self.exited_warps += 1;
+        (0..BARRIERS as u32).for_each(|id| self.settle(id));
+    }
+}
+
+/// What all warps of a grid share.
+#[derive(Debug)]
+pub(crate) struct Env {
+    pub(crate) kernel: Arc<Kernel>,
+    pub(crate) table: Arc<Table>,
+    /// The parameter block, 16-byte aligned.
+    pub(crate) params: Vec<u128>,
+    pub(crate) param_bytes: u64,
+    pub(crate) clock: Clock,
+    /// Bulk copies complete later, in an order drawn from the seed.
+    pub(crate) lazy_bulk: bool,
+    /// Warp instructions before this slice.
+    pub(crate) executed: u64,
+}
+
+/// A fault before it knows its place.
+#[derive(Debug)]
+pub(crate) struct Stop {
+    pub(crate) kind: FaultKind,
+    pub(crate) lane: Option<u32>,
+}
+
+/// Boxed, because it is the rare case and results are returned per instruction.
+pub(crate) type Run<T> = Result<T, Box<Stop>>;
+
+pub(crate) fn stop<T>(kind: FaultKind, lane: Option<usize>) -> Run<T> {
+    Err(Box::new(Stop { kind, lane: lane.map(|l| l as u32) }))
+}
+
+/// What becomes of the running group after an instruction.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Flow {
+    /// Go on at `self.pc`, which has been set.
+    Next,
+    /// Let others run first.
+    GiveWay,
+    /// The group was parked in `warp.groups`, or its lanes have exited.
+    Gone,
+}
+
+/// Why a slice ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Status {
+    Ready,
+    Blocked,
+    /// Blocked, and nothing outside of the warp can change that.
+    Stuck,
+    Done,
+}
+
+/// What a slice did.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slice {
+    pub(crate) status: Status,
+    pub(crate) executed: u64,
+    /// It only looked at memory and changed nothing.
+    pub(crate) idle: bool,
+}
+
+/// A warp in the act of running.
+pub(crate) struct Exec<'a> {
+    kernel: &'a Kernel,
+    env: &'a Env,
+    block: &'a mut BlockState,
+    warp: &'a mut Warp,
+    /// Lanes and place of the running group.
+    mask: u32,
+    pub(crate) pc: u32,
+    executed: u64,
+    side_effect: bool,
+    polled: bool,
+    /// Region used last, `(start, length)`, for loads and for stores.
+    regions: [(u64, u64); 2],
+}
+
+impl<'a> Exec<'a> {
+    pub(crate) fn new(env: &'a Env, block: &'a mut BlockState, warp: &'a mut Warp) -> Self {
+        Exec {
+            kernel: &env.kernel,
+            env,
+            block,
+            warp,
+            mask: 0,
+            pc: 0,
+            executed: 0,
+            side_effect: false,
+            polled: false,
+            regions: [(0, 0); 2],
+        }
+    }
+
+    /// Runs up to `budget` instructions.
+    pub(crate) fn run(&mut self, budget: u64) -> Run<Slice> {
+        let mut running = self.next_group();
+        while running {
+            if self.executed >= budget {
+                self.park(GroupState::Ready, false);
+                break;
+            }
+            if !self.warp.groups.is_empty() {
+                self.reconverge();
+            }
+            running = match self.instruction()? {
+                Flow::Next => true,
+                Flow::GiveWay => self.give_way(),
+                Flow::Gone => self.next_group(),
+            };
+        }
+        let mut status = if self.warp.groups.is_empty() { Status::Done } else { Status::Stuck };
+        for g in &self.warp.groups {
+            match g.state {
+                GroupState::Ready => status = Status::Ready,
+                GroupState::Barrier { arrived: true, .. } if status != Status::Ready => status = Status::Blocked,
+                _ => {}
+            }
+        }
+        let idle = status == Status::Ready && self.polled && !self.side_effect;
+        Ok(Slice { status, executed: self.executed, idle })
+    }
+
+    #[inline(always)]
+    fn instruction(&mut self) -> Run<Flow> {
+        let kernel = self.kernel;
+        // The lowering ends every kernel with `exit`, so `pc` is always in range.
+        let inst: &Inst = &kernel.code[self.pc as usize];
+        self.executed += 1;
+        let mut m = self.mask;
+        if inst.guard != NO_GUARD {
+            let p = self.warp.regs.pred[(inst.guard & !GUARD_NOT) as usize];
+            m &= if inst.guard & GUARD_NOT != 0 { !p } else { p };
+            if m == 0 {
+                self.pc += 1;
+                return Ok(Flow::Next);
+            }
+        }
+        match &inst.op {
+            Op::Alu { f, s } => f(&mut self.warp.regs, s, m),
+            Op::Bra { target } => return Ok(self.branch(m, *target)),
+            Op::BrxIdx { index, table } => return self.indexed_branch(m, *index, &kernel.tables[*table as usize]),
+            Op::Ld(access) => return self.load(access, m),
+            Op::St(access) => self.store(access, m)?,
+            Op::Atom(atomic) => return self.atomic(atomic, m),
+            Op::Fence => std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst),
+            Op::Timer { what, d } => self.timer(*what, *d, m),
+            Op::ActiveMask { d } => lanes::lanes(m).for_each(|i| self.warp.regs.r32[*d as usize][i] = m),
+            Op::Warp { op, mask } => {
+                self.split_off(m);
+                return self.warp_wide(op, *mask);
+            }
+            Op::Barrier { kind, id, count, aligned } => {
+                self.split_off(m);
+                return self.barrier(*kind, *id, *count, *aligned);
+            }
+            Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
+            Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
+            Op::Bulk(op) => self.bulk(op, m)?,
+            Op::Sleep => {
+                self.polled = true;
+                self.pc += 1;
+                return Ok(Flow::GiveWay);
+            }
+            Op::Exit => return self.exit(m),
+            Op::Trap => return stop(FaultKind::Trap, lanes::lanes(m).next()),
+            Op::Nop => {}
+        }
+        self.pc += 1;
+        Ok(Flow::Next)
+    }
+
+    #[inline(always)]
+    fn branch(&mut self, m: u32, target: u32) -> Flow {
+        let fallthrough = self.pc + 1;
+        if m != self.mask {
+            // Run the lower arm first; the other one waits for it at the join.
+            let (first, second) = if target < fallthrough {
+                ((m, target), (self.mask & !m, fallthrough))
+            } else {
+                ((self.mask & !m, fallthrough), (m, target))
+            };
+            self.push(second.0, second.1, GroupState::Ready);
+            (self.mask, self.pc) = first;
+        } else {
+            self.pc = target;
+        }
+        Flow::Next
+    }
+
+    fn indexed_branch(&mut self, m: u32, index: u32, table: &[u32]) -> Run<Flow> {
+        self.split_off(m);
+        let row = self.warp.regs.r32[index as usize];
+        let mut todo = m;
+        while todo != 0 {
+            let lane = todo.trailing_zeros() as usize;
+            let Some(&target) = table.get(row[lane] as usize) else {
+                let what = format!("brx.idx with index {} into {} targets", row[lane], table.len());
+                return stop(FaultKind::Unsupported(what), Some(lane));
+            };
+            let same = lanes::lanes(todo).filter(|&i| row[i] == row[lane]).fold(0, |a, i| a | 1 << i);
+            todo &= !same;
+            self.push(same, target, GroupState::Ready);
+        }
+        Ok(Flow::Gone)
+    }
+
+    fn exit(&mut self, m: u32) -> Run<Flow> {
+        self.side_effect = true;
+        self.warp.live &= !m;
+        self.mask &= !m;
+        // Whoever waits for lanes of this warp must look again.
+        for g in &mut self.warp.groups {
+            if matches!(g.state, GroupState::Lanes { .. }) {
+                g.state = GroupState::Ready;
+            }
+        }
+        if !self.warp.groups.is_empty() {
+            self.recount_barriers()?;
+        }
+        self.pc += 1;
+        Ok(if self.mask == 0 { Flow::Gone } else { Flow::Next })
+    }
+
+    fn timer(&mut self, what: Timer, d: u32, m: u32) {
+        let clock = self.env.executed + self.executed;
+        let value = match what {
+            Timer::Clock | Timer::Clock64 => clock,
+            Timer::ClockHi => clock >> 32,
+            Timer::GlobalTimer | Timer::GlobalTimerLo | Timer::GlobalTimerHi => {
+                let mut ns = self.env.clock.now_ns();
+                if matches!(self.env.clock, Clock::Virtual(_)) {
+                    ns += self.executed * crate::device::VIRTUAL_NS_PER_WARP_INSTRUCTION;
+                }
+                if what == Timer::GlobalTimerHi { ns >> 32 } else { ns }
+            }
+        };
+        let wide = matches!(what, Timer::Clock64 | Timer::GlobalTimer);
+        for i in lanes::lanes(m) {
+            if wide {
+                self.warp.regs.r64[d as usize][i] = value;
+            } else {
+                self.warp.regs.r32[d as usize][i] = value as u32;
+            }
+        }
+    }
+
+    fn push(&mut self, mask: u32, pc: u32, state: GroupState) {
+        self.warp.groups.push(Group { mask, pc, state, deferred: false });
+    }
+
+    /// Puts the running group aside.
+    fn park(&mut self, state: GroupState, deferred: bool) {
+        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred });
+    }
+
+    /// Keeps the lanes `m` of the running group; the others go on at the next instruction.
+    fn split_off(&mut self, m: u32) {
+        if m != self.mask {
+            self.push(self.mask & !m, self.pc + 1, GroupState::Ready);
+            self.mask = m;
+        }
+    }
+
+    /// Takes up the runnable group with the lowest program counter. False if there is none.
+    fn next_group(&mut self) -> bool {
+        self.warp.since_switch = 0;
+        for pass in 0..2 {
+            let best = (0..self.warp.groups.len())
+                .filter(|&i| self.warp.groups[i].state == GroupState::Ready && !self.warp.groups[i].deferred)
+                .min_by_key(|&i| self.warp.groups[i].pc);
+            if let Some(i) = best {
+                let g = self.warp.groups.swap_remove(i);
+                (self.mask, self.pc) = (g.mask, g.pc);
+                return true;
+            }
+            if pass == 0 {
+                self.warp.groups.iter_mut().for_each(|g| g.deferred = false);
+            }
+        }
+        false
+    }
+
+    /// The running group lets others run: another group of the warp, or, when all have had their turn, other warps.
+    fn give_way(&mut self) -> bool {
+        self.park(GroupState::Ready, true);
+        if self.warp.groups.iter().any(|g| g.state == GroupState::Ready && !g.deferred) {
+            return self.next_group();
+        }
+        self.warp.groups.iter_mut().for_each(|g| g.deferred = false);
+        false
+    }
+
+    /// With several groups: merges those that stand where the running one stands, and prefers the lowest one.
+    fn reconverge(&mut self) {
+        let pc = self.pc;
+        let mut lower = false;
+        let mut i = 0;
+        while let Some(g) = self.warp.groups.get(i) {
+            match g.state {
+                GroupState::Ready | GroupState::Lanes { .. } if g.pc == pc => {
+                    self.mask |= g.mask;
+                    self.warp.groups.swap_remove(i);
+                    continue;
+                }
+                GroupState::Ready => lower |= g.pc < pc && !g.deferred,
+                _ => {}
+            }
+            i += 1;
+        }
+        self.warp.since_switch += 1;
+        if lower {
+            self.park(GroupState::Ready, false);
+            self.next_group();
+        } else if self.warp.since_switch > GROUP_FUEL
+            && self.warp.groups.iter().any(|g| g.state == GroupState::Ready && !g.deferred)
+        {
+            self.park(GroupState::Ready, true);
+            self.next_group();
+        }
+    }
+
+    /// Notes that something was changed that others can see.
+    fn changed(&mut self) {
+        self.side_effect = true;
+        if !self.warp.polls.is_empty() {
+            self.warp.polls.clear();
+        }
+        self.warp.waiting = None;
+    }
+
+    /// Notes a look at memory that others may change. True when the same look at this place gave the same value
+    /// before and nothing was changed since: the warp spins.
+    fn poll(&mut self, addr: u64, value: u64) -> bool {
+        self.polled = true;
+        let pc = self.pc;
+        let now = Poll { pc, addr, value };
+        match self.warp.polls.iter_mut().find(|p| p.pc == pc) {
+            Some(p) => {
+                let spins = p.addr == addr && p.value == value;
+                *p = now;
+                spins
+            }
+            None => {
+                if self.warp.polls.len() >= 8 {
+                    self.warp.polls.clear();
+                }
+                self.warp.polls.push(now);
+                false
+            }
+        }
+    }
+
+    /// `base + offset` of every lane.
+    #[inline(always)]
+    fn addresses(&self, a: &crate::ir::Addr) -> [u64; 32] {
+        let offset = a.offset as u64;
+        if a.wide {
+            let row = &self.warp.regs.r64[a.slot as usize];
+            std::array::from_fn(|i| row[i].wrapping_add(offset))
+        } else {
+            let row = &self.warp.regs.r32[a.slot as usize];
+            std::array::from_fn(|i| u64::from(row[i].wrapping_add(offset as u32)))
+        }
+    }
+
+    fn address(&self, a: &crate::ir::Addr, lane: usize) -> u64 {
+        if a.wide {
+            self.warp.regs.r64[a.slot as usize][lane].wrapping_add(a.offset as u64)
+        } else {
+            u64::from(self.warp.regs.r32[a.slot as usize][lane].wrapping_add(a.offset as u32))
+        }
+    }
+}

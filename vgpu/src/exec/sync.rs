@@ -1,0 +1,347 @@
+//! What lanes and warps do together: shuffles, votes, block barriers, mbarriers.
+
+use super::lanes::lanes;
+use super::{Exec, Flow, GroupState, Run, Stop, stop};
+use crate::fault::{FaultKind, WaitingFor};
+use crate::ir::{Addr, BarrierKind, MbarOp, Op, Rmw, SINK, ShflMode, Space, WarpOp};
+use crate::mbarrier::Mbarrier;
+
+impl Exec<'_> {
+    /// Executes a warp-wide instruction for every member mask whose lanes are all here; the others wait.
+    pub(super) fn warp_wide(&mut self, op: &WarpOp, mask_slot: u32) -> Run<Flow> {
+        let masks = self.warp.regs.r32[mask_slot as usize];
+        let (mut todo, mut done) = (self.mask, 0);
+        let mut waiting = 0;
+        while todo != 0 {
+            let mask = masks[todo.trailing_zeros() as usize];
+            let here = lanes(todo).filter(|&i| masks[i] == mask).fold(0, |a, i| a | 1 << i);
+            todo &= !here;
+            if here & !mask != 0 {
+                let kind = FaultKind::BadMemberMask { mask, lanes: here };
+                return stop(kind, lanes(here & !mask).next());
+            }
+            let needed = mask & self.warp.live;
+            if needed & !here == 0 || matches!(op, WarpOp::Sync) && self.release_elsewhere(needed & !here, mask) {
+                self.execute_warp_op(op, here, mask);
+                done |= here;
+            } else {
+                waiting |= here;
+                self.push(here, self.pc, GroupState::Lanes { mask });
+            }
+        }
+        debug_assert_eq!(done | waiting, self.mask);
+        if done == 0 {
+            return Ok(Flow::Gone);
+        }
+        self.mask = done;
+        self.pc += 1;
+        Ok(Flow::Next)
+    }
+
+    /// `barrier.warp.sync` may be reached at several places: releases the lanes `missing` if they all wait at one.
+    fn release_elsewhere(&mut self, missing: u32, mask: u32) -> bool {
+        let code = &self.kernel.code;
+        let waits = |g: &super::Group| {
+            g.state == GroupState::Lanes { mask }
+                && matches!(code[g.pc as usize].op, Op::Warp { op: WarpOp::Sync, .. })
+        };
+        let there = self.warp.groups.iter().filter(|g| waits(g)).fold(0, |a, g| a | g.mask);
+        if missing & !there != 0 {
+            return false;
+        }
+        for g in self.warp.groups.iter_mut().filter(|g| waits(g)) {
+            g.state = GroupState::Ready;
+            g.pc += 1;
+        }
+        true
+    }
+
+    fn execute_warp_op(&mut self, op: &WarpOp, here: u32, mask: u32) {
+        let regs = &mut self.warp.regs;
+        let flag = |pred: &[u32], p: u32| pred[p as usize] & here;
+        let set = |pred: &mut Vec<u32>, p: u32, v: bool| {
+            let old = &mut pred[p as usize];
+            *old = *old & !here | if v { here } else { 0 };
+        };
+        match *op {
+            WarpOp::Sync => {}
+            WarpOp::Shfl { mode, d, p, a, lane, clamp } => {
+                let src = regs.r32[a as usize];
+                let (b, c) = (regs.r32[lane as usize], regs.r32[clamp as usize]);
+                for i in lanes(here) {
+                    let (from, ok) = shuffle_source(mode, i as u32, b[i], c[i]);
+                    // Reading from a lane that does not take part is undefined: its register is what one gets here.
+                    regs.r32[d as usize][i] = src[from as usize];
+                    let old = &mut regs.pred[p as usize];
+                    *old = *old & !(1 << i) | u32::from(ok) << i;
+                }
+            }
+            WarpOp::VoteAll { d, p } => {
+                let v = flag(&regs.pred, p) == here;
+                set(&mut regs.pred, d, v);
+            }
+            WarpOp::VoteAny { d, p } => {
+                let v = flag(&regs.pred, p) != 0;
+                set(&mut regs.pred, d, v);
+            }
+            WarpOp::VoteUni { d, p } => {
+                let f = flag(&regs.pred, p);
+                set(&mut regs.pred, d, f == 0 || f == here);
+            }
+            WarpOp::Ballot { d, p } => {
+                let v = flag(&regs.pred, p);
+                lanes(here).for_each(|i| regs.r32[d as usize][i] = v);
+            }
+            WarpOp::MatchAny { d, a, wide } => {
+                let v = values(regs, a, wide);
+                for i in lanes(here) {
+                    regs.r32[d as usize][i] =
+                        lanes(here).filter(|&k| v[k] == v[i]).fold(0, |acc, k| acc | 1 << k);
+                }
+            }
+            WarpOp::MatchAll { d, p, a, wide } => {
+                let v = values(regs, a, wide);
+                let first = here.trailing_zeros() as usize % 32;
+                let all = lanes(here).all(|i| v[i] == v[first]);
+                lanes(here).for_each(|i| regs.r32[d as usize][i] = if all { here } else { 0 });
+                set(&mut regs.pred, p, all);
+            }
+            WarpOp::Redux { op, d, a } => {
+                let v = regs.r32[a as usize];
+                let fold = |f: fn(u32, u32) -> u32| lanes(here).map(|i| v[i]).reduce(f).unwrap_or(0);
+                let r = match op {
+                    Rmw::Add => fold(u32::wrapping_add),
+                    Rmw::Min => fold(u32::min),
+                    Rmw::Max => fold(u32::max),
+                    Rmw::MinS => fold(|x, y| (x as i32).min(y as i32) as u32),
+                    Rmw::MaxS => fold(|x, y| (x as i32).max(y as i32) as u32),
+                    Rmw::And => fold(|x, y| x & y),
+                    Rmw::Or => fold(|x, y| x | y),
+                    _ => fold(|x, y| x ^ y),
+                };
+                lanes(here).for_each(|i| regs.r32[d as usize][i] = r);
+            }
+            WarpOp::Elect { d, p } => {
+                // Which lane is up to the hardware, but it is always the same one for a mask: here the lowest.
+                let leader = (mask & here).trailing_zeros() % 32;
+                lanes(here).for_each(|i| regs.r32[d as usize][i] = leader);
+                let old = &mut regs.pred[p as usize];
+                *old = *old & !here | 1 << leader;
+            }
+        }
+    }
+
+    /// `barrier.sync` and `barrier.arrive`: a warp counts once all of its live lanes are there.
+    pub(super) fn barrier(&mut self, kind: BarrierKind, id: u32, count: u32, aligned: bool) -> Run<Flow> {
+        let first = self.mask.trailing_zeros() as usize;
+        let uniform = |slot: u32| {
+            let row = &self.warp.regs.r32[slot as usize];
+            lanes(self.mask).find(|&i| row[i] != row[first]).map_or(Ok(row[first]), Err)
+        };
+        let same = |v: Result<u32, usize>| {
+            v.or_else(|i| stop(FaultKind::BadBarrier { barrier: 0, message: "lanes disagree".into() }, Some(i)))
+        };
+        let number = same(uniform(id))?;
+        let threads = if count == SINK { None } else { Some(same(uniform(count))?) };
+        let bad = |message: String| stop(FaultKind::BadBarrier { barrier: number, message }, Some(first));
+        if number as usize >= super::BARRIERS {
+            return bad("barriers are numbered 0 to 15".into());
+        }
+        if let Some(n) = threads.filter(|&n| n == 0 || n % 32 != 0) {
+            return bad(format!("thread count {n} is not a positive multiple of 32"));
+        }
+        if aligned && self.mask != self.warp.live {
+            let kind =
+                FaultKind::DivergentBarrier { barrier: number, lanes: self.mask, live: self.warp.live };
+            return stop(kind, Some(first));
+        }
+        let arrive_only = kind == BarrierKind::Arrive;
+        self.push(self.mask, self.pc, GroupState::Barrier { id: number, count: threads, arrive_only, arrived: false });
+        self.changed();
+        self.count_warp(number)?;
+        Ok(Flow::Gone)
+    }
+
+    /// Counts the warp at barrier `number` if all of its live lanes are there.
+    fn count_warp(&mut self, number: u32) -> Run<()> {
+        let here = |s: GroupState| match s {
+            GroupState::Barrier { id, count, arrived: false, .. } if id == number => Some(count),
+            _ => None,
+        };
+        let (mut union, mut threads) = (0, None);
+        for g in &self.warp.groups {
+            if let Some(count) = here(g.state) {
+                union |= g.mask;
+                threads = count;
+            }
+        }
+        if union == 0 || union != self.warp.live {
+            return Ok(());
+        }
+        for g in &mut self.warp.groups {
+            if here(g.state).is_none() {
+                continue;
+            }
+            if let GroupState::Barrier { arrive_only, arrived, .. } = &mut g.state {
+                *arrived = true;
+                if *arrive_only {
+                    g.state = GroupState::Ready;
+                    g.pc += 1;
+                }
+            }
+        }
+        self.block.arrive(number, threads).or_else(|kind| stop(kind, None))
+    }
+
+    /// After lanes have exited: the rest of the warp may now be complete at a barrier.
+    pub(super) fn recount_barriers(&mut self) -> Run<()> {
+        for number in 0..super::BARRIERS as u32 {
+            if self.warp.groups.iter().any(|g| matches!(g.state, GroupState::Barrier { id, .. } if id == number)) {
+                self.count_warp(number)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn mbarrier(&mut self, op: &MbarOp, addr: &Addr, space: Space, m: u32) -> Run<Flow> {
+        let mut failed = false;
+        for i in lanes(m) {
+            let address = self.address(addr, i);
+            let offset = Self::shared_offset(space, address).or_else(|kind| stop(kind, Some(i)))?;
+            let bits = self.mbarrier_bits(offset).or_else(|kind| stop(kind, Some(i)))?;
+            let place = |message: String| {
+                Box::new(Stop { kind: FaultKind::Mbarrier { offset, message }, lane: Some(i as u32) })
+            };
+            let regs = &mut self.warp.regs;
+            let word = |regs: &crate::ir::Regs, slot: u32| regs.r32[slot as usize][i];
+            let object = Mbarrier::from_bits(bits);
+            let next = match *op {
+                MbarOp::Init { count } => Mbarrier::new(word(regs, count)).map(Some),
+                MbarOp::Inval => object.map(|_| None),
+                MbarOp::Arrive { state, count, tx, drop } => object.and_then(|mut b| {
+                    let n = if count == SINK { 1 } else { word(regs, count) };
+                    let tx = (tx != SINK).then(|| word(regs, tx));
+                    if drop { b.arrive_drop(n, tx) } else { b.arrive(n, tx) }?;
+                    if state != SINK {
+                        regs.r64[state as usize][i] = bits;
+                    }
+                    Ok(Some(b))
+                }),
+                MbarOp::ExpectTx { tx } => object.and_then(|mut b| b.expect_tx(word(regs, tx)).map(|()| Some(b))),
+                MbarOp::CompleteTx { tx } => {
+                    object.and_then(|mut b| b.complete_tx(word(regs, tx)).map(|()| Some(b)))
+                }
+                MbarOp::TestState { p, .. } | MbarOp::TestParity { p, .. } => {
+                    let now = object.as_ref().ok().copied();
+                    let done = object.and_then(|b| match *op {
+                        MbarOp::TestState { state, .. } => b.state_done(regs.r64[state as usize][i]),
+                        MbarOp::TestParity { parity, .. } => Ok(b.parity_done(word(regs, parity))),
+                        _ => Ok(false),
+                    });
+                    let done = done.map_err(place)?;
+                    let old = &mut regs.pred[p as usize];
+                    *old = *old & !(1 << i) | u32::from(done) << i;
+                    if !done {
+                        failed = true;
+                        self.warp.waiting = now.map(|b| WaitingFor::Mbarrier {
+                            offset,
+                            pending: b.pending,
+                            pending_bytes: i64::from(b.tx),
+                            phase: b.phase,
+                        });
+                    }
+                    continue;
+                }
+            };
+            let next = next.map_err(place)?;
+            self.set_mbarrier_bits(offset, next.map_or(0, Mbarrier::to_bits)).or_else(|kind| stop(kind, Some(i)))?;
+            self.changed();
+        }
+        self.pc += 1;
+        if failed {
+            self.polled = true;
+            return Ok(Flow::GiveWay);
+        }
+        Ok(Flow::Next)
+    }
+
+    fn mbarrier_bits(&mut self, offset: u64) -> Result<u64, FaultKind> {
+        self.block.mbarrier_bits(offset)
+    }
+
+    fn set_mbarrier_bits(&mut self, offset: u64, bits: u64) -> Result<(), FaultKind> {
+        self.block.set_mbarrier_bits(offset, bits)
+    }
+
+    pub(super) fn pending_count(&mut self, d: u32, state: u32, m: u32) -> Run<()> {
+        for i in lanes(m) {
+            let b = Mbarrier::from_bits(self.warp.regs.r64[state as usize][i])
+                .or_else(|message| stop(FaultKind::Mbarrier { offset: 0, message }, Some(i)))?;
+            self.warp.regs.r32[d as usize][i] = b.pending;
+        }
+        Ok(())
+    }
+}
+
+impl super::BlockState {
+    fn mbarrier_pointer(&mut self, offset: u64) -> Result<*mut u64, FaultKind> {
+        if offset % 8 != 0 {
+            return Err(FaultKind::Misaligned { addr: offset, align: 8 });
+        }
+        Ok(self.shared.pointer(offset, 8)?.cast())
+    }
+
+    pub(super) fn mbarrier_bits(&mut self, offset: u64) -> Result<u64, FaultKind> {
+        let p = self.mbarrier_pointer(offset)?;
+        // SAFETY: in bounds and aligned; shared memory belongs to this thread alone.
+        Ok(unsafe { p.read() })
+    }
+
+    pub(super) fn set_mbarrier_bits(&mut self, offset: u64, bits: u64) -> Result<(), FaultKind> {
+        let p = self.mbarrier_pointer(offset)?;
+        // SAFETY: as above.
+        unsafe { p.write(bits) };
+        Ok(())
+    }
+
+    /// A bulk copy of `bytes` bytes has landed.
+    pub(super) fn complete_tx(&mut self, offset: u64, bytes: u32) -> Result<(), FaultKind> {
+        let bits = self.mbarrier_bits(offset)?;
+        let mut b = Mbarrier::from_bits(bits).map_err(|message| FaultKind::Mbarrier { offset, message })?;
+        b.complete_tx(bytes).map_err(|message| FaultKind::Mbarrier { offset, message })?;
+        self.set_mbarrier_bits(offset, b.to_bits())
+    }
+}
+
+fn values(regs: &crate::ir::Regs, slot: u32, wide: bool) -> [u64; 32] {
+    if wide { regs.r64[slot as usize] } else { regs.r32[slot as usize].map(u64::from) }
+}
+
+/// Source lane of a shuffle and whether it is in range, by the pseudo code of the PTX manual: `b` is the lane
+/// operand, `c` holds the clamp value in bits 0..5 and the segment mask in bits 8..13.
+fn shuffle_source(mode: ShflMode, lane: u32, b: u32, c: u32) -> (u32, bool) {
+    let b = b & 0x1f;
+    let clamp = c & 0x1f;
+    let segment = c >> 8 & 0x1f;
+    let max = lane & segment | clamp & !segment;
+    let min = lane & segment;
+    let (j, ok) = match mode {
+        ShflMode::Up => {
+            let j = lane as i32 - b as i32;
+            (j, j >= max as i32)
+        }
+        ShflMode::Down => {
+            let j = lane + b;
+            (j as i32, j <= max)
+        }
+        ShflMode::Bfly => {
+            let j = lane ^ b;
+            (j as i32, j <= max)
+        }
+        ShflMode::Idx => {
+            let j = min | b & !segment;
+            (j as i32, j <= max)
+        }
+    };
+    (if ok { j as u32 & 31 } else { lane }, ok)
+}

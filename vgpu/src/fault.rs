@@ -1,0 +1,340 @@
+//! Errors of loading, launching and running, with texts a person can act on.
+
+use std::fmt;
+
+use crate::memory::{MemoryError, NearRegion};
+
+/// PTX that cannot be loaded, with the place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PtxError {
+    /// Line in the PTX text, from 1.
+    pub line: usize,
+    /// Column in the line, from 1.
+    pub column: usize,
+    /// What is wrong.
+    pub message: String,
+    /// The line itself.
+    pub source_line: String,
+}
+
+impl fmt::Display for PtxError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PTX {}:{}: {}\n  | {}", self.line, self.column, self.message, self.source_line.trim_end())
+    }
+}
+
+impl std::error::Error for PtxError {}
+
+/// A launch that cannot start.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// The parameter block has the wrong length.
+    #[error("kernel '{kernel}' takes {expected} bytes of parameters, {actual} were given")]
+    ParamBytes {
+        /// Kernel name.
+        kernel: String,
+        /// Bytes the kernel declares.
+        expected: usize,
+        /// Bytes given.
+        actual: usize,
+    },
+    /// A grid or block dimension is zero or too large.
+    #[error("bad launch of '{kernel}': {what} is {value:?} (each must be from 1 to {max:?})")]
+    Dimension {
+        /// Kernel name.
+        kernel: String,
+        /// `grid` or `block`.
+        what: &'static str,
+        /// What was asked for.
+        value: [u32; 3],
+        /// Largest allowed.
+        max: [u32; 3],
+    },
+    /// More threads per block than the kernel or the hardware allows.
+    #[error("kernel '{kernel}' allows {max} threads per block, {threads} were asked for")]
+    TooManyThreads {
+        /// Kernel name.
+        kernel: String,
+        /// Threads asked for.
+        threads: u64,
+        /// Limit (`.maxntid`, or 1024).
+        max: u32,
+    },
+    /// The block does not have the shape that `.reqntid` demands.
+    #[error("kernel '{kernel}' requires blocks of {required:?} threads, {block:?} was asked for")]
+    BlockShape {
+        /// Kernel name.
+        kernel: String,
+        /// Shape demanded.
+        required: [u32; 3],
+        /// Shape asked for.
+        block: [u32; 3],
+    },
+    /// More shared memory than a block may have.
+    #[error(
+        "kernel '{kernel}' needs {static_bytes} + {dynamic_bytes} bytes of shared memory, a block may have {max}"
+    )]
+    SharedMemory {
+        /// Kernel name.
+        kernel: String,
+        /// Bytes of static shared variables.
+        static_bytes: u32,
+        /// Dynamic bytes asked for.
+        dynamic_bytes: u32,
+        /// Device limit in bytes.
+        max: u32,
+    },
+    /// Module variables could not be allocated.
+    #[error("module variables: {0}")]
+    Memory(#[from] MemoryError),
+}
+
+/// Why a kernel was stopped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FaultKind {
+    /// A global or generic access outside of every region.
+    OutOfBounds {
+        /// First byte.
+        addr: u64,
+        /// Length in bytes.
+        bytes: u64,
+        /// Closest region.
+        nearest: Option<NearRegion>,
+    },
+    /// An access outside of the block's shared memory, the lane's local memory or the kernel's parameters.
+    OutOfWindow {
+        /// `shared`, `local` or `param`.
+        space: &'static str,
+        /// Offset in the window, in bytes.
+        offset: u64,
+        /// Length of the access in bytes.
+        bytes: u64,
+        /// First valid offset.
+        start: u64,
+        /// First offset past the end.
+        end: u64,
+    },
+    /// An address that is not a multiple of what the access needs.
+    Misaligned {
+        /// Address or offset.
+        addr: u64,
+        /// Alignment needed, in bytes.
+        align: u64,
+    },
+    /// `trap` was executed: a Rust panic in a kernel ends here.
+    Trap,
+    /// An aligned barrier (`bar.sync`) was reached by part of a warp only.
+    DivergentBarrier {
+        /// Barrier number.
+        barrier: u32,
+        /// Lanes at the barrier.
+        lanes: u32,
+        /// Lanes of the warp that have not exited.
+        live: u32,
+    },
+    /// A barrier number or thread count that is not allowed, or more arrivals than it expects.
+    BadBarrier {
+        /// Barrier number.
+        barrier: u32,
+        /// What is wrong.
+        message: String,
+    },
+    /// A warp-wide instruction whose member mask leaves out a lane that executes it.
+    BadMemberMask {
+        /// The mask.
+        mask: u32,
+        /// Lanes that executed the instruction with it.
+        lanes: u32,
+    },
+    /// An mbarrier was misused.
+    Mbarrier {
+        /// Offset of the mbarrier in shared memory.
+        offset: u64,
+        /// What is wrong.
+        message: String,
+    },
+    /// A bulk copy with an address or a size that the hardware refuses.
+    BulkCopy {
+        /// What is wrong.
+        message: String,
+    },
+    /// No warp of the block can ever go on.
+    Deadlock(StuckReport),
+    /// Something that is in PTX but not in this virtual GPU, noticed only when it ran.
+    Unsupported(String),
+}
+
+impl fmt::Display for FaultKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            FaultKind::OutOfBounds { addr, bytes, nearest } => {
+                write!(f, "access of {bytes} bytes at {addr:#x} is outside of every region")?;
+                if *addr < 4096 {
+                    write!(f, " (null pointer)")?;
+                }
+                nearest.as_ref().map_or(Ok(()), |n| write!(f, "; {n}"))
+            }
+            FaultKind::OutOfWindow { space, offset, bytes, start, end } => {
+                write!(f, "access of {bytes} bytes at {space} offset {offset:#x}; valid are {start:#x}..{end:#x}")
+            }
+            FaultKind::Misaligned { addr, align } => {
+                write!(f, "address {addr:#x} is not a multiple of {align}")
+            }
+            FaultKind::Trap => write!(f, "trap (a panic or a failed check in the kernel)"),
+            FaultKind::DivergentBarrier { barrier, lanes, live } => write!(
+                f,
+                "aligned barrier {barrier} reached by lanes {lanes:#010x} while lanes {live:#010x} are alive"
+            ),
+            FaultKind::BadBarrier { barrier, message } => write!(f, "barrier {barrier}: {message}"),
+            FaultKind::BadMemberMask { mask, lanes } => {
+                write!(f, "member mask {mask:#010x} leaves out some of the executing lanes {lanes:#010x}")
+            }
+            FaultKind::Mbarrier { offset, message } => write!(f, "mbarrier at shared offset {offset:#x}: {message}"),
+            FaultKind::BulkCopy { message } => write!(f, "bulk copy: {message}"),
+            FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
+            FaultKind::Unsupported(what) => write!(f, "not supported by the virtual GPU: {what}"),
+        }
+    }
+}
+
+/// A kernel that was stopped, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// Kernel name.
+    pub kernel: String,
+    /// Block index.
+    pub block: [u32; 3],
+    /// Warp index within the block.
+    pub warp: u32,
+    /// Lane, where one is to blame.
+    pub lane: Option<u32>,
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// The PTX line.
+    pub ptx_text: String,
+    /// Rust file and line, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+    /// What happened.
+    pub kind: FaultKind,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n  in kernel '{}', block {:?}, warp {}", self.kind, self.kernel, self.block, self.warp)?;
+        if let Some(lane) = self.lane {
+            write!(f, ", lane {lane}")?;
+        }
+        if let Some((file, line)) = &self.source {
+            write!(f, "\n  at {file}:{line}")?;
+        }
+        write!(f, "\n  PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
+    }
+}
+
+impl std::error::Error for Fault {}
+
+/// What a group of lanes is waiting for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WaitingFor {
+    /// Nothing: it can run.
+    Nothing,
+    /// A block barrier.
+    Barrier {
+        /// Barrier number.
+        barrier: u32,
+        /// Threads that have arrived.
+        arrived: u32,
+        /// Threads expected.
+        expected: u32,
+    },
+    /// Other lanes of its own warp, at a warp-wide instruction.
+    Lanes {
+        /// Member mask of the instruction.
+        mask: u32,
+        /// Lanes that have arrived.
+        arrived: u32,
+    },
+    /// An mbarrier in shared memory.
+    Mbarrier {
+        /// Offset in shared memory.
+        offset: u64,
+        /// Arrivals still missing.
+        pending: u32,
+        /// Bytes of bulk copies still missing.
+        pending_bytes: i64,
+        /// Phase bit.
+        phase: u32,
+    },
+    /// A word in memory that it reads again and again.
+    Memory {
+        /// Address.
+        addr: u64,
+        /// Value read last.
+        value: u64,
+    },
+}
+
+impl fmt::Display for WaitingFor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WaitingFor::Nothing => write!(f, "running"),
+            WaitingFor::Barrier { barrier, arrived, expected } => {
+                write!(f, "waits at barrier {barrier}: {arrived} of {expected} threads have arrived")
+            }
+            WaitingFor::Lanes { mask, arrived } => {
+                write!(f, "waits for lanes {:#010x} at a warp-wide instruction", mask & !arrived)
+            }
+            WaitingFor::Mbarrier { offset, pending, pending_bytes, phase } => write!(
+                f,
+                "waits on mbarrier at shared offset {offset:#x}: phase {phase}, {pending} arrivals and \
+                 {pending_bytes} bytes missing"
+            ),
+            WaitingFor::Memory { addr, value } => write!(f, "spins on {addr:#x}, last value {value:#x} ({value})"),
+        }
+    }
+}
+
+/// One group of lanes that run together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StuckWarp {
+    /// Block index.
+    pub block: [u32; 3],
+    /// Warp index within the block.
+    pub warp: u32,
+    /// Lanes of the group, one bit each.
+    pub lanes: u32,
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// The PTX line.
+    pub ptx_text: String,
+    /// Rust file and line.
+    pub source: Option<(String, u32)>,
+    /// What it waits for.
+    pub waiting: WaitingFor,
+}
+
+/// Every live warp of a grid and what it waits for.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StuckReport {
+    /// Kernel name.
+    pub kernel: String,
+    /// One entry per group of lanes.
+    pub warps: Vec<StuckWarp>,
+}
+
+impl fmt::Display for StuckReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "kernel '{}': {} groups of lanes are alive", self.kernel, self.warps.len())?;
+        for w in &self.warps {
+            write!(f, "\n  block {:?} warp {} lanes {:#010x}: {}", w.block, w.warp, w.lanes, w.waiting)?;
+            if let Some((file, line)) = &w.source {
+                write!(f, " at {file}:{line}")?;
+            }
+            write!(f, " (PTX line {}: {})", w.ptx_line, w.ptx_text.trim())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,440 @@
+//! Floating point as PTX defines it, where the host's arithmetic does not already do the same.
+
+use half::{bf16, f16};
+
+/// Rounding of a result that does not fit its format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Round {
+    /// To nearest, ties to even (`.rn`, `.rni`).
+    Nearest,
+    /// To nearest, ties away from zero (`.rna`).
+    Away,
+    /// Towards zero (`.rz`, `.rzi`).
+    Zero,
+    /// Towards minus infinity (`.rm`, `.rmi`).
+    Down,
+    /// Towards plus infinity (`.rp`, `.rpi`).
+    Up,
+}
+
+/// A binary floating-point format of up to 64 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Format {
+    /// Bits of the stored significand.
+    pub(crate) mantissa: u32,
+    /// Bits of the exponent.
+    pub(crate) exponent: u32,
+    /// Largest finite encoding, sign aside.
+    max: u64,
+    /// The NaN that conversions give.
+    nan: u64,
+    /// The format has infinities (e4m3 has not).
+    infinite: bool,
+}
+
+pub(crate) const F64: Format =
+    Format { mantissa: 52, exponent: 11, max: 0x7fef_ffff_ffff_ffff, nan: 0x7fff_ffff_ffff_ffff, infinite: true };
+pub(crate) const F32: Format =
+    Format { mantissa: 23, exponent: 8, max: 0x7f7f_ffff, nan: 0x7fff_ffff, infinite: true };
+pub(crate) const F16: Format = Format { mantissa: 10, exponent: 5, max: 0x7bff, nan: 0x7fff, infinite: true };
+pub(crate) const BF16: Format = Format { mantissa: 7, exponent: 8, max: 0x7f7f, nan: 0x7fff, infinite: true };
+pub(crate) const E4M3: Format = Format { mantissa: 3, exponent: 4, max: 0x7e, nan: 0x7f, infinite: false };
+pub(crate) const E5M2: Format = Format { mantissa: 2, exponent: 5, max: 0x7b, nan: 0x7f, infinite: true };
+
+impl Format {
+    fn bias(self) -> i32 {
+        (1 << (self.exponent - 1)) - 1
+    }
+
+    fn sign(self, negative: bool) -> u64 {
+        u64::from(negative) << (self.mantissa + self.exponent)
+    }
+
+    fn infinity(self) -> u64 {
+        ((1 << self.exponent) - 1) << self.mantissa
+    }
+}
+
+/// A number taken apart: `(-1)^negative * magnitude * 2^exponent`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parts {
+    Nan,
+    Infinite { negative: bool },
+    Finite { negative: bool, magnitude: u128, exponent: i32 },
+}
+
+/// Takes an encoding apart.
+pub(crate) fn unpack(bits: u64, f: Format) -> Parts {
+    let negative = bits >> (f.mantissa + f.exponent) & 1 != 0;
+    let e = bits >> f.mantissa & ((1 << f.exponent) - 1);
+    let m = bits & ((1 << f.mantissa) - 1);
+    let magnitude_bits = bits & !f.sign(true) & (f.sign(true).wrapping_mul(2).wrapping_sub(1));
+    if magnitude_bits > f.max {
+        return if f.infinite && m == 0 { Parts::Infinite { negative } } else { Parts::Nan };
+    }
+    let (magnitude, e) = if e == 0 { (m, 1) } else { (m | 1 << f.mantissa, e) };
+    Parts::Finite { negative, magnitude: magnitude.into(), exponent: e as i32 - f.bias() - f.mantissa as i32 }
+}
+
+/// What happens above the largest finite number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Overflow {
+    /// As IEEE 754 says: infinity, or the largest number when rounding away from infinity.
+    Ieee,
+    /// `.satfinite`: the largest number, for infinities too.
+    Finite,
+}
+
+/// Encodes a number, rounding once.
+pub(crate) fn pack(parts: Parts, f: Format, mode: Round, overflow: Overflow) -> u64 {
+    let (negative, magnitude, exponent) = match parts {
+        Parts::Nan => return f.nan,
+        Parts::Infinite { negative } => {
+            let finite = overflow == Overflow::Finite || !f.infinite;
+            return f.sign(negative) | if finite { f.max } else { f.infinity() };
+        }
+        Parts::Finite { negative, magnitude, exponent } => (negative, magnitude, exponent),
+    };
+    let sign = f.sign(negative);
+    if magnitude == 0 {
+        return sign;
+    }
+    let e = 127 - magnitude.leading_zeros() as i32 + exponent;
+    let e_min = 1 - f.bias();
+    // Exponent of the last bit that can be kept.
+    let quantum = e.max(e_min) - f.mantissa as i32;
+    let shift = quantum - exponent;
+    let mut m = if shift <= 0 {
+        magnitude << -shift
+    } else {
+        let (kept, rest, half) = match shift {
+            1..=127 => (magnitude >> shift, magnitude & ((1 << shift) - 1), 1u128 << (shift - 1)),
+            128 => (0, magnitude, 1u128 << 127),
+            // All of it is below half of the last bit.
+            _ => (0, 1, 2),
+        };
+        let up = match mode {
+            Round::Nearest => rest > half || rest == half && kept & 1 != 0,
+            Round::Away => rest >= half,
+            Round::Zero => false,
+            Round::Down => negative && rest != 0,
+            Round::Up => !negative && rest != 0,
+        };
+        kept + u128::from(up)
+    };
+    // A carry out of the significand lands in the exponent, which is what it should do.
+    if e >= e_min {
+        m += ((e - e_min) as u128) << f.mantissa;
+    }
+    let m = u64::try_from(m).unwrap_or(u64::MAX);
+    if m <= f.max {
+        return sign | m;
+    }
+    let towards_infinity = match mode {
+        Round::Nearest | Round::Away => true,
+        Round::Zero => false,
+        Round::Down => negative,
+        Round::Up => !negative,
+    };
+    sign | if towards_infinity && overflow == Overflow::Ieee && f.infinite { f.infinity() } else { f.max }
+}
+
+/// Converts between formats.
+pub(crate) fn convert(bits: u64, from: Format, to: Format, mode: Round, overflow: Overflow) -> u64 {
+    pack(unpack(bits, from), to, mode, overflow)
+}
+
+/// An integer in a format.
+pub(crate) fn from_int(v: i128, to: Format, mode: Round) -> u64 {
+    let parts = Parts::Finite { negative: v < 0, magnitude: v.unsigned_abs(), exponent: 0 };
+    if v == 0 { 0 } else { pack(parts, to, mode, Overflow::Ieee) }
+}
+
+/// Rounds to an integer and clamps it to `min..=max`.
+pub(crate) fn to_int(v: f64, mode: Round, min: i128, max: i128) -> i128 {
+    let r = round_to_integer(v, mode);
+    // `as` saturates, and every range asked for lies inside of i128.
+    (r as i128).clamp(min, max)
+}
+
+/// Rounds to an integer, in place.
+pub(crate) fn round_to_integer(v: f64, mode: Round) -> f64 {
+    match mode {
+        Round::Nearest => v.round_ties_even(),
+        Round::Away => v.round(),
+        Round::Zero => v.trunc(),
+        Round::Down => v.floor(),
+        Round::Up => v.ceil(),
+    }
+}
+
+/// f32 to bf16, ties to even: the hot one.
+#[inline(always)]
+pub(crate) fn bf16_rn(v: f32) -> u16 {
+    let b = v.to_bits();
+    let rounded = b.wrapping_add(0x7fff + (b >> 16 & 1)) >> 16;
+    if b & 0x7fff_ffff > 0x7f80_0000 { 0x7fff } else { rounded as u16 }
+}
+
+/// `x + y` rounded to odd: rounding the result once more, to a narrower format, is then exact.
+fn add_odd(x: f64, y: f64) -> f64 {
+    let s = x + y;
+    if !s.is_finite() {
+        return s;
+    }
+    // Knuth's two-sum: `e` is exactly what the addition lost.
+    let t = s - x;
+    let e = (x - (s - t)) + (y - t);
+    if e == 0.0 || s.to_bits() & 1 != 0 {
+        return s;
+    }
+    // The true sum lies between `s`, which is even, and its odd neighbour on the side of `e`.
+    let up = (e > 0.0) == (s > 0.0);
+    f64::from_bits(if up { s.to_bits() + 1 } else { s.to_bits() - 1 })
+}
+
+fn narrow(v: f64, to: Format) -> u16 {
+    convert(v.to_bits(), F64, to, Round::Nearest, Overflow::Ieee) as u16
+}
+
+/// A 16-bit format: f16 or bf16.
+pub(crate) trait Half: super::exec::lanes::Lane {
+    const FORMAT: Format;
+    fn bits(self) -> u16;
+    fn of_bits(bits: u16) -> Self;
+    fn wide(self) -> f64;
+    /// Rounds once, to nearest.
+    fn narrow(v: f64) -> Self {
+        Self::of_bits(narrow(v, Self::FORMAT))
+    }
+}
+
+impl Half for f16 {
+    const FORMAT: Format = F16;
+    fn bits(self) -> u16 {
+        self.to_bits()
+    }
+    fn of_bits(bits: u16) -> Self {
+        f16::from_bits(bits)
+    }
+    fn wide(self) -> f64 {
+        self.to_f64()
+    }
+}
+
+impl Half for bf16 {
+    const FORMAT: Format = BF16;
+    fn bits(self) -> u16 {
+        self.to_bits()
+    }
+    fn of_bits(bits: u16) -> Self {
+        bf16::from_bits(bits)
+    }
+    fn wide(self) -> f64 {
+        self.to_f64()
+    }
+}
+
+pub(crate) fn add_half<H: Half>(a: H, b: H) -> H {
+    H::narrow(add_odd(a.wide(), b.wide()))
+}
+
+pub(crate) fn sub_half<H: Half>(a: H, b: H) -> H {
+    H::narrow(add_odd(a.wide(), -b.wide()))
+}
+
+pub(crate) fn mul_half<H: Half>(a: H, b: H) -> H {
+    // Exact in f64.
+    H::narrow(a.wide() * b.wide())
+}
+
+pub(crate) fn fma_half<H: Half>(a: H, b: H, c: H) -> H {
+    H::narrow(add_odd(a.wide() * b.wide(), c.wide()))
+}
+
+pub(crate) fn add_f16(a: f16, b: f16) -> f16 {
+    add_half(a, b)
+}
+
+pub(crate) fn add_bf16(a: bf16, b: bf16) -> bf16 {
+    add_half(a, b)
+}
+
+/// What `min`/`max` need to know of a float type.
+pub(crate) trait MinMax: Copy {
+    const NAN: Self;
+    fn nan(self) -> bool;
+    /// `self < other`, with -0.0 below +0.0.
+    fn below(self, other: Self) -> bool;
+    fn magnitude(self) -> Self;
+}
+
+macro_rules! min_max {
+    ($t:ty, $nan:expr, $int:ty, $abs:expr) => {
+        impl MinMax for $t {
+            const NAN: Self = $nan;
+            fn nan(self) -> bool {
+                self.is_nan()
+            }
+            fn below(self, other: Self) -> bool {
+                self < other || self == other && (self.to_bits() as $int) < (other.to_bits() as $int)
+            }
+            fn magnitude(self) -> Self {
+                $abs(self)
+            }
+        }
+    };
+}
+min_max!(f32, f32::from_bits(0x7fff_ffff), i32, f32::abs);
+min_max!(f64, f64::from_bits(0x7fff_ffff_ffff_ffff), i64, f64::abs);
+min_max!(f16, f16::from_bits(0x7fff), i16, |v: f16| f16::from_bits(v.to_bits() & 0x7fff));
+min_max!(bf16, bf16::from_bits(0x7fff), i16, |v: bf16| bf16::from_bits(v.to_bits() & 0x7fff));
+
+/// Minimum; a NaN loses unless both are, or unless `NAN` (`.NaN`) makes it win. The NaN given is the canonical one.
+pub(crate) fn min<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
+    match (a.nan(), b.nan()) {
+        (false, false) => if b.below(a) { b } else { a },
+        (true, false) if !NAN => b,
+        (false, true) if !NAN => a,
+        _ => T::NAN,
+    }
+}
+
+/// Maximum; see [`min`].
+pub(crate) fn max<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
+    match (a.nan(), b.nan()) {
+        (false, false) => if a.below(b) { b } else { a },
+        (true, false) if !NAN => b,
+        (false, true) if !NAN => a,
+        _ => T::NAN,
+    }
+}
+
+/// Flushes a subnormal to zero of its sign.
+#[inline(always)]
+pub(crate) fn flush(v: f32) -> f32 {
+    if v.to_bits() & 0x7f80_0000 == 0 { f32::from_bits(v.to_bits() & 0x8000_0000) } else { v }
+}
+
+/// Clamps to `0.0..=1.0`; NaN becomes 0.
+#[inline(always)]
+pub(crate) fn saturate(v: f32) -> f32 {
+    if v > 0.0 { v.min(1.0) } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conversions_agree_with_the_host() {
+        let mut r = crate::rng::Rng::new(1);
+        for i in 0..200_000u64 {
+            let b = if i < 70_000 { i << 16 } else { r.next() } as u32;
+            let v = f32::from_bits(b);
+            let ours = convert(b.into(), F32, F16, Round::Nearest, Overflow::Ieee) as u16;
+            if v.is_nan() {
+                assert_eq!(ours, 0x7fff);
+                assert_eq!(bf16_rn(v), 0x7fff);
+            } else {
+                assert_eq!(ours, f16::from_f32(v).to_bits(), "{b:#x}");
+                assert_eq!(bf16_rn(v), bf16::from_f32(v).to_bits(), "{b:#x}");
+                let general = convert(b.into(), F32, BF16, Round::Nearest, Overflow::Ieee) as u16;
+                assert_eq!(general, bf16_rn(v), "{b:#x}");
+                assert_eq!(convert(b.into(), F32, F64, Round::Zero, Overflow::Ieee), f64::from(v).to_bits());
+            }
+            let d = f64::from_bits(r.next());
+            if !d.is_nan() {
+                let ours = convert(d.to_bits(), F64, F32, Round::Nearest, Overflow::Ieee) as u32;
+                assert_eq!(ours, (d as f32).to_bits());
+            }
+            let n = r.next() as i64 >> r.below(64);
+            assert_eq!(from_int(n.into(), F32, Round::Nearest) as u32, (n as f32).to_bits());
+        }
+    }
+
+    #[test]
+    fn directed_rounding() {
+        let go = |v: f64, mode| f32::from_bits(convert(v.to_bits(), F64, F32, mode, Overflow::Ieee) as u32);
+        let tenth = 0.1f64;
+        assert!(f64::from(go(tenth, Round::Down)) < tenth && f64::from(go(tenth, Round::Up)) > tenth);
+        assert_eq!(go(-tenth, Round::Zero), -go(tenth, Round::Down));
+        assert_eq!(go(1e300, Round::Zero), f32::MAX);
+        assert_eq!(go(1e300, Round::Up), f32::INFINITY);
+        assert_eq!(go(-1e300, Round::Up), -f32::MAX);
+        assert_eq!(go(1e-300, Round::Up), f32::from_bits(1));
+        assert_eq!(go(-1e-300, Round::Up).to_bits(), 0x8000_0000);
+        assert_eq!(from_int(16_777_217, F32, Round::Up) as u32, 16_777_218f32.to_bits());
+        assert_eq!(from_int(16_777_219, F32, Round::Zero) as u32, 16_777_218f32.to_bits());
+        assert_eq!(from_int(-16_777_217, F32, Round::Down) as u32, (-16_777_218f32).to_bits());
+    }
+
+    #[test]
+    fn fp8() {
+        let e4m3 = |v: f32| convert(v.to_bits().into(), F32, E4M3, Round::Nearest, Overflow::Finite);
+        let e5m2 = |v: f32| convert(v.to_bits().into(), F32, E5M2, Round::Nearest, Overflow::Finite);
+        assert_eq!(e4m3(1.0), 0x38);
+        assert_eq!(e4m3(448.0), 0x7e);
+        assert_eq!(e4m3(1e9), 0x7e);
+        assert_eq!(e4m3(f32::NEG_INFINITY), 0xfe);
+        assert_eq!(e4m3(f32::NAN), 0x7f);
+        // Subnormals: the smallest is 2^-9, half of it is a tie to even.
+        assert_eq!(e4m3(2f32.powi(-9)), 1);
+        assert_eq!(e4m3(2f32.powi(-10)), 0);
+        assert_eq!(e4m3(3.0 * 2f32.powi(-10)), 2);
+        assert_eq!(e5m2(1.0), 0x3c);
+        assert_eq!(e5m2(57344.0), 0x7b);
+        assert_eq!(e5m2(1e9), 0x7b);
+        assert_eq!(e5m2(f32::NAN), 0x7f);
+        assert_eq!(unpack(0x7f, E4M3), Parts::Nan);
+        assert_eq!(unpack(0x7c, E5M2), Parts::Infinite { negative: false });
+        for b in 0..=0xffu64 {
+            for f in [E4M3, E5M2] {
+                let wide = convert(b, f, F32, Round::Nearest, Overflow::Ieee);
+                if unpack(b, f) != Parts::Nan && !matches!(unpack(b, f), Parts::Infinite { .. }) {
+                    assert_eq!(convert(wide, F32, f, Round::Nearest, Overflow::Finite), b);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn half_arithmetic_rounds_once() {
+        // 1 + 2^-8 is a tie of bf16; what is far below decides it.
+        let one = bf16::from_f32(1.0);
+        let x = bf16::from_f32(2f32.powi(-4));
+        let tiny = bf16::from_f32(2f32.powi(-120));
+        assert_eq!(fma_half(x, x, one), one, "tie to even");
+        // 1.00390625 * 1.0 + tiny cannot be written with bf16 operands; use 1.0 + 2^-7 + tie.
+        let a = bf16::from_f32(1.0 + 2f32.powi(-7));
+        let half_ulp = bf16::from_f32(2f32.powi(-8));
+        assert_eq!(add_half(a, half_ulp), bf16::from_f32(1.0 + 2f32.powi(-6)));
+        // (1 + 2^-7)^2 = 1 + 2^-6 + 2^-14: no tie. Plus and minus tiny must not change it.
+        assert_eq!(fma_half(a, a, tiny), mul_half(a, a));
+        // (1 + 2^-4)(1 - 2^-4) = 1 - 2^-8, exact in bf16; minus tiny rounds back to it, not below.
+        let p = bf16::from_f32(1.0625);
+        let q = bf16::from_f32(0.9375);
+        assert_eq!(fma_half(p, q, bf16::from_f32(-2f32.powi(-120))).to_f32(), 1.0 - 2f32.powi(-8));
+        // A product that is an exact tie: 3 * (1 + 2^-7) = 3 + 3 * 2^-7 with ulp 2^-6: 1.5 ulp, so a tie.
+        let three = bf16::from_f32(3.0);
+        assert_eq!(mul_half(three, a).to_f32(), 3.0 + 2.0 * 2f32.powi(-6));
+        assert_eq!(fma_half(three, a, -tiny).to_f32(), 3.0 + 2f32.powi(-6));
+        assert_eq!(fma_half(-three, a, tiny).to_f32(), -3.0 - 2f32.powi(-6));
+        let h = |v: f32| f16::from_f32(v);
+        assert_eq!(add_half(h(65504.0), h(16.0)), f16::INFINITY);
+        assert_eq!(add_half(h(65504.0), h(15.99)), h(65504.0));
+    }
+
+    #[test]
+    fn min_and_max() {
+        assert_eq!(min::<f32, false>(f32::NAN, 1.0), 1.0);
+        assert_eq!(max::<f32, false>(1.0, f32::NAN), 1.0);
+        assert!(min::<f32, true>(f32::NAN, 1.0).is_nan());
+        assert_eq!(max::<f32, false>(f32::NAN, f32::NAN).to_bits(), 0x7fff_ffff);
+        assert_eq!(min::<f32, false>(0.0, -0.0).to_bits(), 0x8000_0000);
+        assert_eq!(max::<f32, false>(-0.0, 0.0).to_bits(), 0);
+        assert_eq!(saturate(f32::NAN), 0.0);
+        assert_eq!(saturate(2.0), 1.0);
+        assert_eq!(flush(f32::from_bits(0x8000_0001)).to_bits(), 0x8000_0000);
+    }
+}

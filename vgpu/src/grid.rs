@@ -1,0 +1,539 @@
+//! A launched kernel: blocks, their warps, and the scheduler that lets the warps take turns.
+
+use std::collections::VecDeque;
+
+use crate::device::{DeviceConfig, GridConfig};
+use crate::exec::access::{SHARED_BASE, SharedMemory};
+use crate::exec::bulk::BulkQueue;
+use crate::exec::{BARRIERS, Barrier, BlockState, Env, Exec, GroupState, Status, Warp};
+use crate::fault::{Fault, FaultKind, LaunchError, StuckReport, StuckWarp, WaitingFor};
+use crate::ir::{File, Init, Regs, Special};
+use crate::memory::{Memory, Region};
+use crate::module::Kernel;
+use crate::rng::{Rng, mix};
+use std::sync::Arc;
+
+/// Warp instructions per turn with the round-robin scheduler.
+const SLICE: u64 = 256;
+
+/// Limits of sm_90.
+const MAX_THREADS: u32 = 1024;
+const MAX_BLOCK: [u32; 3] = [1024, 1024, 64];
+const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65535, 65535];
+
+/// What [`Grid::step`] achieved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// All blocks have ended.
+    Done,
+    /// There is more to do.
+    Running,
+    /// Every live warp only waits for memory that someone else must change. The caller should let other devices run,
+    /// or yield its thread, before it calls again.
+    Spinning,
+}
+
+/// Counters of a grid.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Instructions executed, each counted once per warp.
+    pub warp_instructions: u64,
+    /// Turns given to warps.
+    pub slices: u64,
+    /// Blocks that have ended.
+    pub blocks_done: u64,
+}
+
+#[derive(Debug)]
+struct Block {
+    state: BlockState,
+    warps: Vec<Warp>,
+    /// When the warp was last idle, in epochs; see `Grid::epoch`.
+    idle_epoch: Vec<u64>,
+    /// Warps in the ready queue.
+    ready: u32,
+    sm: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct WarpRef {
+    block: u32,
+    warp: u32,
+}
+
+/// A launched kernel. Runs only while [`step`](Self::step) is called.
+pub struct Grid {
+    env: Env,
+    memory: Memory,
+    generation: u64,
+    config: GridConfig,
+    sm_count: u32,
+    blocks: Vec<Block>,
+    next_block: u64,
+    total_blocks: u64,
+    live_blocks: u32,
+    ready: VecDeque<WarpRef>,
+    rng: Option<Rng>,
+    digest: u64,
+    stats: Stats,
+    /// Counts slices that changed something. A warp whose `idle_epoch` is the present one has been idle since.
+    epoch: u64,
+    idle: usize,
+    fault: Option<Fault>,
+    grid_id: u64,
+    globals: Option<Arc<Region>>,
+}
+
+impl std::fmt::Debug for Grid {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Grid")
+            .field("kernel", &self.env.kernel.name)
+            .field("config", &self.config)
+            .field("stats", &self.stats)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Grid {
+    /// Checks a launch and prepares it. `params` is the parameter block, laid out as [`Kernel::params`] says.
+    pub fn new(
+        kernel: Arc<Kernel>,
+        memory: Memory,
+        dev: &DeviceConfig,
+        cfg: GridConfig,
+        params: &[u8],
+    ) -> Result<Self, LaunchError> {
+        check_launch(&kernel, dev, &cfg, params)?;
+        let globals = match &kernel.globals {
+            Some(g) => Some(memory.module_globals(g.module_id, &g.init)?),
+            None => None,
+        };
+        let mut block = vec![0u128; params.len().div_ceil(16)];
+        for (word, bytes) in block.iter_mut().zip(params.chunks(16)) {
+            let mut b = [0; 16];
+            b[..bytes.len()].copy_from_slice(bytes);
+            *word = u128::from_ne_bytes(b);
+        }
+        let generation = memory.generation();
+        let env = Env {
+            table: memory.snapshot(),
+            param_bytes: params.len() as u64,
+            params: block,
+            clock: dev.clock.clone(),
+            lazy_bulk: dev.schedule_seed.is_some(),
+            executed: 0,
+            kernel,
+        };
+        let threads = cfg.block.iter().product::<u32>();
+        let shared = env.kernel.static_shared + cfg.dynamic_shared_bytes;
+        let total_blocks = cfg.grid.iter().map(|&d| u64::from(d)).product();
+        let resident = u64::from(dev.resident_blocks(threads, shared)).min(total_blocks) as u32;
+        let mut grid = Grid {
+            env,
+            memory,
+            generation,
+            config: cfg,
+            sm_count: dev.sm_count.max(1),
+            blocks: vec![],
+            next_block: 0,
+            total_blocks,
+            live_blocks: 0,
+            ready: VecDeque::new(),
+            rng: dev.schedule_seed.map(Rng::new),
+            digest: 0,
+            stats: Stats::default(),
+            epoch: 1,
+            idle: 0,
+            fault: None,
+            grid_id: 0,
+            globals,
+        };
+        let warps = threads.div_ceil(32);
+        for slot in 0..resident {
+            grid.blocks.push(Block {
+                state: BlockState {
+                    ctaid: [0; 3],
+                    shared: SharedMemory::default(),
+                    barriers: [Barrier::default(); BARRIERS],
+                    warps,
+                    exited_warps: 0,
+                    completed: 0,
+                    bulk: BulkQueue::default(),
+                },
+                warps: (0..warps).map(|_| Warp::default()).collect(),
+                idle_epoch: vec![0; warps as usize],
+                ready: 0,
+                sm: slot % grid.sm_count,
+            });
+            grid.start_block(slot);
+        }
+        Ok(grid)
+    }
+
+    /// The kernel that runs.
+    #[must_use]
+    pub fn kernel(&self) -> &Arc<Kernel> {
+        &self.env.kernel
+    }
+
+    /// Counters so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.stats
+    }
+
+    /// Hash of the sequence of scheduling decisions (block, warp, length of slice). Two runs with the same digest
+    /// took the same path.
+    #[must_use]
+    pub fn schedule_digest(&self) -> u64 {
+        self.digest
+    }
+
+    /// Puts the next block of the grid in `slot`.
+    fn start_block(&mut self, slot: u32) {
+        let linear = self.next_block;
+        self.next_block += 1;
+        self.live_blocks += 1;
+        let [gx, gy, _] = self.config.grid.map(u64::from);
+        let ctaid = [linear % gx, linear / gx % gy, linear / gx / gy].map(|v| v as u32);
+        let kernel = &self.env.kernel;
+        let threads = self.config.block.iter().product::<u32>();
+        let b = &mut self.blocks[slot as usize];
+        b.state.ctaid = ctaid;
+        b.state.shared.reset(kernel.static_shared + self.config.dynamic_shared_bytes);
+        b.state.barriers = [Barrier::default(); BARRIERS];
+        b.state.exited_warps = 0;
+        b.state.completed = 0;
+        b.state.bulk.reset(b.state.warps * 32);
+        b.ready = b.state.warps;
+        b.idle_epoch.fill(0);
+        let globals = self.globals.as_ref().map_or(0, |r| r.addr());
+        for (w, warp) in b.warps.iter_mut().enumerate() {
+            let w = w as u32;
+            let lanes = (threads - w * 32).min(32);
+            let live = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
+            reset_registers(&mut warp.regs, kernel.slots);
+            warp.local.clear();
+            warp.local.resize(kernel.local_bytes as usize * 32 / 8, 0);
+            for &(file, reg, init) in &kernel.inits {
+                let value = |lane: u32| match init {
+                    Init::Bits(v) => v,
+                    Init::GlobalAddress(offset) => globals + offset,
+                    Init::DynamicShared(tag) => tag + u64::from(dynamic_shared_offset(kernel)),
+                    Init::Special(s) => {
+                        special(s, w, lane, ctaid, &self.config, kernel, b.sm, self.sm_count, self.grid_id)
+                    }
+                };
+                let row = reg as usize;
+                match file {
+                    File::R32 => warp.regs.r32[row] = std::array::from_fn(|i| value(i as u32) as u32),
+                    File::R64 => warp.regs.r64[row] = std::array::from_fn(|i| value(i as u32)),
+                    File::Pred => warp.regs.pred[row] = if value(0) != 0 { u32::MAX } else { 0 },
+                }
+            }
+            warp.start(w, live);
+            self.ready.push_back(WarpRef { block: slot, warp: w });
+        }
+    }
+
+    /// Runs for about `max_warp_instructions`: a slice that has begun is finished. After a fault every further call
+    /// returns the same fault.
+    pub fn step(&mut self, max_warp_instructions: u64) -> Result<Progress, Fault> {
+        if let Some(fault) = &self.fault {
+            return Err(fault.clone());
+        }
+        self.run(max_warp_instructions).map_err(|fault| {
+            self.fault = Some(*fault.clone());
+            *fault
+        })
+    }
+
+    fn run(&mut self, max: u64) -> Result<Progress, Box<Fault>> {
+        let mut used = 0;
+        while used < max {
+            if self.live_blocks == 0 {
+                return Ok(Progress::Done);
+            }
+            let generation = self.memory.generation();
+            if generation != self.generation {
+                self.generation = generation;
+                self.env.table = self.memory.snapshot();
+            }
+            if self.rng.is_some() {
+                self.progress_bulk(false)?;
+            }
+            if self.idle >= self.ready.len() {
+                // Everybody waits. Copies that are still under way are what they may wait for.
+                if !self.progress_bulk(true)? {
+                    self.new_epoch();
+                    return Ok(Progress::Spinning);
+                }
+                self.new_epoch();
+            }
+            used += self.slice()?;
+        }
+        Ok(if self.live_blocks == 0 { Progress::Done } else { Progress::Running })
+    }
+
+    fn new_epoch(&mut self) {
+        self.epoch += 1;
+        self.idle = 0;
+    }
+
+    /// Picks a warp and runs it for one slice. The ready queue must not be empty.
+    fn slice(&mut self) -> Result<u64, Box<Fault>> {
+        let (index, budget) = match &mut self.rng {
+            None => (0, SLICE),
+            // Mostly short slices, now and then a long one.
+            Some(rng) => {
+                let index = rng.below(self.ready.len() as u64) as usize;
+                let bits = rng.below(9);
+                (index, 1 + rng.below(1 << bits))
+            }
+        };
+        let Some(pick) = (if index == 0 { self.ready.pop_front() } else { self.ready.swap_remove_back(index) }) else {
+            return Ok(1);
+        };
+        let block = &mut self.blocks[pick.block as usize];
+        let mut exec = Exec::new(&self.env, &mut block.state, &mut block.warps[pick.warp as usize]);
+        let slice = match exec.run(budget) {
+            Ok(slice) => slice,
+            Err(stop) => {
+                let pc = exec.pc;
+                return Err(self.fault_at(pick, pc, stop.lane, stop.kind));
+            }
+        };
+        self.env.executed += slice.executed;
+        self.env.clock.advance(slice.executed);
+        self.stats.warp_instructions += slice.executed;
+        self.stats.slices += 1;
+        let pick_bits = u64::from(pick.block) << 32 | u64::from(pick.warp) << 16 | slice.executed & 0xffff;
+        self.digest = mix(self.digest ^ pick_bits).wrapping_add(slice.executed);
+
+        if slice.idle {
+            let seen = &mut block.idle_epoch[pick.warp as usize];
+            if *seen != self.epoch {
+                *seen = self.epoch;
+                self.idle += 1;
+            }
+        } else {
+            self.epoch += 1;
+            self.idle = 0;
+        }
+        match slice.status {
+            Status::Ready => self.ready.push_back(pick),
+            Status::Blocked => block.ready -= 1,
+            Status::Stuck => {
+                let pc = block.warps[pick.warp as usize].groups.first().map_or(0, |g| g.pc);
+                return Err(self.deadlock(pick, pc));
+            }
+            Status::Done => {
+                block.ready -= 1;
+                block.state.warp_exited();
+            }
+        }
+        self.wake(pick.block);
+        let block = &mut self.blocks[pick.block as usize];
+        if block.state.exited_warps == block.state.warps {
+            self.retire(pick.block)?;
+        } else if block.ready == 0 {
+            // Only warps of this block could release the others, and all of them wait.
+            let pc = block.warps.iter().flat_map(|w| w.groups.first()).map(|g| g.pc).next().unwrap_or(0);
+            return Err(self.deadlock(pick, pc));
+        }
+        Ok(slice.executed.max(1))
+    }
+
+    /// Makes warps ready whose barrier has completed.
+    fn wake(&mut self, slot: u32) {
+        let block = &mut self.blocks[slot as usize];
+        let completed = std::mem::take(&mut block.state.completed);
+        if completed == 0 {
+            return;
+        }
+        for (w, warp) in block.warps.iter_mut().enumerate() {
+            let was_ready = warp.groups.iter().any(|g| g.state == GroupState::Ready);
+            let mut woken = false;
+            for id in (0..BARRIERS as u32).filter(|id| completed & (1 << id) != 0) {
+                woken |= warp.release_barrier(id);
+            }
+            if woken && !was_ready {
+                block.ready += 1;
+                self.ready.push_back(WarpRef { block: slot, warp: w as u32 });
+            }
+        }
+    }
+
+    fn retire(&mut self, slot: u32) -> Result<(), Box<Fault>> {
+        if let Err(late) = self.blocks[slot as usize].state.finish_bulk(&self.env.table) {
+            return Err(self.late_fault(slot, late));
+        }
+        self.live_blocks -= 1;
+        self.stats.blocks_done += 1;
+        if self.next_block < self.total_blocks {
+            self.start_block(slot);
+        }
+        Ok(())
+    }
+
+    /// Moves bulk copies on; see [`BlockState::progress_bulk`].
+    fn progress_bulk(&mut self, all: bool) -> Result<bool, Box<Fault>> {
+        let mut moved = false;
+        for slot in 0..self.blocks.len() {
+            let state = &mut self.blocks[slot].state;
+            if state.bulk.is_empty() {
+                continue;
+            }
+            let rng = if all { None } else { self.rng.as_mut() };
+            match state.progress_bulk(&self.env.table, rng) {
+                Ok(m) => moved |= m,
+                Err(late) => return Err(self.late_fault(slot as u32, late)),
+            }
+        }
+        if moved {
+            self.new_epoch();
+        }
+        Ok(moved)
+    }
+
+    fn late_fault(&self, block: u32, (kind, warp, pc): (FaultKind, u32, u32)) -> Box<Fault> {
+        self.fault_at(WarpRef { block, warp }, pc, None, kind)
+    }
+
+    fn fault_at(&self, at: WarpRef, pc: u32, lane: Option<u32>, kind: FaultKind) -> Box<Fault> {
+        let (ptx_line, ptx_text, source) = self.env.kernel.origin(pc);
+        let block = self.blocks[at.block as usize].state.ctaid;
+        let kernel = self.env.kernel.name.clone();
+        Box::new(Fault { kernel, block, warp: at.warp, lane, ptx_line, ptx_text, source, kind })
+    }
+
+    fn deadlock(&self, at: WarpRef, pc: u32) -> Box<Fault> {
+        self.fault_at(at, pc, None, FaultKind::Deadlock(self.stuck_report()))
+    }
+
+    /// Every live group of lanes and what it waits for.
+    #[must_use]
+    pub fn stuck_report(&self) -> StuckReport {
+        let kernel = &self.env.kernel;
+        let mut warps = vec![];
+        for block in self.blocks.iter().filter(|b| b.state.exited_warps < b.state.warps) {
+            for warp in &block.warps {
+                for g in &warp.groups {
+                    let (ptx_line, ptx_text, source) = kernel.origin(g.pc);
+                    let waiting = match g.state {
+                        GroupState::Ready => warp.waiting.clone().unwrap_or(WaitingFor::Nothing),
+                        GroupState::Lanes { mask } => {
+                            let arrived = warp.groups.iter().filter(|o| o.pc == g.pc).fold(0, |a, o| a | o.mask);
+                            WaitingFor::Lanes { mask: mask & warp.live, arrived }
+                        }
+                        GroupState::Barrier { id, arrived: true, .. } => {
+                            let b = &block.state.barriers[id as usize];
+                            WaitingFor::Barrier { barrier: id, arrived: b.arrived, expected: b.expected }
+                        }
+                        // The rest of its own warp is missing.
+                        GroupState::Barrier { .. } => WaitingFor::Lanes { mask: warp.live, arrived: g.mask },
+                    };
+                    warps.push(StuckWarp {
+                        block: block.state.ctaid,
+                        warp: warp.index,
+                        lanes: g.mask,
+                        ptx_line,
+                        ptx_text,
+                        source,
+                        waiting,
+                    });
+                }
+            }
+        }
+        StuckReport { kernel: kernel.name.clone(), warps }
+    }
+}
+
+fn check_launch(kernel: &Kernel, dev: &DeviceConfig, cfg: &GridConfig, params: &[u8]) -> Result<(), LaunchError> {
+    let name = || kernel.name.clone();
+    if params.len() != kernel.param_bytes {
+        return Err(LaunchError::ParamBytes {
+            kernel: name(),
+            expected: kernel.param_bytes,
+            actual: params.len(),
+        });
+    }
+    for (what, value, max) in [("grid", cfg.grid, MAX_GRID), ("block", cfg.block, MAX_BLOCK)] {
+        if value.iter().zip(max).any(|(&v, m)| v == 0 || v > m) {
+            return Err(LaunchError::Dimension { kernel: name(), what, value, max });
+        }
+    }
+    let threads = cfg.block.iter().map(|&d| u64::from(d)).product::<u64>();
+    let max = kernel.max_threads.unwrap_or(MAX_THREADS).min(MAX_THREADS);
+    if threads > u64::from(max) {
+        return Err(LaunchError::TooManyThreads { kernel: name(), threads, max });
+    }
+    if let Some(required) = kernel.required_block.filter(|r| *r != cfg.block) {
+        return Err(LaunchError::BlockShape { kernel: name(), required, block: cfg.block });
+    }
+    let total = u64::from(kernel.static_shared) + u64::from(cfg.dynamic_shared_bytes);
+    if total > u64::from(dev.shared_bytes_per_block) {
+        return Err(LaunchError::SharedMemory {
+            kernel: name(),
+            static_bytes: kernel.static_shared,
+            dynamic_bytes: cfg.dynamic_shared_bytes,
+            max: dev.shared_bytes_per_block,
+        });
+    }
+    Ok(())
+}
+
+/// Where dynamic shared memory starts in the shared window.
+fn dynamic_shared_offset(kernel: &Kernel) -> u32 {
+    // The lowering has rounded the static part up to the alignment of the dynamic part.
+    SHARED_BASE + kernel.static_shared
+}
+
+fn reset_registers(regs: &mut Regs, [n32, n64, np]: [u32; 3]) {
+    regs.r32.clear();
+    regs.r32.resize(n32 as usize, [0; 32]);
+    regs.r64.clear();
+    regs.r64.resize(n64 as usize, [0; 32]);
+    regs.pred.clear();
+    regs.pred.resize(np as usize, 0);
+}
+
+#[allow(clippy::too_many_arguments)]
+fn special(
+    s: Special,
+    warp: u32,
+    lane: u32,
+    ctaid: [u32; 3],
+    cfg: &GridConfig,
+    kernel: &Kernel,
+    sm: u32,
+    sm_count: u32,
+    grid_id: u64,
+) -> u64 {
+    let linear = warp * 32 + lane;
+    let [bx, by, bz] = cfg.block;
+    let v = match s {
+        Special::Tid(0) => linear % bx,
+        Special::Tid(1) => linear / bx % by,
+        Special::Tid(_) => linear / bx / by % bz,
+        Special::Ntid(d) => cfg.block[usize::from(d)],
+        Special::Ctaid(d) => ctaid[usize::from(d)],
+        Special::Nctaid(d) => cfg.grid[usize::from(d)],
+        Special::LaneId => lane,
+        Special::WarpId => warp,
+        Special::NWarpId => (bx * by * bz).div_ceil(32),
+        Special::SmId => sm,
+        Special::NSmId => sm_count,
+        Special::LaneMaskEq => 1 << lane,
+        Special::LaneMaskLt => (1 << lane) - 1,
+        Special::LaneMaskLe => (1 << lane) | ((1 << lane) - 1),
+        Special::LaneMaskGt => !((1 << lane) | ((1 << lane) - 1)),
+        Special::LaneMaskGe => !((1u32 << lane) - 1),
+        Special::GridId => return grid_id,
+        Special::DynamicSmemSize => cfg.dynamic_shared_bytes,
+        Special::TotalSmemSize => kernel.static_shared + cfg.dynamic_shared_bytes,
+        Special::Zero => 0,
+        Special::One => 1,
+    };
+    u64::from(v)
+}

@@ -1,0 +1,279 @@
+//! The compact form that the interpreter runs: names resolved to register slots, one variant per kind of work.
+//!
+//! Registers live in three files per warp ([`Regs`]): 32-bit (8- and 16-bit values too), 64-bit, and predicates. A slot
+//! holds the 32 lanes of one register side by side, so an operation on a full warp is a loop the compiler vectorises.
+//! Immediates and read-only special registers are slots as well, filled when the warp starts: an operand is always
+//! just a slot number.
+
+/// All 32 lanes.
+pub(crate) const FULL: u32 = u32::MAX;
+
+/// Slot 0 of each file is a scratch register: it takes results that nobody wants, and as an optional operand it means
+/// "not given".
+pub(crate) const SINK: u32 = 0;
+
+/// Predicate slot of the carry flag (`add.cc`, `addc`, ..).
+pub(crate) const CARRY: u32 = 1;
+
+/// Register file of a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum File {
+    R32,
+    R64,
+    Pred,
+}
+
+/// The registers of one warp.
+#[derive(Debug, Default)]
+pub(crate) struct Regs {
+    pub(crate) r32: Vec<[u32; 32]>,
+    pub(crate) r64: Vec<[u64; 32]>,
+    /// One bit per lane.
+    pub(crate) pred: Vec<u32>,
+}
+
+/// An arithmetic operation over the lanes of a mask. What each slot means is fixed by its constructor.
+pub(crate) type AluFn = fn(&mut Regs, &[u32; 6], u32);
+
+/// What a slot holds when a warp starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Init {
+    /// The same bits in every lane.
+    Bits(u64),
+    /// Address of the module's variables plus an offset.
+    GlobalAddress(u64),
+    /// Start of dynamic shared memory: offset in the shared window.
+    DynamicShared(u64),
+    Special(Special),
+}
+
+/// Special registers that do not change while a warp runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Special {
+    Tid(u8),
+    Ntid(u8),
+    Ctaid(u8),
+    Nctaid(u8),
+    LaneId,
+    WarpId,
+    NWarpId,
+    SmId,
+    NSmId,
+    LaneMaskLt,
+    LaneMaskLe,
+    LaneMaskEq,
+    LaneMaskGe,
+    LaneMaskGt,
+    GridId,
+    DynamicSmemSize,
+    TotalSmemSize,
+    /// A cluster is always one block: ids are 0, counts are 1.
+    Zero,
+    One,
+}
+
+/// Registers that are read at the moment of execution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Timer {
+    Clock,
+    ClockHi,
+    Clock64,
+    GlobalTimer,
+    GlobalTimerLo,
+    GlobalTimerHi,
+}
+
+/// State space of an access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Space {
+    Generic,
+    Global,
+    Shared,
+    Local,
+    Param,
+}
+
+/// Memory ordering of an access; the scope does not matter here, since every access is to real host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sem {
+    Weak,
+    /// Also `.volatile` and `.mmio`.
+    Relaxed,
+    Acquire,
+    Release,
+    AcqRel,
+}
+
+/// `[base + offset]`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Addr {
+    pub(crate) slot: u32,
+    /// The base is a 64-bit register.
+    pub(crate) wide: bool,
+    pub(crate) offset: i64,
+}
+
+/// A load or a store of `n` elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Access {
+    pub(crate) space: Space,
+    pub(crate) sem: Sem,
+    pub(crate) addr: Addr,
+    /// Bytes per element: 1, 2, 4 or 8.
+    pub(crate) bytes: u8,
+    /// Elements: 1, 2 or 4.
+    pub(crate) n: u8,
+    /// Registers are in the 64-bit file.
+    pub(crate) wide: bool,
+    /// Sign-extend loaded elements.
+    pub(crate) signed: bool,
+    pub(crate) regs: [u32; 4],
+}
+
+/// Read-modify-write operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rmw {
+    Add,
+    Min,
+    Max,
+    MinS,
+    MaxS,
+    Inc,
+    Dec,
+    And,
+    Or,
+    Xor,
+    Exch,
+    Cas,
+    AddF32,
+    AddF64,
+    AddF16,
+    AddBf16,
+    AddF16x2,
+    AddBf16x2,
+}
+
+/// `atom` and `red`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Atomic {
+    pub(crate) op: Rmw,
+    pub(crate) space: Space,
+    pub(crate) addr: Addr,
+    /// 2, 4 or 8.
+    pub(crate) bytes: u8,
+    /// [`SINK`] for `red`.
+    pub(crate) d: u32,
+    pub(crate) a: u32,
+    /// Second operand of `cas`.
+    pub(crate) b: u32,
+}
+
+/// Warp-wide operations: they wait until all lanes of the member mask are there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WarpOp {
+    /// `barrier.warp.sync`
+    Sync,
+    Shfl { mode: ShflMode, d: u32, p: u32, a: u32, lane: u32, clamp: u32 },
+    VoteAll { d: u32, p: u32 },
+    VoteAny { d: u32, p: u32 },
+    VoteUni { d: u32, p: u32 },
+    Ballot { d: u32, p: u32 },
+    MatchAny { d: u32, a: u32, wide: bool },
+    MatchAll { d: u32, p: u32, a: u32, wide: bool },
+    Redux { op: Rmw, d: u32, a: u32 },
+    Elect { d: u32, p: u32 },
+}
+
+/// Modes of `shfl.sync`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ShflMode {
+    Up,
+    Down,
+    Bfly,
+    Idx,
+}
+
+/// What a lane does at a block barrier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BarrierKind {
+    Sync,
+    Arrive,
+}
+
+/// Operations on an mbarrier object.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum MbarOp {
+    Init { count: u32 },
+    Inval,
+    /// `state` may be [`SINK`]; `tx` is [`SINK`] without `.expect_tx`.
+    Arrive { state: u32, count: u32, tx: u32, drop: bool },
+    ExpectTx { tx: u32 },
+    CompleteTx { tx: u32 },
+    /// `state` is a 64-bit slot.
+    TestState { p: u32, state: u32 },
+    TestParity { p: u32, parity: u32 },
+}
+
+/// Bulk copies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum BulkOp {
+    /// Global to shared, completing on an mbarrier.
+    Load { dst: Addr, src: Addr, size: u32, mbar: Addr },
+    /// Shared to global, in a bulk group.
+    Store { dst: Addr, src: Addr, size: u32 },
+    /// Shared to shared of the cluster (here: of the same block), completing on an mbarrier.
+    SharedToShared { dst: Addr, src: Addr, size: u32, mbar: Addr },
+    Prefetch { src: Addr, size: u32 },
+    Commit,
+    Wait { pending: u32, read_only: bool },
+}
+
+/// One instruction's work.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Op {
+    Alu { f: AluFn, s: [u32; 6] },
+    Bra { target: u32 },
+    /// Index slot and table number.
+    BrxIdx { index: u32, table: u32 },
+    Ld(Access),
+    St(Access),
+    Atom(Atomic),
+    Fence,
+    Timer { what: Timer, d: u32 },
+    ActiveMask { d: u32 },
+    Warp { op: WarpOp, mask: u32 },
+    /// `count` is [`SINK`] when all threads take part.
+    Barrier { kind: BarrierKind, id: u32, count: u32, aligned: bool },
+    Mbar { op: MbarOp, addr: Addr, space: Space },
+    /// `mbarrier.pending_count d, state`.
+    PendingCount { d: u32, state: u32 },
+    Bulk(BulkOp),
+    /// Gives way to other warps.
+    Sleep,
+    Exit,
+    Trap,
+    /// Hints and fences that order what is always in order here.
+    Nop,
+}
+
+/// A guard that is always true.
+pub(crate) const NO_GUARD: u32 = u32::MAX;
+/// Bit of a guard that negates it.
+pub(crate) const GUARD_NOT: u32 = 1 << 31;
+
+/// An instruction.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Inst {
+    pub(crate) op: Op,
+    /// Predicate slot, possibly with [`GUARD_NOT`], or [`NO_GUARD`].
+    pub(crate) guard: u32,
+}
+
+/// Where an instruction came from.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Origin {
+    pub(crate) ptx_line: u32,
+    /// `.file` number and line; line 0 when unknown.
+    pub(crate) file: u32,
+    pub(crate) line: u32,
+}

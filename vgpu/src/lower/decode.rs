@@ -1,0 +1,223 @@
+//! From an opcode to what to do with its operands.
+
+use super::types::{Mods, Ty};
+use super::{Lower, Lowered, arith, convert, mem, sync, timer_register};
+use crate::ast::{Operand, Pos};
+use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
+use crate::ir::{File, Op, Regs, SINK};
+
+/// Takes the operands of an instruction whose opcode has been understood, and adds it to the code.
+pub(crate) type Emit = Box<dyn Fn(&mut Lower, &[(Operand, Pos)]) -> Lowered<()>>;
+
+/// Looks at an opcode with its modifiers. The error says what is not supported.
+pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
+    let mut mods = Mods::new(opcode);
+    let m = &mut mods;
+    let emit: Emit = match m.base {
+        "mov" => mov(m)?,
+        "bra" => {
+            m.has("uni");
+            Box::new(branch)
+        }
+        "brx" => {
+            if !m.has("idx") {
+                return m.unsupported();
+            }
+            m.has("uni");
+            Box::new(indexed_branch)
+        }
+        "ret" | "exit" => {
+            m.has("uni");
+            plain(Op::Exit, 0)
+        }
+        "trap" => plain(Op::Trap, 0),
+        "brkpt" => plain(Op::Nop, 0),
+        "pmevent" => {
+            m.has("mask");
+            plain(Op::Nop, 1)
+        }
+        "setmaxnreg" => {
+            if m.one_of(&[("inc", ()), ("dec", ())]).is_none() {
+                return m.unsupported();
+            }
+            m.ignore(&["sync", "aligned", "u32"]);
+            plain(Op::Nop, 1)
+        }
+        "griddepcontrol" => {
+            if m.one_of(&[("launch_dependents", ()), ("wait", ())]).is_none() {
+                return m.unsupported();
+            }
+            plain(Op::Nop, 0)
+        }
+        "nanosleep" => {
+            m.has("u32");
+            Box::new(|l, ops| {
+                l.count(ops, 1..=1)?;
+                l.source_of::<u32>(&ops[0])?;
+                l.push(Op::Sleep);
+                Ok(())
+            })
+        }
+        "activemask" => {
+            m.has("b32");
+            Box::new(|l, ops| {
+                l.count(ops, 1..=1)?;
+                let d = l.dest_of::<u32>(&ops[0])?;
+                l.push(Op::ActiveMask { d });
+                Ok(())
+            })
+        }
+        "call" => return Err("'call' is not supported: inline every function into the kernel".to_string()),
+        "cvt" => convert::cvt(m)?,
+        "ld" | "ldu" => mem::load(m)?,
+        "st" => mem::store(m)?,
+        "atom" | "red" => mem::atomic(m)?,
+        "prefetch" | "prefetchu" | "discard" | "applypriority" | "createpolicy" => mem::hint(m)?,
+        "cvta" | "isspacep" | "mapa" => mem::spaces(m)?,
+        "fence" | "membar" => sync::fence(m)?,
+        "barrier" | "bar" => sync::barrier(m)?,
+        "mbarrier" => sync::mbarrier(m)?,
+        "cp" => sync::bulk(m)?,
+        "shfl" | "vote" | "match" | "redux" | "elect" => sync::warp_wide(m)?,
+        _ => arith::decode(m)?,
+    };
+    m.finish()?;
+    Ok(emit)
+}
+
+/// An instruction without anything to do at run time but `op`; its operands are only counted.
+fn plain(op: Op, operands: usize) -> Emit {
+    Box::new(move |l, ops| {
+        l.count(ops, operands..=operands)?;
+        l.push(op);
+        Ok(())
+    })
+}
+
+/// An instruction whose operands are those of its [`Spec`].
+pub(super) fn simple(spec: Spec) -> Emit {
+    Box::new(move |l, ops| l.alu(&spec, ops, &[]))
+}
+
+fn branch(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+    l.count(ops, 1..=1)?;
+    let (Operand::Name(name), pos) = &ops[0] else {
+        return l.error("a branch needs a label");
+    };
+    let at = l.code.len();
+    l.fixup(name, *pos, super::Place::Branch(at));
+    l.push(Op::Bra { target: 0 });
+    Ok(())
+}
+
+fn indexed_branch(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+    l.count(ops, 2..=2)?;
+    let index = l.source_of::<u32>(&ops[0])?;
+    let (Operand::Name(name), pos) = &ops[1] else {
+        return l.error("brx.idx needs the name of a .branchtargets list");
+    };
+    match l.lookup(name, *pos)? {
+        super::Binding::Targets { table } => {
+            l.push(Op::BrxIdx { index, table });
+            Ok(())
+        }
+        _ => Err((*pos, format!("'{name}' is not a .branchtargets list"))),
+    }
+}
+
+fn mov(m: &mut Mods) -> Result<Emit, String> {
+    let ty = m.ty()?;
+    let spec = match ty {
+        Ty::Pred => crate::exec::lanes::op_pred(|a, _| a),
+        Ty::B16 | Ty::U16 | Ty::S16 | Ty::F16 | Ty::Bf16 => op1(|a: u16| a),
+        Ty::B32 | Ty::U32 | Ty::S32 | Ty::F32 | Ty::F16x2 | Ty::Bf16x2 => op1(|a: u32| a),
+        Ty::B64 | Ty::U64 | Ty::S64 | Ty::F64 => op1(|a: u64| a),
+        _ => return m.unsupported(),
+    };
+    let (file, bits) = (ty.file(), ty.bits());
+    Ok(Box::new(move |l, ops| {
+        l.count(ops, 2..=2)?;
+        match (&ops[0].0, &ops[1].0) {
+            (Operand::Vector(parts), _) => move_parts(l, parts, ops[0].1, &ops[1], file, bits, Role::Def),
+            (_, Operand::Vector(parts)) => move_parts(l, parts, ops[1].1, &ops[0], file, bits, Role::Use),
+            (_, Operand::Name(name)) if timer_register(name).is_some_and(|(_, b)| b == bits) => {
+                let d = l.dest(&ops[0], file, bits)?;
+                let Some((what, _)) = timer_register(name) else { return l.error("not a timer") };
+                l.push(Op::Timer { what, d });
+                Ok(())
+            }
+            _ => {
+                let (d, a) = (l.dest(&ops[0], file, bits)?, l.source(&ops[1], file, bits)?);
+                l.push(Op::Alu { f: spec.f, s: [d, a, a, 0, 0, 0] });
+                Ok(())
+            }
+        }
+    }))
+}
+
+/// `mov.b64 {a, b}, r` (`role` of the parts: `Def`) and `mov.b64 r, {a, b}` (`Use`).
+fn move_parts(
+    l: &mut Lower,
+    parts: &[Operand],
+    pos: Pos,
+    whole: &(Operand, Pos),
+    file: File,
+    bits: u32,
+    role: Role,
+) -> Lowered<()> {
+    let f = match (role, bits, parts.len()) {
+        (Role::Def, 32, 2) => split::<u32, u16, 2>,
+        (Role::Def, 64, 2) => split::<u64, u32, 2>,
+        (Role::Def, 64, 4) => split::<u64, u16, 4>,
+        (Role::Use, 32, 2) => join::<u32, u16, 2>,
+        (Role::Use, 64, 2) => join::<u64, u32, 2>,
+        (Role::Use, 64, 4) => join::<u64, u16, 4>,
+        (_, _, n) => return Err((pos, format!("{n} parts of a {bits}-bit value are not supported"))),
+    };
+    let sig = Sig { role, file: File::R32, bits: bits / parts.len() as u32 };
+    let other = Sig { role: if role == Role::Def { Role::Use } else { Role::Def }, file, bits };
+    let mut s = [SINK; 6];
+    s[0] = l.operand(whole, &other)?;
+    for (i, p) in parts.iter().enumerate() {
+        s[i + 1] = l.operand(&(p.clone(), pos), &sig)?;
+    }
+    l.push(Op::Alu { f, s });
+    Ok(())
+}
+
+/// Words that can be cut in parts.
+trait Word: Lane {
+    fn to_bits(self) -> u64;
+    fn of_bits(v: u64) -> Self;
+}
+
+macro_rules! word {
+    ($($t:ty),*) => {$(
+        impl Word for $t {
+            fn to_bits(self) -> u64 {
+                u64::from(self)
+            }
+            fn of_bits(v: u64) -> Self {
+                v as $t
+            }
+        }
+    )*};
+}
+word!(u16, u32, u64);
+
+/// Slots: whole, parts from the low end on.
+fn split<W: Word, P: Word, const N: usize>(r: &mut Regs, s: &[u32; 6], m: u32) {
+    for i in lanes(m) {
+        let v = W::get(r, s[0], i).to_bits();
+        for k in 0..N {
+            P::set(r, s[k + 1], i, P::of_bits(v >> (k as u32 * P::BITS)));
+        }
+    }
+}
+
+fn join<W: Word, P: Word, const N: usize>(r: &mut Regs, s: &[u32; 6], m: u32) {
+    for i in lanes(m) {
+        let v = (0..N).fold(0, |v, k| v | P::get(r, s[k + 1], i).to_bits() << (k as u32 * P::BITS));
+        W::set(r, s[0], i, W::of_bits(v));
+    }
+}

@@ -1,0 +1,324 @@
+//! Decoding of loads, stores, atomics, address-space instructions and cache hints.
+
+use super::decode::{Emit, simple};
+use super::types::{Mods, Ty};
+use super::{Lower, Lowered};
+use crate::ast::{Operand, Pos};
+use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
+use crate::exec::lanes::{Lane, op1};
+use crate::ir::{Access, Atomic, File, Init, Op, Rmw, SINK, Sem, Space};
+
+const SPACES: &[(&str, Space)] = &[
+    ("global", Space::Global),
+    ("shared", Space::Shared),
+    ("shared::cta", Space::Shared),
+    // A cluster is one block.
+    ("shared::cluster", Space::Shared),
+    ("local", Space::Local),
+    ("param", Space::Param),
+    ("param::entry", Space::Param),
+    // Constants live beside the global variables.
+    ("const", Space::Global),
+];
+
+const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
+
+const CACHE_HINTS: &[&str] = &[
+    "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc",
+    "L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate",
+    "L2::evict_normal", "L2::evict_first", "L2::evict_last",
+    "L2::64B", "L2::128B", "L2::256B",
+];
+
+fn ordering(m: &mut Mods) -> Sem {
+    m.one_of(&[
+        ("weak", Sem::Weak),
+        ("relaxed", Sem::Relaxed),
+        ("acquire", Sem::Acquire),
+        ("release", Sem::Release),
+        ("acq_rel", Sem::AcqRel),
+        ("volatile", Sem::Relaxed),
+        ("mmio", Sem::Relaxed),
+    ])
+    .unwrap_or(Sem::Weak)
+}
+
+/// What a load and a store have in common.
+struct Shape {
+    space: Space,
+    sem: Sem,
+    n: u8,
+    ty: Ty,
+    /// A 64-bit cache policy operand comes last.
+    policy: bool,
+}
+
+fn shape(m: &mut Mods) -> Result<Shape, String> {
+    let mut sem = ordering(m);
+    // `.mmio` and `.relaxed` come together.
+    if m.has("mmio") || m.has("relaxed") {
+        sem = if sem == Sem::Weak { Sem::Relaxed } else { sem };
+    }
+    m.ignore(SCOPES);
+    let space = m.one_of(SPACES).unwrap_or(Space::Generic);
+    m.ignore(CACHE_HINTS);
+    let policy = m.has("L2::cache_hint");
+    let n = m.one_of(&[("v2", 2), ("v4", 4)]).unwrap_or(1);
+    let ty = m.ty()?;
+    if ty == Ty::Pred || matches!(ty, Ty::E4m3x2 | Ty::E5m2x2) || ty.bits() / 8 * n > 16 {
+        return m.unsupported();
+    }
+    Ok(Shape { space, sem, n: n as u8, ty, policy })
+}
+
+/// The registers of a load or store and whether they are 64 bits wide.
+fn registers(l: &mut Lower, op: &(Operand, Pos), s: &Shape, dest: bool) -> Lowered<(bool, [u32; 4])> {
+    let single;
+    let items = match &op.0 {
+        Operand::Vector(v) => v.as_slice(),
+        other => {
+            single = [other.clone()];
+            &single
+        }
+    };
+    if items.len() != usize::from(s.n) {
+        return Err((op.1, format!("{} registers given, {} expected", items.len(), s.n)));
+    }
+    let (natural, bits) = (s.ty.file(), s.ty.bits());
+    let mut regs = [SINK; 4];
+    let mut wide = None;
+    for (slot, item) in regs.iter_mut().zip(items) {
+        let op = (item.clone(), op.1);
+        match l.any_register(&op)? {
+            Some((File::Pred, ..)) => return Err((op.1, "a predicate cannot be loaded or stored".into())),
+            Some((file, b, _)) if b < bits => {
+                return Err((op.1, format!("a {b}-bit register cannot hold {bits} bits ({file:?})")));
+            }
+            Some((file, _, s)) => {
+                let w = file == File::R64;
+                if *wide.get_or_insert(w) != w {
+                    return Err((op.1, "registers of different widths in one vector".into()));
+                }
+                *slot = s;
+            }
+            None if dest && item == &Operand::Sink => {}
+            None if dest => return Err((op.1, "destination is not a register".into())),
+            None => *slot = l.source(&op, natural, bits.max(16))?,
+        }
+    }
+    Ok((wide.unwrap_or(natural == File::R64), regs))
+}
+
+fn access(l: &mut Lower, ops: &[(Operand, Pos)], s: &Shape, dest: bool) -> Lowered<Access> {
+    let n = 2 + usize::from(s.policy);
+    l.count(ops, n..=n)?;
+    if s.policy {
+        l.source_of::<u64>(&ops[2])?;
+    }
+    let (reg, addr) = if dest { (&ops[0], &ops[1]) } else { (&ops[1], &ops[0]) };
+    let (wide, regs) = registers(l, reg, s, dest)?;
+    Ok(Access {
+        space: s.space,
+        sem: s.sem,
+        addr: l.address(addr)?,
+        bytes: (s.ty.bits() / 8) as u8,
+        n: s.n,
+        wide,
+        signed: s.ty.is_signed(),
+        regs,
+    })
+}
+
+/// `ld`, `ldu`
+pub(super) fn load(m: &mut Mods) -> Result<Emit, String> {
+    let s = shape(m)?;
+    if matches!(s.sem, Sem::Release | Sem::AcqRel) {
+        return m.unsupported();
+    }
+    Ok(Box::new(move |l, ops| {
+        let a = access(l, ops, &s, true)?;
+        l.push(Op::Ld(a));
+        Ok(())
+    }))
+}
+
+/// `st`
+pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
+    let s = shape(m)?;
+    if matches!(s.sem, Sem::Acquire | Sem::AcqRel) || s.space == Space::Param {
+        return m.unsupported();
+    }
+    Ok(Box::new(move |l, ops| {
+        let a = access(l, ops, &s, false)?;
+        l.push(Op::St(a));
+        Ok(())
+    }))
+}
+
+/// `atom`, `red`
+pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
+    let red = m.base == "red";
+    // Every atomic is sequentially consistent here, which is stronger than any order asked for.
+    ordering(m);
+    m.ignore(SCOPES);
+    let space = m.one_of(SPACES).unwrap_or(Space::Generic);
+    let policy = m.has("L2::cache_hint");
+    #[derive(Clone, Copy, PartialEq)]
+    enum Name {
+        Add,
+        Min,
+        Max,
+        Inc,
+        Dec,
+        And,
+        Or,
+        Xor,
+        Exch,
+        Cas,
+    }
+    let Some(name) = m.one_of(&[
+        ("add", Name::Add),
+        ("min", Name::Min),
+        ("max", Name::Max),
+        ("inc", Name::Inc),
+        ("dec", Name::Dec),
+        ("and", Name::And),
+        ("or", Name::Or),
+        ("xor", Name::Xor),
+        ("exch", Name::Exch),
+        ("cas", Name::Cas),
+    ]) else {
+        return m.unsupported();
+    };
+    let noftz = m.has("noftz");
+    let ty = m.ty()?;
+    let small_float = matches!(ty, Ty::F16 | Ty::F16x2 | Ty::Bf16 | Ty::Bf16x2);
+    let op = match (name, ty) {
+        (Name::Add, Ty::U32 | Ty::S32 | Ty::U64 | Ty::S64) => Rmw::Add,
+        (Name::Add, Ty::F32) => Rmw::AddF32,
+        (Name::Add, Ty::F64) => Rmw::AddF64,
+        (Name::Add, Ty::F16) => Rmw::AddF16,
+        (Name::Add, Ty::Bf16) => Rmw::AddBf16,
+        (Name::Add, Ty::F16x2) => Rmw::AddF16x2,
+        (Name::Add, Ty::Bf16x2) => Rmw::AddBf16x2,
+        (Name::Min, Ty::U32 | Ty::U64) => Rmw::Min,
+        (Name::Max, Ty::U32 | Ty::U64) => Rmw::Max,
+        (Name::Min, Ty::S32 | Ty::S64) => Rmw::MinS,
+        (Name::Max, Ty::S32 | Ty::S64) => Rmw::MaxS,
+        (Name::Inc, Ty::U32) => Rmw::Inc,
+        (Name::Dec, Ty::U32) => Rmw::Dec,
+        (Name::And, Ty::B32 | Ty::B64) => Rmw::And,
+        (Name::Or, Ty::B32 | Ty::B64) => Rmw::Or,
+        (Name::Xor, Ty::B32 | Ty::B64) => Rmw::Xor,
+        (Name::Exch, Ty::B32 | Ty::B64) if !red => Rmw::Exch,
+        (Name::Cas, Ty::B16 | Ty::B32 | Ty::B64) if !red => Rmw::Cas,
+        _ => return m.unsupported(),
+    };
+    if noftz != small_float || matches!(space, Space::Local | Space::Param) {
+        return m.unsupported();
+    }
+    let cas = op == Rmw::Cas;
+    let bits = ty.bits();
+    Ok(Box::new(move |l, ops| {
+        let n = 2 + usize::from(!red) + usize::from(cas) + usize::from(policy);
+        l.count(ops, n..=n)?;
+        if policy {
+            l.source_of::<u64>(&ops[n - 1])?;
+        }
+        let file = ty.file();
+        let (d, rest) = if red { (SINK, ops) } else { (l.dest(&ops[0], file, bits)?, &ops[1..]) };
+        let addr = l.address(&rest[0])?;
+        let a = l.source(&rest[1], file, bits)?;
+        let b = if cas { l.source(&rest[2], file, bits)? } else { SINK };
+        l.push(Op::Atom(Atomic { op, space, addr, bytes: (bits / 8) as u8, d, a, b }));
+        Ok(())
+    }))
+}
+
+/// `prefetch`, `discard`, `applypriority`: nothing to do. `createpolicy`: a policy that nothing looks at.
+pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
+    if m.base == "createpolicy" {
+        if !m.has("fractional") {
+            return m.unsupported();
+        }
+        let policies = ["L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"];
+        // A primary and possibly a secondary priority.
+        for _ in 0..2 {
+            m.ignore(&policies);
+        }
+        m.has("b64");
+        return Ok(Box::new(|l, ops| {
+            l.count(ops, 1..=2)?;
+            let d = l.dest_of::<u64>(&ops[0])?;
+            if let Some(fraction) = ops.get(1) {
+                l.source_of::<f32>(fraction)?;
+            }
+            let zero = l.constant(File::R64, Init::Bits(0));
+            l.push(Op::Alu { f: op1(|a: u64| a).f, s: [d, zero, 0, 0, 0, 0] });
+            Ok(())
+        }));
+    }
+    m.one_of(SPACES);
+    m.ignore(&["L1", "L2", "L2::evict_last", "L2::evict_normal"]);
+    Ok(Box::new(|l, ops| {
+        l.count(ops, 1..=2)?;
+        l.address(&ops[0])?;
+        l.push(Op::Nop);
+        Ok(())
+    }))
+}
+
+/// `cvta`, `isspacep`, `mapa`
+pub(super) fn spaces(m: &mut Mods) -> Result<Emit, String> {
+    const TAG: u64 = 0xff << 56;
+    match m.base {
+        "cvta" => {
+            let to = m.has("to");
+            let space = m.one_of(SPACES);
+            if m.ty()? != Ty::U64 {
+                return m.unsupported();
+            }
+            let spec = match (space, to) {
+                (Some(Space::Global), _) => op1(|a: u64| a),
+                (Some(Space::Shared), false) => op1(|a: u64| a | SHARED_TAG),
+                (Some(Space::Local), false) => op1(|a: u64| a | LOCAL_TAG),
+                (Some(Space::Param), false) => op1(|a: u64| a | PARAM_TAG),
+                // An address of another space keeps its tag, so that its use is noticed.
+                (Some(Space::Shared), true) => op1(|a: u64| if a & TAG == SHARED_TAG { a & !TAG } else { a }),
+                (Some(Space::Local), true) => op1(|a: u64| if a & TAG == LOCAL_TAG { a & !TAG } else { a }),
+                (Some(Space::Param), true) => op1(|a: u64| if a & TAG == PARAM_TAG { a & !TAG } else { a }),
+                _ => return m.unsupported(),
+            };
+            Ok(simple(spec))
+        }
+        "isspacep" => Ok(simple(match m.one_of(SPACES) {
+            Some(Space::Global) => op1(|a: u64| a & TAG == 0),
+            Some(Space::Shared) => op1(|a: u64| a & TAG == SHARED_TAG),
+            Some(Space::Local) => op1(|a: u64| a & TAG == LOCAL_TAG),
+            Some(Space::Param) => op1(|a: u64| a & TAG == PARAM_TAG),
+            _ => return m.unsupported(),
+        })),
+        _ => {
+            // `mapa`: the address of the same variable in a block of the cluster, and the cluster is this block.
+            let shared = m.one_of(SPACES);
+            let ty = m.ty()?;
+            if !matches!(shared, None | Some(Space::Shared)) {
+                return m.unsupported();
+            }
+            match ty {
+                Ty::U32 => Ok(mapa::<u32>()),
+                Ty::U64 => Ok(mapa::<u64>()),
+                _ => m.unsupported(),
+            }
+        }
+    }
+}
+
+fn mapa<T: Lane>() -> Emit {
+    let spec = op1(|a: T| a);
+    Box::new(move |l, ops| {
+        l.count(ops, 3..=3)?;
+        l.source_of::<u32>(&ops[2])?;
+        l.alu(&spec, &ops[..2], &[])
+    })
+}

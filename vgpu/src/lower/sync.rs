@@ -1,0 +1,362 @@
+//! Decoding of fences, barriers, warp-wide instructions and bulk copies.
+
+use super::decode::Emit;
+use super::types::{Mods, Ty};
+use super::{Lower, Lowered};
+use crate::ast::{Operand, Pos};
+use crate::ir::{BarrierKind, BulkOp, File, MbarOp, Op, Rmw, SINK, ShflMode, Space, WarpOp};
+
+const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
+const SHARED: &[(&str, ())] = &[("shared", ()), ("shared::cta", ()), ("shared::cluster", ())];
+
+/// `fence`, `membar`
+pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
+    let known = if m.base == "membar" {
+        m.one_of(&[("cta", ()), ("gl", ()), ("sys", ())]).is_some()
+    } else if m.has("proxy") {
+        let known = m.one_of(&[("async", ()), ("alias", ()), ("async::generic", ())]).is_some();
+        m.ignore(&["global", "shared::cta", "shared::cluster", "acquire", "release"]);
+        m.ignore(&["sync_restrict::shared::cta", "sync_restrict::shared::cluster", "cluster"]);
+        known
+    } else if m.has("mbarrier_init") {
+        m.ignore(&["release", "cluster"]);
+        true
+    } else {
+        let order = m.one_of(&[("sc", ()), ("acq_rel", ()), ("acquire", ()), ("release", ())]);
+        order.is_some() & m.one_of(&[("cta", ()), ("cluster", ()), ("gpu", ()), ("sys", ())]).is_some()
+    };
+    if !known {
+        return m.unsupported();
+    }
+    Ok(Box::new(|l, ops| {
+        l.count(ops, 0..=0)?;
+        l.push(Op::Fence);
+        Ok(())
+    }))
+}
+
+/// `barrier`, `bar`
+pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
+    if m.has("warp") {
+        if !m.has("sync") {
+            return m.unsupported();
+        }
+        return Ok(Box::new(|l, ops| {
+            l.count(ops, 1..=1)?;
+            let mask = l.source_of::<u32>(&ops[0])?;
+            l.push(Op::Warp { op: WarpOp::Sync, mask });
+            Ok(())
+        }));
+    }
+    // `bar` is `barrier.aligned`.
+    let aligned = m.base == "bar";
+    m.has("cta");
+    let kind = m.one_of(&[("sync", BarrierKind::Sync), ("arrive", BarrierKind::Arrive)]);
+    let aligned = m.has("aligned") || aligned;
+    let Some(kind) = kind else { return m.unsupported() };
+    Ok(Box::new(move |l, ops| {
+        // Who only arrives must say how many are expected.
+        l.count(ops, if kind == BarrierKind::Arrive { 2 } else { 1 }..=2)?;
+        let id = l.source_of::<u32>(&ops[0])?;
+        let count = ops.get(1).map_or(Ok(SINK), |op| l.source_of::<u32>(op))?;
+        l.push(Op::Barrier { kind, id, count, aligned });
+        Ok(())
+    }))
+}
+
+/// `d` or `d|p`.
+fn pair(op: &(Operand, Pos)) -> ((Operand, Pos), Option<(Operand, Pos)>) {
+    match &op.0 {
+        Operand::Pair(a, b) => ((Operand::clone(a), op.1), Some((Operand::clone(b), op.1))),
+        other => ((other.clone(), op.1), None),
+    }
+}
+
+fn optional_pred(l: &mut Lower, op: &Option<(Operand, Pos)>) -> Lowered<u32> {
+    op.as_ref().map_or(Ok(SINK), |op| l.dest(op, File::Pred, 1))
+}
+
+/// `shfl`, `vote`, `match`, `redux`, `elect`
+pub(super) fn warp_wide(m: &mut Mods) -> Result<Emit, String> {
+    if !m.has("sync") {
+        return Err(format!("'{}' is not supported: only the .sync form is", m.opcode));
+    }
+    match m.base {
+        "shfl" => {
+            let mode = m.one_of(&[
+                ("up", ShflMode::Up),
+                ("down", ShflMode::Down),
+                ("bfly", ShflMode::Bfly),
+                ("idx", ShflMode::Idx),
+            ]);
+            let (Some(mode), true) = (mode, m.has("b32")) else { return m.unsupported() };
+            Ok(Box::new(move |l, ops| {
+                l.count(ops, 5..=5)?;
+                let (d, p) = pair(&ops[0]);
+                let op = WarpOp::Shfl {
+                    mode,
+                    d: l.dest_of::<u32>(&d)?,
+                    p: optional_pred(l, &p)?,
+                    a: l.source_of::<u32>(&ops[1])?,
+                    lane: l.source_of::<u32>(&ops[2])?,
+                    clamp: l.source_of::<u32>(&ops[3])?,
+                };
+                let mask = l.source_of::<u32>(&ops[4])?;
+                l.push(Op::Warp { op, mask });
+                Ok(())
+            }))
+        }
+        "vote" => {
+            type Make = fn(u32, u32) -> WarpOp;
+            let all: Make = |d, p| WarpOp::VoteAll { d, p };
+            let any: Make = |d, p| WarpOp::VoteAny { d, p };
+            let uni: Make = |d, p| WarpOp::VoteUni { d, p };
+            let ballot: Make = |d, p| WarpOp::Ballot { d, p };
+            let Some((make, file)) = m.one_of(&[
+                ("all", (all, File::Pred)),
+                ("any", (any, File::Pred)),
+                ("uni", (uni, File::Pred)),
+                ("ballot", (ballot, File::R32)),
+            ]) else {
+                return m.unsupported();
+            };
+            if !m.has(if file == File::Pred { "pred" } else { "b32" }) {
+                return m.unsupported();
+            }
+            Ok(Box::new(move |l, ops| {
+                l.count(ops, 3..=3)?;
+                let d = l.dest(&ops[0], file, if file == File::Pred { 1 } else { 32 })?;
+                let p = l.source_of::<bool>(&ops[1])?;
+                let mask = l.source_of::<u32>(&ops[2])?;
+                l.push(Op::Warp { op: make(d, p), mask });
+                Ok(())
+            }))
+        }
+        "match" => {
+            let Some(all) = m.one_of(&[("any", false), ("all", true)]) else { return m.unsupported() };
+            let Some(bits) = m.one_of(&[("b32", 32), ("b64", 64)]) else { return m.unsupported() };
+            Ok(Box::new(move |l, ops| {
+                l.count(ops, 3..=3)?;
+                let (d, p) = pair(&ops[0]);
+                if p.is_some() && !all {
+                    return l.error("match.any has no predicate result");
+                }
+                let (wide, file) = (bits == 64, if bits == 64 { File::R64 } else { File::R32 });
+                let d = l.dest_of::<u32>(&d)?;
+                let p = optional_pred(l, &p)?;
+                let a = l.source(&ops[1], file, bits)?;
+                let mask = l.source_of::<u32>(&ops[2])?;
+                let op = if all { WarpOp::MatchAll { d, p, a, wide } } else { WarpOp::MatchAny { d, a, wide } };
+                l.push(Op::Warp { op, mask });
+                Ok(())
+            }))
+        }
+        "redux" => {
+            let names = [
+                ("add", (Rmw::Add, Rmw::Add)),
+                ("min", (Rmw::Min, Rmw::MinS)),
+                ("max", (Rmw::Max, Rmw::MaxS)),
+                ("and", (Rmw::And, Rmw::And)),
+                ("or", (Rmw::Or, Rmw::Or)),
+                ("xor", (Rmw::Xor, Rmw::Xor)),
+            ];
+            let Some((unsigned, signed)) = m.one_of(&names) else { return m.unsupported() };
+            let bitwise = matches!(unsigned, Rmw::And | Rmw::Or | Rmw::Xor);
+            let op = match m.ty()? {
+                Ty::B32 if bitwise => unsigned,
+                Ty::U32 if !bitwise => unsigned,
+                Ty::S32 if !bitwise => signed,
+                _ => return m.unsupported(),
+            };
+            Ok(Box::new(move |l, ops| {
+                l.count(ops, 3..=3)?;
+                let (d, a) = (l.dest_of::<u32>(&ops[0])?, l.source_of::<u32>(&ops[1])?);
+                let mask = l.source_of::<u32>(&ops[2])?;
+                l.push(Op::Warp { op: WarpOp::Redux { op, d, a }, mask });
+                Ok(())
+            }))
+        }
+        _ => Ok(Box::new(|l, ops| {
+            l.count(ops, 2..=2)?;
+            let (d, p) = pair(&ops[0]);
+            let Some(p) = p else { return l.error("elect.sync needs two results: d|p") };
+            let op = WarpOp::Elect { d: l.dest_of::<u32>(&d)?, p: l.dest_of::<bool>(&p)? };
+            let mask = l.source_of::<u32>(&ops[1])?;
+            l.push(Op::Warp { op, mask });
+            Ok(())
+        })),
+    }
+}
+
+/// `mbarrier`
+pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
+    #[derive(Clone, Copy, PartialEq)]
+    enum Kind {
+        Init,
+        Inval,
+        Arrive { expect: bool, drop: bool },
+        ExpectTx,
+        CompleteTx,
+        Wait { parity: bool, blocking: bool },
+        PendingCount,
+    }
+    // `expect_tx` is an operation of its own, and a modifier of the arrivals.
+    let Some(mut kind) = m.one_of(&[
+        ("init", Kind::Init),
+        ("inval", Kind::Inval),
+        ("arrive", Kind::Arrive { expect: false, drop: false }),
+        ("arrive_drop", Kind::Arrive { expect: false, drop: true }),
+        ("expect_tx", Kind::ExpectTx),
+        ("complete_tx", Kind::CompleteTx),
+        ("test_wait", Kind::Wait { parity: false, blocking: false }),
+        ("try_wait", Kind::Wait { parity: false, blocking: true }),
+        ("pending_count", Kind::PendingCount),
+    ]) else {
+        return m.unsupported();
+    };
+    match &mut kind {
+        Kind::Arrive { expect, .. } => {
+            *expect = m.has("expect_tx");
+            // Promises that the phase does not complete; nothing to gain from it here.
+            m.has("noComplete");
+        }
+        Kind::Wait { parity, .. } => *parity = m.has("parity"),
+        _ => {}
+    }
+    if !matches!(kind, Kind::Init | Kind::Inval | Kind::PendingCount) {
+        m.ignore(&["release", "acquire", "relaxed"]);
+        m.ignore(SCOPES);
+    }
+    let space = if m.one_of(SHARED).is_some() { Space::Shared } else { Space::Generic };
+    if !m.has("b64") {
+        return m.unsupported();
+    }
+    Ok(Box::new(move |l, ops| {
+        let push = |l: &mut Lower, op: MbarOp, addr: &(Operand, Pos)| {
+            let addr = l.address(addr)?;
+            l.push(Op::Mbar { op, addr, space });
+            Ok(())
+        };
+        match kind {
+            Kind::Init => {
+                l.count(ops, 2..=2)?;
+                let count = l.source_of::<u32>(&ops[1])?;
+                push(l, MbarOp::Init { count }, &ops[0])
+            }
+            Kind::Inval => {
+                l.count(ops, 1..=1)?;
+                push(l, MbarOp::Inval, &ops[0])
+            }
+            Kind::ExpectTx | Kind::CompleteTx => {
+                l.count(ops, 2..=2)?;
+                let tx = l.source_of::<u32>(&ops[1])?;
+                let expect = kind == Kind::ExpectTx;
+                push(l, if expect { MbarOp::ExpectTx { tx } } else { MbarOp::CompleteTx { tx } }, &ops[0])
+            }
+            Kind::Arrive { expect, drop } => {
+                // The state operand may be missing.
+                let state_given = !matches!(ops.first(), Some((Operand::Address { .. }, _)));
+                let at = usize::from(state_given);
+                l.count(ops, at + 1 + usize::from(expect)..=at + 2)?;
+                let state = if state_given { l.dest_of::<u64>(&ops[0])? } else { SINK };
+                let last = ops.get(at + 1).map_or(Ok(SINK), |op| l.source_of::<u32>(op))?;
+                let (count, tx) = if expect { (SINK, last) } else { (last, SINK) };
+                push(l, MbarOp::Arrive { state, count, tx, drop }, &ops[at])
+            }
+            Kind::Wait { parity, blocking } => {
+                // `try_wait` may carry a time hint.
+                l.count(ops, 3..=if blocking { 4 } else { 3 })?;
+                let p = l.dest_of::<bool>(&ops[0])?;
+                if let Some(hint) = ops.get(3) {
+                    l.source_of::<u32>(hint)?;
+                }
+                let op = if parity {
+                    MbarOp::TestParity { p, parity: l.source_of::<u32>(&ops[2])? }
+                } else {
+                    MbarOp::TestState { p, state: l.source_of::<u64>(&ops[2])? }
+                };
+                push(l, op, &ops[1])
+            }
+            Kind::PendingCount => {
+                l.count(ops, 2..=2)?;
+                let (d, state) = (l.dest_of::<u32>(&ops[0])?, l.source_of::<u64>(&ops[1])?);
+                l.push(Op::PendingCount { d, state });
+                Ok(())
+            }
+        }
+    }))
+}
+
+/// `cp.async.bulk`
+pub(super) fn bulk(m: &mut Mods) -> Result<Emit, String> {
+    if !(m.has("async") && m.has("bulk")) {
+        return m.unsupported();
+    }
+    if m.has("commit_group") {
+        return Ok(Box::new(|l, ops| {
+            l.count(ops, 0..=0)?;
+            l.push(Op::Bulk(BulkOp::Commit));
+            Ok(())
+        }));
+    }
+    if m.has("wait_group") {
+        let read_only = m.has("read");
+        return Ok(Box::new(move |l, ops| {
+            l.count(ops, 1..=1)?;
+            let Operand::Int(n) = ops[0].0 else { return l.error("the number of groups must be a constant") };
+            let Ok(pending) = u32::try_from(n) else { return l.error("the number of groups is negative") };
+            l.push(Op::Bulk(BulkOp::Wait { pending, read_only }));
+            Ok(())
+        }));
+    }
+    if m.has("prefetch") {
+        if !(m.has("L2") && m.has("global")) {
+            return m.unsupported();
+        }
+        let policy = usize::from(m.has("L2::cache_hint"));
+        return Ok(Box::new(move |l, ops| {
+            l.count(ops, 2 + policy..=2 + policy)?;
+            let src = l.address(&ops[0])?;
+            let size = l.source_of::<u32>(&ops[1])?;
+            l.push(Op::Bulk(BulkOp::Prefetch { src, size }));
+            Ok(())
+        }));
+    }
+    // Destination and source space, in this order.
+    let spaces: Vec<&str> =
+        m.names().filter(|n| matches!(*n, "global" | "shared::cta" | "shared::cluster")).collect();
+    spaces.iter().for_each(|s| {
+        m.has(s);
+    });
+    let on_mbarrier = m.has("mbarrier::complete_tx::bytes");
+    let in_group = m.has("bulk_group");
+    let policy = usize::from(m.has("L2::cache_hint"));
+    #[derive(Clone, Copy)]
+    enum Kind {
+        Load,
+        Store,
+        Inside,
+    }
+    let kind = match (spaces.as_slice(), on_mbarrier, in_group) {
+        (["shared::cluster" | "shared::cta", "global"], true, false) => Kind::Load,
+        (["global", "shared::cta"], false, true) => Kind::Store,
+        (["shared::cluster", "shared::cta"], true, false) => Kind::Inside,
+        _ => return m.unsupported(),
+    };
+    Ok(Box::new(move |l, ops| {
+        let n = 3 + usize::from(on_mbarrier) + policy;
+        l.count(ops, n..=n)?;
+        if policy == 1 {
+            l.source_of::<u64>(&ops[n - 1])?;
+        }
+        let (dst, src) = (l.address(&ops[0])?, l.address(&ops[1])?);
+        let size = l.source_of::<u32>(&ops[2])?;
+        let mbar = if on_mbarrier { Some(l.address(&ops[3])?) } else { None };
+        l.push(Op::Bulk(match (kind, mbar) {
+            (Kind::Load, Some(mbar)) => BulkOp::Load { dst, src, size, mbar },
+            (Kind::Inside, Some(mbar)) => BulkOp::SharedToShared { dst, src, size, mbar },
+            _ => BulkOp::Store { dst, src, size },
+        }));
+        Ok(())
+    }))
+}

@@ -1,0 +1,494 @@
+//! The memory a virtual GPU can address.
+//!
+//! Device addresses are host virtual addresses of this process. Every region is a shared mapping of a memfd, so that
+//! it can be handed to another process as a file descriptor, mapped there at another address, and still be the same
+//! memory: that is how peers see each other's pools.
+//!
+//! Soundness rests on two rules. Nothing here ever makes a Rust reference into a region: all access goes through raw
+//! pointers or `AtomicX::from_ptr`, because other threads and processes write the same bytes at any time. And a
+//! mapping stays in place for as long as any [`Table`] snapshot that lists it, so a running kernel that races with the
+//! drop of a [`Region`] touches stale memory, never unmapped memory.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+/// What can go wrong with device memory outside of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The device's memory limit would be exceeded.
+    #[error("out of device memory: {requested} bytes requested, {available} available")]
+    OutOfMemory {
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes left under the limit.
+        available: u64,
+    },
+    /// An address range is not inside one live region.
+    #[error("device address {addr:#x} (+{bytes} bytes) is outside of every region{}", near(.nearest))]
+    OutOfBounds {
+        /// First byte of the access.
+        addr: u64,
+        /// Length of the access in bytes.
+        bytes: u64,
+        /// The region that lies closest.
+        nearest: Option<NearRegion>,
+    },
+    /// The file descriptor is smaller than the mapping asked for.
+    #[error("the imported file holds {actual} bytes, {wanted} were announced")]
+    ImportTooSmall {
+        /// Bytes announced by the caller.
+        wanted: u64,
+        /// Bytes in the file.
+        actual: u64,
+    },
+    /// The operating system refused.
+    #[error("{call} failed: {message} (errno {errno})")]
+    Os {
+        /// System call.
+        call: &'static str,
+        /// Raw error number.
+        errno: i32,
+        /// Its text.
+        message: String,
+    },
+}
+
+fn near(nearest: &Option<NearRegion>) -> String {
+    nearest.as_ref().map_or(String::new(), |n| format!("; {n}"))
+}
+
+fn os(call: &'static str) -> impl Fn(rustix::io::Errno) -> MemoryError {
+    move |e| MemoryError::Os { call, errno: e.raw_os_error(), message: e.to_string() }
+}
+
+/// A region near a bad address, for error messages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NearRegion {
+    /// Label given at allocation.
+    pub label: String,
+    /// First address.
+    pub addr: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Bytes from the region to the access: negative when the access starts before the region, otherwise counted
+    /// from the region's end to the start of the access (0 when the access straddles the end).
+    pub distance: i64,
+}
+
+impl std::fmt::Display for NearRegion {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { label, addr, bytes, distance } = self;
+        write!(f, "nearest is '{label}' at {addr:#x} ({bytes} bytes): ")?;
+        match *distance {
+            d if d < 0 => write!(f, "the access starts {} bytes before it", d.unsigned_abs()),
+            0 => write!(f, "the access runs over or starts at its end"),
+            d => write!(f, "the access starts {d} bytes past its end"),
+        }
+    }
+}
+
+/// A mapping of a memfd. Unmapped when the last user is gone.
+#[derive(Debug)]
+struct Mapping {
+    ptr: NonNull<u8>,
+    /// Bytes mapped (whole pages).
+    mapped: usize,
+}
+
+// SAFETY: a mapping is plain shared memory; every access through the pointer is raw or atomic, see the module page.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` gives no reference into the bytes.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: `ptr`/`mapped` are what mmap returned, and no snapshot lists this mapping any more.
+        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.mapped) };
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    addr: u64,
+    bytes: u64,
+    label: Arc<str>,
+    _mapping: Arc<Mapping>,
+}
+
+/// A snapshot of the regions, sorted by address. Keeps what it lists mapped.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Table {
+    entries: Vec<Entry>,
+}
+
+impl Table {
+    /// The region that holds `addr .. addr + bytes`, as `(start, length)`.
+    pub(crate) fn find(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
+        let i = self.entries.partition_point(|e| e.addr <= addr).checked_sub(1)?;
+        let e = &self.entries[i];
+        let offset = addr - e.addr;
+        (offset <= e.bytes && bytes <= e.bytes - offset).then_some((e.addr, e.bytes))
+    }
+
+    /// The region closest to a bad access.
+    pub(crate) fn nearest(&self, addr: u64) -> Option<NearRegion> {
+        let i = self.entries.partition_point(|e| e.addr <= addr);
+        let below = i.checked_sub(1).map(|i| &self.entries[i]);
+        let above = self.entries.get(i);
+        let past = |e: &Entry| addr.saturating_sub(e.addr + e.bytes);
+        let (e, distance) = match (below, above) {
+            (Some(b), Some(a)) if past(b) > a.addr - addr => (a, -((a.addr - addr) as i64)),
+            (Some(b), _) => (b, past(b).min(i64::MAX as u64) as i64),
+            (None, Some(a)) => (a, -((a.addr - addr).min(i64::MAX as u64) as i64)),
+            (None, None) => return None,
+        };
+        Some(NearRegion { label: e.label.to_string(), addr: e.addr, bytes: e.bytes, distance })
+    }
+}
+
+struct Shared {
+    table: Mutex<Arc<Table>>,
+    /// Bumped on every change of the table, so that kernels can keep a snapshot.
+    generation: AtomicU64,
+    /// Bytes in use by `alloc`.
+    used: AtomicU64,
+    limit: u64,
+    /// `.global`/`.const` variables of each module, by module id; made at the first launch.
+    globals: Mutex<HashMap<u64, Arc<Region>>>,
+}
+
+/// The memory one virtual GPU can address. Cheap to clone; all clones are the same memory.
+#[derive(Clone)]
+pub struct Memory {
+    shared: Arc<Shared>,
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory").field("used_bytes", &self.used_bytes()).finish_non_exhaustive()
+    }
+}
+
+const PAGE: u64 = 4096;
+
+impl Memory {
+    /// Memory without a limit of its own.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::with_limit(u64::MAX)
+    }
+
+    /// Memory whose allocations may not exceed `limit_bytes` in total. Imports do not count.
+    #[must_use]
+    pub fn with_limit(limit_bytes: u64) -> Self {
+        let shared = Shared {
+            table: Mutex::default(),
+            generation: AtomicU64::new(0),
+            used: AtomicU64::new(0),
+            limit: limit_bytes,
+            globals: Mutex::default(),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// Bytes in use by [`alloc`](Self::alloc), in whole pages.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.shared.used.load(Ordering::Relaxed)
+    }
+
+    /// The limit in bytes; `u64::MAX` when there is none.
+    #[must_use]
+    pub fn limit_bytes(&self) -> u64 {
+        self.shared.limit
+    }
+
+    /// Allocates zeroed memory of `bytes` bytes (page aligned). `label` names it in error messages.
+    pub fn alloc(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
+        let used = self.used_bytes();
+        let oom = |used: u64| MemoryError::OutOfMemory {
+            requested: bytes,
+            available: self.shared.limit.saturating_sub(used),
+        };
+        let rounded = bytes.max(1).checked_next_multiple_of(PAGE).ok_or_else(|| oom(used))?;
+        self.shared
+            .used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+                used.checked_add(rounded).filter(|&total| total <= self.shared.limit)
+            })
+            .map_err(oom)?;
+        let made = memfd_create("epoxide-vgpu", MemfdFlags::CLOEXEC)
+            .map_err(os("memfd_create"))
+            .and_then(|fd| ftruncate(&fd, rounded).map_err(os("ftruncate")).map(|()| fd))
+            .and_then(|fd| self.map(fd, bytes, label, rounded));
+        if made.is_err() {
+            self.shared.used.fetch_sub(rounded, Ordering::Relaxed);
+        }
+        made
+    }
+
+    /// Maps memory that [`Region::export`] gave, of this or another process. `bytes` is the length of the region.
+    pub fn import(&self, fd: OwnedFd, bytes: u64, label: &str) -> Result<Region, MemoryError> {
+        let actual = u64::try_from(fstat(&fd).map_err(os("fstat"))?.st_size).unwrap_or(0);
+        if actual < bytes {
+            return Err(MemoryError::ImportTooSmall { wanted: bytes, actual });
+        }
+        self.map(fd, bytes, label, 0)
+    }
+
+    fn map(&self, fd: OwnedFd, bytes: u64, label: &str, charged: u64) -> Result<Region, MemoryError> {
+        let mapped = usize::try_from(bytes.max(1).next_multiple_of(PAGE))
+            .map_err(|_| MemoryError::OutOfMemory { requested: bytes, available: u64::MAX })?;
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
+        let ptr = unsafe { mmap(std::ptr::null_mut(), mapped, prot, MapFlags::SHARED, &fd, 0) }.map_err(os("mmap"))?;
+        let ptr = NonNull::new(ptr.cast::<u8>()).ok_or(MemoryError::Os {
+            call: "mmap",
+            errno: 0,
+            message: "returned the null page".into(),
+        })?;
+        let mapping = Arc::new(Mapping { ptr, mapped });
+        let addr = ptr.as_ptr() as u64;
+        let label: Arc<str> = label.into();
+        let entry = Entry { addr, bytes, label: label.clone(), _mapping: mapping };
+        self.change(|entries| {
+            let at = entries.partition_point(|e| e.addr < addr);
+            entries.insert(at, entry);
+        });
+        Ok(Region { memory: self.clone(), addr, bytes, label, fd, charged })
+    }
+
+    fn change(&self, f: impl FnOnce(&mut Vec<Entry>)) {
+        let mut table = self.shared.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = Table::clone(&table);
+        f(&mut next.entries);
+        *table = Arc::new(next);
+        self.shared.generation.fetch_add(1, Ordering::Release);
+    }
+
+    /// Changes whenever a region comes or goes.
+    pub(crate) fn generation(&self) -> u64 {
+        self.shared.generation.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn snapshot(&self) -> Arc<Table> {
+        self.shared.table.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The variables of module `id`: allocated and initialised once per device.
+    pub(crate) fn module_globals(&self, id: u64, init: &[u8]) -> Result<Arc<Region>, MemoryError> {
+        let mut globals = self.shared.globals.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(region) = globals.get(&id) {
+            return Ok(region.clone());
+        }
+        let region = Arc::new(self.alloc(init.len() as u64, "module variables")?);
+        // SAFETY: the source is a live slice; the region was just made with this length.
+        unsafe { self.copy_from_host(region.addr, init.as_ptr(), init.len() as u64)? };
+        globals.insert(id, region.clone());
+        Ok(region)
+    }
+
+    /// Checks that `addr .. addr + bytes` lies inside one live region.
+    pub fn check(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
+        self.checked(&self.snapshot(), addr, bytes)
+    }
+
+    fn checked(&self, table: &Table, addr: u64, bytes: u64) -> Result<(), MemoryError> {
+        match table.find(addr, bytes) {
+            Some(_) => Ok(()),
+            None => Err(MemoryError::OutOfBounds { addr, bytes, nearest: table.nearest(addr) }),
+        }
+    }
+
+    /// Copies `bytes` bytes from host memory to device address `dst`.
+    ///
+    /// # Safety
+    /// `src` must be readable for `bytes` bytes and must not overlap the destination.
+    pub unsafe fn copy_from_host(&self, dst: u64, src: *const u8, bytes: u64) -> Result<(), MemoryError> {
+        let table = self.snapshot();
+        self.checked(&table, dst, bytes)?;
+        // SAFETY: the destination is mapped for as long as `table` lives; the caller vouches for the source.
+        unsafe { std::ptr::copy_nonoverlapping(src, dst as *mut u8, bytes as usize) };
+        Ok(())
+    }
+
+    /// Copies `bytes` bytes from device address `src` to host memory.
+    ///
+    /// # Safety
+    /// `dst` must be writable for `bytes` bytes and must not overlap the source.
+    pub unsafe fn copy_to_host(&self, dst: *mut u8, src: u64, bytes: u64) -> Result<(), MemoryError> {
+        let table = self.snapshot();
+        self.checked(&table, src, bytes)?;
+        // SAFETY: the source is mapped for as long as `table` lives; the caller vouches for the destination.
+        unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst, bytes as usize) };
+        Ok(())
+    }
+
+    /// Copies `bytes` bytes between device addresses; the ranges may overlap.
+    pub fn copy_device(&self, dst: u64, src: u64, bytes: u64) -> Result<(), MemoryError> {
+        let table = self.snapshot();
+        self.checked(&table, dst, bytes)?;
+        self.checked(&table, src, bytes)?;
+        // SAFETY: both ranges are mapped for as long as `table` lives.
+        unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, bytes as usize) };
+        Ok(())
+    }
+
+    /// Sets `bytes` bytes from device address `dst` on to `byte`.
+    pub fn fill(&self, dst: u64, byte: u8, bytes: u64) -> Result<(), MemoryError> {
+        let table = self.snapshot();
+        self.checked(&table, dst, bytes)?;
+        // SAFETY: the range is mapped for as long as `table` lives.
+        unsafe { std::ptr::write_bytes(dst as *mut u8, byte, bytes as usize) };
+        Ok(())
+    }
+
+    /// Copies a host slice to device address `dst`.
+    pub fn write(&self, dst: u64, src: &[u8]) -> Result<(), MemoryError> {
+        // SAFETY: a slice is readable for its length. It can overlap the region only if the caller made a reference
+        // into device memory, which no safe interface of this crate does.
+        unsafe { self.copy_from_host(dst, src.as_ptr(), src.len() as u64) }
+    }
+
+    /// Copies device memory from address `src` into a host slice.
+    pub fn read(&self, src: u64, dst: &mut [u8]) -> Result<(), MemoryError> {
+        // SAFETY: a mutable slice is writable for its length; as to overlap, see `write`.
+        unsafe { self.copy_to_host(dst.as_mut_ptr(), src, dst.len() as u64) }
+    }
+}
+
+/// A piece of device memory. Dropping it frees it.
+pub struct Region {
+    memory: Memory,
+    addr: u64,
+    bytes: u64,
+    label: Arc<str>,
+    fd: OwnedFd,
+    /// Bytes counted against the limit.
+    charged: u64,
+}
+
+impl Region {
+    /// Device address of the first byte.
+    #[must_use]
+    pub fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The label given at allocation or import.
+    #[must_use]
+    pub fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// A file descriptor that [`Memory::import`] accepts, here or in another process.
+    pub fn export(&self) -> Result<OwnedFd, MemoryError> {
+        rustix::io::fcntl_dupfd_cloexec(&self.fd, 0).map_err(os("fcntl(F_DUPFD_CLOEXEC)"))
+    }
+}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Region('{}', {:#x}, {} bytes)", self.label, self.addr, self.bytes)
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.memory.change(|entries| entries.retain(|e| e.addr != self.addr));
+        self.memory.shared.used.fetch_sub(self.charged, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limit_counts_pages_and_is_given_back() {
+        let m = Memory::with_limit(3 * PAGE);
+        let a = m.alloc(PAGE + 1, "a").unwrap();
+        assert_eq!(m.used_bytes(), 2 * PAGE);
+        assert_eq!(
+            m.alloc(PAGE + 1, "b").unwrap_err(),
+            MemoryError::OutOfMemory { requested: PAGE + 1, available: PAGE }
+        );
+        drop(a);
+        assert_eq!(m.used_bytes(), 0);
+        let zero = m.alloc(0, "zero").unwrap();
+        assert_eq!(m.used_bytes(), PAGE);
+        assert!(m.check(zero.addr(), 1).is_err());
+        assert!(m.alloc(u64::MAX, "huge").is_err());
+    }
+
+    #[test]
+    fn copies_are_checked_and_errors_name_the_region() {
+        let m = Memory::new();
+        let a = m.alloc(64, "pool").unwrap();
+        m.write(a.addr() + 60, &[1, 2, 3, 4]).unwrap();
+        let mut out = [0; 4];
+        m.read(a.addr() + 60, &mut out).unwrap();
+        assert_eq!(out, [1, 2, 3, 4]);
+        let e = m.write(a.addr() + 61, &[0; 4]).unwrap_err();
+        assert!(e.to_string().contains("'pool'"), "{e}");
+        m.copy_device(a.addr(), a.addr() + 32, 32).unwrap();
+        m.read(a.addr() + 28, &mut out).unwrap();
+        assert_eq!(out, [1, 2, 3, 4]);
+        m.fill(a.addr(), 7, 64).unwrap();
+        assert!(m.fill(a.addr(), 7, 65).is_err());
+        assert!(m.copy_device(a.addr(), a.addr() + 33, 32).is_err());
+        m.read(a.addr(), &mut out).unwrap();
+        assert_eq!(out, [7; 4]);
+        let addr = a.addr();
+        drop(a);
+        assert!(m.check(addr, 1).is_err());
+    }
+
+    #[test]
+    fn exported_memory_is_the_same_memory() {
+        let (m, n) = (Memory::new(), Memory::new());
+        let a = m.alloc(100, "a").unwrap();
+        let b = n.import(a.export().unwrap(), 100, "b").unwrap();
+        assert_ne!(a.addr(), b.addr());
+        m.write(a.addr() + 96, &[9; 4]).unwrap();
+        drop(a); // The mapping of `b` lives on.
+        let mut out = [0; 4];
+        n.read(b.addr() + 96, &mut out).unwrap();
+        assert_eq!(out, [9; 4]);
+        let e = n.import(b.export().unwrap(), 5000, "c").unwrap_err();
+        assert_eq!(e, MemoryError::ImportTooSmall { wanted: 5000, actual: 4096 });
+    }
+
+    #[test]
+    fn nearest_region() {
+        let m = Memory::new();
+        let a = m.alloc(64, "a").unwrap();
+        let t = m.snapshot();
+        assert_eq!(t.nearest(a.addr() + 70).unwrap().distance, 6);
+        assert_eq!(t.nearest(a.addr() - 16).unwrap().distance, -16);
+        assert_eq!(t.nearest(a.addr() + 60).unwrap().distance, 0);
+        assert_eq!(t.find(a.addr() + 64, 0), Some((a.addr(), 64)));
+        assert_eq!(t.find(a.addr() + 64, 1), None);
+        assert_eq!(t.find(a.addr(), u64::MAX), None);
+        assert!(Memory::new().snapshot().nearest(5).is_none());
+    }
+}

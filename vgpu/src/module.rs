@@ -1,0 +1,144 @@
+//! Loaded PTX: a module and its kernels.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::fault::PtxError;
+use crate::ir::{File, Init, Inst, Origin};
+use crate::{lower, parser};
+
+/// A parsed PTX module.
+#[derive(Debug)]
+pub struct Module {
+    version: (u32, u32),
+    target: String,
+    kernels: BTreeMap<String, Arc<Kernel>>,
+}
+
+impl Module {
+    /// Parses and checks PTX. An instruction or modifier that the virtual GPU does not know is an error here.
+    pub fn parse(text: &str) -> Result<Self, PtxError> {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        let file = parser::parse(text)?;
+        let kernels = lower::module(text, &file, NEXT_ID.fetch_add(1, Ordering::Relaxed))?;
+        let kernels = kernels.into_iter().map(|k| (k.name.clone(), Arc::new(k))).collect();
+        Ok(Self { version: file.version, target: file.target, kernels })
+    }
+
+    /// The kernel of this name.
+    #[must_use]
+    pub fn kernel(&self, name: &str) -> Option<Arc<Kernel>> {
+        self.kernels.get(name).cloned()
+    }
+
+    /// All kernels, by name.
+    pub fn kernels(&self) -> impl Iterator<Item = &Arc<Kernel>> {
+        self.kernels.values()
+    }
+
+    /// `.version`: major, minor.
+    #[must_use]
+    pub fn version(&self) -> (u32, u32) {
+        self.version
+    }
+
+    /// `.target`, such as `sm_90`.
+    #[must_use]
+    pub fn target(&self) -> &str {
+        &self.target
+    }
+}
+
+/// A parameter of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamInfo {
+    /// Name in the PTX.
+    pub name: String,
+    /// Offset in the parameter block, in bytes.
+    pub offset: usize,
+    /// Size in bytes.
+    pub size: usize,
+    /// Alignment in bytes.
+    pub align: usize,
+}
+
+/// What the module's `.global` and `.const` variables hold at first.
+#[derive(Debug)]
+pub(crate) struct Globals {
+    pub(crate) module_id: u64,
+    pub(crate) init: Vec<u8>,
+}
+
+/// A kernel, ready to run.
+#[derive(Debug)]
+pub struct Kernel {
+    pub(crate) name: String,
+    pub(crate) params: Vec<ParamInfo>,
+    pub(crate) param_bytes: usize,
+    pub(crate) static_shared: u32,
+    pub(crate) max_threads: Option<u32>,
+    pub(crate) required_block: Option<[u32; 3]>,
+    pub(crate) code: Vec<Inst>,
+    pub(crate) origins: Vec<Origin>,
+    /// Jump tables of `brx.idx`.
+    pub(crate) tables: Vec<Vec<u32>>,
+    /// Slots per register file: 32-bit, 64-bit, predicates.
+    pub(crate) slots: [u32; 3],
+    /// Slots that hold something when a warp starts.
+    pub(crate) inits: Vec<(File, u32, Init)>,
+    /// Bytes of local memory per lane.
+    pub(crate) local_bytes: u32,
+    pub(crate) globals: Option<Arc<Globals>>,
+    /// `.file` table, shared by the kernels of a module.
+    pub(crate) files: Arc<Vec<(u32, String)>>,
+    /// The PTX text, for messages.
+    pub(crate) text: Arc<str>,
+}
+
+impl Kernel {
+    /// Name of the entry.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Parameters in order.
+    #[must_use]
+    pub fn params(&self) -> &[ParamInfo] {
+        &self.params
+    }
+
+    /// Length of the parameter block in bytes.
+    #[must_use]
+    pub fn param_bytes(&self) -> usize {
+        self.param_bytes
+    }
+
+    /// Bytes of static shared memory per block.
+    #[must_use]
+    pub fn static_shared_bytes(&self) -> u32 {
+        self.static_shared
+    }
+
+    /// Most threads per block (`.maxntid`, `.reqntid`), when declared.
+    #[must_use]
+    pub fn max_threads(&self) -> Option<u32> {
+        self.max_threads
+    }
+
+    /// Instructions in the kernel.
+    #[must_use]
+    pub fn instruction_count(&self) -> usize {
+        self.code.len()
+    }
+
+    /// PTX line, its text, and the Rust file and line of instruction `pc`.
+    pub(crate) fn origin(&self, pc: u32) -> (usize, String, Option<(String, u32)>) {
+        let o = self.origins.get(pc as usize).copied().unwrap_or_default();
+        let line = o.ptx_line as usize;
+        let text = self.text.lines().nth(line.saturating_sub(1)).unwrap_or("").trim().to_string();
+        let file = self.files.iter().find(|(n, _)| *n == o.file && o.line != 0);
+        (line, text, file.map(|(_, path)| (path.clone(), o.line)))
+    }
+}

@@ -1,0 +1,665 @@
+//! PTX text to [`ast`](crate::ast). Knows the grammar, not the instructions.
+
+use crate::PtxError;
+use crate::ast::*;
+use crate::lexer::{Tok, Token, error_at, tokenize};
+
+/// Parses one module.
+pub(crate) fn parse(text: &str) -> Result<File, PtxError> {
+    let tokens = tokenize(text)?;
+    let mut p = Parser { text, tokens, at: 0, file: File::default(), source: None };
+    p.module()?;
+    Ok(p.file)
+}
+
+struct Parser<'a> {
+    text: &'a str,
+    tokens: Vec<Token<'a>>,
+    at: usize,
+    file: File,
+    source: Option<SourceLine>,
+}
+
+/// Bytes of a fundamental PTX type, written with its dot.
+pub(crate) fn type_bytes(ty: &str) -> Option<usize> {
+    Some(match ty {
+        ".b8" | ".u8" | ".s8" => 1,
+        ".b16" | ".u16" | ".s16" | ".f16" | ".bf16" => 2,
+        ".b32" | ".u32" | ".s32" | ".f32" | ".f16x2" | ".bf16x2" => 4,
+        ".b64" | ".u64" | ".s64" | ".f64" => 8,
+        ".b128" => 16,
+        _ => return None,
+    })
+}
+
+impl<'a> Parser<'a> {
+    fn peek(&self) -> Token<'a> {
+        self.tokens[self.at]
+    }
+
+    fn next(&mut self) -> Token<'a> {
+        let t = self.tokens[self.at];
+        if t.tok != Tok::Eof {
+            self.at += 1;
+        }
+        t
+    }
+
+    fn pos(&self) -> Pos {
+        let t = self.peek();
+        Pos { line: t.line, column: t.column }
+    }
+
+    fn error<T>(&self, at: Pos, message: impl Into<String>) -> Result<T, PtxError> {
+        Err(error_at(self.text, at.line, at.column, message))
+    }
+
+    fn unexpected<T>(&self, wanted: &str) -> Result<T, PtxError> {
+        let found = match self.peek().tok {
+            Tok::Word(w) | Tok::Decimal(w) => format!("'{w}'"),
+            Tok::Int(v) => format!("'{v}'"),
+            Tok::F32(v) => format!("'0f{v:08X}'"),
+            Tok::F64(v) => format!("'0d{v:016X}'"),
+            Tok::Str(s) => format!("\"{s}\""),
+            Tok::Punct(c) => format!("'{c}'"),
+            Tok::Eof => "the end of the file".to_string(),
+        };
+        self.error(self.pos(), format!("expected {wanted}, found {found}"))
+    }
+
+    fn eat(&mut self, c: char) -> bool {
+        let hit = self.peek().tok == Tok::Punct(c);
+        if hit {
+            self.at += 1;
+        }
+        hit
+    }
+
+    fn expect(&mut self, c: char) -> Result<(), PtxError> {
+        if self.eat(c) { Ok(()) } else { self.unexpected(&format!("'{c}'")) }
+    }
+
+    fn eat_word(&mut self, w: &str) -> bool {
+        let hit = self.peek().tok == Tok::Word(w);
+        if hit {
+            self.at += 1;
+        }
+        hit
+    }
+
+    fn word(&mut self, what: &str) -> Result<&'a str, PtxError> {
+        match self.peek().tok {
+            Tok::Word(w) => {
+                self.at += 1;
+                Ok(w)
+            }
+            _ => self.unexpected(what),
+        }
+    }
+
+    fn int(&mut self, what: &str) -> Result<u64, PtxError> {
+        match self.peek().tok {
+            Tok::Int(v) => {
+                self.at += 1;
+                Ok(v)
+            }
+            _ => self.unexpected(what),
+        }
+    }
+
+    fn int32(&mut self, what: &str) -> Result<u32, PtxError> {
+        let pos = self.pos();
+        let v = self.int(what)?;
+        u32::try_from(v).or_else(|_| self.error(pos, format!("{v} is too large for {what}")))
+    }
+
+    fn skip_line(&mut self, line: usize) {
+        while self.peek().line == line && self.peek().tok != Tok::Eof {
+            self.at += 1;
+        }
+    }
+
+    /// Skips a `{ .. }` block whose `{` is next.
+    fn skip_block(&mut self) -> Result<(), PtxError> {
+        self.expect('{')?;
+        let mut depth = 1;
+        while depth > 0 {
+            match self.next().tok {
+                Tok::Punct('{') => depth += 1,
+                Tok::Punct('}') => depth -= 1,
+                Tok::Eof => return self.unexpected("'}'"),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn module(&mut self) -> Result<(), PtxError> {
+        loop {
+            let pos = self.pos();
+            match self.peek().tok {
+                Tok::Eof => break,
+                Tok::Punct(';') => {
+                    self.at += 1;
+                }
+                Tok::Word(".version") => {
+                    self.at += 1;
+                    let version = match self.next().tok {
+                        Tok::Decimal(v) => v.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?))),
+                        _ => None,
+                    };
+                    match version {
+                        Some(v) => self.file.version = v,
+                        None => return self.error(pos, ".version needs a number such as 8.4"),
+                    }
+                }
+                Tok::Word(".target") => {
+                    self.at += 1;
+                    self.file.target = self.word("a target such as sm_90")?.to_string();
+                    while self.eat(',') {
+                        self.word("a target option")?;
+                    }
+                }
+                Tok::Word(".address_size") => {
+                    self.at += 1;
+                    if self.int("an address size")? != 64 {
+                        return self.error(pos, "only .address_size 64 is supported");
+                    }
+                }
+                Tok::Word(".file" | ".loc" | ".pragma") => self.line_directive()?,
+                Tok::Word(".section") => {
+                    self.at += 1;
+                    self.word("a section name")?;
+                    self.skip_block()?;
+                }
+                Tok::Word(".visible" | ".weak" | ".extern" | ".common") => {
+                    self.at += 1;
+                }
+                Tok::Word(".entry") => {
+                    self.at += 1;
+                    let entry = self.entry()?;
+                    self.file.entries.push(entry);
+                }
+                Tok::Word(".func") => {
+                    return self.error(
+                        pos,
+                        "device functions (.func) are not supported: inline everything into the kernels \
+                         (build as cdylib with lto = \"fat\")",
+                    );
+                }
+                Tok::Word(".global" | ".const" | ".shared") => {
+                    let vars = self.variables()?;
+                    self.file.variables.extend(vars);
+                }
+                _ => return self.unexpected("a module-level directive"),
+            }
+        }
+        if self.file.version == (0, 0) {
+            return self.error(Pos { line: 1, column: 1 }, "no .version directive");
+        }
+        Ok(())
+    }
+
+    /// `.file`, `.loc`, `.pragma`.
+    fn line_directive(&mut self) -> Result<(), PtxError> {
+        let t = self.next();
+        match t.tok {
+            Tok::Word(".file") => {
+                let n = self.int32("a file number")?;
+                match self.next().tok {
+                    Tok::Str(s) => self.file.files.push((n, s.to_string())),
+                    _ => return self.unexpected("a file name"),
+                }
+                // Optional `, timestamp, size`.
+                while self.eat(',') {
+                    self.int("a time stamp or size")?;
+                }
+            }
+            Tok::Word(".loc") => {
+                let file = self.int32("a file number")?;
+                let line = self.int32("a line")?;
+                self.source = (line != 0).then_some(SourceLine { file, line });
+                // Column, and `, function_name X, inlined_at F L C`: LLVM keeps them on the line.
+                self.skip_line(t.line);
+            }
+            _ => {
+                while !self.eat(';') {
+                    if self.next().tok == Tok::Eof {
+                        return self.unexpected("';'");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn entry(&mut self) -> Result<Entry, PtxError> {
+        let name = self.word("a kernel name")?.to_string();
+        let mut e = Entry { name, params: vec![], max_threads: None, required_block: None, body: vec![] };
+        if self.eat('(') {
+            while !self.eat(')') {
+                e.params.push(self.param()?);
+                if !self.eat(',') {
+                    self.expect(')')?;
+                    break;
+                }
+            }
+        }
+        loop {
+            let pos = self.pos();
+            match self.peek().tok {
+                Tok::Punct('{') => break,
+                Tok::Word(w @ (".maxntid" | ".reqntid")) => {
+                    self.at += 1;
+                    let mut dims = [1u32; 3];
+                    for (i, d) in dims.iter_mut().enumerate() {
+                        if i == 0 || self.eat(',') {
+                            *d = self.int32("a block dimension")?;
+                        }
+                    }
+                    let Some(n) = dims.iter().try_fold(1u32, |a, &d| a.checked_mul(d)) else {
+                        return self.error(pos, "block dimensions overflow");
+                    };
+                    e.max_threads = Some(e.max_threads.map_or(n, |m| m.min(n)));
+                    if w == ".reqntid" {
+                        e.required_block = Some(dims);
+                    }
+                }
+                Tok::Word(".minnctapersm" | ".maxnctapersm" | ".maxnreg" | ".maxclusterrank") => {
+                    self.at += 1;
+                    self.int("a count")?;
+                }
+                Tok::Word(".pragma" | ".loc" | ".file") => self.line_directive()?,
+                _ => return self.unexpected("a performance directive or '{'"),
+            }
+        }
+        self.source = None;
+        e.body = self.body()?;
+        Ok(e)
+    }
+
+    fn param(&mut self) -> Result<Param, PtxError> {
+        if !self.eat_word(".param") {
+            return self.unexpected("'.param'");
+        }
+        let (mut align, mut size) = (None, None);
+        loop {
+            let pos = self.pos();
+            let w = self.word("a parameter type or name")?;
+            match w {
+                ".align" => {
+                    let a = self.int("an alignment")? as usize;
+                    // `.ptr .align N` speaks of the pointee, and stands after the type.
+                    if size.is_none() {
+                        align = Some(a);
+                    }
+                }
+                ".ptr" | ".global" | ".shared" | ".const" | ".local" => {}
+                _ if w.starts_with('.') => match type_bytes(w) {
+                    Some(b) => size = Some(b),
+                    None => return self.error(pos, format!("unknown parameter type '{w}'")),
+                },
+                name => {
+                    let Some(elem) = size else { return self.error(pos, "parameter without a type") };
+                    let mut size = elem;
+                    if self.eat('[') {
+                        let n = self.int("an array length")? as usize;
+                        self.expect(']')?;
+                        size = n.saturating_mul(elem);
+                    }
+                    let align = align.unwrap_or(elem);
+                    if !align.is_power_of_two() || size > 1 << 20 {
+                        return self.error(pos, "bad parameter size or alignment");
+                    }
+                    return Ok(Param { name: name.to_string(), size, align });
+                }
+            }
+            if self.peek().tok == Tok::Punct(',') {
+                return self.error(pos, "parameter without a name");
+            }
+        }
+    }
+
+    /// `.shared .align 16 .b8 name[64] = {..}, other;` at module or function level.
+    fn variables(&mut self) -> Result<Vec<Variable>, PtxError> {
+        let space = match self.word("a state space")? {
+            ".global" => VarSpace::Global,
+            ".const" => VarSpace::Const,
+            ".shared" => VarSpace::Shared,
+            ".local" => VarSpace::Local,
+            w => return self.error(self.pos(), format!("unknown state space '{w}'")),
+        };
+        let (mut align, mut elem, mut lanes, mut ty) = (None, None, 1, "");
+        while let Tok::Word(w) = self.peek().tok {
+            if !w.starts_with('.') {
+                break;
+            }
+            let pos = self.pos();
+            self.at += 1;
+            match w {
+                ".align" => align = Some(self.int("an alignment")? as usize),
+                ".v2" => lanes = 2,
+                ".v4" => lanes = 4,
+                _ => match type_bytes(w) {
+                    Some(b) => (elem, ty) = (Some(b), w),
+                    None => return self.error(pos, format!("unknown variable attribute '{w}'")),
+                },
+            }
+        }
+        let Some(elem) = elem else { return self.unexpected("a variable type") };
+        let align = align.unwrap_or(elem * lanes);
+        let mut vars = vec![];
+        loop {
+            let pos = self.pos();
+            if !align.is_power_of_two() {
+                return self.error(pos, format!("alignment {align} is not a power of two"));
+            }
+            let name = self.word("a variable name")?.to_string();
+            let mut bytes = Some(elem * lanes);
+            while self.eat('[') {
+                if self.eat(']') {
+                    bytes = None;
+                } else {
+                    let n = self.int("an array length")? as usize;
+                    self.expect(']')?;
+                    bytes = bytes.map(|b| b.saturating_mul(n));
+                }
+            }
+            if bytes.is_some_and(|b| b > 1 << 32) {
+                return self.error(pos, format!("variable '{name}' is too large"));
+            }
+            let mut init = vec![];
+            if self.eat('=') {
+                if matches!(space, VarSpace::Shared | VarSpace::Local) {
+                    return self.error(pos, "only .global and .const variables can have an initialiser");
+                }
+                self.initializer(ty, elem, &mut init)?;
+                let len = *bytes.get_or_insert(init.len());
+                if init.len() > len {
+                    return self.error(pos, format!("initialiser of '{name}' is longer than the variable"));
+                }
+                init.resize(len, 0);
+            }
+            vars.push(Variable { pos, name, space, align, bytes, init });
+            if !self.eat(',') {
+                break;
+            }
+        }
+        self.expect(';')?;
+        Ok(vars)
+    }
+
+    fn initializer(&mut self, ty: &str, elem: usize, out: &mut Vec<u8>) -> Result<(), PtxError> {
+        if self.eat('{') {
+            while !self.eat('}') {
+                self.initializer(ty, elem, out)?;
+                if !self.eat(',') {
+                    self.expect('}')?;
+                    break;
+                }
+            }
+            return Ok(());
+        }
+        let pos = self.pos();
+        let bits = match (self.operand()?.0, ty) {
+            (Operand::Int(v), ".f32") => u64::from((v as f32).to_bits()) as i128,
+            (Operand::Int(v), ".f64") => (v as f64).to_bits() as i128,
+            (Operand::Int(v), _) => v,
+            (Operand::F32(v), _) => v as i128,
+            (Operand::F64(v), ".f32") => (f64::from_bits(v) as f32).to_bits() as i128,
+            (Operand::F64(v), _) => v as i128,
+            _ => return self.error(pos, "only numbers can stand in an initialiser"),
+        };
+        out.extend_from_slice(&bits.to_le_bytes()[..elem]);
+        Ok(())
+    }
+
+    fn body(&mut self) -> Result<Vec<Stmt>, PtxError> {
+        self.expect('{')?;
+        let mut out = vec![];
+        let mut depth = 0usize;
+        loop {
+            let pos = self.pos();
+            match self.peek().tok {
+                Tok::Eof => return self.unexpected("'}'"),
+                Tok::Punct('}') => {
+                    self.at += 1;
+                    if depth == 0 {
+                        return Ok(out);
+                    }
+                    depth -= 1;
+                    out.push(Stmt::Close);
+                }
+                Tok::Punct('{') => {
+                    self.at += 1;
+                    depth += 1;
+                    out.push(Stmt::Open);
+                }
+                Tok::Punct(';') => self.at += 1,
+                Tok::Word(".loc" | ".file" | ".pragma") => self.line_directive()?,
+                Tok::Word(".reg") => {
+                    self.at += 1;
+                    self.registers(pos, &mut out)?;
+                }
+                Tok::Word(".local" | ".shared") => {
+                    out.extend(self.variables()?.into_iter().map(Stmt::Var));
+                }
+                Tok::Punct('@') => {
+                    self.at += 1;
+                    let negated = self.eat('!');
+                    let p = self.word("a predicate register")?.to_string();
+                    let inst = self.instruction(Some((p, negated)))?;
+                    out.push(Stmt::Inst(inst));
+                }
+                Tok::Word(w) if w.starts_with('.') => {
+                    return self.error(pos, format!("directive '{w}' is not supported inside a kernel"));
+                }
+                Tok::Word(w) => {
+                    if self.tokens[self.at + 1].tok == Tok::Punct(':') {
+                        self.at += 2;
+                        out.push(self.label(pos, w.to_string())?);
+                    } else {
+                        let inst = self.instruction(None)?;
+                        out.push(Stmt::Inst(inst));
+                    }
+                }
+                _ => return self.unexpected("a statement"),
+            }
+        }
+    }
+
+    fn label(&mut self, pos: Pos, name: String) -> Result<Stmt, PtxError> {
+        if !self.eat_word(".branchtargets") {
+            return Ok(Stmt::Label { pos, name });
+        }
+        let mut labels = vec![];
+        loop {
+            let p = self.pos();
+            labels.push((self.word("a label")?.to_string(), p));
+            if !self.eat(',') {
+                break;
+            }
+        }
+        self.expect(';')?;
+        Ok(Stmt::Targets { pos, name, labels })
+    }
+
+    fn registers(&mut self, pos: Pos, out: &mut Vec<Stmt>) -> Result<(), PtxError> {
+        let ty = self.word("a register type")?.to_string();
+        loop {
+            let name = self.word("a register name")?.to_string();
+            let mut count = None;
+            if self.eat('<') {
+                count = Some(self.int32("a register count")?);
+                self.expect('>')?;
+            }
+            if count.is_some_and(|c| c > 1 << 20) {
+                return self.error(pos, "too many registers");
+            }
+            out.push(Stmt::Reg { pos, ty: ty.clone(), name, count });
+            if !self.eat(',') {
+                break;
+            }
+        }
+        self.expect(';')
+    }
+
+    fn instruction(&mut self, guard: Option<(String, bool)>) -> Result<Instruction, PtxError> {
+        let pos = self.pos();
+        let opcode = self.word("an instruction")?.to_string();
+        let mut operands = vec![];
+        while !self.eat(';') {
+            let at = self.pos();
+            if !operands.is_empty() {
+                self.expect(',')?;
+            }
+            if self.peek().tok == Tok::Eof {
+                return self.error(at, "instruction without ';'");
+            }
+            operands.push(self.operand()?);
+        }
+        Ok(Instruction { pos, guard, opcode, operands, source: self.source })
+    }
+
+    fn operand(&mut self) -> Result<(Operand, Pos), PtxError> {
+        let pos = self.pos();
+        let op = match self.peek().tok {
+            Tok::Punct('!') => {
+                self.at += 1;
+                Operand::Not(self.word("a predicate register")?.to_string())
+            }
+            Tok::Punct('{') => {
+                self.at += 1;
+                let mut items = vec![];
+                while !self.eat('}') {
+                    items.push(self.operand()?.0);
+                    if !self.eat(',') {
+                        self.expect('}')?;
+                        break;
+                    }
+                }
+                Operand::Vector(items)
+            }
+            Tok::Punct('[') => {
+                self.at += 1;
+                let base = self.simple()?;
+                let mut offset = 0i64;
+                while self.peek().tok != Tok::Punct(']') {
+                    let negative = if self.eat('+') {
+                        self.eat('-')
+                    } else if self.eat('-') {
+                        true
+                    } else {
+                        return self.unexpected("'+', '-' or ']'");
+                    };
+                    let v = self.int("an offset")? as i64;
+                    offset = offset.wrapping_add(if negative { v.wrapping_neg() } else { v });
+                }
+                self.expect(']')?;
+                Operand::Address { base: Box::new(base), offset }
+            }
+            _ => self.simple()?,
+        };
+        if self.eat('|') {
+            let second = self.simple()?;
+            return Ok((Operand::Pair(Box::new(op), Box::new(second)), pos));
+        }
+        Ok((op, pos))
+    }
+
+    fn simple(&mut self) -> Result<Operand, PtxError> {
+        let pos = self.pos();
+        let start = self.at;
+        let negative = self.eat('-');
+        let op = match self.next().tok {
+            Tok::Word("_") if !negative => Operand::Sink,
+            Tok::Word("WARP_SZ") if !negative => Operand::Int(32),
+            Tok::Word(w) if !negative => Operand::Name(w.to_string()),
+            Tok::Int(v) => Operand::Int(if negative { -(v as i128) } else { v as i128 }),
+            Tok::F32(v) => Operand::F32(if negative { v ^ 1 << 31 } else { v }),
+            Tok::F64(v) => Operand::F64(if negative { v ^ 1 << 63 } else { v }),
+            Tok::Decimal(s) => {
+                let v: f64 = s.parse().or_else(|_| self.error(pos, format!("'{s}' is not a number")))?;
+                Operand::F64(if negative { -v } else { v }.to_bits())
+            }
+            _ => {
+                self.at = start;
+                return self.unexpected("an operand");
+            }
+        };
+        Ok(op)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEAD: &str = ".version 8.4\n.target sm_90, debug\n.address_size 64\n";
+
+    #[test]
+    fn a_kernel_as_llvm_writes_it() {
+        let text = format!(
+            "{HEAD}
+.extern .shared .align 128 .b8 DYN[];
+.global .align 4 .b8 TABLE[8] = {{1, 2, 3, 255}};
+.visible .entry k(
+	.param .u64 .ptr .global .align 1 k_param_0,
+	.param .align 8 .b8 k_param_1[24]
+)
+.maxntid 128, 1, 1
+.minnctapersm 1
+{{
+	.reg .pred 	%p<3>;
+	.reg .b32 	%r<5>;
+	.loc	1 7 0
+	ld.param.b64 	%rd1, [k_param_1+8];
+$L__func_begin0:
+	.loc	1 9 3, function_name $L__info_string0, inlined_at 1 7 0
+	// begin inline asm
+	{{ .reg .pred p; setp.eq.u32 p|q, %r1, -1; @!p bra $L1; }}
+	// end inline asm
+	.pragma \"nounroll\";
+$L1:
+	ret;
+}}
+	.file	1 \"/src/k.rs\"
+	.section	.debug_str
+	{{
+$L__info_string0:
+.b8 1,2
+	}}
+"
+        );
+        let f = parse(&text).unwrap();
+        assert_eq!((f.version, f.target.as_str()), ((8, 4), "sm_90"));
+        assert_eq!(f.files, vec![(1, "/src/k.rs".to_string())]);
+        assert_eq!(f.variables[0].bytes, None);
+        assert_eq!(f.variables[1].init, vec![1, 2, 3, 255, 0, 0, 0, 0]);
+        let e = &f.entries[0];
+        assert_eq!(e.max_threads, Some(128));
+        assert_eq!(
+            e.params.iter().map(|p| (p.size, p.align)).collect::<Vec<_>>(),
+            vec![(8, 8), (24, 8)]
+        );
+        let insts: Vec<_> =
+            e.body.iter().filter_map(|s| if let Stmt::Inst(i) = s { Some(i) } else { None }).collect();
+        assert_eq!(insts.len(), 4);
+        assert_eq!(insts[1].source, Some(SourceLine { file: 1, line: 9 }));
+        assert_eq!(insts[1].operands[2].0, Operand::Int(-1));
+        assert_eq!(insts[2].guard, Some(("p".to_string(), true)));
+        assert_eq!(e.body.iter().filter(|s| matches!(s, Stmt::Open)).count(), 1);
+    }
+
+    #[test]
+    fn errors_point_at_the_place() {
+        let e = parse(&format!("{HEAD}.visible .entry k()\n{{\n  add.u32 %r1 %r2;\n}}")).unwrap_err();
+        assert_eq!((e.line, e.column), (6, 15));
+        assert_eq!(e.source_line, "  add.u32 %r1 %r2;");
+        assert!(e.to_string().contains("6:15"), "{e}");
+        assert!(parse(&format!("{HEAD}.func f() {{ ret; }}")).unwrap_err().message.contains(".func"));
+        assert!(parse("ret;").is_err());
+        assert!(parse("").unwrap_err().message.contains(".version"));
+        assert!(parse(&format!("{HEAD}.entry k() {{ ret;")).is_err());
+    }
+}

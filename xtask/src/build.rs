@@ -1,0 +1,164 @@
+//! `cargo xtask build-ptx`: kernels in, PTX out.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::backend::{Arch, Backend};
+use crate::header::Header;
+use crate::metadata::Metadata;
+use crate::toolchain::{self, Compiler};
+use crate::workspace::{Workspace, describe, read, run as run_command, write};
+use crate::{check, manifest, nvvm, postprocess, sources};
+
+/// The target triple of both back ends.
+pub const TARGET: &str = "nvptx64-nvidia-cuda";
+
+/// The flags that decide what the PTX says. The header lists them.
+///
+/// - `ptx84` sets `.version 8.4`: rustc warns that the feature is unstable, and nothing else may warn.
+/// - `immediate-abort` turns a panic into `trap`; plain `abort` drags formatting code into the PTX.
+/// - Jump threading duplicates block barriers into divergent branches.
+/// - Line directives are `.loc` lines and nothing else: same instructions, same registers, no debug sections.
+const CODEGEN: [&str; 5] = [
+    "-Ctarget-feature=+ptx84",
+    "-Zunstable-options",
+    "-Cpanic=immediate-abort",
+    "-Zmir-enable-passes=-JumpThreading",
+    "-Cdebuginfo=line-directives-only",
+];
+
+/// One build to do or to check.
+pub struct Job {
+    /// Who compiles.
+    pub backend: Backend,
+    /// For which GPU.
+    pub arch: Arch,
+    /// The file to write or to check.
+    pub out: PathBuf,
+}
+
+impl Job {
+    /// A job; without `out` it is about the committed file, or for nvvm about a file under `target/`.
+    pub fn new(ws: &Workspace, backend: Backend, arch: Arch, out: Option<PathBuf>) -> Self {
+        let out = out.unwrap_or_else(|| match backend {
+            Backend::InTree => ws.root.join(format!("gpu/ptx/epoxide.{arch}.ptx")),
+            Backend::Nvvm => ws.target("ptx").join(format!("epoxide.{arch}.nvvm.ptx")),
+        });
+        Self { backend, arch, out }
+    }
+
+    /// The build directory. Each (architecture, back end) has its own: the compiler's file name is always the same.
+    pub fn target_dir(&self, ws: &Workspace) -> PathBuf {
+        ws.target("ptx").join(format!("{}-{}", self.arch, self.backend))
+    }
+
+    /// The flags named in the PTX header.
+    pub fn flags(&self) -> String {
+        match self.backend {
+            Backend::InTree => codegen_flags(&self.arch).join(" "),
+            Backend::Nvvm => nvvm::codegen_flags(&self.arch).join(" "),
+        }
+    }
+}
+
+/// Builds, lints and writes the PTX.
+pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
+    let text = compile(ws, job)?;
+    // A file that fails the lints is written beside the build, to be looked at, but never replaces a good one.
+    let fresh = job.target_dir(ws).join("shipped.ptx");
+    write(&fresh, &text)?;
+    check::lint_file(ws, job, &fresh, &text)?;
+    write(&job.out, &text)?;
+    println!("wrote {}", ws.display(&job.out));
+    Ok(())
+}
+
+/// Compiles the kernels and post-processes the PTX.
+pub fn compile(ws: &Workspace, job: &Job) -> Result<String> {
+    match job.backend {
+        Backend::InTree => compile_with(ws, job, &toolchain::find_or_fetch(ws)?),
+        Backend::Nvvm => {
+            let parts = nvvm::Parts::find()?;
+            let mut command = nvvm::command(ws, job, Some(&parts));
+            run_command(&mut command)?;
+            ship(ws, job, &nvvm::product(ws, job), &nvvm::compiler_version()?)
+        }
+    }
+}
+
+/// Compiles with rustc's own back end, by this compiler.
+pub fn compile_with(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<String> {
+    println!("compiling the kernels with {} ({})", compiler.version, compiler.origin);
+    run_command(&mut in_tree_command(ws, job, compiler)?)?;
+    let product = job.target_dir(ws).join(TARGET).join("ptx/deps/epoxide_gpu.s");
+    ship(ws, job, &product, &compiler.version)
+}
+
+/// Prints the compiler's command line without running it, with names in place of parts that are missing.
+pub fn print_command(ws: &Workspace, job: &Job) -> Result<()> {
+    let command = match job.backend {
+        Backend::InTree => in_tree_command(ws, job, &toolchain::find_or_fetch(ws)?)?,
+        Backend::Nvvm => nvvm::command(ws, job, nvvm::Parts::find().ok().as_ref()),
+    };
+    println!("{}", describe(&command));
+    Ok(())
+}
+
+/// The dependency graph as the device sees it.
+pub fn device_metadata(ws: &Workspace) -> Result<Metadata> {
+    Metadata::query(ws, &["--filter-platform", TARGET])
+}
+
+fn ship(ws: &Workspace, job: &Job, product: &Path, compiler: &str) -> Result<String> {
+    let raw = read(product).context("the compiler said success but left no PTX")?;
+    let header = Header {
+        backend: job.backend.to_string(),
+        compiler: compiler.to_owned(),
+        flags: job.flags(),
+        sources: sources::fingerprint(ws, &device_metadata(ws)?)?,
+    };
+    Ok(postprocess::ship(&raw, &header, manifest::MANIFEST))
+}
+
+fn codegen_flags(arch: &Arch) -> Vec<String> {
+    let cpu = format!("-Ctarget-cpu={arch}");
+    std::iter::once(cpu).chain(CODEGEN.map(str::to_owned)).collect()
+}
+
+/// `cargo rustc` in the variant without a linker: the assembly *is* the PTX.
+///
+/// `--crate-type cdylib` is not optional: with the crate's `rlib` in the list cargo drops LTO without a word, and functions of
+/// dependencies stay unresolved.
+fn in_tree_command(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Command> {
+    let mut flags = vec!["-Clinker=/bin/true".to_owned()];
+    flags.extend(codegen_flags(&job.arch));
+    flags.extend(path_flags(ws, compiler)?);
+    let mut command = ws.cargo();
+    command
+        // `-Z` flags and feature gates on a released compiler; for this one build only.
+        .env("RUSTC_BOOTSTRAP", "1")
+        .env("RUSTC", &compiler.rustc)
+        .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
+        .env("CARGO_TARGET_DIR", job.target_dir(ws))
+        .args(["rustc", "--package", sources::PACKAGE, "--lib", "--profile", "ptx"])
+        .args(["-Zbuild-std=core", "--target", TARGET, "--crate-type", "cdylib"])
+        .args(["--", "--emit=asm"]);
+    Ok(command)
+}
+
+/// Names every source file without the machine's own directories, so that any checkout gives the same text: `gpu/src/..`,
+/// `cargo/half-2.7.1/..`, `rust/core/..`.
+fn path_flags(ws: &Workspace, compiler: &Compiler) -> Result<Vec<String>> {
+    let mut prefixes = vec![(ws.root.clone(), "")];
+    for package in device_metadata(ws)?.compiled_into(sources::PACKAGE)? {
+        if let (false, Some(registry)) = (package.local, package.dir.parent()) {
+            prefixes.push((registry.to_owned(), "cargo"));
+        }
+    }
+    prefixes.push((compiler.library.clone(), "rust"));
+    prefixes.extend(compiler.library.canonicalize().map(|library| (library, "rust")));
+    prefixes.dedup();
+    Ok(prefixes.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())).collect())
+}

@@ -1,0 +1,106 @@
+//! Debian's compiler, unpacked under `target/` and never installed: its packages conflict with rustup.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use super::Compiler;
+use crate::workspace::{self, Workspace, capture};
+
+/// What makes [`fetch`] work.
+pub const REMEDY: &str = "on Debian 12 or a machine with its package lists: `apt-get update` as root, then build-ptx again, which unpacks \
+                          rustc-web and its source under target/ (about 1 GB)";
+
+/// Packages whose names hold no version.
+const PACKAGES: [&str; 4] = ["rustc-web", "libstd-rust-web-dev", "rust-web-src", "rust-web-llvm"];
+
+/// Runs the unpacked compiler with its own libraries. They are set here and nowhere else, so that no other program picks them up.
+const WRAPPER: &str = r#"#!/bin/sh
+R=$(cd "$(dirname "$0")/root" && pwd)
+LD_LIBRARY_PATH=$R/usr/lib/$(uname -m)-linux-gnu:$R/usr/lib exec "$R/usr/bin/rustc" "$@"
+"#;
+
+fn dir(ws: &Workspace) -> PathBuf {
+    ws.target("kernel-toolchain")
+}
+
+/// The compiler unpacked earlier.
+pub fn installed(ws: &Workspace) -> Result<Compiler> {
+    let rustc = dir(ws).join("rustc");
+    if !rustc.is_file() {
+        bail!("not unpacked under target/ yet");
+    }
+    Compiler::probe(&rustc, "Debian packages")
+}
+
+/// Downloads and unpacks the packages. What was interrupted is begun anew.
+pub fn fetch(ws: &Workspace) -> Result<()> {
+    for program in ["apt-get", "apt-cache", "dpkg"] {
+        workspace::on_path(program).with_context(|| format!("this machine has no {program}"))?;
+    }
+    println!("fetching Debian's rustc and its library source (about 140 MB)");
+    let partial = ws.target("kernel-toolchain.partial");
+    // The package lists may be absent, or name files that the archive no longer has: refresh them once.
+    if let Err(first) = download(&partial) {
+        println!("refreshing the package lists");
+        capture(Command::new("apt-get").arg("update")).with_context(|| format!("{first:#}"))?;
+        download(&partial)?;
+    }
+    let root = partial.join("root");
+    for package in packages_in(&partial)? {
+        capture(Command::new("dpkg").arg("-x").arg(&package).arg(&root))?;
+        std::fs::remove_file(&package)?;
+    }
+    let wrapper = partial.join("rustc");
+    workspace::write(&wrapper, WRAPPER)?;
+    capture(Command::new("chmod").arg("755").arg(&wrapper))?;
+    workspace::publish_dir(&partial, &dir(ws))
+}
+
+fn download(into: &Path) -> Result<()> {
+    // The library's package and LLVM's carry versions in their names; follow the archive.
+    let library = dependency("libstd-rust-web-dev", "libstd-rust-web-")?;
+    let llvm = dependency(&library, "libllvm")?;
+    workspace::fresh_dir(into)?;
+    let mut apt = Command::new("apt-get");
+    apt.current_dir(into).args(["download", "--quiet"]).args(PACKAGES).args([&library, &llvm]);
+    capture(&mut apt).map(drop)
+}
+
+/// The package with this prefix that `package` depends on.
+fn dependency(package: &str, prefix: &str) -> Result<String> {
+    let text = capture(Command::new("apt-cache").args(["depends", package]))?;
+    parse_dependency(&text, prefix)
+        .with_context(|| format!("the package lists have no `{package}` that depends on `{prefix}..`"))
+}
+
+fn parse_dependency(text: &str, prefix: &str) -> Option<String> {
+    text.lines()
+        .filter_map(|line| line.trim().strip_prefix("Depends: "))
+        .find(|name| name.starts_with(prefix))
+        .map(str::to_owned)
+}
+
+fn packages_in(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut packages = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "deb") {
+            packages.push(path);
+        }
+    }
+    Ok(packages)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versioned_names_come_from_the_package_lists() {
+        let text = "libstd-rust-web-dev\n  Depends: libstd-rust-web-1.96\n  Conflicts: <rustup>\n";
+        assert_eq!(parse_dependency(text, "libstd-rust-web-").as_deref(), Some("libstd-rust-web-1.96"));
+        assert_eq!(parse_dependency(text, "libllvm"), None);
+    }
+}
