@@ -177,7 +177,10 @@ impl fmt::Display for FaultKind {
                 nearest.as_ref().map_or(Ok(()), |n| write!(f, "; {n}"))
             }
             FaultKind::OutOfWindow { space, offset, bytes, start, end } => {
-                write!(f, "access of {bytes} bytes at {space} offset {offset:#x}; valid are {start:#x}..{end:#x}")
+                write!(
+                    f,
+                    "access of {bytes} bytes at {space} offset {offset:#x}; valid are {start:#x}..{end:#x}"
+                )
             }
             FaultKind::Misaligned { addr, align } => {
                 write!(f, "address {addr:#x} is not a multiple of {align}")
@@ -191,7 +194,9 @@ impl fmt::Display for FaultKind {
             FaultKind::BadMemberMask { mask, lanes } => {
                 write!(f, "member mask {mask:#010x} leaves out some of the executing lanes {lanes:#010x}")
             }
-            FaultKind::Mbarrier { offset, message } => write!(f, "mbarrier at shared offset {offset:#x}: {message}"),
+            FaultKind::Mbarrier { offset, message } => {
+                write!(f, "mbarrier at shared offset {offset:#x}: {message}")
+            }
             FaultKind::BulkCopy { message } => write!(f, "bulk copy: {message}"),
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Unsupported(what) => write!(f, "not supported by the virtual GPU: {what}"),
@@ -222,7 +227,11 @@ pub struct Fault {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}\n  in kernel '{}', block {:?}, warp {}", self.kind, self.kernel, self.block, self.warp)?;
+        write!(
+            f,
+            "{}\n  in kernel '{}', block {:?}, warp {}",
+            self.kind, self.kernel, self.block, self.warp
+        )?;
         if let Some(lane) = self.lane {
             write!(f, ", lane {lane}")?;
         }
@@ -292,7 +301,9 @@ impl fmt::Display for WaitingFor {
                 "waits on mbarrier at shared offset {offset:#x}: phase {phase}, {pending} arrivals and \
                  {pending_bytes} bytes missing"
             ),
-            WaitingFor::Memory { addr, value } => write!(f, "spins on {addr:#x}, last value {value:#x} ({value})"),
+            WaitingFor::Memory { addr, value } => {
+                write!(f, "spins on {addr:#x}, last value {value:#x} ({value})")
+            }
         }
     }
 }

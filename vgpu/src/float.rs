@@ -32,8 +32,13 @@ pub(crate) struct Format {
     infinite: bool,
 }
 
-pub(crate) const F64: Format =
-    Format { mantissa: 52, exponent: 11, max: 0x7fef_ffff_ffff_ffff, nan: 0x7fff_ffff_ffff_ffff, infinite: true };
+pub(crate) const F64: Format = Format {
+    mantissa: 52,
+    exponent: 11,
+    max: 0x7fef_ffff_ffff_ffff,
+    nan: 0x7fff_ffff_ffff_ffff,
+    infinite: true,
+};
 pub(crate) const F32: Format =
     Format { mantissa: 23, exponent: 8, max: 0x7f7f_ffff, nan: 0x7fff_ffff, infinite: true };
 pub(crate) const F16: Format = Format { mantissa: 10, exponent: 5, max: 0x7bff, nan: 0x7fff, infinite: true };
@@ -266,11 +271,10 @@ pub(crate) trait MinMax: Copy {
     fn nan(self) -> bool;
     /// `self < other`, with -0.0 below +0.0.
     fn below(self, other: Self) -> bool;
-    fn magnitude(self) -> Self;
 }
 
 macro_rules! min_max {
-    ($t:ty, $nan:expr, $int:ty, $abs:expr) => {
+    ($t:ty, $nan:expr, $int:ty) => {
         impl MinMax for $t {
             const NAN: Self = $nan;
             fn nan(self) -> bool {
@@ -279,21 +283,24 @@ macro_rules! min_max {
             fn below(self, other: Self) -> bool {
                 self < other || self == other && (self.to_bits() as $int) < (other.to_bits() as $int)
             }
-            fn magnitude(self) -> Self {
-                $abs(self)
-            }
         }
     };
 }
-min_max!(f32, f32::from_bits(0x7fff_ffff), i32, f32::abs);
-min_max!(f64, f64::from_bits(0x7fff_ffff_ffff_ffff), i64, f64::abs);
-min_max!(f16, f16::from_bits(0x7fff), i16, |v: f16| f16::from_bits(v.to_bits() & 0x7fff));
-min_max!(bf16, bf16::from_bits(0x7fff), i16, |v: bf16| bf16::from_bits(v.to_bits() & 0x7fff));
+min_max!(f32, f32::from_bits(0x7fff_ffff), i32);
+min_max!(f64, f64::from_bits(0x7fff_ffff_ffff_ffff), i64);
+min_max!(f16, f16::from_bits(0x7fff), i16);
+min_max!(bf16, bf16::from_bits(0x7fff), i16);
 
 /// Minimum; a NaN loses unless both are, or unless `NAN` (`.NaN`) makes it win. The NaN given is the canonical one.
 pub(crate) fn min<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
     match (a.nan(), b.nan()) {
-        (false, false) => if b.below(a) { b } else { a },
+        (false, false) => {
+            if b.below(a) {
+                b
+            } else {
+                a
+            }
+        }
         (true, false) if !NAN => b,
         (false, true) if !NAN => a,
         _ => T::NAN,
@@ -303,7 +310,13 @@ pub(crate) fn min<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
 /// Maximum; see [`min`].
 pub(crate) fn max<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
     match (a.nan(), b.nan()) {
-        (false, false) => if a.below(b) { b } else { a },
+        (false, false) => {
+            if a.below(b) {
+                b
+            } else {
+                a
+            }
+        }
         (true, false) if !NAN => b,
         (false, true) if !NAN => a,
         _ => T::NAN,

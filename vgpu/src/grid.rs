@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use crate::device::{DeviceConfig, GridConfig};
 use crate::exec::access::{SHARED_BASE, SharedMemory};
 use crate::exec::bulk::BulkQueue;
-use crate::exec::{BARRIERS, Barrier, BlockState, Env, Exec, GroupState, Status, Warp};
+use crate::exec::{Activity, BARRIERS, Barrier, BlockState, Env, Exec, GroupState, Status, Warp};
 use crate::fault::{Fault, FaultKind, LaunchError, StuckReport, StuckWarp, WaitingFor};
 use crate::ir::{File, Init, Regs, Special};
 use crate::memory::{Memory, Region};
@@ -80,7 +80,6 @@ pub struct Grid {
     epoch: u64,
     idle: usize,
     fault: Option<Fault>,
-    grid_id: u64,
     globals: Option<Arc<Region>>,
 }
 
@@ -145,7 +144,6 @@ impl Grid {
             epoch: 1,
             idle: 0,
             fault: None,
-            grid_id: 0,
             globals,
         };
         let warps = threads.div_ceil(32);
@@ -208,6 +206,13 @@ impl Grid {
         b.ready = b.state.warps;
         b.idle_epoch.fill(0);
         let globals = self.globals.as_ref().map_or(0, |r| r.addr());
+        let around = Surroundings {
+            ctaid,
+            cfg: self.config,
+            static_shared: kernel.static_shared,
+            sm: b.sm,
+            sm_count: self.sm_count,
+        };
         for (w, warp) in b.warps.iter_mut().enumerate() {
             let w = w as u32;
             let lanes = (threads - w * 32).min(32);
@@ -220,9 +225,7 @@ impl Grid {
                     Init::Bits(v) => v,
                     Init::GlobalAddress(offset) => globals + offset,
                     Init::DynamicShared(tag) => tag + u64::from(dynamic_shared_offset(kernel)),
-                    Init::Special(s) => {
-                        special(s, w, lane, ctaid, &self.config, kernel, b.sm, self.sm_count, self.grid_id)
-                    }
+                    Init::Special(s) => special(s, w, lane, &around),
                 };
                 let row = reg as usize;
                 match file {
@@ -238,6 +241,7 @@ impl Grid {
 
     /// Runs for about `max_warp_instructions`: a slice that has begun is finished. After a fault every further call
     /// returns the same fault.
+    #[allow(clippy::result_large_err)] // Once per launch at most, and plain to match on.
     pub fn step(&mut self, max_warp_instructions: u64) -> Result<Progress, Fault> {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
@@ -291,7 +295,9 @@ impl Grid {
                 (index, 1 + rng.below(1 << bits))
             }
         };
-        let Some(pick) = (if index == 0 { self.ready.pop_front() } else { self.ready.swap_remove_back(index) }) else {
+        let Some(pick) =
+            (if index == 0 { self.ready.pop_front() } else { self.ready.swap_remove_back(index) })
+        else {
             return Ok(1);
         };
         let block = &mut self.blocks[pick.block as usize];
@@ -310,15 +316,19 @@ impl Grid {
         let pick_bits = u64::from(pick.block) << 32 | u64::from(pick.warp) << 16 | slice.executed & 0xffff;
         self.digest = mix(self.digest ^ pick_bits).wrapping_add(slice.executed);
 
-        if slice.idle {
-            let seen = &mut block.idle_epoch[pick.warp as usize];
-            if *seen != self.epoch {
-                *seen = self.epoch;
-                self.idle += 1;
+        match slice.activity {
+            Activity::Idle => {
+                let seen = &mut block.idle_epoch[pick.warp as usize];
+                if *seen != self.epoch {
+                    *seen = self.epoch;
+                    self.idle += 1;
+                }
             }
-        } else {
-            self.epoch += 1;
-            self.idle = 0;
+            Activity::Neutral => {}
+            Activity::Progress => {
+                self.epoch += 1;
+                self.idle = 0;
+            }
         }
         match slice.status {
             Status::Ready => self.ready.push_back(pick),
@@ -423,7 +433,8 @@ impl Grid {
                     let waiting = match g.state {
                         GroupState::Ready => warp.waiting.clone().unwrap_or(WaitingFor::Nothing),
                         GroupState::Lanes { mask } => {
-                            let arrived = warp.groups.iter().filter(|o| o.pc == g.pc).fold(0, |a, o| a | o.mask);
+                            let arrived =
+                                warp.groups.iter().filter(|o| o.pc == g.pc).fold(0, |a, o| a | o.mask);
                             WaitingFor::Lanes { mask: mask & warp.live, arrived }
                         }
                         GroupState::Barrier { id, arrived: true, .. } => {
@@ -449,7 +460,12 @@ impl Grid {
     }
 }
 
-fn check_launch(kernel: &Kernel, dev: &DeviceConfig, cfg: &GridConfig, params: &[u8]) -> Result<(), LaunchError> {
+fn check_launch(
+    kernel: &Kernel,
+    dev: &DeviceConfig,
+    cfg: &GridConfig,
+    params: &[u8],
+) -> Result<(), LaunchError> {
     let name = || kernel.name.clone();
     if params.len() != kernel.param_bytes {
         return Err(LaunchError::ParamBytes {
@@ -498,18 +514,18 @@ fn reset_registers(regs: &mut Regs, [n32, n64, np]: [u32; 3]) {
     regs.pred.resize(np as usize, 0);
 }
 
-#[allow(clippy::too_many_arguments)]
-fn special(
-    s: Special,
-    warp: u32,
-    lane: u32,
+/// What the special registers of a block depend on.
+struct Surroundings {
     ctaid: [u32; 3],
-    cfg: &GridConfig,
-    kernel: &Kernel,
+    cfg: GridConfig,
+    static_shared: u32,
     sm: u32,
     sm_count: u32,
-    grid_id: u64,
-) -> u64 {
+}
+
+/// Value of a special register for one lane of a warp.
+fn special(s: Special, warp: u32, lane: u32, around: &Surroundings) -> u64 {
+    let Surroundings { ctaid, cfg, static_shared, sm, sm_count } = *around;
     let linear = warp * 32 + lane;
     let [bx, by, bz] = cfg.block;
     let v = match s {
@@ -529,10 +545,10 @@ fn special(
         Special::LaneMaskLe => (1 << lane) | ((1 << lane) - 1),
         Special::LaneMaskGt => !((1 << lane) | ((1 << lane) - 1)),
         Special::LaneMaskGe => !((1u32 << lane) - 1),
-        Special::GridId => return grid_id,
         Special::DynamicSmemSize => cfg.dynamic_shared_bytes,
-        Special::TotalSmemSize => kernel.static_shared + cfg.dynamic_shared_bytes,
-        Special::Zero => 0,
+        Special::TotalSmemSize => static_shared + cfg.dynamic_shared_bytes,
+        // Grids are not numbered; a cluster is one block.
+        Special::GridId | Special::Zero => 0,
         Special::One => 1,
     };
     u64::from(v)

@@ -78,9 +78,16 @@ pub(crate) enum Timer {
     Clock,
     ClockHi,
     Clock64,
-    GlobalTimer,
-    GlobalTimerLo,
-    GlobalTimerHi,
+    Global,
+    GlobalLo,
+    GlobalHi,
+}
+
+impl Timer {
+    /// The register has 64 bits.
+    pub(crate) fn is_wide(self) -> bool {
+        matches!(self, Timer::Clock64 | Timer::Global)
+    }
 }
 
 /// State space of an access.
@@ -173,15 +180,50 @@ pub(crate) struct Atomic {
 pub(crate) enum WarpOp {
     /// `barrier.warp.sync`
     Sync,
-    Shfl { mode: ShflMode, d: u32, p: u32, a: u32, lane: u32, clamp: u32 },
-    VoteAll { d: u32, p: u32 },
-    VoteAny { d: u32, p: u32 },
-    VoteUni { d: u32, p: u32 },
-    Ballot { d: u32, p: u32 },
-    MatchAny { d: u32, a: u32, wide: bool },
-    MatchAll { d: u32, p: u32, a: u32, wide: bool },
-    Redux { op: Rmw, d: u32, a: u32 },
-    Elect { d: u32, p: u32 },
+    Shfl {
+        mode: ShflMode,
+        d: u32,
+        p: u32,
+        a: u32,
+        lane: u32,
+        clamp: u32,
+    },
+    VoteAll {
+        d: u32,
+        p: u32,
+    },
+    VoteAny {
+        d: u32,
+        p: u32,
+    },
+    VoteUni {
+        d: u32,
+        p: u32,
+    },
+    Ballot {
+        d: u32,
+        p: u32,
+    },
+    MatchAny {
+        d: u32,
+        a: u32,
+        wide: bool,
+    },
+    MatchAll {
+        d: u32,
+        p: u32,
+        a: u32,
+        wide: bool,
+    },
+    Redux {
+        op: Rmw,
+        d: u32,
+        a: u32,
+    },
+    Elect {
+        d: u32,
+        p: u32,
+    },
 }
 
 /// Modes of `shfl.sync`.
@@ -203,50 +245,115 @@ pub(crate) enum BarrierKind {
 /// Operations on an mbarrier object.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum MbarOp {
-    Init { count: u32 },
+    Init {
+        count: u32,
+    },
     Inval,
     /// `state` may be [`SINK`]; `tx` is [`SINK`] without `.expect_tx`.
-    Arrive { state: u32, count: u32, tx: u32, drop: bool },
-    ExpectTx { tx: u32 },
-    CompleteTx { tx: u32 },
+    Arrive {
+        state: u32,
+        count: u32,
+        tx: u32,
+        drop: bool,
+    },
+    ExpectTx {
+        tx: u32,
+    },
+    CompleteTx {
+        tx: u32,
+    },
     /// `state` is a 64-bit slot.
-    TestState { p: u32, state: u32 },
-    TestParity { p: u32, parity: u32 },
+    TestState {
+        p: u32,
+        state: u32,
+    },
+    TestParity {
+        p: u32,
+        parity: u32,
+    },
 }
 
 /// Bulk copies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum BulkOp {
     /// Global to shared, completing on an mbarrier.
-    Load { dst: Addr, src: Addr, size: u32, mbar: Addr },
+    Load {
+        dst: Addr,
+        src: Addr,
+        size: u32,
+        mbar: Addr,
+    },
     /// Shared to global, in a bulk group.
-    Store { dst: Addr, src: Addr, size: u32 },
+    Store {
+        dst: Addr,
+        src: Addr,
+        size: u32,
+    },
     /// Shared to shared of the cluster (here: of the same block), completing on an mbarrier.
-    SharedToShared { dst: Addr, src: Addr, size: u32, mbar: Addr },
-    Prefetch { src: Addr, size: u32 },
+    SharedToShared {
+        dst: Addr,
+        src: Addr,
+        size: u32,
+        mbar: Addr,
+    },
+    Prefetch {
+        src: Addr,
+        size: u32,
+    },
     Commit,
-    Wait { pending: u32, read_only: bool },
+    Wait {
+        pending: u32,
+        read_only: bool,
+    },
 }
 
 /// One instruction's work.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
-    Alu { f: AluFn, s: [u32; 6] },
-    Bra { target: u32 },
+    Alu {
+        f: AluFn,
+        s: [u32; 6],
+    },
+    Bra {
+        target: u32,
+    },
     /// Index slot and table number.
-    BrxIdx { index: u32, table: u32 },
+    BrxIdx {
+        index: u32,
+        table: u32,
+    },
     Ld(Access),
     St(Access),
     Atom(Atomic),
     Fence,
-    Timer { what: Timer, d: u32 },
-    ActiveMask { d: u32 },
-    Warp { op: WarpOp, mask: u32 },
+    Timer {
+        what: Timer,
+        d: u32,
+    },
+    ActiveMask {
+        d: u32,
+    },
+    Warp {
+        op: WarpOp,
+        mask: u32,
+    },
     /// `count` is [`SINK`] when all threads take part.
-    Barrier { kind: BarrierKind, id: u32, count: u32, aligned: bool },
-    Mbar { op: MbarOp, addr: Addr, space: Space },
+    Barrier {
+        kind: BarrierKind,
+        id: u32,
+        count: u32,
+        aligned: bool,
+    },
+    Mbar {
+        op: MbarOp,
+        addr: Addr,
+        space: Space,
+    },
     /// `mbarrier.pending_count d, state`.
-    PendingCount { d: u32, state: u32 },
+    PendingCount {
+        d: u32,
+        state: u32,
+    },
     Bulk(BulkOp),
     /// Gives way to other warps.
     Sleep,

@@ -254,7 +254,8 @@ impl Memory {
             .map_err(|_| MemoryError::OutOfMemory { requested: bytes, available: u64::MAX })?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
-        let ptr = unsafe { mmap(std::ptr::null_mut(), mapped, prot, MapFlags::SHARED, &fd, 0) }.map_err(os("mmap"))?;
+        let ptr = unsafe { mmap(std::ptr::null_mut(), mapped, prot, MapFlags::SHARED, &fd, 0) }
+            .map_err(os("mmap"))?;
         let ptr = NonNull::new(ptr.cast::<u8>()).ok_or(MemoryError::Os {
             call: "mmap",
             errno: 0,

@@ -133,6 +133,12 @@ impl Kernel {
         self.code.len()
     }
 
+    /// Register slots per warp after allocation: 32-bit, 64-bit, predicates. A slot holds one value per lane.
+    #[must_use]
+    pub fn register_slots(&self) -> [u32; 3] {
+        self.slots
+    }
+
     /// PTX line, its text, and the Rust file and line of instruction `pc`.
     pub(crate) fn origin(&self, pc: u32) -> (usize, String, Option<(String, u32)>) {
         let o = self.origins.get(pc as usize).copied().unwrap_or_default();

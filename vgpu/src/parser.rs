@@ -145,7 +145,9 @@ impl<'a> Parser<'a> {
                 Tok::Word(".version") => {
                     self.at += 1;
                     let version = match self.next().tok {
-                        Tok::Decimal(v) => v.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?))),
+                        Tok::Decimal(v) => {
+                            v.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)))
+                        }
                         _ => None,
                     };
                     match version {
@@ -638,10 +640,7 @@ $L__info_string0:
         assert_eq!(f.variables[1].init, vec![1, 2, 3, 255, 0, 0, 0, 0]);
         let e = &f.entries[0];
         assert_eq!(e.max_threads, Some(128));
-        assert_eq!(
-            e.params.iter().map(|p| (p.size, p.align)).collect::<Vec<_>>(),
-            vec![(8, 8), (24, 8)]
-        );
+        assert_eq!(e.params.iter().map(|p| (p.size, p.align)).collect::<Vec<_>>(), vec![(8, 8), (24, 8)]);
         let insts: Vec<_> =
             e.body.iter().filter_map(|s| if let Stmt::Inst(i) = s { Some(i) } else { None }).collect();
         assert_eq!(insts.len(), 4);

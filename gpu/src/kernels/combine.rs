@@ -2,8 +2,8 @@
 
 use epoxide_macros::kernel;
 
-use super::epoch::{aborted, current_epoch, leave, pool_of, tell_ready, wait_ready};
-use super::ring::{Ring, Turn};
+use super::epoch::{current_epoch, leave, pool_of, tell_ready, wait_ready};
+use super::ring::{Ring, Turn, block_range};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{CombineArgs, MAX_RANKS, PlanStatus, SEND_ROW_STRIDE, StageArgs, Wait, row_stride};
@@ -18,7 +18,7 @@ const VECTORS: usize = 8;
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(args.row_bytes.is_multiple_of(16))
+    requires(args.row_bytes.is_multiple_of(16), args.x_stride.is_multiple_of(16))
 )]
 pub unsafe fn stage_combine(args: StageArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
@@ -29,9 +29,23 @@ pub unsafe fn stage_combine(args: StageArgs) {
     let mut row = ctaid() * warps + tid() / 32;
     while row < rows {
         if !args.x.is_null() {
-            let from = args.x.0 + row as u64 * args.row_bytes as u64;
+            let from = args.x.0 + row as u64 * args.x_stride;
             let to = args.rows.0 + row as u64 * row_stride(args.row_bytes as u64);
             let mut at = lane * 16;
+            // Four vectors in flight per lane.
+            while at + 3 * 512 < args.row_bytes {
+                let vectors = [
+                    ld_stream_v4(from + at as u64),
+                    ld_stream_v4(from + at as u64 + 512),
+                    ld_stream_v4(from + at as u64 + 1024),
+                    ld_stream_v4(from + at as u64 + 1536),
+                ];
+                st_v4(to + at as u64, vectors[0]);
+                st_v4(to + at as u64 + 512, vectors[1]);
+                st_v4(to + at as u64 + 1024, vectors[2]);
+                st_v4(to + at as u64 + 1536, vectors[3]);
+                at += 2048;
+            }
             while at < args.row_bytes {
                 st_v4(to + at as u64, ld_stream_v4(from + at as u64));
                 at += 512;
@@ -50,7 +64,7 @@ pub unsafe fn stage_combine(args: StageArgs) {
 /// A warp's ring of slots is filled by bulk loads, one slot per (piece of a row, contributing rank), so that the bytes in
 /// flight do not depend on how many ranks a token went to. Shared memory: per warp `slots * slot_bytes`, then all barriers.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 1, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
@@ -59,6 +73,8 @@ pub unsafe fn stage_combine(args: StageArgs) {
         args.slot_bytes.is_multiple_of(16),
         args.slot_bytes >= 16,
         args.slot_bytes <= MAX_SLOT_BYTES,
+        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
+        args.pieces >= 1,
     )
 )]
 pub unsafe fn combine_bf16(args: CombineArgs) {
@@ -67,7 +83,7 @@ pub unsafe fn combine_bf16(args: CombineArgs) {
 
 /// [`combine_bf16`] for FP32 rows.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 1, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
@@ -76,6 +92,8 @@ pub unsafe fn combine_bf16(args: CombineArgs) {
         args.slot_bytes.is_multiple_of(16),
         args.slot_bytes >= 16,
         args.slot_bytes <= MAX_SLOT_BYTES,
+        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
+        args.pieces >= 1,
     )
 )]
 pub unsafe fn combine_f32(args: CombineArgs) {
@@ -154,87 +172,109 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
             tell_ready(comm, epoch);
         }
         let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
-        let per_block = args.num_tokens.div_ceil(nctaid());
-        let begin = (per_block * ctaid()).min(args.num_tokens) + warp;
-        let end = (per_block * (ctaid() + 1)).min(args.num_tokens);
+        let (begin, end) = block_range(args.num_tokens);
+        let first = Item::nth(args, begin, warp);
+        let step = Item::nth(args, 0, warps);
         let ring = Ring::new(args.slots, args.slot_bytes);
         let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
 
-        if wait_ready(comm, epoch, Wait::CombineReady) && planned && !aborted(comm) {
+        if wait_ready(comm, epoch, Wait::CombineReady) && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async();
-            let mut load = Gather::new(args, peer, begin, end, warps);
+            let mut load = Gather::new(args, peer, first, step, end);
             let mut filled = 0;
             while filled < args.slots && load.rank_bits != 0 {
                 load_piece(&ring, args, &load, filled);
                 load.advance(args);
                 filled += 1;
             }
-            let mut sum = Gather::new(args, peer, begin, end, warps);
-            let (mut turn, mut token) = (Turn::first(), begin);
-            while token < end {
+            let mut sum = Gather::new(args, peer, first, step, end);
+            let (mut turn, mut item) = (Turn::first(), first);
+            while item.token < end {
                 // Tokens that went nowhere are not in the gather's sequence.
-                let gathered = sum.token == token;
-                if !args.combined_weights.is_null() {
+                let gathered = sum.item == item;
+                if item.piece == 0 && !args.combined_weights.is_null() {
                     let row = if gathered { sum.row } else { -1 };
-                    sum_weights(args, token, row, peer, lane);
+                    sum_weights(args, item.token, row, peer, lane);
                 }
-                let mut offset = 0;
-                while offset < args.row_bytes {
-                    let bytes = (args.row_bytes - offset).min(args.slot_bytes);
-                    let mut sums = [[0.0f32; 8]; VECTORS];
-                    let mut contributors = if gathered { sum.all_bits.count_ones() } else { 0 };
-                    while contributors != 0 {
-                        ring.wait(&turn);
-                        let from = ring.buffer(turn.slot);
-                        each_vector!(J => {
-                            let at = lane * 16 + J as u32 * 512;
-                            if at < bytes {
-                                E::add(&mut sums[J], ld_shared_v4(from + at));
-                            }
-                        });
-                        // All lanes have read the slot: fill it again.
-                        syncwarp();
-                        if load.rank_bits != 0 {
-                            load_piece(&ring, args, &load, turn.slot);
-                            load.advance(args);
-                        }
-                        turn.advance(&ring);
-                        contributors -= 1;
-                    }
-                    let to = args.combined_x.0 + token as u64 * args.row_bytes as u64 + offset as u64;
+                let bytes = item.bytes(args);
+                let mut sums = [[0.0f32; 8]; VECTORS];
+                let mut contributors = if gathered { sum.rank_bits.count_ones() } else { 0 };
+                while contributors != 0 {
+                    ring.wait(&turn);
+                    let from = ring.buffer(turn.slot);
                     each_vector!(J => {
                         let at = lane * 16 + J as u32 * 512;
                         if at < bytes {
-                            st_v4(to + at as u64, E::round(&sums[J]));
+                            E::add(&mut sums[J], ld_shared_v4(from + at));
                         }
                     });
-                    offset += args.slot_bytes;
+                    // All lanes have read the slot: fill it again.
+                    syncwarp();
+                    if load.rank_bits != 0 {
+                        load_piece(&ring, args, &load, turn.slot);
+                        load.advance(args);
+                    }
+                    turn.advance(&ring);
+                    contributors -= 1;
                 }
+                let row = args.combined_x.0 + item.token as u64 * args.row_bytes as u64;
+                let to = row + (item.piece * args.slot_bytes) as u64;
+                each_vector!(J => {
+                    let at = lane * 16 + J as u32 * 512;
+                    if at < bytes {
+                        st_v4(to + at as u64, E::round(&sums[J]));
+                    }
+                });
                 if gathered {
-                    sum.next_token(args);
+                    sum.next_item(args);
                 }
-                token += warps;
+                item = item.plus(args, step);
             }
         }
         leave(comm, epoch, Wait::CombineDone);
     }
 }
 
-/// A warp's place in its sequence of (token, piece, contributing rank). Tokens without contributors are left out.
-struct Gather {
+/// A piece of a token's row. A warp takes every n-th item of its block, so that pieces, not rows, are what is spread.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Item {
     token: u32,
+    piece: u32,
+}
+
+impl Item {
+    /// The `n`-th item from piece 0 of `token` on.
+    #[inline(always)]
+    fn nth(args: &CombineArgs, token: u32, n: u32) -> Self {
+        Item { token: token + n / args.pieces, piece: n % args.pieces }
+    }
+
+    /// The item `step` further on.
+    #[inline(always)]
+    fn plus(self, args: &CombineArgs, step: Item) -> Self {
+        let piece = self.piece + step.piece;
+        let carry = (piece >= args.pieces) as u32;
+        Item { token: self.token + step.token + carry, piece: piece - carry * args.pieces }
+    }
+
+    #[inline(always)]
+    fn bytes(self, args: &CombineArgs) -> u32 {
+        (args.row_bytes - self.piece * args.slot_bytes).min(args.slot_bytes)
+    }
+}
+
+/// A warp's place in its sequence of (item, contributing rank). Items without contributors are left out.
+struct Gather {
+    item: Item,
+    next: Item,
+    step: Item,
     end: u32,
-    step: u32,
-    /// Offset of the piece in its row, in bytes.
-    offset: u32,
-    /// Contributors of this piece that are still to come; 0 at the end of the sequence.
+    /// Contributors of this item that are still to come; 0 at the end of the sequence.
     rank_bits: u32,
-    /// All contributors of this token.
-    all_bits: u32,
     /// Lane r: the token's row at rank r, or -1.
     row: i32,
-    /// The same of the token after it, fetched ahead.
+    /// The same of the next item, fetched ahead.
     next_row: i32,
     /// Lane r: the address of rank r's combine rows.
     rows: u64,
@@ -242,57 +282,49 @@ struct Gather {
 
 impl Gather {
     #[inline(always)]
-    unsafe fn new(args: &CombineArgs, peer: u64, begin: u32, end: u32, step: u32) -> Self {
+    unsafe fn new(args: &CombineArgs, peer: u64, first: Item, step: Item, end: u32) -> Self {
         // SAFETY: passed on to the caller.
         unsafe {
             let mut gather = Gather {
-                token: begin,
-                end,
+                item: first,
+                next: first,
                 step,
-                offset: 0,
+                end,
                 rank_bits: 0,
-                all_bits: 0,
                 row: -1,
-                next_row: send_row(args, begin, end),
+                next_row: send_row(args, first.token, end),
                 rows: peer + args.comm.pool.combine_x,
             };
-            gather.token = begin.wrapping_sub(step);
-            gather.next_token(args);
+            gather.next_item(args);
             gather
         }
     }
 
-    /// Goes on to the next token that has contributors.
+    /// Goes on to the next item that has contributors.
     #[inline(always)]
-    unsafe fn next_token(&mut self, args: &CombineArgs) {
+    unsafe fn next_item(&mut self, args: &CombineArgs) {
         // SAFETY: `send_row` stays inside its matrix.
         unsafe {
             loop {
-                self.token = self.token.wrapping_add(self.step);
-                self.row = self.next_row;
-                self.next_row = send_row(args, self.token.wrapping_add(self.step), self.end);
-                self.all_bits = ballot(self.row >= 0);
-                self.rank_bits = self.all_bits;
-                self.offset = 0;
-                if self.all_bits != 0 || self.token >= self.end {
+                (self.item, self.row) = (self.next, self.next_row);
+                self.next = self.item.plus(args, self.step);
+                self.next_row = send_row(args, self.next.token, self.end);
+                self.rank_bits = ballot(self.row >= 0);
+                if self.rank_bits != 0 || self.item.token >= self.end {
                     return;
                 }
             }
         }
     }
 
-    /// Goes on to the next contributor, piece or token.
+    /// Goes on to the next contributor or item.
     #[inline(always)]
     unsafe fn advance(&mut self, args: &CombineArgs) {
         // SAFETY: passed on.
         unsafe {
             self.rank_bits &= self.rank_bits - 1;
             if self.rank_bits == 0 {
-                self.offset += args.slot_bytes;
-                self.rank_bits = self.all_bits;
-                if self.offset >= args.row_bytes {
-                    self.next_token(args);
-                }
+                self.next_item(args);
             }
         }
     }
@@ -339,11 +371,11 @@ unsafe fn load_piece(ring: &Ring, args: &CombineArgs, from: &Gather, slot: u32) 
     // SAFETY: the piece lies inside the contributor's combine rows.
     unsafe {
         if from.rank_bits.trailing_zeros() == laneid() {
-            let row = from.row as u64 * row_stride(args.row_bytes as u64) + from.offset as u64;
-            let bytes = (args.row_bytes - from.offset).min(args.slot_bytes);
+            let row = from.row as u64 * row_stride(args.row_bytes as u64);
+            let offset = (from.item.piece * args.slot_bytes) as u64;
             // The slot was read by ordinary loads; the copy engine writes it next.
             fence_proxy_async_shared();
-            ring.load(slot, from.rows + row, bytes);
+            ring.load(slot, from.rows + row + offset, from.item.bytes(args));
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use epoxide_macros::kernel;
 
-use super::epoch::{aborted, current_epoch, leave, pool_of, tell_ready, wait_ready};
-use super::ring::{Ring, Turn};
+use super::epoch::{current_epoch, leave, pool_of, tell_ready, wait_ready};
+use super::ring::{Ring, Turn, block_range};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{DispatchArgs, PlanStatus, SEND_ROW_STRIDE, Wait, row_stride};
@@ -13,16 +13,19 @@ use crate::simt::*;
 ///
 /// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine work is a ring of
 /// `stages` buffers: one bulk load brings a row (or a piece of it) in, then lane r's bulk store sends it to rank r, so a
-/// row is read once however many ranks want it. Shared memory: per warp `stages * stage_bytes`, then all barriers.
+/// row is read once however many ranks want it. A rank's rows for itself go out through ordinary stores, which leaves the
+/// copy engine to the links. Shared memory: the [`Ring`]'s.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 1, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
         args.stages >= 2,
         args.stages <= 32,
+        args.piece_bytes.is_multiple_of(16),
+        args.piece_bytes >= 16,
         args.stage_bytes.is_multiple_of(128),
-        args.stage_bytes >= 128,
+        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
         args.local_experts >= 1,
     )
 )]
@@ -36,9 +39,8 @@ pub unsafe fn dispatch(args: DispatchArgs) {
 
     // With no valid plan, no row moves; the words still do, so that the next operation finds them in step.
     let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
-    let per_block = args.num_tokens.div_ceil(nctaid());
-    let begin = (per_block * ctaid()).min(args.num_tokens) + warp;
-    let end = (per_block * (ctaid() + 1)).min(args.num_tokens);
+    let (begin, end) = block_range(args.num_tokens);
+    let begin = begin + warp;
     let ring = Ring::new(args.stages, args.stage_bytes);
 
     // Fill the ring while the peers' words are on their way.
@@ -49,28 +51,43 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     }
 
     let mut turn = Turn::first();
-    if wait_ready(comm, epoch, Wait::DispatchReady) && planned && !aborted(comm) {
+    if wait_ready(comm, epoch, Wait::DispatchReady) && planned {
         let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
-        let mut next_row = send_row(&args, begin, end, lane);
+        let own = shfl_u64(peer, comm.rank);
+        let mut next = Metadata::fetch(&args, begin, end, lane);
+        let mut token = Metadata::NONE;
         let mut send = Cursor::new(begin, warps);
-        let (mut row, mut previous) = (-1, 0);
+        let mut previous = 0;
         while send.token < end {
             if send.offset == 0 {
-                row = next_row;
-                next_row = send_row(&args, send.token + warps, end, lane);
+                token = next;
+                next = Metadata::fetch(&args, send.token + warps, end, lane);
                 if args.with_metadata != 0 {
-                    send_metadata(&args, send.token, row, peer, lane);
+                    token.send(&args, send.token, peer, lane);
                 }
-                if args.num_scales != 0 {
-                    send_scales(&args, send.token, row, peer, lane);
+                if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
+                    send_scales(&args, send.token, token.row, peer, lane);
                 }
             }
+            let (bytes, buffer) = (send.bytes(&args), ring.buffer(turn.slot));
+            let row_offset = comm.pool.recv_x + send.offset as u64;
+            let stride = row_stride(args.row_bytes as u64);
             ring.wait(&turn);
-            if row >= 0 {
-                let target = row as u64 * row_stride(args.row_bytes as u64) + send.offset as u64;
-                bulk_store(peer + comm.pool.recv_x + target, ring.buffer(turn.slot), send.bytes(&args));
+            if token.row >= 0 {
+                if lane != comm.rank {
+                    bulk_store(peer + row_offset + token.row as u64 * stride, buffer, bytes);
+                }
+                let scale_bytes = bulk_scale_bytes(args.num_scales);
+                if scale_bytes != 0 && send.offset == 0 {
+                    let to = peer + comm.pool.recv_scales + token.row as u64 * scale_bytes as u64;
+                    bulk_store(to, buffer + args.piece_bytes, scale_bytes);
+                }
             }
             bulk_commit();
+            let own_row = shfl_u32(token.row as u32, comm.rank) as i32;
+            if own_row >= 0 {
+                store_own(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+            }
 
             // Refill the stage before this one: its store has had a whole turn to read it.
             if load.token < end && send.piece >= 1 {
@@ -94,8 +111,13 @@ pub unsafe fn dispatch(args: DispatchArgs) {
             loaded -= 1;
         }
     }
-    fence_acq_rel_sys();
     leave(comm, epoch, Wait::DispatchDone);
+}
+
+/// Bytes of a token's scales where the copy engine can move them, else 0.
+#[inline(always)]
+const fn bulk_scale_bytes(num_scales: u32) -> u32 {
+    if num_scales.is_multiple_of(4) { num_scales * 4 } else { 0 }
 }
 
 /// A warp's place in its sequence of pieces: rows, or parts of rows that are longer than a stage.
@@ -114,84 +136,131 @@ impl Cursor {
 
     #[inline(always)]
     fn bytes(&self, args: &DispatchArgs) -> u32 {
-        (args.row_bytes - self.offset).min(args.stage_bytes)
+        (args.row_bytes - self.offset).min(args.piece_bytes)
     }
 
     #[inline(always)]
     fn advance(&mut self, args: &DispatchArgs) {
         self.piece += 1;
-        self.offset += args.stage_bytes;
+        self.offset += args.piece_bytes;
         if self.offset >= args.row_bytes {
             (self.offset, self.token) = (0, self.token + self.step);
         }
     }
 }
 
-/// Lane 0 starts the load of a piece into a stage that no store reads any more.
+/// Lane 0 starts the load of a piece, and of the token's scales with its first, into a stage that nobody reads any more.
 #[inline(always)]
 unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
-    // SAFETY: the piece lies inside `x`.
+    // SAFETY: the piece lies inside `x`, the scales inside `scales`.
     unsafe {
         if laneid() == 0 {
+            let bytes = piece.bytes(args);
             let from = args.x.0 + piece.token as u64 * args.row_bytes as u64 + piece.offset as u64;
-            ring.load(stage, from, piece.bytes(args));
-        }
-    }
-}
-
-/// Lane r: the row of `token` at rank r, or -1.
-#[inline(always)]
-unsafe fn send_row(args: &DispatchArgs, token: u32, end: u32, lane: u32) -> i32 {
-    // SAFETY: the entry lies inside `send_row`.
-    unsafe {
-        if token < end && lane < SEND_ROW_STRIDE {
-            ld_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + lane) as u64 * 4)
-        } else {
-            -1
-        }
-    }
-}
-
-/// Writes source index, local expert ids and weights of one token to every rank that wants it. Lane k has entry k.
-#[inline(always)]
-unsafe fn send_metadata(args: &DispatchArgs, token: u32, row: i32, peer: u64, lane: u32) {
-    // SAFETY: rows were planned inside the pools; this is the row's only writer.
-    unsafe {
-        let pool = &args.comm.pool;
-        let active = lane < args.num_topk;
-        let (mut expert, mut weight) = (-1i64, 0.0f32);
-        if active {
-            let entry = token as u64 * args.num_topk as u64 + lane as u64;
-            expert = ld_i64(args.topk_idx.0 + entry * 8);
-            weight = ld_f32(args.topk_weights.0 + entry * 4);
-        }
-        let mut wanted = ballot(row >= 0);
-        while wanted != 0 {
-            let rank = wanted.trailing_zeros();
-            wanted &= wanted - 1;
-            let (base, row) = (shfl_u64(peer, rank), shfl_u32(row as u32, rank) as u64);
-            if active {
-                let local = expert - (rank * args.local_experts) as i64;
-                let here = local >= 0 && local < args.local_experts as i64;
-                let entry = row * args.num_topk as u64 + lane as u64;
-                st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
-                st_f32(base + pool.recv_topk_weights + entry * 4, if here { weight } else { 0.0 });
-            }
-            if lane == 0 {
-                st_u32(base + pool.recv_src_idx + row * 4, token);
+            let scale_bytes = if piece.offset == 0 { bulk_scale_bytes(args.num_scales) } else { 0 };
+            // Own rows were read by ordinary loads; the copy engine writes the stage next.
+            fence_proxy_async_shared();
+            ring.expect(stage, bytes + scale_bytes);
+            ring.load_at(stage, 0, from, bytes);
+            if scale_bytes != 0 {
+                let from = args.scales.0 + piece.token as u64 * scale_bytes as u64;
+                ring.load_at(stage, args.piece_bytes, from, scale_bytes);
             }
         }
     }
 }
 
-/// Writes the scales of one token to every rank that wants it.
+/// Stores a piece in this rank's own pool: 16 bytes a lane, four at a time in flight.
+#[inline(always)]
+unsafe fn store_own(to: u64, buffer: u32, bytes: u32, lane: u32) {
+    // SAFETY: the row was planned inside the pool; the piece is in the buffer.
+    unsafe {
+        let mut at = lane * 16;
+        while at + 3 * 512 < bytes {
+            let vectors = [
+                ld_shared_v4(buffer + at),
+                ld_shared_v4(buffer + at + 512),
+                ld_shared_v4(buffer + at + 1024),
+                ld_shared_v4(buffer + at + 1536),
+            ];
+            st_v4(to + at as u64, vectors[0]);
+            st_v4(to + at as u64 + 512, vectors[1]);
+            st_v4(to + at as u64 + 1024, vectors[2]);
+            st_v4(to + at as u64 + 1536, vectors[3]);
+            at += 2048;
+        }
+        while at < bytes {
+            st_v4(to + at as u64, ld_shared_v4(buffer + at));
+            at += 512;
+        }
+    }
+}
+
+/// What lane r knows of a token's row at rank r, and lane k of its top-k entry k.
+#[derive(Clone, Copy)]
+struct Metadata {
+    /// The row at rank r, or -1.
+    row: i32,
+    expert: i64,
+    weight: f32,
+}
+
+impl Metadata {
+    const NONE: Metadata = Metadata { row: -1, expert: -1, weight: 0.0 };
+
+    /// Reads a token's entries, a turn before they are used.
+    #[inline(always)]
+    unsafe fn fetch(args: &DispatchArgs, token: u32, end: u32, lane: u32) -> Metadata {
+        // SAFETY: the entries lie inside their tensors.
+        unsafe {
+            let mut metadata = Metadata::NONE;
+            if token < end {
+                if lane < SEND_ROW_STRIDE {
+                    metadata.row = ld_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + lane) as u64 * 4);
+                }
+                if args.with_metadata != 0 && lane < args.num_topk {
+                    let entry = token as u64 * args.num_topk as u64 + lane as u64;
+                    metadata.expert = ld_i64(args.topk_idx.0 + entry * 8);
+                    metadata.weight = ld_f32(args.topk_weights.0 + entry * 4);
+                }
+            }
+            metadata
+        }
+    }
+
+    /// Writes source index, local expert ids and weights to every rank that wants the token.
+    #[inline(always)]
+    unsafe fn send(&self, args: &DispatchArgs, token: u32, peer: u64, lane: u32) {
+        // SAFETY: rows were planned inside the pools; this is the row's only writer.
+        unsafe {
+            let pool = &args.comm.pool;
+            let mut wanted = ballot(self.row >= 0);
+            while wanted != 0 {
+                let rank = wanted.trailing_zeros();
+                wanted &= wanted - 1;
+                let (base, row) = (shfl_u64(peer, rank), shfl_u32(self.row as u32, rank) as u64);
+                if lane < args.num_topk {
+                    let local = self.expert - (rank * args.local_experts) as i64;
+                    let here = local >= 0 && local < args.local_experts as i64;
+                    let entry = row * args.num_topk as u64 + lane as u64;
+                    st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
+                    st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
+                }
+                if lane == 0 {
+                    st_u32(base + pool.recv_src_idx + row * 4, token);
+                }
+            }
+        }
+    }
+}
+
+/// Writes the scales of one token to every rank that wants it, where the copy engine cannot.
 #[inline(always)]
 unsafe fn send_scales(args: &DispatchArgs, token: u32, row: i32, peer: u64, lane: u32) {
-    // SAFETY: as in `send_metadata`.
+    // SAFETY: as in `Metadata::send`.
     unsafe {
-        let mut column = lane;
         // All lanes take the same number of turns, so that the shuffles stay full.
-        let mut first = 0;
+        let (mut column, mut first) = (lane, 0);
         while first < args.num_scales {
             let active = column < args.num_scales;
             let from = args.scales.0 + (token as u64 * args.num_scales as u64 + column as u64) * 4;

@@ -49,24 +49,27 @@ pub unsafe fn tell_ready(comm: &Comm, epoch: u64) {
     }
 }
 
-/// Waits until every peer has entered the operation. One warp calls it; false when a wait expired.
+/// Waits until every peer has entered the operation; all threads call it. False when a wait of this rank has expired.
+///
+/// One warp polls for the block: more would only crowd the words that the peers write.
 #[inline(always)]
 pub unsafe fn wait_ready(comm: &Comm, epoch: u64, what: Wait) -> bool {
-    // SAFETY: the words are in this rank's own pool.
+    // SAFETY: the words are in this rank's own pool. The barrier passes on what the polling lanes acquired.
     unsafe {
-        let lane = laneid();
-        let expired = lane < comm.num_ranks
-            && !wait_at_least(comm, pool_of(comm, comm.rank) + ready_offset(lane), epoch, lane, epoch, what);
-        ballot(expired) == 0
+        if tid() < comm.num_ranks {
+            wait_at_least(comm, pool_of(comm, comm.rank) + ready_offset(tid()), epoch, tid(), epoch, what);
+        }
+        barrier_sync();
+        !aborted(comm)
     }
 }
 
-/// Ends a block's part of the operation; all threads call it, after their own fences. Tells every peer, and the last
-/// block of the grid waits for all peers and advances the epoch.
+/// Ends a block's part of the operation; all threads call it. Tells every peer, and the last block of the grid waits for
+/// all peers and advances the epoch.
 #[inline(always)]
 pub unsafe fn leave(comm: &Comm, epoch: u64, what: Wait) {
     // SAFETY: pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the whole
-    // block's work happen before the releases, which are cumulative.
+    // block's work happen before the releases, which are cumulative: no thread needs a fence of its own.
     unsafe {
         barrier_sync();
         if tid() >= 32 {
@@ -74,13 +77,13 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, what: Wait) {
         }
         let lane = laneid();
         let part = share(ctaid(), nctaid());
-        if lane < comm.num_ranks {
-            red_release_sys_add_u64(pool_of(comm, lane) + done_offset(comm.rank), part);
-        }
-        syncwarp();
+        // The ticket goes first: behind the remote adds, its fence would wait for their round trip.
         let mut last = false;
         if lane == 0 {
             last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
+        }
+        if lane < comm.num_ranks {
+            red_release_sys_add_u64(pool_of(comm, lane) + done_offset(comm.rank), part);
         }
         if ballot(last) == 0 {
             return;
@@ -91,25 +94,26 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, what: Wait) {
         }
         syncwarp();
         if lane == 0 {
-            st_release_gpu_u64(comm.local.0 + LOCAL_EPOCH, epoch);
+            // The end of the kernel publishes it; every other block has read the old one before its ticket.
+            st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
         }
     }
 }
 
-/// Waits until `*word >= needed`; false when the wait expired.
+/// Waits until `*word >= needed`, or until the wait expires.
 #[inline(always)]
-unsafe fn wait_at_least(comm: &Comm, word: u64, needed: u64, peer: u32, epoch: u64, what: Wait) -> bool {
+unsafe fn wait_at_least(comm: &Comm, word: u64, needed: u64, peer: u32, epoch: u64, what: Wait) {
     // SAFETY: `word` is a live control word.
     unsafe {
         let mut deadline = Deadline::start();
         loop {
             let seen = ld_acquire_sys_u64(word);
             if seen >= needed {
-                return true;
+                return;
             }
             if deadline.expired(comm) {
                 record_timeout(comm, &deadline, peer, epoch, needed, seen, what);
-                return false;
+                return;
             }
         }
     }

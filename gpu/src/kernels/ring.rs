@@ -80,17 +80,42 @@ impl Ring {
     /// One lane starts a load into a buffer that nobody reads any more.
     #[inline(always)]
     pub unsafe fn load(&self, slot: u32, from: u64, bytes: u32) {
-        // SAFETY: the caller vouches for `from` and for the buffer.
+        // SAFETY: passed on to the caller.
         unsafe {
-            let barrier = self.barrier(slot);
-            barrier.arrive_expect_tx(bytes);
-            bulk_load(self.buffer(slot), from, bytes, barrier);
+            self.expect(slot, bytes);
+            self.load_at(slot, 0, from, bytes);
         }
+    }
+
+    /// Says how many bytes this turn's loads will bring; comes before them.
+    #[inline(always)]
+    pub unsafe fn expect(&self, slot: u32, bytes: u32) {
+        // SAFETY: the turn before has been waited for, so the phase lacks its one arrival.
+        unsafe { self.barrier(slot).arrive_expect_tx(bytes) }
+    }
+
+    /// Starts one of several loads into the buffer, at `offset`.
+    #[inline(always)]
+    pub unsafe fn load_at(&self, slot: u32, offset: u32, from: u64, bytes: u32) {
+        // SAFETY: the caller vouches for `from` and for the buffer.
+        unsafe { bulk_load(self.buffer(slot) + offset, from, bytes, self.barrier(slot)) }
     }
 
     #[inline(always)]
     unsafe fn barrier(&self, slot: u32) -> Mbarrier<Ready> {
         // SAFETY: `new` initialised it, ordered by its `syncwarp`.
         unsafe { Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).assume_ready() }
+    }
+}
+
+/// The contiguous range of `count` items that this block owns: sizes differ by at most one.
+#[inline(always)]
+pub unsafe fn block_range(count: u32) -> (u32, u32) {
+    // SAFETY: reads special registers.
+    unsafe {
+        let (block, blocks) = (ctaid(), nctaid());
+        let (each, more) = (count / blocks, count % blocks);
+        let begin = block * each + block.min(more);
+        (begin, begin + each + (block < more) as u32)
     }
 }

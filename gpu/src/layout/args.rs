@@ -108,20 +108,26 @@ pub struct DispatchArgs {
     pub local_experts: u32,
     /// Shared-memory stages per warp, at least 2.
     pub stages: u32,
-    /// Bytes per stage, a multiple of 128; longer rows travel in pieces.
+    /// Bytes of a row that travel together, a multiple of 16.
+    pub piece_bytes: u32,
+    /// Bytes per stage, a multiple of 128: a piece, and the scales where there are a multiple of 4 of them.
     pub stage_bytes: u32,
     /// 1 where the rows' metadata travels too: not in a cached dispatch.
     pub with_metadata: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(DispatchArgs, size = 200, with_metadata at 196);
+layout_assert!(DispatchArgs, size = 208, reserved at 204);
 
 /// Arguments of `stage_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct StageArgs {
-    /// In: rows of `row_bytes`, contiguous.
+    /// In, or null: rows of `row_bytes`, `x_stride` bytes apart.
     pub x: DevicePtr,
+    /// Bytes from one row of `x` to the next, a multiple of 16.
+    pub x_stride: u64,
     /// Out: rows at the pool's stride.
     pub rows: DevicePtr,
     /// In, or null: f32 `[num_recv_tokens, num_topk]`.
@@ -138,7 +144,7 @@ pub struct StageArgs {
     pub num_topk: u32,
 }
 
-layout_assert!(StageArgs, size = 56, num_topk at 52);
+layout_assert!(StageArgs, size = 64, num_topk at 60);
 
 /// Arguments of `combine_bf16` and `combine_f32`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -164,11 +170,11 @@ pub struct CombineArgs {
     pub slots: u32,
     /// Bytes per slot, a multiple of 16 and at most 4096; longer rows travel in pieces.
     pub slot_bytes: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Pieces per row: row bytes over slot bytes, rounded up.
+    pub pieces: u32,
 }
 
-layout_assert!(CombineArgs, size = 176, reserved at 172);
+layout_assert!(CombineArgs, size = 176, pieces at 172);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

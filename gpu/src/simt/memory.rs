@@ -73,8 +73,6 @@ stores! {
     st_relaxed_sys_u64: u64, reg64, "st.relaxed.sys.global.b64";
     /// Release store at system scope: what this thread did before is visible to who acquires the value.
     st_release_sys_u64: u64, reg64, "st.release.sys.global.b64";
-    /// Release store at device scope.
-    st_release_gpu_u64: u64, reg64, "st.release.gpu.global.b64";
 }
 
 device_fns! {

@@ -16,7 +16,8 @@ const STAGE_THREADS: u32 = 512;
 /// Where combine finds the rows that this rank returns, in `recv_x` order.
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
-    /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32: copied into the pool first, on all multiprocessors.
+    /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into the pool first, on all
+    /// multiprocessors.
     Tensor(&'a Tensor),
     /// The rows are already in [`Buffer::combine_rows`]: nothing is copied.
     InPool {
@@ -109,6 +110,7 @@ impl Buffer {
         let null = DevicePtr::NULL;
         let stage = StageArgs {
             x: if let CombineRows::Tensor(x) = request.rows { x.ptr() } else { null },
+            x_stride: if let CombineRows::Tensor(x) = request.rows { x.row_stride() } else { 0 },
             rows: pool.add(self.comm.pool.combine_x),
             weights: request.topk_weights.map_or(null, Tensor::ptr),
             weight_rows: pool.add(self.comm.pool.combine_weights),
@@ -129,7 +131,7 @@ impl Buffer {
             num_topk,
             slots: ring.count,
             slot_bytes: ring.bytes,
-            reserved: 0,
+            pieces: (row_bytes as u32).div_ceil(ring.bytes),
         };
         let event = self.run(order, |buffer, stream| {
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);

@@ -350,7 +350,7 @@ impl Buffer {
         num_tokens: u32,
         metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
     ) -> DispatchArgs {
-        let ring = self.kernels.dispatch_ring(payload.row_bytes);
+        let (ring, piece_bytes) = self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales);
         let with_metadata = metadata.is_some() as u32;
         let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
         DispatchArgs {
@@ -367,15 +367,17 @@ impl Buffer {
             num_topk,
             local_experts: local_experts.max(1),
             stages: ring.count,
+            piece_bytes,
             stage_bytes: ring.bytes,
             with_metadata,
+            reserved: 0,
         }
     }
 
     /// # Safety
     /// The addresses in `args` are live until the stream has passed the kernel.
     unsafe fn launch_dispatch(&self, stream: &Stream, args: DispatchArgs) -> Result<()> {
-        let ring = self.kernels.dispatch_ring(args.row_bytes);
+        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales);
         let (grid, kernel) = (self.config.num_sms, &self.kernels.dispatch);
         // SAFETY: passed on to the caller.
         unsafe {

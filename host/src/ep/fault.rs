@@ -117,10 +117,10 @@ impl Buffer {
                 }
                 if start.elapsed() > self.timeout * 2 {
                     check_status(&self.status, self.rank)?;
-                    return Err(Error::Unavailable {
-                        what: "the count exchange".into(),
-                        reason: format!("no answer of the device in {:?}", start.elapsed()),
-                    });
+                    return Err(Error::os(
+                        "notify",
+                        format!("no answer of the device in {:?}", start.elapsed()),
+                    ));
                 }
             }
         }

@@ -1,10 +1,12 @@
 //! The loaded kernels, and how large their launches are.
 
+use std::borrow::Cow;
 use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
 
 use epoxide_gpu::kernels::{
-    self as gpu, Call, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout, MAX_SLOT_BYTES, Notify,
-    StageCombine,
+    self as gpu, Call, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
+    MAX_SLOT_BYTES, Notify, StageCombine,
 };
 use epoxide_gpu::layout::row_stride;
 
@@ -35,12 +37,12 @@ pub struct Tuning {
 impl Default for Tuning {
     fn default() -> Self {
         Tuning {
-            dispatch_warps: 4,
+            dispatch_warps: 3,
             dispatch_stage_bytes: 16384,
-            dispatch_stages: 8,
-            combine_warps: 8,
+            dispatch_stages: 10,
+            combine_warps: 16,
             combine_slot_bytes: 4096,
-            combine_slots: 16,
+            combine_slots: 3,
         }
     }
 }
@@ -72,12 +74,9 @@ pub(super) struct RingShape {
 }
 
 impl RingShape {
-    /// Cuts a row into equal pieces of at most `most` bytes, aligned to `align`, and fits rings of them into
-    /// `shared_bytes`: up to `count` buffers for each of up to `warps` warps. Fewer warps come before fewer than three
-    /// buffers, which is what keeps one load and one store in flight.
-    fn fit(row_bytes: u32, most: u32, align: u32, warps: u32, count: u32, shared_bytes: u32) -> RingShape {
-        let pieces = row_bytes.div_ceil(most);
-        let bytes = row_bytes.div_ceil(pieces).next_multiple_of(align);
+    /// Fits rings of buffers of `bytes` into `shared_bytes`: up to `count` for each of up to `warps` warps. Fewer warps
+    /// come before fewer than three buffers, which is what keeps loads and stores in flight together.
+    fn fit(bytes: u32, warps: u32, count: u32, shared_bytes: u32) -> RingShape {
         let per_warp = |warps: u32| shared_bytes / (warps * (bytes + 8));
         let mut warps = warps;
         while warps > 1 && per_warp(warps) < 3.min(count) {
@@ -111,52 +110,73 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// Loads the embedded PTX.
+    /// Loads the embedded PTX: every kernel as a module of its own, all at once, since a driver compiles a module on one
+    /// core.
     pub fn load(device: &Arc<dyn Device>, tuning: Tuning) -> Result<Kernels> {
-        let module = match std::env::var_os(PTX_OVERRIDE) {
-            None => Module::load(device, epoxide_gpu::PTX)?,
-            Some(path) => {
-                let text = std::fs::read_to_string(&path).map_err(|error| {
-                    Error::argument(PTX_OVERRIDE, path.to_string_lossy(), format!("cannot be read: {error}"))
-                })?;
-                Module::load(device, &text)?
-            }
+        let text = match std::env::var_os(PTX_OVERRIDE) {
+            None => Cow::Borrowed(epoxide_gpu::PTX),
+            Some(path) => Cow::Owned(std::fs::read_to_string(&path).map_err(|error| {
+                Error::argument(PTX_OVERRIDE, path.to_string_lossy(), format!("cannot be read: {error}"))
+            })?),
         };
         let shared_limit = device.info().max_shared_bytes_per_block;
-        let kernel = |info: gpu::KernelInfo, shared| module.kernel(info.name, shared);
-        use gpu::Kernel as _;
-        Ok(Kernels {
-            dispatch_layout: kernel(DispatchLayout::INFO, shared_limit)?,
-            notify: kernel(Notify::INFO, NOTIFY_SHARED_BYTES)?,
-            dispatch: kernel(Dispatch::INFO, shared_limit)?,
-            stage_combine: kernel(StageCombine::INFO, 0)?,
-            ceiling_push: kernel(CeilingPush::INFO, shared_limit)?,
-            ceiling_pull: kernel(CeilingPull::INFO, shared_limit)?,
-            combine_bf16: kernel(CombineBf16::INFO, shared_limit)?,
-            combine_f32: kernel(CombineF32::INFO, shared_limit)?,
-            tuning,
-            shared_limit,
+        std::thread::scope(|scope| {
+            let load = |info: gpu::KernelInfo, shared_bytes| {
+                let ptx = epoxide_gpu::single_kernel(&text, info.name);
+                scope.spawn(move || Module::load(device, &ptx)?.kernel(info.name, shared_bytes))
+            };
+            use gpu::Kernel as _;
+            // The largest first.
+            let combine_bf16 = load(CombineBf16::INFO, shared_limit);
+            let combine_f32 = load(CombineF32::INFO, shared_limit);
+            let dispatch = load(Dispatch::INFO, shared_limit);
+            let notify = load(Notify::INFO, NOTIFY_SHARED_BYTES);
+            let dispatch_layout = load(DispatchLayout::INFO, shared_limit);
+            let stage_combine = load(StageCombine::INFO, 0);
+            let ceiling_push = load(CeilingPush::INFO, shared_limit);
+            let ceiling_pull = load(CeilingPull::INFO, shared_limit);
+            Ok(Kernels {
+                dispatch_layout: joined(dispatch_layout)?,
+                notify: joined(notify)?,
+                dispatch: joined(dispatch)?,
+                stage_combine: joined(stage_combine)?,
+                ceiling_push: joined(ceiling_push)?,
+                ceiling_pull: joined(ceiling_pull)?,
+                combine_bf16: joined(combine_bf16)?,
+                combine_f32: joined(combine_f32)?,
+                tuning,
+                shared_limit,
+            })
         })
     }
 
-    pub fn dispatch_ring(&self, row_bytes: u32) -> RingShape {
+    /// The ring of a dispatch, and the bytes of a row that travel together: a stage holds those and the scales.
+    pub fn dispatch_ring(&self, row_bytes: u32, num_scales: u32) -> (RingShape, u32) {
         let t = &self.tuning;
-        let stage_bytes = t.dispatch_stage_bytes;
-        RingShape::fit(row_bytes, stage_bytes, 128, t.dispatch_warps, t.dispatch_stages, self.shared_limit)
+        let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
+        let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
+        let stage_bytes = (piece_bytes + num_scales * 4).next_multiple_of(128);
+        let ring = RingShape::fit(stage_bytes, t.dispatch_warps, t.dispatch_stages, self.shared_limit);
+        (ring, piece_bytes)
     }
 
     pub fn combine_ring(&self, row_bytes: u32) -> RingShape {
         let t = &self.tuning;
         // A warp's lanes take 512 bytes at a time; whole turns keep all lanes busy.
         let align = if row_bytes < 512 { 16 } else { 512 };
-        let most = t.combine_slot_bytes / align * align;
-        RingShape::fit(row_bytes, most, align, t.combine_warps, t.combine_slots, self.shared_limit)
+        let pieces = row_bytes.div_ceil(t.combine_slot_bytes / align * align);
+        let bytes = row_bytes.div_ceil(pieces).next_multiple_of(align);
+        RingShape::fit(bytes, t.combine_warps, t.combine_slots, self.shared_limit)
     }
 
     /// The combine kernel for rows of `dtype`.
     pub fn combine(&self, dtype: DType) -> &Kernel {
         if dtype == DType::F32 { &self.combine_f32 } else { &self.combine_bf16 }
     }
+}
+
+fn joined(loader: ScopedJoinHandle<'_, Result<Kernel>>) -> Result<Kernel> {
+    loader.join().unwrap_or_else(|_| Err(Error::os("module load", "the loading thread panicked")))
 }
 
 /// Dynamic shared memory of notify, in bytes; its documentation has the map.
@@ -195,29 +215,19 @@ mod tests {
     const SHARED: u32 = 227 * 1024;
 
     #[test]
-    fn rings_fit_and_cover_the_row() {
-        for row_bytes in (16..40_000).step_by(16) {
-            for (most, align) in [(16384, 128), (4096, 512)] {
-                let ring = RingShape::fit(row_bytes, most, align, 8, 8, SHARED);
-                assert!(ring.shared_bytes() <= SHARED, "{row_bytes}: {ring:?}");
-                assert!(
-                    ring.count >= 2 && ring.bytes <= most && ring.bytes % align == 0,
-                    "{row_bytes}: {ring:?}"
-                );
-                assert!(ring.bytes * row_bytes.div_ceil(ring.bytes) >= row_bytes);
-            }
+    fn rings_fit_in_shared_memory() {
+        for bytes in (16..65536).step_by(112) {
+            let ring = RingShape::fit(bytes, 8, 8, SHARED);
+            assert!(
+                ring.shared_bytes() <= SHARED && ring.count >= 2 && ring.bytes == bytes,
+                "{bytes}: {ring:?}"
+            );
         }
     }
 
     #[test]
-    fn the_benchmark_row_gets_the_measured_shapes() {
-        assert_eq!(
-            RingShape::fit(14336, 16384, 128, 4, 8, SHARED),
-            RingShape { warps: 4, count: 4, bytes: 14336 }
-        );
-        assert_eq!(
-            RingShape::fit(14336, 4096, 512, 8, 16, SHARED),
-            RingShape { warps: 8, count: 8, bytes: 3584 }
-        );
+    fn the_benchmark_rows_get_the_measured_shapes() {
+        assert_eq!(RingShape::fit(14336, 4, 8, SHARED), RingShape { warps: 4, count: 4, bytes: 14336 });
+        assert_eq!(RingShape::fit(3584, 12, 16, SHARED), RingShape { warps: 12, count: 5, bytes: 3584 });
     }
 }

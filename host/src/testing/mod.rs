@@ -1,7 +1,9 @@
 //! Reference answers and payloads for tests, benchmarks and `epoxide roundtrip`: plain serial Rust, no device.
 //!
 //! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing alone; [`payload`] makes
-//! rows that tell their tokens apart or whose sums are exact. Nothing here shares code with the kernels.
+//! rows that tell their tokens apart or whose sums are exact; [`lockstep`] runs ranks one at a time. Nothing here shares
+//! code with the kernels.
 
+pub mod lockstep;
 pub mod oracle;
 pub mod payload;

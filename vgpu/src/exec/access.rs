@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use half::{bf16, f16};
 
 use super::lanes::lanes;
+use super::simd::transpose;
 use super::{Exec, Flow, Run, stop};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{Access, Atomic, FULL, Rmw, SINK, Sem, Space};
@@ -97,13 +98,31 @@ fn modify(op: Rmw, bytes: u8, old: u64, a: u64, b: u64) -> u64 {
         Rmw::Max => old.max(a),
         Rmw::MinS => signed(old).min(signed(a)) as u64,
         Rmw::MaxS => signed(old).max(signed(a)) as u64,
-        Rmw::Inc => if old >= a { 0 } else { old + 1 },
-        Rmw::Dec => if old == 0 || old > a { a } else { old - 1 },
+        Rmw::Inc => {
+            if old >= a {
+                0
+            } else {
+                old + 1
+            }
+        }
+        Rmw::Dec => {
+            if old == 0 || old > a {
+                a
+            } else {
+                old - 1
+            }
+        }
         Rmw::And => old & a,
         Rmw::Or => old | a,
         Rmw::Xor => old ^ a,
         Rmw::Exch => a,
-        Rmw::Cas => if old == a { b } else { old },
+        Rmw::Cas => {
+            if old == a {
+                b
+            } else {
+                old
+            }
+        }
         Rmw::AddF32 => u64::from((f32::from_bits(old as u32) + f32::from_bits(a as u32)).to_bits()),
         Rmw::AddF64 => (f64::from_bits(old) + f64::from_bits(a)).to_bits(),
         Rmw::AddF16 => u64::from(add_f16(old as u16, a as u16)),
@@ -268,13 +287,15 @@ impl Exec<'_> {
     pub(super) fn load(&mut self, a: &Access, m: u32) -> Run<Flow> {
         let addr = self.addresses(&a.addr);
         let size = u64::from(a.bytes) * u64::from(a.n);
-        if m == FULL && a.sem == Sem::Weak {
-            if let Some(p) = self.coalesced(LOADS, a, &addr, size) {
-                // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
-                if unsafe { self.load_rows(a, p) } {
-                    self.pc += 1;
-                    return Ok(Flow::Next);
-                }
+        if m == FULL
+            && a.sem == Sem::Weak
+            && let Some(p) = self.coalesced(LOADS, a, &addr, size)
+        {
+            // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
+            let done = unsafe { self.load_rows(a, p) };
+            if done {
+                self.pc += 1;
+                return Ok(Flow::Next);
             }
         }
         let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
@@ -332,7 +353,16 @@ impl Exec<'_> {
             }};
         }
         match (a.bytes, a.n, a.wide) {
-            (4, 4, false) => rows!(u32, r32, 4),
+            (4, 4, false) => {
+                for c in 0..8 {
+                    // SAFETY: the caller checked all 32 vectors; see above.
+                    let four = transpose(unsafe { p.cast::<[[u32; 4]; 4]>().add(c).read() });
+                    for (slot, values) in a.regs.iter().zip(&four) {
+                        self.warp.regs.r32[*slot as usize].as_chunks_mut::<4>().0[c] = *values;
+                    }
+                }
+                true
+            }
             (8, 2, true) => rows!(u64, r64, 2),
             (4, 1, false) => rows!(u32, r32, 1),
             (8, 1, true) => rows!(u64, r64, 1),
@@ -347,12 +377,14 @@ impl Exec<'_> {
         if a.space != Space::Local {
             self.changed();
         }
-        if m == FULL && a.sem == Sem::Weak {
-            if let Some(p) = self.coalesced(STORES, a, &addr, size) {
-                // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
-                if unsafe { self.store_rows(a, p) } {
-                    return Ok(());
-                }
+        if m == FULL
+            && a.sem == Sem::Weak
+            && let Some(p) = self.coalesced(STORES, a, &addr, size)
+        {
+            // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
+            let done = unsafe { self.store_rows(a, p) };
+            if done {
+                return Ok(());
             }
         }
         let order = if a.sem == Sem::Release { Ordering::Release } else { Ordering::Relaxed };
@@ -360,7 +392,8 @@ impl Exec<'_> {
             let p = self.pointer(STORES, a.space, addr[i], size, i)?;
             for e in 0..a.n as usize {
                 let slot = a.regs[e] as usize;
-                let v = if a.wide { self.warp.regs.r64[slot][i] } else { u64::from(self.warp.regs.r32[slot][i]) };
+                let v =
+                    if a.wide { self.warp.regs.r64[slot][i] } else { u64::from(self.warp.regs.r32[slot][i]) };
                 // SAFETY: `pointer` checked bounds and alignment of the whole vector.
                 unsafe { write(p.add(e * a.bytes as usize), a.bytes, v, order) };
             }
@@ -376,7 +409,8 @@ impl Exec<'_> {
     unsafe fn store_rows(&mut self, a: &Access, p: *mut u8) -> bool {
         macro_rules! rows {
             ($t:ty, $file:ident, $n:literal) => {{
-                let rows: [&[$t; 32]; $n] = std::array::from_fn(|e| &self.warp.regs.$file[a.regs[e] as usize]);
+                let rows: [&[$t; 32]; $n] =
+                    std::array::from_fn(|e| &self.warp.regs.$file[a.regs[e] as usize]);
                 let v: [[$t; $n]; 32] = std::array::from_fn(|i| std::array::from_fn(|e| rows[e][i]));
                 // SAFETY: the caller checked the 32 * n elements.
                 unsafe { p.cast::<[[$t; $n]; 32]>().write(v) };
@@ -384,7 +418,15 @@ impl Exec<'_> {
             }};
         }
         match (a.bytes, a.n, a.wide) {
-            (4, 4, false) => rows!(u32, r32, 4),
+            (4, 4, false) => {
+                for c in 0..8 {
+                    let row = |e: usize| self.warp.regs.r32[a.regs[e] as usize].as_chunks::<4>().0[c];
+                    let four = transpose([row(0), row(1), row(2), row(3)]);
+                    // SAFETY: the caller checked all 32 vectors.
+                    unsafe { p.cast::<[[u32; 4]; 4]>().add(c).write(four) };
+                }
+                true
+            }
             (8, 2, true) => rows!(u64, r64, 2),
             (4, 1, false) => rows!(u32, r32, 1),
             (8, 1, true) => rows!(u64, r64, 1),

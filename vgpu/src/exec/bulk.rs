@@ -4,7 +4,6 @@
 //! destination is written) at points drawn from the seed, and at the latest when a kernel waits for it. A kernel that
 //! does not wait then sees wrong data, here as on a GPU.
 
-use super::access::SHARED_BASE;
 use super::lanes::lanes;
 use super::{BlockState, Env, Exec, Run, stop};
 use crate::fault::FaultKind;
@@ -199,7 +198,13 @@ impl Exec<'_> {
     }
 
     /// `cp.async.bulk.wait_group`: all but the latest `allowed` groups of this thread.
-    fn wait_groups(&mut self, env: &Env, lane: usize, allowed: u32, read_only: bool) -> Result<(), FaultKind> {
+    fn wait_groups(
+        &mut self,
+        env: &Env,
+        lane: usize,
+        allowed: u32,
+        read_only: bool,
+    ) -> Result<(), FaultKind> {
         let thread = self.thread(lane);
         let done_before = self.block.bulk.committed[thread as usize].saturating_sub(allowed);
         let mut pending = std::mem::take(&mut self.block.bulk.pending);
@@ -226,7 +231,7 @@ impl Exec<'_> {
 
 /// Addresses and sizes must be multiples of 16 bytes.
 fn check_shape(ends: &[End], bytes: u32) -> Result<(), FaultKind> {
-    if bytes % 16 != 0 {
+    if !bytes.is_multiple_of(16) {
         let message = format!("size {bytes} is not a multiple of 16 bytes");
         return Err(FaultKind::BulkCopy { message });
     }
@@ -235,11 +240,10 @@ fn check_shape(ends: &[End], bytes: u32) -> Result<(), FaultKind> {
             End::Global(a) => ("global address", a),
             End::Shared(o) => ("shared offset", o),
         };
-        if at % 16 != 0 {
+        if !at.is_multiple_of(16) {
             let message = format!("{what} {at:#x} is not a multiple of 16 bytes");
             return Err(FaultKind::BulkCopy { message });
         }
     }
-    debug_assert!(SHARED_BASE % 128 == 0);
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::simd::top_bits;
 use crate::ir::{AluFn, FULL, File, Regs};
 
 /// A scalar type that fits a register.
@@ -10,7 +11,10 @@ pub(crate) trait Lane: Copy + Default + 'static {
     const FILE: File;
     /// Width of the register, as the parser checks it (1 for predicates).
     const BITS: u32;
-    fn load(r: &Regs, slot: u32) -> [Self; 32];
+    /// A register as the loops below read it.
+    type View<'a>: Copy;
+    fn view(r: &Regs, slot: u32) -> Self::View<'_>;
+    fn at(v: &Self::View<'_>, lane: usize) -> Self;
     fn store(r: &mut Regs, slot: u32, v: &[Self; 32]);
     fn get(r: &Regs, slot: u32, lane: usize) -> Self;
     fn set(r: &mut Regs, slot: u32, lane: usize, v: Self);
@@ -21,10 +25,14 @@ macro_rules! lane {
         impl Lane for $t {
             const FILE: File = File::$file;
             const BITS: u32 = $bits;
+            type View<'a> = &'a [$word; 32];
             #[inline(always)]
-            fn load(r: &Regs, slot: u32) -> [Self; 32] {
-                let row = &r.$field[slot as usize];
-                std::array::from_fn(|i| $from(row[i]))
+            fn view(r: &Regs, slot: u32) -> Self::View<'_> {
+                &r.$field[slot as usize]
+            }
+            #[inline(always)]
+            fn at(v: &Self::View<'_>, lane: usize) -> Self {
+                $from(v[lane])
             }
             #[inline(always)]
             fn store(r: &mut Regs, slot: u32, v: &[Self; 32]) {
@@ -56,30 +64,27 @@ lane!(u64, R64, r64, 64, u64, |w: u64| w, |v: u64| v);
 lane!(i64, R64, r64, 64, u64, |w: u64| w as i64, |v: i64| v as u64);
 lane!(f64, R64, r64, 64, u64, f64::from_bits, f64::to_bits);
 
-/// Packs 32 flags into a mask.
+/// The mask of the lanes for which `f` holds.
 #[inline(always)]
-pub(crate) fn pack_flags(v: &[bool; 32]) -> u32 {
-    let mut mask = 0;
-    for c in 0..4 {
-        let bytes: [u8; 8] = std::array::from_fn(|i| u8::from(v[c * 8 + i]));
-        // The multiplication gathers the low bit of each byte in the top byte.
-        let bits = u64::from_le_bytes(bytes).wrapping_mul(0x0102_0408_1020_4080) >> 56;
-        mask |= (bits as u32) << (c * 8);
-    }
-    mask
+pub(crate) fn mask_of(f: impl Fn(usize) -> bool) -> u32 {
+    top_bits(&every_lane(|i| if f(i) { u32::MAX } else { 0 }))
 }
 
 impl Lane for bool {
     const FILE: File = File::Pred;
     const BITS: u32 = 1;
+    type View<'a> = u32;
     #[inline(always)]
-    fn load(r: &Regs, slot: u32) -> [Self; 32] {
-        let bits = r.pred[slot as usize];
-        std::array::from_fn(|i| bits & (1 << i) != 0)
+    fn view(r: &Regs, slot: u32) -> u32 {
+        r.pred[slot as usize]
+    }
+    #[inline(always)]
+    fn at(v: &u32, lane: usize) -> Self {
+        v >> lane & 1 != 0
     }
     #[inline(always)]
     fn store(r: &mut Regs, slot: u32, v: &[Self; 32]) {
-        r.pred[slot as usize] = pack_flags(v);
+        r.pred[slot as usize] = mask_of(|i| v[i]);
     }
     #[inline(always)]
     fn get(r: &Regs, slot: u32, lane: usize) -> Self {
@@ -90,6 +95,17 @@ impl Lane for bool {
         let p = &mut r.pred[slot as usize];
         *p = *p & !(1 << lane) | u32::from(v) << lane;
     }
+}
+
+/// Computes 32 values. A plain loop into a local array: that is the shape the compiler vectorises
+/// (`array::from_fn` is unrolled into scalar code).
+#[inline(always)]
+pub(crate) fn every_lane<T: Copy + Default>(f: impl Fn(usize) -> T) -> [T; 32] {
+    let mut out = [T::default(); 32];
+    for (i, v) in out.iter_mut().enumerate() {
+        *v = f(i);
+    }
+    out
 }
 
 /// Lane numbers of a mask, ascending.
@@ -140,9 +156,9 @@ pub(crate) struct Spec {
 #[inline(always)]
 fn conjure<F: Copy>() -> F {
     const { assert!(size_of::<F>() == 0, "the closure must not capture anything") };
-    // SAFETY: `F` has no bytes, so there is nothing to initialise; each constructor below was given a value of this
-    // `Copy` type, so the type is inhabited and this is a copy of that value.
-    unsafe { std::mem::MaybeUninit::<F>::uninit().assume_init() }
+    // SAFETY: `F` has no bytes, so any well-aligned pointer is valid to read it from; each constructor below was given
+    // a value of this `Copy` type, so the type is inhabited and this is a copy of that value.
+    unsafe { std::ptr::NonNull::<F>::dangling().read() }
 }
 
 /// `d = f(a)`
@@ -150,8 +166,9 @@ pub(crate) fn op1<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(_: F) -> Spec {
     fn run<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
         if m == FULL {
-            let a = A::load(r, s[1]);
-            D::store(r, s[0], &std::array::from_fn(|i| f(a[i])));
+            let a = A::view(r, s[1]);
+            let v = every_lane(|i| f(A::at(&a, i)));
+            D::store(r, s[0], &v);
         } else {
             lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i))));
         }
@@ -164,8 +181,9 @@ pub(crate) fn op2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> S
     fn run<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
         if m == FULL {
-            let (a, b) = (A::load(r, s[1]), B::load(r, s[2]));
-            D::store(r, s[0], &std::array::from_fn(|i| f(a[i], b[i])));
+            let (a, b) = (A::view(r, s[1]), B::view(r, s[2]));
+            let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i)));
+            D::store(r, s[0], &v);
         } else {
             lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i))));
         }
@@ -182,8 +200,9 @@ pub(crate) fn op3<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy
     ) {
         let f = conjure::<F>();
         if m == FULL {
-            let (a, b, c) = (A::load(r, s[1]), B::load(r, s[2]), C::load(r, s[3]));
-            D::store(r, s[0], &std::array::from_fn(|i| f(a[i], b[i], c[i])));
+            let (a, b, c) = (A::view(r, s[1]), B::view(r, s[2]), C::view(r, s[3]));
+            let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i), C::at(&c, i)));
+            D::store(r, s[0], &v);
         } else {
             lanes(m).for_each(|i| {
                 D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i)));
@@ -206,10 +225,7 @@ pub(crate) fn op4<A: Lane, B: Lane, C: Lane, E: Lane, D: Lane, F: Fn(A, B, C, E)
             D::set(r, s[0], i, f(a, b, c, E::get(r, s[4], i)));
         });
     }
-    Spec {
-        f: run::<A, B, C, E, D, F>,
-        sig: vec![def::<D>(), arg::<A>(), arg::<B>(), arg::<C>(), arg::<E>()],
-    }
+    Spec { f: run::<A, B, C, E, D, F>, sig: vec![def::<D>(), arg::<A>(), arg::<B>(), arg::<C>(), arg::<E>()] }
 }
 
 /// `d, flag = f(a, b, flag)`: the carry chain. Slots: d, a, b, flag in, flag out.
@@ -222,10 +238,7 @@ pub(crate) fn op_carry<T: Lane, F: Fn(T, T, bool) -> (T, bool) + Copy>(_: F) -> 
             bool::set(r, s[4], i, flag);
         });
     }
-    Spec {
-        f: run::<T, F>,
-        sig: vec![def::<T>(), arg::<T>(), arg::<T>(), arg::<bool>(), def::<bool>()],
-    }
+    Spec { f: run::<T, F>, sig: vec![def::<T>(), arg::<T>(), arg::<T>(), arg::<bool>(), def::<bool>()] }
 }
 
 /// How `setp` combines the comparison with its predicate operand; the number in slot 5.
@@ -242,8 +255,8 @@ pub(crate) fn op_setp<T: Lane, F: Fn(T, T) -> bool + Copy>(_: F) -> Spec {
     fn run<T: Lane, F: Fn(T, T) -> bool + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
         let t = if m == FULL {
-            let (a, b) = (T::load(r, s[2]), T::load(r, s[3]));
-            pack_flags(&std::array::from_fn(|i| f(a[i], b[i])))
+            let (a, b) = (T::view(r, s[2]), T::view(r, s[3]));
+            mask_of(|i| f(T::at(&a, i), T::at(&b, i)))
         } else {
             lanes(m).fold(0, |t, i| t | u32::from(f(T::get(r, s[2], i), T::get(r, s[3], i))) << i)
         };
@@ -261,10 +274,7 @@ pub(crate) fn op_setp<T: Lane, F: Fn(T, T) -> bool + Copy>(_: F) -> Spec {
             *old = *old & !m | v & m;
         }
     }
-    Spec {
-        f: run::<T, F>,
-        sig: vec![def::<bool>(), def::<bool>(), arg::<T>(), arg::<T>(), arg::<bool>()],
-    }
+    Spec { f: run::<T, F>, sig: vec![def::<bool>(), def::<bool>(), arg::<T>(), arg::<T>(), arg::<bool>()] }
 }
 
 /// Bitwise operation on whole predicate registers: `d = f(a, b)`.

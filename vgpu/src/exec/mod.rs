@@ -8,6 +8,7 @@
 pub(crate) mod access;
 pub(crate) mod bulk;
 pub(crate) mod lanes;
+mod simd;
 mod sync;
 
 use std::sync::Arc;
@@ -72,6 +73,8 @@ pub(crate) struct Warp {
     pub(crate) local: Vec<u64>,
     pub(crate) groups: Vec<Group>,
     polls: Vec<Poll>,
+    /// The last look at memory found what was there before, and nothing was changed since.
+    spinning: bool,
     /// What it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
     since_switch: u32,
@@ -85,6 +88,7 @@ impl Warp {
         self.groups.clear();
         self.groups.push(Group { mask: live, pc: 0, state: GroupState::Ready, deferred: false });
         self.polls.clear();
+        self.spinning = false;
         self.waiting = None;
         self.since_switch = 0;
     }
@@ -133,7 +137,8 @@ impl BlockState {
         let b = &mut self.barriers[id as usize];
         let expected = count.unwrap_or(total);
         if b.arrived != 0 && b.expected != expected {
-            let message = format!("this warp expects {expected} threads, warps before it expected {}", b.expected);
+            let message =
+                format!("this warp expects {expected} threads, warps before it expected {}", b.expected);
             return Err(FaultKind::BadBarrier { barrier: id, message });
         }
         b.expected = expected;
@@ -213,13 +218,23 @@ pub(crate) enum Status {
     Done,
 }
 
+/// What a slice brought.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Activity {
+    /// Something changed, or the warp computes.
+    Progress,
+    /// The warp is known to spin, but did not get to look again in this slice.
+    Neutral,
+    /// The warp looked again and found nothing new.
+    Idle,
+}
+
 /// What a slice did.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slice {
     pub(crate) status: Status,
     pub(crate) executed: u64,
-    /// It only looked at memory and changed nothing.
-    pub(crate) idle: bool,
+    pub(crate) activity: Activity,
 }
 
 /// A warp in the act of running.
@@ -233,7 +248,8 @@ pub(crate) struct Exec<'a> {
     pub(crate) pc: u32,
     executed: u64,
     side_effect: bool,
-    polled: bool,
+    /// A look at memory in this slice found what was there before.
+    looked_again: bool,
     /// Region used last, `(start, length)`, for loads and for stores.
     regions: [(u64, u64); 2],
 }
@@ -249,7 +265,7 @@ impl<'a> Exec<'a> {
             pc: 0,
             executed: 0,
             side_effect: false,
-            polled: false,
+            looked_again: false,
             regions: [(0, 0); 2],
         }
     }
@@ -268,19 +284,28 @@ impl<'a> Exec<'a> {
             running = match self.instruction()? {
                 Flow::Next => true,
                 Flow::GiveWay => self.give_way(),
-                Flow::Gone => self.next_group(),
+                Flow::Gone => {
+                    self.warp.since_switch = 0;
+                    self.next_group()
+                }
             };
         }
         let mut status = if self.warp.groups.is_empty() { Status::Done } else { Status::Stuck };
         for g in &self.warp.groups {
             match g.state {
                 GroupState::Ready => status = Status::Ready,
-                GroupState::Barrier { arrived: true, .. } if status != Status::Ready => status = Status::Blocked,
+                GroupState::Barrier { arrived: true, .. } if status != Status::Ready => {
+                    status = Status::Blocked
+                }
                 _ => {}
             }
         }
-        let idle = status == Status::Ready && self.polled && !self.side_effect;
-        Ok(Slice { status, executed: self.executed, idle })
+        let activity = match () {
+            () if status != Status::Ready || self.side_effect || !self.warp.spinning => Activity::Progress,
+            () if self.looked_again => Activity::Idle,
+            () => Activity::Neutral,
+        };
+        Ok(Slice { status, executed: self.executed, activity })
     }
 
     #[inline(always)]
@@ -301,7 +326,9 @@ impl<'a> Exec<'a> {
         match &inst.op {
             Op::Alu { f, s } => f(&mut self.warp.regs, s, m),
             Op::Bra { target } => return Ok(self.branch(m, *target)),
-            Op::BrxIdx { index, table } => return self.indexed_branch(m, *index, &kernel.tables[*table as usize]),
+            Op::BrxIdx { index, table } => {
+                return self.indexed_branch(m, *index, &kernel.tables[*table as usize]);
+            }
             Op::Ld(access) => return self.load(access, m),
             Op::St(access) => self.store(access, m)?,
             Op::Atom(atomic) => return self.atomic(atomic, m),
@@ -320,7 +347,6 @@ impl<'a> Exec<'a> {
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,
             Op::Sleep => {
-                self.polled = true;
                 self.pc += 1;
                 return Ok(Flow::GiveWay);
             }
@@ -389,15 +415,15 @@ impl<'a> Exec<'a> {
         let value = match what {
             Timer::Clock | Timer::Clock64 => clock,
             Timer::ClockHi => clock >> 32,
-            Timer::GlobalTimer | Timer::GlobalTimerLo | Timer::GlobalTimerHi => {
+            Timer::Global | Timer::GlobalLo | Timer::GlobalHi => {
                 let mut ns = self.env.clock.now_ns();
                 if matches!(self.env.clock, Clock::Virtual(_)) {
                     ns += self.executed * crate::device::VIRTUAL_NS_PER_WARP_INSTRUCTION;
                 }
-                if what == Timer::GlobalTimerHi { ns >> 32 } else { ns }
+                if what == Timer::GlobalHi { ns >> 32 } else { ns }
             }
         };
-        let wide = matches!(what, Timer::Clock64 | Timer::GlobalTimer);
+        let wide = what.is_wide();
         for i in lanes::lanes(m) {
             if wide {
                 self.warp.regs.r64[d as usize][i] = value;
@@ -426,7 +452,6 @@ impl<'a> Exec<'a> {
 
     /// Takes up the runnable group with the lowest program counter. False if there is none.
     fn next_group(&mut self) -> bool {
-        self.warp.since_switch = 0;
         for pass in 0..2 {
             let best = (0..self.warp.groups.len())
                 .filter(|&i| self.warp.groups[i].state == GroupState::Ready && !self.warp.groups[i].deferred)
@@ -472,11 +497,16 @@ impl<'a> Exec<'a> {
         }
         self.warp.since_switch += 1;
         if lower {
+            self.warp.since_switch = 0;
             self.park(GroupState::Ready, false);
             self.next_group();
-        } else if self.warp.since_switch > GROUP_FUEL
-            && self.warp.groups.iter().any(|g| g.state == GroupState::Ready && !g.deferred)
-        {
+        } else if self.warp.since_switch > GROUP_FUEL {
+            self.warp.since_switch = 0;
+            // Whoever gave way before has waited long enough when nobody else is left.
+            let fresh = |g: &Group| g.state == GroupState::Ready && !g.deferred;
+            if !self.warp.groups.iter().any(fresh) {
+                self.warp.groups.iter_mut().for_each(|g| g.deferred = false);
+            }
             self.park(GroupState::Ready, true);
             self.next_group();
         }
@@ -488,16 +518,16 @@ impl<'a> Exec<'a> {
         if !self.warp.polls.is_empty() {
             self.warp.polls.clear();
         }
+        self.warp.spinning = false;
         self.warp.waiting = None;
     }
 
     /// Notes a look at memory that others may change. True when the same look at this place gave the same value
     /// before and nothing was changed since: the warp spins.
     fn poll(&mut self, addr: u64, value: u64) -> bool {
-        self.polled = true;
         let pc = self.pc;
         let now = Poll { pc, addr, value };
-        match self.warp.polls.iter_mut().find(|p| p.pc == pc) {
+        let spins = match self.warp.polls.iter_mut().find(|p| p.pc == pc) {
             Some(p) => {
                 let spins = p.addr == addr && p.value == value;
                 *p = now;
@@ -510,7 +540,10 @@ impl<'a> Exec<'a> {
                 self.warp.polls.push(now);
                 false
             }
-        }
+        };
+        self.warp.spinning = spins;
+        self.looked_again |= spins;
+        spins
     }
 
     /// `base + offset` of every lane.
@@ -519,10 +552,10 @@ impl<'a> Exec<'a> {
         let offset = a.offset as u64;
         if a.wide {
             let row = &self.warp.regs.r64[a.slot as usize];
-            std::array::from_fn(|i| row[i].wrapping_add(offset))
+            lanes::every_lane(|i| row[i].wrapping_add(offset))
         } else {
             let row = &self.warp.regs.r32[a.slot as usize];
-            std::array::from_fn(|i| u64::from(row[i].wrapping_add(offset as u32)))
+            lanes::every_lane(|i| u64::from(row[i].wrapping_add(offset as u32)))
         }
     }
 

@@ -21,7 +21,9 @@ impl Exec<'_> {
                 return stop(kind, lanes(here & !mask).next());
             }
             let needed = mask & self.warp.live;
-            if needed & !here == 0 || matches!(op, WarpOp::Sync) && self.release_elsewhere(needed & !here, mask) {
+            if needed & !here == 0
+                || matches!(op, WarpOp::Sync) && self.release_elsewhere(needed & !here, mask)
+            {
                 self.execute_warp_op(op, here, mask);
                 done |= here;
             } else {
@@ -139,7 +141,9 @@ impl Exec<'_> {
             lanes(self.mask).find(|&i| row[i] != row[first]).map_or(Ok(row[first]), Err)
         };
         let same = |v: Result<u32, usize>| {
-            v.or_else(|i| stop(FaultKind::BadBarrier { barrier: 0, message: "lanes disagree".into() }, Some(i)))
+            v.or_else(|i| {
+                stop(FaultKind::BadBarrier { barrier: 0, message: "lanes disagree".into() }, Some(i))
+            })
         };
         let number = same(uniform(id))?;
         let threads = if count == SINK { None } else { Some(same(uniform(count))?) };
@@ -156,7 +160,11 @@ impl Exec<'_> {
             return stop(kind, Some(first));
         }
         let arrive_only = kind == BarrierKind::Arrive;
-        self.push(self.mask, self.pc, GroupState::Barrier { id: number, count: threads, arrive_only, arrived: false });
+        self.push(
+            self.mask,
+            self.pc,
+            GroupState::Barrier { id: number, count: threads, arrive_only, arrived: false },
+        );
         self.changed();
         self.count_warp(number)?;
         Ok(Flow::Gone)
@@ -196,7 +204,12 @@ impl Exec<'_> {
     /// After lanes have exited: the rest of the warp may now be complete at a barrier.
     pub(super) fn recount_barriers(&mut self) -> Run<()> {
         for number in 0..super::BARRIERS as u32 {
-            if self.warp.groups.iter().any(|g| matches!(g.state, GroupState::Barrier { id, .. } if id == number)) {
+            if self
+                .warp
+                .groups
+                .iter()
+                .any(|g| matches!(g.state, GroupState::Barrier { id, .. } if id == number))
+            {
                 self.count_warp(number)?;
             }
         }
@@ -204,7 +217,7 @@ impl Exec<'_> {
     }
 
     pub(super) fn mbarrier(&mut self, op: &MbarOp, addr: &Addr, space: Space, m: u32) -> Run<Flow> {
-        let mut failed = false;
+        let mut failed = None;
         for i in lanes(m) {
             let address = self.address(addr, i);
             let offset = Self::shared_offset(space, address).or_else(|kind| stop(kind, Some(i)))?;
@@ -227,7 +240,9 @@ impl Exec<'_> {
                     }
                     Ok(Some(b))
                 }),
-                MbarOp::ExpectTx { tx } => object.and_then(|mut b| b.expect_tx(word(regs, tx)).map(|()| Some(b))),
+                MbarOp::ExpectTx { tx } => {
+                    object.and_then(|mut b| b.expect_tx(word(regs, tx)).map(|()| Some(b)))
+                }
                 MbarOp::CompleteTx { tx } => {
                     object.and_then(|mut b| b.complete_tx(word(regs, tx)).map(|()| Some(b)))
                 }
@@ -242,7 +257,7 @@ impl Exec<'_> {
                     let old = &mut regs.pred[p as usize];
                     *old = *old & !(1 << i) | u32::from(done) << i;
                     if !done {
-                        failed = true;
+                        failed = Some((offset, bits));
                         self.warp.waiting = now.map(|b| WaitingFor::Mbarrier {
                             offset,
                             pending: b.pending,
@@ -254,15 +269,17 @@ impl Exec<'_> {
                 }
             };
             let next = next.map_err(place)?;
-            self.set_mbarrier_bits(offset, next.map_or(0, Mbarrier::to_bits)).or_else(|kind| stop(kind, Some(i)))?;
+            self.set_mbarrier_bits(offset, next.map_or(0, Mbarrier::to_bits))
+                .or_else(|kind| stop(kind, Some(i)))?;
             self.changed();
         }
+        let Some((offset, bits)) = failed else {
+            self.pc += 1;
+            return Ok(Flow::Next);
+        };
+        self.poll(offset, bits);
         self.pc += 1;
-        if failed {
-            self.polled = true;
-            return Ok(Flow::GiveWay);
-        }
-        Ok(Flow::Next)
+        Ok(Flow::GiveWay)
     }
 
     fn mbarrier_bits(&mut self, offset: u64) -> Result<u64, FaultKind> {
@@ -285,7 +302,7 @@ impl Exec<'_> {
 
 impl super::BlockState {
     fn mbarrier_pointer(&mut self, offset: u64) -> Result<*mut u64, FaultKind> {
-        if offset % 8 != 0 {
+        if !offset.is_multiple_of(8) {
             return Err(FaultKind::Misaligned { addr: offset, align: 8 });
         }
         Ok(self.shared.pointer(offset, 8)?.cast())

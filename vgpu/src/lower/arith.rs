@@ -7,7 +7,7 @@ use super::types::{Mods, Ty};
 use crate::ast::Operand;
 use crate::exec::lanes::{Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4};
 use crate::float::{self, Half, flush, saturate};
-use crate::ir::{CARRY, File, Init, Op, SINK};
+use crate::ir::{CARRY, File, Init, SINK};
 
 /// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other types.
 macro_rules! with_type {
@@ -153,9 +153,15 @@ pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
                 (32, Ty::S32, false) => Some(op3(|a: u32, b: u32, c: i32| if c >= 0 { a } else { b })),
                 (64, Ty::S32, false) => Some(op3(|a: u64, b: u64, c: i32| if c >= 0 { a } else { b })),
                 // A flushed subnormal is a zero, and so is not negative.
-                (16, Ty::F32, true) => Some(op3(|a: u16, b: u16, c: f32| if flush(c) >= 0.0 { a } else { b })),
-                (32, Ty::F32, true) => Some(op3(|a: u32, b: u32, c: f32| if flush(c) >= 0.0 { a } else { b })),
-                (64, Ty::F32, true) => Some(op3(|a: u64, b: u64, c: f32| if flush(c) >= 0.0 { a } else { b })),
+                (16, Ty::F32, true) => {
+                    Some(op3(|a: u16, b: u16, c: f32| if flush(c) >= 0.0 { a } else { b }))
+                }
+                (32, Ty::F32, true) => {
+                    Some(op3(|a: u32, b: u32, c: f32| if flush(c) >= 0.0 { a } else { b }))
+                }
+                (64, Ty::F32, true) => {
+                    Some(op3(|a: u64, b: u64, c: f32| if flush(c) >= 0.0 { a } else { b }))
+                }
                 (16, Ty::F32, false) => Some(op3(|a: u16, b: u16, c: f32| if c >= 0.0 { a } else { b })),
                 (32, Ty::F32, false) => Some(op3(|a: u32, b: u32, c: f32| if c >= 0.0 { a } else { b })),
                 (64, Ty::F32, false) => Some(op3(|a: u64, b: u64, c: f32| if c >= 0.0 { a } else { b })),
@@ -237,7 +243,7 @@ fn carry(m: &mut Mods, with_carry: bool) -> Result<Emit, String> {
             if sets { CARRY } else { SINK },
             0,
         ];
-        l.push(Op::Alu { f: spec.f, s });
+        l.push_alu(spec.f, s, &spec.sig);
         Ok(())
     }))
 }
@@ -444,10 +450,16 @@ fn shift(m: &mut Mods) -> Result<Option<Spec>, String> {
         let clamp = m.one_of(&[("clamp", true), ("wrap", false)]);
         let b32 = m.has("b32");
         return Ok(match (left, clamp, b32) {
-            (Some(true), Some(true), true) => Some(op3(|a: u32, b: u32, c: u32| funnel_left(a, b, c.min(32)))),
+            (Some(true), Some(true), true) => {
+                Some(op3(|a: u32, b: u32, c: u32| funnel_left(a, b, c.min(32))))
+            }
             (Some(true), Some(false), true) => Some(op3(|a: u32, b: u32, c: u32| funnel_left(a, b, c & 31))),
-            (Some(false), Some(true), true) => Some(op3(|a: u32, b: u32, c: u32| funnel_right(a, b, c.min(32)))),
-            (Some(false), Some(false), true) => Some(op3(|a: u32, b: u32, c: u32| funnel_right(a, b, c & 31))),
+            (Some(false), Some(true), true) => {
+                Some(op3(|a: u32, b: u32, c: u32| funnel_right(a, b, c.min(32))))
+            }
+            (Some(false), Some(false), true) => {
+                Some(op3(|a: u32, b: u32, c: u32| funnel_right(a, b, c & 31)))
+            }
             _ => None,
         });
     }
@@ -543,9 +555,7 @@ fn bit_fields(m: &mut Mods) -> Result<Option<Spec>, String> {
     let shift_amount = m.base == "bfind" && m.has("shiftamt");
     let ty = m.ty()?;
     Ok(match (m.base, ty) {
-        ("bfe", Ty::U32) => {
-            Some(op3(|a: u32, p: u32, n: u32| extract(a.into(), 32, false, p, n) as u32))
-        }
+        ("bfe", Ty::U32) => Some(op3(|a: u32, p: u32, n: u32| extract(a.into(), 32, false, p, n) as u32)),
         ("bfe", Ty::S32) => Some(op3(|a: u32, p: u32, n: u32| extract(a.into(), 32, true, p, n) as u32)),
         ("bfe", Ty::U64) => Some(op3(|a: u64, p: u32, n: u32| extract(a, 64, false, p, n))),
         ("bfe", Ty::S64) => Some(op3(|a: u64, p: u32, n: u32| extract(a, 64, true, p, n))),
@@ -661,7 +671,7 @@ fn special_function(m: &mut Mods) -> Result<Option<Spec>, String> {
 }
 
 /// The comparison of `setp`/`set` with its type; operands of `.ftz` are flushed.
-#[allow(clippy::neg_cmp_op_on_partial_ord)] // NaN is the point of the unordered forms.
+#[allow(clippy::neg_cmp_op_on_partial_ord, clippy::double_comparisons)] // NaN is the point of the unordered forms.
 fn comparison(ty: Ty, name: &str, ftz: bool) -> Option<Spec> {
     if ftz {
         macro_rules! flushed {
@@ -732,8 +742,8 @@ fn comparison(ty: Ty, name: &str, ftz: bool) -> Option<Spec> {
 }
 
 const COMPARISONS: &[&str] = &[
-    "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu", "num",
-    "nan",
+    "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu",
+    "num", "nan",
 ];
 
 /// What `setp` and `set` share: comparison, combination, `.ftz`.
@@ -763,7 +773,7 @@ fn setp(m: &mut Mods) -> Result<Emit, String> {
         };
         let (a, b) = (l.operand(&ops[1], &spec.sig[2])?, l.operand(&ops[2], &spec.sig[3])?);
         let c = if with { l.source_of::<bool>(&ops[3])? } else { SINK };
-        l.push(Op::Alu { f: spec.f, s: [p, q, a, b, c, combine as u32] });
+        l.push_alu(spec.f, [p, q, a, b, c, combine as u32], &spec.sig);
         Ok(())
     }))
 }
@@ -786,9 +796,9 @@ fn set(m: &mut Mods) -> Result<Emit, String> {
         let (a, b) = (l.operand(&ops[1], &spec.sig[2])?, l.operand(&ops[2], &spec.sig[3])?);
         let c = if with { l.source_of::<bool>(&ops[3])? } else { SINK };
         let d = l.dest_of::<u32>(&ops[0])?;
-        l.push(Op::Alu { f: spec.f, s: [p, SINK, a, b, c, combine as u32] });
+        l.push_alu(spec.f, [p, SINK, a, b, c, combine as u32], &spec.sig);
         let (one, zero) = (l.constant(File::R32, Init::Bits(one)), l.constant(File::R32, Init::Bits(0)));
-        l.push(Op::Alu { f: select.f, s: [d, one, zero, p, 0, 0] });
+        l.push_alu(select.f, [d, one, zero, p, 0, 0], &select.sig);
         Ok(())
     }))
 }

@@ -4,9 +4,9 @@ use half::f16;
 
 use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
-use crate::exec::lanes::{Lane, Spec, lanes, op1, op2};
+use crate::exec::lanes::{Lane, Role, Sig, Spec, every_lane, lanes, op1, op2};
 use crate::float::{self, Format, Overflow, Round};
-use crate::ir::{AluFn, File, Op, Regs};
+use crate::ir::{AluFn, File, Regs};
 
 const ROUND: &[(&str, (Round, bool))] = &[
     ("rn", (Round::Nearest, false)),
@@ -67,7 +67,8 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
     Ok(Box::new(move |l, ops| {
         l.count(ops, 2..=2)?;
         // Registers may be wider than the types.
-        let wider = |t: Ty, r: Option<(File, u32, u32)>, op: &(crate::ast::Operand, crate::ast::Pos)| match r {
+        let wider = |t: Ty, r: Option<(File, u32, u32)>, op: &(crate::ast::Operand, crate::ast::Pos)| match r
+        {
             Some((File::Pred, ..)) => Err((op.1, "cvt does not take predicates".to_string())),
             Some((_, bits, _)) if bits < t.bits() || t.is_float() && bits != t.bits() => {
                 Err((op.1, format!("a {bits}-bit register does not fit {t:?}")))
@@ -91,7 +92,7 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
             }
         };
         if let (Some(spec), true, true) = (&fast, d_bits == to.bits(), a_bits == from.bits()) {
-            l.push(Op::Alu { f: spec.f, s: [d, a, 0, 0, 0, 0] });
+            l.push_alu(spec.f, [d, a, 0, 0, 0, 0], &spec.sig);
             return Ok(());
         }
         let plain_int = to.is_integer() && from.is_integer() && !c.sat;
@@ -111,7 +112,12 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
             | u32::from(c.sat) << 10
             | u32::from(c.satfinite) << 11
             | u32::from(c.relu) << 12;
-        l.push(Op::Alu { f, s: [d, a, to as u32, from as u32, flags, 0] });
+        let file = |wide: bool| if wide { File::R64 } else { File::R32 };
+        let sig = [
+            Sig { role: Role::Def, file: file(d_wide), bits: d_bits },
+            Sig { role: Role::Use, file: file(a_wide), bits: a_bits },
+        ];
+        l.push_alu(f, [d, a, to as u32, from as u32, flags, 0], &sig);
         Ok(())
     }))
 }
@@ -186,8 +192,9 @@ fn resize<D: Word, S: Word>(r: &mut Regs, s: &[u32; 6], m: u32) {
     };
     let convert = |v: u64| extend(extend(v, from, from_signed), to, to_signed);
     if m == crate::ir::FULL {
-        let a = S::load(r, s[1]);
-        D::store(r, s[0], &std::array::from_fn(|i| D::narrow(convert(a[i].widen()))));
+        let a = S::view(r, s[1]);
+        let v = every_lane(|i| D::narrow(convert(S::at(&a, i).widen())));
+        D::store(r, s[0], &v);
     } else {
         lanes(m).for_each(|i| {
             let v = S::get(r, s[1], i);
@@ -258,7 +265,10 @@ fn convert_scalar(c: &Conversion, raw: u64) -> u64 {
     if c.integral {
         let v = f64::from_bits(float::convert(raw, format(c.from), float::F64, Round::Zero, Overflow::Ieee));
         let v = float::round_to_integer(v, c.round);
-        return finish_float(c, float::convert(v.to_bits(), float::F64, format(c.to), Round::Nearest, Overflow::Ieee));
+        return finish_float(
+            c,
+            float::convert(v.to_bits(), float::F64, format(c.to), Round::Nearest, Overflow::Ieee),
+        );
     }
     if c.from == c.to {
         return finish_float(c, raw);
@@ -314,21 +324,33 @@ fn packed(c: &Conversion) -> Option<Spec> {
     // The round mode is optional only where nothing is rounded; `Nearest` is then what it was set to.
     let small = (c.satfinite, c.relu);
     Some(match (c.to, c.from, c.round, small) {
-        (Ty::Bf16x2, Ty::F32, NEAREST, (false, false)) => op2(|a: f32, b: f32| {
-            u32::from(float::bf16_rn(a)) << 16 | u32::from(float::bf16_rn(b))
-        }),
+        (Ty::Bf16x2, Ty::F32, NEAREST, (false, false)) => {
+            op2(|a: f32, b: f32| u32::from(float::bf16_rn(a)) << 16 | u32::from(float::bf16_rn(b)))
+        }
         (Ty::Bf16x2, Ty::F32, NEAREST, (false, true)) => {
             op2(|a: f32, b: f32| two(a, b, 16, BF16, NEAREST, true, IEEE))
         }
-        (Ty::Bf16x2, Ty::F32, ZERO, (false, false)) => op2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, false, IEEE)),
-        (Ty::Bf16x2, Ty::F32, ZERO, (false, true)) => op2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, true, IEEE)),
+        (Ty::Bf16x2, Ty::F32, ZERO, (false, false)) => {
+            op2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, false, IEEE))
+        }
+        (Ty::Bf16x2, Ty::F32, ZERO, (false, true)) => {
+            op2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, true, IEEE))
+        }
         (Ty::Bf16x2, Ty::F32, NEAREST, (true, false)) => {
             op2(|a: f32, b: f32| two(a, b, 16, BF16, NEAREST, false, FINITE))
         }
-        (Ty::F16x2, Ty::F32, NEAREST, (false, false)) => op2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, false, IEEE)),
-        (Ty::F16x2, Ty::F32, NEAREST, (false, true)) => op2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, true, IEEE)),
-        (Ty::F16x2, Ty::F32, ZERO, (false, false)) => op2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, false, IEEE)),
-        (Ty::F16x2, Ty::F32, ZERO, (false, true)) => op2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, true, IEEE)),
+        (Ty::F16x2, Ty::F32, NEAREST, (false, false)) => {
+            op2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, false, IEEE))
+        }
+        (Ty::F16x2, Ty::F32, NEAREST, (false, true)) => {
+            op2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, true, IEEE))
+        }
+        (Ty::F16x2, Ty::F32, ZERO, (false, false)) => {
+            op2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, false, IEEE))
+        }
+        (Ty::F16x2, Ty::F32, ZERO, (false, true)) => {
+            op2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, true, IEEE))
+        }
         (Ty::E4m3x2, Ty::F32, NEAREST, (true, false)) => {
             op2(|a: f32, b: f32| two(a, b, 8, E4M3, NEAREST, false, FINITE) as u16)
         }

@@ -148,7 +148,7 @@ fn mov(m: &mut Mods) -> Result<Emit, String> {
             }
             _ => {
                 let (d, a) = (l.dest(&ops[0], file, bits)?, l.source(&ops[1], file, bits)?);
-                l.push(Op::Alu { f: spec.f, s: [d, a, a, 0, 0, 0] });
+                l.push_alu(spec.f, [d, a, a, 0, 0, 0], &spec.sig);
                 Ok(())
             }
         }
@@ -177,11 +177,13 @@ fn move_parts(
     let sig = Sig { role, file: File::R32, bits: bits / parts.len() as u32 };
     let other = Sig { role: if role == Role::Def { Role::Use } else { Role::Def }, file, bits };
     let mut s = [SINK; 6];
+    let mut sigs = vec![other];
     s[0] = l.operand(whole, &other)?;
     for (i, p) in parts.iter().enumerate() {
         s[i + 1] = l.operand(&(p.clone(), pos), &sig)?;
+        sigs.push(sig);
     }
-    l.push(Op::Alu { f, s });
+    l.push_alu(f, s, &sigs);
     Ok(())
 }
 

@@ -24,10 +24,25 @@ const SPACES: &[(&str, Space)] = &[
 const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
 
 const CACHE_HINTS: &[&str] = &[
-    "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc",
-    "L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate",
-    "L2::evict_normal", "L2::evict_first", "L2::evict_last",
-    "L2::64B", "L2::128B", "L2::256B",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "nc",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+    "L2::evict_normal",
+    "L2::evict_first",
+    "L2::evict_last",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
 ];
 
 fn ordering(m: &mut Mods) -> Sem {
@@ -254,7 +269,8 @@ pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
                 l.source_of::<f32>(fraction)?;
             }
             let zero = l.constant(File::R64, Init::Bits(0));
-            l.push(Op::Alu { f: op1(|a: u64| a).f, s: [d, zero, 0, 0, 0, 0] });
+            let spec = op1(|a: u64| a);
+            l.push_alu(spec.f, [d, zero, 0, 0, 0, 0], &spec.sig);
             Ok(())
         }));
     }

@@ -3,6 +3,7 @@
 //! [`decode`](decode::decode) looks at an opcode alone and returns an [`Emit`](decode::Emit), which then takes the
 //! operands. [`supported_opcode`](crate::supported_opcode) is the first half by itself.
 
+mod allocate;
 mod arith;
 mod convert;
 pub(crate) mod decode;
@@ -18,7 +19,7 @@ use crate::exec::access::SHARED_BASE;
 use crate::exec::lanes::{self, Role, Sig, Spec};
 use crate::fault::PtxError;
 use crate::ir::{
-    Addr, CARRY, File, GUARD_NOT, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer,
+    Addr, AluFn, CARRY, File, GUARD_NOT, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer,
 };
 use crate::lexer::error_at;
 use crate::module::{Globals, Kernel, ParamInfo};
@@ -65,6 +66,7 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             params.push(ParamInfo { name: p.name.clone(), offset, size: p.size, align: p.align });
         }
         l.body(&e.body).map_err(at)?;
+        allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
         kernels.push(Kernel {
             name: e.name.clone(),
             params,
@@ -125,6 +127,8 @@ pub(crate) struct Lower<'a> {
     module_globals: &'a HashMap<&'a str, u64>,
     scopes: Vec<Scope>,
     code: Vec<Inst>,
+    /// What the slots of each arithmetic instruction are; empty for others.
+    sigs: Vec<Vec<Sig>>,
     origins: Vec<Origin>,
     tables: Vec<Vec<u32>>,
     slots: [u32; 3],
@@ -149,6 +153,7 @@ impl<'a> Lower<'a> {
             module_globals,
             scopes: vec![Scope::default()],
             code: vec![],
+            sigs: vec![],
             origins: vec![],
             tables: vec![],
             // Slot 0 of each file is the sink; predicate slot 1 is the carry flag.
@@ -303,7 +308,9 @@ impl<'a> Lower<'a> {
                     self.dynamic_align = self.dynamic_align.max(align).max(16);
                     Binding::DynamicShared
                 }
-                Some(bytes) if bytes < 1 << 24 => Binding::Shared { offset: self.place_shared(bytes as u32, align) },
+                Some(bytes) if bytes < 1 << 24 => {
+                    Binding::Shared { offset: self.place_shared(bytes as u32, align) }
+                }
                 Some(_) => return Err((pos, format!("shared variable '{name}' is too large"))),
             };
             self.scopes[0].names.insert(name.to_string(), binding.clone());
@@ -331,6 +338,14 @@ impl<'a> Lower<'a> {
 
     fn push(&mut self, op: Op) {
         self.code.push(Inst { op, guard: self.guard });
+        self.sigs.push(vec![]);
+        self.origins.push(self.origin);
+    }
+
+    /// Adds an arithmetic instruction. `sig` describes the first slots; what comes behind them are plain numbers.
+    fn push_alu(&mut self, f: AluFn, s: [u32; 6], sig: &[Sig]) {
+        self.code.push(Inst { op: Op::Alu { f, s }, guard: self.guard });
+        self.sigs.push(sig.to_vec());
         self.origins.push(self.origin);
     }
 
@@ -379,20 +394,19 @@ impl<'a> Lower<'a> {
         let d = self.slot(File::Pred);
         let spec = lanes::op_pred(|a, _| !a);
         let guard = std::mem::replace(&mut self.guard, NO_GUARD);
-        self.push(Op::Alu { f: spec.f, s: [d, p, p, 0, 0, 0] });
+        self.push_alu(spec.f, [d, p, p, 0, 0, 0], &spec.sig);
         self.guard = guard;
         d
     }
 
     fn named_source(&mut self, name: &str, pos: Pos, file: File, bits: u32) -> Lowered<u32> {
-        if let Some(init) = special_register(name) {
-            if !self.scopes.iter().any(|s| s.names.contains_key(name)) {
-                let wide = name == "%gridid";
-                if file == File::Pred || bits < 32 || wide != (bits == 64) && !wide {
-                    return Err((pos, format!("'{name}' is not a {bits}-bit register")));
-                }
-                return Ok(self.constant(file, init));
+        let shadowed = self.scopes.iter().any(|s| s.names.contains_key(name));
+        if let (Some(init), false) = (special_register(name), shadowed) {
+            // All of them are 32 bits wide, but for the one that is 64.
+            if file == File::Pred || bits < 32 || bits == 64 && name != "%gridid" {
+                return Err((pos, format!("'{name}' is not a {bits}-bit register")));
             }
+            return Ok(self.constant(file, init));
         }
         let init = match self.lookup(name, pos)? {
             Binding::Reg { file: f, bits: b, slot } => {
@@ -404,7 +418,9 @@ impl<'a> Lower<'a> {
             Binding::Label { .. } | Binding::Targets { .. } => {
                 return Err((pos, format!("label '{name}' cannot stand here")));
             }
-            Binding::Shared { offset } | Binding::Local { offset } | Binding::Param { offset } => Init::Bits(offset),
+            Binding::Shared { offset } | Binding::Local { offset } | Binding::Param { offset } => {
+                Init::Bits(offset)
+            }
             Binding::DynamicShared => Init::DynamicShared(0),
             Binding::Global { offset } => Init::GlobalAddress(offset),
         };
@@ -478,7 +494,7 @@ impl<'a> Lower<'a> {
         }
         let n = spec.sig.len();
         s[n..n + extra.len()].copy_from_slice(extra);
-        self.push(Op::Alu { f: spec.f, s });
+        self.push_alu(spec.f, s, &spec.sig);
         Ok(())
     }
 
@@ -520,7 +536,9 @@ fn special_register(name: &str) -> Option<Init> {
         // A cluster is one block.
         ("clusterid", Some(d)) => Special::Ctaid(d),
         ("nclusterid", Some(d)) => Special::Nctaid(d),
-        ("cluster_ctaid", Some(_)) | ("cluster_ctarank", None) | ("is_explicit_cluster", None) => Special::Zero,
+        ("cluster_ctaid", Some(_)) | ("cluster_ctarank", None) | ("is_explicit_cluster", None) => {
+            Special::Zero
+        }
         ("cluster_nctaid", Some(_)) | ("cluster_nctarank", None) => Special::One,
         ("laneid", None) => Special::LaneId,
         ("warpid", None) => Special::WarpId,
@@ -545,9 +563,9 @@ fn timer_register(name: &str) -> Option<(Timer, u32)> {
         "%clock" => (Timer::Clock, 32),
         "%clock_hi" => (Timer::ClockHi, 32),
         "%clock64" => (Timer::Clock64, 64),
-        "%globaltimer" => (Timer::GlobalTimer, 64),
-        "%globaltimer_lo" => (Timer::GlobalTimerLo, 32),
-        "%globaltimer_hi" => (Timer::GlobalTimerHi, 32),
+        "%globaltimer" => (Timer::Global, 64),
+        "%globaltimer_lo" => (Timer::GlobalLo, 32),
+        "%globaltimer_hi" => (Timer::GlobalHi, 32),
         _ => return None,
     })
 }

@@ -146,7 +146,8 @@ pub(super) fn warp_wide(m: &mut Mods) -> Result<Emit, String> {
                 let p = optional_pred(l, &p)?;
                 let a = l.source(&ops[1], file, bits)?;
                 let mask = l.source_of::<u32>(&ops[2])?;
-                let op = if all { WarpOp::MatchAll { d, p, a, wide } } else { WarpOp::MatchAny { d, a, wide } };
+                let op =
+                    if all { WarpOp::MatchAll { d, p, a, wide } } else { WarpOp::MatchAny { d, a, wide } };
                 l.push(Op::Warp { op, mask });
                 Ok(())
             }))

@@ -21,10 +21,10 @@ struct Machine {
 }
 
 /// The virtual GPU of this repository.
-// Until epoxide-vgpu exports them, stand-ins that accept all. Then:
-//     supports: epoxide_vgpu::supported_opcode,
-//     refuses: |text| epoxide_vgpu::Module::parse(text).err().map(|error| error.to_string()),
-const VGPU: Machine = Machine { supports: |_| true, refuses: |_| None };
+const VGPU: Machine = Machine {
+    supports: epoxide_vgpu::supported_opcode,
+    refuses: |text| epoxide_vgpu::Module::parse(text).err().map(|error| error.to_string()),
+};
 
 fn check_with(machine: &Machine, text: &str, module: &Module) -> Vec<Finding> {
     let mut unknown: BTreeMap<&str, (usize, usize)> = BTreeMap::new();

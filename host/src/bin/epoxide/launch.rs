@@ -10,8 +10,10 @@ use crate::stop::{Result, Stop};
 
 /// Options of `epoxide launch`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and EPOXIDE_STORE in its \
-                        environment. The exit code is that of the first rank that failed; a signal is 128 + its number.")]
+#[command(
+    after_help = "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and EPOXIDE_STORE in its \
+                        environment. The exit code is that of the first rank that failed; a signal is 128 + its number."
+)]
 pub struct Args {
     /// Ranks to start.
     #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..))]
@@ -65,14 +67,19 @@ mod tests {
     #[test]
     fn ranks_see_their_place_and_the_first_failure_is_passed_on() {
         let script = |text: &str| launch(&["--nproc-per-node", "3", "--", "sh", "-c", text]);
-        assert_eq!(script(r#"test "$WORLD_SIZE$LOCAL_WORLD_SIZE" = 33 && test "$RANK" = "$LOCAL_RANK""#), Ok(()));
+        assert_eq!(
+            script(r#"test "$WORLD_SIZE$LOCAL_WORLD_SIZE" = 33 && test "$RANK" = "$LOCAL_RANK""#),
+            Ok(())
+        );
         let stop = script(r#"if [ "$RANK" = 1 ]; then exit 7; fi"#).unwrap_err();
         assert_eq!((stop.code, stop.message.as_deref()), (7, Some("launch: rank 1 exited with code 7")));
     }
 
     #[test]
     fn bad_lines_are_refused() {
-        for line in [&["--nproc-per-node", "0", "--", "true"][..], &["--", "true"], &["--nproc-per-node", "2"]] {
+        for line in
+            [&["--nproc-per-node", "0", "--", "true"][..], &["--", "true"], &["--nproc-per-node", "2"]]
+        {
             assert!(Line::try_parse_from(["launch"].iter().chain(line)).is_err(), "{line:?}");
         }
         assert_eq!(launch(&["--nproc-per-node", "1", "--", "/no/such/program"]).unwrap_err().code, 1);

@@ -10,9 +10,9 @@ mod launch;
 mod options;
 mod output;
 mod ranks;
+mod rig;
 mod roundtrip;
 mod stop;
-mod trip;
 
 use std::process::ExitCode;
 
@@ -26,7 +26,8 @@ struct Cli {
     command: Command,
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 pass, 1 a check failed, 2 bad usage, 77 skipped for want of hardware.";
+const EXIT_CODES: &str =
+    "Exit codes: 0 pass, 1 a check failed, 2 bad usage, 77 skipped for want of hardware.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -45,7 +46,7 @@ enum Command {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Roundtrip(args) => roundtrip::run(args),
-        Command::Bench(args) => bench::run(args),
+        Command::Bench(args) => bench::run(&args).map_err(stop::Stop::from_open),
         Command::Launch(args) => launch::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Doctor(args) => doctor::run(args),

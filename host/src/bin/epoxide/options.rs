@@ -187,7 +187,8 @@ impl Shared {
     /// Checks the flags that do not depend on the number of ranks.
     pub fn check(&self) -> Result<()> {
         if self.mode != Mode::Intranode {
-            let mode = self.mode.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+            let mode =
+                self.mode.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
             return Err(Stop::usage(format!("--mode {mode}: not built yet: intranode only in this version")));
         }
         if self.nodes != 1 {
@@ -207,9 +208,11 @@ impl Shared {
     /// What the flags come to for `ranks` ranks.
     pub fn resolve(&self, ranks: u32, defaults: Defaults) -> Result<Setup> {
         self.check()?;
-        let wrong = |flag: &str, value: u64, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
+        let wrong =
+            |flag: &str, value: u64, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
         if let Some(asked) = self.ranks_per_node.filter(|&asked| asked != ranks) {
-            let rule = format!("the environment's WORLD_SIZE is {ranks}; leave the flag out or make them equal");
+            let rule =
+                format!("the environment's WORLD_SIZE is {ranks}; leave the flag out or make them equal");
             return wrong("--ranks-per-node", u64::from(asked), rule);
         }
         if ranks == 0 || ranks > MAX_RANKS as u32 {
@@ -218,18 +221,25 @@ impl Shared {
         let hidden = self.hidden.unwrap_or(defaults.hidden);
         let unit = 16 / self.dtype.dtype().size();
         if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > 1 << 24 {
-            let rule = format!("must be a positive multiple of {unit} (rows are multiples of 16 bytes), at most {}", 1 << 24);
+            let rule = format!(
+                "must be a positive multiple of {unit} (rows are multiples of 16 bytes), at most {}",
+                1 << 24
+            );
             return wrong("--hidden", hidden, rule);
         }
         let experts = self.experts.unwrap_or(4 * ranks);
         if experts == 0 || !experts.is_multiple_of(ranks) || experts / ranks > MAX_LOCAL_EXPERTS {
-            let rule =
-                format!("must be a positive multiple of the {ranks} ranks, at most {MAX_LOCAL_EXPERTS} for each of them");
+            let rule = format!(
+                "must be a positive multiple of the {ranks} ranks, at most {MAX_LOCAL_EXPERTS} for each of them"
+            );
             return wrong("--experts", u64::from(experts), rule);
         }
         let topk = self.topk.unwrap_or(4.min(ranks));
         if topk == 0 || topk > MAX_TOPK || topk > experts {
-            let rule = format!("must be 1 to {} (at most {MAX_TOPK}, and at most the number of experts)", MAX_TOPK.min(experts));
+            let rule = format!(
+                "must be 1 to {} (at most {MAX_TOPK}, and at most the number of experts)",
+                MAX_TOPK.min(experts)
+            );
             return wrong("--topk", u64::from(topk), rule);
         }
         let config = match Config::with_sms(self.num_sms) {
@@ -297,7 +307,10 @@ mod tests {
     #[test]
     fn defaults_follow_the_number_of_ranks() {
         let setup = parse("").resolve(8, DEFAULTS).unwrap();
-        assert_eq!((setup.ranks, setup.tokens, setup.hidden, setup.experts, setup.topk), (8, 128, 1024, 32, 4));
+        assert_eq!(
+            (setup.ranks, setup.tokens, setup.hidden, setup.experts, setup.topk),
+            (8, 128, 1024, 32, 4)
+        );
         assert_eq!((setup.seed, setup.config.num_channels()), (0xA1B2, 10));
         let setup = parse("").resolve(2, DEFAULTS).unwrap();
         assert_eq!((setup.experts, setup.topk), (8, 2));
@@ -305,7 +318,8 @@ mod tests {
 
     #[test]
     fn flags_win() {
-        let line = "--tokens 0 --hidden 48 --experts 64 --topk 8 --dtype fp8 --seed 17 --num-sms 6 --transport tcp";
+        let line =
+            "--tokens 0 --hidden 48 --experts 64 --topk 8 --dtype fp8 --seed 17 --num-sms 6 --transport tcp";
         let setup = parse(line).resolve(4, DEFAULTS).unwrap();
         assert_eq!((setup.tokens, setup.hidden, setup.experts, setup.topk), (0, 48, 64, 8));
         assert_eq!((setup.seed, setup.config.num_channels()), (17, 3));
@@ -335,13 +349,23 @@ mod tests {
         ] {
             let stop = parse(line).resolve(ranks, DEFAULTS).unwrap_err();
             assert_eq!(stop.code, crate::stop::USAGE);
-            assert!(stop.message.as_deref().is_some_and(|message| message.starts_with(flag)), "{line}: {stop:?}");
+            assert!(
+                stop.message.as_deref().is_some_and(|message| message.starts_with(flag)),
+                "{line}: {stop:?}"
+            );
         }
     }
 
     #[test]
     fn clap_refuses_the_rest() {
-        for line in ["--processes --threads", "--dtype f64", "--tokens -1", "--seed 0xg", "--timeout 0", "--device gpu"] {
+        for line in [
+            "--processes --threads",
+            "--dtype f64",
+            "--tokens -1",
+            "--seed 0xg",
+            "--timeout 0",
+            "--device gpu",
+        ] {
             let words = ["epoxide"].into_iter().chain(line.split_whitespace());
             assert!(Line::try_parse_from(words).is_err(), "{line}");
         }

@@ -75,7 +75,8 @@ impl Voice {
         if let Some(bar) = &self.bar {
             bar.set_length(total);
             bar.set_position(0);
-            if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {wide_bar} {pos}/{len} ({eta})") {
+            if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {wide_bar} {pos}/{len} ({eta})")
+            {
                 bar.set_style(style);
             }
         }

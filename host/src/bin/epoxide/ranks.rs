@@ -74,11 +74,25 @@ impl Rank {
     pub fn gather<T: Serialize + DeserializeOwned>(&self, outcome: Result<T>) -> Result<Vec<T>> {
         gather(&*self.group, outcome)
     }
+
+    /// This rank's result; or, where any rank has failed, the same failure on all ranks. Collective.
+    pub fn agree<T>(&self, outcome: Result<T>) -> Result<T> {
+        agree(&*self.group, outcome)
+    }
+}
+
+/// True in a process that may print a run's result: all but ranks above 0 that somebody else started.
+pub fn speaks() -> bool {
+    std::env::var(RANK).map_or(true, |rank| rank.is_empty() || rank == "0")
 }
 
 /// Runs `main` on every rank that `shared` and the environment ask for. Comes back with the failure of all ranks, if
 /// they agreed on one, and otherwise with that of a rank of this process.
-pub fn run(shared: &Shared, defaults: Defaults, main: impl Fn(&Rank, &Run) -> Result<()> + Sync) -> Result<()> {
+pub fn run(
+    shared: &Shared,
+    defaults: Defaults,
+    main: impl Fn(&Rank, &Run) -> Result<()> + Sync,
+) -> Result<()> {
     shared.check()?;
     let placement = Placement::of(shared, |name| std::env::var(name).ok());
     let ranks = shared.ranks_per_node.unwrap_or(DEFAULT_RANKS);
@@ -89,9 +103,9 @@ pub fn run(shared: &Shared, defaults: Defaults, main: impl Fn(&Rank, &Run) -> Re
         Placement::OneRank => {
             let group: Arc<dyn ProcessGroup> = Arc::new(rendezvous(group_timeout)?);
             let local_rank = match std::env::var(LOCAL_RANK) {
-                Ok(text) if !text.is_empty() => text
-                    .parse()
-                    .map_err(|_| Stop::usage(format!("{LOCAL_RANK} = {text} in the environment: must be a whole number"))),
+                Ok(text) if !text.is_empty() => text.parse().map_err(|_| {
+                    Stop::usage(format!("{LOCAL_RANK} = {text} in the environment: must be a whole number"))
+                }),
                 _ => Ok(group.rank()),
             };
             let outcome = one_rank(&group, local_rank, &main, || {
@@ -114,7 +128,8 @@ pub fn run(shared: &Shared, defaults: Defaults, main: impl Fn(&Rank, &Run) -> Re
                 Ok(outcomes) => outcomes,
                 Err(failure) => return Err(Stop::from(failure.error).on_rank(failure.rank)),
             };
-            root_cause((0..).zip(outcomes).filter_map(|(rank, outcome)| Some((rank, outcome.err()?)))).map_or(Ok(()), Err)
+            root_cause((0..).zip(outcomes).filter_map(|(rank, outcome)| Some((rank, outcome.err()?))))
+                .map_or(Ok(()), Err)
         }
         Placement::Processes => {
             let setup = shared.resolve(ranks, defaults)?;
@@ -144,17 +159,12 @@ fn one_rank(
     main: impl Fn(&Rank, &Run) -> Result<()>,
     run: impl Fn() -> Result<Run>,
 ) -> Result<()> {
-    let mut made = None;
-    let outcome = local_rank.and_then(|local_rank| {
+    let opened = local_rank.and_then(|local_rank| {
         let run = run()?;
         let device = open_device(run.setup.device, local_rank)?;
-        made = Some((run, device));
-        Ok(())
+        Ok((run, device))
     });
-    gather(&**group, outcome)?;
-    let Some((run, device)) = made else {
-        return Err(Stop::failed("all ranks agreed, but this one has no device"));
-    };
+    let (run, device) = agree(&**group, opened)?;
     main(&Rank { rank: group.rank(), group: group.clone(), device }, &run)
 }
 
@@ -172,6 +182,14 @@ fn gather<T: Serialize + DeserializeOwned>(group: &dyn ProcessGroup, outcome: Re
     match root_cause(stops.into_iter()) {
         None => Ok(results),
         Some(stop) => Err(Stop { agreed: true, ..stop }),
+    }
+}
+
+/// This rank's result; or, where any rank has failed, the same failure on all ranks. Collective.
+fn agree<T>(group: &dyn ProcessGroup, outcome: Result<T>) -> Result<T> {
+    match outcome {
+        Ok(value) => gather(group, Ok(())).map(|_| value),
+        Err(stop) => gather::<()>(group, Err(stop.clone())).and(Err(stop)),
     }
 }
 
@@ -195,7 +213,9 @@ fn require_devices(kind: DeviceKind, count: u32) -> Result<()> {
                     0 => "leave --device cuda out to use the virtual GPU".to_owned(),
                     _ => format!("use --ranks-per-node {have}"),
                 };
-                return Err(Stop::skipped(format!("{count} ranks need {count} GPUs, this machine has {have}; {remedy}")));
+                return Err(Stop::skipped(format!(
+                    "{count} ranks need {count} GPUs, this machine has {have}; {remedy}"
+                )));
             }
             Ok(())
         }
@@ -212,7 +232,8 @@ pub fn open_device(kind: DeviceKind, ordinal: u32) -> Result<Arc<dyn Device>> {
 
 /// What to do where CUDA is not compiled in.
 #[cfg(not(feature = "cuda"))]
-pub const NO_CUDA: &str = "this binary was built without CUDA; build with `cargo build --release --features cuda`";
+pub const NO_CUDA: &str =
+    "this binary was built without CUDA; build with `cargo build --release --features cuda`";
 
 #[cfg(feature = "cuda")]
 fn cuda_devices() -> Result<u32> {
@@ -234,3 +255,54 @@ fn open_cuda(_ordinal: u32) -> Result<Arc<dyn Device>> {
     Err(Stop::skipped(NO_CUDA))
 }
 
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        shared: Shared,
+    }
+
+    #[test]
+    fn the_environment_wins_over_flags_and_flags_over_the_device() {
+        let placement = |line: &str, rank: Option<&str>| {
+            let words = ["epoxide"].into_iter().chain(line.split_whitespace());
+            let shared = Line::try_parse_from(words).unwrap().shared;
+            Placement::of(&shared, |name| rank.filter(|_| name == RANK).map(str::to_owned))
+        };
+        assert_eq!(placement("", None), Placement::Threads);
+        assert_eq!(placement("", Some("")), Placement::Threads);
+        assert_eq!(placement("--device cuda", None), Placement::Processes);
+        assert_eq!(placement("--device cuda --threads", None), Placement::Threads);
+        assert_eq!(placement("--processes", None), Placement::Processes);
+        assert_eq!(placement("--processes", Some("3")), Placement::OneRank);
+    }
+
+    #[test]
+    fn the_cause_is_reported_not_what_follows_from_it() {
+        let timeout = Stop { consequence: true, ..Stop::failed("rank 0 waited for rank 2") };
+        let stops = [(0, timeout.clone()), (2, Stop::failed("wrong")), (3, Stop::failed("also wrong"))];
+        let cause = root_cause(stops.into_iter()).unwrap();
+        assert_eq!(cause.message.as_deref(), Some("rank 2: wrong"));
+        assert!(root_cause([(0, timeout)].into_iter()).is_some());
+        assert_eq!(root_cause(std::iter::empty()), None);
+    }
+
+    #[test]
+    fn a_failure_of_one_rank_is_agreed_on_by_all() {
+        let outcomes = run_threads(3, Duration::from_secs(30), |rank, group| {
+            let outcome = if rank == 1 { Err(Stop::failed("broke")) } else { Ok(rank) };
+            Ok((agree(&*group, outcome), gather(&*group, Ok(rank))))
+        })
+        .unwrap();
+        for (agreed, gathered) in outcomes {
+            let stop = agreed.unwrap_err();
+            assert!(stop.agreed && stop.message.as_deref() == Some("rank 1: broke"), "{stop:?}");
+            assert_eq!(gathered.unwrap(), [0, 1, 2]);
+        }
+    }
+}

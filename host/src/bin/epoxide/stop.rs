@@ -80,6 +80,10 @@ impl From<Error> for Stop {
                 consequence: true,
                 ..Stop::failed(format!("{message}; if it is only slow, raise --timeout"))
             },
+            // Whoever gave the group up, says why: the launcher, or the rank that failed.
+            Error::Store { reason, .. } if reason.starts_with("the group was given up") => {
+                Stop { consequence: true, ..Stop::said(FAILED) }
+            }
             Error::Store { .. } => Stop { consequence: true, ..Stop::failed(message) },
             _ => Stop::failed(message),
         }

@@ -15,9 +15,11 @@ const LONGEST_SLICE: u64 = 1024;
 /// How far the clock advances when all grids spin and the host does not wait for them, in nanoseconds.
 const SPIN_NS: u64 = 1_000;
 /// The longest jump of the clock when all grids spin and the host waits, in nanoseconds.
-const LONGEST_JUMP_NS: u64 = 1_000_000_000;
+const LONGEST_JUMP_NS: u64 = 10_000_000_000;
 /// How long all grids may spin before the host stops waiting for them, in nanoseconds of the virtual clock.
 const STUCK_NS: u64 = 1_000 * 1_000_000_000;
+/// How many warp instructions the host waits for while nothing gets done: minutes of interpreting.
+const ENDLESS: u64 = 1 << 33;
 /// How long a host thread sleeps before it looks again whether another one has enqueued anything.
 const NAP: Duration = Duration::from_micros(100);
 
@@ -38,7 +40,8 @@ pub enum Drive {
 /// same calls sees the same run each time, down to the interleaving of warps. Clones are the same machine.
 ///
 /// A call that waits while all grids only spin moves the clock forward in growing steps, so that the kernels' own
-/// deadlines expire; if they are still spinning 1000 virtual seconds later, it fails with a report of every stuck warp.
+/// deadlines expire; if they are still spinning 1000 virtual seconds later, or if kernels run without any coming to an
+/// end, it fails with a report of every stuck warp.
 #[derive(Clone)]
 pub struct Machine {
     inner: Arc<Inner>,
@@ -111,9 +114,13 @@ impl Machine {
         let mut ran = false;
         while left > 0 {
             match run.turn() {
+                Turn::Done => {
+                    ran = true;
+                    left = left.saturating_sub(1);
+                }
                 Turn::Progress(slice) => {
                     ran = true;
-                    left = left.saturating_sub(slice.max(1));
+                    left = left.saturating_sub(slice);
                 }
                 Turn::Spun(slice) => left = left.saturating_sub(slice),
                 Turn::AllSpinning => {
@@ -129,6 +136,7 @@ impl Machine {
     /// Runs until `done`; `call` names the waiting call in errors.
     pub(super) fn run_until(&self, call: &'static str, done: impl Fn() -> Result<bool>) -> Result<()> {
         let (mut stuck_ns, mut jump_ns) = (0, SPIN_NS);
+        let mut instructions = 0;
         let mut quiet: Option<(Instant, u64)> = None;
         loop {
             if done()? {
@@ -136,8 +144,18 @@ impl Machine {
             }
             let mut run = self.lock();
             let idle = match run.turn() {
-                Turn::Progress(_) => {
+                Turn::Done => {
+                    (stuck_ns, jump_ns, quiet, instructions) = (0, SPIN_NS, None, 0);
+                    continue;
+                }
+                Turn::Progress(slice) => {
                     (stuck_ns, jump_ns, quiet) = (0, SPIN_NS, None);
+                    instructions += slice;
+                    if instructions > ENDLESS {
+                        let what =
+                            format!("kernels have run for {instructions} warp instructions without an end");
+                        return Err(self.give_up(&run, call, &what));
+                    }
                     continue;
                 }
                 Turn::Spun(_) => continue,
@@ -162,13 +180,9 @@ impl Machine {
                     "{call} waits for work that nothing on this machine can start; was it enqueued?"
                 )));
             } else if stuck_ns >= STUCK_NS {
-                let reports: String = run.engines.iter().map(Engine::stuck_report).collect();
-                return Err(Error::VirtualFault(format!(
-                    "{call} gave up: all kernels have been spinning for {} virtual seconds (seed {}); a kernel waits \
-                     for something that no other one, nor this thread, will do{reports}",
-                    stuck_ns / 1_000_000_000,
-                    self.inner.seed,
-                )));
+                let seconds = stuck_ns / 1_000_000_000;
+                let what = format!("all kernels have been spinning for {seconds} virtual seconds");
+                return Err(self.give_up(&run, call, &what));
             } else {
                 self.inner.clock_ns.fetch_add(jump_ns, Ordering::Relaxed);
                 stuck_ns += jump_ns;
@@ -176,6 +190,15 @@ impl Machine {
             }
             run.clear_spinning();
         }
+    }
+
+    fn give_up(&self, run: &Run, call: &'static str, what: &str) -> Error {
+        let reports: String = run.engines.iter().map(Engine::stuck_report).collect();
+        Error::VirtualFault(format!(
+            "{call} gave up: {what} (seed {}); a kernel waits for something that no other one, nor this thread, will \
+             do{reports}",
+            self.inner.seed
+        ))
     }
 
     /// The clock that the machine's devices share.
@@ -201,8 +224,10 @@ impl Machine {
     }
 }
 
-/// How a turn ended; with its longest length in warp instructions.
+/// How a turn ended; where it may have been long, with its longest length in warp instructions.
 enum Turn {
+    /// A job ended, a mark was passed, or new work began.
+    Done,
     Progress(u64),
     /// A grid tried and only span.
     Spun(u64),
@@ -227,7 +252,7 @@ impl Run {
             .collect();
         if ready.is_empty() {
             return match (collected, self.engines.iter().all(Engine::is_idle)) {
-                (true, _) => Turn::Progress(0),
+                (true, _) => Turn::Done,
                 (false, true) => Turn::Idle,
                 (false, false) => Turn::AllSpinning,
             };
@@ -246,11 +271,13 @@ impl Run {
         for word in [device as u64, number, slice, code] {
             self.digest = mix(self.digest, word);
         }
-        if matches!(outcome, Outcome::Spinning) {
-            return Turn::Spun(slice);
-        }
+        let turn = match outcome {
+            Outcome::Spinning => return Turn::Spun(slice),
+            Outcome::Running => Turn::Progress(slice),
+            Outcome::Done(_) | Outcome::Fault => Turn::Done,
+        };
         self.clear_spinning();
-        Turn::Progress(slice)
+        turn
     }
 
     fn clear_spinning(&mut self) {

@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use epoxide::driver::{Device, Event, Memory, MemoryKind, Stream};
 use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CeilingShape, CombineRequest, CombineRows, Config, Counts,
-    DType, Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, StreamOrder, Tensor, Tuning,
+    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CeilingShape, CombineRequest, CombineRows,
+    Config, Counts, DType, Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest,
+    StreamOrder, Tensor, Tuning,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::{Error, Result};
@@ -59,8 +60,6 @@ pub struct RankResult {
     pub device_bytes: u64,
     /// Rows received from each source rank.
     pub recv_rows: Vec<u64>,
-    /// Rows sent to each destination rank.
-    pub sent_rows: Vec<u64>,
     /// Tokens with at least one destination.
     pub routed_tokens: u64,
     /// Times by number of multiprocessors.
@@ -104,7 +103,7 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         times.push(bench.time(num_sms)?);
         group.barrier(group.timeout())?;
     }
-    let (recv_rows, sent_rows, routed_tokens) = bench.counts()?;
+    let (recv_rows, routed_tokens) = bench.counts()?;
     bench.buffer.check()?;
     let info = device.info();
     Ok(RankResult {
@@ -115,7 +114,6 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         pool_bytes: buffer.pool_bytes(),
         device_bytes,
         recv_rows,
-        sent_rows,
         routed_tokens,
         times,
     })
@@ -159,7 +157,8 @@ impl<'a> Bench<'a> {
         let scales = match args.num_scales() {
             0 => None,
             n => {
-                let values: Vec<f32> = (0..tokens * n).map(|i| (rank as u64 * tokens * n + i) as f32).collect();
+                let values: Vec<f32> =
+                    (0..tokens * n).map(|i| (rank as u64 * tokens * n + i) as f32).collect();
                 Some(Tensor::from_host(&stream, DType::F32, &[tokens, n], &values)?)
             }
         };
@@ -176,8 +175,7 @@ impl<'a> Bench<'a> {
             0 => None,
             bytes => Some(Memory::alloc(buffer.device(), bytes, MemoryKind::Device, "L2 flush")?),
         };
-        let request =
-            DispatchRequest { x_scales: scales.as_ref(), ..DispatchRequest::new(&x, &layout) };
+        let request = DispatchRequest { x_scales: scales.as_ref(), ..DispatchRequest::new(&x, &layout) };
         let routing = buffer.dispatch(request, StreamOrder::on(&stream))?.handle;
         Ok(Bench {
             args,
@@ -256,7 +254,11 @@ impl<'a> Bench<'a> {
         } else {
             let rows = output.recv_x.to_host::<u8>(&self.stream)?;
             for (i, &token) in sources.iter().enumerate() {
-                if !rows[i * hidden..][..hidden].iter().copied().eq(fp8_row(args, source_rank(i), token as u32)) {
+                if !rows[i * hidden..][..hidden].iter().copied().eq(fp8_row(
+                    args,
+                    source_rank(i),
+                    token as u32,
+                )) {
                     return fail("received row", i);
                 }
             }
@@ -290,8 +292,8 @@ impl<'a> Bench<'a> {
         self.buffer.check()
     }
 
-    /// Rows received by source, rows sent by destination, tokens with a destination.
-    fn counts(&self) -> Result<(Vec<u64>, Vec<u64>, u64)> {
+    /// Rows received by source, and tokens with a destination.
+    fn counts(&self) -> Result<(Vec<u64>, u64)> {
         let prefix = self.routing.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
         let ranks = self.ranks as usize;
         let rows = |source: usize, to: usize| {
@@ -301,7 +303,7 @@ impl<'a> Bench<'a> {
         let me = self.rank as usize;
         let in_rank = self.layout.is_token_in_rank().to_host::<u8>(&self.stream)?;
         let routed = in_rank.chunks(ranks).filter(|row| row.contains(&1)).count() as u64;
-        Ok(((0..ranks).map(|r| rows(r, me)).collect(), (0..ranks).map(|r| rows(me, r)).collect(), routed))
+        Ok(((0..ranks).map(|r| rows(r, me)).collect(), routed))
     }
 
     fn time(&mut self, num_sms: u32) -> Result<Times> {
@@ -377,7 +379,8 @@ impl<'a> Bench<'a> {
     /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.
     fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<f64> {
         let row_bytes = self.x.row_bytes() as u32;
-        let row_bytes = if direction == Direction::Pull { self.args.combine_row_bytes() as u32 } else { row_bytes };
+        let row_bytes =
+            if direction == Direction::Pull { self.args.combine_row_bytes() as u32 } else { row_bytes };
         let limit = self.buffer.device().info().max_shared_bytes_per_block;
         let mut best = f64::MAX;
         for warps in [4, 7] {
@@ -387,7 +390,8 @@ impl<'a> Bench<'a> {
             }
             let fanout = 5.min(self.ranks - 1);
             let shape = CeilingShape { blocks, warps, stages, rows: self.args.tokens, row_bytes, fanout };
-            let samples = self.isolated(|bench| bench.buffer.launch_ceiling(direction, shape, &bench.stream))?;
+            let samples =
+                self.isolated(|bench| bench.buffer.launch_ceiling(direction, shape, &bench.stream))?;
             // The next barrier may not start before all have written.
             self.barrier()?;
             let mean = samples.iter().sum::<f64>() / samples.len() as f64;

@@ -118,8 +118,10 @@ impl<'a> Report<'a> {
                         value["phase"] = p.name.into();
                         value["row_bytes"] = p.row_bytes.into();
                         value["ceiling_gbps"] = p.ceiling.into();
-                        value["remote_gbps"] = gbps(self.remote_rows() * p.row_bytes as f64, p.summary.mean).into();
-                        value["recv_gbps"] = gbps(self.recv_rows() * p.row_bytes as f64, p.summary.mean).into();
+                        value["remote_gbps"] =
+                            gbps(self.remote_rows() * p.row_bytes as f64, p.summary.mean).into();
+                        value["recv_gbps"] =
+                            gbps(self.recv_rows() * p.row_bytes as f64, p.summary.mean).into();
                         value
                     })
                     .collect();
@@ -166,7 +168,8 @@ impl<'a> Report<'a> {
             args.iters,
             args.dtype()
         );
-        let what = if first.is_virtual { "VIRTUAL GPU: times are those of an interpreter" } else { &first.device };
+        let what =
+            if first.is_virtual { "VIRTUAL GPU: times are those of an interpreter" } else { &first.device };
         let driver = (first.driver_version / 1000, first.driver_version % 1000 / 10);
         println!("  device: {what}, driver for CUDA {}.{}", driver.0, driver.1);
         let setup = self.ranks.iter().map(|r| r.setup_ms).fold(0.0, f64::max);

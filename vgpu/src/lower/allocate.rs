@@ -1,0 +1,326 @@
+//! Register allocation: PTX names a fresh register for nearly every value, and a slot of 32 lanes is 128 or 256 bytes,
+//! so a kernel of a thousand registers would drag hundreds of KiB per warp through the caches. Registers that are
+//! never alive at the same time share a slot here: liveness by data flow, then linear scan over whole intervals.
+//!
+//! Divergence does not matter: each lane has its own column of every slot and writes only there, so a lane sees the
+//! liveness of its own path through the code.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::exec::lanes::{Role, Sig};
+use crate::ir::{
+    Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, WarpOp,
+};
+
+/// Shows every register of an instruction, its guard aside, to `f`. `sig` describes the slots of [`Op::Alu`].
+fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) {
+    use File::{Pred, R32, R64};
+    use Role::{Def, Use};
+    fn address(a: &mut Addr, f: &mut dyn FnMut(File, Role, &mut u32)) {
+        f(if a.wide { R64 } else { R32 }, Use, &mut a.slot);
+    }
+    fn vector(a: &mut Access, role: Role, f: &mut dyn FnMut(File, Role, &mut u32)) {
+        address(&mut a.addr, f);
+        let n = usize::from(a.n);
+        a.regs[..n].iter_mut().for_each(|r| f(if a.wide { R64 } else { R32 }, role, r));
+    }
+    match op {
+        Op::Alu { s, .. } => sig.iter().zip(s).for_each(|(sig, slot)| f(sig.file, sig.role, slot)),
+        Op::BrxIdx { index, .. } => f(R32, Use, index),
+        Op::Ld(a) => vector(a, Def, f),
+        Op::St(a) => vector(a, Use, f),
+        Op::Atom(a) => {
+            let file = if a.bytes == 8 { R64 } else { R32 };
+            address(&mut a.addr, f);
+            f(file, Use, &mut a.a);
+            f(file, Use, &mut a.b);
+            f(file, Def, &mut a.d);
+        }
+        Op::Timer { what, d } => f(if what.is_wide() { R64 } else { R32 }, Def, d),
+        Op::ActiveMask { d } => f(R32, Def, d),
+        Op::Warp { op, mask } => {
+            f(R32, Use, mask);
+            match op {
+                WarpOp::Sync => {}
+                WarpOp::Shfl { d, p, a, lane, clamp, .. } => {
+                    [a, lane, clamp].into_iter().for_each(|s| f(R32, Use, s));
+                    f(R32, Def, d);
+                    f(Pred, Def, p);
+                }
+                WarpOp::VoteAll { d, p } | WarpOp::VoteAny { d, p } | WarpOp::VoteUni { d, p } => {
+                    f(Pred, Use, p);
+                    f(Pred, Def, d);
+                }
+                WarpOp::Ballot { d, p } => {
+                    f(Pred, Use, p);
+                    f(R32, Def, d);
+                }
+                WarpOp::MatchAny { d, a, wide } => {
+                    f(if *wide { R64 } else { R32 }, Use, a);
+                    f(R32, Def, d);
+                }
+                WarpOp::MatchAll { d, p, a, wide } => {
+                    f(if *wide { R64 } else { R32 }, Use, a);
+                    f(R32, Def, d);
+                    f(Pred, Def, p);
+                }
+                WarpOp::Redux { d, a, .. } => {
+                    f(R32, Use, a);
+                    f(R32, Def, d);
+                }
+                WarpOp::Elect { d, p } => {
+                    f(R32, Def, d);
+                    f(Pred, Def, p);
+                }
+            }
+        }
+        Op::Barrier { id, count, .. } => {
+            f(R32, Use, id);
+            f(R32, Use, count);
+        }
+        Op::Mbar { op, addr, .. } => {
+            address(addr, f);
+            match op {
+                MbarOp::Init { count } => f(R32, Use, count),
+                MbarOp::Inval => {}
+                MbarOp::Arrive { state, count, tx, .. } => {
+                    f(R32, Use, count);
+                    f(R32, Use, tx);
+                    f(R64, Def, state);
+                }
+                MbarOp::ExpectTx { tx } | MbarOp::CompleteTx { tx } => f(R32, Use, tx),
+                MbarOp::TestState { p, state } => {
+                    f(R64, Use, state);
+                    f(Pred, Def, p);
+                }
+                MbarOp::TestParity { p, parity } => {
+                    f(R32, Use, parity);
+                    f(Pred, Def, p);
+                }
+            }
+        }
+        Op::PendingCount { d, state } => {
+            f(R64, Use, state);
+            f(R32, Def, d);
+        }
+        Op::Bulk(op) => match op {
+            BulkOp::Load { dst, src, size, mbar } | BulkOp::SharedToShared { dst, src, size, mbar } => {
+                [dst, src, mbar].into_iter().for_each(|a| address(a, f));
+                f(R32, Use, size);
+            }
+            BulkOp::Store { dst, src, size } => {
+                [dst, src].into_iter().for_each(|a| address(a, f));
+                f(R32, Use, size);
+            }
+            BulkOp::Prefetch { src, size } => {
+                address(src, f);
+                f(R32, Use, size);
+            }
+            BulkOp::Commit | BulkOp::Wait { .. } => {}
+        },
+        Op::Bra { .. } | Op::Fence | Op::Sleep | Op::Exit | Op::Trap | Op::Nop => {}
+    }
+}
+
+/// A set of registers.
+#[derive(Clone, PartialEq)]
+struct Set(Vec<u64>);
+
+impl Set {
+    fn new(n: usize) -> Self {
+        Set(vec![0; n.div_ceil(64)])
+    }
+    fn insert(&mut self, i: usize) {
+        self.0[i / 64] |= 1 << (i % 64);
+    }
+    fn remove(&mut self, i: usize) {
+        self.0[i / 64] &= !(1 << (i % 64));
+    }
+    fn union(&mut self, other: &Set) {
+        self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a |= b);
+    }
+    fn iter(&self) -> impl Iterator<Item = usize> + '_ {
+        self.0
+            .iter()
+            .enumerate()
+            .flat_map(|(w, &bits)| (0..64).filter(move |b| bits >> b & 1 != 0).map(move |b| w * 64 + b))
+    }
+}
+
+/// A use or definition of one register by one instruction.
+struct Touch {
+    register: usize,
+    /// The whole register is replaced (not under a guard).
+    kills: bool,
+    defines: bool,
+}
+
+/// Gives registers that are never alive together the same slot.
+pub(super) fn allocate(
+    code: &mut [Inst],
+    sigs: &[Vec<Sig>],
+    tables: &[Vec<u32>],
+    slots: &mut [u32; 3],
+    inits: &mut Vec<(File, u32, Init)>,
+) {
+    let base = [0, slots[0] as usize, (slots[0] + slots[1]) as usize];
+    let total = base[2] + slots[2] as usize;
+    let id = |file: File, slot: u32| base[file as usize] + slot as usize;
+
+    // The sink, the carry flag and what is set before the start keep slots of their own.
+    let mut pinned = vec![false; total];
+    [id(File::R32, SINK), id(File::R64, SINK), id(File::Pred, SINK), id(File::Pred, CARRY)]
+        .into_iter()
+        .chain(inits.iter().map(|&(file, slot, _)| id(file, slot)))
+        .for_each(|r| pinned[r] = true);
+
+    let mut referenced = vec![false; total];
+    let touches: Vec<Vec<Touch>> = code
+        .iter_mut()
+        .zip(sigs)
+        .map(|(inst, sig)| {
+            let guarded = inst.guard != NO_GUARD;
+            let mut list = vec![];
+            if guarded {
+                list.push(Touch {
+                    register: id(File::Pred, inst.guard & !GUARD_NOT),
+                    kills: false,
+                    defines: false,
+                });
+            }
+            registers(&mut inst.op, sig, &mut |file, role, slot| {
+                let defines = role == Role::Def;
+                list.push(Touch { register: id(file, *slot), kills: defines && !guarded, defines });
+            });
+            list.iter().for_each(|t| referenced[t.register] = true);
+            list
+        })
+        .collect();
+
+    let live = Liveness::new(code, tables, &touches, total);
+    let (mut start, mut end) = (vec![usize::MAX; total], vec![0; total]);
+    let mut extend = |r: usize, at: usize| {
+        start[r] = start[r].min(at);
+        end[r] = end[r].max(at);
+    };
+    // Uses of instruction i happen at 2i, definitions at 2i + 1.
+    for (b, block) in live.blocks.iter().enumerate() {
+        live.into[b].iter().for_each(|r| extend(r, 2 * block.start));
+        live.out(b, total).iter().for_each(|r| extend(r, 2 * block.end - 1));
+        for i in block.clone() {
+            touches[i].iter().for_each(|t| extend(t.register, 2 * i + usize::from(t.defines)));
+        }
+    }
+
+    let mut slot_of = vec![SINK; total];
+    for (file, &first) in base.iter().enumerate() {
+        let range = first..first + slots[file] as usize;
+        let mut next = 0;
+        let mut fresh = || {
+            next += 1;
+            next - 1
+        };
+        let sink = usize::from(file == File::Pred as usize);
+        for r in range.clone().filter(|&r| pinned[r]) {
+            if referenced[r] || r <= first + sink {
+                slot_of[r] = fresh();
+            }
+        }
+        let mut order: Vec<usize> = range.filter(|&r| !pinned[r] && referenced[r]).collect();
+        order.sort_by_key(|&r| start[r]);
+        let mut active: BinaryHeap<Reverse<(usize, u32)>> = BinaryHeap::new();
+        let mut free: BinaryHeap<Reverse<u32>> = BinaryHeap::new();
+        for r in order {
+            while let Some(&Reverse((until, slot))) = active.peek() {
+                if until >= start[r] {
+                    break;
+                }
+                active.pop();
+                free.push(Reverse(slot));
+            }
+            let slot = free.pop().map_or_else(&mut fresh, |Reverse(s)| s);
+            slot_of[r] = slot;
+            active.push(Reverse((end[r], slot)));
+        }
+        slots[file] = next;
+    }
+
+    for (inst, sig) in code.iter_mut().zip(sigs) {
+        if inst.guard != NO_GUARD {
+            let r = id(File::Pred, inst.guard & !GUARD_NOT);
+            inst.guard = slot_of[r] | inst.guard & GUARD_NOT;
+        }
+        registers(&mut inst.op, sig, &mut |file, _, slot| *slot = slot_of[id(file, *slot)]);
+    }
+    inits.retain(|&(file, slot, _)| referenced[id(file, slot)]);
+    inits.iter_mut().for_each(|(file, slot, _)| *slot = slot_of[id(*file, *slot)]);
+}
+
+/// What is alive at the start of each basic block.
+struct Liveness {
+    blocks: Vec<std::ops::Range<usize>>,
+    successors: Vec<Vec<usize>>,
+    into: Vec<Set>,
+}
+
+impl Liveness {
+    fn new(code: &[Inst], tables: &[Vec<u32>], touches: &[Vec<Touch>], total: usize) -> Self {
+        let targets = |i: usize| -> Vec<usize> {
+            match code[i].op {
+                Op::Bra { target } => vec![target as usize],
+                Op::BrxIdx { table, .. } => tables[table as usize].iter().map(|&t| t as usize).collect(),
+                _ => vec![],
+            }
+        };
+        let ends = |i: usize| matches!(code[i].op, Op::Bra { .. } | Op::BrxIdx { .. } | Op::Exit | Op::Trap);
+        let mut leader = vec![false; code.len() + 1];
+        leader[0] = true;
+        for i in (0..code.len()).filter(|&i| ends(i)) {
+            leader[i + 1] = true;
+            targets(i).into_iter().for_each(|t| leader[t] = true);
+        }
+        let starts: Vec<usize> = (0..code.len()).filter(|&i| leader[i]).collect();
+        let blocks: Vec<_> = starts
+            .iter()
+            .enumerate()
+            .map(|(b, &s)| s..starts.get(b + 1).copied().unwrap_or(code.len()))
+            .collect();
+        let block_of = |i: usize| starts.partition_point(|&s| s <= i) - 1;
+        let successors: Vec<Vec<usize>> = blocks
+            .iter()
+            .map(|block| {
+                let last = block.end - 1;
+                let mut next: Vec<usize> = targets(last).into_iter().map(block_of).collect();
+                if (!ends(last) || code[last].guard != NO_GUARD) && block.end < code.len() {
+                    next.push(block_of(block.end));
+                }
+                next
+            })
+            .collect();
+        let mut live = Liveness { into: vec![Set::new(total); blocks.len()], blocks, successors };
+        let mut changed = true;
+        while changed {
+            changed = false;
+            for b in (0..live.blocks.len()).rev() {
+                let mut set = live.out(b, total);
+                for i in live.blocks[b].clone().rev() {
+                    touches[i].iter().filter(|t| t.kills).for_each(|t| set.remove(t.register));
+                    touches[i].iter().filter(|t| !t.kills).for_each(|t| set.insert(t.register));
+                }
+                if set != live.into[b] {
+                    live.into[b] = set;
+                    changed = true;
+                }
+            }
+        }
+        live
+    }
+
+    /// What is alive at the end of a block.
+    fn out(&self, b: usize, total: usize) -> Set {
+        let mut set = Set::new(total);
+        self.successors[b].iter().for_each(|&s| set.union(&self.into[s]));
+        set
+    }
+}

@@ -1,0 +1,313 @@
+//! Block barriers, mbarriers, bulk copies.
+
+mod common;
+
+use common::*;
+use epoxide_vgpu::{DeviceConfig, FaultKind, Progress, WaitingFor};
+
+fn seeded(seed: u64) -> DeviceConfig {
+    DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() }
+}
+
+/// Runs with the fast scheduler and with a number of seeds; the results must agree.
+fn run_all(globals: &str, body: &str, threads: u32, buf: &[u64]) -> Vec<u64> {
+    let want = run_body(globals, body, threads, buf);
+    for seed in 0..20 {
+        let mut run = Run::new(&kernel(globals, body), buf, launch(1, threads), &seeded(seed));
+        run.finish().unwrap_or_else(|f| panic!("seed {seed}: {f}"));
+        assert_eq!(run.words(), want, "seed {seed}");
+    }
+    want
+}
+
+#[test]
+fn block_barrier_orders_shared_memory() {
+    // Every thread reads what its mirror image wrote before the barrier.
+    for barrier in ["barrier.sync 0;", "bar.sync 0;", "barrier.cta.sync.aligned 0;", "bar.sync 3, 128;"] {
+        let body = format!(
+            "mov.u32 %r1, S; mad.lo.u32 %r2, %r40, 4, %r1; st.shared.u32 [%r2], %r40;
+             {barrier}
+             sub.u32 %r3, 127, %r40; mad.lo.u32 %r3, %r3, 4, %r1; ld.shared.u32 %r4, [%r3];
+             cvt.u64.u32 %rd1, %r4; st.global.u64 [%rd42], %rd1;"
+        );
+        let got = run_all(".shared .align 4 .b8 S[512];", &body, 128, &[0; 128]);
+        assert_eq!(got, (0..128).rev().collect::<Vec<u64>>(), "{barrier}");
+    }
+}
+
+#[test]
+fn barriers_reached_in_divergent_code() {
+    // Both arms hold a copy of the barrier, which the unaligned form allows.
+    let body = "
+        and.b32 %r1, %r40, 1; setp.eq.u32 %p1, %r1, 0; @%p1 bra EVEN;
+        barrier.sync 0; mov.u64 %rd1, 1; bra END;
+    EVEN:
+        barrier.sync 0; mov.u64 %rd1, 2;
+    END:
+        st.global.u64 [%rd42], %rd1;";
+    let got = run_all("", body, 64, &[0; 64]);
+    assert_eq!(got, (0..64).map(|i| 2 - i % 2).collect::<Vec<u64>>());
+    let aligned = body.replace("barrier.sync 0", "bar.sync 0");
+    let fault = fault_of("", &aligned, 64);
+    assert!(matches!(fault.kind, FaultKind::DivergentBarrier { barrier: 0, live: u32::MAX, .. }), "{fault}");
+}
+
+#[test]
+fn named_barriers_with_partial_counts() {
+    // Warps 0 and 1 produce and only arrive; warps 2 and 3 wait. Another pair uses another barrier meanwhile.
+    let body = "
+        mov.u32 %r1, S; shr.u32 %r2, %r40, 5; setp.ge.u32 %p1, %r2, 2; @%p1 bra CONSUME;
+        mad.lo.u32 %r3, %r40, 4, %r1; add.u32 %r4, %r40, 100; st.shared.u32 [%r3], %r4;
+        barrier.arrive 1, 128;
+        mov.u64 %rd1, 1; bra END;
+    CONSUME:
+        barrier.sync 1, 128;
+        sub.u32 %r3, %r40, 64; mad.lo.u32 %r3, %r3, 4, %r1; ld.shared.u32 %r4, [%r3];
+        cvt.u64.u32 %rd1, %r4;
+        barrier.sync 2, 64;
+    END:
+        st.global.u64 [%rd42], %rd1;";
+    let got = run_all(".shared .align 4 .b8 S[256];", body, 128, &[0; 128]);
+    assert_eq!(got, (0..128).map(|i| if i < 64 { 1 } else { i + 36 }).collect::<Vec<u64>>());
+}
+
+#[test]
+fn a_barrier_for_all_does_not_wait_for_exited_warps() {
+    let body = "setp.ge.u32 %p1, %r40, 64; @%p1 exit; setp.lt.u32 %p2, %r40, 5; @%p2 exit;
+        barrier.sync 0; st.global.u64 [%rd42], 1;";
+    let got = run_all("", body, 128, &[0; 128]);
+    assert_eq!(got, (0..128).map(|i| u64::from((5..64).contains(&i))).collect::<Vec<u64>>());
+}
+
+#[test]
+fn deadlocks_are_reported_with_every_warp() {
+    let body = "
+        .loc 1 7 1
+        setp.lt.u32 %p1, %r40, 32; @!%p1 bra WAIT;
+        .loc 1 8 1
+        barrier.sync 5, 96; bra END;
+    WAIT:
+        .loc 1 9 1
+        barrier.sync 6, 96;
+    END:";
+    let ptx = kernel(".file 1 \"src/dead.rs\"\n", body);
+    for dev in [DeviceConfig::default(), seeded(3)] {
+        let mut run = Run::new(&ptx, &[0], launch(2, 96), &dev);
+        let fault = run.finish().unwrap_err();
+        let FaultKind::Deadlock(report) = &fault.kind else { panic!("{fault}") };
+        let of_block = |b: u32| report.warps.iter().filter(move |w| w.block == [b, 0, 0]);
+        assert!(of_block(0).count() == 3 || of_block(1).count() == 3, "{fault}");
+        assert!(
+            report
+                .warps
+                .iter()
+                .any(|w| w.waiting == WaitingFor::Barrier { barrier: 6, arrived: 64, expected: 96 }
+                    && w.source == Some(("src/dead.rs".to_string(), 9)))
+        );
+        let text = fault.to_string();
+        assert!(text.contains("32 of 96 threads") && text.contains("src/dead.rs:8"), "{text}");
+    }
+    // Half a warp never comes.
+    let fault =
+        fault_of("", "setp.lt.u32 %p1, %r40, 16; @%p1 bra E; barrier.sync 0; E: bar.warp.sync -1;", 32);
+    assert!(matches!(fault.kind, FaultKind::Deadlock(_)), "{fault}");
+}
+
+#[test]
+fn bad_barriers() {
+    for (body, what) in [
+        ("mov.u32 %r1, 16; barrier.sync %r1;", "0 to 15"),
+        ("barrier.sync 0, 33;", "multiple of 32"),
+        ("barrier.sync %r40;", "disagree"),
+        ("setp.lt.u32 %p1, %r40, 32; selp.u32 %r1, 64, 96, %p1; barrier.sync 0, %r1;", "expected"),
+    ] {
+        let fault = fault_of("", body, 96);
+        assert!(matches!(&fault.kind, FaultKind::BadBarrier { .. }), "{fault}");
+        assert!(fault.to_string().contains(what), "{fault}");
+    }
+}
+
+const BAR: &str = ".shared .align 8 .b8 BAR[8];\n.shared .align 128 .b8 DATA[1024];\n";
+
+#[test]
+fn mbarrier_producer_and_consumer() {
+    // Warp 0 fills a slot for each round, warp 1 reads it; full and empty barriers alternate by parity.
+    let body = "
+        mov.u32 %r1, FULL; mov.u32 %r2, EMPTY; mov.u32 %r3, SLOT; mov.u32 %r4, 0;
+        setp.eq.u32 %p1, %r40, 0;
+        @%p1 mbarrier.init.shared.b64 [%r1], 32; @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
+        fence.mbarrier_init.release.cluster; barrier.sync 0;
+        setp.ge.u32 %p2, %r40, 32; and.b32 %r5, %r40, 31; mad.lo.u32 %r6, %r5, 4, %r3; @%p2 bra CONSUME;
+    PRODUCE:
+        and.b32 %r7, %r4, 1; xor.b32 %r8, %r7, 1;
+    WAIT1:
+        mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r2], %r8; @!%p3 bra WAIT1;
+        mad.lo.u32 %r9, %r4, 100, %r5; st.shared.u32 [%r6], %r9;
+        mbarrier.arrive.release.cta.shared::cta.b64 %rd1, [%r1];
+        add.u32 %r4, %r4, 1; setp.lt.u32 %p4, %r4, 5; @%p4 bra PRODUCE;
+        bra END;
+    CONSUME:
+        and.b32 %r7, %r4, 1;
+    WAIT2:
+        mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 %p3, [%r1], %r7; @!%p3 bra WAIT2;
+        ld.shared.u32 %r9, [%r6]; cvt.u64.u32 %rd2, %r9; add.u64 %rd3, %rd3, %rd2;
+        bar.warp.sync -1;
+        setp.eq.u32 %p5, %r5, 0; @%p5 mbarrier.arrive.shared.b64 _, [%r2];
+        add.u32 %r4, %r4, 1; setp.lt.u32 %p4, %r4, 5; @%p4 bra CONSUME;
+        st.global.u64 [%rd42], %rd3;
+    END:";
+    let globals =
+        ".shared .align 8 .b8 FULL[8];\n.shared .align 8 .b8 EMPTY[8];\n.shared .align 16 .b8 SLOT[128];\n";
+    let got = run_all(globals, body, 64, &[0; 64]);
+    // Rounds 0..5: the sum of 100 * round + lane.
+    assert_eq!(got, (0..64).map(|i| if i < 32 { 0 } else { 1000 + 5 * (i - 32) }).collect::<Vec<u64>>());
+}
+
+#[test]
+fn every_mbarrier_form() {
+    let body = "
+        mov.u32 %r1, BAR; cvt.u64.u32 %rd1, %r1; cvta.shared.u64 %rd1, %rd1;
+        mbarrier.init.b64 [%rd1], 3;
+        mbarrier.arrive.noComplete.shared.b64 %rd2, [%r1], 1;
+        mbarrier.pending_count.b64 %r2, %rd2;
+        mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 16;
+        mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 %rd3, [%r1], 16;
+        mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r1];
+        mbarrier.test_wait.shared.b64 %p1, [%r1], %rd3;
+        mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r1], 32;
+        mbarrier.test_wait.shared.b64 %p2, [%r1], %rd3;
+        mbarrier.try_wait.shared::cta.b64 %p3, [%r1], %rd3, 1000;
+        mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p4, [%r1], 0, 1000;
+        mbarrier.test_wait.parity.shared.b64 %p5, [%r1], 1;
+        mbarrier.arrive_drop.shared.b64 _, [%r1]; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 0;
+        mbarrier.arrive.b64 _, [%rd1];
+        mbarrier.arrive.shared.b64 _, [%r1], 2;
+        mbarrier.test_wait.parity.shared.b64 %p6, [%r1], 0;
+        mbarrier.inval.shared.b64 [%r1];
+        selp.u32 %r3, 1, 0, %p1; selp.u32 %r4, 2, 0, %p2; selp.u32 %r5, 4, 0, %p3; selp.u32 %r6, 8, 0, %p4;
+        selp.u32 %r7, 16, 0, %p5; selp.u32 %r8, 32, 0, %p6;
+        or.b32 %r3, %r3, %r4; or.b32 %r3, %r3, %r5; or.b32 %r3, %r3, %r6; or.b32 %r3, %r3, %r7; or.b32 %r3, %r3, %r8;
+        st.global.u32 [%rd40], %r2; st.global.u32 [%rd40+8], %r3;";
+    let got = run_all(BAR, body, 1, &[0; 2]);
+    // Pending before the first arrival: 3. Phase 0 is not complete while bytes are missing; in the end phase 2, of
+    // parity 0 like phase 0, is complete as well.
+    assert_eq!(got, [3, 2 | 4 | 8 | 32]);
+}
+
+#[test]
+fn mbarrier_misuse() {
+    for (body, what) in [
+        ("mov.u32 %r1, BAR; mbarrier.arrive.shared.b64 _, [%r1];", "not initialised"),
+        ("mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 0;", "count 0"),
+        (
+            "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 1; mbarrier.arrive.shared.b64 _, [%r1], 2;",
+            "pending",
+        ),
+        ("mbarrier.init.b64 [%rd40], 1;", "not in shared memory"),
+    ] {
+        let fault = fault_of(BAR, body, 1);
+        assert!(fault.to_string().contains(what), "{fault}");
+    }
+    let kind = fault_of(BAR, "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1+4], 1;", 1).kind;
+    assert!(matches!(kind, FaultKind::Misaligned { align: 8, .. }));
+}
+
+/// Loads 256 bytes by bulk copy, adds 1 to each word, stores them by bulk copy.
+fn bulk_body(wait_load: &str, wait_store: &str) -> String {
+    format!(
+        "mov.u32 %r1, BAR; mov.u32 %r2, DATA; setp.eq.u32 %p1, %r40, 0;
+         createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;
+         @!%p1 bra READY;
+         mbarrier.init.shared::cta.b64 [%r1], 1; fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;
+         mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 256;
+         cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%rd40], 128, [%r1];
+         cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint [%r2+128], [%rd40+128], 128, [%r1], %rd9;
+     READY:
+         barrier.sync 0;
+         {wait_load}
+         mad.lo.u32 %r3, %r40, 8, %r2; ld.shared.u64 %rd1, [%r3]; add.u64 %rd1, %rd1, 1; st.shared.u64 [%r3], %rd1;
+         fence.proxy.async; barrier.sync 0;
+         @!%p1 bra END;
+         cp.async.bulk.prefetch.L2.global [%rd40], 256;
+         cp.async.bulk.global.shared::cta.bulk_group [%rd40+256], [%r2], 128;
+         cp.async.bulk.commit_group;
+         cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%rd40+384], [%r2+128], 128, %rd9;
+         cp.async.bulk.commit_group;
+         {wait_store}
+         mov.u64 %rd2, 0; st.shared.v2.u64 [%r2], {{%rd2, %rd2}}; st.shared.v2.u64 [%r2+128], {{%rd2, %rd2}};
+     END:"
+    )
+}
+
+const WAIT_LOAD: &str = "W: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], 0; @!%p2 bra W;";
+
+#[test]
+fn bulk_copies() {
+    let buf: Vec<u64> = (0..64).map(|i| if i < 32 { i * 3 } else { 0 }).collect();
+    let want: Vec<u64> = (0..64).map(|i| if i < 32 { i * 3 } else { (i - 32) * 3 + 1 }).collect();
+    for wait in ["cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"] {
+        assert_eq!(run_all(BAR, &bulk_body(WAIT_LOAD, wait), 32, &buf), want, "{wait}");
+    }
+}
+
+/// How many of 40 seeds give something other than what a correct kernel gives, faults included.
+fn wrong_runs(body: &str, buf: &[u64], want: &[u64]) -> usize {
+    (0..40)
+        .filter(|&seed| {
+            let mut run = Run::new(&kernel(BAR, body), buf, launch(1, 32), &seeded(seed));
+            run.finish().is_err() || run.words() != want
+        })
+        .count()
+}
+
+#[test]
+fn missing_waits_show_under_a_seed() {
+    let buf: Vec<u64> = (0..64).map(|i| if i < 32 { i * 3 + 1 } else { 0 }).collect();
+    let want: Vec<u64> = (0..64).map(|i| if i < 32 { i * 3 + 1 } else { (i - 32) * 3 + 2 }).collect();
+    let all = "cp.async.bulk.wait_group.read 0;";
+    assert_eq!(wrong_runs(&bulk_body(WAIT_LOAD, all), &buf, &want), 0);
+    assert!(wrong_runs(&bulk_body("", all), &buf, &want) > 20, "no wait for the load");
+    assert!(wrong_runs(&bulk_body(WAIT_LOAD, ""), &buf, &want) > 10, "no wait for the store");
+    // One group may still be under way: the second half is at risk.
+    assert!(wrong_runs(&bulk_body(WAIT_LOAD, "cp.async.bulk.wait_group.read 1;"), &buf, &want) > 10);
+}
+
+#[test]
+fn bulk_copy_rules() {
+    for (body, what) in [
+        ("cp.async.bulk.global.shared::cta.bulk_group [%rd40+8], [%r2], 16;", "multiple of 16"),
+        ("cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r2+4], 16;", "multiple of 16"),
+        ("cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r2], 24;", "multiple of 16"),
+        ("cp.async.bulk.global.shared::cta.bulk_group [%rd40+512], [%r2], 16;", "outside of every region"),
+        ("cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r2+1024], 16;", "valid are"),
+        (
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%rd40], 16, [%r1];",
+            "not initialised",
+        ),
+    ] {
+        let body = format!("mov.u32 %r1, BAR; mov.u32 %r2, DATA; {body}");
+        for dev in [DeviceConfig::default(), seeded(1)] {
+            let mut run = Run::new(&kernel(BAR, &body), &[0; 64], launch(1, 1), &dev);
+            let fault = run.finish().unwrap_err();
+            assert!(fault.to_string().contains(what), "{fault}");
+        }
+    }
+}
+
+#[test]
+fn a_wait_that_cannot_end_spins_and_says_for_what() {
+    let body = "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 2; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 64;
+        W: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra W;";
+    for dev in [DeviceConfig::default(), seeded(5)] {
+        let mut run = Run::new(&kernel(BAR, body), &[0], launch(1, 1), &dev);
+        while run.grid.step(10_000).unwrap() != Progress::Spinning {}
+        let report = run.grid.stuck_report();
+        assert!(
+            matches!(
+                report.warps[0].waiting,
+                WaitingFor::Mbarrier { pending: 1, pending_bytes: 64, phase: 0, .. }
+            ),
+            "{report}"
+        );
+    }
+}

@@ -1,0 +1,305 @@
+//! Loads, stores, atomics, address spaces, and the faults they raise.
+
+mod common;
+
+use common::*;
+use epoxide_vgpu::{DeviceConfig, FaultKind, GridConfig};
+
+#[test]
+fn scalar_widths_and_extension() {
+    let body = "
+        ld.global.u8 %r1, [%rd40+8]; ld.global.s8 %r2, [%rd40+8];
+        ld.global.s16 %rd3, [%rd40+8]; ld.global.u16 %r4, [%rd40+8];
+        ld.global.s8 %h5, [%rd40+8]; cvt.u32.u16 %r5, %h5;
+        ld.global.b32 %rd6, [%rd40+8]; ld.u64 %rd7, [%rd40+8];
+        st.global.u32 [%rd40+16], %r1; st.global.u32 [%rd40+24], %r2; st.global.u64 [%rd40+32], %rd3;
+        st.global.u32 [%rd40+40], %r4; st.global.u32 [%rd40+48], %r5; st.global.u64 [%rd40+56], %rd6;
+        st.u64 [%rd40+64], %rd7; st.global.u8 [%rd40+72], %r2; st.global.u16 [%rd40+80], %rd7;
+        st.global.u32 [%rd40+88], %rd7; st.global.u32 [%rd40+96], 7; st.global.f32 [%rd40+104], 0f3F800000;";
+    let mut buf = vec![0; 16];
+    buf[1] = 0xffff_ffff_8000_80f0;
+    let got = run_body("", body, 1, &buf);
+    let signed = |v: i32| u64::from(v as u32);
+    let want = [
+        0xf0,
+        signed(-16),
+        0xffff_ffff_ffff_80f0,
+        0x80f0,
+        0xfff0,
+        0x8000_80f0,
+        buf[1],
+        0xf0,
+        0x80f0,
+        0x8000_80f0,
+        7,
+        f(1.0),
+    ];
+    assert_eq!(&got[2..14], &want);
+}
+
+#[test]
+fn vectors_full_partial_and_scattered() {
+    // Every lane copies 16 bytes; full warps, partial warps and odd strides go different ways.
+    for (threads, stride) in [(32, 16), (17, 16), (32, 48), (64, 16)] {
+        for ty in ["v4.u32", "v2.u64", "v4.f32", "v2.b64"] {
+            let regs = if ty.starts_with("v4") { "{%r1, %r2, %r3, %r4}" } else { "{%rd1, %rd2}" };
+            let body = format!(
+                "mul.wide.u32 %rd5, %r40, {stride}; add.s64 %rd6, %rd40, %rd5;
+                 ld.global.{ty} {regs}, [%rd6]; st.global.{ty} [%rd6+{}], {regs};",
+                64 * 48
+            );
+            let words = 64 * 48 / 8;
+            let buf: Vec<u64> =
+                (0..2 * words).map(|i| if i < words { i * 0x1_0001_0001 } else { 0 }).collect();
+            let got = run_body("", &body, threads, &buf);
+            for t in 0..threads as usize {
+                let at = t * stride / 8;
+                let copied = &got[words as usize + at..][..2];
+                assert_eq!(copied, &buf[at..at + 2], "{ty}, thread {t}, stride {stride}");
+            }
+            let written = got[words as usize..].iter().filter(|&&w| w != 0).count();
+            assert!(written <= 2 * threads as usize);
+        }
+    }
+}
+
+#[test]
+fn sinks_in_vectors_and_narrow_vectors() {
+    let body = "
+        ld.global.v2.u32 {_, %r1}, [%rd40]; ld.global.v4.u16 {%h1, %h2, %h3, %h4}, [%rd40];
+        ld.global.v2.u8 {%h5, %h6}, [%rd40+6]; cvt.u32.u16 %r2, %h3; cvt.u32.u16 %r3, %h6;
+        st.global.v4.u8 [%rd40+8], {%h1, %h2, %h3, %h4};
+        st.global.v2.u32 [%rd40+16], {%r1, %r2}; st.global.u32 [%rd40+24], %r3;";
+    let got = run_body("", body, 1, &[0x8877_6655_4433_2211, 0, 0, 0]);
+    assert_eq!(got[1], 0x7755_3311);
+    assert_eq!(got[2], 0x6655_8877_6655);
+    assert_eq!(got[3], 0x88);
+}
+
+#[test]
+fn every_cache_and_ordering_form_is_understood() {
+    for ld in [
+        "ld.global.nc.L1::no_allocate.L2::256B.u64",
+        "ld.global.L1::evict_last.u64",
+        "ld.global.ca.u64",
+        "ld.global.cg.u64",
+        "ld.global.cs.u64",
+        "ld.global.lu.u64",
+        "ld.global.cv.u64",
+        "ld.volatile.global.u64",
+        "ld.relaxed.gpu.global.u64",
+        "ld.acquire.sys.global.u64",
+        "ld.acquire.cta.u64",
+        "ld.mmio.relaxed.sys.global.u64",
+        "ld.weak.global.u64",
+        "ld.global.L2::128B.b64",
+    ] {
+        for st in [
+            "st.global.u64",
+            "st.global.wb.u64",
+            "st.global.cg.u64",
+            "st.global.cs.u64",
+            "st.global.wt.u64",
+            "st.volatile.global.u64",
+            "st.relaxed.cluster.global.u64",
+            "st.release.sys.global.u64",
+            "st.global.L1::no_allocate.u64",
+            "st.mmio.relaxed.sys.global.u64",
+        ] {
+            let body = format!("{ld} %rd1, [%rd42]; add.s64 %rd1, %rd1, 1; {st} [%rd42], %rd1;");
+            let got = run_body("", &body, 32, &(0..32).collect::<Vec<u64>>());
+            assert_eq!(got, (1..33).collect::<Vec<u64>>(), "{ld} {st}");
+        }
+    }
+    let hints = "createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;
+        createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %rd10, 0.5;
+        ld.global.L2::cache_hint.v2.u64 {%rd1, %rd2}, [%rd40], %rd9;
+        st.global.L2::cache_hint.u64 [%rd40+16], %rd2, %rd10;
+        prefetch.global.L2 [%rd40]; prefetch.global.L2::evict_last [%rd40]; prefetchu.L1 [%rd40];
+        discard.global.L2 [%rd40], 128; applypriority.global.L2::evict_normal [%rd40], 128;";
+    assert_eq!(run_body("", hints, 32, &[1, 2, 0]), [1, 2, 2]);
+}
+
+#[test]
+fn shared_memory_static_dynamic_and_generic() {
+    let globals = ".shared .align 16 .b8 A[40];\n.shared .align 8 .b8 UNUSED[4096];\n\
+                   .extern .shared .align 128 .b8 DYN[];\n";
+    let body = "
+        .shared .align 4 .b8 LOCALLY[4];
+        mov.u32 %r1, A; mov.u32 %r2, DYN; mov.u32 %r3, LOCALLY; mov.u32 %r8, %dynamic_smem_size;
+        mov.u64 %rd9, DYN; cvta.shared.u64 %rd10, %rd9; cvta.to.shared.u64 %rd11, %rd10;
+        isspacep.shared %p1, %rd10; isspacep.global %p2, %rd10; isspacep.global %p3, %rd40;
+        st.shared.u32 [%r2+4], 77; ld.u32 %r4, [%rd10+4]; st.u32 [%rd10+8], 78; ld.shared.u32 %r5, [%rd11+8];
+        ld.shared::cta.u32 %r6, [DYN+8];
+        mapa.shared::cluster.u32 %r7, %r2, 0; sub.u32 %r7, %r7, %r2;
+        and.b32 %r9, %r2, 127; sub.u32 %r10, %r2, %r1;
+        selp.u32 %r11, 1, 0, %p1; selp.u32 %r12, 1, 0, %p2; selp.u32 %r13, 1, 0, %p3;
+        st.global.v4.u32 [%rd40], {%r4, %r5, %r6, %r7}; st.global.v4.u32 [%rd40+16], {%r8, %r9, %r10, %r11};
+        st.global.v2.u32 [%rd40+32], {%r12, %r13};";
+    let cfg = GridConfig { dynamic_shared_bytes: 256, ..launch(1, 1) };
+    let mut run = Run::new(&kernel(globals, body), &[0; 8], cfg, &DeviceConfig::default());
+    run.finish().unwrap();
+    let w = run.words();
+    let words: Vec<u64> = w.iter().flat_map(|v| [v & 0xffff_ffff, v >> 32]).collect();
+    // LOCALLY is at 0, A at 16, DYN at the next multiple of 128; UNUSED costs nothing.
+    assert_eq!(words[..10], [77, 78, 78, 0, 256, 0, 112, 1, 0, 1]);
+    assert_eq!(run.grid.kernel().static_shared_bytes(), 128);
+}
+
+#[test]
+fn local_and_param_memory() {
+    let body = "
+        .local .align 8 .b8 __local_depot0[16];
+        .reg .b64 %SP; .reg .b64 %SPL;
+        mov.b64 %SPL, __local_depot0; cvta.local.u64 %SP, %SPL;
+        cvt.u64.u32 %rd1, %r40;
+        st.local.u64 [%SPL+8], %rd1; ld.u64 %rd2, [%SP+8]; isspacep.local %p1, %SP;
+        mov.b64 %rd3, buf; cvta.param.u64 %rd4, %rd3; ld.u64 %rd5, [%rd4]; ld.param.u64 %rd6, [%rd3];
+        sub.u64 %rd7, %rd5, %rd6; @%p1 add.u64 %rd2, %rd2, %rd7;
+        st.global.u64 [%rd42], %rd2;";
+    assert_eq!(run_body("", body, 40, &[9; 40]), (0..40).collect::<Vec<u64>>());
+}
+
+#[test]
+fn module_variables_last_from_launch_to_launch() {
+    let globals = ".global .align 8 .u64 COUNTER = 5;\n.const .align 4 .b32 TABLE[3] = {10, 20, 30};\n";
+    let body = "
+        mov.u64 %rd1, COUNTER; atom.global.add.u64 %rd2, [%rd1], 1;
+        mov.u64 %rd3, TABLE; ld.const.u32 %r1, [%rd3+8]; ld.global.u32 %r2, [TABLE];
+        add.u32 %r1, %r1, %r2; cvt.u64.u32 %rd4, %r1; st.global.v2.u64 [%rd40], {%rd2, %rd4};";
+    let ptx = kernel(globals, body);
+    let module = epoxide_vgpu::Module::parse(&ptx).unwrap();
+    let memory = epoxide_vgpu::Memory::new();
+    let buf = memory.alloc(16, "buf").unwrap();
+    for round in 0..3 {
+        let mut grid = epoxide_vgpu::Grid::new(
+            module.kernel("k").unwrap(),
+            memory.clone(),
+            &DeviceConfig::default(),
+            launch(1, 1),
+            &buf.addr().to_ne_bytes(),
+        )
+        .unwrap();
+        while grid.step(1000).unwrap() != epoxide_vgpu::Progress::Done {}
+        let mut out = [0; 16];
+        memory.read(buf.addr(), &mut out).unwrap();
+        assert_eq!(u64::from_ne_bytes(out[..8].try_into().unwrap()), 5 + round);
+        assert_eq!(u64::from_ne_bytes(out[8..].try_into().unwrap()), 40);
+    }
+}
+
+#[test]
+fn atomics() {
+    // (instruction, memory before, operand, memory after); the old value must come back.
+    let neg = |v: i64| v as u64;
+    for (op, before, operand, after) in [
+        ("add.u32", 5, 7, 12),
+        ("add.s32", 5, 0xffff_ffff, 4),
+        ("add.u64", u64::MAX, 1, 0),
+        ("min.u32", 5, 7, 5),
+        ("min.s32", 5, 0xffff_ffff, 0xffff_ffff),
+        ("max.u32", 5, 0xffff_ffff, 0xffff_ffff),
+        ("max.s32", 5, 0xffff_ffff, 5),
+        ("min.s64", 5, neg(-1), neg(-1)),
+        ("max.u64", 5, neg(-1), neg(-1)),
+        ("inc.u32", 5, 5, 0),
+        ("inc.u32", 4, 5, 5),
+        ("dec.u32", 0, 5, 5),
+        ("dec.u32", 9, 5, 5),
+        ("dec.u32", 3, 5, 2),
+        ("and.b32", 6, 3, 2),
+        ("or.b64", 6, 3, 7),
+        ("xor.b32", 6, 3, 5),
+        ("exch.b32", 6, 3, 3),
+        ("exch.b64", 6, 3, 3),
+        ("add.f32", f(1.5), f(2.0), f(3.5)),
+        ("add.f64", d(1.5), d(2.0), d(3.5)),
+        ("add.noftz.f16x2", 0x3c00_4000, 0x4000_3c00, 0x4200_4200),
+        ("add.noftz.bf16x2", 0x3f80_4000, 0x4000_3f80, 0x4040_4040),
+    ] {
+        let reg = if op.ends_with("64") { "rd" } else { "r" };
+        let bits = if op.ends_with("64") { "64" } else { "32" };
+        for form in ["", ".relaxed.gpu", ".acq_rel.sys", ".release.cta", ".acquire.gpu"] {
+            let body = format!(
+                "ld.global.b{bits} %{reg}1, [%rd40+8]; atom{form}.global.{op} %{reg}2, [%rd40], %{reg}1;
+                 st.global.b{bits} [%rd40+16], %{reg}2;"
+            );
+            assert_eq!(run_body("", &body, 1, &[before, operand, 0]), [after, operand, before], "{op}");
+            if !op.starts_with("exch") {
+                let body =
+                    format!("ld.global.b{bits} %{reg}1, [%rd40+8]; red{form}.global.{op} [%rd40], %{reg}1;");
+                assert_eq!(run_body("", &body, 1, &[before, operand]), [after, operand], "{op}");
+            }
+        }
+    }
+    for (current, want) in [(5, 9), (6, 6)] {
+        let body = "ld.global.b32 %r1, [%rd40]; atom.acq_rel.gpu.cas.b32 %r2, [%rd40], 5, 9;
+            st.global.b32 [%rd40+8], %r2;";
+        assert_eq!(run_body("", body, 1, &[current, 0]), [want, current]);
+        let body = "mov.b16 %h1, 5; mov.b16 %h2, 9; atom.global.cas.b16 %h3, [%rd40], %h1, %h2;
+            st.global.b16 [%rd40+8], %h3;";
+        assert_eq!(run_body("", body, 1, &[current, 0]), [want, current]);
+        let body = "atom.global.cas.b64 %rd2, [%rd40], 5, 9; st.global.b64 [%rd40+8], %rd2;";
+        assert_eq!(run_body("", body, 1, &[current, 0]), [want, current]);
+    }
+    // All lanes at one word of shared memory: each sees another old value.
+    let body = "
+        mov.u32 %r1, S; mov.u32 %r2, 0; st.shared.u32 [%r1], %r2; bar.warp.sync -1;
+        atom.shared.add.u32 %r3, [%r1], 1; cvt.u64.u32 %rd1, %r3; st.global.u64 [%rd42], %rd1;";
+    let mut got = run_body(".shared .align 4 .b8 S[4];", body, 32, &[0; 32]);
+    got.sort_unstable();
+    assert_eq!(got, (0..32).collect::<Vec<u64>>());
+}
+
+#[test]
+fn bad_addresses_fault_with_the_place() {
+    let fault = fault_of("", ".file 1 \"src/k.rs\"\n.loc 1 42 7\nld.global.u32 %r1, [%rd42+512];", 32);
+    assert_eq!((fault.lane, fault.warp, fault.block), (Some(0), 0, [0, 0, 0]));
+    assert_eq!(fault.source, Some(("src/k.rs".to_string(), 42)));
+    assert_eq!(fault.ptx_text, "ld.global.u32 %r1, [%rd42+512];");
+    let text = fault.to_string();
+    assert!(text.contains("src/k.rs:42") && text.contains("'buf'") && text.contains("lane 0"), "{text}");
+    // Only one lane is wrong, and it is the one named.
+    let body = "setp.eq.u32 %p1, %r40, 9; selp.u64 %rd1, 8, %rd40, %p1; st.global.u64 [%rd1], %rd40;";
+    let fault = fault_of("", body, 32);
+    assert_eq!(fault.lane, Some(9));
+    assert!(matches!(fault.kind, FaultKind::OutOfBounds { addr: 8, bytes: 8, .. }));
+    assert!(fault.to_string().contains("null pointer"));
+    // The last bytes of a region are fine, one more is not.
+    run_body("", "ld.global.u64 %rd1, [%rd40+56];", 1, &[0; 8]);
+    let kind = fault_kind("ld.global.v2.u64 {%rd1, %rd2}, [%rd40+512];");
+    assert!(matches!(kind, FaultKind::OutOfBounds { bytes: 16, nearest: Some(n), .. } if n.distance == 0));
+    for body in [
+        "ld.global.u32 %r1, [%rd40+2];",
+        "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd40+8];",
+        "st.global.u16 [%rd40+1], %h1;",
+        "atom.global.add.u64 %rd1, [%rd40+4], 1;",
+        "mov.u32 %r1, 1026; ld.shared.u32 %r2, [%r1];",
+    ] {
+        assert!(matches!(fault_kind(body), FaultKind::Misaligned { .. }), "{body}");
+    }
+    for (body, name) in [
+        ("ld.shared.u32 %r1, [1024];", "shared"),
+        ("mov.u32 %r1, 0; st.shared.u32 [%r1], 5;", "shared"),
+        ("ld.param.u32 %r1, [buf+8];", "param"),
+        (".local .b8 L[8]; ld.local.u32 %r1, [L+16];", "local"),
+        (".local .b8 L[8]; mov.u64 %rd1, L; cvta.local.u64 %rd1, %rd1; st.u32 [%rd1-4], 1;", "local"),
+    ] {
+        let kind = fault_kind(body);
+        let local_wrap = matches!(kind, FaultKind::OutOfBounds { .. }) && body.contains("-4");
+        assert!(
+            matches!(kind, FaultKind::OutOfWindow { space, .. } if space == name) || local_wrap,
+            "{body}: {kind}"
+        );
+    }
+    let shared = fault_of(".shared .align 4 .b8 S[8];", "ld.shared.u32 %r1, [S+8];", 1).kind;
+    assert!(matches!(shared, FaultKind::OutOfWindow { offset: 1032, start: 1024, .. }), "{shared}");
+    assert!(matches!(fault_kind("trap;"), FaultKind::Trap));
+}
+
+#[test]
+fn a_fault_is_kept() {
+    let mut run = Run::new(&kernel("", "trap;"), &[0], launch(1, 32), &DeviceConfig::default());
+    let first = run.grid.step(100).unwrap_err();
+    assert_eq!(run.grid.step(100).unwrap_err(), first);
+}

@@ -1,0 +1,256 @@
+//! The scheduler: progress, replay, spinning, launches, sharing between grids and threads.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use common::*;
+use epoxide_vgpu::{
+    Clock, DeviceConfig, Grid, GridConfig, LaunchError, Memory, Module, Progress, WaitingFor,
+};
+
+fn seeded(seed: u64) -> DeviceConfig {
+    DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() }
+}
+
+/// Blocks add up their numbers with atomics and shuffle; the last one to arrive doubles the sum.
+const SUM: &str = "
+    mov.u32 %r1, %ctaid.x; redux.sync.add.u32 %r2, %r1, -1; cvt.u64.u32 %rd1, %r2;
+    and.b32 %r3, %r40, 31; setp.ne.u32 %p1, %r3, 0; @%p1 bra END;
+    red.relaxed.gpu.global.add.u64 [%rd40], %rd1;
+    fence.acq_rel.gpu;
+    atom.acq_rel.gpu.global.add.u32 %r4, [%rd40+8], 1;
+    mov.u32 %r5, %nctaid.x; mov.u32 %r6, %nwarpid; mad.lo.u32 %r5, %r5, %r6, -1;
+    setp.ne.u32 %p2, %r4, %r5; @%p2 bra END;
+    ld.acquire.gpu.global.u64 %rd2, [%rd40]; shl.b64 %rd2, %rd2, 1; st.global.u64 [%rd40+16], %rd2;
+END:";
+
+#[test]
+fn seeds_replay_and_differ_but_results_agree() {
+    let go = |dev: &DeviceConfig| {
+        let mut run = Run::new(&kernel("", SUM), &[0; 3], launch(10, 96), dev);
+        run.finish().unwrap();
+        (run.grid.schedule_digest(), run.words()[2])
+    };
+    let want = 2 * 3 * 32 * 45;
+    let mut digests = std::collections::HashSet::new();
+    for seed in 0..50 {
+        let (digest, sum) = go(&seeded(seed));
+        assert_eq!(sum, want, "seed {seed}");
+        assert_eq!(go(&seeded(seed)).0, digest, "seed {seed} must replay");
+        digests.insert(digest);
+    }
+    assert_eq!(digests.len(), 50);
+    assert_eq!(go(&DeviceConfig::default()), go(&DeviceConfig::default()));
+}
+
+#[test]
+fn the_digest_does_not_depend_on_the_size_of_steps() {
+    let go = |step: u64| {
+        let mut run = Run::new(&kernel("", SUM), &[0; 3], launch(10, 96), &seeded(7));
+        while run.grid.step(step).unwrap() != Progress::Done {}
+        run.grid.schedule_digest()
+    };
+    assert_eq!(go(1), go(1_000_000));
+}
+
+#[test]
+fn more_blocks_than_fit_run_in_turn() {
+    let body = "mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd1, %r1, 8; add.s64 %rd1, %rd40, %rd1;
+        red.relaxed.gpu.global.add.u64 [%rd1], 1;";
+    let dev = DeviceConfig { max_blocks_resident: Some(3), ..DeviceConfig::default() };
+    let mut run = Run::new(&kernel("", body), &[0; 100], launch(100, 64), &dev);
+    run.finish().unwrap();
+    assert_eq!(run.words(), [64; 100]);
+    assert_eq!(run.grid.stats().blocks_done, 100);
+    // Shared memory and registers of a slot are fresh for each block.
+    let body = "mov.u32 %r1, S; atom.shared.add.u32 %r2, [%r1], 1; add.u32 %r30, %r30, 1;
+        add.u32 %r2, %r2, %r30; mov.u32 %r3, %ctaid.x; mul.wide.u32 %rd1, %r3, 8; add.s64 %rd1, %rd40, %rd1;
+        st.global.u32 [%rd1], %r2;";
+    let mut run = Run::new(&kernel(".shared .align 4 .b8 S[4];", body), &[0; 100], launch(100, 1), &dev);
+    run.finish().unwrap();
+    assert_eq!(run.words(), [1; 100]);
+}
+
+#[test]
+fn all_blocks_of_a_grid_that_fits_are_resident() {
+    // A grid-wide barrier: it ends only if every block runs.
+    let body = "
+        setp.ne.u32 %p1, %r40, 0; @%p1 bra JOIN;
+        atom.add.release.gpu.global.u32 %r1, [%rd40], 1; mov.u32 %r2, %nctaid.x;
+    SPIN:
+        ld.acquire.gpu.global.u32 %r3, [%rd40]; setp.lt.u32 %p2, %r3, %r2; @%p2 bra SPIN;
+    JOIN:
+        barrier.sync 0; red.relaxed.gpu.global.add.u64 [%rd40+8], 1;";
+    for dev in [DeviceConfig::default(), seeded(1), seeded(2)] {
+        let mut run = Run::new(&kernel("", body), &[0; 2], launch(132, 128), &dev);
+        run.finish().unwrap();
+        assert_eq!(run.words(), [132, 132 * 128]);
+    }
+}
+
+#[test]
+fn spinning_grids_say_so_and_go_on_when_memory_changes() {
+    let body = "SPIN: ld.acquire.sys.global.u64 %rd1, [%rd40]; setp.lt.u64 %p1, %rd1, 5; @%p1 bra SPIN;
+        st.global.u64 [%rd42+8], %rd1;";
+    for (body, dev) in [
+        (body.to_string(), DeviceConfig::default()),
+        (body.to_string(), seeded(9)),
+        (body.replace("setp", "nanosleep.u32 20; setp"), DeviceConfig::default()),
+        // A failed compare-and-swap is waiting, too.
+        (
+            body.replace(
+                "ld.acquire.sys.global.u64 %rd1, [%rd40]",
+                "atom.acquire.sys.global.cas.b64 %rd1, [%rd40], 99, 0",
+            ),
+            seeded(3),
+        ),
+        (body.replace("ld.acquire.sys", "ld.volatile"), seeded(4)),
+    ] {
+        let mut run = Run::new(&kernel("", &body), &[1, 0, 0], launch(1, 2), &dev);
+        for _ in 0..3 {
+            assert_eq!(run.grid.step(1_000_000).unwrap(), Progress::Spinning);
+        }
+        assert!(run.grid.stats().warp_instructions < 10_000, "spinning must give way soon");
+        let report = run.grid.stuck_report();
+        let addr = run.buf.addr();
+        assert!(report.warps.iter().any(|w| w.waiting == WaitingFor::Memory { addr, value: 1 }), "{report}");
+        run.memory.write(addr, &6u64.to_ne_bytes()).unwrap();
+        run.finish().unwrap();
+        assert_eq!(run.words(), [6, 6, 6]);
+    }
+}
+
+#[test]
+fn a_grid_that_computes_does_not_count_as_spinning() {
+    let body = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.ne.u32 %p1, %r1, 100000; @%p1 bra L;
+        st.global.u32 [%rd40], %r1;";
+    let mut run = Run::new(&kernel("", body), &[0], launch(1, 32), &DeviceConfig::default());
+    run.finish().unwrap();
+    assert_eq!(run.words(), [100_000]);
+}
+
+#[test]
+fn two_grids_on_two_threads_and_two_mappings_play_ping_pong() {
+    let ptx = kernel(
+        "",
+        "ld.global.u64 %rd1, [%rd40+8]; mov.u64 %rd2, 0;
+         // %rd1: the address of the ball in this device; even or odd turn in [buf].
+         ld.global.u64 %rd3, [%rd40];
+     L:  ld.acquire.sys.u64 %rd4, [%rd1]; and.b64 %rd5, %rd4, 1; setp.ne.u64 %p1, %rd5, %rd3; @%p1 bra L;
+         add.u64 %rd4, %rd4, 1; st.release.sys.u64 [%rd1], %rd4;
+         add.u64 %rd2, %rd2, 1; setp.lt.u64 %p2, %rd2, 200; @%p2 bra L;",
+    );
+    let owner = Memory::new();
+    let ball = owner.alloc(8, "ball").unwrap();
+    let module = Arc::new(Module::parse(&ptx).unwrap());
+    std::thread::scope(|s| {
+        for turn in 0..2u64 {
+            let (module, ball) = (module.clone(), ball.export().unwrap());
+            s.spawn(move || {
+                let memory = Memory::new();
+                let ball = memory.import(ball, 8, "ball of the other").unwrap();
+                let buf = memory.alloc(16, "buf").unwrap();
+                memory.write(buf.addr(), &turn.to_ne_bytes()).unwrap();
+                memory.write(buf.addr() + 8, &ball.addr().to_ne_bytes()).unwrap();
+                let mut grid = Grid::new(
+                    module.kernel("k").unwrap(),
+                    memory.clone(),
+                    &seeded(turn),
+                    launch(1, 1),
+                    &buf.addr().to_ne_bytes(),
+                )
+                .unwrap();
+                loop {
+                    match grid.step(1000).unwrap() {
+                        Progress::Done => break,
+                        Progress::Running => {}
+                        Progress::Spinning => std::thread::yield_now(),
+                    }
+                }
+            });
+        }
+    });
+    let mut out = [0; 8];
+    owner.read(ball.addr(), &mut out).unwrap();
+    assert_eq!(u64::from_ne_bytes(out), 400);
+}
+
+#[test]
+fn a_region_freed_under_a_kernel_is_a_fault() {
+    let ptx = kernel("", "L: ld.relaxed.sys.global.u64 %rd1, [%rd40]; bra L;");
+    let module = Module::parse(&ptx).unwrap();
+    let memory = Memory::new();
+    let buf = memory.alloc(8, "short-lived").unwrap();
+    let params = buf.addr().to_ne_bytes();
+    let mut grid =
+        Grid::new(module.kernel("k").unwrap(), memory, &DeviceConfig::default(), launch(1, 1), &params)
+            .unwrap();
+    assert_eq!(grid.step(1000).unwrap(), Progress::Spinning);
+    drop(buf);
+    assert!(grid.step(1000).unwrap_err().to_string().contains("outside of every region"));
+}
+
+#[test]
+fn virtual_time_is_exact() {
+    let time = Arc::new(AtomicU64::new(1_000));
+    let dev = DeviceConfig { clock: Clock::Virtual(time.clone()), ..DeviceConfig::default() };
+    let body = "mov.u64 %rd1, %globaltimer; add.u64 %rd2, %rd1, 5000;
+        L: mov.u64 %rd3, %globaltimer; setp.lt.u64 %p1, %rd3, %rd2; @%p1 bra L;
+        sub.u64 %rd4, %rd3, %rd1; st.global.u64 [%rd40], %rd4;";
+    let mut run = Run::new(&kernel("", body), &[0], launch(1, 1), &dev);
+    run.finish().unwrap();
+    let waited = run.words()[0];
+    assert!((5000..5003).contains(&waited), "{waited}");
+    let now = time.load(std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(now, 1000 + run.grid.stats().warp_instructions);
+}
+
+#[test]
+fn launches_are_checked() {
+    let ptx = kernel(".shared .align 4 .b8 S[1000];", "st.shared.u32 [S], 1;")
+        .replace("buf)\n{", "buf)\n.maxntid 128, 1, 1\n{");
+    let module = Module::parse(&ptx).unwrap();
+    let k = module.kernel("k").unwrap();
+    assert_eq!((k.max_threads(), k.param_bytes(), k.static_shared_bytes()), (Some(128), 8, 1000));
+    assert_eq!((k.params()[0].name.as_str(), k.params()[0].offset, k.params()[0].align), ("buf", 0, 8));
+    let go = |cfg: GridConfig, params: &[u8]| {
+        Grid::new(k.clone(), Memory::new(), &DeviceConfig::default(), cfg, params).map(|_| ()).unwrap_err()
+    };
+    assert!(matches!(go(launch(1, 32), &[0; 7]), LaunchError::ParamBytes { expected: 8, actual: 7, .. }));
+    assert!(matches!(go(launch(0, 32), &[0; 8]), LaunchError::Dimension { what: "grid", .. }));
+    assert!(matches!(go(launch(1, 0), &[0; 8]), LaunchError::Dimension { what: "block", .. }));
+    assert!(matches!(
+        go(launch(1, 160), &[0; 8]),
+        LaunchError::TooManyThreads { max: 128, threads: 160, .. }
+    ));
+    let wide = GridConfig { grid: [1, 70_000, 1], ..launch(1, 32) };
+    assert!(matches!(go(wide, &[0; 8]), LaunchError::Dimension { what: "grid", .. }));
+    let fat = GridConfig { dynamic_shared_bytes: 227 * 1024 - 999, ..launch(1, 32) };
+    assert!(matches!(go(fat, &[0; 8]), LaunchError::SharedMemory { .. }));
+    let e = go(GridConfig { dynamic_shared_bytes: u32::MAX, ..launch(1, 32) }, &[0; 8]);
+    assert!(e.to_string().contains("232448"), "{e}");
+    let required = Module::parse(&ptx.replace(".maxntid 128, 1, 1", ".reqntid 64")).unwrap();
+    let e = Grid::new(
+        required.kernel("k").unwrap(),
+        Memory::new(),
+        &DeviceConfig::default(),
+        launch(1, 32),
+        &[0; 8],
+    );
+    assert!(matches!(e.unwrap_err(), LaunchError::BlockShape { required: [64, 1, 1], .. }));
+}
+
+#[test]
+fn types_cross_threads() {
+    fn send<T: Send>() {}
+    fn sync<T: Sync>() {}
+    send::<Grid>();
+    send::<Memory>();
+    sync::<Memory>();
+    sync::<epoxide_vgpu::Kernel>();
+    sync::<Module>();
+    send::<epoxide_vgpu::Region>();
+    sync::<epoxide_vgpu::Region>();
+}
