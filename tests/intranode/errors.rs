@@ -2,15 +2,15 @@
 
 use epoxide::driver::Module;
 use epoxide::ep::{
-    Buffer, BufferShape, CachedDispatchRequest, CombineRequest, CombineRows, Config, Counts, DType, DispatchLayout,
-    DispatchRequest, StreamOrder, Tensor, Tuning,
+    Buffer, BufferShape, CachedDispatchRequest, CombineRequest, CombineRows, Config, Counts, DType,
+    DispatchLayout, DispatchRequest, StreamOrder, Tensor, Tuning,
 };
 use epoxide::testing::oracle::Routing;
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::DevicePtr;
 
 use crate::harness::{POISON, Rank, Setup, assert_names};
-use crate::roundtrip::Case;
+use crate::roundtrip::{Case, Expected};
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
 
 const RANKS: u32 = 2;
@@ -46,7 +46,7 @@ impl Valid {
     }
 }
 
-/// Runs `bad` on both ranks, then a valid dispatch.
+/// Runs `bad` on both ranks, then a valid dispatch. `bad` waits for the stream where kernels use tensors of its own.
 fn then_dispatch(setup: Setup, bad: impl Fn(&mut Rank, &Valid) -> Result<()> + Sync) {
     setup.run(|rank| {
         let valid = Valid::new(rank)?;
@@ -112,12 +112,33 @@ fn rows_must_start_at_multiples_of_16_bytes() {
 }
 
 #[test]
-fn rows_must_be_contiguous() {
+fn rows_to_dispatch_must_be_contiguous() {
     then_dispatch(setup(), |rank, valid| {
-        let output = rank.dispatch(valid.request())?;
+        let x = rank.buffer.combine_rows(DType::Bf16, TOKENS, 8)?;
         let parts = ["x = row stride 128 bytes", "contiguous, 16 bytes apart"];
-        refused(rank.combine(CombineRows::Tensor(&output.recv_x), None, &output.handle), &parts);
+        refused(rank.dispatch(DispatchRequest { x: &x, ..valid.request() }), &parts);
         Ok(())
+    });
+}
+
+#[test]
+fn scales_that_the_copy_engine_moves_must_start_at_multiples_of_16_bytes() {
+    then_dispatch(setup().max_scales(4), |rank, valid| {
+        let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
+        let memory = tensor(rank, DType::F32, &[TOKENS + 1, 4]);
+        let at = DevicePtr(memory.ptr().0 + 4);
+        for (columns, aligned) in [(4, false), (3, true)] {
+            // SAFETY: the scales lie in `memory`.
+            let scales = unsafe { Tensor::from_raw(at, DType::F32, &[TOKENS, columns]) };
+            let request = DispatchRequest { x: &x, x_scales: Some(&scales), ..valid.request() };
+            match aligned {
+                true => drop(rank.dispatch(request)?),
+                false => {
+                    refused(rank.dispatch(request), &["x_scales = ", "multiple of 16 bytes with 4 scales"])
+                }
+            }
+        }
+        rank.stream.synchronize()
     });
 }
 
@@ -176,7 +197,8 @@ fn top_k_is_1_to_32() {
 #[test]
 fn dtypes_are_checked() {
     then_dispatch(setup(), |rank, valid| {
-        let wrong = |name: &str, have: &str, expected: &str| format!("{name} has dtype {have}, expected {expected}");
+        let wrong =
+            |name: &str, have: &str, expected: &str| format!("{name} has dtype {have}, expected {expected}");
         let idx = tensor(rank, DType::I32, &[TOKENS, 2]);
         refused(rank.layout(&idx, EXPERTS), &[&wrong("topk_idx", "i32", "i64")]);
         let request = DispatchRequest { topk_idx: Some(&idx), ..valid.request() };
@@ -196,7 +218,10 @@ fn dtypes_are_checked() {
 
         let handle = rank.dispatch(valid.request())?.handle;
         let rows = tensor(rank, DType::Fp8E4m3, &[2 * TOKENS, 16]);
-        refused(rank.combine(CombineRows::Tensor(&rows), None, &handle), &[&wrong("x", "fp8", "bf16 or f32")]);
+        refused(
+            rank.combine(CombineRows::Tensor(&rows), None, &handle),
+            &[&wrong("x", "fp8", "bf16 or f32")],
+        );
         let in_pool = CombineRows::InPool { dtype: DType::I32, hidden: 16 };
         refused(rank.combine(in_pool, None, &handle), &[&wrong("x", "i32", "bf16 or f32")]);
         let in_pool = CombineRows::InPool { dtype: DType::F32, hidden: 16 };
@@ -210,7 +235,9 @@ fn dtypes_are_checked() {
 #[test]
 fn shapes_are_checked() {
     then_dispatch(setup(), |rank, valid| {
-        let wrong = |name: &str, have: &[u64], expected: &str| format!("{name} has shape {have:?}, expected {expected}");
+        let wrong = |name: &str, have: &[u64], expected: &str| {
+            format!("{name} has shape {have:?}, expected {expected}")
+        };
         let idx = tensor(rank, DType::I64, &[TOKENS]);
         refused(rank.layout(&idx, EXPERTS), &[&wrong("topk_idx", &[5], "[num_tokens, num_topk]")]);
         let x = tensor(rank, DType::Bf16, &[4, 8]);
@@ -225,14 +252,18 @@ fn shapes_are_checked() {
         let parts = wrong("topk_weights", &[6, 2], "[num_tokens = 5, num_topk = 2]");
         refused(rank.dispatch(request), &[&parts]);
         let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
-        for (shape, expected) in [(vec![4], "[num_tokens = 5]"), (vec![6, 1], "[num_tokens = 5, num_scales]")] {
+        for (shape, expected) in [(vec![4], "[num_tokens = 5]"), (vec![6, 1], "[num_tokens = 5, num_scales]")]
+        {
             let scales = tensor(rank, DType::F32, &shape);
             let request = DispatchRequest { x: &x, x_scales: Some(&scales), ..valid.request() };
             refused(rank.dispatch(request), &[&wrong("x_scales", &shape, expected)]);
         }
 
         let handle = rank.dispatch(valid.request())?.handle;
-        refused(rank.dispatch_cached(&tensor(rank, DType::Bf16, &[6, 8]), None, &handle), &["num_tokens = 5"]);
+        refused(
+            rank.dispatch_cached(&tensor(rank, DType::Bf16, &[6, 8]), None, &handle),
+            &["num_tokens = 5"],
+        );
         let rows = tensor(rank, DType::Bf16, &[9, 8]);
         let parts = wrong("x", &[9, 8], "[num_recv_tokens = 10, hidden]");
         refused(rank.combine(CombineRows::Tensor(&rows), None, &handle), &[&parts]);
@@ -247,16 +278,17 @@ fn shapes_are_checked() {
 }
 
 #[test]
-fn a_combine_without_known_counts_takes_as_many_rows_as_the_dispatch_gave() {
+fn a_combine_without_known_counts_reads_no_more_rows_than_it_is_given() {
     then_dispatch(setup(), |rank, valid| {
         let counts = Counts::OnDevice { capacity: 10 };
         let handle = rank.dispatch(DispatchRequest { counts, ..valid.request() })?.handle;
-        let rows = tensor(rank, DType::Bf16, &[3, 8]);
-        refused(rank.combine(CombineRows::Tensor(&rows), None, &handle), &["x has shape [3, 8]", "10"]);
-        let weights = tensor(rank, DType::F32, &[3, 2]);
+        // 10 rows came. A virtual GPU faults on what lies behind these tensors' pages.
+        let rows = rank.upload_rows(DType::Bf16, 8, &vec![vec![0; 16]; 3])?;
+        let weights = rank.upload(DType::F32, 2, &vec![vec![1.0f32, 2.0]; 2])?;
+        rank.combine(CombineRows::Tensor(&rows), None, &handle)?;
         let in_pool = CombineRows::InPool { dtype: DType::Bf16, hidden: 8 };
-        refused(rank.combine(in_pool, Some(&weights), &handle), &["topk_weights has shape [3, 2]", "10"]);
-        Ok(())
+        rank.combine(in_pool, Some(&weights), &handle)?;
+        rank.stream.synchronize()
     });
 }
 
@@ -304,7 +336,7 @@ fn what_the_buffer_was_not_made_for_is_named_with_the_option() {
         refused(rank.dispatch(request), &["capacity: needs 11 rows, has 10 rows"]);
         refused(rank.buffer.combine_rows(DType::Bf16, 11, 8), &["combine rows: needs 11 rows, has 10 rows"]);
         refused(rank.buffer.combine_rows(DType::Bf16, 1, 40), &["hidden: needs 80 bytes, has 64 bytes"]);
-        Ok(())
+        rank.stream.synchronize()
     });
 }
 
@@ -417,7 +449,10 @@ fn too_much(rows: u64) -> (Setup, Case) {
 }
 
 fn bytes_for_one_row(setup: &Setup) -> u64 {
-    let setup = Setup { options: epoxide::ep::BufferOptions { num_nvl_bytes: Some(0), ..setup.options.clone() }, ..setup.clone() };
+    let setup = Setup {
+        options: epoxide::ep::BufferOptions { num_nvl_bytes: Some(0), ..setup.options.clone() },
+        ..setup.clone()
+    };
     match epoxide::testing::lockstep::run(1, |group| Rank::join(&setup, group)) {
         Err(Error::Capacity { what: "num_nvl_bytes", needed, .. }) => needed,
         other => panic!("{other:?}"),
@@ -472,8 +507,9 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
             };
             let error = result.expect_err("rank 1 cannot receive 12 rows");
             let have = if counts == (Counts::OnDevice { capacity: 5 }) { 5 } else { 8 };
-            let parts = [format!("needs {sent} rows, has {have} rows"), format!("rank 1 would receive {sent} rows")];
-            assert_names(&error, &[&parts[0], &parts[1]]);
+            let parts =
+                [format!("needs {sent} rows, has {have} rows"), format!("rank 1 would receive {sent} rows")];
+            assert_names(&error, &[&parts[0], &parts[1], "max_tokens_per_rank >= 6"]);
             if counts == Counts::Exact {
                 let text = error.to_string();
                 let bytes = text.split("num_nvl_bytes >= ").nth(1).expect("the error says how many bytes");
@@ -498,22 +534,33 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
 
     // What the error asked for is enough, and no more than it takes.
     assert_eq!(needed_bytes[0], needed_bytes[1]);
-    let plans = case.plans();
+    let expected = Expected::new(&case);
     let mut setup = setup;
     setup.options.num_nvl_bytes = Some(needed_bytes[0]);
     setup.run(|rank| {
         rank.equal("capacity", &[rank.buffer.capacity()], &[sent]);
-        case.check_rank(rank, &plans)
+        expected.check(rank)
+    });
+}
+
+#[test]
+fn a_capacity_that_is_too_small_is_named_before_the_pool_is() {
+    then_dispatch(setup(), |rank, valid| {
+        let counts = Counts::OnDevice { capacity: 9 };
+        let handle = rank.dispatch(DispatchRequest { counts, ..valid.request() })?.handle;
+        let parts =
+            ["needs 10 rows, has 9 rows", "rank 0 would receive 10 rows: dispatch with capacity >= 10"];
+        refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
+        Ok(())
     });
 }
 
 #[test]
 fn a_handle_of_another_buffer_is_refused() {
     then_dispatch(setup(), |rank, valid| {
-        let other = Buffer::new(rank.device().clone(), &*rank.group, setup().options)?;
+        let mut other = Buffer::new(rank.device().clone(), &*rank.group, setup().options)?;
         let handle = rank.dispatch(valid.request())?.handle;
         let order = StreamOrder::on(&rank.stream);
-        let mut other = other;
         let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: 8 };
         let parts = ["stale handle", "another buffer"];
         refused(other.combine(CombineRequest { rows, topk_weights: None, handle: &handle }, order), &parts);
@@ -527,9 +574,11 @@ fn a_handle_of_another_buffer_is_refused() {
 #[test]
 fn a_dispatch_that_waits_for_counts_cannot_be_captured() {
     then_dispatch(setup(), |rank, valid| {
+        // The memory that this gives back is all that the capture needs: it must fail for the wait alone.
+        drop(rank.dispatch(valid.request())?);
         let stream = rank.stream.clone();
         let captured = stream.capture(|| rank.dispatch(valid.request()).map(drop));
-        refused(captured, &["captured"]);
+        refused(captured, &["while the stream is being captured"]);
         Ok(())
     });
 }

@@ -8,9 +8,9 @@ use std::time::Duration;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Event, Stream};
 use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows, Config,
-    Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Element, StreamOrder, Tensor,
-    Tuning,
+    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows,
+    Config, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Element,
+    StreamOrder, Tensor, Tuning,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
@@ -34,12 +34,8 @@ impl Setup {
     /// Small devices, `num_channels` channels, and buffers for up to `tokens` tokens of `row_bytes` bytes per rank with
     /// 8 entries and no scales.
     pub fn new(ranks: u32, num_channels: u32, tokens: u32, row_bytes: u64) -> Setup {
-        let shape = BufferShape {
-            max_tokens_per_rank: tokens,
-            max_row_bytes: row_bytes,
-            max_topk: 8,
-            max_scales: 0,
-        };
+        let shape =
+            BufferShape { max_tokens_per_rank: tokens, max_row_bytes: row_bytes, max_topk: 8, max_scales: 0 };
         let config = Config::with_sms(2 * num_channels).expect("an even number of SMs");
         let options = BufferOptions { config, timeout: PATIENCE, ..BufferOptions::new(shape) };
         Setup { ranks, options, device: VirtConfig { sm_count: 2, ..VirtConfig::default() } }
@@ -65,6 +61,11 @@ impl Setup {
         self
     }
 
+    pub fn schedule_seed(mut self, seed: Option<u64>) -> Setup {
+        self.device.schedule_seed = seed;
+        self
+    }
+
     /// Runs `main` on every rank, as threads of a group of their own.
     ///
     /// # Panics
@@ -87,7 +88,12 @@ impl Setup {
 /// # Panics
 /// Where there are failures.
 pub fn assert_no_failures(failures: Vec<String>) {
-    assert!(failures.is_empty(), "{} checks failed:\n{}", failures.len(), failures[..failures.len().min(12)].join("\n"));
+    assert!(
+        failures.is_empty(),
+        "{} checks failed:\n{}",
+        failures.len(),
+        failures[..failures.len().min(12)].join("\n")
+    );
 }
 
 /// One rank of a test.
@@ -97,6 +103,8 @@ pub struct Rank {
     pub group: Arc<dyn ProcessGroup>,
     pub stream: Arc<Stream>,
     pub buffer: Buffer,
+    /// Whether [`Rank::layout`] and its siblings run on the communication stream.
+    pub on_comm_stream: bool,
     /// Checks that failed.
     pub failures: Vec<String>,
 }
@@ -107,7 +115,7 @@ impl Rank {
         let device = VirtualGpu::new(VirtConfig { ordinal: group.rank(), ..setup.device.clone() });
         let buffer = Buffer::new(device.clone(), &*group, setup.options.clone())?;
         let stream = Arc::new(Stream::new(&device, false)?);
-        Ok(Rank { rank: group.rank(), stream, group, buffer, failures: Vec::new() })
+        Ok(Rank { rank: group.rank(), stream, group, buffer, on_comm_stream: false, failures: Vec::new() })
     }
 
     pub fn device(&self) -> &Arc<dyn Device> {
@@ -125,7 +133,9 @@ impl Rank {
         let differs = got.iter().zip(want).position(|(got, want)| got != want);
         let note = match differs {
             Some(at) => format!("[{at}] = {:?}, expected {:?}", Short(&got[at]), Short(&want[at])),
-            None if got.len() != want.len() => format!(" has {} elements, expected {}", got.len(), want.len()),
+            None if got.len() != want.len() => {
+                format!(" has {} elements, expected {}", got.len(), want.len())
+            }
             None => return,
         };
         self.failures.push(format!("rank {}: {what}{note}", self.rank));
@@ -176,6 +186,18 @@ impl Rank {
         self.stream.synchronize()
     }
 
+    /// A copy of a tensor of the buffer as it is at this point of the stream, its padding left out.
+    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor> {
+        let copy = Tensor::alloc(self.device(), tensor.dtype(), tensor.shape())?;
+        let bytes = tensor.row_bytes();
+        for row in 0..tensor.rows() {
+            let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
+            // SAFETY: tests synchronise before they drop the copy, and the buffer after that.
+            unsafe { self.stream.copy(to, from, bytes)? };
+        }
+        Ok(copy)
+    }
+
     /// All bytes of a tensor, padding between rows included.
     pub fn raw(&self, tensor: &Tensor) -> Result<Vec<u8>> {
         let mut bytes = vec![0; (tensor.rows() * tensor.row_stride()) as usize];
@@ -184,11 +206,11 @@ impl Rank {
     }
 
     pub fn layout(&mut self, topk_idx: &Tensor, num_experts: u32) -> Result<DispatchLayout> {
-        self.buffer.get_dispatch_layout(topk_idx, num_experts, StreamOrder::on(&self.stream))
+        self.buffer.get_dispatch_layout(topk_idx, num_experts, order(&self.stream, self.on_comm_stream))
     }
 
     pub fn dispatch(&mut self, request: DispatchRequest<'_>) -> Result<DispatchOutput> {
-        self.buffer.dispatch(request, StreamOrder::on(&self.stream))
+        self.buffer.dispatch(request, order(&self.stream, self.on_comm_stream))
     }
 
     pub fn dispatch_cached(
@@ -198,7 +220,7 @@ impl Rank {
         handle: &DispatchHandle,
     ) -> Result<DispatchOutput> {
         let request = CachedDispatchRequest { x, x_scales, handle };
-        self.buffer.dispatch_cached(request, StreamOrder::on(&self.stream))
+        self.buffer.dispatch_cached(request, order(&self.stream, self.on_comm_stream))
     }
 
     pub fn combine(
@@ -208,7 +230,7 @@ impl Rank {
         handle: &DispatchHandle,
     ) -> Result<CombineOutput> {
         let request = CombineRequest { rows, topk_weights, handle };
-        self.buffer.combine(request, StreamOrder::on(&self.stream))
+        self.buffer.combine(request, order(&self.stream, self.on_comm_stream))
     }
 
     /// Counts that the host does not wait for, with room for all that the pool can hold.
@@ -222,6 +244,10 @@ impl Rank {
         event.record(&self.stream)?;
         Ok(event)
     }
+}
+
+fn order(stream: &Stream, on_comm_stream: bool) -> StreamOrder<'_> {
+    if on_comm_stream { StreamOrder::comm(stream) } else { StreamOrder::on(stream) }
 }
 
 /// The start of a long `Debug` output.

@@ -6,6 +6,7 @@ mod turns;
 
 mod errors;
 mod processes;
+mod programs;
 mod property;
 mod schedules;
 mod shapes;

@@ -10,7 +10,7 @@ use epoxide::group::rendezvous;
 use epoxide::testing::oracle::{Routing, Style};
 
 use crate::harness::{PATIENCE, Rank, assert_no_failures};
-use crate::roundtrip::Case;
+use crate::roundtrip::{Case, Expected};
 
 /// Set where this test binary runs as a rank.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
@@ -30,7 +30,7 @@ fn as_a_rank() {
     let case = case();
     let group = rendezvous(PATIENCE).unwrap();
     let mut rank = Rank::join(&case.setup(), std::sync::Arc::new(group)).unwrap();
-    case.check_rank(&mut rank, &case.plans()).unwrap();
+    Expected::new(&case).check(&mut rank).unwrap();
     rank.synchronize().unwrap();
     assert_no_failures(rank.failures);
 }

@@ -58,16 +58,20 @@ fn case() -> impl Strategy<Value = Case> {
         },
     );
     // Odd multiples of 16 bytes: rows that are not aligned to more.
-    (routing, 1..=8u32, 1..=128u32, payload(), 0..=31u32, tuning(), any::<u64>()).prop_map(
-        |(routing, num_channels, expert_alignment, (dtype, scales), half, tuning, seed)| Case {
-            routing,
-            num_channels,
-            expert_alignment,
-            dtype,
-            row_bytes: 16 * (2 * half + 1),
-            scales,
-            tuning,
-            seed,
+    let seeds = (any::<u64>(), any::<Option<u64>>());
+    (routing, 1..=8u32, 1..=128u32, payload(), 0..=31u32, tuning(), seeds).prop_map(
+        |(routing, num_channels, expert_alignment, (dtype, scales), half, tuning, (seed, schedule_seed))| {
+            Case {
+                routing,
+                num_channels,
+                expert_alignment,
+                dtype,
+                row_bytes: 16 * (2 * half + 1),
+                scales,
+                tuning,
+                seed,
+                schedule_seed,
+            }
         },
     )
 }

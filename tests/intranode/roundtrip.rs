@@ -1,12 +1,12 @@
 //! One routing through every operation, each output against the oracle.
 
-use half::bf16;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use epoxide::Result;
 use epoxide::ep::{
-    CombineRows, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Tensor, Tuning,
+    CombineRows, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Tensor,
+    Tuning,
 };
 use epoxide::testing::oracle::{self, Plan, Routing};
 use epoxide::testing::payload::{self, PerToken};
@@ -25,6 +25,8 @@ pub struct Case {
     pub tuning: Tuning,
     /// Of the payload.
     pub seed: u64,
+    /// Draws the order of the warps of each kernel; without it they take turns.
+    pub schedule_seed: Option<u64>,
 }
 
 /// Scales per token.
@@ -59,22 +61,25 @@ impl Case {
             scales: Scales::None,
             tuning: Tuning::default(),
             seed: 1,
+            schedule_seed: None,
         }
     }
 
-    /// Buffers that hold just this case.
+    /// Buffers that hold just this case; one token where it has none at all.
     pub fn setup(&self) -> Setup {
         let routing = &self.routing;
-        Setup::new(routing.num_ranks(), self.num_channels, routing.max_tokens(), self.row_bytes.into())
+        let tokens = routing.max_tokens().max(1);
+        Setup::new(routing.num_ranks(), self.num_channels, tokens, self.row_bytes.into())
             .max_topk(routing.num_topk)
             .max_scales(self.scales.count())
             .tuning(self.tuning)
+            .schedule_seed(self.schedule_seed)
     }
 
     /// Runs it on threads.
     pub fn check(&self) {
-        let plans = self.plans();
-        self.setup().run(|rank| self.check_rank(rank, &plans));
+        let expected = Expected::new(self);
+        self.setup().run(|rank| expected.check(rank));
     }
 
     /// The oracle's plan of every rank.
@@ -83,14 +88,156 @@ impl Case {
         (0..self.routing.num_ranks()).map(plan).collect()
     }
 
-    /// The part of one rank. Collective.
-    pub fn check_rank(&self, rank: &mut Rank, plans: &[Plan]) -> Result<()> {
-        let plan = &plans[rank.rank as usize];
-        let (first, second) = (Payload::random(self, 0), Payload::random(self, 1));
-        let uploaded = first.upload(self, rank)?;
+    fn topk(&self) -> usize {
+        self.routing.num_topk as usize
+    }
 
-        let topk_idx = rank.upload(DType::I64, self.topk(), &self.routing.topk_idx[rank.rank as usize])?;
-        let layout = rank.layout(&topk_idx, self.routing.num_experts)?;
+    fn hidden(&self) -> u64 {
+        u64::from(self.row_bytes) / self.dtype.size()
+    }
+
+    fn rng(&self, turn: u64) -> SmallRng {
+        SmallRng::seed_from_u64(self.seed.rotate_left(8) ^ turn)
+    }
+}
+
+/// All that the ranks send in one dispatch.
+struct Payload {
+    x: PerToken<Vec<u8>>,
+    scales: Option<PerToken<Vec<f32>>>,
+    weights: PerToken<Vec<f32>>,
+}
+
+impl Payload {
+    fn random(case: &Case, turn: u64) -> Payload {
+        let mut rng = case.rng(turn);
+        let routing = &case.routing;
+        let tokens: Vec<u32> = (0..routing.num_ranks()).map(|rank| routing.num_tokens(rank)).collect();
+        let mut floats =
+            |columns: u32| payload::per_token(&tokens, |_, _| payload::rough_f32(&mut rng, columns as usize));
+        let weights = floats(routing.num_topk);
+        let scales = (case.scales != Scales::None).then(|| floats(case.scales.count()));
+        Payload { x: payload::distinct_rows(&mut rng, &tokens, case.row_bytes as usize), scales, weights }
+    }
+
+    /// The part of one rank, on its device.
+    fn upload(&self, case: &Case, rank: &Rank) -> Result<Uploaded> {
+        let mine = rank.rank as usize;
+        let scales = |all: &PerToken<Vec<f32>>| match case.scales {
+            Scales::Flat => {
+                let shape = [all[mine].len() as u64];
+                Tensor::from_host(&rank.stream, DType::F32, &shape, &all[mine].concat())
+            }
+            _ => rank.upload(DType::F32, case.scales.count() as usize, &all[mine]),
+        };
+        Ok(Uploaded {
+            x: rank.upload_rows(case.dtype, case.hidden(), &self.x[mine])?,
+            scales: self.scales.as_ref().map(scales).transpose()?,
+            weights: rank.upload(DType::F32, case.topk(), &self.weights[mine])?,
+        })
+    }
+}
+
+struct Uploaded {
+    x: Tensor,
+    scales: Option<Tensor>,
+    weights: Tensor,
+}
+
+/// All that the ranks give to one combine, and get from it.
+pub struct Return {
+    pub dtype: DType,
+    /// `[receiver][row]`.
+    pub rows: Vec<Vec<Vec<u8>>>,
+    /// `[rank][token]`.
+    pub sums: Vec<Vec<Vec<u8>>>,
+}
+
+impl Return {
+    /// Rows whose sum shows in which order and precision it was made.
+    pub fn random(case: &Case, plans: &[Plan], turn: u64, dtype: DType) -> Return {
+        let mut rng = case.rng(turn);
+        let columns = (u64::from(case.row_bytes) / dtype.size()) as usize;
+        let exact: Vec<_> = per_row(plans, || payload::rough_f32(&mut rng, columns));
+        if dtype == DType::F32 {
+            return Return::of_f32(case, &exact);
+        }
+        let rows: Vec<_> = exact.iter().map(|rows| payload::round(rows)).collect();
+        let widened: Vec<_> = rows.iter().map(|rows| payload::widen(rows)).collect();
+        let sums = sums(case, &widened, columns).iter().map(|sums| as_bytes(&payload::round(sums))).collect();
+        Return { dtype, rows: rows.iter().map(|rows| as_bytes(rows)).collect(), sums }
+    }
+
+    fn of_f32(case: &Case, rows: &[Vec<Vec<f32>>]) -> Return {
+        let sums = sums(case, rows, case.row_bytes as usize / 4);
+        let bytes = |all: &[Vec<Vec<f32>>]| all.iter().map(|rows| as_bytes(rows)).collect();
+        Return { dtype: DType::F32, rows: bytes(rows), sums: bytes(&sums) }
+    }
+}
+
+/// What each rank gets from a combine of `rows`.
+fn sums(case: &Case, rows: &[Vec<Vec<f32>>], columns: usize) -> Vec<Vec<Vec<f32>>> {
+    (0..case.routing.num_ranks())
+        .map(|rank| oracle::combine_f32(&case.routing, rank, rows, columns))
+        .collect()
+}
+
+/// One thing per rank and received row.
+fn per_row<T>(plans: &[Plan], mut make: impl FnMut() -> T) -> Vec<Vec<T>> {
+    plans.iter().map(|plan| (0..plan.num_recv_tokens).map(|_| make()).collect()).collect()
+}
+
+/// A case with all that must come of it.
+pub struct Expected<'a> {
+    case: &'a Case,
+    plans: Vec<Plan>,
+    first: Payload,
+    /// Of the cached dispatch.
+    second: Payload,
+    returns: [Return; 4],
+    /// The second payload's rows themselves, where they are numbers.
+    echo: Option<Return>,
+    /// Weights for a combine that are not those received, `[receiver][row]`: they may come from nowhere else.
+    weights: Vec<Vec<Vec<f32>>>,
+}
+
+impl Expected<'_> {
+    pub fn new(case: &Case) -> Expected<'_> {
+        let plans = case.plans();
+        let second = Payload::random(case, 2);
+        let echo = (case.dtype == DType::F32).then(|| {
+            // Exponent bits that make NaN and infinity are no use in a sum.
+            let number = |bits: u32| f32::from_bits(bits & 0xbf7f_ffff);
+            let row = |row: &Vec<u8>| payload::values_of::<u32>(row).into_iter().map(number).collect();
+            let all: Vec<Vec<Vec<f32>>> =
+                second.x.iter().map(|rows| rows.iter().map(row).collect()).collect();
+            let returned: Vec<_> = plans.iter().map(|plan| oracle::recv_rows(plan, &all)).collect();
+            Return {
+                rows: all.iter().map(|rows| as_bytes(rows)).collect(),
+                ..Return::of_f32(case, &returned)
+            }
+        });
+        let mut rng = case.rng(9);
+        Expected {
+            first: Payload::random(case, 1),
+            returns: [(3, DType::Bf16), (4, DType::Bf16), (5, DType::F32), (6, DType::F32)]
+                .map(|(turn, dtype)| Return::random(case, &plans, turn, dtype)),
+            weights: per_row(&plans, || payload::rough_f32(&mut rng, case.topk())),
+            case,
+            plans,
+            second,
+            echo,
+        }
+    }
+
+    /// The part of one rank. Collective.
+    pub fn check(&self, rank: &mut Rank) -> Result<()> {
+        let (case, mine) = (self.case, rank.rank as usize);
+        let plan = &self.plans[mine];
+        let uploaded = self.first.upload(case, rank)?;
+
+        let topk_idx = rank.upload(DType::I64, case.topk(), &case.routing.topk_idx[mine])?;
+        let layout = rank.layout(&topk_idx, case.routing.num_experts)?;
         layout.validate(&rank.stream, &topk_idx)?;
         check_layout(rank, &layout, plan)?;
 
@@ -99,17 +246,20 @@ impl Case {
             x_scales: uploaded.scales.as_ref(),
             topk_idx: Some(&topk_idx),
             topk_weights: Some(&uploaded.weights),
-            expert_alignment: self.expert_alignment,
+            expert_alignment: case.expert_alignment,
             counts,
             ..DispatchRequest::new(&uploaded.x, &layout)
         };
         let whole = rank.dispatch(request(rank.on_device()))?;
         rank.buffer.check_dispatch(&whole.handle, &rank.stream)?;
         rank.check(whole.num_recv_tokens.is_none(), "num_recv_tokens is unknown without a host wait");
-        rank.check(whole.num_recv_tokens_per_expert.is_empty(), "expert counts are unknown without a host wait");
+        rank.check(
+            whole.num_recv_tokens_per_expert.is_empty(),
+            "expert counts are unknown without a host wait",
+        );
         let rows = whole.handle.num_recv_tokens(&rank.stream)?;
         rank.equal("num_recv_tokens", &[rows], &[plan.num_recv_tokens]);
-        self.check_received(rank, "on-device dispatch", &whole, &whole, plan, &first, true)?;
+        self.check_received(rank, "on-device dispatch", &whole, &whole, &self.first, true)?;
         check_matrices(rank, &whole.handle, plan)?;
 
         // Exact counts, into a poisoned pool.
@@ -121,67 +271,78 @@ impl Case {
             &exact.num_recv_tokens_per_expert,
             &plan.num_recv_tokens_per_expert,
         );
-        self.check_received(rank, "exact dispatch", &exact, &whole, plan, &first, true)?;
-        self.check_untouched(rank, &whole, plan.num_recv_tokens, true)?;
+        self.check_received(rank, "exact dispatch", &exact, &whole, &self.first, true)?;
+        self.check_untouched(rank, &whole, true)?;
         check_matrices(rank, &exact.handle, plan)?;
-        let recv_weights = exact.recv_topk_weights.as_ref().map(|weights| rank.rows::<f32>(weights)).transpose()?;
+        let recv_weights =
+            exact.recv_topk_weights.as_ref().map(|weights| rank.rows::<f32>(weights)).transpose()?;
 
         // The same routing with other rows; metadata does not travel.
         poison(rank, &whole)?;
-        let uploaded = second.upload(self, rank)?;
+        let uploaded = self.second.upload(case, rank)?;
         let cached = rank.dispatch_cached(&uploaded.x, uploaded.scales.as_ref(), &exact.handle)?;
         rank.equal("cached num_recv_tokens", cached.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
-        self.check_received(rank, "cached dispatch", &cached, &whole, plan, &second, false)?;
-        self.check_untouched(rank, &whole, plan.num_recv_tokens, false)?;
+        self.check_received(rank, "cached dispatch", &cached, &whole, &self.second, false)?;
+        self.check_untouched(rank, &whole, false)?;
 
         // Weights go back as they came: each survives where its id is valid.
         let masked = |(weights, ids): (&Vec<f32>, &Vec<i64>)| -> Vec<f32> {
             weights.iter().zip(ids).map(|(&weight, &id)| if id < 0 { 0.0 } else { weight }).collect()
         };
-        let mine = rank.rank as usize;
-        let round_trip: Vec<_> = first.weights[mine].iter().zip(&self.routing.topk_idx[mine]).map(masked).collect();
-        let back = Returned { weights: recv_weights, ..Returned::bf16(self, plans, rank.rank, 0) };
-        self.check_combine(rank, "first combine", &exact.handle, &back, false, Some(round_trip))?;
+        let ids = &case.routing.topk_idx[mine];
+        let round_trip: Vec<_> = self.first.weights[mine].iter().zip(ids).map(masked).collect();
+        let weights = recv_weights.map(|given| Weights { given, summed: round_trip });
+        self.check_combine(rank, "first combine", &exact.handle, &self.returns[0], Place::Tensor, weights)?;
 
         // The handle feeds further combines: other rows, either place, either dtype; so does the older handle.
-        let expected_weights = oracle::combined_weights(&self.routing, rank.rank, &all_weights(self, plans));
-        let weights = all_weights(self, plans).swap_remove(mine);
-        let back = Returned { weights: Some(weights), ..Returned::bf16(self, plans, rank.rank, 1) };
-        self.check_combine(rank, "combine from the pool", &exact.handle, &back, true, Some(expected_weights))?;
-        let back = Returned::f32(self, plans, rank.rank, 2);
-        self.check_combine(rank, "f32 combine", &whole.handle, &back, false, None)?;
-        let back = Returned::f32(self, plans, rank.rank, 3);
-        self.check_combine(rank, "f32 combine from the pool", &cached.handle, &back, true, None)
-    }
+        let summed = oracle::combined_weights(&case.routing, rank.rank, &self.weights);
+        let weights = Some(Weights { given: self.weights[mine].clone(), summed });
+        self.check_combine(
+            rank,
+            "combine from the pool",
+            &exact.handle,
+            &self.returns[1],
+            Place::Pool,
+            weights,
+        )?;
+        self.check_combine(rank, "f32 combine", &whole.handle, &self.returns[2], Place::Tensor, None)?;
+        self.check_combine(rank, "f32 from the pool", &cached.handle, &self.returns[3], Place::Pool, None)?;
 
-    fn topk(&self) -> usize {
-        self.routing.num_topk as usize
+        // Received rows can go back as they are, strided as they lie in the pool.
+        if let Some(echo) = &self.echo {
+            let x = rank.upload_rows(case.dtype, case.hidden(), &echo.rows[mine])?;
+            let cached = rank.dispatch_cached(&x, None, &exact.handle)?;
+            let output = rank.combine(CombineRows::Tensor(&cached.recv_x), None, &exact.handle)?;
+            rank.stream.synchronize()?;
+            let got = rank.row_bytes(&output.combined_x)?;
+            rank.equal("combined_x of recv_x itself", &got, &echo.sums[mine]);
+        }
+        rank.stream.synchronize()
     }
 
     /// Compares what `output` says was received. `whole` has the same tensors with all rows of the pool.
-    #[allow(clippy::too_many_arguments)]
     fn check_received(
         &self,
         rank: &mut Rank,
         what: &str,
         output: &DispatchOutput,
         whole: &DispatchOutput,
-        plan: &Plan,
         payload: &Payload,
         with_metadata: bool,
     ) -> Result<()> {
+        let (case, plan) = (self.case, &self.plans[rank.rank as usize]);
         let rows = plan.num_recv_tokens as usize;
         let named = |name: &str| format!("{name} of {what}");
         let shape = output.num_recv_tokens.map_or(rank.buffer.capacity(), u64::from);
-        rank.equal(&named("shape"), output.recv_x.shape(), &[shape, self.hidden()]);
-        rank.check(output.recv_x.dtype() == self.dtype, "recv_x has the dtype of x");
+        rank.equal(&named("shape of recv_x"), output.recv_x.shape(), &[shape, case.hidden()]);
+        rank.check(output.recv_x.dtype() == case.dtype, "recv_x has the dtype of x");
         rank.check(output.recv_x.ptr() == whole.recv_x.ptr(), "recv_x lies in the pool");
 
         let got = rank.row_bytes(&output.recv_x)?;
         rank.equal(&named("recv_x"), &got[..rows], &oracle::recv_rows(plan, &payload.x));
         match (&output.recv_x_scales, &payload.scales) {
             (Some(scales), Some(all)) => {
-                let columns = (self.scales != Scales::Flat).then_some(self.scales.count().into());
+                let columns = (case.scales != Scales::Flat).then_some(case.scales.count().into());
                 let shape: Vec<u64> = std::iter::once(shape).chain(columns).collect();
                 rank.equal(&named("shape of recv_x_scales"), scales.shape(), &shape);
                 let got = rank.rows::<f32>(scales)?;
@@ -208,29 +369,21 @@ impl Case {
     }
 
     /// Checks that a dispatch into a poisoned pool wrote rows and nothing else.
-    fn check_untouched(
-        &self,
-        rank: &mut Rank,
-        whole: &DispatchOutput,
-        rows: u32,
-        with_metadata: bool,
-    ) -> Result<()> {
+    fn check_untouched(&self, rank: &mut Rank, whole: &DispatchOutput, with_metadata: bool) -> Result<()> {
+        let rows = self.plans[rank.rank as usize].num_recv_tokens as usize;
         let poisoned = |bytes: &[u8]| bytes.iter().all(|&byte| byte == POISON);
         let stride = whole.recv_x.row_stride() as usize;
         for (row, bytes) in rank.raw(&whole.recv_x)?.chunks(stride).enumerate() {
-            let used = if row < rows as usize { self.row_bytes as usize } else { 0 };
+            let used = if row < rows { self.case.row_bytes as usize } else { 0 };
             rank.check(poisoned(&bytes[used..]), format!("padding of recv_x row {row} is untouched"));
         }
         let metadata = [&whole.recv_topk_idx, &whole.recv_topk_weights, &whole.recv_src_idx];
-        for tensor in metadata.into_iter().flatten() {
-            let used = if with_metadata { rows as u64 * tensor.row_stride() } else { 0 };
+        let metadata = metadata.map(|tensor| (tensor, if with_metadata { rows } else { 0 }));
+        for (tensor, rows) in metadata.into_iter().chain([(&whole.recv_x_scales, rows)]) {
+            let Some(tensor) = tensor else { continue };
+            let used = rows * tensor.row_stride() as usize;
             let bytes = rank.raw(tensor)?;
-            rank.check(poisoned(&bytes[used as usize..]), format!("{tensor:?} is untouched from row {rows} on"));
-        }
-        if let Some(scales) = &whole.recv_x_scales {
-            let used = rows as usize * scales.row_stride() as usize;
-            let bytes = rank.raw(scales)?;
-            rank.check(poisoned(&bytes[used..]), format!("scales are untouched from row {rows} on"));
+            rank.check(poisoned(&bytes[used..]), format!("{tensor:?} is untouched from row {rows} on"));
         }
         Ok(())
     }
@@ -240,133 +393,59 @@ impl Case {
         rank: &mut Rank,
         what: &str,
         handle: &DispatchHandle,
-        back: &Returned,
-        in_pool: bool,
-        expected_weights: Option<Vec<Vec<f32>>>,
+        back: &Return,
+        place: Place,
+        weights: Option<Weights>,
     ) -> Result<()> {
-        let columns = u64::from(self.row_bytes) / back.dtype.size();
-        let topk = self.topk();
-        let weights = back.weights.as_ref().map(|rows| rank.upload(DType::F32, topk, rows)).transpose()?;
+        let mine = rank.rank as usize;
+        let (columns, rows) = (u64::from(self.case.row_bytes) / back.dtype.size(), &back.rows[mine]);
+        let (given, summed) = weights.map(|weights| (weights.given, weights.summed)).unzip();
+        let given = given.map(|given| rank.upload(DType::F32, self.case.topk(), &given)).transpose()?;
         let tensor;
-        let rows = if in_pool {
-            let capacity = rank.buffer.capacity();
-            rank.poison(&rank.buffer.combine_rows(back.dtype, capacity, columns)?)?;
-            let place = rank.buffer.combine_rows(back.dtype, back.rows.len() as u64, columns)?;
-            for (row, bytes) in (0..).zip(&back.rows) {
-                rank.stream.write(place.ptr().add(row * place.row_stride()), bytes)?;
+        let rows = match place {
+            Place::Tensor => {
+                tensor = rank.upload_rows(back.dtype, columns, rows)?;
+                CombineRows::Tensor(&tensor)
             }
-            CombineRows::InPool { dtype: back.dtype, hidden: columns }
-        } else {
-            tensor = rank.upload_rows(back.dtype, columns, &back.rows)?;
-            CombineRows::Tensor(&tensor)
+            Place::Pool => {
+                let capacity = rank.buffer.capacity();
+                rank.poison(&rank.buffer.combine_rows(back.dtype, capacity, columns)?)?;
+                let pool = rank.buffer.combine_rows(back.dtype, rows.len() as u64, columns)?;
+                for (row, bytes) in (0..).zip(rows) {
+                    rank.stream.write(pool.ptr().add(row * pool.row_stride()), bytes)?;
+                }
+                CombineRows::InPool { dtype: back.dtype, hidden: columns }
+            }
         };
-        let output = rank.combine(rows, weights.as_ref(), handle)?;
+        let output = rank.combine(rows, given.as_ref(), handle)?;
         // A rank without tokens reads nothing below, and the inputs must outlive the kernels.
         rank.stream.synchronize()?;
         let got = rank.row_bytes(&output.combined_x)?;
-        rank.equal(&format!("combined_x of {what}"), &got, &back.expected);
+        rank.equal(&format!("combined_x of {what}"), &got, &back.sums[mine]);
         rank.check(output.combined_x.dtype() == back.dtype, "combined_x has the dtype of the rows");
-        let got = output.combined_topk_weights.as_ref().map(|weights| rank.rows::<f32>(weights)).transpose()?;
-        rank.check(got.is_some() == expected_weights.is_some(), format!("{what} gives weights as it got them"));
+        let got =
+            output.combined_topk_weights.as_ref().map(|weights| rank.rows::<f32>(weights)).transpose()?;
+        rank.check(got.is_some() == summed.is_some(), format!("{what} gives weights as it got them"));
         rank.equal(
             &format!("combined_topk_weights of {what}"),
             &got.unwrap_or_default(),
-            &expected_weights.unwrap_or_default(),
+            &summed.unwrap_or_default(),
         );
         rank.buffer.check()
     }
-
-    fn hidden(&self) -> u64 {
-        u64::from(self.row_bytes) / self.dtype.size()
-    }
 }
 
-/// What all ranks send.
-pub struct Payload {
-    pub x: PerToken<Vec<u8>>,
-    pub scales: Option<PerToken<Vec<f32>>>,
-    pub weights: PerToken<Vec<f32>>,
+/// What one rank gives to a combine as weights, and what it must get.
+struct Weights {
+    given: Vec<Vec<f32>>,
+    summed: Vec<Vec<f32>>,
 }
 
-/// The part of one rank, on its device.
-pub struct Uploaded {
-    pub x: Tensor,
-    pub scales: Option<Tensor>,
-    pub weights: Tensor,
-}
-
-impl Payload {
-    /// The payload of a case; `turn` tells several apart. The same on every rank.
-    pub fn random(case: &Case, turn: u64) -> Payload {
-        let mut rng = SmallRng::seed_from_u64(case.seed ^ turn << 32);
-        let routing = &case.routing;
-        let tokens: Vec<u32> = (0..routing.num_ranks()).map(|rank| routing.num_tokens(rank)).collect();
-        let mut floats = |columns: u32| {
-            payload::per_token(&tokens, |_, _| payload::rough_f32(&mut rng, columns as usize))
-        };
-        let weights = floats(routing.num_topk);
-        let scales = (case.scales != Scales::None).then(|| floats(case.scales.count()));
-        Payload { x: payload::distinct_rows(&mut rng, &tokens, case.row_bytes as usize), scales, weights }
-    }
-
-    pub fn upload(&self, case: &Case, rank: &Rank) -> Result<Uploaded> {
-        let mine = rank.rank as usize;
-        let scales = |all: &PerToken<Vec<f32>>| match case.scales {
-            Scales::Flat => {
-                let shape = [all[mine].len() as u64];
-                Tensor::from_host(&rank.stream, DType::F32, &shape, &all[mine].concat())
-            }
-            _ => rank.upload(DType::F32, case.scales.count() as usize, &all[mine]),
-        };
-        Ok(Uploaded {
-            x: rank.upload_rows(case.dtype, case.hidden(), &self.x[mine])?,
-            scales: self.scales.as_ref().map(scales).transpose()?,
-            weights: rank.upload(DType::F32, case.topk(), &self.weights[mine])?,
-        })
-    }
-}
-
-/// What one rank gives to a combine, and what it must get.
-struct Returned {
-    dtype: DType,
-    rows: Vec<Vec<u8>>,
-    weights: Option<Vec<Vec<f32>>>,
-    expected: Vec<Vec<u8>>,
-}
-
-impl Returned {
-    fn bf16(case: &Case, plans: &[Plan], rank: u32, turn: u64) -> Returned {
-        let columns = case.row_bytes as usize / 2;
-        let all = all_returned(case, plans, turn, |rng| payload::rough_bf16(rng, columns));
-        let widened: Vec<_> = all.iter().map(|rows| payload::widen(rows)).collect();
-        let sums: Vec<Vec<bf16>> = payload::round(&oracle::combine_f32(&case.routing, rank, &widened, columns));
-        let (dtype, rows) = (DType::Bf16, as_bytes(&all[rank as usize]));
-        Returned { dtype, rows, weights: None, expected: as_bytes(&sums) }
-    }
-
-    fn f32(case: &Case, plans: &[Plan], rank: u32, turn: u64) -> Returned {
-        let columns = case.row_bytes as usize / 4;
-        let all = all_returned(case, plans, turn, |rng| payload::rough_f32(rng, columns));
-        let sums = oracle::combine_f32(&case.routing, rank, &all, columns);
-        let (dtype, rows) = (DType::F32, as_bytes(&all[rank as usize]));
-        Returned { dtype, rows, weights: None, expected: as_bytes(&sums) }
-    }
-}
-
-/// One thing per rank and received row; `turn` tells several apart.
-fn all_returned<T>(
-    case: &Case,
-    plans: &[Plan],
-    turn: u64,
-    mut make: impl FnMut(&mut SmallRng) -> T,
-) -> Vec<Vec<T>> {
-    let mut rng = SmallRng::seed_from_u64(!case.seed ^ turn << 32);
-    plans.iter().map(|plan| (0..plan.num_recv_tokens).map(|_| make(&mut rng)).collect()).collect()
-}
-
-/// Weights that are not those received: nothing may be taken from anywhere but the argument.
-fn all_weights(case: &Case, plans: &[Plan]) -> Vec<Vec<Vec<f32>>> {
-    all_returned(case, plans, 99, |rng| payload::rough_f32(rng, case.topk()))
+/// Where the rows of a combine are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Tensor,
+    Pool,
 }
 
 fn check_layout(rank: &mut Rank, layout: &DispatchLayout, plan: &Plan) -> Result<()> {

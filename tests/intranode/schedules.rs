@@ -5,76 +5,64 @@ use std::collections::HashSet;
 
 use epoxide::Result;
 use epoxide::driver::virt::{Executor, Machine, VirtConfig};
+use epoxide::ep::Tuning;
 use epoxide::testing::lockstep;
 
 use crate::harness::{Rank, Setup, assert_no_failures};
-use crate::turns::{Inputs, ROW, Turn, echo};
+use crate::programs::{Program, ROW};
 
-const TOKENS: [u32; 3] = [6, 3, 5];
+const RANKS: u32 = 3;
+const TOKENS: u32 = 24;
 const CHANNELS: u32 = 2;
 
-/// The setup on devices of one machine.
+/// The setup on devices of one machine. Rings are as short as they can be, so that every buffer is used again and again.
 fn setup(machine: &Machine) -> Setup {
-    let mut setup = Setup::new(TOKENS.len() as u32, CHANNELS, 6, ROW);
+    let tuning = Tuning {
+        dispatch_warps: 1 + (machine.seed() % 2) as u32,
+        dispatch_stages: 2,
+        combine_warps: 1 + (machine.seed() % 4) as u32,
+        combine_slots: 2,
+        ..Tuning::default()
+    };
+    let mut setup = Setup::new(RANKS, CHANNELS, TOKENS, ROW.into()).tuning(tuning);
     let executor = Executor::Manual(machine.clone());
     setup.device = VirtConfig { executor, ..setup.device };
     setup
 }
 
-/// Runs `turns` with nothing but the last wait between them, and gives all bytes that came out, checked, with the digest of
-/// the schedule.
-fn run(seed: u64, turns: &[Turn]) -> Result<(u64, Vec<Vec<u8>>)> {
+/// Runs a program with nothing but one last wait; gives the digest of the schedule, and all that came out, checked.
+fn run(seed: u64, program: &Program) -> Result<(u64, Vec<Vec<u8>>)> {
     let machine = Machine::new(seed);
     let setup = setup(&machine);
     // Only making the buffers needs the ranks to wait for each other in the host.
     let mut ranks = lockstep::run(setup.ranks, |group| Rank::join(&setup, group))?;
-    let mut inputs = Vec::new();
-    let mut outputs = Vec::new();
-    for turn in turns {
-        for rank in &mut ranks {
-            inputs.push(Inputs::upload(turn, rank)?);
-        }
-    }
-    for (turn, inputs) in turns.iter().zip(inputs.chunks(ranks.len())) {
-        for (rank, inputs) in ranks.iter_mut().zip(inputs) {
-            outputs.push(echo(rank, inputs, turn.routing.num_experts)?);
-        }
+    let inputs = ranks.iter().map(|rank| program.upload(rank)).collect::<Result<Vec<_>>>()?;
+    let mut kept = Vec::new();
+    for (rank, inputs) in ranks.iter_mut().zip(&inputs) {
+        kept.push(program.enqueue(rank, inputs, || {})?);
     }
     for rank in &ranks {
         rank.stream.synchronize()?;
         rank.buffer.check()?;
     }
-    let mut bytes = Vec::new();
-    for (turn, outputs) in turns.iter().zip(outputs.chunks(ranks.len())) {
-        for (rank, (_, back)) in ranks.iter_mut().zip(outputs) {
-            let got = rank.row_bytes(&back.combined_x)?;
-            rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
-            bytes.push(got.concat());
-        }
-    }
-    // Received rows are overwritten by the next turn: those of the last one are still there.
-    let last = turns.len() - 1;
-    for (rank, (output, _)) in ranks.iter_mut().zip(&outputs[last * setup.ranks as usize..]) {
-        let want = turns[last].recv(rank.rank);
-        let mut got = rank.row_bytes(&output.recv_x)?;
-        got.truncate(want.len());
-        rank.equal("recv_x", &got, &want);
-        bytes.push(got.concat());
+    let mut results = Vec::new();
+    for (rank, kept) in ranks.iter_mut().zip(&kept) {
+        results.push(program.check(rank, kept)?);
     }
     let failures = ranks.iter_mut().flat_map(|rank| std::mem::take(&mut rank.failures));
     assert_no_failures(failures.map(|failure| format!("seed {seed}: {failure}")).collect());
-    Ok((machine.schedule_digest(), bytes))
+    Ok((machine.schedule_digest(), results))
 }
 
-fn turns(count: u64) -> Vec<Turn> {
-    (0..count).map(|seed| Turn::random(seed, &TOKENS, CHANNELS)).collect()
+fn program() -> Program {
+    Program::random(5, 16, TOKENS, RANKS, CHANNELS, false)
 }
 
 #[test]
 fn a_seed_repeats_its_run_exactly() {
-    let turns = turns(3);
+    let program = program();
     for seed in [0, 1, 0xdead_beef] {
-        let (first, second) = (run(seed, &turns).unwrap(), run(seed, &turns).unwrap());
+        let (first, second) = (run(seed, &program).unwrap(), run(seed, &program).unwrap());
         assert_eq!(first.0, second.0, "seed {seed} took two schedules");
         assert_eq!(first.1, second.1, "seed {seed} gave two results");
     }
@@ -82,11 +70,11 @@ fn a_seed_repeats_its_run_exactly() {
 
 #[test]
 fn a_hundred_schedules_give_the_same_results() {
-    let turns = turns(3);
+    let program = program();
     let mut digests = HashSet::new();
     let mut results = HashSet::new();
     for seed in 0..100 {
-        let (digest, bytes) = run(seed, &turns).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        let (digest, bytes) = run(seed, &program).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         digests.insert(digest);
         results.insert(bytes);
     }

@@ -33,7 +33,8 @@ impl Turn {
         let routing = Routing::random(&mut rng, tokens, TOPK, 2 * ranks, style);
         let plans: Vec<_> = (0..ranks).map(|rank| oracle::plan(&routing, rank, num_channels, 1)).collect();
         let x = payload::per_token(tokens, |_, _| payload::small_integers(&mut rng, HIDDEN));
-        let returned: Vec<_> = plans.iter().map(|plan| payload::widen(&oracle::recv_rows(plan, &x))).collect();
+        let returned: Vec<_> =
+            plans.iter().map(|plan| payload::widen(&oracle::recv_rows(plan, &x))).collect();
         let sum = |rank| as_bytes(&payload::round(&oracle::combine_f32(&routing, rank, &returned, HIDDEN)));
         let sums = (0..ranks).map(sum).collect();
         Turn { x: x.iter().map(|rows| as_bytes(rows)).collect(), routing, plans, sums }
@@ -58,6 +59,16 @@ impl Inputs {
             x: rank.upload_rows(DType::Bf16, HIDDEN as u64, &turn.x[mine])?,
         })
     }
+
+    /// Copies other inputs of the same shapes over these, in stream order. Both live until the caller has synchronised.
+    pub fn overwrite(&self, rank: &Rank, other: &Inputs) -> Result<()> {
+        for (to, from) in [(&self.topk_idx, &other.topk_idx), (&self.x, &other.x)] {
+            assert_eq!(to.shape(), from.shape());
+            // SAFETY: as documented; every caller is a test that keeps them.
+            unsafe { rank.stream.copy(to.ptr(), from.ptr(), from.rows() * from.row_stride())? };
+        }
+        Ok(())
+    }
 }
 
 /// Sends, and hands the rows back without a host wait anywhere: the rows are copied from the receive rows to the combine
@@ -66,13 +77,10 @@ pub fn echo(rank: &mut Rank, inputs: &Inputs, num_experts: u32) -> Result<(Dispa
     let layout = rank.layout(&inputs.topk_idx, num_experts)?;
     let counts = rank.on_device();
     let output = rank.dispatch(DispatchRequest { counts, ..DispatchRequest::new(&inputs.x, &layout) })?;
-    let back = give_back(rank, &output)?;
-    Ok((output, back))
-}
-
-pub fn give_back(rank: &mut Rank, output: &DispatchOutput) -> Result<CombineOutput> {
     let rows = rank.buffer.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
     // SAFETY: both are in the pool, which lives as long as the buffer.
     unsafe { rank.stream.copy(rows.ptr(), output.recv_x.ptr(), rows.rows() * rows.row_stride())? };
-    rank.combine(CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 }, None, &output.handle)
+    let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 };
+    let back = rank.combine(rows, None, &output.handle)?;
+    Ok((output, back))
 }

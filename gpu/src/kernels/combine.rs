@@ -153,14 +153,6 @@ impl Element for F32 {
     }
 }
 
-/// Repeats a statement for each of a lane's vectors, unrolled in the source so that the sums stay in registers.
-macro_rules! each_vector {
-    ($j:ident => $body:block) => {
-        each_vector!(@ $j $body 0 1 2 3 4 5 6 7)
-    };
-    (@ $j:ident $body:block $($n:literal)*) => { $( { const $j: usize = $n; $body } )* };
-}
-
 #[inline(always)]
 unsafe fn combine<E: Element>(args: &CombineArgs) {
     // SAFETY: as the argument struct documents; rows were planned inside the pools.
@@ -203,7 +195,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
                 while contributors != 0 {
                     ring.wait(&turn);
                     let from = ring.buffer(turn.slot);
-                    each_vector!(J => {
+                    unroll8!(J => {
                         let at = lane * 16 + J as u32 * 512;
                         if at < bytes {
                             E::add(&mut sums[J], ld_shared_v4(from + at));
@@ -220,7 +212,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
                 }
                 let row = args.combined_x.0 + item.token as u64 * args.row_bytes as u64;
                 let to = row + (item.piece * args.slot_bytes) as u64;
-                each_vector!(J => {
+                unroll8!(J => {
                     let at = lane * 16 + J as u32 * 512;
                     if at < bytes {
                         st_v4(to + at as u64, E::round(&sums[J]));

@@ -6,7 +6,9 @@ use super::epoch::{current_epoch, leave, pool_of, tell_ready, wait_ready};
 use super::ring::{Ring, Turn, block_range};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
-use crate::layout::{DispatchArgs, PlanStatus, SEND_ROW_STRIDE, Wait, row_stride};
+use crate::layout::{
+    DispatchArgs, MAX_RANKS, PlanStatus, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, row_stride,
+};
 use crate::simt::*;
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.
@@ -16,7 +18,7 @@ use crate::simt::*;
 /// row is read once however many ranks want it. A rank's rows for itself go out through ordinary stores, which leaves the
 /// copy engine to the links. Shared memory: the [`Ring`]'s.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    threads = 256, min_blocks = 1, barriers = 2, registers = 200,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
@@ -54,6 +56,8 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     if wait_ready(comm, epoch, Wait::DispatchReady) && planned {
         let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
         let own = shfl_u64(peer, comm.rank);
+        let mut pools = [0u64; MAX_RANKS];
+        unroll8!(RANK => { pools[RANK] = shfl_u64(peer, RANK as u32) });
         let mut next = Metadata::fetch(&args, begin, end, lane);
         let mut token = Metadata::NONE;
         let mut send = Cursor::new(begin, warps);
@@ -63,7 +67,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
                 token = next;
                 next = Metadata::fetch(&args, send.token + warps, end, lane);
                 if args.with_metadata != 0 {
-                    token.send(&args, send.token, peer, lane);
+                    token.send(&args, send.token, &pools, lane);
                 }
                 if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
                     send_scales(&args, send.token, token.row, peer, lane);
@@ -114,11 +118,8 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     leave(comm, epoch, Wait::DispatchDone);
 }
 
-/// Bytes of a token's scales where the copy engine can move them, else 0.
-#[inline(always)]
-const fn bulk_scale_bytes(num_scales: u32) -> u32 {
-    if num_scales.is_multiple_of(4) { num_scales * 4 } else { 0 }
-}
+// `unroll8` covers every possible rank.
+const _: () = assert!(MAX_RANKS == 8);
 
 /// A warp's place in its sequence of pieces: rows, or parts of rows that are longer than a stage.
 struct Cursor {
@@ -230,26 +231,28 @@ impl Metadata {
 
     /// Writes source index, local expert ids and weights to every rank that wants the token.
     #[inline(always)]
-    unsafe fn send(&self, args: &DispatchArgs, token: u32, peer: u64, lane: u32) {
+    unsafe fn send(&self, args: &DispatchArgs, token: u32, pools: &[u64; MAX_RANKS], lane: u32) {
         // SAFETY: rows were planned inside the pools; this is the row's only writer.
         unsafe {
             let pool = &args.comm.pool;
-            let mut wanted = ballot(self.row >= 0);
-            while wanted != 0 {
-                let rank = wanted.trailing_zeros();
-                wanted &= wanted - 1;
-                let (base, row) = (shfl_u64(peer, rank), shfl_u32(self.row as u32, rank) as u64);
-                if lane < args.num_topk {
-                    let local = self.expert - (rank * args.local_experts) as i64;
-                    let here = local >= 0 && local < args.local_experts as i64;
-                    let entry = row * args.num_topk as u64 + lane as u64;
-                    st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
-                    st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
+            // All rows first: the shuffles overlap, and the stores do not wait for them one by one.
+            let mut rows = [0i32; MAX_RANKS];
+            unroll8!(RANK => { rows[RANK] = shfl_u32(self.row as u32, RANK as u32) as i32 });
+            unroll8!(RANK => {
+                if rows[RANK] >= 0 {
+                    let (base, row) = (pools[RANK], rows[RANK] as u64);
+                    if lane < args.num_topk {
+                        let local = self.expert - (RANK as u32 * args.local_experts) as i64;
+                        let here = local >= 0 && local < args.local_experts as i64;
+                        let entry = row * args.num_topk as u64 + lane as u64;
+                        st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
+                        st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
+                    }
+                    if lane == 0 {
+                        st_u32(base + pool.recv_src_idx + row * 4, token);
+                    }
                 }
-                if lane == 0 {
-                    st_u32(base + pool.recv_src_idx + row * 4, token);
-                }
-            }
+            });
         }
     }
 }

@@ -4,10 +4,18 @@
 //! *ready* (I have entered operation `epoch`), *move*, *done* (I have done my part towards you). `epoch` module holds
 //! them; the host crate's ARCHITECTURE page says why no two operations can meet in a region.
 
+/// Repeats a block with the constant `$n` from 0 to 7: unrolled in the source, so that arrays which it indexes stay in
+/// registers.
+macro_rules! unroll8 {
+    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3 4 5 6 7) };
+    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
+}
+
 mod ceiling;
 mod combine;
 mod dispatch;
 mod epoch;
+mod example;
 mod layout;
 mod notify;
 mod ring;
@@ -22,13 +30,15 @@ pub use {
     ceiling::{CeilingPull, CeilingPush},
     combine::{CombineBf16, CombineF32, StageCombine},
     dispatch::Dispatch,
+    example::{MoeExperts, MoeRouter},
     layout::DispatchLayout,
     notify::Notify,
 };
 
 pub use combine::MAX_SLOT_BYTES;
+pub use notify::NOTIFY_SHARED_BYTES;
 
-/// Every kernel of the module, in the order of an operation.
+/// Every kernel of the module, in the order of an operation; then the benchmark's and the example's.
 #[cfg(not(target_arch = "nvptx64"))]
 pub const MANIFEST: &[KernelInfo] = &[
     DispatchLayout::INFO,
@@ -39,4 +49,6 @@ pub const MANIFEST: &[KernelInfo] = &[
     CombineF32::INFO,
     CeilingPush::INFO,
     CeilingPull::INFO,
+    MoeRouter::INFO,
+    MoeExperts::INFO,
 ];

@@ -1,23 +1,31 @@
 //! Notify: the count exchange. Every rank sends each peer one message of counts; from all of them each rank derives
 //! where every one of its tokens' rows goes in every peer's pool, so that nothing is decided while rows move.
 
+use core::mem::offset_of;
+
 use epoxide_macros::kernel;
 
 use super::epoch::{aborted, current_epoch, send_packet, wait_packet};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{
-    MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, NotifyArgs, PlanStatus, SEND_ROW_STRIDE, message,
+    MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, NotifyArgs, PlanHeader, PlanStatus, SEND_ROW_STRIDE, message,
 };
 use crate::simt::*;
 
 /// Warp w of a block works for destination rank w, so a block has at least this many warps.
 const THREADS: u32 = 512;
 
+/// Packets that every block needs from each source: signature, verdict of the layout, and tokens for each rank. They are
+/// neighbours in the message and in shared memory.
+const HEAD: u32 = message::RANK_COUNTS + MAX_RANKS as u32;
+/// Words of shared memory for the heads of all sources.
+const HEADS: u32 = HEAD * MAX_RANKS as u32;
+
+/// Dynamic shared memory of notify, in bytes: the heads; tokens of earlier channels by destination; whether a wait expired.
+pub const NOTIFY_SHARED_BYTES: u32 = (HEADS + MAX_RANKS as u32 + 1) * 4;
+
 /// Exchanges counts and plans where rows go. One block per channel.
-///
-/// Shared memory, in words: `[0, 64)` counts by (source, destination); `[64, 72)` tokens of earlier channels by
-/// destination; `[72, 80)` the verdict.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 4, registers = 128,
     requires(
@@ -38,7 +46,9 @@ pub unsafe fn notify(args: NotifyArgs) {
     let (ranks, channel) = (comm.num_ranks, ctaid());
     let epoch = current_epoch(comm);
     let shared = dynamic_shared();
-    let (counts, earlier, verdict) = (shared, shared + 64 * 4, shared + 72 * 4);
+    let (heads, earlier, expired) = (shared, shared + HEADS * 4, shared + (HEADS + MAX_RANKS as u32) * 4);
+    let head = |source: u32, word: u32| ld_shared_u32(heads + (source * HEAD + word) * 4);
+    let count = |source: u32, rank: u32| head(source, message::RANK_COUNTS + rank);
     let local_experts = args.num_experts / ranks;
 
     // Block 0 sends what the layout already counted, before anything else.
@@ -68,8 +78,8 @@ pub unsafe fn notify(args: NotifyArgs) {
 
     // Tokens of the channels before this one, by destination. Each block counts for itself: it costs microseconds and
     // spares a wait between blocks.
-    if thread < 16 {
-        st_shared_u32(earlier + thread * 4, 0);
+    if thread <= MAX_RANKS as u32 {
+        st_shared_u32(earlier + thread * 4, 0); // and `expired`, which follows
     }
     barrier_sync();
     let per_channel = args.num_tokens.div_ceil(args.num_channels);
@@ -94,69 +104,49 @@ pub unsafe fn notify(args: NotifyArgs) {
     }
     barrier_sync();
 
-    // Tell each peer where this channel starts, then collect everybody's counts.
+    // Tell each peer where this channel starts, then collect everybody's heads, one packet a thread.
     if thread < ranks {
         let start = ld_shared_u32(earlier + thread * 4);
         send_packet(comm, thread, message::CHANNEL_STARTS + channel, start, epoch);
     }
-    if thread < ranks * ranks {
-        let (source, rank) = (thread / ranks, thread % ranks);
-        match wait_packet(comm, source, message::RANK_COUNTS + rank, epoch) {
-            Some(count) => st_shared_u32(counts + (source * MAX_RANKS as u32 + rank) * 4, count),
-            None => st_shared_u32(counts + (source * MAX_RANKS as u32 + rank) * 4, 0),
-        }
-    }
-    if warp == 2 {
-        // Lane r reads rank r's signature; of the lanes that find fault, the lowest speaks.
-        let (mut fault, mut word, mut theirs, mut mine) = (0, 0, 0, 0);
-        if lane < ranks {
-            let mut check =
-                |index: u32, ours: u32| match wait_packet(comm, lane, message::SIGNATURE + index, epoch) {
-                    Some(value) if value != ours => {
-                        (fault, word, theirs, mine) = (PlanStatus::Mismatch as u32, index, value, ours)
-                    }
-                    Some(_) => {}
-                    None => fault = PlanStatus::Timeout as u32,
-                };
-            check(0, args.row_bytes);
-            check(1, args.columns);
-            check(2, args.num_experts);
-            check(3, args.num_channels);
-            check(4, comm.pool.rows as u32);
-            match wait_packet(comm, lane, message::INVALID, epoch) {
-                Some(0) => {}
-                Some(_) => fault = PlanStatus::InvalidExpert as u32,
-                None => fault = PlanStatus::Timeout as u32,
+    if thread < ranks * HEAD {
+        let (source, word) = (thread / HEAD, thread % HEAD);
+        // A message holds the counts for `ranks` ranks only.
+        if word < message::RANK_COUNTS + ranks {
+            match wait_packet(comm, source, word, epoch) {
+                Some(value) => st_shared_u32(heads + thread * 4, value),
+                None => st_shared_u32(expired, 1),
             }
-            // A peer with fewer channels would never send this one's start.
-            if fault == 0 {
-                match wait_packet(comm, lane, message::CHANNEL_STARTS + channel, epoch) {
-                    Some(start) => {
-                        let entry = lane * args.num_channels + channel;
-                        st_u32(args.recv_channel_prefix_matrix.0 + entry as u64 * 4, start);
-                    }
-                    None => fault = PlanStatus::Timeout as u32,
-                }
-            }
-        }
-        if ballot(fault != 0) != 0 && ballot(fault != 0).trailing_zeros() == lane {
-            st_shared_u32(verdict + 4, lane);
-            st_shared_u32(verdict + 8, word);
-            st_shared_u32(verdict + 12, theirs);
-            st_shared_u32(verdict + 16, mine);
-            st_shared_u32(verdict, fault);
         }
     }
     barrier_sync();
 
-    // Everybody has the same counts, hence the same verdict: either all ranks move rows or none does.
-    let mut status = ld_shared_u32(verdict);
-    let (mut peer, mut detail) = (ld_shared_u32(verdict + 4), ld_shared_u32(verdict + 8));
+    // Everybody has the same heads, hence the same verdict: either all ranks move rows or none does.
+    let (mut status, mut peer, mut detail) = (0, 0, 0);
+    let (mut theirs, mut ours) = (0, 0);
+    if ld_shared_u32(expired) != 0 {
+        status = PlanStatus::Timeout as u32;
+    }
+    let mut source = 0;
+    while source < ranks {
+        let mut word = 0;
+        while status == 0 && word < message::INVALID {
+            (theirs, ours) = (head(source, word), head(comm.rank, word));
+            if theirs != ours {
+                (status, peer, detail) = (PlanStatus::Mismatch as u32, source, word);
+            }
+            word += 1;
+        }
+        if status == 0 && head(source, message::INVALID) != 0 {
+            (status, peer) = (PlanStatus::InvalidExpert as u32, source);
+        }
+        source += 1;
+    }
     let (mut receives, mut rank) = (0, 0);
-    while rank < ranks {
+    while rank < ranks && status != PlanStatus::Timeout as u32 {
         let (mut total, mut source) = (0, 0);
         while source < ranks {
-            total += ld_shared_u32(counts + (source * MAX_RANKS as u32 + rank) * 4);
+            total += count(source, rank);
             if channel == 0 && thread == 0 {
                 st_u32(args.rank_prefix_matrix.0 + (source * ranks + rank) as u64 * 4, total);
             }
@@ -181,7 +171,7 @@ pub unsafe fn notify(args: NotifyArgs) {
         if mine {
             let mut source = 0;
             while source < comm.rank {
-                base += ld_shared_u32(counts + (source * MAX_RANKS as u32 + warp) * 4);
+                base += count(source, warp);
                 source += 1;
             }
         }
@@ -210,37 +200,49 @@ pub unsafe fn notify(args: NotifyArgs) {
         }
     }
 
-    // Block 0 adds up the experts' counts and answers the host.
-    if channel == 0 {
-        let host_experts = args.host.0 + 32;
-        let mut expert = thread;
-        while expert < local_experts {
-            let (mut total, mut source) = (0, 0);
-            while source < ranks {
-                match wait_packet(comm, source, message::EXPERT_COUNTS + expert, epoch) {
-                    Some(count) => total += count,
-                    None => break,
-                }
-                source += 1;
+    // Entry 0: where this channel starts at every source. In block 0 the others: how many selections each local expert
+    // has. Ranks that disagree on the number of channels or experts would wait for packets that never come.
+    let agreed = status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32;
+    let entries = if channel == 0 { 1 + local_experts } else { 1 };
+    let mut entry = thread;
+    while entry < entries && agreed {
+        let (mut total, mut source) = (0, 0);
+        while source < ranks {
+            let word = if entry == 0 {
+                message::CHANNEL_STARTS + channel
+            } else {
+                message::EXPERT_COUNTS + entry - 1
+            };
+            let Some(value) = wait_packet(comm, source, word, epoch) else { break };
+            if entry == 0 {
+                let to = (source * args.num_channels + channel) as u64 * 4;
+                st_u32(args.recv_channel_prefix_matrix.0 + to, value);
             }
-            let aligned = total.div_ceil(args.expert_alignment) * args.expert_alignment;
-            st_u32(args.num_recv_tokens_per_expert.0 + expert as u64 * 4, aligned);
-            if !args.host.is_null() {
-                st_u32(host_experts + expert as u64 * 4, aligned);
-            }
-            expert += THREADS;
+            total += value;
+            source += 1;
         }
-        fence_acq_rel_sys();
+        if entry != 0 {
+            let aligned = total.div_ceil(args.expert_alignment) * args.expert_alignment;
+            let to = (entry - 1) as u64 * 4;
+            st_u32(args.num_recv_tokens_per_expert.0 + to, aligned);
+            if !args.host.is_null() {
+                st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + to, aligned);
+            }
+        }
+        entry += THREADS;
+    }
+
+    // Block 0 answers for the plan; the barrier makes its answer cover what the block's other threads wrote.
+    if channel == 0 {
         barrier_sync();
         if thread == 0 {
             if aborted(comm) {
                 status = PlanStatus::Timeout as u32;
             }
-            let (theirs, ours) = (ld_shared_u32(verdict + 12), ld_shared_u32(verdict + 16));
             write_header(args.header.0, status, receives, peer, detail, theirs, ours);
             if !args.host.is_null() {
                 write_header(args.host.0, status, receives, peer, detail, theirs, ours);
-                st_release_sys_u64(args.host.0 + 24, args.tag);
+                st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
             }
         }
     }

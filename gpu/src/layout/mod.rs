@@ -50,6 +50,13 @@ pub const fn row_stride(row_bytes: u64) -> u64 {
     (row_bytes + ROW_ALIGN - 1) & !(ROW_ALIGN - 1)
 }
 
+/// Bytes of a token's scales that dispatch moves by bulk copy, behind the row in its stage; 0 where they are not a multiple of
+/// 16 bytes or too many, and go by ordinary stores.
+#[inline(always)]
+pub const fn bulk_scale_bytes(num_scales: u32) -> u32 {
+    if num_scales.is_multiple_of(4) && num_scales <= 1024 { num_scales * 4 } else { 0 }
+}
+
 /// Asserts a struct's size and the offset of its last field, so that host and device cannot drift apart.
 macro_rules! layout_assert {
     ($ty:ty, size = $size:expr, $field:ident at $offset:expr) => {

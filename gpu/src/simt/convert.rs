@@ -1,4 +1,4 @@
-//! Conversions between BF16 pairs and `f32`.
+//! Conversions between BF16 pairs and `f32`, and functions of `f32`.
 
 #[cfg(target_arch = "nvptx64")]
 use core::arch::asm;
@@ -15,6 +15,17 @@ device_fns! {
             asm!("cvt.rn.bf16x2.f32 {r}, {h}, {l};",
                 r = out(reg32) r, h = in(reg32) hi, l = in(reg32) lo, options(pure, nomem, nostack))
         };
+        r
+    }
+
+    /// 2 to the power of `v`, to within 2 units in the last place. `ex2.approx.f32 r, v;`
+    ///
+    /// # Safety
+    /// None beyond running on the device.
+    pub unsafe fn ex2_approx(v: f32) -> f32 {
+        let r: f32;
+        // SAFETY: arithmetic on registers.
+        unsafe { asm!("ex2.approx.f32 {r}, {v};", r = out(reg32) r, v = in(reg32) v, options(pure, nomem, nostack)) };
         r
     }
 }

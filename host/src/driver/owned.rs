@@ -4,6 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
+
 use super::{CopyEnd, Device, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream};
 use crate::error::{Error, Result};
 
@@ -125,6 +127,37 @@ impl Stream {
     pub unsafe fn launch(&self, kernel: &Kernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { self.device.launch(self.handle, kernel.handle, config, params) }
+    }
+
+    /// Launches `kernel`, a `K`, on `grid` blocks of `block` threads with a call that has been checked: `K::call(args)`.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] where a clause of the kernel's contract does not hold or `kernel` is another one, and whatever
+    /// the driver reports.
+    ///
+    /// # Safety
+    /// The addresses in the call's arguments are live, and as the argument struct says, until the kernel ends.
+    pub unsafe fn call<K: gpu::Kernel>(
+        &self,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        shared_bytes: u32,
+        call: std::result::Result<Call<K>, ContractError>,
+    ) -> Result<()> {
+        let refuse = |kernel, rule| Err(Error::Launch { kernel, rule });
+        let call = match call {
+            Ok(call) => call,
+            Err(broken) => {
+                return refuse(broken.kernel, format!("requires {}: {}", broken.clause, broken.values));
+            }
+        };
+        if kernel.name != K::INFO.name {
+            return refuse(K::INFO.name, format!("its arguments were given to {}", kernel.name));
+        }
+        let config = LaunchConfig { grid, block, shared_bytes, cooperative: false };
+        // SAFETY: `Call<K>` holds exactly kernel K's parameter; the caller vouches for the addresses.
+        unsafe { self.launch(kernel, &config, &[call.param()]) }
     }
 
     /// Copies host bytes to the device and waits for it.
@@ -298,6 +331,14 @@ pub struct Kernel {
 }
 
 impl Kernel {
+    /// Kernel `K` of the PTX that epoxide ships, for [`Stream::call`]; `max_shared_bytes` is the most dynamic shared
+    /// memory it will be launched with.
+    pub fn shipped<K: gpu::Kernel>(device: &Arc<dyn Device>, max_shared_bytes: u32) -> Result<Kernel> {
+        let name = K::INFO.name;
+        Module::load(device, &epoxide_gpu::only_kernels(epoxide_gpu::PTX, &[name]))?
+            .kernel(name, max_shared_bytes)
+    }
+
     /// The entry's name.
     pub fn name(&self) -> &'static str {
         self.name
@@ -321,5 +362,33 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         self.device.graph_destroy(self.handle);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use epoxide_gpu::kernels::{CeilingPull, CeilingPush, Kernel as _};
+    use epoxide_gpu::layout::CeilingArgs;
+
+    use super::*;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+
+    #[test]
+    fn calls_that_break_the_contract_or_fit_another_kernel_are_refused() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let stream = Stream::new(&device, false).unwrap();
+        let push = Kernel::shipped::<CeilingPush>(&device, 0).unwrap();
+        let zero = bytemuck::Zeroable::zeroed();
+        let args = CeilingArgs { row_bytes: 16, stages: 2, fanout: 1, num_ranks: 2, ..zero };
+        let odd = CeilingArgs { row_bytes: 24, ..args };
+        // SAFETY: both are refused before anything is launched.
+        let (other, broken) = unsafe {
+            (
+                stream.call(&push, 1, 32, 0, CeilingPull::call(args)).unwrap_err(),
+                stream.call(&push, 1, 32, 0, CeilingPush::call(odd)).unwrap_err(),
+            )
+        };
+        assert!(other.to_string().contains("its arguments were given to ceiling_push"), "{other}");
+        assert!(broken.to_string().contains("row_bytes"), "{broken}");
     }
 }

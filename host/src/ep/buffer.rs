@@ -76,6 +76,7 @@ pub struct Buffer {
     _peers: Vec<Memory>,
     _tables: Memory,
     start: Event,
+    /// Where the last operation ends, in whichever stream it ran.
     end: Event,
     pub(super) device: Arc<dyn Device>,
     pub(super) comm: Comm,
@@ -109,6 +110,11 @@ impl Buffer {
         let layout = pool_layout(&options.shape, num_ranks, options.num_nvl_bytes)?;
         agree(group, &layout, &options)?;
 
+        // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
+        let loader = {
+            let (device, tuning) = (device.clone(), options.tuning);
+            std::thread::spawn(move || Kernels::load(&device, tuning))
+        };
         let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
         let fd = pool.export()?;
         let mut peers = Vec::new();
@@ -134,7 +140,8 @@ impl Buffer {
         let status = mapped(&device, size_of::<Status>() as u64, "status")?;
         let counts = size_of::<PlanHeader>() as u64 + MAX_LOCAL_EXPERTS as u64 * 4;
         let host_counts = mapped(&device, counts, "host counts")?;
-        let kernels = Kernels::load(&device, options.tuning)?;
+        let kernels =
+            loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
 
         let comm = Comm {
             pools: tables.ptr(),
@@ -264,7 +271,7 @@ impl Buffer {
 
     pub(super) fn check_experts(&self, num_experts: u32) -> Result<()> {
         let ranks = self.num_ranks;
-        if num_experts == 0 || num_experts % ranks != 0 {
+        if num_experts == 0 || !num_experts.is_multiple_of(ranks) {
             let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
             return Err(Error::argument("num_experts", num_experts, rule));
         }
@@ -311,7 +318,9 @@ impl Buffer {
             if let Some(event) = order.previous_event {
                 caller.wait(event)?;
             }
-            work(self, caller)?;
+            let outcome = work(self, caller);
+            let ended = self.end.record(caller);
+            outcome.and(ended)?;
             return order.asynchronous.then(|| self.recorded(caller)).transpose();
         }
         match order.previous_event {
@@ -322,13 +331,15 @@ impl Buffer {
             }
         }
         let stream = self.comm_stream.clone();
-        work(self, &stream)?;
-        if order.asynchronous {
+        let outcome = work(self, &stream);
+        let ended = self.end.record(&stream);
+        if order.asynchronous && outcome.is_ok() {
+            ended?;
             return self.recorded(&stream).map(Some);
         }
-        self.end.record(&stream)?;
-        caller.wait(&self.end)?;
-        Ok(None)
+        // After an error as well: kernels that were launched still run, and the memory they use is given back.
+        let waits = ended.and_then(|()| caller.wait(&self.end));
+        outcome.and(waits).map(|()| None)
     }
 
     fn recorded(&self, stream: &Stream) -> Result<Event> {
@@ -343,6 +354,7 @@ impl Drop for Buffer {
         // Kernels in flight hold addresses of the memory that goes next. Peers' mappings of this pool keep its memory
         // alive for them, so no barrier is needed. Errors have nowhere to go.
         let _ = self.comm_stream.synchronize();
+        let _ = self.end.synchronize();
     }
 }
 

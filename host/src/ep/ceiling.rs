@@ -73,11 +73,11 @@ impl Buffer {
         unsafe {
             match direction {
                 Direction::Push => {
-                    let kernel = &self.kernels.ceiling_push;
+                    let kernel = self.kernels.ceiling_push()?;
                     launch::<CeilingPush>(stream, kernel, grid, block, shared, CeilingPush::call(args))
                 }
                 Direction::Pull => {
-                    let kernel = &self.kernels.ceiling_pull;
+                    let kernel = self.kernels.ceiling_pull()?;
                     launch::<CeilingPull>(stream, kernel, grid, block, shared, CeilingPull::call(args))
                 }
             }

@@ -17,7 +17,8 @@ const STAGE_THREADS: u32 = 512;
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
     /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into the pool first, on all
-    /// multiprocessors.
+    /// multiprocessors. Where the host does not know how many rows came, the tensor may have fewer than there was room
+    /// for, but not fewer than came: rows that are missing are not returned.
     Tensor(&'a Tensor),
     /// The rows are already in [`Buffer::combine_rows`]: nothing is copied.
     InPool {
@@ -65,11 +66,8 @@ impl Buffer {
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool { dtype, hidden } => (dtype, hidden),
             CombineRows::Tensor(x) => {
-                x.expect(
-                    "x",
-                    &[DType::Bf16, DType::F32],
-                    &[("num_recv_tokens", received), ("hidden", None)],
-                )?;
+                let dims = [("num_recv_tokens", received), ("hidden", None)];
+                x.expect_strided("x", &[DType::Bf16, DType::F32], &dims)?;
                 x.expect_rows_of_16("x")?;
                 (x.dtype(), x.columns())
             }
@@ -108,18 +106,20 @@ impl Buffer {
 
         let pool = self.pool.ptr();
         let null = DevicePtr::NULL;
+        let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
+        let given = in_tensor.into_iter().chain(request.topk_weights).map(Tensor::rows).min();
         let stage = StageArgs {
-            x: if let CombineRows::Tensor(x) = request.rows { x.ptr() } else { null },
-            x_stride: if let CombineRows::Tensor(x) = request.rows { x.row_stride() } else { 0 },
+            x: in_tensor.map_or(null, Tensor::ptr),
+            x_stride: in_tensor.map_or(0, Tensor::row_stride),
             rows: pool.add(self.comm.pool.combine_x),
             weights: request.topk_weights.map_or(null, Tensor::ptr),
             weight_rows: pool.add(self.comm.pool.combine_weights),
             header: handle.places.header,
-            capacity: self.comm.pool.rows,
+            capacity: given.unwrap_or(0).min(self.comm.pool.rows),
             row_bytes: row_bytes as u32,
             num_topk,
         };
-        let ring = self.kernels.combine_ring(row_bytes as u32);
+        let ring = self.kernels.combine_ring(row_bytes as u32, self.config.num_sms);
         let args = CombineArgs {
             comm: self.comm,
             combined_x: x_at,
@@ -142,14 +142,13 @@ impl Buffer {
                     let call = StageCombine::call(stage);
                     launch::<StageCombine>(stream, &kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
-                let (kernel, grid) = (kernels.combine(dtype), buffer.config.num_sms);
-                let (block, shared) = (ring.threads(), ring.shared_bytes());
-                match dtype {
-                    DType::F32 => {
-                        launch::<CombineF32>(stream, kernel, grid, block, shared, CombineF32::call(args))
-                    }
-                    _ => launch::<CombineBf16>(stream, kernel, grid, block, shared, CombineBf16::call(args)),
+                let (grid, block, shared) = (buffer.config.num_sms, ring.threads(), ring.shared_bytes());
+                if dtype == DType::F32 {
+                    let (kernel, call) = (kernels.combine_f32()?, CombineF32::call(args));
+                    return launch::<CombineF32>(stream, kernel, grid, block, shared, call);
                 }
+                let (kernel, call) = (&kernels.combine_bf16, CombineBf16::call(args));
+                launch::<CombineBf16>(stream, kernel, grid, block, shared, call)
             }
         })?;
         let weights =

@@ -49,7 +49,7 @@ impl Config {
             if ok { Ok(()) } else { Err(Error::argument(argument, value, rule)) }
         };
         rule(
-            num_sms >= 2 && num_sms % 2 == 0,
+            num_sms >= 2 && num_sms.is_multiple_of(2),
             "num_sms",
             num_sms,
             "must be even and at least 2: a channel is two".into(),

@@ -2,12 +2,12 @@
 
 use std::sync::{Arc, OnceLock};
 
-use epoxide_gpu::kernels::{Dispatch, Kernel as _, Notify};
+use epoxide_gpu::kernels::{Dispatch, Kernel as _, NOTIFY_SHARED_BYTES, Notify};
 use epoxide_gpu::layout::{Comm, DevicePtr, DispatchArgs, NotifyArgs, PlanHeader};
 
 use super::fault::check_plan;
 use super::handle::{DispatchHandle, Inner, Places};
-use super::kernels::{NOTIFY_SHARED_BYTES, launch};
+use super::kernels::launch;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor};
 use crate::driver::{Event, Stream};
 use crate::error::{Error, Result};
@@ -197,8 +197,7 @@ impl Buffer {
             if exact {
                 // Rows are already on their way while the host waits.
                 header = buffer.wait_counts(stream, tag)?;
-                let rows = buffer.capacity();
-                check_status_then_plan(buffer, &header, rows)?;
+                check_status_then_plan(buffer, &header, capacity)?;
             }
             Ok(())
         })?;
@@ -215,6 +214,7 @@ impl Buffer {
             num_channels,
             local_experts,
             num_topk: request.topk_idx.is_some().then_some(num_topk),
+            capacity,
             num_recv_tokens: num_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
         }));
         let pool = self.comm.pool;
@@ -251,15 +251,14 @@ impl Buffer {
         let args = self.dispatch_args(self.comm, &payload, &handle.0.places, handle.0.num_tokens, None);
         // SAFETY: inputs are held by the caller and the routing by the handle, until the stream has passed.
         let event = self.run(order, |buffer, stream| unsafe { buffer.launch_dispatch(stream, args) })?;
-        let num_recv_tokens = handle.0.num_recv_tokens.get().copied();
-        let rows = num_recv_tokens.map_or(self.capacity(), u64::from);
+        let rows = handle.0.output_rows();
         Ok(DispatchOutput {
             recv_x: self.pool_rows(self.comm.pool.recv_x, payload.dtype, rows, payload.hidden),
             recv_x_scales: self.recv_scales(&payload, rows),
             recv_topk_idx: None,
             recv_topk_weights: None,
             recv_src_idx: None,
-            num_recv_tokens,
+            num_recv_tokens: handle.0.num_recv_tokens.get().copied(),
             num_recv_tokens_per_expert: Vec::new(),
             handle: handle.clone(),
             event,
@@ -271,7 +270,7 @@ impl Buffer {
         self.check_handle(handle)?;
         let mut header = PlanHeader::default();
         stream.read(bytemuck::bytes_of_mut(&mut header), handle.0.places.header)?;
-        check_status_then_plan(self, &header, self.capacity())
+        check_status_then_plan(self, &header, handle.0.capacity)
     }
 
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
@@ -298,6 +297,12 @@ impl Buffer {
                 _ => scales.expect("x_scales", &[DType::F32], &[rows, ("num_scales", None)])?,
             }
             num_scales = scales.columns();
+            // The copy engine moves them where it can: in units of 16 bytes.
+            if num_scales.is_multiple_of(4) && !scales.ptr().0.is_multiple_of(16) {
+                let rule =
+                    format!("the address must be a multiple of 16 bytes with {num_scales} scales per token");
+                return Err(Error::argument("x_scales", format!("{:#x}", scales.ptr().0), rule));
+            }
             let have = self.options.shape.max_scales as u64;
             self.check_column_capacity("x_scales", num_scales, have, "max_scales", "scales")?;
         }
@@ -350,7 +355,8 @@ impl Buffer {
         num_tokens: u32,
         metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
     ) -> DispatchArgs {
-        let (ring, piece_bytes) = self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales);
+        let (ring, piece_bytes) =
+            self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, self.config.num_sms);
         let with_metadata = metadata.is_some() as u32;
         let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
         DispatchArgs {
@@ -377,8 +383,9 @@ impl Buffer {
     /// # Safety
     /// The addresses in `args` are live until the stream has passed the kernel.
     unsafe fn launch_dispatch(&self, stream: &Stream, args: DispatchArgs) -> Result<()> {
-        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales);
-        let (grid, kernel) = (self.config.num_sms, &self.kernels.dispatch);
+        let grid = self.config.num_sms;
+        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, grid);
+        let kernel = &self.kernels.dispatch;
         // SAFETY: passed on to the caller.
         unsafe {
             launch::<Dispatch>(
@@ -411,7 +418,8 @@ impl Buffer {
     }
 }
 
-fn check_status_then_plan(buffer: &Buffer, header: &PlanHeader, rows: u64) -> Result<()> {
+/// `capacity`: rows that the dispatch had room for.
+fn check_status_then_plan(buffer: &Buffer, header: &PlanHeader, capacity: u64) -> Result<()> {
     buffer.check_alive()?;
-    check_plan(header, buffer.rank, buffer.num_ranks, rows, &buffer.options.shape)
+    check_plan(header, buffer, capacity)
 }

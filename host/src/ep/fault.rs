@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PlanHeader, PlanStatus, SIGNATURE_NAMES, Status, Wait};
 
+use super::Buffer;
 use super::pool::pool_bytes;
-use super::{Buffer, BufferShape};
 use crate::driver::{Memory, Stream};
 use crate::error::{Error, Result};
 
@@ -41,32 +41,29 @@ pub(super) fn check_status(memory: &Memory, rank: u32) -> Result<()> {
     })
 }
 
-/// The error of a plan, if it is not ready. `rows` is what a pool holds.
-pub(super) fn check_plan(
-    header: &PlanHeader,
-    rank: u32,
-    num_ranks: u32,
-    rows: u64,
-    shape: &BufferShape,
-) -> Result<()> {
+/// The error of a plan, if it is not ready. `capacity`: rows that the dispatch had room for.
+pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) -> Result<()> {
     let status = header.status;
     if status == PlanStatus::Ready as u32 {
         return Ok(());
     }
     if status == PlanStatus::Capacity as u32 {
         let needed = header.detail as u64;
+        let remedy = if needed <= buffer.capacity() {
+            format!("dispatch with capacity >= {needed}, or with exact counts")
+        } else {
+            format!(
+                "create the buffer with max_tokens_per_rank >= {} or with num_nvl_bytes >= {}",
+                needed.div_ceil(buffer.num_ranks as u64),
+                pool_bytes(&buffer.options.shape, needed)
+            )
+        };
         return Err(Error::Capacity {
             what: "receive pool",
             needed,
-            have: rows,
+            have: capacity,
             unit: "rows",
-            remedy: format!(
-                "rank {} would receive {needed} rows: create the buffer with max_tokens_per_rank >= {} or with \
-                 num_nvl_bytes >= {}",
-                header.peer,
-                needed.div_ceil(num_ranks as u64),
-                pool_bytes(shape, needed)
-            ),
+            remedy: format!("rank {} would receive {needed} rows: {remedy}", header.peer),
         });
     }
     if status == PlanStatus::InvalidExpert as u32 {
@@ -81,7 +78,7 @@ pub(super) fn check_plan(
     if status == PlanStatus::Mismatch as u32 {
         let name = SIGNATURE_NAMES.get(header.detail as usize).copied().unwrap_or("an argument");
         return Err(Error::Mismatch {
-            rank,
+            rank: buffer.rank,
             peer: header.peer,
             what: name,
             ours: header.ours.to_string(),

@@ -27,6 +27,8 @@ pub(super) struct Inner {
     pub num_channels: u32,
     pub local_experts: u32,
     pub num_topk: Option<u32>,
+    /// Rows that the dispatch had room for.
+    pub capacity: u64,
     /// Rows received, once the host knows.
     pub num_recv_tokens: OnceLock<u32>,
 }
@@ -69,6 +71,13 @@ impl Places {
             num_recv_tokens_per_expert: base.add(per_expert),
         };
         (pieces.bytes(), places)
+    }
+}
+
+impl Inner {
+    /// Rows of a dispatch's outputs: as many as came, or where the host does not know, as many as there was room for.
+    pub fn output_rows(&self) -> u64 {
+        self.num_recv_tokens.get().map_or(self.capacity, |&rows| rows as u64)
     }
 }
 

@@ -1,26 +1,30 @@
 //! The loaded kernels, and how large their launches are.
 
 use std::borrow::Cow;
-use std::sync::Arc;
-use std::thread::ScopedJoinHandle;
+use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
     self as gpu, Call, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
-    MAX_SLOT_BYTES, Notify, StageCombine,
+    MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, StageCombine,
 };
-use epoxide_gpu::layout::row_stride;
+use epoxide_gpu::layout::{bulk_scale_bytes, row_stride};
 
-use super::DType;
-use crate::driver::{Device, Kernel, LaunchConfig, Module, Stream};
+use crate::driver::{Device, Kernel, Module, Stream};
 use crate::error::{Error, Result};
+
+/// Most warps of a dispatch, on all multiprocessors together.
+const DISPATCH_WARPS: u32 = 150;
+/// Most warps of a combine, on all multiprocessors together.
+const COMBINE_WARPS: u32 = 300;
 
 /// Names a file with PTX to load instead of the embedded one. Development only.
 const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 
-/// Launch shapes of the copy kernels. The defaults are the best measured on H200 (docs/BENCHMARKS.md).
+/// Launch shapes of the copy kernels. The defaults are the best measured on H200 (docs/BENCHMARKS.md). With many
+/// multiprocessors an operation takes fewer warps on each: too many bytes in flight crowd the links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tuning {
-    /// Warps per block in dispatch, 1 to 16.
+    /// Warps per block in dispatch, 1 to 8.
     pub dispatch_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
     pub dispatch_stage_bytes: u32,
@@ -38,7 +42,7 @@ impl Default for Tuning {
     fn default() -> Self {
         Tuning {
             dispatch_warps: 3,
-            dispatch_stage_bytes: 16384,
+            dispatch_stage_bytes: 8192,
             dispatch_stages: 10,
             combine_warps: 16,
             combine_slot_bytes: 4096,
@@ -56,7 +60,7 @@ impl Tuning {
             }
             Err(Error::argument(name, value, format!("must be {} to {}", range.start(), range.end())))
         };
-        check("dispatch_warps", self.dispatch_warps, 1..=16)?;
+        check("dispatch_warps", self.dispatch_warps, 1..=8)?;
         check("dispatch_stage_bytes", self.dispatch_stage_bytes, 128..=65536)?;
         check("dispatch_stages", self.dispatch_stages, 2..=32)?;
         check("combine_warps", self.combine_warps, 1..=16)?;
@@ -94,93 +98,105 @@ impl RingShape {
     }
 }
 
-/// The kernels of one device.
+/// The kernels of one device. Those that every call path needs are loaded at once, as one module; the others when they are
+/// first asked for, since a driver takes tens of milliseconds to compile each.
 #[derive(Debug)]
 pub(super) struct Kernels {
     pub dispatch_layout: Kernel,
     pub notify: Kernel,
     pub dispatch: Kernel,
     pub stage_combine: Kernel,
-    pub ceiling_push: Kernel,
-    pub ceiling_pull: Kernel,
-    combine_bf16: Kernel,
-    combine_f32: Kernel,
+    pub combine_bf16: Kernel,
+    combine_f32: OnceLock<Kernel>,
+    ceiling_push: OnceLock<Kernel>,
+    ceiling_pull: OnceLock<Kernel>,
+    device: Arc<dyn Device>,
     tuning: Tuning,
-    shared_limit: u32,
 }
 
 impl Kernels {
-    /// Loads the embedded PTX: every kernel as a module of its own, all at once, since a driver compiles a module on one
-    /// core.
+    /// Loads the embedded PTX.
     pub fn load(device: &Arc<dyn Device>, tuning: Tuning) -> Result<Kernels> {
-        let text = match std::env::var_os(PTX_OVERRIDE) {
-            None => Cow::Borrowed(epoxide_gpu::PTX),
-            Some(path) => Cow::Owned(std::fs::read_to_string(&path).map_err(|error| {
-                Error::argument(PTX_OVERRIDE, path.to_string_lossy(), format!("cannot be read: {error}"))
-            })?),
-        };
+        use gpu::Kernel as _;
         let shared_limit = device.info().max_shared_bytes_per_block;
-        std::thread::scope(|scope| {
-            let load = |info: gpu::KernelInfo, shared_bytes| {
-                let ptx = epoxide_gpu::single_kernel(&text, info.name);
-                scope.spawn(move || Module::load(device, &ptx)?.kernel(info.name, shared_bytes))
-            };
-            use gpu::Kernel as _;
-            // The largest first.
-            let combine_bf16 = load(CombineBf16::INFO, shared_limit);
-            let combine_f32 = load(CombineF32::INFO, shared_limit);
-            let dispatch = load(Dispatch::INFO, shared_limit);
-            let notify = load(Notify::INFO, NOTIFY_SHARED_BYTES);
-            let dispatch_layout = load(DispatchLayout::INFO, shared_limit);
-            let stage_combine = load(StageCombine::INFO, 0);
-            let ceiling_push = load(CeilingPush::INFO, shared_limit);
-            let ceiling_pull = load(CeilingPull::INFO, shared_limit);
-            Ok(Kernels {
-                dispatch_layout: joined(dispatch_layout)?,
-                notify: joined(notify)?,
-                dispatch: joined(dispatch)?,
-                stage_combine: joined(stage_combine)?,
-                ceiling_push: joined(ceiling_push)?,
-                ceiling_pull: joined(ceiling_pull)?,
-                combine_bf16: joined(combine_bf16)?,
-                combine_f32: joined(combine_f32)?,
-                tuning,
-                shared_limit,
-            })
+        let first = [
+            DispatchLayout::INFO.name,
+            Notify::INFO.name,
+            Dispatch::INFO.name,
+            StageCombine::INFO.name,
+            CombineBf16::INFO.name,
+        ];
+        let module = Module::load(device, &epoxide_gpu::only_kernels(&ptx()?, &first))?;
+        Ok(Kernels {
+            dispatch_layout: module.kernel(DispatchLayout::INFO.name, shared_limit)?,
+            notify: module.kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
+            dispatch: module.kernel(Dispatch::INFO.name, shared_limit)?,
+            stage_combine: module.kernel(StageCombine::INFO.name, 0)?,
+            combine_bf16: module.kernel(CombineBf16::INFO.name, shared_limit)?,
+            combine_f32: OnceLock::new(),
+            ceiling_push: OnceLock::new(),
+            ceiling_pull: OnceLock::new(),
+            device: device.clone(),
+            tuning,
         })
     }
 
+    pub fn combine_f32(&self) -> Result<&Kernel> {
+        self.on_demand(&self.combine_f32, <CombineF32 as gpu::Kernel>::INFO)
+    }
+
+    pub fn ceiling_push(&self) -> Result<&Kernel> {
+        self.on_demand(&self.ceiling_push, <CeilingPush as gpu::Kernel>::INFO)
+    }
+
+    pub fn ceiling_pull(&self) -> Result<&Kernel> {
+        self.on_demand(&self.ceiling_pull, <CeilingPull as gpu::Kernel>::INFO)
+    }
+
+    fn on_demand<'a>(&self, kernel: &'a OnceLock<Kernel>, info: gpu::KernelInfo) -> Result<&'a Kernel> {
+        if let Some(loaded) = kernel.get() {
+            return Ok(loaded);
+        }
+        let module = Module::load(&self.device, &epoxide_gpu::only_kernels(&ptx()?, &[info.name]))?;
+        let loaded = module.kernel(info.name, self.shared_limit())?;
+        Ok(kernel.get_or_init(|| loaded))
+    }
+
+    fn shared_limit(&self) -> u32 {
+        self.device.info().max_shared_bytes_per_block
+    }
+
     /// The ring of a dispatch, and the bytes of a row that travel together: a stage holds those and the scales.
-    pub fn dispatch_ring(&self, row_bytes: u32, num_scales: u32) -> (RingShape, u32) {
+    pub fn dispatch_ring(&self, row_bytes: u32, num_scales: u32, num_sms: u32) -> (RingShape, u32) {
         let t = &self.tuning;
+        let warps = t.dispatch_warps.min(DISPATCH_WARPS / num_sms).max(1);
         let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
-        let stage_bytes = (piece_bytes + num_scales * 4).next_multiple_of(128);
-        let ring = RingShape::fit(stage_bytes, t.dispatch_warps, t.dispatch_stages, self.shared_limit);
+        let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales)).next_multiple_of(128);
+        let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.shared_limit());
         (ring, piece_bytes)
     }
 
-    pub fn combine_ring(&self, row_bytes: u32) -> RingShape {
+    pub fn combine_ring(&self, row_bytes: u32, num_sms: u32) -> RingShape {
         let t = &self.tuning;
+        let warps = t.combine_warps.min(COMBINE_WARPS / num_sms).max(1);
         // A warp's lanes take 512 bytes at a time; whole turns keep all lanes busy.
         let align = if row_bytes < 512 { 16 } else { 512 };
         let pieces = row_bytes.div_ceil(t.combine_slot_bytes / align * align);
         let bytes = row_bytes.div_ceil(pieces).next_multiple_of(align);
-        RingShape::fit(bytes, t.combine_warps, t.combine_slots, self.shared_limit)
-    }
-
-    /// The combine kernel for rows of `dtype`.
-    pub fn combine(&self, dtype: DType) -> &Kernel {
-        if dtype == DType::F32 { &self.combine_f32 } else { &self.combine_bf16 }
+        RingShape::fit(bytes, warps, t.combine_slots, self.shared_limit())
     }
 }
 
-fn joined(loader: ScopedJoinHandle<'_, Result<Kernel>>) -> Result<Kernel> {
-    loader.join().unwrap_or_else(|_| Err(Error::os("module load", "the loading thread panicked")))
+/// The PTX to load.
+fn ptx() -> Result<Cow<'static, str>> {
+    match std::env::var_os(PTX_OVERRIDE) {
+        None => Ok(Cow::Borrowed(epoxide_gpu::PTX)),
+        Some(path) => std::fs::read_to_string(&path).map(Cow::Owned).map_err(|error| {
+            Error::argument(PTX_OVERRIDE, path.to_string_lossy(), format!("cannot be read: {error}"))
+        }),
+    }
 }
-
-/// Dynamic shared memory of notify, in bytes; its documentation has the map.
-pub(super) const NOTIFY_SHARED_BYTES: u32 = 80 * 4;
 
 /// Launches a checked call.
 ///
@@ -194,13 +210,8 @@ pub(super) unsafe fn launch<K: gpu::Kernel>(
     shared_bytes: u32,
     call: std::result::Result<Call<K>, gpu::ContractError>,
 ) -> Result<()> {
-    let call = call.map_err(|broken| Error::Launch {
-        kernel: broken.kernel,
-        rule: format!("requires {}: {}", broken.clause, broken.values),
-    })?;
-    let config = LaunchConfig { grid, block, shared_bytes, cooperative: false };
-    // SAFETY: `Call<K>` holds exactly kernel K's parameter; the caller vouches for the addresses.
-    unsafe { stream.launch(kernel, &config, &[call.param()]) }
+    // SAFETY: passed on to the caller.
+    unsafe { stream.call(kernel, grid, block, shared_bytes, call) }
 }
 
 /// Bytes from one pool row to the next, as the kernels compute it.

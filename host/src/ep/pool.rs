@@ -28,7 +28,7 @@ pub(super) fn pool_bytes(shape: &BufferShape, rows: u64) -> u64 {
 
 /// The layout of a pool with the rows that `shape` asks for, or with as many as fit in `limit` bytes.
 pub(super) fn pool_layout(shape: &BufferShape, num_ranks: u32, limit: Option<u64>) -> Result<PoolLayout> {
-    if shape.max_row_bytes == 0 || shape.max_row_bytes % 16 != 0 {
+    if shape.max_row_bytes == 0 || !shape.max_row_bytes.is_multiple_of(16) {
         return Err(Error::argument(
             "hidden",
             format!("{} bytes per row", shape.max_row_bytes),

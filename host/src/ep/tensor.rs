@@ -246,6 +246,21 @@ impl Tensor {
         dtypes: &[DType],
         dims: &[(&str, Option<u64>)],
     ) -> Result<()> {
+        self.expect_strided(name, dtypes, dims)?;
+        if self.is_contiguous() {
+            return Ok(());
+        }
+        let rule = format!("rows must be contiguous, {} bytes apart; copy them together", self.row_bytes());
+        Err(Error::argument(name, format!("row stride {} bytes", self.row_stride), rule))
+    }
+
+    /// [`Tensor::expect`] without contiguity.
+    pub(crate) fn expect_strided(
+        &self,
+        name: &'static str,
+        dtypes: &[DType],
+        dims: &[(&str, Option<u64>)],
+    ) -> Result<()> {
         if !dtypes.contains(&self.dtype) {
             let expected = dtypes.iter().map(|d| d.name()).collect::<Vec<_>>().join(" or ");
             return Err(Error::Dtype { tensor: name, have: self.dtype.to_string(), expected });
@@ -260,13 +275,8 @@ impl Tensor {
             let expected = format!("[{}]", expected.collect::<Vec<_>>().join(", "));
             return Err(Error::Shape { tensor: name, have: self.shape.clone(), expected });
         }
-        if !self.is_contiguous() {
-            let rule =
-                format!("rows must be contiguous, {} bytes apart; copy them together", self.row_bytes());
-            return Err(Error::argument(name, format!("row stride {} bytes", self.row_stride), rule));
-        }
         let align = self.dtype.size();
-        if self.ptr.0 % align != 0 {
+        if !self.ptr.0.is_multiple_of(align) {
             let rule = format!("the address must be a multiple of {align} bytes");
             return Err(Error::argument(name, format!("{:#x}", self.ptr.0), rule));
         }
@@ -276,7 +286,7 @@ impl Tensor {
     /// Checks that rows can be moved in units of 16 bytes.
     pub(crate) fn expect_rows_of_16(&self, name: &'static str) -> Result<()> {
         let bytes = self.row_bytes();
-        if bytes == 0 || bytes % 16 != 0 || bytes > u32::MAX as u64 / 2 {
+        if bytes == 0 || !bytes.is_multiple_of(16) || bytes > u32::MAX as u64 / 2 {
             let value = format!("{} x {} ({bytes} bytes per row)", self.columns(), self.dtype);
             return Err(Error::argument(
                 "hidden",
@@ -284,7 +294,7 @@ impl Tensor {
                 format!("{name}: hidden * element size must be a positive multiple of 16 bytes, below 2 GiB"),
             ));
         }
-        if self.ptr.0 % 16 != 0 {
+        if !self.ptr.0.is_multiple_of(16) {
             let rule = "the address must be a multiple of 16 bytes";
             return Err(Error::argument(name, format!("{:#x}", self.ptr.0), rule));
         }

@@ -3,7 +3,7 @@
 use epoxide::driver::{DevicePtr, Stream};
 use epoxide::ep::{
     Buffer, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows, DType, DispatchHandle,
-    DispatchOutput, DispatchRequest, StreamOrder, Tensor,
+    DispatchOutput, DispatchRequest, Element, StreamOrder, Tensor,
 };
 use epoxide::testing::oracle::{self, Plan, Routing, Style};
 use epoxide::testing::payload::{PerToken, per_token, round};
@@ -16,6 +16,8 @@ use crate::checks::{self, Difference};
 use crate::options::{RowType, Setup};
 use crate::ranks::Rank;
 use crate::stop::Result;
+
+mod graph;
 
 /// What memory holds that the next operation must overwrite: no expected value looks like it.
 const POISON: u8 = 0xdb;
@@ -266,10 +268,11 @@ impl<'a> Rig<'a> {
 
     /// Compares received rows and scales.
     fn check_received(&mut self, case: &Case, salt: u64, plan: &Plan, output: &DispatchOutput) -> Result<()> {
-        let stream = &self.stream;
         let recv_x = match case.dtype {
-            RowType::Bf16 => bytemuck::cast_slice::<u16, u8>(&output.recv_x.to_host::<u16>(stream)?).to_vec(),
-            RowType::Fp8 => output.recv_x.to_host::<u8>(stream)?,
+            RowType::Bf16 => {
+                bytemuck::cast_slice(&self.received::<u16>(plan, output, &output.recv_x)?).to_vec()
+            }
+            RowType::Fp8 => self.received::<u8>(plan, output, &output.recv_x)?,
         };
         let expected = |source, token| case.row(salt, source, token);
         let mut difference = checks::rows("recv_x", &recv_x, case.row_bytes(), &plan.recv_src, expected);
@@ -277,14 +280,24 @@ impl<'a> Rig<'a> {
             let expected: Vec<f32> =
                 plan.recv_src.iter().flat_map(|&(source, token)| case.scales(salt, source, token)).collect();
             let columns = scales.columns() as usize;
-            let got = scales.to_host::<f32>(stream)?;
+            let got = self.received::<f32>(plan, output, scales)?;
             difference = difference.or_else(|| checks::bits("recv_x_scales", columns, &got, &expected));
         } else if case.dtype == RowType::Fp8 {
             difference = difference.or(Some("recv_x_scales: expected some, got none".to_owned()));
         }
-        let rows = Some(plan.num_recv_tokens);
-        self.note(difference.or_else(|| checks::value("num_recv_tokens", output.num_recv_tokens, rows)));
+        let rows = output.handle.num_recv_tokens(&self.stream)?;
+        self.note(difference.or_else(|| checks::value("num_recv_tokens", rows, plan.num_recv_tokens)));
         Ok(())
+    }
+
+    /// What came in `tensor`: all of it or, where the host did not wait for the counts, as many rows as should have come
+    /// of those that there was room for.
+    fn received<T: Element>(&self, plan: &Plan, output: &DispatchOutput, tensor: &Tensor) -> Result<Vec<T>> {
+        let mut values = tensor.to_host(&self.stream)?;
+        if output.num_recv_tokens.is_none() {
+            values.truncate(plan.recv_src.len() * tensor.columns() as usize);
+        }
+        Ok(values)
     }
 
     /// Compares what travels with the rows, the counts and the handle.
@@ -298,17 +311,18 @@ impl<'a> Rig<'a> {
         let columns = case.routing.num_topk as usize;
         let expected_weights = oracle::recv_topk_weights(plan, &case.weights).concat();
         let expected_src: Vec<i32> = plan.recv_src.iter().map(|&(_, token)| token as i32).collect();
-        Ok(checks::tensor(stream, "recv_topk_idx", ids, columns, &plan.recv_topk_idx.concat())?
-            .or(checks::bits(
-                "recv_topk_weights",
-                columns,
-                &weights.to_host::<f32>(stream)?,
-                &expected_weights,
-            ))
-            .or(checks::tensor(stream, "recv_src_idx", src_idx, 1, &expected_src)?)
+        let ids = self.received::<i64>(plan, output, ids)?;
+        let weights = self.received::<f32>(plan, output, weights)?;
+        let src_idx = self.received::<i32>(plan, output, src_idx)?;
+        // Empty where the host did not wait; the handle has them on the device.
+        let waited = output.num_recv_tokens.is_some();
+        let per_expert = if waited { &plan.num_recv_tokens_per_expert[..] } else { &[] };
+        Ok(checks::table("recv_topk_idx", columns, &ids, &plan.recv_topk_idx.concat())
+            .or(checks::bits("recv_topk_weights", columns, &weights, &expected_weights))
+            .or(checks::table("recv_src_idx", 1, &src_idx, &expected_src))
             .or_else(|| {
-                let (got, expected) = (&output.num_recv_tokens_per_expert, &plan.num_recv_tokens_per_expert);
-                checks::value("num_recv_tokens_per_expert_list", got, expected)
+                let got = &output.num_recv_tokens_per_expert[..];
+                checks::value("num_recv_tokens_per_expert_list", got, per_expert)
             })
             .or(checks::handle(stream, &output.handle, plan)?))
     }
@@ -340,11 +354,7 @@ impl<'a> Rig<'a> {
         self.buffer.check()?;
         let difference = self.check_combined(case, salt, topk_weights.is_some(), &output)?;
         self.note(difference);
-        for tensor in [Some(&output.combined_x), output.combined_topk_weights.as_ref()].into_iter().flatten()
-        {
-            self.poison(tensor.ptr(), tensor.rows() * tensor.row_stride())?;
-        }
-        Ok(())
+        self.poison_combined(&output)
     }
 
     fn check_combined(
@@ -431,6 +441,15 @@ impl<'a> Rig<'a> {
             if let Some(at) = at {
                 self.poison(at, bytes)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Spoils what a combine gave and the next one is likely to get again.
+    fn poison_combined(&self, output: &CombineOutput) -> Result<()> {
+        for tensor in [Some(&output.combined_x), output.combined_topk_weights.as_ref()].into_iter().flatten()
+        {
+            self.poison(tensor.ptr(), tensor.rows() * tensor.row_stride())?;
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! `epoxide roundtrip`: the acceptance test. Layout, dispatch and combine on all ranks, every result checked.
 //!
 //! First the data of MSCCL++'s test, where every element of a rank's rows is the rank's number, with combine called
-//! right behind dispatch; then rows of random bytes, compared bit for bit; then, if asked for, many random cases.
+//! right behind dispatch; then rows of random bytes, compared bit for bit; then, if asked for, many random cases, and
+//! replays of one graph.
 
 use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
@@ -49,6 +50,10 @@ pub struct Args {
     /// Random sizes up to the given ones in those, with another number of tokens on each rank [N: 100]
     #[arg(long)]
     random: bool,
+
+    /// Replays of one graph of layout, dispatch and combine, each with a new routing and contents
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    graph_replays: u64,
 }
 
 impl Args {
@@ -85,6 +90,7 @@ struct Report {
     ranks: Vec<RankReport>,
     times: Times,
     iterations: u64,
+    graph_replays: u64,
     pass: bool,
     exit_code: u8,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -116,6 +122,7 @@ struct Times {
     first_data_seconds: f64,
     bit_for_bit_seconds: f64,
     iterations_seconds: f64,
+    graph_seconds: f64,
     total_seconds: f64,
 }
 
@@ -195,6 +202,23 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
         publish(&|report| {
             report.iterations = iterations;
             report.times.iterations_seconds = seconds;
+        });
+    }
+
+    if args.graph_replays > 0 {
+        voice.doing("replays of a graph");
+        voice.count(args.graph_replays);
+        let found = rank.gather(rig.replay_graph(setup, args.graph_replays, &voice))?;
+        let rows: u64 = found.iter().map(|(_, rows)| rows).sum();
+        let verified = found.first().map_or(0, |(verified, _)| *verified);
+        let seconds = clock.lap();
+        voice.line(format!(
+            "[graph] OK ({} replays, {verified} verified, each beside an eager run, {rows} rows, 0 mismatches, {seconds:.1} s)",
+            args.graph_replays
+        ));
+        publish(&|report| {
+            report.graph_replays = args.graph_replays;
+            report.times.graph_seconds = seconds;
         });
     }
 
@@ -584,6 +608,9 @@ mod tests {
             "--ranks-per-node 4 --tokens 5 --hidden 144 --dtype fp8 --topk 7 --experts 12",
             "--ranks-per-node 3 --tokens 7 --hidden 64 --random --iterations 5",
             "--ranks-per-node 2 --tokens 3 --hidden 32 --iterations 2 --seed 9",
+            "--ranks-per-node 3 --tokens 6 --hidden 40 --graph-replays 7",
+            "--ranks-per-node 2 --tokens 5 --hidden 144 --dtype fp8 --graph-replays 6",
+            "--ranks-per-node 1 --tokens 0 --hidden 8 --graph-replays 1",
         ] {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome, Ok(()), "{line}");

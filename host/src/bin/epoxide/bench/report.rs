@@ -99,7 +99,6 @@ impl<'a> Report<'a> {
         vec![
             phase("dispatch cached", |t| &t.dispatch_cached, dispatch, push),
             phase("dispatch uncached", |t| &t.dispatch_uncached, dispatch, push),
-            phase("dispatch exact (host)", |t| &t.dispatch_exact_host, dispatch, push),
             phase("combine in pool", |t| &t.combine, combine, pull),
             phase("combine staged", |t| &t.combine_staged, combine, pull),
         ]
@@ -129,6 +128,7 @@ impl<'a> Report<'a> {
                     "num_sms": first.times[index].num_sms,
                     "phases": phases,
                     "dispatch_back_to_back_us": self.mean(index, |t| t.dispatch_stream),
+                    "dispatch_exact_returns_to_host_us": self.summary(index, |t| &t.dispatch_exact_host).json(),
                     "combine_back_to_back_us": self.mean(index, |t| t.combine_stream),
                 })
             })
@@ -215,10 +215,69 @@ impl<'a> Report<'a> {
             }
         }
         println!(
-            "    back to back: cached dispatch {:.1} us, combine {:.1} us a call",
+            "    back to back: cached dispatch {:.1} us, combine {:.1} us a call; an exact-size dispatch returns to the host after {:.1} us",
             self.mean(index, |t| t.dispatch_stream),
-            self.mean(index, |t| t.combine_stream)
+            self.mean(index, |t| t.combine_stream),
+            self.summary(index, |t| &t.dispatch_exact_host).median,
         );
+        if !is_virtual {
+            self.print_conventions(index);
+        }
+    }
+
+    /// The same two times, cached dispatch and combine in the pool, as others count them.
+    fn print_conventions(&self, index: usize) {
+        let (tokens, routed) = (self.args.tokens as f64, self.mean_over_ranks(|_, rank| rank.routed_tokens));
+        let (received, remote) = (self.recv_rows(), self.remote_rows());
+        let ranks = self.ranks.len() as f64;
+        let phases = [
+            (
+                "dispatch",
+                self.summary(index, |t| &t.dispatch_cached),
+                self.args.dispatch_row_bytes(),
+                routed,
+                received,
+            ),
+            (
+                "combine ",
+                self.summary(index, |t| &t.combine),
+                self.args.combine_row_bytes(),
+                received,
+                routed,
+            ),
+        ];
+        println!(
+            "    as the seed and NCCL EP count (send: unique (token, node) pairs, recv: rows; combine swaps them)"
+        );
+        for (name, s, row_bytes, send, recv) in &phases {
+            let bw = |rows: f64| gbps(rows * *row_bytes as f64, s.mean);
+            println!(
+                "      {name}: avg={:.1}us min={:.1}us max={:.1}us  per_rank_bw={:.1} GB/s  agg_bw={:.1} GB/s  (BW @ avg time)",
+                s.mean,
+                s.min,
+                s.max,
+                bw(tokens),
+                bw(tokens) * ranks
+            );
+            println!(
+                "                send: total={:.1}  nvl={:.1}  rdma=0.0 GB/s  recv: total={:.1}  nvl={:.1}  rdma=0.0 GB/s",
+                bw(*send),
+                bw(*send),
+                bw(*recv),
+                bw(*recv)
+            );
+        }
+        let mb = |rows: f64| rows * self.args.dispatch_row_bytes() as f64 / 1e6;
+        println!(
+            "      byte counts (per rank avg): total_send={:.1} MB ({routed:.0} tok)  rdma_send=0.0 MB (0 tok)  total_recv={:.1} MB ({received:.0} tok)  rdma_recv=0.0 MB (0 tok)",
+            mb(routed),
+            mb(received)
+        );
+        println!("    as DeepEP counts (received rows, own included) and over the links only (own left out)");
+        for (name, s, row_bytes, ..) in &phases {
+            let bw = |rows: f64| gbps(rows * *row_bytes as f64, s.mean);
+            println!("      {name}: DeepEP {:.1} GB/s  links {:.1} GB/s", bw(received), bw(remote));
+        }
     }
 }
 
