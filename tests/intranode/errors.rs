@@ -361,8 +361,8 @@ fn buffer_options_are_checked() {
     let many = Config { num_sms: 1000, ..Config::default() };
     assert_names(&make(&|setup| setup.options.config = many), &["num_sms = 1000", "500 channels"]);
     assert_names(&make(&|setup| setup.ranks = 9), &["group size = 9", "1 to 8 ranks"]);
-    assert_names(&tuning(&|t| t.dispatch_warps = 17), &["dispatch_warps = 17", "1 to 16"]);
-    assert_names(&tuning(&|t| t.combine_slots = 1), &["combine_slots = 1", "2 to 32"]);
+    assert_names(&tuning(&|t| t.dispatch_warps = 17), &["dispatch_warps = 17", "must be 1 to"]);
+    assert_names(&tuning(&|t| t.combine_slots = 1), &["combine_slots = 1", "must be 2 to"]);
     let error = make(&|setup| setup.options.num_nvl_bytes = Some(1000));
     assert_names(&error, &["num_nvl_bytes: needs", "has 1000 bytes"]);
 }
@@ -428,7 +428,8 @@ fn ranks_must_make_equal_dispatches() {
 
 #[test]
 fn ranks_must_agree_on_the_number_of_experts() {
-    let timeout = std::time::Duration::from_secs(2);
+    // A count that never comes would show after this.
+    let timeout = std::time::Duration::from_secs(5);
     then_dispatch(setup().timeout(timeout), |rank, valid| {
         let layout = rank.layout(&valid.topk_idx, if rank.rank == 1 { 2 * EXPERTS } else { EXPERTS })?;
         let result = rank.dispatch(DispatchRequest { layout: &layout, ..valid.request() });

@@ -1,12 +1,16 @@
 //! One process per rank.
 
 use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use epoxide::group::launch::{RankExit, current_exe, spawn_ranks};
-use epoxide::group::rendezvous;
+use epoxide::Error;
+use epoxide::ep::{DType, DispatchRequest, Tensor};
+use epoxide::group::launch::{Outcome, RankExit, current_exe, spawn_ranks};
+use epoxide::group::{FileStore, ProcessGroup, STORE, Store, rendezvous};
 use epoxide::testing::oracle::{Routing, Style};
 
 use crate::harness::{PATIENCE, Rank, assert_no_failures};
@@ -14,6 +18,10 @@ use crate::roundtrip::{Case, Expected};
 
 /// Set where this test binary runs as a rank.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
+/// How the rank that dies exits.
+const DEAD: i32 = 3;
+/// How long the others wait for it.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 fn case() -> Case {
     let mut rng = SmallRng::seed_from_u64(11);
@@ -21,27 +29,62 @@ fn case() -> Case {
     Case { num_channels: 3, expert_alignment: 8, ..Case::new(routing, 112) }
 }
 
-/// A rank of the test below; does nothing as a test of its own.
+/// What a process does as a rank; does nothing as a test of its own.
 #[test]
 fn as_a_rank() {
-    if std::env::var_os(ROLE).is_none() {
-        return;
-    }
+    let Ok(role) = std::env::var(ROLE) else { return };
     let case = case();
-    let group = rendezvous(PATIENCE).unwrap();
-    let mut rank = Rank::join(&case.setup(), std::sync::Arc::new(group)).unwrap();
-    Expected::new(&case).check(&mut rank).unwrap();
-    rank.synchronize().unwrap();
-    assert_no_failures(rank.failures);
+    let group: Arc<dyn ProcessGroup> = Arc::new(rendezvous(PATIENCE).unwrap());
+    let timeout = if role == "die" { TIMEOUT } else { PATIENCE };
+    let mut rank = Rank::join(&case.setup().timeout(timeout), group).unwrap();
+    match role.as_str() {
+        "exchange" => {
+            Expected::new(&case).check(&mut rank).unwrap();
+            rank.synchronize().unwrap();
+            assert_no_failures(rank.failures);
+        }
+        "die" if rank.rank == 2 => {
+            // A group whose rank dies is given up: not before the others are through with it.
+            for other in [0, 1, 3] {
+                store().get(&format!("joined.{other}"), PATIENCE).unwrap();
+            }
+            std::process::exit(DEAD)
+        }
+        "die" => {
+            store().set(&format!("joined.{}", rank.rank), b"").unwrap();
+            let topk_idx = rank.upload(DType::I64, 4, &case.routing.topk_idx[rank.rank as usize]).unwrap();
+            let x = Tensor::alloc(rank.device(), DType::Bf16, &[topk_idx.rows(), 56]).unwrap();
+            let layout = rank.layout(&topk_idx, case.routing.num_experts).unwrap();
+            let error = rank.dispatch(DispatchRequest::new(&x, &layout)).expect_err("rank 2 is dead");
+            assert!(matches!(error, Error::PeerTimeout { peer: 2, .. }), "{error}");
+        }
+        other => panic!("no role {other}"),
+    }
+}
+
+/// The store that the ranks meet at.
+fn store() -> FileStore {
+    let address = std::env::var(STORE).unwrap();
+    FileStore::new(address.strip_prefix("file://").unwrap()).unwrap()
+}
+
+fn spawn(role: &str) -> Outcome {
+    let outcome = spawn_ranks(4, PATIENCE, |_| {
+        let mut command = current_exe()?;
+        command.args(["--exact", "processes::as_a_rank", "--nocapture", "--test-threads=1"]);
+        command.env(ROLE, role).stdout(Stdio::null());
+        Ok(command)
+    });
+    outcome.unwrap()
 }
 
 #[test]
 fn processes_exchange_the_same_rows_as_threads() {
-    let outcome = spawn_ranks(4, PATIENCE, |_| {
-        let mut command = current_exe()?;
-        command.args(["--exact", "processes::as_a_rank", "--nocapture", "--test-threads=1"]);
-        command.env(ROLE, "rank").stdout(Stdio::null());
-        Ok(command)
-    });
-    assert_eq!(outcome.unwrap().exits, [RankExit::Code(0); 4]);
+    assert_eq!(spawn("exchange").exits, [RankExit::Code(0); 4]);
+}
+
+#[test]
+fn a_process_that_dies_is_named_by_the_others() {
+    let alive = RankExit::Code(0);
+    assert_eq!(spawn("die").exits, [alive, alive, RankExit::Code(DEAD), alive]);
 }

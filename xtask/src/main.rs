@@ -76,7 +76,7 @@ struct BuildPtx {
     /// Fetch ptxas first where this machine has none
     #[arg(long)]
     fetch_ptxas: bool,
-    /// Where to write the PTX, or with --check, the file to check [default: gpu/ptx/epoxide.<arch>.ptx]
+    /// Where to write the PTX, or with --check, the file to check [default: gpu/ptx/epoxide.ARCH.ptx]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Print the compiler's command line and stop

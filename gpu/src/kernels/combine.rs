@@ -9,7 +9,7 @@ use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{CombineArgs, MAX_RANKS, PlanStatus, SEND_ROW_STRIDE, StageArgs, Wait, row_stride};
 use crate::simt::*;
 
-/// Most bytes of a slot: 32 lanes with [`VECTORS`] vectors of 16 bytes each.
+/// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
 pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
 
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
@@ -81,7 +81,7 @@ pub unsafe fn combine_bf16(args: CombineArgs) {
     combine::<Bf16>(&args);
 }
 
-/// [`combine_bf16`] for FP32 rows.
+/// Sums FP32 rows, otherwise as [`CombineBf16`].
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 2, registers = 128,
     requires(

@@ -16,7 +16,7 @@ use crate::simt::*;
 /// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine work is a ring of
 /// `stages` buffers: one bulk load brings a row (or a piece of it) in, then lane r's bulk store sends it to rank r, so a
 /// row is read once however many ranks want it. A rank's rows for itself go out through ordinary stores, which leaves the
-/// copy engine to the links. Shared memory: the [`Ring`]'s.
+/// copy engine to the links. Shared memory: the ring module says.
 #[kernel(
     threads = 256, min_blocks = 1, barriers = 2, registers = 200,
     requires(

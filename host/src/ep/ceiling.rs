@@ -4,7 +4,6 @@ use epoxide_gpu::kernels::{CeilingPull, CeilingPush, Kernel as _};
 use epoxide_gpu::layout::CeilingArgs;
 
 use super::Buffer;
-use super::kernels::launch;
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
@@ -74,11 +73,11 @@ impl Buffer {
             match direction {
                 Direction::Push => {
                     let kernel = self.kernels.ceiling_push()?;
-                    launch::<CeilingPush>(stream, kernel, grid, block, shared, CeilingPush::call(args))
+                    stream.call(kernel, grid, block, shared, CeilingPush::call(args))
                 }
                 Direction::Pull => {
                     let kernel = self.kernels.ceiling_pull()?;
-                    launch::<CeilingPull>(stream, kernel, grid, block, shared, CeilingPull::call(args))
+                    stream.call(kernel, grid, block, shared, CeilingPull::call(args))
                 }
             }
         }

@@ -3,7 +3,6 @@
 use epoxide_gpu::kernels::{CombineBf16, CombineF32, Kernel as _, StageCombine};
 use epoxide_gpu::layout::{CombineArgs, DevicePtr, StageArgs};
 
-use super::kernels::launch;
 use super::scratch::Pieces;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor};
 use crate::driver::Event;
@@ -140,15 +139,15 @@ impl Buffer {
             unsafe {
                 if !stage.x.is_null() || !stage.weights.is_null() {
                     let call = StageCombine::call(stage);
-                    launch::<StageCombine>(stream, &kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
+                    stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
                 let (grid, block, shared) = (buffer.config.num_sms, ring.threads(), ring.shared_bytes());
                 if dtype == DType::F32 {
                     let (kernel, call) = (kernels.combine_f32()?, CombineF32::call(args));
-                    return launch::<CombineF32>(stream, kernel, grid, block, shared, call);
+                    return stream.call(kernel, grid, block, shared, call);
                 }
                 let (kernel, call) = (&kernels.combine_bf16, CombineBf16::call(args));
-                launch::<CombineBf16>(stream, kernel, grid, block, shared, call)
+                stream.call(kernel, grid, block, shared, call)
             }
         })?;
         let weights =

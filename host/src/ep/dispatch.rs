@@ -7,7 +7,6 @@ use epoxide_gpu::layout::{Comm, DevicePtr, DispatchArgs, NotifyArgs, PlanHeader}
 
 use super::fault::check_plan;
 use super::handle::{DispatchHandle, Inner, Places};
-use super::kernels::launch;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor};
 use crate::driver::{Event, Stream};
 use crate::error::{Error, Result};
@@ -191,7 +190,7 @@ impl Buffer {
             // SAFETY: inputs are held by the caller and outputs by the result, until the stream has passed.
             unsafe {
                 let (kernel, call) = (&buffer.kernels.notify, Notify::call(notify));
-                launch::<Notify>(stream, kernel, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)?;
+                stream.call(kernel, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)?;
                 buffer.launch_dispatch(stream, args)?;
             }
             if exact {
@@ -387,16 +386,7 @@ impl Buffer {
         let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, grid);
         let kernel = &self.kernels.dispatch;
         // SAFETY: passed on to the caller.
-        unsafe {
-            launch::<Dispatch>(
-                stream,
-                kernel,
-                grid,
-                ring.threads(),
-                ring.shared_bytes(),
-                Dispatch::call(args),
-            )
-        }
+        unsafe { stream.call(kernel, grid, ring.threads(), ring.shared_bytes(), Dispatch::call(args)) }
     }
 
     fn recv_scales(&self, payload: &Payload, rows: u64) -> Option<Tensor> {

@@ -4,12 +4,12 @@ use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, Call, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
-    MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, StageCombine,
+    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout, MAX_SLOT_BYTES,
+    NOTIFY_SHARED_BYTES, Notify, StageCombine,
 };
 use epoxide_gpu::layout::{bulk_scale_bytes, row_stride};
 
-use crate::driver::{Device, Kernel, Module, Stream};
+use crate::driver::{Device, Kernel, Module};
 use crate::error::{Error, Result};
 
 /// Most warps of a dispatch, on all multiprocessors together.
@@ -196,22 +196,6 @@ fn ptx() -> Result<Cow<'static, str>> {
             Error::argument(PTX_OVERRIDE, path.to_string_lossy(), format!("cannot be read: {error}"))
         }),
     }
-}
-
-/// Launches a checked call.
-///
-/// # Safety
-/// The addresses in the call's arguments are live until the kernel ends.
-pub(super) unsafe fn launch<K: gpu::Kernel>(
-    stream: &Stream,
-    kernel: &Kernel,
-    grid: u32,
-    block: u32,
-    shared_bytes: u32,
-    call: std::result::Result<Call<K>, gpu::ContractError>,
-) -> Result<()> {
-    // SAFETY: passed on to the caller.
-    unsafe { stream.call(kernel, grid, block, shared_bytes, call) }
 }
 
 /// Bytes from one pool row to the next, as the kernels compute it.

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use epoxide_gpu::kernels::{DispatchLayout as Kernel, Kernel as _};
 use epoxide_gpu::layout::{DevicePtr, LayoutArgs, MAX_TOPK};
 
-use super::kernels::launch;
 use super::scratch::{Block, Pieces};
 use super::{Buffer, DType, StreamOrder, Tensor};
 use crate::driver::{Event, Stream};
@@ -135,14 +134,7 @@ impl Buffer {
             unsafe {
                 stream.fill(places.invalid, 0xff, 8)?;
                 stream.fill(places.num_tokens_per_rank, 0, in_rank - per_rank)?;
-                launch::<Kernel>(
-                    stream,
-                    &buffer.kernels.dispatch_layout,
-                    grid,
-                    THREADS,
-                    shared,
-                    Kernel::call(args),
-                )
+                stream.call(&buffer.kernels.dispatch_layout, grid, THREADS, shared, Kernel::call(args))
             }
         })?;
         Ok(DispatchLayout {
