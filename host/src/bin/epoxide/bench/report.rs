@@ -185,6 +185,9 @@ impl<'a> Report<'a> {
             self.remote_rows(),
             self.mean_over_ranks(|_, rank| rank.routed_tokens)
         );
+        println!(
+            "  whole calls, between events; a cached dispatch and a combine in the pool are one kernel each, so that is kernel time too"
+        );
         for index in 0..first.times.len() {
             self.print_times(index, first.is_virtual);
         }
