@@ -146,6 +146,22 @@ pub enum Error {
         /// What went wrong.
         reason: String,
     },
+    /// An operation of a process group failed: a peer died, left, hung, or gave the group up.
+    #[error("group {group:?}, rank {rank}, {operation} #{sequence}: {reason}")]
+    Group {
+        /// The group's name.
+        group: String,
+        /// This rank in the group.
+        rank: u32,
+        /// The operation.
+        operation: &'static str,
+        /// Its number in the group.
+        sequence: u64,
+        /// The ranks of the group to blame, as far as known.
+        peers: Vec<u32>,
+        /// What happened.
+        reason: String,
+    },
     /// A handle was made by another buffer, or its data has been overwritten since.
     #[error("stale handle: {0}")]
     StaleHandle(String),

@@ -8,17 +8,23 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 
-use super::store::{Store, get_timed_out, parse_counter, poisoned, store_error, sum_counter};
+use super::store::{Store, get_timed_out, parse_counter, poisoned, store_error, sum_counter, wait_timed_out};
 use crate::error::{Error, Result};
 
-/// How long [`Store::add`] waits for the lock file. A holder keeps it for microseconds.
+/// How long what changes a value in place waits for the lock file. A holder keeps it for microseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest encoded key, in bytes; file names end at 255.
 const MAX_KEY_BYTES: usize = 240;
+/// Begins the name of a value's file.
+const VALUE: &str = "k.";
+/// Begins the name of a queue's file: entries, each after its length in 8 bytes. An empty queue has no file.
+const QUEUE: &str = "q.";
 const LOCK_FILE: &str = "lock";
 const POISON_FILE: &str = "poison";
 
-/// A [`Store`] in a directory: one file per key, replaced by rename; counters under a lock file.
+/// A [`Store`] in a directory: one file per key, replaced by rename; counters, queues and all else that depends on the
+/// old value under a lock file. [`Store::set`] takes no lock: a key that one rank sets while another adds to it, appends
+/// or compares may end as either made it.
 ///
 /// Works across processes of one host, and across hosts where the file system has working `rename` and `flock`. The
 /// directory should be fresh for each run: keys of an earlier run would be taken for this one's.
@@ -52,7 +58,16 @@ impl FileStore {
 
     /// The file of a key: `k.` and the key, with everything but letters, digits, `-`, `_` and `.` as `%xx`.
     fn path(&self, operation: &'static str, key: &str) -> Result<PathBuf> {
-        let mut name = String::from("k.");
+        self.file(VALUE, operation, key)
+    }
+
+    /// The file of a queue: `q.` and the key.
+    fn queue_path(&self, operation: &'static str, key: &str) -> Result<PathBuf> {
+        self.file(QUEUE, operation, key)
+    }
+
+    fn file(&self, kind: &str, operation: &'static str, key: &str) -> Result<PathBuf> {
+        let mut name = String::from(kind);
         for byte in key.bytes() {
             if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.') {
                 name.push(char::from(byte));
@@ -125,6 +140,58 @@ impl FileStore {
         }
     }
 
+    /// True when the key has a value, or its queue an entry.
+    fn has(&self, operation: &'static str, key: &str) -> Result<bool> {
+        for path in [self.path(operation, key)?, self.queue_path(operation, key)?] {
+            if path.try_exists().map_err(|error| self.io_error(operation, key, error))? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Tries `attempt` until it gives something or `timeout` is over (`None`).
+    fn wait_for<T>(
+        &self,
+        operation: &'static str,
+        key: &str,
+        timeout: Duration,
+        mut attempt: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        let start = Instant::now();
+        let mut backoff = Backoff::new();
+        loop {
+            self.ensure_usable(operation, key)?;
+            if let Some(value) = attempt()? {
+                return Ok(Some(value));
+            }
+            let Some(left) = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else {
+                return Ok(None);
+            };
+            backoff.sleep(left);
+        }
+    }
+
+    /// The entries of a queue's file.
+    fn entries<'a>(&self, operation: &'static str, key: &str, mut bytes: &'a [u8]) -> Result<Vec<&'a [u8]>> {
+        let mut entries = Vec::new();
+        while !bytes.is_empty() {
+            let entry = bytes.split_first_chunk().and_then(|(length, rest)| {
+                rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)
+            });
+            let Some((entry, rest)) = entry else {
+                let reason = format!(
+                    "the queue's file in {} is damaged; use a fresh directory",
+                    self.directory.display()
+                );
+                return Err(store_error(operation, key, reason));
+            };
+            entries.push(entry);
+            bytes = rest;
+        }
+        Ok(entries)
+    }
+
     fn io_error(&self, operation: &'static str, key: &str, error: io::Error) -> Error {
         let hint = if error.kind() == ErrorKind::NotFound { "; the directory was removed" } else { "" };
         store_error(operation, key, format!("{error} in {}{hint}", self.directory.display()))
@@ -140,18 +207,8 @@ impl Store for FileStore {
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         let path = self.path("get", key)?;
-        let start = Instant::now();
-        let mut backoff = Backoff::new();
-        loop {
-            self.ensure_usable("get", key)?;
-            if let Some(value) = self.read("get", key, &path)? {
-                return Ok(value);
-            }
-            let Some(left) = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else {
-                return Err(get_timed_out(key, timeout));
-            };
-            backoff.sleep(left);
-        }
+        self.wait_for("get", key, timeout, || self.read("get", key, &path))?
+            .ok_or_else(|| get_timed_out(key, timeout))
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
@@ -165,9 +222,8 @@ impl Store for FileStore {
     }
 
     fn check(&self, key: &str) -> Result<bool> {
-        let path = self.path("check", key)?;
         self.ensure_usable("check", key)?;
-        path.try_exists().map_err(|error| self.io_error("check", key, error))
+        self.has("check", key)
     }
 
     fn delete(&self, key: &str) -> Result<bool> {
@@ -178,6 +234,94 @@ impl Store for FileStore {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
             Err(error) => Err(self.io_error("delete", key, error)),
         }
+    }
+
+    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+        let mut missing = keys.to_vec();
+        self.wait_for("wait", keys.first().unwrap_or(&""), timeout, || {
+            while let Some(key) = missing.last() {
+                if !self.has("wait", key)? {
+                    return Ok(None);
+                }
+                missing.pop();
+            }
+            Ok(Some(()))
+        })?
+        .ok_or_else(|| wait_timed_out("wait", missing.last().unwrap_or(&""), timeout))
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        let path = self.path("compare_set", key)?;
+        self.ensure_usable("compare_set", key)?;
+        let _lock = self.lock("compare_set", key)?;
+        match self.read("compare_set", key, &path)? {
+            Some(value) if value != expected => return Ok(value),
+            None if !expected.is_empty() => return Ok(expected.to_owned()),
+            _ => self.replace("compare_set", key, &path, desired)?,
+        }
+        Ok(desired.to_owned())
+    }
+
+    fn append(&self, key: &str, value: &[u8]) -> Result<()> {
+        let path = self.path("append", key)?;
+        self.ensure_usable("append", key)?;
+        let _lock = self.lock("append", key)?;
+        let mut all = self.read("append", key, &path)?.unwrap_or_default();
+        all.extend_from_slice(value);
+        self.replace("append", key, &path, &all)
+    }
+
+    fn num_keys(&self) -> Result<u64> {
+        self.ensure_usable("num_keys", "")?;
+        let error = |error| self.io_error("num_keys", "", error);
+        let mut count = 0;
+        for entry in fs::read_dir(&self.directory).map_err(error)? {
+            let name = entry.map_err(error)?.file_name();
+            count += u64::from(name.as_encoded_bytes().starts_with(VALUE.as_bytes()));
+        }
+        Ok(count)
+    }
+
+    fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
+        let path = self.queue_path("queue_push", key)?;
+        self.ensure_usable("queue_push", key)?;
+        let _lock = self.lock("queue_push", key)?;
+        let mut all = self.read("queue_push", key, &path)?.unwrap_or_default();
+        all.extend_from_slice(&(value.len() as u64).to_le_bytes());
+        all.extend_from_slice(value);
+        self.replace("queue_push", key, &path, &all)
+    }
+
+    fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
+        let path = self.queue_path("queue_pop", key)?;
+        let error = |error| self.io_error("queue_pop", key, error);
+        self.wait_for("queue_pop", key, timeout, || {
+            if !path.try_exists().map_err(error)? {
+                return Ok(None);
+            }
+            let _lock = self.lock("queue_pop", key)?;
+            // Another rank may have taken the last entry just now.
+            let Some(all) = self.read("queue_pop", key, &path)? else {
+                return Ok(None);
+            };
+            let entries = self.entries("queue_pop", key, &all)?;
+            let Some((first, rest)) = entries.split_first() else {
+                return Ok(None);
+            };
+            if rest.is_empty() {
+                fs::remove_file(&path).map_err(error)?;
+            } else {
+                self.replace("queue_pop", key, &path, &all[size_of::<u64>() + first.len()..])?;
+            }
+            Ok(Some(first.to_vec()))
+        })
+    }
+
+    fn queue_len(&self, key: &str) -> Result<u64> {
+        let path = self.queue_path("queue_len", key)?;
+        self.ensure_usable("queue_len", key)?;
+        let all = self.read("queue_len", key, &path)?.unwrap_or_default();
+        Ok(self.entries("queue_len", key, &all)?.len() as u64)
     }
 }
 

@@ -1,22 +1,22 @@
 //! The store of threads that share a process.
 
-use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::store::{Store, get_timed_out, parse_counter, poisoned, sum_counter};
+use super::board::Board;
+use super::store::{Store, counter_error, get_timed_out, poisoned, wait_timed_out};
 use crate::error::Result;
 
 /// A [`Store`] in this process's memory; share it between threads in an `Arc`.
 #[derive(Debug, Default)]
 pub struct HashStore {
-    board: Mutex<Board>,
+    state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Board {
-    values: HashMap<String, Vec<u8>>,
+struct State {
+    board: Board,
     poison: Option<String>,
 }
 
@@ -35,7 +35,7 @@ impl HashStore {
 
     /// How many keys there are.
     pub fn len(&self) -> usize {
-        self.lock().values.len()
+        self.lock().board.len()
     }
 
     /// True when there is no key.
@@ -43,60 +43,129 @@ impl HashStore {
         self.len() == 0
     }
 
-    fn lock(&self) -> MutexGuard<'_, Board> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         // No code runs under the lock that could leave the board half changed.
-        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn usable(&self, operation: &'static str, key: &str) -> Result<MutexGuard<'_, Board>> {
-        let board = self.lock();
-        match &board.poison {
+    /// Looks at the board.
+    fn read<T>(&self, operation: &'static str, key: &str, look: impl FnOnce(&Board) -> T) -> Result<T> {
+        let state = self.lock();
+        match &state.poison {
             Some(reason) => Err(poisoned(operation, key, reason)),
-            None => Ok(board),
+            None => Ok(look(&state.board)),
+        }
+    }
+
+    /// Changes the board and wakes those who wait.
+    fn change<T>(
+        &self,
+        operation: &'static str,
+        key: &str,
+        change: impl FnOnce(&mut Board) -> T,
+    ) -> Result<T> {
+        let mut state = self.lock();
+        if let Some(reason) = &state.poison {
+            return Err(poisoned(operation, key, reason));
+        }
+        let outcome = change(&mut state.board);
+        drop(state);
+        self.changed.notify_all();
+        Ok(outcome)
+    }
+
+    /// Tries `attempt` now and after each change, until it gives something or `timeout` is over (`None`).
+    fn wait_for<T>(
+        &self,
+        operation: &'static str,
+        key: &str,
+        timeout: Duration,
+        mut attempt: impl FnMut(&mut Board) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let start = Instant::now();
+        let mut state = self.lock();
+        loop {
+            if let Some(reason) = &state.poison {
+                return Err(poisoned(operation, key, reason));
+            }
+            if let Some(value) = attempt(&mut state.board) {
+                return Ok(Some(value));
+            }
+            let Some(left) = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else {
+                return Ok(None);
+            };
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
 
 impl Store for HashStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.usable("set", key)?.values.insert(key.to_owned(), value.to_owned());
-        self.changed.notify_all();
-        Ok(())
+        self.change("set", key, |board| board.set(key.as_bytes(), value))
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let start = Instant::now();
-        let mut board = self.usable("get", key)?;
-        loop {
-            if let Some(reason) = &board.poison {
-                return Err(poisoned("get", key, reason));
-            }
-            if let Some(value) = board.values.get(key) {
-                return Ok(value.clone());
-            }
-            let Some(left) = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else {
-                return Err(get_timed_out(key, timeout));
-            };
-            board = self.changed.wait_timeout(board, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        self.wait_for("get", key, timeout, |board| board.get(key.as_bytes()).map(<[u8]>::to_vec))?
+            .ok_or_else(|| get_timed_out(key, timeout))
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        let mut board = self.usable("add", key)?;
-        let value = board.values.get(key).map_or(Ok(0), |value| parse_counter(key, value))?;
-        let sum = sum_counter(key, value, delta)?;
-        board.values.insert(key.to_owned(), sum.to_string().into_bytes());
-        drop(board);
-        self.changed.notify_all();
-        Ok(sum)
+        self.change("add", key, |board| board.add(key.as_bytes(), delta))?
+            .map_err(|error| counter_error(key, error, delta))
     }
 
     fn check(&self, key: &str) -> Result<bool> {
-        Ok(self.usable("check", key)?.values.contains_key(key))
+        self.read("check", key, |board| board.has(key.as_bytes()))
     }
 
     fn delete(&self, key: &str) -> Result<bool> {
-        Ok(self.usable("delete", key)?.values.remove(key).is_some())
+        self.change("delete", key, |board| board.remove(key.as_bytes()))
+    }
+
+    fn check_all(&self, keys: &[&str]) -> Result<bool> {
+        self.read("check", keys.first().unwrap_or(&""), |board| {
+            keys.iter().all(|key| board.has(key.as_bytes()))
+        })
+    }
+
+    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+        let mut missing = keys.to_vec();
+        self.wait_for("wait", keys.first().unwrap_or(&""), timeout, |board| {
+            missing.retain(|key| !board.has(key.as_bytes()));
+            missing.is_empty().then_some(())
+        })?
+        .ok_or_else(|| wait_timed_out("wait", missing.first().unwrap_or(&""), timeout))
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        self.change("compare_set", key, |board| board.compare_set(key.as_bytes(), expected, desired))
+    }
+
+    fn append(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.change("append", key, |board| board.append(key.as_bytes(), value))
+    }
+
+    fn multi_set(&self, entries: &[(&str, &[u8])]) -> Result<()> {
+        let first = entries.first().map_or("", |(key, _)| key);
+        self.change("multi_set", first, |board| {
+            entries.iter().for_each(|(key, value)| board.set(key.as_bytes(), value));
+        })
+    }
+
+    fn num_keys(&self) -> Result<u64> {
+        self.read("num_keys", "", |board| board.len() as u64)
+    }
+
+    fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.change("queue_push", key, |board| board.push(key.as_bytes(), value))
+    }
+
+    fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
+        self.wait_for("queue_pop", key, timeout, |board| board.pop(key.as_bytes()))
+    }
+
+    fn queue_len(&self, key: &str) -> Result<u64> {
+        self.read("queue_len", key, |board| board.queue_len(key.as_bytes()) as u64)
     }
 }
 

@@ -1,29 +1,53 @@
 //! Process groups: how ranks find each other and agree before they share memory.
 //!
 //! A [`Store`] is a small key-value board that all ranks see: [`HashStore`] for threads of one process, [`FileStore`]
-//! for processes that share a directory. A [`ProcessGroup`] is built over it and offers the collectives that setting
+//! for processes that share a directory, [`TcpStore`] for all others, those of PyTorch included; [`PrefixStore`] is a part
+//! of another store. A [`ProcessGroup`] is built over it and offers the collectives that setting
 //! up a buffer takes. This is the control plane: tokens never go through it.
 //!
 //! [`rendezvous`] joins the group that the environment names; [`launch`] starts the ranks, as processes or as threads.
 
+mod board;
+mod collectives;
+mod element;
 mod env;
 mod fds;
 mod file_store;
 mod hash_store;
 pub mod launch;
+mod mesh;
+mod mesh_group;
+mod prefix_store;
+mod recorder;
+mod rendezvous;
 mod store;
 mod store_group;
+mod subgroups;
+mod tcp;
+mod turns;
+mod typed;
+mod work;
 
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+pub use collectives::{Call, Message, Operation, Outcome, P2p};
+pub use element::{Dtype, Element, ReduceOp};
 pub use env::{RANK, STORE, WORLD_SIZE, rendezvous};
 pub use fds::MAX_FDS;
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
+pub use mesh::{SOCKET_IFNAME, Sockets};
+pub use mesh_group::{Connect, MeshGroup, MeshOptions};
+pub use prefix_store::PrefixStore;
+pub use recorder::{Entry, FLIGHT_RECORDER, State, Writer};
+pub use rendezvous::{Launcher, Meeting, Member};
 pub use store::Store;
 pub use store_group::StoreGroup;
+pub use tcp::{DEFAULT_PORT, TcpStore, TcpStoreServer};
+pub use typed::Collectives;
+pub use work::Work;
 
 use crate::error::Result;
 
@@ -55,4 +79,52 @@ pub trait ProcessGroup: Send + Sync + Debug {
     /// entry is duplicated too. At most [`MAX_FDS`] per rank; counts may differ between ranks. The results are
     /// close-on-exec.
     fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>>;
+
+    /// The group's name.
+    fn name(&self) -> &str {
+        "world"
+    }
+
+    /// What carries its operations: `mesh` for sockets between the ranks, `store` for a board that all see.
+    fn backend(&self) -> &'static str {
+        "store"
+    }
+
+    /// What it is for, in the words of who made it; may be empty.
+    fn description(&self) -> &str {
+        ""
+    }
+
+    /// The rank of `rank` in the first group, which this one was made from; `None` outside the group.
+    fn global_rank(&self, rank: u32) -> Option<u32> {
+        Some(rank).filter(|rank| *rank < self.size())
+    }
+
+    /// The rank in this group of `global` in the first group, if it is a member.
+    fn group_rank(&self, global: u32) -> Option<u32> {
+        Some(global).filter(|rank| *rank < self.size())
+    }
+
+    /// Runs an operation. [`Collectives`] has all of them with types.
+    ///
+    /// By default they are made of [`ProcessGroup::all_gather`], which has its own timeout, and there is no send and
+    /// receive.
+    fn call(&self, call: Call, timeout: Duration) -> Result<Outcome> {
+        collectives::fallback::call(self, call, timeout)
+    }
+
+    /// Starts an operation, to go on in the background. Operations run in the order of the calls; sends and receives
+    /// that directly follow each other run at the same time. By default it is over when this returns.
+    fn start(&self, call: Call, timeout: Duration) -> Work {
+        Work::ready(self.call(call, timeout))
+    }
+
+    /// Gives the group up: operations under way here and on the other ranks end with an error that has `reason`, and
+    /// later ones fail. By default nothing: the others see their timeout.
+    fn abort(&self, _reason: &str) {}
+
+    /// Waits for all ranks and leaves in order; no operation works from then on. By default a barrier.
+    fn destroy(&self) -> Result<()> {
+        self.barrier(self.timeout())
+    }
 }

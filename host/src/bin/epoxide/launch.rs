@@ -1,25 +1,55 @@
 //! `epoxide launch`: starts the ranks of a group on this host.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use epoxide::group::launch::spawn_ranks;
+use epoxide::group::launch::{Launch, Nodes, Signals, Sinks};
 
 use crate::stop::{Result, Stop};
 
 /// Options of `epoxide launch`.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and EPOXIDE_STORE in its \
-                        environment. The exit code is that of the first rank that failed; a signal is 128 + its number."
+    after_help = "Each rank finds the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..) and \
+                  EPOXIDE_STORE in its environment. The exit code is that of the first rank that failed; a signal is \
+                  128 + its number."
 )]
 pub struct Args {
-    /// Ranks to start.
+    /// Ranks to start on each node.
     #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..))]
     nproc_per_node: u32,
 
-    /// Seconds that the other ranks get to end when one has failed.
+    /// Nodes; run the command once on each.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    nnodes: u32,
+
+    /// The number of this node, from 0.
+    #[arg(long, value_name = "R", default_value_t = 0)]
+    node_rank: u32,
+
+    /// Host and port that rank 0 listens at, the same on every node [default: any free port, on one node]
+    #[arg(long, value_name = "H:P", value_parser = endpoint)]
+    rdzv_endpoint: Option<(String, u16)>,
+
+    /// Name of the run, for TORCHELASTIC_RUN_ID.
+    #[arg(long, value_name = "ID")]
+    rdzv_id: Option<String>,
+
+    /// How often all ranks are started again after a failure.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    max_restarts: u32,
+
+    /// Also write each rank's output to DIR/attempt_N/RANK/stdout.log and stderr.log.
+    #[arg(long, value_name = "DIR")]
+    log_dir: Option<PathBuf>,
+
+    /// Pass lines on as they are, without [rank R] before them.
+    #[arg(long)]
+    no_prefix: bool,
+
+    /// Seconds between asking ranks to end (SIGTERM) and killing them.
     #[arg(long, value_name = "SECONDS", default_value_t = 5)]
     grace: u64,
 
@@ -28,23 +58,53 @@ pub struct Args {
     command: Vec<OsString>,
 }
 
+/// Host and port; an IPv6 address stands in brackets.
+fn endpoint(text: &str) -> Result<(String, u16), String> {
+    let parsed = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse().ok()?)));
+    let (host, port) = parsed.ok_or("must be host:port, such as node0:29500")?;
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let host = bare.unwrap_or(host);
+    if host.is_empty() || port == 0 || (bare.is_none() && host.contains(':')) {
+        return Err(
+            "must be host:port with a port above 0, such as node0:29500 or [fe80::1]:29500".to_owned()
+        );
+    }
+    Ok((host.to_owned(), port))
+}
+
 /// Starts the ranks and waits for them.
 pub fn run(args: Args) -> Result<()> {
+    let mut signals = Signals::catch()?;
+    run_with(args, Some(&mut signals), Sinks::standard())
+}
+
+fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<()> {
     let Some((program, arguments)) = args.command.split_first() else {
         return Err(Stop::usage("launch: give the command of the ranks after --"));
     };
-    let outcome = spawn_ranks(args.nproc_per_node, Duration::from_secs(args.grace), |_| {
+    let default = Launch::new(args.nproc_per_node);
+    let launch = Launch {
+        nodes: Nodes { count: args.nnodes, rank: args.node_rank, endpoint: args.rdzv_endpoint },
+        max_restarts: args.max_restarts,
+        grace: Duration::from_secs(args.grace),
+        log_dir: args.log_dir,
+        prefix: !args.no_prefix,
+        run_id: args.rdzv_id.unwrap_or(default.run_id),
+        sinks,
+        ..default
+    };
+    let ended = launch.run(signals, |_| {
         let mut command = Command::new(program);
         command.args(arguments);
         Ok(command)
     })?;
-    let Some(rank) = outcome.first_failure else {
-        return Ok(());
+    let said = match (&ended.failure, ended.signal) {
+        (None, None) => return Ok(()),
+        (Some(failure), _) => format!("launch: {failure}"),
+        (None, Some(signal)) => format!("launch: ended by signal {signal}"),
     };
-    let code = outcome.code();
-    let how = outcome.exits.get(rank as usize).map_or_else(String::new, ToString::to_string);
-    let failed = Stop::failed(format!("launch: rank {rank} {how}"));
-    Err(Stop { code: u8::try_from(code).unwrap_or(failed.code), ..failed })
+    let failed = Stop::failed(said);
+    Err(Stop { code: u8::try_from(ended.code()).unwrap_or(failed.code), ..failed })
 }
 
 #[cfg(test)]
@@ -61,7 +121,8 @@ mod tests {
 
     fn launch(line: &[&str]) -> Result<()> {
         let words = ["launch"].iter().chain(line);
-        run(Line::try_parse_from(words).unwrap().args)
+        let sinks = Sinks::new(Box::new(std::io::sink()), Box::new(std::io::sink()));
+        run_with(Line::try_parse_from(words).unwrap().args, None, sinks)
     }
 
     #[test]
@@ -73,15 +134,40 @@ mod tests {
         );
         let stop = script(r#"if [ "$RANK" = 1 ]; then exit 7; fi"#).unwrap_err();
         assert_eq!((stop.code, stop.message.as_deref()), (7, Some("launch: rank 1 exited with code 7")));
+        let stop = script(r#"if [ "$RANK" = 1 ]; then echo why >&2; kill -9 $$; fi"#).unwrap_err();
+        let message =
+            "launch: rank 1 was ended by signal 9 (SIGKILL); its last lines on standard error:\n  why";
+        assert_eq!((stop.code, stop.message.as_deref()), (128 + 9, Some(message)));
     }
 
     #[test]
     fn bad_lines_are_refused() {
-        for line in
-            [&["--nproc-per-node", "0", "--", "true"][..], &["--", "true"], &["--nproc-per-node", "2"]]
-        {
+        for line in [
+            &["--nproc-per-node", "0", "--", "true"][..],
+            &["--", "true"],
+            &["--nproc-per-node", "2"],
+            &["--nproc-per-node", "2", "--rdzv-endpoint", "host", "--", "true"],
+            &["--nproc-per-node", "2", "--rdzv-endpoint", "host:0", "--", "true"],
+            &["--nproc-per-node", "2", "--rdzv-endpoint", "::1:29500", "--", "true"],
+            &["--nproc-per-node", "2", "--nnodes", "0", "--", "true"],
+        ] {
             assert!(Line::try_parse_from(["launch"].iter().chain(line)).is_err(), "{line:?}");
         }
         assert_eq!(launch(&["--nproc-per-node", "1", "--", "/no/such/program"]).unwrap_err().code, 1);
+        for (line, named) in [
+            (&["--nnodes", "2"][..], "rendezvous endpoint"),
+            (&["--nnodes", "2", "--node-rank", "2"], "node rank = 2"),
+        ] {
+            let line = [&["--nproc-per-node", "1"], line, &["--", "true"]].concat();
+            let stop = launch(&line).unwrap_err();
+            assert_eq!(stop.code, crate::stop::USAGE);
+            assert!(stop.message.as_deref().is_some_and(|message| message.contains(named)), "{stop:?}");
+        }
+    }
+
+    #[test]
+    fn endpoints_are_hosts_and_ports() {
+        assert_eq!(endpoint("node0:29500"), Ok(("node0".to_owned(), 29500)));
+        assert_eq!(endpoint("[::1]:1"), Ok(("::1".to_owned(), 1)));
     }
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use epoxide::driver::Device;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::group::launch::{LOCAL_RANK, RankExit, current_exe, run_threads, spawn_ranks};
-use epoxide::group::{ProcessGroup, RANK, rendezvous};
+use epoxide::group::launch::{RankExit, current_exe, run_threads, spawn_ranks};
+use epoxide::group::{Meeting, Member, ProcessGroup};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -34,7 +34,9 @@ pub enum Placement {
 impl Placement {
     /// What the flags and the environment say.
     fn of(shared: &Shared, variable: impl Fn(&str) -> Option<String>) -> Placement {
-        if variable(RANK).is_some_and(|rank| !rank.is_empty()) {
+        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        // What is wrong with the variables, the rendezvous will say.
+        if !matches!(Member::from_variables(&variable), Ok(None)) {
             return Placement::OneRank;
         }
         match shared.device {
@@ -83,7 +85,7 @@ impl Rank {
 
 /// True in a process that may print a run's result: all but ranks above 0 that somebody else started.
 pub fn speaks() -> bool {
-    std::env::var(RANK).map_or(true, |rank| rank.is_empty() || rank == "0")
+    !matches!(Member::detect(), Ok(Some(member)) if member.rank != 0)
 }
 
 /// Runs `main` on every rank that `shared` and the environment ask for. Comes back with the failure of all ranks, if
@@ -101,13 +103,9 @@ pub fn run(
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
     match placement {
         Placement::OneRank => {
-            let group: Arc<dyn ProcessGroup> = Arc::new(rendezvous(group_timeout)?);
-            let local_rank = match std::env::var(LOCAL_RANK) {
-                Ok(text) if !text.is_empty() => text.parse().map_err(|_| {
-                    Stop::usage(format!("{LOCAL_RANK} = {text} in the environment: must be a whole number"))
-                }),
-                _ => Ok(group.rank()),
-            };
+            let meeting = Meeting::from_env(group_timeout)?;
+            let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("world", group_timeout)?);
+            let local_rank = Ok(meeting.member.local_rank.unwrap_or(meeting.member.rank));
             let outcome = one_rank(&group, local_rank, &main, || {
                 Ok(Run { setup: shared.resolve(group.size(), defaults)?, placement })
             });
@@ -258,6 +256,7 @@ fn open_cuda(_ordinal: u32) -> Result<Arc<dyn Device>> {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use epoxide::group::RANK;
 
     use super::*;
 

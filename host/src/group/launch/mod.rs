@@ -1,4 +1,13 @@
-//! Starting the ranks of a group on this host: as processes with [`spawn_ranks`], as threads with [`run_threads`].
+//! Starting the ranks of a group: as threads with [`run_threads`], as processes with [`spawn_ranks`], and as
+//! processes under the rules of torchrun with [`Launch`], which `epoxide launch` is the command of.
+
+mod meeting;
+mod place;
+mod port;
+mod relay;
+mod signals;
+mod supervisor;
+mod watched;
 
 use std::any::Any;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -9,10 +18,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal};
 
-use super::env::{RANK, STORE, WORLD_SIZE};
-use super::{FileStore, HashStore, ProcessGroup, StoreGroup};
+pub use place::{MASTER_ADDR, MASTER_PORT, Place, RESTART_COUNT};
+pub use port::HeldPort;
+pub use relay::Sinks;
+pub use signals::Signals;
+pub use supervisor::{Ended, Failure, Launch, Nodes};
+
+use super::{FileStore, HashStore, ProcessGroup, RANK, STORE, StoreGroup, WORLD_SIZE};
 use crate::error::{Error, Result};
 
 /// Variable with the rank's number among the ranks of its host.
@@ -26,7 +42,7 @@ const TERMINATION: Duration = Duration::from_secs(1);
 const POLL: Duration = Duration::from_millis(5);
 
 /// How one rank ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RankExit {
     /// It exited with this code.
     Code(i32),
@@ -62,7 +78,10 @@ impl std::fmt::Display for RankExit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             RankExit::Code(code) => write!(f, "exited with code {code}"),
-            RankExit::Signal(signal) => write!(f, "was ended by signal {signal}"),
+            RankExit::Signal(signal) => {
+                write!(f, "was ended by signal {signal}")?;
+                signals::name(*signal).map_or(Ok(()), |name| write!(f, " ({name})"))
+            }
         }
     }
 }
@@ -153,7 +172,7 @@ pub fn spawn_ranks(size: u32, grace: Duration, command: impl Fn(u32) -> Result<C
 }
 
 /// Has the kernel kill the child when the thread that spawns it ends.
-fn die_with_parent(command: &mut Command) {
+pub(crate) fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let prepare = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -224,12 +243,13 @@ impl Drop for Ranks {
 }
 
 /// The directory of a launch's store.
-struct StoreDirectory {
-    path: PathBuf,
+#[derive(Debug)]
+pub(crate) struct StoreDirectory {
+    pub(crate) path: PathBuf,
 }
 
 impl StoreDirectory {
-    fn create() -> Result<StoreDirectory> {
+    pub(crate) fn create() -> Result<StoreDirectory> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         // A leftover of an earlier process with this number must not be taken over: its keys are stale.
         loop {
@@ -343,7 +363,7 @@ where
 }
 
 /// The message of a panic.
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
     panic
         .downcast_ref::<String>()
         .map(String::as_str)

@@ -1,0 +1,180 @@
+//! The collectives over the mesh: trees for what has a root, doubling for what is small, rings for what is large.
+
+mod blocks;
+pub(crate) mod call;
+mod exchange;
+pub(crate) mod fallback;
+pub(crate) mod p2p;
+mod reductions;
+mod rooted;
+
+pub use call::{Call, Message, Operation, Outcome, P2p};
+
+use std::time::Duration;
+
+use super::mesh::{Engine, Signature};
+use super::recorder::Recorder;
+use crate::error::{Error, Result};
+
+/// One collective under way.
+pub(crate) struct Run<'a> {
+    pub engine: &'a mut Engine,
+    pub rank: u32,
+    pub size: u32,
+}
+
+impl Run<'_> {
+    /// Sends to one rank while receiving from one; payloads of one step.
+    fn swap(&mut self, to: u32, payload: &[u8], from: u32) -> Result<Vec<u8>> {
+        self.engine.exchange(&[(to, payload)], &[from]).map(|mut all| all.pop().unwrap_or_default())
+    }
+
+    fn send(&mut self, to: u32, payload: &[u8]) -> Result<()> {
+        self.engine.exchange(&[(to, payload)], &[]).map(drop)
+    }
+
+    fn receive(&mut self, from: u32) -> Result<Vec<u8>> {
+        self.engine.exchange(&[], &[from]).map(|mut all| all.pop().unwrap_or_default())
+    }
+
+    /// A peer's payload that does not have the shape the algorithm needs.
+    fn malformed(&self, peer: u32, what: impl std::fmt::Display) -> Error {
+        self.engine.error(vec![peer], format!("rank {peer} sent {what}"))
+    }
+
+    /// Dissemination: in round `k` each rank tells the one 2^k after it.
+    pub(crate) fn barrier(&mut self) -> Result<()> {
+        let mut distance = 1;
+        while distance < self.size {
+            let to = (self.rank + distance) % self.size;
+            let from = (self.rank + self.size - distance) % self.size;
+            self.swap(to, &[], from)?;
+            distance *= 2;
+        }
+        Ok(())
+    }
+
+    /// Each rank tells every other, so that each can name all that did not come.
+    fn monitored_barrier(&mut self) -> Result<()> {
+        let others: Vec<u32> = (0..self.size).filter(|peer| *peer != self.rank).collect();
+        let sends: Vec<(u32, &[u8])> = others.iter().map(|peer| (*peer, &[][..])).collect();
+        self.engine.exchange(&sends, &others).map(drop)
+    }
+
+    fn run(&mut self, call: Call) -> Result<Outcome> {
+        Ok(match call {
+            Call::Barrier => {
+                self.barrier()?;
+                Outcome::Done
+            }
+            Call::MonitoredBarrier => {
+                self.monitored_barrier()?;
+                Outcome::Done
+            }
+            Call::Broadcast { root, data } => Outcome::Data(self.broadcast(root, data)?),
+            Call::AllGather { data } => Outcome::Parts(self.all_gather(data)?),
+            Call::Gather { root, data } => self.gather(root, data)?.map_or(Outcome::Done, Outcome::Parts),
+            Call::Scatter { root, parts } => Outcome::Data(self.scatter(root, parts)?),
+            Call::Reduce { root, data, dtype, op } => {
+                self.reduce(root, data, dtype, op)?.map_or(Outcome::Done, Outcome::Data)
+            }
+            Call::AllReduce { data, dtype, op } => Outcome::Data(self.all_reduce(data, dtype, op)?),
+            Call::ReduceScatter { data, counts, dtype, op } => {
+                Outcome::Data(self.reduce_scatter(data, &counts, dtype, op)?)
+            }
+            Call::AllToAll { parts } => Outcome::Parts(self.all_to_all(parts)?),
+            Call::P2p(_) | Call::Coalesced(_) => {
+                return Err(Error::argument("call", "a batch", "runs on its own, not inside a collective"));
+            }
+        })
+    }
+}
+
+/// Runs one collective from start to end, recording it.
+pub(crate) fn perform(
+    engine: &mut Engine,
+    recorder: &Recorder,
+    call: Call,
+    timeout: Duration,
+) -> Result<Outcome> {
+    match call {
+        Call::Coalesced(calls) => coalesced(engine, recorder, calls, timeout),
+        call => {
+            let mut signature = Signature::new(call.operation());
+            let mut reduction = None;
+            match &call {
+                Call::Broadcast { root, .. } | Call::Gather { root, .. } | Call::Scatter { root, .. } => {
+                    signature.root = Some(*root);
+                }
+                Call::Reduce { root, data, dtype, op } => {
+                    (signature.root, signature.bytes) = (Some(*root), Some(data.len() as u64));
+                    (signature.dtype, signature.reduce) = (*dtype, *op);
+                }
+                Call::AllReduce { data, dtype, op } | Call::ReduceScatter { data, dtype, op, .. } => {
+                    signature.bytes = Some(data.len() as u64);
+                    (signature.dtype, signature.reduce) = (*dtype, *op);
+                }
+                _ => {}
+            }
+            if signature.bytes.is_some() {
+                reduction = Some(format!("{} {}", signature.dtype, signature.reduce));
+            }
+            let bytes = call.bytes();
+            within(engine, recorder, signature, bytes, reduction, timeout, |run| run.run(call))
+        }
+    }
+}
+
+/// Runs `body` as one operation.
+pub(crate) fn within<T>(
+    engine: &mut Engine,
+    recorder: &Recorder,
+    signature: Signature,
+    bytes: u64,
+    reduction: Option<String>,
+    timeout: Duration,
+    body: impl FnOnce(&mut Run<'_>) -> Result<T>,
+) -> Result<T> {
+    recorder.start(engine.next_sequence, signature.operation, bytes, signature.root, reduction);
+    engine.begin(signature, timeout);
+    let (rank, size) = (engine.rank, engine.size);
+    let outcome = engine.check_given_up().and_then(|()| body(&mut Run { engine: &mut *engine, rank, size }));
+    engine.waiting.clear();
+    if outcome.is_ok() {
+        engine.current = None;
+    }
+    let error = outcome.as_ref().err().map(ToString::to_string);
+    recorder.end(error.as_deref());
+    outcome
+}
+
+/// Runs the calls one after the other; neighbouring all-reduces of one kind as one.
+fn coalesced(
+    engine: &mut Engine,
+    recorder: &Recorder,
+    calls: Vec<Call>,
+    timeout: Duration,
+) -> Result<Outcome> {
+    let mut outcomes = Vec::with_capacity(calls.len());
+    let mut calls = calls.into_iter().peekable();
+    while let Some(call) = calls.next() {
+        let Call::AllReduce { mut data, dtype, op } = call else {
+            outcomes.push(perform(engine, recorder, call, timeout)?);
+            continue;
+        };
+        let mut ends = vec![data.len()];
+        let same =
+            |next: &Call| matches!(next, Call::AllReduce { dtype: d, op: o, .. } if (*d, *o) == (dtype, op));
+        while let Some(Call::AllReduce { data: more, .. }) = calls.next_if(same) {
+            data.extend_from_slice(&more);
+            ends.push(data.len());
+        }
+        let whole = perform(engine, recorder, Call::AllReduce { data, dtype, op }, timeout)?.data()?;
+        let mut start = 0;
+        for end in ends {
+            outcomes.push(Outcome::Data(whole[start..end].to_vec()));
+            start = end;
+        }
+    }
+    Ok(Outcome::Several(outcomes))
+}

@@ -1,0 +1,85 @@
+//! TCP ports that are free and stay so.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::fd::OwnedFd;
+
+use rustix::net::sockopt::set_socket_reuseaddr;
+use rustix::net::{AddressFamily, SocketAddrAny, SocketFlags, SocketType, bind, getsockname, socket_with};
+
+use crate::error::{Error, Result};
+
+/// A free TCP port of this host, held until this is dropped.
+///
+/// The port is bound but not listened on. While it is, the kernel gives it to nobody who asks for any port, neither to
+/// bind nor to connect from; a server that asks for this very port with `SO_REUSEADDR`, as the servers of Rust's
+/// standard library, PyTorch and libuv do, gets it. So no other process slips in between the choice and the use, and
+/// the port can be used again after the server has gone.
+///
+/// ```
+/// let port = epoxide::group::launch::HeldPort::any()?;
+/// let server = std::net::TcpListener::bind(("127.0.0.1", port.number())).unwrap();
+/// # drop(server);
+/// # Ok::<(), epoxide::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct HeldPort {
+    _socket: OwnedFd,
+    number: u16,
+}
+
+impl HeldPort {
+    /// Takes any free port.
+    pub fn any() -> Result<HeldPort> {
+        let error = |error: rustix::io::Errno| {
+            Error::os("bind", format!("no free TCP port: {error}; see net.ipv4.ip_local_port_range"))
+        };
+        let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+        let socket = socket.map_err(error)?;
+        set_socket_reuseaddr(&socket, true).map_err(error)?;
+        bind(&socket, &SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0)).map_err(error)?;
+        let address: SocketAddrAny = getsockname(&socket).map_err(error)?;
+        let address = SocketAddrV4::try_from(address).map_err(error)?;
+        Ok(HeldPort { _socket: socket, number: address.port() })
+    }
+
+    /// The port.
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::net::{Ipv6Addr, TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn a_held_port_serves_one_server_after_another() {
+        let port = HeldPort::any().unwrap();
+        for _ in 0..3 {
+            let server = TcpListener::bind((Ipv4Addr::LOCALHOST, port.number())).unwrap();
+            let client = TcpStream::connect((Ipv4Addr::LOCALHOST, port.number())).unwrap();
+            // The server's side closes first, so that the port is left in TIME_WAIT.
+            drop(server.accept().unwrap());
+            drop((client, server));
+        }
+        // Hosts without IPv6 have nothing to show here.
+        if TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok() {
+            TcpListener::bind((Ipv6Addr::UNSPECIFIED, port.number())).unwrap();
+        }
+    }
+
+    #[test]
+    fn no_port_is_held_twice() {
+        let ports: Vec<_> = (0..200).map(|_| HeldPort::any().unwrap()).collect();
+        let numbers: BTreeSet<_> = ports.iter().map(HeldPort::number).collect();
+        assert_eq!(numbers.len(), ports.len());
+        let listeners: Vec<_> =
+            (0..200).map(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap()).collect();
+        for listener in &listeners {
+            assert!(!numbers.contains(&listener.local_addr().unwrap().port()));
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The signals that a launcher passes on.
+
+use std::io::{ErrorKind, PipeReader, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use rustix::io::{FdFlags, fcntl_setfd};
+
+use crate::error::{Error, Result};
+
+/// The write end of the pipe that the handler writes to; -1 where none is installed.
+static PIPE: AtomicI32 = AtomicI32::new(-1);
+
+/// What is passed on.
+const PASSED: [i32; 8] = [
+    libc::SIGINT,
+    libc::SIGTERM,
+    libc::SIGHUP,
+    libc::SIGQUIT,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGALRM,
+    libc::SIGWINCH,
+];
+
+/// Catches the signals that a launcher passes on to its ranks (SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2,
+/// SIGALRM, SIGWINCH) while it lives. Those that were ignored before stay ignored, as under `nohup`.
+#[derive(Debug)]
+pub struct Signals {
+    caught: PipeReader,
+    writer: OwnedFd,
+    before: Vec<(i32, Action)>,
+}
+
+/// A signal's action, to be put back.
+#[derive(Clone, Copy)]
+struct Action(libc::sigaction);
+
+impl std::fmt::Debug for Action {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Action")
+    }
+}
+
+/// Writes the signal's number to the pipe.
+extern "C" fn note(signal: i32) {
+    let byte = signal as u8;
+    // SAFETY: errno belongs to this thread; write reads one byte of this frame. Both may be used in a signal handler.
+    unsafe {
+        let errno = *libc::__errno_location();
+        // A full pipe has told the launcher enough.
+        libc::write(PIPE.load(Ordering::Relaxed), (&raw const byte).cast(), 1);
+        *libc::__errno_location() = errno;
+    }
+}
+
+/// Sets a signal's action; returns the one before.
+fn set_action(signal: i32, action: Option<&libc::sigaction>) -> Result<libc::sigaction> {
+    // SAFETY: all zeros is a valid sigaction: the default action with an empty mask.
+    let mut before: libc::sigaction = unsafe { std::mem::zeroed() };
+    let action = action.map_or(std::ptr::null(), std::ptr::from_ref);
+    // SAFETY: `action` is null or valid, `before` is valid; a handler in it is `note`, which may run at any time, or
+    // was there before.
+    match unsafe { libc::sigaction(signal, action, &mut before) } {
+        0 => Ok(before),
+        _ => Err(Error::os("sigaction", format!("signal {signal}: {}", std::io::Error::last_os_error()))),
+    }
+}
+
+impl Signals {
+    /// Starts to catch. One at a time in a process.
+    pub fn catch() -> Result<Signals> {
+        let (caught, writer) = std::io::pipe().map_err(|error| Error::os("pipe", error))?;
+        for fd in [caught.as_fd(), writer.as_fd()] {
+            rustix::io::ioctl_fionbio(fd, true).map_err(|error| Error::os("fionbio", error))?;
+            fcntl_setfd(fd, FdFlags::CLOEXEC).map_err(|error| Error::os("fcntl", error))?;
+        }
+        let writer = OwnedFd::from(writer);
+        if PIPE.compare_exchange(-1, writer.as_raw_fd(), Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            return Err(Error::os(
+                "sigaction",
+                "another launcher of this process catches the signals already",
+            ));
+        }
+        let mut signals = Signals { caught, writer, before: Vec::new() };
+        for signal in PASSED {
+            let before = set_action(signal, None)?;
+            if before.sa_sigaction == libc::SIG_IGN {
+                continue;
+            }
+            // SAFETY: as above.
+            let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+            action.sa_sigaction = note as extern "C" fn(i32) as libc::sighandler_t;
+            action.sa_flags = libc::SA_RESTART;
+            set_action(signal, Some(&action))?;
+            signals.before.push((signal, Action(before)));
+        }
+        Ok(signals)
+    }
+
+    /// The signals caught since the last call.
+    pub fn take(&mut self) -> Vec<i32> {
+        let mut bytes = [0; 64];
+        loop {
+            match self.caught.read(&mut bytes) {
+                Ok(count) => return bytes[..count].iter().map(|byte| i32::from(*byte)).collect(),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return Vec::new(),
+            }
+        }
+    }
+
+    /// Readable when a signal has been caught.
+    pub(super) fn ready(&self) -> BorrowedFd<'_> {
+        self.caught.as_fd()
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        for (signal, Action(before)) in &self.before {
+            // It was accepted when it was first set.
+            let _ = set_action(*signal, Some(before));
+        }
+        // No handler runs any more but one that began before; that one writes to a pipe that is still open.
+        let _ = PIPE.compare_exchange(self.writer.as_raw_fd(), -1, Ordering::SeqCst, Ordering::SeqCst);
+    }
+}
+
+/// Whether the signal asks a launch to end.
+pub(super) fn ends(signal: i32) -> bool {
+    matches!(signal, libc::SIGINT | libc::SIGTERM | libc::SIGHUP | libc::SIGQUIT)
+}
+
+/// The name of a signal; `None` for those without one.
+pub(super) fn name(signal: i32) -> Option<&'static str> {
+    Some(match signal {
+        libc::SIGHUP => "SIGHUP",
+        libc::SIGINT => "SIGINT",
+        libc::SIGQUIT => "SIGQUIT",
+        libc::SIGILL => "SIGILL",
+        libc::SIGTRAP => "SIGTRAP",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGBUS => "SIGBUS",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGKILL => "SIGKILL",
+        libc::SIGUSR1 => "SIGUSR1",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGUSR2 => "SIGUSR2",
+        libc::SIGPIPE => "SIGPIPE",
+        libc::SIGALRM => "SIGALRM",
+        libc::SIGTERM => "SIGTERM",
+        libc::SIGXCPU => "SIGXCPU",
+        libc::SIGXFSZ => "SIGXFSZ",
+        libc::SIGSYS => "SIGSYS",
+        _ => return None,
+    })
+}

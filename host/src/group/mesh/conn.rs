@@ -1,0 +1,141 @@
+//! One connection: bytes in and out without waiting.
+
+use std::io::IoSlice;
+use std::os::fd::OwnedFd;
+
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
+
+use super::frame::{HEADER, Header, Kind};
+use crate::error::{Error, Result};
+
+/// Largest piece of a payload that is reserved before its bytes come.
+const RESERVE: u64 = 64 << 20;
+/// Largest payload of a hello.
+const MAX_HELLO: u64 = 64;
+
+#[derive(Debug)]
+pub(crate) struct Conn {
+    pub socket: OwnedFd,
+    /// The rank at the other end, once it has shown the token.
+    pub peer: Option<u32>,
+    /// Not yet taken by the kernel: bytes from `sent` on.
+    out: Vec<u8>,
+    sent: usize,
+    header: Vec<u8>,
+    payload: Option<(Header, Vec<u8>)>,
+    /// True once a hello came, or where none is due.
+    greeted: bool,
+    heard: bool,
+}
+
+impl Conn {
+    pub(crate) fn new(socket: OwnedFd, peer: Option<u32>) -> Conn {
+        let greeted = peer.is_some();
+        let header = Vec::with_capacity(HEADER);
+        Conn { socket, peer, out: Vec::new(), sent: 0, header, payload: None, greeted, heard: false }
+    }
+
+    /// True when everything sent has been taken by the kernel.
+    pub(crate) fn flushed(&self) -> bool {
+        self.out.is_empty()
+    }
+
+    /// True when anything came.
+    pub(crate) fn heard(&self) -> bool {
+        self.heard
+    }
+
+    /// Sends a frame; what the kernel does not take now waits for [`Conn::flush`].
+    pub(crate) fn send(&mut self, header: &Header, payload: &[u8]) -> Result<(), Errno> {
+        let header = header.encode();
+        let mut taken = 0;
+        if self.flushed() {
+            let pieces = [IoSlice::new(&header), IoSlice::new(payload)];
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            taken =
+                match rustix::net::sendmsg(&self.socket, &pieces, &mut SendAncillaryBuffer::default(), flags)
+                {
+                    Ok(taken) => taken,
+                    Err(Errno::AGAIN | Errno::INTR) => 0,
+                    Err(error) => return Err(error),
+                };
+        }
+        if taken < HEADER {
+            self.out.extend_from_slice(&header[taken..]);
+        }
+        self.out.extend_from_slice(&payload[taken.saturating_sub(HEADER)..]);
+        Ok(())
+    }
+
+    /// Hands the kernel as much as it takes.
+    pub(crate) fn flush(&mut self) -> Result<(), Errno> {
+        while self.sent < self.out.len() {
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match rustix::net::send(&self.socket, &self.out[self.sent..], flags) {
+                Ok(taken) => self.sent += taken,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.out.clear();
+        self.sent = 0;
+        if self.out.capacity() > 1 << 20 {
+            self.out = Vec::new();
+        }
+        Ok(())
+    }
+
+    /// Reads what there is. True while the stream is open.
+    pub(crate) fn read(
+        &mut self,
+        scratch: &mut [u8],
+        frames: &mut Vec<(Header, Vec<u8>)>,
+    ) -> Result<bool, String> {
+        loop {
+            match rustix::net::recv(&self.socket, &mut *scratch, RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => return Ok(false),
+                Ok((_, count)) => {
+                    self.heard = true;
+                    self.parse(&scratch[..count], frames).map_err(|error| error.to_string())?;
+                    if count < scratch.len() {
+                        return Ok(true);
+                    }
+                }
+                Err(Errno::AGAIN) => return Ok(true),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+    }
+
+    fn parse(&mut self, mut bytes: &[u8], frames: &mut Vec<(Header, Vec<u8>)>) -> Result<()> {
+        loop {
+            if let Some((header, payload)) = &mut self.payload {
+                let missing = header.len - payload.len() as u64;
+                let take = usize::try_from(missing).unwrap_or(usize::MAX).min(bytes.len());
+                payload.extend_from_slice(&bytes[..take]);
+                bytes = &bytes[take..];
+                if (payload.len() as u64) < header.len {
+                    return Ok(());
+                }
+                frames.extend(self.payload.take());
+            }
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            let take = (HEADER - self.header.len()).min(bytes.len());
+            self.header.extend_from_slice(&bytes[..take]);
+            bytes = &bytes[take..];
+            let Ok(whole) = <&[u8; HEADER]>::try_from(self.header.as_slice()) else { return Ok(()) };
+            let header = Header::decode(whole)?;
+            self.header.clear();
+            if !self.greeted && (header.kind != Kind::Hello || header.len > MAX_HELLO) {
+                return Err(Error::os("recv", "a stranger's bytes"));
+            }
+            self.greeted = true;
+            self.payload = Some((header, Vec::with_capacity(header.len.min(RESERVE) as usize)));
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Finding the peers and connecting to them.
+
+use std::time::{Duration, Instant};
+
+use super::address::{self, Address};
+use super::conn::Conn;
+use super::engine::{Current, Directory, Engine};
+use super::frame::{Header, Kind, Signature};
+use super::peers::Health;
+use crate::error::{Error, Result};
+use crate::group::collectives::call::Operation;
+
+/// The key of the group's store that holds the address of `rank`.
+pub(crate) fn address_key(name: &str, rank: u32) -> String {
+    format!("{name}/mesh/{rank}")
+}
+
+impl Engine {
+    /// The connection to send to `peer` on; opens one where there is none, which waits for the peer to have joined.
+    pub(super) fn outgoing(&mut self, peer: u32) -> Result<usize> {
+        if let Some(index) = self.peers[peer as usize].send_on {
+            return Ok(index);
+        }
+        let mut pause = Duration::ZERO;
+        loop {
+            self.check_given_up()?;
+            let state = &self.peers[peer as usize];
+            let index = match state.conns.first() {
+                Some(index) => Some(*index),
+                None => self.try_connect(peer)?,
+            };
+            if let Some(index) = index {
+                self.peers[peer as usize].send_on = Some(index);
+                return Ok(index);
+            }
+            let left = self.current.as_ref().map_or(Duration::ZERO, Current::left);
+            if left.is_zero() {
+                return Err(self.error(vec![peer], format!("rank {peer} has not joined the group")));
+            }
+            self.progress(pause.min(left))?;
+            pause = (pause * 2).clamp(Duration::from_millis(1), Duration::from_millis(50));
+        }
+    }
+
+    /// Opens a connection to `peer` unless it has not joined yet.
+    pub(crate) fn try_connect(&mut self, peer: u32) -> Result<Option<usize>> {
+        let Some(theirs) = self.look_up(peer)? else { return Ok(None) };
+        if let Health::Dead(reason) = &self.peers[peer as usize].health {
+            return Err(self.error(vec![peer], format!("rank {peer} is dead: {reason}")));
+        }
+        let socket = match address::connect(&theirs, &self.ours) {
+            Ok(Some(socket)) => socket,
+            Ok(None) => return Ok(None),
+            Err(reason) => {
+                let reason = format!("it takes no connections, it may have died or left: {reason}");
+                self.peers[peer as usize].health = self.last_words(peer).unwrap_or(Health::Dead(reason));
+                return self.check_health(peer).map(|()| None);
+            }
+        };
+        let index = self.add(Conn::new(socket, Some(peer)))?;
+        self.peers[peer as usize].conns.push(index);
+        let hello = Header::control(Kind::Hello, u64::from(self.rank), theirs.token.len());
+        self.send_on(index, &hello, theirs.token.as_bytes());
+        Ok(Some(index))
+    }
+
+    /// Connects to every rank below this one and waits for those above; within `timeout`.
+    pub(crate) fn connect_all(&mut self, timeout: Duration) -> Result<()> {
+        let signature = Signature::new(Operation::Barrier);
+        self.current = Some(Current { sequence: 0, signature, start: Instant::now(), timeout });
+        for peer in 0..self.rank {
+            self.outgoing(peer)?;
+        }
+        let rank = self.rank;
+        self.wait(|engine| {
+            let open = |peer: &u32| engine.peers[*peer as usize].conns.is_empty();
+            let missing: Vec<u32> = (rank + 1..engine.size).filter(open).collect();
+            engine.waiting = missing;
+            // A higher rank that died here shows as one that never came.
+            for peer in engine.waiting.clone() {
+                engine.look_up(peer)?;
+            }
+            Ok(engine.waiting.is_empty())
+        })?;
+        self.current = None;
+        Ok(())
+    }
+
+    pub(super) fn gone_key(&self, peer: u32) -> String {
+        format!("{}/gone/{peer}", self.name)
+    }
+
+    /// Why `peer` gave up, if it told the store.
+    pub(super) fn last_words(&self, peer: u32) -> Option<Health> {
+        let key = self.gone_key(peer);
+        if !self.board.check(&key).ok()? {
+            return None;
+        }
+        let reason = self.board.get(&key, Duration::from_secs(1)).ok()?;
+        Some(Health::GaveUp(String::from_utf8_lossy(&reason).into_owned()))
+    }
+
+    fn look_up(&mut self, peer: u32) -> Result<Option<Address>> {
+        if let Some(address) = &self.peers[peer as usize].address {
+            return Ok(Some(address.clone()));
+        }
+        let address = match &self.directory {
+            Directory::Known(all) => all.get(peer as usize).cloned(),
+            Directory::Store => {
+                let key = address_key(&self.name, peer);
+                if !self.board.check(&key)? {
+                    return Ok(None);
+                }
+                let bytes = self.board.get(&key, Duration::from_secs(1))?;
+                let address: Address = serde_json::from_slice(&bytes).map_err(|error| {
+                    self.error(
+                        vec![peer],
+                        format!("rank {peer} announced no address in key {key:?}: {error}"),
+                    )
+                })?;
+                if address.size != self.size {
+                    return Err(Error::Mismatch {
+                        rank: self.rank,
+                        peer,
+                        what: "the number of ranks",
+                        ours: self.size.to_string(),
+                        theirs: address.size.to_string(),
+                    });
+                }
+                Some(address)
+            }
+        };
+        self.peers[peer as usize].address = address.clone();
+        Ok(address)
+    }
+}

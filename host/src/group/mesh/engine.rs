@@ -1,0 +1,401 @@
+//! The sockets of a group and what came through them.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+use super::address::{self, Address, Listener};
+use super::conn::Conn;
+use super::connect::address_key;
+use super::frame::{Header, Kind, Signature};
+use super::peers::{Health, Peer};
+use super::wake::Wake;
+use crate::error::{Error, Result};
+use crate::group::Store;
+use crate::group::collectives::call::{Message, Operation};
+
+/// Epoll keys: the wake-up, the listeners, then connections by index.
+const WAKE: u64 = 0;
+const LISTENER: u64 = 1;
+const FIRST_CONN: u64 = 16;
+const SCRATCH: usize = 256 << 10;
+/// Operations whose signatures are remembered, for ranks that ask later.
+const HISTORY: usize = 16;
+
+/// Where the peers' addresses come from.
+#[derive(Debug)]
+pub(crate) enum Directory {
+    /// Keys `NAME/mesh/RANK` of the group's store; they come as the ranks join.
+    Store,
+    /// All known from the start.
+    Known(Vec<Address>),
+}
+
+/// The operation under way.
+#[derive(Debug, Clone)]
+pub(crate) struct Current {
+    pub sequence: u64,
+    pub signature: Signature,
+    pub start: Instant,
+    pub timeout: Duration,
+}
+
+impl Current {
+    pub(crate) fn left(&self) -> Duration {
+        self.timeout.saturating_sub(self.start.elapsed())
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub name: String,
+    pub rank: u32,
+    pub size: u32,
+    pub(super) directory: Directory,
+    /// Where a rank that gave up leaves its reason, for those it has no connection with.
+    pub(super) board: Arc<dyn Store>,
+    listener: Option<Listener>,
+    pub(super) ours: Address,
+    epoll: OwnedFd,
+    pub wake: Arc<Wake>,
+    pub peers: Vec<Peer>,
+    /// By epoll key; `None` once closed.
+    conns: Vec<Option<Conn>>,
+    scratch: Vec<u8>,
+    /// Messages of send and receive, as they came.
+    pub messages: VecDeque<Message>,
+    pub current: Option<Current>,
+    /// Ranks that the operation waits for now.
+    pub waiting: Vec<u32>,
+    history: VecDeque<(u64, Signature)>,
+    pub next_sequence: u64,
+    /// The abort that a peer announced: who, in which operation, why.
+    pub aborted: Option<(u32, u64, String)>,
+    pub mismatch: Option<Error>,
+}
+
+impl Engine {
+    pub(crate) fn new(
+        name: &str,
+        rank: u32,
+        listener: Listener,
+        directory: Directory,
+        board: Arc<dyn Store>,
+        wake: Arc<Wake>,
+    ) -> Result<Engine> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| Error::os("epoll", error))?;
+        let add = |fd: &OwnedFd, key: u64| {
+            epoll::add(&epoll, fd, EventData::new_u64(key), EventFlags::IN)
+                .map_err(|error| Error::os("epoll", error))
+        };
+        add(&wake.event, WAKE)?;
+        for (key, socket) in (LISTENER..).zip(&listener.sockets) {
+            add(socket, key)?;
+        }
+        let ours = listener.address.clone();
+        let size = ours.size;
+        let peers = match &directory {
+            Directory::Known(all) => all.iter().map(|address| Peer::new(Some(address.clone()))).collect(),
+            Directory::Store => (0..size).map(|_| Peer::new(None)).collect(),
+        };
+        Ok(Engine {
+            name: name.to_owned(),
+            rank,
+            size,
+            directory,
+            board,
+            listener: Some(listener),
+            ours,
+            epoll,
+            wake,
+            peers,
+            conns: Vec::new(),
+            scratch: vec![0; SCRATCH],
+            messages: VecDeque::new(),
+            current: None,
+            waiting: Vec::new(),
+            history: VecDeque::new(),
+            next_sequence: 0,
+            aborted: None,
+            mismatch: None,
+        })
+    }
+
+    /// An error of the current operation.
+    pub(crate) fn error(&self, peers: Vec<u32>, reason: impl Into<String>) -> Error {
+        let (operation, sequence) = self.current.as_ref().map_or(("between operations", 0), |current| {
+            (current.signature.operation.name(), current.sequence)
+        });
+        let group = self.name.clone();
+        Error::Group { group, rank: self.rank, operation, sequence, peers, reason: reason.into() }
+    }
+
+    pub(crate) fn begin(&mut self, signature: Signature, timeout: Duration) {
+        let sequence = self.next_sequence;
+        self.next_sequence += 1;
+        if self.history.len() == HISTORY {
+            self.history.pop_front();
+        }
+        self.history.push_back((sequence, signature));
+        self.current = Some(Current { sequence, signature, start: Instant::now(), timeout });
+        for peer in 0..self.size {
+            if let Some((at, theirs)) = self.peers[peer as usize].seen {
+                self.compare(peer, at, &theirs);
+            }
+        }
+    }
+
+    /// Notes a mismatch between what `peer` did and what this rank did under the same number.
+    fn compare(&mut self, peer: u32, sequence: u64, theirs: &Signature) {
+        let ours = self.history.iter().find(|(number, _)| *number == sequence);
+        let Some((what, ours, theirs)) = ours.and_then(|(_, ours)| ours.difference(theirs)) else { return };
+        let rank = self.rank;
+        self.mismatch.get_or_insert(Error::Mismatch { rank, peer, what, ours, theirs });
+    }
+
+    pub(super) fn add(&mut self, conn: Conn) -> Result<usize> {
+        let index = self.conns.len();
+        let key = EventData::new_u64(FIRST_CONN + index as u64);
+        epoll::add(&self.epoll, &conn.socket, key, EventFlags::IN)
+            .map_err(|error| Error::os("epoll", error))?;
+        self.conns.push(Some(conn));
+        Ok(index)
+    }
+
+    /// Sends a frame to `peer`, opening a connection where there is none.
+    pub(crate) fn send(&mut self, peer: u32, header: &Header, payload: &[u8]) -> Result<()> {
+        self.check_given_up()?;
+        self.check_health(peer)?;
+        let index = self.outgoing(peer)?;
+        self.send_on(index, header, payload);
+        Ok(())
+    }
+
+    /// Sends a frame if there is a connection.
+    pub(crate) fn send_if_connected(&mut self, peer: u32, header: &Header, payload: &[u8]) {
+        let state = &mut self.peers[peer as usize];
+        if let Some(index) = state.send_on.or_else(|| state.conns.first().copied()) {
+            state.send_on = Some(index);
+            self.send_on(index, header, payload);
+        }
+    }
+
+    pub(super) fn send_on(&mut self, index: usize, header: &Header, payload: &[u8]) {
+        let Some(Some(conn)) = self.conns.get_mut(index) else { return };
+        let waited = !conn.flushed();
+        match conn.send(header, payload) {
+            Ok(()) if !waited && !conn.flushed() => self.watch(index, EventFlags::IN | EventFlags::OUT),
+            Ok(()) => {}
+            Err(error) => self.send_failed(index, error),
+        }
+    }
+
+    /// A failed send: the peer is gone, but what it sent before may still be read.
+    fn send_failed(&mut self, index: usize, error: Errno) {
+        self.read(index);
+        self.close(index, &format!("sending to it: {error}"));
+    }
+
+    fn watch(&self, index: usize, flags: EventFlags) {
+        if let Some(Some(conn)) = self.conns.get(index) {
+            let key = EventData::new_u64(FIRST_CONN + index as u64);
+            // Cannot fail: the socket is open and in the set.
+            let _ = epoll::modify(&self.epoll, &conn.socket, key, flags);
+        }
+    }
+
+    /// True when everything sent to `peer` is with the kernel, or never will be.
+    pub(crate) fn flushed(&self, peer: u32) -> bool {
+        let conn = self.peers[peer as usize].send_on.and_then(|index| self.conns[index].as_ref());
+        conn.is_none_or(Conn::flushed)
+    }
+
+    /// Handles what happens on the sockets, waiting for it up to `timeout`.
+    pub(crate) fn progress(&mut self, timeout: Duration) -> Result<()> {
+        // Rounded up to the kernel's milliseconds, so that the last wait does not spin.
+        let timeout = if timeout.is_zero() { timeout } else { timeout.max(Duration::from_millis(1)) };
+        let timeout = Timespec::try_from(timeout.min(Duration::from_secs(3600)))
+            .map_err(|error| Error::os("epoll", error))?;
+        let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 32];
+        let count = match epoll::wait(&self.epoll, &mut events, Some(&timeout)) {
+            Ok(count) => count,
+            Err(Errno::INTR) => 0,
+            Err(error) => return Err(Error::os("epoll", error)),
+        };
+        for event in &events[..count] {
+            let (key, flags) = (event.data.u64(), event.flags);
+            if key == WAKE {
+                self.wake.clear();
+            } else if let Some(index) = key.checked_sub(FIRST_CONN) {
+                self.handle(index as usize, flags);
+            } else {
+                self.accept((key - LISTENER) as usize)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn handle(&mut self, index: usize, flags: EventFlags) {
+        if flags.contains(EventFlags::OUT)
+            && let Some(Some(conn)) = self.conns.get_mut(index)
+        {
+            match conn.flush() {
+                Ok(()) if conn.flushed() => self.watch(index, EventFlags::IN),
+                Ok(()) => {}
+                Err(error) => self.send_failed(index, error),
+            }
+        }
+        if flags.intersects(EventFlags::IN | EventFlags::HUP | EventFlags::ERR) {
+            self.read(index);
+        }
+    }
+
+    fn accept(&mut self, which: usize) -> Result<()> {
+        loop {
+            let Some(socket) = self.listener.as_ref().and_then(|listener| listener.sockets.get(which)) else {
+                return Ok(());
+            };
+            match rustix::net::accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => {
+                    address::no_delay(&socket);
+                    let index = self.add(Conn::new(socket, None))?;
+                    // The hello is there as a rule.
+                    self.read(index);
+                }
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(error) => return Err(Error::os("accept", error)),
+            }
+        }
+    }
+
+    fn read(&mut self, index: usize) {
+        let Some(Some(conn)) = self.conns.get_mut(index) else { return };
+        let mut frames = Vec::new();
+        let outcome = conn.read(&mut self.scratch, &mut frames);
+        for (header, payload) in frames {
+            let Some(Some(conn)) = self.conns.get_mut(index) else { return };
+            match conn.peer {
+                Some(peer) => self.receive(peer, header, payload),
+                None if header.tag < u64::from(self.size) && payload == self.ours.token.as_bytes() => {
+                    let peer = header.tag as u32;
+                    conn.peer = Some(peer);
+                    self.peers[peer as usize].conns.push(index);
+                }
+                None => return self.close(index, "a stranger"),
+            }
+        }
+        match outcome {
+            Ok(true) => {}
+            Ok(false) => self.close(index, "it closed its connection without saying goodbye"),
+            Err(reason) => self.close(index, &reason),
+        }
+    }
+
+    fn close(&mut self, index: usize, reason: &str) {
+        // Dropping the socket takes it out of the set.
+        let Some(conn) = self.conns.get_mut(index).and_then(Option::take) else { return };
+        if let Some(peer) = conn.peer {
+            self.peers[peer as usize].conns.retain(|other| *other != index);
+            if self.peers[peer as usize].health == Health::Alive {
+                // It may have given up with this connection still in its queue.
+                let words = if conn.heard() { None } else { self.last_words(peer) };
+                self.peers[peer as usize].health = words.unwrap_or(Health::Dead(reason.to_owned()));
+            }
+        }
+    }
+
+    fn receive(&mut self, from: u32, header: Header, payload: Vec<u8>) {
+        let peer = &mut self.peers[from as usize];
+        match header.kind {
+            Kind::Hello => {}
+            Kind::Collective => {
+                peer.seen = Some((header.sequence, header.signature));
+                peer.status = None;
+                peer.inbox.push_back((header, payload));
+                self.compare(from, header.sequence, &header.signature);
+            }
+            Kind::Message => self.messages.push_back(Message { from, tag: header.tag, data: payload }),
+            Kind::Query => {
+                if header.signature.operation != Operation::PointToPoint {
+                    peer.seen = Some((header.sequence, header.signature));
+                    self.compare(from, header.sequence, &header.signature);
+                }
+                let culprits: Vec<u8> =
+                    self.culprits().into_iter().flat_map(|rank| rank.to_le_bytes()).collect();
+                if self.current.is_some() {
+                    self.send_if_connected(
+                        from,
+                        &Header::control(Kind::Status, 0, culprits.len()),
+                        &culprits,
+                    );
+                }
+            }
+            Kind::Status => {
+                let ranks = payload
+                    .chunks_exact(4)
+                    .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
+                peer.status = Some((Instant::now(), ranks.filter(|rank| *rank < self.size).collect()));
+            }
+            Kind::Abort => {
+                let reason = String::from_utf8_lossy(&payload).into_owned();
+                peer.health = Health::GaveUp(reason.clone());
+                self.aborted.get_or_insert((from, header.sequence, reason));
+            }
+            Kind::Goodbye => peer.health = Health::Left,
+        }
+    }
+
+    /// Sends a last frame to everyone connected, gives the kernel a moment to take it, and closes all sockets.
+    pub(crate) fn close_all(&mut self, kind: Kind, text: &str) {
+        // Peers that connected meanwhile want to know as well.
+        let _ = self.progress(Duration::ZERO);
+        // One of send and receive, or between operations, counts at once.
+        let collective =
+            self.current.as_ref().filter(|current| current.signature.operation != Operation::PointToPoint);
+        let sequence = collective.map_or(0, |current| current.sequence);
+        let header = Header { sequence, ..Header::control(kind, 0, text.len()) };
+        // On every connection: which of two is seen to end first is open.
+        for index in 0..self.conns.len() {
+            if self.conns[index].as_ref().is_some_and(|conn| conn.peer.is_some()) {
+                self.send_on(index, &header, text.as_bytes());
+            }
+        }
+        let start = Instant::now();
+        while self.conns.iter().flatten().any(|conn| !conn.flushed())
+            && start.elapsed() < Duration::from_millis(200)
+        {
+            if self.progress(Duration::from_millis(10)).is_err() {
+                break;
+            }
+        }
+        self.listener = None;
+        self.conns.clear();
+        for peer in &mut self.peers {
+            peer.conns.clear();
+            peer.send_on = None;
+        }
+    }
+
+    /// Gives the group up, telling everyone connected.
+    pub(crate) fn abort(&mut self, reason: &str) {
+        // A rank that comes later finds no socket, but this. Without a store it sees a dead rank.
+        let _ = self.board.set(&self.gone_key(self.rank), reason.as_bytes());
+        self.close_all(Kind::Abort, reason);
+    }
+
+    /// Leaves in order.
+    pub(crate) fn leave(&mut self) {
+        self.close_all(Kind::Goodbye, "");
+        if let Directory::Store = &self.directory {
+            // The store may be gone already; then there is nothing to clean.
+            let _ = self.board.delete(&address_key(&self.name, self.rank));
+        }
+    }
+}

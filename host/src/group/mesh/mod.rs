@@ -1,0 +1,20 @@
+//! Sockets from every rank to every rank that it talks to, and the waiting on them.
+//!
+//! There is no thread here: whoever runs an operation of the group drives all its sockets while it waits, so that a
+//! peer's bytes are always taken and two ranks that send to each other never block each other.
+
+mod address;
+mod conn;
+mod connect;
+mod engine;
+mod frame;
+mod peers;
+mod wait;
+mod wake;
+
+pub(crate) use address::{Address, Listener};
+pub use address::{SOCKET_IFNAME, Sockets};
+pub(crate) use connect::address_key;
+pub(crate) use engine::{Current, Directory, Engine};
+pub(crate) use frame::Signature;
+pub(crate) use wake::Wake;

@@ -1,0 +1,58 @@
+//! What a rank knows about another.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::address::Address;
+use super::frame::{Header, Signature};
+
+/// How a peer is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Health {
+    /// As far as known.
+    Alive,
+    /// It said goodbye.
+    Left,
+    /// It gave the group up, with this reason.
+    GaveUp(String),
+    /// Its connection broke, with this reason.
+    Dead(String),
+}
+
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub address: Option<Address>,
+    /// Indices of its connections: at most one that each side opened.
+    pub conns: Vec<usize>,
+    /// The one that this side sends on, always the same, so that frames keep their order.
+    pub send_on: Option<usize>,
+    /// Steps of collectives that came and have not been taken.
+    pub inbox: VecDeque<(Header, Vec<u8>)>,
+    pub health: Health,
+    /// The newest operation it was seen in.
+    pub seen: Option<(u64, Signature)>,
+    /// When it last said that it waits, and for whom.
+    pub status: Option<(Instant, Vec<u32>)>,
+}
+
+impl Peer {
+    pub(crate) fn new(address: Option<Address>) -> Peer {
+        Peer {
+            address,
+            conns: Vec::new(),
+            send_on: None,
+            inbox: VecDeque::new(),
+            health: Health::Alive,
+            seen: None,
+            status: None,
+        }
+    }
+
+    /// For error texts.
+    pub(crate) fn last_seen(&self) -> String {
+        match &self.seen {
+            Some((sequence, signature)) => format!("last seen in {} #{sequence}", signature.operation.name()),
+            None => "never heard of".to_owned(),
+        }
+    }
+}

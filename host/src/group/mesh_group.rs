@@ -1,0 +1,296 @@
+//! The process group over the mesh.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::collectives::{Call, Operation, Outcome, within};
+use super::mesh::{Directory, Engine, Listener, Signature, Sockets, Wake, address_key};
+use super::recorder::{Entry, Recorder, Writer};
+use super::store::store_error;
+use super::turns::Core;
+use super::work::Work;
+use super::{ProcessGroup, Store, fds};
+use crate::error::{Error, Result};
+
+/// When the ranks of a [`MeshGroup`] connect to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Connect {
+    /// When they first talk. Joining does not wait for the others, but the store must stay until then.
+    #[default]
+    Lazy,
+    /// All of them while joining, which waits for the others; nothing needs the store from then on.
+    Eager,
+}
+
+/// How a [`MeshGroup`] works.
+#[derive(Clone)]
+pub struct MeshOptions {
+    /// How long an operation waits for the other ranks, unless it is given a timeout of its own.
+    pub timeout: Duration,
+    /// When the ranks connect.
+    pub connect: Connect,
+    /// Over what they connect.
+    pub sockets: Sockets,
+    /// Network interface, or its address, that other hosts reach this rank by. Default: the environment's
+    /// [`SOCKET_IFNAME`](super::SOCKET_IFNAME), else the interface of the default route.
+    pub interface: Option<String>,
+    /// For people.
+    pub description: String,
+    /// How many operations the flight recorder keeps.
+    pub recorded: usize,
+    /// Gets the flight recorder's dumps, beside the file that [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER) names.
+    pub recorder: Option<Writer>,
+}
+
+impl Default for MeshOptions {
+    /// 5 minutes, lazy, Unix sockets where possible, 1024 operations recorded.
+    fn default() -> MeshOptions {
+        MeshOptions {
+            timeout: Duration::from_secs(300),
+            connect: Connect::Lazy,
+            sockets: Sockets::Auto,
+            interface: None,
+            description: String::new(),
+            recorded: 1024,
+            recorder: None,
+        }
+    }
+}
+
+impl std::fmt::Debug for MeshOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MeshOptions")
+            .field("timeout", &self.timeout)
+            .field("connect", &self.connect)
+            .field("sockets", &self.sockets)
+            .field("interface", &self.interface)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A [`ProcessGroup`] whose ranks talk to each other directly: over Unix sockets on one host, over TCP between hosts.
+///
+/// An error of an operation ends the group on this rank and, through it, on all others, each of which says which rank
+/// failed in which operation. What is left to do then is [`MeshGroup::shrink_group`], or to drop it. Wrong arguments
+/// do not end the group.
+///
+/// Operations run one at a time, in the order of the calls, on this rank; background operations (see
+/// [`ProcessGroup::start`]) on one thread that the first of them starts. A group that is dropped tells the others that
+/// it left; [`ProcessGroup::destroy`] waits for them first.
+#[derive(Debug)]
+pub struct MeshGroup {
+    pub(super) core: Arc<Core>,
+    pub(super) options: MeshOptions,
+    /// Ranks of the first group, by rank of this one.
+    pub(super) members: Vec<u32>,
+    pub(super) store: Arc<dyn Store>,
+    /// Groups made from this one so far; the same on every rank.
+    pub(super) children: AtomicU64,
+}
+
+impl MeshGroup {
+    /// Joins the group `name` as `rank` of `size`, whose members find each other through `store`.
+    ///
+    /// # Errors
+    /// When the rank is taken, or a network interface is not there; with [`Connect::Eager`] also when a rank does not
+    /// join within the timeout, or takes the group to have another size.
+    pub fn new(
+        store: Arc<dyn Store>,
+        rank: u32,
+        size: u32,
+        name: &str,
+        options: MeshOptions,
+    ) -> Result<MeshGroup> {
+        MeshGroup::join(store, rank, name, (0..size).collect(), options)
+    }
+
+    pub(super) fn join(
+        store: Arc<dyn Store>,
+        rank: u32,
+        name: &str,
+        members: Vec<u32>,
+        options: MeshOptions,
+    ) -> Result<MeshGroup> {
+        let size = members.len() as u32;
+        if rank >= size {
+            return Err(Error::argument("rank", rank, format!("ranks of a group of {size} are 0..{size}")));
+        }
+        let key = format!("{name}/join/{rank}");
+        if store.add(&key, 1)? != 1 {
+            let reason = format!(
+                "rank {rank} is taken: two ranks have the same number, or the store is left from an earlier run; \
+                 use a fresh store or another group name"
+            );
+            return Err(store_error("join", &key, reason));
+        }
+        let listener = Listener::open(size, options.sockets, options.interface.as_deref())?;
+        let address = serde_json::to_vec(&listener.address).map_err(|error| Error::os("serialise", error))?;
+        store.set(&address_key(name, rank), &address)?;
+        MeshGroup::assemble(listener, Directory::Store, store, rank, name, members, options)
+    }
+
+    pub(super) fn assemble(
+        listener: Listener,
+        directory: Directory,
+        store: Arc<dyn Store>,
+        rank: u32,
+        name: &str,
+        members: Vec<u32>,
+        options: MeshOptions,
+    ) -> Result<MeshGroup> {
+        let mut engine = Engine::new(name, rank, listener, directory, store.clone(), Arc::new(Wake::new()?))?;
+        if options.connect == Connect::Eager
+            && let Err(error) = engine.connect_all(options.timeout)
+        {
+            engine.abort(&error.to_string());
+            return Err(error);
+        }
+        let recorder = Recorder::new(name, rank, engine.size, options.recorded, options.recorder.clone());
+        let core = Arc::new(Core::new(engine, recorder));
+        Ok(MeshGroup { core, options, members, store, children: AtomicU64::new(0) })
+    }
+
+    /// The last operations, oldest first.
+    pub fn flight_record(&self) -> Vec<Entry> {
+        self.core.recorder.entries()
+    }
+
+    /// Ranks that are known to have failed once an operation ended with an error: those whose connections broke, and
+    /// those that it blames. Ranks may know of different ones.
+    pub fn failed_ranks(&self) -> Vec<u32> {
+        self.core.failed_ranks()
+    }
+
+    /// The store it was made over.
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    /// The name of the next group made from this one.
+    pub(super) fn child_name(&self, kind: &str) -> String {
+        let number = self.children.fetch_add(1, Ordering::Relaxed);
+        format!("{}/{kind}{number}", self.core.name)
+    }
+}
+
+impl ProcessGroup for MeshGroup {
+    fn rank(&self) -> u32 {
+        self.core.rank
+    }
+
+    fn size(&self) -> u32 {
+        self.core.size
+    }
+
+    fn timeout(&self) -> Duration {
+        self.options.timeout
+    }
+
+    fn barrier(&self, timeout: Duration) -> Result<()> {
+        self.call(Call::Barrier, timeout).map(drop)
+    }
+
+    fn all_gather(&self, data: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.call(Call::AllGather { data: data.to_owned() }, self.options.timeout)?.parts()
+    }
+
+    fn broadcast(&self, root: u32, data: &[u8]) -> Result<Vec<u8>> {
+        let data = if root == self.rank() { data.to_owned() } else { Vec::new() };
+        self.call(Call::Broadcast { root, data }, self.options.timeout)?.data()
+    }
+
+    fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>> {
+        if fds.len() > fds::MAX_FDS {
+            let rule =
+                format!("at most {} descriptors fit one exchange; call it several times", fds::MAX_FDS);
+            return Err(Error::argument("fds", fds.len(), rule));
+        }
+        let timeout = self.options.timeout;
+        let mut all = self.core.run(|engine, recorder| {
+            let signature = Signature::new(Operation::ExchangeFds);
+            within(engine, recorder, signature, 0, None, timeout, |run| {
+                let start = Instant::now();
+                let left = || timeout.saturating_sub(start.elapsed());
+                let (rank, size) = (run.rank, run.size);
+                if size == 1 {
+                    return Ok(vec![Vec::new()]);
+                }
+                let mailbox = fds::Mailbox::open(size)?;
+                let addresses = run.all_gather(mailbox.address().to_owned())?;
+                let send = |(peer, address): (u32, &Vec<u8>)| {
+                    fds::send(address, rank, peer, fds, left())
+                        .map_err(|error| (peer, format!("descriptors to rank {peer}: {error}")))
+                };
+                let mut others = (0u32..).zip(&addresses).filter(|(peer, _)| *peer != rank);
+                let sent = others.try_for_each(send);
+                // The kernel keeps the packets, so after this they are all there; and if a rank died, this says which.
+                run.barrier()?;
+                sent.map_err(|(peer, reason)| run.engine.error(vec![peer], reason))?;
+                match mailbox.receive(rank, size, left(), || Ok(()))? {
+                    fds::Received::All(all) => Ok(all),
+                    fds::Received::Missing(ranks) => {
+                        let reason =
+                            format!("the descriptors of ranks {ranks:?} did not come within {timeout:?}");
+                        Err(run.engine.error(ranks, reason))
+                    }
+                }
+            })
+        })?;
+        all[self.rank() as usize] = fds::duplicate(fds)?;
+        Ok(all)
+    }
+
+    fn name(&self) -> &str {
+        &self.core.name
+    }
+
+    fn backend(&self) -> &'static str {
+        "mesh"
+    }
+
+    fn description(&self) -> &str {
+        &self.options.description
+    }
+
+    fn global_rank(&self, rank: u32) -> Option<u32> {
+        self.members.get(rank as usize).copied()
+    }
+
+    fn group_rank(&self, global: u32) -> Option<u32> {
+        (0..).zip(&self.members).find(|(_, member)| **member == global).map(|(rank, _)| rank)
+    }
+
+    fn call(&self, call: Call, timeout: Duration) -> Result<Outcome> {
+        call.check(self.rank(), self.size())?;
+        self.core.call(call, timeout)
+    }
+
+    fn start(&self, call: Call, timeout: Duration) -> Work {
+        match call.check(self.rank(), self.size()) {
+            Ok(()) => self.core.start(call, timeout),
+            Err(error) => Work::ready(Err(error)),
+        }
+    }
+
+    fn abort(&self, reason: &str) {
+        self.core.abort(reason);
+    }
+
+    fn destroy(&self) -> Result<()> {
+        let timeout = self.options.timeout;
+        let outcome = self.core.run(|engine, recorder| {
+            let signature = Signature::new(Operation::Destroy);
+            within(engine, recorder, signature, 0, None, timeout, |run| run.barrier())
+        });
+        self.core.close("the group was destroyed");
+        outcome
+    }
+}
+
+impl Drop for MeshGroup {
+    fn drop(&mut self) {
+        self.core.close("the group was dropped");
+    }
+}

@@ -1,0 +1,187 @@
+//! Joining the group that the environment, or an address, names.
+//!
+//! First a rank learns who it is ([`Member`]), then where all meet ([`Site`]), and then they [`Meeting`].
+
+mod member;
+mod site;
+mod slurm;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use member::{Launcher, Member};
+use site::Site;
+
+use super::{FileStore, PrefixStore, Store, StoreGroup, TcpStore};
+use crate::error::{Error, Result};
+
+/// How long rank 0, when it is done, stays with its server for the others.
+const LINGER: Duration = Duration::from_secs(10);
+/// What epoxide's keys begin with in a store that others may use as well.
+const PREFIX: &str = "epoxide";
+/// The key of the number of ranks.
+const SIZE_KEY: &str = "world_size";
+
+/// A look at the environment, or what a test says is there. An empty variable counts as unset.
+pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// Looks a variable up in this process's environment; an empty one counts as unset.
+pub(super) fn environment(name: &str) -> Option<String> {
+    let value = std::env::var_os(name)?;
+    Some(value.to_string_lossy().trim().to_owned()).filter(|value| !value.is_empty())
+}
+
+/// Joins the group that the environment names; see [`Meeting::from_env`]. Collectives wait up to `timeout`.
+pub fn rendezvous(timeout: Duration) -> Result<StoreGroup> {
+    Meeting::from_env(timeout)?.group("world", timeout)
+}
+
+/// A rank that knows who it is and has reached the store: what a process group is made from.
+#[derive(Debug, Clone)]
+pub struct Meeting {
+    /// Who this rank is.
+    pub member: Member,
+    /// Where the ranks meet. Keys of other programs on the same server cannot collide with these.
+    pub store: Arc<dyn Store>,
+}
+
+impl Meeting {
+    /// Meets where the environment says (`env://`).
+    ///
+    /// Who this rank is, the variables of the program that started it tell: see [`Member::detect`]. Where the ranks meet,
+    /// the first of these tells:
+    /// - `EPOXIDE_STORE`, a `file://` directory or the `tcp://` address of a server that runs already;
+    /// - `MASTER_ADDR` and `MASTER_PORT`: rank 0 serves the store there; with `TORCHELASTIC_USE_AGENT_STORE=True`, as
+    ///   torchrun sets it, torchrun itself does;
+    /// - what Open MPI says of a directory that its job has, where all ranks are on one host;
+    /// - Slurm's list of hosts: rank 0 serves the store on the first, at a port that follows from the job's number.
+    ///
+    /// Waits up to `timeout` for the store.
+    pub fn from_env(timeout: Duration) -> Result<Meeting> {
+        Meeting::at("env://", timeout)
+    }
+
+    /// Meets at an address: `env://` (see [`Meeting::from_env`]), `tcp://host:port?rank=R&world_size=N`, where rank 0 is
+    /// the server, or `file:///directory?rank=R&world_size=N`. Without rank and size the environment has them.
+    pub fn at(address: &str, timeout: Duration) -> Result<Meeting> {
+        Meeting::looking_up(address, timeout, &environment)
+    }
+
+    fn looking_up(address: &str, timeout: Duration, variable: Lookup<'_>) -> Result<Meeting> {
+        let (member, site) = if address == "env://" {
+            let member = Member::required(variable)?;
+            let site = Site::from_variables(&member, variable)?;
+            (member, site)
+        } else {
+            Site::from_address(address, variable)?
+        };
+        let store = open(&site, &member, timeout, variable)?;
+        agree_on_size(&*store, &member)?;
+        Ok(Meeting { member, store })
+    }
+
+    /// A group of the ranks that met. Collectives wait up to `timeout`. Fails when another rank has joined with the same
+    /// number and `name`.
+    pub fn group(&self, name: &str, timeout: Duration) -> Result<StoreGroup> {
+        StoreGroup::new(self.store.clone(), self.member.rank, self.member.size, name, timeout)
+    }
+}
+
+fn open(site: &Site, member: &Member, timeout: Duration, variable: Lookup<'_>) -> Result<Arc<dyn Store>> {
+    let store = match site {
+        Site::Directory(path) => return Ok(Arc::new(FileStore::new(path)?)),
+        Site::Server { host, port } => TcpStore::connect(host, *port, timeout)?,
+        Site::Rank0 { port, .. } if member.rank == 0 => TcpStore::host(*port, timeout, LINGER.min(timeout))?,
+        Site::Rank0 { host, port } => TcpStore::connect(host, *port, timeout)?,
+    };
+    // A server of PyTorch may wait for as many to join.
+    store.join()?;
+    // torchrun's own store outlives a start of the ranks.
+    let start = match (variable("TORCHELASTIC_RUN_ID"), variable("TORCHELASTIC_RESTART_COUNT")) {
+        (None, _) => PREFIX.to_owned(),
+        (Some(run), restarts) => format!("{PREFIX}/{run}/{}", restarts.as_deref().unwrap_or("0")),
+    };
+    Ok(Arc::new(PrefixStore::new(start, Arc::new(store))))
+}
+
+/// The first to come writes down how many ranks there are; the others compare.
+fn agree_on_size(store: &dyn Store, member: &Member) -> Result<()> {
+    let ours = member.size.to_string();
+    let theirs = store.compare_set(SIZE_KEY, b"", ours.as_bytes())?;
+    if theirs == ours.as_bytes() {
+        return Ok(());
+    }
+    let rule = format!(
+        "the rank that came first says {}; all ranks need the same, and a store of their own for each run",
+        String::from_utf8_lossy(&theirs)
+    );
+    Err(Error::argument(member.size_name, ours, rule))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::group::{ProcessGroup, RANK, STORE, WORLD_SIZE};
+
+    const TIMEOUT: Duration = Duration::from_secs(10);
+
+    fn meet(address: &str, variables: &[(&str, &str)]) -> Result<Meeting> {
+        let lookup =
+            |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+        Meeting::looking_up(address, TIMEOUT, &lookup)
+    }
+
+    fn free_port() -> String {
+        let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        listener.local_addr().unwrap().port().to_string()
+    }
+
+    #[test]
+    fn through_a_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = format!("file://{}", directory.path().display());
+        let variables = [(RANK, "0"), (WORLD_SIZE, "1"), (STORE, &*store)];
+        let group = meet("env://", &variables).unwrap().group("world", TIMEOUT).unwrap();
+        assert_eq!((group.rank(), group.size()), (0, 1));
+        let error = meet("env://", &variables).unwrap().group("world", TIMEOUT).unwrap_err();
+        assert!(error.to_string().contains("rank 0 is taken"), "joins twice: {error}");
+        let error = meet(&format!("{store}?rank=1&world_size=2"), &[]).unwrap_err();
+        assert!(error.to_string().starts_with("world_size = 2: the rank that came first says 1"), "{error}");
+    }
+
+    #[test]
+    fn rank_0_serves() {
+        let port = free_port();
+        let meetings = std::thread::scope(|scope| {
+            let ranks: Vec<_> = ["0", "1", "2"]
+                .map(|rank| {
+                    let port = &*port;
+                    scope.spawn(move || {
+                        let place = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)];
+                        let meeting = match rank {
+                            "2" => meet(&format!("tcp://127.0.0.1:{port}?world_size=3&rank=2"), &[]),
+                            _ => meet("env://", &[place[0], place[1], (RANK, rank), (WORLD_SIZE, "3")]),
+                        }
+                        .unwrap();
+                        let group = meeting.group("world", TIMEOUT).unwrap();
+                        assert_eq!(group.all_gather(rank.as_bytes()).unwrap(), [b"0", b"1", b"2"]);
+                        meeting
+                    })
+                })
+                .into_iter()
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        });
+        let place = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", &*port)];
+        let error = meet("env://", &[place[0], place[1], (RANK, "1"), (WORLD_SIZE, "2")]).unwrap_err();
+        assert!(error.to_string().starts_with("WORLD_SIZE = 2: "), "{error}");
+        let error = meet("env://", &[place[0], place[1], (RANK, "0"), (WORLD_SIZE, "3")]).unwrap_err();
+        assert!(error.to_string().contains("in use"), "two ranks 0: {error}");
+        let twice = meet("env://", &[place[0], place[1], (RANK, "1"), (WORLD_SIZE, "3")]).unwrap();
+        let error = twice.group("world", TIMEOUT).unwrap_err();
+        assert!(error.to_string().contains("rank 1 is taken"), "{error}");
+        drop(twice);
+        // Rank 0 last: it would wait for the others, which this thread has as well.
+        meetings.into_iter().rev().for_each(drop);
+    }
+}

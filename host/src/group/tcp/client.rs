@@ -1,0 +1,626 @@
+//! The client, and the host that is a client of its own server.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::TcpStoreServer;
+use super::protocol::{
+    INIT_KEY, KEY_PREFIX, MAGIC, MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Message, Query,
+    READY, STOP_WAITING, WAIT_CANCELED,
+};
+use crate::error::{Error, Result};
+use crate::group::store::{Store, get_timed_out, store_error, wait_timed_out};
+
+/// Waits between attempts to connect grow from this ...
+const FIRST_RETRY: Duration = Duration::from_millis(10);
+/// ... to this.
+const LAST_RETRY: Duration = Duration::from_millis(500);
+/// How long one attempt to connect may take.
+const CONNECT: Duration = Duration::from_secs(5);
+/// How often the host looks whether all have joined.
+const JOIN_POLL: Duration = Duration::from_millis(10);
+/// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length says.
+const CHUNK_BYTES: usize = 1024 * 1024;
+
+/// A [`Store`] on a server over TCP: [`TcpStoreServer`], or PyTorch's `TCPStore`.
+///
+/// Threads may share it; those that wait do not hold the others up, as each takes a connection of its own. What changes
+/// the store has reached the server when the call returns.
+///
+/// Every call ends: what waits within the timeout that it is given, and what does not within the store's, which is also
+/// how long a server that has stopped answering is waited for.
+#[derive(Debug)]
+pub struct TcpStore {
+    // Before the server, so that its connections are gone when the server ends.
+    pool: Mutex<Vec<Connection>>,
+    address: Address,
+    timeout: Duration,
+    server: Option<Host>,
+}
+
+/// The server, and how long it stays for the others when this store is dropped.
+#[derive(Debug)]
+struct Host {
+    server: Option<TcpStoreServer>,
+    linger: Duration,
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(server) = self.server.take() {
+            server.finish(self.linger);
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Address {
+    host: String,
+    port: u16,
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.host.contains(':') {
+            true => write!(f, "[{}]:{}", self.host, self.port),
+            false => write!(f, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+impl TcpStore {
+    /// Connects to the server at `host` and `port`; tries until `timeout` is over, as the server may start later.
+    /// `timeout` stays the time that the server may take to answer.
+    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<TcpStore> {
+        TcpStore::new(Address { host: host.to_owned(), port }, timeout, None)
+    }
+
+    /// Starts a server at `port` of this host (0 takes a free one; see [`TcpStore::port`]) and connects to it. The server
+    /// ends with the store; `linger` is how long it then waits for the other clients to leave.
+    pub fn host(port: u16, timeout: Duration, linger: Duration) -> Result<TcpStore> {
+        TcpStore::with_server(TcpStoreServer::bind_all(port)?, timeout, linger)
+    }
+
+    /// Like [`TcpStore::host`], with a server that runs already.
+    pub fn with_server(server: TcpStoreServer, timeout: Duration, linger: Duration) -> Result<TcpStore> {
+        let address = server.address();
+        let host = match address.ip() {
+            ip if !ip.is_unspecified() => ip.to_string(),
+            ip if ip.is_ipv4() => "127.0.0.1".to_owned(),
+            _ => "::1".to_owned(),
+        };
+        let address = Address { host, port: address.port() };
+        TcpStore::new(address, timeout, Some(Host { server: Some(server), linger }))
+    }
+
+    fn new(address: Address, timeout: Duration, server: Option<Host>) -> Result<TcpStore> {
+        let connection = Connection::open(&address, after(timeout), timeout)?;
+        Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
+    }
+
+    /// The server's port.
+    pub fn port(&self) -> u16 {
+        self.address.port
+    }
+
+    /// True when the server is this store's own.
+    pub fn is_host(&self) -> bool {
+        self.server.is_some()
+    }
+
+    /// Counts this client as arrived, as PyTorch's clients that know the world size do. Returns how many have.
+    pub fn join(&self) -> Result<u64> {
+        let joined = self.call("join", INIT_KEY, self.timeout, |connection, deadline| {
+            let message = Message::query(Query::Add).string(INIT_KEY.as_bytes()).number(1);
+            connection.send(&message, deadline)?;
+            connection.number(deadline)
+        })?;
+        Ok(u64::try_from(joined).unwrap_or_default())
+    }
+
+    /// Waits until `size` clients have joined, this one among them if it has.
+    pub fn wait_for_workers(&self, size: u32, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            let value = self.call("wait", INIT_KEY, self.timeout, |connection, deadline| {
+                let message = Message::query(Query::Get).string(INIT_KEY.as_bytes());
+                connection.send(&message, deadline)?;
+                connection.string(deadline)
+            })?;
+            let joined = String::from_utf8_lossy(&value).parse::<u32>().unwrap_or_default();
+            if joined >= size {
+                return Ok(());
+            }
+            let Some(left) = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else {
+                let reason = format!("{joined} of {size} clients joined within {timeout:?}");
+                return Err(store_error("wait", INIT_KEY, reason));
+            };
+            std::thread::sleep(JOIN_POLL.min(left));
+        }
+    }
+
+    /// The keys that have values, in no order. PyTorch 2.15's server knows this request; older ones may not, and then
+    /// close the connection.
+    pub fn list_keys(&self) -> Result<Vec<String>> {
+        self.call("list_keys", "", self.timeout, |connection, deadline| {
+            connection.send(&Message::query(Query::ListKeys), deadline)?;
+            let mut keys = Vec::new();
+            for _ in 0..connection.number(deadline)? {
+                let key = connection.string(deadline)?;
+                if let Some(key) = key.strip_prefix(KEY_PREFIX.as_bytes()) {
+                    keys.push(String::from_utf8_lossy(key).into_owned());
+                }
+            }
+            Ok(keys)
+        })
+    }
+
+    /// Returns once `size` clients have called it with this `key`, which serves once. PyTorch 2.15's server knows this
+    /// request; older ones may not, and then close the connection.
+    pub fn barrier(&self, key: &str, size: u32, timeout: Duration) -> Result<()> {
+        check_key("barrier", key)?;
+        let message = Message::query(Query::Barrier).key(key).number(size.into());
+        let passed = self.call("barrier", key, self.timeout, |connection, _| {
+            connection.wait(&message, timeout, self.timeout)
+        })?;
+        match passed {
+            true => Ok(()),
+            false => Err(store_error(
+                "barrier",
+                key,
+                format!("{size} ranks did not come within {timeout:?}; some may be late, or have died"),
+            )),
+        }
+    }
+
+    /// Does one operation on a connection of its own. The deadline is that of what does not wait.
+    fn call<T>(
+        &self,
+        operation: &'static str,
+        key: &str,
+        timeout: Duration,
+        exchange: impl FnOnce(&mut Connection, Instant) -> io::Result<T>,
+    ) -> Result<T> {
+        let deadline = after(timeout);
+        let idle = self.pool.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut connection = match idle {
+            Some(connection) => connection,
+            None => Connection::open(&self.address, deadline, timeout)?,
+        };
+        match exchange(&mut connection, deadline) {
+            Ok(value) => {
+                self.pool.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
+                Ok(value)
+            }
+            // The connection is in the middle of something: it goes.
+            Err(error) => Err(store_error(operation, key, self.explain(&error, timeout))),
+        }
+    }
+
+    fn explain(&self, error: &io::Error, timeout: Duration) -> String {
+        let server = format!("the store server at {}", self.address);
+        match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                format!(
+                    "{server} did not answer within {timeout:?}; its process may be stopped or its host down"
+                )
+            }
+            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => format!(
+                "{server} closed the connection; its process has ended, or it refused the request (as an add to a \
+                 key that holds bytes)"
+            ),
+            ErrorKind::InvalidData => format!("{server} does not speak the protocol: {error}"),
+            _ => format!("{server}: {error}"),
+        }
+    }
+
+    /// Sends requests that have no answer, and hears from the server that it has taken them.
+    fn tell(&self, operation: &'static str, key: &str, message: Message) -> Result<()> {
+        self.call(operation, key, self.timeout, |connection, deadline| {
+            let nonce = connection.nonce();
+            connection.send(&message.then(Query::Ping).word(nonce), deadline)?;
+            connection.expect_nonce(nonce, deadline)
+        })
+    }
+
+    /// Waits for all of `keys`. False when the time is over.
+    fn wait_for(&self, operation: &'static str, keys: &[&str], timeout: Duration) -> Result<bool> {
+        let message = Message::query(Query::Wait).keys(keys);
+        self.call(operation, keys.first().unwrap_or(&""), self.timeout, |connection, _| {
+            connection.wait(&message, timeout, self.timeout)
+        })
+    }
+
+    /// Asks for a value and whether it is there.
+    fn look(&self, operation: &'static str, key: &str) -> Result<Option<Vec<u8>>> {
+        self.call(operation, key, self.timeout, |connection, deadline| {
+            // In one packet, which the server works off in one go: nobody can delete the key in between.
+            let message = Message::query(Query::Check).keys(&[key]).then(Query::Get).key(key);
+            connection.send(&message, deadline)?;
+            let ready = connection.check(deadline)?;
+            let value = connection.string(deadline)?;
+            Ok(ready.then_some(value))
+        })
+    }
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        check_entry("set", key, value)?;
+        self.tell("set", key, Message::query(Query::Set).key(key).string(value))
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        check_key("get", key)?;
+        let start = Instant::now();
+        loop {
+            if let Some(value) = self.look("get", key)? {
+                return Ok(value);
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() || !self.wait_for("get", &[key], left)? {
+                return Err(get_timed_out(key, timeout));
+            }
+        }
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        check_key("add", key)?;
+        self.call("add", key, self.timeout, |connection, deadline| {
+            connection.send(&Message::query(Query::Add).key(key).number(delta), deadline)?;
+            connection.number(deadline)
+        })
+    }
+
+    fn check(&self, key: &str) -> Result<bool> {
+        self.check_all(&[key])
+    }
+
+    fn delete(&self, key: &str) -> Result<bool> {
+        check_key("delete", key)?;
+        self.call("delete", key, self.timeout, |connection, deadline| {
+            connection.send(&Message::query(Query::DeleteKey).key(key), deadline)?;
+            Ok(connection.number(deadline)? > 0)
+        })
+    }
+
+    fn check_all(&self, keys: &[&str]) -> Result<bool> {
+        check_keys("check", keys)?;
+        self.call("check", keys.first().unwrap_or(&""), self.timeout, |connection, deadline| {
+            connection.send(&Message::query(Query::Check).keys(keys), deadline)?;
+            connection.check(deadline)
+        })
+    }
+
+    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+        check_keys("wait", keys)?;
+        if self.check_all(keys)? || (!timeout.is_zero() && self.wait_for("wait", keys, timeout)?) {
+            return Ok(());
+        }
+        for key in keys {
+            if !self.check(key)? {
+                return Err(wait_timed_out("wait", key, timeout));
+            }
+        }
+        Ok(())
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        check_entry("compare_set", key, desired)?;
+        check_entry("compare_set", key, expected)?;
+        self.call("compare_set", key, self.timeout, |connection, deadline| {
+            let message = Message::query(Query::CompareSet).key(key).string(expected).string(desired);
+            connection.send(&message, deadline)?;
+            connection.string(deadline)
+        })
+    }
+
+    fn append(&self, key: &str, value: &[u8]) -> Result<()> {
+        check_entry("append", key, value)?;
+        self.tell("append", key, Message::query(Query::Append).key(key).string(value))
+    }
+
+    fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.wait(keys, timeout)?;
+        self.call("multi_get", keys.first().unwrap_or(&""), self.timeout, |connection, deadline| {
+            connection.send(&Message::query(Query::MultiGet).keys(keys), deadline)?;
+            keys.iter().map(|_| connection.string(deadline)).collect()
+        })
+    }
+
+    fn multi_set(&self, entries: &[(&str, &[u8])]) -> Result<()> {
+        let keys: Vec<&str> = entries.iter().map(|(key, _)| *key).collect();
+        check_keys("multi_set", &keys)?;
+        entries.iter().try_for_each(|(key, value)| check_entry("multi_set", key, value))?;
+        let message = Message::query(Query::MultiSet).count(entries.len());
+        let message = entries.iter().fold(message, |message, (key, value)| message.key(key).string(value));
+        check_message("multi_set", &keys, &message)?;
+        self.tell("multi_set", keys.first().unwrap_or(&""), message)
+    }
+
+    /// How many keys have values. The server counts PyTorch's count of arrivals, `init/`, among them.
+    fn num_keys(&self) -> Result<u64> {
+        self.call("num_keys", "", self.timeout, |connection, deadline| {
+            connection.send(&Message::query(Query::NumKeys), deadline)?;
+            connection.unsigned(deadline)
+        })
+    }
+
+    fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
+        check_entry("queue_push", key, value)?;
+        self.tell("queue_push", key, Message::query(Query::QueuePush).key(key).string(value))
+    }
+
+    fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
+        check_key("queue_pop", key)?;
+        let start = Instant::now();
+        let pop = Message::query(Query::QueuePop).key(key);
+        let wait = Message::query(Query::Wait).keys(&[key]);
+        loop {
+            let value = self.call("queue_pop", key, self.timeout, |connection, deadline| {
+                if let Some(value) = connection.pop(&pop, deadline)? {
+                    return Ok(Some(value));
+                }
+                let left = timeout.saturating_sub(start.elapsed());
+                if left.is_zero() || !connection.wait(&wait, left, self.timeout)? {
+                    return Ok(None);
+                }
+                let deadline = after(self.timeout);
+                let value = connection.pop(&pop, deadline)?;
+                // PyTorch's server keeps who has waited for a queue on its list, and would wake it at the wrong time.
+                connection.cancel_wait(deadline)?;
+                Ok(value)
+            })?;
+            // Woken, but another was faster: once more.
+            if value.is_some() || start.elapsed() >= timeout {
+                return Ok(value);
+            }
+            // A key that holds a value but has no queue is "there" at once; do not ask without a pause.
+            std::thread::sleep(Duration::from_millis(1).min(timeout.saturating_sub(start.elapsed())));
+        }
+    }
+
+    fn queue_len(&self, key: &str) -> Result<u64> {
+        check_key("queue_len", key)?;
+        self.call("queue_len", key, self.timeout, |connection, deadline| {
+            connection.send(&Message::query(Query::QueueLen).key(key), deadline)?;
+            connection.unsigned(deadline)
+        })
+    }
+}
+
+fn check_key(operation: &'static str, key: &str) -> Result<()> {
+    let (length, most) = ((key.len() + KEY_PREFIX.len()) as u64, MAX_KEY_BYTES);
+    if length > most {
+        let start: String = key.chars().take(40).collect();
+        let reason = format!("the key takes {length} bytes, at most {most} are allowed; shorten it");
+        return Err(store_error(operation, &format!("{start}..."), reason));
+    }
+    Ok(())
+}
+
+fn check_keys(operation: &'static str, keys: &[&str]) -> Result<()> {
+    if keys.len() as u64 > MAX_KEYS {
+        let rule = format!("{operation} takes at most {MAX_KEYS} keys; call it several times");
+        return Err(Error::argument("keys", keys.len(), rule));
+    }
+    keys.iter().try_for_each(|key| check_key(operation, key))
+}
+
+fn check_entry(operation: &'static str, key: &str, value: &[u8]) -> Result<()> {
+    check_key(operation, key)?;
+    if value.len() as u64 > MAX_VALUE_BYTES {
+        let reason = format!(
+            "the value has {} bytes, at most {MAX_VALUE_BYTES} are allowed; the store is for small data, split it",
+            value.len()
+        );
+        return Err(store_error(operation, key, reason));
+    }
+    Ok(())
+}
+
+fn check_message(operation: &'static str, keys: &[&str], message: &Message) -> Result<()> {
+    if message.0.len() > MAX_MESSAGE_BYTES {
+        let reason = format!(
+            "the request has {} bytes, at most {MAX_MESSAGE_BYTES} are allowed; call it several times",
+            message.0.len()
+        );
+        return Err(store_error(operation, keys.first().unwrap_or(&""), reason));
+    }
+    Ok(())
+}
+
+/// One connection, at rest between two requests.
+#[derive(Debug)]
+struct Connection {
+    stream: TcpStream,
+    nonce: u32,
+}
+
+impl Connection {
+    /// Connects and has the server answer once. Tries again, as the server may not be there yet, until `deadline`.
+    fn open(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
+        let mut pause = FIRST_RETRY;
+        let mut cause: Option<io::Error> = None;
+        loop {
+            match Connection::attempt(address, deadline) {
+                Ok(connection) => return Ok(connection),
+                // The last attempt may have had no time left; the one before says more.
+                Err(error) if error.kind() == ErrorKind::TimedOut && cause.is_some() => {}
+                Err(error) => cause = Some(error),
+            }
+            // What answers in another language will not be replaced by a store.
+            let hopeless = cause.as_ref().is_some_and(|cause| cause.kind() == ErrorKind::InvalidData);
+            let left = deadline.saturating_duration_since(Instant::now());
+            if hopeless || left.is_zero() {
+                let cause = cause.map(|cause| cause.to_string()).unwrap_or_default();
+                let reason = format!(
+                    "no store server at {address} within {timeout:?}: {cause}; the rank that hosts it may not have \
+                     started, or have ended, or the address is wrong"
+                );
+                return Err(Error::os("connect", reason));
+            }
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(LAST_RETRY);
+        }
+    }
+
+    fn attempt(address: &Address, deadline: Instant) -> io::Result<Connection> {
+        let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
+        let addresses: Vec<SocketAddr> = (address.host.as_str(), address.port).to_socket_addrs()?.collect();
+        for address in addresses {
+            match Connection::attempt_at(address, deadline) {
+                Ok(connection) => return Ok(connection),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    fn attempt_at(address: SocketAddr, deadline: Instant) -> io::Result<Connection> {
+        let stream = TcpStream::connect_timeout(&address, remaining(deadline)?.min(CONNECT))?;
+        // A port of the range for clients may be connected to itself while nobody listens there.
+        if stream.local_addr()? == stream.peer_addr()? {
+            return Err(ErrorKind::ConnectionRefused.into());
+        }
+        stream.set_nodelay(true)?;
+        let mut connection = Connection { stream, nonce: std::process::id() };
+        let nonce = connection.nonce();
+        let hello = Message::query(Query::Validate).word(MAGIC).then(Query::Ping).word(nonce);
+        let deadline = deadline.min(after(CONNECT));
+        connection.send(&hello, deadline)?;
+        connection.expect_nonce(nonce, deadline)?;
+        Ok(connection)
+    }
+
+    fn nonce(&mut self) -> u32 {
+        self.nonce = self.nonce.wrapping_add(1);
+        self.nonce
+    }
+
+    fn send(&mut self, message: &Message, deadline: Instant) -> io::Result<()> {
+        let mut rest = message.0.as_slice();
+        while !rest.is_empty() {
+            self.stream.set_write_timeout(Some(remaining(deadline)?))?;
+            match self.stream.write(rest) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(length) => rest = &rest[length..],
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `buffer`. What came before an error is in it.
+    fn receive(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+        let mut filled = 0;
+        while filled < buffer.len() {
+            self.stream.set_read_timeout(Some(remaining(deadline)?))?;
+            match self.stream.read(&mut buffer[filled..]) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(length) => filled += length,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn byte(&mut self, deadline: Instant) -> io::Result<u8> {
+        let mut byte = [0];
+        self.receive(&mut byte, deadline)?;
+        Ok(byte[0])
+    }
+
+    fn number(&mut self, deadline: Instant) -> io::Result<i64> {
+        let mut bytes = [0; 8];
+        self.receive(&mut bytes, deadline)?;
+        Ok(i64::from_le_bytes(bytes))
+    }
+
+    fn unsigned(&mut self, deadline: Instant) -> io::Result<u64> {
+        let number = self.number(deadline)?;
+        u64::try_from(number).map_err(|_| broken(format!("{number} where a count is expected")))
+    }
+
+    fn string(&mut self, deadline: Instant) -> io::Result<Vec<u8>> {
+        let length = self.unsigned(deadline)?;
+        let length = usize::try_from(length).ok().filter(|length| *length <= MAX_MESSAGE_BYTES);
+        let Some(length) = length else {
+            return Err(broken(format!("an answer of more than {MAX_MESSAGE_BYTES} bytes")));
+        };
+        let mut bytes = Vec::new();
+        while bytes.len() < length {
+            let start = bytes.len();
+            bytes.resize(length.min(start + CHUNK_BYTES), 0);
+            self.receive(&mut bytes[start..], deadline)?;
+        }
+        Ok(bytes)
+    }
+
+    fn check(&mut self, deadline: Instant) -> io::Result<bool> {
+        Ok(self.byte(deadline)? == READY)
+    }
+
+    fn expect_nonce(&mut self, nonce: u32, deadline: Instant) -> io::Result<()> {
+        let mut bytes = [0; 4];
+        self.receive(&mut bytes, deadline)?;
+        match u32::from_le_bytes(bytes) {
+            answer if answer == nonce => Ok(()),
+            answer => Err(broken(format!("answered a ping of {nonce:#x} with {answer:#x}"))),
+        }
+    }
+
+    /// Sends a request that waits. False when `timeout` is over; the server has `patience` to answer beyond that.
+    fn wait(&mut self, message: &Message, timeout: Duration, patience: Duration) -> io::Result<bool> {
+        self.send(message, after(patience))?;
+        match self.byte(after(timeout)) {
+            Ok(STOP_WAITING) => return Ok(true),
+            Ok(byte) => return Err(broken(format!("answered a wait with {byte}"))),
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+            Err(error) => return Err(error),
+        }
+        self.cancel_wait(after(patience))
+    }
+
+    /// Ends a wait. True when it was over before the server heard of this.
+    fn cancel_wait(&mut self, deadline: Instant) -> io::Result<bool> {
+        self.send(&Message::query(Query::CancelWait), deadline)?;
+        let first = self.byte(deadline)?;
+        if first == STOP_WAITING && self.byte(deadline)? == WAIT_CANCELED {
+            return Ok(true);
+        }
+        match first {
+            WAIT_CANCELED => Ok(false),
+            byte => Err(broken(format!("answered the end of a wait with {byte}"))),
+        }
+    }
+
+    fn pop(&mut self, message: &Message, deadline: Instant) -> io::Result<Option<Vec<u8>>> {
+        self.send(message, deadline)?;
+        match self.unsigned(deadline)? {
+            0 => Ok(None),
+            _ => self.string(deadline).map(Some),
+        }
+    }
+}
+
+fn broken(what: String) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, what)
+}
+
+/// The time when `timeout` is over.
+fn after(timeout: Duration) -> Instant {
+    let now = Instant::now();
+    // So long that the clock cannot tell: as good as a year.
+    now.checked_add(timeout).unwrap_or(now + Duration::from_secs(365 * 24 * 3600))
+}
+
+fn remaining(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    // A read timeout below a microsecond would mean none at all.
+    if left < Duration::from_micros(1) { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
+}

@@ -1,0 +1,11 @@
+//! The store over TCP, in the wire protocol of PyTorch's `TCPStore` (its libuv server, the default since 2.4).
+
+mod client;
+mod protocol;
+mod server;
+
+pub use client::TcpStore;
+pub use server::TcpStoreServer;
+
+/// The port that PyTorch's store listens on unless told otherwise.
+pub const DEFAULT_PORT: u16 = 29500;

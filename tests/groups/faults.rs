@@ -1,0 +1,239 @@
+//! Ranks that do the wrong thing, or nothing: errors that say who and where, in time.
+
+use std::io::{Read, Write};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use epoxide::Error;
+use epoxide::group::{
+    Collectives, Connect, HashStore, MeshGroup, MeshOptions, ProcessGroup, ReduceOp, Sockets, Store,
+};
+
+use crate::harness::{PATIENCE, options, threads};
+
+const SHORT: Duration = Duration::from_millis(500);
+
+#[track_caller]
+fn blames(error: &Error, rank: u32, operation: &str) {
+    let text = error.to_string();
+    assert!(text.contains(&format!("rank {rank}")) && text.contains(operation), "{text}");
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_by_all() {
+    let meet = std::sync::Barrier::new(6);
+    let errors = threads(6, options(SHORT), |group| {
+        group.barrier(PATIENCE).unwrap();
+        let start = Instant::now();
+        let error = (group.rank() != 4).then(|| {
+            let error = group.all_reduce(&mut [1.0f32], ReduceOp::Sum).unwrap_err();
+            assert!(start.elapsed() < SHORT * 3, "{:?}", start.elapsed());
+            // Broken from now on, at once.
+            assert!(group.barrier(PATIENCE).unwrap_err().to_string().contains("shrink"));
+            error
+        });
+        meet.wait();
+        error
+    });
+    for error in errors.into_iter().flatten() {
+        blames(&error, 4, "all_reduce");
+    }
+}
+
+#[test]
+fn a_monitored_barrier_names_all_that_are_missing() {
+    let meet = std::sync::Barrier::new(5);
+    let errors = threads(5, options(PATIENCE), |group| {
+        group.barrier(PATIENCE).unwrap();
+        let missing = [1, 3].contains(&group.rank());
+        let error = (!missing).then(|| group.monitored_barrier(SHORT).unwrap_err());
+        meet.wait();
+        error
+    });
+    let named = |error: &Error| matches!(error, Error::Group { peers, .. } if *peers == [1, 3]);
+    assert!(errors.iter().flatten().any(named), "{errors:?}");
+    for error in errors.into_iter().flatten() {
+        assert!(error.to_string().contains("rank 1") && error.to_string().contains("rank 3"), "{error}");
+    }
+}
+
+#[test]
+fn mismatches_name_both_sides() {
+    type Call = fn(&MeshGroup, bool) -> Result<(), Error>;
+    let cases: [(&str, Call); 6] = [
+        ("which collective comes next", |group, odd| {
+            if odd { group.barrier(PATIENCE) } else { group.all_gather(&[]).map(drop) }
+        }),
+        ("the root", |group, odd| group.broadcast(u32::from(odd), &[1]).map(drop)),
+        ("the root", |group, odd| group.gather(u32::from(odd), &[1u8]).map(drop)),
+        ("the size", |group, odd| group.all_reduce(&mut vec![1i32; 4 + usize::from(odd)], ReduceOp::Sum)),
+        ("the reduction", |group, odd| {
+            group.all_reduce(&mut [1i32], if odd { ReduceOp::Max } else { ReduceOp::Min })
+        }),
+        ("the dtype", |group, odd| {
+            if odd {
+                group.reduce(0, &mut [1i32], ReduceOp::Sum)
+            } else {
+                group.reduce(0, &mut [1f32], ReduceOp::Sum)
+            }
+        }),
+    ];
+    for (what, call) in cases {
+        let start = Instant::now();
+        let errors = threads(4, options(Duration::from_secs(10)), |group| {
+            let first = call(&group, group.rank() == 1);
+            // A root that only sends may be through before anyone can tell it.
+            first.and_then(|()| group.barrier(PATIENCE)).unwrap_err()
+        });
+        assert!(start.elapsed() < Duration::from_secs(5), "{what}: {:?}", start.elapsed());
+        let direct = |error: &Error| matches!(error, Error::Mismatch { what: w, .. } if *w == what);
+        assert!(errors.iter().any(direct), "{what}: {errors:#?}");
+        assert!(errors.iter().all(|error| error.to_string().contains("disagree")), "{what}: {errors:#?}");
+    }
+}
+
+#[test]
+fn an_abort_ends_everyone_with_its_reason() {
+    let start = Instant::now();
+    let errors = threads(4, options(PATIENCE), |group| {
+        group.barrier(PATIENCE).unwrap();
+        if group.rank() != 2 {
+            return group.all_reduce(&mut [0u8], ReduceOp::Sum).unwrap_err();
+        }
+        // From another thread, in the middle of an operation of its own.
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| group.recv::<u8>(Some(0), 1).unwrap_err());
+            std::thread::sleep(Duration::from_millis(100));
+            group.abort("the reactor is hot");
+            waiting.join().unwrap()
+        })
+    });
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(errors.iter().all(|error| error.to_string().contains("the reactor is hot")), "{errors:#?}");
+}
+
+#[test]
+fn ranks_that_leave_first() {
+    let through = std::sync::Barrier::new(3);
+    threads(4, options(PATIENCE), |group| {
+        group.barrier(PATIENCE).unwrap();
+        match group.rank() {
+            // Leaves without a word to wait for.
+            0 => {}
+            // Does not need it any more, and is not disturbed.
+            1 => {
+                group.send(2, 0, &[5u8]).unwrap();
+                through.wait();
+            }
+            2 => {
+                assert_eq!(group.recv::<u8>(Some(1), 0).unwrap().data, [5]);
+                through.wait();
+            }
+            _ => {
+                // This ends the group, so only when the others are through.
+                through.wait();
+                let error = group.recv::<u8>(Some(0), 0).unwrap_err();
+                assert!(error.to_string().contains("rank 0 has left"), "{error}");
+            }
+        }
+    });
+}
+
+#[test]
+fn joining_wrong() {
+    let store: Arc<dyn Store> = Arc::new(HashStore::new());
+    let eager = |timeout| MeshOptions { connect: Connect::Eager, ..options(timeout) };
+    let first = MeshGroup::new(store.clone(), 0, 2, "g", options(SHORT)).unwrap();
+    let error = MeshGroup::new(store.clone(), 0, 2, "g", options(SHORT)).unwrap_err();
+    assert!(error.to_string().contains("taken"), "{error}");
+    let error = MeshGroup::new(store.clone(), 1, 3, "g", eager(SHORT)).unwrap_err();
+    assert!(matches!(error, Error::Mismatch { what: "the number of ranks", peer: 0, .. }), "{error}");
+    let error = first.barrier(SHORT).unwrap_err();
+    assert!(matches!(error, Error::Mismatch { what: "the number of ranks", peer: 1, .. }), "{error}");
+    assert!(MeshGroup::new(store.clone(), 2, 2, "h", options(SHORT)).is_err());
+    let error = MeshGroup::new(store, 0, 2, "i", eager(SHORT)).unwrap_err();
+    assert!(error.to_string().contains("rank 1"), "{error}");
+}
+
+#[test]
+fn strangers_are_turned_away() {
+    let store: Arc<dyn Store> = Arc::new(HashStore::new());
+    let tcp = MeshOptions { sockets: Sockets::Tcp, interface: Some("lo".to_owned()), ..options(PATIENCE) };
+    std::thread::scope(|scope| {
+        let groups: Vec<_> =
+            (0..2).map(|rank| MeshGroup::new(store.clone(), rank, 2, "g", tcp.clone()).unwrap()).collect();
+        let address: serde_json::Value =
+            serde_json::from_slice(&store.get("g/mesh/0", SHORT).unwrap()).unwrap();
+        let address = address["tcp"].as_str().unwrap().to_owned();
+        let mut strangers = Vec::new();
+        for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], b"EPXG", b""] {
+            let mut stranger = std::net::TcpStream::connect(&address).unwrap();
+            stranger.write_all(garbage).unwrap();
+            strangers.push(stranger);
+        }
+        for group in groups {
+            scope.spawn(move || {
+                for _ in 0..100 {
+                    group.barrier(PATIENCE).unwrap();
+                }
+                group.destroy().unwrap();
+            });
+        }
+        for mut stranger in strangers {
+            stranger.set_read_timeout(Some(PATIENCE)).unwrap();
+            let mut answer = Vec::new();
+            // Closed, one way or the other, without a byte.
+            let _ = stranger.read_to_end(&mut answer);
+            assert!(answer.is_empty());
+        }
+    });
+}
+
+#[test]
+fn the_flight_recorder_shows_the_end() {
+    let dumps = Arc::new(Mutex::new(Vec::new()));
+    let sink = dumps.clone();
+    let recorder = MeshOptions {
+        recorder: Some(Arc::new(move |text: &str| sink.lock().unwrap().push(text.to_owned()))),
+        recorded: 2,
+        ..options(SHORT)
+    };
+    let meet = std::sync::Barrier::new(2);
+    threads(2, recorder, |group| {
+        group.barrier(PATIENCE).unwrap();
+        group.barrier(PATIENCE).unwrap();
+        if group.rank() == 0 {
+            group.all_reduce(&mut [1.0f64; 3], ReduceOp::Max).unwrap_err();
+        }
+        meet.wait();
+    });
+    let dumps = dumps.lock().unwrap();
+    let dump: serde_json::Value = serde_json::from_str(&dumps[0]).unwrap();
+    let last = &dump["operations"][1];
+    assert_eq!((last["operation"].as_str(), last["state"].as_str()), (Some("all_reduce"), Some("failed")));
+    assert_eq!((last["bytes"].as_u64(), last["reduction"].as_str()), (Some(24), Some("f64 max")));
+    assert!(dump["reason"].as_str().unwrap().contains("rank 1"));
+}
+
+#[test]
+fn a_store_that_goes_away_after_an_eager_join() {
+    let store = Arc::new(HashStore::new());
+    let joined = &std::sync::Barrier::new(3);
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            let store = store.clone();
+            scope.spawn(move || {
+                let eager = MeshOptions { connect: Connect::Eager, ..options(PATIENCE) };
+                let group = MeshGroup::new(store.clone(), rank, 3, "g", eager).unwrap();
+                if joined.wait().is_leader() {
+                    store.poison("its host left");
+                }
+                group.all_reduce(&mut [rank], ReduceOp::Sum).unwrap();
+                let pair = group.split_group(Some(0), 0).unwrap().unwrap();
+                pair.barrier(PATIENCE).unwrap();
+                pair.destroy().unwrap();
+                group.destroy().unwrap();
+            });
+        }
+    });
+}

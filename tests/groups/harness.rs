@@ -1,0 +1,30 @@
+//! Ranks as threads.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use epoxide::group::{HashStore, MeshGroup, MeshOptions, Store};
+
+/// Long enough for any operation of a healthy group on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub fn options(timeout: Duration) -> MeshOptions {
+    MeshOptions { timeout, ..MeshOptions::default() }
+}
+
+/// Runs `rank_main` on a thread per rank over a fresh store; the results by rank.
+pub fn threads<T: Send>(
+    size: u32,
+    options: MeshOptions,
+    rank_main: impl Fn(MeshGroup) -> T + Sync,
+) -> Vec<T> {
+    let store: Arc<dyn Store> = Arc::new(HashStore::new());
+    std::thread::scope(|scope| {
+        let start = |rank| {
+            let (store, options, rank_main) = (store.clone(), options.clone(), &rank_main);
+            scope.spawn(move || rank_main(MeshGroup::new(store, rank, size, "test", options).unwrap()))
+        };
+        let threads: Vec<_> = (0..size).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}

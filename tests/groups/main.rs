@@ -1,0 +1,8 @@
+//! Process groups over the mesh: every collective against a serial oracle, subgroups, faults, many processes.
+
+mod background;
+mod faults;
+mod harness;
+mod oracle;
+mod processes;
+mod subgroups;

@@ -1,0 +1,67 @@
+//! Groups of groups.
+
+use std::time::Duration;
+
+use epoxide::Error;
+use epoxide::group::{Collectives, ProcessGroup};
+
+use crate::harness::{PATIENCE, options, threads};
+
+#[test]
+fn subgroups_have_their_own_ranks() {
+    threads(6, options(PATIENCE), |world| {
+        let rank = world.rank();
+        let picked = world.new_group(&[4, 1, 3]).unwrap();
+        assert_eq!(picked.is_some(), [1, 3, 4].contains(&rank));
+        if let Some(group) = &picked {
+            assert_eq!(group.all_gather_slices(&[rank]).unwrap(), [[4], [1], [3]]);
+            assert_eq!(
+                (group.global_rank(0), group.group_rank(3), group.group_rank(0)),
+                (Some(4), Some(2), None)
+            );
+        }
+        let pair = world.new_subgroups(2).unwrap();
+        assert_eq!(pair.all_gather_slices(&[rank]).unwrap(), [[rank & !1], [rank | 1]]);
+        // Odd and even, from high to low; groups of groups keep the first group's ranks.
+        let half = world.split_group(Some(u64::from(rank % 2)), -i64::from(rank)).unwrap().unwrap();
+        assert_eq!(half.global_rank(0), Some(4 + rank % 2));
+        let last = half.new_group(&[2]).unwrap();
+        assert_eq!(last.map(|group| group.global_rank(0)), (rank < 2).then_some(Some(rank)));
+        assert!(world.split_group((rank == 0).then_some(1), 0).unwrap().is_none() == (rank != 0));
+        world.barrier(PATIENCE).unwrap();
+        assert!(world.new_subgroups(4).is_err());
+        assert!(world.new_group(&[0, 0]).is_err());
+        assert!(world.new_group(&[6]).is_err());
+        world.barrier(PATIENCE).unwrap();
+    });
+}
+
+#[test]
+fn different_plans_are_a_mismatch() {
+    let errors = threads(3, options(PATIENCE), |world| {
+        let ranks = if world.rank() == 2 { [0, 2] } else { [0, 1] };
+        world.new_group(&ranks).unwrap_err()
+    });
+    assert!(
+        errors.iter().all(|error| matches!(error, Error::Mismatch { what: "the new groups", .. })),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn survivors_shrink_and_go_on() {
+    threads(5, options(Duration::from_secs(20)), |world| {
+        world.barrier(PATIENCE).unwrap();
+        let rank = world.rank();
+        if rank == 1 || rank == 3 {
+            return;
+        }
+        // Fails on every survivor, since 1 and 3 left.
+        while world.barrier(PATIENCE).is_ok() {}
+        let group = world.shrink_group(&[3, 1]).unwrap();
+        assert_eq!((group.rank(), group.size()), (rank / 2, 3));
+        assert_eq!(group.all_gather_slices(&[rank]).unwrap(), [[0], [2], [4]]);
+        assert_eq!(group.global_rank(1), Some(2));
+        group.destroy().unwrap();
+    });
+}

@@ -1,0 +1,101 @@
+//! Rust ranks that torchrun and mpirun start.
+
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::Command;
+
+use crate::tools::{Running, mpirun, python};
+
+/// A small job of ours: every rank dispatches and combines, and compares with the oracle.
+const JOB: [&str; 5] = ["roundtrip", "--tokens", "16", "--hidden", "256"];
+
+fn epoxide() -> &'static str {
+    env!("CARGO_BIN_EXE_epoxide")
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+}
+
+fn torchrun(python: &Path, flags: &[&str]) -> Command {
+    let mut command = Command::new(python);
+    command.args(["-W", "ignore", "-m", "torch.distributed.run", "--no-python"]).args(flags);
+    command
+}
+
+/// The job's result, which one rank prints.
+fn passed_once(output: &str, ranks: u32) {
+    assert_eq!(output.matches("PASS").count(), 1, "{output}");
+    assert!(output.contains(&format!("num_ranks={ranks} ")), "{output}");
+}
+
+#[test]
+fn under_torchrun() {
+    let Some(python) = python("under_torchrun") else { return };
+    let mut command = torchrun(&python, &["--standalone", "--nproc-per-node", "3", epoxide()]);
+    command.args(JOB);
+    passed_once(&Running::start(command).succeed(), 3);
+}
+
+#[test]
+fn under_torchrun_with_a_static_rendezvous() {
+    let Some(python) = python("under_torchrun_with_a_static_rendezvous") else { return };
+    let port = free_port().to_string();
+    let flags = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", &port, epoxide()];
+    let mut command = torchrun(&python, &flags);
+    command.args(JOB);
+    passed_once(&Running::start(command).succeed(), 2);
+}
+
+#[test]
+fn under_torchrun_where_rank_0_serves() {
+    let Some(python) = python("under_torchrun_where_rank_0_serves") else { return };
+    let mut command = torchrun(&python, &["--standalone", "--nproc-per-node", "2", "sh", "-c"]);
+    command.env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1");
+    let script =
+        format!(r#"[ "$TORCHELASTIC_USE_AGENT_STORE" = False ] && exec {} {}"#, epoxide(), JOB.join(" "));
+    command.arg(script);
+    passed_once(&Running::start(command).succeed(), 2);
+}
+
+#[test]
+fn an_error_of_a_rank_ends_torchrun() {
+    let Some(python) = python("an_error_of_a_rank_ends_torchrun") else { return };
+    let mut command = torchrun(&python, &["--standalone", "--nproc-per-node", "2", "sh", "-c"]);
+    // Rank 1 says that there are three.
+    command.arg(format!(
+        r#"[ "$RANK" = 0 ] || WORLD_SIZE=3; export WORLD_SIZE; exec {} {} --timeout 5"#,
+        epoxide(),
+        JOB.join(" ")
+    ));
+    let (code, output) = Running::start(command).end();
+    assert_ne!(code, Some(0), "{output}");
+    assert!(output.contains(": the rank that came first says "), "{output}");
+}
+
+#[test]
+fn a_restart_of_torchrun_finds_a_clean_store() {
+    let Some(python) = python("a_restart_of_torchrun_finds_a_clean_store") else { return };
+    let flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "sh", "-c"];
+    let mut command = torchrun(&python, &flags);
+    // The first start runs to its end, and fails after that.
+    let script = format!(r#"{} {} && [ "$TORCHELASTIC_RESTART_COUNT" = 1 ]"#, epoxide(), JOB.join(" "));
+    command.arg(script);
+    let output = Running::start(command).succeed();
+    assert_eq!(output.matches("PASS").count(), 2, "{output}");
+}
+
+#[test]
+fn under_mpirun() {
+    let Some(mut command) = mpirun("under_mpirun") else { return };
+    command.args(["-n", "4", epoxide()]).args(JOB);
+    passed_once(&Running::start(command).succeed(), 4);
+}
+
+#[test]
+fn under_mpirun_where_rank_0_serves() {
+    let Some(mut command) = mpirun("under_mpirun_where_rank_0_serves") else { return };
+    let port = format!("MASTER_PORT={}", free_port());
+    command.args(["-x", "MASTER_ADDR=127.0.0.1", "-x", &port, "-n", "3", epoxide()]).args(JOB);
+    passed_once(&Running::start(command).succeed(), 3);
+}

@@ -1,0 +1,151 @@
+//! What the tests run, if it is there.
+
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Set to 1 where a missing tool is an error.
+const REQUIRE: &str = "EPOXIDE_REQUIRE_INTEROP";
+/// The virtual environment that setup.sh made.
+const VENV: &str = "EPOXIDE_TORCH_VENV";
+/// For one run of a tool; PyTorch alone takes seconds to load on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(180);
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Says that `test` does not run, past the test harness, which would keep it to itself.
+fn skip(test: &str, reason: &str) {
+    let required = std::env::var(REQUIRE).is_ok_and(|value| value == "1");
+    assert!(!required, "{test}: {reason}, and {REQUIRE}=1; run tests/interop/setup.sh");
+    let line = format!("SKIPPED {test}: {reason}; run tests/interop/setup.sh\n");
+    std::io::stderr().write_all(line.as_bytes()).unwrap();
+}
+
+/// The interpreter that has PyTorch; `None`, with a word to the user, when there is none.
+pub fn python(test: &str) -> Option<PathBuf> {
+    let venv = std::env::var_os(VENV).map_or_else(|| root().join("target/torch-venv"), PathBuf::from);
+    let python = venv.join("bin/python");
+    if !python.exists() {
+        skip(test, &format!("no PyTorch: {} is not there", python.display()));
+        return None;
+    }
+    Some(python)
+}
+
+/// A command that runs a part of scenario.py.
+pub fn scenario(python: &Path, part: &str, host: &str, port: u16, rank: u32, size: u32) -> Command {
+    let mut command = Command::new(python);
+    command.args(["-W", "ignore"]).arg(root().join("tests/interop/scenario.py")).args([part, host]);
+    command.args([port.to_string(), rank.to_string(), size.to_string()]);
+    command
+}
+
+/// Open MPI's mpirun, if it is there.
+pub fn mpirun(test: &str) -> Option<Command> {
+    let version = Command::new("mpirun").arg("--version").output();
+    match version {
+        Ok(output) if String::from_utf8_lossy(&output.stdout).contains("Open MPI") => {
+            let mut command = Command::new("mpirun");
+            command.args(["--allow-run-as-root", "--oversubscribe"]);
+            Some(command)
+        }
+        _ => {
+            skip(test, "no mpirun of Open MPI");
+            None
+        }
+    }
+}
+
+/// A process whose output is kept, and which does not outlive this.
+pub struct Running {
+    child: Child,
+    what: String,
+    output: Vec<std::thread::JoinHandle<String>>,
+}
+
+impl Running {
+    pub fn start(mut command: Command) -> Running {
+        let what = format!("{command:?}");
+        // Not this test's own place in some launch.
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy().into_owned();
+            let launcher = ["OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "MASTER_"];
+            let plain = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "EPOXIDE_STORE"];
+            if launcher.iter().any(|prefix| name.starts_with(prefix)) || plain.contains(&&*name) {
+                command.env_remove(name);
+            }
+        }
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = command.spawn().unwrap_or_else(|error| panic!("{what}: {error}"));
+        Running { child, what, output: Vec::new() }
+    }
+
+    /// The rest of its first line of output that begins with `start`.
+    pub fn announced(&mut self, start: &str) -> String {
+        let stdout = self.child.stdout.as_mut().unwrap();
+        let mut line = String::new();
+        let mut byte = [0];
+        while stdout.read(&mut byte).unwrap_or(0) == 1 {
+            match byte[0] {
+                b'\n' if line.starts_with(start) => return line.split_off(start.len()),
+                b'\n' => line.clear(),
+                byte => line.push(byte.into()),
+            }
+        }
+        let mut errors = String::new();
+        let _ = self.child.stderr.take().unwrap().read_to_string(&mut errors);
+        panic!("{} ended without {start:?}:\n{errors}", self.what);
+    }
+
+    /// Begins to read what it writes.
+    pub fn listen(&mut self) {
+        fn drain(mut from: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
+            std::thread::spawn(move || {
+                let mut bytes = Vec::new();
+                let _ = from.read_to_end(&mut bytes);
+                String::from_utf8_lossy(&bytes).into_owned()
+            })
+        }
+        self.output.extend(self.child.stdout.take().map(drain));
+        self.output.extend(self.child.stderr.take().map(drain));
+    }
+
+    /// Waits for its end. Its exit code, and all it wrote that was not asked for before.
+    pub fn end(mut self) -> (Option<i32>, String) {
+        drop(self.child.stdin.take());
+        self.listen();
+        let start = Instant::now();
+        let code = loop {
+            match self.child.try_wait().unwrap() {
+                Some(status) => break status.code(),
+                None if start.elapsed() > PATIENCE => {
+                    self.child.kill().unwrap();
+                    self.child.wait().unwrap();
+                    break None;
+                }
+                None => std::thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        let output = self.output.drain(..).map(|thread| thread.join().unwrap()).collect();
+        (code, output)
+    }
+
+    /// Waits for its end, which must be a good one.
+    pub fn succeed(self) -> String {
+        let what = self.what.clone();
+        let (code, output) = self.end();
+        assert_eq!(code, Some(0), "{what}:\n{output}");
+        output
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Only if the test failed before its end.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,282 @@
+//! `epoxide launch` as a user runs it.
+
+mod nodes;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn launcher(flags: &[&str], command: &[&str]) -> Command {
+    let mut launcher = Command::new(env!("CARGO_BIN_EXE_epoxide"));
+    launcher.arg("launch").args(flags).arg("--").args(command);
+    launcher.env_remove("OMP_NUM_THREADS").stdin(Stdio::null());
+    launcher
+}
+
+/// Runs a shell script on every rank.
+fn script(flags: &[&str], script: &str) -> Output {
+    launcher(flags, &["sh", "-c", script]).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// The lines, sorted.
+fn lines(bytes: &[u8]) -> Vec<String> {
+    let mut lines: Vec<String> = text(bytes).lines().map(str::to_owned).collect();
+    lines.sort();
+    lines
+}
+
+/// A launcher whose ranks run; its output so far was one line of each.
+struct Running {
+    launcher: Child,
+    /// What each rank printed first, without the prefix; by rank.
+    said: Vec<String>,
+    out: BufReader<std::process::ChildStdout>,
+}
+
+impl Running {
+    /// Starts ranks that each print a line and then go on.
+    fn start(flags: &[&str], ranks: usize, script: &str) -> Running {
+        Running::of(&mut launcher(flags, &["sh", "-c", script]), ranks)
+    }
+
+    fn of(launcher: &mut Command, ranks: usize) -> Running {
+        let mut launcher = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut out = BufReader::new(launcher.stdout.take().unwrap());
+        let mut said = vec![String::new(); ranks];
+        for _ in 0..ranks {
+            let mut line = String::new();
+            out.read_line(&mut line).unwrap();
+            let (rank, rest) = line.strip_prefix("[rank ").unwrap().split_once("] ").unwrap();
+            said[rank.parse::<usize>().unwrap()] = rest.trim().to_owned();
+        }
+        Running { launcher, said, out }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_raw(self.launcher.id() as i32).unwrap(), signal).unwrap();
+    }
+
+    fn wait(mut self) -> Output {
+        let mut stdout = Vec::new();
+        std::io::Read::read_to_end(&mut self.out, &mut stdout).unwrap();
+        Output { stdout, ..self.launcher.wait_with_output().unwrap() }
+    }
+}
+
+/// Waits until a process is gone, reaped by whoever is its parent now.
+fn wait_gone(pid: &str) {
+    let start = Instant::now();
+    let number = Pid::from_raw(pid.parse().unwrap()).unwrap();
+    while test_kill_process(number).is_ok() {
+        // Where nobody reaps orphans, a zombie is as gone as it gets.
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        if stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" Z")) {
+            return;
+        }
+        assert!(start.elapsed() < PATIENCE, "process {pid} is left: {stat}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn ranks_find_the_variables_of_torchrun() {
+    let names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME \
+                 ROLE_WORLD_SIZE TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID \
+                 OMP_NUM_THREADS MASTER_ADDR";
+    let print = format!("for name in {names}; do eval echo $name=\\$$name; done");
+    let output = script(&["--nproc-per-node", "2", "--max-restarts", "4", "--rdzv-id", "me"], &print);
+    assert!(output.status.success(), "{output:?}");
+    let lines = lines(&output.stdout);
+    for rank in ["0", "1"] {
+        for (name, value) in [
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("GROUP_RANK", "0"),
+            ("GROUP_WORLD_SIZE", "1"),
+            ("ROLE_RANK", rank),
+            ("ROLE_NAME", "default"),
+            ("ROLE_WORLD_SIZE", "2"),
+            ("TORCHELASTIC_RESTART_COUNT", "0"),
+            ("TORCHELASTIC_MAX_RESTARTS", "4"),
+            ("TORCHELASTIC_RUN_ID", "me"),
+            ("OMP_NUM_THREADS", "1"),
+            ("MASTER_ADDR", "127.0.0.1"),
+        ] {
+            let line = format!("[rank {rank}] {name}={value}");
+            assert!(lines.contains(&line), "{line} is not in {lines:?}");
+        }
+    }
+    let output = launcher(&["--nproc-per-node", "2", "--no-prefix"], &["sh", "-c", "echo $OMP_NUM_THREADS"])
+        .env("OMP_NUM_THREADS", "7")
+        .output()
+        .unwrap();
+    assert_eq!(text(&output.stdout), "7\n7\n");
+}
+
+#[test]
+fn output_stays_whole_and_apart() {
+    // Lines in two writes, with bytes that are no text, and a last one without an end.
+    let print = r"i=0; while [ $i -lt 200 ]; do printf 'begin'; printf ' %s\377\000end\n' $i; \
+                  printf 'err %s\n' $i >&2; i=$((i+1)); done; printf last";
+    let output = script(&["--nproc-per-node", "4"], print);
+    for rank in 0..4 {
+        let prefix = format!("[rank {rank}] ");
+        let of = |bytes: &[u8]| -> Vec<Vec<u8>> {
+            let lines = bytes.split_inclusive(|byte| *byte == b'\n');
+            lines.filter_map(|line| line.strip_prefix(prefix.as_bytes())).map(<[u8]>::to_vec).collect()
+        };
+        let (out, err) = (of(&output.stdout), of(&output.stderr));
+        assert_eq!((out.len(), err.len()), (201, 200));
+        for (number, (out, err)) in out.iter().zip(&err).enumerate() {
+            assert_eq!(*out, [format!("begin {number}").as_bytes(), b"\xff\0end\n"].concat());
+            assert_eq!(*err, format!("err {number}\n").as_bytes());
+        }
+        assert_eq!(out[200], b"last\n");
+    }
+    assert_eq!(output.stdout.iter().filter(|byte| **byte == b'\n').count(), 4 * 201);
+}
+
+#[test]
+fn only_rank_0_reads_standard_input() {
+    let mut launcher = launcher(&["--nproc-per-node", "2"], &["cat"]);
+    let mut child = launcher.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"hello\n").unwrap();
+    assert_eq!(text(&child.wait_with_output().unwrap().stdout), "[rank 0] hello\n");
+}
+
+#[test]
+fn a_failure_ends_the_rest_and_is_told() {
+    let start = Instant::now();
+    // Rank 1 fails, rank 2 ends when asked, rank 0 only when killed; what they started goes as well.
+    let fail = r#"case $RANK in
+        1) while [ ! -e $EPOXIDE_STORE_DIR/ready ]; do sleep 0.01; done; echo one >&2; echo two >&2; exit 7;;
+        2) trap 'echo asked; exit 0' TERM; sleep 100 & wait;;
+        0) trap '' TERM; sleep 100 & echo $!; touch $EPOXIDE_STORE_DIR/ready; wait; sleep 100;;
+    esac"#;
+    let directory = tempfile::tempdir().unwrap();
+    let output = launcher(&["--nproc-per-node", "3", "--grace", "1"], &["sh", "-c", fail])
+        .env("EPOXIDE_STORE_DIR", directory.path())
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(7));
+    assert!(start.elapsed() < PATIENCE);
+    let said = text(&output.stderr);
+    let message = "launch: rank 1 exited with code 7; its last lines on standard error:\n  one\n  two\n";
+    assert!(said.contains("[rank 1] two\n") && said.ends_with(message), "{said}");
+    let out = text(&output.stdout);
+    assert!(out.contains("[rank 2] asked"), "{out}");
+    let sleeper = out.lines().find_map(|line| line.strip_prefix("[rank 0] ")).unwrap();
+    wait_gone(sleeper);
+}
+
+#[test]
+fn all_ranks_start_again() {
+    let flags = ["--nproc-per-node", "2", "--max-restarts", "2"];
+    let output = script(
+        &flags,
+        r#"echo "$TORCHELASTIC_RESTART_COUNT"; [ $RANK = 0 ] || exit $((3 - TORCHELASTIC_RESTART_COUNT))"#,
+    );
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let expected = ["[rank 0] 0", "[rank 0] 1", "[rank 0] 2", "[rank 1] 0", "[rank 1] 1", "[rank 1] 2"];
+    assert_eq!(lines(&output.stdout), expected);
+    let said = text(&output.stderr);
+    for line in ["restart 1 of 2: rank 1 exited with code 3", "restart 2 of 2: rank 1 exited with code 2"] {
+        assert!(said.contains(line), "{said}");
+    }
+    let output = script(&flags, r#"[ "$TORCHELASTIC_RESTART_COUNT" = 1 ]"#);
+    assert_eq!(output.status.code(), Some(0));
+}
+
+#[test]
+fn signals_reach_every_rank() {
+    let running = Running::start(
+        &["--nproc-per-node", "2"],
+        2,
+        "trap 'echo usr1' USR1; trap 'echo int; exit 0' INT; sleep 100 & echo ready; wait; wait",
+    );
+    running.signal(Signal::USR1);
+    std::thread::sleep(Duration::from_millis(300));
+    running.signal(Signal::INT);
+    let output = running.wait();
+    assert_eq!(output.status.code(), Some(128 + 2), "{output:?}");
+    assert_eq!(lines(&output.stdout), ["[rank 0] int", "[rank 0] usr1", "[rank 1] int", "[rank 1] usr1"]);
+    assert!(text(&output.stderr).contains("launch: ended by signal 2"));
+}
+
+#[test]
+fn a_second_signal_kills() {
+    let running = Running::start(
+        &["--nproc-per-node", "2", "--grace", "100"],
+        2,
+        "trap '' TERM; echo $$; while :; do sleep 0.05; done",
+    );
+    let said = running.said.clone();
+    running.signal(Signal::TERM);
+    std::thread::sleep(Duration::from_millis(200));
+    running.signal(Signal::TERM);
+    assert_eq!(running.wait().status.code(), Some(128 + 15));
+    said.iter().for_each(|pid| wait_gone(pid));
+}
+
+#[test]
+fn ranks_die_with_a_killed_launcher() {
+    // Nobody is left to remove the directory of its store.
+    let directory = tempfile::tempdir().unwrap();
+    let command = ["sh", "-c", "echo $$; exec sleep 100"];
+    let mut launcher = launcher(&["--nproc-per-node", "3"], &command);
+    let running = Running::of(launcher.env("TMPDIR", directory.path()), 3);
+    let said = running.said.clone();
+    running.signal(Signal::KILL);
+    running.wait();
+    said.iter().for_each(|pid| wait_gone(pid));
+}
+
+#[test]
+fn logs_hold_what_ranks_print() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("logs");
+    let flags = ["--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", path.to_str().unwrap()];
+    script(&flags, "echo out $RANK; echo err $RANK >&2; exit 1");
+    for (attempt, rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        let directory = path.join(format!("attempt_{attempt}/{rank}"));
+        let read = |name: &str| std::fs::read_to_string(directory.join(name)).unwrap();
+        assert_eq!(
+            (read("stdout.log"), read("stderr.log")),
+            (format!("out {rank}\n"), format!("err {rank}\n"))
+        );
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_ends_the_launch() {
+    let mut child = launcher(&["--nproc-per-node", "2"], &["yes"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("[rank "));
+    assert!(!child.wait().unwrap().success());
+}
+
+#[test]
+fn roundtrip_runs_under_it_unchanged() {
+    let exe = env!("CARGO_BIN_EXE_epoxide");
+    let line = [exe, "roundtrip", "--tokens", "3", "--hidden", "64", "--num-sms", "2"];
+    let output = launcher(&["--nproc-per-node", "2"], &line).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = text(&output.stdout);
+    assert!(said.contains("[rank 0] ") && !said.contains("[rank 1] ") && said.contains("PASS"), "{said}");
+}
