@@ -81,3 +81,15 @@ fn a_hundred_schedules_give_the_same_results() {
     assert_eq!(results.len(), 1, "results depend on the schedule");
     assert_eq!(digests.len(), 100, "seeds must take different schedules");
 }
+
+/// As many random programs, each under its own schedule, as `EPOXIDE_SOAK` says; a few without it.
+/// `EPOXIDE_SOAK=10000 cargo test --release --test intranode soak`
+#[test]
+fn soak() {
+    let count =
+        std::env::var("EPOXIDE_SOAK").map_or(50, |count| count.parse().expect("a number of programs"));
+    for seed in 0..count {
+        let program = Program::random(seed, 12, TOKENS, RANKS, CHANNELS, false);
+        run(seed, &program).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+    }
+}

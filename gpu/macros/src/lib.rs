@@ -1,6 +1,6 @@
 //! `#[kernel]`: both sides of a kernel from one signature.
 //!
-//! ```ignore
+//! ```text
 //! /// What it does.
 //! #[kernel(threads = 256, min_blocks = 1, barriers = 2, registers = 64, requires(args.row_bytes % 16 == 0))]
 //! pub unsafe fn dispatch(args: DispatchArgs) { .. }

@@ -170,7 +170,8 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
         let ring = Ring::new(args.slots, args.slot_bytes);
         let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
 
-        if wait_ready(comm, epoch, Wait::CombineReady) && planned {
+        let joined = wait_ready(comm, epoch, Wait::CombineReady);
+        if joined && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async();
             let mut load = Gather::new(args, peer, first, step, end);
@@ -224,7 +225,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
                 item = item.plus(args, step);
             }
         }
-        leave(comm, epoch, Wait::CombineDone);
+        leave(comm, epoch, joined, Wait::CombineDone);
     }
 }
 

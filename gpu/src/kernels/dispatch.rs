@@ -53,7 +53,8 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     }
 
     let mut turn = Turn::first();
-    if wait_ready(comm, epoch, Wait::DispatchReady) && planned {
+    let joined = wait_ready(comm, epoch, Wait::DispatchReady);
+    if joined && planned {
         let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
         let own = shfl_u64(peer, comm.rank);
         let mut pools = [0u64; MAX_RANKS];
@@ -115,7 +116,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
             loaded -= 1;
         }
     }
-    leave(comm, epoch, Wait::DispatchDone);
+    leave(comm, epoch, joined, Wait::DispatchDone);
 }
 
 // `unroll8` covers every possible rank.

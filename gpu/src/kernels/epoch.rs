@@ -66,8 +66,11 @@ pub unsafe fn wait_ready(comm: &Comm, epoch: u64, what: Wait) -> bool {
 
 /// Ends a block's part of the operation; all threads call it. Tells every peer, and the last block of the grid waits for
 /// all peers and advances the epoch.
+///
+/// `joined` is what [`wait_ready`] said. A block that gave up waiting did nothing, so it says nothing: a peer that comes
+/// late must not take what never came for done.
 #[inline(always)]
-pub unsafe fn leave(comm: &Comm, epoch: u64, what: Wait) {
+pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
     // SAFETY: pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the whole
     // block's work happen before the releases, which are cumulative: no thread needs a fence of its own.
     unsafe {
@@ -82,7 +85,7 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, what: Wait) {
         if lane == 0 {
             last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
         }
-        if lane < comm.num_ranks {
+        if joined && lane < comm.num_ranks {
             red_release_sys_add_u64(pool_of(comm, lane) + done_offset(comm.rank), part);
         }
         if ballot(last) == 0 {

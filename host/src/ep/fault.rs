@@ -92,6 +92,10 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
     }))
 }
 
+/// The host gives up after this many timeouts: work that the caller queued before, and operations that expire one after the
+/// other, come first. The kernels' own deadlines end the wait long before.
+const HOST_PATIENCE: u32 = 20;
+
 impl Buffer {
     /// Waits until notify has answered call `tag` in mapped host memory.
     pub(super) fn wait_counts(&self, stream: &Stream, tag: u64) -> Result<PlanHeader> {
@@ -112,7 +116,7 @@ impl Buffer {
                     check_status(&self.status, self.rank)?;
                     return Err(Error::os("notify", "the stream is done but no counts came"));
                 }
-                if start.elapsed() > self.timeout * 2 {
+                if start.elapsed() > self.timeout.saturating_mul(HOST_PATIENCE) {
                     check_status(&self.status, self.rank)?;
                     return Err(Error::os(
                         "notify",

@@ -165,6 +165,7 @@ impl Engine {
             any_passed = true;
         }
         state.queues.retain(|_, queue| !(queue.closed && queue.is_idle()));
+        drop(state.take_released());
         if any_passed {
             self.shared.done.notify_all();
         }
@@ -186,10 +187,14 @@ impl Engine {
         (job.spinning, job.probe) = (spinning, spinning);
         if let Outcome::Done(_) = outcome {
             let job = self.jobs.remove(index);
-            if let Some(queue) = self.shared.lock().queues.get_mut(&job.queue) {
+            let mut state = self.shared.lock();
+            if let Some(queue) = state.queues.get_mut(&job.queue) {
                 queue.busy = false;
                 queue.completed += 1;
             }
+            let released = state.take_released();
+            drop(state);
+            drop(released);
             self.shared.done.notify_all();
         }
         outcome

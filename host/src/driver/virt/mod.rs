@@ -365,11 +365,7 @@ impl Device for VirtualGpu {
     }
 
     unsafe fn free(&self, memory: &RawMemory) {
-        let mut state = self.shared.lock();
-        let allocation = state.allocations.remove(&memory.handle);
-        state.used -= allocation.as_ref().map_or(0, |allocation| allocation.charged);
-        // Unmapped without the lock.
-        drop(state);
+        let allocation = self.shared.lock().free(memory.handle);
         drop(allocation);
     }
 

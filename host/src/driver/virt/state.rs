@@ -64,7 +64,9 @@ impl Shared {
         for queue in state.queues.values_mut() {
             queue.ops.clear();
         }
+        let freed = std::mem::take(&mut state.freed);
         drop(state);
+        drop(freed);
         self.done.notify_all();
     }
 
@@ -181,6 +183,8 @@ pub(super) struct State {
     pub(super) modules: HashMap<u64, Module>,
     pub(super) kernels: HashMap<u64, LoadedKernel>,
     pub(super) allocations: HashMap<u64, Allocation>,
+    /// Freed while work was queued: each goes when the queues have done what they held then, as with `cuMemFree`.
+    freed: Vec<Freed>,
     /// Bytes of device memory in use.
     pub(super) used: u64,
     /// Launches enqueued so far.
@@ -193,7 +197,35 @@ pub(super) struct State {
     pub(super) shutdown: bool,
 }
 
+/// Memory that queued work may still use.
+pub(super) struct Freed {
+    _allocation: Allocation,
+    /// Queues, and how many of their ops must have been done.
+    until: Vec<(u64, u64)>,
+}
+
 impl State {
+    /// Takes memory out of the tables. What comes back can be unmapped at once, which is best done without the lock; memory
+    /// that queued work may use stays until [`State::take_released`].
+    pub(super) fn free(&mut self, memory: u64) -> Option<Allocation> {
+        let allocation = self.allocations.remove(&memory)?;
+        self.used -= allocation.charged;
+        let busy = self.queues.iter().filter(|(_, queue)| !queue.is_idle());
+        let until: Vec<(u64, u64)> = busy.map(|(id, queue)| (*id, queue.submitted)).collect();
+        if until.is_empty() {
+            return Some(allocation);
+        }
+        self.freed.push(Freed { _allocation: allocation, until });
+        None
+    }
+
+    /// Freed memory that no queued work can use any more. Dropping it unmaps it, which is best done without the lock.
+    pub(super) fn take_released(&mut self) -> Vec<Freed> {
+        let queues = &self.queues;
+        let done = |(id, target): &(u64, u64)| queues.get(id).is_none_or(|queue| queue.completed >= *target);
+        self.freed.extract_if(.., |freed| freed.until.iter().all(done)).collect()
+    }
+
     /// The capture of a queue, if it is being captured; an error once the capture cannot be finished any more.
     pub(super) fn recording(&mut self, queue: u64) -> Result<Option<(&mut Capture, usize)>> {
         let Some((id, lane)) = self.queues.get(&queue).and_then(|queue| queue.capture) else {

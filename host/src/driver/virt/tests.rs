@@ -538,6 +538,21 @@ fn memory_is_counted_poisoned_and_given_back() {
 }
 
 #[test]
+fn freed_memory_stays_until_queued_work_is_done() {
+    on_both(|rig| {
+        let gate = rig.words(1);
+        let data = rig.alloc(64 * 4, MemoryKind::Device);
+        let free_before = rig.device.free_memory().unwrap();
+        rig.wait(&rig.stream, gate.ptr(), 1);
+        rig.add_one(&rig.stream, data.ptr(), 64);
+        drop(data);
+        assert!(rig.device.free_memory().unwrap() > free_before);
+        word(&gate, 0).store(1, Ordering::Release);
+        rig.stream.synchronize().unwrap();
+    });
+}
+
+#[test]
 fn handles_of_another_device_are_refused() {
     let (here, there) = (Rig::threaded(), Rig::threaded());
     let event = there.event();
