@@ -12,3 +12,4 @@ mod schedules;
 mod shapes;
 mod streams;
 mod timeouts;
+mod trace;

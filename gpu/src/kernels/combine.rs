@@ -2,7 +2,7 @@
 
 use epoxide_macros::kernel;
 
-use super::epoch::{current_epoch, leave, pool_of, tell_ready, wait_ready};
+use super::epoch::{Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
@@ -159,6 +159,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
     unsafe {
         let comm = &args.comm;
         let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
+        trace(comm, Phase::Enter);
         let epoch = current_epoch(comm);
         if ctaid() == 0 && warp == 0 {
             tell_ready(comm, epoch);

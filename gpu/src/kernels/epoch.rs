@@ -1,8 +1,11 @@
 //! The protocol of an operation between ranks: enter, wait for peers, leave. Single-writer words that only grow; a
 //! waiter computes what it needs from the epoch, and every wait has a deadline.
 
+use core::mem::offset_of;
+
 use crate::layout::{
-    Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, QUANTUM, Wait, done_offset, message_offset, ready_offset,
+    BlockTrace, Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, QUANTUM, Wait, done_offset, message_offset,
+    ready_offset,
 };
 use crate::simt::*;
 
@@ -28,6 +31,29 @@ pub unsafe fn current_epoch(comm: &Comm) -> u64 {
 pub unsafe fn aborted(comm: &Comm) -> bool {
     // SAFETY: `local` is live.
     unsafe { ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT) != 0 }
+}
+
+/// A phase of a block, as the offset of its time in [`BlockTrace`].
+#[derive(Clone, Copy)]
+#[repr(u64)]
+pub enum Phase {
+    Enter = offset_of!(BlockTrace, enter) as u64,
+    Ready = offset_of!(BlockTrace, ready) as u64,
+    Moved = offset_of!(BlockTrace, moved) as u64,
+    Done = offset_of!(BlockTrace, done) as u64,
+}
+
+/// Notes when this block reached `phase`, where somebody wants to know; thread 0 of the block does it. The address is a
+/// parameter of the launch, so without a trace this is one uniform branch on a constant.
+#[inline(always)]
+pub unsafe fn trace(comm: &Comm, phase: Phase) {
+    // SAFETY: the trace has an entry for every block of the grid.
+    unsafe {
+        if !comm.trace.is_null() && tid_now() == 0 {
+            let entry = comm.trace.0 + ctaid() as u64 * size_of::<BlockTrace>() as u64;
+            st_u64(entry + phase as u64, globaltimer());
+        }
+    }
 }
 
 /// The share of [`QUANTUM`] that block `b` of `n` adds; the shares of all blocks sum to it exactly.
@@ -60,6 +86,7 @@ pub unsafe fn wait_ready(comm: &Comm, epoch: u64, what: Wait) -> bool {
             wait_at_least(comm, pool_of(comm, comm.rank) + ready_offset(tid()), epoch, tid(), epoch, what);
         }
         barrier_sync();
+        trace(comm, Phase::Ready);
         !aborted(comm)
     }
 }
@@ -78,6 +105,7 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
         if tid() >= 32 {
             return;
         }
+        trace(comm, Phase::Moved);
         let lane = laneid();
         let part = share(ctaid(), nctaid());
         // The ticket goes first: behind the remote adds, its fence would wait for their round trip.
@@ -89,6 +117,7 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
             red_release_sys_add_u64(pool_of(comm, lane) + done_offset(comm.rank), part);
         }
         if ballot(last) == 0 {
+            trace(comm, Phase::Done);
             return;
         }
         if lane < comm.num_ranks {
@@ -100,6 +129,7 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
             // The end of the kernel publishes it; every other block has read the old one before its ticket.
             st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
         }
+        trace(comm, Phase::Done);
     }
 }
 

@@ -5,7 +5,7 @@ use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
-use super::epoch::{aborted, current_epoch, send_packet, wait_packet};
+use super::epoch::{Phase, aborted, current_epoch, send_packet, trace, wait_packet};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{
@@ -44,6 +44,7 @@ pub unsafe fn notify(args: NotifyArgs) {
     let comm = &args.comm;
     let (thread, lane, warp) = (tid(), laneid(), tid() / 32);
     let (ranks, channel) = (comm.num_ranks, ctaid());
+    trace(comm, Phase::Enter);
     let epoch = current_epoch(comm);
     let shared = dynamic_shared();
     let (heads, earlier, expired) = (shared, shared + HEADS * 4, shared + (HEADS + MAX_RANKS as u32) * 4);
@@ -96,12 +97,13 @@ pub unsafe fn notify(args: NotifyArgs) {
         }
         token += THREADS;
     }
-    for (rank, sum) in sums.into_iter().enumerate() {
-        let sum = redux_add(sum);
-        if lane == 0 && sum != 0 {
-            red_relaxed_cta_shared_add_u32(earlier + rank as u32 * 4, sum);
+    // All warp sums before the first branch: behind one, the compiler may give its sides a copy each of the next sum.
+    unroll8!(RANK => { sums[RANK] = redux_add(sums[RANK]) });
+    unroll8!(RANK => {
+        if lane == 0 && sums[RANK] != 0 {
+            red_relaxed_cta_shared_add_u32(earlier + RANK as u32 * 4, sums[RANK]);
         }
-    }
+    });
     barrier_sync();
 
     // Tell each peer where this channel starts, then collect everybody's heads, one packet a thread.
@@ -120,6 +122,7 @@ pub unsafe fn notify(args: NotifyArgs) {
         }
     }
     barrier_sync();
+    trace(comm, Phase::Ready);
 
     // Everybody has the same heads, hence the same verdict: either all ranks move rows or none does.
     let (mut status, mut peer, mut detail) = (0, 0, 0);
@@ -200,6 +203,8 @@ pub unsafe fn notify(args: NotifyArgs) {
         }
     }
 
+    trace(comm, Phase::Moved);
+
     // Entry 0: where this channel starts at every source. In block 0 the others: how many selections each local expert
     // has. Ranks that disagree on the number of channels or experts would wait for packets that never come.
     let agreed = status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32;
@@ -246,6 +251,7 @@ pub unsafe fn notify(args: NotifyArgs) {
             }
         }
     }
+    trace(comm, Phase::Done);
 }
 
 /// Writes all of a `PlanHeader` but its tag.

@@ -76,7 +76,7 @@ pub struct NotifyArgs {
     pub columns: u32,
 }
 
-layout_assert!(NotifyArgs, size = 248, columns at 244);
+layout_assert!(NotifyArgs, size = 256, columns at 252);
 
 /// Arguments of `dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -118,7 +118,7 @@ pub struct DispatchArgs {
     pub reserved: u32,
 }
 
-layout_assert!(DispatchArgs, size = 208, reserved at 204);
+layout_assert!(DispatchArgs, size = 216, reserved at 212);
 
 /// Arguments of `stage_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -174,7 +174,7 @@ pub struct CombineArgs {
     pub pieces: u32,
 }
 
-layout_assert!(CombineArgs, size = 176, pieces at 172);
+layout_assert!(CombineArgs, size = 184, pieces at 180);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

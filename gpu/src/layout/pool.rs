@@ -114,6 +114,8 @@ pub struct Comm {
     pub status: DevicePtr,
     /// Longest wait for a peer, in ns.
     pub timeout_ns: u64,
+    /// Out, or null: the launch's [`BlockTrace`]s, one per block of its grid.
+    pub trace: DevicePtr,
     /// This rank.
     pub rank: u32,
     /// Ranks.
@@ -122,7 +124,24 @@ pub struct Comm {
     pub pool: PoolLayout,
 }
 
-layout_assert!(Comm, size = 120, pool at 40);
+layout_assert!(Comm, size = 128, pool at 48);
+
+/// When a block reached each phase of its operation, in ns of the device's clock. Thread 0 of the block writes it, and
+/// only where [`Comm::trace`] is set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct BlockTrace {
+    /// The block started.
+    pub enter: u64,
+    /// Every peer was ready; in notify, every peer's counts had come.
+    pub ready: u64,
+    /// The block's share was moved; in notify, its tokens were numbered.
+    pub moved: u64,
+    /// The block was through: in the last one of a grid, every peer was as well.
+    pub done: u64,
+}
+
+layout_assert!(BlockTrace, size = 32, done at 24);
 
 /// State that only this rank's kernels touch. Monotonic, never reset.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

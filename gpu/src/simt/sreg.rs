@@ -50,6 +50,18 @@ device_fns! {
         r
     }
 
+    /// As [`tid`], read anew: for code that seldom runs, where a register that keeps it alive would cost more.
+    /// `mov.u32 r, %tid.x;`
+    ///
+    /// # Safety
+    /// None beyond running on the device.
+    pub unsafe fn tid_now() -> u32 {
+        let r: u32;
+        // SAFETY: reads a register; not `pure`, so that it is not merged with `tid`.
+        unsafe { asm!("mov.u32 {r}, %tid.x;", r = out(reg32) r, options(nomem, nostack)) };
+        r
+    }
+
     /// Offset of the block's dynamic shared memory in the shared window. `mov.u32 r, EPOXIDE_SHARED;`
     ///
     /// # Safety

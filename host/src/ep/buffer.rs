@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Comm, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PlanHeader, PoolLayout, Status,
+    Comm, DevicePtr, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PlanHeader, PoolLayout, Status,
 };
 
 use super::fault::check_status;
 use super::kernels::Kernels;
 use super::pool::pool_layout;
 use super::scratch::Arena;
+use super::trace::Trace;
 use super::{Config, DType, StreamOrder, Tensor, Tuning};
 use crate::driver::{Device, Event, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
@@ -77,7 +78,7 @@ pub struct Buffer {
     _tables: Memory,
     start: Event,
     /// Where the last operation ends, in whichever stream it ran.
-    end: Event,
+    pub(super) end: Event,
     pub(super) device: Arc<dyn Device>,
     pub(super) comm: Comm,
     pub(super) config: Config,
@@ -87,6 +88,7 @@ pub struct Buffer {
     pub(super) num_ranks: u32,
     pub(super) id: u64,
     pub(super) tag: u64,
+    pub(super) trace: Option<Trace>,
 }
 
 /// Tells buffers of this process apart.
@@ -148,6 +150,7 @@ impl Buffer {
             local: tables.ptr().add(local_at),
             status: status.ptr(),
             timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
+            trace: DevicePtr::NULL,
             rank,
             num_ranks,
             pool: layout,
@@ -172,6 +175,7 @@ impl Buffer {
             num_ranks,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             tag: 0,
+            trace: None,
         };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;

@@ -119,7 +119,7 @@ impl Buffer {
             num_topk,
         };
         let ring = self.kernels.combine_ring(row_bytes as u32, self.config.num_sms);
-        let args = CombineArgs {
+        let mut args = CombineArgs {
             comm: self.comm,
             combined_x: x_at,
             combined_weights: if num_topk == 0 { null } else { weights_at },
@@ -133,6 +133,7 @@ impl Buffer {
             pieces: (row_bytes as u32).div_ceil(ring.bytes),
         };
         let event = self.run(order, |buffer, stream| {
+            args.comm.trace = buffer.trace_place("combine", buffer.config.num_sms);
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
             // SAFETY: inputs are held by the caller, outputs by the result and the routing by the handle, until the
             // stream has passed. The last combine ended when every peer had gathered, so the rows may be written.

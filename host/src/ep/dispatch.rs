@@ -152,7 +152,7 @@ impl Buffer {
         let exact = request.counts == Counts::Exact;
         let mut comm = self.comm;
         comm.pool.rows = capacity;
-        let notify = NotifyArgs {
+        let mut notify = NotifyArgs {
             comm,
             is_token_in_rank: layout.places.is_token_in_rank,
             num_tokens_per_rank: layout.places.num_tokens_per_rank,
@@ -187,6 +187,7 @@ impl Buffer {
 
         let mut header = PlanHeader::default();
         let event = self.run(order, |buffer, stream| {
+            notify.comm.trace = buffer.trace_place("notify", num_channels);
             // SAFETY: inputs are held by the caller and outputs by the result, until the stream has passed.
             unsafe {
                 let (kernel, call) = (&buffer.kernels.notify, Notify::call(notify));
@@ -381,8 +382,9 @@ impl Buffer {
 
     /// # Safety
     /// The addresses in `args` are live until the stream has passed the kernel.
-    unsafe fn launch_dispatch(&self, stream: &Stream, args: DispatchArgs) -> Result<()> {
+    unsafe fn launch_dispatch(&mut self, stream: &Stream, mut args: DispatchArgs) -> Result<()> {
         let grid = self.config.num_sms;
+        args.comm.trace = self.trace_place("dispatch", grid);
         let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, grid);
         let kernel = &self.kernels.dispatch;
         // SAFETY: passed on to the caller.

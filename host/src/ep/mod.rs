@@ -23,6 +23,7 @@ mod order;
 mod pool;
 mod scratch;
 mod tensor;
+mod trace;
 
 pub use buffer::{Buffer, BufferOptions, BufferShape};
 pub use ceiling::{CeilingShape, Direction};
@@ -34,3 +35,4 @@ pub use kernels::Tuning;
 pub use layout::DispatchLayout;
 pub use order::StreamOrder;
 pub use tensor::{DType, Element, Tensor};
+pub use trace::TracedLaunch;

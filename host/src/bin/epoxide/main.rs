@@ -34,7 +34,7 @@ enum Command {
     /// Run layout, dispatch and combine on all ranks and check every result.
     Roundtrip(roundtrip::Args),
     /// Measure dispatch and combine.
-    Bench(bench::Args),
+    Bench(Box<bench::Bench>),
     /// Start the ranks of a group on this host.
     Launch(launch::Args),
     /// Print layouts and handles as JSON.
@@ -46,7 +46,7 @@ enum Command {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Roundtrip(args) => roundtrip::run(args),
-        Command::Bench(args) => bench::run(&args).map_err(stop::Stop::from_open),
+        Command::Bench(args) => bench::run(&args),
         Command::Launch(args) => launch::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Doctor(args) => doctor::run(args),

@@ -7,15 +7,41 @@ use epoxide::driver::{Device, Event, Memory, MemoryKind, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CeilingShape, CombineRequest, CombineRows,
     Config, Counts, DType, Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest,
-    StreamOrder, Tensor, Tuning,
+    StreamOrder, Tensor, TracedLaunch,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::{Error, Result};
 use half::bf16;
-use rand::rngs::SmallRng;
-use rand::{Rng, SeedableRng};
 
 use super::Args;
+use super::counts::Six;
+use super::results::PhaseName;
+
+/// Calls of each phase that are traced, apart from the timed ones.
+const TRACED_CALLS: u32 = 3;
+
+/// One traced call.
+#[derive(Debug, Clone)]
+pub struct TracedCall {
+    /// The phase.
+    pub phase: PhaseName,
+    /// Multiprocessors.
+    pub num_sms: u32,
+    /// The launch of the barrier before it.
+    pub barrier: TracedLaunch,
+    /// Its own launches, in order.
+    pub launches: Vec<TracedLaunch>,
+}
+
+impl TracedCall {
+    /// Microseconds from the first block's start to the last block's end.
+    pub fn kernel_us(&self) -> f64 {
+        let blocks = || self.launches.iter().flat_map(|launch| &launch.blocks);
+        let start = blocks().map(|block| block.enter).min().unwrap_or(0);
+        let end = blocks().map(|block| block.done).max().unwrap_or(0);
+        end.saturating_sub(start) as f64 / 1e3
+    }
+}
 
 /// Microseconds of every timed iteration.
 pub type Samples = Vec<f64>;
@@ -58,10 +84,14 @@ pub struct RankResult {
     pub pool_bytes: u64,
     /// Device bytes in use by all of the buffer.
     pub device_bytes: u64,
-    /// Rows received from each source rank.
-    pub recv_rows: Vec<u64>,
-    /// Tokens with at least one destination.
-    pub routed_tokens: u64,
+    /// The routing that this rank drew.
+    pub topk_idx: Vec<i64>,
+    /// Tokens of a dispatch, as the device's handle has them.
+    pub counts: Six<u64>,
+    /// Received rows that were its own.
+    pub own_rows: u64,
+    /// Traced calls.
+    pub traced: Vec<TracedCall>,
     /// Times by number of multiprocessors.
     pub times: Vec<Times>,
 }
@@ -76,19 +106,11 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         max_topk: args.topk,
         max_scales: args.num_scales() as u32,
     };
-    let d = Tuning::default();
-    let tuning = Tuning {
-        dispatch_warps: args.dispatch_warps.unwrap_or(d.dispatch_warps),
-        dispatch_stages: args.dispatch_stages.unwrap_or(d.dispatch_stages),
-        dispatch_stage_bytes: args.dispatch_stage_bytes.unwrap_or(d.dispatch_stage_bytes),
-        combine_warps: args.combine_warps.unwrap_or(d.combine_warps),
-        combine_slots: args.combine_slots.unwrap_or(d.combine_slots),
-        combine_slot_bytes: args.combine_slot_bytes.unwrap_or(d.combine_slot_bytes),
-    };
     let config = Config::with_sms(args.num_sms[0])?;
     group.barrier(group.timeout())?;
     let free_before = device.free_memory()?;
     let start = Instant::now();
+    let tuning = args.tuning.tuning();
     let options = BufferOptions { config, tuning, ..BufferOptions::new(shape) };
     let mut buffer = Buffer::new(device.clone(), group, options)?;
     let setup_ms = start.elapsed().as_secs_f64() * 1e3;
@@ -103,8 +125,9 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         times.push(bench.time(num_sms)?);
         group.barrier(group.timeout())?;
     }
-    let (recv_rows, routed_tokens) = bench.counts()?;
+    let (counts, own_rows) = bench.counts()?;
     bench.buffer.check()?;
+    let (topk_idx, traced) = (bench.ids, bench.traced);
     let info = device.info();
     Ok(RankResult {
         device: info.name.clone(),
@@ -113,8 +136,10 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         setup_ms,
         pool_bytes: buffer.pool_bytes(),
         device_bytes,
-        recv_rows,
-        routed_tokens,
+        topk_idx,
+        counts,
+        own_rows,
+        traced,
         times,
     })
 }
@@ -134,13 +159,14 @@ struct Bench<'a> {
     /// A routing of no tokens: its dispatch is a barrier between the devices.
     nothing: (Tensor, DispatchHandle),
     flush: Option<Memory>,
+    ids: Vec<i64>,
+    traced: Vec<TracedCall>,
 }
 
 impl<'a> Bench<'a> {
     fn new(args: &'a Args, buffer: &'a mut Buffer, stream: Stream, rank: u32, ranks: u32) -> Result<Self> {
         let (tokens, topk) = (args.tokens as u64, args.topk as u64);
-        let mut rng = SmallRng::seed_from_u64(args.seed + rank as u64);
-        let ids = random_topk(&mut rng, args.tokens, args.topk, args.experts);
+        let ids = args.routing(rank);
         let topk_idx = Tensor::from_host(&stream, DType::I64, &[tokens, topk], &ids)?;
         let weights = vec![1.0f32; (tokens * topk) as usize];
         let topk_weights = Tensor::from_host(&stream, DType::F32, &[tokens, topk], &weights)?;
@@ -191,6 +217,8 @@ impl<'a> Bench<'a> {
             routing,
             nothing,
             flush,
+            ids,
+            traced: Vec::new(),
         })
     }
 
@@ -217,6 +245,12 @@ impl<'a> Bench<'a> {
         let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: self.args.hidden };
         let request = CombineRequest { rows, topk_weights: None, handle: &self.routing };
         Ok(self.buffer.combine(request, StreamOrder::on(&self.stream))?.combined_x)
+    }
+
+    fn combine_staged(&mut self, rows: &Tensor) -> Result<()> {
+        let request =
+            CombineRequest { rows: CombineRows::Tensor(rows), topk_weights: None, handle: &self.routing };
+        self.buffer.combine(request, StreamOrder::on(&self.stream)).map(drop)
     }
 
     /// A barrier between the devices, on the device.
@@ -292,18 +326,25 @@ impl<'a> Bench<'a> {
         self.buffer.check()
     }
 
-    /// Rows received by source, and tokens with a destination.
-    fn counts(&self) -> Result<(Vec<u64>, u64)> {
+    /// Tokens of a dispatch as the handle on the device has them, and how many received rows are own ones. One node, so
+    /// nothing crosses.
+    fn counts(&self) -> Result<(Six<u64>, u64)> {
+        let (ranks, me) = (self.ranks as usize, self.rank as usize);
         let prefix = self.routing.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
-        let ranks = self.ranks as usize;
-        let rows = |source: usize, to: usize| {
-            let before = if source == 0 { 0 } else { prefix[(source - 1) * ranks + to] };
-            (prefix[source * ranks + to] - before) as u64
+        let up_to = |source: usize| prefix[source * ranks + me] as u64;
+        let received = up_to(ranks - 1);
+        let own = up_to(me) - if me == 0 { 0 } else { up_to(me - 1) };
+        let heads = self.routing.send_head().to_host::<i32>(&self.stream)?;
+        let sent = heads.chunks(ranks).filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
+        let counts = Six {
+            send_total: sent,
+            send_nvl: sent,
+            send_rdma: 0,
+            recv_total: received,
+            recv_nvl: received,
+            recv_rdma: 0,
         };
-        let me = self.rank as usize;
-        let in_rank = self.layout.is_token_in_rank().to_host::<u8>(&self.stream)?;
-        let routed = in_rank.chunks(ranks).filter(|row| row.contains(&1)).count() as u64;
-        Ok(((0..ranks).map(|r| rows(r, me)).collect(), routed))
+        Ok((counts, own))
     }
 
     fn time(&mut self, num_sms: u32) -> Result<Times> {
@@ -315,11 +356,12 @@ impl<'a> Bench<'a> {
         times.combine = self.isolated(|bench| bench.combine().map(drop))?;
         let received = self.routing.num_recv_tokens(&self.stream)? as u64;
         let rows = Tensor::alloc(self.buffer.device(), DType::Bf16, &[received, self.args.hidden])?;
-        times.combine_staged = self.isolated(|bench| {
-            let rows = CombineRows::Tensor(&rows);
-            let request = CombineRequest { rows, topk_weights: None, handle: &bench.routing };
-            bench.buffer.combine(request, StreamOrder::on(&bench.stream)).map(drop)
+        times.combine_staged = self.isolated(|bench| bench.combine_staged(&rows))?;
+        self.trace(num_sms, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;
+        self.trace(num_sms, PhaseName::DispatchUncached, |bench| {
+            bench.dispatch(Counts::OnDevice { capacity }).map(drop)
         })?;
+        self.trace(num_sms, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
         for iteration in 0..self.args.warmup + self.args.iters {
             self.barrier()?;
             self.stream.synchronize()?;
@@ -331,11 +373,37 @@ impl<'a> Bench<'a> {
         }
         times.dispatch_stream = self.back_to_back(|bench| bench.dispatch_cached())?;
         times.combine_stream = self.back_to_back(|bench| bench.combine().map(drop))?;
-        if !self.args.no_ceiling && self.ranks > 1 {
+        if !self.args.no_ceiling && self.ranks > 1 && !self.buffer.device().info().is_virtual {
             times.ceiling =
                 Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
         }
         Ok(times)
+    }
+
+    /// Traces a few calls, each after a barrier, as the timed ones are.
+    fn trace(
+        &mut self,
+        num_sms: u32,
+        phase: PhaseName,
+        mut call: impl FnMut(&mut Self) -> Result<()>,
+    ) -> Result<()> {
+        for _ in 0..TRACED_CALLS {
+            // A barrier and at most two launches.
+            self.buffer.start_trace(3 * num_sms as u64)?;
+            if let Some(flush) = &self.flush {
+                // SAFETY: as in `isolated`.
+                unsafe { self.stream.fill(flush.ptr(), 0, flush.bytes())? };
+            }
+            self.barrier()?;
+            call(self)?;
+            let (launches, dropped) = self.buffer.take_trace(&self.stream)?;
+            let mut launches = launches.into_iter();
+            let (Some(barrier), 0) = (launches.next(), dropped) else {
+                return Err(Error::os("trace", format!("{dropped} launches had no room")));
+            };
+            self.traced.push(TracedCall { phase, num_sms, barrier, launches: launches.collect() });
+        }
+        self.buffer.check()
     }
 
     /// Times every iteration by itself: L2 emptied, devices aligned, then one call between two events. All of it is
@@ -399,22 +467,6 @@ impl<'a> Bench<'a> {
         }
         Ok(1e-3 / best)
     }
-}
-
-/// Ids of the `topk` best of `|normal| + 1` scores, for each token.
-fn random_topk(rng: &mut SmallRng, tokens: u32, topk: u32, experts: u32) -> Vec<i64> {
-    let mut ids = Vec::with_capacity((tokens * topk) as usize);
-    for _ in 0..tokens {
-        // Box-Muller; only the order of the scores matters.
-        let score = |rng: &mut SmallRng| {
-            let (u, v): (f64, f64) = (rng.random_range(f64::MIN_POSITIVE..1.0), rng.random());
-            ((-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()).abs() + 1.0
-        };
-        let mut scored: Vec<(f64, i64)> = (0..experts).map(|e| (score(rng), e as i64)).collect();
-        scored.sort_by(|a, b| b.0.total_cmp(&a.0));
-        ids.extend(scored.iter().take(topk as usize).map(|(_, e)| *e));
-    }
-    ids
 }
 
 /// A well-mixed word for each (rank, token, column).

@@ -1,290 +1,374 @@
-//! Turns the ranks' samples into text and JSON.
+//! Turns the ranks' samples into points, and points into text.
 
-use serde_json::{Value, json};
+use std::fmt::Write;
 
 use super::Args;
+use super::counts::{self, Six};
 use super::measure::{RankResult, Samples, Times};
+use super::results::{
+    Bandwidth, Distribution, Key, Phase, PhaseName, Point, SCHEMA_VERSION, SeedBandwidth, Spread, gbps, mean,
+    today,
+};
+use crate::stop::{Result, Stop};
 
-/// A distribution over iterations; each iteration is the mean over ranks.
-struct Summary {
-    mean: f64,
-    min: f64,
-    max: f64,
-    median: f64,
-    p99: f64,
+/// Makes a point of every number of multiprocessors that `ranks`, in rank order, measured.
+///
+/// # Errors
+/// Where the devices' counts are not those of the serial count of the same routing.
+pub fn points(args: &Args, ranks: &[RankResult]) -> Result<Vec<Point>> {
+    let by_rank = checked_counts(args, ranks)?;
+    let first = &ranks[0];
+    let remote: Vec<f64> = ranks.iter().map(|rank| (rank.counts.recv_total - rank.own_rows) as f64).collect();
+    let numbers = 0..first.times.len();
+    Ok(numbers
+        .map(|index| {
+            let shared = Shared {
+                args,
+                ranks,
+                index,
+                is_virtual: first.is_virtual,
+                counts: counts::mean(&by_rank),
+                remote_rows: mean(&remote),
+            };
+            Point {
+                schema_version: SCHEMA_VERSION,
+                mode: args.mode.clone(),
+                device: first.device.clone(),
+                is_virtual: first.is_virtual,
+                clock: if first.is_virtual {
+                    "virtual GPU: time of an interpreter".into()
+                } else {
+                    "CUDA events".into()
+                },
+                driver_version: if first.is_virtual { 0 } else { first.driver_version },
+                date: today(),
+                key: args.key(first.times[index].num_sms),
+                tuning: args.tuning,
+                warmup: args.warmup,
+                iters: args.iters,
+                setup_ms: ranks.iter().map(|rank| rank.setup_ms).fold(0.0, f64::max),
+                pool_bytes: first.pool_bytes,
+                device_bytes: ranks.iter().map(|rank| rank.device_bytes).max().unwrap_or(0),
+                counts: shared.counts,
+                counts_by_rank: by_rank.clone(),
+                remote_rows: shared.remote_rows,
+                phases: shared.phases(),
+                exact_dispatch_returns: shared.distribution(|times| &times.dispatch_exact_host),
+            }
+        })
+        .collect())
 }
 
-impl Summary {
-    fn new(ranks: &[&Samples]) -> Summary {
-        let iterations = ranks.first().map_or(0, |samples| samples.len());
-        let mut means: Vec<f64> = (0..iterations)
-            .map(|i| ranks.iter().map(|samples| samples[i]).sum::<f64>() / ranks.len() as f64)
-            .collect();
-        means.sort_by(f64::total_cmp);
-        let rank_means = ranks.iter().map(|samples| samples.iter().sum::<f64>() / iterations as f64);
-        let at = |q: f64| means[((means.len() - 1) as f64 * q).round() as usize];
-        Summary {
-            mean: means.iter().sum::<f64>() / iterations as f64,
-            min: rank_means.clone().fold(f64::MAX, f64::min),
-            max: rank_means.fold(0.0, f64::max),
-            median: at(0.5),
-            p99: at(0.99),
+/// The devices' counts, which must be those of a serial count from the ids alone.
+fn checked_counts(args: &Args, ranks: &[RankResult]) -> Result<Vec<Six<u64>>> {
+    let ids: Vec<Vec<i64>> = ranks.iter().map(|rank| rank.topk_idx.clone()).collect();
+    let expected = counts::serial(&ids, args.count_sizes());
+    for (number, (rank, expected)) in ranks.iter().zip(&expected).enumerate() {
+        let sides = [(rank.counts, *expected), (rank.counts.swapped(), expected.swapped())];
+        for (phase, (device, serial)) in ["dispatch", "combine"].into_iter().zip(sides) {
+            if device != serial {
+                return Err(Stop::failed(format!(
+                    "rank {number}: the device counts {device:?} for {phase}, a serial count of the routing {serial:?}"
+                )));
+            }
         }
     }
-
-    fn json(&self) -> Value {
-        json!({ "avg_us": self.mean, "min_rank_us": self.min, "max_rank_us": self.max, "median_us": self.median, "p99_us": self.p99 })
-    }
+    Ok(ranks.iter().map(|rank| rank.counts).collect())
 }
 
-/// The results of all ranks.
-pub struct Report<'a> {
+/// What the phases of one point have in common.
+struct Shared<'a> {
     args: &'a Args,
     ranks: &'a [RankResult],
+    index: usize,
+    is_virtual: bool,
+    counts: Six<f64>,
+    remote_rows: f64,
 }
 
-/// One line of the table: a phase and how its bytes are counted.
-struct Phase {
-    name: &'static str,
-    summary: Summary,
-    /// Bytes per row.
-    row_bytes: u64,
-    /// GB/s of the ceiling that bounds it.
-    ceiling: Option<f64>,
-}
-
-impl<'a> Report<'a> {
-    /// A report of `ranks`, in rank order.
-    pub fn new(args: &'a Args, ranks: &'a [RankResult]) -> Self {
-        Report { args, ranks }
+impl Shared<'_> {
+    fn times(&self) -> impl Iterator<Item = &Times> {
+        self.ranks.iter().map(|rank| &rank.times[self.index])
     }
 
-    fn mean_over_ranks(&self, count: impl Fn(usize, &RankResult) -> u64) -> f64 {
-        let total: u64 = self.ranks.iter().enumerate().map(|(i, rank)| count(i, rank)).sum();
-        total as f64 / self.ranks.len() as f64
+    fn distribution(&self, samples: impl Fn(&Times) -> &Samples) -> Distribution {
+        let all: Vec<&[f64]> = self.times().map(|times| samples(times).as_slice()).collect();
+        Distribution::new(&all)
     }
 
-    /// Rows received per rank, own rows included.
-    fn recv_rows(&self) -> f64 {
-        self.mean_over_ranks(|_, rank| rank.recv_rows.iter().sum())
+    fn spread(&self, value: impl Fn(&Times) -> f64) -> Spread {
+        Spread::new(&self.times().map(value).collect::<Vec<f64>>())
     }
 
-    /// Rows that crossed a link per rank.
-    fn remote_rows(&self) -> f64 {
-        self.mean_over_ranks(|i, rank| rank.recv_rows.iter().sum::<u64>() - rank.recv_rows[i])
-    }
-
-    fn summary(&self, index: usize, samples: impl Fn(&Times) -> &Samples) -> Summary {
-        let all: Vec<&Samples> = self.ranks.iter().map(|rank| samples(&rank.times[index])).collect();
-        Summary::new(&all)
-    }
-
-    fn mean(&self, index: usize, value: impl Fn(&Times) -> f64) -> f64 {
-        self.ranks.iter().map(|rank| value(&rank.times[index])).sum::<f64>() / self.ranks.len() as f64
-    }
-
-    fn phases(&self, index: usize) -> Vec<Phase> {
-        let ceiling = self.ranks[0].times[index].ceiling.map(|_| {
-            let side = |pick: fn((f64, f64)) -> f64| self.mean(index, |t| t.ceiling.map_or(0.0, pick));
-            (side(|c| c.0), side(|c| c.1))
-        });
-        let (push, pull) = (ceiling.map(|c| c.0), ceiling.map(|c| c.1));
-        let (dispatch, combine) = (self.args.dispatch_row_bytes(), self.args.combine_row_bytes());
-        let phase = |name, samples: fn(&Times) -> &Samples, row_bytes, ceiling| Phase {
-            name,
-            summary: self.summary(index, samples),
-            row_bytes,
-            ceiling,
-        };
+    fn phases(&self) -> Vec<Phase> {
+        let stream = |pick: fn(&Times) -> f64| Some(self.spread(pick));
         vec![
-            phase("dispatch cached", |t| &t.dispatch_cached, dispatch, push),
-            phase("dispatch uncached", |t| &t.dispatch_uncached, dispatch, push),
-            phase("combine in pool", |t| &t.combine, combine, pull),
-            phase("combine staged", |t| &t.combine_staged, combine, pull),
+            self.phase(PhaseName::DispatchCached, |t| &t.dispatch_cached, stream(|t| t.dispatch_stream)),
+            self.phase(PhaseName::DispatchUncached, |t| &t.dispatch_uncached, None),
+            self.phase(PhaseName::CombineInPool, |t| &t.combine, stream(|t| t.combine_stream)),
+            self.phase(PhaseName::CombineStaged, |t| &t.combine_staged, None),
         ]
     }
 
-    /// The machine-readable form.
-    pub fn json(&self) -> Value {
-        let first = &self.ranks[0];
-        let results: Vec<Value> = (0..first.times.len())
-            .map(|index| {
-                let phases: Vec<Value> = self
-                    .phases(index)
-                    .iter()
-                    .map(|p| {
-                        let mut value = p.summary.json();
-                        value["phase"] = p.name.into();
-                        value["row_bytes"] = p.row_bytes.into();
-                        value["ceiling_gbps"] = p.ceiling.into();
-                        value["remote_gbps"] =
-                            gbps(self.remote_rows() * p.row_bytes as f64, p.summary.mean).into();
-                        value["recv_gbps"] =
-                            gbps(self.recv_rows() * p.row_bytes as f64, p.summary.mean).into();
-                        value
-                    })
-                    .collect();
-                json!({
-                    "num_sms": first.times[index].num_sms,
-                    "phases": phases,
-                    "dispatch_back_to_back_us": self.mean(index, |t| t.dispatch_stream),
-                    "dispatch_exact_returns_to_host_us": self.summary(index, |t| &t.dispatch_exact_host).json(),
-                    "combine_back_to_back_us": self.mean(index, |t| t.combine_stream),
-                })
-            })
+    fn phase(&self, name: PhaseName, samples: fn(&Times) -> &Samples, back_to_back: Option<Spread>) -> Phase {
+        let row_bytes = match name.is_dispatch() {
+            true => self.args.dispatch_row_bytes(),
+            false => self.args.combine_row_bytes(),
+        };
+        let call = self.distribution(samples);
+        let ceilings: Option<Vec<f64>> = self
+            .times()
+            .map(|times| times.ceiling.map(|(push, pull)| if name.is_dispatch() { push } else { pull }))
             .collect();
-        json!({
-            "device": first.device,
-            "virtual": first.is_virtual,
-            "driver_version": first.driver_version,
-            "num_ranks": self.ranks.len(),
-            "tokens": self.args.tokens,
-            "hidden": self.args.hidden,
-            "experts": self.args.experts,
-            "topk": self.args.topk,
-            "dtype": self.args.dtype().name(),
-            "warmup": self.args.warmup,
-            "iters": self.args.iters,
-            "recv_rows": self.recv_rows(),
-            "remote_rows": self.remote_rows(),
-            "setup_ms": self.ranks.iter().map(|r| r.setup_ms).fold(0.0, f64::max),
-            "pool_bytes": first.pool_bytes,
-            "device_bytes": self.ranks.iter().map(|r| r.device_bytes).max(),
-            "results": results,
-        })
+        let rows = Rows { sent: self.counts, remote: self.remote_rows, tokens: f64::from(self.args.tokens) };
+        let bandwidth = (!self.is_virtual).then(|| {
+            let ceiling = ceilings.map(|ceilings| mean(&ceilings));
+            bandwidth(name, &rows, row_bytes, self.ranks.len(), &call, back_to_back, ceiling)
+        });
+        Phase { name, row_bytes, call, kernel_us: self.kernel_us(name), back_to_back, bandwidth }
     }
 
-    /// The human-readable form.
-    pub fn print(&self) {
-        let (args, first) = (self.args, &self.ranks[0]);
-        println!(
-            "[bench intranode HT] nodes=1 num_ranks={} tokens={} hidden={} experts={} topk={} warmup={} iters={} dtype={}",
-            self.ranks.len(),
-            args.tokens,
-            args.hidden,
-            args.experts,
-            args.topk,
-            args.warmup,
-            args.iters,
-            args.dtype()
-        );
-        let what =
-            if first.is_virtual { "VIRTUAL GPU: times are those of an interpreter" } else { &first.device };
-        let driver = (first.driver_version / 1000, first.driver_version % 1000 / 10);
-        println!("  device: {what}, driver for CUDA {}.{}", driver.0, driver.1);
-        let setup = self.ranks.iter().map(|r| r.setup_ms).fold(0.0, f64::max);
-        let used = self.ranks.iter().map(|r| r.device_bytes).max().unwrap_or(0);
-        println!(
-            "  set-up {setup:.0} ms; pool {:.1} MB, device memory {:.1} MB a rank",
-            first.pool_bytes as f64 / 1e6,
-            used as f64 / 1e6
-        );
-        println!(
-            "  rows per rank: received {:.1} (own included), over the links {:.1}; tokens routed {:.1}",
-            self.recv_rows(),
-            self.remote_rows(),
-            self.mean_over_ranks(|_, rank| rank.routed_tokens)
-        );
-        println!(
-            "  whole calls, between events; a cached dispatch and a combine in the pool are one kernel each, so that is kernel time too"
-        );
-        for index in 0..first.times.len() {
-            self.print_times(index, first.is_virtual);
-        }
-    }
-
-    fn print_times(&self, index: usize, is_virtual: bool) {
-        let t = &self.ranks[0].times[index];
-        println!("\n  num_sms={}", t.num_sms);
-        println!(
-            "    {:<22} {:>9} {:>9} {:>9} {:>9} {:>9} | {:>9} {:>9} {:>9} {:>7}",
-            "us", "avg", "median", "p99", "min rank", "max rank", "remote", "received", "ceiling", "of it"
-        );
-        for p in self.phases(index) {
-            let s = &p.summary;
-            print!(
-                "    {:<22} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} |",
-                p.name, s.mean, s.median, s.p99, s.min, s.max
-            );
-            if is_virtual {
-                println!("   (no bandwidth: virtual)");
-                continue;
-            }
-            let remote = gbps(self.remote_rows() * p.row_bytes as f64, s.mean);
-            print!(" {remote:>9.1} {:>9.1}", gbps(self.recv_rows() * p.row_bytes as f64, s.mean));
-            match p.ceiling {
-                Some(ceiling) => println!(" {ceiling:>9.1} {:>6.1}%", 100.0 * remote / ceiling),
-                None => println!(),
-            }
-        }
-        println!(
-            "    back to back: cached dispatch {:.1} us, combine {:.1} us a call; an exact-size dispatch returns to the host after {:.1} us",
-            self.mean(index, |t| t.dispatch_stream),
-            self.mean(index, |t| t.combine_stream),
-            self.summary(index, |t| &t.dispatch_exact_host).median,
-        );
-        if !is_virtual {
-            self.print_conventions(index);
-        }
-    }
-
-    /// The same two times, cached dispatch and combine in the pool, as others count them.
-    fn print_conventions(&self, index: usize) {
-        let (tokens, routed) = (self.args.tokens as f64, self.mean_over_ranks(|_, rank| rank.routed_tokens));
-        let (received, remote) = (self.recv_rows(), self.remote_rows());
-        let ranks = self.ranks.len() as f64;
-        let phases = [
-            (
-                "dispatch",
-                self.summary(index, |t| &t.dispatch_cached),
-                self.args.dispatch_row_bytes(),
-                routed,
-                received,
-            ),
-            (
-                "combine ",
-                self.summary(index, |t| &t.combine),
-                self.args.combine_row_bytes(),
-                received,
-                routed,
-            ),
-        ];
-        println!(
-            "    as the seed and NCCL EP count (send: unique (token, node) pairs, recv: rows; combine swaps them)"
-        );
-        for (name, s, row_bytes, send, recv) in &phases {
-            let bw = |rows: f64| gbps(rows * *row_bytes as f64, s.mean);
-            println!(
-                "      {name}: avg={:.1}us min={:.1}us max={:.1}us  per_rank_bw={:.1} GB/s  agg_bw={:.1} GB/s  (BW @ avg time)",
-                s.mean,
-                s.min,
-                s.max,
-                bw(tokens),
-                bw(tokens) * ranks
-            );
-            println!(
-                "                send: total={:.1}  nvl={:.1}  rdma=0.0 GB/s  recv: total={:.1}  nvl={:.1}  rdma=0.0 GB/s",
-                bw(*send),
-                bw(*send),
-                bw(*recv),
-                bw(*recv)
-            );
-        }
-        let mb = |rows: f64| rows * self.args.dispatch_row_bytes() as f64 / 1e6;
-        println!(
-            "      byte counts (per rank avg): total_send={:.1} MB ({routed:.0} tok)  rdma_send=0.0 MB (0 tok)  total_recv={:.1} MB ({received:.0} tok)  rdma_recv=0.0 MB (0 tok)",
-            mb(routed),
-            mb(received)
-        );
-        println!("    as DeepEP counts (received rows, own included) and over the links only (own left out)");
-        for (name, s, row_bytes, ..) in &phases {
-            let bw = |rows: f64| gbps(rows * *row_bytes as f64, s.mean);
-            println!("      {name}: DeepEP {:.1} GB/s  links {:.1} GB/s", bw(received), bw(remote));
-        }
+    fn kernel_us(&self, name: PhaseName) -> Option<f64> {
+        let num_sms = self.times().next()?.num_sms;
+        let calls = self.ranks.iter().flat_map(|rank| &rank.traced);
+        let times: Vec<f64> = calls
+            .filter(|call| call.phase == name && call.num_sms == num_sms)
+            .map(|call| call.kernel_us())
+            .collect();
+        (!times.is_empty()).then(|| mean(&times))
     }
 }
 
-/// GB/s (1e9 bytes) of `bytes` in `us` microseconds.
-fn gbps(bytes: f64, us: f64) -> f64 {
-    bytes / us / 1e3
+/// Rows of a dispatch per rank.
+pub struct Rows {
+    /// The six metrics.
+    pub sent: Six<f64>,
+    /// Rows that crossed a link.
+    pub remote: f64,
+    /// Tokens.
+    pub tokens: f64,
+}
+
+/// A phase's bandwidths by every convention.
+pub fn bandwidth(
+    name: PhaseName,
+    rows: &Rows,
+    row_bytes: u64,
+    ranks: usize,
+    call: &Distribution,
+    back_to_back: Option<Spread>,
+    link_ceiling: Option<f64>,
+) -> Bandwidth {
+    let bytes = |rows: f64| rows * row_bytes as f64;
+    let six = if name.is_dispatch() { rows.sent } else { rows.sent.swapped() };
+    Bandwidth {
+        links: gbps(bytes(rows.remote), call.avg_us),
+        link_ceiling,
+        deepep: gbps(bytes(rows.sent.recv_total), call.avg_us),
+        nccl_ep: six.map(|rows| gbps(bytes(rows), call.avg_us)),
+        seed: back_to_back.map(|spread| {
+            let per_rank = gbps(bytes(rows.tokens), spread.avg_us);
+            SeedBandwidth {
+                per_rank,
+                aggregate: per_rank * ranks as f64,
+                six: six.map(|rows| gbps(bytes(rows), spread.avg_us)),
+            }
+        }),
+    }
+}
+
+/// A point for people: the seed's lines first.
+pub fn text(point: &Point) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = seed_lines(&mut out, point);
+    let _ = setting(&mut out, point);
+    let _ = distributions(&mut out, point);
+    let _ = conventions(&mut out, point);
+    out
+}
+
+/// A figure, or that there is none.
+fn figure(value: Option<f64>) -> String {
+    value.map_or("n/a".into(), |value| format!("{value:.2}"))
+}
+
+fn seed_lines(out: &mut String, point: &Point) -> std::fmt::Result {
+    let key = &point.key;
+    writeln!(
+        out,
+        "[bench {} HT] nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} warmup={} iters={}",
+        point.mode,
+        key.nodes,
+        key.num_ranks,
+        key.tokens,
+        key.hidden,
+        key.experts,
+        key.topk,
+        point.warmup,
+        point.iters
+    )?;
+    let note = if point.is_virtual { "(VIRTUAL GPU: interpreter time, no BW)" } else { "(BW @ avg time)" };
+    for (label, name) in [("dispatch", PhaseName::DispatchCached), ("combine ", PhaseName::CombineInPool)] {
+        let Some(phase) = point.phase(name) else { continue };
+        let Some(time) = phase.back_to_back else { continue };
+        let seed = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.seed);
+        let six = |pick: fn(&Six<f64>) -> f64| figure(seed.map(|seed| pick(&seed.six)));
+        writeln!(
+            out,
+            "  {label}: avg={:.2}us min={}us max={}us  per_rank_bw={} GB/s  agg_bw={} GB/s  {note}",
+            time.avg_us,
+            figure(time.min_us),
+            figure(time.max_us),
+            figure(seed.map(|seed| seed.per_rank)),
+            figure(seed.map(|seed| seed.aggregate)),
+        )?;
+        writeln!(
+            out,
+            "            send: total={}  nvl={}  rdma={} GB/s  recv: total={}  nvl={}  rdma={} GB/s",
+            six(|six| six.send_total),
+            six(|six| six.send_nvl),
+            six(|six| six.send_rdma),
+            six(|six| six.recv_total),
+            six(|six| six.recv_nvl),
+            six(|six| six.recv_rdma),
+        )?;
+    }
+    let row_bytes = point.phase(PhaseName::DispatchCached).map_or(0, |phase| phase.row_bytes);
+    let count = |tokens: f64| format!("{:.2} MB ({tokens:.1} tok)", tokens * row_bytes as f64 / 1e6);
+    writeln!(
+        out,
+        "  byte counts (per rank avg): total_send={}  rdma_send={}  total_recv={}  rdma_recv={}",
+        count(point.counts.send_total),
+        count(point.counts.send_rdma),
+        count(point.counts.recv_total),
+        count(point.counts.recv_rdma)
+    )
+}
+
+fn setting(out: &mut String, point: &Point) -> std::fmt::Result {
+    let key = &point.key;
+    writeln!(out, "\n  num_sms={} dtype={} seed={:#x}; {}", key.num_sms, key.dtype, key.seed, point.date)?;
+    match point.is_virtual {
+        true => writeln!(out, "  device: {}", point.caveat())?,
+        false => {
+            let driver = (point.driver_version / 1000, point.driver_version % 1000 / 10);
+            writeln!(out, "  device: {}, driver for CUDA {}.{}", point.device, driver.0, driver.1)?;
+        }
+    }
+    writeln!(
+        out,
+        "  set-up {:.0} ms; pool {:.1} MB, device memory {:.1} MB a rank",
+        point.setup_ms,
+        point.pool_bytes as f64 / 1e6,
+        point.device_bytes as f64 / 1e6
+    )?;
+    writeln!(
+        out,
+        "  rows per rank: received {:.1} (own included), over the links {:.1}; tokens sent {:.1}; equal to a serial count of the routing",
+        point.counts.recv_total, point.remote_rows, point.counts.send_total
+    )
+}
+
+fn distributions(out: &mut String, point: &Point) -> std::fmt::Result {
+    writeln!(
+        out,
+        "\n  each call by itself{}, between two events; kernel: by the blocks' own clocks, of traced calls apart",
+        if point.is_virtual { "" } else { ", L2 emptied before" }
+    )?;
+    let unit = if point.is_virtual { "us of an interpreter" } else { "us" };
+    writeln!(
+        out,
+        "  {unit:<22} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} | {:>8} {:>8} {:>7}",
+        "avg", "median", "p90", "p99", "min rank", "max rank", "kernel", "links", "ceiling", "of it"
+    )?;
+    let optional = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
+    for phase in &point.phases {
+        let call = &phase.call;
+        write!(
+            out,
+            "  {:<22} {:>9.1} {:>9.1} {:>9} {:>9.1} {:>9.1} {:>9.1} {:>9} |",
+            phase.name.text(),
+            call.avg_us,
+            call.median_us,
+            optional(call.p90_us),
+            call.p99_us,
+            call.min_rank_us,
+            call.max_rank_us,
+            optional(phase.kernel_us)
+        )?;
+        match &phase.bandwidth {
+            None => writeln!(out, " no bandwidth: virtual GPU")?,
+            Some(bandwidth) => {
+                let share = bandwidth
+                    .link_ceiling
+                    .map(|ceiling| format!("{:.1}%", 100.0 * bandwidth.links / ceiling));
+                writeln!(
+                    out,
+                    " {:>8.1} {:>8} {:>7}",
+                    bandwidth.links,
+                    optional(bandwidth.link_ceiling),
+                    share.unwrap_or("-".into())
+                )?;
+            }
+        }
+    }
+    writeln!(
+        out,
+        "  an exact-size dispatch returns to the host after {:.1} us",
+        point.exact_dispatch_returns.median_us
+    )
+}
+
+/// The same calls, cached dispatch and combine in the pool, as others count them.
+fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
+    if point.is_virtual {
+        return writeln!(out, "  no table of conventions: no bandwidth comes of {}", point.caveat());
+    }
+    writeln!(out, "\n  the same calls as others count them, GB/s at the mean call")?;
+    writeln!(
+        out,
+        "  {:<10} {:>9} {:>9} | {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
+        "", "DeepEP", "links", "NCCL EP:", "", "", "", "", ""
+    )?;
+    writeln!(
+        out,
+        "  {:<10} {:>9} {:>9} | {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
+        "", "received", "remote", "send", "send nvl", "send rdma", "recv", "recv nvl", "recv rdma"
+    )?;
+    for (label, name) in [("dispatch", PhaseName::DispatchCached), ("combine", PhaseName::CombineInPool)] {
+        let Some(bandwidth) = point.phase(name).and_then(|phase| phase.bandwidth.as_ref()) else { continue };
+        let six = bandwidth.nccl_ep;
+        writeln!(
+            out,
+            "  {label:<10} {:>9.1} {:>9.1} | {:>10.1} {:>10.1} {:>10.1} {:>10.1} {:>10.1} {:>10.1}",
+            bandwidth.deepep,
+            bandwidth.links,
+            six.send_total,
+            six.send_nvl,
+            six.send_rdma,
+            six.recv_total,
+            six.recv_nvl,
+            six.recv_rdma
+        )?;
+    }
+    Ok(())
+}
+
+impl Args {
+    /// The key of a point with `num_sms` multiprocessors.
+    pub fn key(&self, num_sms: u32) -> Key {
+        Key {
+            nodes: 1,
+            num_ranks: self.ranks_per_node,
+            tokens: self.tokens,
+            hidden: self.hidden,
+            experts: self.experts,
+            topk: self.topk,
+            dtype: self.dtype().name().to_string(),
+            seed: self.seed,
+            masked: self.masked,
+            num_sms,
+        }
+    }
 }

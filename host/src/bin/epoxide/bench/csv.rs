@@ -1,0 +1,99 @@
+//! Results as CSV: one line for each point and phase.
+
+use std::path::Path;
+
+use super::results::Point;
+use crate::stop::{Result, Stop};
+
+/// The columns, in order. An empty field is a value that there is not: every bandwidth on the virtual GPU.
+pub const COLUMNS: [&str; 31] = [
+    "mode",
+    "device",
+    "virtual",
+    "clock",
+    "date",
+    "nodes",
+    "num_ranks",
+    "tokens",
+    "hidden",
+    "experts",
+    "topk",
+    "dtype",
+    "num_sms",
+    "phase",
+    "row_bytes",
+    "avg_us",
+    "median_us",
+    "p90_us",
+    "p99_us",
+    "min_rank_us",
+    "max_rank_us",
+    "kernel_us",
+    "seed_avg_us",
+    "send_tokens",
+    "recv_tokens",
+    "links_gbps",
+    "link_ceiling_gbps",
+    "deepep_gbps",
+    "nccl_ep_recv_gbps",
+    "seed_per_rank_gbps",
+    "seed_agg_gbps",
+];
+
+/// Writes all points.
+pub fn write(path: &Path, points: &[Point]) -> Result<()> {
+    let text = text(points).map_err(|error| Stop::failed(format!("CSV: {error}")))?;
+    super::results::write_text(path, text.trim_end())
+}
+
+fn text(points: &[Point]) -> std::result::Result<String, Box<dyn std::error::Error>> {
+    let mut csv = csv::Writer::from_writer(Vec::new());
+    csv.write_record(COLUMNS)?;
+    for point in points {
+        for phase in &point.phases {
+            csv.write_record(record(point, phase))?;
+        }
+    }
+    Ok(String::from_utf8(csv.into_inner()?)?)
+}
+
+fn record(point: &Point, phase: &super::results::Phase) -> [String; COLUMNS.len()] {
+    let (key, call) = (&point.key, &phase.call);
+    let bandwidth = phase.bandwidth.as_ref();
+    let seed = bandwidth.and_then(|bandwidth| bandwidth.seed);
+    let six = if phase.name.is_dispatch() { point.counts } else { point.counts.swapped() };
+    let optional = |value: Option<f64>| value.map_or_else(String::new, |value| value.to_string());
+    [
+        point.mode.clone(),
+        point.device.clone(),
+        point.is_virtual.to_string(),
+        point.clock.clone(),
+        point.date.clone(),
+        key.nodes.to_string(),
+        key.num_ranks.to_string(),
+        key.tokens.to_string(),
+        key.hidden.to_string(),
+        key.experts.to_string(),
+        key.topk.to_string(),
+        key.dtype.clone(),
+        key.num_sms.to_string(),
+        phase.name.text().into(),
+        phase.row_bytes.to_string(),
+        call.avg_us.to_string(),
+        call.median_us.to_string(),
+        optional(call.p90_us),
+        call.p99_us.to_string(),
+        call.min_rank_us.to_string(),
+        call.max_rank_us.to_string(),
+        optional(phase.kernel_us),
+        optional(phase.back_to_back.map(|spread| spread.avg_us)),
+        six.send_total.to_string(),
+        six.recv_total.to_string(),
+        optional(bandwidth.map(|bandwidth| bandwidth.links)),
+        optional(bandwidth.and_then(|bandwidth| bandwidth.link_ceiling)),
+        optional(bandwidth.map(|bandwidth| bandwidth.deepep)),
+        optional(bandwidth.map(|bandwidth| bandwidth.nccl_ep.recv_total)),
+        optional(seed.map(|seed| seed.per_rank)),
+        optional(seed.map(|seed| seed.aggregate)),
+    ]
+}

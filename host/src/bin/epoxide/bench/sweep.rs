@@ -1,0 +1,258 @@
+//! `--sweep`: all combinations of some axes, kept as JSON lines, so that a sweep that was ended goes on where it was.
+
+use std::fs::OpenOptions;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::str::FromStr;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::Args;
+use super::measure_points;
+use super::results::{PhaseName, Point, Results};
+use crate::output;
+use crate::stop::{Result, SKIPPED, Stop};
+
+/// The axes of a sweep; an empty one stays at its flag's value.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sweep {
+    tokens: Vec<u32>,
+    sms: Vec<u32>,
+    ranks: Vec<u32>,
+}
+
+impl FromStr for Sweep {
+    type Err = String;
+
+    /// `axis=values` with commas between; values have commas between, too: `sms=4,8,ranks=2..8`.
+    fn from_str(text: &str) -> std::result::Result<Sweep, String> {
+        let (mut sweep, mut axis) = (Sweep::default(), None);
+        for part in text.split(',') {
+            let values = match part.split_once('=') {
+                Some((name, values)) => {
+                    axis = Some(name.trim());
+                    values
+                }
+                None => part,
+            };
+            let list = match axis {
+                Some("tokens") => &mut sweep.tokens,
+                Some("sms") => &mut sweep.sms,
+                Some("ranks") => &mut sweep.ranks,
+                _ => return Err(format!("{part}: the axes are tokens=, sms= and ranks=")),
+            };
+            list.extend(parse_values(values.trim())?);
+        }
+        for list in [&mut sweep.tokens, &mut sweep.sms, &mut sweep.ranks] {
+            list.sort_unstable();
+            list.dedup();
+        }
+        Ok(sweep)
+    }
+}
+
+/// `7`, `4..48` (doubling, with the end if a doubling meets it), or `4..48:4` (steps).
+fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
+    let number = |text: &str| match text.trim().parse::<u32>() {
+        Ok(number) if number > 0 => Ok(number),
+        _ => Err(format!("{text}: a positive whole number is needed")),
+    };
+    let Some((from, rest)) = text.split_once("..") else {
+        return Ok(vec![number(text)?]);
+    };
+    let (to, step) = match rest.split_once(':') {
+        Some((to, step)) => (number(to)?, Some(number(step)?)),
+        None => (number(rest)?, None),
+    };
+    let from = number(from)?;
+    if from > to {
+        return Err(format!("{text}: the end lies before the start"));
+    }
+    let next = |&at: &u32| match step {
+        Some(step) => at.checked_add(step),
+        None => at.checked_mul(2),
+    };
+    Ok(std::iter::successors(Some(from), next).take_while(|&at| at <= to).collect())
+}
+
+/// Measures what `out` does not hold yet; gives the points of this sweep, old and new, and says which is best.
+pub fn run(args: &Args, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
+    let mut known = if out.exists() && std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
+        mend(out)?;
+        if std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
+            Results::read(out)?.points
+        } else {
+            Vec::new()
+        }
+    } else {
+        Vec::new()
+    };
+    let groups = groups(args, sweep);
+    let total = groups.iter().map(|group| group.num_sms.len()).sum::<usize>();
+    let bar = ProgressBar::new(total as u64);
+    if !std::io::stderr().is_terminal() {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} ({eta})") {
+        bar.set_style(style);
+    }
+    let mut of_sweep = Vec::new();
+    let mut skipped = Vec::new();
+    for group in groups {
+        bar.set_message(format!("{} ranks, {} tokens", group.ranks_per_node, group.tokens));
+        let mut missing = group.clone();
+        missing.num_sms.retain(|&sms| find(&known, &group, sms).is_none());
+        if !missing.num_sms.is_empty() {
+            match measure_points(&missing) {
+                Ok((points, _)) => {
+                    append(out, &points)?;
+                    known.extend(points);
+                }
+                // One size that does not fit does not end the others.
+                Err(stop) if stop.code == SKIPPED => skipped.extend(stop.message),
+                Err(stop) => return Err(stop),
+            }
+        }
+        of_sweep.extend(group.num_sms.iter().filter_map(|&sms| find(&known, &group, sms)).cloned());
+        bar.inc(group.num_sms.len() as u64);
+    }
+    bar.finish_and_clear();
+    for reason in &skipped {
+        output::complain(reason);
+    }
+    if of_sweep.is_empty() {
+        return Err(Stop::skipped("bench: no point of the sweep can be run here"));
+    }
+    output::text_line(&summary(&of_sweep))?;
+    Ok(of_sweep)
+}
+
+/// One run for each number of ranks and of tokens, with all numbers of multiprocessors.
+fn groups(args: &Args, sweep: &Sweep) -> Vec<Args> {
+    let or = |list: &[u32], flag: &[u32]| if list.is_empty() { flag.to_vec() } else { list.to_vec() };
+    let sms = or(&sweep.sms, &args.num_sms);
+    let mut groups = Vec::new();
+    for ranks_per_node in or(&sweep.ranks, &[args.ranks_per_node]) {
+        for tokens in or(&sweep.tokens, &[args.tokens]) {
+            groups.push(Args { ranks_per_node, tokens, num_sms: sms.clone(), ..args.clone() });
+        }
+    }
+    groups
+}
+
+/// A finished point: the same sizes and launch shapes, the same kind of device, and as many iterations.
+fn find<'a>(known: &'a [Point], args: &Args, sms: u32) -> Option<&'a Point> {
+    let key = args.key(sms);
+    let is_virtual = args.device == super::args::Backend::Virtual;
+    known.iter().find(|point| {
+        point.key == key
+            && point.is_virtual == is_virtual
+            && (point.warmup, point.iters, point.tuning) == (args.warmup, args.iters, args.tuning)
+    })
+}
+
+/// Cuts off a last line that was being written when the sweep was ended.
+fn mend(out: &Path) -> Result<()> {
+    let broken = |error: std::io::Error| Stop::failed(format!("{}: {error}", out.display()));
+    let text = std::fs::read_to_string(out).map_err(broken)?;
+    if text.ends_with('\n') {
+        return Ok(());
+    }
+    let whole = text.rfind('\n').map_or(0, |end| end + 1);
+    std::fs::write(out, &text[..whole]).map_err(broken)
+}
+
+fn append(out: &Path, points: &[Point]) -> Result<()> {
+    let mut lines = String::new();
+    for point in points {
+        lines += &serde_json::to_string(point).map_err(|error| Stop::failed(format!("JSON: {error}")))?;
+        lines.push('\n');
+    }
+    let broken = |error: std::io::Error| Stop::failed(format!("{}: {error}", out.display()));
+    let mut file = OpenOptions::new().create(true).append(true).open(out).map_err(broken)?;
+    file.write_all(lines.as_bytes()).map_err(broken)
+}
+
+/// Every point on a line, and for each phase and size the number of multiprocessors that is fastest.
+pub fn summary(points: &[Point]) -> String {
+    let mut lines = vec![format!(
+        "{:<18} {:>5} {:>7} {:>5} {:>11} {:>11}",
+        "best of the sweep", "ranks", "tokens", "SMs", "mean us", "links GB/s"
+    )];
+    for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
+        let mut sizes: Vec<(u32, u32)> =
+            points.iter().map(|point| (point.key.num_ranks, point.key.tokens)).collect();
+        sizes.dedup();
+        for (ranks, tokens) in sizes {
+            let of_size =
+                points.iter().filter(|point| (point.key.num_ranks, point.key.tokens) == (ranks, tokens));
+            let phases = of_size.filter_map(|point| Some((point, point.phase(name)?)));
+            let best = phases.min_by(|a, b| a.1.call.avg_us.total_cmp(&b.1.call.avg_us));
+            let Some((point, phase)) = best else { continue };
+            let links = phase.bandwidth.as_ref().map_or("n/a".into(), |bw| format!("{:.1}", bw.links));
+            lines.push(format!(
+                "{:<18} {ranks:>5} {tokens:>7} {:>5} {:>11.1} {links:>11}",
+                name.text(),
+                point.key.num_sms,
+                phase.call.avg_us
+            ));
+        }
+    }
+    if let Some(point) = points.iter().find(|point| point.is_virtual) {
+        lines.push(point.caveat().into());
+    }
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::tests::arguments;
+
+    #[test]
+    fn axes_double_step_or_are_listed() {
+        let sweep: Sweep = "tokens=128..1000,sms=4..12:4,ranks=2,4,8".parse().unwrap();
+        assert_eq!(sweep.tokens, [128, 256, 512]);
+        assert_eq!(sweep.sms, [4, 8, 12]);
+        assert_eq!(sweep.ranks, [2, 4, 8]);
+        assert_eq!("sms=4,4,2".parse::<Sweep>().unwrap().sms, [2, 4]);
+        for bad in ["", "4", "hidden=3", "sms=0", "sms=8..4", "sms=4..8:0", "sms=x", "sms=4..4294967295:x"] {
+            assert!(bad.parse::<Sweep>().is_err(), "{bad}");
+        }
+        assert_eq!("sms=2147483648..4294967295".parse::<Sweep>().unwrap().sms, [1 << 31]);
+    }
+
+    #[test]
+    fn a_sweep_goes_on_where_it_was_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("sweep.jsonl");
+        let args = arguments("--tokens 4");
+        let sweep: Sweep = "sms=2,4,ranks=1,2".parse().unwrap();
+        let points = run(&args, &sweep, &out).unwrap();
+        assert_eq!(points.len(), 4);
+        let whole = std::fs::read_to_string(&out).unwrap();
+        assert_eq!(whole.lines().count(), 4);
+
+        // Everything is there: nothing is measured or written.
+        assert_eq!(run(&args, &sweep, &out).unwrap(), points);
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), whole);
+
+        // Ended in the middle of the last line: that point alone is measured again.
+        std::fs::write(&out, &whole[..whole.len() - 100]).unwrap();
+        let again = run(&args, &sweep, &out).unwrap();
+        assert_eq!(again[..3], points[..3]);
+        assert_eq!(again[3].key, points[3].key);
+        let lines = std::fs::read_to_string(&out).unwrap();
+        assert_eq!(lines.lines().take(3).collect::<Vec<_>>(), whole.lines().take(3).collect::<Vec<_>>());
+        assert_eq!(lines.lines().count(), 4);
+
+        let text = summary(&again);
+        assert!(text.contains("VIRTUAL GPU") && text.contains("n/a"), "{text}");
+        // Other iterations are another measurement; sizes that do not fit are left out.
+        let other = arguments("--tokens 4 --iters 3");
+        assert!(find(&again, &other, 2).is_none() && find(&again, &args, 2).is_some());
+        assert!(find(&again, &arguments("--tokens 4 --combine-warps 2"), 2).is_none());
+        let sweep: Sweep = "sms=2,ranks=2,3".parse().unwrap();
+        assert_eq!(run(&args, &sweep, &out).unwrap().len(), 1);
+    }
+}

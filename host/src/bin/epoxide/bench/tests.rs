@@ -1,0 +1,198 @@
+//! Tests of whole runs, on the virtual GPU.
+
+use clap::Parser;
+
+use super::counts::{self, Sizes};
+use super::report;
+use super::results::PhaseName;
+use super::*;
+use crate::stop::SKIPPED;
+
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    bench: Bench,
+}
+
+/// Small sizes, then what `line` says.
+pub fn arguments(line: &str) -> Args {
+    let small = "bench --ranks-per-node 2 --tokens 8 --hidden 64 --experts 8 --topk 2 --warmup 1 --iters 2 \
+                 --num-sms 2 --seed 7";
+    let mut words: Vec<&str> = small.split_whitespace().collect();
+    for pair in line.split_whitespace().collect::<Vec<_>>().chunks(2) {
+        match words.iter().position(|word| *word == pair[0]) {
+            Some(at) => words[at + 1] = pair[1],
+            None => words.extend(pair),
+        }
+    }
+    Line::try_parse_from(words).unwrap().bench.args
+}
+
+/// A run on the virtual GPU.
+pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
+    measure_points(&arguments(line)).unwrap()
+}
+
+#[test]
+fn counts_of_the_devices_are_those_of_a_serial_count() {
+    for (seed, line) in [
+        "--ranks-per-node 1 --topk 3",
+        "--ranks-per-node 2 --tokens 33 --masked 0.5",
+        "--ranks-per-node 3 --experts 9 --topk 4",
+        "--ranks-per-node 4 --masked 1.0",
+        "--ranks-per-node 8 --experts 16 --topk 8 --dtype fp8 --hidden 256",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let args = arguments(&format!("{line} --seed {seed}"));
+        let (points, ranks) = measure_points(&args).unwrap();
+        let ids: Vec<Vec<i64>> = (0..args.ranks_per_node).map(|rank| args.routing(rank)).collect();
+        let serial = counts::serial(&ids, args.count_sizes());
+        assert_eq!(points[0].counts_by_rank, serial, "{line}");
+        assert_eq!(points[0].counts, counts::mean(&serial), "{line}");
+        let own: u64 = ranks.iter().map(|rank| rank.own_rows).sum();
+        let all: u64 = serial.iter().map(|six| six.recv_total).sum();
+        assert_eq!(points[0].remote_rows * f64::from(args.ranks_per_node), (all - own) as f64);
+    }
+}
+
+#[test]
+fn a_device_that_counts_wrongly_ends_the_benchmark() {
+    let args = arguments("--tokens 8");
+    let (_, mut ranks) = measure_points(&args).unwrap();
+    assert!(report::points(&args, &ranks).is_ok());
+    ranks[1].counts.recv_nvl += 1;
+    let stop = report::points(&args, &ranks).unwrap_err();
+    assert!(stop.message.unwrap().contains("rank 1: the device counts"));
+}
+
+/// docs/BENCHMARKS.md, "How the figures are computed", works these by hand.
+#[test]
+fn the_figures_worked_by_hand_are_the_output() {
+    let mut args = arguments("--ranks-per-node 4 --tokens 2 --hidden 8192");
+    args.ids =
+        Some([[0, 2, 1, -1], [6, 7, 2, 5], [-1, -1, 0, 4], [1, 6, 3, 2]].map(|ids| ids.to_vec()).into());
+    let (points, mut ranks) = measure_points(&args).unwrap();
+    let counts = points[0].counts;
+    assert_eq!((counts.send_total, counts.send_nvl, counts.send_rdma), (1.75, 1.75, 0.0));
+    assert_eq!((counts.recv_total, counts.recv_nvl, counts.recv_rdma), (2.75, 2.75, 0.0));
+    assert_eq!(points[0].remote_rows, 1.5);
+
+    // Bandwidths need times of hardware; these stand in for them.
+    for (rank, result) in ranks.iter_mut().enumerate() {
+        (result.is_virtual, result.device, result.driver_version) = (false, "GPU".into(), 13_000);
+        let times = &mut result.times[0];
+        (times.dispatch_stream, times.combine_stream) = (1.28 + 0.256 * rank as f64, 2.048);
+        (times.dispatch_cached, times.combine) = (vec![2.048, 6.144], vec![8.192, 8.192]);
+        times.ceiling = Some((12.0, 24.0));
+        result.traced.clear();
+    }
+    let point = &report::points(&args, &ranks).unwrap()[0];
+    let text = report::text(point);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(
+        lines[..6],
+        [
+            "[bench intranode HT] nodes=1 num_ranks=4 tokens=2 hidden=8192 experts=8 topk=2 warmup=1 iters=2",
+            "  dispatch: avg=1.66us min=1.28us max=2.05us  per_rank_bw=19.69 GB/s  agg_bw=78.77 GB/s  (BW @ avg time)",
+            "            send: total=17.23  nvl=17.23  rdma=0.00 GB/s  recv: total=27.08  nvl=27.08  rdma=0.00 GB/s",
+            "  combine : avg=2.05us min=2.05us max=2.05us  per_rank_bw=16.00 GB/s  agg_bw=64.00 GB/s  (BW @ avg time)",
+            "            send: total=22.00  nvl=22.00  rdma=0.00 GB/s  recv: total=14.00  nvl=14.00  rdma=0.00 GB/s",
+            "  byte counts (per rank avg): total_send=0.03 MB (1.8 tok)  rdma_send=0.00 MB (0.0 tok)  total_recv=0.05 MB (2.8 tok)  rdma_recv=0.00 MB (0.0 tok)",
+        ],
+        "{text}"
+    );
+    let bandwidth = |name| point.phase(name).and_then(|phase| phase.bandwidth.clone()).unwrap();
+    let dispatch = bandwidth(PhaseName::DispatchCached);
+    assert_eq!((dispatch.links, dispatch.deepep, dispatch.link_ceiling), (6.0, 11.0, Some(12.0)));
+    assert_eq!((dispatch.nccl_ep.send_total, dispatch.nccl_ep.recv_total), (7.0, 11.0));
+    let combine = bandwidth(PhaseName::CombineInPool);
+    assert_eq!((combine.links, combine.deepep, combine.link_ceiling), (3.0, 5.5, Some(24.0)));
+    assert_eq!((combine.nccl_ep.send_total, combine.nccl_ep.recv_total), (5.5, 3.5));
+    assert!(text.contains("50.0%") && text.contains("12.5%"), "{text}");
+}
+
+#[test]
+fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let mut args = arguments("--num-sms 2,4");
+    args.json = Some(file("a.json"));
+    let points = single(&args).unwrap();
+    for point in &points {
+        let text = report::text(point);
+        assert!(text.contains("VIRTUAL GPU: interpreter time"), "{text}");
+        assert!(text.contains("per_rank_bw=n/a GB/s") && text.contains("send: total=n/a"), "{text}");
+        for line in text.lines().filter(|line| line.contains("GB/s")) {
+            assert!(line.contains("=n/a"), "{line}");
+        }
+        assert!(point.phases.iter().all(|phase| phase.bandwidth.is_none()));
+    }
+    let json: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(file("a.json")).unwrap()).unwrap();
+    assert_eq!(json["schema_version"], 1);
+    for point in json["points"].as_array().unwrap() {
+        assert_eq!(point["virtual"], true);
+        assert_eq!(point["clock"], "virtual GPU: time of an interpreter");
+        for phase in point["phases"].as_array().unwrap() {
+            assert!(phase["bandwidth"].is_null());
+            assert_eq!(phase["call"]["samples_us"].as_array().unwrap().len(), 2);
+        }
+    }
+    // What is stored is what was measured.
+    assert_eq!(Results::read(&file("a.json")).unwrap().points, points);
+
+    csv::write(&file("a.csv"), &points).unwrap();
+    let mut table = ::csv::Reader::from_path(file("a.csv")).unwrap();
+    assert_eq!(table.headers().unwrap(), &csv::COLUMNS[..]);
+    let column = |name: &str| csv::COLUMNS.iter().position(|column| *column == name).unwrap();
+    let mut lines = 0;
+    for line in table.records() {
+        let line = line.unwrap();
+        assert_eq!(&line[column("virtual")], "true");
+        assert!(line[column("avg_us")].parse::<f64>().unwrap() > 0.0);
+        for (name, field) in csv::COLUMNS.iter().zip(&line) {
+            assert!(!name.ends_with("_gbps") || field.is_empty(), "{name} = {field}");
+        }
+        lines += 1;
+    }
+    assert_eq!(lines, 2 * 4);
+
+    plot::draw(&points, &plot::Choice::default(), &file("a.svg")).unwrap();
+    let svg = std::fs::read_to_string(file("a.svg")).unwrap();
+    assert!(svg.contains("VIRTUAL GPU: interpreter times") && !svg.contains("GB/s"));
+}
+
+#[test]
+fn sizes_that_cannot_run_are_skipped_with_the_reason() {
+    for (line, reason) in [
+        ("--experts 9", "num_experts 9 is not divisible by num_ranks 2"),
+        ("--topk 9", "num_topk 9 is not 1 to num_experts 8"),
+        ("--ranks-per-node 9 --experts 9", "do not fit"),
+        ("--hidden 7", "do not fit"),
+        ("--experts 80 --topk 40", "num_topk 40 does not fit"),
+        ("--experts 4096", "2048 experts a rank do not fit"),
+        ("--tokens 100000000 --hidden 7168", "do not fit"),
+    ] {
+        let stop = measure_points(&arguments(line)).unwrap_err();
+        let message = stop.message.unwrap();
+        assert_eq!(stop.code, SKIPPED, "{line}: {message}");
+        assert!(message.contains(reason), "{line}: {message}");
+    }
+}
+
+#[test]
+fn a_hypothetical_split_into_nodes_counts_serially() {
+    // The same routing seen as one node and as several: ranks receive the same rows, from elsewhere.
+    let args = arguments("--ranks-per-node 8 --experts 16 --topk 4 --tokens 40");
+    let ids: Vec<Vec<i64>> = (0..8).map(|rank| args.routing(rank)).collect();
+    let sizes = |ranks_per_node| Sizes { ranks_per_node, ..args.count_sizes() };
+    let one = counts::serial(&ids, sizes(8));
+    for ranks_per_node in [1, 2, 4] {
+        for (split, whole) in counts::serial(&ids, sizes(ranks_per_node)).iter().zip(&one) {
+            assert_eq!(split.recv_total, whole.recv_total);
+            assert!(split.recv_nvl <= whole.recv_nvl && split.send_total >= whole.send_total);
+        }
+    }
+}

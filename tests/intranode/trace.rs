@@ -1,0 +1,51 @@
+//! Traces: what is written down, and that nothing else changes.
+
+use epoxide_gpu::layout::BlockTrace;
+
+use crate::harness::Setup;
+use crate::turns::{Inputs, ROW, Turn, echo};
+
+#[test]
+fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {
+    // Three channels: notify has 3 blocks, the others 6.
+    let setup = Setup::new(2, 3, 8, ROW);
+    let turn = Turn::random(5, &[8, 5], 3);
+    setup.run(|rank| {
+        let inputs = Inputs::upload(&turn, rank)?;
+        let (untraced, dropped) = rank.buffer.take_trace(&rank.stream)?;
+        rank.check(untraced.is_empty() && dropped == 0, "a trace that was not started");
+
+        rank.buffer.start_trace(15)?;
+        let (_, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+        let (launches, dropped) = rank.buffer.take_trace(&rank.stream)?;
+        let got = rank.row_bytes(&back.combined_x)?;
+        rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
+        let shapes: Vec<_> = launches.iter().map(|launch| (launch.operation, launch.blocks.len())).collect();
+        rank.equal("launches", &shapes, &[("notify", 3), ("dispatch", 6), ("combine", 6)]);
+        rank.check(dropped == 0, "nothing was dropped");
+        let mut before = 0;
+        for launch in &launches {
+            let ordered = |block: &BlockTrace| {
+                block.enter <= block.ready && block.ready <= block.moved && block.moved <= block.done
+            };
+            rank.check(launch.blocks.iter().all(ordered), "phases in order");
+            // A launch starts when the one before it has ended.
+            rank.check(launch.blocks.iter().all(|block| block.enter > before), "launches in order");
+            before = launch.blocks.iter().map(|block| block.done).max().unwrap_or(0);
+        }
+
+        // Room for notify alone: the others run untraced, all the same.
+        rank.buffer.start_trace(5)?;
+        let (_, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+        let (launches, dropped) = rank.buffer.take_trace(&rank.stream)?;
+        let got = rank.row_bytes(&back.combined_x)?;
+        rank.equal("combined_x without room", &got, &turn.sums[rank.rank as usize]);
+        rank.check(
+            launches.len() == 1 && dropped == 2,
+            format!("{} launches, {dropped} dropped", launches.len()),
+        );
+        let refused = rank.buffer.start_trace(0).is_err();
+        rank.check(refused, "a trace of nothing");
+        Ok(())
+    });
+}
