@@ -237,3 +237,23 @@ fn a_store_that_goes_away_after_an_eager_join() {
         }
     });
 }
+
+/// A rank may go as soon as its last collective is over. Others may still be in it, have connections to it that it never
+/// took, or be asking it something.
+#[test]
+fn leaving_right_after_a_barrier_is_not_dying() {
+    let rounds =
+        std::env::var("EPOXIDE_SOAK").map_or(60, |rounds| rounds.parse().expect("a number of rounds"));
+    for connect in [Connect::Lazy, Connect::Eager] {
+        for _ in 0..rounds {
+            let outcomes = threads(6, MeshOptions { connect, ..options(PATIENCE) }, |group| {
+                group.all_gather(b"x")?;
+                group.exchange_fds(&[])?;
+                group.barrier(PATIENCE)
+            });
+            for (rank, outcome) in outcomes.into_iter().enumerate() {
+                outcome.unwrap_or_else(|error| panic!("rank {rank}, {connect:?}: {error}"));
+            }
+        }
+    }
+}

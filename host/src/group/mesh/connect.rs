@@ -90,11 +90,14 @@ impl Engine {
         format!("{}/gone/{peer}", self.name)
     }
 
-    /// Why `peer` gave up, if it told the store.
+    /// How `peer` went, if the store tells: it gave up and said why, or it left.
     pub(super) fn last_words(&self, peer: u32) -> Option<Health> {
         let key = self.gone_key(peer);
         if !self.board.check(&key).ok()? {
-            return None;
+            // A rank that leaves takes its address back; one that is killed does not.
+            let left = matches!(self.directory, Directory::Store)
+                && !self.board.check(&address_key(&self.name, peer)).ok()?;
+            return left.then_some(Health::Left);
         }
         let reason = self.board.get(&key, Duration::from_secs(1)).ok()?;
         Some(Health::GaveUp(String::from_utf8_lossy(&reason).into_owned()))

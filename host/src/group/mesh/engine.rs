@@ -301,13 +301,21 @@ impl Engine {
     fn close(&mut self, index: usize, reason: &str) {
         // Dropping the socket takes it out of the set.
         let Some(conn) = self.conns.get_mut(index).and_then(Option::take) else { return };
-        if let Some(peer) = conn.peer {
-            self.peers[peer as usize].conns.retain(|other| *other != index);
-            if self.peers[peer as usize].health == Health::Alive {
-                // It may have given up with this connection still in its queue.
-                let words = if conn.heard() { None } else { self.last_words(peer) };
-                self.peers[peer as usize].health = words.unwrap_or(Health::Dead(reason.to_owned()));
-            }
+        let Some(peer) = conn.peer else { return };
+        let state = &mut self.peers[peer as usize];
+        state.conns.retain(|other| *other != index);
+        if state.send_on == Some(index) && !state.conns.is_empty() {
+            state.send_on = state.conns.first().copied();
+        }
+        // Two ranks that connect at once have two connections: the other may hold its goodbye, or show that it is alive.
+        for other in state.conns.clone() {
+            self.read(other);
+        }
+        let state = &self.peers[peer as usize];
+        if state.health == Health::Alive && state.conns.is_empty() {
+            // It may have gone with this connection still in its queue.
+            let words = if conn.heard() { None } else { self.last_words(peer) };
+            self.peers[peer as usize].health = words.unwrap_or(Health::Dead(reason.to_owned()));
         }
     }
 
@@ -392,10 +400,11 @@ impl Engine {
 
     /// Leaves in order.
     pub(crate) fn leave(&mut self) {
-        self.close_all(Kind::Goodbye, "");
+        // First, so that who finds no socket finds no address either, and knows that this rank left.
         if let Directory::Store = &self.directory {
             // The store may be gone already; then there is nothing to clean.
             let _ = self.board.delete(&address_key(&self.name, self.rank));
         }
+        self.close_all(Kind::Goodbye, "");
     }
 }

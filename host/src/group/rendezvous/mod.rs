@@ -12,7 +12,7 @@ use std::time::Duration;
 pub use member::{Launcher, Member};
 use site::Site;
 
-use super::{FileStore, PrefixStore, Store, StoreGroup, TcpStore};
+use super::{Connect, FileStore, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
 use crate::error::{Error, Result};
 
 /// How long rank 0, when it is done, stays with its server for the others.
@@ -32,7 +32,7 @@ pub(super) fn environment(name: &str) -> Option<String> {
 }
 
 /// Joins the group that the environment names; see [`Meeting::from_env`]. Collectives wait up to `timeout`.
-pub fn rendezvous(timeout: Duration) -> Result<StoreGroup> {
+pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
     Meeting::from_env(timeout)?.group("world", timeout)
 }
 
@@ -82,8 +82,10 @@ impl Meeting {
 
     /// A group of the ranks that met. Collectives wait up to `timeout`. Fails when another rank has joined with the same
     /// number and `name`.
-    pub fn group(&self, name: &str, timeout: Duration) -> Result<StoreGroup> {
-        StoreGroup::new(self.store.clone(), self.member.rank, self.member.size, name, timeout)
+    pub fn group(&self, name: &str, timeout: Duration) -> Result<MeshGroup> {
+        // At once, since the store's host may leave first.
+        let options = MeshOptions { timeout, connect: Connect::Eager, ..MeshOptions::default() };
+        MeshGroup::new(self.store.clone(), self.member.rank, self.member.size, name, options)
     }
 }
 

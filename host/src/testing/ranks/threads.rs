@@ -13,7 +13,7 @@ use super::slot::Slot;
 use super::trace::{self, Thread};
 use super::verdict::{RankMain, Verdict};
 use crate::error::{Error, Result};
-use crate::group::{HashStore, ProcessGroup, StoreGroup};
+use crate::group::{Connect, HashStore, MeshGroup, MeshOptions, ProcessGroup};
 
 /// The ranks. Dropping ends them, but for those that hang.
 #[derive(Debug)]
@@ -50,7 +50,9 @@ impl Threads {
             let (slot, thread) = (Slot::memory(), Arc::new(OnceLock::new()));
             let store = store.clone();
             let join = move || {
-                let group = StoreGroup::new(store.clone(), rank, size, "world", timeout * 2)?;
+                let options =
+                    MeshOptions { timeout: timeout * 2, connect: Connect::Eager, ..MeshOptions::default() };
+                let group = MeshGroup::new(store.clone(), rank, size, "world", options)?;
                 Ok(Arc::new(group) as Arc<dyn ProcessGroup>)
             };
             let ctx = Context::new(rank, size, slot.clone(), Box::new(join));
