@@ -1,12 +1,16 @@
 //! Combine: every rank gathers the rows that its tokens were given and sums them.
 
+use core::mem::offset_of;
+
 use epoxide_macros::kernel;
 
 use super::epoch::{Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
-use crate::layout::{CombineArgs, MAX_RANKS, PlanStatus, SEND_ROW_STRIDE, StageArgs, Wait, row_stride};
+use crate::layout::{
+    CombineArgs, MAX_RANKS, PlanHeader, PlanStatus, SEND_ROW_STRIDE, StageArgs, Wait, row_stride,
+};
 use crate::simt::*;
 
 /// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
@@ -25,7 +29,8 @@ pub unsafe fn stage_combine(args: StageArgs) {
     if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
         return;
     }
-    let rows = ld_u32(args.header.0 + 4).min(args.capacity as u32);
+    let rows =
+        ld_u32(args.header.0 + offset_of!(PlanHeader, num_recv_tokens) as u64).min(args.capacity as u32);
     let mut row = ctaid() * warps + tid() / 32;
     while row < rows {
         if !args.x.is_null() {

@@ -259,11 +259,11 @@ pub unsafe fn notify(args: NotifyArgs) {
 unsafe fn write_header(p: u64, status: u32, rows: u32, peer: u32, detail: u32, theirs: u32, ours: u32) {
     // SAFETY: `p` is a live `PlanHeader`.
     unsafe {
-        st_u32(p, status);
-        st_u32(p + 4, rows);
-        st_u32(p + 8, peer);
-        st_u32(p + 12, detail);
-        st_u32(p + 16, theirs);
-        st_u32(p + 20, ours);
+        st_u32(p + offset_of!(PlanHeader, status) as u64, status);
+        st_u32(p + offset_of!(PlanHeader, num_recv_tokens) as u64, rows);
+        st_u32(p + offset_of!(PlanHeader, peer) as u64, peer);
+        st_u32(p + offset_of!(PlanHeader, detail) as u64, detail);
+        st_u32(p + offset_of!(PlanHeader, theirs) as u64, theirs);
+        st_u32(p + offset_of!(PlanHeader, ours) as u64, ours);
     }
 }

@@ -70,15 +70,6 @@ device_fns! {
         unsafe { asm!("red.relaxed.cta.shared.add.u32 [{s}], {v};", s = in(reg32) s, v = in(reg32) v, options(nostack)) };
     }
 
-    /// Orders this thread's accesses before and after it, for all devices. `fence.acq_rel.sys;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn fence_acq_rel_sys() {
-        // SAFETY: orders memory only.
-        unsafe { asm!("fence.acq_rel.sys;", options(nostack)) };
-    }
-
     /// Orders ordinary accesses and those of the bulk copy engine (the async proxy). `fence.proxy.async;`
     ///
     /// # Safety
