@@ -1,4 +1,4 @@
-//! The collectives of a group that has only all-gather, such as [`StoreGroup`](crate::group::StoreGroup).
+//! The collectives of a group that has only all-gather, such as [`Lockstep`](crate::testing::lockstep).
 
 use std::time::Duration;
 
