@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::{
     Comm, DevicePtr, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PlanHeader, PoolLayout, Status,
+    row_stride,
 };
 
 use super::fault::check_status;
@@ -83,7 +84,6 @@ pub struct Buffer {
     pub(super) comm: Comm,
     pub(super) config: Config,
     pub(super) options: BufferOptions,
-    pub(super) timeout: Duration,
     pub(super) rank: u32,
     pub(super) num_ranks: u32,
     pub(super) id: u64,
@@ -169,7 +169,6 @@ impl Buffer {
             device,
             comm,
             config,
-            timeout: options.timeout,
             options,
             rank,
             num_ranks,
@@ -246,16 +245,12 @@ impl Buffer {
     /// The error of the first wait for a peer that expired, if one has; the buffer is of no use after it. Errors of
     /// calls that do not wait for the host show here, once their stream has passed.
     pub fn check(&self) -> Result<()> {
-        self.check_alive()
-    }
-
-    pub(super) fn check_alive(&self) -> Result<()> {
         check_status(&self.status, self.rank)
     }
 
     /// Rows of the own pool as a tensor.
     pub(super) fn pool_rows(&self, offset: u64, dtype: DType, rows: u64, hidden: u64) -> Tensor {
-        let stride = super::kernels::pool_row_stride(hidden * dtype.size());
+        let stride = row_stride(hidden * dtype.size());
         self.pool_tensor(offset, dtype, &[rows, hidden]).with_row_stride(stride)
     }
 

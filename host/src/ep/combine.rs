@@ -58,7 +58,7 @@ impl Buffer {
     /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
     /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in [`Buffer::check`].
     pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<CombineOutput> {
-        self.check_alive()?;
+        self.check()?;
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);

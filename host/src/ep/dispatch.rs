@@ -123,7 +123,7 @@ impl Buffer {
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<DispatchOutput> {
-        self.check_alive()?;
+        self.check()?;
         let layout = request.layout;
         let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens)?;
         let num_topk = self.check_topk(&request)?;
@@ -244,7 +244,7 @@ impl Buffer {
         request: CachedDispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<DispatchOutput> {
-        self.check_alive()?;
+        self.check()?;
         let handle = request.handle;
         self.check_handle(handle)?;
         let payload = self.check_payload(request.x, request.x_scales, handle.0.num_tokens)?;
@@ -412,6 +412,6 @@ impl Buffer {
 
 /// `capacity`: rows that the dispatch had room for.
 fn check_status_then_plan(buffer: &Buffer, header: &PlanHeader, capacity: u64) -> Result<()> {
-    buffer.check_alive()?;
+    buffer.check()?;
     check_plan(header, buffer, capacity)
 }

@@ -116,7 +116,7 @@ impl Buffer {
                     check_status(&self.status, self.rank)?;
                     return Err(Error::os("notify", "the stream is done but no counts came"));
                 }
-                if start.elapsed() > self.timeout.saturating_mul(HOST_PATIENCE) {
+                if start.elapsed() > self.options.timeout.saturating_mul(HOST_PATIENCE) {
                     check_status(&self.status, self.rank)?;
                     return Err(Error::os(
                         "notify",

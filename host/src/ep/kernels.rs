@@ -7,7 +7,7 @@ use epoxide_gpu::kernels::{
     self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout, MAX_SLOT_BYTES,
     NOTIFY_SHARED_BYTES, Notify, StageCombine,
 };
-use epoxide_gpu::layout::{bulk_scale_bytes, row_stride};
+use epoxide_gpu::layout::bulk_scale_bytes;
 
 use crate::driver::{Device, Kernel, Module};
 use crate::error::{Error, Result};
@@ -196,11 +196,6 @@ fn ptx() -> Result<Cow<'static, str>> {
             Error::argument(PTX_OVERRIDE, path.to_string_lossy(), format!("cannot be read: {error}"))
         }),
     }
-}
-
-/// Bytes from one pool row to the next, as the kernels compute it.
-pub(super) fn pool_row_stride(row_bytes: u64) -> u64 {
-    row_stride(row_bytes)
 }
 
 #[cfg(test)]

@@ -94,7 +94,7 @@ impl Buffer {
         num_experts: u32,
         order: StreamOrder<'_>,
     ) -> Result<DispatchLayout> {
-        self.check_alive()?;
+        self.check()?;
         topk_idx.expect("topk_idx", &[DType::I64], &[("num_tokens", None), ("num_topk", None)])?;
         let (num_tokens, num_topk) = (self.check_tokens(topk_idx.rows())?, topk_idx.columns());
         if num_topk == 0 || num_topk > MAX_TOPK as u64 {

@@ -429,11 +429,7 @@ fn check_text(checked: &[Checked<'_>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn measured() -> Vec<Point> {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
-        Results::read(path.as_ref()).unwrap().points
-    }
+    use crate::bench::tests::h200 as measured;
 
     #[test]
     fn every_measured_point_is_within_15_percent() {

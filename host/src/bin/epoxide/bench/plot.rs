@@ -412,11 +412,7 @@ impl Panel {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn measured() -> Vec<Point> {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
-        Results::read(path.as_ref()).unwrap().points
-    }
+    use crate::bench::tests::h200 as measured;
 
     #[test]
     fn drawings_have_axes_units_and_every_series() {

@@ -33,6 +33,12 @@ pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
     measure_points(&arguments(line)).unwrap()
 }
 
+/// The committed points of H200s.
+pub fn h200() -> Vec<Point> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
+    results::Results::read(path.as_ref()).unwrap().points
+}
+
 #[test]
 fn counts_of_the_devices_are_those_of_a_serial_count() {
     for (seed, line) in [
