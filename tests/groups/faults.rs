@@ -257,3 +257,27 @@ fn leaving_right_after_a_barrier_is_not_dying() {
         }
     }
 }
+
+/// The others ask a rank that is late what keeps it, and may have left by the time it reads the question. Many groups at
+/// once, so that ranks wait for a core at every point.
+#[test]
+fn leaving_a_late_rank_with_a_question_is_not_dying() {
+    let one = || {
+        for connect in [Connect::Lazy, Connect::Eager] {
+            let outcomes = threads(3, MeshOptions { connect, ..options(PATIENCE) }, |group| {
+                group.barrier(PATIENCE)?;
+                if group.rank() == 0 {
+                    // Longer than the others wait before they ask.
+                    std::thread::sleep(Duration::from_millis(300));
+                }
+                group.barrier(PATIENCE)
+            });
+            for (rank, outcome) in outcomes.into_iter().enumerate() {
+                outcome.unwrap_or_else(|error| panic!("rank {rank}, {connect:?}: {error}"));
+            }
+        }
+    };
+    for _ in 0..3 {
+        std::thread::scope(|scope| (0..40).for_each(|_| drop(scope.spawn(one))));
+    }
+}

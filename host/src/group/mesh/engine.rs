@@ -279,10 +279,14 @@ impl Engine {
         let Some(Some(conn)) = self.conns.get_mut(index) else { return };
         let mut frames = Vec::new();
         let outcome = conn.read(&mut self.scratch, &mut frames);
+        let mut asking = None;
         for (header, payload) in frames {
             let Some(Some(conn)) = self.conns.get_mut(index) else { return };
             match conn.peer {
-                Some(peer) => self.receive(peer, header, payload),
+                Some(peer) => {
+                    asking = (header.kind == Kind::Query).then_some(peer).or(asking);
+                    self.receive(peer, header, payload);
+                }
                 None if header.tag < u64::from(self.size) && payload == self.ours.token.as_bytes() => {
                     let peer = header.tag as u32;
                     conn.peer = Some(peer);
@@ -295,6 +299,18 @@ impl Engine {
             Ok(true) => {}
             Ok(false) => self.close(index, "it closed its connection without saying goodbye"),
             Err(reason) => self.close(index, &reason),
+        }
+        // Only now: an answer that fails ends the connection, and a goodbye may have stood behind the question.
+        if let Some(peer) = asking {
+            self.answer(peer);
+        }
+    }
+
+    /// Tells `peer` whom this rank waits for.
+    fn answer(&mut self, peer: u32) {
+        if self.current.is_some() {
+            let culprits: Vec<u8> = self.culprits().into_iter().flat_map(|rank| rank.to_le_bytes()).collect();
+            self.send_if_connected(peer, &Header::control(Kind::Status, 0, culprits.len()), &culprits);
         }
     }
 
@@ -334,15 +350,6 @@ impl Engine {
                 if header.signature.operation != Operation::PointToPoint {
                     peer.seen = Some((header.sequence, header.signature));
                     self.compare(from, header.sequence, &header.signature);
-                }
-                let culprits: Vec<u8> =
-                    self.culprits().into_iter().flat_map(|rank| rank.to_le_bytes()).collect();
-                if self.current.is_some() {
-                    self.send_if_connected(
-                        from,
-                        &Header::control(Kind::Status, 0, culprits.len()),
-                        &culprits,
-                    );
                 }
             }
             Kind::Status => {
