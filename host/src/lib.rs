@@ -9,5 +9,6 @@ pub mod ep;
 mod error;
 pub mod group;
 pub mod testing;
+pub mod transport;
 
 pub use error::{Error, Result};

@@ -6,10 +6,12 @@ use bytemuck::{Pod, Zeroable};
 mod args;
 mod handle;
 mod pool;
+mod wire;
 
 pub use args::*;
 pub use handle::*;
 pub use pool::*;
+pub use wire::*;
 
 /// Most ranks of one NVLink domain.
 pub const MAX_RANKS: usize = 8;

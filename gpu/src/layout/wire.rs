@@ -1,0 +1,155 @@
+//! What crosses nodes: a rank's wire memory, the queues to its peers, and the requests in them.
+//!
+//! Wire memory is one allocation per rank that only the transport reaches from outside: control words first, then count
+//! messages, then slots that rows are sent from and arrive in. A kernel asks for a put by writing a [`PutRequest`] to a
+//! queue's ring in mapped host memory; a proxy thread carries it out.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{ControlWord, DevicePtr, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, layout_assert};
+
+/// Most nodes: one lane each.
+pub const MAX_NODES: usize = 32;
+/// Most ranks of all nodes.
+pub const MAX_WORLD: usize = MAX_NODES * MAX_RANKS;
+/// Requests that a queue's ring holds.
+pub const RING_ENTRIES: u64 = 256;
+/// An arrival word is `epoch << ARRIVAL_SHIFT | rows`: rows of a channel that have arrived in this epoch.
+pub const ARRIVAL_SHIFT: u32 = 28;
+
+/// A put and the counter behind it. Offsets are in bytes from the start of wire memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct PutRequest {
+    /// The request's position in its queue, from 1 on. Stored last: the entry is valid where it has the expected value.
+    pub ticket: u64,
+    /// Where the bytes are in this rank's wire memory.
+    pub from: u64,
+    /// Where they go in the peer's.
+    pub to: u64,
+    /// How many, a multiple of 16; 0 where only the counter is wanted.
+    pub bytes: u64,
+    /// The peer's word that is written once the bytes are visible there, 8-byte aligned.
+    pub counter: u64,
+    /// What is stored in it. Values of one word only grow, and one queue writes it.
+    pub value: u64,
+    _pad: [u64; 2],
+}
+
+layout_assert!(PutRequest, size = 64, _pad at 48);
+
+/// Start of a queue's mapped host memory; the ring `[RING_ENTRIES]` of [`PutRequest`] follows. The proxy writes these words.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct QueueWords {
+    /// Requests taken out of the ring: their entries may be written again.
+    pub taken: ControlWord,
+    /// Requests whose bytes have left: the memory that they came from may be written again.
+    pub completed: ControlWord,
+}
+
+layout_assert!(QueueWords, size = 256, completed at 128);
+
+/// Bytes of a queue's mapped host memory.
+pub const QUEUE_BYTES: u64 = size_of::<QueueWords>() as u64 + RING_ENTRIES * size_of::<PutRequest>() as u64;
+
+/// A queue as a kernel sees it. The table of them is indexed `queue * num_ranks + peer`, over all ranks in ascending order;
+/// ranks that this one does not talk to, itself included, have a placeholder of zeros.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct QueueHandle {
+    /// [`QueueWords`] and the ring, in mapped host memory.
+    pub queue: DevicePtr,
+    /// u64 in device memory: requests posted so far.
+    pub posted: DevicePtr,
+}
+
+layout_assert!(QueueHandle, size = 16, posted at 8);
+
+/// Where things are in wire memory: offsets in bytes, the same on every rank. `[n]` is the node at the other end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct WireLayout {
+    /// [`ControlWord`] `[MAX_NODES]`: `ready[n] >= epoch`: the peer there has entered the operation, so its incoming slots
+    /// may be overwritten.
+    pub ready: u64,
+    /// [`ControlWord`] `[MAX_NODES]`: `counts[n] >= epoch`: the count message from there has arrived.
+    pub counts: u64,
+    /// u64 `[MAX_NODES][MAX_CHANNELS]`: arrival words.
+    pub arrived: u64,
+    /// Count messages to send, `[num_nodes]`.
+    pub messages_out: u64,
+    /// Count messages that arrived, `[num_nodes]`.
+    pub messages_in: u64,
+    /// Bytes from one count message to the next.
+    pub message_bytes: u64,
+    /// Slots to send from, `[num_nodes][slots]`.
+    pub slots_out: u64,
+    /// Slots that rows arrive in, `[num_nodes][slots]`; in a combine the own node's sums are in here too.
+    pub slots_in: u64,
+    /// Bytes from one node's slots to the next node's.
+    pub node_bytes: u64,
+    /// Slots per node: most tokens of a rank.
+    pub slots: u64,
+    /// Bytes of the whole.
+    pub bytes: u64,
+}
+
+layout_assert!(WireLayout, size = 88, bytes at 80);
+
+/// What a kernel needs to reach the other nodes. [`super::Comm`] stands for the own node: there, `rank` is the index in it.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct Wire {
+    /// This rank's wire memory.
+    pub memory: DevicePtr,
+    /// Table of [`QueueHandle`].
+    pub queues: DevicePtr,
+    /// This node.
+    pub node: u32,
+    /// Nodes.
+    pub num_nodes: u32,
+    /// Queues per peer; channel c uses queue `c % num_queues`, everything else queue 0.
+    pub num_queues: u32,
+    /// Rows that travel together in one put, at least 1.
+    pub chunk: u32,
+    /// The layout of every rank's wire memory.
+    pub layout: WireLayout,
+}
+
+layout_assert!(Wire, size = 120, layout at 32);
+
+/// A count message between nodes, from a rank to its peer on another node: u32 words. These are their indices. Matrices are
+/// packed: their rows are as long as there are channels, or experts per rank, in this operation.
+pub mod wire_message {
+    use super::*;
+
+    /// Words that must agree between ranks; [`crate::layout::SIGNATURE_NAMES`] says what each is.
+    pub const SIGNATURE: u32 = 0;
+    /// 1 if the sender's layout saw an expert id out of range.
+    pub const INVALID: u32 = SIGNATURE + crate::layout::SIGNATURE_NAMES.len() as u32;
+    /// Tokens the sender has for each node, `[MAX_NODES]`.
+    pub const NODE_COUNTS: u32 = INVALID + 1;
+    /// Tokens the sender has for each rank, `[MAX_WORLD]`.
+    pub const RANK_COUNTS: u32 = NODE_COUNTS + MAX_NODES as u32;
+    /// Where the sender's channels start, `[1 + ranks of a node][channels]`: row 0 among its tokens for the receiver's node,
+    /// row 1 + j among those for rank j of that node.
+    pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_WORLD as u32;
+    /// Selections the sender has for each expert of the receiver's node, `[ranks of a node][experts per rank]`.
+    pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + (1 + MAX_RANKS as u32) * MAX_CHANNELS;
+    /// Most words of a message.
+    pub const WORDS: u32 = EXPERT_COUNTS + MAX_RANKS as u32 * MAX_LOCAL_EXPERTS;
+}
+
+/// What of a count message its receiver hands to each rank of its node: packets `epoch << 32 | value` in the pool, as in
+/// [`super::message`], `[num_ranks][WORDS]` by the message's source. Up to [`wire_message::CHANNEL_STARTS`] the words are the same.
+pub mod relay_message {
+    use super::*;
+
+    /// Where the source's channels start among its tokens for this rank, `[MAX_CHANNELS]`.
+    pub const CHANNEL_STARTS: u32 = wire_message::CHANNEL_STARTS;
+    /// Selections the source has for each expert of this rank, `[MAX_LOCAL_EXPERTS]`.
+    pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + MAX_CHANNELS;
+    /// Packets per message.
+    pub const WORDS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
+}
