@@ -162,6 +162,22 @@ pub enum Error {
         /// What happened.
         reason: String,
     },
+    /// What moves bytes between nodes failed. Its link to that peer is of no use from then on.
+    #[error(
+        "{transport} transport: {operation}, rank {rank} with rank {peer}: {reason}; see what rank {peer} reported, then connect anew"
+    )]
+    Transport {
+        /// `shm`, `tcp`, ...
+        transport: &'static str,
+        /// This rank.
+        rank: u32,
+        /// The rank at the other end.
+        peer: u32,
+        /// The operation: `connect`, `put`, `receive`, ...
+        operation: &'static str,
+        /// What happened.
+        reason: String,
+    },
     /// A handle was made by another buffer, or its data has been overwritten since.
     #[error("stale handle: {0}")]
     StaleHandle(String),

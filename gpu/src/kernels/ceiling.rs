@@ -17,7 +17,7 @@ use crate::simt::*;
 pub unsafe fn ceiling_push(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;
-    let ring = Ring::new(args.stages, args.row_bytes);
+    let ring = Ring::new(args.stages, args.row_bytes, ntid() / 32);
     let pool = if lane < args.num_ranks { ld_u64(args.pools.0 + lane as u64 * 8) } else { 0 };
     let from = shfl_u64(pool, args.rank) + args.from;
     let row_bytes = args.row_bytes as u64;
@@ -61,7 +61,7 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
 pub unsafe fn ceiling_pull(args: CeilingArgs) {
     let (lane, step) = (laneid(), nctaid() * (ntid() / 32));
     let first = ctaid() * (ntid() / 32) + tid() / 32;
-    let ring = Ring::new(args.stages, args.row_bytes);
+    let ring = Ring::new(args.stages, args.row_bytes, ntid() / 32);
     let pool = if lane < args.num_ranks { ld_u64(args.pools.0 + lane as u64 * 8) } else { 0 };
     let own = shfl_u64(pool, args.rank);
     let row_bytes = args.row_bytes as u64;

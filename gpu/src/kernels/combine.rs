@@ -106,14 +106,14 @@ pub unsafe fn combine_f32(args: CombineArgs) {
 }
 
 /// What 16 bytes of a row hold.
-trait Element {
+pub(super) trait Element {
     /// Adds a vector to its sums.
     fn add(sum: &mut [f32; 8], vector: [u32; 4]);
     /// Rounds the sums to a vector.
     unsafe fn round(sum: &[f32; 8]) -> [u32; 4];
 }
 
-struct Bf16;
+pub(super) struct Bf16;
 struct F32;
 
 impl Element for Bf16 {
@@ -163,7 +163,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
     // SAFETY: as the argument struct documents; rows were planned inside the pools.
     unsafe {
         let comm = &args.comm;
-        let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
+        let (warp, warps) = (tid() / 32, ntid() / 32);
         trace(comm, Phase::Enter);
         let epoch = current_epoch(comm);
         if ctaid() == 0 && warp == 0 {
@@ -171,75 +171,200 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
         }
         let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
         let (begin, end) = block_range(args.num_tokens);
-        let first = Item::nth(args, begin, warp);
-        let step = Item::nth(args, 0, warps);
-        let ring = Ring::new(args.slots, args.slot_bytes);
-        let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
+        let ring = Ring::new(args.slots, args.slot_bytes, warps);
+        let ranks = Ranks::new(args, args.send_row.0);
 
         let joined = wait_ready(comm, epoch, Wait::CombineReady);
         if joined && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async();
-            let mut load = Gather::new(args, peer, first, step, end);
-            let mut filled = 0;
-            while filled < args.slots && load.rank_bits != 0 {
-                load_piece(&ring, args, &load, filled);
-                load.advance(args);
-                filled += 1;
-            }
-            let mut sum = Gather::new(args, peer, first, step, end);
-            let (mut turn, mut item) = (Turn::first(), first);
-            while item.token < end {
-                // Tokens that went nowhere are not in the gather's sequence.
-                let gathered = sum.item == item;
-                if item.piece == 0 && !args.combined_weights.is_null() {
-                    let row = if gathered { sum.row } else { -1 };
-                    sum_weights(args, item.token, row, peer, lane);
-                }
-                let bytes = item.bytes(args);
-                let mut sums = [[0.0f32; 8]; VECTORS];
-                let mut contributors = if gathered { sum.rank_bits.count_ones() } else { 0 };
-                while contributors != 0 {
-                    ring.wait(&turn);
-                    let from = ring.buffer(turn.slot);
-                    unroll8!(J => {
-                        let at = lane * 16 + J as u32 * 512;
-                        if at < bytes {
-                            E::add(&mut sums[J], ld_shared_v4(from + at));
-                        }
-                    });
-                    // All lanes have read the slot: fill it again.
-                    syncwarp();
-                    if load.rank_bits != 0 {
-                        load_piece(&ring, args, &load, turn.slot);
-                        load.advance(args);
-                    }
-                    turn.advance(&ring);
-                    contributors -= 1;
-                }
-                let row = args.combined_x.0 + item.token as u64 * args.row_bytes as u64;
-                let to = row + (item.piece * args.slot_bytes) as u64;
-                unroll8!(J => {
-                    let at = lane * 16 + J as u32 * 512;
-                    if at < bytes {
-                        st_v4(to + at as u64, E::round(&sums[J]));
-                    }
-                });
-                if gathered {
-                    sum.next_item(args);
-                }
-                item = item.plus(args, step);
-            }
+            let sums = Sums::contiguous(args);
+            sum_rows::<E, _, _>(args, &ring, &mut Turn::first(), &ranks, &sums, begin, end, warps, |_| {});
         }
         leave(comm, epoch, joined, Wait::CombineDone);
     }
 }
 
+/// What a token's sum is made of: lane l knows contributor l, if there is one. They are added in ascending order.
+pub(super) trait Contributors {
+    /// The lane's row of `token`, or -1.
+    unsafe fn row(&self, token: u32) -> i32;
+    /// Where the lane's row is.
+    unsafe fn address(&self, row: i32) -> u64;
+    /// Where the lane's weights of that row are.
+    unsafe fn weights(&self, row: i32) -> u64;
+    /// Returns when the lane's row may be read.
+    unsafe fn wait(&self, row: i32);
+    /// Lanes that may have one, rounded up to a multiple of 8.
+    fn lanes(&self) -> u32;
+}
+
+/// The combine rows of the ranks of this node. They may be read once all ranks are ready.
+pub(super) struct Ranks {
+    table: u64,
+    rows: u64,
+    weights: u64,
+    stride: u64,
+    weight_stride: u64,
+}
+
+impl Ranks {
+    /// `table`: i32 `[tokens, SEND_ROW_STRIDE]`.
+    #[inline(always)]
+    pub unsafe fn new(args: &CombineArgs, table: u64) -> Self {
+        // SAFETY: the table of pools has an entry for every rank.
+        unsafe {
+            let (comm, lane) = (&args.comm, laneid());
+            let pool = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
+            Ranks {
+                table,
+                rows: pool + comm.pool.combine_x,
+                weights: pool + comm.pool.combine_weights,
+                stride: row_stride(args.row_bytes as u64),
+                weight_stride: args.num_topk as u64 * 4,
+            }
+        }
+    }
+
+    /// The same ranks with another table.
+    #[inline(always)]
+    pub fn with_table(&self, table: u64) -> Self {
+        Ranks { table, ..*self }
+    }
+}
+
+impl Contributors for Ranks {
+    #[inline(always)]
+    unsafe fn row(&self, token: u32) -> i32 {
+        // SAFETY: the entry lies inside the table.
+        unsafe {
+            let lane = laneid();
+            let entry = self.table + (token as u64 * SEND_ROW_STRIDE as u64 + lane as u64) * 4;
+            if lane < SEND_ROW_STRIDE { ld_i32(entry) } else { -1 }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn address(&self, row: i32) -> u64 {
+        self.rows + row as u64 * self.stride
+    }
+
+    #[inline(always)]
+    unsafe fn weights(&self, row: i32) -> u64 {
+        self.weights.wrapping_add_signed(row as i64 * self.weight_stride as i64)
+    }
+
+    #[inline(always)]
+    unsafe fn wait(&self, _row: i32) {}
+
+    #[inline(always)]
+    fn lanes(&self) -> u32 {
+        MAX_RANKS as u32
+    }
+}
+
+/// Where sums go: that of token t to `rows + t * stride`, its weights to `weights + t * weight_stride`.
+pub(super) struct Sums {
+    pub rows: u64,
+    pub stride: u64,
+    /// 0 where no weights are wanted.
+    pub weights: u64,
+    pub weight_stride: u64,
+}
+
+impl Sums {
+    /// The operation's outputs.
+    #[inline(always)]
+    pub fn contiguous(args: &CombineArgs) -> Self {
+        Sums {
+            rows: args.combined_x.0,
+            stride: args.row_bytes as u64,
+            weights: args.combined_weights.0,
+            weight_stride: args.num_topk as u64 * 4,
+        }
+    }
+}
+
+/// Sums the rows of tokens `begin..end`, spread over the first `warps` warps of the block, which all call it. `finished` is
+/// told, by the whole warp, the item that the warp comes to next.
+#[allow(clippy::too_many_arguments)] // One call is the whole inner part of a combine.
+#[inline(always)]
+pub(super) unsafe fn sum_rows<E: Element, C: Contributors, F: FnMut(Item)>(
+    args: &CombineArgs,
+    ring: &Ring,
+    turn: &mut Turn,
+    from: &C,
+    to: &Sums,
+    begin: u32,
+    end: u32,
+    warps: u32,
+    mut finished: F,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let lane = laneid();
+        let first = Item::nth(args, begin, tid() / 32);
+        let step = Item::nth(args, 0, warps);
+        let mut load = Gather::new(args, from, first, step, end);
+        let (mut filled, mut slot) = (0, turn.slot);
+        while filled < args.slots && load.bits != 0 {
+            load_piece(ring, args, from, &load, slot);
+            load.advance(args, from);
+            filled += 1;
+            slot = if slot + 1 == ring.count { 0 } else { slot + 1 };
+        }
+        let mut sum = Gather::new(args, from, first, step, end);
+        let mut item = first;
+        while item.token < end {
+            // Tokens that went nowhere are not in the gather's sequence.
+            let gathered = sum.item == item;
+            if item.piece == 0 && to.weights != 0 {
+                let row = if gathered { sum.row } else { -1 };
+                sum_weights(args, from, to, item.token, row);
+            }
+            let bytes = item.bytes(args);
+            let mut sums = [[0.0f32; 8]; VECTORS];
+            let mut contributors = if gathered { sum.bits.count_ones() } else { 0 };
+            while contributors != 0 {
+                ring.wait(turn);
+                let buffer = ring.buffer(turn.slot);
+                unroll8!(J => {
+                    let at = lane * 16 + J as u32 * 512;
+                    if at < bytes {
+                        E::add(&mut sums[J], ld_shared_v4(buffer + at));
+                    }
+                });
+                // All lanes have read the slot: fill it again.
+                syncwarp();
+                if load.bits != 0 {
+                    load_piece(ring, args, from, &load, turn.slot);
+                    load.advance(args, from);
+                }
+                turn.advance(ring);
+                contributors -= 1;
+            }
+            let row = to.rows + item.token as u64 * to.stride;
+            let to = row + (item.piece * args.slot_bytes) as u64;
+            unroll8!(J => {
+                let at = lane * 16 + J as u32 * 512;
+                if at < bytes {
+                    st_v4(to + at as u64, E::round(&sums[J]));
+                }
+            });
+            if gathered {
+                sum.next_item(args, from);
+            }
+            item = item.plus(args, step);
+            finished(item);
+        }
+    }
+}
+
 /// A piece of a token's row. A warp takes every n-th item of its block, so that pieces, not rows, are what is spread.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Item {
-    token: u32,
-    piece: u32,
+pub(super) struct Item {
+    pub token: u32,
+    pub piece: u32,
 }
 
 impl Item {
@@ -263,53 +388,43 @@ impl Item {
     }
 }
 
-/// A warp's place in its sequence of (item, contributing rank). Items without contributors are left out.
+/// A warp's place in its sequence of (item, contributor). Items without contributors are left out.
 struct Gather {
     item: Item,
     next: Item,
     step: Item,
     end: u32,
     /// Contributors of this item that are still to come; 0 at the end of the sequence.
-    rank_bits: u32,
-    /// Lane r: the token's row at rank r, or -1.
+    bits: u32,
+    /// Lane l: contributor l's row of the token, or -1.
     row: i32,
     /// The same of the next item, fetched ahead.
     next_row: i32,
-    /// Lane r: the address of rank r's combine rows.
-    rows: u64,
 }
 
 impl Gather {
     #[inline(always)]
-    unsafe fn new(args: &CombineArgs, peer: u64, first: Item, step: Item, end: u32) -> Self {
+    unsafe fn new<C: Contributors>(args: &CombineArgs, from: &C, first: Item, step: Item, end: u32) -> Self {
         // SAFETY: passed on to the caller.
         unsafe {
-            let mut gather = Gather {
-                item: first,
-                next: first,
-                step,
-                end,
-                rank_bits: 0,
-                row: -1,
-                next_row: send_row(args, first.token, end),
-                rows: peer + args.comm.pool.combine_x,
-            };
-            gather.next_item(args);
+            let next_row = row_before(from, first.token, end);
+            let mut gather = Gather { item: first, next: first, step, end, bits: 0, row: -1, next_row };
+            gather.next_item(args, from);
             gather
         }
     }
 
     /// Goes on to the next item that has contributors.
     #[inline(always)]
-    unsafe fn next_item(&mut self, args: &CombineArgs) {
-        // SAFETY: `send_row` stays inside its matrix.
+    unsafe fn next_item<C: Contributors>(&mut self, args: &CombineArgs, from: &C) {
+        // SAFETY: `row` is asked for tokens of the range only.
         unsafe {
             loop {
                 (self.item, self.row) = (self.next, self.next_row);
                 self.next = self.item.plus(args, self.step);
-                self.next_row = send_row(args, self.next.token, self.end);
-                self.rank_bits = ballot(self.row >= 0);
-                if self.rank_bits != 0 || self.item.token >= self.end {
+                self.next_row = row_before(from, self.next.token, self.end);
+                self.bits = ballot(self.row >= 0);
+                if self.bits != 0 || self.item.token >= self.end {
                     return;
                 }
             }
@@ -318,63 +433,65 @@ impl Gather {
 
     /// Goes on to the next contributor or item.
     #[inline(always)]
-    unsafe fn advance(&mut self, args: &CombineArgs) {
+    unsafe fn advance<C: Contributors>(&mut self, args: &CombineArgs, from: &C) {
         // SAFETY: passed on.
         unsafe {
-            self.rank_bits &= self.rank_bits - 1;
-            if self.rank_bits == 0 {
-                self.next_item(args);
+            self.bits &= self.bits - 1;
+            if self.bits == 0 {
+                self.next_item(args, from);
             }
         }
     }
 }
 
-/// Lane r: the row of `token` at rank r, or -1.
+/// The lane's row of `token`, or -1; also -1 from `end` on.
 #[inline(always)]
-unsafe fn send_row(args: &CombineArgs, token: u32, end: u32) -> i32 {
-    // SAFETY: the entry lies inside `send_row`.
-    unsafe {
-        let lane = laneid();
-        if token < end && lane < SEND_ROW_STRIDE {
-            ld_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + lane) as u64 * 4)
-        } else {
-            -1
-        }
-    }
+unsafe fn row_before<C: Contributors>(from: &C, token: u32, end: u32) -> i32 {
+    // SAFETY: the token is in the range.
+    unsafe { if token < end { from.row(token) } else { -1 } }
 }
 
-/// Lane k: sums entry k of the token's weights over the ranks it went to.
+/// Lane k: sums entry k of the token's weights over its contributors.
 #[inline(always)]
-unsafe fn sum_weights(args: &CombineArgs, token: u32, row: i32, peer: u64, lane: u32) {
-    // SAFETY: rows were planned inside the pools.
+unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: &Sums, token: u32, row: i32) {
+    // SAFETY: rows were planned inside their memory; the wait says when they may be read, and the warp meets behind it.
     unsafe {
+        let lane = laneid();
         let active = lane < args.num_topk;
-        let mut parts = [0.0f32; MAX_RANKS];
-        // All loads first, so that they are in flight together.
-        for (rank, part) in parts.iter_mut().enumerate() {
-            let (base, row) = (shfl_u64(peer, rank as u32), shfl_u32(row as u32, rank as u32) as i32);
-            let entry = row as i64 * args.num_topk as i64 + lane as i64;
-            let from = (base + args.comm.pool.combine_weights).wrapping_add_signed(entry * 4);
-            *part = ld_f32_if(active && row >= 0, from);
+        if row >= 0 {
+            from.wait(row);
+        }
+        syncwarp();
+        let weights = from.weights(row);
+        let (mut total, mut first) = (0.0f32, 0);
+        while first < from.lanes() {
+            let mut parts = [0.0f32; 8];
+            // All loads first, so that they are in flight together.
+            unroll8!(PART => {
+                let source = first + PART as u32;
+                let (base, row) = (shfl_u64(weights, source), shfl_u32(row as u32, source) as i32);
+                parts[PART] = ld_f32_if(active && row >= 0, base + lane as u64 * 4);
+            });
+            total = parts.into_iter().fold(total, |sum, part| sum + part);
+            first += 8;
         }
         if active {
-            let total = parts.into_iter().fold(0.0, |sum, part| sum + part);
-            st_f32(args.combined_weights.0 + (token as u64 * args.num_topk as u64 + lane as u64) * 4, total);
+            st_f32(to.weights + token as u64 * to.weight_stride + lane as u64 * 4, total);
         }
     }
 }
 
 /// The lane that knows the contributor's address starts the load, into a slot that no lane reads any more.
 #[inline(always)]
-unsafe fn load_piece(ring: &Ring, args: &CombineArgs, from: &Gather, slot: u32) {
-    // SAFETY: the piece lies inside the contributor's combine rows.
+unsafe fn load_piece<C: Contributors>(ring: &Ring, args: &CombineArgs, from: &C, piece: &Gather, slot: u32) {
+    // SAFETY: the piece lies inside the contributor's row.
     unsafe {
-        if from.rank_bits.trailing_zeros() == laneid() {
-            let row = from.row as u64 * row_stride(args.row_bytes as u64);
-            let offset = (from.item.piece * args.slot_bytes) as u64;
+        if piece.bits.trailing_zeros() == laneid() {
+            from.wait(piece.row);
+            let offset = (piece.item.piece * args.slot_bytes) as u64;
             // The slot was read by ordinary loads; the copy engine writes it next.
             fence_proxy_async_shared();
-            ring.load(slot, from.rows + row + offset, from.item.bytes(args));
+            ring.load(slot, from.address(piece.row) + offset, piece.item.bytes(args));
         }
     }
 }

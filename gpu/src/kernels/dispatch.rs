@@ -44,7 +44,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
     let (begin, end) = block_range(args.num_tokens);
     let begin = begin + warp;
-    let ring = Ring::new(args.stages, args.stage_bytes);
+    let ring = Ring::new(args.stages, args.stage_bytes, warps);
 
     // Fill the ring while the peers' words are on their way.
     let mut load = Cursor::new(begin, warps);
@@ -72,7 +72,9 @@ pub unsafe fn dispatch(args: DispatchArgs) {
                     token.send(&args, send.token, &pools, lane);
                 }
                 if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
-                    send_scales(&args, send.token, token.row, peer, lane);
+                    let scale_bytes = args.num_scales as u64 * 4;
+                    let to = scale_place(&args, peer, token.row);
+                    copy_scales(args.scales.0 + send.token as u64 * scale_bytes, args.num_scales, to);
                 }
             }
             let (bytes, buffer) = (send.bytes(&args), ring.buffer(turn.slot));
@@ -85,8 +87,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
                 }
                 let scale_bytes = bulk_scale_bytes(args.num_scales);
                 if scale_bytes != 0 && send.offset == 0 {
-                    let to = peer + comm.pool.recv_scales + token.row as u64 * scale_bytes as u64;
-                    bulk_store(to, buffer + args.piece_bytes, scale_bytes);
+                    bulk_store(scale_place(&args, peer, token.row), buffer + args.piece_bytes, scale_bytes);
                 }
             }
             bulk_commit();
@@ -124,26 +125,26 @@ pub unsafe fn dispatch(args: DispatchArgs) {
 const _: () = assert!(MAX_RANKS == 8);
 
 /// A warp's place in its sequence of pieces: rows, or parts of rows that are longer than a stage.
-struct Cursor {
-    token: u32,
-    offset: u32,
-    piece: u32,
+pub(super) struct Cursor {
+    pub token: u32,
+    pub offset: u32,
+    pub piece: u32,
     step: u32,
 }
 
 impl Cursor {
     #[inline(always)]
-    fn new(token: u32, step: u32) -> Self {
+    pub fn new(token: u32, step: u32) -> Self {
         Cursor { token, offset: 0, piece: 0, step }
     }
 
     #[inline(always)]
-    fn bytes(&self, args: &DispatchArgs) -> u32 {
+    pub fn bytes(&self, args: &DispatchArgs) -> u32 {
         (args.row_bytes - self.offset).min(args.piece_bytes)
     }
 
     #[inline(always)]
-    fn advance(&mut self, args: &DispatchArgs) {
+    pub fn advance(&mut self, args: &DispatchArgs) {
         self.piece += 1;
         self.offset += args.piece_bytes;
         if self.offset >= args.row_bytes {
@@ -152,22 +153,39 @@ impl Cursor {
     }
 }
 
-/// Lane 0 starts the load of a piece, and of the token's scales with its first, into a stage that nobody reads any more.
+/// Lane 0 starts the load of a piece of x, and of the token's scales with its first, into a stage that nobody reads any more.
 #[inline(always)]
-unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
+pub(super) unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
     // SAFETY: the piece lies inside `x`, the scales inside `scales`.
     unsafe {
+        let row = args.x.0 + piece.token as u64 * args.row_bytes as u64;
+        let scales = args.scales.0 + piece.token as u64 * bulk_scale_bytes(args.num_scales) as u64;
+        load_stage(ring, args, stage, row, scales, piece.offset);
+    }
+}
+
+/// Lane 0 starts the load of the piece at `offset` of a row, and with the first piece that of its scales where the copy engine
+/// moves them.
+#[inline(always)]
+pub(super) unsafe fn load_stage(
+    ring: &Ring,
+    args: &DispatchArgs,
+    stage: u32,
+    row: u64,
+    scales: u64,
+    offset: u32,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
         if laneid() == 0 {
-            let bytes = piece.bytes(args);
-            let from = args.x.0 + piece.token as u64 * args.row_bytes as u64 + piece.offset as u64;
-            let scale_bytes = if piece.offset == 0 { bulk_scale_bytes(args.num_scales) } else { 0 };
+            let bytes = (args.row_bytes - offset).min(args.piece_bytes);
+            let scale_bytes = if offset == 0 { bulk_scale_bytes(args.num_scales) } else { 0 };
             // Own rows were read by ordinary loads; the copy engine writes the stage next.
             fence_proxy_async_shared();
             ring.expect(stage, bytes + scale_bytes);
-            ring.load_at(stage, 0, from, bytes);
+            ring.load_at(stage, 0, row + offset as u64, bytes);
             if scale_bytes != 0 {
-                let from = args.scales.0 + piece.token as u64 * scale_bytes as u64;
-                ring.load_at(stage, args.piece_bytes, from, scale_bytes);
+                ring.load_at(stage, args.piece_bytes, scales, scale_bytes);
             }
         }
     }
@@ -175,7 +193,7 @@ unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u3
 
 /// Stores a piece in this rank's own pool: 16 bytes a lane, four at a time in flight.
 #[inline(always)]
-unsafe fn store_own(to: u64, buffer: u32, bytes: u32, lane: u32) {
+pub(super) unsafe fn store_own(to: u64, buffer: u32, bytes: u32, lane: u32) {
     // SAFETY: the row was planned inside the pool; the piece is in the buffer.
     unsafe {
         let mut at = lane * 16;
@@ -201,15 +219,16 @@ unsafe fn store_own(to: u64, buffer: u32, bytes: u32, lane: u32) {
 
 /// What lane r knows of a token's row at rank r, and lane k of its top-k entry k.
 #[derive(Clone, Copy)]
-struct Metadata {
+pub(super) struct Metadata {
     /// The row at rank r, or -1.
-    row: i32,
-    expert: i64,
-    weight: f32,
+    pub row: i32,
+    /// A global id.
+    pub expert: i64,
+    pub weight: f32,
 }
 
 impl Metadata {
-    const NONE: Metadata = Metadata { row: -1, expert: -1, weight: 0.0 };
+    pub const NONE: Metadata = Metadata { row: -1, expert: -1, weight: 0.0 };
 
     /// Reads a token's entries, a turn before they are used.
     #[inline(always)]
@@ -233,7 +252,7 @@ impl Metadata {
 
     /// Writes source index, local expert ids and weights to every rank that wants the token.
     #[inline(always)]
-    unsafe fn send(&self, args: &DispatchArgs, token: u32, pools: &[u64; MAX_RANKS], lane: u32) {
+    pub unsafe fn send(&self, args: &DispatchArgs, token: u32, pools: &[u64; MAX_RANKS], lane: u32) {
         // SAFETY: rows were planned inside the pools; this is the row's only writer.
         unsafe {
             let pool = &args.comm.pool;
@@ -244,7 +263,8 @@ impl Metadata {
                 if rows[RANK] >= 0 {
                     let (base, row) = (pools[RANK], rows[RANK] as u64);
                     if lane < args.num_topk {
-                        let local = self.expert - (RANK as u32 * args.local_experts) as i64;
+                        let first = args.first_expert + RANK as u32 * args.local_experts;
+                        let local = self.expert - first as i64;
                         let here = local >= 0 && local < args.local_experts as i64;
                         let entry = row * args.num_topk as u64 + lane as u64;
                         st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
@@ -259,25 +279,30 @@ impl Metadata {
     }
 }
 
-/// Writes the scales of one token to every rank that wants it, where the copy engine cannot.
+/// Where a row's scales go in the pool `pool`; 0 where the row is -1.
 #[inline(always)]
-unsafe fn send_scales(args: &DispatchArgs, token: u32, row: i32, peer: u64, lane: u32) {
-    // SAFETY: as in `Metadata::send`.
+pub(super) fn scale_place(args: &DispatchArgs, pool: u64, row: i32) -> u64 {
+    let offset = row as u64 * args.num_scales as u64 * 4;
+    if row >= 0 { pool + args.comm.pool.recv_scales + offset } else { 0 }
+}
+
+/// Copies a token's scales to the address that each lane names, 0 for none, where the copy engine cannot. The whole warp calls it.
+#[inline(always)]
+pub(super) unsafe fn copy_scales(from: u64, num_scales: u32, to: u64) {
+    // SAFETY: the caller vouches for the addresses.
     unsafe {
+        let wanted = ballot(to != 0);
         // All lanes take the same number of turns, so that the shuffles stay full.
-        let (mut column, mut first) = (lane, 0);
-        while first < args.num_scales {
-            let active = column < args.num_scales;
-            let from = args.scales.0 + (token as u64 * args.num_scales as u64 + column as u64) * 4;
-            let scale = ld_f32_if(active, from);
-            let mut wanted = ballot(row >= 0);
-            while wanted != 0 {
-                let rank = wanted.trailing_zeros();
-                wanted &= wanted - 1;
-                let (base, row) = (shfl_u64(peer, rank), shfl_u32(row as u32, rank) as u64);
+        let (mut column, mut first) = (laneid(), 0);
+        while first < num_scales {
+            let active = column < num_scales;
+            let scale = ld_f32_if(active, from + column as u64 * 4);
+            let mut left = wanted;
+            while left != 0 {
+                let to = shfl_u64(to, left.trailing_zeros());
+                left &= left - 1;
                 if active {
-                    let entry = row * args.num_scales as u64 + column as u64;
-                    st_f32(base + args.comm.pool.recv_scales + entry * 4, scale);
+                    st_f32(to + column as u64 * 4, scale);
                 }
             }
             first += 32;

@@ -133,20 +133,27 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
     }
 }
 
-/// Waits until `*word >= needed`, or until the wait expires.
+/// Waits until `*word >= needed`; false when the wait expired.
 #[inline(always)]
-unsafe fn wait_at_least(comm: &Comm, word: u64, needed: u64, peer: u32, epoch: u64, what: Wait) {
+pub(super) unsafe fn wait_at_least(
+    comm: &Comm,
+    word: u64,
+    needed: u64,
+    peer: u32,
+    epoch: u64,
+    what: Wait,
+) -> bool {
     // SAFETY: `word` is a live control word.
     unsafe {
         let mut deadline = Deadline::start();
         loop {
             let seen = ld_acquire_sys_u64(word);
             if seen >= needed {
-                return;
+                return true;
             }
             if deadline.expired(comm) {
                 record_timeout(comm, &deadline, peer, epoch, needed, seen, what);
-                return;
+                return false;
             }
         }
     }
@@ -155,9 +162,16 @@ unsafe fn wait_at_least(comm: &Comm, word: u64, needed: u64, peer: u32, epoch: u
 /// Waits for packet `word` of the count message from `peer`; `None` when the wait expired.
 #[inline(always)]
 pub unsafe fn wait_packet(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
+    // SAFETY: passed on to the caller.
+    unsafe { wait_packet_at(comm, message_offset(peer, word), peer, epoch, Wait::Counts) }
+}
+
+/// Waits for the packet at `offset` of the messages in the own pool; `None` when the wait expired.
+#[inline(always)]
+pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, what: Wait) -> Option<u32> {
     // SAFETY: the packet is in this rank's own pool. Data and flag are one atomic word, so no acquire is needed.
     unsafe {
-        let packet = pool_of(comm, comm.rank) + comm.pool.messages + message_offset(peer, word);
+        let packet = pool_of(comm, comm.rank) + comm.pool.messages + offset;
         let mut deadline = Deadline::start();
         loop {
             let seen = ld_relaxed_sys_u64(packet);
@@ -165,7 +179,7 @@ pub unsafe fn wait_packet(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Opti
                 return Some(seen as u32);
             }
             if deadline.expired(comm) {
-                record_timeout(comm, &deadline, peer, epoch, epoch, seen >> 32, Wait::Counts);
+                record_timeout(comm, &deadline, peer, epoch, epoch, seen >> 32, what);
                 return None;
             }
         }
@@ -175,10 +189,16 @@ pub unsafe fn wait_packet(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Opti
 /// Sends packet `word` of the count message to `peer`.
 #[inline(always)]
 pub unsafe fn send_packet(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
+    // SAFETY: passed on to the caller.
+    unsafe { send_packet_at(comm, peer, message_offset(comm.rank, word), value, epoch) }
+}
+
+/// Sends the packet at `offset` of the messages in `peer`'s pool.
+#[inline(always)]
+pub unsafe fn send_packet_at(comm: &Comm, peer: u32, offset: u64, value: u32, epoch: u64) {
     // SAFETY: the pool is mapped and this rank is the packet's only writer.
     unsafe {
-        let packet = pool_of(comm, peer) + comm.pool.messages + message_offset(comm.rank, word);
-        st_relaxed_sys_u64(packet, epoch << 32 | value as u64);
+        st_relaxed_sys_u64(pool_of(comm, peer) + comm.pool.messages + offset, epoch << 32 | value as u64);
     }
 }
 

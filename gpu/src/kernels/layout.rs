@@ -4,26 +4,33 @@ use epoxide_macros::kernel;
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
-use crate::layout::{LayoutArgs, MAX_RANKS, MAX_TOPK};
+use crate::layout::{LayoutArgs, MAX_NODES, MAX_TOPK, MAX_WORLD};
 use crate::simt::*;
 
-/// Counts tokens per rank (each token once per rank) and selections per expert, and marks which token goes where.
+/// Counts tokens per rank (each token once per rank), per node (once per node) and selections per expert, and marks which
+/// token goes where.
 ///
-/// One warp per token, one lane per top-k entry. Counters gather in shared memory first: `num_ranks + num_experts` words.
+/// One warp per token, one lane per top-k entry. Counters gather in shared memory first:
+/// `num_ranks + num_experts + num_nodes` words.
 #[kernel(
     threads = 1024, min_blocks = 1, barriers = 2, registers = 64,
     requires(
         args.num_topk >= 1,
         args.num_topk <= MAX_TOPK,
         args.num_ranks >= 1,
-        args.num_ranks <= MAX_RANKS as u32,
+        args.num_ranks <= MAX_WORLD as u32,
+        args.ranks_per_node >= 1,
+        args.num_ranks.is_multiple_of(args.ranks_per_node),
+        args.num_ranks / args.ranks_per_node <= MAX_NODES as u32,
         args.num_experts >= args.num_ranks,
         args.num_experts.is_multiple_of(args.num_ranks),
     )
 )]
 pub unsafe fn dispatch_layout(args: LayoutArgs) {
     let (lane, counters) = (laneid(), dynamic_shared());
-    let num_counters = args.num_ranks + args.num_experts;
+    let num_nodes = args.num_ranks / args.ranks_per_node;
+    let (experts_at, nodes_at) = (args.num_ranks, args.num_ranks + args.num_experts);
+    let num_counters = nodes_at + num_nodes;
     let mut i = tid();
     while i < num_counters {
         st_shared_u32(counters + i * 4, 0);
@@ -35,23 +42,36 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
     let warps = ntid() / 32;
     let mut token = ctaid() * warps + tid() / 32;
     while token < args.num_tokens {
-        let mut ranks = 0;
+        let mut owner = NOBODY;
         if lane < args.num_topk {
             let entry = token as u64 * args.num_topk as u64 + lane as u64;
             let expert = ld_i64(args.topk_idx.0 + entry * 8);
             if expert >= 0 && expert < args.num_experts as i64 {
-                ranks = 1 << (expert as u32 / local_experts);
-                red_relaxed_cta_shared_add_u32(counters + (args.num_ranks + expert as u32) * 4, 1);
+                owner = expert as u32 / local_experts;
+                red_relaxed_cta_shared_add_u32(counters + (experts_at + expert as u32) * 4, 1);
             } else if expert != -1 {
                 red_relaxed_gpu_min_u64(args.invalid.0, (token as u64) << 8 | lane as u64);
             }
         }
-        let ranks = redux_or(ranks);
-        if lane < args.num_ranks {
-            let hit = ranks >> lane & 1;
-            st_u8(args.is_token_in_rank.0 + token as u64 * args.num_ranks as u64 + lane as u64, hit);
-            if hit != 0 {
-                red_relaxed_cta_shared_add_u32(counters + lane * 4, 1);
+        // 32 ranks at a time, a lane each.
+        let mut first = 0;
+        while first < args.num_ranks {
+            let bit = owner.wrapping_sub(first);
+            let ranks = redux_or(if bit < 32 { 1 << bit } else { 0 });
+            let rank = first + lane;
+            if rank < args.num_ranks {
+                let hit = ranks >> lane & 1;
+                st_u8(args.is_token_in_rank.0 + token as u64 * args.num_ranks as u64 + rank as u64, hit);
+                if hit != 0 {
+                    red_relaxed_cta_shared_add_u32(counters + rank * 4, 1);
+                }
+            }
+            first += 32;
+        }
+        if num_nodes > 1 {
+            let nodes = redux_or(if owner != NOBODY { 1 << (owner / args.ranks_per_node) } else { 0 });
+            if nodes >> lane & 1 != 0 {
+                red_relaxed_cta_shared_add_u32(counters + (nodes_at + lane) * 4, 1);
             }
         }
         token += nctaid() * warps;
@@ -62,13 +82,19 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
     while i < num_counters {
         let count = ld_shared_u32(counters + i * 4);
         if count != 0 {
-            let out = if i < args.num_ranks {
+            let out = if i < experts_at {
                 args.num_tokens_per_rank.0 + i as u64 * 4
+            } else if i < nodes_at {
+                args.num_tokens_per_expert.0 + (i - experts_at) as u64 * 4
             } else {
-                args.num_tokens_per_expert.0 + (i - args.num_ranks) as u64 * 4
+                args.num_tokens_per_rdma_rank.0 + (i - nodes_at) as u64 * 4
             };
+            // With one node nobody counts nodes.
             red_relaxed_gpu_add_u32(out, count);
         }
         i += ntid();
     }
 }
+
+/// The owner of an entry that selects nothing.
+const NOBODY: u32 = u32::MAX;

@@ -16,9 +16,13 @@ mod combine;
 mod dispatch;
 mod epoch;
 mod example;
+mod internode_combine;
+mod internode_dispatch;
+mod internode_notify;
 mod layout;
 mod notify;
 mod ring;
+mod wire;
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod launch;
@@ -31,11 +35,15 @@ pub use {
     combine::{CombineBf16, CombineF32, StageCombine},
     dispatch::Dispatch,
     example::{MoeExperts, MoeRouter},
+    internode_combine::InternodeCombine,
+    internode_dispatch::InternodeDispatch,
+    internode_notify::{InternodeCount, InternodeNotify},
     layout::DispatchLayout,
     notify::Notify,
 };
 
 pub use combine::MAX_SLOT_BYTES;
+pub use internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
 pub use notify::NOTIFY_SHARED_BYTES;
 
 /// Every kernel of the module, in the order of an operation; then the benchmark's and the example's.
@@ -47,6 +55,10 @@ pub const MANIFEST: &[KernelInfo] = &[
     StageCombine::INFO,
     CombineBf16::INFO,
     CombineF32::INFO,
+    InternodeCount::INFO,
+    InternodeNotify::INFO,
+    InternodeDispatch::INFO,
+    InternodeCombine::INFO,
     CeilingPush::INFO,
     CeilingPull::INFO,
     MoeRouter::INFO,

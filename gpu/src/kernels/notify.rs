@@ -256,7 +256,15 @@ pub unsafe fn notify(args: NotifyArgs) {
 
 /// Writes all of a `PlanHeader` but its tag.
 #[inline(always)]
-unsafe fn write_header(p: u64, status: u32, rows: u32, peer: u32, detail: u32, theirs: u32, ours: u32) {
+pub(super) unsafe fn write_header(
+    p: u64,
+    status: u32,
+    rows: u32,
+    peer: u32,
+    detail: u32,
+    theirs: u32,
+    ours: u32,
+) {
     // SAFETY: `p` is a live `PlanHeader`.
     unsafe {
         st_u32(p + offset_of!(PlanHeader, status) as u64, status);

@@ -1,6 +1,6 @@
 //! A warp's ring of shared-memory buffers, each filled by one bulk load and guarded by one mbarrier.
 //!
-//! All warps' buffers come first in dynamic shared memory, then all barriers: `warps * count * (bytes + 8)` bytes.
+//! All warps' buffers come first in dynamic shared memory, then all barriers: [`shared_bytes`] for them all.
 
 use crate::simt::mbarrier::{Mbarrier, Ready, fence_mbarrier_init};
 use crate::simt::*;
@@ -40,13 +40,14 @@ impl Turn {
 }
 
 impl Ring {
-    /// Lays the ring out and initialises its barriers. The whole warp calls it.
+    /// Lays the ring out and initialises its barriers. The whole warp calls it, if it is one of the first `warps`, which are
+    /// those that have a ring.
     #[inline(always)]
-    pub unsafe fn new(count: u32, bytes: u32) -> Self {
+    pub unsafe fn new(count: u32, bytes: u32, warps: u32) -> Self {
         // SAFETY: the host sizes dynamic shared memory for all warps. The barriers are this warp's own, and the warp
         // meets before any lane uses them.
         unsafe {
-            let (warp, warps) = (tid() / 32, ntid() / 32);
+            let warp = tid() / 32;
             let (shared, warp_bytes) = (dynamic_shared(), count * bytes);
             let buffers = shared + warp * warp_bytes;
             let barriers = shared + warps * warp_bytes + warp * count * Mbarrier::BYTES;
@@ -106,6 +107,12 @@ impl Ring {
         // SAFETY: `new` initialised it, ordered by its `syncwarp`.
         unsafe { Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).assume_ready() }
     }
+}
+
+/// Bytes of shared memory that the rings of `warps` warps take.
+#[inline(always)]
+pub const fn shared_bytes(warps: u32, count: u32, bytes: u32) -> u32 {
+    warps * count * (bytes + Mbarrier::BYTES)
 }
 
 /// The contiguous range of `count` items that this block owns: sizes differ by at most one.

@@ -2,7 +2,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{Comm, DevicePtr, layout_assert};
+use super::{Comm, DevicePtr, Wire, layout_assert};
 
 /// Arguments of `dispatch_layout`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -12,6 +12,8 @@ pub struct LayoutArgs {
     pub topk_idx: DevicePtr,
     /// Out, zero before: u32 `[num_ranks]`.
     pub num_tokens_per_rank: DevicePtr,
+    /// Out, zero before, or null with one node: u32 `[num_nodes]`.
+    pub num_tokens_per_rdma_rank: DevicePtr,
     /// Out, zero before: u32 `[num_experts]`.
     pub num_tokens_per_expert: DevicePtr,
     /// Out: 0 or 1, u8 `[num_tokens, num_ranks]`.
@@ -24,11 +26,15 @@ pub struct LayoutArgs {
     pub num_topk: u32,
     /// Experts of all ranks.
     pub num_experts: u32,
-    /// Ranks.
+    /// Ranks of all nodes.
     pub num_ranks: u32,
+    /// Ranks of a node.
+    pub ranks_per_node: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(LayoutArgs, size = 56, num_ranks at 52);
+layout_assert!(LayoutArgs, size = 72, reserved at 68);
 
 /// Arguments of `notify`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -76,7 +82,7 @@ pub struct NotifyArgs {
     pub columns: u32,
 }
 
-layout_assert!(NotifyArgs, size = 256, columns at 252);
+layout_assert!(NotifyArgs, size = 264, columns at 260);
 
 /// Arguments of `dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -114,11 +120,11 @@ pub struct DispatchArgs {
     pub stage_bytes: u32,
     /// 1 where the rows' metadata travels too: not in a cached dispatch.
     pub with_metadata: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// First expert of this node: 0 with one node.
+    pub first_expert: u32,
 }
 
-layout_assert!(DispatchArgs, size = 216, reserved at 212);
+layout_assert!(DispatchArgs, size = 224, first_expert at 220);
 
 /// Arguments of `stage_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -174,7 +180,7 @@ pub struct CombineArgs {
     pub pieces: u32,
 }
 
-layout_assert!(CombineArgs, size = 184, pieces at 180);
+layout_assert!(CombineArgs, size = 192, pieces at 188);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -253,3 +259,146 @@ pub struct MoeExpertsArgs {
 }
 
 layout_assert!(MoeExpertsArgs, size = 64, num_topk at 60);
+
+/// Arguments of `internode_count`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct InternodeCountArgs {
+    /// In, of the layout: u8 `[num_tokens, num_ranks]`.
+    pub is_token_in_rank: DevicePtr,
+    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, rank) queue or -1.
+    pub send_head: DevicePtr,
+    /// Out: i32 `[num_tokens, num_nodes]`, index in the (channel, node) queue or -1.
+    pub send_rdma_head: DevicePtr,
+    /// Out: u32 `[num_channels, num_ranks + num_nodes]`, tokens of the channel for each rank, then for each node.
+    pub channel_counts: DevicePtr,
+    /// Tokens of this rank.
+    pub num_tokens: u32,
+    /// Channels; the grid has one block for each.
+    pub num_channels: u32,
+    /// Ranks of all nodes.
+    pub num_ranks: u32,
+    /// Ranks of a node.
+    pub ranks_per_node: u32,
+}
+
+layout_assert!(InternodeCountArgs, size = 48, ranks_per_node at 44);
+
+/// Arguments of `internode_notify`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct InternodeNotifyArgs {
+    /// The ranks of this node.
+    pub comm: Comm,
+    /// The other nodes.
+    pub wire: Wire,
+    /// In, of `internode_count`: u32 `[num_channels, num_ranks + num_nodes]`.
+    pub channel_counts: DevicePtr,
+    /// In, of the layout: u32 `[num_experts]`.
+    pub num_tokens_per_expert: DevicePtr,
+    /// In, of the layout: all ones where every id was in range, u64.
+    pub invalid: DevicePtr,
+    /// Out: [`super::PlanHeader`].
+    pub header: DevicePtr,
+    /// Out, sender side: i32 `[num_nodes, num_channels]`, inclusive over channels.
+    pub rdma_channel_prefix_matrix: DevicePtr,
+    /// Out, sender side: i32 `[num_ranks, num_channels]`, inclusive over channels.
+    pub gbl_channel_prefix_matrix: DevicePtr,
+    /// Out, forwarder side: i32 `[num_nodes, num_channels]`, inclusive over channels.
+    pub recv_rdma_channel_prefix_matrix: DevicePtr,
+    /// Out, forwarder side: i32 `[num_nodes]`, inclusive over source nodes.
+    pub recv_rdma_rank_prefix_sum: DevicePtr,
+    /// Out, receiver side: i32 `[num_ranks, num_channels]`, first row of each source rank's channel.
+    pub recv_gbl_channel_prefix_matrix: DevicePtr,
+    /// Out, receiver side: i32 `[num_ranks]`, inclusive over source ranks.
+    pub recv_gbl_rank_prefix_sum: DevicePtr,
+    /// Out: u32 `[experts per rank]`, each rounded up to `expert_alignment`.
+    pub num_recv_tokens_per_expert: DevicePtr,
+    /// Out, forwarder side: u32 `[num_nodes, num_channels, SEND_ROW_STRIDE]`, first row at each rank of this node of the tokens
+    /// that came from a node's channel.
+    pub forward_start: DevicePtr,
+    /// Out, mapped host memory or null: [`super::PlanHeader`], then u32 `[experts per rank]` as above.
+    pub host: DevicePtr,
+    /// Stored in the host header's `tag` when all of it is written.
+    pub tag: u64,
+    /// Channels.
+    pub num_channels: u32,
+    /// Experts on each rank.
+    pub local_experts: u32,
+    /// Expert counts are rounded up to multiples of this.
+    pub expert_alignment: u32,
+    /// Bytes per row; signature word 0.
+    pub row_bytes: u32,
+    /// Top-k and scales per row, as `num_topk << 16 | num_scales`; signature word 1.
+    pub columns: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(InternodeNotifyArgs, size = 392, reserved at 388);
+
+/// Arguments of `internode_dispatch`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct InternodeDispatchArgs {
+    /// Rows, metadata, and the ranks of this node; `send_row` is not used.
+    pub dispatch: DispatchArgs,
+    /// The other nodes.
+    pub wire: Wire,
+    /// Where tokens go.
+    pub route: Route,
+    /// In, of `internode_count`: i32 `[num_tokens, num_ranks]`.
+    pub send_head: DevicePtr,
+    /// In, of `internode_notify`: u32 `[num_nodes, num_channels, SEND_ROW_STRIDE]`.
+    pub forward_start: DevicePtr,
+    /// Out, or in a cached dispatch not used: i32 `[num_rdma_recv_tokens, ranks of a node]`, index of a relayed token in the
+    /// (channel, source node) stream to a rank of this node, or -1.
+    pub send_nvl_head: DevicePtr,
+    /// Bytes of a slot, a multiple of 16.
+    pub slot_bytes: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(InternodeDispatchArgs, size = 424, reserved at 420);
+
+/// What a dispatch across nodes leaves for combine and cached dispatches: both sides of a token's way.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct Route {
+    /// Sender side, of `internode_count`: i32 `[num_tokens, num_nodes]`, index in the (channel, node) queue or -1.
+    pub send_rdma_head: DevicePtr,
+    /// Sender side: i32 `[num_nodes, num_channels]`, inclusive over channels.
+    pub rdma_channel_prefix_matrix: DevicePtr,
+    /// Forwarder side: i32 `[num_nodes, num_channels]`, inclusive over channels.
+    pub recv_rdma_channel_prefix_matrix: DevicePtr,
+    /// Forwarder side: i32 `[num_nodes]`, inclusive over source nodes.
+    pub recv_rdma_rank_prefix_sum: DevicePtr,
+    /// Forwarder side: i32 `[num_rdma_recv_tokens, SEND_ROW_STRIDE]`, row of a relayed token at each rank of this node, or -1. Out of
+    /// an uncached dispatch, in otherwise.
+    pub forward_row: DevicePtr,
+    /// Channels; the grid has two blocks for each.
+    pub num_channels: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(Route, size = 48, reserved at 44);
+
+/// Arguments of `internode_combine`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct InternodeCombineArgs {
+    /// Rows, sums, and the ranks of this node; `send_row` is not used.
+    pub combine: CombineArgs,
+    /// The other nodes.
+    pub wire: Wire,
+    /// Where tokens went.
+    pub route: Route,
+    /// Bytes of a slot, a multiple of 16.
+    pub slot_bytes: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(InternodeCombineArgs, size = 368, reserved at 364);

@@ -24,6 +24,8 @@ pub enum PlanStatus {
     Mismatch = 4,
     /// A peer's counts did not come in time; [`super::Status`] says more.
     Timeout = 5,
+    /// Rank `peer` has `detail` tokens for one node, more than its slots there.
+    Slots = 6,
 }
 
 /// Start of a handle's device memory, also written to mapped host memory for exact-size calls.
@@ -44,6 +46,10 @@ pub struct PlanHeader {
     pub ours: u32,
     /// On the host: the call that this header answers, stored last. On the device: unused.
     pub tag: u64,
+    /// Tokens whose rows this rank relays to its node, own ones included; 0 with one node.
+    pub num_rdma_recv_tokens: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(PlanHeader, size = 32, tag at 24);
+layout_assert!(PlanHeader, size = 40, reserved at 36);

@@ -90,6 +90,9 @@ pub struct PoolLayout {
     pub recv_topk_weights: u64,
     /// Token index of received rows on their source rank, i32 `[rows]`.
     pub recv_src_idx: u64,
+    /// Of received rows, where there are several nodes: u32 source node, u32 bits of this node's ranks that the token goes to,
+    /// `[rows]`.
+    pub recv_src_meta: u64,
     /// Rows that peers gather in a combine.
     pub combine_x: u64,
     /// Weights that peers gather in a combine, f32 `[rows, num_topk]`.
@@ -100,7 +103,7 @@ pub struct PoolLayout {
     pub bytes: u64,
 }
 
-layout_assert!(PoolLayout, size = 80, bytes at 72);
+layout_assert!(PoolLayout, size = 88, bytes at 80);
 
 /// What a kernel needs to talk to the peers.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -124,7 +127,7 @@ pub struct Comm {
     pub pool: PoolLayout,
 }
 
-layout_assert!(Comm, size = 128, pool at 48);
+layout_assert!(Comm, size = 136, pool at 48);
 
 /// When a block reached each phase of its operation, in ns of the device's clock. Thread 0 of the block writes it, and
 /// only where [`Comm::trace`] is set.
@@ -171,7 +174,7 @@ pub const LOCAL_ABORT: u64 = 16;
 pub struct Status {
     /// 0, or the [`Wait`] that expired.
     pub code: u64,
-    /// The rank that was waited for.
+    /// What was waited for: the index of a rank of this node, or of a node, or a rank; [`Wait`] says which.
     pub peer: u64,
     /// The epoch of the operation.
     pub epoch: u64,
@@ -199,4 +202,22 @@ pub enum Wait {
     CombineReady = 4,
     /// `done` in a combine.
     CombineDone = 5,
+    /// The count message of a node; the peer is its rank with this one's index.
+    NodeCounts = 6,
+    /// A count message that a rank of this node got and hands on; the peer is its source.
+    RelayedCounts = 7,
+    /// `ready` of another node in a dispatch.
+    DispatchNodeReady = 8,
+    /// Rows of another node in a dispatch.
+    DispatchArrival = 9,
+    /// `ready` of another node in a combine.
+    CombineNodeReady = 10,
+    /// Sums of another node in a combine.
+    CombineArrival = 11,
+    /// The proxy of a queue, in notify.
+    NotifyQueue = 12,
+    /// The proxy of a queue, in a dispatch.
+    DispatchQueue = 13,
+    /// The proxy of a queue, in a combine.
+    CombineQueue = 14,
 }

@@ -153,3 +153,41 @@ pub mod relay_message {
     /// Packets per message.
     pub const WORDS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
 }
+
+/// What a slot of a dispatch holds: the row, its scales, and unless cached its metadata. Offsets in bytes; the parts start at
+/// multiples of 16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotShape {
+    /// Where the scales are, f32.
+    pub scales: u32,
+    /// Where the metadata is.
+    pub meta: u32,
+    /// Bytes of the slot.
+    pub bytes: u32,
+}
+
+impl SlotShape {
+    /// In the metadata: the token's index in the (channel, rank) queue of each rank of the receiving node, or -1, i32 `[MAX_RANKS]`.
+    pub const HEADS: u32 = 0;
+    /// In the metadata: the token's index on its rank, u32.
+    pub const TOKEN: u32 = Self::HEADS + MAX_RANKS as u32 * 4;
+    /// In the metadata: global expert ids, i32 `[num_topk]`, then weights, f32 `[num_topk]`.
+    pub const TOPK: u32 = Self::TOKEN + 16;
+
+    /// The shape for these sizes; `num_topk` is `None` where no metadata travels.
+    #[inline(always)]
+    pub const fn new(row_bytes: u32, num_scales: u32, num_topk: Option<u32>) -> Self {
+        let meta = (row_bytes + num_scales * 4).next_multiple_of(16);
+        let meta_bytes = match num_topk {
+            Some(num_topk) => (Self::TOPK + num_topk * 8).next_multiple_of(16),
+            None => 0,
+        };
+        SlotShape { scales: row_bytes, meta, bytes: meta + meta_bytes }
+    }
+}
+
+/// Bytes of a slot of a combine: a row, then `num_topk` weights, f32.
+#[inline(always)]
+pub const fn combine_slot_bytes(row_bytes: u32, num_topk: u32) -> u32 {
+    (row_bytes + num_topk * 4).next_multiple_of(16)
+}

@@ -181,4 +181,24 @@ device_fns! {
         // SAFETY: the caller vouches for `s`.
         unsafe { asm!("st.shared.b32 [{s}], {v};", v = in(reg32) v, s = in(reg32) s, options(nostack)) };
     }
+
+    /// What the block's writer of the word released before it is visible after it. `ld.acquire.cta.shared.b32 r, [s];`
+    ///
+    /// # Safety
+    /// `s` is an offset inside the block's shared memory, 4-byte aligned.
+    pub unsafe fn ld_acquire_cta_shared_u32(s: u32) -> u32 {
+        let r: u32;
+        // SAFETY: the caller vouches for `s`.
+        unsafe { asm!("ld.acquire.cta.shared.b32 {r}, [{s}];", r = out(reg32) r, s = in(reg32) s, options(nostack)) };
+        r
+    }
+
+    /// Publishes to the block what this thread did before. `st.release.cta.shared.b32 [s], v;`
+    ///
+    /// # Safety
+    /// `s` is an offset inside the block's shared memory, 4-byte aligned.
+    pub unsafe fn st_release_cta_shared_u32(s: u32, v: u32) {
+        // SAFETY: the caller vouches for `s`.
+        unsafe { asm!("st.release.cta.shared.b32 [{s}], {v};", v = in(reg32) v, s = in(reg32) s, options(nostack)) };
+    }
 }

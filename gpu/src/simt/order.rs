@@ -46,6 +46,20 @@ device_fns! {
         r
     }
 
+    /// Adds and returns the old value, with no order, on this device. `atom.relaxed.gpu.global.add.u64 r, [p], v;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 8-byte aligned.
+    pub unsafe fn atom_relaxed_gpu_add_u64(p: u64, v: u64) -> u64 {
+        let r: u64;
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!("atom.relaxed.gpu.global.add.u64 {r}, [{p}], {v};",
+                r = out(reg64) r, p = in(reg64) p, v = in(reg64) v, options(nostack))
+        };
+        r
+    }
+
     /// Swaps in `new` where the value is `expected`; returns the old value.
     /// `atom.acq_rel.gpu.global.cas.b32 r, [p], expected, new;`
     ///

@@ -52,6 +52,17 @@ device_fns! {
         r
     }
 
+    /// The minimum over all lanes. `redux.sync.min.u32 r, v, 0xffffffff;`
+    ///
+    /// # Safety
+    /// All 32 lanes call it.
+    pub unsafe fn redux_min(v: u32) -> u32 {
+        let r: u32;
+        // SAFETY: the caller vouches for the lanes.
+        unsafe { asm!("redux.sync.min.u32 {r}, {v}, 0xffffffff;", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack)) };
+        r
+    }
+
     /// The sum over all lanes. `redux.sync.add.u32 r, v, 0xffffffff;`
     ///
     /// # Safety

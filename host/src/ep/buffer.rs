@@ -6,19 +6,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PlanHeader, PoolLayout, Status,
-    row_stride,
+    Comm, DevicePtr, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, PlanHeader,
+    PoolLayout, Status, WireLayout, row_stride,
 };
 
 use super::fault::check_status;
 use super::kernels::Kernels;
-use super::pool::pool_layout;
+use super::pool::{World, pool_layout};
 use super::scratch::Arena;
 use super::trace::Trace;
+use super::wire::{WireSide, wire_layout};
 use super::{Config, DType, StreamOrder, Tensor, Tuning};
 use crate::driver::{Device, Event, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::transport::{TransportKind, TransportOptions};
 
 /// What a pool must hold. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,10 +49,18 @@ pub struct BufferOptions {
     pub timeout: Duration,
     /// Launch shapes.
     pub tuning: Tuning,
+    /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node map each other's pools;
+    /// nodes talk through `transport`. `None`: all ranks are one node.
+    pub ranks_per_node: Option<u32>,
+    /// What carries rows between nodes.
+    pub transport: TransportOptions,
+    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each node; a dispatch that needs more is
+    /// an error on every rank, before any row moves. See [`Config::rdma_buffer_size_hint`].
+    pub num_rdma_bytes: Option<u64>,
 }
 
 impl BufferOptions {
-    /// Room for the worst case of `shape`, defaults for the rest; 30 s for a peer.
+    /// Room for the worst case of `shape`, one node, defaults for the rest; 30 s for a peer.
     pub fn new(shape: BufferShape) -> Self {
         BufferOptions {
             shape,
@@ -58,6 +68,9 @@ impl BufferOptions {
             config: Config::default(),
             timeout: Duration::from_secs(30),
             tuning: Tuning::default(),
+            ranks_per_node: None,
+            transport: TransportOptions::new(TransportKind::Shm),
+            num_rdma_bytes: None,
         }
     }
 }
@@ -70,6 +83,7 @@ impl BufferOptions {
 pub struct Buffer {
     // Dropped in this order: streams first, so that no kernel runs when memory goes.
     comm_stream: Arc<Stream>,
+    pub(super) wire: Option<WireSide>,
     pub(super) kernels: Kernels,
     pub(super) arena: Arc<Arena>,
     pub(super) host_counts: Memory,
@@ -86,6 +100,7 @@ pub struct Buffer {
     pub(super) options: BufferOptions,
     pub(super) rank: u32,
     pub(super) num_ranks: u32,
+    pub(super) num_nodes: u32,
     pub(super) id: u64,
     pub(super) tag: u64,
     pub(super) trace: Option<Trace>,
@@ -102,27 +117,37 @@ impl Buffer {
     /// [`Error::OutOfMemory`], and whatever the driver or the group reports.
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: BufferOptions) -> Result<Buffer> {
         let (rank, num_ranks) = (group.rank(), group.size());
-        if num_ranks == 0 || num_ranks > MAX_RANKS as u32 {
-            let rule = format!("one NVLink domain has 1 to {MAX_RANKS} ranks");
-            return Err(Error::argument("group size", num_ranks, rule));
-        }
+        let world = world_of(num_ranks, options.ranks_per_node)?;
         options.tuning.validate()?;
         let config = options.config;
         check_channels(&config)?;
-        let layout = pool_layout(&options.shape, num_ranks, options.num_nvl_bytes)?;
-        agree(group, &layout, &options)?;
+        if world.nodes() > 1 {
+            config.check_nodes(world.nodes())?;
+        }
+        let layout = pool_layout(&options.shape, world, options.num_nvl_bytes)?;
+        let wire_layout = wire_layout(&options.shape, world, options.num_rdma_bytes)?;
+        agree(group, world, &layout, &wire_layout, &options)?;
 
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
         let loader = {
             let (device, tuning) = (device.clone(), options.tuning);
-            std::thread::spawn(move || Kernels::load(&device, tuning))
+            std::thread::spawn(move || Kernels::load(&device, tuning, world.nodes() > 1))
         };
         let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
         let fd = pool.export()?;
         let mut peers = Vec::new();
         let mut addresses = [0u64; MAX_RANKS];
-        for (peer, fds) in group.exchange_fds(&[fd.as_fd()])?.into_iter().enumerate() {
-            if peer == rank as usize {
+        // Only the ranks of a node see each other's pools.
+        let node_group;
+        let node: &dyn ProcessGroup = if world.nodes() == 1 {
+            group
+        } else {
+            node_group = group.split((rank / world.ranks_per_node) as u64)?;
+            &*node_group
+        };
+        let index = rank % world.ranks_per_node;
+        for (peer, fds) in node.exchange_fds(&[fd.as_fd()])?.into_iter().enumerate() {
+            if peer == index as usize {
                 addresses[peer] = pool.ptr().0;
                 continue;
             }
@@ -131,6 +156,9 @@ impl Buffer {
                 addresses[peer] = mapping.ptr().0;
                 peers.push(mapping);
             }
+        }
+        if world.nodes() > 1 {
+            node.destroy()?;
         }
 
         let comm_stream = Arc::new(Stream::new(&device, true)?);
@@ -151,12 +179,17 @@ impl Buffer {
             status: status.ptr(),
             timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
             trace: DevicePtr::NULL,
-            rank,
-            num_ranks,
+            rank: index,
+            num_ranks: world.ranks_per_node,
             pool: layout,
+        };
+        let wire = match world.nodes() {
+            1 => None,
+            _ => Some(WireSide::new(&device, group, &comm_stream, world, &options, wire_layout)?),
         };
         let buffer = Buffer {
             comm_stream,
+            wire,
             kernels,
             arena: Arena::new(&device),
             host_counts,
@@ -172,6 +205,7 @@ impl Buffer {
             options,
             rank,
             num_ranks,
+            num_nodes: world.nodes(),
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             tag: 0,
             trace: None,
@@ -202,6 +236,10 @@ impl Buffer {
     /// [`Error::Argument`] where the number of channels is out of range.
     pub fn set_config(&mut self, config: Config) -> Result<()> {
         check_channels(&config)?;
+        if let Some(side) = &mut self.wire {
+            config.check_nodes(self.num_nodes)?;
+            side.wire.chunk = config.num_max_rdma_chunked_send_tokens;
+        }
         self.config = config;
         Ok(())
     }
@@ -245,7 +283,7 @@ impl Buffer {
     /// The error of the first wait for a peer that expired, if one has; the buffer is of no use after it. Errors of
     /// calls that do not wait for the host show here, once their stream has passed.
     pub fn check(&self) -> Result<()> {
-        check_status(&self.status, self.rank)
+        check_status(self)
     }
 
     /// Rows of the own pool as a tensor.
@@ -272,6 +310,13 @@ impl Buffer {
         let ranks = self.num_ranks;
         if num_experts == 0 || !num_experts.is_multiple_of(ranks) {
             let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
+            return Err(Error::argument("num_experts", num_experts, rule));
+        }
+        let counters = (num_experts as u64 + ranks as u64 + self.num_nodes as u64) * 4;
+        let shared = self.device.info().max_shared_bytes_per_block;
+        if counters > shared as u64 {
+            let rule =
+                format!("counting them takes {counters} bytes of shared memory, the device has {shared}");
             return Err(Error::argument("num_experts", num_experts, rule));
         }
         if num_experts / ranks > MAX_LOCAL_EXPERTS {
@@ -354,6 +399,9 @@ impl Drop for Buffer {
         // alive for them, so no barrier is needed. Errors have nowhere to go.
         let _ = self.comm_stream.synchronize();
         let _ = self.end.synchronize();
+        if let Some(side) = &mut self.wire {
+            side.close();
+        }
     }
 }
 
@@ -366,27 +414,70 @@ fn check_channels(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Checks that all ranks were given the same options.
-fn agree(group: &dyn ProcessGroup, layout: &PoolLayout, options: &BufferOptions) -> Result<()> {
-    let config = options.config;
-    let ours = [
-        ("rows of the pool", layout.rows),
-        ("max_row_bytes", options.shape.max_row_bytes),
-        ("max_topk", options.shape.max_topk as u64),
-        ("max_scales", options.shape.max_scales as u64),
-        ("num_sms", config.num_sms as u64),
+/// How the ranks are spread over nodes.
+fn world_of(ranks: u32, ranks_per_node: Option<u32>) -> Result<World> {
+    let Some(per_node) = ranks_per_node else {
+        if ranks == 0 || ranks > MAX_RANKS as u32 {
+            let rule = format!("one NVLink domain has 1 to {MAX_RANKS} ranks; with more, set ranks_per_node");
+            return Err(Error::argument("group size", ranks, rule));
+        }
+        return Ok(World { ranks, ranks_per_node: ranks });
+    };
+    if per_node == 0 || per_node > MAX_RANKS as u32 {
+        let rule = format!("one NVLink domain has 1 to {MAX_RANKS} ranks");
+        return Err(Error::argument("ranks_per_node", per_node, rule));
+    }
+    if ranks == 0 || !ranks.is_multiple_of(per_node) {
+        let rule = format!("must divide the number of ranks, {ranks}: every node has as many");
+        return Err(Error::argument("ranks_per_node", per_node, rule));
+    }
+    let world = World { ranks, ranks_per_node: per_node };
+    if world.nodes() > MAX_NODES as u32 {
+        let rule =
+            format!("{ranks} ranks would be {} nodes; at most {MAX_NODES} are possible", world.nodes());
+        return Err(Error::argument("ranks_per_node", per_node, rule));
+    }
+    Ok(world)
+}
+
+/// Checks that all ranks run the same version with the same options.
+fn agree(
+    group: &dyn ProcessGroup,
+    world: World,
+    layout: &PoolLayout,
+    wire: &WireLayout,
+    options: &BufferOptions,
+) -> Result<()> {
+    let (config, transport) = (options.config, &options.transport);
+    let ours: Vec<(&'static str, String)> = vec![
+        ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("ranks_per_node", world.ranks_per_node.to_string()),
+        ("rows of the pool", layout.rows.to_string()),
+        ("slots of wire memory", wire.slots.to_string()),
+        ("max_row_bytes", options.shape.max_row_bytes.to_string()),
+        ("max_topk", options.shape.max_topk.to_string()),
+        ("max_scales", options.shape.max_scales.to_string()),
+        ("num_sms", config.num_sms.to_string()),
+        ("num_max_nvl_chunked_send_tokens", config.num_max_nvl_chunked_send_tokens.to_string()),
+        ("num_max_nvl_chunked_recv_tokens", config.num_max_nvl_chunked_recv_tokens.to_string()),
+        ("num_max_rdma_chunked_send_tokens", config.num_max_rdma_chunked_send_tokens.to_string()),
+        ("num_max_rdma_chunked_recv_tokens", config.num_max_rdma_chunked_recv_tokens.to_string()),
+        ("transport", transport.kind.to_string()),
+        ("queues_per_peer", transport.queues_per_peer.to_string()),
     ];
-    let message: Vec<u8> = ours.iter().flat_map(|(_, value)| value.to_le_bytes()).collect();
-    for (peer, theirs) in group.all_gather(&message)?.into_iter().enumerate() {
-        for ((what, ours), theirs) in ours.iter().zip(theirs.chunks(8)) {
-            if ours.to_le_bytes() != *theirs {
-                let value = theirs.try_into().map(u64::from_le_bytes);
+    let message = ours.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join("\n");
+    for (peer, theirs) in group.all_gather(message.as_bytes())?.into_iter().enumerate() {
+        let theirs = String::from_utf8_lossy(&theirs);
+        let mut theirs = theirs.split('\n');
+        for (what, ours) in &ours {
+            let theirs = theirs.next().unwrap_or("nothing");
+            if ours != theirs {
                 return Err(Error::Mismatch {
                     rank: group.rank(),
                     peer: peer as u32,
                     what,
-                    ours: ours.to_string(),
-                    theirs: value.map_or("nothing".into(), |value| value.to_string()),
+                    ours: ours.clone(),
+                    theirs: theirs.to_owned(),
                 });
             }
         }

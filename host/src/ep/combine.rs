@@ -1,9 +1,13 @@
 //! Combine: every token's owner sums the rows that came back.
 
-use epoxide_gpu::kernels::{CombineBf16, CombineF32, Kernel as _, StageCombine};
-use epoxide_gpu::layout::{CombineArgs, DevicePtr, StageArgs};
+use epoxide_gpu::kernels::{CombineBf16, CombineF32, InternodeCombine, Kernel as _, StageCombine};
+use epoxide_gpu::layout::{CombineArgs, DevicePtr, InternodeCombineArgs, StageArgs, combine_slot_bytes};
 
+use super::dispatch::other_mode;
+use super::handle::Routing;
+use super::kernels::{ModeKernels, PROGRESS_BYTES};
 use super::scratch::Pieces;
+use super::trace::trace_place;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor};
 use crate::driver::Event;
 use crate::error::{Error, Result};
@@ -43,7 +47,8 @@ pub struct CombineRequest<'a> {
 #[derive(Debug)]
 pub struct CombineOutput {
     /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to, accumulated in FP32 in
-    /// rank order and rounded once, so bit for bit reproducible. 0 for a token that went nowhere.
+    /// rank order and rounded once, so bit for bit reproducible. 0 for a token that went nowhere. Across nodes each node's sum is
+    /// made and rounded so, and the nodes' sums are added in FP32 in their order and rounded again; bf16 only.
     pub combined_x: Tensor,
     /// f32 `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<Tensor>,
@@ -71,8 +76,10 @@ impl Buffer {
                 (x.dtype(), x.columns())
             }
         };
-        if !matches!(dtype, DType::Bf16 | DType::F32) {
-            let (have, expected) = (dtype.to_string(), "bf16 or f32".into());
+        let dtypes = if self.num_nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
+        if !dtypes.contains(&dtype) {
+            let expected = dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or ");
+            let have = dtype.to_string();
             return Err(Error::Dtype { tensor: "x", have, expected });
         }
         let row_bytes = hidden * dtype.size();
@@ -123,7 +130,10 @@ impl Buffer {
             comm: self.comm,
             combined_x: x_at,
             combined_weights: if num_topk == 0 { null } else { weights_at },
-            send_row: handle.places.send_row,
+            send_row: match handle.places.routing {
+                Routing::Intranode(places) => places.send_row,
+                Routing::Internode(_) => null,
+            },
             header: handle.places.header,
             num_tokens: handle.num_tokens,
             row_bytes: row_bytes as u32,
@@ -132,8 +142,9 @@ impl Buffer {
             slot_bytes: ring.bytes,
             pieces: (row_bytes as u32).div_ceil(ring.bytes),
         };
+        let routing = handle.places.routing;
         let event = self.run(order, |buffer, stream| {
-            args.comm.trace = buffer.trace_place("combine", buffer.config.num_sms);
+            args.comm.trace = trace_place(&mut buffer.trace, "combine", buffer.config.num_sms);
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
             // SAFETY: inputs are held by the caller, outputs by the result and the routing by the handle, until the
             // stream has passed. The last combine ended when every peer had gathered, so the rows may be written.
@@ -143,12 +154,26 @@ impl Buffer {
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
                 let (grid, block, shared) = (buffer.config.num_sms, ring.threads(), ring.shared_bytes());
-                if dtype == DType::F32 {
-                    let (kernel, call) = (kernels.combine_f32()?, CombineF32::call(args));
-                    return stream.call(kernel, grid, block, shared, call);
+                match (&kernels.mode, routing, &buffer.wire) {
+                    (ModeKernels::Intranode { .. }, Routing::Intranode(_), _) if dtype == DType::F32 => {
+                        stream.call(kernels.combine_f32()?, grid, block, shared, CombineF32::call(args))
+                    }
+                    (ModeKernels::Intranode { combine, .. }, Routing::Intranode(_), _) => {
+                        stream.call(combine, grid, block, shared, CombineBf16::call(args))
+                    }
+                    (ModeKernels::Internode { combine, .. }, Routing::Internode(routing), Some(side)) => {
+                        let args = InternodeCombineArgs {
+                            combine: args,
+                            wire: side.wire,
+                            route: routing.route,
+                            slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
+                            reserved: 0,
+                        };
+                        let (block, shared) = (block + 32, shared + PROGRESS_BYTES);
+                        stream.call(combine, grid, block, shared, InternodeCombine::call(args))
+                    }
+                    _ => Err(other_mode()),
                 }
-                let (kernel, call) = (&kernels.combine_bf16, CombineBf16::call(args));
-                stream.call(kernel, grid, block, shared, call)
             }
         })?;
         let weights =

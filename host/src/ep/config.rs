@@ -9,9 +9,10 @@ const HINT_COLUMNS: u64 = 128;
 
 /// How many multiprocessors an operation may use, and the chunk sizes that the size hints are made of.
 ///
-/// `num_sms` bounds the grid of dispatch and of combine, and gives the number of channels (`num_sms / 2`). The chunk
-/// fields keep the meaning and the rules they have in MSCCL++'s DeepEP port: epoxide's kernels write rows to their final
-/// place and have no rings, so here they only enter the size hints.
+/// `num_sms` bounds the grid of dispatch and of combine, and gives the number of channels (`num_sms / 2`). Across nodes,
+/// `num_max_rdma_chunked_send_tokens` rows travel in one put. The other chunk fields keep the meaning and the rules they have in
+/// MSCCL++'s DeepEP port: epoxide's kernels write rows to their final place and have no rings, so here they only enter the size
+/// hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
     /// Multiprocessors for dispatch and for combine; even.
@@ -82,6 +83,48 @@ impl Config {
             num_max_rdma_chunked_send_tokens: rdma_send,
             num_max_rdma_chunked_recv_tokens: rdma_recv,
         })
+    }
+
+    /// Checks the rules between the fields and a number of nodes, those that the original interface checks at launch.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] with the rule and its numbers: the NVLink ring is cut into one part per node, each larger than both
+    /// chunks.
+    pub fn check_nodes(&self, nodes: u32) -> Result<()> {
+        let ring = self.num_max_nvl_chunked_recv_tokens;
+        if nodes == 0 || !ring.is_multiple_of(nodes) {
+            let rule = format!("must be a multiple of the number of nodes, {nodes}: {ring} % {nodes} != 0");
+            return Err(Error::argument("num_max_nvl_chunked_recv_tokens", ring, rule));
+        }
+        let (part, nvl_send) = (ring / nodes, self.num_max_nvl_chunked_send_tokens);
+        if nvl_send > part {
+            let rule = format!(
+                "must be at most num_max_nvl_chunked_recv_tokens / nodes = {ring} / {nodes} = {part}"
+            );
+            return Err(Error::argument("num_max_nvl_chunked_send_tokens", nvl_send, rule));
+        }
+        let chunk = self.num_max_rdma_chunked_send_tokens.max(nvl_send);
+        if part <= chunk {
+            let rule = format!(
+                "divided by the number of nodes it must be above both send chunks: {ring} / {nodes} = {part}, not above {chunk}"
+            );
+            return Err(Error::argument("num_max_nvl_chunked_recv_tokens", ring, rule));
+        }
+        let (send, recv) = (self.num_max_rdma_chunked_send_tokens, self.num_max_rdma_chunked_recv_tokens);
+        if !recv.is_multiple_of(send) {
+            let rule =
+                format!("must be a multiple of num_max_rdma_chunked_send_tokens: {recv} % {send} != 0");
+            return Err(Error::argument("num_max_rdma_chunked_recv_tokens", recv, rule));
+        }
+        Ok(())
+    }
+
+    /// The same with the smallest NVLink ring, not below the present one, that suits `nodes` nodes.
+    pub fn for_nodes(self, nodes: u32) -> Self {
+        let chunk = self.num_max_rdma_chunked_send_tokens.max(self.num_max_nvl_chunked_send_tokens);
+        let least = (chunk + 1) * nodes;
+        let ring = self.num_max_nvl_chunked_recv_tokens.max(least).next_multiple_of(nodes.max(1));
+        Config { num_max_nvl_chunked_recv_tokens: ring, ..self }
     }
 
     /// The default chunks with `num_sms` multiprocessors.
@@ -156,6 +199,19 @@ mod tests {
         assert_eq!(wide.nvl_buffer_size_hint(14336, 8, 4) / 10_000_000, 127);
         assert_eq!(wide.nvl_buffer_size_hint(2048, 16, 8) / 1_000_000, 638);
         assert_eq!(wide.rdma_buffer_size_hint(2048, 8, 8), 0);
+    }
+
+    #[test]
+    fn rules_with_nodes_name_their_numbers() {
+        let seed = Config::new(152, 8, 256, 16, 128).unwrap();
+        for nodes in [2, 4, 8] {
+            assert!(seed.check_nodes(nodes).is_ok(), "{nodes}");
+        }
+        for (nodes, text) in [(3, "256 % 3"), (18, "256 % 18"), (20, "256 % 20"), (16, "256 / 16 = 16")] {
+            let error = seed.check_nodes(nodes).unwrap_err().to_string();
+            assert!(error.contains(text), "{error}");
+            assert!(seed.for_nodes(nodes).check_nodes(nodes).is_ok(), "{nodes}");
+        }
     }
 
     #[test]

@@ -2,11 +2,19 @@
 
 use std::sync::{Arc, OnceLock};
 
-use epoxide_gpu::kernels::{Dispatch, Kernel as _, NOTIFY_SHARED_BYTES, Notify};
-use epoxide_gpu::layout::{Comm, DevicePtr, DispatchArgs, NotifyArgs, PlanHeader};
+use epoxide_gpu::kernels::{
+    Dispatch, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount, InternodeDispatch, InternodeNotify, Kernel as _,
+    NOTIFY_SHARED_BYTES, Notify,
+};
+use epoxide_gpu::layout::{
+    DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs,
+    PlanHeader, SlotShape,
+};
 
 use super::fault::check_plan;
-use super::handle::{DispatchHandle, Inner, Places};
+use super::handle::{DispatchHandle, HandleShape, Inner, Places, Routing};
+use super::kernels::{ModeKernels, PROGRESS_BYTES};
+use super::trace::trace_place;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor};
 use crate::driver::{Event, Stream};
 use crate::error::{Error, Result};
@@ -90,6 +98,9 @@ pub struct DispatchOutput {
     pub recv_topk_weights: Option<Tensor>,
     /// i32 `[num_recv_tokens]`: the token's index on its source rank. `None` in a cached dispatch.
     pub recv_src_idx: Option<Tensor>,
+    /// i32 `[num_recv_tokens, 2]`: the source node, and a word whose bit j says that rank j of this node gets the token too. `None`
+    /// in a cached dispatch and within one node.
+    pub recv_src_meta: Option<Tensor>,
     /// Rows received; `None` where the host did not wait for the counts.
     pub num_recv_tokens: Option<u32>,
     /// Selections of each local expert, each rounded up to the alignment; empty where the host did not wait, or cached.
@@ -98,6 +109,23 @@ pub struct DispatchOutput {
     pub handle: DispatchHandle,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
+}
+
+/// What the count exchange of a dispatch is told.
+struct CountExchange<'a> {
+    layout: &'a DispatchLayout,
+    capacity: u64,
+    num_topk: u32,
+    expert_alignment: u32,
+    host: DevicePtr,
+    tag: u64,
+}
+
+/// A handle of a buffer with another number of nodes, which [`Buffer::check_handle`] does not let through.
+pub(super) fn other_mode() -> Error {
+    Error::StaleHandle(
+        "it was made by a buffer with another number of nodes; dispatch with this one first".into(),
+    )
 }
 
 /// Rows and scales of a dispatch, checked.
@@ -144,59 +172,42 @@ impl Buffer {
 
         let local_experts = layout.num_experts / self.num_ranks;
         let num_channels = self.config.num_channels();
-        let (bytes, places) = Places::lay_out(self.num_ranks, num_channels, layout.num_tokens, local_experts);
+        let (bytes, places) = Places::lay_out(HandleShape {
+            ranks: self.num_ranks,
+            nodes: self.num_nodes,
+            channels: num_channels,
+            tokens: layout.num_tokens,
+            local_experts,
+            relayed: self.wire.as_ref().map_or(0, |side| side.wire.layout.slots * self.num_nodes as u64),
+        });
         let block = Arc::new(self.arena.take(bytes)?);
         let places = places(block.ptr());
         self.tag += 1;
-        let tag = self.tag;
         let exact = request.counts == Counts::Exact;
-        let mut comm = self.comm;
-        comm.pool.rows = capacity;
-        let mut notify = NotifyArgs {
-            comm,
-            is_token_in_rank: layout.places.is_token_in_rank,
-            num_tokens_per_rank: layout.places.num_tokens_per_rank,
-            num_tokens_per_expert: layout.places.num_tokens_per_expert,
-            invalid: layout.places.invalid,
-            header: places.header,
-            rank_prefix_matrix: places.rank_prefix_matrix,
-            channel_prefix_matrix: places.channel_prefix_matrix,
-            recv_channel_prefix_matrix: places.recv_channel_prefix_matrix,
-            send_head: places.send_head,
-            send_row: places.send_row,
-            num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
-            host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
-            tag,
-            num_tokens: layout.num_tokens,
-            num_channels,
-            num_experts: layout.num_experts,
+        let counts = CountExchange {
+            layout,
+            capacity,
+            num_topk,
             expert_alignment: request.expert_alignment,
-            row_bytes: payload.row_bytes,
-            columns: num_topk << 16 | payload.num_scales,
+            host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
+            tag: self.tag,
         };
         let null = DevicePtr::NULL;
         let topk =
             (request.topk_idx.map_or(null, Tensor::ptr), request.topk_weights.map_or(null, Tensor::ptr));
-        let args = self.dispatch_args(
-            comm,
-            &payload,
-            &places,
-            layout.num_tokens,
-            Some((topk, num_topk, local_experts)),
-        );
+        let metadata = Some((topk, num_topk, local_experts));
+        let rows = self.dispatch_args(&payload, &places, layout.num_tokens, metadata);
 
         let mut header = PlanHeader::default();
         let event = self.run(order, |buffer, stream| {
-            notify.comm.trace = buffer.trace_place("notify", num_channels);
             // SAFETY: inputs are held by the caller and outputs by the result, until the stream has passed.
             unsafe {
-                let (kernel, call) = (&buffer.kernels.notify, Notify::call(notify));
-                stream.call(kernel, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)?;
-                buffer.launch_dispatch(stream, args)?;
+                buffer.launch_notify(stream, &counts, &payload, &places)?;
+                buffer.launch_dispatch(stream, rows, &places)?;
             }
             if exact {
                 // Rows are already on their way while the host waits.
-                header = buffer.wait_counts(stream, tag)?;
+                header = buffer.wait_counts(stream, counts.tag)?;
                 check_status_then_plan(buffer, &header, capacity)?;
             }
             Ok(())
@@ -205,17 +216,20 @@ impl Buffer {
         let rows = if exact { header.num_recv_tokens as u64 } else { capacity };
         let counts = if exact { self.expert_counts(local_experts) } else { Vec::new() };
         let num_recv_tokens = exact.then_some(header.num_recv_tokens);
+        let num_rdma_recv_tokens = exact.then_some(header.num_rdma_recv_tokens);
         let handle = DispatchHandle(Arc::new(Inner {
             buffer_id: self.id,
             block,
             places,
             num_tokens: layout.num_tokens,
             num_ranks: self.num_ranks,
+            num_nodes: self.num_nodes,
             num_channels,
             local_experts,
-            num_topk: request.topk_idx.is_some().then_some(num_topk),
+            num_topk: request.topk_idx.map(|_| num_topk),
             capacity,
             num_recv_tokens: num_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
+            num_rdma_recv_tokens: num_rdma_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
         }));
         let pool = self.comm.pool;
         let with_topk = request.topk_idx.is_some();
@@ -227,6 +241,8 @@ impl Buffer {
             recv_topk_weights: with_topk
                 .then(|| self.pool_tensor(pool.recv_topk_weights, DType::F32, &columns)),
             recv_src_idx: Some(self.pool_tensor(pool.recv_src_idx, DType::I32, &[rows])),
+            recv_src_meta: (self.num_nodes > 1)
+                .then(|| self.pool_tensor(pool.recv_src_meta, DType::I32, &[rows, 2])),
             num_recv_tokens,
             num_recv_tokens_per_expert: counts,
             handle,
@@ -247,10 +263,16 @@ impl Buffer {
         self.check()?;
         let handle = request.handle;
         self.check_handle(handle)?;
+        if self.num_nodes > 1 && self.config.num_sms <= 3 {
+            let rule = "a cached dispatch across nodes takes more than 3: dispatch anew, or give more";
+            return Err(Error::argument("num_sms", self.config.num_sms, rule));
+        }
         let payload = self.check_payload(request.x, request.x_scales, handle.0.num_tokens)?;
-        let args = self.dispatch_args(self.comm, &payload, &handle.0.places, handle.0.num_tokens, None);
+        let places = handle.0.places;
+        let args = self.dispatch_args(&payload, &places, handle.0.num_tokens, None);
         // SAFETY: inputs are held by the caller and the routing by the handle, until the stream has passed.
-        let event = self.run(order, |buffer, stream| unsafe { buffer.launch_dispatch(stream, args) })?;
+        let event =
+            self.run(order, |buffer, stream| unsafe { buffer.launch_dispatch(stream, args, &places) })?;
         let rows = handle.0.output_rows();
         Ok(DispatchOutput {
             recv_x: self.pool_rows(self.comm.pool.recv_x, payload.dtype, rows, payload.hidden),
@@ -258,6 +280,7 @@ impl Buffer {
             recv_topk_idx: None,
             recv_topk_weights: None,
             recv_src_idx: None,
+            recv_src_meta: None,
             num_recv_tokens: handle.0.num_recv_tokens.get().copied(),
             num_recv_tokens_per_expert: Vec::new(),
             handle: handle.clone(),
@@ -274,6 +297,14 @@ impl Buffer {
     }
 
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
+        let channels = (handle.0.num_channels, self.config.num_channels());
+        if handle.0.buffer_id == self.id && self.num_nodes > 1 && channels.0 != channels.1 {
+            return Err(Error::StaleHandle(format!(
+                "it was made with {} channels and the buffer now has {}; across nodes they must be the same: set the config back, \
+                 or dispatch anew",
+                channels.0, channels.1
+            )));
+        }
         if handle.0.buffer_id == self.id {
             return Ok(());
         }
@@ -349,7 +380,6 @@ impl Buffer {
     /// `metadata`: ((topk_idx, topk_weights), num_topk, local experts), or `None` in a cached dispatch.
     fn dispatch_args(
         &self,
-        comm: Comm,
         payload: &Payload,
         places: &Places,
         num_tokens: u32,
@@ -360,12 +390,15 @@ impl Buffer {
         let with_metadata = metadata.is_some() as u32;
         let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
         DispatchArgs {
-            comm,
+            comm: self.comm,
             x: payload.x,
             scales: payload.scales,
             topk_idx,
             topk_weights,
-            send_row: places.send_row,
+            send_row: match places.routing {
+                Routing::Intranode(places) => places.send_row,
+                Routing::Internode(_) => DevicePtr::NULL,
+            },
             header: places.header,
             num_tokens,
             row_bytes: payload.row_bytes,
@@ -376,19 +409,140 @@ impl Buffer {
             piece_bytes,
             stage_bytes: ring.bytes,
             with_metadata,
-            reserved: 0,
+            first_expert: self.node() * (self.num_ranks / self.num_nodes) * local_experts,
         }
     }
 
+    /// Enqueues the count exchange.
+    ///
     /// # Safety
-    /// The addresses in `args` are live until the stream has passed the kernel.
-    unsafe fn launch_dispatch(&mut self, stream: &Stream, mut args: DispatchArgs) -> Result<()> {
-        let grid = self.config.num_sms;
-        args.comm.trace = self.trace_place("dispatch", grid);
-        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, grid);
-        let kernel = &self.kernels.dispatch;
+    /// The layout's block and the handle's are live until the stream has passed the kernels.
+    unsafe fn launch_notify(
+        &mut self,
+        stream: &Stream,
+        counts: &CountExchange<'_>,
+        payload: &Payload,
+        places: &Places,
+    ) -> Result<()> {
+        let layout = counts.layout;
+        let (num_channels, num_ranks) = (self.config.num_channels(), self.num_ranks);
+        let local_experts = layout.num_experts / num_ranks;
+        let columns = counts.num_topk << 16 | payload.num_scales;
+        let mut comm = self.comm;
+        comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
-        unsafe { stream.call(kernel, grid, ring.threads(), ring.shared_bytes(), Dispatch::call(args)) }
+        unsafe {
+            match (&self.kernels.mode, places.routing, &self.wire) {
+                (ModeKernels::Intranode { notify, .. }, Routing::Intranode(routing), _) => {
+                    comm.trace = trace_place(&mut self.trace, "notify", num_channels);
+                    let args = NotifyArgs {
+                        comm,
+                        is_token_in_rank: layout.places.is_token_in_rank,
+                        num_tokens_per_rank: layout.places.num_tokens_per_rank,
+                        num_tokens_per_expert: layout.places.num_tokens_per_expert,
+                        invalid: layout.places.invalid,
+                        header: places.header,
+                        rank_prefix_matrix: routing.rank_prefix_matrix,
+                        channel_prefix_matrix: routing.channel_prefix_matrix,
+                        recv_channel_prefix_matrix: routing.recv_channel_prefix_matrix,
+                        send_head: places.send_head,
+                        send_row: routing.send_row,
+                        num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
+                        host: counts.host,
+                        tag: counts.tag,
+                        num_tokens: layout.num_tokens,
+                        num_channels,
+                        num_experts: layout.num_experts,
+                        expert_alignment: counts.expert_alignment,
+                        row_bytes: payload.row_bytes,
+                        columns,
+                    };
+                    let call = Notify::call(args);
+                    stream.call(notify, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)
+                }
+                (ModeKernels::Internode { count, notify, .. }, Routing::Internode(routing), Some(side)) => {
+                    let args = InternodeCountArgs {
+                        is_token_in_rank: layout.places.is_token_in_rank,
+                        send_head: places.send_head,
+                        send_rdma_head: routing.route.send_rdma_head,
+                        channel_counts: routing.channel_counts,
+                        num_tokens: layout.num_tokens,
+                        num_channels,
+                        num_ranks,
+                        ranks_per_node: num_ranks / self.num_nodes,
+                    };
+                    stream.call(count, num_channels, NOTIFY_THREADS, 0, InternodeCount::call(args))?;
+                    comm.trace = trace_place(&mut self.trace, "notify", 1);
+                    let args = InternodeNotifyArgs {
+                        comm,
+                        wire: side.wire,
+                        channel_counts: routing.channel_counts,
+                        num_tokens_per_expert: layout.places.num_tokens_per_expert,
+                        invalid: layout.places.invalid,
+                        header: places.header,
+                        rdma_channel_prefix_matrix: routing.route.rdma_channel_prefix_matrix,
+                        gbl_channel_prefix_matrix: routing.gbl_channel_prefix_matrix,
+                        recv_rdma_channel_prefix_matrix: routing.route.recv_rdma_channel_prefix_matrix,
+                        recv_rdma_rank_prefix_sum: routing.route.recv_rdma_rank_prefix_sum,
+                        recv_gbl_channel_prefix_matrix: routing.recv_gbl_channel_prefix_matrix,
+                        recv_gbl_rank_prefix_sum: routing.recv_gbl_rank_prefix_sum,
+                        num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
+                        forward_start: routing.forward_start,
+                        host: counts.host,
+                        tag: counts.tag,
+                        num_channels,
+                        local_experts,
+                        expert_alignment: counts.expert_alignment,
+                        row_bytes: payload.row_bytes,
+                        columns,
+                        reserved: 0,
+                    };
+                    let (threads, shared) =
+                        (InternodeNotify::INFO.max_threads, INTERNODE_NOTIFY_SHARED_BYTES);
+                    stream.call(notify, 1, threads, shared, InternodeNotify::call(args))
+                }
+                _ => Err(other_mode()),
+            }
+        }
+    }
+
+    /// Enqueues the movement of rows.
+    ///
+    /// # Safety
+    /// The addresses in `args` and the handle's block are live until the stream has passed the kernel.
+    unsafe fn launch_dispatch(
+        &mut self,
+        stream: &Stream,
+        mut args: DispatchArgs,
+        places: &Places,
+    ) -> Result<()> {
+        let grid = self.config.num_sms;
+        args.comm.trace = trace_place(&mut self.trace, "dispatch", grid);
+        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, grid);
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match (&self.kernels.mode, places.routing, &self.wire) {
+                (ModeKernels::Intranode { dispatch, .. }, Routing::Intranode(_), _) => {
+                    stream.call(dispatch, grid, ring.threads(), ring.shared_bytes(), Dispatch::call(args))
+                }
+                (ModeKernels::Internode { dispatch, .. }, Routing::Internode(routing), Some(side)) => {
+                    let num_topk = (args.with_metadata != 0).then_some(args.num_topk);
+                    let args = InternodeDispatchArgs {
+                        dispatch: args,
+                        wire: side.wire,
+                        route: routing.route,
+                        send_head: places.send_head,
+                        forward_start: routing.forward_start,
+                        send_nvl_head: routing.send_nvl_head,
+                        slot_bytes: SlotShape::new(args.row_bytes, args.num_scales, num_topk).bytes,
+                        reserved: 0,
+                    };
+                    let (block, shared) = (ring.threads() + 32, ring.shared_bytes() + PROGRESS_BYTES);
+                    stream.call(dispatch, grid, block, shared, InternodeDispatch::call(args))
+                }
+                _ => Err(other_mode()),
+            }
+        }
     }
 
     fn recv_scales(&self, payload: &Payload, rows: u64) -> Option<Tensor> {

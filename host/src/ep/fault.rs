@@ -6,32 +6,61 @@ use std::time::{Duration, Instant};
 use epoxide_gpu::layout::{PlanHeader, PlanStatus, SIGNATURE_NAMES, Status, Wait};
 
 use super::Buffer;
-use super::pool::pool_bytes;
-use crate::driver::{Memory, Stream};
+use super::pool::{World, pool_bytes};
+use super::wire::wire_bytes;
+use crate::driver::Stream;
 use crate::error::{Error, Result};
 
 /// How often a waiting host asks the stream whether it has failed.
 const STREAM_CHECK: Duration = Duration::from_millis(2);
 
 /// The record of the first wait that expired, if one has.
-pub(super) fn check_status(memory: &Memory, rank: u32) -> Result<()> {
+pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
     // SAFETY: the memory is mapped host memory of at least a `Status`, 8-byte aligned; the device stores `code` with
     // release after the rest, and this load acquires it.
     let (code, status) = unsafe {
-        let code = AtomicU64::from_ptr(memory.host_ptr().cast()).load(Ordering::Acquire);
-        (code, memory.host_ptr().cast::<Status>().read_volatile())
+        let memory = buffer.status.host_ptr();
+        let code = AtomicU64::from_ptr(memory.cast()).load(Ordering::Acquire);
+        (code, memory.cast::<Status>().read_volatile())
     };
-    let (operation, word) = match code {
-        0 => return Ok(()),
-        c if c == Wait::Counts as u64 => ("notify", "counts"),
-        c if c == Wait::DispatchReady as u64 => ("dispatch", "ready"),
-        c if c == Wait::DispatchDone as u64 => ("dispatch", "done"),
-        c if c == Wait::CombineReady as u64 => ("combine", "ready"),
-        _ => ("combine", "done"),
+    if code == 0 {
+        return Ok(());
+    }
+    let per_node = buffer.num_ranks / buffer.num_nodes;
+    let (node, index) = (buffer.rank / per_node, buffer.rank % per_node);
+    let recorded = status.peer as u32;
+    // The ways in which a kernel numbers whom it waits for.
+    let of_this_node = node * per_node + recorded;
+    let of_node = recorded * per_node + index;
+    let relay = node * per_node + recorded % per_node;
+    const WAITS: [(Wait, &str, &str); 14] = [
+        (Wait::Counts, "notify", "counts"),
+        (Wait::DispatchReady, "dispatch", "ready"),
+        (Wait::DispatchDone, "dispatch", "done"),
+        (Wait::CombineReady, "combine", "ready"),
+        (Wait::CombineDone, "combine", "done"),
+        (Wait::NodeCounts, "notify", "counts of the node"),
+        (Wait::RelayedCounts, "notify", "counts that it relays"),
+        (Wait::DispatchNodeReady, "dispatch", "ready of the node"),
+        (Wait::DispatchArrival, "dispatch", "rows of the node"),
+        (Wait::CombineNodeReady, "combine", "ready of the node"),
+        (Wait::CombineArrival, "combine", "sums of the node"),
+        (Wait::NotifyQueue, "notify", "the queue to it"),
+        (Wait::DispatchQueue, "dispatch", "the queue to it"),
+        (Wait::CombineQueue, "combine", "the queue to it"),
+    ];
+    let known = WAITS.iter().find(|(wait, ..)| *wait as u64 == code);
+    let &(wait, operation, word) = known.unwrap_or(&(Wait::CombineDone, "unknown", "unknown"));
+    let peer = match wait {
+        Wait::Counts | Wait::DispatchReady | Wait::DispatchDone | Wait::CombineReady | Wait::CombineDone => {
+            of_this_node
+        }
+        Wait::RelayedCounts => relay,
+        _ => of_node,
     };
     Err(Error::PeerTimeout {
-        rank,
-        peer: status.peer as u32,
+        rank: buffer.rank,
+        peer,
         operation,
         word,
         epoch: status.epoch,
@@ -47,6 +76,22 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
     if status == PlanStatus::Ready as u32 {
         return Ok(());
     }
+    let world = World { ranks: buffer.num_ranks, ranks_per_node: buffer.num_ranks / buffer.num_nodes };
+    if status == PlanStatus::Slots as u32 {
+        let (needed, shape) = (header.detail as u64, &buffer.options.shape);
+        return Err(Error::Capacity {
+            what: "wire memory",
+            needed,
+            have: buffer.wire.as_ref().map_or(0, |side| side.wire.layout.slots),
+            unit: "slots for each node",
+            remedy: format!(
+                "rank {} has {needed} tokens for one node: create the buffer with max_tokens_per_rank >= {needed}, and with \
+                 num_rdma_bytes >= {} or none",
+                header.peer,
+                wire_bytes(shape, world, needed)
+            ),
+        });
+    }
     if status == PlanStatus::Capacity as u32 {
         let needed = header.detail as u64;
         let remedy = if needed <= buffer.capacity() {
@@ -55,7 +100,7 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
             format!(
                 "create the buffer with max_tokens_per_rank >= {} or with num_nvl_bytes >= {}",
                 needed.div_ceil(buffer.num_ranks as u64),
-                pool_bytes(&buffer.options.shape, needed)
+                pool_bytes(&buffer.options.shape, world, needed)
             )
         };
         return Err(Error::Capacity {
@@ -113,11 +158,11 @@ impl Buffer {
                 // A fault of the device ends the wait; so does a peer's silence, which the kernel records.
                 let done = stream.is_done()?;
                 if done && seen() != tag {
-                    check_status(&self.status, self.rank)?;
+                    check_status(self)?;
                     return Err(Error::os("notify", "the stream is done but no counts came"));
                 }
                 if start.elapsed() > self.options.timeout.saturating_mul(HOST_PATIENCE) {
-                    check_status(&self.status, self.rank)?;
+                    check_status(self)?;
                     return Err(Error::os(
                         "notify",
                         format!("no answer of the device in {:?}", start.elapsed()),

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use epoxide_gpu::layout::{DevicePtr, PlanHeader, SEND_ROW_STRIDE};
+use epoxide_gpu::layout::{DevicePtr, PlanHeader, Route, SEND_ROW_STRIDE};
 
 use super::scratch::{Block, Pieces};
 use super::{DType, Tensor};
@@ -24,6 +24,7 @@ pub(super) struct Inner {
     pub places: Places,
     pub num_tokens: u32,
     pub num_ranks: u32,
+    pub num_nodes: u32,
     pub num_channels: u32,
     pub local_experts: u32,
     pub num_topk: Option<u32>,
@@ -31,44 +32,121 @@ pub(super) struct Inner {
     pub capacity: u64,
     /// Rows received, once the host knows.
     pub num_recv_tokens: OnceLock<u32>,
+    /// Tokens relayed, once the host knows.
+    pub num_rdma_recv_tokens: OnceLock<u32>,
 }
 
+/// Where the parts of a handle's block are.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Places {
     pub header: DevicePtr,
+    pub send_head: DevicePtr,
+    pub num_recv_tokens_per_expert: DevicePtr,
+    pub routing: Routing,
+}
+
+/// The parts that depend on whether there are several nodes.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Routing {
+    Intranode(IntranodePlaces),
+    Internode(InternodePlaces),
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct IntranodePlaces {
     pub rank_prefix_matrix: DevicePtr,
     pub channel_prefix_matrix: DevicePtr,
     pub recv_channel_prefix_matrix: DevicePtr,
-    pub send_head: DevicePtr,
     pub send_row: DevicePtr,
-    pub num_recv_tokens_per_expert: DevicePtr,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct InternodePlaces {
+    pub route: Route,
+    pub gbl_channel_prefix_matrix: DevicePtr,
+    pub recv_gbl_channel_prefix_matrix: DevicePtr,
+    pub recv_gbl_rank_prefix_sum: DevicePtr,
+    pub channel_counts: DevicePtr,
+    pub forward_start: DevicePtr,
+    pub send_nvl_head: DevicePtr,
+}
+
+/// What a handle's block must have room for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HandleShape {
+    pub ranks: u32,
+    pub nodes: u32,
+    pub channels: u32,
+    pub tokens: u32,
+    pub local_experts: u32,
+    /// Most tokens that this rank relays.
+    pub relayed: u64,
 }
 
 impl Places {
     /// Bytes of a handle's block, and where things are in it once it has an address.
-    pub fn lay_out(
-        ranks: u32,
-        channels: u32,
-        tokens: u32,
-        local_experts: u32,
-    ) -> (u64, impl Fn(DevicePtr) -> Places) {
-        let (ranks, channels, tokens) = (ranks as u64, channels as u64, tokens as u64);
+    pub fn lay_out(shape: HandleShape) -> (u64, impl Fn(DevicePtr) -> Places) {
+        let HandleShape { ranks, nodes, channels, tokens, local_experts, relayed } = shape;
+        let per_node = (ranks / nodes) as u64;
+        let (ranks, nodes, channels) = (ranks as u64, nodes as u64, channels as u64);
+        let tokens = tokens as u64;
         let mut pieces = Pieces::default();
         let header = pieces.push(size_of::<PlanHeader>() as u64);
-        let rank_prefix = pieces.push(ranks * ranks * 4);
-        let channel_prefix = pieces.push(ranks * channels * 4);
-        let recv_channel_prefix = pieces.push(ranks * channels * 4);
         let send_head = pieces.push(tokens * ranks * 4);
-        let send_row = pieces.push(tokens * SEND_ROW_STRIDE as u64 * 4);
         let per_expert = pieces.push(local_experts as u64 * 4);
-        let places = move |base: DevicePtr| Places {
-            header: base.add(header),
-            rank_prefix_matrix: base.add(rank_prefix),
-            channel_prefix_matrix: base.add(channel_prefix),
-            recv_channel_prefix_matrix: base.add(recv_channel_prefix),
-            send_head: base.add(send_head),
-            send_row: base.add(send_row),
-            num_recv_tokens_per_expert: base.add(per_expert),
+        let row = SEND_ROW_STRIDE as u64 * 4;
+        let sizes = if nodes == 1 {
+            vec![ranks * ranks * 4, ranks * channels * 4, ranks * channels * 4, tokens * row]
+        } else {
+            vec![
+                tokens * nodes * 4,
+                nodes * channels * 4,
+                nodes * channels * 4,
+                nodes * 4,
+                relayed * row,
+                ranks * channels * 4,
+                ranks * channels * 4,
+                ranks * 4,
+                channels * (ranks + nodes) * 4,
+                nodes * channels * row,
+                relayed * per_node * 4,
+            ]
+        };
+        let offsets: Vec<u64> = sizes.into_iter().map(|bytes| pieces.push(bytes)).collect();
+        let places = move |base: DevicePtr| {
+            let at = |index: usize| base.add(offsets[index]);
+            let routing = if nodes == 1 {
+                Routing::Intranode(IntranodePlaces {
+                    rank_prefix_matrix: at(0),
+                    channel_prefix_matrix: at(1),
+                    recv_channel_prefix_matrix: at(2),
+                    send_row: at(3),
+                })
+            } else {
+                Routing::Internode(InternodePlaces {
+                    route: Route {
+                        send_rdma_head: at(0),
+                        rdma_channel_prefix_matrix: at(1),
+                        recv_rdma_channel_prefix_matrix: at(2),
+                        recv_rdma_rank_prefix_sum: at(3),
+                        forward_row: at(4),
+                        num_channels: channels as u32,
+                        reserved: 0,
+                    },
+                    gbl_channel_prefix_matrix: at(5),
+                    recv_gbl_channel_prefix_matrix: at(6),
+                    recv_gbl_rank_prefix_sum: at(7),
+                    channel_counts: at(8),
+                    forward_start: at(9),
+                    send_nvl_head: at(10),
+                })
+            };
+            Places {
+                header: base.add(header),
+                send_head: base.add(send_head),
+                num_recv_tokens_per_expert: base.add(per_expert),
+                routing,
+            }
         };
         (pieces.bytes(), places)
     }
@@ -82,20 +160,20 @@ impl Inner {
 }
 
 impl DispatchHandle {
-    /// i32 `[num_ranks, num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and with i to rank j.
-    pub fn rank_prefix_matrix(&self) -> Tensor {
-        self.matrix(self.0.places.rank_prefix_matrix, self.0.num_ranks, self.0.num_ranks)
+    /// The matrices of a dispatch within one node; `None` across nodes.
+    pub fn intranode(&self) -> Option<IntranodeHandle<'_>> {
+        match self.0.places.routing {
+            Routing::Intranode(places) => Some(IntranodeHandle { handle: self, places }),
+            Routing::Internode(_) => None,
+        }
     }
 
-    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each destination rank in channels up to and with c.
-    pub fn channel_prefix_matrix(&self) -> Tensor {
-        self.matrix(self.0.places.channel_prefix_matrix, self.0.num_ranks, self.0.num_channels)
-    }
-
-    /// Receiver side, i32 `[num_ranks, num_channels]`: where channel c of source rank r starts in the block of rows of
-    /// that source (exclusive, relative to the block).
-    pub fn recv_channel_prefix_matrix(&self) -> Tensor {
-        self.matrix(self.0.places.recv_channel_prefix_matrix, self.0.num_ranks, self.0.num_channels)
+    /// The matrices of a dispatch across nodes; `None` within one.
+    pub fn internode(&self) -> Option<InternodeHandle<'_>> {
+        match self.0.places.routing {
+            Routing::Internode(places) => Some(InternodeHandle { handle: self, places }),
+            Routing::Intranode(_) => None,
+        }
     }
 
     /// Sender side, i32 `[num_tokens, num_ranks]`: the token's sequence number among those of its channel for that
@@ -142,5 +220,112 @@ impl DispatchHandle {
 
     fn tensor(&self, ptr: DevicePtr, shape: &[u64]) -> Tensor {
         Tensor::in_memory(ptr, DType::I32, shape, self.0.block.clone())
+    }
+}
+
+/// The matrices of a dispatch within one node.
+#[derive(Debug, Clone, Copy)]
+pub struct IntranodeHandle<'a> {
+    handle: &'a DispatchHandle,
+    places: IntranodePlaces,
+}
+
+impl IntranodeHandle<'_> {
+    /// i32 `[num_ranks, num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and with i to rank j.
+    pub fn rank_prefix_matrix(&self) -> Tensor {
+        let ranks = self.handle.0.num_ranks;
+        self.handle.matrix(self.places.rank_prefix_matrix, ranks, ranks)
+    }
+
+    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each destination rank in channels up to and with c.
+    pub fn channel_prefix_matrix(&self) -> Tensor {
+        let handle = self.handle;
+        handle.matrix(self.places.channel_prefix_matrix, handle.0.num_ranks, handle.0.num_channels)
+    }
+
+    /// Receiver side, i32 `[num_ranks, num_channels]`: where channel c of source rank r starts in the block of rows of
+    /// that source (exclusive, relative to the block).
+    pub fn recv_channel_prefix_matrix(&self) -> Tensor {
+        let handle = self.handle;
+        handle.matrix(self.places.recv_channel_prefix_matrix, handle.0.num_ranks, handle.0.num_channels)
+    }
+}
+
+/// The matrices of a dispatch across nodes. The *forwarder* is the rank with the sender's index on the node that a token goes
+/// to: it relays the token to the ranks of its node. `num_nodes` are the "RDMA ranks" of the interface that the names come from.
+#[derive(Debug, Clone, Copy)]
+pub struct InternodeHandle<'a> {
+    handle: &'a DispatchHandle,
+    places: InternodePlaces,
+}
+
+impl InternodeHandle<'_> {
+    /// Sender side, i32 `[num_nodes, num_channels]`: tokens for each node in channels up to and with c, each token once per node.
+    pub fn rdma_channel_prefix_matrix(&self) -> Tensor {
+        self.by_node(self.places.route.rdma_channel_prefix_matrix)
+    }
+
+    /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each rank in channels up to and with c.
+    pub fn gbl_channel_prefix_matrix(&self) -> Tensor {
+        self.by_rank(self.places.gbl_channel_prefix_matrix)
+    }
+
+    /// Forwarder side, i32 `[num_nodes, num_channels]`: tokens that this rank relays from each node, in channels up to and with c.
+    pub fn recv_rdma_channel_prefix_matrix(&self) -> Tensor {
+        self.by_node(self.places.route.recv_rdma_channel_prefix_matrix)
+    }
+
+    /// Forwarder side, i32 `[num_nodes]`: tokens that this rank relays from nodes up to and with n.
+    pub fn recv_rdma_rank_prefix_sum(&self) -> Tensor {
+        let nodes = self.num_nodes() as u64;
+        self.handle.tensor(self.places.route.recv_rdma_rank_prefix_sum, &[nodes])
+    }
+
+    /// Receiver side, i32 `[num_ranks, num_channels]`: the row of `recv_x` where channel c of a source rank starts.
+    pub fn recv_gbl_channel_prefix_matrix(&self) -> Tensor {
+        self.by_rank(self.places.recv_gbl_channel_prefix_matrix)
+    }
+
+    /// Receiver side, i32 `[num_ranks]`: rows received from ranks up to and with r.
+    pub fn recv_gbl_rank_prefix_sum(&self) -> Tensor {
+        let ranks = self.handle.0.num_ranks as u64;
+        self.handle.tensor(self.places.recv_gbl_rank_prefix_sum, &[ranks])
+    }
+
+    /// Sender side, i32 `[num_tokens, num_nodes]`: the token's sequence number among those of its channel for that node, or -1.
+    pub fn send_rdma_head(&self) -> Tensor {
+        let tokens = self.handle.0.num_tokens;
+        self.handle.matrix(self.places.route.send_rdma_head, tokens, self.num_nodes())
+    }
+
+    /// Forwarder side, i32 `[num_rdma_recv_tokens, ranks_per_node]`: for each token that this rank relays (by source node, then in
+    /// the source's order) its sequence number in the (channel, source node) stream to each rank of this node, or -1. Waits
+    /// for `stream` as [`Self::num_rdma_recv_tokens`] does, to know how many there are.
+    pub fn send_nvl_head(&self, stream: &Stream) -> Result<Tensor> {
+        let rows = self.num_rdma_recv_tokens(stream)?;
+        Ok(self.handle.matrix(self.places.send_nvl_head, rows, self.handle.0.num_ranks / self.num_nodes()))
+    }
+
+    /// Tokens that this rank relays, its own ones for its own node included: at once if the dispatch was exact-size, else
+    /// `stream`, on which the dispatch ran or which waited for it, is synchronised first.
+    pub fn num_rdma_recv_tokens(&self, stream: &Stream) -> Result<u32> {
+        if let Some(&known) = self.handle.0.num_rdma_recv_tokens.get() {
+            return Ok(known);
+        }
+        let at = std::mem::offset_of!(PlanHeader, num_rdma_recv_tokens) as u64;
+        let count = self.handle.tensor(self.handle.0.places.header.add(at), &[1]);
+        Ok(count.to_host::<i32>(stream)?[0] as u32)
+    }
+
+    fn num_nodes(&self) -> u32 {
+        self.handle.0.num_nodes
+    }
+
+    fn by_node(&self, ptr: DevicePtr) -> Tensor {
+        self.handle.matrix(ptr, self.num_nodes(), self.handle.0.num_channels)
+    }
+
+    fn by_rank(&self, ptr: DevicePtr) -> Tensor {
+        self.handle.matrix(ptr, self.handle.0.num_ranks, self.handle.0.num_channels)
     }
 }

@@ -4,8 +4,9 @@ use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout, MAX_SLOT_BYTES,
-    NOTIFY_SHARED_BYTES, Notify, StageCombine,
+    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
+    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
+    MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, StageCombine,
 };
 use epoxide_gpu::layout::bulk_scale_bytes;
 
@@ -16,6 +17,9 @@ use crate::error::{Error, Result};
 const DISPATCH_WARPS: u32 = 150;
 /// Most warps of a combine, on all multiprocessors together.
 const COMBINE_WARPS: u32 = 300;
+
+/// Bytes behind the rings of a kernel across nodes: how far each warp has come.
+pub(super) const PROGRESS_BYTES: u32 = 128;
 
 /// Names a file with PTX to load instead of the embedded one. Development only.
 const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
@@ -98,15 +102,20 @@ impl RingShape {
     }
 }
 
+/// Kernels that depend on whether there are several nodes.
+#[derive(Debug)]
+pub(super) enum ModeKernels {
+    Intranode { notify: Kernel, dispatch: Kernel, combine: Kernel },
+    Internode { count: Kernel, notify: Kernel, dispatch: Kernel, combine: Kernel },
+}
+
 /// The kernels of one device. Those that every call path needs are loaded at once, as one module; the others when they are
 /// first asked for, since a driver takes tens of milliseconds to compile each.
 #[derive(Debug)]
 pub(super) struct Kernels {
     pub dispatch_layout: Kernel,
-    pub notify: Kernel,
-    pub dispatch: Kernel,
     pub stage_combine: Kernel,
-    pub combine_bf16: Kernel,
+    pub mode: ModeKernels,
     combine_f32: OnceLock<Kernel>,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
@@ -116,23 +125,39 @@ pub(super) struct Kernels {
 
 impl Kernels {
     /// Loads the embedded PTX.
-    pub fn load(device: &Arc<dyn Device>, tuning: Tuning) -> Result<Kernels> {
+    pub fn load(device: &Arc<dyn Device>, tuning: Tuning, internode: bool) -> Result<Kernels> {
         use gpu::Kernel as _;
         let shared_limit = device.info().max_shared_bytes_per_block;
-        let first = [
-            DispatchLayout::INFO.name,
-            Notify::INFO.name,
-            Dispatch::INFO.name,
-            StageCombine::INFO.name,
-            CombineBf16::INFO.name,
-        ];
+        let mut first = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
+        first.extend(if internode {
+            &[
+                InternodeCount::INFO.name,
+                InternodeNotify::INFO.name,
+                InternodeDispatch::INFO.name,
+                InternodeCombine::INFO.name,
+            ][..]
+        } else {
+            &[Notify::INFO.name, Dispatch::INFO.name, CombineBf16::INFO.name][..]
+        });
         let module = Module::load(device, &epoxide_gpu::only_kernels(&ptx()?, &first))?;
+        let mode = if internode {
+            ModeKernels::Internode {
+                count: module.kernel(InternodeCount::INFO.name, 0)?,
+                notify: module.kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
+                dispatch: module.kernel(InternodeDispatch::INFO.name, shared_limit)?,
+                combine: module.kernel(InternodeCombine::INFO.name, shared_limit)?,
+            }
+        } else {
+            ModeKernels::Intranode {
+                notify: module.kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
+                dispatch: module.kernel(Dispatch::INFO.name, shared_limit)?,
+                combine: module.kernel(CombineBf16::INFO.name, shared_limit)?,
+            }
+        };
         Ok(Kernels {
             dispatch_layout: module.kernel(DispatchLayout::INFO.name, shared_limit)?,
-            notify: module.kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
-            dispatch: module.kernel(Dispatch::INFO.name, shared_limit)?,
             stage_combine: module.kernel(StageCombine::INFO.name, 0)?,
-            combine_bf16: module.kernel(CombineBf16::INFO.name, shared_limit)?,
+            mode,
             combine_f32: OnceLock::new(),
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
@@ -173,18 +198,34 @@ impl Kernels {
         let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales)).next_multiple_of(128);
-        let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.shared_limit());
+        let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.ring_limit());
         (ring, piece_bytes)
     }
 
     pub fn combine_ring(&self, row_bytes: u32, num_sms: u32) -> RingShape {
         let t = &self.tuning;
-        let warps = t.combine_warps.min(COMBINE_WARPS / num_sms).max(1);
+        let warps = t.combine_warps.min(COMBINE_WARPS / num_sms).clamp(1, self.most_combine_warps());
         // A warp's lanes take 512 bytes at a time; whole turns keep all lanes busy.
         let align = if row_bytes < 512 { 16 } else { 512 };
         let pieces = row_bytes.div_ceil(t.combine_slot_bytes / align * align);
         let bytes = row_bytes.div_ceil(pieces).next_multiple_of(align);
-        RingShape::fit(bytes, warps, t.combine_slots, self.shared_limit())
+        RingShape::fit(bytes, warps, t.combine_slots, self.ring_limit())
+    }
+
+    /// Shared memory for rings: across nodes, each block keeps a word for each of its warps beside them.
+    fn ring_limit(&self) -> u32 {
+        match self.mode {
+            ModeKernels::Intranode { .. } => self.shared_limit(),
+            ModeKernels::Internode { .. } => self.shared_limit() - PROGRESS_BYTES,
+        }
+    }
+
+    /// Across nodes the kernel is launched with a warp more, and keeps more in registers.
+    fn most_combine_warps(&self) -> u32 {
+        match self.mode {
+            ModeKernels::Intranode { .. } => 16,
+            ModeKernels::Internode { .. } => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
+        }
     }
 }
 

@@ -22,6 +22,7 @@ pub struct DispatchLayout {
     pub(super) num_topk: u32,
     pub(super) num_experts: u32,
     num_ranks: u32,
+    num_nodes: u32,
     event: Option<Arc<Event>>,
 }
 
@@ -29,6 +30,7 @@ pub struct DispatchLayout {
 pub(super) struct Places {
     pub invalid: DevicePtr,
     pub num_tokens_per_rank: DevicePtr,
+    pub num_tokens_per_rdma_rank: DevicePtr,
     pub num_tokens_per_expert: DevicePtr,
     pub is_token_in_rank: DevicePtr,
 }
@@ -37,6 +39,12 @@ impl DispatchLayout {
     /// i32 `[num_ranks]`: tokens for each rank, each token once per rank.
     pub fn num_tokens_per_rank(&self) -> Tensor {
         self.tensor(self.places.num_tokens_per_rank, DType::I32, &[self.num_ranks as u64])
+    }
+
+    /// i32 `[num_nodes]`: tokens for each node, each token once per node, the own node included; `None` with one node.
+    pub fn num_tokens_per_rdma_rank(&self) -> Option<Tensor> {
+        let shape = [self.num_nodes as u64];
+        (self.num_nodes > 1).then(|| self.tensor(self.places.num_tokens_per_rdma_rank, DType::I32, &shape))
     }
 
     /// i32 `[num_experts]`: selections of each expert.
@@ -106,6 +114,7 @@ impl Buffer {
         let mut pieces = Pieces::default();
         let invalid = pieces.push(8);
         let per_rank = pieces.push(ranks * 4);
+        let per_node = pieces.push(self.num_nodes as u64 * 4);
         let per_expert = pieces.push(num_experts as u64 * 4);
         let in_rank = pieces.push(tokens * ranks);
         let block = Arc::new(self.arena.take(pieces.bytes())?);
@@ -113,12 +122,14 @@ impl Buffer {
         let places = Places {
             invalid: at(invalid),
             num_tokens_per_rank: at(per_rank),
+            num_tokens_per_rdma_rank: at(per_node),
             num_tokens_per_expert: at(per_expert),
             is_token_in_rank: at(in_rank),
         };
         let args = LayoutArgs {
             topk_idx: topk_idx.ptr(),
             num_tokens_per_rank: places.num_tokens_per_rank,
+            num_tokens_per_rdma_rank: places.num_tokens_per_rdma_rank,
             num_tokens_per_expert: places.num_tokens_per_expert,
             is_token_in_rank: places.is_token_in_rank,
             invalid: places.invalid,
@@ -126,8 +137,10 @@ impl Buffer {
             num_topk: num_topk as u32,
             num_experts,
             num_ranks: self.num_ranks,
+            ranks_per_node: self.num_ranks / self.num_nodes,
+            reserved: 0,
         };
-        let shared = (self.num_ranks + num_experts) * 4;
+        let shared = (self.num_ranks + num_experts + self.num_nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
         let event = self.run(order, |buffer, stream| {
             // SAFETY: the block is held by the result and the tensor by the caller; the arena orders reuse.
@@ -144,6 +157,7 @@ impl Buffer {
             num_topk: num_topk as u32,
             num_experts,
             num_ranks: self.num_ranks,
+            num_nodes: self.num_nodes,
             event: event.map(Arc::new),
         })
     }

@@ -24,13 +24,14 @@ mod pool;
 mod scratch;
 mod tensor;
 mod trace;
+mod wire;
 
 pub use buffer::{Buffer, BufferOptions, BufferShape};
 pub use ceiling::{CeilingShape, Direction};
 pub use combine::{CombineOutput, CombineRequest, CombineRows};
 pub use config::{Config, low_latency_rdma_size_hint};
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchOutput, DispatchRequest};
-pub use handle::DispatchHandle;
+pub use handle::{DispatchHandle, InternodeHandle, IntranodeHandle};
 pub use kernels::Tuning;
 pub use layout::DispatchLayout;
 pub use order::StreamOrder;

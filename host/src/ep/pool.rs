@@ -1,33 +1,59 @@
 //! Sizes and places in the pool, the one allocation per rank that its peers map.
 
 use epoxide_gpu::layout::{
-    Control, MAX_RANKS, MAX_TOPK, PoolLayout, ROW_ALIGN, message, message_offset, row_stride,
+    Control, MAX_RANKS, MAX_TOPK, PoolLayout, ROW_ALIGN, message_offset, relay_message, row_stride,
 };
 
 use super::BufferShape;
 use crate::error::{Error, Result};
 
+/// How ranks are spread over nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct World {
+    pub ranks: u32,
+    pub ranks_per_node: u32,
+}
+
+impl World {
+    pub fn nodes(&self) -> u32 {
+        self.ranks / self.ranks_per_node
+    }
+
+    /// Bytes of the count messages in a pool: one from each rank.
+    fn message_bytes(&self) -> u64 {
+        match self.nodes() {
+            1 => message_offset(MAX_RANKS as u32, 0),
+            _ => self.ranks as u64 * relay_message::WORDS as u64 * 8,
+        }
+    }
+
+    /// Bytes of a row's source, which only matters across nodes.
+    fn meta_bytes(&self) -> u64 {
+        if self.nodes() == 1 { 0 } else { 8 }
+    }
+}
+
 /// Bytes at the start of every pool: control words and count messages.
-fn fixed_bytes() -> u64 {
-    (size_of::<Control>() as u64 + message_offset(MAX_RANKS as u32, 0)).next_multiple_of(ROW_ALIGN)
+fn fixed_bytes(world: World) -> u64 {
+    (size_of::<Control>() as u64 + world.message_bytes()).next_multiple_of(ROW_ALIGN)
 }
 
 /// Bytes that one row takes in all regions together, their alignment aside.
-fn bytes_per_row(shape: &BufferShape) -> u64 {
+fn bytes_per_row(shape: &BufferShape, world: World) -> u64 {
     let (topk, scales) = (shape.max_topk as u64, shape.max_scales as u64);
-    2 * row_stride(shape.max_row_bytes) + scales * 4 + topk * (8 + 4 + 4) + 4
+    2 * row_stride(shape.max_row_bytes) + scales * 4 + topk * (8 + 4 + 4) + 4 + world.meta_bytes()
 }
 
 /// Regions that each may lose up to one alignment.
-const REGIONS: u64 = 8;
+const REGIONS: u64 = 9;
 
 /// The bytes of a pool with room for `rows` rows.
-pub(super) fn pool_bytes(shape: &BufferShape, rows: u64) -> u64 {
-    fixed_bytes() + rows * bytes_per_row(shape) + REGIONS * ROW_ALIGN
+pub(super) fn pool_bytes(shape: &BufferShape, world: World, rows: u64) -> u64 {
+    fixed_bytes(world) + rows * bytes_per_row(shape, world) + REGIONS * ROW_ALIGN
 }
 
 /// The layout of a pool with the rows that `shape` asks for, or with as many as fit in `limit` bytes.
-pub(super) fn pool_layout(shape: &BufferShape, num_ranks: u32, limit: Option<u64>) -> Result<PoolLayout> {
+pub(super) fn pool_layout(shape: &BufferShape, world: World, limit: Option<u64>) -> Result<PoolLayout> {
     if shape.max_row_bytes == 0 || !shape.max_row_bytes.is_multiple_of(16) {
         return Err(Error::argument(
             "hidden",
@@ -38,11 +64,11 @@ pub(super) fn pool_layout(shape: &BufferShape, num_ranks: u32, limit: Option<u64
     if shape.max_topk == 0 || shape.max_topk > MAX_TOPK {
         return Err(Error::argument("num_topk", shape.max_topk, format!("must be 1 to {MAX_TOPK}")));
     }
-    let wanted = shape.max_tokens_per_rank as u64 * num_ranks as u64;
+    let wanted = shape.max_tokens_per_rank as u64 * world.ranks as u64;
     let rows = match limit {
         None => wanted,
         Some(limit) => {
-            let least = pool_bytes(shape, 1);
+            let least = pool_bytes(shape, world, 1);
             if limit < least {
                 return Err(Error::Capacity {
                     what: "num_nvl_bytes",
@@ -52,14 +78,14 @@ pub(super) fn pool_layout(shape: &BufferShape, num_ranks: u32, limit: Option<u64
                     remedy: "give at least room for one row, or leave num_nvl_bytes out".into(),
                 });
             }
-            ((limit - pool_bytes(shape, 0)) / bytes_per_row(shape)).min(i32::MAX as u64)
+            ((limit - pool_bytes(shape, world, 0)) / bytes_per_row(shape, world)).min(i32::MAX as u64)
         }
     };
     if rows > i32::MAX as u64 {
         return Err(Error::argument(
             "max_tokens_per_rank",
             shape.max_tokens_per_rank,
-            format!("{wanted} rows for {num_ranks} ranks do not fit in 31 bits"),
+            format!("{wanted} rows for {} ranks do not fit in 31 bits", world.ranks),
         ));
     }
 
@@ -71,12 +97,13 @@ pub(super) fn pool_layout(shape: &BufferShape, num_ranks: u32, limit: Option<u64
     };
     let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes));
     let mut layout = PoolLayout {
-        messages: place(MAX_RANKS as u64 * message::WORDS as u64 * 8),
+        messages: place(world.message_bytes()),
         recv_x: place(rows * stride),
         recv_scales: place(rows * shape.max_scales as u64 * 4),
         recv_topk_idx: place(rows * topk * 8),
         recv_topk_weights: place(rows * topk * 4),
         recv_src_idx: place(rows * 4),
+        recv_src_meta: place(rows * world.meta_bytes()),
         combine_x: place(rows * stride),
         combine_weights: place(rows * topk * 4),
         rows,
@@ -93,9 +120,23 @@ mod tests {
     const SHAPE: BufferShape =
         BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 56 };
 
+    fn one_node(ranks: u32) -> World {
+        World { ranks, ranks_per_node: ranks }
+    }
+
+    #[test]
+    fn across_nodes_every_rank_has_a_message_and_rows_a_source() {
+        let world = World { ranks: 16, ranks_per_node: 8 };
+        let layout = pool_layout(&SHAPE, world, None).unwrap();
+        assert_eq!(layout.rows, 65536);
+        assert!(layout.recv_x - layout.messages >= 16 * relay_message::WORDS as u64 * 8);
+        assert!(layout.combine_x - layout.recv_src_meta >= 65536 * 8);
+        assert!(layout.bytes <= pool_bytes(&SHAPE, world, layout.rows));
+    }
+
     #[test]
     fn the_benchmark_shape_fits_in_its_budget() {
-        let layout = pool_layout(&SHAPE, 8, None).unwrap();
+        let layout = pool_layout(&SHAPE, one_node(8), None).unwrap();
         assert_eq!(layout.rows, 32768);
         assert!(layout.bytes < 1_300_000_000, "{} bytes", layout.bytes);
     }
@@ -103,18 +144,18 @@ mod tests {
     #[test]
     fn a_limit_is_kept_and_used() {
         for limit in [200_000u64, 1_000_000, 335_712_000] {
-            let layout = pool_layout(&SHAPE, 8, Some(limit)).unwrap();
+            let layout = pool_layout(&SHAPE, one_node(8), Some(limit)).unwrap();
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
-            assert!(pool_bytes(&SHAPE, layout.rows + 1) > limit);
+            assert!(pool_bytes(&SHAPE, one_node(8), layout.rows + 1) > limit);
         }
     }
 
     #[test]
     fn regions_do_not_overlap() {
-        let l = pool_layout(&SHAPE, 3, None).unwrap();
+        let l = pool_layout(&SHAPE, one_node(3), None).unwrap();
         let places = [
             (0, size_of::<Control>() as u64),
-            (l.messages, MAX_RANKS as u64 * message::WORDS as u64 * 8),
+            (l.messages, message_offset(MAX_RANKS as u32, 0)),
             (l.recv_x, l.rows * 14336),
             (l.recv_scales, l.rows * 56 * 4),
             (l.recv_topk_idx, l.rows * 64),

@@ -78,9 +78,9 @@ impl Buffer {
         }
         Ok((launches, trace.dropped))
     }
+}
 
-    /// What the next launch gets as `Comm::trace`.
-    pub(super) fn trace_place(&mut self, operation: &'static str, blocks: u32) -> DevicePtr {
-        self.trace.as_mut().map_or(DevicePtr::NULL, |trace| trace.place(operation, blocks))
-    }
+/// Where a launch writes its times; null where nobody asked for them.
+pub(super) fn trace_place(trace: &mut Option<Trace>, operation: &'static str, blocks: u32) -> DevicePtr {
+    trace.as_mut().map_or(DevicePtr::NULL, |trace| trace.place(operation, blocks))
 }

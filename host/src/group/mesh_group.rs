@@ -201,6 +201,13 @@ impl ProcessGroup for MeshGroup {
         self.call(Call::Broadcast { root, data }, self.options.timeout)?.data()
     }
 
+    fn split(&self, color: u64) -> Result<Arc<dyn ProcessGroup>> {
+        match self.split_group(Some(color), self.rank() as i64)? {
+            Some(group) => Ok(Arc::new(group)),
+            None => Err(Error::os("split", "a rank with a color got no group")),
+        }
+    }
+
     fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>> {
         if fds.len() > fds::MAX_FDS {
             let rule =

@@ -29,6 +29,7 @@ mod work;
 
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use collectives::{Call, Message, Operation, Outcome, P2p};
@@ -37,6 +38,7 @@ pub use env::{RANK, STORE, WORLD_SIZE, rendezvous};
 pub use fds::MAX_FDS;
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
+pub(crate) use mesh::interface_address;
 pub use mesh::{SOCKET_IFNAME, Sockets};
 pub use mesh_group::{Connect, MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;
@@ -77,6 +79,17 @@ pub trait ProcessGroup: Send + Sync + Debug {
     /// entry is duplicated too. At most [`MAX_FDS`] per rank; counts may differ between ranks. The results are
     /// close-on-exec.
     fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>>;
+
+    /// The group of those ranks that give the same `color`, in the order of their ranks. Collective.
+    ///
+    /// # Errors
+    /// By default [`Error::Unavailable`](crate::Error::Unavailable): not every group can be split.
+    fn split(&self, _color: u64) -> Result<Arc<dyn ProcessGroup>> {
+        Err(crate::error::Error::Unavailable {
+            what: format!("a part of group {:?}", self.name()),
+            reason: format!("its backend, {}, cannot split it; use a MeshGroup", self.backend()),
+        })
+    }
 
     /// The group's name.
     fn name(&self) -> &str {

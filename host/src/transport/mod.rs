@@ -1,16 +1,39 @@
 //! How bytes cross nodes: ordered queues of puts between the wire memories of two ranks.
 //!
-//! A kernel posts [`PutRequest`](epoxide_gpu::layout::PutRequest)s to a ring; a proxy thread takes them out and gives them to a
-//! [`Queue`]. The only order to build on is that of one queue: a put's bytes are visible at the peer before its counter,
-//! and its counter before that of the next put. Nothing is ordered between queues.
+//! A kernel posts [`PutRequest`](epoxide_gpu::layout::PutRequest)s to a ring; a proxy thread ([`Proxies`]) takes them out
+//! and gives them to a [`Queue`]. The only order to build on is that of one queue: a put's bytes are visible at the peer
+//! before its counter, and its counter before that of the next put. Nothing is ordered between queues.
+//!
+//! [`connect`] makes the queues. Leaving is ordered: the ranks wait until all they posted has left and arrived, meet at a
+//! barrier, and then close; a rank that closes earlier fails its peers' later puts.
+
+mod greeting;
+mod proxy;
+mod shaping;
+mod shm;
+mod staging;
+mod tcp;
+#[cfg(test)]
+mod tests;
 
 use std::fmt::Debug;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::error::Result;
+pub use proxy::{Proxies, Proxy, PutTrace, QueueStats};
+pub use shaping::{Shaped, Shaping};
+
+use crate::driver::{DevicePtr, Memory};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+
+/// How often a wait looks whether it was interrupted.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes from the start of wire memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Put {
     /// Where the bytes are here.
     pub from: u64,
@@ -24,12 +47,32 @@ pub struct Put {
     pub value: u64,
 }
 
+impl Put {
+    /// Refuses what reaches beyond wire memory of `memory` bytes, at either end. Every queue asks before it touches memory.
+    pub(crate) fn check(&self, memory: u64) -> Result<(), String> {
+        let outside = |at: u64, bytes: u64| at.checked_add(bytes).is_none_or(|end| end > memory);
+        let rule = if self.bytes > 0 && outside(self.from, self.bytes) {
+            "from + bytes"
+        } else if self.bytes > 0 && outside(self.to, self.bytes) {
+            "to + bytes"
+        } else if outside(self.counter, 8) {
+            "counter + 8"
+        } else if !self.counter.is_multiple_of(8) {
+            return Err(format!("{self:?}: counter must be a multiple of 8"));
+        } else {
+            return Ok(());
+        };
+        Err(format!("{self:?}: {rule} must be within the {memory} bytes of wire memory"))
+    }
+}
+
 /// An ordered queue to one peer. One thread uses it.
 pub trait Queue: Send + Debug {
     /// Starts the puts, in order, as one batch. May wait for the network, not longer than the queue's timeout.
     ///
     /// # Errors
-    /// The peer said goodbye, died, or cannot be reached; the queue is of no use from then on.
+    /// The peer said goodbye, died, or cannot be reached, or a put reaches beyond wire memory; the queue is of no use from
+    /// then on.
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()>;
 
     /// How many puts, of all posted so far, have left: the memory that their bytes came from may be written again. Does not
@@ -39,6 +82,233 @@ pub trait Queue: Send + Debug {
     /// Waits until all puts have left.
     fn quiet(&mut self, timeout: Duration) -> Result<()>;
 
-    /// Says goodbye: nothing is put after it.
+    /// Says goodbye: nothing is put after it. A queue that is dropped without it looks to the peer like one whose rank died.
     fn close(&mut self);
+
+    /// Ends the waits of the thread that uses the queue. A queue that waits looks at it every few milliseconds; one that
+    /// never does can do with this default.
+    fn interrupt(&self) -> Interrupt {
+        Interrupt::default()
+    }
+}
+
+/// Ends the waits of a queue, from any thread; clones are the same. The queue is of no use afterwards.
+#[derive(Debug, Clone, Default)]
+pub struct Interrupt(Arc<AtomicBool>);
+
+impl Interrupt {
+    /// Ends the current wait and all later ones.
+    pub fn raise(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether it was raised.
+    pub fn is_raised(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// What carries the bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum TransportKind {
+    /// Shared memory: the ranks are on one host and play several nodes.
+    Shm,
+    /// TCP connections, over any network.
+    Tcp,
+}
+
+impl TransportKind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            TransportKind::Shm => "shm",
+            TransportKind::Tcp => "tcp",
+        }
+    }
+}
+
+impl std::fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for TransportKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<TransportKind> {
+        [TransportKind::Shm, TransportKind::Tcp]
+            .into_iter()
+            .find(|kind| kind.name() == text)
+            .ok_or_else(|| Error::argument("transport", text, "give shm (ranks of one host) or tcp"))
+    }
+}
+
+/// How ranks are connected.
+#[derive(Debug, Clone)]
+pub struct TransportOptions {
+    /// What carries the bytes; the same on every rank.
+    pub kind: TransportKind,
+    /// Queues to each peer, 1 to [`MAX_QUEUES`]; the same on every rank.
+    pub queues_per_peer: u32,
+    /// Makes the queues of this rank worse than they are, for tests.
+    pub shaping: Option<Shaping>,
+    /// How long a put waits for the network.
+    pub timeout: Duration,
+}
+
+/// Most queues to a peer.
+pub const MAX_QUEUES: u32 = 64;
+
+impl TransportOptions {
+    /// One queue per peer, not shaped, 30 s.
+    pub fn new(kind: TransportKind) -> TransportOptions {
+        TransportOptions { kind, queues_per_peer: 1, shaping: None, timeout: Duration::from_secs(30) }
+    }
+}
+
+/// A queue, and where it leads.
+#[derive(Debug)]
+pub struct Link {
+    /// The rank at the other end.
+    pub peer: u32,
+    /// Its index among the queues to this peer.
+    pub index: u32,
+    /// The queue.
+    pub queue: Box<dyn Queue>,
+}
+
+/// The side of a transport where the peers' puts come in. Dropping it without [`Receiving::close`] looks like a death.
+pub(crate) trait Receiving: Send + Sync + Debug {
+    /// The first thing that went wrong.
+    fn failure(&self) -> Option<Error>;
+
+    /// Tells the peers that nothing is taken any more, and ends all threads.
+    fn close(&mut self);
+}
+
+/// All queues of a rank, and what receives from its peers. Closed on drop.
+#[derive(Debug)]
+pub struct Links {
+    /// In ascending order of (queue, peer).
+    links: Vec<Link>,
+    receiving: Box<dyn Receiving>,
+}
+
+impl Links {
+    /// The queues, in ascending order of (queue, peer).
+    pub fn queues(&mut self) -> &mut [Link] {
+        &mut self.links
+    }
+
+    /// What went wrong on the receiving side: a peer that died without a goodbye, or one that sent what is refused.
+    pub fn failure(&self) -> Option<Error> {
+        self.receiving.failure()
+    }
+
+    /// Says goodbye to all peers and ends every thread. What peers put from now on fails there.
+    pub fn close(&mut self) {
+        for mut link in self.links.drain(..) {
+            link.queue.close();
+        }
+        self.receiving.close();
+    }
+
+    fn take(&mut self) -> Vec<Link> {
+        std::mem::take(&mut self.links)
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// Connects this rank to `peers`, the ranks of the group that it exchanges bytes with: ascending, without itself, and each
+/// lists this one. `memory` is this rank's wire memory, [`MemoryKind::Shareable`](crate::driver::MemoryKind::Shareable) and of
+/// the same size on every rank; it is kept until the links are closed. Collective over the group; `timeout` bounds the waits
+/// for peers, beside the group's own.
+///
+/// # Errors
+/// On every rank, where the ranks' options, sizes or versions differ or one of them cannot take part.
+pub fn connect(
+    options: &TransportOptions,
+    memory: &Arc<Memory>,
+    group: &dyn ProcessGroup,
+    peers: &[u32],
+    timeout: Duration,
+) -> Result<Links> {
+    // On the virtual GPU a device address is one of this process.
+    connect_by(options, memory, group, peers, timeout, memory.device().info().is_virtual)
+}
+
+/// [`connect`]; `direct` says whether the host itself reads and writes device memory, instead of a stream.
+fn connect_by(
+    options: &TransportOptions,
+    memory: &Arc<Memory>,
+    group: &dyn ProcessGroup,
+    peers: &[u32],
+    timeout: Duration,
+    direct: bool,
+) -> Result<Links> {
+    let setup = Setup { options, memory, group, peers, timeout, direct };
+    let mut links = match options.kind {
+        TransportKind::Shm => shm::connect(&setup)?,
+        TransportKind::Tcp => tcp::connect(&setup)?,
+    };
+    if let Some(shaping) = &options.shaping {
+        let shape = |Link { peer, index, queue }| {
+            let queue = Box::new(Shaped::new(queue, shaping, setup.place(peer), index));
+            Link { peer, index, queue }
+        };
+        links.links = links.take().into_iter().map(shape).collect();
+    }
+    Ok(links)
+}
+
+/// What [`connect`] was given.
+struct Setup<'a> {
+    options: &'a TransportOptions,
+    memory: &'a Arc<Memory>,
+    group: &'a dyn ProcessGroup,
+    peers: &'a [u32],
+    timeout: Duration,
+    direct: bool,
+}
+
+impl Setup<'_> {
+    fn place(&self, peer: u32) -> Place {
+        Place { transport: self.options.kind.name(), rank: self.group.rank(), peer }
+    }
+
+    /// (queue, peer) of every link, ascending.
+    fn pairs(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        (0..self.options.queues_per_peer).flat_map(|queue| self.peers.iter().map(move |peer| (queue, *peer)))
+    }
+}
+
+/// The two ends of a link, for errors.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    transport: &'static str,
+    rank: u32,
+    peer: u32,
+}
+
+impl Place {
+    fn error(&self, operation: &'static str, reason: impl Into<String>) -> Error {
+        let Place { transport, rank, peer } = *self;
+        Error::Transport { transport, rank, peer, operation, reason: reason.into() }
+    }
+}
+
+/// Stores a counter in device memory that the host may touch: that of a virtual GPU.
+///
+/// # Safety
+/// `base` is the first byte of live memory in which `counter` lies with its 8 bytes; it is aligned.
+unsafe fn store_counter(base: DevicePtr, counter: u64, value: u64) {
+    let word = (base.0 + counter) as *mut u64;
+    // SAFETY: passed on to the caller; whoever else reads the word does so with an atomic load.
+    unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
 }

@@ -5,7 +5,7 @@ use std::fmt::{Debug, Display};
 use epoxide::Error;
 use epoxide::driver::Stream;
 use epoxide::ep::{DispatchHandle, DispatchLayout, Element, Tensor};
-use epoxide::testing::oracle;
+use epoxide::testing::oracle::{self, InternodePlan};
 
 /// The first difference, or none.
 pub type Difference = Option<String>;
@@ -70,31 +70,104 @@ pub fn layout(
     .or(tensor(stream, "is_token_in_rank", &got.is_token_in_rank(), num_ranks, &in_rank)?))
 }
 
-/// Compares all matrices of a handle.
-pub fn handle(stream: &Stream, got: &DispatchHandle, expected: &oracle::Plan) -> Result<Difference, Error> {
-    let ranks = expected.rank_prefix_matrix.len();
-    let channels = expected.channel_prefix_matrix.first().map_or(0, Vec::len);
+/// Compares what a layout says of nodes, where there are several.
+pub fn nodes(
+    stream: &Stream,
+    got: &DispatchLayout,
+    expected: Option<&InternodePlan>,
+) -> Result<Difference, Error> {
+    match (got.num_tokens_per_rdma_rank(), expected) {
+        (None, None) => Ok(None),
+        (Some(got), Some(expected)) => {
+            let expected = &expected.num_tokens_per_rdma_rank;
+            tensor(stream, "num_tokens_per_rdma_rank", &got, expected.len(), expected)
+        }
+        (got, _) => {
+            Ok(Some(format!("num_tokens_per_rdma_rank: got {}", if got.is_some() { "some" } else { "none" })))
+        }
+    }
+}
+
+/// Compares all matrices of a handle: `internode` where there are several nodes.
+pub fn handle(
+    stream: &Stream,
+    got: &DispatchHandle,
+    expected: &oracle::Plan,
+    internode: Option<&InternodePlan>,
+) -> Result<Difference, Error> {
     let per_expert: Vec<i32> =
         expected.num_recv_tokens_per_expert.iter().map(|&count| count as i32).collect();
-    let tables = [
-        ("rank_prefix_matrix", got.rank_prefix_matrix(), ranks, expected.rank_prefix_matrix.concat()),
-        (
-            "channel_prefix_matrix",
-            got.channel_prefix_matrix(),
-            channels,
-            expected.channel_prefix_matrix.concat(),
-        ),
-        (
-            "recv_channel_prefix_matrix",
-            got.recv_channel_prefix_matrix(),
-            channels,
-            expected.recv_channel_prefix_matrix.concat(),
-        ),
-        ("send_head", got.send_head(), ranks, expected.send_head.concat()),
-        ("num_recv_tokens_per_expert", got.num_recv_tokens_per_expert(), per_expert.len(), per_expert),
-        ("num_recv_tokens", got.num_recv_tokens_on_device(), 1, vec![expected.num_recv_tokens as i32]),
+    let list = |values: &[i32]| (values.len(), values.to_vec());
+    let matrix = |rows: &[Vec<i32>]| (rows.first().map_or(0, Vec::len), rows.concat());
+    let mut tables = vec![
+        ("send_head", got.send_head(), matrix(&expected.send_head)),
+        ("num_recv_tokens_per_expert", got.num_recv_tokens_per_expert(), list(&per_expert)),
+        ("num_recv_tokens", got.num_recv_tokens_on_device(), list(&[expected.num_recv_tokens as i32])),
     ];
-    for (what, got, columns, expected) in tables {
+    if let Some(got) = got.intranode() {
+        let all = [
+            ("rank_prefix_matrix", got.rank_prefix_matrix(), &expected.rank_prefix_matrix),
+            ("channel_prefix_matrix", got.channel_prefix_matrix(), &expected.channel_prefix_matrix),
+            (
+                "recv_channel_prefix_matrix",
+                got.recv_channel_prefix_matrix(),
+                &expected.recv_channel_prefix_matrix,
+            ),
+        ];
+        tables.extend(all.map(|(what, got, rows)| (what, got, matrix(rows))));
+    }
+    match (got.internode(), internode) {
+        (Some(got), Some(expected)) => {
+            let sums = [
+                (
+                    "recv_rdma_rank_prefix_sum",
+                    got.recv_rdma_rank_prefix_sum(),
+                    &expected.recv_rdma_rank_prefix_sum,
+                ),
+                (
+                    "recv_gbl_rank_prefix_sum",
+                    got.recv_gbl_rank_prefix_sum(),
+                    &expected.recv_gbl_rank_prefix_sum,
+                ),
+            ];
+            tables.extend(sums.map(|(what, got, values)| (what, got, list(values))));
+            let all = [
+                (
+                    "rdma_channel_prefix_matrix",
+                    got.rdma_channel_prefix_matrix(),
+                    &expected.rdma_channel_prefix_matrix,
+                ),
+                (
+                    "gbl_channel_prefix_matrix",
+                    got.gbl_channel_prefix_matrix(),
+                    &expected.gbl_channel_prefix_matrix,
+                ),
+                (
+                    "recv_rdma_channel_prefix_matrix",
+                    got.recv_rdma_channel_prefix_matrix(),
+                    &expected.recv_rdma_channel_prefix_matrix,
+                ),
+                (
+                    "recv_gbl_channel_prefix_matrix",
+                    got.recv_gbl_channel_prefix_matrix(),
+                    &expected.recv_gbl_channel_prefix_matrix,
+                ),
+                ("send_rdma_head", got.send_rdma_head(), &expected.send_rdma_head),
+                ("send_nvl_head", got.send_nvl_head(stream)?, &expected.send_nvl_head),
+            ];
+            tables.extend(all.map(|(what, got, rows)| (what, got, matrix(rows))));
+        }
+        (None, None) => {}
+        (got, expected) => {
+            let words = |some: bool| if some { "several nodes" } else { "one node" };
+            return Ok(Some(format!(
+                "handle: expected one of {}, got one of {}",
+                words(expected.is_some()),
+                words(got.is_some())
+            )));
+        }
+    }
+    for (what, got, (columns, expected)) in tables {
         let difference = tensor(stream, what, &got, columns, &expected)?;
         if difference.is_some() {
             return Ok(difference);

@@ -12,7 +12,7 @@ use epoxide::ep::{
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
-use epoxide_gpu::layout::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_TOPK};
+use epoxide_gpu::layout::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
 use serde::Serialize;
 
 use crate::options::DeviceKind;
@@ -49,8 +49,8 @@ struct HandleArgs {
     #[arg(long, value_name = "P", value_parser = value_parser!(u32).range(1..=MAX_RANKS as i64))]
     ranks_per_node: u32,
 
-    /// Nodes; only 1 so far
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    /// Nodes; rank r is on node r / P
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u32).range(1..=MAX_NODES as i64))]
     nodes: u32,
 
     /// Channels that each rank cuts its tokens into
@@ -65,6 +65,12 @@ struct HandleArgs {
     /// Expert counts are rounded up to multiples of this
     #[arg(long, value_name = "A", default_value_t = 1, value_parser = value_parser!(u32).range(1..=1 << 20))]
     expert_alignment: u32,
+}
+
+impl HandleArgs {
+    fn num_ranks(&self) -> u32 {
+        self.nodes * self.ranks_per_node
+    }
 }
 
 /// Runs the command.
@@ -99,8 +105,9 @@ fn parse(args: &HandleArgs, name: &str, text: &str) -> Result<Selections> {
         Stop::usage(format!("--topk {name}: {error}; expected [[[ids of token 0], ..] of rank 0, ..]"))
     })?;
     let wrong = |place: String, rule: String| Err(Stop::usage(format!("--topk {name}: {place}: {rule}")));
-    if ranks.len() != args.ranks_per_node as usize {
-        let rule = format!("--ranks-per-node {} asks for as many", args.ranks_per_node);
+    let (nodes, per_node) = (args.nodes, args.ranks_per_node);
+    if ranks.len() != args.num_ranks() as usize {
+        let rule = format!("--nodes {nodes} with --ranks-per-node {per_node} are {} ranks", args.num_ranks());
         return wrong(format!("{} ranks", ranks.len()), rule);
     }
     let mut first: Option<(usize, usize, usize)> = None;
@@ -143,23 +150,44 @@ struct RankInspection {
     num_tokens_per_rank: Vec<i32>,
     num_tokens_per_expert: Vec<i32>,
     is_token_in_rank: Vec<Vec<u8>>,
-    rank_prefix_matrix: Vec<Vec<i32>>,
-    channel_prefix_matrix: Vec<Vec<i32>>,
-    recv_channel_prefix_matrix: Vec<Vec<i32>>,
+    #[serde(flatten)]
+    channels: Channels,
     recv_src_idx: Vec<i32>,
     recv_topk_idx: Vec<Vec<i64>>,
     num_recv_tokens_per_expert: Vec<u32>,
     num_recv_tokens: u32,
 }
 
+/// What differs between one node and several.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+enum Channels {
+    OneNode {
+        rank_prefix_matrix: Vec<Vec<i32>>,
+        channel_prefix_matrix: Vec<Vec<i32>>,
+        recv_channel_prefix_matrix: Vec<Vec<i32>>,
+    },
+    Nodes(Box<AcrossNodes>),
+}
+
+/// What a handle has where there are several nodes.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct AcrossNodes {
+    num_tokens_per_rdma_rank: Vec<i32>,
+    rdma_channel_prefix_matrix: Vec<Vec<i32>>,
+    gbl_channel_prefix_matrix: Vec<Vec<i32>>,
+    recv_rdma_channel_prefix_matrix: Vec<Vec<i32>>,
+    recv_rdma_rank_prefix_sum: Vec<i32>,
+    recv_gbl_channel_prefix_matrix: Vec<Vec<i32>>,
+    recv_gbl_rank_prefix_sum: Vec<i32>,
+    /// Of each row, its source node and a bit for each rank of the own node that has the token.
+    recv_src_meta: Vec<[i32; 2]>,
+    send_rdma_head: Vec<Vec<i32>>,
+    send_nvl_head: Vec<Vec<i32>>,
+}
+
 fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
-    if args.nodes != 1 {
-        let nodes = args.nodes;
-        return Err(Stop::usage(format!(
-            "--nodes {nodes}: not built yet: intranode only in this version, so --nodes 1"
-        )));
-    }
-    let (ranks, experts) = (args.ranks_per_node, args.experts);
+    let (ranks, experts) = (args.num_ranks(), args.experts);
     if experts == 0 || !experts.is_multiple_of(ranks) || experts / ranks > MAX_LOCAL_EXPERTS {
         return Err(Stop::usage(format!(
             "--experts {experts}: must be a positive multiple of the {ranks} ranks, at most {MAX_LOCAL_EXPERTS} for each"
@@ -170,8 +198,9 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
     let max_tokens_per_rank = u32::try_from(most)
         .map_err(|_| Stop::usage(format!("--topk {name}: {most} tokens on one rank are too many")))?;
     let options = BufferOptions {
-        config: Config::with_sms(2 * args.channels)?,
+        config: Config::with_sms(2 * args.channels)?.for_nodes(args.nodes),
         timeout: TIMEOUT,
+        ranks_per_node: Some(args.ranks_per_node),
         ..BufferOptions::new(BufferShape {
             max_tokens_per_rank,
             max_row_bytes: HIDDEN * DType::Bf16.size(),
@@ -220,17 +249,39 @@ fn inspect_rank(
     buffer.check()?;
 
     let handle = &output.handle;
-    let (recv_src_idx, recv_topk_idx) = (output.recv_src_idx.as_ref(), output.recv_topk_idx.as_ref());
-    let missing = || Stop::failed("dispatch gave no recv_src_idx or recv_topk_idx");
+    let given =
+        |tensor: Option<Tensor>, name| tensor.ok_or_else(|| Stop::failed(format!("dispatch gave no {name}")));
+    let channels = match (handle.intranode(), handle.internode()) {
+        (Some(intranode), _) => Channels::OneNode {
+            rank_prefix_matrix: rows(&stream, &intranode.rank_prefix_matrix())?,
+            channel_prefix_matrix: rows(&stream, &intranode.channel_prefix_matrix())?,
+            recv_channel_prefix_matrix: rows(&stream, &intranode.recv_channel_prefix_matrix())?,
+        },
+        (None, Some(internode)) => {
+            let per_node = given(layout.num_tokens_per_rdma_rank(), "num_tokens_per_rdma_rank")?;
+            let meta = given(output.recv_src_meta, "recv_src_meta")?.to_host::<i32>(&stream)?;
+            Channels::Nodes(Box::new(AcrossNodes {
+                num_tokens_per_rdma_rank: per_node.to_host(&stream)?,
+                rdma_channel_prefix_matrix: rows(&stream, &internode.rdma_channel_prefix_matrix())?,
+                gbl_channel_prefix_matrix: rows(&stream, &internode.gbl_channel_prefix_matrix())?,
+                recv_rdma_channel_prefix_matrix: rows(&stream, &internode.recv_rdma_channel_prefix_matrix())?,
+                recv_rdma_rank_prefix_sum: internode.recv_rdma_rank_prefix_sum().to_host(&stream)?,
+                recv_gbl_channel_prefix_matrix: rows(&stream, &internode.recv_gbl_channel_prefix_matrix())?,
+                recv_gbl_rank_prefix_sum: internode.recv_gbl_rank_prefix_sum().to_host(&stream)?,
+                recv_src_meta: meta.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect(),
+                send_rdma_head: rows(&stream, &internode.send_rdma_head())?,
+                send_nvl_head: rows(&stream, &internode.send_nvl_head(&stream)?)?,
+            }))
+        }
+        (None, None) => return Err(Stop::failed("dispatch gave neither kind of matrices")),
+    };
     Ok(RankInspection {
         num_tokens_per_rank: layout.num_tokens_per_rank().to_host(&stream)?,
         num_tokens_per_expert: layout.num_tokens_per_expert().to_host(&stream)?,
         is_token_in_rank: rows(&stream, &layout.is_token_in_rank())?,
-        rank_prefix_matrix: rows(&stream, &handle.rank_prefix_matrix())?,
-        channel_prefix_matrix: rows(&stream, &handle.channel_prefix_matrix())?,
-        recv_channel_prefix_matrix: rows(&stream, &handle.recv_channel_prefix_matrix())?,
-        recv_src_idx: recv_src_idx.ok_or_else(missing)?.to_host(&stream)?,
-        recv_topk_idx: rows(&stream, recv_topk_idx.ok_or_else(missing)?)?,
+        channels,
+        recv_src_idx: given(output.recv_src_idx, "recv_src_idx")?.to_host(&stream)?,
+        recv_topk_idx: rows(&stream, &given(output.recv_topk_idx, "recv_topk_idx")?)?,
         num_recv_tokens_per_expert: output.num_recv_tokens_per_expert.clone(),
         num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
     })
@@ -275,13 +326,31 @@ mod tests {
         let routing = Routing { num_experts: args.experts, num_topk: num_topk as u32, topk_idx: ranks };
         let rank = |rank| {
             let plan = oracle::plan(&routing, rank, args.channels, args.expert_alignment);
+            let nodes = oracle::Nodes::new(&routing, args.ranks_per_node).plan(rank, args.channels);
+            let channels = match args.nodes {
+                1 => Channels::OneNode {
+                    rank_prefix_matrix: plan.rank_prefix_matrix,
+                    channel_prefix_matrix: plan.channel_prefix_matrix,
+                    recv_channel_prefix_matrix: plan.recv_channel_prefix_matrix,
+                },
+                _ => Channels::Nodes(Box::new(AcrossNodes {
+                    num_tokens_per_rdma_rank: nodes.num_tokens_per_rdma_rank,
+                    rdma_channel_prefix_matrix: nodes.rdma_channel_prefix_matrix,
+                    gbl_channel_prefix_matrix: nodes.gbl_channel_prefix_matrix,
+                    recv_rdma_channel_prefix_matrix: nodes.recv_rdma_channel_prefix_matrix,
+                    recv_rdma_rank_prefix_sum: nodes.recv_rdma_rank_prefix_sum,
+                    recv_gbl_channel_prefix_matrix: nodes.recv_gbl_channel_prefix_matrix,
+                    recv_gbl_rank_prefix_sum: nodes.recv_gbl_rank_prefix_sum,
+                    recv_src_meta: nodes.recv_src_meta,
+                    send_rdma_head: nodes.send_rdma_head,
+                    send_nvl_head: nodes.send_nvl_head,
+                })),
+            };
             RankInspection {
                 num_tokens_per_rank: plan.layout.num_tokens_per_rank,
                 num_tokens_per_expert: plan.layout.num_tokens_per_expert,
                 is_token_in_rank: plan.layout.is_token_in_rank,
-                rank_prefix_matrix: plan.rank_prefix_matrix,
-                channel_prefix_matrix: plan.channel_prefix_matrix,
-                recv_channel_prefix_matrix: plan.recv_channel_prefix_matrix,
+                channels,
                 recv_src_idx: plan.recv_src.iter().map(|&(_, token)| token as i32).collect(),
                 recv_topk_idx: plan.recv_topk_idx,
                 num_recv_tokens_per_expert: plan.num_recv_tokens_per_expert,
@@ -331,11 +400,63 @@ mod tests {
     }
 
     #[test]
+    fn the_worked_example_on_two_nodes_by_hand() {
+        let line = "--nodes 2 --ranks-per-node 2 --channels 2 --experts 8";
+        let got = serde_json::to_value(run(line, WORKED_EXAMPLE).unwrap()).unwrap();
+        let ranks = got["ranks"].as_array().unwrap();
+        assert_eq!(ranks.len(), 4);
+        let rank_0 = json!({
+            "num_tokens_per_rank": [2, 1, 1, 2],
+            "num_tokens_per_expert": [1, 1, 0, 1, 0, 1, 2, 1],
+            "is_token_in_rank": [[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]],
+            "num_tokens_per_rdma_rank": [3, 3],
+            "rdma_channel_prefix_matrix": [[2, 3], [2, 3]],
+            "gbl_channel_prefix_matrix": [[1, 2], [1, 1], [1, 1], [1, 2]],
+            "recv_rdma_channel_prefix_matrix": [[2, 3], [2, 3]],
+            "recv_rdma_rank_prefix_sum": [3, 6],
+            "recv_gbl_channel_prefix_matrix": [[0, 1], [2, 3], [4, 6], [6, 7]],
+            "recv_gbl_rank_prefix_sum": [2, 4, 6, 8],
+            "recv_src_meta": [[0, 1], [0, 1], [0, 1], [0, 1], [1, 1], [1, 3], [1, 3], [1, 1]],
+            "send_rdma_head": [[0, 0], [1, 1], [-1, 0], [0, -1]],
+            "send_nvl_head": [[0, -1], [-1, 0], [0, -1], [0, -1], [1, 0], [-1, 0]],
+            "recv_src_idx": [0, 3, 1, 2, 0, 1, 0, 2],
+            "recv_topk_idx": [[0, -1], [1, -1], [-1, 1], [0, 1], [-1, 0], [1, -1], [0, -1], [-1, 1]],
+            "num_recv_tokens_per_expert": [4, 5],
+            "num_recv_tokens": 8,
+        });
+        assert_eq!(ranks[0], rank_0);
+        let rank_3 = json!({
+            "num_tokens_per_rank": [2, 2, 2, 1],
+            "num_tokens_per_expert": [1, 1, 1, 1, 1, 1, 1, 1],
+            "is_token_in_rank": [[1, 1, 0, 0], [0, 0, 0, 1], [1, 0, 1, 0], [0, 1, 1, 0]],
+            "num_tokens_per_rdma_rank": [3, 3],
+            "rdma_channel_prefix_matrix": [[1, 3], [1, 3]],
+            "gbl_channel_prefix_matrix": [[1, 2], [1, 2], [0, 2], [1, 1]],
+            "recv_rdma_channel_prefix_matrix": [[2, 3], [1, 3]],
+            "recv_rdma_rank_prefix_sum": [3, 6],
+            "recv_gbl_channel_prefix_matrix": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "recv_gbl_rank_prefix_sum": [2, 4, 6, 7],
+            "recv_src_meta": [[0, 2], [0, 2], [0, 2], [0, 3], [1, 2], [1, 2], [1, 2]],
+            "send_rdma_head": [[0, -1], [-1, 0], [0, 0], [1, 1]],
+            "send_nvl_head": [[0, -1], [-1, 0], [0, 0], [-1, 0], [0, -1], [1, -1]],
+            "recv_src_idx": [0, 2, 1, 3, 0, 3, 1],
+            "recv_topk_idx": [[-1, 0], [1, 0], [0, -1], [-1, 1], [1, -1], [-1, 0], [0, 1]],
+            "num_recv_tokens_per_expert": [5, 4],
+            "num_recv_tokens": 7,
+        });
+        assert_eq!(ranks[3], rank_3);
+    }
+
+    #[test]
     fn alignment_channels_idle_ranks_and_no_tokens_at_all() {
         for (line, text) in [
             ("--ranks-per-node 4 --channels 2 --experts 8 --expert-alignment 4", WORKED_EXAMPLE),
             ("--ranks-per-node 4 --channels 3 --experts 8", WORKED_EXAMPLE),
             ("--ranks-per-node 3 --experts 3", "[[], [[2], [-1], [0]], []]"),
+            ("--nodes 2 --ranks-per-node 2 --channels 3 --experts 8 --expert-alignment 4", WORKED_EXAMPLE),
+            ("--nodes 4 --ranks-per-node 1 --channels 1 --experts 8", WORKED_EXAMPLE),
+            ("--nodes 3 --ranks-per-node 1 --experts 3", "[[], [[2], [-1], [0]], []]"),
+            ("--nodes 2 --ranks-per-node 1 --experts 4", "[[], []]"),
             ("--ranks-per-node 2 --experts 4", "[[], []]"),
             ("--ranks-per-node 1 --experts 4", "[[[3, 3, 0], [-1, -1, -1]]]"),
         ] {
@@ -360,7 +481,12 @@ mod tests {
             (two, "[[[0, -2]], []]", "rank 0, token 0, entry 1: -2;"),
             ("--ranks-per-node 2 --experts 3", "[[], []]", "--experts 3"),
             ("--ranks-per-node 2 --experts 0", "[[], []]", "--experts 0"),
-            ("--ranks-per-node 2 --experts 4 --nodes 2", "[[], []]", "--nodes 2"),
+            (
+                "--ranks-per-node 2 --experts 4 --nodes 2",
+                "[[], []]",
+                "2 ranks: --nodes 2 with --ranks-per-node 2 are 4 ranks",
+            ),
+            ("--ranks-per-node 2 --experts 6 --nodes 2", "[[], [], [], []]", "--experts 6"),
         ] {
             let stop = run(line, text).unwrap_err();
             assert_eq!(stop.code, crate::stop::USAGE);

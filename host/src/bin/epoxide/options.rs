@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
-use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_TOPK};
+use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
+use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
 use serde::Serialize;
 
 use crate::stop::{Result, Stop};
@@ -70,22 +71,49 @@ pub enum Transport {
     Shm,
     /// Any network.
     Tcp,
-    /// RDMA.
-    Verbs,
+}
+
+impl Transport {
+    /// What the library calls it.
+    pub fn kind(self) -> TransportKind {
+        match self {
+            Transport::Shm => TransportKind::Shm,
+            Transport::Tcp => TransportKind::Tcp,
+        }
+    }
+}
+
+/// Nodes unless the user says otherwise, across nodes.
+const DEFAULT_NODES: u32 = 2;
+
+/// How many ranks there are, and where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct World {
+    /// Nodes.
+    pub nodes: u32,
+    /// Ranks of each.
+    pub ranks_per_node: u32,
+}
+
+impl World {
+    /// Ranks of all nodes.
+    pub fn ranks(&self) -> u32 {
+        self.nodes * self.ranks_per_node
+    }
 }
 
 /// The flags that `roundtrip` and `bench` share.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Shared {
-    /// How tokens travel; only intranode so far
-    #[arg(long, value_enum, default_value = "intranode")]
-    pub mode: Mode,
+    /// How tokens travel [default: as --nodes says, else the command's own]
+    #[arg(long, value_enum)]
+    pub mode: Option<Mode>,
 
-    /// Nodes; only 1 so far
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub nodes: u32,
+    /// Nodes; several may be on one host [default: 2 internode, 1 intranode]
+    #[arg(long, value_name = "N")]
+    pub nodes: Option<u32>,
 
-    /// Ranks of a node, one GPU each [default: 8, or WORLD_SIZE where that is set]
+    /// Ranks of a node, one GPU each [default: 8; where WORLD_SIZE is set, as many as that leaves]
     #[arg(long, value_name = "P")]
     pub ranks_per_node: Option<u32>,
 
@@ -114,22 +142,27 @@ pub struct Shared {
     pub device: DeviceKind,
 
     /// How bytes cross nodes; of no effect on one node
-    #[arg(long, value_enum, default_value = "shm")]
+    #[arg(long, value_enum, default_value = "tcp")]
     pub transport: Transport,
+
+    /// Queues to each peer on another node
+    #[arg(long, value_name = "Q", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
+    pub queues: u32,
 
     /// Seed of all random data, decimal or 0x..
     #[arg(long, value_parser = parse_seed, default_value = "0xA1B2")]
     pub seed: u64,
 
-    /// Multiprocessors for dispatch and for combine; even, a channel is two
-    #[arg(long, value_name = "S", default_value_t = 20)]
-    pub num_sms: u32,
+    /// Multiprocessors for dispatch and for combine; even, a channel is two [default: 20 intranode, 152 internode, as the test
+    /// that this one is taken from]
+    #[arg(long, value_name = "S")]
+    pub num_sms: Option<u32>,
 
-    /// Run every rank as a process of its own [default with --device cuda]
+    /// Run every rank as a process of its own [default with --device cuda, and internode]
     #[arg(long, conflicts_with = "threads")]
     pub processes: bool,
 
-    /// Run the ranks as threads of this process [default with --device virtual]
+    /// Run the ranks as threads of this process [default with --device virtual, intranode]
     #[arg(long)]
     pub threads: bool,
 
@@ -145,6 +178,8 @@ pub struct Shared {
 /// Sizes where neither the user nor the number of ranks says otherwise.
 #[derive(Debug, Clone, Copy)]
 pub struct Defaults {
+    /// How tokens travel.
+    pub mode: Mode,
     /// Tokens of each rank.
     pub tokens: u32,
     /// Elements of a row.
@@ -172,6 +207,10 @@ pub struct Setup {
     pub dtype: RowType,
     /// Which GPUs.
     pub device: DeviceKind,
+    /// How bytes cross nodes.
+    pub transport: Transport,
+    /// Queues to each peer on another node.
+    pub queues: u32,
     /// Seed of all random data.
     pub seed: u64,
     /// Multiprocessors for dispatch and for combine.
@@ -184,20 +223,77 @@ pub struct Setup {
 }
 
 impl Shared {
-    /// Checks the flags that do not depend on the number of ranks.
-    pub fn check(&self) -> Result<()> {
-        if self.mode != Mode::Intranode {
-            let mode =
-                self.mode.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
-            return Err(Stop::usage(format!("--mode {mode}: not built yet: intranode only in this version")));
+    /// How many ranks there are, and where: as the flags say or, in a group that somebody else started, its size and how many of
+    /// its ranks this host has.
+    pub fn world(&self, defaults: Defaults, group: Option<(u32, Option<u32>)>) -> Result<World> {
+        let usage =
+            |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
+        if self.mode == Some(Mode::LowLatency) {
+            return Err(Stop::usage(
+                "--mode low-latency: not built yet: intranode or internode in this version",
+            ));
         }
-        if self.nodes != 1 {
-            let nodes = self.nodes;
-            return Err(Stop::usage(format!(
-                "--nodes {nodes}: not built yet: intranode only in this version, so --nodes 1"
-            )));
+        match (self.mode, self.nodes) {
+            (Some(Mode::Intranode), Some(nodes)) if nodes != 1 => {
+                return usage("--nodes", nodes, "--mode intranode has one node".into());
+            }
+            (Some(Mode::Internode), Some(1)) | (_, Some(0)) => {
+                let nodes = self.nodes.unwrap_or(0);
+                return usage("--nodes", nodes, "must be at least 2, or 1 with --mode intranode".into());
+            }
+            _ => {}
         }
-        Ok(())
+        let one_node = match (self.mode, self.nodes) {
+            (Some(mode), _) => mode == Mode::Intranode,
+            (None, Some(nodes)) => nodes == 1,
+            // A group that cannot be cut in two is one node.
+            (None, None) => {
+                defaults.mode == Mode::Intranode
+                    || group.is_some_and(|(size, _)| {
+                        self.ranks_per_node.map_or(size % 2 != 0, |asked| asked == size)
+                    })
+            }
+        };
+        let (nodes, ranks_per_node) = match group {
+            None => {
+                let nodes = if one_node { 1 } else { self.nodes.unwrap_or(DEFAULT_NODES) };
+                (nodes, self.ranks_per_node.unwrap_or(MAX_RANKS as u32))
+            }
+            Some((size, local)) => {
+                let on_host = local.filter(|local| *local < size && *local > 0 && size % local == 0);
+                let nodes = match (one_node, self.nodes, self.ranks_per_node) {
+                    (true, ..) => 1,
+                    (_, Some(nodes), _) => nodes,
+                    (_, _, Some(asked)) if asked > 0 && size % asked == 0 => size / asked,
+                    (_, _, Some(asked)) => {
+                        let rule = format!("the environment's WORLD_SIZE, {size}, is not a multiple of it");
+                        return usage("--ranks-per-node", asked, rule);
+                    }
+                    _ => on_host.map_or(DEFAULT_NODES, |local| size / local),
+                };
+                if size % nodes != 0 {
+                    let rule = format!("the environment's WORLD_SIZE, {size}, is not a multiple of it");
+                    return usage("--nodes", nodes, rule);
+                }
+                if let Some(asked) =
+                    self.ranks_per_node.filter(|asked| asked.checked_mul(nodes) != Some(size))
+                {
+                    let rule = format!(
+                        "with {nodes} node(s) that is not the environment's WORLD_SIZE, {size}; leave the flag out or make them \
+                         equal"
+                    );
+                    return usage("--ranks-per-node", asked, rule);
+                }
+                (nodes, size / nodes)
+            }
+        };
+        if ranks_per_node == 0 || ranks_per_node > MAX_RANKS as u32 {
+            return usage("--ranks-per-node", ranks_per_node, format!("must be 1 to {MAX_RANKS}"));
+        }
+        if nodes > MAX_NODES as u32 {
+            return usage("--nodes", nodes, format!("must be 1 to {MAX_NODES}"));
+        }
+        Ok(World { nodes, ranks_per_node })
     }
 
     /// Longest wait for another rank.
@@ -205,19 +301,11 @@ impl Shared {
         Duration::from_secs(self.timeout)
     }
 
-    /// What the flags come to for `ranks` ranks.
-    pub fn resolve(&self, ranks: u32, defaults: Defaults) -> Result<Setup> {
-        self.check()?;
+    /// What the flags come to for these ranks.
+    pub fn resolve(&self, world: World, defaults: Defaults) -> Result<Setup> {
         let wrong =
             |flag: &str, value: u64, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
-        if let Some(asked) = self.ranks_per_node.filter(|&asked| asked != ranks) {
-            let rule =
-                format!("the environment's WORLD_SIZE is {ranks}; leave the flag out or make them equal");
-            return wrong("--ranks-per-node", u64::from(asked), rule);
-        }
-        if ranks == 0 || ranks > MAX_RANKS as u32 {
-            return wrong("--ranks-per-node", u64::from(ranks), format!("must be 1 to {MAX_RANKS}"));
-        }
+        let (ranks, nodes) = (world.ranks(), world.nodes);
         let hidden = self.hidden.unwrap_or(defaults.hidden);
         let unit = 16 / self.dtype.dtype().size();
         if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > 1 << 24 {
@@ -242,13 +330,16 @@ impl Shared {
             );
             return wrong("--topk", u64::from(topk), rule);
         }
-        let config = match Config::with_sms(self.num_sms) {
-            Ok(config) => config,
-            Err(error) => return Err(Stop::usage(format!("--num-sms: {error}"))),
+        // Across nodes, the settings of the test that `roundtrip` is taken from.
+        let config = match nodes {
+            1 => Config::with_sms(self.num_sms.unwrap_or(20)),
+            _ => Config::new(self.num_sms.unwrap_or(152), 8, 256, 16, 128)
+                .map(|config| config.for_nodes(nodes)),
         };
+        let config = config.map_err(|error| Stop::usage(format!("--num-sms: {error}")))?;
         Ok(Setup {
-            mode: self.mode,
-            nodes: self.nodes,
+            mode: if nodes == 1 { Mode::Intranode } else { Mode::Internode },
+            nodes,
             ranks,
             tokens: self.tokens.unwrap_or(defaults.tokens),
             hidden,
@@ -256,8 +347,10 @@ impl Shared {
             topk,
             dtype: self.dtype,
             device: self.device,
+            transport: self.transport,
+            queues: self.queues,
             seed: self.seed,
-            num_sms: self.num_sms,
+            num_sms: config.num_sms,
             timeout: self.timeout,
             config,
         })
@@ -274,7 +367,18 @@ impl Setup {
             max_scales: self.dtype.num_scales(self.hidden) as u32,
         };
         let timeout = Duration::from_secs(self.timeout);
-        BufferOptions { config: self.config, timeout, ..BufferOptions::new(shape) }
+        let transport = TransportOptions {
+            queues_per_peer: self.queues,
+            timeout,
+            ..TransportOptions::new(self.transport.kind())
+        };
+        BufferOptions {
+            config: self.config,
+            timeout,
+            ranks_per_node: Some(self.ranks / self.nodes),
+            transport,
+            ..BufferOptions::new(shape)
+        }
     }
 }
 
@@ -298,7 +402,11 @@ mod tests {
         shared: Shared,
     }
 
-    const DEFAULTS: Defaults = Defaults { tokens: 128, hidden: 1024 };
+    const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
+
+    fn one_node(ranks: u32) -> World {
+        World { nodes: 1, ranks_per_node: ranks }
+    }
 
     fn parse(line: &str) -> Shared {
         Line::try_parse_from(["epoxide"].into_iter().chain(line.split_whitespace())).unwrap().shared
@@ -306,21 +414,78 @@ mod tests {
 
     #[test]
     fn defaults_follow_the_number_of_ranks() {
-        let setup = parse("").resolve(8, DEFAULTS).unwrap();
+        let setup = parse("").resolve(one_node(8), DEFAULTS).unwrap();
         assert_eq!(
             (setup.ranks, setup.tokens, setup.hidden, setup.experts, setup.topk),
             (8, 128, 1024, 32, 4)
         );
         assert_eq!((setup.seed, setup.config.num_channels()), (0xA1B2, 10));
-        let setup = parse("").resolve(2, DEFAULTS).unwrap();
+        let setup = parse("").resolve(one_node(2), DEFAULTS).unwrap();
         assert_eq!((setup.experts, setup.topk), (8, 2));
+    }
+
+    #[test]
+    fn across_nodes_the_settings_are_those_of_the_original_test() {
+        let setup = parse("").resolve(World { nodes: 2, ranks_per_node: 8 }, DEFAULTS).unwrap();
+        assert_eq!((setup.ranks, setup.experts, setup.topk, setup.mode), (16, 64, 4, Mode::Internode));
+        assert_eq!(setup.config, Config::new(152, 8, 256, 16, 128).unwrap());
+        let setup = parse("").resolve(World { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
+        assert!(setup.config.check_nodes(3).is_ok());
+        assert_eq!(setup.buffer_options().ranks_per_node, Some(2));
+    }
+
+    #[test]
+    fn ranks_are_spread_as_flags_and_group_say() {
+        let intranode = Defaults { mode: Mode::Intranode, ..DEFAULTS };
+        for (line, defaults, group, nodes, ranks_per_node) in [
+            ("", DEFAULTS, None, 2, 8),
+            ("", intranode, None, 1, 8),
+            ("--mode intranode", DEFAULTS, None, 1, 8),
+            ("--mode internode --ranks-per-node 4", intranode, None, 2, 4),
+            ("--nodes 3 --ranks-per-node 2", intranode, None, 3, 2),
+            ("--nodes 1 --ranks-per-node 2", DEFAULTS, None, 1, 2),
+            ("--ranks-per-node 1", DEFAULTS, None, 2, 1),
+            ("", DEFAULTS, Some((16, Some(16))), 2, 8),
+            ("", DEFAULTS, Some((32, Some(8))), 4, 8),
+            ("", DEFAULTS, Some((3, None)), 1, 3),
+            ("", intranode, Some((4, None)), 1, 4),
+            ("--ranks-per-node 4", DEFAULTS, Some((4, None)), 1, 4),
+            ("--ranks-per-node 2", DEFAULTS, Some((6, None)), 3, 2),
+            ("--nodes 3", DEFAULTS, Some((6, None)), 3, 2),
+            ("--mode intranode", DEFAULTS, Some((6, Some(3))), 1, 6),
+        ] {
+            let world = parse(line).world(defaults, group).unwrap();
+            assert_eq!(world, World { nodes, ranks_per_node }, "{line:?} {group:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_ranks_is_named() {
+        for (line, group, flag) in [
+            ("--mode low-latency", None, "--mode low-latency"),
+            ("--mode intranode --nodes 2", None, "--nodes 2"),
+            ("--mode internode --nodes 1", None, "--nodes 1"),
+            ("--nodes 0", None, "--nodes 0"),
+            ("--nodes 33", None, "--nodes 33"),
+            ("--ranks-per-node 9", None, "--ranks-per-node 9"),
+            ("--ranks-per-node 0", None, "--ranks-per-node 0"),
+            ("--ranks-per-node 4", Some((6, None)), "--ranks-per-node 4"),
+            ("--nodes 4", Some((6, None)), "--nodes 4"),
+            ("--mode intranode", Some((9, None)), "--ranks-per-node 9"),
+            ("--mode intranode --ranks-per-node 4", Some((8, None)), "--ranks-per-node 4"),
+        ] {
+            let stop = parse(line).world(DEFAULTS, group).unwrap_err();
+            assert_eq!(stop.code, crate::stop::USAGE);
+            let named = stop.message.as_deref().is_some_and(|message| message.starts_with(flag));
+            assert!(named, "{line} {group:?}: {stop:?}");
+        }
     }
 
     #[test]
     fn flags_win() {
         let line =
             "--tokens 0 --hidden 48 --experts 64 --topk 8 --dtype fp8 --seed 17 --num-sms 6 --transport tcp";
-        let setup = parse(line).resolve(4, DEFAULTS).unwrap();
+        let setup = parse(line).resolve(one_node(4), DEFAULTS).unwrap();
         assert_eq!((setup.tokens, setup.hidden, setup.experts, setup.topk), (0, 48, 64, 8));
         assert_eq!((setup.seed, setup.config.num_channels()), (17, 3));
         let shape = setup.buffer_options().shape;
@@ -330,12 +495,6 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         for (line, ranks, flag) in [
-            ("--mode internode", 8, "--mode internode"),
-            ("--mode low-latency", 8, "--mode low-latency"),
-            ("--nodes 2", 8, "--nodes 2"),
-            ("--ranks-per-node 4", 8, "--ranks-per-node 4"),
-            ("", 9, "--ranks-per-node 9"),
-            ("", 0, "--ranks-per-node 0"),
             ("--hidden 4", 8, "--hidden 4"),
             ("--hidden 8 --dtype fp8", 8, "--hidden 8"),
             ("--hidden 0", 8, "--hidden 0"),
@@ -347,7 +506,7 @@ mod tests {
             ("--topk 9 --experts 8", 8, "--topk 9"),
             ("--num-sms 7", 8, "--num-sms"),
         ] {
-            let stop = parse(line).resolve(ranks, DEFAULTS).unwrap_err();
+            let stop = parse(line).resolve(one_node(ranks), DEFAULTS).unwrap_err();
             assert_eq!(stop.code, crate::stop::USAGE);
             assert!(
                 stop.message.as_deref().is_some_and(|message| message.starts_with(flag)),

@@ -13,8 +13,6 @@ use serde::de::DeserializeOwned;
 use crate::options::{Defaults, DeviceKind, Setup, Shared};
 use crate::stop::{FAILED, Result, Stop};
 
-/// Ranks of a node unless the user says otherwise.
-const DEFAULT_RANKS: u32 = 8;
 /// How long the other ranks get to end when one has failed.
 const GRACE: Duration = Duration::from_secs(5);
 
@@ -33,7 +31,7 @@ pub enum Placement {
 
 impl Placement {
     /// What the flags and the environment say.
-    fn of(shared: &Shared, variable: impl Fn(&str) -> Option<String>) -> Placement {
+    fn of(shared: &Shared, defaults: Defaults, variable: impl Fn(&str) -> Option<String>) -> Placement {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         // What is wrong with the variables, the rendezvous will say.
         if !matches!(Member::from_variables(&variable), Ok(None)) {
@@ -42,8 +40,11 @@ impl Placement {
         match shared.device {
             _ if shared.threads => Placement::Threads,
             _ if shared.processes => Placement::Processes,
-            DeviceKind::Virtual => Placement::Threads,
             DeviceKind::Cuda => Placement::Processes,
+            DeviceKind::Virtual if shared.world(defaults, None).is_ok_and(|world| world.nodes > 1) => {
+                Placement::Processes
+            }
+            DeviceKind::Virtual => Placement::Threads,
         }
     }
 }
@@ -95,9 +96,7 @@ pub fn run(
     defaults: Defaults,
     main: impl Fn(&Rank, &Run) -> Result<()> + Sync,
 ) -> Result<()> {
-    shared.check()?;
-    let placement = Placement::of(shared, |name| std::env::var(name).ok());
-    let ranks = shared.ranks_per_node.unwrap_or(DEFAULT_RANKS);
+    let placement = Placement::of(shared, defaults, |name| std::env::var(name).ok());
     // A rank that fails tells the others once its own device has given up, which may take the host's wait for the
     // counts: twice the timeout.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
@@ -107,7 +106,8 @@ pub fn run(
             let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("world", group_timeout)?);
             let local_rank = Ok(meeting.member.local_rank.unwrap_or(meeting.member.rank));
             let outcome = one_rank(&group, local_rank, &main, || {
-                Ok(Run { setup: shared.resolve(group.size(), defaults)?, placement })
+                let world = shared.world(defaults, Some((group.size(), meeting.member.local_size)))?;
+                Ok(Run { setup: shared.resolve(world, defaults)?, placement })
             });
             outcome.map_err(|stop| match stop.agreed {
                 // Rank 0 says it.
@@ -117,7 +117,8 @@ pub fn run(
             })
         }
         Placement::Threads => {
-            let setup = shared.resolve(ranks, defaults)?;
+            let world = shared.world(defaults, None)?;
+            let (setup, ranks) = (shared.resolve(world, defaults)?, world.ranks());
             require_devices(setup.device, ranks)?;
             let ended = run_threads(ranks, group_timeout, |rank, group| {
                 Ok(one_rank(&group, Ok(rank), &main, || Ok(Run { setup: setup.clone(), placement })))
@@ -130,7 +131,8 @@ pub fn run(
                 .map_or(Ok(()), Err)
         }
         Placement::Processes => {
-            let setup = shared.resolve(ranks, defaults)?;
+            let world = shared.world(defaults, None)?;
+            let (setup, ranks) = (shared.resolve(world, defaults)?, world.ranks());
             require_devices(setup.device, ranks)?;
             let outcome = spawn_ranks(ranks, GRACE, |_| {
                 let mut command = current_exe()?;
@@ -258,6 +260,8 @@ mod tests {
     use clap::Parser;
     use epoxide::group::RANK;
 
+    use crate::options::Mode;
+
     use super::*;
 
     #[derive(Parser)]
@@ -271,12 +275,15 @@ mod tests {
         let placement = |line: &str, rank: Option<&str>| {
             let words = ["epoxide"].into_iter().chain(line.split_whitespace());
             let shared = Line::try_parse_from(words).unwrap().shared;
-            Placement::of(&shared, |name| rank.filter(|_| name == RANK).map(str::to_owned))
+            let defaults = Defaults { mode: Mode::Intranode, tokens: 1, hidden: 8 };
+            Placement::of(&shared, defaults, |name| rank.filter(|_| name == RANK).map(str::to_owned))
         };
         assert_eq!(placement("", None), Placement::Threads);
         assert_eq!(placement("", Some("")), Placement::Threads);
         assert_eq!(placement("--device cuda", None), Placement::Processes);
         assert_eq!(placement("--device cuda --threads", None), Placement::Threads);
+        assert_eq!(placement("--nodes 2", None), Placement::Processes);
+        assert_eq!(placement("--nodes 2 --threads", None), Placement::Threads);
         assert_eq!(placement("--processes", None), Placement::Processes);
         assert_eq!(placement("--processes", Some("3")), Placement::OneRank);
     }

@@ -3,9 +3,9 @@
 use epoxide::driver::{DevicePtr, Stream};
 use epoxide::ep::{
     Buffer, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows, DType, DispatchHandle,
-    DispatchOutput, DispatchRequest, Element, StreamOrder, Tensor,
+    DispatchLayout, DispatchOutput, DispatchRequest, Element, StreamOrder, Tensor,
 };
-use epoxide::testing::oracle::{self, Plan, Routing, Style};
+use epoxide::testing::oracle::{self, InternodePlan, Nodes, Plan, Routing, Style};
 use epoxide::testing::payload::{PerToken, per_token, round};
 use epoxide_gpu::layout::row_stride;
 use half::bf16;
@@ -135,6 +135,7 @@ struct RecvRegions {
     topk_idx: Option<DevicePtr>,
     topk_weights: Option<DevicePtr>,
     src_idx: Option<DevicePtr>,
+    src_meta: Option<DevicePtr>,
 }
 
 impl<'a> Rig<'a> {
@@ -175,6 +176,7 @@ impl<'a> Rig<'a> {
             topk_idx: ptr(&output.recv_topk_idx),
             topk_weights: ptr(&output.recv_topk_weights),
             src_idx: ptr(&output.recv_src_idx),
+            src_meta: ptr(&output.recv_src_meta),
         });
     }
 
@@ -196,6 +198,9 @@ impl<'a> Rig<'a> {
         )?;
         let difference = checks::layout(&self.stream, &layout, &plan.layout, ranks)?;
         self.note(difference);
+        let nodes = self.nodes_plan(case);
+        let difference = checks::nodes(&self.stream, &layout, nodes.as_ref())?;
+        self.note(difference);
 
         self.poison_recv(case, &plan)?;
         let (x, x_scales) = self.payload(case, 0)?;
@@ -211,7 +216,7 @@ impl<'a> Rig<'a> {
         )?;
         self.learn_regions(&output);
         self.check_received(case, 0, &plan, &output)?;
-        let difference = self.check_metadata(case, &plan, &output)?;
+        let difference = self.check_metadata(case, &plan, nodes.as_ref(), &output)?;
         self.note(difference);
 
         let rows = Tensor::alloc(&self.rank.device, DType::Bf16, &[plan.recv_src.len() as u64, case.hidden])?;
@@ -231,20 +236,54 @@ impl<'a> Rig<'a> {
         let in_pool = CombineRows::InPool { dtype: DType::Bf16, hidden: case.hidden };
         self.combine(case, 3, in_pool, None, &cached.handle)?;
 
-        let handle = &output.handle;
-        for tensor in [
-            &layout.is_token_in_rank(),
-            &layout.num_tokens_per_rank(),
-            &layout.num_tokens_per_expert(),
-            &handle.rank_prefix_matrix(),
-            &handle.channel_prefix_matrix(),
-            &handle.recv_channel_prefix_matrix(),
-            &handle.send_head(),
-            &handle.num_recv_tokens_per_expert(),
-        ] {
+        for tensor in self.spoilable(&layout, &output.handle)? {
             self.poison(tensor.ptr(), tensor.rows() * tensor.row_stride())?;
         }
         Ok(plan.recv_src.len() as u64)
+    }
+
+    /// What several nodes add to the plan of a case.
+    pub fn nodes_plan(&self, case: &Case) -> Option<InternodePlan> {
+        let (rank, channels) = (self.rank.rank, self.buffer.config().num_channels());
+        self.nodes(&case.routing).map(|nodes| nodes.plan(rank, channels))
+    }
+
+    /// The routing on this group's nodes, where there are several.
+    fn nodes<'r>(&self, routing: &'r Routing) -> Option<Nodes<'r>> {
+        let nodes = self.buffer.num_nodes();
+        (nodes > 1).then(|| Nodes::new(routing, self.buffer.num_ranks() / nodes))
+    }
+
+    /// What a trip leaves in memory that the next one is likely to get again.
+    fn spoilable(&self, layout: &DispatchLayout, handle: &DispatchHandle) -> Result<Vec<Tensor>> {
+        let mut tensors = vec![
+            layout.is_token_in_rank(),
+            layout.num_tokens_per_rank(),
+            layout.num_tokens_per_expert(),
+            handle.send_head(),
+            handle.num_recv_tokens_per_expert(),
+        ];
+        tensors.extend(layout.num_tokens_per_rdma_rank());
+        if let Some(handle) = handle.intranode() {
+            tensors.extend([
+                handle.rank_prefix_matrix(),
+                handle.channel_prefix_matrix(),
+                handle.recv_channel_prefix_matrix(),
+            ]);
+        }
+        if let Some(handle) = handle.internode() {
+            tensors.extend([
+                handle.rdma_channel_prefix_matrix(),
+                handle.gbl_channel_prefix_matrix(),
+                handle.recv_rdma_channel_prefix_matrix(),
+                handle.recv_rdma_rank_prefix_sum(),
+                handle.recv_gbl_channel_prefix_matrix(),
+                handle.recv_gbl_rank_prefix_sum(),
+                handle.send_rdma_head(),
+                handle.send_nvl_head(&self.stream)?,
+            ]);
+        }
+        Ok(tensors)
     }
 
     /// This rank's rows and scales of a case, on the device.
@@ -301,7 +340,13 @@ impl<'a> Rig<'a> {
     }
 
     /// Compares what travels with the rows, the counts and the handle.
-    fn check_metadata(&self, case: &Case, plan: &Plan, output: &DispatchOutput) -> Result<Difference> {
+    fn check_metadata(
+        &self,
+        case: &Case,
+        plan: &Plan,
+        nodes: Option<&InternodePlan>,
+        output: &DispatchOutput,
+    ) -> Result<Difference> {
         let (Some(ids), Some(weights), Some(src_idx)) =
             (&output.recv_topk_idx, &output.recv_topk_weights, &output.recv_src_idx)
         else {
@@ -324,7 +369,27 @@ impl<'a> Rig<'a> {
                 let got = &output.num_recv_tokens_per_expert[..];
                 checks::value("num_recv_tokens_per_expert_list", got, per_expert)
             })
-            .or(checks::handle(stream, &output.handle, plan)?))
+            .or(self.check_sources(plan, nodes, output)?)
+            .or(checks::handle(stream, &output.handle, plan, nodes)?))
+    }
+
+    /// Compares where rows came from, which only a dispatch across nodes says.
+    fn check_sources(
+        &self,
+        plan: &Plan,
+        nodes: Option<&InternodePlan>,
+        output: &DispatchOutput,
+    ) -> Result<Difference> {
+        match (nodes, &output.recv_src_meta) {
+            (None, None) => Ok(None),
+            (Some(nodes), Some(meta)) => {
+                let got = self.received::<i32>(plan, output, meta)?;
+                Ok(checks::table("recv_src_meta", 2, &got, &nodes.recv_src_meta.concat()))
+            }
+            (nodes, meta) => {
+                Ok(Some(format!("recv_src_meta: expected {}, got {}", nodes.is_some(), meta.is_some())))
+            }
+        }
     }
 
     /// Writes what this rank's experts make of the rows it received.
@@ -381,7 +446,13 @@ impl<'a> Rig<'a> {
                     plan.recv_src.iter().map(output).collect()
                 })
                 .collect();
-            let expected = round(&oracle::combine_f32(&own, self.rank.rank, &returned, columns.len()));
+            let expected = match self.nodes(&own) {
+                None => round(&oracle::combine_f32(&own, self.rank.rank, &returned, columns.len())),
+                Some(nodes) => {
+                    let returned: Vec<Vec<Vec<bf16>>> = returned.iter().map(|rows| round(rows)).collect();
+                    nodes.combine(self.rank.rank, &returned, columns.len())
+                }
+            };
             for (token, (expected, got)) in expected.iter().zip(got.chunks_exact(hidden)).enumerate() {
                 let wrong =
                     got[columns.clone()].iter().zip(expected).position(|(got, expected)| got != expected);
@@ -410,7 +481,11 @@ impl<'a> Rig<'a> {
         let (own, plans) = self.own_tokens(case);
         let returned: Vec<_> =
             plans.iter().map(|plan| oracle::recv_topk_weights(plan, &case.weights)).collect();
-        let expected = oracle::combined_weights(&own, self.rank.rank, &returned).concat();
+        let expected = match self.nodes(&own) {
+            None => oracle::combined_weights(&own, self.rank.rank, &returned),
+            Some(nodes) => nodes.combined_weights(self.rank.rank, &returned),
+        };
+        let expected = expected.concat();
         let got = weights.to_host::<f32>(&self.stream)?;
         Ok(checks::bits("combined_topk_weights", own.num_topk as usize, &got, &expected))
     }
@@ -437,6 +512,7 @@ impl<'a> Rig<'a> {
             (regions.topk_idx, rows * topk * 8),
             (regions.topk_weights, rows * topk * 4),
             (regions.src_idx, rows * 4),
+            (regions.src_meta, rows * 8),
         ] {
             if let Some(at) = at {
                 self.poison(at, bytes)?;

@@ -19,13 +19,13 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use crate::checks;
-use crate::options::{Defaults, ELEMENTS_PER_SCALE, RowType, Setup, Shared};
+use crate::options::{Defaults, ELEMENTS_PER_SCALE, Mode, RowType, Setup, Shared};
 use crate::output::{Voice, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::rig::{Case, Rig, rng_of};
 use crate::stop::{Result, Stop};
 
-const DEFAULTS: Defaults = Defaults { tokens: 128, hidden: 1024 };
+const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
 /// How far a received element may be from the rank number it was sent as.
 const RECV_TOLERANCE: f32 = 1e-3;
 /// The fp8 (e4m3) byte of its largest number, 448: scaled, it stands for any rank number.
@@ -111,6 +111,7 @@ struct ConfigReport {
     num_max_nvl_chunked_recv_tokens: u32,
     capacity_rows: u64,
     pool_bytes: u64,
+    wire_bytes: u64,
     nvl_buffer_size_hint: u64,
     rdma_buffer_size_hint: u64,
 }
@@ -254,6 +255,7 @@ fn describe(rank: &Rank, run: &Run, rig: &Rig<'_>) -> ConfigReport {
         num_max_nvl_chunked_recv_tokens: setup.config.num_max_nvl_chunked_recv_tokens,
         capacity_rows: rig.buffer.capacity(),
         pool_bytes: rig.buffer.pool_bytes(),
+        wire_bytes: rig.buffer.wire_bytes(),
         nvl_buffer_size_hint: hint(epoxide::ep::Config::nvl_buffer_size_hint),
         rdma_buffer_size_hint: hint(epoxide::ep::Config::rdma_buffer_size_hint),
         setup,
@@ -267,7 +269,8 @@ fn cfg_line(config: &ConfigReport) -> String {
         Placement::Processes | Placement::OneRank => "processes",
     };
     let mut line = format!(
-        "[cfg] mode=intranode nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} dtype={} device={:?} ({placement})",
+        "[cfg] mode={} nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} dtype={} device={:?} ({placement})",
+        if s.nodes == 1 { "intranode" } else { "internode" },
         s.nodes,
         s.ranks,
         s.tokens,
@@ -291,6 +294,17 @@ fn cfg_line(config: &ConfigReport) -> String {
         config.nvl_buffer_size_hint,
         config.rdma_buffer_size_hint,
     );
+    if s.nodes > 1 {
+        let _ = write!(
+            line,
+            " transport={} queues={} rdma_send={} rdma_recv={} wire_bytes={}",
+            s.transport.kind(),
+            s.queues,
+            s.config.num_max_rdma_chunked_send_tokens,
+            s.config.num_max_rdma_chunked_recv_tokens,
+            config.wire_bytes,
+        );
+    }
     line
 }
 
@@ -368,7 +382,9 @@ fn lay_out(
     marks.mark(rig)?;
     let layout = rig.buffer.get_dispatch_layout(&topk_idx, setup.experts, StreamOrder::comm(&rig.stream))?;
     marks.mark(rig)?;
-    match checks::layout(&rig.stream, &layout, &plan.layout, setup.ranks as usize)? {
+    let nodes = rig.nodes_plan(case);
+    let difference = checks::layout(&rig.stream, &layout, &plan.layout, setup.ranks as usize)?;
+    match difference.or(checks::nodes(&rig.stream, &layout, nodes.as_ref())?) {
         None => Ok((topk_idx, topk_weights, layout)),
         Some(difference) => Err(Stop::failed(format!("layout: {difference}"))),
     }

@@ -113,7 +113,7 @@ fn host_id() -> String {
 }
 
 /// The address to be reached by: that of the interface asked for, else the one that leads out, else loopback.
-fn interface_address(interface: Option<&str>) -> Result<IpAddr> {
+pub(crate) fn interface_address(interface: Option<&str>) -> Result<IpAddr> {
     let wanted = interface.map(str::to_owned).or_else(|| std::env::var(SOCKET_IFNAME).ok());
     let Some(wanted) = wanted.filter(|wanted| !wanted.is_empty()) else {
         // Connecting a datagram socket sends nothing; it only picks the route.

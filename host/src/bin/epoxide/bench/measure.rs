@@ -265,8 +265,7 @@ impl<'a> Bench<'a> {
         let output = self.dispatch(Counts::Exact)?;
         let sources = output.recv_src_idx.as_ref().map(|t| t.to_host::<i32>(&self.stream)).transpose()?;
         let sources = sources.unwrap_or_default();
-        let prefix = output.handle.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
-        let ends: Vec<i32> = (0..ranks).map(|r| prefix[(r * ranks + rank) as usize]).collect();
+        let ends = self.rows_up_to(&output.handle)?;
         let fail = |what: &str, at: usize| {
             Err(Error::Mismatch {
                 rank,
@@ -326,12 +325,23 @@ impl<'a> Bench<'a> {
         self.buffer.check()
     }
 
+    /// Rows that this rank received from ranks up to and with r.
+    fn rows_up_to(&self, handle: &DispatchHandle) -> Result<Vec<i32>> {
+        if let Some(handle) = handle.internode() {
+            return handle.recv_gbl_rank_prefix_sum().to_host(&self.stream);
+        }
+        let Some(handle) = handle.intranode() else { return Ok(Vec::new()) };
+        let (ranks, me) = (self.ranks as usize, self.rank as usize);
+        let prefix = handle.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
+        Ok((0..ranks).map(|source| prefix[source * ranks + me]).collect())
+    }
+
     /// Tokens of a dispatch as the handle on the device has them, and how many received rows are own ones. One node, so
     /// nothing crosses.
     fn counts(&self) -> Result<(Six<u64>, u64)> {
         let (ranks, me) = (self.ranks as usize, self.rank as usize);
-        let prefix = self.routing.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
-        let up_to = |source: usize| prefix[source * ranks + me] as u64;
+        let prefix = self.rows_up_to(&self.routing)?;
+        let up_to = |source: usize| prefix[source] as u64;
         let received = up_to(ranks - 1);
         let own = up_to(me) - if me == 0 { 0 } else { up_to(me - 1) };
         let heads = self.routing.send_head().to_host::<i32>(&self.stream)?;

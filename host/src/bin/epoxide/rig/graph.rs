@@ -109,7 +109,7 @@ impl Rig<'_> {
         let difference = checks::layout(&self.stream, layout, &plan.layout, ranks)?;
         self.note(difference);
         self.check_received(case, 0, plan, dispatched)?;
-        let difference = self.check_metadata(case, plan, dispatched)?;
+        let difference = self.check_metadata(case, plan, self.nodes_plan(case).as_ref(), dispatched)?;
         self.note(difference);
         let difference = self.check_combined(case, salt, true, combined)?;
         self.note(difference);

@@ -1,10 +1,15 @@
 //! What layout, dispatch and combine must give, from the routing of all ranks.
 //!
 //! Written from the definitions, not from the kernels: slow, serial, and with one line per rule. Quantities are nested
-//! `Vec`s in the shapes of the interface; rows are in the order of `recv_x`.
+//! `Vec`s in the shapes of the interface; rows are in the order of `recv_x`. [`plan`] knows one node, and what several nodes
+//! have in common with it; [`Nodes`] the rest.
 
 use rand::Rng;
 use rand::seq::SliceRandom;
+
+pub use internode::{InternodePlan, Nodes};
+
+mod internode;
 
 /// Which experts every token of every rank selects.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -317,7 +322,7 @@ mod tests {
     use super::*;
 
     /// Four ranks, eight experts, four tokens each; channel 0 has tokens 0 and 1, channel 1 tokens 2 and 3.
-    fn worked_example() -> Routing {
+    pub(super) fn worked_example() -> Routing {
         let tokens = |ids: [[i64; 2]; 4]| ids.map(Vec::from).to_vec();
         Routing {
             num_experts: 8,

@@ -1,0 +1,246 @@
+//! What kernels do across nodes: post puts to a peer's queue, and wait for what peers put.
+//!
+//! A rank talks to one rank of every other node: the one with its own index there. In this file `node` stands for it.
+
+use super::epoch::{aborted, wait_at_least};
+use crate::layout::{
+    ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, PutRequest, QueueHandle, QueueWords, RING_ENTRIES, Wait,
+    Wire,
+};
+use crate::simt::*;
+use core::mem::offset_of;
+
+/// A put that is posted: which queue, and its position there.
+#[derive(Clone, Copy)]
+pub struct Posted {
+    queue: u64,
+    ticket: u64,
+}
+
+impl Posted {
+    /// Nothing to wait for.
+    pub const NONE: Posted = Posted { queue: 0, ticket: 0 };
+}
+
+/// What goes to a node: bytes, and the counter behind them.
+pub struct Put {
+    pub from: u64,
+    pub to: u64,
+    pub bytes: u64,
+    pub counter: u64,
+    pub value: u64,
+}
+
+/// What the waits of an operation for its queues are called.
+#[derive(Clone, Copy)]
+pub struct Operation {
+    pub epoch: u64,
+    /// A wait for a proxy.
+    pub queue: Wait,
+}
+
+/// The queue to `node` that channel `channel` uses.
+#[inline(always)]
+unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u64) {
+    // SAFETY: the table has an entry for every queue and rank.
+    unsafe {
+        let peer = node * comm.num_ranks + comm.rank;
+        let entry = (channel % wire.num_queues) * (wire.num_nodes * comm.num_ranks) + peer;
+        let handle = wire.queues.0 + entry as u64 * size_of::<QueueHandle>() as u64;
+        (ld_u64(handle), ld_u64(handle + offset_of!(QueueHandle, posted) as u64))
+    }
+}
+
+/// Posts a put on the queue of `channel` to `node`. Any one lane calls it; what it has seen written is visible to the proxy.
+#[inline(always)]
+pub unsafe fn post(
+    comm: &Comm,
+    wire: &Wire,
+    node: u32,
+    channel: u32,
+    put: Put,
+    operation: Operation,
+) -> Posted {
+    // SAFETY: the queue's memory is mapped. The position is this caller's alone, and its entry free once the proxy has
+    // taken the request that had it before.
+    unsafe {
+        let (queue, posted) = queue_of(comm, wire, node, channel);
+        let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
+        let taken = queue + offset_of!(QueueWords, taken) as u64;
+        if ticket > RING_ENTRIES
+            && !wait_at_least(comm, taken, ticket - RING_ENTRIES, node, operation.epoch, operation.queue)
+        {
+            return Posted::NONE;
+        }
+        let slot = (ticket - 1) % RING_ENTRIES;
+        let entry = queue + size_of::<QueueWords>() as u64 + slot * size_of::<PutRequest>() as u64;
+        st_u64(entry + offset_of!(PutRequest, from) as u64, put.from);
+        st_u64(entry + offset_of!(PutRequest, to) as u64, put.to);
+        st_u64(entry + offset_of!(PutRequest, bytes) as u64, put.bytes);
+        st_u64(entry + offset_of!(PutRequest, counter) as u64, put.counter);
+        st_u64(entry + offset_of!(PutRequest, value) as u64, put.value);
+        st_release_sys_u64(entry + offset_of!(PutRequest, ticket) as u64, ticket);
+        Posted { queue, ticket }
+    }
+}
+
+/// Waits until the bytes of a put have left: the memory that they came from may be written again.
+#[inline(always)]
+pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Operation) {
+    // SAFETY: the queue's memory is mapped.
+    unsafe {
+        if posted.ticket != 0 {
+            let completed = posted.queue + offset_of!(QueueWords, completed) as u64;
+            wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue);
+        }
+    }
+}
+
+/// Tells every other node that this rank has entered the operation. One warp calls it; lane n tells node n.
+#[inline(always)]
+pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
+    // SAFETY: the word at the peer has this rank as its only writer, through queue 0.
+    unsafe {
+        let node = laneid();
+        if node < wire.num_nodes && node != wire.node {
+            let counter = node_word(wire.layout.ready, wire.node);
+            let put = Put { from: 0, to: 0, bytes: 0, counter, value: operation.epoch };
+            post(comm, wire, node, 0, put, operation);
+        }
+    }
+}
+
+/// Lane n waits until node n has entered the operation. One warp calls it.
+#[inline(always)]
+pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, epoch: u64, what: Wait) -> bool {
+    // SAFETY: the words are in this rank's wire memory.
+    unsafe {
+        let node = laneid();
+        if node < wire.num_nodes && node != wire.node {
+            let word = wire.memory.0 + node_word(wire.layout.ready, node);
+            wait_at_least(comm, word, epoch, node, epoch, what);
+        }
+        syncwarp();
+        !aborted(comm)
+    }
+}
+
+/// Offset of a node's word in an array of control words that starts at `base`.
+#[inline(always)]
+pub fn node_word(base: u64, node: u32) -> u64 {
+    base + node as u64 * size_of::<ControlWord>() as u64
+}
+
+/// Offset of the arrival word of a node's channel.
+#[inline(always)]
+pub fn arrival_word(wire: &Wire, node: u32, channel: u32) -> u64 {
+    wire.layout.arrived + (node * MAX_CHANNELS + channel) as u64 * 8
+}
+
+/// The value of an arrival word when `rows` rows have come.
+#[inline(always)]
+pub fn arrival(epoch: u64, rows: u32) -> u64 {
+    epoch << ARRIVAL_SHIFT | rows as u64
+}
+
+/// How many rows of a node's channel have come so far. What came is visible to this lane.
+#[inline(always)]
+pub unsafe fn rows_arrived(wire: &Wire, node: u32, channel: u32, epoch: u64) -> u32 {
+    // SAFETY: the word is in this rank's wire memory.
+    unsafe {
+        let seen = ld_acquire_sys_u64(wire.memory.0 + arrival_word(wire, node, channel));
+        if seen >> ARRIVAL_SHIFT == epoch { (seen & ((1 << ARRIVAL_SHIFT) - 1)) as u32 } else { 0 }
+    }
+}
+
+/// Waits until `rows` rows of a node's channel have come; false when the wait expired.
+#[inline(always)]
+pub unsafe fn wait_rows(
+    comm: &Comm,
+    wire: &Wire,
+    node: u32,
+    channel: u32,
+    rows: u32,
+    epoch: u64,
+    what: Wait,
+) -> bool {
+    // SAFETY: the word is in this rank's wire memory.
+    unsafe {
+        let word = wire.memory.0 + arrival_word(wire, node, channel);
+        wait_at_least(comm, word, arrival(epoch, rows), node, epoch, what)
+    }
+}
+
+/// The channel's range of `num_tokens` tokens: each has `ceil(num_tokens / channels)` until there are none left.
+#[inline(always)]
+pub fn channel_range(num_tokens: u32, channels: u32, channel: u32) -> (u32, u32) {
+    let each = num_tokens.div_ceil(channels);
+    let begin = (each * channel).min(num_tokens);
+    (begin, (begin + each).min(num_tokens))
+}
+
+/// Where a channel begins and how many rows it has, from an inclusive prefix matrix `[.., channels]`: the entry of `row`.
+#[inline(always)]
+pub unsafe fn channel_rows(prefix: u64, channels: u32, row: u32, channel: u32) -> (u32, u32) {
+    // SAFETY: the entry lies inside the matrix.
+    unsafe {
+        let entry = prefix + (row * channels + channel) as u64 * 4;
+        let begin = if channel == 0 { 0 } else { ld_u32(entry - 4) };
+        (begin, ld_u32(entry) - begin)
+    }
+}
+
+/// Warps of a block but the last, which posts puts.
+#[inline(always)]
+pub unsafe fn workers() -> u32 {
+    // SAFETY: the host launches at least two warps, so that no division by their number needs a trap.
+    unsafe {
+        let workers = ntid() / 32 - 1;
+        core::hint::assert_unchecked(workers >= 1);
+        workers
+    }
+}
+
+/// How far each warp of a block has come, in shared memory: the workers publish, one warp reads.
+pub struct Progress {
+    words: u32,
+    workers: u32,
+}
+
+impl Progress {
+    /// The words lie at offset `at` of dynamic shared memory, one for each of `workers` warps. All threads call it.
+    #[inline(always)]
+    pub unsafe fn new(at: u32, workers: u32) -> Self {
+        // SAFETY: the host has sized shared memory for them; nobody reads before the barrier.
+        unsafe {
+            let words = dynamic_shared() + at;
+            if tid() < workers {
+                st_shared_u32(words + tid() * 4, 0);
+            }
+            barrier_sync();
+            Progress { words, workers }
+        }
+    }
+
+    /// One lane of a worker warp says how far the warp has come, and publishes what the warp wrote before it last met.
+    #[inline(always)]
+    pub unsafe fn publish(&self, value: u32) {
+        // SAFETY: the word is this warp's.
+        unsafe { st_release_cta_shared_u32(self.words + tid() / 32 * 4, value) }
+    }
+
+    /// How far the slowest worker has come. One warp calls it; what that worker wrote is visible to it.
+    #[inline(always)]
+    pub unsafe fn slowest(&self) -> u32 {
+        // SAFETY: the words are inside shared memory.
+        unsafe {
+            let mut value = u32::MAX;
+            if laneid() < self.workers {
+                value = ld_acquire_cta_shared_u32(self.words + laneid() * 4);
+            }
+            let slowest = redux_min(value);
+            syncwarp();
+            slowest
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! What a buffer has for other nodes: wire memory, the queues to its peers and the proxies that serve them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use epoxide_gpu::layout::{
+    ControlWord, MAX_CHANNELS, MAX_NODES, QueueHandle, SlotShape, Wire, WireLayout, combine_slot_bytes,
+    wire_message,
+};
+
+use super::pool::World;
+use super::{Buffer, BufferOptions, BufferShape};
+use crate::driver::{Device, Memory, MemoryKind, Stream};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+use crate::transport::{Proxies, PutTrace, QueueStats, connect};
+
+/// Regions start at multiples of this many bytes.
+const ALIGN: u64 = 128;
+/// How long queues may go on with what was posted when the buffer goes.
+const GRACE: Duration = Duration::from_millis(200);
+
+/// A buffer's side of the network.
+#[derive(Debug)]
+pub(super) struct WireSide {
+    // The proxies go first: they use the rest.
+    proxies: Proxies,
+    _memory: Arc<Memory>,
+    _tables: Memory,
+    pub wire: Wire,
+}
+
+impl WireSide {
+    /// Allocates wire memory, connects to the rank with this one's index on every other node, and starts the proxies. Collective.
+    pub fn new(
+        device: &Arc<dyn Device>,
+        group: &dyn ProcessGroup,
+        stream: &Stream,
+        world: World,
+        options: &BufferOptions,
+        layout: WireLayout,
+    ) -> Result<WireSide> {
+        let (rank, per_node) = (group.rank(), world.ranks_per_node);
+        let (node, index) = (rank / per_node, rank % per_node);
+        let memory = Arc::new(Memory::alloc(device, layout.bytes, MemoryKind::Shareable, "wire memory")?);
+        let peers: Vec<u32> =
+            (0..world.nodes()).filter(|other| *other != node).map(|other| other * per_node + index).collect();
+        let links = connect(&options.transport, &memory, group, &peers, group.timeout())?;
+        let proxies = Proxies::start(device, links)?;
+
+        let queues = options.transport.queues_per_peer;
+        let entries = (queues * world.ranks) as usize;
+        let table_bytes = (entries * size_of::<QueueHandle>()) as u64;
+        let tables =
+            Memory::alloc(device, table_bytes + entries as u64 * 8, MemoryKind::Device, "queue table")?;
+        let mut table = vec![QueueHandle::default(); entries];
+        for queue in 0..queues {
+            for peer in 0..world.ranks {
+                // Ranks that this one does not talk to, itself included, keep their placeholder.
+                if let Some(handle) = proxies.handle(queue, peer) {
+                    let at = queue * world.ranks + peer;
+                    let posted = tables.ptr().add(table_bytes + at as u64 * 8);
+                    table[at as usize] = QueueHandle { queue: handle, posted };
+                }
+            }
+        }
+        stream.write(tables.ptr(), bytemuck::cast_slice(&table))?;
+        stream.write(tables.ptr().add(table_bytes), &vec![0; entries * 8])?;
+        let wire = Wire {
+            memory: memory.ptr(),
+            queues: tables.ptr(),
+            node,
+            num_nodes: world.nodes(),
+            num_queues: queues,
+            chunk: options.config.num_max_rdma_chunked_send_tokens,
+            layout,
+        };
+        Ok(WireSide { proxies, _memory: memory, _tables: tables, wire })
+    }
+
+    /// Lets the queues finish, says goodbye and ends all threads.
+    pub fn close(&mut self) {
+        self.proxies.close(GRACE);
+    }
+}
+
+/// The layout of wire memory with the slots that `shape` asks for, or with as many as fit in `limit` bytes.
+pub(super) fn wire_layout(shape: &BufferShape, world: World, limit: Option<u64>) -> Result<WireLayout> {
+    let (nodes, topk) = (world.nodes() as u64, shape.max_topk);
+    let row_bytes = u32::try_from(shape.max_row_bytes).map_err(|_| {
+        Error::argument("hidden", format!("{} bytes per row", shape.max_row_bytes), "must fit in 32 bits")
+    })?;
+    let dispatch = SlotShape::new(row_bytes, shape.max_scales, Some(topk)).bytes;
+    let slot_bytes = dispatch.max(combine_slot_bytes(row_bytes, topk)) as u64;
+    let lay_out = |slots: u64| {
+        let mut at = 0;
+        let mut place = |bytes: u64| {
+            let offset = at;
+            at = (at + bytes).next_multiple_of(ALIGN);
+            offset
+        };
+        let words = MAX_NODES as u64 * size_of::<ControlWord>() as u64;
+        let message_bytes = (wire_message::WORDS as u64 * 4).next_multiple_of(ALIGN);
+        let node_bytes = (slots * slot_bytes).next_multiple_of(ALIGN);
+        let mut layout = WireLayout {
+            ready: place(words),
+            counts: place(words),
+            arrived: place(MAX_NODES as u64 * MAX_CHANNELS as u64 * 8),
+            messages_out: place(nodes * message_bytes),
+            messages_in: place(nodes * message_bytes),
+            message_bytes,
+            slots_out: place(nodes * node_bytes),
+            slots_in: place(nodes * node_bytes),
+            node_bytes,
+            slots,
+            bytes: 0,
+        };
+        layout.bytes = place(0);
+        layout
+    };
+    let wanted = shape.max_tokens_per_rank as u64;
+    let Some(limit) = limit else { return Ok(lay_out(wanted)) };
+    let least = lay_out(1).bytes;
+    if limit < least {
+        return Err(Error::Capacity {
+            what: "num_rdma_bytes",
+            needed: least,
+            have: limit,
+            unit: "bytes",
+            remedy: "give at least room for one row, or leave num_rdma_bytes out".into(),
+        });
+    }
+    // Each node's slots may lose up to an alignment, in both directions.
+    let room = (limit - lay_out(0).bytes).saturating_sub(2 * nodes * ALIGN);
+    Ok(lay_out((room / (2 * nodes * slot_bytes)).clamp(1, wanted.max(1))))
+}
+
+/// The bytes that wire memory must have for `slots` tokens of a rank for one node.
+pub(super) fn wire_bytes(shape: &BufferShape, world: World, slots: u64) -> u64 {
+    let shape = BufferShape { max_tokens_per_rank: slots.min(u32::MAX as u64) as u32, ..*shape };
+    wire_layout(&shape, world, None).map_or(0, |layout| layout.bytes + 2 * world.nodes() as u64 * ALIGN)
+}
+
+impl Buffer {
+    /// Nodes of the group.
+    pub fn num_nodes(&self) -> u32 {
+        self.num_nodes
+    }
+
+    /// This rank's node, its "RDMA rank".
+    pub fn node(&self) -> u32 {
+        self.rank / (self.num_ranks / self.num_nodes)
+    }
+
+    /// Bytes of wire memory; 0 with one node.
+    pub fn wire_bytes(&self) -> u64 {
+        self.wire.as_ref().map_or(0, |side| side.wire.layout.bytes)
+    }
+
+    /// What the proxies have put on the wire so far: (peer, queue, what), in ascending order of (queue, peer). Empty with one
+    /// node.
+    pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
+        let proxies = self.wire.iter().flat_map(|side| side.proxies.all());
+        proxies.map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
+    }
+
+    /// Notes when each put is carried out from now on, up to `capacity` of them.
+    pub fn start_put_trace(&self, capacity: usize) {
+        if let Some(side) = &self.wire {
+            side.proxies.start_trace(capacity);
+        }
+    }
+
+    /// The puts noted since [`Buffer::start_put_trace`]; ends the trace.
+    pub fn take_put_trace(&self) -> Vec<PutTrace> {
+        self.wire.as_ref().map_or_else(Vec::new, |side| side.proxies.take_trace())
+    }
+
+    /// Bytes on the wire of one token's row and metadata in a dispatch.
+    pub fn dispatch_slot_bytes(&self, row_bytes: u32, num_scales: u32, num_topk: Option<u32>) -> u64 {
+        SlotShape::new(row_bytes, num_scales, num_topk).bytes as u64
+    }
+
+    /// Bytes on the wire of one token's sum in a combine.
+    pub fn combine_slot_bytes(&self, row_bytes: u32, num_topk: u32) -> u64 {
+        combine_slot_bytes(row_bytes, num_topk) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: BufferShape =
+        BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+    const WORLD: World = World { ranks: 16, ranks_per_node: 8 };
+
+    #[test]
+    fn the_benchmark_shape() {
+        let layout = wire_layout(&SHAPE, WORLD, None).unwrap();
+        // 14336 bytes of row, 48 of heads and token, 64 of top-k.
+        assert_eq!(layout.node_bytes, 4096 * (14336 + 48 + 64));
+        assert_eq!(layout.bytes, layout.slots_in + 2 * layout.node_bytes);
+    }
+
+    #[test]
+    fn a_limit_is_kept_and_used() {
+        for limit in [300_000u64, 1_000_000, 84_000_000] {
+            let layout = wire_layout(&SHAPE, WORLD, Some(limit)).unwrap();
+            assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
+            assert!(wire_bytes(&SHAPE, WORLD, layout.slots + 1) > limit - 4 * ALIGN);
+        }
+        assert!(wire_layout(&SHAPE, WORLD, Some(1000)).is_err());
+    }
+}

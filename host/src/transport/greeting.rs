@@ -1,0 +1,176 @@
+//! What ranks tell each other before they connect, so that they agree or all fail.
+
+use serde::{Deserialize, Serialize};
+
+use super::{MAX_QUEUES, Setup};
+use crate::error::{Error, Result};
+
+/// Starts everything that a transport says first.
+pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"epoxwire");
+/// Of the greeting and of all that goes over the links.
+pub(super) const VERSION: u32 = 1;
+/// Tells these links from others that the same ranks set up, such as those within a node.
+pub(super) const PHASE: u32 = 1;
+
+/// What stays the same in every version.
+#[derive(Debug, Serialize, Deserialize)]
+struct Preamble {
+    magic: u64,
+    version: u32,
+}
+
+/// What a rank connects with.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Greeting {
+    magic: u64,
+    version: u32,
+    phase: u32,
+    kind: String,
+    queues: u32,
+    memory: u64,
+    peers: Vec<u32>,
+    /// Where it can be reached, in the transport's own words; or why it cannot take part.
+    pub address: Result<String, String>,
+}
+
+/// Refuses what is wrong with this rank's own arguments.
+pub(super) fn check_arguments(setup: &Setup<'_>) -> Result<()> {
+    let (rank, size) = (setup.group.rank(), setup.group.size());
+    let queues = setup.options.queues_per_peer;
+    if queues == 0 || queues > MAX_QUEUES {
+        return Err(Error::argument("queues_per_peer", queues, format!("give 1 to {MAX_QUEUES}")));
+    }
+    let ascending = setup.peers.windows(2).all(|pair| pair[0] < pair[1]);
+    if !ascending || setup.peers.iter().any(|peer| *peer >= size || *peer == rank) {
+        let rule = format!("ranks of the group of {size}, ascending, without rank {rank} itself");
+        return Err(Error::argument("peers", format!("{:?}", setup.peers), rule));
+    }
+    Ok(())
+}
+
+/// Tells all ranks where this one can be reached, or why not. Every rank's greeting, by rank.
+///
+/// # Errors
+/// On every rank, where one of them cannot take part or two of them differ.
+pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Greeting>> {
+    let ours = Greeting {
+        magic: MAGIC,
+        version: VERSION,
+        phase: PHASE,
+        kind: setup.options.kind.to_string(),
+        queues: setup.options.queues_per_peer,
+        memory: setup.memory.bytes(),
+        peers: setup.peers.to_vec(),
+        address: address.as_ref().map_err(Error::to_string).cloned(),
+    };
+    let bytes = serde_json::to_vec(&ours).map_err(|error| Error::os("serialise", error))?;
+    let all = setup.group.all_gather(&bytes)?;
+    // Why this rank cannot take part says more than what the others make of it.
+    address?;
+    let all: Vec<Greeting> =
+        (0..).zip(&all).map(|(peer, bytes)| read(setup, peer, bytes)).collect::<Result<_>>()?;
+    for (peer, theirs) in (0..).zip(&all) {
+        compare(setup, peer, &ours, theirs)?;
+    }
+    for (rank, greeting) in (0u32..).zip(&all) {
+        for peer in &greeting.peers {
+            let mutual = all.get(*peer as usize).is_some_and(|other| other.peers.contains(&rank));
+            if !mutual {
+                let reason =
+                    format!("rank {rank} lists rank {peer} among its peers, but not the other way round");
+                return Err(setup.place(rank).error("connect", reason));
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn read(setup: &Setup<'_>, peer: u32, bytes: &[u8]) -> Result<Greeting> {
+    let unreadable = |error: serde_json::Error| {
+        setup.place(peer).error("connect", format!("its greeting is unreadable: {error}"))
+    };
+    let Preamble { magic, version } = serde_json::from_slice(bytes).map_err(unreadable)?;
+    if magic != MAGIC {
+        return Err(setup.place(peer).error("connect", "its greeting is not one of epoxide's transports"));
+    }
+    same(setup, peer, "the version of the transport's protocol", VERSION, version)?;
+    serde_json::from_slice(bytes).map_err(unreadable)
+}
+
+fn compare(setup: &Setup<'_>, peer: u32, ours: &Greeting, theirs: &Greeting) -> Result<()> {
+    if let Err(reason) = &theirs.address {
+        return Err(setup.place(peer).error("connect", format!("rank {peer} cannot take part: {reason}")));
+    }
+    same(setup, peer, "the phase that is being connected", ours.phase, theirs.phase)?;
+    same(setup, peer, "the transport", &ours.kind, &theirs.kind)?;
+    same(setup, peer, "queues_per_peer", ours.queues, theirs.queues)?;
+    same(setup, peer, "the bytes of wire memory", ours.memory, theirs.memory)
+}
+
+fn same<T: PartialEq + ToString>(
+    setup: &Setup<'_>,
+    peer: u32,
+    what: &'static str,
+    ours: T,
+    theirs: T,
+) -> Result<()> {
+    if ours == theirs {
+        return Ok(());
+    }
+    let (ours, theirs) = (ours.to_string(), theirs.to_string());
+    Err(Error::Mismatch { rank: setup.group.rank(), peer, what, ours, theirs })
+}
+
+/// Returns the outcome once every rank has one; fails where any of them failed.
+pub(super) fn agree<T>(setup: &Setup<'_>, outcome: Result<T>) -> Result<T> {
+    let text = outcome.as_ref().err().map(Error::to_string).unwrap_or_default();
+    let all = setup.group.all_gather(text.as_bytes());
+    let value = outcome?;
+    match (0u32..).zip(&all?).find(|(_, text)| !text.is_empty()) {
+        None => Ok(value),
+        Some((peer, text)) => {
+            let reason = format!("rank {peer} failed: {}", String::from_utf8_lossy(text));
+            Err(setup.place(peer).error("connect", reason))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+    use crate::driver::{Memory, MemoryKind};
+    use crate::group::{HashStore, MeshGroup, MeshOptions};
+    use crate::transport::{TransportKind, TransportOptions};
+
+    #[test]
+    fn another_version_is_named_with_both_versions() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let memory = Memory::alloc(&device, 4096, MemoryKind::Shareable, "wire").unwrap().into();
+        let store = std::sync::Arc::new(HashStore::new());
+        let group = MeshGroup::new(store, 0, 1, "alone", MeshOptions::default()).unwrap();
+        let options = TransportOptions::new(TransportKind::Tcp);
+        let timeout = Duration::from_secs(1);
+        let setup =
+            Setup { options: &options, memory: &memory, group: &group, peers: &[], timeout, direct: true };
+        let ours = meet(&setup, Ok("here".into())).unwrap().remove(0);
+
+        let error = |value: serde_json::Value| {
+            let bytes = serde_json::to_vec(&value).unwrap();
+            read(&setup, 3, &bytes).unwrap_err().to_string()
+        };
+        let text = error(serde_json::json!({ "magic": MAGIC, "version": 7, "new": "field" }));
+        assert!(text.contains("rank 3") && text.contains("1 here, 7 there"), "{text}");
+        assert!(error(serde_json::json!({ "magic": 5, "version": 1 })).contains("not one of epoxide's"));
+        assert!(error(serde_json::json!([1])).contains("unreadable"));
+
+        let differs = |theirs: Greeting| compare(&setup, 3, &ours, &theirs).unwrap_err().to_string();
+        assert!(differs(Greeting { phase: 0, ..ours.clone() }).contains("phase"));
+        assert!(differs(Greeting { queues: 2, ..ours.clone() }).contains("1 here, 2 there"));
+        assert!(differs(Greeting { memory: 8, ..ours.clone() }).contains("4096 here, 8 there"));
+        assert!(differs(Greeting { address: Err("no door".into()), ..ours.clone() }).contains("no door"));
+        compare(&setup, 3, &ours, &ours.clone()).unwrap();
+    }
+}

@@ -1,0 +1,397 @@
+//! Proxies: threads that carry out the puts which kernels ask for.
+
+use std::collections::VecDeque;
+use std::mem::offset_of;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use epoxide_gpu::layout::{PutRequest, QUEUE_BYTES, QueueWords, RING_ENTRIES};
+
+use super::{Interrupt, Link, Links, Put, Queue};
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
+use crate::error::{Error, Result};
+
+/// Most puts that are given to a queue at once.
+const BATCH: usize = 16;
+/// How long a proxy that is dropped may go on with what was posted. Who wants more waits before.
+const GRACE: Duration = Duration::from_millis(100);
+
+/// What a proxy has carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct QueueStats {
+    /// All puts.
+    pub puts: u64,
+    /// Bytes, counters not included.
+    pub bytes: u64,
+    /// Those of the puts that had a counter only.
+    pub counter_puts: u64,
+}
+
+/// When a put was carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PutTrace {
+    /// The rank that it went to.
+    pub peer: u32,
+    /// The queue's index among those to the peer.
+    pub queue: u32,
+    /// Bytes, the counter not included.
+    pub bytes: u64,
+    /// The proxy took it out of the ring.
+    pub begin: Instant,
+    /// The proxy saw that its bytes had left.
+    pub end: Instant,
+}
+
+/// All proxies of a rank, and the receiving side of its links. Closed on drop.
+#[derive(Debug)]
+pub struct Proxies {
+    proxies: Vec<Proxy>,
+    links: Links,
+}
+
+impl Proxies {
+    /// Starts a proxy for every queue of `links`; `device` runs the kernels that post.
+    pub fn start(device: &Arc<dyn Device>, mut links: Links) -> Result<Proxies> {
+        let queues = links.take();
+        let proxies = queues.into_iter().map(|link| Proxy::start(device, link)).collect::<Result<_>>()?;
+        Ok(Proxies { proxies, links })
+    }
+
+    /// The proxies, in ascending order of (queue, peer).
+    pub fn all(&self) -> &[Proxy] {
+        &self.proxies
+    }
+
+    /// The [`QueueWords`] and ring of a queue, as a kernel reaches them; `None` where there is no such queue.
+    pub fn handle(&self, queue: u32, peer: u32) -> Option<DevicePtr> {
+        let here = |proxy: &&Proxy| proxy.queue == queue && proxy.peer == peer;
+        self.proxies.iter().find(here).map(Proxy::handle)
+    }
+
+    /// The first failure of any proxy, else of the receiving side.
+    pub fn failure(&self) -> Option<Error> {
+        self.proxies.iter().find_map(Proxy::failure).or_else(|| self.links.failure())
+    }
+
+    /// Sum over all proxies.
+    pub fn stats(&self) -> QueueStats {
+        self.proxies.iter().map(Proxy::stats).fold(QueueStats::default(), |sum, one| QueueStats {
+            puts: sum.puts + one.puts,
+            bytes: sum.bytes + one.bytes,
+            counter_puts: sum.counter_puts + one.counter_puts,
+        })
+    }
+
+    /// Records every put from now on, up to `capacity` per proxy; what was recorded before is lost.
+    pub fn start_trace(&self, capacity: usize) {
+        for proxy in &self.proxies {
+            let mut trace = lock(&proxy.shared.trace);
+            *trace = Vec::new();
+            proxy.shared.trace_capacity.store(capacity as u64, Ordering::Release);
+        }
+    }
+
+    /// Ends the recording; the puts by (queue, peer), and each queue's in order.
+    pub fn take_trace(&self) -> Vec<PutTrace> {
+        let take = |proxy: &Proxy| {
+            proxy.shared.trace_capacity.store(0, Ordering::Release);
+            std::mem::take(&mut *lock(&proxy.shared.trace))
+        };
+        self.proxies.iter().flat_map(take).collect()
+    }
+
+    /// Ends all proxies: those that carry out all that was posted within `grace` say goodbye, the others are interrupted.
+    /// Then nothing is received any more. Kernels must not post any more, and meet the peers at a barrier before.
+    pub fn close(&mut self, grace: Duration) {
+        stop(&mut self.proxies, grace);
+        self.links.close();
+    }
+}
+
+impl Drop for Proxies {
+    fn drop(&mut self) {
+        self.close(GRACE);
+    }
+}
+
+/// Ends the threads of all `proxies` at the same time.
+fn stop(proxies: &mut [Proxy], grace: Duration) {
+    let deadline = Instant::now() + grace;
+    for proxy in proxies.iter() {
+        proxy.shared.stop.store(true, Ordering::Release);
+        if let Some(thread) = &proxy.thread {
+            thread.thread().unpark();
+        }
+    }
+    let running = |proxy: &Proxy| proxy.thread.as_ref().is_some_and(|thread| !thread.is_finished());
+    while proxies.iter().any(running) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    for proxy in proxies.iter() {
+        proxy.interrupt.raise();
+        if let Some(thread) = &proxy.thread {
+            thread.thread().unpark();
+        }
+    }
+    for proxy in proxies {
+        if let Some(thread) = proxy.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the proxy of queue {} to rank {} panicked", proxy.queue, proxy.peer);
+        }
+    }
+}
+
+/// A thread that takes the requests out of a queue's ring and carries them out. Ended on drop.
+#[derive(Debug)]
+pub struct Proxy {
+    peer: u32,
+    queue: u32,
+    ring: Arc<Memory>,
+    shared: Arc<Shared>,
+    interrupt: Interrupt,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    stop: AtomicBool,
+    failure: Mutex<Option<Error>>,
+    puts: AtomicU64,
+    bytes: AtomicU64,
+    counter_puts: AtomicU64,
+    /// 0: nothing is recorded.
+    trace_capacity: AtomicU64,
+    trace: Mutex<Vec<PutTrace>>,
+}
+
+impl Proxy {
+    /// Starts the proxy of a link; `device` runs the kernels that post.
+    pub fn start(device: &Arc<dyn Device>, link: Link) -> Result<Proxy> {
+        let Link { peer, index, queue } = link;
+        let ring = Arc::new(Memory::alloc(device, QUEUE_BYTES, MemoryKind::MappedHost, "queue of puts")?);
+        // SAFETY: mapped host memory of that size, which nothing else knows yet.
+        unsafe { ring.host_ptr().write_bytes(0, QUEUE_BYTES as usize) };
+        let shared = Arc::new(Shared::default());
+        let interrupt = queue.interrupt();
+        let mut worker = Worker {
+            peer,
+            index,
+            queue,
+            ring: ring.clone(),
+            shared: shared.clone(),
+            interrupt: interrupt.clone(),
+            idle: Idle { since: None, is_virtual: device.info().is_virtual },
+            taken: 0,
+            posted: 0,
+            completed: 0,
+            traced: VecDeque::new(),
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("to {peer} q{index}"))
+            .spawn(move || worker.run())
+            .map_err(|error| Error::os("spawn thread", error))?;
+        Ok(Proxy { peer, queue: index, ring, shared, interrupt, thread: Some(thread) })
+    }
+
+    /// The rank that it puts to.
+    pub fn peer(&self) -> u32 {
+        self.peer
+    }
+
+    /// The queue's index among those to the peer.
+    pub fn queue(&self) -> u32 {
+        self.queue
+    }
+
+    /// The [`QueueWords`] and the ring, as a kernel reaches them.
+    pub fn handle(&self) -> DevicePtr {
+        self.ring.ptr()
+    }
+
+    /// Why the proxy carries out nothing any more: what is posted is taken and discarded.
+    pub fn failure(&self) -> Option<Error> {
+        lock(&self.shared.failure).clone()
+    }
+
+    /// What it has carried out so far.
+    pub fn stats(&self) -> QueueStats {
+        QueueStats {
+            puts: self.shared.puts.load(Ordering::Relaxed),
+            bytes: self.shared.bytes.load(Ordering::Relaxed),
+            counter_puts: self.shared.counter_puts.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Ends the thread. If all that was posted has left within `grace`, the proxy says goodbye; otherwise it is interrupted,
+    /// and to the peer it looks dead.
+    pub fn stop(&mut self, grace: Duration) {
+        stop(std::slice::from_mut(self), grace);
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.stop(GRACE);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The thread's own.
+struct Worker {
+    peer: u32,
+    index: u32,
+    queue: Box<dyn Queue>,
+    ring: Arc<Memory>,
+    shared: Arc<Shared>,
+    interrupt: Interrupt,
+    idle: Idle,
+    /// Requests read from the ring.
+    taken: u64,
+    /// Those of them that the queue has.
+    posted: u64,
+    completed: u64,
+    /// Number, begin and bytes of the traced puts that are under way.
+    traced: VecDeque<(u64, Instant, u64)>,
+}
+
+impl Worker {
+    fn run(&mut self) {
+        let mut batch = Vec::with_capacity(BATCH);
+        let mut healthy = true;
+        loop {
+            // Before the ring is looked at: what was posted before the order to stop is seen.
+            let stop = self.shared.stop.load(Ordering::Acquire);
+            self.take(&mut batch);
+            if healthy && let Err(error) = self.carry_out(&batch) {
+                healthy = false;
+                tracing::debug!("proxy of queue {} to rank {}: {error}", self.index, self.peer);
+                lock(&self.shared.failure).get_or_insert(error);
+            }
+            if stop {
+                if healthy && batch.is_empty() && self.completed == self.posted {
+                    self.queue.close();
+                    return;
+                }
+                if !healthy || self.interrupt.is_raised() {
+                    return;
+                }
+            }
+            if batch.is_empty() {
+                self.idle.wait(self.completed < self.posted);
+            } else {
+                self.idle.since = None;
+            }
+        }
+    }
+
+    /// Reads the requests that are there, up to a batch, and gives their entries back.
+    fn take(&mut self, batch: &mut Vec<Put>) {
+        batch.clear();
+        while batch.len() < BATCH {
+            let entry =
+                size_of::<QueueWords>() as u64 + self.taken % RING_ENTRIES * size_of::<PutRequest>() as u64;
+            let word = |field: usize| self.word(entry + field as u64);
+            if word(offset_of!(PutRequest, ticket)).load(Ordering::Acquire) != self.taken + 1 {
+                break;
+            }
+            let field = |field: usize| word(field).load(Ordering::Relaxed);
+            batch.push(Put {
+                from: field(offset_of!(PutRequest, from)),
+                to: field(offset_of!(PutRequest, to)),
+                bytes: field(offset_of!(PutRequest, bytes)),
+                counter: field(offset_of!(PutRequest, counter)),
+                value: field(offset_of!(PutRequest, value)),
+            });
+            self.taken += 1;
+        }
+        if !batch.is_empty() {
+            self.word(offset_of!(QueueWords, taken) as u64).store(self.taken, Ordering::Release);
+        }
+    }
+
+    fn carry_out(&mut self, batch: &[Put]) -> Result<()> {
+        if !batch.is_empty() {
+            let capacity = self.shared.trace_capacity.load(Ordering::Acquire);
+            if capacity > 0 {
+                let begin = Instant::now();
+                let numbered = (self.posted + 1..).zip(batch);
+                self.traced.extend(numbered.map(|(number, put)| (number, begin, put.bytes)));
+            }
+            self.queue.put_with_counter(batch)?;
+            self.posted += batch.len() as u64;
+            let bytes = batch.iter().map(|put| put.bytes).sum();
+            let counters = batch.iter().filter(|put| put.bytes == 0).count();
+            self.shared.puts.fetch_add(batch.len() as u64, Ordering::Relaxed);
+            self.shared.bytes.fetch_add(bytes, Ordering::Relaxed);
+            self.shared.counter_puts.fetch_add(counters as u64, Ordering::Relaxed);
+        }
+        if self.completed < self.posted {
+            let completed = self.queue.completed()?;
+            if completed > self.completed {
+                self.completed = completed;
+                self.word(offset_of!(QueueWords, completed) as u64).store(completed, Ordering::Release);
+                self.trace_completed();
+            }
+        }
+        Ok(())
+    }
+
+    fn trace_completed(&mut self) {
+        if self.traced.is_empty() {
+            return;
+        }
+        let end = Instant::now();
+        let capacity = self.shared.trace_capacity.load(Ordering::Acquire) as usize;
+        let mut trace = lock(&self.shared.trace);
+        while let Some((number, begin, bytes)) = self.traced.front().copied() {
+            if number > self.completed {
+                break;
+            }
+            self.traced.pop_front();
+            if trace.len() < capacity {
+                trace.push(PutTrace { peer: self.peer, queue: self.index, bytes, begin, end });
+            }
+        }
+    }
+
+    /// A u64 of the queue's memory. `offset` is a multiple of 8 within it.
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        debug_assert!(offset.is_multiple_of(8) && offset + 8 <= QUEUE_BYTES);
+        // SAFETY: within the ring's memory, which this worker keeps and which is aligned to more than 8; the kernel and this
+        // thread access its words with atomic loads and stores, or in the order that `ticket` and `taken` establish.
+        unsafe { AtomicU64::from_ptr(self.ring.host_ptr().add(offset as usize).cast()) }
+    }
+}
+
+/// How a proxy waits for work: it spins, then yields, then sleeps for longer and longer.
+#[derive(Debug)]
+struct Idle {
+    since: Option<Instant>,
+    /// Kernels are interpreted, by threads that want the same processors.
+    is_virtual: bool,
+}
+
+impl Idle {
+    /// `in_flight`: puts are under way whose end somebody may wait for.
+    fn wait(&mut self, in_flight: bool) {
+        let elapsed = self.since.get_or_insert_with(Instant::now).elapsed();
+        let (spin, give_way) = if self.is_virtual { (5, 20) } else { (1_000, 5_000) };
+        if elapsed < Duration::from_micros(spin) {
+            for _ in 0..16 {
+                std::hint::spin_loop();
+            }
+        } else if elapsed < Duration::from_micros(give_way) {
+            std::thread::yield_now();
+        } else {
+            let longest = Duration::from_micros(if in_flight { 50 } else { 1_000 });
+            // An order to stop ends it.
+            std::thread::park_timeout((elapsed / 8).clamp(Duration::from_micros(20), longest));
+        }
+    }
+}
