@@ -20,7 +20,7 @@ use std::fmt::Debug;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use proxy::{Proxies, Proxy, PutTrace, QueueStats};
 pub use shaping::{Shaped, Shaping};
@@ -31,6 +31,13 @@ use crate::group::ProcessGroup;
 
 /// How often a wait looks whether it was interrupted.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// The end of a wait that starts now.
+fn deadline(timeout: Duration) -> Instant {
+    // Longer than any process lives; an `Instant` cannot be arbitrarily late.
+    const LONGEST: Duration = Duration::from_secs(1 << 30);
+    Instant::now() + timeout.min(LONGEST)
+}
 
 /// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes from the start of wire memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -7,8 +7,11 @@ use std::time::{Duration, Instant};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-use super::{Interrupt, LOOK, Place, Put, Queue};
+use super::{Interrupt, LOOK, Place, Put, Queue, deadline};
 use crate::error::{Error, Result};
+
+/// Longest time that a put takes on a narrow link.
+const LONGEST: Duration = Duration::from_secs(3600);
 
 /// What to do to the queues of a rank. Clones are handles of the same links: what one cuts is cut for all.
 #[derive(Debug, Clone, Default)]
@@ -122,12 +125,13 @@ impl Shaped {
 impl Queue for Shaped {
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
         for put in puts {
-            let mut start = Instant::now() + self.lag;
+            let mut start = deadline(self.lag);
             if !self.shaping.delay.is_zero() {
                 start += self.shaping.delay.mul_f64(self.random.random());
             }
             if let Some(bytes_per_second) = self.shaping.bytes_per_second {
-                let takes = Duration::from_secs_f64(put.bytes as f64 / bytes_per_second as f64);
+                let takes = Duration::try_from_secs_f64(put.bytes as f64 / bytes_per_second as f64);
+                let takes = takes.unwrap_or(LONGEST).min(LONGEST);
                 self.free_at = self.free_at.max(Instant::now()) + takes;
                 start = start.max(self.free_at);
             }
@@ -152,7 +156,7 @@ impl Queue for Shaped {
         if !self.vanished {
             return self.queue.quiet(timeout);
         }
-        if !self.wait_until(Instant::now() + timeout) {
+        if !self.wait_until(deadline(timeout)) {
             return Err(self.interrupted("quiet"));
         }
         Err(self.place.error("quiet", format!("puts did not leave within {timeout:?}")))

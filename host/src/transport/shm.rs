@@ -4,12 +4,12 @@ use std::collections::VecDeque;
 use std::io::{PipeReader, PipeWriter, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::staging::Staging;
-use super::{Interrupt, Link, Links, Place, Put, Queue, Receiving, Setup, greeting, store_counter};
+use super::{Interrupt, Link, Links, Place, Put, Queue, Receiving, Setup, deadline, greeting, store_counter};
 use crate::driver::{DevicePtr, Memory};
 use crate::error::{Error, Result};
 
@@ -173,11 +173,11 @@ impl ShmQueue {
                 }
             }
             Carrier::Stream { staging, under_way, next } => {
-                let deadline = Instant::now() + self.timeout;
+                let until = deadline(self.timeout);
                 for batch in puts.chunks(BATCH_PUTS) {
                     let before = self.posted;
                     let piece = *next;
-                    staging.wait(piece, deadline, &self.interrupt, self.place, "put")?;
+                    staging.wait(piece, until, &self.interrupt, self.place, "put")?;
                     // Its event is about to be recorded anew.
                     while under_way.front().is_some_and(|(front, _)| *front == piece) {
                         under_way.pop_front();
@@ -232,10 +232,10 @@ impl Queue for ShmQueue {
     }
 
     fn quiet(&mut self, timeout: Duration) -> Result<()> {
-        let deadline = Instant::now() + timeout;
+        let until = deadline(timeout);
         if let Carrier::Stream { staging, under_way, .. } = &mut self.carrier {
             while let Some((piece, _)) = under_way.front() {
-                staging.wait(*piece, deadline, &self.interrupt, self.place, "quiet")?;
+                staging.wait(*piece, until, &self.interrupt, self.place, "quiet")?;
                 under_way.pop_front();
             }
         }
@@ -258,6 +258,8 @@ impl Queue for ShmQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::driver::MemoryKind;
+    use crate::driver::virt::{Executor, Machine, VirtConfig, VirtualGpu};
 
     #[test]
     fn a_pipe_tells_goodbye_from_death() {
@@ -274,5 +276,46 @@ mod tests {
         check_life(&life).unwrap();
         drop(dying);
         assert!(check_life(&life).unwrap_err().contains("died"));
+    }
+
+    #[test]
+    fn a_stream_that_is_behind_keeps_values_and_completion_right() {
+        // Its work runs only in calls that wait for it.
+        let executor = Executor::Manual(Machine::new(1));
+        let device = VirtualGpu::new(VirtConfig { executor, ..VirtConfig::default() });
+        let alloc = || Arc::new(Memory::alloc(&device, 4096, MemoryKind::Shareable, "wire").unwrap());
+        let (source, target) = (alloc(), alloc());
+        let (_presence, reader) = Presence::new().unwrap();
+        let staging = Staging::new(&device, BATCHES, BATCH_PUTS as u64 * 8).unwrap();
+        let mut queue = ShmQueue {
+            carrier: Carrier::Stream { staging, under_way: VecDeque::new(), next: 0 },
+            place: Place { transport: "shm", rank: 0, peer: 1 },
+            source,
+            target: target.clone(),
+            life: Arc::new(reader.into()),
+            timeout: Duration::from_secs(10),
+            interrupt: Interrupt::default(),
+            posted: 0,
+            failed: None,
+        };
+        let put = |value: u64| Put { bytes: 16, to: 2048, counter: value * 8, value, ..Put::default() };
+        queue.put_with_counter(&[put(1), put(2)]).unwrap();
+        queue.put_with_counter(&[put(3)]).unwrap();
+        assert_eq!(queue.completed().unwrap(), 0);
+        queue.quiet(Duration::from_secs(10)).unwrap();
+        assert_eq!(queue.completed().unwrap(), 3);
+        // More batches than there are pieces for their values.
+        let last = 3 + 2 * BATCHES as u64;
+        for value in 4..=last {
+            queue.put_with_counter(&[put(value)]).unwrap();
+            assert!(queue.completed().unwrap() < value, "the stream has not run");
+        }
+        queue.quiet(Duration::from_secs(10)).unwrap();
+        assert_eq!(queue.completed().unwrap(), last);
+        for value in 1..=last {
+            // SAFETY: within the memory of a virtual GPU, which runs nothing now.
+            let word = unsafe { ((target.ptr().0 + value * 8) as *const u64).read_volatile() };
+            assert_eq!(word, value);
+        }
     }
 }

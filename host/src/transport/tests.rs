@@ -1,1 +1,687 @@
+//! Ranks as threads, with a host thread in the place of the kernel that posts.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+use super::*;
+use crate::driver::virt::{VirtConfig, VirtualGpu};
+use crate::driver::{Device, MemoryKind};
+use crate::group::launch::run_threads;
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A rank's wire memory: counters, then a part to send from, then parts that puts arrive in, one per queue of each peer.
+const COUNTERS: u64 = 4096;
+const PART: u64 = 64 << 10;
+const SEND: u64 = COUNTERS;
+const ARRIVE: u64 = SEND + PART;
+
+fn bytes(parts: u32) -> u64 {
+    ARRIVE + u64::from(parts) * PART
+}
+
+fn counter(size: u32, queue: u32, peer: u32) -> u64 {
+    u64::from(queue * size + peer) * 8
+}
+
+fn part(size: u32, queue: u32, peer: u32) -> u64 {
+    ARRIVE + u64::from(queue * size + peer) * PART
+}
+
+struct Rank {
+    group: Arc<dyn ProcessGroup>,
+    device: Arc<dyn Device>,
+    memory: Arc<Memory>,
+    peers: Vec<u32>,
+}
+
+impl Rank {
+    fn new(group: Arc<dyn ProcessGroup>, bytes: u64) -> Rank {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let memory = Memory::alloc(&device, bytes, MemoryKind::Shareable, "wire").unwrap().into();
+        let peers = (0..group.size()).filter(|peer| *peer != group.rank()).collect();
+        Rank { group, device, memory, peers }
+    }
+
+    fn connect(&self, options: &TransportOptions, direct: bool) -> Result<Links> {
+        connect_by(options, &self.memory, &*self.group, &self.peers, Duration::from_secs(10), direct)
+    }
+
+    fn proxies(&self, options: &TransportOptions, direct: bool) -> Proxies {
+        Proxies::start(&self.device, self.connect(options, direct).unwrap()).unwrap()
+    }
+
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        assert!(offset + 8 <= self.memory.bytes());
+        // SAFETY: within the memory of a virtual GPU.
+        unsafe { AtomicU64::from_ptr((self.memory.ptr().0 + offset) as *mut u64) }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        assert!(offset + data.len() as u64 <= self.memory.bytes());
+        // SAFETY: within the memory of a virtual GPU; no put reads it now.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                data.as_ptr(),
+                (self.memory.ptr().0 + offset) as *mut u8,
+                data.len(),
+            );
+        }
+    }
+
+    fn read(&self, offset: u64, bytes: u64) -> Vec<u8> {
+        assert!(offset + bytes <= self.memory.bytes());
+        // SAFETY: within the memory of a virtual GPU; no put writes it now.
+        unsafe { std::slice::from_raw_parts((self.memory.ptr().0 + offset) as *const u8, bytes as usize) }
+            .to_vec()
+    }
+
+    fn wait(&self, offset: u64, value: u64) {
+        eventually(|| self.word(offset).load(Ordering::Acquire) >= value);
+    }
+
+    fn barrier(&self) {
+        self.group.barrier(TIMEOUT).unwrap();
+    }
+}
+
+fn eventually(mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < TIMEOUT, "it never came");
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+/// Plays the kernel that posts to a queue.
+struct Poster {
+    ring: DevicePtr,
+    posted: u64,
+}
+
+impl Poster {
+    fn new(proxies: &Proxies, queue: u32, peer: u32) -> Poster {
+        Poster { ring: proxies.handle(queue, peer).unwrap(), posted: 0 }
+    }
+
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        // SAFETY: callers stay within the queue's memory, which the proxies keep.
+        unsafe { AtomicU64::from_ptr((self.ring.0 + offset) as *mut u64) }
+    }
+
+    fn taken(&self) -> u64 {
+        self.word(0).load(Ordering::Acquire)
+    }
+
+    fn completed(&self) -> u64 {
+        self.word(128).load(Ordering::Acquire)
+    }
+
+    fn post(&mut self, put: Put) {
+        eventually(|| self.posted - self.taken() < RING_ENTRIES);
+        self.post_blindly(put);
+    }
+
+    /// Whether or not there is room.
+    fn post_blindly(&mut self, put: Put) {
+        let entry =
+            size_of::<QueueWords>() as u64 + self.posted % RING_ENTRIES * size_of::<PutRequest>() as u64;
+        for (field, value) in (1..).zip([put.from, put.to, put.bytes, put.counter, put.value]) {
+            self.word(entry + field * 8).store(value, Ordering::Relaxed);
+        }
+        self.posted += 1;
+        self.word(entry).store(self.posted, Ordering::Release);
+    }
+
+    fn quiet(&self) {
+        eventually(|| self.completed() >= self.posted);
+    }
+}
+
+fn options(kind: TransportKind, queues: u32) -> TransportOptions {
+    TransportOptions {
+        queues_per_peer: queues,
+        timeout: Duration::from_secs(20),
+        ..TransportOptions::new(kind)
+    }
+}
+
+/// Each transport, with the host or a stream as what moves the bytes.
+const ALL: [(TransportKind, bool); 4] = [
+    (TransportKind::Shm, true),
+    (TransportKind::Shm, false),
+    (TransportKind::Tcp, true),
+    (TransportKind::Tcp, false),
+];
+
+/// What `from` sends from.
+fn source(from: u32) -> Vec<u8> {
+    let mut data = vec![0; PART as usize];
+    SmallRng::seed_from_u64(u64::from(from) + 1000).fill(&mut data[..]);
+    data
+}
+
+/// The puts of one queue: the same on both sides.
+fn puts(size: u32, from: u32, queue: u32, count: u64) -> impl Iterator<Item = Put> {
+    let mut random = SmallRng::seed_from_u64(u64::from(from * 64 + queue));
+    (1..=count).map(move |value| {
+        let most = if random.random_bool(0.2) { PART } else { 512 };
+        let bytes = if random.random_bool(0.2) { 0 } else { random.random_range(1..=most) };
+        Put {
+            from: SEND + random.random_range(0..=PART - bytes),
+            to: part(size, queue, from) + random.random_range(0..=PART - bytes),
+            bytes,
+            counter: counter(size, queue, from),
+            value,
+        }
+    })
+}
+
+fn random_puts(kind: TransportKind, direct: bool, size: u32, queues: u32, count: u64) {
+    run_threads(size, TIMEOUT, |rank, group| {
+        let it = Rank::new(group, bytes(size * queues));
+        it.write(SEND, &source(rank));
+        let mut proxies = it.proxies(&options(kind, queues), direct);
+        let mut posters: Vec<(u32, Poster, Vec<Put>)> = Vec::new();
+        for queue in 0..queues {
+            for peer in &it.peers {
+                let poster = Poster::new(&proxies, queue, *peer);
+                posters.push((queue, poster, puts(size, rank, queue, count).collect()));
+            }
+        }
+        for index in 0..count as usize {
+            for (_, poster, puts) in &mut posters {
+                poster.post(puts[index]);
+            }
+        }
+        for (_, poster, _) in &posters {
+            poster.quiet();
+        }
+        for (queue, peer) in (0..queues).flat_map(|queue| it.peers.iter().map(move |peer| (queue, *peer))) {
+            it.wait(counter(size, queue, peer), count);
+            let mut expected = vec![0; PART as usize];
+            let theirs = source(peer);
+            for put in puts(size, peer, queue, count) {
+                let (to, from) = ((put.to - part(size, queue, peer)) as usize, (put.from - SEND) as usize);
+                let bytes = put.bytes as usize;
+                expected[to..to + bytes].copy_from_slice(&theirs[from..from + bytes]);
+            }
+            let arrived = it.read(part(size, queue, peer), PART);
+            assert!(arrived == expected, "queue {queue} of rank {peer}");
+            assert_eq!(it.word(counter(size, queue, peer)).load(Ordering::Acquire), count);
+        }
+        let sent: Vec<Put> = posters.iter().flat_map(|(_, _, puts)| puts.clone()).collect();
+        let stats = proxies.stats();
+        assert_eq!(stats.puts, sent.len() as u64);
+        assert_eq!(stats.bytes, sent.iter().map(|put| put.bytes).sum::<u64>());
+        assert_eq!(stats.counter_puts, sent.iter().filter(|put| put.bytes == 0).count() as u64);
+        it.barrier();
+        assert!(proxies.failure().is_none(), "{:?}", proxies.failure());
+        proxies.close(TIMEOUT);
+        it.barrier();
+        assert!(proxies.failure().is_none(), "{:?}", proxies.failure());
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn random_puts_arrive_exactly_and_rings_wrap() {
+    for (kind, direct) in ALL {
+        random_puts(kind, direct, 2, 1, 5 * RING_ENTRIES + 3);
+        random_puts(kind, direct, 2, 3, 300);
+        random_puts(kind, direct, 4, 1, 300);
+        random_puts(kind, direct, 4, 3, 100);
+    }
+}
+
+/// Blocks of one value each, sent again and again; the receiver looks at a block as soon as its counter is there.
+#[test]
+fn no_counter_comes_before_its_bytes() {
+    const BLOCKS: u64 = 8;
+    const BLOCK: u64 = PART / BLOCKS;
+    const COUNT: u64 = 3000;
+    for (kind, direct) in ALL {
+        run_threads(2, TIMEOUT, |rank, group| {
+            let it = Rank::new(group, bytes(2));
+            let proxies = it.proxies(&options(kind, 1), direct);
+            let mut poster = Poster::new(&proxies, 0, 1 - rank);
+            if rank == 0 {
+                for value in 1..=COUNT {
+                    let at = value % BLOCKS * BLOCK;
+                    // Its last put has left.
+                    eventually(|| poster.completed() + BLOCKS > poster.posted);
+                    for word in 0..BLOCK / 8 {
+                        it.word(SEND + at + word * 8).store(value, Ordering::Relaxed);
+                    }
+                    let (from, to) = (SEND + at, part(2, 0, 0) + at);
+                    poster.post(Put { from, to, bytes: BLOCK, counter: counter(2, 0, 0), value });
+                }
+            } else {
+                let mut seen = 0;
+                let start = Instant::now();
+                while seen < COUNT {
+                    assert!(start.elapsed() < TIMEOUT);
+                    let now = it.word(counter(2, 0, 0)).load(Ordering::Acquire);
+                    assert!(now >= seen, "a counter went back from {seen} to {now}");
+                    seen = now;
+                    if now == 0 {
+                        continue;
+                    }
+                    for word in (0..BLOCK / 8).rev() {
+                        let at = part(2, 0, 0) + now % BLOCKS * BLOCK + word * 8;
+                        let value = it.word(at).load(Ordering::Relaxed);
+                        assert!(
+                            value >= now && value % BLOCKS == now % BLOCKS,
+                            "{value} under counter {now}"
+                        );
+                    }
+                }
+            }
+            it.barrier();
+            drop(proxies);
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+fn tiny(value: u64) -> Put {
+    Put { from: SEND, to: part(2, 0, 0), bytes: 16, counter: counter(2, 0, 0), value }
+}
+
+#[test]
+fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
+    for (kind, direct) in ALL {
+        run_threads(2, TIMEOUT, |rank, group| {
+            let it = Rank::new(group, bytes(2));
+            let slow = Shaping::new(1).lag(1, 0, Duration::from_millis(30));
+            let mut options = options(kind, 1);
+            options.shaping = Some(slow);
+            let proxies = it.proxies(&options, direct);
+            if rank == 0 {
+                let mut poster = Poster::new(&proxies, 0, 1);
+                for value in 1..=RING_ENTRIES {
+                    poster.post_blindly(tiny(value));
+                }
+                // One batch is in the queue's hands, the rest stays in the ring.
+                std::thread::sleep(Duration::from_millis(20));
+                assert!(poster.taken() <= 32, "{} taken", poster.taken());
+                assert_eq!(poster.completed(), 0);
+                it.group.all_gather(b"looked").unwrap();
+            } else {
+                it.group.all_gather(b"").unwrap();
+                it.wait(counter(2, 0, 0), 16);
+                assert!(it.word(counter(2, 0, 0)).load(Ordering::Acquire) < RING_ENTRIES);
+            }
+            it.barrier();
+            let start = Instant::now();
+            drop(proxies);
+            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_lagging_queue_is_overtaken_by_others_and_keeps_its_own_order() {
+    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+        run_threads(2, TIMEOUT, |rank, group| {
+            let it = Rank::new(group, bytes(4));
+            let mut options = options(kind, 2);
+            let lag = Duration::from_millis(20);
+            options.shaping = Some(Shaping::new(5).lag(1, 0, lag).delay_up_to(Duration::from_millis(2)));
+            let proxies = it.proxies(&options, true);
+            const COUNT: u64 = 20;
+            let [slow, fast] = [0, 1].map(|queue| counter(2, queue, 0));
+            if rank == 0 {
+                let mut posters = [0, 1].map(|queue| Poster::new(&proxies, queue, 1));
+                for value in 1..=COUNT {
+                    for (queue, poster) in (0..).zip(&mut posters) {
+                        poster.post(Put { counter: counter(2, queue, 0), ..tiny(value) });
+                    }
+                }
+                posters.iter().for_each(Poster::quiet);
+            } else {
+                let (mut last, mut steps) = (0, 0);
+                let mut overtaken = false;
+                eventually(|| {
+                    let now = it.word(slow).load(Ordering::Acquire);
+                    assert!(now >= last, "{now} after {last}");
+                    steps += u64::from(now > last);
+                    last = now;
+                    overtaken |= now < COUNT / 2 && it.word(fast).load(Ordering::Acquire) == COUNT;
+                    now == COUNT
+                });
+                assert!(overtaken, "the fast queue never was ahead");
+                assert!(steps > COUNT / 2, "{steps} steps: the puts came in one lump");
+            }
+            it.barrier();
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_narrow_link_carries_no_more_than_it_should() {
+    run_threads(2, TIMEOUT, |rank, group| {
+        let it = Rank::new(group, bytes(2));
+        let mut options = options(TransportKind::Shm, 1);
+        options.shaping = Some(Shaping::new(0).bandwidth(4 << 20));
+        let proxies = it.proxies(&options, true);
+        if rank == 0 {
+            let mut poster = Poster::new(&proxies, 0, 1);
+            let start = Instant::now();
+            for value in 1..=32 {
+                poster.post(Put { bytes: PART, ..tiny(value) });
+            }
+            poster.quiet();
+            // 2 MiB at 4 MiB/s.
+            assert!(start.elapsed() >= Duration::from_millis(490), "{:?}", start.elapsed());
+        }
+        it.barrier();
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
+    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+        run_threads(3, TIMEOUT, |rank, group| {
+            let it = Rank::new(group, bytes(3));
+            let mut options = options(kind, 1);
+            let shaping = Shaping::new(0).cut_after(1, 3);
+            options.shaping = Some(shaping.clone());
+            let proxies = it.proxies(&options, true);
+            if rank == 0 {
+                let mut posters = [1, 2].map(|peer| Poster::new(&proxies, 0, peer));
+                for value in 1..=10 {
+                    posters.iter_mut().for_each(|poster| poster.post(tiny(value)));
+                }
+                posters[1].quiet();
+                shaping.cut(2);
+                posters[1].post(tiny(11));
+                eventually(|| posters[0].taken() == 10 && posters[1].taken() == 11);
+                std::thread::sleep(Duration::from_millis(50));
+                assert_eq!(posters.map(|poster| poster.completed()), [3, 10]);
+                assert!(proxies.failure().is_none(), "a cut link is silent");
+            }
+            it.barrier();
+            std::thread::sleep(Duration::from_millis(20));
+            let arrived = it.word(counter(2, 0, 0)).load(Ordering::Acquire);
+            assert_eq!(arrived, [0, 3, 10][rank as usize]);
+            let start = Instant::now();
+            drop(proxies);
+            assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+            it.barrier();
+            Ok(())
+        })
+        .unwrap();
+    }
+    // A queue by itself says that its puts did not leave.
+    run_threads(2, TIMEOUT, |rank, group| {
+        let it = Rank::new(group, bytes(2));
+        let mut options = options(TransportKind::Shm, 1);
+        options.shaping = Some(Shaping::new(0).cut_after(1, 1));
+        let mut links = it.connect(&options, true).unwrap();
+        if rank == 0 {
+            let queue = &mut links.queues()[0].queue;
+            queue.put_with_counter(&[tiny(1)]).unwrap();
+            queue.quiet(TIMEOUT).unwrap();
+            queue.put_with_counter(&[tiny(2)]).unwrap();
+            let text = queue.quiet(Duration::from_millis(30)).unwrap_err().to_string();
+            assert!(text.contains("did not leave within 30ms"), "{text}");
+        }
+        it.barrier();
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_put_after_the_peers_goodbye_is_an_error_that_names_it() {
+    for (kind, direct) in ALL {
+        run_threads(2, TIMEOUT, |rank, group| {
+            let it = Rank::new(group, bytes(2));
+            let mut proxies = it.proxies(&options(kind, 1), direct);
+            let mut poster = Poster::new(&proxies, 0, 1 - rank);
+            if rank == 0 {
+                poster.post(tiny(1));
+                poster.quiet();
+                it.barrier();
+                it.barrier();
+                poster.post(tiny(2));
+                eventually(|| proxies.failure().is_some());
+                let text = proxies.failure().unwrap().to_string();
+                assert!(text.contains("put, rank 0 with rank 1: it said goodbye"), "{text}");
+                // What is posted later is taken, so that nobody waits for room, and never completes.
+                for value in 3..3 * RING_ENTRIES {
+                    poster.post(tiny(value));
+                }
+                eventually(|| poster.taken() == poster.posted);
+                assert_eq!((poster.completed(), proxies.stats().puts), (1, 1));
+            } else {
+                it.wait(counter(2, 0, 0), 1);
+                it.barrier();
+                proxies.close(TIMEOUT);
+                assert!(proxies.failure().is_none());
+                it.barrier();
+            }
+            it.barrier();
+            assert_eq!(it.word(counter(2, 0, 0)).load(Ordering::Acquire), u64::from(rank));
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn puts_out_of_range_are_refused() {
+    for (kind, direct) in ALL {
+        run_threads(2, TIMEOUT, |rank, group| {
+            let it = Rank::new(group, bytes(2));
+            let end = it.memory.bytes();
+            let wrong = [
+                (Put { from: end - 15, ..tiny(1) }, "from + bytes must be within"),
+                (Put { to: end - 15, ..tiny(1) }, "to + bytes must be within"),
+                (Put { to: u64::MAX, ..tiny(1) }, "to + bytes must be within"),
+                (Put { bytes: u64::MAX, ..tiny(1) }, "from + bytes must be within"),
+                (Put { counter: end, ..tiny(1) }, "counter + 8 must be within"),
+                (Put { counter: !7, ..tiny(1) }, "counter + 8 must be within"),
+                (Put { counter: 4, ..tiny(1) }, "multiple of 8"),
+            ];
+            for (put, expected) in wrong {
+                let proxies = it.proxies(&options(kind, 1), direct);
+                if rank == 0 {
+                    Poster::new(&proxies, 0, 1).post(put);
+                    eventually(|| proxies.failure().is_some());
+                    let text = proxies.failure().unwrap().to_string();
+                    assert!(text.contains(expected), "{text}");
+                }
+                it.barrier();
+            }
+            // The last bytes are within.
+            let proxies = it.proxies(&options(kind, 1), direct);
+            if rank == 0 {
+                let mut poster = Poster::new(&proxies, 0, 1);
+                poster.post(Put { from: end - 16, to: end - 24, counter: end - 8, ..tiny(9) });
+                poster.quiet();
+            } else {
+                it.wait(end - 8, 9);
+            }
+            it.barrier();
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+/// What a rank gets wrong: its options, its peers, or the bytes of its wire memory.
+type Change<'a> = &'a (dyn Fn(u32, &mut TransportOptions, &mut Vec<u32>, &mut u64) + Sync);
+
+#[test]
+fn a_failed_setup_fails_on_every_rank_and_says_why() {
+    let with = |change: Change<'_>| {
+        let errors = run_threads(3, TIMEOUT, |rank, group| {
+            let mut options = options(TransportKind::Tcp, 1);
+            let mut peers = (0..3).filter(|peer| *peer != rank).collect();
+            let mut size = 4096;
+            change(rank, &mut options, &mut peers, &mut size);
+            let it = Rank::new(group, size);
+            let outcome = connect(&options, &it.memory, &*it.group, &peers, TIMEOUT);
+            Ok(outcome.expect_err("must fail").to_string())
+        });
+        errors.unwrap()
+    };
+    let kinds = with(&|rank, options, _, _| {
+        if rank == 1 {
+            options.kind = TransportKind::Shm;
+        }
+    });
+    assert!(kinds[0].contains("rank 1 disagree on the transport: tcp here, shm there"), "{kinds:?}");
+    assert!(kinds[1].contains("shm here, tcp there"), "{kinds:?}");
+    let sizes = with(&|rank, _, _, bytes| *bytes += 4096 * u64::from(rank));
+    assert!(sizes[2].contains("the bytes of wire memory: 12288 here, 4096 there"), "{sizes:?}");
+    let queues = with(&|rank, options, _, _| options.queues_per_peer = rank);
+    assert!(queues[0].contains("queues_per_peer = 0: give 1 to 64"), "{queues:?}");
+    assert!(queues[1].contains("rank 0 cannot take part: queues_per_peer = 0"), "{queues:?}");
+    let lonely = with(&|rank, _, peers, _| peers.retain(|peer| rank != 2 || *peer != 0));
+    assert!(
+        lonely.iter().all(|text| text.contains("rank 0 lists rank 2 among its peers, but")),
+        "{lonely:?}"
+    );
+    let itself = with(&|rank, _, peers, _| {
+        if rank == 0 {
+            *peers = vec![0, 1, 2];
+        }
+    });
+    assert!(itself[0].contains("without rank 0 itself"), "{itself:?}");
+}
+
+#[test]
+fn only_listed_peers_are_connected() {
+    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+        // Two nodes of two ranks.
+        run_threads(4, TIMEOUT, |rank, group| {
+            let it = Rank { peers: vec![(rank + 2) % 4], ..Rank::new(group, bytes(4)) };
+            let mut links = it.connect(&options(kind, 2), true).unwrap();
+            let pairs: Vec<(u32, u32)> = links.queues().iter().map(|link| (link.index, link.peer)).collect();
+            assert_eq!(pairs, [(0, it.peers[0]), (1, it.peers[0])]);
+            let proxies = Proxies::start(&it.device, links).unwrap();
+            assert!(proxies.handle(1, it.peers[0]).is_some() && proxies.handle(0, rank ^ 1).is_none());
+            assert!(proxies.handle(2, it.peers[0]).is_none());
+            Poster::new(&proxies, 1, it.peers[0]).post(Put { counter: u64::from(rank) * 8, ..tiny(7) });
+            it.wait(u64::from(it.peers[0]) * 8, 7);
+            it.barrier();
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn traces_have_every_put_in_order() {
+    run_threads(2, TIMEOUT, |rank, group| {
+        let it = Rank::new(group, bytes(2));
+        let proxies = it.proxies(&options(TransportKind::Shm, 1), true);
+        let mut poster = Poster::new(&proxies, 0, 1 - rank);
+        let post = |poster: &mut Poster, count: u64| {
+            for _ in 0..count {
+                poster.post(Put { bytes: poster.posted, counter: 8 * u64::from(rank), ..tiny(1) });
+            }
+            poster.quiet();
+        };
+        let before = Instant::now();
+        post(&mut poster, 5);
+        assert_eq!(proxies.take_trace(), [], "off by default");
+        proxies.start_trace(20);
+        post(&mut poster, 30);
+        let mut trace = Vec::new();
+        eventually(|| {
+            trace.extend(proxies.take_trace());
+            trace.len() == 20
+        });
+        assert_eq!(trace.iter().map(|put| put.bytes).collect::<Vec<_>>(), (5..25).collect::<Vec<_>>());
+        assert!(trace.iter().all(|put| put.peer == 1 - rank && put.queue == 0));
+        assert!(trace.iter().all(|put| before < put.begin && put.begin <= put.end));
+        post(&mut poster, 5);
+        assert_eq!(proxies.take_trace(), []);
+        it.barrier();
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn names() {
+    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+        assert_eq!(kind.to_string().parse::<TransportKind>().unwrap(), kind);
+    }
+    assert!("pigeon".parse::<TransportKind>().unwrap_err().to_string().contains("pigeon"));
+}
+
+/// A queue that keeps what it was given, and completes only when told.
+#[derive(Debug)]
+struct Recording {
+    puts: Arc<Mutex<Vec<Vec<Put>>>>,
+    completed: Arc<AtomicU64>,
+    closed: Arc<AtomicU64>,
+}
+
+impl Queue for Recording {
+    fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
+        self.puts.lock().unwrap().push(puts.to_vec());
+        Ok(())
+    }
+
+    fn completed(&mut self) -> Result<u64> {
+        Ok(self.completed.load(Ordering::Acquire))
+    }
+
+    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
+        Ok(())
+    }
+
+    fn close(&mut self) {
+        self.closed.fetch_add(1, Ordering::Release);
+    }
+}
+
+#[test]
+fn proxies_batch_publish_completion_and_say_goodbye_only_when_drained() {
+    for drained in [true, false] {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let (puts, completed, closed) =
+            (Arc::default(), Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
+        let queue =
+            Recording { puts: Arc::clone(&puts), completed: completed.clone(), closed: closed.clone() };
+        let mut proxy = Proxy::start(&device, Link { peer: 3, index: 0, queue: Box::new(queue) }).unwrap();
+        let mut poster = Poster { ring: proxy.handle(), posted: 0 };
+        for value in 1..=100 {
+            poster.post(tiny(value));
+        }
+        eventually(|| poster.taken() == 100);
+        assert_eq!(poster.completed(), 0);
+        completed.store(60, Ordering::Release);
+        eventually(|| poster.completed() == 60);
+        if drained {
+            completed.store(100, Ordering::Release);
+        }
+        let start = Instant::now();
+        proxy.stop(Duration::from_millis(300));
+        assert!(start.elapsed() < Duration::from_secs(3));
+        assert_eq!(closed.load(Ordering::Acquire), u64::from(drained));
+        let batches = puts.lock().unwrap();
+        assert!(batches.iter().all(|batch| (1..=16).contains(&batch.len())));
+        let values: Vec<u64> = batches.iter().flatten().map(|put| put.value).collect();
+        assert_eq!(values, (1..=100).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,271 @@
+//! How connections are set up: who calls, and who is let in.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::sockopt;
+
+use super::{MAX_REASON, left, refusal, wait_for, word32, word64};
+use crate::error::{Error, Result};
+use crate::group::{SOCKET_IFNAME, interface_address};
+use crate::transport::greeting::{MAGIC, PHASE, VERSION};
+use crate::transport::{LOOK, Setup};
+
+pub(super) const TOKEN: usize = 16;
+/// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little endian.
+pub(super) const HELLO: usize = 48;
+/// Connections that have not said who they are, beside those expected.
+const STRANGERS: usize = 64;
+
+/// What a connection says first.
+pub(super) fn hello(
+    version: u32,
+    phase: u32,
+    token: &[u8; TOKEN],
+    rank: u32,
+    queue: u32,
+    memory: u64,
+) -> [u8; HELLO] {
+    let mut bytes = [0; HELLO];
+    bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
+    bytes[8..12].copy_from_slice(&version.to_le_bytes());
+    bytes[12..16].copy_from_slice(&phase.to_le_bytes());
+    bytes[16..32].copy_from_slice(token);
+    bytes[32..36].copy_from_slice(&rank.to_le_bytes());
+    bytes[36..40].copy_from_slice(&queue.to_le_bytes());
+    bytes[40..].copy_from_slice(&memory.to_le_bytes());
+    bytes
+}
+
+/// Connects to a peer and says who this is.
+pub(super) fn dial(
+    setup: &Setup<'_>,
+    address: &str,
+    queue: u32,
+    peer: u32,
+    deadline: Instant,
+) -> Result<TcpStream> {
+    let fail = |reason: String| setup.place(peer).error("connect", reason);
+    let (token, socket_address) =
+        parse_address(address).ok_or_else(|| fail(format!("it announced no address but {address:?}")))?;
+    let failed = |error: std::io::Error| {
+        fail(format!(
+            "{socket_address}: {error}; is it reachable from here? {SOCKET_IFNAME} chooses the interface"
+        ))
+    };
+    let mut socket = TcpStream::connect_timeout(&socket_address, left(deadline)).map_err(failed)?;
+    socket.set_nodelay(true).map_err(failed)?;
+    // So that a host that vanished shows even where all bytes fit the socket's buffer.
+    let limit = u32::try_from(setup.options.timeout.as_millis()).unwrap_or(u32::MAX);
+    let _ = sockopt::set_tcp_user_timeout(&socket, limit);
+    socket.set_write_timeout(Some(left(deadline))).map_err(failed)?;
+    let hello = hello(VERSION, PHASE, &token, setup.group.rank(), queue, setup.memory.bytes());
+    socket.write_all(&hello).map_err(failed)?;
+    Ok(socket)
+}
+
+/// Takes the answer to a hello.
+pub(super) fn read_answer(socket: &mut TcpStream, deadline: Instant) -> Result<(), String> {
+    let mut take = |bytes: &mut [u8]| {
+        socket.set_read_timeout(Some(left(deadline)))?;
+        socket.read_exact(bytes)
+    };
+    let mut len = [0; 4];
+    take(&mut len).map_err(|error| format!("no answer to the hello: {error}"))?;
+    let mut text = vec![0; (u32::from_le_bytes(len) as usize).min(MAX_REASON)];
+    if text.is_empty() {
+        return Ok(());
+    }
+    take(&mut text).map_err(|error| format!("refused, but did not say why: {error}"))?;
+    Err(format!("refused: {}", String::from_utf8_lossy(&text)))
+}
+
+fn parse_address(text: &str) -> Option<([u8; TOKEN], SocketAddr)> {
+    let (token, address) = text.split_once('@')?;
+    let token = u128::from_str_radix(token, 16).ok()?.to_be_bytes();
+    Some((token, address.parse().ok()?))
+}
+
+/// Where the peers' connections come in while links are set up.
+#[derive(Debug)]
+pub(super) struct Door {
+    listener: TcpListener,
+    pub(super) address: SocketAddr,
+    /// Keeps strangers out.
+    pub(super) token: [u8; TOKEN],
+}
+
+/// What a hello deserves.
+#[derive(Debug)]
+enum Verdict {
+    /// There is more of it to come.
+    Incomplete,
+    /// It is the connection of this (queue, peer).
+    Welcome(u32, u32),
+    /// Somebody who does not belong here.
+    Stranger(String),
+    /// A rank of this group that got something wrong.
+    Wrong(u32, String),
+}
+
+impl Door {
+    pub(super) fn open(setup: &Setup<'_>) -> Result<Door> {
+        let mut token = [0; TOKEN];
+        std::fs::File::open("/dev/urandom")
+            .and_then(|mut source| source.read_exact(&mut token))
+            .map_err(|error| Error::os("read /dev/urandom", error))?;
+        let ip = interface_address(None)?;
+        let expected = setup.pairs().count();
+        let open = || {
+            let listener = TcpListener::bind((ip, 0))?;
+            // All peers connect before any of them is accepted.
+            rustix::net::listen(&listener, i32::try_from(expected + STRANGERS).unwrap_or(i32::MAX))?;
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?;
+            Ok(Door { listener, address, token })
+        };
+        open().map_err(|error: std::io::Error| Error::os("listen", format!("{ip}: {error}")))
+    }
+
+    pub(super) fn address(&self) -> String {
+        format!("{:032x}@{}", u128::from_be_bytes(self.token), self.address)
+    }
+
+    /// The connections of all peers' queues.
+    pub(super) fn accept(
+        &self,
+        setup: &Setup<'_>,
+        deadline: Instant,
+    ) -> Result<BTreeMap<(u32, u32), TcpStream>> {
+        let expected = setup.pairs().count();
+        let mut accepted = BTreeMap::new();
+        let mut pending: Vec<(TcpStream, Vec<u8>)> = Vec::new();
+        while accepted.len() < expected {
+            if Instant::now() >= deadline {
+                let missing: Vec<(u32, u32)> =
+                    setup.pairs().filter(|pair| !accepted.contains_key(pair)).collect();
+                let (queue, peer) = missing.first().copied().unwrap_or_default();
+                let reason = format!(
+                    "queue {queue} did not connect within {:?}, as did {} other(s); the rank may have died, or the network \
+                     does not let it through",
+                    setup.timeout,
+                    missing.len() - 1
+                );
+                return Err(setup.place(peer).error("connect", reason));
+            }
+            for index in self.ready(&pending)?.into_iter().rev() {
+                let (socket, bytes) = &mut pending[index];
+                let verdict = match take_hello(socket, bytes) {
+                    Ok(()) => self.judge(setup, bytes, &accepted),
+                    Err(reason) => Verdict::Stranger(reason),
+                };
+                if matches!(verdict, Verdict::Incomplete) {
+                    continue;
+                }
+                let (mut socket, _) = pending.swap_remove(index);
+                match verdict {
+                    Verdict::Incomplete => {}
+                    Verdict::Welcome(queue, peer) => {
+                        let ready = socket.write_all(&[0; 4]).and_then(|()| socket.set_nonblocking(false));
+                        ready.map_err(|error| setup.place(peer).error("connect", error.to_string()))?;
+                        accepted.insert((queue, peer), socket);
+                    }
+                    Verdict::Stranger(reason) => {
+                        tracing::warn!("tcp transport: refused a connection: {reason}");
+                        let _ = socket.write_all(&refusal(&reason));
+                    }
+                    Verdict::Wrong(peer, reason) => {
+                        let _ = socket.write_all(&refusal(&reason));
+                        return Err(setup.place(peer).error("connect", reason));
+                    }
+                }
+            }
+            loop {
+                match self.listener.accept() {
+                    Ok((socket, _)) => {
+                        if socket.set_nonblocking(true).is_ok() {
+                            pending.push((socket, Vec::new()));
+                        }
+                        if pending.len() > expected + STRANGERS {
+                            // The one that has been silent for longest.
+                            pending.remove(0);
+                        }
+                    }
+                    Err(error) => match Errno::from_io_error(&error) {
+                        Some(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => break,
+                        _ => return Err(Error::os("accept", error)),
+                    },
+                }
+            }
+        }
+        Ok(accepted)
+    }
+
+    /// Waits a moment for any of the sockets; which of `pending` can be read, ascending.
+    fn ready(&self, pending: &[(TcpStream, Vec<u8>)]) -> Result<Vec<usize>> {
+        let sockets = pending.iter().map(|(socket, _)| socket.as_fd());
+        let mut polled: Vec<PollFd<'_>> = std::iter::once(self.listener.as_fd())
+            .chain(sockets)
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .collect();
+        wait_for(&mut polled, LOOK).map_err(|error| Error::os("poll", error))?;
+        let readable = polled[1..].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
+        Ok(readable.map(|(index, _)| index).collect())
+    }
+
+    fn judge(&self, setup: &Setup<'_>, bytes: &[u8], accepted: &BTreeMap<(u32, u32), TcpStream>) -> Verdict {
+        // The first words stay what they are in every version, however long its hello is.
+        if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
+            return Verdict::Stranger("no hello of epoxide's transport".into());
+        }
+        if bytes.len() >= 12 && word32(bytes, 8) != VERSION {
+            let theirs = word32(bytes, 8);
+            return Verdict::Stranger(format!("protocol version {theirs}; this rank has version {VERSION}"));
+        }
+        if bytes.len() < HELLO {
+            return Verdict::Incomplete;
+        }
+        if bytes[16..32] != self.token {
+            return Verdict::Stranger(
+                "wrong token: the connection is meant for another rank or group".into(),
+            );
+        }
+        let (phase, peer, queue, memory) =
+            (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
+        let own = setup.memory.bytes();
+        if phase != PHASE {
+            return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
+        }
+        if memory != own {
+            return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
+        }
+        if !setup.pairs().any(|pair| pair == (queue, peer)) || accepted.contains_key(&(queue, peer)) {
+            return Verdict::Wrong(
+                peer,
+                format!("queue {queue} of rank {peer} is not expected, or is there already"),
+            );
+        }
+        Verdict::Welcome(queue, peer)
+    }
+}
+
+/// Reads what there is of a hello. What is behind it stays in the socket.
+fn take_hello(socket: &mut TcpStream, bytes: &mut Vec<u8>) -> Result<(), String> {
+    let mut buffer = [0; HELLO];
+    match socket.read(&mut buffer[bytes.len()..]) {
+        Ok(0) => Err("closed before its hello".into()),
+        Ok(count) => {
+            bytes.extend_from_slice(&buffer[bytes.len()..][..count]);
+            Ok(())
+        }
+        Err(error) => match Errno::from_io_error(&error) {
+            Some(Errno::AGAIN | Errno::INTR) => Ok(()),
+            _ => Err(error.to_string()),
+        },
+    }
+}

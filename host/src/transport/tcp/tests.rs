@@ -1,0 +1,257 @@
+//! One rank, with the test in the place of its peer.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+
+use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
+
+use super::door::{TOKEN, hello};
+use super::*;
+use crate::driver::virt::{VirtConfig, VirtualGpu};
+use crate::driver::{Memory, MemoryKind};
+use crate::group::launch::run_threads;
+use crate::transport::greeting::{PHASE, VERSION};
+use crate::transport::{Proxy, Queue, Receiving, TransportKind, TransportOptions};
+
+const BYTES: u64 = 1 << 20;
+const SOON: Duration = Duration::from_secs(10);
+
+/// Rank 0 of 2 by itself, with a test in the place of rank 1.
+fn alone(timeout: Duration, test: impl Fn(&Setup<'_>) + Sync) {
+    let run = |rank, group: Arc<dyn crate::group::ProcessGroup>| {
+        if rank == 0 {
+            let device = VirtualGpu::new(VirtConfig::default());
+            let memory = Memory::alloc(&device, BYTES, MemoryKind::Shareable, "wire")?.into();
+            let options = TransportOptions { timeout, ..TransportOptions::new(TransportKind::Tcp) };
+            let (group, memory, options) = (&*group, &memory, &options);
+            test(&Setup { options, memory, group, peers: &[1], timeout: SOON, direct: true });
+        }
+        Ok(())
+    };
+    run_threads(2, SOON, run).unwrap();
+}
+
+fn read_to_end(socket: &mut TcpStream) -> String {
+    let mut text = Vec::new();
+    // A reset ends it as well.
+    let _ = socket.read_to_end(&mut text);
+    String::from_utf8_lossy(&text).into_owned()
+}
+
+#[test]
+fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
+    alone(SOON, |setup| {
+        let door = Door::open(setup).unwrap();
+        let address = door.address;
+        let token = door.token;
+        let good = hello(VERSION, PHASE, &token, 1, 0, BYTES);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let refused = |bytes: &[u8]| {
+                    let mut socket = TcpStream::connect(address).unwrap();
+                    socket.write_all(bytes).unwrap();
+                    read_to_end(&mut socket)
+                };
+                let silent = TcpStream::connect(address).unwrap();
+                assert!(refused(&[0xee; 64]).contains("no hello of epoxide's"));
+                assert!(refused(b"GET / HTTP/1.1\r\n\r\n").contains("no hello of epoxide's"));
+                let old = refused(&hello(9, PHASE, &token, 1, 0, BYTES)[..12]);
+                assert!(old.contains("protocol version 9; this rank has version 1"), "{old}");
+                let token = [7; TOKEN];
+                assert!(refused(&hello(VERSION, PHASE, &token, 1, 0, BYTES)).contains("wrong token"));
+                drop(TcpStream::connect(address).unwrap());
+                let mut friend = TcpStream::connect(address).unwrap();
+                // In two parts.
+                friend.write_all(&good[..20]).unwrap();
+                std::thread::sleep(Duration::from_millis(50));
+                friend.write_all(&good[20..]).unwrap();
+                read_answer(&mut friend, deadline(SOON)).unwrap();
+                drop(silent);
+            });
+            let accepted = door.accept(setup, deadline(SOON)).unwrap();
+            assert!(accepted.keys().eq(&[(0, 1)]));
+        });
+    });
+}
+
+#[test]
+fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
+    alone(SOON, |setup| {
+        for (phase, queue, memory, expected) in [
+            (0, 0, BYTES, "phase 0; this rank connects phase 1"),
+            (PHASE, 0, 8, "wire memory of 8 bytes; this rank has 1048576"),
+            (PHASE, 5, BYTES, "queue 5 of rank 1 is not expected"),
+        ] {
+            let door = Door::open(setup).unwrap();
+            let mut socket = TcpStream::connect(door.address).unwrap();
+            socket.write_all(&hello(VERSION, phase, &door.token, 1, queue, memory)).unwrap();
+            let error = door.accept(setup, deadline(SOON)).unwrap_err().to_string();
+            assert!(error.contains(expected) && error.contains("with rank 1"), "{error}");
+            let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
+            assert!(answer.starts_with("refused: ") && answer.contains(expected), "{answer}");
+        }
+        let door = Door::open(setup).unwrap();
+        let error = door.accept(setup, deadline(Duration::from_millis(50))).unwrap_err().to_string();
+        assert!(error.contains("with rank 1") && error.contains("did not connect within"), "{error}");
+    });
+}
+
+/// A connected pair: the other end of rank 1, and this rank's.
+fn pair() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (theirs, listener.accept().unwrap().0)
+}
+
+fn wait_for_failure(receivers: &Receivers) -> String {
+    let end = deadline(SOON);
+    loop {
+        if let Some(error) = receivers.failure() {
+            return error.to_string();
+        }
+        assert!(Instant::now() < end, "no failure");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn frames_out_of_range_are_refused_and_the_sender_is_told() {
+    alone(SOON, |setup| {
+        let good = Put { from: 0, to: 64, bytes: 8, counter: 8, value: 1 };
+        for put in [
+            Put { bytes: BYTES, ..good },
+            Put { bytes: u64::MAX - 1, ..good },
+            Put { to: BYTES - 7, ..good },
+            Put { counter: 9, ..good },
+            Put { counter: BYTES, bytes: 0, ..good },
+        ] {
+            let (mut theirs, ours) = pair();
+            let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
+            theirs.write_all(&header(&good)).unwrap();
+            theirs.write_all(&[3; 8]).unwrap();
+            theirs.write_all(&header(&put)).unwrap();
+            let error = wait_for_failure(&receivers);
+            assert!(error.contains("with rank 1: refused a frame of it"), "{error}");
+            let mut queue = TcpQueue::new(setup, setup.place(1), theirs).unwrap();
+            let told = queue.put_with_counter(&[good]).unwrap_err().to_string();
+            assert!(told.contains("it refused a frame: ") && told.contains("must be"), "{told}");
+        }
+        let mut arrived = [0u8; 80];
+        // SAFETY: within the memory of a virtual GPU; its receivers have ended.
+        unsafe { std::ptr::copy_nonoverlapping(setup.memory.ptr().0 as *const u8, arrived.as_mut_ptr(), 80) };
+        assert_eq!(
+            (word64(&arrived, 8), word64(&arrived, 64), word64(&arrived, 72)),
+            (1, 0x0303_0303_0303_0303, 0)
+        );
+    });
+}
+
+#[test]
+fn a_peer_that_dies_is_named_on_both_sides() {
+    alone(SOON, |setup| {
+        // In a frame, and between frames.
+        for bytes in [&[9; 20][..], &[]] {
+            let (mut theirs, ours) = pair();
+            let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
+            theirs.write_all(bytes).unwrap();
+            drop(theirs);
+            let error = wait_for_failure(&receivers);
+            assert!(
+                error.contains("receive, rank 0 with rank 1: the connection ended without a goodbye"),
+                "{error}"
+            );
+        }
+        let (theirs, ours) = pair();
+        let mut queue = TcpQueue::new(setup, setup.place(1), ours).unwrap();
+        let put = Put { bytes: 1024, ..Put::default() };
+        queue.put_with_counter(&[put]).unwrap();
+        drop(theirs);
+        let end = deadline(SOON);
+        let error = loop {
+            match queue.put_with_counter(&[put]) {
+                Ok(()) => assert!(Instant::now() < end, "no error"),
+                Err(error) => break error.to_string(),
+            }
+        };
+        assert!(error.contains("put, rank 0 with rank 1: the connection broke"), "{error}");
+        assert_eq!(queue.put_with_counter(&[put]).unwrap_err().to_string(), error, "it stays");
+    });
+}
+
+#[test]
+fn a_goodbye_is_no_failure_and_a_missing_one_is() {
+    alone(SOON, |setup| {
+        let (theirs, ours) = pair();
+        let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.place(1), theirs).unwrap();
+        queue.put_with_counter(&[Put { counter: 24, value: 5, ..Put::default() }]).unwrap();
+        queue.close();
+        assert!(queue.put_with_counter(&[]).is_err(), "closed");
+        drop(queue);
+        let end = deadline(SOON);
+        while !receivers.readers[0].1.is_finished() {
+            assert!(Instant::now() < end, "the reader goes on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(receivers.failure().is_none(), "{:?}", receivers.failure());
+    });
+}
+
+#[test]
+fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
+    alone(Duration::from_millis(300), |setup| {
+        let big = Put { bytes: BYTES, ..Put::default() };
+        let fill = |queue: &mut TcpQueue| loop {
+            if let Err(error) = queue.put_with_counter(&[big; 16]) {
+                return error.to_string();
+            }
+        };
+        let (_theirs, ours) = pair();
+        let mut queue = TcpQueue::new(setup, setup.place(1), ours).unwrap();
+        let start = Instant::now();
+        let error = fill(&mut queue);
+        assert!(error.contains("rank 1: it did not take all bytes within 300ms"), "{error}");
+        assert!(start.elapsed() < SOON);
+
+        let (_theirs, ours) = pair();
+        let mut queue = TcpQueue::new(setup, setup.place(1), ours).unwrap();
+        queue.timeout = Duration::from_secs(600);
+        let interrupt = queue.interrupt();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(100));
+                interrupt.raise();
+            });
+            let start = Instant::now();
+            let error = fill(&mut queue);
+            assert!(error.contains("interrupted"), "{error}");
+            assert!(start.elapsed() < SOON);
+        });
+    });
+}
+
+#[test]
+fn a_proxy_ends_promptly_though_its_peer_stalls() {
+    alone(Duration::from_secs(600), |setup| {
+        let (_theirs, ours) = pair();
+        let queue = Box::new(TcpQueue::new(setup, setup.place(1), ours).unwrap());
+        let link = Link { peer: 1, index: 0, queue };
+        let proxy = Proxy::start(setup.memory.device(), link).unwrap();
+        let ring = proxy.handle().0;
+        for index in 0..RING_ENTRIES {
+            let entry = ring + size_of::<QueueWords>() as u64 + index * size_of::<PutRequest>() as u64;
+            let mut put = PutRequest::default();
+            (put.bytes, put.ticket) = (BYTES, index + 1);
+            // SAFETY: an entry of the proxy's ring, in host memory, which the proxy has not come to. That it could see
+            // parts of it does no harm: all values but the ticket and the bytes are zero before and after.
+            unsafe { (entry as *mut PutRequest).write_volatile(put) };
+        }
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(proxy.stats().puts < RING_ENTRIES && proxy.failure().is_none(), "it stalls");
+        let start = Instant::now();
+        drop(proxy);
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    });
+}
