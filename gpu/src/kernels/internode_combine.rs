@@ -55,7 +55,7 @@ const MAX_ITEMS: u64 = (1 << TURN_SHIFT) - 1;
 pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     let (rows, comm, wire) = (&args.combine, &args.combine.comm, &args.wire);
     let workers = workers();
-    let (channel, finishes) = (ctaid() / 2, ctaid() % 2 != 0);
+    let (channel, finishes) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
     let epoch = current_epoch(comm);
     let operation = Operation { epoch, queue: Wait::CombineQueue };

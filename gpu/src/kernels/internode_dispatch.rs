@@ -50,7 +50,7 @@ const UNFINISHED: u32 = 3;
 pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     let (rows, comm, wire) = (&args.dispatch, &args.dispatch.comm, &args.wire);
     let workers = workers();
-    let (channel, forwards) = (ctaid() / 2, ctaid() % 2 != 0);
+    let (channel, forwards) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
     let epoch = current_epoch(comm);
     let operation = Operation { epoch, queue: Wait::DispatchQueue };

@@ -349,14 +349,14 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     barrier_sync();
     let first_over = redux_min(ld_shared_u32(word(BAD + lane)));
     if thread == 0 {
+        // A source that does not fit has said so above.
         if ld_shared_u32(word(EXPIRED)) != 0 {
             st_shared_u32(word(VERDICT), PlanStatus::Timeout as u32);
-        } else if first_bad != NONE {
-        } else if first_over != NONE {
+        } else if first_bad == NONE && first_over != NONE {
             st_shared_u32(word(VERDICT), PlanStatus::Capacity as u32);
             st_shared_u32(word(VERDICT + 1), first_over);
             st_shared_u32(word(VERDICT + 2), ld_shared_u32(word(RECEIVES + first_over)));
-        } else {
+        } else if first_bad == NONE {
             st_shared_u32(word(VERDICT), PlanStatus::Ready as u32);
         }
     }

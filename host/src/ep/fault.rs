@@ -7,7 +7,7 @@ use epoxide_gpu::layout::{PlanHeader, PlanStatus, SIGNATURE_NAMES, Status, Wait}
 
 use super::Buffer;
 use super::pool::{World, pool_bytes};
-use super::wire::wire_bytes;
+use super::wire::{WireSide, wire_bytes};
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
@@ -58,6 +58,10 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
         Wait::RelayedCounts => relay,
         _ => of_node,
     };
+    // The reason may be known: a connection that broke, say.
+    if let Some(failure) = buffer.wire.as_ref().and_then(WireSide::failure) {
+        tracing::warn!(rank = buffer.rank, "{failure}");
+    }
     Err(Error::PeerTimeout {
         rank: buffer.rank,
         peer,

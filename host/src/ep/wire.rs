@@ -78,6 +78,11 @@ impl WireSide {
         Ok(WireSide { proxies, _memory: memory, _tables: tables, wire })
     }
 
+    /// What went wrong with a queue or on the receiving side first.
+    pub fn failure(&self) -> Option<Error> {
+        self.proxies.failure()
+    }
+
     /// Lets the queues finish, says goodbye and ends all threads.
     pub fn close(&mut self) {
         self.proxies.close(GRACE);
