@@ -158,6 +158,20 @@ fn random_rows(rng: &mut SmallRng, routing: &Routing) -> Vec<Vec<Vec<u8>>> {
     payload::distinct_rows(rng, &tokens, ROW as usize)
 }
 
+impl Rank {
+    /// A copy of a tensor of the buffer as it is at this point of the stream, its padding left out.
+    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor> {
+        let copy = Tensor::alloc(self.device(), tensor.dtype(), tensor.shape())?;
+        let bytes = tensor.row_bytes();
+        for row in 0..tensor.rows() {
+            let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
+            // SAFETY: tests synchronise before they drop the copy, and the buffer after that.
+            unsafe { self.stream.copy(to, from, bytes)? };
+        }
+        Ok(copy)
+    }
+}
+
 #[test]
 fn two_hundred_operations_without_a_host_wait() {
     let program = Program::random(1, 200, 12, 4, 2, false);

@@ -204,3 +204,24 @@ fn replays_need_no_host_wait_between_them() {
         Ok(())
     });
 }
+
+impl Rank {
+    /// An event at the end of the stream's work.
+    fn event(&self) -> Result<Event> {
+        let event = Event::new(self.device(), false)?;
+        event.record(&self.stream)?;
+        Ok(event)
+    }
+}
+
+impl Inputs {
+    /// Copies other inputs of the same shapes over these, in stream order. Both live until the caller has synchronised.
+    fn overwrite(&self, rank: &Rank, other: &Inputs) -> Result<()> {
+        for (to, from) in [(&self.topk_idx, &other.topk_idx), (&self.x, &other.x)] {
+            assert_eq!(to.shape(), from.shape());
+            // SAFETY: as documented; every caller is a test that keeps them.
+            unsafe { rank.stream.copy(to.ptr(), from.ptr(), from.rows() * from.row_stride())? };
+        }
+        Ok(())
+    }
+}

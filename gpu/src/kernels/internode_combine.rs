@@ -11,7 +11,7 @@ use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace, wait
 use super::ring::{Ring, Turn, shared_bytes};
 use super::wire::{
     Operation, Posted, Progress, Put, arrival, arrival_word, channel_range, channel_rows, post, rows_arrived,
-    tell_nodes_ready, wait_node_ready, wait_quiet, wait_rows, workers,
+    tell_nodes_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows, workers,
 };
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
@@ -281,7 +281,11 @@ impl Contributors for Nodes<'_> {
             if needed > self.known.get() {
                 let (args, node) = (self.args, laneid());
                 let (comm, wire) = (&args.combine.comm, &args.wire);
-                wait_rows(comm, wire, node, self.channel, needed, self.epoch, Wait::CombineArrival);
+                if node == wire.node {
+                    wait_own_rows(comm, wire, self.channel, needed, self.epoch);
+                } else {
+                    wait_rows(comm, wire, node, self.channel, needed, self.epoch, Wait::CombineArrival);
+                }
                 self.known.set(rows_arrived(wire, node, self.channel, self.epoch));
                 fence_proxy_async();
             }

@@ -171,6 +171,23 @@ pub unsafe fn wait_rows(
     }
 }
 
+/// Waits until `rows` rows of the own node's channel are there; false when any wait of this rank has expired.
+///
+/// They come from the other block of the channel, which itself waits for other nodes first: its deadline, which names them, is
+/// the one that counts.
+#[inline(always)]
+pub unsafe fn wait_own_rows(comm: &Comm, wire: &Wire, channel: u32, rows: u32, epoch: u64) -> bool {
+    // SAFETY: the word is in this rank's wire memory.
+    unsafe {
+        while rows_arrived(wire, wire.node, channel, epoch) < rows {
+            if aborted(comm) {
+                return false;
+            }
+        }
+        true
+    }
+}
+
 /// The channel's range of `num_tokens` tokens: each has `ceil(num_tokens / channels)` until there are none left.
 #[inline(always)]
 pub fn channel_range(num_tokens: u32, channels: u32, channel: u32) -> (u32, u32) {

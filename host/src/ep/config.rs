@@ -93,7 +93,9 @@ impl Config {
     pub fn check_nodes(&self, nodes: u32) -> Result<()> {
         let ring = self.num_max_nvl_chunked_recv_tokens;
         if nodes == 0 || !ring.is_multiple_of(nodes) {
-            let rule = format!("must be a multiple of the number of nodes, {nodes}: {ring} % {nodes} != 0");
+            let rule = format!(
+                "must be a multiple of the number of nodes, {nodes}: {ring} % {nodes} != 0; Config::for_nodes gives one"
+            );
             return Err(Error::argument("num_max_nvl_chunked_recv_tokens", ring, rule));
         }
         let (part, nvl_send) = (ring / nodes, self.num_max_nvl_chunked_send_tokens);

@@ -22,6 +22,8 @@ pub enum Operation {
     ExchangeFds = 12,
     Destroy = 13,
     Coalesced = 14,
+    /// Finding the other ranks, before the first operation.
+    Connect = 15,
 }
 
 impl Operation {
@@ -42,7 +44,13 @@ impl Operation {
             Operation::ExchangeFds => "exchange_fds",
             Operation::Destroy => "destroy",
             Operation::Coalesced => "coalesced",
+            Operation::Connect => "connect",
         }
+    }
+
+    /// True where every rank makes the call, so that calls of the same number must be the same.
+    pub(crate) fn is_collective(self) -> bool {
+        !matches!(self, Operation::PointToPoint | Operation::Connect)
     }
 
     pub(crate) fn from_code(code: u8) -> Option<Operation> {
@@ -62,6 +70,7 @@ impl Operation {
             ExchangeFds,
             Destroy,
             Coalesced,
+            Connect,
         ]
         .into_iter()
         .find(|operation| *operation as u8 == code)

@@ -15,6 +15,13 @@ pub(crate) fn address_key(name: &str, rank: u32) -> String {
     format!("{name}/mesh/{rank}")
 }
 
+/// What a rank does that looks for the others. Peers that are all connected may be in their first collective by then, so it
+/// has no number that could be taken for that one's.
+fn connecting(timeout: Duration) -> Current {
+    let signature = Signature::new(Operation::Connect);
+    Current { sequence: 0, signature, start: Instant::now(), timeout }
+}
+
 impl Engine {
     /// The connection to send to `peer` on; opens one where there is none, which waits for the peer to have joined.
     pub(super) fn outgoing(&mut self, peer: u32) -> Result<usize> {
@@ -66,8 +73,7 @@ impl Engine {
 
     /// Connects to every rank below this one and waits for those above; within `timeout`.
     pub(crate) fn connect_all(&mut self, timeout: Duration) -> Result<()> {
-        let signature = Signature::new(Operation::Barrier);
-        self.current = Some(Current { sequence: 0, signature, start: Instant::now(), timeout });
+        self.current = Some(connecting(timeout));
         for peer in 0..self.rank {
             self.outgoing(peer)?;
         }
@@ -135,5 +141,35 @@ impl Engine {
         };
         self.peers[peer as usize].address = address.clone();
         Ok(address)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::group::HashStore;
+    use crate::group::mesh::wake::Wake;
+    use crate::group::mesh::{Listener, Sockets};
+
+    #[test]
+    fn a_question_of_a_rank_that_connects_is_not_taken_for_a_collective() {
+        let patience = Duration::from_secs(5);
+        let engine = || {
+            let listener = Listener::open(2, Sockets::Auto, None).unwrap();
+            let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
+            let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake).unwrap();
+            engine.begin(Signature::new(Operation::AllGather), patience);
+            engine
+        };
+        let mut asked = engine();
+        asked.receive(0, connecting(patience).question(), Vec::new());
+        assert!(asked.mismatch.is_none(), "{:?}", asked.mismatch);
+        // The same of a rank that is in another collective.
+        let mut differs = engine();
+        let barrier = Current { signature: Signature::new(Operation::Barrier), ..connecting(patience) };
+        differs.receive(0, barrier.question(), Vec::new());
+        assert!(differs.mismatch.is_some());
     }
 }

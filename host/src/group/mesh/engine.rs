@@ -18,7 +18,7 @@ use super::peers::{Health, Peer};
 use super::wake::Wake;
 use crate::error::{Error, Result};
 use crate::group::Store;
-use crate::group::collectives::call::{Message, Operation};
+use crate::group::collectives::call::Message;
 
 /// Epoll keys: the wake-up, the listeners, then connections by index.
 const WAKE: u64 = 0;
@@ -49,6 +49,12 @@ pub(crate) struct Current {
 impl Current {
     pub(crate) fn left(&self) -> Duration {
         self.timeout.saturating_sub(self.start.elapsed())
+    }
+
+    /// Asks a rank that this one waits for what it does.
+    pub(super) fn question(&self) -> Header {
+        let (signature, sequence) = (self.signature, self.sequence);
+        Header { kind: Kind::Query, signature, sequence, tag: 0, len: 0 }
     }
 }
 
@@ -335,7 +341,7 @@ impl Engine {
         }
     }
 
-    fn receive(&mut self, from: u32, header: Header, payload: Vec<u8>) {
+    pub(super) fn receive(&mut self, from: u32, header: Header, payload: Vec<u8>) {
         let peer = &mut self.peers[from as usize];
         match header.kind {
             Kind::Hello => {}
@@ -347,7 +353,7 @@ impl Engine {
             }
             Kind::Message => self.messages.push_back(Message { from, tag: header.tag, data: payload }),
             Kind::Query => {
-                if header.signature.operation != Operation::PointToPoint {
+                if header.signature.operation.is_collective() {
                     peer.seen = Some((header.sequence, header.signature));
                     self.compare(from, header.sequence, &header.signature);
                 }
@@ -372,8 +378,7 @@ impl Engine {
         // Peers that connected meanwhile want to know as well.
         let _ = self.progress(Duration::ZERO);
         // One of send and receive, or between operations, counts at once.
-        let collective =
-            self.current.as_ref().filter(|current| current.signature.operation != Operation::PointToPoint);
+        let collective = self.current.as_ref().filter(|current| current.signature.operation.is_collective());
         let sequence = collective.map_or(0, |current| current.sequence);
         let header = Header { sequence, ..Header::control(kind, 0, text.len()) };
         // On every connection: which of two is seen to end first is open.

@@ -6,7 +6,7 @@ use super::engine::Engine;
 use super::frame::{Header, Kind, Signature};
 use super::peers::Health;
 use crate::error::{Error, Result};
-use crate::group::collectives::call::{Message, Operation};
+use crate::group::collectives::call::Message;
 
 impl Engine {
     /// Fails when the group was given up, here or by a peer, or when a mismatch was seen.
@@ -18,8 +18,7 @@ impl Engine {
             return Err(mismatch.clone());
         }
         // Of an operation after this one, it does not keep this one from ending.
-        let collective =
-            self.current.as_ref().filter(|current| current.signature.operation != Operation::PointToPoint);
+        let collective = self.current.as_ref().filter(|current| current.signature.operation.is_collective());
         let now = collective.map_or(u64::MAX, |current| current.sequence);
         if let Some((peer, sequence, reason)) = &self.aborted
             && *sequence <= now
@@ -154,13 +153,7 @@ impl Engine {
     /// Asks the ranks waited for what they do; connects to them where nobody has yet, which shows whether they live.
     fn ask(&mut self) -> Result<()> {
         let Some(current) = self.current.clone() else { return Ok(()) };
-        let query = Header {
-            kind: Kind::Query,
-            signature: current.signature,
-            sequence: current.sequence,
-            tag: 0,
-            len: 0,
-        };
+        let query = current.question();
         for peer in self.waiting.clone() {
             if self.peers[peer as usize].conns.is_empty() && self.peers[peer as usize].health == Health::Alive
             {

@@ -5,18 +5,20 @@ use rand::rngs::SmallRng;
 
 use epoxide::Result;
 use epoxide::ep::{
-    CombineRows, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Tensor,
-    Tuning,
+    CombineRows, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest,
+    InternodeHandle, Tensor, Tuning,
 };
-use epoxide::testing::oracle::{self, Plan, Routing};
+use epoxide::testing::oracle::{self, InternodePlan, Plan, Routing};
 use epoxide::testing::payload::{self, PerToken};
 
-use crate::harness::{POISON, Rank, Setup, as_bytes};
+use crate::harness::{Nodes, POISON, Rank, Setup, as_bytes};
 
 /// What travels, and how.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub routing: Routing,
+    /// `None`: all ranks are on one node.
+    pub nodes: Option<Nodes>,
     pub num_channels: u32,
     pub expert_alignment: u32,
     pub dtype: DType,
@@ -54,6 +56,7 @@ impl Case {
     pub fn new(routing: Routing, row_bytes: u32) -> Case {
         Case {
             routing,
+            nodes: None,
             num_channels: 2,
             expert_alignment: 1,
             dtype: DType::Bf16,
@@ -73,6 +76,7 @@ impl Case {
             .max_topk(routing.num_topk)
             .max_scales(self.scales.count())
             .tuning(self.tuning)
+            .nodes(self.nodes)
             .schedule_seed(self.schedule_seed)
     }
 
@@ -86,6 +90,32 @@ impl Case {
     pub fn plans(&self) -> Vec<Plan> {
         let plan = |rank| oracle::plan(&self.routing, rank, self.num_channels, self.expert_alignment);
         (0..self.routing.num_ranks()).map(plan).collect()
+    }
+
+    /// What several nodes add to each rank's plan.
+    pub fn internode_plans(&self) -> Option<Vec<InternodePlan>> {
+        let nodes = self.oracle_nodes()?;
+        let plan = |rank| nodes.plan(rank, self.num_channels);
+        Some((0..self.routing.num_ranks()).map(plan).collect())
+    }
+
+    /// `None` as well where there is one node only.
+    fn oracle_nodes(&self) -> Option<oracle::Nodes<'_>> {
+        let nodes = oracle::Nodes::new(&self.routing, self.nodes?.ranks_per_node);
+        (nodes.count() > 1).then_some(nodes)
+    }
+
+    /// The rules of the interface ask for more than one channel in a cached dispatch across nodes.
+    fn can_cache(&self) -> bool {
+        self.num_channels > 1 || self.oracle_nodes().is_none()
+    }
+
+    /// The weights that combine gives a rank.
+    fn summed_weights(&self, rank: u32, returned: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
+        match self.oracle_nodes() {
+            None => oracle::combined_weights(&self.routing, rank, returned),
+            Some(nodes) => nodes.combined_weights(rank, returned),
+        }
     }
 
     fn topk(&self) -> usize {
@@ -163,8 +193,17 @@ impl Return {
             return Return::of_f32(case, &exact);
         }
         let rows: Vec<_> = exact.iter().map(|rows| payload::round(rows)).collect();
-        let widened: Vec<_> = rows.iter().map(|rows| payload::widen(rows)).collect();
-        let sums = sums(case, &widened, columns).iter().map(|sums| as_bytes(&payload::round(sums))).collect();
+        let sums: Vec<_> = match case.oracle_nodes() {
+            Some(nodes) => {
+                let ranks = 0..case.routing.num_ranks();
+                ranks.map(|rank| as_bytes(&nodes.combine(rank, &rows, columns))).collect()
+            }
+            None => {
+                let widened: Vec<_> = rows.iter().map(|rows| payload::widen(rows)).collect();
+                let sums = sums(case, &widened, columns);
+                sums.iter().map(|sums| as_bytes(&payload::round(sums))).collect()
+            }
+        };
         Return { dtype, rows: rows.iter().map(|rows| as_bytes(rows)).collect(), sums }
     }
 
@@ -191,6 +230,7 @@ fn per_row<T>(plans: &[Plan], mut make: impl FnMut() -> T) -> Vec<Vec<T>> {
 pub struct Expected<'a> {
     case: &'a Case,
     plans: Vec<Plan>,
+    internode: Option<Vec<InternodePlan>>,
     first: Payload,
     /// Of the cached dispatch.
     second: Payload,
@@ -205,7 +245,10 @@ impl Expected<'_> {
     pub fn new(case: &Case) -> Expected<'_> {
         let plans = case.plans();
         let second = Payload::random(case, 2);
-        let echo = (case.dtype == DType::F32).then(|| {
+        // Between nodes rows are summed in BF16 only.
+        let f32_sums = case.oracle_nodes().is_none();
+        let f32_or_bf16 = if f32_sums { DType::F32 } else { DType::Bf16 };
+        let echo = (case.dtype == DType::F32 && f32_sums).then(|| {
             // Exponent bits that make NaN and infinity are no use in a sum.
             let number = |bits: u32| f32::from_bits(bits & 0xbf7f_ffff);
             let row = |row: &Vec<u8>| payload::values_of::<u32>(row).into_iter().map(number).collect();
@@ -220,9 +263,10 @@ impl Expected<'_> {
         let mut rng = case.rng(9);
         Expected {
             first: Payload::random(case, 1),
-            returns: [(3, DType::Bf16), (4, DType::Bf16), (5, DType::F32), (6, DType::F32)]
+            returns: [(3, DType::Bf16), (4, DType::Bf16), (5, f32_or_bf16), (6, f32_or_bf16)]
                 .map(|(turn, dtype)| Return::random(case, &plans, turn, dtype)),
             weights: per_row(&plans, || payload::rough_f32(&mut rng, case.topk())),
+            internode: case.internode_plans(),
             case,
             plans,
             second,
@@ -234,12 +278,13 @@ impl Expected<'_> {
     pub fn check(&self, rank: &mut Rank) -> Result<()> {
         let (case, mine) = (self.case, rank.rank as usize);
         let plan = &self.plans[mine];
+        let internode = self.internode.as_ref().map(|plans| &plans[mine]);
         let uploaded = self.first.upload(case, rank)?;
 
         let topk_idx = rank.upload(DType::I64, case.topk(), &case.routing.topk_idx[mine])?;
         let layout = rank.layout(&topk_idx, case.routing.num_experts)?;
         layout.validate(&rank.stream, &topk_idx)?;
-        check_layout(rank, &layout, plan)?;
+        check_layout(rank, &layout, plan, internode)?;
 
         // Counts stay on the device: the outputs are the whole pool.
         let request = |counts| DispatchRequest {
@@ -260,7 +305,7 @@ impl Expected<'_> {
         let rows = whole.handle.num_recv_tokens(&rank.stream)?;
         rank.equal("num_recv_tokens", &[rows], &[plan.num_recv_tokens]);
         self.check_received(rank, "on-device dispatch", &whole, &whole, &self.first, true)?;
-        check_matrices(rank, &whole.handle, plan)?;
+        check_matrices(rank, &whole.handle, plan, internode)?;
 
         // Exact counts, into a poisoned pool.
         poison(rank, &whole)?;
@@ -273,17 +318,25 @@ impl Expected<'_> {
         );
         self.check_received(rank, "exact dispatch", &exact, &whole, &self.first, true)?;
         self.check_untouched(rank, &whole, true)?;
-        check_matrices(rank, &exact.handle, plan)?;
+        check_matrices(rank, &exact.handle, plan, internode)?;
         let recv_weights =
             exact.recv_topk_weights.as_ref().map(|weights| rank.rows::<f32>(weights)).transpose()?;
 
         // The same routing with other rows; metadata does not travel.
         poison(rank, &whole)?;
         let uploaded = self.second.upload(case, rank)?;
-        let cached = rank.dispatch_cached(&uploaded.x, uploaded.scales.as_ref(), &exact.handle)?;
-        rank.equal("cached num_recv_tokens", cached.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
-        self.check_received(rank, "cached dispatch", &cached, &whole, &self.second, false)?;
-        self.check_untouched(rank, &whole, false)?;
+        let cached = rank.dispatch_cached(&uploaded.x, uploaded.scales.as_ref(), &exact.handle);
+        let last_handle = if case.can_cache() {
+            let cached = cached?;
+            rank.equal("cached num_recv_tokens", cached.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
+            self.check_received(rank, "cached dispatch", &cached, &whole, &self.second, false)?;
+            self.check_untouched(rank, &whole, false)?;
+            cached.handle
+        } else {
+            let error = cached.err().map_or("no error".into(), |error| error.to_string());
+            rank.check(error.starts_with("num_sms = 2: "), format!("a cached dispatch gives {error}"));
+            exact.handle.clone()
+        };
 
         // Weights go back as they came: each survives where its id is valid.
         let masked = |(weights, ids): (&Vec<f32>, &Vec<i64>)| -> Vec<f32> {
@@ -295,7 +348,7 @@ impl Expected<'_> {
         self.check_combine(rank, "first combine", &exact.handle, &self.returns[0], Place::Tensor, weights)?;
 
         // The handle feeds further combines: other rows, either place, either dtype; so does the older handle.
-        let summed = oracle::combined_weights(&case.routing, rank.rank, &self.weights);
+        let summed = case.summed_weights(rank.rank, &self.weights);
         let weights = Some(Weights { given: self.weights[mine].clone(), summed });
         self.check_combine(
             rank,
@@ -305,8 +358,9 @@ impl Expected<'_> {
             Place::Pool,
             weights,
         )?;
-        self.check_combine(rank, "f32 combine", &whole.handle, &self.returns[2], Place::Tensor, None)?;
-        self.check_combine(rank, "f32 from the pool", &cached.handle, &self.returns[3], Place::Pool, None)?;
+        let [.., third, fourth] = &self.returns;
+        self.check_combine(rank, "third combine", &whole.handle, third, Place::Tensor, None)?;
+        self.check_combine(rank, "fourth combine", &last_handle, fourth, Place::Pool, None)?;
 
         // Received rows can go back as they are, strided as they lie in the pool.
         if let Some(echo) = &self.echo {
@@ -354,6 +408,7 @@ impl Expected<'_> {
             (&output.recv_topk_idx, &output.recv_topk_weights, &output.recv_src_idx)
         else {
             rank.check(!with_metadata, named("top-k"));
+            rank.check(output.recv_src_meta.is_none(), named("no recv_src_meta"));
             return Ok(());
         };
         rank.check(with_metadata, named("no top-k"));
@@ -365,6 +420,17 @@ impl Expected<'_> {
         let got = rank.values::<i32>(src_idx)?;
         let want: Vec<i32> = plan.recv_src.iter().map(|&(_, token)| token as i32).collect();
         rank.equal(&named("recv_src_idx"), &got[..rows], &want);
+        match (&output.recv_src_meta, &self.internode) {
+            (Some(meta), Some(plans)) => {
+                let got = rank.rows::<i32>(meta)?;
+                let want: Vec<_> =
+                    plans[rank.rank as usize].recv_src_meta.iter().map(|meta| meta.to_vec()).collect();
+                rank.equal(&named("recv_src_meta"), &got[..rows], &want);
+            }
+            (got, want) => {
+                rank.check(got.is_some() == want.is_some(), named("recv_src_meta with several nodes"))
+            }
+        }
         Ok(())
     }
 
@@ -377,7 +443,8 @@ impl Expected<'_> {
             let used = if row < rows { self.case.row_bytes as usize } else { 0 };
             rank.check(poisoned(&bytes[used..]), format!("padding of recv_x row {row} is untouched"));
         }
-        let metadata = [&whole.recv_topk_idx, &whole.recv_topk_weights, &whole.recv_src_idx];
+        let metadata =
+            [&whole.recv_topk_idx, &whole.recv_topk_weights, &whole.recv_src_idx, &whole.recv_src_meta];
         let metadata = metadata.map(|tensor| (tensor, if with_metadata { rows } else { 0 }));
         for (tensor, rows) in metadata.into_iter().chain([(&whole.recv_x_scales, rows)]) {
             let Some(tensor) = tensor else { continue };
@@ -448,41 +515,110 @@ enum Place {
     Pool,
 }
 
-fn check_layout(rank: &mut Rank, layout: &DispatchLayout, plan: &Plan) -> Result<()> {
+fn check_layout(
+    rank: &mut Rank,
+    layout: &DispatchLayout,
+    plan: &Plan,
+    internode: Option<&InternodePlan>,
+) -> Result<()> {
     let want = &plan.layout;
-    let got = rank.values::<i32>(&layout.num_tokens_per_rank())?;
-    rank.equal("num_tokens_per_rank", &got, &want.num_tokens_per_rank);
-    let got = rank.values::<i32>(&layout.num_tokens_per_expert())?;
-    rank.equal("num_tokens_per_expert", &got, &want.num_tokens_per_expert);
-    let got = rank.rows::<u8>(&layout.is_token_in_rank())?;
-    rank.equal("is_token_in_rank", &got, &want.is_token_in_rank);
-    Ok(())
+    rank.equal_values("num_tokens_per_rank", &layout.num_tokens_per_rank(), &want.num_tokens_per_rank)?;
+    rank.equal_values("num_tokens_per_expert", &layout.num_tokens_per_expert(), &want.num_tokens_per_expert)?;
+    rank.equal_rows("is_token_in_rank", &layout.is_token_in_rank(), &want.is_token_in_rank)?;
+    match (layout.num_tokens_per_rdma_rank(), internode) {
+        (Some(got), Some(want)) => {
+            rank.equal_values("num_tokens_per_rdma_rank", &got, &want.num_tokens_per_rdma_rank)
+        }
+        (got, want) => {
+            rank.check(got.is_some() == want.is_some(), "num_tokens_per_rdma_rank with several nodes");
+            Ok(())
+        }
+    }
 }
 
-fn check_matrices(rank: &mut Rank, handle: &DispatchHandle, plan: &Plan) -> Result<()> {
-    let matrices = [
-        ("rank_prefix_matrix", handle.rank_prefix_matrix(), &plan.rank_prefix_matrix),
-        ("channel_prefix_matrix", handle.channel_prefix_matrix(), &plan.channel_prefix_matrix),
-        ("recv_channel_prefix_matrix", handle.recv_channel_prefix_matrix(), &plan.recv_channel_prefix_matrix),
-        ("send_head", handle.send_head(), &plan.send_head),
-    ];
-    for (name, tensor, want) in matrices {
-        let got = rank.rows::<i32>(&tensor)?;
-        rank.equal(name, &got, want);
-    }
-    let got = rank.values::<u32>(&handle.num_recv_tokens_per_expert())?;
-    rank.equal("num_recv_tokens_per_expert on the device", &got, &plan.num_recv_tokens_per_expert);
-    let got = rank.values::<u32>(&handle.num_recv_tokens_on_device())?;
-    rank.equal("num_recv_tokens on the device", &got, &[plan.num_recv_tokens]);
+fn check_matrices(
+    rank: &mut Rank,
+    handle: &DispatchHandle,
+    plan: &Plan,
+    internode: Option<&InternodePlan>,
+) -> Result<()> {
+    rank.equal_rows("send_head", &handle.send_head(), &plan.send_head)?;
+    let per_expert = handle.num_recv_tokens_per_expert();
+    rank.equal_values(
+        "num_recv_tokens_per_expert on the device",
+        &per_expert,
+        &plan.num_recv_tokens_per_expert,
+    )?;
+    let num_recv_tokens = handle.num_recv_tokens_on_device();
+    rank.equal_values("num_recv_tokens on the device", &num_recv_tokens, &[plan.num_recv_tokens])?;
     rank.equal("num_tokens", &[handle.num_tokens()], &[plan.send_head.len() as u32]);
     rank.equal("num_channels", &[handle.num_channels()], &[plan.channel_prefix_matrix[0].len() as u32]);
-    Ok(())
+    match (handle.intranode(), handle.internode(), internode) {
+        (Some(got), None, None) => {
+            rank.equal_rows("rank_prefix_matrix", &got.rank_prefix_matrix(), &plan.rank_prefix_matrix)?;
+            rank.equal_rows(
+                "channel_prefix_matrix",
+                &got.channel_prefix_matrix(),
+                &plan.channel_prefix_matrix,
+            )?;
+            rank.equal_rows(
+                "recv_channel_prefix_matrix",
+                &got.recv_channel_prefix_matrix(),
+                &plan.recv_channel_prefix_matrix,
+            )
+        }
+        (None, Some(got), Some(want)) => check_internode(rank, got, want),
+        _ => {
+            rank.check(false, "the handle has the matrices of one node, or else those of several");
+            Ok(())
+        }
+    }
+}
+
+fn check_internode(rank: &mut Rank, got: InternodeHandle<'_>, want: &InternodePlan) -> Result<()> {
+    let relayed = got.num_rdma_recv_tokens(&rank.stream)?;
+    rank.equal("num_rdma_recv_tokens", &[relayed], &[want.num_rdma_recv_tokens()]);
+    for (name, got, want) in [
+        ("rdma_channel_prefix_matrix", got.rdma_channel_prefix_matrix(), &want.rdma_channel_prefix_matrix),
+        ("gbl_channel_prefix_matrix", got.gbl_channel_prefix_matrix(), &want.gbl_channel_prefix_matrix),
+        (
+            "recv_rdma_channel_prefix_matrix",
+            got.recv_rdma_channel_prefix_matrix(),
+            &want.recv_rdma_channel_prefix_matrix,
+        ),
+        (
+            "recv_gbl_channel_prefix_matrix",
+            got.recv_gbl_channel_prefix_matrix(),
+            &want.recv_gbl_channel_prefix_matrix,
+        ),
+        ("send_rdma_head", got.send_rdma_head(), &want.send_rdma_head),
+    ] {
+        rank.equal_rows(name, &got, want)?;
+    }
+    let send_nvl_head = got.send_nvl_head(&rank.stream)?;
+    rank.equal_rows("send_nvl_head", &send_nvl_head, &want.send_nvl_head)?;
+    rank.equal_values(
+        "recv_rdma_rank_prefix_sum",
+        &got.recv_rdma_rank_prefix_sum(),
+        &want.recv_rdma_rank_prefix_sum,
+    )?;
+    rank.equal_values(
+        "recv_gbl_rank_prefix_sum",
+        &got.recv_gbl_rank_prefix_sum(),
+        &want.recv_gbl_rank_prefix_sum,
+    )
 }
 
 /// Poisons all that a dispatch writes in this rank's pool. Every peer's rows have arrived, and no peer sends the next ones
 /// before this rank enters the next dispatch.
 fn poison(rank: &Rank, whole: &DispatchOutput) -> Result<()> {
     rank.poison(&whole.recv_x)?;
-    let others = [&whole.recv_x_scales, &whole.recv_topk_idx, &whole.recv_topk_weights, &whole.recv_src_idx];
+    let others = [
+        &whole.recv_x_scales,
+        &whole.recv_topk_idx,
+        &whole.recv_topk_weights,
+        &whole.recv_src_idx,
+        &whole.recv_src_meta,
+    ];
     others.into_iter().flatten().try_for_each(|tensor| rank.poison(tensor))
 }

@@ -59,16 +59,6 @@ impl Inputs {
             x: rank.upload_rows(DType::Bf16, HIDDEN as u64, &turn.x[mine])?,
         })
     }
-
-    /// Copies other inputs of the same shapes over these, in stream order. Both live until the caller has synchronised.
-    pub fn overwrite(&self, rank: &Rank, other: &Inputs) -> Result<()> {
-        for (to, from) in [(&self.topk_idx, &other.topk_idx), (&self.x, &other.x)] {
-            assert_eq!(to.shape(), from.shape());
-            // SAFETY: as documented; every caller is a test that keeps them.
-            unsafe { rank.stream.copy(to.ptr(), from.ptr(), from.rows() * from.row_stride())? };
-        }
-        Ok(())
-    }
 }
 
 /// Sends, and hands the rows back without a host wait anywhere: the rows are copied from the receive rows to the combine

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::driver::{Device, Event, Stream};
+use epoxide::driver::{Device, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows,
     Config, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Element,
@@ -15,12 +15,21 @@ use epoxide::ep::{
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
 use epoxide::testing::payload::{bytes_of, values_of};
+use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 
 /// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
 pub const PATIENCE: Duration = Duration::from_secs(15);
 /// What outputs hold before an operation writes them.
 pub const POISON: u8 = 0x5e;
+
+/// How ranks are spread over nodes, and what connects these.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Nodes {
+    pub ranks_per_node: u32,
+    pub transport: TransportKind,
+    pub queues: u32,
+}
 
 /// How the ranks of a test are made.
 #[derive(Debug, Clone)]
@@ -37,8 +46,9 @@ impl Setup {
         let shape =
             BufferShape { max_tokens_per_rank: tokens, max_row_bytes: row_bytes, max_topk: 8, max_scales: 0 };
         let config = Config::with_sms(2 * num_channels).expect("an even number of SMs");
-        let options = BufferOptions { config, timeout: PATIENCE, ..BufferOptions::new(shape) };
-        Setup { ranks, options, device: VirtConfig { sm_count: 2, ..VirtConfig::default() } }
+        let options = BufferOptions { config, ..BufferOptions::new(shape) };
+        let device = VirtConfig { sm_count: 2, ..VirtConfig::default() };
+        Setup { ranks, options, device }.timeout(PATIENCE)
     }
 
     pub fn max_topk(mut self, max_topk: u32) -> Setup {
@@ -53,11 +63,24 @@ impl Setup {
 
     pub fn timeout(mut self, timeout: Duration) -> Setup {
         self.options.timeout = timeout;
+        self.options.transport.timeout = timeout;
         self
     }
 
     pub fn tuning(mut self, tuning: Tuning) -> Setup {
         self.options.tuning = tuning;
+        self
+    }
+
+    /// `None`: all ranks are on one node.
+    pub fn nodes(mut self, nodes: Option<Nodes>) -> Setup {
+        self.options.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);
+        if let Some(nodes) = nodes {
+            let count = self.ranks / nodes.ranks_per_node.max(1);
+            self.options.config = self.options.config.for_nodes(count);
+            self.options.transport.kind = nodes.transport;
+            self.options.transport.queues_per_peer = nodes.queues;
+        }
         self
     }
 
@@ -179,23 +202,35 @@ impl Rank {
         Ok(values_of(&self.row_bytes(tensor)?.concat()))
     }
 
+    /// Notes a failed check unless a tensor has these rows.
+    pub fn equal_rows<T: bytemuck::Pod + PartialEq + Debug>(
+        &mut self,
+        what: &str,
+        tensor: &Tensor,
+        want: &[Vec<T>],
+    ) -> Result<()> {
+        let got = self.rows::<T>(tensor)?;
+        self.equal(what, &got, want);
+        Ok(())
+    }
+
+    /// Notes a failed check unless a tensor has these values.
+    pub fn equal_values<T: bytemuck::Pod + PartialEq + Debug>(
+        &mut self,
+        what: &str,
+        tensor: &Tensor,
+        want: &[T],
+    ) -> Result<()> {
+        let got = self.values::<T>(tensor)?;
+        self.equal(what, &got, want);
+        Ok(())
+    }
+
     /// Sets all bytes of a tensor, padding between rows included, in stream order.
     pub fn poison(&self, tensor: &Tensor) -> Result<()> {
         // SAFETY: the tensor's memory is live until the synchronise.
         unsafe { self.stream.fill(tensor.ptr(), POISON, tensor.rows() * tensor.row_stride())? };
         self.stream.synchronize()
-    }
-
-    /// A copy of a tensor of the buffer as it is at this point of the stream, its padding left out.
-    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor> {
-        let copy = Tensor::alloc(self.device(), tensor.dtype(), tensor.shape())?;
-        let bytes = tensor.row_bytes();
-        for row in 0..tensor.rows() {
-            let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
-            // SAFETY: tests synchronise before they drop the copy, and the buffer after that.
-            unsafe { self.stream.copy(to, from, bytes)? };
-        }
-        Ok(copy)
     }
 
     /// All bytes of a tensor, padding between rows included.
@@ -236,13 +271,6 @@ impl Rank {
     /// Counts that the host does not wait for, with room for all that the pool can hold.
     pub fn on_device(&self) -> Counts {
         Counts::OnDevice { capacity: self.buffer.capacity() }
-    }
-
-    /// An event at the end of the stream's work.
-    pub fn event(&self) -> Result<Event> {
-        let event = Event::new(self.device(), false)?;
-        event.record(&self.stream)?;
-        Ok(event)
     }
 }
 

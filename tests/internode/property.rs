@@ -1,0 +1,37 @@
+//! Random routings, shapes and settings on 1 to 4 nodes.
+
+use proptest::prelude::*;
+
+use epoxide::transport::TransportKind;
+
+use crate::cases::case;
+use crate::harness::Nodes;
+
+/// Most ranks: each is several threads.
+const MOST_RANKS: u32 = 8;
+
+/// Tokens of each rank, often none or fewer than channels.
+fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+    let transport = prop::sample::select(vec![TransportKind::Shm, TransportKind::Tcp]);
+    let places = (1..=4u32, prop::sample::select(vec![1u32, 2, 4, 8]))
+        .prop_filter("few ranks", |(nodes, ranks_per_node)| nodes * ranks_per_node <= MOST_RANKS);
+    (places, transport, 1..=3u32).prop_flat_map(|((nodes, ranks_per_node), transport, queues)| {
+        let tokens = prop_oneof![Just(0u32), Just(1), Just(5), Just(13), 0..=40u32];
+        let place = Nodes { ranks_per_node, transport, queues };
+        (prop::collection::vec(tokens, (nodes * ranks_per_node) as usize), Just(Some(place)))
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 64,
+        max_shrink_iters: 40,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn every_quantity_equals_the_oracle(case in case(several_nodes())) {
+        case.check();
+    }
+}
