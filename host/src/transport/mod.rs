@@ -4,6 +4,9 @@
 //! [`Queue`]. The only order to build on is that of one queue: a put's bytes are visible at the peer before its counter,
 //! and its counter before that of the next put. Nothing is ordered between queues.
 
+#[cfg(feature = "rdma")]
+pub mod verbs;
+
 use std::fmt::Debug;
 use std::time::Duration;
 

@@ -73,7 +73,7 @@ pub(crate) struct Engine {
     pub current: Option<Current>,
     /// Ranks that the operation waits for now.
     pub waiting: Vec<u32>,
-    history: VecDeque<(u64, Signature)>,
+    pub(super) history: VecDeque<(u64, Signature)>,
     pub next_sequence: u64,
     /// The abort that a peer announced: who, in which operation, why.
     pub aborted: Option<(u32, u64, String)>,

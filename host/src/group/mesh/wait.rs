@@ -161,12 +161,16 @@ impl Engine {
             tag: 0,
             len: 0,
         };
+        // While it only connects, it is in no operation: a peer would take what it says for that of operation 0.
+        let in_operation = !self.history.is_empty();
         for peer in self.waiting.clone() {
             if self.peers[peer as usize].conns.is_empty() && self.peers[peer as usize].health == Health::Alive
             {
                 self.try_connect(peer)?;
             }
-            self.send_if_connected(peer, &query, &[]);
+            if in_operation {
+                self.send_if_connected(peer, &query, &[]);
+            }
         }
         Ok(())
     }
