@@ -104,6 +104,20 @@ pub enum Error {
         /// What to do, or the driver's log, with a leading separator; may be empty.
         detail: String,
     },
+    /// A call of the verbs library failed, or a write ended with an error. The queue is of no use from then on.
+    #[error("{call} failed: {status} ({operation}{}){remedy}", peer.map(|peer| format!(", rank {peer}")).unwrap_or_default())]
+    Verbs {
+        /// The function of libibverbs.
+        call: &'static str,
+        /// The system's error text, or that of the completion, with its number.
+        status: String,
+        /// The rank at the other end, where there is one.
+        peer: Option<u32>,
+        /// What it was for.
+        operation: String,
+        /// What to do, with a leading separator; may be empty.
+        remedy: String,
+    },
     /// This machine lacks what was asked for (a driver, a device, peer access). The command exits with 77 on it.
     #[error("{what} is not available: {reason}")]
     Unavailable {

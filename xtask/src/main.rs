@@ -15,6 +15,7 @@ mod nvvm;
 mod postprocess;
 mod ptx;
 mod ptxas;
+mod rdma_vm;
 mod sources;
 mod stub;
 mod toolchain;
@@ -58,6 +59,8 @@ enum Command {
     FetchPtxas,
     /// Write an empty libcuda.so into target/cuda-stub, so that `--features cuda` links without CUDA
     StubCuda,
+    /// Run a program in virtual machines that have RDMA devices (Soft-RoCE)
+    RdmaVm(rdma_vm::Options),
     /// Say what this machine has for building PTX, and the remedy for what it lacks
     Doctor,
 }
@@ -86,7 +89,7 @@ struct BuildPtx {
 
 fn main() -> ExitCode {
     match run(Cli::parse().command) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error:#}");
             match error.downcast_ref::<nvvm::MissingParts>() {
@@ -97,7 +100,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> Result<()> {
+fn run(command: Command) -> Result<ExitCode> {
     let ws = Workspace::find()?;
     match command {
         Command::BuildPtx(args) => {
@@ -121,6 +124,8 @@ fn run(command: Command) -> Result<()> {
             Ok(())
         }
         Command::StubCuda => stub::write(&ws),
+        Command::RdmaVm(options) => return rdma_vm::run(&ws, options),
         Command::Doctor => doctor::run(&ws),
     }
+    .map(|()| ExitCode::SUCCESS)
 }

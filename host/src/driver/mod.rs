@@ -109,6 +109,12 @@ pub trait Device: Send + Sync + Debug {
     /// A descriptor that stands for [`MemoryKind::Shareable`] memory in this or another process.
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd>;
 
+    /// A dma-buf of [`MemoryKind::Shareable`] memory, by which a network card reaches it.
+    fn export_dma_buf(&self, _memory: &RawMemory) -> Result<OwnedFd> {
+        let what = format!("a dma-buf of memory of {}", self.info().name);
+        Err(crate::Error::Unavailable { what, reason: "its driver has none".into() })
+    }
+
     /// Maps memory that a peer exported; `peer` names it in errors.
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
 

@@ -40,6 +40,11 @@ impl Memory {
         self.device.export(&self.raw)
     }
 
+    /// A dma-buf of it, by which a network card reaches it.
+    pub fn export_dma_buf(&self) -> Result<OwnedFd> {
+        self.device.export_dma_buf(&self.raw)
+    }
+
     /// Device address of the first byte.
     pub fn ptr(&self) -> DevicePtr {
         self.raw.ptr

@@ -16,6 +16,9 @@ mod tcp;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "rdma")]
+pub mod verbs;
+
 use std::fmt::Debug;
 use std::str::FromStr;
 use std::sync::Arc;

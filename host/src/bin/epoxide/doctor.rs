@@ -69,7 +69,7 @@ struct Report {
 pub fn run(args: Args) -> Result<()> {
     let mut findings = vec![virtual_gpu(), cores(), locked_memory(), open_files()];
     findings.extend(cuda());
-    findings.push(Finding::new("RDMA", State::Missing, "not in this version: ranks must be on one node"));
+    findings.extend(rdma());
     let report = Report { version: env!("CARGO_PKG_VERSION"), findings };
     if args.json {
         output::json(&report)?;
@@ -156,7 +156,7 @@ fn locked_memory() -> Finding {
         None => Finding::new(NAME, State::Ok, "no limit"),
         Some(bytes) => {
             let detail = format!(
-                "limit {} KiB: enough here; RDMA will need more (`ulimit -l unlimited`, or memlock in limits.conf)",
+                "limit {} KiB: enough here; RDMA needs as much as wire memory has (`ulimit -l unlimited`, or memlock in limits.conf)",
                 bytes / 1024
             );
             Finding::new(NAME, State::Ok, detail)
@@ -180,13 +180,32 @@ fn open_files() -> Finding {
     }
 }
 
-#[cfg(feature = "cuda")]
-fn cuda() -> Vec<Finding> {
-    let finding = |(name, outcome): (String, std::result::Result<String, String>)| match outcome {
+/// What a part of the library found out about itself.
+#[cfg(any(feature = "cuda", feature = "rdma"))]
+fn from_outcome((name, outcome): (String, std::result::Result<String, String>)) -> Finding {
+    match outcome {
         Ok(detail) => Finding::new(name, State::Ok, detail),
         Err(reason) => Finding::new(name, State::Missing, reason),
-    };
-    epoxide::driver::cuda::doctor().into_iter().map(finding).collect()
+    }
+}
+
+#[cfg(feature = "rdma")]
+fn rdma() -> Vec<Finding> {
+    epoxide::transport::verbs::doctor().into_iter().map(from_outcome).collect()
+}
+
+#[cfg(not(feature = "rdma"))]
+fn rdma() -> Vec<Finding> {
+    vec![Finding::new(
+        "RDMA",
+        State::Missing,
+        "not built in; rebuild with `--features rdma` (`tests/rdma/setup.sh` installs what that takes)",
+    )]
+}
+
+#[cfg(feature = "cuda")]
+fn cuda() -> Vec<Finding> {
+    epoxide::driver::cuda::doctor().into_iter().map(from_outcome).collect()
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -102,6 +102,11 @@ impl Device for CudaDevice {
         memory::export(&self.bind()?, memory)
     }
 
+    fn export_dma_buf(&self, memory: &RawMemory) -> Result<OwnedFd> {
+        let _bound = self.bind()?;
+        memory::export_dma_buf(memory.ptr, memory.bytes)
+    }
+
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
         memory::import(&self.bind()?, fd, bytes, peer)
     }

@@ -1,0 +1,86 @@
+//! What this machine has for RDMA and lacks, for `epoxide doctor`.
+
+use ibverbs_sys as ib;
+
+use super::device::{is_infiniband, state_name, state_remedy, unavailable};
+use super::options::{VerbsOptions, mtu_bytes};
+use super::raw::{self, Context, Pd};
+use super::sysfs::{Gid, Sysfs, choose_gid};
+use crate::error::Result;
+
+/// One check per entry: its name, and what was found, or what is wrong and how to mend it.
+pub fn doctor() -> Vec<(String, Result<String, String>)> {
+    let text = |result: Result<String>| result.map_err(|error| error.to_string());
+    let options = match VerbsOptions::from_env() {
+        Ok(options) => options,
+        Err(error) => return vec![("RDMA settings".into(), Err(error.to_string()))],
+    };
+    let names = match raw::device_names() {
+        Ok(names) => names,
+        Err(error) => return vec![("RDMA devices".into(), Err(error.to_string()))],
+    };
+    let mut report = vec![("RDMA devices".into(), Ok(names.join(", ")))];
+    for name in &names {
+        let context = match Context::open(name) {
+            Ok(context) => context,
+            Err(error) => {
+                report.push((format!("RDMA device {name}"), Err(error.to_string())));
+                continue;
+            }
+        };
+        report.push((format!("RDMA device {name}"), text(describe(&context))));
+        // 1 where the device does not tell: the first port then does.
+        let ports = context.device().map_or(1, |device| device.phys_port_cnt.max(1));
+        for port in 1..=ports {
+            report.push((format!("{name} port {port}"), text(describe_port(&context, port, &options))));
+        }
+        report.push((format!("{name} dma-buf"), text(dma_buf(&context))));
+    }
+    report
+}
+
+fn describe(context: &Context) -> Result<String> {
+    let device = context.device()?;
+    let firmware: Vec<u8> =
+        device.fw_ver.iter().map(|byte| byte.to_ne_bytes()[0]).take_while(|byte| *byte != 0).collect();
+    let atomics = match device.atomic_cap {
+        ib::IBV_ATOMIC_NONE => "none",
+        ib::IBV_ATOMIC_HCA => "among RDMA only",
+        _ => "with the processor's",
+    };
+    Ok(format!(
+        "firmware {}, {} writes in flight per queue, atomics {atomics} (not used here)",
+        String::from_utf8_lossy(&firmware),
+        device.max_qp_wr
+    ))
+}
+
+fn describe_port(context: &Context, number: u8, options: &VerbsOptions) -> Result<String> {
+    let port = context.port(number)?;
+    let infiniband = is_infiniband(&port);
+    let layer = if infiniband { "InfiniBand" } else { "Ethernet" };
+    let mtus = format!("MTU {} of {}", mtu_bytes(port.active_mtu), mtu_bytes(port.max_mtu));
+    let gids = Sysfs::new().gids(context.name(), number, infiniband);
+    let list = gids.iter().map(Gid::to_string).collect::<Vec<_>>().join(", ");
+    let what = || format!("{layer}, {mtus}; {list}");
+    if port.state != ib::ibv_port_state::IBV_PORT_ACTIVE {
+        let reason = format!("{}; {}", state_name(port.state), state_remedy(port.state));
+        return Err(unavailable(what(), reason));
+    }
+    if infiniband && options.gid_index.is_none() {
+        return Ok(format!("{layer} ACTIVE, {mtus}; LID {}; {list}", port.lid));
+    }
+    match choose_gid(&gids, options.gid_index) {
+        Ok(gid) => Ok(format!("{layer} ACTIVE, {mtus}; uses GID {} of: {list}", gid.index)),
+        Err(reason) => Err(unavailable(what(), reason)),
+    }
+}
+
+fn dma_buf(context: &std::sync::Arc<Context>) -> Result<String> {
+    if Pd::new(context)?.takes_dma_buf() {
+        return Ok("device memory can be registered by dma-buf".into());
+    }
+    let reason = "its driver cannot register a dma-buf (Linux 5.12 and a driver that does it, such as mlx5_ib); GPU memory \
+                  then needs nvidia-peermem, or wire memory is host memory";
+    Err(unavailable(format!("dma-buf on {}", context.name()), reason.into()))
+}

@@ -1,0 +1,183 @@
+//! How the verbs transport is set up, from code or from the environment.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+/// How ranks are connected over verbs. [`VerbsOptions::from_env`] reads what the variables say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VerbsOptions {
+    /// `EPOXIDE_RDMA_DEVICE`: the device's name, such as `mlx5_0`. Without it, the one nearest to the GPU.
+    pub device: Option<String>,
+    /// `EPOXIDE_RDMA_PORT`: the device's port, from 1.
+    pub port: u8,
+    /// `EPOXIDE_RDMA_GID_INDEX`: the entry of the port's GID table. Without it, chosen by type and address.
+    pub gid_index: Option<u32>,
+    /// `EPOXIDE_RDMA_TRAFFIC_CLASS`: of the packets, 0 to 255; on RoCE v2 its upper six bits are the DSCP.
+    pub traffic_class: u8,
+    /// `EPOXIDE_RDMA_SERVICE_LEVEL`: 0 to 15; on RoCE the lower three bits are the priority.
+    pub service_level: u8,
+    /// `EPOXIDE_RDMA_RETRY_COUNT`: how often a packet that is not acknowledged is sent again, 0 to 7. On Soft-RoCE 7 means
+    /// without end: then the timeout ends the wait.
+    pub retry_count: u8,
+    /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n from 1 to 31.
+    pub ack_timeout: u8,
+    /// `EPOXIDE_RDMA_PATH_MTU`: bytes per packet: 256, 512, 1024, 2048 or 4096. Without it, what both ports have.
+    pub path_mtu: Option<u32>,
+    /// `EPOXIDE_RDMA_QUEUE_DEPTH`: most writes in flight per queue, at least 4.
+    pub queue_depth: u32,
+    /// Longest wait of a put for the network.
+    pub timeout: Duration,
+}
+
+impl Default for VerbsOptions {
+    /// Packets are sent again for seven seconds and more, which outlasts a link that comes back; puts wait for 30 s.
+    fn default() -> Self {
+        VerbsOptions {
+            device: None,
+            port: 1,
+            gid_index: None,
+            traffic_class: 0,
+            service_level: 0,
+            retry_count: 7,
+            ack_timeout: 18,
+            path_mtu: None,
+            queue_depth: 256,
+            timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+impl VerbsOptions {
+    /// The defaults, changed by the variables that are set.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where a variable has no valid value.
+    pub fn from_env() -> Result<VerbsOptions> {
+        VerbsOptions::from_variables(&|name| std::env::var(name).ok())
+    }
+
+    fn from_variables(variable: &dyn Fn(&str) -> Option<String>) -> Result<VerbsOptions> {
+        fn number<T: FromStr>(
+            variable: &dyn Fn(&str) -> Option<String>,
+            name: &'static str,
+            rule: &str,
+        ) -> Result<Option<T>> {
+            let Some(text) = variable(name).filter(|text| !text.trim().is_empty()) else { return Ok(None) };
+            text.trim().parse().map(Some).map_err(|_| Error::argument(name, text, rule))
+        }
+        const SMALL: &str = "must be a number from 0 to 255";
+        const NUMBER: &str = "must be a number";
+        let default = VerbsOptions::default();
+        let options = VerbsOptions {
+            device: variable("EPOXIDE_RDMA_DEVICE")
+                .map(|name| name.trim().to_owned())
+                .filter(|name| !name.is_empty()),
+            port: number(variable, "EPOXIDE_RDMA_PORT", SMALL)?.unwrap_or(default.port),
+            gid_index: number(variable, "EPOXIDE_RDMA_GID_INDEX", SMALL)?,
+            traffic_class: number(variable, "EPOXIDE_RDMA_TRAFFIC_CLASS", SMALL)?
+                .unwrap_or(default.traffic_class),
+            service_level: number(variable, "EPOXIDE_RDMA_SERVICE_LEVEL", SMALL)?
+                .unwrap_or(default.service_level),
+            retry_count: number(variable, "EPOXIDE_RDMA_RETRY_COUNT", SMALL)?.unwrap_or(default.retry_count),
+            ack_timeout: number(variable, "EPOXIDE_RDMA_TIMEOUT", SMALL)?.unwrap_or(default.ack_timeout),
+            path_mtu: number(variable, "EPOXIDE_RDMA_PATH_MTU", NUMBER)?,
+            queue_depth: number(variable, "EPOXIDE_RDMA_QUEUE_DEPTH", NUMBER)?.unwrap_or(default.queue_depth),
+            timeout: default.timeout,
+        };
+        options.check().map(|()| options)
+    }
+
+    /// Refuses values that no device takes.
+    pub(super) fn check(&self) -> Result<()> {
+        let range = |name, value: u32, least: u32, most: u32| {
+            if (least..=most).contains(&value) {
+                return Ok(());
+            }
+            Err(Error::argument(name, value, format!("must be from {least} to {most}")))
+        };
+        range("EPOXIDE_RDMA_PORT", self.port.into(), 1, 255)?;
+        // One byte in a packet's address header.
+        range("EPOXIDE_RDMA_GID_INDEX", self.gid_index.unwrap_or(0), 0, 255)?;
+        range("EPOXIDE_RDMA_SERVICE_LEVEL", self.service_level.into(), 0, 15)?;
+        range("EPOXIDE_RDMA_RETRY_COUNT", self.retry_count.into(), 0, 7)?;
+        // 0 is "wait without end", which nothing here does.
+        range("EPOXIDE_RDMA_TIMEOUT", self.ack_timeout.into(), 1, 31)?;
+        range("EPOXIDE_RDMA_QUEUE_DEPTH", self.queue_depth, 4, 1 << 15)?;
+        match self.path_mtu {
+            Some(mtu) if mtu_code(mtu).is_none() => {
+                Err(Error::argument("EPOXIDE_RDMA_PATH_MTU", mtu, "must be 256, 512, 1024, 2048 or 4096"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The code of an MTU in bytes, as verbs want it.
+pub(super) fn mtu_code(bytes: u32) -> Option<u32> {
+    (1..=5).find(|code| mtu_bytes(*code) == bytes)
+}
+
+/// The bytes of an MTU's code.
+pub(super) fn mtu_bytes(code: u32) -> u32 {
+    128 << code.min(5)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(set: &[(&str, &str)]) -> Result<VerbsOptions> {
+        VerbsOptions::from_variables(&|name| {
+            set.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn variables_change_the_defaults() {
+        assert_eq!(with(&[("EPOXIDE_RDMA_DEVICE", " ")]).unwrap(), VerbsOptions::default());
+        let options = with(&[
+            ("EPOXIDE_RDMA_DEVICE", "mlx5_1"),
+            ("EPOXIDE_RDMA_GID_INDEX", "3"),
+            ("EPOXIDE_RDMA_TRAFFIC_CLASS", "106"),
+            ("EPOXIDE_RDMA_SERVICE_LEVEL", "3"),
+            ("EPOXIDE_RDMA_RETRY_COUNT", "6"),
+            ("EPOXIDE_RDMA_TIMEOUT", "14"),
+            ("EPOXIDE_RDMA_PATH_MTU", "1024"),
+        ]);
+        let want = VerbsOptions {
+            device: Some("mlx5_1".into()),
+            gid_index: Some(3),
+            traffic_class: 106,
+            service_level: 3,
+            retry_count: 6,
+            ack_timeout: 14,
+            path_mtu: Some(1024),
+            ..VerbsOptions::default()
+        };
+        assert_eq!(options.unwrap(), want);
+    }
+
+    #[test]
+    fn wrong_values_are_named() {
+        for (name, value) in [
+            ("EPOXIDE_RDMA_PORT", "0"),
+            ("EPOXIDE_RDMA_GID_INDEX", "first"),
+            ("EPOXIDE_RDMA_TRAFFIC_CLASS", "256"),
+            ("EPOXIDE_RDMA_SERVICE_LEVEL", "16"),
+            ("EPOXIDE_RDMA_RETRY_COUNT", "8"),
+            ("EPOXIDE_RDMA_TIMEOUT", "0"),
+            ("EPOXIDE_RDMA_PATH_MTU", "1500"),
+            ("EPOXIDE_RDMA_QUEUE_DEPTH", "1"),
+        ] {
+            let error = with(&[(name, value)]).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{name} = {value}: ")), "{error}");
+        }
+    }
+
+    #[test]
+    fn mtus_have_codes() {
+        assert_eq!((mtu_code(256), mtu_code(4096), mtu_code(1500)), (Some(1), Some(5), None));
+    }
+}

@@ -1,0 +1,109 @@
+//! One rank: its group, its wire memory, its queues.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use epoxide::driver::Memory;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::group::{MeshGroup, ProcessGroup, rendezvous};
+use epoxide::transport::verbs::{self, Connected, VerbsOptions};
+use epoxide::{Error, Result};
+
+/// A rank of the test.
+pub struct Rank {
+    pub group: MeshGroup,
+    pub options: VerbsOptions,
+    pub timeout: Duration,
+    pub deadline: Instant,
+}
+
+impl Rank {
+    /// Joins the ranks that the environment names.
+    pub fn join(timeout: Duration) -> Result<Rank> {
+        let options = VerbsOptions { timeout: timeout / 2, ..VerbsOptions::from_env()? };
+        Ok(Rank { group: rendezvous(timeout)?, options, timeout, deadline: Instant::now() + timeout })
+    }
+
+    pub fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    pub fn peers(&self) -> Vec<u32> {
+        (0..self.group.size()).filter(|peer| *peer != self.rank()).collect()
+    }
+
+    /// Zeroed wire memory of this rank's GPU, a virtual one; its number, the rank's on its host, picks the network card.
+    pub fn wire_memory(&self, bytes: u64) -> Result<Wire> {
+        let ordinal = std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
+        let device = VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() });
+        let (memory, reach) = verbs::wire_memory(&self.options, &device, bytes)?;
+        if self.rank() == 0 {
+            println!("wire memory: {bytes} bytes, {reach}");
+        }
+        Ok(Wire { memory })
+    }
+
+    /// Queues to all peers; the group may be a wrapped one that lies.
+    pub fn connect(&self, wire: &Wire, group: &dyn ProcessGroup, queues: u32) -> Result<Vec<Connected>> {
+        verbs::connect(&self.options, &wire.memory, group, &self.peers(), queues)
+    }
+
+    /// Leaves in order: nobody's queues go before all are done.
+    pub fn leave(&self, queues: Vec<Connected>) -> Result<()> {
+        self.group.barrier(self.timeout)?;
+        for (_, _, mut queue) in queues {
+            queue.close();
+        }
+        self.group.destroy()
+    }
+
+    /// An error once the scenario takes too long.
+    pub fn in_time(&self, what: impl Fn() -> String) -> Result<()> {
+        if Instant::now() < self.deadline {
+            return Ok(());
+        }
+        Err(Error::os("rdma_probe", format!("{} after {:?}", what(), self.timeout)))
+    }
+}
+
+/// An error of the test: what was seen is not what must be.
+pub fn wrong(what: impl std::fmt::Display) -> Error {
+    Error::os("rdma_probe", what)
+}
+
+/// Wire memory that a virtual GPU and the host see alike. Peers write it at any time.
+pub struct Wire {
+    pub memory: Arc<Memory>,
+}
+
+impl Wire {
+    /// A word that a peer's card stores.
+    pub fn counter(&self, at: u64) -> u64 {
+        assert!(at.is_multiple_of(8) && at + 8 <= self.memory.bytes());
+        let word = (self.memory.ptr().0 + at) as *const std::sync::atomic::AtomicU64;
+        // SAFETY: within the memory, aligned, and on a virtual GPU an address of this process.
+        unsafe { (*word).load(std::sync::atomic::Ordering::Acquire) }
+    }
+
+    /// Copies out what a peer has written; the counter that says so must have been seen.
+    pub fn read(&self, at: u64, into: &mut [u8]) {
+        assert!(at + into.len() as u64 <= self.memory.bytes());
+        // SAFETY: within the memory; the peer does not write there until it is told that this was read.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                (self.memory.ptr().0 + at) as *const u8,
+                into.as_mut_ptr(),
+                into.len(),
+            );
+        }
+    }
+
+    /// Fills what a put will send.
+    pub fn write(&self, at: u64, bytes: &[u8]) {
+        assert!(at + bytes.len() as u64 <= self.memory.bytes());
+        // SAFETY: within the memory; no put that has not left sends from there, and no peer writes there.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), (self.memory.ptr().0 + at) as *mut u8, bytes.len());
+        }
+    }
+}
