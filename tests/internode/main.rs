@@ -14,6 +14,7 @@ mod valid;
 mod errors;
 mod mutation;
 mod pairs;
+mod processes;
 mod property;
 mod shapes;
 mod timeouts;
