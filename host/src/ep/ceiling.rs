@@ -29,7 +29,7 @@ pub struct CeilingShape {
     pub rows: u32,
     /// Bytes per row, a multiple of 16.
     pub row_bytes: u32,
-    /// Peers per row, 1 to ranks - 1.
+    /// Peers per row, 1 to the ranks of a node - 1.
     pub fanout: u32,
 }
 
@@ -41,7 +41,7 @@ impl CeilingShape {
 }
 
 impl Buffer {
-    /// Enqueues one run on `stream`. It overwrites received rows, on this rank (pull) or on the peers (push): keep it apart
+    /// Enqueues one run on `stream`, among the ranks of this node. It overwrites received rows, on this rank (pull) or on the peers (push): keep it apart
     /// from operations by a barrier on both sides.
     ///
     /// # Errors
@@ -49,7 +49,7 @@ impl Buffer {
     pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
         let pool = self.comm.pool;
         let room = pool.combine_x - pool.recv_x;
-        let needed = shape.rows as u64 * self.num_ranks as u64 * shape.row_bytes as u64;
+        let needed = shape.rows as u64 * self.comm.num_ranks as u64 * shape.row_bytes as u64;
         self.check_column_capacity("ceiling rows", needed, room, "more rows", "bytes")?;
         if shape.blocks == 0 || shape.warps == 0 || shape.warps > 16 {
             let value = format!("{} blocks of {} warps", shape.blocks, shape.warps);
@@ -59,8 +59,9 @@ impl Buffer {
             pools: self.comm.pools,
             from: pool.combine_x,
             to: pool.recv_x,
-            rank: self.rank,
-            num_ranks: self.num_ranks,
+            // Pools of other nodes are out of reach.
+            rank: self.comm.rank,
+            num_ranks: self.comm.num_ranks,
             rows: shape.rows,
             row_bytes: shape.row_bytes,
             stages: shape.stages,

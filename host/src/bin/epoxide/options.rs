@@ -1,4 +1,4 @@
-//! The flags that `roundtrip` and `bench` share, and what they come to for a number of ranks.
+//! Flags that several commands share, those of `roundtrip`, and what they come to for a number of ranks.
 
 use std::time::Duration;
 
@@ -102,9 +102,9 @@ impl World {
     }
 }
 
-/// The flags that `roundtrip` and `bench` share.
-#[derive(Debug, Clone, clap::Args)]
-pub struct Shared {
+/// How many ranks there are, as asked for.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct WorldFlags {
     /// How tokens travel [default: as --nodes says, else the command's own]
     #[arg(long, value_enum)]
     pub mode: Option<Mode>,
@@ -116,6 +116,111 @@ pub struct Shared {
     /// Ranks of a node, one GPU each [default: 8; where WORLD_SIZE is set, as many as that leaves]
     #[arg(long, value_name = "P")]
     pub ranks_per_node: Option<u32>,
+}
+
+/// What joins nodes.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct NetworkFlags {
+    /// How bytes cross nodes; of no effect on one node
+    #[arg(long, value_enum, default_value = "tcp")]
+    pub transport: Transport,
+
+    /// Queues to each peer on another node
+    #[arg(long, value_name = "Q", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
+    pub queues: u32,
+}
+
+impl NetworkFlags {
+    /// As the library takes them; `timeout` bounds a put.
+    pub fn options(&self, timeout: Duration) -> TransportOptions {
+        TransportOptions {
+            queues_per_peer: self.queues,
+            timeout,
+            ..TransportOptions::new(self.transport.kind())
+        }
+    }
+}
+
+impl WorldFlags {
+    /// How many ranks there are, and where: as the flags say or, in a group that somebody else started, its size and how many of
+    /// its ranks this host has.
+    pub fn world(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<World> {
+        let usage =
+            |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
+        if self.mode == Some(Mode::LowLatency) {
+            return Err(Stop::usage(
+                "--mode low-latency: not built yet: intranode or internode in this version",
+            ));
+        }
+        match (self.mode, self.nodes) {
+            (Some(Mode::Intranode), Some(nodes)) if nodes != 1 => {
+                return usage("--nodes", nodes, "--mode intranode has one node".into());
+            }
+            (Some(Mode::Internode), Some(1)) | (_, Some(0)) => {
+                let nodes = self.nodes.unwrap_or(0);
+                return usage("--nodes", nodes, "must be at least 2, or 1 with --mode intranode".into());
+            }
+            _ => {}
+        }
+        let one_node = match (self.mode, self.nodes) {
+            (Some(mode), _) => mode == Mode::Intranode,
+            (None, Some(nodes)) => nodes == 1,
+            // A group that cannot be cut in two is one node.
+            (None, None) => {
+                default == Mode::Intranode
+                    || group.is_some_and(|(size, _)| {
+                        self.ranks_per_node.map_or(size % 2 != 0, |asked| asked == size)
+                    })
+            }
+        };
+        let (nodes, ranks_per_node) = match group {
+            None => {
+                let nodes = if one_node { 1 } else { self.nodes.unwrap_or(DEFAULT_NODES) };
+                (nodes, self.ranks_per_node.unwrap_or(MAX_RANKS as u32))
+            }
+            Some((size, local)) => {
+                let on_host = local.filter(|local| *local < size && *local > 0 && size % local == 0);
+                let nodes = match (one_node, self.nodes, self.ranks_per_node) {
+                    (true, ..) => 1,
+                    (_, Some(nodes), _) => nodes,
+                    (_, _, Some(asked)) if asked > 0 && size % asked == 0 => size / asked,
+                    (_, _, Some(asked)) => {
+                        let rule = format!("the environment's WORLD_SIZE, {size}, is not a multiple of it");
+                        return usage("--ranks-per-node", asked, rule);
+                    }
+                    _ => on_host.map_or(DEFAULT_NODES, |local| size / local),
+                };
+                if size % nodes != 0 {
+                    let rule = format!("the environment's WORLD_SIZE, {size}, is not a multiple of it");
+                    return usage("--nodes", nodes, rule);
+                }
+                if let Some(asked) =
+                    self.ranks_per_node.filter(|asked| asked.checked_mul(nodes) != Some(size))
+                {
+                    let rule = format!(
+                        "with {nodes} node(s) that is not the environment's WORLD_SIZE, {size}; leave the flag out or make them \
+                         equal"
+                    );
+                    return usage("--ranks-per-node", asked, rule);
+                }
+                (nodes, size / nodes)
+            }
+        };
+        if ranks_per_node == 0 || ranks_per_node > MAX_RANKS as u32 {
+            return usage("--ranks-per-node", ranks_per_node, format!("must be 1 to {MAX_RANKS}"));
+        }
+        if nodes > MAX_NODES as u32 {
+            return usage("--nodes", nodes, format!("must be 1 to {MAX_NODES}"));
+        }
+        Ok(World { nodes, ranks_per_node })
+    }
+}
+
+/// The flags of `roundtrip`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Shared {
+    #[command(flatten)]
+    pub place: WorldFlags,
 
     /// Tokens of each rank [default: 128]
     #[arg(long, value_name = "T")]
@@ -141,13 +246,8 @@ pub struct Shared {
     #[arg(long, value_enum, default_value = "virtual")]
     pub device: DeviceKind,
 
-    /// How bytes cross nodes; of no effect on one node
-    #[arg(long, value_enum, default_value = "tcp")]
-    pub transport: Transport,
-
-    /// Queues to each peer on another node
-    #[arg(long, value_name = "Q", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
-    pub queues: u32,
+    #[command(flatten)]
+    pub network: NetworkFlags,
 
     /// Seed of all random data, decimal or 0x..
     #[arg(long, value_parser = parse_seed, default_value = "0xA1B2")]
@@ -223,77 +323,9 @@ pub struct Setup {
 }
 
 impl Shared {
-    /// How many ranks there are, and where: as the flags say or, in a group that somebody else started, its size and how many of
-    /// its ranks this host has.
+    /// How many ranks there are, and where.
     pub fn world(&self, defaults: Defaults, group: Option<(u32, Option<u32>)>) -> Result<World> {
-        let usage =
-            |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
-        if self.mode == Some(Mode::LowLatency) {
-            return Err(Stop::usage(
-                "--mode low-latency: not built yet: intranode or internode in this version",
-            ));
-        }
-        match (self.mode, self.nodes) {
-            (Some(Mode::Intranode), Some(nodes)) if nodes != 1 => {
-                return usage("--nodes", nodes, "--mode intranode has one node".into());
-            }
-            (Some(Mode::Internode), Some(1)) | (_, Some(0)) => {
-                let nodes = self.nodes.unwrap_or(0);
-                return usage("--nodes", nodes, "must be at least 2, or 1 with --mode intranode".into());
-            }
-            _ => {}
-        }
-        let one_node = match (self.mode, self.nodes) {
-            (Some(mode), _) => mode == Mode::Intranode,
-            (None, Some(nodes)) => nodes == 1,
-            // A group that cannot be cut in two is one node.
-            (None, None) => {
-                defaults.mode == Mode::Intranode
-                    || group.is_some_and(|(size, _)| {
-                        self.ranks_per_node.map_or(size % 2 != 0, |asked| asked == size)
-                    })
-            }
-        };
-        let (nodes, ranks_per_node) = match group {
-            None => {
-                let nodes = if one_node { 1 } else { self.nodes.unwrap_or(DEFAULT_NODES) };
-                (nodes, self.ranks_per_node.unwrap_or(MAX_RANKS as u32))
-            }
-            Some((size, local)) => {
-                let on_host = local.filter(|local| *local < size && *local > 0 && size % local == 0);
-                let nodes = match (one_node, self.nodes, self.ranks_per_node) {
-                    (true, ..) => 1,
-                    (_, Some(nodes), _) => nodes,
-                    (_, _, Some(asked)) if asked > 0 && size % asked == 0 => size / asked,
-                    (_, _, Some(asked)) => {
-                        let rule = format!("the environment's WORLD_SIZE, {size}, is not a multiple of it");
-                        return usage("--ranks-per-node", asked, rule);
-                    }
-                    _ => on_host.map_or(DEFAULT_NODES, |local| size / local),
-                };
-                if size % nodes != 0 {
-                    let rule = format!("the environment's WORLD_SIZE, {size}, is not a multiple of it");
-                    return usage("--nodes", nodes, rule);
-                }
-                if let Some(asked) =
-                    self.ranks_per_node.filter(|asked| asked.checked_mul(nodes) != Some(size))
-                {
-                    let rule = format!(
-                        "with {nodes} node(s) that is not the environment's WORLD_SIZE, {size}; leave the flag out or make them \
-                         equal"
-                    );
-                    return usage("--ranks-per-node", asked, rule);
-                }
-                (nodes, size / nodes)
-            }
-        };
-        if ranks_per_node == 0 || ranks_per_node > MAX_RANKS as u32 {
-            return usage("--ranks-per-node", ranks_per_node, format!("must be 1 to {MAX_RANKS}"));
-        }
-        if nodes > MAX_NODES as u32 {
-            return usage("--nodes", nodes, format!("must be 1 to {MAX_NODES}"));
-        }
-        Ok(World { nodes, ranks_per_node })
+        self.place.world(defaults.mode, group)
     }
 
     /// Longest wait for another rank.
@@ -347,8 +379,8 @@ impl Shared {
             topk,
             dtype: self.dtype,
             device: self.device,
-            transport: self.transport,
-            queues: self.queues,
+            transport: self.network.transport,
+            queues: self.network.queues,
             seed: self.seed,
             num_sms: config.num_sms,
             timeout: self.timeout,
@@ -367,16 +399,12 @@ impl Setup {
             max_scales: self.dtype.num_scales(self.hidden) as u32,
         };
         let timeout = Duration::from_secs(self.timeout);
-        let transport = TransportOptions {
-            queues_per_peer: self.queues,
-            timeout,
-            ..TransportOptions::new(self.transport.kind())
-        };
+        let network = NetworkFlags { transport: self.transport, queues: self.queues };
         BufferOptions {
             config: self.config,
             timeout,
             ranks_per_node: Some(self.ranks / self.nodes),
-            transport,
+            transport: network.options(timeout),
             ..BufferOptions::new(shape)
         }
     }

@@ -109,12 +109,7 @@ pub fn run(
                 let world = shared.world(defaults, Some((group.size(), meeting.member.local_size)))?;
                 Ok(Run { setup: shared.resolve(world, defaults)?, placement })
             });
-            outcome.map_err(|stop| match stop.agreed {
-                // Rank 0 says it.
-                true if group.rank() != 0 => Stop::said(stop.code),
-                true => stop,
-                false => stop.on_rank(group.rank()),
-            })
+            outcome.map_err(|stop| said_by(stop, group.rank()))
         }
         Placement::Threads => {
             let world = shared.world(defaults, None)?;
@@ -168,8 +163,20 @@ fn one_rank(
     main(&Rank { rank: group.rank(), group: group.clone(), device }, &run)
 }
 
+/// What of a failure a rank that is a process of its own says: rank 0 speaks for all where they agree.
+pub fn said_by(stop: Stop, rank: u32) -> Stop {
+    match stop.agreed {
+        true if rank != 0 => Stop::said(stop.code),
+        true => stop,
+        false => stop.on_rank(rank),
+    }
+}
+
 /// Every rank's result; or, where any has failed, the same failure on all ranks. Collective.
-fn gather<T: Serialize + DeserializeOwned>(group: &dyn ProcessGroup, outcome: Result<T>) -> Result<Vec<T>> {
+pub fn gather<T: Serialize + DeserializeOwned>(
+    group: &dyn ProcessGroup,
+    outcome: Result<T>,
+) -> Result<Vec<T>> {
     let broken = |error: serde_json::Error| Stop::failed(format!("a rank's report: {error}"));
     let message = serde_json::to_vec(&outcome).map_err(broken)?;
     let (mut results, mut stops) = (Vec::new(), Vec::new());

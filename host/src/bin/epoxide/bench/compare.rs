@@ -94,11 +94,13 @@ fn text(a: &[Point], b: &[Point], tolerance: f64) -> Result<String> {
         return Err(Stop::usage(format!("compare: different points: {:?} and {:?}", old.key, new.key)));
     }
     if pairs.is_empty() {
-        return Err(Stop::usage("compare: the files have no point in common (same sizes, seed and SMs)"));
+        return Err(Stop::usage(
+            "compare: the files have no point in common (same sizes, network, seed and SMs)",
+        ));
     }
     let mut out = format!(
-        "{:>5} {:>7} {:>5} {:<5} {:<18} {:>10} {:>10} {:>7} {:>15} {:>8}  {}",
-        "ranks", "tokens", "SMs", "dtype", "phase", "A us", "B us", "B / A", "95%", "p", "B is"
+        "{:>5} {:>5} {:>7} {:>5} {:<5} {:<18} {:>10} {:>10} {:>7} {:>15} {:>8}  {}",
+        "nodes", "ranks", "tokens", "SMs", "dtype", "phase", "A us", "B us", "B / A", "95%", "p", "B is"
     );
     for (old, new) in &pairs {
         for phase in &old.phases {
@@ -108,7 +110,8 @@ fn text(a: &[Point], b: &[Point], tolerance: f64) -> Result<String> {
             // Writing to a string cannot fail.
             let _ = write!(
                 out,
-                "\n{:>5} {:>7} {:>5} {:<5} {:<18} {:>10.1} {:>10.1} {:>7.3} {interval:>15} {:>8}  {}",
+                "\n{:>5} {:>5} {:>7} {:>5} {:<5} {:<18} {:>10.1} {:>10.1} {:>7.3} {interval:>15} {:>8}  {}",
+                old.key.nodes,
                 old.key.num_ranks,
                 old.key.tokens,
                 old.key.num_sms,
@@ -210,6 +213,7 @@ mod tests {
             call: Distribution::new(&[samples]),
             kernel_us: None,
             back_to_back: None,
+            wire: None,
             bandwidth: None,
         }
     }

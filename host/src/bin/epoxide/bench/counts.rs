@@ -53,9 +53,22 @@ impl<T: Copy> Six<T> {
     }
 }
 
+/// What one rank moves in a dispatch; a combine moves the same backwards.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct RankCounts {
+    /// The six metrics.
+    pub six: Six<u64>,
+    /// Tokens of other nodes that this rank passes on in its own. In a combine, the sums that it sends to other nodes.
+    pub relayed: u64,
+    /// Received rows that came over NVLink: those of ranks with another index in their node, since relays keep the index.
+    pub linked: u64,
+}
+
 /// Means over ranks.
-pub fn mean(ranks: &[Six<u64>]) -> Six<f64> {
-    let of = |pick: fn(&Six<u64>) -> u64| ranks.iter().map(pick).sum::<u64>() as f64 / ranks.len() as f64;
+pub fn mean(ranks: &[RankCounts]) -> Six<f64> {
+    let of = |pick: fn(&Six<u64>) -> u64| {
+        ranks.iter().map(|rank| pick(&rank.six)).sum::<u64>() as f64 / ranks.len() as f64
+    };
     Six {
         send_total: of(|six| six.send_total),
         send_nvl: of(|six| six.send_nvl),
@@ -80,27 +93,35 @@ pub struct Sizes {
 }
 
 /// Dispatch's counts of every rank, from the ids alone: `ids[rank]` is `[tokens, topk]`, negative where none is selected.
-pub fn serial(ids: &[Vec<i64>], sizes: Sizes) -> Vec<Six<u64>> {
+pub fn serial(ids: &[Vec<i64>], sizes: Sizes) -> Vec<RankCounts> {
     let local_experts = i64::from(sizes.experts / sizes.ranks);
-    let node_of = |rank: usize| rank / sizes.ranks_per_node as usize;
-    let mut counts = vec![Six::default(); ids.len()];
+    let per_node = sizes.ranks_per_node as usize;
+    let mut counts = vec![RankCounts::default(); ids.len()];
     for (source, ids) in ids.iter().enumerate() {
+        let (home, index) = (source / per_node, source % per_node);
         for token in ids.chunks(sizes.topk as usize) {
             let wanted: BTreeSet<usize> =
                 token.iter().filter(|&&id| id >= 0).map(|id| (id / local_experts) as usize).collect();
-            let nodes: BTreeSet<usize> = wanted.iter().map(|&rank| node_of(rank)).collect();
-            let sender: &mut Six<u64> = &mut counts[source];
-            sender.send_total += nodes.len() as u64;
-            let stays = u64::from(nodes.contains(&node_of(source)));
-            sender.send_nvl += stays;
-            sender.send_rdma += nodes.len() as u64 - stays;
+            let nodes: BTreeSet<usize> = wanted.iter().map(|&rank| rank / per_node).collect();
+            for node in nodes {
+                let sender = &mut counts[source].six;
+                sender.send_total += 1;
+                match node == home {
+                    true => sender.send_nvl += 1,
+                    false => {
+                        sender.send_rdma += 1;
+                        counts[node * per_node + index].relayed += 1;
+                    }
+                }
+            }
             for rank in wanted {
                 let receiver = &mut counts[rank];
-                receiver.recv_total += 1;
-                match node_of(rank) == node_of(source) {
-                    true => receiver.recv_nvl += 1,
-                    false => receiver.recv_rdma += 1,
+                receiver.six.recv_total += 1;
+                match rank / per_node == home {
+                    true => receiver.six.recv_nvl += 1,
+                    false => receiver.six.recv_rdma += 1,
                 }
+                receiver.linked += u64::from(rank % per_node != index);
             }
         }
     }
@@ -150,7 +171,7 @@ pub fn random_topk(rng: &mut SmallRng, tokens: u32, topk: u32, experts: u32, mas
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use rand::SeedableRng;
 
     use super::*;
@@ -176,15 +197,37 @@ mod tests {
             recv_rdma: rr,
         };
         // Experts 0, 1 live on rank 0, 2, 3 on rank 1, and so on; ranks 0 and 1 are node 0.
+        let sixes = |sizes| serial(&ids, sizes).iter().map(|rank| rank.six).collect::<Vec<_>>();
         assert_eq!(
-            serial(&ids, sizes),
+            sixes(sizes),
             [six(2, 2, 0, 4, 2, 2), six(3, 1, 2, 3, 2, 1), six(2, 1, 1, 2, 1, 1), six(3, 1, 2, 2, 1, 1)]
         );
         let one_node = Sizes { ranks_per_node: 4, ..sizes };
         assert_eq!(
-            serial(&ids, one_node),
+            sixes(one_node),
             [six(2, 2, 0, 4, 4, 0), six(2, 2, 0, 3, 3, 0), six(1, 1, 0, 2, 2, 0), six(2, 2, 0, 2, 2, 0)]
         );
+    }
+
+    /// Two nodes of two ranks, eight experts, top-2, four tokens a rank: docs/BENCHMARKS.md works it by hand.
+    pub const ACROSS_NODES: [[i64; 8]; 4] = [
+        [0, 6, 3, 5, 7, 6, 1, -1],
+        [2, 4, 6, 1, 0, 1, 5, 7],
+        [7, 0, 1, 2, 4, 5, 3, 6],
+        [0, 2, 6, 7, 5, 1, 4, 3],
+    ];
+
+    #[test]
+    fn the_routing_across_nodes_worked_by_hand() {
+        let ids: Vec<Vec<i64>> = ACROSS_NODES.iter().map(|ids| ids.to_vec()).collect();
+        let counts = serial(&ids, Sizes { ranks: 4, ranks_per_node: 2, experts: 8, topk: 2 });
+        let send = |six: Six<u64>| (six.send_total, six.send_nvl, six.send_rdma);
+        let recv = |six: Six<u64>| (six.recv_total, six.recv_nvl, six.recv_rdma);
+        let by = |pick: fn(&RankCounts) -> u64| counts.iter().map(pick).collect::<Vec<_>>();
+        assert_eq!(counts.iter().map(|rank| send(rank.six)).collect::<Vec<_>>(), [(6, 3, 3); 4]);
+        let received = [(8, 4, 4), (6, 2, 4), (6, 3, 3), (7, 3, 4)];
+        assert_eq!(counts.iter().map(|rank| recv(rank.six)).collect::<Vec<_>>(), received);
+        assert_eq!((by(|rank| rank.relayed), by(|rank| rank.linked)), (vec![3; 4], vec![4, 3, 4, 4]));
     }
 
     #[test]
@@ -195,8 +238,9 @@ mod tests {
             let sizes = Sizes { ranks, ranks_per_node, experts: ranks * 4, topk };
             let ids = routing(seed, 50, sizes, masked);
             let counts = serial(&ids, sizes);
-            let sum = |pick: fn(&Six<u64>) -> u64| counts.iter().map(pick).sum::<u64>();
-            for six in &counts {
+            let sum = |pick: fn(&Six<u64>) -> u64| counts.iter().map(|rank| pick(&rank.six)).sum::<u64>();
+            for RankCounts { six, linked, .. } in &counts {
+                assert!(*linked <= six.recv_total);
                 assert_eq!(six.send_total, six.send_nvl + six.send_rdma);
                 assert_eq!(six.recv_total, six.recv_nvl + six.recv_rdma);
                 assert_eq!(six.swapped().swapped(), *six);
@@ -204,7 +248,10 @@ mod tests {
             // Every pair (token, node) is at least one row there, and with one rank a node exactly one.
             assert!(sum(|six| six.send_nvl) <= sum(|six| six.recv_nvl));
             assert!(sum(|six| six.send_rdma) <= sum(|six| six.recv_rdma));
+            // What crosses is relayed at the other end.
+            assert_eq!(sum(|six| six.send_rdma), counts.iter().map(|rank| rank.relayed).sum::<u64>());
             if ranks_per_node == 1 {
+                assert!(counts.iter().all(|rank| rank.linked == 0));
                 assert_eq!(sum(|six| six.send_rdma), sum(|six| six.recv_rdma));
             }
         }

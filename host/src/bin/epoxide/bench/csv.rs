@@ -6,7 +6,7 @@ use super::results::Point;
 use crate::stop::{Result, Stop};
 
 /// The columns, in order. An empty field is a value that there is not: every bandwidth on the virtual GPU.
-pub const COLUMNS: [&str; 31] = [
+pub const COLUMNS: [&str; 42] = [
     "mode",
     "device",
     "virtual",
@@ -20,6 +20,9 @@ pub const COLUMNS: [&str; 31] = [
     "topk",
     "dtype",
     "num_sms",
+    "transport",
+    "queues",
+    "rdma_send",
     "phase",
     "row_bytes",
     "avg_us",
@@ -38,28 +41,43 @@ pub const COLUMNS: [&str; 31] = [
     "nccl_ep_recv_gbps",
     "seed_per_rank_gbps",
     "seed_agg_gbps",
+    "wire_rows",
+    "wire_slot_bytes",
+    "wire_bytes",
+    "transport_us",
+    "nvlink_us",
+    "wire_share",
+    "wire_gbps",
+    "wire_ceiling_gbps",
 ];
 
 /// Writes all points.
 pub fn write(path: &Path, points: &[Point]) -> Result<()> {
-    let text = text(points).map_err(|error| Stop::failed(format!("CSV: {error}")))?;
+    let phases = points.iter().flat_map(|point| point.phases.iter().map(move |phase| (point, phase)));
+    write_lines(path, &COLUMNS, phases.map(|(point, phase)| record(point, phase).to_vec()))
+}
+
+/// Writes a table.
+pub fn write_lines(path: &Path, columns: &[&str], lines: impl Iterator<Item = Vec<String>>) -> Result<()> {
+    let text = text(columns, lines).map_err(|error| Stop::failed(format!("CSV: {error}")))?;
     super::results::write_text(path, text.trim_end())
 }
 
-fn text(points: &[Point]) -> std::result::Result<String, Box<dyn std::error::Error>> {
+fn text(
+    columns: &[&str],
+    lines: impl Iterator<Item = Vec<String>>,
+) -> std::result::Result<String, Box<dyn std::error::Error>> {
     let mut csv = csv::Writer::from_writer(Vec::new());
-    csv.write_record(COLUMNS)?;
-    for point in points {
-        for phase in &point.phases {
-            csv.write_record(record(point, phase))?;
-        }
+    csv.write_record(columns)?;
+    for line in lines {
+        csv.write_record(line)?;
     }
     Ok(String::from_utf8(csv.into_inner()?)?)
 }
 
 fn record(point: &Point, phase: &super::results::Phase) -> [String; COLUMNS.len()] {
     let (key, call) = (&point.key, &phase.call);
-    let bandwidth = phase.bandwidth.as_ref();
+    let (bandwidth, wire) = (phase.bandwidth.as_ref(), phase.wire.as_ref());
     let seed = bandwidth.and_then(|bandwidth| bandwidth.seed);
     let six = if phase.name.is_dispatch() { point.counts } else { point.counts.swapped() };
     let optional = |value: Option<f64>| value.map_or_else(String::new, |value| value.to_string());
@@ -77,6 +95,9 @@ fn record(point: &Point, phase: &super::results::Phase) -> [String; COLUMNS.len(
         key.topk.to_string(),
         key.dtype.clone(),
         key.num_sms.to_string(),
+        key.transport.clone().unwrap_or_default(),
+        key.queues.map_or_else(String::new, |queues| queues.to_string()),
+        key.rdma_send.map_or_else(String::new, |rows| rows.to_string()),
         phase.name.text().into(),
         phase.row_bytes.to_string(),
         call.avg_us.to_string(),
@@ -95,5 +116,13 @@ fn record(point: &Point, phase: &super::results::Phase) -> [String; COLUMNS.len(
         optional(bandwidth.map(|bandwidth| bandwidth.nccl_ep.recv_total)),
         optional(seed.map(|seed| seed.per_rank)),
         optional(seed.map(|seed| seed.aggregate)),
+        optional(wire.map(|wire| wire.rows)),
+        wire.map_or_else(String::new, |wire| wire.slot_bytes.to_string()),
+        optional(wire.map(|wire| wire.bytes)),
+        optional(wire.and_then(|wire| wire.transport_us)),
+        optional(wire.and_then(|wire| wire.nvlink_us)),
+        optional(wire.and_then(|wire| wire.share)),
+        optional(bandwidth.and_then(|bandwidth| bandwidth.wire)),
+        optional(bandwidth.and_then(|bandwidth| bandwidth.wire_ceiling)),
     ]
 }

@@ -1,22 +1,29 @@
 //! One rank's part of a benchmark: check that the results are right, then time.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use epoxide::driver::{Device, Event, Memory, MemoryKind, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CeilingShape, CombineRequest, CombineRows,
-    Config, Counts, DType, Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest,
-    StreamOrder, Tensor, TracedLaunch,
+    Counts, DType, Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, StreamOrder,
+    Tensor, TracedLaunch,
 };
 use epoxide::group::ProcessGroup;
+use epoxide::transport::PutTrace;
 use epoxide::{Error, Result};
 use half::bf16;
+use serde::{Deserialize, Serialize};
 
 use super::Args;
-use super::counts::Six;
+use super::counts::{RankCounts, Six};
+use super::puts::Poster;
 use super::results::PhaseName;
 
+/// Longest wait for a peer: the ranks of a virtual GPU share few processors.
+pub const TIMEOUT: Duration = Duration::from_secs(120);
+/// Puts that a trace has room for, of each queue.
+const TRACED_PUTS: usize = 1 << 16;
 /// Calls of each phase that are traced, apart from the timed ones.
 const TRACED_CALLS: u32 = 3;
 
@@ -31,6 +38,10 @@ pub struct TracedCall {
     pub barrier: TracedLaunch,
     /// Its own launches, in order.
     pub launches: Vec<TracedLaunch>,
+    /// What the proxies put meanwhile.
+    pub puts: Vec<PutTrace>,
+    /// Before the barrier was enqueued, and after the device had ended all.
+    pub host: (Instant, Instant),
 }
 
 impl TracedCall {
@@ -47,7 +58,7 @@ impl TracedCall {
 pub type Samples = Vec<f64>;
 
 /// One rank's times for one number of multiprocessors.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Times {
     /// Multiprocessors.
     pub num_sms: u32,
@@ -63,14 +74,34 @@ pub struct Times {
     pub combine_staged: Samples,
     /// Cached dispatches back to back, mean per call.
     pub dispatch_stream: f64,
+    /// Exact-size dispatches back to back, as the seed times them across nodes; 0 within one.
+    pub dispatch_exact_stream: f64,
     /// Combines back to back, mean per call.
     pub combine_stream: f64,
     /// The links' own speed in GB/s with as many blocks: (push, pull).
     pub ceiling: Option<(f64, f64)>,
+    /// What the proxies put in a phase's calls.
+    pub wire: Vec<(PhaseName, WireCount)>,
+}
+
+impl Times {
+    /// What the proxies put in all calls of a phase.
+    pub fn wire_of(&self, name: PhaseName) -> Option<WireCount> {
+        self.wire.iter().find(|(phase, _)| *phase == name).map(|(_, count)| *count)
+    }
+}
+
+/// What the proxies of a rank put.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireCount {
+    /// Bytes.
+    pub bytes: u64,
+    /// Puts that carried bytes.
+    pub puts: u64,
 }
 
 /// Everything that one rank measured.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RankResult {
     /// The device's name.
     pub device: String,
@@ -82,15 +113,20 @@ pub struct RankResult {
     pub setup_ms: f64,
     /// Bytes of the pool.
     pub pool_bytes: u64,
+    /// Bytes of wire memory.
+    pub wire_bytes: u64,
+    /// Bytes of the count messages that an uncached dispatch puts on the wire.
+    pub message_bytes: u64,
     /// Device bytes in use by all of the buffer.
     pub device_bytes: u64,
     /// The routing that this rank drew.
     pub topk_idx: Vec<i64>,
     /// Tokens of a dispatch, as the device's handle has them.
-    pub counts: Six<u64>,
-    /// Received rows that were its own.
-    pub own_rows: u64,
-    /// Traced calls.
+    pub counts: RankCounts,
+    /// What the transport alone takes for the rows of a phase, in microseconds.
+    pub transport_us: Vec<(PhaseName, f64)>,
+    /// Traced calls; of ranks in other processes none.
+    #[serde(skip)]
     pub traced: Vec<TracedCall>,
     /// Times by number of multiprocessors.
     pub times: Vec<Times>,
@@ -106,26 +142,37 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         max_topk: args.topk,
         max_scales: args.num_scales() as u32,
     };
-    let config = Config::with_sms(args.num_sms[0])?;
+    let config = args.config(args.num_sms[0])?;
+    let world = args.world;
     group.barrier(group.timeout())?;
     let free_before = device.free_memory()?;
     let start = Instant::now();
-    let tuning = args.tuning.tuning();
-    let options = BufferOptions { config, tuning, ..BufferOptions::new(shape) };
+    let options = BufferOptions {
+        config,
+        tuning: args.tuning.tuning(),
+        timeout: TIMEOUT,
+        ranks_per_node: Some(world.ranks_per_node),
+        num_nvl_bytes: args.nvl_bytes,
+        num_rdma_bytes: args.rdma_bytes,
+        transport: args.network.options(TIMEOUT),
+        ..BufferOptions::new(shape)
+    };
     let mut buffer = Buffer::new(device.clone(), group, options)?;
     let setup_ms = start.elapsed().as_secs_f64() * 1e3;
     let device_bytes = free_before.saturating_sub(device.free_memory()?);
 
     let mut bench = Bench::new(args, &mut buffer, stream, rank, ranks)?;
     bench.verify()?;
+    let transport_us = bench.transport_alone(group)?;
     group.barrier(group.timeout())?;
     let mut times = Vec::new();
     for &num_sms in &args.num_sms {
-        bench.buffer.set_config(Config::with_sms(num_sms)?)?;
+        bench.buffer.set_config(args.config(num_sms)?)?;
+        (bench.routing, bench.nothing) = bench.routings()?;
         times.push(bench.time(num_sms)?);
         group.barrier(group.timeout())?;
     }
-    let (counts, own_rows) = bench.counts()?;
+    let counts = bench.counts()?;
     bench.buffer.check()?;
     let (topk_idx, traced) = (bench.ids, bench.traced);
     let info = device.info();
@@ -135,10 +182,12 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         driver_version: info.driver_version,
         setup_ms,
         pool_bytes: buffer.pool_bytes(),
+        wire_bytes: buffer.wire_bytes(),
+        message_bytes: u64::from(world.nodes - 1) * buffer.count_message_bytes(args.experts),
         device_bytes,
         topk_idx,
         counts,
-        own_rows,
+        transport_us,
         traced,
         times,
     })
@@ -155,9 +204,11 @@ struct Bench<'a> {
     topk_idx: Tensor,
     topk_weights: Tensor,
     layout: DispatchLayout,
+    no_rows: Tensor,
+    /// The routing, of as many channels as the buffer has.
     routing: DispatchHandle,
     /// A routing of no tokens: its dispatch is a barrier between the devices.
-    nothing: (Tensor, DispatchHandle),
+    nothing: DispatchHandle,
     flush: Option<Memory>,
     ids: Vec<i64>,
     traced: Vec<TracedCall>,
@@ -190,19 +241,14 @@ impl<'a> Bench<'a> {
         };
         let layout = buffer.get_dispatch_layout(&topk_idx, args.experts, StreamOrder::on(&stream))?;
 
-        let no_ids = Tensor::alloc(buffer.device(), DType::I64, &[0, topk])?;
         let no_rows = Tensor::alloc(buffer.device(), x.dtype(), &[0, args.hidden])?;
-        let empty = buffer.get_dispatch_layout(&no_ids, args.experts, StreamOrder::on(&stream))?;
-        let empty = buffer.dispatch(DispatchRequest::new(&no_rows, &empty), StreamOrder::on(&stream))?;
-        let nothing = (no_rows, empty.handle);
-
+        let (routing, nothing) =
+            Self::route(args, buffer, &stream, (&x, scales.as_ref(), &layout), &no_rows)?;
         let flush_bytes = if buffer.device().info().is_virtual { 0 } else { args.flush_mib << 20 };
         let flush = match flush_bytes {
             0 => None,
             bytes => Some(Memory::alloc(buffer.device(), bytes, MemoryKind::Device, "L2 flush")?),
         };
-        let request = DispatchRequest { x_scales: scales.as_ref(), ..DispatchRequest::new(&x, &layout) };
-        let routing = buffer.dispatch(request, StreamOrder::on(&stream))?.handle;
         Ok(Bench {
             args,
             buffer,
@@ -214,12 +260,34 @@ impl<'a> Bench<'a> {
             topk_idx,
             topk_weights,
             layout,
+            no_rows,
             routing,
             nothing,
             flush,
             ids,
             traced: Vec::new(),
         })
+    }
+
+    /// Dispatches the rows, and none at all, with the buffer's present configuration: the two routings.
+    fn route(
+        args: &Args,
+        buffer: &mut Buffer,
+        stream: &Stream,
+        (x, x_scales, layout): (&Tensor, Option<&Tensor>, &DispatchLayout),
+        no_rows: &Tensor,
+    ) -> Result<(DispatchHandle, DispatchHandle)> {
+        let no_ids = Tensor::alloc(buffer.device(), DType::I64, &[0, args.topk as u64])?;
+        let empty = buffer.get_dispatch_layout(&no_ids, args.experts, StreamOrder::on(stream))?;
+        let nothing = buffer.dispatch(DispatchRequest::new(no_rows, &empty), StreamOrder::on(stream))?;
+        let request = DispatchRequest { x_scales, ..DispatchRequest::new(x, layout) };
+        Ok((buffer.dispatch(request, StreamOrder::on(stream))?.handle, nothing.handle))
+    }
+
+    /// The routings with the buffer's present configuration.
+    fn routings(&mut self) -> Result<(DispatchHandle, DispatchHandle)> {
+        let rows = (&self.x, self.scales.as_ref(), &self.layout);
+        Self::route(self.args, self.buffer, &self.stream, rows, &self.no_rows)
     }
 
     fn dispatch(&mut self, counts: Counts) -> Result<DispatchOutput> {
@@ -255,7 +323,7 @@ impl<'a> Bench<'a> {
 
     /// A barrier between the devices, on the device.
     fn barrier(&mut self) -> Result<()> {
-        let request = CachedDispatchRequest { x: &self.nothing.0, x_scales: None, handle: &self.nothing.1 };
+        let request = CachedDispatchRequest { x: &self.no_rows, x_scales: None, handle: &self.nothing };
         self.buffer.dispatch_cached(request, StreamOrder::on(&self.stream)).map(drop)
     }
 
@@ -336,41 +404,121 @@ impl<'a> Bench<'a> {
         Ok((0..ranks).map(|source| prefix[source * ranks + me]).collect())
     }
 
-    /// Tokens of a dispatch as the handle on the device has them, and how many received rows are own ones. One node, so
-    /// nothing crosses.
-    fn counts(&self) -> Result<(Six<u64>, u64)> {
-        let (ranks, me) = (self.ranks as usize, self.rank as usize);
-        let prefix = self.rows_up_to(&self.routing)?;
-        let up_to = |source: usize| prefix[source] as u64;
-        let received = up_to(ranks - 1);
-        let own = up_to(me) - if me == 0 { 0 } else { up_to(me - 1) };
-        let heads = self.routing.send_head().to_host::<i32>(&self.stream)?;
-        let sent = heads.chunks(ranks).filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
-        let counts = Six {
-            send_total: sent,
-            send_nvl: sent,
-            send_rdma: 0,
-            recv_total: received,
-            recv_nvl: received,
-            recv_rdma: 0,
+    /// Tokens of a dispatch as the handle on the device has them.
+    fn counts(&self) -> Result<RankCounts> {
+        let per_node = self.args.world.ranks_per_node as usize;
+        let (me, ends) = (self.rank as usize, self.rows_up_to(&self.routing)?);
+        let starts = std::iter::once(&0).chain(&ends);
+        let from: Vec<u64> = ends.iter().zip(starts).map(|(end, start)| (end - start) as u64).collect();
+        let received = |wanted: &dyn Fn(usize) -> bool| {
+            from.iter().enumerate().filter(|(source, _)| wanted(*source)).map(|(_, rows)| rows).sum::<u64>()
         };
-        Ok((counts, own))
+        let (sent, relayed) = self.rows_by_node()?;
+        let node = me / per_node;
+        let all: u64 = sent.iter().sum();
+        let total: u64 = from.iter().sum();
+        let near = received(&|source| source / per_node == node);
+        let six = Six {
+            send_total: all,
+            send_nvl: sent[node],
+            send_rdma: all - sent[node],
+            recv_total: total,
+            recv_nvl: near,
+            recv_rdma: total - near,
+        };
+        Ok(RankCounts {
+            six,
+            relayed: relayed.iter().sum::<u64>() - relayed[node],
+            linked: received(&|source| source % per_node != me % per_node),
+        })
+    }
+
+    /// By node: tokens that this rank sends there, and those from there that it relays, as the handle has them.
+    fn rows_by_node(&self) -> Result<(Vec<u64>, Vec<u64>)> {
+        let Some(handle) = self.routing.internode() else {
+            let heads = self.routing.send_head().to_host::<i32>(&self.stream)?;
+            let tokens = heads.chunks(self.ranks as usize);
+            let sent = tokens.filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
+            return Ok((vec![sent], vec![0]));
+        };
+        // Both matrices are inclusive over channels: the last column has a node's tokens.
+        let by_node = |matrix: Tensor| -> Result<Vec<u64>> {
+            let (channels, entries) = (matrix.columns() as usize, matrix.to_host::<i32>(&self.stream)?);
+            Ok(entries.chunks(channels).map(|row| row[channels - 1] as u64).collect())
+        };
+        Ok((
+            by_node(handle.rdma_channel_prefix_matrix())?,
+            by_node(handle.recv_rdma_channel_prefix_matrix())?,
+        ))
+    }
+
+    /// What the transport alone takes for the rows of each phase: host code puts as many bytes to the same peers, in puts of as many
+    /// rows, all ranks at once. Mean of iterations one after the other. Collective.
+    fn transport_alone(&self, group: &dyn ProcessGroup) -> Result<Vec<(PhaseName, f64)>> {
+        let args = self.args;
+        if args.world.nodes == 1 || args.no_ceiling {
+            return Ok(Vec::new());
+        }
+        let options = args.network.options(TIMEOUT);
+        let slot = PhaseName::DispatchUncached.slot_bytes(args.combine_row_bytes(), args.topk);
+        let region = slot * u64::from(args.tokens.max(args.rdma_send));
+        let mut poster = Poster::new(self.buffer.device(), group, args.world, &options, region)?;
+        let (sent, relayed) = self.rows_by_node()?;
+        let mut times = Vec::new();
+        for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
+            let slot = name.slot_bytes(args.row_bytes(name), args.topk);
+            let rows = if name.is_dispatch() { &sent } else { &relayed };
+            let bytes: Vec<u64> = rows.iter().map(|rows| rows * slot).collect();
+            let message = slot * u64::from(args.rdma_send);
+            poster.put_all(&bytes, message, Poster::DEEPEST, args.warmup)?;
+            let took = poster.put_all(&bytes, message, Poster::DEEPEST, args.iters)?;
+            times.push((name, took.as_secs_f64() * 1e6 / f64::from(args.iters)));
+        }
+        poster.close()?;
+        Ok(times)
+    }
+
+    /// What the proxies have put so far. All that carries bytes has left when an operation has ended.
+    fn wire_count(&self) -> WireCount {
+        self.buffer.wire_stats().iter().fold(WireCount::default(), |sum, (_, _, stats)| WireCount {
+            bytes: sum.bytes + stats.bytes,
+            puts: sum.puts + stats.puts.saturating_sub(stats.counter_puts),
+        })
+    }
+
+    /// [`Self::isolated`] calls of a phase, with what the proxies put.
+    fn phase(
+        &mut self,
+        times: &mut Times,
+        name: PhaseName,
+        call: impl FnMut(&mut Self) -> Result<()>,
+    ) -> Result<Samples> {
+        // An exact-size dispatch returns while its rows are on their way.
+        self.stream.synchronize()?;
+        let before = self.wire_count();
+        let samples = self.isolated(call)?;
+        let after = self.wire_count();
+        let count =
+            WireCount { bytes: after.bytes - before.bytes, puts: after.puts.saturating_sub(before.puts) };
+        times.wire.push((name, count));
+        Ok(samples)
     }
 
     fn time(&mut self, num_sms: u32) -> Result<Times> {
         let capacity = self.buffer.capacity();
         let mut times = Times { num_sms, ..Times::default() };
-        times.dispatch_cached = self.isolated(|bench| bench.dispatch_cached())?;
-        times.dispatch_uncached =
-            self.isolated(|bench| bench.dispatch(Counts::OnDevice { capacity }).map(drop))?;
-        times.combine = self.isolated(|bench| bench.combine().map(drop))?;
+        let uncached = |bench: &mut Self| bench.dispatch(Counts::OnDevice { capacity }).map(drop);
+        times.dispatch_cached =
+            self.phase(&mut times, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;
+        times.dispatch_uncached = self.phase(&mut times, PhaseName::DispatchUncached, uncached)?;
+        times.combine =
+            self.phase(&mut times, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
         let received = self.routing.num_recv_tokens(&self.stream)? as u64;
         let rows = Tensor::alloc(self.buffer.device(), DType::Bf16, &[received, self.args.hidden])?;
-        times.combine_staged = self.isolated(|bench| bench.combine_staged(&rows))?;
+        times.combine_staged =
+            self.phase(&mut times, PhaseName::CombineStaged, |bench| bench.combine_staged(&rows))?;
         self.trace(num_sms, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;
-        self.trace(num_sms, PhaseName::DispatchUncached, |bench| {
-            bench.dispatch(Counts::OnDevice { capacity }).map(drop)
-        })?;
+        self.trace(num_sms, PhaseName::DispatchUncached, uncached)?;
         self.trace(num_sms, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
         for iteration in 0..self.args.warmup + self.args.iters {
             self.barrier()?;
@@ -382,8 +530,13 @@ impl<'a> Bench<'a> {
             }
         }
         times.dispatch_stream = self.back_to_back(|bench| bench.dispatch_cached())?;
+        if self.args.world.nodes > 1 {
+            times.dispatch_exact_stream =
+                self.back_to_back(|bench| bench.dispatch(Counts::Exact).map(drop))?;
+        }
         times.combine_stream = self.back_to_back(|bench| bench.combine().map(drop))?;
-        if !self.args.no_ceiling && self.ranks > 1 && !self.buffer.device().info().is_virtual {
+        let has_links = self.args.world.ranks_per_node > 1;
+        if !self.args.no_ceiling && has_links && !self.buffer.device().info().is_virtual {
             times.ceiling =
                 Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
         }
@@ -400,18 +553,24 @@ impl<'a> Bench<'a> {
         for _ in 0..TRACED_CALLS {
             // A barrier and at most two launches.
             self.buffer.start_trace(3 * num_sms as u64)?;
+            self.buffer.start_put_trace(TRACED_PUTS);
             if let Some(flush) = &self.flush {
                 // SAFETY: as in `isolated`.
                 unsafe { self.stream.fill(flush.ptr(), 0, flush.bytes())? };
             }
+            self.stream.synchronize()?;
+            let start = Instant::now();
             self.barrier()?;
             call(self)?;
             let (launches, dropped) = self.buffer.take_trace(&self.stream)?;
+            let host = (start, Instant::now());
+            let puts = self.buffer.take_put_trace();
             let mut launches = launches.into_iter();
             let (Some(barrier), 0) = (launches.next(), dropped) else {
                 return Err(Error::os("trace", format!("{dropped} launches had no room")));
             };
-            self.traced.push(TracedCall { phase, num_sms, barrier, launches: launches.collect() });
+            let launches = launches.collect();
+            self.traced.push(TracedCall { phase, num_sms, barrier, launches, puts, host });
         }
         self.buffer.check()
     }
@@ -466,7 +625,7 @@ impl<'a> Bench<'a> {
             if stages < 2 {
                 continue;
             }
-            let fanout = 5.min(self.ranks - 1);
+            let fanout = 5.min(self.args.world.ranks_per_node - 1);
             let shape = CeilingShape { blocks, warps, stages, rows: self.args.tokens, row_bytes, fanout };
             let samples =
                 self.isolated(|bench| bench.buffer.launch_ceiling(direction, shape, &bench.stream))?;

@@ -10,26 +10,32 @@ mod csv;
 mod measure;
 mod model;
 mod plot;
+mod puts;
 mod report;
 mod results;
 mod sweep;
 mod trace;
+mod wire;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use clap::Subcommand;
 use epoxide::Error;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::launch::run_threads;
+use epoxide::group::{Meeting, Member, ProcessGroup};
 
 pub use args::Args;
-use args::Backend;
-use measure::RankResult;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use measure::{RankResult, TIMEOUT};
 use results::{Point, Results};
 
+use crate::options::{DeviceKind, World};
 use crate::output;
+use crate::ranks;
 use crate::stop::{Result, Stop};
 
 /// `epoxide bench`.
@@ -49,6 +55,8 @@ enum Tool {
     Plot(plot::Args),
     /// Compare stored results, and say which differences are noise.
     Compare(compare::Args),
+    /// Measure the network between nodes alone: bandwidth and latency of puts, by size and depth.
+    Wire(wire::Args),
     /// Predict times and bytes for sizes that no one here can run.
     Model(model::Args),
 }
@@ -63,15 +71,23 @@ pub fn run(bench: &Bench) -> Result<()> {
         Some(Tool::Plot(args)) => return plot::run(args),
         Some(Tool::Compare(args)) => return compare::run(args),
         Some(Tool::Model(args)) => return model::run(args),
+        Some(Tool::Wire(args)) => return wire::run(args),
     }
-    let args = &bench.args;
+    let args = &bench.args.clone().resolve()?;
     if let Some(path) = &args.plot {
         plot::check_path(path)?;
+    }
+    if args.sweep.is_some() && launched()?.is_some() {
+        let remedy = "start it without a launcher: its ranks are threads then";
+        return Err(Stop::usage(format!("bench: --sweep: not for ranks that a launcher started; {remedy}")));
     }
     let points = match (&args.sweep, &args.out) {
         (Some(sweep), Some(out)) => sweep::run(args, sweep, out)?,
         _ => single(args)?,
     };
+    if !ranks::speaks() {
+        return Ok(());
+    }
     if let Some(path) = &args.csv {
         csv::write(path, &points)?;
     }
@@ -83,7 +99,10 @@ pub fn run(bench: &Bench) -> Result<()> {
 
 /// One run: text or JSON, and the trace.
 fn single(args: &Args) -> Result<Vec<Point>> {
-    let (points, ranks) = measure_points(args)?;
+    let (points, results) = measure_points(args)?;
+    if !ranks::speaks() {
+        return Ok(points);
+    }
     let text: Vec<String> = points.iter().map(report::text).collect();
     match &args.json {
         Some(path) => {
@@ -95,7 +114,7 @@ fn single(args: &Args) -> Result<Vec<Point>> {
         None => output::text_line(text.join("\n").trim_end())?,
     }
     if let Some(path) = &args.trace {
-        trace::write(path, &ranks)?;
+        trace::write(path, &results)?;
     }
     Ok(points)
 }
@@ -103,11 +122,38 @@ fn single(args: &Args) -> Result<Vec<Point>> {
 /// Measures all that `args` asks for in one group of ranks.
 fn measure_points(args: &Args) -> Result<(Vec<Point>, Vec<RankResult>)> {
     args.check()?;
-    let ranks = run_threads(args.ranks_per_node, Duration::from_secs(120), |rank, group| {
-        measure::rank(args, open(args, rank)?, &*group)
-    })
-    .map_err(|failure| stop_of(failure.error))?;
-    Ok((report::points(args, &ranks)?, ranks))
+    let results = on_ranks(args.world, args.device, |device, group| measure::rank(args, device, group))?;
+    Ok((report::points(args, &results)?, results))
+}
+
+/// Runs `main` on the ranks of `world`, each with its device; the results in rank order. The ranks are threads of this process or,
+/// where a launcher started it as one of them, processes.
+fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
+    world: World,
+    device: DeviceKind,
+    main: impl Fn(Arc<dyn Device>, &dyn ProcessGroup) -> epoxide::Result<T> + Sync,
+) -> Result<Vec<T>> {
+    if Member::detect()?.is_none() {
+        return run_threads(world.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &*group))
+            .map_err(|failure| stop_of(failure.error));
+    }
+    let meeting = Meeting::from_env(TIMEOUT)?;
+    let group = meeting.group("bench", TIMEOUT)?;
+    let (rank, local_rank) = (group.rank(), meeting.member.local_rank);
+    let outcome = open(device, local_rank.unwrap_or(rank)).and_then(|device| main(device, &group));
+    let own = outcome.as_ref().ok().cloned();
+    let mut results =
+        ranks::gather(&group, outcome.map_err(stop_of)).map_err(|stop| ranks::said_by(stop, rank))?;
+    // Traces do not travel: each process has its own.
+    if let (Some(own), Some(place)) = (own, results.get_mut(rank as usize)) {
+        *place = own;
+    }
+    Ok(results)
+}
+
+/// How many ranks a launcher started, and how many of them on this host; nothing where it started none.
+fn launched() -> Result<Option<(u32, Option<u32>)>> {
+    Ok(Member::detect()?.map(|member| (member.size, member.local_size)))
 }
 
 /// Devices that are missing or too small are reasons to skip.
@@ -118,10 +164,10 @@ fn stop_of(error: Error) -> Stop {
     }
 }
 
-fn open(args: &Args, rank: u32) -> epoxide::Result<Arc<dyn Device>> {
-    match args.device {
-        Backend::Virtual => Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() })),
-        Backend::Cuda => open_cuda(rank),
+fn open(device: DeviceKind, rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+    match device {
+        DeviceKind::Virtual => Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() })),
+        DeviceKind::Cuda => open_cuda(rank),
     }
 }
 

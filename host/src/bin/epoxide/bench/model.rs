@@ -6,11 +6,11 @@
 //! |---|---|---|
 //! | multiprocessors | every row that they move, own ones and those staged for the NIC included | per multiprocessor, measured |
 //! | NVLink | rows to (dispatch) or from (combine) other ranks of the node | the measured ceiling of plain bulk copies |
-//! | NIC | one row for each (token, other node), the same both ways | as given |
+//! | NIC | one slot, row and metadata, for each (token, other node), the same both ways | as given |
 //!
 //! Across nodes a token travels once to each node that wants it, to the rank with the sender's own number there, which
-//! passes it on over NVLink; combine is the same backwards with sums on the way. No such path has been measured here:
-//! [`check`] holds the model against measurements of one node only.
+//! passes it on over NVLink; combine is the same backwards with sums on the way. [`check`] holds the model against measurements of
+//! hardware, of one node and of several; those that exist are of one.
 
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -198,7 +198,8 @@ impl Case {
         let row = if phase.is_dispatch() { self.dispatch_row_bytes } else { self.combine_row_bytes } as f64;
         // Of the rows for a node, one in `per_node` is for the rank that has them already.
         let nvlink_bytes = six.recv_total * (per_node - 1.0) / per_node * row;
-        let nic_bytes = six.send_rdma * row;
+        // A combine sends as many sums as rows came, which is as many as a rank sends on average.
+        let nic_bytes = six.send_rdma * phase.slot_bytes(row as u64, self.sizes.topk) as f64;
         let sm_bytes = (six.recv_total + six.send_rdma) * row;
         let sms = f64::from(self.num_sms);
         let (link, sm, fixed) = match phase.is_dispatch() {
@@ -224,14 +225,6 @@ impl Case {
     }
 }
 
-/// All phases, in order.
-const PHASES: [PhaseName; 4] = [
-    PhaseName::DispatchCached,
-    PhaseName::DispatchUncached,
-    PhaseName::CombineInPool,
-    PhaseName::CombineStaged,
-];
-
 /// Predicts or checks, and prints.
 pub fn run(args: &Args) -> Result<()> {
     let figures = Figures::h200(args.nic_gbps, args.nic_latency_us);
@@ -252,7 +245,7 @@ pub fn run(args: &Args) -> Result<()> {
         }
     };
     let predictions: Vec<Prediction> =
-        PHASES.iter().map(|&phase| case.predict(phase, six, &figures)).collect();
+        PhaseName::ALL.iter().map(|&phase| case.predict(phase, six, &figures)).collect();
     let text = text(args, six, busiest, &predictions);
     if let Some(path) = &args.json {
         let json = serde_json::json!({
@@ -310,7 +303,7 @@ fn sampled(sample: u32, tokens: f64, sizes: Sizes) -> Result<(Six<f64>, f64)> {
         .collect();
     let counts = counts::serial(&ids, sizes);
     let scale = tokens / f64::from(sample);
-    let most = counts.iter().map(|six| six.recv_total).max().unwrap_or(0);
+    let most = counts.iter().map(|rank| rank.six.recv_total).max().unwrap_or(0);
     Ok((counts::mean(&counts).map(|tokens| tokens * scale), most as f64 * scale))
 }
 
@@ -395,7 +388,10 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
         };
         let six = counts::expected(f64::from(key.tokens), case.sizes);
         for phase in &point.phases {
-            let predicted = case.predict(phase.name, six, figures);
+            // Across nodes, the network that was measured with the point.
+            let network = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.wire_ceiling);
+            let figures = Figures { nic_gbps: network.unwrap_or(figures.nic_gbps), ..figures.clone() };
+            let predicted = case.predict(phase.name, six, &figures);
             checked.push(Checked { point, phase: phase.name, measured_us: phase.call.avg_us, predicted });
         }
     }
@@ -404,13 +400,14 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
 
 fn check_text(checked: &[Checked<'_>]) -> String {
     let mut out = format!(
-        "{:>5} {:>5} {:<5} {:<18} {:>11} {:>11} {:>7}  limit",
-        "ranks", "SMs", "dtype", "phase", "measured us", "model us", "error"
+        "{:>5} {:>5} {:>5} {:<5} {:<18} {:>11} {:>11} {:>7}  limit",
+        "nodes", "ranks", "SMs", "dtype", "phase", "measured us", "model us", "error"
     );
     for c in checked {
         let _ = write!(
             out,
-            "\n{:>5} {:>5} {:<5} {:<18} {:>11.1} {:>11.1} {:>6.1}%  {}",
+            "\n{:>5} {:>5} {:>5} {:<5} {:<18} {:>11.1} {:>11.1} {:>6.1}%  {}",
+            c.point.key.nodes,
             c.point.key.num_ranks,
             c.point.key.num_sms,
             c.point.key.dtype,
@@ -429,7 +426,8 @@ fn check_text(checked: &[Checked<'_>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::tests::h200 as measured;
+    use crate::bench::results::Bandwidth;
+    use crate::bench::tests::{h200 as measured, measured as measured_here};
 
     #[test]
     fn every_measured_point_is_within_15_percent() {
@@ -476,6 +474,28 @@ mod tests {
         // At most top-8 nodes of a token: the NIC's bytes level off.
         let most = 8.0 * 4096.0 * 14_336.0;
         assert!(predict(128, 50.0).nic_bytes < most && predict(128, 50.0).nic_bytes > 0.9 * most);
+    }
+
+    #[test]
+    fn points_across_nodes_are_checked_with_the_network_they_were_measured_with() {
+        let (mut points, _) = measured_here("--nodes 2 --ranks-per-node 2 --num-sms 4 --experts 8");
+        let bandwidth = crate::bench::report::bandwidth;
+        let point = &mut points[0];
+        let rows = crate::bench::report::Rows { sent: point.counts, remote: point.remote_rows, tokens: 8.0 };
+        point.is_virtual = false;
+        for phase in &mut point.phases {
+            let made = bandwidth(phase.name, &rows, phase.row_bytes, 4, &phase.call, None, None);
+            phase.bandwidth = Some(Bandwidth { wire_ceiling: Some(1e-3), ..made });
+        }
+        let checked = check(&points, &Figures::h200(50.0, 10.0));
+        assert_eq!(checked.len(), 4);
+        for c in &checked {
+            let expected = counts::expected(8.0, Sizes { ranks: 4, ranks_per_node: 2, experts: 8, topk: 2 });
+            let slot = c.phase.slot_bytes(128, 2) as f64;
+            assert_eq!(c.predicted.nic_bytes, expected.send_rdma * slot);
+            assert_eq!(c.predicted.limit, "NIC");
+        }
+        assert!(check_text(&checked).contains("4 points"));
     }
 
     #[test]

@@ -55,6 +55,10 @@ enum Axis {
     Tokens,
     /// Ranks.
     Ranks,
+    /// Nodes.
+    Nodes,
+    /// Rows of a put between nodes.
+    RdmaSend,
 }
 
 /// Kinds of panels.
@@ -70,13 +74,15 @@ enum What {
 }
 
 impl Axis {
-    const ALL: [Axis; 3] = [Axis::Sms, Axis::Tokens, Axis::Ranks];
+    const ALL: [Axis; 5] = [Axis::Sms, Axis::Tokens, Axis::Nodes, Axis::Ranks, Axis::RdmaSend];
 
     fn of(self, key: &Key) -> u32 {
         match self {
             Axis::Sms => key.num_sms,
             Axis::Tokens => key.tokens,
             Axis::Ranks => key.num_ranks,
+            Axis::Nodes => key.nodes,
+            Axis::RdmaSend => key.rdma_send.unwrap_or(0),
         }
     }
 
@@ -85,22 +91,34 @@ impl Axis {
             Axis::Sms => "multiprocessors (SMs)",
             Axis::Tokens => "tokens per rank",
             Axis::Ranks => "ranks",
+            Axis::Nodes => "nodes",
+            Axis::RdmaSend => "rows of a put between nodes",
         }
     }
 
-    /// What the points of one panel have in common besides the axis.
-    fn rest(self, key: &Key) -> (u32, u32, u32, u64, u32, u32) {
+    /// What the points of one panel have in common besides the axis: more nodes are more ranks of as many a node.
+    fn rest(self, key: &Key) -> Rest {
         let unless = |axis: Axis, value| if self == axis { 0 } else { value };
-        (
-            unless(Axis::Ranks, key.num_ranks),
-            unless(Axis::Tokens, key.tokens),
-            unless(Axis::Sms, key.num_sms),
+        let ranks = if self == Axis::Nodes { key.num_ranks / key.nodes.max(1) } else { key.num_ranks };
+        Rest(
+            [
+                unless(Axis::Nodes, key.nodes),
+                unless(Axis::Ranks, ranks),
+                unless(Axis::Tokens, key.tokens),
+                unless(Axis::Sms, key.num_sms),
+                unless(Axis::RdmaSend, key.rdma_send.unwrap_or(0)),
+                key.experts,
+                key.topk,
+            ],
             key.hidden,
-            key.experts,
-            key.topk,
+            (key.transport.clone(), key.queues),
         )
     }
 }
+
+/// Sizes, hidden, and what joins the nodes.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Rest([u32; 7], u64, (Option<String>, Option<u32>));
 
 /// One drawing in the grid.
 struct Panel {
@@ -213,8 +231,11 @@ fn mean_us(point: &Point) -> f64 {
 /// Sizes of a point in a title, the axis left out.
 fn sizes(key: &Key, axis: Option<Axis>) -> String {
     let mut parts = Vec::new();
-    if axis != Some(Axis::Ranks) {
-        parts.push(format!("{} ranks", key.num_ranks));
+    parts.extend(key.network(axis == Some(Axis::Nodes), axis == Some(Axis::RdmaSend)));
+    match axis {
+        Some(Axis::Ranks) => {}
+        Some(Axis::Nodes) => parts.push(format!("{} ranks a node", key.num_ranks / key.nodes.max(1))),
+        _ => parts.push(format!("{} ranks", key.num_ranks)),
     }
     if axis != Some(Axis::Tokens) {
         parts.push(format!("{} tokens", key.tokens));
@@ -443,6 +464,37 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         assert!(bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000);
         assert!(register_font("again", FontStyle::Normal, FONT).is_ok());
+    }
+
+    #[test]
+    fn nodes_and_rows_of_a_put_are_axes() {
+        let folder = tempfile::tempdir().unwrap();
+        let point = |line: &str| crate::bench::tests::measured(line).0.remove(0);
+        let points = [
+            point("--nodes 2 --ranks-per-node 1 --num-sms 4 --experts 12 --transport shm"),
+            point("--nodes 3 --ranks-per-node 1 --num-sms 4 --experts 12 --transport shm"),
+            point("--nodes 2 --ranks-per-node 1 --num-sms 4 --experts 12 --transport shm --rdma-send 4"),
+        ];
+        for (x, points, texts) in [
+            (
+                Axis::Nodes,
+                &points[..2],
+                ["nodes, not to scale", "shm, queues 1, 16 rows a put, 1 ranks a node"],
+            ),
+            (
+                Axis::RdmaSend,
+                &points[..],
+                ["rows of a put between nodes, not to scale", "2 nodes, shm, queues 1, 2 ranks"],
+            ),
+        ] {
+            let path = folder.path().join("a.svg");
+            draw(points, &Choice { what: What::Bandwidth, x: Some(x) }, &path).unwrap();
+            let svg = std::fs::read_to_string(&path).unwrap();
+            for text in texts {
+                assert!(svg.contains(text), "{text}");
+            }
+            assert!(svg.contains("VIRTUAL GPU") && !svg.contains("GB/s"));
+        }
     }
 
     #[test]

@@ -3,11 +3,11 @@
 use std::fmt::Write;
 
 use super::Args;
-use super::counts::{self, Six};
-use super::measure::{RankResult, Samples, Times};
+use super::counts::{self, RankCounts, Six};
+use super::measure::{RankResult, Samples, Times, WireCount};
 use super::results::{
-    Bandwidth, Distribution, Key, Phase, PhaseName, Point, SCHEMA_VERSION, SeedBandwidth, Spread, gbps, mean,
-    today,
+    Bandwidth, Distribution, Key, OnWire, Phase, PhaseName, Point, SCHEMA_VERSION, SeedBandwidth, Spread,
+    gbps, mean, today,
 };
 use crate::stop::{Result, Stop};
 
@@ -17,8 +17,11 @@ use crate::stop::{Result, Stop};
 /// Where the devices' counts are not those of the serial count of the same routing.
 pub fn points(args: &Args, ranks: &[RankResult]) -> Result<Vec<Point>> {
     let by_rank = checked_counts(args, ranks)?;
+    check_wire(args, ranks, &by_rank)?;
     let first = &ranks[0];
-    let remote: Vec<f64> = ranks.iter().map(|rank| (rank.counts.recv_total - rank.own_rows) as f64).collect();
+    let mean_of = |pick: &dyn Fn(&RankCounts) -> u64| {
+        mean(&by_rank.iter().map(|rank| pick(rank) as f64).collect::<Vec<f64>>())
+    };
     let numbers = 0..first.times.len();
     Ok(numbers
         .map(|index| {
@@ -28,11 +31,12 @@ pub fn points(args: &Args, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 index,
                 is_virtual: first.is_virtual,
                 counts: counts::mean(&by_rank),
-                remote_rows: mean(&remote),
+                remote_rows: mean_of(&|rank| rank.linked),
+                relayed: mean_of(&|rank| rank.relayed),
             };
             Point {
                 schema_version: SCHEMA_VERSION,
-                mode: args.mode.clone(),
+                mode: args.mode().into(),
                 device: first.device.clone(),
                 is_virtual: first.is_virtual,
                 clock: if first.is_virtual {
@@ -48,9 +52,10 @@ pub fn points(args: &Args, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 iters: args.iters,
                 setup_ms: ranks.iter().map(|rank| rank.setup_ms).fold(0.0, f64::max),
                 pool_bytes: first.pool_bytes,
+                wire_bytes: first.wire_bytes,
                 device_bytes: ranks.iter().map(|rank| rank.device_bytes).max().unwrap_or(0),
                 counts: shared.counts,
-                counts_by_rank: by_rank.clone(),
+                counts_by_rank: by_rank.iter().map(|rank| rank.six).collect(),
                 remote_rows: shared.remote_rows,
                 phases: shared.phases(),
                 exact_dispatch_returns: shared.distribution(|times| &times.dispatch_exact_host),
@@ -60,20 +65,39 @@ pub fn points(args: &Args, ranks: &[RankResult]) -> Result<Vec<Point>> {
 }
 
 /// The devices' counts, which must be those of a serial count from the ids alone.
-fn checked_counts(args: &Args, ranks: &[RankResult]) -> Result<Vec<Six<u64>>> {
+fn checked_counts(args: &Args, ranks: &[RankResult]) -> Result<Vec<RankCounts>> {
     let ids: Vec<Vec<i64>> = ranks.iter().map(|rank| rank.topk_idx.clone()).collect();
     let expected = counts::serial(&ids, args.count_sizes());
-    for (number, (rank, expected)) in ranks.iter().zip(&expected).enumerate() {
-        let sides = [(rank.counts, *expected), (rank.counts.swapped(), expected.swapped())];
-        for (phase, (device, serial)) in ["dispatch", "combine"].into_iter().zip(sides) {
-            if device != serial {
+    for (number, (rank, serial)) in ranks.iter().zip(&expected).enumerate() {
+        let device = rank.counts;
+        if device != *serial {
+            return Err(Stop::failed(format!(
+                "rank {number}: the device counts {device:?} for a dispatch, a serial count of the routing {serial:?}"
+            )));
+        }
+    }
+    Ok(expected)
+}
+
+/// Holds what the proxies put against what the layout of wire memory makes of the serial counts.
+fn check_wire(args: &Args, ranks: &[RankResult], counts: &[RankCounts]) -> Result<()> {
+    let calls = u64::from(args.warmup + args.iters);
+    for (number, (rank, counts)) in ranks.iter().zip(counts).enumerate() {
+        for (times, name) in rank.times.iter().flat_map(|times| PhaseName::ALL.map(|name| (times, name))) {
+            let rows = if name.is_dispatch() { counts.six.send_rdma } else { counts.relayed };
+            let messages = if name == PhaseName::DispatchUncached { rank.message_bytes } else { 0 };
+            let expected = calls * (rows * name.slot_bytes(args.row_bytes(name), args.topk) + messages);
+            let put = times.wire_of(name).map_or(0, |count| count.bytes);
+            if put != expected {
                 return Err(Stop::failed(format!(
-                    "rank {number}: the device counts {device:?} for {phase}, a serial count of the routing {serial:?}"
+                    "rank {number}: {calls} calls of {} with {} SMs put {put} bytes on the wire, by the layout {expected}",
+                    name.text(),
+                    times.num_sms
                 )));
             }
         }
     }
-    Ok(ranks.iter().map(|rank| rank.counts).collect())
+    Ok(())
 }
 
 /// What the phases of one point have in common.
@@ -84,6 +108,7 @@ struct Shared<'a> {
     is_virtual: bool,
     counts: Six<f64>,
     remote_rows: f64,
+    relayed: f64,
 }
 
 impl Shared<'_> {
@@ -102,30 +127,63 @@ impl Shared<'_> {
 
     fn phases(&self) -> Vec<Phase> {
         let stream = |pick: fn(&Times) -> f64| Some(self.spread(pick));
+        let exact = if self.args.world.nodes > 1 { stream(|t| t.dispatch_exact_stream) } else { None };
         vec![
             self.phase(PhaseName::DispatchCached, |t| &t.dispatch_cached, stream(|t| t.dispatch_stream)),
-            self.phase(PhaseName::DispatchUncached, |t| &t.dispatch_uncached, None),
+            self.phase(PhaseName::DispatchUncached, |t| &t.dispatch_uncached, exact),
             self.phase(PhaseName::CombineInPool, |t| &t.combine, stream(|t| t.combine_stream)),
             self.phase(PhaseName::CombineStaged, |t| &t.combine_staged, None),
         ]
     }
 
     fn phase(&self, name: PhaseName, samples: fn(&Times) -> &Samples, back_to_back: Option<Spread>) -> Phase {
-        let row_bytes = match name.is_dispatch() {
-            true => self.args.dispatch_row_bytes(),
-            false => self.args.combine_row_bytes(),
-        };
+        let row_bytes = self.args.row_bytes(name);
         let call = self.distribution(samples);
         let ceilings: Option<Vec<f64>> = self
             .times()
             .map(|times| times.ceiling.map(|(push, pull)| if name.is_dispatch() { push } else { pull }))
             .collect();
+        let ceiling = ceilings.map(|ceilings| mean(&ceilings));
         let rows = Rows { sent: self.counts, remote: self.remote_rows, tokens: f64::from(self.args.tokens) };
+        let wire = (self.args.world.nodes > 1).then(|| self.on_wire(name, row_bytes, &call, ceiling));
         let bandwidth = (!self.is_virtual).then(|| {
-            let ceiling = ceilings.map(|ceilings| mean(&ceilings));
-            bandwidth(name, &rows, row_bytes, self.ranks.len(), &call, back_to_back, ceiling)
+            let ranks = self.ranks.len();
+            let bandwidth = bandwidth(name, &rows, row_bytes, ranks, &call, back_to_back, ceiling);
+            let put = wire.as_ref().map(|wire| (wire.rows * wire.slot_bytes as f64, wire.transport_us));
+            Bandwidth {
+                wire: put.map(|(bytes, _)| gbps(bytes, call.avg_us)),
+                wire_ceiling: put.and_then(|(bytes, us)| Some(gbps(bytes, us?))),
+                ..bandwidth
+            }
         });
-        Phase { name, row_bytes, call, kernel_us: self.kernel_us(name), back_to_back, bandwidth }
+        Phase { name, row_bytes, call, kernel_us: self.kernel_us(name), back_to_back, wire, bandwidth }
+    }
+
+    fn on_wire(&self, name: PhaseName, row_bytes: u64, call: &Distribution, ceiling: Option<f64>) -> OnWire {
+        let calls = f64::from(self.args.warmup + self.args.iters) * self.ranks.len() as f64;
+        let of = |pick: fn(&WireCount) -> u64| {
+            self.times().filter_map(|times| times.wire_of(name)).map(|count| pick(&count)).sum::<u64>() as f64
+        };
+        // Rows of a staged combine are those of one in the pool.
+        let alone = if name == PhaseName::CombineStaged { PhaseName::CombineInPool } else { name };
+        let times = self.ranks.iter().flat_map(|rank| &rank.transport_us);
+        let times: Vec<f64> = times.filter(|(phase, _)| *phase == alone).map(|(_, us)| *us).collect();
+        let transport_us = (!times.is_empty()).then(|| mean(&times));
+        let nvlink_us = match self.args.world.ranks_per_node {
+            1 => Some(0.0),
+            _ => ceiling.map(|ceiling| self.remote_rows * row_bytes as f64 / ceiling / 1e3),
+        };
+        // An interpreter's time over a network's says nothing.
+        let nvlink_us = nvlink_us.filter(|_| !self.is_virtual);
+        OnWire {
+            slot_bytes: name.slot_bytes(row_bytes, self.args.topk),
+            rows: if name.is_dispatch() { self.counts.send_rdma } else { self.relayed },
+            bytes: of(|count| count.bytes) / calls,
+            puts: of(|count| count.puts) / calls,
+            transport_us,
+            nvlink_us,
+            share: transport_us.zip(nvlink_us).map(|(transport, nvlink)| call.avg_us / (transport + nvlink)),
+        }
     }
 
     fn kernel_us(&self, name: PhaseName) -> Option<f64> {
@@ -164,6 +222,8 @@ pub fn bandwidth(
     Bandwidth {
         links: gbps(bytes(rows.remote), call.avg_us),
         link_ceiling,
+        wire: None,
+        wire_ceiling: None,
         deepep: gbps(bytes(rows.sent.recv_total), call.avg_us),
         nccl_ep: six.map(|rows| gbps(bytes(rows), call.avg_us)),
         seed: back_to_back.map(|spread| {
@@ -184,6 +244,7 @@ pub fn text(point: &Point) -> String {
     let _ = seed_lines(&mut out, point);
     let _ = setting(&mut out, point);
     let _ = distributions(&mut out, point);
+    let _ = on_wire(&mut out, point);
     let _ = conventions(&mut out, point);
     out
 }
@@ -208,32 +269,10 @@ fn seed_lines(out: &mut String, point: &Point) -> std::fmt::Result {
         point.warmup,
         point.iters
     )?;
-    let note = if point.is_virtual { "(VIRTUAL GPU: interpreter time, no BW)" } else { "(BW @ avg time)" };
-    for (label, name) in [("dispatch", PhaseName::DispatchCached), ("combine ", PhaseName::CombineInPool)] {
-        let Some(phase) = point.phase(name) else { continue };
-        let Some(time) = phase.back_to_back else { continue };
-        let seed = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.seed);
-        let six = |pick: fn(&Six<f64>) -> f64| figure(seed.map(|seed| pick(&seed.six)));
-        writeln!(
-            out,
-            "  {label}: avg={:.2}us min={}us max={}us  per_rank_bw={} GB/s  agg_bw={} GB/s  {note}",
-            time.avg_us,
-            figure(time.min_us),
-            figure(time.max_us),
-            figure(seed.map(|seed| seed.per_rank)),
-            figure(seed.map(|seed| seed.aggregate)),
-        )?;
-        writeln!(
-            out,
-            "            send: total={}  nvl={}  rdma={} GB/s  recv: total={}  nvl={}  rdma={} GB/s",
-            six(|six| six.send_total),
-            six(|six| six.send_nvl),
-            six(|six| six.send_rdma),
-            six(|six| six.recv_total),
-            six(|six| six.recv_nvl),
-            six(|six| six.recv_rdma),
-        )?;
-    }
+    // Across nodes the seed times the dispatch that exchanges counts, within one the cached one.
+    let dispatch = if key.nodes > 1 { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
+    seed_phase(out, point, "dispatch", dispatch)?;
+    seed_phase(out, point, "combine ", PhaseName::CombineInPool)?;
     let row_bytes = point.phase(PhaseName::DispatchCached).map_or(0, |phase| phase.row_bytes);
     let count = |tokens: f64| format!("{:.2} MB ({tokens:.1} tok)", tokens * row_bytes as f64 / 1e6);
     writeln!(
@@ -243,6 +282,38 @@ fn seed_lines(out: &mut String, point: &Point) -> std::fmt::Result {
         count(point.counts.send_rdma),
         count(point.counts.recv_total),
         count(point.counts.recv_rdma)
+    )?;
+    match key.nodes {
+        1 => Ok(()),
+        // Not of the seed, in its form.
+        _ => seed_phase(out, point, "cached  ", PhaseName::DispatchCached),
+    }
+}
+
+fn seed_phase(out: &mut String, point: &Point, label: &str, name: PhaseName) -> std::fmt::Result {
+    let Some(phase) = point.phase(name) else { return Ok(()) };
+    let Some(time) = phase.back_to_back else { return Ok(()) };
+    let note = if point.is_virtual { "(VIRTUAL GPU: interpreter time, no BW)" } else { "(BW @ avg time)" };
+    let seed = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.seed);
+    let six = |pick: fn(&Six<f64>) -> f64| figure(seed.map(|seed| pick(&seed.six)));
+    writeln!(
+        out,
+        "  {label}: avg={:.2}us min={}us max={}us  per_rank_bw={} GB/s  agg_bw={} GB/s  {note}",
+        time.avg_us,
+        figure(time.min_us),
+        figure(time.max_us),
+        figure(seed.map(|seed| seed.per_rank)),
+        figure(seed.map(|seed| seed.aggregate)),
+    )?;
+    writeln!(
+        out,
+        "            send: total={}  nvl={}  rdma={} GB/s  recv: total={}  nvl={}  rdma={} GB/s",
+        six(|six| six.send_total),
+        six(|six| six.send_nvl),
+        six(|six| six.send_rdma),
+        six(|six| six.recv_total),
+        six(|six| six.recv_nvl),
+        six(|six| six.recv_rdma),
     )
 }
 
@@ -263,6 +334,9 @@ fn setting(out: &mut String, point: &Point) -> std::fmt::Result {
         point.pool_bytes as f64 / 1e6,
         point.device_bytes as f64 / 1e6
     )?;
+    if let Some(network) = key.network(false, false) {
+        writeln!(out, "  network: {network}; wire memory {:.1} MB a rank", point.wire_bytes as f64 / 1e6)?;
+    }
     writeln!(
         out,
         "  rows per rank: received {:.1} (own included), over the links {:.1}; tokens sent {:.1}; equal to a serial count of the routing",
@@ -320,6 +394,41 @@ fn distributions(out: &mut String, point: &Point) -> std::fmt::Result {
     )
 }
 
+/// What crosses the network, and how the call compares with the transport and the links alone.
+fn on_wire(out: &mut String, point: &Point) -> std::fmt::Result {
+    if point.key.nodes == 1 {
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "\n  on the wire, of a rank and call: equal to what the layout makes of the serial count; transport: the same rows put by \
+         host code{}",
+        if point.is_virtual { ", wall time of this host" } else { "" }
+    )?;
+    writeln!(
+        out,
+        "  {:<22} {:>9} {:>9} {:>12} {:>7} | {:>12} {:>9} {:>18}",
+        "", "rows", "B a row", "bytes", "puts", "transport us", "NVLink us", "call / their sum"
+    )?;
+    let optional = |value: Option<f64>, digits| value.map_or("-".into(), |value| format!("{value:.digits$}"));
+    for phase in &point.phases {
+        let Some(wire) = &phase.wire else { continue };
+        writeln!(
+            out,
+            "  {:<22} {:>9.1} {:>9} {:>12.1} {:>7.1} | {:>12} {:>9} {:>18}",
+            phase.name.text(),
+            wire.rows,
+            wire.slot_bytes,
+            wire.bytes,
+            wire.puts,
+            optional(wire.transport_us, 1),
+            optional(wire.nvlink_us, 1),
+            optional(wire.share, 2)
+        )?;
+    }
+    Ok(())
+}
+
 /// The same calls, cached dispatch and combine in the pool, as others count them.
 fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
     if point.is_virtual {
@@ -358,9 +467,10 @@ fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
 impl Args {
     /// The key of a point with `num_sms` multiprocessors.
     pub fn key(&self, num_sms: u32) -> Key {
+        let across = self.world.nodes > 1;
         Key {
-            nodes: 1,
-            num_ranks: self.ranks_per_node,
+            nodes: self.world.nodes,
+            num_ranks: self.world.ranks(),
             tokens: self.tokens,
             hidden: self.hidden,
             experts: self.experts,
@@ -369,6 +479,9 @@ impl Args {
             seed: self.seed,
             masked: self.masked,
             num_sms,
+            transport: across.then(|| self.network.transport.kind().to_string()),
+            queues: across.then_some(self.network.queues),
+            rdma_send: across.then_some(self.rdma_send),
         }
     }
 }

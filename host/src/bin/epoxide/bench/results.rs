@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 use serde::{Deserialize, Serialize};
 
 use super::args::TuningFlags;
@@ -30,7 +31,7 @@ pub struct Results {
 pub struct Point {
     /// Version of the form of this line: sweeps write points alone.
     pub schema_version: u32,
-    /// `intranode`.
+    /// `intranode` or `internode`.
     pub mode: String,
     /// The device's name.
     pub device: String,
@@ -57,13 +58,16 @@ pub struct Point {
     pub setup_ms: f64,
     /// Bytes of a rank's pool.
     pub pool_bytes: u64,
+    /// Bytes of a rank's wire memory; 0 within one node.
+    #[serde(default)]
+    pub wire_bytes: u64,
     /// Device bytes of a rank's whole buffer.
     pub device_bytes: u64,
     /// Token counts of a dispatch, means over ranks, as the devices' handles have them; combine's are swapped.
     pub counts: Six<f64>,
     /// The same by rank; empty in files converted from older ones.
     pub counts_by_rank: Vec<Six<u64>>,
-    /// Rows per rank that came over a link: received rows without own ones.
+    /// Rows per rank that came over NVLink: received rows without own ones and those that the rank itself relayed.
     pub remote_rows: f64,
     /// The phases.
     pub phases: Vec<Phase>,
@@ -94,6 +98,26 @@ pub struct Key {
     pub masked: f64,
     /// Multiprocessors.
     pub num_sms: u32,
+    /// What joins the nodes; missing within one.
+    #[serde(default)]
+    pub transport: Option<String>,
+    /// Queues to each peer on another node; likewise.
+    #[serde(default)]
+    pub queues: Option<u32>,
+    /// Rows of a put; likewise.
+    #[serde(default)]
+    pub rdma_send: Option<u32>,
+}
+
+impl Key {
+    /// Nodes and what joins them, for people, without what is said elsewhere; nothing within one node.
+    pub fn network(&self, without_nodes: bool, without_chunk: bool) -> Option<String> {
+        let (transport, queues, chunk) = (self.transport.as_ref()?, self.queues?, self.rdma_send?);
+        let nodes = (!without_nodes).then(|| format!("{} nodes", self.nodes));
+        let chunk = (!without_chunk).then(|| format!("{chunk} rows a put"));
+        let network = Some(format!("{transport}, queues {queues}"));
+        Some([nodes, network, chunk].into_iter().flatten().collect::<Vec<_>>().join(", "))
+    }
 }
 
 /// One phase.
@@ -109,8 +133,30 @@ pub struct Phase {
     pub kernel_us: Option<f64>,
     /// Calls back to back, as the seed times them: one pair of events around all. Only of the two phases that it has.
     pub back_to_back: Option<Spread>,
+    /// What it puts on the wire; `null` within one node.
+    #[serde(default)]
+    pub wire: Option<OnWire>,
     /// Bandwidths; `null` on the virtual GPU.
     pub bandwidth: Option<Bandwidth>,
+}
+
+/// What a phase puts on the wire for each rank and call, means over ranks, and what the transport alone takes for it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OnWire {
+    /// Bytes of a row on the wire, its metadata included.
+    pub slot_bytes: u64,
+    /// Rows for other nodes.
+    pub rows: f64,
+    /// Bytes of rows and count messages, as the proxies counted them; what the layout predicts, or the benchmark fails.
+    pub bytes: f64,
+    /// Puts that carried bytes.
+    pub puts: f64,
+    /// The same rows put by host code through rings and proxies of the same transport, in the same run; host's clock.
+    pub transport_us: Option<f64>,
+    /// The rows that pass NVLink at its ceiling; missing on the virtual GPU.
+    pub nvlink_us: Option<f64>,
+    /// The mean call over the sum of both; 1 is one after the other, less is overlap.
+    pub share: Option<f64>,
 }
 
 /// The phases of a benchmark.
@@ -128,6 +174,24 @@ pub enum PhaseName {
 }
 
 impl PhaseName {
+    /// All, in order.
+    pub const ALL: [PhaseName; 4] = [
+        PhaseName::DispatchCached,
+        PhaseName::DispatchUncached,
+        PhaseName::CombineInPool,
+        PhaseName::CombineStaged,
+    ];
+
+    /// Bytes on the wire of a row of `row_bytes`, scales included, with what else its slot holds.
+    pub fn slot_bytes(self, row_bytes: u64, topk: u32) -> u64 {
+        let row_bytes = row_bytes as u32;
+        u64::from(match self {
+            PhaseName::DispatchCached => SlotShape::new(row_bytes, 0, None).bytes,
+            PhaseName::DispatchUncached => SlotShape::new(row_bytes, 0, Some(topk)).bytes,
+            PhaseName::CombineInPool | PhaseName::CombineStaged => combine_slot_bytes(row_bytes, 0),
+        })
+    }
+
     /// For people.
     pub fn text(self) -> &'static str {
         match self {
@@ -212,6 +276,12 @@ pub struct Bandwidth {
     pub links: f64,
     /// What plain bulk copies with as many blocks reach over the same links, if that was measured.
     pub link_ceiling: Option<f64>,
+    /// Over the wire, metadata included; missing within one node.
+    #[serde(default)]
+    pub wire: Option<f64>,
+    /// What the transport alone reaches with the same rows.
+    #[serde(default)]
+    pub wire_ceiling: Option<f64>,
     /// As DeepEP counts: received rows, own included.
     pub deepep: f64,
     /// As NCCL EP counts: the six metrics at the mean call.

@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::Args;
 use super::measure_points;
 use super::results::{PhaseName, Point, Results};
+use crate::options::{DeviceKind, WorldFlags};
 use crate::output;
 use crate::stop::{Result, SKIPPED, Stop};
 
@@ -19,6 +20,8 @@ pub struct Sweep {
     tokens: Vec<u32>,
     sms: Vec<u32>,
     ranks: Vec<u32>,
+    nodes: Vec<u32>,
+    rdma_send: Vec<u32>,
 }
 
 impl FromStr for Sweep {
@@ -39,11 +42,16 @@ impl FromStr for Sweep {
                 Some("tokens") => &mut sweep.tokens,
                 Some("sms") => &mut sweep.sms,
                 Some("ranks") => &mut sweep.ranks,
-                _ => return Err(format!("{part}: the axes are tokens=, sms= and ranks=")),
+                Some("nodes") => &mut sweep.nodes,
+                Some("rdma_send") => &mut sweep.rdma_send,
+                _ => {
+                    return Err(format!("{part}: the axes are tokens=, sms=, ranks=, nodes= and rdma_send="));
+                }
             };
             list.extend(parse_values(values.trim())?);
         }
-        for list in [&mut sweep.tokens, &mut sweep.sms, &mut sweep.ranks] {
+        let Sweep { tokens, sms, ranks, nodes, rdma_send } = &mut sweep;
+        for list in [tokens, sms, ranks, nodes, rdma_send] {
             list.sort_unstable();
             list.dedup();
         }
@@ -52,7 +60,7 @@ impl FromStr for Sweep {
 }
 
 /// `7`, `4..48` (doubling, with the end if a doubling meets it), or `4..48:4` (steps).
-fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
+pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
     let number = |text: &str| match text.trim().parse::<u32>() {
         Ok(number) if number > 0 => Ok(number),
         _ => Err(format!("{text}: a positive whole number is needed")),
@@ -87,7 +95,7 @@ pub fn run(args: &Args, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
     } else {
         Vec::new()
     };
-    let groups = groups(args, sweep);
+    let groups = groups(args, sweep)?;
     let total = groups.iter().map(|group| group.num_sms.len()).sum::<usize>();
     let bar = ProgressBar::new(total as u64);
     if !std::io::stderr().is_terminal() {
@@ -99,7 +107,7 @@ pub fn run(args: &Args, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
     let mut of_sweep = Vec::new();
     let mut skipped = Vec::new();
     for group in groups {
-        bar.set_message(format!("{} ranks, {} tokens", group.ranks_per_node, group.tokens));
+        bar.set_message(format!("{} ranks, {} tokens", group.world.ranks(), group.tokens));
         let mut missing = group.clone();
         missing.num_sms.retain(|&sms| find(&known, &group, sms).is_none());
         if !missing.num_sms.is_empty() {
@@ -127,23 +135,35 @@ pub fn run(args: &Args, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
     Ok(of_sweep)
 }
 
-/// One run for each number of ranks and of tokens, with all numbers of multiprocessors.
-fn groups(args: &Args, sweep: &Sweep) -> Vec<Args> {
-    let or = |list: &[u32], flag: &[u32]| if list.is_empty() { flag.to_vec() } else { list.to_vec() };
-    let sms = or(&sweep.sms, &args.num_sms);
+/// One run for each combination of the other axes, with all numbers of multiprocessors. All are settled before any is measured.
+fn groups(args: &Args, sweep: &Sweep) -> Result<Vec<Args>> {
+    let or = |list: &[u32], flag: u32| if list.is_empty() { vec![flag] } else { list.to_vec() };
+    let num_sms = if sweep.sms.is_empty() { &args.num_sms } else { &sweep.sms };
     let mut groups = Vec::new();
-    for ranks_per_node in or(&sweep.ranks, &[args.ranks_per_node]) {
-        for tokens in or(&sweep.tokens, &[args.tokens]) {
-            groups.push(Args { ranks_per_node, tokens, num_sms: sms.clone(), ..args.clone() });
+    for nodes in or(&sweep.nodes, args.world.nodes) {
+        for ranks_per_node in or(&sweep.ranks, args.world.ranks_per_node) {
+            // Within one node nothing is put.
+            let chunks = if nodes == 1 { &[][..] } else { &sweep.rdma_send };
+            for rdma_send in or(chunks, args.rdma_send) {
+                for tokens in or(&sweep.tokens, args.tokens) {
+                    let place =
+                        WorldFlags { mode: None, nodes: Some(nodes), ranks_per_node: Some(ranks_per_node) };
+                    let group = Args { place, tokens, rdma_send, num_sms: num_sms.clone(), ..args.clone() };
+                    groups.push(group.resolve()?);
+                }
+            }
         }
     }
-    groups
+    for (group, sms) in groups.iter().flat_map(|group| group.num_sms.iter().map(move |sms| (group, *sms))) {
+        group.config(sms).map_err(|error| Stop::usage(format!("bench: --sweep: {error}")))?;
+    }
+    Ok(groups)
 }
 
 /// A finished point: the same sizes and launch shapes, the same kind of device, and as many iterations.
 fn find<'a>(known: &'a [Point], args: &Args, sms: u32) -> Option<&'a Point> {
     let key = args.key(sms);
-    let is_virtual = args.device == super::args::Backend::Virtual;
+    let is_virtual = args.device == DeviceKind::Virtual;
     known.iter().find(|point| {
         point.key == key
             && point.is_virtual == is_virtual
@@ -173,27 +193,29 @@ fn append(out: &Path, points: &[Point]) -> Result<()> {
     file.write_all(lines.as_bytes()).map_err(broken)
 }
 
-/// Every point on a line, and for each phase and size the number of multiprocessors that is fastest.
+/// For each phase and size the number of multiprocessors, and across nodes the rows of a put, that is fastest.
 pub fn summary(points: &[Point]) -> String {
     let mut lines = vec![format!(
-        "{:<18} {:>5} {:>7} {:>5} {:>11} {:>11}",
-        "best of the sweep", "ranks", "tokens", "SMs", "mean us", "links GB/s"
+        "{:<18} {:>5} {:>5} {:>7} {:>5} {:>5} {:>11} {:>11}",
+        "best of the sweep", "nodes", "ranks", "tokens", "SMs", "chunk", "mean us", "links GB/s"
     )];
     for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
-        let mut sizes: Vec<(u32, u32)> =
-            points.iter().map(|point| (point.key.num_ranks, point.key.tokens)).collect();
+        let size = |point: &Point| (point.key.nodes, point.key.num_ranks, point.key.tokens);
+        let mut sizes: Vec<(u32, u32, u32)> = points.iter().map(size).collect();
+        sizes.sort_unstable();
         sizes.dedup();
-        for (ranks, tokens) in sizes {
-            let of_size =
-                points.iter().filter(|point| (point.key.num_ranks, point.key.tokens) == (ranks, tokens));
+        for of in sizes {
+            let (nodes, ranks, tokens) = of;
+            let of_size = points.iter().filter(|point| size(point) == of);
             let phases = of_size.filter_map(|point| Some((point, point.phase(name)?)));
             let best = phases.min_by(|a, b| a.1.call.avg_us.total_cmp(&b.1.call.avg_us));
             let Some((point, phase)) = best else { continue };
             let links = phase.bandwidth.as_ref().map_or("n/a".into(), |bw| format!("{:.1}", bw.links));
             lines.push(format!(
-                "{:<18} {ranks:>5} {tokens:>7} {:>5} {:>11.1} {links:>11}",
+                "{:<18} {nodes:>5} {ranks:>5} {tokens:>7} {:>5} {:>5} {:>11.1} {links:>11}",
                 name.text(),
                 point.key.num_sms,
+                point.key.rdma_send.map_or("-".into(), |rows| rows.to_string()),
                 phase.call.avg_us
             ));
         }
@@ -254,5 +276,24 @@ mod tests {
         assert!(find(&again, &arguments("--tokens 4 --combine-warps 2"), 2).is_none());
         let sweep: Sweep = "sms=2,ranks=2,3".parse().unwrap();
         assert_eq!(run(&args, &sweep, &out).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn nodes_and_chunks_are_axes() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("sweep.jsonl");
+        let args = arguments("--tokens 4 --ranks-per-node 1 --num-sms 4 --transport shm");
+        let sweep: Sweep = "nodes=1..2,rdma_send=1,4".parse().unwrap();
+        let points = run(&args, &sweep, &out).unwrap();
+        let of = |point: &Point| (point.mode.clone(), point.key.nodes, point.key.rdma_send);
+        // Within one node chunks make no difference.
+        let alone = ("intranode".to_owned(), 1, None);
+        let across = |chunk| ("internode".to_owned(), 2, Some(chunk));
+        assert_eq!(points.iter().map(of).collect::<Vec<_>>(), [alone, across(1), across(4)]);
+        assert_eq!(std::fs::read_to_string(&out).unwrap().lines().count(), 3);
+        assert!(summary(&points).contains("nodes"));
+        // A combination that cannot be is said before anything is measured.
+        let sweep: Sweep = "nodes=2,rdma_send=500".parse().unwrap();
+        assert!(run(&args, &sweep, &out).unwrap_err().message.unwrap().contains("500"));
     }
 }

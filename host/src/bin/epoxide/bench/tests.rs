@@ -25,7 +25,7 @@ pub fn arguments(line: &str) -> Args {
             None => words.extend(pair),
         }
     }
-    Line::try_parse_from(words).unwrap().bench.args
+    Line::try_parse_from(words).unwrap().bench.args.resolve().unwrap()
 }
 
 /// A run on the virtual GPU.
@@ -47,19 +47,38 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
         "--ranks-per-node 3 --experts 9 --topk 4",
         "--ranks-per-node 4 --masked 1.0",
         "--ranks-per-node 8 --experts 16 --topk 8 --dtype fp8 --hidden 256",
+        "--nodes 2 --ranks-per-node 2 --tokens 21 --num-sms 4 --transport shm",
+        "--nodes 3 --ranks-per-node 1 --tokens 13 --experts 9 --topk 3 --num-sms 6 --queues 2 --rdma-send 3 --masked 0.4",
+        "--nodes 2 --ranks-per-node 3 --experts 12 --topk 5 --num-sms 4 --dtype fp8 --hidden 256 --transport shm",
+        "--nodes 2 --ranks-per-node 1 --num-sms 4 --masked 1.0",
     ]
     .into_iter()
     .enumerate()
     {
         let args = arguments(&format!("{line} --seed {seed}"));
         let (points, ranks) = measure_points(&args).unwrap();
-        let ids: Vec<Vec<i64>> = (0..args.ranks_per_node).map(|rank| args.routing(rank)).collect();
+        let ids: Vec<Vec<i64>> = (0..args.world.ranks()).map(|rank| args.routing(rank)).collect();
         let serial = counts::serial(&ids, args.count_sizes());
-        assert_eq!(points[0].counts_by_rank, serial, "{line}");
-        assert_eq!(points[0].counts, counts::mean(&serial), "{line}");
-        let own: u64 = ranks.iter().map(|rank| rank.own_rows).sum();
-        let all: u64 = serial.iter().map(|six| six.recv_total).sum();
-        assert_eq!(points[0].remote_rows * f64::from(args.ranks_per_node), (all - own) as f64);
+        let (point, sixes) = (&points[0], serial.iter().map(|rank| rank.six).collect::<Vec<_>>());
+        assert_eq!(point.counts_by_rank, sixes, "{line}");
+        assert_eq!(point.counts, counts::mean(&serial), "{line}");
+        assert!(ranks.iter().zip(&serial).all(|(rank, serial)| rank.counts == *serial), "{line}");
+        let per_rank = f64::from(args.world.ranks());
+        let sum = |pick: fn(&counts::RankCounts) -> u64| serial.iter().map(pick).sum::<u64>() as f64;
+        assert_eq!(point.remote_rows * per_rank, sum(|rank| rank.linked), "{line}");
+        for phase in &point.phases {
+            let Some(wire) = &phase.wire else {
+                assert_eq!(point.key.nodes, 1);
+                continue;
+            };
+            let rows = if phase.name.is_dispatch() { sum(|r| r.six.send_rdma) } else { sum(|r| r.relayed) };
+            assert!((wire.rows * per_rank - rows).abs() < 1e-9, "{line}");
+            let messages = match phase.name {
+                PhaseName::DispatchUncached => ranks.iter().map(|rank| rank.message_bytes).sum::<u64>() as f64,
+                _ => 0.0,
+            };
+            assert!((wire.bytes * per_rank - rows * wire.slot_bytes as f64 - messages).abs() < 1e-6, "{line}");
+        }
     }
 }
 
@@ -68,7 +87,7 @@ fn a_device_that_counts_wrongly_ends_the_benchmark() {
     let args = arguments("--tokens 8");
     let (_, mut ranks) = measure_points(&args).unwrap();
     assert!(report::points(&args, &ranks).is_ok());
-    ranks[1].counts.recv_nvl += 1;
+    ranks[1].counts.six.recv_nvl += 1;
     let stop = report::points(&args, &ranks).unwrap_err();
     assert!(stop.message.unwrap().contains("rank 1: the device counts"));
 }
@@ -175,11 +194,16 @@ fn sizes_that_cannot_run_are_skipped_with_the_reason() {
     for (line, reason) in [
         ("--experts 9", "num_experts 9 is not divisible by num_ranks 2"),
         ("--topk 9", "num_topk 9 is not 1 to num_experts 8"),
-        ("--ranks-per-node 9 --experts 9", "do not fit"),
         ("--hidden 7", "do not fit"),
         ("--experts 80 --topk 40", "num_topk 40 does not fit"),
         ("--experts 4096", "2048 experts a rank do not fit"),
         ("--tokens 100000000 --hidden 7168", "do not fit"),
+        ("--nodes 2 --num-sms 4 --experts 9", "num_experts 9 is not divisible by num_ranks 4"),
+        ("--nodes 2 --num-sms 4 --topk 9", "num_topk 9 is not 1 to num_experts 8"),
+        (
+            "--nodes 2 --ranks-per-node 8 --experts 16 --num-sms 4 --hidden 65536 --rdma-bytes 2000000",
+            "hidden 65536 x 2 bytes exceed the smaller of nvl_bytes / num_ranks = 34080800 and rdma_bytes / num_ranks = 125000",
+        ),
     ] {
         let stop = measure_points(&arguments(line)).unwrap_err();
         let message = stop.message.unwrap();
@@ -197,8 +221,99 @@ fn a_hypothetical_split_into_nodes_counts_serially() {
     let one = counts::serial(&ids, sizes(8));
     for ranks_per_node in [1, 2, 4] {
         for (split, whole) in counts::serial(&ids, sizes(ranks_per_node)).iter().zip(&one) {
+            let (split, whole) = (split.six, whole.six);
             assert_eq!(split.recv_total, whole.recv_total);
             assert!(split.recv_nvl <= whole.recv_nvl && split.send_total >= whole.send_total);
         }
+    }
+}
+
+#[test]
+fn bytes_on_the_wire_that_the_layout_does_not_predict_end_the_benchmark() {
+    let args = arguments("--nodes 2 --ranks-per-node 1 --num-sms 4 --transport shm");
+    let (points, mut ranks) = measure_points(&args).unwrap();
+    assert_eq!((points[0].mode.as_str(), points[0].key.transport.as_deref()), ("internode", Some("shm")));
+    ranks[0].times[0].wire[2].1.bytes += 16;
+    let message = report::points(&args, &ranks).unwrap_err().message.unwrap();
+    assert!(message.contains("rank 0") && message.contains("combine in pool"), "{message}");
+}
+
+/// docs/BENCHMARKS.md, "Across nodes, by hand".
+#[test]
+fn the_figures_across_nodes_worked_by_hand_are_the_output() {
+    let mut args =
+        arguments("--nodes 2 --ranks-per-node 2 --tokens 4 --hidden 8192 --num-sms 4 --transport shm");
+    args.ids = Some(counts::tests::ACROSS_NODES.map(|ids| ids.to_vec()).into());
+    let (points, mut ranks) = measure_points(&args).unwrap();
+    assert_eq!(points[0].remote_rows, 3.75);
+    for result in &mut ranks {
+        (result.is_virtual, result.device, result.driver_version) = (false, "GPU".into(), 13_000);
+        result.transport_us = vec![
+            (PhaseName::DispatchCached, 4.096),
+            (PhaseName::DispatchUncached, 4.096),
+            (PhaseName::CombineInPool, 2.048),
+        ];
+        let times = &mut result.times[0];
+        (times.dispatch_exact_stream, times.dispatch_stream, times.combine_stream) = (16.384, 8.192, 8.192);
+        (times.dispatch_cached, times.combine) = (vec![8.192; 2], vec![8.192; 2]);
+        times.ceiling = Some((15.0, 30.0));
+        result.traced.clear();
+    }
+    let point = &report::points(&args, &ranks).unwrap()[0];
+    let text = report::text(point);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(
+        lines[..8],
+        [
+            "[bench internode HT] nodes=2 num_ranks=4 tokens=4 hidden=8192 experts=8 topk=2 warmup=1 iters=2",
+            "  dispatch: avg=16.38us min=16.38us max=16.38us  per_rank_bw=4.00 GB/s  agg_bw=16.00 GB/s  (BW @ avg time)",
+            "            send: total=6.00  nvl=3.00  rdma=3.00 GB/s  recv: total=6.75  nvl=3.00  rdma=3.75 GB/s",
+            "  combine : avg=8.19us min=8.19us max=8.19us  per_rank_bw=8.00 GB/s  agg_bw=32.00 GB/s  (BW @ avg time)",
+            "            send: total=13.50  nvl=6.00  rdma=7.50 GB/s  recv: total=12.00  nvl=6.00  rdma=6.00 GB/s",
+            "  byte counts (per rank avg): total_send=0.10 MB (6.0 tok)  rdma_send=0.05 MB (3.0 tok)  total_recv=0.11 MB (6.8 tok)  rdma_recv=0.06 MB (3.8 tok)",
+            "  cached  : avg=8.19us min=8.19us max=8.19us  per_rank_bw=8.00 GB/s  agg_bw=32.00 GB/s  (BW @ avg time)",
+            "            send: total=12.00  nvl=6.00  rdma=6.00 GB/s  recv: total=13.50  nvl=6.00  rdma=7.50 GB/s",
+        ],
+        "{text}"
+    );
+    let wire = |name| point.phase(name).and_then(|phase| phase.wire.clone()).unwrap();
+    // Three rows of 16384 bytes cross; 3.75 pass NVLink: 4.096 us at 15 GB/s, 2.048 at 30.
+    let (dispatch, combine) = (wire(PhaseName::DispatchCached), wire(PhaseName::CombineInPool));
+    assert_eq!((dispatch.rows, dispatch.slot_bytes, dispatch.bytes), (3.0, 16_384, 49_152.0));
+    assert_eq!((dispatch.nvlink_us, dispatch.share), (Some(4.096), Some(1.0)));
+    assert_eq!((combine.rows, combine.bytes), (3.0, 49_152.0));
+    assert_eq!((combine.nvlink_us, combine.share), (Some(2.048), Some(2.0)));
+    let uncached = wire(PhaseName::DispatchUncached);
+    assert_eq!((uncached.slot_bytes, uncached.bytes), (16_384 + 64, 3.0 * 16_448.0 + 10_416.0));
+    let bandwidth = point.phase(PhaseName::DispatchCached).and_then(|phase| phase.bandwidth.clone()).unwrap();
+    assert_eq!((bandwidth.wire, bandwidth.wire_ceiling, bandwidth.links), (Some(6.0), Some(12.0), 7.5));
+}
+
+#[test]
+fn nothing_across_virtual_nodes_is_a_bandwidth() {
+    let (points, _) = measured("--nodes 2 --ranks-per-node 2 --num-sms 4");
+    let text = report::text(&points[0]);
+    assert!(text.starts_with("[bench internode HT] nodes=2 num_ranks=4"), "{text}");
+    for line in text.lines().filter(|line| line.contains("GB/s")) {
+        assert!(line.contains("=n/a"), "{line}");
+    }
+    for phase in &points[0].phases {
+        let wire = phase.wire.as_ref().unwrap();
+        assert!(phase.bandwidth.is_none() && wire.share.is_none() && wire.nvlink_us.is_none());
+        assert!(wire.transport_us.is_some_and(|us| us > 0.0) && wire.puts > 0.0);
+    }
+}
+
+#[test]
+fn the_library_is_as_strict_as_the_flags() {
+    for (line, part) in [
+        ("--nodes 2 --num-sms 2", "--num-sms 2: a cached dispatch across nodes takes at least 4"),
+        ("--nodes 2 --num-sms 4 --rdma-send 500", "num_max_rdma_chunked_send_tokens = 500"),
+        ("--num-sms 3", "num_sms = 3"),
+    ] {
+        let stop = measure_points(&arguments(line)).unwrap_err();
+        let message = stop.message.unwrap();
+        assert_eq!(stop.code, crate::stop::USAGE, "{message}");
+        assert!(message.contains(part), "{message}");
     }
 }
