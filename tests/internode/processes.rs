@@ -35,7 +35,8 @@ fn setup(ranks: u32, ranks_per_node: u32, transport: TransportKind) -> Setup {
 fn as_a_rank() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let (transport, milliseconds) = role.split_once(' ').unwrap();
-    let (transport, after) = (transport.parse().unwrap(), Duration::from_millis(milliseconds.parse().unwrap()));
+    let (transport, after) =
+        (transport.parse().unwrap(), Duration::from_millis(milliseconds.parse().unwrap()));
     let group = Arc::new(rendezvous(PATIENCE).unwrap());
     let error = turns_until_an_error(&group, transport, after).expect_err("the last rank is killed");
     let Error::PeerTimeout { rank, peer, waited, .. } = error else { panic!("{error} is no PeerTimeout") };
@@ -89,8 +90,7 @@ fn the_others_notice_a_killed_process_and_go_on_without_it() {
         let store = tempfile::tempdir().unwrap();
         let role = format!("{transport} {milliseconds}");
         let ranks: Vec<Child> = (0..RANKS).map(|rank| spawn(rank, &role, store.path())).collect();
-        let exits: Vec<Option<i32>> =
-            ranks.into_iter().map(|mut rank| rank.wait().unwrap().code()).collect();
+        let exits: Vec<Option<i32>> = ranks.into_iter().map(|mut rank| rank.wait().unwrap().code()).collect();
         assert_eq!(exits, [Some(0), Some(0), Some(0), NO_CODE], "{role}");
     }
 }

@@ -619,14 +619,17 @@ mod tests {
     #[test]
     fn small_shapes_pass() {
         for line in [
-            "--ranks-per-node 1 --tokens 0 --hidden 8",
-            "--ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2",
-            "--ranks-per-node 4 --tokens 5 --hidden 144 --dtype fp8 --topk 7 --experts 12",
-            "--ranks-per-node 3 --tokens 7 --hidden 64 --random --iterations 5",
-            "--ranks-per-node 2 --tokens 3 --hidden 32 --iterations 2 --seed 9",
-            "--ranks-per-node 3 --tokens 6 --hidden 40 --graph-replays 7",
-            "--ranks-per-node 2 --tokens 5 --hidden 144 --dtype fp8 --graph-replays 6",
-            "--ranks-per-node 1 --tokens 0 --hidden 8 --graph-replays 1",
+            "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8",
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2",
+            "--nodes 1 --ranks-per-node 4 --tokens 5 --hidden 144 --dtype fp8 --topk 7 --experts 12",
+            "--nodes 1 --ranks-per-node 3 --tokens 7 --hidden 64 --random --iterations 5",
+            "--nodes 1 --ranks-per-node 2 --tokens 3 --hidden 32 --iterations 2 --seed 9",
+            "--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 40 --graph-replays 7",
+            "--nodes 1 --ranks-per-node 2 --tokens 5 --hidden 144 --dtype fp8 --graph-replays 6",
+            "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8 --graph-replays 1",
+            "--nodes 2 --ranks-per-node 1 --tokens 0 --hidden 8 --num-sms 4",
+            "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 6 --random --iterations 3",
+            "--nodes 3 --ranks-per-node 1 --tokens 5 --hidden 72 --num-sms 4 --transport shm --queues 2 --graph-replays 4",
         ] {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome, Ok(()), "{line}");
@@ -636,7 +639,8 @@ mod tests {
 
     #[test]
     fn the_report_has_what_every_rank_found() {
-        let (report, _) = execute_line("--ranks-per-node 3 --tokens 6 --hidden 16 --random --iterations 2");
+        let (report, _) =
+            execute_line("--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 16 --random --iterations 2");
         let value = serde_json::to_value(&report).unwrap();
         assert_eq!(value["config"]["ranks"], 3);
         assert_eq!((&value["config"]["placement"], &value["iterations"]), (&"threads".into(), &2.into()));
@@ -653,7 +657,12 @@ mod tests {
 
     #[test]
     fn bad_shapes_and_missing_hardware_are_told_apart() {
-        for (line, code) in [("--ranks-per-node 9", 2), ("--mode internode", 2), ("--tokens 4294967295", 2)] {
+        for (line, code) in [
+            ("--ranks-per-node 9", 2),
+            ("--mode internode --nodes 1", 2),
+            ("--nodes 1 --tokens 4294967295", 2),
+            ("--nodes 2 --ranks-per-node 1 --tokens 4294967295", 2),
+        ] {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome.unwrap_err().code, code, "{line}");
             assert!(!report.pass && report.exit_code == code && report.error.is_some(), "{line}");
