@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn a_limit_is_kept_and_used() {
-        for limit in [300_000u64, 1_000_000, 84_000_000] {
+        for limit in [310_000u64, 1_000_000, 84_000_000] {
             let layout = wire_layout(&SHAPE, WORLD, Some(limit)).unwrap();
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
             assert!(wire_bytes(&SHAPE, WORLD, layout.slots + 1) > limit - 4 * ALIGN);
