@@ -4,6 +4,8 @@ use epoxide::ep::{CombineRows, DType, DispatchRequest};
 use epoxide::testing::oracle;
 use epoxide::transport::TransportKind;
 
+use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
+
 use crate::harness::{Nodes, Rank, Setup};
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
 
@@ -57,14 +59,14 @@ fn the_wire_carries_what_the_layout_says() {
                 let combined = sent(rank);
 
                 // Rows and nothing else, so their number is that of the bytes.
-                let slot = rank.buffer.dispatch_slot_bytes(row_bytes, 0, None);
+                let slot = u64::from(SlotShape::new(row_bytes, 0, None).bytes);
                 let want = times(&plan.wire_sent, slot);
                 rank.equal("bytes of a cached dispatch", &difference(&cached, &first), &want);
-                let slot = rank.buffer.combine_slot_bytes(row_bytes, 0);
+                let slot = u64::from(combine_slot_bytes(row_bytes, 0));
                 let want = times(&plan.wire_received, slot);
                 rank.equal("bytes of a combine", &difference(&combined, &cached), &want);
                 // A dispatch sends its counts as well, in a message of the same size to every other node.
-                let slot = rank.buffer.dispatch_slot_bytes(row_bytes, 0, Some(0));
+                let slot = u64::from(SlotShape::new(row_bytes, 0, Some(0)).bytes);
                 let rows = times(&plan.wire_sent, slot);
                 let other = difference(&difference(&first, &before), &rows);
                 counts.extend((0..nodes).zip(other).filter(|(node, _)| *node != own).map(|(_, bytes)| bytes));

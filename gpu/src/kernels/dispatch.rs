@@ -160,12 +160,29 @@ pub(super) unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor
     unsafe {
         let row = args.x.0 + piece.token as u64 * args.row_bytes as u64;
         let scales = args.scales.0 + piece.token as u64 * bulk_scale_bytes(args.num_scales) as u64;
-        load_stage(ring, args, stage, row, scales, piece.offset);
+        load_stage(ring, args, stage, row, scales, Tail::NONE, piece.offset);
     }
 }
 
-/// Lane 0 starts the load of the piece at `offset` of a row, and with the first piece that of its scales where the copy engine
-/// moves them.
+/// What else is loaded into a stage with the first piece of a row, behind the scales; multiples of 16.
+#[derive(Clone, Copy)]
+pub(super) struct Tail {
+    pub from: u64,
+    pub bytes: u32,
+}
+
+impl Tail {
+    pub const NONE: Tail = Tail { from: 0, bytes: 0 };
+
+    /// Where it is in a stage.
+    #[inline(always)]
+    pub fn offset(args: &DispatchArgs) -> u32 {
+        args.piece_bytes + bulk_scale_bytes(args.num_scales)
+    }
+}
+
+/// Lane 0 starts the load of the piece at `offset` of a row, and with the first piece that of its scales, where the copy engine
+/// moves them, and of its tail.
 #[inline(always)]
 pub(super) unsafe fn load_stage(
     ring: &Ring,
@@ -173,19 +190,26 @@ pub(super) unsafe fn load_stage(
     stage: u32,
     row: u64,
     scales: u64,
+    tail: Tail,
     offset: u32,
 ) {
     // SAFETY: passed on to the caller.
     unsafe {
         if laneid() == 0 {
             let bytes = (args.row_bytes - offset).min(args.piece_bytes);
-            let scale_bytes = if offset == 0 { bulk_scale_bytes(args.num_scales) } else { 0 };
+            let (mut scale_bytes, mut tail_bytes) = (0, 0);
+            if offset == 0 {
+                (scale_bytes, tail_bytes) = (bulk_scale_bytes(args.num_scales), tail.bytes);
+            }
             // Own rows were read by ordinary loads; the copy engine writes the stage next.
             fence_proxy_async_shared();
-            ring.expect(stage, bytes + scale_bytes);
+            ring.expect(stage, bytes + scale_bytes + tail_bytes);
             ring.load_at(stage, 0, row + offset as u64, bytes);
             if scale_bytes != 0 {
                 ring.load_at(stage, args.piece_bytes, scales, scale_bytes);
+            }
+            if tail_bytes != 0 {
+                ring.load_at(stage, Tail::offset(args), tail.from, tail_bytes);
             }
         }
     }

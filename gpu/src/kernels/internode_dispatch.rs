@@ -4,7 +4,7 @@
 
 use epoxide_macros::kernel;
 
-use super::dispatch::{Cursor, Metadata, copy_scales, load_piece, load_stage, scale_place, store_own};
+use super::dispatch::{Cursor, Metadata, Tail, copy_scales, load_piece, load_stage, scale_place, store_own};
 use super::epoch::{Phase, aborted, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, shared_bytes};
 use super::wire::{
@@ -19,8 +19,8 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Puts that a worker warp of the sender may have unfinished when it says how far it has come.
-const UNFINISHED: u32 = 3;
+/// Pieces that a worker warp of the sender may have under way when it says how far it has come: enough to keep the links busy.
+const UNFINISHED: u32 = 8;
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them, on this node and on others. The last warp of
 /// a block posts puts in the sender and is idle in the forwarder; the others have a ring each. Shared memory: the rings, then a
@@ -35,7 +35,9 @@ const UNFINISHED: u32 = 3;
         args.dispatch.piece_bytes.is_multiple_of(16),
         args.dispatch.piece_bytes >= 16,
         args.dispatch.stage_bytes.is_multiple_of(128),
-        args.dispatch.stage_bytes >= args.dispatch.piece_bytes + bulk_scale_bytes(args.dispatch.num_scales),
+        args.dispatch.stage_bytes >= args.dispatch.piece_bytes
+            + bulk_scale_bytes(args.dispatch.num_scales)
+            + SlotShape::metadata_bytes(args.dispatch.num_topk),
         args.dispatch.local_experts >= 1,
         args.slot_bytes.is_multiple_of(16),
         args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
@@ -239,9 +241,11 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
             previous = turn.slot;
             turn.advance(ring);
             sent.advance(rows);
-            // What is packed by now: all but the last puts.
-            bulk_wait::<UNFINISHED>();
-            say_packed(progress, sent.piece.saturating_sub(UNFINISHED) / pieces, first - begin, workers);
+            if sent.offset == 0 {
+                // What is packed by now: all but the last pieces.
+                bulk_wait::<UNFINISHED>();
+                say_packed(progress, sent.piece.saturating_sub(UNFINISHED) / pieces, first - begin, workers);
+            }
         }
         bulk_wait::<0>();
         say_packed(progress, sent.piece / pieces, end - begin + warp, workers);
@@ -533,23 +537,25 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
                     fence_proxy_async();
                 }
                 let slot = slot_of(&load);
-                load_stage(ring, rows, load_slot, slot, slot + shape.scales as u64, load.offset);
+                let tail = Tail { from: slot + shape.meta as u64, bytes: shape.bytes - shape.meta };
+                load_stage(ring, rows, load_slot, slot, slot + shape.scales as u64, tail, load.offset);
                 load_slot = if load_slot + 1 == ring.count { 0 } else { load_slot + 1 };
                 in_flight += 1;
                 load.advance(rows.row_bytes, rows.piece_bytes);
             }
 
             let offset = sent.offset;
+            let (bytes, buffer) = ((rows.row_bytes - offset).min(rows.piece_bytes), ring.buffer(turn.slot));
+            ring.wait(&turn);
             if offset == 0 {
-                let slot = slot_of(&sent);
                 let entry = shfl_u32(before, sent.node) + shfl_u32(first, sent.node) + sent.row;
                 row = -1;
                 if rows.with_metadata != 0 {
                     let mut token = Metadata::NONE;
-                    let meta = slot + shape.meta as u64;
+                    let meta = buffer + Tail::offset(rows);
                     let mut head = -1;
                     if lane < comm.num_ranks {
-                        head = ld_i32(meta + SlotShape::HEADS as u64 + lane as u64 * 4);
+                        head = ld_shared_u32(meta + SlotShape::HEADS + lane * 4) as i32;
                         if head >= 0 {
                             let start = forward_start(args, sent.node, channel) + lane as u64 * 4;
                             row = (ld_u32(start) + head as u32) as i32;
@@ -557,11 +563,11 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
                     }
                     token.row = row;
                     if lane < rows.num_topk {
-                        let at = meta + SlotShape::TOPK as u64 + lane as u64 * 4;
-                        token.expert = ld_i32(at) as i64;
-                        token.weight = ld_f32(at + rows.num_topk as u64 * 4);
+                        let at = meta + SlotShape::TOPK + lane * 4;
+                        token.expert = ld_shared_u32(at) as i32 as i64;
+                        token.weight = f32::from_bits(ld_shared_u32(at + rows.num_topk * 4));
                     }
-                    token.send(rows, ld_u32(meta + SlotShape::TOKEN as u64), &pools, lane);
+                    token.send(rows, ld_shared_u32(meta + SlotShape::TOKEN), &pools, lane);
                     send_source(args, row, peer, sent.node);
                     book(args, entry, head, row);
                 } else if lane < SEND_ROW_STRIDE {
@@ -569,11 +575,10 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
                     row = ld_i32(args.route.forward_row.0 + at * 4);
                 }
                 if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
-                    copy_scales(slot + shape.scales as u64, rows.num_scales, scale_place(rows, peer, row));
+                    let scales = slot_of(&sent) + shape.scales as u64;
+                    copy_scales(scales, rows.num_scales, scale_place(rows, peer, row));
                 }
             }
-            let (bytes, buffer) = ((rows.row_bytes - offset).min(rows.piece_bytes), ring.buffer(turn.slot));
-            ring.wait(&turn);
             if row >= 0 {
                 let stride = row_stride(rows.row_bytes as u64);
                 bulk_store(peer + comm.pool.recv_x + offset as u64 + row as u64 * stride, buffer, bytes);

@@ -179,10 +179,16 @@ impl SlotShape {
     pub const fn new(row_bytes: u32, num_scales: u32, num_topk: Option<u32>) -> Self {
         let meta = (row_bytes + num_scales * 4).next_multiple_of(16);
         let meta_bytes = match num_topk {
-            Some(num_topk) => (Self::TOPK + num_topk * 8).next_multiple_of(16),
+            Some(num_topk) => Self::metadata_bytes(num_topk),
             None => 0,
         };
         SlotShape { scales: row_bytes, meta, bytes: meta + meta_bytes }
+    }
+
+    /// Bytes of the metadata.
+    #[inline(always)]
+    pub const fn metadata_bytes(num_topk: u32) -> u32 {
+        (Self::TOPK + num_topk * 8).next_multiple_of(16)
     }
 }
 

@@ -385,10 +385,10 @@ impl Buffer {
         num_tokens: u32,
         metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
     ) -> DispatchArgs {
-        let (ring, piece_bytes) =
-            self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, self.config.num_sms);
         let with_metadata = metadata.is_some() as u32;
         let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
+        let (ring, piece_bytes) =
+            self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, num_topk, self.config.num_sms);
         DispatchArgs {
             comm: self.comm,
             x: payload.x,
@@ -518,7 +518,7 @@ impl Buffer {
     ) -> Result<()> {
         let grid = self.config.num_sms;
         args.comm.trace = trace_place(&mut self.trace, "dispatch", grid);
-        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, grid);
+        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, args.num_topk, grid);
         // SAFETY: passed on to the caller.
         unsafe {
             match (&self.kernels.mode, places.routing, &self.wire) {

@@ -8,7 +8,7 @@ use epoxide_gpu::kernels::{
     INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
     MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, StageCombine,
 };
-use epoxide_gpu::layout::bulk_scale_bytes;
+use epoxide_gpu::layout::{SlotShape, bulk_scale_bytes};
 
 use crate::driver::{Device, Kernel, Module};
 use crate::error::{Error, Result};
@@ -191,13 +191,24 @@ impl Kernels {
         self.device.info().max_shared_bytes_per_block
     }
 
-    /// The ring of a dispatch, and the bytes of a row that travel together: a stage holds those and the scales.
-    pub fn dispatch_ring(&self, row_bytes: u32, num_scales: u32, num_sms: u32) -> (RingShape, u32) {
+    /// The ring of a dispatch, and the bytes of a row that travel together: a stage holds those and the scales, and across nodes a
+    /// slot's metadata.
+    pub fn dispatch_ring(
+        &self,
+        row_bytes: u32,
+        num_scales: u32,
+        num_topk: u32,
+        num_sms: u32,
+    ) -> (RingShape, u32) {
         let t = &self.tuning;
         let warps = t.dispatch_warps.min(DISPATCH_WARPS / num_sms).max(1);
         let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
-        let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales)).next_multiple_of(128);
+        let metadata = match self.mode {
+            ModeKernels::Intranode { .. } => 0,
+            ModeKernels::Internode { .. } => SlotShape::metadata_bytes(num_topk),
+        };
+        let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);
         let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.ring_limit());
         (ring, piece_bytes)
     }

@@ -181,20 +181,10 @@ impl Buffer {
         self.wire.as_ref().map_or_else(Vec::new, |side| side.proxies.take_trace())
     }
 
-    /// Bytes on the wire of one token's row and metadata in a dispatch.
-    pub fn dispatch_slot_bytes(&self, row_bytes: u32, num_scales: u32, num_topk: Option<u32>) -> u64 {
-        SlotShape::new(row_bytes, num_scales, num_topk).bytes as u64
-    }
-
     /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other node.
     pub fn count_message_bytes(&self, num_experts: u32) -> u64 {
         let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes;
         (words as u64 * 4).next_multiple_of(16)
-    }
-
-    /// Bytes on the wire of one token's sum in a combine.
-    pub fn combine_slot_bytes(&self, row_bytes: u32, num_topk: u32) -> u64 {
-        combine_slot_bytes(row_bytes, num_topk) as u64
     }
 }
 
