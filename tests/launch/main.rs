@@ -274,7 +274,7 @@ fn a_reader_that_leaves_ends_the_launch() {
 #[test]
 fn roundtrip_runs_under_it_unchanged() {
     let exe = env!("CARGO_BIN_EXE_epoxide");
-    let line = [exe, "roundtrip", "--tokens", "3", "--hidden", "64", "--num-sms", "2"];
+    let line = [exe, "roundtrip", "--tokens", "3", "--hidden", "64", "--num-sms", "4"];
     let output = launcher(&["--nproc-per-node", "2"], &line).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let said = text(&output.stdout);
