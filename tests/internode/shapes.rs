@@ -69,6 +69,13 @@ fn eight_nodes_of_one() {
     world(8, 1);
 }
 
+/// A lane of a warp cannot stand for each rank any more.
+#[test]
+fn more_ranks_than_lanes() {
+    let tokens: Vec<u32> = (0..35).map(|rank| [3, 0, 5, 1][rank as usize % 4]).collect();
+    Case { num_channels: 2, ..on(7, routing(&tokens, 6, 70, Style::WithHoles), 48) }.check();
+}
+
 #[test]
 fn one_node_is_a_world_without_a_network() {
     world(1, 4);
