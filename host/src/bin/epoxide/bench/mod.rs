@@ -114,7 +114,7 @@ fn measure_points(args: &Args) -> Result<(Vec<Point>, Vec<RankResult>)> {
 fn stop_of(error: Error) -> Stop {
     match error {
         Error::OutOfMemory { .. } => Stop::skipped(format!("bench: sizes that do not fit: {error}")),
-        error => Stop::from_open(error),
+        error => Stop::from(error),
     }
 }
 
