@@ -13,7 +13,7 @@ use super::{Buffer, BufferOptions, BufferShape};
 use crate::driver::{Device, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::{Proxies, PutTrace, QueueStats, connect};
+use crate::transport::{Proxies, PutTrace, QueueStats, connect, wire_memory};
 
 /// Regions start at multiples of this many bytes.
 const ALIGN: u64 = 128;
@@ -42,7 +42,7 @@ impl WireSide {
     ) -> Result<WireSide> {
         let (rank, per_node) = (group.rank(), world.ranks_per_node);
         let (node, index) = (rank / per_node, rank % per_node);
-        let memory = Arc::new(Memory::alloc(device, layout.bytes, MemoryKind::Shareable, "wire memory")?);
+        let memory = wire_memory(&options.transport, device, group, layout.bytes)?;
         let peers: Vec<u32> =
             (0..world.nodes()).filter(|other| *other != node).map(|other| other * per_node + index).collect();
         let links = connect(&options.transport, &memory, group, &peers, group.timeout())?;

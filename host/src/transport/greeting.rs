@@ -2,8 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{MAX_QUEUES, Setup};
+use super::{MAX_QUEUES, Place, Setup, TransportKind};
 use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
 
 /// Starts everything that a transport says first.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"epoxwire");
@@ -122,15 +123,15 @@ fn same<T: PartialEq + ToString>(
 }
 
 /// Returns the outcome once every rank has one; fails where any of them failed.
-pub(super) fn agree<T>(setup: &Setup<'_>, outcome: Result<T>) -> Result<T> {
+pub(super) fn agree<T>(group: &dyn ProcessGroup, kind: TransportKind, outcome: Result<T>) -> Result<T> {
     let text = outcome.as_ref().err().map(Error::to_string).unwrap_or_default();
-    let all = setup.group.all_gather(text.as_bytes());
+    let all = group.all_gather(text.as_bytes());
     let value = outcome?;
     match (0u32..).zip(&all?).find(|(_, text)| !text.is_empty()) {
         None => Ok(value),
         Some((peer, text)) => {
             let reason = format!("rank {peer} failed: {}", String::from_utf8_lossy(text));
-            Err(setup.place(peer).error("connect", reason))
+            Err(Place { transport: kind.name(), rank: group.rank(), peer }.error("connect", reason))
         }
     }
 }
@@ -143,7 +144,7 @@ mod tests {
     use crate::driver::virt::{VirtConfig, VirtualGpu};
     use crate::driver::{Memory, MemoryKind};
     use crate::group::{HashStore, MeshGroup, MeshOptions};
-    use crate::transport::{TransportKind, TransportOptions};
+    use crate::transport::TransportOptions;
 
     #[test]
     fn another_version_is_named_with_both_versions() {

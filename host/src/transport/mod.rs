@@ -4,7 +4,7 @@
 //! and gives them to a [`Queue`]. The only order to build on is that of one queue: a put's bytes are visible at the peer
 //! before its counter, and its counter before that of the next put. Nothing is ordered between queues.
 //!
-//! [`connect`] makes the queues. Leaving is ordered: the ranks wait until all they posted has left and arrived, meet at a
+//! [`wire_memory`] allocates what puts go between, [`connect`] makes the queues. Leaving is ordered: the ranks wait until all they posted has left and arrived, meet at a
 //! barrier, and then close; a rank that closes earlier fails its peers' later puts.
 
 mod greeting;
@@ -15,9 +15,12 @@ mod staging;
 mod tcp;
 #[cfg(test)]
 mod tests;
-
 #[cfg(feature = "rdma")]
 pub mod verbs;
+#[cfg(not(feature = "rdma"))]
+#[path = "no_verbs.rs"]
+mod verbs;
+mod verbs_options;
 
 use std::fmt::Debug;
 use std::str::FromStr;
@@ -27,8 +30,9 @@ use std::time::{Duration, Instant};
 
 pub use proxy::{Proxies, Proxy, PutTrace, QueueStats};
 pub use shaping::{Shaped, Shaping};
+pub use verbs_options::VerbsOptions;
 
-use crate::driver::{DevicePtr, Memory};
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
@@ -126,13 +130,19 @@ pub enum TransportKind {
     Shm,
     /// TCP connections, over any network.
     Tcp,
+    /// RDMA writes by ibverbs, over InfiniBand or RoCE. [`Error::Unavailable`] without the feature `rdma`, or without a device.
+    Verbs,
 }
 
 impl TransportKind {
+    /// All of them.
+    pub const ALL: [TransportKind; 3] = [TransportKind::Shm, TransportKind::Tcp, TransportKind::Verbs];
+
     pub(crate) fn name(self) -> &'static str {
         match self {
             TransportKind::Shm => "shm",
             TransportKind::Tcp => "tcp",
+            TransportKind::Verbs => "verbs",
         }
     }
 }
@@ -147,10 +157,9 @@ impl FromStr for TransportKind {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<TransportKind> {
-        [TransportKind::Shm, TransportKind::Tcp]
-            .into_iter()
-            .find(|kind| kind.name() == text)
-            .ok_or_else(|| Error::argument("transport", text, "give shm (ranks of one host) or tcp"))
+        TransportKind::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
+            Error::argument("transport", text, "give shm (ranks of one host), tcp or verbs (RDMA)")
+        })
     }
 }
 
@@ -165,6 +174,8 @@ pub struct TransportOptions {
     pub shaping: Option<Shaping>,
     /// How long a put waits for the network.
     pub timeout: Duration,
+    /// Of [`TransportKind::Verbs`]: which device, and how. `None`: what the environment says ([`VerbsOptions::from_env`]).
+    pub verbs: Option<VerbsOptions>,
 }
 
 /// Most queues to a peer.
@@ -173,7 +184,13 @@ pub const MAX_QUEUES: u32 = 64;
 impl TransportOptions {
     /// One queue per peer, not shaped, 30 s.
     pub fn new(kind: TransportKind) -> TransportOptions {
-        TransportOptions { kind, queues_per_peer: 1, shaping: None, timeout: Duration::from_secs(30) }
+        TransportOptions {
+            kind,
+            queues_per_peer: 1,
+            shaping: None,
+            timeout: Duration::from_secs(30),
+            verbs: None,
+        }
     }
 }
 
@@ -235,10 +252,28 @@ impl Drop for Links {
     }
 }
 
+/// Allocates wire memory where the transport reaches it. Collective over the group.
+///
+/// # Errors
+/// On every rank, where one of them has no such memory.
+pub fn wire_memory(
+    options: &TransportOptions,
+    device: &Arc<dyn Device>,
+    group: &dyn ProcessGroup,
+    bytes: u64,
+) -> Result<Arc<Memory>> {
+    let memory = match options.kind {
+        TransportKind::Shm | TransportKind::Tcp => {
+            Memory::alloc(device, bytes, MemoryKind::Shareable, "wire memory").map(Arc::new)
+        }
+        TransportKind::Verbs => verbs::wire_memory(options, device, bytes),
+    };
+    greeting::agree(group, options.kind, memory)
+}
+
 /// Connects this rank to `peers`, the ranks of the group that it exchanges bytes with: ascending, without itself, and each
-/// lists this one. `memory` is this rank's wire memory, [`MemoryKind::Shareable`](crate::driver::MemoryKind::Shareable) and of
-/// the same size on every rank; it is kept until the links are closed. Collective over the group; `timeout` bounds the waits
-/// for peers, beside the group's own.
+/// lists this one. `memory` is this rank's [`wire_memory`], of the same size on every rank; it is kept until the links are
+/// closed. Collective over the group; `timeout` bounds the waits for peers, beside the group's own.
 ///
 /// # Errors
 /// On every rank, where the ranks' options, sizes or versions differ or one of them cannot take part.
@@ -266,6 +301,7 @@ fn connect_by(
     let mut links = match options.kind {
         TransportKind::Shm => shm::connect(&setup)?,
         TransportKind::Tcp => tcp::connect(&setup)?,
+        TransportKind::Verbs => verbs::connect(&setup)?,
     };
     if let Some(shaping) = &options.shaping {
         let shape = |Link { peer, index, queue }| {

@@ -28,7 +28,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     let (presence, reader, memory) = prepared?;
     // What the ranks of one host give each other: wire memory, and a sign of life.
     let received = setup.group.exchange_fds(&[memory.as_fd(), reader.as_fd()])?;
-    let links = greeting::agree(setup, make_links(setup, received))?;
+    let links = greeting::agree(setup.group, setup.options.kind, make_links(setup, received))?;
     Ok(Links { links, receiving: Box::new(presence) })
 }
 

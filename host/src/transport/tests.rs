@@ -620,9 +620,60 @@ fn traces_have_every_put_in_order() {
     .unwrap();
 }
 
+/// Without the feature, or without the device; on a machine with another the device's name is what is wrong.
+#[test]
+fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
+    let verbs = Some(VerbsOptions { device: Some("no such card".into()), ..VerbsOptions::default() });
+    let options = TransportOptions { verbs, ..options(TransportKind::Verbs, 1) };
+    let check = |error: Error| {
+        let text = error.to_string();
+        assert!(matches!(error, Error::Unavailable { .. }), "{text}");
+        assert!(cfg!(feature = "rdma") || text.contains("cargo build --release --features rdma"), "{text}");
+    };
+    run_threads(2, TIMEOUT, |_, group| {
+        let it = Rank::new(group, bytes(2));
+        check(it.connect(&options, true).unwrap_err());
+        check(wire_memory(&options, &it.device, &*it.group, 4096).unwrap_err());
+        Ok(())
+    })
+    .unwrap();
+    // On one rank alone: the other hears why.
+    run_threads(2, TIMEOUT, |rank, group| {
+        let it = Rank::new(group, bytes(2));
+        let kind = if rank == 0 { TransportKind::Verbs } else { TransportKind::Shm };
+        let options = TransportOptions { kind, ..options.clone() };
+        let error = wire_memory(&options, &it.device, &*it.group, 4096).unwrap_err();
+        if rank == 1 {
+            let text = error.to_string();
+            assert!(
+                text.contains("rank 1 with rank 0: rank 0 failed") && text.contains("not available"),
+                "{text}"
+            );
+        } else {
+            check(error);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn wire_memory_of_one_host_is_shareable() {
+    run_threads(2, TIMEOUT, |_, group| {
+        let it = Rank::new(group, bytes(2));
+        for kind in [TransportKind::Shm, TransportKind::Tcp] {
+            let memory = wire_memory(&options(kind, 1), &it.device, &*it.group, 4096)?;
+            assert_eq!(memory.bytes(), 4096);
+            memory.export()?;
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn names() {
-    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+    for kind in TransportKind::ALL {
         assert_eq!(kind.to_string().parse::<TransportKind>().unwrap(), kind);
     }
     assert!("pigeon".parse::<TransportKind>().unwrap_err().to_string().contains("pigeon"));

@@ -14,9 +14,9 @@ const COUNTERS: u64 = 128;
 
 pub fn run(rank: &Rank, puts: u64) -> Result<()> {
     let wire = rank.wire_memory(COUNTERS + BYTES)?;
-    let mut queues = rank.connect(&wire, &rank.group, 1)?;
+    let mut links = rank.connect(&wire, &rank.group, 1)?;
     if rank.rank() == 0 {
-        let queue = &mut *queues[0].2;
+        let queue = &mut *links.queues()[0].queue;
         let put = |value| Put { from: COUNTERS, to: COUNTERS, bytes: BYTES, counter: 0, value };
         queue.put_with_counter(&[put(1)])?;
         queue.quiet(rank.timeout)?;
@@ -33,5 +33,5 @@ pub fn run(rank: &Rank, puts: u64) -> Result<()> {
     if rank.rank() == 1 && wire.counter(0) != puts + 1 {
         return Err(wrong(format!("counter {} after {puts} puts", wire.counter(0))));
     }
-    rank.leave(queues)
+    rank.leave(links)
 }

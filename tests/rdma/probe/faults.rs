@@ -4,22 +4,22 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use epoxide::group::{MeshGroup, ProcessGroup};
-use epoxide::transport::verbs::Connected;
-use epoxide::transport::{Put, Queue};
+use epoxide::transport::{Links, Put, Queue};
 use epoxide::{Error, Result};
+use rustix::process::{Signal, getpid, kill_process};
 use serde_json::Value;
 
+use crate::puts::pull_cable;
 use crate::rank::{Rank, wrong};
 
 const BYTES: u64 = 1 << 20;
 const PUT: Put = Put { from: 0, to: 4096, bytes: 65536, counter: 0, value: 1 };
 
-/// A group that changes one field of what rank 1 says of its wire memory.
+/// A group that changes what ranks say of their wire memory in their greetings: of (rank, greeting, the own greeting).
 #[derive(Debug)]
 struct Liar<'a> {
     group: &'a MeshGroup,
-    field: &'static str,
-    change: fn(u64) -> u64,
+    change: fn(usize, &mut Value, &Value) -> Option<()>,
 }
 
 impl ProcessGroup for Liar<'_> {
@@ -41,11 +41,12 @@ impl ProcessGroup for Liar<'_> {
 
     fn all_gather(&self, data: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut all = self.group.all_gather(data)?;
-        let mut offer: Value = serde_json::from_slice(&all[1]).map_err(wrong)?;
-        if let Some(field) = offer.pointer_mut(&format!("/Ok/{}", self.field)) {
-            let value = field.as_u64().ok_or_else(|| wrong("no number"))?;
-            *field = (self.change)(value).into();
-            all[1] = serde_json::to_vec(&offer).map_err(wrong)?;
+        // What is no greeting passes as it is.
+        let Ok(own) = serde_json::from_slice::<Value>(data) else { return Ok(all) };
+        for (rank, bytes) in all.iter_mut().enumerate() {
+            let mut greeting: Value = serde_json::from_slice(bytes).map_err(wrong)?;
+            (self.change)(rank, &mut greeting, &own).ok_or_else(|| wrong("no such field"))?;
+            *bytes = serde_json::to_vec(&greeting).map_err(wrong)?;
         }
         Ok(all)
     }
@@ -59,68 +60,147 @@ impl ProcessGroup for Liar<'_> {
     }
 }
 
+/// Rank 0 has a wrong key of rank 1's memory.
 pub fn wrong_key(rank: &Rank) -> Result<()> {
-    remote_access(rank, "rkey", |key| key ^ 0x5500, PUT)
+    let group = Liar {
+        group: &rank.group,
+        change: |from, greeting, _| {
+            // The offer, as text.
+            let address = greeting.pointer_mut("/address/Ok")?;
+            let mut offer: Value = serde_json::from_str(address.as_str()?).ok()?;
+            let key = offer.get_mut("rkey")?;
+            *key = (key.as_u64()? ^ if from == 1 { 0x5500 } else { 0 }).into();
+            *address = offer.to_string().into();
+            Some(())
+        },
+    };
+    remote_access(rank, BYTES, &group, PUT)
 }
 
+/// Rank 1's region is smaller than rank 0 thinks, who puts behind its end.
 pub fn small_region(rank: &Rank) -> Result<()> {
-    remote_access(rank, "bytes", |bytes| bytes * 4, Put { to: 2 * BYTES, ..PUT })
+    let group = Liar {
+        group: &rank.group,
+        change: |_, greeting, own| {
+            *greeting.get_mut("memory")? = own.get("memory")?.clone();
+            Some(())
+        },
+    };
+    let bytes = if rank.rank() == 1 { BYTES } else { 4 * BYTES };
+    remote_access(rank, bytes, &group, Put { to: 2 * BYTES, ..PUT })
 }
 
-/// Rank 0 believes what is not so of rank 1's memory, and puts.
-fn remote_access(rank: &Rank, field: &'static str, change: fn(u64) -> u64, put: Put) -> Result<()> {
-    let wire = rank.wire_memory(BYTES)?;
-    if rank.rank() != 0 {
-        let queues = rank.connect(&wire, &rank.group, 1)?;
-        return rank.leave(queues);
+/// Rank 0 puts what rank 1's card refuses.
+fn remote_access(rank: &Rank, bytes: u64, group: &Liar<'_>, put: Put) -> Result<()> {
+    let wire = rank.wire_memory(bytes)?;
+    let mut links = rank.connect(&wire, group, 1)?;
+    if rank.rank() == 0 {
+        let queue = &mut *links.queues()[0].queue;
+        let posted = Instant::now();
+        let error = queue.put_with_counter(&[put]).and_then(|()| queue.quiet(rank.timeout / 2)).err();
+        expect(error.as_ref(), &["remote access error", "rank 1", "put #1"], posted)?;
+        // Of no use from then on, and says the same.
+        let again = queue.put_with_counter(&[PUT]).err().map(|error| error.to_string());
+        if again != error.map(|error| error.to_string()) {
+            return Err(wrong(format!("the next put says {again:?}")));
+        }
     }
-    let mut queues = rank.connect(&wire, &Liar { group: &rank.group, field, change }, 1)?;
-    let queue = &mut *queues[0].2;
-    let posted = Instant::now();
-    let error = queue.put_with_counter(&[put]).and_then(|()| queue.quiet(rank.timeout / 2)).err();
-    expect(error.as_ref(), &["remote access error", "rank 1", "put #1"], posted)?;
-    // Of no use from then on, and says the same.
-    let again = queue.put_with_counter(&[PUT]).err().map(|error| error.to_string());
-    if again != error.map(|error| error.to_string()) {
-        return Err(wrong(format!("the next put says {again:?}")));
-    }
-    rank.leave(queues)
+    rank.leave(links)
 }
 
 /// Rank 1 dies in the middle of its puts.
 pub fn peer_killed(rank: &Rank) -> Result<()> {
     let wire = rank.wire_memory(BYTES)?;
-    let mut queues = rank.connect(&wire, &rank.group, 1)?;
+    let mut links = rank.connect(&wire, &rank.group, 1)?;
     if rank.rank() == 1 {
         for value in 1..=20 {
-            queues[0].2.put_with_counter(&[Put { value, ..PUT }])?;
+            links.queues()[0].queue.put_with_counter(&[Put { value, ..PUT }])?;
         }
-        let own = std::process::id().to_string();
-        let _ = std::process::Command::new("kill").args(["-9", &own]).status();
-        return Err(wrong("it lives after kill -9"));
+        return Err(die());
     }
-    let (_, _, queue) = queues.iter_mut().find(|(peer, ..)| *peer == 1).ok_or_else(|| wrong("no rank 1"))?;
-    let (error, posted) = put_until_error(rank, &mut **queue)?;
-    expect(Some(&error), &["rank 1"], posted)?;
+    let (dead, alive): (Vec<_>, Vec<_>) = links.queues().iter_mut().partition(|link| link.peer == 1);
+    for link in dead {
+        let (error, posted) = put_until_error(rank, &mut *link.queue)?;
+        expect(Some(&error), &["rank 1"], posted)?;
+    }
     // The other queues are not concerned.
-    for (_, _, queue) in queues.iter_mut().filter(|(peer, ..)| *peer != 1) {
-        queue.put_with_counter(&[PUT])?;
-        queue.quiet(rank.timeout)?;
+    for link in alive {
+        link.queue.put_with_counter(&[PUT])?;
+        link.queue.quiet(rank.timeout)?;
     }
-    linger(queues, rank)
+    linger(links, rank)
+}
+
+/// Rank 1 leaves, and rank 0 puts all the same.
+pub fn goodbye(rank: &Rank) -> Result<()> {
+    let wire = rank.wire_memory(BYTES)?;
+    let mut links = rank.connect(&wire, &rank.group, 1)?;
+    if rank.rank() == 1 {
+        links.close();
+    }
+    rank.group.barrier(rank.timeout)?;
+    if rank.rank() == 0 {
+        let error = links.queues()[0].queue.put_with_counter(&[PUT]).err();
+        let text = error.map(|error| error.to_string()).unwrap_or_default();
+        if !text.contains("rank 0 with rank 1: it said goodbye") {
+            return Err(wrong(format!("a put after the goodbye: {text}")));
+        }
+        println!("as it should be: {text}");
+    }
+    rank.leave(links)
+}
+
+/// Ends this process as `kill -9` does.
+pub fn die() -> Error {
+    let _ = kill_process(getpid(), Signal::KILL);
+    wrong("it lives after kill -9")
+}
+
+/// The network is gone, the queue is full, and this rank wants to leave.
+pub fn interrupted(rank: &Rank) -> Result<()> {
+    let wire = rank.wire_memory(BYTES)?;
+    let mut links = rank.connect(&wire, &rank.group, 1)?;
+    rank.group.barrier(rank.timeout)?;
+    let queue = &mut *links.queues()[0].queue;
+    pull_cable(None)?;
+    let interrupt = queue.interrupt();
+    let raised = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(2));
+        interrupt.raise();
+        Instant::now()
+    });
+    let error = loop {
+        if let Err(error) = queue.put_with_counter(&[PUT]) {
+            break error.to_string();
+        }
+        rank.in_time(|| "the queue never was full".into())?;
+    };
+    let late = raised.join().map_err(|_| wrong("a thread panicked"))?.elapsed();
+    if !error.contains("interrupted") || late > Duration::from_secs(1) {
+        return Err(wrong(format!("after {late:?}: {error}")));
+    }
+    let start = Instant::now();
+    drop(links);
+    if start.elapsed() > Duration::from_secs(1) {
+        return Err(wrong(format!("leaving took {:?}", start.elapsed())));
+    }
+    println!("as it should be, after {late:.2?}: {error}");
+    // The group would say goodbye over the same network.
+    std::process::exit(0)
 }
 
 /// The network of rank 0 is gone for good.
 pub fn link_lost(rank: &Rank, lose: fn() -> Result<()>) -> Result<()> {
     let wire = rank.wire_memory(BYTES)?;
-    let mut queues = rank.connect(&wire, &rank.group, 1)?;
-    queues[0].2.put_with_counter(&[PUT])?;
-    queues[0].2.quiet(rank.timeout)?;
+    let mut links = rank.connect(&wire, &rank.group, 1)?;
+    let queue = &mut *links.queues()[0].queue;
+    queue.put_with_counter(&[PUT])?;
+    queue.quiet(rank.timeout)?;
     rank.group.barrier(rank.timeout)?;
     if rank.rank() == 0 {
         lose()?;
     }
-    let (error, posted) = put_until_error(rank, &mut *queues[0].2)?;
+    let (error, posted) = put_until_error(rank, queue)?;
     expect(Some(&error), &["rank"], posted)?;
     // The group would say goodbye over the same network.
     std::process::exit(0)
@@ -135,11 +215,11 @@ pub fn interface_down() -> Result<()> {
 }
 
 /// With a rank gone there is no barrier: stays a while, so that those that are alive are not taken for dead.
-fn linger(queues: Vec<Connected>, rank: &Rank) -> Result<()> {
+fn linger(links: Links, rank: &Rank) -> Result<()> {
     if rank.group.size() > 2 {
         std::thread::sleep(Duration::from_secs(3));
     }
-    drop(queues);
+    drop(links);
     Ok(())
 }
 

@@ -9,6 +9,7 @@
 
 mod bandwidth;
 mod faults;
+mod lost;
 mod puts;
 mod rank;
 
@@ -62,8 +63,25 @@ enum Scenario {
     SmallRegion,
     /// Rank 1 is killed: an error on the others
     PeerKilled,
+    /// A put waits for a network that is gone, and is interrupted
+    Interrupted,
+    /// Rank 1 has left: the next put is an error
+    Goodbye,
+    /// Rank 1 is killed while it dispatches: the others give up in time, and go on without it
+    KilledInDispatch,
+    /// The same while it combines
+    KilledInCombine,
+    /// Rank 1's cable is out for good: all give up in time, and go on alone
+    Unplugged,
     /// Writes of 1 MiB from rank 0 to rank 1, timed
     Bandwidth,
+}
+
+impl Scenario {
+    /// Whether rank 1 is to be killed.
+    fn kills(self) -> bool {
+        matches!(self, Scenario::PeerKilled | Scenario::KilledInDispatch | Scenario::KilledInCombine)
+    }
 }
 
 fn main() -> ExitCode {
@@ -92,6 +110,11 @@ fn run(options: &Options) -> Result<()> {
         Scenario::WrongKey => faults::wrong_key(&rank),
         Scenario::SmallRegion => faults::small_region(&rank),
         Scenario::PeerKilled => faults::peer_killed(&rank),
+        Scenario::Interrupted => faults::interrupted(&rank),
+        Scenario::Goodbye => faults::goodbye(&rank),
+        Scenario::KilledInDispatch => lost::run(&rank, lost::How::InDispatch),
+        Scenario::KilledInCombine => lost::run(&rank, lost::How::InCombine),
+        Scenario::Unplugged => lost::run(&rank, lost::How::Unplugged),
         Scenario::Bandwidth => bandwidth::run(&rank, options.puts),
     }
 }
@@ -116,7 +139,7 @@ fn start_ranks(options: &Options) -> ExitCode {
     for (rank, mut child) in children {
         let status = wait(&mut child, deadline);
         let as_wanted = match status {
-            Some(status) if options.scenario == Scenario::PeerKilled && rank == 1 => killed(status),
+            Some(status) if options.scenario.kills() && rank == 1 => killed(status),
             Some(status) => status.success(),
             None => false,
         };

@@ -50,13 +50,13 @@ impl Plan {
 }
 
 /// Both directions of one queue to one peer.
-struct Lane {
+struct Lane<'a> {
     peer: u32,
     queue: u32,
     /// Where it is, here and there: the layout is by (peer, queue), so that both ends can tell.
     here: u64,
     there: u64,
-    puts: Box<dyn Queue>,
+    puts: &'a mut dyn Queue,
     sent: u64,
     seen: u64,
     /// What the slots must hold.
@@ -66,7 +66,7 @@ struct Lane {
     leaving: VecDeque<u64>,
 }
 
-impl Lane {
+impl Lane<'_> {
     /// Sends up to a batch, as far as the receiver has room.
     fn send(&mut self, wire: &Wire, rank: u32, total: u64) -> Result<()> {
         let left = self.puts.completed()?;
@@ -135,15 +135,16 @@ pub fn run(
     let lanes_end = place(0, queues);
     // Behind the lanes: a counter, and room for one large put, in and out.
     let wire = rank.wire_memory(lanes_end + WORDS + 4 * LARGE)?;
-    let mut lanes: Vec<Lane> = rank
-        .connect(&wire, &rank.group, queues)?
-        .into_iter()
-        .map(|(peer, queue, puts)| Lane {
-            peer,
-            queue,
-            here: place(peer, queue),
-            there: place(own, queue),
-            puts,
+    let mut links = rank.connect(&wire, &rank.group, queues)?;
+    let mut lanes: Vec<Lane<'_>> = links
+        .queues()
+        .iter_mut()
+        .map(|link| Lane {
+            peer: link.peer,
+            queue: link.index,
+            here: place(link.peer, link.index),
+            there: place(own, link.index),
+            puts: &mut *link.queue,
             sent: 0,
             seen: 0,
             slots: vec![vec![0; SLOT as usize]; SLOTS as usize],
@@ -153,6 +154,7 @@ pub fn run(
         .collect();
 
     let start = Instant::now();
+    let (mut last, mut progress, mut pause) = (start, 0, Duration::ZERO);
     let mut pulled = link_down.is_none() || own != 0;
     while !lanes.iter().all(|lane| lane.done(&wire, total)) {
         for lane in &mut lanes {
@@ -163,6 +165,10 @@ pub fn run(
             pulled = true;
             pull_cable(link_down)?;
         }
+        let now: u64 = lanes.iter().map(|lane| lane.sent + lane.seen).sum();
+        if now > progress {
+            (pause, last, progress) = (pause.max(last.elapsed()), Instant::now(), now);
+        }
         rank.in_time(|| {
             let lanes = lanes.iter().map(|lane| format!("{}:{}+{}", lane.peer, lane.sent, lane.seen));
             format!("only {} of {total} puts each way", lanes.collect::<Vec<_>>().join(" "))
@@ -171,7 +177,7 @@ pub fn run(
     }
     let took = start.elapsed();
     if with_large {
-        large(rank, &wire, lanes_end, &mut *lanes[0].puts)?;
+        large(rank, &wire, lanes_end, lanes[0].puts)?;
         // On the first lane.
         lanes[0].posted += 1;
     }
@@ -182,8 +188,11 @@ pub fn run(
             return Err(wrong(format!("{completed} puts completed, {} were posted", lane.posted)));
         }
     }
-    println!("rank {own}: {total} puts each way on {} queues, exact, {took:.2?}", lanes.len());
-    rank.leave(lanes.into_iter().map(|lane| (lane.peer, lane.queue, lane.puts)).collect())
+    println!(
+        "rank {own}: {total} puts each way on {} queues, exact, {took:.2?}, longest pause {pause:.2?}",
+        lanes.len()
+    );
+    rank.leave(links)
 }
 
 /// The peer of the first lane.

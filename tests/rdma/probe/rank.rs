@@ -3,16 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use epoxide::driver::Memory;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::driver::{Device, Memory};
 use epoxide::group::{MeshGroup, ProcessGroup, rendezvous};
-use epoxide::transport::verbs::{self, Connected, VerbsOptions};
+use epoxide::transport::{Links, TransportKind, TransportOptions, connect, wire_memory};
 use epoxide::{Error, Result};
 
 /// A rank of the test.
 pub struct Rank {
     pub group: MeshGroup,
-    pub options: VerbsOptions,
+    pub options: TransportOptions,
     pub timeout: Duration,
     pub deadline: Instant,
 }
@@ -20,7 +20,8 @@ pub struct Rank {
 impl Rank {
     /// Joins the ranks that the environment names.
     pub fn join(timeout: Duration) -> Result<Rank> {
-        let options = VerbsOptions { timeout: timeout / 2, ..VerbsOptions::from_env()? };
+        let options =
+            TransportOptions { timeout: timeout / 2, ..TransportOptions::new(TransportKind::Verbs) };
         Ok(Rank { group: rendezvous(timeout)?, options, timeout, deadline: Instant::now() + timeout })
     }
 
@@ -32,28 +33,29 @@ impl Rank {
         (0..self.group.size()).filter(|peer| *peer != self.rank()).collect()
     }
 
-    /// Zeroed wire memory of this rank's GPU, a virtual one; its number, the rank's on its host, picks the network card.
-    pub fn wire_memory(&self, bytes: u64) -> Result<Wire> {
+    /// This rank's GPU, a virtual one; its number, the rank's on its host, picks the network card.
+    pub fn device(&self) -> Arc<dyn Device> {
         let ordinal = std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
-        let device = VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() });
-        let (memory, reach) = verbs::wire_memory(&self.options, &device, bytes)?;
-        if self.rank() == 0 {
-            println!("wire memory: {bytes} bytes, {reach}");
-        }
-        Ok(Wire { memory })
+        VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() })
+    }
+
+    /// Zeroed wire memory of this rank's GPU.
+    pub fn wire_memory(&self, bytes: u64) -> Result<Wire> {
+        Ok(Wire { memory: wire_memory(&self.options, &self.device(), &self.group, bytes)? })
     }
 
     /// Queues to all peers; the group may be a wrapped one that lies.
-    pub fn connect(&self, wire: &Wire, group: &dyn ProcessGroup, queues: u32) -> Result<Vec<Connected>> {
-        verbs::connect(&self.options, &wire.memory, group, &self.peers(), queues)
+    pub fn connect(&self, wire: &Wire, group: &dyn ProcessGroup, queues: u32) -> Result<Links> {
+        let options = TransportOptions { queues_per_peer: queues, ..self.options.clone() };
+        connect(&options, &wire.memory, group, &self.peers(), self.timeout)
     }
 
     /// Leaves in order: nobody's queues go before all are done.
-    pub fn leave(&self, queues: Vec<Connected>) -> Result<()> {
+    pub fn leave(&self, mut links: Links) -> Result<()> {
         self.group.barrier(self.timeout)?;
-        for (_, _, mut queue) in queues {
-            queue.close();
-        }
+        let start = Instant::now();
+        links.close();
+        println!("rank {} heard the goodbyes after {:.2?}", self.rank(), start.elapsed());
         self.group.destroy()
     }
 

@@ -79,10 +79,11 @@ impl Machine {
     }
 }
 
-/// A line of the serial console without carriage returns and terminal control.
+/// A line of the serial console as it stands in the end: without what carriage returns overwrite, and terminal control.
 fn plain(line: &str) -> String {
     let mut text = String::new();
-    let mut chars = line.chars().filter(|c| *c != '\r').peekable();
+    let last = line.trim_end_matches('\r').rsplit('\r').next().unwrap_or_default();
+    let mut chars = last.chars().peekable();
     while let Some(c) = chars.next() {
         match c {
             '\x1b' if chars.next_if_eq(&'[').is_some() => {
@@ -121,6 +122,7 @@ mod tests {
     #[test]
     fn terminal_control_is_taken_out() {
         assert_eq!(plain("\x1bc\x1b[2J\x1b[01;32mok\x1b[0m\r"), "ok");
+        assert_eq!(plain("\r| 10 %\r| 20 %\r\x1b[2Kdone\r\r"), "done");
     }
 
     #[test]

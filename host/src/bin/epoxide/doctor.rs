@@ -191,7 +191,11 @@ fn from_outcome((name, outcome): (String, std::result::Result<String, String>)) 
 
 #[cfg(feature = "rdma")]
 fn rdma() -> Vec<Finding> {
-    epoxide::transport::verbs::doctor().into_iter().map(from_outcome).collect()
+    // What is wrong with GPUs that do not open, the other findings say.
+    let gpus = open_device(DeviceKind::Virtual, 0).into_iter();
+    let gpus = gpus.chain((0..).map_while(|ordinal| open_device(DeviceKind::Cuda, ordinal).ok()));
+    let gpus: Vec<_> = gpus.collect();
+    epoxide::transport::verbs::doctor(&gpus).into_iter().map(from_outcome).collect()
 }
 
 #[cfg(not(feature = "rdma"))]

@@ -71,6 +71,8 @@ pub enum Transport {
     Shm,
     /// Any network.
     Tcp,
+    /// RDMA: InfiniBand or RoCE, as the EPOXIDE_RDMA_* variables say.
+    Verbs,
 }
 
 impl Transport {
@@ -79,6 +81,7 @@ impl Transport {
         match self {
             Transport::Shm => TransportKind::Shm,
             Transport::Tcp => TransportKind::Tcp,
+            Transport::Verbs => TransportKind::Verbs,
         }
     }
 }

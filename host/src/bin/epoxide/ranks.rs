@@ -244,7 +244,7 @@ pub const NO_CUDA: &str =
 
 #[cfg(feature = "cuda")]
 fn cuda_devices() -> Result<u32> {
-    epoxide::driver::cuda::devices().map(|devices| devices.len() as u32).map_err(Stop::from_open)
+    epoxide::driver::cuda::devices().map(|devices| devices.len() as u32).map_err(Stop::from)
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -254,7 +254,7 @@ fn cuda_devices() -> Result<u32> {
 
 #[cfg(feature = "cuda")]
 fn open_cuda(ordinal: u32) -> Result<Arc<dyn Device>> {
-    epoxide::driver::cuda::CudaDevice::open(ordinal).map_err(Stop::from_open)
+    epoxide::driver::cuda::CudaDevice::open(ordinal).map_err(Stop::from)
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -669,6 +669,13 @@ mod tests {
         }
         #[cfg(not(feature = "cuda"))]
         assert_eq!(execute_line("--device cuda").1.unwrap_err().code, crate::stop::SKIPPED);
+        #[cfg(not(feature = "rdma"))]
+        {
+            let line = "--nodes 2 --ranks-per-node 1 --tokens 1 --hidden 8 --transport verbs";
+            let stop = execute_line(line).1.unwrap_err();
+            let message = stop.message.unwrap_or_default();
+            assert!(stop.code == crate::stop::SKIPPED && message.contains("--features rdma"), "{message}");
+        }
     }
 
     #[test]

@@ -56,14 +56,6 @@ impl Stop {
         self.message = self.message.map(|message| format!("rank {rank}: {message}"));
         self
     }
-
-    /// For errors of opening a device: a device that is not there is a reason to skip.
-    pub fn from_open(error: Error) -> Stop {
-        match error {
-            Error::Unavailable { .. } => Stop::skipped(error.to_string()),
-            error => Stop::from(error),
-        }
-    }
 }
 
 impl From<Error> for Stop {
@@ -75,6 +67,7 @@ impl From<Error> for Stop {
             | Error::Dtype { .. }
             | Error::Capacity { .. }
             | Error::Mismatch { .. } => Stop::usage(message),
+            Error::Unavailable { .. } => Stop::skipped(message),
             // On a virtual GPU a slow machine looks like a peer that hangs.
             Error::PeerTimeout { .. } => Stop {
                 consequence: true,

@@ -37,7 +37,8 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     let address = door.as_ref().map(Door::address).map_err(Error::clone);
     let all = greeting::meet(setup, address)?;
     let door = door?;
-    let (links, receivers) = greeting::agree(setup, make_links(setup, &door, &all))?;
+    let (links, receivers) =
+        greeting::agree(setup.group, setup.options.kind, make_links(setup, &door, &all))?;
     Ok(Links { links, receiving: Box::new(receivers) })
 }
 

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use ibverbs_sys as ib;
 
-use super::options::{VerbsOptions, mtu_bytes, mtu_code};
 use super::raw::{self, Context, Pd};
 use super::sysfs::{self, Gid, Sysfs};
 use crate::driver::DeviceInfo;
 use crate::error::{Error, Result};
+use crate::transport::verbs_options::{VerbsOptions, mtu_bytes, mtu_code};
 
 /// An opened device with a port that works.
 #[derive(Debug)]
@@ -84,7 +84,8 @@ impl Card {
             lid: port.lid,
             mtu,
             max_message: port.max_msg_sz.clamp(4096, 1 << 30),
-            max_depth: positive(device.max_qp_wr).min(positive(device.max_cqe).saturating_sub(1)),
+            // Beside them there is a goodbye each way.
+            max_depth: positive(device.max_qp_wr).min(positive(device.max_cqe)).saturating_sub(2),
             context,
             pd,
         })

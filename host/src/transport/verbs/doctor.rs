@@ -1,15 +1,22 @@
 //! What this machine has for RDMA and lacks, for `epoxide doctor`.
 
+use std::sync::Arc;
+
 use ibverbs_sys as ib;
 
-use super::device::{is_infiniband, state_name, state_remedy, unavailable};
-use super::options::{VerbsOptions, mtu_bytes};
+use super::device::{Card, is_infiniband, state_name, state_remedy, unavailable};
 use super::raw::{self, Context, Pd};
+use super::register::{self, Reach};
 use super::sysfs::{Gid, Sysfs, choose_gid};
+use crate::driver::Device;
 use crate::error::Result;
+use crate::transport::verbs_options::{VerbsOptions, mtu_bytes};
 
-/// One check per entry: its name, and what was found, or what is wrong and how to mend it.
-pub fn doctor() -> Vec<(String, Result<String, String>)> {
+/// Bytes of wire memory that are registered to see how.
+const TRIAL: u64 = 2 << 20;
+
+/// One check per entry: its name, and what was found, or what is wrong and how to mend it. Wire memory of each of `gpus` is tried.
+pub fn doctor(gpus: &[Arc<dyn Device>]) -> Vec<(String, Result<String, String>)> {
     let text = |result: Result<String>| result.map_err(|error| error.to_string());
     let options = match VerbsOptions::from_env() {
         Ok(options) => options,
@@ -35,6 +42,10 @@ pub fn doctor() -> Vec<(String, Result<String, String>)> {
             report.push((format!("{name} port {port}"), text(describe_port(&context, port, &options))));
         }
         report.push((format!("{name} dma-buf"), text(dma_buf(&context))));
+    }
+    for gpu in gpus {
+        let name = format!("RDMA wire memory of GPU {} ({})", gpu.info().ordinal, gpu.info().name);
+        report.push((name, text(wire_memory(&options, gpu))));
     }
     report
 }
@@ -76,11 +87,25 @@ fn describe_port(context: &Context, number: u8, options: &VerbsOptions) -> Resul
     }
 }
 
-fn dma_buf(context: &std::sync::Arc<Context>) -> Result<String> {
+fn dma_buf(context: &Arc<Context>) -> Result<String> {
     if Pd::new(context)?.takes_dma_buf() {
         return Ok("device memory can be registered by dma-buf".into());
     }
     let reason = "its driver cannot register a dma-buf (Linux 5.12 and a driver that does it, such as mlx5_ib); GPU memory \
                   then needs nvidia-peermem, or wire memory is host memory";
     Err(unavailable(format!("dma-buf on {}", context.name()), reason.into()))
+}
+
+/// Which card the GPU uses, and how that reaches its wire memory.
+fn wire_memory(options: &VerbsOptions, gpu: &Arc<dyn Device>) -> Result<String> {
+    let card = Card::open(options, gpu.info())?;
+    let (_, reach) = register::wire_memory(&card.pd, gpu, TRIAL)?;
+    let untried = match reach {
+        Reach::Host => "",
+        Reach::DmaBuf | Reach::PeerMemory => {
+            "; it could be registered, but that puts into it are right was never tested on real cards: run `epoxide roundtrip \
+             --device cuda --transport verbs`"
+        }
+    };
+    Ok(format!("{reach}, on {}{untried}", card.context.name()))
 }

@@ -4,32 +4,30 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::raw::{self, From, Qp, Write};
-use super::register::Region;
+use super::end::End;
+use super::raw::{self, From, Write};
 use crate::error::{Error, Result};
-use crate::transport::{Put, Queue};
+use crate::transport::{Interrupt, Place, Put, Queue, deadline};
 
-/// The peer's wire memory.
+/// The peer's wire memory, as large as the own.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Remote {
-    pub rank: u32,
     pub address: u64,
-    pub bytes: u64,
     pub rkey: u32,
 }
 
 /// An ordered queue over verbs: of each put the bytes, then the counter, as RDMA writes on one connection.
 #[derive(Debug)]
 pub(super) struct VerbsQueue {
-    // Before the region: dropped first.
-    qp: Qp,
-    region: Arc<Region>,
+    end: Arc<End>,
+    place: Place,
     remote: Remote,
     /// Most writes in flight.
     depth: u64,
     /// Most bytes of one write.
     max_message: u64,
     timeout: Duration,
+    interrupt: Interrupt,
     /// Writes of the chain that is being built.
     chain: Vec<Write>,
     /// Writes posted, and of those the ones that have left.
@@ -45,20 +43,21 @@ pub(super) struct VerbsQueue {
 
 impl VerbsQueue {
     pub fn new(
-        qp: Qp,
-        region: Arc<Region>,
+        end: Arc<End>,
+        place: Place,
         remote: Remote,
         depth: u32,
         max_message: u32,
         timeout: Duration,
     ) -> VerbsQueue {
         VerbsQueue {
-            qp,
-            region,
+            end,
+            place,
             remote,
             depth: depth.into(),
             max_message: u64::from(max_message).max(1),
             timeout,
+            interrupt: Interrupt::default(),
             chain: Vec::new(),
             posted: 0,
             retired: 0,
@@ -80,7 +79,7 @@ impl VerbsQueue {
 
     fn error(&self, call: &'static str, status: String, remedy: String) -> Error {
         let operation = format!("put #{}", self.puts_left + 1);
-        Error::Verbs { call, status, peer: Some(self.remote.rank), operation, remedy }
+        Error::Verbs { call, status, peer: Some(self.place.peer), operation, remedy }
     }
 
     /// Adds a write to the chain; a chain that fills half the connection goes at once.
@@ -98,8 +97,8 @@ impl VerbsQueue {
         last.signalled = true;
         let id = last.id;
         self.wait(deadline, |queue| id - queue.retired <= queue.depth)?;
-        let operation = format!("put #{} to rank {}", self.puts_posted, self.remote.rank);
-        self.qp.post(&chain, &operation).map_err(|error| self.fail(error))?;
+        let operation = format!("put #{} to rank {}", self.puts_posted, self.place.peer);
+        self.end.post(&chain, &operation).map_err(|error| self.fail(error))?;
         self.posted = id;
         self.marks.push_back((id, self.puts_posted));
         chain.clear();
@@ -109,7 +108,7 @@ impl VerbsQueue {
 
     /// Takes completions.
     fn poll(&mut self) -> Result<()> {
-        let completions = self.qp.poll().map_err(|error| self.fail(error))?;
+        let completions = self.end.poll().map_err(|error| self.fail(error))?;
         for completion in completions {
             // The first to fail is the cause; those behind it are flushed.
             if let Some((status, vendor)) = completion.error {
@@ -132,6 +131,9 @@ impl VerbsQueue {
             self.poll()?;
             if done(self) {
                 return Ok(());
+            }
+            if self.interrupt.is_raised() {
+                return Err(self.fail(self.place.error("put", "interrupted: this rank closes the link")));
             }
             if Instant::now() >= deadline {
                 let (flying, waited) = (self.posted - self.retired, start.elapsed());
@@ -172,30 +174,33 @@ fn remedy(status: u32) -> &'static str {
 impl Queue for VerbsQueue {
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
         self.usable()?;
-        for put in puts {
-            check(put, self.region.bytes(), self.remote.bytes)?;
+        // Errors show early, and completions do not pile up.
+        self.poll()?;
+        if self.end.peer_left() {
+            return Err(
+                self.fail(self.place.error("put", "it said goodbye before; close only after a barrier"))
+            );
         }
-        let deadline = Instant::now() + self.timeout;
-        let (address, lkey) = (self.region.address(), self.region.lkey());
+        let (address, bytes, lkey) =
+            (self.end.region.address(), self.end.region.bytes(), self.end.region.lkey());
+        for put in puts {
+            put.check(bytes).map_err(|reason| self.fail(self.place.error("put", reason)))?;
+        }
+        let deadline = deadline(self.timeout);
         for put in puts {
             let mut done = 0;
             while done < put.bytes {
                 let bytes = (put.bytes - done).min(self.max_message);
                 // At most `max_message`, a `u32`.
-                self.push(
-                    From::Memory(address + put.from + done, bytes as u32, lkey),
-                    put.to + done,
-                    deadline,
-                )?;
+                let from = From::Memory(address + put.from + done, bytes as u32, lkey);
+                self.push(from, put.to + done, deadline)?;
                 done += bytes;
             }
             // Counted before its last write is posted: a mark there covers it.
             self.puts_posted += 1;
             self.push(From::Word(put.value), put.counter, deadline)?;
         }
-        self.flush(deadline)?;
-        // Errors show early, and completions do not pile up.
-        self.poll()
+        self.flush(deadline)
     }
 
     fn completed(&mut self) -> Result<u64> {
@@ -206,63 +211,17 @@ impl Queue for VerbsQueue {
 
     fn quiet(&mut self, timeout: Duration) -> Result<()> {
         self.usable()?;
-        self.wait(Instant::now() + timeout, |queue| queue.retired == queue.posted)
+        self.wait(deadline(timeout), |queue| queue.retired == queue.posted)
     }
 
     fn close(&mut self) {
-        // The connection itself stays until the drop: the peer's puts come in over it.
-        let error = self.error("put_with_counter", "the queue is closed".into(), String::new());
-        self.failure.get_or_insert(error);
-    }
-}
-
-/// Refuses a put that reaches beyond wire memory, here or there.
-fn check(put: &Put, own: u64, peer: u64) -> Result<()> {
-    let within = |start: u64, bytes: u64, size: u64| start.checked_add(bytes).is_some_and(|end| end <= size);
-    let refuse = |argument, value: u64, rule: String| Err(Error::argument(argument, value, rule));
-    if put.bytes > 0 && !within(put.from, put.bytes, own) {
-        return refuse(
-            "put.from",
-            put.from,
-            format!("with bytes = {} must be within the {own} bytes of wire memory", put.bytes),
-        );
-    }
-    if put.bytes > 0 && !within(put.to, put.bytes, peer) {
-        return refuse(
-            "put.to",
-            put.to,
-            format!("with bytes = {} must be within the peer's {peer} bytes of wire memory", put.bytes),
-        );
-    }
-    if !put.counter.is_multiple_of(8) || !within(put.counter, 8, peer) {
-        return refuse(
-            "put.counter",
-            put.counter,
-            format!("must be a multiple of 8 within the peer's {peer} bytes of wire memory"),
-        );
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn puts_stay_within_wire_memory() {
-        let good = Put { from: 0, to: 64, bytes: 64, counter: 120, value: 1 };
-        assert!(check(&good, 64, 128).is_ok());
-        assert!(check(&Put { from: 999, to: 999, bytes: 0, ..good }, 64, 128).is_ok());
-        for (bad, name) in [
-            (Put { from: 1, ..good }, "put.from = 1:"),
-            (Put { from: u64::MAX, ..good }, "put.from = 18446744073709551615:"),
-            (Put { to: 65, ..good }, "put.to = 65:"),
-            (Put { counter: 124, ..good }, "put.counter = 124:"),
-            (Put { counter: 128, ..good }, "put.counter = 128:"),
-            (Put { counter: u64::MAX - 7, ..good }, "put.counter = 18446744073709551608:"),
-        ] {
-            let error = check(&bad, 64, 128).unwrap_err().to_string();
-            assert!(error.starts_with(name), "{error}");
+        if self.failure.is_none() {
+            self.end.say_goodbye();
+            self.failure = Some(self.place.error("put", "this rank has closed the queue"));
         }
+    }
+
+    fn interrupt(&self) -> Interrupt {
+        self.interrupt.clone()
     }
 }

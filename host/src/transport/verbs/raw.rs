@@ -55,6 +55,10 @@ impl Debug for Context {
     }
 }
 
+fn unavailable(reason: String) -> Error {
+    Error::Unavailable { what: "RDMA".into(), reason }
+}
+
 /// The devices that libibverbs lists.
 struct List {
     raw: NonNull<*mut ib::ibv_device>,
@@ -62,12 +66,19 @@ struct List {
 }
 
 impl List {
-    /// `errno` where there is no RDMA in this kernel.
-    fn new() -> Result<List, i32> {
+    fn new() -> Result<List> {
         let mut len = 0;
         // SAFETY: the out pointer is valid.
         let raw = unsafe { ib::ibv_get_device_list(&mut len) };
-        NonNull::new(raw).map(|raw| List { raw, len: len.max(0) as usize }).ok_or_else(errno)
+        let list = NonNull::new(raw).map(|raw| List { raw, len: len.max(0) as usize });
+        list.ok_or_else(|| {
+            unavailable(match errno() {
+                libc::ENOSYS => "this kernel has no RDMA modules (ibv_get_device_list: ENOSYS); `modprobe ib_uverbs` and the driver of the \
+                                 card, such as mlx5_ib; in a container, pass /dev/infiniband and /sys/class/infiniband"
+                    .into(),
+                errno => format!("ibv_get_device_list: {}", std::io::Error::from_raw_os_error(errno)),
+            })
+        })
     }
 
     fn devices(&self) -> impl Iterator<Item = (*mut ib::ibv_device, String)> {
@@ -90,16 +101,7 @@ impl Drop for List {
 
 /// The names of all RDMA devices, sorted. The error says why there are none.
 pub(super) fn device_names() -> Result<Vec<String>> {
-    let unavailable = |reason: String| Error::Unavailable { what: "RDMA".into(), reason };
-    let list = List::new().map_err(|errno| {
-        unavailable(if errno == libc::ENOSYS {
-            "this kernel has no RDMA modules (ibv_get_device_list: ENOSYS); `modprobe ib_uverbs` and the driver of the \
-             card, such as mlx5_ib; in a container, pass /dev/infiniband and /sys/class/infiniband"
-                .into()
-        } else {
-            format!("ibv_get_device_list: {}", std::io::Error::from_raw_os_error(errno))
-        })
-    })?;
+    let list = List::new()?;
     let mut names: Vec<String> = list.devices().map(|(_, name)| name).collect();
     names.sort();
     if names.is_empty() {
@@ -115,7 +117,7 @@ pub(super) fn device_names() -> Result<Vec<String>> {
 impl Context {
     /// Opens the device of this name.
     pub fn open(name: &str) -> Result<Arc<Context>> {
-        let list = List::new().map_err(|errno| failed("ibv_get_device_list", errno, name, ""))?;
+        let list = List::new()?;
         let Some((device, _)) = list.devices().find(|(_, have)| have == name) else {
             return Err(Error::Unavailable {
                 what: format!("RDMA device {name}"),
@@ -320,7 +322,7 @@ pub(super) struct Behaviour {
     pub ack_timeout: u8,
 }
 
-/// A reliable connection, with its completion queue. One thread uses it.
+/// A reliable connection, with its completion queue.
 #[derive(Debug)]
 pub(super) struct Qp {
     raw: NonNull<ib::ibv_qp>,
@@ -328,10 +330,12 @@ pub(super) struct Qp {
     _pd: Arc<Pd>,
 }
 
-// SAFETY: verbs may be called from any thread, one at a time for one queue pair: `post` and `poll` take `&mut self`.
+// SAFETY: as for `Context`.
 unsafe impl Send for Qp {}
+// SAFETY: providers lock a queue pair and a completion queue in each call (ibv_post_send(3) and ibv_poll_cq(3) are thread-safe).
+unsafe impl Sync for Qp {}
 
-/// One RDMA write.
+/// One RDMA write, or an empty message.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Write {
     /// Comes back with its completion.
@@ -353,6 +357,8 @@ pub(super) enum From {
     Memory(u64, u32, u32),
     /// A word, copied when it is posted.
     Word(u64),
+    /// Nothing: a message without contents, for which the peer has called [`Qp::receive`].
+    Nothing,
 }
 
 /// A completion.
@@ -365,17 +371,17 @@ pub(super) struct Completion {
 }
 
 impl Qp {
-    /// A connection for `depth` writes in flight, not connected yet. Its completion queue has room for all of them, so that it cannot
-    /// overrun.
+    /// A connection for `depth` writes in flight and an empty message each way, not connected yet. Its completion queue has room for all of
+    /// them, so that it cannot overrun.
     pub fn new(pd: &Arc<Pd>, depth: u32) -> Result<Qp> {
-        let cq = Cq::new(&pd.context, depth + 1)?;
+        let cq = Cq::new(&pd.context, depth + 2)?;
         // SAFETY: pointers and numbers, for which zeroes are valid.
         let mut attributes: ib::ibv_qp_init_attr = unsafe { std::mem::zeroed() };
         attributes.send_cq = cq.raw.as_ptr();
         attributes.recv_cq = cq.raw.as_ptr();
         attributes.qp_type = ib::ibv_qp_type::IBV_QPT_RC;
         attributes.cap = ib::ibv_qp_cap {
-            max_send_wr: depth,
+            max_send_wr: depth + 1,
             max_recv_wr: 1,
             max_send_sge: 1,
             max_recv_sge: 1,
@@ -460,11 +466,26 @@ impl Qp {
         check(code, "ibv_modify_qp", operation, remedy)
     }
 
+    /// Gets ready for one empty message; `id` comes back with its completion.
+    pub fn receive(&self, id: u64) -> Result<()> {
+        let operation = "await the goodbye";
+        // SAFETY: pointers and numbers, for which zeroes are valid: no buffers.
+        let mut request: ib::ibv_recv_wr = unsafe { std::mem::zeroed() };
+        request.wr_id = id;
+        let mut refused = null_mut();
+        // SAFETY: as in `post`.
+        let receive = unsafe { (*self.raw.as_ref().context).ops.post_recv };
+        let Some(receive) = receive else { return Err(failed("ibv_post_recv", libc::ENOSYS, operation, "")) };
+        // SAFETY: the pair is live; the request lives until the call has returned, which keeps nothing of it.
+        let code = unsafe { receive(self.raw.as_ptr(), &mut request, &mut refused) };
+        check(code, "ibv_post_recv", operation, "")
+    }
+
     /// Posts the writes as one chain, in one call. An error may leave some of them posted.
-    pub fn post(&mut self, writes: &[Write], operation: &str) -> Result<()> {
+    pub fn post(&self, writes: &[Write], operation: &str) -> Result<()> {
         let word = |write: &Write| match write.from {
             From::Word(word) => word,
-            From::Memory(..) => 0,
+            From::Memory(..) | From::Nothing => 0,
         };
         let words: Vec<u64> = writes.iter().map(word).collect();
         let mut pieces: Vec<ib::ibv_sge> = writes
@@ -476,6 +497,7 @@ impl Qp {
                     ib::ibv_sge { addr, length: size_of::<u64>() as u32, lkey: 0 }
                 }
                 From::Memory(addr, length, lkey) => ib::ibv_sge { addr, length, lkey },
+                From::Nothing => ib::ibv_sge { addr: 0, length: 0, lkey: 0 },
             })
             .collect();
         let mut requests: Vec<ib::ibv_send_wr> = writes
@@ -486,8 +508,10 @@ impl Qp {
                 let mut request: ib::ibv_send_wr = unsafe { std::mem::zeroed() };
                 request.wr_id = write.id;
                 request.sg_list = piece;
-                request.num_sge = 1;
-                request.opcode = ib::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
+                (request.num_sge, request.opcode) = match write.from {
+                    From::Nothing => (0, ib::ibv_wr_opcode::IBV_WR_SEND),
+                    From::Word(_) | From::Memory(..) => (1, ib::ibv_wr_opcode::IBV_WR_RDMA_WRITE),
+                };
                 if write.signalled {
                     request.send_flags |= ib::ibv_send_flags::IBV_SEND_SIGNALED.0;
                 }
@@ -511,13 +535,13 @@ impl Qp {
         // SAFETY: the pair is live and so is its context, whose table has this entry in every provider (else it is an error, below).
         let post = unsafe { (*self.raw.as_ref().context).ops.post_send };
         let Some(post) = post else { return Err(failed("ibv_post_send", libc::ENOSYS, operation, "")) };
-        // SAFETY: the chain, its pieces and the words live until the call has returned, which keeps none of them; one thread posts.
+        // SAFETY: the chain, its pieces and the words live until the call has returned, which keeps none of them.
         let code = unsafe { post(self.raw.as_ptr(), first, &mut refused) };
         check(code, "ibv_post_send", operation, "")
     }
 
     /// Takes completions; none where there are none.
-    pub fn poll(&mut self) -> Result<Vec<Completion>> {
+    pub fn poll(&self) -> Result<Vec<Completion>> {
         let mut entries = [ib::ibv_wc::default(); 16];
         // SAFETY: as in `post`.
         let poll = unsafe { (*self.raw.as_ref().context).ops.poll_cq };

@@ -160,7 +160,7 @@ fn launched() -> Result<Option<(u32, Option<u32>)>> {
 fn stop_of(error: Error) -> Stop {
     match error {
         Error::OutOfMemory { .. } => Stop::skipped(format!("bench: sizes that do not fit: {error}")),
-        error => Stop::from_open(error),
+        error => Stop::from(error),
     }
 }
 

@@ -1,7 +1,6 @@
 //! How the verbs transport is set up, from code or from the environment.
 
 use std::str::FromStr;
-use std::time::Duration;
 
 use crate::error::{Error, Result};
 
@@ -21,18 +20,19 @@ pub struct VerbsOptions {
     /// `EPOXIDE_RDMA_RETRY_COUNT`: how often a packet that is not acknowledged is sent again, 0 to 7. On Soft-RoCE 7 means
     /// without end: then the timeout ends the wait.
     pub retry_count: u8,
-    /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n from 1 to 31.
+    /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n from 1 to 31. There is no
+    /// back-off: where the last packets of a burst are lost, or the link comes back, one such wait passes before they are sent
+    /// again; and a link that is gone for more than `retry_count + 1` of them is given up.
     pub ack_timeout: u8,
     /// `EPOXIDE_RDMA_PATH_MTU`: bytes per packet: 256, 512, 1024, 2048 or 4096. Without it, what both ports have.
     pub path_mtu: Option<u32>,
     /// `EPOXIDE_RDMA_QUEUE_DEPTH`: most writes in flight per queue, at least 4.
     pub queue_depth: u32,
-    /// Longest wait of a put for the network.
-    pub timeout: Duration,
 }
 
 impl Default for VerbsOptions {
-    /// Packets are sent again for seven seconds and more, which outlasts a link that comes back; puts wait for 30 s.
+    /// Packets wait half a second for their acknowledgement, and are given up after eight such waits (many cards wait up to four
+    /// times as long): that outlasts a link that is gone for a few seconds, and a lost packet costs half a second.
     fn default() -> Self {
         VerbsOptions {
             device: None,
@@ -41,10 +41,9 @@ impl Default for VerbsOptions {
             traffic_class: 0,
             service_level: 0,
             retry_count: 7,
-            ack_timeout: 18,
+            ack_timeout: 17,
             path_mtu: None,
             queue_depth: 256,
-            timeout: Duration::from_secs(30),
         }
     }
 }
@@ -84,7 +83,6 @@ impl VerbsOptions {
             ack_timeout: number(variable, "EPOXIDE_RDMA_TIMEOUT", SMALL)?.unwrap_or(default.ack_timeout),
             path_mtu: number(variable, "EPOXIDE_RDMA_PATH_MTU", NUMBER)?,
             queue_depth: number(variable, "EPOXIDE_RDMA_QUEUE_DEPTH", NUMBER)?.unwrap_or(default.queue_depth),
-            timeout: default.timeout,
         };
         options.check().map(|()| options)
     }

@@ -1,0 +1,112 @@
+//! This rank's end of a connection, and how it is left.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::raw::{Completion, From, Qp, Write};
+use super::register::Region;
+use crate::error::{Error, Result};
+use crate::transport::{Receiving, deadline};
+
+/// Of the goodbyes; puts count from 1.
+const OUR_GOODBYE: u64 = u64::MAX;
+const THEIR_GOODBYE: u64 = u64::MAX - 1;
+/// How long a rank that leaves waits for its peers, whose last puts may be under way or not acknowledged. Those that leave
+/// together need far less.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// One end of a connection. The queue puts over it, and the receiving side keeps it until the peer has left too, since the
+/// peer's puts come in over it. The goodbye is an empty message behind all puts.
+#[derive(Debug)]
+pub(super) struct End {
+    // Before the region: dropped first.
+    qp: Qp,
+    pub region: Arc<Region>,
+    said_goodbye: AtomicBool,
+    goodbye_arrived: AtomicBool,
+    peer_left: AtomicBool,
+    broken: AtomicBool,
+}
+
+impl End {
+    /// Of a pair that is connected, before any rank sends.
+    pub fn new(qp: Qp, region: &Arc<Region>) -> Result<End> {
+        qp.receive(THEIR_GOODBYE)?;
+        Ok(End {
+            qp,
+            region: region.clone(),
+            said_goodbye: AtomicBool::default(),
+            goodbye_arrived: AtomicBool::default(),
+            peer_left: AtomicBool::default(),
+            broken: AtomicBool::default(),
+        })
+    }
+
+    /// Posts the writes as one chain.
+    pub fn post(&self, writes: &[Write], operation: &str) -> Result<()> {
+        self.qp.post(writes, operation)
+    }
+
+    /// Takes completions of writes.
+    pub fn poll(&self) -> Result<Vec<Completion>> {
+        let mut completions = self.qp.poll()?;
+        completions.retain(|Completion { id, error }| {
+            if error.is_some() {
+                self.broken.store(true, Ordering::Release);
+            }
+            match (*id, error) {
+                (OUR_GOODBYE, None) => self.goodbye_arrived.store(true, Ordering::Release),
+                (THEIR_GOODBYE, None) => self.peer_left.store(true, Ordering::Release),
+                (OUR_GOODBYE | THEIR_GOODBYE, Some(_)) => {}
+                _ => return true,
+            }
+            false
+        });
+        Ok(completions)
+    }
+
+    /// Whether the peer has said goodbye, as far as completions were taken.
+    pub fn peer_left(&self) -> bool {
+        self.peer_left.load(Ordering::Acquire)
+    }
+
+    /// Says goodbye, behind all puts. No more than once.
+    pub fn say_goodbye(&self) {
+        let write = Write { id: OUR_GOODBYE, from: From::Nothing, to: 0, rkey: 0, signalled: true };
+        match self.post(&[write], "goodbye") {
+            Ok(()) => self.said_goodbye.store(true, Ordering::Release),
+            // To the peer it looks like a death.
+            Err(error) => tracing::debug!("{error}"),
+        }
+    }
+
+    /// Whether nothing is gained by staying: both ends have left, or this one failed.
+    fn is_over(&self) -> bool {
+        // What it may still take are goodbyes; the queue is through with the rest.
+        let polled = self.poll();
+        let is = |flag: &AtomicBool| flag.load(Ordering::Acquire);
+        polled.is_err()
+            || is(&self.broken)
+            || !is(&self.said_goodbye)
+            || (is(&self.goodbye_arrived) && is(&self.peer_left))
+    }
+}
+
+/// All ends of a rank. Nothing is received by this side: the peers' cards write to memory.
+#[derive(Debug)]
+pub(super) struct Ends(pub Vec<Arc<End>>);
+
+impl Receiving for Ends {
+    fn failure(&self) -> Option<Error> {
+        None
+    }
+
+    fn close(&mut self) {
+        let until = deadline(LINGER);
+        while !self.0.iter().all(|end| end.is_over()) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.0.clear();
+    }
+}
