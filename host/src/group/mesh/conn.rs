@@ -24,6 +24,8 @@ pub(crate) struct Conn {
     sent: usize,
     header: Vec<u8>,
     payload: Option<(Header, Vec<u8>)>,
+    /// True once its goodbye came.
+    pub farewell: bool,
     /// True once a hello came, or where none is due.
     greeted: bool,
     heard: bool,
@@ -33,7 +35,17 @@ impl Conn {
     pub(crate) fn new(socket: OwnedFd, peer: Option<u32>) -> Conn {
         let greeted = peer.is_some();
         let header = Vec::with_capacity(HEADER);
-        Conn { socket, peer, out: Vec::new(), sent: 0, header, payload: None, greeted, heard: false }
+        Conn {
+            socket,
+            peer,
+            out: Vec::new(),
+            sent: 0,
+            header,
+            payload: None,
+            farewell: false,
+            greeted,
+            heard: false,
+        }
     }
 
     /// True when everything sent has been taken by the kernel.

@@ -120,7 +120,12 @@ impl Engine {
                 if !self.board.check(&key)? {
                     return Ok(None);
                 }
-                let bytes = self.board.get(&key, Duration::from_secs(1))?;
+                let bytes = match self.board.get(&key, Duration::from_secs(1)) {
+                    Ok(bytes) => bytes,
+                    // It left in between, and took its address back.
+                    Err(_) if !self.board.check(&key)? => return Ok(None),
+                    Err(error) => return Err(error),
+                };
                 let address: Address = serde_json::from_slice(&bytes).map_err(|error| {
                     self.error(
                         vec![peer],
@@ -146,12 +151,43 @@ impl Engine {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
     use std::sync::Arc;
 
     use super::*;
     use crate::group::HashStore;
     use crate::group::mesh::wake::Wake;
     use crate::group::mesh::{Listener, Sockets};
+
+    #[test]
+    fn a_goodbye_on_one_connection_waits_for_what_comes_on_the_other() {
+        let listener = Listener::open(2, Sockets::Auto, None).unwrap();
+        let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
+        let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake).unwrap();
+        let mut connect = || {
+            let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+            ours.set_nonblocking(true).unwrap();
+            let index = engine.add(Conn::new(ours.into(), Some(0))).unwrap();
+            engine.peers[0].conns.push(index);
+            theirs
+        };
+        let (mut first, mut second) = (connect(), connect());
+        let goodbye = Header::control(Kind::Goodbye, 0, 0).encode();
+        first.write_all(&goodbye).unwrap();
+        drop(first);
+        engine.progress(Duration::from_millis(100)).unwrap();
+        assert_eq!(engine.peers[0].health, Health::Alive);
+        let step = Header { kind: Kind::Collective, ..Header::control(Kind::Collective, 0, 0) };
+        second.write_all(&step.encode()).unwrap();
+        second.write_all(&goodbye).unwrap();
+        engine.progress(Duration::from_millis(100)).unwrap();
+        assert_eq!((engine.peers[0].inbox.len(), engine.peers[0].health.clone()), (1, Health::Left));
+        // A connection that breaks once the peer has said goodbye somewhere is no death either.
+        engine.peers[0].health = Health::Alive;
+        drop(second);
+        engine.progress(Duration::from_millis(100)).unwrap();
+        assert_eq!(engine.peers[0].health, Health::Left);
+    }
 
     #[test]
     fn a_question_of_a_rank_that_connects_is_not_taken_for_a_collective() {

@@ -285,10 +285,14 @@ impl Engine {
         let Some(Some(conn)) = self.conns.get_mut(index) else { return };
         let mut frames = Vec::new();
         let outcome = conn.read(&mut self.scratch, &mut frames);
-        let mut asking = None;
+        let (mut asking, mut leaving) = (None, None);
         for (header, payload) in frames {
             let Some(Some(conn)) = self.conns.get_mut(index) else { return };
             match conn.peer {
+                Some(peer) if header.kind == Kind::Goodbye => {
+                    conn.farewell = true;
+                    leaving = Some(peer);
+                }
                 Some(peer) => {
                     asking = (header.kind == Kind::Query).then_some(peer).or(asking);
                     self.receive(peer, header, payload);
@@ -301,6 +305,9 @@ impl Engine {
                 None => return self.close(index, "a stranger"),
             }
         }
+        if let Some(peer) = leaving {
+            self.say_farewell(peer);
+        }
         match outcome {
             Ok(true) => {}
             Ok(false) => self.close(index, "it closed its connection without saying goodbye"),
@@ -309,6 +316,23 @@ impl Engine {
         // Only now: an answer that fails ends the connection, and a goodbye may have stood behind the question.
         if let Some(peer) = asking {
             self.answer(peer);
+        }
+    }
+
+    /// Notes a goodbye of `peer`. It says one on each connection, behind what it sent there: the other may still hold what a
+    /// collective waits for, so the peer has left only once all have brought theirs.
+    fn say_farewell(&mut self, peer: u32) {
+        self.peers[peer as usize].farewell = true;
+        // A connection may still wait to be accepted.
+        for which in 0..self.listener.as_ref().map_or(0, |listener| listener.sockets.len()) {
+            if let Err(error) = self.accept(which) {
+                tracing::debug!("{error}");
+            }
+        }
+        let state = &self.peers[peer as usize];
+        let open = |index: &usize| self.conns[*index].as_ref().is_some_and(|conn| !conn.farewell);
+        if state.health == Health::Alive && !state.conns.iter().any(open) {
+            self.peers[peer as usize].health = Health::Left;
         }
     }
 
@@ -332,6 +356,9 @@ impl Engine {
         // Two ranks that connect at once have two connections: the other may hold its goodbye, or show that it is alive.
         for other in state.conns.clone() {
             self.read(other);
+        }
+        if self.peers[peer as usize].farewell {
+            return self.say_farewell(peer);
         }
         let state = &self.peers[peer as usize];
         if state.health == Health::Alive && state.conns.is_empty() {
@@ -369,7 +396,8 @@ impl Engine {
                 peer.health = Health::GaveUp(reason.clone());
                 self.aborted.get_or_insert((from, header.sequence, reason));
             }
-            Kind::Goodbye => peer.health = Health::Left,
+            // Of a connection, not of the rank: `read` takes it.
+            Kind::Goodbye => {}
         }
     }
 

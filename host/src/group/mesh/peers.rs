@@ -29,6 +29,8 @@ pub(crate) struct Peer {
     /// Steps of collectives that came and have not been taken.
     pub inbox: VecDeque<(Header, Vec<u8>)>,
     pub health: Health,
+    /// It said goodbye on some connection.
+    pub farewell: bool,
     /// The newest operation it was seen in.
     pub seen: Option<(u64, Signature)>,
     /// When it last said that it waits, and for whom.
@@ -43,6 +45,7 @@ impl Peer {
             send_on: None,
             inbox: VecDeque::new(),
             health: Health::Alive,
+            farewell: false,
             seen: None,
             status: None,
         }
