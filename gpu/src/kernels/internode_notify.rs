@@ -93,12 +93,12 @@ const RECEIVES: u32 = 0;
 const BASES: u32 = RECEIVES + MAX_WORLD as u32;
 /// Selections of each local expert.
 const EXPERTS: u32 = BASES + (MAX_WORLD * MAX_RANKS) as u32;
-/// Lowest source whose message does not fit, by warp.
-const BAD: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
-/// The verdict: status, peer, detail, theirs, ours, rows this rank receives.
-const VERDICT: u32 = BAD + THREADS / 32;
+/// The lowest number that a warp named, by warp.
+const LOWEST: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
+/// The verdict: status, peer, detail, theirs, ours.
+const VERDICT: u32 = LOWEST + THREADS / 32;
 /// Non-zero where a wait has expired.
-const EXPIRED: u32 = VERDICT + 6;
+const EXPIRED: u32 = VERDICT + 5;
 const WORDS: u32 = EXPIRED + 1;
 
 /// Dynamic shared memory of internode_notify, in bytes.
@@ -125,337 +125,531 @@ const NONE: u32 = u32::MAX;
     )
 )]
 pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
-    let (comm, wire) = (&args.comm, &args.wire);
-    let (thread, lane, warp) = (tid(), laneid(), tid() / 32);
-    let (nodes, per_node, channels) = (wire.num_nodes, comm.num_ranks, args.num_channels);
-    let ranks = nodes * per_node;
-    let local_experts = args.local_experts;
+    let comm = &args.comm;
     trace(comm, Phase::Enter);
-    let epoch = current_epoch(comm);
-    let operation = Operation { epoch, queue: Wait::NotifyQueue };
-    let shared = dynamic_shared();
-    let word = |index: u32| shared + index * 4;
-
-    let mut i = thread;
-    while i < WORDS {
-        st_shared_u32(word(i), 0);
-        i += THREADS;
-    }
-    let out = |node: u32| wire.memory.0 + wire.layout.messages_out + node as u64 * wire.layout.message_bytes;
-    let incoming = |node: u32| {
-        // The own node's message does not travel.
-        let base = if node == wire.node { wire.layout.messages_out } else { wire.layout.messages_in };
-        wire.memory.0 + base + node as u64 * wire.layout.message_bytes
-    };
-
-    // Column sums over channels: the sender's prefix matrices, and the bulk of the messages. A thread takes a column.
-    let mut column = thread;
-    while column < ranks + nodes {
-        let mut total = 0;
-        let mut channel = 0;
-        while channel < channels {
-            let start = total;
-            total += ld_u32(args.channel_counts.0 + (channel * (ranks + nodes) + column) as u64 * 4);
-            let (prefix, node, row) = if column < ranks {
-                let at = args.gbl_channel_prefix_matrix.0 + (column * channels + channel) as u64 * 4;
-                (at, column / per_node, 1 + column % per_node)
-            } else {
-                let node = column - ranks;
-                (args.rdma_channel_prefix_matrix.0 + (node * channels + channel) as u64 * 4, node, 0)
-            };
-            st_u32(prefix, total);
-            st_u32(out(node) + (wire_message::CHANNEL_STARTS + row * channels + channel) as u64 * 4, start);
-            channel += 1;
-        }
-        let index = if column < ranks {
-            wire_message::RANK_COUNTS + column
-        } else {
-            wire_message::NODE_COUNTS + column - ranks
-        };
-        let mut node = 0;
-        while node < nodes {
-            st_u32(out(node) + index as u64 * 4, total);
-            node += 1;
-        }
-        column += THREADS;
-    }
-    if thread < nodes {
-        let message = out(thread);
-        st_u32(message, args.row_bytes);
-        st_u32(message + 4, args.columns);
-        st_u32(message + 8, local_experts * ranks);
-        st_u32(message + 12, channels);
-        st_u32(message + 16, comm.pool.rows as u32);
-        let bad = ld_u64(args.invalid.0) != u64::MAX;
-        st_u32(message + wire_message::INVALID as u64 * 4, bad as u32);
-    }
-    let experts_per_node = per_node * local_experts;
-    let mut expert = thread;
-    while expert < nodes * experts_per_node {
-        let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
-        let index = wire_message::EXPERT_COUNTS + expert % experts_per_node;
-        st_u32(out(expert / experts_per_node) + index as u64 * 4, count);
-        expert += THREADS;
-    }
+    let exchange = Exchange::new(&args);
+    exchange.write_messages();
     barrier_sync();
-
-    // Lane n of the first warp sends node n its message and waits for the one from there.
-    let mut posted = Posted::NONE;
-    if warp == 0 && lane < nodes && lane != wire.node {
-        let words = wire_message::EXPERT_COUNTS + experts_per_node;
-        let put = Put {
-            from: wire.layout.messages_out + lane as u64 * wire.layout.message_bytes,
-            to: wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes,
-            bytes: (words as u64 * 4).next_multiple_of(16),
-            counter: node_word(wire.layout.counts, wire.node),
-            value: epoch,
-        };
-        posted = post(comm, wire, lane, 0, put, operation);
-        let arrived = wire.memory.0 + node_word(wire.layout.counts, lane);
-        if !wait_at_least(comm, arrived, epoch, lane, epoch, Wait::NodeCounts) {
-            st_shared_u32(word(EXPIRED), 1);
-        }
-    }
+    let posted = exchange.swap_messages();
     barrier_sync();
-    let relays = ld_shared_u32(word(EXPIRED)) == 0;
-
-    // Relay: of each message the head, and what concerns the rank: the starts of its channels, its experts.
-    let head = wire_message::NODE_COUNTS + nodes + ranks;
-    let each = head + channels + local_experts;
-    let mut item = thread;
-    while relays && item < nodes * per_node * each {
-        let (pair, field) = (item / each, item % each);
-        let (node, rank) = (pair / per_node, pair % per_node);
-        // (index in the message, index in what is relayed)
-        let (from, to) = if field < wire_message::NODE_COUNTS + nodes {
-            (field, field)
-        } else if field < head {
-            let index = wire_message::RANK_COUNTS + field - wire_message::NODE_COUNTS - nodes;
-            (index, index)
-        } else if field < head + channels {
-            let channel = field - head;
-            let from = wire_message::CHANNEL_STARTS + (1 + rank) * channels + channel;
-            (from, relay_message::CHANNEL_STARTS + channel)
-        } else {
-            let expert = field - head - channels;
-            let from = wire_message::EXPERT_COUNTS + rank * local_experts + expert;
-            (from, relay_message::EXPERT_COUNTS + expert)
-        };
-        let value = ld_u32(incoming(node) + from as u64 * 4);
-        let source = node * per_node + comm.rank;
-        send_packet_at(comm, rank, relay_offset(source, to), value, epoch);
-        item += THREADS;
+    if !exchange.has_expired() {
+        exchange.relay();
     }
-
-    // Everybody's heads. First the words that must agree: a thread takes a source.
-    let mut bad = NONE;
-    let mut source = thread;
-    let (mut status, mut detail, mut theirs, mut ours) = (0, 0, 0, 0);
-    if source < ranks {
-        unroll5!(INDEX => {
-            let own = match INDEX {
-                0 => args.row_bytes,
-                1 => args.columns,
-                2 => local_experts * ranks,
-                3 => channels,
-                _ => comm.pool.rows as u32,
-            };
-            match packet(&args, source, wire_message::SIGNATURE + INDEX, epoch) {
-                Some(value) if value != own && status == 0 => {
-                    (status, detail, theirs, ours) = (PlanStatus::Mismatch as u32, INDEX, value, own);
-                }
-                Some(_) => {}
-                None => st_shared_u32(word(EXPIRED), 1),
-            }
-        });
-        match packet(&args, source, wire_message::INVALID, epoch) {
-            Some(value) if value != 0 && status == 0 => status = PlanStatus::InvalidExpert as u32,
-            Some(_) => {}
-            None => st_shared_u32(word(EXPIRED), 1),
-        }
-        let mut node = 0;
-        while node < nodes {
-            match packet(&args, source, wire_message::NODE_COUNTS + node, epoch) {
-                Some(value) if value as u64 > wire.layout.slots && status == 0 => {
-                    (status, detail) = (PlanStatus::Slots as u32, value);
-                }
-                Some(_) => {}
-                None => st_shared_u32(word(EXPIRED), 1),
-            }
-            node += 1;
-        }
-        if status != 0 {
-            bad = source;
-        }
-    }
-    let lowest = redux_min(bad);
-    if lane == 0 {
-        st_shared_u32(word(BAD + warp), lowest);
-    }
-    // Then the tokens of every rank for every rank.
-    let mut pair = thread;
-    while pair < ranks * ranks {
-        let rank = pair % ranks;
-        source = pair / ranks;
-        match packet(&args, source, wire_message::RANK_COUNTS + rank, epoch) {
-            Some(value) => {
-                red_relaxed_cta_shared_add_u32(word(RECEIVES + rank), value);
-                if rank / per_node == wire.node {
-                    st_shared_u32(word(BASES + source * MAX_RANKS as u32 + rank % per_node), value);
-                }
-            }
-            None => st_shared_u32(word(EXPIRED), 1),
-        }
-        pair += THREADS;
-    }
+    let objection = exchange.read_heads();
     barrier_sync();
     trace(comm, Phase::Ready);
 
-    // The verdict: of the lowest source that does not fit, else of the lowest rank whose pool is too small.
-    let first_bad = redux_min(ld_shared_u32(word(BAD + lane)));
-    if bad != NONE && bad == first_bad {
-        st_shared_u32(word(VERDICT), status);
-        st_shared_u32(word(VERDICT + 1), bad);
-        st_shared_u32(word(VERDICT + 2), detail);
-        st_shared_u32(word(VERDICT + 3), theirs);
-        st_shared_u32(word(VERDICT + 4), ours);
-    }
-    let mut over = NONE;
-    if thread < ranks && ld_shared_u32(word(RECEIVES + thread)) as u64 > comm.pool.rows {
-        over = thread;
-    }
-    let lowest = redux_min(over);
-    barrier_sync();
-    if lane == 0 {
-        st_shared_u32(word(BAD + warp), lowest);
-    }
-    // Where each source's block of rows starts in each rank of this node.
-    if thread < per_node {
-        let (mut total, mut source) = (0, 0);
-        while source < ranks {
-            let at = word(BASES + source * MAX_RANKS as u32 + thread);
-            let count = ld_shared_u32(at);
-            st_shared_u32(at, total);
-            total += count;
-            if thread == comm.rank {
-                st_u32(args.recv_gbl_rank_prefix_sum.0 + source as u64 * 4, total);
-            }
-            source += 1;
-        }
-        if thread == comm.rank {
-            st_shared_u32(word(VERDICT + 5), total);
-        }
-    }
-    barrier_sync();
-    let first_over = redux_min(ld_shared_u32(word(BAD + lane)));
-    if thread == 0 {
-        // A source that does not fit has said so above.
-        if ld_shared_u32(word(EXPIRED)) != 0 {
-            st_shared_u32(word(VERDICT), PlanStatus::Timeout as u32);
-        } else if first_bad == NONE && first_over != NONE {
-            st_shared_u32(word(VERDICT), PlanStatus::Capacity as u32);
-            st_shared_u32(word(VERDICT + 1), first_over);
-            st_shared_u32(word(VERDICT + 2), ld_shared_u32(word(RECEIVES + first_over)));
-        } else if first_bad == NONE {
-            st_shared_u32(word(VERDICT), PlanStatus::Ready as u32);
-        }
-    }
-    barrier_sync();
-    let mut status = ld_shared_u32(word(VERDICT));
+    let (mut status, received) = exchange.judge(&objection);
     // Ranks that disagree on channels or experts would wait for packets that never come.
-    let agreed = status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32;
-
-    // What the forwarder goes by: how many tokens of each node it relays, and where their rows go.
-    let relayed = |node: u32| ld_u32(incoming(node) + (wire_message::NODE_COUNTS + wire.node) as u64 * 4);
-    let mut item = thread;
-    while agreed && item < nodes * channels {
-        let (node, channel) = (item / channels, item % channels);
-        let starts = incoming(node) + wire_message::CHANNEL_STARTS as u64 * 4;
-        let next =
-            if channel + 1 < channels { ld_u32(starts + (channel + 1) as u64 * 4) } else { relayed(node) };
-        st_u32(args.recv_rdma_channel_prefix_matrix.0 + item as u64 * 4, next);
-        let source = node * per_node + comm.rank;
-        let mut rank = 0;
-        while rank < per_node {
-            let base = ld_shared_u32(word(BASES + source * MAX_RANKS as u32 + rank));
-            let start = ld_u32(starts + ((1 + rank) * channels + channel) as u64 * 4);
-            st_u32(args.forward_start.0 + (item * SEND_ROW_STRIDE + rank) as u64 * 4, base + start);
-            rank += 1;
-        }
-        item += THREADS;
-    }
-    let mut relayed_total = 0;
-    if thread == 0 && agreed {
-        let mut node = 0;
-        while node < nodes {
-            relayed_total += relayed(node);
-            st_u32(args.recv_rdma_rank_prefix_sum.0 + node as u64 * 4, relayed_total);
-            node += 1;
-        }
-    }
-
-    // What the receiver is told: where each source's channels start, and how many selections its experts have.
-    let mut item = thread;
-    while agreed && item < ranks * channels {
-        let (source, channel) = (item / channels, item % channels);
-        if let Some(start) = packet(&args, source, relay_message::CHANNEL_STARTS + channel, epoch) {
-            let base = ld_shared_u32(word(BASES + source * MAX_RANKS as u32 + comm.rank));
-            st_u32(args.recv_gbl_channel_prefix_matrix.0 + item as u64 * 4, base + start);
-        }
-        item += THREADS;
-    }
-    let mut item = thread;
-    while agreed && item < ranks * local_experts {
-        let (source, expert) = (item / local_experts, item % local_experts);
-        if let Some(count) = packet(&args, source, relay_message::EXPERT_COUNTS + expert, epoch) {
-            red_relaxed_cta_shared_add_u32(word(EXPERTS + expert), count);
-        }
-        item += THREADS;
+    let mut relayed = 0;
+    if status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32 {
+        relayed = exchange.plan_forwarding();
+        exchange.plan_receiving();
     }
     barrier_sync();
-    let mut expert = thread;
-    while agreed && expert < local_experts {
-        let count = ld_shared_u32(word(EXPERTS + expert));
-        let aligned = count.div_ceil(args.expert_alignment) * args.expert_alignment;
-        st_u32(args.num_recv_tokens_per_expert.0 + expert as u64 * 4, aligned);
-        if !args.host.is_null() {
-            st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + expert as u64 * 4, aligned);
-        }
-        expert += THREADS;
+    if status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32 {
+        exchange.count_selections();
     }
     trace(comm, Phase::Moved);
+
     // The next message must not be written over one that is still being read.
-    if warp == 0 && lane < nodes && lane != wire.node {
-        wait_quiet(comm, lane, posted, operation);
-    }
+    exchange.wait_quiet(posted);
     barrier_sync();
-    if thread == 0 {
+    if tid() == 0 {
         if aborted(comm) {
             status = PlanStatus::Timeout as u32;
         }
-        let value = |index: u32| ld_shared_u32(word(VERDICT + index));
-        let header = |to: u64| {
-            write_header(to, status, value(5), value(1), value(2), value(3), value(4));
-            st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed_total);
-        };
-        header(args.header.0);
-        if !args.host.is_null() {
-            header(args.host.0);
-            st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
-        }
+        exchange.answer(status, received, relayed);
     }
     trace(comm, Phase::Done);
+}
+
+/// What a source has to object: nothing where the status is 0.
+struct Objection {
+    source: u32,
+    status: u32,
+    detail: u32,
+    theirs: u32,
+    ours: u32,
+}
+
+/// The count exchange of one block, in the order of its methods. All threads call each of them.
+struct Exchange<'a> {
+    args: &'a InternodeNotifyArgs,
+    epoch: u64,
+    nodes: u32,
+    per_node: u32,
+    ranks: u32,
+    channels: u32,
+    local_experts: u32,
+}
+
+impl<'a> Exchange<'a> {
+    /// Clears shared memory, which is the block's alone.
+    #[inline(always)]
+    unsafe fn new(args: &'a InternodeNotifyArgs) -> Self {
+        // SAFETY: the host sizes dynamic shared memory for all words.
+        unsafe {
+            let mut i = tid();
+            while i < WORDS {
+                st_shared_u32(dynamic_shared() + i * 4, 0);
+                i += THREADS;
+            }
+            let (nodes, per_node) = (args.wire.num_nodes, args.comm.num_ranks);
+            Exchange {
+                args,
+                epoch: current_epoch(&args.comm),
+                nodes,
+                per_node,
+                ranks: nodes * per_node,
+                channels: args.num_channels,
+                local_experts: args.local_experts,
+            }
+        }
+    }
+
+    /// Writes the message for each node, and the sender's prefix matrices.
+    #[inline(always)]
+    unsafe fn write_messages(&self) {
+        // SAFETY: the matrices are as large as the argument struct says; messages out are this rank's until it posts them.
+        unsafe {
+            let (args, thread) = (self.args, tid());
+            let (ranks, channels) = (self.ranks, self.channels);
+            // Sums over channels; a thread takes a column: a rank, or behind the ranks a node.
+            let mut column = thread;
+            while column < ranks + self.nodes {
+                let (mut total, mut channel) = (0, 0);
+                while channel < channels {
+                    let start = total;
+                    let count = channel * (ranks + self.nodes) + column;
+                    total += ld_u32(args.channel_counts.0 + count as u64 * 4);
+                    let (prefix, node, row) = if column < ranks {
+                        let entry = (column * channels + channel) as u64 * 4;
+                        let node = column / self.per_node;
+                        (args.gbl_channel_prefix_matrix.0 + entry, node, 1 + column % self.per_node)
+                    } else {
+                        let entry = ((column - ranks) * channels + channel) as u64 * 4;
+                        (args.rdma_channel_prefix_matrix.0 + entry, column - ranks, 0)
+                    };
+                    st_u32(prefix, total);
+                    let index = wire_message::CHANNEL_STARTS + row * channels + channel;
+                    st_u32(self.outgoing(node) + index as u64 * 4, start);
+                    channel += 1;
+                }
+                let index = if column < ranks {
+                    wire_message::RANK_COUNTS + column
+                } else {
+                    wire_message::NODE_COUNTS + column - ranks
+                };
+                let mut node = 0;
+                while node < self.nodes {
+                    st_u32(self.outgoing(node) + index as u64 * 4, total);
+                    node += 1;
+                }
+                column += THREADS;
+            }
+            if thread < self.nodes {
+                let message = self.outgoing(thread);
+                unroll5!(INDEX => { st_u32(message + INDEX as u64 * 4, self.signature(INDEX)) });
+                let bad = ld_u64(args.invalid.0) != u64::MAX;
+                st_u32(message + wire_message::INVALID as u64 * 4, bad as u32);
+            }
+            let experts_per_node = self.per_node * self.local_experts;
+            let mut expert = thread;
+            while expert < self.nodes * experts_per_node {
+                let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
+                let index = wire_message::EXPERT_COUNTS + expert % experts_per_node;
+                st_u32(self.outgoing(expert / experts_per_node) + index as u64 * 4, count);
+                expert += THREADS;
+            }
+        }
+    }
+
+    /// Lane n of the first warp sends node n its message and waits for the one from there.
+    #[inline(always)]
+    unsafe fn swap_messages(&self) -> Posted {
+        // SAFETY: the words at the peers have this rank's queue 0 as their only writer. The barrier before it publishes the
+        // messages to this warp.
+        unsafe {
+            let (comm, wire, node) = (&self.args.comm, &self.args.wire, laneid());
+            let mut posted = Posted::NONE;
+            if self.serves_node() {
+                let words = wire_message::EXPERT_COUNTS + self.per_node * self.local_experts;
+                let put = Put {
+                    from: wire.layout.messages_out + node as u64 * wire.layout.message_bytes,
+                    to: wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes,
+                    bytes: (words as u64 * 4).next_multiple_of(16),
+                    counter: node_word(wire.layout.counts, wire.node),
+                    value: self.epoch,
+                };
+                posted = post(comm, wire, node, 0, put, self.operation());
+                let arrived = wire.memory.0 + node_word(wire.layout.counts, node);
+                if !wait_at_least(comm, arrived, self.epoch, node, self.epoch, Wait::NodeCounts) {
+                    self.expire();
+                }
+            }
+            posted
+        }
+    }
+
+    /// Hands each rank of this node what concerns it of the messages: their heads, where channels start, its experts.
+    #[inline(always)]
+    unsafe fn relay(&self) {
+        // SAFETY: the messages have come; packets have this rank as their only writer.
+        unsafe {
+            let (channels, per_node) = (self.channels, self.per_node);
+            let head = wire_message::NODE_COUNTS + self.nodes + self.ranks;
+            let each = head + channels + self.local_experts;
+            let mut item = tid();
+            while item < self.nodes * per_node * each {
+                let (pair, field) = (item / each, item % each);
+                let (node, rank) = (pair / per_node, pair % per_node);
+                // (index in the message, index in what is relayed)
+                let (from, to) = if field < wire_message::NODE_COUNTS + self.nodes {
+                    (field, field)
+                } else if field < head {
+                    let index = wire_message::RANK_COUNTS + field - wire_message::NODE_COUNTS - self.nodes;
+                    (index, index)
+                } else if field < head + channels {
+                    let channel = field - head;
+                    let from = wire_message::CHANNEL_STARTS + (1 + rank) * channels + channel;
+                    (from, relay_message::CHANNEL_STARTS + channel)
+                } else {
+                    let expert = field - head - channels;
+                    let from = wire_message::EXPERT_COUNTS + rank * self.local_experts + expert;
+                    (from, relay_message::EXPERT_COUNTS + expert)
+                };
+                let value = ld_u32(self.incoming(node) + from as u64 * 4);
+                let to = relay_offset(self.rail(node), to);
+                send_packet_at(&self.args.comm, rank, to, value, self.epoch);
+                item += THREADS;
+            }
+        }
+    }
+
+    /// Reads everybody's heads: whether the words that must agree do, and the tokens of every rank for every rank.
+    #[inline(always)]
+    unsafe fn read_heads(&self) -> Objection {
+        // SAFETY: packets are inside the own pool.
+        unsafe {
+            let (thread, ranks) = (tid(), self.ranks);
+            // As the kernel's clauses say; it spares a trap in the divisions below.
+            core::hint::assert_unchecked(ranks >= 1);
+            // A thread takes a source.
+            let mut objection = Objection { source: NONE, status: 0, detail: 0, theirs: 0, ours: 0 };
+            if thread < ranks {
+                unroll5!(INDEX => {
+                    let ours = self.signature(INDEX);
+                    let theirs = self.packet(thread, wire_message::SIGNATURE + INDEX, ours);
+                    if theirs != ours && objection.status == 0 {
+                        let status = PlanStatus::Mismatch as u32;
+                        objection = Objection { source: thread, status, detail: INDEX, theirs, ours };
+                    }
+                });
+                let invalid = self.packet(thread, wire_message::INVALID, 0);
+                if invalid != 0 && objection.status == 0 {
+                    (objection.source, objection.status) = (thread, PlanStatus::InvalidExpert as u32);
+                }
+                let mut node = 0;
+                while node < self.nodes {
+                    let count = self.packet(thread, wire_message::NODE_COUNTS + node, 0);
+                    if count as u64 > self.args.wire.layout.slots && objection.status == 0 {
+                        (objection.source, objection.status) = (thread, PlanStatus::Slots as u32);
+                        objection.detail = count;
+                    }
+                    node += 1;
+                }
+            }
+            self.keep_lowest(objection.source);
+            let mut pair = thread;
+            while pair < ranks * ranks {
+                let (source, rank) = (pair / ranks, pair % ranks);
+                let count = self.packet(source, wire_message::RANK_COUNTS + rank, 0);
+                red_relaxed_cta_shared_add_u32(word(RECEIVES + rank), count);
+                if rank / self.per_node == self.args.wire.node {
+                    st_shared_u32(base_word(source, rank % self.per_node), count);
+                }
+                pair += THREADS;
+            }
+            objection
+        }
+    }
+
+    /// The verdict, the same on every rank: of the lowest source that objects, else of the lowest rank whose pool is too small. With
+    /// the rows that this rank receives. Turns tokens of a source for a rank into where its block of rows starts there.
+    #[inline(always)]
+    unsafe fn judge(&self, objection: &Objection) -> (u32, u32) {
+        // SAFETY: shared memory is the block's own; barriers are between its writers and readers.
+        unsafe {
+            let (thread, ranks) = (tid(), self.ranks);
+            let objector = self.lowest();
+            if objection.source != NONE && objection.source == objector {
+                st_shared_u32(word(VERDICT), objection.status);
+                st_shared_u32(word(VERDICT + 1), objector);
+                st_shared_u32(word(VERDICT + 2), objection.detail);
+                st_shared_u32(word(VERDICT + 3), objection.theirs);
+                st_shared_u32(word(VERDICT + 4), objection.ours);
+            }
+            let mut crowded = NONE;
+            if thread < ranks && ld_shared_u32(word(RECEIVES + thread)) as u64 > self.args.comm.pool.rows {
+                crowded = thread;
+            }
+            barrier_sync();
+            self.keep_lowest(crowded);
+            if thread < self.per_node {
+                let (mut total, mut source) = (0, 0);
+                while source < ranks {
+                    let at = base_word(source, thread);
+                    let count = ld_shared_u32(at);
+                    st_shared_u32(at, total);
+                    total += count;
+                    if thread == self.args.comm.rank {
+                        st_u32(self.args.recv_gbl_rank_prefix_sum.0 + source as u64 * 4, total);
+                    }
+                    source += 1;
+                }
+            }
+            barrier_sync();
+            let crowded = self.lowest();
+            if thread == 0 {
+                // A source that objects has said so above.
+                if self.has_expired() {
+                    st_shared_u32(word(VERDICT), PlanStatus::Timeout as u32);
+                } else if objector == NONE && crowded != NONE {
+                    st_shared_u32(word(VERDICT), PlanStatus::Capacity as u32);
+                    st_shared_u32(word(VERDICT + 1), crowded);
+                    st_shared_u32(word(VERDICT + 2), ld_shared_u32(word(RECEIVES + crowded)));
+                } else if objector == NONE {
+                    st_shared_u32(word(VERDICT), PlanStatus::Ready as u32);
+                }
+            }
+            barrier_sync();
+            let mine = self.args.wire.node * self.per_node + self.args.comm.rank;
+            (ld_shared_u32(word(VERDICT)), ld_shared_u32(word(RECEIVES + mine)))
+        }
+    }
+
+    /// What the forwarder goes by: how many tokens of each node it relays, and where their rows go. Thread 0 gets how many it relays
+    /// in all.
+    #[inline(always)]
+    unsafe fn plan_forwarding(&self) -> u32 {
+        // SAFETY: the messages have come, from ranks with as many channels.
+        unsafe {
+            let (args, channels) = (self.args, self.channels);
+            let relayed = |node: u32| {
+                ld_u32(self.incoming(node) + (wire_message::NODE_COUNTS + args.wire.node) as u64 * 4)
+            };
+            let mut item = tid();
+            while item < self.nodes * channels {
+                let (node, channel) = (item / channels, item % channels);
+                let starts = self.incoming(node) + wire_message::CHANNEL_STARTS as u64 * 4;
+                let mut end = relayed(node);
+                if channel + 1 < channels {
+                    end = ld_u32(starts + (channel + 1) as u64 * 4);
+                }
+                st_u32(args.recv_rdma_channel_prefix_matrix.0 + item as u64 * 4, end);
+                let mut rank = 0;
+                while rank < self.per_node {
+                    let base = ld_shared_u32(base_word(self.rail(node), rank));
+                    let start = ld_u32(starts + ((1 + rank) * channels + channel) as u64 * 4);
+                    st_u32(args.forward_start.0 + (item * SEND_ROW_STRIDE + rank) as u64 * 4, base + start);
+                    rank += 1;
+                }
+                item += THREADS;
+            }
+            let mut total = 0;
+            if tid() == 0 {
+                let mut node = 0;
+                while node < self.nodes {
+                    total += relayed(node);
+                    st_u32(args.recv_rdma_rank_prefix_sum.0 + node as u64 * 4, total);
+                    node += 1;
+                }
+            }
+            total
+        }
+    }
+
+    /// What the receiver goes by: where each source's channels start, and how many selections its experts have.
+    #[inline(always)]
+    unsafe fn plan_receiving(&self) {
+        // SAFETY: packets are inside the own pool.
+        unsafe {
+            let mut item = tid();
+            while item < self.ranks * self.channels {
+                let (source, channel) = (item / self.channels, item % self.channels);
+                let start = self.packet(source, relay_message::CHANNEL_STARTS + channel, 0);
+                let base = ld_shared_u32(base_word(source, self.args.comm.rank));
+                st_u32(self.args.recv_gbl_channel_prefix_matrix.0 + item as u64 * 4, base + start);
+                item += THREADS;
+            }
+            let mut item = tid();
+            while item < self.ranks * self.local_experts {
+                let (source, expert) = (item / self.local_experts, item % self.local_experts);
+                let count = self.packet(source, relay_message::EXPERT_COUNTS + expert, 0);
+                red_relaxed_cta_shared_add_u32(word(EXPERTS + expert), count);
+                item += THREADS;
+            }
+        }
+    }
+
+    /// Writes the selections of each local expert, rounded up, for the device and for the host.
+    #[inline(always)]
+    unsafe fn count_selections(&self) {
+        // SAFETY: there is room for every local expert.
+        unsafe {
+            let (args, mut expert) = (self.args, tid());
+            while expert < self.local_experts {
+                let count = ld_shared_u32(word(EXPERTS + expert));
+                let aligned = count.div_ceil(args.expert_alignment) * args.expert_alignment;
+                st_u32(args.num_recv_tokens_per_expert.0 + expert as u64 * 4, aligned);
+                if !args.host.is_null() {
+                    st_u32(args.host.0 + size_of::<PlanHeader>() as u64 + expert as u64 * 4, aligned);
+                }
+                expert += THREADS;
+            }
+        }
+    }
+
+    /// Waits until this rank's messages have left.
+    #[inline(always)]
+    unsafe fn wait_quiet(&self, posted: Posted) {
+        // SAFETY: passed on.
+        unsafe {
+            if self.serves_node() {
+                wait_quiet(&self.args.comm, laneid(), posted, self.operation());
+            }
+        }
+    }
+
+    /// Writes the header, on the device and last of all for the host. One thread calls it.
+    #[inline(always)]
+    unsafe fn answer(&self, status: u32, received: u32, relayed: u32) {
+        // SAFETY: both are live headers; the barrier before it makes them cover what the block wrote.
+        unsafe {
+            let args = self.args;
+            let verdict = |index: u32| ld_shared_u32(word(VERDICT + index));
+            let write = |to: u64| {
+                write_header(to, status, received, verdict(1), verdict(2), verdict(3), verdict(4));
+                st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed);
+            };
+            write(args.header.0);
+            if !args.host.is_null() {
+                write(args.host.0);
+                st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
+            }
+        }
+    }
+
+    /// Word `index` of the signature, which must be the same on every rank.
+    #[inline(always)]
+    fn signature(&self, index: u32) -> u32 {
+        match index {
+            0 => self.args.row_bytes,
+            1 => self.args.columns,
+            2 => self.local_experts * self.ranks,
+            3 => self.channels,
+            _ => self.args.comm.pool.rows as u32,
+        }
+    }
+
+    /// The rank on a node that this one exchanges messages with.
+    #[inline(always)]
+    fn rail(&self, node: u32) -> u32 {
+        node * self.per_node + self.args.comm.rank
+    }
+
+    /// True for the lane of the first warp that serves another node.
+    #[inline(always)]
+    unsafe fn serves_node(&self) -> bool {
+        // SAFETY: reads special registers.
+        unsafe { tid() < self.nodes && tid() != self.args.wire.node }
+    }
+
+    #[inline(always)]
+    fn operation(&self) -> Operation {
+        Operation { epoch: self.epoch, queue: Wait::NotifyQueue }
+    }
+
+    /// The message for a node.
+    #[inline(always)]
+    fn outgoing(&self, node: u32) -> u64 {
+        let wire = &self.args.wire;
+        wire.memory.0 + wire.layout.messages_out + node as u64 * wire.layout.message_bytes
+    }
+
+    /// The message from a node. The own node's does not travel.
+    #[inline(always)]
+    fn incoming(&self, node: u32) -> u64 {
+        let wire = &self.args.wire;
+        let base = if node == wire.node { wire.layout.messages_out } else { wire.layout.messages_in };
+        wire.memory.0 + base + node as u64 * wire.layout.message_bytes
+    }
+
+    /// Waits for a packet of the message from rank `source`; `otherwise` where it does not come, which is noted.
+    #[inline(always)]
+    unsafe fn packet(&self, source: u32, index: u32, otherwise: u32) -> u32 {
+        // SAFETY: the packet is inside the own pool.
+        unsafe {
+            let offset = relay_offset(source, index);
+            match wait_packet_at(&self.args.comm, offset, source, self.epoch, Wait::RelayedCounts) {
+                Some(value) => value,
+                None => {
+                    self.expire();
+                    otherwise
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn expire(&self) {
+        // SAFETY: a word of the block's shared memory.
+        unsafe { st_shared_u32(word(EXPIRED), 1) }
+    }
+
+    /// Whether a wait has expired, as far as threads have met since.
+    #[inline(always)]
+    unsafe fn has_expired(&self) -> bool {
+        // SAFETY: as above.
+        unsafe { ld_shared_u32(word(EXPIRED)) != 0 }
+    }
+
+    /// Keeps the lowest of the block's numbers, for [`Self::lowest`] behind a barrier.
+    #[inline(always)]
+    unsafe fn keep_lowest(&self, number: u32) {
+        // SAFETY: a word of shared memory for each warp.
+        unsafe {
+            let lowest = redux_min(number);
+            if laneid() == 0 {
+                st_shared_u32(word(LOWEST + tid() / 32), lowest);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn lowest(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { redux_min(ld_shared_u32(word(LOWEST + laneid()))) }
+    }
+}
+
+/// A word of shared memory.
+#[inline(always)]
+unsafe fn word(index: u32) -> u32 {
+    // SAFETY: the host sizes dynamic shared memory for all words.
+    unsafe { dynamic_shared() + index * 4 }
+}
+
+/// The word for a source and a rank of this node.
+#[inline(always)]
+unsafe fn base_word(source: u32, rank: u32) -> u32 {
+    // SAFETY: as above.
+    unsafe { word(BASES + source * MAX_RANKS as u32 + rank) }
 }
 
 /// Offset of a packet from the start of the messages in the pool.
 #[inline(always)]
 fn relay_offset(source: u32, word: u32) -> u64 {
     (source as u64 * relay_message::WORDS as u64 + word as u64) * 8
-}
-
-/// Waits for a packet of the message from rank `source`.
-#[inline(always)]
-unsafe fn packet(args: &InternodeNotifyArgs, source: u32, word: u32, epoch: u64) -> Option<u32> {
-    // SAFETY: the packet is inside the own pool.
-    unsafe { wait_packet_at(&args.comm, relay_offset(source, word), source, epoch, Wait::RelayedCounts) }
 }
