@@ -45,6 +45,7 @@ check doctor --devices 2 -- "$bin/epoxide" doctor
 # Whole round trips: dispatch, combine and cached dispatch, every bit.
 check roundtrip-two-devices --devices 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --random --iterations 50
 check roundtrip-fp8 --devices 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --dtype fp8 --queues 3
+check roundtrip-two-cards --devices 2 --env CARDS=2 "${nodes[@]}" 1 "${roundtrip[@]}" --nodes 2 --queues 2 --random --iterations 10
 check roundtrip-two-vms --vms 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --queues 2
 check roundtrip-four-vms --vms 4 --cpus 1 -- "$bin/epoxide" "${roundtrip[@]}" --nodes 4
 check roundtrip-loss --devices 2 "${quick[@]}" --with "$bin/epoxide" --with tests/rdma/nodes.sh -- \
@@ -74,7 +75,7 @@ check goodbye --devices 2 -- "$probe" goodbye
 check wrong-key --devices 2 -- "$probe" wrong-key
 check small-region --devices 2 -- "$probe" small-region
 check peer-killed --devices 2 "${impatient[@]}" -- "$probe" peer-killed --ranks 3
-check bandwidth --devices 2 --with "$probe" -- tests/rdma/bandwidth.sh
+check bandwidth --devices 2 --timeout 300 --with "$bin/epoxide" -- tests/rdma/bandwidth.sh
 
 if ((passed + ${#failed[@]} == 0)); then
     printf 'no test is called %s\n' "$*"

@@ -174,7 +174,7 @@ pub struct TransportOptions {
     pub shaping: Option<Shaping>,
     /// How long a put waits for the network.
     pub timeout: Duration,
-    /// Of [`TransportKind::Verbs`]: which device, and how. `None`: what the environment says ([`VerbsOptions::from_env`]).
+    /// Of [`TransportKind::Verbs`]: which devices, and how. `None`: what the environment says ([`VerbsOptions::from_env`]).
     pub verbs: Option<VerbsOptions>,
 }
 

@@ -623,7 +623,7 @@ fn traces_have_every_put_in_order() {
 /// Without the feature, or without the device; on a machine with another the device's name is what is wrong.
 #[test]
 fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
-    let verbs = Some(VerbsOptions { device: Some("no such card".into()), ..VerbsOptions::default() });
+    let verbs = Some(VerbsOptions { devices: vec!["no such card".into()], ..VerbsOptions::default() });
     let options = TransportOptions { verbs, ..options(TransportKind::Verbs, 1) };
     let check = |error: Error| {
         let text = error.to_string();

@@ -7,9 +7,11 @@ use crate::error::{Error, Result};
 /// How ranks are connected over verbs. [`VerbsOptions::from_env`] reads what the variables say.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerbsOptions {
-    /// `EPOXIDE_RDMA_DEVICE`: the device's name, such as `mlx5_0`. Without it, the one nearest to the GPU.
-    pub device: Option<String>,
-    /// `EPOXIDE_RDMA_PORT`: the device's port, from 1.
+    /// `EPOXIDE_RDMA_DEVICE`: the devices' names, such as `mlx5_0` or, with commas, `mlx5_0,mlx5_1`; as many on every rank. Queue q
+    /// to a peer uses device q mod their number, at both ends, so that there are at least as many queues as devices. Without it,
+    /// the one nearest to the GPU.
+    pub devices: Vec<String>,
+    /// `EPOXIDE_RDMA_PORT`: the devices' port, from 1.
     pub port: u8,
     /// `EPOXIDE_RDMA_GID_INDEX`: the entry of the port's GID table. Without it, chosen by type and address.
     pub gid_index: Option<u32>,
@@ -35,7 +37,7 @@ impl Default for VerbsOptions {
     /// times as long): that outlasts a link that is gone for a few seconds, and a lost packet costs half a second.
     fn default() -> Self {
         VerbsOptions {
-            device: None,
+            devices: Vec::new(),
             port: 1,
             gid_index: None,
             traffic_class: 0,
@@ -70,9 +72,10 @@ impl VerbsOptions {
         const NUMBER: &str = "must be a number";
         let default = VerbsOptions::default();
         let options = VerbsOptions {
-            device: variable("EPOXIDE_RDMA_DEVICE")
-                .map(|name| name.trim().to_owned())
-                .filter(|name| !name.is_empty()),
+            devices: variable("EPOXIDE_RDMA_DEVICE")
+                .filter(|names| !names.trim().is_empty())
+                .map(|names| names.split(',').map(|name| name.trim().to_owned()).collect())
+                .unwrap_or_default(),
             port: number(variable, "EPOXIDE_RDMA_PORT", SMALL)?.unwrap_or(default.port),
             gid_index: number(variable, "EPOXIDE_RDMA_GID_INDEX", SMALL)?,
             traffic_class: number(variable, "EPOXIDE_RDMA_TRAFFIC_CLASS", SMALL)?
@@ -95,6 +98,11 @@ impl VerbsOptions {
             }
             Err(Error::argument(name, value, format!("must be from {least} to {most}")))
         };
+        let repeated = |(at, name)| self.devices[..at].contains(name);
+        if self.devices.iter().any(String::is_empty) || self.devices.iter().enumerate().any(repeated) {
+            let rule = "must name each device once, with a comma between two";
+            return Err(Error::argument("EPOXIDE_RDMA_DEVICE", self.devices.join(","), rule));
+        }
         range("EPOXIDE_RDMA_PORT", self.port.into(), 1, 255)?;
         // One byte in a packet's address header.
         range("EPOXIDE_RDMA_GID_INDEX", self.gid_index.unwrap_or(0), 0, 255)?;
@@ -145,7 +153,7 @@ mod tests {
             ("EPOXIDE_RDMA_PATH_MTU", "1024"),
         ]);
         let want = VerbsOptions {
-            device: Some("mlx5_1".into()),
+            devices: vec!["mlx5_1".into()],
             gid_index: Some(3),
             traffic_class: 106,
             service_level: 3,
@@ -155,11 +163,16 @@ mod tests {
             ..VerbsOptions::default()
         };
         assert_eq!(options.unwrap(), want);
+        let devices = |names| with(&[("EPOXIDE_RDMA_DEVICE", names)]).unwrap().devices;
+        assert_eq!(devices("mlx5_0"), ["mlx5_0"]);
+        assert_eq!(devices(" mlx5_1, mlx5_0"), ["mlx5_1", "mlx5_0"]);
     }
 
     #[test]
     fn wrong_values_are_named() {
         for (name, value) in [
+            ("EPOXIDE_RDMA_DEVICE", "mlx5_0,"),
+            ("EPOXIDE_RDMA_DEVICE", "mlx5_0,mlx5_1,mlx5_0"),
             ("EPOXIDE_RDMA_PORT", "0"),
             ("EPOXIDE_RDMA_GID_INDEX", "first"),
             ("EPOXIDE_RDMA_TRAFFIC_CLASS", "256"),

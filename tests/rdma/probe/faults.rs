@@ -68,7 +68,7 @@ pub fn wrong_key(rank: &Rank) -> Result<()> {
             // The offer, as text.
             let address = greeting.pointer_mut("/address/Ok")?;
             let mut offer: Value = serde_json::from_str(address.as_str()?).ok()?;
-            let key = offer.get_mut("rkey")?;
+            let key = offer.pointer_mut("/cards/0/rkey")?;
             *key = (key.as_u64()? ^ if from == 1 { 0x5500 } else { 0 }).into();
             *address = offer.to_string().into();
             Some(())

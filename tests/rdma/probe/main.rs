@@ -7,7 +7,6 @@
 //! Starts N ranks as processes, which are all there are; or, in one of several VMs, this VM's single rank. Exit codes: 0 where
 //! every rank did what the scenario wants, 1 where one did not, 2 for bad usage, 77 where there is no RDMA device.
 
-mod bandwidth;
 mod faults;
 mod lost;
 mod puts;
@@ -33,7 +32,7 @@ struct Options {
     /// Ranks to start, where this is not one of several VMs
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
     ranks: u32,
-    /// Puts on each queue, or of `bandwidth`, in all
+    /// Puts on each queue
     #[arg(long, default_value_t = 200)]
     puts: u64,
     /// Queues to each peer
@@ -73,8 +72,6 @@ enum Scenario {
     KilledInCombine,
     /// Rank 1's cable is out for good: all give up in time, and go on alone
     Unplugged,
-    /// Writes of 1 MiB from rank 0 to rank 1, timed
-    Bandwidth,
 }
 
 impl Scenario {
@@ -115,7 +112,6 @@ fn run(options: &Options) -> Result<()> {
         Scenario::KilledInDispatch => lost::run(&rank, lost::How::InDispatch),
         Scenario::KilledInCombine => lost::run(&rank, lost::How::InCombine),
         Scenario::Unplugged => lost::run(&rank, lost::How::Unplugged),
-        Scenario::Bandwidth => bandwidth::run(&rank, options.puts),
     }
 }
 

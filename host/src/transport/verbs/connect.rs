@@ -18,6 +18,21 @@ use crate::transport::{Link, Links, Setup, VerbsOptions};
 /// What a rank tells the others. As JSON: set-up is rare, and a dump of it can be read.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
+    cards: Vec<CardOffer>,
+    pairs: Vec<Pair>,
+}
+
+impl Offer {
+    /// The cards' names, for errors.
+    fn names(&self) -> String {
+        let names: Vec<&str> = self.cards.iter().map(|card| card.device.as_str()).collect();
+        names.join(",")
+    }
+}
+
+/// A card, and wire memory as it is registered there.
+#[derive(Debug, Serialize, Deserialize)]
+struct CardOffer {
     device: String,
     infiniband: bool,
     lid: u16,
@@ -26,7 +41,6 @@ struct Offer {
     mtu: u32,
     address: u64,
     rkey: u32,
-    pairs: Vec<Pair>,
 }
 
 /// One end of a connection.
@@ -34,6 +48,8 @@ struct Offer {
 struct Pair {
     peer: u32,
     queue: u32,
+    /// Its index in the offer.
+    card: usize,
     number: u32,
     psn: u32,
 }
@@ -41,9 +57,8 @@ struct Pair {
 /// What this rank has made so far.
 struct Prepared {
     settings: VerbsOptions,
-    card: Card,
-    region: Arc<Region>,
-    depth: u32,
+    /// In the order of the offer's cards.
+    cards: Vec<(Card, Arc<Region>)>,
     /// In the order of the offer's pairs.
     qps: Vec<Qp>,
     offer: Offer,
@@ -62,17 +77,21 @@ pub(in crate::transport) fn connect(setup: &Setup<'_>) -> Result<Links> {
 
 fn prepare(setup: &Setup<'_>) -> Result<Prepared> {
     let settings = super::settings(setup.options)?;
-    let card = Card::open(&settings, setup.memory.device().info())?;
-    let region = Arc::new(Region::new(&card.pd, setup.memory)?);
-    let depth = settings.queue_depth.min(card.max_depth).max(4);
+    let cards = Card::open(&settings, setup.memory.device().info())?.into_iter().map(|card| {
+        let region = Arc::new(Region::new(&card.pd, setup.memory)?);
+        tracing::debug!(device = card.context.name(), gid = ?card.gid, reach = %region.reach(), "verbs");
+        Ok((card, region))
+    });
+    let cards: Vec<(Card, Arc<Region>)> = cards.collect::<Result<_>>()?;
     let (mut qps, mut pairs) = (Vec::new(), Vec::new());
     for (queue, peer) in setup.pairs() {
-        let qp = Qp::new(&card.pd, depth)?;
-        pairs.push(Pair { peer, queue, number: qp.number(), psn: packet_number() });
+        let index = super::card_of(queue, cards.len());
+        let card = &cards[index].0;
+        let qp = Qp::new(&card.pd, card.depth)?;
+        pairs.push(Pair { peer, queue, card: index, number: qp.number(), psn: packet_number() });
         qps.push(qp);
     }
-    tracing::debug!(device = card.context.name(), gid = ?card.gid, reach = %region.reach(), "verbs");
-    let offer = Offer {
+    let offer = |(card, region): &(Card, Arc<Region>)| CardOffer {
         device: card.context.name().to_owned(),
         infiniband: card.infiniband,
         lid: card.lid,
@@ -80,9 +99,9 @@ fn prepare(setup: &Setup<'_>) -> Result<Prepared> {
         mtu: card.mtu,
         address: region.address(),
         rkey: region.rkey(),
-        pairs,
     };
-    Ok(Prepared { settings, card, region, depth, qps, offer })
+    let offer = Offer { cards: cards.iter().map(offer).collect(), pairs };
+    Ok(Prepared { settings, cards, qps, offer })
 }
 
 /// A first packet number, of 24 bits: random, so that packets of an earlier connection are not taken for those of this one.
@@ -98,16 +117,17 @@ fn make_links(setup: &Setup<'_>, mut prepared: Prepared, all: &[Greeting]) -> Re
         let text = all.get(own.peer as usize).and_then(|greeting| greeting.address.as_deref().ok());
         let theirs: Offer = serde_json::from_str(text.unwrap_or_default())
             .map_err(|error| place.error("connect", format!("its offer is unreadable: {error}")))?;
-        let (route, psn) = (route(setup, &prepared, own, &theirs)?, own.psn);
-        qp.connect(&route, &behaviour(&prepared.settings), psn)
-            .map_err(|error| with_peer(error, own.peer, &theirs.device))?;
-        let end = Arc::new(End::new(qp, &prepared.region)?);
+        let (card, region) = &prepared.cards[own.card];
+        let (end, at) = far_end(setup, &prepared.offer, own, &theirs)?;
+        qp.connect(&route(setup, card, end, at, own.peer)?, &behaviour(&prepared.settings), own.psn)
+            .map_err(|error| with_peer(error, own.peer, &at.device))?;
+        let end = Arc::new(End::new(qp, region)?);
         let queue = VerbsQueue::new(
             end.clone(),
             place,
-            Remote { address: theirs.address, rkey: theirs.rkey },
-            prepared.depth,
-            prepared.card.max_message,
+            Remote { address: at.address, rkey: at.rkey },
+            card.depth,
+            card.max_message,
             setup.options.timeout,
         );
         links.push(Link { peer: own.peer, index: own.queue, queue: Box::new(queue) });
@@ -116,19 +136,34 @@ fn make_links(setup: &Setup<'_>, mut prepared: Prepared, all: &[Greeting]) -> Re
     Ok(Links { links, receiving: Box::new(Ends(ends)) })
 }
 
-/// The way to the peer's end of a connection.
-fn route(setup: &Setup<'_>, prepared: &Prepared, own: &Pair, theirs: &Offer) -> Result<Route> {
-    let (rank, card) = (setup.group.rank(), &prepared.card);
-    let mismatch =
-        |what, ours: String, theirs: String| Error::Mismatch { rank, peer: own.peer, what, ours, theirs };
+/// The peer's end of a connection, and the card that it is on.
+fn far_end<'a>(
+    setup: &Setup<'_>,
+    ours: &Offer,
+    own: &Pair,
+    theirs: &'a Offer,
+) -> Result<(&'a Pair, &'a CardOffer)> {
+    let (rank, peer) = (setup.group.rank(), own.peer);
+    if ours.cards.len() != theirs.cards.len() {
+        let what = "the number of devices in EPOXIDE_RDMA_DEVICE";
+        let text = |offer: &Offer| format!("{} ({})", offer.cards.len(), offer.names());
+        return Err(Error::Mismatch { rank, peer, what, ours: text(ours), theirs: text(theirs) });
+    }
+    let end = theirs.pairs.iter().find(|pair| pair.peer == rank && pair.queue == own.queue);
+    end.and_then(|end| Some((end, theirs.cards.get(end.card)?))).ok_or_else(|| {
+        let reason = format!("its offer has no end of queue {}, or not the card of it", own.queue);
+        setup.place(peer).error("connect", reason)
+    })
+}
+
+/// The way from a card to the peer's end of a connection.
+fn route(setup: &Setup<'_>, card: &Card, end: &Pair, theirs: &CardOffer, peer: u32) -> Result<Route> {
+    let rank = setup.group.rank();
+    let mismatch = |what, ours: String, theirs: String| Error::Mismatch { rank, peer, what, ours, theirs };
     let link = |infiniband: bool| if infiniband { "InfiniBand" } else { "Ethernet" }.to_owned();
     if card.infiniband != theirs.infiniband {
         return Err(mismatch("the link layer", link(card.infiniband), link(theirs.infiniband)));
     }
-    let end = theirs.pairs.iter().find(|pair| pair.peer == rank && pair.queue == own.queue);
-    let end = end.ok_or_else(|| {
-        setup.place(own.peer).error("connect", format!("its offer has no end of queue {}", own.queue))
-    })?;
     let gid = match (&card.gid, &theirs.gid) {
         (Some(ours), Some((address, kind))) => {
             if ours.kind.to_string() != *kind {

@@ -1,4 +1,4 @@
-//! Which device, port and GID a rank uses, and what they are.
+//! Which devices, port and GIDs a rank uses, and what they are.
 
 use std::sync::Arc;
 
@@ -23,28 +23,32 @@ pub(super) struct Card {
     pub mtu: u32,
     pub max_message: u32,
     /// Most writes in flight of a connection.
-    pub max_depth: u32,
+    pub depth: u32,
 }
 
 impl Card {
-    /// Opens the card for a GPU, as the options say.
-    pub fn open(options: &VerbsOptions, gpu: &DeviceInfo) -> Result<Card> {
+    /// Opens the cards for a GPU, at least one: those that the options name, in their order, else the nearest.
+    pub fn open(options: &VerbsOptions, gpu: &DeviceInfo) -> Result<Vec<Card>> {
         options.check()?;
         let sysfs = Sysfs::new();
-        if let Some(name) = &options.device {
-            return Card::named(options, &sysfs, name);
+        if options.devices.is_empty() {
+            return Card::nearest(options, &sysfs, gpu).map(|card| vec![card]);
         }
+        options.devices.iter().map(|name| Card::named(options, &sysfs, name)).collect()
+    }
+
+    fn nearest(options: &VerbsOptions, sysfs: &Sysfs, gpu: &DeviceInfo) -> Result<Card> {
         let names = raw::device_names()?;
         let mut usable: Vec<(String, Card)> = Vec::new();
         let mut reasons = Vec::new();
         for name in names {
-            match Card::named(options, &sysfs, &name) {
+            match Card::named(options, sysfs, &name) {
                 Ok(card) => usable.push((name, card)),
                 Err(error) => reasons.push(error.to_string()),
             }
         }
         let candidates: Vec<&str> = usable.iter().map(|(name, _)| name.as_str()).collect();
-        let Some(name) = sysfs::nearest(&sysfs, &candidates, &gpu.pci_bus_id, gpu.ordinal).map(str::to_owned)
+        let Some(name) = sysfs::nearest(sysfs, &candidates, &gpu.pci_bus_id, gpu.ordinal).map(str::to_owned)
         else {
             return Err(unavailable("an RDMA device that works".into(), reasons.join("; ")));
         };
@@ -77,6 +81,7 @@ impl Card {
         };
         let pd = Pd::new(&context)?;
         let positive = |limit: i32| u32::try_from(limit).unwrap_or(0);
+        let most = positive(device.max_qp_wr).min(positive(device.max_cqe));
         Ok(Card {
             infiniband,
             // A global address only where it is asked for: within a subnet LIDs are simpler for the card.
@@ -85,7 +90,7 @@ impl Card {
             mtu,
             max_message: port.max_msg_sz.clamp(4096, 1 << 30),
             // Beside them there is a goodbye each way.
-            max_depth: positive(device.max_qp_wr).min(positive(device.max_cqe)).saturating_sub(2),
+            depth: options.queue_depth.min(most.saturating_sub(2)).max(4),
             context,
             pd,
         })

@@ -96,10 +96,10 @@ fn dma_buf(context: &Arc<Context>) -> Result<String> {
     Err(unavailable(format!("dma-buf on {}", context.name()), reason.into()))
 }
 
-/// Which card the GPU uses, and how that reaches its wire memory.
+/// Which cards the GPU uses, and how those reach its wire memory.
 fn wire_memory(options: &VerbsOptions, gpu: &Arc<dyn Device>) -> Result<String> {
-    let card = Card::open(options, gpu.info())?;
-    let (_, reach) = register::wire_memory(&card.pd, gpu, TRIAL)?;
+    let cards = Card::open(options, gpu.info())?;
+    let (_, reach) = register::wire_memory(&cards, gpu, TRIAL)?;
     let untried = match reach {
         Reach::Host => "",
         Reach::DmaBuf | Reach::PeerMemory => {
@@ -107,5 +107,6 @@ fn wire_memory(options: &VerbsOptions, gpu: &Arc<dyn Device>) -> Result<String> 
              --device cuda --transport verbs`"
         }
     };
-    Ok(format!("{reach}, on {}{untried}", card.context.name()))
+    let names: Vec<&str> = cards.iter().map(|card| card.context.name()).collect();
+    Ok(format!("{reach}, on {}{untried}", names.join(", ")))
 }

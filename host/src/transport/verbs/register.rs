@@ -3,19 +3,20 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::device::Card;
 use super::raw::{Mr, Pd};
 use crate::driver::{Device, Memory, MemoryKind};
 use crate::error::{Error, Result};
 
-/// How a network card reaches memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// How a network card reaches memory; the weakest way first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
     /// It is host memory, page-locked by the registration. For a GPU's wire memory: the GPU reads and writes it over PCIe.
     Host,
-    /// Device memory, by a dma-buf from the GPU's driver.
-    DmaBuf,
     /// Device memory, by a peer-memory module of the kernel (nvidia-peermem).
     PeerMemory,
+    /// Device memory, by a dma-buf from the GPU's driver.
+    DmaBuf,
 }
 
 impl std::fmt::Display for Reach {
@@ -55,7 +56,7 @@ fn register_with<D: Drivers>(is_host: bool, drivers: &D) -> Result<(D::Region, R
     }
 }
 
-/// Wire memory in the place that the network card reaches: of the device, or, where it cannot reach that, of the host.
+/// Wire memory in the place that the network cards reach: of the device, or, where one cannot reach that, of the host.
 fn place<M>(
     is_virtual: bool,
     alloc: impl Fn(MemoryKind) -> Result<M>,
@@ -139,16 +140,21 @@ fn address(memory: &Memory) -> u64 {
     if memory.host_ptr().is_null() { memory.ptr().0 } else { memory.host_ptr() as u64 }
 }
 
-/// Allocates wire memory where the card of `pd` reaches it.
+/// What all cards have in common: the weakest reach.
+fn weakest(reaches: impl IntoIterator<Item = Result<Reach>>) -> Result<Reach> {
+    reaches.into_iter().try_fold(Reach::DmaBuf, |weakest, reach| Ok(weakest.min(reach?)))
+}
+
+/// Allocates wire memory where all the cards reach it.
 pub(super) fn wire_memory(
-    pd: &Arc<Pd>,
+    cards: &[Card],
     device: &Arc<dyn Device>,
     bytes: u64,
 ) -> Result<(Arc<Memory>, Reach)> {
     place(
         device.info().is_virtual,
         |kind| Memory::alloc(device, bytes, kind, "wire memory").map(Arc::new),
-        |memory| Region::new(pd, memory).map(|region| region.reach()),
+        |memory| weakest(cards.iter().map(|card| Ok(Region::new(&card.pd, memory)?.reach()))),
     )
 }
 
@@ -229,6 +235,10 @@ mod tests {
         };
         assert_eq!(place(false, Ok, |_| Ok(Reach::DmaBuf)).unwrap(), (MemoryKind::Shareable, Reach::DmaBuf));
         assert_eq!(place(false, Ok, only_host).unwrap(), (MemoryKind::MappedHost, Reach::Host));
+        // Of two cards one.
+        let one_of_two = |kind: &MemoryKind| weakest([Ok(Reach::DmaBuf), only_host(kind)]);
+        assert_eq!(place(false, Ok, one_of_two).unwrap(), (MemoryKind::MappedHost, Reach::Host));
+        assert_eq!(weakest([Ok(Reach::DmaBuf), Ok(Reach::PeerMemory)]).unwrap(), Reach::PeerMemory);
         // The virtual GPU's memory is host memory: another kind would be no better.
         assert!(place(true, Ok, only_host).is_err());
     }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use epoxide::driver::{Device, Memory, MemoryKind, Stream};
+use epoxide::driver::{Device, Memory, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::transport::{Proxies, Put, TransportOptions, connect};
+use epoxide::transport::{Proxies, Put, TransportOptions, connect, wire_memory};
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 
@@ -94,7 +94,7 @@ impl<'a> Poster<'a> {
         let region = region.clamp(1, Self::LARGEST).next_multiple_of(128);
         let words = 2 * u64::from(world.ranks()) * u64::from(queues) * 8;
         let bytes = words.next_multiple_of(128) + (1 + u64::from(world.nodes)) * region;
-        let memory = Arc::new(Memory::alloc(device, bytes, MemoryKind::Shareable, "memory to put")?);
+        let memory = wire_memory(options, device, group, bytes)?;
         stream.write(memory.ptr(), &vec![0; words as usize])?;
         let rail = |node: u32| node * world.ranks_per_node + index;
         let peers: Vec<u32> = (0..world.nodes).filter(|other| *other != node).map(rail).collect();
@@ -241,9 +241,13 @@ impl<'a> Poster<'a> {
         Ok(())
     }
 
-    /// Gives way to others; an error where a queue has failed or the wait takes too long.
+    /// Gives way to others, which may need the processor to move the bytes, for a small part of the wait so far. An error where a queue
+    /// has failed or the wait takes too long.
     fn pause(&self, wait: &mut Wait) -> Result<()> {
-        std::thread::yield_now();
+        match wait.since.elapsed() / 32 {
+            short if short < Duration::from_micros(30) => std::thread::yield_now(),
+            part => std::thread::sleep(part.min(Duration::from_millis(1))),
+        }
         wait.turns += 1;
         if !wait.turns.is_multiple_of(256) {
             return Ok(());

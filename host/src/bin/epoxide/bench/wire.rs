@@ -44,6 +44,9 @@ pub struct Args {
     /// Puts under way on a queue: a list, `a..b` doubles.
     #[arg(long, value_delimiter = ',', default_value = "1,16,256")]
     depths: Vec<String>,
+    /// Measure the bandwidth with puts of the ranks of node 0 alone, instead of all at once.
+    #[arg(long)]
+    one_way: bool,
     /// MiB that each rank puts to each peer for a bandwidth, within 32 to 4096 puts a queue.
     #[arg(long, default_value_t = 64)]
     mib: u64,
@@ -87,6 +90,8 @@ pub struct WirePoint {
     pub message_bytes: u64,
     /// Puts under way on a queue.
     pub depth: u64,
+    /// Whether only the ranks of node 0 put, for a bandwidth; `gbps` and its like are then theirs.
+    pub one_way: bool,
     /// Puts of a rank to each peer.
     pub puts: u64,
     /// GB/s out of a rank, to all peers together, mean over ranks.
@@ -155,6 +160,7 @@ fn measure(args: &Args) -> Result<Vec<WirePoint>> {
     let Some((device, is_virtual, _)) = results.first() else { return Ok(Vec::new()) };
     let measured: Vec<&Vec<OfSize>> = results.iter().map(|(_, _, of)| of).collect();
     let peers = f64::from(plan.world.nodes - 1);
+    let putting = if args.one_way { plan.world.ranks_per_node as usize } else { measured.len() };
     let mut points = Vec::new();
     for (index, &message_bytes) in plan.sizes.iter().enumerate() {
         let timed: Vec<&[f64]> = measured
@@ -166,7 +172,7 @@ fn measure(args: &Args) -> Result<Vec<WirePoint>> {
         let puts = puts_of(args, message_bytes);
         for (at, &depth) in plan.depths.iter().enumerate() {
             let per_rank: Vec<f64> =
-                measured.iter().map(|of| peers * puts as f64 / of[index].seconds[at]).collect();
+                measured.iter().take(putting).map(|of| peers * puts as f64 / of[index].seconds[at]).collect();
             let to_gbps = |puts: f64| gbps(puts * message_bytes as f64, 1e6);
             points.push(WirePoint {
                 schema_version: SCHEMA_VERSION,
@@ -180,6 +186,7 @@ fn measure(args: &Args) -> Result<Vec<WirePoint>> {
                 date: today(),
                 message_bytes,
                 depth,
+                one_way: args.one_way,
                 puts,
                 gbps: to_gbps(mean(&per_rank)),
                 min_rank_gbps: to_gbps(per_rank.iter().copied().fold(f64::MAX, f64::min)),
@@ -238,7 +245,8 @@ fn rank(
         poster.ping_pong(size, args.warmup)?;
         let latency = poster.ping_pong(size, args.iters)?;
         let puts = puts_of(args, size);
-        let total = |puts: u64| vec![puts * size; plan.world.nodes as usize];
+        let puts_here = !args.one_way || group.rank() < plan.world.ranks_per_node;
+        let total = |puts: u64| vec![if puts_here { puts * size } else { 0 }; plan.world.nodes as usize];
         let mut seconds = Vec::new();
         for &depth in &plan.depths {
             poster.put_all(&total(puts.div_ceil(8)), size, depth, 1)?;
@@ -256,8 +264,8 @@ fn text(points: &[WirePoint]) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "[bench wire] transport={} nodes={} num_ranks={} queues={} device={:?}; {}",
-        first.transport, first.nodes, first.num_ranks, first.queues, first.device, first.date
+        "[bench wire] transport={} nodes={} num_ranks={} queues={} one_way={} device={:?}; {}",
+        first.transport, first.nodes, first.num_ranks, first.queues, first.one_way, first.device, first.date
     );
     let unit = match first.is_virtual {
         true => {
@@ -292,7 +300,7 @@ fn text(points: &[WirePoint]) -> String {
 }
 
 /// The columns of `--csv`.
-const COLUMNS: [&str; 16] = [
+const COLUMNS: [&str; 17] = [
     "mode",
     "transport",
     "queues",
@@ -303,6 +311,7 @@ const COLUMNS: [&str; 16] = [
     "date",
     "message_bytes",
     "depth",
+    "one_way",
     "puts",
     "gbps",
     "puts_per_second",
@@ -323,6 +332,7 @@ fn record(point: &WirePoint) -> Vec<String> {
         point.date.clone(),
         point.message_bytes.to_string(),
         point.depth.to_string(),
+        point.one_way.to_string(),
         point.puts.to_string(),
         point.gbps.to_string(),
         point.puts_per_second.to_string(),
@@ -355,6 +365,7 @@ mod tests {
             "--transport shm --sizes 16,65536 --depths 1,256",
             "--transport tcp --sizes 4096..16384 --depths 4 --queues 2",
             "--transport shm --sizes 1024 --depths 8 --nodes 3 --ranks-per-node 2",
+            "--transport tcp --sizes 1024 --depths 8 --nodes 3 --one-way",
         ] {
             let args = arguments(line);
             let points = measure(&args).unwrap();
