@@ -252,7 +252,8 @@ impl Drop for Links {
     }
 }
 
-/// Allocates wire memory where the transport reaches it. Collective over the group.
+/// Allocates wire memory where the transport reaches it; its contents are zero, which is where counters begin. Collective over
+/// the group.
 ///
 /// # Errors
 /// On every rank, where one of them has no such memory.
@@ -268,6 +269,13 @@ pub fn wire_memory(
         }
         TransportKind::Verbs => verbs::wire_memory(options, device, bytes),
     };
+    // Shareable memory is zero by its contract; host memory may be what somebody else left.
+    if let Ok(memory) = &memory
+        && !memory.host_ptr().is_null()
+    {
+        // SAFETY: fresh host memory of at least `bytes`, which neither a kernel nor a peer knows yet.
+        unsafe { memory.host_ptr().write_bytes(0, bytes as usize) };
+    }
     greeting::agree(group, options.kind, memory)
 }
 
