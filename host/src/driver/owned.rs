@@ -23,9 +23,13 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Allocates `bytes`; `label` names the memory in errors.
+    /// Allocates `bytes`; `label` names the memory in errors. Its contents are zero, those of [`MemoryKind::Device`] unspecified.
     pub fn alloc(device: &Arc<dyn Device>, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {
         let raw = device.alloc(bytes, kind, label)?;
+        if kind == MemoryKind::MappedHost {
+            // SAFETY: fresh host memory of at least `bytes`, which nothing else knows yet.
+            unsafe { raw.host.write_bytes(0, bytes as usize) };
+        }
         Ok(Memory { device: device.clone(), raw, requested: bytes })
     }
 

@@ -167,9 +167,9 @@ impl Buffer {
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
         comm_stream.write(tables.ptr(), bytemuck::bytes_of(&addresses))?;
         comm_stream.write(tables.ptr().add(local_at), &vec![0; local_bytes as usize])?;
-        let status = mapped(&device, size_of::<Status>() as u64, "status")?;
+        let status = Memory::alloc(&device, size_of::<Status>() as u64, MemoryKind::MappedHost, "status")?;
         let counts = size_of::<PlanHeader>() as u64 + MAX_LOCAL_EXPERTS as u64 * 4;
-        let host_counts = mapped(&device, counts, "host counts")?;
+        let host_counts = Memory::alloc(&device, counts, MemoryKind::MappedHost, "host counts")?;
         let kernels =
             loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
 
@@ -483,12 +483,4 @@ fn agree(
         }
     }
     Ok(())
-}
-
-/// Zeroed mapped host memory.
-fn mapped(device: &Arc<dyn Device>, bytes: u64, label: &str) -> Result<Memory> {
-    let memory = Memory::alloc(device, bytes, MemoryKind::MappedHost, label)?;
-    // SAFETY: fresh host memory of at least `bytes`, which no kernel knows yet.
-    unsafe { memory.host_ptr().write_bytes(0, bytes as usize) };
-    Ok(memory)
 }

@@ -409,7 +409,7 @@ impl Buffer {
             piece_bytes,
             stage_bytes: ring.bytes,
             with_metadata,
-            first_expert: self.node() * (self.num_ranks / self.num_nodes) * local_experts,
+            first_expert: self.node() * self.ranks_per_node() * local_experts,
         }
     }
 
@@ -469,7 +469,7 @@ impl Buffer {
                         num_tokens: layout.num_tokens,
                         num_channels,
                         num_ranks,
-                        ranks_per_node: num_ranks / self.num_nodes,
+                        ranks_per_node: self.ranks_per_node(),
                     };
                     stream.call(count, num_channels, NOTIFY_THREADS, 0, InternodeCount::call(args))?;
                     comm.trace = trace_place(&mut self.trace, "notify", 1);

@@ -26,8 +26,8 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
-    let per_node = buffer.num_ranks / buffer.num_nodes;
-    let (node, index) = (buffer.rank / per_node, buffer.rank % per_node);
+    let per_node = buffer.ranks_per_node();
+    let (node, index) = (buffer.node(), buffer.rank % per_node);
     let recorded = status.peer as u32;
     // The ways in which a kernel numbers whom it waits for.
     let of_this_node = node * per_node + recorded;
@@ -80,7 +80,7 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
     if status == PlanStatus::Ready as u32 {
         return Ok(());
     }
-    let world = World { ranks: buffer.num_ranks, ranks_per_node: buffer.num_ranks / buffer.num_nodes };
+    let world = World { ranks: buffer.num_ranks, ranks_per_node: buffer.ranks_per_node() };
     if status == PlanStatus::Slots as u32 {
         let (needed, shape) = (header.detail as u64, &buffer.options.shape);
         return Err(Error::Capacity {

@@ -137,7 +137,7 @@ impl Buffer {
             num_topk: num_topk as u32,
             num_experts,
             num_ranks: self.num_ranks,
-            ranks_per_node: self.num_ranks / self.num_nodes,
+            ranks_per_node: self.ranks_per_node(),
             reserved: 0,
         };
         let shared = (self.num_ranks + num_experts + self.num_nodes) * 4;

@@ -152,9 +152,14 @@ impl Buffer {
         self.num_nodes
     }
 
+    /// Ranks of each node.
+    pub fn ranks_per_node(&self) -> u32 {
+        self.num_ranks / self.num_nodes
+    }
+
     /// This rank's node, its "RDMA rank".
     pub fn node(&self) -> u32 {
-        self.rank / (self.num_ranks / self.num_nodes)
+        self.rank / self.ranks_per_node()
     }
 
     /// Bytes of wire memory; 0 with one node.

@@ -269,13 +269,6 @@ pub fn wire_memory(
         }
         TransportKind::Verbs => verbs::wire_memory(options, device, bytes),
     };
-    // Shareable memory is zero by its contract; host memory may be what somebody else left.
-    if let Ok(memory) = &memory
-        && !memory.host_ptr().is_null()
-    {
-        // SAFETY: fresh host memory of at least `bytes`, which neither a kernel nor a peer knows yet.
-        unsafe { memory.host_ptr().write_bytes(0, bytes as usize) };
-    }
     greeting::agree(group, options.kind, memory)
 }
 

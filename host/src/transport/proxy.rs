@@ -172,8 +172,6 @@ impl Proxy {
     pub fn start(device: &Arc<dyn Device>, link: Link) -> Result<Proxy> {
         let Link { peer, index, queue } = link;
         let ring = Arc::new(Memory::alloc(device, QUEUE_BYTES, MemoryKind::MappedHost, "queue of puts")?);
-        // SAFETY: mapped host memory of that size, which nothing else knows yet.
-        unsafe { ring.host_ptr().write_bytes(0, QUEUE_BYTES as usize) };
         let shared = Arc::new(Shared::default());
         let interrupt = queue.interrupt();
         let mut worker = Worker {

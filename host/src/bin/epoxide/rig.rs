@@ -250,8 +250,8 @@ impl<'a> Rig<'a> {
 
     /// The routing on this group's nodes, where there are several.
     fn nodes<'r>(&self, routing: &'r Routing) -> Option<Nodes<'r>> {
-        let nodes = self.buffer.num_nodes();
-        (nodes > 1).then(|| Nodes::new(routing, self.buffer.num_ranks() / nodes))
+        let buffer = &self.buffer;
+        (buffer.num_nodes() > 1).then(|| Nodes::new(routing, buffer.ranks_per_node()))
     }
 
     /// What a trip leaves in memory that the next one is likely to get again.
