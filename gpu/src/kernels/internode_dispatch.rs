@@ -6,9 +6,9 @@ use epoxide_macros::kernel;
 
 use super::dispatch::{Cursor, Metadata, Tail, copy_scales, load_piece, load_stage, scale_place, store_own};
 use super::epoch::{Phase, aborted, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
-use super::ring::{Ring, Turn, shared_bytes};
+use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use super::wire::{
-    Operation, Posted, Progress, Put, arrival, arrival_word, channel_range, channel_rows, post, rows_arrived,
+    Operation, Posted, Progress, Put, arrival, arrival_word, channel_rows, post, rows_arrived,
     tell_nodes_ready, wait_node_ready, wait_quiet, wait_rows, workers,
 };
 #[cfg(not(target_arch = "nvptx64"))]

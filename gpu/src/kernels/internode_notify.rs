@@ -11,7 +11,8 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Phase, aborted, current_epoch, send_packet_at, trace, wait_at_least, wait_packet_at};
 use super::notify::write_header;
-use super::wire::{Operation, Posted, Put, channel_range, node_word, post, wait_quiet};
+use super::ring::channel_range;
+use super::wire::{Operation, Posted, Put, node_word, post, wait_quiet};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{

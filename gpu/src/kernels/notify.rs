@@ -6,6 +6,7 @@ use core::mem::offset_of;
 use epoxide_macros::kernel;
 
 use super::epoch::{Phase, aborted, current_epoch, send_packet, trace, wait_packet};
+use super::ring::channel_range;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{
@@ -83,9 +84,7 @@ pub unsafe fn notify(args: NotifyArgs) {
         st_shared_u32(earlier + thread * 4, 0); // and `expired`, which follows
     }
     barrier_sync();
-    let per_channel = args.num_tokens.div_ceil(args.num_channels);
-    let begin = (per_channel * channel).min(args.num_tokens);
-    let end = (begin + per_channel).min(args.num_tokens);
+    let (begin, end) = channel_range(args.num_tokens, args.num_channels, channel);
     let mut sums = [0u32; MAX_RANKS];
     let mut token = thread;
     while token < begin {

@@ -126,3 +126,11 @@ pub unsafe fn block_range(count: u32) -> (u32, u32) {
         (begin, begin + each + (block < more) as u32)
     }
 }
+
+/// The channel's range of `num_tokens` tokens: each has `ceil(num_tokens / channels)` until there are none left.
+#[inline(always)]
+pub fn channel_range(num_tokens: u32, channels: u32, channel: u32) -> (u32, u32) {
+    let each = num_tokens.div_ceil(channels);
+    let begin = (each * channel).min(num_tokens);
+    (begin, (begin + each).min(num_tokens))
+}

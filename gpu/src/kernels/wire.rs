@@ -188,14 +188,6 @@ pub unsafe fn wait_own_rows(comm: &Comm, wire: &Wire, channel: u32, rows: u32, e
     }
 }
 
-/// The channel's range of `num_tokens` tokens: each has `ceil(num_tokens / channels)` until there are none left.
-#[inline(always)]
-pub fn channel_range(num_tokens: u32, channels: u32, channel: u32) -> (u32, u32) {
-    let each = num_tokens.div_ceil(channels);
-    let begin = (each * channel).min(num_tokens);
-    (begin, (begin + each).min(num_tokens))
-}
-
 /// Where a channel begins and how many rows it has, from an inclusive prefix matrix `[.., channels]`: the entry of `row`.
 #[inline(always)]
 pub unsafe fn channel_rows(prefix: u64, channels: u32, row: u32, channel: u32) -> (u32, u32) {
