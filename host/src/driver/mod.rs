@@ -10,9 +10,13 @@ use std::os::fd::OwnedFd;
 use crate::error::Result;
 
 mod owned;
+mod rule;
+mod staging;
 pub mod virt;
 
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
+pub use rule::NoDriverCalls;
+pub use staging::Staging;
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -44,12 +48,20 @@ pub struct DeviceInfo {
 /// How memory may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryKind {
-    /// Plain device memory.
+    /// Device memory out of the device's own stream-ordered pool. Neither getting it nor giving it back waits for anything or
+    /// holds anybody up: it goes back behind all work that was enqueued before in streams that this device knows
+    /// ([`Stream::new`], [`Stream::adopt`]). What others enqueued must have ended by then.
     Device,
-    /// Device memory that can be exported as a file descriptor and mapped by peers.
+    /// Device memory that can be exported as a file descriptor and mapped by peers. Giving it back unmaps it at once.
     Shareable,
-    /// Page-locked host memory, mapped into the device's address space.
+    /// Page-locked host memory, mapped into the device's address space. Giving it back waits for the device's running kernels and
+    /// holds up every other call of the device meanwhile, as `cuMemFreeHost` does: not in the course of operations.
     MappedHost,
+    /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to map as ordinary memory.
+    SharedHost,
+    /// Device memory by `cuMemAlloc`, which other libraries of a process use: giving it back waits and holds up like
+    /// [`MemoryKind::MappedHost`]. epoxide itself uses none; tests play such a neighbour with it.
+    Unpooled,
 }
 
 /// A raw allocation: what [`Device::alloc`] and [`Device::import`] return.
@@ -59,7 +71,7 @@ pub struct RawMemory {
     pub handle: u64,
     /// Device address of the first byte.
     pub ptr: DevicePtr,
-    /// Host address of the first byte, for [`MemoryKind::MappedHost`]; else null.
+    /// Host address of the first byte, for [`MemoryKind::MappedHost`] and [`MemoryKind::SharedHost`]; else null.
     pub host: *mut u8,
     /// Usable bytes: at least what was asked for.
     pub bytes: u64,
@@ -90,6 +102,10 @@ unsafe impl Sync for RawStream {}
 
 /// The raw driver of one device. Handles are opaque; asynchronous calls return at once and run in stream order.
 ///
+/// Some calls wait for the device's running kernels, and some of those hold up every other call of the device until then
+/// (docs/ARCHITECTURE.md has the table). So nothing that a running kernel waits for may need a call: threads that kernels wait
+/// for hold a [`NoDriverCalls`].
+///
 /// Errors of asynchronous work surface at the next [`Device::stream_synchronize`], [`Device::event_synchronize`] or
 /// query, as CUDA's do.
 ///
@@ -106,7 +122,10 @@ pub trait Device: Send + Sync + Debug {
     /// [`MemoryKind::Shareable`] memory is zero.
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory>;
 
-    /// A descriptor that stands for [`MemoryKind::Shareable`] memory in this or another process.
+    /// The page-locked memory that host data passes through on its way to and from the device.
+    fn staging(&self) -> &Staging;
+
+    /// A descriptor that stands for [`MemoryKind::Shareable`] or [`MemoryKind::SharedHost`] memory in this or another process.
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd>;
 
     /// A dma-buf of [`MemoryKind::Shareable`] memory, by which a network card reaches it.
@@ -118,10 +137,10 @@ pub trait Device: Send + Sync + Debug {
     /// Maps memory that a peer exported; `peer` names it in errors.
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
 
-    /// Frees or unmaps memory.
+    /// Frees or unmaps memory; [`MemoryKind`] says what that waits for.
     ///
     /// # Safety
-    /// No work in flight uses it, and it is not freed twice.
+    /// No work in flight uses it, except for [`MemoryKind::Device`] in streams of this device, and it is not freed twice.
     unsafe fn free(&self, memory: &RawMemory);
 
     /// Loads a PTX module; the error carries the JIT log, or line and column.

@@ -23,10 +23,11 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Allocates `bytes`; `label` names the memory in errors. Its contents are zero, those of [`MemoryKind::Device`] unspecified.
+    /// Allocates `bytes`; `label` names the memory in errors. Its contents are zero, those of [`MemoryKind::Device`] and
+    /// [`MemoryKind::Unpooled`] unspecified.
     pub fn alloc(device: &Arc<dyn Device>, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {
         let raw = device.alloc(bytes, kind, label)?;
-        if kind == MemoryKind::MappedHost {
+        if matches!(kind, MemoryKind::MappedHost | MemoryKind::SharedHost) {
             // SAFETY: fresh host memory of at least `bytes`, which nothing else knows yet.
             unsafe { raw.host.write_bytes(0, bytes as usize) };
         }
@@ -54,7 +55,7 @@ impl Memory {
         self.raw.ptr
     }
 
-    /// Host address of the first byte; null unless the memory is [`MemoryKind::MappedHost`].
+    /// Host address of the first byte; null unless the memory is [`MemoryKind::MappedHost`] or [`MemoryKind::SharedHost`].
     pub fn host_ptr(&self) -> *mut u8 {
         self.raw.host
     }
@@ -169,32 +170,16 @@ impl Stream {
         unsafe { self.launch(kernel, &config, &[call.param()]) }
     }
 
-    /// Copies host bytes to the device and waits for it.
+    /// Copies host bytes to the device, through page-locked memory, and waits for it.
     pub fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        // SAFETY: `src` outlives the synchronise below; the device side is checked or faults in the driver.
-        unsafe {
-            self.device.copy(
-                self.handle,
-                CopyEnd::Device(dst),
-                CopyEnd::Host(src.as_ptr().cast_mut()),
-                src.len() as u64,
-            )?;
-        }
-        self.synchronize()
+        // SAFETY: the device side is checked or faults in the driver.
+        unsafe { self.device.staging().write(&*self.device, self.handle, dst, src) }
     }
 
-    /// Copies device bytes to the host and waits for it.
+    /// Copies device bytes to the host, through page-locked memory, and waits for it.
     pub fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        // SAFETY: `dst` outlives the synchronise below; the device side is checked or faults in the driver.
-        unsafe {
-            self.device.copy(
-                self.handle,
-                CopyEnd::Host(dst.as_mut_ptr()),
-                CopyEnd::Device(src),
-                dst.len() as u64,
-            )?;
-        }
-        self.synchronize()
+        // SAFETY: the device side is checked or faults in the driver.
+        unsafe { self.device.staging().read(&*self.device, self.handle, dst, src) }
     }
 
     /// Copies between device addresses, in stream order.

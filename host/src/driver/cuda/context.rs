@@ -8,7 +8,7 @@ use cust::device::Device as CustDevice;
 use super::device::CudaDevice;
 use super::error::{from_cust, unavailable};
 use super::ffi::{self, CuContext, CuResult};
-use crate::driver::DeviceInfo;
+use crate::driver::{DeviceInfo, NoDriverCalls};
 use crate::error::{Error, Result};
 
 /// The devices this process sees, in the driver's order (`CUDA_VISIBLE_DEVICES` applies).
@@ -128,39 +128,52 @@ pub(super) fn retain_primary(device: CustDevice) -> Result<Context> {
     context
 }
 
-/// Proof that `device`'s primary context is current on this thread.
+/// A context that is current on this thread.
 ///
 /// On drop the thread gets back the context it had, if it had another: a caller that drives its own context from this
 /// thread notices nothing. A thread without a context keeps ours, so that binding costs it one query from then on. We
 /// do not cache what is current ourselves: other libraries switch contexts too, and the driver's query is a read of a
 /// thread-local.
+pub(super) struct Current {
+    previous: CuContext,
+}
+
+impl Current {
+    /// Makes `context` current on the calling thread.
+    pub(super) fn set(context: &Context) -> Result<Current> {
+        let ours: CuContext = context.as_raw().cast();
+        let mut current: CuContext = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid.
+        unsafe { ffi::cuCtxGetCurrent(&mut current) }.check("cuCtxGetCurrent")?;
+        if current == ours {
+            return Ok(Current { previous: std::ptr::null_mut() });
+        }
+        // SAFETY: the context is retained as long as `context` lives.
+        unsafe { ffi::cuCtxSetCurrent(ours) }.check("cuCtxSetCurrent")?;
+        Ok(Current { previous: current })
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if !self.previous.is_null() {
+            // SAFETY: it was this thread's current context when `set` ran, and its owner runs on this thread.
+            unsafe { ffi::cuCtxSetCurrent(self.previous) }.log("cuCtxSetCurrent");
+        }
+    }
+}
+
+/// Proof that `device`'s primary context is current on this thread, and that the thread may call the driver.
 pub(super) struct Bound<'a> {
     /// The device whose context is bound.
     pub device: &'a CudaDevice,
-    previous: CuContext,
+    _current: Current,
 }
 
 impl CudaDevice {
     /// Binds the primary context to the calling thread.
     pub(super) fn bind(&self) -> Result<Bound<'_>> {
-        let ours: CuContext = self.context.as_raw().cast();
-        let mut current: CuContext = std::ptr::null_mut();
-        // SAFETY: the out pointer is valid.
-        unsafe { ffi::cuCtxGetCurrent(&mut current) }.check("cuCtxGetCurrent")?;
-        if current == ours {
-            return Ok(Bound { device: self, previous: std::ptr::null_mut() });
-        }
-        // SAFETY: the context is retained as long as `self` lives.
-        unsafe { ffi::cuCtxSetCurrent(ours) }.check("cuCtxSetCurrent")?;
-        Ok(Bound { device: self, previous: current })
-    }
-}
-
-impl Drop for Bound<'_> {
-    fn drop(&mut self) {
-        if !self.previous.is_null() {
-            // SAFETY: it was this thread's current context when `bind` ran, and its owner runs on this thread.
-            unsafe { ffi::cuCtxSetCurrent(self.previous) }.log("cuCtxSetCurrent");
-        }
+        NoDriverCalls::check().inspect_err(|error| tracing::error!("{error}"))?;
+        Ok(Bound { device: self, _current: Current::set(&self.context)? })
     }
 }

@@ -2,16 +2,20 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cust::context::Context;
 use cust::device::Device as CustDevice;
 
 use super::error::unavailable;
+use super::ffi::CuStream;
+use super::pool::Pool;
 use super::vmm::{self, Sharing};
 use super::{context, graph, memory, module, stream};
-use crate::driver::{CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream};
-use crate::error::Result;
+use crate::driver::{
+    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging,
+};
+use crate::error::{Error, Result};
 
 /// Kernels are compiled for `sm_90`.
 const OLDEST_COMPUTE_CAPABILITY: (i32, i32) = (9, 0);
@@ -24,9 +28,14 @@ const OLDEST_COMPUTE_CAPABILITY: (i32, i32) = (9, 0);
 pub struct CudaDevice {
     pub(super) info: DeviceInfo,
     pub(super) device: CustDevice,
+    /// Where [`MemoryKind::Device`] comes from. Before the context, which it needs to go.
+    pub(super) pool: Pool,
     pub(super) context: Context,
     /// What [`MemoryKind::Shareable`] can do, or why it cannot be had.
     pub(super) sharing: Result<Sharing>,
+    staging: Staging,
+    /// The files behind [`MemoryKind::SharedHost`], by host address.
+    files: Mutex<HashMap<u64, OwnedFd>>,
     /// Names of the kernels looked up so far, for errors.
     kernels: Mutex<HashMap<u64, &'static str>>,
 }
@@ -64,7 +73,39 @@ impl CudaDevice {
         }
         let context = context::retain_primary(device)?;
         let sharing = vmm::sharing(device);
-        Ok(Arc::new(CudaDevice { info, device, context, sharing, kernels: Mutex::default() }))
+        let pool = {
+            let _current = context::Current::set(&context)?;
+            Pool::new(device.as_raw())?
+        };
+        Ok(Arc::new(CudaDevice {
+            info,
+            device,
+            context,
+            sharing,
+            pool,
+            staging: Staging::default(),
+            files: Mutex::default(),
+            kernels: Mutex::default(),
+        }))
+    }
+
+    pub(super) fn keep_file(&self, host: u64, file: OwnedFd) {
+        self.files().insert(host, file);
+    }
+
+    pub(super) fn take_file(&self, host: u64) -> Option<OwnedFd> {
+        self.files().remove(&host)
+    }
+
+    /// A descriptor of the file that is mapped at this host address.
+    pub(super) fn file(&self, host: u64) -> Result<OwnedFd> {
+        let files = self.files();
+        let file = files.get(&host).ok_or_else(|| Error::argument("memory", format!("{host:#x}"), "it was freed"))?;
+        file.try_clone().map_err(|error| Error::os("dup", error))
+    }
+
+    fn files(&self) -> MutexGuard<'_, HashMap<u64, OwnedFd>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn remember_kernel(&self, kernel: u64, name: &'static str) {
@@ -96,6 +137,10 @@ impl Device for CudaDevice {
 
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
         memory::alloc(&self.bind()?, bytes, kind, label)
+    }
+
+    fn staging(&self) -> &Staging {
+        &self.staging
     }
 
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
@@ -135,12 +180,16 @@ impl Device for CudaDevice {
     }
 
     fn stream_create(&self, high_priority: bool) -> Result<u64> {
-        stream::create(&self.bind()?, high_priority)
+        let stream = stream::create(&self.bind()?, high_priority)?;
+        self.pool.add_stream(stream as CuStream);
+        Ok(stream)
     }
 
     unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64> {
         // SAFETY: passed on to the caller.
-        unsafe { stream::adopt(&self.bind()?, raw) }
+        let stream = unsafe { stream::adopt(&self.bind()?, raw) }?;
+        self.pool.add_stream(raw.0);
+        Ok(stream)
     }
 
     fn stream_raw(&self, stream: u64) -> RawStream {
@@ -148,7 +197,10 @@ impl Device for CudaDevice {
     }
 
     fn stream_destroy(&self, stream: u64) {
-        self.clean_up(|bound| stream::destroy(bound, stream));
+        self.clean_up(|bound| {
+            self.pool.remove_stream(stream::raw(stream));
+            stream::destroy(bound, stream);
+        });
     }
 
     fn stream_synchronize(&self, stream: u64) -> Result<()> {
@@ -172,7 +224,10 @@ impl Device for CudaDevice {
     }
 
     fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()> {
-        stream::wait_event(&self.bind()?, stream, event)
+        let bound = self.bind()?;
+        // A stream may join a capture by this.
+        let _still = self.pool.streams();
+        stream::wait_event(&bound, stream, event)
     }
 
     fn event_synchronize(&self, event: u64) -> Result<()> {
@@ -198,7 +253,9 @@ impl Device for CudaDevice {
     }
 
     fn capture_begin(&self, stream: u64) -> Result<()> {
-        graph::begin(&self.bind()?, stream)
+        let bound = self.bind()?;
+        let _still = self.pool.streams();
+        graph::begin(&bound, stream)
     }
 
     fn capture_end(&self, stream: u64) -> Result<u64> {
@@ -211,5 +268,17 @@ impl Device for CudaDevice {
 
     fn graph_destroy(&self, graph: u64) {
         self.clean_up(|bound| graph::destroy(bound, graph));
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        let pieces = self.staging.drain();
+        self.clean_up(|bound| {
+            for piece in &pieces {
+                // SAFETY: nothing is left that could copy through them, and they were taken out of their only list.
+                unsafe { memory::free(bound, piece) };
+            }
+        });
     }
 }

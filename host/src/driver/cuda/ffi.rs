@@ -69,6 +69,8 @@ pub type CuGraph = *mut c_void;
 pub type CuGraphExec = *mut c_void;
 /// `CUdeviceptr`.
 pub type CuDevicePtr = u64;
+/// `CUmemoryPool`.
+pub type CuMemoryPool = *mut c_void;
 /// `CUmemGenericAllocationHandle`.
 pub type CuAllocation = c_ulonglong;
 
@@ -108,6 +110,20 @@ pub struct CuMemAccessDesc {
 
 const _: () = assert!(size_of::<CuMemAccessDesc>() == 12);
 
+/// `CUmemPoolProps`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CuMemPoolProps {
+    pub allocation_type: c_int,
+    pub handle_types: c_int,
+    pub location: CuMemLocation,
+    pub win32_security_attributes: *mut c_void,
+    pub max_bytes: usize,
+    pub reserved: [u8; 56],
+}
+
+const _: () = assert!(size_of::<CuMemPoolProps>() == 88);
+
 pub const CU_MEM_LOCATION_TYPE_DEVICE: c_int = 1;
 pub const CU_MEM_ALLOCATION_TYPE_PINNED: c_int = 1;
 pub const CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: c_int = 1;
@@ -117,8 +133,14 @@ pub const CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD: c_int = 1;
 pub const CU_MEMHOSTALLOC_PORTABLE: c_uint = 1;
 pub const CU_MEMHOSTALLOC_DEVICEMAP: c_uint = 2;
 
+pub const CU_MEMHOSTREGISTER_PORTABLE: c_uint = 1;
+pub const CU_MEMHOSTREGISTER_DEVICEMAP: c_uint = 2;
+pub const CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES: c_int = 3;
+pub const CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: c_int = 4;
+
 pub const CU_STREAM_NON_BLOCKING: c_uint = 1;
 pub const CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: c_int = 1;
+pub const CU_STREAM_CAPTURE_STATUS_NONE: c_int = 0;
 pub const CU_EVENT_DEFAULT: c_uint = 0;
 pub const CU_EVENT_DISABLE_TIMING: c_uint = 2;
 
@@ -177,6 +199,20 @@ unsafe extern "C" {
     pub fn cuMemHostAlloc(ptr: *mut *mut c_void, bytes: usize, flags: c_uint) -> CuResult;
     pub fn cuMemHostGetDevicePointer_v2(ptr: *mut CuDevicePtr, host: *mut c_void, flags: c_uint) -> CuResult;
     pub fn cuMemFreeHost(ptr: *mut c_void) -> CuResult;
+    pub fn cuMemHostRegister_v2(ptr: *mut c_void, bytes: usize, flags: c_uint) -> CuResult;
+    pub fn cuMemHostUnregister(ptr: *mut c_void) -> CuResult;
+
+    pub fn cuMemPoolCreate(pool: *mut CuMemoryPool, props: *const CuMemPoolProps) -> CuResult;
+    pub fn cuMemPoolDestroy(pool: CuMemoryPool) -> CuResult;
+    pub fn cuMemPoolSetAttribute(pool: CuMemoryPool, attribute: c_int, value: *mut c_void) -> CuResult;
+    pub fn cuMemPoolTrimTo(pool: CuMemoryPool, bytes_to_keep: usize) -> CuResult;
+    pub fn cuMemAllocFromPoolAsync(
+        ptr: *mut CuDevicePtr,
+        bytes: usize,
+        pool: CuMemoryPool,
+        stream: CuStream,
+    ) -> CuResult;
+    pub fn cuMemFreeAsync(ptr: CuDevicePtr, stream: CuStream) -> CuResult;
 
     pub fn cuMemGetAllocationGranularity(
         granularity: *mut usize,
@@ -307,6 +343,7 @@ unsafe extern "C" {
     pub fn cuEventQuery(event: CuEvent) -> CuResult;
     pub fn cuEventElapsedTime(milliseconds: *mut f32, start: CuEvent, end: CuEvent) -> CuResult;
 
+    pub fn cuStreamIsCapturing(stream: CuStream, status: *mut c_int) -> CuResult;
     pub fn cuStreamBeginCapture_v2(stream: CuStream, mode: c_int) -> CuResult;
     pub fn cuStreamEndCapture(stream: CuStream, graph: *mut CuGraph) -> CuResult;
     pub fn cuGraphInstantiateWithFlags(

@@ -6,6 +6,9 @@
 use std::ffi::c_void;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
 use super::context::Bound;
 use super::error::unavailable;
 use super::ffi::{self, CuDevicePtr, CuResult};
@@ -21,17 +24,21 @@ const _: () = assert!(size_of::<usize>() == size_of::<u64>());
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
 enum Origin {
-    /// `cuMemAlloc`.
-    Plain = 1,
+    /// The device's pool.
+    Pooled = 1,
     /// `cuMemHostAlloc`.
     MappedHost = 2,
     /// Mapped into a reserved address range: ours or a peer's.
     Mapped = 3,
+    /// A file in memory, mapped and registered with `cuMemHostRegister`.
+    SharedHost = 4,
+    /// `cuMemAlloc`.
+    Unpooled = 5,
 }
 
 impl Origin {
     fn of(memory: &RawMemory) -> Option<Origin> {
-        [Origin::Plain, Origin::MappedHost, Origin::Mapped]
+        [Origin::Pooled, Origin::MappedHost, Origin::Mapped, Origin::SharedHost, Origin::Unpooled]
             .into_iter()
             .find(|origin| *origin as u64 == memory.handle)
     }
@@ -50,8 +57,13 @@ pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Re
     // The driver refuses to allocate nothing.
     let bytes = bytes.max(1);
     match kind {
-        MemoryKind::Device => alloc_plain(bound, bytes, label),
+        MemoryKind::Device => {
+            let ptr = bound.device.pool.alloc(bound, bytes, label)?;
+            Ok(on_device(Origin::Pooled, ptr, bytes))
+        }
+        MemoryKind::Unpooled => alloc_plain(bound, bytes, label),
         MemoryKind::MappedHost => alloc_host(bound, bytes, label),
+        MemoryKind::SharedHost => alloc_shared_host(bound, bytes, label),
         MemoryKind::Shareable => alloc_shareable(bound, bytes, label),
     }
 }
@@ -59,11 +71,15 @@ pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Re
 /// [`Device::free`](crate::driver::Device::free).
 ///
 /// # Safety
-/// No work in flight uses the memory, and it is not freed twice.
-pub unsafe fn free(_: &Bound<'_>, memory: &RawMemory) {
+/// No work in flight uses the memory, except for pooled memory in the device's known streams, and it is not freed twice.
+pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
     match Origin::of(memory) {
         // SAFETY: passed on to the caller.
-        Some(Origin::Plain) => unsafe { ffi::cuMemFree_v2(memory.ptr.0) }.log("cuMemFree"),
+        Some(Origin::Pooled) => unsafe { bound.device.pool.free(memory.ptr.0) },
+        // SAFETY: passed on to the caller.
+        Some(Origin::SharedHost) => unsafe { free_shared_host(bound, memory) },
+        // SAFETY: passed on to the caller.
+        Some(Origin::Unpooled) => unsafe { ffi::cuMemFree_v2(memory.ptr.0) }.log("cuMemFree"),
         // SAFETY: passed on to the caller.
         Some(Origin::MappedHost) => unsafe { ffi::cuMemFreeHost(memory.host.cast()) }.log("cuMemFreeHost"),
         // SAFETY: `mapped` gave up these two; the rest is passed on to the caller.
@@ -77,7 +93,61 @@ fn alloc_plain(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> 
     // SAFETY: the out pointer is valid and a context is bound.
     let result = unsafe { ffi::cuMemAlloc_v2(&mut ptr, bytes as usize) };
     check_alloc(bound, result, "cuMemAlloc", bytes, label)?;
-    Ok(RawMemory { handle: Origin::Plain as u64, ptr: DevicePtr(ptr), host: std::ptr::null_mut(), bytes })
+    Ok(on_device(Origin::Unpooled, ptr, bytes))
+}
+
+fn on_device(origin: Origin, ptr: CuDevicePtr, bytes: u64) -> RawMemory {
+    RawMemory { handle: origin as u64, ptr: DevicePtr(ptr), host: std::ptr::null_mut(), bytes }
+}
+
+fn alloc_shared_host(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
+    let refused = |call| move |error: rustix::io::Errno| Error::os(call, format!("{error}, for {label}"));
+    let file = memfd_create("epoxide", MemfdFlags::CLOEXEC).map_err(refused("memfd_create"))?;
+    // Whole huge pages where the system gives them: fewer entries for the device's address translation.
+    let bytes = bytes.next_multiple_of(2 << 20);
+    ftruncate(&file, bytes).map_err(refused("ftruncate"))?;
+    // SAFETY: a fresh mapping at an address of the system's choice.
+    let host = unsafe {
+        let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+        mmap(std::ptr::null_mut(), bytes as usize, prot, flags, &file, 0).map_err(refused("mmap"))?
+    };
+    let memory =
+        RawMemory { handle: Origin::SharedHost as u64, ptr: DevicePtr::NULL, host: host.cast(), bytes };
+    // SAFETY: the range was mapped just now; advice changes no contents.
+    let advised = unsafe { rustix::mm::madvise(host, bytes as usize, rustix::mm::Advice::LinuxHugepage) };
+    if let Err(error) = advised {
+        tracing::debug!("no huge pages for {label}: {error}");
+    }
+    let flags = ffi::CU_MEMHOSTREGISTER_PORTABLE | ffi::CU_MEMHOSTREGISTER_DEVICEMAP;
+    // SAFETY: the range was mapped just now and stays until `free_shared_host`.
+    let registered = unsafe { ffi::cuMemHostRegister_v2(host, bytes as usize, flags) };
+    if let Err(error) = check_host_alloc(registered, "cuMemHostRegister", bytes, label) {
+        // SAFETY: nobody has seen the mapping yet.
+        let _ = unsafe { munmap(host, bytes as usize) };
+        return Err(error);
+    }
+    bound.device.keep_file(host as u64, file);
+    let mut ptr: CuDevicePtr = 0;
+    // SAFETY: `host` was registered just now with DEVICEMAP.
+    let mapped = unsafe { ffi::cuMemHostGetDevicePointer_v2(&mut ptr, host, 0) };
+    if let Err(error) = mapped.check("cuMemHostGetDevicePointer") {
+        // SAFETY: nobody has seen the memory yet.
+        unsafe { free_shared_host(bound, &memory) };
+        return Err(error);
+    }
+    Ok(RawMemory { ptr: DevicePtr(ptr), ..memory })
+}
+
+/// # Safety
+/// The memory is of [`alloc_shared_host`], nothing uses it, and it is not freed twice.
+unsafe fn free_shared_host(bound: &Bound<'_>, memory: &RawMemory) {
+    // SAFETY: registered by us; passed on to the caller.
+    unsafe { ffi::cuMemHostUnregister(memory.host.cast()) }.log("cuMemHostUnregister");
+    // SAFETY: mapped by us with this size; passed on to the caller.
+    if let Err(error) = unsafe { munmap(memory.host.cast(), memory.bytes as usize) } {
+        tracing::warn!("munmap: {error}");
+    }
+    drop(bound.device.take_file(memory.host as u64));
 }
 
 fn alloc_host(_: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
@@ -85,17 +155,7 @@ fn alloc_host(_: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
     let flags = ffi::CU_MEMHOSTALLOC_PORTABLE | ffi::CU_MEMHOSTALLOC_DEVICEMAP;
     // SAFETY: the out pointer is valid and a context is bound.
     let result = unsafe { ffi::cuMemHostAlloc(&mut host, bytes as usize, flags) };
-    if result == CuResult::OUT_OF_MEMORY {
-        // Not `Error::OutOfMemory`, which speaks of device memory.
-        return Err(result.error_with(
-            "cuMemHostAlloc",
-            format!(
-                "; {bytes} bytes of page-locked host memory wanted for {label}: free host memory, or raise the \
-                 container's memory limit"
-            ),
-        ));
-    }
-    result.check("cuMemHostAlloc")?;
+    check_host_alloc(result, "cuMemHostAlloc", bytes, label)?;
     let mut ptr: CuDevicePtr = 0;
     // SAFETY: `host` was allocated just now with DEVICEMAP.
     let mapped = unsafe { ffi::cuMemHostGetDevicePointer_v2(&mut ptr, host, 0) };
@@ -105,6 +165,20 @@ fn alloc_host(_: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
         return Err(error);
     }
     Ok(RawMemory { handle: Origin::MappedHost as u64, ptr: DevicePtr(ptr), host: host.cast(), bytes })
+}
+
+/// Out of memory is not [`Error::OutOfMemory`] here, which speaks of device memory.
+fn check_host_alloc(result: CuResult, call: &'static str, bytes: u64, label: &str) -> Result<()> {
+    if result != CuResult::OUT_OF_MEMORY {
+        return result.check(call);
+    }
+    Err(result.error_with(
+        call,
+        format!(
+            "; {bytes} bytes of page-locked host memory wanted for {label}: free host memory, or raise the container's \
+             memory limit"
+        ),
+    ))
 }
 
 fn alloc_shareable(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
@@ -123,15 +197,16 @@ fn mapped(mapping: Mapping) -> RawMemory {
 }
 
 /// [`Device::export`](crate::driver::Device::export).
-pub fn export(_: &Bound<'_>, memory: &RawMemory) -> Result<OwnedFd> {
-    if Origin::of(memory) != Some(Origin::Mapped) {
-        return Err(Error::argument(
+pub fn export(bound: &Bound<'_>, memory: &RawMemory) -> Result<OwnedFd> {
+    match Origin::of(memory) {
+        Some(Origin::Mapped) => Physical::at(memory.ptr)?.export(),
+        Some(Origin::SharedHost) => bound.device.file(memory.host as u64),
+        _ => Err(Error::argument(
             "memory",
             format!("{:#x}", memory.ptr.0),
-            "only MemoryKind::Shareable can be exported",
-        ));
+            "only MemoryKind::Shareable and MemoryKind::SharedHost can be exported",
+        )),
     }
-    Physical::at(memory.ptr)?.export()
 }
 
 /// [`Device::import`](crate::driver::Device::import).

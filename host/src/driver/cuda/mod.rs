@@ -12,6 +12,7 @@
 //! | `context` | start-up, device facts, the primary context and its binding to threads |
 //! | `device` | [`CudaDevice`]: the trait, one line per method |
 //! | `memory`, `vmm` | allocation, copies; export and import through virtual memory management |
+//! | `pool` | device memory that comes and goes in stream order |
 //! | `module`, `ptx` | loading PTX, kernels, launches; which driver reads which PTX |
 //! | `stream`, `graph` | streams, events; capture and replay |
 //! | `doctor` | what this machine has and lacks |
@@ -27,6 +28,7 @@ mod graph;
 mod late;
 mod memory;
 mod module;
+mod pool;
 mod ptx;
 mod stream;
 mod vmm;

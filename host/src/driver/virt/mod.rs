@@ -35,7 +35,9 @@ use self::engine::Engine;
 pub use self::machine::{Drive, Machine};
 use self::state::{Allocation, Event, LastRecord, LoadedKernel, Shared, State, new_handle};
 use self::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
-use super::{CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream};
+use super::{
+    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging,
+};
 use crate::error::{Error, Result};
 
 /// Most shared memory of a block, in bytes, as on an H100 or H200.
@@ -93,6 +95,7 @@ impl Default for VirtConfig {
 pub struct VirtualGpu {
     shared: Arc<Shared>,
     runner: Runner,
+    staging: Staging,
 }
 
 enum Runner {
@@ -148,7 +151,7 @@ impl VirtualGpu {
                 Runner::Machine(machine)
             }
         };
-        Arc::new(VirtualGpu { shared, runner })
+        Arc::new(VirtualGpu { shared, runner, staging: Staging::default() })
     }
 
     /// Tells whoever runs the work that there is some.
@@ -203,7 +206,7 @@ impl VirtualGpu {
         let handle = new_handle();
         let address = allocation.region.addr();
         let host = match allocation.kind {
-            Some(MemoryKind::MappedHost) => address as *mut u8,
+            Some(MemoryKind::MappedHost | MemoryKind::SharedHost) => address as *mut u8,
             _ => std::ptr::null_mut(),
         };
         let bytes = allocation.region.bytes();
@@ -321,8 +324,8 @@ impl Device for VirtualGpu {
         let available = self.shared.info.total_memory.saturating_sub(state.used);
         let out_of_memory = || Error::OutOfMemory { what: label.to_owned(), requested: bytes, available };
         let charged = match kind {
-            MemoryKind::MappedHost => 0,
-            MemoryKind::Device | MemoryKind::Shareable => bytes
+            MemoryKind::MappedHost | MemoryKind::SharedHost => 0,
+            MemoryKind::Device | MemoryKind::Unpooled | MemoryKind::Shareable => bytes
                 .checked_next_multiple_of(PAGE)
                 .filter(|charged| *charged <= available)
                 .ok_or_else(out_of_memory)?,
@@ -332,7 +335,7 @@ impl Device for VirtualGpu {
 
         let memory = &self.shared.memory;
         let region = memory.alloc(bytes, label).and_then(|region| {
-            if kind == MemoryKind::Device {
+            if matches!(kind, MemoryKind::Device | MemoryKind::Unpooled) {
                 memory.fill(region.addr(), POISON, bytes.min(POISON_BYTES))?;
             }
             Ok(region)
@@ -347,11 +350,15 @@ impl Device for VirtualGpu {
         }
     }
 
+    fn staging(&self) -> &Staging {
+        &self.staging
+    }
+
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
         let state = self.shared.usable()?;
         let allocation = self.shared.allocation(&state, memory.handle)?;
-        if allocation.kind != Some(MemoryKind::Shareable) {
-            let rule = "only memory allocated as MemoryKind::Shareable can be exported";
+        if !matches!(allocation.kind, Some(MemoryKind::Shareable | MemoryKind::SharedHost)) {
+            let rule = "only MemoryKind::Shareable and MemoryKind::SharedHost can be exported";
             return Err(Error::argument("memory", allocation.region.label(), rule));
         }
         allocation.region.export().map_err(|error| memory_error(error, allocation.region.label()))

@@ -1,0 +1,50 @@
+//! The rule that whatever a running kernel waits for makes progress without a driver call, enforced.
+//!
+//! Freeing memory and loading modules hold the context's lock until running kernels have ended, and any part of the process may
+//! do so. A kernel that waits for a thread which needs any call of that context is then in a deadlock.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+use crate::error::{Error, Result};
+
+thread_local! {
+    /// Who this thread is, where it must not call the driver.
+    static FORBIDDEN: Cell<Option<&'static str>> = const { Cell::new(None) };
+}
+
+/// While this lives, a driver call of the thread that made it is an error; on the virtual GPU it makes the device unusable, so
+/// that no test passes with one.
+#[derive(Debug)]
+pub struct NoDriverCalls {
+    outer: Option<&'static str>,
+    // It speaks of the thread that made it.
+    _not_send: PhantomData<*const ()>,
+}
+
+impl NoDriverCalls {
+    /// Forbids driver calls on this thread; `who` names it in errors.
+    pub fn new(who: &'static str) -> NoDriverCalls {
+        NoDriverCalls { outer: FORBIDDEN.replace(Some(who)), _not_send: PhantomData }
+    }
+
+    /// An error where this thread must not call the driver. Every driver asks first in every call.
+    pub(crate) fn check() -> Result<()> {
+        match FORBIDDEN.get() {
+            None => Ok(()),
+            Some(who) => Err(Error::os(
+                "driver call",
+                format!(
+                    "made by {who}, for which running kernels may wait: the call may itself wait for those kernels \
+                     (docs/ARCHITECTURE.md, \"What kernels wait for\")"
+                ),
+            )),
+        }
+    }
+}
+
+impl Drop for NoDriverCalls {
+    fn drop(&mut self) {
+        FORBIDDEN.set(self.outer);
+    }
+}
