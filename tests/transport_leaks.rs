@@ -32,7 +32,7 @@ fn cpu() -> Duration {
 fn with_proxies(ranks: u32, options: &TransportOptions, test: impl Fn(u32, &Proxies) -> Result<()> + Sync) {
     run_threads(ranks, PATIENCE, |rank, group| {
         let device = VirtualGpu::new(VirtConfig::default());
-        let memory = Arc::new(Memory::alloc(&device, 4096, MemoryKind::Shareable, "wire")?);
+        let memory = Arc::new(Memory::alloc(&device, 4096, MemoryKind::SharedHost, "wire")?);
         let peers: Vec<u32> = (0..ranks).filter(|peer| *peer != rank).collect();
         let links = connect(options, &memory, &*group, &peers, PATIENCE)?;
         let proxies = Proxies::start(&device, links)?;
@@ -61,7 +61,7 @@ fn nothing_stays_and_idle_proxies_cost_little() {
         run_threads(2, PATIENCE, |rank, group| {
             let device = VirtualGpu::new(VirtConfig::default());
             let bytes = 4096 * (1 + u64::from(rank));
-            let memory = Arc::new(Memory::alloc(&device, bytes, MemoryKind::Shareable, "wire")?);
+            let memory = Arc::new(Memory::alloc(&device, bytes, MemoryKind::SharedHost, "wire")?);
             assert!(connect(&TransportOptions::new(kind), &memory, &*group, &[1 - rank], PATIENCE).is_err());
             Ok(())
         })

@@ -1,17 +1,17 @@
 //! Combine across nodes. A channel has two blocks: the *gatherer* sums, for each token that this rank relayed in the dispatch, the
-//! rows of this node's ranks, rounds to bf16 and sends the sum to the token's rank; the *finisher* sums what the nodes sent
-//! for this rank's own tokens. The own node's sums take the same way, without the wire.
+//! rows of this node's ranks, rounds to bf16 and sends the sum to the token's rank, into its wire memory or by a put; the *finisher*
+//! sums what the nodes sent for this rank's own tokens. The own node's sums take the same way: its wire memory is always mapped.
 
 use core::cell::Cell;
 
 use epoxide_macros::kernel;
 
 use super::combine::{Bf16, Contributors, Item, MAX_SLOT_BYTES, Ranks, Sums, sum_rows};
-use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace, wait_ready};
+use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use super::wire::{
-    Operation, Posted, Progress, Put, arrival, arrival_word, channel_rows, post, rows_arrived,
-    tell_nodes_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows, workers,
+    Operation, Path, Posted, Progress, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
+    tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows, workers,
 };
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
@@ -65,7 +65,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     }
     let planned = ld_u32(rows.header.0) == PlanStatus::Ready as u32;
     let progress = Progress::new(shared_bytes(workers, rows.slots, rows.slot_bytes), workers);
-    let joined = wait_ready(comm, epoch, Wait::CombineReady);
+    let joined = wait_mapped_ready(comm, wire, epoch, Wait::CombineReady, Wait::CombineNodeReady);
     if tid() / 32 == workers {
         if !finishes && joined {
             post_sums(&args, channel, planned, &progress, operation);
@@ -123,11 +123,7 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
                 entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (node - 1) as u64 * 4);
             }
             let table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
-            let base = if node == wire.node { wire.layout.slots_in } else { wire.layout.slots_out };
-            let slots = wire.memory.0
-                + base
-                + node as u64 * wire.layout.node_bytes
-                + first as u64 * args.slot_bytes as u64;
+            let slots = Path::to(wire, node).slots_out(wire, node) + first as u64 * args.slot_bytes as u64;
             let sums = Sums {
                 rows: slots,
                 stride: args.slot_bytes as u64,
@@ -151,7 +147,7 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
     }
 }
 
-/// The last warp of a gatherer: posts a put whenever a chunk of sums for a node is ready. Lane n serves node n.
+/// The last warp of a gatherer: delivers each chunk of sums for a node when it is ready. Lane n serves node n.
 #[inline(always)]
 unsafe fn post_sums(
     args: &InternodeCombineArgs,
@@ -168,6 +164,7 @@ unsafe fn post_sums(
             return;
         }
         let lane = laneid();
+        let path = Path::of_lane(wire);
         let mut posted = Posted::NONE;
         let mut turn = 0;
         while turn < wire.num_nodes {
@@ -187,21 +184,16 @@ unsafe fn post_sums(
                 }
                 if ready - sent >= wire.chunk || (ready == count && ready != sent) {
                     if lane == node {
-                        let value = arrival(operation.epoch, ready);
-                        if node == wire.node {
-                            st_release_sys_u64(wire.memory.0 + arrival_word(wire, node, channel), value);
-                        } else {
-                            let bytes = args.slot_bytes as u64;
-                            let from = (first + sent) as u64 * bytes;
-                            let put = Put {
-                                from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
-                                to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
-                                bytes: (ready - sent) as u64 * bytes,
-                                counter: arrival_word(wire, wire.node, channel),
-                                value,
-                            };
-                            posted = post(comm, wire, node, channel, put, operation);
-                        }
+                        let bytes = args.slot_bytes as u64;
+                        let from = (first + sent) as u64 * bytes;
+                        let put = Put {
+                            from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
+                            to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
+                            bytes: (ready - sent) as u64 * bytes,
+                            counter: arrival_word(wire, wire.node, channel),
+                            value: arrival(operation.epoch, ready),
+                        };
+                        posted = deliver(comm, wire, &path, node, channel, put, operation);
                     }
                     syncwarp();
                     sent = ready;
@@ -219,9 +211,10 @@ struct Nodes<'a> {
     args: &'a InternodeCombineArgs,
     /// Where this node's slots are.
     slots: u64,
+    /// Its arrival word.
+    word: u64,
     /// First slot of the channel.
     first: u32,
-    channel: u32,
     epoch: u64,
     /// Rows of the channel known to have come.
     known: Cell<u32>,
@@ -233,13 +226,15 @@ impl<'a> Nodes<'a> {
         // SAFETY: the entries lie inside their arrays.
         unsafe {
             let (wire, lane) = (&args.wire, laneid());
-            let (mut slots, mut first) = (0, 0);
+            let (mut slots, mut word, mut first) = (0, 0, 0);
             if lane < wire.num_nodes {
-                slots = wire.memory.0 + wire.layout.slots_in + lane as u64 * wire.layout.node_bytes;
+                let path = Path::to(wire, lane);
+                slots = path.slots_in(wire, lane);
+                word = path.memory + arrival_word(wire, lane, channel);
                 let prefix = args.route.rdma_channel_prefix_matrix.0;
                 first = channel_rows(prefix, args.route.num_channels, lane, channel).0;
             }
-            Nodes { args, slots, first, channel, epoch, known: Cell::new(0) }
+            Nodes { args, slots, word, first, epoch, known: Cell::new(0) }
         }
     }
 }
@@ -282,11 +277,11 @@ impl Contributors for Nodes<'_> {
                 let (args, node) = (self.args, laneid());
                 let (comm, wire) = (&args.combine.comm, &args.wire);
                 if node == wire.node {
-                    wait_own_rows(comm, wire, self.channel, needed, self.epoch);
+                    wait_own_rows(comm, self.word, needed, self.epoch);
                 } else {
-                    wait_rows(comm, wire, node, self.channel, needed, self.epoch, Wait::CombineArrival);
+                    wait_rows(comm, self.word, node, needed, self.epoch, Wait::CombineArrival);
                 }
-                self.known.set(rows_arrived(wire, node, self.channel, self.epoch));
+                self.known.set(rows_arrived(self.word, self.epoch));
                 fence_proxy_async();
             }
         }

@@ -1,15 +1,15 @@
-//! Dispatch across nodes. A channel has two blocks: the *sender* writes its tokens' rows to the ranks of this node and packs
-//! a slot for every other node that wants the token; the *forwarder* writes the rows that arrive from other nodes to the
+//! Dispatch across nodes. A channel has two blocks: the *sender* writes its tokens' rows to the ranks of this node and a slot for
+//! every other node that wants the token, into the peer's wire memory or for a put to take; the *forwarder* writes the rows that arrive from other nodes to the
 //! ranks of this one.
 
 use epoxide_macros::kernel;
 
 use super::dispatch::{Cursor, Metadata, Tail, copy_scales, load_piece, load_stage, scale_place, store_own};
-use super::epoch::{Phase, aborted, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
+use super::epoch::{Phase, aborted, current_epoch, leave, pool_of, tell_ready, trace};
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use super::wire::{
-    Operation, Posted, Progress, Put, arrival, arrival_word, channel_rows, post, rows_arrived,
-    tell_nodes_ready, wait_node_ready, wait_quiet, wait_rows, workers,
+    Operation, Path, Posted, Progress, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
+    tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_quiet, wait_rows, workers,
 };
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
@@ -62,7 +62,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     }
     let planned = ld_u32(rows.header.0) == PlanStatus::Ready as u32;
     let progress = Progress::new(shared_bytes(workers, rows.stages, rows.stage_bytes), workers);
-    let joined = wait_ready(comm, epoch, Wait::DispatchReady);
+    let joined = wait_mapped_ready(comm, wire, epoch, Wait::DispatchReady, Wait::DispatchNodeReady);
     if tid() / 32 == workers {
         if !forwards && joined {
             post_channel(&args, channel, planned, &progress, operation);
@@ -159,7 +159,7 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
         if lane < wire.num_nodes {
             let prefix = args.route.rdma_channel_prefix_matrix.0;
             slots = channel_rows(prefix, args.route.num_channels, lane, channel).0;
-            slot_base = wire.memory.0 + wire.layout.slots_out + lane as u64 * wire.layout.node_bytes;
+            slot_base = Path::to(wire, lane).slots_out(wire, lane);
         }
         let relayed = relayed_before(args, wire.node);
 
@@ -328,7 +328,7 @@ unsafe fn pack(args: &InternodeDispatchArgs, shape: &SlotShape, metadata: &Metad
     }
 }
 
-/// The last warp of a sender: posts a put whenever a chunk of tokens for a node is packed. Lane n serves node n.
+/// The last warp of a sender: delivers each chunk of tokens for a node when it is packed. Lane n serves node n.
 #[inline(always)]
 unsafe fn post_channel(
     args: &InternodeDispatchArgs,
@@ -347,6 +347,7 @@ unsafe fn post_channel(
         let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
         let node = laneid();
         let serves = node < wire.num_nodes && node != wire.node;
+        let path = Path::of_lane(wire);
         let mut first = 0;
         if serves {
             let prefix = args.route.rdma_channel_prefix_matrix.0;
@@ -378,7 +379,7 @@ unsafe fn post_channel(
                         counter: arrival_word(wire, wire.node, channel),
                         value: arrival(operation.epoch, packed),
                     };
-                    posted = post(comm, wire, node, channel, put, operation);
+                    posted = deliver(comm, wire, &path, node, channel, put, operation);
                     sent = packed;
                 }
             }
@@ -493,21 +494,21 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
         let mut pools = [0u64; MAX_RANKS];
         unroll8!(RANK => { pools[RANK] = shfl_u64(peer, RANK as u32) });
 
-        // Lane n: the channel's slots from node n, and how many tokens come from the nodes before it.
+        // Lane n: the channel's slots from node n and its arrival word, and how many tokens come from the nodes before it.
         let (mut first, mut count, mut before) = (0, 0, 0);
+        let (mut slots, mut word) = (0, 0);
         if lane < wire.num_nodes {
+            let path = Path::to(wire, lane);
+            word = path.memory + arrival_word(wire, lane, channel);
             let prefix = args.route.recv_rdma_channel_prefix_matrix.0;
             (first, count) = channel_rows(prefix, args.route.num_channels, lane, channel);
+            slots = path.slots_in(wire, lane) + first as u64 * args.slot_bytes as u64;
             before = relayed_before(args, lane);
             if lane == wire.node {
                 count = 0;
             }
         }
-        let slot_of = |walk: &Walk| {
-            let slot = shfl_u32(first, walk.node) + walk.row;
-            let node = walk.node as u64 * wire.layout.node_bytes;
-            wire.memory.0 + wire.layout.slots_in + node + slot as u64 * args.slot_bytes as u64
-        };
+        let slot_of = |walk: &Walk| shfl_u64(slots, walk.node) + walk.row as u64 * args.slot_bytes as u64;
         // Lane n: rows of node n known to have arrived.
         let mut arrived = 0;
         let mut load = Walk::new(args, count, workers);
@@ -517,7 +518,8 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
         while !sent.ended() {
             while in_flight + 1 < rows.stages && !load.ended() {
                 if shfl_u32(arrived, load.node) <= load.row {
-                    let seen = shfl_u32(rows_arrived(wire, load.node, channel, epoch), 0);
+                    let word = shfl_u64(word, load.node);
+                    let seen = shfl_u32(rows_arrived(word, epoch), 0);
                     // What lane 0 acquired is every lane's after this.
                     syncwarp();
                     if lane == load.node {
@@ -528,7 +530,7 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
                             break;
                         }
                         let what = Wait::DispatchArrival;
-                        let came = wait_rows(comm, wire, load.node, channel, load.row + 1, epoch, what);
+                        let came = wait_rows(comm, word, load.node, load.row + 1, epoch, what);
                         if ballot(came) != u32::MAX {
                             return;
                         }

@@ -12,7 +12,7 @@ use epoxide_macros::kernel;
 use super::epoch::{Phase, aborted, current_epoch, send_packet_at, trace, wait_at_least, wait_packet_at};
 use super::notify::write_header;
 use super::ring::channel_range;
-use super::wire::{Operation, Posted, Put, node_word, post, wait_quiet};
+use super::wire::{Operation, Path, Posted, Put, deliver, node_word, wait_quiet};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{
@@ -283,8 +283,9 @@ impl<'a> Exchange<'a> {
                     counter: node_word(wire.layout.counts, wire.node),
                     value: self.epoch,
                 };
-                posted = post(comm, wire, node, 0, put, self.operation());
-                let arrived = wire.memory.0 + node_word(wire.layout.counts, node);
+                let path = Path::to(wire, node);
+                posted = deliver(comm, wire, &path, node, 0, put, self.operation());
+                let arrived = path.memory + node_word(wire.layout.counts, node);
                 if !wait_at_least(comm, arrived, self.epoch, node, self.epoch, Wait::NodeCounts) {
                     self.expire();
                 }
@@ -572,19 +573,18 @@ impl<'a> Exchange<'a> {
         Operation { epoch: self.epoch, queue: Wait::NotifyQueue }
     }
 
-    /// The message for a node.
+    /// The message for a node. The own node's is where it is read.
     #[inline(always)]
-    fn outgoing(&self, node: u32) -> u64 {
-        let wire = &self.args.wire;
-        wire.memory.0 + wire.layout.messages_out + node as u64 * wire.layout.message_bytes
+    unsafe fn outgoing(&self, node: u32) -> u64 {
+        // SAFETY: the table has an entry for every node.
+        unsafe { Path::to(&self.args.wire, node).message_out(&self.args.wire, node) }
     }
 
-    /// The message from a node. The own node's does not travel.
+    /// The message from a node.
     #[inline(always)]
-    fn incoming(&self, node: u32) -> u64 {
-        let wire = &self.args.wire;
-        let base = if node == wire.node { wire.layout.messages_out } else { wire.layout.messages_in };
-        wire.memory.0 + base + node as u64 * wire.layout.message_bytes
+    unsafe fn incoming(&self, node: u32) -> u64 {
+        // SAFETY: as above.
+        unsafe { Path::to(&self.args.wire, node).message_in(&self.args.wire, node) }
     }
 
     /// Waits for a packet of the message from rank `source`; `otherwise` where it does not come, which is noted.

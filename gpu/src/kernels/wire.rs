@@ -1,11 +1,11 @@
-//! What kernels do across nodes: post puts to a peer's queue, and wait for what peers put.
+//! What kernels do across nodes: write to a peer's wire memory, or post puts to its queue, and wait for what peers write.
 //!
 //! A rank talks to one rank of every other node: the one with its own index there. In this file `node` stands for it.
 
-use super::epoch::{aborted, wait_at_least};
+use super::epoch::{Phase, aborted, pool_of, trace, wait_at_least};
 use crate::layout::{
-    ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, PutRequest, QueueHandle, QueueWords, RING_ENTRIES, Wait,
-    Wire,
+    ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, NodePath, PutRequest, QueueHandle, QueueWords,
+    RING_ENTRIES, Wait, Wire, ready_offset,
 };
 use crate::simt::*;
 use core::mem::offset_of;
@@ -39,6 +39,69 @@ pub struct Operation {
     pub queue: Wait,
 }
 
+/// The way to a node: addresses of [`NodePath`].
+#[derive(Clone, Copy)]
+pub struct Path {
+    /// The own wire memory that the peer writes to.
+    pub memory: u64,
+    /// The peer's wire memory, or 0 where queues lead there.
+    pub peer: u64,
+}
+
+impl Path {
+    /// No way, for lanes that serve no node.
+    pub const NONE: Path = Path { memory: 0, peer: 0 };
+
+    /// The way to `node`.
+    #[inline(always)]
+    pub unsafe fn to(wire: &Wire, node: u32) -> Path {
+        // SAFETY: the table has an entry for every node.
+        unsafe {
+            let entry = wire.paths.0 + node as u64 * size_of::<NodePath>() as u64;
+            Path { memory: ld_u64(entry), peer: ld_u64(entry + offset_of!(NodePath, peer) as u64) }
+        }
+    }
+
+    /// Lane n: the way to node n.
+    #[inline(always)]
+    pub unsafe fn of_lane(wire: &Wire) -> Path {
+        // SAFETY: as above.
+        unsafe { if laneid() < wire.num_nodes { Path::to(wire, laneid()) } else { Path::NONE } }
+    }
+
+    /// Where the slots for `node`, whose path this is, are written: at the peer if its memory is mapped, else where a put takes them.
+    #[inline(always)]
+    pub fn slots_out(&self, wire: &Wire, node: u32) -> u64 {
+        if self.peer != 0 {
+            self.peer + wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes
+        } else {
+            self.memory + wire.layout.slots_out + node as u64 * wire.layout.node_bytes
+        }
+    }
+
+    /// Where the slots from `node` arrive.
+    #[inline(always)]
+    pub fn slots_in(&self, wire: &Wire, node: u32) -> u64 {
+        self.memory + wire.layout.slots_in + node as u64 * wire.layout.node_bytes
+    }
+
+    /// Where the count message for `node` is written, as [`Path::slots_out`].
+    #[inline(always)]
+    pub fn message_out(&self, wire: &Wire, node: u32) -> u64 {
+        if self.peer != 0 {
+            self.peer + wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes
+        } else {
+            self.memory + wire.layout.messages_out + node as u64 * wire.layout.message_bytes
+        }
+    }
+
+    /// Where the count message from `node` arrives.
+    #[inline(always)]
+    pub fn message_in(&self, wire: &Wire, node: u32) -> u64 {
+        self.memory + wire.layout.messages_in + node as u64 * wire.layout.message_bytes
+    }
+}
+
 /// The queue to `node` that channel `channel` uses.
 #[inline(always)]
 unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u64) {
@@ -51,9 +114,31 @@ unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u
     }
 }
 
+/// Has `put` take place at `node`, whose path is given: where the peer's wire memory is mapped the bytes are there already, and the
+/// counter is released behind them; else the put is posted. Any one lane calls it; what it has seen written comes before the counter.
+#[inline(always)]
+pub unsafe fn deliver(
+    comm: &Comm,
+    wire: &Wire,
+    path: &Path,
+    node: u32,
+    channel: u32,
+    put: Put,
+    operation: Operation,
+) -> Posted {
+    // SAFETY: the counter lies in the peer's wire memory and has this rank as its only writer.
+    unsafe {
+        if path.peer != 0 {
+            st_release_sys_u64(path.peer + put.counter, put.value);
+            return Posted::NONE;
+        }
+        post(comm, wire, node, channel, put, operation)
+    }
+}
+
 /// Posts a put on the queue of `channel` to `node`. Any one lane calls it; what it has seen written is visible to the proxy.
 #[inline(always)]
-pub unsafe fn post(
+unsafe fn post(
     comm: &Comm,
     wire: &Wire,
     node: u32,
@@ -99,14 +184,37 @@ pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Oper
 /// Tells every other node that this rank has entered the operation. One warp calls it; lane n tells node n.
 #[inline(always)]
 pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
-    // SAFETY: the word at the peer has this rank as its only writer, through queue 0.
+    // SAFETY: the word at the peer has this rank as its only writer, through queue 0 if not by a store.
     unsafe {
         let node = laneid();
         if node < wire.num_nodes && node != wire.node {
             let counter = node_word(wire.layout.ready, wire.node);
             let put = Put { from: 0, to: 0, bytes: 0, counter, value: operation.epoch };
-            post(comm, wire, node, 0, put, operation);
+            deliver(comm, wire, &Path::to(wire, node), node, 0, put, operation);
         }
+    }
+}
+
+/// Waits until every rank of this node has entered the operation, and every node whose wire memory is mapped: from then on workers
+/// write there. All threads call it, of two warps or more. False when a wait of this rank has expired.
+#[inline(always)]
+pub unsafe fn wait_mapped_ready(comm: &Comm, wire: &Wire, epoch: u64, of_rank: Wait, of_node: Wait) -> bool {
+    // SAFETY: the words are in this rank's own memory. The barrier passes on what the polling lanes acquired.
+    unsafe {
+        let (warp, lane) = (tid() / 32, laneid());
+        if warp == 0 && lane < comm.num_ranks {
+            wait_at_least(comm, pool_of(comm, comm.rank) + ready_offset(lane), epoch, lane, epoch, of_rank);
+        }
+        if warp == 1 && lane < wire.num_nodes && lane != wire.node {
+            let path = Path::to(wire, lane);
+            if path.peer != 0 {
+                let word = path.memory + node_word(wire.layout.ready, lane);
+                wait_at_least(comm, word, epoch, lane, epoch, of_node);
+            }
+        }
+        barrier_sync();
+        trace(comm, Phase::Ready);
+        !aborted(comm)
     }
 }
 
@@ -117,7 +225,7 @@ pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, epoch: u64, what: Wait) 
     unsafe {
         let node = laneid();
         if node < wire.num_nodes && node != wire.node {
-            let word = wire.memory.0 + node_word(wire.layout.ready, node);
+            let word = Path::to(wire, node).memory + node_word(wire.layout.ready, node);
             wait_at_least(comm, word, epoch, node, epoch, what);
         }
         syncwarp();
@@ -131,7 +239,7 @@ pub fn node_word(base: u64, node: u32) -> u64 {
     base + node as u64 * size_of::<ControlWord>() as u64
 }
 
-/// Offset of the arrival word of a node's channel.
+/// Offset in wire memory of the arrival word of a node's channel.
 #[inline(always)]
 pub fn arrival_word(wire: &Wire, node: u32, channel: u32) -> u64 {
     wire.layout.arrived + (node * MAX_CHANNELS + channel) as u64 * 8
@@ -143,43 +251,35 @@ pub fn arrival(epoch: u64, rows: u32) -> u64 {
     epoch << ARRIVAL_SHIFT | rows as u64
 }
 
-/// How many rows of a node's channel have come so far. What came is visible to this lane.
+/// How many rows have come so far, by the arrival word at this address. What came is visible to this lane.
 #[inline(always)]
-pub unsafe fn rows_arrived(wire: &Wire, node: u32, channel: u32, epoch: u64) -> u32 {
+pub unsafe fn rows_arrived(word: u64, epoch: u64) -> u32 {
     // SAFETY: the word is in this rank's wire memory.
     unsafe {
-        let seen = ld_acquire_sys_u64(wire.memory.0 + arrival_word(wire, node, channel));
+        let seen = ld_acquire_sys_u64(word);
         if seen >> ARRIVAL_SHIFT == epoch { (seen & ((1 << ARRIVAL_SHIFT) - 1)) as u32 } else { 0 }
     }
 }
 
-/// Waits until `rows` rows of a node's channel have come; false when the wait expired.
+/// Waits until `rows` rows of a node's channel have come, by the arrival word at this address; false when the wait expired.
 #[inline(always)]
-pub unsafe fn wait_rows(
-    comm: &Comm,
-    wire: &Wire,
-    node: u32,
-    channel: u32,
-    rows: u32,
-    epoch: u64,
-    what: Wait,
-) -> bool {
+pub unsafe fn wait_rows(comm: &Comm, word: u64, node: u32, rows: u32, epoch: u64, what: Wait) -> bool {
     // SAFETY: the word is in this rank's wire memory.
     unsafe {
-        let word = wire.memory.0 + arrival_word(wire, node, channel);
         wait_at_least(comm, word, arrival(epoch, rows), node, epoch, what)
     }
 }
 
-/// Waits until `rows` rows of the own node's channel are there; false when any wait of this rank has expired.
+/// Waits until `rows` rows of the own node's channel are there, by the arrival word at this address; false when any wait of this
+/// rank has expired.
 ///
 /// They come from the other block of the channel, which itself waits for other nodes first: its deadline, which names them, is
 /// the one that counts.
 #[inline(always)]
-pub unsafe fn wait_own_rows(comm: &Comm, wire: &Wire, channel: u32, rows: u32, epoch: u64) -> bool {
+pub unsafe fn wait_own_rows(comm: &Comm, word: u64, rows: u32, epoch: u64) -> bool {
     // SAFETY: the word is in this rank's wire memory.
     unsafe {
-        while rows_arrived(wire, wire.node, channel, epoch) < rows {
+        while rows_arrived(word, epoch) < rows {
             if aborted(comm) {
                 return false;
             }

@@ -1,8 +1,8 @@
 //! What crosses nodes: a rank's wire memory, the queues to its peers, and the requests in them.
 //!
-//! Wire memory is one allocation per rank that only the transport reaches from outside: control words first, then count
-//! messages, then slots that rows are sent from and arrive in. A kernel asks for a put by writing a [`PutRequest`] to a
-//! queue's ring in mapped host memory; a proxy thread carries it out.
+//! Wire memory is what a rank's peers on other nodes write to: control words first, then count messages, then slots that rows are
+//! sent from and arrive in. Where a peer's wire memory is mapped, kernels write slots and words there themselves. Elsewhere a kernel
+//! asks for a put by writing a [`PutRequest`] to a queue's ring in mapped host memory, and a proxy thread carries it out.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -77,13 +77,13 @@ pub struct WireLayout {
     pub counts: u64,
     /// u64 `[MAX_NODES][MAX_CHANNELS]`: arrival words.
     pub arrived: u64,
-    /// Count messages to send, `[num_nodes]`.
+    /// Count messages to send through queues, `[num_nodes]`.
     pub messages_out: u64,
-    /// Count messages that arrived, `[num_nodes]`.
+    /// Count messages that arrived, `[num_nodes]`; the own node's too.
     pub messages_in: u64,
     /// Bytes from one count message to the next.
     pub message_bytes: u64,
-    /// Slots to send from, `[num_nodes][slots]`.
+    /// Slots to send from through queues, `[num_nodes][slots]`.
     pub slots_out: u64,
     /// Slots that rows arrive in, `[num_nodes][slots]`; in a combine the own node's sums are in here too.
     pub slots_in: u64,
@@ -97,12 +97,25 @@ pub struct WireLayout {
 
 layout_assert!(WireLayout, size = 88, bytes at 80);
 
+/// The way to a node: to the rank there with this one's index.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct NodePath {
+    /// This rank's wire memory that the peer writes to. All nodes have the same, unless they are reached in different ways.
+    pub memory: DevicePtr,
+    /// The peer's wire memory, where it is mapped: then what goes there is written into it. Null: it goes through the queues. The own
+    /// node's is [`NodePath::memory`].
+    pub peer: DevicePtr,
+}
+
+layout_assert!(NodePath, size = 16, peer at 8);
+
 /// What a kernel needs to reach the other nodes. [`super::Comm`] stands for the own node: there, `rank` is the index in it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Wire {
-    /// This rank's wire memory.
-    pub memory: DevicePtr,
+    /// Table of [`NodePath`], `[num_nodes]`.
+    pub paths: DevicePtr,
     /// Table of [`QueueHandle`].
     pub queues: DevicePtr,
     /// This node.

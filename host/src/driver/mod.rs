@@ -43,6 +43,8 @@ pub struct DeviceInfo {
     pub driver_version: u32,
     /// PCI bus id, or an empty string.
     pub pci_bus_id: String,
+    /// What a network card's writes to this device's memory may be relied on for.
+    pub rdma_write_order: RdmaWriteOrder,
 }
 
 /// How memory may be used.
@@ -75,6 +77,21 @@ pub struct RawMemory {
     pub host: *mut u8,
     /// Usable bytes: at least what was asked for.
     pub bytes: u64,
+}
+
+/// What stands for memory of a device on every host of its NVLink domain: opaque bytes, to be passed on as they are.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct FabricHandle(pub Vec<u8>);
+
+/// In which order a network card's writes to device memory become visible to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RdmaWriteOrder {
+    /// In none: a counter may be seen before the bytes in front of it.
+    None,
+    /// In the order they were written, to the device that owns the memory.
+    Owner,
+    /// Likewise, to every device.
+    AllDevices,
 }
 
 /// Grid, block and dynamic shared memory of a launch.
@@ -136,6 +153,18 @@ pub trait Device: Send + Sync + Debug {
 
     /// Maps memory that a peer exported; `peer` names it in errors.
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
+
+    /// A handle that stands for [`MemoryKind::Shareable`] memory on every host of the same NVLink domain.
+    fn export_fabric(&self, _memory: &RawMemory) -> Result<FabricHandle> {
+        let what = format!("a fabric handle for memory of {}", self.info().name);
+        Err(crate::Error::Unavailable { what, reason: "its driver has none".into() })
+    }
+
+    /// Maps memory by a peer's fabric handle; `peer` names it in errors.
+    fn import_fabric(&self, _handle: &FabricHandle, _bytes: u64, peer: &str) -> Result<RawMemory> {
+        let what = format!("{peer}, by a fabric handle");
+        Err(crate::Error::Unavailable { what, reason: "the driver has none".into() })
+    }
 
     /// Frees or unmaps memory; [`MemoryKind`] says what that waits for.
     ///

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
 
-use super::{CopyEnd, Device, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream};
+use super::{CopyEnd, Device, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
 use crate::error::{Error, Result};
 
 /// Device memory, peer memory or mapped host memory; freed or unmapped on drop.
@@ -38,6 +38,22 @@ impl Memory {
     pub fn import(device: &Arc<dyn Device>, fd: OwnedFd, bytes: u64, peer: &str) -> Result<Memory> {
         let raw = device.import(fd, bytes, peer)?;
         Ok(Memory { device: device.clone(), raw, requested: bytes })
+    }
+
+    /// Maps `bytes` of memory by the fabric handle of a peer.
+    pub fn import_fabric(
+        device: &Arc<dyn Device>,
+        handle: &FabricHandle,
+        bytes: u64,
+        peer: &str,
+    ) -> Result<Memory> {
+        let raw = device.import_fabric(handle, bytes, peer)?;
+        Ok(Memory { device: device.clone(), raw, requested: bytes })
+    }
+
+    /// A handle that a peer in the same NVLink domain can [`Memory::import_fabric`].
+    pub fn export_fabric(&self) -> Result<FabricHandle> {
+        self.device.export_fabric(&self.raw)
     }
 
     /// A descriptor that a peer can [`Memory::import`].
@@ -189,6 +205,16 @@ impl Stream {
     pub unsafe fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { self.device.copy(self.handle, CopyEnd::Device(dst), CopyEnd::Device(src), bytes) }
+    }
+
+    /// Copies between any addresses, in stream order. What waits for pageable host memory is the driver's affair ([`Stream::read`] and
+    /// [`Stream::write`] do not leave it to that).
+    ///
+    /// # Safety
+    /// Both ranges are live until the stream has passed the copy.
+    pub(crate) unsafe fn copy_ends(&self, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.device.copy(self.handle, dst, src, bytes) }
     }
 
     /// Sets bytes, in stream order.

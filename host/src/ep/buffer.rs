@@ -69,7 +69,7 @@ impl BufferOptions {
             timeout: Duration::from_secs(30),
             tuning: Tuning::default(),
             ranks_per_node: None,
-            transport: TransportOptions::new(TransportKind::Shm),
+            transport: TransportOptions::new(TransportKind::Auto),
             num_rdma_bytes: None,
         }
     }

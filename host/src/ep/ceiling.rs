@@ -4,6 +4,7 @@ use epoxide_gpu::kernels::{CeilingPull, CeilingPush, Kernel as _};
 use epoxide_gpu::layout::CeilingArgs;
 
 use super::Buffer;
+use super::wire::WireSide;
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
@@ -29,7 +30,7 @@ pub struct CeilingShape {
     pub rows: u32,
     /// Bytes per row, a multiple of 16.
     pub row_bytes: u32,
-    /// Peers per row, 1 to the ranks of a node - 1.
+    /// Peers per row, 1 to all of them.
     pub fanout: u32,
 }
 
@@ -41,27 +42,39 @@ impl CeilingShape {
 }
 
 impl Buffer {
-    /// Enqueues one run on `stream`, among the ranks of this node. It overwrites received rows, on this rank (pull) or on the peers (push): keep it apart
-    /// from operations by a barrier on both sides.
+    /// Enqueues one run on `stream`, among the ranks of this node or, where it has only this one, between nodes whose wire memory is
+    /// mapped. It overwrites received rows, or slots, on this rank (pull) or on the peers (push): keep it apart from operations by a
+    /// barrier on both sides.
     ///
     /// # Errors
     /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device or the pool.
     pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
         let pool = self.comm.pool;
-        let room = pool.combine_x - pool.recv_x;
-        let needed = shape.rows as u64 * self.comm.num_ranks as u64 * shape.row_bytes as u64;
+        let between_nodes = self.wire.as_ref().filter(|_| self.comm.num_ranks == 1).and_then(WireSide::mapped);
+        let (pools, rank, num_ranks, from, to, room) = match between_nodes {
+            Some((table, wire)) => {
+                let (layout, nodes) = (wire.layout, wire.num_nodes);
+                let room = layout.node_bytes * nodes as u64;
+                (table, wire.node, nodes, layout.slots_out, layout.slots_in, room)
+            }
+            // Pools of other nodes are out of reach.
+            None => {
+                let (comm, room) = (&self.comm, pool.combine_x - pool.recv_x);
+                (comm.pools, comm.rank, comm.num_ranks, pool.combine_x, pool.recv_x, room)
+            }
+        };
+        let needed = shape.rows as u64 * num_ranks as u64 * shape.row_bytes as u64;
         self.check_column_capacity("ceiling rows", needed, room, "more rows", "bytes")?;
         if shape.blocks == 0 || shape.warps == 0 || shape.warps > 16 {
             let value = format!("{} blocks of {} warps", shape.blocks, shape.warps);
             return Err(Error::argument("ceiling shape", value, "at least one block of 1 to 16 warps"));
         }
         let args = CeilingArgs {
-            pools: self.comm.pools,
-            from: pool.combine_x,
-            to: pool.recv_x,
-            // Pools of other nodes are out of reach.
-            rank: self.comm.rank,
-            num_ranks: self.comm.num_ranks,
+            pools,
+            from,
+            to,
+            rank,
+            num_ranks,
             rows: shape.rows,
             row_bytes: shape.row_bytes,
             stages: shape.stages,

@@ -4,16 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    ControlWord, MAX_CHANNELS, MAX_NODES, QueueHandle, SlotShape, Wire, WireLayout, combine_slot_bytes,
-    wire_message,
+    ControlWord, MAX_CHANNELS, MAX_NODES, NodePath, QueueHandle, SlotShape, Wire, WireLayout,
+    combine_slot_bytes, wire_message,
 };
 
 use super::pool::World;
 use super::{Buffer, BufferOptions, BufferShape};
-use crate::driver::{Device, Memory, MemoryKind, Stream};
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::{Proxies, PutTrace, QueueStats, connect, wire_memory};
+use crate::transport::{self, Proxies, PutTrace, QueueStats, Way};
 
 /// Regions start at multiples of this many bytes.
 const ALIGN: u64 = 128;
@@ -25,13 +25,15 @@ const GRACE: Duration = Duration::from_millis(200);
 pub(super) struct WireSide {
     // The proxies go first: they use the rest.
     proxies: Proxies,
-    _memory: Arc<Memory>,
-    _tables: Memory,
+    ways: Vec<Way>,
+    tables: Memory,
+    /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`; 0 for nodes that are not mapped.
+    bases_at: u64,
     pub wire: Wire,
 }
 
 impl WireSide {
-    /// Allocates wire memory, connects to the rank with this one's index on every other node, and starts the proxies. Collective.
+    /// Allocates wire memory, finds a way to the rank with this one's index on every other node, and starts the proxies. Collective.
     pub fn new(
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
@@ -42,17 +44,19 @@ impl WireSide {
     ) -> Result<WireSide> {
         let (rank, per_node) = (group.rank(), world.ranks_per_node);
         let (node, index) = (rank / per_node, rank % per_node);
-        let memory = wire_memory(&options.transport, device, group, layout.bytes)?;
         let peers: Vec<u32> =
             (0..world.nodes()).filter(|other| *other != node).map(|other| other * per_node + index).collect();
-        let links = connect(&options.transport, &memory, group, &peers, group.timeout())?;
+        let (ways, links) =
+            transport::open(&options.transport, device, group, layout.bytes, &peers, group.timeout())?;
         let proxies = Proxies::start(device, links)?;
 
         let queues = options.transport.queues_per_peer;
         let entries = (queues * world.ranks) as usize;
         let table_bytes = (entries * size_of::<QueueHandle>()) as u64;
-        let tables =
-            Memory::alloc(device, table_bytes + entries as u64 * 8, MemoryKind::Device, "queue table")?;
+        let paths_at = table_bytes + entries as u64 * 8;
+        let bases_at = paths_at + world.nodes() as u64 * size_of::<NodePath>() as u64;
+        let bytes = bases_at + world.nodes() as u64 * 8;
+        let tables = Memory::alloc(device, bytes, MemoryKind::Device, "queue table")?;
         let mut table = vec![QueueHandle::default(); entries];
         for queue in 0..queues {
             for peer in 0..world.ranks {
@@ -66,8 +70,20 @@ impl WireSide {
         }
         stream.write(tables.ptr(), bytemuck::cast_slice(&table))?;
         stream.write(tables.ptr().add(table_bytes), &vec![0; entries * 8])?;
+        let mut paths = vec![NodePath::default(); world.nodes() as usize];
+        for way in &ways {
+            let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
+            paths[(way.peer / per_node) as usize] = NodePath { memory: way.memory.ptr(), peer };
+        }
+        // What goes to the own node is written where it is read, in any of this rank's wire memories.
+        if let Some(way) = ways.first() {
+            paths[node as usize] = NodePath { memory: way.memory.ptr(), peer: way.memory.ptr() };
+        }
+        stream.write(tables.ptr().add(paths_at), bytemuck::cast_slice(&paths))?;
+        let bases: Vec<u64> = paths.iter().map(|path| path.peer.0).collect();
+        stream.write(tables.ptr().add(bases_at), bytemuck::cast_slice(&bases))?;
         let wire = Wire {
-            memory: memory.ptr(),
+            paths: tables.ptr().add(paths_at),
             queues: tables.ptr(),
             node,
             num_nodes: world.nodes(),
@@ -75,7 +91,13 @@ impl WireSide {
             chunk: options.config.num_max_rdma_chunked_send_tokens,
             layout,
         };
-        Ok(WireSide { proxies, _memory: memory, _tables: tables, wire })
+        Ok(WireSide { proxies, ways, tables, bases_at, wire })
+    }
+
+    /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped.
+    pub fn mapped(&self) -> Option<(DevicePtr, &Wire)> {
+        let all = self.ways.iter().all(|way| way.mapped.is_some());
+        all.then(|| (self.tables.ptr().add(self.bases_at), &self.wire))
     }
 
     /// What went wrong with a queue or on the receiving side first.
@@ -167,8 +189,14 @@ impl Buffer {
         self.wire.as_ref().map_or(0, |side| side.wire.layout.bytes)
     }
 
+    /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues lead to the others.
+    pub fn mapped_peers(&self) -> Vec<u32> {
+        let ways = self.wire.iter().flat_map(|side| &side.ways);
+        ways.filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
+    }
+
     /// What the proxies have put on the wire so far: (peer, queue, what), in ascending order of (queue, peer). Empty with one
-    /// node.
+    /// node, and where all peers are mapped.
     pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
         let proxies = self.wire.iter().flat_map(|side| side.proxies.all());
         proxies.map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()

@@ -38,7 +38,7 @@ pub use env::{RANK, STORE, WORLD_SIZE, rendezvous};
 pub use fds::MAX_FDS;
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
-pub(crate) use mesh::interface_address;
+pub(crate) use mesh::{host_id, interface_address};
 pub use mesh::{SOCKET_IFNAME, Sockets};
 pub use mesh_group::{Connect, MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;

@@ -149,13 +149,12 @@ mod tests {
     #[test]
     fn another_version_is_named_with_both_versions() {
         let device = VirtualGpu::new(VirtConfig::default());
-        let memory = Memory::alloc(&device, 4096, MemoryKind::Shareable, "wire").unwrap().into();
+        let memory = Memory::alloc(&device, 4096, MemoryKind::MappedHost, "wire").unwrap().into();
         let store = std::sync::Arc::new(HashStore::new());
         let group = MeshGroup::new(store, 0, 1, "alone", MeshOptions::default()).unwrap();
-        let options = TransportOptions::new(TransportKind::Tcp);
+        let options = TransportOptions { queues_per_peer: 1, ..TransportOptions::new(TransportKind::Tcp) };
         let timeout = Duration::from_secs(1);
-        let setup =
-            Setup { options: &options, memory: &memory, group: &group, peers: &[], timeout, direct: true };
+        let setup = Setup { options: &options, memory: &memory, group: &group, peers: &[], timeout };
         let ours = meet(&setup, Ok("here".into())).unwrap().remove(0);
 
         let error = |value: serde_json::Value| {

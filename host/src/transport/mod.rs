@@ -1,17 +1,23 @@
-//! How bytes cross nodes: ordered queues of puts between the wire memories of two ranks.
+//! How bytes cross nodes. Where a peer's wire memory is mapped here, kernels write it themselves; elsewhere there are ordered queues
+//! of puts between the wire memories of two ranks.
 //!
 //! A kernel posts [`PutRequest`](epoxide_gpu::layout::PutRequest)s to a ring; a proxy thread ([`Proxies`]) takes them out
 //! and gives them to a [`Queue`]. The only order to build on is that of one queue: a put's bytes are visible at the peer
 //! before its counter, and its counter before that of the next put. Nothing is ordered between queues.
 //!
-//! [`wire_memory`] allocates what puts go between, [`connect`] makes the queues. Leaving is ordered: the ranks wait until all they posted has left and arrived, meet at a
-//! barrier, and then close; a rank that closes earlier fails its peers' later puts.
+//! [`open`] allocates wire memory and finds a way to every peer: [`wire_memory`] is the allocation alone, [`connect`] the rest. Leaving
+//! is ordered: the ranks wait until all they posted has left and arrived, meet at a barrier, and then close; a rank that closes earlier
+//! fails its peers' later puts.
+//!
+//! Kernels wait for what the threads here do, so none of them makes a driver call between connecting and closing
+//! ([`NoDriverCalls`](crate::driver::NoDriverCalls)): shm and tcp move bytes between page-locked host memories, verbs has the card do it.
 
 mod greeting;
+mod mapped;
+mod presence;
 mod proxy;
 mod shaping;
 mod shm;
-mod staging;
 mod tcp;
 #[cfg(test)]
 mod tests;
@@ -32,7 +38,7 @@ pub use proxy::{Proxies, Proxy, PutTrace, QueueStats};
 pub use shaping::{Shaped, Shaping};
 pub use verbs_options::VerbsOptions;
 
-use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
+use crate::driver::{Device, Memory, MemoryKind};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
@@ -126,9 +132,14 @@ impl Interrupt {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TransportKind {
-    /// Shared memory: the ranks are on one host and play several nodes.
+    /// [`TransportKind::Direct`] to the peers whose wire memory can be mapped, [`TransportKind::Tcp`] to the others.
+    Auto,
+    /// Kernels write into the peers' wire memory, which is mapped: the ranks are on one host, or in one NVLink domain whose driver has
+    /// fabric handles. There are no queues and no threads.
+    Direct,
+    /// Shared host memory: the ranks are on one host and play several nodes.
     Shm,
-    /// TCP connections, over any network.
+    /// TCP connections between page-locked host memories, over any network.
     Tcp,
     /// RDMA writes by ibverbs, over InfiniBand or RoCE. [`Error::Unavailable`] without the feature `rdma`, or without a device.
     Verbs,
@@ -136,10 +147,18 @@ pub enum TransportKind {
 
 impl TransportKind {
     /// All of them.
-    pub const ALL: [TransportKind; 3] = [TransportKind::Shm, TransportKind::Tcp, TransportKind::Verbs];
+    pub const ALL: [TransportKind; 5] = [
+        TransportKind::Auto,
+        TransportKind::Direct,
+        TransportKind::Shm,
+        TransportKind::Tcp,
+        TransportKind::Verbs,
+    ];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
+            TransportKind::Auto => "auto",
+            TransportKind::Direct => "direct",
             TransportKind::Shm => "shm",
             TransportKind::Tcp => "tcp",
             TransportKind::Verbs => "verbs",
@@ -158,7 +177,8 @@ impl FromStr for TransportKind {
 
     fn from_str(text: &str) -> Result<TransportKind> {
         TransportKind::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
-            Error::argument("transport", text, "give shm (ranks of one host), tcp or verbs (RDMA)")
+            let rule = "give auto, direct (mapped memory), shm (ranks of one host), tcp or verbs (RDMA)";
+            Error::argument("transport", text, rule)
         })
     }
 }
@@ -168,9 +188,10 @@ impl FromStr for TransportKind {
 pub struct TransportOptions {
     /// What carries the bytes; the same on every rank.
     pub kind: TransportKind,
-    /// Queues to each peer, 1 to [`MAX_QUEUES`]; the same on every rank.
+    /// Queues to each peer that has any, 1 to [`MAX_QUEUES`]; the same on every rank. A queue has a thread of its own at the sending
+    /// end, and with [`TransportKind::Tcp`] a connection and a thread at the receiving end.
     pub queues_per_peer: u32,
-    /// Makes the queues of this rank worse than they are, for tests.
+    /// Makes the queues of this rank worse than they are, for tests. Nothing to what kernels write themselves.
     pub shaping: Option<Shaping>,
     /// How long a put waits for the network.
     pub timeout: Duration,
@@ -182,11 +203,15 @@ pub struct TransportOptions {
 pub const MAX_QUEUES: u32 = 64;
 
 impl TransportOptions {
-    /// One queue per peer, not shaped, 30 s.
+    /// Not shaped, 30 s, and as many queues as a fast network takes: four where a processor moves the bytes, one where a card does.
     pub fn new(kind: TransportKind) -> TransportOptions {
+        let queues_per_peer = match kind {
+            TransportKind::Shm | TransportKind::Tcp | TransportKind::Auto => 4,
+            TransportKind::Direct | TransportKind::Verbs => 1,
+        };
         TransportOptions {
             kind,
-            queues_per_peer: 1,
+            queues_per_peer,
             shaping: None,
             timeout: Duration::from_secs(30),
             verbs: None,
@@ -214,12 +239,20 @@ pub(crate) trait Receiving: Send + Sync + Debug {
     fn close(&mut self);
 }
 
-/// All queues of a rank, and what receives from its peers. Closed on drop.
+/// A peer whose wire memory is mapped here.
+#[derive(Debug)]
+pub(crate) struct MappedPeer {
+    peer: u32,
+    memory: Arc<Memory>,
+}
+
+/// All queues of a rank, the peers it needs none for, and what receives from its peers. Closed on drop.
 #[derive(Debug)]
 pub struct Links {
     /// In ascending order of (queue, peer).
     links: Vec<Link>,
-    receiving: Box<dyn Receiving>,
+    mapped: Vec<MappedPeer>,
+    receiving: Vec<Box<dyn Receiving>>,
 }
 
 impl Links {
@@ -228,17 +261,29 @@ impl Links {
         &mut self.links
     }
 
-    /// What went wrong on the receiving side: a peer that died without a goodbye, or one that sent what is refused.
-    pub fn failure(&self) -> Option<Error> {
-        self.receiving.failure()
+    /// The wire memory of a peer that is mapped here.
+    pub fn mapped(&self, peer: u32) -> Option<&Arc<Memory>> {
+        self.mapped.iter().find(|mapped| mapped.peer == peer).map(|mapped| &mapped.memory)
     }
 
-    /// Says goodbye to all peers and ends every thread. What peers put from now on fails there.
+    /// What went wrong on the receiving side: a peer that died without a goodbye, or one that sent what is refused.
+    pub fn failure(&self) -> Option<Error> {
+        self.receiving.iter().find_map(|side| side.failure())
+    }
+
+    /// Says goodbye to all peers and ends every thread. What peers put from now on fails there. Memory that is mapped stays so until
+    /// this is dropped.
     pub fn close(&mut self) {
         for mut link in self.links.drain(..) {
             link.queue.close();
         }
-        self.receiving.close();
+        self.receiving.iter_mut().for_each(|side| side.close());
+    }
+
+    fn extend(&mut self, mut more: Links) {
+        self.links.append(&mut more.links);
+        self.mapped.append(&mut more.mapped);
+        self.receiving.append(&mut more.receiving);
     }
 
     fn take(&mut self) -> Vec<Link> {
@@ -250,6 +295,56 @@ impl Drop for Links {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+/// The way to a peer.
+#[derive(Debug)]
+pub struct Way {
+    /// The rank at the other end.
+    pub peer: u32,
+    /// This rank's wire memory that the peer writes to.
+    pub memory: Arc<Memory>,
+    /// The peer's wire memory, if kernels here write to it themselves; else there are queues to the peer.
+    pub mapped: Option<Arc<Memory>>,
+}
+
+/// Allocates wire memory of `bytes` and finds a way to each of `peers`, as [`connect`] says. Ways are in the order of `peers`.
+/// Collective over the group.
+///
+/// # Errors
+/// As [`wire_memory`] and [`connect`].
+pub fn open(
+    options: &TransportOptions,
+    device: &Arc<dyn Device>,
+    group: &dyn ProcessGroup,
+    bytes: u64,
+    peers: &[u32],
+    timeout: Duration,
+) -> Result<(Vec<Way>, Links)> {
+    let memory = wire_memory(options, device, group, bytes)?;
+    let mut links = connect(options, &memory, group, peers, timeout)?;
+    let way = |links: &Links, peer: u32, memory: &Arc<Memory>| Way {
+        peer,
+        memory: memory.clone(),
+        mapped: links.mapped(peer).cloned(),
+    };
+    let mut ways: Vec<Way> = peers.iter().map(|peer| way(&links, *peer, &memory)).collect();
+    if options.kind != TransportKind::Auto {
+        return Ok((ways, links));
+    }
+    let others: Vec<u32> = peers.iter().copied().filter(|peer| links.mapped(*peer).is_none()).collect();
+    let anyone = group.all_gather(&[u8::from(!others.is_empty())])?;
+    if anyone.iter().all(|answer| answer[..] == [0]) {
+        return Ok((ways, links));
+    }
+    let options = TransportOptions { kind: TransportKind::Tcp, ..options.clone() };
+    let memory = wire_memory(&options, device, group, bytes)?;
+    let queued = connect(&options, &memory, group, &others, timeout)?;
+    for old in ways.iter_mut().filter(|way| way.mapped.is_none()) {
+        *old = way(&queued, old.peer, &memory);
+    }
+    links.extend(queued);
+    Ok((ways, links))
 }
 
 /// Allocates wire memory where the transport reaches it; its contents are zero, which is where counters begin. Collective over
@@ -264,9 +359,11 @@ pub fn wire_memory(
     bytes: u64,
 ) -> Result<Arc<Memory>> {
     let memory = match options.kind {
-        TransportKind::Shm | TransportKind::Tcp => {
+        TransportKind::Auto | TransportKind::Direct => {
             Memory::alloc(device, bytes, MemoryKind::Shareable, "wire memory").map(Arc::new)
         }
+        TransportKind::Shm => Memory::alloc(device, bytes, MemoryKind::SharedHost, "wire memory").map(Arc::new),
+        TransportKind::Tcp => Memory::alloc(device, bytes, MemoryKind::MappedHost, "wire memory").map(Arc::new),
         TransportKind::Verbs => verbs::wire_memory(options, device, bytes),
     };
     greeting::agree(group, options.kind, memory)
@@ -274,10 +371,12 @@ pub fn wire_memory(
 
 /// Connects this rank to `peers`, the ranks of the group that it exchanges bytes with: ascending, without itself, and each
 /// lists this one. `memory` is this rank's [`wire_memory`], of the same size on every rank; it is kept until the links are
-/// closed. Collective over the group; `timeout` bounds the waits for peers, beside the group's own.
+/// closed. With [`TransportKind::Auto`] there are links to the peers that can be mapped alone. Collective over the group; `timeout`
+/// bounds the waits for peers, beside the group's own.
 ///
 /// # Errors
-/// On every rank, where the ranks' options, sizes or versions differ or one of them cannot take part.
+/// On every rank, where the ranks' options, sizes or versions differ or one of them cannot take part, and with
+/// [`TransportKind::Direct`] where one cannot map another's memory.
 pub fn connect(
     options: &TransportOptions,
     memory: &Arc<Memory>,
@@ -285,21 +384,9 @@ pub fn connect(
     peers: &[u32],
     timeout: Duration,
 ) -> Result<Links> {
-    // On the virtual GPU a device address is one of this process.
-    connect_by(options, memory, group, peers, timeout, memory.device().info().is_virtual)
-}
-
-/// [`connect`]; `direct` says whether the host itself reads and writes device memory, instead of a stream.
-fn connect_by(
-    options: &TransportOptions,
-    memory: &Arc<Memory>,
-    group: &dyn ProcessGroup,
-    peers: &[u32],
-    timeout: Duration,
-    direct: bool,
-) -> Result<Links> {
-    let setup = Setup { options, memory, group, peers, timeout, direct };
+    let setup = Setup { options, memory, group, peers, timeout };
     let mut links = match options.kind {
+        TransportKind::Auto | TransportKind::Direct => mapped::connect(&setup)?,
         TransportKind::Shm => shm::connect(&setup)?,
         TransportKind::Tcp => tcp::connect(&setup)?,
         TransportKind::Verbs => verbs::connect(&setup)?,
@@ -321,7 +408,6 @@ struct Setup<'a> {
     group: &'a dyn ProcessGroup,
     peers: &'a [u32],
     timeout: Duration,
-    direct: bool,
 }
 
 impl Setup<'_> {
@@ -350,12 +436,44 @@ impl Place {
     }
 }
 
-/// Stores a counter in device memory that the host may touch: that of a virtual GPU.
+/// Wire memory as the host has it: what shm and tcp move bytes from and to.
+#[derive(Debug, Clone)]
+struct WireHost {
+    base: *mut u8,
+    memory: Arc<Memory>,
+}
+
+// SAFETY: an address range without thread affinity, which `memory` keeps; what is in it is reached through raw pointers and atomics.
+unsafe impl Send for WireHost {}
+// SAFETY: as above; `&WireHost` gives out addresses only.
+unsafe impl Sync for WireHost {}
+
+impl WireHost {
+    /// The host's side of a rank's wire memory.
+    fn of(setup: &Setup<'_>) -> Result<WireHost> {
+        let base = setup.memory.host_ptr();
+        if base.is_null() {
+            let rule = format!("{} needs host memory; allocate it with transport::wire_memory", setup.options.kind);
+            return Err(Error::argument("memory", format!("{:#x}", setup.memory.ptr().0), rule));
+        }
+        Ok(WireHost { base, memory: setup.memory.clone() })
+    }
+
+    fn bytes(&self) -> u64 {
+        self.memory.bytes()
+    }
+
+    /// The address of the byte at `offset`, which must lie in the memory where it is used.
+    fn at(&self, offset: u64) -> *mut u8 {
+        self.base.wrapping_add(offset as usize)
+    }
+}
+
+/// Stores a counter in wire memory.
 ///
 /// # Safety
 /// `base` is the first byte of live memory in which `counter` lies with its 8 bytes; it is aligned.
-unsafe fn store_counter(base: DevicePtr, counter: u64, value: u64) {
-    let word = (base.0 + counter) as *mut u64;
+unsafe fn store_counter(base: *mut u8, counter: u64, value: u64) {
     // SAFETY: passed on to the caller; whoever else reads the word does so with an atomic load.
-    unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
+    unsafe { AtomicU64::from_ptr(base.add(counter as usize).cast()) }.store(value, Ordering::Release);
 }

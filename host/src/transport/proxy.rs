@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use epoxide_gpu::layout::{PutRequest, QUEUE_BYTES, QueueWords, RING_ENTRIES};
 
 use super::{Interrupt, Link, Links, Put, Queue, deadline};
-use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
+use crate::driver::{Device, DevicePtr, Memory, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 
 /// Most puts that are given to a queue at once.
@@ -68,6 +68,11 @@ impl Proxies {
     pub fn handle(&self, queue: u32, peer: u32) -> Option<DevicePtr> {
         let here = |proxy: &&Proxy| proxy.queue == queue && proxy.peer == peer;
         self.proxies.iter().find(here).map(Proxy::handle)
+    }
+
+    /// The wire memory of a peer that is mapped here.
+    pub fn mapped(&self, peer: u32) -> Option<&Arc<Memory>> {
+        self.links.mapped(peer)
     }
 
     /// The first failure of any proxy, else of the receiving side.
@@ -189,7 +194,10 @@ impl Proxy {
         };
         let thread = std::thread::Builder::new()
             .name(format!("to {peer} q{index}"))
-            .spawn(move || worker.run())
+            .spawn(move || {
+                let _rule = NoDriverCalls::new("a proxy");
+                worker.run();
+            })
             .map_err(|error| Error::os("spawn thread", error))?;
         Ok(Proxy { peer, queue: index, ring, shared, interrupt, thread: Some(thread) })
     }

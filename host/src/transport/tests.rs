@@ -10,7 +10,7 @@ use rand::{Rng, SeedableRng};
 
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
-use crate::driver::{Device, MemoryKind};
+use crate::driver::{Device, DevicePtr, MemoryKind};
 use crate::group::launch::run_threads;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -43,17 +43,17 @@ struct Rank {
 impl Rank {
     fn new(group: Arc<dyn ProcessGroup>, bytes: u64) -> Rank {
         let device = VirtualGpu::new(VirtConfig::default());
-        let memory = Memory::alloc(&device, bytes, MemoryKind::Shareable, "wire").unwrap().into();
+        let memory = Memory::alloc(&device, bytes, MemoryKind::SharedHost, "wire").unwrap().into();
         let peers = (0..group.size()).filter(|peer| *peer != group.rank()).collect();
         Rank { group, device, memory, peers }
     }
 
-    fn connect(&self, options: &TransportOptions, direct: bool) -> Result<Links> {
-        connect_by(options, &self.memory, &*self.group, &self.peers, Duration::from_secs(10), direct)
+    fn connect(&self, options: &TransportOptions) -> Result<Links> {
+        connect(options, &self.memory, &*self.group, &self.peers, Duration::from_secs(10))
     }
 
-    fn proxies(&self, options: &TransportOptions, direct: bool) -> Proxies {
-        Proxies::start(&self.device, self.connect(options, direct).unwrap()).unwrap()
+    fn proxies(&self, options: &TransportOptions) -> Proxies {
+        Proxies::start(&self.device, self.connect(options).unwrap()).unwrap()
     }
 
     fn word(&self, offset: u64) -> &AtomicU64 {
@@ -151,13 +151,8 @@ fn options(kind: TransportKind, queues: u32) -> TransportOptions {
     }
 }
 
-/// Each transport, with the host or a stream as what moves the bytes.
-const ALL: [(TransportKind, bool); 4] = [
-    (TransportKind::Shm, true),
-    (TransportKind::Shm, false),
-    (TransportKind::Tcp, true),
-    (TransportKind::Tcp, false),
-];
+/// The transports whose bytes the host moves.
+const ALL: [TransportKind; 2] = [TransportKind::Shm, TransportKind::Tcp];
 
 /// What `from` sends from.
 fn source(from: u32) -> Vec<u8> {
@@ -182,11 +177,11 @@ fn puts(size: u32, from: u32, queue: u32, count: u64) -> impl Iterator<Item = Pu
     })
 }
 
-fn random_puts(kind: TransportKind, direct: bool, size: u32, queues: u32, count: u64) {
+fn random_puts(kind: TransportKind, size: u32, queues: u32, count: u64) {
     run_threads(size, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(size * queues));
         it.write(SEND, &source(rank));
-        let mut proxies = it.proxies(&options(kind, queues), direct);
+        let mut proxies = it.proxies(&options(kind, queues));
         let mut posters: Vec<(u32, Poster, Vec<Put>)> = Vec::new();
         for queue in 0..queues {
             for peer in &it.peers {
@@ -232,11 +227,11 @@ fn random_puts(kind: TransportKind, direct: bool, size: u32, queues: u32, count:
 
 #[test]
 fn random_puts_arrive_exactly_and_rings_wrap() {
-    for (kind, direct) in ALL {
-        random_puts(kind, direct, 2, 1, 5 * RING_ENTRIES + 3);
-        random_puts(kind, direct, 2, 3, 300);
-        random_puts(kind, direct, 4, 1, 300);
-        random_puts(kind, direct, 4, 3, 100);
+    for kind in ALL {
+        random_puts(kind, 2, 1, 5 * RING_ENTRIES + 3);
+        random_puts(kind, 2, 3, 300);
+        random_puts(kind, 4, 1, 300);
+        random_puts(kind, 4, 3, 100);
     }
 }
 
@@ -246,10 +241,10 @@ fn no_counter_comes_before_its_bytes() {
     const BLOCKS: u64 = 8;
     const BLOCK: u64 = PART / BLOCKS;
     const COUNT: u64 = 3000;
-    for (kind, direct) in ALL {
+    for kind in ALL {
         run_threads(2, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(2));
-            let proxies = it.proxies(&options(kind, 1), direct);
+            let proxies = it.proxies(&options(kind, 1));
             let mut poster = Poster::new(&proxies, 0, 1 - rank);
             if rank == 0 {
                 for value in 1..=COUNT {
@@ -297,13 +292,13 @@ fn tiny(value: u64) -> Put {
 
 #[test]
 fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
-    for (kind, direct) in ALL {
+    for kind in ALL {
         run_threads(2, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(2));
             let slow = Shaping::new(1).lag(1, 0, Duration::from_millis(30));
             let mut options = options(kind, 1);
             options.shaping = Some(slow);
-            let proxies = it.proxies(&options, direct);
+            let proxies = it.proxies(&options);
             if rank == 0 {
                 let mut poster = Poster::new(&proxies, 0, 1);
                 for value in 1..=RING_ENTRIES {
@@ -331,13 +326,13 @@ fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
 
 #[test]
 fn a_lagging_queue_is_overtaken_by_others_and_keeps_its_own_order() {
-    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+    for kind in ALL {
         run_threads(2, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(4));
             let mut options = options(kind, 2);
             let lag = Duration::from_millis(20);
             options.shaping = Some(Shaping::new(5).lag(1, 0, lag).delay_up_to(Duration::from_millis(2)));
-            let proxies = it.proxies(&options, true);
+            let proxies = it.proxies(&options);
             const COUNT: u64 = 20;
             let [slow, fast] = [0, 1].map(|queue| counter(2, queue, 0));
             if rank == 0 {
@@ -375,7 +370,7 @@ fn a_narrow_link_carries_no_more_than_it_should() {
         let it = Rank::new(group, bytes(2));
         let mut options = options(TransportKind::Shm, 1);
         options.shaping = Some(Shaping::new(0).bandwidth(4 << 20));
-        let proxies = it.proxies(&options, true);
+        let proxies = it.proxies(&options);
         if rank == 0 {
             let mut poster = Poster::new(&proxies, 0, 1);
             let start = Instant::now();
@@ -394,13 +389,13 @@ fn a_narrow_link_carries_no_more_than_it_should() {
 
 #[test]
 fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
-    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+    for kind in ALL {
         run_threads(3, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(3));
             let mut options = options(kind, 1);
             let shaping = Shaping::new(0).cut_after(1, 3);
             options.shaping = Some(shaping.clone());
-            let proxies = it.proxies(&options, true);
+            let proxies = it.proxies(&options);
             if rank == 0 {
                 let mut posters = [1, 2].map(|peer| Poster::new(&proxies, 0, peer));
                 for value in 1..=10 {
@@ -431,7 +426,7 @@ fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
         let it = Rank::new(group, bytes(2));
         let mut options = options(TransportKind::Shm, 1);
         options.shaping = Some(Shaping::new(0).cut_after(1, 1));
-        let mut links = it.connect(&options, true).unwrap();
+        let mut links = it.connect(&options).unwrap();
         if rank == 0 {
             let queue = &mut links.queues()[0].queue;
             queue.put_with_counter(&[tiny(1)]).unwrap();
@@ -448,10 +443,10 @@ fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
 
 #[test]
 fn a_put_after_the_peers_goodbye_is_an_error_that_names_it() {
-    for (kind, direct) in ALL {
+    for kind in ALL {
         run_threads(2, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(2));
-            let mut proxies = it.proxies(&options(kind, 1), direct);
+            let mut proxies = it.proxies(&options(kind, 1));
             let mut poster = Poster::new(&proxies, 0, 1 - rank);
             if rank == 0 {
                 poster.post(tiny(1));
@@ -485,7 +480,7 @@ fn a_put_after_the_peers_goodbye_is_an_error_that_names_it() {
 
 #[test]
 fn puts_out_of_range_are_refused() {
-    for (kind, direct) in ALL {
+    for kind in ALL {
         run_threads(2, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(2));
             let end = it.memory.bytes();
@@ -499,7 +494,7 @@ fn puts_out_of_range_are_refused() {
                 (Put { counter: 4, ..tiny(1) }, "multiple of 8"),
             ];
             for (put, expected) in wrong {
-                let proxies = it.proxies(&options(kind, 1), direct);
+                let proxies = it.proxies(&options(kind, 1));
                 if rank == 0 {
                     Poster::new(&proxies, 0, 1).post(put);
                     eventually(|| proxies.failure().is_some());
@@ -509,7 +504,7 @@ fn puts_out_of_range_are_refused() {
                 it.barrier();
             }
             // The last bytes are within.
-            let proxies = it.proxies(&options(kind, 1), direct);
+            let proxies = it.proxies(&options(kind, 1));
             if rank == 0 {
                 let mut poster = Poster::new(&proxies, 0, 1);
                 poster.post(Put { from: end - 16, to: end - 24, counter: end - 8, ..tiny(9) });
@@ -568,11 +563,11 @@ fn a_failed_setup_fails_on_every_rank_and_says_why() {
 
 #[test]
 fn only_listed_peers_are_connected() {
-    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+    for kind in ALL {
         // Two nodes of two ranks.
         run_threads(4, TIMEOUT, |rank, group| {
             let it = Rank { peers: vec![(rank + 2) % 4], ..Rank::new(group, bytes(4)) };
-            let mut links = it.connect(&options(kind, 2), true).unwrap();
+            let mut links = it.connect(&options(kind, 2)).unwrap();
             let pairs: Vec<(u32, u32)> = links.queues().iter().map(|link| (link.index, link.peer)).collect();
             assert_eq!(pairs, [(0, it.peers[0]), (1, it.peers[0])]);
             let proxies = Proxies::start(&it.device, links).unwrap();
@@ -591,7 +586,7 @@ fn only_listed_peers_are_connected() {
 fn traces_have_every_put_in_order() {
     run_threads(2, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(2));
-        let proxies = it.proxies(&options(TransportKind::Shm, 1), true);
+        let proxies = it.proxies(&options(TransportKind::Shm, 1));
         let mut poster = Poster::new(&proxies, 0, 1 - rank);
         let post = |poster: &mut Poster, count: u64| {
             for _ in 0..count {
@@ -632,7 +627,7 @@ fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
     };
     run_threads(2, TIMEOUT, |_, group| {
         let it = Rank::new(group, bytes(2));
-        check(it.connect(&options, true).unwrap_err());
+        check(it.connect(&options).unwrap_err());
         check(wire_memory(&options, &it.device, &*it.group, 4096).unwrap_err());
         Ok(())
     })
@@ -661,7 +656,7 @@ fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
 fn wire_memory_of_one_host_is_shareable() {
     run_threads(2, TIMEOUT, |_, group| {
         let it = Rank::new(group, bytes(2));
-        for kind in [TransportKind::Shm, TransportKind::Tcp] {
+        for kind in ALL {
             let memory = wire_memory(&options(kind, 1), &it.device, &*it.group, 4096)?;
             assert_eq!(memory.bytes(), 4096);
             memory.export()?;

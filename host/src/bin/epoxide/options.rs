@@ -67,9 +67,13 @@ pub enum DeviceKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Transport {
-    /// Shared memory of one host.
+    /// Direct to the ranks whose memory can be mapped, tcp to the others.
+    Auto,
+    /// Kernels write to mapped memory: one host, or one NVLink domain.
+    Direct,
+    /// Shared host memory of one host.
     Shm,
-    /// Any network.
+    /// Any network, between host memories.
     Tcp,
     /// RDMA: InfiniBand or RoCE, as the EPOXIDE_RDMA_* variables say.
     Verbs,
@@ -79,6 +83,8 @@ impl Transport {
     /// What the library calls it.
     pub fn kind(self) -> TransportKind {
         match self {
+            Transport::Auto => TransportKind::Auto,
+            Transport::Direct => TransportKind::Direct,
             Transport::Shm => TransportKind::Shm,
             Transport::Tcp => TransportKind::Tcp,
             Transport::Verbs => TransportKind::Verbs,
@@ -125,19 +131,29 @@ pub struct WorldFlags {
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct NetworkFlags {
     /// How bytes cross nodes; of no effect on one node
-    #[arg(long, value_enum, default_value = "tcp")]
+    #[arg(long, value_enum, default_value = "auto")]
     pub transport: Transport,
 
-    /// Queues to each peer on another node
-    #[arg(long, value_name = "Q", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
-    pub queues: u32,
+    /// Queues to each peer on another node, where there are any [default: 4 over shm and tcp on GPUs, else 1]
+    #[arg(long, value_name = "Q", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
+    pub queues: Option<u32>,
 }
 
 impl NetworkFlags {
+    /// Queues to each peer, if to any.
+    pub fn queues(&self, device: DeviceKind) -> u32 {
+        // Beside a virtual GPU all threads want the same processors.
+        let default = match device {
+            DeviceKind::Virtual => 1,
+            DeviceKind::Cuda => TransportOptions::new(self.transport.kind()).queues_per_peer,
+        };
+        self.queues.unwrap_or(default)
+    }
+
     /// As the library takes them; `timeout` bounds a put.
-    pub fn options(&self, timeout: Duration) -> TransportOptions {
+    pub fn options(&self, device: DeviceKind, timeout: Duration) -> TransportOptions {
         TransportOptions {
-            queues_per_peer: self.queues,
+            queues_per_peer: self.queues(device),
             timeout,
             ..TransportOptions::new(self.transport.kind())
         }
@@ -383,7 +399,7 @@ impl Shared {
             dtype: self.dtype,
             device: self.device,
             transport: self.network.transport,
-            queues: self.network.queues,
+            queues: self.network.queues(self.device),
             seed: self.seed,
             num_sms: config.num_sms,
             timeout: self.timeout,
@@ -402,12 +418,12 @@ impl Setup {
             max_scales: self.dtype.num_scales(self.hidden) as u32,
         };
         let timeout = Duration::from_secs(self.timeout);
-        let network = NetworkFlags { transport: self.transport, queues: self.queues };
+        let network = NetworkFlags { transport: self.transport, queues: Some(self.queues) };
         BufferOptions {
             config: self.config,
             timeout,
             ranks_per_node: Some(self.ranks / self.nodes),
-            transport: network.options(timeout),
+            transport: network.options(self.device, timeout),
             ..BufferOptions::new(shape)
         }
     }

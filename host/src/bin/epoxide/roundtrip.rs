@@ -6,13 +6,14 @@
 
 use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use epoxide::driver::Event;
 use epoxide::ep::{
     CombineOutput, CombineRequest, CombineRows, DType, DispatchLayout, DispatchOutput, DispatchRequest,
     StreamOrder, Tensor,
 };
+use epoxide::testing::neighbour::Neighbour;
 use epoxide::testing::oracle::{self, Plan, Routing, Style};
 use epoxide::testing::payload::per_token;
 use half::bf16;
@@ -54,6 +55,10 @@ pub struct Args {
     /// Replays of one graph of layout, dispatch and combine, each with a new routing and contents
     #[arg(long, value_name = "N", default_value_t = 0)]
     graph_replays: u64,
+
+    /// Meanwhile threads of each rank's process allocate, free, load modules and copy on its device, as other libraries do
+    #[arg(long)]
+    neighbour: bool,
 }
 
 impl Args {
@@ -162,6 +167,10 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     };
     let mut clock = Clock(Instant::now());
 
+    // An interpreter has no cycles to spare.
+    let pause = Duration::from_micros(if rank.device.info().is_virtual { 5_000 } else { 100 });
+    let neighbour = args.neighbour.then(|| Neighbour::start(&rank.device, pause));
+
     voice.doing("making the buffer");
     let mut rig = rank.agree(Rig::new(rank, setup))?;
     let config = describe(rank, run, &rig);
@@ -221,6 +230,11 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
             report.graph_replays = args.graph_replays;
             report.times.graph_seconds = seconds;
         });
+    }
+
+    if let Some(neighbour) = neighbour {
+        let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
+        voice.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
     }
 
     // No rank leaves while another still reads its pool.

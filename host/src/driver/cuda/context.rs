@@ -8,7 +8,7 @@ use cust::device::Device as CustDevice;
 use super::device::CudaDevice;
 use super::error::{from_cust, unavailable};
 use super::ffi::{self, CuContext, CuResult};
-use crate::driver::{DeviceInfo, NoDriverCalls};
+use crate::driver::{DeviceInfo, NoDriverCalls, RdmaWriteOrder};
 use crate::error::{Error, Result};
 
 /// The devices this process sees, in the driver's order (`CUDA_VISIBLE_DEVICES` applies).
@@ -93,7 +93,17 @@ pub(super) fn describe(device: CustDevice) -> Result<DeviceInfo> {
         total_memory: device.total_memory().map_err(from_cust("cuDeviceTotalMem"))? as u64,
         driver_version: driver_version()?,
         pci_bus_id: pci_bus_id(device)?,
+        rdma_write_order: rdma_write_order(device),
     })
+}
+
+/// A driver that does not know the attribute promises nothing.
+fn rdma_write_order(device: CustDevice) -> RdmaWriteOrder {
+    match attribute(device, ffi::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING) {
+        Ok(ffi::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES..) => RdmaWriteOrder::AllDevices,
+        Ok(ffi::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER..) => RdmaWriteOrder::Owner,
+        _ => RdmaWriteOrder::None,
+    }
 }
 
 fn pci_bus_id(device: CustDevice) -> Result<String> {

@@ -13,7 +13,7 @@ use super::pool::Pool;
 use super::vmm::{self, Sharing};
 use super::{context, graph, memory, module, stream};
 use crate::driver::{
-    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging,
+    CopyEnd, Device, DeviceInfo, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging,
 };
 use crate::error::{Error, Result};
 
@@ -154,6 +154,14 @@ impl Device for CudaDevice {
 
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
         memory::import(&self.bind()?, fd, bytes, peer)
+    }
+
+    fn export_fabric(&self, memory: &RawMemory) -> Result<FabricHandle> {
+        memory::export_fabric(&self.bind()?, memory)
+    }
+
+    fn import_fabric(&self, handle: &FabricHandle, bytes: u64, peer: &str) -> Result<RawMemory> {
+        memory::import_fabric(&self.bind()?, handle, bytes, peer)
     }
 
     unsafe fn free(&self, memory: &RawMemory) {

@@ -14,7 +14,7 @@ use super::error::unavailable;
 use super::ffi::{self, CuDevicePtr, CuResult};
 use super::vmm::{self, Mapping, Physical};
 use super::{late, stream};
-use crate::driver::{CopyEnd, DevicePtr, MemoryKind, RawMemory};
+use crate::driver::{CopyEnd, DevicePtr, FabricHandle, MemoryKind, RawMemory};
 use crate::error::{Error, Result};
 
 // Sizes are u64 in the trait and usize in the driver.
@@ -211,8 +211,25 @@ pub fn export(bound: &Bound<'_>, memory: &RawMemory) -> Result<OwnedFd> {
 
 /// [`Device::import`](crate::driver::Device::import).
 pub fn import(bound: &Bound<'_>, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
+    map_peer(bound, Physical::import(&fd, peer)?, bytes, peer)
+}
+
+/// [`Device::export_fabric`](crate::driver::Device::export_fabric).
+pub fn export_fabric(_: &Bound<'_>, memory: &RawMemory) -> Result<FabricHandle> {
+    if Origin::of(memory) != Some(Origin::Mapped) {
+        let rule = "only MemoryKind::Shareable has a fabric handle";
+        return Err(Error::argument("memory", format!("{:#x}", memory.ptr.0), rule));
+    }
+    Physical::at(memory.ptr)?.export_fabric()
+}
+
+/// [`Device::import_fabric`](crate::driver::Device::import_fabric).
+pub fn import_fabric(bound: &Bound<'_>, handle: &FabricHandle, bytes: u64, peer: &str) -> Result<RawMemory> {
+    map_peer(bound, Physical::import_fabric(handle, peer)?, bytes, peer)
+}
+
+fn map_peer(bound: &Bound<'_>, physical: Physical, bytes: u64, peer: &str) -> Result<RawMemory> {
     let sharing = bound.device.sharing.clone()?;
-    let physical = Physical::import(&fd, peer)?;
     let len = vmm::round_up(bound, bytes.max(1), sharing, peer)?;
     let mapping = Mapping::new(&physical, len)?;
     let granted = mapping.grant(bound);

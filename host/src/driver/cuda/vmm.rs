@@ -13,7 +13,7 @@ use super::ffi::{
 };
 use super::memory::{check_alloc, fill, free_bytes};
 use super::stream;
-use crate::driver::DevicePtr;
+use crate::driver::{DevicePtr, FabricHandle};
 use crate::error::{Error, Result};
 
 /// What a device can do with shareable memory.
@@ -21,6 +21,8 @@ use crate::error::{Error, Result};
 pub struct Sharing {
     /// Memory can be created for RDMA by a network card.
     pub rdma: bool,
+    /// Memory can be given to other hosts of the NVLink domain.
+    pub fabric: bool,
 }
 
 /// What the device can share; the error says why it cannot.
@@ -34,7 +36,10 @@ pub fn sharing(device: cust::device::Device) -> Result<Sharing> {
     if attribute(device, ffi::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)? == 0 {
         return Err(unavailable(what(), format!("no export as a file descriptor here; {REMEDY}")));
     }
-    Ok(Sharing { rdma: supports(device, ffi::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) })
+    Ok(Sharing {
+        rdma: supports(device, ffi::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
+        fabric: supports(device, ffi::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED),
+    })
 }
 
 /// Why this device may not touch the peer's memory.
@@ -71,14 +76,15 @@ pub fn can_access_peer(device: c_int, peer: c_int) -> bool {
 }
 
 /// What we ask of shareable memory on this device.
-fn properties(bound: &Bound<'_>, rdma: bool) -> CuMemAllocationProp {
+fn properties(bound: &Bound<'_>, sharing: Sharing) -> CuMemAllocationProp {
+    let fabric = if sharing.fabric { ffi::CU_MEM_HANDLE_TYPE_FABRIC } else { 0 };
     CuMemAllocationProp {
         kind: ffi::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requested_handle_types: ffi::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        requested_handle_types: ffi::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR | fabric,
         location: location(bound),
         win32_handle_meta_data: std::ptr::null_mut(),
         compression_type: 0,
-        gpu_direct_rdma_capable: rdma.into(),
+        gpu_direct_rdma_capable: sharing.rdma.into(),
         usage: 0,
         reserved: [0; 4],
     }
@@ -96,7 +102,7 @@ pub fn round_up(bound: &Bound<'_>, bytes: u64, sharing: Sharing, label: &str) ->
     unsafe {
         ffi::cuMemGetAllocationGranularity(
             &mut granularity,
-            &properties(bound, sharing.rdma),
+            &properties(bound, Sharing { fabric: false, ..sharing }),
             ffi::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
         )
     }
@@ -115,15 +121,19 @@ impl Physical {
     /// `len` bytes on the bound device; `label` names them in errors.
     pub fn create(bound: &Bound<'_>, len: usize, sharing: Sharing, label: &str) -> Result<Physical> {
         let mut allocation: CuAllocation = 0;
-        let mut create = |rdma| {
+        let mut create = |sharing| {
             // SAFETY: both pointers are valid, and `len` is a multiple of the granularity.
-            unsafe { ffi::cuMemCreate(&mut allocation, len, &properties(bound, rdma), 0) }
+            unsafe { ffi::cuMemCreate(&mut allocation, len, &properties(bound, sharing), 0) }
         };
-        let mut result = create(sharing.rdma);
-        if sharing.rdma && result != CuResult::SUCCESS && result != CuResult::OUT_OF_MEMORY {
-            // Some virtual machines announce RDMA and then refuse it; within a node nothing needs it.
-            tracing::debug!(code = result.0, "no RDMA-capable memory; allocating without");
-            result = create(false);
+        // A device may announce what its machine refuses: fabric handles where no IMEX channel is set up, RDMA in some virtual
+        // machines. Within a node nothing needs either.
+        let fewer = [sharing, Sharing { fabric: false, ..sharing }, Sharing { fabric: false, rdma: false }];
+        let mut result = create(fewer[0]);
+        for (before, now) in fewer.into_iter().zip(fewer.into_iter().skip(1)) {
+            if before != now && result != CuResult::SUCCESS && result != CuResult::OUT_OF_MEMORY {
+                tracing::debug!(code = result.0, ?before, ?now, "memory that can be shared in fewer ways");
+                result = create(now);
+            }
         }
         check_alloc(bound, result, "cuMemCreate", len as u64, label)?;
         Ok(Physical(allocation))
@@ -178,6 +188,55 @@ impl Physical {
         .check("cuMemExportToShareableHandle")?;
         // SAFETY: the driver made this descriptor for us; nobody else closes it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// A handle for it on all hosts of the NVLink domain; an error where it was created without.
+    pub fn export_fabric(&self) -> Result<FabricHandle> {
+        let mut handle = [0u8; ffi::CU_IPC_HANDLE_SIZE];
+        // SAFETY: for this handle type the driver writes a `CUmemFabricHandle` of as many bytes.
+        let result = unsafe {
+            ffi::cuMemExportToShareableHandle(
+                handle.as_mut_ptr().cast(),
+                self.0,
+                ffi::CU_MEM_HANDLE_TYPE_FABRIC,
+                0,
+            )
+        };
+        if result != CuResult::SUCCESS {
+            let reason = format!(
+                "cuMemExportToShareableHandle says {} ({}); it takes NVLink between hosts and an IMEX channel",
+                result.name(),
+                result.0
+            );
+            return Err(unavailable("a fabric handle of device memory", reason));
+        }
+        Ok(FabricHandle(handle.to_vec()))
+    }
+
+    /// The memory behind a fabric handle; `peer` names its owner in errors.
+    pub fn import_fabric(handle: &FabricHandle, peer: &str) -> Result<Physical> {
+        let mut bytes: [u8; ffi::CU_IPC_HANDLE_SIZE] = handle.0.as_slice().try_into().map_err(|_| {
+            let rule = format!("of {peer}: a fabric handle has {} bytes", ffi::CU_IPC_HANDLE_SIZE);
+            Error::argument("fabric handle", format!("{} bytes", handle.0.len()), rule)
+        })?;
+        let mut allocation: CuAllocation = 0;
+        // SAFETY: for this handle type the driver reads a `CUmemFabricHandle` of as many bytes.
+        let result = unsafe {
+            ffi::cuMemImportFromShareableHandle(
+                &mut allocation,
+                bytes.as_mut_ptr().cast(),
+                ffi::CU_MEM_HANDLE_TYPE_FABRIC,
+            )
+        };
+        if result != CuResult::SUCCESS {
+            let reason = format!(
+                "cuMemImportFromShareableHandle says {} ({}); both hosts must be in one NVLink domain and IMEX channel",
+                result.name(),
+                result.0
+            );
+            return Err(unavailable(format!("peer access to {peer}"), reason));
+        }
+        Ok(Physical(allocation))
     }
 
     /// The device that the memory is of, if the driver tells.

@@ -36,7 +36,8 @@ pub use self::machine::{Drive, Machine};
 use self::state::{Allocation, Event, LastRecord, LoadedKernel, Shared, State, new_handle};
 use self::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
 use super::{
-    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging,
+    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, RdmaWriteOrder,
+    Staging,
 };
 use crate::error::{Error, Result};
 
@@ -128,6 +129,8 @@ impl VirtualGpu {
             total_memory: config.memory_bytes,
             driver_version: 0,
             pci_bus_id: String::new(),
+            // Its memory is the host's.
+            rdma_write_order: RdmaWriteOrder::AllDevices,
         };
         let device_config = DeviceConfig {
             sm_count: info.sm_count,

@@ -102,8 +102,8 @@ pub(crate) fn no_delay(socket: &OwnedFd) {
     let _ = rustix::net::sockopt::set_tcp_nodelay(socket, true);
 }
 
-/// The same for all processes that can reach each other's abstract Unix sockets.
-fn host_id() -> String {
+/// The same for all processes that can reach each other's abstract Unix sockets; empty where that cannot be told.
+pub(crate) fn host_id() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
     if boot.is_empty() || space.as_os_str().is_empty() {

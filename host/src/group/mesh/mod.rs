@@ -12,7 +12,7 @@ mod peers;
 mod wait;
 mod wake;
 
-pub(crate) use address::{Address, Listener, interface_address};
+pub(crate) use address::{Address, Listener, host_id, interface_address};
 pub use address::{SOCKET_IFNAME, Sockets};
 pub(crate) use connect::address_key;
 pub(crate) use engine::{Current, Directory, Engine};

@@ -1,4 +1,5 @@
-//! Puts over TCP: every queue has a connection of its own to the peer, with a thread there that takes the puts.
+//! Puts over TCP: every queue has a connection of its own to the peer, with a thread there that takes the puts. Both ends are
+//! page-locked host memory, from and to which the sockets copy.
 //!
 //! A connection starts with a hello and the peer's answer. Then frames go one way: a header of four u64, little endian
 //! (bytes, to, counter, value), and the bytes. The other way there is at most a farewell: the receiver's goodbye, or why it
@@ -18,7 +19,7 @@ use rustix::io::Errno;
 use self::door::{Door, dial, read_answer};
 use self::receiver::Receivers;
 use self::sender::TcpQueue;
-use super::{Link, Links, Put, Setup, deadline, greeting};
+use super::{Link, Links, Put, Setup, WireHost, deadline, greeting};
 use crate::error::{Error, Result};
 
 const HEADER: usize = 32;
@@ -28,18 +29,17 @@ const GOODBYE: u64 = u64::MAX;
 const FAREWELL: u32 = u32::MAX;
 /// Longest text of a refusal, in bytes.
 const MAX_REASON: usize = 1024;
-/// Pieces of staging per connection, and their bytes: enough that copies and the network overlap.
-const PIECES: usize = 4;
-const PIECE_BYTES: u64 = 256 << 10;
 
 pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
-    let door = greeting::check_arguments(setup).and_then(|()| Door::open(setup));
+    let door = greeting::check_arguments(setup)
+        .and_then(|()| WireHost::of(setup))
+        .and_then(|_| Door::open(setup));
     let address = door.as_ref().map(Door::address).map_err(Error::clone);
     let all = greeting::meet(setup, address)?;
     let door = door?;
     let (links, receivers) =
         greeting::agree(setup.group, setup.options.kind, make_links(setup, &door, &all))?;
-    Ok(Links { links, receiving: Box::new(receivers) })
+    Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(receivers)] })
 }
 
 fn make_links(setup: &Setup<'_>, door: &Door, all: &[greeting::Greeting]) -> Result<(Vec<Link>, Receivers)> {

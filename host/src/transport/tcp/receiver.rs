@@ -6,18 +6,13 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::{FAREWELL, GOODBYE, HEADER, PIECE_BYTES, PIECES, refusal, word64};
-use crate::driver::{DevicePtr, Memory};
+use super::{FAREWELL, GOODBYE, HEADER, refusal, word64};
+use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
-use crate::transport::staging::Staging;
-use crate::transport::{Interrupt, Place, Put, Receiving, Setup, deadline, store_counter};
-
-/// Start of a receiving piece: the counter's value. The bytes follow, aligned.
-const PIECE_HEAD: u64 = 128;
+use crate::transport::{Place, Put, Receiving, Setup, WireHost, store_counter};
 
 /// All receiving ends of a rank.
 #[derive(Debug)]
@@ -37,22 +32,12 @@ impl Receivers {
     pub(super) fn start(setup: &Setup<'_>, incoming: BTreeMap<(u32, u32), TcpStream>) -> Result<Receivers> {
         let mut receivers = Receivers { readers: Vec::new(), shared: Arc::default() };
         for ((queue, peer), socket) in incoming {
-            let staging = if setup.direct {
-                None
-            } else {
-                Some((Staging::new(setup.memory.device(), PIECES, PIECE_HEAD + PIECE_BYTES)?, 0))
-            };
             let socket = Arc::new(socket);
-            let mut reader = Reader {
-                staging,
-                place: setup.place(peer),
-                socket: socket.clone(),
-                target: setup.memory.clone(),
-                timeout: setup.options.timeout,
-                interrupt: Interrupt::default(),
-            };
+            let target = WireHost::of(setup)?;
+            let reader = Reader { place: setup.place(peer), socket: socket.clone(), target };
             let shared = receivers.shared.clone();
             let run = move || {
+                let _rule = NoDriverCalls::new("a receiver");
                 if let Err(error) = reader.run()
                     && !shared.closing.load(Ordering::Acquire)
                 {
@@ -98,18 +83,14 @@ fn send_flags() -> rustix::net::SendFlags {
 
 /// The receiving end of a queue.
 struct Reader {
-    // First, so that its stream is through before the memory is freed.
-    staging: Option<(Staging, usize)>,
     place: Place,
     socket: Arc<TcpStream>,
-    target: Arc<Memory>,
-    timeout: Duration,
-    interrupt: Interrupt,
+    target: WireHost,
 }
 
 impl Reader {
     /// Takes puts until the peer says goodbye.
-    fn run(&mut self) -> Result<()> {
+    fn run(&self) -> Result<()> {
         loop {
             let mut header = [0; HEADER];
             // SAFETY: the header is as long.
@@ -128,48 +109,13 @@ impl Reader {
         }
     }
 
-    fn store(&mut self, put: &Put) -> Result<()> {
-        let target = self.target.ptr();
-        let Some((mut staging, mut next)) = self.staging.take() else {
-            // SAFETY: checked by the caller: all of it lies in the target, which the reader keeps.
-            unsafe {
-                self.take((target.0 + put.to) as *mut u8, put.bytes as usize)?;
-                store_counter(target, put.counter, put.value);
-            }
-            return Ok(());
-        };
-        let mut offset = 0;
-        loop {
-            let deadline = deadline(self.timeout);
-            staging.wait(next, deadline, &self.interrupt, self.place, "receive")?;
-            let (host, device) = staging.piece(next);
-            let bytes = (put.bytes - offset).min(staging.piece_bytes() - PIECE_HEAD);
-            let last = offset + bytes == put.bytes;
-            // SAFETY: the stream is through with the piece, which has room for the bytes behind its head. On the device's
-            // side it is as above; `Staging` waits for its stream before the target can go.
-            unsafe {
-                self.take(host.add(PIECE_HEAD as usize), bytes as usize)?;
-                let stream = staging.stream();
-                if bytes > 0 {
-                    stream.copy(
-                        DevicePtr(target.0 + put.to + offset),
-                        DevicePtr(device.0 + PIECE_HEAD),
-                        bytes,
-                    )?;
-                }
-                if last {
-                    host.cast::<u64>().write_volatile(put.value);
-                    stream.copy(DevicePtr(target.0 + put.counter), device, 8)?;
-                }
-            }
-            staging.enqueued(next)?;
-            next = (next + 1) % staging.pieces();
-            offset += bytes;
-            if last {
-                self.staging = Some((staging, next));
-                return Ok(());
-            }
+    fn store(&self, put: &Put) -> Result<()> {
+        // SAFETY: checked by the caller: all of it lies in the target, which the reader keeps.
+        unsafe {
+            self.take(self.target.at(put.to), put.bytes as usize)?;
+            store_counter(self.target.base, put.counter, put.value);
         }
+        Ok(())
     }
 
     /// Takes exactly `len` bytes from the connection.

@@ -3,17 +3,14 @@
 use std::io::Read;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::{FAREWELL, GOODBYE, HEADER, MAX_REASON, PIECE_BYTES, PIECES, header, left, wait_for, word32};
-use crate::driver::{DevicePtr, Memory};
+use super::{FAREWELL, GOODBYE, HEADER, MAX_REASON, header, left, wait_for, word32};
 use crate::error::{Error, Result};
-use crate::transport::staging::Staging;
-use crate::transport::{Interrupt, LOOK, Place, Put, Queue, Setup, deadline};
+use crate::transport::{Interrupt, LOOK, Place, Put, Queue, Setup, WireHost, deadline};
 
 /// Puts per system call: two pieces each, of at most 1024.
 const WRITE_PUTS: usize = 256;
@@ -23,12 +20,10 @@ const GOODBYE_TIME: Duration = Duration::from_millis(200);
 /// A connection that puts go over.
 #[derive(Debug)]
 pub(super) struct TcpQueue {
-    // First, so that its stream is through before the memory is freed.
-    staging: Option<Staging>,
     place: Place,
     /// Does not block.
     socket: TcpStream,
-    source: Arc<Memory>,
+    source: WireHost,
     pub(super) timeout: Duration,
     interrupt: Interrupt,
     sent: u64,
@@ -40,13 +35,10 @@ pub(super) struct TcpQueue {
 impl TcpQueue {
     pub(super) fn new(setup: &Setup<'_>, place: Place, socket: TcpStream) -> Result<TcpQueue> {
         socket.set_nonblocking(true).map_err(|error| place.error("connect", error.to_string()))?;
-        let staging =
-            if setup.direct { None } else { Some(Staging::new(setup.memory.device(), PIECES, PIECE_BYTES)?) };
         Ok(TcpQueue {
-            staging,
             place,
             socket,
-            source: setup.memory.clone(),
+            source: WireHost::of(setup)?,
             timeout: setup.options.timeout,
             interrupt: Interrupt::default(),
             sent: 0,
@@ -63,24 +55,13 @@ impl TcpQueue {
         for put in puts {
             put.check(self.source.bytes()).map_err(|reason| self.place.error("put", reason))?;
         }
-        match self.staging.take() {
-            None => self.put_from_host(puts, deadline),
-            Some(mut staging) => {
-                let outcome = self.put_from_device(&mut staging, puts, deadline);
-                self.staging = Some(staging);
-                outcome
-            }
-        }
-    }
-
-    fn put_from_host(&mut self, puts: &[Put], deadline: Instant) -> Result<()> {
         for batch in puts.chunks(WRITE_PUTS) {
             let headers: Vec<[u8; HEADER]> = batch.iter().map(header).collect();
             let mut pieces = Vec::with_capacity(2 * batch.len());
             for (put, header) in batch.iter().zip(&headers) {
                 pieces.push(Bytes { start: header.as_ptr(), len: HEADER });
                 if put.bytes > 0 {
-                    let start = (self.source.ptr().0 + put.from) as *const u8;
+                    let start = self.source.at(put.from).cast_const();
                     pieces.push(Bytes { start, len: put.bytes as usize });
                 }
             }
@@ -89,63 +70,6 @@ impl TcpQueue {
             self.sent += batch.len() as u64;
         }
         Ok(())
-    }
-
-    /// Fills pieces of staging with frames. While one is on its way to the network, the next is copied.
-    fn put_from_device(&mut self, staging: &mut Staging, puts: &[Put], deadline: Instant) -> Result<()> {
-        let mut frames = Frames { puts, offset: 0, in_payload: false };
-        // The stream is through with what was sent before: it was waited for.
-        let mut next = 0;
-        let mut filled = self.fill(staging, next, &mut frames)?;
-        while filled > 0 {
-            let current = (next, filled);
-            next = (next + 1) % staging.pieces();
-            filled = self.fill(staging, next, &mut frames)?;
-            staging.wait(current.0, deadline, &self.interrupt, self.place, "put")?;
-            let mut piece = [Bytes { start: staging.piece(current.0).0, len: current.1 }];
-            // SAFETY: the piece lives in staging; the stream is through with it, and nothing writes it before the next fill.
-            unsafe { self.send(&mut piece, deadline)? };
-        }
-        self.sent += puts.len() as u64;
-        Ok(())
-    }
-
-    /// Starts to fill a piece; how many bytes it will have.
-    fn fill(&self, staging: &mut Staging, index: usize, frames: &mut Frames<'_>) -> Result<usize> {
-        let (host, device) = staging.piece(index);
-        let room = staging.piece_bytes();
-        let mut at = 0;
-        let mut copies = false;
-        while let Some(put) = frames.puts.first() {
-            if !frames.in_payload {
-                if room - at < HEADER as u64 {
-                    break;
-                }
-                // SAFETY: there is room for it, and the stream is through with the piece.
-                unsafe { std::ptr::copy_nonoverlapping(header(put).as_ptr(), host.add(at as usize), HEADER) };
-                at += HEADER as u64;
-                (frames.in_payload, frames.offset) = (true, 0);
-            }
-            let bytes = (put.bytes - frames.offset).min(room - at);
-            if bytes > 0 {
-                let from = DevicePtr(self.source.ptr().0 + put.from + frames.offset);
-                // SAFETY: the put was checked to lie in the source, which this queue keeps; `Staging` waits for its stream
-                // before it is dropped, and this queue's staging is dropped before its source.
-                unsafe { staging.stream().copy(DevicePtr(device.0 + at), from, bytes)? };
-                copies = true;
-            }
-            at += bytes;
-            frames.offset += bytes;
-            if frames.offset < put.bytes {
-                break;
-            }
-            frames.puts = &frames.puts[1..];
-            frames.in_payload = false;
-        }
-        if copies {
-            staging.enqueued(index)?;
-        }
-        Ok(at as usize)
     }
 
     /// Writes all of `pieces` to the socket.
@@ -292,12 +216,3 @@ struct Bytes {
 }
 
 const _: () = assert!(size_of::<Bytes>() == size_of::<libc::iovec>());
-
-/// What of a batch is yet to be put into frames.
-struct Frames<'a> {
-    puts: &'a [Put],
-    /// Bytes of the first put that have been.
-    offset: u64,
-    /// The header of the first put has been.
-    in_payload: bool,
-}

@@ -23,10 +23,11 @@ fn alone(timeout: Duration, test: impl Fn(&Setup<'_>) + Sync) {
     let run = |rank, group: Arc<dyn crate::group::ProcessGroup>| {
         if rank == 0 {
             let device = VirtualGpu::new(VirtConfig::default());
-            let memory = Memory::alloc(&device, BYTES, MemoryKind::Shareable, "wire")?.into();
-            let options = TransportOptions { timeout, ..TransportOptions::new(TransportKind::Tcp) };
+            let memory = Memory::alloc(&device, BYTES, MemoryKind::SharedHost, "wire")?.into();
+            let options =
+                TransportOptions { timeout, queues_per_peer: 1, ..TransportOptions::new(TransportKind::Tcp) };
             let (group, memory, options) = (&*group, &memory, &options);
-            test(&Setup { options, memory, group, peers: &[1], timeout: SOON, direct: true });
+            test(&Setup { options, memory, group, peers: &[1], timeout: SOON });
         }
         Ok(())
     };

@@ -133,7 +133,7 @@ fn make_links(setup: &Setup<'_>, mut prepared: Prepared, all: &[Greeting]) -> Re
         links.push(Link { peer: own.peer, index: own.queue, queue: Box::new(queue) });
         ends.push(end);
     }
-    Ok(Links { links, receiving: Box::new(Ends(ends)) })
+    Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(Ends(ends))] })
 }
 
 /// The peer's end of a connection, and the card that it is on.

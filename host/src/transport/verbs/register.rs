@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::device::Card;
 use super::raw::{Mr, Pd};
-use crate::driver::{Device, Memory, MemoryKind};
+use crate::driver::{Device, Memory, MemoryKind, RdmaWriteOrder};
 use crate::error::{Error, Result};
 
 /// How a network card reaches memory; the weakest way first.
@@ -59,16 +59,21 @@ fn register_with<D: Drivers>(is_host: bool, drivers: &D) -> Result<(D::Region, R
 /// Wire memory in the place that the network cards reach: of the device, or, where one cannot reach that, of the host.
 fn place<M>(
     is_virtual: bool,
+    order: RdmaWriteOrder,
     alloc: impl Fn(MemoryKind) -> Result<M>,
     register: impl Fn(&M) -> Result<Reach>,
 ) -> Result<(M, Reach)> {
-    let memory = alloc(MemoryKind::Shareable)?;
-    match register(&memory) {
-        Ok(reach) => return Ok((memory, reach)),
-        Err(error) if is_virtual => return Err(error),
-        Err(error) => tracing::warn!(%error, "wire memory is host memory"),
+    if order >= RdmaWriteOrder::Owner {
+        let memory = alloc(MemoryKind::Shareable)?;
+        match register(&memory) {
+            Ok(reach) => return Ok((memory, reach)),
+            Err(error) if is_virtual => return Err(error),
+            Err(error) => tracing::warn!(%error, "wire memory is host memory"),
+        }
+    } else {
+        // The device could see a counter before the bytes in front of it.
+        tracing::warn!("the driver does not order a card's writes to device memory: wire memory is host memory");
     }
-    drop(memory);
     let memory = alloc(MemoryKind::MappedHost)?;
     let reach = register(&memory)?;
     Ok((memory, reach))
@@ -153,6 +158,7 @@ pub(super) fn wire_memory(
 ) -> Result<(Arc<Memory>, Reach)> {
     place(
         device.info().is_virtual,
+        device.info().rdma_write_order,
         |kind| Memory::alloc(device, bytes, kind, "wire memory").map(Arc::new),
         |memory| weakest(cards.iter().map(|card| Ok(Region::new(&card.pd, memory)?.reach()))),
     )
@@ -233,13 +239,19 @@ mod tests {
             MemoryKind::MappedHost => Ok(Reach::Host),
             _ => Err(Error::os("register", "no")),
         };
-        assert_eq!(place(false, Ok, |_| Ok(Reach::DmaBuf)).unwrap(), (MemoryKind::Shareable, Reach::DmaBuf));
-        assert_eq!(place(false, Ok, only_host).unwrap(), (MemoryKind::MappedHost, Reach::Host));
+        assert_eq!(place(false, RdmaWriteOrder::Owner, Ok, |_| Ok(Reach::DmaBuf)).unwrap(), (MemoryKind::Shareable, Reach::DmaBuf));
+        assert_eq!(place(false, RdmaWriteOrder::Owner, Ok, only_host).unwrap(), (MemoryKind::MappedHost, Reach::Host));
         // Of two cards one.
         let one_of_two = |kind: &MemoryKind| weakest([Ok(Reach::DmaBuf), only_host(kind)]);
-        assert_eq!(place(false, Ok, one_of_two).unwrap(), (MemoryKind::MappedHost, Reach::Host));
+        assert_eq!(place(false, RdmaWriteOrder::Owner, Ok, one_of_two).unwrap(), (MemoryKind::MappedHost, Reach::Host));
         assert_eq!(weakest([Ok(Reach::DmaBuf), Ok(Reach::PeerMemory)]).unwrap(), Reach::PeerMemory);
+        // The card reaches device memory, but the device could see counters too early there.
+        let unordered = place(false, RdmaWriteOrder::None, Ok, |kind| match kind {
+            MemoryKind::MappedHost => Ok(Reach::Host),
+            _ => Ok(Reach::DmaBuf),
+        });
+        assert_eq!(unordered.unwrap(), (MemoryKind::MappedHost, Reach::Host));
         // The virtual GPU's memory is host memory: another kind would be no better.
-        assert!(place(true, Ok, only_host).is_err());
+        assert!(place(true, RdmaWriteOrder::AllDevices, Ok, only_host).is_err());
     }
 }

@@ -123,7 +123,9 @@ pub struct RankResult {
     pub topk_idx: Vec<i64>,
     /// Tokens of a dispatch, as the device's handle has them.
     pub counts: RankCounts,
-    /// What the transport alone takes for the rows of a phase, in microseconds.
+    /// Whether rows for other nodes go over NVLink too: their wire memory is mapped, and nothing is put.
+    pub mapped: bool,
+    /// What the transport alone takes for the rows of a phase, in microseconds; nothing where all is mapped.
     pub transport_us: Vec<(PhaseName, f64)>,
     /// Traced calls; of ranks in other processes none.
     #[serde(skip)]
@@ -154,16 +156,17 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         ranks_per_node: Some(world.ranks_per_node),
         num_nvl_bytes: args.nvl_bytes,
         num_rdma_bytes: args.rdma_bytes,
-        transport: args.network.options(TIMEOUT),
+        transport: args.network.options(args.device, TIMEOUT),
         ..BufferOptions::new(shape)
     };
     let mut buffer = Buffer::new(device.clone(), group, options)?;
     let setup_ms = start.elapsed().as_secs_f64() * 1e3;
     let device_bytes = free_before.saturating_sub(device.free_memory()?);
 
+    let mapped = world.nodes > 1 && buffer.mapped_peers().len() as u32 == world.nodes - 1;
     let mut bench = Bench::new(args, &mut buffer, stream, rank, ranks)?;
     bench.verify()?;
-    let transport_us = bench.transport_alone(group)?;
+    let transport_us = if mapped { Vec::new() } else { bench.transport_alone(group)? };
     group.barrier(group.timeout())?;
     let mut times = Vec::new();
     for &num_sms in &args.num_sms {
@@ -187,6 +190,7 @@ pub fn rank(args: &Args, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         device_bytes,
         topk_idx,
         counts,
+        mapped,
         transport_us,
         traced,
         times,
@@ -459,7 +463,7 @@ impl<'a> Bench<'a> {
         if args.world.nodes == 1 || args.no_ceiling {
             return Ok(Vec::new());
         }
-        let options = args.network.options(TIMEOUT);
+        let options = args.network.options(args.device, TIMEOUT);
         let slot = PhaseName::DispatchUncached.slot_bytes(args.combine_row_bytes(), args.topk);
         let region = slot * u64::from(args.tokens.max(args.rdma_send));
         let mut poster = Poster::new(self.buffer.device(), group, args.world, &options, region)?;
@@ -535,7 +539,7 @@ impl<'a> Bench<'a> {
                 self.back_to_back(|bench| bench.dispatch(Counts::Exact).map(drop))?;
         }
         times.combine_stream = self.back_to_back(|bench| bench.combine().map(drop))?;
-        let has_links = self.args.world.ranks_per_node > 1;
+        let has_links = self.args.world.ranks_per_node > 1 || !self.buffer.mapped_peers().is_empty();
         if !self.args.no_ceiling && has_links && !self.buffer.device().info().is_virtual {
             times.ceiling =
                 Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
@@ -619,13 +623,15 @@ impl<'a> Bench<'a> {
         let row_bytes =
             if direction == Direction::Pull { self.args.combine_row_bytes() as u32 } else { row_bytes };
         let limit = self.buffer.device().info().max_shared_bytes_per_block;
+        let world = &self.args.world;
+        let peers = if world.ranks_per_node > 1 { world.ranks_per_node } else { world.nodes } - 1;
         let mut best = f64::MAX;
         for warps in [4, 7] {
             let stages = (limit / (warps * (row_bytes + 8))).min(3);
             if stages < 2 {
                 continue;
             }
-            let fanout = 5.min(self.args.world.ranks_per_node - 1);
+            let fanout = 5.min(peers);
             let shape = CeilingShape { blocks, warps, stages, rows: self.args.tokens, row_bytes, fanout };
             let samples =
                 self.isolated(|bench| bench.buffer.launch_ceiling(direction, shape, &bench.stream))?;

@@ -1,14 +1,16 @@
 //! Puts without a kernel: host code posts requests to the proxies' rings, as kernels do, and waits for what the peers put. What
-//! it measures is what a kernel sees of the transport: ring, proxy, queue and network.
+//! it measures is what a kernel sees of the transport: ring, proxy, queue and network. To peers whose memory is mapped it copies on a
+//! stream.
 
+use std::collections::VecDeque;
 use std::mem::offset_of;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use epoxide::driver::{Device, Memory, Stream};
+use epoxide::driver::{Device, DevicePtr, Event, Memory, MemoryKind, Stream};
 use epoxide::group::ProcessGroup;
-use epoxide::transport::{Proxies, Put, TransportOptions, connect, wire_memory};
+use epoxide::transport::{self, Proxies, Put, TransportOptions, Way};
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 
@@ -21,7 +23,8 @@ use crate::options::World;
 pub struct Poster<'a> {
     // The proxies go first: they use the rest.
     proxies: Proxies,
-    memory: Arc<Memory>,
+    lanes: Vec<Lane>,
+    ways: Vec<Way>,
     stream: Stream,
     group: &'a dyn ProcessGroup,
     world: World,
@@ -29,7 +32,6 @@ pub struct Poster<'a> {
     timeout: Duration,
     /// Bytes that puts to a peer come from and go to; larger totals go over them again.
     region: u64,
-    lanes: Vec<Lane>,
     /// Rounds so far, the same on every rank.
     round: u64,
 }
@@ -39,28 +41,39 @@ struct Lane {
     node: u32,
     peer: u32,
     queue: u32,
-    /// The [`QueueWords`] and the ring.
-    ring: u64,
     posted: u64,
+    carrier: Carrier,
+}
+
+/// What carries a lane's puts.
+enum Carrier {
+    /// A proxy: the address of its [`QueueWords`] and ring.
+    Ring(u64),
+    /// A stream, into memory that is mapped here.
+    Copies(Copies),
 }
 
 impl Lane {
-    fn word(&self, offset: usize) -> &AtomicU64 {
-        // SAFETY: mapped host memory, which a device and the host reach by the same address, and which the proxies keep; offsets are
-        // of 8-byte words in it. The proxy accesses them atomically.
-        unsafe { AtomicU64::from_ptr((self.ring as *mut u64).byte_add(offset)) }
-    }
-
     /// Requests whose bytes have not left.
-    fn in_flight(&self) -> u64 {
-        self.posted - self.word(offset_of!(QueueWords, completed)).load(Ordering::Acquire)
+    fn in_flight(&mut self) -> Result<u64> {
+        match &mut self.carrier {
+            Carrier::Ring(ring) => {
+                let completed = word(*ring, offset_of!(QueueWords, completed));
+                Ok(self.posted - completed.load(Ordering::Acquire))
+            }
+            Carrier::Copies(copies) => copies.in_flight(),
+        }
     }
 
     /// Posts a request; fewer than [`RING_ENTRIES`] are in flight, so that its entry is free.
-    fn post(&mut self, put: Put) {
+    fn post(&mut self, put: Put) -> Result<()> {
+        let slot = self.posted % RING_ENTRIES;
         self.posted += 1;
-        let slot = ((self.posted - 1) % RING_ENTRIES) as usize;
-        let entry = size_of::<QueueWords>() + slot * size_of::<PutRequest>();
+        let ring = match &mut self.carrier {
+            Carrier::Ring(ring) => *ring,
+            Carrier::Copies(copies) => return copies.post(slot, put),
+        };
+        let entry = size_of::<QueueWords>() + slot as usize * size_of::<PutRequest>();
         for (field, value) in [
             (offset_of!(PutRequest, from), put.from),
             (offset_of!(PutRequest, to), put.to),
@@ -68,9 +81,77 @@ impl Lane {
             (offset_of!(PutRequest, counter), put.counter),
             (offset_of!(PutRequest, value), put.value),
         ] {
-            self.word(entry + field).store(value, Ordering::Relaxed);
+            word(ring, entry + field).store(value, Ordering::Relaxed);
         }
-        self.word(entry + offset_of!(PutRequest, ticket)).store(self.posted, Ordering::Release);
+        word(ring, entry + offset_of!(PutRequest, ticket)).store(self.posted, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// A word of a queue's memory.
+fn word<'a>(ring: u64, offset: usize) -> &'a AtomicU64 {
+    // SAFETY: mapped host memory, which a device and the host reach by the same address, and which the poster's proxies keep for as
+    // long as its lanes are used; offsets are of 8-byte words in it. The proxy accesses them atomically.
+    unsafe { AtomicU64::from_ptr((ring as *mut u64).byte_add(offset)) }
+}
+
+/// Puts as copies on a stream, each counter behind its bytes.
+struct Copies {
+    // First, so that the stream is through before memory goes.
+    stream: Stream,
+    /// Of the copies that may not be over, in order.
+    events: VecDeque<Event>,
+    /// The counters' values, u64 `[RING_ENTRIES]`, which the stream copies from.
+    values: Memory,
+    source: Arc<Memory>,
+    target: Arc<Memory>,
+}
+
+impl Copies {
+    fn new(source: &Arc<Memory>, target: &Arc<Memory>) -> Result<Copies> {
+        let device = source.device();
+        Ok(Copies {
+            stream: Stream::new(device, true)?,
+            events: VecDeque::new(),
+            values: Memory::alloc(device, RING_ENTRIES * 8, MemoryKind::MappedHost, "counters")?,
+            source: source.clone(),
+            target: target.clone(),
+        })
+    }
+
+    fn in_flight(&mut self) -> Result<u64> {
+        while let Some(event) = self.events.front() {
+            if !event.is_done()? {
+                break;
+            }
+            self.events.pop_front();
+        }
+        Ok(self.events.len() as u64)
+    }
+
+    /// `slot` is not in flight.
+    fn post(&mut self, slot: u64, put: Put) -> Result<()> {
+        let at = |memory: &Memory, offset: u64| DevicePtr(memory.ptr().0 + offset);
+        // SAFETY: the poster's puts lie within the regions of wire memory, which is as large on both sides; the memories live until
+        // the stream is through, and the slot's value is not being copied.
+        unsafe {
+            self.values.host_ptr().cast::<u64>().add(slot as usize).write_volatile(put.value);
+            if put.bytes > 0 {
+                self.stream.copy(at(&self.target, put.to), at(&self.source, put.from), put.bytes)?;
+            }
+            self.stream.copy(at(&self.target, put.counter), at(&self.values, slot * 8), 8)?;
+        }
+        let event = Event::new(self.stream.device(), false)?;
+        event.record(&self.stream)?;
+        self.events.push_back(event);
+        Ok(())
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        // A device that faulted runs no copies any more.
+        let _ = self.stream.synchronize();
     }
 }
 
@@ -94,22 +175,24 @@ impl<'a> Poster<'a> {
         let region = region.clamp(1, Self::LARGEST).next_multiple_of(128);
         let words = 2 * u64::from(world.ranks()) * u64::from(queues) * 8;
         let bytes = words.next_multiple_of(128) + (1 + u64::from(world.nodes)) * region;
-        let memory = wire_memory(options, device, group, bytes)?;
-        stream.write(memory.ptr(), &vec![0; words as usize])?;
         let rail = |node: u32| node * world.ranks_per_node + index;
         let peers: Vec<u32> = (0..world.nodes).filter(|other| *other != node).map(rail).collect();
-        let links = connect(options, &memory, group, &peers, group.timeout())?;
+        let (ways, links) = transport::open(options, device, group, bytes, &peers, group.timeout())?;
         let proxies = Proxies::start(device, links)?;
-        let lanes = proxies.all().iter().map(|proxy| Lane {
-            node: proxy.peer() / world.ranks_per_node,
-            peer: proxy.peer(),
-            queue: proxy.queue(),
-            ring: proxy.handle().0,
-            posted: 0,
-        });
-        let lanes = lanes.collect();
+        let mut lanes = Vec::new();
+        for queue in 0..queues {
+            for way in &ways {
+                let carrier = match (&way.mapped, proxies.handle(queue, way.peer)) {
+                    (Some(target), _) => Carrier::Copies(Copies::new(&way.memory, target)?),
+                    (None, Some(ring)) => Carrier::Ring(ring.0),
+                    (None, None) => continue,
+                };
+                let node = way.peer / world.ranks_per_node;
+                lanes.push(Lane { node, peer: way.peer, queue, posted: 0, carrier });
+            }
+        }
         let timeout = options.timeout;
-        Ok(Poster { proxies, memory, stream, group, world, queues, timeout, region, lanes, round: 0 })
+        Ok(Poster { proxies, lanes, ways, stream, group, world, queues, timeout, region, round: 0 })
     }
 
     /// Puts `bytes[n]` bytes to node n, `repeat` times over, in puts of `message` bytes spread over the queues, with at most `depth` in
@@ -133,7 +216,7 @@ impl<'a> Poster<'a> {
                     continue;
                 }
                 open = true;
-                if lane.in_flight() >= depth {
+                if lane.in_flight()? >= depth {
                     continue;
                 }
                 let at = bytes[node] - rest;
@@ -141,7 +224,7 @@ impl<'a> Poster<'a> {
                 let size = rest.min(message);
                 let counter = own + scratch + u64::from(lane.queue) * 8;
                 let value = lane.posted + 1;
-                lane.post(Put { from: out + place, to: into + place, bytes: size, counter, value });
+                lane.post(Put { from: out + place, to: into + place, bytes: size, counter, value })?;
                 left[node] = if rest == size { (bytes[node], copies - 1) } else { (rest - size, copies) };
                 posted = true;
             }
@@ -189,7 +272,7 @@ impl<'a> Poster<'a> {
     }
 
     /// Ends all queues once every rank is done. Collective.
-    pub fn close(self) -> Result<()> {
+    pub fn close(mut self) -> Result<()> {
         for lane in 0..self.lanes.len() {
             self.quiet(lane, 0)?;
         }
@@ -202,22 +285,28 @@ impl<'a> Poster<'a> {
         let (from, to) = (self.region(0), self.region(1 + self.node()));
         let counter = self.own_word(self.lanes[lane].queue);
         let put = Put { from, to, bytes, counter, value: self.round };
-        self.lanes[lane].post(put);
-        Ok(())
+        self.lanes[lane].post(put)
     }
 
     /// Waits until this round's number has come from a lane's peer.
     fn hear(&self, lane: usize) -> Result<()> {
         let Lane { peer, queue, .. } = self.lanes[lane];
-        let at = self.memory.ptr().add(u64::from(peer * self.queues + queue) * 8);
+        let Some(way) = self.ways.iter().find(|way| way.peer == peer) else { return Ok(()) };
+        let offset = u64::from(peer * self.queues + queue) * 8;
+        let base = match (way.memory.host_ptr().is_null(), way.memory.device().info().is_virtual) {
+            (false, _) => Some(way.memory.host_ptr()),
+            // Its device memory is this process's.
+            (true, true) => Some(way.memory.ptr().0 as *mut u8),
+            (true, false) => None,
+        };
         let mut wait = Wait::new(self.timeout);
         loop {
-            let seen = if self.memory.device().info().is_virtual {
-                // SAFETY: a device address of a virtual GPU is one of this process, and the word is only accessed atomically.
-                unsafe { AtomicU64::from_ptr(at.0 as *mut u64) }.load(Ordering::Acquire)
+            let seen = if let Some(base) = base {
+                // SAFETY: the word lies in wire memory, which the way keeps, and is only accessed atomically.
+                unsafe { AtomicU64::from_ptr(base.add(offset as usize).cast()) }.load(Ordering::Acquire)
             } else {
                 let mut word = [0; 8];
-                self.stream.read(&mut word, at)?;
+                self.stream.read(&mut word, way.memory.ptr().add(offset))?;
                 u64::from_le_bytes(word)
             };
             if seen >= self.round {
@@ -233,9 +322,9 @@ impl<'a> Poster<'a> {
     }
 
     /// Waits until at most `most` requests of a lane have not left.
-    fn quiet(&self, lane: usize, most: u64) -> Result<()> {
+    fn quiet(&mut self, lane: usize, most: u64) -> Result<()> {
         let mut wait = Wait::new(self.timeout);
-        while self.lanes[lane].in_flight() > most {
+        while self.lanes[lane].in_flight()? > most {
             self.pause(&mut wait)?;
         }
         Ok(())

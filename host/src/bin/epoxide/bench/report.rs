@@ -86,6 +86,8 @@ fn check_wire(args: &Args, ranks: &[RankResult], counts: &[RankCounts]) -> Resul
         for (times, name) in rank.times.iter().flat_map(|times| PhaseName::ALL.map(|name| (times, name))) {
             let rows = if name.is_dispatch() { counts.six.send_rdma } else { counts.relayed };
             let messages = if name == PhaseName::DispatchUncached { rank.message_bytes } else { 0 };
+            // What kernels write themselves is not put.
+            let calls = if rank.mapped { 0 } else { calls };
             let expected = calls * (rows * name.slot_bytes(args.row_bytes(name), args.topk) + messages);
             let put = times.wire_of(name).map_or(0, |count| count.bytes);
             if put != expected {
@@ -169,20 +171,27 @@ impl Shared<'_> {
         let times = self.ranks.iter().flat_map(|rank| &rank.transport_us);
         let times: Vec<f64> = times.filter(|(phase, _)| *phase == alone).map(|(_, us)| *us).collect();
         let transport_us = (!times.is_empty()).then(|| mean(&times));
-        let nvlink_us = match self.args.world.ranks_per_node {
-            1 => Some(0.0),
-            _ => ceiling.map(|ceiling| self.remote_rows * row_bytes as f64 / ceiling / 1e3),
+        let slot_bytes = name.slot_bytes(row_bytes, self.args.topk);
+        let rows = if name.is_dispatch() { self.counts.send_rdma } else { self.relayed };
+        let mapped = self.ranks.iter().all(|rank| rank.mapped);
+        let slots_over_links = if mapped { rows * slot_bytes as f64 } else { 0.0 };
+        let linked_bytes = self.remote_rows * row_bytes as f64 + slots_over_links;
+        let nvlink_us = if linked_bytes == 0.0 {
+            Some(0.0)
+        } else {
+            ceiling.map(|ceiling| linked_bytes / ceiling / 1e3)
         };
         // An interpreter's time over a network's says nothing.
         let nvlink_us = nvlink_us.filter(|_| !self.is_virtual);
+        let alone_us = if mapped { Some(0.0) } else { transport_us };
         OnWire {
-            slot_bytes: name.slot_bytes(row_bytes, self.args.topk),
-            rows: if name.is_dispatch() { self.counts.send_rdma } else { self.relayed },
+            slot_bytes,
+            rows,
             bytes: of(|count| count.bytes) / calls,
             puts: of(|count| count.puts) / calls,
             transport_us,
             nvlink_us,
-            share: transport_us.zip(nvlink_us).map(|(transport, nvlink)| call.avg_us / (transport + nvlink)),
+            share: alone_us.zip(nvlink_us).map(|(transport, nvlink)| call.avg_us / (transport + nvlink)),
         }
     }
 
@@ -480,7 +489,7 @@ impl Args {
             masked: self.masked,
             num_sms,
             transport: across.then(|| self.network.transport.kind().to_string()),
-            queues: across.then_some(self.network.queues),
+            queues: across.then_some(self.network.queues(self.device)),
             rdma_send: across.then_some(self.rdma_send),
         }
     }

@@ -147,15 +147,16 @@ pub struct OnWire {
     pub slot_bytes: u64,
     /// Rows for other nodes.
     pub rows: f64,
-    /// Bytes of rows and count messages, as the proxies counted them; what the layout predicts, or the benchmark fails.
+    /// Bytes of rows and count messages, as the proxies counted them; what the layout predicts, or the benchmark fails. 0 where kernels
+    /// write the other nodes' memory themselves.
     pub bytes: f64,
     /// Puts that carried bytes.
     pub puts: f64,
     /// The same rows put by host code through rings and proxies of the same transport, in the same run; host's clock.
     pub transport_us: Option<f64>,
-    /// The rows that pass NVLink at its ceiling; missing on the virtual GPU.
+    /// The rows that pass NVLink at its ceiling, with those for other nodes where their memory is mapped; missing on the virtual GPU.
     pub nvlink_us: Option<f64>,
-    /// The mean call over the sum of both; 1 is one after the other, less is overlap.
+    /// The mean call over the sum of both, or over the latter where nothing is put; 1 is one after the other, less is overlap.
     pub share: Option<f64>,
 }
 

@@ -1,5 +1,6 @@
 //! `epoxide bench wire`: what the network between nodes does with puts, by size and by how many are under way. No kernel runs: host
-//! code posts to the proxies' rings, so that the figures hold what a kernel sees, ring and proxy included.
+//! code posts to the proxies' rings, so that the figures hold what a kernel sees, ring and proxy included. Where a peer's memory is
+//! mapped there is no queue that a kernel could use: there the puts are copies on a stream, by the devices' copy engines.
 
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -178,7 +179,7 @@ fn measure(args: &Args) -> Result<Vec<WirePoint>> {
                 schema_version: SCHEMA_VERSION,
                 mode: "wire".into(),
                 transport: args.network.transport.kind().to_string(),
-                queues: args.network.queues,
+                queues: args.network.queues(args.device),
                 nodes: plan.world.nodes,
                 num_ranks: plan.world.ranks(),
                 device: device.clone(),
@@ -228,7 +229,7 @@ fn plan(args: &Args) -> Result<Plan> {
 
 /// Puts of a rank to each peer.
 fn puts_of(args: &Args, size: u64) -> u64 {
-    let queues = u64::from(args.network.queues);
+    let queues = u64::from(args.network.queues(args.device));
     ((args.mib << 20) / size).clamp(PUTS.start() * queues, PUTS.end() * queues)
 }
 
@@ -238,7 +239,7 @@ fn rank(
     device: &std::sync::Arc<dyn Device>,
     group: &dyn ProcessGroup,
 ) -> epoxide::Result<Vec<OfSize>> {
-    let options = args.network.options(TIMEOUT);
+    let options = args.network.options(args.device, TIMEOUT);
     let mut poster = Poster::new(device, group, plan.world, &options, Poster::LARGEST)?;
     let mut measured = Vec::new();
     for &size in &plan.sizes {

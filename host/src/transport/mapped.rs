@@ -1,0 +1,173 @@
+//! Peers whose wire memory is mapped here: kernels write slots and words there themselves, and nothing is put for them.
+//!
+//! Memory is given as a file descriptor to ranks of the same host, and as a fabric handle to ranks of other hosts in the same NVLink
+//! domain. A pair of ranks is mapped when both could map the other.
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::presence::{Life, Presence};
+use super::{Links, MappedPeer, Place, Receiving, Setup, TransportKind, greeting};
+use crate::driver::{FabricHandle, Memory};
+use crate::error::{Error, Result};
+use crate::group::host_id;
+
+/// How a rank's wire memory can be mapped.
+#[derive(Debug, Serialize, Deserialize)]
+struct Offer {
+    /// The same for ranks that can pass each other descriptors.
+    host: String,
+    /// For ranks of other hosts, where the driver has such handles.
+    fabric: Option<FabricHandle>,
+}
+
+/// Maps the wire memory of all peers, or with [`TransportKind::Auto`] of those that can be. Collective.
+pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
+    let prepared = greeting::check_arguments(setup).and_then(|()| {
+        let (presence, reader) = Presence::new()?;
+        Ok((presence, reader, setup.memory.export()?))
+    });
+    let offer = prepared.as_ref().map_err(Error::clone).and_then(|_| {
+        // A driver without fabric handles has none to offer, which is no error.
+        let fabric = setup.memory.export_fabric().inspect_err(|error| tracing::debug!("{error}")).ok();
+        // Where the host cannot be told, a rank is alone on its own.
+        let host = Some(host_id()).filter(|id| !id.is_empty()).unwrap_or_else(|| format!("rank {}", setup.group.rank()));
+        serde_json::to_string(&Offer { host, fabric }).map_err(|error| Error::os("serialise", error))
+    });
+    let all = greeting::meet(setup, offer)?;
+    let (presence, reader, memory) = prepared?;
+    let offers: Vec<Offer> = (0u32..)
+        .zip(&all)
+        .map(|(peer, greeting)| {
+            let text = greeting.address.as_deref().unwrap_or_default();
+            let unreadable = |error| setup.place(peer).error("connect", format!("its offer is unreadable: {error}"));
+            serde_json::from_str(text).map_err(unreadable)
+        })
+        .collect::<Result<_>>()?;
+
+    let received = exchange(setup, &offers, memory, reader.into())?;
+    let attempts = import_all(setup, &offers, received);
+    let verdicts = agree(setup, &attempts)?;
+    let mut mapped = Vec::new();
+    let mut lives = Vec::new();
+    for (peer, attempt) in attempts {
+        let both = verdicts.get(&(setup.group.rank(), peer)).is_none()
+            && verdicts.get(&(peer, setup.group.rank())).is_none();
+        if let Ok((memory, life)) = attempt
+            && both
+        {
+            mapped.push(MappedPeer { peer, memory });
+            lives.extend(life.map(|life| (setup.place(peer), life)));
+        }
+    }
+    Ok(Links { links: Vec::new(), mapped, receiving: vec![Box::new(Neighbours { presence, lives })] })
+}
+
+/// What each rank of this host gave: its wire memory and its sign of life, by rank.
+fn exchange(
+    setup: &Setup<'_>,
+    offers: &[Offer],
+    memory: OwnedFd,
+    life: OwnedFd,
+) -> Result<BTreeMap<u32, (OwnedFd, OwnedFd)>> {
+    let rank = setup.group.rank();
+    let own = &offers[rank as usize].host;
+    let fds = [memory.as_fd(), life.as_fd()];
+    // Descriptors reach the ranks of one host only; a group of several is taken apart first.
+    let is_one_host = offers.iter().all(|offer| offer.host == offers[0].host);
+    let received = if is_one_host {
+        (0u32..).zip(setup.group.exchange_fds(&fds)?).collect::<Vec<_>>()
+    } else {
+        let mut hasher = DefaultHasher::new();
+        own.hash(&mut hasher);
+        let host = setup.group.split(hasher.finish())?;
+        let members = (0u32..).zip(offers).filter(|(_, offer)| offer.host == *own).map(|(peer, _)| peer);
+        let received = members.zip(host.exchange_fds(&fds)?).collect();
+        host.destroy()?;
+        received
+    };
+    let pairs = received.into_iter().filter_map(|(peer, fds)| {
+        let [memory, life] = <[OwnedFd; 2]>::try_from(fds).ok()?;
+        Some((peer, (memory, life)))
+    });
+    Ok(pairs.collect())
+}
+
+type Attempt = Result<(Arc<Memory>, Option<Life>)>;
+
+/// Tries to map the memory of every peer.
+fn import_all(
+    setup: &Setup<'_>,
+    offers: &[Offer],
+    mut received: BTreeMap<u32, (OwnedFd, OwnedFd)>,
+) -> Vec<(u32, Attempt)> {
+    let device = setup.memory.device();
+    let mut attempt = |peer: u32| -> Attempt {
+        let label = format!("wire memory of rank {peer}");
+        let bytes = setup.memory.bytes();
+        if let Some((memory, life)) = received.remove(&peer) {
+            let memory = Memory::import(device, memory, bytes, &label)?;
+            return Ok((Arc::new(memory), Some(Life::new(life))));
+        }
+        let Some(fabric) = &offers[peer as usize].fabric else {
+            let reason = "it is on another host, and its memory has no fabric handle: there is no NVLink between the hosts, or no \
+                          IMEX channel is set up";
+            return Err(setup.place(peer).error("connect", reason));
+        };
+        Ok((Arc::new(Memory::import_fabric(device, fabric, bytes, &label)?), None))
+    };
+    setup.peers.iter().map(|peer| (*peer, attempt(*peer))).collect()
+}
+
+/// Tells all ranks what failed: the reason, by (who tried, to map whose memory). With [`TransportKind::Direct`] any failure is an
+/// error of every rank.
+fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32, u32), String>> {
+    let failed: Vec<(u32, String)> = attempts
+        .iter()
+        .filter_map(|(peer, attempt)| attempt.as_ref().err().map(|error| (*peer, error.to_string())))
+        .collect();
+    let bytes = serde_json::to_vec(&failed).map_err(|error| Error::os("serialise", error))?;
+    let mut verdicts = BTreeMap::new();
+    for (rank, bytes) in (0u32..).zip(setup.group.all_gather(&bytes)?) {
+        let failed: Vec<(u32, String)> = serde_json::from_slice(&bytes)
+            .map_err(|error| setup.place(rank).error("connect", format!("its verdict is unreadable: {error}")))?;
+        verdicts.extend(failed.into_iter().map(|(peer, reason)| ((rank, peer), reason)));
+    }
+    if setup.options.kind != TransportKind::Direct {
+        return Ok(verdicts);
+    }
+    // This rank's own reason says the most.
+    let own = attempts.iter().find_map(|(_, attempt)| attempt.as_ref().err().cloned());
+    match (own, verdicts.first_key_value()) {
+        (Some(error), _) => Err(error),
+        (None, Some(((rank, peer), reason))) => {
+            let reason = format!("rank {rank} cannot map the wire memory of rank {peer}: {reason}");
+            Err(Place { transport: setup.options.kind.name(), rank: setup.group.rank(), peer: *rank }
+                .error("connect", reason))
+        }
+        (None, None) => Ok(verdicts),
+    }
+}
+
+/// The peers on this host, as far as they are alive, and this rank's own sign of life.
+#[derive(Debug)]
+struct Neighbours {
+    presence: Presence,
+    lives: Vec<(Place, Life)>,
+}
+
+impl Receiving for Neighbours {
+    fn failure(&self) -> Option<Error> {
+        // A peer that has said goodbye wrote all that it had to.
+        let dead = |(place, life): &(Place, Life)| life.is_dead().then(|| place.error("receive", "it died"));
+        self.lives.iter().find_map(dead)
+    }
+
+    fn close(&mut self) {
+        self.presence.leave();
+    }
+}

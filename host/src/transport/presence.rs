@@ -1,0 +1,97 @@
+//! Signs of life between the ranks of a host: a pipe whose reading end the peers hold and poll. A byte in it is a goodbye, a writing
+//! end that is closed without one a death.
+
+use std::io::{PipeReader, PipeWriter, Write};
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::error::{Error, Result};
+
+/// This rank's own sign of life.
+#[derive(Debug)]
+pub(super) struct Presence {
+    writer: Option<PipeWriter>,
+    // Without a reader of our own the goodbye fails, with a signal, once the peers have left.
+    _reader: PipeReader,
+}
+
+impl Presence {
+    /// Begins, with the end that is given to the peers.
+    pub(super) fn new() -> Result<(Presence, PipeReader)> {
+        let pipe = || {
+            let (reader, writer) = std::io::pipe()?;
+            Ok((Presence { writer: Some(writer), _reader: reader.try_clone()? }, reader))
+        };
+        pipe().map_err(|error: std::io::Error| Error::os("pipe", error))
+    }
+
+    /// Says goodbye.
+    pub(super) fn leave(&mut self) {
+        if let Some(mut writer) = self.writer.take() {
+            // One byte always fits.
+            let _ = writer.write_all(&[1]);
+        }
+    }
+}
+
+/// A peer's sign of life.
+#[derive(Debug)]
+pub(super) struct Life(OwnedFd);
+
+impl Life {
+    /// `pipe` is what the peer gave.
+    pub(super) fn new(pipe: OwnedFd) -> Life {
+        Life(pipe)
+    }
+
+    /// Why nothing can be put to the peer any more, if so.
+    pub(super) fn check(&self) -> Result<(), &'static str> {
+        let found = self.poll();
+        if found.contains(PollFlags::IN) {
+            Err("it said goodbye before; close only after a barrier")
+        } else if found.intersects(PollFlags::HUP | PollFlags::ERR) {
+            Err("it died")
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Whether the peer went without a goodbye.
+    pub(super) fn is_dead(&self) -> bool {
+        let found = self.poll();
+        !found.contains(PollFlags::IN) && found.intersects(PollFlags::HUP | PollFlags::ERR)
+    }
+
+    fn poll(&self) -> PollFlags {
+        let mut polled = [PollFd::from_borrowed_fd(self.0.as_fd(), PollFlags::IN)];
+        // An interrupted poll says nothing; the next one asks again.
+        let _ = poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        polled[0].revents()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pipe_tells_goodbye_from_death() {
+        let (mut leaving, reader) = Presence::new().unwrap();
+        let life = Life::new(reader.into());
+        life.check().unwrap();
+        leaving.leave();
+        assert!(life.check().unwrap_err().contains("goodbye"));
+        drop(leaving);
+        assert!(life.check().unwrap_err().contains("goodbye"), "every later put as well");
+        assert!(!life.is_dead());
+
+        let (dying, reader) = Presence::new().unwrap();
+        let life = Life::new(reader.into());
+        life.check().unwrap();
+        assert!(!life.is_dead());
+        drop(dying);
+        assert!(life.check().unwrap_err().contains("died"));
+        assert!(life.is_dead());
+    }
+}
