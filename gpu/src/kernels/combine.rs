@@ -17,7 +17,7 @@ use crate::simt::*;
 pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
 
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
-const VECTORS: usize = 8;
+pub(super) const VECTORS: usize = 8;
 
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
 #[kernel(
@@ -178,8 +178,8 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
         if joined && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async();
-            let sums = Sums::contiguous(args);
-            sum_rows::<E, _, _>(args, &ring, &mut Turn::first(), &ranks, &sums, begin, end, warps, |_| {});
+            let mut sums = Outputs::new(args);
+            sum_rows::<E, _, _>(args, &ring, &mut Turn::first(), &ranks, &mut sums, begin, end, warps);
         }
         leave(comm, epoch, joined, Wait::CombineDone);
     }
@@ -226,22 +226,19 @@ impl Ranks {
         }
     }
 
-    /// The same ranks with another table.
+    /// Lane l: rank l's row of the token whose entries begin at `entry`, or -1.
     #[inline(always)]
-    pub fn with_table(&self, table: u64) -> Self {
-        Ranks { table, ..*self }
+    pub unsafe fn row_at(entry: u64) -> i32 {
+        // SAFETY: the caller vouches for the entries.
+        unsafe { if laneid() < SEND_ROW_STRIDE { ld_i32(entry + laneid() as u64 * 4) } else { -1 } }
     }
 }
 
 impl Contributors for Ranks {
     #[inline(always)]
     unsafe fn row(&self, token: u32) -> i32 {
-        // SAFETY: the entry lies inside the table.
-        unsafe {
-            let lane = laneid();
-            let entry = self.table + (token as u64 * SEND_ROW_STRIDE as u64 + lane as u64) * 4;
-            if lane < SEND_ROW_STRIDE { ld_i32(entry) } else { -1 }
-        }
+        // SAFETY: the entries lie inside the table.
+        unsafe { Ranks::row_at(self.table + token as u64 * SEND_ROW_STRIDE as u64 * 4) }
     }
 
     #[inline(always)]
@@ -263,42 +260,60 @@ impl Contributors for Ranks {
     }
 }
 
-/// Where sums go: that of token t to `rows + t * stride`, its weights to `weights + t * weight_stride`.
-pub(super) struct Sums {
-    pub rows: u64,
-    pub stride: u64,
-    /// 0 where no weights are wanted.
-    pub weights: u64,
-    pub weight_stride: u64,
+/// Where sums go. The whole warp calls each method.
+pub(super) trait Sink {
+    /// Where the token's weights go; 0 where none are wanted.
+    unsafe fn weights(&self, token: u32) -> u64;
+    /// Takes an item's sum: vector J of a lane belongs at byte `lane * 16 + J * 512` of its `bytes`.
+    unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]);
 }
 
-impl Sums {
-    /// The operation's outputs.
+/// The operation's outputs: that of token t at `rows + t * row_bytes`, its weights at `weights + t * num_topk * 4`.
+pub(super) struct Outputs<'a>(&'a CombineArgs);
+
+impl<'a> Outputs<'a> {
     #[inline(always)]
-    pub fn contiguous(args: &CombineArgs) -> Self {
-        Sums {
-            rows: args.combined_x.0,
-            stride: args.row_bytes as u64,
-            weights: args.combined_weights.0,
-            weight_stride: args.num_topk as u64 * 4,
+    pub fn new(args: &'a CombineArgs) -> Self {
+        Outputs(args)
+    }
+}
+
+impl Sink for Outputs<'_> {
+    #[inline(always)]
+    unsafe fn weights(&self, token: u32) -> u64 {
+        let weights = self.0.combined_weights.0;
+        if weights == 0 { 0 } else { weights + token as u64 * self.0.num_topk as u64 * 4 }
+    }
+
+    #[inline(always)]
+    unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
+        // SAFETY: the output has room for every token.
+        unsafe {
+            let row = self.0.combined_x.0 + item.token as u64 * self.0.row_bytes as u64;
+            let to = row + (item.piece * self.0.slot_bytes) as u64;
+            unroll8!(J => {
+                let at = laneid() * 16 + J as u32 * 512;
+                if at < bytes {
+                    st_v4(to + at as u64, vectors[J]);
+                }
+            });
         }
     }
 }
 
-/// Sums the rows of tokens `begin..end`, spread over the first `warps` warps of the block, which all call it. `finished` is
-/// told, by the whole warp, the item that the warp comes to next.
+/// Sums the rows of tokens `begin..end`, spread over the first `warps` warps of the block, which all call it. A warp's n-th item is
+/// the one with number `warp + n * warps`, counted from the first piece of `begin`.
 #[allow(clippy::too_many_arguments)] // One call is the whole inner part of a combine.
 #[inline(always)]
-pub(super) unsafe fn sum_rows<E: Element, C: Contributors, F: FnMut(Item)>(
+pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink>(
     args: &CombineArgs,
     ring: &Ring,
     turn: &mut Turn,
     from: &C,
-    to: &Sums,
+    to: &mut S,
     begin: u32,
     end: u32,
     warps: u32,
-    mut finished: F,
 ) {
     // SAFETY: passed on to the caller.
     unsafe {
@@ -318,9 +333,11 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, F: FnMut(Item)>(
         while item.token < end {
             // Tokens that went nowhere are not in the gather's sequence.
             let gathered = sum.item == item;
-            if item.piece == 0 && to.weights != 0 {
-                let row = if gathered { sum.row } else { -1 };
-                sum_weights(args, from, to, item.token, row);
+            if item.piece == 0 {
+                let weights = to.weights(item.token);
+                if weights != 0 {
+                    sum_weights(args, from, weights, if gathered { sum.row } else { -1 });
+                }
             }
             let bytes = item.bytes(args);
             let mut sums = [[0.0f32; 8]; VECTORS];
@@ -343,19 +360,13 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, F: FnMut(Item)>(
                 turn.advance(ring);
                 contributors -= 1;
             }
-            let row = to.rows + item.token as u64 * to.stride;
-            let to = row + (item.piece * args.slot_bytes) as u64;
-            unroll8!(J => {
-                let at = lane * 16 + J as u32 * 512;
-                if at < bytes {
-                    st_v4(to + at as u64, E::round(&sums[J]));
-                }
-            });
+            let mut vectors = [[0; 4]; VECTORS];
+            unroll8!(J => { vectors[J] = E::round(&sums[J]) });
+            to.store(item, bytes, vectors);
             if gathered {
                 sum.next_item(args, from);
             }
             item = item.plus(args, step);
-            finished(item);
         }
     }
 }
@@ -451,9 +462,9 @@ unsafe fn row_before<C: Contributors>(from: &C, token: u32, end: u32) -> i32 {
     unsafe { if token < end { from.row(token) } else { -1 } }
 }
 
-/// Lane k: sums entry k of the token's weights over its contributors.
+/// Lane k: sums entry k of a token's weights over its contributors, to entry k at `to`.
 #[inline(always)]
-unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: &Sums, token: u32, row: i32) {
+unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, row: i32) {
     // SAFETY: rows were planned inside their memory; the wait says when they may be read, and the warp meets behind it.
     unsafe {
         let lane = laneid();
@@ -476,7 +487,7 @@ unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: &Sums, 
             first += 8;
         }
         if active {
-            st_f32(to.weights + token as u64 * to.weight_stride + lane as u64 * 4, total);
+            st_f32(to + lane as u64 * 4, total);
         }
     }
 }

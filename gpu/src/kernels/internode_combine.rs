@@ -6,28 +6,44 @@ use core::cell::Cell;
 
 use epoxide_macros::kernel;
 
-use super::combine::{Bf16, Contributors, Item, MAX_SLOT_BYTES, Ranks, Sums, sum_rows};
+use super::combine::{Bf16, Contributors, Item, MAX_SLOT_BYTES, Outputs, Ranks, Sink, VECTORS, sum_rows};
 use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use super::wire::{
-    Operation, Path, Posted, Progress, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
+    Operation, PROGRESS_BYTES, Path, Posted, Progress, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
     tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows, workers,
 };
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
-use crate::layout::{InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes};
+use crate::layout::{
+    CombineArgs, InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes,
+};
 use crate::simt::*;
 
-/// Where the number of the node, in the order that gatherers take them, begins in what a warp says of its progress; below it is the
-/// number of items.
-const TURN_SHIFT: u32 = 26;
-/// Most items of a node on a channel.
-const MAX_ITEMS: u64 = (1 << TURN_SHIFT) - 1;
+/// Buffers in shared memory from which a warp's sums go to slots.
+pub const STAGES: u32 = 2;
+/// Items that a worker warp of the gatherer may have under way when it says how far it has come: enough to keep the links busy.
+const UNFINISHED: u32 = 4;
+
+/// Most items of a channel, holes included: the number of one is a word of progress.
+const MAX_ITEMS: u64 = u32::MAX as u64;
+
+/// Dynamic shared memory of internode_combine, in bytes: of `workers` warps with rings of `slots` slots.
+pub const fn internode_combine_shared_bytes(workers: u32, slots: u32, slot_bytes: u32) -> u32 {
+    let rings = shared_bytes(workers, slots, slot_bytes) + PROGRESS_BYTES;
+    rings.next_multiple_of(16) + workers * STAGES * slot_bytes
+}
+
+/// Where those buffers begin in dynamic shared memory: behind the rings and a word for each warp.
+#[inline(always)]
+fn stage_offset(rows: &CombineArgs, workers: u32) -> u32 {
+    (shared_bytes(workers, rows.slots, rows.slot_bytes) + PROGRESS_BYTES).next_multiple_of(16)
+}
 
 /// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order, rounds. Unweighted.
 ///
-/// The last warp of a block posts puts in the gatherer and is idle in the finisher. Shared memory: the rings, then a word for
-/// each warp.
+/// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory: the rings, a word for each warp, then
+/// the buffers that sums leave from: [`internode_combine_shared_bytes`].
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 4, registers = 168,
     requires(
@@ -43,7 +59,10 @@ const MAX_ITEMS: u64 = (1 << TURN_SHIFT) - 1;
         args.slot_bytes >= combine_slot_bytes(args.combine.row_bytes, args.combine.num_topk),
         args.slot_bytes.is_multiple_of(16),
         args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
-        args.wire.layout.slots * (args.combine.pieces as u64) <= MAX_ITEMS,
+        (args.wire.layout.slots + args.wire.chunk as u64)
+            * args.wire.num_nodes as u64
+            * args.combine.pieces as u64
+            <= MAX_ITEMS,
         args.wire.num_nodes >= 2,
         args.wire.num_nodes <= MAX_NODES as u32,
         args.combine.comm.num_ranks >= 1,
@@ -77,17 +96,16 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
         if finishes {
             let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
             let nodes = Nodes::new(&args, channel, epoch);
-            let sums = Sums::contiguous(rows);
+            let mut sums = Outputs::new(rows);
             sum_rows::<Bf16, _, _>(
                 rows,
                 &ring,
                 &mut Turn::first(),
                 &nodes,
-                &sums,
+                &mut sums,
                 begin,
                 end,
                 workers,
-                |_| {},
             );
         } else {
             gather(&args, &ring, channel, workers, &progress);
@@ -98,11 +116,189 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     leave(comm, epoch, joined & !aborted(comm), Wait::CombineDone);
 }
 
-/// The node that comes in turn `turn`: the ones behind the own first, so that not all ranks send to the same; the own last.
-#[inline(always)]
-fn node_of(args: &InternodeCombineArgs, turn: u32) -> u32 {
-    let node = args.wire.node + 1 + turn;
-    if node >= args.wire.num_nodes { node - args.wire.num_nodes } else { node }
+/// The order in which a gatherer takes the tokens that it relayed on a channel: chunk after chunk, and of each chunk node after node, so
+/// that all nodes' sums come along evenly and finishers need not wait for the last of them. The nodes behind the own one come first, so
+/// that not all ranks send to the same; the own one comes last. Lane n holds what is of node n.
+#[derive(Clone, Copy)]
+struct Order {
+    chunk: u32,
+    nodes: u32,
+    own: u32,
+    /// Tokens from the node, and the first of its slots.
+    count: u32,
+    first: u32,
+    /// Tokens, counted as if every node had as many as the one with most: some numbers stand for none.
+    end: u32,
+}
+
+impl Order {
+    #[inline(always)]
+    unsafe fn new(args: &InternodeCombineArgs, channel: u32) -> Self {
+        // SAFETY: the entries lie inside the matrix; the warp is whole here.
+        unsafe {
+            let (wire, route, lane) = (&args.wire, &args.route, laneid());
+            // As the kernel's clauses say; it spares traps in the divisions below.
+            core::hint::assert_unchecked(wire.chunk >= 1 && wire.num_nodes >= 2);
+            let (mut first, mut count) = (0, 0);
+            if lane < wire.num_nodes {
+                let prefix = route.recv_rdma_channel_prefix_matrix.0;
+                (first, count) = channel_rows(prefix, route.num_channels, lane, channel);
+            }
+            let most = u32::MAX - redux_min(u32::MAX - count);
+            let end = most.div_ceil(wire.chunk) * wire.chunk * wire.num_nodes;
+            Order { chunk: wire.chunk, nodes: wire.num_nodes, own: wire.node, count, first, end }
+        }
+    }
+
+    /// The token's node, and which of the tokens from there it is: none, where there are not that many.
+    #[inline(always)]
+    unsafe fn place(&self, token: u32) -> (u32, u32) {
+        // SAFETY: as in `new`.
+        unsafe {
+            core::hint::assert_unchecked(self.chunk >= 1 && self.nodes >= 2);
+            let (group, rest) = (token / self.chunk, token % self.chunk);
+            let (round, turn) = (group / self.nodes, group % self.nodes);
+            let node = self.own + 1 + turn;
+            (if node >= self.nodes { node - self.nodes } else { node }, round * self.chunk + rest)
+        }
+    }
+
+    /// Lane n: how many of node n's tokens come before `token`.
+    #[inline(always)]
+    unsafe fn before(&self, token: u32) -> u32 {
+        // SAFETY: as in `new`.
+        unsafe {
+            core::hint::assert_unchecked(self.chunk >= 1 && self.nodes >= 2);
+            let (group, rest) = (token / self.chunk, token % self.chunk);
+            let (round, now) = (group / self.nodes, group % self.nodes);
+            let (node, behind) = (laneid(), self.own + 1);
+            let turn = if node >= behind { node - behind } else { node + self.nodes - behind };
+            let of_round = match (turn < now, turn == now) {
+                (true, _) => self.chunk,
+                (_, true) => rest,
+                _ => 0,
+            };
+            (round * self.chunk + of_round).min(self.count)
+        }
+    }
+}
+
+/// The rows at this node's ranks of relayed tokens, in the gatherer's order.
+struct Relayed {
+    order: Order,
+    ranks: Ranks,
+    /// Lane n: the rows of the channel's first token from node n.
+    table: u64,
+}
+
+impl Contributors for Relayed {
+    #[inline(always)]
+    unsafe fn row(&self, token: u32) -> i32 {
+        // SAFETY: the entries lie inside the table.
+        unsafe {
+            let (node, index) = self.order.place(token);
+            let (table, count) = (shfl_u64(self.table, node), shfl_u32(self.order.count, node));
+            // The last token's in place of one that is not there: no branch around the load.
+            let entry = table + index.min(count.saturating_sub(1)) as u64 * SEND_ROW_STRIDE as u64 * 4;
+            let row = Ranks::row_at(entry);
+            if index < count { row } else { -1 }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn address(&self, row: i32) -> u64 {
+        // SAFETY: passed on to the caller.
+        unsafe { self.ranks.address(row) }
+    }
+
+    #[inline(always)]
+    unsafe fn weights(&self, row: i32) -> u64 {
+        // SAFETY: passed on to the caller.
+        unsafe { self.ranks.weights(row) }
+    }
+
+    #[inline(always)]
+    unsafe fn wait(&self, _row: i32) {}
+
+    #[inline(always)]
+    fn lanes(&self) -> u32 {
+        self.ranks.lanes()
+    }
+}
+
+/// Sums on their way to slots: from shared memory by bulk stores, which reach a peer's memory, and the host's, as fast as they go.
+struct Slots<'a> {
+    args: &'a InternodeCombineArgs,
+    order: Order,
+    /// Lane n: the channel's first slot for node n.
+    slots: u64,
+    /// Two buffers in shared memory.
+    stage: u32,
+    /// Items so far, and how many warps share the channel's.
+    issued: u32,
+    workers: u32,
+    progress: &'a Progress,
+}
+
+impl Sink for Slots<'_> {
+    #[inline(always)]
+    unsafe fn weights(&self, token: u32) -> u64 {
+        // SAFETY: the warp is whole here.
+        unsafe {
+            let rows = &self.args.combine;
+            let (node, index) = self.order.place(token);
+            let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
+            if rows.combined_weights.is_null() || index >= count {
+                return 0;
+            }
+            slots + index as u64 * self.args.slot_bytes as u64 + rows.row_bytes as u64
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
+        // SAFETY: the buffer is this warp's, and the copy engine has read what was in it; the slot was planned.
+        unsafe {
+            let (rows, lane) = (&self.args.combine, laneid());
+            let (node, index) = self.order.place(item.token);
+            let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
+            let buffer = self.stage + (self.issued & 1) * rows.slot_bytes;
+            // The item before the last one had this buffer.
+            bulk_wait_read::<1>();
+            syncwarp();
+            unroll8!(J => {
+                let at = lane * 16 + J as u32 * 512;
+                if at < bytes {
+                    st_shared_v4(buffer + at, vectors[J]);
+                }
+            });
+            fence_proxy_async_shared();
+            syncwarp();
+            if lane == 0 && index < count {
+                let slot = slots + index as u64 * self.args.slot_bytes as u64;
+                bulk_store(slot + (item.piece * rows.slot_bytes) as u64, buffer, bytes);
+            }
+            bulk_commit();
+            self.issued += 1;
+            bulk_wait::<UNFINISHED>();
+            self.publish(self.issued.saturating_sub(UNFINISHED));
+        }
+    }
+}
+
+impl Slots<'_> {
+    /// Says that the warp's first `items` items are where they go.
+    #[inline(always)]
+    unsafe fn publish(&self, items: u32) {
+        // SAFETY: lane 0 publishes what all lanes wrote before they met; the bulk stores of these items are its own and complete.
+        unsafe {
+            fence_proxy_async();
+            syncwarp();
+            if laneid() == 0 {
+                self.progress.publish(tid() / 32 + items * self.workers);
+            }
+        }
+    }
 }
 
 /// A worker warp of the gatherer: its share of the tokens that this rank relayed on the channel.
@@ -110,40 +306,23 @@ fn node_of(args: &InternodeCombineArgs, turn: u32) -> u32 {
 unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers: u32, progress: &Progress) {
     // SAFETY: as the argument struct documents; slots were planned inside wire memory.
     unsafe {
-        let (rows, wire, route) = (&args.combine, &args.wire, &args.route);
-        let ranks = Ranks::new(rows, 0);
-        let mut at = Turn::first();
-        let mut turn = 0;
-        while turn < wire.num_nodes {
-            let node = node_of(args, turn);
-            let prefix = route.recv_rdma_channel_prefix_matrix.0;
-            let (first, count) = channel_rows(prefix, route.num_channels, node, channel);
-            let mut entry = first;
-            if node != 0 {
-                entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (node - 1) as u64 * 4);
+        let (rows, wire, route, lane) = (&args.combine, &args.wire, &args.route, laneid());
+        let order = Order::new(args, channel);
+        let (mut table, mut slots) = (0, 0);
+        if lane < wire.num_nodes {
+            let mut entry = order.first;
+            if lane != 0 {
+                entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (lane - 1) as u64 * 4);
             }
-            let table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
-            let slots = Path::to(wire, node).slots_out(wire, node) + first as u64 * args.slot_bytes as u64;
-            let sums = Sums {
-                rows: slots,
-                stride: args.slot_bytes as u64,
-                weights: if rows.combined_weights.is_null() { 0 } else { slots + rows.row_bytes as u64 },
-                weight_stride: args.slot_bytes as u64,
-            };
-            let finished = |next: Item| {
-                syncwarp();
-                if laneid() == 0 {
-                    progress.publish(turn << TURN_SHIFT | (next.token * rows.pieces + next.piece));
-                }
-            };
-            let table = ranks.with_table(table);
-            sum_rows::<Bf16, _, _>(rows, ring, &mut at, &table, &sums, 0, count, workers, finished);
-            turn += 1;
-            syncwarp();
-            if laneid() == 0 {
-                progress.publish(turn << TURN_SHIFT);
-            }
+            table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
+            slots = Path::to(wire, lane).slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
         }
+        let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
+        let stage = dynamic_shared() + stage_offset(rows, workers) + tid() / 32 * STAGES * rows.slot_bytes;
+        let mut to = Slots { args, order, slots, stage, issued: 0, workers, progress };
+        sum_rows::<Bf16, _, _>(rows, ring, &mut Turn::first(), &from, &mut to, 0, order.end, workers);
+        bulk_wait::<0>();
+        to.publish(order.end * rows.pieces);
     }
 }
 
@@ -163,46 +342,31 @@ unsafe fn post_sums(
         if !wait_node_ready(comm, wire, operation.epoch, Wait::CombineNodeReady) || !planned {
             return;
         }
-        let lane = laneid();
+        // As the kernel's clauses say; it spares a trap in the division below.
+        core::hint::assert_unchecked(rows.pieces >= 1);
+        let node = laneid();
         let path = Path::of_lane(wire);
-        let mut posted = Posted::NONE;
-        let mut turn = 0;
-        while turn < wire.num_nodes {
-            let node = node_of(args, turn);
-            let prefix = args.route.recv_rdma_channel_prefix_matrix.0;
-            let (first, count) = channel_rows(prefix, args.route.num_channels, node, channel);
-            let mut sent = 0;
-            while sent < count {
-                let slowest = progress.slowest();
-                let at = slowest >> TURN_SHIFT;
-                let items = slowest & ((1 << TURN_SHIFT) - 1);
-                let mut ready = 0;
-                if at > turn {
-                    ready = count;
-                } else if at == turn {
-                    ready = (items / rows.pieces).min(count);
-                }
-                if ready - sent >= wire.chunk || (ready == count && ready != sent) {
-                    if lane == node {
-                        let bytes = args.slot_bytes as u64;
-                        let from = (first + sent) as u64 * bytes;
-                        let put = Put {
-                            from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
-                            to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
-                            bytes: (ready - sent) as u64 * bytes,
-                            counter: arrival_word(wire, wire.node, channel),
-                            value: arrival(operation.epoch, ready),
-                        };
-                        posted = deliver(comm, wire, &path, node, channel, put, operation);
-                    }
-                    syncwarp();
-                    sent = ready;
-                }
+        let order = Order::new(args, channel);
+        let (mut posted, mut sent) = (Posted::NONE, 0);
+        while ballot(sent < order.count) != 0 {
+            let ready = order.before(progress.slowest() / rows.pieces);
+            if ready - sent >= wire.chunk || (ready == order.count && ready != sent) {
+                let bytes = args.slot_bytes as u64;
+                let from = (order.first + sent) as u64 * bytes;
+                let put = Put {
+                    from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
+                    to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
+                    bytes: (ready - sent) as u64 * bytes,
+                    counter: arrival_word(wire, wire.node, channel),
+                    value: arrival(operation.epoch, ready),
+                };
+                posted = deliver(comm, wire, &path, node, channel, put, operation);
+                sent = ready;
             }
-            turn += 1;
+            syncwarp();
         }
         // The slots may be written anew as soon as the operation has ended.
-        wait_quiet(comm, lane, posted, operation);
+        wait_quiet(comm, node, posted, operation);
     }
 }
 

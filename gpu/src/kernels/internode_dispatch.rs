@@ -97,11 +97,13 @@ struct Token {
     head: i32,
     /// Index in the (channel, node) queue, or -1.
     node_head: i32,
+    /// Where there are no more ranks than lanes, and metadata travels: index in the (channel, rank) queue of rank l, or -1.
+    world_head: i32,
     metadata: Metadata,
 }
 
 impl Token {
-    const NONE: Token = Token { head: -1, node_head: -1, metadata: Metadata::NONE };
+    const NONE: Token = Token { head: -1, node_head: -1, world_head: -1, metadata: Metadata::NONE };
 
     /// Reads a token's entries, a turn before they are used.
     #[inline(always)]
@@ -120,6 +122,10 @@ impl Token {
                 if lane < nodes {
                     let entry = token as u64 * nodes as u64 + lane as u64;
                     this.node_head = ld_i32(args.route.send_rdma_head.0 + entry * 4);
+                }
+                if rows.with_metadata != 0 && lane < nodes * per_node {
+                    let entry = token as u64 * (nodes * per_node) as u64 + lane as u64;
+                    this.world_head = ld_i32(args.send_head.0 + entry * 4);
                 }
                 if rows.with_metadata != 0 && lane < rows.num_topk {
                     let entry = token as u64 * rows.num_topk as u64 + lane as u64;
@@ -193,7 +199,7 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
                         let entry = relayed + start + node_head as u32;
                         book(args, entry, token.head, token.metadata.row);
                     }
-                    pack(args, &shape, &token.metadata, sent.token, slot);
+                    pack(args, &shape, &token, sent.token, slot);
                 }
                 if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
                     let from = rows.scales.0 + sent.token as u64 * rows.num_scales as u64 * 4;
@@ -298,21 +304,25 @@ unsafe fn book(args: &InternodeDispatchArgs, entry: u32, head: i32, row: i32) {
 
 /// Writes a token's metadata into its slots; lane n has the address of the one for node n, or 0.
 #[inline(always)]
-unsafe fn pack(args: &InternodeDispatchArgs, shape: &SlotShape, metadata: &Metadata, token: u32, slot: u64) {
+unsafe fn pack(args: &InternodeDispatchArgs, shape: &SlotShape, entries: &Token, token: u32, slot: u64) {
     // SAFETY: the slots are inside wire memory.
     unsafe {
-        let (rows, lane) = (&args.dispatch, laneid());
+        let (rows, metadata, lane) = (&args.dispatch, &entries.metadata, laneid());
         let per_node = rows.comm.num_ranks;
-        let heads = args.send_head.0 + token as u64 * (args.wire.num_nodes * per_node) as u64 * 4;
+        let world = args.wire.num_nodes * per_node;
+        let heads = args.send_head.0 + token as u64 * world as u64 * 4;
         let mut nodes = ballot(slot != 0);
         while nodes != 0 {
             let node = nodes.trailing_zeros();
             nodes &= nodes - 1;
             let meta = shfl_u64(slot, node) + shape.meta as u64;
+            let rank = node * per_node + lane;
+            // Fetched ahead if all ranks' fit: a load here would hold the warp up for each node.
+            let fetched = shfl_u32(entries.world_head as u32, rank.min(31)) as i32;
             if lane < MAX_RANKS as u32 {
                 let mut head = -1;
                 if lane < per_node {
-                    head = ld_i32(heads + (node * per_node + lane) as u64 * 4);
+                    head = if world <= 32 { fetched } else { ld_i32(heads + rank as u64 * 4) };
                 }
                 st_i32(meta + SlotShape::HEADS as u64 + lane as u64 * 4, head);
             }
@@ -515,6 +525,8 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
         let mut sent = load;
         let (mut turn, mut load_slot, mut in_flight) = (Turn::first(), 0, 0);
         let mut row = -1;
+        // Lane j: where the rows of the channel from `start_node` begin at rank j.
+        let (mut start, mut start_node) = (0, u32::MAX);
         while !sent.ended() {
             while in_flight + 1 < rows.stages && !load.ended() {
                 if shfl_u32(arrived, load.node) <= load.row {
@@ -553,14 +565,17 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
                 let entry = shfl_u32(before, sent.node) + shfl_u32(first, sent.node) + sent.row;
                 row = -1;
                 if rows.with_metadata != 0 {
+                    if sent.node != start_node && lane < comm.num_ranks {
+                        start = ld_u32(forward_start(args, sent.node, channel) + lane as u64 * 4);
+                    }
+                    start_node = sent.node;
                     let mut token = Metadata::NONE;
                     let meta = buffer + Tail::offset(rows);
                     let mut head = -1;
                     if lane < comm.num_ranks {
                         head = ld_shared_u32(meta + SlotShape::HEADS + lane * 4) as i32;
                         if head >= 0 {
-                            let start = forward_start(args, sent.node, channel) + lane as u64 * 4;
-                            row = (ld_u32(start) + head as u32) as i32;
+                            row = (start + head as u32) as i32;
                         }
                     }
                     token.row = row;

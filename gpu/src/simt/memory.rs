@@ -162,6 +162,21 @@ device_fns! {
         [a, b, c, d]
     }
 
+    /// 16 bytes of shared memory. `st.shared.v4.b32 [s], {..};`
+    ///
+    /// # Safety
+    /// As [`ld_shared_v4`], and nobody else uses it meanwhile.
+    pub unsafe fn st_shared_v4(s: u32, v: [u32; 4]) {
+        // SAFETY: the caller vouches for `s`.
+        unsafe {
+            asm!(
+                "st.shared.v4.b32 [{s}], {{{a}, {b}, {c}, {d}}};",
+                a = in(reg32) v[0], b = in(reg32) v[1], c = in(reg32) v[2], d = in(reg32) v[3],
+                s = in(reg32) s, options(nostack)
+            )
+        };
+    }
+
     /// `ld.shared.b32 r, [s];`
     ///
     /// # Safety

@@ -1,11 +1,13 @@
 //! Combine: every token's owner sums the rows that came back.
 
-use epoxide_gpu::kernels::{CombineBf16, CombineF32, InternodeCombine, Kernel as _, StageCombine};
+use epoxide_gpu::kernels::{
+    CombineBf16, CombineF32, InternodeCombine, Kernel as _, StageCombine, internode_combine_shared_bytes,
+};
 use epoxide_gpu::layout::{CombineArgs, DevicePtr, InternodeCombineArgs, StageArgs, combine_slot_bytes};
 
 use super::dispatch::other_mode;
 use super::handle::Routing;
-use super::kernels::{ModeKernels, PROGRESS_BYTES};
+use super::kernels::ModeKernels;
 use super::scratch::Pieces;
 use super::trace::trace_place;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor};
@@ -169,7 +171,8 @@ impl Buffer {
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
                         };
-                        let (block, shared) = (block + 32, shared + PROGRESS_BYTES);
+                        let shared = internode_combine_shared_bytes(ring.warps, ring.count, ring.bytes);
+                        let block = block + 32;
                         stream.call(combine, grid, block, shared, InternodeCombine::call(args))
                     }
                     _ => Err(other_mode()),

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
     Dispatch, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount, InternodeDispatch, InternodeNotify, Kernel as _,
-    NOTIFY_SHARED_BYTES, Notify,
+    NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
 };
 use epoxide_gpu::layout::{
     DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs,
@@ -13,7 +13,7 @@ use epoxide_gpu::layout::{
 
 use super::fault::check_plan;
 use super::handle::{DispatchHandle, HandleShape, Inner, Places, Routing};
-use super::kernels::{ModeKernels, PROGRESS_BYTES};
+use super::kernels::ModeKernels;
 use super::trace::trace_place;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor};
 use crate::driver::{Event, Stream};
