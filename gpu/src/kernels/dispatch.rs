@@ -93,7 +93,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
             bulk_commit();
             let own_row = shfl_u32(token.row as u32, comm.rank) as i32;
             if own_row >= 0 {
-                store_own(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
             }
 
             // Refill the stage before this one: its store has had a whole turn to read it.
@@ -215,10 +215,10 @@ pub(super) unsafe fn load_stage(
     }
 }
 
-/// Stores a piece in this rank's own pool: 16 bytes a lane, four at a time in flight.
+/// Copies a piece by ordinary stores: 16 bytes a lane, four at a time in flight.
 #[inline(always)]
-pub(super) unsafe fn store_own(to: u64, buffer: u32, bytes: u32, lane: u32) {
-    // SAFETY: the row was planned inside the pool; the piece is in the buffer.
+pub(super) unsafe fn store_plain(to: u64, buffer: u32, bytes: u32, lane: u32) {
+    // SAFETY: the caller vouches for `to`; the piece is in the buffer.
     unsafe {
         let mut at = lane * 16;
         while at + 3 * 512 < bytes {

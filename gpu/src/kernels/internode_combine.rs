@@ -23,7 +23,7 @@ use crate::simt::*;
 /// Buffers in shared memory from which a warp's sums go to slots.
 pub const STAGES: u32 = 2;
 /// Items that a worker warp of the gatherer may have under way when it says how far it has come: enough to keep the links busy.
-const UNFINISHED: u32 = 4;
+const UNFINISHED: u32 = 8;
 
 /// Most items of a channel, holes included: the number of one is a word of progress.
 const MAX_ITEMS: u64 = u32::MAX as u64;
@@ -226,12 +226,16 @@ impl Contributors for Relayed {
     }
 }
 
-/// Sums on their way to slots: from shared memory by bulk stores, which reach a peer's memory, and the host's, as fast as they go.
+/// Sums on their way to slots. Into a peer's memory they go from shared memory by bulk stores, which is what fills the links. Into
+/// this rank's own, and the host's, they go by ordinary stores: a warp that waits for bulk stores to the host flushes the bus, which
+/// takes 1.6 us and is done for one warp of the device after the other.
 struct Slots<'a> {
     args: &'a InternodeCombineArgs,
     order: Order,
     /// Lane n: the channel's first slot for node n.
     slots: u64,
+    /// The other nodes whose memory is mapped, a bit for each.
+    mapped: u32,
     /// Two buffers in shared memory.
     stage: u32,
     /// Items so far, and how many warps share the channel's.
@@ -262,26 +266,40 @@ impl Sink for Slots<'_> {
             let (rows, lane) = (&self.args.combine, laneid());
             let (node, index) = self.order.place(item.token);
             let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
-            let buffer = self.stage + (self.issued & 1) * rows.slot_bytes;
-            // The item before the last one had this buffer.
-            bulk_wait_read::<1>();
-            syncwarp();
-            unroll8!(J => {
-                let at = lane * 16 + J as u32 * 512;
-                if at < bytes {
-                    st_shared_v4(buffer + at, vectors[J]);
+            let slot = slots + index as u64 * self.args.slot_bytes as u64;
+            let to = slot + (item.piece * rows.slot_bytes) as u64;
+            if self.mapped >> node & 1 != 0 {
+                let buffer = self.stage + (self.issued & 1) * rows.slot_bytes;
+                // The item before the last one had this buffer.
+                bulk_wait_read::<1>();
+                syncwarp();
+                unroll8!(J => {
+                    let at = lane * 16 + J as u32 * 512;
+                    if at < bytes {
+                        st_shared_v4(buffer + at, vectors[J]);
+                    }
+                });
+                fence_proxy_async_shared();
+                syncwarp();
+                if lane == 0 && index < count {
+                    bulk_store(to, buffer, bytes);
                 }
-            });
-            fence_proxy_async_shared();
-            syncwarp();
-            if lane == 0 && index < count {
-                let slot = slots + index as u64 * self.args.slot_bytes as u64;
-                bulk_store(slot + (item.piece * rows.slot_bytes) as u64, buffer, bytes);
+            } else if index < count {
+                unroll8!(J => {
+                    let at = lane * 16 + J as u32 * 512;
+                    if at < bytes {
+                        st_v4(to + at as u64, vectors[J]);
+                    }
+                });
             }
-            bulk_commit();
             self.issued += 1;
-            bulk_wait::<UNFINISHED>();
-            self.publish(self.issued.saturating_sub(UNFINISHED));
+            let mut done = self.issued;
+            if self.mapped != 0 {
+                bulk_commit();
+                bulk_wait::<UNFINISHED>();
+                done = done.saturating_sub(UNFINISHED);
+            }
+            self.publish(done);
         }
     }
 }
@@ -290,9 +308,9 @@ impl Slots<'_> {
     /// Says that the warp's first `items` items are where they go.
     #[inline(always)]
     unsafe fn publish(&self, items: u32) {
-        // SAFETY: lane 0 publishes what all lanes wrote before they met; the bulk stores of these items are its own and complete.
+        // SAFETY: lane 0 publishes what all lanes wrote before they met; the bulk stores of these items are its own and complete, so that
+        // it sees what they wrote and its release covers that.
         unsafe {
-            fence_proxy_async();
             syncwarp();
             if laneid() == 0 {
                 self.progress.publish(tid() / 32 + items * self.workers);
@@ -309,17 +327,21 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
         let (rows, wire, route, lane) = (&args.combine, &args.wire, &args.route, laneid());
         let order = Order::new(args, channel);
         let (mut table, mut slots) = (0, 0);
+        let mut mapped = false;
         if lane < wire.num_nodes {
+            let path = Path::to(wire, lane);
+            mapped = (path.peer != 0) & (lane != wire.node);
             let mut entry = order.first;
             if lane != 0 {
                 entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (lane - 1) as u64 * 4);
             }
             table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
-            slots = Path::to(wire, lane).slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
+            slots = path.slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
         }
+        let mapped = ballot(mapped);
         let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
         let stage = dynamic_shared() + stage_offset(rows, workers) + tid() / 32 * STAGES * rows.slot_bytes;
-        let mut to = Slots { args, order, slots, stage, issued: 0, workers, progress };
+        let mut to = Slots { args, order, slots, mapped, stage, issued: 0, workers, progress };
         sum_rows::<Bf16, _, _>(rows, ring, &mut Turn::first(), &from, &mut to, 0, order.end, workers);
         bulk_wait::<0>();
         to.publish(order.end * rows.pieces);

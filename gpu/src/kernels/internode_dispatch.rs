@@ -4,7 +4,7 @@
 
 use epoxide_macros::kernel;
 
-use super::dispatch::{Cursor, Metadata, Tail, copy_scales, load_piece, load_stage, scale_place, store_own};
+use super::dispatch::{Cursor, Metadata, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
 use super::epoch::{Phase, aborted, current_epoch, leave, pool_of, tell_ready, trace};
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use super::wire::{
@@ -162,11 +162,15 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
             starts = ld_u32(forward_start(args, wire.node, channel) + lane as u64 * 4);
         }
         let (mut slots, mut slot_base) = (0, 0);
+        let mut mapped = false;
         if lane < wire.num_nodes {
             let prefix = args.route.rdma_channel_prefix_matrix.0;
             slots = channel_rows(prefix, args.route.num_channels, lane, channel).0;
-            slot_base = Path::to(wire, lane).slots_out(wire, lane);
+            let path = Path::to(wire, lane);
+            slot_base = path.slots_out(wire, lane);
+            mapped = (path.peer != 0) & (lane != wire.node);
         }
+        let any_mapped = ballot(mapped) != 0;
         let relayed = relayed_before(args, wire.node);
 
         let mut load = Cursor::new(first, workers);
@@ -225,16 +229,27 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
                     bulk_store(scale_place(rows, peer, row), buffer + rows.piece_bytes, scale_bytes);
                 }
             }
-            if slot != 0 {
+            if slot != 0 && mapped {
                 bulk_store(slot + sent.offset as u64, buffer, bytes);
                 if scale_bytes != 0 {
                     bulk_store(slot + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes);
                 }
             }
             bulk_commit();
+            // Into the host's memory by ordinary stores: a warp that waits for bulk stores there flushes the bus, which takes 1.6 us and
+            // is done for one warp of the device after the other.
+            let mut on_host = ballot((slot != 0) & !mapped);
+            while on_host != 0 {
+                let to = shfl_u64(slot, on_host.trailing_zeros());
+                on_host &= on_host - 1;
+                store_plain(to + sent.offset as u64, buffer, bytes, lane);
+                if scale_bytes != 0 {
+                    store_plain(to + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes, lane);
+                }
+            }
             let own_row = shfl_u32(row as u32, comm.rank) as i32;
             if own_row >= 0 {
-                store_own(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
             }
 
             // Refill the stage before this one: its store has had a whole turn to read it.
@@ -248,9 +263,13 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
             turn.advance(ring);
             sent.advance(rows);
             if sent.offset == 0 {
-                // What is packed by now: all but the last pieces.
-                bulk_wait::<UNFINISHED>();
-                say_packed(progress, sent.piece.saturating_sub(UNFINISHED) / pieces, first - begin, workers);
+                // What is packed by now: all but the last pieces, where bulk stores carry them.
+                let mut packed = sent.piece;
+                if any_mapped {
+                    bulk_wait::<UNFINISHED>();
+                    packed = packed.saturating_sub(UNFINISHED);
+                }
+                say_packed(progress, packed / pieces, first - begin, workers);
             }
         }
         bulk_wait::<0>();
@@ -261,9 +280,9 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
 /// Tells the warp that posts that this warp has packed `count` tokens: the first that it lacks, counted from the channel's first.
 #[inline(always)]
 unsafe fn say_packed(progress: &Progress, count: u32, first: u32, workers: u32) {
-    // SAFETY: lane 0 publishes what all lanes wrote before they met; their bulk stores have completed.
+    // SAFETY: lane 0 publishes what all lanes wrote before they met. Their bulk stores have completed, so that each lane sees what its
+    // own wrote, and the release covers it. A proxy fence here would wait for the metadata under way to other ranks.
     unsafe {
-        fence_proxy_async();
         syncwarp();
         if laneid() == 0 {
             progress.publish(first + count * workers);

@@ -26,6 +26,7 @@ pub(super) struct WireSide {
     // The proxies go first: they use the rest.
     proxies: Proxies,
     ways: Vec<Way>,
+    _own: Arc<Memory>,
     tables: Memory,
     /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`; 0 for nodes that are not mapped.
     bases_at: u64,
@@ -75,10 +76,13 @@ impl WireSide {
             let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
             paths[(way.peer / per_node) as usize] = NodePath { memory: way.memory.ptr(), peer };
         }
-        // What goes to the own node is written where it is read, in any of this rank's wire memories.
-        if let Some(way) = ways.first() {
-            paths[node as usize] = NodePath { memory: way.memory.ptr(), peer: way.memory.ptr() };
-        }
+        // What goes to the own node is written where it is read, in this rank's device memory.
+        let on_device = ways.iter().map(|way| &way.memory).find(|memory| memory.host_ptr().is_null());
+        let own = match on_device {
+            Some(memory) => memory.clone(),
+            None => Arc::new(Memory::alloc(device, layout.bytes, MemoryKind::Shareable, "own wire memory")?),
+        };
+        paths[node as usize] = NodePath { memory: own.ptr(), peer: own.ptr() };
         stream.write(tables.ptr().add(paths_at), bytemuck::cast_slice(&paths))?;
         let bases: Vec<u64> = paths.iter().map(|path| path.peer.0).collect();
         stream.write(tables.ptr().add(bases_at), bytemuck::cast_slice(&bases))?;
@@ -91,7 +95,7 @@ impl WireSide {
             chunk: options.config.num_max_rdma_chunked_send_tokens,
             layout,
         };
-        Ok(WireSide { proxies, ways, tables, bases_at, wire })
+        Ok(WireSide { proxies, ways, _own: own, tables, bases_at, wire })
     }
 
     /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped.
