@@ -144,6 +144,12 @@ impl Engine {
     }
 
     fn collect_locked(&mut self, state: &mut State) -> bool {
+        if state.is_unusable() {
+            // What runs is dropped like what is queued, and only then the memory that it used.
+            self.jobs.clear();
+            drop(state.abandon());
+            return false;
+        }
         let jobs_before = self.jobs.len();
         let mut any_passed = false;
         let now_ns = self.shared.config.clock.now_ns();

@@ -41,7 +41,7 @@ pub enum Drive {
 ///
 /// A call that waits while all grids only spin moves the clock forward in growing steps, so that the kernels' own
 /// deadlines expire; if they are still spinning 1000 virtual seconds later, or if kernels run without any coming to an
-/// end, it fails with a report of every stuck warp.
+/// end, it fails with a report of every stuck warp; a call that returns nothing goes on as if it had waited.
 #[derive(Clone)]
 pub struct Machine {
     inner: Arc<Inner>,

@@ -1,13 +1,32 @@
 //! The virtual driver: [`Device`] over `epoxide_vgpu`, which interprets the same PTX that a GPU runs.
 //!
-//! Streams and events behave as CUDA's do. Calls on a stream return at once; work of one stream runs in order, work of
-//! different streams concurrently. An event stands for the point of its last record. A fault in a kernel, copy or fill
-//! makes the device unusable, as a lost context does: what is still queued is dropped and every later call fails with
-//! the same [`Error::VirtualFault`]. Pageable host memory is read before a copy is enqueued; mapped host memory, and
-//! the host side of a captured copy, when the stream comes to it.
+//! Streams and events behave as CUDA's do. Work of one stream runs in order, work of different streams concurrently. An
+//! event stands for the point of its last record. A fault in a kernel, copy or fill makes the device unusable, as a lost
+//! context does: what runs or is still queued is dropped, every later call fails with the same [`Error::VirtualFault`], and
+//! none waits.
+//!
+//! Calls wait, and keep each other waiting, as those of CUDA do: what was measured on an H200, so that a program which
+//! would hang there hangs here.
+//!
+//! | call | waits for | other calls of the device meanwhile |
+//! |---|---|---|
+//! | `free` of [`MemoryKind::MappedHost`], [`MemoryKind::SharedHost`], [`MemoryKind::Unpooled`]; `module_load` | all that was enqueued before, in any stream | **wait** |
+//! | `module_unload` | the same | get through |
+//! | `copy` to pageable host memory, or of more than 1 MiB from there | its stream, up to and with the copy | get through |
+//! | `stream_synchronize`, `event_synchronize` | the stream, up to the point | get through |
+//! | whatever enqueues, in a stream that holds 1024 ops | room | get through |
+//! | all others: any allocation, `free` of [`MemoryKind::Device`], [`MemoryKind::Shareable`] and imported memory, other copies, events, queries, streams, graphs | nothing | get through |
+//!
+//! Calls of other devices always get through. Pageable host memory is what is not the device's own mapped memory; up to 1 MiB
+//! of it is read before `copy` returns. Mapped host memory, and the host side of a captured copy, is read when the stream
+//! comes to it. Memory that waits for nothing when it is freed stays until the work has ended that was enqueued before.
+//!
+//! A thread that must not call the driver ([`NoDriverCalls`](super::NoDriverCalls)) and does makes the device unusable:
+//! whatever calls it, but for [`Device::info`], [`Device::staging`] and [`Device::make_progress`], which are no driver calls.
 //!
 //! Who runs the work is up to the [`Executor`]: a thread per device, or, for runs that can be repeated exactly, the
-//! threads that wait ([`Machine`]). A device that is dropped abandons what it has not yet run.
+//! threads that wait ([`Machine`]). Where a machine gives a wait up, the call fails; those that return nothing go on. A device
+//! that is dropped abandons what it has not yet run.
 //!
 //! Capture is thread-local, as with `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: the capturing thread may not allocate or
 //! load modules, and nobody may synchronise or query a stream under capture; such a call invalidates the capture.
@@ -16,6 +35,8 @@
 //! one part of a program can lend its stream to another ([`Device::stream_adopt`]); null is one more stream, which all
 //! who adopt it share. It does not synchronise with other streams as CUDA's legacy default stream does.
 
+#[cfg(test)]
+mod blocking_tests;
 mod capture;
 mod engine;
 mod machine;
@@ -25,7 +46,7 @@ mod stream;
 mod tests;
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Module, PtxError};
@@ -33,7 +54,7 @@ use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Module, PtxErro
 use self::capture::{Capture, Graph, Launch, Step};
 use self::engine::Engine;
 pub use self::machine::{Drive, Machine};
-use self::state::{Allocation, Event, LastRecord, LoadedKernel, Shared, State, new_handle};
+use self::state::{Allocation, Event, Held, LastRecord, LoadedKernel, Shared, State, new_handle};
 use self::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
 use super::{
     CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, RdmaWriteOrder,
@@ -51,6 +72,8 @@ const POISON: u8 = 0xa5;
 const POISON_BYTES: u64 = 64 << 20;
 /// The unit of allocation, in bytes.
 const PAGE: u64 = 4096;
+/// Most bytes of pageable host memory that a copy to the device reads at once, without waiting for its stream.
+const PAGEABLE_AT_ONCE_BYTES: u64 = 1 << 20;
 /// Warp instructions that one [`Device::make_progress`] runs.
 const PROGRESS_SLICE: u64 = 16 * 1024;
 
@@ -116,6 +139,10 @@ impl VirtualGpu {
     // Callers hold devices of either driver, always in this form.
     #[allow(clippy::new_ret_no_self)]
     pub fn new(config: VirtConfig) -> Arc<dyn Device> {
+        Arc::new(VirtualGpu::start(config))
+    }
+
+    fn start(config: VirtConfig) -> VirtualGpu {
         let (clock, seed) = match &config.executor {
             Executor::Threaded => (Clock::Real, config.schedule_seed),
             Executor::Manual(machine) => (machine.clock(), config.schedule_seed.or(Some(machine.seed()))),
@@ -154,7 +181,7 @@ impl VirtualGpu {
                 Runner::Machine(machine)
             }
         };
-        Arc::new(VirtualGpu { shared, runner, staging: Staging::default() })
+        VirtualGpu { shared, runner, staging: Staging::default() }
     }
 
     /// Tells whoever runs the work that there is some.
@@ -165,7 +192,8 @@ impl VirtualGpu {
         }
     }
 
-    /// Waits, or runs the machine, until `done`; `call` names the waiting call in errors.
+    /// Waits, or runs the machine, until `done`; `call` names the waiting call in errors. Other calls get through meanwhile,
+    /// unless the calling thread holds the context's lock.
     fn wait_until(&self, call: &'static str, done: impl Fn(&State) -> bool) -> Result<()> {
         match &self.runner {
             Runner::Machine(machine) => machine.run_until(call, || Ok(done(&*self.shared.usable()?))),
@@ -180,19 +208,78 @@ impl VirtualGpu {
         }
     }
 
-    /// Enqueues a copy or fill, or records it.
-    fn transfer(&self, stream: u64, transfer: Transfer) -> Result<()> {
-        let mut state = self.shared.usable()?;
-        let id = self.shared.queue_id(&state, stream)?;
+    /// Begins a call that enqueues: waits until the stream has room. Gives the stream's queue, and the tables.
+    fn enter_stream(&self, call: &'static str, stream: u64) -> Result<(u64, MutexGuard<'_, State>)> {
+        loop {
+            let state = self.shared.enter()?;
+            let id = self.shared.queue_id(&state, stream)?;
+            let has_room = |state: &State| state.queues.get(&id).is_none_or(Queue::has_room);
+            if has_room(&state) {
+                return Ok((id, state));
+            }
+            drop(state);
+            self.wait_until(call, has_room)?;
+        }
+    }
+
+    /// Takes the context's lock for a call that has begun, and waits until all that was enqueued before has ended. The lock
+    /// is held however the wait ends.
+    fn hold<'a>(&'a self, call: &'static str, mut state: MutexGuard<'a, State>) -> (Held<'a>, Result<()>) {
+        let held = Held::new(&self.shared, &mut state);
+        let until = state.enqueued();
+        drop(state);
+        (held, self.wait_until(call, |state| state.has_reached(&until)))
+    }
+
+    /// Enqueues a copy or fill of a call that [`VirtualGpu::enter_stream`] began, or records it. Where host memory is pageable, it
+    /// may wait.
+    fn transfer(
+        &self,
+        stream: u64,
+        (id, mut state): (u64, MutexGuard<'_, State>),
+        mut transfer: Transfer,
+    ) -> Result<()> {
         if let Some((capture, lane)) = state.recording(id)? {
             capture.work(lane, Step::Transfer(transfer));
             return Ok(());
         }
-        drop(state);
         // Staging may take a while: not under the lock.
-        let transfer = transfer.staged(|host, bytes| self.shared.memory.check(host, bytes).is_ok());
-        self.shared.queue(&mut *self.shared.usable()?, stream)?.1.push(Op::Transfer(transfer));
+        drop(state);
+        let is_pageable = |host: HostPtr, bytes: u64| self.shared.memory.check(host.0 as u64, bytes).is_err();
+        let mut waits = false;
+        let mut landing = None;
+        if let Transfer::Copy { target, source, bytes } = &mut transfer {
+            if let Source::Host(host) = *source
+                && is_pageable(host, *bytes)
+            {
+                // SAFETY: the caller of `Device::copy` has the source readable for `bytes` bytes.
+                *source = Source::Staged(unsafe { host.read(*bytes) });
+                waits = *bytes > PAGEABLE_AT_ONCE_BYTES;
+            }
+            if let Target::Host(host) = *target
+                && is_pageable(host, *bytes)
+            {
+                let landed = Arc::new(OnceLock::new());
+                *target = Target::Staged(landed.clone());
+                landing = Some((host, landed));
+                waits = true;
+            }
+        }
+        let mut state = self.shared.enter()?;
+        let (id, queue) = self.shared.queue(&mut state, stream)?;
+        queue.push(Op::Transfer(transfer));
+        let until = [(id, queue.submitted)];
+        drop(state);
         self.submitted();
+        if waits {
+            self.wait_until("copy", |state| state.has_reached(&until))?;
+        }
+        if let Some((host, landed)) = landing
+            && let Some(bytes) = landed.get()
+        {
+            // SAFETY: the caller of `Device::copy` has the target writable for as many bytes until this returns.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host.0, bytes.len()) };
+        }
         Ok(())
     }
 
@@ -315,14 +402,14 @@ impl Device for VirtualGpu {
     }
 
     fn free_memory(&self) -> Result<u64> {
-        Ok(self.shared.info.total_memory.saturating_sub(self.shared.usable()?.used))
+        Ok(self.shared.info.total_memory.saturating_sub(self.shared.enter()?.used))
     }
 
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
+        let mut state = self.shared.enter()?;
         if bytes == 0 {
             return Err(Error::argument("bytes", bytes, format!("{label} must be at least 1 byte")));
         }
-        let mut state = self.shared.usable()?;
         state.forbid_while_capturing("an allocation")?;
         let available = self.shared.info.total_memory.saturating_sub(state.used);
         let out_of_memory = || Error::OutOfMemory { what: label.to_owned(), requested: bytes, available };
@@ -358,7 +445,7 @@ impl Device for VirtualGpu {
     }
 
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
-        let state = self.shared.usable()?;
+        let state = self.shared.enter()?;
         let allocation = self.shared.allocation(&state, memory.handle)?;
         if !matches!(allocation.kind, Some(MemoryKind::Shareable | MemoryKind::SharedHost)) {
             let rule = "only MemoryKind::Shareable and MemoryKind::SharedHost can be exported";
@@ -367,20 +454,45 @@ impl Device for VirtualGpu {
         allocation.region.export().map_err(|error| memory_error(error, allocation.region.label()))
     }
 
+    fn export_dma_buf(&self, _memory: &RawMemory) -> Result<OwnedFd> {
+        drop(self.shared.enter()?);
+        let what = format!("a dma-buf of memory of {}", self.shared.info.name);
+        Err(Error::Unavailable { what, reason: "its driver has none".into() })
+    }
+
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
-        self.shared.usable()?.forbid_while_capturing("an import")?;
+        self.shared.enter()?.forbid_while_capturing("an import")?;
         let region = self.shared.memory.import(fd, bytes, peer).map_err(|error| memory_error(error, peer))?;
         let mut state = self.shared.usable()?;
         Ok(self.file(&mut state, Allocation { region, kind: None, charged: 0 }))
     }
 
     unsafe fn free(&self, memory: &RawMemory) {
-        let allocation = self.shared.lock().free(memory.handle);
+        let mut state = self.shared.enter_regardless();
+        let kind = state.allocations.get(&memory.handle).and_then(|allocation| allocation.kind);
+        let waits =
+            matches!(kind, Some(MemoryKind::MappedHost | MemoryKind::SharedHost | MemoryKind::Unpooled));
+        let _held = if waits && !state.is_unusable() {
+            let (held, ended) = self.hold("free", state);
+            if let Err(error) = ended {
+                // The memory stays until the work that is left has ended.
+                tracing::warn!("memory is freed while kernels run: {error}");
+            }
+            state = self.shared.lock();
+            Some(held)
+        } else {
+            None
+        };
+        let allocation = state.free(memory.handle);
+        drop(state);
         drop(allocation);
     }
 
     fn module_load(&self, ptx: &str) -> Result<u64> {
-        self.shared.usable()?.forbid_while_capturing("loading a module")?;
+        let mut state = self.shared.enter()?;
+        state.forbid_while_capturing("loading a module")?;
+        let (_held, ended) = self.hold("module_load", state);
+        ended?;
         let module = Module::parse(ptx).map_err(|error| {
             let PtxError { line, column, message, source_line } = error;
             Error::Ptx(format!("line {line}, column {column}: {message}\n  | {}", source_line.trim_end()))
@@ -391,7 +503,7 @@ impl Device for VirtualGpu {
     }
 
     fn module_kernel(&self, module: u64, name: &'static str, max_shared_bytes: u32) -> Result<u64> {
-        let mut state = self.shared.usable()?;
+        let mut state = self.shared.enter()?;
         let loaded = self.shared.module(&state, module)?;
         let kernel = loaded.kernel(name).ok_or_else(|| {
             let names: Vec<&str> = loaded.kernels().map(|kernel| kernel.name()).collect();
@@ -403,14 +515,19 @@ impl Device for VirtualGpu {
     }
 
     unsafe fn module_unload(&self, module: u64) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.enter_regardless();
         state.modules.remove(&module);
         state.kernels.retain(|_, kernel| kernel.module != module);
+        let until = state.enqueued();
+        drop(state);
+        if let Err(error) = self.wait_until("module_unload", |state| state.has_reached(&until)) {
+            // Launches have what they need of it.
+            tracing::debug!("a module was unloaded while kernels run: {error}");
+        }
     }
 
     unsafe fn launch(&self, stream: u64, kernel: u64, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
-        let mut state = self.shared.usable()?;
-        let id = self.shared.queue_id(&state, stream)?;
+        let (id, mut state) = self.enter_stream("launch", stream)?;
         let kernel = self.shared.kernel(&state, kernel)?.clone();
         let launch = self.prepare(&kernel, config, params)?;
         self.shared.check_launch(&launch)?;
@@ -426,7 +543,7 @@ impl Device for VirtualGpu {
     }
 
     fn stream_create(&self, _high_priority: bool) -> Result<u64> {
-        let mut state = self.shared.usable()?;
+        let mut state = self.shared.enter()?;
         let handle = new_handle();
         state.queues.insert(handle, Queue::default());
         state.handles.insert(handle, handle);
@@ -434,7 +551,7 @@ impl Device for VirtualGpu {
     }
 
     unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64> {
-        let mut state = self.shared.usable()?;
+        let mut state = self.shared.enter()?;
         let id = match raw.0.addr() as u64 {
             0 => match state.default_queue {
                 Some(id) => id,
@@ -457,12 +574,12 @@ impl Device for VirtualGpu {
     }
 
     fn stream_raw(&self, stream: u64) -> RawStream {
-        let id = self.shared.lock().handles.get(&stream).copied().unwrap_or_default();
+        let id = self.shared.enter_regardless().handles.get(&stream).copied().unwrap_or_default();
         RawStream(std::ptr::without_provenance_mut(id as usize))
     }
 
     fn stream_destroy(&self, stream: u64) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.enter_regardless();
         // A handle that is not the queue's own was adopted.
         if state.handles.remove(&stream) == Some(stream) {
             let _ = state.forbid_on_captured(stream, "destroying the stream");
@@ -476,18 +593,16 @@ impl Device for VirtualGpu {
     }
 
     fn stream_synchronize(&self, stream: u64) -> Result<()> {
-        let mut state = self.shared.usable()?;
+        let mut state = self.shared.enter()?;
         let id = self.shared.queue_id(&state, stream)?;
         state.forbid_on_captured(id, "stream_synchronize")?;
-        let submitted = self.shared.queue(&mut state, stream)?.1.submitted;
+        let until = [(id, self.shared.queue(&mut state, stream)?.1.submitted)];
         drop(state);
-        self.wait_until("stream_synchronize", |state| {
-            state.queues.get(&id).is_none_or(|queue| queue.completed >= submitted)
-        })
+        self.wait_until("stream_synchronize", |state| state.has_reached(&until))
     }
 
     fn stream_query(&self, stream: u64) -> Result<bool> {
-        let mut state = self.shared.usable()?;
+        let mut state = self.shared.enter()?;
         let id = self.shared.queue_id(&state, stream)?;
         state.forbid_on_captured(id, "stream_query")?;
         Ok(self.shared.queue(&mut state, stream)?.1.is_idle())
@@ -495,17 +610,16 @@ impl Device for VirtualGpu {
 
     fn event_create(&self, timing: bool) -> Result<u64> {
         let handle = new_handle();
-        self.shared.usable()?.events.insert(handle, Event { timing, last: LastRecord::Never });
+        self.shared.enter()?.events.insert(handle, Event { timing, last: LastRecord::Never });
         Ok(handle)
     }
 
     fn event_destroy(&self, event: u64) {
-        self.shared.lock().events.remove(&event);
+        self.shared.enter_regardless().events.remove(&event);
     }
 
     fn event_record(&self, event: u64, stream: u64) -> Result<()> {
-        let mut state = self.shared.usable()?;
-        let id = self.shared.queue_id(&state, stream)?;
+        let (id, mut state) = self.enter_stream("event_record", stream)?;
         self.shared.event(&mut state, event)?;
         let captured = state.recording(id)?.map(|(capture, lane)| capture.record(lane));
         let (_, queue) = self.shared.queue(&mut state, stream)?;
@@ -524,8 +638,7 @@ impl Device for VirtualGpu {
     }
 
     fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()> {
-        let mut state = self.shared.usable()?;
-        let id = self.shared.queue_id(&state, stream)?;
+        let (id, mut state) = self.enter_stream("stream_wait_event", stream)?;
         let own = self.shared.queue(&mut state, stream)?.1.capture;
         let refuse = |rule: &str| Err(Error::argument("event", event, rule));
         match &self.shared.event(&mut state, event)?.last {
@@ -564,7 +677,7 @@ impl Device for VirtualGpu {
     }
 
     fn event_synchronize(&self, event: u64) -> Result<()> {
-        let mark = self.last_mark(&mut *self.shared.usable()?, event, "event_synchronize")?;
+        let mark = self.last_mark(&mut *self.shared.enter()?, event, "event_synchronize")?;
         match mark {
             Some(mark) => self.wait_until("event_synchronize", |_| mark.passed_ns().is_some()),
             None => Ok(()),
@@ -572,12 +685,12 @@ impl Device for VirtualGpu {
     }
 
     fn event_query(&self, event: u64) -> Result<bool> {
-        let mark = self.last_mark(&mut *self.shared.usable()?, event, "event_query")?;
+        let mark = self.last_mark(&mut *self.shared.enter()?, event, "event_query")?;
         Ok(mark.is_none_or(|mark| mark.passed_ns().is_some()))
     }
 
     fn event_elapsed_ms(&self, start: u64, end: u64) -> Result<f32> {
-        let mut state = self.shared.usable()?;
+        let mut state = self.shared.enter()?;
         let mut passed_ns = |event: u64| -> Result<u64> {
             if !self.shared.event(&mut state, event)?.timing {
                 return Err(Error::argument("event", event, "it was created without timing"));
@@ -593,8 +706,9 @@ impl Device for VirtualGpu {
     }
 
     unsafe fn copy(&self, stream: u64, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
+        let entered = self.enter_stream("copy", stream)?;
         if bytes == 0 {
-            return self.shared.queue_id(&*self.shared.usable()?, stream).map(drop);
+            return Ok(());
         }
         let target = match dst {
             CopyEnd::Device(address) => {
@@ -618,15 +732,16 @@ impl Device for VirtualGpu {
                 format!("{bytes} bytes cannot be copied there"),
             ));
         }
-        self.transfer(stream, Transfer::Copy { target, source, bytes })
+        self.transfer(stream, entered, Transfer::Copy { target, source, bytes })
     }
 
     unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        let entered = self.enter_stream("fill", stream)?;
         if bytes == 0 {
-            return self.shared.queue_id(&*self.shared.usable()?, stream).map(drop);
+            return Ok(());
         }
         self.check_range("dst", dst, bytes)?;
-        self.transfer(stream, Transfer::Fill { target: dst.0, value, bytes })
+        self.transfer(stream, entered, Transfer::Fill { target: dst.0, value, bytes })
     }
 
     fn make_progress(&self) {
@@ -639,7 +754,7 @@ impl Device for VirtualGpu {
     }
 
     fn capture_begin(&self, stream: u64) -> Result<()> {
-        let mut state = self.shared.usable()?;
+        let mut state = self.shared.enter()?;
         let (id, queue) = self.shared.queue(&mut state, stream)?;
         if queue.capture.is_some() {
             return Err(Error::argument("stream", stream, "it is being captured already"));
@@ -651,7 +766,7 @@ impl Device for VirtualGpu {
     }
 
     fn capture_end(&self, stream: u64) -> Result<u64> {
-        let mut state = self.shared.usable()?;
+        let mut state = self.shared.enter()?;
         let refuse = |rule: String| Err(Error::argument("stream", stream, rule));
         let capture = match self.shared.queue(&mut state, stream)?.1.capture {
             None => return refuse("no capture was begun on it".to_owned()),
@@ -685,8 +800,7 @@ impl Device for VirtualGpu {
     }
 
     fn graph_launch(&self, graph: u64, stream: u64) -> Result<()> {
-        let mut state = self.shared.usable()?;
-        let id = self.shared.queue_id(&state, stream)?;
+        let (id, mut state) = self.enter_stream("graph_launch", stream)?;
         let Graph { steps, .. } = self.shared.graph(&mut state, graph)?.clone();
         if let Some((capture, lane)) = state.recording(id)? {
             // In one lane, the recorded order is order enough.
@@ -704,6 +818,6 @@ impl Device for VirtualGpu {
     }
 
     fn graph_destroy(&self, graph: u64) {
-        self.shared.lock().graphs.remove(&graph);
+        self.shared.enter_regardless().graphs.remove(&graph);
     }
 }

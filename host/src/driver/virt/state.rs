@@ -9,7 +9,7 @@ use epoxide_vgpu::{DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Regi
 use super::capture::{Capture, Graph, Launch, Step};
 use super::machine::mix;
 use super::stream::{Mark, Op, Queue};
-use crate::driver::{DeviceInfo, MemoryKind};
+use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 
 /// The next handle. Handles are unique in the process, so that one device's handle never names a thing of another.
@@ -26,7 +26,7 @@ pub(super) struct Shared {
     state: Mutex<State>,
     /// Signalled when there may be work for the engine.
     pub(super) work: Condvar,
-    /// Signalled when work is done, or has failed.
+    /// Signalled when work is done, or has failed, and when the context's lock is free again.
     pub(super) done: Condvar,
 }
 
@@ -42,31 +42,47 @@ impl Shared {
         }
     }
 
-    /// The tables, whatever state the device is in.
+    /// Begins a call: every call of the driver comes through here. It gives the tables once nobody holds the context's lock; an error
+    /// where the device is unusable, which a thread that must not call the driver makes it.
+    pub(super) fn enter(&self) -> Result<MutexGuard<'_, State>> {
+        let state = self.enter_regardless();
+        state.check_usable()?;
+        Ok(state)
+    }
+
+    /// The same for calls that return nothing: they tidy up on an unusable device too.
+    pub(super) fn enter_regardless(&self) -> MutexGuard<'_, State> {
+        if let Err(error) = NoDriverCalls::check() {
+            self.fail(&error.to_string());
+        }
+        let held = |state: &mut State| state.held;
+        // Also on a machine: whoever holds the lock runs it meanwhile.
+        self.done.wait_while(self.lock(), held).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The tables, whatever state the device is in and whoever holds the context's lock: for the engine, and within calls.
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic under the lock is a bug; the tables are still the best there is to report it with.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The tables; an error once a kernel has faulted.
+    /// [`Shared::lock`], an error where the device is unusable: for calls that wait.
     pub(super) fn usable(&self) -> Result<MutexGuard<'_, State>> {
         let state = self.lock();
-        match &state.fault {
-            Some(fault) => Err(Error::VirtualFault(fault.clone())),
-            None => Ok(state),
-        }
+        state.check_usable()?;
+        Ok(state)
     }
 
-    /// Makes the device unusable: every later call fails with the first `fault`, and work not yet begun is dropped.
+    /// Makes the device unusable: every later call fails with the first `fault`, no call waits any more, work not yet begun is
+    /// dropped, and the engine drops what runs.
     pub(super) fn fail(&self, fault: &str) {
         let mut state = self.lock();
         state.fault.get_or_insert_with(|| format!("device {}: {fault}", self.info.ordinal));
         for queue in state.queues.values_mut() {
             queue.ops.clear();
         }
-        let freed = std::mem::take(&mut state.freed);
         drop(state);
-        drop(freed);
+        self.work.notify_one();
         self.done.notify_all();
     }
 
@@ -168,6 +184,27 @@ impl Shared {
     }
 }
 
+/// The context's lock, held by the thread that has this. Until it is dropped, calls of other threads wait where they begin.
+pub(super) struct Held<'a>(&'a Shared);
+
+impl<'a> Held<'a> {
+    /// Takes the lock for a call that has begun.
+    pub(super) fn new(shared: &'a Shared, state: &mut State) -> Held<'a> {
+        state.held = true;
+        Held(shared)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.lock().held = false;
+        self.0.done.notify_all();
+    }
+}
+
+/// A point in the work of a device: queues, and how many of their ops have been done there.
+pub(super) type Until = Vec<(u64, u64)>;
+
 /// The tables.
 #[derive(Default)]
 pub(super) struct State {
@@ -183,8 +220,10 @@ pub(super) struct State {
     pub(super) modules: HashMap<u64, Module>,
     pub(super) kernels: HashMap<u64, LoadedKernel>,
     pub(super) allocations: HashMap<u64, Allocation>,
-    /// Freed while work was queued: each goes when the queues have done what they held then, as with `cuMemFree`.
+    /// Freed while work was queued: each goes when the queues have done what they held then, in the order of streams.
     freed: Vec<Freed>,
+    /// A call holds the context's lock.
+    pub(super) held: bool,
     /// Bytes of device memory in use.
     pub(super) used: u64,
     /// Launches enqueued so far.
@@ -200,18 +239,39 @@ pub(super) struct State {
 /// Memory that queued work may still use.
 pub(super) struct Freed {
     _allocation: Allocation,
-    /// Queues, and how many of their ops must have been done.
-    until: Vec<(u64, u64)>,
+    until: Until,
 }
 
 impl State {
+    fn check_usable(&self) -> Result<()> {
+        match &self.fault {
+            Some(fault) => Err(Error::VirtualFault(fault.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// True once the device is unusable.
+    pub(super) fn is_unusable(&self) -> bool {
+        self.fault.is_some()
+    }
+
+    /// The end of all that is enqueued now.
+    pub(super) fn enqueued(&self) -> Until {
+        let busy = self.queues.iter().filter(|(_, queue)| !queue.is_idle());
+        busy.map(|(id, queue)| (*id, queue.submitted)).collect()
+    }
+
+    /// True when the device's work has come to this point.
+    pub(super) fn has_reached(&self, until: &[(u64, u64)]) -> bool {
+        until.iter().all(|(id, ops)| self.queues.get(id).is_none_or(|queue| queue.completed >= *ops))
+    }
+
     /// Takes memory out of the tables. What comes back can be unmapped at once, which is best done without the lock; memory
     /// that queued work may use stays until [`State::take_released`].
     pub(super) fn free(&mut self, memory: u64) -> Option<Allocation> {
         let allocation = self.allocations.remove(&memory)?;
         self.used -= allocation.charged;
-        let busy = self.queues.iter().filter(|(_, queue)| !queue.is_idle());
-        let until: Vec<(u64, u64)> = busy.map(|(id, queue)| (*id, queue.submitted)).collect();
+        let until = self.enqueued();
         if until.is_empty() {
             return Some(allocation);
         }
@@ -221,9 +281,16 @@ impl State {
 
     /// Freed memory that no queued work can use any more. Dropping it unmaps it, which is best done without the lock.
     pub(super) fn take_released(&mut self) -> Vec<Freed> {
-        let queues = &self.queues;
-        let done = |(id, target): &(u64, u64)| queues.get(id).is_none_or(|queue| queue.completed >= *target);
-        self.freed.extract_if(.., |freed| freed.until.iter().all(done)).collect()
+        let mut freed = std::mem::take(&mut self.freed);
+        let released = freed.extract_if(.., |freed| self.has_reached(&freed.until)).collect();
+        self.freed = freed;
+        released
+    }
+
+    /// Says that no work runs any more, on a device that is unusable. Gives all freed memory, as [`State::take_released`].
+    pub(super) fn abandon(&mut self) -> Vec<Freed> {
+        self.queues.values_mut().for_each(|queue| queue.busy = false);
+        std::mem::take(&mut self.freed)
     }
 
     /// The capture of a queue, if it is being captured; an error once the capture cannot be finished any more.

@@ -3,9 +3,12 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
-use epoxide_vgpu::Memory;
+use epoxide_vgpu::{Memory, MemoryError};
 
 use super::capture::Launch;
+
+/// How many ops a stream holds that are not done. Who wants to enqueue one more waits.
+const QUEUE_OPS: u64 = 1024;
 
 /// A point in a stream. Each record of an event makes a new one, so that those who waited for an earlier record keep
 /// waiting for that one.
@@ -37,6 +40,19 @@ unsafe impl Send for HostPtr {}
 // SAFETY: as above; `&HostPtr` gives out the address only.
 unsafe impl Sync for HostPtr {}
 
+impl HostPtr {
+    /// A copy of what is there now.
+    ///
+    /// # Safety
+    /// `bytes` bytes are readable.
+    pub(super) unsafe fn read(self, bytes: u64) -> Box<[u8]> {
+        let mut copy = vec![0; bytes as usize].into_boxed_slice();
+        // SAFETY: the caller vouches for the source; `copy` is our own and as long.
+        unsafe { std::ptr::copy_nonoverlapping(self.0, copy.as_mut_ptr(), copy.len()) };
+        copy
+    }
+}
+
 /// Where a copy reads.
 #[derive(Debug, Clone)]
 pub(super) enum Source {
@@ -47,11 +63,30 @@ pub(super) enum Source {
     Staged(Box<[u8]>),
 }
 
+impl Source {
+    /// A copy of what is there now.
+    fn read(&self, memory: &Memory, bytes: u64) -> Result<Box<[u8]>, MemoryError> {
+        match self {
+            Source::Device(address) => {
+                let mut copy = vec![0; bytes as usize].into_boxed_slice();
+                memory.read(*address, &mut copy).map(|()| copy)
+            }
+            // SAFETY: the caller of `Device::copy` keeps the source alive until the stream has passed it.
+            Source::Host(host) => Ok(unsafe { host.read(bytes) }),
+            Source::Staged(staged) => Ok(staged.clone()),
+        }
+    }
+}
+
 /// Where a copy writes.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) enum Target {
     Device(u64),
+    /// Host memory, written when the stream comes to the copy.
     Host(HostPtr),
+    /// What the calling thread, which waits for it, then copies to pageable memory. So nothing writes there after the call has ended,
+    /// not even where it stopped waiting.
+    Staged(Arc<OnceLock<Box<[u8]>>>),
 }
 
 /// A copy or a fill.
@@ -62,21 +97,6 @@ pub(super) enum Transfer {
 }
 
 impl Transfer {
-    /// The same with pageable host memory read now. `is_mapped` tells whether host memory is the device's as well.
-    pub(super) fn staged(self, is_mapped: impl Fn(u64, u64) -> bool) -> Transfer {
-        match self {
-            Transfer::Copy { target, source: Source::Host(host), bytes }
-                if !is_mapped(host.0 as u64, bytes) =>
-            {
-                let mut staged = vec![0; bytes as usize].into_boxed_slice();
-                // SAFETY: the caller of `Device::copy` has the source readable for `bytes` bytes; `staged` is ours.
-                unsafe { std::ptr::copy_nonoverlapping(host.0, staged.as_mut_ptr(), staged.len()) };
-                Transfer::Copy { target, source: Source::Staged(staged), bytes }
-            }
-            other => other,
-        }
-    }
-
     /// Carries it out; the error says which address was wrong.
     pub(super) fn run(&self, memory: &Memory) -> Result<(), String> {
         let outcome = match self {
@@ -104,6 +124,10 @@ impl Transfer {
                     unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target.0, source.len()) };
                     Ok(())
                 }
+                (Target::Staged(landed), source) => source.read(memory, *bytes).map(|read| {
+                    // A copy to pageable memory runs once.
+                    let _ = landed.set(read);
+                }),
             },
         };
         outcome.map_err(|error| error.to_string())
@@ -140,6 +164,11 @@ impl Queue {
     pub(super) fn push(&mut self, op: Op) {
         self.submitted += 1;
         self.ops.push_back(op);
+    }
+
+    /// True when one more op can be enqueued, or recorded.
+    pub(super) fn has_room(&self) -> bool {
+        self.capture.is_some() || self.submitted - self.completed < QUEUE_OPS
     }
 
     /// True when nothing is pending or running.

@@ -1,5 +1,6 @@
 //! The driver's contract, on both executors.
 
+use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::driver::{Event, Graph as OwnedGraph, Kernel, Memory, Module as OwnedModule, Stream};
 
-const PTX: &str = r#"
+pub(super) const PTX: &str = r#"
 .version 7.8
 .target sm_90
 .address_size 64
@@ -91,71 +92,109 @@ CAME:
 "#;
 
 /// A device with the kernels above.
-struct Rig {
-    device: Arc<dyn Device>,
-    module: OwnedModule,
-    stream: Stream,
+pub(super) struct Rig {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) module: OwnedModule,
+    pub(super) stream: Stream,
+    /// The device.
+    pub(super) gpu: Arc<VirtualGpu>,
+}
+
+/// Makes a device unusable where a test fails, so that nothing waits any more for its kernels.
+pub(super) struct Watch(Arc<VirtualGpu>);
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.shared.fail("the test has failed");
+        }
+    }
+}
+
+/// Mapped host words that kernels may wait for.
+pub(super) struct Words {
+    // First, since freeing the memory waits for the kernels.
+    _watch: Watch,
+    memory: Memory,
+}
+
+impl Deref for Words {
+    type Target = Memory;
+
+    fn deref(&self) -> &Memory {
+        &self.memory
+    }
 }
 
 impl Rig {
     fn new(config: VirtConfig) -> Rig {
-        let device = VirtualGpu::new(config);
+        let gpu = Arc::new(VirtualGpu::start(config));
+        let device: Arc<dyn Device> = gpu.clone();
         let module = OwnedModule::load(&device, PTX).unwrap();
         let stream = Stream::new(&device, false).unwrap();
-        Rig { device, module, stream }
+        Rig { device, module, stream, gpu }
     }
 
-    fn threaded() -> Rig {
+    pub(super) fn threaded() -> Rig {
         Rig::new(VirtConfig::default())
     }
 
-    fn manual(machine: &Machine) -> Rig {
+    pub(super) fn manual(machine: &Machine) -> Rig {
         Rig::new(VirtConfig { executor: Executor::Manual(machine.clone()), ..VirtConfig::default() })
     }
 
-    fn stream(&self) -> Stream {
+    /// To be held where threads are waited for that may wait for this device.
+    pub(super) fn watch(&self) -> Watch {
+        Watch(self.gpu.clone())
+    }
+
+    pub(super) fn stream(&self) -> Stream {
         Stream::new(&self.device, true).unwrap()
     }
 
-    fn event(&self) -> Event {
+    pub(super) fn event(&self) -> Event {
         Event::new(&self.device, true).unwrap()
     }
 
-    fn kernel(&self, name: &'static str) -> Kernel {
+    pub(super) fn kernel(&self, name: &'static str) -> Kernel {
         self.module.kernel(name, 0).unwrap()
     }
 
-    fn alloc(&self, bytes: u64, kind: MemoryKind) -> Memory {
+    pub(super) fn alloc(&self, bytes: u64, kind: MemoryKind) -> Memory {
         Memory::alloc(&self.device, bytes, kind, "test").unwrap()
     }
 
     /// Mapped host words, zeroed.
-    fn words(&self, count: u64) -> Memory {
-        let memory = self.alloc(count * 4, MemoryKind::MappedHost);
-        (0..count).for_each(|index| word(&memory, index).store(0, Ordering::Release));
-        memory
+    pub(super) fn words(&self, count: u64) -> Words {
+        Words { _watch: self.watch(), memory: self.alloc(count * 4, MemoryKind::MappedHost) }
     }
 
-    fn try_launch(&self, stream: &Stream, name: &'static str, blocks: u32, params: &[&[u8]]) -> Result<()> {
+    pub(super) fn try_launch(
+        &self,
+        stream: &Stream,
+        name: &'static str,
+        blocks: u32,
+        params: &[&[u8]],
+    ) -> Result<()> {
         let config = LaunchConfig { grid: blocks, block: 32, shared_bytes: 0, cooperative: false };
         // SAFETY: the tests keep memory until its streams are idle; wrong parameters are refused.
         unsafe { stream.launch(&self.kernel(name), &config, params) }
     }
 
-    fn add_one(&self, stream: &Stream, words: DevicePtr, count: u32) {
+    pub(super) fn add_one(&self, stream: &Stream, words: DevicePtr, count: u32) {
         let params: [&[u8]; 2] = [&words.0.to_le_bytes(), &count.to_le_bytes()];
         self.try_launch(stream, "add_one", count.div_ceil(32), &params).unwrap();
     }
 
-    fn store(&self, stream: &Stream, word: DevicePtr, value: u32) {
+    pub(super) fn store(&self, stream: &Stream, word: DevicePtr, value: u32) {
         self.try_launch(stream, "store", 1, &[&word.0.to_le_bytes(), &value.to_le_bytes()]).unwrap();
     }
 
-    fn wait(&self, stream: &Stream, word: DevicePtr, value: u32) {
+    pub(super) fn wait(&self, stream: &Stream, word: DevicePtr, value: u32) {
         self.try_launch(stream, "wait", 1, &[&word.0.to_le_bytes(), &value.to_le_bytes()]).unwrap();
     }
 
-    fn read(&self, address: DevicePtr) -> u32 {
+    pub(super) fn read(&self, address: DevicePtr) -> u32 {
         let mut bytes = [0; 4];
         self.stream().read(&mut bytes, address).unwrap();
         u32::from_le_bytes(bytes)
@@ -163,14 +202,14 @@ impl Rig {
 }
 
 /// A word of mapped host memory.
-fn word(memory: &Memory, index: u64) -> &AtomicU32 {
+pub(super) fn word(memory: &Memory, index: u64) -> &AtomicU32 {
     assert!(index * 4 < memory.bytes() && !memory.host_ptr().is_null());
     // SAFETY: inside the memory, aligned, and only accessed atomically here.
     unsafe { AtomicU32::from_ptr(memory.host_ptr().cast::<u32>().add(index as usize)) }
 }
 
 /// Runs a test on a threaded device and on one that is driven by hand.
-fn on_both(test: impl Fn(Rig)) {
+pub(super) fn on_both(test: impl Fn(Rig)) {
     test(Rig::threaded());
     test(Rig::manual(&Machine::new(7)));
 }
@@ -298,7 +337,7 @@ fn pageable_sources_are_read_at_once_and_mapped_ones_in_order() {
 }
 
 /// The raw handle of a stream, by way of adopting it.
-fn handle(stream: &Stream) -> u64 {
+pub(super) fn handle(stream: &Stream) -> u64 {
     // SAFETY: the stream is the device's own and outlives the handle, which the tests leave to the device.
     unsafe { stream.device().stream_adopt(stream.raw()) }.unwrap()
 }
@@ -618,11 +657,17 @@ fn as_a_rank() {
 
 #[test]
 fn a_dropped_device_abandons_spinning_kernels() {
-    let rig = Rig::threaded();
-    let words = rig.words(1);
-    rig.wait(&rig.stream, words.ptr(), 1);
-    drop(words);
-    drop(rig);
+    let device = VirtualGpu::new(VirtConfig::default());
+    // By their handles, since nothing else of a device can be given back while a kernel spins.
+    let module = device.module_load(PTX).unwrap();
+    let kernel = device.module_kernel(module, "wait", 0).unwrap();
+    let stream = device.stream_create(false).unwrap();
+    let word = device.alloc(4, MemoryKind::Device, "word").unwrap().ptr;
+    let config = LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false };
+    let params: [&[u8]; 2] = [&word.0.to_le_bytes(), &u32::MAX.to_le_bytes()];
+    // SAFETY: the parameters are those of the kernel, and the word is as old as the device.
+    unsafe { device.launch(stream, kernel, &config, &params) }.unwrap();
+    drop(device);
 }
 
 /// Two devices hand a word to and fro; returns the machine's digest.
@@ -672,13 +717,15 @@ fn a_wait_in_vain_is_reported() {
 fn large_grids_that_spin_are_found_to() {
     let machine = Machine::new(9);
     let rigs = [Rig::manual(&machine), Rig::manual(&machine)];
-    let words: Vec<Memory> = rigs.iter().map(|rig| rig.words(1)).collect();
+    let words: Vec<Words> = rigs.iter().map(|rig| rig.words(1)).collect();
     for (rig, words) in rigs.iter().zip(&words) {
         let params: [&[u8]; 2] = [&words.ptr().0.to_le_bytes(), &1u32.to_le_bytes()];
         rig.try_launch(&rig.stream, "wait", 500, &params).unwrap();
     }
     let error = rigs[0].stream.synchronize().unwrap_err().to_string();
     assert!(error.contains("GPU 0: kernel 'wait': 500") && error.contains("lines more"), "{error}");
+    words.iter().for_each(|words| word(words, 0).store(1, Ordering::Release));
+    rigs.iter().for_each(|rig| rig.stream.synchronize().unwrap());
 }
 
 #[test]
