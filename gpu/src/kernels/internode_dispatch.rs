@@ -311,8 +311,7 @@ unsafe fn book(args: &InternodeDispatchArgs, entry: u32, head: i32, row: i32) {
     unsafe {
         let (lane, per_node) = (laneid(), args.dispatch.comm.num_ranks);
         if lane < SEND_ROW_STRIDE {
-            let at = entry as u64 * SEND_ROW_STRIDE as u64 + lane as u64;
-            st_i32(args.route.forward_row.0 + at * 4, row);
+            st_i32(forward_row(args, entry) + lane as u64 * 4, row);
         }
         if lane < per_node {
             let at = entry as u64 * per_node as u64 + lane as u64;
@@ -523,16 +522,17 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
         let mut pools = [0u64; MAX_RANKS];
         unroll8!(RANK => { pools[RANK] = shfl_u64(peer, RANK as u32) });
 
-        // Lane n: the channel's slots from node n and its arrival word, and how many tokens come from the nodes before it.
-        let (mut first, mut count, mut before) = (0, 0, 0);
+        // Lane n: what comes on the channel from node n: how many rows, their slots and arrival word, and where they are in the books.
+        let (mut count, mut entries) = (0, 0);
         let (mut slots, mut word) = (0, 0);
         if lane < wire.num_nodes {
             let path = Path::to(wire, lane);
             word = path.memory + arrival_word(wire, lane, channel);
             let prefix = args.route.recv_rdma_channel_prefix_matrix.0;
+            let first;
             (first, count) = channel_rows(prefix, args.route.num_channels, lane, channel);
             slots = path.slots_in(wire, lane) + first as u64 * args.slot_bytes as u64;
-            before = relayed_before(args, lane);
+            entries = relayed_before(args, lane) + first;
             if lane == wire.node {
                 count = 0;
             }
@@ -570,7 +570,13 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
                     fence_proxy_async();
                 }
                 let slot = slot_of(&load);
-                let tail = Tail { from: slot + shape.meta as u64, bytes: shape.bytes - shape.meta };
+                // Behind the row: its metadata, or in a cached dispatch where it went, so that no warp waits for a load of its own.
+                let entry = shfl_u32(entries, load.node) + load.row;
+                let tail = if rows.with_metadata != 0 {
+                    Tail { from: slot + shape.meta as u64, bytes: shape.bytes - shape.meta }
+                } else {
+                    Tail { from: forward_row(args, entry), bytes: FORWARD_ROW_BYTES }
+                };
                 load_stage(ring, rows, load_slot, slot, slot + shape.scales as u64, tail, load.offset);
                 load_slot = if load_slot + 1 == ring.count { 0 } else { load_slot + 1 };
                 in_flight += 1;
@@ -581,7 +587,8 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
             let (bytes, buffer) = ((rows.row_bytes - offset).min(rows.piece_bytes), ring.buffer(turn.slot));
             ring.wait(&turn);
             if offset == 0 {
-                let entry = shfl_u32(before, sent.node) + shfl_u32(first, sent.node) + sent.row;
+                let entry = shfl_u32(entries, sent.node) + sent.row;
+                let tail = buffer + Tail::offset(rows);
                 row = -1;
                 if rows.with_metadata != 0 {
                     if sent.node != start_node && lane < comm.num_ranks {
@@ -589,26 +596,24 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
                     }
                     start_node = sent.node;
                     let mut token = Metadata::NONE;
-                    let meta = buffer + Tail::offset(rows);
                     let mut head = -1;
                     if lane < comm.num_ranks {
-                        head = ld_shared_u32(meta + SlotShape::HEADS + lane * 4) as i32;
+                        head = ld_shared_u32(tail + SlotShape::HEADS + lane * 4) as i32;
                         if head >= 0 {
                             row = (start + head as u32) as i32;
                         }
                     }
                     token.row = row;
                     if lane < rows.num_topk {
-                        let at = meta + SlotShape::TOPK + lane * 4;
+                        let at = tail + SlotShape::TOPK + lane * 4;
                         token.expert = ld_shared_u32(at) as i32 as i64;
                         token.weight = f32::from_bits(ld_shared_u32(at + rows.num_topk * 4));
                     }
-                    token.send(rows, ld_shared_u32(meta + SlotShape::TOKEN), &pools, lane);
+                    token.send(rows, ld_shared_u32(tail + SlotShape::TOKEN), &pools, lane);
                     send_source(args, row, peer, sent.node);
                     book(args, entry, head, row);
                 } else if lane < SEND_ROW_STRIDE {
-                    let at = entry as u64 * SEND_ROW_STRIDE as u64 + lane as u64;
-                    row = ld_i32(args.route.forward_row.0 + at * 4);
+                    row = ld_shared_u32(tail + lane * 4) as i32;
                 }
                 if rows.num_scales != 0 && bulk_scale_bytes(rows.num_scales) == 0 {
                     let scales = slot_of(&sent) + shape.scales as u64;
@@ -632,6 +637,16 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
             sent.advance(rows.row_bytes, rows.piece_bytes);
         }
     }
+}
+
+/// Bytes of a token's rows at the ranks of this node.
+const FORWARD_ROW_BYTES: u32 = SEND_ROW_STRIDE * 4;
+const _: () = assert!(FORWARD_ROW_BYTES.is_multiple_of(16) && FORWARD_ROW_BYTES <= SlotShape::metadata_bytes(0));
+
+/// Where a relayed token's rows at the ranks of this node are noted.
+#[inline(always)]
+fn forward_row(args: &InternodeDispatchArgs, entry: u32) -> u64 {
+    args.route.forward_row.0 + entry as u64 * FORWARD_ROW_BYTES as u64
 }
 
 /// Where the first rows of a node's channel are at the ranks of this node: address of the entry for rank 0.

@@ -157,8 +157,10 @@ impl Buffer {
                 }
                 let (grid, block, shared) = (buffer.config.num_sms, ring.threads(), ring.shared_bytes());
                 match (&kernels.mode, routing, &buffer.wire) {
-                    (ModeKernels::Intranode { .. }, Routing::Intranode(_), _) if dtype == DType::F32 => {
-                        stream.call(kernels.combine_f32()?, grid, block, shared, CombineF32::call(args))
+                    (ModeKernels::Intranode { combine_f32, .. }, Routing::Intranode(_), _)
+                        if dtype == DType::F32 =>
+                    {
+                        stream.call(combine_f32, grid, block, shared, CombineF32::call(args))
                     }
                     (ModeKernels::Intranode { combine, .. }, Routing::Intranode(_), _) => {
                         stream.call(combine, grid, block, shared, CombineBf16::call(args))

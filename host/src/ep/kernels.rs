@@ -103,18 +103,18 @@ impl RingShape {
 /// Kernels that depend on whether there are several nodes.
 #[derive(Debug)]
 pub(super) enum ModeKernels {
-    Intranode { notify: Kernel, dispatch: Kernel, combine: Kernel },
+    Intranode { notify: Kernel, dispatch: Kernel, combine: Kernel, combine_f32: Kernel },
     Internode { count: Kernel, notify: Kernel, dispatch: Kernel, combine: Kernel },
 }
 
-/// The kernels of one device. Those that every call path needs are loaded at once, as one module; the others when they are
-/// first asked for, since a driver takes tens of milliseconds to compile each.
+/// The kernels of one device. All that operations need are loaded at once, as one module: loading waits for running kernels, and holds
+/// up whoever else needs the driver, so that in the course of operations it could wait for itself. Those of the ceilings come when they
+/// are first asked for, since a driver takes tens of milliseconds to compile each.
 #[derive(Debug)]
 pub(super) struct Kernels {
     pub dispatch_layout: Kernel,
     pub stage_combine: Kernel,
     pub mode: ModeKernels,
-    combine_f32: OnceLock<Kernel>,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     device: Arc<dyn Device>,
@@ -135,7 +135,7 @@ impl Kernels {
                 InternodeCombine::INFO.name,
             ][..]
         } else {
-            &[Notify::INFO.name, Dispatch::INFO.name, CombineBf16::INFO.name][..]
+            &[Notify::INFO.name, Dispatch::INFO.name, CombineBf16::INFO.name, CombineF32::INFO.name][..]
         });
         let module = Module::load(device, &epoxide_gpu::only_kernels(&ptx()?, &first))?;
         let mode = if internode {
@@ -150,22 +150,18 @@ impl Kernels {
                 notify: module.kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
                 dispatch: module.kernel(Dispatch::INFO.name, shared_limit)?,
                 combine: module.kernel(CombineBf16::INFO.name, shared_limit)?,
+                combine_f32: module.kernel(CombineF32::INFO.name, shared_limit)?,
             }
         };
         Ok(Kernels {
             dispatch_layout: module.kernel(DispatchLayout::INFO.name, shared_limit)?,
             stage_combine: module.kernel(StageCombine::INFO.name, 0)?,
             mode,
-            combine_f32: OnceLock::new(),
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),
             tuning,
         })
-    }
-
-    pub fn combine_f32(&self) -> Result<&Kernel> {
-        self.on_demand(&self.combine_f32, <CombineF32 as gpu::Kernel>::INFO)
     }
 
     pub fn ceiling_push(&self) -> Result<&Kernel> {
