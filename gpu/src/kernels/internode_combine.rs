@@ -10,40 +10,25 @@ use super::combine::{Bf16, Contributors, Item, MAX_SLOT_BYTES, Outputs, Ranks, S
 use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use super::wire::{
-    Operation, PROGRESS_BYTES, Path, Posted, Progress, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
+    Operation, Path, Posted, Progress, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
     tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows, workers,
 };
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{
-    CombineArgs, InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes,
+    InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes,
 };
 use crate::simt::*;
 
-/// Buffers in shared memory from which a warp's sums go to slots.
-pub const STAGES: u32 = 2;
-/// Items that a worker warp of the gatherer may have under way when it says how far it has come: enough to keep the links busy.
-const UNFINISHED: u32 = 8;
-
+/// Items of a warp between two times that it says how far it has come.
+const PUBLISH: u32 = 4;
 /// Most items of a channel, holes included: the number of one is a word of progress.
 const MAX_ITEMS: u64 = u32::MAX as u64;
 
-/// Dynamic shared memory of internode_combine, in bytes: of `workers` warps with rings of `slots` slots.
-pub const fn internode_combine_shared_bytes(workers: u32, slots: u32, slot_bytes: u32) -> u32 {
-    let rings = shared_bytes(workers, slots, slot_bytes) + PROGRESS_BYTES;
-    rings.next_multiple_of(16) + workers * STAGES * slot_bytes
-}
-
-/// Where those buffers begin in dynamic shared memory: behind the rings and a word for each warp.
-#[inline(always)]
-fn stage_offset(rows: &CombineArgs, workers: u32) -> u32 {
-    (shared_bytes(workers, rows.slots, rows.slot_bytes) + PROGRESS_BYTES).next_multiple_of(16)
-}
-
 /// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order, rounds. Unweighted.
 ///
-/// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory: the rings, a word for each warp, then
-/// the buffers that sums leave from: [`internode_combine_shared_bytes`].
+/// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory: the rings, then a word for each
+/// warp.
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 4, registers = 168,
     requires(
@@ -116,13 +101,41 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     leave(comm, epoch, joined & !aborted(comm), Wait::CombineDone);
 }
 
+/// A number that is divided by again and again: by a multiplication, as a division takes dozens of instructions.
+#[derive(Clone, Copy)]
+struct Divisor {
+    by: u32,
+    /// 2^32 over it, rounded down; for 1, which that does not fit, one less.
+    reciprocal: u32,
+}
+
+impl Divisor {
+    /// `by` is at least 1.
+    #[inline(always)]
+    unsafe fn new(by: u32) -> Self {
+        // SAFETY: the caller says so; it spares a trap.
+        unsafe { core::hint::assert_unchecked(by >= 1) };
+        // The quotient by a power of two comes out one too small, which `split` mends.
+        Divisor { by, reciprocal: u32::MAX / by }
+    }
+
+    /// Quotient and remainder.
+    #[inline(always)]
+    fn split(&self, number: u32) -> (u32, u32) {
+        // Too small by one at the most: the reciprocal is too small by less than 1 + 1 / by, and the number below 2^32.
+        let quotient = (number as u64 * self.reciprocal as u64 >> 32) as u32;
+        let rest = number - quotient * self.by;
+        if rest >= self.by { (quotient + 1, rest - self.by) } else { (quotient, rest) }
+    }
+}
+
 /// The order in which a gatherer takes the tokens that it relayed on a channel: chunk after chunk, and of each chunk node after node, so
 /// that all nodes' sums come along evenly and finishers need not wait for the last of them. The nodes behind the own one come first, so
 /// that not all ranks send to the same; the own one comes last. Lane n holds what is of node n.
 #[derive(Clone, Copy)]
 struct Order {
-    chunk: u32,
-    nodes: u32,
+    chunk: Divisor,
+    nodes: Divisor,
     own: u32,
     /// Tokens from the node, and the first of its slots.
     count: u32,
@@ -137,49 +150,42 @@ impl Order {
         // SAFETY: the entries lie inside the matrix; the warp is whole here.
         unsafe {
             let (wire, route, lane) = (&args.wire, &args.route, laneid());
-            // As the kernel's clauses say; it spares traps in the divisions below.
-            core::hint::assert_unchecked(wire.chunk >= 1 && wire.num_nodes >= 2);
             let (mut first, mut count) = (0, 0);
             if lane < wire.num_nodes {
                 let prefix = route.recv_rdma_channel_prefix_matrix.0;
                 (first, count) = channel_rows(prefix, route.num_channels, lane, channel);
             }
             let most = u32::MAX - redux_min(u32::MAX - count);
-            let end = most.div_ceil(wire.chunk) * wire.chunk * wire.num_nodes;
-            Order { chunk: wire.chunk, nodes: wire.num_nodes, own: wire.node, count, first, end }
+            let (chunk, nodes) = (Divisor::new(wire.chunk), Divisor::new(wire.num_nodes));
+            let rounds = chunk.split(most + wire.chunk - 1).0;
+            let end = rounds * wire.chunk * wire.num_nodes;
+            Order { chunk, nodes, own: wire.node, count, first, end }
         }
     }
 
     /// The token's node, and which of the tokens from there it is: none, where there are not that many.
     #[inline(always)]
-    unsafe fn place(&self, token: u32) -> (u32, u32) {
-        // SAFETY: as in `new`.
-        unsafe {
-            core::hint::assert_unchecked(self.chunk >= 1 && self.nodes >= 2);
-            let (group, rest) = (token / self.chunk, token % self.chunk);
-            let (round, turn) = (group / self.nodes, group % self.nodes);
-            let node = self.own + 1 + turn;
-            (if node >= self.nodes { node - self.nodes } else { node }, round * self.chunk + rest)
-        }
+    fn place(&self, token: u32) -> (u32, u32) {
+        let ((group, rest), nodes) = (self.chunk.split(token), self.nodes.by);
+        let (round, turn) = self.nodes.split(group);
+        let node = self.own + 1 + turn;
+        (if node >= nodes { node - nodes } else { node }, round * self.chunk.by + rest)
     }
 
     /// Lane n: how many of node n's tokens come before `token`.
     #[inline(always)]
-    unsafe fn before(&self, token: u32) -> u32 {
-        // SAFETY: as in `new`.
-        unsafe {
-            core::hint::assert_unchecked(self.chunk >= 1 && self.nodes >= 2);
-            let (group, rest) = (token / self.chunk, token % self.chunk);
-            let (round, now) = (group / self.nodes, group % self.nodes);
-            let (node, behind) = (laneid(), self.own + 1);
-            let turn = if node >= behind { node - behind } else { node + self.nodes - behind };
-            let of_round = match (turn < now, turn == now) {
-                (true, _) => self.chunk,
-                (_, true) => rest,
-                _ => 0,
-            };
-            (round * self.chunk + of_round).min(self.count)
-        }
+    fn before(&self, token: u32) -> u32 {
+        let (group, rest) = self.chunk.split(token);
+        let (round, now) = self.nodes.split(group);
+        // SAFETY: reads a special register.
+        let (node, behind) = (unsafe { laneid() }, self.own + 1);
+        let turn = if node >= behind { node - behind } else { node + self.nodes.by - behind };
+        let of_round = match (turn < now, turn == now) {
+            (true, _) => self.chunk.by,
+            (_, true) => rest,
+            _ => 0,
+        };
+        (round * self.chunk.by + of_round).min(self.count)
     }
 }
 
@@ -226,94 +232,71 @@ impl Contributors for Relayed {
     }
 }
 
-/// Sums on their way to slots. Into a peer's memory they go from shared memory by bulk stores, which is what fills the links. Into
-/// this rank's own, and the host's, they go by ordinary stores: a warp that waits for bulk stores to the host flushes the bus, which
-/// takes 1.6 us and is done for one warp of the device after the other.
+/// Sums on their way to slots.
 struct Slots<'a> {
     args: &'a InternodeCombineArgs,
     order: Order,
     /// Lane n: the channel's first slot for node n.
     slots: u64,
-    /// The other nodes whose memory is mapped, a bit for each.
-    mapped: u32,
-    /// Two buffers in shared memory.
-    stage: u32,
     /// Items so far, and how many warps share the channel's.
-    issued: u32,
+    stored: u32,
     workers: u32,
     progress: &'a Progress,
+}
+
+impl Slots<'_> {
+    /// The slot for the sum of `token`; 0 where there is no such token.
+    #[inline(always)]
+    unsafe fn slot(&self, token: u32) -> u64 {
+        // SAFETY: the warp is whole here.
+        unsafe {
+            let (node, index) = self.order.place(token);
+            let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
+            if index < count { slots + index as u64 * self.args.slot_bytes as u64 } else { 0 }
+        }
+    }
+
+    /// Says that the warp's first `items` items are where they go.
+    #[inline(always)]
+    unsafe fn publish(&self, items: u32) {
+        // SAFETY: lane 0 publishes what all lanes wrote before they met.
+        unsafe {
+            syncwarp();
+            if laneid() == 0 {
+                self.progress.publish(tid() / 32 + items * self.workers);
+            }
+        }
+    }
 }
 
 impl Sink for Slots<'_> {
     #[inline(always)]
     unsafe fn weights(&self, token: u32) -> u64 {
-        // SAFETY: the warp is whole here.
+        // SAFETY: passed on.
         unsafe {
             let rows = &self.args.combine;
-            let (node, index) = self.order.place(token);
-            let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
-            if rows.combined_weights.is_null() || index >= count {
-                return 0;
-            }
-            slots + index as u64 * self.args.slot_bytes as u64 + rows.row_bytes as u64
+            let slot = if rows.combined_weights.is_null() { 0 } else { self.slot(token) };
+            if slot == 0 { 0 } else { slot + rows.row_bytes as u64 }
         }
     }
 
     #[inline(always)]
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
-        // SAFETY: the buffer is this warp's, and the copy engine has read what was in it; the slot was planned.
+        // SAFETY: the slot was planned, and its node is ready.
         unsafe {
-            let (rows, lane) = (&self.args.combine, laneid());
-            let (node, index) = self.order.place(item.token);
-            let (slots, count) = (shfl_u64(self.slots, node), shfl_u32(self.order.count, node));
-            let slot = slots + index as u64 * self.args.slot_bytes as u64;
-            let to = slot + (item.piece * rows.slot_bytes) as u64;
-            if self.mapped >> node & 1 != 0 {
-                let buffer = self.stage + (self.issued & 1) * rows.slot_bytes;
-                // The item before the last one had this buffer.
-                bulk_wait_read::<1>();
-                syncwarp();
+            let slot = self.slot(item.token);
+            if slot != 0 {
+                let to = slot + (item.piece * self.args.combine.slot_bytes) as u64;
                 unroll8!(J => {
-                    let at = lane * 16 + J as u32 * 512;
-                    if at < bytes {
-                        st_shared_v4(buffer + at, vectors[J]);
-                    }
-                });
-                fence_proxy_async_shared();
-                syncwarp();
-                if lane == 0 && index < count {
-                    bulk_store(to, buffer, bytes);
-                }
-            } else if index < count {
-                unroll8!(J => {
-                    let at = lane * 16 + J as u32 * 512;
+                    let at = laneid() * 16 + J as u32 * 512;
                     if at < bytes {
                         st_v4(to + at as u64, vectors[J]);
                     }
                 });
             }
-            self.issued += 1;
-            let mut done = self.issued;
-            if self.mapped != 0 {
-                bulk_commit();
-                bulk_wait::<UNFINISHED>();
-                done = done.saturating_sub(UNFINISHED);
-            }
-            self.publish(done);
-        }
-    }
-}
-
-impl Slots<'_> {
-    /// Says that the warp's first `items` items are where they go.
-    #[inline(always)]
-    unsafe fn publish(&self, items: u32) {
-        // SAFETY: lane 0 publishes what all lanes wrote before they met; the bulk stores of these items are its own and complete, so that
-        // it sees what they wrote and its release covers that.
-        unsafe {
-            syncwarp();
-            if laneid() == 0 {
-                self.progress.publish(tid() / 32 + items * self.workers);
+            self.stored += 1;
+            if self.stored % PUBLISH == 0 {
+                self.publish(self.stored);
             }
         }
     }
@@ -327,23 +310,17 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
         let (rows, wire, route, lane) = (&args.combine, &args.wire, &args.route, laneid());
         let order = Order::new(args, channel);
         let (mut table, mut slots) = (0, 0);
-        let mut mapped = false;
         if lane < wire.num_nodes {
-            let path = Path::to(wire, lane);
-            mapped = (path.peer != 0) & (lane != wire.node);
             let mut entry = order.first;
             if lane != 0 {
                 entry += ld_u32(route.recv_rdma_rank_prefix_sum.0 + (lane - 1) as u64 * 4);
             }
             table = route.forward_row.0 + entry as u64 * SEND_ROW_STRIDE as u64 * 4;
-            slots = path.slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
+            slots = Path::to(wire, lane).slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
         }
-        let mapped = ballot(mapped);
         let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
-        let stage = dynamic_shared() + stage_offset(rows, workers) + tid() / 32 * STAGES * rows.slot_bytes;
-        let mut to = Slots { args, order, slots, mapped, stage, issued: 0, workers, progress };
+        let mut to = Slots { args, order, slots, stored: 0, workers, progress };
         sum_rows::<Bf16, _, _>(rows, ring, &mut Turn::first(), &from, &mut to, 0, order.end, workers);
-        bulk_wait::<0>();
         to.publish(order.end * rows.pieces);
     }
 }

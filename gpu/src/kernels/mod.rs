@@ -43,7 +43,6 @@ pub use {
 };
 
 pub use combine::MAX_SLOT_BYTES;
-pub use internode_combine::{STAGES as COMBINE_STAGES, internode_combine_shared_bytes};
 pub use internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
 pub use notify::NOTIFY_SHARED_BYTES;
 pub use wire::PROGRESS_BYTES;

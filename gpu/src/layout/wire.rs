@@ -167,6 +167,9 @@ pub mod relay_message {
     pub const WORDS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
 }
 
+/// Slots begin at multiples of this many bytes, a cache line: rows that straddle lines take the links a tenth longer.
+pub const SLOT_ALIGN: u32 = 128;
+
 /// What a slot of a dispatch holds: the row, its scales, and unless cached its metadata. Offsets in bytes; the parts start at
 /// multiples of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,7 +198,7 @@ impl SlotShape {
             Some(num_topk) => Self::metadata_bytes(num_topk),
             None => 0,
         };
-        SlotShape { scales: row_bytes, meta, bytes: meta + meta_bytes }
+        SlotShape { scales: row_bytes, meta, bytes: (meta + meta_bytes).next_multiple_of(SLOT_ALIGN) }
     }
 
     /// Bytes of the metadata.
@@ -208,5 +211,5 @@ impl SlotShape {
 /// Bytes of a slot of a combine: a row, then `num_topk` weights, f32.
 #[inline(always)]
 pub const fn combine_slot_bytes(row_bytes: u32, num_topk: u32) -> u32 {
-    (row_bytes + num_topk * 4).next_multiple_of(16)
+    (row_bytes + num_topk * 4).next_multiple_of(SLOT_ALIGN)
 }

@@ -1,7 +1,7 @@
 //! Combine: every token's owner sums the rows that came back.
 
 use epoxide_gpu::kernels::{
-    CombineBf16, CombineF32, InternodeCombine, Kernel as _, StageCombine, internode_combine_shared_bytes,
+    CombineBf16, CombineF32, InternodeCombine, Kernel as _, PROGRESS_BYTES, StageCombine,
 };
 use epoxide_gpu::layout::{CombineArgs, DevicePtr, InternodeCombineArgs, StageArgs, combine_slot_bytes};
 
@@ -173,8 +173,7 @@ impl Buffer {
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
                         };
-                        let shared = internode_combine_shared_bytes(ring.warps, ring.count, ring.bytes);
-                        let block = block + 32;
+                        let (block, shared) = (block + 32, shared + PROGRESS_BYTES);
                         stream.call(combine, grid, block, shared, InternodeCombine::call(args))
                     }
                     _ => Err(other_mode()),

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, COMBINE_STAGES, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
+    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
     INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
     MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
 };
@@ -79,11 +79,10 @@ pub(super) struct RingShape {
 }
 
 impl RingShape {
-    /// Fits rings of buffers of `bytes` into `shared_bytes`: up to `count` for each of up to `warps` warps, which have `more` such
-    /// buffers beside their ring. Fewer warps come before fewer than three buffers, which is what keeps loads and stores in flight
-    /// together.
-    fn fit(bytes: u32, warps: u32, count: u32, more: u32, shared_bytes: u32) -> RingShape {
-        let per_warp = |warps: u32| (shared_bytes / warps).saturating_sub(more * bytes) / (bytes + 8);
+    /// Fits rings of buffers of `bytes` into `shared_bytes`: up to `count` for each of up to `warps` warps. Fewer warps
+    /// come before fewer than three buffers, which is what keeps loads and stores in flight together.
+    fn fit(bytes: u32, warps: u32, count: u32, shared_bytes: u32) -> RingShape {
+        let per_warp = |warps: u32| shared_bytes / (warps * (bytes + 8));
         let mut warps = warps;
         while warps > 1 && per_warp(warps) < 3.min(count) {
             warps -= 1;
@@ -203,7 +202,7 @@ impl Kernels {
             ModeKernels::Internode { .. } => SlotShape::metadata_bytes(num_topk),
         };
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);
-        let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, 0, self.ring_limit());
+        let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.ring_limit());
         (ring, piece_bytes)
     }
 
@@ -214,19 +213,14 @@ impl Kernels {
         let align = if row_bytes < 512 { 16 } else { 512 };
         let pieces = row_bytes.div_ceil(t.combine_slot_bytes / align * align);
         let bytes = row_bytes.div_ceil(pieces).next_multiple_of(align);
-        let more = match self.mode {
-            ModeKernels::Intranode { .. } => 0,
-            ModeKernels::Internode { .. } => COMBINE_STAGES,
-        };
-        RingShape::fit(bytes, warps, t.combine_slots, more, self.ring_limit())
+        RingShape::fit(bytes, warps, t.combine_slots, self.ring_limit())
     }
 
     /// Shared memory for rings: across nodes, each block keeps a word for each of its warps beside them.
     fn ring_limit(&self) -> u32 {
         match self.mode {
             ModeKernels::Intranode { .. } => self.shared_limit(),
-            // What follows the rings begins at a multiple of 16.
-            ModeKernels::Internode { .. } => self.shared_limit() - PROGRESS_BYTES - 16,
+            ModeKernels::Internode { .. } => self.shared_limit() - PROGRESS_BYTES,
         }
     }
 
@@ -258,7 +252,7 @@ mod tests {
     #[test]
     fn rings_fit_in_shared_memory() {
         for bytes in (16..65536).step_by(112) {
-            let ring = RingShape::fit(bytes, 8, 8, 0, SHARED);
+            let ring = RingShape::fit(bytes, 8, 8, SHARED);
             assert!(
                 ring.shared_bytes() <= SHARED && ring.count >= 2 && ring.bytes == bytes,
                 "{bytes}: {ring:?}"
@@ -268,7 +262,7 @@ mod tests {
 
     #[test]
     fn the_benchmark_rows_get_the_measured_shapes() {
-        assert_eq!(RingShape::fit(14336, 4, 8, 0, SHARED), RingShape { warps: 4, count: 4, bytes: 14336 });
-        assert_eq!(RingShape::fit(3584, 12, 16, 0, SHARED), RingShape { warps: 12, count: 5, bytes: 3584 });
+        assert_eq!(RingShape::fit(14336, 4, 8, SHARED), RingShape { warps: 4, count: 4, bytes: 14336 });
+        assert_eq!(RingShape::fit(3584, 12, 16, SHARED), RingShape { warps: 12, count: 5, bytes: 3584 });
     }
 }
