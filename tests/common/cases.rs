@@ -34,6 +34,7 @@ fn tuning() -> impl Strategy<Value = Tuning> {
     let small = (1..=3u32, 1..=2u32, 2..=3u32, 1..=3u32, 2..=3u32).prop_map(
         |(dispatch_warps, stage, dispatch_stages, combine_warps, combine_slots)| Tuning {
             dispatch_warps,
+            internode_dispatch_warps: dispatch_warps,
             dispatch_stage_bytes: 128 * stage,
             dispatch_stages,
             combine_warps,

@@ -23,7 +23,8 @@ pub const PATIENCE: Duration = Duration::from_secs(15);
 /// What outputs hold before an operation writes them.
 pub const POISON: u8 = 0x5e;
 
-/// How ranks are spread over nodes, and what connects these.
+/// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are two nodes to a host, so that those of
+/// three nodes or more reach each other in different ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Nodes {
     pub ranks_per_node: u32,
@@ -136,7 +137,13 @@ impl Rank {
     /// Makes the device, the stream and the buffer. Collective.
     pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
         let device = VirtualGpu::new(VirtConfig { ordinal: group.rank(), ..setup.device.clone() });
-        let buffer = Buffer::new(device.clone(), &*group, setup.options.clone())?;
+        let mut options = setup.options.clone();
+        if let (TransportKind::Auto, Some(ranks_per_node)) = (options.transport.kind, options.ranks_per_node)
+        {
+            let node = group.rank() / ranks_per_node.max(1);
+            options.transport.host = Some(format!("host {}", node / 2));
+        }
+        let buffer = Buffer::new(device.clone(), &*group, options)?;
         let stream = Arc::new(Stream::new(&device, false)?);
         Ok(Rank { rank: group.rank(), stream, group, buffer, on_comm_stream: false, failures: Vec::new() })
     }

@@ -13,6 +13,7 @@ mod valid;
 
 mod errors;
 mod mutation;
+mod neighbour;
 mod pairs;
 mod processes;
 mod property;

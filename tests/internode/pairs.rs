@@ -226,6 +226,19 @@ fn pairs_whose_counts_are_late() {
 }
 
 #[test]
+fn pairs_into_mapped_memory() {
+    let place = Nodes { ranks_per_node: 2, transport: TransportKind::Direct, queues: QUEUES };
+    Network { nodes: 3, place, late: 0 }.run(100);
+}
+
+/// Two nodes map each other's memory, the third is reached over tcp.
+#[test]
+fn pairs_in_both_ways_at_once() {
+    let place = Nodes { ranks_per_node: 1, transport: TransportKind::Auto, queues: QUEUES };
+    Network { nodes: 3, place, late: 1 }.run(100);
+}
+
+#[test]
 fn pairs_over_tcp() {
     let place = Nodes { ranks_per_node: 2, transport: TransportKind::Tcp, queues: QUEUES };
     Network { nodes: 2, place, late: 2 }.run(100);

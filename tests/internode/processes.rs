@@ -86,7 +86,9 @@ fn spawn(rank: u32, role: &str, store: &Path) -> Child {
 
 #[test]
 fn the_others_notice_a_killed_process_and_go_on_without_it() {
-    for (transport, milliseconds) in [("tcp", 3), ("tcp", 40), ("shm", 11), ("shm", 90)] {
+    for (transport, milliseconds) in
+        [("tcp", 3), ("tcp", 40), ("shm", 11), ("shm", 90), ("direct", 7), ("direct", 60)]
+    {
         let store = tempfile::tempdir().unwrap();
         let role = format!("{transport} {milliseconds}");
         let ranks: Vec<Child> = (0..RANKS).map(|rank| spawn(rank, &role, store.path())).collect();

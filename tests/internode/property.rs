@@ -12,7 +12,12 @@ const MOST_RANKS: u32 = 8;
 
 /// Tokens of each rank, often none or fewer than channels.
 fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
-    let transport = prop::sample::select(vec![TransportKind::Shm, TransportKind::Tcp]);
+    let transport = prop::sample::select(vec![
+        TransportKind::Direct,
+        TransportKind::Auto,
+        TransportKind::Shm,
+        TransportKind::Tcp,
+    ]);
     let places = (1..=4u32, prop::sample::select(vec![1u32, 2, 4, 8]))
         .prop_filter("few ranks", |(nodes, ranks_per_node)| nodes * ranks_per_node <= MOST_RANKS);
     (places, transport, 1..=3u32).prop_flat_map(|((nodes, ranks_per_node), transport, queues)| {

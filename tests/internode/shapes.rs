@@ -1,4 +1,4 @@
-//! Numbers of nodes and ranks, both transports, and shapes at the edges of what is allowed.
+//! Numbers of nodes and ranks, all transports, and shapes at the edges of what is allowed.
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
@@ -10,7 +10,8 @@ use epoxide::transport::TransportKind;
 use crate::harness::Nodes;
 use crate::roundtrip::{Case, Scales};
 
-const TRANSPORTS: [TransportKind; 2] = [TransportKind::Shm, TransportKind::Tcp];
+const TRANSPORTS: [TransportKind; 4] =
+    [TransportKind::Direct, TransportKind::Auto, TransportKind::Shm, TransportKind::Tcp];
 
 fn routing(tokens_per_rank: &[u32], num_topk: u32, num_experts: u32, style: Style) -> Routing {
     Routing::random(&mut SmallRng::seed_from_u64(7), tokens_per_rank, num_topk, num_experts, style)
@@ -103,6 +104,7 @@ fn rows_of_7168_bf16() {
 fn rows_in_many_pieces() {
     let tuning = Tuning {
         dispatch_warps: 2,
+        internode_dispatch_warps: 2,
         dispatch_stage_bytes: 1024,
         dispatch_stages: 2,
         combine_warps: 2,

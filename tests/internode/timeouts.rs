@@ -53,7 +53,7 @@ fn without_the_last(
     operation: &str,
     call: impl Fn(&mut Rank, &Turn, &Inputs, &DispatchOutput) -> Result<()> + Sync,
 ) {
-    for transport in [TransportKind::Shm, TransportKind::Tcp] {
+    for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
         let turn = turn();
         let setup = setup(transport);
         let errors = Mutex::new(BTreeMap::new());
@@ -194,7 +194,7 @@ fn a_slow_rank_is_waited_for() {
 #[test]
 fn a_buffer_can_be_dropped_with_work_in_flight() {
     let turn = turn();
-    for transport in [TransportKind::Shm, TransportKind::Tcp] {
+    for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
         let setup = setup(transport).timeout(PATIENCE);
         let outcome = run_threads(4, PATIENCE, |_, group| {
             let mut rank = Rank::join(&setup, group)?;

@@ -29,6 +29,7 @@ fn uniform(tokens_per_rank: &[u32], num_experts: u32, ids: &[i64]) -> Routing {
 /// The smallest buffers: long rows travel in many pieces and the rings go round.
 const SMALL: Tuning = Tuning {
     dispatch_warps: 2,
+    internode_dispatch_warps: 2,
     dispatch_stage_bytes: 1024,
     dispatch_stages: 2,
     combine_warps: 2,

@@ -179,7 +179,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async();
             let mut sums = Outputs::new(args);
-            sum_rows::<E, _, _>(args, &ring, &mut Turn::first(), &ranks, &mut sums, begin, end, warps);
+            sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, begin, end, warps);
         }
         leave(comm, epoch, joined, Wait::CombineDone);
     }
@@ -200,55 +200,50 @@ pub(super) trait Contributors {
 }
 
 /// The combine rows of the ranks of this node. They may be read once all ranks are ready.
-pub(super) struct Ranks {
+pub(super) struct Ranks<'a> {
+    args: &'a CombineArgs,
+    /// The lane's pool. What can be had from the arguments is not kept in registers.
+    pool: u64,
     table: u64,
-    rows: u64,
-    weights: u64,
-    stride: u64,
-    weight_stride: u64,
 }
 
-impl Ranks {
+impl<'a> Ranks<'a> {
     /// `table`: i32 `[tokens, SEND_ROW_STRIDE]`.
     #[inline(always)]
-    pub unsafe fn new(args: &CombineArgs, table: u64) -> Self {
+    pub unsafe fn new(args: &'a CombineArgs, table: u64) -> Self {
         // SAFETY: the table of pools has an entry for every rank.
         unsafe {
             let (comm, lane) = (&args.comm, laneid());
-            let pool = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
-            Ranks {
-                table,
-                rows: pool + comm.pool.combine_x,
-                weights: pool + comm.pool.combine_weights,
-                stride: row_stride(args.row_bytes as u64),
-                weight_stride: args.num_topk as u64 * 4,
-            }
+            Ranks { args, pool: if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 }, table }
         }
     }
 
-    /// Lane l: rank l's row of the token whose entries begin at `entry`, or -1.
+    /// Lane l: rank l's row of the token whose entries begin at `entry`, or -1; -1 in all lanes unless there is such a token. Nobody
+    /// waits for the load here.
     #[inline(always)]
-    pub unsafe fn row_at(entry: u64) -> i32 {
-        // SAFETY: the caller vouches for the entries.
-        unsafe { if laneid() < SEND_ROW_STRIDE { ld_i32(entry + laneid() as u64 * 4) } else { -1 } }
+    pub unsafe fn row_at(entry: u64, exists: bool) -> i32 {
+        // SAFETY: the caller vouches for the entries of a token that exists.
+        unsafe { ld_i32_if((laneid() < SEND_ROW_STRIDE) & exists, entry + laneid() as u64 * 4, -1) }
     }
 }
 
-impl Contributors for Ranks {
+impl Contributors for Ranks<'_> {
     #[inline(always)]
     unsafe fn row(&self, token: u32) -> i32 {
         // SAFETY: the entries lie inside the table.
-        unsafe { Ranks::row_at(self.table + token as u64 * SEND_ROW_STRIDE as u64 * 4) }
+        unsafe { Ranks::row_at(self.table + token as u64 * SEND_ROW_STRIDE as u64 * 4, true) }
     }
 
     #[inline(always)]
     unsafe fn address(&self, row: i32) -> u64 {
-        self.rows + row as u64 * self.stride
+        let offset = row as u64 * row_stride(self.args.row_bytes as u64);
+        self.pool + self.args.comm.pool.combine_x + offset
     }
 
     #[inline(always)]
     unsafe fn weights(&self, row: i32) -> u64 {
-        self.weights.wrapping_add_signed(row as i64 * self.weight_stride as i64)
+        let offset = row as i64 * (self.args.num_topk * 4) as i64;
+        (self.pool + self.args.comm.pool.combine_weights).wrapping_add_signed(offset)
     }
 
     #[inline(always)]
@@ -301,11 +296,12 @@ impl Sink for Outputs<'_> {
     }
 }
 
-/// Sums the rows of tokens `begin..end`, spread over the first `warps` warps of the block, which all call it. A warp's n-th item is
-/// the one with number `warp + n * warps`, counted from the first piece of `begin`.
+/// Sums the rows of tokens `begin..end`, spread over the first `warps` warps of the block, which all call it. A warp takes whole rows,
+/// every `warps`-th: what there is to find out of a token is found out once. Or it takes pieces, where there are too few tokens for all
+/// warps to have as many.
 #[allow(clippy::too_many_arguments)] // One call is the whole inner part of a combine.
 #[inline(always)]
-pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink>(
+pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
     args: &CombineArgs,
     ring: &Ring,
     turn: &mut Turn,
@@ -318,9 +314,13 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink>(
     // SAFETY: passed on to the caller.
     unsafe {
         let lane = laneid();
-        let first = Item::nth(args, begin, tid() / 32);
-        let step = Item::nth(args, 0, warps);
-        let mut load = Gather::new(args, from, first, step, end);
+        let warp = tid() / 32;
+        let (first, step) = if WHOLE {
+            (Item { token: begin + warp, piece: 0 }, Item { token: warps, piece: 0 })
+        } else {
+            (Item::nth(args, begin, warp), Item::nth(args, 0, warps))
+        };
+        let mut load = Gather::<WHOLE>::new(args, from, first, step, end);
         let (mut filled, mut slot) = (0, turn.slot);
         while filled < args.slots && load.bits != 0 {
             load_piece(ring, args, from, &load, slot);
@@ -328,7 +328,7 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink>(
             filled += 1;
             slot = if slot + 1 == ring.count { 0 } else { slot + 1 };
         }
-        let mut sum = Gather::new(args, from, first, step, end);
+        let mut sum = Gather::<WHOLE>::new(args, from, first, step, end);
         let mut item = first;
         while item.token < end {
             // Tokens that went nowhere are not in the gather's sequence.
@@ -366,7 +366,7 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink>(
             if gathered {
                 sum.next_item(args, from);
             }
-            item = item.plus(args, step);
+            item = item.next::<WHOLE>(args, step);
         }
     }
 }
@@ -385,9 +385,16 @@ impl Item {
         Item { token: token + n / args.pieces, piece: n % args.pieces }
     }
 
-    /// The item `step` further on.
+    /// The warp's next item: the next piece of the row, or of pieces the one `step` further on.
     #[inline(always)]
-    fn plus(self, args: &CombineArgs, step: Item) -> Self {
+    fn next<const WHOLE: bool>(self, args: &CombineArgs, step: Item) -> Self {
+        if WHOLE {
+            let ends = self.piece + 1 == args.pieces;
+            return Item {
+                token: if ends { self.token + step.token } else { self.token },
+                piece: if ends { 0 } else { self.piece + 1 },
+            };
+        }
         let piece = self.piece + step.piece;
         let carry = (piece >= args.pieces) as u32;
         Item { token: self.token + step.token + carry, piece: piece - carry * args.pieces }
@@ -400,7 +407,7 @@ impl Item {
 }
 
 /// A warp's place in its sequence of (item, contributor). Items without contributors are left out.
-struct Gather {
+struct Gather<const WHOLE: bool> {
     item: Item,
     next: Item,
     step: Item,
@@ -413,7 +420,7 @@ struct Gather {
     next_row: i32,
 }
 
-impl Gather {
+impl<const WHOLE: bool> Gather<WHOLE> {
     #[inline(always)]
     unsafe fn new<C: Contributors>(args: &CombineArgs, from: &C, first: Item, step: Item, end: u32) -> Self {
         // SAFETY: passed on to the caller.
@@ -432,8 +439,10 @@ impl Gather {
         unsafe {
             loop {
                 (self.item, self.row) = (self.next, self.next_row);
-                self.next = self.item.plus(args, self.step);
-                self.next_row = row_before(from, self.next.token, self.end);
+                self.next = self.item.next::<WHOLE>(args, self.step);
+                if !WHOLE || self.next.token != self.item.token {
+                    self.next_row = row_before(from, self.next.token, self.end);
+                }
                 self.bits = ballot(self.row >= 0);
                 if self.bits != 0 || self.item.token >= self.end {
                     return;
@@ -494,7 +503,13 @@ unsafe fn sum_weights<C: Contributors>(args: &CombineArgs, from: &C, to: u64, ro
 
 /// The lane that knows the contributor's address starts the load, into a slot that no lane reads any more.
 #[inline(always)]
-unsafe fn load_piece<C: Contributors>(ring: &Ring, args: &CombineArgs, from: &C, piece: &Gather, slot: u32) {
+unsafe fn load_piece<C: Contributors, const WHOLE: bool>(
+    ring: &Ring,
+    args: &CombineArgs,
+    from: &C,
+    piece: &Gather<WHOLE>,
+    slot: u32,
+) {
     // SAFETY: the piece lies inside the contributor's row.
     unsafe {
         if piece.bits.trailing_zeros() == laneid() {

@@ -15,15 +15,11 @@ use super::wire::{
 };
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
-use crate::layout::{
-    InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes,
-};
+use crate::layout::{InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes};
 use crate::simt::*;
 
-/// Items of a warp between two times that it says how far it has come.
-const PUBLISH: u32 = 4;
-/// Most items of a channel, holes included: the number of one is a word of progress.
-const MAX_ITEMS: u64 = u32::MAX as u64;
+/// Most tokens of a channel, those that are none included: the number of one is a word of progress.
+const MAX_TOKENS: u64 = u32::MAX as u64;
 
 /// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order, rounds. Unweighted.
 ///
@@ -44,10 +40,7 @@ const MAX_ITEMS: u64 = u32::MAX as u64;
         args.slot_bytes >= combine_slot_bytes(args.combine.row_bytes, args.combine.num_topk),
         args.slot_bytes.is_multiple_of(16),
         args.slot_bytes as u64 * args.wire.layout.slots <= args.wire.layout.node_bytes,
-        (args.wire.layout.slots + args.wire.chunk as u64)
-            * args.wire.num_nodes as u64
-            * args.combine.pieces as u64
-            <= MAX_ITEMS,
+        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
         args.wire.num_nodes >= 2,
         args.wire.num_nodes <= MAX_NODES as u32,
         args.combine.comm.num_ranks >= 1,
@@ -82,16 +75,8 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
             let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
             let nodes = Nodes::new(&args, channel, epoch);
             let mut sums = Outputs::new(rows);
-            sum_rows::<Bf16, _, _>(
-                rows,
-                &ring,
-                &mut Turn::first(),
-                &nodes,
-                &mut sums,
-                begin,
-                end,
-                workers,
-            );
+            let turn = &mut Turn::first();
+            sum_rows::<Bf16, _, _, true>(rows, &ring, turn, &nodes, &mut sums, begin, end, workers);
         } else {
             gather(&args, &ring, channel, workers, &progress);
         }
@@ -105,7 +90,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
 #[derive(Clone, Copy)]
 struct Divisor {
     by: u32,
-    /// 2^32 over it, rounded down; for 1, which that does not fit, one less.
+    /// 2^32 - 1 over it, rounded down.
     reciprocal: u32,
 }
 
@@ -115,14 +100,13 @@ impl Divisor {
     unsafe fn new(by: u32) -> Self {
         // SAFETY: the caller says so; it spares a trap.
         unsafe { core::hint::assert_unchecked(by >= 1) };
-        // The quotient by a power of two comes out one too small, which `split` mends.
         Divisor { by, reciprocal: u32::MAX / by }
     }
 
     /// Quotient and remainder.
     #[inline(always)]
     fn split(&self, number: u32) -> (u32, u32) {
-        // Too small by one at the most: the reciprocal is too small by less than 1 + 1 / by, and the number below 2^32.
+        // Never too large, and too small by one at the most: the reciprocal is at least 2^32 / by - 1, and the number below 2^32.
         let quotient = (number as u64 * self.reciprocal as u64 >> 32) as u32;
         let rest = number - quotient * self.by;
         if rest >= self.by { (quotient + 1, rest - self.by) } else { (quotient, rest) }
@@ -190,24 +174,21 @@ impl Order {
 }
 
 /// The rows at this node's ranks of relayed tokens, in the gatherer's order.
-struct Relayed {
+struct Relayed<'a> {
     order: Order,
-    ranks: Ranks,
+    ranks: Ranks<'a>,
     /// Lane n: the rows of the channel's first token from node n.
     table: u64,
 }
 
-impl Contributors for Relayed {
+impl Contributors for Relayed<'_> {
     #[inline(always)]
     unsafe fn row(&self, token: u32) -> i32 {
         // SAFETY: the entries lie inside the table.
         unsafe {
             let (node, index) = self.order.place(token);
             let (table, count) = (shfl_u64(self.table, node), shfl_u32(self.order.count, node));
-            // The last token's in place of one that is not there: no branch around the load.
-            let entry = table + index.min(count.saturating_sub(1)) as u64 * SEND_ROW_STRIDE as u64 * 4;
-            let row = Ranks::row_at(entry);
-            if index < count { row } else { -1 }
+            Ranks::row_at(table + index as u64 * SEND_ROW_STRIDE as u64 * 4, index < count)
         }
     }
 
@@ -238,8 +219,9 @@ struct Slots<'a> {
     order: Order,
     /// Lane n: the channel's first slot for node n.
     slots: u64,
-    /// Items so far, and how many warps share the channel's.
-    stored: u32,
+    /// The slot of the token at hand; 0 where there is no such token.
+    slot: u64,
+    /// Warps that share the channel's tokens.
     workers: u32,
     progress: &'a Progress,
 }
@@ -256,14 +238,14 @@ impl Slots<'_> {
         }
     }
 
-    /// Says that the warp's first `items` items are where they go.
+    /// Says that the sums of the warp's tokens before `token` are where they go.
     #[inline(always)]
-    unsafe fn publish(&self, items: u32) {
+    unsafe fn publish(&self, token: u32) {
         // SAFETY: lane 0 publishes what all lanes wrote before they met.
         unsafe {
             syncwarp();
             if laneid() == 0 {
-                self.progress.publish(tid() / 32 + items * self.workers);
+                self.progress.publish(token);
             }
         }
     }
@@ -284,9 +266,12 @@ impl Sink for Slots<'_> {
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
         // SAFETY: the slot was planned, and its node is ready.
         unsafe {
-            let slot = self.slot(item.token);
-            if slot != 0 {
-                let to = slot + (item.piece * self.args.combine.slot_bytes) as u64;
+            let rows = &self.args.combine;
+            if item.piece == 0 {
+                self.slot = self.slot(item.token);
+            }
+            if self.slot != 0 {
+                let to = self.slot + (item.piece * rows.slot_bytes) as u64;
                 unroll8!(J => {
                     let at = laneid() * 16 + J as u32 * 512;
                     if at < bytes {
@@ -294,9 +279,8 @@ impl Sink for Slots<'_> {
                     }
                 });
             }
-            self.stored += 1;
-            if self.stored % PUBLISH == 0 {
-                self.publish(self.stored);
+            if item.piece + 1 == rows.pieces {
+                self.publish(item.token + self.workers);
             }
         }
     }
@@ -319,9 +303,9 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
             slots = Path::to(wire, lane).slots_out(wire, lane) + order.first as u64 * args.slot_bytes as u64;
         }
         let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
-        let mut to = Slots { args, order, slots, stored: 0, workers, progress };
-        sum_rows::<Bf16, _, _>(rows, ring, &mut Turn::first(), &from, &mut to, 0, order.end, workers);
-        to.publish(order.end * rows.pieces);
+        let mut to = Slots { args, order, slots, slot: 0, workers, progress };
+        sum_rows::<Bf16, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, 0, order.end, workers);
+        to.publish(order.end);
     }
 }
 
@@ -336,19 +320,17 @@ unsafe fn post_sums(
 ) {
     // SAFETY: the words at the peers have this rank's queue as their only writer.
     unsafe {
-        let (rows, wire, comm) = (&args.combine, &args.wire, &args.combine.comm);
+        let (wire, comm) = (&args.wire, &args.combine.comm);
         // The peers' slots must be free, and a rank that enters late must find this one still here.
         if !wait_node_ready(comm, wire, operation.epoch, Wait::CombineNodeReady) || !planned {
             return;
         }
-        // As the kernel's clauses say; it spares a trap in the division below.
-        core::hint::assert_unchecked(rows.pieces >= 1);
         let node = laneid();
         let path = Path::of_lane(wire);
         let order = Order::new(args, channel);
         let (mut posted, mut sent) = (Posted::NONE, 0);
         while ballot(sent < order.count) != 0 {
-            let ready = order.before(progress.slowest() / rows.pieces);
+            let ready = order.before(progress.slowest());
             if ready - sent >= wire.chunk || (ready == order.count && ready != sent) {
                 let bytes = args.slot_bytes as u64;
                 let from = (order.first + sent) as u64 * bytes;
@@ -369,15 +351,14 @@ unsafe fn post_sums(
     }
 }
 
-/// The sums that the nodes sent for this rank's tokens: lane n knows those of node n.
+/// The sums that the nodes sent for this rank's tokens: lane n knows those of node n. A row is the token's index in the (channel, node)
+/// queue.
 struct Nodes<'a> {
     args: &'a InternodeCombineArgs,
-    /// Where this node's slots are.
+    /// Where the channel's slots from this node are.
     slots: u64,
     /// Its arrival word.
     word: u64,
-    /// First slot of the channel.
-    first: u32,
     epoch: u64,
     /// Rows of the channel known to have come.
     known: Cell<u32>,
@@ -389,15 +370,15 @@ impl<'a> Nodes<'a> {
         // SAFETY: the entries lie inside their arrays.
         unsafe {
             let (wire, lane) = (&args.wire, laneid());
-            let (mut slots, mut word, mut first) = (0, 0, 0);
+            let (mut slots, mut word) = (0, 0);
             if lane < wire.num_nodes {
                 let path = Path::to(wire, lane);
-                slots = path.slots_in(wire, lane);
                 word = path.memory + arrival_word(wire, lane, channel);
                 let prefix = args.route.rdma_channel_prefix_matrix.0;
-                first = channel_rows(prefix, args.route.num_channels, lane, channel).0;
+                let first = channel_rows(prefix, args.route.num_channels, lane, channel).0;
+                slots = path.slots_in(wire, lane) + first as u64 * args.slot_bytes as u64;
             }
-            Nodes { args, slots, word, first, epoch, known: Cell::new(0) }
+            Nodes { args, slots, word, epoch, known: Cell::new(0) }
         }
     }
 }
@@ -408,15 +389,8 @@ impl Contributors for Nodes<'_> {
         // SAFETY: the entry lies inside the matrix.
         unsafe {
             let (nodes, lane) = (self.args.wire.num_nodes, laneid());
-            let mut row = -1;
-            if lane < nodes {
-                let entry = token as u64 * nodes as u64 + lane as u64;
-                let head = ld_i32(self.args.route.send_rdma_head.0 + entry * 4);
-                if head >= 0 {
-                    row = (self.first + head as u32) as i32;
-                }
-            }
-            row
+            let entry = token as u64 * nodes as u64 + lane as u64;
+            ld_i32_if(lane < nodes, self.args.route.send_rdma_head.0 + entry * 4, -1)
         }
     }
 
@@ -435,7 +409,7 @@ impl Contributors for Nodes<'_> {
     unsafe fn wait(&self, row: i32) {
         // SAFETY: the word is in this rank's wire memory.
         unsafe {
-            let needed = row as u32 - self.first + 1;
+            let needed = row as u32 + 1;
             if needed > self.known.get() {
                 let (args, node) = (self.args, laneid());
                 let (comm, wire) = (&args.combine.comm, &args.wire);

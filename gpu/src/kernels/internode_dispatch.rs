@@ -4,7 +4,9 @@
 
 use epoxide_macros::kernel;
 
-use super::dispatch::{Cursor, Metadata, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
+use super::dispatch::{
+    Cursor, Metadata, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain,
+};
 use super::epoch::{Phase, aborted, current_epoch, leave, pool_of, tell_ready, trace};
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use super::wire::{
@@ -107,7 +109,7 @@ impl Token {
 
     /// Reads a token's entries, a turn before they are used.
     #[inline(always)]
-    unsafe fn fetch(args: &InternodeDispatchArgs, token: u32, end: u32, starts: u32) -> Token {
+    unsafe fn fetch(args: &InternodeDispatchArgs, token: u32, end: u32) -> Token {
         // SAFETY: the entries lie inside their tensors.
         unsafe {
             let (rows, wire, lane) = (&args.dispatch, &args.wire, laneid());
@@ -133,10 +135,15 @@ impl Token {
                     this.metadata.weight = ld_f32(rows.topk_weights.0 + entry * 4);
                 }
             }
-            if this.head >= 0 {
-                this.metadata.row = (starts + this.head as u32) as i32;
-            }
             this
+        }
+    }
+
+    /// Makes it the token at hand. Not when it is fetched: whoever looks at a value waits for its load.
+    #[inline(always)]
+    fn arrive(&mut self, starts: u32) {
+        if self.head >= 0 {
+            self.metadata.row = (starts + self.head as u32) as i32;
         }
     }
 }
@@ -179,7 +186,7 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
             load.advance(rows);
         }
         let mut turn = Turn::first();
-        let mut next = Token::fetch(args, first, end, starts);
+        let mut next = Token::fetch(args, first, end);
         let mut token = Token::NONE;
         let (mut slot, mut previous) = (0, 0);
         let pieces = rows.row_bytes.div_ceil(rows.piece_bytes).max(1);
@@ -187,7 +194,8 @@ unsafe fn send(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers:
         while sent.token < end {
             if sent.offset == 0 {
                 token = next;
-                next = Token::fetch(args, sent.token + workers, end, starts);
+                token.arrive(starts);
+                next = Token::fetch(args, sent.token + workers, end);
                 // Lane n: the token's slot for another node, or 0.
                 slot = 0;
                 if token.node_head >= 0 && lane != wire.node {
@@ -643,7 +651,8 @@ unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, worke
 
 /// Bytes of a token's rows at the ranks of this node.
 const FORWARD_ROW_BYTES: u32 = SEND_ROW_STRIDE * 4;
-const _: () = assert!(FORWARD_ROW_BYTES.is_multiple_of(16) && FORWARD_ROW_BYTES <= SlotShape::metadata_bytes(0));
+const _: () =
+    assert!(FORWARD_ROW_BYTES.is_multiple_of(16) && FORWARD_ROW_BYTES <= SlotShape::metadata_bytes(0));
 
 /// Where a relayed token's rows at the ranks of this node are noted.
 #[inline(always)]

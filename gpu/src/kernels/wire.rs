@@ -138,14 +138,7 @@ pub unsafe fn deliver(
 
 /// Posts a put on the queue of `channel` to `node`. Any one lane calls it; what it has seen written is visible to the proxy.
 #[inline(always)]
-unsafe fn post(
-    comm: &Comm,
-    wire: &Wire,
-    node: u32,
-    channel: u32,
-    put: Put,
-    operation: Operation,
-) -> Posted {
+unsafe fn post(comm: &Comm, wire: &Wire, node: u32, channel: u32, put: Put, operation: Operation) -> Posted {
     // SAFETY: the queue's memory is mapped. The position is this caller's alone, and its entry free once the proxy has
     // taken the request that had it before.
     unsafe {
@@ -265,9 +258,7 @@ pub unsafe fn rows_arrived(word: u64, epoch: u64) -> u32 {
 #[inline(always)]
 pub unsafe fn wait_rows(comm: &Comm, word: u64, node: u32, rows: u32, epoch: u64, what: Wait) -> bool {
     // SAFETY: the word is in this rank's wire memory.
-    unsafe {
-        wait_at_least(comm, word, arrival(epoch, rows), node, epoch, what)
-    }
+    unsafe { wait_at_least(comm, word, arrival(epoch, rows), node, epoch, what) }
 }
 
 /// Waits until `rows` rows of the own node's channel are there, by the arrival word at this address; false when any wait of this

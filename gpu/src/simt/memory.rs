@@ -113,6 +113,24 @@ device_fns! {
         r
     }
 
+    /// A weak load where `active`, else `otherwise`, with no branch; only a use of the value waits for it.
+    /// `@active ld.global.b32 r, [p];`
+    ///
+    /// # Safety
+    /// Where `active`, `p` is a live global address, 4-byte aligned.
+    pub unsafe fn ld_i32_if(active: bool, p: u64, otherwise: i32) -> i32 {
+        let r: i32;
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!(
+                "{{ .reg .pred q; setp.ne.u32 q, {a}, 0; mov.b32 {r}, {o}; @q ld.global.b32 {r}, [{p}]; }}",
+                r = out(reg32) r, a = in(reg32) active as u32, p = in(reg64) p, o = in(reg32) otherwise,
+                options(nostack)
+            )
+        };
+        r
+    }
+
     /// 16 bytes that will not be read again soon. `ld.global.L1::no_allocate.v4.b32 {..}, [p];`
     ///
     /// # Safety

@@ -35,7 +35,13 @@ impl Staging {
     ///
     /// # Safety
     /// `dst` is device memory of as many bytes, live until this returns.
-    pub(super) unsafe fn write(&self, device: &dyn Device, stream: u64, dst: DevicePtr, src: &[u8]) -> Result<()> {
+    pub(super) unsafe fn write(
+        &self,
+        device: &dyn Device,
+        stream: u64,
+        dst: DevicePtr,
+        src: &[u8],
+    ) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { self.copy(device, stream, dst, Way::ToDevice(src)) }
     }

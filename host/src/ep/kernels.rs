@@ -27,6 +27,8 @@ const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 pub struct Tuning {
     /// Warps per block in dispatch, 1 to 8.
     pub dispatch_warps: u32,
+    /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half of the blocks send.
+    pub internode_dispatch_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
     pub dispatch_stage_bytes: u32,
     /// Most stages per warp in dispatch, at least 2.
@@ -43,6 +45,7 @@ impl Default for Tuning {
     fn default() -> Self {
         Tuning {
             dispatch_warps: 3,
+            internode_dispatch_warps: 5,
             dispatch_stage_bytes: 8192,
             dispatch_stages: 10,
             combine_warps: 16,
@@ -62,6 +65,7 @@ impl Tuning {
             Err(Error::argument(name, value, format!("must be {} to {}", range.start(), range.end())))
         };
         check("dispatch_warps", self.dispatch_warps, 1..=8)?;
+        check("internode_dispatch_warps", self.internode_dispatch_warps, 1..=8)?;
         check("dispatch_stage_bytes", self.dispatch_stage_bytes, 128..=65536)?;
         check("dispatch_stages", self.dispatch_stages, 2..=32)?;
         check("combine_warps", self.combine_warps, 1..=16)?;
@@ -194,7 +198,11 @@ impl Kernels {
         num_sms: u32,
     ) -> (RingShape, u32) {
         let t = &self.tuning;
-        let warps = t.dispatch_warps.min(DISPATCH_WARPS / num_sms).max(1);
+        let warps = match self.mode {
+            ModeKernels::Intranode { .. } => t.dispatch_warps,
+            ModeKernels::Internode { .. } => t.internode_dispatch_warps,
+        };
+        let warps = warps.min(DISPATCH_WARPS / num_sms).max(1);
         let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
         let metadata = match self.mode {

@@ -35,7 +35,8 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
         // A driver without fabric handles has none to offer, which is no error.
         let fabric = setup.memory.export_fabric().inspect_err(|error| tracing::debug!("{error}")).ok();
         // Where the host cannot be told, a rank is alone on its own.
-        let host = Some(host_id()).filter(|id| !id.is_empty()).unwrap_or_else(|| format!("rank {}", setup.group.rank()));
+        let here = setup.options.host.clone().unwrap_or_else(host_id);
+        let host = if here.is_empty() { format!("rank {}", setup.group.rank()) } else { here };
         serde_json::to_string(&Offer { host, fabric }).map_err(|error| Error::os("serialise", error))
     });
     let all = greeting::meet(setup, offer)?;
@@ -44,7 +45,8 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
         .zip(&all)
         .map(|(peer, greeting)| {
             let text = greeting.address.as_deref().unwrap_or_default();
-            let unreadable = |error| setup.place(peer).error("connect", format!("its offer is unreadable: {error}"));
+            let unreadable =
+                |error| setup.place(peer).error("connect", format!("its offer is unreadable: {error}"));
             serde_json::from_str(text).map_err(unreadable)
         })
         .collect::<Result<_>>()?;
@@ -133,8 +135,9 @@ fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32
     let bytes = serde_json::to_vec(&failed).map_err(|error| Error::os("serialise", error))?;
     let mut verdicts = BTreeMap::new();
     for (rank, bytes) in (0u32..).zip(setup.group.all_gather(&bytes)?) {
-        let failed: Vec<(u32, String)> = serde_json::from_slice(&bytes)
-            .map_err(|error| setup.place(rank).error("connect", format!("its verdict is unreadable: {error}")))?;
+        let failed: Vec<(u32, String)> = serde_json::from_slice(&bytes).map_err(|error| {
+            setup.place(rank).error("connect", format!("its verdict is unreadable: {error}"))
+        })?;
         verdicts.extend(failed.into_iter().map(|(peer, reason)| ((rank, peer), reason)));
     }
     if setup.options.kind != TransportKind::Direct {

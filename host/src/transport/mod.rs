@@ -195,6 +195,9 @@ pub struct TransportOptions {
     pub shaping: Option<Shaping>,
     /// How long a put waits for the network.
     pub timeout: Duration,
+    /// The host that this rank is on: ranks of differing ones do not share memory by descriptors. `None`: what the system says. A test
+    /// plays several hosts with it.
+    pub host: Option<String>,
     /// Of [`TransportKind::Verbs`]: which devices, and how. `None`: what the environment says ([`VerbsOptions::from_env`]).
     pub verbs: Option<VerbsOptions>,
 }
@@ -214,6 +217,7 @@ impl TransportOptions {
             queues_per_peer,
             shaping: None,
             timeout: Duration::from_secs(30),
+            host: None,
             verbs: None,
         }
     }
@@ -362,8 +366,12 @@ pub fn wire_memory(
         TransportKind::Auto | TransportKind::Direct => {
             Memory::alloc(device, bytes, MemoryKind::Shareable, "wire memory").map(Arc::new)
         }
-        TransportKind::Shm => Memory::alloc(device, bytes, MemoryKind::SharedHost, "wire memory").map(Arc::new),
-        TransportKind::Tcp => Memory::alloc(device, bytes, MemoryKind::MappedHost, "wire memory").map(Arc::new),
+        TransportKind::Shm => {
+            Memory::alloc(device, bytes, MemoryKind::SharedHost, "wire memory").map(Arc::new)
+        }
+        TransportKind::Tcp => {
+            Memory::alloc(device, bytes, MemoryKind::MappedHost, "wire memory").map(Arc::new)
+        }
         TransportKind::Verbs => verbs::wire_memory(options, device, bytes),
     };
     greeting::agree(group, options.kind, memory)
@@ -453,7 +461,8 @@ impl WireHost {
     fn of(setup: &Setup<'_>) -> Result<WireHost> {
         let base = setup.memory.host_ptr();
         if base.is_null() {
-            let rule = format!("{} needs host memory; allocate it with transport::wire_memory", setup.options.kind);
+            let rule =
+                format!("{} needs host memory; allocate it with transport::wire_memory", setup.options.kind);
             return Err(Error::argument("memory", format!("{:#x}", setup.memory.ptr().0), rule));
         }
         Ok(WireHost { base, memory: setup.memory.clone() })

@@ -130,7 +130,11 @@ impl ShmQueue {
             unsafe {
                 if put.bytes > 0 {
                     let from = self.source.at(put.from);
-                    std::ptr::copy_nonoverlapping(from, self.target.base.add(put.to as usize), put.bytes as usize);
+                    std::ptr::copy_nonoverlapping(
+                        from,
+                        self.target.base.add(put.to as usize),
+                        put.bytes as usize,
+                    );
                 }
                 store_counter(self.target.base, put.counter, put.value);
             }

@@ -653,17 +653,126 @@ fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
 }
 
 #[test]
-fn wire_memory_of_one_host_is_shareable() {
+fn wire_memory_is_where_its_transport_reaches_it() {
     run_threads(2, TIMEOUT, |_, group| {
         let it = Rank::new(group, bytes(2));
-        for kind in ALL {
+        for (kind, on_host, is_shared) in [
+            (TransportKind::Auto, false, true),
+            (TransportKind::Direct, false, true),
+            (TransportKind::Shm, true, true),
+            (TransportKind::Tcp, true, false),
+        ] {
             let memory = wire_memory(&options(kind, 1), &it.device, &*it.group, 4096)?;
             assert_eq!(memory.bytes(), 4096);
-            memory.export()?;
+            assert_eq!(!memory.host_ptr().is_null(), on_host, "{kind}");
+            assert_eq!(memory.export().is_ok(), is_shared, "{kind}");
         }
         Ok(())
     })
     .unwrap();
+}
+
+/// Device memory is not for threads to touch.
+#[test]
+fn what_the_host_moves_must_be_host_memory() {
+    run_threads(2, TIMEOUT, |_, group| {
+        let mut it = Rank::new(group, bytes(2));
+        it.memory = Memory::alloc(&it.device, bytes(2), MemoryKind::Shareable, "wire")?.into();
+        for kind in ALL {
+            let error = it.connect(&options(kind, 1)).unwrap_err().to_string();
+            assert!(error.contains("needs host memory"), "{error}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Mapped memory is the peer's own: what one rank writes there the other reads, with nothing in between.
+#[test]
+fn mapped_peers_share_memory_and_need_no_queue() {
+    for kind in [TransportKind::Direct, TransportKind::Auto] {
+        run_threads(3, TIMEOUT, |rank, group| {
+            let it = Rank::new(group, bytes(3));
+            let (ways, mut links) =
+                open(&options(kind, 2), &it.device, &*it.group, 4096, &it.peers, TIMEOUT)?;
+            assert!(links.queues().is_empty());
+            assert_eq!(ways.iter().map(|way| way.peer).collect::<Vec<_>>(), it.peers);
+            let word = |memory: &Memory, at: u32| {
+                // SAFETY: within the memory of a virtual GPU, whose addresses are this process's.
+                unsafe { AtomicU64::from_ptr((memory.ptr().0 + u64::from(at) * 8) as *mut u64) }
+            };
+            for way in &ways {
+                let theirs = way.mapped.as_ref().unwrap();
+                assert_eq!(theirs.bytes(), 4096);
+                word(theirs, rank).store(u64::from(100 + rank), Ordering::Release);
+            }
+            for way in &ways {
+                eventually(|| {
+                    word(&way.memory, way.peer).load(Ordering::Acquire) == u64::from(100 + way.peer)
+                });
+            }
+            it.barrier();
+            assert!(links.failure().is_none());
+            links.close();
+            it.barrier();
+            assert!(links.failure().is_none(), "a goodbye is no death");
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_mapped_peer_that_dies_is_told() {
+    run_threads(2, TIMEOUT, |rank, group| {
+        let it = Rank::new(group, bytes(2));
+        let (_ways, mut links) =
+            open(&options(TransportKind::Direct, 1), &it.device, &*it.group, 4096, &it.peers, TIMEOUT)?;
+        if rank == 1 {
+            // As if the process were gone: its descriptors are closed, without a goodbye.
+            links.receiving.clear();
+        } else {
+            eventually(|| links.failure().is_some());
+            let text = links.failure().unwrap().to_string();
+            assert!(text.contains("rank 0 with rank 1") && text.contains("it died"), "{text}");
+        }
+        it.barrier();
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// A queue that needs the driver, as none may.
+#[derive(Debug)]
+struct Calling(Arc<dyn Device>);
+
+impl Queue for Calling {
+    fn put_with_counter(&mut self, _puts: &[Put]) -> Result<()> {
+        self.0.free_memory().map(drop)
+    }
+
+    fn completed(&mut self) -> Result<u64> {
+        Ok(0)
+    }
+
+    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
+        Ok(())
+    }
+
+    fn close(&mut self) {}
+}
+
+#[test]
+fn a_proxy_that_calls_the_driver_makes_the_device_unusable() {
+    let device = VirtualGpu::new(VirtConfig::default());
+    let queue = Box::new(Calling(device.clone()));
+    let proxy = Proxy::start(&device, Link { peer: 1, index: 0, queue }).unwrap();
+    let mut poster = Poster { ring: proxy.handle(), posted: 0 };
+    device.free_memory().unwrap();
+    poster.post_blindly(tiny(1));
+    eventually(|| proxy.failure().is_some());
+    let fault = device.free_memory().unwrap_err().to_string();
+    assert!(fault.contains("made by a proxy"), "{fault}");
 }
 
 #[test]

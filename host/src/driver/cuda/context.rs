@@ -98,7 +98,7 @@ pub(super) fn describe(device: CustDevice) -> Result<DeviceInfo> {
 }
 
 /// A driver that does not know the attribute promises nothing.
-fn rdma_write_order(device: CustDevice) -> RdmaWriteOrder {
+pub(super) fn rdma_write_order(device: CustDevice) -> RdmaWriteOrder {
     match attribute(device, ffi::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING) {
         Ok(ffi::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES..) => RdmaWriteOrder::AllDevices,
         Ok(ffi::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER..) => RdmaWriteOrder::Owner,

@@ -13,7 +13,8 @@ use super::pool::Pool;
 use super::vmm::{self, Sharing};
 use super::{context, graph, memory, module, stream};
 use crate::driver::{
-    CopyEnd, Device, DeviceInfo, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging,
+    CopyEnd, Device, DeviceInfo, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
+    Staging,
 };
 use crate::error::{Error, Result};
 
@@ -100,7 +101,9 @@ impl CudaDevice {
     /// A descriptor of the file that is mapped at this host address.
     pub(super) fn file(&self, host: u64) -> Result<OwnedFd> {
         let files = self.files();
-        let file = files.get(&host).ok_or_else(|| Error::argument("memory", format!("{host:#x}"), "it was freed"))?;
+        let file = files
+            .get(&host)
+            .ok_or_else(|| Error::argument("memory", format!("{host:#x}"), "it was freed"))?;
         file.try_clone().map_err(|error| Error::os("dup", error))
     }
 

@@ -8,6 +8,7 @@ use super::context::{self, supports};
 use super::error::unavailable;
 use super::vmm::{self, can_access_peer};
 use super::{ffi, late, ptx};
+use crate::driver::RdmaWriteOrder;
 use crate::error::Result;
 
 /// One check per entry: its name, and what was found, or what is wrong and how to mend it.
@@ -30,9 +31,11 @@ pub fn doctor() -> Vec<(String, Result<String, String>)> {
     for &device in &devices {
         let ordinal = device.as_raw();
         report.add(format!("GPU {ordinal}"), describe(device));
+        report.add(format!("GPU {ordinal} stream-ordered memory"), pooled(device));
         report.add(format!("GPU {ordinal} shareable memory"), shareable(device));
         report.add(format!("GPU {ordinal} mapped host memory"), mapped_host(device));
         report.add(format!("GPU {ordinal} dma-buf"), dma_buf(device));
+        report.add(format!("GPU {ordinal} order of RDMA writes"), rdma_writes(device));
     }
     if devices.len() > 1 {
         report.add("GPU peer access", pairs(&devices, "peer access", PEER_REMEDY, can_access_peer));
@@ -93,10 +96,32 @@ fn describe(device: CustDevice) -> Result<String> {
     Ok(text)
 }
 
+fn pooled(device: CustDevice) -> Result<String> {
+    if supports(device, ffi::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED) {
+        return Ok("memory can be given back while kernels run".into());
+    }
+    Err(unavailable(
+        "stream-ordered memory",
+        "tensors are made of it; it takes bare Linux or a virtual machine with the whole GPU",
+    ))
+}
+
 fn shareable(device: CustDevice) -> Result<String> {
     let sharing = vmm::sharing(device)?;
     let rdma = if sharing.rdma { "RDMA-capable" } else { "not RDMA-capable" };
-    Ok(format!("virtual memory management with file descriptors, {rdma}"))
+    let fabric = if sharing.fabric { "and fabric handles" } else { "no fabric handles" };
+    Ok(format!("virtual memory management with file descriptors {fabric}, {rdma}"))
+}
+
+fn rdma_writes(device: CustDevice) -> Result<String> {
+    match context::rdma_write_order(device) {
+        RdmaWriteOrder::None => Err(unavailable(
+            "an order of a card's writes to device memory",
+            "only matters for RDMA: a counter could be seen before its bytes, so that wire memory is host memory",
+        )),
+        RdmaWriteOrder::Owner => Ok("a card's writes are seen in order by this GPU".into()),
+        RdmaWriteOrder::AllDevices => Ok("a card's writes are seen in order by all GPUs".into()),
+    }
 }
 
 fn mapped_host(device: CustDevice) -> Result<String> {

@@ -31,9 +31,8 @@ const FAREWELL: u32 = u32::MAX;
 const MAX_REASON: usize = 1024;
 
 pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
-    let door = greeting::check_arguments(setup)
-        .and_then(|()| WireHost::of(setup))
-        .and_then(|_| Door::open(setup));
+    let door =
+        greeting::check_arguments(setup).and_then(|()| WireHost::of(setup)).and_then(|_| Door::open(setup));
     let address = door.as_ref().map(Door::address).map_err(Error::clone);
     let all = greeting::meet(setup, address)?;
     let door = door?;

@@ -72,7 +72,9 @@ fn place<M>(
         }
     } else {
         // The device could see a counter before the bytes in front of it.
-        tracing::warn!("the driver does not order a card's writes to device memory: wire memory is host memory");
+        tracing::warn!(
+            "the driver does not order a card's writes to device memory: wire memory is host memory"
+        );
     }
     let memory = alloc(MemoryKind::MappedHost)?;
     let reach = register(&memory)?;
@@ -239,11 +241,20 @@ mod tests {
             MemoryKind::MappedHost => Ok(Reach::Host),
             _ => Err(Error::os("register", "no")),
         };
-        assert_eq!(place(false, RdmaWriteOrder::Owner, Ok, |_| Ok(Reach::DmaBuf)).unwrap(), (MemoryKind::Shareable, Reach::DmaBuf));
-        assert_eq!(place(false, RdmaWriteOrder::Owner, Ok, only_host).unwrap(), (MemoryKind::MappedHost, Reach::Host));
+        assert_eq!(
+            place(false, RdmaWriteOrder::Owner, Ok, |_| Ok(Reach::DmaBuf)).unwrap(),
+            (MemoryKind::Shareable, Reach::DmaBuf)
+        );
+        assert_eq!(
+            place(false, RdmaWriteOrder::Owner, Ok, only_host).unwrap(),
+            (MemoryKind::MappedHost, Reach::Host)
+        );
         // Of two cards one.
         let one_of_two = |kind: &MemoryKind| weakest([Ok(Reach::DmaBuf), only_host(kind)]);
-        assert_eq!(place(false, RdmaWriteOrder::Owner, Ok, one_of_two).unwrap(), (MemoryKind::MappedHost, Reach::Host));
+        assert_eq!(
+            place(false, RdmaWriteOrder::Owner, Ok, one_of_two).unwrap(),
+            (MemoryKind::MappedHost, Reach::Host)
+        );
         assert_eq!(weakest([Ok(Reach::DmaBuf), Ok(Reach::PeerMemory)]).unwrap(), Reach::PeerMemory);
         // The card reaches device memory, but the device could see counters too early there.
         let unordered = place(false, RdmaWriteOrder::None, Ok, |kind| match kind {

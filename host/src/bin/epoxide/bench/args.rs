@@ -145,6 +145,7 @@ impl TuningFlags {
         let d = Tuning::default();
         Tuning {
             dispatch_warps: self.dispatch_warps.unwrap_or(d.dispatch_warps),
+            internode_dispatch_warps: self.dispatch_warps.unwrap_or(d.internode_dispatch_warps),
             dispatch_stages: self.dispatch_stages.unwrap_or(d.dispatch_stages),
             dispatch_stage_bytes: self.dispatch_stage_bytes.unwrap_or(d.dispatch_stage_bytes),
             combine_warps: self.combine_warps.unwrap_or(d.combine_warps),

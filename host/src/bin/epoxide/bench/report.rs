@@ -176,11 +176,8 @@ impl Shared<'_> {
         let mapped = self.ranks.iter().all(|rank| rank.mapped);
         let slots_over_links = if mapped { rows * slot_bytes as f64 } else { 0.0 };
         let linked_bytes = self.remote_rows * row_bytes as f64 + slots_over_links;
-        let nvlink_us = if linked_bytes == 0.0 {
-            Some(0.0)
-        } else {
-            ceiling.map(|ceiling| linked_bytes / ceiling / 1e3)
-        };
+        let nvlink_us =
+            if linked_bytes == 0.0 { Some(0.0) } else { ceiling.map(|ceiling| linked_bytes / ceiling / 1e3) };
         // An interpreter's time over a network's says nothing.
         let nvlink_us = nvlink_us.filter(|_| !self.is_virtual);
         let alone_us = if mapped { Some(0.0) } else { transport_us };
