@@ -644,6 +644,8 @@ mod tests {
             "--nodes 2 --ranks-per-node 1 --tokens 0 --hidden 8 --num-sms 4",
             "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 6 --random --iterations 3",
             "--nodes 3 --ranks-per-node 1 --tokens 5 --hidden 72 --num-sms 4 --transport shm --queues 2 --graph-replays 4",
+            "--nodes 2 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 4 --transport tcp --iterations 3 --neighbour",
+            "--nodes 1 --ranks-per-node 2 --tokens 7 --hidden 72 --iterations 3 --neighbour",
         ] {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome, Ok(()), "{line}");

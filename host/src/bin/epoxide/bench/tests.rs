@@ -48,7 +48,8 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
         "--ranks-per-node 4 --masked 1.0",
         "--ranks-per-node 8 --experts 16 --topk 8 --dtype fp8 --hidden 256",
         "--nodes 2 --ranks-per-node 2 --tokens 21 --num-sms 4 --transport shm",
-        "--nodes 3 --ranks-per-node 1 --tokens 13 --experts 9 --topk 3 --num-sms 6 --queues 2 --rdma-send 3 --masked 0.4",
+        "--nodes 3 --ranks-per-node 1 --tokens 13 --experts 9 --topk 3 --num-sms 6 --queues 2 --rdma-send 3 --masked 0.4 --transport tcp",
+        "--nodes 3 --ranks-per-node 2 --experts 12 --topk 3 --num-sms 4 --transport direct",
         "--nodes 2 --ranks-per-node 3 --experts 12 --topk 5 --num-sms 4 --dtype fp8 --hidden 256 --transport shm",
         "--nodes 2 --ranks-per-node 1 --num-sms 4 --masked 1.0",
     ]
@@ -77,7 +78,10 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
                 PhaseName::DispatchUncached => ranks.iter().map(|rank| rank.message_bytes).sum::<u64>() as f64,
                 _ => 0.0,
             };
-            assert!((wire.bytes * per_rank - rows * wire.slot_bytes as f64 - messages).abs() < 1e-6, "{line}");
+            // What kernels write themselves is not put.
+            let put = if ranks[0].mapped { 0.0 } else { rows * wire.slot_bytes as f64 + messages };
+            assert_eq!(ranks[0].mapped, !line.contains("shm") && !line.contains("tcp"), "{line}");
+            assert!((wire.bytes * per_rank - put).abs() < 1e-6, "{line}");
         }
     }
 }
@@ -284,14 +288,28 @@ fn the_figures_across_nodes_worked_by_hand_are_the_output() {
     assert_eq!((combine.rows, combine.bytes), (3.0, 49_152.0));
     assert_eq!((combine.nvlink_us, combine.share), (Some(2.048), Some(2.0)));
     let uncached = wire(PhaseName::DispatchUncached);
-    assert_eq!((uncached.slot_bytes, uncached.bytes), (16_384 + 64, 3.0 * 16_448.0 + 10_416.0));
+    assert_eq!((uncached.slot_bytes, uncached.bytes), (16_384 + 64 + 64, 3.0 * 16_512.0 + 10_416.0));
     let bandwidth = point.phase(PhaseName::DispatchCached).and_then(|phase| phase.bandwidth.clone()).unwrap();
     assert_eq!((bandwidth.wire, bandwidth.wire_ceiling, bandwidth.links), (Some(6.0), Some(12.0), 7.5));
+
+    // Into mapped memory: nothing is put, and the three rows pass NVLink as well: 6.75 rows, 110592 bytes.
+    for result in &mut ranks {
+        result.mapped = true;
+        result.transport_us.clear();
+        result.times[0].wire.clear();
+    }
+    let point = &report::points(&args, &ranks).unwrap()[0];
+    let wire = |name| point.phase(name).and_then(|phase| phase.wire.clone()).unwrap();
+    let (dispatch, combine) = (wire(PhaseName::DispatchCached), wire(PhaseName::CombineInPool));
+    assert_eq!((dispatch.bytes, dispatch.puts, dispatch.transport_us), (0.0, 0.0, None));
+    let close = |value: Option<f64>, to: f64| value.is_some_and(|value| (value - to).abs() < 1e-9);
+    assert!(close(dispatch.nvlink_us, 7.3728) && close(dispatch.share, 8.192 / 7.3728), "{dispatch:?}");
+    assert!(close(combine.nvlink_us, 3.6864) && close(combine.share, 8.192 / 3.6864), "{combine:?}");
 }
 
 #[test]
 fn nothing_across_virtual_nodes_is_a_bandwidth() {
-    let (points, _) = measured("--nodes 2 --ranks-per-node 2 --num-sms 4");
+    let (points, _) = measured("--nodes 2 --ranks-per-node 2 --num-sms 4 --transport tcp");
     let text = report::text(&points[0]);
     assert!(text.starts_with("[bench internode HT] nodes=2 num_ranks=4"), "{text}");
     for line in text.lines().filter(|line| line.contains("GB/s")) {

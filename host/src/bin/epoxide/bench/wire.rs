@@ -367,6 +367,7 @@ mod tests {
             "--transport tcp --sizes 4096..16384 --depths 4 --queues 2",
             "--transport shm --sizes 1024 --depths 8 --nodes 3 --ranks-per-node 2",
             "--transport tcp --sizes 1024 --depths 8 --nodes 3 --one-way",
+            "--transport direct --sizes 16,65536 --depths 1,16 --nodes 3",
         ] {
             let args = arguments(line);
             let points = measure(&args).unwrap();
