@@ -23,6 +23,18 @@ pub const PATIENCE: Duration = Duration::from_secs(15);
 /// What outputs hold before an operation writes them.
 pub const POISON: u8 = 0x5e;
 
+/// `cuda`: the ranks of a test use GPUs instead of virtual ones, rank r GPU r. For tests that know of no devices but these.
+#[cfg(feature = "cuda")]
+const DEVICE: &str = "EPOXIDE_TEST_DEVICE";
+
+fn open_device(setup: &Setup, rank: u32) -> Result<Arc<dyn Device>> {
+    #[cfg(feature = "cuda")]
+    if std::env::var(DEVICE).is_ok_and(|device| device == "cuda") {
+        return epoxide::driver::cuda::CudaDevice::open(rank);
+    }
+    Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..setup.device.clone() }))
+}
+
 /// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are two nodes to a host, so that those of
 /// three nodes or more reach each other in different ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,7 +148,7 @@ pub struct Rank {
 impl Rank {
     /// Makes the device, the stream and the buffer. Collective.
     pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
-        let device = VirtualGpu::new(VirtConfig { ordinal: group.rank(), ..setup.device.clone() });
+        let device = open_device(setup, group.rank())?;
         let mut options = setup.options.clone();
         if let (TransportKind::Auto, Some(ranks_per_node)) = (options.transport.kind, options.ranks_per_node)
         {
