@@ -236,7 +236,8 @@ mod tests {
 
     #[test]
     fn puts_have_tracks_on_the_device_s_time_axis() {
-        let (_, ranks) = measured("--nodes 2 --ranks-per-node 1 --num-sms 4 --tokens 9 --queues 2 --transport tcp");
+        let (_, ranks) =
+            measured("--nodes 2 --ranks-per-node 1 --num-sms 4 --tokens 9 --queues 2 --transport tcp");
         let trace = events(&ranks);
         let events = trace["traceEvents"].as_array().unwrap();
         let names: Vec<&str> = events.iter().filter_map(|event| event["args"]["name"].as_str()).collect();
