@@ -4,7 +4,6 @@
 //! domain. A pair of ranks is mapped when both could map the other.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -57,8 +56,8 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     let mut mapped = Vec::new();
     let mut lives = Vec::new();
     for (peer, attempt) in attempts {
-        let both = verdicts.get(&(setup.group.rank(), peer)).is_none()
-            && verdicts.get(&(peer, setup.group.rank())).is_none();
+        let here = setup.group.rank();
+        let both = !verdicts.contains_key(&(here, peer)) && !verdicts.contains_key(&(peer, here));
         if let Ok((memory, life)) = attempt
             && both
         {
@@ -80,13 +79,11 @@ fn exchange(
     let own = &offers[rank as usize].host;
     let fds = [memory.as_fd(), life.as_fd()];
     // Descriptors reach the ranks of one host only; a group of several is taken apart first.
-    let is_one_host = offers.iter().all(|offer| offer.host == offers[0].host);
-    let received = if is_one_host {
+    let first = |host: &str| offers.iter().position(|offer| offer.host == host).unwrap_or_default() as u64;
+    let received = if offers.iter().all(|offer| first(&offer.host) == 0) {
         (0u32..).zip(setup.group.exchange_fds(&fds)?).collect::<Vec<_>>()
     } else {
-        let mut hasher = DefaultHasher::new();
-        own.hash(&mut hasher);
-        let host = setup.group.split(hasher.finish())?;
+        let host = setup.group.split(first(own))?;
         let members = (0u32..).zip(offers).filter(|(_, offer)| offer.host == *own).map(|(peer, _)| peer);
         let received = members.zip(host.exchange_fds(&fds)?).collect();
         host.destroy()?;

@@ -58,6 +58,9 @@ pub struct Args {
     /// Microseconds that a hop between nodes adds to a call.
     #[arg(long, default_value_t = 10.0)]
     nic_latency_us: f64,
+    /// Nodes reach each other over NVLink too: rows for other nodes take the links in place of a NIC.
+    #[arg(long)]
+    mapped: bool,
     /// Take the links' ceilings from these results in place of those of 8 x H200.
     #[arg(long, value_name = "RESULT.json")]
     from: Option<PathBuf>,
@@ -174,6 +177,8 @@ pub struct Case {
     pub dispatch_row_bytes: u64,
     /// Bytes of a combined row.
     pub combine_row_bytes: u64,
+    /// Whether nodes reach each other over NVLink as well: kernels write into mapped memory.
+    pub mapped: bool,
 }
 
 /// One phase's prediction for a rank.
@@ -183,7 +188,7 @@ pub struct Prediction {
     pub phase: PhaseName,
     /// Microseconds.
     pub us: f64,
-    /// Bytes over NVLink, out in a dispatch and in in a combine.
+    /// Bytes over NVLink, out in a dispatch and in in a combine; where nodes are mapped with the rows for other nodes.
     pub nvlink_bytes: f64,
     /// Bytes over the NIC, each way.
     pub nic_bytes: f64,
@@ -199,7 +204,9 @@ impl Case {
         // Of the rows for a node, one in `per_node` is for the rank that has them already.
         let nvlink_bytes = six.recv_total * (per_node - 1.0) / per_node * row;
         // A combine sends as many sums as rows came, which is as many as a rank sends on average.
-        let nic_bytes = six.send_rdma * phase.slot_bytes(row as u64, self.sizes.topk) as f64;
+        let slot_bytes = six.send_rdma * phase.slot_bytes(row as u64, self.sizes.topk) as f64;
+        let (nvlink_bytes, nic_bytes) =
+            if self.mapped { (nvlink_bytes + slot_bytes, 0.0) } else { (nvlink_bytes, slot_bytes) };
         let sm_bytes = (six.recv_total + six.send_rdma) * row;
         let sms = f64::from(self.num_sms);
         let (link, sm, fixed) = match phase.is_dispatch() {
@@ -220,7 +227,8 @@ impl Case {
             PhaseName::CombineStaged => six.recv_total * row / figures.staging_gbps / 1e3,
             _ => 0.0,
         };
-        let hop = if self.sizes.ranks > self.sizes.ranks_per_node { figures.nic_latency_us } else { 0.0 };
+        let over_nic = self.sizes.ranks > self.sizes.ranks_per_node && !self.mapped;
+        let hop = if over_nic { figures.nic_latency_us } else { 0.0 };
         Prediction { phase, us: fixed + streaming / 1e3 + extra + hop, nvlink_bytes, nic_bytes, limit }
     }
 }
@@ -287,6 +295,7 @@ fn case_of(args: &Args) -> Result<Case> {
         num_sms: args.num_sms,
         dispatch_row_bytes: row,
         combine_row_bytes: args.hidden * 2,
+        mapped: args.mapped,
     })
 }
 
@@ -385,6 +394,12 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
             num_sms: key.num_sms,
             dispatch_row_bytes: row_bytes(PhaseName::DispatchCached),
             combine_row_bytes: row_bytes(PhaseName::CombineInPool),
+            // Rows for other nodes that nobody put.
+            mapped: point
+                .phases
+                .iter()
+                .filter_map(|phase| phase.wire.as_ref())
+                .any(|wire| wire.rows > 0.0 && wire.bytes == 0.0),
         };
         let six = counts::expected(f64::from(key.tokens), case.sizes);
         for phase in &point.phases {
@@ -460,6 +475,7 @@ mod tests {
             num_sms: 24,
             dispatch_row_bytes: 14_336,
             combine_row_bytes: 14_336,
+            mapped: false,
         };
         let predict = |nodes, nic| {
             let case = case(nodes, 1024);
@@ -474,11 +490,20 @@ mod tests {
         // At most top-8 nodes of a token: the NIC's bytes level off.
         let most = 8.0 * 4096.0 * 14_336.0;
         assert!(predict(128, 50.0).nic_bytes < most && predict(128, 50.0).nic_bytes > 0.9 * most);
+        // Over NVLink the same bytes take the links, and no hop is added.
+        let over_links = Case { mapped: true, ..case(2, 256) };
+        let over_nic = case(2, 256);
+        let six = counts::expected(4096.0, over_nic.sizes);
+        let [links, nic] = [over_links, over_nic]
+            .map(|case| case.predict(PhaseName::DispatchCached, six, &Figures::h200(1e6, 10.0)));
+        assert_eq!((links.nic_bytes, links.limit), (0.0, "NVLink"));
+        assert_eq!(links.nvlink_bytes, nic.nvlink_bytes + nic.nic_bytes);
     }
 
     #[test]
     fn points_across_nodes_are_checked_with_the_network_they_were_measured_with() {
-        let (mut points, _) = measured_here("--nodes 2 --ranks-per-node 2 --num-sms 4 --experts 8");
+        let (mut points, _) =
+            measured_here("--nodes 2 --ranks-per-node 2 --num-sms 4 --experts 8 --transport tcp");
         let bandwidth = crate::bench::report::bandwidth;
         let point = &mut points[0];
         let rows = crate::bench::report::Rows { sent: point.counts, remote: point.remote_rows, tokens: 8.0 };
