@@ -206,10 +206,10 @@ pub struct TransportOptions {
 pub const MAX_QUEUES: u32 = 64;
 
 impl TransportOptions {
-    /// Not shaped, 30 s, and as many queues as a fast network takes: four where a processor moves the bytes, one where a card does.
+    /// Not shaped, 30 s, and as many queues as a fast network takes: eight where a processor moves the bytes, one where a card does.
     pub fn new(kind: TransportKind) -> TransportOptions {
         let queues_per_peer = match kind {
-            TransportKind::Shm | TransportKind::Tcp | TransportKind::Auto => 4,
+            TransportKind::Shm | TransportKind::Tcp | TransportKind::Auto => 8,
             TransportKind::Direct | TransportKind::Verbs => 1,
         };
         TransportOptions {

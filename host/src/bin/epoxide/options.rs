@@ -134,7 +134,7 @@ pub struct NetworkFlags {
     #[arg(long, value_enum, default_value = "auto")]
     pub transport: Transport,
 
-    /// Queues to each peer on another node, where there are any [default: 4 over shm and tcp on GPUs, else 1]
+    /// Queues to each peer on another node, where there are any [default: 8 over shm and tcp on GPUs, else 1]
     #[arg(long, value_name = "Q", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
     pub queues: Option<u32>,
 }
