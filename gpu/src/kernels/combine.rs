@@ -19,6 +19,11 @@ pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
 pub(super) const VECTORS: usize = 8;
 
+/// How many of them there are where warps take whole rows: one fewer, so that sixteen warps have registers enough.
+pub(super) const fn vectors_of(whole_rows: bool) -> usize {
+    if whole_rows { VECTORS - 1 } else { VECTORS }
+}
+
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 0, registers = 64,
@@ -178,7 +183,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
         if joined && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async();
-            let mut sums = Outputs::new(args);
+            let mut sums = Outputs::<false>::new(args);
             sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, begin, end, warps);
         }
         leave(comm, epoch, joined, Wait::CombineDone);
@@ -264,16 +269,16 @@ pub(super) trait Sink {
 }
 
 /// The operation's outputs: that of token t at `rows + t * row_bytes`, its weights at `weights + t * num_topk * 4`.
-pub(super) struct Outputs<'a>(&'a CombineArgs);
+pub(super) struct Outputs<'a, const WHOLE: bool>(&'a CombineArgs);
 
-impl<'a> Outputs<'a> {
+impl<'a, const WHOLE: bool> Outputs<'a, WHOLE> {
     #[inline(always)]
     pub fn new(args: &'a CombineArgs) -> Self {
         Outputs(args)
     }
 }
 
-impl Sink for Outputs<'_> {
+impl<const WHOLE: bool> Sink for Outputs<'_, WHOLE> {
     #[inline(always)]
     unsafe fn weights(&self, token: u32) -> u64 {
         let weights = self.0.combined_weights.0;
@@ -288,7 +293,7 @@ impl Sink for Outputs<'_> {
             let to = row + (item.piece * self.0.slot_bytes) as u64;
             unroll8!(J => {
                 let at = laneid() * 16 + J as u32 * 512;
-                if at < bytes {
+                if J < vectors_of(WHOLE) && at < bytes {
                     st_v4(to + at as u64, vectors[J]);
                 }
             });
@@ -347,7 +352,7 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE:
                 let buffer = ring.buffer(turn.slot);
                 unroll8!(J => {
                     let at = lane * 16 + J as u32 * 512;
-                    if at < bytes {
+                    if J < vectors_of(WHOLE) && at < bytes {
                         E::add(&mut sums[J], ld_shared_v4(buffer + at));
                     }
                 });
@@ -361,7 +366,11 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE:
                 contributors -= 1;
             }
             let mut vectors = [[0; 4]; VECTORS];
-            unroll8!(J => { vectors[J] = E::round(&sums[J]) });
+            unroll8!(J => {
+                if J < vectors_of(WHOLE) {
+                    vectors[J] = E::round(&sums[J]);
+                }
+            });
             to.store(item, bytes, vectors);
             if gathered {
                 sum.next_item(args, from);

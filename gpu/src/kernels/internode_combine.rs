@@ -6,7 +6,7 @@ use core::cell::Cell;
 
 use epoxide_macros::kernel;
 
-use super::combine::{Bf16, Contributors, Item, MAX_SLOT_BYTES, Outputs, Ranks, Sink, VECTORS, sum_rows};
+use super::combine::{Bf16, Contributors, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
 use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use super::wire::{
@@ -18,6 +18,8 @@ use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes};
 use crate::simt::*;
 
+/// Most bytes of a slot: 32 lanes with seven vectors of 16 bytes each.
+pub const MAX_INTERNODE_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
 /// Most tokens of a channel, those that are none included: the number of one is a word of progress.
 const MAX_TOKENS: u64 = u32::MAX as u64;
 
@@ -26,7 +28,7 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
 /// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory: the rings, then a word for each
 /// warp.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 4, registers = 168,
+    threads = 512, min_blocks = 1, barriers = 4, registers = 128,
     requires(
         args.combine.row_bytes.is_multiple_of(16),
         args.combine.row_bytes >= 16,
@@ -34,7 +36,7 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
         args.combine.slots <= 32,
         args.combine.slot_bytes.is_multiple_of(16),
         args.combine.slot_bytes >= 16,
-        args.combine.slot_bytes <= MAX_SLOT_BYTES,
+        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
         args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
         args.combine.pieces >= 1,
         args.slot_bytes >= combine_slot_bytes(args.combine.row_bytes, args.combine.num_topk),
@@ -74,7 +76,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
         if finishes {
             let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
             let nodes = Nodes::new(&args, channel, epoch);
-            let mut sums = Outputs::new(rows);
+            let mut sums = Outputs::<true>::new(rows);
             let turn = &mut Turn::first();
             sum_rows::<Bf16, _, _, true>(rows, &ring, turn, &nodes, &mut sums, begin, end, workers);
         } else {
@@ -274,7 +276,7 @@ impl Sink for Slots<'_> {
                 let to = self.slot + (item.piece * rows.slot_bytes) as u64;
                 unroll8!(J => {
                     let at = laneid() * 16 + J as u32 * 512;
-                    if at < bytes {
+                    if J < vectors_of(true) && at < bytes {
                         st_v4(to + at as u64, vectors[J]);
                     }
                 });

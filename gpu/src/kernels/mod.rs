@@ -43,6 +43,7 @@ pub use {
 };
 
 pub use combine::MAX_SLOT_BYTES;
+pub use internode_combine::MAX_INTERNODE_SLOT_BYTES;
 pub use internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
 pub use notify::NOTIFY_SHARED_BYTES;
 pub use wire::PROGRESS_BYTES;

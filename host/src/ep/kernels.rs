@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::kernels::{
     self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
     INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
-    MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
+    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
 };
 use epoxide_gpu::layout::{SlotShape, bulk_scale_bytes};
 
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 
 /// Most warps of a dispatch, on all multiprocessors together.
 const DISPATCH_WARPS: u32 = 150;
-/// Most warps of a combine, on all multiprocessors together.
+/// Most warps of a combine that gather, on all multiprocessors together.
 const COMBINE_WARPS: u32 = 300;
 
 /// Names a file with PTX to load instead of the embedded one. Development only.
@@ -45,7 +45,7 @@ impl Default for Tuning {
     fn default() -> Self {
         Tuning {
             dispatch_warps: 3,
-            internode_dispatch_warps: 5,
+            internode_dispatch_warps: 6,
             dispatch_stage_bytes: 8192,
             dispatch_stages: 10,
             combine_warps: 16,
@@ -216,10 +216,15 @@ impl Kernels {
 
     pub fn combine_ring(&self, row_bytes: u32, num_sms: u32) -> RingShape {
         let t = &self.tuning;
-        let warps = t.combine_warps.min(COMBINE_WARPS / num_sms).clamp(1, self.most_combine_warps());
+        // Across nodes half of the blocks gather and half finish.
+        let (at_once, most_bytes) = match self.mode {
+            ModeKernels::Intranode { .. } => (COMBINE_WARPS, MAX_SLOT_BYTES),
+            ModeKernels::Internode { .. } => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
+        };
+        let warps = t.combine_warps.min(at_once / num_sms).clamp(1, self.most_combine_warps());
         // A warp's lanes take 512 bytes at a time; whole turns keep all lanes busy.
         let align = if row_bytes < 512 { 16 } else { 512 };
-        let pieces = row_bytes.div_ceil(t.combine_slot_bytes / align * align);
+        let pieces = row_bytes.div_ceil(t.combine_slot_bytes.min(most_bytes) / align * align);
         let bytes = row_bytes.div_ceil(pieces).next_multiple_of(align);
         RingShape::fit(bytes, warps, t.combine_slots, self.ring_limit())
     }
