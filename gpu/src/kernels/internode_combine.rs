@@ -109,7 +109,7 @@ impl Divisor {
     #[inline(always)]
     fn split(&self, number: u32) -> (u32, u32) {
         // Never too large, and too small by one at the most: the reciprocal is at least 2^32 / by - 1, and the number below 2^32.
-        let quotient = (number as u64 * self.reciprocal as u64 >> 32) as u32;
+        let quotient = ((number as u64 * self.reciprocal as u64) >> 32) as u32;
         let rest = number - quotient * self.by;
         if rest >= self.by { (quotient + 1, rest - self.by) } else { (quotient, rest) }
     }

@@ -301,7 +301,7 @@ pub unsafe fn workers() -> u32 {
     }
 }
 
-/// Bytes of [`Progress`] in shared memory: a word for each warp that a block can have.
+/// Bytes in shared memory that say how far each warp has come: a word for each warp that a block can have.
 pub const PROGRESS_BYTES: u32 = 128;
 
 /// How far each warp of a block has come, in shared memory: the workers publish, one warp reads.
