@@ -37,6 +37,20 @@ impl Clock {
     }
 }
 
+/// How a seed orders the warps of a grid.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Schedule {
+    /// Any warp next, for any number of instructions.
+    #[default]
+    Random,
+    /// Warps take turns, as without a seed.
+    RoundRobin,
+    /// The warp of the highest priority runs for as long as it can; priorities are drawn, and at this many points of a run, drawn too,
+    /// the running warp gets the lowest one. Faults that few preemptions bring about show in fewer runs so (probabilistic concurrency
+    /// testing, Burckhardt et al., ASPLOS 2010).
+    Preemptions(u32),
+}
+
 /// Properties of a virtual device.
 #[derive(Clone, Debug)]
 pub struct DeviceConfig {
@@ -44,9 +58,11 @@ pub struct DeviceConfig {
     pub sm_count: u32,
     /// Most shared memory one block may use, in bytes.
     pub shared_bytes_per_block: u32,
-    /// `None`: warps take turns and bulk copies complete at once. `Some(seed)`: the order of warps, the length of
-    /// their slices and the completion of bulk copies are drawn from the seed.
+    /// `None`: warps take turns. `Some(seed)`: their order is drawn from the seed, as [`schedule`](Self::schedule) says. What else a
+    /// program must not rely on (poison, when bulk copies land, which lanes stay apart) is drawn from the seed too, 0 if there is none.
     pub schedule_seed: Option<u64>,
+    /// How a seed orders the warps.
+    pub schedule: Schedule,
     /// Source of `%globaltimer`.
     pub clock: Clock,
     /// Most blocks of one grid that are resident at a time; `None` derives it from the SM count and what a block
@@ -61,6 +77,7 @@ impl Default for DeviceConfig {
             sm_count: 132,
             shared_bytes_per_block: 227 * 1024,
             schedule_seed: None,
+            schedule: Schedule::Random,
             clock: Clock::Real,
             max_blocks_resident: None,
         }

@@ -85,9 +85,95 @@ pub enum LaunchError {
         /// Device limit in bytes.
         max: u32,
     },
+    /// More blocks than check mode can tell apart.
+    #[error(
+        "kernel '{kernel}' has {blocks} blocks: check mode tells 2^20 of a grid apart, and 2^27 grids; check a smaller launch"
+    )]
+    TooLargeToCheck {
+        /// Kernel name.
+        kernel: String,
+        /// Blocks asked for.
+        blocks: u64,
+    },
     /// Module variables could not be allocated.
     #[error("module variables: {0}")]
     Memory(#[from] MemoryError),
+}
+
+/// One side of a race.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Party {
+    /// Manner of the access, such as `weak write`.
+    pub access: String,
+    /// Kernel; empty for the host and for copies in a stream.
+    pub kernel: String,
+    /// Block index.
+    pub block: [u32; 3],
+    /// Warp index within the block, where it is known.
+    pub warp: Option<u32>,
+    /// Lane, where one is to blame.
+    pub lane: Option<u32>,
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// The PTX line.
+    pub ptx_text: String,
+    /// Rust file and line, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+}
+
+impl Party {
+    pub(crate) fn host() -> Self {
+        Self::default()
+    }
+}
+
+impl fmt::Display for Party {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.kernel.is_empty() {
+            return write!(f, "{} by the host, or by a copy in a stream", self.access);
+        }
+        write!(f, "{} in kernel '{}', block {:?}", self.access, self.kernel, self.block)?;
+        if let Some(warp) = self.warp {
+            write!(f, ", warp {warp}")?;
+        }
+        if let Some(lane) = self.lane {
+            write!(f, ", lane {lane}")?;
+        }
+        if let Some((file, line)) = &self.source {
+            write!(f, "\n    at {file}:{line}")?;
+        }
+        write!(f, "\n    PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
+    }
+}
+
+/// Two accesses of which nothing says which comes first, at least one of them a write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Race {
+    /// `global` or `shared`.
+    pub space: &'static str,
+    /// Label of the region; empty in shared memory.
+    pub label: String,
+    /// Offset of the first word in the region or in the shared window, in bytes.
+    pub offset: u64,
+    /// Manner of the access that was stopped, such as `weak read`; the fault says where it stands.
+    pub access: String,
+    /// The access before it.
+    pub other: Party,
+    /// What would have ordered the two.
+    pub missing: String,
+}
+
+impl fmt::Display for Race {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { space, label, offset, access, other, missing } = self;
+        write!(f, "data race in {space} memory at ")?;
+        if label.is_empty() {
+            write!(f, "offset {offset:#x}")?;
+        } else {
+            write!(f, "'{label}' + {offset:#x}")?;
+        }
+        write!(f, ": a {access} is not ordered behind\n  a {other}\n  missing: {missing}")
+    }
 }
 
 /// Why a kernel was stopped.
@@ -160,6 +246,19 @@ pub enum FaultKind {
         /// What is wrong.
         message: String,
     },
+    /// Check mode: two accesses that nothing orders.
+    Race(Box<Race>),
+    /// Check mode: a read of memory that nobody wrote.
+    Unwritten {
+        /// `global` or `shared`.
+        space: &'static str,
+        /// Label of the region; empty in shared memory.
+        label: String,
+        /// Offset of the first word in the region or in the shared window, in bytes.
+        offset: u64,
+        /// Length in bytes.
+        bytes: u64,
+    },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
     /// Something that is in PTX but not in this virtual GPU, noticed only when it ran.
@@ -198,6 +297,14 @@ impl fmt::Display for FaultKind {
                 write!(f, "mbarrier at shared offset {offset:#x}: {message}")
             }
             FaultKind::BulkCopy { message } => write!(f, "bulk copy: {message}"),
+            FaultKind::Race(race) => write!(f, "{race}"),
+            FaultKind::Unwritten { space, label, offset, bytes } => {
+                write!(f, "read of {bytes} bytes of {space} memory that nobody wrote, at ")?;
+                match label.as_str() {
+                    "" => write!(f, "offset {offset:#x}"),
+                    label => write!(f, "'{label}' + {offset:#x}"),
+                }
+            }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Unsupported(what) => write!(f, "not supported by the virtual GPU: {what}"),
         }

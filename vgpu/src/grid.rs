@@ -2,16 +2,25 @@
 
 use std::collections::VecDeque;
 
-use crate::device::{DeviceConfig, GridConfig};
+use crate::check::block::Block as BlockCheck;
+use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
+use crate::check::watch::{Watch, Watcher};
+use crate::check::{Checker, Known, Past, Timeline};
+use crate::device::{DeviceConfig, GridConfig, Schedule};
 use crate::exec::access::{SHARED_BASE, SharedMemory};
 use crate::exec::bulk::BulkQueue;
-use crate::exec::{Activity, BARRIERS, Barrier, BlockState, Env, Exec, GroupState, Status, Warp};
+use crate::exec::{
+    Activity, BARRIERS, Barrier, BlockState, Env, Exec, GroupState, Slice, Status, Stop, Warp,
+};
 use crate::fault::{Fault, FaultKind, LaunchError, StuckReport, StuckWarp, WaitingFor};
-use crate::ir::{File, Init, Regs, Special};
+use crate::ir::{Fence, File, Init, Op, Regs, Special};
 use crate::memory::{Memory, Region};
 use crate::module::Kernel;
 use crate::rng::{Rng, mix};
 use std::sync::Arc;
+
+/// Slices of a run among which preemptions are drawn.
+const PREEMPTION_SPAN: u64 = 20_000;
 
 /// Warp instructions per turn with the round-robin scheduler.
 const SLICE: u64 = 256;
@@ -53,6 +62,23 @@ struct Block {
     /// Warps in the ready queue.
     ready: u32,
     sm: u32,
+    /// In check mode.
+    check: Option<Box<BlockCheck>>,
+    /// With [`Schedule::Preemptions`], of each warp.
+    priority: Vec<u64>,
+}
+
+/// A grid under check.
+struct GridCheck {
+    checker: Checker,
+    /// Its number, and what came before it and what will have come before its end.
+    number: u32,
+    start: Known,
+    end: Known,
+    /// Whoever sees the end learns it by itself: nobody gave the grid a timeline.
+    tells_host: bool,
+    /// The kernel has fences that lend their order to relaxed accesses.
+    has_fences: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -73,7 +99,11 @@ pub struct Grid {
     total_blocks: u64,
     live_blocks: u32,
     ready: VecDeque<WarpRef>,
-    rng: Option<Rng>,
+    rng: Rng,
+    schedule: Schedule,
+    /// Slices until the running warp loses its priority, latest first.
+    preemptions: Vec<u64>,
+    check: Option<GridCheck>,
     digest: u64,
     stats: Stats,
     /// Counts slices that changed something. A warp whose `idle_epoch` is the present one has been idle since.
@@ -102,6 +132,19 @@ impl Grid {
         cfg: GridConfig,
         params: &[u8],
     ) -> Result<Self, LaunchError> {
+        Self::launch(kernel, memory, dev, cfg, params, None)
+    }
+
+    /// The same as work of a stream: in check mode, `timeline` is the stream, and the grid comes after what is in the [`Past`], not after
+    /// what the calling thread has seen. [`Grid::past`] then gives what comes before whatever follows.
+    pub fn launch(
+        kernel: Arc<Kernel>,
+        memory: Memory,
+        dev: &DeviceConfig,
+        cfg: GridConfig,
+        params: &[u8],
+        order: Option<(Timeline, &Past)>,
+    ) -> Result<Self, LaunchError> {
         check_launch(&kernel, dev, &cfg, params)?;
         let globals = match &kernel.globals {
             Some(g) => Some(memory.module_globals(g.module_id, &g.init)?),
@@ -119,7 +162,8 @@ impl Grid {
             param_bytes: params.len() as u64,
             params: block,
             clock: dev.clock.clone(),
-            lazy_bulk: dev.schedule_seed.is_some(),
+            poison: memory.poison(),
+            apart_one_in: if memory.checker().is_some() { 4 } else { 16 },
             executed: 0,
             kernel,
         };
@@ -127,6 +171,43 @@ impl Grid {
         let shared = env.kernel.static_shared + cfg.dynamic_shared_bytes;
         let total_blocks = cfg.grid.iter().map(|&d| u64::from(d)).product();
         let resident = u64::from(dev.resident_blocks(threads, shared)).min(total_blocks) as u32;
+        let mut rng = Rng::new(dev.schedule_seed.unwrap_or(0));
+        let schedule = if dev.schedule_seed.is_some() { dev.schedule } else { Schedule::RoundRobin };
+        let mut preemptions = vec![];
+        if let Schedule::Preemptions(count) = schedule {
+            preemptions = (0..count).map(|_| rng.below(PREEMPTION_SPAN)).collect();
+            preemptions.sort_unstable_by(|a, b| b.cmp(a));
+        }
+        let check = match memory.checker() {
+            Some(_) if total_blocks > MAX_BLOCKS => {
+                return Err(LaunchError::TooLargeToCheck {
+                    kernel: env.kernel.name.clone(),
+                    blocks: total_blocks,
+                });
+            }
+            Some(checker) => {
+                let mut world = checker.world();
+                let mut start = order.map_or_else(|| world.host_known(), |(_, past)| past.known().clone());
+                world.forget_covered(&mut start);
+                let shape = [cfg.grid[0], cfg.grid[1]];
+                let number = world.begin_grid(order.map(|o| o.0), memory.id(), env.kernel.clone(), shape);
+                if number >= MAX_GRIDS {
+                    return Err(LaunchError::TooLargeToCheck {
+                        kernel: env.kernel.name.clone(),
+                        blocks: total_blocks,
+                    });
+                }
+                drop(world);
+                let has_fences = env
+                    .kernel
+                    .code
+                    .iter()
+                    .any(|i| matches!(i.op, Op::Fence(Fence::AcqRel(_) | Fence::Sc(_))));
+                let (end, tells_host) = (start.clone(), order.is_none());
+                Some(GridCheck { checker: checker.clone(), number, start, end, tells_host, has_fences })
+            }
+            None => None,
+        };
         let mut grid = Grid {
             env,
             memory,
@@ -138,7 +219,10 @@ impl Grid {
             total_blocks,
             live_blocks: 0,
             ready: VecDeque::new(),
-            rng: dev.schedule_seed.map(Rng::new),
+            rng,
+            schedule,
+            preemptions,
+            check,
             digest: 0,
             stats: Stats::default(),
             epoch: 1,
@@ -157,11 +241,14 @@ impl Grid {
                     exited_warps: 0,
                     completed: 0,
                     bulk: BulkQueue::default(),
+                    phases: vec![],
                 },
                 warps: (0..warps).map(|_| Warp::default()).collect(),
                 idle_epoch: vec![0; warps as usize],
                 ready: 0,
                 sm: slot % grid.sm_count,
+                check: None,
+                priority: vec![0; warps as usize],
             });
             grid.start_block(slot);
         }
@@ -178,6 +265,12 @@ impl Grid {
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.stats
+    }
+
+    /// What has happened before the end of the grid. Empty without checks.
+    #[must_use]
+    pub fn past(&self) -> Past {
+        self.check.as_ref().map(|check| Past::of(check.end.clone())).unwrap_or_default()
     }
 
     /// Hash of the sequence of scheduling decisions (block, warp, length of slice). Two runs with the same digest
@@ -198,11 +291,16 @@ impl Grid {
         let threads = self.config.block.iter().product::<u32>();
         let b = &mut self.blocks[slot as usize];
         b.state.ctaid = ctaid;
-        b.state.shared.reset(kernel.static_shared + self.config.dynamic_shared_bytes);
+        b.state.shared.reset(kernel.static_shared + self.config.dynamic_shared_bytes, self.env.poison);
         b.state.barriers = [Barrier::default(); BARRIERS];
         b.state.exited_warps = 0;
         b.state.completed = 0;
         b.state.bulk.reset(b.state.warps * 32);
+        b.state.phases.clear();
+        b.check = self.check.as_ref().map(|check| {
+            Box::new(BlockCheck::new(check.number, linear, threads, &check.start, check.has_fences))
+        });
+        b.priority.iter_mut().for_each(|p| *p = self.rng.next());
         b.ready = b.state.warps;
         b.idle_epoch.fill(0);
         let globals = self.globals.as_ref().map_or(0, |r| r.addr());
@@ -217,9 +315,9 @@ impl Grid {
             let w = w as u32;
             let lanes = (threads - w * 32).min(32);
             let live = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
-            reset_registers(&mut warp.regs, kernel.slots);
+            reset_registers(&mut warp.regs, kernel.slots, self.env.poison);
             warp.local.clear();
-            warp.local.resize(kernel.local_bytes as usize * 32 / 8, 0);
+            warp.local.resize(kernel.local_bytes as usize * 32 / 8, self.env.poison);
             for &(file, reg, init) in &kernel.inits {
                 let value = |lane: u32| match init {
                     Init::Bits(v) => v,
@@ -263,9 +361,7 @@ impl Grid {
                 self.generation = generation;
                 self.env.table = self.memory.snapshot();
             }
-            if self.rng.is_some() {
-                self.progress_bulk(false)?;
-            }
+            self.progress_bulk(false)?;
             if self.idle >= self.ready.len() {
                 // Everybody waits. Copies that are still under way are what they may wait for.
                 if !self.progress_bulk(true)? {
@@ -286,14 +382,15 @@ impl Grid {
 
     /// Picks a warp and runs it for one slice. The ready queue must not be empty.
     fn slice(&mut self) -> Result<u64, Box<Fault>> {
-        let (index, budget) = match &mut self.rng {
-            None => (0, SLICE),
+        let (index, budget) = match self.schedule {
+            Schedule::RoundRobin => (0, SLICE),
             // Mostly short slices, now and then a long one.
-            Some(rng) => {
-                let index = rng.below(self.ready.len() as u64) as usize;
-                let bits = rng.below(9);
-                (index, 1 + rng.below(1 << bits))
+            Schedule::Random => {
+                let index = self.rng.below(self.ready.len() as u64) as usize;
+                let bits = self.rng.below(9);
+                (index, 1 + self.rng.below(1 << bits))
             }
+            Schedule::Preemptions(_) => (self.most_urgent(), 1 + self.rng.below(64)),
         };
         let Some(pick) =
             (if index == 0 { self.ready.pop_front() } else { self.ready.swap_remove_back(index) })
@@ -301,14 +398,25 @@ impl Grid {
             return Ok(1);
         };
         let block = &mut self.blocks[pick.block as usize];
-        let mut exec = Exec::new(&self.env, &mut block.state, &mut block.warps[pick.warp as usize]);
-        let slice = match exec.run(budget) {
-            Ok(slice) => slice,
-            Err(stop) => {
-                let pc = exec.pc;
-                return Err(self.fault_at(pick, pc, stop.lane, stop.kind));
+        let (state, warp) = (&mut block.state, &mut block.warps[pick.warp as usize]);
+        let ran = match (&mut block.check, &self.check) {
+            (Some(block), Some(check)) => {
+                let mut world = check.checker.world();
+                run_warp(
+                    &self.env,
+                    state,
+                    warp,
+                    Watcher { world: &mut world, block, warp: pick.warp },
+                    budget,
+                )
             }
+            _ => run_warp(&self.env, state, warp, (), budget),
         };
+        let slice = match ran {
+            Ok(slice) => slice,
+            Err((pc, stop)) => return Err(self.fault_at(pick, pc, stop.lane, stop.kind)),
+        };
+        let block = &mut self.blocks[pick.block as usize];
         self.env.executed += slice.executed;
         self.env.clock.advance(slice.executed);
         self.stats.warp_instructions += slice.executed;
@@ -318,6 +426,8 @@ impl Grid {
 
         match slice.activity {
             Activity::Idle => {
+                // Who only waits is not urgent.
+                block.priority[pick.warp as usize] = 0;
                 let seen = &mut block.idle_epoch[pick.warp as usize];
                 if *seen != self.epoch {
                     *seen = self.epoch;
@@ -354,6 +464,21 @@ impl Grid {
         Ok(slice.executed.max(1))
     }
 
+    /// The ready warp of the highest priority. At a preemption, the one before it loses its own.
+    fn most_urgent(&mut self) -> usize {
+        let urgent = |grid: &Self| {
+            let of = |w: &WarpRef| grid.blocks[w.block as usize].priority[w.warp as usize];
+            (0..grid.ready.len()).max_by_key(|&i| of(&grid.ready[i])).unwrap_or(0)
+        };
+        let mut index = urgent(self);
+        if self.preemptions.pop_if(|at| *at <= self.stats.slices).is_some() {
+            let warp = self.ready[index];
+            self.blocks[warp.block as usize].priority[warp.warp as usize] = 0;
+            index = urgent(self);
+        }
+        index
+    }
+
     /// Makes warps ready whose barrier has completed.
     fn wake(&mut self, slot: u32) {
         let block = &mut self.blocks[slot as usize];
@@ -361,11 +486,21 @@ impl Grid {
         if completed == 0 {
             return;
         }
+        if let (Some(block), Some(check)) = (&mut block.check, &self.check) {
+            let mut world = check.checker.world();
+            (0..BARRIERS)
+                .filter(|id| completed >> id & 1 != 0)
+                .for_each(|id| block.complete(&mut world.grids, id));
+        }
         for (w, warp) in block.warps.iter_mut().enumerate() {
             let was_ready = warp.groups.iter().any(|g| g.state == GroupState::Ready);
             let mut woken = false;
             for id in (0..BARRIERS as u32).filter(|id| completed & (1 << id) != 0) {
-                woken |= warp.release_barrier(id);
+                let released = warp.release_barrier(id);
+                woken |= released != 0;
+                if let Some(check) = &mut block.check {
+                    check.pass(w as u32, released, id as usize);
+                }
             }
             if woken && !was_ready {
                 block.ready += 1;
@@ -380,6 +515,16 @@ impl Grid {
         }
         self.live_blocks -= 1;
         self.stats.blocks_done += 1;
+        if let (Some(check), Some(block)) = (&mut self.check, self.blocks[slot as usize].check.take()) {
+            check.end.join(&block.end());
+            if self.live_blocks == 0 && self.next_block >= self.total_blocks {
+                let mut world = check.checker.world();
+                world.end_grid(check.number, &mut check.end);
+                if check.tells_host {
+                    world.host_learns(&check.end);
+                }
+            }
+        }
         if self.next_block < self.total_blocks {
             self.start_block(slot);
         }
@@ -394,11 +539,16 @@ impl Grid {
             if state.bulk.is_empty() {
                 continue;
             }
-            let rng = if all { None } else { self.rng.as_mut() };
+            let rng = if all { None } else { Some(&mut self.rng) };
             match state.progress_bulk(&self.env.table, rng) {
                 Ok(m) => moved |= m,
                 Err(late) => return Err(self.late_fault(slot as u32, late)),
             }
+            let block = &mut self.blocks[slot];
+            if let Some(check) = &mut block.check {
+                block.state.phases.iter().for_each(|&offset| check.complete_mbarrier(offset));
+            }
+            block.state.phases.clear();
         }
         if moved {
             self.new_epoch();
@@ -505,13 +655,25 @@ fn dynamic_shared_offset(kernel: &Kernel) -> u32 {
     SHARED_BASE + kernel.static_shared
 }
 
-fn reset_registers(regs: &mut Regs, [n32, n64, np]: [u32; 3]) {
+fn reset_registers(regs: &mut Regs, [n32, n64, np]: [u32; 3], poison: u64) {
     regs.r32.clear();
-    regs.r32.resize(n32 as usize, [0; 32]);
+    regs.r32.resize(n32 as usize, [poison as u32; 32]);
     regs.r64.clear();
-    regs.r64.resize(n64 as usize, [0; 32]);
+    regs.r64.resize(n64 as usize, [poison; 32]);
     regs.pred.clear();
-    regs.pred.resize(np as usize, 0);
+    regs.pred.resize(np as usize, poison as u32);
+}
+
+/// Runs a warp for a slice; an error with the instruction where it stopped.
+fn run_warp<W: Watch>(
+    env: &Env,
+    block: &mut BlockState,
+    warp: &mut Warp,
+    watch: W,
+    budget: u64,
+) -> Result<Slice, (u32, Box<Stop>)> {
+    let mut exec = Exec::new(env, block, warp, watch);
+    exec.run(budget).map_err(|stop| (exec.pc, stop))
 }
 
 /// What the special registers of a block depend on.

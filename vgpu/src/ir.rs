@@ -100,7 +100,7 @@ pub(crate) enum Space {
     Param,
 }
 
-/// Memory ordering of an access; the scope does not matter here, since every access is to real host memory.
+/// Memory ordering of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sem {
     Weak,
@@ -109,6 +109,30 @@ pub(crate) enum Sem {
     Acquire,
     Release,
     AcqRel,
+}
+
+/// Whose threads an ordered access or a fence orders. A cluster is one block here. Fast mode needs none of it, since every access is to
+/// real host memory; checks do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Scope {
+    Cta,
+    Gpu,
+    Sys,
+}
+
+/// What a fence orders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fence {
+    Sc(Scope),
+    /// Also the one-sided fences, taken as if they had both sides.
+    AcqRel(Scope),
+    /// Between the generic and the async proxy, for shared memory, global memory, or both.
+    Async {
+        shared: bool,
+        global: bool,
+    },
+    /// Aliases and initialised mbarriers: nothing that is ever out of order here.
+    Other,
 }
 
 /// `[base + offset]`.
@@ -125,6 +149,8 @@ pub(crate) struct Addr {
 pub(crate) struct Access {
     pub(crate) space: Space,
     pub(crate) sem: Sem,
+    /// Of the strong ones.
+    pub(crate) scope: Scope,
     pub(crate) addr: Addr,
     /// Bytes per element: 1, 2, 4 or 8.
     pub(crate) bytes: u8,
@@ -165,6 +191,8 @@ pub(crate) enum Rmw {
 pub(crate) struct Atomic {
     pub(crate) op: Rmw,
     pub(crate) space: Space,
+    pub(crate) sem: Sem,
+    pub(crate) scope: Scope,
     pub(crate) addr: Addr,
     /// 2, 4 or 8.
     pub(crate) bytes: u8,
@@ -325,7 +353,7 @@ pub(crate) enum Op {
     Ld(Access),
     St(Access),
     Atom(Atomic),
-    Fence,
+    Fence(Fence),
     Timer {
         what: Timer,
         d: u32,

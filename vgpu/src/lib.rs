@@ -47,6 +47,7 @@
 //! ```
 
 mod ast;
+mod check;
 mod device;
 mod exec;
 mod fault;
@@ -61,8 +62,9 @@ mod module;
 mod parser;
 mod rng;
 
-pub use device::{Clock, DeviceConfig, GridConfig, VIRTUAL_NS_PER_WARP_INSTRUCTION};
-pub use fault::{Fault, FaultKind, LaunchError, PtxError, StuckReport, StuckWarp, WaitingFor};
+pub use check::{CheckConfig, Checker, Past, Timeline, host_meets};
+pub use device::{Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION};
+pub use fault::{Fault, FaultKind, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, WaitingFor};
 pub use grid::{Grid, Progress, Stats};
 pub use memory::{Memory, MemoryError, NearRegion, Region};
 pub use module::{Kernel, Module, ParamInfo};

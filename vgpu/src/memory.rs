@@ -15,6 +15,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::check::Checker;
+use crate::fault::FaultKind;
+use crate::rng::mix;
+
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -47,6 +51,14 @@ pub enum MemoryError {
         wanted: u64,
         /// Bytes in the file.
         actual: u64,
+    },
+    /// An access of the host, or of a copy in a stream, races with another one: check mode.
+    #[error("data race on '{label}': {report}")]
+    Race {
+        /// Label of the region.
+        label: String,
+        /// Both sides.
+        report: String,
     },
     /// The operating system refused.
     #[error("{call} failed: {message} (errno {errno})")]
@@ -119,7 +131,17 @@ struct Entry {
     addr: u64,
     bytes: u64,
     label: Arc<str>,
+    shadow: u32,
     _mapping: Arc<Mapping>,
+}
+
+/// A region that was looked up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Found {
+    pub(crate) start: u64,
+    pub(crate) bytes: u64,
+    /// Number of its shadow; 0 where nobody checks.
+    pub(crate) shadow: u32,
 }
 
 /// A snapshot of the regions, sorted by address. Keeps what it lists mapped.
@@ -129,12 +151,26 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// The region that holds `addr .. addr + bytes`, as `(start, length)`.
-    pub(crate) fn find(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
+    /// The region that holds `addr .. addr + bytes`.
+    pub(crate) fn find(&self, addr: u64, bytes: u64) -> Option<Found> {
         let i = self.entries.partition_point(|e| e.addr <= addr).checked_sub(1)?;
         let e = &self.entries[i];
         let offset = addr - e.addr;
-        (offset <= e.bytes && bytes <= e.bytes - offset).then_some((e.addr, e.bytes))
+        (offset <= e.bytes && bytes <= e.bytes - offset).then_some(Found {
+            start: e.addr,
+            bytes: e.bytes,
+            shadow: e.shadow,
+        })
+    }
+
+    /// The fault for an access that [`find`](Self::find) found no region for.
+    pub(crate) fn out_of_bounds(&self, addr: u64, bytes: u64) -> FaultKind {
+        FaultKind::OutOfBounds { addr, bytes, nearest: self.nearest(addr) }
+    }
+
+    /// The region of this shadow.
+    pub(crate) fn label_of(&self, shadow: u32) -> Option<&str> {
+        self.entries.iter().find(|e| e.shadow == shadow).map(|e| &*e.label)
     }
 
     /// The region closest to a bad access.
@@ -160,6 +196,9 @@ struct Shared {
     /// Bytes in use by `alloc`.
     used: AtomicU64,
     limit: u64,
+    checker: Option<Checker>,
+    /// Contents of fresh memory.
+    poison: u64,
     /// `.global`/`.const` variables of each module, by module id; made at the first launch.
     globals: Mutex<HashMap<u64, Arc<Region>>>,
 }
@@ -183,6 +222,14 @@ impl std::fmt::Debug for Memory {
 }
 
 const PAGE: u64 = 4096;
+/// How much of fresh memory is poisoned, in bytes: each poisoned page costs a real one.
+const POISON_BYTES: u64 = 64 << 20;
+
+/// Contents of what nobody has written: no number that a program would use, in any format and wherever a pattern of it begins.
+fn poison(seed: u64) -> u64 {
+    // The high bits of each half: large negative as an integer, a huge negative number as a float.
+    mix(seed ^ 0x51ab) | 0xf000_0000_f000_0000
+}
 
 impl Memory {
     /// Memory without a limit of its own.
@@ -194,14 +241,40 @@ impl Memory {
     /// Memory whose allocations may not exceed `limit_bytes` in total. Imports do not count.
     #[must_use]
     pub fn with_limit(limit_bytes: u64) -> Self {
+        Self::build(limit_bytes, 0, None)
+    }
+
+    /// Memory without a limit whose fresh contents are drawn from `seed`, and whose accesses `checker` watches, if there is one. Kernels
+    /// launched on it run in check mode then.
+    #[must_use]
+    pub fn checked(seed: u64, checker: Option<Checker>) -> Self {
+        Self::build(u64::MAX, seed, checker)
+    }
+
+    fn build(limit: u64, seed: u64, checker: Option<Checker>) -> Self {
         let shared = Shared {
             table: Mutex::default(),
             generation: AtomicU64::new(0),
             used: AtomicU64::new(0),
-            limit: limit_bytes,
+            limit,
+            checker,
+            poison: poison(seed),
             globals: Mutex::default(),
         };
         Self { shared: Arc::new(shared) }
+    }
+
+    pub(crate) fn checker(&self) -> Option<&Checker> {
+        self.shared.checker.as_ref()
+    }
+
+    pub(crate) fn poison(&self) -> u64 {
+        self.shared.poison
+    }
+
+    /// Tells devices apart.
+    pub(crate) fn id(&self) -> u64 {
+        Arc::as_ptr(&self.shared) as u64
     }
 
     /// Bytes in use by [`alloc`](Self::alloc), in whole pages.
@@ -216,8 +289,28 @@ impl Memory {
         self.shared.limit
     }
 
-    /// Allocates zeroed memory of `bytes` bytes (page aligned). `label` names it in error messages.
+    /// Allocates memory of `bytes` bytes (page aligned), with poison in its first 64 MiB. `label` names it in error messages.
     pub fn alloc(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
+        let region = self.alloc_file(bytes, label, false)?;
+        let words = (bytes.min(POISON_BYTES) / 8) as usize;
+        // SAFETY: the region was just made, with at least this many bytes, whole pages of its own, and nobody else has it yet.
+        unsafe { std::slice::from_raw_parts_mut(region.addr as *mut u64, words) }.fill(self.shared.poison);
+        Ok(region)
+    }
+
+    /// Allocates zeroed memory that plain host code writes, as page-locked host memory is; checks leave it out.
+    pub fn alloc_host(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
+        let region = self.alloc_zeroed(bytes, label)?;
+        region.hide();
+        Ok(region)
+    }
+
+    /// Allocates memory that is zero, and counts as written.
+    pub fn alloc_zeroed(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
+        self.alloc_file(bytes, label, true)
+    }
+
+    fn alloc_file(&self, bytes: u64, label: &str, filled: bool) -> Result<Region, MemoryError> {
         let used = self.used_bytes();
         let oom = |used: u64| MemoryError::OutOfMemory {
             requested: bytes,
@@ -233,7 +326,7 @@ impl Memory {
         let made = memfd_create("epoxide-vgpu", MemfdFlags::CLOEXEC)
             .map_err(os("memfd_create"))
             .and_then(|fd| ftruncate(&fd, rounded).map_err(os("ftruncate")).map(|()| fd))
-            .and_then(|fd| self.map(fd, bytes, label, rounded));
+            .and_then(|fd| self.map(fd, bytes, label, rounded, filled));
         if made.is_err() {
             self.shared.used.fetch_sub(rounded, Ordering::Relaxed);
         }
@@ -246,10 +339,22 @@ impl Memory {
         if actual < bytes {
             return Err(MemoryError::ImportTooSmall { wanted: bytes, actual });
         }
-        self.map(fd, bytes, label, 0)
+        self.map(fd, bytes, label, 0, true)
     }
 
-    fn map(&self, fd: OwnedFd, bytes: u64, label: &str, charged: u64) -> Result<Region, MemoryError> {
+    /// Maps a file. `filled`: what is in it counts as written, if this is the first mapping of it that the checker sees.
+    fn map(
+        &self,
+        fd: OwnedFd,
+        bytes: u64,
+        label: &str,
+        charged: u64,
+        filled: bool,
+    ) -> Result<Region, MemoryError> {
+        let backing = match self.checker() {
+            Some(_) => fstat(&fd).map(|s| Some((s.st_dev, s.st_ino))).map_err(os("fstat"))?,
+            None => None,
+        };
         let mapped = usize::try_from(bytes.max(1).next_multiple_of(PAGE))
             .map_err(|_| MemoryError::OutOfMemory { requested: bytes, available: u64::MAX })?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -264,12 +369,16 @@ impl Memory {
         let mapping = Arc::new(Mapping { ptr, mapped });
         let addr = ptr.as_ptr() as u64;
         let label: Arc<str> = label.into();
-        let entry = Entry { addr, bytes, label: label.clone(), _mapping: mapping };
+        let shadow = match (self.checker(), backing) {
+            (Some(checker), Some(backing)) => checker.world().map(backing, filled),
+            _ => 0,
+        };
+        let entry = Entry { addr, bytes, label: label.clone(), shadow, _mapping: mapping };
         self.change(|entries| {
             let at = entries.partition_point(|e| e.addr < addr);
             entries.insert(at, entry);
         });
-        Ok(Region { memory: self.clone(), addr, bytes, label, fd, charged })
+        Ok(Region { memory: self.clone(), addr, bytes, label, fd, charged, backing, shadow })
     }
 
     fn change(&self, f: impl FnOnce(&mut Vec<Entry>)) {
@@ -304,14 +413,26 @@ impl Memory {
 
     /// Checks that `addr .. addr + bytes` lies inside one live region.
     pub fn check(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
-        self.checked(&self.snapshot(), addr, bytes)
+        self.locate(&self.snapshot(), addr, bytes).map(drop)
     }
 
-    fn checked(&self, table: &Table, addr: u64, bytes: u64) -> Result<(), MemoryError> {
-        match table.find(addr, bytes) {
-            Some(_) => Ok(()),
-            None => Err(MemoryError::OutOfBounds { addr, bytes, nearest: table.nearest(addr) }),
-        }
+    fn locate(&self, table: &Table, addr: u64, bytes: u64) -> Result<Found, MemoryError> {
+        table.find(addr, bytes).ok_or_else(|| MemoryError::OutOfBounds {
+            addr,
+            bytes,
+            nearest: table.nearest(addr),
+        })
+    }
+
+    /// An access of the host, or of a copy in a stream: its bounds, and whether it races.
+    fn access(&self, table: &Table, addr: u64, bytes: u64, write: bool) -> Result<(), MemoryError> {
+        let found = self.locate(table, addr, bytes)?;
+        let Some(checker) = self.checker() else { return Ok(()) };
+        let mut world = checker.world();
+        world.host_access(found.shadow, addr - found.start, bytes, write).map_err(|wrong| {
+            let label = table.label_of(found.shadow).unwrap_or("memory").to_string();
+            MemoryError::Race { label, report: crate::check::report::host_race(&world, wrong, write) }
+        })
     }
 
     /// Copies `bytes` bytes from host memory to device address `dst`.
@@ -320,7 +441,7 @@ impl Memory {
     /// `src` must be readable for `bytes` bytes and must not overlap the destination.
     pub unsafe fn copy_from_host(&self, dst: u64, src: *const u8, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
-        self.checked(&table, dst, bytes)?;
+        self.access(&table, dst, bytes, true)?;
         // SAFETY: the destination is mapped for as long as `table` lives; the caller vouches for the source.
         unsafe { std::ptr::copy_nonoverlapping(src, dst as *mut u8, bytes as usize) };
         Ok(())
@@ -332,7 +453,7 @@ impl Memory {
     /// `dst` must be writable for `bytes` bytes and must not overlap the source.
     pub unsafe fn copy_to_host(&self, dst: *mut u8, src: u64, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
-        self.checked(&table, src, bytes)?;
+        self.access(&table, src, bytes, false)?;
         // SAFETY: the source is mapped for as long as `table` lives; the caller vouches for the destination.
         unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst, bytes as usize) };
         Ok(())
@@ -341,8 +462,8 @@ impl Memory {
     /// Copies `bytes` bytes between device addresses; the ranges may overlap.
     pub fn copy_device(&self, dst: u64, src: u64, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
-        self.checked(&table, dst, bytes)?;
-        self.checked(&table, src, bytes)?;
+        self.access(&table, dst, bytes, true)?;
+        self.access(&table, src, bytes, false)?;
         // SAFETY: both ranges are mapped for as long as `table` lives.
         unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, bytes as usize) };
         Ok(())
@@ -351,7 +472,7 @@ impl Memory {
     /// Sets `bytes` bytes from device address `dst` on to `byte`.
     pub fn fill(&self, dst: u64, byte: u8, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
-        self.checked(&table, dst, bytes)?;
+        self.access(&table, dst, bytes, true)?;
         // SAFETY: the range is mapped for as long as `table` lives.
         unsafe { std::ptr::write_bytes(dst as *mut u8, byte, bytes as usize) };
         Ok(())
@@ -380,6 +501,9 @@ pub struct Region {
     fd: OwnedFd,
     /// Bytes counted against the limit.
     charged: u64,
+    /// Device and inode of the file, where a checker watches it.
+    backing: Option<(u64, u64)>,
+    shadow: u32,
 }
 
 impl Region {
@@ -401,6 +525,25 @@ impl Region {
         &self.label
     }
 
+    /// Leaves the memory out of all checks: others access it in ways that no checker sees, such as another process or plain host code.
+    pub fn hide(&self) {
+        if let Some(checker) = self.memory.checker()
+            && let Some(shadow) = checker.world().shadows.get_mut(self.shadow as usize)
+        {
+            shadow.hidden = true;
+        }
+    }
+
+    /// What is in `bytes` bytes at offset `at` is garbage again, as after a free and another allocation inside of the region: nobody has
+    /// written it.
+    pub fn renew(&self, at: u64, bytes: u64) {
+        if let Some(checker) = self.memory.checker()
+            && let Some(shadow) = checker.world().shadows.get_mut(self.shadow as usize)
+        {
+            shadow.renew(at, bytes, false);
+        }
+    }
+
     /// A file descriptor that [`Memory::import`] accepts, here or in another process.
     pub fn export(&self) -> Result<OwnedFd, MemoryError> {
         rustix::io::fcntl_dupfd_cloexec(&self.fd, 0).map_err(os("fcntl(F_DUPFD_CLOEXEC)"))
@@ -417,6 +560,9 @@ impl Drop for Region {
     fn drop(&mut self) {
         self.memory.change(|entries| entries.retain(|e| e.addr != self.addr));
         self.memory.shared.used.fetch_sub(self.charged, Ordering::Relaxed);
+        if let (Some(checker), Some(backing)) = (self.memory.checker(), self.backing) {
+            checker.world().unmap(backing);
+        }
     }
 }
 
@@ -487,7 +633,7 @@ mod tests {
         assert_eq!(t.nearest(a.addr() + 70).unwrap().distance, 6);
         assert_eq!(t.nearest(a.addr() - 16).unwrap().distance, -16);
         assert_eq!(t.nearest(a.addr() + 60).unwrap().distance, 0);
-        assert_eq!(t.find(a.addr() + 64, 0), Some((a.addr(), 64)));
+        assert_eq!(t.find(a.addr() + 64, 0), Some(Found { start: a.addr(), bytes: 64, shadow: 0 }));
         assert_eq!(t.find(a.addr() + 64, 1), None);
         assert_eq!(t.find(a.addr(), u64::MAX), None);
         assert!(Memory::new().snapshot().nearest(5).is_none());

@@ -133,7 +133,7 @@ const BAR: &str = ".shared .align 8 .b8 BAR[8];\n.shared .align 128 .b8 DATA[102
 fn mbarrier_producer_and_consumer() {
     // Warp 0 fills a slot for each round, warp 1 reads it; full and empty barriers alternate by parity.
     let body = "
-        mov.u32 %r1, FULL; mov.u32 %r2, EMPTY; mov.u32 %r3, SLOT; mov.u32 %r4, 0;
+        mov.u32 %r1, FULL; mov.u32 %r2, EMPTY; mov.u32 %r3, SLOT; mov.u32 %r4, 0; mov.u64 %rd3, 0;
         setp.eq.u32 %p1, %r40, 0;
         @%p1 mbarrier.init.shared.b64 [%r1], 32; @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
         fence.mbarrier_init.release.cluster; barrier.sync 0;

@@ -67,6 +67,8 @@ fn bang(negated: bool) -> &'static str {
 fn ptx(steps: &[Step]) -> String {
     let mut body =
         String::from("mov.u32 %r30, 0; mov.u32 %r31, 0; and.b32 %r32, %r40, 3; add.u32 %r32, %r32, 1;\n");
+    // Registers hold poison at first.
+    (0..4).for_each(|p| body += &format!("setp.ne.u32 %p{p}, 0, 0;\n"));
     for i in 0..REGISTERS {
         body +=
             &format!("mad.lo.u32 %r{i}, %r40, {}, {};\n", 2654435761u32.wrapping_mul(i as u32 + 1), i * i);

@@ -64,9 +64,9 @@ fn more_blocks_than_fit_run_in_turn() {
     run.finish().unwrap();
     assert_eq!(run.words(), [64; 100]);
     assert_eq!(run.grid.stats().blocks_done, 100);
-    // Shared memory and registers of a slot are fresh for each block.
-    let body = "mov.u32 %r1, S; atom.shared.add.u32 %r2, [%r1], 1; add.u32 %r30, %r30, 1;
-        add.u32 %r2, %r2, %r30; mov.u32 %r3, %ctaid.x; mul.wide.u32 %rd1, %r3, 8; add.s64 %rd1, %rd40, %rd1;
+    // Shared memory and registers of a slot are fresh for each block: the same poison, whatever the block before left there.
+    let body = "mov.u32 %r1, S; ld.shared.u32 %r4, [%r1]; sub.u32 %r2, %r4, %r30; st.shared.u32 [%r1], %r3; mov.u32 %r30, 7;
+        add.u32 %r2, %r2, 1; mov.u32 %r3, %ctaid.x; mul.wide.u32 %rd1, %r3, 8; add.s64 %rd1, %rd40, %rd1;
         st.global.u32 [%rd1], %r2;";
     let mut run = Run::new(&kernel(".shared .align 4 .b8 S[4];", body), &[0; 100], launch(100, 1), &dev);
     run.finish().unwrap();
@@ -144,6 +144,7 @@ fn two_grids_on_two_threads_and_two_mappings_play_ping_pong() {
     );
     let owner = Memory::new();
     let ball = owner.alloc(8, "ball").unwrap();
+    owner.fill(ball.addr(), 0, 8).unwrap();
     let module = Arc::new(Module::parse(&ptx).unwrap());
     std::thread::scope(|s| {
         for turn in 0..2u64 {

@@ -12,6 +12,7 @@ use super::store::store_error;
 use super::turns::Core;
 use super::work::Work;
 use super::{ProcessGroup, Store, fds};
+use crate::driver::virt::host_meets;
 use crate::error::{Error, Result};
 
 /// When the ranks of a [`MeshGroup`] connect to each other.
@@ -215,6 +216,7 @@ impl ProcessGroup for MeshGroup {
             return Err(Error::argument("fds", fds.len(), rule));
         }
         let timeout = self.options.timeout;
+        host_meets();
         let mut all = self.core.run(|engine, recorder| {
             let signature = Signature::new(Operation::ExchangeFds);
             within(engine, recorder, signature, 0, None, timeout, |run| {
@@ -245,6 +247,7 @@ impl ProcessGroup for MeshGroup {
                 }
             })
         })?;
+        host_meets();
         all[self.rank() as usize] = fds::duplicate(fds)?;
         Ok(all)
     }
@@ -271,7 +274,11 @@ impl ProcessGroup for MeshGroup {
 
     fn call(&self, call: Call, timeout: Duration) -> Result<Outcome> {
         call.check(self.rank(), self.size())?;
-        self.core.call(call, timeout)
+        // What a rank did before the call may be relied on after it.
+        host_meets();
+        let outcome = self.core.call(call, timeout);
+        host_meets();
+        outcome
     }
 
     fn start(&self, call: Call, timeout: Duration) -> Work {

@@ -7,8 +7,10 @@ use half::{bf16, f16};
 use super::lanes::lanes;
 use super::simd::transpose;
 use super::{Exec, Flow, Run, stop};
+use crate::check::shadow::How;
+use crate::check::watch::{Place, Trouble, Watch};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{Access, Atomic, FULL, Rmw, SINK, Sem, Space};
+use crate::ir::{Access, Atomic, FULL, Rmw, SINK, Scope, Sem, Space};
 
 /// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no host address has.
 pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
@@ -28,16 +30,13 @@ pub(crate) struct SharedMemory {
 }
 
 impl SharedMemory {
-    /// Zeroed memory of `bytes` bytes.
-    pub(crate) fn reset(&mut self, bytes: u32) {
+    /// Memory of `bytes` bytes that holds `poison` everywhere.
+    pub(crate) fn reset(&mut self, bytes: u32, poison: u64) {
+        let word = u128::from(poison) << 64 | u128::from(poison);
         self.words.clear();
         // 128-byte alignment is by offset only: nothing looks at the host address.
-        self.words.resize(bytes.div_ceil(16) as usize, 0);
+        self.words.resize(bytes.div_ceil(16) as usize, word);
         self.bytes = u64::from(bytes);
-    }
-
-    pub(crate) fn poison(&mut self) {
-        self.words.fill(u128::from_ne_bytes([0xcd; 16]));
     }
 
     /// Pointer to `offset` of the window, if `bytes` bytes from there on exist.
@@ -178,13 +177,13 @@ unsafe fn rmw(p: *mut u8, bytes: u8, op: Rmw, a: u64, b: u64) -> u64 {
 const LOADS: usize = 0;
 const STORES: usize = 1;
 
-impl Exec<'_> {
+impl<W: Watch> Exec<'_, W> {
     /// Pointer for an access of `bytes` bytes to global memory.
     #[inline(always)]
     pub(super) fn global(&mut self, cache: usize, addr: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
-        let (start, len) = self.regions[cache];
-        let offset = addr.wrapping_sub(start);
-        if offset < len && bytes <= len - offset {
+        let region = self.regions[cache];
+        let offset = addr.wrapping_sub(region.start);
+        if offset < region.bytes && bytes <= region.bytes - offset {
             return Ok(addr as *mut u8);
         }
         self.global_slow(cache, addr, bytes)
@@ -197,7 +196,7 @@ impl Exec<'_> {
                 self.regions[cache] = region;
                 Ok(addr as *mut u8)
             }
-            None => Err(FaultKind::OutOfBounds { addr, bytes, nearest: self.env.table.nearest(addr) }),
+            None => Err(self.env.table.out_of_bounds(addr, bytes)),
         }
     }
 
@@ -260,9 +259,7 @@ impl Exec<'_> {
                 // SAFETY: checked against the length; only ever read through.
                 Ok(unsafe { self.env.params.as_ptr().cast::<u8>().cast_mut().add(offset as usize) })
             }
-            Space::Global | Space::Generic => {
-                Err(FaultKind::OutOfBounds { addr, bytes, nearest: self.env.table.nearest(addr) })
-            }
+            Space::Global | Space::Generic => Err(self.env.table.out_of_bounds(addr, bytes)),
         }
     }
 
@@ -284,11 +281,41 @@ impl Exec<'_> {
         }
     }
 
+    /// Where an access is watched. Its bounds have been checked, so its region is the one used last.
+    fn place(&self, cache: usize, space: Space, addr: u64) -> Place {
+        let global = || {
+            let region = self.regions[cache];
+            Place::Global { shadow: region.shadow, offset: addr - region.start }
+        };
+        match (space, addr & TAG) {
+            (Space::Shared, _) => Place::Shared { offset: addr },
+            (Space::Global, _) | (Space::Generic, 0) => global(),
+            (Space::Generic, SHARED_TAG) => Place::Shared { offset: addr & !TAG },
+            _ => Place::Private,
+        }
+    }
+
+    /// Watches a load before it happens.
+    fn watch_load(&mut self, a: &Access, addr: &[u64; 32], size: u64, how: How, m: u32) -> Run<()> {
+        for i in lanes(m) {
+            self.pointer(LOADS, a.space, addr[i], size, i)?;
+            let place = self.place(LOADS, a.space, addr[i]);
+            let result = self.watch.read(place, size, i, self.pc, how);
+            result.or_else(|trouble| self.blame(place, trouble, i, how, false))?;
+        }
+        Ok(())
+    }
+
     pub(super) fn load(&mut self, a: &Access, m: u32) -> Run<Flow> {
         let addr = self.addresses(&a.addr);
         let size = u64::from(a.bytes) * u64::from(a.n);
+        let how = How::generic(a.sem, a.scope, a.bytes, false);
+        if W::ON {
+            self.watch_load(a, &addr, size, how, m)?;
+        }
         if m == FULL
             && a.sem == Sem::Weak
+            && !self.watch.weak_memory()
             && let Some(p) = self.coalesced(LOADS, a, &addr, size)
         {
             // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
@@ -301,11 +328,21 @@ impl Exec<'_> {
         let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
         let shift = 64 - 8 * u32::from(a.bytes);
         let (mut first, mut seen) = (None, 0u64);
+        // Lanes that see the last write.
+        let mut fresh = if self.watch.weak_memory() { 0 } else { m };
         for i in lanes(m) {
             let p = self.pointer(LOADS, a.space, addr[i], size, i)?;
             for e in 0..a.n as usize {
                 // SAFETY: `pointer` checked bounds and alignment of the whole vector.
                 let mut v = unsafe { read(p.add(e * a.bytes as usize), a.bytes, order) };
+                if W::ON && self.watch.weak_memory() {
+                    let at = addr[i] + e as u64 * u64::from(a.bytes);
+                    let place = self.place(LOADS, a.space, at);
+                    match self.watch.stale(place, u64::from(a.bytes), i, how) {
+                        Some(old) => v = old,
+                        None => fresh |= 1 << i,
+                    }
+                }
                 if a.signed {
                     v = ((v << shift) as i64 >> shift) as u64;
                 }
@@ -321,6 +358,9 @@ impl Exec<'_> {
                 seen = seen.rotate_left(7) ^ v;
             }
         }
+        if W::ON && a.sem != Sem::Weak {
+            self.watch_observation(LOADS, a.space, a.sem, a.scope, &addr, fresh);
+        }
         let spins = match first {
             Some((at, value)) if a.sem != Sem::Weak => {
                 self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
@@ -330,6 +370,29 @@ impl Exec<'_> {
         };
         self.pc += 1;
         Ok(if spins { Flow::GiveWay } else { Flow::Next })
+    }
+
+    /// Lanes have read the last writes of locations.
+    fn watch_observation(
+        &mut self,
+        cache: usize,
+        space: Space,
+        sem: Sem,
+        scope: Scope,
+        addr: &[u64; 32],
+        m: u32,
+    ) {
+        let mut todo = m;
+        while todo != 0 {
+            let first = todo.trailing_zeros() as usize;
+            let same = lanes(todo).filter(|&i| addr[i] == addr[first]).fold(0, |a, i| a | 1 << i);
+            todo &= !same;
+            // The region used last may be another lane's.
+            if self.pointer(cache, space, addr[first], 1, first).is_ok() {
+                let place = self.place(cache, space, addr[first]);
+                self.watch.observe(place, same, sem, scope);
+            }
+        }
     }
 
     /// Loads consecutive elements into whole registers. False if there is no fast path for the shape.
@@ -371,11 +434,47 @@ impl Exec<'_> {
         }
     }
 
+    /// Watches a store before it happens.
+    fn watch_store(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<()> {
+        let how = How::generic(a.sem, a.scope, a.bytes, false);
+        for i in lanes(m) {
+            let p = self.pointer(STORES, a.space, addr[i], size, i)?;
+            let place = self.place(STORES, a.space, addr[i]);
+            if place == Place::Private {
+                continue;
+            }
+            let (mut now, mut new) = ([0u8; 16], [0u8; 16]);
+            for e in 0..a.n as usize {
+                let (slot, n) = (a.regs[e] as usize, a.bytes as usize);
+                let v =
+                    if a.wide { self.warp.regs.r64[slot][i] } else { u64::from(self.warp.regs.r32[slot][i]) };
+                // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+                let old = unsafe { read(p.add(e * n), a.bytes, Ordering::Relaxed) };
+                new[e * n..][..n].copy_from_slice(&v.to_ne_bytes()[..n]);
+                now[e * n..][..n].copy_from_slice(&old.to_ne_bytes()[..n]);
+            }
+            let size = size as usize;
+            let result = self.watch.write(place, i, self.pc, how, &now[..size], &new[..size]);
+            let strong_before = result.or_else(|trouble| self.blame(place, trouble, i, how, true))?;
+            if a.sem == Sem::Weak && !strong_before {
+                continue;
+            }
+            for e in 0..u64::from(a.n) {
+                let place = self.place(STORES, a.space, addr[i] + e * u64::from(a.bytes));
+                self.watch.wrote(place, i, a.sem, a.scope, false);
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn store(&mut self, a: &Access, m: u32) -> Run<()> {
         let addr = self.addresses(&a.addr);
         let size = u64::from(a.bytes) * u64::from(a.n);
         if a.space != Space::Local {
             self.changed();
+        }
+        if W::ON {
+            self.watch_store(a, &addr, size, m)?;
         }
         if m == FULL
             && a.sem == Sem::Weak
@@ -447,8 +546,25 @@ impl Exec<'_> {
                 if wide { regs.r64[slot as usize][i] } else { u64::from(regs.r32[slot as usize][i]) & limit }
             };
             let (x, y) = (operand(a.a), operand(a.b));
+            let how = How::generic(a.sem, a.scope, a.bytes, true);
+            let place = if W::ON { self.place(STORES, a.space, addr[i]) } else { Place::Private };
+            if W::ON {
+                // SAFETY: `pointer` checked bounds and alignment.
+                let now = unsafe { read(p, a.bytes, Ordering::Relaxed) };
+                let n = a.bytes as usize;
+                let result = self.watch.write(place, i, self.pc, how, &now.to_ne_bytes()[..n], &[]);
+                result.or_else(|trouble| self.blame(place, trouble, i, how, true))?;
+            }
             // SAFETY: `pointer` checked bounds and alignment.
             let old = unsafe { rmw(p, a.bytes, a.op, x, y) };
+            if W::ON {
+                // Only what gives a value back can begin an acquire pattern.
+                if a.d != SINK {
+                    self.watch.observe(place, 1 << i, a.sem, a.scope);
+                }
+                let failed = a.op == Rmw::Cas && old != x;
+                self.watch.wrote(place, i, if failed { Sem::Acquire } else { a.sem }, a.scope, true);
+            }
             changed |= modify(a.op, a.bytes, old, x, y) & limit != old;
             seen = seen.rotate_left(7) ^ old;
             last = (addr[i], old);
@@ -470,6 +586,23 @@ impl Exec<'_> {
         };
         self.pc += 1;
         Ok(if spins { Flow::GiveWay } else { Flow::Next })
+    }
+
+    /// The fault for an access that went wrong.
+    #[cold]
+    pub(super) fn blame<T>(
+        &self,
+        place: Place,
+        trouble: Trouble,
+        lane: usize,
+        how: How,
+        write: bool,
+    ) -> Run<T> {
+        let label = match place {
+            Place::Global { shadow, .. } => self.env.table.label_of(shadow).unwrap_or("memory").to_string(),
+            _ => String::new(),
+        };
+        stop(self.watch.describe(label, place, trouble, lane, self.pc, how, write), Some(lane))
     }
 
     /// Offset in the shared window of an address that an instruction takes in `space` (shared or generic).

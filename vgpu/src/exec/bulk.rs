@@ -1,21 +1,34 @@
 //! Bulk copies (the TMA without tensors).
 //!
-//! Without a seed a copy happens at once. With a seed it happens later, in two stages (its source is read, its
-//! destination is written) at points drawn from the seed, and at the latest when a kernel waits for it. A kernel that
-//! does not wait then sees wrong data, here as on a GPU.
+//! A copy happens after it was issued, in pieces: each is read from the source and later written to the destination, at points and in an
+//! order drawn from the seed, and at the latest when a kernel waits for it. A kernel that does not wait then sees wrong data, here as on
+//! a GPU. A block that ends while the hardware may still read or write its shared memory has made a fault.
 
 use super::lanes::lanes;
 use super::{BlockState, Env, Exec, Run, stop};
+use crate::check::shadow::How;
+use crate::check::watch::{Copy, Place, Stale, Watch};
 use crate::fault::FaultKind;
 use crate::ir::{Addr, BulkOp};
 use crate::memory::Table;
 use crate::rng::Rng;
+
+/// Most pieces of a copy.
+const PIECES: usize = 4;
 
 /// One end of a copy.
 #[derive(Clone, Copy, Debug)]
 enum End {
     Global(u64),
     Shared(u64),
+}
+
+/// How far a piece has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    Issued,
+    Read,
+    Landed,
 }
 
 /// A copy that has been issued but has not landed.
@@ -29,11 +42,64 @@ struct Pending {
     /// Thread that issued it, and its bulk group.
     thread: u32,
     group: u32,
-    /// What was read, once it was.
-    data: Option<Vec<u8>>,
+    /// Room for what was read, and how far each piece has come.
+    data: Vec<u8>,
+    pieces: [Stage; PIECES],
+    /// Somebody has waited until its source was read.
+    awaited: bool,
+    /// Words that it reads as they were before, in weak-memory mode.
+    stale: Stale,
     /// For messages.
     warp: u32,
     pc: u32,
+}
+
+impl Pending {
+    /// The bytes of a piece: whole units of 16, which land as one.
+    fn range(&self, piece: usize) -> std::ops::Range<usize> {
+        let units = self.bytes as usize / 16;
+        units * piece / PIECES * 16..units * (piece + 1) / PIECES * 16
+    }
+
+    /// Moves one piece on by one stage.
+    fn advance(&mut self, block: &mut BlockState, table: &Table, piece: usize) -> Result<(), FaultKind> {
+        let range = self.range(piece);
+        match self.pieces[piece] {
+            Stage::Issued => {
+                let src = end_pointer(block, table, self.src, self.bytes)?;
+                let into = &mut self.data[range.clone()];
+                // SAFETY: `end_pointer` checked the source for the copy's length, in which the range lies; the buffer is ours.
+                unsafe { std::ptr::copy_nonoverlapping(src.add(range.start), into.as_mut_ptr(), into.len()) };
+                for &(at, value) in self.stale.iter().filter(|(at, _)| range.contains(&(*at as usize))) {
+                    self.data[at as usize..][..4].copy_from_slice(&value.to_ne_bytes());
+                }
+                self.pieces[piece] = Stage::Read;
+            }
+            Stage::Read => {
+                let dst = end_pointer(block, table, self.dst, self.bytes)?;
+                let from = &self.data[range.clone()];
+                // SAFETY: as above, for the destination.
+                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), dst.add(range.start), from.len()) };
+                self.pieces[piece] = Stage::Landed;
+            }
+            Stage::Landed => {}
+        }
+        Ok(())
+    }
+
+    /// Moves all pieces on to a stage.
+    fn advance_to(&mut self, block: &mut BlockState, table: &Table, stage: Stage) -> Result<(), FaultKind> {
+        for piece in 0..PIECES {
+            while self.pieces[piece] < stage {
+                self.advance(block, table, piece)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn has_come_to(&self, stage: Stage) -> bool {
+        self.pieces.iter().all(|&piece| piece >= stage)
+    }
 }
 
 /// The copies of a block that are under way.
@@ -42,6 +108,8 @@ pub(crate) struct BulkQueue {
     pending: Vec<Pending>,
     /// Groups committed so far, per thread.
     committed: Vec<u32>,
+    /// Buffers of copies that are over.
+    spare: Vec<Vec<u8>>,
 }
 
 /// A copy that failed when it was carried out: the fault, warp and instruction.
@@ -64,38 +132,13 @@ fn end_pointer(block: &mut BlockState, table: &Table, end: End, bytes: u32) -> R
         End::Shared(offset) => block.shared.pointer(offset, u64::from(bytes)),
         End::Global(addr) => match table.find(addr, u64::from(bytes)) {
             Some(_) => Ok(addr as *mut u8),
-            None => {
-                let nearest = table.nearest(addr);
-                Err(FaultKind::OutOfBounds { addr, bytes: u64::from(bytes), nearest })
-            }
+            None => Err(table.out_of_bounds(addr, u64::from(bytes))),
         },
     }
 }
 
-fn read_stage(block: &mut BlockState, table: &Table, p: &mut Pending) -> Result<(), FaultKind> {
-    if p.data.is_none() {
-        let src = end_pointer(block, table, p.src, p.bytes)?;
-        let mut data = vec![0u8; p.bytes as usize];
-        // SAFETY: `end_pointer` checked the source for this length; the buffer is ours.
-        unsafe { std::ptr::copy_nonoverlapping(src, data.as_mut_ptr(), data.len()) };
-        p.data = Some(data);
-    }
-    Ok(())
-}
-
-fn write_stage(block: &mut BlockState, table: &Table, p: &mut Pending) -> Result<(), FaultKind> {
-    read_stage(block, table, p)?;
-    let dst = end_pointer(block, table, p.dst, p.bytes)?;
-    if let Some(data) = &p.data {
-        // SAFETY: `end_pointer` checked the destination for this length; the buffer is ours.
-        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), dst, data.len()) };
-    }
-    p.mbar.map_or(Ok(()), |mbar| block.complete_tx(mbar, p.bytes))
-}
-
 impl BlockState {
-    /// Moves pending copies on: each by one stage with probability 1/4, or all of them to the end. Returns whether
-    /// anything moved.
+    /// Moves pending copies on: each by one piece with probability 1/4, or all of them to the end. Returns whether anything moved.
     pub(crate) fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
         let mut pending = std::mem::take(&mut self.bulk.pending);
         let mut moved = false;
@@ -105,45 +148,70 @@ impl BlockState {
                 return true;
             }
             moved = true;
-            let last = rng.is_none() || p.data.is_some();
-            let done = if last { write_stage(self, table, p) } else { read_stage(self, table, p) };
+            let done = match &mut rng {
+                None => p.advance_to(self, table, Stage::Landed),
+                // Half of the time everything, so that copies do not take for ever; else any piece.
+                Some(rng) => match rng.below(2 * PIECES as u64) as usize {
+                    piece @ 0..PIECES => p.advance(self, table, piece),
+                    _ => p.advance_to(
+                        self,
+                        table,
+                        if p.has_come_to(Stage::Read) { Stage::Landed } else { Stage::Read },
+                    ),
+                },
+            };
+            let landed = p.has_come_to(Stage::Landed);
+            let done = done.and_then(|()| match p.mbar {
+                Some(mbar) if landed => self.complete_tx(mbar, p.bytes),
+                _ => Ok(()),
+            });
             if let Err(kind) = done {
                 failed = Some((kind, p.warp, p.pc));
             }
-            !last
+            if landed {
+                self.bulk.spare.push(std::mem::take(&mut p.data));
+            }
+            !landed
         });
         self.bulk.pending = pending;
         failed.map_or(Ok(moved), Err)
     }
 
-    /// The block's warps have all exited. Copies that have not read their shared source yet read what another block
-    /// may have put there by then.
+    /// The block's warps have all exited. The hardware gives its shared memory to another block: a copy must not need it any more.
     pub(crate) fn finish_bulk(&mut self, table: &Table) -> Result<(), Late> {
-        if self.bulk.pending.iter().any(|p| p.data.is_none() && matches!(p.src, End::Shared(_))) {
-            self.shared.poison();
+        for p in &self.bulk.pending {
+            let what = match p.dst {
+                End::Shared(_) => {
+                    "a bulk load is under way that nobody has waited for; it writes to shared memory that is gone: wait on its mbarrier"
+                }
+                End::Global(_) if !p.awaited => {
+                    "a bulk store may still read its source, in shared memory that is gone: wait with cp.async.bulk.wait_group or .wait_group.read"
+                }
+                End::Global(_) => continue,
+            };
+            let message = format!("the block has ended, and {what} before the last thread ends");
+            return Err((FaultKind::BulkCopy { message }, p.warp, p.pc));
         }
-        // Loads that nobody waited for would land in memory that is gone.
-        self.bulk.pending.retain(|p| matches!(p.dst, End::Global(_)));
         self.progress_bulk(table, None).map(|_| ())
     }
 }
 
-impl Exec<'_> {
+impl<W: Watch> Exec<'_, W> {
     pub(super) fn bulk(&mut self, op: &BulkOp, m: u32) -> Run<()> {
         let env = self.env;
         for i in lanes(m) {
             let done = match *op {
                 BulkOp::Load { dst, src, size, mbar } => {
                     let (dst, src) = (End::Shared(self.address(&dst, i)), End::Global(self.address(&src, i)));
-                    self.issue(env, i, dst, src, size, Some(mbar))
+                    self.issue(env, i, dst, src, size, Some(mbar))?
                 }
                 BulkOp::Store { dst, src, size } => {
                     let (dst, src) = (End::Global(self.address(&dst, i)), End::Shared(self.address(&src, i)));
-                    self.issue(env, i, dst, src, size, None)
+                    self.issue(env, i, dst, src, size, None)?
                 }
                 BulkOp::SharedToShared { dst, src, size, mbar } => {
                     let (dst, src) = (End::Shared(self.address(&dst, i)), End::Shared(self.address(&src, i)));
-                    self.issue(env, i, dst, src, size, Some(mbar))
+                    self.issue(env, i, dst, src, size, Some(mbar))?
                 }
                 BulkOp::Prefetch { src, size } => {
                     let bytes = self.warp.regs.r32[size as usize][i];
@@ -165,6 +233,7 @@ impl Exec<'_> {
         self.warp.index * 32 + lane as u32
     }
 
+    /// Issues a copy. The inner error is one of its form, the outer one what the checks found.
     fn issue(
         &mut self,
         env: &Env,
@@ -173,28 +242,55 @@ impl Exec<'_> {
         src: End,
         size: u32,
         mbar: Option<Addr>,
-    ) -> Result<(), FaultKind> {
+    ) -> Run<Result<(), FaultKind>> {
         let bytes = self.warp.regs.r32[size as usize][lane];
-        check_shape(&[dst, src], bytes)?;
         let mbar = mbar.map(|a| self.address(&a, lane));
+        let formed = check_shape(&[dst, src], bytes)
+            // Bad addresses are reported where the copy is issued, not where it lands.
+            .and_then(|()| end_pointer(self.block, &env.table, src, bytes))
+            .and_then(|_| end_pointer(self.block, &env.table, dst, bytes))
+            .and_then(|_| mbar.map_or(Ok(()), |offset| self.block.initialised(offset)));
+        if let Err(kind) = formed {
+            return Ok(Err(kind));
+        }
         let thread = self.thread(lane);
         let group = self.block.bulk.committed[thread as usize];
-        let mut p =
-            Pending { dst, src, bytes, mbar, thread, group, data: None, warp: self.warp.index, pc: self.pc };
-        // Bad addresses are reported where the copy is issued, not where it lands.
-        end_pointer(self.block, &env.table, src, bytes)?;
-        end_pointer(self.block, &env.table, dst, bytes)?;
-        if let Some(offset) = mbar {
-            let bits = self.block.mbarrier_bits(offset)?;
-            crate::mbarrier::Mbarrier::from_bits(bits)
-                .map_err(|message| FaultKind::Mbarrier { offset, message })?;
+        let mut stale = vec![];
+        if W::ON {
+            let (from, to) = (self.end_place(src, bytes), self.end_place(dst, bytes));
+            let copy = Copy {
+                src: from,
+                dst: to,
+                bytes: u64::from(bytes),
+                lane,
+                pc: self.pc,
+                mbar,
+                committed: group,
+            };
+            match self.watch.copy(&copy) {
+                Ok(old) => stale = old,
+                Err((place, write, trouble)) => return self.blame(place, trouble, lane, How::BULK, write),
+            }
         }
         self.changed();
-        if env.lazy_bulk {
-            self.block.bulk.pending.push(p);
-            return Ok(());
+        let mut data = self.block.bulk.spare.pop().unwrap_or_default();
+        data.resize(bytes as usize, 0);
+        let (warp, pc) = (self.warp.index, self.pc);
+        let pieces = [Stage::Issued; PIECES];
+        let p =
+            Pending { dst, src, bytes, mbar, thread, group, data, pieces, awaited: false, stale, warp, pc };
+        self.block.bulk.pending.push(p);
+        Ok(Ok(()))
+    }
+
+    fn end_place(&self, end: End, bytes: u32) -> Place {
+        match end {
+            End::Shared(offset) => Place::Shared { offset },
+            End::Global(addr) => match self.env.table.find(addr, u64::from(bytes)) {
+                Some(found) => Place::Global { shadow: found.shadow, offset: addr - found.start },
+                None => Place::Private,
+            },
         }
-        write_stage(self.block, &env.table, &mut p)
     }
 
     /// `cp.async.bulk.wait_group`: all but the latest `allowed` groups of this thread.
@@ -207,17 +303,16 @@ impl Exec<'_> {
     ) -> Result<(), FaultKind> {
         let thread = self.thread(lane);
         let done_before = self.block.bulk.committed[thread as usize].saturating_sub(allowed);
+        self.watch.waited(lane, done_before, !read_only);
         let mut pending = std::mem::take(&mut self.block.bulk.pending);
         let mut result = Ok(());
         pending.retain_mut(|p| {
             if p.thread != thread || p.mbar.is_some() || p.group >= done_before || result.is_err() {
                 return true;
             }
-            result = if read_only {
-                read_stage(self.block, &env.table, p)
-            } else {
-                write_stage(self.block, &env.table, p)
-            };
+            p.awaited = true;
+            result =
+                p.advance_to(self.block, &env.table, if read_only { Stage::Read } else { Stage::Landed });
             read_only
         });
         self.block.bulk.pending = pending;

@@ -1,8 +1,8 @@
 //! Runs the instructions of one warp for one slice of time.
 //!
 //! A warp is a set of [`Group`]s: lanes that stand at the same instruction and run together. A divergent branch splits
-//! a group. Groups merge again whenever they meet at the same instruction; to make them meet, the group with the
-//! lowest program counter runs first (LLVM lays blocks out so that joins come after both arms). A group that spins
+//! a group. Groups mostly merge again when they meet at the same instruction; some, drawn from the seed, stay apart until a `.sync` asks
+//! for them, since nothing else promises that lanes converge. To make groups meet, the one with the lowest program counter runs first (LLVM lays blocks out so that joins come after both arms). A group that spins
 //! gives way to the others, so every lane makes progress in the end: independent thread scheduling.
 
 pub(crate) mod access;
@@ -13,10 +13,11 @@ mod sync;
 
 use std::sync::Arc;
 
+use crate::check::watch::Watch;
 use crate::device::Clock;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op, Regs, Timer};
-use crate::memory::Table;
+use crate::memory::{Found, Table};
 use crate::module::Kernel;
 use access::SharedMemory;
 use bulk::BulkQueue;
@@ -52,6 +53,8 @@ pub(crate) struct Group {
     pub(crate) state: GroupState,
     /// Has given way; runs again when the others have had their turn.
     deferred: bool,
+    /// Joins no other group before a warp-wide instruction or a block barrier makes it.
+    apart: bool,
 }
 
 /// A load that a warp repeats, waiting for the value to change.
@@ -86,24 +89,31 @@ impl Warp {
         self.index = index;
         self.live = live;
         self.groups.clear();
-        self.groups.push(Group { mask: live, pc: 0, state: GroupState::Ready, deferred: false });
+        self.groups.push(Group {
+            mask: live,
+            pc: 0,
+            state: GroupState::Ready,
+            deferred: false,
+            apart: false,
+        });
         self.polls.clear();
         self.spinning = false;
         self.waiting = None;
         self.since_switch = 0;
     }
 
-    /// Lets groups go that wait at barrier `id`. Returns whether there were any.
-    pub(crate) fn release_barrier(&mut self, barrier: u32) -> bool {
-        let mut any = false;
+    /// Lets groups go that wait at barrier `id`. Returns their lanes.
+    pub(crate) fn release_barrier(&mut self, barrier: u32) -> u32 {
+        let mut released = 0;
         for g in &mut self.groups {
             if matches!(g.state, GroupState::Barrier { id, arrived: true, .. } if id == barrier) {
                 g.state = GroupState::Ready;
                 g.pc += 1;
-                any = true;
+                g.apart = false;
+                released |= g.mask;
             }
         }
-        any
+        released
     }
 }
 
@@ -128,6 +138,8 @@ pub(crate) struct BlockState {
     /// Barriers that completed and whose warps must be woken, one bit each.
     pub(crate) completed: u32,
     pub(crate) bulk: BulkQueue,
+    /// Mbarriers, by their offset, of which bulk copies have completed a phase, for the checks.
+    pub(crate) phases: Vec<u64>,
 }
 
 impl BlockState {
@@ -177,8 +189,10 @@ pub(crate) struct Env {
     pub(crate) params: Vec<u128>,
     pub(crate) param_bytes: u64,
     pub(crate) clock: Clock,
-    /// Bulk copies complete later, in an order drawn from the seed.
-    pub(crate) lazy_bulk: bool,
+    /// What memory and registers hold before anybody writes them.
+    pub(crate) poison: u64,
+    /// How often lanes that diverged stay apart until a warp-wide instruction joins them: one time in so many; 0 for never.
+    pub(crate) apart_one_in: u64,
     /// Warp instructions before this slice.
     pub(crate) executed: u64,
 }
@@ -238,7 +252,7 @@ pub(crate) struct Slice {
 }
 
 /// A warp in the act of running.
-pub(crate) struct Exec<'a> {
+pub(crate) struct Exec<'a, W> {
     kernel: &'a Kernel,
     env: &'a Env,
     block: &'a mut BlockState,
@@ -246,16 +260,18 @@ pub(crate) struct Exec<'a> {
     /// Lanes and place of the running group.
     mask: u32,
     pub(crate) pc: u32,
+    apart: bool,
     executed: u64,
     side_effect: bool,
     /// A look at memory in this slice found what was there before.
     looked_again: bool,
-    /// Region used last, `(start, length)`, for loads and for stores.
-    regions: [(u64, u64); 2],
+    /// Region used last, for loads and for stores.
+    regions: [Found; 2],
+    pub(crate) watch: W,
 }
 
-impl<'a> Exec<'a> {
-    pub(crate) fn new(env: &'a Env, block: &'a mut BlockState, warp: &'a mut Warp) -> Self {
+impl<'a, W: Watch> Exec<'a, W> {
+    pub(crate) fn new(env: &'a Env, block: &'a mut BlockState, warp: &'a mut Warp, watch: W) -> Self {
         Exec {
             kernel: &env.kernel,
             env,
@@ -263,10 +279,12 @@ impl<'a> Exec<'a> {
             warp,
             mask: 0,
             pc: 0,
+            apart: false,
             executed: 0,
             side_effect: false,
             looked_again: false,
-            regions: [(0, 0); 2],
+            regions: [Found::default(); 2],
+            watch,
         }
     }
 
@@ -332,7 +350,10 @@ impl<'a> Exec<'a> {
             Op::Ld(access) => return self.load(access, m),
             Op::St(access) => self.store(access, m)?,
             Op::Atom(atomic) => return self.atomic(atomic, m),
-            Op::Fence => std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst),
+            Op::Fence(fence) => {
+                std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+                self.watch.fence(m, *fence);
+            }
             Op::Timer { what, d } => self.timer(*what, *d, m),
             Op::ActiveMask { d } => lanes::lanes(m).for_each(|i| self.warp.regs.r32[*d as usize][i] = m),
             Op::Warp { op, mask } => {
@@ -362,6 +383,13 @@ impl<'a> Exec<'a> {
     fn branch(&mut self, m: u32, target: u32) -> Flow {
         let fallthrough = self.pc + 1;
         if m != self.mask {
+            // Hardware promises nowhere that the arms join again by themselves.
+            let one_in = self.env.apart_one_in;
+            if one_in != 0
+                && crate::rng::mix(self.env.poison ^ (self.env.executed + self.executed)) % one_in == 0
+            {
+                self.apart = true;
+            }
             // Run the lower arm first; the other one waits for it at the join.
             let (first, second) = if target < fallthrough {
                 ((m, target), (self.mask & !m, fallthrough))
@@ -434,12 +462,12 @@ impl<'a> Exec<'a> {
     }
 
     fn push(&mut self, mask: u32, pc: u32, state: GroupState) {
-        self.warp.groups.push(Group { mask, pc, state, deferred: false });
+        self.warp.groups.push(Group { mask, pc, state, deferred: false, apart: self.apart });
     }
 
     /// Puts the running group aside.
     fn park(&mut self, state: GroupState, deferred: bool) {
-        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred });
+        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred, apart: self.apart });
     }
 
     /// Keeps the lanes `m` of the running group; the others go on at the next instruction.
@@ -458,7 +486,7 @@ impl<'a> Exec<'a> {
                 .min_by_key(|&i| self.warp.groups[i].pc);
             if let Some(i) = best {
                 let g = self.warp.groups.swap_remove(i);
-                (self.mask, self.pc) = (g.mask, g.pc);
+                (self.mask, self.pc, self.apart) = (g.mask, g.pc, g.apart);
                 return true;
             }
             if pass == 0 {
@@ -485,7 +513,7 @@ impl<'a> Exec<'a> {
         let mut i = 0;
         while let Some(g) = self.warp.groups.get(i) {
             match g.state {
-                GroupState::Ready | GroupState::Lanes { .. } if g.pc == pc => {
+                GroupState::Ready | GroupState::Lanes { .. } if g.pc == pc && !g.apart && !self.apart => {
                     self.mask |= g.mask;
                     self.warp.groups.swap_remove(i);
                     continue;

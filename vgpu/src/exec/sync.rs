@@ -2,14 +2,17 @@
 
 use super::lanes::lanes;
 use super::{Exec, Flow, GroupState, Run, Stop, stop};
+use crate::check::shadow::How;
+use crate::check::watch::{Place, Watch};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{Addr, BarrierKind, MbarOp, Op, Rmw, SINK, ShflMode, Space, WarpOp};
+use crate::ir::{Addr, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, WarpOp};
 use crate::mbarrier::Mbarrier;
 
-impl Exec<'_> {
+impl<W: Watch> Exec<'_, W> {
     /// Executes a warp-wide instruction for every member mask whose lanes are all here; the others wait.
     pub(super) fn warp_wide(&mut self, op: &WarpOp, mask_slot: u32) -> Run<Flow> {
         let masks = self.warp.regs.r32[mask_slot as usize];
+        self.gather();
         let (mut todo, mut done) = (self.mask, 0);
         let mut waiting = 0;
         while todo != 0 {
@@ -24,6 +27,9 @@ impl Exec<'_> {
             if needed & !here == 0
                 || matches!(op, WarpOp::Sync) && self.release_elsewhere(needed & !here, mask)
             {
+                if W::ON && matches!(op, WarpOp::Sync) {
+                    self.watch.sync_warp(mask & self.warp.live);
+                }
                 self.execute_warp_op(op, here, mask);
                 done |= here;
             } else {
@@ -40,6 +46,17 @@ impl Exec<'_> {
         Ok(Flow::Next)
     }
 
+    /// Takes in the groups that wait at the running one's instruction, however long they have stayed apart.
+    fn gather(&mut self) {
+        let pc = self.pc;
+        self.apart = false;
+        for g in
+            self.warp.groups.extract_if(.., |g| g.pc == pc && matches!(g.state, GroupState::Lanes { .. }))
+        {
+            self.mask |= g.mask;
+        }
+    }
+
     /// `barrier.warp.sync` may be reached at several places: releases the lanes `missing` if they all wait at one.
     fn release_elsewhere(&mut self, missing: u32, mask: u32) -> bool {
         let code = &self.kernel.code;
@@ -53,12 +70,14 @@ impl Exec<'_> {
         }
         for g in self.warp.groups.iter_mut().filter(|g| waits(g)) {
             g.state = GroupState::Ready;
+            g.apart = false;
             g.pc += 1;
         }
         true
     }
 
     fn execute_warp_op(&mut self, op: &WarpOp, here: u32, mask: u32) {
+        let poison = self.env.poison as u32;
         let regs = &mut self.warp.regs;
         let flag = |pred: &[u32], p: u32| pred[p as usize] & here;
         let set = |pred: &mut Vec<u32>, p: u32, v: bool| {
@@ -72,8 +91,9 @@ impl Exec<'_> {
                 let (b, c) = (regs.r32[lane as usize], regs.r32[clamp as usize]);
                 for i in lanes(here) {
                     let (from, ok) = shuffle_source(mode, i as u32, b[i], c[i]);
-                    // Reading from a lane that does not take part is undefined: its register is what one gets here.
-                    regs.r32[d as usize][i] = src[from as usize];
+                    // What a lane that does not take part would give is undefined.
+                    let took_part = here >> from & 1 != 0;
+                    regs.r32[d as usize][i] = if took_part { src[from as usize] } else { poison };
                     let old = &mut regs.pred[p as usize];
                     *old = *old & !(1 << i) | u32::from(ok) << i;
                 }
@@ -198,6 +218,7 @@ impl Exec<'_> {
                 }
             }
         }
+        self.watch.arrive(union, number);
         self.block.arrive(number, threads).or_else(|kind| stop(kind, None))
     }
 
@@ -225,6 +246,9 @@ impl Exec<'_> {
             let place = |message: String| {
                 Box::new(Stop { kind: FaultKind::Mbarrier { offset, message }, lane: Some(i as u32) })
             };
+            if W::ON {
+                self.watch_mbarrier(op, offset, bits, i)?;
+            }
             let regs = &mut self.warp.regs;
             let word = |regs: &crate::ir::Regs, slot: u32| regs.r32[slot as usize][i];
             let object = Mbarrier::from_bits(bits);
@@ -254,6 +278,9 @@ impl Exec<'_> {
                         _ => Ok(false),
                     });
                     let done = done.map_err(place)?;
+                    if done {
+                        self.watch.pass_mbarrier(i, offset);
+                    }
                     let old = &mut regs.pred[p as usize];
                     *old = *old & !(1 << i) | u32::from(done) << i;
                     if !done {
@@ -269,6 +296,10 @@ impl Exec<'_> {
                 }
             };
             let next = next.map_err(place)?;
+            match (next, Mbarrier::from_bits(bits)) {
+                (Some(next), Ok(old)) if next.phase != old.phase => self.watch.complete_mbarrier(offset),
+                _ => {}
+            }
             self.set_mbarrier_bits(offset, next.map_or(0, Mbarrier::to_bits))
                 .or_else(|kind| stop(kind, Some(i)))?;
             self.changed();
@@ -280,6 +311,30 @@ impl Exec<'_> {
         self.poll(offset, bits);
         self.pc += 1;
         Ok(Flow::GiveWay)
+    }
+
+    /// Watches an operation on an mbarrier before it happens: setting one up is a plain write, using it a strong access.
+    fn watch_mbarrier(&mut self, op: &MbarOp, offset: u64, bits: u64, lane: usize) -> Run<()> {
+        let place = Place::Shared { offset };
+        let (how, write) = match op {
+            MbarOp::Init { .. } | MbarOp::Inval => (How::generic(Sem::Weak, Scope::Cta, 8, false), true),
+            MbarOp::TestState { .. } | MbarOp::TestParity { .. } => {
+                (How::generic(Sem::Relaxed, Scope::Cta, 8, false), false)
+            }
+            _ => (How::generic(Sem::Relaxed, Scope::Cta, 8, true), true),
+        };
+        let result = if write {
+            self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]).map(drop)
+        } else {
+            self.watch.read(place, 8, lane, self.pc, how)
+        };
+        result.or_else(|trouble| self.blame(place, trouble, lane, how, write))?;
+        match op {
+            MbarOp::Init { .. } => self.watch.init_mbarrier(offset),
+            MbarOp::Arrive { .. } => self.watch.arrive_mbarrier(lane, offset),
+            _ => {}
+        }
+        Ok(())
     }
 
     fn mbarrier_bits(&mut self, offset: u64) -> Result<u64, FaultKind> {
@@ -321,11 +376,21 @@ impl super::BlockState {
         Ok(())
     }
 
+    /// An error unless there is an mbarrier at `offset`.
+    pub(super) fn initialised(&mut self, offset: u64) -> Result<(), FaultKind> {
+        let bits = self.mbarrier_bits(offset)?;
+        Mbarrier::from_bits(bits).map(drop).map_err(|message| FaultKind::Mbarrier { offset, message })
+    }
+
     /// A bulk copy of `bytes` bytes has landed.
     pub(super) fn complete_tx(&mut self, offset: u64, bytes: u32) -> Result<(), FaultKind> {
         let bits = self.mbarrier_bits(offset)?;
         let mut b = Mbarrier::from_bits(bits).map_err(|message| FaultKind::Mbarrier { offset, message })?;
+        let phase = b.phase;
         b.complete_tx(bytes).map_err(|message| FaultKind::Mbarrier { offset, message })?;
+        if b.phase != phase {
+            self.phases.push(offset);
+        }
         self.set_mbarrier_bits(offset, b.to_bits())
     }
 }

@@ -119,7 +119,7 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
             }
             BulkOp::Commit | BulkOp::Wait { .. } => {}
         },
-        Op::Bra { .. } | Op::Fence | Op::Sleep | Op::Exit | Op::Trap | Op::Nop => {}
+        Op::Bra { .. } | Op::Fence(_) | Op::Sleep | Op::Exit | Op::Trap | Op::Nop => {}
     }
 }
 

@@ -6,7 +6,7 @@ use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
 use crate::exec::lanes::{Lane, op1};
-use crate::ir::{Access, Atomic, File, Init, Op, Rmw, SINK, Sem, Space};
+use crate::ir::{Access, Atomic, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
 
 const SPACES: &[(&str, Space)] = &[
     ("global", Space::Global),
@@ -21,7 +21,8 @@ const SPACES: &[(&str, Space)] = &[
     ("const", Space::Global),
 ];
 
-const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
+const SCOPES: &[(&str, Scope)] =
+    &[("cta", Scope::Cta), ("cluster", Scope::Cta), ("gpu", Scope::Gpu), ("sys", Scope::Sys)];
 
 const CACHE_HINTS: &[&str] = &[
     "ca",
@@ -62,6 +63,7 @@ fn ordering(m: &mut Mods) -> Sem {
 struct Shape {
     space: Space,
     sem: Sem,
+    scope: Scope,
     n: u8,
     ty: Ty,
     /// A 64-bit cache policy operand comes last.
@@ -74,7 +76,8 @@ fn shape(m: &mut Mods) -> Result<Shape, String> {
     if m.has("mmio") || m.has("relaxed") {
         sem = if sem == Sem::Weak { Sem::Relaxed } else { sem };
     }
-    m.ignore(SCOPES);
+    // `.volatile` and `.mmio` name no scope and mean the widest.
+    let scope = m.one_of(SCOPES).unwrap_or(Scope::Sys);
     let space = m.one_of(SPACES).unwrap_or(Space::Generic);
     m.ignore(CACHE_HINTS);
     let policy = m.has("L2::cache_hint");
@@ -83,7 +86,7 @@ fn shape(m: &mut Mods) -> Result<Shape, String> {
     if ty == Ty::Pred || matches!(ty, Ty::E4m3x2 | Ty::E5m2x2) || ty.bits() / 8 * n > 16 {
         return m.unsupported();
     }
-    Ok(Shape { space, sem, n: n as u8, ty, policy })
+    Ok(Shape { space, sem, scope, n: n as u8, ty, policy })
 }
 
 /// The registers of a load or store and whether they are 64 bits wide.
@@ -135,6 +138,7 @@ fn access(l: &mut Lower, ops: &[(Operand, Pos)], s: &Shape, dest: bool) -> Lower
     Ok(Access {
         space: s.space,
         sem: s.sem,
+        scope: s.scope,
         addr: l.address(addr)?,
         bytes: (s.ty.bits() / 8) as u8,
         n: s.n,
@@ -173,9 +177,12 @@ pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
 /// `atom`, `red`
 pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
     let red = m.base == "red";
-    // Every atomic is sequentially consistent here, which is stronger than any order asked for.
-    ordering(m);
-    m.ignore(SCOPES);
+    // Every atomic is sequentially consistent here, which is stronger than any order asked for; the rest is for checks.
+    let sem = match ordering(m) {
+        Sem::Weak => Sem::Relaxed,
+        sem => sem,
+    };
+    let scope = m.one_of(SCOPES).unwrap_or(Scope::Gpu);
     let space = m.one_of(SPACES).unwrap_or(Space::Generic);
     let policy = m.has("L2::cache_hint");
     #[derive(Clone, Copy, PartialEq)]
@@ -245,7 +252,7 @@ pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
         let addr = l.address(&rest[0])?;
         let a = l.source(&rest[1], file, bits)?;
         let b = if cas { l.source(&rest[2], file, bits)? } else { SINK };
-        l.push(Op::Atom(Atomic { op, space, addr, bytes: (bits / 8) as u8, d, a, b }));
+        l.push(Op::Atom(Atomic { op, space, sem, scope, addr, bytes: (bits / 8) as u8, d, a, b }));
         Ok(())
     }))
 }

@@ -4,33 +4,46 @@ use super::decode::Emit;
 use super::types::{Mods, Ty};
 use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
-use crate::ir::{BarrierKind, BulkOp, File, MbarOp, Op, Rmw, SINK, ShflMode, Space, WarpOp};
+use crate::ir::{BarrierKind, BulkOp, Fence, File, MbarOp, Op, Rmw, SINK, Scope, ShflMode, Space, WarpOp};
 
 const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
 const SHARED: &[(&str, ())] = &[("shared", ()), ("shared::cta", ()), ("shared::cluster", ())];
 
 /// `fence`, `membar`
 pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
-    let known = if m.base == "membar" {
-        m.one_of(&[("cta", ()), ("gl", ()), ("sys", ())]).is_some()
+    const WIDTHS: &[(&str, Scope)] = &[
+        ("cta", Scope::Cta),
+        ("cluster", Scope::Cta),
+        ("gpu", Scope::Gpu),
+        ("gl", Scope::Gpu),
+        ("sys", Scope::Sys),
+    ];
+    let fence = if m.base == "membar" {
+        // `membar` is `fence.sc`.
+        m.one_of(WIDTHS).map(Fence::Sc)
     } else if m.has("proxy") {
-        let known = m.one_of(&[("async", ()), ("alias", ()), ("async::generic", ())]).is_some();
-        m.ignore(&["global", "shared::cta", "shared::cluster", "acquire", "release"]);
+        let known = m.one_of(&[("async", true), ("alias", false), ("async::generic", true)]);
+        let shared = m.one_of(SHARED).is_some();
+        let global = m.has("global");
+        m.ignore(&["acquire", "release"]);
         m.ignore(&["sync_restrict::shared::cta", "sync_restrict::shared::cluster", "cluster"]);
-        known
+        known.map(|asynchronous| match asynchronous {
+            // Naming no space means all.
+            true => Fence::Async { shared: shared || !global, global: global || !shared },
+            false => Fence::Other,
+        })
     } else if m.has("mbarrier_init") {
         m.ignore(&["release", "cluster"]);
-        true
+        Some(Fence::Other)
     } else {
-        let order = m.one_of(&[("sc", ()), ("acq_rel", ()), ("acquire", ()), ("release", ())]);
-        order.is_some() & m.one_of(&[("cta", ()), ("cluster", ()), ("gpu", ()), ("sys", ())]).is_some()
+        let sc = m.one_of(&[("sc", true), ("acq_rel", false), ("acquire", false), ("release", false)]);
+        let scope = m.one_of(WIDTHS);
+        sc.zip(scope).map(|(sc, scope)| if sc { Fence::Sc(scope) } else { Fence::AcqRel(scope) })
     };
-    if !known {
-        return m.unsupported();
-    }
-    Ok(Box::new(|l, ops| {
+    let Some(fence) = fence else { return m.unsupported() };
+    Ok(Box::new(move |l, ops| {
         l.count(ops, 0..=0)?;
-        l.push(Op::Fence);
+        l.push(Op::Fence(fence));
         Ok(())
     }))
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::ValueEnum;
+use epoxide::driver::virt::{CheckConfig, Checker, Schedule, VirtConfig};
 use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
@@ -89,6 +90,53 @@ impl Transport {
             Transport::Tcp => TransportKind::Tcp,
             Transport::Verbs => TransportKind::Verbs,
         }
+    }
+}
+
+/// What check mode tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Check {
+    /// Data races, reads of memory that nobody wrote.
+    Races,
+    /// Wrong results of weak memory: loads sometimes see older values, where the memory model lets them.
+    Weak,
+}
+
+/// How the virtual GPU runs kernels.
+#[derive(Debug, Clone, Copy, Default, clap::Args)]
+pub struct VirtualFlags {
+    /// Run kernels in check mode, slowly: report data races and reads of memory that nobody wrote, or, with --check=weak, let weak memory
+    /// show as wrong results. The ranks are threads of this process, and --seed draws the schedule
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "races", value_name = "WHAT",
+          conflicts_with = "processes")]
+    pub check: Option<Check>,
+
+    /// Draw the order of warps from --seed: any warp next
+    #[arg(long, conflicts_with = "preemptions")]
+    pub random_schedule: bool,
+
+    /// Draw the order of warps from --seed: the most urgent one runs, and loses its urgency at so many points
+    #[arg(long, value_name = "D")]
+    pub preemptions: Option<u32>,
+}
+
+impl VirtualFlags {
+    /// The checker of all devices of a run.
+    pub fn checker(&self, seed: u64) -> Option<Checker> {
+        let config = match self.check? {
+            Check::Races => CheckConfig::default(),
+            Check::Weak => CheckConfig { races: false, weak_memory: Some(seed), ..CheckConfig::default() },
+        };
+        Some(Checker::new(config))
+    }
+
+    /// What the virtual GPU of a rank is like.
+    pub fn device(&self, ordinal: u32, seed: u64, checker: Option<&Checker>) -> VirtConfig {
+        let schedule = self.preemptions.map_or(Schedule::Random, Schedule::Preemptions);
+        let seeded = self.check.is_some() || self.random_schedule || self.preemptions.is_some();
+        let schedule_seed = seeded.then_some(seed);
+        VirtConfig { ordinal, schedule_seed, schedule, checker: checker.cloned(), ..VirtConfig::default() }
     }
 }
 
@@ -267,6 +315,9 @@ pub struct Shared {
 
     #[command(flatten)]
     pub network: NetworkFlags,
+
+    #[command(flatten)]
+    pub virtual_gpu: VirtualFlags,
 
     /// Seed of all random data, decimal or 0x..
     #[arg(long, value_parser = parse_seed, default_value = "0xA1B2")]

@@ -33,6 +33,10 @@ impl Placement {
     /// What the flags and the environment say.
     fn of(shared: &Shared, defaults: Defaults, variable: impl Fn(&str) -> Option<String>) -> Placement {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        // A checker sees the threads of one process only.
+        if shared.virtual_gpu.check.is_some() {
+            return Placement::Threads;
+        }
         // What is wrong with the variables, the rendezvous will say.
         if !matches!(Member::from_variables(&variable), Ok(None)) {
             return Placement::OneRank;
@@ -97,6 +101,18 @@ pub fn run(
     main: impl Fn(&Rank, &Run) -> Result<()> + Sync,
 ) -> Result<()> {
     let placement = Placement::of(shared, defaults, |name| std::env::var(name).ok());
+    if shared.virtual_gpu.check.is_some() && shared.device == DeviceKind::Cuda {
+        return Err(Stop::usage(
+            "--check with --device cuda: it is the virtual GPU that checks; leave --device cuda out",
+        ));
+    }
+    let checker = shared.virtual_gpu.checker(shared.seed);
+    let open = |ordinal| match shared.device {
+        DeviceKind::Virtual => {
+            Ok(VirtualGpu::new(shared.virtual_gpu.device(ordinal, shared.seed, checker.as_ref())))
+        }
+        DeviceKind::Cuda => open_device(DeviceKind::Cuda, ordinal),
+    };
     // A rank that fails tells the others once its own device has given up, which may take the host's wait for the
     // counts: twice the timeout.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
@@ -105,7 +121,7 @@ pub fn run(
             let meeting = Meeting::from_env(group_timeout)?;
             let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("world", group_timeout)?);
             let local_rank = Ok(meeting.member.local_rank.unwrap_or(meeting.member.rank));
-            let outcome = one_rank(&group, local_rank, &main, || {
+            let outcome = one_rank(&group, local_rank, &main, open, || {
                 let world = shared.world(defaults, Some((group.size(), meeting.member.local_size)))?;
                 Ok(Run { setup: shared.resolve(world, defaults)?, placement })
             });
@@ -116,7 +132,7 @@ pub fn run(
             let (setup, ranks) = (shared.resolve(world, defaults)?, world.ranks());
             require_devices(setup.device, ranks)?;
             let ended = run_threads(ranks, group_timeout, |rank, group| {
-                Ok(one_rank(&group, Ok(rank), &main, || Ok(Run { setup: setup.clone(), placement })))
+                Ok(one_rank(&group, Ok(rank), &main, open, || Ok(Run { setup: setup.clone(), placement })))
             });
             let outcomes = match ended {
                 Ok(outcomes) => outcomes,
@@ -152,13 +168,10 @@ fn one_rank(
     group: &Arc<dyn ProcessGroup>,
     local_rank: Result<u32>,
     main: impl Fn(&Rank, &Run) -> Result<()>,
+    open: impl Fn(u32) -> Result<Arc<dyn Device>>,
     run: impl Fn() -> Result<Run>,
 ) -> Result<()> {
-    let opened = local_rank.and_then(|local_rank| {
-        let run = run()?;
-        let device = open_device(run.setup.device, local_rank)?;
-        Ok((run, device))
-    });
+    let opened = local_rank.and_then(|local_rank| Ok((run()?, open(local_rank)?)));
     let (run, device) = agree(&**group, opened)?;
     main(&Rank { rank: group.rank(), group: group.clone(), device }, &run)
 }

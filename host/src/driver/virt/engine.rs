@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use epoxide_vgpu::{Grid, Progress};
+use epoxide_vgpu::{Grid, Past, Progress, Timeline};
 
 use super::capture::Launch;
 use super::state::{Shared, State};
@@ -30,6 +30,8 @@ struct Job {
     /// It only span in its last turn. The next turn must then be long enough for it to be found spinning again, or it
     /// would pass for progress.
     probe: bool,
+    /// In check mode: its stream, and what came before it; once it is done, what comes before whatever follows.
+    order: Option<(Timeline, Past)>,
 }
 
 enum Work {
@@ -42,22 +44,37 @@ enum Work {
 
 impl Work {
     /// Runs at most `slice` warp instructions. The error is the device's fault.
-    fn turn(&mut self, shared: &Shared, slice: u64) -> Result<Outcome, String> {
+    fn turn(
+        &mut self,
+        shared: &Shared,
+        slice: u64,
+        order: &mut Option<(Timeline, Past)>,
+    ) -> Result<Outcome, String> {
         match self {
             Work::Launch(launch, seed) => {
                 let grid = shared
-                    .grid(launch, *seed)
+                    .grid(launch, *seed, order.as_ref().map(|(timeline, past)| (*timeline, past)))
                     .map_err(|error| format!("launch of {}: {error}", launch.name))?;
                 *self = Work::Grid(Box::new(grid), launch.warps());
-                self.turn(shared, slice)
+                self.turn(shared, slice, order)
             }
             Work::Grid(grid, _) => match grid.step(slice).map_err(|fault| fault.to_string())? {
-                Progress::Done => Ok(Outcome::Done(grid.schedule_digest())),
+                Progress::Done => {
+                    if let Some((_, past)) = order {
+                        *past = grid.past();
+                    }
+                    Ok(Outcome::Done(grid.schedule_digest()))
+                }
                 Progress::Running => Ok(Outcome::Running),
                 Progress::Spinning => Ok(Outcome::Spinning),
             },
             Work::Transfer(transfer) => {
-                transfer.run(&shared.memory).map_err(|error| format!("copy or fill: {error}"))?;
+                let run = || transfer.run(&shared.memory);
+                let done = match (&shared.checker, order) {
+                    (Some(checker), Some((timeline, past))) => checker.act(*timeline, past, run),
+                    _ => run(),
+                };
+                done.map_err(|error| format!("copy or fill: {error}"))?;
                 Ok(Outcome::Done(0))
             }
         }
@@ -161,7 +178,12 @@ impl Engine {
                     Some(Op::Transfer(transfer)) => Work::Transfer(transfer),
                     Some(Op::Record(_) | Op::Wait(_)) | None => continue,
                 };
-                self.jobs.push(Job { queue: *id, number: state.jobs, work, spinning: false, probe: false });
+                let order = self.shared.checker.as_ref().map(|checker| {
+                    let timeline = *queue.timeline.get_or_insert_with(|| checker.timeline());
+                    (timeline, queue.past.clone())
+                });
+                let (number, spinning, probe) = (state.jobs, false, false);
+                self.jobs.push(Job { queue: *id, number, work, spinning, probe, order });
                 state.jobs += 1;
             }
             if !passed {
@@ -181,7 +203,7 @@ impl Engine {
     /// Gives a job a turn of at most `slice` warp instructions, and files the result.
     pub(super) fn step(&mut self, index: usize, slice: u64) -> Outcome {
         let job = &mut self.jobs[index];
-        let outcome = match job.work.turn(&self.shared, slice) {
+        let outcome = match job.work.turn(&self.shared, slice, &mut job.order) {
             Ok(outcome) => outcome,
             Err(fault) => {
                 self.jobs.clear();
@@ -197,6 +219,9 @@ impl Engine {
             if let Some(queue) = state.queues.get_mut(&job.queue) {
                 queue.busy = false;
                 queue.completed += 1;
+                if let Some((_, past)) = &job.order {
+                    queue.past.join(past);
+                }
             }
             let released = state.take_released();
             drop(state);

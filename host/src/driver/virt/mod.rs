@@ -49,6 +49,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
+pub use epoxide_vgpu::{CheckConfig, Checker, Schedule, host_meets};
 use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Module, PtxError};
 
 use self::capture::{Capture, Graph, Launch, Step};
@@ -66,10 +67,6 @@ use crate::error::{Error, Result};
 const MAX_SHARED_BYTES: u32 = 227 * 1024;
 /// Dynamic shared memory that every kernel may have, in bytes.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
-/// What fresh device memory holds, so that reading what nobody wrote shows.
-const POISON: u8 = 0xa5;
-/// How much of an allocation is poisoned, in bytes: each poisoned page costs a real one.
-const POISON_BYTES: u64 = 64 << 20;
 /// The unit of allocation, in bytes.
 const PAGE: u64 = 4096;
 /// Most bytes of pageable host memory that a copy to the device reads at once, without waiting for its stream.
@@ -99,8 +96,13 @@ pub struct VirtConfig {
     /// Draws the order of warps within a grid; without it, warps take turns. A [`Machine`] has its own seed, which is
     /// used where this is `None`.
     pub schedule_seed: Option<u64>,
+    /// How the seed orders the warps.
+    pub schedule: Schedule,
     /// Who runs the work.
     pub executor: Executor,
+    /// Runs kernels in check mode and watches the device's memory, together with that of other devices of this process that have the
+    /// same one. What other processes do stays out of its sight, so all ranks should be threads of this process.
+    pub checker: Option<Checker>,
 }
 
 impl Default for VirtConfig {
@@ -110,7 +112,9 @@ impl Default for VirtConfig {
             sm_count: 132,
             memory_bytes: 16 << 30,
             schedule_seed: None,
+            schedule: Schedule::Random,
             executor: Executor::Threaded,
+            checker: None,
         }
     }
 }
@@ -163,10 +167,11 @@ impl VirtualGpu {
             sm_count: info.sm_count,
             shared_bytes_per_block: MAX_SHARED_BYTES,
             schedule_seed: seed.map(|seed| machine::mix(seed, u64::from(config.ordinal))),
+            schedule: config.schedule,
             clock,
             ..DeviceConfig::default()
         };
-        let shared = Arc::new(Shared::new(info, device_config));
+        let shared = Arc::new(Shared::new(info, device_config, config.checker));
         let runner = match config.executor {
             Executor::Threaded => {
                 let engine = Engine::new(shared.clone());
@@ -196,23 +201,25 @@ impl VirtualGpu {
     /// unless the calling thread holds the context's lock.
     fn wait_until(&self, call: &'static str, done: impl Fn(&State) -> bool) -> Result<()> {
         match &self.runner {
-            Runner::Machine(machine) => machine.run_until(call, || Ok(done(&*self.shared.usable()?))),
+            Runner::Machine(machine) => machine.run_until(call, || Ok(done(&*self.shared.usable()?)))?,
             Runner::Thread(_) => {
                 let mut state = self.shared.usable()?;
                 while !done(&state) {
                     drop(self.shared.done.wait(state).unwrap_or_else(PoisonError::into_inner));
                     state = self.shared.usable()?;
                 }
-                Ok(())
             }
         }
+        self.shared.host_waited(&*self.shared.lock());
+        Ok(())
     }
 
     /// Begins a call that enqueues: waits until the stream has room. Gives the stream's queue, and the tables.
     fn enter_stream(&self, call: &'static str, stream: u64) -> Result<(u64, MutexGuard<'_, State>)> {
         loop {
-            let state = self.shared.enter()?;
+            let mut state = self.shared.enter()?;
             let id = self.shared.queue_id(&state, stream)?;
+            self.shared.host_enqueues(&mut state, id);
             let has_room = |state: &State| state.queues.get(&id).is_none_or(Queue::has_room);
             if has_room(&state) {
                 return Ok((id, state));
@@ -424,12 +431,11 @@ impl Device for VirtualGpu {
         drop(state);
 
         let memory = &self.shared.memory;
-        let region = memory.alloc(bytes, label).and_then(|region| {
-            if matches!(kind, MemoryKind::Device | MemoryKind::Unpooled) {
-                memory.fill(region.addr(), POISON, bytes.min(POISON_BYTES))?;
-            }
-            Ok(region)
-        });
+        let region = match kind {
+            MemoryKind::Device | MemoryKind::Unpooled => memory.alloc(bytes, label),
+            MemoryKind::Shareable => memory.alloc_zeroed(bytes, label),
+            MemoryKind::MappedHost | MemoryKind::SharedHost => memory.alloc_host(bytes, label),
+        };
         let mut state = self.shared.lock();
         match region {
             Ok(region) => Ok(self.file(&mut state, Allocation { region, kind: Some(kind), charged })),
@@ -605,7 +611,11 @@ impl Device for VirtualGpu {
         let mut state = self.shared.enter()?;
         let id = self.shared.queue_id(&state, stream)?;
         state.forbid_on_captured(id, "stream_query")?;
-        Ok(self.shared.queue(&mut state, stream)?.1.is_idle())
+        let idle = self.shared.queue(&mut state, stream)?.1.is_idle();
+        if idle {
+            self.shared.host_waited(&state);
+        }
+        Ok(idle)
     }
 
     fn event_create(&self, timing: bool) -> Result<u64> {
@@ -685,8 +695,13 @@ impl Device for VirtualGpu {
     }
 
     fn event_query(&self, event: u64) -> Result<bool> {
-        let mark = self.last_mark(&mut *self.shared.enter()?, event, "event_query")?;
-        Ok(mark.is_none_or(|mark| mark.passed_ns().is_some()))
+        let mut state = self.shared.enter()?;
+        let mark = self.last_mark(&mut state, event, "event_query")?;
+        let passed = mark.is_none_or(|mark| mark.passed_ns().is_some());
+        if passed {
+            self.shared.host_waited(&state);
+        }
+        Ok(passed)
     }
 
     fn event_elapsed_ms(&self, start: u64, end: u64) -> Result<f32> {

@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use epoxide_vgpu::{DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Region};
+use epoxide_vgpu::{
+    Checker, DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Past, Region, Timeline,
+};
 
 use super::capture::{Capture, Graph, Launch, Step};
 use super::machine::mix;
@@ -22,6 +24,8 @@ pub(super) fn new_handle() -> u64 {
 pub(super) struct Shared {
     pub(super) info: DeviceInfo,
     pub(super) memory: Memory,
+    /// Watches the memory, and what comes before what.
+    pub(super) checker: Option<Checker>,
     pub(super) config: DeviceConfig,
     state: Mutex<State>,
     /// Signalled when there may be work for the engine.
@@ -31,10 +35,11 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(info: DeviceInfo, config: DeviceConfig) -> Shared {
+    pub(super) fn new(info: DeviceInfo, config: DeviceConfig, checker: Option<Checker>) -> Shared {
         Shared {
             info,
-            memory: Memory::new(),
+            memory: Memory::checked(config.schedule_seed.unwrap_or(0), checker.clone()),
+            checker,
             config,
             state: Mutex::default(),
             work: Condvar::new(),
@@ -71,6 +76,20 @@ impl Shared {
         let state = self.lock();
         state.check_usable()?;
         Ok(state)
+    }
+
+    /// A host thread is about to enqueue in a queue: what it knows to have happened comes before what it enqueues.
+    pub(super) fn host_enqueues(&self, state: &mut State, queue: u64) {
+        if let (Some(checker), Some(queue)) = (&self.checker, state.queues.get_mut(&queue)) {
+            queue.past.join(&checker.host_past());
+        }
+    }
+
+    /// The calling thread has waited for work of the device. Which work is not told apart: it then knows all that is done.
+    pub(super) fn host_waited(&self, state: &State) {
+        if let Some(checker) = &self.checker {
+            state.queues.values().for_each(|queue| checker.host_waited(&queue.past));
+        }
     }
 
     /// Makes the device unusable: every later call fails with the first `fault`, no call waits any more, work not yet begun is
@@ -130,9 +149,15 @@ impl Shared {
 
     /// A launch ready to run. This makes the registers of every block that is resident at once, so it is done when the
     /// launch begins, not when it is enqueued.
-    pub(super) fn grid(&self, launch: &Launch, schedule_seed: Option<u64>) -> Result<Grid, LaunchError> {
+    pub(super) fn grid(
+        &self,
+        launch: &Launch,
+        schedule_seed: Option<u64>,
+        order: Option<(Timeline, &Past)>,
+    ) -> Result<Grid, LaunchError> {
         let config = DeviceConfig { schedule_seed, ..self.config.clone() };
-        Grid::new(launch.kernel.clone(), self.memory.clone(), &config, launch.config, &launch.params)
+        let (kernel, memory) = (launch.kernel.clone(), self.memory.clone());
+        Grid::launch(kernel, memory, &config, launch.config, &launch.params, order)
     }
 
     /// Refuses a launch that the device cannot run.

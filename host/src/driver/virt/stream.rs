@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
-use epoxide_vgpu::{Memory, MemoryError};
+use epoxide_vgpu::{Memory, MemoryError, Past, Timeline};
 
 use super::capture::Launch;
 
@@ -14,19 +14,24 @@ const QUEUE_OPS: u64 = 1024;
 /// waiting for that one.
 #[derive(Debug, Default)]
 pub(super) struct Mark {
-    passed_ns: OnceLock<u64>,
+    passed: OnceLock<(u64, Past)>,
 }
 
 impl Mark {
-    /// Says that the stream has come here, at `now_ns`.
-    pub(super) fn pass(&self, now_ns: u64) {
+    /// Says that the stream has come here, at `now_ns`, after `past`.
+    pub(super) fn pass(&self, now_ns: u64, past: &Past) {
         // A mark is in one stream only, so it is passed once.
-        let _ = self.passed_ns.set(now_ns);
+        let _ = self.passed.set((now_ns, past.clone()));
+    }
+
+    /// What came before it; `None` if the stream has not come here yet.
+    fn past(&self) -> Option<&Past> {
+        self.passed.get().map(|passed| &passed.1)
     }
 
     /// When the stream came here, in nanoseconds of the device's clock; `None` if it has not yet.
     pub(super) fn passed_ns(&self) -> Option<u64> {
-        self.passed_ns.get().copied()
+        self.passed.get().map(|passed| passed.0)
     }
 }
 
@@ -156,6 +161,10 @@ pub(super) struct Queue {
     pub(super) completed: u64,
     /// The owner has let go: the queue goes away once it is empty.
     pub(super) closed: bool,
+    /// What has happened before whatever comes next, in check mode.
+    pub(super) past: Past,
+    /// Names the queue to the checker.
+    pub(super) timeline: Option<Timeline>,
     /// The capture that records it, with this queue's number in there.
     pub(super) capture: Option<(u64, usize)>,
 }
@@ -183,9 +192,8 @@ impl Queue {
         }
         loop {
             match self.ops.front()? {
-                Op::Record(mark) => mark.pass(now_ns),
-                Op::Wait(mark) if mark.passed_ns().is_some() => {}
-                Op::Wait(_) => return None,
+                Op::Record(mark) => mark.pass(now_ns, &self.past),
+                Op::Wait(mark) => self.past.join(mark.past()?),
                 Op::Launch(..) | Op::Transfer(_) => {
                     self.busy = true;
                     return self.ops.pop_front();

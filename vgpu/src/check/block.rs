@@ -1,0 +1,389 @@
+//! What the lanes of a block know, and the ways in which they learn it.
+
+use std::collections::HashMap;
+
+use super::clock::{self, Key};
+use super::shadow::{Grids, Shadow};
+use super::{GLOBAL, Known, SHARED};
+use crate::exec::BARRIERS;
+use crate::exec::lanes::lanes;
+use crate::ir::{FULL, Fence, Scope};
+
+/// A release pattern that reads of a location may observe.
+#[derive(Clone, Debug)]
+pub(crate) struct Release {
+    pub(crate) scope: Scope,
+    pub(crate) by: Key,
+    pub(crate) known: Known,
+}
+
+/// What a lane knows.
+#[derive(Clone, Debug, Default)]
+struct Lane {
+    known: Known,
+    /// What it knew at its last fence: a strong store after it publishes that.
+    fence: Option<(Scope, Known)>,
+    /// What it learnt by its last acquire.
+    learnt: Option<Known>,
+    /// What relaxed reads have seen: a fence after them learns it.
+    seen: Vec<(Scope, Release)>,
+}
+
+/// The lanes of a warp, in groups that know the same.
+#[derive(Debug, Default)]
+struct Warp {
+    key: Key,
+    /// Moves on whenever a lane publishes.
+    tick: u32,
+    threads: u32,
+    groups: Vec<(u32, Lane)>,
+}
+
+/// An mbarrier.
+#[derive(Debug)]
+struct Mbarrier {
+    key: Key,
+    /// Phases completed.
+    phases: u32,
+    /// What those knew who have arrived in this phase.
+    arrived: Known,
+    /// What those knew who arrived in the last one, and its copies.
+    completed: Known,
+}
+
+/// A block barrier that fills.
+#[derive(Debug, Default)]
+struct Gathering {
+    known: Known,
+    /// Warps that have arrived with all of their threads, and their ticks.
+    whole: Vec<(u32, u32)>,
+}
+
+/// A block under check.
+#[derive(Debug)]
+pub(crate) struct Block {
+    warps: Vec<Warp>,
+    pub(crate) shared: Shadow,
+    pub(crate) releases: HashMap<u64, Vec<Release>>,
+    /// What those know who have arrived, and what those did who completed it last.
+    gathering: [Gathering; BARRIERS],
+    opened: [Known; BARRIERS],
+    mbarriers: HashMap<u64, Mbarrier>,
+    /// The kernel has fences that lend their order to relaxed accesses.
+    has_fences: bool,
+}
+
+impl Warp {
+    /// Calls `f` for the groups that make up `mask`, splitting those that reach beyond it.
+    fn each(&mut self, mask: u32, mut f: impl FnMut(&mut Lane)) {
+        for at in 0..self.groups.len() {
+            let (lanes, lane) = &mut self.groups[at];
+            let here = *lanes & mask;
+            if here == 0 {
+                continue;
+            }
+            if here != *lanes {
+                let rest = (*lanes & !here, lane.clone());
+                *lanes = here;
+                f(lane);
+                self.groups.push(rest);
+            } else {
+                f(lane);
+            }
+        }
+    }
+
+    fn lane(&self, lane: usize) -> Option<&Lane> {
+        self.groups.iter().find(|(mask, _)| mask >> lane & 1 != 0).map(|(_, lane)| lane)
+    }
+
+    /// What the lanes of `mask` know together, with what they did themselves. Moves the tick.
+    fn publish(&mut self, mask: u32) -> Known {
+        let mut all = Known::default();
+        for (lanes, lane) in &self.groups {
+            if lanes & mask != 0 {
+                all.join(&lane.known);
+            }
+        }
+        if mask & self.threads == self.threads {
+            all.all.raise(self.key, self.tick);
+        } else {
+            lanes(mask).for_each(|l| all.all.raise(clock::lane(self.key, l), self.tick));
+        }
+        self.tick += 1;
+        all
+    }
+
+    /// The lanes of `mask` know the same from here on.
+    fn unite(&mut self, mask: u32, known: &Known) {
+        // Fences and loose reads stay each lane's own.
+        if self
+            .groups
+            .iter()
+            .any(|(lanes, lane)| lanes & mask != 0 && (lane.fence.is_some() || !lane.seen.is_empty()))
+        {
+            self.each(mask, |lane| lane.known = known.clone());
+            return;
+        }
+        self.groups.iter_mut().for_each(|(lanes, _)| *lanes &= !mask);
+        self.groups.retain(|(lanes, _)| *lanes != 0);
+        self.groups.push((mask, Lane { known: known.clone(), ..Lane::default() }));
+    }
+}
+
+impl Block {
+    pub(crate) fn new(grid: u32, block: u64, threads: u32, start: &Known, has_fences: bool) -> Self {
+        let warps = (0..threads.div_ceil(32)).map(|w| {
+            let count = (threads - w * 32).min(32);
+            let mask = if count == 32 { FULL } else { (1 << count) - 1 };
+            let lane = Lane { known: start.clone(), ..Lane::default() };
+            Warp { key: clock::warp(grid, block, w), tick: 1, threads: mask, groups: vec![(mask, lane)] }
+        });
+        Self {
+            warps: warps.collect(),
+            shared: Shadow::default(),
+            releases: HashMap::new(),
+            gathering: Default::default(),
+            opened: Default::default(),
+            mbarriers: HashMap::new(),
+            has_fences,
+        }
+    }
+
+    pub(crate) fn key(&self, warp: u32) -> Key {
+        self.warps[warp as usize].key
+    }
+
+    pub(crate) fn tick(&self, warp: u32) -> u32 {
+        self.warps[warp as usize].tick
+    }
+
+    /// What a lane knows, its own accesses left out.
+    pub(crate) fn known(&self, warp: u32, lane: usize) -> Known {
+        self.warps[warp as usize].lane(lane).map(|l| l.known.clone()).unwrap_or_default()
+    }
+
+    /// What a release by `lane` publishes.
+    pub(crate) fn release(&mut self, warp: u32, lane: usize, scope: Scope) -> Release {
+        let warp = &mut self.warps[warp as usize];
+        Release { scope, by: clock::lane(warp.key, lane), known: warp.publish(1 << lane) }
+    }
+
+    /// What a relaxed store by `lane` publishes because of a fence before it.
+    pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope) -> Option<Release> {
+        let warp = &self.warps[warp as usize];
+        let (fence, known) = warp.lane(lane)?.fence.as_ref()?;
+        Some(Release { scope: scope.min(*fence), by: clock::lane(warp.key, lane), known: known.clone() })
+    }
+
+    /// The lanes of `mask` observe release patterns by a read of scope `scope`: with an acquire they learn them, else a fence may later.
+    pub(crate) fn observe(
+        &mut self,
+        grids: &Grids,
+        warp: u32,
+        mask: u32,
+        scope: Scope,
+        acquire: bool,
+        found: &[Release],
+    ) {
+        if !acquire && !self.has_fences {
+            return;
+        }
+        let warp = &mut self.warps[warp as usize];
+        let reader = clock::lane(warp.key, mask.trailing_zeros() as usize % 32);
+        let fitting: Vec<&Release> =
+            found.iter().filter(|r| grids.mutual(r.scope, r.by, scope, reader)).collect();
+        if fitting.is_empty() {
+            return;
+        }
+        warp.each(mask, |lane| {
+            for r in &fitting {
+                if acquire {
+                    // Knowledge only grows: what was learnt before need not be looked at again.
+                    if !lane.learnt.as_ref().is_some_and(|l| {
+                        l.all.same(&r.known.all) && l.published[GLOBAL].same(&r.known.published[GLOBAL])
+                    }) {
+                        lane.known.join_from(&r.known, clock::block_of(r.by) == clock::block_of(reader));
+                        grids.shrink(&mut lane.known);
+                        lane.learnt = Some(r.known.clone());
+                    }
+                } else {
+                    lane.seen.retain(|(_, old)| old.by != r.by);
+                    lane.seen.push((scope, Release::clone(r)));
+                }
+            }
+        });
+    }
+
+    /// Tells a lane what it is told from outside.
+    pub(crate) fn learn(&mut self, warp: u32, mask: u32, known: &Known) {
+        self.warps[warp as usize].each(mask, |lane| lane.known.join(known));
+    }
+
+    /// A fence by the lanes of `mask`.
+    pub(crate) fn fence(
+        &mut self,
+        grids: &Grids,
+        fences: &mut HashMap<(Scope, Key), Release>,
+        warp: u32,
+        mask: u32,
+        fence: Fence,
+    ) {
+        let w = &mut self.warps[warp as usize];
+        match fence {
+            Fence::Other => {}
+            Fence::Async { shared, global } => {
+                let (key, tick) = (w.key, w.tick);
+                for l in lanes(mask) {
+                    let own = clock::lane(key, l);
+                    w.each(1 << l, |lane| {
+                        for (space, on) in [(SHARED, shared), (GLOBAL, global)] {
+                            if on {
+                                lane.known.published[space] = lane.known.all.clone();
+                                lane.known.published[space].raise(own, tick);
+                            }
+                        }
+                    });
+                }
+                w.tick += 1;
+            }
+            Fence::AcqRel(scope) | Fence::Sc(scope) => {
+                let sequential = matches!(fence, Fence::Sc(_));
+                for l in lanes(mask) {
+                    let own = clock::lane(w.key, l);
+                    let mut learnt: Vec<Known> = vec![];
+                    if sequential {
+                        learnt.extend(
+                            fences
+                                .values()
+                                .filter(|f| grids.mutual(f.scope, f.by, scope, own))
+                                .map(|f| f.known.clone()),
+                        );
+                    }
+                    w.each(1 << l, |lane| {
+                        learnt.iter().for_each(|k| lane.known.join(k));
+                        for (read, r) in std::mem::take(&mut lane.seen) {
+                            if grids.mutual(r.scope, r.by, scope.min(read), own) {
+                                lane.known.join(&r.known);
+                            }
+                        }
+                    });
+                    let known = w.publish(1 << l);
+                    if sequential {
+                        let place = (scope, clock::block_of(own));
+                        let all = fences.entry(place).or_insert_with(|| Release {
+                            scope,
+                            by: own,
+                            known: Known::default(),
+                        });
+                        all.known.join(&known);
+                    }
+                    w.each(1 << l, |lane| lane.fence = Some((scope, known.clone())));
+                }
+            }
+        }
+    }
+
+    /// `bar.warp.sync` by the lanes of `mask`.
+    pub(crate) fn sync_warp(&mut self, warp: u32, mask: u32) {
+        let warp = &mut self.warps[warp as usize];
+        let known = warp.publish(mask);
+        warp.unite(mask, &known);
+    }
+
+    /// A warp with these lanes arrives at a block barrier.
+    pub(crate) fn arrive(&mut self, warp: u32, mask: u32, barrier: usize) {
+        let w = &mut self.warps[warp as usize];
+        let gathering = &mut self.gathering[barrier];
+        if mask & w.threads == w.threads {
+            gathering.whole.push((warp, w.tick));
+        }
+        gathering.known.join(&w.publish(mask));
+    }
+
+    /// A block barrier completes.
+    pub(crate) fn complete(&mut self, grids: &mut Grids, barrier: usize) {
+        let Gathering { mut known, mut whole } = std::mem::take(&mut self.gathering[barrier]);
+        whole.sort_unstable();
+        whole.dedup_by_key(|w| w.0);
+        if whole.len() == self.warps.len() {
+            // One entry then stands for all warps.
+            let block = clock::block(self.warps[0].key);
+            let tick = grids.pass_barrier(block, whole.into_iter().map(|w| w.1).collect());
+            known.all.raise(block, tick);
+            grids.compact(&mut known.all);
+        }
+        self.opened[barrier] = known;
+    }
+
+    /// Lanes go on behind a block barrier.
+    pub(crate) fn pass(&mut self, warp: u32, mask: u32, barrier: usize) {
+        let known = self.opened[barrier].clone();
+        // What the barrier gathered has the lane's own part in it.
+        let warp = &mut self.warps[warp as usize];
+        let covers_all = mask & warp.threads == warp.threads;
+        if covers_all {
+            let mut all = known;
+            warp.groups.iter().for_each(|(_, lane)| all.join(&lane.known));
+            warp.unite(mask, &all);
+        } else {
+            warp.each(mask, |lane| lane.known.join(&known));
+        }
+    }
+
+    pub(crate) fn init_mbarrier(&mut self, offset: u64) {
+        let index = self.mbarriers.get(&offset).map_or(self.mbarriers.len(), |m| (m.key & 0x7fff) as usize);
+        let phases = self.mbarriers.get(&offset).map_or(0, |m| m.phases + 1);
+        let key = clock::mbarrier(self.warps[0].key, index);
+        let fresh = Mbarrier { key, phases, arrived: Known::default(), completed: Known::default() };
+        self.mbarriers.insert(offset, fresh);
+    }
+
+    /// A lane arrives at an mbarrier, which releases what it knows to the block.
+    pub(crate) fn arrive_mbarrier(&mut self, warp: u32, lane: usize, offset: u64) {
+        let known = self.warps[warp as usize].publish(1 << lane);
+        if let Some(m) = self.mbarriers.get_mut(&offset) {
+            m.arrived.join(&known);
+        }
+    }
+
+    pub(crate) fn complete_mbarrier(&mut self, offset: u64) {
+        if let Some(m) = self.mbarriers.get_mut(&offset) {
+            m.phases += 1;
+            m.completed = std::mem::take(&mut m.arrived);
+            m.completed.raise(m.key, m.phases);
+        }
+    }
+
+    /// The actor of a bulk load that completes on this mbarrier, and its tick.
+    pub(crate) fn load_actor(&self, offset: u64) -> (Key, u32) {
+        self.mbarriers.get(&offset).map_or((0, 0), |m| (m.key, m.phases + 1))
+    }
+
+    /// A lane has seen the last phase complete.
+    pub(crate) fn pass_mbarrier(&mut self, warp: u32, lane: usize, offset: u64) {
+        if let Some(m) = self.mbarriers.get(&offset) {
+            let known = m.completed.clone();
+            self.learn(warp, 1 << lane, &known);
+        }
+    }
+
+    /// A lane has waited for its bulk stores up to group `group`; `landed`: also for their arrival.
+    pub(crate) fn waited(&mut self, warp: u32, lane: usize, group: u32, landed: bool) {
+        let w = &mut self.warps[warp as usize];
+        let key = w.key;
+        w.each(1 << lane, |l| {
+            l.known.raise(clock::store_reads(key, lane), group);
+            if landed {
+                l.known.raise(clock::store_writes(key, lane), group);
+            }
+        });
+    }
+
+    /// What all lanes know together at the end of the block.
+    pub(crate) fn end(&self) -> Known {
+        let mut all = Known::default();
+        self.warps.iter().flat_map(|w| &w.groups).for_each(|(_, lane)| all.join(&lane.known));
+        all
+    }
+}

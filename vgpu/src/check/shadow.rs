@@ -1,0 +1,436 @@
+//! Shadow memory: for every word of memory, who wrote it last and who has read it since.
+
+use std::collections::HashMap;
+
+use super::clock::{self, Clock, Key};
+use crate::ir::{Scope, Sem};
+
+/// Words in a page of shadow, which comes to be when it is first touched.
+const PAGE_WORDS: u64 = 1024;
+
+/// What one access was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    /// Whose access; 0 for none.
+    pub(crate) actor: Key,
+    pub(crate) tick: u32,
+    /// Of a generic read: the lanes of the warp `actor` that read.
+    pub(crate) lanes: u32,
+    /// Instruction, in the kernel of the actor's grid.
+    pub(crate) pc: u32,
+    pub(crate) how: How,
+    /// Bytes of the word.
+    pub(crate) bytes: u8,
+}
+
+/// The manner of an access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct How {
+    /// Relaxed or stronger, with this scope; weak otherwise.
+    pub(crate) strong: Option<Scope>,
+    /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no better than weak ones.
+    pub(crate) size: u8,
+    /// By a bulk copy.
+    pub(crate) bulk: bool,
+    /// A read and a write in one.
+    pub(crate) rmw: bool,
+}
+
+impl How {
+    pub(crate) const BULK: How = How { strong: None, size: 0, bulk: true, rmw: false };
+
+    /// An access in the generic proxy, of elements of `size` bytes.
+    pub(crate) fn generic(sem: Sem, scope: Scope, size: u8, rmw: bool) -> Self {
+        Self { strong: (sem != Sem::Weak).then_some(scope), size, bulk: false, rmw }
+    }
+}
+
+const NOBODY: Record = Record {
+    actor: 0,
+    tick: 0,
+    lanes: 0,
+    pc: 0,
+    how: How { strong: None, size: 0, bulk: false, rmw: false },
+    bytes: 0,
+};
+
+#[derive(Clone, Copy, Debug)]
+struct Word {
+    write: Record,
+    read: Record,
+    /// Bytes that were ever written.
+    written: u8,
+    /// More readers than one are in `Shadow::readers`.
+    crowded: bool,
+    /// Value before the last write, where it is known.
+    before: Option<u32>,
+}
+
+const UNTOUCHED: Word = Word { write: NOBODY, read: NOBODY, written: 0, crowded: false, before: None };
+
+/// The readers of a word, by warp.
+#[derive(Debug, Default)]
+struct Readers {
+    by_actor: HashMap<Key, Vec<Record>>,
+    count: usize,
+    /// With more than this, those are looked for that need not be kept.
+    limit: usize,
+}
+
+impl Readers {
+    fn add(&mut self, grids: &Grids, me: Record, who: &Accessor) {
+        let mine = self.by_actor.entry(me.actor).or_default();
+        // Later reads of a lane stand for its earlier ones.
+        if let Some(reader) = mine.iter_mut().find(|r| r.lanes & !me.lanes == 0 && r.bytes & !me.bytes == 0) {
+            *reader = me;
+            return;
+        }
+        mine.push(me);
+        self.count += 1;
+        if self.count > self.limit.max(64) {
+            // Whoever comes after this read comes after what it knows too.
+            self.by_actor.retain(|_, records| {
+                records.retain(|r| {
+                    r.bytes & !me.bytes != 0 || !by_lane(r).all(|key| who.after(grids, key, r)) || *r == me
+                });
+                !records.is_empty()
+            });
+            self.count = self.by_actor.values().map(Vec::len).sum();
+            self.limit = 2 * self.count;
+        }
+    }
+}
+
+/// The shadow of one piece of memory.
+#[derive(Debug, Default)]
+pub(crate) struct Shadow {
+    pages: Vec<Option<Box<[Word]>>>,
+    /// Where a word has several readers that nothing orders.
+    readers: HashMap<u64, Readers>,
+    /// Lanes that have seen the last write of a word by a strong read, in weak-memory mode.
+    seen: HashMap<u64, Vec<Key>>,
+    /// Others access it in ways that nobody tells: nothing is checked.
+    pub(crate) hidden: bool,
+    /// Whoever wrote here is long gone: what was never seen written counts as written.
+    pub(crate) filled: bool,
+}
+
+/// Why an access is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wrong {
+    /// It races with this one. `wrote`: with a write.
+    Race { other: Record, wrote: bool },
+    /// It reads bytes that nobody wrote.
+    Unwritten,
+}
+
+/// Who makes an access, and what it knows.
+pub(crate) struct Accessor<'a> {
+    pub(crate) record: Record,
+    /// The lane's own key: it need not know its own accesses. Bulk copies have none.
+    pub(crate) own: Key,
+    /// Knows generic accesses that come before.
+    pub(crate) generic: &'a Clock,
+    /// Knows bulk copies that come before.
+    pub(crate) bulk: &'a Clock,
+}
+
+/// What is known of the grids: which timeline each ran on, and on which device.
+#[derive(Debug, Default)]
+pub(crate) struct Grids(pub(crate) Vec<GridFacts>);
+
+#[derive(Debug)]
+pub(crate) struct GridFacts {
+    pub(crate) timeline: Key,
+    pub(crate) tick: u32,
+    pub(crate) device: u64,
+    pub(crate) kernel: std::sync::Arc<crate::module::Kernel>,
+    /// Blocks in x and y.
+    pub(crate) shape: [u32; 2],
+    /// For each barrier that all of a block has passed, how far each of its warps had come; by block.
+    pub(crate) barriers: std::collections::HashMap<Key, Vec<Box<[u32]>>>,
+}
+
+impl GridFacts {
+    /// Up to which tick `clock` knows the warp of `key` because it knows a barrier of its block.
+    fn passed(&self, clock: &Clock, key: Key) -> Option<u32> {
+        let warp = clock::warp_number(key)?;
+        let block = clock::block(key);
+        let barriers = self.barriers.get(&block)?;
+        let tick = clock.get(block);
+        barriers.get((tick as usize).checked_sub(1)?)?.get(warp).copied()
+    }
+}
+
+impl Grids {
+    pub(crate) fn facts(&self, key: Key) -> Option<&GridFacts> {
+        if clock::is_timeline(key) {
+            return None;
+        }
+        // Numbers begin with 1.
+        self.0.get((clock::grid_of(key) as usize).checked_sub(1)?)
+    }
+
+    /// Whether `clock` knows tick `tick` of `key`.
+    pub(crate) fn known(&self, clock: &Clock, key: Key, tick: u32) -> bool {
+        clock.knows(key, tick)
+            || self.facts(key).is_some_and(|g| {
+                clock.get(g.timeline) >= g.tick || g.passed(clock, key).is_some_and(|passed| passed >= tick)
+            })
+    }
+
+    /// All of a block has passed a barrier: its warps had come to these ticks. Gives the tick of the block.
+    pub(crate) fn pass_barrier(&mut self, block: Key, ticks: Box<[u32]>) -> u32 {
+        let Some(facts) = self.0.get_mut((clock::grid_of(block) as usize).wrapping_sub(1)) else { return 0 };
+        let passed = facts.barriers.entry(block).or_default();
+        passed.push(ticks);
+        passed.len() as u32
+    }
+
+    /// Drops the entries for warps and lanes that the entry of their block stands for.
+    pub(crate) fn compact(&self, clock: &mut Clock) {
+        let all = clock.clone();
+        clock.retain(|key, tick| {
+            let passed = self.facts(key).and_then(|g| g.passed(&all, key));
+            passed.is_none_or(|passed| passed < tick)
+        });
+    }
+
+    /// Drops what other entries stand for, where it is worth the time.
+    pub(crate) fn shrink(&self, known: &mut super::Known) {
+        for clock in std::iter::once(&mut known.all).chain(&mut known.published) {
+            if clock.len() > 256 {
+                self.compact(clock);
+            }
+        }
+    }
+
+    /// Whether the scope of an access of `of` takes in `other`.
+    fn includes(&self, scope: Scope, of: Key, other: Key) -> bool {
+        match scope {
+            Scope::Sys => true,
+            Scope::Cta => clock::block_of(of) == clock::block_of(other),
+            Scope::Gpu => match (self.facts(of), self.facts(other)) {
+                (Some(a), Some(b)) => a.device == b.device,
+                _ => false,
+            },
+        }
+    }
+
+    /// Whether two scopes take in each other's actor.
+    pub(crate) fn mutual(&self, a: Scope, of_a: Key, b: Scope, of_b: Key) -> bool {
+        self.includes(a, of_a, of_b) && self.includes(b, of_b, of_a)
+    }
+}
+
+/// One lane of a record of reads.
+fn by_lane(record: &Record) -> impl Iterator<Item = Key> + use<> {
+    let (actor, lanes) = (record.actor, record.lanes);
+    let lone = (lanes == 0).then_some(actor);
+    crate::exec::lanes::lanes(lanes).map(move |l| clock::lane(actor, l)).chain(lone)
+}
+
+impl Accessor<'_> {
+    fn after(&self, grids: &Grids, key: Key, record: &Record) -> bool {
+        if record.how.bulk {
+            return grids.known(self.bulk, key, record.tick);
+        }
+        (key == self.own && !self.record.how.bulk) || grids.known(self.generic, key, record.tick)
+    }
+
+    /// Both are strong, take in each other, and touch the same bytes in the same way.
+    fn morally_strong(&self, grids: &Grids, key: Key, record: &Record) -> bool {
+        let (Some(mine), Some(theirs)) = (self.record.how.strong, record.how.strong) else { return false };
+        !record.how.bulk
+            && !self.record.how.bulk
+            && record.how.size == self.record.how.size
+            && record.bytes == self.record.bytes
+            && grids.mutual(mine, self.own, theirs, key)
+    }
+
+    fn gets_on_with(&self, grids: &Grids, key: Key, record: &Record) -> bool {
+        self.after(grids, key, record) || self.morally_strong(grids, key, record)
+    }
+}
+
+impl Shadow {
+    /// Of memory that nobody has touched.
+    pub(crate) fn new(hidden: bool, filled: bool) -> Self {
+        Self { hidden, filled, ..Self::default() }
+    }
+
+    fn word(&mut self, index: u64) -> &mut Word {
+        let page = (index / PAGE_WORDS) as usize;
+        if page >= self.pages.len() {
+            self.pages.resize_with(page + 1, || None);
+        }
+        let fresh = Word { written: if self.filled { 15 } else { 0 }, ..UNTOUCHED };
+        let page =
+            self.pages[page].get_or_insert_with(|| vec![fresh; PAGE_WORDS as usize].into_boxed_slice());
+        &mut page[(index % PAGE_WORDS) as usize]
+    }
+
+    /// Calls `f` with each word of a range and the bytes of it that the range has.
+    fn words(at: u64, bytes: u64) -> impl Iterator<Item = (u64, u8)> {
+        let end = at + bytes;
+        (at / 4..end.div_ceil(4)).map(move |w| {
+            let (from, to) = (at.max(4 * w) - 4 * w, end.min(4 * w + 4) - 4 * w);
+            (w, ((1u16 << to) - (1 << from)) as u8)
+        })
+    }
+
+    /// Notes a read of `bytes` bytes at `at`. The error says at which byte, and why.
+    pub(crate) fn read(
+        &mut self,
+        grids: &Grids,
+        at: u64,
+        bytes: u64,
+        who: &Accessor,
+    ) -> Result<(), (u64, Wrong)> {
+        if self.hidden {
+            return Ok(());
+        }
+        // Neighbouring words mostly have the same history.
+        let (mut fine, mut replaceable) = (NOBODY, NOBODY);
+        for (w, mask) in Self::words(at, bytes) {
+            let mut crowd = false;
+            let word = self.word(w);
+            if word.written & mask != mask {
+                return Err((4 * w, Wrong::Unwritten));
+            }
+            let mut me = who.record;
+            me.bytes = mask;
+            let last = word.write;
+            if last.actor != 0 && last.bytes & mask != 0 && last != fine {
+                let this = Accessor { record: me, ..*who };
+                if !this.gets_on_with(grids, last.actor, &last) {
+                    return Err((4 * w, Wrong::Race { other: last, wrote: true }));
+                }
+                fine = last;
+            }
+            let old = word.read;
+            let same = |o: &Record| o.actor == me.actor && o.how == me.how && o.pc == me.pc;
+            if old.actor == 0 || old == replaceable {
+                word.read = me;
+            } else if same(&old) && old.tick == me.tick {
+                word.read = Record { lanes: old.lanes | me.lanes, bytes: old.bytes | me.bytes, ..me };
+            } else if old.bytes & !mask == 0 && by_lane(&old).all(|key| who.after(grids, key, &old)) {
+                // Whoever comes after this read comes after that one too.
+                replaceable = old;
+                word.read = me;
+            } else {
+                word.crowded = true;
+                crowd = true;
+            }
+            if crowd {
+                self.readers.entry(w).or_default().add(grids, me, who);
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes a write of `bytes` bytes at `at`. `unchanged` tells whether a word of memory holds already what is written there: weak
+    /// writes of equal values do no harm. `before` gives the word as it is, where it can be told. Gives whether a strong write stood there.
+    pub(crate) fn write(
+        &mut self,
+        grids: &Grids,
+        at: u64,
+        bytes: u64,
+        who: &Accessor,
+        unchanged: impl Fn(u64) -> bool,
+        before: impl Fn(u64) -> Option<u32>,
+    ) -> Result<bool, (u64, Wrong)> {
+        if self.hidden {
+            return Ok(true);
+        }
+        let mut fine = NOBODY;
+        let mut strong_before = false;
+        for (w, mask) in Self::words(at, bytes) {
+            let mut me = who.record;
+            me.bytes = mask;
+            let this = Accessor { record: me, ..*who };
+            let word = self.word(w);
+            let (last, read, crowded) = (word.write, word.read, word.crowded);
+            strong_before |= last.how.strong.is_some();
+            word.before = if mask == 15 { before(4 * w) } else { None };
+            word.write = me;
+            word.read = NOBODY;
+            word.crowded = false;
+            word.written |= mask;
+            if last.actor != 0
+                && last.bytes & mask != 0
+                && last != fine
+                && !this.gets_on_with(grids, last.actor, &last)
+                && !(!last.how.rmw && !me.how.rmw && unchanged(4 * w))
+            {
+                return Err((4 * w, Wrong::Race { other: last, wrote: true }));
+            }
+            fine = last;
+            let clash = |r: &Record| {
+                r.actor != 0 && r.bytes & mask != 0 && by_lane(r).any(|key| !this.gets_on_with(grids, key, r))
+            };
+            if clash(&read) {
+                return Err((4 * w, Wrong::Race { other: read, wrote: false }));
+            }
+            if crowded {
+                let readers = self.readers.remove(&w).unwrap_or_default();
+                if let Some(other) = readers.by_actor.into_values().flatten().find(clash) {
+                    return Err((4 * w, Wrong::Race { other, wrote: false }));
+                }
+            }
+            if !self.seen.is_empty() {
+                self.seen.remove(&w);
+            }
+        }
+        Ok(strong_before)
+    }
+
+    /// The value before the last write of each word of a range, if a reader may still see it: it neither knows the write nor, with a
+    /// strong read, has seen it. None unless that holds for every word, and one write wrote them all.
+    pub(crate) fn stale(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<[u32; 2]> {
+        if self.hidden || !at.is_multiple_of(4) || !bytes.is_multiple_of(4) || bytes > 8 {
+            return None;
+        }
+        let mut values = [0; 2];
+        let mut writer = None;
+        for (i, w) in (at / 4..(at + bytes) / 4).enumerate() {
+            let word = self.word(w);
+            let write = word.write;
+            let one = *writer.get_or_insert((write.actor, write.tick, write.pc));
+            if write.actor == 0
+                || one != (write.actor, write.tick, write.pc)
+                || who.after(grids, write.actor, &write)
+            {
+                return None;
+            }
+            values[i] = word.before?;
+            if who.record.how.strong.is_some()
+                && self.seen.get(&w).is_some_and(|seen| seen.contains(&who.own))
+            {
+                return None;
+            }
+        }
+        Some(values)
+    }
+
+    /// Notes that a strong read has seen the last write of a range.
+    pub(crate) fn saw(&mut self, at: u64, bytes: u64, own: Key) {
+        for w in at / 4..(at + bytes).div_ceil(4) {
+            let seen = self.seen.entry(w).or_default();
+            if !seen.contains(&own) {
+                seen.push(own);
+            }
+        }
+    }
+
+    /// Forgets who touched a range. `written`: what is there counts as written.
+    pub(crate) fn renew(&mut self, at: u64, bytes: u64, written: bool) {
+        for (w, mask) in Self::words(at, bytes) {
+            let old = self.word(w).written;
+            let now = if written { old | mask } else { old & !mask };
+            *self.word(w) = Word { written: now, ..UNTOUCHED };
+            self.readers.remove(&w);
+            self.seen.remove(&w);
+        }
+    }
+}

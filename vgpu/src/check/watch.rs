@@ -1,0 +1,370 @@
+//! What the interpreter calls where checks are on.
+
+use super::block::{Block, Release};
+use super::clock::{self, Key};
+use super::shadow::{Accessor, How, Record, Shadow, Wrong};
+use super::{GLOBAL, Known, SHARED, World, report};
+use crate::fault::FaultKind;
+use crate::ir::{Fence, Scope, Sem};
+
+/// Memory that is watched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Global {
+        shadow: u32,
+        offset: u64,
+    },
+    /// Offset in the shared window.
+    Shared {
+        offset: u64,
+    },
+    /// A lane's own, or constant.
+    Private,
+}
+
+/// At which byte of its memory an access went wrong, and why.
+pub(crate) type Trouble = (u64, Wrong);
+
+/// A bulk copy as it is issued.
+pub(crate) struct Copy {
+    pub(crate) src: Place,
+    pub(crate) dst: Place,
+    pub(crate) bytes: u64,
+    pub(crate) lane: usize,
+    pub(crate) pc: u32,
+    /// Shared offset of the mbarrier that it completes on.
+    pub(crate) mbar: Option<u64>,
+    /// Groups that its lane committed before.
+    pub(crate) committed: u32,
+}
+
+/// Words of a copy's source that it reads as they were before: offset in the source, value.
+pub(crate) type Stale = Vec<(u64, u32)>;
+
+/// Watches the warp that runs. Without checks it is `()`, whose methods do nothing and cost nothing.
+pub(crate) trait Watch {
+    const ON: bool;
+    /// Loads may see older values.
+    fn weak_memory(&self) -> bool {
+        false
+    }
+    fn read(&mut self, _: Place, _bytes: u64, _lane: usize, _pc: u32, _: How) -> Result<(), Trouble> {
+        Ok(())
+    }
+    /// The older value that a load sees instead, if it does.
+    fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<u64> {
+        None
+    }
+    /// `now` is what the memory holds, `new` what it will. Gives whether a strong write stood there before.
+    fn write(
+        &mut self,
+        _: Place,
+        _lane: usize,
+        _pc: u32,
+        _: How,
+        _now: &[u8],
+        _new: &[u8],
+    ) -> Result<bool, Trouble> {
+        Ok(false)
+    }
+    /// The lanes of a mask have read the last write of a location.
+    fn observe(&mut self, _: Place, _mask: u32, _: Sem, _: Scope) {}
+    /// A lane has written a location.
+    fn wrote(&mut self, _: Place, _lane: usize, _: Sem, _: Scope, _rmw: bool) {}
+    fn fence(&mut self, _mask: u32, _: Fence) {}
+    fn sync_warp(&mut self, _mask: u32) {}
+    fn arrive(&mut self, _mask: u32, _barrier: u32) {}
+    fn init_mbarrier(&mut self, _offset: u64) {}
+    fn arrive_mbarrier(&mut self, _lane: usize, _offset: u64) {}
+    fn complete_mbarrier(&mut self, _offset: u64) {}
+    fn pass_mbarrier(&mut self, _lane: usize, _offset: u64) {}
+    /// A bulk copy is issued. The error says which end went wrong, and whether that is the one written.
+    fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
+        Ok(vec![])
+    }
+    fn waited(&mut self, _lane: usize, _group: u32, _landed: bool) {}
+    /// The fault for a trouble with an access by a lane.
+    #[allow(clippy::too_many_arguments)] // All that a report says.
+    fn describe(
+        &self,
+        label: String,
+        _: Place,
+        _: Trouble,
+        _lane: usize,
+        _pc: u32,
+        _: How,
+        _write: bool,
+    ) -> FaultKind {
+        FaultKind::Unsupported(format!("a report on '{label}' without checks"))
+    }
+}
+
+impl Watch for () {
+    const ON: bool = false;
+}
+
+/// Watches one warp of a block.
+pub(crate) struct Watcher<'a> {
+    pub(crate) world: &'a mut World,
+    pub(crate) block: &'a mut Block,
+    pub(crate) warp: u32,
+}
+
+impl Watcher<'_> {
+    fn record(&self, lane: usize, pc: u32, how: How, write: bool) -> Record {
+        let key = self.block.key(self.warp);
+        let (actor, lanes) = if write { (clock::lane(key, lane), 0) } else { (key, 1 << lane) };
+        Record { actor, tick: self.block.tick(self.warp), lanes, pc, how, bytes: 0 }
+    }
+
+    fn own(&self, lane: usize) -> Key {
+        clock::lane(self.block.key(self.warp), lane)
+    }
+
+    /// Whether a finding is one. In weak-memory mode alone, the results tell.
+    fn judge<T: Default>(&self, result: Result<T, Trouble>) -> Result<T, Trouble> {
+        if self.world.config.races { result } else { Ok(result.unwrap_or_default()) }
+    }
+
+    /// The shadow of a place, with what else is needed to look at it, and the offset there.
+    fn shadow(&mut self, place: Place) -> Option<(&mut Shadow, &super::Grids, u64)> {
+        match place {
+            Place::Private => None,
+            Place::Shared { offset } => Some((&mut self.block.shared, &self.world.grids, offset)),
+            Place::Global { shadow, offset } => {
+                let World { shadows, grids, .. } = &mut *self.world;
+                Some((shadows.get_mut(shadow as usize)?, grids, offset))
+            }
+        }
+    }
+
+    fn hidden(&self, place: Place) -> bool {
+        matches!(place, Place::Global { shadow, .. } if self.world.shadows.get(shadow as usize).is_none_or(|s| s.hidden))
+    }
+}
+
+impl Watch for Watcher<'_> {
+    const ON: bool = true;
+
+    fn weak_memory(&self) -> bool {
+        self.world.config.weak_memory.is_some()
+    }
+
+    fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), Trouble> {
+        let record = self.record(lane, pc, how, false);
+        let (own, known) = (self.own(lane), self.block.known(self.warp, lane));
+        let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
+        let Some((shadow, grids, at)) = self.shadow(place) else { return Ok(()) };
+        let result = shadow.read(grids, at, bytes, &who);
+        self.judge(result)
+    }
+
+    fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<u64> {
+        let record = self.record(lane, 0, how, false);
+        let (own, known) = (self.own(lane), self.block.known(self.warp, lane));
+        let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
+        let (shadow, grids, at) = self.shadow(place)?;
+        let [low, high] = shadow.stale(grids, at, bytes, &who)?;
+        if self.world.rng.below(3) == 0 {
+            return Some(u64::from(low) | u64::from(high) << 32);
+        }
+        if how.strong.is_some() {
+            let (shadow, ..) = self.shadow(place)?;
+            shadow.saw(at, bytes, own);
+        }
+        None
+    }
+
+    fn write(
+        &mut self,
+        place: Place,
+        lane: usize,
+        pc: u32,
+        how: How,
+        now: &[u8],
+        new: &[u8],
+    ) -> Result<bool, Trouble> {
+        let record = self.record(lane, pc, how, true);
+        let (own, known) = (self.own(lane), self.block.known(self.warp, lane));
+        let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
+        let weak_memory = self.weak_memory();
+        let Some((shadow, grids, at)) = self.shadow(place) else { return Ok(false) };
+        let part =
+            |word: u64| (word.max(at) - at) as usize..((word + 4).min(at + now.len() as u64) - at) as usize;
+        let before = |word: u64| now.get(part(word)).and_then(|b| b.try_into().ok()).map(u32::from_ne_bytes);
+        let result = shadow.write(
+            grids,
+            at,
+            now.len() as u64,
+            &who,
+            |word| now.get(part(word)) == new.get(part(word)),
+            |word| if weak_memory { before(word) } else { None },
+        );
+        self.judge(result)
+    }
+
+    fn observe(&mut self, place: Place, mask: u32, sem: Sem, scope: Scope) {
+        if sem == Sem::Weak {
+            return;
+        }
+        let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);
+        if self.hidden(place) {
+            if acquire && scope == Scope::Sys {
+                self.block.learn(self.warp, mask, &self.world.outside);
+            }
+            return;
+        }
+        let Watcher { world, block, warp } = self;
+        match place {
+            Place::Private => {}
+            Place::Shared { offset } => {
+                if let Some(found) = block.releases.get(&offset).cloned() {
+                    block.observe(&world.grids, *warp, mask, scope, acquire, &found);
+                }
+            }
+            Place::Global { shadow, offset } => {
+                if let Some(found) = world.releases.get(&(shadow, offset)) {
+                    block.observe(&world.grids, *warp, mask, scope, acquire, found);
+                }
+            }
+        }
+    }
+
+    fn wrote(&mut self, place: Place, lane: usize, sem: Sem, scope: Scope, rmw: bool) {
+        if place == Place::Private {
+            return;
+        }
+        let release = match sem {
+            Sem::Release | Sem::AcqRel => Some(self.block.release(self.warp, lane, scope)),
+            Sem::Relaxed | Sem::Acquire => self.block.fenced(self.warp, lane, scope),
+            Sem::Weak => None,
+        };
+        if self.hidden(place) {
+            if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
+                self.world.outside.join(&r.known);
+            }
+            return;
+        }
+        let own = self.own(lane);
+        let releases = match place {
+            Place::Private => None,
+            Place::Shared { offset } => self.block.releases.get_mut(&offset),
+            Place::Global { shadow, offset } => self.world.releases.get_mut(&(shadow, offset)),
+        };
+        if let Some(releases) = releases.filter(|_| !rmw) {
+            // A release write followed by strong writes of the same thread is still a release pattern.
+            let goes_on = sem == Sem::Relaxed && release.is_none();
+            releases.retain(|r| goes_on && r.by == own);
+        }
+        let Some(new) = release else { return };
+        let releases = match place {
+            Place::Private => return,
+            Place::Shared { offset } => self.block.releases.entry(offset).or_default(),
+            Place::Global { shadow, offset } => self.world.releases.entry((shadow, offset)).or_default(),
+        };
+        // A chain of read-modify-writes goes on from the releases before it.
+        let alike =
+            |r: &&mut Release| r.scope == new.scope && clock::block_of(r.by) == clock::block_of(new.by);
+        match releases.iter_mut().find(alike) {
+            Some(old) => old.known.join(&new.known),
+            None => releases.push(new),
+        }
+    }
+
+    fn fence(&mut self, mask: u32, fence: Fence) {
+        let World { grids, fences, .. } = &mut *self.world;
+        self.block.fence(grids, fences, self.warp, mask, fence);
+    }
+
+    fn sync_warp(&mut self, mask: u32) {
+        self.block.sync_warp(self.warp, mask);
+    }
+
+    fn arrive(&mut self, mask: u32, barrier: u32) {
+        self.block.arrive(self.warp, mask, barrier as usize);
+    }
+
+    fn init_mbarrier(&mut self, offset: u64) {
+        self.block.init_mbarrier(offset);
+    }
+
+    fn arrive_mbarrier(&mut self, lane: usize, offset: u64) {
+        self.block.arrive_mbarrier(self.warp, lane, offset);
+    }
+
+    fn complete_mbarrier(&mut self, offset: u64) {
+        self.block.complete_mbarrier(offset);
+    }
+
+    fn pass_mbarrier(&mut self, lane: usize, offset: u64) {
+        self.block.pass_mbarrier(self.warp, lane, offset);
+    }
+
+    fn copy(&mut self, copy: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
+        let Copy { src, dst, bytes, lane, pc, mbar, committed } = *copy;
+        let warp = self.block.key(self.warp);
+        let (reads, writes) = match mbar {
+            Some(offset) => {
+                let actor = self.block.load_actor(offset);
+                (actor, actor)
+            }
+            None => {
+                let group = committed + 1;
+                ((clock::store_reads(warp, lane), group), (clock::store_writes(warp, lane), group))
+            }
+        };
+        let how = How::BULK;
+        let record = |(actor, tick)| Record { actor, tick, lanes: 0, pc, how, bytes: 0 };
+        let known: Known = self.block.known(self.warp, lane);
+        let who = |place, actor| {
+            let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
+            Accessor { record: record(actor), own: 0, generic: &known.published[space], bulk: &known.all }
+        };
+        let mut old = vec![];
+        if self.weak_memory() {
+            let reader = who(src, reads);
+            let mut picks = vec![];
+            if let Some((shadow, grids, at)) = self.shadow(src) {
+                for o in (0..bytes).step_by(4) {
+                    if let Some([value, _]) = shadow.stale(grids, at + o, 4, &reader) {
+                        picks.push((o, value));
+                    }
+                }
+            }
+            for pick in picks {
+                if self.world.rng.below(2) == 0 {
+                    old.push(pick);
+                }
+            }
+        }
+        let reader = who(src, reads);
+        let read =
+            self.shadow(src).map_or(Ok(()), |(shadow, grids, at)| shadow.read(grids, at, bytes, &reader));
+        self.judge(read).map_err(|trouble| (src, false, trouble))?;
+        let writer = who(dst, writes);
+        let wrote = self.shadow(dst).map_or(Ok(false), |(shadow, grids, at)| {
+            shadow.write(grids, at, bytes, &writer, |_| false, |_| None)
+        });
+        self.judge(wrote.map(drop)).map_err(|trouble| (dst, true, trouble))?;
+        Ok(old)
+    }
+
+    fn waited(&mut self, lane: usize, group: u32, landed: bool) {
+        self.block.waited(self.warp, lane, group, landed);
+    }
+
+    fn describe(
+        &self,
+        label: String,
+        place: Place,
+        trouble: Trouble,
+        lane: usize,
+        pc: u32,
+        how: How,
+        write: bool,
+    ) -> FaultKind {
+        let mine = self.record(lane, pc, how, write);
+        let known = self.block.known(self.warp, lane);
+        report::fault(self.world, label, place, trouble, &mine, self.own(lane), &known, write)
+    }
+}
