@@ -115,6 +115,9 @@ pub(crate) struct Barrier {
     pub(crate) expected: u32,
     /// Some warp waits for "all threads", which exited warps satisfy.
     all: bool,
+    /// Votes of `barrier.red` so far, and those of the time before: how many were for, and how many there were.
+    votes: [u32; 2],
+    outcome: [u32; 2],
 }
 
 /// What the warps of a block share.
@@ -156,7 +159,7 @@ impl BlockState {
         let b = &mut self.barriers[id as usize];
         let missing = if b.all { self.exited_warps * 32 } else { 0 };
         if b.arrived != 0 && b.arrived + missing >= b.expected {
-            *b = Barrier::default();
+            *b = Barrier { outcome: b.votes, ..Barrier::default() };
             self.completed |= 1 << id;
         }
     }
@@ -343,6 +346,8 @@ impl<'a> Exec<'a> {
                 self.split_off(m);
                 return self.barrier(*kind, *id, *count, *aligned);
             }
+            Op::BarrierVote { id, p } => self.vote(*id, *p, m),
+            Op::BarrierResult { what, id, d } => self.outcome(*what, *id, *d, m),
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,

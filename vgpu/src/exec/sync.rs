@@ -3,7 +3,7 @@
 use super::lanes::lanes;
 use super::{Exec, Flow, GroupState, Run, Stop, stop};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{Addr, BarrierKind, MbarOp, Op, Rmw, SINK, ShflMode, Space, WarpOp};
+use crate::ir::{Addr, BarrierKind, MbarOp, Op, Rmw, SINK, ShflMode, Space, Votes, WarpOp};
 use crate::mbarrier::Mbarrier;
 
 impl Exec<'_> {
@@ -214,6 +214,36 @@ impl Exec<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The first part of `barrier.red`. A bad number is left to the barrier itself.
+    pub(super) fn vote(&mut self, id: u32, p: u32, m: u32) {
+        let regs = &self.warp.regs;
+        for i in lanes(m) {
+            if let Some(b) = self.block.barriers.get_mut(regs.r32[id as usize][i] as usize) {
+                b.votes[0] += regs.pred[p as usize] >> i & 1;
+                b.votes[1] += 1;
+            }
+        }
+    }
+
+    /// The last part of `barrier.red`. The next votes at the same barrier are not counted before this warp has come
+    /// to it again.
+    pub(super) fn outcome(&mut self, what: Votes, id: u32, d: u32, m: u32) {
+        let regs = &mut self.warp.regs;
+        for i in lanes(m) {
+            let [yes, all] = self.block.barriers[regs.r32[id as usize][i] as usize].outcome;
+            let holds = match what {
+                Votes::Count => {
+                    regs.r32[d as usize][i] = yes;
+                    continue;
+                }
+                Votes::All => yes == all,
+                Votes::Any => yes != 0,
+            };
+            let old = &mut regs.pred[d as usize];
+            *old = *old & !(1 << i) | u32::from(holds) << i;
+        }
     }
 
     pub(super) fn mbarrier(&mut self, op: &MbarOp, addr: &Addr, space: Space, m: u32) -> Run<Flow> {
