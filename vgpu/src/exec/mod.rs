@@ -52,6 +52,22 @@ pub(crate) struct Group {
     pub(crate) state: GroupState,
     /// Has given way; runs again when the others have had their turn.
     deferred: bool,
+    /// Its last look at memory found what was there before, and the warp has changed nothing since.
+    spins: bool,
+}
+
+impl Group {
+    /// Stands at a block barrier to which other lanes of the warp have yet to come.
+    fn waits_for_its_warp(&self) -> bool {
+        matches!(self.state, GroupState::Barrier { arrived: false, .. })
+    }
+}
+
+impl Inst {
+    /// A block barrier that all lanes of a warp come to together.
+    fn aligned(&self) -> bool {
+        matches!(self.op, Op::Barrier { aligned: true, .. })
+    }
 }
 
 /// A load that a warp repeats, waiting for the value to change.
@@ -86,7 +102,13 @@ impl Warp {
         self.index = index;
         self.live = live;
         self.groups.clear();
-        self.groups.push(Group { mask: live, pc: 0, state: GroupState::Ready, deferred: false });
+        self.groups.push(Group {
+            mask: live,
+            pc: 0,
+            state: GroupState::Ready,
+            deferred: false,
+            spins: false,
+        });
         self.polls.clear();
         self.spinning = false;
         self.waiting = None;
@@ -253,6 +275,8 @@ pub(crate) struct Exec<'a> {
     side_effect: bool,
     /// A look at memory in this slice found what was there before.
     looked_again: bool,
+    /// [`Group::spins`] of the running group.
+    spins: bool,
     /// Region used last, `(start, length)`, for loads and for stores.
     regions: [(u64, u64); 2],
 }
@@ -269,6 +293,7 @@ impl<'a> Exec<'a> {
             executed: 0,
             side_effect: false,
             looked_again: false,
+            spins: false,
             regions: [(0, 0); 2],
         }
     }
@@ -294,9 +319,13 @@ impl<'a> Exec<'a> {
             };
         }
         let mut status = if self.warp.groups.is_empty() { Status::Done } else { Status::Stuck };
+        let mut all_spin = true;
         for g in &self.warp.groups {
             match g.state {
-                GroupState::Ready => status = Status::Ready,
+                GroupState::Ready => {
+                    status = Status::Ready;
+                    all_spin &= g.spins;
+                }
                 GroupState::Barrier { arrived: true, .. } if status != Status::Ready => {
                     status = Status::Blocked
                 }
@@ -305,7 +334,7 @@ impl<'a> Exec<'a> {
         }
         let activity = match () {
             () if status != Status::Ready || self.side_effect || !self.warp.spinning => Activity::Progress,
-            () if self.looked_again => Activity::Idle,
+            () if self.looked_again && all_spin => Activity::Idle,
             () => Activity::Neutral,
         };
         Ok(Slice { status, executed: self.executed, activity })
@@ -409,6 +438,7 @@ impl<'a> Exec<'a> {
             }
         }
         if !self.warp.groups.is_empty() {
+            self.none_waits_aligned(m)?;
             self.recount_barriers()?;
         }
         self.pc += 1;
@@ -439,12 +469,13 @@ impl<'a> Exec<'a> {
     }
 
     fn push(&mut self, mask: u32, pc: u32, state: GroupState) {
-        self.warp.groups.push(Group { mask, pc, state, deferred: false });
+        self.warp.groups.push(Group { mask, pc, state, deferred: false, spins: self.spins });
     }
 
     /// Puts the running group aside.
     fn park(&mut self, state: GroupState, deferred: bool) {
-        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred });
+        let spins = self.spins;
+        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred, spins });
     }
 
     /// Keeps the lanes `m` of the running group; the others go on at the next instruction.
@@ -463,7 +494,7 @@ impl<'a> Exec<'a> {
                 .min_by_key(|&i| self.warp.groups[i].pc);
             if let Some(i) = best {
                 let g = self.warp.groups.swap_remove(i);
-                (self.mask, self.pc) = (g.mask, g.pc);
+                (self.mask, self.pc, self.spins) = (g.mask, g.pc, g.spins);
                 return true;
             }
             if pass == 0 {
@@ -492,6 +523,7 @@ impl<'a> Exec<'a> {
             match g.state {
                 GroupState::Ready | GroupState::Lanes { .. } if g.pc == pc => {
                     self.mask |= g.mask;
+                    self.spins &= g.spins;
                     self.warp.groups.swap_remove(i);
                     continue;
                 }
@@ -520,6 +552,8 @@ impl<'a> Exec<'a> {
     /// Notes that something was changed that others can see.
     fn changed(&mut self) {
         self.side_effect = true;
+        self.spins = false;
+        self.warp.groups.iter_mut().for_each(|g| g.spins = false);
         if !self.warp.polls.is_empty() {
             self.warp.polls.clear();
         }
@@ -548,6 +582,7 @@ impl<'a> Exec<'a> {
         };
         self.warp.spinning = spins;
         self.looked_again |= spins;
+        self.spins = spins;
         spins
     }
 

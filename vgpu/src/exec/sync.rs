@@ -154,11 +154,7 @@ impl Exec<'_> {
         if let Some(n) = threads.filter(|&n| n == 0 || n % 32 != 0) {
             return bad(format!("thread count {n} is not a positive multiple of 32"));
         }
-        if aligned && self.mask != self.warp.live {
-            let kind =
-                FaultKind::DivergentBarrier { barrier: number, lanes: self.mask, live: self.warp.live };
-            return stop(kind, Some(first));
-        }
+        self.one_aligned_barrier(number, aligned)?;
         let arrive_only = kind == BarrierKind::Arrive;
         self.push(
             self.mask,
@@ -168,6 +164,30 @@ impl Exec<'_> {
         self.changed();
         self.count_warp(number)?;
         Ok(Flow::Gone)
+    }
+
+    /// An aligned barrier is one instruction for all lanes of the warp. Lanes may come to it late, for they may have
+    /// waited for something else meanwhile, but none may come to another barrier.
+    fn one_aligned_barrier(&self, barrier: u32, aligned: bool) -> Run<()> {
+        let elsewhere =
+            |g: &super::Group| g.pc != self.pc && (aligned || self.kernel.code[g.pc as usize].aligned());
+        if self.warp.groups.iter().any(|g| g.waits_for_its_warp() && elsewhere(g)) {
+            let kind = FaultKind::DivergentBarrier { barrier, lanes: self.mask, live: self.warp.live };
+            return stop(kind, lanes(self.mask).next());
+        }
+        Ok(())
+    }
+
+    /// The lanes `leaving` exit. Others of the warp that already wait at an aligned barrier wait for them as well.
+    pub(super) fn none_waits_aligned(&mut self, leaving: u32) -> Run<()> {
+        let code = &self.kernel.code;
+        let waits = |g: &&super::Group| g.waits_for_its_warp() && code[g.pc as usize].aligned();
+        let Some(g) = self.warp.groups.iter().find(waits) else { return Ok(()) };
+        let GroupState::Barrier { id, .. } = g.state else { return Ok(()) };
+        let kind = FaultKind::DivergentBarrier { barrier: id, lanes: g.mask, live: self.warp.live | leaving };
+        let lane = lanes(g.mask).next();
+        self.pc = g.pc;
+        stop(kind, lane)
     }
 
     /// Counts the warp at barrier `number` if all of its live lanes are there.
