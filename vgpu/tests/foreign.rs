@@ -8,8 +8,8 @@
 mod host;
 
 use epoxide_vgpu::FaultKind;
-use host::*;
 use half::{bf16, f16};
+use host::*;
 
 #[test]
 fn vector_add() {

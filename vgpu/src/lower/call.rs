@@ -2,7 +2,8 @@
 //!
 //! The interpreter then needs no stack, and lanes that return at different places meet again as after any branch. What
 //! is passed lies in local memory, where the caller's `.param` variables are, and the function uses the same bytes
-//! under its own names. Recursion and calls through pointers cannot be had this way.
+//! under its own names. Recursion and calls through pointers cannot be had this way, and lanes of a warp that call the
+//! same function from different places do not meet at the warp-wide instructions in it.
 
 use super::{Binding, Lower, Lowered, Scope, describe};
 use crate::ast::{Operand, Param, Pos};
