@@ -20,6 +20,8 @@ pub(crate) enum Operand {
     F32(u32),
     /// `0d...` or a decimal.
     F64(u64),
+    /// `(a, b, ..)` of a call.
+    List(Vec<Operand>),
     /// `{a, b, ..}`.
     Vector(Vec<Operand>),
     /// `[base + offset]`.
@@ -117,6 +119,16 @@ pub(crate) struct Entry {
     pub(crate) body: Vec<Stmt>,
 }
 
+/// A `.func`. Its results are parameters that it writes.
+#[derive(Clone, Debug)]
+pub(crate) struct Function {
+    pub(crate) name: String,
+    pub(crate) results: Vec<Param>,
+    pub(crate) params: Vec<Param>,
+    /// `None` for a declaration.
+    pub(crate) body: Option<Vec<Stmt>>,
+}
+
 /// A whole file.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct File {
@@ -124,6 +136,7 @@ pub(crate) struct File {
     pub(crate) target: String,
     pub(crate) variables: Vec<Variable>,
     pub(crate) entries: Vec<Entry>,
+    pub(crate) functions: Vec<Function>,
     /// `.file` number to path.
     pub(crate) files: Vec<(u32, String)>,
 }

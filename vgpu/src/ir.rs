@@ -270,6 +270,14 @@ pub(crate) enum BarrierKind {
     Arrive,
 }
 
+/// What a block barrier tells of the predicates of its threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Votes {
+    Count,
+    All,
+    Any,
+}
+
 /// Operations on an mbarrier object.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum MbarOp {
@@ -371,6 +379,17 @@ pub(crate) enum Op {
         id: u32,
         count: u32,
         aligned: bool,
+    },
+    /// `barrier.red` before its barrier: counts the predicate `p` of the lanes.
+    BarrierVote {
+        id: u32,
+        p: u32,
+    },
+    /// And after it: what all threads have voted. `d` is a predicate but for [`Votes::Count`].
+    BarrierResult {
+        what: Votes,
+        id: u32,
+        d: u32,
     },
     Mbar {
         op: MbarOp,

@@ -183,11 +183,9 @@ impl<'a> Parser<'a> {
                     self.file.entries.push(entry);
                 }
                 Tok::Word(".func") => {
-                    return self.error(
-                        pos,
-                        "device functions (.func) are not supported: inline everything into the kernels \
-                         (build as cdylib with lto = \"fat\")",
-                    );
+                    self.at += 1;
+                    let function = self.function()?;
+                    self.file.functions.push(function);
                 }
                 Tok::Word(".global" | ".const" | ".shared") => {
                     let vars = self.variables()?;
@@ -237,16 +235,8 @@ impl<'a> Parser<'a> {
 
     fn entry(&mut self) -> Result<Entry, PtxError> {
         let name = self.word("a kernel name")?.to_string();
-        let mut e = Entry { name, params: vec![], max_threads: None, required_block: None, body: vec![] };
-        if self.eat('(') {
-            while !self.eat(')') {
-                e.params.push(self.param()?);
-                if !self.eat(',') {
-                    self.expect(')')?;
-                    break;
-                }
-            }
-        }
+        let params = self.params()?;
+        let mut e = Entry { name, params, max_threads: None, required_block: None, body: vec![] };
         loop {
             let pos = self.pos();
             match self.peek().tok {
@@ -278,6 +268,32 @@ impl<'a> Parser<'a> {
         self.source = None;
         e.body = self.body()?;
         Ok(e)
+    }
+
+    /// `(results) name (params)` and a body, or `;` where it is only declared.
+    fn function(&mut self) -> Result<Function, PtxError> {
+        let results = self.params()?;
+        let name = self.word("a function name")?.to_string();
+        let params = self.params()?;
+        self.eat_word(".noreturn");
+        self.source = None;
+        let body = if self.eat(';') { None } else { Some(self.body()?) };
+        Ok(Function { name, results, params, body })
+    }
+
+    /// `(.param .., ..)`, or nothing.
+    fn params(&mut self) -> Result<Vec<Param>, PtxError> {
+        let mut params = vec![];
+        if self.eat('(') {
+            while !self.eat(')') {
+                params.push(self.param()?);
+                if !self.eat(',') {
+                    self.expect(')')?;
+                    break;
+                }
+            }
+        }
+        Ok(params)
     }
 
     fn param(&mut self) -> Result<Param, PtxError> {
@@ -328,7 +344,8 @@ impl<'a> Parser<'a> {
             ".global" => VarSpace::Global,
             ".const" => VarSpace::Const,
             ".shared" => VarSpace::Shared,
-            ".local" => VarSpace::Local,
+            // What is passed to a function lies in local memory; see `lower::call`.
+            ".local" | ".param" => VarSpace::Local,
             w => return self.error(self.pos(), format!("unknown state space '{w}'")),
         };
         let (mut align, mut elem, mut lanes, mut ty) = (None, None, 1, "");
@@ -443,7 +460,7 @@ impl<'a> Parser<'a> {
                     self.at += 1;
                     self.registers(pos, &mut out)?;
                 }
-                Tok::Word(".local" | ".shared") => {
+                Tok::Word(".local" | ".shared" | ".param") => {
                     out.extend(self.variables()?.into_iter().map(Stmt::Var));
                 }
                 Tok::Punct('@') => {
@@ -518,9 +535,27 @@ impl<'a> Parser<'a> {
             if self.peek().tok == Tok::Eof {
                 return self.error(at, "instruction without ';'");
             }
-            operands.push(self.operand()?);
+            // Only a call has lists in parentheses.
+            operands.push(if opcode.starts_with("call") && self.peek().tok == Tok::Punct('(') {
+                (self.list()?, at)
+            } else {
+                self.operand()?
+            });
         }
         Ok(Instruction { pos, guard, opcode, operands, source: self.source })
+    }
+
+    fn list(&mut self) -> Result<Operand, PtxError> {
+        self.expect('(')?;
+        let mut items = vec![];
+        while !self.eat(')') {
+            items.push(self.operand()?.0);
+            if !self.eat(',') {
+                self.expect(')')?;
+                break;
+            }
+        }
+        Ok(Operand::List(items))
     }
 
     fn operand(&mut self) -> Result<(Operand, Pos), PtxError> {
@@ -651,12 +686,51 @@ $L__info_string0:
     }
 
     #[test]
+    fn functions_and_calls() {
+        let text = format!(
+            "{HEAD}
+.extern .func give_up (.param .b64 a) .noreturn;
+.func (.param .b32 r) f
+(
+	.param .align 4 .b8 p[12]
+)
+{{
+	ret;
+}}
+.entry k()
+{{
+	{{ // callseq 0, 0
+	.param .align 4 .b8 param0[12];
+	.param .b32 retval0;
+	call.uni (retval0),
+	f,
+	(
+	param0
+	);
+	}}
+}}
+"
+        );
+        let f = parse(&text).unwrap();
+        assert_eq!(f.functions.len(), 2);
+        assert!(f.functions[0].body.is_none());
+        assert_eq!(f.functions[1].params[0].size, 12);
+        assert_eq!(f.functions[1].results[0].name, "r");
+        let call = f.entries[0].body.iter().find_map(|s| if let Stmt::Inst(i) = s { Some(i) } else { None });
+        let operands: Vec<_> = call.unwrap().operands.iter().map(|o| o.0.clone()).collect();
+        let name = |n: &str| Operand::Name(n.to_string());
+        let list = |n: &str| Operand::List(vec![name(n)]);
+        assert_eq!(operands, [list("retval0"), name("f"), list("param0")]);
+    }
+
+    #[test]
     fn errors_point_at_the_place() {
         let e = parse(&format!("{HEAD}.visible .entry k()\n{{\n  add.u32 %r1 %r2;\n}}")).unwrap_err();
         assert_eq!((e.line, e.column), (6, 15));
         assert_eq!(e.source_line, "  add.u32 %r1 %r2;");
         assert!(e.to_string().contains("6:15"), "{e}");
-        assert!(parse(&format!("{HEAD}.func f() {{ ret; }}")).unwrap_err().message.contains(".func"));
+        let e = parse(&format!("{HEAD}.func f(.reg .b32 %r1) {{ ret; }}")).unwrap_err();
+        assert!(e.message.contains("'.param'"), "{e}");
         assert!(parse("ret;").is_err());
         assert!(parse("").unwrap_err().message.contains(".version"));
         assert!(parse(&format!("{HEAD}.entry k() {{ ret;")).is_err());

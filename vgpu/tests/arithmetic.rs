@@ -422,3 +422,44 @@ fn half_arithmetic() {
     check("neg.f16 %h0, %h1;", &[0x3c00], 0xbc00);
     check("abs.bf16 %h0, %h1;", &[0xbf80], 0x3f80);
 }
+
+#[test]
+fn multiply_add_in_a_carry_chain() {
+    // A product of 64 bits and a sum of 64 bits, in two words.
+    for (a, b, c) in
+        [(u32::MAX, u32::MAX, u64::MAX), (3, 5, u64::MAX - 14), (0x1234_5678, 0x9abc_def0, 1 << 32)]
+    {
+        let want = (u64::from(a) * u64::from(b)).wrapping_add(c);
+        let inputs = [a.into(), b.into(), c & 0xffff_ffff, c >> 32];
+        let low = "mad.lo.cc.u32 %r0, %r1, %r2, %r3; madc.hi.u32 %r5, %r1, %r2, %r4;";
+        check(low, &inputs, want & 0xffff_ffff);
+        check(&low.replace("%r0", "%r9").replace("%r5", "%r0"), &inputs, want >> 32);
+    }
+    // Carries go in and out.
+    check(
+        "add.cc.u32 %r5, %r1, %r1; madc.lo.cc.u32 %r6, %r2, %r2, %r1; addc.u32 %r0, 0, 0;",
+        &[u32::MAX.into(), 0],
+        1,
+    );
+    check("mad.lo.cc.u64 %rd5, %rd1, %rd1, %rd2; madc.hi.u64 %rd0, %rd1, %rd1, 7;", &[u64::MAX, u64::MAX], 6);
+    check(
+        "mad.hi.cc.s32 %r5, %r1, %r2, 0; addc.u32 %r0, %r5, 0;",
+        &[u64::from(-3i32 as u32), 5],
+        u32::MAX.into(),
+    );
+    check("madc.hi.s64 %rd0, %rd1, %rd2, 0;", &[-3i64 as u64, 5], u64::MAX);
+}
+
+#[test]
+fn directed_rounding_of_fma() {
+    let third = 1.0f32 / 3.0;
+    let exact = f64::from(third) * 3.0;
+    assert!(exact > 1.0 && (exact as f32) == 1.0);
+    check("fma.rp.f32 %r0, %r1, %r2, 0f00000000;", &[f(third), f(3.0)], f(1f32.next_up()));
+    check("fma.rm.f32 %r0, %r1, %r2, 0f00000000;", &[f(third), f(3.0)], f(1.0));
+    check("fma.rz.f32 %r0, %r1, %r2, 0f00000000;", &[f(-third), f(3.0)], f(-1.0));
+    check("fma.rm.f32 %r0, %r1, %r2, 0f00000000;", &[f(-third), f(3.0)], f((-1f32).next_down()));
+    // Nearly nothing is added to one, and a subnormal is nothing with `.ftz`.
+    check("fma.rp.f32 %r0, %r1, %r1, 0f3F800000;", &[f(1e-30)], f(1f32.next_up()));
+    check("fma.rm.ftz.f32 %r0, %r1, 0f3F800000, 0f3F800000;", &[f(-1e-40)], f(1.0));
+}

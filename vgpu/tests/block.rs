@@ -53,6 +53,52 @@ fn barriers_reached_in_divergent_code() {
 }
 
 #[test]
+fn lanes_may_come_late_to_an_aligned_barrier() {
+    // Lane 0 of warp 0 waits for warp 1 while the other lanes go on to the barrier, which is the same for all.
+    let body = "
+        mov.u32 %r1, S; mov.u64 %rd1, 5; setp.ne.u32 %p1, %r40, 0; @%p1 bra SKIP;
+    WAIT:
+        ld.acquire.cta.shared.u32 %r2, [%r1]; setp.eq.u32 %p2, %r2, 0; @%p2 bra WAIT;
+    SKIP:
+        setp.ne.u32 %p3, %r40, 63; @%p3 bra MEET;
+        st.release.cta.shared.u32 [%r1], 1;
+    MEET:
+        bar.sync 0;
+        st.global.u64 [%rd42], %rd1;";
+    let got = run_all(".shared .align 4 .b8 S[4];", body, 64, &[0; 64]);
+    assert_eq!(got, vec![5; 64]);
+    // But not by leaving.
+    let gone = body.replace("SKIP:", "exit; SKIP:");
+    let mut run = Run::new(
+        &kernel(".shared .align 4 .b8 S[4];", &gone),
+        &[0; 64],
+        launch(1, 64),
+        &DeviceConfig::default(),
+    );
+    let fault = run.finish().unwrap_err();
+    let kind = FaultKind::DivergentBarrier { barrier: 0, lanes: u32::MAX - 1, live: u32::MAX };
+    assert_eq!(format!("{:?}", fault.kind), format!("{kind:?}"));
+    assert!(fault.ptx_text.contains("bar.sync"), "{fault}");
+}
+
+#[test]
+fn barriers_reduce_predicates() {
+    // How many threads are below a bound, and whether all and any are, twice with the same barrier.
+    let body = "
+        mov.u32 %r5, 0; mov.u64 %rd1, 0;
+    AGAIN:
+        mad.lo.u32 %r1, %r5, 63, 33; setp.lt.u32 %p1, %r40, %r1;
+        bar.red.popc.u32 %r2, 0, %p1; barrier.cta.red.and.aligned.pred %p2, 3, 96, %p1;
+        barrier.red.or.pred %p3, 0, !%p1;
+        selp.u32 %r3, 1000, 0, %p2; selp.u32 %r4, 2000, 0, %p3;
+        add.u32 %r2, %r2, %r3; add.u32 %r2, %r2, %r4;
+        mul.lo.u64 %rd1, %rd1, 10000; cvt.u64.u32 %rd2, %r2; add.u64 %rd1, %rd1, %rd2;
+        add.u32 %r5, %r5, 1; setp.lt.u32 %p4, %r5, 2; @%p4 bra AGAIN;
+        st.global.u64 [%rd42], %rd1;";
+    assert_eq!(run_all("", body, 96, &[0; 96]), vec![2033_1096; 96]);
+}
+
+#[test]
 fn named_barriers_with_partial_counts() {
     // Warps 0 and 1 produce and only arrive; warps 2 and 3 wait. Another pair uses another barrier meanwhile.
     let body = "

@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use epoxide_vgpu::{Module, supported_opcode};
+use epoxide_vgpu::{DeviceConfig, Module, supported_opcode};
 
 #[test]
 fn unknown_things_are_errors_with_their_place() {
@@ -19,7 +19,12 @@ fn unknown_things_are_errors_with_their_place() {
         ("bra NOWHERE;", 5, "label 'NOWHERE' does not exist"),
         ("@%r1 bra X; X:", 6, "not a predicate"),
         ("mov.u32 %r1, {%h1, %h2, %h3};", 14, "3 parts"),
-        ("call.uni foo;", 1, "call"),
+        ("call.uni foo;", 10, "'foo' is not a function"),
+        ("call (%r1), 5;", 1, "name of a function"),
+        ("cp.async.ca.shared.global [%r1], [%rd1], 12;", 1, "4, 8 or 16 bytes"),
+        ("cp.async.ca.shared.global [%r1], [%rd1], 4, %rd2;", 45, "32 bits are needed"),
+        ("fma.rz.f64 %rd1, %rd2, %rd3, %rd4;", 1, "not supported"),
+        ("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r1}, [%r2];", 42, "1 registers given, 2 expected"),
         ("st.param.u32 [buf], %r1;", 1, "st.param"),
         ("atom.global.add.noftz.f32 %r1, [%rd1], %r2;", 1, "not supported"),
         ("shfl.idx.b32 %r1, %r2, 0, 31;", 1, ".sync"),
@@ -52,6 +57,11 @@ fn opcodes_can_be_asked_for() {
         "fence.sc.sys",
         "membar.gl",
         "setp.neu.ftz.f32",
+        "call.uni",
+        "st.param.b32",
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16",
+        "cp.async.cg.shared.global",
+        "bar.red.popc.u32",
     ] {
         assert!(supported_opcode(op), "{op}");
     }
@@ -63,7 +73,9 @@ fn opcodes_can_be_asked_for() {
         "ld.global.v3.u32",
         "ld.global.v4.u64",
         "fence.bogus",
-        "call",
+        "call.banana",
+        "ldmatrix.sync.aligned.m8n8.x3.shared.b16",
+        "bar.red.xor.pred",
     ] {
         assert!(!supported_opcode(op), "{op}");
     }
@@ -84,6 +96,86 @@ fn scopes_of_registers_and_labels_nest() {
     check(snippet, &[20], 0);
     assert!(reject("{ .reg .b32 inner; } mov.u32 %r1, inner;").message.contains("inner"));
     assert!(reject("bra INNER; { INNER: ret; }").message.contains("INNER"));
+}
+
+/// A module of functions and a kernel whose body is given.
+fn with_functions(functions: &str, body: &str) -> String {
+    kernel("", body).replace(".visible .entry", &format!("{functions}\n.visible .entry"))
+}
+
+#[test]
+fn functions_stand_in_the_place_of_their_calls() {
+    // `twice` calls `add`; both have registers, labels and parameters of the same names. One lane in three does not
+    // call, odd arguments return early.
+    let text = with_functions(
+        ".func (.param .b32 r) add(.param .b32 p, .param .b32 q) {
+            .reg .b32 %r<4>; .reg .pred %p<2>;
+            ld.param.u32 %r1, [p]; ld.param.u32 %r2, [q];
+            and.b32 %r3, %r1, 1; setp.eq.u32 %p1, %r3, 0; @%p1 bra ON;
+            st.param.b32 [r+0], 7; ret;
+            ON: add.u32 %r1, %r1, %r2; st.param.b32 [r+0], %r1; ret;
+        }
+        .func (.param .align 8 .b8 r[16]) twice(.param .b32 p);
+        .func (.param .align 8 .b8 r[16]) twice(.param .b32 p) {
+            .reg .b32 %r<4>; .reg .b64 %rd<2>;
+            ld.param.u32 %r1, [p];
+            { .param .b32 param0; .param .b32 param1; .param .b32 retval0;
+              st.param.b32 [param0+0], %r1; st.param.b32 [param1+0], 10;
+              call.uni (retval0), add, (param0, param1);
+              ld.param.b32 %r2, [retval0+0]; }
+            mul.lo.u32 %r3, %r2, 2; cvt.u64.u32 %rd1, %r3;
+            st.param.b64 [r+0], %rd1; st.param.b32 [r+8], %r2;
+            ret;
+        }
+        .extern .func __assertfail(.param .b64 a) .noreturn;",
+        "rem.u32 %r1, %r40, 3; setp.ne.u32 %p1, %r1, 0; mov.u64 %rd3, 0; mov.u32 %r4, 0;
+         .param .b32 param0; .param .align 8 .b8 retval0[16];
+         st.param.b32 [param0], %r40;
+         @%p1 call (retval0), twice, (param0);
+         @%p1 ld.param.b64 %rd3, [retval0+0]; @%p1 ld.param.b32 %r4, [retval0+8];
+         mad.wide.u32 %rd3, %r4, 1000, %rd3;
+         st.global.u64 [%rd42], %rd3;",
+    );
+    for seed in [None, Some(1), Some(2)] {
+        let dev = DeviceConfig { schedule_seed: seed, ..DeviceConfig::default() };
+        let mut run = Run::new(&text, &[9; 32], launch(1, 32), &dev);
+        run.finish().unwrap_or_else(|f| panic!("{f}"));
+        let of = |i: u64| {
+            if i.is_multiple_of(3) {
+                0
+            } else if i % 2 == 1 {
+                7014
+            } else {
+                (i + 10) * 1002
+            }
+        };
+        assert_eq!(run.words(), (0..32).map(of).collect::<Vec<u64>>());
+    }
+}
+
+#[test]
+fn calls_that_cannot_be_inlined_are_refused() {
+    let f = ".extern .func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b);
+        .func a() { call b; ret; } .func b() { call a; ret; } .func one(.param .b32 p) { ret; }";
+    let refuse = |body: &str| Module::parse(&with_functions(f, body)).unwrap_err();
+    for (body, what) in [
+        ("call a;", "'a' calls itself"),
+        ("call one;", "0 values are passed, 1 expected"),
+        ("call one, (%r1);", "'%r1' is not a .param variable"),
+        ("call one, (5);", "a constant cannot be passed"),
+        ("call one, %r1;", "where a list is needed"),
+        (
+            "{ .param .b64 x; .param .b64 y; .param .b32 z; call (z), vprintf, (x, y); }",
+            "'vprintf' is defined elsewhere",
+        ),
+    ] {
+        let e = refuse(body);
+        assert!(e.message.contains(what), "{body}: {e}");
+    }
+    // Functions that double in size with every one of them.
+    let mut many = String::from(".func f0() { ret; }\n");
+    (1..40).for_each(|i| many += &format!(".func f{i}() {{ call f{0}; call f{0}; ret; }}\n", i - 1));
+    assert!(Module::parse(&with_functions(&many, "call f39;")).unwrap_err().message.contains("too large"));
 }
 
 #[test]

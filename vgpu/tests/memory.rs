@@ -303,3 +303,81 @@ fn a_fault_is_kept() {
     let first = run.grid.step(100).unwrap_err();
     assert_eq!(run.grid.step(100).unwrap_err(), first);
 }
+
+#[test]
+fn copies_of_single_threads() {
+    // `%rd40` holds the bytes 1, 2, ..; each line copies to its own 16 bytes of shared memory, which hold 0xff before.
+    let copies = "
+        cp.async.cg.shared.global [%r1], [%rd40], 16;
+        cp.async.ca.shared.global [%r1+16], [%rd40+8], 8;
+        cp.async.ca.shared::cta.global.L2::128B [ %r1 + 32 ], [ %rd40 + 4 ], 0x4, %r2;
+        cp.async.cg.shared.global [%r1+48], [%rd40], 16, 6;
+        cp.async.cg.shared.global [%r1+64], [%rd9], 16, 0;
+        cp.async.ca.shared.global [%r1+80], [%rd9], 8, %p1;
+        cp.async.ca.shared.global [%r1+96], [%rd40], 4, !%p1;
+        @!%p1 cp.async.cg.shared.global [%r1+112], [%rd9], 16, 16;
+        cp.async.commit_group; cp.async.wait_group 0; cp.async.wait_all;";
+    let mut body = "mov.u32 %r1, S; mov.u32 %r2, 4; mov.u64 %rd9, 0; setp.eq.u32 %p1, 0, 0;".to_string();
+    (0..16).for_each(|k| body += &format!("st.shared.u64 [%r1+{}], -1;", 8 * k));
+    body += copies;
+    (0..16).for_each(|k| {
+        body += &format!("ld.shared.u64 %rd1, [%r1+{0}]; st.global.u64 [%rd40+{0}], %rd1;", 8 * k)
+    });
+    let mut buf = [0; 16];
+    (buf[0], buf[1]) = (0x0807_0605_0403_0201, 0x100f_0e0d_0c0b_0a09);
+    let (a, b, none) = (buf[0], buf[1], u64::MAX);
+    let word = |v: u64| none << 32 | v & 0xffff_ffff;
+    let want = [
+        [a, b],
+        [b, none],
+        [word(a >> 32), none],
+        [a & 0xffff_ffff_ffff, 0],
+        [0, 0],
+        [0, none],
+        [word(a), none],
+        [none, none],
+    ];
+    assert_eq!(run_body(".shared .align 16 .b8 S[128];", &body, 1, &buf), want.concat());
+}
+
+#[test]
+fn matrices_go_to_registers_and_back() {
+    // Element c of row r of matrix m is 64 m + 8 r + c. Each lane reports what its four registers hold.
+    let fill = "
+        mov.u32 %r1, S; mov.u32 %r2, 0; mad.lo.u32 %r3, %r40, 16, %r1;
+    FILL:
+        mad.lo.u32 %r4, %r40, 8, %r2; cvt.u16.u32 %h1, %r4; mad.lo.u32 %r5, %r2, 2, %r3; st.shared.u16 [%r5], %h1;
+        add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, 8; @%p1 bra FILL;
+        bar.sync 0;";
+    let report = "
+        mad.wide.u32 %rd1, %r40, 8, %rd42; mov.b64 %rd2, {%r11, %r12}; mov.b64 %rd3, {%r13, %r14};
+        st.global.v2.u64 [%rd1], {%rd2, %rd3};";
+    let of_matrix = |element: fn(u64, u64) -> u64| -> Vec<u64> {
+        let register = |m: u64, t: u64| (64 * m + element(t, 0)) | (64 * m + element(t, 1)) << 16;
+        (0..32).flat_map(|t| [0, 2].map(|m| register(m, t) | register(m + 1, t) << 32)).collect()
+    };
+    let plain = of_matrix(|t, k| 8 * (t / 4) + 2 * (t % 4) + k);
+    let transposed = of_matrix(|t, k| 8 * (2 * (t % 4) + k) + t / 4);
+    const S: &str = ".shared .align 16 .b8 S[1024];";
+    let run = |code: &str| run_body(S, &format!("{fill}{code}{report}"), 32, &[0; 64]);
+    let load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r11, %r12, %r13, %r14}, [%r3];";
+    let load_trans = load.replace(".x4", ".x4.trans");
+    assert_eq!(run(load), plain);
+    assert_eq!(run(&load_trans), transposed);
+    // By generic addresses, and fewer matrices at a time; the first lanes give the addresses.
+    let pieces = "cvt.u64.u32 %rd5, %r3; cvta.shared.u64 %rd6, %rd5; mov.u32 %r11, 0; mov.u32 %r12, 0; mov.u32 %r14, 0;
+        ldmatrix.sync.aligned.m8n8.x2.b16 {%r11, %r12}, [%rd6];
+        ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r13}, [%r3+256]; add.u32 %r3, %r3, 384;
+        ldmatrix.sync.aligned.m8n8.x1.shared.b16 %r14, [%r3];";
+    assert_eq!(run(pieces), plain);
+    // What was loaded in columns and stored in rows is transposed.
+    for (back, want) in [("", &transposed), (".trans", &plain)] {
+        let round = format!(
+            "{load_trans} bar.sync 0; add.u32 %r4, %r3, 512;
+             stmatrix.sync.aligned.m8n8.x4{back}.shared.b16 [%r4], {{%r11, %r12, %r13, %r14}};
+             bar.sync 0; {}",
+            load.replace("[%r3]", "[%r3+512]")
+        );
+        assert_eq!(&run(&round), want, "{back}");
+    }
+}

@@ -255,3 +255,23 @@ fn types_cross_threads() {
     send::<epoxide_vgpu::Region>();
     sync::<epoxide_vgpu::Region>();
 }
+
+#[test]
+fn a_warp_in_which_one_lane_goes_on_does_not_count_as_spinning() {
+    // Every lane takes a lock, and whoever has it computes for a while: the others of its warp look at the lock in
+    // vain, but the grid needs nothing from outside.
+    let body = "
+    TRY:
+        atom.exch.acquire.gpu.global.b32 %r1, [%rd40], 1; setp.ne.u32 %p1, %r1, 0; @%p1 bra TRY;
+        ld.global.u64 %rd1, [%rd40+8]; mov.u32 %r2, 0;
+    WORK:
+        mad.lo.u64 %rd1, %rd1, 3, 1; add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, 100; @%p2 bra WORK;
+        st.global.u64 [%rd40+8], %rd1;
+        st.release.gpu.global.b32 [%rd40], 0;";
+    let want = (0..2 * 64 * 100).fold(0u64, |v, _| v.wrapping_mul(3).wrapping_add(1));
+    for seed in 0..20 {
+        let mut run = Run::new(&kernel("", body), &[0; 2], launch(2, 64), &seeded(seed));
+        run.finish().unwrap();
+        assert_eq!(run.words()[1], want, "seed {seed}");
+    }
+}

@@ -55,6 +55,22 @@ pub(crate) struct Group {
     deferred: bool,
     /// Joins no other group before a warp-wide instruction or a block barrier makes it.
     apart: bool,
+    /// Its last look at memory found what was there before, and the warp has changed nothing since.
+    spins: bool,
+}
+
+impl Group {
+    /// Stands at a block barrier to which other lanes of the warp have yet to come.
+    fn waits_for_its_warp(&self) -> bool {
+        matches!(self.state, GroupState::Barrier { arrived: false, .. })
+    }
+}
+
+impl Inst {
+    /// A block barrier that all lanes of a warp come to together.
+    fn aligned(&self) -> bool {
+        matches!(self.op, Op::Barrier { aligned: true, .. })
+    }
 }
 
 /// A load that a warp repeats, waiting for the value to change.
@@ -95,6 +111,7 @@ impl Warp {
             state: GroupState::Ready,
             deferred: false,
             apart: false,
+            spins: false,
         });
         self.polls.clear();
         self.spinning = false;
@@ -125,6 +142,9 @@ pub(crate) struct Barrier {
     pub(crate) expected: u32,
     /// Some warp waits for "all threads", which exited warps satisfy.
     all: bool,
+    /// Votes of `barrier.red` so far, and those of the time before: how many were for, and how many there were.
+    votes: [u32; 2],
+    outcome: [u32; 2],
 }
 
 /// What the warps of a block share.
@@ -168,7 +188,7 @@ impl BlockState {
         let b = &mut self.barriers[id as usize];
         let missing = if b.all { self.exited_warps * 32 } else { 0 };
         if b.arrived != 0 && b.arrived + missing >= b.expected {
-            *b = Barrier::default();
+            *b = Barrier { outcome: b.votes, ..Barrier::default() };
             self.completed |= 1 << id;
         }
     }
@@ -265,6 +285,8 @@ pub(crate) struct Exec<'a, W> {
     side_effect: bool,
     /// A look at memory in this slice found what was there before.
     looked_again: bool,
+    /// [`Group::spins`] of the running group.
+    spins: bool,
     /// Region used last, for loads and for stores.
     regions: [Found; 2],
     pub(crate) watch: W,
@@ -283,6 +305,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             executed: 0,
             side_effect: false,
             looked_again: false,
+            spins: false,
             regions: [Found::default(); 2],
             watch,
         }
@@ -309,9 +332,13 @@ impl<'a, W: Watch> Exec<'a, W> {
             };
         }
         let mut status = if self.warp.groups.is_empty() { Status::Done } else { Status::Stuck };
+        let mut all_spin = true;
         for g in &self.warp.groups {
             match g.state {
-                GroupState::Ready => status = Status::Ready,
+                GroupState::Ready => {
+                    status = Status::Ready;
+                    all_spin &= g.spins;
+                }
                 GroupState::Barrier { arrived: true, .. } if status != Status::Ready => {
                     status = Status::Blocked
                 }
@@ -320,7 +347,7 @@ impl<'a, W: Watch> Exec<'a, W> {
         }
         let activity = match () {
             () if status != Status::Ready || self.side_effect || !self.warp.spinning => Activity::Progress,
-            () if self.looked_again => Activity::Idle,
+            () if self.looked_again && all_spin => Activity::Idle,
             () => Activity::Neutral,
         };
         Ok(Slice { status, executed: self.executed, activity })
@@ -364,6 +391,8 @@ impl<'a, W: Watch> Exec<'a, W> {
                 self.split_off(m);
                 return self.barrier(*kind, *id, *count, *aligned);
             }
+            Op::BarrierVote { id, p } => self.vote(*id, *p, m),
+            Op::BarrierResult { what, id, d } => self.outcome(*what, *id, *d, m),
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,
@@ -432,6 +461,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             }
         }
         if !self.warp.groups.is_empty() {
+            self.none_waits_aligned(m)?;
             self.recount_barriers()?;
         }
         self.pc += 1;
@@ -462,12 +492,14 @@ impl<'a, W: Watch> Exec<'a, W> {
     }
 
     fn push(&mut self, mask: u32, pc: u32, state: GroupState) {
-        self.warp.groups.push(Group { mask, pc, state, deferred: false, apart: self.apart });
+        let (apart, spins) = (self.apart, self.spins);
+        self.warp.groups.push(Group { mask, pc, state, deferred: false, apart, spins });
     }
 
     /// Puts the running group aside.
     fn park(&mut self, state: GroupState, deferred: bool) {
-        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred, apart: self.apart });
+        let (apart, spins) = (self.apart, self.spins);
+        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred, apart, spins });
     }
 
     /// Keeps the lanes `m` of the running group; the others go on at the next instruction.
@@ -486,7 +518,7 @@ impl<'a, W: Watch> Exec<'a, W> {
                 .min_by_key(|&i| self.warp.groups[i].pc);
             if let Some(i) = best {
                 let g = self.warp.groups.swap_remove(i);
-                (self.mask, self.pc, self.apart) = (g.mask, g.pc, g.apart);
+                (self.mask, self.pc, self.apart, self.spins) = (g.mask, g.pc, g.apart, g.spins);
                 return true;
             }
             if pass == 0 {
@@ -515,6 +547,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             match g.state {
                 GroupState::Ready | GroupState::Lanes { .. } if g.pc == pc && !g.apart && !self.apart => {
                     self.mask |= g.mask;
+                    self.spins &= g.spins;
                     self.warp.groups.swap_remove(i);
                     continue;
                 }
@@ -543,6 +576,8 @@ impl<'a, W: Watch> Exec<'a, W> {
     /// Notes that something was changed that others can see.
     fn changed(&mut self) {
         self.side_effect = true;
+        self.spins = false;
+        self.warp.groups.iter_mut().for_each(|g| g.spins = false);
         if !self.warp.polls.is_empty() {
             self.warp.polls.clear();
         }
@@ -571,6 +606,7 @@ impl<'a, W: Watch> Exec<'a, W> {
         };
         self.warp.spinning = spins;
         self.looked_again |= spins;
+        self.spins = spins;
         spins
     }
 

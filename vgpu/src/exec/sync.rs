@@ -5,7 +5,9 @@ use super::{Exec, Flow, GroupState, Run, Stop, stop};
 use crate::check::shadow::How;
 use crate::check::watch::{Place, Watch};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{Addr, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, WarpOp};
+use crate::ir::{
+    Addr, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp,
+};
 use crate::mbarrier::Mbarrier;
 
 impl<W: Watch> Exec<'_, W> {
@@ -174,11 +176,7 @@ impl<W: Watch> Exec<'_, W> {
         if let Some(n) = threads.filter(|&n| n == 0 || n % 32 != 0) {
             return bad(format!("thread count {n} is not a positive multiple of 32"));
         }
-        if aligned && self.mask != self.warp.live {
-            let kind =
-                FaultKind::DivergentBarrier { barrier: number, lanes: self.mask, live: self.warp.live };
-            return stop(kind, Some(first));
-        }
+        self.one_aligned_barrier(number, aligned)?;
         let arrive_only = kind == BarrierKind::Arrive;
         self.push(
             self.mask,
@@ -188,6 +186,30 @@ impl<W: Watch> Exec<'_, W> {
         self.changed();
         self.count_warp(number)?;
         Ok(Flow::Gone)
+    }
+
+    /// An aligned barrier is one instruction for all lanes of the warp. Lanes may come to it late, for they may have
+    /// waited for something else meanwhile, but none may come to another barrier.
+    fn one_aligned_barrier(&self, barrier: u32, aligned: bool) -> Run<()> {
+        let elsewhere =
+            |g: &super::Group| g.pc != self.pc && (aligned || self.kernel.code[g.pc as usize].aligned());
+        if self.warp.groups.iter().any(|g| g.waits_for_its_warp() && elsewhere(g)) {
+            let kind = FaultKind::DivergentBarrier { barrier, lanes: self.mask, live: self.warp.live };
+            return stop(kind, lanes(self.mask).next());
+        }
+        Ok(())
+    }
+
+    /// The lanes `leaving` exit. Others of the warp that already wait at an aligned barrier wait for them as well.
+    pub(super) fn none_waits_aligned(&mut self, leaving: u32) -> Run<()> {
+        let code = &self.kernel.code;
+        let waits = |g: &&super::Group| g.waits_for_its_warp() && code[g.pc as usize].aligned();
+        let Some(g) = self.warp.groups.iter().find(waits) else { return Ok(()) };
+        let GroupState::Barrier { id, .. } = g.state else { return Ok(()) };
+        let kind = FaultKind::DivergentBarrier { barrier: id, lanes: g.mask, live: self.warp.live | leaving };
+        let lane = lanes(g.mask).next();
+        self.pc = g.pc;
+        stop(kind, lane)
     }
 
     /// Counts the warp at barrier `number` if all of its live lanes are there.
@@ -235,6 +257,36 @@ impl<W: Watch> Exec<'_, W> {
             }
         }
         Ok(())
+    }
+
+    /// The first part of `barrier.red`. A bad number is left to the barrier itself.
+    pub(super) fn vote(&mut self, id: u32, p: u32, m: u32) {
+        let regs = &self.warp.regs;
+        for i in lanes(m) {
+            if let Some(b) = self.block.barriers.get_mut(regs.r32[id as usize][i] as usize) {
+                b.votes[0] += regs.pred[p as usize] >> i & 1;
+                b.votes[1] += 1;
+            }
+        }
+    }
+
+    /// The last part of `barrier.red`. The next votes at the same barrier are not counted before this warp has come
+    /// to it again.
+    pub(super) fn outcome(&mut self, what: Votes, id: u32, d: u32, m: u32) {
+        let regs = &mut self.warp.regs;
+        for i in lanes(m) {
+            let [yes, all] = self.block.barriers[regs.r32[id as usize][i] as usize].outcome;
+            let holds = match what {
+                Votes::Count => {
+                    regs.r32[d as usize][i] = yes;
+                    continue;
+                }
+                Votes::All => yes == all,
+                Votes::Any => yes != 0,
+            };
+            let old = &mut regs.pred[d as usize];
+            *old = *old & !(1 << i) | u32::from(holds) << i;
+        }
     }
 
     pub(super) fn mbarrier(&mut self, op: &MbarOp, addr: &Addr, space: Space, m: u32) -> Run<Flow> {

@@ -10,7 +10,7 @@ use std::collections::BinaryHeap;
 
 use crate::exec::lanes::{Role, Sig};
 use crate::ir::{
-    Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, WarpOp,
+    Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, Votes, WarpOp,
 };
 
 /// Shows every register of an instruction, its guard aside, to `f`. `sig` describes the slots of [`Op::Alu`].
@@ -78,6 +78,14 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
         Op::Barrier { id, count, .. } => {
             f(R32, Use, id);
             f(R32, Use, count);
+        }
+        Op::BarrierVote { id, p } => {
+            f(R32, Use, id);
+            f(Pred, Use, p);
+        }
+        Op::BarrierResult { what, id, d } => {
+            f(R32, Use, id);
+            f(if *what == Votes::Count { R32 } else { Pred }, Def, d);
         }
         Op::Mbar { op, addr, .. } => {
             address(addr, f);

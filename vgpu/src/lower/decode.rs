@@ -1,7 +1,7 @@
 //! From an opcode to what to do with its operands.
 
 use super::types::{Mods, Ty};
-use super::{Lower, Lowered, arith, convert, mem, sync, timer_register};
+use super::{Lower, Lowered, arith, call, convert, extended, matrix, mem, sync, timer_register};
 use crate::ast::{Operand, Pos};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
@@ -26,10 +26,11 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
             m.has("uni");
             Box::new(indexed_branch)
         }
-        "ret" | "exit" => {
+        "ret" => {
             m.has("uni");
-            plain(Op::Exit, 0)
+            Box::new(call::ret)
         }
+        "exit" => plain(Op::Exit, 0),
         "trap" => plain(Op::Trap, 0),
         "brkpt" => plain(Op::Nop, 0),
         "pmevent" => {
@@ -67,7 +68,10 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
                 Ok(())
             })
         }
-        "call" => return Err("'call' is not supported: inline every function into the kernel".to_string()),
+        "call" => {
+            m.has("uni");
+            Box::new(call::call)
+        }
         "cvt" => convert::cvt(m)?,
         "ld" | "ldu" => mem::load(m)?,
         "st" => mem::store(m)?,
@@ -78,7 +82,12 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
         "barrier" | "bar" => sync::barrier(m)?,
         "mbarrier" => sync::mbarrier(m)?,
         "cp" => sync::bulk(m)?,
+        "ldmatrix" | "stmatrix" => matrix::transfer(m)?,
         "shfl" | "vote" | "match" | "redux" | "elect" => sync::warp_wide(m)?,
+        "mad" | "madc" | "fma" => match extended::decode(m)? {
+            Some(emit) => emit,
+            None => arith::decode(m)?,
+        },
         _ => arith::decode(m)?,
     };
     m.finish()?;
@@ -86,7 +95,7 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
 }
 
 /// An instruction without anything to do at run time but `op`; its operands are only counted.
-fn plain(op: Op, operands: usize) -> Emit {
+pub(super) fn plain(op: Op, operands: usize) -> Emit {
     Box::new(move |l, ops| {
         l.count(ops, operands..=operands)?;
         l.push(op);

@@ -5,8 +5,10 @@ use super::types::{Mods, Ty};
 use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
-use crate::exec::lanes::{Lane, op1};
-use crate::ir::{Access, Atomic, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
+use crate::exec::lanes::{Lane, op_pred, op1, op2, op3};
+use crate::ir::{
+    Access, Atomic, File, GUARD_NOT, Init, NO_GUARD, Op, Rmw, SINK, Scope, Sem, Space,
+};
 
 const SPACES: &[(&str, Space)] = &[
     ("global", Space::Global),
@@ -17,6 +19,7 @@ const SPACES: &[(&str, Space)] = &[
     ("local", Space::Local),
     ("param", Space::Param),
     ("param::entry", Space::Param),
+    ("param::func", Space::Param),
     // Constants live beside the global variables.
     ("const", Space::Global),
 ];
@@ -135,8 +138,12 @@ fn access(l: &mut Lower, ops: &[(Operand, Pos)], s: &Shape, dest: bool) -> Lower
     }
     let (reg, addr) = if dest { (&ops[0], &ops[1]) } else { (&ops[1], &ops[0]) };
     let (wide, regs) = registers(l, reg, s, dest)?;
+    let space = if s.space == Space::Param && l.passes_arguments(&addr.0) { Space::Local } else { s.space };
+    if space == Space::Param && !dest {
+        return l.error("st.param into a parameter of the kernel, which is read-only");
+    }
     Ok(Access {
-        space: s.space,
+        space,
         sem: s.sem,
         scope: s.scope,
         addr: l.address(addr)?,
@@ -164,7 +171,7 @@ pub(super) fn load(m: &mut Mods) -> Result<Emit, String> {
 /// `st`
 pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
     let s = shape(m)?;
-    if matches!(s.sem, Sem::Acquire | Sem::AcqRel) || s.space == Space::Param {
+    if matches!(s.sem, Sem::Acquire | Sem::AcqRel) {
         return m.unsupported();
     }
     Ok(Box::new(move |l, ops| {
@@ -172,6 +179,100 @@ pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
         l.push(Op::St(a));
         Ok(())
     }))
+}
+
+/// `cp.async`: a thread's own copy of 4, 8 or 16 bytes from global to shared memory. It is a load and a store here, so
+/// that it is over at once, and nothing is left to wait for: a missing wait goes unnoticed.
+pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
+    if m.has("commit_group") || m.has("wait_all") {
+        return Ok(super::decode::plain(Op::Nop, 0));
+    }
+    if m.has("wait_group") {
+        return Ok(super::decode::plain(Op::Nop, 1));
+    }
+    let cached = m.one_of(&[("ca", ()), ("cg", ())]).is_some();
+    let shared = m.has("shared") || m.has("shared::cta");
+    if !(cached && shared && m.has("global")) {
+        return m.unsupported();
+    }
+    m.ignore(&["L2::64B", "L2::128B", "L2::256B"]);
+    let policy = usize::from(m.has("L2::cache_hint"));
+    Ok(Box::new(move |l, ops| {
+        l.count(ops, 3 + policy..=4 + policy)?;
+        if policy == 1 {
+            l.source_of::<u64>(&ops[ops.len() - 1])?;
+        }
+        let n = match ops[2].0 {
+            Operand::Int(4) => 1,
+            Operand::Int(8) => 2,
+            Operand::Int(16) => 4,
+            _ => return l.error("cp.async copies 4, 8 or 16 bytes"),
+        };
+        let (to, from) = (l.address(&ops[0])?, l.address(&ops[1])?);
+        let words = [0; 4].map(|_| l.slot(File::R32));
+        let access = |space, addr, n, regs| Access {
+            space,
+            sem: Sem::Weak,
+            scope: Scope::Cta,
+            addr,
+            bytes: 4,
+            n,
+            wide: false,
+            signed: false,
+            regs,
+        };
+        if ops.len() == 3 + policy {
+            l.push(Op::Ld(access(Space::Global, from, n, words)));
+        } else {
+            // Only the first bytes are read, and zeros stand for the others: as many as there are, or none where a
+            // predicate says so.
+            let bytes = read_size(l, &ops[3], u32::from(n) * 4)?;
+            let guard = l.guard;
+            for (word, k) in words.into_iter().zip(0..i64::from(n)) {
+                let zero = l.constant(File::R32, Init::Bits(0));
+                let start = l.constant(File::R32, Init::Bits(k as u64 * 4));
+                let read = l.slot(File::Pred);
+                let (clear, more) = (op1(|a: u32| a), op2(|a: u32, b: u32| a > b));
+                let both = op_pred(|a, b| a & b);
+                let (without, cut) = (op_pred(|a, b| a & !b), op3(cut));
+                l.push_alu(clear.f, [word, zero, 0, 0, 0, 0], &clear.sig);
+                l.push_alu(more.f, [read, bytes, start, 0, 0, 0], &more.sig);
+                if guard != NO_GUARD {
+                    l.guard = NO_GUARD;
+                    let and = if guard & GUARD_NOT != 0 { &without } else { &both };
+                    l.push_alu(and.f, [read, read, guard & !GUARD_NOT, 0, 0, 0], &and.sig);
+                }
+                l.guard = read;
+                let at = crate::ir::Addr { offset: from.offset + 4 * k, ..from };
+                l.push(Op::Ld(access(Space::Global, at, 1, [word, SINK, SINK, SINK])));
+                l.guard = guard;
+                l.push_alu(cut.f, [word, word, bytes, start, 0, 0], &cut.sig);
+            }
+        }
+        l.push(Op::St(access(Space::Shared, to, n, words)));
+        Ok(())
+    }))
+}
+
+/// The bytes that `cp.async` reads: a number, or all or none by a predicate that says to ignore the source.
+fn read_size(l: &mut Lower, op: &(Operand, Pos), all: u32) -> Lowered<u32> {
+    let predicate = matches!(op.0, Operand::Not(_)) || matches!(l.any_register(op)?, Some((File::Pred, ..)));
+    if !predicate {
+        return l.source_of::<u32>(op);
+    }
+    let ignored = l.source_of::<bool>(op)?;
+    let size = l.slot(File::R32);
+    let all = l.constant(File::R32, Init::Bits(all.into()));
+    let none = l.constant(File::R32, Init::Bits(0));
+    let select = op3(|a: u32, b: u32, p: bool| if p { a } else { b });
+    l.push_alu(select.f, [size, none, all, ignored, 0, 0], &select.sig);
+    Ok(size)
+}
+
+/// What is left of the word at byte `start` when only the first `bytes` bytes are read.
+fn cut(word: u32, bytes: u32, start: u32) -> u32 {
+    let left = bytes.saturating_sub(start);
+    if left >= 4 { word } else { word & ((1 << (8 * left)) - 1) }
 }
 
 /// `atom`, `red`

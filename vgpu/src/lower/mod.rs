@@ -5,8 +5,11 @@
 
 mod allocate;
 mod arith;
+mod call;
 mod convert;
 pub(crate) mod decode;
+mod extended;
+mod matrix;
 mod mem;
 mod sync;
 mod types;
@@ -51,12 +54,14 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             VarSpace::Local => return Err(at((v.pos, "local variable outside of a kernel".into()))),
         }
     }
+    // A definition comes after the declaration of the same name, and takes its place.
+    let functions: HashMap<_, _> = file.functions.iter().map(|f| (f.name.as_str(), f)).collect();
     let globals_init = (!init.is_empty()).then(|| Arc::new(Globals { module_id, init }));
     let files = Arc::new(file.files.clone());
     let text_arc: Arc<str> = text.into();
     let mut kernels: Vec<Kernel> = vec![];
     for e in &file.entries {
-        let mut l = Lower::new(&shared, &globals);
+        let mut l = Lower::new(&shared, &globals, &functions);
         let mut params = vec![];
         let mut param_bytes = 0usize;
         for p in &e.params {
@@ -125,7 +130,12 @@ struct Scope {
 pub(crate) struct Lower<'a> {
     module_shared: &'a HashMap<&'a str, &'a ast::Variable>,
     module_globals: &'a HashMap<&'a str, u64>,
+    functions: &'a HashMap<&'a str, &'a ast::Function>,
+    /// The module's shared variables that the kernel names.
+    shared_named: HashMap<&'a str, Binding>,
     scopes: Vec<Scope>,
+    /// The functions that are being inlined, the innermost last.
+    calls: Vec<call::Call>,
     code: Vec<Inst>,
     /// What the slots of each arithmetic instruction are; empty for others.
     sigs: Vec<Vec<Sig>>,
@@ -147,11 +157,15 @@ impl<'a> Lower<'a> {
     fn new(
         module_shared: &'a HashMap<&'a str, &'a ast::Variable>,
         module_globals: &'a HashMap<&'a str, u64>,
+        functions: &'a HashMap<&'a str, &'a ast::Function>,
     ) -> Self {
         Lower {
             module_shared,
             module_globals,
+            functions,
+            shared_named: HashMap::new(),
             scopes: vec![Scope::default()],
+            calls: vec![],
             code: vec![],
             sigs: vec![],
             origins: vec![],
@@ -178,6 +192,14 @@ impl<'a> Lower<'a> {
     }
 
     fn body(&mut self, body: &[Stmt]) -> Lowered<()> {
+        self.statements(body)?;
+        // Falling off the end is a return; it also keeps every branch target inside of the code.
+        self.guard = NO_GUARD;
+        self.push(Op::Exit);
+        self.close_scope()
+    }
+
+    fn statements(&mut self, body: &[Stmt]) -> Lowered<()> {
         for stmt in body {
             match stmt {
                 Stmt::Open => self.scopes.push(Scope::default()),
@@ -199,10 +221,7 @@ impl<'a> Lower<'a> {
                 Stmt::Inst(inst) => self.instruction(inst)?,
             }
         }
-        // Falling off the end is a return; it also keeps every branch target inside of the code.
-        self.guard = NO_GUARD;
-        self.push(Op::Exit);
-        self.close_scope()
+        Ok(())
     }
 
     fn close_scope(&mut self) -> Lowered<()> {
@@ -300,7 +319,10 @@ impl<'a> Lower<'a> {
         if let Some(&offset) = self.module_globals.get(name) {
             return Ok(Binding::Global { offset });
         }
-        if let Some(v) = self.module_shared.get(name) {
+        if let Some(b) = self.shared_named.get(name) {
+            return Ok(b.clone());
+        }
+        if let Some((&name, v)) = self.module_shared.get_key_value(name) {
             // A kernel pays only for the shared variables it names.
             let align = v.align as u32;
             let binding = match v.bytes {
@@ -313,7 +335,7 @@ impl<'a> Lower<'a> {
                 }
                 Some(_) => return Err((pos, format!("shared variable '{name}' is too large"))),
             };
-            self.scopes[0].names.insert(name.to_string(), binding.clone());
+            self.shared_named.insert(name, binding.clone());
             return Ok(binding);
         }
         Err((pos, format!("'{name}' is not declared")))
@@ -511,6 +533,7 @@ fn describe(op: &Operand) -> &'static str {
         Operand::Name(_) => "a name",
         Operand::Not(_) => "a negated predicate",
         Operand::Int(_) | Operand::F32(_) | Operand::F64(_) => "a constant",
+        Operand::List(_) => "a list",
         Operand::Vector(_) => "a vector",
         Operand::Address { .. } => "an address",
         Operand::Pair(..) => "a pair of registers",

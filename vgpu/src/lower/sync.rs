@@ -4,7 +4,9 @@ use super::decode::Emit;
 use super::types::{Mods, Ty};
 use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
-use crate::ir::{BarrierKind, BulkOp, Fence, File, MbarOp, Op, Rmw, SINK, Scope, ShflMode, Space, WarpOp};
+use crate::ir::{
+    BarrierKind, BulkOp, Fence, File, MbarOp, Op, Rmw, SINK, Scope, ShflMode, Space, Votes, WarpOp,
+};
 
 const SCOPES: &[&str] = &["cta", "cluster", "gpu", "sys"];
 const SHARED: &[(&str, ())] = &[("shared", ()), ("shared::cta", ()), ("shared::cluster", ())];
@@ -64,6 +66,9 @@ pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
     // `bar` is `barrier.aligned`.
     let aligned = m.base == "bar";
     m.has("cta");
+    if m.has("red") {
+        return vote(m, aligned);
+    }
     let kind = m.one_of(&[("sync", BarrierKind::Sync), ("arrive", BarrierKind::Arrive)]);
     let aligned = m.has("aligned") || aligned;
     let Some(kind) = kind else { return m.unsupported() };
@@ -73,6 +78,28 @@ pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
         let id = l.source_of::<u32>(&ops[0])?;
         let count = ops.get(1).map_or(Ok(SINK), |op| l.source_of::<u32>(op))?;
         l.push(Op::Barrier { kind, id, count, aligned });
+        Ok(())
+    }))
+}
+
+/// `barrier.red`: a vote, a barrier, and a look at the outcome.
+fn vote(m: &mut Mods, aligned: bool) -> Result<Emit, String> {
+    let aligned = m.has("aligned") || aligned;
+    let what = m.one_of(&[("popc", Votes::Count), ("and", Votes::All), ("or", Votes::Any)]);
+    let Some(what) = what else { return m.unsupported() };
+    let result = if what == Votes::Count { Ty::U32 } else { Ty::Pred };
+    if m.ty()? != result {
+        return m.unsupported();
+    }
+    Ok(Box::new(move |l, ops| {
+        l.count(ops, 3..=4)?;
+        let d = l.dest(&ops[0], result.file(), result.bits())?;
+        let id = l.source_of::<u32>(&ops[1])?;
+        let count = if ops.len() == 4 { l.source_of::<u32>(&ops[2])? } else { SINK };
+        let p = l.source_of::<bool>(&ops[ops.len() - 1])?;
+        l.push(Op::BarrierVote { id, p });
+        l.push(Op::Barrier { kind: BarrierKind::Sync, id, count, aligned });
+        l.push(Op::BarrierResult { what, id, d });
         Ok(())
     }))
 }
@@ -301,10 +328,13 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// `cp.async.bulk`
+/// `cp.async`, `cp.async.bulk`
 pub(super) fn bulk(m: &mut Mods) -> Result<Emit, String> {
-    if !(m.has("async") && m.has("bulk")) {
+    if !m.has("async") {
         return m.unsupported();
+    }
+    if !m.has("bulk") {
+        return super::mem::copy(m);
     }
     if m.has("commit_group") {
         return Ok(Box::new(|l, ops| {

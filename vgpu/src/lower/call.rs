@@ -1,0 +1,119 @@
+//! Calls of device functions: the body is put in the place of the call.
+//!
+//! The interpreter then needs no stack, and lanes that return at different places meet again as after any branch. What
+//! is passed lies in local memory, where the caller's `.param` variables are, and the function uses the same bytes
+//! under its own names. Recursion and calls through pointers cannot be had this way, and lanes of a warp that call the
+//! same function from different places do not meet at the warp-wide instructions in it.
+
+use super::{Binding, Lower, Lowered, Scope, describe};
+use crate::ast::{Operand, Param, Pos};
+use crate::ir::{GUARD_NOT, NO_GUARD, Op};
+
+/// A function that is being put in the place of its call.
+pub(super) struct Call {
+    name: String,
+    /// Branches to its end.
+    returns: Vec<usize>,
+}
+
+/// `call {(results),} name {, (arguments)}`
+pub(super) fn call(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+    l.count(ops, 1..=3)?;
+    let empty = (Operand::List(vec![]), l.pos);
+    let (results, rest) = match &ops[0].0 {
+        Operand::List(_) => (&ops[0], &ops[1..]),
+        _ => (&empty, ops),
+    };
+    let (Some((Operand::Name(name), pos)), true) = (rest.first(), rest.len() <= 2) else {
+        return l.error("a call needs the name of a function");
+    };
+    let (pos, functions) = (*pos, l.functions);
+    let Some(f) = functions.get(name.as_str()) else {
+        return Err((pos, format!("'{name}' is not a function of this module")));
+    };
+    let Some(body) = &f.body else {
+        if name == "__assertfail" {
+            l.push(Op::Trap);
+            return Ok(());
+        }
+        return Err((pos, format!("function '{name}' is defined elsewhere")));
+    };
+    // Functions that call others twice grow without bounds.
+    if l.code.len() > 1 << 18 {
+        return Err((pos, "too many calls: they make the kernel too large".to_string()));
+    }
+    if l.calls.iter().any(|c| c.name == *name) {
+        return Err((pos, format!("'{name}' calls itself, which is not supported")));
+    }
+
+    let mut inside = Scope::default();
+    bind(l, &mut inside, results, &f.results)?;
+    bind(l, &mut inside, rest.get(1).unwrap_or(&empty), &f.params)?;
+    // Lanes that do not take part go around the body.
+    let around = (l.guard != NO_GUARD).then_some(l.code.len());
+    if around.is_some() {
+        l.guard ^= GUARD_NOT;
+        l.push(Op::Bra { target: 0 });
+    }
+    let outside = std::mem::replace(&mut l.scopes, vec![inside]);
+    l.calls.push(Call { name: name.clone(), returns: vec![] });
+    l.statements(body)?;
+    l.close_scope()?;
+    l.scopes = outside;
+    let end = l.code.len() as u32;
+    let returns = l.calls.pop().map_or(vec![], |c| c.returns);
+    for at in returns.into_iter().chain(around) {
+        l.code[at].op = Op::Bra { target: end };
+    }
+    Ok(())
+}
+
+/// `ret`: the end of the kernel, or of the function that is being put in place.
+pub(super) fn ret(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+    l.count(ops, 0..=0)?;
+    let at = l.code.len();
+    match l.calls.last_mut() {
+        Some(call) => {
+            call.returns.push(at);
+            l.push(Op::Bra { target: 0 });
+        }
+        None => l.push(Op::Exit),
+    }
+    Ok(())
+}
+
+/// Gives what the caller passes the names that the function knows it by.
+fn bind(l: &mut Lower, scope: &mut Scope, given: &(Operand, Pos), wanted: &[Param]) -> Lowered<()> {
+    let pos = given.1;
+    let Operand::List(given) = &given.0 else {
+        return Err((pos, format!("{} stands where a list is needed", describe(&given.0))));
+    };
+    if given.len() != wanted.len() {
+        return Err((pos, format!("{} values are passed, {} expected", given.len(), wanted.len())));
+    }
+    for (given, param) in given.iter().zip(wanted) {
+        let Operand::Name(name) = given else {
+            return Err((pos, format!("{} cannot be passed, only a .param variable", describe(given))));
+        };
+        let binding = l.lookup(name, pos)?;
+        if !matches!(binding, Binding::Local { .. }) {
+            return Err((pos, format!("'{name}' is not a .param variable")));
+        }
+        scope.names.insert(param.name.clone(), binding);
+    }
+    Ok(())
+}
+
+impl Lower<'_> {
+    /// Whether a `.param` address speaks of what is passed to a function, not of a parameter of the kernel. The
+    /// kernel's parameters cannot be named inside of a function, so a pointer there is to the function's own.
+    pub(super) fn passes_arguments(&mut self, address: &Operand) -> bool {
+        let Operand::Address { base, .. } = address else { return false };
+        let Operand::Name(name) = &**base else { return false };
+        match self.lookup(name, self.pos) {
+            Ok(Binding::Local { .. }) => true,
+            Ok(Binding::Reg { .. }) => !self.calls.is_empty(),
+            _ => false,
+        }
+    }
+}

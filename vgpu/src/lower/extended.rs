@@ -1,0 +1,171 @@
+//! Arithmetic that needs more than one operation of the host: multiply-add in a carry chain, and directed rounding.
+
+use super::decode::{Emit, simple};
+use super::types::{Mods, Ty};
+use crate::exec::lanes::{Lane, Spec, op_carry, op2, op3};
+use crate::float::{self, Overflow, Round, flush};
+use crate::ir::{CARRY, File, Init, SINK};
+
+/// `mad.cc`, `madc` and `fma` with a directed rounding; `None` for what is as usual.
+pub(super) fn decode(m: &mut Mods) -> Result<Option<Emit>, String> {
+    if m.base == "fma" {
+        return Ok(directed_fma(m)?.map(simple));
+    }
+    let with_carry = m.base == "madc";
+    if with_carry || m.has("cc") { chained(m, with_carry).map(Some) } else { Ok(None) }
+}
+
+/// `mad{c}.{lo,hi}{.cc}`: a product, and then the addition of the carry chain.
+fn chained(m: &mut Mods, with_carry: bool) -> Result<Emit, String> {
+    let sets = if with_carry { m.has("cc") } else { true };
+    let Some(high) = m.one_of(&[("lo", false), ("hi", true)]) else { return m.unsupported() };
+    Ok(match (m.ty()?, high) {
+        (Ty::U32 | Ty::S32, false) => chain::<u32>(op2(u32::wrapping_mul), add::<u32>(), with_carry, sets),
+        (Ty::U64 | Ty::S64, false) => chain::<u64>(op2(u64::wrapping_mul), add::<u64>(), with_carry, sets),
+        (Ty::U32, true) => {
+            let high = op2(|a: u32, b: u32| ((u64::from(a) * u64::from(b)) >> 32) as u32);
+            chain::<u32>(high, add::<u32>(), with_carry, sets)
+        }
+        (Ty::S32, true) => {
+            let high = op2(|a: i32, b: i32| ((i64::from(a) * i64::from(b)) >> 32) as i32);
+            chain::<u32>(high, add::<u32>(), with_carry, sets)
+        }
+        (Ty::U64, true) => {
+            let high = op2(|a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64);
+            chain::<u64>(high, add::<u64>(), with_carry, sets)
+        }
+        (Ty::S64, true) => {
+            let high = op2(|a: i64, b: i64| ((i128::from(a) * i128::from(b)) >> 64) as i64);
+            chain::<u64>(high, add::<u64>(), with_carry, sets)
+        }
+        _ => return m.unsupported(),
+    })
+}
+
+/// Words that a carry chain is made of.
+trait Limb: Lane {
+    fn add(self, b: Self, carry: bool) -> (Self, bool);
+}
+
+macro_rules! limb {
+    ($t:ty) => {
+        impl Limb for $t {
+            fn add(self, b: Self, carry: bool) -> (Self, bool) {
+                let (v, c1) = self.overflowing_add(b);
+                let (v, c2) = v.overflowing_add(<$t>::from(carry));
+                (v, c1 | c2)
+            }
+        }
+    };
+}
+limb!(u32);
+limb!(u64);
+
+fn add<T: Limb>() -> Spec {
+    op_carry(|a: T, b: T, c: bool| a.add(b, c))
+}
+
+fn chain<T: Limb>(product: Spec, sum: Spec, with_carry: bool, sets: bool) -> Emit {
+    Box::new(move |l, ops| {
+        l.count(ops, 4..=4)?;
+        let d = l.dest_of::<T>(&ops[0])?;
+        let (a, b, c) = (l.source_of::<T>(&ops[1])?, l.source_of::<T>(&ops[2])?, l.source_of::<T>(&ops[3])?);
+        let t = l.slot(T::FILE);
+        let carry_in = if with_carry { CARRY } else { l.constant(File::Pred, Init::Bits(0)) };
+        l.push_alu(product.f, [t, a, b, 0, 0, 0], &product.sig);
+        l.push_alu(sum.f, [d, t, c, carry_in, if sets { CARRY } else { SINK }, 0], &sum.sig);
+        Ok(())
+    })
+}
+
+/// `fma.{rz,rm,rp}.f32`; `None` when the rounding is to nearest.
+fn directed_fma(m: &mut Mods) -> Result<Option<Spec>, String> {
+    let Some(mode) = m.one_of(&[("rz", Round::Zero), ("rm", Round::Down), ("rp", Round::Up)]) else {
+        return Ok(None);
+    };
+    let ftz = m.has("ftz");
+    if m.ty()? != Ty::F32 {
+        return m.unsupported();
+    }
+    macro_rules! rounded {
+        ($mode:expr) => {
+            if ftz {
+                op3(|a: f32, b: f32, c: f32| flush(fma(flush(a), flush(b), flush(c), $mode)))
+            } else {
+                op3(|a: f32, b: f32, c: f32| fma(a, b, c, $mode))
+            }
+        };
+    }
+    Ok(Some(match mode {
+        Round::Zero => rounded!(Round::Zero),
+        Round::Down => rounded!(Round::Down),
+        _ => rounded!(Round::Up),
+    }))
+}
+
+/// `a * b + c`, rounded once.
+fn fma(a: f32, b: f32, c: f32, mode: Round) -> f32 {
+    // The product is exact in f64, and the sum is known as a value and its error.
+    let (p, c) = (f64::from(a) * f64::from(b), f64::from(c));
+    let sum = p + c;
+    if !sum.is_finite() {
+        return sum as f32;
+    }
+    if sum == 0.0 {
+        // An exact zero of two signs is negative only when it is rounded down.
+        let negative = match p.is_sign_negative() == c.is_sign_negative() {
+            true => p.is_sign_negative(),
+            false => mode == Round::Down,
+        };
+        return if negative { -0.0 } else { 0.0 };
+    }
+    let part = sum - p;
+    let error = (p - (sum - part)) + (c - part);
+    // Rounded to odd, the sum keeps enough of the error for the second rounding to be right.
+    let bits = sum.to_bits();
+    let odd = match error {
+        e if e == 0.0 || bits & 1 == 1 => bits,
+        e if (e > 0.0) == (sum > 0.0) => bits + 1,
+        _ => bits - 1,
+    };
+    f32::from_bits(float::convert(odd, float::F64, float::F32, mode, Overflow::Ieee) as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directed_fma_against_whole_numbers() {
+        // Products and sums of whole numbers below 2^62 are exact in i128, which is then rounded.
+        let mut rng = crate::rng::Rng::new(5);
+        for _ in 0..20_000 {
+            let mut number = |bits: u64| {
+                let v = (rng.below(1 << 24) as i32 - (1 << 23)) as f32;
+                v * (1u64 << rng.below(bits)) as f32
+            };
+            let (a, b, c) = (number(8), number(8), number(36));
+            let exact = i128::from(a as i64) * i128::from(b as i64) + i128::from(c as i64);
+            for mode in [Round::Zero, Round::Down, Round::Up] {
+                let got = fma(a, b, c, mode);
+                let same = i128::from(got as i64) == exact;
+                let (below, above) = match mode {
+                    Round::Down => (got, got.next_up()),
+                    Round::Up => (got.next_down(), got),
+                    _ if exact > 0 => (got, got.next_up()),
+                    _ => (got.next_down(), got),
+                };
+                let between = (below as i128) < exact && exact < (above as i128);
+                assert!(same || between, "{a} * {b} + {c} {mode:?}: {got}");
+            }
+        }
+        assert_eq!(fma(1.0, 1.0, -1.0, Round::Down).to_bits(), (-0.0f32).to_bits());
+        assert_eq!(fma(1.0, 1.0, -1.0, Round::Up).to_bits(), 0);
+        assert_eq!(fma(1e30, 1e30, 0.0, Round::Down), f32::MAX);
+        assert_eq!(fma(1e30, 1e30, 0.0, Round::Up), f32::INFINITY);
+        assert_eq!(fma(1e-30, 1e-30, 0.0, Round::Up), f32::from_bits(1));
+        assert_eq!(fma(1e-30, 1e-30, 1.0, Round::Up), 1f32.next_up());
+        assert_eq!(fma(-1e-30, 1e-30, 1.0, Round::Zero), 1f32.next_down());
+        assert!(fma(f32::NAN, 1.0, 1.0, Round::Up).is_nan());
+    }
+}

@@ -1,0 +1,145 @@
+//! `ldmatrix` and `stmatrix`: 8 x 8 matrices of 16-bit elements between shared memory and the registers of a warp.
+//!
+//! Lane `8 m + r` gives the address of row `r` of matrix `m`, and lane `t` holds elements `2 (t % 4)` and the next of row
+//! `t / 4`; with `.trans`, of column `t / 4`. So each lane asks by shuffles for the addresses of its rows, and then
+//! accesses shared memory by itself.
+
+use super::decode::Emit;
+use super::types::Mods;
+use super::{Lower, Lowered};
+use crate::ast::{Operand, Pos};
+use crate::exec::lanes::{op1, op2};
+use crate::ir::{Access, Addr, FULL, File, Init, Op, SINK, Scope, Sem, ShflMode, Space, Special, WarpOp};
+
+pub(super) fn transfer(m: &mut Mods) -> Result<Emit, String> {
+    let load = m.base == "ldmatrix";
+    let whole = m.has("sync") & m.has("aligned") & m.has("m8n8") & m.has("b16");
+    let Some(n) = m.one_of(&[("x1", 1), ("x2", 2), ("x4", 4)]) else { return m.unsupported() };
+    let transposed = m.has("trans");
+    let space = match m.has("shared") || m.has("shared::cta") {
+        true => Space::Shared,
+        false => Space::Generic,
+    };
+    if !whole {
+        return m.unsupported();
+    }
+    Ok(Box::new(move |l, ops| {
+        l.count(ops, 2..=2)?;
+        let (regs, address) = if load { (&ops[0], &ops[1]) } else { (&ops[1], &ops[0]) };
+        let single;
+        let regs_of = match &regs.0 {
+            Operand::Vector(v) => v.as_slice(),
+            other => {
+                single = [other.clone()];
+                &single
+            }
+        };
+        if regs_of.len() != n {
+            return Err((regs.1, format!("{} registers given, {n} expected", regs_of.len())));
+        }
+        let rows = row_addresses(l, address)?;
+        for (matrix, reg) in regs_of.iter().enumerate() {
+            let reg = (reg.clone(), regs.1);
+            let reg = if load { l.dest_of::<u32>(&reg)? } else { l.source_of::<u32>(&reg)? };
+            one(l, load, transposed, space, rows, matrix as u64, reg);
+        }
+        Ok(())
+    }))
+}
+
+/// The address that each lane gives, in two halves, since shuffles take 32 bits; the second is missing in a 32-bit
+/// address.
+fn row_addresses(l: &mut Lower, op: &(Operand, Pos)) -> Lowered<(u32, Option<u32>)> {
+    let Addr { slot, wide, offset } = l.address(op)?;
+    let low = l.slot(File::R32);
+    let add = l.constant(if wide { File::R64 } else { File::R32 }, Init::Bits(offset as u64));
+    if !wide {
+        let sum = op2(u32::wrapping_add);
+        l.push_alu(sum.f, [low, slot, add, 0, 0, 0], &sum.sig);
+        return Ok((low, None));
+    }
+    let high = l.slot(File::R32);
+    let sums = [
+        op2(|a: u64, b: u64| a.wrapping_add(b) as u32),
+        op2(|a: u64, b: u64| (a.wrapping_add(b) >> 32) as u32),
+    ];
+    for (sum, d) in sums.iter().zip([low, high]) {
+        l.push_alu(sum.f, [d, slot, add, 0, 0, 0], &sum.sig);
+    }
+    Ok((low, Some(high)))
+}
+
+/// One matrix between shared memory and the register `reg`.
+fn one(
+    l: &mut Lower,
+    load: bool,
+    transposed: bool,
+    space: Space,
+    rows: (u32, Option<u32>),
+    matrix: u64,
+    reg: u32,
+) {
+    if !transposed {
+        let row = op2(|lane: u32, first: u32| first + lane / 4);
+        let at = op2(|a: u64, lane: u32| a.wrapping_add(u64::from(lane % 4 * 4)));
+        let addr = element(l, rows, matrix, row, at);
+        l.push(access(load, space, addr, 4, reg));
+        return;
+    }
+    let halves = [l.slot(File::R32), l.slot(File::R32)];
+    if !load {
+        let parts = [op1(|v: u32| v & 0xffff), op1(|v: u32| v >> 16)];
+        for (part, half) in parts.iter().zip(halves) {
+            l.push_alu(part.f, [half, reg, 0, 0, 0, 0], &part.sig);
+        }
+    }
+    let row_of = [
+        op2(|lane: u32, first: u32| first + lane % 4 * 2),
+        op2(|lane: u32, first: u32| first + lane % 4 * 2 + 1),
+    ];
+    for (row, half) in row_of.into_iter().zip(halves) {
+        let at = op2(|a: u64, lane: u32| a.wrapping_add(u64::from(lane / 4 * 2)));
+        let addr = element(l, rows, matrix, row, at);
+        l.push(access(load, space, addr, 2, half));
+    }
+    if load {
+        let join = op2(|low: u32, high: u32| low | high << 16);
+        l.push_alu(join.f, [reg, halves[0], halves[1], 0, 0, 0], &join.sig);
+    }
+}
+
+/// The address of a lane's element: `row` finds the lane that knows the row's address, `at` the place in the row.
+fn element(
+    l: &mut Lower,
+    rows: (u32, Option<u32>),
+    matrix: u64,
+    row: crate::exec::lanes::Spec,
+    at: crate::exec::lanes::Spec,
+) -> Addr {
+    let lane = l.constant(File::R32, Init::Special(Special::LaneId));
+    let first = l.constant(File::R32, Init::Bits(8 * matrix));
+    let clamp = l.constant(File::R32, Init::Bits(31));
+    let mask = l.constant(File::R32, Init::Bits(FULL.into()));
+    let zero = l.constant(File::R32, Init::Bits(0));
+    let source = l.slot(File::R32);
+    l.push_alu(row.f, [source, lane, first, 0, 0, 0], &row.sig);
+    let fetch = |l: &mut Lower, a: u32| {
+        let d = l.slot(File::R32);
+        let op = WarpOp::Shfl { mode: ShflMode::Idx, d, p: SINK, a, lane: source, clamp };
+        l.push(Op::Warp { op, mask });
+        d
+    };
+    let low = fetch(l, rows.0);
+    let high = rows.1.map_or(zero, |high| fetch(l, high));
+    let whole = l.slot(File::R64);
+    let join = op2(|low: u32, high: u32| u64::from(high) << 32 | u64::from(low));
+    l.push_alu(join.f, [whole, low, high, 0, 0, 0], &join.sig);
+    l.push_alu(at.f, [whole, whole, lane, 0, 0, 0], &at.sig);
+    Addr { slot: whole, wide: true, offset: 0 }
+}
+
+fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
+    let regs = [reg, SINK, SINK, SINK];
+    let a = Access { space, sem: Sem::Weak, scope: Scope::Cta, addr, bytes, n: 1, wide: false, signed: false, regs };
+    if load { Op::Ld(a) } else { Op::St(a) }
+}

@@ -1,0 +1,208 @@
+//! The host's side of the tests of foreign PTX: loads a file, launches its kernels, and compares.
+
+use std::marker::PhantomData;
+
+use epoxide_vgpu::{DeviceConfig, Fault, Grid, GridConfig, Memory, Module, Progress, Region};
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+/// Round robin, and orders drawn from seeds.
+const SCHEDULES: [Option<u64>; 4] = [None, Some(1), Some(2), Some(0x5eed)];
+
+/// A device on which one file of PTX is loaded.
+pub struct Gpu {
+    memory: Memory,
+    config: DeviceConfig,
+    module: Module,
+    /// Of the PTX, for messages.
+    kind: &'static str,
+}
+
+/// Runs a test on a fresh device for every schedule, and for the optimised and, where there is one, the plain
+/// translation of a source. `file` is the name of the PTX without its end.
+pub fn on_every_schedule(file: &str, test: impl Fn(&Gpu)) {
+    let folder = format!("{}/tests/foreign/ptx", env!("CARGO_MANIFEST_DIR"));
+    let read = |path: &str| std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"));
+    let optimised = read(&format!("{folder}/{file}.ptx")).unwrap();
+    let plain = read(&format!("{folder}/unoptimised/{file}.ptx")).ok();
+    for (kind, ptx) in [("optimised", Some(optimised)), ("unoptimised", plain)] {
+        let Some(ptx) = ptx else { continue };
+        for schedule_seed in SCHEDULES {
+            let module = Module::parse(&ptx).unwrap_or_else(|e| panic!("{file}, {kind}: {e}"));
+            let config = DeviceConfig { schedule_seed, ..DeviceConfig::default() };
+            test(&Gpu { memory: Memory::new(), config, module, kind });
+        }
+    }
+}
+
+/// Numbers as they lie in memory.
+pub trait Number: Copy + Default {
+    fn bytes(self) -> Vec<u8>;
+    fn of(bytes: &[u8]) -> Self;
+}
+
+/// What a kernel can be given.
+pub trait Argument {
+    fn encoded(&self) -> Vec<u8>;
+}
+
+macro_rules! numbers {
+    ($($t:ty),*) => {$(
+        impl Number for $t {
+            fn bytes(self) -> Vec<u8> {
+                self.to_ne_bytes().to_vec()
+            }
+            fn of(bytes: &[u8]) -> Self {
+                <$t>::from_ne_bytes(bytes.try_into().unwrap())
+            }
+        }
+        impl Argument for $t {
+            fn encoded(&self) -> Vec<u8> {
+                self.bytes()
+            }
+        }
+    )*};
+}
+numbers!(u8, u16, u32, u64, i32, i64, f32, f64);
+
+/// An array in the device's memory.
+pub struct Buffer<T> {
+    memory: Memory,
+    region: Region,
+    len: usize,
+    of: PhantomData<T>,
+}
+
+impl<T: Number> Buffer<T> {
+    pub fn read(&self) -> Vec<T> {
+        let mut bytes = vec![0; self.len * size_of::<T>()];
+        self.memory.read(self.region.addr(), &mut bytes).unwrap();
+        bytes.chunks(size_of::<T>()).map(T::of).collect()
+    }
+}
+
+impl<T> Argument for Buffer<T> {
+    fn encoded(&self) -> Vec<u8> {
+        self.region.addr().bytes()
+    }
+}
+
+/// The shape of a grid or a block, of which one dimension is enough.
+pub struct Shape([u32; 3]);
+
+impl From<u32> for Shape {
+    fn from(x: u32) -> Self {
+        Shape([x, 1, 1])
+    }
+}
+
+impl From<[u32; 3]> for Shape {
+    fn from(shape: [u32; 3]) -> Self {
+        Shape(shape)
+    }
+}
+
+impl Gpu {
+    pub fn buffer<T: Number>(&self, values: &[T]) -> Buffer<T> {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.bytes()).collect();
+        let region = self.memory.alloc(bytes.len() as u64, "buffer").unwrap();
+        self.memory.write(region.addr(), &bytes).unwrap();
+        Buffer { memory: self.memory.clone(), region, len: values.len(), of: PhantomData }
+    }
+
+    pub fn zeros<T: Number>(&self, len: usize) -> Buffer<T> {
+        self.buffer(&vec![T::default(); len])
+    }
+
+    /// Runs a kernel without dynamic shared memory.
+    #[track_caller]
+    pub fn launch(
+        &self,
+        kernel: &str,
+        grid: impl Into<Shape>,
+        block: impl Into<Shape>,
+        arguments: &[&dyn Argument],
+    ) {
+        self.launch_with(kernel, grid, block, 0, arguments);
+    }
+
+    #[track_caller]
+    pub fn launch_with(
+        &self,
+        kernel: &str,
+        grid: impl Into<Shape>,
+        block: impl Into<Shape>,
+        dynamic_shared_bytes: u32,
+        arguments: &[&dyn Argument],
+    ) {
+        let config = GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes };
+        if let Err(fault) = self.run(kernel, config, arguments) {
+            panic!("{kernel}, {}, seed {:?}: {fault}", self.kind, self.config.schedule_seed);
+        }
+    }
+
+    /// Runs a kernel that must fault.
+    #[track_caller]
+    pub fn fault(
+        &self,
+        kernel: &str,
+        grid: impl Into<Shape>,
+        block: impl Into<Shape>,
+        arguments: &[&dyn Argument],
+    ) -> Fault {
+        let config = GridConfig { grid: grid.into().0, block: block.into().0, dynamic_shared_bytes: 0 };
+        match self.run(kernel, config, arguments) {
+            Err(fault) => *fault,
+            Ok(()) => panic!("{kernel} did not fault"),
+        }
+    }
+
+    #[track_caller]
+    fn run(&self, name: &str, config: GridConfig, arguments: &[&dyn Argument]) -> Result<(), Box<Fault>> {
+        let kernel = self.module.kernel(name).unwrap_or_else(|| panic!("no kernel '{name}'"));
+        // Triton adds pointers to scratch memory, which its kernels here do not use: they stay null.
+        let mut block = vec![0; kernel.param_bytes()];
+        for (p, a) in kernel.params().iter().zip(arguments) {
+            let bytes = a.encoded();
+            assert_eq!(bytes.len(), p.size, "{name}: parameter {}", p.name);
+            block[p.offset..p.offset + p.size].copy_from_slice(&bytes);
+        }
+        assert!(arguments.len() <= kernel.params().len(), "{name}: too many arguments");
+        let mut grid = Grid::new(kernel, self.memory.clone(), &self.config, config, &block).unwrap();
+        for _ in 0..1_000_000 {
+            match grid.step(10_000)? {
+                Progress::Done => return Ok(()),
+                Progress::Running => {}
+                Progress::Spinning => panic!("{name} spins: {}", grid.stuck_report()),
+            }
+        }
+        panic!("{name} does not end: {}", grid.stuck_report());
+    }
+}
+
+pub fn words(n: usize, seed: u64) -> Vec<u32> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    (0..n).map(|_| rng.random()).collect()
+}
+
+pub fn longs(n: usize, seed: u64) -> Vec<i64> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    (0..n).map(|_| rng.random()).collect()
+}
+
+/// Numbers between -10 and 10.
+pub fn floats(n: usize, seed: u64) -> Vec<f32> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    (0..n).map(|_| rng.random_range(-10.0..10.0)).collect()
+}
+
+/// Compares with a relative bound.
+#[track_caller]
+pub fn assert_close<T: Copy + Into<f64>>(got: &[T], want: &[f64], bound: f64) {
+    assert_eq!(got.len(), want.len());
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        let g: f64 = (*g).into();
+        let close = g == *w || (g - w).abs() <= bound * w.abs();
+        assert!(close, "element {i}: {g} instead of {w}, off by {}", (g - w).abs() / w.abs());
+    }
+}
