@@ -323,6 +323,40 @@ pub(crate) fn max<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
     }
 }
 
+/// A NaN becomes the one NaN that the GPU's f32 arithmetic gives; what came in with an operand is lost.
+#[inline(always)]
+pub(crate) fn canonical(v: f32) -> f32 {
+    // On integers: to the compiler all NaNs are as good as each other, and it drops a choice between two of them.
+    let b = v.to_bits();
+    f32::from_bits(if b & 0x7fff_ffff > 0x7f80_0000 { 0x7fff_ffff } else { b })
+}
+
+/// `div.approx`: the reciprocal of a divisor above 2^126 is subnormal and counts as zero, so the quotient is zero too,
+/// or NaN for an infinite dividend.
+pub(crate) fn div_approx(a: f32, b: f32) -> f32 {
+    const LIMIT: f32 = f32::from_bits((126 + 127) << 23);
+    if b.abs() > LIMIT { a * 0f32.copysign(b) } else { a / b }
+}
+
+/// What `rcp.approx.ftz.f64` and `rsqrt.approx.ftz.f64` share: they see the upper word of the operand and write the
+/// upper word of the result, flush subnormals at both ends, and have a NaN of their own.
+pub(crate) fn upper_word(a: f64, f: impl Fn(f64) -> f64) -> f64 {
+    const UPPER: u64 = 0xffff_ffff << 32;
+    let flush = |v: f64| if v.is_subnormal() { 0f64.copysign(v) } else { v };
+    let v = flush(f(flush(f64::from_bits(a.to_bits() & UPPER))));
+    let nan = v.to_bits() << 1 > 0x7ff << 53;
+    f64::from_bits(if nan { 0x7fff_ffff << 32 } else { v.to_bits() & UPPER })
+}
+
+/// f64 to f32 with `.ftz`. A result is flushed if it is subnormal before rounding, even where rounding makes it the
+/// smallest normal number: so does the hardware.
+pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
+    if v.abs() < f64::from(f32::MIN_POSITIVE) {
+        return 0f32.copysign(v as f32);
+    }
+    f32::from_bits(convert(v.to_bits(), F64, F32, mode, Overflow::Ieee) as u32)
+}
+
 /// Flushes a subnormal to zero of its sign.
 #[inline(always)]
 pub(crate) fn flush(v: f32) -> f32 {
@@ -449,5 +483,7 @@ mod tests {
         assert_eq!(saturate(f32::NAN), 0.0);
         assert_eq!(saturate(2.0), 1.0);
         assert_eq!(flush(f32::from_bits(0x8000_0001)).to_bits(), 0x8000_0000);
+        assert_eq!(canonical(-f32::NAN).to_bits(), 0x7fff_ffff);
+        assert_eq!(canonical(-1.0), -1.0);
     }
 }

@@ -6,7 +6,7 @@ use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
 use crate::ast::Operand;
 use crate::exec::lanes::{Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4};
-use crate::float::{self, Half, flush, saturate};
+use crate::float::{self, Half, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
 
 /// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other types.
@@ -48,8 +48,8 @@ fn flags(m: &mut Mods) -> Flags {
 
 fn f32_1<F: Fn(f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
     match (g.ftz, g.sat) {
-        (false, false) => op1(f),
-        (true, false) => op1(move |a| flush(f(flush(a)))),
+        (false, false) => op1(move |a| canonical(f(a))),
+        (true, false) => op1(move |a| canonical(flush(f(flush(a))))),
         (false, true) => op1(move |a| saturate(f(a))),
         (true, true) => op1(move |a| saturate(flush(f(flush(a))))),
     }
@@ -57,8 +57,8 @@ fn f32_1<F: Fn(f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
 
 fn f32_2<F: Fn(f32, f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
     match (g.ftz, g.sat) {
-        (false, false) => op2(f),
-        (true, false) => op2(move |a, b| flush(f(flush(a), flush(b)))),
+        (false, false) => op2(move |a, b| canonical(f(a, b))),
+        (true, false) => op2(move |a, b| canonical(flush(f(flush(a), flush(b))))),
         (false, true) => op2(move |a, b| saturate(f(a, b))),
         (true, true) => op2(move |a, b| saturate(flush(f(flush(a), flush(b))))),
     }
@@ -66,8 +66,8 @@ fn f32_2<F: Fn(f32, f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
 
 fn f32_3<F: Fn(f32, f32, f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
     match (g.ftz, g.sat) {
-        (false, false) => op3(f),
-        (true, false) => op3(move |a, b, c| flush(f(flush(a), flush(b), flush(c)))),
+        (false, false) => op3(move |a, b, c| canonical(f(a, b, c))),
+        (true, false) => op3(move |a, b, c| canonical(flush(f(flush(a), flush(b), flush(c))))),
         (false, true) => op3(move |a, b, c| saturate(f(a, b, c))),
         (true, true) => op3(move |a, b, c| saturate(flush(f(flush(a), flush(b), flush(c))))),
     }
@@ -355,10 +355,12 @@ fn div(m: &mut Mods) -> Result<Option<Spec>, String> {
         // By zero the result is up to the machine.
         return Ok(integers!(ty, T => op2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_rem(b) })));
     }
-    m.ignore(&["approx", "full"]);
+    let approx = m.has("approx");
+    m.has("full");
     let g = flags(m);
     let ty = m.ty()?;
     Ok(match ty {
+        Ty::F32 if approx && !g.sat => Some(f32_2(g, float::div_approx)),
         Ty::F32 if !g.sat => Some(f32_2(g, |a, b| a / b)),
         _ if g.ftz || g.sat => None,
         Ty::F64 => Some(op2(|a: f64, b: f64| a / b)),
@@ -630,13 +632,16 @@ fn testp(m: &mut Mods) -> Result<Option<Spec>, String> {
             (|| op1(|a: f32| a.$f()), || op1(|a: f64| a.$f()))
         };
     }
+    // Zero counts as normal.
+    let normal: Test =
+        (|| op1(|a: f32| a.is_normal() || a == 0.0), || op1(|a: f64| a.is_normal() || a == 0.0));
     let number: Test = (|| op1(|a: f32| !a.is_nan()), || op1(|a: f64| !a.is_nan()));
     let Some((f32_test, f64_test)) = m.one_of::<Test>(&[
         ("finite", test!(is_finite)),
         ("infinite", test!(is_infinite)),
         ("number", number),
         ("notanumber", test!(is_nan)),
-        ("normal", test!(is_normal)),
+        ("normal", normal),
         ("subnormal", test!(is_subnormal)),
     ]) else {
         return m.unsupported();
@@ -650,14 +655,16 @@ fn testp(m: &mut Mods) -> Result<Option<Spec>, String> {
 
 fn special_function(m: &mut Mods) -> Result<Option<Spec>, String> {
     // Approximations are computed as well as the host can, which is within their error bounds.
-    m.has("approx");
+    let approx = m.has("approx");
     let g = flags(m);
     let ty = m.ty()?;
     Ok(match (m.base, ty) {
         _ if g.sat => None,
+        ("rcp", Ty::F64) if approx => Some(op1(|a: f64| float::upper_word(a, |a| 1.0 / a))),
+        ("rsqrt", Ty::F64) if approx => Some(op1(|a: f64| float::upper_word(a, |a| rsqrt(a)))),
         ("rcp", Ty::F32) => Some(f32_1(g, |a| 1.0 / a)),
         ("sqrt", Ty::F32) => Some(f32_1(g, f32::sqrt)),
-        ("rsqrt", Ty::F32) => Some(f32_1(g, |a| (1.0 / f64::from(a).sqrt()) as f32)),
+        ("rsqrt", Ty::F32) => Some(f32_1(g, |a| rsqrt(f64::from(a)) as f32)),
         ("sin", Ty::F32) => Some(f32_1(g, f32::sin)),
         ("cos", Ty::F32) => Some(f32_1(g, f32::cos)),
         ("lg2", Ty::F32) => Some(f32_1(g, f32::log2)),
@@ -665,9 +672,13 @@ fn special_function(m: &mut Mods) -> Result<Option<Spec>, String> {
         ("tanh", Ty::F32) => Some(f32_1(g, f32::tanh)),
         ("rcp", Ty::F64) => Some(op1(|a: f64| 1.0 / a)),
         ("sqrt", Ty::F64) => Some(op1(f64::sqrt)),
-        ("rsqrt", Ty::F64) => Some(op1(|a: f64| 1.0 / a.sqrt())),
+        ("rsqrt", Ty::F64) => Some(op1(rsqrt)),
         _ => None,
     })
+}
+
+fn rsqrt(a: f64) -> f64 {
+    1.0 / a.sqrt()
 }
 
 /// The comparison of `setp`/`set` with its type; operands of `.ftz` are flushed.

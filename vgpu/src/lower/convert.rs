@@ -133,8 +133,8 @@ fn common(c: &Conversion) -> Option<Spec> {
         (Ty::F64, Ty::S32, Round::Nearest, _) => op1(|a: i32| f64::from(a)),
         (Ty::F64, Ty::U32, Round::Nearest, _) => op1(|a: u32| f64::from(a)),
         (Ty::F64, Ty::F32, ..) if !c.integral => op1(|a: f32| f64::from(a)),
-        (Ty::F32, Ty::F64, Round::Nearest, false) => op1(|a: f64| a as f32),
-        (Ty::F32, Ty::F16, ..) if !c.integral => op1(|a: f16| a.to_f32()),
+        (Ty::F32, Ty::F64, Round::Nearest, false) => op1(|a: f64| float::canonical(a as f32)),
+        (Ty::F32, Ty::F16, ..) if !c.integral => op1(|a: f16| float::canonical(a.to_f32())),
         (Ty::F32, Ty::Bf16, ..) if !c.integral => op1(|a: u16| f32::from_bits(u32::from(a) << 16)),
         (Ty::Bf16, Ty::F32, Round::Nearest, false) => op1(float::bf16_rn),
         (Ty::S32, Ty::F32, Round::Zero, true) => op1(|a: f32| a as i32),
@@ -272,6 +272,9 @@ fn convert_scalar(c: &Conversion, raw: u64) -> u64 {
     }
     if c.from == c.to {
         return finish_float(c, raw);
+    }
+    if c.ftz && (c.to, c.from) == (Ty::F32, Ty::F64) {
+        return finish_float(c, float::narrow_ftz(f64::from_bits(raw), c.round).to_bits().into());
     }
     let overflow = if c.satfinite { Overflow::Finite } else { Overflow::Ieee };
     finish_float(c, float::convert(raw, format(c.from), format(c.to), c.round, overflow))
