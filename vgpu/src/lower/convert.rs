@@ -310,8 +310,12 @@ fn packed(c: &Conversion) -> Option<Spec> {
         one(a) << bits | one(b)
     }
     /// Both bytes of an fp8 pair as f16.
-    fn widen(v: u16, f: Format) -> u32 {
-        let one = |b: u16| float::convert(b.into(), f, float::F16, Round::Zero, Overflow::Ieee) as u32;
+    fn widen(v: u16, f: Format, relu: bool) -> u32 {
+        let one = |b: u16| {
+            let v = float::convert(b.into(), f, float::F16, Round::Zero, Overflow::Ieee) as u32;
+            let negative = v & 0x8000 != 0;
+            if relu && negative { 0 } else { v }
+        };
         one(v >> 8) << 16 | one(v & 0xff)
     }
     /// A pair of f16 as fp8.
@@ -370,8 +374,10 @@ fn packed(c: &Conversion) -> Option<Spec> {
         (Ty::E4m3x2, Ty::F16x2, NEAREST, (true, true)) => op1(|v: u32| narrow(v, E4M3, true)),
         (Ty::E5m2x2, Ty::F16x2, NEAREST, (true, false)) => op1(|v: u32| narrow(v, E5M2, false)),
         (Ty::E5m2x2, Ty::F16x2, NEAREST, (true, true)) => op1(|v: u32| narrow(v, E5M2, true)),
-        (Ty::F16x2, Ty::E4m3x2, NEAREST, (false, false)) => op1(|v: u16| widen(v, E4M3)),
-        (Ty::F16x2, Ty::E5m2x2, NEAREST, (false, false)) => op1(|v: u16| widen(v, E5M2)),
+        (Ty::F16x2, Ty::E4m3x2, NEAREST, (false, false)) => op1(|v: u16| widen(v, E4M3, false)),
+        (Ty::F16x2, Ty::E4m3x2, NEAREST, (false, true)) => op1(|v: u16| widen(v, E4M3, true)),
+        (Ty::F16x2, Ty::E5m2x2, NEAREST, (false, false)) => op1(|v: u16| widen(v, E5M2, false)),
+        (Ty::F16x2, Ty::E5m2x2, NEAREST, (false, true)) => op1(|v: u16| widen(v, E5M2, true)),
         _ => return None,
     })
 }
