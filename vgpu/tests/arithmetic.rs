@@ -337,6 +337,32 @@ fn float_comparisons_and_nan() {
 }
 
 #[test]
+fn directed_rounding() {
+    let (one, third) = (f(1.0), f(1.0 / 3.0));
+    // 1/3 in f32 is above the third.
+    for (mode, result) in [("rn", third), ("rz", third - 1), ("rm", third - 1), ("rp", third)] {
+        check(&format!("div.{mode}.f32 %r0, %r1, %r2;"), &[one, f(3.0)], result);
+        check(&format!("rcp.{mode}.f32 %r0, %r1;"), &[f(3.0)], result);
+        // An exact zero is negative only when rounding down.
+        let zero = if mode == "rm" { MIN } else { 0 };
+        check(&format!("sub.{mode}.f32 %r0, %r1, %r2;"), &[one, one], zero);
+        check(&format!("fma.{mode}.f32 %r0, %r1, %r2, %r3;"), &[one, one, f(-1.0)], zero);
+    }
+    check("add.rp.f32 %r0, %r1, %r2;", &[one, 1], one + 1);
+    check("add.rm.f32 %r0, %r1, %r2;", &[one, 0x8000_0001], one - 1);
+    check("add.rp.ftz.f32 %r0, %r1, %r2;", &[one, 1], one);
+    check("add.rp.sat.f32 %r0, %r1, %r2;", &[one, 1], one);
+    check("mul.rz.f32 %r0, %r1, %r2;", &[f(f32::MAX), f(2.0)], f(f32::MAX));
+    check("mul.rp.f64 %rd0, %rd1, %rd2;", &[d(f64::MIN_POSITIVE), d(f64::MIN_POSITIVE)], 1);
+    check("sqrt.rp.f64 %rd0, %rd1;", &[d(2.0)], d(2f64.sqrt()));
+    check("sqrt.rm.f64 %rd0, %rd1;", &[d(2.0)], d(2f64.sqrt()) - 1);
+    check("fma.rm.f64 %rd0, %rd1, %rd2, %rd3;", &[d(1.0), d(1.0), d(-1e-300)], d(1.0) - 1);
+    for op in ["add.rz.f16 %h0, %h1, %h2;", "ex2.approx.rz.f32 %r0, %r1;", "add.rz.u32 %r0, %r1, %r2;"] {
+        common::reject(op);
+    }
+}
+
+#[test]
 fn a_nan_result_has_no_payload() {
     const NAN: u64 = 0x7fff_ffff;
     let nan = 0xffc0_1234;

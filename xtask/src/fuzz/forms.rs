@@ -501,19 +501,20 @@ fn float_arithmetic(t: &mut Table) {
     for (name, op, operands) in OPS {
         let k = [Float(F32)];
         let saturates = operands == 3 || matches!(op, Op::Add | Op::Sub | Op::Mul);
-        for (modifiers, ftz, sat) in F32_MODIFIERS {
-            if !sat || saturates {
-                let mode = Mode { format: F32, round: NEAREST, ftz, sat };
-                let opcode = format!("{name}.rn{modifiers}.f32");
-                t.op(opcode, &k.repeat(operands), k[0], move |x| float::arithmetic(op, mode, x));
+        for (r, round) in ROUNDS {
+            for (modifiers, ftz, sat) in F32_MODIFIERS {
+                if !sat || saturates {
+                    let mode = Mode { format: F32, round, ftz, sat };
+                    let opcode = format!("{name}.{r}{modifiers}.f32");
+                    t.op(opcode, &k.repeat(operands), k[0], move |x| float::arithmetic(op, mode, x));
+                }
             }
+            let k = [Float(F64)];
+            let mode = Mode { round, ..Mode::plain(F64) };
+            let eval = move |x: &[u64]| float::arithmetic(op, mode, x);
+            // The manual has payloads pass through f64, and does not say which of several.
+            t.op(format!("{name}.{r}.f64"), &k.repeat(operands), k[0], eval).any_nan = true;
         }
-        let k = [Float(F64)];
-        t.op(format!("{name}.rn.f64"), &k.repeat(operands), k[0], move |x| {
-            float::arithmetic(op, Mode::plain(F64), x)
-        })
-        // The manual has payloads pass through f64, and does not say which of several.
-        .any_nan = true;
         if !saturates {
             continue;
         }

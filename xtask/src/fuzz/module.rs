@@ -99,7 +99,9 @@ fn random_use(number: usize, form: &Form, rng: &mut StdRng) -> Use {
         .filter(|&i| form.is_single() && i < form.operands.len() && form.operands.len() > 1)
         .filter(|&i| form.operands[i].may_be_literal());
     if let Some(i) = literal {
-        let value = operands[i][0];
+        // The assembler takes no greater positions of bits.
+        let limit = if form.operands[i] == Kind::Count { 0xff } else { u64::MAX };
+        let value = operands[i][0] & limit;
         operands[i].fill(value);
     }
     // H200 departs from the manual where a guard of `set` is false (docs/KERNELS.md).
