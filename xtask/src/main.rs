@@ -1,7 +1,7 @@
 //! Developer chores: `cargo xtask <command>`.
 //!
 //! Nothing here is needed to *use* epoxide: the host crate embeds the committed PTX. These commands rebuild that PTX from
-//! the kernels in `gpu/`, check it, and prepare machines that lack CUDA.
+//! the kernels in `gpu/`, check it and the virtual GPU that runs it, and prepare machines that lack CUDA.
 
 mod backend;
 mod build;

@@ -374,12 +374,8 @@ fn selections(t: &mut Table) {
         let k = if n.starts_with('f') { Bits(bits) } else { Int(bits) };
         t.op(format!("selp.{n}"), &[k, k, Pred], k, |x| x[if x[2] == 1 { 0 } else { 1 }]);
         t.op(format!("slct.{n}.s32"), &[k, k, Int(32)], k, |x| x[usize::from(S32.of(x[2]) < 0)]);
-        for (ftz, name) in [(false, "f32"), (true, "ftz.f32")] {
-            let opcode = match ftz {
-                true => format!("slct.ftz.{n}.f32"),
-                false => format!("slct.{n}.{name}"),
-            };
-            t.op(opcode, &[k, k, Float(F32)], k, move |x| {
+        for (modifier, ftz) in [("", false), (".ftz", true)] {
+            t.op(format!("slct{modifier}.{n}.f32"), &[k, k, Float(F32)], k, move |x| {
                 let order = float::compare(x[2], 0, F32, ftz);
                 x[usize::from(!order.is_some_and(Ordering::is_ge))]
             });
