@@ -225,7 +225,7 @@ fn quotient(a: Parts, b: Parts) -> Parts {
             // 126 bits by 64 are 62 bits or more.
             let (up, vp) = (x.leading_zeros() - 2, y.leading_zeros() - 64);
             let (x, y) = (x << up, y << vp);
-            let magnitude = x / y << 1 | u128::from(x % y != 0);
+            let magnitude = ((x / y) << 1) | u128::from(x % y != 0);
             Finite { negative: n != m, magnitude, exponent: e - f - up as i32 + vp as i32 - 1 }
         }
     }

@@ -83,15 +83,16 @@ pub fn random(forms: &[Form], seed: u64, modules: usize) -> Vec<Module> {
 }
 
 fn random_use(number: usize, form: &Form, rng: &mut StdRng) -> Use {
-    let mut operands = vec![vec![0; LANES]; form.operands.len()];
-    for lane in 0..LANES {
-        for (i, kind) in form.operands.iter().enumerate() {
-            let sibling = i > 0 && form.operands[0].bits() == kind.bits() && *kind != Kind::Pred;
-            operands[i][lane] = match sibling && rng.random_ratio(1, 5) {
-                true => relate(*kind, operands[0][lane], rng),
-                false => kind.value(rng),
-            };
-        }
+    let mut operands: Vec<Vec<u64>> = Vec::new();
+    for kind in &form.operands {
+        let alike = form.operands[0].bits() == kind.bits() && *kind != Kind::Pred;
+        let first = operands.first().filter(|_| alike);
+        let row = (0..LANES).map(|lane| match first {
+            Some(first) if rng.random_ratio(1, 5) => relate(*kind, first[lane], rng),
+            _ => kind.value(rng),
+        });
+        let row = row.collect();
+        operands.push(row);
     }
     // One literal at most, and never the only operand: the machine is to compute, not the assembler.
     let literal = rng.random_range(0..4 * form.operands.len());
