@@ -155,11 +155,20 @@ fn float(format: Format, rng: &mut StdRng) -> u64 {
         1 => 1,
         2 => (1 << mantissa) - rng.random_range(0..2),
         3 => rng.random::<u64>() & mask(mantissa),
-        // The largest number and infinity.
+        // The largest number, infinity, NaNs.
         4 => infinity - rng.random_range(0..2),
         5 => infinity | (rng.random::<u64>() & mask(mantissa)),
         6 => bias << mantissa,
         7 => rng.random::<u64>() & top,
+        // Beside the powers of two at which formats and integers end.
+        8 => {
+            const ENDS: [i64; 16] =
+                [-150, -149, -134, -133, -126, -25, -24, -17, -14, 7, 8, 15, 16, 31, 63, 127];
+            let end = ENDS[rng.random_range(0..ENDS.len())].clamp(2 - bias as i64, bias as i64 - 1);
+            let nudge = [0, 1, 1 << (mantissa / 2)][rng.random_range(0..3)];
+            let power = ((bias as i64 + end) as u64) << mantissa;
+            if rng.random() { power + nudge } else { power - nudge }
+        }
         // The rest has few bits set, give or take one: sums and products that end in ties, and conversions that do.
         // The exponents reach beyond the ends of the narrower formats.
         kind => {
