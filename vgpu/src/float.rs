@@ -149,6 +149,144 @@ pub(crate) fn convert(bits: u64, from: Format, to: Format, mode: Round, overflow
     pack(unpack(bits, from), to, mode, overflow)
 }
 
+/// The exact product.
+fn product(a: Parts, b: Parts) -> Parts {
+    use Parts::{Finite, Infinite, Nan};
+    match (a, b) {
+        (Nan, _) | (_, Nan) => Nan,
+        (Infinite { negative: n }, Infinite { negative: m }) => Infinite { negative: n != m },
+        (Infinite { negative: n }, Finite { negative: m, magnitude, .. })
+        | (Finite { negative: m, magnitude, .. }, Infinite { negative: n }) => {
+            if magnitude == 0 {
+                Nan
+            } else {
+                Infinite { negative: n != m }
+            }
+        }
+        (
+            Finite { negative: n, magnitude: x, exponent: e },
+            Finite { negative: m, magnitude: y, exponent: f },
+        ) => Finite { negative: n != m, magnitude: x * y, exponent: e + f },
+    }
+}
+
+/// The sum; where it has too many bits, the last says whether there are more, so that rounding it is rounding once.
+fn sum(a: Parts, b: Parts, mode: Round) -> Parts {
+    use Parts::{Finite, Infinite, Nan};
+    let (x, y) = match (a, b) {
+        (Nan, _) | (_, Nan) => return Nan,
+        (Infinite { negative: n }, Infinite { negative: m }) if n != m => return Nan,
+        (Infinite { .. }, _) => return a,
+        (_, Infinite { .. }) => return b,
+        (
+            Finite { negative: n, magnitude: x, exponent: e },
+            Finite { negative: m, magnitude: y, exponent: f },
+        ) => match (x, y) {
+            (0, 0) if n == m => return a,
+            (0, 0) => return Finite { negative: mode == Round::Down, magnitude: 0, exponent: e },
+            (0, _) => return b,
+            (_, 0) => return a,
+            // Top bits at 126: one is left for the carry, and products, of 106 bits at most, for what cancels.
+            _ => {
+                let (up, vp) = (x.leading_zeros() - 1, y.leading_zeros() - 1);
+                ((n, x << up, e - up as i32), (m, y << vp, f - vp as i32))
+            }
+        },
+    };
+    let (large, small) = if (x.2, x.1) >= (y.2, y.1) { (x, y) } else { (y, x) };
+    let down = (large.2 - small.2).min(127);
+    let lost = small.1 & ((1 << down) - 1) != 0;
+    let other = small.1 >> down | u128::from(lost);
+    let magnitude = if large.0 == small.0 { large.1 + other } else { large.1 - other };
+    let negative = if magnitude == 0 { mode == Round::Down } else { large.0 };
+    Finite { negative, magnitude, exponent: large.2 }
+}
+
+/// The quotient, with a last bit as in [`sum`].
+fn quotient(a: Parts, b: Parts) -> Parts {
+    use Parts::{Finite, Infinite, Nan};
+    match (a, b) {
+        (Nan, _) | (_, Nan) | (Infinite { .. }, Infinite { .. }) => Nan,
+        (Infinite { negative: n }, Finite { negative: m, .. }) => Infinite { negative: n != m },
+        (Finite { negative: n, .. }, Infinite { negative: m }) => {
+            Finite { negative: n != m, magnitude: 0, exponent: 0 }
+        }
+        (Finite { magnitude: 0, .. }, Finite { magnitude: 0, .. }) => Nan,
+        (Finite { negative: n, .. }, Finite { negative: m, magnitude: 0, .. }) => {
+            Infinite { negative: n != m }
+        }
+        (Finite { negative: n, magnitude: 0, .. }, Finite { negative: m, .. }) => {
+            Finite { negative: n != m, magnitude: 0, exponent: 0 }
+        }
+        (
+            Finite { negative: n, magnitude: x, exponent: e },
+            Finite { negative: m, magnitude: y, exponent: f },
+        ) => {
+            // 126 bits by 64 are 62 bits or more.
+            let (up, vp) = (x.leading_zeros() - 2, y.leading_zeros() - 64);
+            let (x, y) = (x << up, y << vp);
+            let magnitude = ((x / y) << 1) | u128::from(x % y != 0);
+            Finite { negative: n != m, magnitude, exponent: e - f - up as i32 + vp as i32 - 1 }
+        }
+    }
+}
+
+/// The square root, with a last bit as in [`sum`].
+fn root(a: Parts) -> Parts {
+    match a {
+        Parts::Finite { magnitude: 0, .. } | Parts::Infinite { negative: false } => a,
+        Parts::Finite { negative: false, magnitude, exponent } => {
+            let up = magnitude.leading_zeros() as i32;
+            let up = up - (exponent - up).rem_euclid(2);
+            let x = magnitude << up;
+            let r = x.isqrt();
+            let magnitude = r << 1 | u128::from(r * r != x);
+            Parts::Finite { negative: false, magnitude, exponent: (exponent - up) / 2 - 1 }
+        }
+        _ => Parts::Nan,
+    }
+}
+
+/// f32 and f64, for arithmetic that rounds in a given direction. The host does what rounds to nearest.
+pub(crate) trait Directed: Copy {
+    fn parts(self) -> Parts;
+    fn round(parts: Parts, mode: Round) -> Self;
+
+    fn add(self, other: Self, mode: Round) -> Self {
+        Self::round(sum(self.parts(), other.parts(), mode), mode)
+    }
+    fn mul(self, other: Self, mode: Round) -> Self {
+        Self::round(product(self.parts(), other.parts()), mode)
+    }
+    fn fma(self, by: Self, other: Self, mode: Round) -> Self {
+        Self::round(sum(product(self.parts(), by.parts()), other.parts(), mode), mode)
+    }
+    fn div(self, other: Self, mode: Round) -> Self {
+        Self::round(quotient(self.parts(), other.parts()), mode)
+    }
+    fn sqrt(self, mode: Round) -> Self {
+        Self::round(root(self.parts()), mode)
+    }
+}
+
+impl Directed for f32 {
+    fn parts(self) -> Parts {
+        unpack(self.to_bits().into(), F32)
+    }
+    fn round(parts: Parts, mode: Round) -> Self {
+        f32::from_bits(pack(parts, F32, mode, Overflow::Ieee) as u32)
+    }
+}
+
+impl Directed for f64 {
+    fn parts(self) -> Parts {
+        unpack(self.to_bits(), F64)
+    }
+    fn round(parts: Parts, mode: Round) -> Self {
+        f64::from_bits(pack(parts, F64, mode, Overflow::Ieee))
+    }
+}
+
 /// An integer in a format.
 pub(crate) fn from_int(v: i128, to: Format, mode: Round) -> u64 {
     let parts = Parts::Finite { negative: v < 0, magnitude: v.unsigned_abs(), exponent: 0 };
@@ -323,6 +461,40 @@ pub(crate) fn max<T: MinMax, const NAN: bool>(a: T, b: T) -> T {
     }
 }
 
+/// A NaN becomes the one NaN that the GPU's f32 arithmetic gives; what came in with an operand is lost.
+#[inline(always)]
+pub(crate) fn canonical(v: f32) -> f32 {
+    // On integers: to the compiler all NaNs are as good as each other, and it drops a choice between two of them.
+    let b = v.to_bits();
+    f32::from_bits(if b & 0x7fff_ffff > 0x7f80_0000 { 0x7fff_ffff } else { b })
+}
+
+/// `div.approx`: the reciprocal of a divisor above 2^126 is subnormal and counts as zero, so the quotient is zero too,
+/// or NaN for an infinite dividend.
+pub(crate) fn div_approx(a: f32, b: f32) -> f32 {
+    const LIMIT: f32 = f32::from_bits((126 + 127) << 23);
+    if b.abs() > LIMIT { a * 0f32.copysign(b) } else { a / b }
+}
+
+/// What `rcp.approx.ftz.f64` and `rsqrt.approx.ftz.f64` share: they see the upper word of the operand and write the
+/// upper word of the result, flush subnormals at both ends, and have a NaN of their own.
+pub(crate) fn upper_word(a: f64, f: impl Fn(f64) -> f64) -> f64 {
+    const UPPER: u64 = 0xffff_ffff << 32;
+    let flush = |v: f64| if v.is_subnormal() { 0f64.copysign(v) } else { v };
+    let v = flush(f(flush(f64::from_bits(a.to_bits() & UPPER))));
+    let nan = v.to_bits() << 1 > 0x7ff << 53;
+    f64::from_bits(if nan { 0x7fff_ffff << 32 } else { v.to_bits() & UPPER })
+}
+
+/// f64 to f32 with `.ftz`. A result is flushed if it is subnormal before rounding, even where rounding makes it the
+/// smallest normal number: so does the hardware.
+pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
+    if v.abs() < f64::from(f32::MIN_POSITIVE) {
+        return 0f32.copysign(v as f32);
+    }
+    f32::from_bits(convert(v.to_bits(), F64, F32, mode, Overflow::Ieee) as u32)
+}
+
 /// Flushes a subnormal to zero of its sign.
 #[inline(always)]
 pub(crate) fn flush(v: f32) -> f32 {
@@ -380,6 +552,28 @@ mod tests {
         assert_eq!(from_int(16_777_217, F32, Round::Up) as u32, 16_777_218f32.to_bits());
         assert_eq!(from_int(16_777_219, F32, Round::Zero) as u32, 16_777_218f32.to_bits());
         assert_eq!(from_int(-16_777_217, F32, Round::Down) as u32, (-16_777_218f32).to_bits());
+    }
+
+    #[test]
+    fn exact_arithmetic_rounds_to_nearest_as_the_host_does() {
+        let mut r = crate::rng::Rng::new(2);
+        let same =
+            |a: f64, b: f64| assert!(a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan(), "{a:e} {b:e}");
+        for i in 0..200_000u64 {
+            // Neighbouring exponents, so that sums cancel, and all of them.
+            let mut next = || match i % 2 {
+                0 => f64::from_bits(r.next() & 0x803f_ffff_ffff_ffff | 0x3fc0 << 48),
+                _ => f64::from_bits(r.next()),
+            };
+            let (a, b, c) = (next(), next(), next());
+            const N: Round = Round::Nearest;
+            same(a.add(b, N), a + b);
+            same(Directed::mul(a, b, N), a * b);
+            same(a.fma(b, c, N), a.mul_add(b, c));
+            same(a.fma(b, -(a * b), N), a.mul_add(b, -(a * b)));
+            same(Directed::div(a, b, N), a / b);
+            same(Directed::sqrt(a, N), a.sqrt());
+        }
     }
 
     #[test]
@@ -449,5 +643,7 @@ mod tests {
         assert_eq!(saturate(f32::NAN), 0.0);
         assert_eq!(saturate(2.0), 1.0);
         assert_eq!(flush(f32::from_bits(0x8000_0001)).to_bits(), 0x8000_0000);
+        assert_eq!(canonical(-f32::NAN).to_bits(), 0x7fff_ffff);
+        assert_eq!(canonical(-1.0), -1.0);
     }
 }

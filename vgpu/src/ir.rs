@@ -179,6 +179,8 @@ pub(crate) enum Rmw {
     Exch,
     Cas,
     AddF32,
+    /// `AddF32` in global memory, where the hardware flushes subnormals.
+    AddF32Ftz,
     AddF64,
     AddF16,
     AddBf16,

@@ -323,11 +323,101 @@ fn float_comparisons_and_nan() {
         ("number", f32::NAN, 0),
         ("notanumber", f32::NAN, 1),
         ("normal", f32::from_bits(1), 0),
+        ("normal", 1.0, 1),
+        ("normal", -0.0, 1),
+        ("normal", f32::INFINITY, 0),
+        ("normal", f32::NAN, 0),
+        ("subnormal", 0.0, 0),
         ("subnormal", f32::from_bits(1), 1),
     ] {
         check(&format!("testp.{name}.f32 %p0, %r1;"), &[f(value)], want);
     }
     check("testp.finite.f64 %p0, %rd1;", &[d(f64::INFINITY)], 0);
+    check("testp.normal.f64 %p0, %rd1;", &[d(0.0)], 1);
+}
+
+#[test]
+fn directed_rounding() {
+    let (one, third) = (f(1.0), f(1.0 / 3.0));
+    // 1/3 in f32 is above the third.
+    for (mode, result) in [("rn", third), ("rz", third - 1), ("rm", third - 1), ("rp", third)] {
+        check(&format!("div.{mode}.f32 %r0, %r1, %r2;"), &[one, f(3.0)], result);
+        check(&format!("rcp.{mode}.f32 %r0, %r1;"), &[f(3.0)], result);
+        // An exact zero is negative only when rounding down.
+        let zero = if mode == "rm" { MIN } else { 0 };
+        check(&format!("sub.{mode}.f32 %r0, %r1, %r2;"), &[one, one], zero);
+        check(&format!("fma.{mode}.f32 %r0, %r1, %r2, %r3;"), &[one, one, f(-1.0)], zero);
+    }
+    check("add.rp.f32 %r0, %r1, %r2;", &[one, 1], one + 1);
+    check("add.rm.f32 %r0, %r1, %r2;", &[one, 0x8000_0001], one - 1);
+    check("add.rp.ftz.f32 %r0, %r1, %r2;", &[one, 1], one);
+    check("add.rp.sat.f32 %r0, %r1, %r2;", &[one, 1], one);
+    check("mul.rz.f32 %r0, %r1, %r2;", &[f(f32::MAX), f(2.0)], f(f32::MAX));
+    check("mul.rp.f64 %rd0, %rd1, %rd2;", &[d(f64::MIN_POSITIVE), d(f64::MIN_POSITIVE)], 1);
+    check("sqrt.rp.f64 %rd0, %rd1;", &[d(2.0)], d(2f64.sqrt()));
+    check("sqrt.rm.f64 %rd0, %rd1;", &[d(2.0)], d(2f64.sqrt()) - 1);
+    check("fma.rm.f64 %rd0, %rd1, %rd2, %rd3;", &[d(1.0), d(1.0), d(-1e-300)], d(1.0) - 1);
+    for op in ["add.rz.f16 %h0, %h1, %h2;", "ex2.approx.rz.f32 %r0, %r1;", "add.rz.u32 %r0, %r1, %r2;"] {
+        common::reject(op);
+    }
+}
+
+#[test]
+fn a_nan_result_has_no_payload() {
+    const NAN: u64 = 0x7fff_ffff;
+    let nan = 0xffc0_1234;
+    for op in ["add.f32", "sub.rn.f32", "mul.ftz.f32", "div.rn.f32", "div.full.f32", "div.approx.ftz.f32"] {
+        check(&format!("{op} %r0, %r1, %r2;"), &[nan, f(1.0)], NAN);
+        check(&format!("{op} %r0, %r1, %r2;"), &[f(1.0), nan], NAN);
+    }
+    check("sub.f32 %r0, %r1, %r2;", &[f(f32::INFINITY), f(f32::INFINITY)], NAN);
+    check("mul.ftz.f32 %r0, %r1, %r2;", &[1, f(f32::INFINITY)], NAN);
+    check("fma.rn.f32 %r0, %r1, %r2, %r3;", &[f(1.0), f(1.0), nan], NAN);
+    check("fma.rn.sat.f32 %r0, %r1, %r2, %r3;", &[f(1.0), f(1.0), nan], 0);
+    check("sqrt.rn.f32 %r0, %r1;", &[f(-1.0)], NAN);
+    check("rsqrt.approx.f32 %r0, %r1;", &[f(-1.0)], NAN);
+    check("lg2.approx.ftz.f32 %r0, %r1;", &[f(-1.0)], NAN);
+    check("add.f16 %h0, %h1, %h2;", &[0xfe12, 0x3c00], 0x7fff);
+    check("fma.rn.bf16 %h0, %h1, %h2, %h3;", &[0x7f80, 0, 0], 0x7fff);
+    // What only moves bits keeps them.
+    check("mov.f32 %r0, %r1;", &[nan], nan);
+    check("selp.f32 %r0, %r1, %r2, %p3;", &[nan, 0, 1], nan);
+}
+
+#[test]
+fn the_ends_of_the_approximations() {
+    let (huge, limit) = (f(3e38), f(2f32.powi(126)));
+    for op in ["div.approx.f32", "div.approx.ftz.f32"] {
+        let op = format!("{op} %r0, %r1, %r2;");
+        check(&op, &[f(f32::MAX), huge], 0);
+        check(&op, &[f(f32::MAX), f(-3e38)], MIN);
+        check(&op, &[f(f32::INFINITY), huge], 0x7fff_ffff);
+        check(&op, &[f(2.0), limit], f(2f32.powi(-125)));
+    }
+    check("div.full.f32 %r0, %r1, %r2;", &[huge, huge], f(1.0));
+    const NAN: u64 = 0x7fff_ffff_0000_0000;
+    let (inf, minus_inf, tiny) = (d(f64::INFINITY), d(f64::NEG_INFINITY), 1u64 << 51);
+    for (operand, rcp, rsqrt) in [
+        (d(4.0), d(0.25), d(0.5)),
+        // The lower word of the operand is not looked at, nor is that of the result written.
+        (d(4.0) + 0xffff_ffff, d(0.25), d(0.5)),
+        (d(3.0), d(1.0 / 3.0) >> 32 << 32, d(1.0 / 3f64.sqrt()) >> 32 << 32),
+        (0, inf, inf),
+        (1 << 63, minus_inf, minus_inf),
+        (tiny, inf, inf),
+        (tiny | 1 << 63, minus_inf, minus_inf),
+        (inf, 0, 0),
+        (minus_inf, 1 << 63, NAN),
+        (d(-4.0), d(-0.25), NAN),
+        (d(f64::NAN), NAN, NAN),
+        // A NaN only by its lower word is infinity to who sees the upper one.
+        (inf + 1, 0, 0),
+        // The reciprocal is subnormal.
+        (d(2f64.powi(1023)), 0, d(2f64.powi(-512) * 2f64.sqrt()) >> 32 << 32),
+    ] {
+        check("rcp.approx.ftz.f64 %rd0, %rd1;", &[operand], rcp);
+        check("rsqrt.approx.ftz.f64 %rd0, %rd1;", &[operand], rsqrt);
+    }
 }
 
 #[test]

@@ -84,6 +84,8 @@ fn float_to_float() {
     check("cvt.rp.f32.f64 %r0, %rd1;", &[d(1e-300)], 1);
     check("cvt.rp.ftz.f32.f64 %r0, %rd1;", &[d(1e-300)], 0);
     check("cvt.rn.f16.f32 %h0, %r1;", &[f(65520.0)], 0x7c00);
+    check("cvt.rn.f32.f64 %r0, %rd1;", &[0xfff8_0000_0000_0001], 0x7fff_ffff);
+    check("cvt.f32.f16 %r0, %h1;", &[0xfe01], 0x7fff_ffff);
     check("cvt.rz.f16.f32 %h0, %r1;", &[f(65520.0)], 0x7bff);
     check("cvt.f32.f16 %r0, %h1;", &[0x0001], f(2f32.powi(-24)));
     check("cvt.f32.bf16 %r0, %h1;", &[0x4049], 0x4049_0000);
@@ -99,6 +101,19 @@ fn float_to_float() {
     check("cvt.sat.f32.f32 %r0, %r1;", &[f(7.0)], f(1.0));
     check("cvt.sat.f32.f32 %r0, %r1;", &[f(f32::NAN)], 0);
     check("cvt.ftz.f32.f32 %r0, %r1;", &[1], 0);
+}
+
+#[test]
+fn a_result_that_was_subnormal_before_rounding_is_flushed() {
+    let smallest = 2f64.powi(-126);
+    let below = smallest * (1.0 - 2f64.powi(-40));
+    check("cvt.rn.f32.f64 %r0, %rd1;", &[d(below)], 0x0080_0000);
+    check("cvt.rn.ftz.f32.f64 %r0, %rd1;", &[d(below)], 0);
+    check("cvt.rp.ftz.f32.f64 %r0, %rd1;", &[d(1e-310)], 0);
+    check("cvt.rm.ftz.f32.f64 %r0, %rd1;", &[d(-below)], 0x8000_0000);
+    check("cvt.rn.ftz.sat.f32.f64 %r0, %rd1;", &[d(below)], 0);
+    check("cvt.rn.ftz.f32.f64 %r0, %rd1;", &[d(smallest)], 0x0080_0000);
+    check("cvt.rn.ftz.f32.f64 %r0, %rd1;", &[d(f64::NAN)], 0x7fff_ffff);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use epoxide_vgpu::{DeviceConfig, Module, supported_opcode};
 fn unknown_things_are_errors_with_their_place() {
     for (body, column, what) in [
         ("  wgmma.fence.sync.aligned;", 3, "wgmma"),
-        ("\tadd.rz.f32 %r1, %r2, %r3;", 2, ".rz"),
+        ("\tadd.rna.f32 %r1, %r2, %r3;", 2, ".rna"),
         ("ld.global.u32.banana %r1, [%rd1];", 1, ".banana"),
         ("add.u32 %r1, %r2, %q3;", 19, "'%q3' is not declared"),
         ("add.u32 %r1, %rd2, %r3;", 14, "64-bit register"),

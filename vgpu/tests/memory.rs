@@ -189,6 +189,39 @@ fn module_variables_last_from_launch_to_launch() {
 }
 
 #[test]
+fn f32_atomics_flush_subnormals_in_global_memory_only() {
+    // Two subnormals, and two normal numbers whose sum is subnormal.
+    let (smallest, next) = (0x0080_0000u64, 0x8080_0001u64);
+    for (old, add, kept, flushed) in [
+        (1u64, 2u64, 3u64, 0u64),
+        (0x8000_0001, 0x8000_0001, 0x8000_0002, 0x8000_0000),
+        (smallest, next, 0x8000_0001, 0x8000_0000),
+        (0x7fc0_1234, 0, 0x7fff_ffff, 0x7fff_ffff),
+    ] {
+        let body = |place: &str| {
+            format!(
+                "{place} mov.b32 %r1, {old}; mov.b32 %r2, {add};
+                st.b32 [%rd1], %r1; atom.OP.add.f32 %r3, [%rd2], %r2; red.OP.add.f32 [%rd2], 0f80000000;
+                ld.b32 %r4, [%rd1]; mov.b64 %rd3, {{%r4, %r3}}; st.global.b64 [%rd42], %rd3;"
+            )
+        };
+        let shared = ".shared .align 8 .b64 S;";
+        let (in_global, in_shared) = ("add.s64 %rd1, %rd42, 8;", "cvta.shared.u64 %rd1, S;");
+        for (space, place, want) in [
+            ("global", format!("{in_global} mov.b64 %rd2, %rd1;"), flushed),
+            ("generic", format!("{in_global} mov.b64 %rd2, %rd1;"), flushed),
+            ("shared", format!("{in_shared} mov.b64 %rd2, S;"), kept),
+            ("generic", format!("{in_shared} mov.b64 %rd2, %rd1;"), kept),
+        ] {
+            let space = if space == "generic" { String::new() } else { format!(".{space}") };
+            let body = body(&place).replace(".OP", &space);
+            let got = run_body(shared, &body, 1, &[0; 2])[0];
+            assert_eq!(got, old << 32 | want, "{got:#x}\n{body}");
+        }
+    }
+}
+
+#[test]
 fn atomics() {
     // (instruction, memory before, operand, memory after); the old value must come back.
     let neg = |v: i64| v as u64;

@@ -1,12 +1,13 @@
 //! Developer chores: `cargo xtask <command>`.
 //!
 //! Nothing here is needed to *use* epoxide: the host crate embeds the committed PTX. These commands rebuild that PTX from
-//! the kernels in `gpu/`, check it, and prepare machines that lack CUDA.
+//! the kernels in `gpu/`, check it and the virtual GPU that runs it, and prepare machines that lack CUDA.
 
 mod backend;
 mod build;
 mod check;
 mod doctor;
+mod fuzz;
 mod header;
 mod lint;
 mod manifest;
@@ -59,6 +60,8 @@ enum Command {
     FetchPtxas,
     /// Write an empty libcuda.so into target/cuda-stub, so that `--features cuda` links without CUDA
     StubCuda,
+    /// Hold the virtual GPU against the PTX manual on random modules
+    PtxFuzz(fuzz::Options),
     /// Run a program in virtual machines that have RDMA devices (Soft-RoCE)
     RdmaVm(rdma_vm::Options),
     /// Say what this machine has for building PTX, and the remedy for what it lacks
@@ -124,6 +127,7 @@ fn run(command: Command) -> Result<ExitCode> {
             Ok(())
         }
         Command::StubCuda => stub::write(&ws),
+        Command::PtxFuzz(options) => fuzz::run(&options),
         Command::RdmaVm(options) => return rdma_vm::run(&ws, options),
         Command::Doctor => doctor::run(&ws),
     }

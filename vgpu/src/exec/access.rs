@@ -10,6 +10,7 @@ use super::{Exec, Flow, Run, stop};
 use crate::check::shadow::How;
 use crate::check::watch::{Place, Trouble, Watch};
 use crate::fault::{FaultKind, WaitingFor};
+use crate::float::{canonical, flush};
 use crate::ir::{Access, Atomic, FULL, Rmw, SINK, Scope, Sem, Space};
 
 /// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no host address has.
@@ -122,7 +123,14 @@ fn modify(op: Rmw, bytes: u8, old: u64, a: u64, b: u64) -> u64 {
                 old
             }
         }
-        Rmw::AddF32 => u64::from((f32::from_bits(old as u32) + f32::from_bits(a as u32)).to_bits()),
+        Rmw::AddF32 => {
+            let sum = f32::from_bits(old as u32) + f32::from_bits(a as u32);
+            u64::from(canonical(sum).to_bits())
+        }
+        Rmw::AddF32Ftz => {
+            let sum = flush(f32::from_bits(old as u32)) + flush(f32::from_bits(a as u32));
+            u64::from(canonical(flush(sum)).to_bits())
+        }
         Rmw::AddF64 => (f64::from_bits(old) + f64::from_bits(a)).to_bits(),
         Rmw::AddF16 => u64::from(add_f16(old as u16, a as u16)),
         Rmw::AddBf16 => u64::from(add_bf16(old as u16, a as u16)),
@@ -546,6 +554,8 @@ impl<W: Watch> Exec<'_, W> {
                 if wide { regs.r64[slot as usize][i] } else { u64::from(regs.r32[slot as usize][i]) & limit }
             };
             let (x, y) = (operand(a.a), operand(a.b));
+            let shared = a.space == Space::Shared || addr[i] & TAG == SHARED_TAG;
+            let op = if a.op == Rmw::AddF32 && !shared { Rmw::AddF32Ftz } else { a.op };
             let how = How::generic(a.sem, a.scope, a.bytes, true);
             let place = if W::ON { self.place(STORES, a.space, addr[i]) } else { Place::Private };
             if W::ON {
@@ -556,7 +566,7 @@ impl<W: Watch> Exec<'_, W> {
                 result.or_else(|trouble| self.blame(place, trouble, i, how, true))?;
             }
             // SAFETY: `pointer` checked bounds and alignment.
-            let old = unsafe { rmw(p, a.bytes, a.op, x, y) };
+            let old = unsafe { rmw(p, a.bytes, op, x, y) };
             if W::ON {
                 // Only what gives a value back can begin an acquire pattern.
                 if a.d != SINK {
@@ -565,7 +575,7 @@ impl<W: Watch> Exec<'_, W> {
                 let failed = a.op == Rmw::Cas && old != x;
                 self.watch.wrote(place, i, if failed { Sem::Acquire } else { a.sem }, a.scope, true);
             }
-            changed |= modify(a.op, a.bytes, old, x, y) & limit != old;
+            changed |= modify(op, a.bytes, old, x, y) & limit != old;
             seen = seen.rotate_left(7) ^ old;
             last = (addr[i], old);
             if a.d != SINK {

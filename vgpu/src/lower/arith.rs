@@ -6,7 +6,7 @@ use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
 use crate::ast::Operand;
 use crate::exec::lanes::{Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4};
-use crate::float::{self, Half, flush, saturate};
+use crate::float::{self, Directed, Half, Round, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
 
 /// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other types.
@@ -33,23 +33,58 @@ macro_rules! bits {
     ($ty:expr, $T:ident => $e:expr) => { with_type!($ty, [B16 = u16, B32 = u32, B64 = u64], $T => $e) };
 }
 
-/// Modifiers of f32 arithmetic.
-#[derive(Clone, Copy, Default)]
+/// Modifiers of floating-point arithmetic.
+#[derive(Clone, Copy)]
 struct Flags {
+    round: Round,
     ftz: bool,
     sat: bool,
 }
 
+impl Flags {
+    /// The f32 modifiers are there, which no other type has.
+    fn flush_or_saturate(self) -> bool {
+        self.ftz || self.sat
+    }
+
+    /// Something is there that only f32 and f64 have.
+    fn any(self) -> bool {
+        self.flush_or_saturate() || self.round != Round::Nearest
+    }
+}
+
 fn flags(m: &mut Mods) -> Flags {
-    // Nearest is the only rounding of arithmetic here; other modes are left over and so rejected.
-    m.has("rn");
-    Flags { ftz: m.has("ftz"), sat: m.has("sat") }
+    let modes = [("rn", Round::Nearest), ("rz", Round::Zero), ("rm", Round::Down), ("rp", Round::Up)];
+    let round = m.one_of(&modes).unwrap_or(Round::Nearest);
+    Flags { round, ftz: m.has("ftz"), sat: m.has("sat") }
+}
+
+/// An instruction by its rounding: `$nearest`, or `$directed` with the constant `$R` for the mode. Closures of
+/// instructions capture nothing, so the mode must be a constant.
+macro_rules! by_round {
+    ($round:expr, $nearest:expr, $R:ident => $directed:expr) => {
+        match $round {
+            Round::Nearest | Round::Away => $nearest,
+            Round::Zero => {
+                const $R: Round = Round::Zero;
+                $directed
+            }
+            Round::Down => {
+                const $R: Round = Round::Down;
+                $directed
+            }
+            Round::Up => {
+                const $R: Round = Round::Up;
+                $directed
+            }
+        }
+    };
 }
 
 fn f32_1<F: Fn(f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
     match (g.ftz, g.sat) {
-        (false, false) => op1(f),
-        (true, false) => op1(move |a| flush(f(flush(a)))),
+        (false, false) => op1(move |a| canonical(f(a))),
+        (true, false) => op1(move |a| canonical(flush(f(flush(a))))),
         (false, true) => op1(move |a| saturate(f(a))),
         (true, true) => op1(move |a| saturate(flush(f(flush(a))))),
     }
@@ -57,8 +92,8 @@ fn f32_1<F: Fn(f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
 
 fn f32_2<F: Fn(f32, f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
     match (g.ftz, g.sat) {
-        (false, false) => op2(f),
-        (true, false) => op2(move |a, b| flush(f(flush(a), flush(b)))),
+        (false, false) => op2(move |a, b| canonical(f(a, b))),
+        (true, false) => op2(move |a, b| canonical(flush(f(flush(a), flush(b))))),
         (false, true) => op2(move |a, b| saturate(f(a, b))),
         (true, true) => op2(move |a, b| saturate(flush(f(flush(a), flush(b))))),
     }
@@ -66,8 +101,8 @@ fn f32_2<F: Fn(f32, f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
 
 fn f32_3<F: Fn(f32, f32, f32) -> f32 + Copy + 'static>(g: Flags, f: F) -> Spec {
     match (g.ftz, g.sat) {
-        (false, false) => op3(f),
-        (true, false) => op3(move |a, b, c| flush(f(flush(a), flush(b), flush(c)))),
+        (false, false) => op3(move |a, b, c| canonical(f(a, b, c))),
+        (true, false) => op3(move |a, b, c| canonical(flush(f(flush(a), flush(b), flush(c))))),
         (false, true) => op3(move |a, b, c| saturate(f(a, b, c))),
         (true, true) => op3(move |a, b, c| saturate(flush(f(flush(a), flush(b), flush(c))))),
     }
@@ -189,13 +224,20 @@ fn add_sub(m: &mut Mods) -> Result<Option<Spec>, String> {
     let g = flags(m);
     let ty = m.ty()?;
     Ok(match ty {
-        Ty::F32 if sub => Some(f32_2(g, |a, b| a - b)),
-        Ty::F32 => Some(f32_2(g, |a, b| a + b)),
+        Ty::F32 if sub => {
+            Some(by_round!(g.round, f32_2(g, |a, b| a - b), R => f32_2(g, |a, b| a.add(-b, R))))
+        }
+        Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a + b), R => f32_2(g, |a, b| a.add(b, R)))),
+        Ty::F64 if g.flush_or_saturate() => None,
+        Ty::F64 if sub => {
+            Some(by_round!(g.round, op2(|a: f64, b: f64| a - b), R => op2(|a: f64, b: f64| a.add(-b, R))))
+        }
+        Ty::F64 => {
+            Some(by_round!(g.round, op2(|a: f64, b: f64| a + b), R => op2(|a: f64, b: f64| a.add(b, R))))
+        }
         Ty::S32 if g.sat && sub => Some(op2(|a: i32, b: i32| a.saturating_sub(b))),
         Ty::S32 if g.sat => Some(op2(|a: i32, b: i32| a.saturating_add(b))),
-        _ if g.sat || g.ftz => None,
-        Ty::F64 if sub => Some(op2(|a: f64, b: f64| a - b)),
-        Ty::F64 => Some(op2(|a: f64, b: f64| a + b)),
+        _ if g.any() => None,
         Ty::U16x2 | Ty::S16x2 if !sub => Some(op2(|a: u32, b: u32| halves(a, b, u16::wrapping_add))),
         _ if sub => integers!(ty, T => op2(|a: T, b: T| a.wrapping_sub(b)))
             .or_else(|| half_2!(ty, H => float::sub_half::<H>)),
@@ -255,9 +297,8 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
         let relu = m.has("relu");
         return Ok(match m.ty()? {
             _ if relu => None,
-            Ty::F32 => Some(f32_3(g, f32::mul_add)),
-            _ if g.sat || g.ftz => None,
-            Ty::F64 => Some(op3(|a: f64, b: f64, c: f64| a.mul_add(b, c))),
+            ty @ (Ty::F32 | Ty::F64) => fma(ty, g),
+            _ if g.any() => None,
             Ty::F16 => Some(op3(float::fma_half::<f16>)),
             Ty::Bf16 => Some(op3(float::fma_half::<bf16>)),
             Ty::F16x2 => Some(op3(|a: u32, b: u32, c: u32| pairwise::<f16>(a, b, c, float::fma_half))),
@@ -276,12 +317,13 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
         let g = flags(m);
         let ty = m.ty()?;
         return Ok(match ty {
-            Ty::F32 if add => Some(f32_3(g, f32::mul_add)),
-            Ty::F32 => Some(f32_2(g, |a, b| a * b)),
-            _ if g.sat || g.ftz => None,
-            Ty::F64 if add => Some(op3(|a: f64, b: f64, c: f64| a.mul_add(b, c))),
-            Ty::F64 => Some(op2(|a: f64, b: f64| a * b)),
-            _ if add => None,
+            Ty::F32 | Ty::F64 if add => fma(ty, g),
+            Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a * b), R => f32_2(g, |a, b| a.mul(b, R)))),
+            Ty::F64 if g.flush_or_saturate() => None,
+            Ty::F64 => {
+                Some(by_round!(g.round, op2(|a: f64, b: f64| a * b), R => op2(|a: f64, b: f64| a.mul(b, R))))
+            }
+            _ if add || g.any() => None,
             _ => half_2!(ty, H => float::mul_half::<H>),
         });
     };
@@ -341,6 +383,19 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
     })
 }
 
+/// `fma`, and `mad` of floats, which is the same.
+fn fma(ty: Ty, g: Flags) -> Option<Spec> {
+    match ty {
+        Ty::F32 => Some(by_round!(g.round, f32_3(g, f32::mul_add), R => f32_3(g, |a, b, c| a.fma(b, c, R)))),
+        _ if g.flush_or_saturate() => None,
+        _ => Some(by_round!(
+            g.round,
+            op3(|a: f64, b: f64, c: f64| a.mul_add(b, c)),
+            R => op3(|a: f64, b: f64, c: f64| a.fma(b, c, R))
+        )),
+    }
+}
+
 fn low24(v: u32) -> u32 {
     v & 0xff_ffff
 }
@@ -355,20 +410,25 @@ fn div(m: &mut Mods) -> Result<Option<Spec>, String> {
         // By zero the result is up to the machine.
         return Ok(integers!(ty, T => op2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_rem(b) })));
     }
-    m.ignore(&["approx", "full"]);
+    let (approx, full) = (m.has("approx"), m.has("full"));
     let g = flags(m);
     let ty = m.ty()?;
     Ok(match ty {
-        Ty::F32 if !g.sat => Some(f32_2(g, |a, b| a / b)),
-        _ if g.ftz || g.sat => None,
-        Ty::F64 => Some(op2(|a: f64, b: f64| a / b)),
+        _ if g.sat || (approx || full) && g.round != Round::Nearest => None,
+        Ty::F32 if approx => Some(f32_2(g, float::div_approx)),
+        Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a / b), R => f32_2(g, |a, b| a.div(b, R)))),
+        _ if g.ftz => None,
+        Ty::F64 => {
+            Some(by_round!(g.round, op2(|a: f64, b: f64| a / b), R => op2(|a: f64, b: f64| a.div(b, R))))
+        }
+        _ if g.any() => None,
         _ => integers!(ty, T => op2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_div(b) })),
     })
 }
 
 fn abs_neg(m: &mut Mods) -> Result<Option<Spec>, String> {
     let neg = m.base == "neg";
-    let ftz = Flags { ftz: m.has("ftz"), sat: false };
+    let ftz = Flags { round: Round::Nearest, ftz: m.has("ftz"), sat: false };
     let ty = m.ty()?;
     Ok(match (neg, ty) {
         (true, Ty::F32) => Some(f32_1(ftz, |a| -a)),
@@ -387,7 +447,7 @@ fn abs_neg(m: &mut Mods) -> Result<Option<Spec>, String> {
 
 fn min_max(m: &mut Mods) -> Result<Option<Spec>, String> {
     let max = m.base == "max";
-    let ftz = Flags { ftz: m.has("ftz"), sat: false };
+    let ftz = Flags { round: Round::Nearest, ftz: m.has("ftz"), sat: false };
     let nan = m.has("NaN");
     let ty = m.ty()?;
     if ty == Ty::F32 {
@@ -630,13 +690,16 @@ fn testp(m: &mut Mods) -> Result<Option<Spec>, String> {
             (|| op1(|a: f32| a.$f()), || op1(|a: f64| a.$f()))
         };
     }
+    // Zero counts as normal.
+    let normal: Test =
+        (|| op1(|a: f32| a.is_normal() || a == 0.0), || op1(|a: f64| a.is_normal() || a == 0.0));
     let number: Test = (|| op1(|a: f32| !a.is_nan()), || op1(|a: f64| !a.is_nan()));
     let Some((f32_test, f64_test)) = m.one_of::<Test>(&[
         ("finite", test!(is_finite)),
         ("infinite", test!(is_infinite)),
         ("number", number),
         ("notanumber", test!(is_nan)),
-        ("normal", test!(is_normal)),
+        ("normal", normal),
         ("subnormal", test!(is_subnormal)),
     ]) else {
         return m.unsupported();
@@ -650,24 +713,40 @@ fn testp(m: &mut Mods) -> Result<Option<Spec>, String> {
 
 fn special_function(m: &mut Mods) -> Result<Option<Spec>, String> {
     // Approximations are computed as well as the host can, which is within their error bounds.
-    m.has("approx");
+    let approx = m.has("approx");
     let g = flags(m);
     let ty = m.ty()?;
     Ok(match (m.base, ty) {
         _ if g.sat => None,
-        ("rcp", Ty::F32) => Some(f32_1(g, |a| 1.0 / a)),
-        ("sqrt", Ty::F32) => Some(f32_1(g, f32::sqrt)),
-        ("rsqrt", Ty::F32) => Some(f32_1(g, |a| (1.0 / f64::from(a).sqrt()) as f32)),
+        ("rcp", Ty::F64) if approx => Some(op1(|a: f64| float::upper_word(a, |a| 1.0 / a))),
+        ("rsqrt", Ty::F64) if approx => Some(op1(|a: f64| float::upper_word(a, rsqrt))),
+        ("rcp", Ty::F32) => {
+            Some(by_round!(g.round, f32_1(g, |a| 1.0 / a), R => f32_1(g, |a| 1f32.div(a, R))))
+        }
+        ("sqrt", Ty::F32) => {
+            Some(by_round!(g.round, f32_1(g, f32::sqrt), R => f32_1(g, |a| Directed::sqrt(a, R))))
+        }
+        ("rcp", Ty::F64) if !g.ftz => {
+            Some(by_round!(g.round, op1(|a: f64| 1.0 / a), R => op1(|a: f64| 1f64.div(a, R))))
+        }
+        ("sqrt", Ty::F64) if !g.ftz => {
+            Some(by_round!(g.round, op1(f64::sqrt), R => op1(|a: f64| Directed::sqrt(a, R))))
+        }
+        // The rest are approximations.
+        _ if g.round != Round::Nearest => None,
+        ("rsqrt", Ty::F32) => Some(f32_1(g, |a| rsqrt(f64::from(a)) as f32)),
         ("sin", Ty::F32) => Some(f32_1(g, f32::sin)),
         ("cos", Ty::F32) => Some(f32_1(g, f32::cos)),
         ("lg2", Ty::F32) => Some(f32_1(g, f32::log2)),
         ("ex2", Ty::F32) => Some(f32_1(g, f32::exp2)),
         ("tanh", Ty::F32) => Some(f32_1(g, f32::tanh)),
-        ("rcp", Ty::F64) => Some(op1(|a: f64| 1.0 / a)),
-        ("sqrt", Ty::F64) => Some(op1(f64::sqrt)),
-        ("rsqrt", Ty::F64) => Some(op1(|a: f64| 1.0 / a.sqrt())),
+        ("rsqrt", Ty::F64) => Some(op1(rsqrt)),
         _ => None,
     })
+}
+
+fn rsqrt(a: f64) -> f64 {
+    1.0 / a.sqrt()
 }
 
 /// The comparison of `setp`/`set` with its type; operands of `.ftz` are flushed.

@@ -133,8 +133,8 @@ fn common(c: &Conversion) -> Option<Spec> {
         (Ty::F64, Ty::S32, Round::Nearest, _) => op1(|a: i32| f64::from(a)),
         (Ty::F64, Ty::U32, Round::Nearest, _) => op1(|a: u32| f64::from(a)),
         (Ty::F64, Ty::F32, ..) if !c.integral => op1(|a: f32| f64::from(a)),
-        (Ty::F32, Ty::F64, Round::Nearest, false) => op1(|a: f64| a as f32),
-        (Ty::F32, Ty::F16, ..) if !c.integral => op1(|a: f16| a.to_f32()),
+        (Ty::F32, Ty::F64, Round::Nearest, false) => op1(|a: f64| float::canonical(a as f32)),
+        (Ty::F32, Ty::F16, ..) if !c.integral => op1(|a: f16| float::canonical(a.to_f32())),
         (Ty::F32, Ty::Bf16, ..) if !c.integral => op1(|a: u16| f32::from_bits(u32::from(a) << 16)),
         (Ty::Bf16, Ty::F32, Round::Nearest, false) => op1(float::bf16_rn),
         (Ty::S32, Ty::F32, Round::Zero, true) => op1(|a: f32| a as i32),
@@ -273,6 +273,9 @@ fn convert_scalar(c: &Conversion, raw: u64) -> u64 {
     if c.from == c.to {
         return finish_float(c, raw);
     }
+    if c.ftz && (c.to, c.from) == (Ty::F32, Ty::F64) {
+        return finish_float(c, float::narrow_ftz(f64::from_bits(raw), c.round).to_bits().into());
+    }
     let overflow = if c.satfinite { Overflow::Finite } else { Overflow::Ieee };
     finish_float(c, float::convert(raw, format(c.from), format(c.to), c.round, overflow))
 }
@@ -307,8 +310,12 @@ fn packed(c: &Conversion) -> Option<Spec> {
         one(a) << bits | one(b)
     }
     /// Both bytes of an fp8 pair as f16.
-    fn widen(v: u16, f: Format) -> u32 {
-        let one = |b: u16| float::convert(b.into(), f, float::F16, Round::Zero, Overflow::Ieee) as u32;
+    fn widen(v: u16, f: Format, relu: bool) -> u32 {
+        let one = |b: u16| {
+            let v = float::convert(b.into(), f, float::F16, Round::Zero, Overflow::Ieee) as u32;
+            let negative = v & 0x8000 != 0;
+            if relu && negative { 0 } else { v }
+        };
         one(v >> 8) << 16 | one(v & 0xff)
     }
     /// A pair of f16 as fp8.
@@ -367,8 +374,10 @@ fn packed(c: &Conversion) -> Option<Spec> {
         (Ty::E4m3x2, Ty::F16x2, NEAREST, (true, true)) => op1(|v: u32| narrow(v, E4M3, true)),
         (Ty::E5m2x2, Ty::F16x2, NEAREST, (true, false)) => op1(|v: u32| narrow(v, E5M2, false)),
         (Ty::E5m2x2, Ty::F16x2, NEAREST, (true, true)) => op1(|v: u32| narrow(v, E5M2, true)),
-        (Ty::F16x2, Ty::E4m3x2, NEAREST, (false, false)) => op1(|v: u16| widen(v, E4M3)),
-        (Ty::F16x2, Ty::E5m2x2, NEAREST, (false, false)) => op1(|v: u16| widen(v, E5M2)),
+        (Ty::F16x2, Ty::E4m3x2, NEAREST, (false, false)) => op1(|v: u16| widen(v, E4M3, false)),
+        (Ty::F16x2, Ty::E4m3x2, NEAREST, (false, true)) => op1(|v: u16| widen(v, E4M3, true)),
+        (Ty::F16x2, Ty::E5m2x2, NEAREST, (false, false)) => op1(|v: u16| widen(v, E5M2, false)),
+        (Ty::F16x2, Ty::E5m2x2, NEAREST, (false, true)) => op1(|v: u16| widen(v, E5M2, true)),
         _ => return None,
     })
 }
