@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::ast::SourceLine;
 use crate::fault::PtxError;
 use crate::ir::{File, Init, Inst, Origin};
 use crate::{lower, parser};
@@ -139,12 +140,23 @@ impl Kernel {
         self.slots
     }
 
-    /// PTX line, its text, and the Rust file and line of instruction `pc`.
+    /// PTX line, its text, and the Rust file and line of instruction `pc`: the kernel's own line, wherever the
+    /// instruction was inlined from.
     pub(crate) fn origin(&self, pc: u32) -> (usize, String, Option<(String, u32)>) {
         let o = self.origins.get(pc as usize).copied().unwrap_or_default();
         let line = o.ptx_line as usize;
         let text = self.text.lines().nth(line.saturating_sub(1)).unwrap_or("").trim().to_string();
-        let file = self.files.iter().find(|(n, _)| *n == o.file && o.line != 0);
-        (line, text, file.map(|(_, path)| (path.clone(), o.line)))
+        (line, text, self.named(o.source.own))
+    }
+
+    /// The Rust file and line that instruction `pc` was inlined from, when that is not the kernel's own line.
+    pub(crate) fn inlined(&self, pc: u32) -> Option<(String, u32)> {
+        let source = self.origins.get(pc as usize)?.source;
+        if source.innermost == source.own { None } else { self.named(source.innermost) }
+    }
+
+    fn named(&self, at: SourceLine) -> Option<(String, u32)> {
+        let (_, path) = self.files.iter().find(|(n, _)| *n == at.file && at.line != 0)?;
+        Some((path.clone(), at.line))
     }
 }

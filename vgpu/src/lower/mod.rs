@@ -321,8 +321,7 @@ impl<'a> Lower<'a> {
 
     fn instruction(&mut self, inst: &ast::Instruction) -> Lowered<()> {
         self.pos = inst.pos;
-        let source = inst.source.unwrap_or(ast::SourceLine { file: 0, line: 0 });
-        self.origin = Origin { ptx_line: inst.pos.line as u32, file: source.file, line: source.line };
+        self.origin = Origin { ptx_line: inst.pos.line as u32, source: inst.source.unwrap_or_default() };
         self.guard = NO_GUARD;
         if let Some((name, negated)) = &inst.guard {
             match self.lookup(name, inst.pos)? {
