@@ -93,7 +93,7 @@ impl Module {
     }
 
     /// The Rust source behind a line of an entry, by the `.loc` before it. Code from the `simt` wrappers and from `core` has their
-    /// location; then the last line of a kernel before it follows.
+    /// location; then the kernel's own line that it was inlined into follows.
     pub fn source(&self, entry: &Entry, line: usize) -> Option<String> {
         let before = entry.body.iter().take_while(|statement| statement.line <= line);
         let locations: Vec<_> = before.filter_map(|statement| self.location(statement)).collect();
@@ -242,7 +242,7 @@ impl Reader {
 }
 
 /// Cuts a `//` comment off, leaving quoted text alone.
-fn split_comment(line: &str) -> (&str, &str) {
+pub fn split_comment(line: &str) -> (&str, &str) {
     let mut quoted = false;
     let bytes = line.as_bytes();
     for (i, byte) in bytes.iter().enumerate() {
