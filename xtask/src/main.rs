@@ -6,6 +6,7 @@
 mod backend;
 mod build;
 mod check;
+mod coverage;
 mod doctor;
 mod header;
 mod lint;
@@ -61,6 +62,8 @@ enum Command {
     StubCuda,
     /// Run a program in virtual machines that have RDMA devices (Soft-RoCE)
     RdmaVm(rdma_vm::Options),
+    /// Say which instructions and Rust lines of the kernels a test run on the virtual GPU executes
+    KernelCoverage(coverage::Options),
     /// Say what this machine has for building PTX, and the remedy for what it lacks
     Doctor,
 }
@@ -125,6 +128,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::StubCuda => stub::write(&ws),
         Command::RdmaVm(options) => return rdma_vm::run(&ws, options),
+        Command::KernelCoverage(options) => coverage::run(&ws, &options),
         Command::Doctor => doctor::run(&ws),
     }
     .map(|()| ExitCode::SUCCESS)

@@ -12,7 +12,7 @@ mod sync;
 mod types;
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::ast::{self, Operand, Pos, Stmt, VarSpace};
 use crate::exec::access::SHARED_BASE;
@@ -83,6 +83,7 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             globals: globals_init.clone(),
             files: files.clone(),
             text: text_arc.clone(),
+            executed: OnceLock::new(),
         });
     }
     Ok(kernels)

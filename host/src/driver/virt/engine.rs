@@ -7,6 +7,7 @@ use std::time::Duration;
 use epoxide_vgpu::{Grid, Progress};
 
 use super::capture::Launch;
+use super::coverage;
 use super::state::{Shared, State};
 use super::stream::{Op, Transfer};
 
@@ -51,11 +52,17 @@ impl Work {
                 *self = Work::Grid(Box::new(grid), launch.warps());
                 self.turn(shared, slice)
             }
-            Work::Grid(grid, _) => match grid.step(slice).map_err(|fault| fault.to_string())? {
-                Progress::Done => Ok(Outcome::Done(grid.schedule_digest())),
-                Progress::Running => Ok(Outcome::Running),
-                Progress::Spinning => Ok(Outcome::Spinning),
-            },
+            Work::Grid(grid, _) => {
+                let progress = grid.step(slice);
+                if !matches!(progress, Ok(Progress::Running | Progress::Spinning)) {
+                    coverage::note(grid.kernel());
+                }
+                match progress.map_err(|fault| fault.to_string())? {
+                    Progress::Done => Ok(Outcome::Done(grid.schedule_digest())),
+                    Progress::Running => Ok(Outcome::Running),
+                    Progress::Spinning => Ok(Outcome::Spinning),
+                }
+            }
             Work::Transfer(transfer) => {
                 transfer.run(&shared.memory).map_err(|error| format!("copy or fill: {error}"))?;
                 Ok(Outcome::Done(0))
