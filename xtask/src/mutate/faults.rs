@@ -128,33 +128,46 @@ pub fn enumerate(bodies: &[Body]) -> Vec<Fault> {
     bodies.iter().flat_map(|body| of_body(body)).collect()
 }
 
-/// At most `count` of them: kernels and kinds take turns, so that all are there.
+/// At most `count` of them: kinds take turns, and within a kind the kernels, so that as many as can be are there.
 pub fn sample(faults: Vec<Fault>, count: usize) -> Vec<Fault> {
-    let mut groups: BTreeMap<(Kind, String), Vec<usize>> = BTreeMap::new();
+    let mut kinds: BTreeMap<Kind, BTreeMap<&str, Vec<usize>>> = BTreeMap::new();
     for (index, fault) in faults.iter().enumerate() {
-        groups.entry((fault.kind, fault.kernel.clone())).or_default().push(index);
+        kinds.entry(fault.kind).or_default().entry(&fault.kernel).or_default().push(index);
     }
-    let mut chosen = HashSet::new();
-    let mut round = 0;
-    while chosen.len() < count.min(faults.len()) {
-        for members in groups.values() {
-            // First, last, then the middle of what is left: copies of one helper stand side by side.
-            let at = match round % 2 {
-                0 => round / 2,
-                _ => members.len().wrapping_sub(1 + round / 2),
-            };
-            if let Some(&index) = members.get(at).filter(|_| chosen.len() < count) {
-                chosen.insert(index);
-            }
-        }
-        round += 1;
-    }
+    let queues: Vec<Vec<usize>> = kinds
+        .into_values()
+        .enumerate()
+        .map(|(number, kernels)| {
+            let mut kernels: Vec<Vec<usize>> = kernels.into_values().map(spread).collect();
+            // Not every kind begins with the same kernel.
+            let begin = number % kernels.len();
+            kernels.rotate_left(begin);
+            let longest = kernels.iter().map(Vec::len).max().unwrap_or(0);
+            (0..longest)
+                .flat_map(|round| kernels.iter().filter_map(move |kernel| kernel.get(round)))
+                .copied()
+                .collect()
+        })
+        .collect();
+    let longest = queues.iter().map(Vec::len).max().unwrap_or(0);
+    let turns = (0..longest).flat_map(|round| queues.iter().filter_map(move |queue| queue.get(round)));
+    let chosen: HashSet<usize> = turns.copied().take(count).collect();
     faults
         .into_iter()
         .enumerate()
         .filter(|(index, _)| chosen.contains(index))
         .map(|(_, fault)| fault)
         .collect()
+}
+
+/// First, last, second, last but one: what a helper brings stands side by side.
+fn spread(mut all: Vec<usize>) -> Vec<usize> {
+    let mut spread = Vec::with_capacity(all.len());
+    while !all.is_empty() {
+        spread.push(all.remove(0));
+        spread.extend(all.pop());
+    }
+    spread
 }
 
 /// A place where one kind of fault can be made.
@@ -306,7 +319,8 @@ const REACH: usize = 40;
 /// The comparison of what is polled or counted here with what it should be.
 fn polled(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
     let opcode = lines[at].opcode();
-    let polls = ["ld.acquire.", "ld.relaxed.sys."].iter().any(|load| opcode.starts_with(load));
+    let polls =
+        ["ld.acquire.sys.", "ld.acquire.cta.", "ld.relaxed.sys."].iter().any(|load| opcode.starts_with(load));
     if !polls && !(opcode.starts_with("atom.acq_rel") && opcode.contains(".add.")) {
         return;
     }
@@ -341,12 +355,13 @@ fn compared(line: &Line, at: usize, operands: &[&str], carried: &HashSet<String>
 
 /// A release that trades places with the store or wait before it.
 fn published(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
-    let publishes = ["st.release.", "red.release.", "st.relaxed.sys.", "atom.acq_rel."];
+    let publishes = ["st.release.", "red.release.", "atom.acq_rel."];
     if !publishes.iter().any(|prefix| lines[at].opcode().starts_with(prefix)) {
         return;
     }
-    const MOVABLE: [&str; 7] =
-        ["st.global", "st.shared", "st.relaxed", "cp.async.bulk.wait", "barrier", "bar.warp", "fence.proxy"];
+    // Not `st.relaxed`: a packet is complete in itself, whatever comes before or behind it.
+    const MOVABLE: [&str; 6] =
+        ["st.global", "st.shared", "cp.async.bulk.wait", "barrier", "bar.warp", "fence.proxy"];
     for index in (0..at).rev() {
         let line = &lines[index];
         if line.ends_block() {
@@ -594,6 +609,7 @@ mod tests {
         let lines = |count| sample(all.clone(), count).iter().map(|fault| fault.own.1).collect::<Vec<_>>();
         assert_eq!(lines(2), [101, 104]);
         assert_eq!(lines(3), [101, 103, 104]);
+        assert_eq!(spread(vec![1, 2, 3, 4, 5]), [1, 5, 2, 4, 3]);
         assert_eq!(lines(9), [101, 102, 103, 104]);
     }
 }

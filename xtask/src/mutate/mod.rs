@@ -4,6 +4,7 @@
 //! trip executes is no fault that one could notice: it is counted apart.
 
 mod faults;
+mod harmless;
 mod run;
 mod text;
 
@@ -106,7 +107,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
         faults.retain(|fault| fault.id.contains(only.as_str()));
     }
     if options.list {
-        print!("{}", list(&faults));
+        print!("{}", list(ws, &faults));
         return Ok(());
     }
     ensure!(!faults.is_empty(), "--only {:?}: no fault has this in its id; see --list", options.only);
@@ -124,12 +125,17 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     println!("running the sound kernels");
     let workloads = runner.sound(&text)?;
     let all = faults.len();
+    faults.retain(|fault| harmless::why(ws, fault).is_none());
+    let harmful = faults.len();
     let executed =
         |fault: &Fault| fault.edits.iter().any(|(line, _)| workloads.iter().any(|w| w.executes(*line)));
     faults.retain(executed);
-    let silent = all - faults.len();
+    let (harmless, silent) = (all - harmful, harmful - faults.len());
     let faults = faults::sample(faults, options.sample.0);
-    println!("{all} faults, {silent} of them where no workload comes by; trying {}", faults.len());
+    println!(
+        "{all} faults; {harmless} are known to change nothing, no workload comes by {silent}; trying {}",
+        faults.len()
+    );
 
     let version = hash(&text, options);
     let known =
@@ -196,8 +202,14 @@ fn try_all(
     let file = match &options.out {
         None => None,
         Some(path) => {
-            let open = std::fs::OpenOptions::new().create(true).append(true).open(path);
-            Some(Mutex::new(open.with_context(|| format!("cannot write {}", path.display()))?))
+            let writing = || format!("cannot write {}", path.display());
+            let mut file =
+                std::fs::OpenOptions::new().create(true).append(true).open(path).with_context(writing)?;
+            // A run that was stopped may have left part of a line.
+            if std::fs::read(path).is_ok_and(|bytes| bytes.last().is_some_and(|byte| *byte != b'\n')) {
+                file.write_all(b"\n").with_context(writing)?;
+            }
+            Some(Mutex::new(file))
         }
     };
     let next = AtomicUsize::new(0);
@@ -248,14 +260,15 @@ fn shown(outcome: &Outcome) -> String {
     }
 }
 
-fn list(faults: &[Fault]) -> String {
+fn list(ws: &Workspace, faults: &[Fault]) -> String {
     let mut text = String::new();
     let mut kinds: BTreeMap<_, BTreeMap<&str, usize>> = BTreeMap::new();
     for fault in faults {
         let lines: Vec<String> = fault.edits.iter().map(|(line, _)| line.to_string()).collect();
+        let harmless = harmless::why(ws, fault).map_or_else(String::new, |why| format!("  HARMLESS: {why}"));
         let _ = writeln!(
             text,
-            "{:<58} {}:{}  {}  PTX {}",
+            "{:<58} {}:{}  {}  PTX {}{harmless}",
             fault.id,
             fault.own.0,
             fault.own.1,
@@ -340,7 +353,7 @@ mod tests {
 
     #[test]
     fn every_faulty_text_is_valid_ptx() {
-        // One fault of each kind and kernel, all kernels' faults of a kind at once: parsing is what takes time.
+        // All faults of a kind at once: parsing is what takes time.
         let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &KERNELS).unwrap());
         let mut kinds: BTreeMap<_, BTreeMap<usize, String>> = BTreeMap::new();
         for fault in &faults {

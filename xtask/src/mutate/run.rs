@@ -19,7 +19,7 @@ const CHECK: &[&str] = &["--check"];
 /// The file with the kernels to load instead of those in the binary.
 const PTX_VARIABLE: &str = "EPOXIDE_PTX";
 /// What makes a run small: the checks are the same for all sizes.
-const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-sms 4 --timeout 10";
+const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-sms 4 --timeout 20";
 /// Round trips that together run every line that a round trip can: within a node, across mapped nodes and through queues, rows of one
 /// piece and of several, with scales, with sizes that differ between ranks, and replayed.
 const WORKLOADS: [&str; 7] = [
