@@ -114,6 +114,8 @@ pub struct Fault {
     pub opcode: String,
     /// Lines of the PTX, and what they become.
     pub edits: Vec<(usize, String)>,
+    /// Lines of the PTX of which one must be executed for the fault to show: those of the edits, or the accesses to a wrong row.
+    pub through: Vec<usize>,
 }
 
 impl Fault {
@@ -125,7 +127,7 @@ impl Fault {
 
 /// All faults, in the order of the text.
 pub fn enumerate(bodies: &[Body]) -> Vec<Fault> {
-    bodies.iter().flat_map(|body| of_body(body)).collect()
+    bodies.iter().flat_map(of_body).collect()
 }
 
 /// At most `count` of them: kinds take turns, and within a kind the kernels, so that as many as can be are there.
@@ -178,6 +180,8 @@ struct Site {
     edits: Vec<(usize, String)>,
     /// The other line of two.
     other: Option<usize>,
+    /// Lines that must be executed for the fault to show, where it is not those of the edits.
+    through: Vec<usize>,
 }
 
 fn of_body(body: &Body) -> Vec<Fault> {
@@ -185,7 +189,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
     let mut faults: Vec<Fault> = Vec::new();
     let mut by_key: BTreeMap<(Kind, Place, Option<Place>, String), usize> = BTreeMap::new();
     let mut sites = Vec::new();
-    let mut rows = HashSet::new();
+    let mut rows = BTreeMap::new();
     for at in 0..lines.len() {
         at_line(lines, at, &mut sites);
         polled(lines, at, &mut sites);
@@ -198,6 +202,12 @@ fn of_body(body: &Body) -> Vec<Fault> {
         // Without a Rust line nobody could tell where a report should point.
         let Some(own) = line.own.clone() else { continue };
         let opcode = line.opcode().to_owned();
+        let through = if site.through.is_empty() {
+            site.edits.iter().map(|(index, _)| *index).collect()
+        } else {
+            site.through
+        };
+        let through = through.into_iter().map(|index: usize| lines[index].number);
         let edits = site.edits.into_iter().map(|(index, text)| (lines[index].number, text));
         let key = (site.kind, own.clone(), line.inlined.clone(), opcode.clone());
         if let Some(&index) = by_key.get(&key) {
@@ -206,6 +216,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
             let known = &mut faults[index].edits;
             if edits.iter().all(|(number, _)| known.iter().all(|(other, _)| other != number)) {
                 known.extend(edits);
+                faults[index].through.extend(through);
             }
             continue;
         }
@@ -227,6 +238,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
             also,
             opcode,
             edits: edits.collect(),
+            through: through.collect(),
         });
     }
     faults
@@ -237,7 +249,9 @@ fn at_line(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
     let line = &lines[at];
     let opcode = line.opcode();
     let text = &line.text;
-    let mut edit = |kind, new: String| sites.push(Site { kind, at, edits: vec![(at, new)], other: None });
+    let mut edit = |kind, new: String| {
+        sites.push(Site { kind, at, edits: vec![(at, new)], other: None, through: vec![] })
+    };
     let mut replace = |kind, from: &str, to: &str| {
         if opcode.contains(from) {
             edit(kind, text.replacen(from, to, 1));
@@ -321,7 +335,8 @@ fn polled(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
     let opcode = lines[at].opcode();
     let polls =
         ["ld.acquire.sys.", "ld.acquire.cta.", "ld.relaxed.sys."].iter().any(|load| opcode.starts_with(load));
-    if !polls && !(opcode.starts_with("atom.acq_rel") && opcode.contains(".add.")) {
+    let counts = opcode.starts_with("atom.acq_rel") && opcode.contains(".add.");
+    if !polls && !counts {
         return;
     }
     let mut carried: HashSet<String> = lines[at].writes().into_iter().map(str::to_owned).collect();
@@ -349,7 +364,7 @@ fn compared(line: &Line, at: usize, operands: &[&str], carried: &HashSet<String>
     let (a, b) = if seen == left { ("q", right) } else { (left, "q") };
     let more = format!("{{ .reg .b{bits} q; add.u{bits} q, {seen}, 1; {opcode} {predicate}, {a}, {b}; }}");
     for (kind, text) in [(Kind::EpochIgnored, ignored), (Kind::EpochOneLess, more)] {
-        sites.push(Site { kind, at, edits: vec![(at, text)], other: None });
+        sites.push(Site { kind, at, edits: vec![(at, text)], other: None, through: vec![] });
     }
 }
 
@@ -376,7 +391,7 @@ fn published(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
             }
             let both = format!("{} {}", lines[at].text, line.text);
             let edits = vec![(index, String::new()), (at, both)];
-            sites.push(Site { kind: Kind::PublishedEarly, at, edits, other: Some(index) });
+            sites.push(Site { kind: Kind::PublishedEarly, at, edits, other: Some(index), through: vec![] });
             return;
         }
     }
@@ -385,8 +400,9 @@ fn published(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
 /// How many definitions an address is followed back.
 const DEPTH: usize = 6;
 
-/// The product in the address of a row's access: its first factor, the row's number, is one more.
-fn next_row(lines: &[Line], at: usize, done: &mut HashSet<usize>, sites: &mut Vec<Site>) {
+/// The product in the address of a row's access: its first factor, the row's number, is one more. `rows` has the sites so far, by the
+/// product's line: a product that several accesses share is one site.
+fn next_row(lines: &[Line], at: usize, rows: &mut BTreeMap<usize, usize>, sites: &mut Vec<Site>) {
     const ACCESSES: [&str; 6] = [
         "cp.async.bulk.global",
         "cp.async.bulk.shared",
@@ -408,45 +424,45 @@ fn next_row(lines: &[Line], at: usize, done: &mut HashSet<usize>, sites: &mut Ve
     for _ in 0..DEPTH {
         let mut before = Vec::new();
         for (register, user) in open {
-            let Some(index) =
-                (0..user).rev().find(|&index| lines[index].writes().contains(&register.as_str()))
-            else {
-                continue;
-            };
+            let writes = |index: &usize| lines[*index].writes().contains(&register.as_str());
+            let Some(index) = (0..user).rev().find(writes) else { continue };
             let line = &lines[index];
-            let operands = line.operands();
-            match (line.opcode(), operands.as_slice()) {
-                (
-                    opcode @ ("mul.lo.s64" | "mad.lo.s64" | "mul.wide.u32" | "mad.wide.u32"),
-                    [result, row, rest @ ..],
-                ) if row.starts_with("%r") => {
-                    if done.insert(index) {
-                        let bits = if opcode.contains("wide") { 32 } else { 64 };
-                        let rest = rest.join(", ");
-                        let new = format!(
-                            "{{ .reg .b{bits} q; add.u{bits} q, {row}, 1; {opcode} {result}, q, {rest}; }}"
-                        );
-                        sites.push(Site {
-                            kind: Kind::NextRow,
-                            at: index,
-                            edits: vec![(index, new)],
-                            other: Some(at),
-                        });
-                    }
-                }
-                ("add.s64", [_, parts @ ..]) => {
-                    before.extend(
-                        parts
-                            .iter()
-                            .filter(|part| part.starts_with("%rd"))
-                            .map(|part| ((*part).to_owned(), index)),
-                    );
-                }
-                _ => {}
+            if line.opcode() == "add.s64" {
+                let operands = line.operands().into_iter().skip(1);
+                before.extend(
+                    operands.filter(|part| part.starts_with("%rd")).map(|part| (part.to_owned(), index)),
+                );
+            } else if let Some(new) = with_next_row(line) {
+                let site = *rows.entry(index).or_insert_with(|| {
+                    sites.push(Site {
+                        kind: Kind::NextRow,
+                        at: index,
+                        edits: vec![(index, new)],
+                        other: Some(at),
+                        through: vec![],
+                    });
+                    sites.len() - 1
+                });
+                sites[site].through.push(at);
             }
         }
         open = before;
     }
+}
+
+/// A product with its first factor one more.
+fn with_next_row(line: &Line) -> Option<String> {
+    let opcode = line.opcode();
+    let bits = match opcode {
+        "mul.lo.s64" | "mad.lo.s64" => 64,
+        "mul.wide.u32" | "mad.wide.u32" => 32,
+        _ => return None,
+    };
+    let operands = line.operands();
+    let (result, row, rest) = (operands.first()?, operands.get(1)?, operands.get(2..)?.join(", "));
+    let is_register = row.starts_with("%r");
+    is_register
+        .then(|| format!("{{ .reg .b{bits} q; add.u{bits} q, {row}, 1; {opcode} {result}, q, {rest}; }}"))
 }
 
 #[cfg(test)]

@@ -127,8 +127,9 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     let all = faults.len();
     faults.retain(|fault| harmless::why(ws, fault).is_none());
     let harmful = faults.len();
-    let executed =
-        |fault: &Fault| fault.edits.iter().any(|(line, _)| workloads.iter().any(|w| w.executes(*line)));
+    let executed = |fault: &Fault| {
+        fault.through.iter().any(|line| workloads.iter().any(|workload| workload.executes(*line)))
+    };
     faults.retain(executed);
     let (harmless, silent) = (all - harmful, harmful - faults.len());
     let faults = faults::sample(faults, options.sample.0);

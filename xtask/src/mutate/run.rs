@@ -136,7 +136,7 @@ impl Runner {
         workloads: &[Workload],
         worker: usize,
     ) -> Result<Option<Outcome>> {
-        let executes = |workload: &&Workload| fault.edits.iter().any(|(line, _)| workload.executes(*line));
+        let executes = |workload: &&Workload| fault.through.iter().any(|line| workload.executes(*line));
         let workloads: Vec<&Workload> = workloads.iter().filter(executes).collect();
         if workloads.is_empty() {
             return Ok(None);
@@ -345,6 +345,7 @@ mod tests {
             also: vec![("gpu/src/simt/memory.rs".to_owned(), 7)],
             opcode: String::new(),
             edits: Vec::new(),
+            through: Vec::new(),
         }
     }
 
