@@ -2,7 +2,7 @@
 //!
 //! The virtual driver writes what each process executes into the folder that `EPOXIDE_VGPU_COVERAGE` names; this merges it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
@@ -171,16 +171,35 @@ fn table(rows: &[Row]) -> String {
 fn missed(rows: &[Row]) -> String {
     let mut text = String::new();
     for row in rows {
+        if row.instructions.0 == 0 {
+            let _ = writeln!(text, "{} never runs", row.kernel);
+            continue;
+        }
         for (file, lines) in &row.lines {
-            let missed: BTreeSet<u32> =
-                lines.iter().filter(|(_, executed)| !**executed).map(|(line, _)| *line).collect();
-            if !missed.is_empty() {
-                let list: Vec<String> = missed.iter().map(u32::to_string).collect();
-                let _ = writeln!(text, "{} never runs {file}: {}", row.kernel, list.join(", "));
+            let missed = lines.iter().filter(|(_, executed)| !**executed).map(|(line, _)| *line);
+            let list = ranges(missed);
+            if !list.is_empty() {
+                let _ = writeln!(text, "{} never runs {file}: {list}", row.kernel);
             }
         }
     }
     text
+}
+
+/// `3, 5-7` for 3, 5, 6, 7.
+fn ranges(lines: impl Iterator<Item = u32>) -> String {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for line in lines {
+        match ranges.last_mut() {
+            Some((_, last)) if *last + 1 == line => *last = line,
+            _ => ranges.push((line, line)),
+        }
+    }
+    let shown = ranges.iter().map(|(first, last)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    });
+    shown.collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
@@ -215,6 +234,9 @@ mod tests {
             "{table}"
         );
         assert_eq!(missed(&rows), "k never runs gpu/src/k.rs: 8\nk never runs gpu/src/m.rs: 9\n");
+
+        assert_eq!(ranges([3, 5, 6, 7, 9].into_iter()), "3, 5-7, 9");
+        assert_eq!(missed(&[row(&merged[0].0, &[false; 4])]), "k never runs\n");
 
         write(format!("k-{:016x}-7.8.cover", kernel.fingerprint()), "00");
         assert!(

@@ -62,7 +62,7 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     jobs: u16,
     /// Longest run, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 120)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     limit: u64,
     /// Seeds of each workload
     #[arg(long, value_name = "SEED", value_delimiter = ',', default_value = "1,2")]
