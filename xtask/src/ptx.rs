@@ -93,7 +93,7 @@ impl Module {
     }
 
     /// The Rust source behind a line of an entry, by the `.loc` before it. Code from the `simt` wrappers and from `core` has their
-    /// location; then the kernel's own line that it was inlined into follows.
+    /// location; then the last line of a kernel before it follows.
     pub fn source(&self, entry: &Entry, line: usize) -> Option<String> {
         let before = entry.body.iter().take_while(|statement| statement.line <= line);
         let locations: Vec<_> = before.filter_map(|statement| self.location(statement)).collect();

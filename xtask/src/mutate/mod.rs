@@ -1,6 +1,6 @@
 //! `cargo xtask mutate`: makes single faults in the kernels, in their PTX, and looks whether the checks notice.
 //!
-//! [`faults`] finds the places, [`run`] runs the acceptance test on a faulty kernel, this file goes through them all. What no round
+//! [`faults`] finds the places, [`mod@run`] runs the acceptance test on a faulty kernel, this file goes through them all. What no round
 //! trip executes is no fault that one could notice: it is counted apart.
 
 mod faults;
