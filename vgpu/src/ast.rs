@@ -42,15 +42,24 @@ pub(crate) struct Instruction {
     pub(crate) opcode: String,
     /// Operands with the place of each.
     pub(crate) operands: Vec<(Operand, Pos)>,
-    /// Index into the kernel's list of source positions.
-    pub(crate) source: Option<SourceLine>,
+    /// Where it comes from in the source, when a `.loc` says so.
+    pub(crate) source: Option<Source>,
 }
 
-/// A `.loc`: file number and line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// File number and line.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SourceLine {
     pub(crate) file: u32,
     pub(crate) line: u32,
+}
+
+/// What a `.loc` says of the instructions after it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Source {
+    /// The line itself, maybe of a function that was inlined.
+    pub(crate) innermost: SourceLine,
+    /// The line in the kernel's own file that it was inlined into, or the same.
+    pub(crate) own: SourceLine,
 }
 
 /// State space of a declared variable.

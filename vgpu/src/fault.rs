@@ -326,8 +326,10 @@ pub struct Fault {
     pub ptx_line: usize,
     /// The PTX line.
     pub ptx_text: String,
-    /// Rust file and line, when the PTX carries line information.
+    /// Rust file and line in the kernel, when the PTX carries line information.
     pub source: Option<(String, u32)>,
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    pub inlined: Option<(String, u32)>,
     /// What happened.
     pub kind: FaultKind,
 }
@@ -342,14 +344,25 @@ impl fmt::Display for Fault {
         if let Some(lane) = self.lane {
             write!(f, ", lane {lane}")?;
         }
-        if let Some((file, line)) = &self.source {
-            write!(f, "\n  at {file}:{line}")?;
+        if let Some(source) = &self.source {
+            write!(f, "\n  {}", At(source, self.inlined.as_ref()))?;
         }
         write!(f, "\n  PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
     }
 }
 
 impl std::error::Error for Fault {}
+
+/// `at kernel.rs:210 (inlined: memory.rs:17)`
+struct At<'a>(&'a (String, u32), Option<&'a (String, u32)>);
+
+impl fmt::Display for At<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (file, line) = self.0;
+        write!(f, "at {file}:{line}")?;
+        self.1.map_or(Ok(()), |(file, line)| write!(f, " (inlined: {file}:{line})"))
+    }
+}
 
 /// What a group of lanes is waiting for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -428,8 +441,10 @@ pub struct StuckWarp {
     pub ptx_line: usize,
     /// The PTX line.
     pub ptx_text: String,
-    /// Rust file and line.
+    /// Rust file and line in the kernel.
     pub source: Option<(String, u32)>,
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    pub inlined: Option<(String, u32)>,
     /// What it waits for.
     pub waiting: WaitingFor,
 }
@@ -448,8 +463,8 @@ impl fmt::Display for StuckReport {
         write!(f, "kernel '{}': {} groups of lanes are alive", self.kernel, self.warps.len())?;
         for w in &self.warps {
             write!(f, "\n  block {:?} warp {} lanes {:#010x}: {}", w.block, w.warp, w.lanes, w.waiting)?;
-            if let Some((file, line)) = &w.source {
-                write!(f, " at {file}:{line}")?;
+            if let Some(source) = &w.source {
+                write!(f, " {}", At(source, w.inlined.as_ref()))?;
             }
             write!(f, " (PTX line {}: {})", w.ptx_line, w.ptx_text.trim())?;
         }

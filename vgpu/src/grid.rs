@@ -562,9 +562,10 @@ impl Grid {
 
     fn fault_at(&self, at: WarpRef, pc: u32, lane: Option<u32>, kind: FaultKind) -> Box<Fault> {
         let (ptx_line, ptx_text, source) = self.env.kernel.origin(pc);
+        let inlined = self.env.kernel.inlined(pc);
         let block = self.blocks[at.block as usize].state.ctaid;
         let kernel = self.env.kernel.name.clone();
-        Box::new(Fault { kernel, block, warp: at.warp, lane, ptx_line, ptx_text, source, kind })
+        Box::new(Fault { kernel, block, warp: at.warp, lane, ptx_line, ptx_text, source, inlined, kind })
     }
 
     fn deadlock(&self, at: WarpRef, pc: u32) -> Box<Fault> {
@@ -601,6 +602,7 @@ impl Grid {
                         ptx_line,
                         ptx_text,
                         source,
+                        inlined: kernel.inlined(g.pc),
                         waiting,
                     });
                 }

@@ -5,6 +5,8 @@
 //! Immediates and read-only special registers are slots as well, filled when the warp starts: an operand is always
 //! just a slot number.
 
+use crate::ast::Source;
+
 /// All 32 lanes.
 pub(crate) const FULL: u32 = u32::MAX;
 
@@ -429,7 +431,6 @@ pub(crate) struct Inst {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Origin {
     pub(crate) ptx_line: u32,
-    /// `.file` number and line; line 0 when unknown.
-    pub(crate) file: u32,
-    pub(crate) line: u32,
+    /// Lines in the source; line 0 when unknown.
+    pub(crate) source: Source,
 }

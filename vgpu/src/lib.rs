@@ -67,7 +67,7 @@ pub use device::{Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_
 pub use fault::{Fault, FaultKind, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, WaitingFor};
 pub use grid::{Grid, Progress, Stats};
 pub use memory::{Memory, MemoryError, NearRegion, Region};
-pub use module::{Kernel, Module, ParamInfo};
+pub use module::{InstructionPlace, Kernel, Module, ParamInfo};
 
 /// Whether the virtual GPU knows an opcode, given with all of its modifiers (`ld.global.v4.u32`). Operands are
 /// checked only by [`Module::parse`].

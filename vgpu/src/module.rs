@@ -1,9 +1,10 @@
 //! Loaded PTX: a module and its kernels.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
+use crate::ast::SourceLine;
 use crate::fault::PtxError;
 use crate::ir::{File, Init, Inst, Origin};
 use crate::{lower, parser};
@@ -94,6 +95,19 @@ pub struct Kernel {
     pub(crate) files: Arc<Vec<(u32, String)>>,
     /// The PTX text, for messages.
     pub(crate) text: Arc<str>,
+    /// Which instructions were executed, once somebody asks for that.
+    pub(crate) executed: OnceLock<Box<[AtomicBool]>>,
+}
+
+/// Where an instruction of a kernel comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InstructionPlace {
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// Rust file and line in the kernel, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    pub inlined: Option<(String, u32)>,
 }
 
 impl Kernel {
@@ -139,12 +153,60 @@ impl Kernel {
         self.slots
     }
 
-    /// PTX line, its text, and the Rust file and line of instruction `pc`.
+    /// Where each instruction comes from.
+    pub fn places(&self) -> impl Iterator<Item = InstructionPlace> + '_ {
+        self.origins.iter().zip(0..).map(|(origin, pc)| InstructionPlace {
+            ptx_line: origin.ptx_line as usize,
+            source: self.named(origin.source.own),
+            inlined: self.inlined(pc),
+        })
+    }
+
+    /// A hash of the kernel's instructions and their PTX lines: who has the same instructions at the same lines has
+    /// the same hash, in every process.
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
+        let lines: Vec<&str> = self.text.lines().collect();
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut absorb = |bytes: &[u8]| {
+            bytes.iter().for_each(|&b| hash = (hash ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
+        };
+        for origin in &self.origins {
+            absorb(&origin.ptx_line.to_le_bytes());
+            absorb(lines.get((origin.ptx_line as usize).wrapping_sub(1)).map_or(&[], |line| line.as_bytes()));
+        }
+        hash
+    }
+
+    /// From now on, every grid of this kernel notes which instructions it executes. Grids are slower then.
+    pub fn record_coverage(&self) {
+        self.executed.get_or_init(|| self.code.iter().map(|_| AtomicBool::new(false)).collect());
+    }
+
+    /// For each instruction, whether any lane of any grid has executed it; `None` before
+    /// [`record_coverage`](Self::record_coverage).
+    #[must_use]
+    pub fn coverage(&self) -> Option<Vec<bool>> {
+        Some(self.executed.get()?.iter().map(|mark| mark.load(Ordering::Relaxed)).collect())
+    }
+
+    /// PTX line, its text, and the Rust file and line of instruction `pc`: the kernel's own line, wherever the
+    /// instruction was inlined from.
     pub(crate) fn origin(&self, pc: u32) -> (usize, String, Option<(String, u32)>) {
         let o = self.origins.get(pc as usize).copied().unwrap_or_default();
         let line = o.ptx_line as usize;
         let text = self.text.lines().nth(line.saturating_sub(1)).unwrap_or("").trim().to_string();
-        let file = self.files.iter().find(|(n, _)| *n == o.file && o.line != 0);
-        (line, text, file.map(|(_, path)| (path.clone(), o.line)))
+        (line, text, self.named(o.source.own))
+    }
+
+    /// The Rust file and line that instruction `pc` was inlined from, when that is not the kernel's own line.
+    pub(crate) fn inlined(&self, pc: u32) -> Option<(String, u32)> {
+        let source = self.origins.get(pc as usize)?.source;
+        if source.innermost == source.own { None } else { self.named(source.innermost) }
+    }
+
+    fn named(&self, at: SourceLine) -> Option<(String, u32)> {
+        let (_, path) = self.files.iter().find(|(n, _)| *n == at.file && at.line != 0)?;
+        Some((path.clone(), at.line))
     }
 }

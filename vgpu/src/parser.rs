@@ -1,5 +1,7 @@
 //! PTX text to [`ast`](crate::ast). Knows the grammar, not the instructions.
 
+use std::collections::HashMap;
+
 use crate::PtxError;
 use crate::ast::*;
 use crate::lexer::{Tok, Token, error_at, tokenize};
@@ -7,17 +9,63 @@ use crate::lexer::{Tok, Token, error_at, tokenize};
 /// Parses one module.
 pub(crate) fn parse(text: &str) -> Result<File, PtxError> {
     let tokens = tokenize(text)?;
-    let mut p = Parser { text, tokens, at: 0, file: File::default(), source: None };
+    let lines = text.lines().collect();
+    let mut p = Parser { text, lines, tokens, at: 0, file: File::default(), locs: Locs::default() };
     p.module()?;
     Ok(p.file)
 }
 
 struct Parser<'a> {
     text: &'a str,
+    lines: Vec<&'a str>,
     tokens: Vec<Token<'a>>,
     at: usize,
     file: File,
-    source: Option<SourceLine>,
+    locs: Locs,
+}
+
+/// The `.loc`s of one kernel.
+#[derive(Default)]
+struct Locs {
+    /// What the last one says.
+    source: Option<Source>,
+    /// The kernel's own file: that of its first `.loc`.
+    home: Option<u32>,
+    /// The latest line in it.
+    latest_home: Option<SourceLine>,
+    /// Where the function of a line was inlined, for lines that say so: file, line and column to the same.
+    inlined_at: HashMap<[u32; 3], [u32; 3]>,
+}
+
+impl Locs {
+    /// Takes in a `.loc`; each place is file, line and column.
+    fn add(&mut self, place: [u32; 3], inlined_at: Option<[u32; 3]>) {
+        let line_of = |[file, line, _]: [u32; 3]| SourceLine { file, line };
+        if place[1] == 0 {
+            self.source = None;
+            return;
+        }
+        let home = *self.home.get_or_insert(place[0]);
+        match inlined_at {
+            Some(caller) => self.inlined_at.insert(place, caller),
+            None => self.inlined_at.remove(&place),
+        };
+        // A chain is as long as calls are nested; what goes round in circles is cut off.
+        let mut outer = place;
+        for _ in 0..64 {
+            match self.inlined_at.get(&outer) {
+                Some(&caller) if outer[0] != home => outer = caller,
+                _ => break,
+            }
+        }
+        // Without the chain, the kernel's line before this one is the best guess.
+        let known = outer[0] == home || inlined_at.is_some();
+        let own = self.latest_home.filter(|_| !known).unwrap_or(line_of(outer));
+        if own.file == home {
+            self.latest_home = Some(own);
+        }
+        self.source = Some(Source { innermost: line_of(place), own });
+    }
 }
 
 /// Bytes of a fundamental PTX type, written with its dot.
@@ -30,6 +78,13 @@ pub(crate) fn type_bytes(ty: &str) -> Option<usize> {
         ".b128" => 16,
         _ => return None,
     })
+}
+
+/// The place after `inlined_at`: file, line and maybe column.
+fn inlined_at(line: &str) -> Option<[u32; 3]> {
+    let (_, place) = line.split_once("inlined_at ")?;
+    let mut numbers = place.split_whitespace().map_while(|word| word.parse().ok());
+    Some([numbers.next()?, numbers.next()?, numbers.next().unwrap_or(0)])
 }
 
 impl<'a> Parser<'a> {
@@ -218,8 +273,11 @@ impl<'a> Parser<'a> {
             Tok::Word(".loc") => {
                 let file = self.int32("a file number")?;
                 let line = self.int32("a line")?;
-                self.source = (line != 0).then_some(SourceLine { file, line });
-                // Column, and `, function_name X, inlined_at F L C`: LLVM keeps them on the line.
+                let column = if matches!(self.peek().tok, Tok::Int(_)) { self.int32("a column")? } else { 0 };
+                // `, function_name X, inlined_at F L C` stands on the line. `// inlined_at F L` says the same where
+                // ptxas must not see it: it refuses a caller's place that has no `.loc` of its own.
+                let inlined_at = self.lines.get(t.line - 1).and_then(|text| inlined_at(text));
+                self.locs.add([file, line, column], inlined_at);
                 self.skip_line(t.line);
             }
             _ => {
@@ -265,7 +323,7 @@ impl<'a> Parser<'a> {
                 _ => return self.unexpected("a performance directive or '{'"),
             }
         }
-        self.source = None;
+        self.locs = Locs::default();
         e.body = self.body()?;
         Ok(e)
     }
@@ -542,7 +600,7 @@ impl<'a> Parser<'a> {
                 self.operand()?
             });
         }
-        Ok(Instruction { pos, guard, opcode, operands, source: self.source })
+        Ok(Instruction { pos, guard, opcode, operands, source: self.locs.source })
     }
 
     fn list(&mut self) -> Result<Operand, PtxError> {
@@ -679,10 +737,51 @@ $L__info_string0:
         let insts: Vec<_> =
             e.body.iter().filter_map(|s| if let Stmt::Inst(i) = s { Some(i) } else { None }).collect();
         assert_eq!(insts.len(), 4);
-        assert_eq!(insts[1].source, Some(SourceLine { file: 1, line: 9 }));
+        let line = |file, line| SourceLine { file, line };
+        assert_eq!(insts[1].source, Some(Source { innermost: line(1, 9), own: line(1, 9) }));
         assert_eq!(insts[1].operands[2].0, Operand::Int(-1));
         assert_eq!(insts[2].guard, Some(("p".to_string(), true)));
         assert_eq!(e.body.iter().filter(|s| matches!(s, Stmt::Open)).count(), 1);
+    }
+
+    /// File and line of the innermost and of the kernel's own line, for each instruction.
+    fn sources(body: &str) -> Vec<[u32; 4]> {
+        let f = parse(&format!("{HEAD}.visible .entry k()\n{{\n{body}\n}}")).unwrap();
+        let insts =
+            f.entries[0].body.iter().filter_map(|s| if let Stmt::Inst(i) = s { Some(i) } else { None });
+        insts
+            .map(|i| i.source.unwrap_or_default())
+            .map(|s| [s.innermost.file, s.innermost.line, s.own.file, s.own.line])
+            .collect()
+    }
+
+    #[test]
+    fn the_kernels_own_line_is_where_the_chain_of_inlining_meets_its_file() {
+        // As LLVM writes it: each caller's place has a `.loc` of its own, with its own caller.
+        let nested = ".loc 1 10 1\n.loc 1 20 5, function_name $L, inlined_at 1 10 1
+            .loc 3 30 7, function_name $L+8, inlined_at 1 20 5
+            .loc 2 40 9, function_name $L+4, inlined_at 3 30 7\nret;";
+        assert_eq!(sources(nested), [[2, 40, 1, 20]]);
+        // As we ship it, in a comment.
+        let shipped = ".loc 1 10 0\nret;\n.loc\t2 40 9 // inlined_at 1 25\nret;\n.loc 1 26 1\nret;";
+        assert_eq!(sources(shipped), [[1, 10, 1, 10], [2, 40, 1, 25], [1, 26, 1, 26]]);
+        // Nothing of the kernel's file in the chain: its outermost place.
+        assert_eq!(
+            sources(".loc 1 10 0\n.loc 2 40 9, function_name $L, inlined_at 3 50 1\nret;"),
+            [[2, 40, 3, 50]]
+        );
+        // A place that is its own caller ends somewhere.
+        assert_eq!(
+            sources(".loc 1 1 0\n.loc 2 4 9, function_name $L, inlined_at 2 4 9\nret;"),
+            [[2, 4, 2, 4]]
+        );
+    }
+
+    #[test]
+    fn without_the_chain_the_kernels_latest_line_stands_for_it() {
+        let body = ".loc 1 10 0\nret;\n.loc 2 40 9\nret;\n.loc 1 12 3\n.loc 3 5 1\nret;\n.loc 1 0 0\nret;";
+        assert_eq!(sources(body), [[1, 10, 1, 10], [2, 40, 1, 10], [3, 5, 1, 12], [0, 0, 0, 0]]);
+        assert_eq!(sources("ret;"), [[0; 4]]);
     }
 
     #[test]

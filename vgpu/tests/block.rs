@@ -130,13 +130,13 @@ fn deadlocks_are_reported_with_every_warp() {
     let body = "
         .loc 1 7 1
         setp.lt.u32 %p1, %r40, 32; @!%p1 bra WAIT;
-        .loc 1 8 1
+        .loc 2 3 1, function_name $L, inlined_at 1 8 1
         barrier.sync 5, 96; bra END;
     WAIT:
         .loc 1 9 1
         barrier.sync 6, 96;
     END:";
-    let ptx = kernel(".file 1 \"src/dead.rs\"\n", body);
+    let ptx = kernel(".file 1 \"src/dead.rs\"\n.file 2 \"src/wait.rs\"\n", body);
     for dev in [DeviceConfig::default(), seeded(3)] {
         let mut run = Run::new(&ptx, &[0], launch(2, 96), &dev);
         let fault = run.finish().unwrap_err();
@@ -151,7 +151,10 @@ fn deadlocks_are_reported_with_every_warp() {
                     && w.source == Some(("src/dead.rs".to_string(), 9)))
         );
         let text = fault.to_string();
-        assert!(text.contains("32 of 96 threads") && text.contains("src/dead.rs:8"), "{text}");
+        assert!(
+            text.contains("32 of 96 threads") && text.contains(" at src/dead.rs:8 (inlined: src/wait.rs:3) "),
+            "{text}"
+        );
     }
     // Half a warp never comes.
     let fault =

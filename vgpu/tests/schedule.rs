@@ -275,3 +275,30 @@ fn a_warp_in_which_one_lane_goes_on_does_not_count_as_spinning() {
         assert_eq!(run.words()[1], want, "seed {seed}");
     }
 }
+
+#[test]
+fn coverage_tells_what_any_lane_has_executed() {
+    let body = "setp.eq.u32 %p1, %r40, 31; @%p1 mov.u32 %r1, 1; setp.eq.u32 %p2, %r40, 99;
+        @%p2 mov.u32 %r2, 1; @%p2 bra NEVER; bra END; NEVER: mov.u32 %r3, 1; END:";
+    let text = |body: &str| kernel("", body);
+    let module = Module::parse(&text(body)).unwrap();
+    let kernel = module.kernel("k").unwrap();
+    assert_eq!(kernel.coverage(), None);
+    kernel.record_coverage();
+    assert!(!kernel.coverage().unwrap().contains(&true));
+    let memory = Memory::new();
+    let buf = memory.alloc(8, "buf").unwrap();
+    let mut grid =
+        Grid::new(kernel.clone(), memory, &DeviceConfig::default(), launch(1, 32), &buf.addr().to_ne_bytes())
+            .unwrap();
+    while grid.step(100).unwrap() != Progress::Done {}
+    let executed = kernel.coverage().unwrap();
+    assert_eq!(executed.len(), kernel.instruction_count());
+    // Behind the four instructions of the frame: what only lane 31 does counts, a branch that nobody takes as well.
+    assert_eq!(executed[4..], [true, true, true, false, true, true, false, true, false]);
+    // Another text of the same length is another kernel.
+    let other = Module::parse(&text(&body.replace("99", "98"))).unwrap().kernel("k").unwrap();
+    assert_ne!(other.fingerprint(), kernel.fingerprint());
+    let same = Module::parse(&text(body)).unwrap().kernel("k").unwrap();
+    assert_eq!(same.fingerprint(), kernel.fingerprint());
+}

@@ -21,12 +21,14 @@ pub const TARGET: &str = "nvptx64-nvidia-cuda";
 /// - `immediate-abort` turns a panic into `trap`; plain `abort` drags formatting code into the PTX.
 /// - Jump threading duplicates block barriers into divergent branches.
 /// - Line directives are `.loc` lines and nothing else: same instructions, same registers, no debug sections.
-const CODEGEN: [&str; 5] = [
+/// - Verbose assembly has comments, and those of a `.loc` name the lines that its code was inlined into.
+const CODEGEN: [&str; 6] = [
     "-Ctarget-feature=+ptx84",
     "-Zunstable-options",
     "-Cpanic=immediate-abort",
     "-Zmir-enable-passes=-JumpThreading",
     "-Cdebuginfo=line-directives-only",
+    "-Zverbose-asm",
 ];
 
 /// One build to do or to check.

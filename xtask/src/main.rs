@@ -6,12 +6,14 @@
 mod backend;
 mod build;
 mod check;
+mod coverage;
 mod doctor;
 mod fuzz;
 mod header;
 mod lint;
 mod manifest;
 mod metadata;
+mod mutate;
 mod nvvm;
 mod postprocess;
 mod ptx;
@@ -64,6 +66,10 @@ enum Command {
     PtxFuzz(fuzz::Options),
     /// Run a program in virtual machines that have RDMA devices (Soft-RoCE)
     RdmaVm(rdma_vm::Options),
+    /// Say which instructions and Rust lines of the kernels a test run on the virtual GPU executes
+    KernelCoverage(coverage::Options),
+    /// Make single faults in the kernels, and look whether the checks notice
+    Mutate(mutate::Options),
     /// Say what this machine has for building PTX, and the remedy for what it lacks
     Doctor,
 }
@@ -129,6 +135,8 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::StubCuda => stub::write(&ws),
         Command::PtxFuzz(options) => fuzz::run(&options),
         Command::RdmaVm(options) => return rdma_vm::run(&ws, options),
+        Command::KernelCoverage(options) => coverage::run(&ws, &options),
+        Command::Mutate(options) => mutate::run(&ws, &options),
         Command::Doctor => doctor::run(&ws),
     }
     .map(|()| ExitCode::SUCCESS)

@@ -3,19 +3,30 @@
 //! - Launch bounds come from the kernel manifest: rustc has no attribute for them.
 //! - Source lines (`.loc`, `.file`) stay: the virtual GPU names Rust file and line with them. The labels, the empty debug section
 //!   and the repeated or lineless `.loc`s around them go.
+//! - A `.loc` of inlined code says in a comment where the kernel's own file called it: `// inlined_at <file> <line>`. PTX has the
+//!   attribute `inlined_at` for that, but LLVM 22 does not write it, and ptxas wants a `.loc` of each caller and a debug section with it.
 //! - The marks around inline assembly stay: one lint reads them.
 
 use crate::header::Header;
 use crate::manifest::{self, KernelInfo};
+use crate::ptx::split_comment;
 
 /// The PTX to ship, from what the compiler wrote. An entry that the manifest lacks gets no launch bounds; the lints report it.
 pub fn ship(raw: &str, header: &Header, manifest: &[KernelInfo]) -> String {
+    let files = file_table(raw);
     let mut out = format!("{header}\n");
     let mut entry: Option<&KernelInfo> = None;
     let mut last_loc = String::new();
     let mut blank = true;
+    // The kernel's own file: that of its first `.loc`.
+    let mut home = None;
     for line in raw.lines().map(str::trim_end) {
-        if is_compiler_remark(line) || is_debug_label(line) || is_empty_section(line) {
+        if is_compiler_remark(line) {
+            continue;
+        }
+        let (line, comment) = if is_asm_mark(line) { (line, "") } else { split_comment(line) };
+        let line = line.trim_end();
+        if is_debug_label(line) || is_empty_section(line) {
             continue;
         }
         if line.trim().is_empty() {
@@ -28,6 +39,7 @@ pub fn ship(raw: &str, header: &Header, manifest: &[KernelInfo]) -> String {
         if let Some(name) = entry_name(line) {
             entry = manifest::find(manifest, name);
             last_loc.clear();
+            home = None;
         }
         if line == "{"
             && let Some(kernel) = entry.take()
@@ -35,10 +47,18 @@ pub fn ship(raw: &str, header: &Header, manifest: &[KernelInfo]) -> String {
             out.push_str(&bounds(kernel));
         }
         if line.trim_start().starts_with(".loc") {
-            if !has_line(line) || line == last_loc {
+            if !has_line(line) {
                 continue;
             }
-            line.clone_into(&mut last_loc);
+            let home = home.get_or_insert_with(|| file_of(line).to_owned());
+            let loc = format!("{line}{}", inlined_at(line, comment, home, &files).unwrap_or_default());
+            if loc != last_loc {
+                out.push_str(&loc);
+                out.push('\n');
+                last_loc = loc;
+            }
+            blank = false;
+            continue;
         }
         blank = false;
         out.push_str(line);
@@ -68,9 +88,39 @@ fn entry_name(line: &str) -> Option<&str> {
 
 /// Comments say nothing the text does not, but for the marks around inline assembly.
 fn is_compiler_remark(line: &str) -> bool {
-    line.trim_start()
-        .strip_prefix("//")
-        .is_some_and(|comment| !matches!(comment.trim(), "begin inline asm" | "end inline asm"))
+    line.trim_start().starts_with("//") && !is_asm_mark(line)
+}
+
+fn is_asm_mark(line: &str) -> bool {
+    let comment = line.trim_start().strip_prefix("//").map(str::trim);
+    matches!(comment, Some("begin inline asm" | "end inline asm"))
+}
+
+/// Paths and their numbers, from `.file <number> "<path>"`.
+fn file_table(raw: &str) -> Vec<(&str, &str)> {
+    let rows =
+        raw.lines().filter_map(|line| line.trim_start().strip_prefix(".file")?.trim_start().split_once(' '));
+    rows.map(|(number, path)| (path.trim().trim_matches('"'), number)).collect()
+}
+
+/// The file's number in `.loc <file> <line> <column>`.
+fn file_of(loc: &str) -> &str {
+    loc.split_whitespace().nth(1).unwrap_or("")
+}
+
+/// ` // inlined_at <file> <line>`: from LLVM's `a.rs:1:2 @[ b.rs:3:4 @[ c.rs:5:6 ] ]`, innermost first, the first place in the
+/// kernel's own file; `None` where the `.loc` itself is in that file.
+fn inlined_at(loc: &str, comment: &str, home: &str, files: &[(&str, &str)]) -> Option<String> {
+    if file_of(loc) == home {
+        return None;
+    }
+    let mut places = comment.split_whitespace().filter_map(|word| {
+        let (place, _column) = word.rsplit_once(':')?;
+        let (path, line) = place.rsplit_once(':')?;
+        Some((files.iter().find(|(name, _)| *name == path)?.1, line))
+    });
+    let (file, line) = places.find(|(file, _)| *file == home)?;
+    Some(format!(" // inlined_at {file} {line}"))
 }
 
 /// Labels that only debug sections would refer to.
@@ -115,9 +165,12 @@ $L__func_begin0:
 	// end inline asm
 $L__tmp3:
 	.loc	1 0 8
-	.loc	1 39 0
-	bra $L__BB0_2;
-$L__BB0_2:
+	.loc	1 39 0                          // gpu/src/lib.rs:39:0
+	.loc	2 7 9                           // rust/a.rs:7:9 @[ gpu/src/simt.rs:3:4 @[ gpu/src/lib.rs:41:5 @[ gpu/src/lib.rs:39:1 ] ] ]
+	bra $L__BB0_2;                          // remark
+	.loc	2 7 9                           // rust/a.rs:7:9 @[ gpu/src/lib.rs:41:8 @[ gpu/src/lib.rs:39:1 ] ]
+	.loc	1 41 9                          // gpu/src/lib.rs:41:9 @[ gpu/src/lib.rs:39:1 ]
+$L__BB0_2:                              // =>This Inner Loop Header: Depth=1
 	ret;
 }
 .visible .entry other()
@@ -126,6 +179,7 @@ $L__BB0_2:
 }
 	.section	.debug_macinfo	{	}
 	.file	1 \"gpu/src/lib.rs\"
+	.file	2 \"rust/core/a.rs\"
 ";
 
     const SHIPPED: &str = "
@@ -141,7 +195,9 @@ $L__BB0_2:
 	// begin inline asm
 	mov.u32 %r1, %tid.x;
 	// end inline asm
+	.loc	2 7 9 // inlined_at 1 41
 	bra $L__BB0_2;
+	.loc	1 41 9
 $L__BB0_2:
 	ret;
 }
@@ -150,6 +206,7 @@ $L__BB0_2:
 	ret;
 }
 	.file	1 \"gpu/src/lib.rs\"
+	.file	2 \"rust/core/a.rs\"
 ";
 
     #[test]

@@ -242,7 +242,7 @@ impl Reader {
 }
 
 /// Cuts a `//` comment off, leaving quoted text alone.
-fn split_comment(line: &str) -> (&str, &str) {
+pub fn split_comment(line: &str) -> (&str, &str) {
     let mut quoted = false;
     let bytes = line.as_bytes();
     for (i, byte) in bytes.iter().enumerate() {

@@ -12,6 +12,7 @@ mod simd;
 mod sync;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::check::watch::Watch;
 use crate::device::Clock;
@@ -313,6 +314,14 @@ impl<'a, W: Watch> Exec<'a, W> {
 
     /// Runs up to `budget` instructions.
     pub(crate) fn run(&mut self, budget: u64) -> Run<Slice> {
+        // Two loops, so that coverage costs nothing where nobody asked for it.
+        match self.kernel.executed.get() {
+            None => self.run_slice::<false>(budget),
+            Some(_) => self.run_slice::<true>(budget),
+        }
+    }
+
+    fn run_slice<const COVER: bool>(&mut self, budget: u64) -> Run<Slice> {
         let mut running = self.next_group();
         while running {
             if self.executed >= budget {
@@ -322,7 +331,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             if !self.warp.groups.is_empty() {
                 self.reconverge();
             }
-            running = match self.instruction()? {
+            running = match self.instruction::<COVER>()? {
                 Flow::Next => true,
                 Flow::GiveWay => self.give_way(),
                 Flow::Gone => {
@@ -354,7 +363,7 @@ impl<'a, W: Watch> Exec<'a, W> {
     }
 
     #[inline(always)]
-    fn instruction(&mut self) -> Run<Flow> {
+    fn instruction<const COVER: bool>(&mut self) -> Run<Flow> {
         let kernel = self.kernel;
         // The lowering ends every kernel with `exit`, so `pc` is always in range.
         let inst: &Inst = &kernel.code[self.pc as usize];
@@ -364,9 +373,16 @@ impl<'a, W: Watch> Exec<'a, W> {
             let p = self.warp.regs.pred[(inst.guard & !GUARD_NOT) as usize];
             m &= if inst.guard & GUARD_NOT != 0 { !p } else { p };
             if m == 0 {
+                // A branch has done its work when nobody takes it.
+                if COVER && matches!(inst.op, Op::Bra { .. }) {
+                    self.cover();
+                }
                 self.pc += 1;
                 return Ok(Flow::Next);
             }
+        }
+        if COVER {
+            self.cover();
         }
         match &inst.op {
             Op::Alu { f, s } => f(&mut self.warp.regs, s, m),
@@ -406,6 +422,14 @@ impl<'a, W: Watch> Exec<'a, W> {
         }
         self.pc += 1;
         Ok(Flow::Next)
+    }
+
+    /// Notes that the instruction at hand was executed.
+    fn cover(&self) {
+        let marks = self.kernel.executed.get();
+        if let Some(mark) = marks.and_then(|marks| marks.get(self.pc as usize)) {
+            mark.store(true, Ordering::Relaxed);
+        }
     }
 
     #[inline(always)]

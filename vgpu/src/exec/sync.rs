@@ -5,9 +5,7 @@ use super::{Exec, Flow, GroupState, Run, Stop, stop};
 use crate::check::shadow::How;
 use crate::check::watch::{Place, Watch};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{
-    Addr, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp,
-};
+use crate::ir::{Addr, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp};
 use crate::mbarrier::Mbarrier;
 
 impl<W: Watch> Exec<'_, W> {

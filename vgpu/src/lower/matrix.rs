@@ -140,6 +140,16 @@ fn element(
 
 fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
     let regs = [reg, SINK, SINK, SINK];
-    let a = Access { space, sem: Sem::Weak, scope: Scope::Cta, addr, bytes, n: 1, wide: false, signed: false, regs };
+    let a = Access {
+        space,
+        sem: Sem::Weak,
+        scope: Scope::Cta,
+        addr,
+        bytes,
+        n: 1,
+        wide: false,
+        signed: false,
+        regs,
+    };
     if load { Op::Ld(a) } else { Op::St(a) }
 }

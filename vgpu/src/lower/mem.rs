@@ -6,9 +6,7 @@ use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
 use crate::exec::lanes::{Lane, op_pred, op1, op2, op3};
-use crate::ir::{
-    Access, Atomic, File, GUARD_NOT, Init, NO_GUARD, Op, Rmw, SINK, Scope, Sem, Space,
-};
+use crate::ir::{Access, Atomic, File, GUARD_NOT, Init, NO_GUARD, Op, Rmw, SINK, Scope, Sem, Space};
 
 const SPACES: &[(&str, Space)] = &[
     ("global", Space::Global),

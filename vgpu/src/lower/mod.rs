@@ -15,7 +15,7 @@ mod sync;
 mod types;
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::ast::{self, Operand, Pos, Stmt, VarSpace};
 use crate::exec::access::SHARED_BASE;
@@ -88,6 +88,7 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             globals: globals_init.clone(),
             files: files.clone(),
             text: text_arc.clone(),
+            executed: OnceLock::new(),
         });
     }
     Ok(kernels)
@@ -343,8 +344,7 @@ impl<'a> Lower<'a> {
 
     fn instruction(&mut self, inst: &ast::Instruction) -> Lowered<()> {
         self.pos = inst.pos;
-        let source = inst.source.unwrap_or(ast::SourceLine { file: 0, line: 0 });
-        self.origin = Origin { ptx_line: inst.pos.line as u32, file: source.file, line: source.line };
+        self.origin = Origin { ptx_line: inst.pos.line as u32, source: inst.source.unwrap_or_default() };
         self.guard = NO_GUARD;
         if let Some((name, negated)) = &inst.guard {
             match self.lookup(name, inst.pos)? {

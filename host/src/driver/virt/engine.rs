@@ -7,6 +7,7 @@ use std::time::Duration;
 use epoxide_vgpu::{Grid, Past, Progress, Timeline};
 
 use super::capture::Launch;
+use super::coverage;
 use super::state::{Shared, State};
 use super::stream::{Op, Transfer};
 
@@ -58,16 +59,22 @@ impl Work {
                 *self = Work::Grid(Box::new(grid), launch.warps());
                 self.turn(shared, slice, order)
             }
-            Work::Grid(grid, _) => match grid.step(slice).map_err(|fault| fault.to_string())? {
-                Progress::Done => {
-                    if let Some((_, past)) = order {
-                        *past = grid.past();
-                    }
-                    Ok(Outcome::Done(grid.schedule_digest()))
+            Work::Grid(grid, _) => {
+                let progress = grid.step(slice);
+                if !matches!(progress, Ok(Progress::Running | Progress::Spinning)) {
+                    coverage::note(grid.kernel());
                 }
-                Progress::Running => Ok(Outcome::Running),
-                Progress::Spinning => Ok(Outcome::Spinning),
-            },
+                match progress.map_err(|fault| fault.to_string())? {
+                    Progress::Done => {
+                        if let Some((_, past)) = order {
+                            *past = grid.past();
+                        }
+                        Ok(Outcome::Done(grid.schedule_digest()))
+                    }
+                    Progress::Running => Ok(Outcome::Running),
+                    Progress::Spinning => Ok(Outcome::Spinning),
+                }
+            }
             Work::Transfer(transfer) => {
                 let run = || transfer.run(&shared.memory);
                 let done = match (&shared.checker, order) {

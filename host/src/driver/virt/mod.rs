@@ -38,6 +38,7 @@
 #[cfg(test)]
 mod blocking_tests;
 mod capture;
+mod coverage;
 mod engine;
 mod machine;
 mod state;
@@ -503,6 +504,7 @@ impl Device for VirtualGpu {
             let PtxError { line, column, message, source_line } = error;
             Error::Ptx(format!("line {line}, column {column}: {message}\n  | {}", source_line.trim_end()))
         })?;
+        coverage::prepare(&module);
         let handle = new_handle();
         self.shared.usable()?.modules.insert(handle, module);
         Ok(handle)

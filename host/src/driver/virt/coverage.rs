@@ -1,0 +1,123 @@
+//! Which instructions of the kernels a run executed, for `cargo xtask kernel-coverage`.
+//!
+//! Where `EPOXIDE_VGPU_COVERAGE` names a folder, every process keeps a file there for each kernel that it has run:
+//! `<kernel>-<fingerprint>-<process>.cover`, with `1` for each instruction that was executed and `0` for each that was
+//! not. A file is replaced as a whole when a grid has ended that executed something new, so a process may end at any
+//! time. Development only.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use epoxide_vgpu::{Kernel, Module};
+
+/// Names the folder.
+const DIRECTORY: &str = "EPOXIDE_VGPU_COVERAGE";
+
+/// What the kernels of all devices of this process have executed.
+struct Record {
+    directory: PathBuf,
+    /// Tells this process from all others, those with the same number included.
+    process: String,
+    kernels: Mutex<HashMap<(String, u64), Vec<bool>>>,
+}
+
+static RECORD: LazyLock<Option<Record>> = LazyLock::new(|| {
+    let directory = std::env::var_os(DIRECTORY).filter(|value| !value.is_empty())?;
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
+    let process = format!("{}.{since}", std::process::id());
+    Some(Record { directory: directory.into(), process, kernels: Mutex::default() })
+});
+
+/// Has the kernels of a module note what they execute, where somebody asks for it.
+pub(super) fn prepare(module: &Module) {
+    if RECORD.is_some() {
+        module.kernels().for_each(|kernel| kernel.record_coverage());
+    }
+}
+
+/// Adds what a kernel has executed to this process's record.
+pub(super) fn note(kernel: &Kernel) {
+    if let Some(record) = &*RECORD {
+        record.note(kernel);
+    }
+}
+
+impl Record {
+    fn note(&self, kernel: &Kernel) {
+        let Some(executed) = kernel.coverage() else { return };
+        let key = (kernel.name().to_owned(), kernel.fingerprint());
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = kernels.entry(key.clone()).or_insert_with(|| vec![false; executed.len()]);
+        if !merge(all, &executed) {
+            return;
+        }
+        let text: String = all.iter().map(|&executed| if executed { '1' } else { '0' }).collect();
+        let file = format!("{}-{:016x}-{}.cover", key.0, key.1, self.process);
+        // Under the lock: a later state must not be replaced by an earlier one.
+        if let Err(error) = replace(&self.directory, &file, &text) {
+            tracing::warn!("{DIRECTORY}: {file} cannot be written to {}: {error}", self.directory.display());
+        }
+    }
+}
+
+/// Adds `new` to `all`; false when there is nothing new.
+fn merge(all: &mut [bool], new: &[bool]) -> bool {
+    let mut changed = false;
+    for (all, &new) in all.iter_mut().zip(new) {
+        changed |= new && !*all;
+        *all |= new;
+    }
+    changed
+}
+
+/// Writes a file that others see as a whole or not at all.
+fn replace(directory: &Path, file: &str, text: &str) -> std::io::Result<()> {
+    std::fs::create_dir_all(directory)?;
+    let partial = directory.join(format!("{file}.partial"));
+    std::fs::write(&partial, text)?;
+    std::fs::rename(partial, directory.join(file))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_a_digit_for_each_instruction() {
+        let ptx = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\n.reg .b32 %r<2>;\nmov.b32 %r1, 1;\nret;\n}";
+        let module = Module::parse(ptx).unwrap();
+        let kernel = module.kernel("k").unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let record = Record {
+            directory: directory.path().join("new"),
+            process: "7".to_owned(),
+            kernels: Mutex::default(),
+        };
+        let name = format!("k-{:016x}-7.cover", kernel.fingerprint());
+        let file = record.directory.join(&name);
+        record.note(&kernel);
+        assert!(!file.exists(), "nobody asked");
+        kernel.record_coverage();
+        record.note(&kernel);
+        assert!(!file.exists(), "nothing has run");
+        let launch = epoxide_vgpu::GridConfig { grid: [1; 3], block: [32, 1, 1], dynamic_shared_bytes: 0 };
+        let memory = epoxide_vgpu::Memory::new();
+        let mut grid =
+            epoxide_vgpu::Grid::new(kernel.clone(), memory, &Default::default(), launch, &[]).unwrap();
+        assert_eq!(grid.step(1000).unwrap(), epoxide_vgpu::Progress::Done);
+        record.note(&kernel);
+        // Behind the last instruction stands an end that is never reached.
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "110");
+        assert_eq!(std::fs::read_dir(&record.directory).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn only_what_is_new_changes_the_record() {
+        let mut all = [true, false, false];
+        assert!(!merge(&mut all, &[true, false, false]));
+        assert!(merge(&mut all, &[false, false, true]));
+        assert_eq!(all, [true, false, true]);
+    }
+}

@@ -1,0 +1,417 @@
+//! `cargo xtask mutate`: makes single faults in the kernels, in their PTX, and looks whether the checks notice.
+//!
+//! [`faults`] finds the places, [`mod@run`] runs the acceptance test on a faulty kernel, this file goes through them all. What no round
+//! trip executes is no fault that one could notice: it is counted apart.
+
+mod faults;
+mod harmless;
+mod run;
+mod text;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::workspace::{self, Workspace};
+use faults::Fault;
+use run::{Nearness, Outcome, Runner};
+
+/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
+const KERNELS: [&str; 9] = [
+    "dispatch_layout",
+    "notify",
+    "dispatch",
+    "stage_combine",
+    "combine_bf16",
+    "internode_count",
+    "internode_notify",
+    "internode_dispatch",
+    "internode_combine",
+];
+
+#[derive(Args)]
+pub struct Options {
+    /// List all faults and stop
+    #[arg(long)]
+    list: bool,
+    /// How many faults to try, of all kinds in all kernels; or `all`
+    #[arg(long, value_name = "N", default_value = "100")]
+    sample: Sample,
+    /// Only faults whose id holds this text
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// Keep outcomes in this file, a JSON object per line; those that are there already are not run again
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Write a Markdown table of the outcomes
+    #[arg(long, value_name = "FILE")]
+    table: Option<PathBuf>,
+    /// The share of faults that must be reported
+    #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
+    at_least: f64,
+    /// Runs at a time
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
+    jobs: u16,
+    /// Longest run, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    limit: u64,
+    /// Seeds of each workload
+    #[arg(long, value_name = "SEED", value_delimiter = ',', default_value = "1,2")]
+    seeds: Vec<u64>,
+    /// Leave the race checker off: only wrong results and hangs are noticed
+    #[arg(long)]
+    plain: bool,
+    /// The `epoxide` to run [default: built first, in release]
+    #[arg(long, value_name = "FILE")]
+    binary: Option<PathBuf>,
+    /// The PTX to make faults in [default: the committed one]
+    #[arg(long, value_name = "FILE")]
+    ptx: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Sample(usize);
+
+impl std::str::FromStr for Sample {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "all" => Ok(Self(usize::MAX)),
+            _ => text.parse().map(Self).map_err(|_| "must be a number of faults, or `all`".to_owned()),
+        }
+    }
+}
+
+/// A fault and what became of it; `None` where no workload executes it.
+type Tried<'a> = (&'a Fault, Option<Outcome>);
+
+/// Makes the faults.
+pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
+    let text = match &options.ptx {
+        Some(file) => workspace::read(file)?,
+        None => epoxide_gpu::PTX.to_owned(),
+    };
+    let bodies = text::bodies(&text, &KERNELS)?;
+    let mut faults = faults::enumerate(&bodies);
+    if let Some(only) = &options.only {
+        faults.retain(|fault| fault.id.contains(only.as_str()));
+    }
+    if options.list {
+        print!("{}", list(ws, &faults));
+        return Ok(());
+    }
+    ensure!(!faults.is_empty(), "--only {:?}: no fault has this in its id; see --list", options.only);
+    ensure!(!options.seeds.is_empty(), "--seeds: at least one is needed");
+
+    let directory = ws.target("mutate");
+    std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+    let runner = Runner {
+        binary: options.binary.clone().map_or_else(|| build(ws), Ok)?,
+        directory,
+        limit: Duration::from_secs(options.limit),
+        seeds: options.seeds.clone(),
+        check: !options.plain,
+    };
+    println!("running the sound kernels");
+    let workloads = runner.sound(&text)?;
+    let all = faults.len();
+    faults.retain(|fault| harmless::why(ws, fault).is_none());
+    let harmful = faults.len();
+    let executed = |fault: &Fault| {
+        fault.through.iter().any(|line| workloads.iter().any(|workload| workload.executes(*line)))
+    };
+    faults.retain(executed);
+    let (harmless, silent) = (all - harmful, harmful - faults.len());
+    let faults = faults::sample(faults, options.sample.0);
+    println!(
+        "{all} faults; {harmless} are known to change nothing, no workload comes by {silent}; trying {}",
+        faults.len()
+    );
+
+    let version = hash(&text, options);
+    let known =
+        options.out.as_deref().map_or_else(|| Ok(HashMap::new()), |file| read_known(file, &version))?;
+    let outcomes = try_all(&runner, &text, &faults, &workloads, known, options, &version)?;
+    let results: Vec<Tried<'_>> = faults.iter().zip(outcomes).collect();
+    if let Some(file) = &options.table {
+        workspace::write(file, table(&results))?;
+    }
+    let (summary, share) = summary(&results);
+    print!("{summary}");
+    if share < options.at_least {
+        bail!(
+            "{:.1} % of the faults were reported; --at-least asks for {:.1} %",
+            100.0 * share,
+            100.0 * options.at_least
+        );
+    }
+    Ok(())
+}
+
+/// Builds `epoxide` and says where it is.
+fn build(ws: &Workspace) -> Result<PathBuf> {
+    let mut command = ws.cargo();
+    let target = workspace::env_path("CARGO_TARGET_DIR").unwrap_or_else(|| ws.root.join("target"));
+    command.env("CARGO_TARGET_DIR", &target);
+    workspace::run(command.args(["build", "--release", "--package", "epoxide", "--bin", "epoxide"]))?;
+    Ok(target.join("release/epoxide"))
+}
+
+/// What outcomes depend on, but for the program itself: who changes that starts with a new file.
+fn hash(text: &str, options: &Options) -> String {
+    let mut hasher = Sha256::new();
+    hasher.update(text);
+    hasher.update([u8::from(options.plain)]);
+    hasher.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    })
+}
+
+/// The outcomes in a file, by the faults' ids; those of other PTX are left out, and a line that was cut short as well.
+fn read_known(file: &Path, version: &str) -> Result<HashMap<String, Outcome>> {
+    if !file.exists() {
+        return Ok(HashMap::new());
+    }
+    let text = workspace::read(file)?;
+    let objects = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let known = objects.filter(|object| object["version"] == version).filter_map(|object| {
+        Some((object.get("id")?.as_str()?.to_owned(), Outcome::from_json(object.get("outcome")?)?))
+    });
+    Ok(known.collect())
+}
+
+fn try_all(
+    runner: &Runner,
+    text: &str,
+    faults: &[Fault],
+    workloads: &[run::Workload],
+    known: HashMap<String, Outcome>,
+    options: &Options,
+    version: &str,
+) -> Result<Vec<Option<Outcome>>> {
+    let file = match &options.out {
+        None => None,
+        Some(path) => {
+            let writing = || format!("cannot write {}", path.display());
+            let mut file =
+                std::fs::OpenOptions::new().create(true).append(true).open(path).with_context(writing)?;
+            // A run that was stopped may have left part of a line.
+            if std::fs::read(path).is_ok_and(|bytes| bytes.last().is_some_and(|byte| *byte != b'\n')) {
+                file.write_all(b"\n").with_context(writing)?;
+            }
+            Some(Mutex::new(file))
+        }
+    };
+    let next = AtomicUsize::new(0);
+    let outcomes: Mutex<Vec<Option<Outcome>>> =
+        Mutex::new(faults.iter().map(|fault| known.get(&fault.id).cloned()).collect());
+    let worker = |number: usize| -> Result<()> {
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(fault) = faults.get(index) else { return Ok(()) };
+            if known.contains_key(&fault.id) {
+                continue;
+            }
+            let outcome = runner.fault(fault, text, workloads, number)?;
+            let Some(outcome) = outcome else { continue };
+            println!("{:>4}/{} {}: {}", index + 1, faults.len(), fault.id, shown(&outcome));
+            if let Some(file) = &file {
+                let object = json!({ "version": version, "id": fault.id, "outcome": outcome.to_json() });
+                // One write, so that a run that is stopped leaves whole lines but for the last.
+                locked(file)
+                    .write_all(format!("{object}\n").as_bytes())
+                    .context("cannot write to the file of --out")?;
+            }
+            locked(&outcomes)[index] = Some(outcome);
+        }
+    };
+    std::thread::scope(|scope| {
+        let worker = &worker;
+        let workers: Vec<_> =
+            (0..usize::from(options.jobs)).map(|number| scope.spawn(move || worker(number))).collect();
+        workers.into_iter().try_for_each(|handle| match handle.join() {
+            Ok(result) => result,
+            Err(_) => bail!("a worker has panicked"),
+        })
+    })?;
+    Ok(outcomes.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner))
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn shown(outcome: &Outcome) -> String {
+    match (&outcome.found_by, outcome.nearness) {
+        (None, _) => "SURVIVED".to_owned(),
+        (Some(by), Nearness::Line) => format!("{by}, at its line"),
+        (Some(by), Nearness::Kernel) => format!("{by}, in its kernel"),
+        (Some(by), Nearness::Elsewhere) => by.clone(),
+    }
+}
+
+fn list(ws: &Workspace, faults: &[Fault]) -> String {
+    let mut text = String::new();
+    let mut kinds: BTreeMap<_, BTreeMap<&str, usize>> = BTreeMap::new();
+    for fault in faults {
+        let lines: Vec<String> = fault.edits.iter().map(|(line, _)| line.to_string()).collect();
+        let harmless = harmless::why(ws, fault).map_or_else(String::new, |why| format!("  HARMLESS: {why}"));
+        let _ = writeln!(
+            text,
+            "{:<58} {}:{}  {}  PTX {}{harmless}",
+            fault.id,
+            fault.own.0,
+            fault.own.1,
+            fault.description(),
+            lines.join(",")
+        );
+        *kinds.entry(fault.kind).or_default().entry(&fault.kernel).or_default() += 1;
+    }
+    for (kind, kernels) in &kinds {
+        let each: Vec<String> = kernels.iter().map(|(kernel, count)| format!("{kernel} {count}")).collect();
+        let _ = writeln!(text, "{:>4} {kind}: {}", kernels.values().sum::<usize>(), each.join(", "));
+    }
+    let _ = writeln!(text, "{:>4} faults", faults.len());
+    text
+}
+
+fn table(results: &[Tried<'_>]) -> String {
+    let mut text = "| fault | kernel | line | found by what |\n|---|---|---|---|\n".to_owned();
+    for (fault, outcome) in results {
+        let file = fault.own.0.rsplit('/').next().unwrap_or("");
+        let found = outcome.as_ref().map_or_else(|| "not run".to_owned(), shown);
+        let _ = writeln!(
+            text,
+            "| {} | {} | {file}:{} | {found} |",
+            fault.description(),
+            fault.kernel,
+            fault.own.1
+        );
+    }
+    text
+}
+
+/// The counts, and the share that was reported.
+fn summary(results: &[Tried<'_>]) -> (String, f64) {
+    let outcomes: Vec<&Outcome> = results.iter().filter_map(|(_, outcome)| outcome.as_ref()).collect();
+    let reported = outcomes.iter().filter(|outcome| outcome.found_by.is_some()).count();
+    let near = |nearness| {
+        outcomes.iter().filter(|outcome| outcome.found_by.is_some() && outcome.nearness == nearness).count()
+    };
+    let mut by: BTreeMap<&str, usize> = BTreeMap::new();
+    for outcome in &outcomes {
+        *by.entry(outcome.found_by.as_deref().unwrap_or("survived")).or_default() += 1;
+    }
+    let all = outcomes.len();
+    let mut text = format!(
+        "{reported} of {all} faults reported: {} at their line, {} more in their kernel\n",
+        near(Nearness::Line),
+        near(Nearness::Kernel)
+    );
+    for (what, count) in by {
+        let _ = writeln!(text, "{count:>5} {what}");
+    }
+    for (fault, outcome) in results {
+        if outcome.as_ref().is_some_and(|outcome| outcome.found_by.is_none()) {
+            let _ = writeln!(
+                text,
+                "survived: {}  {}:{}  {}",
+                fault.id,
+                fault.own.0,
+                fault.own.1,
+                fault.description()
+            );
+        }
+    }
+    (text, if all == 0 { 1.0 } else { reported as f64 / all as f64 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_committed_kernels_have_faults_of_every_kind() {
+        let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &KERNELS).unwrap());
+        let ids: std::collections::HashSet<&str> = faults.iter().map(|fault| fault.id.as_str()).collect();
+        assert_eq!(ids.len(), faults.len(), "ids are unique");
+        let kinds: std::collections::HashSet<_> = faults.iter().map(|fault| fault.kind).collect();
+        assert_eq!(kinds.len(), 23, "{kinds:?}");
+        assert!(KERNELS.iter().all(|kernel| faults.iter().any(|fault| fault.kernel == *kernel)));
+        assert!(faults::sample(faults, 100).len() == 100);
+    }
+
+    #[test]
+    fn every_faulty_text_is_valid_ptx() {
+        // All faults of a kind at once: parsing is what takes time.
+        let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &KERNELS).unwrap());
+        let mut kinds: BTreeMap<_, BTreeMap<usize, String>> = BTreeMap::new();
+        for fault in &faults {
+            kinds.entry(fault.kind).or_default().extend(fault.edits.iter().cloned());
+        }
+        for (kind, edits) in kinds {
+            let edits: Vec<_> = edits.into_iter().collect();
+            let faulty = text::with_lines(epoxide_gpu::PTX, &edits);
+            epoxide_vgpu::Module::parse(&faulty).unwrap_or_else(|error| panic!("{kind}: {error}"));
+        }
+    }
+
+    #[test]
+    fn outcomes_on_other_ptx_are_not_taken_over() {
+        let outcome = Outcome {
+            found_by: Some("race".to_owned()),
+            nearness: Nearness::Line,
+            lines: vec![],
+            workload: "w".to_owned(),
+            report: "r".to_owned(),
+        };
+        let line =
+            |version: &str, id: &str| json!({ "version": version, "id": id, "outcome": outcome.to_json() });
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("out");
+        assert!(read_known(&file, "v").unwrap().is_empty());
+        let text = format!("{}\n{}\n{{\"version\": \"v\", \"id\": \"cut", line("v", "a"), line("other", "b"));
+        std::fs::write(&file, text).unwrap();
+        assert_eq!(read_known(&file, "v").unwrap(), HashMap::from([("a".to_owned(), outcome)]));
+    }
+
+    #[test]
+    fn survivors_are_counted_and_named() {
+        let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &["notify"]).unwrap());
+        let outcome = |by: Option<&str>, nearness| {
+            let found_by = by.map(str::to_owned);
+            Some(Outcome {
+                found_by,
+                nearness,
+                lines: vec![],
+                workload: String::new(),
+                report: String::new(),
+            })
+        };
+        let results = [
+            (&faults[0], outcome(Some("race"), Nearness::Line)),
+            (&faults[1], outcome(None, Nearness::Elsewhere)),
+            (&faults[2], None),
+        ];
+        let (text, share) = summary(&results);
+        assert!(text.starts_with("1 of 2 faults reported: 1 at their line, 0 more"), "{text}");
+        assert!(text.contains(&format!("survived: {}", faults[1].id)) && share == 0.5, "{text}");
+        let table = table(&results);
+        assert!(
+            table.contains("| race, at its line |")
+                && table.contains("| SURVIVED |")
+                && table.contains("not run")
+        );
+    }
+}

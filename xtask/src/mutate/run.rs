@@ -1,0 +1,401 @@
+//! Running faulty kernels: the workloads, and what their output says.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use epoxide_vgpu::Module;
+use serde_json::{Value, json};
+
+use super::faults::Fault;
+use super::text::Place;
+use crate::{coverage, workspace};
+
+/// Turns the race checker on.
+const CHECK: &[&str] = &["--check"];
+/// The file with the kernels to load instead of those in the binary.
+const PTX_VARIABLE: &str = "EPOXIDE_PTX";
+/// What makes a run small: the checks are the same for all sizes.
+const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-sms 4 --timeout 20";
+/// Round trips that together run every line that a round trip can: within a node, across mapped nodes and through queues, rows of one
+/// piece and of several, with scales, with sizes that differ between ranks, and replayed.
+const WORKLOADS: [&str; 7] = [
+    "--mode intranode --ranks-per-node 4",
+    "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
+    "--mode internode --nodes 2 --ranks-per-node 2 --transport shm",
+    "--mode intranode --ranks-per-node 4 --dtype fp8 --iterations 3 --random",
+    "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --dtype fp8 --iterations 3 --random",
+    "--mode intranode --ranks-per-node 2 --tokens 96 --hidden 6144 --graph-replays 3",
+    "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --tokens 96 --hidden 6144 --graph-replays 3",
+];
+/// Bytes of output that are looked at.
+const LONGEST_OUTPUT: usize = 1 << 20;
+
+/// How runs are made.
+pub struct Runner {
+    /// `epoxide`.
+    pub binary: PathBuf,
+    /// A folder for PTX and output.
+    pub directory: PathBuf,
+    /// Longest run.
+    pub limit: Duration,
+    /// Seeds to try each workload with.
+    pub seeds: Vec<u64>,
+    /// Whether the race checker is on.
+    pub check: bool,
+}
+
+/// How a run ended.
+#[derive(Debug)]
+struct Ended {
+    /// `None` when it was stopped.
+    code: Option<i32>,
+    output: String,
+}
+
+/// A workload, and the lines of the PTX that it executes.
+pub struct Workload {
+    arguments: &'static str,
+    executed: HashSet<usize>,
+}
+
+/// What became of a fault.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// What reported it; `None` when it survived.
+    pub found_by: Option<String>,
+    /// How near the report came.
+    pub nearness: Nearness,
+    /// Rust lines that the report names.
+    pub lines: Vec<Place>,
+    /// The run that reported it.
+    pub workload: String,
+    /// The report's first lines.
+    pub report: String,
+}
+
+/// What a report names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Nearness {
+    /// A line at most [`NEAR`] from the fault.
+    Line,
+    /// The faulty kernel.
+    Kernel,
+    /// Neither.
+    Elsewhere,
+}
+
+/// How many lines a report may be off: a statement can span some.
+const NEAR: u32 = 3;
+
+impl Workload {
+    /// Whether it executes a line of the PTX.
+    pub fn executes(&self, line: usize) -> bool {
+        self.executed.contains(&line)
+    }
+}
+
+impl Runner {
+    /// Runs every workload on sound kernels, which must pass; notes what each executes.
+    pub fn sound(&self, text: &str) -> Result<Vec<Workload>> {
+        let module = Module::parse(text).context("the PTX to make faults in")?;
+        let file = self.directory.join("sound.ptx");
+        workspace::write(&file, text)?;
+        let mut workloads = Vec::new();
+        for (index, arguments) in WORKLOADS.into_iter().enumerate() {
+            let covered = self.directory.join(format!("coverage-{index}"));
+            workspace::fresh_dir(&covered)?;
+            let name = format!("sound-{index}");
+            let ended = self.workload(arguments, self.seeds[0], &file, &name, Some(&covered))?;
+            ensure!(
+                ended.code == Some(0),
+                "the sound kernels fail `epoxide roundtrip {arguments}`:\n{}",
+                ended.output
+            );
+            let kernels = coverage::merge(&module, &covered)?;
+            let executed = kernels.iter().flat_map(|(kernel, executed)| {
+                kernel
+                    .places()
+                    .zip(executed)
+                    .filter(|(_, executed)| **executed)
+                    .map(|(place, _)| place.ptx_line)
+            });
+            workloads.push(Workload { arguments, executed: executed.collect() });
+        }
+        Ok(workloads)
+    }
+
+    /// Runs a faulty kernel on every workload that executes it, until something reports it. `None` when none does.
+    pub fn fault(
+        &self,
+        fault: &Fault,
+        text: &str,
+        workloads: &[Workload],
+        worker: usize,
+    ) -> Result<Option<Outcome>> {
+        let executes = |workload: &&Workload| fault.through.iter().any(|line| workload.executes(*line));
+        let workloads: Vec<&Workload> = workloads.iter().filter(executes).collect();
+        if workloads.is_empty() {
+            return Ok(None);
+        }
+        let file = self.directory.join(format!("faulty-{worker}.ptx"));
+        workspace::write(&file, super::text::with_lines(text, &fault.edits))?;
+        for &seed in &self.seeds {
+            for workload in &workloads {
+                let ended =
+                    self.workload(workload.arguments, seed, &file, &format!("faulty-{worker}"), None)?;
+                if let Some(by) = what(ended.code, &ended.output) {
+                    let run = format!("{} --seed {seed}", workload.arguments);
+                    return Ok(Some(outcome(fault, by, run, &ended.output)));
+                }
+            }
+        }
+        let none = Outcome {
+            found_by: None,
+            nearness: Nearness::Elsewhere,
+            lines: Vec::new(),
+            workload: String::new(),
+            report: String::new(),
+        };
+        Ok(Some(none))
+    }
+
+    fn workload(
+        &self,
+        arguments: &str,
+        seed: u64,
+        ptx: &Path,
+        name: &str,
+        covered: Option<&Path>,
+    ) -> Result<Ended> {
+        let mut command = Command::new(&self.binary);
+        // A flag that is given twice counts as it was given last, so a workload may differ from what is small.
+        command.arg("roundtrip").args(without_repeats(SMALL, arguments)).args(["--seed", &seed.to_string()]);
+        if self.check {
+            command.args(CHECK);
+        }
+        command.env(PTX_VARIABLE, ptx).env("RUST_BACKTRACE", "0");
+        if let Some(directory) = covered {
+            command.env(coverage::DIRECTORY_VARIABLE, directory);
+        }
+        let output = self.directory.join(format!("{name}.log"));
+        run_limited(&mut command, &output, self.limit)
+    }
+}
+
+/// All flags of `specific`, and those of `general` that it lacks.
+fn without_repeats(general: &str, specific: &str) -> Vec<String> {
+    let given: Vec<&str> = specific.split(' ').collect();
+    let mut words = Vec::new();
+    let mut skip = false;
+    for word in general.split(' ') {
+        if word.starts_with("--") {
+            skip = given.contains(&word);
+        }
+        if !skip {
+            words.push(word.to_owned());
+        }
+    }
+    words.extend(given.into_iter().map(str::to_owned));
+    words
+}
+
+fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<Ended> {
+    let create = || format!("cannot write {}", output.display());
+    let file = File::create(output).with_context(create)?;
+    let both = file.try_clone().with_context(create)?;
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(file)
+        .stderr(both)
+        .spawn()
+        .with_context(|| format!("cannot start {}", command.get_program().to_string_lossy()))?;
+    let start = Instant::now();
+    let code = loop {
+        if let Some(status) = child.try_wait()? {
+            // A signal is not a report; it has no code of its own.
+            break Some(status.code().unwrap_or(-1));
+        }
+        if start.elapsed() > limit {
+            child.kill()?;
+            child.wait()?;
+            break None;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    let bytes = std::fs::read(output).with_context(|| format!("cannot read {}", output.display()))?;
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(LONGEST_OUTPUT)]).into_owned();
+    Ok(Ended { code, output: text })
+}
+
+/// What in the output of a failed run says what failed, most telling first.
+const SIGNS: [(&str, &[&str]); 8] = [
+    ("refused PTX", &["PTX cannot be loaded", "invalid PTX", "\n  | "]),
+    ("race", &["data race", "race:", "race between"]),
+    ("bounds", &["is outside of every region", "valid are", "is not a multiple of"]),
+    ("mbarrier", &["mbarrier at shared offset"]),
+    ("bulk copy", &["bulk copy:"]),
+    ("barrier", &["aligned barrier", "member mask", "\nbarrier"]),
+    ("deadlock", &["deadlock", "groups of lanes are alive"]),
+    ("timeout", &["timed out", "has not", "did not", "waited"]),
+];
+
+/// What reported the fault; `None` when nothing did.
+fn what(code: Option<i32>, output: &str) -> Option<&'static str> {
+    match code {
+        Some(0) => None,
+        None => Some("hang"),
+        Some(code) if code < 0 => Some("crash"),
+        Some(_) => {
+            let sign = SIGNS.iter().find(|(_, signs)| signs.iter().any(|sign| output.contains(sign)));
+            Some(sign.map_or("wrong result", |(name, _)| *name))
+        }
+    }
+}
+
+fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> Outcome {
+    let lines = named_lines(output);
+    let near = |place: &Place, (file, line): &Place| *file == place.0 && line.abs_diff(place.1) <= NEAR;
+    // Only the kernels' own lines tell two places apart: `simt` is everywhere.
+    let places =
+        || std::iter::once(&fault.own).chain(&fault.also).filter(|place| place.0.contains("/kernels/"));
+    let nearness = if lines.iter().any(|line| places().any(|place| near(place, line))) {
+        Nearness::Line
+    } else if output.contains(&format!("'{}'", fault.kernel))
+        || lines.iter().any(|line| line.0 == fault.own.0)
+    {
+        Nearness::Kernel
+    } else {
+        Nearness::Elsewhere
+    };
+    let report: Vec<&str> = output.lines().filter(|line| !line.starts_with('[')).take(12).collect();
+    Outcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
+}
+
+/// Every `gpu/src/..rs:<line>` in a text, once.
+fn named_lines(text: &str) -> Vec<Place> {
+    let mut found: Vec<Place> = Vec::new();
+    for (at, _) in text.match_indices("gpu/src/") {
+        let rest = &text[at..];
+        let Some(end) = rest.find(".rs:").map(|end| end + 3) else { continue };
+        let digits = rest[end + 1..].bytes().take_while(u8::is_ascii_digit).count();
+        let Ok(line) = rest[end + 1..end + 1 + digits].parse() else { continue };
+        let place = (rest[..end].to_owned(), line);
+        if !place.0.contains(char::is_whitespace) && !found.contains(&place) {
+            found.push(place);
+        }
+    }
+    found
+}
+
+impl Nearness {
+    fn name(self) -> &'static str {
+        match self {
+            Nearness::Line => "line",
+            Nearness::Kernel => "kernel",
+            Nearness::Elsewhere => "elsewhere",
+        }
+    }
+}
+
+impl Outcome {
+    /// As it is kept in a file.
+    pub fn to_json(&self) -> Value {
+        let lines: Vec<String> = self.lines.iter().map(|(file, line)| format!("{file}:{line}")).collect();
+        json!({
+            "found_by": self.found_by, "nearness": self.nearness.name(), "lines": lines,
+            "workload": self.workload, "report": self.report,
+        })
+    }
+
+    /// What [`to_json`](Self::to_json) wrote; `None` for anything else.
+    pub fn from_json(value: &Value) -> Option<Self> {
+        let text = |key: &str| Some(value.get(key)?.as_str()?.to_owned());
+        let all = [Nearness::Line, Nearness::Kernel, Nearness::Elsewhere];
+        let place = |text: &Value| {
+            let (file, line) = text.as_str()?.rsplit_once(':')?;
+            Some((file.to_owned(), line.parse().ok()?))
+        };
+        Some(Self {
+            found_by: text("found_by"),
+            nearness: all
+                .into_iter()
+                .find(|nearness| text("nearness").as_deref() == Some(nearness.name()))?,
+            lines: value.get("lines")?.as_array()?.iter().filter_map(place).collect(),
+            workload: text("workload")?,
+            report: text("report")?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::faults::Kind;
+    use super::*;
+
+    fn fault() -> Fault {
+        Fault {
+            id: "k/x/k:40".to_owned(),
+            kernel: "k".to_owned(),
+            kind: Kind::NextRow,
+            own: ("gpu/src/kernels/k.rs".to_owned(), 40),
+            also: vec![("gpu/src/simt/memory.rs".to_owned(), 7)],
+            opcode: String::new(),
+            edits: Vec::new(),
+            through: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_output_says_what_reported_a_fault() {
+        assert_eq!(what(Some(0), "data race"), None);
+        assert_eq!(what(None, ""), Some("hang"));
+        assert_eq!(what(Some(1), "a data race\n of lanes in a deadlock"), Some("race"));
+        assert_eq!(what(Some(1), "kernel 'k': 2 groups of lanes are alive"), Some("deadlock"));
+        assert_eq!(what(Some(1), "row 3 differs"), Some("wrong result"));
+        assert_eq!(what(Some(-1), ""), Some("crash"));
+    }
+
+    #[test]
+    fn reports_are_near_by_the_kernels_own_lines() {
+        let near = |text: &str| outcome(&fault(), "race", String::new(), text).nearness;
+        assert_eq!(near("at gpu/src/kernels/k.rs:43 (inlined: gpu/src/simt/memory.rs:90)"), Nearness::Line);
+        assert_eq!(near("at gpu/src/kernels/k.rs:44"), Nearness::Kernel);
+        assert_eq!(near("in kernel 'k', at gpu/src/kernels/other.rs:40"), Nearness::Kernel);
+        assert_eq!(
+            near("at gpu/src/kernels/other.rs:40 (inlined: gpu/src/simt/memory.rs:7)"),
+            Nearness::Elsewhere
+        );
+    }
+
+    #[test]
+    fn outcomes_are_read_back() {
+        let found = outcome(&fault(), "race", "w".to_owned(), "at gpu/src/kernels/k.rs:43\n[x] y");
+        assert_eq!(found.lines, [("gpu/src/kernels/k.rs".to_owned(), 43)]);
+        assert_eq!(Outcome::from_json(&found.to_json()), Some(found));
+        assert_eq!(Outcome::from_json(&json!({"nearness": 3})), None);
+    }
+
+    #[test]
+    fn a_workloads_flags_come_before_the_general_ones() {
+        assert_eq!(
+            without_repeats("--threads --tokens 24 --hidden 8", "--tokens 96 --random").join(" "),
+            "--threads --hidden 8 --tokens 96 --random"
+        );
+    }
+
+    #[test]
+    fn runs_that_take_too_long_are_stopped() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        let run = |script: &str, limit| {
+            run_limited(Command::new("sh").args(["-c", script]), &log, Duration::from_millis(limit)).unwrap()
+        };
+        let quick = run("echo out; echo err >&2; exit 3", 20_000);
+        assert_eq!((quick.code, quick.output.as_str()), (Some(3), "out\nerr\n"));
+        assert_eq!(run("sleep 60", 50).code, None);
+    }
+}
