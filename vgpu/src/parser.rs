@@ -334,7 +334,7 @@ impl<'a> Parser<'a> {
         let name = self.word("a function name")?.to_string();
         let params = self.params()?;
         self.eat_word(".noreturn");
-        self.source = None;
+        self.locs = Locs::default();
         let body = if self.eat(';') { None } else { Some(self.body()?) };
         Ok(Function { name, results, params, body })
     }

@@ -537,7 +537,7 @@ fn multiply_add_in_a_carry_chain() {
         &[u64::from(-3i32 as u32), 5],
         u32::MAX.into(),
     );
-    check("madc.hi.s64 %rd0, %rd1, %rd2, 0;", &[-3i64 as u64, 5], u64::MAX);
+    check("add.cc.u32 %r5, 0, 0; madc.hi.s64 %rd0, %rd1, %rd2, 0;", &[-3i64 as u64, 5], u64::MAX);
 }
 
 #[test]

@@ -56,7 +56,8 @@ fn barriers_reached_in_divergent_code() {
 fn lanes_may_come_late_to_an_aligned_barrier() {
     // Lane 0 of warp 0 waits for warp 1 while the other lanes go on to the barrier, which is the same for all.
     let body = "
-        mov.u32 %r1, S; mov.u64 %rd1, 5; setp.ne.u32 %p1, %r40, 0; @%p1 bra SKIP;
+        mov.u32 %r1, S; mov.u64 %rd1, 5; setp.ne.u32 %p1, %r40, 0; @!%p1 st.shared.u32 [%r1], 0; barrier.sync 1;
+        @%p1 bra SKIP;
     WAIT:
         ld.acquire.cta.shared.u32 %r2, [%r1]; setp.eq.u32 %p2, %r2, 0; @%p2 bra WAIT;
     SKIP:

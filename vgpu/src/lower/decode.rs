@@ -84,7 +84,7 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
         "cp" => sync::bulk(m)?,
         "ldmatrix" | "stmatrix" => matrix::transfer(m)?,
         "shfl" | "vote" | "match" | "redux" | "elect" => sync::warp_wide(m)?,
-        "mad" | "madc" | "fma" => match extended::decode(m)? {
+        "mad" | "madc" => match extended::decode(m)? {
             Some(emit) => emit,
             None => arith::decode(m)?,
         },

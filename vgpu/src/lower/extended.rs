@@ -1,16 +1,12 @@
-//! Arithmetic that needs more than one operation of the host: multiply-add in a carry chain, and directed rounding.
+//! Arithmetic that needs more than one operation of the host: multiply-add in a carry chain.
 
-use super::decode::{Emit, simple};
+use super::decode::Emit;
 use super::types::{Mods, Ty};
-use crate::exec::lanes::{Lane, Spec, op_carry, op2, op3};
-use crate::float::{self, Overflow, Round, flush};
+use crate::exec::lanes::{Lane, Spec, op_carry, op2};
 use crate::ir::{CARRY, File, Init, SINK};
 
-/// `mad.cc`, `madc` and `fma` with a directed rounding; `None` for what is as usual.
+/// `mad.cc` and `madc`; `None` for what is as usual.
 pub(super) fn decode(m: &mut Mods) -> Result<Option<Emit>, String> {
-    if m.base == "fma" {
-        return Ok(directed_fma(m)?.map(simple));
-    }
     let with_carry = m.base == "madc";
     if with_carry || m.has("cc") { chained(m, with_carry).map(Some) } else { Ok(None) }
 }
@@ -76,59 +72,6 @@ fn chain<T: Limb>(product: Spec, sum: Spec, with_carry: bool, sets: bool) -> Emi
         l.push_alu(sum.f, [d, t, c, carry_in, if sets { CARRY } else { SINK }, 0], &sum.sig);
         Ok(())
     })
-}
-
-/// `fma.{rz,rm,rp}.f32`; `None` when the rounding is to nearest.
-fn directed_fma(m: &mut Mods) -> Result<Option<Spec>, String> {
-    let Some(mode) = m.one_of(&[("rz", Round::Zero), ("rm", Round::Down), ("rp", Round::Up)]) else {
-        return Ok(None);
-    };
-    let ftz = m.has("ftz");
-    if m.ty()? != Ty::F32 {
-        return m.unsupported();
-    }
-    macro_rules! rounded {
-        ($mode:expr) => {
-            if ftz {
-                op3(|a: f32, b: f32, c: f32| flush(fma(flush(a), flush(b), flush(c), $mode)))
-            } else {
-                op3(|a: f32, b: f32, c: f32| fma(a, b, c, $mode))
-            }
-        };
-    }
-    Ok(Some(match mode {
-        Round::Zero => rounded!(Round::Zero),
-        Round::Down => rounded!(Round::Down),
-        _ => rounded!(Round::Up),
-    }))
-}
-
-/// `a * b + c`, rounded once.
-fn fma(a: f32, b: f32, c: f32, mode: Round) -> f32 {
-    // The product is exact in f64, and the sum is known as a value and its error.
-    let (p, c) = (f64::from(a) * f64::from(b), f64::from(c));
-    let sum = p + c;
-    if !sum.is_finite() {
-        return sum as f32;
-    }
-    if sum == 0.0 {
-        // An exact zero of two signs is negative only when it is rounded down.
-        let negative = match p.is_sign_negative() == c.is_sign_negative() {
-            true => p.is_sign_negative(),
-            false => mode == Round::Down,
-        };
-        return if negative { -0.0 } else { 0.0 };
-    }
-    let part = sum - p;
-    let error = (p - (sum - part)) + (c - part);
-    // Rounded to odd, the sum keeps enough of the error for the second rounding to be right.
-    let bits = sum.to_bits();
-    let odd = match error {
-        e if e == 0.0 || bits & 1 == 1 => bits,
-        e if (e > 0.0) == (sum > 0.0) => bits + 1,
-        _ => bits - 1,
-    };
-    f32::from_bits(float::convert(odd, float::F64, float::F32, mode, Overflow::Ieee) as u32)
 }
 
 #[cfg(test)]
