@@ -92,6 +92,8 @@ pub(crate) struct Known {
     pub(crate) all: Clock,
     /// The part of it that bulk copies may rely on, in shared and in global memory: accesses before a proxy fence.
     pub(crate) published: [Clock; 2],
+    /// Entries in all when they were last looked through for what others stand for.
+    pub(crate) shrunk: usize,
 }
 
 /// So many grids later, nobody depends on details of one any more.

@@ -198,11 +198,13 @@ impl Grids {
 
     /// Drops what other entries stand for, where it is worth the time.
     pub(crate) fn shrink(&self, known: &mut super::Known) {
-        for clock in std::iter::once(&mut known.all).chain(&mut known.published) {
-            if clock.len() > 256 {
-                self.compact(clock);
-            }
+        if known.all.len() <= 128 + 2 * known.shrunk {
+            return;
         }
+        for clock in std::iter::once(&mut known.all).chain(&mut known.published) {
+            self.compact(clock);
+        }
+        known.shrunk = known.all.len();
     }
 
     /// Whether the scope of an access of `of` takes in `other`.
