@@ -42,7 +42,7 @@ pub struct CheckConfig {
     /// Weak memory: a read that may see an older value sometimes does, drawn from this seed, so that a missing fence shows as a wrong
     /// result as well.
     pub weak_memory: Option<u64>,
-    /// Report block barriers that some threads reach after others have ended, which the hardware lets pass.
+    /// Report block barriers for all threads that some warps wait at and others end without, which the hardware lets pass.
     pub strict_exits: bool,
 }
 

@@ -156,6 +156,10 @@ pub(crate) struct BlockState {
     pub(crate) barriers: [Barrier; BARRIERS],
     pub(crate) warps: u32,
     pub(crate) exited_warps: u32,
+    /// Whether a barrier for all threads that not all threads reach is a fault ([`CheckConfig::strict_exits`]).
+    ///
+    /// [`CheckConfig::strict_exits`]: crate::CheckConfig::strict_exits
+    pub(crate) strict_exits: bool,
     /// Barriers that completed and whose warps must be woken, one bit each.
     pub(crate) completed: u32,
     pub(crate) bulk: BulkQueue,
@@ -181,23 +185,30 @@ impl BlockState {
             let message = format!("{} threads have arrived, {expected} were expected", b.arrived);
             return Err(FaultKind::BadBarrier { barrier: id, message });
         }
-        self.settle(id);
-        Ok(())
+        self.settle(id)
     }
 
-    fn settle(&mut self, id: u32) {
+    fn settle(&mut self, id: u32) -> Result<(), FaultKind> {
         let b = &mut self.barriers[id as usize];
+        if self.strict_exits && b.all && b.arrived != 0 && self.exited_warps != 0 {
+            let message = format!(
+                "a warp waits for all threads of the block, but {} of its warps have ended",
+                self.exited_warps
+            );
+            return Err(FaultKind::BadBarrier { barrier: id, message });
+        }
         let missing = if b.all { self.exited_warps * 32 } else { 0 };
         if b.arrived != 0 && b.arrived + missing >= b.expected {
             *b = Barrier { outcome: b.votes, ..Barrier::default() };
             self.completed |= 1 << id;
         }
+        Ok(())
     }
 
     /// A warp has ended: barriers that wait for all threads no longer wait for it.
-    pub(crate) fn warp_exited(&mut self) {
+    pub(crate) fn warp_exited(&mut self) -> Result<(), FaultKind> {
         self.exited_warps += 1;
-        (0..BARRIERS as u32).for_each(|id| self.settle(id));
+        (0..BARRIERS as u32).try_for_each(|id| self.settle(id))
     }
 }
 
