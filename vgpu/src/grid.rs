@@ -472,7 +472,8 @@ impl Grid {
     fn most_urgent(&mut self) -> usize {
         let urgent = |grid: &Self| {
             let of = |w: &WarpRef| grid.blocks[w.block as usize].priority[w.warp as usize];
-            (0..grid.ready.len()).max_by_key(|&i| of(&grid.ready[i])).unwrap_or(0)
+            // Of equals the one that has waited longest: two warps that only wait must both get to look again.
+            (0..grid.ready.len()).rev().max_by_key(|&i| of(&grid.ready[i])).unwrap_or(0)
         };
         let mut index = urgent(self);
         if self.preemptions.pop_if(|at| *at <= self.stats.slices).is_some() {

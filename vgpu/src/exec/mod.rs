@@ -449,13 +449,13 @@ impl<'a, W: Watch> Exec<'a, W> {
         if m != self.mask {
             // Hardware promises nowhere that the arms join again by themselves.
             let one_in = self.env.apart_one_in;
-            if one_in != 0
-                && crate::rng::mix(self.env.poison ^ (self.env.executed + self.executed)) % one_in == 0
-            {
+            let draw = crate::rng::mix(self.env.poison ^ (self.env.executed + self.executed));
+            if one_in != 0 && draw.is_multiple_of(one_in) {
                 self.apart = true;
             }
-            // Run the lower arm first; the other one waits for it at the join.
-            let (first, second) = if target < fallthrough {
+            // Run the lower arm first; the other one waits for it at the join. Arms that stay apart come in any order.
+            let swapped = self.apart && draw >> 63 != 0;
+            let (first, second) = if (target < fallthrough) != swapped {
                 ((m, target), (self.mask & !m, fallthrough))
             } else {
                 ((self.mask & !m, fallthrough), (m, target))
@@ -586,7 +586,8 @@ impl<'a, W: Watch> Exec<'a, W> {
                     self.warp.groups.swap_remove(i);
                     continue;
                 }
-                GroupState::Ready => lower |= g.pc < pc && !g.deferred,
+                // Lanes that stay apart need not wait for a join.
+                GroupState::Ready => lower |= g.pc < pc && !g.deferred && !self.apart,
                 _ => {}
             }
             i += 1;
