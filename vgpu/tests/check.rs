@@ -12,7 +12,6 @@ use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Memory, MemoryError, Module,
     Past, Progress, Region, Schedule, for_each_seed,
 };
-use std::sync::Arc;
 
 /// Seeds that a correct kernel must pass, and that a broken one must fail.
 const CORRECT: u64 = 200;
@@ -351,7 +350,11 @@ fn bulk_copies_need_proxy_fences_and_waits() {
     };
     check_all(&[
         store,
-        Case { name: "proxy fence of global memory only", edit: ("async.shared::cta;", "async.global;"), ..store },
+        Case {
+            name: "proxy fence of global memory only",
+            edit: ("async.shared::cta;", "async.global;"),
+            ..store
+        },
         load,
         Case {
             name: "proxy fence of shared memory only",
@@ -509,8 +512,7 @@ fn start_in(
 }
 
 /// Adds 1 to the first word, in the plainest way.
-const INCREMENT: &str =
-    "ld.global.u64 %rd1, [%rd40]; add.u64 %rd1, %rd1, 1; st.global.u64 [%rd40], %rd1;";
+const INCREMENT: &str = "ld.global.u64 %rd1, [%rd40]; add.u64 %rd1, %rd1, 1; st.global.u64 [%rd40], %rd1;";
 
 #[test]
 fn the_end_of_a_kernel_orders_what_is_launched_after_it() {
@@ -602,7 +604,12 @@ READER:
                 ("acquire of scope .gpu", &wide_writer, &gpu_reader),
             ] {
                 let fault = between_devices(w, r, seed).expect_err(name);
-                assert_race(name, &fault, ["st.release", "ld.acquire"], "does not reach the other thread: .sys");
+                assert_race(
+                    name,
+                    &fault,
+                    ["st.release", "ld.acquire"],
+                    "does not reach the other thread: .sys",
+                );
             }
         }
     });
@@ -624,11 +631,15 @@ fn clean(body: &str, shape: (u32, u32), config: CheckConfig) {
 #[test]
 fn reads_of_what_nobody_wrote_are_reported() {
     let fault = fault_of("mov.u32 %r1, DATA; ld.shared.u32 %r2, [%r1+4];", 1, CheckConfig::default());
-    assert!(matches!(fault.kind, FaultKind::Unwritten { space: "shared", offset, .. } if offset % 128 == 4), "{fault}");
+    assert!(
+        matches!(fault.kind, FaultKind::Unwritten { space: "shared", offset, .. } if offset % 128 == 4),
+        "{fault}"
+    );
     let module = parse("ld.global.u64 %rd1, [%rd40+40];");
     let memory = Memory::checked(0, Some(races()));
     let reads = |buf: &Region| {
-        finish(&mut [&mut start(&module, &memory, buf, launch(1, 1), 0)], 0).map_err(|fault| fault.to_string())
+        finish(&mut [&mut start(&module, &memory, buf, launch(1, 1), 0)], 0)
+            .map_err(|fault| fault.to_string())
     };
     let garbage = reads(&memory.alloc(64, "fresh").unwrap()).unwrap_err();
     assert!(garbage.contains("global memory that nobody wrote, at 'fresh' + 0x28"), "{garbage}");
@@ -664,7 +675,11 @@ fn weak_writes_race_only_where_values_differ_and_bytes_meet() {
     let fault = fault_of("cvt.u64.u32 %rd1, %r40; st.global.u64 [%rd40], %rd1;", 32, all);
     let same = "st.global.u64 [%rd40], %rd1";
     assert_race("values differ", &fault, [same, same], "bar.warp.sync");
-    let fault = fault_of("shr.u32 %r1, %r40, 1; cvt.u64.u32 %rd1, %r1; add.u64 %rd1, %rd1, %rd40; st.global.u8 [%rd1], %r40;", 32, all);
+    let fault = fault_of(
+        "shr.u32 %r1, %r40, 1; cvt.u64.u32 %rd1, %r1; add.u64 %rd1, %rd1, %rd40; st.global.u8 [%rd1], %r40;",
+        32,
+        all,
+    );
     assert_race("bytes meet", &fault, ["st.global.u8", "st.global.u8"], "bar.warp.sync");
 }
 
@@ -678,7 +693,9 @@ fn wrong_without_checks(body: &str, threads: u32, n: u64, right: impl Fn(&[u64])
 fn a_block_must_not_end_before_its_bulk_copies() {
     let unread = BULK_STORE.replace("cp.async.bulk.wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "");
     let under_way = BULK_LOAD.replace("@!%p1 bra WAIT;\n    ld.shared.u64 %rd2, [%r1];", "");
-    for (body, what) in [(unread, "a bulk store may still read its source"), (under_way, "a bulk load is under way")] {
+    for (body, what) in
+        [(unread, "a bulk store may still read its source"), (under_way, "a bulk load is under way")]
+    {
         let module = parse(&body);
         for checker in [None, Some(races())] {
             let mut caught = 0;
@@ -694,7 +711,11 @@ fn a_block_must_not_end_before_its_bulk_copies() {
             assert!(caught > 100, "{what}: {caught} of {CORRECT} seeds");
         }
     }
-    clean(&BULK_STORE.replace("wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "wait_group.read 0;"), (1, 1), CheckConfig::default());
+    clean(
+        &BULK_STORE.replace("wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "wait_group.read 0;"),
+        (1, 1),
+        CheckConfig::default(),
+    );
 }
 
 #[test]
@@ -732,13 +753,15 @@ JOIN:
 
 #[test]
 fn what_nobody_wrote_is_poison_that_depends_on_the_seed() {
-    let module = parse("
+    let module = parse(
+        "
     st.global.u64 [%rd42], %rd5;
     mov.u32 %r1, DATA;
     ld.shared.u64 %rd1, [%r1];
     st.global.u64 [%rd42+64], %rd1;
     ld.global.u64 %rd2, [%rd42+128];
-    st.global.u64 [%rd42+128], %rd2;");
+    st.global.u64 [%rd42+128], %rd2;",
+    );
     let [one, same, other] = [1, 1, 2].map(|seed| {
         let memory = Memory::checked(seed, None);
         let buf = memory.alloc(WORDS as u64 * 8, "fresh").unwrap();
@@ -784,12 +807,20 @@ fn collectives_name_only_lanes_that_are_there() {
         // The last warp of a block of 40 threads has 8 lanes.
         ("redux.sync.add.s32 %r2, %r40, -1;", 40),
     ] {
-        let exits = if threads == 32 { "setp.gt.u32 %p1, %r40, 19; @%p1 exit;" } else { "setp.gt.u32 %p1, %r40, 99;" };
-        let (broken, absent) = (format!("{exits} {op}"), if threads == 32 { 0xfff0_0000 } else { 0xffff_ff00u32 });
+        let exits = if threads == 32 {
+            "setp.gt.u32 %p1, %r40, 19; @%p1 exit;"
+        } else {
+            "setp.gt.u32 %p1, %r40, 99;"
+        };
+        let (broken, absent) =
+            (format!("{exits} {op}"), if threads == 32 { 0xfff0_0000 } else { 0xffff_ff00u32 });
         let module = parse(&broken);
         for_each_seed(BROKEN, |seed| {
             let fault = run(&module, launch(1, threads), seed, Some(races())).expect_err(op);
-            assert!(matches!(fault.kind, FaultKind::AbsentMembers { mask: u32::MAX, absent: a } if a == absent), "{op}: {fault}");
+            assert!(
+                matches!(fault.kind, FaultKind::AbsentMembers { mask: u32::MAX, absent: a } if a == absent),
+                "{op}: {fault}"
+            );
             assert!(fault.to_string().contains("which have exited or never were"), "{fault}");
         });
         // Faster runs let it pass, as the hardware mostly does, and a mask of those who are there is right.
@@ -851,7 +882,7 @@ SECOND:
     add.u64 %rd2, %rd2, %rd40;
     st.global.u32 [%rd2], %r5;";
 
-/// A thread stores two results by way of one stage. `next` refills it.
+/// A thread stores two results by way of one stage, of which the second is a copy that a bulk load brings.
 const STAGE_STORED: &str = "
     mov.u32 %r1, DATA;
     mov.u32 %r2, MBAR;
@@ -915,3 +946,189 @@ READER:
     @%p2 bra READER;
     ld.global.u64 %rd1, [%rd2+64];
     st.global.u64 [%rd2+72], %rd1;";
+
+/// A barrier of all blocks that block 0 resets for the next kernel, once all of them have said that they are through.
+const RESET: &str = "
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, 1;
+    red.release.gpu.global.add.u32 [%rd40], %r2;
+ALL:
+    ld.acquire.gpu.global.u32 %r3, [%rd40]; // the counter
+    setp.ne.u32 %p1, %r3, 4;
+    @%p1 bra ALL;
+    red.release.gpu.global.add.u32 [%rd40+8], %r2;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra END;
+THROUGH:
+    ld.acquire.gpu.global.u32 %r4, [%rd40+8];
+    setp.ne.u32 %p1, %r4, 4;
+    @%p1 bra THROUGH;
+    mov.u32 %r5, 0;
+    st.global.u32 [%rd40], %r5; // reset
+    st.global.u32 [%rd40+8], %r5;
+END:";
+
+#[test]
+fn a_stage_goes_back_to_bulk_copies_by_a_fence_and_after_its_source_was_read() {
+    let given_back = Case {
+        name: "a stage given back after generic reads, with a barrier but without a proxy fence",
+        shape: (1, 64),
+        body: STAGE_GIVEN_BACK,
+        edit: ("fence.proxy.async.shared::cta; // before the stage goes back", ""),
+        between: ["ld.shared.u32 %r4", LOAD],
+        missing: "a fence.proxy.async",
+        result: &[(0, 32 << 32), (31, 94 << 32)],
+    };
+    check_all(&[
+        given_back,
+        Case {
+            name: "a stage refilled before its bulk store has read it",
+            shape: (1, 1),
+            body: STAGE_STORED,
+            edit: ("cp.async.bulk.wait_group.read 0; // before the stage is filled again", ""),
+            between: [STORE, LOAD],
+            missing: "wait_group.read",
+            result: &[(0, 7), (1, 7), (4, 8 << 32), (5, 9 << 32)],
+        },
+    ]);
+    // The fence may as well stand behind the barrier, in the thread that issues the copy.
+    let fence = "fence.proxy.async.shared::cta; // before the stage goes back";
+    let behind = STAGE_GIVEN_BACK
+        .replace(fence, "")
+        .replace("@%p1 bra SECOND;", "@%p1 bra SECOND;\n fence.proxy.async.shared::cta;");
+    clean(&behind, (1, 64), CheckConfig::default());
+}
+
+#[test]
+fn what_blocks_still_read_is_neither_advanced_nor_reset() {
+    let epoch = Case {
+        name: "the epoch advanced while blocks read it",
+        shape: (4, 1),
+        body: EPOCH,
+        edit: ("ld.acquire.gpu.global.u32 %r4, [%rd40+8];", "mov.u32 %r4, 3;"),
+        between: ["// the epoch", "// advanced"],
+        missing: "release and acquire of scope .gpu or wider",
+        result: &[(0, 1), (1, 1 << 32 | 3), (8, 0), (11, 0)],
+    };
+    check_all(&[
+        epoch,
+        Case {
+            name: "a counter reset while blocks poll it",
+            body: RESET,
+            edit: ("ld.acquire.gpu.global.u32 %r4, [%rd40+8];", "mov.u32 %r4, 4;"),
+            between: ["// the counter", "// reset"],
+            result: &[(0, 0), (1, 1 << 32)],
+            ..epoch
+        },
+    ]);
+}
+
+#[test]
+fn a_counter_that_a_kernel_resets_is_not_for_two_streams_at_a_time() {
+    let module = parse(
+        "
+    mov.u32 %r2, 1;
+    atom.acq_rel.gpu.global.add.u32 %r3, [%rd40], %r2; // count
+    setp.ne.u32 %p1, %r3, 3;
+    @%p1 bra END;
+    mov.u32 %r4, 0;
+    st.global.u32 [%rd40], %r4; // reset
+END:",
+    );
+    for_each_seed(CORRECT, |seed| {
+        for event in [true, false] {
+            let checker = races();
+            let memory = Memory::checked(seed, Some(checker.clone()));
+            let buf = numbered(&memory);
+            let before = checker.host_past();
+            let begin = |past: &Past| {
+                let order = Some((checker.timeline(), past));
+                let params = buf.addr().to_ne_bytes();
+                let kernel = module.kernel("k").unwrap();
+                Grid::launch(kernel, memory.clone(), &device(seed), launch(4, 1), &params, order).unwrap()
+            };
+            let mut first = begin(&before);
+            if event {
+                finish(&mut [&mut first], seed).unwrap();
+                let mut second = begin(&first.past());
+                finish(&mut [&mut second], seed).unwrap();
+                checker.host_waited(&second.past());
+                assert_eq!(words(&memory, &buf).unwrap()[0], 0);
+            } else {
+                let mut second = begin(&before);
+                let fault = finish(&mut [&mut first, &mut second], seed).unwrap_err();
+                assert_race("no event", &fault, ["// count", "// reset"], "kernel boundary");
+            }
+        }
+    });
+}
+
+#[test]
+fn groups_that_share_a_signal_word_by_mistake_are_found() {
+    let correct = parse(TWO_GROUPS);
+    let aliased = parse(&TWO_GROUPS.replace("mul.lo.u32 %r3, %r2, 8;", "mul.lo.u32 %r3, %r2, 0;"));
+    let mut caught = 0;
+    for_each_seed(CORRECT, |seed| {
+        let got = run(&correct, launch(4, 1), seed, Some(races())).unwrap();
+        assert_eq!([got[8], got[9], got[16], got[17]], [7; 4]);
+        // A reader may be lucky and see the flag only after its own writer has set it.
+        if let Err(fault) = run(&aliased, launch(4, 1), seed, Some(races())) {
+            assert_race(
+                "one flag",
+                &fault,
+                ["// data", "ld.global.u64"],
+                "release and acquire of scope .gpu",
+            );
+            caught += 1;
+        }
+    });
+    // With one seed only, it may be a lucky one.
+    assert!(caught > CORRECT / 2 || std::env::var_os("EPOXIDE_VGPU_SEED").is_some(), "{caught} of {CORRECT}");
+}
+
+#[test]
+fn a_rank_that_joins_does_not_clear_signals_that_others_use() {
+    // The kernel of rank 0 signals and then waits for rank 1.
+    let module = parse(
+        "
+    mov.u32 %r2, 1;
+    st.release.sys.global.u32 [%rd40], %r2; // signal
+WAIT:
+    ld.acquire.sys.global.u32 %r3, [%rd40+8]; // poll
+    setp.eq.u32 %p1, %r3, 0;
+    @%p1 bra WAIT;",
+    );
+    for_each_seed(CORRECT, |seed| {
+        let checker = races();
+        let [ours, theirs] = [seed, seed + 1].map(|seed| Memory::checked(seed, Some(checker.clone())));
+        let signals = ours.alloc(4096, "signals").unwrap();
+        let near = theirs.import(signals.export().unwrap(), 4096, "signals").unwrap();
+        // In order: rank 1 clears its mapping, and rank 0 hears of it before it starts.
+        checker.host_past();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                checker.host_past();
+                theirs.fill(near.addr(), 0, 4096).unwrap();
+                epoxide_vgpu::host_meets();
+            });
+        });
+        epoxide_vgpu::host_meets();
+        let mut grid = start(&module, &ours, &signals, launch(1, 1), seed);
+        while grid.step(16).unwrap() != Progress::Spinning {}
+        // Out of order: rank 1 joins while the kernel runs. What it overwrites is the signal.
+        let error =
+            std::thread::scope(|scope| scope.spawn(|| theirs.fill(near.addr(), 0, 8)).join().unwrap());
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("a write by the host") && error.contains("// signal"), "{error}");
+        assert!(error.contains("missing: a wait of the host"), "{error}");
+        // The word that the kernel polls was overwritten too, and a kernel that looks afterwards reports it.
+        let second =
+            std::thread::scope(|scope| scope.spawn(|| theirs.fill(near.addr() + 16, 0, 8)).join().unwrap());
+        second.unwrap();
+        let late = parse("ld.relaxed.sys.global.u32 %r1, [%rd40+16]; // late");
+        let fault = finish(&mut [&mut start(&late, &ours, &signals, launch(1, 1), seed)], seed).unwrap_err();
+        let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
+        assert!(race.other.kernel.is_empty() && race.missing.contains("a wait of the host"), "{fault}");
+        assert!(fault.ptx_text.contains("// late"), "{fault}");
+    });
+}
