@@ -1115,16 +1115,23 @@ WAIT:
         epoxide_vgpu::host_meets();
         let mut grid = start(&module, &ours, &signals, launch(1, 1), seed);
         while grid.step(16).unwrap() != Progress::Spinning {}
-        // Out of order: rank 1 joins while the kernel runs. What it overwrites is the signal.
-        let error =
-            std::thread::scope(|scope| scope.spawn(|| theirs.fill(near.addr(), 0, 8)).join().unwrap());
-        let error = error.unwrap_err().to_string();
+        // Out of order: rank 1 joins while the kernel runs. It knows all that rank 0 did before, but not what the kernel does.
+        epoxide_vgpu::host_meets();
+        let join = |at: u64| {
+            std::thread::scope(|scope| {
+                let rank_1 = scope.spawn(|| {
+                    checker.host_past();
+                    epoxide_vgpu::host_meets();
+                    theirs.fill(near.addr() + at, 0, 8)
+                });
+                rank_1.join().unwrap()
+            })
+        };
+        let error = join(0).unwrap_err().to_string();
         assert!(error.contains("a write by the host") && error.contains("// signal"), "{error}");
         assert!(error.contains("missing: a wait of the host"), "{error}");
-        // The word that the kernel polls was overwritten too, and a kernel that looks afterwards reports it.
-        let second =
-            std::thread::scope(|scope| scope.spawn(|| theirs.fill(near.addr() + 16, 0, 8)).join().unwrap());
-        second.unwrap();
+        // A kernel that looks at what was overwritten reports it as well.
+        join(16).unwrap();
         let late = parse("ld.relaxed.sys.global.u32 %r1, [%rd40+16]; // late");
         let fault = finish(&mut [&mut start(&late, &ours, &signals, launch(1, 1), seed)], seed).unwrap_err();
         let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };

@@ -164,7 +164,7 @@ pub(crate) struct World {
 thread_local! {
     /// The stream whose work this thread carries out just now.
     static ACTING: RefCell<Option<Host>> = const { RefCell::new(None) };
-    /// The checker that this thread has enqueued work under.
+    /// The checker that this thread has last enqueued work under.
     static WATCHED_BY: RefCell<Option<Checker>> = const { RefCell::new(None) };
 }
 
@@ -346,7 +346,10 @@ impl Checker {
     #[must_use]
     pub fn host_past(&self) -> Past {
         WATCHED_BY.with_borrow_mut(|checker| {
-            checker.get_or_insert_with(|| self.clone());
+            // The latest one: those of earlier worlds have nothing to tell here.
+            if !checker.as_ref().is_some_and(|c| Arc::ptr_eq(&c.0, &self.0)) {
+                *checker = Some(self.clone());
+            }
         });
         Past(self.world().host_known())
     }
