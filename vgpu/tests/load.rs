@@ -23,7 +23,6 @@ fn unknown_things_are_errors_with_their_place() {
         ("call (%r1), 5;", 1, "name of a function"),
         ("cp.async.ca.shared.global [%r1], [%rd1], 12;", 1, "4, 8 or 16 bytes"),
         ("cp.async.ca.shared.global [%r1], [%rd1], 4, %rd2;", 45, "32 bits are needed"),
-        ("fma.rz.f64 %rd1, %rd2, %rd3, %rd4;", 1, "not supported"),
         ("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r1}, [%r2];", 42, "1 registers given, 2 expected"),
         ("st.param.u32 [buf], %r1;", 1, "st.param"),
         ("atom.global.add.noftz.f32 %r1, [%rd1], %r2;", 1, "not supported"),

@@ -107,6 +107,13 @@ impl Warp {
         }
         if mask & self.threads == self.threads {
             all.all.raise(self.key, self.tick);
+            // Lanes that all went through a proxy fence make one entry.
+            for published in &mut all.published {
+                let common = lanes(self.threads).map(|l| published.get(clock::lane(self.key, l))).min().unwrap_or(0);
+                if common > published.get(self.key) {
+                    published.raise(self.key, common);
+                }
+            }
         } else {
             lanes(mask).for_each(|l| all.all.raise(clock::lane(self.key, l), self.tick));
         }
@@ -159,8 +166,13 @@ impl Block {
     }
 
     /// What a lane knows, its own accesses left out.
-    pub(crate) fn known(&self, warp: u32, lane: usize) -> Known {
-        self.warps[warp as usize].lane(lane).map(|l| l.known.clone()).unwrap_or_default()
+    pub(crate) fn known(&self, warp: u32, lane: usize) -> Option<&Known> {
+        Some(&self.warps[warp as usize].lane(lane)?.known)
+    }
+
+    /// The shadow of shared memory, with what a lane knows.
+    pub(crate) fn shared_and_known(&mut self, warp: u32, lane: usize) -> Option<(&mut Shadow, &Known)> {
+        Some((&mut self.shared, &self.warps[warp as usize].lane(lane)?.known))
     }
 
     /// What a release by `lane` publishes.
@@ -370,6 +382,9 @@ impl Block {
 
     /// A lane has waited for its bulk stores up to group `group`; `landed`: also for their arrival.
     pub(crate) fn waited(&mut self, warp: u32, lane: usize, group: u32, landed: bool) {
+        if group == 0 {
+            return;
+        }
         let w = &mut self.warps[warp as usize];
         let key = w.key;
         w.each(1 << lane, |l| {

@@ -2,7 +2,7 @@
 
 use super::block::{Block, Release};
 use super::clock::{self, Key};
-use super::shadow::{Accessor, How, Record, Shadow, Wrong};
+use super::shadow::{Accessor, Grids, How, Record, Shadow, Wrong};
 use super::{GLOBAL, Known, SHARED, World, report};
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
@@ -126,14 +126,18 @@ impl Watcher<'_> {
         if self.world.config.races { result } else { Ok(result.unwrap_or_default()) }
     }
 
-    /// The shadow of a place, with what else is needed to look at it, and the offset there.
-    fn shadow(&mut self, place: Place) -> Option<(&mut Shadow, &super::Grids, u64)> {
+    /// The shadow of a place with what else is needed to look at it: the offset there, and what the lane knows.
+    fn look(&mut self, place: Place, lane: usize) -> Option<(&mut Shadow, &Grids, u64, &Known)> {
+        let Watcher { world, block, warp } = self;
+        let World { shadows, grids, .. } = &mut **world;
         match place {
             Place::Private => None,
-            Place::Shared { offset } => Some((&mut self.block.shared, &self.world.grids, offset)),
+            Place::Shared { offset } => {
+                let (shared, known) = block.shared_and_known(*warp, lane)?;
+                Some((shared, grids, offset, known))
+            }
             Place::Global { shadow, offset } => {
-                let World { shadows, grids, .. } = &mut *self.world;
-                Some((shadows.get_mut(shadow as usize)?, grids, offset))
+                Some((shadows.get_mut(shadow as usize)?, grids, offset, block.known(*warp, lane)?))
             }
         }
     }
@@ -152,24 +156,24 @@ impl Watch for Watcher<'_> {
 
     fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), Trouble> {
         let record = self.record(lane, pc, how, false);
-        let (own, known) = (self.own(lane), self.block.known(self.warp, lane));
+        let own = self.own(lane);
+        let Some((shadow, grids, at, known)) = self.look(place, lane) else { return Ok(()) };
         let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
-        let Some((shadow, grids, at)) = self.shadow(place) else { return Ok(()) };
         let result = shadow.read(grids, at, bytes, &who);
         self.judge(result)
     }
 
     fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<u64> {
         let record = self.record(lane, 0, how, false);
-        let (own, known) = (self.own(lane), self.block.known(self.warp, lane));
+        let own = self.own(lane);
+        let (shadow, grids, at, known) = self.look(place, lane)?;
         let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
-        let (shadow, grids, at) = self.shadow(place)?;
         let [low, high] = shadow.stale(grids, at, bytes, &who)?;
         if self.world.rng.below(3) == 0 {
             return Some(u64::from(low) | u64::from(high) << 32);
         }
         if how.strong.is_some() {
-            let (shadow, ..) = self.shadow(place)?;
+            let (shadow, ..) = self.look(place, lane)?;
             shadow.saw(at, bytes, own);
         }
         None
@@ -185,10 +189,9 @@ impl Watch for Watcher<'_> {
         new: &[u8],
     ) -> Result<bool, Trouble> {
         let record = self.record(lane, pc, how, true);
-        let (own, known) = (self.own(lane), self.block.known(self.warp, lane));
+        let (own, weak_memory) = (self.own(lane), self.weak_memory());
+        let Some((shadow, grids, at, known)) = self.look(place, lane) else { return Ok(false) };
         let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
-        let weak_memory = self.weak_memory();
-        let Some((shadow, grids, at)) = self.shadow(place) else { return Ok(false) };
         let part =
             |word: u64| (word.max(at) - at) as usize..((word + 4).min(at + now.len() as u64) - at) as usize;
         let before = |word: u64| now.get(part(word)).and_then(|b| b.try_into().ok()).map(u32::from_ne_bytes);
@@ -315,7 +318,7 @@ impl Watch for Watcher<'_> {
         };
         let how = How::BULK;
         let record = |(actor, tick)| Record { actor, tick, lanes: 0, pc, how, bytes: 0 };
-        let known: Known = self.block.known(self.warp, lane);
+        let known = self.block.known(self.warp, lane).cloned().unwrap_or_default();
         let who = |place, actor| {
             let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
             Accessor { record: record(actor), own: 0, generic: &known.published[space], bulk: &known.all }
@@ -324,7 +327,7 @@ impl Watch for Watcher<'_> {
         if self.weak_memory() {
             let reader = who(src, reads);
             let mut picks = vec![];
-            if let Some((shadow, grids, at)) = self.shadow(src) {
+            if let Some((shadow, grids, at, _)) = self.look(src, lane) {
                 for o in (0..bytes).step_by(4) {
                     if let Some([value, _]) = shadow.stale(grids, at + o, 4, &reader) {
                         picks.push((o, value));
@@ -338,11 +341,10 @@ impl Watch for Watcher<'_> {
             }
         }
         let reader = who(src, reads);
-        let read =
-            self.shadow(src).map_or(Ok(()), |(shadow, grids, at)| shadow.read(grids, at, bytes, &reader));
+        let read = self.look(src, lane).map_or(Ok(()), |(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader));
         self.judge(read).map_err(|trouble| (src, false, trouble))?;
         let writer = who(dst, writes);
-        let wrote = self.shadow(dst).map_or(Ok(false), |(shadow, grids, at)| {
+        let wrote = self.look(dst, lane).map_or(Ok(false), |(shadow, grids, at, _)| {
             shadow.write(grids, at, bytes, &writer, |_| false, |_| None)
         });
         self.judge(wrote.map(drop)).map_err(|trouble| (dst, true, trouble))?;
@@ -364,7 +366,7 @@ impl Watch for Watcher<'_> {
         write: bool,
     ) -> FaultKind {
         let mine = self.record(lane, pc, how, write);
-        let known = self.block.known(self.warp, lane);
+        let known = self.block.known(self.warp, lane).cloned().unwrap_or_default();
         report::fault(self.world, label, place, trouble, &mine, self.own(lane), &known, write)
     }
 }

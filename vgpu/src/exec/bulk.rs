@@ -106,8 +106,9 @@ impl Pending {
 #[derive(Debug, Default)]
 pub(crate) struct BulkQueue {
     pending: Vec<Pending>,
-    /// Groups committed so far, per thread.
+    /// Groups committed so far, per thread, and those up to the last that had a copy in it.
     committed: Vec<u32>,
+    used: Vec<u32>,
     /// Buffers of copies that are over.
     spare: Vec<Vec<u8>>,
 }
@@ -120,6 +121,8 @@ impl BulkQueue {
         self.pending.clear();
         self.committed.clear();
         self.committed.resize(threads as usize, 0);
+        self.used.clear();
+        self.used.resize(threads as usize, 0);
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -255,6 +258,9 @@ impl<W: Watch> Exec<'_, W> {
         }
         let thread = self.thread(lane);
         let group = self.block.bulk.committed[thread as usize];
+        if mbar.is_none() {
+            self.block.bulk.used[thread as usize] = group + 1;
+        }
         let mut stale = vec![];
         if W::ON {
             let (from, to) = (self.end_place(src, bytes), self.end_place(dst, bytes));
@@ -303,7 +309,11 @@ impl<W: Watch> Exec<'_, W> {
     ) -> Result<(), FaultKind> {
         let thread = self.thread(lane);
         let done_before = self.block.bulk.committed[thread as usize].saturating_sub(allowed);
-        self.watch.waited(lane, done_before, !read_only);
+        if W::ON {
+            // Many lanes wait, few have copied.
+            let group = done_before.min(self.block.bulk.used[thread as usize]);
+            self.watch.waited(lane, group, !read_only);
+        }
         let mut pending = std::mem::take(&mut self.block.bulk.pending);
         let mut result = Ok(());
         pending.retain_mut(|p| {
