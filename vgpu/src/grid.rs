@@ -575,7 +575,10 @@ impl Grid {
 
     /// The end of a warp was wrong for a barrier: the fault stands where another one waits.
     fn barrier_fault(&self, slot: u32, kind: FaultKind) -> Box<Fault> {
-        let waits = |g: &&crate::exec::Group| matches!((g.state, &kind), (GroupState::Barrier { id, .. }, FaultKind::BadBarrier { barrier, .. }) if id == *barrier);
+        let waits = |g: &&crate::exec::Group| match (g.state, &kind) {
+            (GroupState::Barrier { id, .. }, FaultKind::BadBarrier { barrier, .. }) => id == *barrier,
+            _ => false,
+        };
         let waiting = self.blocks[slot as usize]
             .warps
             .iter()

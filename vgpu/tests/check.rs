@@ -28,6 +28,11 @@ fn device(seed: u64) -> DeviceConfig {
     DeviceConfig { schedule_seed: Some(seed), schedule, ..DeviceConfig::default() }
 }
 
+/// Whether one seed runs alone: nothing is to be counted then.
+fn replaying() -> bool {
+    std::env::var_os("EPOXIDE_VGPU_SEED").is_some()
+}
+
 fn races() -> Checker {
     Checker::new(CheckConfig::default())
 }
@@ -102,7 +107,7 @@ struct Case {
     result: &'static [(usize, u64)],
 }
 
-/// A short form of a race's two PTX lines, and what is missing.
+/// A race's two PTX lines, and what is missing.
 fn described(fault: &Fault) -> ([&str; 2], &str) {
     match &fault.kind {
         FaultKind::Race(race) => ([&fault.ptx_text, &race.other.ptx_text], &race.missing),
@@ -141,8 +146,14 @@ impl Case {
         for_each_seed(BROKEN, |seed| {
             let fault = *run(&broken, shape, seed, Some(races())).expect_err(name);
             assert_race(name, &fault, between, missing);
-            let line = ptx.lines().nth(fault.ptx_line - 1).unwrap();
-            assert!(line.contains(fault.ptx_text.trim()), "{name}: another line than '{line}': {fault}");
+            // The numbers of the lines are those of the text.
+            let FaultKind::Race(race) = &fault.kind else { return };
+            for (number, text) in
+                [(fault.ptx_line, &fault.ptx_text), (race.other.ptx_line, &race.other.ptx_text)]
+            {
+                let line = ptx.lines().nth(number - 1).unwrap();
+                assert_eq!(line.trim(), text.trim(), "{name}: line {number}: {fault}");
+            }
         });
     }
 }
@@ -708,7 +719,7 @@ fn a_block_must_not_end_before_its_bulk_copies() {
                     caught += 1;
                 }
             });
-            assert!(caught > 100, "{what}: {caught} of {CORRECT} seeds");
+            assert!(caught > CORRECT / 2 || replaying(), "{what}: {caught} of {CORRECT} seeds");
         }
     }
     clean(
@@ -1082,8 +1093,7 @@ fn groups_that_share_a_signal_word_by_mistake_are_found() {
             caught += 1;
         }
     });
-    // With one seed only, it may be a lucky one.
-    assert!(caught > CORRECT / 2 || std::env::var_os("EPOXIDE_VGPU_SEED").is_some(), "{caught} of {CORRECT}");
+    assert!(caught > CORRECT / 2 || replaying(), "{caught} of {CORRECT}");
 }
 
 #[test]
@@ -1104,10 +1114,10 @@ WAIT:
         let signals = ours.alloc(4096, "signals").unwrap();
         let near = theirs.import(signals.export().unwrap(), 4096, "signals").unwrap();
         // In order: rank 1 clears its mapping, and rank 0 hears of it before it starts.
-        checker.host_past();
+        let _ = checker.host_past();
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                checker.host_past();
+                let _ = checker.host_past();
                 theirs.fill(near.addr(), 0, 4096).unwrap();
                 epoxide_vgpu::host_meets();
             });
@@ -1120,7 +1130,7 @@ WAIT:
         let join = |at: u64| {
             std::thread::scope(|scope| {
                 let rank_1 = scope.spawn(|| {
-                    checker.host_past();
+                    let _ = checker.host_past();
                     epoxide_vgpu::host_meets();
                     theirs.fill(near.addr() + at, 0, 8)
                 });

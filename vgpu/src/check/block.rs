@@ -109,7 +109,8 @@ impl Warp {
             all.all.raise(self.key, self.tick);
             // Lanes that all went through a proxy fence make one entry.
             for published in &mut all.published {
-                let common = lanes(self.threads).map(|l| published.get(clock::lane(self.key, l))).min().unwrap_or(0);
+                let common =
+                    lanes(self.threads).map(|l| published.get(clock::lane(self.key, l))).min().unwrap_or(0);
                 if common > published.get(self.key) {
                     published.raise(self.key, common);
                 }

@@ -2,7 +2,8 @@
 //!
 //! A warp is a set of [`Group`]s: lanes that stand at the same instruction and run together. A divergent branch splits
 //! a group. Groups mostly merge again when they meet at the same instruction; some, drawn from the seed, stay apart until a `.sync` asks
-//! for them, since nothing else promises that lanes converge. To make groups meet, the one with the lowest program counter runs first (LLVM lays blocks out so that joins come after both arms). A group that spins
+//! for them, and run in any order, since nothing else promises that lanes converge. To make groups meet, the one with the lowest program
+//! counter runs first (LLVM lays blocks out so that joins come after both arms). A group that spins
 //! gives way to the others, so every lane makes progress in the end: independent thread scheduling.
 
 pub(crate) mod access;
