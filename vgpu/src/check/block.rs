@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::clock::{self, Key};
+use super::clock::{self, Clock, Key};
 use super::shadow::{Grids, Shadow};
 use super::{GLOBAL, Known, SHARED};
 use crate::exec::BARRIERS;
@@ -37,6 +37,9 @@ struct Warp {
     tick: u32,
     threads: u32,
     groups: Vec<(u32, Lane)>,
+    /// Up to which tick each lane's own accesses have been published to bulk copies, in shared and in global memory. (In the groups it
+    /// would keep lanes apart that else know the same.)
+    fenced: [[u32; 32]; 2],
 }
 
 /// An mbarrier.
@@ -107,16 +110,16 @@ impl Warp {
         }
         if mask & self.threads == self.threads {
             all.all.raise(self.key, self.tick);
-            // Lanes that all went through a proxy fence make one entry.
-            for published in &mut all.published {
-                let common =
-                    lanes(self.threads).map(|l| published.get(clock::lane(self.key, l))).min().unwrap_or(0);
-                if common > published.get(self.key) {
-                    published.raise(self.key, common);
-                }
-            }
         } else {
             lanes(mask).for_each(|l| all.all.raise(clock::lane(self.key, l), self.tick));
+        }
+        for (published, fenced) in all.published.iter_mut().zip(&self.fenced) {
+            let common = lanes(self.threads).map(|l| fenced[l]).min().unwrap_or(0);
+            if mask & self.threads == self.threads && common > 0 {
+                // Lanes that went through a fence together make one entry.
+                published.raise(self.key, common);
+            }
+            lanes(mask).filter(|&l| fenced[l] > 0).for_each(|l| published.raise(clock::lane(self.key, l), fenced[l]));
         }
         self.tick += 1;
         all
@@ -145,7 +148,7 @@ impl Block {
             let count = (threads - w * 32).min(32);
             let mask = if count == 32 { FULL } else { (1 << count) - 1 };
             let lane = Lane { known: start.clone(), ..Lane::default() };
-            Warp { key: clock::warp(grid, block, w), tick: 1, threads: mask, groups: vec![(mask, lane)] }
+            Warp { key: clock::warp(grid, block, w), tick: 1, threads: mask, groups: vec![(mask, lane)], fenced: [[0; 32]; 2] }
         });
         Self {
             warps: warps.collect(),
@@ -228,9 +231,19 @@ impl Block {
         });
     }
 
-    /// Tells a lane what it is told from outside.
+    /// Tells lanes what they are told from outside.
     pub(crate) fn learn(&mut self, warp: u32, mask: u32, known: &Known) {
         self.warps[warp as usize].each(mask, |lane| lane.known.join(known));
+    }
+
+    /// What a bulk copy by a lane may rely on in a space: what was published, the lane's own part too.
+    pub(crate) fn published(&self, warp: u32, lane: usize, space: usize) -> Clock {
+        let warp = &self.warps[warp as usize];
+        let mut published = warp.lane(lane).map(|l| l.known.published[space].clone()).unwrap_or_default();
+        if warp.fenced[space][lane] > 0 {
+            published.raise(clock::lane(warp.key, lane), warp.fenced[space][lane]);
+        }
+        published
     }
 
     /// A fence by the lanes of `mask`.
@@ -246,17 +259,11 @@ impl Block {
         match fence {
             Fence::Other => {}
             Fence::Async { shared, global } => {
-                let (key, tick) = (w.key, w.tick);
-                for l in lanes(mask) {
-                    let own = clock::lane(key, l);
-                    w.each(1 << l, |lane| {
-                        for (space, on) in [(SHARED, shared), (GLOBAL, global)] {
-                            if on {
-                                lane.known.published[space] = lane.known.all.clone();
-                                lane.known.published[space].raise(own, tick);
-                            }
-                        }
-                    });
+                for (space, on) in [(SHARED, shared), (GLOBAL, global)] {
+                    if on {
+                        w.each(mask, |lane| lane.known.published[space] = lane.known.all.clone());
+                        lanes(mask).for_each(|l| w.fenced[space][l] = w.tick);
+                    }
                 }
                 w.tick += 1;
             }
@@ -373,11 +380,10 @@ impl Block {
         self.mbarriers.get(&offset).map_or((0, 0), |m| (m.key, m.phases + 1))
     }
 
-    /// A lane has seen the last phase complete.
-    pub(crate) fn pass_mbarrier(&mut self, warp: u32, lane: usize, offset: u64) {
+    /// The lanes of a mask have seen the last phase complete.
+    pub(crate) fn pass_mbarrier(&mut self, warp: u32, mask: u32, offset: u64) {
         if let Some(m) = self.mbarriers.get(&offset) {
-            let known = m.completed.clone();
-            self.learn(warp, 1 << lane, &known);
+            self.warps[warp as usize].each(mask, |lane| lane.known.join(&m.completed));
         }
     }
 

@@ -77,7 +77,7 @@ pub(crate) trait Watch {
     fn init_mbarrier(&mut self, _offset: u64) {}
     fn arrive_mbarrier(&mut self, _lane: usize, _offset: u64) {}
     fn complete_mbarrier(&mut self, _offset: u64) {}
-    fn pass_mbarrier(&mut self, _lane: usize, _offset: u64) {}
+    fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
     /// A bulk copy is issued. The error says which end went wrong, and whether that is the one written.
     fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
         Ok(vec![])
@@ -299,8 +299,8 @@ impl Watch for Watcher<'_> {
         self.block.complete_mbarrier(offset);
     }
 
-    fn pass_mbarrier(&mut self, lane: usize, offset: u64) {
-        self.block.pass_mbarrier(self.warp, lane, offset);
+    fn pass_mbarrier(&mut self, mask: u32, offset: u64) {
+        self.block.pass_mbarrier(self.warp, mask, offset);
     }
 
     fn copy(&mut self, copy: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
@@ -319,9 +319,10 @@ impl Watch for Watcher<'_> {
         let how = How::BULK;
         let record = |(actor, tick)| Record { actor, tick, lanes: 0, pc, how, bytes: 0 };
         let known = self.block.known(self.warp, lane).cloned().unwrap_or_default();
+        let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, space));
         let who = |place, actor| {
             let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
-            Accessor { record: record(actor), own: 0, generic: &known.published[space], bulk: &known.all }
+            Accessor { record: record(actor), own: 0, generic: &published[space], bulk: &known.all }
         };
         let mut old = vec![];
         if self.weak_memory() {

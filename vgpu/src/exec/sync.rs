@@ -294,6 +294,7 @@ impl<W: Watch> Exec<'_, W> {
 
     pub(super) fn mbarrier(&mut self, op: &MbarOp, addr: &Addr, space: Space, m: u32) -> Run<Flow> {
         let mut failed = None;
+        let mut passed = (0, 0);
         for i in lanes(m) {
             let address = self.address(addr, i);
             let offset = Self::shared_offset(space, address).or_else(|kind| stop(kind, Some(i)))?;
@@ -333,8 +334,15 @@ impl<W: Watch> Exec<'_, W> {
                         _ => Ok(false),
                     });
                     let done = done.map_err(place)?;
-                    if done {
-                        self.watch.pass_mbarrier(i, offset);
+                    if W::ON && done {
+                        match &mut passed {
+                            // Lanes mostly wait together.
+                            (mask, at) if *at == offset => *mask |= 1 << i,
+                            passed => {
+                                self.watch.pass_mbarrier(passed.0, passed.1);
+                                *passed = (1 << i, offset);
+                            }
+                        }
                     }
                     let old = &mut regs.pred[p as usize];
                     *old = *old & !(1 << i) | u32::from(done) << i;
@@ -358,6 +366,9 @@ impl<W: Watch> Exec<'_, W> {
             self.set_mbarrier_bits(offset, next.map_or(0, Mbarrier::to_bits))
                 .or_else(|kind| stop(kind, Some(i)))?;
             self.changed();
+        }
+        if W::ON && passed.0 != 0 {
+            self.watch.pass_mbarrier(passed.0, passed.1);
         }
         let Some((offset, bits)) = failed else {
             self.pc += 1;
