@@ -234,6 +234,13 @@ pub enum FaultKind {
         /// Lanes that executed the instruction with it.
         lanes: u32,
     },
+    /// Check mode: a shuffle, vote, match, reduction or election whose member mask names lanes that have exited or never were.
+    AbsentMembers {
+        /// The mask.
+        mask: u32,
+        /// Lanes of it that are not there.
+        absent: u32,
+    },
     /// An mbarrier was misused.
     Mbarrier {
         /// Offset of the mbarrier in shared memory.
@@ -292,6 +299,12 @@ impl fmt::Display for FaultKind {
             FaultKind::BadBarrier { barrier, message } => write!(f, "barrier {barrier}: {message}"),
             FaultKind::BadMemberMask { mask, lanes } => {
                 write!(f, "member mask {mask:#010x} leaves out some of the executing lanes {lanes:#010x}")
+            }
+            FaultKind::AbsentMembers { mask, absent } => {
+                write!(
+                    f,
+                    "member mask {mask:#010x} names lanes {absent:#010x}, which have exited or never were"
+                )
             }
             FaultKind::Mbarrier { offset, message } => {
                 write!(f, "mbarrier at shared offset {offset:#x}: {message}")

@@ -231,6 +231,7 @@ impl Grid {
             globals,
         };
         let warps = threads.div_ceil(32);
+        let strict_exits = grid.check.as_ref().is_some_and(|check| check.checker.world().config.strict_exits);
         for slot in 0..resident {
             grid.blocks.push(Block {
                 state: BlockState {
@@ -239,6 +240,7 @@ impl Grid {
                     barriers: [Barrier::default(); BARRIERS],
                     warps,
                     exited_warps: 0,
+                    strict_exits,
                     completed: 0,
                     bulk: BulkQueue::default(),
                     phases: vec![],
@@ -449,7 +451,9 @@ impl Grid {
             }
             Status::Done => {
                 block.ready -= 1;
-                block.state.warp_exited();
+                if let Err(kind) = block.state.warp_exited() {
+                    return Err(self.barrier_fault(pick.block, kind));
+                }
             }
         }
         self.wake(pick.block);
@@ -468,7 +472,8 @@ impl Grid {
     fn most_urgent(&mut self) -> usize {
         let urgent = |grid: &Self| {
             let of = |w: &WarpRef| grid.blocks[w.block as usize].priority[w.warp as usize];
-            (0..grid.ready.len()).max_by_key(|&i| of(&grid.ready[i])).unwrap_or(0)
+            // Of equals the one that has waited longest: two warps that only wait must both get to look again.
+            (0..grid.ready.len()).rev().max_by_key(|&i| of(&grid.ready[i])).unwrap_or(0)
         };
         let mut index = urgent(self);
         if self.preemptions.pop_if(|at| *at <= self.stats.slices).is_some() {
@@ -566,6 +571,20 @@ impl Grid {
         let block = self.blocks[at.block as usize].state.ctaid;
         let kernel = self.env.kernel.name.clone();
         Box::new(Fault { kernel, block, warp: at.warp, lane, ptx_line, ptx_text, source, inlined, kind })
+    }
+
+    /// The end of a warp was wrong for a barrier: the fault stands where another one waits.
+    fn barrier_fault(&self, slot: u32, kind: FaultKind) -> Box<Fault> {
+        let waits = |g: &&crate::exec::Group| match (g.state, &kind) {
+            (GroupState::Barrier { id, .. }, FaultKind::BadBarrier { barrier, .. }) => id == *barrier,
+            _ => false,
+        };
+        let waiting = self.blocks[slot as usize]
+            .warps
+            .iter()
+            .find_map(|warp| warp.groups.iter().find(waits).map(|g| (warp.index, g.pc)));
+        let (warp, pc) = waiting.unwrap_or_default();
+        self.fault_at(WarpRef { block: slot, warp }, pc, None, kind)
     }
 
     fn deadlock(&self, at: WarpRef, pc: u32) -> Box<Fault> {

@@ -61,6 +61,7 @@ mod memory;
 mod module;
 mod parser;
 mod rng;
+mod seeds;
 
 pub use check::{CheckConfig, Checker, Past, Timeline, host_meets};
 pub use device::{Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION};
@@ -68,6 +69,7 @@ pub use fault::{Fault, FaultKind, LaunchError, Party, PtxError, Race, StuckRepor
 pub use grid::{Grid, Progress, Stats};
 pub use memory::{Memory, MemoryError, NearRegion, Region};
 pub use module::{InstructionPlace, Kernel, Module, ParamInfo};
+pub use seeds::for_each_seed;
 
 /// Whether the virtual GPU knows an opcode, given with all of its modifiers (`ld.global.v4.u32`). Operands are
 /// checked only by [`Module::parse`].

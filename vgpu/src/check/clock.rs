@@ -80,8 +80,11 @@ pub(crate) fn block_of(key: Key) -> Key {
     key >> 16
 }
 
-/// Block within the grid, warp, and lane where the key has one. None for timelines.
-pub(crate) fn place_of(key: Key) -> Option<(u64, Option<(u32, Option<u32>)>)> {
+/// Block within the grid, warp, and lane.
+type Place = (u64, Option<(u32, Option<u32>)>);
+
+/// Where an actor is, as far as its key says. None for timelines.
+pub(crate) fn place_of(key: Key) -> Option<Place> {
     if is_timeline(key) {
         return None;
     }

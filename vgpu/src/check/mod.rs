@@ -42,7 +42,7 @@ pub struct CheckConfig {
     /// Weak memory: a read that may see an older value sometimes does, drawn from this seed, so that a missing fence shows as a wrong
     /// result as well.
     pub weak_memory: Option<u64>,
-    /// Report block barriers that some threads reach after others have ended, which the hardware lets pass.
+    /// Report block barriers for all threads that some warps wait at and others end without, which the hardware lets pass.
     pub strict_exits: bool,
 }
 
@@ -166,7 +166,7 @@ pub(crate) struct World {
 thread_local! {
     /// The stream whose work this thread carries out just now.
     static ACTING: RefCell<Option<Host>> = const { RefCell::new(None) };
-    /// The checker that this thread has enqueued work under.
+    /// The checker that this thread has last enqueued work under.
     static WATCHED_BY: RefCell<Option<Checker>> = const { RefCell::new(None) };
 }
 
@@ -348,7 +348,10 @@ impl Checker {
     #[must_use]
     pub fn host_past(&self) -> Past {
         WATCHED_BY.with_borrow_mut(|checker| {
-            checker.get_or_insert_with(|| self.clone());
+            // The latest one: those of earlier worlds have nothing to tell here.
+            if !checker.as_ref().is_some_and(|c| Arc::ptr_eq(&c.0, &self.0)) {
+                *checker = Some(self.clone());
+            }
         });
         Past(self.world().host_known())
     }

@@ -342,7 +342,9 @@ impl Watch for Watcher<'_> {
             }
         }
         let reader = who(src, reads);
-        let read = self.look(src, lane).map_or(Ok(()), |(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader));
+        let read = self
+            .look(src, lane)
+            .map_or(Ok(()), |(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader));
         self.judge(read).map_err(|trouble| (src, false, trouble))?;
         let writer = who(dst, writes);
         let wrote = self.look(dst, lane).map_or(Ok(false), |(shadow, grids, at, _)| {

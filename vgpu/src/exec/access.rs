@@ -442,15 +442,12 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// Watches a store before it happens.
-    fn watch_store(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<()> {
+    /// A store under watch, lane by lane: equal values by several lanes do no harm, so each must find what those before it have written.
+    fn watched_store(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<()> {
         let how = How::generic(a.sem, a.scope, a.bytes, false);
         for i in lanes(m) {
             let p = self.pointer(STORES, a.space, addr[i], size, i)?;
             let place = self.place(STORES, a.space, addr[i]);
-            if place == Place::Private {
-                continue;
-            }
             let (mut now, mut new) = ([0u8; 16], [0u8; 16]);
             for e in 0..a.n as usize {
                 let (slot, n) = (a.regs[e] as usize, a.bytes as usize);
@@ -464,6 +461,8 @@ impl<W: Watch> Exec<'_, W> {
             let size = size as usize;
             let result = self.watch.write(place, i, self.pc, how, &now[..size], &new[..size]);
             let strong_before = result.or_else(|trouble| self.blame(place, trouble, i, how, true))?;
+            // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+            unsafe { self.store_lane(a, p, i) };
             if a.sem == Sem::Weak && !strong_before {
                 continue;
             }
@@ -482,7 +481,7 @@ impl<W: Watch> Exec<'_, W> {
             self.changed();
         }
         if W::ON {
-            self.watch_store(a, &addr, size, m)?;
+            return self.watched_store(a, &addr, size, m);
         }
         if m == FULL
             && a.sem == Sem::Weak
@@ -494,18 +493,27 @@ impl<W: Watch> Exec<'_, W> {
                 return Ok(());
             }
         }
-        let order = if a.sem == Sem::Release { Ordering::Release } else { Ordering::Relaxed };
         for i in lanes(m) {
             let p = self.pointer(STORES, a.space, addr[i], size, i)?;
-            for e in 0..a.n as usize {
-                let slot = a.regs[e] as usize;
-                let v =
-                    if a.wide { self.warp.regs.r64[slot][i] } else { u64::from(self.warp.regs.r32[slot][i]) };
-                // SAFETY: `pointer` checked bounds and alignment of the whole vector.
-                unsafe { write(p.add(e * a.bytes as usize), a.bytes, v, order) };
-            }
+            // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+            unsafe { self.store_lane(a, p, i) };
         }
         Ok(())
+    }
+
+    /// Stores the vector of lane `i`.
+    ///
+    /// # Safety
+    /// `p` must be valid for the vector and aligned to it.
+    #[inline(always)]
+    unsafe fn store_lane(&self, a: &Access, p: *mut u8, i: usize) {
+        let order = if a.sem == Sem::Release { Ordering::Release } else { Ordering::Relaxed };
+        for e in 0..a.n as usize {
+            let slot = a.regs[e] as usize;
+            let v = if a.wide { self.warp.regs.r64[slot][i] } else { u64::from(self.warp.regs.r32[slot][i]) };
+            // SAFETY: passed on to the caller.
+            unsafe { write(p.add(e * a.bytes as usize), a.bytes, v, order) };
+        }
     }
 
     /// Stores whole registers to consecutive elements. False if there is no fast path for the shape.

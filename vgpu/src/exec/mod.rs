@@ -2,7 +2,8 @@
 //!
 //! A warp is a set of [`Group`]s: lanes that stand at the same instruction and run together. A divergent branch splits
 //! a group. Groups mostly merge again when they meet at the same instruction; some, drawn from the seed, stay apart until a `.sync` asks
-//! for them, since nothing else promises that lanes converge. To make groups meet, the one with the lowest program counter runs first (LLVM lays blocks out so that joins come after both arms). A group that spins
+//! for them, and run in any order, since nothing else promises that lanes converge. To make groups meet, the one with the lowest program
+//! counter runs first (LLVM lays blocks out so that joins come after both arms). A group that spins
 //! gives way to the others, so every lane makes progress in the end: independent thread scheduling.
 
 pub(crate) mod access;
@@ -156,6 +157,10 @@ pub(crate) struct BlockState {
     pub(crate) barriers: [Barrier; BARRIERS],
     pub(crate) warps: u32,
     pub(crate) exited_warps: u32,
+    /// Whether a barrier for all threads that not all threads reach is a fault ([`CheckConfig::strict_exits`]).
+    ///
+    /// [`CheckConfig::strict_exits`]: crate::CheckConfig::strict_exits
+    pub(crate) strict_exits: bool,
     /// Barriers that completed and whose warps must be woken, one bit each.
     pub(crate) completed: u32,
     pub(crate) bulk: BulkQueue,
@@ -181,23 +186,30 @@ impl BlockState {
             let message = format!("{} threads have arrived, {expected} were expected", b.arrived);
             return Err(FaultKind::BadBarrier { barrier: id, message });
         }
-        self.settle(id);
-        Ok(())
+        self.settle(id)
     }
 
-    fn settle(&mut self, id: u32) {
+    fn settle(&mut self, id: u32) -> Result<(), FaultKind> {
         let b = &mut self.barriers[id as usize];
+        if self.strict_exits && b.all && b.arrived != 0 && self.exited_warps != 0 {
+            let message = format!(
+                "a warp waits for all threads of the block, but {} of its warps have ended",
+                self.exited_warps
+            );
+            return Err(FaultKind::BadBarrier { barrier: id, message });
+        }
         let missing = if b.all { self.exited_warps * 32 } else { 0 };
         if b.arrived != 0 && b.arrived + missing >= b.expected {
             *b = Barrier { outcome: b.votes, ..Barrier::default() };
             self.completed |= 1 << id;
         }
+        Ok(())
     }
 
     /// A warp has ended: barriers that wait for all threads no longer wait for it.
-    pub(crate) fn warp_exited(&mut self) {
+    pub(crate) fn warp_exited(&mut self) -> Result<(), FaultKind> {
         self.exited_warps += 1;
-        (0..BARRIERS as u32).for_each(|id| self.settle(id));
+        (0..BARRIERS as u32).try_for_each(|id| self.settle(id))
     }
 }
 
@@ -438,13 +450,13 @@ impl<'a, W: Watch> Exec<'a, W> {
         if m != self.mask {
             // Hardware promises nowhere that the arms join again by themselves.
             let one_in = self.env.apart_one_in;
-            if one_in != 0
-                && crate::rng::mix(self.env.poison ^ (self.env.executed + self.executed)) % one_in == 0
-            {
+            let draw = crate::rng::mix(self.env.poison ^ (self.env.executed + self.executed));
+            if one_in != 0 && draw.is_multiple_of(one_in) {
                 self.apart = true;
             }
-            // Run the lower arm first; the other one waits for it at the join.
-            let (first, second) = if target < fallthrough {
+            // Run the lower arm first; the other one waits for it at the join. Arms that stay apart come in any order.
+            let swapped = self.apart && draw >> 63 != 0;
+            let (first, second) = if (target < fallthrough) != swapped {
                 ((m, target), (self.mask & !m, fallthrough))
             } else {
                 ((self.mask & !m, fallthrough), (m, target))
@@ -575,7 +587,8 @@ impl<'a, W: Watch> Exec<'a, W> {
                     self.warp.groups.swap_remove(i);
                     continue;
                 }
-                GroupState::Ready => lower |= g.pc < pc && !g.deferred,
+                // Lanes that stay apart need not wait for a join.
+                GroupState::Ready => lower |= g.pc < pc && !g.deferred && !self.apart,
                 _ => {}
             }
             i += 1;

@@ -24,6 +24,11 @@ impl<W: Watch> Exec<'_, W> {
                 return stop(kind, lanes(here & !mask).next());
             }
             let needed = mask & self.warp.live;
+            // The manual leaves open what a collective gives without all of its members; only the barrier forgives exits.
+            if W::ON && needed != mask && !matches!(op, WarpOp::Sync) {
+                let kind = FaultKind::AbsentMembers { mask, absent: mask & !needed };
+                return stop(kind, lanes(here).next());
+            }
             if needed & !here == 0
                 || matches!(op, WarpOp::Sync) && self.release_elsewhere(needed & !here, mask)
             {

@@ -2,12 +2,21 @@
 
 use std::marker::PhantomData;
 
-use epoxide_vgpu::{DeviceConfig, Fault, Grid, GridConfig, Memory, Module, Progress, Region};
+use epoxide_vgpu::{
+    CheckConfig, Checker, DeviceConfig, Fault, Grid, GridConfig, Memory, Module, Progress, Region,
+};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// Round robin, and orders drawn from seeds.
-const SCHEDULES: [Option<u64>; 4] = [None, Some(1), Some(2), Some(0x5eed)];
+/// Round robin, and orders drawn from seeds; the last ones in check mode.
+const SCHEDULES: [(Option<u64>, bool); 6] = [
+    (None, false),
+    (Some(1), false),
+    (Some(2), false),
+    (Some(0x5eed), false),
+    (Some(3), true),
+    (Some(4), true),
+];
 
 /// A device on which one file of PTX is loaded.
 pub struct Gpu {
@@ -27,10 +36,12 @@ pub fn on_every_schedule(file: &str, test: impl Fn(&Gpu)) {
     let plain = read(&format!("{folder}/unoptimised/{file}.ptx")).ok();
     for (kind, ptx) in [("optimised", Some(optimised)), ("unoptimised", plain)] {
         let Some(ptx) = ptx else { continue };
-        for schedule_seed in SCHEDULES {
+        for (schedule_seed, check) in SCHEDULES {
             let module = Module::parse(&ptx).unwrap_or_else(|e| panic!("{file}, {kind}: {e}"));
             let config = DeviceConfig { schedule_seed, ..DeviceConfig::default() };
-            test(&Gpu { memory: Memory::new(), config, module, kind });
+            let checker = check.then(|| Checker::new(CheckConfig::default()));
+            let memory = Memory::checked(schedule_seed.unwrap_or(0), checker);
+            test(&Gpu { memory, config, module, kind });
         }
     }
 }

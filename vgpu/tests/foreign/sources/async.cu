@@ -34,6 +34,8 @@ extern "C" __global__ void __launch_bounds__(160) produce_consume(const unsigned
             while (!ptx::mbarrier_try_wait_parity(&full[s], k / 2 % 2)) {}
             uint4 v = ((const uint4 *)stage[s])[t];
             sum = sum * 31 + (v.x ^ v.y) + (v.z ^ v.w);
+            // The next copy into this stage comes after the read in the other proxy as well.
+            ptx::fence_proxy_async(ptx::space_shared);
             ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &empty[s]);
         }
         out[blockIdx.x * 128 + t] = sum;

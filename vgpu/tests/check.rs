@@ -1,0 +1,1151 @@
+//! Check mode, as a specification: faults that shipped in other people's communication kernels, each beside its mended twin; every rule
+//! of the checker by itself; and what a program sees of memory and registers that it must not rely on.
+//!
+//! A case is a correct kernel and the edit that breaks it. The correct kernel must run without a report and compute the same under every
+//! seed, and the broken one must be reported under every seed: which of the two accesses comes second depends on the schedule, so a case
+//! names both. What would have ordered them is part of the report, and of the case.
+
+mod common;
+
+use common::{kernel, launch};
+use epoxide_vgpu::{
+    CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Memory, MemoryError, Module,
+    Past, Progress, Region, Schedule, for_each_seed,
+};
+
+/// Seeds that a correct kernel must pass, and that a broken one must fail.
+const CORRECT: u64 = 200;
+const BROKEN: u64 = 24;
+
+/// 8-byte words of every test's buffer.
+const WORDS: usize = 64;
+
+/// Shared variables that the kernels use: data, and an mbarrier.
+const SHARED: &str = ".shared .align 128 .b8 DATA[1024];\n.shared .align 8 .b8 MBAR[16];";
+
+fn device(seed: u64) -> DeviceConfig {
+    let schedule = if seed.is_multiple_of(2) { Schedule::Random } else { Schedule::Preemptions(3) };
+    DeviceConfig { schedule_seed: Some(seed), schedule, ..DeviceConfig::default() }
+}
+
+/// Whether one seed runs alone: nothing is to be counted then.
+fn replaying() -> bool {
+    std::env::var_os("EPOXIDE_VGPU_SEED").is_some()
+}
+
+fn races() -> Checker {
+    Checker::new(CheckConfig::default())
+}
+
+/// A kernel `k(buf)` from a body.
+fn parse(body: &str) -> Module {
+    let ptx = kernel(SHARED, body);
+    Module::parse(&ptx).unwrap_or_else(|e| panic!("{e}\n{ptx}"))
+}
+
+/// Begins a launch of `k` as work of no stream.
+fn start(module: &Module, memory: &Memory, buf: &Region, shape: GridConfig, seed: u64) -> Grid {
+    let kernel = module.kernel("k").unwrap();
+    Grid::new(kernel, memory.clone(), &device(seed), shape, &buf.addr().to_ne_bytes()).unwrap()
+}
+
+/// Runs grids to their ends, in turns of random lengths.
+fn finish(grids: &mut [&mut Grid], seed: u64) -> Result<(), Box<Fault>> {
+    let mut turn = seed;
+    let mut done = vec![false; grids.len()];
+    let mut rounds = 0;
+    while done.iter().any(|d| !d) {
+        turn = turn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let at = (turn >> 33) as usize % grids.len();
+        done[at] = grids[at].step(1 + (turn >> 40) % 16)? == Progress::Done;
+        rounds += 1;
+        assert!(rounds < 1_000_000, "does not end: {}", grids[at].stuck_report());
+    }
+    Ok(())
+}
+
+/// A buffer whose words are their numbers, written by the host.
+fn numbered(memory: &Memory) -> Region {
+    let buf = memory.alloc(WORDS as u64 * 8, "buf").unwrap();
+    let bytes: Vec<u8> = (0..WORDS as u64).flat_map(|i| (i << 32).to_ne_bytes()).collect();
+    memory.write(buf.addr(), &bytes).unwrap();
+    buf
+}
+
+fn words(memory: &Memory, buf: &Region) -> Result<Vec<u64>, MemoryError> {
+    let mut bytes = vec![0; buf.bytes() as usize];
+    memory.read(buf.addr(), &mut bytes)?;
+    Ok(bytes.chunks_exact(8).map(|c| u64::from_ne_bytes(c.try_into().unwrap())).collect())
+}
+
+/// Runs a kernel by itself, on a buffer of which word `i` holds `i << 32`, so that flags of 32 bits begin as 0.
+fn run(
+    module: &Module,
+    shape: GridConfig,
+    seed: u64,
+    checker: Option<Checker>,
+) -> Result<Vec<u64>, Box<Fault>> {
+    let memory = Memory::checked(seed, checker);
+    let buf = numbered(&memory);
+    finish(&mut [&mut start(module, &memory, &buf, shape, seed)], seed)?;
+    Ok(words(&memory, &buf).unwrap())
+}
+
+/// A correct kernel, and an edit that breaks it.
+#[derive(Clone, Copy)]
+struct Case {
+    name: &'static str,
+    shape: (u32, u32),
+    body: &'static str,
+    /// What is replaced where, by what.
+    edit: (&'static str, &'static str),
+    /// The two accesses, as the PTX has them, in either order.
+    between: [&'static str; 2],
+    /// What the report names as missing.
+    missing: &'static str,
+    /// What the correct kernel leaves in these words of the buffer.
+    result: &'static [(usize, u64)],
+}
+
+/// A race's two PTX lines, and what is missing.
+fn described(fault: &Fault) -> ([&str; 2], &str) {
+    match &fault.kind {
+        FaultKind::Race(race) => ([&fault.ptx_text, &race.other.ptx_text], &race.missing),
+        _ => panic!("not a race: {fault}"),
+    }
+}
+
+/// The fault must be a race between these two accesses, in either order, for want of `missing`.
+fn assert_race(name: &str, fault: &Fault, between: [&str; 2], missing: &str) {
+    let ([second, first], wants) = described(fault);
+    let [a, b] = between;
+    assert!(
+        second.contains(a) && first.contains(b) || second.contains(b) && first.contains(a),
+        "{name}: not between '{a}' and '{b}': {fault}"
+    );
+    assert!(wants.contains(missing), "{name}: does not name '{missing}': {fault}");
+    let FaultKind::Race(race) = &fault.kind else { return };
+    assert_eq!((race.other.kernel.as_str(), fault.kernel.as_str()), ("k", "k"), "{name}: {fault}");
+}
+
+impl Case {
+    fn check(&self) {
+        let Case { name, shape, body, edit, between, missing, result } = *self;
+        let shape = launch(shape.0, shape.1);
+        assert_eq!(body.matches(edit.0).count(), 1, "{name}: the edit fits once");
+        let correct = parse(body);
+        for_each_seed(CORRECT, |seed| {
+            let got =
+                run(&correct, shape, seed, Some(races())).unwrap_or_else(|f| panic!("{name}, correct: {f}"));
+            for &(word, value) in result {
+                assert_eq!(got[word], value, "{name}: word {word}");
+            }
+        });
+        let mutant = body.replace(edit.0, edit.1);
+        let (ptx, broken) = (kernel(SHARED, &mutant), parse(&mutant));
+        for_each_seed(BROKEN, |seed| {
+            let fault = *run(&broken, shape, seed, Some(races())).expect_err(name);
+            assert_race(name, &fault, between, missing);
+            // The numbers of the lines are those of the text.
+            let FaultKind::Race(race) = &fault.kind else { return };
+            for (number, text) in
+                [(fault.ptx_line, &fault.ptx_text), (race.other.ptx_line, &race.other.ptx_text)]
+            {
+                let line = ptx.lines().nth(number - 1).unwrap();
+                assert_eq!(line.trim(), text.trim(), "{name}: line {number}: {fault}");
+            }
+        });
+    }
+}
+
+fn check_all(cases: &[Case]) {
+    cases.iter().for_each(Case::check);
+}
+
+/// Block 0 tells block 1 by a flag that it has written a word.
+const MESSAGE: &str = "
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READER;
+    mov.u64 %rd1, 7;
+    mov.u32 %r2, 1;
+    st.global.u64 [%rd40], %rd1;
+    st.release.gpu.global.u32 [%rd40+8], %r2;
+    ret;
+READER:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra READER;
+    ld.global.u64 %rd2, [%rd40];
+    st.global.u64 [%rd40+16], %rd2;";
+
+/// The same with fences around relaxed accesses.
+const FENCED_MESSAGE: &str = "
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READER;
+    mov.u64 %rd1, 7;
+    mov.u32 %r2, 1;
+    st.global.u64 [%rd40], %rd1;
+    fence.acq_rel.gpu; // of the writer
+    st.relaxed.gpu.global.u32 [%rd40+8], %r2;
+    ret;
+READER:
+    ld.relaxed.gpu.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra READER;
+    fence.acq_rel.gpu; // of the reader
+    ld.global.u64 %rd2, [%rd40];
+    st.global.u64 [%rd40+16], %rd2;";
+
+const MESSAGE_DATA: [&str; 2] = ["st.global.u64 [%rd40],", "ld.global.u64 %rd2,"];
+
+/// A message, broken in one way.
+const fn message(name: &'static str, body: &'static str, from: &'static str, to: &'static str) -> Case {
+    Case {
+        name,
+        shape: (2, 1),
+        body,
+        edit: (from, to),
+        between: MESSAGE_DATA,
+        missing: "release and acquire of scope .gpu or wider",
+        result: &[(2, 7)],
+    }
+}
+
+#[test]
+fn a_message_needs_release_and_acquire_that_reach_each_other() {
+    check_all(&[
+        message("release made relaxed", MESSAGE, "st.release.gpu", "st.relaxed.gpu"),
+        message("acquire made relaxed", MESSAGE, "ld.acquire.gpu", "ld.relaxed.gpu"),
+        message("no fence of the writer", FENCED_MESSAGE, "fence.acq_rel.gpu; // of the writer", ""),
+        message("no fence of the reader", FENCED_MESSAGE, "fence.acq_rel.gpu; // of the reader", ""),
+        message(
+            "a fence that is too narrow",
+            FENCED_MESSAGE,
+            "fence.acq_rel.gpu; // of the writer",
+            "fence.acq_rel.cta;",
+        ),
+        Case {
+            between: ["st.release.cta", "ld.acquire.gpu"],
+            missing: "a scope does not reach the other thread: .gpu or wider",
+            ..message("a release of scope .cta to another block", MESSAGE, "st.release.gpu", "st.release.cta")
+        },
+        Case {
+            between: ["st.release.gpu", "ld.acquire.cta"],
+            missing: "a scope does not reach the other thread: .gpu or wider",
+            ..message(
+                "an acquire of scope .cta from another block",
+                MESSAGE,
+                "ld.acquire.gpu",
+                "ld.acquire.cta",
+            )
+        },
+        Case {
+            between: ["st.global.u32 [%rd40+8]", "ld.acquire.gpu"],
+            ..message("a weak flag", MESSAGE, "st.release.gpu.global.u32", "st.global.u32")
+        },
+    ]);
+}
+
+#[test]
+fn lanes_and_warps_need_barriers() {
+    // What the lanes exchange has been written once before, so that the read is no read of garbage.
+    let exchange = "
+    mov.u32 %r1, DATA;
+    mov.u32 %r6, 0;
+    mad.lo.u32 %r2, %r40, 4, %r1;
+    st.shared.u32 [%r2], %r6;
+    bar.sync 0;
+    st.shared.u32 [%r2], %r40;
+    bar.warp.sync -1;
+    xor.b32 %r3, %r40, 1;
+    mad.lo.u32 %r4, %r3, 4, %r1;
+    ld.shared.u32 %r5, [%r4];
+    cvt.u64.u32 %rd1, %r5;
+    st.global.u64 [%rd42], %rd1;";
+    let between_warps = "
+    mov.u32 %r1, DATA;
+    mov.u32 %r6, 0;
+    mad.lo.u32 %r2, %r40, 4, %r1;
+    st.shared.u32 [%r2], %r6;
+    bar.sync 1;
+    st.shared.u32 [%r2], %r40;
+    bar.sync 0;
+    xor.b32 %r3, %r40, 32;
+    mad.lo.u32 %r4, %r3, 4, %r1;
+    ld.shared.u32 %r5, [%r4];
+    cvt.u64.u32 %rd1, %r5;
+    st.global.u64 [%rd42], %rd1;";
+    let warps = Case {
+        name: "block barrier dropped",
+        shape: (1, 64),
+        body: between_warps,
+        edit: ("bar.sync 0;", ""),
+        between: ["st.shared.u32 [%r2], %r40", "ld.shared"],
+        missing: "a barrier",
+        result: &[(0, 32), (63, 31)],
+    };
+    check_all(&[
+        Case {
+            name: "bar.warp.sync dropped",
+            shape: (1, 32),
+            body: exchange,
+            edit: ("bar.warp.sync -1;", ""),
+            missing: "bar.warp.sync between the lanes",
+            result: &[(0, 1), (31, 30)],
+            ..warps
+        },
+        Case { name: "a barrier of each warp alone", edit: ("bar.sync 0;", "bar.warp.sync -1;"), ..warps },
+    ]);
+}
+
+/// One thread writes 16 bytes of shared memory and stores them by a bulk copy.
+const BULK_STORE: &str = "
+    mov.u32 %r1, DATA;
+    mov.u64 %rd1, 7;
+    st.shared.u64 [%r1], %rd1;
+    st.shared.u64 [%r1+8], %rd1;
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r1], 16;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    ld.global.u64 %rd2, [%rd40];
+    st.global.u64 [%rd40+16], %rd2;";
+
+/// One thread loads what it wrote to global memory by a bulk copy.
+const BULK_LOAD: &str = "
+    mov.u32 %r1, DATA;
+    mov.u32 %r2, MBAR;
+    mbarrier.init.shared.b64 [%r2], 1;
+    fence.proxy.async.shared::cta;
+    mov.u64 %rd1, 7;
+    st.global.u64 [%rd40], %rd1;
+    fence.proxy.async.global;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 16;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd40], 16, [%r2];
+WAIT:
+    mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0;
+    @!%p1 bra WAIT;
+    ld.shared.u64 %rd2, [%r1];
+    st.global.u64 [%rd40+16], %rd2;";
+
+const STORE: &str = "cp.async.bulk.global.shared::cta";
+const LOAD: &str = "cp.async.bulk.shared::cluster.global";
+
+#[test]
+fn bulk_copies_need_proxy_fences_and_waits() {
+    let store = Case {
+        name: "proxy fence dropped before a bulk store",
+        shape: (1, 1),
+        body: BULK_STORE,
+        edit: ("fence.proxy.async.shared::cta;", ""),
+        between: ["st.shared.u64 [%r1]", STORE],
+        missing: "a fence.proxy.async",
+        result: &[(0, 7), (2, 7)],
+    };
+    let load = Case {
+        name: "proxy fence dropped before a bulk load",
+        body: BULK_LOAD,
+        edit: ("fence.proxy.async.global;", ""),
+        between: ["st.global.u64 [%rd40],", LOAD],
+        result: &[(2, 7)],
+        ..store
+    };
+    let landed = Case {
+        name: "destination of a bulk store read after wait_group.read only",
+        edit: ("wait_group 0", "wait_group.read 0"),
+        between: [STORE, "ld.global.u64 %rd2"],
+        missing: "wait_group (without .read)",
+        ..store
+    };
+    check_all(&[
+        store,
+        Case {
+            name: "proxy fence of global memory only",
+            edit: ("async.shared::cta;", "async.global;"),
+            ..store
+        },
+        load,
+        Case {
+            name: "proxy fence of shared memory only",
+            edit: ("fence.proxy.async.global;", "fence.proxy.async.shared::cta;"),
+            ..load
+        },
+        landed,
+        Case {
+            name: "source of a bulk store overwritten before it was read",
+            body: SOURCE_REUSED,
+            edit: ("cp.async.bulk.wait_group.read 0;", ""),
+            between: [STORE, "st.shared.u64 [%r1], %rd3"],
+            missing: "wait_group.read",
+            result: &[(0, 7)],
+            ..store
+        },
+        Case {
+            name: "destination of a bulk load read before its mbarrier",
+            edit: ("@!%p1 bra WAIT;", ""),
+            between: [LOAD, "ld.shared.u64 %rd2"],
+            missing: "its mbarrier's phase",
+            ..load
+        },
+    ]);
+}
+
+const SOURCE_REUSED: &str = "
+    mov.u32 %r1, DATA;
+    mov.u64 %rd1, 7;
+    mov.u64 %rd3, 9;
+    st.shared.u64 [%r1], %rd1;
+    st.shared.u64 [%r1+8], %rd1;
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r1], 16;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group.read 0;
+    st.shared.u64 [%r1], %rd3;
+    cp.async.bulk.wait_group 0;";
+
+#[test]
+fn a_release_covers_a_bulk_store_only_once_it_has_landed() {
+    check_all(&[Case {
+        name: "released after wait_group.read only",
+        shape: (2, 1),
+        body: "
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READER;
+    mov.u32 %r2, DATA;
+    mov.u64 %rd1, 7;
+    st.shared.u64 [%r2], %rd1;
+    st.shared.u64 [%r2+8], %rd1;
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r2], 16;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    mov.u32 %r3, 1;
+    st.release.gpu.global.u32 [%rd40+16], %r3;
+    ret;
+READER:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+16];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra READER;
+    ld.global.u64 %rd2, [%rd40];
+    st.global.u64 [%rd40+24], %rd2;",
+        edit: ("wait_group 0", "wait_group.read 0"),
+        between: [STORE, "ld.global.u64 %rd2"],
+        missing: "wait_group (without .read)",
+        result: &[(0, 7), (3, 7)],
+    }]);
+}
+
+#[test]
+fn read_modify_writes_carry_a_release_on_and_other_writes_end_it() {
+    check_all(&[
+        Case {
+            name: "a strong write between release and acquire",
+            shape: (3, 1),
+            body: "
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, 1;
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra WRITER;
+    setp.eq.u32 %p1, %r1, 1;
+    @%p1 bra MIDDLE;
+READER:
+    ld.relaxed.gpu.global.u32 %r3, [%rd40+8];
+    setp.ne.u32 %p2, %r3, 2;
+    @%p2 bra READER;
+    ld.acquire.gpu.global.u32 %r3, [%rd40+8];
+    ld.global.u64 %rd2, [%rd40];
+    st.global.u64 [%rd40+16], %rd2;
+    ret;
+WRITER:
+    mov.u64 %rd1, 7;
+    st.global.u64 [%rd40], %rd1;
+    red.release.gpu.global.add.u32 [%rd40+8], %r2;
+    ret;
+MIDDLE:
+    ld.relaxed.gpu.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra MIDDLE;
+    mov.u32 %r4, 2;
+    atom.relaxed.gpu.global.add.u32 %r5, [%rd40+8], %r2;",
+            edit: (
+                "atom.relaxed.gpu.global.add.u32 %r5, [%rd40+8], %r2;",
+                "st.relaxed.gpu.global.u32 [%rd40+8], %r4;",
+            ),
+            between: MESSAGE_DATA,
+            missing: "release and acquire of scope .gpu or wider",
+            result: &[(2, 7)],
+        },
+        Case {
+            name: "red does not begin an acquire pattern",
+            shape: (2, 1),
+            body: "
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, 1;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READER;
+    mov.u64 %rd1, 7;
+    st.global.u64 [%rd40], %rd1;
+    st.release.gpu.global.u32 [%rd40+8], %r2;
+    st.relaxed.gpu.global.u32 [%rd40+16], %r2;
+    ret;
+READER:
+    ld.relaxed.gpu.global.u32 %r3, [%rd40+16];
+    setp.ne.u32 %p2, %r3, 1;
+    @%p2 bra READER;
+    atom.relaxed.gpu.global.add.u32 %r5, [%rd40+8], %r2;
+    fence.acq_rel.gpu;
+    ld.global.u64 %rd2, [%rd40];
+    st.global.u64 [%rd40+24], %rd2;",
+            edit: ("atom.relaxed.gpu.global.add.u32 %r5, ", "red.relaxed.gpu.global.add.u32 "),
+            between: MESSAGE_DATA,
+            missing: "release and acquire of scope .gpu or wider",
+            result: &[(3, 7)],
+        },
+    ]);
+}
+
+/// A launch of `k` as work of a stream, after `past`.
+fn start_in(
+    checker: &Checker,
+    module: &Module,
+    memory: &Memory,
+    buf: &Region,
+    past: &Past,
+    seed: u64,
+) -> Grid {
+    let kernel = module.kernel("k").unwrap();
+    let order = Some((checker.timeline(), past));
+    let params = buf.addr().to_ne_bytes();
+    Grid::launch(kernel, memory.clone(), &device(seed), launch(1, 1), &params, order).unwrap()
+}
+
+/// Adds 1 to the first word, in the plainest way.
+const INCREMENT: &str = "ld.global.u64 %rd1, [%rd40]; add.u64 %rd1, %rd1, 1; st.global.u64 [%rd40], %rd1;";
+
+#[test]
+fn the_end_of_a_kernel_orders_what_is_launched_after_it() {
+    let module = parse(INCREMENT);
+    for_each_seed(CORRECT, |seed| {
+        let memory = Memory::checked(seed, Some(races()));
+        let buf = numbered(&memory);
+        for _ in 0..3 {
+            finish(&mut [&mut start(&module, &memory, &buf, launch(1, 1), seed)], seed).unwrap();
+        }
+        assert_eq!(words(&memory, &buf).unwrap()[0], 3);
+    });
+}
+
+#[test]
+fn kernels_of_two_streams_race_without_an_event() {
+    let module = parse(INCREMENT);
+    for_each_seed(CORRECT, |seed| {
+        for event in [true, false] {
+            let checker = races();
+            let memory = Memory::checked(seed, Some(checker.clone()));
+            let buf = numbered(&memory);
+            let before = checker.host_past();
+            let mut first = start_in(&checker, &module, &memory, &buf, &before, seed);
+            finish(&mut [&mut first], seed).unwrap();
+            // It has run after the other one, but nothing says that it had to.
+            let past = if event { first.past() } else { before };
+            let mut second = start_in(&checker, &module, &memory, &buf, &past, seed);
+            let result = finish(&mut [&mut second], seed);
+            if event {
+                result.unwrap();
+                checker.host_waited(&second.past());
+                assert_eq!(words(&memory, &buf).unwrap()[0], 2);
+            } else {
+                let fault = result.unwrap_err();
+                assert_race("no event", &fault, ["st.global.u64", "ld.global.u64"], "kernel boundary");
+            }
+        }
+    });
+}
+
+#[test]
+fn the_host_must_wait_for_the_stream_that_wrote() {
+    let module = parse(INCREMENT);
+    let checker = races();
+    let memory = Memory::checked(0, Some(checker.clone()));
+    let buf = numbered(&memory);
+    let mut grid = start_in(&checker, &module, &memory, &buf, &checker.host_past(), 0);
+    finish(&mut [&mut grid], 0).unwrap();
+    let error = words(&memory, &buf).unwrap_err().to_string();
+    assert!(error.contains("a read by the host") && error.contains("st.global.u64"), "{error}");
+    checker.host_waited(&grid.past());
+    assert_eq!(words(&memory, &buf).unwrap()[0], 1);
+}
+
+/// Runs a writer on one device and a reader on another over a buffer of the first.
+fn between_devices(writer: &Module, reader: &Module, seed: u64) -> Result<Vec<u64>, Box<Fault>> {
+    let checker = races();
+    let [a, b] = [seed, seed + 1].map(|seed| Memory::checked(seed, Some(checker.clone())));
+    let buf = numbered(&a);
+    let near = b.import(buf.export().unwrap(), buf.bytes(), "buf").unwrap();
+    let mut w = start(writer, &a, &buf, launch(1, 1), seed);
+    let mut r = start(reader, &b, &near, launch(1, 1), seed);
+    finish(&mut [&mut w, &mut r], seed)?;
+    Ok(words(&a, &buf).unwrap())
+}
+
+#[test]
+fn messages_between_devices_need_scope_sys() {
+    let writer = "
+    mov.u64 %rd1, 7;
+    mov.u32 %r2, 1;
+    st.global.u64 [%rd40], %rd1;
+    st.release.sys.global.u32 [%rd40+8], %r2;";
+    let reader = "
+READER:
+    ld.acquire.sys.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra READER;
+    ld.global.u64 %rd2, [%rd40];
+    st.global.u64 [%rd40+16], %rd2;";
+    let [wide_writer, wide_reader] = [writer, reader].map(parse);
+    let [gpu_writer, gpu_reader] = [writer, reader].map(|body| parse(&body.replace(".sys", ".gpu")));
+    for_each_seed(CORRECT, |seed| {
+        assert_eq!(between_devices(&wide_writer, &wide_reader, seed).unwrap()[2], 7);
+        if seed < BROKEN {
+            for (name, w, r) in [
+                ("release of scope .gpu", &gpu_writer, &wide_reader),
+                ("acquire of scope .gpu", &wide_writer, &gpu_reader),
+            ] {
+                let fault = between_devices(w, r, seed).expect_err(name);
+                assert_race(
+                    name,
+                    &fault,
+                    ["st.release", "ld.acquire"],
+                    "does not reach the other thread: .sys",
+                );
+            }
+        }
+    });
+}
+
+/// Runs a body of one block under check; the fault.
+fn fault_of(body: &str, threads: u32, config: CheckConfig) -> Fault {
+    *run(&parse(body), launch(1, threads), 0, Some(Checker::new(config))).expect_err(body)
+}
+
+fn clean(body: &str, shape: (u32, u32), config: CheckConfig) {
+    let module = parse(body);
+    for_each_seed(CORRECT, |seed| {
+        run(&module, launch(shape.0, shape.1), seed, Some(Checker::new(config)))
+            .unwrap_or_else(|f| panic!("{f}\n{body}"));
+    });
+}
+
+#[test]
+fn reads_of_what_nobody_wrote_are_reported() {
+    let fault = fault_of("mov.u32 %r1, DATA; ld.shared.u32 %r2, [%r1+4];", 1, CheckConfig::default());
+    assert!(
+        matches!(fault.kind, FaultKind::Unwritten { space: "shared", offset, .. } if offset % 128 == 4),
+        "{fault}"
+    );
+    let module = parse("ld.global.u64 %rd1, [%rd40+40];");
+    let memory = Memory::checked(0, Some(races()));
+    let reads = |buf: &Region| {
+        finish(&mut [&mut start(&module, &memory, buf, launch(1, 1), 0)], 0)
+            .map_err(|fault| fault.to_string())
+    };
+    let garbage = reads(&memory.alloc(64, "fresh").unwrap()).unwrap_err();
+    assert!(garbage.contains("global memory that nobody wrote, at 'fresh' + 0x28"), "{garbage}");
+    reads(&memory.alloc_zeroed(64, "zeroed").unwrap()).unwrap();
+    reads(&memory.alloc_host(64, "host").unwrap()).unwrap();
+    // A bulk copy reads its source too.
+    let fault = fault_of(&BULK_STORE.replace("st.shared.u64 [%r1+8], %rd1;", ""), 1, CheckConfig::default());
+    assert!(matches!(fault.kind, FaultKind::Unwritten { space: "shared", .. }), "{fault}");
+}
+
+#[test]
+fn renewed_memory_is_garbage_with_no_past() {
+    let checker = races();
+    let memory = Memory::checked(0, Some(checker.clone()));
+    let buf = numbered(&memory);
+    let [reader, writer] = ["ld.global.u64 %rd1, [%rd40];", "st.global.u64 [%rd40], %rd40;"].map(parse);
+    let before = checker.host_past();
+    let run = |module| finish(&mut [&mut start_in(&checker, module, &memory, &buf, &before, 0)], 0);
+    run(&reader).unwrap();
+    buf.renew(0, 16);
+    let fault = run(&reader).unwrap_err();
+    assert!(matches!(fault.kind, FaultKind::Unwritten { offset: 0, .. }), "{fault}");
+    // Its next owner does not race with those who used it before, and what it did not renew is as it was.
+    run(&writer).unwrap();
+    assert!(matches!(run(&reader).unwrap_err().kind, FaultKind::Race(_)));
+}
+
+#[test]
+fn weak_writes_race_only_where_values_differ_and_bytes_meet() {
+    let all = CheckConfig::default();
+    clean("mov.u64 %rd1, 5; st.global.u64 [%rd40], %rd1;", (2, 64), all);
+    clean("cvt.u64.u32 %rd1, %r40; add.u64 %rd1, %rd1, %rd40; st.global.u8 [%rd1], %r40;", (1, 64), all);
+    let fault = fault_of("cvt.u64.u32 %rd1, %r40; st.global.u64 [%rd40], %rd1;", 32, all);
+    let same = "st.global.u64 [%rd40], %rd1";
+    assert_race("values differ", &fault, [same, same], "bar.warp.sync");
+    let fault = fault_of(
+        "shr.u32 %r1, %r40, 1; cvt.u64.u32 %rd1, %r1; add.u64 %rd1, %rd1, %rd40; st.global.u8 [%rd1], %r40;",
+        32,
+        all,
+    );
+    assert_race("bytes meet", &fault, ["st.global.u8", "st.global.u8"], "bar.warp.sync");
+}
+
+/// A kernel body broken in fast mode shows a wrong result, or a fault, for some seeds of `n`; these are counted.
+fn wrong_without_checks(body: &str, threads: u32, n: u64, right: impl Fn(&[u64]) -> bool) -> usize {
+    let module = parse(body);
+    (0..n).filter(|&seed| !run(&module, launch(1, threads), seed, None).is_ok_and(|got| right(&got))).count()
+}
+
+#[test]
+fn a_block_must_not_end_before_its_bulk_copies() {
+    let unread = BULK_STORE.replace("cp.async.bulk.wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "");
+    let under_way = BULK_LOAD.replace("@!%p1 bra WAIT;\n    ld.shared.u64 %rd2, [%r1];", "");
+    for (body, what) in
+        [(unread, "a bulk store may still read its source"), (under_way, "a bulk load is under way")]
+    {
+        let module = parse(&body);
+        for checker in [None, Some(races())] {
+            let mut caught = 0;
+            for_each_seed(CORRECT, |seed| {
+                // The fault is there whenever the hardware may be late. A seed may let the copy be in time.
+                if let Err(fault) = run(&module, launch(1, 1), seed, checker.as_ref().map(|_| races())) {
+                    let FaultKind::BulkCopy { message } = &fault.kind else { panic!("{fault}") };
+                    assert!(message.contains(what), "{fault}");
+                    assert!(fault.ptx_text.contains("cp.async.bulk"), "{fault}");
+                    caught += 1;
+                }
+            });
+            assert!(caught > CORRECT / 2 || replaying(), "{what}: {caught} of {CORRECT} seeds");
+        }
+    }
+    clean(
+        &BULK_STORE.replace("wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "wait_group.read 0;"),
+        (1, 1),
+        CheckConfig::default(),
+    );
+}
+
+#[test]
+fn lanes_that_diverged_need_not_meet_before_a_sync() {
+    // Lane 0 writes, and the others read what stood there before they have been told to wait for it.
+    let body = "
+    mov.u32 %r1, DATA;
+    mov.u32 %r2, 0;
+    st.shared.u32 [%r1], %r2;
+    bar.sync 0;
+    setp.ne.u32 %p1, %r40, 0;
+    @%p1 bra JOIN;
+    mov.u32 %r3, 7;
+    st.shared.u32 [%r1], %r3;
+JOIN:
+    bar.warp.sync -1;
+    ld.shared.u32 %r4, [%r1];
+    cvt.u64.u32 %rd1, %r4;
+    st.global.u64 [%rd42], %rd1;";
+    let right = |got: &[u64]| got[..32].iter().all(|&v| v == 7);
+    assert_eq!(wrong_without_checks(body, 32, CORRECT, right), 0);
+    let broken = body.replace("bar.warp.sync -1;", "");
+    let wrong = wrong_without_checks(&broken, 32, CORRECT, right);
+    assert!(wrong > 0, "it never shows");
+    check_all(&[Case {
+        name: "implicit reconvergence",
+        shape: (1, 32),
+        body,
+        edit: ("bar.warp.sync -1;", ""),
+        between: ["st.shared.u32 [%r1], %r3", "ld.shared.u32 %r4"],
+        missing: "bar.warp.sync between the lanes",
+        result: &[(0, 7), (31, 7)],
+    }]);
+}
+
+#[test]
+fn what_nobody_wrote_is_poison_that_depends_on_the_seed() {
+    let module = parse(
+        "
+    st.global.u64 [%rd42], %rd5;
+    mov.u32 %r1, DATA;
+    ld.shared.u64 %rd1, [%r1];
+    st.global.u64 [%rd42+64], %rd1;
+    ld.global.u64 %rd2, [%rd42+128];
+    st.global.u64 [%rd42+128], %rd2;",
+    );
+    let [one, same, other] = [1, 1, 2].map(|seed| {
+        let memory = Memory::checked(seed, None);
+        let buf = memory.alloc(WORDS as u64 * 8, "fresh").unwrap();
+        finish(&mut [&mut start(&module, &memory, &buf, launch(1, 1), 0)], 0).unwrap();
+        let got = words(&memory, &buf).unwrap();
+        [got[0], got[8], got[16]]
+    });
+    assert_eq!(one, same);
+    for (a, b) in one.iter().zip(&other) {
+        assert_ne!(a, b, "the seed draws the poison");
+        // As an integer it is far below zero, as a float as well, in both halves: nothing that passes for a result.
+        for value in [a, b] {
+            assert!(value >> 60 == 15 && value >> 28 & 15 == 15, "{value:#x}");
+        }
+    }
+}
+
+#[test]
+fn shuffles_from_lanes_that_take_no_part_give_poison() {
+    // Lanes 0 to 15 shuffle among themselves, but take from 16 lanes above.
+    let body = "
+    setp.gt.u32 %p1, %r40, 15;
+    @%p1 bra END;
+    add.u32 %r1, %r40, 16;
+    shfl.sync.idx.b32 %r2|%p2, %r40, %r1, 31, 65535;
+    cvt.u64.u32 %rd1, %r2;
+    st.global.u64 [%rd42], %rd1;
+END:";
+    let module = parse(body);
+    let got = [1, 2].map(|seed| run(&module, launch(1, 32), seed, Some(races())).unwrap()[0]);
+    assert!(got[0] >= 0xf000_0000 && got[1] >= 0xf000_0000 && got[0] != got[1], "{got:x?}");
+}
+
+#[test]
+fn collectives_name_only_lanes_that_are_there() {
+    for (op, threads) in [
+        ("shfl.sync.down.b32 %r2|%p2, %r40, 1, 31, -1;", 32),
+        ("vote.sync.any.pred %p2, %p1, -1;", 32),
+        ("vote.sync.ballot.b32 %r2, %p1, -1;", 32),
+        ("match.any.sync.b32 %r2, %r40, -1;", 32),
+        ("redux.sync.add.s32 %r2, %r40, -1;", 32),
+        ("elect.sync %r2|%p2, -1;", 32),
+        // The last warp of a block of 40 threads has 8 lanes.
+        ("redux.sync.add.s32 %r2, %r40, -1;", 40),
+    ] {
+        let exits = if threads == 32 {
+            "setp.gt.u32 %p1, %r40, 19; @%p1 exit;"
+        } else {
+            "setp.gt.u32 %p1, %r40, 99;"
+        };
+        let (broken, absent) =
+            (format!("{exits} {op}"), if threads == 32 { 0xfff0_0000 } else { 0xffff_ff00u32 });
+        let module = parse(&broken);
+        for_each_seed(BROKEN, |seed| {
+            let fault = run(&module, launch(1, threads), seed, Some(races())).expect_err(op);
+            assert!(
+                matches!(fault.kind, FaultKind::AbsentMembers { mask: u32::MAX, absent: a } if a == absent),
+                "{op}: {fault}"
+            );
+            assert!(fault.to_string().contains("which have exited or never were"), "{fault}");
+        });
+        // Faster runs let it pass, as the hardware mostly does, and a mask of those who are there is right.
+        run(&module, launch(1, threads), 0, None).unwrap();
+        if threads == 32 {
+            clean(&broken.replace("-1;", "1048575;"), (1, threads), CheckConfig::default());
+        }
+    }
+    clean("setp.gt.u32 %p1, %r40, 19; @%p1 exit; bar.warp.sync -1;", (1, 32), CheckConfig::default());
+}
+
+#[test]
+fn strict_exits_report_barriers_that_some_warps_never_reach() {
+    let body = "setp.gt.u32 %p1, %r40, 31; @%p1 bra END; bar.sync 0; END:";
+    let strict = CheckConfig { strict_exits: true, ..CheckConfig::default() };
+    let module = parse(body);
+    for_each_seed(CORRECT, |seed| {
+        let fault = run(&module, launch(1, 96), seed, Some(Checker::new(strict))).unwrap_err();
+        let FaultKind::BadBarrier { barrier: 0, message } = &fault.kind else { panic!("{fault}") };
+        assert!(message.contains("waits for all threads of the block"), "{fault}");
+        // Whether the wait came first or the exit, the wait is where it stands.
+        assert!(fault.warp == 0 && fault.ptx_text.contains("bar.sync 0"), "{fault}");
+    });
+    clean(body, (1, 96), CheckConfig::default());
+    // With a count it is not all threads that are waited for.
+    clean(&body.replace("bar.sync 0", "bar.sync 0, 32"), (2, 96), strict);
+    clean("bar.sync 0;", (2, 96), strict);
+}
+
+/// A block takes data off one stage of shared memory twice, by bulk loads that its first thread issues. The barrier tells that thread
+/// that everybody has read the stage; only the fence tells the copy.
+const STAGE_GIVEN_BACK: &str = "
+    mov.u32 %r1, DATA;
+    mov.u32 %r2, MBAR;
+    setp.ne.u32 %p1, %r40, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared.b64 [%r2], 1;
+    fence.proxy.async.shared::cta;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd40], 256, [%r2];
+READY:
+    bar.sync 0;
+FIRST:
+    mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0;
+    @!%p2 bra FIRST;
+    mad.lo.u32 %r3, %r40, 4, %r1;
+    ld.shared.u32 %r4, [%r3];
+    fence.proxy.async.shared::cta; // before the stage goes back
+    bar.sync 0;
+    @%p1 bra SECOND;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd40+256], 256, [%r2]; // again
+SECOND:
+    mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 1;
+    @!%p2 bra SECOND;
+    ld.shared.u32 %r5, [%r3];
+    add.u32 %r5, %r5, %r4;
+    mul.wide.u32 %rd2, %r40, 4;
+    add.u64 %rd2, %rd2, %rd40;
+    st.global.u32 [%rd2], %r5;";
+
+/// A thread stores two results by way of one stage, of which the second is a copy that a bulk load brings.
+const STAGE_STORED: &str = "
+    mov.u32 %r1, DATA;
+    mov.u32 %r2, MBAR;
+    mbarrier.init.shared.b64 [%r2], 1;
+    mov.u64 %rd1, 7;
+    st.shared.u64 [%r1], %rd1;
+    st.shared.u64 [%r1+8], %rd1;
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r1], 16; // first
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group.read 0; // before the stage is filled again
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 16;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd40+64], 16, [%r2];
+WAIT:
+    mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0;
+    @!%p1 bra WAIT;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd40+32], [%r1], 16; // second
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;";
+
+/// Blocks wait for the epoch that all of them count up to; block 0 starts the next one when all have said that they have seen this one.
+const EPOCH: &str = "
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, 1;
+    ld.global.u32 %r3, [%rd40]; // the epoch
+    cvt.u64.u32 %rd1, %r3;
+    mul.wide.u32 %rd2, %r1, 8;
+    add.u64 %rd2, %rd2, %rd40;
+    st.global.u64 [%rd2+64], %rd1;
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra LAST;
+    red.release.gpu.global.add.u32 [%rd40+8], %r2;
+    ret;
+LAST:
+    ld.acquire.gpu.global.u32 %r4, [%rd40+8];
+    setp.ne.u32 %p2, %r4, 3;
+    @%p2 bra LAST;
+    add.u32 %r3, %r3, 1;
+    st.global.u32 [%rd40], %r3; // advanced";
+
+/// Two pairs of blocks: blocks 0 and 2 each tell the block after them that its word is written. Each pair has a flag of its own.
+const TWO_GROUPS: &str = "
+    mov.u32 %r1, %ctaid.x;
+    shr.u32 %r2, %r1, 1;
+    mul.lo.u32 %r3, %r2, 8; // the flag of the pair
+    cvt.u64.u32 %rd3, %r3;
+    add.u64 %rd3, %rd3, %rd40;
+    mul.wide.u32 %rd2, %r2, 64;
+    add.u64 %rd2, %rd2, %rd40;
+    and.b32 %r4, %r1, 1;
+    setp.eq.u32 %p1, %r4, 1;
+    @%p1 bra READER;
+    mov.u64 %rd1, 7;
+    st.global.u64 [%rd2+64], %rd1; // data
+    mov.u32 %r5, 1;
+    st.release.gpu.global.u32 [%rd3], %r5;
+    ret;
+READER:
+    ld.acquire.gpu.global.u32 %r5, [%rd3];
+    setp.eq.u32 %p2, %r5, 0;
+    @%p2 bra READER;
+    ld.global.u64 %rd1, [%rd2+64];
+    st.global.u64 [%rd2+72], %rd1;";
+
+/// A barrier of all blocks that block 0 resets for the next kernel, once all of them have said that they are through.
+const RESET: &str = "
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, 1;
+    red.release.gpu.global.add.u32 [%rd40], %r2;
+ALL:
+    ld.acquire.gpu.global.u32 %r3, [%rd40]; // the counter
+    setp.ne.u32 %p1, %r3, 4;
+    @%p1 bra ALL;
+    red.release.gpu.global.add.u32 [%rd40+8], %r2;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra END;
+THROUGH:
+    ld.acquire.gpu.global.u32 %r4, [%rd40+8];
+    setp.ne.u32 %p1, %r4, 4;
+    @%p1 bra THROUGH;
+    mov.u32 %r5, 0;
+    st.global.u32 [%rd40], %r5; // reset
+    st.global.u32 [%rd40+8], %r5;
+END:";
+
+#[test]
+fn a_stage_goes_back_to_bulk_copies_by_a_fence_and_after_its_source_was_read() {
+    let given_back = Case {
+        name: "a stage given back after generic reads, with a barrier but without a proxy fence",
+        shape: (1, 64),
+        body: STAGE_GIVEN_BACK,
+        edit: ("fence.proxy.async.shared::cta; // before the stage goes back", ""),
+        between: ["ld.shared.u32 %r4", LOAD],
+        missing: "a fence.proxy.async",
+        result: &[(0, 32 << 32), (31, 94 << 32)],
+    };
+    check_all(&[
+        given_back,
+        Case {
+            name: "a stage refilled before its bulk store has read it",
+            shape: (1, 1),
+            body: STAGE_STORED,
+            edit: ("cp.async.bulk.wait_group.read 0; // before the stage is filled again", ""),
+            between: [STORE, LOAD],
+            missing: "wait_group.read",
+            result: &[(0, 7), (1, 7), (4, 8 << 32), (5, 9 << 32)],
+        },
+    ]);
+    // The fence may as well stand behind the barrier, in the thread that issues the copy.
+    let fence = "fence.proxy.async.shared::cta; // before the stage goes back";
+    let behind = STAGE_GIVEN_BACK
+        .replace(fence, "")
+        .replace("@%p1 bra SECOND;", "@%p1 bra SECOND;\n fence.proxy.async.shared::cta;");
+    clean(&behind, (1, 64), CheckConfig::default());
+}
+
+#[test]
+fn what_blocks_still_read_is_neither_advanced_nor_reset() {
+    let epoch = Case {
+        name: "the epoch advanced while blocks read it",
+        shape: (4, 1),
+        body: EPOCH,
+        edit: ("ld.acquire.gpu.global.u32 %r4, [%rd40+8];", "mov.u32 %r4, 3;"),
+        between: ["// the epoch", "// advanced"],
+        missing: "release and acquire of scope .gpu or wider",
+        result: &[(0, 1), (1, 1 << 32 | 3), (8, 0), (11, 0)],
+    };
+    check_all(&[
+        epoch,
+        Case {
+            name: "a counter reset while blocks poll it",
+            body: RESET,
+            edit: ("ld.acquire.gpu.global.u32 %r4, [%rd40+8];", "mov.u32 %r4, 4;"),
+            between: ["// the counter", "// reset"],
+            result: &[(0, 0), (1, 1 << 32)],
+            ..epoch
+        },
+    ]);
+}
+
+#[test]
+fn a_counter_that_a_kernel_resets_is_not_for_two_streams_at_a_time() {
+    let module = parse(
+        "
+    mov.u32 %r2, 1;
+    atom.acq_rel.gpu.global.add.u32 %r3, [%rd40], %r2; // count
+    setp.ne.u32 %p1, %r3, 3;
+    @%p1 bra END;
+    mov.u32 %r4, 0;
+    st.global.u32 [%rd40], %r4; // reset
+END:",
+    );
+    for_each_seed(CORRECT, |seed| {
+        for event in [true, false] {
+            let checker = races();
+            let memory = Memory::checked(seed, Some(checker.clone()));
+            let buf = numbered(&memory);
+            let before = checker.host_past();
+            let begin = |past: &Past| {
+                let order = Some((checker.timeline(), past));
+                let params = buf.addr().to_ne_bytes();
+                let kernel = module.kernel("k").unwrap();
+                Grid::launch(kernel, memory.clone(), &device(seed), launch(4, 1), &params, order).unwrap()
+            };
+            let mut first = begin(&before);
+            if event {
+                finish(&mut [&mut first], seed).unwrap();
+                let mut second = begin(&first.past());
+                finish(&mut [&mut second], seed).unwrap();
+                checker.host_waited(&second.past());
+                assert_eq!(words(&memory, &buf).unwrap()[0], 0);
+            } else {
+                let mut second = begin(&before);
+                let fault = finish(&mut [&mut first, &mut second], seed).unwrap_err();
+                assert_race("no event", &fault, ["// count", "// reset"], "kernel boundary");
+            }
+        }
+    });
+}
+
+#[test]
+fn groups_that_share_a_signal_word_by_mistake_are_found() {
+    let correct = parse(TWO_GROUPS);
+    let aliased = parse(&TWO_GROUPS.replace("mul.lo.u32 %r3, %r2, 8;", "mul.lo.u32 %r3, %r2, 0;"));
+    let mut caught = 0;
+    for_each_seed(CORRECT, |seed| {
+        let got = run(&correct, launch(4, 1), seed, Some(races())).unwrap();
+        assert_eq!([got[8], got[9], got[16], got[17]], [7; 4]);
+        // A reader may be lucky and see the flag only after its own writer has set it.
+        if let Err(fault) = run(&aliased, launch(4, 1), seed, Some(races())) {
+            assert_race(
+                "one flag",
+                &fault,
+                ["// data", "ld.global.u64"],
+                "release and acquire of scope .gpu",
+            );
+            caught += 1;
+        }
+    });
+    assert!(caught > CORRECT / 2 || replaying(), "{caught} of {CORRECT}");
+}
+
+#[test]
+fn a_rank_that_joins_does_not_clear_signals_that_others_use() {
+    // The kernel of rank 0 signals and then waits for rank 1.
+    let module = parse(
+        "
+    mov.u32 %r2, 1;
+    st.release.sys.global.u32 [%rd40], %r2; // signal
+WAIT:
+    ld.acquire.sys.global.u32 %r3, [%rd40+8]; // poll
+    setp.eq.u32 %p1, %r3, 0;
+    @%p1 bra WAIT;",
+    );
+    for_each_seed(CORRECT, |seed| {
+        let checker = races();
+        let [ours, theirs] = [seed, seed + 1].map(|seed| Memory::checked(seed, Some(checker.clone())));
+        let signals = ours.alloc(4096, "signals").unwrap();
+        let near = theirs.import(signals.export().unwrap(), 4096, "signals").unwrap();
+        // In order: rank 1 clears its mapping, and rank 0 hears of it before it starts.
+        let _ = checker.host_past();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _ = checker.host_past();
+                theirs.fill(near.addr(), 0, 4096).unwrap();
+                epoxide_vgpu::host_meets();
+            });
+        });
+        epoxide_vgpu::host_meets();
+        let mut grid = start(&module, &ours, &signals, launch(1, 1), seed);
+        while grid.step(16).unwrap() != Progress::Spinning {}
+        // Out of order: rank 1 joins while the kernel runs. It knows all that rank 0 did before, but not what the kernel does.
+        epoxide_vgpu::host_meets();
+        let join = |at: u64| {
+            std::thread::scope(|scope| {
+                let rank_1 = scope.spawn(|| {
+                    let _ = checker.host_past();
+                    epoxide_vgpu::host_meets();
+                    theirs.fill(near.addr() + at, 0, 8)
+                });
+                rank_1.join().unwrap()
+            })
+        };
+        let error = join(0).unwrap_err().to_string();
+        assert!(error.contains("a write by the host") && error.contains("// signal"), "{error}");
+        assert!(error.contains("missing: a wait of the host"), "{error}");
+        // A kernel that looks at what was overwritten reports it as well.
+        join(16).unwrap();
+        let late = parse("ld.relaxed.sys.global.u32 %r1, [%rd40+16]; // late");
+        let fault = finish(&mut [&mut start(&late, &ours, &signals, launch(1, 1), seed)], seed).unwrap_err();
+        let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
+        assert!(race.other.kernel.is_empty() && race.missing.contains("a wait of the host"), "{fault}");
+        assert!(fault.ptx_text.contains("// late"), "{fault}");
+    });
+}
