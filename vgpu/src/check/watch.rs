@@ -154,8 +154,13 @@ impl Watch for Watcher<'_> {
         let record = self.record(lane, pc, how, false);
         let (own, known) = (self.own(lane), self.block.known(self.warp, lane));
         let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
+        let weak_memory = self.weak_memory();
         let Some((shadow, grids, at)) = self.shadow(place) else { return Ok(()) };
         let result = shadow.read(grids, at, bytes, &who);
+        // In weak-memory mode it may see something else.
+        if how.strong.is_some() && !weak_memory {
+            shadow.saw(grids, at, bytes, &who);
+        }
         self.judge(result)
     }
 
@@ -169,8 +174,8 @@ impl Watch for Watcher<'_> {
             return Some(u64::from(low) | u64::from(high) << 32);
         }
         if how.strong.is_some() {
-            let (shadow, ..) = self.shadow(place)?;
-            shadow.saw(at, bytes, own);
+            let (shadow, grids, at) = self.shadow(place)?;
+            shadow.saw(grids, at, bytes, &who);
         }
         None
     }
