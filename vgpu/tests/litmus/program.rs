@@ -75,6 +75,8 @@ pub struct Program {
     pub initial: Vec<(u64, u32)>,
     /// The condition: words at the end.
     pub wanted: Vec<Wanted>,
+    /// The part of it that guarded reads ask for: without it, the rest of the condition is not put to the test.
+    pub guards: Vec<Wanted>,
     /// For messages.
     pub ptx: String,
 }
@@ -188,6 +190,7 @@ struct Writer<'a> {
     /// What symbolic values have to be.
     symbols: &'a HashMap<String, u32>,
     wanted: &'a mut Vec<Wanted>,
+    guards: &'a mut Vec<Wanted>,
 }
 
 impl Writer<'_> {
@@ -222,8 +225,10 @@ impl Writer<'_> {
         );
     }
 
+    /// Ends the thread unless the last result is this one.
     fn guard(&mut self, register: usize, expected: u32) {
         let thread = self.thread;
+        self.guards.extend(self.wanted.last().copied());
         let _ = writeln!(self.ptx, "setp.ne.u32 %p2, %r{register}, {expected};\n@%p2 bra END{thread};");
     }
 
@@ -403,6 +408,7 @@ impl Program {
             .filter(|(name, _)| LOCATIONS.contains(&name.as_str()))
             .map(|(name, v)| (location(name), *v))
             .collect();
+        let mut guards = vec![];
         let writes = |to: &str| all().any(|s| matches!(s, Step::Write { at, .. } if at == to));
         let stores = all().any(|s| matches!(s, Step::BulkStore));
         let loads = all().any(|s| matches!(s, Step::BulkLoad));
@@ -469,6 +475,7 @@ impl Program {
                                 named: HashMap::new(),
                                 symbols: &symbols,
                                 wanted: &mut wanted,
+                                guards: &mut guards,
                             };
                             part.expect("as many warp barriers in each thread")
                                 .iter()
@@ -500,6 +507,7 @@ impl Program {
                             named: HashMap::new(),
                             symbols: &symbols,
                             wanted: &mut wanted,
+                            guards: &mut guards,
                         };
                         part.iter().for_each(|s| w.step(s));
                         w.end(part);
@@ -514,6 +522,6 @@ impl Program {
             devices.push(Device { kernels, blocks: blocks as u32, threads });
             whole += &ptx;
         }
-        Self { devices, initial, wanted, ptx: whole }
+        Self { devices, initial, wanted, guards, ptx: whole }
     }
 }

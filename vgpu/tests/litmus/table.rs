@@ -142,3 +142,6 @@ pub const NOT_SHOWN: &[(u32, &str)] = &[
     (29, "loads take their value where they stand, never later"),
     (50, "a copy never starts before its instruction"),
 ];
+
+/// Forbidden executions of which even the guarded reads cannot have their values.
+pub const NEVER_REACHED: &[(u32, &str)] = &[(31, "each guard waits for what comes behind the other")];
