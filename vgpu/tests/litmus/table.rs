@@ -118,8 +118,8 @@ pub const TESTS: [Test; 66] = [
         "g:T;Q;Wrg.f=1‖Rag.f=1?;E;L.S/m;V;Rw.S=0",
         F,
         "completion suffices",
-        "unfenced ~MP-gpu4 differs: it allows this, since its proxies are kept apart by block. 8.9.1.1 makes the completion that was \
-         waited for visible to the waiting thread, from which it is released",
+        "unfenced ~MP-gpu4 differs: it allows this, since it wants fences in the blocks of both copies. No sentence decides; that the \
+         completion which was waited for (8.9.1.1) is enough is inferred",
     ),
     // Beyond the reference: an observation may begin a causality path (8.9.5), though it takes nothing else of the writer along.
     t(61, "g:Wxg.x=1‖Rxg.x=1?;Wrg.f=1‖Rag.f=1?;Rw.x=0", F, "observation, then synchronization", ""),
