@@ -119,7 +119,9 @@ impl Warp {
                 // Lanes that went through a fence together make one entry.
                 published.raise(self.key, common);
             }
-            lanes(mask).filter(|&l| fenced[l] > 0).for_each(|l| published.raise(clock::lane(self.key, l), fenced[l]));
+            lanes(mask)
+                .filter(|&l| fenced[l] > 0)
+                .for_each(|l| published.raise(clock::lane(self.key, l), fenced[l]));
         }
         self.tick += 1;
         all
@@ -148,7 +150,13 @@ impl Block {
             let count = (threads - w * 32).min(32);
             let mask = if count == 32 { FULL } else { (1 << count) - 1 };
             let lane = Lane { known: start.clone(), ..Lane::default() };
-            Warp { key: clock::warp(grid, block, w), tick: 1, threads: mask, groups: vec![(mask, lane)], fenced: [[0; 32]; 2] }
+            Warp {
+                key: clock::warp(grid, block, w),
+                tick: 1,
+                threads: mask,
+                groups: vec![(mask, lane)],
+                fenced: [[0; 32]; 2],
+            }
         });
         Self {
             warps: warps.collect(),

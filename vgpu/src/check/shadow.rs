@@ -62,11 +62,14 @@ struct Word {
     written: u8,
     /// More readers than one are in `Shadow::readers`.
     crowded: bool,
+    /// Strong reads of the last write are in `Shadow::seen`.
+    seen: bool,
     /// Value before the last write, where it is known.
     before: Option<u32>,
 }
 
-const UNTOUCHED: Word = Word { write: NOBODY, read: NOBODY, written: 0, crowded: false, before: None };
+const UNTOUCHED: Word =
+    Word { write: NOBODY, read: NOBODY, written: 0, crowded: false, seen: false, before: None };
 
 /// The readers of a word, by warp.
 #[derive(Debug, Default)]
@@ -107,8 +110,9 @@ pub(crate) struct Shadow {
     pages: Vec<Option<Box<[Word]>>>,
     /// Where a word has several readers that nothing orders.
     readers: HashMap<u64, Readers>,
-    /// Lanes that have seen the last write of a word by a strong read, in weak-memory mode.
-    seen: HashMap<u64, Vec<Key>>,
+    /// Lanes that have observed the last write of a word, by a morally strong read, and when: the write comes before whatever comes after
+    /// one of these reads, though nothing else of its thread does.
+    seen: HashMap<u64, Vec<(Key, u32)>>,
     /// Others access it in ways that nobody tells: nothing is checked.
     pub(crate) hidden: bool,
     /// Whoever wrote here is long gone: what was never seen written counts as written.
@@ -296,7 +300,7 @@ impl Shadow {
         let (mut fine, mut replaceable) = (NOBODY, NOBODY);
         for (w, mask) in Self::words(at, bytes) {
             let mut crowd = false;
-            let word = self.word(w);
+            let mut word = self.word(w);
             if word.written & mask != mask {
                 return Err((4 * w, Wrong::Unwritten));
             }
@@ -305,10 +309,14 @@ impl Shadow {
             let last = word.write;
             if last.actor != 0 && last.bytes & mask != 0 && last != fine {
                 let this = Accessor { record: me, ..*who };
-                if !this.gets_on_with(grids, last.actor, &last) {
+                if this.gets_on_with(grids, last.actor, &last) {
+                    fine = last;
+                } else if word.seen && self.observed(grids, w, who) {
+                    // Says nothing of other words that the same thread wrote.
+                    word = self.word(w);
+                } else {
                     return Err((4 * w, Wrong::Race { other: last, wrote: true }));
                 }
-                fine = last;
             }
             let old = word.read;
             let same = |o: &Record| o.actor == me.actor && o.how == me.how && o.pc == me.pc;
@@ -352,12 +360,13 @@ impl Shadow {
             me.bytes = mask;
             let this = Accessor { record: me, ..*who };
             let word = self.word(w);
-            let (last, read, crowded) = (word.write, word.read, word.crowded);
+            let (last, read, crowded, seen) = (word.write, word.read, word.crowded, word.seen);
             strong_before |= last.how.strong.is_some();
             word.before = if mask == 15 { before(4 * w) } else { None };
             word.write = me;
             word.read = NOBODY;
             word.crowded = false;
+            word.seen = false;
             word.written |= mask;
             if last.actor != 0
                 && last.bytes & mask != 0
@@ -365,9 +374,12 @@ impl Shadow {
                 && !this.gets_on_with(grids, last.actor, &last)
                 && !(!last.how.rmw && !me.how.rmw && unchanged(4 * w))
             {
-                return Err((4 * w, Wrong::Race { other: last, wrote: true }));
+                if !(seen && self.observed(grids, w, who)) {
+                    return Err((4 * w, Wrong::Race { other: last, wrote: true }));
+                }
+            } else {
+                fine = last;
             }
-            fine = last;
             let clash = |r: &Record| {
                 r.actor != 0 && r.bytes & mask != 0 && by_lane(r).any(|key| !this.gets_on_with(grids, key, r))
             };
@@ -380,15 +392,15 @@ impl Shadow {
                     return Err((4 * w, Wrong::Race { other, wrote: false }));
                 }
             }
-            if !self.seen.is_empty() {
+            if seen {
                 self.seen.remove(&w);
             }
         }
         Ok(strong_before)
     }
 
-    /// The value before the last write of each word of a range, if a reader may still see it: it neither knows the write nor, with a
-    /// strong read, has seen it. None unless that holds for every word, and one write wrote them all.
+    /// The value before the last write of each word of a range, if a reader may still see it: it neither knows the write nor comes
+    /// after a strong read of it. None unless that holds for every word, and one write wrote them all.
     pub(crate) fn stale(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<[u32; 2]> {
         if self.hidden || !at.is_multiple_of(4) || !bytes.is_multiple_of(4) || bytes > 8 {
             return None;
@@ -406,9 +418,8 @@ impl Shadow {
                 return None;
             }
             values[i] = word.before?;
-            if who.record.how.strong.is_some()
-                && self.seen.get(&w).is_some_and(|seen| seen.contains(&who.own))
-            {
+            let word_seen = word.seen;
+            if word_seen && self.observed(grids, w, who) {
                 return None;
             }
         }
@@ -416,13 +427,32 @@ impl Shadow {
     }
 
     /// Notes that a strong read has seen the last write of a range.
-    pub(crate) fn saw(&mut self, at: u64, bytes: u64, own: Key) {
-        for w in at / 4..(at + bytes).div_ceil(4) {
+    pub(crate) fn saw(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) {
+        for (w, mask) in Self::words(at, bytes) {
+            let mut me = who.record;
+            me.bytes = mask;
+            let this = Accessor { record: me, ..*who };
+            let word = self.word(w);
+            let last = word.write;
+            if last.actor == 0
+                || this.after(grids, last.actor, &last)
+                || !this.morally_strong(grids, last.actor, &last)
+            {
+                continue;
+            }
+            word.seen = true;
             let seen = self.seen.entry(w).or_default();
-            if !seen.contains(&own) {
-                seen.push(own);
+            if !seen.iter().any(|s| s.0 == who.own) {
+                seen.push((who.own, me.tick));
             }
         }
+    }
+
+    /// Whether an access comes after a strong read of the last write of a word, so after that write.
+    fn observed(&self, grids: &Grids, word: u64, who: &Accessor) -> bool {
+        self.seen.get(&word).is_some_and(|seen| {
+            seen.iter().any(|&(key, tick)| key == who.own || grids.known(who.generic, key, tick))
+        })
     }
 
     /// Forgets who touched a range. `written`: what is there counts as written.

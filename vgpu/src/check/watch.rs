@@ -156,25 +156,29 @@ impl Watch for Watcher<'_> {
 
     fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), Trouble> {
         let record = self.record(lane, pc, how, false);
-        let own = self.own(lane);
+        let (own, weak_memory) = (self.own(lane), self.weak_memory());
         let Some((shadow, grids, at, known)) = self.look(place, lane) else { return Ok(()) };
         let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
         let result = shadow.read(grids, at, bytes, &who);
+        // In weak-memory mode it may see something else.
+        if how.strong.is_some() && !weak_memory {
+            shadow.saw(grids, at, bytes, &who);
+        }
         self.judge(result)
     }
 
     fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<u64> {
         let record = self.record(lane, 0, how, false);
         let own = self.own(lane);
+        let older = self.world.rng.below(3) == 0;
         let (shadow, grids, at, known) = self.look(place, lane)?;
         let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
         let [low, high] = shadow.stale(grids, at, bytes, &who)?;
-        if self.world.rng.below(3) == 0 {
+        if older {
             return Some(u64::from(low) | u64::from(high) << 32);
         }
         if how.strong.is_some() {
-            let (shadow, ..) = self.look(place, lane)?;
-            shadow.saw(at, bytes, own);
+            shadow.saw(grids, at, bytes, &who);
         }
         None
     }
