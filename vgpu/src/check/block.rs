@@ -113,7 +113,14 @@ impl Warp {
         } else {
             lanes(mask).for_each(|l| all.all.raise(clock::lane(self.key, l), self.tick));
         }
-        for (published, fenced) in all.published.iter_mut().zip(&self.fenced) {
+        self.add_fenced(mask, &mut all.published);
+        self.tick += 1;
+        all
+    }
+
+    /// Adds what the lanes of `mask` have published themselves to what they knew to be published.
+    fn add_fenced(&self, mask: u32, published: &mut [Clock; 2]) {
+        for (published, fenced) in published.iter_mut().zip(&self.fenced) {
             let common = lanes(self.threads).map(|l| fenced[l]).min().unwrap_or(0);
             if mask & self.threads == self.threads && common > 0 {
                 // Lanes that went through a fence together make one entry.
@@ -123,8 +130,6 @@ impl Warp {
                 .filter(|&l| fenced[l] > 0)
                 .for_each(|l| published.raise(clock::lane(self.key, l), fenced[l]));
         }
-        self.tick += 1;
-        all
     }
 
     /// The lanes of `mask` know the same from here on.
@@ -315,6 +320,15 @@ impl Block {
     /// `bar.warp.sync` by the lanes of `mask`.
     pub(crate) fn sync_warp(&mut self, warp: u32, mask: u32) {
         let warp = &mut self.warps[warp as usize];
+        if mask == warp.threads && matches!(warp.groups.as_slice(), [(lanes, _)] if *lanes == mask) {
+            // They know the same already, but for each other's accesses: no copies.
+            let (lanes, mut lane) = warp.groups.swap_remove(0);
+            lane.known.all.raise(warp.key, warp.tick);
+            warp.add_fenced(mask, &mut lane.known.published);
+            warp.groups.push((lanes, lane));
+            warp.tick += 1;
+            return;
+        }
         let known = warp.publish(mask);
         warp.unite(mask, &known);
     }

@@ -109,21 +109,74 @@ fn is_lane(key: Key) -> bool {
     key & (TIMELINE | MBARRIER) == 0 && (LANE..LANE + 32).contains(&(key & WITHIN_WARP))
 }
 
-/// Up to which tick everything of which actor is known; sorted by actor. Clones share their entries until one changes.
+/// Up to which tick an actor is known.
+type Entry = (Key, u32);
+
+/// Entries that differ from a clock's base, at most: beyond, they become a base of their own.
+const MOST_NEWS: usize = 48;
+
+/// Up to which tick everything of which actor is known: a base that many clocks share, and what is new since, both sorted by actor.
+/// Actors that meet often, such as the warps of a block, have the same base, so that what they tell each other is short.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Clock(Arc<Vec<(Key, u32)>>);
+pub(crate) struct Clock {
+    base: Arc<Vec<Entry>>,
+    news: Vec<Entry>,
+}
+
+/// The tick of a key in sorted entries; 0 where there is none.
+fn tick_of(entries: &[Entry], key: Key) -> u32 {
+    let at = entries.partition_point(|e| e.0 < key);
+    entries.get(at).filter(|e| e.0 == key).map_or(0, |e| e.1)
+}
+
+/// Whether sorted entries have tick `tick` of `key`, or of the warp `from` of a lane `key`.
+fn has(entries: &[Entry], from: Key, key: Key, tick: u32) -> bool {
+    let at = entries.partition_point(|e| e.0 < from);
+    entries[at..].iter().take_while(|e| e.0 <= key).any(|e| (e.0 == key || e.0 == from) && e.1 >= tick)
+}
+
+/// Both lists in one, without lanes that their warp stands for.
+fn merge(a: &[Entry], b: &[Entry]) -> Vec<Entry> {
+    let mut merged = Vec::with_capacity(a.len() + b.len());
+    let (mut i, mut k) = (0, 0);
+    let mut covering = (0, 0);
+    while i < a.len() || k < b.len() {
+        let (x, y) = (a.get(i), b.get(k));
+        let (key, tick) = match (x, y) {
+            (Some(x), Some(y)) if x.0 == y.0 => {
+                (i, k) = (i + 1, k + 1);
+                (x.0, x.1.max(y.1))
+            }
+            (Some(x), y) if y.is_none_or(|y| x.0 < y.0) => {
+                i += 1;
+                *x
+            }
+            (_, Some(y)) => {
+                k += 1;
+                *y
+            }
+            // Neither list has more: the loop has ended.
+            _ => break,
+        };
+        if is_warp(key) {
+            covering = (key, tick);
+        } else if is_lane(key) && covering.0 == warp_of(key) && tick <= covering.1 {
+            continue;
+        }
+        merged.push((key, tick));
+    }
+    merged
+}
 
 impl Clock {
     pub(crate) fn get(&self, key: Key) -> u32 {
-        let at = self.0.partition_point(|e| e.0 < key);
-        self.0.get(at).filter(|e| e.0 == key).map_or(0, |e| e.1)
+        tick_of(&self.base, key).max(tick_of(&self.news, key))
     }
 
     /// Whether tick `tick` of `key` is known, by an entry of its own or, for a lane, of its warp.
     pub(crate) fn knows(&self, key: Key, tick: u32) -> bool {
         let from = if is_lane(key) { warp_of(key) } else { key };
-        let at = self.0.partition_point(|e| e.0 < from);
-        self.0[at..].iter().take_while(|e| e.0 <= key).any(|e| (e.0 == key || e.0 == from) && e.1 >= tick)
+        has(&self.news, from, key, tick) || has(&self.base, from, key, tick)
     }
 
     /// Learns `key` up to `tick`.
@@ -131,84 +184,64 @@ impl Clock {
         if self.knows(key, tick) {
             return;
         }
-        let entries = Arc::make_mut(&mut self.0);
-        let at = entries.partition_point(|e| e.0 < key);
-        match entries.get_mut(at).filter(|e| e.0 == key) {
+        let at = self.news.partition_point(|e| e.0 < key);
+        match self.news.get_mut(at).filter(|e| e.0 == key) {
             Some(entry) => entry.1 = tick,
-            None => entries.insert(at, (key, tick)),
+            None => self.news.insert(at, (key, tick)),
         }
         if is_warp(key) {
             // The lanes that this entry now stands for.
-            let end = at + 1 + entries[at + 1..].partition_point(|e| e.0 < lane(key, 32));
-            let kept: Vec<_> = entries[at + 1..end].iter().copied().filter(|e| e.1 > tick).collect();
-            entries.splice(at + 1..end, kept);
+            self.news.retain(|&(k, t)| !(is_lane(k) && warp_of(k) == key && t <= tick));
+        }
+        if self.news.len() > MOST_NEWS {
+            self.settle();
+        }
+    }
+
+    /// Makes one base of everything.
+    fn settle(&mut self) {
+        if !self.news.is_empty() {
+            self.base = Arc::new(merge(&self.base, &self.news));
+            self.news = vec![];
         }
     }
 
     /// How many entries there are.
     pub(crate) fn len(&self) -> usize {
-        self.0.len()
+        self.base.len() + self.news.len()
     }
 
     pub(crate) fn same(&self, other: &Clock) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.base, &other.base) && self.news == other.news
     }
 
     /// Learns all that `other` knows.
     pub(crate) fn join(&mut self, other: &Clock) {
-        if Arc::ptr_eq(&self.0, &other.0) || self.covers(other) {
-            return;
-        }
-        if other.covers(self) {
-            self.0 = other.0.clone();
-            return;
-        }
-        let (mut a, mut b) = (self.0.iter().copied().peekable(), other.0.iter().copied().peekable());
-        let mut merged = Vec::with_capacity(self.0.len() + other.0.len());
-        let mut covering = (0, 0);
-        loop {
-            let (key, tick) = match (a.peek().copied(), b.peek().copied()) {
-                (None, None) => break,
-                (Some(x), Some(y)) if x.0 == y.0 => {
-                    a.next();
-                    b.next();
-                    (x.0, x.1.max(y.1))
-                }
-                (Some(x), y) if y.is_none_or(|y| x.0 < y.0) => {
-                    a.next();
-                    x
-                }
-                (_, Some(y)) => {
-                    b.next();
-                    y
-                }
-                (Some(x), None) => {
-                    a.next();
-                    x
-                }
-            };
-            if is_warp(key) {
-                covering = (key, tick);
-            } else if is_lane(key) && covering.0 == warp_of(key) && tick <= covering.1 {
-                continue;
+        if !Arc::ptr_eq(&self.base, &other.base) && !self.covers(&other.base) {
+            if other.covers(&self.base) {
+                // The other base serves both.
+                let mine = std::mem::replace(self, other.clone());
+                mine.news.iter().for_each(|&(key, tick)| self.raise(key, tick));
+                return;
             }
-            merged.push((key, tick));
+            self.base = Arc::new(merge(&self.base, &other.base));
         }
-        self.0 = Arc::new(merged);
+        other.news.iter().for_each(|&(key, tick)| self.raise(key, tick));
     }
 
-    /// Whether each entry of `other` is here too.
-    fn covers(&self, other: &Clock) -> bool {
-        let mut mine = self.0.iter();
-        other.0.iter().all(|theirs| {
+    /// Whether each of these entries is known here too.
+    fn covers(&self, entries: &[Entry]) -> bool {
+        let mut mine = self.base.iter();
+        entries.iter().all(|theirs| {
             mine.by_ref().find(|e| e.0 >= theirs.0).is_some_and(|e| e.0 == theirs.0 && e.1 >= theirs.1)
         })
     }
 
     /// Forgets the entries for which `f` is false.
     pub(crate) fn retain(&mut self, f: impl Fn(Key, u32) -> bool) {
-        if self.0.iter().any(|&(key, tick)| !f(key, tick)) {
-            Arc::make_mut(&mut self.0).retain(|&(key, tick)| f(key, tick));
+        if self.base.iter().chain(&self.news).any(|&(key, tick)| !f(key, tick)) {
+            self.settle();
+            self.base = Arc::new(self.base.iter().copied().filter(|&(key, tick)| f(key, tick)).collect());
         }
     }
 }
@@ -226,7 +259,7 @@ mod tests {
         assert!(c.knows(lane(w, 5), 4) && !c.knows(lane(w, 5), 5) && !c.knows(lane(w, 6), 1));
         c.raise(w, 6);
         assert!(c.knows(lane(w, 5), 6) && c.knows(lane(w, 31), 6));
-        assert_eq!(c.0.len(), 1, "the lane's entry says nothing that the warp's does not");
+        assert_eq!(c.len(), 1, "the lane's entry says nothing that the warp's does not");
         assert!(!c.knows(store_reads(w, 5), 1), "bulk stores are no accesses of the lane");
         c.raise(lane(w, 5), 9);
         assert!(c.knows(lane(w, 5), 9) && !c.knows(lane(w, 4), 9));
