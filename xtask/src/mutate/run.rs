@@ -232,9 +232,10 @@ fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<
 }
 
 /// What in the output of a failed run says what failed, most telling first.
-const SIGNS: [(&str, &[&str]); 8] = [
+const SIGNS: [(&str, &[&str]); 9] = [
     ("refused PTX", &["PTX cannot be loaded", "invalid PTX", "\n  | "]),
-    ("race", &["data race", "race:", "race between"]),
+    ("race", &["data race"]),
+    ("unwritten", &["that nobody wrote"]),
     ("bounds", &["is outside of every region", "valid are", "is not a multiple of"]),
     ("mbarrier", &["mbarrier at shared offset"]),
     ("bulk copy", &["bulk copy:"]),

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Subcommand, value_parser};
-use epoxide::driver::Stream;
+use epoxide::driver::virt::VirtualGpu;
+use epoxide::driver::{Device, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, Config, DType, DispatchRequest, Element, StreamOrder, Tensor,
 };
@@ -15,9 +16,8 @@ use epoxide::group::launch::run_threads;
 use epoxide_gpu::layout::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
 use serde::Serialize;
 
-use crate::options::DeviceKind;
+use crate::options::VirtualFlags;
 use crate::output;
-use crate::ranks::open_device;
 use crate::stop::{Result, Stop};
 
 /// Longest wait of a rank for the others.
@@ -65,6 +65,9 @@ struct HandleArgs {
     /// Expert counts are rounded up to multiples of this
     #[arg(long, value_name = "A", default_value_t = 1, value_parser = value_parser!(u32).range(1..=1 << 20))]
     expert_alignment: u32,
+
+    #[command(flatten)]
+    virtual_gpu: VirtualFlags,
 }
 
 impl HandleArgs {
@@ -208,8 +211,10 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
             max_scales: 0,
         })
     };
+    let checker = args.virtual_gpu.checker(0);
     let inspected = run_threads(ranks, TIMEOUT * 3, |rank, group| {
-        Ok(inspect_rank(args, &selections, options.clone(), rank, &group))
+        let device = VirtualGpu::new(args.virtual_gpu.device(rank, 0, checker.as_ref()));
+        Ok(inspect_rank(args, &selections, options.clone(), rank, device, &group))
     });
     let outcomes = inspected.map_err(|failure| Stop::from(failure.error).on_rank(failure.rank))?;
     let ranks = (0..).zip(outcomes).map(|(rank, outcome)| outcome.map_err(|stop| stop.on_rank(rank)));
@@ -221,9 +226,9 @@ fn inspect_rank(
     selections: &Selections,
     options: BufferOptions,
     rank: u32,
+    device: Arc<dyn Device>,
     group: &Arc<dyn ProcessGroup>,
 ) -> Result<RankInspection> {
-    let device = open_device(DeviceKind::Virtual, rank)?;
     let stream = Stream::new(&device, false)?;
     let mut buffer = Buffer::new(device, &**group, options)?;
     let order = || StreamOrder::on(&stream);

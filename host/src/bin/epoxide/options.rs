@@ -108,8 +108,7 @@ pub enum Check {
 pub struct VirtualFlags {
     /// Run kernels in check mode, slowly: report data races and reads of memory that nobody wrote, or, with --check=weak, let weak memory
     /// show as wrong results. The ranks are threads of this process, and --seed draws the schedule
-    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "races", value_name = "WHAT",
-          conflicts_with = "processes")]
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "races", value_name = "WHAT")]
     pub check: Option<Check>,
 
     /// Draw the order of warps from --seed: any warp next
@@ -329,7 +328,7 @@ pub struct Shared {
     pub num_sms: Option<u32>,
 
     /// Run every rank as a process of its own [default with --device cuda, and internode]
-    #[arg(long, conflicts_with = "threads")]
+    #[arg(long, conflicts_with_all = ["threads", "check"])]
     pub processes: bool,
 
     /// Run the ranks as threads of this process [default with --device virtual, intranode]

@@ -654,6 +654,22 @@ mod tests {
     }
 
     #[test]
+    fn small_shapes_pass_in_check_mode() {
+        for line in [
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2 --check",
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 4 --check --preemptions 5",
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2 --check=weak",
+            "--nodes 2 --ranks-per-node 1 --tokens 7 --hidden 72 --num-sms 4 --transport direct --check",
+            "--nodes 2 --ranks-per-node 2 --tokens 5 --hidden 72 --num-sms 2 --transport shm --check",
+            "--nodes 2 --ranks-per-node 2 --tokens 5 --hidden 72 --num-sms 2 --transport direct --check=weak",
+        ] {
+            let (report, outcome) = execute_line(line);
+            assert_eq!(outcome, Ok(()), "{line}");
+            assert!(report.pass, "{line}");
+        }
+    }
+
+    #[test]
     fn the_report_has_what_every_rank_found() {
         let (report, _) =
             execute_line("--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 16 --random --iterations 2");
