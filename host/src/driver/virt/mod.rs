@@ -211,7 +211,7 @@ impl VirtualGpu {
                 }
             }
         }
-        self.shared.host_waited(&*self.shared.lock());
+        self.shared.host_waited(&self.shared.lock());
         Ok(())
     }
 
