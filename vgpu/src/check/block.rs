@@ -17,6 +17,15 @@ pub(crate) struct Release {
     pub(crate) known: Known,
 }
 
+/// The release patterns that reads of a location observe.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Releases {
+    /// By a read of its last write.
+    pub(crate) last: Vec<Release>,
+    /// By one of the write before: who sees an older value has what came with that.
+    pub(crate) before: Vec<Release>,
+}
+
 /// What a lane knows.
 #[derive(Clone, Debug, Default)]
 struct Lane {
@@ -67,7 +76,7 @@ struct Gathering {
 pub(crate) struct Block {
     warps: Vec<Warp>,
     pub(crate) shared: Shadow,
-    pub(crate) releases: HashMap<u64, Vec<Release>>,
+    pub(crate) releases: HashMap<u64, Releases>,
     /// What those know who have arrived, and what those did who completed it last.
     gathering: [Gathering; BARRIERS],
     opened: [Known; BARRIERS],

@@ -30,7 +30,7 @@ use std::thread::ThreadId;
 
 use crate::ir::Scope;
 use crate::rng::Rng;
-use block::Release;
+use block::{Release, Releases};
 use clock::{Clock, Key};
 use shadow::{Accessor, Grids, How, Record, Shadow};
 
@@ -150,7 +150,7 @@ pub(crate) struct World {
     backings: HashMap<(u64, u64), (u32, u32)>,
     free_shadows: Vec<u32>,
     /// Release patterns that a read of the location may observe.
-    pub(crate) releases: HashMap<(u32, u64), Vec<Release>>,
+    pub(crate) releases: HashMap<(u32, u64), Releases>,
     /// What was released to memory that is hidden, for whoever acquires there.
     pub(crate) outside: Known,
     /// What precedes the last sequentially consistent fences: by scope, and by the block where they were.

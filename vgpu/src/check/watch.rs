@@ -1,6 +1,6 @@
 //! What the interpreter calls where checks are on.
 
-use super::block::{Block, Release};
+use super::block::{Block, Release, Releases};
 use super::clock::{self, Key};
 use super::shadow::{Accessor, Grids, How, Record, Shadow, Wrong};
 use super::{GLOBAL, Known, SHARED, World, report};
@@ -67,8 +67,8 @@ pub(crate) trait Watch {
     ) -> Result<bool, Trouble> {
         Ok(false)
     }
-    /// The lanes of a mask have read the last write of a location.
-    fn observe(&mut self, _: Place, _mask: u32, _: Sem, _: Scope) {}
+    /// The lanes of a mask have read the last write of a location, or the one before.
+    fn observe(&mut self, _: Place, _mask: u32, _: Sem, _: Scope, _older: bool) {}
     /// A lane has written a location.
     fn wrote(&mut self, _: Place, _lane: usize, _: Sem, _: Scope, _rmw: bool) {}
     fn fence(&mut self, _mask: u32, _: Fence) {}
@@ -210,7 +210,7 @@ impl Watch for Watcher<'_> {
         self.judge(result)
     }
 
-    fn observe(&mut self, place: Place, mask: u32, sem: Sem, scope: Scope) {
+    fn observe(&mut self, place: Place, mask: u32, sem: Sem, scope: Scope, older: bool) {
         if sem == Sem::Weak {
             return;
         }
@@ -222,18 +222,14 @@ impl Watch for Watcher<'_> {
             return;
         }
         let Watcher { world, block, warp } = self;
-        match place {
-            Place::Private => {}
-            Place::Shared { offset } => {
-                if let Some(found) = block.releases.get(&offset).cloned() {
-                    block.observe(&world.grids, *warp, mask, scope, acquire, &found);
-                }
-            }
-            Place::Global { shadow, offset } => {
-                if let Some(found) = world.releases.get(&(shadow, offset)) {
-                    block.observe(&world.grids, *warp, mask, scope, acquire, found);
-                }
-            }
+        let seen = |found: &Releases| if older { found.before.clone() } else { found.last.clone() };
+        let found = match place {
+            Place::Private => None,
+            Place::Shared { offset } => block.releases.get(&offset).map(seen),
+            Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(seen),
+        };
+        if let Some(found) = found {
+            block.observe(&world.grids, *warp, mask, scope, acquire, &found);
         }
     }
 
@@ -258,10 +254,12 @@ impl Watch for Watcher<'_> {
             Place::Shared { offset } => self.block.releases.get_mut(&offset),
             Place::Global { shadow, offset } => self.world.releases.get_mut(&(shadow, offset)),
         };
-        if let Some(releases) = releases.filter(|_| !rmw) {
-            // A release write followed by strong writes of the same thread is still a release pattern.
+        if let Some(releases) = releases {
+            releases.before.clone_from(&releases.last);
+            // A release write followed by strong writes of the same thread is still a release pattern, and so is a chain of
+            // read-modify-writes.
             let goes_on = sem == Sem::Relaxed && release.is_none();
-            releases.retain(|r| goes_on && r.by == own);
+            releases.last.retain(|r| rmw || goes_on && r.by == own);
         }
         let Some(new) = release else { return };
         let releases = match place {
@@ -272,9 +270,9 @@ impl Watch for Watcher<'_> {
         // A chain of read-modify-writes goes on from the releases before it.
         let alike =
             |r: &&mut Release| r.scope == new.scope && clock::block_of(r.by) == clock::block_of(new.by);
-        match releases.iter_mut().find(alike) {
+        match releases.last.iter_mut().find(alike) {
             Some(old) => old.known.join(&new.known),
-            None => releases.push(new),
+            None => releases.last.push(new),
         }
     }
 

@@ -11,7 +11,7 @@ use crate::check::shadow::How;
 use crate::check::watch::{Place, Trouble, Watch};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{canonical, flush};
-use crate::ir::{Access, Atomic, FULL, Rmw, SINK, Scope, Sem, Space};
+use crate::ir::{Access, Atomic, FULL, Rmw, SINK, Sem, Space};
 
 /// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no host address has.
 pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
@@ -367,7 +367,8 @@ impl<W: Watch> Exec<'_, W> {
             }
         }
         if W::ON && a.sem != Sem::Weak {
-            self.watch_observation(LOADS, a.space, a.sem, a.scope, &addr, fresh);
+            self.watch_observation(a, &addr, fresh, false);
+            self.watch_observation(a, &addr, m & !fresh, true);
         }
         let spins = match first {
             Some((at, value)) if a.sem != Sem::Weak => {
@@ -380,25 +381,17 @@ impl<W: Watch> Exec<'_, W> {
         Ok(if spins { Flow::GiveWay } else { Flow::Next })
     }
 
-    /// Lanes have read the last writes of locations.
-    fn watch_observation(
-        &mut self,
-        cache: usize,
-        space: Space,
-        sem: Sem,
-        scope: Scope,
-        addr: &[u64; 32],
-        m: u32,
-    ) {
+    /// Lanes have read the last writes of locations, or those before.
+    fn watch_observation(&mut self, a: &Access, addr: &[u64; 32], m: u32, older: bool) {
         let mut todo = m;
         while todo != 0 {
             let first = todo.trailing_zeros() as usize;
             let same = lanes(todo).filter(|&i| addr[i] == addr[first]).fold(0, |a, i| a | 1 << i);
             todo &= !same;
             // The region used last may be another lane's.
-            if self.pointer(cache, space, addr[first], 1, first).is_ok() {
-                let place = self.place(cache, space, addr[first]);
-                self.watch.observe(place, same, sem, scope);
+            if self.pointer(LOADS, a.space, addr[first], 1, first).is_ok() {
+                let place = self.place(LOADS, a.space, addr[first]);
+                self.watch.observe(place, same, a.sem, a.scope, older);
             }
         }
     }
@@ -578,7 +571,7 @@ impl<W: Watch> Exec<'_, W> {
             if W::ON {
                 // Only what gives a value back can begin an acquire pattern.
                 if a.d != SINK {
-                    self.watch.observe(place, 1 << i, a.sem, a.scope);
+                    self.watch.observe(place, 1 << i, a.sem, a.scope, false);
                 }
                 let failed = a.op == Rmw::Cas && old != x;
                 self.watch.wrote(place, i, if failed { Sem::Acquire } else { a.sem }, a.scope, true);

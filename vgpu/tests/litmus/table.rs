@@ -37,7 +37,7 @@ const fn t(
     Test { number, text, verdict, rule, dat3m }
 }
 
-pub const TESTS: [Test; 66] = [
+pub const TESTS: [Test; 67] = [
     t(1, "g:Ww.x=1;Wrg.f=1‖Rag.f=1?;Rw.x=0", F, "causality", "=Proxy-MP-gpu1"),
     t(2, "g:Ww.x=1;Wrc.f=1‖Rac.f=1?;Rw.x=0", R, "scope", "=MP-cta"),
     t(3, "c:Ww.x=1;Wrc.f=1‖Rag.f=1?;Rw.x=0", F, "mutual scope", "=MP-cta-gpu"),
@@ -128,6 +128,7 @@ pub const TESTS: [Test; 66] = [
     t(64, "g:Ww.y=1;Wxg.x=1‖Rxg.x=1?;Wrg.f=1‖Rag.f=1?;Rw.y=0", R, "an observation brings no past", ""),
     t(65, "g:Wxc.x=1‖Rxc.x=1?;Rw.x=0", R, "no observation across scopes", ""),
     t(66, "g:Wxg.x=1‖Rxg.x=1?;Wxg.f=1‖Rxg.f=1?;Rw.x=0", R, "observations do not chain", ""),
+    t(67, "g:Ww.x=1;Wrg.f=1;Wrg.f=2‖Rag.f=1?;Rw.x=0", F, "an older release brings what came with it", ""),
 ];
 
 /// Programs that have a race in executions other than the one in question.

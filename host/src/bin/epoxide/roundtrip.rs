@@ -661,6 +661,7 @@ mod tests {
             "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2 --check=weak",
             "--nodes 2 --ranks-per-node 1 --tokens 7 --hidden 72 --num-sms 4 --transport direct --check",
             "--nodes 2 --ranks-per-node 2 --tokens 5 --hidden 72 --num-sms 4 --transport shm --check",
+            "--nodes 2 --ranks-per-node 2 --tokens 5 --hidden 72 --num-sms 4 --transport direct --check=weak",
         ] {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome, Ok(()), "{line}");
