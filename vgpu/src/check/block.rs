@@ -254,8 +254,11 @@ impl Block {
     }
 
     /// Tells lanes what they are told from outside.
-    pub(crate) fn learn(&mut self, warp: u32, mask: u32, known: &Known) {
-        self.warps[warp as usize].each(mask, |lane| lane.known.join(known));
+    pub(crate) fn learn(&mut self, grids: &Grids, warp: u32, mask: u32, known: &Known) {
+        self.warps[warp as usize].each(mask, |lane| {
+            lane.known.join(known);
+            grids.shrink(&mut lane.known);
+        });
     }
 
     /// What a bulk copy by a lane may rely on in a space: what was published, the lane's own part too.

@@ -191,12 +191,13 @@ impl Grids {
         passed.len() as u32
     }
 
-    /// Drops the entries for warps and lanes that the entry of their block stands for.
+    /// Drops the entries that another one stands for: that of a block, or of the timeline of a grid that has ended.
     pub(crate) fn compact(&self, clock: &mut Clock) {
         let all = clock.clone();
         clock.retain(|key, tick| {
-            let passed = self.facts(key).and_then(|g| g.passed(&all, key));
-            passed.is_none_or(|passed| passed < tick)
+            self.facts(key).is_none_or(|g| {
+                all.get(g.timeline) < g.tick && g.passed(&all, key).is_none_or(|passed| passed < tick)
+            })
         });
     }
 
