@@ -540,7 +540,7 @@ impl Region {
         if let Some(checker) = self.memory.checker()
             && let Some(shadow) = checker.world().shadows.get_mut(self.shadow as usize)
         {
-            shadow.renew(at, bytes, false);
+            shadow.renew(at, bytes);
         }
     }
 

@@ -134,7 +134,6 @@ impl Known {
 #[derive(Debug, Default)]
 struct Host {
     timeline: Key,
-    tick: u32,
     known: Known,
 }
 
@@ -264,8 +263,7 @@ impl World {
 
     /// Drops entries for grids that are known to have ended, and makes the rest known in every proxy.
     pub(crate) fn forget_covered(&self, known: &mut Known) {
-        let all = known.all.clone();
-        known.all.retain(|key, _| self.grids.facts(key).is_none_or(|g| all.get(g.timeline) < g.tick));
+        self.grids.compact(&mut known.all);
         known.publish_all();
     }
 
@@ -284,7 +282,6 @@ impl World {
         let mut known = Known::default();
         let mut timeline = 0;
         let mut note = |host: &mut Host| {
-            host.tick = tick;
             timeline = host.timeline;
             known = host.known.clone();
             host.known.raise(host.timeline, tick);
@@ -293,13 +290,11 @@ impl World {
         if !acted {
             note(self.host());
         }
-        let how = How { strong: None, size: 0, bulk: false, rmw: false };
-        let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how, bytes: 0 };
+        let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how: How::WEAK, bytes: 0 };
         let who = Accessor { record, own: timeline, generic: &known.all, bulk: &known.all };
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
         let result = if write {
-            // A copy onto itself changes nothing for anybody.
             shadow.write(grids, at, bytes, &who, |_| false, |_| None).map(drop)
         } else {
             shadow.read(grids, at, bytes, &who)
@@ -363,7 +358,7 @@ impl Checker {
 
     /// Runs `f`, which accesses memory as work of the stream `timeline` does that comes after `past`; afterwards `past` has it too.
     pub fn act<T>(&self, timeline: Timeline, past: &mut Past, f: impl FnOnce() -> T) -> T {
-        let acting = Host { timeline: timeline.0, tick: 0, known: std::mem::take(&mut past.0) };
+        let acting = Host { timeline: timeline.0, known: std::mem::take(&mut past.0) };
         let before = ACTING.replace(Some(acting));
         let result = f();
         if let Some(host) = ACTING.replace(before) {

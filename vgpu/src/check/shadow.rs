@@ -37,6 +37,8 @@ pub(crate) struct How {
 }
 
 impl How {
+    /// A plain access in the generic proxy.
+    pub(crate) const WEAK: How = How { strong: None, size: 0, bulk: false, rmw: false };
     pub(crate) const BULK: How = How { strong: None, size: 0, bulk: true, rmw: false };
 
     /// An access in the generic proxy, of elements of `size` bytes.
@@ -45,14 +47,7 @@ impl How {
     }
 }
 
-const NOBODY: Record = Record {
-    actor: 0,
-    tick: 0,
-    lanes: 0,
-    pc: 0,
-    how: How { strong: None, size: 0, bulk: false, rmw: false },
-    bytes: 0,
-};
+const NOBODY: Record = Record { actor: 0, tick: 0, lanes: 0, pc: 0, how: How::WEAK, bytes: 0 };
 
 #[derive(Clone, Copy, Debug)]
 struct Word {
@@ -300,7 +295,6 @@ impl Shadow {
         // Neighbouring words mostly have the same history.
         let (mut fine, mut replaceable) = (NOBODY, NOBODY);
         for (w, mask) in Self::words(at, bytes) {
-            let mut crowd = false;
             let mut word = self.word(w);
             if word.written & mask != mask {
                 return Err((4 * w, Wrong::Unwritten));
@@ -331,9 +325,6 @@ impl Shadow {
                 word.read = me;
             } else {
                 word.crowded = true;
-                crowd = true;
-            }
-            if crowd {
                 self.readers.entry(w).or_default().add(grids, me, who);
             }
         }
@@ -456,12 +447,11 @@ impl Shadow {
         })
     }
 
-    /// Forgets who touched a range. `written`: what is there counts as written.
-    pub(crate) fn renew(&mut self, at: u64, bytes: u64, written: bool) {
+    /// Forgets who touched a range: nobody has written it.
+    pub(crate) fn renew(&mut self, at: u64, bytes: u64) {
         for (w, mask) in Self::words(at, bytes) {
-            let old = self.word(w).written;
-            let now = if written { old | mask } else { old & !mask };
-            *self.word(w) = Word { written: now, ..UNTOUCHED };
+            let word = self.word(w);
+            *word = Word { written: word.written & !mask, ..UNTOUCHED };
             self.readers.remove(&w);
             self.seen.remove(&w);
         }
