@@ -188,9 +188,9 @@ impl Grid {
             Some(checker) => {
                 let mut world = checker.world();
                 let mut start = order.map_or_else(|| world.host_known(), |(_, past)| past.known().clone());
-                world.forget_covered(&mut start);
                 let shape = [cfg.grid[0], cfg.grid[1]];
-                let number = world.begin_grid(order.map(|o| o.0), memory.id(), env.kernel.clone(), shape);
+                let (on, kernel) = (order.map(|o| o.0), env.kernel.clone());
+                let number = world.begin_grid(&mut start, on, memory.id(), kernel, shape);
                 if number >= MAX_GRIDS {
                     return Err(LaunchError::TooLargeToCheck {
                         kernel: env.kernel.name.clone(),
@@ -491,11 +491,8 @@ impl Grid {
         if completed == 0 {
             return;
         }
-        if let (Some(block), Some(check)) = (&mut block.check, &self.check) {
-            let mut world = check.checker.world();
-            (0..BARRIERS)
-                .filter(|id| completed >> id & 1 != 0)
-                .for_each(|id| block.complete(&mut world.grids, id));
+        if let Some(check) = &mut block.check {
+            (0..BARRIERS).filter(|id| completed >> id & 1 != 0).for_each(|id| check.complete(id));
         }
         for (w, warp) in block.warps.iter_mut().enumerate() {
             let was_ready = warp.groups.iter().any(|g| g.state == GroupState::Ready);

@@ -80,6 +80,8 @@ pub(crate) struct Block {
     /// What those know who have arrived, and what those did who completed it last.
     gathering: [Gathering; BARRIERS],
     opened: [Known; BARRIERS],
+    /// Barriers that all warps have passed with all of their threads.
+    passed: u32,
     mbarriers: HashMap<u64, Mbarrier>,
     /// The kernel has fences that lend their order to relaxed accesses.
     has_fences: bool,
@@ -178,6 +180,7 @@ impl Block {
             releases: HashMap::new(),
             gathering: Default::default(),
             opened: Default::default(),
+            passed: 0,
             mbarriers: HashMap::new(),
             has_fences,
         }
@@ -242,7 +245,6 @@ impl Block {
                         l.all.same(&r.known.all) && l.published[GLOBAL].same(&r.known.published[GLOBAL])
                     }) {
                         lane.known.join_from(&r.known, clock::block_of(r.by) == clock::block_of(reader));
-                        grids.shrink(&mut lane.known);
                         lane.learnt = Some(r.known.clone());
                     }
                 } else {
@@ -254,11 +256,8 @@ impl Block {
     }
 
     /// Tells lanes what they are told from outside.
-    pub(crate) fn learn(&mut self, grids: &Grids, warp: u32, mask: u32, known: &Known) {
-        self.warps[warp as usize].each(mask, |lane| {
-            lane.known.join(known);
-            grids.shrink(&mut lane.known);
-        });
+    pub(crate) fn learn(&mut self, warp: u32, mask: u32, known: &Known) {
+        self.warps[warp as usize].each(mask, |lane| lane.known.join(known));
     }
 
     /// What a bulk copy by a lane may rely on in a space: what was published, the lane's own part too.
@@ -356,16 +355,15 @@ impl Block {
     }
 
     /// A block barrier completes.
-    pub(crate) fn complete(&mut self, grids: &mut Grids, barrier: usize) {
+    pub(crate) fn complete(&mut self, barrier: usize) {
         let Gathering { mut known, mut whole } = std::mem::take(&mut self.gathering[barrier]);
         whole.sort_unstable();
         whole.dedup_by_key(|w| w.0);
         if whole.len() == self.warps.len() {
             // One entry then stands for all warps.
-            let block = clock::block(self.warps[0].key);
-            let tick = grids.pass_barrier(block, whole.into_iter().map(|w| w.1).collect());
-            known.all.raise(block, tick);
-            grids.compact(&mut known.all);
+            self.passed += 1;
+            let ticks = whole.into_iter().map(|w| w.1).collect();
+            known.all.pass_barrier(self.warps[0].key, self.passed, ticks);
         }
         self.opened[barrier] = known;
     }

@@ -2,8 +2,13 @@
 //!
 //! An *actor* is a lane, a warp as a whole, one side of a lane's bulk stores, an mbarrier (for the bulk loads that complete on it), or a
 //! timeline: a stream or a host thread. Each counts its own ticks, and a [`Clock`] says up to which tick of which actor everything is
-//! known. Most of it is said in few words: an entry of a warp stands for its lanes, one of a timeline for all grids that ran there.
+//! known. Most of it is said in few words: an entry of a warp stands for its lanes, a barrier that all of a block has passed for its
+//! warps, and an entry of a timeline for all grids that ran there.
+//!
+//! Clocks are compared and joined at every barrier and every acquire, and mostly know the same. So a clock is a tree that others share
+//! parts of, by grid and by block: equal parts are the same allocation, and a join looks only into those that differ.
 
+use std::cmp::Ordering;
 use std::sync::Arc;
 
 /// An actor. From the top: grid (27 bits), block (20), within the block (16).
@@ -32,24 +37,10 @@ pub(crate) fn is_timeline(key: Key) -> bool {
 }
 
 pub(crate) fn warp(grid: u32, block: u64, warp: u32) -> Key {
-    // Number 0 within a block is the block.
+    // Number 0 within a block is nobody.
     Key::from(grid) << 36 | block << 16 | Key::from(warp + 1) << 7
 }
 
-/// The block of an actor, as an actor: a tick for each barrier that all of it has passed.
-pub(crate) fn block(key: Key) -> Key {
-    key & !0xffff
-}
-
-fn is_block(key: Key) -> bool {
-    key & (TIMELINE | 0xffff) == 0
-}
-
-/// Number of the warp of a lane's or warp's key within its block.
-pub(crate) fn warp_number(key: Key) -> Option<usize> {
-    let accesses = key & (TIMELINE | MBARRIER) == 0 && (key & WITHIN_WARP) < STORE_READS;
-    ((key >> 7 & 63) as usize).checked_sub(1).filter(|_| accesses)
-}
 
 /// A lane of the warp `warp`.
 pub(crate) fn lane(warp: Key, lane: usize) -> Key {
@@ -89,7 +80,7 @@ pub(crate) fn place_of(key: Key) -> Option<Place> {
         return None;
     }
     let block = key >> 16 & (MAX_BLOCKS - 1);
-    if key & MBARRIER != 0 || is_block(key) {
+    if key & MBARRIER != 0 {
         return Some((block, None));
     }
     let within = key & WITHIN_WARP;
@@ -97,86 +88,296 @@ pub(crate) fn place_of(key: Key) -> Option<Place> {
     Some((block, Some(((key >> 7 & 63) as u32 - 1, lane))))
 }
 
-fn warp_of(key: Key) -> Key {
-    key & !WITHIN_WARP
+/// An actor within a block: the low bits of its key.
+type Within = u16;
+
+fn block_number(key: Key) -> u32 {
+    (key >> 16 & (MAX_BLOCKS - 1)) as u32
 }
 
-fn is_warp(key: Key) -> bool {
-    key & (TIMELINE | MBARRIER | WITHIN_WARP) == 0 && !is_block(key)
+fn is_mbarrier(within: Within) -> bool {
+    Key::from(within) & MBARRIER != 0
 }
 
-fn is_lane(key: Key) -> bool {
-    key & (TIMELINE | MBARRIER) == 0 && (LANE..LANE + 32).contains(&(key & WITHIN_WARP))
+fn is_lane(within: Within) -> bool {
+    !is_mbarrier(within) && (LANE..STORE_READS).contains(&(Key::from(within) & WITHIN_WARP))
 }
 
-/// Up to which tick an actor is known.
-type Entry = (Key, u32);
+fn warp_of(within: Within) -> Within {
+    within & !(WITHIN_WARP as Within)
+}
 
-/// Entries that differ from a clock's base, at most: beyond, they become a base of their own.
-const MOST_NEWS: usize = 48;
+/// Number of the warp of a lane or warp: whose accesses a barrier of the block orders.
+fn warp_number(within: Within) -> Option<usize> {
+    (is_lane(within) || !is_mbarrier(within) && warp_of(within) == within)
+        .then(|| (usize::from(within) >> 7).checked_sub(1))?
+}
 
-/// Up to which tick everything of which actor is known: a base that many clocks share, and what is new since, both sorted by actor.
-/// Actors that meet often, such as the warps of a block, have the same base, so that what they tell each other is short.
+/// A barrier that all warps of a block have passed.
+#[derive(Debug)]
+struct Barrier {
+    /// Counts from 1, in the block.
+    number: u32,
+    /// The tick that each warp had come to.
+    ticks: Box<[u32]>,
+}
+
+/// What is known of a block.
+#[derive(Clone, Debug)]
+struct BlockPart {
+    block: u32,
+    barrier: Option<Arc<Barrier>>,
+    /// Up to which tick of whom, sorted by actor, without what the barrier or a warp stands for.
+    entries: Vec<(Within, u32)>,
+}
+
+/// What is known of a grid.
+#[derive(Clone, Debug)]
+struct GridPart {
+    grid: u32,
+    /// The timeline that it runs on, and the tick there that stands for all of it.
+    end: (Key, u32),
+    /// Sorted by number.
+    blocks: Vec<Arc<BlockPart>>,
+}
+
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Clock {
-    base: Arc<Vec<Entry>>,
-    news: Vec<Entry>,
+struct Root {
+    /// Sorted by key.
+    timelines: Vec<(Key, u32)>,
+    /// Sorted by number, without those whose end is known.
+    grids: Vec<Arc<GridPart>>,
+}
+
+/// Up to which tick everything of which actor is known.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Clock(Option<Arc<Root>>);
+
+/// Which of two parts has all that both have.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Covers {
+    left: bool,
+    right: bool,
+}
+
+impl Covers {
+    const BOTH: Self = Self { left: true, right: true };
+
+    fn and(&mut self, other: Self) {
+        self.left &= other.left;
+        self.right &= other.right;
+    }
+
+    fn of(left: u32, right: u32) -> Self {
+        Self { left: left >= right, right: right >= left }
+    }
+}
+
+/// Goes through two sorted lists together.
+fn zip_sorted<'a, T, K: Ord>(
+    a: &'a [T],
+    b: &'a [T],
+    key: impl Fn(&T) -> K,
+    mut each: impl FnMut(Option<&'a T>, Option<&'a T>),
+) {
+    let (mut i, mut k) = (0, 0);
+    while i < a.len() || k < b.len() {
+        let order = match (a.get(i), b.get(k)) {
+            (Some(x), Some(y)) => key(x).cmp(&key(y)),
+            (Some(_), None) => Ordering::Less,
+            _ => Ordering::Greater,
+        };
+        let (x, y) = (order.is_le().then(|| &a[i]), order.is_ge().then(|| &b[k]));
+        (i, k) = (i + usize::from(x.is_some()), k + usize::from(y.is_some()));
+        each(x, y);
+    }
 }
 
 /// The tick of a key in sorted entries; 0 where there is none.
-fn tick_of(entries: &[Entry], key: Key) -> u32 {
-    let at = entries.partition_point(|e| e.0 < key);
-    entries.get(at).filter(|e| e.0 == key).map_or(0, |e| e.1)
+fn tick_of<K: Ord + Copy>(entries: &[(K, u32)], key: K) -> u32 {
+    entries.binary_search_by_key(&key, |e| e.0).map_or(0, |at| entries[at].1)
 }
 
-/// Whether sorted entries have tick `tick` of `key`, or of the warp `from` of a lane `key`.
-fn has(entries: &[Entry], from: Key, key: Key, tick: u32) -> bool {
-    let at = entries.partition_point(|e| e.0 < from);
-    entries[at..].iter().take_while(|e| e.0 <= key).any(|e| (e.0 == key || e.0 == from) && e.1 >= tick)
-}
-
-/// Both lists in one, without lanes that their warp stands for.
-fn merge(a: &[Entry], b: &[Entry]) -> Vec<Entry> {
-    let mut merged = Vec::with_capacity(a.len() + b.len());
-    let (mut i, mut k) = (0, 0);
-    let mut covering = (0, 0);
-    while i < a.len() || k < b.len() {
-        let (x, y) = (a.get(i), b.get(k));
-        let (key, tick) = match (x, y) {
-            (Some(x), Some(y)) if x.0 == y.0 => {
-                (i, k) = (i + 1, k + 1);
-                (x.0, x.1.max(y.1))
-            }
-            (Some(x), y) if y.is_none_or(|y| x.0 < y.0) => {
-                i += 1;
-                *x
-            }
-            (_, Some(y)) => {
-                k += 1;
-                *y
-            }
-            // Neither list has more: the loop has ended.
-            _ => break,
-        };
-        if is_warp(key) {
-            covering = (key, tick);
-        } else if is_lane(key) && covering.0 == warp_of(key) && tick <= covering.1 {
-            continue;
-        }
-        merged.push((key, tick));
+/// Raises an entry of sorted ones.
+fn raise_in<K: Ord + Copy>(entries: &mut Vec<(K, u32)>, key: K, tick: u32) {
+    match entries.binary_search_by_key(&key, |e| e.0) {
+        Ok(at) => entries[at].1 = entries[at].1.max(tick),
+        Err(at) => entries.insert(at, (key, tick)),
     }
-    merged
+}
+
+impl BlockPart {
+    fn new(block: u32) -> Self {
+        Self { block, barrier: None, entries: vec![] }
+    }
+
+    fn barrier_number(&self) -> u32 {
+        self.barrier.as_ref().map_or(0, |b| b.number)
+    }
+
+    /// Whether the barrier stands for this entry.
+    fn passed(&self, within: Within, tick: u32) -> bool {
+        let ticks = self.barrier.as_ref().map_or(&[][..], |b| &b.ticks);
+        !ticks.is_empty() && warp_number(within).and_then(|w| ticks.get(w)).is_some_and(|&t| t >= tick)
+    }
+
+    fn knows(&self, within: Within, tick: u32) -> bool {
+        self.passed(within, tick)
+            || tick_of(&self.entries, within) >= tick
+            || is_lane(within) && tick_of(&self.entries, warp_of(within)) >= tick
+    }
+
+    fn raise(&mut self, within: Within, tick: u32) {
+        raise_in(&mut self.entries, within, tick);
+        if warp_of(within) == within && !is_mbarrier(within) {
+            // The lanes that this entry now stands for.
+            self.entries.retain(|&(w, t)| !(is_lane(w) && warp_of(w) == within && t <= tick));
+        }
+    }
+
+    fn pass(&mut self, barrier: Arc<Barrier>) {
+        self.barrier = Some(barrier);
+        let mut entries = std::mem::take(&mut self.entries);
+        entries.retain(|&(w, t)| !self.passed(w, t));
+        self.entries = entries;
+    }
+
+    fn covers(&self, other: &Self) -> bool {
+        self.barrier_number() >= other.barrier_number() && other.entries.iter().all(|&(w, t)| self.knows(w, t))
+    }
+
+    fn join(a: &Self, b: &Self) -> Self {
+        let newer = if a.barrier_number() >= b.barrier_number() { a } else { b };
+        let mut joined = Self { block: a.block, barrier: newer.barrier.clone(), entries: vec![] };
+        let mut entries = Vec::with_capacity(a.entries.len().max(b.entries.len()) + 4);
+        let mut covering = (0, 0);
+        zip_sorted(&a.entries, &b.entries, |e| e.0, |x, y| {
+            let Some(&(within, tick)) = x.max(y) else { return };
+            if joined.passed(within, tick) || is_lane(within) && covering.0 == warp_of(within) && tick <= covering.1 {
+                return;
+            }
+            if warp_of(within) == within {
+                covering = (within, tick);
+            }
+            entries.push((within, tick));
+        });
+        joined.entries = entries;
+        joined
+    }
+}
+
+/// What two parts know together, for a part that both lists may have: one of the two where it covers the other.
+fn join_blocks(a: &Arc<BlockPart>, b: &Arc<BlockPart>) -> (Covers, Arc<BlockPart>) {
+    if Arc::ptr_eq(a, b) {
+        return (Covers::BOTH, a.clone());
+    }
+    let covers = Covers { left: a.covers(b), right: b.covers(a) };
+    let joined = match covers {
+        Covers { left: true, .. } => a.clone(),
+        Covers { right: true, .. } => b.clone(),
+        _ => Arc::new(BlockPart::join(a, b)),
+    };
+    (covers, joined)
+}
+
+fn join_grids(a: &Arc<GridPart>, b: &Arc<GridPart>) -> (Covers, Arc<GridPart>) {
+    if Arc::ptr_eq(a, b) {
+        return (Covers::BOTH, a.clone());
+    }
+    let mut covers = Covers::BOTH;
+    let mut blocks = Vec::with_capacity(a.blocks.len().max(b.blocks.len()));
+    zip_sorted(&a.blocks, &b.blocks, |p| p.block, |x, y| match (x, y) {
+        (Some(x), Some(y)) => {
+            let (which, joined) = join_blocks(x, y);
+            covers.and(which);
+            blocks.push(joined);
+        }
+        (x, y) => {
+            covers.and(Covers { left: x.is_some(), right: y.is_some() });
+            blocks.extend(x.or(y).cloned());
+        }
+    });
+    let joined = match covers {
+        Covers { left: true, .. } => a.clone(),
+        Covers { right: true, .. } => b.clone(),
+        _ => Arc::new(GridPart { grid: a.grid, end: a.end.max(b.end), blocks }),
+    };
+    (covers, joined)
+}
+
+fn join_roots(a: &Arc<Root>, b: &Arc<Root>) -> Arc<Root> {
+    let mut covers = Covers::BOTH;
+    let mut timelines = Vec::with_capacity(a.timelines.len().max(b.timelines.len()));
+    zip_sorted(&a.timelines, &b.timelines, |e| e.0, |x, y| {
+        covers.and(Covers::of(x.map_or(0, |e| e.1), y.map_or(0, |e| e.1)));
+        timelines.extend(x.max(y));
+    });
+    let ended = |part: &GridPart| tick_of(&timelines, part.end.0) >= part.end.1;
+    let mut grids = Vec::with_capacity(a.grids.len().max(b.grids.len()));
+    zip_sorted(&a.grids, &b.grids, |p| p.grid, |x, y| match (x, y) {
+        (Some(x), Some(y)) => {
+            let (which, joined) = join_grids(x, y);
+            covers.and(which);
+            grids.push(joined);
+        }
+        // One side knows the end of the grid, so it has all that there is to know.
+        (Some(part), None) | (None, Some(part)) if ended(part) => {}
+        (x, y) => {
+            covers.and(Covers { left: x.is_some(), right: y.is_some() });
+            grids.extend(x.or(y).cloned());
+        }
+    });
+    match covers {
+        Covers { left: true, .. } => a.clone(),
+        Covers { right: true, .. } => b.clone(),
+        _ => Arc::new(Root { timelines, grids }),
+    }
 }
 
 impl Clock {
-    pub(crate) fn get(&self, key: Key) -> u32 {
-        tick_of(&self.base, key).max(tick_of(&self.news, key))
+    fn root(&self) -> &Root {
+        static EMPTY: Root = Root { timelines: vec![], grids: vec![] };
+        self.0.as_deref().unwrap_or(&EMPTY)
     }
 
-    /// Whether tick `tick` of `key` is known, by an entry of its own or, for a lane, of its warp.
+    fn root_mut(&mut self) -> &mut Root {
+        Arc::make_mut(self.0.get_or_insert_default())
+    }
+
+    fn part(&self, key: Key) -> Option<&BlockPart> {
+        let grids = &self.root().grids;
+        let grid = &grids[grids.binary_search_by_key(&grid_of(key), |p| p.grid).ok()?];
+        Some(&grid.blocks[grid.blocks.binary_search_by_key(&block_number(key), |p| p.block).ok()?])
+    }
+
+    /// The part for the block of a key, which comes to be if it is not there.
+    fn part_mut(&mut self, key: Key) -> &mut BlockPart {
+        let grids = &mut self.root_mut().grids;
+        let at = grids.binary_search_by_key(&grid_of(key), |p| p.grid).unwrap_or_else(|at| {
+            grids.insert(at, Arc::new(GridPart { grid: grid_of(key), end: (0, u32::MAX), blocks: vec![] }));
+            at
+        });
+        let blocks = &mut Arc::make_mut(&mut grids[at]).blocks;
+        let number = block_number(key);
+        let at = blocks.binary_search_by_key(&number, |p| p.block).unwrap_or_else(|at| {
+            blocks.insert(at, Arc::new(BlockPart::new(number)));
+            at
+        });
+        Arc::make_mut(&mut blocks[at])
+    }
+
+    /// Up to which tick a timeline is known.
+    pub(crate) fn timeline(&self, key: Key) -> u32 {
+        tick_of(&self.root().timelines, key)
+    }
+
+    /// Whether tick `tick` of `key` is known, by an entry of its own, or by its warp's or block's. The end of its grid is the caller's
+    /// to look for.
     pub(crate) fn knows(&self, key: Key, tick: u32) -> bool {
-        let from = if is_lane(key) { warp_of(key) } else { key };
-        has(&self.news, from, key, tick) || has(&self.base, from, key, tick)
+        if is_timeline(key) {
+            return self.timeline(key) >= tick;
+        }
+        self.part(key).is_some_and(|part| part.knows(key as Within, tick))
     }
 
     /// Learns `key` up to `tick`.
@@ -184,65 +385,51 @@ impl Clock {
         if self.knows(key, tick) {
             return;
         }
-        let at = self.news.partition_point(|e| e.0 < key);
-        match self.news.get_mut(at).filter(|e| e.0 == key) {
-            Some(entry) => entry.1 = tick,
-            None => self.news.insert(at, (key, tick)),
+        if is_timeline(key) {
+            let root = self.root_mut();
+            raise_in(&mut root.timelines, key, tick);
+            root.grids.retain(|part| !(part.end.0 == key && part.end.1 <= tick));
+            return;
         }
-        if is_warp(key) {
-            // The lanes that this entry now stands for.
-            self.news.retain(|&(k, t)| !(is_lane(k) && warp_of(k) == key && t <= tick));
-        }
-        if self.news.len() > MOST_NEWS {
-            self.settle();
+        self.part_mut(key).raise(key as Within, tick);
+    }
+
+    /// A grid begins that will have ended at tick `end.1` of the timeline `end.0`.
+    pub(crate) fn begin_grid(&mut self, grid: u32, end: (Key, u32)) {
+        let grids = &mut self.root_mut().grids;
+        if let Err(at) = grids.binary_search_by_key(&grid, |p| p.grid) {
+            grids.insert(at, Arc::new(GridPart { grid, end, blocks: vec![] }));
         }
     }
 
-    /// Makes one base of everything.
-    fn settle(&mut self) {
-        if !self.news.is_empty() {
-            self.base = Arc::new(merge(&self.base, &self.news));
-            self.news = vec![];
-        }
+    /// All of the block of `key` has passed its barrier number `number`, and its warps had come to `ticks`.
+    pub(crate) fn pass_barrier(&mut self, key: Key, number: u32, ticks: Box<[u32]>) {
+        self.part_mut(key).pass(Arc::new(Barrier { number, ticks }));
     }
 
-    /// How many entries there are.
-    pub(crate) fn len(&self) -> usize {
-        self.base.len() + self.news.len()
-    }
-
+    /// Whether both are the same for certain.
     pub(crate) fn same(&self, other: &Clock) -> bool {
-        Arc::ptr_eq(&self.base, &other.base) && self.news == other.news
+        match (&self.0, &other.0) {
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            (a, b) => a.is_none() && b.is_none(),
+        }
     }
 
     /// Learns all that `other` knows.
     pub(crate) fn join(&mut self, other: &Clock) {
-        if !Arc::ptr_eq(&self.base, &other.base) && !self.covers(&other.base) {
-            if other.covers(&self.base) {
-                // The other base serves both.
-                let mine = std::mem::replace(self, other.clone());
-                mine.news.iter().for_each(|&(key, tick)| self.raise(key, tick));
-                return;
-            }
-            self.base = Arc::new(merge(&self.base, &other.base));
+        match (&mut self.0, &other.0) {
+            (_, None) => {}
+            (Some(a), Some(b)) if Arc::ptr_eq(a, b) => {}
+            (Some(a), Some(b)) => *a = join_roots(a, b),
+            (mine, theirs) => mine.clone_from(theirs),
         }
-        other.news.iter().for_each(|&(key, tick)| self.raise(key, tick));
     }
 
-    /// Whether each of these entries is known here too.
-    fn covers(&self, entries: &[Entry]) -> bool {
-        let mut mine = self.base.iter();
-        entries.iter().all(|theirs| {
-            mine.by_ref().find(|e| e.0 >= theirs.0).is_some_and(|e| e.0 == theirs.0 && e.1 >= theirs.1)
-        })
-    }
-
-    /// Forgets the entries for which `f` is false.
-    pub(crate) fn retain(&mut self, f: impl Fn(Key, u32) -> bool) {
-        if self.base.iter().chain(&self.news).any(|&(key, tick)| !f(key, tick)) {
-            self.settle();
-            self.base = Arc::new(self.base.iter().copied().filter(|&(key, tick)| f(key, tick)).collect());
-        }
+    /// How many entries there are.
+    #[cfg(test)]
+    fn len(&self) -> usize {
+        let blocks = self.root().grids.iter().flat_map(|g| &g.blocks);
+        self.root().timelines.len() + blocks.map(|b| b.entries.len() + usize::from(b.barrier.is_some())).sum::<usize>()
     }
 }
 

@@ -92,12 +92,7 @@ pub(crate) struct Known {
     pub(crate) all: Clock,
     /// The part of it that bulk copies may rely on, in shared and in global memory: accesses before a proxy fence.
     pub(crate) published: [Clock; 2],
-    /// Entries in all when they were last looked through for what others stand for.
-    pub(crate) shrunk: usize,
 }
-
-/// So many grids later, nobody depends on details of one any more.
-const OLD_GRIDS: usize = 10_000;
 
 /// Indices of [`Known::published`].
 pub(crate) const SHARED: usize = 0;
@@ -228,9 +223,10 @@ impl World {
         self.host().known.join(known);
     }
 
-    /// Begins a grid on a timeline, or on one of its own; its number.
+    /// Begins a grid after all that `start` knows, on a timeline or on one of its own; its number.
     pub(crate) fn begin_grid(
         &mut self,
+        start: &mut Known,
         timeline: Option<Timeline>,
         device: u64,
         kernel: Arc<crate::module::Kernel>,
@@ -238,13 +234,11 @@ impl World {
     ) -> u32 {
         let timeline = timeline.map_or_else(|| self.new_timeline(), |t| t.0);
         let tick = self.next_tick();
-        let barriers = HashMap::new();
-        self.grids.0.push(shadow::GridFacts { timeline, tick, device, kernel, shape, barriers });
-        // Whoever still knows a part only of a grid so long ago has had its end since.
-        if let Some(old) = self.grids.0.len().checked_sub(OLD_GRIDS).and_then(|i| self.grids.0.get_mut(i)) {
-            old.barriers = HashMap::new();
-        }
-        self.grids.0.len() as u32
+        self.grids.0.push(shadow::GridFacts { timeline, tick, device, kernel, shape });
+        let number = self.grids.0.len() as u32;
+        start.all.begin_grid(number, (timeline, tick));
+        start.publish_all();
+        number
     }
 
     /// One count serves all timelines: it moves on with each, and that is all that a tick has to do.
@@ -258,12 +252,6 @@ impl World {
         if let Some(facts) = self.grids.0.get(grid as usize - 1) {
             known.all.raise(facts.timeline, facts.tick);
         }
-        self.forget_covered(known);
-    }
-
-    /// Drops entries for grids that are known to have ended, and makes the rest known in every proxy.
-    pub(crate) fn forget_covered(&self, known: &mut Known) {
-        self.grids.compact(&mut known.all);
         known.publish_all();
     }
 

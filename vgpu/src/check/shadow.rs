@@ -146,19 +146,6 @@ pub(crate) struct GridFacts {
     pub(crate) kernel: std::sync::Arc<crate::module::Kernel>,
     /// Blocks in x and y.
     pub(crate) shape: [u32; 2],
-    /// For each barrier that all of a block has passed, how far each of its warps had come; by block.
-    pub(crate) barriers: std::collections::HashMap<Key, Vec<Box<[u32]>>>,
-}
-
-impl GridFacts {
-    /// Up to which tick `clock` knows the warp of `key` because it knows a barrier of its block.
-    fn passed(&self, clock: &Clock, key: Key) -> Option<u32> {
-        let warp = clock::warp_number(key)?;
-        let block = clock::block(key);
-        let barriers = self.barriers.get(&block)?;
-        let tick = clock.get(block);
-        barriers.get((tick as usize).checked_sub(1)?)?.get(warp).copied()
-    }
 }
 
 impl Grids {
@@ -172,39 +159,7 @@ impl Grids {
 
     /// Whether `clock` knows tick `tick` of `key`.
     pub(crate) fn known(&self, clock: &Clock, key: Key, tick: u32) -> bool {
-        clock.knows(key, tick)
-            || self.facts(key).is_some_and(|g| {
-                clock.get(g.timeline) >= g.tick || g.passed(clock, key).is_some_and(|passed| passed >= tick)
-            })
-    }
-
-    /// All of a block has passed a barrier: its warps had come to these ticks. Gives the tick of the block.
-    pub(crate) fn pass_barrier(&mut self, block: Key, ticks: Box<[u32]>) -> u32 {
-        let Some(facts) = self.0.get_mut((clock::grid_of(block) as usize).wrapping_sub(1)) else { return 0 };
-        let passed = facts.barriers.entry(block).or_default();
-        passed.push(ticks);
-        passed.len() as u32
-    }
-
-    /// Drops the entries that another one stands for: that of a block, or of the timeline of a grid that has ended.
-    pub(crate) fn compact(&self, clock: &mut Clock) {
-        let all = clock.clone();
-        clock.retain(|key, tick| {
-            self.facts(key).is_none_or(|g| {
-                all.get(g.timeline) < g.tick && g.passed(&all, key).is_none_or(|passed| passed < tick)
-            })
-        });
-    }
-
-    /// Drops what other entries stand for, where it is worth the time.
-    pub(crate) fn shrink(&self, known: &mut super::Known) {
-        if known.all.len() <= 128 + 2 * known.shrunk {
-            return;
-        }
-        for clock in std::iter::once(&mut known.all).chain(&mut known.published) {
-            self.compact(clock);
-        }
-        known.shrunk = known.all.len();
+        clock.knows(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
     }
 
     /// Whether the scope of an access of `of` takes in `other`.

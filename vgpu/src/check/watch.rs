@@ -217,7 +217,7 @@ impl Watch for Watcher<'_> {
         let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);
         if self.hidden(place) {
             if acquire && scope == Scope::Sys {
-                self.block.learn(&self.world.grids, self.warp, mask, &self.world.outside);
+                self.block.learn(self.warp, mask, &self.world.outside);
             }
             return;
         }
@@ -245,8 +245,6 @@ impl Watch for Watcher<'_> {
         if self.hidden(place) {
             if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
                 self.world.outside.join(&r.known);
-                let World { outside, grids, .. } = &mut *self.world;
-                grids.shrink(outside);
             }
             return;
         }
