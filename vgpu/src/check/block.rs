@@ -14,6 +14,10 @@ use crate::ir::{FULL, Fence, Scope};
 pub(crate) struct Release {
     pub(crate) scope: Scope,
     pub(crate) by: Key,
+    /// Others have added theirs, by read-modify-writes, whom the scope takes in together with `by`.
+    pub(crate) shared: bool,
+    /// What is known of one chain only grows. Each has its number; [`OUTSIDE`] is that of hidden memory.
+    pub(crate) chain: u64,
     pub(crate) known: Known,
 }
 
@@ -26,16 +30,79 @@ pub(crate) struct Releases {
     pub(crate) before: Vec<Release>,
 }
 
+/// All that was released to hidden memory, as a chain.
+const OUTSIDE: u64 = 0;
+/// Chains that a lane remembers.
+const MOST_HEARD: usize = 16;
+
+/// What an acquire has learnt from a chain.
+#[derive(Clone, Debug)]
+pub(crate) struct Heard {
+    chain: u64,
+    known: Known,
+    /// It is part of what the lane knows by now.
+    settled: bool,
+}
+
 /// What a lane knows.
 #[derive(Clone, Debug, Default)]
 struct Lane {
     known: Known,
+    /// What it learnt by its last acquires. Whoever polls a word learns something new at many turns, of which the last has all: so it is
+    /// joined to the rest only before it is passed on.
+    heard: Vec<Heard>,
     /// What it knew at its last fence: a strong store after it publishes that.
     fence: Option<(Scope, Known)>,
-    /// What it learnt by its last acquire.
-    learnt: Option<Known>,
     /// What relaxed reads have seen: a fence after them learns it.
     seen: Vec<(Scope, Release)>,
+}
+
+/// What a lane knows to have happened, its own accesses left out: in parts, as if they were joined.
+#[derive(Clone, Copy)]
+pub(crate) struct Knows<'a> {
+    known: &'a Known,
+    heard: &'a [Heard],
+}
+
+impl<'a> Knows<'a> {
+    pub(crate) fn all(known: &'a Known) -> Self {
+        Self { known, heard: &[] }
+    }
+
+    /// Whether tick `tick` of `key` is known.
+    pub(crate) fn has(&self, grids: &Grids, key: Key, tick: u32) -> bool {
+        let heard = self.heard.iter().filter(|h| !h.settled).map(|h| &h.known);
+        std::iter::once(self.known).chain(heard).any(|known| grids.known(&known.all, key, tick))
+    }
+}
+
+impl Lane {
+    /// Learns `known` from a chain.
+    fn learn(&mut self, chain: u64, known: &Known) {
+        match self.heard.iter_mut().find(|h| h.chain == chain) {
+            Some(last) if last.known.same(known) => {}
+            Some(last) => (last.known, last.settled) = (known.clone(), false),
+            None => {
+                if self.heard.len() == MOST_HEARD {
+                    self.settle();
+                    self.heard.remove(0);
+                }
+                self.heard.push(Heard { chain, known: known.clone(), settled: false });
+            }
+        }
+    }
+
+    /// Makes one of what it knows.
+    fn settle(&mut self) {
+        for heard in self.heard.iter_mut().filter(|h| !h.settled) {
+            self.known.join(&heard.known);
+            heard.settled = true;
+        }
+    }
+
+    fn knows(&self) -> Knows<'_> {
+        Knows { known: &self.known, heard: &self.heard }
+    }
 }
 
 /// The lanes of a warp, in groups that know the same.
@@ -114,8 +181,9 @@ impl Warp {
     /// What the lanes of `mask` know together, with what they did themselves. Moves the tick.
     fn publish(&mut self, mask: u32) -> Known {
         let mut all = Known::default();
-        for (lanes, lane) in &self.groups {
-            if lanes & mask != 0 {
+        for (lanes, lane) in &mut self.groups {
+            if *lanes & mask != 0 {
+                lane.settle();
                 all.join(&lane.known);
             }
         }
@@ -154,9 +222,15 @@ impl Warp {
             self.each(mask, |lane| lane.known = known.clone());
             return;
         }
-        self.groups.iter_mut().for_each(|(lanes, _)| *lanes &= !mask);
+        let mut heard: Vec<Heard> = vec![];
+        for (lanes, lane) in self.groups.iter_mut().filter(|(lanes, _)| lanes & mask != 0) {
+            *lanes &= !mask;
+            let theirs = if *lanes == 0 { std::mem::take(&mut lane.heard) } else { lane.heard.clone() };
+            heard.extend(theirs.into_iter().filter(|h| h.settled));
+        }
+        heard.truncate(MOST_HEARD);
         self.groups.retain(|(lanes, _)| *lanes != 0);
-        self.groups.push((mask, Lane { known: known.clone(), ..Lane::default() }));
+        self.groups.push((mask, Lane { known: known.clone(), heard, ..Lane::default() }));
     }
 }
 
@@ -194,27 +268,42 @@ impl Block {
         self.warps[warp as usize].tick
     }
 
-    /// What a lane knows, its own accesses left out.
-    pub(crate) fn known(&self, warp: u32, lane: usize) -> Option<&Known> {
-        Some(&self.warps[warp as usize].lane(lane)?.known)
+    pub(crate) fn knows(&self, warp: u32, lane: usize) -> Option<Knows<'_>> {
+        Some(self.warps[warp as usize].lane(lane)?.knows())
     }
 
     /// The shadow of shared memory, with what a lane knows.
-    pub(crate) fn shared_and_known(&mut self, warp: u32, lane: usize) -> Option<(&mut Shadow, &Known)> {
-        Some((&mut self.shared, &self.warps[warp as usize].lane(lane)?.known))
+    pub(crate) fn shared_and_knows(&mut self, warp: u32, lane: usize) -> Option<(&mut Shadow, Knows<'_>)> {
+        Some((&mut self.shared, self.warps[warp as usize].lane(lane)?.knows()))
+    }
+
+    /// All that a lane knows, its own accesses left out.
+    pub(crate) fn known(&self, warp: u32, lane: usize) -> Known {
+        let Some(lane) = self.warps[warp as usize].lane(lane) else { return Known::default() };
+        let mut known = lane.known.clone();
+        lane.heard.iter().filter(|h| !h.settled).for_each(|h| known.join(&h.known));
+        known
+    }
+
+    /// A lane is about to pass on what it knows.
+    pub(crate) fn settle(&mut self, warp: u32, lane: usize) {
+        let groups = &mut self.warps[warp as usize].groups;
+        groups.iter_mut().filter(|(lanes, _)| lanes >> lane & 1 != 0).for_each(|(_, lane)| lane.settle());
     }
 
     /// What a release by `lane` publishes.
     pub(crate) fn release(&mut self, warp: u32, lane: usize, scope: Scope) -> Release {
         let warp = &mut self.warps[warp as usize];
-        Release { scope, by: clock::lane(warp.key, lane), known: warp.publish(1 << lane) }
+        let by = clock::lane(warp.key, lane);
+        Release { scope, by, shared: false, chain: 0, known: warp.publish(1 << lane) }
     }
 
     /// What a relaxed store by `lane` publishes because of a fence before it.
     pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope) -> Option<Release> {
         let warp = &self.warps[warp as usize];
         let (fence, known) = warp.lane(lane)?.fence.as_ref()?;
-        Some(Release { scope: scope.min(*fence), by: clock::lane(warp.key, lane), known: known.clone() })
+        let by = clock::lane(warp.key, lane);
+        Some(Release { scope: scope.min(*fence), by, shared: false, chain: 0, known: known.clone() })
     }
 
     /// The lanes of `mask` observe release patterns by a read of scope `scope`: with an acquire they learn them, else a fence may later.
@@ -225,6 +314,7 @@ impl Block {
         mask: u32,
         scope: Scope,
         acquire: bool,
+        older: bool,
         found: &[Release],
     ) {
         if !acquire && !self.has_fences {
@@ -239,14 +329,11 @@ impl Block {
         }
         warp.each(mask, |lane| {
             for r in &fitting {
-                if acquire {
-                    // Knowledge only grows: what was learnt before need not be looked at again.
-                    if !lane.learnt.as_ref().is_some_and(|l| {
-                        l.all.same(&r.known.all) && l.published[GLOBAL].same(&r.known.published[GLOBAL])
-                    }) {
-                        lane.known.join_from(&r.known, clock::block_of(r.by) == clock::block_of(reader));
-                        lane.learnt = Some(r.known.clone());
-                    }
+                if acquire && older {
+                    // Not what the chain has by now.
+                    lane.known.join(&r.known);
+                } else if acquire {
+                    lane.learn(r.chain, &r.known);
                 } else {
                     lane.seen.retain(|(_, old)| old.by != r.by);
                     lane.seen.push((scope, Release::clone(r)));
@@ -255,15 +342,15 @@ impl Block {
         });
     }
 
-    /// Tells lanes what they are told from outside.
-    pub(crate) fn learn(&mut self, warp: u32, mask: u32, known: &Known) {
-        self.warps[warp as usize].each(mask, |lane| lane.known.join(known));
+    /// Tells lanes what was released to hidden memory so far.
+    pub(crate) fn learn(&mut self, warp: u32, mask: u32, outside: &Known) {
+        self.warps[warp as usize].each(mask, |lane| lane.learn(OUTSIDE, outside));
     }
 
-    /// What a bulk copy by a lane may rely on in a space: what was published, the lane's own part too.
-    pub(crate) fn published(&self, warp: u32, lane: usize, space: usize) -> Clock {
+    /// What a bulk copy by a lane that knows `known` may rely on in a space: what was published, the lane's own part too.
+    pub(crate) fn published(&self, warp: u32, lane: usize, known: &Known, space: usize) -> Clock {
         let warp = &self.warps[warp as usize];
-        let mut published = warp.lane(lane).map(|l| l.known.published[space].clone()).unwrap_or_default();
+        let mut published = known.published[space].clone();
         if warp.fenced[space][lane] > 0 {
             published.raise(clock::lane(warp.key, lane), warp.fenced[space][lane]);
         }
@@ -285,7 +372,10 @@ impl Block {
             Fence::Async { shared, global } => {
                 for (space, on) in [(SHARED, shared), (GLOBAL, global)] {
                     if on {
-                        w.each(mask, |lane| lane.known.published[space] = lane.known.all.clone());
+                        w.each(mask, |lane| {
+                            lane.settle();
+                            lane.known.published[space] = lane.known.all.clone();
+                        });
                         lanes(mask).for_each(|l| w.fenced[space][l] = w.tick);
                     }
                 }
@@ -318,6 +408,8 @@ impl Block {
                         let all = fences.entry(place).or_insert_with(|| Release {
                             scope,
                             by: own,
+                            shared: true,
+                            chain: 0,
                             known: Known::default(),
                         });
                         all.known.join(&known);
@@ -334,6 +426,7 @@ impl Block {
         if mask == warp.threads && matches!(warp.groups.as_slice(), [(lanes, _)] if *lanes == mask) {
             // They know the same already, but for each other's accesses: no copies.
             let (lanes, mut lane) = warp.groups.swap_remove(0);
+            lane.settle();
             lane.known.all.raise(warp.key, warp.tick);
             warp.add_fenced(mask, &mut lane.known.published);
             warp.groups.push((lanes, lane));
@@ -376,7 +469,10 @@ impl Block {
         let covers_all = mask & warp.threads == warp.threads;
         if covers_all {
             let mut all = known;
-            warp.groups.iter().for_each(|(_, lane)| all.join(&lane.known));
+            for (_, lane) in &mut warp.groups {
+                lane.settle();
+                all.join(&lane.known);
+            }
             warp.unite(mask, &all);
         } else {
             warp.each(mask, |lane| lane.known.join(&known));
@@ -437,7 +533,10 @@ impl Block {
     /// What all lanes know together at the end of the block.
     pub(crate) fn end(&self) -> Known {
         let mut all = Known::default();
-        self.warps.iter().flat_map(|w| &w.groups).for_each(|(_, lane)| all.join(&lane.known));
+        for (_, lane) in self.warps.iter().flat_map(|w| &w.groups) {
+            all.join(&lane.known);
+            lane.heard.iter().filter(|h| !h.settled).for_each(|h| all.join(&h.known));
+        }
         all
     }
 }

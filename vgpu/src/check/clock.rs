@@ -9,7 +9,8 @@
 //! parts of, by grid and by block: equal parts are the same allocation, and a join looks only into those that differ.
 
 use std::cmp::Ordering;
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 /// An actor. From the top: grid (27 bits), block (20), within the block (16).
 pub(crate) type Key = u64;
@@ -107,10 +108,14 @@ fn warp_of(within: Within) -> Within {
     within & !(WITHIN_WARP as Within)
 }
 
+fn is_warp(within: Within) -> bool {
+    !is_mbarrier(within) && warp_of(within) == within
+}
+
 /// Number of the warp of a lane or warp: whose accesses a barrier of the block orders.
 fn warp_number(within: Within) -> Option<usize> {
-    (is_lane(within) || !is_mbarrier(within) && warp_of(within) == within)
-        .then(|| (usize::from(within) >> 7).checked_sub(1))?
+    let number = usize::from(within >> 7);
+    if is_lane(within) || is_warp(within) { number.checked_sub(1) } else { None }
 }
 
 /// A barrier that all warps of a block have passed.
@@ -123,9 +128,8 @@ struct Barrier {
 }
 
 /// What is known of a block.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct BlockPart {
-    block: u32,
     barrier: Option<Arc<Barrier>>,
     /// Up to which tick of whom, sorted by actor, without what the barrier or a warp stands for.
     entries: Vec<(Within, u32)>,
@@ -134,91 +138,97 @@ struct BlockPart {
 /// What is known of a grid.
 #[derive(Clone, Debug)]
 struct GridPart {
-    grid: u32,
     /// The timeline that it runs on, and the tick there that stands for all of it.
     end: (Key, u32),
-    /// Sorted by number.
-    blocks: Vec<Arc<BlockPart>>,
+    /// By number, sorted.
+    blocks: Vec<(u32, Arc<BlockPart>)>,
 }
 
+/// What is known at all.
 #[derive(Clone, Debug, Default)]
 struct Root {
     /// Sorted by key.
     timelines: Vec<(Key, u32)>,
-    /// Sorted by number, without those whose end is known.
-    grids: Vec<Arc<GridPart>>,
+    /// By number, sorted, without those whose end is known.
+    grids: Vec<(u32, Arc<GridPart>)>,
 }
 
 /// Up to which tick everything of which actor is known.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clock(Option<Arc<Root>>);
 
-/// Which of two parts has all that both have.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Covers {
-    left: bool,
-    right: bool,
-}
-
-impl Covers {
-    const BOTH: Self = Self { left: true, right: true };
-
-    fn and(&mut self, other: Self) {
-        self.left &= other.left;
-        self.right &= other.right;
-    }
-
-    fn of(left: u32, right: u32) -> Self {
-        Self { left: left >= right, right: right >= left }
-    }
-}
-
 /// Goes through two sorted lists together.
-fn zip_sorted<'a, T, K: Ord>(
-    a: &'a [T],
-    b: &'a [T],
-    key: impl Fn(&T) -> K,
-    mut each: impl FnMut(Option<&'a T>, Option<&'a T>),
-) {
-    let (mut i, mut k) = (0, 0);
-    while i < a.len() || k < b.len() {
-        let order = match (a.get(i), b.get(k)) {
-            (Some(x), Some(y)) => key(x).cmp(&key(y)),
+fn zip_sorted<'a, K: Ord, V>(
+    a: &'a [(K, V)],
+    b: &'a [(K, V)],
+) -> impl Iterator<Item = (Option<&'a (K, V)>, Option<&'a (K, V)>)> {
+    let (mut a, mut b) = (a.iter().peekable(), b.iter().peekable());
+    std::iter::from_fn(move || {
+        let order = match (a.peek(), b.peek()) {
+            (Some(x), Some(y)) => x.0.cmp(&y.0),
             (Some(_), None) => Ordering::Less,
-            _ => Ordering::Greater,
+            (None, Some(_)) => Ordering::Greater,
+            (None, None) => return None,
         };
-        let (x, y) = (order.is_le().then(|| &a[i]), order.is_ge().then(|| &b[k]));
-        (i, k) = (i + usize::from(x.is_some()), k + usize::from(y.is_some()));
-        each(x, y);
-    }
+        Some((a.next_if(|_| order.is_le()), b.next_if(|_| order.is_ge())))
+    })
 }
 
 /// The tick of a key in sorted entries; 0 where there is none.
 fn tick_of<K: Ord + Copy>(entries: &[(K, u32)], key: K) -> u32 {
-    entries.binary_search_by_key(&key, |e| e.0).map_or(0, |at| entries[at].1)
+    find(entries, key).copied().unwrap_or(0)
 }
 
-/// Raises an entry of sorted ones.
-fn raise_in<K: Ord + Copy>(entries: &mut Vec<(K, u32)>, key: K, tick: u32) {
-    match entries.binary_search_by_key(&key, |e| e.0) {
-        Ok(at) => entries[at].1 = entries[at].1.max(tick),
-        Err(at) => entries.insert(at, (key, tick)),
+fn find<K: Ord + Copy, V>(entries: &[(K, V)], key: K) -> Option<&V> {
+    entries.binary_search_by_key(&key, |e| e.0).ok().map(|at| &entries[at].1)
+}
+
+/// The value of a key in sorted entries, which comes to be if it is not there.
+fn find_or<K: Ord + Copy, V>(entries: &mut Vec<(K, V)>, key: K, fresh: impl FnOnce() -> V) -> &mut V {
+    let at = entries.binary_search_by_key(&key, |e| e.0).unwrap_or_else(|at| {
+        entries.insert(at, (key, fresh()));
+        at
+    });
+    &mut entries[at].1
+}
+
+/// A part of a clock that others share.
+trait Part: Sized {
+    /// Whether this one has all that `other` has.
+    fn covers(&self, other: &Self) -> bool;
+    /// What both have, where neither covers the other.
+    fn join(a: &Self, b: &Self) -> Self;
+}
+
+fn covers<P: Part>(a: &Arc<P>, b: &Arc<P>) -> bool {
+    Arc::ptr_eq(a, b) || a.covers(b)
+}
+
+/// What two parts have together: one of the two where it has everything, so that they are the same from then on.
+fn join<P: Part>(a: &Arc<P>, b: &Arc<P>) -> Arc<P> {
+    if covers(a, b) {
+        a.clone()
+    } else if b.covers(a) {
+        b.clone()
+    } else {
+        Arc::new(P::join(a, b))
     }
+}
+
+fn join_lists<P: Part>(a: &[(u32, Arc<P>)], b: &[(u32, Arc<P>)]) -> Vec<(u32, Arc<P>)> {
+    let mut joined = Vec::with_capacity(a.len().max(b.len()));
+    joined.extend(zip_sorted(a, b).filter_map(|pair| match pair {
+        (Some((number, x)), Some((_, y))) => Some((*number, join(x, y))),
+        (x, y) => x.or(y).cloned(),
+    }));
+    joined
 }
 
 impl BlockPart {
-    fn new(block: u32) -> Self {
-        Self { block, barrier: None, entries: vec![] }
-    }
-
-    fn barrier_number(&self) -> u32 {
-        self.barrier.as_ref().map_or(0, |b| b.number)
-    }
-
     /// Whether the barrier stands for this entry.
     fn passed(&self, within: Within, tick: u32) -> bool {
-        let ticks = self.barrier.as_ref().map_or(&[][..], |b| &b.ticks);
-        !ticks.is_empty() && warp_number(within).and_then(|w| ticks.get(w)).is_some_and(|&t| t >= tick)
+        let Some(barrier) = &self.barrier else { return false };
+        warp_number(within).and_then(|w| barrier.ticks.get(w)).is_some_and(|&t| t >= tick)
     }
 
     fn knows(&self, within: Within, tick: u32) -> bool {
@@ -228,8 +238,8 @@ impl BlockPart {
     }
 
     fn raise(&mut self, within: Within, tick: u32) {
-        raise_in(&mut self.entries, within, tick);
-        if warp_of(within) == within && !is_mbarrier(within) {
+        *find_or(&mut self.entries, within, || 0) = tick;
+        if is_warp(within) {
             // The lanes that this entry now stands for.
             self.entries.retain(|&(w, t)| !(is_lane(w) && warp_of(w) == within && t <= tick));
         }
@@ -242,96 +252,109 @@ impl BlockPart {
         self.entries = entries;
     }
 
+    fn barriers(&self) -> u32 {
+        self.barrier.as_ref().map_or(0, |b| b.number)
+    }
+}
+
+impl Part for BlockPart {
     fn covers(&self, other: &Self) -> bool {
-        self.barrier_number() >= other.barrier_number() && other.entries.iter().all(|&(w, t)| self.knows(w, t))
+        self.barriers() >= other.barriers() && other.entries.iter().all(|&(w, t)| self.knows(w, t))
     }
 
     fn join(a: &Self, b: &Self) -> Self {
-        let newer = if a.barrier_number() >= b.barrier_number() { a } else { b };
-        let mut joined = Self { block: a.block, barrier: newer.barrier.clone(), entries: vec![] };
+        let later = if a.barriers() >= b.barriers() { a } else { b };
+        let mut joined = Self { barrier: later.barrier.clone(), entries: vec![] };
         let mut entries = Vec::with_capacity(a.entries.len().max(b.entries.len()) + 4);
-        let mut covering = (0, 0);
-        zip_sorted(&a.entries, &b.entries, |e| e.0, |x, y| {
-            let Some(&(within, tick)) = x.max(y) else { return };
-            if joined.passed(within, tick) || is_lane(within) && covering.0 == warp_of(within) && tick <= covering.1 {
-                return;
+        let mut warp = (0, 0);
+        for (x, y) in zip_sorted(&a.entries, &b.entries) {
+            // The later tick of the two, or the only one.
+            let Some(&(within, tick)) = x.max(y) else { continue };
+            let by_warp = is_lane(within) && warp.0 == warp_of(within) && tick <= warp.1;
+            if by_warp || joined.passed(within, tick) {
+                continue;
             }
-            if warp_of(within) == within {
-                covering = (within, tick);
+            if is_warp(within) {
+                warp = (within, tick);
             }
             entries.push((within, tick));
-        });
+        }
         joined.entries = entries;
         joined
     }
 }
 
-/// What two parts know together, for a part that both lists may have: one of the two where it covers the other.
-fn join_blocks(a: &Arc<BlockPart>, b: &Arc<BlockPart>) -> (Covers, Arc<BlockPart>) {
-    if Arc::ptr_eq(a, b) {
-        return (Covers::BOTH, a.clone());
+impl Part for GridPart {
+    fn covers(&self, other: &Self) -> bool {
+        zip_sorted(&self.blocks, &other.blocks).all(|pair| match pair {
+            (Some((_, x)), Some((_, y))) => covers(x, y),
+            (mine, _) => mine.is_some(),
+        })
     }
-    let covers = Covers { left: a.covers(b), right: b.covers(a) };
-    let joined = match covers {
-        Covers { left: true, .. } => a.clone(),
-        Covers { right: true, .. } => b.clone(),
-        _ => Arc::new(BlockPart::join(a, b)),
-    };
-    (covers, joined)
+
+    fn join(a: &Self, b: &Self) -> Self {
+        Self { end: a.end.max(b.end), blocks: join_lists(&a.blocks, &b.blocks) }
+    }
 }
 
-fn join_grids(a: &Arc<GridPart>, b: &Arc<GridPart>) -> (Covers, Arc<GridPart>) {
-    if Arc::ptr_eq(a, b) {
-        return (Covers::BOTH, a.clone());
+impl Root {
+    fn ended(&self, part: &GridPart) -> bool {
+        tick_of(&self.timelines, part.end.0) >= part.end.1
     }
-    let mut covers = Covers::BOTH;
-    let mut blocks = Vec::with_capacity(a.blocks.len().max(b.blocks.len()));
-    zip_sorted(&a.blocks, &b.blocks, |p| p.block, |x, y| match (x, y) {
-        (Some(x), Some(y)) => {
-            let (which, joined) = join_blocks(x, y);
-            covers.and(which);
-            blocks.push(joined);
-        }
-        (x, y) => {
-            covers.and(Covers { left: x.is_some(), right: y.is_some() });
-            blocks.extend(x.or(y).cloned());
-        }
-    });
-    let joined = match covers {
-        Covers { left: true, .. } => a.clone(),
-        Covers { right: true, .. } => b.clone(),
-        _ => Arc::new(GridPart { grid: a.grid, end: a.end.max(b.end), blocks }),
-    };
-    (covers, joined)
+}
+
+/// Joins that were made lately, by the addresses of both parts, which are kept so that these stay theirs.
+type Lately = HashMap<(usize, usize), [Arc<GridPart>; 3]>;
+
+/// What two parts have together. All blocks of a grid learn the same of other grids, one after the other: they are to share the result,
+/// and the time that it takes.
+fn join_grids(a: &Arc<GridPart>, b: &Arc<GridPart>) -> Arc<GridPart> {
+    static LATELY: LazyLock<Mutex<Lately>> = LazyLock::new(Mutex::default);
+    const MOST: usize = 4096;
+    if Arc::ptr_eq(a, b) {
+        return a.clone();
+    }
+    let [x, y] = [a, b].map(|part| Arc::as_ptr(part) as usize);
+    let mut lately = LATELY.lock().unwrap_or_else(PoisonError::into_inner);
+    if lately.len() >= MOST {
+        lately.clear();
+    }
+    let pair = lately.entry((x.min(y), x.max(y)));
+    pair.or_insert_with(|| [a.clone(), b.clone(), join(a, b)])[2].clone()
 }
 
 fn join_roots(a: &Arc<Root>, b: &Arc<Root>) -> Arc<Root> {
-    let mut covers = Covers::BOTH;
-    let mut timelines = Vec::with_capacity(a.timelines.len().max(b.timelines.len()));
-    zip_sorted(&a.timelines, &b.timelines, |e| e.0, |x, y| {
-        covers.and(Covers::of(x.map_or(0, |e| e.1), y.map_or(0, |e| e.1)));
-        timelines.extend(x.max(y));
-    });
-    let ended = |part: &GridPart| tick_of(&timelines, part.end.0) >= part.end.1;
-    let mut grids = Vec::with_capacity(a.grids.len().max(b.grids.len()));
-    zip_sorted(&a.grids, &b.grids, |p| p.grid, |x, y| match (x, y) {
-        (Some(x), Some(y)) => {
-            let (which, joined) = join_grids(x, y);
-            covers.and(which);
-            grids.push(joined);
-        }
-        // One side knows the end of the grid, so it has all that there is to know.
-        (Some(part), None) | (None, Some(part)) if ended(part) => {}
-        (x, y) => {
-            covers.and(Covers { left: x.is_some(), right: y.is_some() });
-            grids.extend(x.or(y).cloned());
-        }
-    });
-    match covers {
-        Covers { left: true, .. } => a.clone(),
-        Covers { right: true, .. } => b.clone(),
-        _ => Arc::new(Root { timelines, grids }),
+    // Whether one of the two has it all.
+    let (mut left, mut right) = (true, true);
+    for (x, y) in zip_sorted(&a.timelines, &b.timelines) {
+        let (x, y) = (x.map_or(0, |e| e.1), y.map_or(0, |e| e.1));
+        (left, right) = (left && x >= y, right && y >= x);
     }
+    let mut grids = Vec::with_capacity(a.grids.len().max(b.grids.len()));
+    for pair in zip_sorted(&a.grids, &b.grids) {
+        match pair {
+            (Some((number, x)), Some((_, y))) => {
+                let both = join_grids(x, y);
+                (left, right) = (left && Arc::ptr_eq(&both, x), right && Arc::ptr_eq(&both, y));
+                grids.push((*number, both));
+            }
+            (Some(x), None) if !b.ended(&x.1) => {
+                right = false;
+                grids.push(x.clone());
+            }
+            (None, Some(y)) if !a.ended(&y.1) => {
+                left = false;
+                grids.push(y.clone());
+            }
+            _ => {}
+        }
+    }
+    if left || right {
+        return if left { a.clone() } else { b.clone() };
+    }
+    let mut timelines = Vec::with_capacity(a.timelines.len().max(b.timelines.len()));
+    timelines.extend(zip_sorted(&a.timelines, &b.timelines).filter_map(|(x, y)| x.max(y)));
+    Arc::new(Root { timelines, grids })
 }
 
 impl Clock {
@@ -344,26 +367,18 @@ impl Clock {
         Arc::make_mut(self.0.get_or_insert_default())
     }
 
+    /// What is known of the block of `key`.
     fn part(&self, key: Key) -> Option<&BlockPart> {
-        let grids = &self.root().grids;
-        let grid = &grids[grids.binary_search_by_key(&grid_of(key), |p| p.grid).ok()?];
-        Some(&grid.blocks[grid.blocks.binary_search_by_key(&block_number(key), |p| p.block).ok()?])
+        let grid = find(&self.root().grids, grid_of(key))?;
+        Some(find(&grid.blocks, block_number(key))?)
     }
 
-    /// The part for the block of a key, which comes to be if it is not there.
     fn part_mut(&mut self, key: Key) -> &mut BlockPart {
-        let grids = &mut self.root_mut().grids;
-        let at = grids.binary_search_by_key(&grid_of(key), |p| p.grid).unwrap_or_else(|at| {
-            grids.insert(at, Arc::new(GridPart { grid: grid_of(key), end: (0, u32::MAX), blocks: vec![] }));
-            at
-        });
-        let blocks = &mut Arc::make_mut(&mut grids[at]).blocks;
-        let number = block_number(key);
-        let at = blocks.binary_search_by_key(&number, |p| p.block).unwrap_or_else(|at| {
-            blocks.insert(at, Arc::new(BlockPart::new(number)));
-            at
-        });
-        Arc::make_mut(&mut blocks[at])
+        // A grid that nobody has begun here never ends either.
+        let fresh = || Arc::new(GridPart { end: (0, u32::MAX), blocks: vec![] });
+        let grid = find_or(&mut self.root_mut().grids, grid_of(key), fresh);
+        let blocks = &mut Arc::make_mut(grid).blocks;
+        Arc::make_mut(find_or(blocks, block_number(key), Default::default))
     }
 
     /// Up to which tick a timeline is known.
@@ -387,8 +402,8 @@ impl Clock {
         }
         if is_timeline(key) {
             let root = self.root_mut();
-            raise_in(&mut root.timelines, key, tick);
-            root.grids.retain(|part| !(part.end.0 == key && part.end.1 <= tick));
+            *find_or(&mut root.timelines, key, || 0) = tick;
+            root.grids.retain(|(_, part)| part.end.0 != key || part.end.1 > tick);
             return;
         }
         self.part_mut(key).raise(key as Within, tick);
@@ -396,10 +411,7 @@ impl Clock {
 
     /// A grid begins that will have ended at tick `end.1` of the timeline `end.0`.
     pub(crate) fn begin_grid(&mut self, grid: u32, end: (Key, u32)) {
-        let grids = &mut self.root_mut().grids;
-        if let Err(at) = grids.binary_search_by_key(&grid, |p| p.grid) {
-            grids.insert(at, Arc::new(GridPart { grid, end, blocks: vec![] }));
-        }
+        find_or(&mut self.root_mut().grids, grid, || Arc::new(GridPart { end, blocks: vec![] }));
     }
 
     /// All of the block of `key` has passed its barrier number `number`, and its warps had come to `ticks`.
@@ -419,8 +431,11 @@ impl Clock {
     pub(crate) fn join(&mut self, other: &Clock) {
         match (&mut self.0, &other.0) {
             (_, None) => {}
-            (Some(a), Some(b)) if Arc::ptr_eq(a, b) => {}
-            (Some(a), Some(b)) => *a = join_roots(a, b),
+            (Some(mine), Some(theirs)) => {
+                if !Arc::ptr_eq(mine, theirs) {
+                    *mine = join_roots(mine, theirs);
+                }
+            }
             (mine, theirs) => mine.clone_from(theirs),
         }
     }
@@ -428,8 +443,9 @@ impl Clock {
     /// How many entries there are.
     #[cfg(test)]
     fn len(&self) -> usize {
-        let blocks = self.root().grids.iter().flat_map(|g| &g.blocks);
-        self.root().timelines.len() + blocks.map(|b| b.entries.len() + usize::from(b.barrier.is_some())).sum::<usize>()
+        let blocks = self.root().grids.iter().flat_map(|(_, grid)| &grid.blocks);
+        let entries = blocks.map(|(_, b)| b.entries.len() + usize::from(b.barrier.is_some()));
+        self.root().timelines.len() + entries.sum::<usize>()
     }
 }
 

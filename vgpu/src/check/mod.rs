@@ -30,7 +30,7 @@ use std::thread::ThreadId;
 
 use crate::ir::Scope;
 use crate::rng::Rng;
-use block::{Release, Releases};
+use block::{Knows, Release, Releases};
 use clock::{Clock, Key};
 use shadow::{Accessor, Grids, How, Record, Shadow};
 
@@ -101,16 +101,19 @@ pub(crate) const GLOBAL: usize = 1;
 impl Known {
     pub(crate) fn join(&mut self, other: &Known) {
         self.all.join(&other.all);
-        self.published.iter_mut().zip(&other.published).for_each(|(mine, theirs)| mine.join(theirs));
+        let alike = |known: &Known| known.published[SHARED].same(&known.published[GLOBAL]);
+        let both = alike(self) && alike(other);
+        self.published[SHARED].join(&other.published[SHARED]);
+        if both {
+            self.published[GLOBAL] = self.published[SHARED].clone();
+        } else {
+            self.published[GLOBAL].join(&other.published[GLOBAL]);
+        }
     }
 
-    /// Learns from a release. Shared memory is of no concern to other blocks.
-    pub(crate) fn join_from(&mut self, other: &Known, same_block: bool) {
-        self.all.join(&other.all);
-        self.published[GLOBAL].join(&other.published[GLOBAL]);
-        if same_block {
-            self.published[SHARED].join(&other.published[SHARED]);
-        }
+    /// Whether both are the same for certain.
+    pub(crate) fn same(&self, other: &Known) -> bool {
+        self.all.same(&other.all) && self.published.iter().zip(&other.published).all(|(a, b)| a.same(b))
     }
 
     /// Learns something that is known in every proxy.
@@ -145,6 +148,8 @@ pub(crate) struct World {
     free_shadows: Vec<u32>,
     /// Release patterns that a read of the location may observe.
     pub(crate) releases: HashMap<(u32, u64), Releases>,
+    /// Chains of releases so far: the number of the last.
+    chains: u64,
     /// What was released to memory that is hidden, for whoever acquires there.
     pub(crate) outside: Known,
     /// What precedes the last sequentially consistent fences: by scope, and by the block where they were.
@@ -279,7 +284,7 @@ impl World {
             note(self.host());
         }
         let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how: How::WEAK, bytes: 0 };
-        let who = Accessor { record, own: timeline, generic: &known.all, bulk: &known.all };
+        let who = Accessor { record, own: timeline, published: None, knows: Knows::all(&known) };
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
         let result = if write {
@@ -307,6 +312,7 @@ impl Checker {
             backings: HashMap::new(),
             free_shadows: vec![],
             releases: HashMap::new(),
+            chains: 0,
             outside: Known::default(),
             fences: HashMap::new(),
             hosts: HashMap::new(),

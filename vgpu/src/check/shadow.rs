@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use super::block::Knows;
 use super::clock::{self, Clock, Key};
 use crate::ir::{Scope, Sem};
 
@@ -128,10 +129,9 @@ pub(crate) struct Accessor<'a> {
     pub(crate) record: Record,
     /// The lane's own key: it need not know its own accesses. Bulk copies have none.
     pub(crate) own: Key,
-    /// Knows generic accesses that come before.
-    pub(crate) generic: &'a Clock,
-    /// Knows bulk copies that come before.
-    pub(crate) bulk: &'a Clock,
+    pub(crate) knows: Knows<'a>,
+    /// Of a bulk copy: the generic accesses that it may rely on.
+    pub(crate) published: Option<&'a Clock>,
 }
 
 /// What is known of the grids: which timeline each ran on, and on which device.
@@ -174,6 +174,13 @@ impl Grids {
         }
     }
 
+    /// Whether every scope, from somewhere outside, takes in both of two actors or neither, and accesses of theirs of scope `scope`
+    /// take in the same others.
+    pub(crate) fn alike(&self, scope: Scope, a: Key, b: Key) -> bool {
+        let narrowest = if scope == Scope::Cta { Scope::Cta } else { Scope::Gpu };
+        self.includes(narrowest, a, b)
+    }
+
     /// Whether two scopes take in each other's actor.
     pub(crate) fn mutual(&self, a: Scope, of_a: Key, b: Scope, of_b: Key) -> bool {
         self.includes(a, of_a, of_b) && self.includes(b, of_b, of_a)
@@ -190,9 +197,17 @@ fn by_lane(record: &Record) -> impl Iterator<Item = Key> + use<> {
 impl Accessor<'_> {
     fn after(&self, grids: &Grids, key: Key, record: &Record) -> bool {
         if record.how.bulk {
-            return grids.known(self.bulk, key, record.tick);
+            return self.knows.has(grids, key, record.tick);
         }
-        (key == self.own && !self.record.how.bulk) || grids.known(self.generic, key, record.tick)
+        (key == self.own && !self.record.how.bulk) || self.after_tick(grids, key, record.tick)
+    }
+
+    /// Whether it comes after what somebody did up to a tick, not by a bulk copy.
+    fn after_tick(&self, grids: &Grids, key: Key, tick: u32) -> bool {
+        match self.published {
+            Some(published) => grids.known(published, key, tick),
+            None => self.knows.has(grids, key, tick),
+        }
     }
 
     /// Both are strong, take in each other, and touch the same bytes in the same way.
@@ -398,7 +413,7 @@ impl Shadow {
     /// Whether an access comes after a strong read of the last write of a word, so after that write.
     fn observed(&self, grids: &Grids, word: u64, who: &Accessor) -> bool {
         self.seen.get(&word).is_some_and(|seen| {
-            seen.iter().any(|&(key, tick)| key == who.own || grids.known(who.generic, key, tick))
+            seen.iter().any(|&(key, tick)| key == who.own || who.after_tick(grids, key, tick))
         })
     }
 

@@ -1,9 +1,9 @@
 //! What the interpreter calls where checks are on.
 
-use super::block::{Block, Release, Releases};
+use super::block::{Block, Knows, Release, Releases};
 use super::clock::{self, Key};
 use super::shadow::{Accessor, Grids, How, Record, Shadow, Wrong};
-use super::{GLOBAL, Known, SHARED, World, report};
+use super::{GLOBAL, SHARED, World, report};
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
 
@@ -127,17 +127,17 @@ impl Watcher<'_> {
     }
 
     /// The shadow of a place with what else is needed to look at it: the offset there, and what the lane knows.
-    fn look(&mut self, place: Place, lane: usize) -> Option<(&mut Shadow, &Grids, u64, &Known)> {
+    fn look(&mut self, place: Place, lane: usize) -> Option<(&mut Shadow, &Grids, u64, Knows<'_>)> {
         let Watcher { world, block, warp } = self;
         let World { shadows, grids, .. } = &mut **world;
         match place {
             Place::Private => None,
             Place::Shared { offset } => {
-                let (shared, known) = block.shared_and_known(*warp, lane)?;
-                Some((shared, grids, offset, known))
+                let (shared, knows) = block.shared_and_knows(*warp, lane)?;
+                Some((shared, grids, offset, knows))
             }
             Place::Global { shadow, offset } => {
-                Some((shadows.get_mut(shadow as usize)?, grids, offset, block.known(*warp, lane)?))
+                Some((shadows.get_mut(shadow as usize)?, grids, offset, block.knows(*warp, lane)?))
             }
         }
     }
@@ -157,8 +157,8 @@ impl Watch for Watcher<'_> {
     fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), Trouble> {
         let record = self.record(lane, pc, how, false);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
-        let Some((shadow, grids, at, known)) = self.look(place, lane) else { return Ok(()) };
-        let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
+        let Some((shadow, grids, at, knows)) = self.look(place, lane) else { return Ok(()) };
+        let who = Accessor { record, own, published: None, knows };
         let result = shadow.read(grids, at, bytes, &who);
         // In weak-memory mode it may see something else.
         if how.strong.is_some() && !weak_memory {
@@ -171,8 +171,8 @@ impl Watch for Watcher<'_> {
         let record = self.record(lane, 0, how, false);
         let own = self.own(lane);
         let older = self.world.rng.below(3) == 0;
-        let (shadow, grids, at, known) = self.look(place, lane)?;
-        let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
+        let (shadow, grids, at, knows) = self.look(place, lane)?;
+        let who = Accessor { record, own, published: None, knows };
         let [low, high] = shadow.stale(grids, at, bytes, &who)?;
         if older {
             return Some(u64::from(low) | u64::from(high) << 32);
@@ -194,8 +194,8 @@ impl Watch for Watcher<'_> {
     ) -> Result<bool, Trouble> {
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
-        let Some((shadow, grids, at, known)) = self.look(place, lane) else { return Ok(false) };
-        let who = Accessor { record, own, generic: &known.all, bulk: &known.all };
+        let Some((shadow, grids, at, knows)) = self.look(place, lane) else { return Ok(false) };
+        let who = Accessor { record, own, published: None, knows };
         let part =
             |word: u64| (word.max(at) - at) as usize..((word + 4).min(at + now.len() as u64) - at) as usize;
         let before = |word: u64| now.get(part(word)).and_then(|b| b.try_into().ok()).map(u32::from_ne_bytes);
@@ -229,7 +229,7 @@ impl Watch for Watcher<'_> {
             Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(seen),
         };
         if let Some(found) = found {
-            block.observe(&world.grids, *warp, mask, scope, acquire, &found);
+            block.observe(&world.grids, *warp, mask, scope, acquire, older, &found);
         }
     }
 
@@ -259,19 +259,23 @@ impl Watch for Watcher<'_> {
             // A release write followed by strong writes of the same thread is still a release pattern, and so is a chain of
             // read-modify-writes.
             let goes_on = sem == Sem::Relaxed && release.is_none();
-            releases.last.retain(|r| rmw || goes_on && r.by == own);
+            releases.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
         }
-        let Some(new) = release else { return };
+        let Some(mut new) = release else { return };
+        self.world.chains += 1;
+        new.chain = self.world.chains;
         let releases = match place {
             Place::Private => return,
             Place::Shared { offset } => self.block.releases.entry(offset).or_default(),
             Place::Global { shadow, offset } => self.world.releases.entry((shadow, offset)).or_default(),
         };
         // A chain of read-modify-writes goes on from the releases before it.
-        let alike =
-            |r: &&mut Release| r.scope == new.scope && clock::block_of(r.by) == clock::block_of(new.by);
+        let alike = |r: &&mut Release| r.scope == new.scope && self.world.grids.alike(new.scope, r.by, new.by);
         match releases.last.iter_mut().find(alike) {
-            Some(old) => old.known.join(&new.known),
+            Some(old) => {
+                old.shared |= old.by != new.by;
+                old.known.join(&new.known);
+            }
             None => releases.last.push(new),
         }
     }
@@ -320,11 +324,12 @@ impl Watch for Watcher<'_> {
         };
         let how = How::BULK;
         let record = |(actor, tick)| Record { actor, tick, lanes: 0, pc, how, bytes: 0 };
-        let known = self.block.known(self.warp, lane).cloned().unwrap_or_default();
-        let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, space));
+        self.block.settle(self.warp, lane);
+        let known = self.block.known(self.warp, lane);
+        let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, &known, space));
         let who = |place, actor| {
             let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
-            Accessor { record: record(actor), own: 0, generic: &published[space], bulk: &known.all }
+            Accessor { record: record(actor), own: 0, published: Some(&published[space]), knows: Knows::all(&known) }
         };
         let mut old = vec![];
         if self.weak_memory() {
@@ -371,7 +376,7 @@ impl Watch for Watcher<'_> {
         write: bool,
     ) -> FaultKind {
         let mine = self.record(lane, pc, how, write);
-        let known = self.block.known(self.warp, lane).cloned().unwrap_or_default();
+        let known = self.block.known(self.warp, lane);
         report::fault(self.world, label, place, trouble, &mine, self.own(lane), &known, write)
     }
 }
