@@ -469,11 +469,18 @@ pub(crate) fn canonical(v: f32) -> f32 {
     f32::from_bits(if b & 0x7fff_ffff > 0x7f80_0000 { 0x7fff_ffff } else { b })
 }
 
+/// 2^126: reciprocals of what is larger are subnormal.
+const SMALL_RECIPROCAL: f32 = f32::from_bits((126 + 127) << 23);
+
 /// `div.approx`: the reciprocal of a divisor above 2^126 is subnormal and counts as zero, so the quotient is zero too,
 /// or NaN for an infinite dividend.
 pub(crate) fn div_approx(a: f32, b: f32) -> f32 {
-    const LIMIT: f32 = f32::from_bits((126 + 127) << 23);
-    if b.abs() > LIMIT { a * 0f32.copysign(b) } else { a / b }
+    if b.abs() > SMALL_RECIPROCAL { a * 0f32.copysign(b) } else { a / b }
+}
+
+/// `rcp.ftz` by `rcp`: a result is flushed if it is subnormal before rounding, as in [`narrow_ftz`].
+pub(crate) fn rcp_ftz(a: f32, rcp: impl Fn(f32) -> f32) -> f32 {
+    if a.abs() > SMALL_RECIPROCAL { 0f32.copysign(a) } else { rcp(a) }
 }
 
 /// What `rcp.approx.ftz.f64` and `rsqrt.approx.ftz.f64` share: they see the upper word of the operand and write the
@@ -486,13 +493,23 @@ pub(crate) fn upper_word(a: f64, f: impl Fn(f64) -> f64) -> f64 {
     f64::from_bits(if nan { 0x7fff_ffff << 32 } else { v.to_bits() & UPPER })
 }
 
+/// A conversion from f64 to a format of 16 or 32 bits. Of a NaN the sign and the top of its payload stay, made quiet: so does the hardware, where all other NaN results
+/// are canonical.
+pub(crate) fn narrow_f64(bits: u64, to: Format, mode: Round, overflow: Overflow) -> u64 {
+    if unpack(bits, F64) != Parts::Nan {
+        return convert(bits, F64, to, mode, overflow);
+    }
+    let payload = bits >> (F64.mantissa - to.mantissa) & ((1 << to.mantissa) - 1);
+    to.sign(bits >> 63 != 0) | to.infinity() | 1 << (to.mantissa - 1) | payload
+}
+
 /// f64 to f32 with `.ftz`. A result is flushed if it is subnormal before rounding, even where rounding makes it the
 /// smallest normal number: so does the hardware.
 pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
     if v.abs() < f64::from(f32::MIN_POSITIVE) {
         return 0f32.copysign(v as f32);
     }
-    f32::from_bits(convert(v.to_bits(), F64, F32, mode, Overflow::Ieee) as u32)
+    f32::from_bits(narrow_f64(v.to_bits(), F32, mode, Overflow::Ieee) as u32)
 }
 
 /// Flushes a subnormal to zero of its sign.
@@ -630,6 +647,17 @@ mod tests {
         let h = |v: f32| f16::from_f32(v);
         assert_eq!(add_half(h(65504.0), h(16.0)), f16::INFINITY);
         assert_eq!(add_half(h(65504.0), h(15.99)), h(65504.0));
+    }
+
+    /// As an H200 gives them.
+    #[test]
+    fn a_nan_of_f64_keeps_its_sign_and_the_top_of_its_payload() {
+        let narrow = |bits, to| narrow_f64(bits, to, Round::Nearest, Overflow::Ieee);
+        assert_eq!(narrow(0xffff_5364_141f_1e2c, F32), 0xfffa_9b20);
+        assert_eq!(narrow(0x7ff6_11b8_2c5f_efaf, F32), 0x7ff0_8dc1);
+        assert_eq!(narrow(0xfff4_749a_84eb_5fb6, F16), 0xff1d);
+        assert_eq!(narrow(0xfff3_cb2b_b077_4e0e, BF16), 0xffde);
+        assert_eq!(narrow(0x7ff0_0000_0000_0000, F32), 0x7f80_0000, "infinity is none");
     }
 
     #[test]

@@ -42,7 +42,6 @@ pub(crate) fn warp(grid: u32, block: u64, warp: u32) -> Key {
     Key::from(grid) << 36 | block << 16 | Key::from(warp + 1) << 7
 }
 
-
 /// A lane of the warp `warp`.
 pub(crate) fn lane(warp: Key, lane: usize) -> Key {
     warp + LANE + lane as Key

@@ -109,7 +109,7 @@ pub(crate) struct Shadow {
     /// Lanes that have observed the last write of a word, by a morally strong read, and when: the write comes before whatever comes after
     /// one of these reads, though nothing else of its thread does.
     seen: HashMap<u64, Vec<(Key, u32)>>,
-    /// Others access it in ways that nobody tells: nothing is checked.
+    /// Others access it in ways that nobody tells: nothing is checked but read-modify-writes against each other.
     pub(crate) hidden: bool,
     /// Whoever wrote here is long gone: what was never seen written counts as written.
     pub(crate) filled: bool,
@@ -312,7 +312,7 @@ impl Shadow {
         unchanged: impl Fn(u64) -> bool,
         before: impl Fn(u64) -> Option<u32>,
     ) -> Result<bool, (u64, Wrong)> {
-        if self.hidden {
+        if self.hidden && !who.record.how.rmw {
             return Ok(true);
         }
         let mut fine = NOBODY;

@@ -1,5 +1,7 @@
 //! What the interpreter calls where checks are on.
 
+use std::time::Duration;
+
 use super::block::{Block, Knows, Release, Releases};
 use super::clock::{self, Key};
 use super::shadow::{Accessor, Grids, How, Record, Shadow, Wrong};
@@ -37,6 +39,9 @@ pub(crate) struct Copy {
     /// Groups that its lane committed before.
     pub(crate) committed: u32,
 }
+
+/// How long a kernel rests after a release that the host may wait for.
+const HOST_READS: Duration = Duration::from_micros(50);
 
 /// Words of a copy's source that it reads as they were before: offset in the source, value.
 pub(crate) type Stale = Vec<(u64, u32)>;
@@ -245,6 +250,10 @@ impl Watch for Watcher<'_> {
         if self.hidden(place) {
             if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
                 self.world.outside.join(&r.known);
+                // The host polls such words: now and then it gets the time to read what this one stands for.
+                if self.world.rng.below(4) == 0 {
+                    std::thread::sleep(HOST_READS);
+                }
             }
             return;
         }
@@ -270,7 +279,8 @@ impl Watch for Watcher<'_> {
             Place::Global { shadow, offset } => self.world.releases.entry((shadow, offset)).or_default(),
         };
         // A chain of read-modify-writes goes on from the releases before it.
-        let alike = |r: &&mut Release| r.scope == new.scope && self.world.grids.alike(new.scope, r.by, new.by);
+        let alike =
+            |r: &&mut Release| r.scope == new.scope && self.world.grids.alike(new.scope, r.by, new.by);
         match releases.last.iter_mut().find(alike) {
             Some(old) => {
                 old.shared |= old.by != new.by;
@@ -329,7 +339,12 @@ impl Watch for Watcher<'_> {
         let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, &known, space));
         let who = |place, actor| {
             let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
-            Accessor { record: record(actor), own: 0, published: Some(&published[space]), knows: Knows::all(&known) }
+            Accessor {
+                record: record(actor),
+                own: 0,
+                published: Some(&published[space]),
+                knows: Knows::all(&known),
+            }
         };
         let mut old = vec![];
         if self.weak_memory() {

@@ -23,6 +23,9 @@ enum End {
     Shared(u64),
 }
 
+/// One in so many copies comes as late as it can, so that whoever does not wait for it is seen.
+const LATE_ONE_IN: u64 = 8;
+
 /// How far a piece has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
@@ -45,6 +48,8 @@ struct Pending {
     /// Room for what was read, and how far each piece has come.
     data: Vec<u8>,
     pieces: [Stage; PIECES],
+    /// It moves only while nobody else can; drawn when it might first have moved.
+    late: Option<bool>,
     /// Somebody has waited until its source was read.
     awaited: bool,
     /// Words that it reads as they were before, in weak-memory mode.
@@ -141,13 +146,18 @@ fn end_pointer(block: &mut BlockState, table: &Table, end: End, bytes: u32) -> R
 }
 
 impl BlockState {
-    /// Moves pending copies on: each by one piece with probability 1/4, or all of them to the end. Returns whether anything moved.
+    /// Moves pending copies on: each by one piece with probability 1/4, but for late ones, or all of them to the end. Returns whether
+    /// anything moved.
     pub(crate) fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
         let mut pending = std::mem::take(&mut self.bulk.pending);
         let mut moved = false;
         let mut failed = None;
         pending.retain_mut(|p| {
-            if failed.is_some() || rng.as_mut().is_some_and(|r| r.below(4) != 0) {
+            let rests = rng.as_mut().is_some_and(|r| {
+                let late = *p.late.get_or_insert_with(|| r.below(LATE_ONE_IN) == 0);
+                late || r.below(4) != 0
+            });
+            if failed.is_some() || rests {
                 return true;
             }
             moved = true;
@@ -283,8 +293,21 @@ impl<W: Watch> Exec<'_, W> {
         data.resize(bytes as usize, 0);
         let (warp, pc) = (self.warp.index, self.pc);
         let pieces = [Stage::Issued; PIECES];
-        let p =
-            Pending { dst, src, bytes, mbar, thread, group, data, pieces, awaited: false, stale, warp, pc };
+        let p = Pending {
+            dst,
+            src,
+            bytes,
+            mbar,
+            thread,
+            group,
+            data,
+            pieces,
+            late: None,
+            awaited: false,
+            stale,
+            warp,
+            pc,
+        };
         self.block.bulk.pending.push(p);
         Ok(Ok(()))
     }

@@ -277,7 +277,11 @@ fn convert_scalar(c: &Conversion, raw: u64) -> u64 {
         return finish_float(c, float::narrow_ftz(f64::from_bits(raw), c.round).to_bits().into());
     }
     let overflow = if c.satfinite { Overflow::Finite } else { Overflow::Ieee };
-    finish_float(c, float::convert(raw, format(c.from), format(c.to), c.round, overflow))
+    let convert = |to| match c.from {
+        Ty::F64 => float::narrow_f64(raw, to, c.round, overflow),
+        from => float::convert(raw, format(from), to, c.round, overflow),
+    };
+    finish_float(c, convert(format(c.to)))
 }
 
 /// `.sat`, `.relu` and `.ftz` on a float result.

@@ -90,6 +90,10 @@ pub fn arithmetic(op: Op, mode: Mode, x: &[u64]) -> u64 {
             Op::Mul => arg(0).mul_r(arg(1), r).value,
             Op::Fma => arg(0).mul_add_r(arg(1), arg(2), r).value,
             Op::Div => arg(0).div_r(arg(1), r).value,
+            // The hardware flushes what is subnormal before rounding.
+            Op::Rcp if mode.ftz && one.div_r(arg(0), Round::TowardZero).value.is_denormal() => {
+                F::ZERO.copy_sign(arg(0))
+            }
             Op::Rcp => one.div_r(arg(0), r).value,
             Op::Sqrt => sqrt(arg(0), mode),
         };

@@ -303,7 +303,8 @@ fn bit_fields(t: &mut Table) {
     for ty in [U32, S32, U64, S64] {
         let (n, k, top) = (ty.name, ty.kind(), u64::from(ty.bits) - 1);
         // The manual's pseudo code, bit by bit.
-        t.op(format!("bfe.{n}"), &[k, Count, Count], k, move |x| {
+        let count = if ty.bits == 64 { ByteCount } else { Count };
+        t.op(format!("bfe.{n}"), &[k, count, count], k, move |x| {
             let (a, position, length) = (x[0], x[1] & 0xff, x[2] & 0xff);
             let sign = match ty.signed && length != 0 {
                 true => a >> (position + length - 1).min(top) & 1,
@@ -325,7 +326,8 @@ fn bit_fields(t: &mut Table) {
     }
     for (n, k, bits) in [("b32", Int(32), 32u64), ("b64", Int(64), 64)] {
         let bit = |v: u64, i: u64| v >> i & 1;
-        t.op(format!("bfi.{n}"), &[k, k, Count, Count], k, move |x| {
+        let count = if bits == 64 { ByteCount } else { Count };
+        t.op(format!("bfi.{n}"), &[k, k, count, count], k, move |x| {
             let (position, length) = (x[2] & 0xff, x[3] & 0xff);
             (0..bits).fold(0, |r, i| {
                 let inside = i >= position && i < position + length;
@@ -561,7 +563,8 @@ fn signs_and_extremes(t: &mut Table) {
                 let eval = move |x: &[u64]| float::min_max(greater, nan, mode, x);
                 // `.ftz` comes first.
                 let opcode = format!("{op}{}{modifier}.{}", if ftz { ".ftz" } else { "" }, format.name());
-                t.op(&opcode, &[k, k], k, eval);
+                // Which payload comes out of two NaNs of f64, the manual does not say.
+                t.op(&opcode, &[k, k], k, eval).any_nan = format == F64;
                 if small {
                     t.op(format!("{opcode}x2"), &[Pair(format); 2], Pair(format), halves(eval));
                 }
@@ -575,9 +578,10 @@ fn float_to_float(t: &mut Table) {
     {
         for (r, round) in ROUNDS {
             let plain = Mode { round, ..Mode::plain(to) };
-            t.convert(format!(".{r}"), from, plain);
+            // Nor what becomes of the payload here.
+            t.convert(format!(".{r}"), from, plain).any_nan = from == F64;
             if (from, to) == (F64, F32) {
-                t.convert(format!(".{r}.ftz"), from, Mode { ftz: true, ..plain });
+                t.convert(format!(".{r}.ftz"), from, Mode { ftz: true, ..plain }).any_nan = true;
                 t.convert(format!(".{r}.sat"), from, Mode { sat: true, ..plain });
                 t.convert(format!(".{r}.ftz.sat"), from, Mode { ftz: true, sat: true, ..plain });
             }

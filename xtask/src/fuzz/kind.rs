@@ -16,6 +16,8 @@ pub enum Kind {
     Divisor(u32),
     /// A 32-bit count or position of bits.
     Count,
+    /// One in 0..256: what lies beyond, the manual leaves open.
+    ByteCount,
     /// A floating-point number.
     Float(Format),
     /// Two of them, side by side.
@@ -81,7 +83,7 @@ impl Kind {
         match self {
             Kind::Pred => 1,
             Kind::Int(bits) | Kind::Bits(bits) | Kind::Divisor(bits) => bits,
-            Kind::Count => 32,
+            Kind::Count | Kind::ByteCount => 32,
             Kind::Float(format) => format.bits().0,
             Kind::Pair(format) => 2 * format.bits().0,
         }
@@ -100,7 +102,7 @@ impl Kind {
     /// Whether a literal may stand in its place. Not for floats: an assembler may then compute at compile time, and it is
     /// the machine that is of interest.
     pub fn may_be_literal(self) -> bool {
-        matches!(self, Kind::Int(_) | Kind::Divisor(_) | Kind::Count)
+        matches!(self, Kind::Int(_) | Kind::Divisor(_) | Kind::Count | Kind::ByteCount)
     }
 
     /// A value that is likely to be at the edge of something.
@@ -112,6 +114,10 @@ impl Kind {
             Kind::Count => match rng.random_range(0..8) {
                 0 => rng.random::<u32>().into(),
                 1 => rng.random_range(0..300),
+                _ => rng.random_range(0..70),
+            },
+            Kind::ByteCount => match rng.random_range(0..4) {
+                0 => rng.random_range(0..256),
                 _ => rng.random_range(0..70),
             },
             Kind::Float(format) => float(format, rng),

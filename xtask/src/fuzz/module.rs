@@ -101,7 +101,7 @@ fn random_use(number: usize, form: &Form, rng: &mut StdRng) -> Use {
         .filter(|&i| form.operands[i].may_be_literal());
     if let Some(i) = literal {
         // The assembler takes no greater positions of bits.
-        let limit = if form.operands[i] == Kind::Count { 0xff } else { u64::MAX };
+        let limit = if matches!(form.operands[i], Kind::Count | Kind::ByteCount) { 0xff } else { u64::MAX };
         let value = operands[i][0] & limit;
         operands[i].fill(value);
     }

@@ -6,36 +6,119 @@ use crate::workspace::Workspace;
 /// A kind of place, by instruction and Rust line.
 struct Harmless {
     kinds: &'static [Kind],
+    /// The only kernel in which it is; empty for all.
+    kernel: &'static str,
     /// What the opcode begins with.
     opcode: &'static str,
-    /// What the kernel's own line holds.
+    /// What the kernel's own line holds, or one of the two above it.
     source: &'static str,
     why: &'static str,
 }
 
-const HARMLESS: [Harmless; 2] = [
+const HARMLESS: [Harmless; 13] = [
     Harmless {
         kinds: &[Kind::AcquireToRelaxed, Kind::DeviceToBlock],
+        kernel: "",
         opcode: "ld.acquire.gpu.",
         source: "current_epoch(",
         why: "an earlier kernel of the stream wrote the epoch",
     },
     Harmless {
         kinds: &[Kind::DeviceToBlock],
+        kernel: "",
         opcode: "ld.relaxed.gpu.global.b32",
         source: "",
         why: "only a wait that expires writes the abort word, and none does",
+    },
+    Harmless {
+        kinds: &[Kind::InitFenceDropped],
+        kernel: "",
+        opcode: "fence.mbarrier_init.",
+        source: "Ring::new(",
+        why: "two orders suffice: the proxy fence behind it and the warp's barrier publish the mbarriers too",
+    },
+    Harmless {
+        kinds: &[Kind::ProxyFenceDropped],
+        kernel: "",
+        opcode: "fence.proxy.async.shared::cta",
+        source: "Ring::new(",
+        why: "two orders suffice: the fence for mbarrier inits before it makes them known to copies too",
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "",
+        opcode: "bar.warp.sync",
+        source: "Ring::new(args.",
+        why: "one lane sets up the mbarriers and starts loads; the block meets before the other lanes wait for one",
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "",
+        opcode: "bar.warp.sync",
+        source: "leave(comm",
+        why: "the next kernel reads the epoch, and begins when all lanes have ended",
+    },
+    Harmless {
+        kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
+        kernel: "",
+        opcode: "fence.proxy.async",
+        source: "The peers' rows were released to this thread",
+        why: "the rows were written before the peers' kernels began, and a kernel's boundary orders all proxies",
+    },
+    Harmless {
+        kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
+        kernel: "",
+        opcode: "fence.proxy.async",
+        source: "bulk_wait::<0>();",
+        why: "two orders suffice: the wait before it has seen the bulk stores land, and the release behind it passes that on",
+    },
+    Harmless {
+        kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
+        kernel: "internode_dispatch",
+        opcode: "fence.proxy.async",
+        source: "take most of the links and end early",
+        why: "it paces bulk stores that have been waited for; what else was written, the forwarder's proxy fence orders",
+    },
+    Harmless {
+        kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
+        kernel: "internode_dispatch",
+        opcode: "fence.proxy.async",
+        source: "continue;",
+        why: "two orders suffice: the sender has a proxy fence of its own behind what it wrote",
+    },
+    Harmless {
+        kinds: &[Kind::BlockBarrierDropped],
+        kernel: "",
+        opcode: "barrier.sync",
+        source: "Progress::new(",
+        why: "two orders suffice: the block meets in wait_mapped_ready before a warp reads another's progress",
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "combine_bf16",
+        opcode: "bar.warp.sync",
+        source: "from.wait(row);",
+        why: "within a node no row has a wait of its own: the block has waited for all ranks",
+    },
+    Harmless {
+        kinds: &[Kind::DeviceToBlock],
+        kernel: "",
+        opcode: "atom.relaxed.gpu.",
+        source: "posted = deliver(",
+        why: "one warp alone posts to the queue in this kernel",
     },
 ];
 
 /// Why a fault changes nothing, if it is known not to.
 pub fn why(ws: &Workspace, fault: &Fault) -> Option<&'static str> {
     let source = std::fs::read_to_string(ws.root.join(&fault.own.0)).unwrap_or_default();
-    let line = source.lines().nth((fault.own.1 as usize).saturating_sub(1)).unwrap_or("");
+    let lines: Vec<&str> = source.lines().take(fault.own.1 as usize).collect();
+    let lines = &lines[lines.len().saturating_sub(3)..];
     let known = |harmless: &&Harmless| {
         harmless.kinds.contains(&fault.kind)
+            && (harmless.kernel.is_empty() || harmless.kernel == fault.kernel)
             && fault.opcode.starts_with(harmless.opcode)
-            && line.contains(harmless.source)
+            && lines.iter().any(|line| line.contains(harmless.source))
     };
     HARMLESS.iter().find(known).map(|harmless| harmless.why)
 }

@@ -335,9 +335,9 @@ pub struct Shared {
     #[arg(long)]
     pub threads: bool,
 
-    /// Longest wait for another rank
-    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86400))]
-    pub timeout: u64,
+    /// Longest wait for another rank [default: 60, and 600 with --check]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub timeout: Option<u64>,
 
     /// Print one JSON object instead of lines
     #[arg(long)]
@@ -399,7 +399,9 @@ impl Shared {
 
     /// Longest wait for another rank.
     pub fn timeout(&self) -> Duration {
-        Duration::from_secs(self.timeout)
+        // Checks make kernels up to thirty times slower.
+        let default = if self.virtual_gpu.check.is_some() { 600 } else { 60 };
+        Duration::from_secs(self.timeout.unwrap_or(default))
     }
 
     /// What the flags come to for these ranks.
@@ -452,7 +454,7 @@ impl Shared {
             queues: self.network.queues(self.device),
             seed: self.seed,
             num_sms: config.num_sms,
-            timeout: self.timeout,
+            timeout: self.timeout().as_secs(),
             config,
         })
     }
