@@ -478,7 +478,7 @@ pub(crate) fn div_approx(a: f32, b: f32) -> f32 {
     if b.abs() > SMALL_RECIPROCAL { a * 0f32.copysign(b) } else { a / b }
 }
 
-/// `rcp.ftz` by `rcp`: a result is flushed if it is subnormal before rounding, as in [`narrow_ftz`].
+/// `rcp.ftz` by `rcp`: what is flushed is as in [`narrow_ftz`].
 pub(crate) fn rcp_ftz(a: f32, rcp: impl Fn(f32) -> f32) -> f32 {
     if a.abs() > SMALL_RECIPROCAL { 0f32.copysign(a) } else { rcp(a) }
 }
@@ -503,13 +503,24 @@ pub(crate) fn narrow_f64(bits: u64, to: Format, mode: Round, overflow: Overflow)
     to.sign(bits >> 63 != 0) | to.infinity() | 1 << (to.mantissa - 1) | payload
 }
 
-/// f64 to f32 with `.ftz`. A result is flushed if it is subnormal before rounding, even where rounding makes it the
-/// smallest normal number: so does the hardware.
+/// f64 to f32 with `.ftz`. A result is flushed if it is subnormal when rounded as if exponents had no end, even where rounding to a subnormal
+/// makes it the smallest normal number: so does the hardware.
 pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
-    if v.abs() < f64::from(f32::MIN_POSITIVE) {
-        return 0f32.copysign(v as f32);
+    let narrow = |v: f64| f32::from_bits(narrow_f64(v.to_bits(), F32, mode, Overflow::Ieee) as u32);
+    flush(flush_tiny(narrow(v), || narrow(v * f64::from(SCALE))))
+}
+
+/// 2^64, by which results near the smallest normal number grow to where all have as many digits.
+pub(crate) const SCALE: f32 = 18_446_744_073_709_551_616.0;
+
+/// `.ftz` for a result that rounds to the smallest normal number: `scaled`, [`SCALE`] times as large, tells whether it still does with all digits.
+#[inline(always)]
+pub(crate) fn flush_tiny(v: f32, scaled: impl FnOnce() -> f32) -> f32 {
+    if v.abs() == f32::MIN_POSITIVE && scaled().abs() < f32::MIN_POSITIVE * SCALE {
+        0f32.copysign(v)
+    } else {
+        v
     }
-    f32::from_bits(narrow_f64(v.to_bits(), F32, mode, Overflow::Ieee) as u32)
 }
 
 /// Flushes a subnormal to zero of its sign.
@@ -658,6 +669,19 @@ mod tests {
         assert_eq!(narrow(0xfff4_749a_84eb_5fb6, F16), 0xff1d);
         assert_eq!(narrow(0xfff3_cb2b_b077_4e0e, BF16), 0xffde);
         assert_eq!(narrow(0x7ff0_0000_0000_0000, F32), 0x7f80_0000, "infinity is none");
+    }
+
+    /// As an H200 does.
+    #[test]
+    fn what_is_tiny_is_flushed_even_where_rounding_makes_it_normal() {
+        let below = f32::from_bits(0x00ff_ffff);
+        assert_eq!((below * 0.5).to_bits(), 0x0080_0000, "with the digits of a subnormal it is normal");
+        assert_eq!(flush_tiny(below * 0.5, || below * SCALE * 0.5), 0.0);
+        assert_eq!(flush_tiny(-f32::MIN_POSITIVE, || -f32::MIN_POSITIVE * SCALE), -f32::MIN_POSITIVE);
+        let narrow = |bits, mode| narrow_ftz(f64::from_bits(bits), mode).to_bits();
+        assert_eq!(narrow(0x380f_ffff_fc00_0000, Round::Nearest), 0x0080_0000);
+        assert_eq!(narrow(0x380f_ffff_fc00_0000, Round::Zero), 0);
+        assert_eq!(narrow(0x380f_ffff_e000_0000, Round::Nearest), 0);
     }
 
     #[test]

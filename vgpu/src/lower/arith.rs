@@ -6,7 +6,7 @@ use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
 use crate::ast::Operand;
 use crate::exec::lanes::{Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4};
-use crate::float::{self, Directed, Half, Round, canonical, flush, saturate};
+use crate::float::{self, Directed, Half, Round, SCALE, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
 
 /// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other types.
@@ -318,6 +318,9 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
         let ty = m.ty()?;
         return Ok(match ty {
             Ty::F32 | Ty::F64 if add => fma(ty, g),
+            Ty::F32 if g.ftz => Some(by_round!(g.round,
+                f32_2(g, |a, b| float::flush_tiny(a * b, || a * SCALE * b)),
+                R => f32_2(g, |a, b| float::flush_tiny(a.mul(b, R), || (a * SCALE).mul(b, R))))),
             Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a * b), R => f32_2(g, |a, b| a.mul(b, R)))),
             Ty::F64 if g.flush_or_saturate() => None,
             Ty::F64 => {
@@ -386,6 +389,9 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
 /// `fma`, and `mad` of floats, which is the same.
 fn fma(ty: Ty, g: Flags) -> Option<Spec> {
     match ty {
+        Ty::F32 if g.ftz => Some(by_round!(g.round,
+            f32_3(g, |a, b, c| float::flush_tiny(a.mul_add(b, c), || (a * SCALE).mul_add(b, c * SCALE))),
+            R => f32_3(g, |a, b, c| float::flush_tiny(a.fma(b, c, R), || (a * SCALE).fma(b, c * SCALE, R))))),
         Ty::F32 => Some(by_round!(g.round, f32_3(g, f32::mul_add), R => f32_3(g, |a, b, c| a.fma(b, c, R)))),
         _ if g.flush_or_saturate() => None,
         _ => Some(by_round!(
@@ -416,6 +422,9 @@ fn div(m: &mut Mods) -> Result<Option<Spec>, String> {
     Ok(match ty {
         _ if g.sat || (approx || full) && g.round != Round::Nearest => None,
         Ty::F32 if approx => Some(f32_2(g, float::div_approx)),
+        Ty::F32 if g.ftz => Some(by_round!(g.round,
+            f32_2(g, |a, b| float::flush_tiny(a / b, || a * SCALE / b)),
+            R => f32_2(g, |a, b| float::flush_tiny(a.div(b, R), || (a * SCALE).div(b, R))))),
         Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a / b), R => f32_2(g, |a, b| a.div(b, R)))),
         _ if g.ftz => None,
         Ty::F64 => {

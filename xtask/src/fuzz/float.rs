@@ -97,8 +97,31 @@ pub fn arithmetic(op: Op, mode: Mode, x: &[u64]) -> u64 {
             Op::Rcp => one.div_r(arg(0), r).value,
             Op::Sqrt => sqrt(arg(0), mode),
         };
-        finish(v, mode)
+        let tiny = mode.ftz && v.abs() == F::smallest_normalized() && tiny(op, mode, x);
+        finish(if tiny { F::ZERO.copy_sign(v) } else { v }, mode)
     })
+}
+
+/// Whether a result that rounds to the smallest normal number is smaller when rounded as if exponents had no end.
+fn tiny(op: Op, mode: Mode, x: &[u64]) -> bool {
+    let format = mode.format;
+    let arg =
+        |i: usize| wide(with!(format, F => bits(flush_if(true, F::from_bits(x[i].into())), format)), format);
+    let exact = match op {
+        Op::Mul => (arg(0) * arg(1)).value,
+        Op::Fma => arg(0).mul_add(arg(1), arg(2)).value,
+        Op::Div => arg(0).div_r(arg(1), Round::TowardZero).value,
+        Op::Add | Op::Sub | Op::Rcp | Op::Sqrt => return false,
+    };
+    is_tiny(exact, mode)
+}
+
+/// The hardware flushes what is subnormal when rounded as if exponents had no end, even if rounding to a subnormal makes it normal.
+fn is_tiny(v: Quad, mode: Mode) -> bool {
+    let smallest = wide(1 << mode.format.bits().1, mode.format);
+    let scale = Quad::from_u128(1 << 64).value;
+    let rounded = wide(narrow((v * scale).value, mode.format, mode.round), mode.format);
+    v.abs() < smallest && rounded.abs() < (smallest * scale).value
 }
 
 fn flush_if<F: Float>(ftz: bool, v: F) -> F {
@@ -165,9 +188,7 @@ pub fn convert(v: u64, from: Format, mode: Mode) -> u64 {
         exact if mode.ftz && from == Format::F32 && is_subnormal(v, from) => sign_only(exact),
         exact => exact,
     };
-    // The hardware flushes what is subnormal before rounding, even if rounding makes it a normal number.
-    let smallest = wide(1 << mode.format.bits().1, mode.format);
-    if mode.ftz && mode.format == Format::F32 && v.abs() < smallest {
+    if mode.ftz && mode.format == Format::F32 && is_tiny(v, mode) {
         v = sign_only(v);
     }
     let v = narrow(v, mode.format, mode.round);

@@ -157,14 +157,15 @@ fn float(format: Format, rng: &mut StdRng) -> u64 {
     let sign = rng.random_range(0..2u64) << (bits - 1);
     let value = match rng.random_range(0..16) {
         0 => 0,
-        // Subnormals, among them the smallest and the largest, and the smallest normal number.
+        // Subnormals, among them the smallest and the largest, and the smallest normal number; twice that, less a little: half of it rounds
+        // to a normal number or not, as one looks at it.
         1 => 1,
-        2 => (1 << mantissa) - rng.random_range(0..2),
+        2 => ((1 << mantissa) << rng.random_range(0..2)) - rng.random_range(0..2),
         3 => rng.random::<u64>() & mask(mantissa),
         // The largest number, infinity, NaNs.
         4 => infinity - rng.random_range(0..2),
         5 => infinity | (rng.random::<u64>() & mask(mantissa)),
-        6 => bias << mantissa,
+        6 => (bias - rng.random_range(0..2)) << mantissa,
         7 => rng.random::<u64>() & top,
         // Beside the powers of two at which formats and integers end.
         8 => {
