@@ -103,17 +103,26 @@ fn float_to_float() {
     check("cvt.ftz.f32.f32 %r0, %r1;", &[1], 0);
 }
 
+/// Rounded as if exponents had no end, as an H200 does it: not before rounding, and not with the fewer digits of a subnormal.
 #[test]
-fn a_result_that_was_subnormal_before_rounding_is_flushed() {
+fn a_result_that_is_subnormal_when_rounded_with_all_digits_is_flushed() {
     let smallest = 2f64.powi(-126);
-    let below = smallest * (1.0 - 2f64.powi(-40));
+    let (below, just_below) = (smallest * (1.0 - 2f64.powi(-24)), smallest * (1.0 - 2f64.powi(-27)));
     check("cvt.rn.f32.f64 %r0, %rd1;", &[d(below)], 0x0080_0000);
     check("cvt.rn.ftz.f32.f64 %r0, %rd1;", &[d(below)], 0);
+    check("cvt.rn.ftz.f32.f64 %r0, %rd1;", &[d(just_below)], 0x0080_0000);
+    check("cvt.rz.ftz.f32.f64 %r0, %rd1;", &[d(just_below)], 0);
     check("cvt.rp.ftz.f32.f64 %r0, %rd1;", &[d(1e-310)], 0);
-    check("cvt.rm.ftz.f32.f64 %r0, %rd1;", &[d(-below)], 0x8000_0000);
+    check("cvt.rp.ftz.f32.f64 %r0, %rd1;", &[d(-just_below)], 0x8000_0000);
     check("cvt.rn.ftz.sat.f32.f64 %r0, %rd1;", &[d(below)], 0);
+    check("cvt.rn.ftz.sat.f32.f64 %r0, %rd1;", &[d(1e-40)], 0);
     check("cvt.rn.ftz.f32.f64 %r0, %rd1;", &[d(smallest)], 0x0080_0000);
-    check("cvt.rn.ftz.f32.f64 %r0, %rd1;", &[d(f64::NAN)], 0x7fff_ffff);
+    check("cvt.rn.ftz.f32.f64 %r0, %rd1;", &[d(f64::NAN)], 0x7fc0_0000);
+    check("mul.rn.ftz.f32 %r0, %r1, %r2;", &[0x00ff_ffff, f(0.5)], 0);
+    check("mul.rn.f32 %r0, %r1, %r2;", &[0x00ff_ffff, f(0.5)], 0x0080_0000);
+    check("fma.rn.ftz.f32 %r0, %r1, %r2, %r3;", &[0x00ff_ffff, f(0.5), 0], 0);
+    check("div.rn.ftz.f32 %r0, %r1, %r2;", &[0x00ff_ffff, f(2.0)], 0);
+    check("rcp.rp.ftz.f32 %r0, %r1;", &[0x7e80_0001], 0);
 }
 
 #[test]
