@@ -314,7 +314,6 @@ impl Block {
         mask: u32,
         scope: Scope,
         acquire: bool,
-        older: bool,
         found: &[Release],
     ) {
         if !acquire && !self.has_fences {
@@ -329,10 +328,7 @@ impl Block {
         }
         warp.each(mask, |lane| {
             for r in &fitting {
-                if acquire && older {
-                    // Not what the chain has by now.
-                    lane.known.join(&r.known);
-                } else if acquire {
+                if acquire {
                     lane.learn(r.chain, &r.known);
                 } else {
                     lane.seen.retain(|(_, old)| old.by != r.by);

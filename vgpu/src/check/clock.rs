@@ -156,11 +156,11 @@ struct Root {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clock(Option<Arc<Root>>);
 
+/// An entry of one list, of the other, or of both.
+type Either<'a, K, V> = (Option<&'a (K, V)>, Option<&'a (K, V)>);
+
 /// Goes through two sorted lists together.
-fn zip_sorted<'a, K: Ord, V>(
-    a: &'a [(K, V)],
-    b: &'a [(K, V)],
-) -> impl Iterator<Item = (Option<&'a (K, V)>, Option<&'a (K, V)>)> {
+fn zip_sorted<'a, K: Ord, V>(a: &'a [(K, V)], b: &'a [(K, V)]) -> impl Iterator<Item = Either<'a, K, V>> {
     let (mut a, mut b) = (a.iter().peekable(), b.iter().peekable());
     std::iter::from_fn(move || {
         let order = match (a.peek(), b.peek()) {

@@ -233,9 +233,15 @@ impl Watch for Watcher<'_> {
             Place::Shared { offset } => block.releases.get(&offset).map(seen),
             Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(seen),
         };
-        if let Some(found) = found {
-            block.observe(&world.grids, *warp, mask, scope, acquire, older, &found);
+        let Some(mut found) = found else { return };
+        if older {
+            // Not what the chain has by now: as if it were one of its own.
+            for release in &mut found {
+                world.chains += 1;
+                release.chain = world.chains;
+            }
         }
+        block.observe(&world.grids, *warp, mask, scope, acquire, &found);
     }
 
     fn wrote(&mut self, place: Place, lane: usize, sem: Sem, scope: Scope, rmw: bool) {
