@@ -296,8 +296,10 @@ mod tests {
             convert(v.to_bits(), Format::F64, mode) as u32
         };
         assert_eq!(f32_of(0.1, true), 0.1f32.to_bits());
-        let below = 2f64.powi(-126) * (1.0 - 2f64.powi(-40));
+        let below = 2f64.powi(-126) * (1.0 - 2f64.powi(-24));
         assert_eq!((f32_of(below, false), f32_of(below, true)), (0x0080_0000, 0));
+        let just_below = 2f64.powi(-126) * (1.0 - 2f64.powi(-27));
+        assert_eq!(f32_of(just_below, true), 0x0080_0000, "as an H200 gives it");
         let e4m3 = |v: f32| convert_finite(v.to_bits().into(), Format::F32, Format::E4m3, NEAREST);
         assert_eq!([e4m3(1.0), e4m3(-1e9), e4m3(f32::NAN), e4m3(460.0)], [0x38, 0xfe, 0x7f, 0x7e]);
         let mode = Mode { round: Round::TowardZero, ..Mode::plain(Format::F32) };
