@@ -100,6 +100,18 @@ pub enum LaunchError {
     Memory(#[from] MemoryError),
 }
 
+/// In which launch an access was, as seen from another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Launch {
+    /// In the same one.
+    #[default]
+    Same,
+    /// In another one on the same device, or by the host.
+    Other,
+    /// On another device.
+    OtherDevice,
+}
+
 /// One side of a race.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Party {
@@ -113,6 +125,8 @@ pub struct Party {
     pub warp: Option<u32>,
     /// Lane, where one is to blame.
     pub lane: Option<u32>,
+    /// The launch.
+    pub launch: Launch,
     /// Line in the PTX text, from 1.
     pub ptx_line: usize,
     /// The PTX line.
@@ -132,7 +146,12 @@ impl fmt::Display for Party {
         if self.kernel.is_empty() {
             return write!(f, "{} by the host, or by a copy in a stream", self.access);
         }
-        write!(f, "{} in kernel '{}', block {:?}", self.access, self.kernel, self.block)?;
+        let launch = match self.launch {
+            Launch::Same => "",
+            Launch::Other => ", in another launch",
+            Launch::OtherDevice => " of another device",
+        };
+        write!(f, "{} in kernel '{}'{launch}, block {:?}", self.access, self.kernel, self.block)?;
         if let Some(warp) = self.warp {
             write!(f, ", warp {warp}")?;
         }
@@ -143,6 +162,27 @@ impl fmt::Display for Party {
             write!(f, "\n    at {file}:{line}")?;
         }
         write!(f, "\n    PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
+    }
+}
+
+/// Something that was to order two accesses, or may have been meant to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Attempt {
+    /// A wait, or a strong read.
+    pub what: Party,
+    /// The write that it read.
+    pub of: Option<Party>,
+    /// What it orders, or why it orders nothing.
+    pub verdict: String,
+}
+
+impl fmt::Display for Attempt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.what)?;
+        if let Some(of) = &self.of {
+            write!(f, "\n   of what was written by a {of}")?;
+        }
+        write!(f, "\n   {}", self.verdict)
     }
 }
 
@@ -161,18 +201,22 @@ pub struct Race {
     pub other: Party,
     /// What would have ordered the two.
     pub missing: String,
+    /// What was to order them, as far as it was seen: from the earlier access to the later, or else the last that the later one's block
+    /// has read.
+    pub attempts: Vec<Attempt>,
 }
 
 impl fmt::Display for Race {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, label, offset, access, other, missing } = self;
+        let Self { space, label, offset, access, other, missing, attempts } = self;
         write!(f, "data race in {space} memory at ")?;
         if label.is_empty() {
             write!(f, "offset {offset:#x}")?;
         } else {
             write!(f, "'{label}' + {offset:#x}")?;
         }
-        write!(f, ": a {access} is not ordered behind\n  a {other}\n  missing: {missing}")
+        write!(f, ": a {access} is not ordered behind\n  a {other}\n  missing: {missing}")?;
+        attempts.iter().try_for_each(|attempt| write!(f, "\n  seen: {attempt}"))
     }
 }
 
@@ -324,6 +368,41 @@ impl fmt::Display for FaultKind {
     }
 }
 
+/// The last instructions of a warp that access memory, or wait for or order others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trace {
+    /// Block index.
+    pub block: [u32; 3],
+    /// Warp index within the block.
+    pub warp: u32,
+    /// Latest first.
+    pub steps: Vec<TraceStep>,
+}
+
+/// An instruction of a [`Trace`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TraceStep {
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// The PTX line.
+    pub ptx_text: String,
+    /// Rust file and line in the kernel, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+}
+
+impl fmt::Display for Trace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "last instructions of block {:?}, warp {}, latest first:", self.block, self.warp)?;
+        self.steps.iter().try_for_each(|TraceStep { ptx_line, ptx_text, source }| {
+            f.write_str("\n    ")?;
+            if let Some((file, line)) = source {
+                write!(f, "{file}:{line} ")?;
+            }
+            write!(f, "PTX {ptx_line}: {}", ptx_text.trim())
+        })
+    }
+}
+
 /// A kernel that was stopped, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
@@ -345,6 +424,8 @@ pub struct Fault {
     pub inlined: Option<(String, u32)>,
     /// What happened.
     pub kind: FaultKind,
+    /// Check mode: what the warps involved did last.
+    pub traces: Vec<Trace>,
 }
 
 impl fmt::Display for Fault {
@@ -360,7 +441,8 @@ impl fmt::Display for Fault {
         if let Some(source) = &self.source {
             write!(f, "\n  {}", At(source, self.inlined.as_ref()))?;
         }
-        write!(f, "\n  PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
+        write!(f, "\n  PTX line {}: {}", self.ptx_line, self.ptx_text.trim())?;
+        self.traces.iter().try_for_each(|trace| write!(f, "\n  {trace}"))
     }
 }
 

@@ -12,7 +12,9 @@ use crate::exec::bulk::BulkQueue;
 use crate::exec::{
     Activity, BARRIERS, Barrier, BlockState, Env, Exec, GroupState, Slice, Status, Stop, Warp,
 };
-use crate::fault::{Fault, FaultKind, LaunchError, StuckReport, StuckWarp, WaitingFor};
+use crate::fault::{
+    Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
+};
 use crate::ir::{Fence, File, Init, Op, Regs, Special};
 use crate::memory::{Memory, Region};
 use crate::module::Kernel;
@@ -21,6 +23,9 @@ use std::sync::Arc;
 
 /// Slices of a run among which preemptions are drawn.
 const PREEMPTION_SPAN: u64 = 20_000;
+
+/// Steps that a fault tells of a warp.
+const TRACED_STEPS: usize = 12;
 
 /// Warp instructions per turn with the round-robin scheduler.
 const SLICE: u64 = 256;
@@ -64,6 +69,8 @@ struct Block {
     sm: u32,
     /// In check mode.
     check: Option<Box<BlockCheck>>,
+    /// Hash of its state when all of it was last found to wait for itself; 0 when it did not.
+    stalled: u64,
     /// With [`Schedule::Preemptions`], of each warp.
     priority: Vec<u64>,
 }
@@ -250,6 +257,7 @@ impl Grid {
                 ready: 0,
                 sm: slot % grid.sm_count,
                 check: None,
+                stalled: 0,
                 priority: vec![0; warps as usize],
             });
             grid.start_block(slot);
@@ -299,6 +307,7 @@ impl Grid {
         b.state.completed = 0;
         b.state.bulk.reset(b.state.warps * 32);
         b.state.phases.clear();
+        b.stalled = 0;
         b.check = self.check.as_ref().map(|check| {
             Box::new(BlockCheck::new(check.number, linear, threads, &check.start, check.has_fences))
         });
@@ -368,13 +377,59 @@ impl Grid {
                 // Everybody waits. Copies that are still under way are what they may wait for.
                 if !self.progress_bulk(true)? {
                     self.new_epoch();
-                    return Ok(Progress::Spinning);
+                    if !self.may_be_stalled()? {
+                        return Ok(Progress::Spinning);
+                    }
                 }
                 self.new_epoch();
             }
             used += self.slice()?;
         }
         Ok(if self.live_blocks == 0 { Progress::Done } else { Progress::Running })
+    }
+
+    /// Nobody in the grid has anything to do: looks for blocks of which all warps wait at barriers and on mbarriers. These only the block
+    /// itself could complete; if it is found twice in one and the same state, nothing ever will. True when one was found for the first time.
+    fn may_be_stalled(&mut self) -> Result<bool, Box<Fault>> {
+        let mut first = false;
+        for slot in 0..self.blocks.len() {
+            let state = self.waits_for_itself(&self.blocks[slot]).unwrap_or(0);
+            let before = std::mem::replace(&mut self.blocks[slot].stalled, state);
+            first |= state != 0 && before == 0;
+            if state != 0 && state == before {
+                let waits =
+                    |warp: &Warp| warp.groups.iter().find(|g| g.state == GroupState::Ready).map(|g| g.pc);
+                let warps = &self.blocks[slot].warps;
+                let at = warps.iter().find_map(|warp| waits(warp).map(|pc| (warp.index, pc)));
+                let (warp, pc) = at.unwrap_or_default();
+                return Err(self.deadlock(WarpRef { block: slot as u32, warp }, pc.saturating_sub(1)));
+            }
+        }
+        Ok(first)
+    }
+
+    /// A hash of the registers and places of a block of which every warp waits at a barrier or has just looked at an mbarrier.
+    fn waits_for_itself(&self, block: &Block) -> Option<u64> {
+        let code = &self.env.kernel.code;
+        let on_mbarrier = |pc: u32| {
+            let op = (pc as usize).checked_sub(1).and_then(|at| code.get(at)).map(|inst| &inst.op);
+            matches!(op, Some(Op::Mbar { .. }))
+        };
+        if block.state.exited_warps == block.state.warps || !block.state.bulk.is_empty() {
+            return None;
+        }
+        let groups = || block.warps.iter().flat_map(|warp| &warp.groups);
+        if !groups().all(|g| g.state != GroupState::Ready || on_mbarrier(g.pc)) {
+            return None;
+        }
+        let mut hash = 1;
+        for warp in &block.warps {
+            warp.groups.iter().for_each(|g| hash = mix(hash ^ (u64::from(g.mask) << 32 | u64::from(g.pc))));
+            warp.regs.r32.iter().flatten().for_each(|&v| hash = mix(hash ^ u64::from(v)));
+            warp.regs.r64.iter().flatten().for_each(|&v| hash = mix(hash ^ v));
+            warp.regs.pred.iter().for_each(|&v| hash = mix(hash ^ u64::from(v)));
+        }
+        Some(hash | 1)
     }
 
     fn new_epoch(&mut self) {
@@ -567,7 +622,48 @@ impl Grid {
         let inlined = self.env.kernel.inlined(pc);
         let block = self.blocks[at.block as usize].state.ctaid;
         let kernel = self.env.kernel.name.clone();
-        Box::new(Fault { kernel, block, warp: at.warp, lane, ptx_line, ptx_text, source, inlined, kind })
+        let traces = self.traces(at, pc, &kind);
+        Box::new(Fault {
+            kernel,
+            block,
+            warp: at.warp,
+            lane,
+            ptx_line,
+            ptx_text,
+            source,
+            inlined,
+            kind,
+            traces,
+        })
+    }
+
+    /// What a warp did before instruction `pc`, and of a race the other one too, if it is still there.
+    fn traces(&self, at: WarpRef, pc: u32, kind: &FaultKind) -> Vec<Trace> {
+        let mut warps = vec![at];
+        if let FaultKind::Race(race) = kind
+            && race.other.launch == Launch::Same
+            && let Some(warp) = race.other.warp
+            && let Some(block) = self.blocks.iter().position(|b| b.state.ctaid == race.other.block)
+            && (block as u32, warp) != (at.block, at.warp)
+        {
+            warps.push(WarpRef { block: block as u32, warp });
+        }
+        let kernel = &self.env.kernel;
+        let trace = |at: WarpRef| {
+            let block = &self.blocks[at.block as usize];
+            let steps = block.warps.get(at.warp as usize)?.trace.steps.iter().rev();
+            let mut steps: Vec<TraceStep> = steps
+                .filter(|step| **step != pc)
+                .map(|step| kernel.origin(*step))
+                .map(|(ptx_line, ptx_text, source)| TraceStep { ptx_line, ptx_text, source })
+                .collect();
+            // Of a Rust line that became several instructions the last one is enough.
+            steps.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
+            steps.truncate(TRACED_STEPS);
+            let trace = Trace { block: block.state.ctaid, warp: at.warp, steps };
+            (!trace.steps.is_empty()).then_some(trace)
+        };
+        warps.into_iter().filter_map(trace).collect()
     }
 
     /// The end of a warp was wrong for a barrier: the fault stands where another one waits.

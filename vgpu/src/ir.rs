@@ -414,6 +414,18 @@ pub(crate) enum Op {
     Nop,
 }
 
+impl Op {
+    /// It accesses memory that others can see, or meets, waits for or orders other lanes.
+    pub(crate) fn concerns_others(&self) -> bool {
+        match self {
+            Op::Ld(access) | Op::St(access) => !matches!(access.space, Space::Local | Space::Param),
+            Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
+            Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } | Op::Bulk(_) => true,
+            _ => false,
+        }
+    }
+}
+
 /// A guard that is always true.
 pub(crate) const NO_GUARD: u32 = u32::MAX;
 /// Bit of a guard that negates it.

@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use epoxide_vgpu::{DeviceConfig, FaultKind, Progress, WaitingFor};
+use epoxide_vgpu::{DeviceConfig, FaultKind, Progress, StuckWarp, WaitingFor};
 
 fn seeded(seed: u64) -> DeviceConfig {
     DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() }
@@ -345,19 +345,73 @@ fn bulk_copy_rules() {
 }
 
 #[test]
-fn a_wait_that_cannot_end_spins_and_says_for_what() {
+fn a_wait_for_memory_spins_and_says_for_what() {
+    // Somebody else may write it.
+    let body = "W: ld.relaxed.gpu.global.u64 %rd1, [%rd40]; setp.eq.u64 %p1, %rd1, 7; @%p1 bra W;";
+    for dev in [DeviceConfig::default(), seeded(5)] {
+        let mut run = Run::new(&kernel("", body), &[7], launch(1, 1), &dev);
+        for _ in 0..10 {
+            while run.grid.step(10_000).unwrap() != Progress::Spinning {}
+        }
+        let report = run.grid.stuck_report();
+        assert!(matches!(report.warps[0].waiting, WaitingFor::Memory { value: 7, .. }), "{report}");
+    }
+}
+
+#[test]
+fn a_wait_for_bytes_that_nobody_copies_is_a_deadlock() {
     let body = "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 2; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 64;
         W: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra W;";
     for dev in [DeviceConfig::default(), seeded(5)] {
-        let mut run = Run::new(&kernel(BAR, body), &[0], launch(1, 1), &dev);
-        while run.grid.step(10_000).unwrap() != Progress::Spinning {}
-        let report = run.grid.stuck_report();
+        let fault = Run::new(&kernel(BAR, body), &[0], launch(1, 1), &dev).finish().unwrap_err();
+        let FaultKind::Deadlock(report) = &fault.kind else { panic!("{fault}") };
+        let waiting = &report.warps[0].waiting;
         assert!(
-            matches!(
-                report.warps[0].waiting,
-                WaitingFor::Mbarrier { pending: 1, pending_bytes: 64, phase: 0, .. }
-            ),
+            matches!(waiting, WaitingFor::Mbarrier { pending: 1, pending_bytes: 64, phase: 0, .. }),
             "{report}"
         );
     }
+}
+
+#[test]
+fn a_block_that_waits_for_an_mbarrier_that_only_it_could_complete_is_a_deadlock() {
+    // One arrival of two; the other warp waits at a barrier for the first.
+    let body = "
+        mov.u32 %r1, BAR;
+        setp.ge.u32 %p1, %r40, 32;
+        @%p1 bra MEET;
+        setp.eq.u32 %p2, %r40, 0;
+        @%p2 mbarrier.init.shared.b64 [%r1], 2;
+        bar.warp.sync -1;
+        @%p2 mbarrier.arrive.shared.b64 _, [%r1];
+    WAIT:
+        mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r1], 0;
+        @!%p3 bra WAIT;
+    MEET:
+        barrier.sync 0;";
+    let ptx = kernel(".shared .align 8 .b8 BAR[8];\n", body);
+    let fault = Run::new(&ptx, &[0], launch(1, 64), &DeviceConfig::default()).finish().unwrap_err();
+    let FaultKind::Deadlock(report) = &fault.kind else { panic!("{fault}") };
+    assert!(fault.ptx_text.contains("try_wait"), "{fault}");
+    let waits = |w: &&StuckWarp| matches!(w.waiting, WaitingFor::Mbarrier { pending: 1, .. });
+    assert_eq!(report.warps.iter().filter(waits).count(), 1, "{fault}");
+}
+
+#[test]
+fn who_gives_up_waiting_for_an_mbarrier_is_in_no_deadlock() {
+    let body = "
+        mov.u32 %r1, BAR; mov.u32 %r2, 0;
+        mbarrier.init.shared.b64 [%r1], 2;
+    WAIT:
+        add.u32 %r2, %r2, 1;
+        setp.gt.u32 %p2, %r2, 100000;
+        @%p2 bra END;
+        mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r1], 0;
+        @!%p3 bra WAIT;
+    END:
+        st.global.u32 [%rd40], %r2;";
+    let ptx = kernel(".shared .align 8 .b8 BAR[8];\n", body);
+    let mut run = Run::new(&ptx, &[0], launch(1, 1), &DeviceConfig::default());
+    // It spins, as far as anybody can tell, but not for ever.
+    while run.grid.step(10_000).unwrap() != Progress::Done {}
 }

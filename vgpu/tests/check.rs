@@ -10,7 +10,7 @@ mod common;
 use common::{kernel, launch};
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Memory, MemoryError, Module,
-    Past, Progress, Region, Schedule, for_each_seed,
+    Past, Progress, Region, Schedule, Trace, for_each_seed,
 };
 
 /// Seeds that a correct kernel must pass, and that a broken one must fail.
@@ -1148,4 +1148,110 @@ WAIT:
         assert!(race.other.kernel.is_empty() && race.missing.contains("a wait of the host"), "{fault}");
         assert!(fault.ptx_text.contains("// late"), "{fault}");
     });
+}
+
+#[test]
+fn a_race_names_what_was_to_order_its_accesses() {
+    let cases = [
+        ("st.release.gpu", "st.relaxed.gpu", "the write is no release"),
+        ("ld.acquire.gpu", "ld.relaxed.gpu", "the read is no acquire"),
+        // Nothing is wrong with the message itself: what is read was written behind it.
+        (
+            "ld.global.u64 %rd2, [%rd40]",
+            "ld.global.u64 %rd2, [%rd40+24]",
+            "orders what its thread did before the write",
+        ),
+    ];
+    for (from, to, verdict) in cases {
+        let late = "st.release.gpu.global.u32 [%rd40+8], %r2;\n    st.global.u64 [%rd40+24], %rd1;";
+        let body = MESSAGE.replace("st.release.gpu.global.u32 [%rd40+8], %r2;", late).replace(from, to);
+        let module = parse(&body);
+        let mut named = 0;
+        for seed in 0..BROKEN {
+            let Err(fault) = run(&module, launch(2, 1), seed, Some(races())) else { continue };
+            let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
+            // Where the reader has come first, nobody has read the flag as it should be.
+            if !fault.ptx_text.contains("ld.") {
+                continue;
+            }
+            let [attempt] = race.attempts.as_slice() else { panic!("{fault}") };
+            let of = attempt.of.as_ref().unwrap();
+            assert!(attempt.what.ptx_text.contains("%r3, [%rd40+8]"), "{fault}");
+            assert!(of.ptx_text.contains("[%rd40+8], %r2"), "{fault}");
+            assert!(attempt.verdict.contains(verdict), "{to}: {fault}");
+            named += 1;
+        }
+        assert!(named > 0, "{to}: no report by the reader");
+    }
+}
+
+#[test]
+fn an_order_is_named_across_blocks() {
+    // Block 0 tells block 1, and block 1 tells block 2, but with a relaxed store.
+    let body = "
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, 1;
+    mov.u64 %rd1, 7;
+    setp.eq.u32 %p1, %r1, 1;
+    @%p1 bra SECOND;
+    setp.eq.u32 %p1, %r1, 2;
+    @%p1 bra THIRD;
+    st.global.u64 [%rd40], %rd1;
+    st.release.gpu.global.u32 [%rd40+8], %r2;
+    ret;
+SECOND:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra SECOND;
+    st.relaxed.gpu.global.u32 [%rd40+16], %r2;
+    ret;
+THIRD:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+16];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra THIRD;
+    ld.global.u64 %rd2, [%rd40];";
+    let fault = run(&parse(body), launch(3, 1), 1, Some(races())).unwrap_err();
+    let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
+    let verdicts: Vec<&str> = race.attempts.iter().map(|a| a.verdict.as_str()).collect();
+    assert_eq!(verdicts.len(), 2, "{fault}");
+    assert!(verdicts[0].starts_with("orders what its thread did"), "{fault}");
+    assert!(verdicts[1].starts_with("orders nothing: the write is no release"), "{fault}");
+}
+
+#[test]
+fn a_copy_that_nobody_waited_for_names_the_wait() {
+    let body = "
+    mov.u32 %r1, DATA;
+    mov.u64 %rd1, 7;
+    st.shared.u64 [%r1], %rd1;
+    st.shared.u64 [%r1+8], %rd1;
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r1], 16;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group.read 0;
+    ld.global.u64 %rd2, [%rd40];";
+    let fault = run(&parse(body), launch(1, 1), 1, Some(races())).unwrap_err();
+    let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
+    let wait = &race.attempts[0];
+    assert!(wait.what.ptx_text.contains("wait_group.read"), "{fault}");
+    assert_eq!(wait.verdict, "waits for the copy to be read, not for it to arrive");
+}
+
+#[test]
+fn a_fault_tells_what_its_warps_did_last() {
+    let body = MESSAGE.replace("st.release.gpu", "st.relaxed.gpu");
+    let module = parse(&body);
+    let read = |fault: &Fault| fault.ptx_text.contains("ld.");
+    let run = |seed| run(&module, launch(2, 1), seed, Some(races())).unwrap_err();
+    let fault = (0..BROKEN).map(run).find(|fault| read(fault)).expect("a report by the reader");
+    let texts = |trace: &Trace| trace.steps.iter().map(|step| step.ptx_text.clone()).collect::<Vec<_>>();
+    let [reader, ..] = fault.traces.as_slice() else { panic!("{fault}") };
+    assert_eq!((reader.block, reader.warp), ([1, 0, 0], 0));
+    assert_eq!(texts(reader), ["ld.acquire.gpu.global.u32 %r3, [%rd40+8];"], "{fault}");
+    if let Some(writer) = fault.traces.get(1) {
+        assert_eq!(texts(writer)[0], "st.relaxed.gpu.global.u32 [%rd40+8], %r2;", "{fault}");
+    }
+    // Nobody keeps count without checks.
+    let plain = self::run(&parse("trap;"), launch(1, 1), 1, None).unwrap_err();
+    assert!(plain.traces.is_empty());
 }

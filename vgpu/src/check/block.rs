@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use super::clock::{self, Clock, Key};
+use super::history::Writes;
 use super::shadow::{Grids, Shadow};
 use super::{GLOBAL, Known, SHARED};
 use crate::exec::BARRIERS;
@@ -28,6 +29,8 @@ pub(crate) struct Releases {
     pub(crate) last: Vec<Release>,
     /// By one of the write before: who sees an older value has what came with that.
     pub(crate) before: Vec<Release>,
+    /// The strong writes of the location, for reports.
+    pub(crate) writes: Writes,
 }
 
 /// All that was released to hidden memory, as a chain.
@@ -102,6 +105,12 @@ impl Lane {
 
     fn knows(&self) -> Knows<'_> {
         Knows { known: &self.known, heard: &self.heard }
+    }
+
+    /// Adds all that it knows to `all`.
+    fn tell(&self, all: &mut Known) {
+        all.join(&self.known);
+        self.heard.iter().filter(|h| !h.settled).for_each(|h| all.join(&h.known));
     }
 }
 
@@ -279,9 +288,10 @@ impl Block {
 
     /// All that a lane knows, its own accesses left out.
     pub(crate) fn known(&self, warp: u32, lane: usize) -> Known {
-        let Some(lane) = self.warps[warp as usize].lane(lane) else { return Known::default() };
-        let mut known = lane.known.clone();
-        lane.heard.iter().filter(|h| !h.settled).for_each(|h| known.join(&h.known));
+        let mut known = Known::default();
+        if let Some(lane) = self.warps[warp as usize].lane(lane) {
+            lane.tell(&mut known);
+        }
         known
     }
 
@@ -529,10 +539,7 @@ impl Block {
     /// What all lanes know together at the end of the block.
     pub(crate) fn end(&self) -> Known {
         let mut all = Known::default();
-        for (_, lane) in self.warps.iter().flat_map(|w| &w.groups) {
-            all.join(&lane.known);
-            lane.heard.iter().filter(|h| !h.settled).for_each(|h| all.join(&h.known));
-        }
+        self.warps.iter().flat_map(|w| &w.groups).for_each(|(_, lane)| lane.tell(&mut all));
         all
     }
 }

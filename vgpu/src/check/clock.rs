@@ -20,7 +20,7 @@ const TIMELINE: Key = 1 << 63;
 /// Marks, within a block, the key of an mbarrier.
 const MBARRIER: Key = 1 << 15;
 /// Bits below a warp: itself (0), its lanes, and the two sides of their bulk stores.
-const WITHIN_WARP: Key = 127;
+pub(crate) const WITHIN_WARP: Key = 127;
 const LANE: Key = 1;
 const STORE_READS: Key = 33;
 const STORE_WRITES: Key = 65;

@@ -15,10 +15,12 @@
 //! | `shadow.rs` | for every word, who wrote and who read it |
 //! | `block.rs` | what the lanes of a block know, and how they learn it |
 //! | `watch.rs` | what the interpreter calls |
+//! | `history.rs` | by which reads an order was meant to come about |
 //! | `report.rs` | what was found, in words |
 
 pub(crate) mod block;
 pub(crate) mod clock;
+pub(crate) mod history;
 pub(crate) mod report;
 pub(crate) mod shadow;
 pub(crate) mod watch;
@@ -32,6 +34,7 @@ use crate::ir::Scope;
 use crate::rng::Rng;
 use block::{Knows, Release, Releases};
 use clock::{Clock, Key};
+use history::History;
 use shadow::{Accessor, Grids, How, Record, Shadow};
 
 /// What is to be checked.
@@ -152,6 +155,7 @@ pub(crate) struct World {
     chains: u64,
     /// What was released to memory that is hidden, for whoever acquires there.
     pub(crate) outside: Known,
+    pub(crate) history: History,
     /// What precedes the last sequentially consistent fences: by scope, and by the block where they were.
     pub(crate) fences: HashMap<(Scope, Key), Release>,
     hosts: HashMap<ThreadId, Host>,
@@ -314,6 +318,7 @@ impl Checker {
             releases: HashMap::new(),
             chains: 0,
             outside: Known::default(),
+            history: History::default(),
             fences: HashMap::new(),
             hosts: HashMap::new(),
             meeting: Known::default(),

@@ -1,11 +1,31 @@
 //! What was found, in words.
 
-use super::clock;
+use super::block::Block;
+use super::clock::{self, Key};
+use super::history::{Sight, Spot, Step, Strong};
 use super::shadow::{Grids, How, Record, Wrong};
 use super::watch::Place;
 use super::{Known, World};
-use crate::fault::{FaultKind, Party, Race};
-use crate::ir::Scope;
+use crate::fault::{Attempt, FaultKind, Launch, Party, Race};
+use crate::ir::{Scope, Sem};
+
+/// The access that was stopped, and what its lane knew.
+pub(crate) struct Me<'a> {
+    pub(crate) record: &'a Record,
+    /// The lane.
+    pub(crate) own: Key,
+    pub(crate) wrote: bool,
+    pub(crate) known: &'a Known,
+    pub(crate) block: &'a Block,
+}
+
+fn scope_name(scope: Scope) -> &'static str {
+    match scope {
+        Scope::Cta => ".cta",
+        Scope::Gpu => ".gpu",
+        Scope::Sys => ".sys",
+    }
+}
 
 /// Manner of an access, as in "weak read".
 fn manner(how: How, wrote: bool) -> String {
@@ -17,49 +37,48 @@ fn manner(how: How, wrote: bool) -> String {
     match (how.bulk, how.strong) {
         (true, _) => format!("{what} by a bulk copy"),
         (false, None) => format!("weak {what}"),
-        (false, Some(Scope::Cta)) => format!("strong {what} of scope .cta"),
-        (false, Some(Scope::Gpu)) => format!("strong {what} of scope .gpu"),
-        (false, Some(Scope::Sys)) => format!("strong {what} of scope .sys"),
+        (false, Some(scope)) => format!("strong {what} of scope {}", scope_name(scope)),
     }
 }
 
-/// One side of a race, from what was noted of it.
-fn party(grids: &Grids, record: &Record, wrote: bool) -> Party {
-    let access = manner(record.how, wrote);
-    let (Some(facts), Some((block, within))) = (grids.facts(record.actor), clock::place_of(record.actor))
-    else {
+/// Whoever made `access` by instruction `pc`, as seen from the lane `me`.
+fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key) -> Party {
+    let (Some(facts), Some((block, within))) = (grids.facts(actor), clock::place_of(actor)) else {
         return Party { access, ..Party::host() };
     };
-    let (ptx_line, ptx_text, source) = facts.kernel.origin(record.pc);
+    let (ptx_line, ptx_text, source) = facts.kernel.origin(pc);
     let [x, y] = facts.shape.map(u64::from);
-    let lane = if record.lanes != 0 { Some(record.lanes.trailing_zeros()) } else { within.and_then(|w| w.1) };
+    let launch = match grids.facts(me) {
+        Some(mine) if mine.device != facts.device => Launch::OtherDevice,
+        Some(_) if clock::grid_of(me) == clock::grid_of(actor) => Launch::Same,
+        _ => Launch::Other,
+    };
     Party {
         access,
         kernel: facts.kernel.name.clone(),
         block: [block % x, block / x % y, block / x / y].map(|v| v as u32),
         warp: within.map(|w| w.0),
-        lane,
+        lane: within.and_then(|w| w.1),
+        launch,
         ptx_line,
         ptx_text,
         source,
     }
 }
 
+/// The actor of an access; of several lanes the first.
+fn actor_of(record: &Record) -> Key {
+    match record.lanes {
+        0 => record.actor,
+        lanes => clock::lane(record.actor, lanes.trailing_zeros() as usize),
+    }
+}
+
 /// What would have ordered the two.
-fn missing(
-    grids: &Grids,
-    mine: &Record,
-    own: clock::Key,
-    known: &Known,
-    other: &Record,
-    other_wrote: bool,
-) -> String {
+fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> String {
+    let Me { record: mine, own, known, .. } = *me;
     let wait = if other_wrote { "wait_group (without .read)" } else { "wait_group.read" };
-    let theirs = if other.lanes != 0 {
-        clock::lane(other.actor, other.lanes.trailing_zeros() as usize)
-    } else {
-        other.actor
-    };
+    let theirs = actor_of(other);
     let ordered = grids.known(&known.all, theirs, other.tick);
     let order = || match (clock::place_of(own), clock::place_of(theirs)) {
         (Some((_, Some((w, _)))), Some((_, Some((v, _)))))
@@ -87,24 +106,84 @@ fn missing(
         (true, false) => format!("{}, and then a fence.proxy.async", order()),
         (false, false) => match (mine.how.strong, other.how.strong) {
             (Some(a), Some(b)) if !grids.mutual(a, own, b, theirs) => {
-                format!("both are strong, but a scope does not reach the other thread: .{} or wider", if grids.mutual(Scope::Gpu, own, Scope::Gpu, theirs) { "gpu" } else { "sys" })
+                let wide = if grids.mutual(Scope::Gpu, own, Scope::Gpu, theirs) { ".gpu" } else { ".sys" };
+                format!("both are strong, but a scope does not reach the other thread: {wide} or wider")
             }
             _ => order().into(),
         },
     }
 }
 
+fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
+    let Step { read: Sight { by, pc, sem, scope, .. }, write } = *step;
+    let acquires = matches!(sem, Sem::Acquire | Sem::AcqRel);
+    let what = if acquires { "acquire" } else { "relaxed read" };
+    let what = party(grids, format!("{what} of scope {}", scope_name(scope)), by, pc, me);
+    let Some(Strong { by: writer, pc, sem, scope: reach, rmw, releases, .. }) = write else {
+        return Attempt { what, of: None, verdict: "finds nothing that a strong write has left".into() };
+    };
+    let manner = match sem {
+        Sem::Weak => "weak write".to_string(),
+        Sem::Release | Sem::AcqRel => format!("release of scope {}", scope_name(reach)),
+        _ => format!(
+            "relaxed {} of scope {}",
+            if rmw { "read-modify-write" } else { "write" },
+            scope_name(reach)
+        ),
+    };
+    let of = Some(party(grids, manner, writer, pc, me));
+    let verdict = match () {
+        () if !releases => "orders nothing: the write is no release, and no fence stands before it",
+        () if !grids.mutual(scope, by, reach, writer) => {
+            "orders nothing: a scope does not reach the other thread"
+        }
+        () if !acquires => "orders nothing, unless a fence follows: the read is no acquire",
+        () => "orders what its thread did before the write, and what this thread does behind the read",
+    };
+    Attempt { what, of, verdict: verdict.into() }
+}
+
+/// What was to order the two, as far as it was seen: where an order broke off.
+fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Vec<Attempt> {
+    let theirs = actor_of(other);
+    let mut found = vec![];
+    if let (true, Some((_, Some((_, Some(lane)))))) = (other.how.bulk, clock::place_of(theirs)) {
+        let thread = clock::lane(theirs & !clock::WITHIN_WARP, lane as usize);
+        if let Some(wait) = world.history.wait_of(thread) {
+            let read = if wait.landed { "" } else { ".read" };
+            let access = format!("wait_group{read} for the first {} groups of its thread", wait.group);
+            let verdict = match (wait.group >= other.tick, wait.landed || !other_wrote) {
+                (false, _) => format!("does not wait for this copy, of group {}", other.tick),
+                (true, false) => "waits for the copy to be read, not for it to arrive".into(),
+                (true, true) => {
+                    "waits for the copy; what its thread does behind it comes after the copy".into()
+                }
+            };
+            let what = party(&world.grids, access, thread, wait.pc, me.own);
+            found.push(Attempt { what, of: None, verdict });
+        }
+    }
+    let writes = |block: Key, spot: Spot| match spot {
+        Spot::Global(shadow, offset) => world.releases.get(&(shadow, offset)).map(|r| &r.writes),
+        // Other blocks' shared memory is out of reach.
+        Spot::Shared(offset) => {
+            let here = block == clock::block_of(me.own);
+            me.block.releases.get(&offset).filter(|_| here).map(|r| &r.writes)
+        }
+    };
+    let of = clock::place_of(theirs).map(|_| clock::block_of(theirs));
+    let way = world.history.way(clock::block_of(me.own), of, writes);
+    found.extend(way.iter().map(|step| read_attempt(&world.grids, step, me.own)));
+    found
+}
+
 /// The fault for a trouble at a place that `label` names.
-#[allow(clippy::too_many_arguments)] // All that a report says.
 pub(crate) fn fault(
     world: &World,
     label: String,
     place: Place,
     (at, wrong): (u64, Wrong),
-    mine: &Record,
-    own: clock::Key,
-    known: &Known,
-    wrote: bool,
+    me: &Me<'_>,
 ) -> FaultKind {
     let space = if matches!(place, Place::Shared { .. }) { "shared" } else { "global" };
     match wrong {
@@ -113,9 +192,10 @@ pub(crate) fn fault(
             space,
             label,
             offset: at,
-            access: manner(mine.how, wrote),
-            other: party(&world.grids, &other, other_wrote),
-            missing: missing(&world.grids, mine, own, known, &other, other_wrote),
+            access: manner(me.record.how, me.wrote),
+            other: party(&world.grids, manner(other.how, other_wrote), actor_of(&other), other.pc, me.own),
+            missing: missing(&world.grids, me, &other, other_wrote),
+            attempts: attempts(world, me, &other, other_wrote),
         })),
     }
 }
@@ -127,7 +207,7 @@ pub(crate) fn host_race(world: &World, wrong: Wrong, write: bool) -> String {
         Wrong::Unwritten => format!("the {what} finds memory that nobody wrote"),
         Wrong::Race { other, wrote } => format!(
             "a {what} by the host or a stream, not ordered behind a {}; missing: a wait of the host, or the order of a stream",
-            party(&world.grids, &other, wrote)
+            party(&world.grids, manner(other.how, wrote), actor_of(&other), other.pc, 0)
         ),
     }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::block::{Block, Knows, Release, Releases};
 use super::clock::{self, Key};
+use super::history::{Spot, Wait};
 use super::shadow::{Accessor, Grids, How, Record, Shadow, Wrong};
 use super::{GLOBAL, SHARED, World, report};
 use crate::fault::FaultKind;
@@ -73,9 +74,9 @@ pub(crate) trait Watch {
         Ok(false)
     }
     /// The lanes of a mask have read the last write of a location, or the one before.
-    fn observe(&mut self, _: Place, _mask: u32, _: Sem, _: Scope, _older: bool) {}
+    fn observe(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope, _older: bool) {}
     /// A lane has written a location.
-    fn wrote(&mut self, _: Place, _lane: usize, _: Sem, _: Scope, _rmw: bool) {}
+    fn wrote(&mut self, _: Place, _lane: usize, _pc: u32, _: Sem, _: Scope, _rmw: bool) {}
     fn fence(&mut self, _mask: u32, _: Fence) {}
     fn sync_warp(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
@@ -87,7 +88,7 @@ pub(crate) trait Watch {
     fn copy(&mut self, _: &Copy) -> Result<Stale, (Place, bool, Trouble)> {
         Ok(vec![])
     }
-    fn waited(&mut self, _lane: usize, _group: u32, _landed: bool) {}
+    fn waited(&mut self, _lane: usize, _pc: u32, _group: u32, _landed: bool) {}
     /// The fault for a trouble with an access by a lane.
     #[allow(clippy::too_many_arguments)] // All that a report says.
     fn describe(
@@ -215,10 +216,17 @@ impl Watch for Watcher<'_> {
         self.judge(result)
     }
 
-    fn observe(&mut self, place: Place, mask: u32, sem: Sem, scope: Scope, older: bool) {
+    fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
         if sem == Sem::Weak {
             return;
         }
+        let lane = mask.trailing_zeros() as usize % 32;
+        let spot = match place {
+            Place::Private => return,
+            Place::Shared { offset } => Spot::Shared(offset),
+            Place::Global { shadow, offset } => Spot::Global(shadow, offset),
+        };
+        self.world.history.read((self.own(lane), pc), (sem, scope), spot);
         let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);
         if self.hidden(place) {
             if acquire && scope == Scope::Sys {
@@ -244,49 +252,42 @@ impl Watch for Watcher<'_> {
         block.observe(&world.grids, *warp, mask, scope, acquire, &found);
     }
 
-    fn wrote(&mut self, place: Place, lane: usize, sem: Sem, scope: Scope, rmw: bool) {
-        if place == Place::Private {
-            return;
-        }
+    fn wrote(&mut self, place: Place, lane: usize, pc: u32, sem: Sem, scope: Scope, rmw: bool) {
         let release = match sem {
             Sem::Release | Sem::AcqRel => Some(self.block.release(self.warp, lane, scope)),
             Sem::Relaxed | Sem::Acquire => self.block.fenced(self.warp, lane, scope),
             Sem::Weak => None,
         };
-        if self.hidden(place) {
+        let own = self.own(lane);
+        let hidden = self.hidden(place);
+        let Watcher { world, block, .. } = self;
+        let releases = match place {
+            Place::Private => return,
+            Place::Shared { offset } => block.releases.entry(offset).or_default(),
+            Place::Global { shadow, offset } => world.releases.entry((shadow, offset)).or_default(),
+        };
+        let manner = (sem, scope);
+        world.history.wrote(&mut releases.writes, (own, pc), manner, rmw, release.is_some());
+        if hidden {
             if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
-                self.world.outside.join(&r.known);
+                world.outside.join(&r.known);
                 // The host polls such words: now and then it gets the time to read what this one stands for.
-                if self.world.rng.below(4) == 0 {
+                if world.rng.below(4) == 0 {
                     std::thread::sleep(HOST_READS);
                 }
             }
             return;
         }
-        let own = self.own(lane);
-        let releases = match place {
-            Place::Private => None,
-            Place::Shared { offset } => self.block.releases.get_mut(&offset),
-            Place::Global { shadow, offset } => self.world.releases.get_mut(&(shadow, offset)),
-        };
-        if let Some(releases) = releases {
-            releases.before.clone_from(&releases.last);
-            // A release write followed by strong writes of the same thread is still a release pattern, and so is a chain of
-            // read-modify-writes.
-            let goes_on = sem == Sem::Relaxed && release.is_none();
-            releases.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
-        }
+        releases.before.clone_from(&releases.last);
+        // A release write followed by strong writes of the same thread is still a release pattern, and so is a chain of
+        // read-modify-writes.
+        let goes_on = sem == Sem::Relaxed && release.is_none();
+        releases.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
         let Some(mut new) = release else { return };
-        self.world.chains += 1;
-        new.chain = self.world.chains;
-        let releases = match place {
-            Place::Private => return,
-            Place::Shared { offset } => self.block.releases.entry(offset).or_default(),
-            Place::Global { shadow, offset } => self.world.releases.entry((shadow, offset)).or_default(),
-        };
+        world.chains += 1;
+        new.chain = world.chains;
         // A chain of read-modify-writes goes on from the releases before it.
-        let alike =
-            |r: &&mut Release| r.scope == new.scope && self.world.grids.alike(new.scope, r.by, new.by);
+        let alike = |r: &&mut Release| r.scope == new.scope && world.grids.alike(new.scope, r.by, new.by);
         match releases.last.iter_mut().find(alike) {
             Some(old) => {
                 old.shared |= old.by != new.by;
@@ -382,7 +383,10 @@ impl Watch for Watcher<'_> {
         Ok(old)
     }
 
-    fn waited(&mut self, lane: usize, group: u32, landed: bool) {
+    fn waited(&mut self, lane: usize, pc: u32, group: u32, landed: bool) {
+        if group > 0 {
+            self.world.history.waited(self.own(lane), Wait { pc, group, landed });
+        }
         self.block.waited(self.warp, lane, group, landed);
     }
 
@@ -398,6 +402,8 @@ impl Watch for Watcher<'_> {
     ) -> FaultKind {
         let mine = self.record(lane, pc, how, write);
         let known = self.block.known(self.warp, lane);
-        report::fault(self.world, label, place, trouble, &mine, self.own(lane), &known, write)
+        let me =
+            report::Me { record: &mine, own: self.own(lane), wrote: write, known: &known, block: self.block };
+        report::fault(self.world, label, place, trouble, &me)
     }
 }

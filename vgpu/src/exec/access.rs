@@ -391,7 +391,7 @@ impl<W: Watch> Exec<'_, W> {
             // The region used last may be another lane's.
             if self.pointer(LOADS, a.space, addr[first], 1, first).is_ok() {
                 let place = self.place(LOADS, a.space, addr[first]);
-                self.watch.observe(place, same, a.sem, a.scope, older);
+                self.watch.observe(place, same, self.pc, a.sem, a.scope, older);
             }
         }
     }
@@ -461,7 +461,7 @@ impl<W: Watch> Exec<'_, W> {
             }
             for e in 0..u64::from(a.n) {
                 let place = self.place(STORES, a.space, addr[i] + e * u64::from(a.bytes));
-                self.watch.wrote(place, i, a.sem, a.scope, false);
+                self.watch.wrote(place, i, self.pc, a.sem, a.scope, false);
             }
         }
         Ok(())
@@ -571,10 +571,11 @@ impl<W: Watch> Exec<'_, W> {
             if W::ON {
                 // Only what gives a value back can begin an acquire pattern.
                 if a.d != SINK {
-                    self.watch.observe(place, 1 << i, a.sem, a.scope, false);
+                    self.watch.observe(place, 1 << i, self.pc, a.sem, a.scope, false);
                 }
                 let failed = a.op == Rmw::Cas && old != x;
-                self.watch.wrote(place, i, if failed { Sem::Acquire } else { a.sem }, a.scope, true);
+                let sem = if failed { Sem::Acquire } else { a.sem };
+                self.watch.wrote(place, i, self.pc, sem, a.scope, true);
             }
             changed |= modify(op, a.bytes, old, x, y) & limit != old;
             seen = seen.rotate_left(7) ^ old;

@@ -335,7 +335,7 @@ impl<W: Watch> Exec<'_, W> {
         if W::ON {
             // Many lanes wait, few have copied.
             let group = done_before.min(self.block.bulk.used[thread as usize]);
-            self.watch.waited(lane, group, !read_only);
+            self.watch.waited(lane, self.pc, group, !read_only);
         }
         let mut pending = std::mem::take(&mut self.block.bulk.pending);
         let mut result = Ok(());

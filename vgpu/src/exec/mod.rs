@@ -12,6 +12,7 @@ pub(crate) mod lanes;
 mod simd;
 mod sync;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -83,6 +84,27 @@ struct Poll {
     value: u64,
 }
 
+/// Instructions that are kept of a warp's past.
+const TRACED: usize = 32;
+
+/// The last instructions of a warp that concern others, each once, latest last: for reports. Empty without checks.
+#[derive(Debug, Default)]
+pub(crate) struct Trace {
+    pub(crate) steps: VecDeque<u32>,
+}
+
+impl Trace {
+    fn add(&mut self, pc: u32) {
+        match self.steps.iter().position(|step| *step == pc) {
+            Some(at) if at + 1 == self.steps.len() => return,
+            Some(at) => drop(self.steps.remove(at)),
+            None if self.steps.len() == TRACED => drop(self.steps.pop_front()),
+            None => {}
+        }
+        self.steps.push_back(pc);
+    }
+}
+
 /// State of one warp.
 #[derive(Debug, Default)]
 pub(crate) struct Warp {
@@ -98,6 +120,7 @@ pub(crate) struct Warp {
     spinning: bool,
     /// What it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
+    pub(crate) trace: Trace,
     since_switch: u32,
 }
 
@@ -118,6 +141,7 @@ impl Warp {
         self.polls.clear();
         self.spinning = false;
         self.waiting = None;
+        self.trace.steps.clear();
         self.since_switch = 0;
     }
 
@@ -395,6 +419,9 @@ impl<'a, W: Watch> Exec<'a, W> {
         }
         if COVER {
             self.cover();
+        }
+        if W::ON && inst.op.concerns_others() {
+            self.warp.trace.add(self.pc);
         }
         match &inst.op {
             Op::Alu { f, s } => f(&mut self.warp.regs, s, m),

@@ -256,6 +256,8 @@ fn shown(outcome: &Outcome) -> String {
     match (&outcome.found_by, outcome.nearness) {
         (None, _) => "SURVIVED".to_owned(),
         (Some(by), Nearness::Line) => format!("{by}, at its line"),
+        (Some(by), Nearness::Between) => format!("{by}, between two lines around it"),
+        (Some(by), Nearness::Trace) => format!("{by}, its line in the trace"),
         (Some(by), Nearness::Kernel) => format!("{by}, in its kernel"),
         (Some(by), Nearness::Elsewhere) => by.clone(),
     }
@@ -315,8 +317,11 @@ fn summary(results: &[Tried<'_>]) -> (String, f64) {
     }
     let all = outcomes.len();
     let mut text = format!(
-        "{reported} of {all} faults reported: {} at their line, {} more in their kernel\n",
+        "{reported} of {all} faults reported: {} at their line, {} between two lines around it, {} with it in the trace, {} in \
+         their kernel\n",
         near(Nearness::Line),
+        near(Nearness::Between),
+        near(Nearness::Trace),
         near(Nearness::Kernel)
     );
     for (what, count) in by {
@@ -405,7 +410,7 @@ mod tests {
             (&faults[2], None),
         ];
         let (text, share) = summary(&results);
-        assert!(text.starts_with("1 of 2 faults reported: 1 at their line, 0 more"), "{text}");
+        assert!(text.starts_with("1 of 2 faults reported: 1 at their line, 0 between"), "{text}");
         assert!(text.contains(&format!("survived: {}", faults[1].id)) && share == 0.5, "{text}");
         let table = table(&results);
         assert!(

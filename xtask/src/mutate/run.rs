@@ -80,8 +80,12 @@ pub struct Outcome {
 /// What a report names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nearness {
-    /// A line at most [`NEAR`] from the fault.
+    /// A line at most [`NEAR`] from the fault, as one of the accesses, or as what was to order them.
     Line,
+    /// Lines of the same function's accesses before and behind it: where something is missing, there is no line to name.
+    Between,
+    /// Such a line only among the last instructions of a warp involved.
+    Trace,
     /// The faulty kernel.
     Kernel,
     /// Neither.
@@ -244,6 +248,9 @@ const SIGNS: [(&str, &[&str]); 9] = [
     ("timeout", &["timed out", "has not", "did not", "waited"]),
 ];
 
+/// Begins the last instructions of a warp in a report.
+const TRACE: &str = "last instructions of block";
+
 /// What reported the fault; `None` when nothing did.
 fn what(code: Option<i32>, output: &str) -> Option<&'static str> {
     match code {
@@ -258,13 +265,24 @@ fn what(code: Option<i32>, output: &str) -> Option<&'static str> {
 }
 
 fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> Outcome {
-    let lines = named_lines(output);
+    // What a report says of the last instructions stands at its end.
+    let (said, _) = output.split_once(TRACE).unwrap_or((output, ""));
+    let (lines, all) = (named_lines(said), named_lines(output));
     let near = |place: &Place, (file, line): &Place| *file == place.0 && line.abs_diff(place.1) <= NEAR;
+    let between = |place: &Place| {
+        let there = || lines.iter().filter(|line| line.0 == place.0).map(|line| line.1);
+        there().min().is_some_and(|first| first < place.1) && there().max().is_some_and(|last| last > place.1)
+    };
     // Only the kernels' own lines tell two places apart: `simt` is everywhere.
     let places =
         || std::iter::once(&fault.own).chain(&fault.also).filter(|place| place.0.contains("/kernels/"));
-    let nearness = if lines.iter().any(|line| places().any(|place| near(place, line))) {
+    let names = |lines: &[Place]| lines.iter().any(|line| places().any(|place| near(place, line)));
+    let nearness = if names(&lines) {
         Nearness::Line
+    } else if between(&fault.own) {
+        Nearness::Between
+    } else if names(&all) {
+        Nearness::Trace
     } else if output.contains(&format!("'{}'", fault.kernel))
         || lines.iter().any(|line| line.0 == fault.own.0)
     {
@@ -272,7 +290,7 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> Outcome {
     } else {
         Nearness::Elsewhere
     };
-    let report: Vec<&str> = output.lines().filter(|line| !line.starts_with('[')).take(12).collect();
+    let report: Vec<&str> = output.lines().filter(|line| !line.starts_with('[')).take(40).collect();
     Outcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
 }
 
@@ -296,6 +314,8 @@ impl Nearness {
     fn name(self) -> &'static str {
         match self {
             Nearness::Line => "line",
+            Nearness::Between => "between",
+            Nearness::Trace => "trace",
             Nearness::Kernel => "kernel",
             Nearness::Elsewhere => "elsewhere",
         }
@@ -315,7 +335,7 @@ impl Outcome {
     /// What [`to_json`](Self::to_json) wrote; `None` for anything else.
     pub fn from_json(value: &Value) -> Option<Self> {
         let text = |key: &str| Some(value.get(key)?.as_str()?.to_owned());
-        let all = [Nearness::Line, Nearness::Kernel, Nearness::Elsewhere];
+        let all = [Nearness::Line, Nearness::Between, Nearness::Trace, Nearness::Kernel, Nearness::Elsewhere];
         let place = |text: &Value| {
             let (file, line) = text.as_str()?.rsplit_once(':')?;
             Some((file.to_owned(), line.parse().ok()?))
@@ -365,6 +385,11 @@ mod tests {
         let near = |text: &str| outcome(&fault(), "race", String::new(), text).nearness;
         assert_eq!(near("at gpu/src/kernels/k.rs:43 (inlined: gpu/src/simt/memory.rs:90)"), Nearness::Line);
         assert_eq!(near("at gpu/src/kernels/k.rs:44"), Nearness::Kernel);
+        assert_eq!(near("at gpu/src/kernels/k.rs:30, at gpu/src/kernels/k.rs:44"), Nearness::Between);
+        assert_eq!(near("at gpu/src/kernels/k.rs:30, at gpu/src/kernels/j.rs:44"), Nearness::Kernel);
+        let trace =
+            "at gpu/src/kernels/k.rs:44\n last instructions of block [0, 0, 0]: gpu/src/kernels/k.rs:41";
+        assert_eq!(near(trace), Nearness::Trace);
         assert_eq!(near("in kernel 'k', at gpu/src/kernels/other.rs:40"), Nearness::Kernel);
         assert_eq!(
             near("at gpu/src/kernels/other.rs:40 (inlined: gpu/src/simt/memory.rs:7)"),

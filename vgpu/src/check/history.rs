@@ -1,0 +1,200 @@
+//! What blocks have read of each other by strong accesses, and what they waited for last: where an order was meant to be, for reports.
+//!
+//! Nothing is decided by it. A race report looks here for the way by which the later access may have thought itself ordered behind the
+//! earlier one, and says what is wrong with it.
+
+use std::collections::{BTreeMap, HashSet, VecDeque};
+
+use super::clock::{self, Key};
+use crate::ir::{Scope, Sem};
+
+/// Strong writes that are kept of a location.
+const MOST_WRITES: usize = 64;
+/// Strong reads that are kept of a block.
+const MOST_SIGHTS: usize = 32;
+/// Blocks whose reads are kept, and threads whose waits are.
+const MOST_OLD: usize = 4096;
+/// Blocks through which a way leads at the most.
+const LONGEST_WAY: usize = 4;
+
+/// A strong write of a location.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Strong {
+    /// The lane.
+    pub(crate) by: Key,
+    pub(crate) pc: u32,
+    pub(crate) sem: Sem,
+    pub(crate) scope: Scope,
+    pub(crate) rmw: bool,
+    /// It is a release, or behind a fence.
+    pub(crate) releases: bool,
+    at: u64,
+}
+
+/// The last strong writes of a location, latest last.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Writes(VecDeque<Strong>);
+
+/// A location: memory and offset there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Spot {
+    Global(u32, u64),
+    /// In the shared memory of the reading block.
+    Shared(u64),
+}
+
+/// A strong read of a location, the last by this instruction.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sight {
+    /// The lane.
+    pub(crate) by: Key,
+    pub(crate) pc: u32,
+    pub(crate) sem: Sem,
+    pub(crate) scope: Scope,
+    pub(crate) spot: Spot,
+    at: u64,
+}
+
+/// A thread's last wait for its bulk stores.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wait {
+    pub(crate) pc: u32,
+    /// Up to this group, and whether for their arrival too.
+    pub(crate) group: u32,
+    pub(crate) landed: bool,
+}
+
+/// What a thread has read, and who wrote it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    pub(crate) read: Sight,
+    pub(crate) write: Option<Strong>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    /// Counts strong writes.
+    now: u64,
+    /// By block.
+    sights: BTreeMap<Key, VecDeque<Sight>>,
+    /// By lane.
+    waits: BTreeMap<Key, Wait>,
+}
+
+impl History {
+    /// A strong write, of which `at` is not known yet.
+    pub(crate) fn wrote(
+        &mut self,
+        writes: &mut Writes,
+        (by, pc): (Key, u32),
+        (sem, scope): (Sem, Scope),
+        rmw: bool,
+        releases: bool,
+    ) {
+        self.now += 1;
+        let new = Strong { by, pc, sem, scope, rmw, releases, at: self.now };
+        match writes.0.back_mut() {
+            Some(last) if (last.by, last.pc) == (by, pc) => *last = new,
+            _ => {
+                if writes.0.len() == MOST_WRITES {
+                    writes.0.pop_front();
+                }
+                writes.0.push_back(new);
+            }
+        }
+    }
+
+    pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), spot: Spot) {
+        let new = Sight { by, pc, sem, scope, spot, at: self.now };
+        let sights = self.sights.entry(clock::block_of(by)).or_default();
+        match sights.iter().position(|s| s.pc == pc && s.spot == spot) {
+            Some(last) if last + 1 == sights.len() => sights[last] = new,
+            Some(old) => {
+                sights.remove(old);
+                sights.push_back(new);
+            }
+            None => {
+                if sights.len() == MOST_SIGHTS {
+                    sights.pop_front();
+                }
+                sights.push_back(new);
+            }
+        }
+        if self.sights.len() > MOST_OLD {
+            // Grids are numbered, so that the first are the oldest.
+            self.sights.pop_first();
+        }
+    }
+
+    pub(crate) fn waited(&mut self, by: Key, wait: Wait) {
+        self.waits.insert(by, wait);
+        if self.waits.len() > MOST_OLD {
+            self.waits.pop_first();
+        }
+    }
+
+    pub(crate) fn wait_of(&self, by: Key) -> Option<Wait> {
+        self.waits.get(&by).copied()
+    }
+
+    /// What `block` has read of others, latest first. `writes` gives the writes of a location.
+    fn steps<'a>(
+        &'a self,
+        block: Key,
+        before: u64,
+        writes: impl Fn(Key, Spot) -> Option<&'a Writes> + Copy,
+    ) -> impl Iterator<Item = Step> {
+        let sights = self.sights.get(&block).into_iter().flatten().rev();
+        sights.filter(move |read| read.at <= before).flat_map(move |&read| {
+            let mut seen = vec![];
+            for &write in writes(block, read.spot).into_iter().flat_map(|w| w.0.iter().rev()) {
+                if write.at <= read.at {
+                    seen.push(Step { read, write: Some(write) });
+                    // A read-modify-write passes on what was there before it.
+                    if !write.rmw {
+                        break;
+                    }
+                }
+            }
+            if seen.is_empty() {
+                seen.push(Step { read, write: None });
+            }
+            seen
+        })
+    }
+
+    /// The reads by which `block` may have heard of what block `of` did, from the first to the last; without such a way, or where it is not
+    /// known which block to look for, what `block` itself has read last.
+    pub(crate) fn way<'a>(
+        &'a self,
+        block: Key,
+        of: Option<Key>,
+        writes: impl Fn(Key, Spot) -> Option<&'a Writes> + Copy,
+    ) -> Vec<Step> {
+        let mut seen = HashSet::from([block]);
+        let mut ways: VecDeque<Vec<Step>> = VecDeque::from([vec![]]);
+        while let (Some(way), Some(of)) = (ways.pop_front(), of) {
+            let (at, before) = match way.last().and_then(|step| step.write) {
+                Some(write) => (clock::block_of(write.by), write.at),
+                None => (block, u64::MAX),
+            };
+            for step in self.steps(at, before, writes) {
+                let Some(write) = step.write else { continue };
+                let writer = clock::block_of(write.by);
+                if writer == of {
+                    return way.into_iter().chain([step]).rev().collect();
+                }
+                if way.len() + 1 < LONGEST_WAY && seen.insert(writer) {
+                    ways.push_back(way.iter().copied().chain([step]).collect());
+                }
+            }
+        }
+        let telling = |step: &Step| match step.write {
+            Some(write) => clock::block_of(write.by) != block,
+            None => matches!(step.read.sem, Sem::Acquire | Sem::AcqRel),
+        };
+        let mut last: Vec<Step> = self.steps(block, u64::MAX, writes).filter(telling).take(2).collect();
+        last.reverse();
+        last
+    }
+}
