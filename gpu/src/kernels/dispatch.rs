@@ -107,8 +107,8 @@ pub unsafe fn dispatch(args: DispatchArgs) {
             turn.advance(&ring);
             send.advance(&args);
         }
+        // The stores have landed for this thread, so that the releases in `leave` pass them on: no proxy fence.
         bulk_wait::<0>();
-        fence_proxy_async();
     } else {
         // The loads in flight must land before the block gives its shared memory back.
         let mut loaded = load.piece;

@@ -124,7 +124,6 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
             let word = pool_of(comm, comm.rank) + done_offset(lane);
             wait_at_least(comm, word, epoch * QUANTUM, lane, epoch, what);
         }
-        syncwarp();
         if lane == 0 {
             // The end of the kernel publishes it; every other block has read the old one before its ticket.
             st_u64(comm.local.0 + LOCAL_EPOCH, epoch);

@@ -28,7 +28,7 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
 /// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory: the rings, then a word for each
 /// warp.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 3, registers = 128,
     requires(
         args.combine.row_bytes.is_multiple_of(16),
         args.combine.row_bytes >= 16,

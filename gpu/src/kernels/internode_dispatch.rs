@@ -28,7 +28,7 @@ const UNFINISHED: u32 = 8;
 /// a block posts puts in the sender and is idle in the forwarder; the others have a ring each. Shared memory: the rings, then a
 /// word for each warp.
 #[kernel(
-    threads = 288, min_blocks = 1, barriers = 4, registers = 200,
+    threads = 288, min_blocks = 1, barriers = 3, registers = 200,
     requires(
         args.dispatch.row_bytes.is_multiple_of(16),
         args.dispatch.row_bytes >= 16,
@@ -76,8 +76,8 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
         } else {
             send(&args, &ring, channel, workers, &progress);
         }
+        // The stores have landed for this thread, so that the releases in `leave` pass them on: no proxy fence.
         bulk_wait::<0>();
-        fence_proxy_async();
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();

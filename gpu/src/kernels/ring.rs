@@ -2,7 +2,7 @@
 //!
 //! All warps' buffers come first in dynamic shared memory, then all barriers: [`shared_bytes`] for them all.
 
-use crate::simt::mbarrier::{Mbarrier, Ready, fence_mbarrier_init};
+use crate::simt::mbarrier::{Mbarrier, Ready};
 use crate::simt::*;
 
 /// One warp's part of the shared memory.
@@ -57,7 +57,7 @@ impl Ring {
                     Mbarrier::at(barriers + slot * Mbarrier::BYTES).init(1);
                     slot += 1;
                 }
-                fence_mbarrier_init();
+                // The copy engine completes on them in the async proxy.
                 fence_proxy_async_shared();
             }
             syncwarp();

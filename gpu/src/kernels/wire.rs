@@ -311,16 +311,16 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// The words lie at offset `at` of dynamic shared memory, one for each of `workers` warps. All threads call it.
+    /// The words lie at offset `at` of dynamic shared memory, one for each of `workers` warps. All threads call it, and meet before any
+    /// of them uses it.
     #[inline(always)]
     pub unsafe fn new(at: u32, workers: u32) -> Self {
-        // SAFETY: the host has sized shared memory for them; nobody reads before the barrier.
+        // SAFETY: the host has sized shared memory for them; nobody reads before the block has met.
         unsafe {
             let words = dynamic_shared() + at;
             if tid() < workers {
                 st_shared_u32(words + tid() * 4, 0);
             }
-            barrier_sync();
             Progress { words, workers }
         }
     }

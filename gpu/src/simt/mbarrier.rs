@@ -34,7 +34,7 @@ impl Mbarrier<Uninit> {
     }
 
     /// Expects `count` arrivals per phase. One thread calls it; other threads must be told by a barrier afterwards, and
-    /// the copy engine by [`fence_mbarrier_init`]. `mbarrier.init.shared.b64 [m], count;`
+    /// the copy engine by [`fence_proxy_async_shared`](super::fence_proxy_async_shared). `mbarrier.init.shared.b64 [m], count;`
     ///
     /// # Safety
     /// No thread uses the barrier yet.
@@ -94,7 +94,7 @@ device_fns! {
         unsafe { asm!("mbarrier.init.shared.b64 [{m}], {c};", m = in(reg32) m, c = in(reg32) count, options(nostack)) };
     }
 
-    /// Makes initialised barriers visible to the copy engine. `fence.mbarrier_init.release.cluster;`
+    /// Makes initialised barriers visible to the other blocks of a cluster. `fence.mbarrier_init.release.cluster;`
     ///
     /// # Safety
     /// None beyond running on the device.

@@ -15,7 +15,7 @@ struct Harmless {
     why: &'static str,
 }
 
-const HARMLESS: [Harmless; 13] = [
+const HARMLESS: [Harmless; 8] = [
     Harmless {
         kinds: &[Kind::AcquireToRelaxed, Kind::DeviceToBlock],
         kernel: "",
@@ -31,20 +31,6 @@ const HARMLESS: [Harmless; 13] = [
         why: "only a wait that expires writes the abort word, and none does",
     },
     Harmless {
-        kinds: &[Kind::InitFenceDropped],
-        kernel: "",
-        opcode: "fence.mbarrier_init.",
-        source: "Ring::new(",
-        why: "two orders suffice: the proxy fence behind it and the warp's barrier publish the mbarriers too",
-    },
-    Harmless {
-        kinds: &[Kind::ProxyFenceDropped],
-        kernel: "",
-        opcode: "fence.proxy.async.shared::cta",
-        source: "Ring::new(",
-        why: "two orders suffice: the fence for mbarrier inits before it makes them known to copies too",
-    },
-    Harmless {
         kinds: &[Kind::WarpSyncDropped],
         kernel: "",
         opcode: "bar.warp.sync",
@@ -52,25 +38,11 @@ const HARMLESS: [Harmless; 13] = [
         why: "one lane sets up the mbarriers and starts loads; the block meets before the other lanes wait for one",
     },
     Harmless {
-        kinds: &[Kind::WarpSyncDropped],
-        kernel: "",
-        opcode: "bar.warp.sync",
-        source: "leave(comm",
-        why: "the next kernel reads the epoch, and begins when all lanes have ended",
-    },
-    Harmless {
         kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
         kernel: "",
         opcode: "fence.proxy.async",
         source: "The peers' rows were released to this thread",
         why: "the rows were written before the peers' kernels began, and a kernel's boundary orders all proxies",
-    },
-    Harmless {
-        kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
-        kernel: "",
-        opcode: "fence.proxy.async",
-        source: "bulk_wait::<0>();",
-        why: "two orders suffice: the wait before it has seen the bulk stores land, and the release behind it passes that on",
     },
     Harmless {
         kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
@@ -85,13 +57,6 @@ const HARMLESS: [Harmless; 13] = [
         opcode: "fence.proxy.async",
         source: "continue;",
         why: "two orders suffice: the sender has a proxy fence of its own behind what it wrote",
-    },
-    Harmless {
-        kinds: &[Kind::BlockBarrierDropped],
-        kernel: "",
-        opcode: "barrier.sync",
-        source: "Progress::new(",
-        why: "two orders suffice: the block meets in wait_mapped_ready before a warp reads another's progress",
     },
     Harmless {
         kinds: &[Kind::WarpSyncDropped],
