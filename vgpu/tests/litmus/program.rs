@@ -438,9 +438,6 @@ impl Writer<'_> {
             self.ptx.push_str("cp.async.bulk.wait_group 0;\n");
         }
         let _ = writeln!(self.ptx, "END{}:", self.thread);
-        for (register, at) in self.unstored.drain(..) {
-            let _ = writeln!(self.ptx, "st.global.u32 {}, %r{register};", many::operand(at));
-        }
     }
 }
 
@@ -590,6 +587,12 @@ impl Program {
                             ptx.push_str("bar.warp.sync 0xffffffff;\n");
                         }
                     }
+                    // One lane's store would hold up all that is still to come of the others.
+                    for (t, (_, _, unstored)) in states.iter().enumerate().filter(|(_, s)| !s.2.is_empty()) {
+                        let _ = writeln!(ptx, "setp.ne.u32 %p1, %r5, {t};\n@%p1 bra STORED{t};");
+                        many::store(&mut ptx, unstored);
+                        let _ = writeln!(ptx, "STORED{t}:");
+                    }
                 } else {
                     for &t in &mine {
                         let Some(part) = parts(t).nth(k) else { continue };
@@ -614,6 +617,8 @@ impl Program {
                         };
                         part.iter().for_each(|s| w.step(s));
                         w.end(part);
+                        let unstored = w.unstored;
+                        many::store(&mut ptx, &unstored);
                         let _ = writeln!(ptx, "ret;\nSKIP{t}:");
                     }
                 }
