@@ -3,13 +3,17 @@
 //!
 //! `EPOXIDE_LITMUS_RUNS` is the number of runs of each test, which differ by seed.
 
+mod many;
 mod program;
 mod table;
 
+use std::sync::Arc;
+
 use epoxide_vgpu::{
-    CheckConfig, Checker, DeviceConfig, FaultKind, Grid, GridConfig, Memory, Progress, Region, Schedule,
+    CheckConfig, Checker, DeviceConfig, FaultKind, Grid, GridConfig, Kernel, Memory, Module, Progress,
+    Region, Schedule,
 };
-use program::{BYTES, NO_RESULT, Program, RESULTS, Wanted};
+use program::{BYTES, Form, NO_RESULT, Program, RESULTS, Wanted};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use table::{NEVER_REACHED, NOT_SHOWN, RACY_ELSEWHERE, TESTS, Test, Verdict};
@@ -32,8 +36,38 @@ fn runs() -> u64 {
     std::env::var("EPOXIDE_LITMUS_RUNS").map_or(800, |v| v.parse().expect("EPOXIDE_LITMUS_RUNS is a number"))
 }
 
+/// A test, ready to run.
+struct Ready {
+    test: &'static Test,
+    program: Program,
+    /// Of each device.
+    kernels: Vec<Vec<Arc<Kernel>>>,
+}
+
+impl Ready {
+    fn new(test: &'static Test) -> Self {
+        let program = Program::new(test.text, Form::One);
+        let kernels = program
+            .devices
+            .iter()
+            .map(|d| {
+                let module =
+                    Module::parse(&d.ptx).unwrap_or_else(|e| panic!("{}: {e}\n{}", test.text, d.ptx));
+                (0..d.kernels).map(|k| module.kernel(&format!("k{k}")).expect("a kernel")).collect()
+            })
+            .collect();
+        Self { test, program, kernels }
+    }
+
+    /// For messages.
+    fn ptx(&self) -> String {
+        self.program.devices.iter().map(|d| d.ptx.as_str()).collect()
+    }
+}
+
 /// Runs a test once.
-fn run(test: &Test, program: &Program, seed: u64, races: bool) -> Outcome {
+fn run(ready: &Ready, seed: u64, races: bool) -> Outcome {
+    let Ready { test, program, kernels } = ready;
     let weak_memory = (!races).then_some(seed);
     let checker = Checker::new(CheckConfig { races, weak_memory, strict_exits: false });
     let memories: Vec<Memory> =
@@ -56,7 +90,7 @@ fn run(test: &Test, program: &Program, seed: u64, races: bool) -> Outcome {
         let d = &program.devices[device];
         let shape = GridConfig { grid: [d.blocks, 1, 1], block: [d.threads, 1, 1], dynamic_shared_bytes: 0 };
         let params = regions[device].addr().to_ne_bytes();
-        Grid::new(d.kernels[kernel].clone(), memories[device].clone(), &config, shape, &params)
+        Grid::new(kernels[device][kernel].clone(), memories[device].clone(), &config, shape, &params)
             .unwrap_or_else(|e| panic!("{}: {e}", test.number))
     };
     let mut order = SmallRng::seed_from_u64(seed);
@@ -73,7 +107,7 @@ fn run(test: &Test, program: &Program, seed: u64, races: bool) -> Outcome {
         match grid.step(1) {
             Ok(Progress::Done) => {
                 let next = *kernel + 1;
-                let more = next < program.devices[device].kernels.len();
+                let more = next < kernels[device].len();
                 running[device] = more.then(|| (launch(device, next), next));
             }
             Ok(_) => {}
@@ -82,18 +116,20 @@ fn run(test: &Test, program: &Program, seed: u64, races: bool) -> Outcome {
                 assert!(
                     expected,
                     "#{} {} (seed {seed}) has no race, but: {fault}\n{}",
-                    test.number, test.text, program.ptx
+                    test.number,
+                    test.text,
+                    ready.ptx()
                 );
                 return Outcome::Race;
             }
-            Err(fault) => panic!("#{} {} (seed {seed}): {fault}\n{}", test.number, test.text, program.ptx),
+            Err(fault) => panic!("#{} {} (seed {seed}): {fault}\n{}", test.number, test.text, ready.ptx()),
         }
     }
     assert!(
         running.iter().all(Option::is_none),
         "#{} (seed {seed}) does not end\n{}",
         test.number,
-        program.ptx
+        ready.ptx()
     );
     let mut bytes = vec![0; BYTES as usize];
     memories[0].read(first.addr(), &mut bytes).expect("the results");
@@ -131,9 +167,9 @@ fn the_table_is_whole() {
 fn races_are_reported_and_nothing_else() {
     let mut missed = vec![];
     for test in &TESTS {
-        let program = Program::new(test.text);
+        let ready = Ready::new(test);
         // One report is enough; that there is none takes all runs.
-        let raced = (0..runs()).any(|seed| run(test, &program, seed, true) == Outcome::Race);
+        let raced = (0..runs()).any(|seed| run(&ready, seed, true) == Outcome::Race);
         if !raced && (test.verdict == Verdict::Racy || elsewhere(test)) {
             missed.push((test.number, test.text));
         }
@@ -145,10 +181,10 @@ fn races_are_reported_and_nothing_else() {
 fn weak_memory_shows_what_the_model_allows() {
     let mut wrong = vec![];
     for test in &TESTS {
-        let program = Program::new(test.text);
+        let ready = Ready::new(test);
         let mut reached = false;
         let seen = (0..runs()).find(|&seed| {
-            let outcome = run(test, &program, seed, false);
+            let outcome = run(&ready, seed, false);
             reached |= outcome != Outcome::Other;
             outcome == Outcome::Met
         });
@@ -161,4 +197,107 @@ fn weak_memory_shows_what_the_model_allows() {
         }
     }
     assert!(wrong.is_empty(), "outcomes that are not as the table says:\n{}", wrong.join("\n"));
+}
+
+/// What became of many instances: of how many the guards passed, the condition held, the threads did not start together.
+type Counts = [u32; 3];
+
+/// Runs two groups of instances of a test in one launch for each kernel, beside a stress block, as `examples/litmus.rs` does on a GPU. None
+/// if a race ended it that the test may have.
+fn run_many(test: &Test, program: &Program, races: bool) -> Option<Counts> {
+    let seed = u64::from(test.number);
+    let (groups, stride, stress) = (2, many::STRIDE[0] as u32, 1);
+    let instances = groups * program.packed;
+    let weak_memory = (!races).then_some(seed);
+    let checker = Checker::new(CheckConfig { races, weak_memory, strict_exits: false });
+    let memories: Vec<Memory> =
+        program.devices.iter().map(|_| Memory::checked(seed, Some(checker.clone()))).collect();
+    let counts = memories[0].alloc(12, "counts").expect("memory");
+    let first = memories[0].alloc(many::BYTES, "litmus").expect("memory");
+    let rest: Vec<Region> = memories[1..]
+        .iter()
+        .map(|m| m.import(first.export().expect("a descriptor"), many::BYTES, "litmus").expect("memory"))
+        .collect();
+    let bases: Vec<u64> = std::iter::once(&first).chain(&rest).map(Region::addr).collect();
+    memories[0].write(counts.addr(), &[0; 12]).expect("zeroes");
+    let scratch = vec![0; (many::BYTES - many::SCRATCH_AT) as usize];
+    memories[0].write(first.addr() + many::SCRATCH_AT, &scratch).expect("zeroes");
+
+    let modules: Vec<Module> = program
+        .devices
+        .iter()
+        .map(|d| Module::parse(&d.ptx).unwrap_or_else(|e| panic!("{}: {e}\n{}", test.text, d.ptx)))
+        .collect();
+    let config = DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() };
+    let grid =
+        |device: usize, name: &str, [blocks, threads]: [u32; 2], addresses: &[u64], numbers: &[u32]| {
+            let shape = GridConfig { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes: 0 };
+            let addresses = addresses.iter().flat_map(|v| v.to_ne_bytes());
+            let params: Vec<u8> = addresses.chain(numbers.iter().flat_map(|v| v.to_ne_bytes())).collect();
+            let kernel = modules[device].kernel(name).expect("a kernel");
+            Grid::new(kernel, memories[device].clone(), &config, shape, &params)
+                .unwrap_or_else(|e| panic!("#{}: {e}", test.number))
+        };
+    // Whether the grid has ended; None for a race that the test may have.
+    let step = |grid: &mut Grid| match grid.step(16) {
+        Ok(progress) => Some(progress == Progress::Done),
+        Err(f)
+            if matches!(f.kind, FaultKind::Race(_)) && (test.verdict == Verdict::Racy || elsewhere(test)) =>
+        {
+            None
+        }
+        Err(fault) => {
+            panic!("#{} {}: {fault}\n{}", test.number, test.text, program.devices[0].ptx)
+        }
+    };
+    let [buf, results] = [0, many::RESULTS_AT].map(|at| bases[0] + at);
+    let mut clear = grid(0, "clear", [1, 64], &[buf, results], &[stride, instances]);
+    while !step(&mut clear)? {}
+    let launch = |d: usize, k: usize| {
+        let device = &program.devices[d];
+        let addresses = [0, many::RESULTS_AT, many::SCRATCH_AT].map(|at| bases[d] + at);
+        let shape = [stress + device.blocks * groups, device.threads];
+        let (shift, seed, spread, warm, zero) = (1, 7, 64, 1, 0);
+        let numbers = [groups, stride, shift, seed, spread, warm, stress, zero];
+        grid(d, &format!("k{k}"), shape, &addresses, &numbers)
+    };
+    // What runs on each device, and which of its kernels that is.
+    let mut running: Vec<Option<(Grid, usize)>> =
+        (0..program.devices.len()).map(|d| Some((launch(d, 0), 0))).collect();
+    while running.iter().any(Option::is_some) {
+        for (device, slot) in running.iter_mut().enumerate() {
+            let Some((grid, kernel)) = slot else { continue };
+            if step(grid)? {
+                let next = *kernel + 1;
+                *slot = (next < program.devices[device].kernels).then(|| (launch(device, next), next));
+            }
+        }
+    }
+    let mut check = grid(0, "check", [1, 64], &[buf, results, counts.addr()], &[stride, instances]);
+    while !step(&mut check)? {}
+    let mut bytes = [0; 12];
+    memories[0].read(counts.addr(), &mut bytes).expect("the counts");
+    Some([0, 4, 8].map(|i| u32::from_ne_bytes(std::array::from_fn(|b| bytes[i + b]))))
+}
+
+/// What a GPU is given is the same tests, and has no race of its own.
+#[test]
+fn many_instances_in_one_launch_are_tests_as_well() {
+    let (mut shown, mut late) = (0, 0);
+    for test in &TESTS {
+        let program = Program::new(test.text, Form::Many);
+        run_many(test, &program, true);
+        let counts = run_many(test, &program, false).expect("races are not watched");
+        assert!(
+            test.verdict != Verdict::Forbidden || counts[1] == 0,
+            "#{} {}: {counts:?}",
+            test.number,
+            test.text
+        );
+        shown += u32::from(counts[1] > 0);
+        late += counts[2];
+    }
+    // With so few instances not all that could be.
+    assert!(shown >= 10, "only {shown} tests have shown what they may");
+    assert_eq!(late, 0, "threads that did not meet at the start");
 }

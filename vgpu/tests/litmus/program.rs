@@ -2,12 +2,11 @@
 
 use std::collections::HashMap;
 use std::fmt::Write;
-use std::sync::Arc;
 
-use epoxide_vgpu::{Kernel, Module};
+use super::many;
 
 /// Locations in global memory, each in 16 bytes of its own. `p64` and `p32` are two names of one location.
-const LOCATIONS: [&str; 9] = ["x", "y", "f", "h", "t", "e", "v4", "p", "G"];
+pub const LOCATIONS: [&str; 9] = ["x", "y", "f", "h", "t", "e", "v4", "p", "G"];
 /// Where the results of the threads begin, and how far apart those of two threads are, in bytes.
 pub const RESULTS: u64 = 256;
 const PER_THREAD: u64 = 64;
@@ -22,6 +21,25 @@ const TRIES: u32 = 16;
 /// Offsets in shared memory: the mbarrier, and `S`.
 const SHARED: &str = ".shared .align 16 .b8 SH[64];";
 const S: u64 = 16;
+
+/// How many instances of a test a launch holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// One, whose memory is [`BYTES`] at the kernel's only parameter.
+    One,
+    /// Many; see [`many`].
+    Many,
+}
+
+impl Form {
+    /// Where an address of global memory lies in its instance's memory.
+    fn offset(self, at: u64) -> u64 {
+        match self {
+            Self::One => at,
+            Self::Many => many::offset(at),
+        }
+    }
+}
 
 /// A value that is read or written: a number, or what a register holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,6 +66,32 @@ enum Step {
     KernelBoundary,
 }
 
+impl Step {
+    /// The global location that it uses, if any.
+    fn location(&self) -> Option<u64> {
+        match self {
+            Self::Write { at, .. } | Self::Read { at, .. } | Self::Atom { at, .. } | Self::Red { at, .. } => {
+                (at != "S").then(|| location(at))
+            }
+            Self::BulkLoad | Self::BulkStore => Some(location("G")),
+            _ => None,
+        }
+    }
+
+    /// Whether it needs what a block has only once: shared memory, and the mbarrier in it.
+    fn is_of_the_block(&self) -> bool {
+        match self {
+            Self::Write { at, .. } | Self::Read { at, .. } | Self::Atom { at, .. } | Self::Red { at, .. } => {
+                at == "S"
+            }
+            Self::BulkLoad | Self::BulkStore | Self::ExpectTx | Self::WaitLoad | Self::WaitStores { .. } => {
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
 /// A result that the condition names: which one, and its value.
 pub type Wanted = (u64, u32);
 
@@ -62,8 +106,10 @@ struct Place {
 
 /// What one device does.
 pub struct Device {
-    /// Launched one after the other.
-    pub kernels: Vec<Arc<Kernel>>,
+    pub ptx: String,
+    /// The entries `k0`, `k1` and so on are launched one after the other.
+    pub kernels: usize,
+    /// Of one instance.
     pub blocks: u32,
     pub threads: u32,
 }
@@ -77,8 +123,8 @@ pub struct Program {
     pub wanted: Vec<Wanted>,
     /// The part of it that guarded reads ask for: without it, the rest of the condition is not put to the test.
     pub guards: Vec<Wanted>,
-    /// For messages.
-    pub ptx: String,
+    /// Instances that share the test's blocks, lane by lane.
+    pub packed: u32,
 }
 
 fn location(name: &str) -> u64 {
@@ -182,6 +228,11 @@ fn ordered(order: char, scope: char) -> String {
 /// Writes the PTX of one thread.
 struct Writer<'a> {
     ptx: &'a mut String,
+    form: Form,
+    /// Results that are still in their registers: register, place.
+    unstored: Vec<(usize, u64)>,
+    /// Accesses to global memory so far.
+    accesses: usize,
     thread: usize,
     /// Registers and results so far.
     registers: usize,
@@ -199,11 +250,17 @@ impl Writer<'_> {
         self.registers
     }
 
-    /// Stores a result at once: it is the thread's own, so it orders nothing.
+    /// Stores a result at once: it is the thread's own, so it orders nothing. On a GPU the store would wait for the value, and all that
+    /// comes behind with it, so there it comes at the end.
     fn result(&mut self, register: usize, expected: Option<u32>) {
         let at = RESULTS + self.thread as u64 * PER_THREAD + self.results * 4;
         self.results += 1;
-        let _ = writeln!(self.ptx, "st.global.u32 [%rd1+{at}], %r{register};");
+        match self.form {
+            Form::One => {
+                let _ = writeln!(self.ptx, "st.global.u32 [%rd1+{at}], %r{register};");
+            }
+            Form::Many => self.unstored.push((register, at)),
+        }
         if let Some(v) = expected {
             self.wanted.push((at, v));
         }
@@ -232,14 +289,25 @@ impl Writer<'_> {
         let _ = writeln!(self.ptx, "setp.ne.u32 %p2, %r{register}, {expected};\n@%p2 bra END{thread};");
     }
 
+    /// State space and operand of an access.
+    fn place(&mut self, at: &str) -> (&'static str, String) {
+        if at == "S" {
+            return ("shared", format!("[SH+{S}]"));
+        }
+        let offset = self.form.offset(location(at));
+        match self.form {
+            Form::One => ("global", format!("[%rd1+{offset}]")),
+            Form::Many => {
+                self.accesses += 1;
+                ("global", many::access(self.ptx, self.accesses, offset))
+            }
+        }
+    }
+
     fn step(&mut self, step: &Step) {
-        let place = |at: &str| match at {
-            "S" => ("shared", format!("[SH+{S}]")),
-            _ => ("global", format!("[%rd1+{}]", location(at))),
-        };
         match step {
             Step::Write { order, scope, at, values } => {
-                let (space, address) = place(at);
+                let (space, address) = self.place(at);
                 let how = ordered(*order, *scope);
                 let sources: Vec<usize> = values
                     .iter()
@@ -268,7 +336,7 @@ impl Writer<'_> {
                 };
             }
             Step::Read { order, scope, at, values, guard } => {
-                let (space, address) = place(at);
+                let (space, address) = self.place(at);
                 let how = ordered(*order, *scope);
                 let into: Vec<usize> = (0..values.len().max(1)).map(|_| self.register()).collect();
                 let tries = if *guard { Some(self.begin_tries()) } else { None };
@@ -304,7 +372,7 @@ impl Writer<'_> {
                 }
             }
             Step::Atom { order, scope, at, old, guard } => {
-                let (space, address) = place(at);
+                let (space, address) = self.place(at);
                 let r = self.register();
                 let how = ordered(*order, *scope);
                 let _ = writeln!(self.ptx, "atom{how}.{space}.add.u32 %r{r}, {address}, 1;");
@@ -314,14 +382,14 @@ impl Writer<'_> {
                 }
             }
             Step::Red { order, scope, at } => {
-                let (space, address) = place(at);
+                let (space, address) = self.place(at);
                 let _ = writeln!(self.ptx, "red{}.{space}.add.u32 {address}, 1;", ordered(*order, *scope));
             }
             Step::Fence { order, scope } => {
                 let _ = writeln!(self.ptx, "fence{};", ordered(*order, *scope));
             }
             Step::BulkLoad => {
-                let from = location("G");
+                let from = self.form.offset(location("G"));
                 let _ = writeln!(
                     self.ptx,
                     "add.s64 %rd3, %rd1, {from};\nmov.u32 %r1, SH;\n\
@@ -329,7 +397,7 @@ impl Writer<'_> {
                 );
             }
             Step::BulkStore => {
-                let to = location("G");
+                let to = self.form.offset(location("G"));
                 let _ = writeln!(
                     self.ptx,
                     "add.s64 %rd3, %rd1, {to};\nmov.u32 %r1, SH;\n\
@@ -394,7 +462,7 @@ fn places(text: &str, threads: usize, lanes: bool) -> Vec<Place> {
 
 impl Program {
     /// Compiles a test.
-    pub fn new(text: &str) -> Self {
+    pub fn new(text: &str, form: Form) -> Self {
         let (place, rest) = text.split_once(':').expect("a placement");
         let mut last = vec![];
         let threads: Vec<Vec<Step>> =
@@ -402,6 +470,7 @@ impl Program {
         let all = || threads.iter().flatten();
         let lanes = all().any(|s| matches!(s, Step::WarpBarrier));
         let places = places(place, threads.len(), lanes);
+        let on_devices = places.iter().map(|p| p.device + 1).max().unwrap_or(1);
         let symbols: HashMap<String, u32> = last.iter().cloned().collect();
         let mut wanted: Vec<Wanted> = last
             .iter()
@@ -415,9 +484,13 @@ impl Program {
         // New data is 1: it is there from the start unless a thread of the test writes it.
         let initial = if loads && !writes("G") && !stores { vec![(location("G"), 1)] } else { vec![] };
 
-        let mut whole = String::new();
+        let mut used: Vec<u64> = all().filter_map(Step::location).collect();
+        used.sort_unstable();
+        used.dedup();
+        let packed = if lanes || all().any(Step::is_of_the_block) { 1 } else { 32 };
+
         let mut devices = vec![];
-        for device in 0..=places.iter().map(|p| p.device).max().unwrap_or(0) {
+        for device in 0..on_devices {
             let mine: Vec<usize> = (0..threads.len()).filter(|&t| places[t].device == device).collect();
             let per_block = mine.iter().map(|&t| places[t].index + 1).max().unwrap_or(1);
             let blocks = mine.iter().map(|&t| places[t].block + 1).max().unwrap_or(1);
@@ -427,10 +500,23 @@ impl Program {
             for k in 0..count {
                 let _ = writeln!(
                     ptx,
-                    ".visible .entry k{k}(.param .u64 buf)\n{{\n{SHARED}\n.reg .pred %p<4>;\n.reg .b32 %r<64>;\n\
-                     .reg .b64 %rd<8>;\nld.param.u64 %rd1, [buf];"
+                    ".visible .entry k{k}({})\n{{\n{SHARED}\n.reg .pred %p<4>;\n.reg .b32 %r<64>;\n.reg .b64 %rd<8>;",
+                    if form == Form::One { ".param .u64 buf" } else { many::KERNEL_PARAMS }
                 );
-                let _ = writeln!(ptx, "mov.u32 %r2, %tid.x;\nmov.u32 %r3, %ctaid.x;");
+                match form {
+                    Form::One => {
+                        ptx.push_str(
+                            "ld.param.u64 %rd1, [buf];\nmov.u32 %r2, %tid.x;\nmov.u32 %r3, %ctaid.x;\n",
+                        );
+                    }
+                    Form::Many => {
+                        many::begin(&mut ptx, blocks, packed);
+                        // A thread that a guard ends has read nothing from there on.
+                        for r in 6..64 {
+                            let _ = writeln!(ptx, "mov.u32 %r{r}, {NO_RESULT};");
+                        }
+                    }
+                }
                 if loads || stores {
                     // Whoever stores from `S` without having written it finds new data there.
                     let full: Vec<usize> = mine
@@ -459,16 +545,27 @@ impl Program {
                         places[t].block
                     );
                 }
+                if form == Form::Many {
+                    many::place(&mut ptx, packed);
+                    // Lanes of one warp need no common start, and what an earlier kernel does has none.
+                    if !lanes && threads.len() > 1 && k + 1 == count {
+                        let start = many::Start { threads: threads.len(), devices: on_devices, used: &used };
+                        many::start(&mut ptx, &start);
+                    }
+                }
                 if lanes {
                     // A warp barrier is one instruction for all lanes: between two of them the lanes go their own ways.
                     let cuts = threads[0].iter().filter(|s| matches!(s, Step::WarpBarrier)).count();
-                    let mut states = vec![(5, 0u64); threads.len()];
+                    let mut states = vec![(5, 0u64, vec![]); threads.len()];
                     for cut in 0..=cuts {
                         for &t in &mine {
                             let part = threads[t].split(|s| matches!(s, Step::WarpBarrier)).nth(cut);
                             let _ = writeln!(ptx, "setp.ne.u32 %p1, %r5, {t};\n@%p1 bra PART{t}_{cut};");
                             let mut w = Writer {
                                 ptx: &mut ptx,
+                                form,
+                                unstored: std::mem::take(&mut states[t].2),
+                                accesses: 0,
                                 thread: t,
                                 registers: states[t].0,
                                 results: states[t].1,
@@ -483,12 +580,18 @@ impl Program {
                             if cut == cuts {
                                 w.end(&threads[t]);
                             }
-                            states[t] = (w.registers, w.results);
+                            states[t] = (w.registers, w.results, w.unstored);
                             let _ = writeln!(ptx, "PART{t}_{cut}:");
                         }
                         if cut < cuts {
                             ptx.push_str("bar.warp.sync 0xffffffff;\n");
                         }
+                    }
+                    // One lane's store would hold up all that is still to come of the others.
+                    for (t, (_, _, unstored)) in states.iter().enumerate().filter(|(_, s)| !s.2.is_empty()) {
+                        let _ = writeln!(ptx, "setp.ne.u32 %p1, %r5, {t};\n@%p1 bra STORED{t};");
+                        many::store(&mut ptx, unstored);
+                        let _ = writeln!(ptx, "STORED{t}:");
                     }
                 } else {
                     for &t in &mine {
@@ -501,6 +604,9 @@ impl Program {
                         let _ = writeln!(ptx, "setp.ne.u32 %p1, %r5, {t};\n@%p1 bra SKIP{t};");
                         let mut w = Writer {
                             ptx: &mut ptx,
+                            form,
+                            unstored: vec![],
+                            accesses: 0,
                             thread: t,
                             registers: 5,
                             results: earlier as u64,
@@ -511,17 +617,23 @@ impl Program {
                         };
                         part.iter().for_each(|s| w.step(s));
                         w.end(part);
+                        let unstored = w.unstored;
+                        many::store(&mut ptx, &unstored);
                         let _ = writeln!(ptx, "ret;\nSKIP{t}:");
                     }
                 }
-                ptx.push_str("ret;\n}\n");
+                ptx.push_str("ret;\n");
+                if form == Form::Many {
+                    many::stress(&mut ptx, on_devices);
+                }
+                ptx.push_str("}\n");
             }
-            let module = Module::parse(&ptx).unwrap_or_else(|e| panic!("{text}: {e}\n{ptx}"));
-            let kernels = (0..count).map(|k| module.kernel(&format!("k{k}")).expect("a kernel")).collect();
             let threads = if lanes { 32 } else { 32 * per_block as u32 };
-            devices.push(Device { kernels, blocks: blocks as u32, threads });
-            whole += &ptx;
+            devices.push(Device { ptx, kernels: count, blocks: blocks as u32, threads });
         }
-        Self { devices, initial, wanted, guards, ptx: whole }
+        if form == Form::Many {
+            many::ends(&mut devices[0].ptx, &initial, &wanted, &guards);
+        }
+        Self { devices, initial, wanted, guards, packed }
     }
 }
