@@ -478,11 +478,6 @@ pub(crate) fn div_approx(a: f32, b: f32) -> f32 {
     if b.abs() > SMALL_RECIPROCAL { a * 0f32.copysign(b) } else { a / b }
 }
 
-/// `rcp.ftz` by `rcp`: what is flushed is as in [`narrow_ftz`].
-pub(crate) fn rcp_ftz(a: f32, rcp: impl Fn(f32) -> f32) -> f32 {
-    if a.abs() > SMALL_RECIPROCAL { 0f32.copysign(a) } else { rcp(a) }
-}
-
 /// What `rcp.approx.ftz.f64` and `rsqrt.approx.ftz.f64` share: they see the upper word of the operand and write the
 /// upper word of the result, flush subnormals at both ends, and have a NaN of their own.
 pub(crate) fn upper_word(a: f64, f: impl Fn(f64) -> f64) -> f64 {
@@ -493,8 +488,8 @@ pub(crate) fn upper_word(a: f64, f: impl Fn(f64) -> f64) -> f64 {
     f64::from_bits(if nan { 0x7fff_ffff << 32 } else { v.to_bits() & UPPER })
 }
 
-/// A conversion from f64 to a format of 16 or 32 bits. Of a NaN the sign and the top of its payload stay, made quiet: so does the hardware, where all other NaN results
-/// are canonical.
+/// A conversion from f64 to a format of 16 or 32 bits. Of a NaN the sign and the top of its payload stay, made quiet: so does the
+/// hardware, where all other NaN results are canonical.
 pub(crate) fn narrow_f64(bits: u64, to: Format, mode: Round, overflow: Overflow) -> u64 {
     if unpack(bits, F64) != Parts::Nan {
         return convert(bits, F64, to, mode, overflow);
@@ -503,8 +498,8 @@ pub(crate) fn narrow_f64(bits: u64, to: Format, mode: Round, overflow: Overflow)
     to.sign(bits >> 63 != 0) | to.infinity() | 1 << (to.mantissa - 1) | payload
 }
 
-/// f64 to f32 with `.ftz`. A result is flushed if it is subnormal when rounded as if exponents had no end, even where rounding to a subnormal
-/// makes it the smallest normal number: so does the hardware.
+/// f64 to f32 with `.ftz`. A result is flushed if it is subnormal when rounded as if exponents had no end, even where rounding to a
+/// subnormal makes it the smallest normal number: so does the hardware.
 pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
     let narrow = |v: f64| f32::from_bits(narrow_f64(v.to_bits(), F32, mode, Overflow::Ieee) as u32);
     flush(flush_tiny(narrow(v), || narrow(v * f64::from(SCALE))))
@@ -513,7 +508,8 @@ pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
 /// 2^64, by which results near the smallest normal number grow to where all have as many digits.
 pub(crate) const SCALE: f32 = 18_446_744_073_709_551_616.0;
 
-/// `.ftz` for a result that rounds to the smallest normal number: `scaled`, [`SCALE`] times as large, tells whether it still does with all digits.
+/// `.ftz` for a result that rounds to the smallest normal number: `scaled`, [`SCALE`] times as large, tells whether it still does with
+/// all digits.
 #[inline(always)]
 pub(crate) fn flush_tiny(v: f32, scaled: impl FnOnce() -> f32) -> f32 {
     if v.abs() == f32::MIN_POSITIVE && scaled().abs() < f32::MIN_POSITIVE * SCALE {

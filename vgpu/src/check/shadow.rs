@@ -174,8 +174,8 @@ impl Grids {
         }
     }
 
-    /// Whether every scope, from somewhere outside, takes in both of two actors or neither, and accesses of theirs of scope `scope`
-    /// take in the same others.
+    /// Whether nobody else can tell two actors apart by scopes: each scope of another actor takes in both or neither, and accesses of scope
+    /// `scope` by either take in the same others.
     pub(crate) fn alike(&self, scope: Scope, a: Key, b: Key) -> bool {
         let narrowest = if scope == Scope::Cta { Scope::Cta } else { Scope::Gpu };
         self.includes(narrowest, a, b)

@@ -730,8 +730,8 @@ fn special_function(m: &mut Mods) -> Result<Option<Spec>, String> {
         ("rcp", Ty::F64) if approx => Some(op1(|a: f64| float::upper_word(a, |a| 1.0 / a))),
         ("rsqrt", Ty::F64) if approx => Some(op1(|a: f64| float::upper_word(a, rsqrt))),
         ("rcp", Ty::F32) if g.ftz => Some(by_round!(g.round,
-                f32_1(g, |a| float::rcp_ftz(a, |a| 1.0 / a)),
-                R => f32_1(g, |a| float::rcp_ftz(a, |a| 1f32.div(a, R))))),
+            f32_1(g, |a| float::flush_tiny(1.0 / a, || SCALE / a)),
+            R => f32_1(g, |a| float::flush_tiny(1f32.div(a, R), || SCALE.div(a, R))))),
         ("rcp", Ty::F32) => {
             Some(by_round!(g.round, f32_1(g, |a| 1.0 / a), R => f32_1(g, |a| 1f32.div(a, R))))
         }

@@ -9,6 +9,9 @@ mod table;
 
 use std::sync::Arc;
 
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, FaultKind, Grid, GridConfig, Kernel, Memory, Module, Progress,
     Region, Schedule,
@@ -163,24 +166,36 @@ fn the_table_is_whole() {
     assert!(NOT_SHOWN.iter().all(|(n, _)| !known(*n, Verdict::Forbidden)));
 }
 
+/// What `judge` says of each test, all cores at work.
+fn all_tests(judge: impl Fn(&'static Test) -> Option<String> + Sync) -> Vec<String> {
+    let next = AtomicUsize::new(0);
+    let worker = || -> Vec<String> {
+        let mine = || TESTS.get(next.fetch_add(1, Ordering::Relaxed));
+        std::iter::from_fn(mine).filter_map(&judge).collect()
+    };
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let started: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
+        let joined = started.into_iter().map(|w| w.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        joined.flatten().collect()
+    })
+}
+
 #[test]
 fn races_are_reported_and_nothing_else() {
-    let mut missed = vec![];
-    for test in &TESTS {
+    let missed = all_tests(|test| {
         let ready = Ready::new(test);
         // One report is enough; that there is none takes all runs.
         let raced = (0..runs()).any(|seed| run(&ready, seed, true) == Outcome::Race);
-        if !raced && (test.verdict == Verdict::Racy || elsewhere(test)) {
-            missed.push((test.number, test.text));
-        }
-    }
-    assert!(missed.is_empty(), "races that no run has reported: {missed:?}");
+        let due = test.verdict == Verdict::Racy || elsewhere(test);
+        (due && !raced).then(|| format!("#{} {}", test.number, test.text))
+    });
+    assert!(missed.is_empty(), "races that no run has reported:\n{}", missed.join("\n"));
 }
 
 #[test]
 fn weak_memory_shows_what_the_model_allows() {
-    let mut wrong = vec![];
-    for test in &TESTS {
+    let wrong = all_tests(|test| {
         let ready = Ready::new(test);
         let mut reached = false;
         let seen = (0..runs()).find(|&seed| {
@@ -188,14 +203,13 @@ fn weak_memory_shows_what_the_model_allows() {
             reached |= outcome != Outcome::Other;
             outcome == Outcome::Met
         });
-        if reached == NEVER_REACHED.iter().any(|(n, _)| *n == test.number) {
-            wrong.push(format!("#{} {}: guards passed: {reached}", test.number, test.text));
-        }
         let expected = test.verdict != Verdict::Forbidden && NOT_SHOWN.iter().all(|(n, _)| *n != test.number);
-        if seen.is_some() != expected {
-            wrong.push(format!("#{} {} {:?}: seen with seed {seen:?}", test.number, test.text, test.verdict));
-        }
-    }
+        let guards = reached != NEVER_REACHED.iter().any(|(n, _)| *n == test.number);
+        let Test { number, text, verdict, .. } = test;
+        (seen.is_some() != expected || !guards).then(|| {
+            format!("#{number} {text} {verdict:?}: seen with seed {seen:?}; guards passed: {reached}")
+        })
+    });
     assert!(wrong.is_empty(), "outcomes that are not as the table says:\n{}", wrong.join("\n"));
 }
 

@@ -37,7 +37,7 @@ const fn t(
     Test { number, text, verdict, rule, dat3m }
 }
 
-pub const TESTS: [Test; 67] = [
+pub static TESTS: [Test; 67] = [
     t(1, "g:Ww.x=1;Wrg.f=1‖Rag.f=1?;Rw.x=0", F, "causality", "=Proxy-MP-gpu1"),
     t(2, "g:Ww.x=1;Wrc.f=1‖Rac.f=1?;Rw.x=0", R, "scope", "=MP-cta"),
     t(3, "c:Ww.x=1;Wrc.f=1‖Rag.f=1?;Rw.x=0", F, "mutual scope", "=MP-cta-gpu"),

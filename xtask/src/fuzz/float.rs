@@ -90,10 +90,6 @@ pub fn arithmetic(op: Op, mode: Mode, x: &[u64]) -> u64 {
             Op::Mul => arg(0).mul_r(arg(1), r).value,
             Op::Fma => arg(0).mul_add_r(arg(1), arg(2), r).value,
             Op::Div => arg(0).div_r(arg(1), r).value,
-            // The hardware flushes what is subnormal before rounding.
-            Op::Rcp if mode.ftz && one.div_r(arg(0), Round::TowardZero).value.is_denormal() => {
-                F::ZERO.copy_sign(arg(0))
-            }
             Op::Rcp => one.div_r(arg(0), r).value,
             Op::Sqrt => sqrt(arg(0), mode),
         };
@@ -111,7 +107,8 @@ fn tiny(op: Op, mode: Mode, x: &[u64]) -> bool {
         Op::Mul => (arg(0) * arg(1)).value,
         Op::Fma => arg(0).mul_add(arg(1), arg(2)).value,
         Op::Div => arg(0).div_r(arg(1), Round::TowardZero).value,
-        Op::Add | Op::Sub | Op::Rcp | Op::Sqrt => return false,
+        Op::Rcp => Quad::from_u128(1).value.div_r(arg(0), Round::TowardZero).value,
+        Op::Add | Op::Sub | Op::Sqrt => return false,
     };
     is_tiny(exact, mode)
 }
