@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::memory::{MemoryError, NearRegion};
+use crate::memory::{MemoryError, NearRegion, place};
 
 /// PTX that cannot be loaded, with the place.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -180,13 +180,13 @@ impl fmt::Display for Race {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FaultKind {
-    /// A global or generic access outside of every region.
+    /// A global or generic access outside of every region, maybe in one that has been freed.
     OutOfBounds {
         /// First byte.
         addr: u64,
         /// Length in bytes.
         bytes: u64,
-        /// Closest region.
+        /// Closest region, or the freed one.
         nearest: Option<NearRegion>,
     },
     /// An access outside of the block's shared memory, the lane's local memory or the kernel's parameters.
@@ -276,11 +276,7 @@ impl fmt::Display for FaultKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             FaultKind::OutOfBounds { addr, bytes, nearest } => {
-                write!(f, "access of {bytes} bytes at {addr:#x} is outside of every region")?;
-                if *addr < 4096 {
-                    write!(f, " (null pointer)")?;
-                }
-                nearest.as_ref().map_or(Ok(()), |n| write!(f, "; {n}"))
+                write!(f, "access of {bytes} bytes at {addr:#x} {}", place(*addr, nearest.as_ref()))
             }
             FaultKind::OutOfWindow { space, offset, bytes, start, end } => {
                 write!(

@@ -1149,3 +1149,33 @@ WAIT:
         assert!(fault.ptx_text.contains("// late"), "{fault}");
     });
 }
+
+#[test]
+fn freed_memory_is_called_by_its_name() {
+    let module = parse("ld.global.u64 %rd1, [%rd40]; st.global.u32 [%rd1+16], %r40; // late");
+    for checker in [None, Some(races())] {
+        let memory = Memory::checked(1, checker.clone());
+        let buf = numbered(&memory);
+        let victim = memory.alloc(4096, "victim").unwrap();
+        let address = victim.addr();
+        memory.write(buf.addr(), &address.to_ne_bytes()).unwrap();
+        finish(&mut [&mut start(&module, &memory, &buf, launch(1, 1), 1)], 1).unwrap();
+        drop(victim);
+        // In check mode nobody else gets its place.
+        let _others = if checker.is_some() {
+            (0..100).map(|_| memory.alloc(4096, "other").unwrap()).collect::<Vec<Region>>()
+        } else {
+            vec![]
+        };
+        let fault = finish(&mut [&mut start(&module, &memory, &buf, launch(1, 1), 1)], 1).unwrap_err();
+        let FaultKind::OutOfBounds { nearest: Some(near), .. } = &fault.kind else { panic!("{fault}") };
+        assert_eq!((near.label.as_str(), near.addr, near.bytes, near.freed), ("victim", address, 4096, true));
+        let text = fault.to_string();
+        assert!(
+            text.contains("is in 'victim' + 0x10, which has been freed") && text.contains("// late"),
+            "{text}"
+        );
+        let error = memory.fill(address + 8, 0, 8).unwrap_err();
+        assert!(error.to_string().ends_with("is in 'victim' + 0x8, which has been freed"), "{error}");
+    }
+}

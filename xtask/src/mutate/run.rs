@@ -236,7 +236,7 @@ const SIGNS: [(&str, &[&str]); 9] = [
     ("refused PTX", &["PTX cannot be loaded", "invalid PTX", "\n  | "]),
     ("race", &["data race"]),
     ("unwritten", &["that nobody wrote"]),
-    ("bounds", &["is outside of every region", "valid are", "is not a multiple of"]),
+    ("bounds", &["is outside of every region", "which has been freed", "valid are", "is not a multiple of"]),
     ("mbarrier", &["mbarrier at shared offset"]),
     ("bulk copy", &["bulk copy:"]),
     ("barrier", &["aligned barrier", "member mask", "\nbarrier"]),
