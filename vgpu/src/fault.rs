@@ -95,9 +95,42 @@ pub enum LaunchError {
         /// Blocks asked for.
         blocks: u64,
     },
+    /// Check mode: the kernel reads a register that nothing has written.
+    #[error("kernel '{kernel}' reads {read}")]
+    UnwrittenRegister {
+        /// Kernel name.
+        kernel: String,
+        /// The first such read.
+        read: Box<UnwrittenRegister>,
+    },
     /// Module variables could not be allocated.
     #[error("module variables: {0}")]
     Memory(#[from] MemoryError),
+}
+
+/// A read of a register that nothing can have written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnwrittenRegister {
+    /// Name in the PTX.
+    pub register: String,
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// The PTX line.
+    pub ptx_text: String,
+    /// Rust file and line in the kernel, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    pub inlined: Option<(String, u32)>,
+}
+
+impl fmt::Display for UnwrittenRegister {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "register '{}', which nothing has written on any path to there", self.register)?;
+        if let Some(source) = &self.source {
+            write!(f, "\n  {}", At(source, self.inlined.as_ref()))?;
+        }
+        write!(f, "\n  PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
+    }
 }
 
 /// One side of a race.

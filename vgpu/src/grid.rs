@@ -186,6 +186,10 @@ impl Grid {
                 });
             }
             Some(checker) => {
+                if let Some(read) = env.kernel.unwritten_registers().into_iter().next() {
+                    let (kernel, read) = (env.kernel.name.clone(), Box::new(read));
+                    return Err(LaunchError::UnwrittenRegister { kernel, read });
+                }
                 let mut world = checker.world();
                 let mut start = order.map_or_else(|| world.host_known(), |(_, past)| past.known().clone());
                 let shape = [cfg.grid[0], cfg.grid[1]];

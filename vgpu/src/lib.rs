@@ -65,7 +65,10 @@ mod seeds;
 
 pub use check::{CheckConfig, Checker, Past, Timeline, host_meets};
 pub use device::{Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION};
-pub use fault::{Fault, FaultKind, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, WaitingFor};
+pub use fault::{
+    Fault, FaultKind, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, UnwrittenRegister,
+    WaitingFor,
+};
 pub use grid::{Grid, Progress, Stats};
 pub use memory::{Memory, MemoryError, NearRegion, Region};
 pub use module::{InstructionPlace, Kernel, Module, ParamInfo};

@@ -9,8 +9,8 @@ mod common;
 
 use common::{kernel, launch};
 use epoxide_vgpu::{
-    CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Memory, MemoryError, Module,
-    Past, Progress, Region, Schedule, for_each_seed,
+    CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, LaunchError, Memory, MemoryError,
+    Module, Past, Progress, Region, Schedule, for_each_seed,
 };
 
 /// Seeds that a correct kernel must pass, and that a broken one must fail.
@@ -702,8 +702,9 @@ fn wrong_without_checks(body: &str, threads: u32, n: u64, right: impl Fn(&[u64])
 
 #[test]
 fn a_block_must_not_end_before_its_bulk_copies() {
-    let unread = BULK_STORE.replace("cp.async.bulk.wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "");
-    let under_way = BULK_LOAD.replace("@!%p1 bra WAIT;\n    ld.shared.u64 %rd2, [%r1];", "");
+    let unread = BULK_STORE
+        .replace("cp.async.bulk.wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "mov.u64 %rd2, 0;");
+    let under_way = BULK_LOAD.replace("@!%p1 bra WAIT;\n    ld.shared.u64 %rd2, [%r1];", "mov.u64 %rd2, 0;");
     for (body, what) in
         [(unread, "a bulk store may still read its source"), (under_way, "a bulk load is under way")]
     {
@@ -723,7 +724,10 @@ fn a_block_must_not_end_before_its_bulk_copies() {
         }
     }
     clean(
-        &BULK_STORE.replace("wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "wait_group.read 0;"),
+        &BULK_STORE.replace(
+            "wait_group 0;\n    ld.global.u64 %rd2, [%rd40];",
+            "wait_group.read 0;\n    mov.u64 %rd2, 0;",
+        ),
         (1, 1),
         CheckConfig::default(),
     );
@@ -1148,6 +1152,30 @@ WAIT:
         assert!(race.other.kernel.is_empty() && race.missing.contains("a wait of the host"), "{fault}");
         assert!(fault.ptx_text.contains("// late"), "{fault}");
     });
+}
+
+#[test]
+fn a_kernel_that_reads_a_register_nobody_wrote_is_not_launched() {
+    let body = ".file 1 \"src/k.rs\"\n.loc 1 42 0\nst.global.u32 [%rd42], %r7; // garbage";
+    let launch_with = |body: &str, checker: Option<Checker>| {
+        let (module, memory) = (parse(body), Memory::checked(0, checker));
+        let (kernel, buf) = (module.kernel("k").unwrap(), numbered(&memory));
+        Grid::new(kernel, memory, &device(0), launch(1, 32), &buf.addr().to_ne_bytes()).map(drop)
+    };
+    let error = launch_with(body, Some(races())).unwrap_err();
+    assert!(
+        matches!(&error, LaunchError::UnwrittenRegister { read, .. } if read.register == "%r7"),
+        "{error}"
+    );
+    let text = error.to_string();
+    assert!(text.starts_with("kernel 'k' reads register '%r7', which nothing has written"), "{text}");
+    assert!(
+        text.contains("at src/k.rs:42") && text.ends_with("st.global.u32 [%rd42], %r7; // garbage"),
+        "{text}"
+    );
+    // A kernel of others that gets by with it can be run without checks, and a mended one with them.
+    launch_with(body, None).unwrap();
+    launch_with(&body.replace("%r7", "%r40"), Some(races())).unwrap();
 }
 
 #[test]
