@@ -59,14 +59,17 @@ pub struct DeviceConfig {
     /// Most shared memory one block may use, in bytes.
     pub shared_bytes_per_block: u32,
     /// `None`: warps take turns. `Some(seed)`: their order is drawn from the seed, as [`schedule`](Self::schedule) says. What else a
-    /// program must not rely on (poison, when bulk copies land, which lanes stay apart) is drawn from the seed too, 0 if there is none.
+    /// program must not rely on (poison, when bulk copies land, which lanes stay apart) is drawn from the seed too, or from the memory's where
+    /// there is none.
     pub schedule_seed: Option<u64>,
     /// How a seed orders the warps.
     pub schedule: Schedule,
     /// Source of `%globaltimer`.
     pub clock: Clock,
     /// Most blocks of one grid that are resident at a time; `None` derives it from the SM count and what a block
-    /// needs, as on a GPU (2048 threads, 32 blocks and 228 KiB of shared memory per SM).
+    /// needs, as on a GPU (2048 threads, 32 blocks and 228 KiB of shared memory per SM). There may be fewer at first, as if
+    /// other grids held multiprocessors for a while: the seed (of the memory, where the schedule has none) says how many, and
+    /// when others follow, which they do at the latest when all warps that are there only wait.
     pub max_blocks_resident: Option<u32>,
 }
 

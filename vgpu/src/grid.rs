@@ -25,6 +25,9 @@ const PREEMPTION_SPAN: u64 = 20_000;
 /// Warp instructions per turn with the round-robin scheduler.
 const SLICE: u64 = 256;
 
+/// How slowly blocks follow those that are resident at first: one in up to `2^MAX_ADMISSION_BITS` slices.
+const MAX_ADMISSION_BITS: u64 = 10;
+
 /// Limits of sm_90.
 const MAX_THREADS: u32 = 1024;
 const MAX_BLOCK: [u32; 3] = [1024, 1024, 64];
@@ -79,6 +82,7 @@ struct GridCheck {
     tells_host: bool,
     /// The kernel has fences that lend their order to relaxed accesses.
     has_fences: bool,
+    strict_exits: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -94,7 +98,12 @@ pub struct Grid {
     generation: u64,
     config: GridConfig,
     sm_count: u32,
+    /// The resident blocks. There are fewer at first than fit: on hardware, other grids may hold multiprocessors for a while.
     blocks: Vec<Block>,
+    /// How many fit.
+    resident: u32,
+    /// As long as more fit, one is admitted in so many slices.
+    admit_one_in: u64,
     next_block: u64,
     total_blocks: u64,
     live_blocks: u32,
@@ -171,7 +180,7 @@ impl Grid {
         let shared = env.kernel.static_shared + cfg.dynamic_shared_bytes;
         let total_blocks = cfg.grid.iter().map(|&d| u64::from(d)).product();
         let resident = u64::from(dev.resident_blocks(threads, shared)).min(total_blocks) as u32;
-        let mut rng = Rng::new(dev.schedule_seed.unwrap_or(0));
+        let mut rng = Rng::new(dev.schedule_seed.unwrap_or(memory.poison()));
         let schedule = if dev.schedule_seed.is_some() { dev.schedule } else { Schedule::RoundRobin };
         let mut preemptions = vec![];
         if let Schedule::Preemptions(count) = schedule {
@@ -194,6 +203,7 @@ impl Grid {
                 let mut start = order.map_or_else(|| world.host_known(), |(_, past)| past.known().clone());
                 let shape = [cfg.grid[0], cfg.grid[1]];
                 let (on, kernel) = (order.map(|o| o.0), env.kernel.clone());
+                let strict_exits = world.config.strict_exits;
                 let number = world.begin_grid(&mut start, on, memory.id(), kernel, shape);
                 if number >= MAX_GRIDS {
                     return Err(LaunchError::TooLargeToCheck {
@@ -208,10 +218,14 @@ impl Grid {
                     .iter()
                     .any(|i| matches!(i.op, Op::Fence(Fence::AcqRel(_) | Fence::Sc(_))));
                 let (end, tells_host) = (start.clone(), order.is_none());
-                Some(GridCheck { checker: checker.clone(), number, start, end, tells_host, has_fences })
+                let checker = checker.clone();
+                Some(GridCheck { checker, number, start, end, tells_host, has_fences, strict_exits })
             }
             None => None,
         };
+        // Often nobody else is there.
+        let alone = rng.below(2) == 0;
+        let first = if alone { resident } else { 1 + rng.below(resident.into()) as u32 };
         let mut grid = Grid {
             env,
             memory,
@@ -219,6 +233,8 @@ impl Grid {
             config: cfg,
             sm_count: dev.sm_count.max(1),
             blocks: vec![],
+            resident,
+            admit_one_in: 1 << rng.below(MAX_ADMISSION_BITS + 1),
             next_block: 0,
             total_blocks,
             live_blocks: 0,
@@ -234,30 +250,7 @@ impl Grid {
             fault: None,
             globals,
         };
-        let warps = threads.div_ceil(32);
-        let strict_exits = grid.check.as_ref().is_some_and(|check| check.checker.world().config.strict_exits);
-        for slot in 0..resident {
-            grid.blocks.push(Block {
-                state: BlockState {
-                    ctaid: [0; 3],
-                    shared: SharedMemory::default(),
-                    barriers: [Barrier::default(); BARRIERS],
-                    warps,
-                    exited_warps: 0,
-                    strict_exits,
-                    completed: 0,
-                    bulk: BulkQueue::default(),
-                    phases: vec![],
-                },
-                warps: (0..warps).map(|_| Warp::default()).collect(),
-                idle_epoch: vec![0; warps as usize],
-                ready: 0,
-                sm: slot % grid.sm_count,
-                check: None,
-                priority: vec![0; warps as usize],
-            });
-            grid.start_block(slot);
-        }
+        (0..first).for_each(|_| grid.admit());
         Ok(grid)
     }
 
@@ -284,6 +277,37 @@ impl Grid {
     #[must_use]
     pub fn schedule_digest(&self) -> u64 {
         self.digest
+    }
+
+    /// Whether another block fits beside those that are resident.
+    fn has_room(&self) -> bool {
+        self.blocks.len() < self.resident as usize && self.next_block < self.total_blocks
+    }
+
+    /// Makes one block more resident.
+    fn admit(&mut self) {
+        let slot = self.blocks.len() as u32;
+        let warps = self.config.block.iter().product::<u32>().div_ceil(32);
+        self.blocks.push(Block {
+            state: BlockState {
+                ctaid: [0; 3],
+                shared: SharedMemory::default(),
+                barriers: [Barrier::default(); BARRIERS],
+                warps,
+                exited_warps: 0,
+                strict_exits: self.check.as_ref().is_some_and(|check| check.strict_exits),
+                completed: 0,
+                bulk: BulkQueue::default(),
+                phases: vec![],
+            },
+            warps: (0..warps).map(|_| Warp::default()).collect(),
+            idle_epoch: vec![0; warps as usize],
+            ready: 0,
+            sm: slot % self.sm_count,
+            check: None,
+            priority: vec![0; warps as usize],
+        });
+        self.start_block(slot);
     }
 
     /// Puts the next block of the grid in `slot`.
@@ -369,12 +393,24 @@ impl Grid {
             }
             self.progress_bulk(false)?;
             if self.idle >= self.ready.len() {
-                // Everybody waits. Copies that are still under way are what they may wait for.
-                if !self.progress_bulk(true)? {
-                    self.new_epoch();
-                    return Ok(Progress::Spinning);
-                }
+                // Everybody waits. Copies that are still under way are what they may wait for, or blocks that are not resident yet:
+                // a grid that fits is resident as a whole in the end, and one may wait for another.
+                let moved = self.progress_bulk(true)?;
                 self.new_epoch();
+                if !moved {
+                    if !self.has_room() {
+                        return Ok(Progress::Spinning);
+                    }
+                    // Several at a time: all of them have to find out that they wait before the next ones come.
+                    let most = u64::from(self.resident) - self.blocks.len() as u64;
+                    for _ in 0..=self.rng.below(most) {
+                        if self.has_room() {
+                            self.admit();
+                        }
+                    }
+                }
+            } else if self.has_room() && self.rng.below(self.admit_one_in) == 0 {
+                self.admit();
             }
             used += self.slice()?;
         }

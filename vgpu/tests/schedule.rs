@@ -7,7 +7,8 @@ use std::sync::atomic::AtomicU64;
 
 use common::*;
 use epoxide_vgpu::{
-    Clock, DeviceConfig, Grid, GridConfig, LaunchError, Memory, Module, Progress, WaitingFor,
+    Clock, DeviceConfig, Grid, GridConfig, LaunchError, Memory, Module, Progress, Schedule,
+    WaitingFor,
 };
 
 fn seeded(seed: u64) -> DeviceConfig {
@@ -83,10 +84,46 @@ fn all_blocks_of_a_grid_that_fits_are_resident() {
         ld.acquire.gpu.global.u32 %r3, [%rd40]; setp.lt.u32 %p2, %r3, %r2; @%p2 bra SPIN;
     JOIN:
         barrier.sync 0; red.relaxed.gpu.global.add.u64 [%rd40+8], 1;";
-    for dev in [DeviceConfig::default(), seeded(1), seeded(2)] {
+    let preemptions = |seed| DeviceConfig { schedule: Schedule::Preemptions(3), ..seeded(seed) };
+    for dev in (0..10).flat_map(|seed| [seeded(seed), preemptions(seed)]).chain([DeviceConfig::default()]) {
         let mut run = Run::new(&kernel("", body), &[0; 2], launch(132, 128), &dev);
         run.finish().unwrap();
         assert_eq!(run.words(), [132, 132 * 128]);
+    }
+}
+
+#[test]
+fn how_much_of_a_grid_is_resident_at_first_is_drawn() {
+    // Every block counts itself when it starts, and block 0 says how many have by the time it ends.
+    let body = "
+        atom.add.relaxed.gpu.global.u32 %r1, [%rd40], 1; mov.u32 %r3, 0;
+    WORK:
+        add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 300; @%p2 bra WORK;
+        mov.u32 %r2, %ctaid.x; setp.ne.u32 %p1, %r2, 0; @%p1 bra END;
+        ld.relaxed.gpu.global.u32 %r4, [%rd40]; st.global.u32 [%rd40+8], %r4;
+    END:";
+    let module = Module::parse(&kernel("", body)).unwrap();
+    let blocks = |seed: u64, dev: &DeviceConfig| {
+        // Without a seed of the schedule, the memory's counts.
+        let memory = Memory::checked(seed, None);
+        let buf = memory.alloc_zeroed(16, "buf").unwrap();
+        let (k, params) = (module.kernel("k").unwrap(), buf.addr().to_ne_bytes());
+        let mut grid = Grid::new(k, memory.clone(), dev, launch(16, 1), &params).unwrap();
+        while grid.step(1000).unwrap() != Progress::Done {}
+        let mut words = [0; 16];
+        memory.read(buf.addr(), &mut words).unwrap();
+        assert_eq!(words[0], 16, "all start in the end");
+        usize::from(words[8])
+    };
+    let drawn = |of: &dyn Fn(u64) -> usize| {
+        let counts: Vec<usize> = (0..100).map(of).collect();
+        assert_eq!(counts, (0..100).map(of).collect::<Vec<usize>>(), "a seed replays");
+        counts.into_iter().collect::<std::collections::BTreeSet<usize>>()
+    };
+    for counts in
+        [drawn(&|seed| blocks(0, &seeded(seed))), drawn(&|seed| blocks(seed, &DeviceConfig::default()))]
+    {
+        assert!(counts.contains(&1) && counts.contains(&16) && counts.len() > 8, "{counts:?}");
     }
 }
 
