@@ -301,6 +301,15 @@ pub enum FaultKind {
     },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
+    /// The grid ran and ran, and memory may have changed, but no block began or ended ([`DeviceConfig::livelock_limit`]).
+    ///
+    /// [`DeviceConfig::livelock_limit`]: crate::DeviceConfig::livelock_limit
+    Livelock {
+        /// Warp instructions since a block last began or ended, or all warps only waited.
+        instructions: u64,
+        /// Where everybody stands.
+        report: StuckReport,
+    },
     /// Something that is in PTX but not in this virtual GPU, noticed only when it ran.
     Unsupported(String),
 }
@@ -348,6 +357,11 @@ impl fmt::Display for FaultKind {
                 }
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
+            FaultKind::Livelock { instructions, report } => write!(
+                f,
+                "livelock: {instructions} warp instructions, and no block has begun or ended meanwhile; if the kernel needs as many, \
+                 raise the device's livelock limit\n{report}"
+            ),
             FaultKind::Unsupported(what) => write!(f, "not supported by the virtual GPU: {what}"),
         }
     }

@@ -115,6 +115,9 @@ pub struct Grid {
     check: Option<GridCheck>,
     digest: u64,
     stats: Stats,
+    livelock_limit: u64,
+    /// Warp instructions when a block last began or ended, or all warps only waited.
+    settled_at: u64,
     /// Counts slices that changed something. A warp whose `idle_epoch` is the present one has been idle since.
     epoch: u64,
     idle: usize,
@@ -223,6 +226,7 @@ impl Grid {
             }
             None => None,
         };
+        let livelock_limit = dev.livelock_limit(check.is_some());
         // Often nobody else is there.
         let alone = rng.below(2) == 0;
         let first = if alone { resident } else { 1 + rng.below(resident.into()) as u32 };
@@ -245,6 +249,8 @@ impl Grid {
             check,
             digest: 0,
             stats: Stats::default(),
+            livelock_limit,
+            settled_at: 0,
             epoch: 1,
             idle: 0,
             fault: None,
@@ -315,6 +321,7 @@ impl Grid {
         let linear = self.next_block;
         self.next_block += 1;
         self.live_blocks += 1;
+        self.settled_at = self.stats.warp_instructions;
         let [gx, gy, _] = self.config.grid.map(u64::from);
         let ctaid = [linear % gx, linear / gx % gy, linear / gx / gy].map(|v| v as u32);
         let kernel = &self.env.kernel;
@@ -399,6 +406,7 @@ impl Grid {
                 self.new_epoch();
                 if !moved {
                     if !self.has_room() {
+                        self.settled_at = self.stats.warp_instructions;
                         return Ok(Progress::Spinning);
                     }
                     // Several at a time: all of them have to find out that they wait before the next ones come.
@@ -505,6 +513,13 @@ impl Grid {
             let pc = block.warps.iter().flat_map(|w| w.groups.first()).map(|g| g.pc).next().unwrap_or(0);
             return Err(self.deadlock(pick, pc));
         }
+        let instructions = self.stats.warp_instructions - self.settled_at;
+        if instructions > self.livelock_limit {
+            let groups = &self.blocks[pick.block as usize].warps[pick.warp as usize].groups;
+            let pc = groups.first().map_or(0, |g| g.pc);
+            let kind = FaultKind::Livelock { instructions, report: self.stuck_report() };
+            return Err(self.fault_at(pick, pc, None, kind));
+        }
         Ok(slice.executed.max(1))
     }
 
@@ -557,6 +572,7 @@ impl Grid {
         }
         self.live_blocks -= 1;
         self.stats.blocks_done += 1;
+        self.settled_at = self.stats.warp_instructions;
         if let (Some(check), Some(block)) = (&mut self.check, self.blocks[slot as usize].check.take()) {
             check.end.join(&block.end());
             if self.live_blocks == 0 && self.next_block >= self.total_blocks {

@@ -64,7 +64,9 @@ mod rng;
 mod seeds;
 
 pub use check::{CheckConfig, Checker, Past, Timeline, host_meets};
-pub use device::{Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION};
+pub use device::{
+    CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION,
+};
 pub use fault::{
     Fault, FaultKind, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, UnwrittenRegister,
     WaitingFor,

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 
 use common::*;
 use epoxide_vgpu::{
-    Clock, DeviceConfig, Grid, GridConfig, LaunchError, Memory, Module, Progress, Schedule,
+    Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, Memory, Module, Progress, Schedule,
     WaitingFor,
 };
 
@@ -125,6 +125,46 @@ fn how_much_of_a_grid_is_resident_at_first_is_drawn() {
     {
         assert!(counts.contains(&1) && counts.contains(&16) && counts.len() > 8, "{counts:?}");
     }
+}
+
+#[test]
+fn what_never_ends_is_a_livelock() {
+    // Nobody waits: the one hands a word over, and the other hands it back.
+    let ping_pong = "mov.u32 %r1, %ctaid.x; xor.b32 %r2, %r1, 1;
+        L: atom.cas.relaxed.gpu.global.b32 %r3, [%rd40], %r1, %r2; bra L;";
+    let endless = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; bra L;";
+    let limited = |seed| DeviceConfig { livelock_limit: Some(20_000), ..seeded(seed) };
+    for (body, name) in [(ping_pong, "atom.cas"), (endless, "add.u32 %r1, %r1, 1")] {
+        for seed in 0..10 {
+            let mut run = Run::new(&kernel("", body), &[0], launch(2, 1), &limited(seed));
+            let fault = run.finish().unwrap_err();
+            let FaultKind::Livelock { instructions, report } = &fault.kind else { panic!("{fault}") };
+            assert!((20_001..25_000).contains(instructions), "{instructions}");
+            assert_eq!(report.warps.len(), 2);
+            assert!(report.warps.iter().any(|w| w.ptx_text.contains(name)), "{fault}");
+            assert!(fault.to_string().contains("raise the device's livelock limit"), "{fault}");
+            assert_eq!(run.grid.step(1).unwrap_err(), *fault, "it stays stopped");
+        }
+    }
+}
+
+#[test]
+fn what_ends_or_waits_is_no_livelock() {
+    // Many times the limit, but blocks come and go.
+    let body = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 1000; @%p1 bra L;";
+    let dev = DeviceConfig { livelock_limit: Some(10_000), max_blocks_resident: Some(2), ..seeded(3) };
+    let mut run = Run::new(&kernel("", body), &[0], launch(50, 1), &dev);
+    run.finish().unwrap();
+    assert!(run.grid.stats().warp_instructions > 100_000);
+    // And whoever waits may wait for ever.
+    let body = "L: ld.relaxed.sys.global.u32 %r1, [%rd40]; setp.eq.u32 %p1, %r1, 0; @%p1 bra L;";
+    let dev = DeviceConfig { livelock_limit: Some(500), ..seeded(3) };
+    let mut run = Run::new(&kernel("", body), &[0], launch(1, 1), &dev);
+    while run.grid.stats().warp_instructions < 5000 {
+        assert_ne!(run.grid.step(1_000_000).unwrap(), Progress::Done);
+    }
+    run.memory.write(run.buf.addr(), &[1]).unwrap();
+    run.finish().unwrap();
 }
 
 #[test]

@@ -240,7 +240,7 @@ const SIGNS: [(&str, &[&str]); 9] = [
     ("mbarrier", &["mbarrier at shared offset"]),
     ("bulk copy", &["bulk copy:"]),
     ("barrier", &["aligned barrier", "member mask", "\nbarrier"]),
-    ("deadlock", &["deadlock", "groups of lanes are alive"]),
+    ("deadlock", &["deadlock", "livelock", "groups of lanes are alive"]),
     ("timeout", &["timed out", "has not", "did not", "waited"]),
 ];
 
