@@ -59,16 +59,27 @@ pub struct DeviceConfig {
     /// Most shared memory one block may use, in bytes.
     pub shared_bytes_per_block: u32,
     /// `None`: warps take turns. `Some(seed)`: their order is drawn from the seed, as [`schedule`](Self::schedule) says. What else a
-    /// program must not rely on (poison, when bulk copies land, which lanes stay apart) is drawn from the seed too, 0 if there is none.
+    /// program must not rely on (poison, when bulk copies land, which lanes stay apart) is drawn from the seed too, or from the memory's where
+    /// there is none.
     pub schedule_seed: Option<u64>,
     /// How a seed orders the warps.
     pub schedule: Schedule,
     /// Source of `%globaltimer`.
     pub clock: Clock,
     /// Most blocks of one grid that are resident at a time; `None` derives it from the SM count and what a block
-    /// needs, as on a GPU (2048 threads, 32 blocks and 228 KiB of shared memory per SM).
+    /// needs, as on a GPU (2048 threads, 32 blocks and 228 KiB of shared memory per SM). There may be fewer at first, as if
+    /// other grids held multiprocessors for a while: the seed (of the memory, where the schedule has none) says how many, and
+    /// when others follow, which they do at the latest when all warps that are there only wait.
     pub max_blocks_resident: Option<u32>,
+    /// Most warp instructions that a grid may run since a block of it last began or ended, or since all of its warps last only waited, for
+    /// others. Beyond, it is stopped with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`] in check
+    /// mode, no limit otherwise.
+    pub livelock_limit: Option<u64>,
 }
+
+/// [`DeviceConfig::livelock_limit`] in check mode, where nothing else is said: seconds of a loop that only computes, minutes of one that
+/// accesses memory.
+pub const CHECKED_LIVELOCK_LIMIT: u64 = 1 << 28;
 
 impl Default for DeviceConfig {
     /// An H200: 132 SMs, 227 KiB of shared memory per block, round robin, real clock.
@@ -80,6 +91,7 @@ impl Default for DeviceConfig {
             schedule: Schedule::Random,
             clock: Clock::Real,
             max_blocks_resident: None,
+            livelock_limit: None,
         }
     }
 }
@@ -95,6 +107,11 @@ impl DeviceConfig {
                 (2048 / threads).min(32).min(by_shared).max(1).saturating_mul(self.sm_count)
             })
             .max(1)
+    }
+
+    /// The limit that applies.
+    pub(crate) fn livelock_limit(&self, checked: bool) -> u64 {
+        self.livelock_limit.unwrap_or(if checked { CHECKED_LIVELOCK_LIMIT } else { u64::MAX })
     }
 }
 
@@ -120,6 +137,14 @@ mod tests {
         assert_eq!(d.resident_blocks(32, 0), 320);
         assert_eq!(d.resident_blocks(128, 100 * 1024), 20);
         assert_eq!(DeviceConfig { max_blocks_resident: Some(3), ..d }.resident_blocks(32, 0), 3);
+    }
+
+    #[test]
+    fn only_checks_limit_by_themselves() {
+        let d = DeviceConfig::default();
+        assert_eq!((d.livelock_limit(false), d.livelock_limit(true)), (u64::MAX, CHECKED_LIVELOCK_LIMIT));
+        let d = DeviceConfig { livelock_limit: Some(7), ..d };
+        assert_eq!((d.livelock_limit(false), d.livelock_limit(true)), (7, 7));
     }
 
     #[test]

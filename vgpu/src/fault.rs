@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::memory::{MemoryError, NearRegion};
+use crate::memory::{MemoryError, NearRegion, place};
 
 /// PTX that cannot be loaded, with the place.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,6 +95,14 @@ pub enum LaunchError {
         /// Blocks asked for.
         blocks: u64,
     },
+    /// Check mode: the kernel reads a register that nothing has written.
+    #[error("kernel '{kernel}' reads {read}")]
+    UnwrittenRegister {
+        /// Kernel name.
+        kernel: String,
+        /// The first such read.
+        read: Box<UnwrittenRegister>,
+    },
     /// Module variables could not be allocated.
     #[error("module variables: {0}")]
     Memory(#[from] MemoryError),
@@ -110,6 +118,31 @@ pub enum Launch {
     Other,
     /// On another device.
     OtherDevice,
+}
+
+/// A read of a register that nothing can have written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnwrittenRegister {
+    /// Name in the PTX.
+    pub register: String,
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// The PTX line.
+    pub ptx_text: String,
+    /// Rust file and line in the kernel, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    pub inlined: Option<(String, u32)>,
+}
+
+impl fmt::Display for UnwrittenRegister {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "register '{}', which nothing has written on any path to there", self.register)?;
+        if let Some(source) = &self.source {
+            write!(f, "\n  {}", At(source, self.inlined.as_ref()))?;
+        }
+        write!(f, "\n  PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
+    }
 }
 
 /// One side of a race.
@@ -224,13 +257,13 @@ impl fmt::Display for Race {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FaultKind {
-    /// A global or generic access outside of every region.
+    /// A global or generic access outside of every region, maybe in one that has been freed.
     OutOfBounds {
         /// First byte.
         addr: u64,
         /// Length in bytes.
         bytes: u64,
-        /// Closest region.
+        /// Closest region, or the freed one.
         nearest: Option<NearRegion>,
     },
     /// An access outside of the block's shared memory, the lane's local memory or the kernel's parameters.
@@ -312,6 +345,15 @@ pub enum FaultKind {
     },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
+    /// The grid ran and ran, and memory may have changed, but no block began or ended ([`DeviceConfig::livelock_limit`]).
+    ///
+    /// [`DeviceConfig::livelock_limit`]: crate::DeviceConfig::livelock_limit
+    Livelock {
+        /// Warp instructions since a block last began or ended, or all warps only waited.
+        instructions: u64,
+        /// Where everybody stands.
+        report: StuckReport,
+    },
     /// Something that is in PTX but not in this virtual GPU, noticed only when it ran.
     Unsupported(String),
 }
@@ -320,11 +362,7 @@ impl fmt::Display for FaultKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             FaultKind::OutOfBounds { addr, bytes, nearest } => {
-                write!(f, "access of {bytes} bytes at {addr:#x} is outside of every region")?;
-                if *addr < 4096 {
-                    write!(f, " (null pointer)")?;
-                }
-                nearest.as_ref().map_or(Ok(()), |n| write!(f, "; {n}"))
+                write!(f, "access of {bytes} bytes at {addr:#x} {}", place(*addr, nearest.as_ref()))
             }
             FaultKind::OutOfWindow { space, offset, bytes, start, end } => {
                 write!(
@@ -363,6 +401,11 @@ impl fmt::Display for FaultKind {
                 }
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
+            FaultKind::Livelock { instructions, report } => write!(
+                f,
+                "livelock: {instructions} warp instructions, and no block has begun or ended meanwhile; if the kernel needs as many, \
+                 raise the device's livelock limit\n{report}"
+            ),
             FaultKind::Unsupported(what) => write!(f, "not supported by the virtual GPU: {what}"),
         }
     }

@@ -30,6 +30,9 @@ const TRACED_STEPS: usize = 12;
 /// Warp instructions per turn with the round-robin scheduler.
 const SLICE: u64 = 256;
 
+/// How slowly blocks follow those that are resident at first: one in up to `2^MAX_ADMISSION_BITS` slices.
+const MAX_ADMISSION_BITS: u64 = 10;
+
 /// Limits of sm_90.
 const MAX_THREADS: u32 = 1024;
 const MAX_BLOCK: [u32; 3] = [1024, 1024, 64];
@@ -86,6 +89,7 @@ struct GridCheck {
     tells_host: bool,
     /// The kernel has fences that lend their order to relaxed accesses.
     has_fences: bool,
+    strict_exits: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -101,7 +105,12 @@ pub struct Grid {
     generation: u64,
     config: GridConfig,
     sm_count: u32,
+    /// The resident blocks. There are fewer at first than fit: on hardware, other grids may hold multiprocessors for a while.
     blocks: Vec<Block>,
+    /// How many fit.
+    resident: u32,
+    /// As long as more fit, one is admitted in so many slices.
+    admit_one_in: u64,
     next_block: u64,
     total_blocks: u64,
     live_blocks: u32,
@@ -113,6 +122,9 @@ pub struct Grid {
     check: Option<GridCheck>,
     digest: u64,
     stats: Stats,
+    livelock_limit: u64,
+    /// Warp instructions when a block last began or ended, or all warps only waited.
+    settled_at: u64,
     /// Counts slices that changed something. A warp whose `idle_epoch` is the present one has been idle since.
     epoch: u64,
     idle: usize,
@@ -178,7 +190,7 @@ impl Grid {
         let shared = env.kernel.static_shared + cfg.dynamic_shared_bytes;
         let total_blocks = cfg.grid.iter().map(|&d| u64::from(d)).product();
         let resident = u64::from(dev.resident_blocks(threads, shared)).min(total_blocks) as u32;
-        let mut rng = Rng::new(dev.schedule_seed.unwrap_or(0));
+        let mut rng = Rng::new(dev.schedule_seed.unwrap_or(memory.poison()));
         let schedule = if dev.schedule_seed.is_some() { dev.schedule } else { Schedule::RoundRobin };
         let mut preemptions = vec![];
         if let Schedule::Preemptions(count) = schedule {
@@ -193,10 +205,15 @@ impl Grid {
                 });
             }
             Some(checker) => {
+                if let Some(read) = env.kernel.unwritten_registers().into_iter().next() {
+                    let (kernel, read) = (env.kernel.name.clone(), Box::new(read));
+                    return Err(LaunchError::UnwrittenRegister { kernel, read });
+                }
                 let mut world = checker.world();
                 let mut start = order.map_or_else(|| world.host_known(), |(_, past)| past.known().clone());
                 let shape = [cfg.grid[0], cfg.grid[1]];
                 let (on, kernel) = (order.map(|o| o.0), env.kernel.clone());
+                let strict_exits = world.config.strict_exits;
                 let number = world.begin_grid(&mut start, on, memory.id(), kernel, shape);
                 if number >= MAX_GRIDS {
                     return Err(LaunchError::TooLargeToCheck {
@@ -211,10 +228,15 @@ impl Grid {
                     .iter()
                     .any(|i| matches!(i.op, Op::Fence(Fence::AcqRel(_) | Fence::Sc(_))));
                 let (end, tells_host) = (start.clone(), order.is_none());
-                Some(GridCheck { checker: checker.clone(), number, start, end, tells_host, has_fences })
+                let checker = checker.clone();
+                Some(GridCheck { checker, number, start, end, tells_host, has_fences, strict_exits })
             }
             None => None,
         };
+        let livelock_limit = dev.livelock_limit(check.is_some());
+        // Often nobody else is there.
+        let alone = rng.below(2) == 0;
+        let first = if alone { resident } else { 1 + rng.below(resident.into()) as u32 };
         let mut grid = Grid {
             env,
             memory,
@@ -222,6 +244,8 @@ impl Grid {
             config: cfg,
             sm_count: dev.sm_count.max(1),
             blocks: vec![],
+            resident,
+            admit_one_in: 1 << rng.below(MAX_ADMISSION_BITS + 1),
             next_block: 0,
             total_blocks,
             live_blocks: 0,
@@ -232,36 +256,14 @@ impl Grid {
             check,
             digest: 0,
             stats: Stats::default(),
+            livelock_limit,
+            settled_at: 0,
             epoch: 1,
             idle: 0,
             fault: None,
             globals,
         };
-        let warps = threads.div_ceil(32);
-        let strict_exits = grid.check.as_ref().is_some_and(|check| check.checker.world().config.strict_exits);
-        for slot in 0..resident {
-            grid.blocks.push(Block {
-                state: BlockState {
-                    ctaid: [0; 3],
-                    shared: SharedMemory::default(),
-                    barriers: [Barrier::default(); BARRIERS],
-                    warps,
-                    exited_warps: 0,
-                    strict_exits,
-                    completed: 0,
-                    bulk: BulkQueue::default(),
-                    phases: vec![],
-                },
-                warps: (0..warps).map(|_| Warp::default()).collect(),
-                idle_epoch: vec![0; warps as usize],
-                ready: 0,
-                sm: slot % grid.sm_count,
-                check: None,
-                stalled: 0,
-                priority: vec![0; warps as usize],
-            });
-            grid.start_block(slot);
-        }
+        (0..first).for_each(|_| grid.admit());
         Ok(grid)
     }
 
@@ -290,11 +292,44 @@ impl Grid {
         self.digest
     }
 
+    /// Whether another block fits beside those that are resident.
+    fn has_room(&self) -> bool {
+        self.blocks.len() < self.resident as usize && self.next_block < self.total_blocks
+    }
+
+    /// Makes one block more resident.
+    fn admit(&mut self) {
+        let slot = self.blocks.len() as u32;
+        let warps = self.config.block.iter().product::<u32>().div_ceil(32);
+        self.blocks.push(Block {
+            state: BlockState {
+                ctaid: [0; 3],
+                shared: SharedMemory::default(),
+                barriers: [Barrier::default(); BARRIERS],
+                warps,
+                exited_warps: 0,
+                strict_exits: self.check.as_ref().is_some_and(|check| check.strict_exits),
+                completed: 0,
+                bulk: BulkQueue::default(),
+                phases: vec![],
+            },
+            warps: (0..warps).map(|_| Warp::default()).collect(),
+            idle_epoch: vec![0; warps as usize],
+            ready: 0,
+            sm: slot % self.sm_count,
+            check: None,
+            stalled: 0,
+            priority: vec![0; warps as usize],
+        });
+        self.start_block(slot);
+    }
+
     /// Puts the next block of the grid in `slot`.
     fn start_block(&mut self, slot: u32) {
         let linear = self.next_block;
         self.next_block += 1;
         self.live_blocks += 1;
+        self.settled_at = self.stats.warp_instructions;
         let [gx, gy, _] = self.config.grid.map(u64::from);
         let ctaid = [linear % gx, linear / gx % gy, linear / gx / gy].map(|v| v as u32);
         let kernel = &self.env.kernel;
@@ -374,14 +409,28 @@ impl Grid {
             }
             self.progress_bulk(false)?;
             if self.idle >= self.ready.len() {
-                // Everybody waits. Copies that are still under way are what they may wait for.
-                if !self.progress_bulk(true)? {
-                    self.new_epoch();
-                    if !self.may_be_stalled()? {
+                // Everybody waits. Copies that are still under way are what they may wait for, or blocks that are not resident yet:
+                // a grid that fits is resident as a whole in the end, and one may wait for another.
+                let moved = self.progress_bulk(true)?;
+                self.new_epoch();
+                if !moved {
+                    if !self.has_room() {
+                        if self.may_be_stalled()? {
+                            continue;
+                        }
+                        self.settled_at = self.stats.warp_instructions;
                         return Ok(Progress::Spinning);
                     }
+                    // Several at a time: all of them have to find out that they wait before the next ones come.
+                    let most = u64::from(self.resident) - self.blocks.len() as u64;
+                    for _ in 0..=self.rng.below(most) {
+                        if self.has_room() {
+                            self.admit();
+                        }
+                    }
                 }
-                self.new_epoch();
+            } else if self.has_room() && self.rng.below(self.admit_one_in) == 0 {
+                self.admit();
             }
             used += self.slice()?;
         }
@@ -520,6 +569,13 @@ impl Grid {
             let pc = block.warps.iter().flat_map(|w| w.groups.first()).map(|g| g.pc).next().unwrap_or(0);
             return Err(self.deadlock(pick, pc));
         }
+        let instructions = self.stats.warp_instructions - self.settled_at;
+        if instructions > self.livelock_limit {
+            let groups = &self.blocks[pick.block as usize].warps[pick.warp as usize].groups;
+            let pc = groups.first().map_or(0, |g| g.pc);
+            let kind = FaultKind::Livelock { instructions, report: self.stuck_report() };
+            return Err(self.fault_at(pick, pc, None, kind));
+        }
         Ok(slice.executed.max(1))
     }
 
@@ -572,6 +628,7 @@ impl Grid {
         }
         self.live_blocks -= 1;
         self.stats.blocks_done += 1;
+        self.settled_at = self.stats.warp_instructions;
         if let (Some(check), Some(block)) = (&mut self.check, self.blocks[slot as usize].check.take()) {
             check.end.join(&block.end());
             if self.live_blocks == 0 && self.next_block >= self.total_blocks {

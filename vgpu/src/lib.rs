@@ -64,10 +64,12 @@ mod rng;
 mod seeds;
 
 pub use check::{CheckConfig, Checker, Past, Timeline, host_meets};
-pub use device::{Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION};
+pub use device::{
+    CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION,
+};
 pub use fault::{
     Attempt, Fault, FaultKind, Launch, LaunchError, Party, PtxError, Race, StuckReport, StuckWarp, Trace,
-    TraceStep, WaitingFor,
+    TraceStep, UnwrittenRegister, WaitingFor,
 };
 pub use grid::{Grid, Progress, Stats};
 pub use memory::{Memory, MemoryError, NearRegion, Region};

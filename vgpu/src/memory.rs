@@ -34,14 +34,14 @@ pub enum MemoryError {
         /// Bytes left under the limit.
         available: u64,
     },
-    /// An address range is not inside one live region.
-    #[error("device address {addr:#x} (+{bytes} bytes) is outside of every region{}", near(.nearest))]
+    /// An address range is not inside one live region, but maybe in one that has been freed.
+    #[error("device address {addr:#x} (+{bytes} bytes) {}", place(*.addr, .nearest.as_ref()))]
     OutOfBounds {
         /// First byte of the access.
         addr: u64,
         /// Length of the access in bytes.
         bytes: u64,
-        /// The region that lies closest.
+        /// The region that lies closest, or the freed one.
         nearest: Option<NearRegion>,
     },
     /// The file descriptor is smaller than the mapping asked for.
@@ -72,8 +72,16 @@ pub enum MemoryError {
     },
 }
 
-fn near(nearest: &Option<NearRegion>) -> String {
-    nearest.as_ref().map_or(String::new(), |n| format!("; {n}"))
+/// Where a bad address lies, in words.
+pub(crate) fn place(addr: u64, nearest: Option<&NearRegion>) -> String {
+    let null = if addr < PAGE { " (null pointer)" } else { "" };
+    match nearest {
+        Some(n) if n.freed => {
+            format!("is in '{}' + {:#x}, which has been freed", n.label, addr.wrapping_sub(n.addr))
+        }
+        Some(n) => format!("is outside of every region{null}; {n}"),
+        None => format!("is outside of every region{null}"),
+    }
 }
 
 fn os(call: &'static str) -> impl Fn(rustix::io::Errno) -> MemoryError {
@@ -92,11 +100,16 @@ pub struct NearRegion {
     /// Bytes from the region to the access: negative when the access starts before the region, otherwise counted
     /// from the region's end to the start of the access (0 when the access straddles the end).
     pub distance: i64,
+    /// The region is gone, and the access starts inside of where it was: use after free. The distance is 0 then.
+    pub freed: bool,
 }
 
 impl std::fmt::Display for NearRegion {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { label, addr, bytes, distance } = self;
+        let Self { label, addr, bytes, distance, freed } = self;
+        if *freed {
+            return write!(f, "'{label}' was at {addr:#x} ({bytes} bytes) and has been freed");
+        }
         write!(f, "nearest is '{label}' at {addr:#x} ({bytes} bytes): ")?;
         match *distance {
             d if d < 0 => write!(f, "the access starts {} bytes before it", d.unsigned_abs()),
@@ -132,7 +145,17 @@ struct Entry {
     bytes: u64,
     label: Arc<str>,
     shadow: u32,
-    _mapping: Arc<Mapping>,
+    mapping: Arc<Mapping>,
+}
+
+/// A region that is gone, so that an access to it can be called what it is.
+#[derive(Clone, Debug)]
+struct Freed {
+    addr: u64,
+    bytes: u64,
+    label: Arc<str>,
+    /// While it is kept, the operating system gives the address to nobody else.
+    quarantine: Option<Arc<Mapping>>,
 }
 
 /// A region that was looked up.
@@ -148,6 +171,8 @@ pub(crate) struct Found {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     entries: Vec<Entry>,
+    /// The last regions that were freed and whose addresses nobody has been given since, latest last.
+    freed: Vec<Freed>,
 }
 
 impl Table {
@@ -173,8 +198,13 @@ impl Table {
         self.entries.iter().find(|e| e.shadow == shadow).map(|e| &*e.label)
     }
 
-    /// The region closest to a bad access.
+    /// The region closest to a bad access, or the freed one that it starts in.
     pub(crate) fn nearest(&self, addr: u64) -> Option<NearRegion> {
+        let covers = |f: &&Freed| addr.checked_sub(f.addr).is_some_and(|offset| offset < f.bytes);
+        if let Some(f) = self.freed.iter().rev().find(covers) {
+            let (label, addr, bytes) = (f.label.to_string(), f.addr, f.bytes);
+            return Some(NearRegion { label, addr, bytes, distance: 0, freed: true });
+        }
         let i = self.entries.partition_point(|e| e.addr <= addr);
         let below = i.checked_sub(1).map(|i| &self.entries[i]);
         let above = self.entries.get(i);
@@ -185,7 +215,36 @@ impl Table {
             (None, Some(a)) => (a, -((a.addr - addr).min(i64::MAX as u64) as i64)),
             (None, None) => return None,
         };
-        Some(NearRegion { label: e.label.to_string(), addr: e.addr, bytes: e.bytes, distance })
+        let label = e.label.to_string();
+        Some(NearRegion { label, addr: e.addr, bytes: e.bytes, distance, freed: false })
+    }
+
+    fn insert(&mut self, entry: Entry) {
+        let (start, end) = (entry.addr, entry.addr + entry.mapping.mapped as u64);
+        // What was there before has no claim to these addresses any more: what goes wrong here is the new region's.
+        self.freed.retain(|f| f.addr >= end || f.addr + f.bytes <= start);
+        let at = self.entries.partition_point(|e| e.addr < start);
+        self.entries.insert(at, entry);
+    }
+
+    /// Takes a region out, and remembers it. `quarantine`: it keeps its address for a while, so that nobody else gets it and a late
+    /// access stays an error.
+    fn remove(&mut self, addr: u64, quarantine: bool) {
+        let Some(at) = self.entries.iter().position(|e| e.addr == addr) else { return };
+        let Entry { addr, bytes, label, mapping, .. } = self.entries.remove(at);
+        if self.freed.len() >= MAX_FREED {
+            self.freed.remove(0);
+        }
+        self.freed.push(Freed { addr, bytes, label, quarantine: quarantine.then_some(mapping) });
+        let mut kept = 0;
+        for freed in self.freed.iter_mut().rev() {
+            let Some(mapping) = &freed.quarantine else { continue };
+            if kept + mapping.mapped <= QUARANTINE_BYTES {
+                kept += mapping.mapped;
+            } else {
+                freed.quarantine = None;
+            }
+        }
     }
 }
 
@@ -224,6 +283,10 @@ impl std::fmt::Debug for Memory {
 const PAGE: u64 = 4096;
 /// How much of fresh memory is poisoned, in bytes: each poisoned page costs a real one.
 const POISON_BYTES: u64 = 64 << 20;
+/// How many freed regions are remembered by name.
+const MAX_FREED: usize = 256;
+/// How many bytes of freed regions keep their addresses in check mode. They stay mapped, and so keep their memory.
+const QUARANTINE_BYTES: usize = 256 << 20;
 
 /// Contents of what nobody has written: no number that a program would use, in any format and wherever a pattern of it begins.
 fn poison(seed: u64) -> u64 {
@@ -373,18 +436,15 @@ impl Memory {
             (Some(checker), Some(backing)) => checker.world().map(backing, filled),
             _ => 0,
         };
-        let entry = Entry { addr, bytes, label: label.clone(), shadow, _mapping: mapping };
-        self.change(|entries| {
-            let at = entries.partition_point(|e| e.addr < addr);
-            entries.insert(at, entry);
-        });
+        let entry = Entry { addr, bytes, label: label.clone(), shadow, mapping };
+        self.change(|table| table.insert(entry));
         Ok(Region { memory: self.clone(), addr, bytes, label, fd, charged, backing, shadow })
     }
 
-    fn change(&self, f: impl FnOnce(&mut Vec<Entry>)) {
+    fn change(&self, f: impl FnOnce(&mut Table)) {
         let mut table = self.shared.table.lock().unwrap_or_else(PoisonError::into_inner);
         let mut next = Table::clone(&table);
-        f(&mut next.entries);
+        f(&mut next);
         *table = Arc::new(next);
         self.shared.generation.fetch_add(1, Ordering::Release);
     }
@@ -558,7 +618,8 @@ impl std::fmt::Debug for Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        self.memory.change(|entries| entries.retain(|e| e.addr != self.addr));
+        let quarantine = self.memory.checker().is_some();
+        self.memory.change(|table| table.remove(self.addr, quarantine));
         self.memory.shared.used.fetch_sub(self.charged, Ordering::Relaxed);
         if let (Some(checker), Some(backing)) = (self.memory.checker(), self.backing) {
             checker.world().unmap(backing);
@@ -607,7 +668,41 @@ mod tests {
         assert_eq!(out, [7; 4]);
         let addr = a.addr();
         drop(a);
-        assert!(m.check(addr, 1).is_err());
+        let e = m.read(addr + 8, &mut out).unwrap_err();
+        assert!(e.to_string().ends_with("is in 'pool' + 0x8, which has been freed"), "{e}");
+        // Past its end it is not the freed region any more.
+        assert!(m.check(addr + 64, 1).unwrap_err().to_string().ends_with("is outside of every region"));
+    }
+
+    #[test]
+    fn freed_addresses_are_handed_out_again_only_without_checks() {
+        use crate::check::{CheckConfig, Checker};
+        let m = Memory::checked(0, Some(Checker::new(CheckConfig::default())));
+        let freed: Vec<u64> =
+            (0..MAX_FREED).map(|i| m.alloc(PAGE, &format!("region {i}")).unwrap().addr()).collect();
+        let later = m.alloc(PAGE, "later").unwrap();
+        assert!(!freed.contains(&later.addr()));
+        let distinct: std::collections::HashSet<u64> = freed.iter().copied().collect();
+        assert_eq!(distinct.len(), MAX_FREED);
+        let label = |addr: u64| m.snapshot().nearest(addr).unwrap().label;
+        assert_eq!((label(freed[0]), label(freed[77])), ("region 0".into(), "region 77".into()));
+        // One more, and the oldest is forgotten.
+        drop(later);
+        assert!(!m.snapshot().nearest(freed[0]).is_some_and(|n| n.freed));
+        assert_eq!(label(freed[1]), "region 1");
+        // What is too large for the quarantine is named as long as nobody else has its address, and the others stay.
+        let large = m.alloc_zeroed(QUARANTINE_BYTES as u64 + 1, "large").unwrap().addr();
+        let held = |t: &Table| t.freed.iter().filter(|f| f.quarantine.is_some()).count();
+        assert_eq!((label(large), held(&m.snapshot())), ("large".into(), MAX_FREED - 1));
+
+        let m = Memory::new();
+        let old = m.alloc(PAGE, "old").unwrap().addr();
+        assert_eq!(held(&m.snapshot()), 0);
+        // Wherever the next region lies, an access to it, or past its end, is no use of the old one.
+        let new = m.alloc(8, "new").unwrap();
+        let nearest = m.snapshot().nearest(new.addr() + 8).unwrap();
+        assert_eq!((nearest.label.as_str(), nearest.freed), ("new", false));
+        assert!(new.addr() == old || m.snapshot().nearest(old).unwrap().freed);
     }
 
     #[test]

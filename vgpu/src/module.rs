@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::ast::SourceLine;
-use crate::fault::PtxError;
+use crate::fault::{PtxError, UnwrittenRegister};
 use crate::ir::{File, Init, Inst, Origin};
 use crate::{lower, parser};
 
@@ -88,6 +88,8 @@ pub struct Kernel {
     pub(crate) slots: [u32; 3],
     /// Slots that hold something when a warp starts.
     pub(crate) inits: Vec<(File, u32, Init)>,
+    /// Instructions that read a register, by name, which nothing can have written.
+    pub(crate) unwritten: Vec<(u32, String)>,
     /// Bytes of local memory per lane.
     pub(crate) local_bytes: u32,
     pub(crate) globals: Option<Arc<Globals>>,
@@ -151,6 +153,18 @@ impl Kernel {
     #[must_use]
     pub fn register_slots(&self) -> [u32; 3] {
         self.slots
+    }
+
+    /// Reads of registers that nothing has written, whatever path led there: no definition reaches them. In check mode such a kernel is
+    /// not launched. A register that only some paths write is none of them: compilers leave those where the value does not matter.
+    #[must_use]
+    pub fn unwritten_registers(&self) -> Vec<UnwrittenRegister> {
+        let describe = |(pc, register): &(u32, String)| {
+            let (ptx_line, ptx_text, source) = self.origin(*pc);
+            let (register, inlined) = (register.clone(), self.inlined(*pc));
+            UnwrittenRegister { register, ptx_line, ptx_text, source, inlined }
+        };
+        self.unwritten.iter().map(describe).collect()
     }
 
     /// Where each instruction comes from.

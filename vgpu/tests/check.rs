@@ -9,8 +9,8 @@ mod common;
 
 use common::{kernel, launch};
 use epoxide_vgpu::{
-    CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Memory, MemoryError, Module,
-    Past, Progress, Region, Schedule, Trace, for_each_seed,
+    CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, LaunchError, Memory, MemoryError,
+    Module, Past, Progress, Region, Schedule, Trace, for_each_seed,
 };
 
 /// Seeds that a correct kernel must pass, and that a broken one must fail.
@@ -702,8 +702,9 @@ fn wrong_without_checks(body: &str, threads: u32, n: u64, right: impl Fn(&[u64])
 
 #[test]
 fn a_block_must_not_end_before_its_bulk_copies() {
-    let unread = BULK_STORE.replace("cp.async.bulk.wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "");
-    let under_way = BULK_LOAD.replace("@!%p1 bra WAIT;\n    ld.shared.u64 %rd2, [%r1];", "");
+    let unread = BULK_STORE
+        .replace("cp.async.bulk.wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "mov.u64 %rd2, 0;");
+    let under_way = BULK_LOAD.replace("@!%p1 bra WAIT;\n    ld.shared.u64 %rd2, [%r1];", "mov.u64 %rd2, 0;");
     for (body, what) in
         [(unread, "a bulk store may still read its source"), (under_way, "a bulk load is under way")]
     {
@@ -723,7 +724,10 @@ fn a_block_must_not_end_before_its_bulk_copies() {
         }
     }
     clean(
-        &BULK_STORE.replace("wait_group 0;\n    ld.global.u64 %rd2, [%rd40];", "wait_group.read 0;"),
+        &BULK_STORE.replace(
+            "wait_group 0;\n    ld.global.u64 %rd2, [%rd40];",
+            "wait_group.read 0;\n    mov.u64 %rd2, 0;",
+        ),
         (1, 1),
         CheckConfig::default(),
     );
@@ -1254,4 +1258,58 @@ fn a_fault_tells_what_its_warps_did_last() {
     // Nobody keeps count without checks.
     let plain = self::run(&parse("trap;"), launch(1, 1), 1, None).unwrap_err();
     assert!(plain.traces.is_empty());
+}
+
+#[test]
+fn a_kernel_that_reads_a_register_nobody_wrote_is_not_launched() {
+    let body = ".file 1 \"src/k.rs\"\n.loc 1 42 0\nst.global.u32 [%rd42], %r7; // garbage";
+    let launch_with = |body: &str, checker: Option<Checker>| {
+        let (module, memory) = (parse(body), Memory::checked(0, checker));
+        let (kernel, buf) = (module.kernel("k").unwrap(), numbered(&memory));
+        Grid::new(kernel, memory, &device(0), launch(1, 32), &buf.addr().to_ne_bytes()).map(drop)
+    };
+    let error = launch_with(body, Some(races())).unwrap_err();
+    assert!(
+        matches!(&error, LaunchError::UnwrittenRegister { read, .. } if read.register == "%r7"),
+        "{error}"
+    );
+    let text = error.to_string();
+    assert!(text.starts_with("kernel 'k' reads register '%r7', which nothing has written"), "{text}");
+    assert!(
+        text.contains("at src/k.rs:42") && text.ends_with("st.global.u32 [%rd42], %r7; // garbage"),
+        "{text}"
+    );
+    // A kernel of others that gets by with it can be run without checks, and a mended one with them.
+    launch_with(body, None).unwrap();
+    launch_with(&body.replace("%r7", "%r40"), Some(races())).unwrap();
+}
+
+#[test]
+fn freed_memory_is_called_by_its_name() {
+    let module = parse("ld.global.u64 %rd1, [%rd40]; st.global.u32 [%rd1+16], %r40; // late");
+    for checker in [None, Some(races())] {
+        let memory = Memory::checked(1, checker.clone());
+        let buf = numbered(&memory);
+        let victim = memory.alloc(4096, "victim").unwrap();
+        let address = victim.addr();
+        memory.write(buf.addr(), &address.to_ne_bytes()).unwrap();
+        finish(&mut [&mut start(&module, &memory, &buf, launch(1, 1), 1)], 1).unwrap();
+        drop(victim);
+        // In check mode nobody else gets its place.
+        let _others = if checker.is_some() {
+            (0..100).map(|_| memory.alloc(4096, "other").unwrap()).collect::<Vec<Region>>()
+        } else {
+            vec![]
+        };
+        let fault = finish(&mut [&mut start(&module, &memory, &buf, launch(1, 1), 1)], 1).unwrap_err();
+        let FaultKind::OutOfBounds { nearest: Some(near), .. } = &fault.kind else { panic!("{fault}") };
+        assert_eq!((near.label.as_str(), near.addr, near.bytes, near.freed), ("victim", address, 4096, true));
+        let text = fault.to_string();
+        assert!(
+            text.contains("is in 'victim' + 0x10, which has been freed") && text.contains("// late"),
+            "{text}"
+        );
+        let error = memory.fill(address + 8, 0, 8).unwrap_err();
+        assert!(error.to_string().ends_with("is in 'victim' + 0x8, which has been freed"), "{error}");
+    }
 }

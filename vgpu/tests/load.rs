@@ -178,6 +178,83 @@ fn calls_that_cannot_be_inlined_are_refused() {
 }
 
 #[test]
+fn registers_that_nothing_has_written_are_found() {
+    let reads = |body: &str| -> Vec<(String, String)> {
+        let module = Module::parse(&kernel("", body)).unwrap_or_else(|e| panic!("{e}"));
+        let reads = module.kernel("k").unwrap().unwritten_registers();
+        reads.into_iter().map(|read| (read.register, read.ptx_text)).collect()
+    };
+    for (body, register, text) in [
+        ("add.u32 %r1, %r2, 1;", "%r2", "add.u32 %r1, %r2, 1;"),
+        // Written only by what comes later.
+        ("st.global.u64 [%rd40], %rd1;\nmov.u64 %rd1, 5;", "%rd1", "st.global.u64 [%rd40], %rd1;"),
+        // By itself only.
+        ("add.u32 %r1, %r1, 1;", "%r1", "add.u32 %r1, %r1, 1;"),
+        ("L: st.global.u32 [%rd40], %r1;\nbra L;", "%r1", "L: st.global.u32 [%rd40], %r1;"),
+        // A guard is a read, and so is what stands in an address, a vector, a negation or a half.
+        ("@%p3 trap;", "%p3", "@%p3 trap;"),
+        ("ld.global.u32 %r1, [%rd9+4];", "%rd9", "ld.global.u32 %r1, [%rd9+4];"),
+        ("st.global.v2.u32 [%rd40], {%r40, %r7};", "%r7", "st.global.v2.u32 [%rd40], {%r40, %r7};"),
+        ("selp.u32 %r1, 1, 0, %p2;", "%p2", "selp.u32 %r1, 1, 0, %p2;"),
+        ("mov.u16 %h1, 1; mov.b32 %r1, {%h1, %h2};", "%h2", "mov.u16 %h1, 1; mov.b32 %r1, {%h1, %h2};"),
+        // The other path writes another register.
+        (
+            "setp.eq.u32 %p1, %r40, 0; @%p1 bra A;\nmov.u32 %r1, 1; bra B;\nA: mov.u32 %r2, %r1;\nB:",
+            "%r1",
+            "A: mov.u32 %r2, %r1;",
+        ),
+        // Registers of an inner scope have names of their own.
+        (
+            "mov.u32 %r1, 1; { .reg .b32 %r1; st.global.u32 [%rd40], %r1; }",
+            "%r1",
+            "mov.u32 %r1, 1; { .reg .b32 %r1; st.global.u32 [%rd40], %r1; }",
+        ),
+        (
+            "{ .reg .b32 inner; st.global.u32 [%rd40], inner; }",
+            "inner",
+            "{ .reg .b32 inner; st.global.u32 [%rd40], inner; }",
+        ),
+    ] {
+        assert_eq!(reads(body), [(register.to_string(), text.to_string())], "{body}");
+    }
+    for body in [
+        // Some path writes it: under a guard, on one of two arms, or in the turn before.
+        "setp.eq.u32 %p1, %r40, 0; @%p1 mov.u32 %r1, 1; st.global.u32 [%rd40], %r1;",
+        "setp.eq.u32 %p1, %r40, 0; @%p1 bra A; mov.u32 %r1, 1; A: st.global.u32 [%rd40], %r1;",
+        "mov.u32 %r2, 0; L: setp.eq.u32 %p1, %r2, 0; @%p1 bra A; st.global.u32 [%rd40], %r1;
+         A: mov.u32 %r1, %r2; add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, 3; @%p2 bra L;",
+        // Special registers, variables and the carry flag need no definition.
+        "mov.u32 %r1, %tid.x; add.u32 %r1, %r1, %laneid; addc.u32 %r1, %r1, 1; st.global.u32 [%rd40], %r1;",
+        // Nobody comes here.
+        "bra END; st.global.u32 [%rd40], %r1; END:",
+        // A result that nobody wants is none that somebody needs.
+        "atom.global.add.u32 _, [%rd40], 1; shfl.sync.idx.b32 %r1|%p1, %r40, 0, 31, -1; barrier.sync 0;",
+    ] {
+        assert_eq!(reads(body), [], "{body}");
+    }
+}
+
+#[test]
+fn no_compiler_leaves_a_register_unwritten() {
+    let root = env!("CARGO_MANIFEST_DIR");
+    let mut kernels = 0;
+    for folder in ["../gpu/ptx", "tests/foreign/ptx", "tests/foreign/ptx/unoptimised"] {
+        for entry in std::fs::read_dir(format!("{root}/{folder}")).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_none_or(|end| end != "ptx") {
+                continue;
+            }
+            let module = Module::parse(&std::fs::read_to_string(&path).unwrap()).unwrap();
+            for kernel in module.kernels() {
+                assert_eq!(kernel.unwritten_registers(), [], "{} in {}", kernel.name(), path.display());
+                kernels += 1;
+            }
+        }
+    }
+    assert!(kernels > 50, "{kernels}");
+}
+
+#[test]
 fn module_properties() {
     let text = kernel("", "").replace(".visible .entry k", ".visible .entry first(\n.param .b8 a,\n.param .align 16 .b8 b[20],\n.param .u16 c\n)\n{ ret; }\n.weak .entry k");
     let m = Module::parse(&text).unwrap();

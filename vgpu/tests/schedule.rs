@@ -7,7 +7,8 @@ use std::sync::atomic::AtomicU64;
 
 use common::*;
 use epoxide_vgpu::{
-    Clock, DeviceConfig, Grid, GridConfig, LaunchError, Memory, Module, Progress, WaitingFor,
+    Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, Memory, Module, Progress, Schedule,
+    WaitingFor,
 };
 
 fn seeded(seed: u64) -> DeviceConfig {
@@ -83,11 +84,87 @@ fn all_blocks_of_a_grid_that_fits_are_resident() {
         ld.acquire.gpu.global.u32 %r3, [%rd40]; setp.lt.u32 %p2, %r3, %r2; @%p2 bra SPIN;
     JOIN:
         barrier.sync 0; red.relaxed.gpu.global.add.u64 [%rd40+8], 1;";
-    for dev in [DeviceConfig::default(), seeded(1), seeded(2)] {
+    let preemptions = |seed| DeviceConfig { schedule: Schedule::Preemptions(3), ..seeded(seed) };
+    for dev in (0..10).flat_map(|seed| [seeded(seed), preemptions(seed)]).chain([DeviceConfig::default()]) {
         let mut run = Run::new(&kernel("", body), &[0; 2], launch(132, 128), &dev);
         run.finish().unwrap();
         assert_eq!(run.words(), [132, 132 * 128]);
     }
+}
+
+#[test]
+fn how_much_of_a_grid_is_resident_at_first_is_drawn() {
+    // Every block counts itself when it starts, and block 0 says how many have by the time it ends.
+    let body = "
+        atom.add.relaxed.gpu.global.u32 %r1, [%rd40], 1; mov.u32 %r3, 0;
+    WORK:
+        add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 300; @%p2 bra WORK;
+        mov.u32 %r2, %ctaid.x; setp.ne.u32 %p1, %r2, 0; @%p1 bra END;
+        ld.relaxed.gpu.global.u32 %r4, [%rd40]; st.global.u32 [%rd40+8], %r4;
+    END:";
+    let module = Module::parse(&kernel("", body)).unwrap();
+    let blocks = |seed: u64, dev: &DeviceConfig| {
+        // Without a seed of the schedule, the memory's counts.
+        let memory = Memory::checked(seed, None);
+        let buf = memory.alloc_zeroed(16, "buf").unwrap();
+        let (k, params) = (module.kernel("k").unwrap(), buf.addr().to_ne_bytes());
+        let mut grid = Grid::new(k, memory.clone(), dev, launch(16, 1), &params).unwrap();
+        while grid.step(1000).unwrap() != Progress::Done {}
+        let mut words = [0; 16];
+        memory.read(buf.addr(), &mut words).unwrap();
+        assert_eq!(words[0], 16, "all start in the end");
+        usize::from(words[8])
+    };
+    let drawn = |of: &dyn Fn(u64) -> usize| {
+        let counts: Vec<usize> = (0..100).map(of).collect();
+        assert_eq!(counts, (0..100).map(of).collect::<Vec<usize>>(), "a seed replays");
+        counts.into_iter().collect::<std::collections::BTreeSet<usize>>()
+    };
+    for counts in
+        [drawn(&|seed| blocks(0, &seeded(seed))), drawn(&|seed| blocks(seed, &DeviceConfig::default()))]
+    {
+        assert!(counts.contains(&1) && counts.contains(&16) && counts.len() > 8, "{counts:?}");
+    }
+}
+
+#[test]
+fn what_never_ends_is_a_livelock() {
+    // Nobody waits: the one hands a word over, and the other hands it back.
+    let ping_pong = "mov.u32 %r1, %ctaid.x; xor.b32 %r2, %r1, 1;
+        L: atom.cas.relaxed.gpu.global.b32 %r3, [%rd40], %r1, %r2; bra L;";
+    let endless = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; bra L;";
+    let limited = |seed| DeviceConfig { livelock_limit: Some(20_000), ..seeded(seed) };
+    for (body, name) in [(ping_pong, "atom.cas"), (endless, "add.u32 %r1, %r1, 1")] {
+        for seed in 0..10 {
+            let mut run = Run::new(&kernel("", body), &[0], launch(2, 1), &limited(seed));
+            let fault = run.finish().unwrap_err();
+            let FaultKind::Livelock { instructions, report } = &fault.kind else { panic!("{fault}") };
+            assert!((20_001..25_000).contains(instructions), "{instructions}");
+            assert_eq!(report.warps.len(), 2);
+            assert!(report.warps.iter().any(|w| w.ptx_text.contains(name)), "{fault}");
+            assert!(fault.to_string().contains("raise the device's livelock limit"), "{fault}");
+            assert_eq!(run.grid.step(1).unwrap_err(), *fault, "it stays stopped");
+        }
+    }
+}
+
+#[test]
+fn what_ends_or_waits_is_no_livelock() {
+    // Many times the limit, but blocks come and go.
+    let body = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 1000; @%p1 bra L;";
+    let dev = DeviceConfig { livelock_limit: Some(10_000), max_blocks_resident: Some(2), ..seeded(3) };
+    let mut run = Run::new(&kernel("", body), &[0], launch(50, 1), &dev);
+    run.finish().unwrap();
+    assert!(run.grid.stats().warp_instructions > 100_000);
+    // And whoever waits may wait for ever.
+    let body = "L: ld.relaxed.sys.global.u32 %r1, [%rd40]; setp.eq.u32 %p1, %r1, 0; @%p1 bra L;";
+    let dev = DeviceConfig { livelock_limit: Some(500), ..seeded(3) };
+    let mut run = Run::new(&kernel("", body), &[0], launch(1, 1), &dev);
+    while run.grid.stats().warp_instructions < 5000 {
+        assert_ne!(run.grid.step(1_000_000).unwrap(), Progress::Done);
+    }
+    run.memory.write(run.buf.addr(), &[1]).unwrap();
+    run.finish().unwrap();
 }
 
 #[test]
@@ -190,7 +267,8 @@ fn a_region_freed_under_a_kernel_is_a_fault() {
             .unwrap();
     assert_eq!(grid.step(1000).unwrap(), Progress::Spinning);
     drop(buf);
-    assert!(grid.step(1000).unwrap_err().to_string().contains("outside of every region"));
+    let fault = grid.step(1000).unwrap_err().to_string();
+    assert!(fault.contains("is in 'short-lived' + 0x0, which has been freed"), "{fault}");
 }
 
 #[test]

@@ -8,6 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use super::unwritten::unwritten;
 use crate::exec::lanes::{Role, Sig};
 use crate::ir::{
     Access, Addr, BulkOp, CARRY, File, GUARD_NOT, Init, Inst, MbarOp, NO_GUARD, Op, SINK, Votes, WarpOp,
@@ -133,20 +134,27 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
 
 /// A set of registers.
 #[derive(Clone, PartialEq)]
-struct Set(Vec<u64>);
+pub(super) struct Set(Vec<u64>);
 
 impl Set {
     fn new(n: usize) -> Self {
         Set(vec![0; n.div_ceil(64)])
     }
-    fn insert(&mut self, i: usize) {
+    pub(super) fn insert(&mut self, i: usize) {
         self.0[i / 64] |= 1 << (i % 64);
+    }
+    pub(super) fn contains(&self, i: usize) -> bool {
+        self.0[i / 64] >> (i % 64) & 1 != 0
     }
     fn remove(&mut self, i: usize) {
         self.0[i / 64] &= !(1 << (i % 64));
     }
-    fn union(&mut self, other: &Set) {
-        self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a |= b);
+    /// Takes in what is in `other`; true if that changes anything.
+    pub(super) fn absorb(&mut self, other: &Set) -> bool {
+        self.0.iter_mut().zip(&other.0).fold(false, |changed, (a, b)| {
+            let before = std::mem::replace(a, *a | b);
+            changed | (before != *a)
+        })
     }
     fn iter(&self) -> impl Iterator<Item = usize> + '_ {
         self.0
@@ -157,21 +165,22 @@ impl Set {
 }
 
 /// A use or definition of one register by one instruction.
-struct Touch {
-    register: usize,
+pub(super) struct Touch {
+    pub(super) register: usize,
     /// The whole register is replaced (not under a guard).
     kills: bool,
-    defines: bool,
+    pub(super) defines: bool,
 }
 
-/// Gives registers that are never alive together the same slot.
+/// Gives registers that are never alive together the same slot. Returns reads of registers that nothing can have written: instruction,
+/// file, and the slot before.
 pub(super) fn allocate(
     code: &mut [Inst],
     sigs: &[Vec<Sig>],
     tables: &[Vec<u32>],
     slots: &mut [u32; 3],
     inits: &mut Vec<(File, u32, Init)>,
-) {
+) -> Vec<(u32, File, u32)> {
     let base = [0, slots[0] as usize, (slots[0] + slots[1]) as usize];
     let total = base[2] + slots[2] as usize;
     let id = |file: File, slot: u32| base[file as usize] + slot as usize;
@@ -206,16 +215,21 @@ pub(super) fn allocate(
         })
         .collect();
 
-    let live = Liveness::new(code, tables, &touches, total);
+    let flow = Flow::new(code, tables);
+    let mut written = Set::new(total);
+    (0..total).filter(|&r| pinned[r]).for_each(|r| written.insert(r));
+    let unwritten = unwritten(&flow, &touches, &written);
+
+    let live = Liveness::new(&flow, &touches, total);
     let (mut start, mut end) = (vec![usize::MAX; total], vec![0; total]);
     let mut extend = |r: usize, at: usize| {
         start[r] = start[r].min(at);
         end[r] = end[r].max(at);
     };
     // Uses of instruction i happen at 2i, definitions at 2i + 1.
-    for (b, block) in live.blocks.iter().enumerate() {
+    for (b, block) in flow.blocks.iter().enumerate() {
         live.into[b].iter().for_each(|r| extend(r, 2 * block.start));
-        live.out(b, total).iter().for_each(|r| extend(r, 2 * block.end - 1));
+        live.out(&flow, b, total).iter().for_each(|r| extend(r, 2 * block.end - 1));
         for i in block.clone() {
             touches[i].iter().for_each(|t| extend(t.register, 2 * i + usize::from(t.defines)));
         }
@@ -263,17 +277,24 @@ pub(super) fn allocate(
     }
     inits.retain(|&(file, slot, _)| referenced[id(file, slot)]);
     inits.iter_mut().for_each(|(file, slot, _)| *slot = slot_of[id(*file, *slot)]);
+
+    let file_and_slot = |r: usize| {
+        let file = [File::Pred, File::R64, File::R32].into_iter().find(|&f| base[f as usize] <= r);
+        let file = file.unwrap_or(File::R32);
+        (file, (r - base[file as usize]) as u32)
+    };
+    let describe = |(pc, r): (u32, usize)| (pc, file_and_slot(r).0, file_and_slot(r).1);
+    unwritten.into_iter().map(describe).collect()
 }
 
-/// What is alive at the start of each basic block.
-struct Liveness {
-    blocks: Vec<std::ops::Range<usize>>,
-    successors: Vec<Vec<usize>>,
-    into: Vec<Set>,
+/// The basic blocks, in the order of the code, and where each goes on.
+pub(super) struct Flow {
+    pub(super) blocks: Vec<std::ops::Range<usize>>,
+    pub(super) successors: Vec<Vec<usize>>,
 }
 
-impl Liveness {
-    fn new(code: &[Inst], tables: &[Vec<u32>], touches: &[Vec<Touch>], total: usize) -> Self {
+impl Flow {
+    fn new(code: &[Inst], tables: &[Vec<u32>]) -> Self {
         let targets = |i: usize| -> Vec<usize> {
             match code[i].op {
                 Op::Bra { target } => vec![target as usize],
@@ -306,13 +327,24 @@ impl Liveness {
                 next
             })
             .collect();
-        let mut live = Liveness { into: vec![Set::new(total); blocks.len()], blocks, successors };
+        Flow { blocks, successors }
+    }
+}
+
+/// What is alive at the start of each basic block.
+struct Liveness {
+    into: Vec<Set>,
+}
+
+impl Liveness {
+    fn new(flow: &Flow, touches: &[Vec<Touch>], total: usize) -> Self {
+        let mut live = Liveness { into: vec![Set::new(total); flow.blocks.len()] };
         let mut changed = true;
         while changed {
             changed = false;
-            for b in (0..live.blocks.len()).rev() {
-                let mut set = live.out(b, total);
-                for i in live.blocks[b].clone().rev() {
+            for b in (0..flow.blocks.len()).rev() {
+                let mut set = live.out(flow, b, total);
+                for i in flow.blocks[b].clone().rev() {
                     touches[i].iter().filter(|t| t.kills).for_each(|t| set.remove(t.register));
                     touches[i].iter().filter(|t| !t.kills).for_each(|t| set.insert(t.register));
                 }
@@ -326,9 +358,11 @@ impl Liveness {
     }
 
     /// What is alive at the end of a block.
-    fn out(&self, b: usize, total: usize) -> Set {
+    fn out(&self, flow: &Flow, b: usize, total: usize) -> Set {
         let mut set = Set::new(total);
-        self.successors[b].iter().for_each(|&s| set.union(&self.into[s]));
+        for &next in &flow.successors[b] {
+            set.absorb(&self.into[next]);
+        }
         set
     }
 }

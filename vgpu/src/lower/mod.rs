@@ -13,6 +13,7 @@ mod matrix;
 mod mem;
 mod sync;
 mod types;
+mod unwritten;
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -71,7 +72,10 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             params.push(ParamInfo { name: p.name.clone(), offset, size: p.size, align: p.align });
         }
         l.body(&e.body).map_err(at)?;
-        allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
+        let read = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
+        // What has no name is a register of the lowering's own, filled from those that were read.
+        let named = |(pc, file, slot)| Some((pc, l.name_of(file, slot)?));
+        let unwritten = read.into_iter().filter_map(named).collect();
         kernels.push(Kernel {
             name: e.name.clone(),
             params,
@@ -84,6 +88,7 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             tables: l.tables,
             slots: l.slots,
             inits: l.inits,
+            unwritten,
             local_bytes: l.local_bytes.next_multiple_of(16),
             globals: globals_init.clone(),
             files: files.clone(),
@@ -143,6 +148,8 @@ pub(crate) struct Lower<'a> {
     origins: Vec<Origin>,
     tables: Vec<Vec<u32>>,
     slots: [u32; 3],
+    /// Declared registers: file, first slot, name, and the count of a numbered series.
+    declared: Vec<(File, u32, String, Option<u32>)>,
     inits: Vec<(File, u32, Init)>,
     constants: HashMap<(File, Init), u32>,
     shared_bytes: u32,
@@ -173,6 +180,7 @@ impl<'a> Lower<'a> {
             tables: vec![],
             // Slot 0 of each file is the sink; predicate slot 1 is the carry flag.
             slots: [1, 1, CARRY + 1],
+            declared: vec![],
             inits: vec![],
             constants: HashMap::new(),
             shared_bytes: 0,
@@ -259,6 +267,7 @@ impl<'a> Lower<'a> {
                 None => return Err((pos, format!("unknown register type '{ty}'"))),
             },
         };
+        self.declared.push((file, self.slots[file as usize], name.to_string(), count));
         match count {
             None => {
                 let slot = self.slot(file);
@@ -269,6 +278,14 @@ impl<'a> Lower<'a> {
                 self.bind(pos, &format!("{name}{i}"), Binding::Reg { file, bits, slot })
             }),
         }
+    }
+
+    /// The name of a declared register.
+    fn name_of(&self, file: File, slot: u32) -> Option<String> {
+        self.declared.iter().filter(|d| d.0 == file).find_map(|(_, first, name, count)| {
+            let number = slot.checked_sub(*first).filter(|&n| n < count.unwrap_or(1))?;
+            Some(if count.is_some() { format!("{name}{number}") } else { name.clone() })
+        })
     }
 
     fn variable(&mut self, v: &ast::Variable) -> Lowered<()> {

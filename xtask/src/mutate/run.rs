@@ -239,12 +239,12 @@ fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<
 const SIGNS: [(&str, &[&str]); 9] = [
     ("refused PTX", &["PTX cannot be loaded", "invalid PTX", "\n  | "]),
     ("race", &["data race"]),
-    ("unwritten", &["that nobody wrote"]),
-    ("bounds", &["is outside of every region", "valid are", "is not a multiple of"]),
+    ("unwritten", &["that nobody wrote", "which nothing has written"]),
+    ("bounds", &["is outside of every region", "which has been freed", "valid are", "is not a multiple of"]),
     ("mbarrier", &["mbarrier at shared offset"]),
     ("bulk copy", &["bulk copy:"]),
     ("barrier", &["aligned barrier", "member mask", "\nbarrier"]),
-    ("deadlock", &["deadlock", "groups of lanes are alive"]),
+    ("deadlock", &["deadlock", "livelock", "groups of lanes are alive"]),
     ("timeout", &["timed out", "has not", "did not", "waited"]),
 ];
 

@@ -1,0 +1,46 @@
+//! Registers that are read although nothing can have written them: what a lane finds there is whatever the register held before, which
+//! no two runs need agree on.
+//!
+//! Only a read that no definition reaches, on any path, is reported. That some path leaves a register out is not enough: compilers carry
+//! values around loops, or under guards, that are written wherever they matter, and no data flow can tell.
+
+use super::allocate::{Flow, Set, Touch};
+
+/// Instructions and registers that they read without a definition that could reach them, in the order of the code. `written`: what
+/// holds something from the start.
+pub(super) fn unwritten(flow: &Flow, touches: &[Vec<Touch>], written: &Set) -> Vec<(u32, usize)> {
+    // What may be written where each block begins; nothing is known of blocks that no path comes to.
+    let mut into: Vec<Option<Set>> = vec![None; flow.blocks.len()];
+    if let Some(entry) = into.first_mut() {
+        *entry = Some(written.clone());
+    }
+    let mut todo = vec![0];
+    while let Some(b) = todo.pop() {
+        let Some(mut set) = into.get(b).cloned().flatten() else { continue };
+        let defined = flow.blocks[b].clone().flat_map(|i| &touches[i]).filter(|t| t.defines);
+        defined.for_each(|t| set.insert(t.register));
+        for &next in &flow.successors[b] {
+            let changed = match &mut into[next] {
+                Some(known) => known.absorb(&set),
+                unknown => {
+                    *unknown = Some(set.clone());
+                    true
+                }
+            };
+            if changed {
+                todo.push(next);
+            }
+        }
+    }
+    let mut found = vec![];
+    for (block, set) in flow.blocks.iter().zip(into) {
+        let Some(mut set) = set else { continue };
+        for i in block.clone() {
+            let reads = touches[i].iter().filter(|t| !t.defines && !set.contains(t.register));
+            found.extend(reads.map(|t| (i as u32, t.register)));
+            touches[i].iter().filter(|t| t.defines).for_each(|t| set.insert(t.register));
+        }
+    }
+    found.dedup();
+    found
+}
