@@ -107,12 +107,17 @@ pub(crate) fn fault(
     wrote: bool,
 ) -> FaultKind {
     let space = if matches!(place, Place::Shared { .. }) { "shared" } else { "global" };
+    let part = match place {
+        Place::Global { shadow, .. } => world.part(shadow, at),
+        _ => String::new(),
+    };
     match wrong {
-        Wrong::Unwritten => FaultKind::Unwritten { space, label, offset: at, bytes: 4 },
+        Wrong::Unwritten => FaultKind::Unwritten { space, label, offset: at, part, bytes: 4 },
         Wrong::Race { other, wrote: other_wrote } => FaultKind::Race(Box::new(Race {
             space,
             label,
             offset: at,
+            part,
             access: manner(mine.how, wrote),
             other: party(&world.grids, &other, other_wrote),
             missing: missing(&world.grids, mine, own, known, &other, other_wrote),
@@ -126,7 +131,8 @@ pub(crate) fn host_race(world: &World, wrong: Wrong, write: bool) -> String {
     match wrong {
         Wrong::Unwritten => format!("the {what} finds memory that nobody wrote"),
         Wrong::Race { other, wrote } => format!(
-            "a {what} by the host or a stream, not ordered behind a {}; missing: a wait of the host, or the order of a stream",
+            "a {what} by the host or a stream, not ordered behind a {}; missing: a wait of the host, the order of a stream, or a \
+             release of scope .sys that the host acquires",
             party(&world.grids, &other, wrote)
         ),
     }
