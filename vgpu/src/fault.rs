@@ -219,6 +219,24 @@ impl fmt::Display for Attempt {
     }
 }
 
+/// A place in memory: `'pool' + 0x180 (ready[3])`, or an offset where there is no label.
+pub(crate) struct Spot<'a> {
+    pub(crate) label: &'a str,
+    pub(crate) offset: u64,
+    pub(crate) part: &'a str,
+}
+
+impl fmt::Display for Spot<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { label, offset, part } = self;
+        match *label {
+            "" => write!(f, "offset {offset:#x}")?,
+            label => write!(f, "'{label}' + {offset:#x}")?,
+        }
+        if part.is_empty() { Ok(()) } else { write!(f, " ({part})") }
+    }
+}
+
 /// Two accesses of which nothing says which comes first, at least one of them a write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Race {
@@ -228,6 +246,8 @@ pub struct Race {
     pub label: String,
     /// Offset of the first word in the region or in the shared window, in bytes.
     pub offset: u64,
+    /// What lies there, such as `ready[3]`; empty where the region's parts have no names.
+    pub part: String,
     /// Manner of the access that was stopped, such as `weak read`; the fault says where it stands.
     pub access: String,
     /// The access before it.
@@ -241,14 +261,12 @@ pub struct Race {
 
 impl fmt::Display for Race {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, label, offset, access, other, missing, attempts } = self;
-        write!(f, "data race in {space} memory at ")?;
-        if label.is_empty() {
-            write!(f, "offset {offset:#x}")?;
-        } else {
-            write!(f, "'{label}' + {offset:#x}")?;
-        }
-        write!(f, ": a {access} is not ordered behind\n  a {other}\n  missing: {missing}")?;
+        let Self { space, label, offset, part, access, other, missing, attempts } = self;
+        let place = Spot { label, offset: *offset, part };
+        write!(
+            f,
+            "data race in {space} memory at {place}: a {access} is not ordered behind\n  a {other}\n  missing: {missing}"
+        )?;
         attempts.iter().try_for_each(|attempt| write!(f, "\n  seen: {attempt}"))
     }
 }
@@ -340,6 +358,8 @@ pub enum FaultKind {
         label: String,
         /// Offset of the first word in the region or in the shared window, in bytes.
         offset: u64,
+        /// What lies there, such as `ready[3]`; empty where the region's parts have no names.
+        part: String,
         /// Length in bytes.
         bytes: u64,
     },
@@ -393,12 +413,9 @@ impl fmt::Display for FaultKind {
             }
             FaultKind::BulkCopy { message } => write!(f, "bulk copy: {message}"),
             FaultKind::Race(race) => write!(f, "{race}"),
-            FaultKind::Unwritten { space, label, offset, bytes } => {
-                write!(f, "read of {bytes} bytes of {space} memory that nobody wrote, at ")?;
-                match label.as_str() {
-                    "" => write!(f, "offset {offset:#x}"),
-                    label => write!(f, "'{label}' + {offset:#x}"),
-                }
+            FaultKind::Unwritten { space, label, offset, part, bytes } => {
+                let place = Spot { label, offset: *offset, part };
+                write!(f, "read of {bytes} bytes of {space} memory that nobody wrote, at {place}")
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Livelock { instructions, report } => write!(

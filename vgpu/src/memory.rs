@@ -15,8 +15,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::check::Checker;
-use crate::fault::FaultKind;
+use crate::check::shadow::{Names, Shadow};
+use crate::check::watch::Trouble;
+use crate::check::{Checker, World};
+use crate::fault::{FaultKind, Spot};
 use crate::rng::mix;
 
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
@@ -44,6 +46,14 @@ pub enum MemoryError {
         /// The region that lies closest, or the freed one.
         nearest: Option<NearRegion>,
     },
+    /// A word that does not lie at a multiple of its size.
+    #[error("device address {addr:#x} is not a multiple of {align}")]
+    Misaligned {
+        /// The address.
+        addr: u64,
+        /// Alignment needed, in bytes.
+        align: u64,
+    },
     /// The file descriptor is smaller than the mapping asked for.
     #[error("the imported file holds {actual} bytes, {wanted} were announced")]
     ImportTooSmall {
@@ -53,10 +63,14 @@ pub enum MemoryError {
         actual: u64,
     },
     /// An access of the host, or of a copy in a stream, races with another one: check mode.
-    #[error("data race on '{label}': {report}")]
+    #[error("data race at {}: {report}", Spot { label, offset: *offset, part })]
     Race {
         /// Label of the region.
         label: String,
+        /// Offset of the first word in the region, in bytes.
+        offset: u64,
+        /// What lies there, such as `ready[3]`; empty where the region's parts have no names.
+        part: String,
         /// Both sides.
         report: String,
     },
@@ -280,6 +294,22 @@ impl std::fmt::Debug for Memory {
     }
 }
 
+/// The error for a race of the host.
+fn host_race(
+    world: &World,
+    table: &Table,
+    shadow: u32,
+    (offset, wrong): Trouble,
+    write: bool,
+) -> MemoryError {
+    MemoryError::Race {
+        label: table.label_of(shadow).unwrap_or("memory").to_string(),
+        offset,
+        part: world.part(shadow, offset),
+        report: crate::check::report::host_race(world, wrong, write),
+    }
+}
+
 const PAGE: u64 = 4096;
 /// How much of fresh memory is poisoned, in bytes: each poisoned page costs a real one.
 const POISON_BYTES: u64 = 64 << 20;
@@ -361,7 +391,8 @@ impl Memory {
         Ok(region)
     }
 
-    /// Allocates zeroed memory that plain host code writes, as page-locked host memory is; checks leave it out.
+    /// Allocates zeroed memory that plain host code writes, as page-locked host memory is; checks leave it out, unless
+    /// [`Region::watch`] asks for them.
     pub fn alloc_host(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
         let region = self.alloc_zeroed(bytes, label)?;
         region.hide();
@@ -489,10 +520,32 @@ impl Memory {
         let found = self.locate(table, addr, bytes)?;
         let Some(checker) = self.checker() else { return Ok(()) };
         let mut world = checker.world();
-        world.host_access(found.shadow, addr - found.start, bytes, write).map_err(|wrong| {
-            let label = table.label_of(found.shadow).unwrap_or("memory").to_string();
-            MemoryError::Race { label, report: crate::check::report::host_race(&world, wrong, write) }
-        })
+        let outcome = world.host_access(found.shadow, addr - found.start, bytes, write);
+        outcome.map_err(|trouble| host_race(&world, table, found.shadow, trouble, write))
+    }
+
+    /// Loads the 8-byte word at `addr` for host code, with acquire: what kernels released there to the whole system, the calling thread
+    /// then knows to have happened.
+    pub fn load_acquire(&self, addr: u64) -> Result<u64, MemoryError> {
+        let table = self.snapshot();
+        let found = self.locate(&table, addr, 8)?;
+        if !addr.is_multiple_of(8) {
+            return Err(MemoryError::Misaligned { addr, align: 8 });
+        }
+        // SAFETY: aligned, and mapped for as long as `table` lives; who else accesses it goes through raw pointers or atomics.
+        let word = unsafe { AtomicU64::from_ptr(addr as *mut u64) };
+        let Some(checker) = self.checker() else { return Ok(word.load(Ordering::Acquire)) };
+        // Under the lock, as a kernel's store is together with what it releases.
+        let mut world = checker.world();
+        let value = word.load(Ordering::Acquire);
+        let outcome = world.host_acquires(found.shadow, addr - found.start);
+        outcome.map_err(|trouble| host_race(&world, &table, found.shadow, trouble, false))?;
+        Ok(value)
+    }
+
+    /// Host code is about to read `bytes` bytes at `addr` by itself: an error where that is a race.
+    pub fn host_reads(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
+        self.access(&self.snapshot(), addr, bytes, false)
     }
 
     /// Copies `bytes` bytes from host memory to device address `dst`.
@@ -587,20 +640,31 @@ impl Region {
 
     /// Leaves the memory out of all checks: others access it in ways that no checker sees, such as another process or plain host code.
     pub fn hide(&self) {
-        if let Some(checker) = self.memory.checker()
-            && let Some(shadow) = checker.world().shadows.get_mut(self.shadow as usize)
-        {
-            shadow.hidden = true;
-        }
+        self.with_shadow(|shadow| shadow.hidden = true);
+    }
+
+    /// Ends [`Region::hide`], before anybody has used the memory: host code accesses it through [`Memory`] alone, by
+    /// [`Memory::load_acquire`] and [`Memory::host_reads`] for instance.
+    pub fn watch(&self) {
+        self.with_shadow(|shadow| shadow.hidden = false);
+    }
+
+    /// Names what lies at an offset, such as `ready[3]`, for the reports of check mode. Whoever maps the same memory reports so too.
+    pub fn name_parts(&self, name: impl Fn(u64) -> Option<String> + Send + Sync + 'static) {
+        self.with_shadow(|shadow| shadow.names = Some(Names(Arc::new(name))));
     }
 
     /// What is in `bytes` bytes at offset `at` is garbage again, as after a free and another allocation inside of the region: nobody has
     /// written it.
     pub fn renew(&self, at: u64, bytes: u64) {
+        self.with_shadow(|shadow| shadow.renew(at, bytes));
+    }
+
+    fn with_shadow(&self, f: impl FnOnce(&mut Shadow)) {
         if let Some(checker) = self.memory.checker()
             && let Some(shadow) = checker.world().shadows.get_mut(self.shadow as usize)
         {
-            shadow.renew(at, bytes);
+            f(shadow);
         }
     }
 

@@ -626,6 +626,76 @@ READER:
     });
 }
 
+/// Runs a kernel that answers the host in mapped memory, whose words the host polls and then reads; or reads as early as after `steps`
+/// instructions, if it does not poll.
+fn answers_the_host(body: &str, seed: u64, polls: bool, steps: u64) -> Result<u64, String> {
+    let module = parse(body);
+    let checker = races();
+    let memory = Memory::checked(seed, Some(checker.clone()));
+    let buf = memory.alloc_host(64, "answers").unwrap();
+    buf.watch();
+    buf.name_parts(|at| (at < 16).then(|| ["count", "tag"][at as usize / 8].to_owned()));
+    let mut grid = start_in(&checker, &module, &memory, &buf, &checker.host_past(), seed);
+    grid.step(steps).map_err(|fault| fault.to_string())?;
+    while polls && memory.load_acquire(buf.addr() + 8).map_err(|error| error.to_string())? == 0 {
+        grid.step(1).map_err(|fault| fault.to_string())?;
+    }
+    memory.host_reads(buf.addr(), 16).map_err(|error| error.to_string())?;
+    // SAFETY: aligned, and mapped for as long as `buf` lives.
+    let count = unsafe { (buf.addr() as *const u64).read_volatile() };
+    finish(&mut [&mut grid], seed).map_err(|fault| fault.to_string())?;
+    Ok(count)
+}
+
+#[test]
+fn the_host_reads_what_was_released_to_it() {
+    let body = "
+    mov.u64 %rd1, 7;
+    st.global.u64 [%rd40], %rd1;
+    st.release.sys.global.u64 [%rd40+8], %rd1;";
+    for_each_seed(CORRECT, |seed| {
+        assert_eq!(answers_the_host(body, seed, true, 0).unwrap(), 7);
+        if seed >= BROKEN {
+            return;
+        }
+        let relaxed = body.replace("st.release", "st.relaxed");
+        let error = answers_the_host(&relaxed, seed, true, 0).unwrap_err();
+        assert!(error.contains("at 'answers' + 0x0 (count): a read by the host"), "{error}");
+        let narrow = body.replace(".sys", ".gpu");
+        let error = answers_the_host(&narrow, seed, true, 0).unwrap_err();
+        assert!(error.contains("at 'answers' + 0x8 (tag)"), "{error}");
+        // Published before its data: the host reads before the data are there, or behind a write that it does not know.
+        let early = "
+    mov.u64 %rd1, 7;
+    st.release.sys.global.u64 [%rd40+8], %rd1;
+    st.global.u64 [%rd40], %rd1;";
+        for steps in [0, 100] {
+            let error = answers_the_host(early, seed, true, steps).unwrap_err();
+            assert!(error.contains("at 'answers' + 0x0 (count)"), "{error}");
+        }
+        // And without a look at the word that is released.
+        for steps in [0, 100] {
+            assert!(answers_the_host(body, seed, false, steps).unwrap_err().contains("data race"));
+        }
+    });
+}
+
+#[test]
+fn a_race_names_the_part_on_every_device_that_maps_it() {
+    let checker = races();
+    let [a, b] = [0, 1].map(|seed| Memory::checked(seed, Some(checker.clone())));
+    let buf = numbered(&a);
+    buf.name_parts(|at| (at < 64).then(|| format!("ready[{}]", at / 8)));
+    let near = b.import(buf.export().unwrap(), buf.bytes(), "buf of rank 0").unwrap();
+    let module = parse("st.global.u64 [%rd40+24], %rd40;");
+    let before = checker.host_past();
+    finish(&mut [&mut start_in(&checker, &module, &a, &buf, &before, 0)], 0).unwrap();
+    // The address that it writes is another one there.
+    let mut second = start_in(&checker, &module, &b, &near, &before, 0);
+    let fault = finish(&mut [&mut second], 0).unwrap_err().to_string();
+    assert!(fault.contains("global memory at 'buf of rank 0' + 0x18 (ready[3]): a weak write"), "{fault}");
+}
+
 /// Runs a body of one block under check; the fault.
 fn fault_of(body: &str, threads: u32, config: CheckConfig) -> Fault {
     *run(&parse(body), launch(1, threads), 0, Some(Checker::new(config))).expect_err(body)
@@ -652,8 +722,10 @@ fn reads_of_what_nobody_wrote_are_reported() {
         finish(&mut [&mut start(&module, &memory, buf, launch(1, 1), 0)], 0)
             .map_err(|fault| fault.to_string())
     };
-    let garbage = reads(&memory.alloc(64, "fresh").unwrap()).unwrap_err();
-    assert!(garbage.contains("global memory that nobody wrote, at 'fresh' + 0x28"), "{garbage}");
+    let fresh = memory.alloc(64, "fresh").unwrap();
+    fresh.name_parts(|at| Some(format!("word[{}]", at / 8)));
+    let garbage = reads(&fresh).unwrap_err();
+    assert!(garbage.contains("global memory that nobody wrote, at 'fresh' + 0x28 (word[5])"), "{garbage}");
     reads(&memory.alloc_zeroed(64, "zeroed").unwrap()).unwrap();
     reads(&memory.alloc_host(64, "host").unwrap()).unwrap();
     // A bulk copy reads its source too.

@@ -67,3 +67,9 @@ macro_rules! layout_assert {
     };
 }
 use layout_assert;
+
+// At the end, so that the lines above stay those that the PTX names.
+#[cfg(not(target_arch = "nvptx64"))]
+mod sections;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use sections::*;

@@ -6,6 +6,7 @@
 
 use std::fmt::Debug;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::Result;
 
@@ -14,12 +15,14 @@ mod rule;
 mod staging;
 pub mod virt;
 
-pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
+pub use owned::{Event, Graph, Kernel, MappedMemory, Memory, Module, Stream};
 pub use rule::NoDriverCalls;
 pub use staging::Staging;
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
+
+use epoxide_gpu::layout::Section;
 
 /// A device address in bytes. On the virtual GPU it is a host virtual address of this process.
 pub use epoxide_gpu::layout::DevicePtr;
@@ -138,6 +141,28 @@ pub trait Device: Send + Sync + Debug {
     /// Allocates memory. `label` names it in errors. The contents are unspecified, except that
     /// [`MemoryKind::Shareable`] memory is zero.
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory>;
+
+    /// Names the parts of memory, for reports of a device that checks what kernels do. Like the three methods below, it is no call of
+    /// the driver: it waits for nothing.
+    fn describe(&self, _memory: &RawMemory, _sections: &[Section]) {}
+
+    /// The host looks at this [`MemoryKind::MappedHost`] memory, which nobody has used yet, through [`Device::host_load`] and behind
+    /// [`Device::host_reads`] alone: a device that checks what kernels do checks that too.
+    fn watch_host(&self, _memory: &RawMemory) {}
+
+    /// Loads the 8-byte word at `offset` of mapped host memory, with acquire. An error where a device that checks finds a race.
+    ///
+    /// # Safety
+    /// The memory is live and has a host address, and the word lies inside of it at a multiple of 8.
+    unsafe fn host_load(&self, memory: &RawMemory, offset: u64) -> Result<u64> {
+        // SAFETY: as the caller says; whoever else accesses the word is a kernel.
+        Ok(unsafe { AtomicU64::from_ptr(memory.host.add(offset as usize).cast()) }.load(Ordering::Acquire))
+    }
+
+    /// The host is about to read `bytes` bytes at `offset` of mapped host memory. An error where a device that checks finds a race.
+    fn host_reads(&self, _memory: &RawMemory, _offset: u64, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
 
     /// The page-locked memory that host data passes through on its way to and from the device.
     fn staging(&self) -> &Staging;

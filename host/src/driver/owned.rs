@@ -4,7 +4,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytemuck::AnyBitPattern;
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
+use epoxide_gpu::layout::Section;
 
 use super::{CopyEnd, Device, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
 use crate::error::{Error, Result};
@@ -76,6 +78,11 @@ impl Memory {
         self.raw.host
     }
 
+    /// Names its parts in the reports of a device that checks what kernels do.
+    pub fn describe(&self, sections: &[Section]) {
+        self.device.describe(&self.raw, sections);
+    }
+
     /// Bytes asked for.
     pub fn bytes(&self) -> u64 {
         self.requested
@@ -96,6 +103,74 @@ impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: this owner frees once; users of the address hold a borrow or wait for their stream first.
         unsafe { self.device.free(&self.raw) }
+    }
+}
+
+/// Mapped host memory that kernels write and the host reads, by these methods alone: so a device that checks what kernels do sees whether
+/// the host reads what was released to it.
+#[derive(Debug)]
+pub struct MappedMemory(Memory);
+
+impl MappedMemory {
+    /// Allocates `bytes`, zeroed; `label` names the memory in errors.
+    pub fn alloc(device: &Arc<dyn Device>, bytes: u64, label: &str) -> Result<MappedMemory> {
+        let memory = Memory::alloc(device, bytes, MemoryKind::MappedHost, label)?;
+        device.watch_host(&memory.raw);
+        Ok(MappedMemory(memory))
+    }
+
+    /// Device address of the first byte.
+    pub fn ptr(&self) -> DevicePtr {
+        self.0.ptr()
+    }
+
+    /// See [`Memory::describe`].
+    pub fn describe(&self, sections: &[Section]) {
+        self.0.describe(sections);
+    }
+
+    /// Loads the 8-byte word at `offset`, with acquire: what a kernel wrote before it released the word's value may be read then.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where there is no such word, [`Error::VirtualFault`] where a device that checks finds a race.
+    pub fn load(&self, offset: u64) -> Result<u64> {
+        self.check_range(offset, 8, 8)?;
+        // SAFETY: mapped host memory of this owner; the range was just checked.
+        unsafe { self.0.device.host_load(&self.0.raw, offset) }
+    }
+
+    /// Reads the `T` at `offset`, as plain memory.
+    ///
+    /// # Errors
+    /// See [`MappedMemory::load`].
+    pub fn read<T: AnyBitPattern>(&self, offset: u64) -> Result<T> {
+        let bytes = size_of::<T>() as u64;
+        self.check_range(offset, bytes, align_of::<T>() as u64)?;
+        self.0.device.host_reads(&self.0.raw, offset, bytes)?;
+        // SAFETY: inside of the memory, aligned, and any bytes are a `T`. Volatile, since a kernel has written it.
+        Ok(unsafe { self.0.raw.host.add(offset as usize).cast::<T>().read_volatile() })
+    }
+
+    /// Reads `count` values of type `T` from `offset` on, as plain memory.
+    ///
+    /// # Errors
+    /// See [`MappedMemory::load`].
+    pub fn read_all<T: AnyBitPattern>(&self, offset: u64, count: u32) -> Result<Vec<T>> {
+        let bytes = size_of::<T>() as u64 * u64::from(count);
+        self.check_range(offset, bytes, align_of::<T>() as u64)?;
+        self.0.device.host_reads(&self.0.raw, offset, bytes)?;
+        // SAFETY: as in `read`, for each of them.
+        let value = |i| unsafe { self.0.raw.host.add(offset as usize).cast::<T>().add(i).read_volatile() };
+        Ok((0..count as usize).map(value).collect())
+    }
+
+    fn check_range(&self, offset: u64, bytes: u64, align: u64) -> Result<()> {
+        let have = self.0.requested;
+        if offset.is_multiple_of(align) && offset.checked_add(bytes).is_some_and(|end| end <= have) {
+            return Ok(());
+        }
+        let rule = format!("{bytes} bytes at a multiple of {align} must lie inside of {have} bytes");
+        Err(Error::argument("offset", offset, rule))
     }
 }
 

@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, PlanHeader,
-    PoolLayout, Status, WireLayout, row_stride,
+    Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS,
+    PLAN_HEADER, PoolLayout, STATUS, Section, Status, WireLayout, row_stride,
 };
 
+use super::dispatch::HOST_EXPERTS;
 use super::fault::check_status;
 use super::kernels::Kernels;
 use super::pool::{World, pool_layout};
@@ -17,7 +18,7 @@ use super::scratch::Arena;
 use super::trace::Trace;
 use super::wire::{WireSide, wire_layout};
 use super::{Config, DType, StreamOrder, Tensor, Tuning};
-use crate::driver::{Device, Event, Memory, MemoryKind, Stream};
+use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::transport::{TransportKind, TransportOptions};
@@ -86,8 +87,8 @@ pub struct Buffer {
     pub(super) wire: Option<WireSide>,
     pub(super) kernels: Kernels,
     pub(super) arena: Arc<Arena>,
-    pub(super) host_counts: Memory,
-    pub(super) status: Memory,
+    pub(super) host_counts: MappedMemory,
+    pub(super) status: MappedMemory,
     pub(super) pool: Arc<Memory>,
     _peers: Vec<Memory>,
     _tables: Memory,
@@ -104,6 +105,14 @@ pub struct Buffer {
     pub(super) id: u64,
     pub(super) tag: u64,
     pub(super) trace: Option<Trace>,
+    pub(super) row_bytes: RowBytes,
+}
+
+/// How long the rows in the pool are, as it has been described.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RowBytes {
+    pub recv: u64,
+    pub combine: u64,
 }
 
 /// Tells buffers of this process apart.
@@ -134,6 +143,9 @@ impl Buffer {
             std::thread::spawn(move || Kernels::load(&device, tuning, world.nodes() > 1))
         };
         let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
+        let largest = options.shape.max_row_bytes;
+        let row_bytes = RowBytes { recv: largest, combine: largest };
+        pool.describe(&layout.sections(world.nodes(), largest, largest));
         let fd = pool.export()?;
         let mut peers = Vec::new();
         let mut addresses = [0u64; MAX_RANKS];
@@ -167,9 +179,16 @@ impl Buffer {
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
         comm_stream.write(tables.ptr(), bytemuck::bytes_of(&addresses))?;
         comm_stream.write(tables.ptr().add(local_at), &vec![0; local_bytes as usize])?;
-        let status = Memory::alloc(&device, size_of::<Status>() as u64, MemoryKind::MappedHost, "status")?;
-        let counts = size_of::<PlanHeader>() as u64 + MAX_LOCAL_EXPERTS as u64 * 4;
-        let host_counts = Memory::alloc(&device, counts, MemoryKind::MappedHost, "host counts")?;
+        tables.describe(&[
+            Section::array("pools", MAX_RANKS as u64, 8),
+            Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
+        ]);
+        let status = MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?;
+        status.describe(STATUS);
+        let experts =
+            Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
+        let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
+        host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
         let kernels =
             loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
 
@@ -209,6 +228,7 @@ impl Buffer {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             tag: 0,
             trace: None,
+            row_bytes,
         };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;
@@ -284,6 +304,15 @@ impl Buffer {
     /// calls that do not wait for the host show here, once their stream has passed.
     pub fn check(&self) -> Result<()> {
         check_status(self)
+    }
+
+    /// Describes the pool anew where its rows have another length now.
+    pub(super) fn describe_rows(&mut self, row_bytes: RowBytes) {
+        if row_bytes != self.row_bytes {
+            self.row_bytes = row_bytes;
+            let RowBytes { recv, combine } = row_bytes;
+            self.pool.describe(&self.comm.pool.sections(self.num_nodes, recv, combine));
+        }
     }
 
     /// Rows of the own pool as a tensor.

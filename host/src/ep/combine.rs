@@ -3,8 +3,11 @@
 use epoxide_gpu::kernels::{
     CombineBf16, CombineF32, InternodeCombine, Kernel as _, PROGRESS_BYTES, StageCombine,
 };
-use epoxide_gpu::layout::{CombineArgs, DevicePtr, InternodeCombineArgs, StageArgs, combine_slot_bytes};
+use epoxide_gpu::layout::{
+    CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, combine_slot_bytes,
+};
 
+use super::buffer::RowBytes;
 use super::dispatch::other_mode;
 use super::handle::Routing;
 use super::kernels::ModeKernels;
@@ -107,9 +110,9 @@ impl Buffer {
 
         let tokens = handle.num_tokens as u64;
         let mut pieces = Pieces::default();
-        let x_at = pieces.push(tokens * row_bytes);
-        let weights_at = pieces.push(tokens * num_topk as u64 * 4);
-        let block = Arc::new(self.arena.take(pieces.bytes())?);
+        let x_at = pieces.push(Section::array("combined_x", tokens, row_bytes));
+        let weights_at = pieces.push(Section::array("combined_weights", tokens * num_topk as u64, 4));
+        let block = Arc::new(self.arena.take(&pieces)?);
         let (x_at, weights_at) = (block.ptr().add(x_at), block.ptr().add(weights_at));
 
         let pool = self.pool.ptr();
@@ -146,6 +149,7 @@ impl Buffer {
         };
         let routing = handle.places.routing;
         let event = self.run(order, |buffer, stream| {
+            buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             args.comm.trace = trace_place(&mut buffer.trace, "combine", buffer.config.num_sms);
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
             // SAFETY: inputs are held by the caller, outputs by the result and the routing by the handle, until the

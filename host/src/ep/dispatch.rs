@@ -11,6 +11,7 @@ use epoxide_gpu::layout::{
     PlanHeader, SlotShape,
 };
 
+use super::buffer::RowBytes;
 use super::fault::check_plan;
 use super::handle::{DispatchHandle, HandleShape, Inner, Places, Routing};
 use super::kernels::ModeKernels;
@@ -22,7 +23,7 @@ use crate::error::{Error, Result};
 /// Threads per block of the notify kernel, as its source fixes them.
 const NOTIFY_THREADS: u32 = 512;
 /// Where expert counts start in the host's copy of the counts.
-const HOST_EXPERTS: usize = size_of::<PlanHeader>();
+pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 
 /// Whether the host waits for the counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,7 +173,7 @@ impl Buffer {
 
         let local_experts = layout.num_experts / self.num_ranks;
         let num_channels = self.config.num_channels();
-        let (bytes, places) = Places::lay_out(HandleShape {
+        let (pieces, places) = Places::lay_out(HandleShape {
             ranks: self.num_ranks,
             nodes: self.num_nodes,
             channels: num_channels,
@@ -180,7 +181,7 @@ impl Buffer {
             local_experts,
             relayed: self.wire.as_ref().map_or(0, |side| side.wire.layout.slots * self.num_nodes as u64),
         });
-        let block = Arc::new(self.arena.take(bytes)?);
+        let block = Arc::new(self.arena.take(&pieces)?);
         let places = places(block.ptr());
         self.tag += 1;
         let exact = request.counts == Counts::Exact;
@@ -214,7 +215,7 @@ impl Buffer {
         })?;
 
         let rows = if exact { header.num_recv_tokens as u64 } else { capacity };
-        let counts = if exact { self.expert_counts(local_experts) } else { Vec::new() };
+        let counts = if exact { self.expert_counts(local_experts)? } else { Vec::new() };
         let num_recv_tokens = exact.then_some(header.num_recv_tokens);
         let num_rdma_recv_tokens = exact.then_some(header.num_rdma_recv_tokens);
         let handle = DispatchHandle(Arc::new(Inner {
@@ -517,6 +518,7 @@ impl Buffer {
         places: &Places,
     ) -> Result<()> {
         let grid = self.config.num_sms;
+        self.describe_rows(RowBytes { recv: args.row_bytes as u64, ..self.row_bytes });
         args.comm.trace = trace_place(&mut self.trace, "dispatch", grid);
         let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, args.num_topk, grid);
         // SAFETY: passed on to the caller.
@@ -555,12 +557,8 @@ impl Buffer {
     }
 
     /// The host's copy of the expert counts; valid once `wait_counts` has returned.
-    fn expert_counts(&self, local_experts: u32) -> Vec<u32> {
-        // SAFETY: mapped host memory with room for the most experts, 4-byte aligned; `wait_counts` acquired them.
-        unsafe {
-            let counts = self.host_counts.host_ptr().add(HOST_EXPERTS).cast::<u32>();
-            (0..local_experts as usize).map(|expert| counts.add(expert).read_volatile()).collect()
-        }
+    fn expert_counts(&self, local_experts: u32) -> Result<Vec<u32>> {
+        self.host_counts.read_all(HOST_EXPERTS, local_experts)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Turns what kernels recorded into errors.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::mem::offset_of;
 use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PlanHeader, PlanStatus, SIGNATURE_NAMES, Status, Wait};
@@ -16,16 +16,12 @@ const STREAM_CHECK: Duration = Duration::from_millis(2);
 
 /// The record of the first wait that expired, if one has.
 pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
-    // SAFETY: the memory is mapped host memory of at least a `Status`, 8-byte aligned; the device stores `code` with
-    // release after the rest, and this load acquires it.
-    let (code, status) = unsafe {
-        let memory = buffer.status.host_ptr();
-        let code = AtomicU64::from_ptr(memory.cast()).load(Ordering::Acquire);
-        (code, memory.cast::<Status>().read_volatile())
-    };
+    // The device stores `code` with release after the rest, and this load acquires it.
+    let code = buffer.status.load(offset_of!(Status, code) as u64)?;
     if code == 0 {
         return Ok(());
     }
+    let status: Status = buffer.status.read(0)?;
     let per_node = buffer.ranks_per_node();
     let (node, index) = (buffer.node(), buffer.rank % per_node);
     let recorded = status.peer as u32;
@@ -148,20 +144,17 @@ const HOST_PATIENCE: u32 = 20;
 impl Buffer {
     /// Waits until notify has answered call `tag` in mapped host memory.
     pub(super) fn wait_counts(&self, stream: &Stream, tag: u64) -> Result<PlanHeader> {
-        // SAFETY: mapped host memory that starts with a `PlanHeader`; the tag is released after all the rest.
-        let seen = || unsafe {
-            AtomicU64::from_ptr(self.host_counts.host_ptr().add(std::mem::offset_of!(PlanHeader, tag)).cast())
-                .load(Ordering::Acquire)
-        };
+        // The tag is released after all the rest.
+        let seen = || self.host_counts.load(offset_of!(PlanHeader, tag) as u64);
         let start = Instant::now();
         let mut last_check = start;
-        while seen() != tag {
+        while seen()? != tag {
             self.device.make_progress();
             if last_check.elapsed() > STREAM_CHECK {
                 last_check = Instant::now();
                 // A fault of the device ends the wait; so does a peer's silence, which the kernel records.
                 let done = stream.is_done()?;
-                if done && seen() != tag {
+                if done && seen()? != tag {
                     check_status(self)?;
                     return Err(Error::os("notify", "the stream is done but no counts came"));
                 }
@@ -174,7 +167,6 @@ impl Buffer {
                 }
             }
         }
-        // SAFETY: as above; the acquire of the tag orders this read after the device's writes.
-        Ok(unsafe { self.host_counts.host_ptr().cast::<PlanHeader>().read_volatile() })
+        self.host_counts.read(0)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use epoxide_gpu::layout::{DevicePtr, PlanHeader, Route, SEND_ROW_STRIDE};
+use epoxide_gpu::layout::{DevicePtr, PLAN_HEADER, PlanHeader, Route, SEND_ROW_STRIDE, Section};
 
 use super::scratch::{Block, Pieces};
 use super::{DType, Tensor};
@@ -84,35 +84,40 @@ pub(super) struct HandleShape {
 }
 
 impl Places {
-    /// Bytes of a handle's block, and where things are in it once it has an address.
-    pub fn lay_out(shape: HandleShape) -> (u64, impl Fn(DevicePtr) -> Places) {
+    /// The pieces of a handle's block, and where things are in it once it has an address.
+    pub fn lay_out(shape: HandleShape) -> (Pieces, impl Fn(DevicePtr) -> Places) {
         let HandleShape { ranks, nodes, channels, tokens, local_experts, relayed } = shape;
         let per_node = (ranks / nodes) as u64;
         let (ranks, nodes, channels) = (ranks as u64, nodes as u64, channels as u64);
         let tokens = tokens as u64;
         let mut pieces = Pieces::default();
-        let header = pieces.push(size_of::<PlanHeader>() as u64);
-        let send_head = pieces.push(tokens * ranks * 4);
-        let per_expert = pieces.push(local_experts as u64 * 4);
-        let row = SEND_ROW_STRIDE as u64 * 4;
-        let sizes = if nodes == 1 {
-            vec![ranks * ranks * 4, ranks * channels * 4, ranks * channels * 4, tokens * row]
+        let header = pieces.push(Section::one("header", size_of::<PlanHeader>() as u64).of(PLAN_HEADER));
+        let mut matrix = |name, count| pieces.push(Section::array(name, count, 4));
+        let send_head = matrix("send_head", tokens * ranks);
+        let per_expert = matrix("num_recv_tokens_per_expert", local_experts as u64);
+        let row = SEND_ROW_STRIDE as u64;
+        let offsets = if nodes == 1 {
+            vec![
+                matrix("rank_prefix_matrix", ranks * ranks),
+                matrix("channel_prefix_matrix", ranks * channels),
+                matrix("recv_channel_prefix_matrix", ranks * channels),
+                matrix("send_row", tokens * row),
+            ]
         } else {
             vec![
-                tokens * nodes * 4,
-                nodes * channels * 4,
-                nodes * channels * 4,
-                nodes * 4,
-                relayed * row,
-                ranks * channels * 4,
-                ranks * channels * 4,
-                ranks * 4,
-                channels * (ranks + nodes) * 4,
-                nodes * channels * row,
-                relayed * per_node * 4,
+                matrix("send_rdma_head", tokens * nodes),
+                matrix("rdma_channel_prefix_matrix", nodes * channels),
+                matrix("recv_rdma_channel_prefix_matrix", nodes * channels),
+                matrix("recv_rdma_rank_prefix_sum", nodes),
+                matrix("forward_row", relayed * row),
+                matrix("gbl_channel_prefix_matrix", ranks * channels),
+                matrix("recv_gbl_channel_prefix_matrix", ranks * channels),
+                matrix("recv_gbl_rank_prefix_sum", ranks),
+                matrix("channel_counts", channels * (ranks + nodes)),
+                matrix("forward_start", nodes * channels * row),
+                matrix("send_nvl_head", relayed * per_node),
             ]
         };
-        let offsets: Vec<u64> = sizes.into_iter().map(|bytes| pieces.push(bytes)).collect();
         let places = move |base: DevicePtr| {
             let at = |index: usize| base.add(offsets[index]);
             let routing = if nodes == 1 {
@@ -148,7 +153,7 @@ impl Places {
                 routing,
             }
         };
-        (pieces.bytes(), places)
+        (pieces, places)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use epoxide_gpu::kernels::{DispatchLayout as Kernel, Kernel as _};
-use epoxide_gpu::layout::{DevicePtr, LayoutArgs, MAX_TOPK};
+use epoxide_gpu::layout::{DevicePtr, LayoutArgs, MAX_TOPK, Section};
 
 use super::scratch::{Block, Pieces};
 use super::{Buffer, DType, StreamOrder, Tensor};
@@ -112,12 +112,12 @@ impl Buffer {
 
         let (ranks, tokens) = (self.num_ranks as u64, num_tokens as u64);
         let mut pieces = Pieces::default();
-        let invalid = pieces.push(8);
-        let per_rank = pieces.push(ranks * 4);
-        let per_node = pieces.push(self.num_nodes as u64 * 4);
-        let per_expert = pieces.push(num_experts as u64 * 4);
-        let in_rank = pieces.push(tokens * ranks);
-        let block = Arc::new(self.arena.take(pieces.bytes())?);
+        let invalid = pieces.push(Section::one("invalid", 8));
+        let per_rank = pieces.push(Section::array("num_tokens_per_rank", ranks, 4));
+        let per_node = pieces.push(Section::array("num_tokens_per_rdma_rank", self.num_nodes as u64, 4));
+        let per_expert = pieces.push(Section::array("num_tokens_per_expert", num_experts as u64, 4));
+        let in_rank = pieces.push(Section::array("is_token_in_rank", tokens * ranks, 1));
+        let block = Arc::new(self.arena.take(&pieces)?);
         let at = |offset| block.ptr().add(offset);
         let places = Places {
             invalid: at(invalid),

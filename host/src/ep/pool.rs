@@ -115,6 +115,8 @@ pub(super) fn pool_layout(shape: &BufferShape, world: World, limit: Option<u64>)
 
 #[cfg(test)]
 mod tests {
+    use epoxide_gpu::layout::Section;
+
     use super::*;
 
     const SHAPE: BufferShape =
@@ -169,5 +171,14 @@ mod tests {
             assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
             assert_eq!(pair[1].0 % ROW_ALIGN, 0);
         }
+        // Reports name the first and the last row of each.
+        let sections = l.sections(1, 14336, 14336);
+        let name = |at| Section::name_of(&sections, at).unwrap();
+        let last = l.rows - 1;
+        assert_eq!(name(l.recv_x), "recv_x[0]");
+        assert_eq!(name(l.recv_x + last * 14336), format!("recv_x[{last}]"));
+        assert_eq!(name(l.combine_x + last * 14336), format!("combine_x[{last}]"));
+        assert_eq!(name(l.recv_src_idx + last * 4), format!("recv_src_idx[{last}]"));
+        assert_eq!(Section::name_of(&sections, l.bytes), None);
     }
 }

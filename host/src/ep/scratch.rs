@@ -2,6 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
+use epoxide_gpu::layout::Section;
+
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
 use crate::error::Result;
 
@@ -21,22 +23,24 @@ pub(super) struct Block {
     home: Arc<Arena>,
 }
 
-/// Where in a block each piece starts, 128-byte aligned.
+/// The pieces of a block and where each starts, 128-byte aligned.
 #[derive(Debug, Default)]
 pub(super) struct Pieces {
+    sections: Vec<Section>,
     bytes: u64,
 }
 
 impl Pieces {
-    /// Reserves `bytes` and returns their offset.
-    pub fn push(&mut self, bytes: u64) -> u64 {
+    /// Reserves room for `piece` and returns its offset.
+    pub fn push(&mut self, piece: Section) -> u64 {
         let offset = self.bytes;
-        self.bytes = (offset + bytes).next_multiple_of(128);
+        self.bytes = (offset + piece.bytes).next_multiple_of(128);
+        self.sections.push(piece.at(offset));
         offset
     }
 
     /// Bytes of all pieces.
-    pub fn bytes(&self) -> u64 {
+    fn bytes(&self) -> u64 {
         self.bytes.max(128)
     }
 }
@@ -46,8 +50,9 @@ impl Arena {
         Arc::new(Arena { device: device.clone(), free: Mutex::default() })
     }
 
-    /// A block of at least `bytes`: the smallest free one that fits and is not more than four times too large.
-    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Block> {
+    /// A block for `pieces`: the smallest free one that fits and is not more than four times too large.
+    pub fn take(self: &Arc<Self>, pieces: &Pieces) -> Result<Block> {
+        let bytes = pieces.bytes();
         let mut free = self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let best = (0..free.len())
             .filter(|&i| (bytes..=bytes * 4).contains(&free[i].bytes()))
@@ -56,6 +61,7 @@ impl Arena {
             Some(i) => free.swap_remove(i),
             None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs")?,
         };
+        memory.describe(&pieces.sections);
         Ok(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() })
     }
 }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    ControlWord, MAX_CHANNELS, MAX_NODES, NodePath, QueueHandle, SlotShape, Wire, WireLayout,
-    combine_slot_bytes, wire_message,
+    ControlWord, MAX_CHANNELS, MAX_NODES, NODE_PATH, NodePath, QUEUE_HANDLE, QueueHandle, Section, SlotShape,
+    Wire, WireLayout, combine_slot_bytes, wire_message,
 };
 
 use super::pool::World;
@@ -86,6 +86,15 @@ impl WireSide {
         stream.write(tables.ptr().add(paths_at), bytemuck::cast_slice(&paths))?;
         let bases: Vec<u64> = paths.iter().map(|path| path.peer.0).collect();
         stream.write(tables.ptr().add(bases_at), bytemuck::cast_slice(&bases))?;
+        let (entries, nodes) = (entries as u64, world.nodes() as u64);
+        tables.describe(&[
+            Section::array("queues", entries, size_of::<QueueHandle>() as u64).of(QUEUE_HANDLE),
+            Section::array("posted", entries, 8).at(table_bytes),
+            Section::array("paths", nodes, size_of::<NodePath>() as u64).of(NODE_PATH).at(paths_at),
+            Section::array("bases", nodes, 8).at(bases_at),
+        ]);
+        let sections = layout.sections();
+        ways.iter().map(|way| &way.memory).chain([&own]).for_each(|memory| memory.describe(&sections));
         let wire = Wire {
             paths: tables.ptr().add(paths_at),
             queues: tables.ptr(),
@@ -239,6 +248,10 @@ mod tests {
         // 14336 bytes of row, 48 of heads and token, 64 of top-k: 14448, which is 16 less than a multiple of 128.
         assert_eq!(layout.node_bytes, 4096 * (14336 + 48 + 64 + 16));
         assert_eq!(layout.bytes, layout.slots_in + 2 * layout.node_bytes);
+        let name = |at| Section::name_of(&layout.sections(), at).unwrap();
+        assert_eq!(name(layout.counts - 128), "ready[31]");
+        assert_eq!(name(layout.slots_out - layout.message_bytes), "messages_in[1].signature[0]");
+        assert_eq!(name(layout.bytes - 16), format!("slots_in[1] + {:#x}", layout.node_bytes - 16));
     }
 
     #[test]

@@ -37,7 +37,7 @@ pub(crate) struct Writes(VecDeque<Strong>);
 
 /// A location: memory and offset there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Spot {
+pub(crate) enum Location {
     Global(u32, u64),
     /// In the shared memory of the reading block.
     Shared(u64),
@@ -51,7 +51,7 @@ pub(crate) struct Sight {
     pub(crate) pc: u32,
     pub(crate) sem: Sem,
     pub(crate) scope: Scope,
-    pub(crate) spot: Spot,
+    pub(crate) spot: Location,
     at: u64,
 }
 
@@ -104,7 +104,7 @@ impl History {
         }
     }
 
-    pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), spot: Spot) {
+    pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), spot: Location) {
         let new = Sight { by, pc, sem, scope, spot, at: self.now };
         let sights = self.sights.entry(clock::block_of(by)).or_default();
         match sights.iter().position(|s| s.pc == pc && s.spot == spot) {
@@ -142,7 +142,7 @@ impl History {
         &'a self,
         block: Key,
         before: u64,
-        writes: impl Fn(Key, Spot) -> Option<&'a Writes> + Copy,
+        writes: impl Fn(Key, Location) -> Option<&'a Writes> + Copy,
     ) -> impl Iterator<Item = Step> {
         let sights = self.sights.get(&block).into_iter().flatten().rev();
         sights.filter(move |read| read.at <= before).flat_map(move |&read| {
@@ -169,7 +169,7 @@ impl History {
         &'a self,
         block: Key,
         of: Option<Key>,
-        writes: impl Fn(Key, Spot) -> Option<&'a Writes> + Copy,
+        writes: impl Fn(Key, Location) -> Option<&'a Writes> + Copy,
     ) -> Vec<Step> {
         let mut seen = HashSet::from([block]);
         let mut ways: VecDeque<Vec<Step>> = VecDeque::from([vec![]]);

@@ -7,7 +7,8 @@
 //! must stand, both ends are accepted.
 //!
 //! One [`Checker`] watches the memory of all devices of a process; [`Memory::checked`](crate::Memory::checked) joins a device to it.
-//! Memory that other processes or plain host code write is hidden from it ([`Region::hide`](crate::Region::hide)).
+//! Memory that other processes or plain host code access is hidden from it ([`Region::hide`](crate::Region::hide)). Host code that reads
+//! by [`Memory::load_acquire`](crate::Memory::load_acquire) and [`Memory::host_reads`](crate::Memory::host_reads) is watched like a kernel.
 //!
 //! | file | |
 //! |---|---|
@@ -30,7 +31,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
-use crate::ir::Scope;
+use crate::ir::{Scope, Sem};
 use crate::rng::Rng;
 use block::{Knows, Release, Releases};
 use clock::{Clock, Key};
@@ -264,6 +265,12 @@ impl World {
         known.publish_all();
     }
 
+    /// What lies at byte `at` of shadow `number`; empty where it has no name.
+    pub(crate) fn part(&self, number: u32, at: u64) -> String {
+        let names = self.shadows.get(number as usize).and_then(|shadow| shadow.names.as_ref());
+        names.and_then(|names| (names.0)(at)).unwrap_or_default()
+    }
+
     /// An access by the host or a stream to `bytes` bytes of shadow `number` at `at`.
     pub(crate) fn host_access(
         &mut self,
@@ -271,7 +278,32 @@ impl World {
         at: u64,
         bytes: u64,
         write: bool,
-    ) -> Result<(), shadow::Wrong> {
+    ) -> Result<(), watch::Trouble> {
+        self.host_touches(number, at, bytes, write, How::WEAK)
+    }
+
+    /// An acquire load of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`: the host knows what was released there.
+    pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), watch::Trouble> {
+        self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, false))?;
+        let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
+        let mut learnt = Known::default();
+        // A narrower scope takes in nobody but the device.
+        releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| learnt.join(&r.known));
+        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.known.join(&learnt)));
+        if acted.is_none() {
+            self.host_learns(&learnt);
+        }
+        Ok(())
+    }
+
+    fn host_touches(
+        &mut self,
+        number: u32,
+        at: u64,
+        bytes: u64,
+        write: bool,
+        how: How,
+    ) -> Result<(), watch::Trouble> {
         if number == 0 {
             return Ok(());
         }
@@ -287,7 +319,7 @@ impl World {
         if !acted {
             note(self.host());
         }
-        let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how: How::WEAK, bytes: 0 };
+        let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how, bytes: 0 };
         let who = Accessor { record, own: timeline, published: None, knows: Knows::all(&known) };
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
@@ -298,7 +330,7 @@ impl World {
         };
         match result {
             // The host may look at memory that nobody wrote, as a debugger does.
-            Err((_, wrong @ shadow::Wrong::Race { .. })) if config.races => Err(wrong),
+            Err(trouble @ (_, shadow::Wrong::Race { .. })) if config.races => Err(trouble),
             _ => Ok(()),
         }
     }

@@ -2,7 +2,7 @@
 
 use super::block::Block;
 use super::clock::{self, Key};
-use super::history::{Sight, Spot, Step, Strong};
+use super::history::{Location, Sight, Step, Strong};
 use super::shadow::{Grids, How, Record, Wrong};
 use super::watch::Place;
 use super::{Known, World};
@@ -163,10 +163,10 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Ve
             found.push(Attempt { what, of: None, verdict });
         }
     }
-    let writes = |block: Key, spot: Spot| match spot {
-        Spot::Global(shadow, offset) => world.releases.get(&(shadow, offset)).map(|r| &r.writes),
+    let writes = |block: Key, spot: Location| match spot {
+        Location::Global(shadow, offset) => world.releases.get(&(shadow, offset)).map(|r| &r.writes),
         // Other blocks' shared memory is out of reach.
-        Spot::Shared(offset) => {
+        Location::Shared(offset) => {
             let here = block == clock::block_of(me.own);
             me.block.releases.get(&offset).filter(|_| here).map(|r| &r.writes)
         }
@@ -186,12 +186,17 @@ pub(crate) fn fault(
     me: &Me<'_>,
 ) -> FaultKind {
     let space = if matches!(place, Place::Shared { .. }) { "shared" } else { "global" };
+    let part = match place {
+        Place::Global { shadow, .. } => world.part(shadow, at),
+        _ => String::new(),
+    };
     match wrong {
-        Wrong::Unwritten => FaultKind::Unwritten { space, label, offset: at, bytes: 4 },
+        Wrong::Unwritten => FaultKind::Unwritten { space, label, offset: at, part, bytes: 4 },
         Wrong::Race { other, wrote: other_wrote } => FaultKind::Race(Box::new(Race {
             space,
             label,
             offset: at,
+            part,
             access: manner(me.record.how, me.wrote),
             other: party(&world.grids, manner(other.how, other_wrote), actor_of(&other), other.pc, me.own),
             missing: missing(&world.grids, me, &other, other_wrote),
@@ -206,7 +211,8 @@ pub(crate) fn host_race(world: &World, wrong: Wrong, write: bool) -> String {
     match wrong {
         Wrong::Unwritten => format!("the {what} finds memory that nobody wrote"),
         Wrong::Race { other, wrote } => format!(
-            "a {what} by the host or a stream, not ordered behind a {}; missing: a wait of the host, or the order of a stream",
+            "a {what} by the host or a stream, not ordered behind a {}; missing: a wait of the host, the order of a stream, or a \
+             release of scope .sys that the host acquires",
             party(&world.grids, manner(other.how, wrote), actor_of(&other), other.pc, 0)
         ),
     }

@@ -1,6 +1,7 @@
 //! Shadow memory: for every word of memory, who wrote it last and who has read it since.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::block::Knows;
 use super::clock::{self, Clock, Key};
@@ -100,6 +101,16 @@ impl Readers {
     }
 }
 
+/// Says what lies at an offset of a piece of memory, such as `ready[3]`.
+#[derive(Clone)]
+pub(crate) struct Names(pub(crate) Arc<dyn Fn(u64) -> Option<String> + Send + Sync>);
+
+impl std::fmt::Debug for Names {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Names")
+    }
+}
+
 /// The shadow of one piece of memory.
 #[derive(Debug, Default)]
 pub(crate) struct Shadow {
@@ -113,6 +124,8 @@ pub(crate) struct Shadow {
     pub(crate) hidden: bool,
     /// Whoever wrote here is long gone: what was never seen written counts as written.
     pub(crate) filled: bool,
+    /// What its parts are called, in reports.
+    pub(crate) names: Option<Names>,
 }
 
 /// Why an access is wrong.

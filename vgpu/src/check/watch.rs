@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::block::{Block, Knows, Release, Releases};
 use super::clock::{self, Key};
-use super::history::{Spot, Wait};
+use super::history::{Location, Wait};
 use super::shadow::{Accessor, Grids, How, Record, Shadow, Wrong};
 use super::{GLOBAL, SHARED, World, report};
 use crate::fault::FaultKind;
@@ -223,8 +223,8 @@ impl Watch for Watcher<'_> {
         let lane = mask.trailing_zeros() as usize % 32;
         let spot = match place {
             Place::Private => return,
-            Place::Shared { offset } => Spot::Shared(offset),
-            Place::Global { shadow, offset } => Spot::Global(shadow, offset),
+            Place::Shared { offset } => Location::Shared(offset),
+            Place::Global { shadow, offset } => Location::Global(shadow, offset),
         };
         self.world.history.read((self.own(lane), pc), (sem, scope), spot);
         let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);

@@ -22,7 +22,8 @@
 //! comes to it. Memory that waits for nothing when it is freed stays until the work has ended that was enqueued before.
 //!
 //! A thread that must not call the driver ([`NoDriverCalls`](super::NoDriverCalls)) and does makes the device unusable:
-//! whatever calls it, but for [`Device::info`], [`Device::staging`] and [`Device::make_progress`], which are no driver calls.
+//! whatever calls it, but for [`Device::info`], [`Device::staging`], [`Device::make_progress`], and the methods by which the host
+//! describes and reads mapped memory ([`Device::describe`] to [`Device::host_reads`]), which are no driver calls.
 //!
 //! Who runs the work is up to the [`Executor`]: a thread per device, or, for runs that can be repeated exactly, the
 //! threads that wait ([`Machine`]). Where a machine gives a wait up, the call fails; those that return nothing go on. A device
@@ -51,7 +52,7 @@ use std::sync::{Arc, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 pub use epoxide_vgpu::{CheckConfig, Checker, Schedule, host_meets};
-use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Module, PtxError};
+use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Module, PtxError, Region};
 
 use self::capture::{Capture, Graph, Launch, Step};
 use self::engine::Engine;
@@ -60,7 +61,7 @@ use self::state::{Allocation, Event, Held, LastRecord, LoadedKernel, Shared, Sta
 use self::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
 use super::{
     CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, RdmaWriteOrder,
-    Staging,
+    Section, Staging,
 };
 use crate::error::{Error, Result};
 
@@ -299,6 +300,23 @@ impl VirtualGpu {
             .map_err(|error| Error::argument(argument, format!("{:#x}", address.0), error.to_string()))
     }
 
+    /// Does something with the region of an allocation, if the device checks what kernels do.
+    fn with_checked_region(&self, memory: &RawMemory, f: impl FnOnce(&Region)) {
+        if self.shared.checker.is_some()
+            && let Some(allocation) = self.shared.lock().allocations.get(&memory.handle)
+        {
+            f(&allocation.region);
+        }
+    }
+
+    /// The result of a host access that was checked. A race is a fault of the device, as a kernel's is.
+    fn checked<T>(&self, outcome: std::result::Result<T, MemoryError>) -> Result<T> {
+        outcome.map_err(|error| match error {
+            MemoryError::Race { .. } => Error::VirtualFault(self.shared.fail(&error.to_string())),
+            other => memory_error(other, "mapped host memory"),
+        })
+    }
+
     /// A new allocation as the caller sees it.
     fn file(&self, state: &mut State, allocation: Allocation) -> RawMemory {
         let handle = new_handle();
@@ -445,6 +463,28 @@ impl Device for VirtualGpu {
                 Err(memory_error(error, label))
             }
         }
+    }
+
+    fn describe(&self, memory: &RawMemory, sections: &[Section]) {
+        self.with_checked_region(memory, |region| {
+            let sections = sections.to_vec();
+            region.name_parts(move |at| Section::name_of(&sections, at));
+        });
+    }
+
+    fn watch_host(&self, memory: &RawMemory) {
+        self.with_checked_region(memory, Region::watch);
+    }
+
+    unsafe fn host_load(&self, memory: &RawMemory, offset: u64) -> Result<u64> {
+        self.checked(self.shared.memory.load_acquire(memory.ptr.0 + offset))
+    }
+
+    fn host_reads(&self, memory: &RawMemory, offset: u64, bytes: u64) -> Result<()> {
+        if self.shared.checker.is_none() {
+            return Ok(());
+        }
+        self.checked(self.shared.memory.host_reads(memory.ptr.0 + offset, bytes))
     }
 
     fn staging(&self) -> &Staging {

@@ -93,16 +93,18 @@ impl Shared {
     }
 
     /// Makes the device unusable: every later call fails with the first `fault`, no call waits any more, work not yet begun is
-    /// dropped, and the engine drops what runs.
-    pub(super) fn fail(&self, fault: &str) {
+    /// dropped, and the engine drops what runs. Gives that first fault.
+    pub(super) fn fail(&self, fault: &str) -> String {
         let mut state = self.lock();
-        state.fault.get_or_insert_with(|| format!("device {}: {fault}", self.info.ordinal));
+        let first =
+            state.fault.get_or_insert_with(|| format!("device {}: {fault}", self.info.ordinal)).clone();
         for queue in state.queues.values_mut() {
             queue.ops.clear();
         }
         drop(state);
         self.work.notify_one();
         self.done.notify_all();
+        first
     }
 
     /// An [`Error::Argument`] for a handle that stands for nothing here.

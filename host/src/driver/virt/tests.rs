@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::driver::{Event, Graph as OwnedGraph, Kernel, Memory, Module as OwnedModule, Stream};
+use crate::driver::{
+    Event, Graph as OwnedGraph, Kernel, MappedMemory, Memory, Module as OwnedModule, Stream,
+};
 
 pub(super) const PTX: &str = r#"
 .version 7.8
@@ -44,6 +46,17 @@ DONE:
     ld.param.u64 %rd1, [word];
     ld.param.u32 %r1, [value];
     st.release.sys.global.u32 [%rd1], %r1;
+    ret;
+}
+
+// words[0] = value, then words[1] = value
+.visible .entry answer(.param .u64 words, .param .u64 value)
+{
+    .reg .b64 %rd<3>;
+    ld.param.u64 %rd1, [words];
+    ld.param.u64 %rd2, [value];
+    st.global.u64 [%rd1], %rd2;
+    st.release.sys.global.u64 [%rd1+8], %rd2;
     ret;
 }
 
@@ -653,6 +666,60 @@ fn as_a_rank() {
     }
     rig.stream.synchronize().unwrap();
     group.barrier(group.timeout()).unwrap();
+}
+
+/// Lets a kernel answer the host in mapped memory, as the kernels `ptx` do it, for some rounds.
+fn answers_to_the_host(ptx: &str, executor: Executor) -> Result<()> {
+    let checker = Some(Checker::new(CheckConfig::default()));
+    let rig = Rig::new(VirtConfig { checker, executor, ..VirtConfig::default() });
+    let kernel = OwnedModule::load(&rig.device, ptx)?.kernel("answer", 0)?;
+    let answers = MappedMemory::alloc(&rig.device, 16, "answers")?;
+    answers.describe(&[Section::one("count", 8), Section::one("tag", 8).at(8)]);
+    let config = LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false };
+    for round in 1..20u64 {
+        // SAFETY: the memory is freed behind the kernel.
+        unsafe {
+            rig.stream.launch(&kernel, &config, &[&answers.ptr().0.to_le_bytes(), &round.to_le_bytes()])?;
+        }
+        while answers.load(8)? != round {
+            rig.device.make_progress();
+        }
+        assert_eq!(answers.read_all::<u32>(0, 2)?, [round as u32, 0]);
+        assert_eq!(answers.read::<u64>(0)?, round);
+    }
+    Ok(())
+}
+
+#[test]
+fn what_the_host_reads_of_mapped_memory_is_checked() {
+    for executor in [Executor::Threaded, Executor::Manual(Machine::new(7))] {
+        answers_to_the_host(PTX, executor.clone()).unwrap();
+        let relaxed = PTX.replace("st.release.sys.global.u64", "st.relaxed.sys.global.u64");
+        let error = answers_to_the_host(&relaxed, executor.clone()).unwrap_err();
+        assert!(
+            matches!(&error, Error::VirtualFault(text) if text.contains("data race at 'answers' + 0x0 (count)")),
+            "{error}"
+        );
+    }
+    let memory = MappedMemory::alloc(&Rig::threaded().device, 16, "answers").unwrap();
+    let refused = memory.load(4).unwrap_err().to_string();
+    assert!(refused.contains("multiple of 8"), "{refused}");
+    assert!(memory.load(u64::MAX - 7).is_err() && memory.read_all::<u32>(8, 3).is_err());
+}
+
+#[test]
+fn races_name_the_part_of_memory_that_they_are_in() {
+    let checker = Some(Checker::new(CheckConfig::default()));
+    let [a, b] = [0, 1]
+        .map(|ordinal| Rig::new(VirtConfig { ordinal, checker: checker.clone(), ..VirtConfig::default() }));
+    let pool = a.alloc(1024, MemoryKind::Shareable);
+    pool.describe(&[Section::array("ready", 8, 128)]);
+    let peer = Memory::import(&b.device, pool.export().unwrap(), 1024, "pool of rank 0").unwrap();
+    a.add_one(&a.stream, pool.ptr().add(256), 1);
+    b.add_one(&b.stream, peer.ptr().add(256), 1);
+    let ends = [a.stream.synchronize(), b.stream.synchronize()];
+    let report = ends.into_iter().find_map(Result::err).unwrap().to_string();
+    assert!(report.contains("+ 0x100 (ready[2])"), "{report}");
 }
 
 #[test]
