@@ -130,6 +130,10 @@ pub struct Grid {
     idle: usize,
     fault: Option<Fault>,
     globals: Option<Arc<Region>>,
+    /// What each warp of a block begins with, but for what tells blocks apart.
+    registers: Vec<Regs>,
+    /// Blocks with bulk copies under way.
+    copying: Vec<u32>,
 }
 
 impl std::fmt::Debug for Grid {
@@ -262,6 +266,8 @@ impl Grid {
             idle: 0,
             fault: None,
             globals,
+            registers: vec![],
+            copying: vec![],
         };
         (0..first).for_each(|_| grid.admit());
         Ok(grid)
@@ -349,35 +355,32 @@ impl Grid {
         b.priority.iter_mut().for_each(|p| *p = self.rng.next());
         b.ready = b.state.warps;
         b.idle_epoch.fill(0);
-        let globals = self.globals.as_ref().map_or(0, |r| r.addr());
         let around = Surroundings {
             ctaid,
             cfg: self.config,
             static_shared: kernel.static_shared,
             sm: b.sm,
             sm_count: self.sm_count,
+            globals: self.globals.as_ref().map_or(0, |r| r.addr()),
         };
-        for (w, warp) in b.warps.iter_mut().enumerate() {
+        if self.registers.is_empty() {
+            let poisoned = poisoned_registers(kernel.slots, self.env.poison);
+            self.registers = vec![poisoned; b.warps.len()];
+            for (w, regs) in self.registers.iter_mut().enumerate() {
+                kernel.inits.iter().for_each(|init| around.initialise(regs, kernel, w as u32, init));
+            }
+        }
+        for (w, (warp, regs)) in b.warps.iter_mut().zip(&self.registers).enumerate() {
             let w = w as u32;
             let lanes = (threads - w * 32).min(32);
             let live = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
-            reset_registers(&mut warp.regs, kernel.slots, self.env.poison);
+            warp.regs.r32.clone_from(&regs.r32);
+            warp.regs.r64.clone_from(&regs.r64);
+            warp.regs.pred.clone_from(&regs.pred);
+            let own = kernel.inits.iter().filter(|(_, _, init)| init.tells_blocks_apart());
+            own.for_each(|init| around.initialise(&mut warp.regs, kernel, w, init));
             warp.local.clear();
             warp.local.resize(kernel.local_bytes as usize * 32 / 8, self.env.poison);
-            for &(file, reg, init) in &kernel.inits {
-                let value = |lane: u32| match init {
-                    Init::Bits(v) => v,
-                    Init::GlobalAddress(offset) => globals + offset,
-                    Init::DynamicShared(tag) => tag + u64::from(dynamic_shared_offset(kernel)),
-                    Init::Special(s) => special(s, w, lane, &around),
-                };
-                let row = reg as usize;
-                match file {
-                    File::R32 => warp.regs.r32[row] = std::array::from_fn(|i| value(i as u32) as u32),
-                    File::R64 => warp.regs.r64[row] = std::array::from_fn(|i| value(i as u32)),
-                    File::Pred => warp.regs.pred[row] = if value(0) != 0 { u32::MAX } else { 0 },
-                }
-            }
             warp.start(w, live);
             self.ready.push_back(WarpRef { block: slot, warp: w });
         }
@@ -560,6 +563,9 @@ impl Grid {
                 }
             }
         }
+        if !block.state.bulk.is_empty() && !self.copying.contains(&pick.block) {
+            self.copying.push(pick.block);
+        }
         self.wake(pick.block);
         let block = &mut self.blocks[pick.block as usize];
         if block.state.exited_warps == block.state.warps {
@@ -648,17 +654,16 @@ impl Grid {
     /// Moves bulk copies on; see [`BlockState::progress_bulk`].
     fn progress_bulk(&mut self, all: bool) -> Result<bool, Box<Fault>> {
         let mut moved = false;
-        for slot in 0..self.blocks.len() {
-            let state = &mut self.blocks[slot].state;
-            if state.bulk.is_empty() {
-                continue;
-            }
+        let blocks = &mut self.blocks;
+        self.copying.retain(|&slot| !blocks[slot as usize].state.bulk.is_empty());
+        for at in 0..self.copying.len() {
+            let slot = self.copying[at];
             let rng = if all { None } else { Some(&mut self.rng) };
-            match state.progress_bulk(&self.env.table, rng) {
+            match self.blocks[slot as usize].state.progress_bulk(&self.env.table, rng) {
                 Ok(m) => moved |= m,
-                Err(late) => return Err(self.late_fault(slot as u32, late)),
+                Err(late) => return Err(self.late_fault(slot, late)),
             }
-            let block = &mut self.blocks[slot];
+            let block = &mut self.blocks[slot as usize];
             if let Some(check) = &mut block.check {
                 block.state.phases.iter().for_each(|&offset| check.complete_mbarrier(offset));
             }
@@ -826,13 +831,12 @@ fn dynamic_shared_offset(kernel: &Kernel) -> u32 {
     SHARED_BASE + kernel.static_shared
 }
 
-fn reset_registers(regs: &mut Regs, [n32, n64, np]: [u32; 3], poison: u64) {
-    regs.r32.clear();
-    regs.r32.resize(n32 as usize, [poison as u32; 32]);
-    regs.r64.clear();
-    regs.r64.resize(n64 as usize, [poison; 32]);
-    regs.pred.clear();
-    regs.pred.resize(np as usize, poison as u32);
+fn poisoned_registers([n32, n64, np]: [u32; 3], poison: u64) -> Regs {
+    Regs {
+        r32: vec![[poison as u32; 32]; n32 as usize],
+        r64: vec![[poison; 32]; n64 as usize],
+        pred: vec![poison as u32; np as usize],
+    }
 }
 
 /// Runs a warp for a slice; an error with the instruction where it stopped.
@@ -854,11 +858,37 @@ struct Surroundings {
     static_shared: u32,
     sm: u32,
     sm_count: u32,
+    /// Where the module's variables are.
+    globals: u64,
+}
+
+impl Surroundings {
+    /// Sets a register of a warp to what it begins with.
+    fn initialise(
+        &self,
+        regs: &mut Regs,
+        kernel: &Kernel,
+        warp: u32,
+        &(file, reg, init): &(File, u32, Init),
+    ) {
+        let value = |lane: usize| match init {
+            Init::Bits(v) => v,
+            Init::GlobalAddress(offset) => self.globals + offset,
+            Init::DynamicShared(tag) => tag + u64::from(dynamic_shared_offset(kernel)),
+            Init::Special(s) => special(s, warp, lane as u32, self),
+        };
+        let row = reg as usize;
+        match file {
+            File::R32 => regs.r32[row] = std::array::from_fn(|i| value(i) as u32),
+            File::R64 => regs.r64[row] = std::array::from_fn(value),
+            File::Pred => regs.pred[row] = if value(0) != 0 { u32::MAX } else { 0 },
+        }
+    }
 }
 
 /// Value of a special register for one lane of a warp.
 fn special(s: Special, warp: u32, lane: u32, around: &Surroundings) -> u64 {
-    let Surroundings { ctaid, cfg, static_shared, sm, sm_count } = *around;
+    let Surroundings { ctaid, cfg, static_shared, sm, sm_count, .. } = *around;
     let linear = warp * 32 + lane;
     let [bx, by, bz] = cfg.block;
     let v = match s {

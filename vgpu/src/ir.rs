@@ -26,7 +26,7 @@ pub(crate) enum File {
 }
 
 /// The registers of one warp.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Regs {
     pub(crate) r32: Vec<[u32; 32]>,
     pub(crate) r64: Vec<[u64; 32]>,
@@ -47,6 +47,13 @@ pub(crate) enum Init {
     /// Start of dynamic shared memory: offset in the shared window.
     DynamicShared(u64),
     Special(Special),
+}
+
+impl Init {
+    /// It is not the same in the warps of two blocks.
+    pub(crate) fn tells_blocks_apart(self) -> bool {
+        matches!(self, Init::Special(Special::Ctaid(_) | Special::SmId))
+    }
 }
 
 /// Special registers that do not change while a warp runs.
