@@ -57,6 +57,10 @@ pub(crate) trait Watch {
     fn read(&mut self, _: Place, _bytes: u64, _lane: usize, _pc: u32, _: How) -> Result<(), Trouble> {
         Ok(())
     }
+    /// Whether the values of a load come later than they could.
+    fn defers_load(&mut self) -> bool {
+        false
+    }
     /// The older value that a load sees instead, if it does.
     fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<u64> {
         None
@@ -171,6 +175,10 @@ impl Watch for Watcher<'_> {
             shadow.saw(grids, at, bytes, &who);
         }
         self.judge(result)
+    }
+
+    fn defers_load(&mut self) -> bool {
+        self.world.rng.below(4) == 0
     }
 
     fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<u64> {

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use half::{bf16, f16};
 
+use super::LateLoad;
 use super::lanes::lanes;
 use super::simd::transpose;
 use super::{Exec, Flow, Run, stop};
@@ -11,7 +12,7 @@ use crate::check::shadow::How;
 use crate::check::watch::{Place, Trouble, Watch};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{canonical, flush};
-use crate::ir::{Access, Atomic, FULL, Rmw, SINK, Sem, Space};
+use crate::ir::{Access, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
 
 /// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no host address has.
 pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
@@ -333,6 +334,62 @@ impl<W: Watch> Exec<'_, W> {
                 return Ok(Flow::Next);
             }
         }
+        if W::ON && self.may_be_late(a, &addr, m) && self.watch.defers_load() {
+            self.warp.late.push(LateLoad { access: *a, addr, lanes: m });
+            self.pc += 1;
+            return Ok(Flow::Next);
+        }
+        let (first, seen) = self.take_values(a, &addr, m)?;
+        let spins = match first {
+            Some((at, value)) if a.sem != Sem::Weak => {
+                self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
+                self.poll(at, seen)
+            }
+            _ => false,
+        };
+        self.pc += 1;
+        Ok(if spins { Flow::GiveWay } else { Flow::Next })
+    }
+
+    /// Whether weak memory may bring the values of a load later than its instruction: nothing waits for it but who uses them.
+    fn may_be_late(&self, a: &Access, addr: &[u64; 32], m: u32) -> bool {
+        let in_global = || match a.space {
+            Space::Global => true,
+            Space::Generic => lanes(m).all(|i| addr[i] & TAG == 0),
+            _ => false,
+        };
+        self.watch.weak_memory() && matches!(a.sem, Sem::Weak | Sem::Relaxed) && in_global()
+    }
+
+    /// Loads whose values are late come in before an instruction that uses or replaces one, stores to the same place, or orders anything.
+    #[cold]
+    pub(super) fn take_late(&mut self, op: &Op, m: u32) -> Run<()> {
+        let late = &self.warp.late;
+        let named = |slots: &[u32]| late.iter().any(|l| l.registers().iter().any(|r| slots.contains(r)));
+        let stays = match op {
+            Op::Alu { s, .. } => !named(s),
+            Op::St(a) if matches!(a.sem, Sem::Weak | Sem::Relaxed) => {
+                let (addr, bytes) = (self.addresses(&a.addr), u64::from(a.bytes) * u64::from(a.n));
+                let meets = |l: &LateLoad| {
+                    lanes(m).any(|i| l.addresses().any(|at| at < addr[i] + bytes && addr[i] < at + l.bytes()))
+                };
+                !named(&a.regs[..usize::from(a.n)]) && !named(&[a.addr.slot]) && !late.iter().any(meets)
+            }
+            Op::Bra { .. } | Op::Nop => true,
+            _ => false,
+        };
+        if !stays {
+            for LateLoad { access, addr, lanes } in std::mem::take(&mut self.warp.late) {
+                self.take_values(&access, &addr, lanes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings the values of a load into its registers, lane by lane. Gives what the first lane has read and where, and a digest of all.
+    fn take_values(&mut self, a: &Access, addr: &[u64; 32], m: u32) -> Run<(Option<(u64, u64)>, u64)> {
+        let size = u64::from(a.bytes) * u64::from(a.n);
+        let how = How::generic(a.sem, a.scope, a.bytes, false);
         let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
         let shift = 64 - 8 * u32::from(a.bytes);
         let (mut first, mut seen) = (None, 0u64);
@@ -367,18 +424,10 @@ impl<W: Watch> Exec<'_, W> {
             }
         }
         if W::ON && a.sem != Sem::Weak {
-            self.watch_observation(a, &addr, fresh, false);
-            self.watch_observation(a, &addr, m & !fresh, true);
+            self.watch_observation(a, addr, fresh, false);
+            self.watch_observation(a, addr, m & !fresh, true);
         }
-        let spins = match first {
-            Some((at, value)) if a.sem != Sem::Weak => {
-                self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
-                self.poll(at, seen)
-            }
-            _ => false,
-        };
-        self.pc += 1;
-        Ok(if spins { Flow::GiveWay } else { Flow::Next })
+        Ok((first, seen))
     }
 
     /// Lanes have read the last writes of locations, or those before.

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use crate::check::watch::Watch;
 use crate::device::Clock;
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op, Regs, Timer};
+use crate::ir::{Access, GUARD_NOT, Inst, NO_GUARD, Op, Regs, Timer};
 use crate::memory::{Found, Table};
 use crate::module::Kernel;
 use access::SharedMemory;
@@ -105,6 +105,29 @@ impl Trace {
     }
 }
 
+/// A load under weak memory whose values are yet to come.
+#[derive(Clone, Copy, Debug)]
+struct LateLoad {
+    access: Access,
+    addr: [u64; 32],
+    lanes: u32,
+}
+
+impl LateLoad {
+    fn registers(&self) -> &[u32] {
+        &self.access.regs[..usize::from(self.access.n)]
+    }
+
+    fn addresses(&self) -> impl Iterator<Item = u64> {
+        lanes::lanes(self.lanes).map(|i| self.addr[i])
+    }
+
+    /// Length of each lane's part.
+    fn bytes(&self) -> u64 {
+        u64::from(self.access.bytes) * u64::from(self.access.n)
+    }
+}
+
 /// State of one warp.
 #[derive(Debug, Default)]
 pub(crate) struct Warp {
@@ -121,6 +144,8 @@ pub(crate) struct Warp {
     /// What it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
     pub(crate) trace: Trace,
+    /// Empty but under weak memory.
+    late: Vec<LateLoad>,
     since_switch: u32,
 }
 
@@ -142,6 +167,7 @@ impl Warp {
         self.spinning = false;
         self.waiting = None;
         self.trace.steps.clear();
+        self.late.clear();
         self.since_switch = 0;
     }
 
@@ -423,6 +449,9 @@ impl<'a, W: Watch> Exec<'a, W> {
         if W::ON && inst.op.concerns_others() {
             self.warp.trace.add(self.pc);
         }
+        if W::ON && !self.warp.late.is_empty() {
+            self.take_late(&inst.op, m)?;
+        }
         match &inst.op {
             Op::Alu { f, s } => f(&mut self.warp.regs, s, m),
             Op::Bra { target } => return Ok(self.branch(m, *target)),
@@ -430,7 +459,14 @@ impl<'a, W: Watch> Exec<'a, W> {
                 return self.indexed_branch(m, *index, &kernel.tables[*table as usize]);
             }
             Op::Ld(access) => return self.load(access, m),
-            Op::St(access) => self.store(access, m)?,
+            Op::St(access) => {
+                self.store(access, m)?;
+                // Others may see the store before the load in front of it has its value.
+                if W::ON && !self.warp.late.is_empty() {
+                    self.pc += 1;
+                    return Ok(Flow::GiveWay);
+                }
+            }
             Op::Atom(atomic) => return self.atomic(atomic, m),
             Op::Fence(fence) => {
                 std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);

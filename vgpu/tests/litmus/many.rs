@@ -132,13 +132,6 @@ pub fn start(ptx: &mut String, test: &Start) {
     ptx.push_str("START:\n");
 }
 
-/// Stores results: register, and place in the notation.
-pub fn store(ptx: &mut String, results: &[(usize, u64)]) {
-    for &(register, at) in results {
-        let _ = writeln!(ptx, "st.global.u32 {}, %r{register};", operand(at));
-    }
-}
-
 /// What the blocks do that only keep the memory busy: they read and write words that no test uses.
 pub fn stress(ptx: &mut String, devices: usize) {
     let scope = scope(devices);

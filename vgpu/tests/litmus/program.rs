@@ -255,12 +255,8 @@ impl Writer<'_> {
     fn result(&mut self, register: usize, expected: Option<u32>) {
         let at = RESULTS + self.thread as u64 * PER_THREAD + self.results * 4;
         self.results += 1;
-        match self.form {
-            Form::One => {
-                let _ = writeln!(self.ptx, "st.global.u32 [%rd1+{at}], %r{register};");
-            }
-            Form::Many => self.unstored.push((register, at)),
-        }
+        // A store of it right here would hold up what comes behind the read until the value is there.
+        self.unstored.push((register, at));
         if let Some(v) = expected {
             self.wanted.push((at, v));
         }
@@ -460,6 +456,17 @@ fn places(text: &str, threads: usize, lanes: bool) -> Vec<Place> {
     places
 }
 
+/// Stores results: register, and place in the notation.
+fn store(ptx: &mut String, form: Form, results: &[(usize, u64)]) {
+    for &(register, at) in results {
+        let place = match form {
+            Form::One => format!("[%rd1+{at}]"),
+            Form::Many => many::operand(at),
+        };
+        let _ = writeln!(ptx, "st.global.u32 {place}, %r{register};");
+    }
+}
+
 impl Program {
     /// Compiles a test.
     pub fn new(text: &str, form: Form) -> Self {
@@ -590,7 +597,7 @@ impl Program {
                     // One lane's store would hold up all that is still to come of the others.
                     for (t, (_, _, unstored)) in states.iter().enumerate().filter(|(_, s)| !s.2.is_empty()) {
                         let _ = writeln!(ptx, "setp.ne.u32 %p1, %r5, {t};\n@%p1 bra STORED{t};");
-                        many::store(&mut ptx, unstored);
+                        store(&mut ptx, form, unstored);
                         let _ = writeln!(ptx, "STORED{t}:");
                     }
                 } else {
@@ -618,7 +625,7 @@ impl Program {
                         part.iter().for_each(|s| w.step(s));
                         w.end(part);
                         let unstored = w.unstored;
-                        many::store(&mut ptx, &unstored);
+                        store(&mut ptx, form, &unstored);
                         let _ = writeln!(ptx, "ret;\nSKIP{t}:");
                     }
                 }
