@@ -110,7 +110,7 @@ impl DeviceConfig {
     }
 
     /// The limit that applies.
-    pub(crate) fn livelock_limit(&self, checked: bool) -> u64 {
+    pub(crate) fn instructions_allowed(&self, checked: bool) -> u64 {
         self.livelock_limit.unwrap_or(if checked { CHECKED_LIVELOCK_LIMIT } else { u64::MAX })
     }
 }
@@ -142,9 +142,12 @@ mod tests {
     #[test]
     fn only_checks_limit_by_themselves() {
         let d = DeviceConfig::default();
-        assert_eq!((d.livelock_limit(false), d.livelock_limit(true)), (u64::MAX, CHECKED_LIVELOCK_LIMIT));
+        assert_eq!(
+            (d.instructions_allowed(false), d.instructions_allowed(true)),
+            (u64::MAX, CHECKED_LIVELOCK_LIMIT)
+        );
         let d = DeviceConfig { livelock_limit: Some(7), ..d };
-        assert_eq!((d.livelock_limit(false), d.livelock_limit(true)), (7, 7));
+        assert_eq!((d.instructions_allowed(false), d.instructions_allowed(true)), (7, 7));
     }
 
     #[test]

@@ -111,10 +111,10 @@ pub enum LaunchError {
 /// In which launch an access was, as seen from another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Launch {
-    /// In the same one.
+    /// In the same one, or seen from none.
     #[default]
     Same,
-    /// In another one on the same device, or by the host.
+    /// In another one on the same device.
     Other,
     /// On another device.
     OtherDevice,

@@ -237,7 +237,7 @@ impl Grid {
             }
             None => None,
         };
-        let livelock_limit = dev.livelock_limit(check.is_some());
+        let livelock_limit = dev.instructions_allowed(check.is_some());
         // Often nobody else is there.
         let alone = rng.below(2) == 0;
         let first = if alone { resident } else { 1 + rng.below(resident.into()) as u32 };

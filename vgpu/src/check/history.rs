@@ -14,6 +14,8 @@ const MOST_WRITES: usize = 64;
 const MOST_SIGHTS: usize = 32;
 /// Blocks whose reads are kept, and threads whose waits are.
 const MOST_OLD: usize = 4096;
+/// Reads that are told where no way is found.
+const MOST_TOLD: usize = 3;
 /// Blocks through which a way leads at the most.
 const LONGEST_WAY: usize = 4;
 
@@ -34,6 +36,12 @@ pub(crate) struct Strong {
 /// The last strong writes of a location, latest last.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Writes(VecDeque<Strong>);
+
+impl Writes {
+    pub(crate) fn last(&self) -> Option<&Strong> {
+        self.0.back()
+    }
+}
 
 /// A location: memory and offset there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -189,12 +197,75 @@ impl History {
                 }
             }
         }
-        let telling = |step: &Step| match step.write {
-            Some(write) => clock::block_of(write.by) != block,
-            None => matches!(step.read.sem, Sem::Acquire | Sem::AcqRel),
+        let telling = |step: &Step| match (step.read.spot, step.write) {
+            // Nobody outside of the block answers there.
+            (Location::Shared(_), _) => of == Some(block),
+            (_, Some(write)) => clock::block_of(write.by) != block,
+            (_, None) => matches!(step.read.sem, Sem::Acquire | Sem::AcqRel),
         };
-        let mut last: Vec<Step> = self.steps(block, u64::MAX, writes).filter(telling).take(2).collect();
+        let mut last: Vec<Step> = vec![];
+        for step in self.steps(block, u64::MAX, writes).filter(telling) {
+            // The other lanes' reads, by the same instruction, are alike.
+            if last.len() < MOST_TOLD && last.iter().all(|told| told.read.pc != step.read.pc) {
+                last.push(step);
+            }
+        }
         last.reverse();
         last
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lane 0 of warp 0 of a block.
+    fn lane(block: u64) -> Key {
+        clock::lane(clock::warp(1, block, 0), 0)
+    }
+
+    #[test]
+    fn without_a_way_the_last_reads_of_others_are_told_once_each() {
+        let mut history = History::default();
+        let mut flag = Writes::default();
+        let strong = (Sem::Acquire, Scope::Gpu);
+        history.read((lane(0), 1), strong, Location::Shared(8));
+        history.read((lane(0), 2), (Sem::Relaxed, Scope::Gpu), Location::Global(1, 8));
+        history.read((lane(0), 3), strong, Location::Global(1, 16));
+        history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, true);
+        for pc in [4, 4, 5] {
+            history.read((lane(0), pc), strong, Location::Global(1, 0));
+        }
+        let writes = |_, spot| (spot == Location::Global(1, 0)).then_some(&flag);
+        let told = |of: Option<u64>| -> Vec<(u32, bool)> {
+            let way = history.way(clock::block_of(lane(0)), of.map(|b| clock::block_of(lane(b))), writes);
+            way.iter().map(|step| (step.read.pc, step.write.is_some())).collect()
+        };
+        // Of the host nothing is known, and block 7 has told nobody; what shared memory holds, and relaxed reads of nothing, tell neither.
+        assert_eq!(told(None), [(3, false), (4, true), (5, true)]);
+        assert_eq!(told(Some(7)), told(None));
+        assert_eq!(told(Some(5)), [(5, true)]);
+    }
+
+    #[test]
+    fn a_way_leads_through_what_others_had_read_before_they_wrote() {
+        let mut history = History::default();
+        let (mut first, mut second) = (Writes::default(), Writes::default());
+        let (release, acquire) = ((Sem::Release, Scope::Gpu), (Sem::Acquire, Scope::Gpu));
+        history.wrote(&mut first, (lane(1), 10), release, false, true);
+        history.read((lane(2), 20), acquire, Location::Global(1, 0));
+        history.wrote(&mut second, (lane(2), 21), release, false, true);
+        history.read((lane(3), 30), acquire, Location::Global(1, 8));
+        // Too late to be part of it.
+        history.read((lane(2), 22), acquire, Location::Global(1, 8));
+        let writes = |_, spot| match spot {
+            Location::Global(_, 0) => Some(&first),
+            Location::Global(_, 8) => Some(&second),
+            _ => None,
+        };
+        let of = Some(clock::block_of(lane(1)));
+        let way = history.way(clock::block_of(lane(3)), of, writes);
+        let pcs: Vec<_> = way.iter().map(|step| (step.read.pc, step.write.map(|w| w.pc))).collect();
+        assert_eq!(pcs, [(20, Some(10)), (30, Some(21))]);
     }
 }

@@ -137,6 +137,8 @@ impl Known {
 struct Host {
     timeline: Key,
     known: Known,
+    /// The word of mapped memory that it has loaded last: shadow and offset.
+    loaded: Option<(u32, u64)>,
 }
 
 /// All that a checker knows.
@@ -285,6 +287,7 @@ impl World {
     /// An acquire load of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`: the host knows what was released there.
     pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), watch::Trouble> {
         self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, false))?;
+        self.host().loaded = Some((number, at));
         let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
         let mut learnt = Known::default();
         // A narrower scope takes in nobody but the device.
@@ -389,7 +392,7 @@ impl Checker {
 
     /// Runs `f`, which accesses memory as work of the stream `timeline` does that comes after `past`; afterwards `past` has it too.
     pub fn act<T>(&self, timeline: Timeline, past: &mut Past, f: impl FnOnce() -> T) -> T {
-        let acting = Host { timeline: timeline.0, known: std::mem::take(&mut past.0) };
+        let acting = Host { timeline: timeline.0, known: std::mem::take(&mut past.0), loaded: None };
         let before = ACTING.replace(Some(acting));
         let result = f();
         if let Some(host) = ACTING.replace(before) {

@@ -50,8 +50,8 @@ fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key) -> Party {
     let [x, y] = facts.shape.map(u64::from);
     let launch = match grids.facts(me) {
         Some(mine) if mine.device != facts.device => Launch::OtherDevice,
-        Some(_) if clock::grid_of(me) == clock::grid_of(actor) => Launch::Same,
-        _ => Launch::Other,
+        Some(_) if clock::grid_of(me) != clock::grid_of(actor) => Launch::Other,
+        _ => Launch::Same,
     };
     Party {
         access,
@@ -114,29 +114,33 @@ fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
     }
 }
 
+const NO_RELEASE: &str = "orders nothing: the write is no release, and no fence stands before it";
+const NO_REACH: &str = "orders nothing: a scope does not reach the other thread";
+
+/// Whoever made a strong write.
+fn writer(grids: &Grids, &Strong { by, pc, sem, scope, rmw, .. }: &Strong, me: Key) -> Party {
+    let scope = scope_name(scope);
+    let manner = match (sem, rmw) {
+        (Sem::Weak, _) => "weak write".to_string(),
+        (Sem::Release | Sem::AcqRel, _) => format!("release of scope {scope}"),
+        (_, true) => format!("relaxed read-modify-write of scope {scope}"),
+        (_, false) => format!("relaxed write of scope {scope}"),
+    };
+    party(grids, manner, by, pc, me)
+}
+
 fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
     let Step { read: Sight { by, pc, sem, scope, .. }, write } = *step;
     let acquires = matches!(sem, Sem::Acquire | Sem::AcqRel);
     let what = if acquires { "acquire" } else { "relaxed read" };
     let what = party(grids, format!("{what} of scope {}", scope_name(scope)), by, pc, me);
-    let Some(Strong { by: writer, pc, sem, scope: reach, rmw, releases, .. }) = write else {
+    let Some(write) = write else {
         return Attempt { what, of: None, verdict: "finds nothing that a strong write has left".into() };
     };
-    let manner = match sem {
-        Sem::Weak => "weak write".to_string(),
-        Sem::Release | Sem::AcqRel => format!("release of scope {}", scope_name(reach)),
-        _ => format!(
-            "relaxed {} of scope {}",
-            if rmw { "read-modify-write" } else { "write" },
-            scope_name(reach)
-        ),
-    };
-    let of = Some(party(grids, manner, writer, pc, me));
+    let of = Some(writer(grids, &write, me));
     let verdict = match () {
-        () if !releases => "orders nothing: the write is no release, and no fence stands before it",
-        () if !grids.mutual(scope, by, reach, writer) => {
-            "orders nothing: a scope does not reach the other thread"
-        }
+        () if !write.releases => NO_RELEASE,
+        () if !grids.mutual(scope, by, write.scope, write.by) => NO_REACH,
         () if !acquires => "orders nothing, unless a fence follows: the read is no acquire",
         () => "orders what its thread did before the write, and what this thread does behind the read",
     };
@@ -210,10 +214,26 @@ pub(crate) fn host_race(world: &World, wrong: Wrong, write: bool) -> String {
     let what = if write { "write" } else { "read" };
     match wrong {
         Wrong::Unwritten => format!("the {what} finds memory that nobody wrote"),
-        Wrong::Race { other, wrote } => format!(
-            "a {what} by the host or a stream, not ordered behind a {}; missing: a wait of the host, the order of a stream, or a \
-             release of scope .sys that the host acquires",
-            party(&world.grids, manner(other.how, wrote), actor_of(&other), other.pc, 0)
-        ),
+        Wrong::Race { other, wrote } => {
+            let other = party(&world.grids, manner(other.how, wrote), actor_of(&other), other.pc, 0);
+            format!(
+                "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \
+                 or a release of scope .sys that the host acquires{}",
+                host_attempt(world).unwrap_or_default()
+            )
+        }
     }
+}
+
+/// The word that the host has loaded last, if there is something wrong with how it was written.
+fn host_attempt(world: &World) -> Option<String> {
+    let loaded = world.hosts.get(&std::thread::current().id())?.loaded?;
+    let write = world.releases.get(&loaded)?.writes.last()?;
+    let verdict = match () {
+        () if !write.releases => NO_RELEASE,
+        () if write.scope != Scope::Sys => NO_REACH,
+        () => return None,
+    };
+    let of = writer(&world.grids, write, 0);
+    Some(format!("\n  seen: the word that the host has loaded last was written by a {of}\n   {verdict}"))
 }

@@ -700,6 +700,11 @@ fn what_the_host_reads_of_mapped_memory_is_checked() {
             matches!(&error, Error::VirtualFault(text) if text.contains("data race at 'answers' + 0x0 (count)")),
             "{error}"
         );
+        let said = error.to_string();
+        assert!(
+            said.contains("orders nothing: the write is no release") && said.contains("st.relaxed.sys"),
+            "{said}"
+        );
     }
     let memory = MappedMemory::alloc(&Rig::threaded().device, 16, "answers").unwrap();
     let refused = memory.load(4).unwrap_err().to_string();
