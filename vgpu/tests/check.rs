@@ -9,8 +9,8 @@ mod common;
 
 use common::{kernel, launch};
 use epoxide_vgpu::{
-    CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, LaunchError, Memory, MemoryError,
-    Module, Past, Progress, Region, Schedule, Trace, for_each_seed,
+    CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Launch, LaunchError, Memory,
+    MemoryError, Module, Past, Progress, Region, Schedule, Trace, for_each_seed,
 };
 
 /// Seeds that a correct kernel must pass, and that a broken one must fail.
@@ -1292,6 +1292,36 @@ THIRD:
     assert_eq!(verdicts.len(), 2, "{fault}");
     assert!(verdicts[0].starts_with("orders what its thread did"), "{fault}");
     assert!(verdicts[1].starts_with("orders nothing: the write is no release"), "{fault}");
+}
+
+#[test]
+fn what_an_earlier_kernel_of_the_stream_has_read_is_named() {
+    // One stream writes and tells by a relaxed store; on the other a kernel waits for that, and the next one reads.
+    let writer = "
+    mov.u64 %rd1, 7;
+    mov.u32 %r2, 1;
+    st.global.u64 [%rd40], %rd1;
+    st.relaxed.gpu.global.u32 [%rd40+8], %r2;";
+    let waiter = "
+AGAIN:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra AGAIN;";
+    let [writer, waiter, reader] = [writer, waiter, "ld.global.u64 %rd2, [%rd40];"].map(parse);
+    let checker = races();
+    let memory = Memory::checked(1, Some(checker.clone()));
+    let buf = numbered(&memory);
+    let before = checker.host_past();
+    let mut first = start_in(&checker, &writer, &memory, &buf, &before, 1);
+    finish(&mut [&mut first], 1).unwrap();
+    let mut second = start_in(&checker, &waiter, &memory, &buf, &before, 1);
+    finish(&mut [&mut second], 1).unwrap();
+    let mut third = start_in(&checker, &reader, &memory, &buf, &second.past(), 1);
+    let fault = finish(&mut [&mut third], 1).unwrap_err();
+    let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
+    let [attempt] = race.attempts.as_slice() else { panic!("{fault}") };
+    assert!(attempt.what.ptx_text.contains("ld.acquire") && attempt.what.launch == Launch::Other, "{fault}");
+    assert!(attempt.verdict.contains("the write is no release"), "{fault}");
 }
 
 #[test]

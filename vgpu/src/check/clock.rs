@@ -71,6 +71,11 @@ pub(crate) fn block_of(key: Key) -> Key {
     key >> 16
 }
 
+/// The first warp of a block that [`block_of`] has given.
+pub(crate) fn warp_of_block(block: Key) -> Key {
+    warp((block >> 20) as u32, block & (MAX_BLOCKS - 1), 0)
+}
+
 /// Block within the grid, warp, and lane.
 type Place = (u64, Option<(u32, Option<u32>)>);
 

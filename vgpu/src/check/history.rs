@@ -171,17 +171,22 @@ impl History {
         })
     }
 
-    /// The reads by which `block` may have heard of what block `of` did, from the first to the last; without such a way, or where it is not
-    /// known which block to look for, what `block` itself has read last.
+    /// The blocks before the first of grid `grid` that have read anything, latest first.
+    pub(crate) fn blocks_before(&self, grid: u32) -> impl Iterator<Item = Key> {
+        let first = clock::block_of(clock::warp(grid, 0, 0));
+        self.sights.range(..first).rev().map(|(block, _)| *block)
+    }
+
+    /// The reads by which `block` may have heard of what block `of` did, from the first to the last.
     pub(crate) fn way<'a>(
         &'a self,
         block: Key,
-        of: Option<Key>,
+        of: Key,
         writes: impl Fn(Key, Location) -> Option<&'a Writes> + Copy,
-    ) -> Vec<Step> {
+    ) -> Option<Vec<Step>> {
         let mut seen = HashSet::from([block]);
         let mut ways: VecDeque<Vec<Step>> = VecDeque::from([vec![]]);
-        while let (Some(way), Some(of)) = (ways.pop_front(), of) {
+        while let Some(way) = ways.pop_front() {
             let (at, before) = match way.last().and_then(|step| step.write) {
                 Some(write) => (clock::block_of(write.by), write.at),
                 None => (block, u64::MAX),
@@ -190,13 +195,23 @@ impl History {
                 let Some(write) = step.write else { continue };
                 let writer = clock::block_of(write.by);
                 if writer == of {
-                    return way.into_iter().chain([step]).rev().collect();
+                    return Some(way.into_iter().chain([step]).rev().collect());
                 }
                 if way.len() + 1 < LONGEST_WAY && seen.insert(writer) {
                     ways.push_back(way.iter().copied().chain([step]).collect());
                 }
             }
         }
+        None
+    }
+
+    /// What `block` has read last, for want of a way to block `of`, or where it is not known which block to look for.
+    pub(crate) fn last_reads<'a>(
+        &'a self,
+        block: Key,
+        of: Option<Key>,
+        writes: impl Fn(Key, Location) -> Option<&'a Writes> + Copy,
+    ) -> Vec<Step> {
         let telling = |step: &Step| match (step.read.spot, step.write) {
             // Nobody outside of the block answers there.
             (Location::Shared(_), _) => of == Some(block),
@@ -237,14 +252,18 @@ mod tests {
             history.read((lane(0), pc), strong, Location::Global(1, 0));
         }
         let writes = |_, spot| (spot == Location::Global(1, 0)).then_some(&flag);
-        let told = |of: Option<u64>| -> Vec<(u32, bool)> {
-            let way = history.way(clock::block_of(lane(0)), of.map(|b| clock::block_of(lane(b))), writes);
+        let block = |b| clock::block_of(lane(b));
+        let pcs = |way: Vec<Step>| -> Vec<(u32, bool)> {
             way.iter().map(|step| (step.read.pc, step.write.is_some())).collect()
         };
-        // Of the host nothing is known, and block 7 has told nobody; what shared memory holds, and relaxed reads of nothing, tell neither.
+        // What shared memory holds, and relaxed reads of nothing, tell nothing of others.
+        let told = |of| pcs(history.last_reads(block(0), of, writes));
         assert_eq!(told(None), [(3, false), (4, true), (5, true)]);
-        assert_eq!(told(Some(7)), told(None));
-        assert_eq!(told(Some(5)), [(5, true)]);
+        assert_eq!(told(Some(block(7))), told(None));
+        assert!(history.way(block(0), block(7), writes).is_none());
+        assert_eq!(pcs(history.way(block(0), block(5), writes).unwrap()), [(5, true)]);
+        assert_eq!(history.blocks_before(2).collect::<Vec<_>>(), [block(0)]);
+        assert_eq!(history.blocks_before(1).count(), 0);
     }
 
     #[test]
@@ -263,8 +282,8 @@ mod tests {
             Location::Global(_, 8) => Some(&second),
             _ => None,
         };
-        let of = Some(clock::block_of(lane(1)));
-        let way = history.way(clock::block_of(lane(3)), of, writes);
+        let [first, last] = [1, 3].map(|block| clock::block_of(lane(block)));
+        let way = history.way(last, first, writes).unwrap();
         let pcs: Vec<_> = way.iter().map(|step| (step.read.pc, step.write.map(|w| w.pc))).collect();
         assert_eq!(pcs, [(20, Some(10)), (30, Some(21))]);
     }

@@ -147,6 +147,9 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
     Attempt { what, of, verdict: verdict.into() }
 }
 
+/// Blocks of earlier kernels that are asked what they had heard of others.
+const MOST_EARLIER: usize = 64;
+
 /// What was to order the two, as far as it was seen: where an order broke off.
 fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Vec<Attempt> {
     let theirs = actor_of(other);
@@ -176,7 +179,14 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Ve
         }
     };
     let of = clock::place_of(theirs).map(|_| clock::block_of(theirs));
-    let way = world.history.way(clock::block_of(me.own), of, writes);
+    let here = clock::block_of(me.own);
+    // What earlier kernels of the device have read, this one may rely on, by the order of a stream.
+    let device = |block: Key| world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device);
+    let earlier = world.history.blocks_before(clock::grid_of(me.own));
+    let earlier = earlier.filter(|block| device(*block) == device(here)).take(MOST_EARLIER);
+    let mut starts = std::iter::once(here).chain(earlier);
+    let way = of.and_then(|of| starts.find_map(|start| world.history.way(start, of, writes)));
+    let way = way.unwrap_or_else(|| world.history.last_reads(here, of, writes));
     found.extend(way.iter().map(|step| read_attempt(&world.grids, step, me.own)));
     found
 }
