@@ -453,13 +453,17 @@ pub struct TraceStep {
 impl fmt::Display for Trace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "last instructions of block {:?}, warp {}, latest first:", self.block, self.warp)?;
-        self.steps.iter().try_for_each(|TraceStep { ptx_line, ptx_text, source }| {
-            f.write_str("\n    ")?;
-            if let Some((file, line)) = source {
-                write!(f, "{file}:{line} ")?;
-            }
-            write!(f, "PTX {ptx_line}: {}", ptx_text.trim())
-        })
+        self.steps.iter().try_for_each(|step| write!(f, "\n    {step}"))
+    }
+}
+
+impl fmt::Display for TraceStep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { ptx_line, ptx_text, source } = self;
+        if let Some((file, line)) = source {
+            write!(f, "{file}:{line} ")?;
+        }
+        write!(f, "PTX {ptx_line}: {}", ptx_text.trim())
     }
 }
 
@@ -602,6 +606,8 @@ pub struct StuckWarp {
     pub inlined: Option<(String, u32)>,
     /// What it waits for.
     pub waiting: WaitingFor,
+    /// Check mode, where it waits on an mbarrier: what has initialised that, and what arrived there last.
+    pub mbarrier: Vec<TraceStep>,
 }
 
 /// Every live warp of a grid and what it waits for.
@@ -622,6 +628,7 @@ impl fmt::Display for StuckReport {
                 write!(f, " {}", At(source, w.inlined.as_ref()))?;
             }
             write!(f, " (PTX line {}: {})", w.ptx_line, w.ptx_text.trim())?;
+            w.mbarrier.iter().try_for_each(|step| write!(f, "\n    its mbarrier: {step}"))?;
         }
         Ok(())
     }

@@ -699,6 +699,12 @@ impl Grid {
         })
     }
 
+    /// An instruction as reports name it.
+    fn step_at(&self, pc: u32) -> TraceStep {
+        let (ptx_line, ptx_text, source) = self.env.kernel.origin(pc);
+        TraceStep { ptx_line, ptx_text, source }
+    }
+
     /// What a warp did before instruction `pc`, and of a race the other one too, if it is still there.
     fn traces(&self, at: WarpRef, pc: u32, kind: &FaultKind) -> Vec<Trace> {
         let mut warps = vec![at];
@@ -710,15 +716,11 @@ impl Grid {
         {
             warps.push(WarpRef { block: block as u32, warp });
         }
-        let kernel = &self.env.kernel;
         let trace = |at: WarpRef| {
             let block = &self.blocks[at.block as usize];
             let steps = block.warps.get(at.warp as usize)?.trace.steps.iter().rev();
-            let mut steps: Vec<TraceStep> = steps
-                .filter(|step| **step != pc)
-                .map(|step| kernel.origin(*step))
-                .map(|(ptx_line, ptx_text, source)| TraceStep { ptx_line, ptx_text, source })
-                .collect();
+            let mut steps: Vec<TraceStep> =
+                steps.filter(|step| **step != pc).map(|step| self.step_at(*step)).collect();
             // Of a Rust line that became several instructions the last one is enough.
             steps.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
             steps.truncate(TRACED_STEPS);
@@ -769,6 +771,12 @@ impl Grid {
                         // The rest of its own warp is missing.
                         GroupState::Barrier { .. } => WaitingFor::Lanes { mask: warp.live, arrived: g.mask },
                     };
+                    let past = match (&waiting, &block.check) {
+                        (WaitingFor::Mbarrier { offset, .. }, Some(check)) => check.mbarrier_past(*offset),
+                        _ => None,
+                    };
+                    let pcs = past.into_iter().flat_map(|(init, arrival)| [Some(init), arrival]).flatten();
+                    let mbarrier = pcs.map(|pc| self.step_at(pc)).collect();
                     warps.push(StuckWarp {
                         block: block.state.ctaid,
                         warp: warp.index,
@@ -778,6 +786,7 @@ impl Grid {
                         source,
                         inlined: kernel.inlined(g.pc),
                         waiting,
+                        mbarrier,
                     });
                 }
             }

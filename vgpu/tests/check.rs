@@ -1325,6 +1325,26 @@ AGAIN:
 }
 
 #[test]
+fn a_wait_for_an_mbarrier_that_never_completes_names_who_set_it_up() {
+    let body = "
+    mov.u32 %r1, MBAR;
+    mbarrier.init.shared.b64 [%r1], 2;
+    mbarrier.arrive.shared.b64 _, [%r1];
+WAIT:
+    mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0;
+    @!%p1 bra WAIT;";
+    let fault = run(&parse(body), launch(1, 1), 1, Some(races())).unwrap_err();
+    let FaultKind::Deadlock(report) = &fault.kind else { panic!("{fault}") };
+    let texts: Vec<&str> = report.warps[0].mbarrier.iter().map(|step| step.ptx_text.as_str()).collect();
+    assert_eq!(
+        texts,
+        ["mbarrier.init.shared.b64 [%r1], 2;", "mbarrier.arrive.shared.b64 _, [%r1];"],
+        "{fault}"
+    );
+    assert!(fault.to_string().contains("its mbarrier: PTX"), "{fault}");
+}
+
+#[test]
 fn a_copy_that_nobody_waited_for_names_the_wait() {
     let body = "
     mov.u32 %r1, DATA;

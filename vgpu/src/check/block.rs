@@ -131,6 +131,9 @@ struct Warp {
 #[derive(Debug)]
 struct Mbarrier {
     key: Key,
+    /// The instructions that have initialised it and arrived last, for reports.
+    init: u32,
+    arrival: Option<u32>,
     /// Phases completed.
     phases: u32,
     /// What those knew who have arrived in this phase.
@@ -485,20 +488,27 @@ impl Block {
         }
     }
 
-    pub(crate) fn init_mbarrier(&mut self, offset: u64) {
+    pub(crate) fn init_mbarrier(&mut self, pc: u32, offset: u64) {
         let index = self.mbarriers.get(&offset).map_or(self.mbarriers.len(), |m| (m.key & 0x7fff) as usize);
         let phases = self.mbarriers.get(&offset).map_or(0, |m| m.phases + 1);
         let key = clock::mbarrier(self.warps[0].key, index);
-        let fresh = Mbarrier { key, phases, arrived: Known::default(), completed: Known::default() };
+        let (arrived, completed) = (Known::default(), Known::default());
+        let fresh = Mbarrier { key, init: pc, arrival: None, phases, arrived, completed };
         self.mbarriers.insert(offset, fresh);
     }
 
     /// A lane arrives at an mbarrier, which releases what it knows to the block.
-    pub(crate) fn arrive_mbarrier(&mut self, warp: u32, lane: usize, offset: u64) {
+    pub(crate) fn arrive_mbarrier(&mut self, warp: u32, lane: usize, pc: u32, offset: u64) {
         let known = self.warps[warp as usize].publish(1 << lane);
         if let Some(m) = self.mbarriers.get_mut(&offset) {
             m.arrived.join(&known);
+            m.arrival = Some(pc);
         }
+    }
+
+    /// The instructions that have initialised an mbarrier and arrived at it last.
+    pub(crate) fn mbarrier_past(&self, offset: u64) -> Option<(u32, Option<u32>)> {
+        self.mbarriers.get(&offset).map(|m| (m.init, m.arrival))
     }
 
     pub(crate) fn complete_mbarrier(&mut self, offset: u64) {

@@ -84,8 +84,8 @@ pub(crate) trait Watch {
     fn fence(&mut self, _mask: u32, _: Fence) {}
     fn sync_warp(&mut self, _mask: u32) {}
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
-    fn init_mbarrier(&mut self, _offset: u64) {}
-    fn arrive_mbarrier(&mut self, _lane: usize, _offset: u64) {}
+    fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
+    fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64) {}
     fn complete_mbarrier(&mut self, _offset: u64) {}
     fn pass_mbarrier(&mut self, _mask: u32, _offset: u64) {}
     /// A bulk copy is issued. The error says which end went wrong, and whether that is the one written.
@@ -318,12 +318,12 @@ impl Watch for Watcher<'_> {
         self.block.arrive(self.warp, mask, barrier as usize);
     }
 
-    fn init_mbarrier(&mut self, offset: u64) {
-        self.block.init_mbarrier(offset);
+    fn init_mbarrier(&mut self, pc: u32, offset: u64) {
+        self.block.init_mbarrier(pc, offset);
     }
 
-    fn arrive_mbarrier(&mut self, lane: usize, offset: u64) {
-        self.block.arrive_mbarrier(self.warp, lane, offset);
+    fn arrive_mbarrier(&mut self, lane: usize, pc: u32, offset: u64) {
+        self.block.arrive_mbarrier(self.warp, lane, pc, offset);
     }
 
     fn complete_mbarrier(&mut self, offset: u64) {

@@ -396,8 +396,8 @@ impl<W: Watch> Exec<'_, W> {
         };
         result.or_else(|trouble| self.blame(place, trouble, lane, how, write))?;
         match op {
-            MbarOp::Init { .. } => self.watch.init_mbarrier(offset),
-            MbarOp::Arrive { .. } => self.watch.arrive_mbarrier(lane, offset),
+            MbarOp::Init { .. } => self.watch.init_mbarrier(self.pc, offset),
+            MbarOp::Arrive { .. } => self.watch.arrive_mbarrier(lane, self.pc, offset),
             _ => {}
         }
         Ok(())
