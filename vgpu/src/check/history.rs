@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use super::clock::{self, Key};
+use super::watch::Place;
 use crate::ir::{Scope, Sem};
 
 /// Strong writes that are kept of a location.
@@ -43,14 +44,6 @@ impl Writes {
     }
 }
 
-/// A location: memory and offset there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Location {
-    Global(u32, u64),
-    /// In the shared memory of the reading block.
-    Shared(u64),
-}
-
 /// A strong read of a location, the last by this instruction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sight {
@@ -59,7 +52,8 @@ pub(crate) struct Sight {
     pub(crate) pc: u32,
     pub(crate) sem: Sem,
     pub(crate) scope: Scope,
-    pub(crate) spot: Location,
+    /// Where; shared memory is the reading block's.
+    pub(crate) place: Place,
     at: u64,
 }
 
@@ -90,7 +84,7 @@ pub(crate) struct History {
 }
 
 impl History {
-    /// A strong write, of which `at` is not known yet.
+    /// A lane has written a location, of which `writes` are the writes before.
     pub(crate) fn wrote(
         &mut self,
         writes: &mut Writes,
@@ -112,10 +106,10 @@ impl History {
         }
     }
 
-    pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), spot: Location) {
-        let new = Sight { by, pc, sem, scope, spot, at: self.now };
+    pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), place: Place) {
+        let new = Sight { by, pc, sem, scope, place, at: self.now };
         let sights = self.sights.entry(clock::block_of(by)).or_default();
-        match sights.iter().position(|s| s.pc == pc && s.spot == spot) {
+        match sights.iter().position(|s| s.pc == pc && s.place == place) {
             Some(last) if last + 1 == sights.len() => sights[last] = new,
             Some(old) => {
                 sights.remove(old);
@@ -150,12 +144,12 @@ impl History {
         &'a self,
         block: Key,
         before: u64,
-        writes: impl Fn(Key, Location) -> Option<&'a Writes> + Copy,
+        writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> impl Iterator<Item = Step> {
         let sights = self.sights.get(&block).into_iter().flatten().rev();
         sights.filter(move |read| read.at <= before).flat_map(move |&read| {
             let mut seen = vec![];
-            for &write in writes(block, read.spot).into_iter().flat_map(|w| w.0.iter().rev()) {
+            for &write in writes(block, read.place).into_iter().flat_map(|w| w.0.iter().rev()) {
                 if write.at <= read.at {
                     seen.push(Step { read, write: Some(write) });
                     // A read-modify-write passes on what was there before it.
@@ -182,7 +176,7 @@ impl History {
         &'a self,
         block: Key,
         of: Key,
-        writes: impl Fn(Key, Location) -> Option<&'a Writes> + Copy,
+        writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> Option<Vec<Step>> {
         let mut seen = HashSet::from([block]);
         let mut ways: VecDeque<Vec<Step>> = VecDeque::from([vec![]]);
@@ -210,11 +204,11 @@ impl History {
         &'a self,
         block: Key,
         of: Option<Key>,
-        writes: impl Fn(Key, Location) -> Option<&'a Writes> + Copy,
+        writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> Vec<Step> {
-        let telling = |step: &Step| match (step.read.spot, step.write) {
+        let telling = |step: &Step| match (step.read.place, step.write) {
             // Nobody outside of the block answers there.
-            (Location::Shared(_), _) => of == Some(block),
+            (Place::Shared { .. }, _) => of == Some(block),
             (_, Some(write)) => clock::block_of(write.by) != block,
             (_, None) => matches!(step.read.sem, Sem::Acquire | Sem::AcqRel),
         };
@@ -239,19 +233,23 @@ mod tests {
         clock::lane(clock::warp(1, block, 0), 0)
     }
 
+    fn global(offset: u64) -> Place {
+        Place::Global { shadow: 1, offset }
+    }
+
     #[test]
     fn without_a_way_the_last_reads_of_others_are_told_once_each() {
         let mut history = History::default();
         let mut flag = Writes::default();
         let strong = (Sem::Acquire, Scope::Gpu);
-        history.read((lane(0), 1), strong, Location::Shared(8));
-        history.read((lane(0), 2), (Sem::Relaxed, Scope::Gpu), Location::Global(1, 8));
-        history.read((lane(0), 3), strong, Location::Global(1, 16));
+        history.read((lane(0), 1), strong, Place::Shared { offset: 8 });
+        history.read((lane(0), 2), (Sem::Relaxed, Scope::Gpu), global(8));
+        history.read((lane(0), 3), strong, global(16));
         history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, true);
         for pc in [4, 4, 5] {
-            history.read((lane(0), pc), strong, Location::Global(1, 0));
+            history.read((lane(0), pc), strong, global(0));
         }
-        let writes = |_, spot| (spot == Location::Global(1, 0)).then_some(&flag);
+        let writes = |_, place| (place == global(0)).then_some(&flag);
         let block = |b| clock::block_of(lane(b));
         let pcs = |way: Vec<Step>| -> Vec<(u32, bool)> {
             way.iter().map(|step| (step.read.pc, step.write.is_some())).collect()
@@ -272,14 +270,14 @@ mod tests {
         let (mut first, mut second) = (Writes::default(), Writes::default());
         let (release, acquire) = ((Sem::Release, Scope::Gpu), (Sem::Acquire, Scope::Gpu));
         history.wrote(&mut first, (lane(1), 10), release, false, true);
-        history.read((lane(2), 20), acquire, Location::Global(1, 0));
+        history.read((lane(2), 20), acquire, global(0));
         history.wrote(&mut second, (lane(2), 21), release, false, true);
-        history.read((lane(3), 30), acquire, Location::Global(1, 8));
+        history.read((lane(3), 30), acquire, global(8));
         // Too late to be part of it.
-        history.read((lane(2), 22), acquire, Location::Global(1, 8));
-        let writes = |_, spot| match spot {
-            Location::Global(_, 0) => Some(&first),
-            Location::Global(_, 8) => Some(&second),
+        history.read((lane(2), 22), acquire, global(8));
+        let writes = |_, place| match place {
+            Place::Global { offset: 0, .. } => Some(&first),
+            Place::Global { offset: 8, .. } => Some(&second),
             _ => None,
         };
         let [first, last] = [1, 3].map(|block| clock::block_of(lane(block)));

@@ -2,7 +2,7 @@
 
 use super::block::Block;
 use super::clock::{self, Key};
-use super::history::{Location, Sight, Step, Strong};
+use super::history::{Sight, Step, Strong};
 use super::shadow::{Grids, How, Record, Wrong};
 use super::watch::Place;
 use super::{Known, World};
@@ -170,10 +170,11 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Ve
             found.push(Attempt { what, of: None, verdict });
         }
     }
-    let writes = |block: Key, spot: Location| match spot {
-        Location::Global(shadow, offset) => world.releases.get(&(shadow, offset)).map(|r| &r.writes),
+    let writes = |block: Key, place: Place| match place {
+        Place::Private => None,
+        Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(|r| &r.writes),
         // Other blocks' shared memory is out of reach.
-        Location::Shared(offset) => {
+        Place::Shared { offset } => {
             let here = block == clock::block_of(me.own);
             me.block.releases.get(&offset).filter(|_| here).map(|r| &r.writes)
         }

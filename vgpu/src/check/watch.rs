@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::block::{Block, Knows, Release, Releases};
 use super::clock::{self, Key};
-use super::history::{Location, Wait};
+use super::history::Wait;
 use super::shadow::{Accessor, Grids, How, Record, Shadow, Wrong};
 use super::{GLOBAL, SHARED, World, report};
 use crate::fault::FaultKind;
@@ -225,16 +225,11 @@ impl Watch for Watcher<'_> {
     }
 
     fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
-        if sem == Sem::Weak {
+        if sem == Sem::Weak || place == Place::Private {
             return;
         }
         let lane = mask.trailing_zeros() as usize % 32;
-        let spot = match place {
-            Place::Private => return,
-            Place::Shared { offset } => Location::Shared(offset),
-            Place::Global { shadow, offset } => Location::Global(shadow, offset),
-        };
-        self.world.history.read((self.own(lane), pc), (sem, scope), spot);
+        self.world.history.read((self.own(lane), pc), (sem, scope), place);
         let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);
         if self.hidden(place) {
             if acquire && scope == Scope::Sys {
