@@ -651,8 +651,11 @@ impl Grid {
         Ok(())
     }
 
-    /// Moves bulk copies on; see [`BlockState::progress_bulk`].
+    /// Moves bulk copies on, or half of the time does not; see [`BlockState::progress_bulk`].
     fn progress_bulk(&mut self, all: bool) -> Result<bool, Box<Fault>> {
+        if self.copying.is_empty() || (!all && self.rng.below(2) == 0) {
+            return Ok(false);
+        }
         let mut moved = false;
         let blocks = &mut self.blocks;
         self.copying.retain(|&slot| !blocks[slot as usize].state.bulk.is_empty());

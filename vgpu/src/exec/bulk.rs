@@ -146,16 +146,22 @@ fn end_pointer(block: &mut BlockState, table: &Table, end: End, bytes: u32) -> R
 }
 
 impl BlockState {
-    /// Moves pending copies on: each by one piece with probability 1/4, but for late ones, or all of them to the end. Returns whether
+    /// Moves pending copies on: each by one piece with probability 1/2, but for late ones, or all of them to the end. Returns whether
     /// anything moved.
     pub(crate) fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
+        // One draw decides for many copies, a bit each: this is asked after every other slice of every warp.
+        let mut bits = (0, 0);
+        let mut one_in_two = |rng: &mut Rng| {
+            bits = if bits.1 == 0 { (rng.next(), u64::BITS) } else { bits };
+            bits = (bits.0 >> 1, bits.1 - 1);
+            bits.0 & 1 == 0
+        };
         let mut pending = std::mem::take(&mut self.bulk.pending);
         let mut moved = false;
         let mut failed = None;
         pending.retain_mut(|p| {
-            let rests = rng.as_mut().is_some_and(|r| {
-                let late = *p.late.get_or_insert_with(|| r.below(LATE_ONE_IN) == 0);
-                late || r.below(4) != 0
+            let rests = rng.as_mut().is_some_and(|rng| {
+                *p.late.get_or_insert_with(|| rng.below(LATE_ONE_IN) == 0) || !one_in_two(rng)
             });
             if failed.is_some() || rests {
                 return true;

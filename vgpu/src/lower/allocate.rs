@@ -151,16 +151,28 @@ impl Set {
     }
     /// Takes in what is in `other`; true if that changes anything.
     pub(super) fn absorb(&mut self, other: &Set) -> bool {
-        self.0.iter_mut().zip(&other.0).fold(false, |changed, (a, b)| {
-            let before = std::mem::replace(a, *a | b);
-            changed | (before != *a)
-        })
+        let mut new = 0;
+        for (a, b) in self.0.iter_mut().zip(&other.0) {
+            new |= b & !*a;
+            *a |= b;
+        }
+        new != 0
     }
-    fn iter(&self) -> impl Iterator<Item = usize> + '_ {
-        self.0
-            .iter()
-            .enumerate()
-            .flat_map(|(w, &bits)| (0..64).filter(move |b| bits >> b & 1 != 0).map(move |b| w * 64 + b))
+    fn clear(&mut self) {
+        self.0.fill(0);
+    }
+    /// Becomes equal to `other`, of the same size.
+    pub(super) fn copy_from(&mut self, other: &Set) {
+        self.0.copy_from_slice(&other.0);
+    }
+    fn for_each(&self, mut f: impl FnMut(usize)) {
+        for (w, &bits) in self.0.iter().enumerate() {
+            let mut left = bits;
+            while left != 0 {
+                f(w * 64 + left.trailing_zeros() as usize);
+                left &= left - 1;
+            }
+        }
     }
 }
 
@@ -221,6 +233,7 @@ pub(super) fn allocate(
     let unwritten = unwritten(&flow, &touches, &written);
 
     let live = Liveness::new(&flow, &touches, total);
+    let mut out = Set::new(total);
     let (mut start, mut end) = (vec![usize::MAX; total], vec![0; total]);
     let mut extend = |r: usize, at: usize| {
         start[r] = start[r].min(at);
@@ -228,8 +241,9 @@ pub(super) fn allocate(
     };
     // Uses of instruction i happen at 2i, definitions at 2i + 1.
     for (b, block) in flow.blocks.iter().enumerate() {
-        live.into[b].iter().for_each(|r| extend(r, 2 * block.start));
-        live.out(&flow, b, total).iter().for_each(|r| extend(r, 2 * block.end - 1));
+        live.into[b].for_each(|r| extend(r, 2 * block.start));
+        live.out(&flow, b, &mut out);
+        out.for_each(|r| extend(r, 2 * block.end - 1));
         for i in block.clone() {
             touches[i].iter().for_each(|t| extend(t.register, 2 * i + usize::from(t.defines)));
         }
@@ -339,30 +353,37 @@ struct Liveness {
 impl Liveness {
     fn new(flow: &Flow, touches: &[Vec<Touch>], total: usize) -> Self {
         let mut live = Liveness { into: vec![Set::new(total); flow.blocks.len()] };
-        let mut changed = true;
-        while changed {
-            changed = false;
+        let mut before = vec![vec![]; flow.blocks.len()];
+        for (b, successors) in flow.successors.iter().enumerate() {
+            successors.iter().for_each(|&next| before[next].push(b));
+        }
+        let mut set = Set::new(total);
+        // Backwards, and again only where something behind a block has changed.
+        let mut stale = vec![true; flow.blocks.len()];
+        while stale.contains(&true) {
             for b in (0..flow.blocks.len()).rev() {
-                let mut set = live.out(flow, b, total);
+                if !std::mem::take(&mut stale[b]) {
+                    continue;
+                }
+                live.out(flow, b, &mut set);
                 for i in flow.blocks[b].clone().rev() {
                     touches[i].iter().filter(|t| t.kills).for_each(|t| set.remove(t.register));
                     touches[i].iter().filter(|t| !t.kills).for_each(|t| set.insert(t.register));
                 }
-                if set != live.into[b] {
-                    live.into[b] = set;
-                    changed = true;
+                // What is alive only ever grows.
+                if live.into[b].absorb(&set) {
+                    before[b].iter().for_each(|&earlier| stale[earlier] = true);
                 }
             }
         }
         live
     }
 
-    /// What is alive at the end of a block.
-    fn out(&self, flow: &Flow, b: usize, total: usize) -> Set {
-        let mut set = Set::new(total);
+    /// Makes `set` what is alive at the end of a block.
+    fn out(&self, flow: &Flow, b: usize, set: &mut Set) {
+        set.clear();
         for &next in &flow.successors[b] {
             set.absorb(&self.into[next]);
         }
-        set
     }
 }

@@ -14,21 +14,24 @@ pub(super) fn unwritten(flow: &Flow, touches: &[Vec<Touch>], written: &Set) -> V
     if let Some(entry) = into.first_mut() {
         *entry = Some(written.clone());
     }
-    let mut todo = vec![0];
-    while let Some(b) = todo.pop() {
-        let Some(mut set) = into.get(b).cloned().flatten() else { continue };
-        let defined = flow.blocks[b].clone().flat_map(|i| &touches[i]).filter(|t| t.defines);
-        defined.for_each(|t| set.insert(t.register));
-        for &next in &flow.successors[b] {
-            let changed = match &mut into[next] {
-                Some(known) => known.absorb(&set),
-                unknown => {
-                    *unknown = Some(set.clone());
-                    true
-                }
-            };
-            if changed {
-                todo.push(next);
+    let mut set = written.clone();
+    // In the order of the code, and again only where something before a block has changed.
+    let mut stale = vec![false; flow.blocks.len()];
+    stale.first_mut().into_iter().for_each(|first| *first = true);
+    while stale.contains(&true) {
+        for b in 0..flow.blocks.len() {
+            let (true, Some(known)) = (std::mem::take(&mut stale[b]), &into[b]) else { continue };
+            set.copy_from(known);
+            let defined = flow.blocks[b].clone().flat_map(|i| &touches[i]).filter(|t| t.defines);
+            defined.for_each(|t| set.insert(t.register));
+            for &next in &flow.successors[b] {
+                stale[next] |= match &mut into[next] {
+                    Some(known) => known.absorb(&set),
+                    unknown => {
+                        *unknown = Some(set.clone());
+                        true
+                    }
+                };
             }
         }
     }
