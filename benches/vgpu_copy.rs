@@ -1,6 +1,6 @@
 //! Speed of the virtual GPU on the loop that matters most: a 16-byte copy, as the compiler writes it.
 //!
-//! `cargo bench -p epoxide-vgpu` prints warp instructions per second on one core.
+//! `cargo bench --bench vgpu_copy` prints warp instructions per second on one core.
 
 use std::time::Instant;
 

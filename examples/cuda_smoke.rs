@@ -2,7 +2,7 @@
 //! there is no GPU.
 //!
 //! ```text
-//! cargo run --release -p epoxide --features cuda --example cuda_smoke
+//! cargo run --release -p epoxide-examples --features cuda --example cuda_smoke
 //! ```
 
 use std::error::Error as StdError;

@@ -1,8 +1,8 @@
-//! Runs the litmus tests of `vgpu/tests/litmus/` on GPUs, many instances at once, and counts how often each showed what its text
+//! Runs the litmus tests of `tests/src/litmus/` on GPUs, many instances at once, and counts how often each showed what its text
 //! describes. The exit code is 1 if that was forbidden, and 77 if there is no GPU.
 //!
 //! ```text
-//! cargo run --release -p epoxide --features cuda --example litmus -- --out litmus.tsv
+//! cargo run --release -p epoxide-examples --features cuda --example litmus -- --out litmus.tsv
 //! ```
 //!
 //! Tests across devices need two GPUs that map each other's memory. Without the feature `cuda` the devices are virtual, which shows that
@@ -21,17 +21,9 @@ use epoxide::driver::{Device, Kernel, LaunchConfig, Memory, MemoryKind, Module, 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-#[path = "../vgpu/tests/litmus/many.rs"]
-mod many;
-#[allow(dead_code, reason = "some of it is for the virtual GPU only")]
-#[path = "../vgpu/tests/litmus/program.rs"]
-mod program;
-#[allow(dead_code, reason = "some of it is for the virtual GPU only")]
-#[path = "../vgpu/tests/litmus/table.rs"]
-mod table;
-
-use program::{Form, Program};
-use table::{NOT_SHOWN, TESTS, Verdict};
+use epoxide_testing::litmus::many;
+use epoxide_testing::litmus::program::{Form, Program};
+use epoxide_testing::litmus::table::{NOT_SHOWN, TESTS, Verdict};
 
 type Outcome<T> = Result<T, Box<dyn StdError>>;
 

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! cargo xtask ptx-fuzz --modules 500 --out DIR
-//! cargo run --release -p epoxide --features cuda --example ptx_fuzz -- DIR
+//! cargo run --release -p epoxide-examples --features cuda --example ptx_fuzz -- DIR
 //! ```
 //!
 //! Without the feature `cuda` the device is the virtual GPU, which shows that folder and example fit together.

@@ -8,7 +8,6 @@ pub mod driver;
 pub mod ep;
 mod error;
 pub mod group;
-pub mod testing;
 pub mod transport;
 
 pub use error::{Error, Result};

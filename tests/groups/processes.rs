@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use epoxide::Result;
 use epoxide::group::{
     Collectives, FLIGHT_RECORDER, FileStore, MeshGroup, P2p, ProcessGroup, ReduceOp, Store,
 };
+use epoxide_testing::alone::one_test;
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
 use crate::harness::options;
@@ -130,8 +131,7 @@ impl Drop for Rank {
 }
 
 fn spawn(rank: u32, size: u32, mode: &str, signal: &str, directory: &Path) -> Rank {
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "processes::rank_process", "--nocapture", "--test-threads", "1"])
+    let child = one_test("processes::rank_process")
         .env(RANK_PROCESS, format!("{rank} {size} {mode} {signal}"))
         .env(DIRECTORY, directory)
         .env(FLIGHT_RECORDER, directory.join("flight"))

@@ -1,6 +1,6 @@
 //! Runs that a test does not write out itself, and several of them in one test.
 
-use epoxide::testing::ranks::{Outcome, Run};
+use epoxide_testing::ranks::{Outcome, Run};
 
 use crate::{PATIENCE, sum_of_ranks, threads};
 

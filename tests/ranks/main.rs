@@ -6,8 +6,8 @@ mod session;
 use std::time::{Duration, Instant};
 
 use epoxide::group::launch::RankExit;
-use epoxide::testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
 use epoxide::{Error, Result};
+use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
 
 /// Longer than anything here takes unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use epoxide::Result;
-use epoxide::testing::ranks::{Kind, Outcome, SkipCode};
+use epoxide_testing::ranks::{Kind, Outcome, SkipCode};
 
 use crate::{PATIENCE, processes, sum_of_ranks, threads};
 

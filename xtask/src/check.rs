@@ -109,6 +109,7 @@ fn test_fresh(ws: &Workspace, job: &Job, fresh: &str, compiler: &Compiler) -> Re
     if let Some(target_dir) = env_path("CARGO_TARGET_DIR") {
         tests.env("CARGO_TARGET_DIR", target_dir);
     }
-    run_command(tests.env("EPOXIDE_PTX", &file).args(["test", "--release", "--package", "epoxide"]))
-        .with_context(|| format!("the tests fail on PTX compiled by {}", compiler.version))
+    tests.env("EPOXIDE_PTX", &file).args(["test", "--release"]);
+    tests.args(["--package", "epoxide", "--package", "epoxide-testing", "--package", "epoxide-cli"]);
+    run_command(&mut tests).with_context(|| format!("the tests fail on PTX compiled by {}", compiler.version))
 }

@@ -26,7 +26,7 @@ const ROUNDTRIPS: [&str; 4] = [
 ];
 
 /// Tests of the default run, as arguments of `cargo test --release`.
-const TESTS: &str = "--package epoxide --test intranode --test internode";
+const TESTS: &str = "--package epoxide-testing --test ep";
 
 #[derive(Args)]
 pub struct Options {
@@ -78,7 +78,7 @@ fn commands(ws: &Workspace, tests: &[String]) -> Vec<Command> {
         return vec![test(&tests.iter().map(String::as_str).collect::<Vec<_>>())];
     }
     let words = |text: &'static str| text.split(' ').collect::<Vec<_>>();
-    let binary = ["run", "--quiet", "--release", "--package", "epoxide", "--bin", "epoxide", "--"];
+    let binary = ["run", "--quiet", "--release", "--package", "epoxide-cli", "--bin", "epoxide", "--"];
     let roundtrips = ROUNDTRIPS.iter().map(|arguments| cargo(&[&binary[..], &words(arguments)].concat()));
     roundtrips.chain([test(&words(TESTS))]).collect()
 }

@@ -287,7 +287,8 @@ impl Stream {
     ///
     /// # Safety
     /// Both ranges are live until the stream has passed the copy.
-    pub(crate) unsafe fn copy_ends(&self, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
+    #[doc(hidden)]
+    pub unsafe fn copy_ends(&self, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { self.device.copy(self.handle, dst, src, bytes) }
     }

@@ -58,7 +58,10 @@ pub fn run(options: &Options) -> Result<()> {
     );
     if let Some(dir) = &options.out {
         println!("to hold a GPU against them:");
-        println!("cargo run --release -p epoxide --features cuda --example ptx_fuzz -- {}", dir.display());
+        println!(
+            "cargo run --release -p epoxide-examples --features cuda --example ptx_fuzz -- {}",
+            dir.display()
+        );
     }
     ensure!(
         differences.total() == 0,

@@ -163,7 +163,7 @@ fn build(ws: &Workspace) -> Result<PathBuf> {
     let mut command = ws.cargo();
     let target = workspace::env_path("CARGO_TARGET_DIR").unwrap_or_else(|| ws.root.join("target"));
     command.env("CARGO_TARGET_DIR", &target);
-    workspace::run(command.args(["build", "--release", "--package", "epoxide", "--bin", "epoxide"]))?;
+    workspace::run(command.args(["build", "--release", "--package", "epoxide-cli", "--bin", "epoxide"]))?;
     Ok(target.join("release/epoxide"))
 }
 

@@ -633,12 +633,12 @@ fn peers_share_memory() {
 
 #[test]
 fn peers_share_memory_across_processes() {
-    use crate::group::launch::{current_exe, spawn_ranks};
+    use crate::group::launch::spawn_ranks;
+    use crate::group::launch::tests::one_test;
     let timeout = Duration::from_secs(60);
     let outcome = spawn_ranks(2, timeout, |_| {
-        let mut command = current_exe()?;
-        command.args(["--exact", "driver::virt::tests::as_a_rank", "--test-threads=1"]).env(ROLE, "1");
-        command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
+        let mut command = one_test("driver::virt::tests::as_a_rank");
+        command.env(ROLE, "1").stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
         Ok(command)
     });
     assert_eq!(outcome.unwrap().code(), 0);

@@ -1,4 +1,4 @@
-//! The collectives of a group that has only all-gather, such as [`Lockstep`](crate::testing::lockstep).
+//! The collectives of a group that has only all-gather, such as one whose ranks run one at a time.
 
 use std::time::Duration;
 

@@ -172,7 +172,8 @@ pub fn spawn_ranks(size: u32, grace: Duration, command: impl Fn(u32) -> Result<C
 }
 
 /// Has the kernel kill the child when the thread that spawns it ends.
-pub(crate) fn die_with_parent(command: &mut Command) {
+#[doc(hidden)]
+pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let prepare = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -242,14 +243,17 @@ impl Drop for Ranks {
     }
 }
 
-/// The directory of a launch's store.
+/// The directory of a launch's store. Dropping removes it.
+#[doc(hidden)]
 #[derive(Debug)]
-pub(crate) struct StoreDirectory {
-    pub(crate) path: PathBuf,
+pub struct StoreDirectory {
+    /// Where it is.
+    pub path: PathBuf,
 }
 
 impl StoreDirectory {
-    pub(crate) fn create() -> Result<StoreDirectory> {
+    /// Makes an empty one.
+    pub fn create() -> Result<StoreDirectory> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         // A leftover of an earlier process with this number must not be taken over: its keys are stale.
         loop {
@@ -370,7 +374,8 @@ where
 }
 
 /// The message of a panic.
-pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
+#[doc(hidden)]
+pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
     panic
         .downcast_ref::<String>()
         .map(String::as_str)
@@ -379,7 +384,7 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::fs::File;
     use std::io::Write;
     use std::os::fd::AsFd;
@@ -393,10 +398,20 @@ mod tests {
     /// Tells a re-execution of this test binary what to do.
     const ROLE: &str = "EPOXIDE_TEST_ROLE";
 
+    /// The command that runs one test of this binary, which must have it: asked for a test that is not there, it runs none and succeeds.
+    #[track_caller]
+    pub(crate) fn one_test(path: &str) -> Command {
+        let list = ["--exact", path, "--list", "--format", "terse"];
+        let listed = current_exe().unwrap().args(list).output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&listed.stdout).trim(), format!("{path}: test"));
+        let mut command = current_exe().unwrap();
+        command.args(["--exact", path, "--nocapture", "--test-threads=1"]);
+        command
+    }
+
     /// This test binary again, as a rank that runs [`as_a_rank`] in `role`.
     fn rank_command(role: &str) -> Result<Command> {
-        let mut command = current_exe()?;
-        command.args(["--exact", "group::launch::tests::as_a_rank", "--nocapture", "--test-threads=1"]);
+        let mut command = one_test("group::launch::tests::as_a_rank");
         command.env(ROLE, role).stdout(Stdio::null()).stderr(Stdio::null());
         Ok(command)
     }

@@ -1,0 +1,33 @@
+//! Why a measurement did not come about.
+
+/// `Result` with [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a measurement did not come about.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Error {
+    /// What was asked for is wrong, or a file is not what it should be.
+    #[error("{0}")]
+    Usage(String),
+    /// This machine, or the library, has no room for the sizes.
+    #[error("{0}")]
+    DoesNotFit(String),
+    /// Something broke, or what was measured contradicts itself.
+    #[error("{0}")]
+    Failed(String),
+    /// An operation failed.
+    #[error(transparent)]
+    Operation(epoxide::Error),
+}
+
+impl From<epoxide::Error> for Error {
+    /// Devices that are too small are no failure.
+    fn from(error: epoxide::Error) -> Error {
+        match error {
+            epoxide::Error::OutOfMemory { .. } => {
+                Error::DoesNotFit(format!("bench: sizes that do not fit: {error}"))
+            }
+            error => Error::Operation(error),
+        }
+    }
+}

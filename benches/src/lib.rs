@@ -1,0 +1,46 @@
+//! Measures dispatch and combine on ranks, counts what they move, models what they take, and stores the results. It prints nothing and
+//! knows no flags: `epoxide bench` is the command.
+//!
+//! A [`Plan`] says what to measure, [`measure()`] does on threads of this process, and [`measure::rank`] on one rank of any group. What
+//! comes of it is [`results::Point`]s: everything that is printed, stored or drawn comes from those alone.
+
+pub mod compare;
+pub mod counts;
+mod error;
+pub mod measure;
+pub mod model;
+mod plan;
+pub mod points;
+pub mod puts;
+pub mod results;
+pub mod sweep;
+pub mod trace;
+pub mod wire;
+
+use std::sync::Arc;
+
+use epoxide::driver::Device;
+use epoxide::group::launch::run_threads;
+
+pub use error::{Error, Result};
+pub use plan::{Plan, Shapes};
+
+/// Measures all that a plan asks for on ranks that are threads of this process; `open` makes the device of a rank. The points, and what
+/// each rank measured.
+///
+/// # Errors
+/// [`Error::DoesNotFit`] for sizes that cannot be run here, and whatever the operations report.
+pub fn measure(
+    plan: &Plan,
+    open: impl Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync,
+) -> Result<(Vec<results::Point>, Vec<measure::RankResult>)> {
+    plan.check()?;
+    let ranks = run_threads(plan.world.ranks(), measure::TIMEOUT, |rank, group| {
+        measure::rank(plan, open(rank)?, &*group)
+    });
+    let ranks = ranks.map_err(|failure| failure.error)?;
+    Ok((points::points(plan, &ranks)?, ranks))
+}
+
+#[cfg(test)]
+mod tests;

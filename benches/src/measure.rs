@@ -1,0 +1,662 @@
+//! One rank's part of a benchmark: check that the results are right, then time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use epoxide::driver::{Device, Event, Memory, MemoryKind, Stream};
+use epoxide::ep::{
+    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CeilingShape, CombineRequest, CombineRows,
+    Counts, DType, Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, StreamOrder,
+    Tensor, TracedLaunch,
+};
+use epoxide::group::ProcessGroup;
+use epoxide::transport::PutTrace;
+use epoxide::{Error, Result};
+use half::bf16;
+use serde::{Deserialize, Serialize};
+
+use crate::Plan;
+use crate::counts::{RankCounts, Six};
+use crate::puts::Poster;
+use crate::results::PhaseName;
+
+/// Longest wait for a peer: the ranks of a virtual GPU share few processors.
+pub const TIMEOUT: Duration = Duration::from_secs(120);
+/// Puts that a trace has room for, of each queue.
+const TRACED_PUTS: usize = 1 << 16;
+/// Calls of each phase that are traced, apart from the timed ones.
+const TRACED_CALLS: u32 = 3;
+
+/// One traced call.
+#[derive(Debug, Clone)]
+pub struct TracedCall {
+    /// The phase.
+    pub phase: PhaseName,
+    /// Multiprocessors.
+    pub num_sms: u32,
+    /// The launch of the barrier before it.
+    pub barrier: TracedLaunch,
+    /// Its own launches, in order.
+    pub launches: Vec<TracedLaunch>,
+    /// What the proxies put meanwhile.
+    pub puts: Vec<PutTrace>,
+    /// Before the barrier was enqueued, and after the device had ended all.
+    pub host: (Instant, Instant),
+}
+
+impl TracedCall {
+    /// Microseconds from the first block's start to the last block's end.
+    pub fn kernel_us(&self) -> f64 {
+        let blocks = || self.launches.iter().flat_map(|launch| &launch.blocks);
+        let start = blocks().map(|block| block.enter).min().unwrap_or(0);
+        let end = blocks().map(|block| block.done).max().unwrap_or(0);
+        end.saturating_sub(start) as f64 / 1e3
+    }
+}
+
+/// Microseconds of every timed iteration.
+pub type Samples = Vec<f64>;
+
+/// One rank's times for one number of multiprocessors.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Times {
+    /// Multiprocessors.
+    pub num_sms: u32,
+    /// Cached dispatch: one kernel, the whole call.
+    pub dispatch_cached: Samples,
+    /// Uncached dispatch without a wait of the host: both kernels.
+    pub dispatch_uncached: Samples,
+    /// Uncached dispatch with exact counts, as the host's clock sees it: the call until it returns.
+    pub dispatch_exact_host: Samples,
+    /// Combine of rows that are in the pool: one kernel, the whole call.
+    pub combine: Samples,
+    /// Combine of rows from elsewhere: copy into the pool and combine.
+    pub combine_staged: Samples,
+    /// Cached dispatches back to back, mean per call.
+    pub dispatch_stream: f64,
+    /// Exact-size dispatches back to back, as the seed times them across nodes; 0 within one.
+    pub dispatch_exact_stream: f64,
+    /// Combines back to back, mean per call.
+    pub combine_stream: f64,
+    /// The links' own speed in GB/s with as many blocks: (push, pull).
+    pub ceiling: Option<(f64, f64)>,
+    /// What the proxies put in a phase's calls.
+    pub wire: Vec<(PhaseName, WireCount)>,
+}
+
+impl Times {
+    /// What the proxies put in all calls of a phase.
+    pub fn wire_of(&self, name: PhaseName) -> Option<WireCount> {
+        self.wire.iter().find(|(phase, _)| *phase == name).map(|(_, count)| *count)
+    }
+}
+
+/// What the proxies of a rank put.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireCount {
+    /// Bytes.
+    pub bytes: u64,
+    /// Puts that carried bytes.
+    pub puts: u64,
+}
+
+/// Everything that one rank measured.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RankResult {
+    /// The device's name.
+    pub device: String,
+    /// True for the virtual GPU.
+    pub is_virtual: bool,
+    /// CUDA version of the driver.
+    pub driver_version: u32,
+    /// Milliseconds that [`Buffer::new`] took, on the host's clock.
+    pub setup_ms: f64,
+    /// Bytes of the pool.
+    pub pool_bytes: u64,
+    /// Bytes of wire memory.
+    pub wire_bytes: u64,
+    /// Bytes of the count messages that an uncached dispatch puts on the wire.
+    pub message_bytes: u64,
+    /// Device bytes in use by all of the buffer.
+    pub device_bytes: u64,
+    /// The routing that this rank drew.
+    pub topk_idx: Vec<i64>,
+    /// Tokens of a dispatch, as the device's handle has them.
+    pub counts: RankCounts,
+    /// Whether rows for other nodes go over NVLink too: their wire memory is mapped, and nothing is put.
+    pub mapped: bool,
+    /// What the transport alone takes for the rows of a phase, in microseconds; nothing where all is mapped.
+    pub transport_us: Vec<(PhaseName, f64)>,
+    /// Traced calls; of ranks in other processes none.
+    #[serde(skip)]
+    pub traced: Vec<TracedCall>,
+    /// Times by number of multiprocessors.
+    pub times: Vec<Times>,
+}
+
+/// Runs rank `group.rank()`.
+pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> Result<RankResult> {
+    let (rank, ranks) = (group.rank(), group.size());
+    let stream = Stream::new(&device, false)?;
+    let shape = BufferShape {
+        max_tokens_per_rank: plan.tokens,
+        max_row_bytes: plan.combine_row_bytes(),
+        max_topk: plan.topk,
+        max_scales: plan.num_scales() as u32,
+    };
+    let config = plan.config(plan.num_sms[0])?;
+    let world = plan.world;
+    group.barrier(group.timeout())?;
+    let free_before = device.free_memory()?;
+    let start = Instant::now();
+    let options = BufferOptions {
+        config,
+        tuning: plan.shapes.tuning(),
+        timeout: TIMEOUT,
+        ranks_per_node: Some(world.ranks_per_node),
+        num_nvl_bytes: plan.nvl_bytes,
+        num_rdma_bytes: plan.rdma_bytes,
+        transport: plan.transport_options(TIMEOUT),
+        ..BufferOptions::new(shape)
+    };
+    let mut buffer = Buffer::new(device.clone(), group, options)?;
+    let setup_ms = start.elapsed().as_secs_f64() * 1e3;
+    let device_bytes = free_before.saturating_sub(device.free_memory()?);
+
+    let mapped = world.nodes > 1 && buffer.mapped_peers().len() as u32 == world.nodes - 1;
+    let mut bench = Bench::new(plan, &mut buffer, stream, rank, ranks)?;
+    bench.verify()?;
+    let transport_us = if mapped { Vec::new() } else { bench.transport_alone(group)? };
+    group.barrier(group.timeout())?;
+    let mut times = Vec::new();
+    for &num_sms in &plan.num_sms {
+        bench.buffer.set_config(plan.config(num_sms)?)?;
+        (bench.routing, bench.nothing) = bench.routings()?;
+        times.push(bench.time(num_sms)?);
+        group.barrier(group.timeout())?;
+    }
+    let counts = bench.counts()?;
+    bench.buffer.check()?;
+    let (topk_idx, traced) = (bench.ids, bench.traced);
+    let info = device.info();
+    Ok(RankResult {
+        device: info.name.clone(),
+        is_virtual: info.is_virtual,
+        driver_version: info.driver_version,
+        setup_ms,
+        pool_bytes: buffer.pool_bytes(),
+        wire_bytes: buffer.wire_bytes(),
+        message_bytes: u64::from(world.nodes - 1) * buffer.count_message_bytes(plan.experts),
+        device_bytes,
+        topk_idx,
+        counts,
+        mapped,
+        transport_us,
+        traced,
+        times,
+    })
+}
+
+struct Bench<'a> {
+    plan: &'a Plan,
+    buffer: &'a mut Buffer,
+    stream: Stream,
+    rank: u32,
+    ranks: u32,
+    x: Tensor,
+    scales: Option<Tensor>,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    layout: DispatchLayout,
+    no_rows: Tensor,
+    /// The routing, of as many channels as the buffer has.
+    routing: DispatchHandle,
+    /// A routing of no tokens: its dispatch is a barrier between the devices.
+    nothing: DispatchHandle,
+    flush: Option<Memory>,
+    ids: Vec<i64>,
+    traced: Vec<TracedCall>,
+}
+
+impl<'a> Bench<'a> {
+    fn new(plan: &'a Plan, buffer: &'a mut Buffer, stream: Stream, rank: u32, ranks: u32) -> Result<Self> {
+        let (tokens, topk) = (plan.tokens as u64, plan.topk as u64);
+        let ids = plan.routing(rank);
+        let topk_idx = Tensor::from_host(&stream, DType::I64, &[tokens, topk], &ids)?;
+        let weights = vec![1.0f32; (tokens * topk) as usize];
+        let topk_weights = Tensor::from_host(&stream, DType::F32, &[tokens, topk], &weights)?;
+        let x = match plan.dtype {
+            DType::Bf16 => {
+                let rows: Vec<bf16> = (0..plan.tokens).flat_map(|t| row(plan, rank, t)).collect();
+                Tensor::from_host(&stream, DType::Bf16, &[tokens, plan.hidden], &rows)?
+            }
+            dtype => {
+                let rows: Vec<u8> = (0..plan.tokens).flat_map(|t| fp8_row(plan, rank, t)).collect();
+                Tensor::from_host(&stream, dtype, &[tokens, plan.hidden], &rows)?
+            }
+        };
+        let scales = match plan.num_scales() {
+            0 => None,
+            n => {
+                let values: Vec<f32> =
+                    (0..tokens * n).map(|i| (rank as u64 * tokens * n + i) as f32).collect();
+                Some(Tensor::from_host(&stream, DType::F32, &[tokens, n], &values)?)
+            }
+        };
+        let layout = buffer.get_dispatch_layout(&topk_idx, plan.experts, StreamOrder::on(&stream))?;
+
+        let no_rows = Tensor::alloc(buffer.device(), x.dtype(), &[0, plan.hidden])?;
+        let (routing, nothing) =
+            Self::route(plan, buffer, &stream, (&x, scales.as_ref(), &layout), &no_rows)?;
+        let flush_bytes = if buffer.device().info().is_virtual { 0 } else { plan.flush_mib << 20 };
+        let flush = match flush_bytes {
+            0 => None,
+            bytes => Some(Memory::alloc(buffer.device(), bytes, MemoryKind::Device, "L2 flush")?),
+        };
+        Ok(Bench {
+            plan,
+            buffer,
+            stream,
+            rank,
+            ranks,
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            layout,
+            no_rows,
+            routing,
+            nothing,
+            flush,
+            ids,
+            traced: Vec::new(),
+        })
+    }
+
+    /// Dispatches the rows, and none at all, with the buffer's present configuration: the two routings.
+    fn route(
+        plan: &Plan,
+        buffer: &mut Buffer,
+        stream: &Stream,
+        (x, x_scales, layout): (&Tensor, Option<&Tensor>, &DispatchLayout),
+        no_rows: &Tensor,
+    ) -> Result<(DispatchHandle, DispatchHandle)> {
+        let no_ids = Tensor::alloc(buffer.device(), DType::I64, &[0, plan.topk as u64])?;
+        let empty = buffer.get_dispatch_layout(&no_ids, plan.experts, StreamOrder::on(stream))?;
+        let nothing = buffer.dispatch(DispatchRequest::new(no_rows, &empty), StreamOrder::on(stream))?;
+        let request = DispatchRequest { x_scales, ..DispatchRequest::new(x, layout) };
+        Ok((buffer.dispatch(request, StreamOrder::on(stream))?.handle, nothing.handle))
+    }
+
+    /// The routings with the buffer's present configuration.
+    fn routings(&mut self) -> Result<(DispatchHandle, DispatchHandle)> {
+        let rows = (&self.x, self.scales.as_ref(), &self.layout);
+        Self::route(self.plan, self.buffer, &self.stream, rows, &self.no_rows)
+    }
+
+    fn dispatch(&mut self, counts: Counts) -> Result<DispatchOutput> {
+        let request = DispatchRequest {
+            x: &self.x,
+            x_scales: self.scales.as_ref(),
+            topk_idx: Some(&self.topk_idx),
+            topk_weights: Some(&self.topk_weights),
+            layout: &self.layout,
+            expert_alignment: 1,
+            counts,
+        };
+        self.buffer.dispatch(request, StreamOrder::on(&self.stream))
+    }
+
+    fn dispatch_cached(&mut self) -> Result<()> {
+        let request =
+            CachedDispatchRequest { x: &self.x, x_scales: self.scales.as_ref(), handle: &self.routing };
+        self.buffer.dispatch_cached(request, StreamOrder::on(&self.stream)).map(drop)
+    }
+
+    fn combine(&mut self) -> Result<Tensor> {
+        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: self.plan.hidden };
+        let request = CombineRequest { rows, topk_weights: None, handle: &self.routing };
+        Ok(self.buffer.combine(request, StreamOrder::on(&self.stream))?.combined_x)
+    }
+
+    fn combine_staged(&mut self, rows: &Tensor) -> Result<()> {
+        let request =
+            CombineRequest { rows: CombineRows::Tensor(rows), topk_weights: None, handle: &self.routing };
+        self.buffer.combine(request, StreamOrder::on(&self.stream)).map(drop)
+    }
+
+    /// A barrier between the devices, on the device.
+    fn barrier(&mut self) -> Result<()> {
+        let request = CachedDispatchRequest { x: &self.no_rows, x_scales: None, handle: &self.nothing };
+        self.buffer.dispatch_cached(request, StreamOrder::on(&self.stream)).map(drop)
+    }
+
+    /// Every received row, bit for bit; every combined row, exactly.
+    fn verify(&mut self) -> Result<()> {
+        let (plan, rank, ranks) = (self.plan, self.rank, self.ranks);
+        let output = self.dispatch(Counts::Exact)?;
+        let sources = output.recv_src_idx.as_ref().map(|t| t.to_host::<i32>(&self.stream)).transpose()?;
+        let sources = sources.unwrap_or_default();
+        let ends = self.rows_up_to(&output.handle)?;
+        let fail = |what: &str, at: usize| {
+            Err(Error::Mismatch {
+                rank,
+                peer: rank,
+                what: "a checked result",
+                ours: format!("{what} {at}"),
+                theirs: "what its source sent".into(),
+            })
+        };
+        let source_rank = |i: usize| ends.partition_point(|&end| end <= i as i32) as u32;
+        let hidden = plan.hidden as usize;
+        if plan.dtype == DType::Bf16 {
+            let rows = output.recv_x.to_host::<bf16>(&self.stream)?;
+            for (i, &token) in sources.iter().enumerate() {
+                if !rows[i * hidden..][..hidden].iter().copied().eq(row(plan, source_rank(i), token as u32)) {
+                    return fail("received row", i);
+                }
+            }
+        } else {
+            let rows = output.recv_x.to_host::<u8>(&self.stream)?;
+            for (i, &token) in sources.iter().enumerate() {
+                if !rows[i * hidden..][..hidden].iter().copied().eq(fp8_row(
+                    plan,
+                    source_rank(i),
+                    token as u32,
+                )) {
+                    return fail("received row", i);
+                }
+            }
+        }
+        if let Some(scales) = &output.recv_x_scales {
+            let (n, values) = (plan.num_scales() as usize, scales.to_host::<f32>(&self.stream)?);
+            for (i, &token) in sources.iter().enumerate() {
+                let first = (source_rank(i) as u64 * plan.tokens as u64 + token as u64) * n as u64;
+                if (0..n).any(|s| values[i * n + s] != (first + s as u64) as f32) {
+                    return fail("scales of received row", i);
+                }
+            }
+        }
+
+        // The rows that go back: what each source's token holds in BF16, so that sums are multiples of it.
+        let returned: Vec<bf16> =
+            sources.iter().enumerate().flat_map(|(i, &t)| row(plan, source_rank(i), t as u32)).collect();
+        let target = self.buffer.combine_rows(DType::Bf16, sources.len() as u64, plan.hidden)?;
+        target.write(&self.stream, &returned)?;
+        let in_rank = self.layout.is_token_in_rank().to_host::<u8>(&self.stream)?;
+        for _ in 0..2 {
+            let combined = self.combine()?.to_host::<bf16>(&self.stream)?;
+            for token in 0..plan.tokens as usize {
+                let copies: u8 = in_rank[token * ranks as usize..][..ranks as usize].iter().sum();
+                let expected = row(plan, rank, token as u32).map(|v| v.to_f32() * copies as f32);
+                if !combined[token * hidden..][..hidden].iter().map(|v| v.to_f32()).eq(expected) {
+                    return fail("combined row", token);
+                }
+            }
+        }
+        self.buffer.check()
+    }
+
+    /// Rows that this rank received from ranks up to and with r.
+    fn rows_up_to(&self, handle: &DispatchHandle) -> Result<Vec<i32>> {
+        if let Some(handle) = handle.internode() {
+            return handle.recv_gbl_rank_prefix_sum().to_host(&self.stream);
+        }
+        let Some(handle) = handle.intranode() else { return Ok(Vec::new()) };
+        let (ranks, me) = (self.ranks as usize, self.rank as usize);
+        let prefix = handle.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
+        Ok((0..ranks).map(|source| prefix[source * ranks + me]).collect())
+    }
+
+    /// Tokens of a dispatch as the handle on the device has them.
+    fn counts(&self) -> Result<RankCounts> {
+        let per_node = self.plan.world.ranks_per_node as usize;
+        let (me, ends) = (self.rank as usize, self.rows_up_to(&self.routing)?);
+        let starts = std::iter::once(&0).chain(&ends);
+        let from: Vec<u64> = ends.iter().zip(starts).map(|(end, start)| (end - start) as u64).collect();
+        let received = |wanted: &dyn Fn(usize) -> bool| {
+            from.iter().enumerate().filter(|(source, _)| wanted(*source)).map(|(_, rows)| rows).sum::<u64>()
+        };
+        let (sent, relayed) = self.rows_by_node()?;
+        let node = me / per_node;
+        let all: u64 = sent.iter().sum();
+        let total: u64 = from.iter().sum();
+        let near = received(&|source| source / per_node == node);
+        let six = Six {
+            send_total: all,
+            send_nvl: sent[node],
+            send_rdma: all - sent[node],
+            recv_total: total,
+            recv_nvl: near,
+            recv_rdma: total - near,
+        };
+        Ok(RankCounts {
+            six,
+            relayed: relayed.iter().sum::<u64>() - relayed[node],
+            linked: received(&|source| source % per_node != me % per_node),
+        })
+    }
+
+    /// By node: tokens that this rank sends there, and those from there that it relays, as the handle has them.
+    fn rows_by_node(&self) -> Result<(Vec<u64>, Vec<u64>)> {
+        let Some(handle) = self.routing.internode() else {
+            let heads = self.routing.send_head().to_host::<i32>(&self.stream)?;
+            let tokens = heads.chunks(self.ranks as usize);
+            let sent = tokens.filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
+            return Ok((vec![sent], vec![0]));
+        };
+        // Both matrices are inclusive over channels: the last column has a node's tokens.
+        let by_node = |matrix: Tensor| -> Result<Vec<u64>> {
+            let (channels, entries) = (matrix.columns() as usize, matrix.to_host::<i32>(&self.stream)?);
+            Ok(entries.chunks(channels).map(|row| row[channels - 1] as u64).collect())
+        };
+        Ok((
+            by_node(handle.rdma_channel_prefix_matrix())?,
+            by_node(handle.recv_rdma_channel_prefix_matrix())?,
+        ))
+    }
+
+    /// What the transport alone takes for the rows of each phase: host code puts as many bytes to the same peers, in puts of as many
+    /// rows, all ranks at once. Mean of iterations one after the other. Collective.
+    fn transport_alone(&self, group: &dyn ProcessGroup) -> Result<Vec<(PhaseName, f64)>> {
+        let plan = self.plan;
+        if plan.world.nodes == 1 || plan.no_ceiling {
+            return Ok(Vec::new());
+        }
+        let options = plan.transport_options(TIMEOUT);
+        let slot = PhaseName::DispatchUncached.slot_bytes(plan.combine_row_bytes(), plan.topk);
+        let region = slot * u64::from(plan.tokens.max(plan.rdma_send));
+        let mut poster = Poster::new(self.buffer.device(), group, plan.world, &options, region)?;
+        let (sent, relayed) = self.rows_by_node()?;
+        let mut times = Vec::new();
+        for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
+            let slot = name.slot_bytes(plan.row_bytes(name), plan.topk);
+            let rows = if name.is_dispatch() { &sent } else { &relayed };
+            let bytes: Vec<u64> = rows.iter().map(|rows| rows * slot).collect();
+            let message = slot * u64::from(plan.rdma_send);
+            poster.put_all(&bytes, message, Poster::DEEPEST, plan.warmup)?;
+            let took = poster.put_all(&bytes, message, Poster::DEEPEST, plan.iters)?;
+            times.push((name, took.as_secs_f64() * 1e6 / f64::from(plan.iters)));
+        }
+        poster.close()?;
+        Ok(times)
+    }
+
+    /// What the proxies have put so far. All that carries bytes has left when an operation has ended.
+    fn wire_count(&self) -> WireCount {
+        self.buffer.wire_stats().iter().fold(WireCount::default(), |sum, (_, _, stats)| WireCount {
+            bytes: sum.bytes + stats.bytes,
+            puts: sum.puts + stats.puts.saturating_sub(stats.counter_puts),
+        })
+    }
+
+    /// [`Self::isolated`] calls of a phase, with what the proxies put.
+    fn phase(
+        &mut self,
+        times: &mut Times,
+        name: PhaseName,
+        call: impl FnMut(&mut Self) -> Result<()>,
+    ) -> Result<Samples> {
+        // An exact-size dispatch returns while its rows are on their way.
+        self.stream.synchronize()?;
+        let before = self.wire_count();
+        let samples = self.isolated(call)?;
+        let after = self.wire_count();
+        let count =
+            WireCount { bytes: after.bytes - before.bytes, puts: after.puts.saturating_sub(before.puts) };
+        times.wire.push((name, count));
+        Ok(samples)
+    }
+
+    fn time(&mut self, num_sms: u32) -> Result<Times> {
+        let capacity = self.buffer.capacity();
+        let mut times = Times { num_sms, ..Times::default() };
+        let uncached = |bench: &mut Self| bench.dispatch(Counts::OnDevice { capacity }).map(drop);
+        times.dispatch_cached =
+            self.phase(&mut times, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;
+        times.dispatch_uncached = self.phase(&mut times, PhaseName::DispatchUncached, uncached)?;
+        times.combine =
+            self.phase(&mut times, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
+        let received = self.routing.num_recv_tokens(&self.stream)? as u64;
+        let rows = Tensor::alloc(self.buffer.device(), DType::Bf16, &[received, self.plan.hidden])?;
+        times.combine_staged =
+            self.phase(&mut times, PhaseName::CombineStaged, |bench| bench.combine_staged(&rows))?;
+        self.trace(num_sms, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;
+        self.trace(num_sms, PhaseName::DispatchUncached, uncached)?;
+        self.trace(num_sms, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
+        for iteration in 0..self.plan.warmup + self.plan.iters {
+            self.barrier()?;
+            self.stream.synchronize()?;
+            let start = Instant::now();
+            drop(self.dispatch(Counts::Exact)?);
+            if iteration >= self.plan.warmup {
+                times.dispatch_exact_host.push(start.elapsed().as_secs_f64() * 1e6);
+            }
+        }
+        times.dispatch_stream = self.back_to_back(|bench| bench.dispatch_cached())?;
+        if self.plan.world.nodes > 1 {
+            times.dispatch_exact_stream =
+                self.back_to_back(|bench| bench.dispatch(Counts::Exact).map(drop))?;
+        }
+        times.combine_stream = self.back_to_back(|bench| bench.combine().map(drop))?;
+        let has_links = self.plan.world.ranks_per_node > 1 || !self.buffer.mapped_peers().is_empty();
+        if !self.plan.no_ceiling && has_links && !self.buffer.device().info().is_virtual {
+            times.ceiling =
+                Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
+        }
+        Ok(times)
+    }
+
+    /// Traces a few calls, each after a barrier, as the timed ones are.
+    fn trace(
+        &mut self,
+        num_sms: u32,
+        phase: PhaseName,
+        mut call: impl FnMut(&mut Self) -> Result<()>,
+    ) -> Result<()> {
+        for _ in 0..TRACED_CALLS {
+            // A barrier and at most two launches.
+            self.buffer.start_trace(3 * num_sms as u64)?;
+            self.buffer.start_put_trace(TRACED_PUTS);
+            if let Some(flush) = &self.flush {
+                // SAFETY: as in `isolated`.
+                unsafe { self.stream.fill(flush.ptr(), 0, flush.bytes())? };
+            }
+            self.stream.synchronize()?;
+            let start = Instant::now();
+            self.barrier()?;
+            call(self)?;
+            let (launches, dropped) = self.buffer.take_trace(&self.stream)?;
+            let host = (start, Instant::now());
+            let puts = self.buffer.take_put_trace();
+            let mut launches = launches.into_iter();
+            let (Some(barrier), 0) = (launches.next(), dropped) else {
+                return Err(Error::os("trace", format!("{dropped} launches had no room")));
+            };
+            let launches = launches.collect();
+            self.traced.push(TracedCall { phase, num_sms, barrier, launches, puts, host });
+        }
+        self.buffer.check()
+    }
+
+    /// Times every iteration by itself: L2 emptied, devices aligned, then one call between two events. All of it is
+    /// enqueued ahead, so that the host's own delays stay out.
+    fn isolated(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<Samples> {
+        let mut pairs = Vec::new();
+        for iteration in 0..self.plan.warmup + self.plan.iters {
+            if let Some(flush) = &self.flush {
+                // SAFETY: the memory lives as long as the bench, which synchronises below.
+                unsafe { self.stream.fill(flush.ptr(), iteration as u8, flush.bytes())? };
+            }
+            self.barrier()?;
+            let pair = (Event::new(self.buffer.device(), true)?, Event::new(self.buffer.device(), true)?);
+            pair.0.record(&self.stream)?;
+            call(self)?;
+            pair.1.record(&self.stream)?;
+            pairs.push(pair);
+        }
+        self.stream.synchronize()?;
+        self.buffer.check()?;
+        let timed = &pairs[self.plan.warmup as usize..];
+        timed.iter().map(|(start, end)| Ok(start.elapsed_ms(end)? as f64 * 1e3)).collect()
+    }
+
+    /// Mean microseconds of calls that follow each other directly: one pair of events around all of them.
+    fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
+        let (start, end) = (Event::new(self.buffer.device(), true)?, Event::new(self.buffer.device(), true)?);
+        for _ in 0..self.plan.warmup {
+            call(self)?;
+        }
+        self.barrier()?;
+        start.record(&self.stream)?;
+        for _ in 0..self.plan.iters {
+            call(self)?;
+        }
+        end.record(&self.stream)?;
+        self.stream.synchronize()?;
+        Ok(start.elapsed_ms(&end)? as f64 * 1e3 / self.plan.iters as f64)
+    }
+
+    /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.
+    fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<f64> {
+        let row_bytes = self.x.row_bytes() as u32;
+        let row_bytes =
+            if direction == Direction::Pull { self.plan.combine_row_bytes() as u32 } else { row_bytes };
+        let limit = self.buffer.device().info().max_shared_bytes_per_block;
+        let world = &self.plan.world;
+        let peers = if world.ranks_per_node > 1 { world.ranks_per_node } else { world.nodes } - 1;
+        let mut best = f64::MAX;
+        for warps in [4, 7] {
+            let stages = (limit / (warps * (row_bytes + 8))).min(3);
+            if stages < 2 {
+                continue;
+            }
+            let fanout = 5.min(peers);
+            let shape = CeilingShape { blocks, warps, stages, rows: self.plan.tokens, row_bytes, fanout };
+            let samples =
+                self.isolated(|bench| bench.buffer.launch_ceiling(direction, shape, &bench.stream))?;
+            // The next barrier may not start before all have written.
+            self.barrier()?;
+            let mean = samples.iter().sum::<f64>() / samples.len() as f64;
+            best = best.min(mean / shape.remote_bytes() as f64);
+        }
+        Ok(1e-3 / best)
+    }
+}
+
+/// A well-mixed word for each (rank, token, column).
+fn mix(rank: u32, token: u32, column: u64) -> u64 {
+    let mut z = ((rank as u64) << 48 ^ (token as u64) << 24 ^ column).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z ^ z >> 27
+}
+
+/// A token's BF16 row: integers of -8 to 7, so that sums of eight are exact.
+fn row(plan: &Plan, rank: u32, token: u32) -> impl Iterator<Item = bf16> {
+    (0..plan.hidden).map(move |c| bf16::from_f32((mix(rank, token, c) >> 32 & 15) as f32 - 8.0))
+}
+
+/// A token's FP8 row: any bytes.
+fn fp8_row(plan: &Plan, rank: u32, token: u32) -> impl Iterator<Item = u8> {
+    (0..plan.hidden).map(move |c| (mix(rank, token, c) >> 32) as u8)
+}

@@ -1,0 +1,243 @@
+//! What is measured.
+
+use std::time::Duration;
+
+use epoxide::ep::{Config, DType, Tuning};
+use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_TOPK};
+use epoxide_testing::World;
+use epoxide_testing::payload::ELEMENTS_PER_SCALE;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use serde::{Deserialize, Serialize};
+
+use crate::counts::{Sizes, random_topk};
+use crate::results::{Key, PhaseName};
+use crate::{Error, Result};
+
+/// Fewest multiprocessors of a cached dispatch across nodes.
+const FEWEST_SMS_ACROSS: u32 = 4;
+
+/// Sizes and settings of a measurement.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// Nodes and ranks.
+    pub world: World,
+    /// Whether the devices are virtual: points of theirs are no points of hardware.
+    pub is_virtual: bool,
+    /// What joins the nodes.
+    pub transport: TransportKind,
+    /// Queues to each peer on another node.
+    pub queues: u32,
+    /// Tokens per rank.
+    pub tokens: u32,
+    /// Elements per row.
+    pub hidden: u64,
+    /// Experts of all ranks.
+    pub experts: u32,
+    /// Experts per token.
+    pub topk: u32,
+    /// Row type of dispatch; combine is BF16.
+    pub dtype: DType,
+    /// Multiprocessors for each operation: one point for each number.
+    pub num_sms: Vec<u32>,
+    /// Rows that travel together in one put.
+    pub rdma_send: u32,
+    /// Rows of the ring between nodes that the original interface's size hints assume; nothing here has one.
+    pub rdma_recv: u32,
+    /// Likewise, rows of a chunk within a node.
+    pub nvl_send: u32,
+    /// Likewise, rows of the ring within a node.
+    pub nvl_recv: u32,
+    /// Bytes to spend on the pool instead of room for the worst case.
+    pub nvl_bytes: Option<u64>,
+    /// Bytes to spend on wire memory instead of room for the worst case.
+    pub rdma_bytes: Option<u64>,
+    /// Untimed iterations.
+    pub warmup: u32,
+    /// Timed iterations.
+    pub iters: u32,
+    /// Seed of routing and rows.
+    pub seed: u64,
+    /// Share of the entries that select no expert.
+    pub masked: f64,
+    /// Leaves the links' own ceiling out.
+    pub no_ceiling: bool,
+    /// MiB written between iterations to empty the L2 cache; on the virtual GPU nothing is.
+    pub flush_mib: u64,
+    /// Launch shapes.
+    pub shapes: Shapes,
+    /// Every rank's ids, in place of random ones.
+    pub ids: Option<Vec<Vec<i64>>>,
+}
+
+/// Launch shapes that were asked for; the library's own where not.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shapes {
+    /// Warps per block in dispatch.
+    pub dispatch_warps: Option<u32>,
+    /// Most stages per warp in dispatch.
+    pub dispatch_stages: Option<u32>,
+    /// Largest stage in dispatch, in bytes.
+    pub dispatch_stage_bytes: Option<u32>,
+    /// Warps per block in combine.
+    pub combine_warps: Option<u32>,
+    /// Most slots per warp in combine.
+    pub combine_slots: Option<u32>,
+    /// Largest slot in combine, in bytes.
+    pub combine_slot_bytes: Option<u32>,
+}
+
+impl Shapes {
+    /// With the library's own where none was asked for.
+    pub fn tuning(&self) -> Tuning {
+        let d = Tuning::default();
+        Tuning {
+            dispatch_warps: self.dispatch_warps.unwrap_or(d.dispatch_warps),
+            internode_dispatch_warps: self.dispatch_warps.unwrap_or(d.internode_dispatch_warps),
+            dispatch_stages: self.dispatch_stages.unwrap_or(d.dispatch_stages),
+            dispatch_stage_bytes: self.dispatch_stage_bytes.unwrap_or(d.dispatch_stage_bytes),
+            combine_warps: self.combine_warps.unwrap_or(d.combine_warps),
+            combine_slots: self.combine_slots.unwrap_or(d.combine_slots),
+            combine_slot_bytes: self.combine_slot_bytes.unwrap_or(d.combine_slot_bytes),
+        }
+    }
+}
+
+impl Plan {
+    /// How tokens travel, as results name it.
+    pub fn mode(&self) -> &'static str {
+        if self.world.nodes > 1 { "internode" } else { "intranode" }
+    }
+
+    /// The configuration with `num_sms` multiprocessors.
+    pub fn config(&self, num_sms: u32) -> epoxide::Result<Config> {
+        let nodes = self.world.nodes;
+        let config = Config::new(num_sms, self.nvl_send, self.nvl_recv, self.rdma_send, self.rdma_recv)?;
+        let config = config.for_nodes(nodes);
+        config.check_nodes(nodes)?;
+        Ok(config)
+    }
+
+    /// Scales per row.
+    pub fn num_scales(&self) -> u64 {
+        if self.dtype.size() == 1 { self.hidden.div_ceil(ELEMENTS_PER_SCALE) } else { 0 }
+    }
+
+    /// Bytes of one row in dispatch, scales included.
+    pub fn dispatch_row_bytes(&self) -> u64 {
+        self.hidden * self.dtype.size() + self.num_scales() * 4
+    }
+
+    /// Bytes of one row in combine.
+    pub fn combine_row_bytes(&self) -> u64 {
+        self.hidden * 2
+    }
+
+    /// Bytes of a row in `phase`, scales included.
+    pub fn row_bytes(&self, phase: PhaseName) -> u64 {
+        if phase.is_dispatch() { self.dispatch_row_bytes() } else { self.combine_row_bytes() }
+    }
+
+    /// What a count of the routing needs to know.
+    pub fn count_sizes(&self) -> Sizes {
+        let (ranks, ranks_per_node) = (self.world.ranks(), self.world.ranks_per_node);
+        Sizes { ranks, ranks_per_node, experts: self.experts, topk: self.topk }
+    }
+
+    /// The ids of rank `rank`.
+    pub fn routing(&self, rank: u32) -> Vec<i64> {
+        if let Some(ids) = &self.ids {
+            return ids[rank as usize].clone();
+        }
+        let mut rng = SmallRng::seed_from_u64(self.seed + u64::from(rank));
+        random_topk(&mut rng, self.tokens, self.topk, self.experts, self.masked)
+    }
+
+    /// Sizes that cannot be run are a reason to skip, as in the seed.
+    pub fn check(&self) -> Result<()> {
+        let (world, experts, topk) = (self.world, self.experts, self.topk);
+        let ranks = world.ranks();
+        if self.iters == 0 {
+            return Err(Error::Usage("bench: --iters must be at least 1".into()));
+        }
+        let skip = |why: String| Err(Error::DoesNotFit(format!("bench: {why}")));
+        if experts == 0 || !experts.is_multiple_of(ranks) {
+            return skip(format!("num_experts {experts} is not divisible by num_ranks {ranks}"));
+        }
+        if topk == 0 || topk > experts {
+            return skip(format!("num_topk {topk} is not 1 to num_experts {experts}"));
+        }
+        if topk > MAX_TOPK {
+            return skip(format!("num_topk {topk} does not fit: at most {MAX_TOPK}"));
+        }
+        if experts / ranks > MAX_LOCAL_EXPERTS {
+            let local = experts / ranks;
+            return skip(format!("{local} experts a rank do not fit: at most {MAX_LOCAL_EXPERTS}"));
+        }
+        let row_bytes = self.hidden * self.dtype.size();
+        if row_bytes == 0 || !row_bytes.is_multiple_of(16) || self.hidden > 1 << 24 {
+            return skip(format!(
+                "rows of {row_bytes} bytes do not fit: a positive multiple of 16 bytes, of at most 2^24 elements, is needed"
+            ));
+        }
+        if self.tokens == 0 {
+            return skip("no tokens to time".into());
+        }
+        for &num_sms in &self.num_sms {
+            let config = self.config(num_sms).map_err(|error| {
+                let flags = "--num-sms, --rdma-send, --rdma-recv, --nvl-send, --nvl-recv";
+                Error::Usage(format!("bench: {flags}: {error}"))
+            })?;
+            if world.nodes == 1 {
+                continue;
+            }
+            if num_sms < FEWEST_SMS_ACROSS {
+                return Err(Error::Usage(format!(
+                    "bench: --num-sms {num_sms}: a cached dispatch across nodes takes at least {FEWEST_SMS_ACROSS}"
+                )));
+            }
+            // The seed's rule; it sizes its buffers by the hints.
+            let per_rank = |bytes: Option<u64>, hint: fn(&Config, u64, u32, u32) -> u64| {
+                let bytes =
+                    bytes.unwrap_or_else(|| hint(&config, self.hidden * 2, ranks, world.ranks_per_node));
+                bytes / u64::from(ranks)
+            };
+            let nvl = per_rank(self.nvl_bytes, Config::nvl_buffer_size_hint);
+            let rdma = per_rank(self.rdma_bytes, Config::rdma_buffer_size_hint);
+            if self.hidden * 2 > nvl.min(rdma) {
+                return skip(format!(
+                    "hidden {} x 2 bytes exceed the smaller of nvl_bytes / num_ranks = {nvl} and rdma_bytes / num_ranks = {rdma}; \
+                     raise --nvl-bytes or --rdma-bytes",
+                    self.hidden
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The key of a point with `num_sms` multiprocessors.
+    pub fn key(&self, num_sms: u32) -> Key {
+        let across = self.world.nodes > 1;
+        Key {
+            nodes: self.world.nodes,
+            num_ranks: self.world.ranks(),
+            tokens: self.tokens,
+            hidden: self.hidden,
+            experts: self.experts,
+            topk: self.topk,
+            dtype: self.dtype.name().to_string(),
+            seed: self.seed,
+            masked: self.masked,
+            num_sms,
+            transport: across.then(|| self.transport.to_string()),
+            queues: across.then_some(self.queues),
+            rdma_send: across.then_some(self.rdma_send),
+        }
+    }
+
+    /// The transport between nodes; `timeout` bounds a put.
+    pub fn transport_options(&self, timeout: Duration) -> TransportOptions {
+        TransportOptions { queues_per_peer: self.queues, timeout, ..TransportOptions::new(self.transport) }
+    }
+}

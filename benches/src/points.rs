@@ -1,0 +1,241 @@
+//! Turns the ranks' samples into points.
+
+use crate::counts::{self, RankCounts, Six};
+use crate::measure::{RankResult, Samples, Times, WireCount};
+use crate::results::{
+    Bandwidth, Distribution, OnWire, Phase, PhaseName, Point, SCHEMA_VERSION, SeedBandwidth, Spread, gbps,
+    mean, today,
+};
+use crate::{Error, Plan, Result};
+
+/// Makes a point of every number of multiprocessors that `ranks`, in rank order, measured.
+///
+/// # Errors
+/// Where the devices' counts are not those of the serial count of the same routing.
+pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
+    let by_rank = checked_counts(plan, ranks)?;
+    check_wire(plan, ranks, &by_rank)?;
+    let first = &ranks[0];
+    let mean_of = |pick: &dyn Fn(&RankCounts) -> u64| {
+        mean(&by_rank.iter().map(|rank| pick(rank) as f64).collect::<Vec<f64>>())
+    };
+    let numbers = 0..first.times.len();
+    Ok(numbers
+        .map(|index| {
+            let shared = Shared {
+                plan,
+                ranks,
+                index,
+                is_virtual: first.is_virtual,
+                counts: counts::mean(&by_rank),
+                remote_rows: mean_of(&|rank| rank.linked),
+                relayed: mean_of(&|rank| rank.relayed),
+            };
+            Point {
+                schema_version: SCHEMA_VERSION,
+                mode: plan.mode().into(),
+                device: first.device.clone(),
+                is_virtual: first.is_virtual,
+                clock: if first.is_virtual {
+                    "virtual GPU: time of an interpreter".into()
+                } else {
+                    "CUDA events".into()
+                },
+                driver_version: if first.is_virtual { 0 } else { first.driver_version },
+                date: today(),
+                key: plan.key(first.times[index].num_sms),
+                shapes: plan.shapes,
+                warmup: plan.warmup,
+                iters: plan.iters,
+                setup_ms: ranks.iter().map(|rank| rank.setup_ms).fold(0.0, f64::max),
+                pool_bytes: first.pool_bytes,
+                wire_bytes: first.wire_bytes,
+                device_bytes: ranks.iter().map(|rank| rank.device_bytes).max().unwrap_or(0),
+                counts: shared.counts,
+                counts_by_rank: by_rank.iter().map(|rank| rank.six).collect(),
+                remote_rows: shared.remote_rows,
+                phases: shared.phases(),
+                exact_dispatch_returns: shared.distribution(|times| &times.dispatch_exact_host),
+            }
+        })
+        .collect())
+}
+
+/// The devices' counts, which must be those of a serial count from the ids alone.
+fn checked_counts(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<RankCounts>> {
+    let ids: Vec<Vec<i64>> = ranks.iter().map(|rank| rank.topk_idx.clone()).collect();
+    let expected = counts::serial(&ids, plan.count_sizes());
+    for (number, (rank, serial)) in ranks.iter().zip(&expected).enumerate() {
+        let device = rank.counts;
+        if device != *serial {
+            return Err(Error::Failed(format!(
+                "rank {number}: the device counts {device:?} for a dispatch, a serial count of the routing {serial:?}"
+            )));
+        }
+    }
+    Ok(expected)
+}
+
+/// Holds what the proxies put against what the layout of wire memory makes of the serial counts.
+fn check_wire(plan: &Plan, ranks: &[RankResult], counts: &[RankCounts]) -> Result<()> {
+    let calls = u64::from(plan.warmup + plan.iters);
+    for (number, (rank, counts)) in ranks.iter().zip(counts).enumerate() {
+        for (times, name) in rank.times.iter().flat_map(|times| PhaseName::ALL.map(|name| (times, name))) {
+            let rows = if name.is_dispatch() { counts.six.send_rdma } else { counts.relayed };
+            let messages = if name == PhaseName::DispatchUncached { rank.message_bytes } else { 0 };
+            // What kernels write themselves is not put.
+            let calls = if rank.mapped { 0 } else { calls };
+            let expected = calls * (rows * name.slot_bytes(plan.row_bytes(name), plan.topk) + messages);
+            let put = times.wire_of(name).map_or(0, |count| count.bytes);
+            if put != expected {
+                return Err(Error::Failed(format!(
+                    "rank {number}: {calls} calls of {} with {} SMs put {put} bytes on the wire, by the layout {expected}",
+                    name.text(),
+                    times.num_sms
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What the phases of one point have in common.
+struct Shared<'a> {
+    plan: &'a Plan,
+    ranks: &'a [RankResult],
+    index: usize,
+    is_virtual: bool,
+    counts: Six<f64>,
+    remote_rows: f64,
+    relayed: f64,
+}
+
+impl Shared<'_> {
+    fn times(&self) -> impl Iterator<Item = &Times> {
+        self.ranks.iter().map(|rank| &rank.times[self.index])
+    }
+
+    fn distribution(&self, samples: impl Fn(&Times) -> &Samples) -> Distribution {
+        let all: Vec<&[f64]> = self.times().map(|times| samples(times).as_slice()).collect();
+        Distribution::new(&all)
+    }
+
+    fn spread(&self, value: impl Fn(&Times) -> f64) -> Spread {
+        Spread::new(&self.times().map(value).collect::<Vec<f64>>())
+    }
+
+    fn phases(&self) -> Vec<Phase> {
+        let stream = |pick: fn(&Times) -> f64| Some(self.spread(pick));
+        let exact = if self.plan.world.nodes > 1 { stream(|t| t.dispatch_exact_stream) } else { None };
+        vec![
+            self.phase(PhaseName::DispatchCached, |t| &t.dispatch_cached, stream(|t| t.dispatch_stream)),
+            self.phase(PhaseName::DispatchUncached, |t| &t.dispatch_uncached, exact),
+            self.phase(PhaseName::CombineInPool, |t| &t.combine, stream(|t| t.combine_stream)),
+            self.phase(PhaseName::CombineStaged, |t| &t.combine_staged, None),
+        ]
+    }
+
+    fn phase(&self, name: PhaseName, samples: fn(&Times) -> &Samples, back_to_back: Option<Spread>) -> Phase {
+        let row_bytes = self.plan.row_bytes(name);
+        let call = self.distribution(samples);
+        let ceilings: Option<Vec<f64>> = self
+            .times()
+            .map(|times| times.ceiling.map(|(push, pull)| if name.is_dispatch() { push } else { pull }))
+            .collect();
+        let ceiling = ceilings.map(|ceilings| mean(&ceilings));
+        let rows = Rows { sent: self.counts, remote: self.remote_rows, tokens: f64::from(self.plan.tokens) };
+        let wire = (self.plan.world.nodes > 1).then(|| self.on_wire(name, row_bytes, &call, ceiling));
+        let bandwidth = (!self.is_virtual).then(|| {
+            let ranks = self.ranks.len();
+            let bandwidth = bandwidth(name, &rows, row_bytes, ranks, &call, back_to_back, ceiling);
+            let put = wire.as_ref().map(|wire| (wire.rows * wire.slot_bytes as f64, wire.transport_us));
+            Bandwidth {
+                wire: put.map(|(bytes, _)| gbps(bytes, call.avg_us)),
+                wire_ceiling: put.and_then(|(bytes, us)| Some(gbps(bytes, us?))),
+                ..bandwidth
+            }
+        });
+        Phase { name, row_bytes, call, kernel_us: self.kernel_us(name), back_to_back, wire, bandwidth }
+    }
+
+    fn on_wire(&self, name: PhaseName, row_bytes: u64, call: &Distribution, ceiling: Option<f64>) -> OnWire {
+        let calls = f64::from(self.plan.warmup + self.plan.iters) * self.ranks.len() as f64;
+        let of = |pick: fn(&WireCount) -> u64| {
+            self.times().filter_map(|times| times.wire_of(name)).map(|count| pick(&count)).sum::<u64>() as f64
+        };
+        // Rows of a staged combine are those of one in the pool.
+        let alone = if name == PhaseName::CombineStaged { PhaseName::CombineInPool } else { name };
+        let times = self.ranks.iter().flat_map(|rank| &rank.transport_us);
+        let times: Vec<f64> = times.filter(|(phase, _)| *phase == alone).map(|(_, us)| *us).collect();
+        let transport_us = (!times.is_empty()).then(|| mean(&times));
+        let slot_bytes = name.slot_bytes(row_bytes, self.plan.topk);
+        let rows = if name.is_dispatch() { self.counts.send_rdma } else { self.relayed };
+        let mapped = self.ranks.iter().all(|rank| rank.mapped);
+        let slots_over_links = if mapped { rows * slot_bytes as f64 } else { 0.0 };
+        let linked_bytes = self.remote_rows * row_bytes as f64 + slots_over_links;
+        let nvlink_us =
+            if linked_bytes == 0.0 { Some(0.0) } else { ceiling.map(|ceiling| linked_bytes / ceiling / 1e3) };
+        // An interpreter's time over a network's says nothing.
+        let nvlink_us = nvlink_us.filter(|_| !self.is_virtual);
+        let alone_us = if mapped { Some(0.0) } else { transport_us };
+        OnWire {
+            slot_bytes,
+            rows,
+            bytes: of(|count| count.bytes) / calls,
+            puts: of(|count| count.puts) / calls,
+            transport_us,
+            nvlink_us,
+            share: alone_us.zip(nvlink_us).map(|(transport, nvlink)| call.avg_us / (transport + nvlink)),
+        }
+    }
+
+    fn kernel_us(&self, name: PhaseName) -> Option<f64> {
+        let num_sms = self.times().next()?.num_sms;
+        let calls = self.ranks.iter().flat_map(|rank| &rank.traced);
+        let times: Vec<f64> = calls
+            .filter(|call| call.phase == name && call.num_sms == num_sms)
+            .map(|call| call.kernel_us())
+            .collect();
+        (!times.is_empty()).then(|| mean(&times))
+    }
+}
+
+/// Rows of a dispatch per rank.
+pub struct Rows {
+    /// The six metrics.
+    pub sent: Six<f64>,
+    /// Rows that crossed a link.
+    pub remote: f64,
+    /// Tokens.
+    pub tokens: f64,
+}
+
+/// A phase's bandwidths by every convention.
+pub fn bandwidth(
+    name: PhaseName,
+    rows: &Rows,
+    row_bytes: u64,
+    ranks: usize,
+    call: &Distribution,
+    back_to_back: Option<Spread>,
+    link_ceiling: Option<f64>,
+) -> Bandwidth {
+    let bytes = |rows: f64| rows * row_bytes as f64;
+    let six = if name.is_dispatch() { rows.sent } else { rows.sent.swapped() };
+    Bandwidth {
+        links: gbps(bytes(rows.remote), call.avg_us),
+        link_ceiling,
+        wire: None,
+        wire_ceiling: None,
+        deepep: gbps(bytes(rows.sent.recv_total), call.avg_us),
+        nccl_ep: six.map(|rows| gbps(bytes(rows), call.avg_us)),
+        seed: back_to_back.map(|spread| {
+            let per_rank = gbps(bytes(rows.tokens), spread.avg_us);
+            SeedBandwidth {
+                per_rank,
+                aggregate: per_rank * ranks as f64,
+                six: six.map(|rows| gbps(bytes(rows), spread.avg_us)),
+            }
+        }),
+    }
+}

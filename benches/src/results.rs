@@ -1,0 +1,440 @@
+//! What a benchmark measured, as it is stored: docs/BENCH-SCHEMA.md describes the JSON form of these types.
+
+use std::path::Path;
+
+use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
+use serde::{Deserialize, Serialize};
+
+use crate::counts::Six;
+use crate::{Error, Result, Shapes};
+
+/// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one is added.
+pub const SCHEMA_VERSION: u32 = 1;
+
+/// A results file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Results {
+    /// [`SCHEMA_VERSION`] of the writer.
+    pub schema_version: u32,
+    /// Who wrote it.
+    pub tool: String,
+    /// What else is known of the measurement.
+    #[serde(default)]
+    pub note: Option<String>,
+    /// Measured points.
+    pub points: Vec<Point>,
+}
+
+/// Everything measured with one set of sizes and one number of multiprocessors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    /// Version of the form of this line: sweeps write points alone.
+    pub schema_version: u32,
+    /// `intranode` or `internode`.
+    pub mode: String,
+    /// The device's name.
+    pub device: String,
+    /// True for the virtual GPU: every time is an interpreter's, and no bandwidth is given.
+    #[serde(rename = "virtual")]
+    pub is_virtual: bool,
+    /// What the times are.
+    pub clock: String,
+    /// CUDA version of the driver, 1000 * major + 10 * minor; 0 on the virtual GPU.
+    pub driver_version: u32,
+    /// Day of the measurement, UTC, `YYYY-MM-DD`.
+    pub date: String,
+    /// Sizes and settings.
+    #[serde(flatten)]
+    pub key: Key,
+    /// Launch shapes that were asked for.
+    #[serde(default, rename = "tuning")]
+    pub shapes: Shapes,
+    /// Untimed iterations.
+    pub warmup: u32,
+    /// Timed iterations.
+    pub iters: u32,
+    /// Milliseconds to make the buffer, of the slowest rank.
+    pub setup_ms: f64,
+    /// Bytes of a rank's pool.
+    pub pool_bytes: u64,
+    /// Bytes of a rank's wire memory; 0 within one node.
+    #[serde(default)]
+    pub wire_bytes: u64,
+    /// Device bytes of a rank's whole buffer.
+    pub device_bytes: u64,
+    /// Token counts of a dispatch, means over ranks, as the devices' handles have them; combine's are swapped.
+    pub counts: Six<f64>,
+    /// The same by rank; empty in files converted from older ones.
+    pub counts_by_rank: Vec<Six<u64>>,
+    /// Rows per rank that came over NVLink: received rows without own ones and those that the rank itself relayed.
+    pub remote_rows: f64,
+    /// The phases.
+    pub phases: Vec<Phase>,
+    /// Host's clock: an exact-size dispatch returns after this.
+    pub exact_dispatch_returns: Distribution,
+}
+
+/// What a point is of: points with equal keys can be compared.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Key {
+    /// Nodes.
+    pub nodes: u32,
+    /// Ranks.
+    pub num_ranks: u32,
+    /// Tokens per rank.
+    pub tokens: u32,
+    /// Elements per row.
+    pub hidden: u64,
+    /// Experts of all ranks.
+    pub experts: u32,
+    /// Entries per token.
+    pub topk: u32,
+    /// Row type of dispatch.
+    pub dtype: String,
+    /// Seed of the routing.
+    pub seed: u64,
+    /// Share of entries that select no expert.
+    pub masked: f64,
+    /// Multiprocessors.
+    pub num_sms: u32,
+    /// What joins the nodes; missing within one.
+    #[serde(default)]
+    pub transport: Option<String>,
+    /// Queues to each peer on another node; likewise.
+    #[serde(default)]
+    pub queues: Option<u32>,
+    /// Rows of a put; likewise.
+    #[serde(default)]
+    pub rdma_send: Option<u32>,
+}
+
+impl Key {
+    /// Nodes and what joins them, for people, without what is said elsewhere; nothing within one node.
+    pub fn network(&self, without_nodes: bool, without_chunk: bool) -> Option<String> {
+        let (transport, queues, chunk) = (self.transport.as_ref()?, self.queues?, self.rdma_send?);
+        let nodes = (!without_nodes).then(|| format!("{} nodes", self.nodes));
+        let chunk = (!without_chunk).then(|| format!("{chunk} rows a put"));
+        let network = Some(format!("{transport}, queues {queues}"));
+        Some([nodes, network, chunk].into_iter().flatten().collect::<Vec<_>>().join(", "))
+    }
+}
+
+/// One phase.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Phase {
+    /// Which.
+    pub name: PhaseName,
+    /// Bytes of a row on the way, scales included.
+    pub row_bytes: u64,
+    /// Whole calls, each by itself, L2 emptied before.
+    pub call: Distribution,
+    /// Mean time in the kernels, first block's start to last block's end, from their own clock; of traced calls apart.
+    pub kernel_us: Option<f64>,
+    /// Calls back to back, as the seed times them: one pair of events around all. Only of the two phases that it has.
+    pub back_to_back: Option<Spread>,
+    /// What it puts on the wire; `null` within one node.
+    #[serde(default)]
+    pub wire: Option<OnWire>,
+    /// Bandwidths; `null` on the virtual GPU.
+    pub bandwidth: Option<Bandwidth>,
+}
+
+/// What a phase puts on the wire for each rank and call, means over ranks, and what the transport alone takes for it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OnWire {
+    /// Bytes of a row on the wire, its metadata included.
+    pub slot_bytes: u64,
+    /// Rows for other nodes.
+    pub rows: f64,
+    /// Bytes of rows and count messages, as the proxies counted them; what the layout predicts, or the benchmark fails. 0 where kernels
+    /// write the other nodes' memory themselves.
+    pub bytes: f64,
+    /// Puts that carried bytes.
+    pub puts: f64,
+    /// The same rows put by host code through rings and proxies of the same transport, in the same run; host's clock.
+    pub transport_us: Option<f64>,
+    /// The rows that pass NVLink at its ceiling, with those for other nodes where their memory is mapped; missing on the virtual GPU.
+    pub nvlink_us: Option<f64>,
+    /// The mean call over the sum of both, or over the latter where nothing is put; 1 is one after the other, less is overlap.
+    pub share: Option<f64>,
+}
+
+/// The phases of a benchmark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PhaseName {
+    /// Dispatch along a known routing.
+    DispatchCached,
+    /// Dispatch with count exchange and metadata.
+    DispatchUncached,
+    /// Combine of rows that the experts wrote into the pool.
+    CombineInPool,
+    /// Combine of rows that are copied into the pool first.
+    CombineStaged,
+}
+
+impl PhaseName {
+    /// All, in order.
+    pub const ALL: [PhaseName; 4] = [
+        PhaseName::DispatchCached,
+        PhaseName::DispatchUncached,
+        PhaseName::CombineInPool,
+        PhaseName::CombineStaged,
+    ];
+
+    /// Bytes on the wire of a row of `row_bytes`, scales included, with what else its slot holds.
+    pub fn slot_bytes(self, row_bytes: u64, topk: u32) -> u64 {
+        let row_bytes = row_bytes as u32;
+        u64::from(match self {
+            PhaseName::DispatchCached => SlotShape::new(row_bytes, 0, None).bytes,
+            PhaseName::DispatchUncached => SlotShape::new(row_bytes, 0, Some(topk)).bytes,
+            PhaseName::CombineInPool | PhaseName::CombineStaged => combine_slot_bytes(row_bytes, 0),
+        })
+    }
+
+    /// For people.
+    pub fn text(self) -> &'static str {
+        match self {
+            PhaseName::DispatchCached => "dispatch cached",
+            PhaseName::DispatchUncached => "dispatch uncached",
+            PhaseName::CombineInPool => "combine in pool",
+            PhaseName::CombineStaged => "combine staged",
+        }
+    }
+
+    /// True for the two dispatches.
+    pub fn is_dispatch(self) -> bool {
+        matches!(self, PhaseName::DispatchCached | PhaseName::DispatchUncached)
+    }
+}
+
+/// Microseconds over ranks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Spread {
+    /// Mean over ranks.
+    pub avg_us: f64,
+    /// Fastest rank; missing in files converted from older ones.
+    pub min_us: Option<f64>,
+    /// Slowest rank; likewise.
+    pub max_us: Option<f64>,
+}
+
+impl Spread {
+    /// Of one value a rank.
+    pub fn new(ranks: &[f64]) -> Spread {
+        Spread {
+            avg_us: mean(ranks),
+            min_us: ranks.iter().copied().reduce(f64::min),
+            max_us: ranks.iter().copied().reduce(f64::max),
+        }
+    }
+}
+
+/// A distribution over iterations, in microseconds; an iteration counts as the mean over ranks.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Distribution {
+    /// Mean.
+    pub avg_us: f64,
+    /// Mean of the fastest rank.
+    pub min_rank_us: f64,
+    /// Mean of the slowest rank.
+    pub max_rank_us: f64,
+    /// Median.
+    pub median_us: f64,
+    /// 90th percentile, nearest rank; missing in files converted from older ones.
+    pub p90_us: Option<f64>,
+    /// 99th percentile, nearest rank.
+    pub p99_us: f64,
+    /// Every iteration, in order; empty in files converted from older ones.
+    pub samples_us: Vec<f64>,
+}
+
+impl Distribution {
+    /// Of every rank's iterations.
+    pub fn new(ranks: &[&[f64]]) -> Distribution {
+        let iterations = ranks.first().map_or(0, |samples| samples.len());
+        let samples: Vec<f64> = (0..iterations)
+            .map(|i| ranks.iter().map(|samples| samples[i]).sum::<f64>() / ranks.len() as f64)
+            .collect();
+        let spread = Spread::new(&ranks.iter().map(|samples| mean(samples)).collect::<Vec<f64>>());
+        Distribution {
+            avg_us: spread.avg_us,
+            min_rank_us: spread.min_us.unwrap_or_default(),
+            max_rank_us: spread.max_us.unwrap_or_default(),
+            median_us: percentile(&samples, 0.5),
+            p90_us: Some(percentile(&samples, 0.9)),
+            p99_us: percentile(&samples, 0.99),
+            samples_us: samples,
+        }
+    }
+}
+
+/// Bandwidths of one phase in GB/s (1e9 bytes), per rank.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Bandwidth {
+    /// Over the links only: own rows left out.
+    pub links: f64,
+    /// What plain bulk copies with as many blocks reach over the same links, if that was measured.
+    pub link_ceiling: Option<f64>,
+    /// Over the wire, metadata included; missing within one node.
+    #[serde(default)]
+    pub wire: Option<f64>,
+    /// What the transport alone reaches with the same rows.
+    #[serde(default)]
+    pub wire_ceiling: Option<f64>,
+    /// As DeepEP counts: received rows, own included.
+    pub deepep: f64,
+    /// As NCCL EP counts: the six metrics at the mean call.
+    pub nccl_ep: Six<f64>,
+    /// As the seed counts, at its own timing; only of the two phases that it has.
+    pub seed: Option<SeedBandwidth>,
+}
+
+/// The seed's bandwidths in GB/s.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct SeedBandwidth {
+    /// Input bytes over the mean time.
+    pub per_rank: f64,
+    /// That times the ranks.
+    pub aggregate: f64,
+    /// The six metrics.
+    pub six: Six<f64>,
+}
+
+impl Point {
+    /// The phase, if the point has it.
+    pub fn phase(&self, name: PhaseName) -> Option<&Phase> {
+        self.phases.iter().find(|phase| phase.name == name)
+    }
+
+    /// What every figure and drawing of it says where the times are not hardware's.
+    pub fn caveat(&self) -> &'static str {
+        if self.is_virtual { "VIRTUAL GPU: interpreter times, of no hardware" } else { "" }
+    }
+}
+
+impl Results {
+    /// A file of this program.
+    pub fn new(points: Vec<Point>) -> Results {
+        let tool = concat!("epoxide ", env!("CARGO_PKG_VERSION")).to_owned();
+        Results { schema_version: SCHEMA_VERSION, tool, note: None, points }
+    }
+
+    /// Reads a results file, or the JSON lines of a sweep.
+    pub fn read(path: &Path) -> Result<Results> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| Error::Usage(format!("{}: {error}", path.display())))?;
+        Results::parse(&text).map_err(|why| Error::Usage(format!("{}: {why}", path.display())))
+    }
+
+    fn parse(text: &str) -> std::result::Result<Results, String> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            schema_version: u32,
+        }
+        // A results file is one value, a sweep's are many: both are a stream.
+        let mut points = Vec::new();
+        for value in serde_json::Deserializer::from_str(text).into_iter::<serde_json::Value>() {
+            let value = value.map_err(|error| format!("not a results file: {error}"))?;
+            let Ok(Versioned { schema_version }) = serde_json::from_value(value.clone()) else {
+                return Err("has no schema_version: not a results file".into());
+            };
+            if schema_version != SCHEMA_VERSION {
+                return Err(format!(
+                    "schema_version {schema_version}; this epoxide reads {SCHEMA_VERSION} (docs/BENCH-SCHEMA.md)"
+                ));
+            }
+            let broken = |error: serde_json::Error| format!("not a results file: {error}");
+            match value.get("points").is_some() {
+                true => points.extend(serde_json::from_value::<Results>(value).map_err(broken)?.points),
+                false => points.push(serde_json::from_value(value).map_err(broken)?),
+            }
+        }
+        match points.is_empty() {
+            true => Err("holds no points".into()),
+            false => Ok(Results::new(points)),
+        }
+    }
+
+    /// As JSON.
+    ///
+    /// # Errors
+    /// Where a figure has no JSON form.
+    pub fn json(&self) -> Result<String> {
+        serde_json::to_string_pretty(self).map_err(|error| Error::Failed(format!("JSON: {error}")))
+    }
+}
+
+/// The mean; 0 of nothing.
+pub fn mean(values: &[f64]) -> f64 {
+    if values.is_empty() { 0.0 } else { values.iter().sum::<f64>() / values.len() as f64 }
+}
+
+/// The nearest-rank percentile `q` of 0 to 1; 0 of nothing.
+pub fn percentile(values: &[f64], q: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let rank = (q * sorted.len() as f64).ceil() as usize;
+    sorted.get(rank.saturating_sub(1)).copied().unwrap_or(0.0)
+}
+
+/// GB/s (1e9 bytes) of `bytes` in `us` microseconds.
+pub fn gbps(bytes: f64, us: f64) -> f64 {
+    bytes / us / 1e3
+}
+
+/// Today, UTC, `YYYY-MM-DD`.
+pub fn today() -> String {
+    let seconds =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (year, month, day) = civil(seconds / 86_400);
+    format!("{year:04}-{month:02}-{day:02}")
+}
+
+/// The date of a day since 1970-01-01 (Hinnant's algorithm, for days from then on).
+fn civil(days: u64) -> (u64, u64, u64) {
+    let z = days + 719_468;
+    let (era, of_era) = (z / 146_097, z % 146_097);
+    let year = (of_era - of_era / 1_460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year + year / 4 - year / 100);
+    let shifted = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    (year + era * 400 + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn days_become_dates() {
+        assert_eq!(civil(0), (1970, 1, 1));
+        assert_eq!(civil(11_016), (2000, 2, 29));
+        assert_eq!(civil(20_777), (2026, 11, 20));
+    }
+
+    #[test]
+    fn percentiles_are_of_the_nearest_rank() {
+        let values: Vec<f64> = (1..=20).rev().map(f64::from).collect();
+        assert_eq!([0.5, 0.9, 0.99, 1.0].map(|q| percentile(&values, q)), [10.0, 18.0, 20.0, 20.0]);
+        assert_eq!(percentile(&[7.0], 0.5), 7.0);
+        let two = Distribution::new(&[&[1.0, 3.0], &[3.0, 9.0]]);
+        assert_eq!(two.samples_us, [2.0, 6.0]);
+        assert_eq!((two.avg_us, two.min_rank_us, two.max_rank_us), (4.0, 2.0, 6.0));
+    }
+
+    #[test]
+    fn files_that_are_not_results_are_named_as_such() {
+        for (text, part) in [
+            ("", "no points"),
+            ("{}", "no schema_version"),
+            ("{\"schema_version\": 99}", "schema_version 99"),
+            ("{\"schema_version\": 1, \"points\": 3}", "not a results file"),
+            ("nonsense", "not a results file"),
+        ] {
+            let error = Results::parse(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! Sweeps: all combinations of some axes, kept as JSON lines, so that a sweep that was ended goes on where it was.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use epoxide::driver::Device;
+use epoxide_testing::World;
+
+use crate::results::{PhaseName, Point, Results};
+use crate::{Error, Plan, Result};
+
+/// The axes of a sweep; an empty one stays at the plan's value.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sweep {
+    tokens: Vec<u32>,
+    sms: Vec<u32>,
+    ranks: Vec<u32>,
+    nodes: Vec<u32>,
+    rdma_send: Vec<u32>,
+}
+
+impl FromStr for Sweep {
+    type Err = String;
+
+    /// `axis=values` with commas between; values have commas between, too: `sms=4,8,ranks=2..8`.
+    fn from_str(text: &str) -> std::result::Result<Sweep, String> {
+        let (mut sweep, mut axis) = (Sweep::default(), None);
+        for part in text.split(',') {
+            let values = match part.split_once('=') {
+                Some((name, values)) => {
+                    axis = Some(name.trim());
+                    values
+                }
+                None => part,
+            };
+            let list = match axis {
+                Some("tokens") => &mut sweep.tokens,
+                Some("sms") => &mut sweep.sms,
+                Some("ranks") => &mut sweep.ranks,
+                Some("nodes") => &mut sweep.nodes,
+                Some("rdma_send") => &mut sweep.rdma_send,
+                _ => {
+                    return Err(format!("{part}: the axes are tokens=, sms=, ranks=, nodes= and rdma_send="));
+                }
+            };
+            list.extend(parse_values(values.trim())?);
+        }
+        let Sweep { tokens, sms, ranks, nodes, rdma_send } = &mut sweep;
+        for list in [tokens, sms, ranks, nodes, rdma_send] {
+            list.sort_unstable();
+            list.dedup();
+        }
+        Ok(sweep)
+    }
+}
+
+/// `7`, `4..48` (doubling, with the end if a doubling meets it), or `4..48:4` (steps).
+///
+/// # Errors
+/// What is wrong with the text.
+pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
+    let number = |text: &str| match text.trim().parse::<u32>() {
+        Ok(number) if number > 0 => Ok(number),
+        _ => Err(format!("{text}: a positive whole number is needed")),
+    };
+    let Some((from, rest)) = text.split_once("..") else {
+        return Ok(vec![number(text)?]);
+    };
+    let (to, step) = match rest.split_once(':') {
+        Some((to, step)) => (number(to)?, Some(number(step)?)),
+        None => (number(rest)?, None),
+    };
+    let from = number(from)?;
+    if from > to {
+        return Err(format!("{text}: the end lies before the start"));
+    }
+    let next = |&at: &u32| match step {
+        Some(step) => at.checked_add(step),
+        None => at.checked_mul(2),
+    };
+    Ok(std::iter::successors(Some(from), next).take_while(|&at| at <= to).collect())
+}
+
+/// How a sweep is carried out.
+pub struct Run<'a> {
+    /// Says where so many nodes of so many ranks are, or why they cannot be.
+    pub world: &'a dyn Fn(u32, u32) -> Result<World>,
+    /// Makes the device of a rank.
+    pub open: &'a (dyn Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync),
+    /// Is told before each run what it is of, how many points are done, and how many there are.
+    pub progress: &'a dyn Fn(&Plan, usize, usize),
+}
+
+/// What a sweep found.
+#[derive(Debug, Clone)]
+pub struct Swept {
+    /// The points of this sweep, old and new.
+    pub points: Vec<Point>,
+    /// Why some of its sizes could not be measured.
+    pub skipped: Vec<String>,
+}
+
+/// Measures what `out` does not hold yet.
+///
+/// # Errors
+/// Where a combination cannot be, before any is measured; and whatever the operations report.
+pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swept> {
+    let mut known = if out.exists() && std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
+        mend(out)?;
+        if std::fs::metadata(out).is_ok_and(|file| file.len() > 0) {
+            Results::read(out)?.points
+        } else {
+            Vec::new()
+        }
+    } else {
+        Vec::new()
+    };
+    let groups = groups(plan, sweep, how.world)?;
+    let total = groups.iter().map(|group| group.num_sms.len()).sum::<usize>();
+    let mut done = 0;
+    let mut swept = Swept { points: Vec::new(), skipped: Vec::new() };
+    for group in groups {
+        (how.progress)(&group, done, total);
+        let mut missing = group.clone();
+        missing.num_sms.retain(|&sms| find(&known, &group, sms).is_none());
+        if !missing.num_sms.is_empty() {
+            match crate::measure(&missing, how.open) {
+                Ok((points, _)) => {
+                    append(out, &points)?;
+                    known.extend(points);
+                }
+                // One size that does not fit does not end the others.
+                Err(
+                    reason @ (Error::DoesNotFit(_) | Error::Operation(epoxide::Error::Unavailable { .. })),
+                ) => {
+                    swept.skipped.push(reason.to_string());
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let found = group.num_sms.iter().filter_map(|&sms| find(&known, &group, sms));
+        swept.points.extend(found.cloned());
+        done += group.num_sms.len();
+    }
+    Ok(swept)
+}
+
+/// One run for each combination of the other axes, with all numbers of multiprocessors. All are settled before any is measured.
+fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<World>) -> Result<Vec<Plan>> {
+    let or = |list: &[u32], value: u32| if list.is_empty() { vec![value] } else { list.to_vec() };
+    let num_sms = if sweep.sms.is_empty() { &plan.num_sms } else { &sweep.sms };
+    let mut groups = Vec::new();
+    for nodes in or(&sweep.nodes, plan.world.nodes) {
+        for ranks_per_node in or(&sweep.ranks, plan.world.ranks_per_node) {
+            // Within one node nothing is put.
+            let chunks = if nodes == 1 { &[][..] } else { &sweep.rdma_send };
+            for rdma_send in or(chunks, plan.rdma_send) {
+                for tokens in or(&sweep.tokens, plan.tokens) {
+                    let world = place(nodes, ranks_per_node)?;
+                    groups.push(Plan { world, tokens, rdma_send, num_sms: num_sms.clone(), ..plan.clone() });
+                }
+            }
+        }
+    }
+    for (group, sms) in groups.iter().flat_map(|group| group.num_sms.iter().map(move |sms| (group, *sms))) {
+        group.config(sms).map_err(|error| Error::Usage(format!("bench: --sweep: {error}")))?;
+    }
+    Ok(groups)
+}
+
+/// A finished point: the same sizes and launch shapes, the same kind of device, and as many iterations.
+fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
+    let key = plan.key(sms);
+    known.iter().find(|point| {
+        point.key == key
+            && point.is_virtual == plan.is_virtual
+            && (point.warmup, point.iters, point.shapes) == (plan.warmup, plan.iters, plan.shapes)
+    })
+}
+
+/// Cuts off a last line that was being written when the sweep was ended.
+fn mend(out: &Path) -> Result<()> {
+    let broken = |error: std::io::Error| Error::Failed(format!("{}: {error}", out.display()));
+    let text = std::fs::read_to_string(out).map_err(broken)?;
+    if text.ends_with('\n') {
+        return Ok(());
+    }
+    let whole = text.rfind('\n').map_or(0, |end| end + 1);
+    std::fs::write(out, &text[..whole]).map_err(broken)
+}
+
+fn append(out: &Path, points: &[Point]) -> Result<()> {
+    let mut lines = String::new();
+    for point in points {
+        lines += &serde_json::to_string(point).map_err(|error| Error::Failed(format!("JSON: {error}")))?;
+        lines.push('\n');
+    }
+    let broken = |error: std::io::Error| Error::Failed(format!("{}: {error}", out.display()));
+    let mut file = OpenOptions::new().create(true).append(true).open(out).map_err(broken)?;
+    file.write_all(lines.as_bytes()).map_err(broken)
+}
+
+/// For each phase and size the number of multiprocessors, and across nodes the rows of a put, that is fastest.
+pub fn summary(points: &[Point]) -> String {
+    let mut lines = vec![format!(
+        "{:<18} {:>5} {:>5} {:>7} {:>5} {:>5} {:>11} {:>11}",
+        "best of the sweep", "nodes", "ranks", "tokens", "SMs", "chunk", "mean us", "links GB/s"
+    )];
+    for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
+        let size = |point: &Point| (point.key.nodes, point.key.num_ranks, point.key.tokens);
+        let mut sizes: Vec<(u32, u32, u32)> = points.iter().map(size).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        for of in sizes {
+            let (nodes, ranks, tokens) = of;
+            let of_size = points.iter().filter(|point| size(point) == of);
+            let phases = of_size.filter_map(|point| Some((point, point.phase(name)?)));
+            let best = phases.min_by(|a, b| a.1.call.avg_us.total_cmp(&b.1.call.avg_us));
+            let Some((point, phase)) = best else { continue };
+            let links = phase.bandwidth.as_ref().map_or("n/a".into(), |bw| format!("{:.1}", bw.links));
+            lines.push(format!(
+                "{:<18} {nodes:>5} {ranks:>5} {tokens:>7} {:>5} {:>5} {:>11.1} {links:>11}",
+                name.text(),
+                point.key.num_sms,
+                point.key.rdma_send.map_or("-".into(), |rows| rows.to_string()),
+                phase.call.avg_us
+            ));
+        }
+    }
+    if let Some(point) = points.iter().find(|point| point.is_virtual) {
+        lines.push(point.caveat().into());
+    }
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::{open, plan, world};
+
+    fn sweep_of(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
+        let how = Run { world: &world, open: &open, progress: &|_, _, _| {} };
+        run(plan, sweep, out, &how).map(|swept| swept.points)
+    }
+
+    #[test]
+    fn axes_double_step_or_are_listed() {
+        let sweep: Sweep = "tokens=128..1000,sms=4..12:4,ranks=2,4,8".parse().unwrap();
+        assert_eq!(sweep.tokens, [128, 256, 512]);
+        assert_eq!(sweep.sms, [4, 8, 12]);
+        assert_eq!(sweep.ranks, [2, 4, 8]);
+        assert_eq!("sms=4,4,2".parse::<Sweep>().unwrap().sms, [2, 4]);
+        for bad in ["", "4", "hidden=3", "sms=0", "sms=8..4", "sms=4..8:0", "sms=x", "sms=4..4294967295:x"] {
+            assert!(bad.parse::<Sweep>().is_err(), "{bad}");
+        }
+        assert_eq!("sms=2147483648..4294967295".parse::<Sweep>().unwrap().sms, [1 << 31]);
+    }
+
+    #[test]
+    fn a_sweep_goes_on_where_it_was_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("sweep.jsonl");
+        let asked = plan("--tokens 4");
+        let sweep: Sweep = "sms=2,4,ranks=1,2".parse().unwrap();
+        let points = sweep_of(&asked, &sweep, &out).unwrap();
+        assert_eq!(points.len(), 4);
+        let whole = std::fs::read_to_string(&out).unwrap();
+        assert_eq!(whole.lines().count(), 4);
+
+        // Everything is there: nothing is measured or written.
+        assert_eq!(sweep_of(&asked, &sweep, &out).unwrap(), points);
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), whole);
+
+        // Ended in the middle of the last line: that point alone is measured again.
+        std::fs::write(&out, &whole[..whole.len() - 100]).unwrap();
+        let again = sweep_of(&asked, &sweep, &out).unwrap();
+        assert_eq!(again[..3], points[..3]);
+        assert_eq!(again[3].key, points[3].key);
+        let lines = std::fs::read_to_string(&out).unwrap();
+        assert_eq!(lines.lines().take(3).collect::<Vec<_>>(), whole.lines().take(3).collect::<Vec<_>>());
+        assert_eq!(lines.lines().count(), 4);
+
+        let text = summary(&again);
+        assert!(text.contains("VIRTUAL GPU") && text.contains("n/a"), "{text}");
+        // Other iterations are another measurement; sizes that do not fit are left out.
+        let other = plan("--tokens 4 --iters 3");
+        assert!(find(&again, &other, 2).is_none() && find(&again, &asked, 2).is_some());
+        assert!(find(&again, &plan("--tokens 4 --combine-warps 2"), 2).is_none());
+        let sweep: Sweep = "sms=2,ranks=2,3".parse().unwrap();
+        assert_eq!(sweep_of(&asked, &sweep, &out).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn nodes_and_chunks_are_axes() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("sweep.jsonl");
+        let asked = plan("--tokens 4 --ranks-per-node 1 --num-sms 4 --transport shm");
+        let sweep: Sweep = "nodes=1..2,rdma_send=1,4".parse().unwrap();
+        let points = sweep_of(&asked, &sweep, &out).unwrap();
+        let of = |point: &Point| (point.mode.clone(), point.key.nodes, point.key.rdma_send);
+        // Within one node chunks make no difference.
+        let alone = ("intranode".to_owned(), 1, None);
+        let across = |chunk| ("internode".to_owned(), 2, Some(chunk));
+        assert_eq!(points.iter().map(of).collect::<Vec<_>>(), [alone, across(1), across(4)]);
+        assert_eq!(std::fs::read_to_string(&out).unwrap().lines().count(), 3);
+        assert!(summary(&points).contains("nodes"));
+        // A combination that cannot be is said before anything is measured.
+        let sweep: Sweep = "nodes=2,rdma_send=500".parse().unwrap();
+        assert!(sweep_of(&asked, &sweep, &out).unwrap_err().to_string().contains("500"));
+    }
+}

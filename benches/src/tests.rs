@@ -1,0 +1,174 @@
+//! Tests of whole measurements, on the virtual GPU.
+
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::ep::DType;
+use epoxide::transport::TransportKind;
+use epoxide_testing::World;
+
+use super::counts::Sizes;
+use super::measure::RankResult;
+use super::results::{PhaseName, Point, Results};
+use super::*;
+
+/// Small sizes, then what `line` says, in the words of the command's flags.
+pub fn plan(line: &str) -> Plan {
+    let mut plan = Plan {
+        world: World { nodes: 1, ranks_per_node: 2 },
+        is_virtual: true,
+        transport: TransportKind::Auto,
+        queues: 1,
+        tokens: 8,
+        hidden: 64,
+        experts: 8,
+        topk: 2,
+        dtype: DType::Bf16,
+        num_sms: vec![2],
+        rdma_send: 16,
+        rdma_recv: 128,
+        nvl_send: 8,
+        nvl_recv: 256,
+        nvl_bytes: None,
+        rdma_bytes: None,
+        warmup: 1,
+        iters: 2,
+        seed: 7,
+        masked: 0.0,
+        no_ceiling: false,
+        flush_mib: 256,
+        shapes: Shapes::default(),
+        ids: None,
+    };
+    for pair in line.split_whitespace().collect::<Vec<_>>().chunks(2) {
+        let number = || pair[1].parse().unwrap();
+        match pair[0] {
+            "--nodes" => plan.world.nodes = number(),
+            "--ranks-per-node" => plan.world.ranks_per_node = number(),
+            "--transport" => {
+                plan.transport = match pair[1] {
+                    "shm" => TransportKind::Shm,
+                    "tcp" => TransportKind::Tcp,
+                    "direct" => TransportKind::Direct,
+                    other => panic!("{other}"),
+                }
+            }
+            "--queues" => plan.queues = number(),
+            "--tokens" => plan.tokens = number(),
+            "--hidden" => plan.hidden = u64::from(number()),
+            "--experts" => plan.experts = number(),
+            "--topk" => plan.topk = number(),
+            "--dtype" => plan.dtype = if pair[1] == "fp8" { DType::Fp8E4m3 } else { DType::Bf16 },
+            "--num-sms" => plan.num_sms = pair[1].split(',').map(|sms| sms.parse().unwrap()).collect(),
+            "--rdma-send" => plan.rdma_send = number(),
+            "--iters" => plan.iters = number(),
+            "--seed" => plan.seed = u64::from(number()),
+            "--masked" => plan.masked = pair[1].parse().unwrap(),
+            "--combine-warps" => plan.shapes.combine_warps = Some(number()),
+            other => panic!("{other}"),
+        }
+    }
+    plan
+}
+
+/// The device of a rank.
+pub fn open(rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+    Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() }))
+}
+
+/// Where ranks of threads are.
+pub fn world(nodes: u32, ranks_per_node: u32) -> Result<World> {
+    Ok(World { nodes, ranks_per_node })
+}
+
+/// A run on the virtual GPU.
+pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
+    measure(&plan(line), open).unwrap()
+}
+
+/// The committed points of H200s.
+pub fn h200() -> Vec<Point> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/data/h200.json");
+    Results::read(path.as_ref()).unwrap().points
+}
+
+#[test]
+fn counts_of_the_devices_are_those_of_a_serial_count() {
+    for (seed, line) in [
+        "--ranks-per-node 1 --topk 3",
+        "--ranks-per-node 2 --tokens 33 --masked 0.5",
+        "--ranks-per-node 3 --experts 9 --topk 4",
+        "--ranks-per-node 4 --masked 1.0",
+        "--ranks-per-node 8 --experts 16 --topk 8 --dtype fp8 --hidden 256",
+        "--nodes 2 --ranks-per-node 2 --tokens 21 --num-sms 4 --transport shm",
+        "--nodes 3 --ranks-per-node 1 --tokens 13 --experts 9 --topk 3 --num-sms 6 --queues 2 --rdma-send 3 --masked 0.4 --transport tcp",
+        "--nodes 3 --ranks-per-node 2 --experts 12 --topk 3 --num-sms 4 --transport direct",
+        "--nodes 2 --ranks-per-node 3 --experts 12 --topk 5 --num-sms 4 --dtype fp8 --hidden 256 --transport shm",
+        "--nodes 2 --ranks-per-node 1 --num-sms 4 --masked 1.0",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let plan = plan(&format!("{line} --seed {seed}"));
+        let (points, ranks) = measure(&plan, open).unwrap();
+        let ids: Vec<Vec<i64>> = (0..plan.world.ranks()).map(|rank| plan.routing(rank)).collect();
+        let serial = counts::serial(&ids, plan.count_sizes());
+        let (point, sixes) = (&points[0], serial.iter().map(|rank| rank.six).collect::<Vec<_>>());
+        assert_eq!(point.counts_by_rank, sixes, "{line}");
+        assert_eq!(point.counts, counts::mean(&serial), "{line}");
+        assert!(ranks.iter().zip(&serial).all(|(rank, serial)| rank.counts == *serial), "{line}");
+        let per_rank = f64::from(plan.world.ranks());
+        let sum = |pick: fn(&counts::RankCounts) -> u64| serial.iter().map(pick).sum::<u64>() as f64;
+        assert_eq!(point.remote_rows * per_rank, sum(|rank| rank.linked), "{line}");
+        for phase in &point.phases {
+            let Some(wire) = &phase.wire else {
+                assert_eq!(point.key.nodes, 1);
+                continue;
+            };
+            let rows = if phase.name.is_dispatch() { sum(|r| r.six.send_rdma) } else { sum(|r| r.relayed) };
+            assert!((wire.rows * per_rank - rows).abs() < 1e-9, "{line}");
+            let messages = match phase.name {
+                PhaseName::DispatchUncached => ranks.iter().map(|rank| rank.message_bytes).sum::<u64>() as f64,
+                _ => 0.0,
+            };
+            // What kernels write themselves is not put.
+            let put = if ranks[0].mapped { 0.0 } else { rows * wire.slot_bytes as f64 + messages };
+            assert_eq!(ranks[0].mapped, !line.contains("shm") && !line.contains("tcp"), "{line}");
+            assert!((wire.bytes * per_rank - put).abs() < 1e-6, "{line}");
+        }
+    }
+}
+
+#[test]
+fn a_device_that_counts_wrongly_ends_the_benchmark() {
+    let plan = plan("--tokens 8");
+    let (_, mut ranks) = measure(&plan, open).unwrap();
+    assert!(points::points(&plan, &ranks).is_ok());
+    ranks[1].counts.six.recv_nvl += 1;
+    let stop = points::points(&plan, &ranks).unwrap_err();
+    assert!(stop.to_string().contains("rank 1: the device counts"));
+}
+
+#[test]
+fn a_hypothetical_split_into_nodes_counts_serially() {
+    // The same routing seen as one node and as several: ranks receive the same rows, from elsewhere.
+    let plan = plan("--ranks-per-node 8 --experts 16 --topk 4 --tokens 40");
+    let ids: Vec<Vec<i64>> = (0..8).map(|rank| plan.routing(rank)).collect();
+    let sizes = |ranks_per_node| Sizes { ranks_per_node, ..plan.count_sizes() };
+    let one = counts::serial(&ids, sizes(8));
+    for ranks_per_node in [1, 2, 4] {
+        for (split, whole) in counts::serial(&ids, sizes(ranks_per_node)).iter().zip(&one) {
+            let (split, whole) = (split.six, whole.six);
+            assert_eq!(split.recv_total, whole.recv_total);
+            assert!(split.recv_nvl <= whole.recv_nvl && split.send_total >= whole.send_total);
+        }
+    }
+}
+
+#[test]
+fn bytes_on_the_wire_that_the_layout_does_not_predict_end_the_benchmark() {
+    let plan = plan("--nodes 2 --ranks-per-node 1 --num-sms 4 --transport shm");
+    let (points, mut ranks) = measure(&plan, open).unwrap();
+    assert_eq!((points[0].mode.as_str(), points[0].key.transport.as_deref()), ("internode", Some("shm")));
+    ranks[0].times[0].wire[2].1.bytes += 16;
+    let message = points::points(&plan, &ranks).unwrap_err().to_string();
+    assert!(message.contains("rank 0") && message.contains("combine in pool"), "{message}");
+}

@@ -1,0 +1,232 @@
+//! What the network between nodes does with puts, by size and by how many are under way. No kernel runs: host
+//! code posts to the proxies' rings, so that the figures hold what a kernel sees, ring and proxy included. Where a peer's memory is
+//! mapped there is no queue that a kernel could use: there the puts are copies on a stream, by the devices' copy engines.
+
+use std::sync::Arc;
+
+use epoxide::driver::Device;
+use epoxide::group::ProcessGroup;
+use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide_testing::World;
+use serde::{Deserialize, Serialize};
+
+use crate::measure::TIMEOUT;
+use crate::puts::Poster;
+use crate::results::{Distribution, SCHEMA_VERSION, gbps, mean, today};
+use crate::{Error, Result};
+
+/// Fewest and most puts that a bandwidth is measured with, on each queue.
+const PUTS: std::ops::RangeInclusive<u64> = 32..=4096;
+
+/// One size and depth.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WirePoint {
+    /// Version of the form of this line.
+    pub schema_version: u32,
+    /// `wire`.
+    pub mode: String,
+    /// What carries the puts.
+    pub transport: String,
+    /// Queues to each peer.
+    pub queues: u32,
+    /// Nodes.
+    pub nodes: u32,
+    /// Ranks.
+    pub num_ranks: u32,
+    /// The device's name.
+    pub device: String,
+    /// True where no device of hardware holds the memory.
+    #[serde(rename = "virtual")]
+    pub is_virtual: bool,
+    /// Day of the measurement, UTC.
+    pub date: String,
+    /// Bytes of a put.
+    pub message_bytes: u64,
+    /// Puts under way on a queue.
+    pub depth: u64,
+    /// Whether only the ranks of node 0 put, for a bandwidth; `gbps` and its like are then theirs.
+    pub one_way: bool,
+    /// Puts of a rank to each peer.
+    pub puts: u64,
+    /// GB/s out of a rank, to all peers together, mean over ranks.
+    pub gbps: f64,
+    /// Of the slowest rank.
+    pub min_rank_gbps: f64,
+    /// Of the fastest rank.
+    pub max_rank_gbps: f64,
+    /// Puts of a rank per second, mean over ranks.
+    pub puts_per_second: f64,
+    /// Half a put there and one back, in microseconds; the same at every depth.
+    pub latency: Distribution,
+}
+
+/// A results file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WireResults {
+    /// [`SCHEMA_VERSION`] of the writer.
+    pub schema_version: u32,
+    /// Who wrote it.
+    pub tool: String,
+    /// Measured points.
+    pub points: Vec<WirePoint>,
+}
+
+impl WireResults {
+    /// A file of this program.
+    pub fn new(points: Vec<WirePoint>) -> WireResults {
+        let tool = concat!("epoxide ", env!("CARGO_PKG_VERSION")).to_owned();
+        WireResults { schema_version: SCHEMA_VERSION, tool, points }
+    }
+
+    /// As JSON.
+    ///
+    /// # Errors
+    /// Where a figure has no JSON form.
+    pub fn json(&self) -> Result<String> {
+        serde_json::to_string_pretty(self).map_err(|error| Error::Failed(format!("JSON: {error}")))
+    }
+}
+
+/// What is measured.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// Bytes of a put, multiples of 16.
+    pub sizes: Vec<u64>,
+    /// Puts under way on a queue.
+    pub depths: Vec<u64>,
+    /// Nodes and ranks.
+    pub world: World,
+    /// What joins the nodes.
+    pub transport: TransportKind,
+    /// Queues to each peer.
+    pub queues: u32,
+    /// The ranks of node 0 alone put for a bandwidth, instead of all at once.
+    pub one_way: bool,
+    /// MiB that each rank puts to each peer for a bandwidth, within 32 to 4096 puts a queue.
+    pub mib: u64,
+    /// Untimed puts there and back of a latency.
+    pub warmup: u32,
+    /// Timed puts there and back of a latency.
+    pub iters: u32,
+}
+
+/// What a rank measured.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct OfRank {
+    /// The device's name.
+    pub device: String,
+    /// True where no device of hardware holds the memory.
+    pub is_virtual: bool,
+    /// By size.
+    pub sizes: Vec<OfSize>,
+}
+
+/// What a rank measured of one size.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct OfSize {
+    /// Microseconds; empty on ranks that answered or have no partner.
+    pub latency: Vec<f64>,
+    /// Seconds by depth.
+    pub seconds: Vec<f64>,
+}
+
+impl Plan {
+    /// # Errors
+    /// What of it cannot be measured.
+    pub fn check(&self) -> Result<()> {
+        if let Some(size) =
+            self.sizes.iter().find(|size| !size.is_multiple_of(16) || **size > Poster::LARGEST)
+        {
+            let rule = format!("must be a multiple of 16, at most {}", Poster::LARGEST);
+            return Err(Error::Usage(format!("bench wire: --sizes {size}: {rule}")));
+        }
+        if let Some(depth) = self.depths.iter().find(|depth| **depth > Poster::DEEPEST) {
+            let rule = format!("must be 1 to {}, the entries of a queue's ring", Poster::DEEPEST);
+            return Err(Error::Usage(format!("bench wire: --depths {depth}: {rule}")));
+        }
+        match self.iters {
+            0 => Err(Error::Usage("bench wire: --iters must be at least 1".into())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Puts of a rank to each peer.
+    fn puts_of(&self, size: u64) -> u64 {
+        let queues = u64::from(self.queues);
+        ((self.mib << 20) / size).clamp(PUTS.start() * queues, PUTS.end() * queues)
+    }
+}
+
+/// Makes a point of every size and depth that `ranks`, in rank order, measured.
+pub fn points(plan: &Plan, ranks: &[OfRank]) -> Vec<WirePoint> {
+    let Some(first) = ranks.first() else { return Vec::new() };
+    let measured: Vec<&Vec<OfSize>> = ranks.iter().map(|rank| &rank.sizes).collect();
+    let peers = f64::from(plan.world.nodes - 1);
+    let putting = if plan.one_way { plan.world.ranks_per_node as usize } else { measured.len() };
+    let mut points = Vec::new();
+    for (index, &message_bytes) in plan.sizes.iter().enumerate() {
+        let timed: Vec<&[f64]> = measured
+            .iter()
+            .map(|of| of[index].latency.as_slice())
+            .filter(|times| !times.is_empty())
+            .collect();
+        let latency = Distribution::new(&timed);
+        let puts = plan.puts_of(message_bytes);
+        for (at, &depth) in plan.depths.iter().enumerate() {
+            let per_rank: Vec<f64> =
+                measured.iter().take(putting).map(|of| peers * puts as f64 / of[index].seconds[at]).collect();
+            let to_gbps = |puts: f64| gbps(puts * message_bytes as f64, 1e6);
+            points.push(WirePoint {
+                schema_version: SCHEMA_VERSION,
+                mode: "wire".into(),
+                transport: plan.transport.to_string(),
+                queues: plan.queues,
+                nodes: plan.world.nodes,
+                num_ranks: plan.world.ranks(),
+                device: first.device.clone(),
+                is_virtual: first.is_virtual,
+                date: today(),
+                message_bytes,
+                depth,
+                one_way: plan.one_way,
+                puts,
+                gbps: to_gbps(mean(&per_rank)),
+                min_rank_gbps: to_gbps(per_rank.iter().copied().fold(f64::MAX, f64::min)),
+                max_rank_gbps: to_gbps(per_rank.iter().copied().fold(0.0, f64::max)),
+                puts_per_second: mean(&per_rank),
+                latency: latency.clone(),
+            });
+        }
+    }
+    points
+}
+
+/// Runs rank `group.rank()`. Collective.
+///
+/// # Errors
+/// Whatever the transport reports.
+pub fn rank(plan: &Plan, device: &Arc<dyn Device>, group: &dyn ProcessGroup) -> epoxide::Result<OfRank> {
+    let options = TransportOptions {
+        queues_per_peer: plan.queues,
+        timeout: TIMEOUT,
+        ..TransportOptions::new(plan.transport)
+    };
+    let mut poster = Poster::new(device, group, plan.world, &options, Poster::LARGEST)?;
+    let mut sizes = Vec::new();
+    for &size in &plan.sizes {
+        poster.ping_pong(size, plan.warmup)?;
+        let latency = poster.ping_pong(size, plan.iters)?;
+        let puts = plan.puts_of(size);
+        let puts_here = !plan.one_way || group.rank() < plan.world.ranks_per_node;
+        let total = |puts: u64| vec![if puts_here { puts * size } else { 0 }; plan.world.nodes as usize];
+        let mut seconds = Vec::new();
+        for &depth in &plan.depths {
+            poster.put_all(&total(puts.div_ceil(8)), size, depth, 1)?;
+            seconds.push(poster.put_all(&total(puts), size, depth, 1)?.as_secs_f64());
+        }
+        sizes.push(OfSize { latency, seconds });
+    }
+    poster.close()?;
+    let info = device.info();
+    Ok(OfRank { device: info.name.clone(), is_virtual: info.is_virtual, sizes })
+}

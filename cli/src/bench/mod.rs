@@ -1,0 +1,178 @@
+//! `epoxide bench`: times dispatch and combine apart, and prints every convention that the field counts by.
+//!
+//! One run gives [`results::Point`]s; everything that is printed, stored or drawn comes from those alone, so that stored
+//! results can be printed, drawn and compared later.
+
+mod args;
+mod compare;
+mod csv;
+mod model;
+mod plot;
+mod report;
+mod sweep;
+mod wire;
+
+use std::sync::Arc;
+
+use clap::Subcommand;
+use epoxide::Error;
+use epoxide::driver::Device;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::group::launch::run_threads;
+use epoxide::group::{Meeting, Member, ProcessGroup};
+use epoxide_bench::measure::{self, RankResult, TIMEOUT};
+use epoxide_bench::results::{Point, Results};
+use epoxide_bench::{Plan, points, trace};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub use args::Args;
+
+use crate::options::{DeviceKind, World};
+use crate::output;
+use crate::ranks;
+use crate::stop::{Result, Stop};
+
+/// `epoxide bench`.
+#[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct Bench {
+    #[command(subcommand)]
+    tool: Option<Tool>,
+    #[command(flatten)]
+    args: Args,
+}
+
+/// What can be done with results.
+#[derive(Debug, Subcommand)]
+enum Tool {
+    /// Draw stored results.
+    Plot(plot::Args),
+    /// Compare stored results, and say which differences are noise.
+    Compare(compare::Args),
+    /// Measure the network between nodes alone: bandwidth and latency of puts, by size and depth.
+    Wire(wire::Args),
+    /// Predict times and bytes for sizes that no one here can run.
+    Model(model::Args),
+}
+
+/// Runs the benchmark, or a tool on its results.
+///
+/// # Errors
+/// Skips where the devices are missing or the sizes do not fit them, and whatever the operations report.
+pub fn run(bench: &Bench) -> Result<()> {
+    match &bench.tool {
+        None => {}
+        Some(Tool::Plot(args)) => return plot::run(args),
+        Some(Tool::Compare(args)) => return compare::run(args),
+        Some(Tool::Model(args)) => return model::run(args),
+        Some(Tool::Wire(args)) => return wire::run(args),
+    }
+    let args = &bench.args;
+    let plan = args.plan()?;
+    if let Some(path) = &args.plot {
+        plot::check_path(path)?;
+    }
+    if args.sweep.is_some() && launched()?.is_some() {
+        let remedy = "start it without a launcher: its ranks are threads then";
+        return Err(Stop::usage(format!("bench: --sweep: not for ranks that a launcher started; {remedy}")));
+    }
+    let points = match (&args.sweep, &args.out) {
+        (Some(sweep), Some(out)) => sweep::run(args, &plan, sweep, out)?,
+        _ => single(args, &plan)?,
+    };
+    if !ranks::speaks() {
+        return Ok(());
+    }
+    if let Some(path) = &args.csv {
+        csv::write(path, &points)?;
+    }
+    if let Some(path) = &args.plot {
+        plot::draw(&points, &plot::Choice::default(), path)?;
+    }
+    Ok(())
+}
+
+/// One run: text or JSON, and the trace.
+fn single(args: &Args, plan: &Plan) -> Result<Vec<Point>> {
+    let (points, results) = measure_points(plan)?;
+    if !ranks::speaks() {
+        return Ok(points);
+    }
+    let text: Vec<String> = points.iter().map(report::text).collect();
+    match &args.json {
+        Some(path) => {
+            output::write_text(path, &Results::new(points.clone()).json()?)?;
+            if path.as_os_str() != "-" {
+                output::text_line(text.join("\n").trim_end())?;
+            }
+        }
+        None => output::text_line(text.join("\n").trim_end())?,
+    }
+    if let Some(path) = &args.trace {
+        output::write_text(path, &trace::text(&results))?;
+    }
+    Ok(points)
+}
+
+/// Measures all that a plan asks for in one group of ranks.
+fn measure_points(plan: &Plan) -> Result<(Vec<Point>, Vec<RankResult>)> {
+    plan.check()?;
+    let device = if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda };
+    let ranks = on_ranks(plan.world, device, |device, group| measure::rank(plan, device, group))?;
+    Ok((points::points(plan, &ranks)?, ranks))
+}
+
+/// Runs `main` on the ranks of `world`, each with its device; the results in rank order. The ranks are threads of this process or,
+/// where a launcher started it as one of them, processes.
+fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
+    world: World,
+    device: DeviceKind,
+    main: impl Fn(Arc<dyn Device>, &dyn ProcessGroup) -> epoxide::Result<T> + Sync,
+) -> Result<Vec<T>> {
+    if Member::detect()?.is_none() {
+        return run_threads(world.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &*group))
+            .map_err(|failure| epoxide_bench::Error::from(failure.error).into());
+    }
+    let meeting = Meeting::from_env(TIMEOUT)?;
+    let group = meeting.group("bench", TIMEOUT)?;
+    let (rank, local_rank) = (group.rank(), meeting.member.local_rank);
+    let outcome = open(device, local_rank.unwrap_or(rank)).and_then(|device| main(device, &group));
+    let own = outcome.as_ref().ok().cloned();
+    let mut results =
+        ranks::gather(&group, outcome.map_err(|error| epoxide_bench::Error::from(error).into()))
+            .map_err(|stop| ranks::said_by(stop, rank))?;
+    // Traces do not travel: each process has its own.
+    if let (Some(own), Some(place)) = (own, results.get_mut(rank as usize)) {
+        *place = own;
+    }
+    Ok(results)
+}
+
+/// How many ranks a launcher started, and how many of them on this host; nothing where it started none.
+fn launched() -> Result<Option<(u32, Option<u32>)>> {
+    Ok(Member::detect()?.map(|member| (member.size, member.local_size)))
+}
+
+fn open(device: DeviceKind, rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+    match device {
+        DeviceKind::Virtual => Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() })),
+        DeviceKind::Cuda => open_cuda(rank),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn open_cuda(rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+    epoxide::driver::cuda::CudaDevice::open(rank)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(_rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+    Err(Error::Unavailable {
+        what: "--device cuda".into(),
+        reason: "this binary was built without it; build with --features cuda".into(),
+    })
+}
+
+#[cfg(test)]
+mod tests;

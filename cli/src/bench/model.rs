@@ -1,0 +1,174 @@
+//! `epoxide bench model`.
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use epoxide_bench::counts::{self, Six, Sizes};
+use epoxide_bench::model::{Case, Figures, Prediction, check, check_text, sampled};
+use epoxide_bench::results::{PhaseName, Results, SCHEMA_VERSION, gbps};
+
+use crate::options::RowType;
+use crate::output::{self, write_text};
+use crate::stop::{Result, Stop};
+
+/// Flags of `epoxide bench model`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Nodes.
+    #[arg(long, default_value_t = 1)]
+    nodes: u32,
+    /// Ranks of a node, one GPU and one NIC each.
+    #[arg(long, default_value_t = 8)]
+    ranks_per_node: u32,
+    /// Tokens per rank.
+    #[arg(long, default_value_t = 4096)]
+    tokens: u32,
+    /// Elements per row.
+    #[arg(long, default_value_t = 7168)]
+    hidden: u64,
+    /// Experts of all ranks.
+    #[arg(long, default_value_t = 256)]
+    experts: u32,
+    /// Experts per token.
+    #[arg(long, default_value_t = 8)]
+    topk: u32,
+    /// Row type of dispatch; combine is BF16.
+    #[arg(long, value_enum, default_value = "bf16")]
+    dtype: RowType,
+    /// Multiprocessors.
+    #[arg(long, default_value_t = 24)]
+    num_sms: u32,
+    /// GB/s of a rank's NIC, each way: 50 is 400 Gb/s.
+    #[arg(long, default_value_t = 50.0)]
+    nic_gbps: f64,
+    /// Microseconds that a hop between nodes adds to a call.
+    #[arg(long, default_value_t = 10.0)]
+    nic_latency_us: f64,
+    /// Nodes reach each other over NVLink too: rows for other nodes take the links in place of a NIC.
+    #[arg(long)]
+    mapped: bool,
+    /// Take the links' ceilings from these results in place of those of 8 x H200.
+    #[arg(long, value_name = "RESULT.json")]
+    from: Option<PathBuf>,
+    /// Count this many random tokens of every rank and scale, in place of the expected values: shows the busiest rank.
+    #[arg(long, value_name = "TOKENS")]
+    sampled: Option<u32>,
+    /// Write the prediction as JSON to this file, `-` for standard output.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Hold the model against these measured results, all other sizes left aside.
+    #[arg(long, value_name = "RESULT.json")]
+    check: Option<PathBuf>,
+}
+
+/// Predicts or checks, and prints.
+pub fn run(args: &Args) -> Result<()> {
+    let figures = Figures::h200(args.nic_gbps, args.nic_latency_us);
+    let figures = match &args.from {
+        Some(path) => figures.with_ceilings_of(&Results::read(path)?.points)?,
+        None => figures,
+    };
+    if let Some(path) = &args.check {
+        return output::text_line(&check_text(&check(&Results::read(path)?.points, &figures)));
+    }
+    let case = case_of(args)?;
+    let tokens = f64::from(args.tokens);
+    let (six, busiest) = match args.sampled {
+        None => (counts::expected(tokens, case.sizes), None),
+        Some(sample) => {
+            let (six, busiest) = sampled(sample, tokens, case.sizes)?;
+            (six, Some(busiest))
+        }
+    };
+    let predictions: Vec<Prediction> =
+        PhaseName::ALL.iter().map(|&phase| case.predict(phase, six, &figures)).collect();
+    let text = text(args, six, busiest, &predictions);
+    if let Some(path) = &args.json {
+        let json = serde_json::json!({
+            "schema_version": SCHEMA_VERSION, "predicted": true,
+            "nodes": args.nodes, "ranks_per_node": args.ranks_per_node, "tokens": args.tokens, "hidden": args.hidden,
+            "experts": args.experts, "topk": args.topk, "num_sms": args.num_sms,
+            "figures": figures, "counts": six, "busiest_rank_recv_tokens": busiest, "phases": predictions,
+        });
+        write_text(path, &json.to_string())?;
+        if path.as_os_str() == "-" {
+            return Ok(());
+        }
+    }
+    output::text_line(&text)
+}
+
+fn case_of(args: &Args) -> Result<Case> {
+    let ranks = args
+        .nodes
+        .checked_mul(args.ranks_per_node)
+        .filter(|&ranks| (1..=1024).contains(&ranks))
+        .ok_or_else(|| Stop::usage("model: nodes times ranks per node must be 1 to 1024"))?;
+    if args.experts == 0 || !args.experts.is_multiple_of(ranks) {
+        let why = format!("model: num_experts {} is not divisible by num_ranks {ranks}", args.experts);
+        return Err(Stop::usage(format!(
+            "{why}; give --experts {}",
+            args.experts.next_multiple_of(ranks).max(ranks)
+        )));
+    }
+    if args.topk == 0 || args.topk > args.experts {
+        return Err(Stop::usage("model: topk must be 1 to the number of experts"));
+    }
+    if args.num_sms == 0 || args.nic_gbps.is_nan() || args.nic_gbps <= 0.0 {
+        return Err(Stop::usage("model: --num-sms and --nic-gbps must be positive"));
+    }
+    let row = args.hidden * args.dtype.dtype().size() + args.dtype.num_scales(args.hidden) * 4;
+    Ok(Case {
+        sizes: Sizes { ranks, ranks_per_node: args.ranks_per_node, experts: args.experts, topk: args.topk },
+        num_sms: args.num_sms,
+        dispatch_row_bytes: row,
+        combine_row_bytes: args.hidden * 2,
+        mapped: args.mapped,
+    })
+}
+
+fn text(args: &Args, six: Six<f64>, busiest: Option<f64>, predictions: &[Prediction]) -> String {
+    let mut out = format!(
+        "[model] nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} num_sms={} nic={} GB/s: PREDICTED, not measured\n",
+        args.nodes,
+        args.nodes * args.ranks_per_node,
+        args.tokens,
+        args.hidden,
+        args.experts,
+        args.topk,
+        args.num_sms,
+        args.nic_gbps
+    );
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        out,
+        "  tokens of a rank, dispatch: send total={:.1} nvl={:.1} rdma={:.1}  recv total={:.1} nvl={:.1} rdma={:.1}",
+        six.send_total, six.send_nvl, six.send_rdma, six.recv_total, six.recv_nvl, six.recv_rdma
+    );
+    if let Some(busiest) = busiest {
+        let _ = writeln!(out, "  the busiest rank of the sample receives {busiest:.1}");
+    }
+    let _ = write!(
+        out,
+        "  {:<18} {:>10} {:>12} {:>10} {:>12}  limit",
+        "", "us", "NVLink MB", "NIC MB", "DeepEP GB/s"
+    );
+    for p in predictions {
+        let row_bytes = if p.phase.is_dispatch() {
+            args.hidden * args.dtype.dtype().size() + args.dtype.num_scales(args.hidden) * 4
+        } else {
+            args.hidden * 2
+        };
+        let _ = write!(
+            out,
+            "\n  {:<18} {:>10.1} {:>12.1} {:>10.1} {:>12.1}  {}",
+            p.phase.text(),
+            p.us,
+            p.nvlink_bytes / 1e6,
+            p.nic_bytes / 1e6,
+            gbps(six.recv_total * row_bytes as f64, p.us),
+            p.limit
+        );
+    }
+    out
+}

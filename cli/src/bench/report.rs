@@ -1,0 +1,233 @@
+//! Points as text.
+
+use std::fmt::Write;
+
+use epoxide_bench::counts::Six;
+use epoxide_bench::results::{PhaseName, Point};
+
+/// A point for people: the seed's lines first.
+pub fn text(point: &Point) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = seed_lines(&mut out, point);
+    let _ = setting(&mut out, point);
+    let _ = distributions(&mut out, point);
+    let _ = on_wire(&mut out, point);
+    let _ = conventions(&mut out, point);
+    out
+}
+
+/// A figure, or that there is none.
+fn figure(value: Option<f64>) -> String {
+    value.map_or("n/a".into(), |value| format!("{value:.2}"))
+}
+
+fn seed_lines(out: &mut String, point: &Point) -> std::fmt::Result {
+    let key = &point.key;
+    writeln!(
+        out,
+        "[bench {} HT] nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} warmup={} iters={}",
+        point.mode,
+        key.nodes,
+        key.num_ranks,
+        key.tokens,
+        key.hidden,
+        key.experts,
+        key.topk,
+        point.warmup,
+        point.iters
+    )?;
+    // Across nodes the seed times the dispatch that exchanges counts, within one the cached one.
+    let dispatch = if key.nodes > 1 { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
+    seed_phase(out, point, "dispatch", dispatch)?;
+    seed_phase(out, point, "combine ", PhaseName::CombineInPool)?;
+    let row_bytes = point.phase(PhaseName::DispatchCached).map_or(0, |phase| phase.row_bytes);
+    let count = |tokens: f64| format!("{:.2} MB ({tokens:.1} tok)", tokens * row_bytes as f64 / 1e6);
+    writeln!(
+        out,
+        "  byte counts (per rank avg): total_send={}  rdma_send={}  total_recv={}  rdma_recv={}",
+        count(point.counts.send_total),
+        count(point.counts.send_rdma),
+        count(point.counts.recv_total),
+        count(point.counts.recv_rdma)
+    )?;
+    match key.nodes {
+        1 => Ok(()),
+        // Not of the seed, in its form.
+        _ => seed_phase(out, point, "cached  ", PhaseName::DispatchCached),
+    }
+}
+
+fn seed_phase(out: &mut String, point: &Point, label: &str, name: PhaseName) -> std::fmt::Result {
+    let Some(phase) = point.phase(name) else { return Ok(()) };
+    let Some(time) = phase.back_to_back else { return Ok(()) };
+    let note = if point.is_virtual { "(VIRTUAL GPU: interpreter time, no BW)" } else { "(BW @ avg time)" };
+    let seed = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.seed);
+    let six = |pick: fn(&Six<f64>) -> f64| figure(seed.map(|seed| pick(&seed.six)));
+    writeln!(
+        out,
+        "  {label}: avg={:.2}us min={}us max={}us  per_rank_bw={} GB/s  agg_bw={} GB/s  {note}",
+        time.avg_us,
+        figure(time.min_us),
+        figure(time.max_us),
+        figure(seed.map(|seed| seed.per_rank)),
+        figure(seed.map(|seed| seed.aggregate)),
+    )?;
+    writeln!(
+        out,
+        "            send: total={}  nvl={}  rdma={} GB/s  recv: total={}  nvl={}  rdma={} GB/s",
+        six(|six| six.send_total),
+        six(|six| six.send_nvl),
+        six(|six| six.send_rdma),
+        six(|six| six.recv_total),
+        six(|six| six.recv_nvl),
+        six(|six| six.recv_rdma),
+    )
+}
+
+fn setting(out: &mut String, point: &Point) -> std::fmt::Result {
+    let key = &point.key;
+    writeln!(out, "\n  num_sms={} dtype={} seed={:#x}; {}", key.num_sms, key.dtype, key.seed, point.date)?;
+    match point.is_virtual {
+        true => writeln!(out, "  device: {}", point.caveat())?,
+        false => {
+            let driver = (point.driver_version / 1000, point.driver_version % 1000 / 10);
+            writeln!(out, "  device: {}, driver for CUDA {}.{}", point.device, driver.0, driver.1)?;
+        }
+    }
+    writeln!(
+        out,
+        "  set-up {:.0} ms; pool {:.1} MB, device memory {:.1} MB a rank",
+        point.setup_ms,
+        point.pool_bytes as f64 / 1e6,
+        point.device_bytes as f64 / 1e6
+    )?;
+    if let Some(network) = key.network(false, false) {
+        writeln!(out, "  network: {network}; wire memory {:.1} MB a rank", point.wire_bytes as f64 / 1e6)?;
+    }
+    writeln!(
+        out,
+        "  rows per rank: received {:.1} (own included), over the links {:.1}; tokens sent {:.1}; equal to a serial count of the routing",
+        point.counts.recv_total, point.remote_rows, point.counts.send_total
+    )
+}
+
+fn distributions(out: &mut String, point: &Point) -> std::fmt::Result {
+    writeln!(
+        out,
+        "\n  each call by itself{}, between two events; kernel: by the blocks' own clocks, of traced calls apart",
+        if point.is_virtual { "" } else { ", L2 emptied before" }
+    )?;
+    let unit = if point.is_virtual { "us of an interpreter" } else { "us" };
+    writeln!(
+        out,
+        "  {unit:<22} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} | {:>8} {:>8} {:>7}",
+        "avg", "median", "p90", "p99", "min rank", "max rank", "kernel", "links", "ceiling", "of it"
+    )?;
+    let optional = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
+    for phase in &point.phases {
+        let call = &phase.call;
+        write!(
+            out,
+            "  {:<22} {:>9.1} {:>9.1} {:>9} {:>9.1} {:>9.1} {:>9.1} {:>9} |",
+            phase.name.text(),
+            call.avg_us,
+            call.median_us,
+            optional(call.p90_us),
+            call.p99_us,
+            call.min_rank_us,
+            call.max_rank_us,
+            optional(phase.kernel_us)
+        )?;
+        match &phase.bandwidth {
+            None => writeln!(out, " no bandwidth: virtual GPU")?,
+            Some(bandwidth) => {
+                let share = bandwidth
+                    .link_ceiling
+                    .map(|ceiling| format!("{:.1}%", 100.0 * bandwidth.links / ceiling));
+                writeln!(
+                    out,
+                    " {:>8.1} {:>8} {:>7}",
+                    bandwidth.links,
+                    optional(bandwidth.link_ceiling),
+                    share.unwrap_or("-".into())
+                )?;
+            }
+        }
+    }
+    writeln!(
+        out,
+        "  an exact-size dispatch returns to the host after {:.1} us",
+        point.exact_dispatch_returns.median_us
+    )
+}
+
+/// What crosses the network, and how the call compares with the transport and the links alone.
+fn on_wire(out: &mut String, point: &Point) -> std::fmt::Result {
+    if point.key.nodes == 1 {
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "\n  on the wire, of a rank and call: equal to what the layout makes of the serial count; transport: the same rows put by \
+         host code{}",
+        if point.is_virtual { ", wall time of this host" } else { "" }
+    )?;
+    writeln!(
+        out,
+        "  {:<22} {:>9} {:>9} {:>12} {:>7} | {:>12} {:>9} {:>18}",
+        "", "rows", "B a row", "bytes", "puts", "transport us", "NVLink us", "call / their sum"
+    )?;
+    let optional = |value: Option<f64>, digits| value.map_or("-".into(), |value| format!("{value:.digits$}"));
+    for phase in &point.phases {
+        let Some(wire) = &phase.wire else { continue };
+        writeln!(
+            out,
+            "  {:<22} {:>9.1} {:>9} {:>12.1} {:>7.1} | {:>12} {:>9} {:>18}",
+            phase.name.text(),
+            wire.rows,
+            wire.slot_bytes,
+            wire.bytes,
+            wire.puts,
+            optional(wire.transport_us, 1),
+            optional(wire.nvlink_us, 1),
+            optional(wire.share, 2)
+        )?;
+    }
+    Ok(())
+}
+
+/// The same calls, cached dispatch and combine in the pool, as others count them.
+fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
+    if point.is_virtual {
+        return writeln!(out, "  no table of conventions: no bandwidth comes of {}", point.caveat());
+    }
+    writeln!(out, "\n  the same calls as others count them, GB/s at the mean call")?;
+    writeln!(
+        out,
+        "  {:<10} {:>9} {:>9} | {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
+        "", "DeepEP", "links", "NCCL EP:", "", "", "", "", ""
+    )?;
+    writeln!(
+        out,
+        "  {:<10} {:>9} {:>9} | {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
+        "", "received", "remote", "send", "send nvl", "send rdma", "recv", "recv nvl", "recv rdma"
+    )?;
+    for (label, name) in [("dispatch", PhaseName::DispatchCached), ("combine", PhaseName::CombineInPool)] {
+        let Some(bandwidth) = point.phase(name).and_then(|phase| phase.bandwidth.as_ref()) else { continue };
+        let six = bandwidth.nccl_ep;
+        writeln!(
+            out,
+            "  {label:<10} {:>9.1} {:>9.1} | {:>10.1} {:>10.1} {:>10.1} {:>10.1} {:>10.1} {:>10.1}",
+            bandwidth.deepep,
+            bandwidth.links,
+            six.send_total,
+            six.send_nvl,
+            six.send_rdma,
+            six.recv_total,
+            six.recv_nvl,
+            six.recv_rdma
+        )?;
+    }
+    Ok(())
+}

@@ -1,0 +1,259 @@
+//! Tests of whole runs, on the virtual GPU.
+
+use clap::Parser;
+
+use epoxide_bench::counts::ACROSS_NODES;
+use epoxide_bench::results::{PhaseName, Results};
+
+use super::*;
+use crate::stop::SKIPPED;
+
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    bench: Bench,
+}
+
+/// Small sizes, then what `line` says.
+fn flags(line: &str) -> Args {
+    let small = "bench --ranks-per-node 2 --tokens 8 --hidden 64 --experts 8 --topk 2 --warmup 1 --iters 2 \
+                 --num-sms 2 --seed 7";
+    let mut words: Vec<&str> = small.split_whitespace().collect();
+    for pair in line.split_whitespace().collect::<Vec<_>>().chunks(2) {
+        match words.iter().position(|word| *word == pair[0]) {
+            Some(at) => words[at + 1] = pair[1],
+            None => words.extend(pair),
+        }
+    }
+    Line::try_parse_from(words).unwrap().bench.args
+}
+
+/// What the flags come to.
+fn arguments(line: &str) -> Plan {
+    flags(line).plan().unwrap()
+}
+
+/// A run on the virtual GPU.
+pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
+    measure_points(&arguments(line)).unwrap()
+}
+
+/// The committed points of H200s.
+pub fn h200() -> Vec<Point> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
+    Results::read(path.as_ref()).unwrap().points
+}
+
+/// docs/BENCHMARKS.md, "How the figures are computed", works these by hand.
+#[test]
+fn the_figures_worked_by_hand_are_the_output() {
+    let mut plan = arguments("--ranks-per-node 4 --tokens 2 --hidden 8192");
+    plan.ids =
+        Some([[0, 2, 1, -1], [6, 7, 2, 5], [-1, -1, 0, 4], [1, 6, 3, 2]].map(|ids| ids.to_vec()).into());
+    let (points, mut ranks) = measure_points(&plan).unwrap();
+    let counts = points[0].counts;
+    assert_eq!((counts.send_total, counts.send_nvl, counts.send_rdma), (1.75, 1.75, 0.0));
+    assert_eq!((counts.recv_total, counts.recv_nvl, counts.recv_rdma), (2.75, 2.75, 0.0));
+    assert_eq!(points[0].remote_rows, 1.5);
+
+    // Bandwidths need times of hardware; these stand in for them.
+    for (rank, result) in ranks.iter_mut().enumerate() {
+        (result.is_virtual, result.device, result.driver_version) = (false, "GPU".into(), 13_000);
+        let times = &mut result.times[0];
+        (times.dispatch_stream, times.combine_stream) = (1.28 + 0.256 * rank as f64, 2.048);
+        (times.dispatch_cached, times.combine) = (vec![2.048, 6.144], vec![8.192, 8.192]);
+        times.ceiling = Some((12.0, 24.0));
+        result.traced.clear();
+    }
+    let point = &points::points(&plan, &ranks).unwrap()[0];
+    let text = report::text(point);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(
+        lines[..6],
+        [
+            "[bench intranode HT] nodes=1 num_ranks=4 tokens=2 hidden=8192 experts=8 topk=2 warmup=1 iters=2",
+            "  dispatch: avg=1.66us min=1.28us max=2.05us  per_rank_bw=19.69 GB/s  agg_bw=78.77 GB/s  (BW @ avg time)",
+            "            send: total=17.23  nvl=17.23  rdma=0.00 GB/s  recv: total=27.08  nvl=27.08  rdma=0.00 GB/s",
+            "  combine : avg=2.05us min=2.05us max=2.05us  per_rank_bw=16.00 GB/s  agg_bw=64.00 GB/s  (BW @ avg time)",
+            "            send: total=22.00  nvl=22.00  rdma=0.00 GB/s  recv: total=14.00  nvl=14.00  rdma=0.00 GB/s",
+            "  byte counts (per rank avg): total_send=0.03 MB (1.8 tok)  rdma_send=0.00 MB (0.0 tok)  total_recv=0.05 MB (2.8 tok)  rdma_recv=0.00 MB (0.0 tok)",
+        ],
+        "{text}"
+    );
+    let bandwidth = |name| point.phase(name).and_then(|phase| phase.bandwidth.clone()).unwrap();
+    let dispatch = bandwidth(PhaseName::DispatchCached);
+    assert_eq!((dispatch.links, dispatch.deepep, dispatch.link_ceiling), (6.0, 11.0, Some(12.0)));
+    assert_eq!((dispatch.nccl_ep.send_total, dispatch.nccl_ep.recv_total), (7.0, 11.0));
+    let combine = bandwidth(PhaseName::CombineInPool);
+    assert_eq!((combine.links, combine.deepep, combine.link_ceiling), (3.0, 5.5, Some(24.0)));
+    assert_eq!((combine.nccl_ep.send_total, combine.nccl_ep.recv_total), (5.5, 3.5));
+    assert!(text.contains("50.0%") && text.contains("12.5%"), "{text}");
+}
+
+#[test]
+fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let mut args = flags("--num-sms 2,4");
+    args.json = Some(file("a.json"));
+    let points = single(&args, &args.plan().unwrap()).unwrap();
+    for point in &points {
+        let text = report::text(point);
+        assert!(text.contains("VIRTUAL GPU: interpreter time"), "{text}");
+        assert!(text.contains("per_rank_bw=n/a GB/s") && text.contains("send: total=n/a"), "{text}");
+        for line in text.lines().filter(|line| line.contains("GB/s")) {
+            assert!(line.contains("=n/a"), "{line}");
+        }
+        assert!(point.phases.iter().all(|phase| phase.bandwidth.is_none()));
+    }
+    let json: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(file("a.json")).unwrap()).unwrap();
+    assert_eq!(json["schema_version"], 1);
+    for point in json["points"].as_array().unwrap() {
+        assert_eq!(point["virtual"], true);
+        assert_eq!(point["clock"], "virtual GPU: time of an interpreter");
+        for phase in point["phases"].as_array().unwrap() {
+            assert!(phase["bandwidth"].is_null());
+            assert_eq!(phase["call"]["samples_us"].as_array().unwrap().len(), 2);
+        }
+    }
+    // What is stored is what was measured.
+    assert_eq!(Results::read(&file("a.json")).unwrap().points, points);
+
+    csv::write(&file("a.csv"), &points).unwrap();
+    let mut table = ::csv::Reader::from_path(file("a.csv")).unwrap();
+    assert_eq!(table.headers().unwrap(), &csv::COLUMNS[..]);
+    let column = |name: &str| csv::COLUMNS.iter().position(|column| *column == name).unwrap();
+    let mut lines = 0;
+    for line in table.records() {
+        let line = line.unwrap();
+        assert_eq!(&line[column("virtual")], "true");
+        assert!(line[column("avg_us")].parse::<f64>().unwrap() > 0.0);
+        for (name, field) in csv::COLUMNS.iter().zip(&line) {
+            assert!(!name.ends_with("_gbps") || field.is_empty(), "{name} = {field}");
+        }
+        lines += 1;
+    }
+    assert_eq!(lines, 2 * 4);
+
+    plot::draw(&points, &plot::Choice::default(), &file("a.svg")).unwrap();
+    let svg = std::fs::read_to_string(file("a.svg")).unwrap();
+    assert!(svg.contains("VIRTUAL GPU: interpreter times") && !svg.contains("GB/s"));
+}
+
+#[test]
+fn sizes_that_cannot_run_are_skipped_with_the_reason() {
+    for (line, reason) in [
+        ("--experts 9", "num_experts 9 is not divisible by num_ranks 2"),
+        ("--topk 9", "num_topk 9 is not 1 to num_experts 8"),
+        ("--hidden 7", "do not fit"),
+        ("--experts 80 --topk 40", "num_topk 40 does not fit"),
+        ("--experts 4096", "2048 experts a rank do not fit"),
+        ("--tokens 100000000 --hidden 7168", "do not fit"),
+        ("--nodes 2 --num-sms 4 --experts 9", "num_experts 9 is not divisible by num_ranks 4"),
+        ("--nodes 2 --num-sms 4 --topk 9", "num_topk 9 is not 1 to num_experts 8"),
+        (
+            "--nodes 2 --ranks-per-node 8 --experts 16 --num-sms 4 --hidden 65536 --rdma-bytes 2000000",
+            "hidden 65536 x 2 bytes exceed the smaller of nvl_bytes / num_ranks = 34080800 and rdma_bytes / num_ranks = 125000",
+        ),
+    ] {
+        let stop = measure_points(&arguments(line)).unwrap_err();
+        let message = stop.message.unwrap();
+        assert_eq!(stop.code, SKIPPED, "{line}: {message}");
+        assert!(message.contains(reason), "{line}: {message}");
+    }
+}
+
+/// docs/BENCHMARKS.md, "Across nodes, by hand".
+#[test]
+fn the_figures_across_nodes_worked_by_hand_are_the_output() {
+    let mut plan =
+        arguments("--nodes 2 --ranks-per-node 2 --tokens 4 --hidden 8192 --num-sms 4 --transport shm");
+    plan.ids = Some(ACROSS_NODES.map(|ids| ids.to_vec()).into());
+    let (points, mut ranks) = measure_points(&plan).unwrap();
+    assert_eq!(points[0].remote_rows, 3.75);
+    for result in &mut ranks {
+        (result.is_virtual, result.device, result.driver_version) = (false, "GPU".into(), 13_000);
+        result.transport_us = vec![
+            (PhaseName::DispatchCached, 4.096),
+            (PhaseName::DispatchUncached, 4.096),
+            (PhaseName::CombineInPool, 2.048),
+        ];
+        let times = &mut result.times[0];
+        (times.dispatch_exact_stream, times.dispatch_stream, times.combine_stream) = (16.384, 8.192, 8.192);
+        (times.dispatch_cached, times.combine) = (vec![8.192; 2], vec![8.192; 2]);
+        times.ceiling = Some((15.0, 30.0));
+        result.traced.clear();
+    }
+    let point = &points::points(&plan, &ranks).unwrap()[0];
+    let text = report::text(point);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(
+        lines[..8],
+        [
+            "[bench internode HT] nodes=2 num_ranks=4 tokens=4 hidden=8192 experts=8 topk=2 warmup=1 iters=2",
+            "  dispatch: avg=16.38us min=16.38us max=16.38us  per_rank_bw=4.00 GB/s  agg_bw=16.00 GB/s  (BW @ avg time)",
+            "            send: total=6.00  nvl=3.00  rdma=3.00 GB/s  recv: total=6.75  nvl=3.00  rdma=3.75 GB/s",
+            "  combine : avg=8.19us min=8.19us max=8.19us  per_rank_bw=8.00 GB/s  agg_bw=32.00 GB/s  (BW @ avg time)",
+            "            send: total=13.50  nvl=6.00  rdma=7.50 GB/s  recv: total=12.00  nvl=6.00  rdma=6.00 GB/s",
+            "  byte counts (per rank avg): total_send=0.10 MB (6.0 tok)  rdma_send=0.05 MB (3.0 tok)  total_recv=0.11 MB (6.8 tok)  rdma_recv=0.06 MB (3.8 tok)",
+            "  cached  : avg=8.19us min=8.19us max=8.19us  per_rank_bw=8.00 GB/s  agg_bw=32.00 GB/s  (BW @ avg time)",
+            "            send: total=12.00  nvl=6.00  rdma=6.00 GB/s  recv: total=13.50  nvl=6.00  rdma=7.50 GB/s",
+        ],
+        "{text}"
+    );
+    let wire = |name| point.phase(name).and_then(|phase| phase.wire.clone()).unwrap();
+    // Three rows of 16384 bytes cross; 3.75 pass NVLink: 4.096 us at 15 GB/s, 2.048 at 30.
+    let (dispatch, combine) = (wire(PhaseName::DispatchCached), wire(PhaseName::CombineInPool));
+    assert_eq!((dispatch.rows, dispatch.slot_bytes, dispatch.bytes), (3.0, 16_384, 49_152.0));
+    assert_eq!((dispatch.nvlink_us, dispatch.share), (Some(4.096), Some(1.0)));
+    assert_eq!((combine.rows, combine.bytes), (3.0, 49_152.0));
+    assert_eq!((combine.nvlink_us, combine.share), (Some(2.048), Some(2.0)));
+    let uncached = wire(PhaseName::DispatchUncached);
+    assert_eq!((uncached.slot_bytes, uncached.bytes), (16_384 + 64 + 64, 3.0 * 16_512.0 + 10_416.0));
+    let bandwidth = point.phase(PhaseName::DispatchCached).and_then(|phase| phase.bandwidth.clone()).unwrap();
+    assert_eq!((bandwidth.wire, bandwidth.wire_ceiling, bandwidth.links), (Some(6.0), Some(12.0), 7.5));
+
+    // Into mapped memory: nothing is put, and the three rows pass NVLink as well: 6.75 rows, 110592 bytes.
+    for result in &mut ranks {
+        result.mapped = true;
+        result.transport_us.clear();
+        result.times[0].wire.clear();
+    }
+    let point = &points::points(&plan, &ranks).unwrap()[0];
+    let wire = |name| point.phase(name).and_then(|phase| phase.wire.clone()).unwrap();
+    let (dispatch, combine) = (wire(PhaseName::DispatchCached), wire(PhaseName::CombineInPool));
+    assert_eq!((dispatch.bytes, dispatch.puts, dispatch.transport_us), (0.0, 0.0, None));
+    let close = |value: Option<f64>, to: f64| value.is_some_and(|value| (value - to).abs() < 1e-9);
+    assert!(close(dispatch.nvlink_us, 7.3728) && close(dispatch.share, 8.192 / 7.3728), "{dispatch:?}");
+    assert!(close(combine.nvlink_us, 3.6864) && close(combine.share, 8.192 / 3.6864), "{combine:?}");
+}
+
+#[test]
+fn nothing_across_virtual_nodes_is_a_bandwidth() {
+    let (points, _) = measured("--nodes 2 --ranks-per-node 2 --num-sms 4 --transport tcp");
+    let text = report::text(&points[0]);
+    assert!(text.starts_with("[bench internode HT] nodes=2 num_ranks=4"), "{text}");
+    for line in text.lines().filter(|line| line.contains("GB/s")) {
+        assert!(line.contains("=n/a"), "{line}");
+    }
+    for phase in &points[0].phases {
+        let wire = phase.wire.as_ref().unwrap();
+        assert!(phase.bandwidth.is_none() && wire.share.is_none() && wire.nvlink_us.is_none());
+        assert!(wire.transport_us.is_some_and(|us| us > 0.0) && wire.puts > 0.0);
+    }
+}
+
+#[test]
+fn the_library_is_as_strict_as_the_flags() {
+    for (line, part) in [
+        ("--nodes 2 --num-sms 2", "--num-sms 2: a cached dispatch across nodes takes at least 4"),
+        ("--nodes 2 --num-sms 4 --rdma-send 500", "num_max_rdma_chunked_send_tokens = 500"),
+        ("--num-sms 3", "num_sms = 3"),
+    ] {
+        let stop = measure_points(&arguments(line)).unwrap_err();
+        let message = stop.message.unwrap();
+        assert_eq!(stop.code, crate::stop::USAGE, "{message}");
+        assert!(message.contains(part), "{message}");
+    }
+}

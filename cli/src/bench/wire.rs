@@ -1,0 +1,258 @@
+//! `epoxide bench wire`: measures the network between nodes alone, and prints and stores what it does.
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use epoxide_bench::sweep::parse_values;
+use epoxide_bench::wire::{self, Plan, WirePoint, WireResults};
+
+use super::{csv, launched, on_ranks};
+use crate::options::{DeviceKind, Mode, NetworkFlags, WorldFlags};
+use crate::output::{self, write_text};
+use crate::ranks;
+use crate::stop::{Result, Stop};
+
+/// What is said of every figure that has no device of hardware behind it.
+const CAVEAT: &str = "VIRTUAL GPU: puts between memories of one host, of no hardware";
+
+/// Flags of `epoxide bench wire`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Nodes [default: 2, or where a launcher started the ranks as many as it has hosts]
+    #[arg(long)]
+    nodes: Option<u32>,
+    /// Ranks of a node; each puts to the ranks with its index on the other nodes, all at once [default: 1, or what a launcher's
+    /// ranks leave]
+    #[arg(long)]
+    ranks_per_node: Option<u32>,
+    #[command(flatten)]
+    network: NetworkFlags,
+    /// Where the memory is.
+    #[arg(long, value_enum, default_value = "virtual")]
+    device: DeviceKind,
+    /// Bytes of a put, multiples of 16: a list, `a..b` doubles.
+    #[arg(long, value_delimiter = ',', default_value = "16,1024,16384,262144,1048576,4194304")]
+    sizes: Vec<String>,
+    /// Puts under way on a queue: a list, `a..b` doubles.
+    #[arg(long, value_delimiter = ',', default_value = "1,16,256")]
+    depths: Vec<String>,
+    /// Measure the bandwidth with puts of the ranks of node 0 alone, instead of all at once.
+    #[arg(long)]
+    one_way: bool,
+    /// MiB that each rank puts to each peer for a bandwidth, within 32 to 4096 puts a queue.
+    #[arg(long, default_value_t = 64)]
+    mib: u64,
+    /// Untimed puts there and back of a latency.
+    #[arg(long, env = "EPOXIDE_BENCH_WARMUP", default_value_t = 5)]
+    warmup: u32,
+    /// Timed puts there and back of a latency.
+    #[arg(long, env = "EPOXIDE_BENCH_ITERS", default_value_t = 20)]
+    iters: u32,
+    /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in place of the text.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Write the results as CSV to this file.
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+}
+
+/// Measures, prints and stores.
+pub fn run(args: &Args) -> Result<()> {
+    let points = measure(&args.plan()?, args.device)?;
+    if !ranks::speaks() {
+        return Ok(());
+    }
+    if let Some(path) = &args.csv {
+        csv::write_lines(path, &COLUMNS, points.iter().map(record))?;
+    }
+    if let Some(path) = &args.json {
+        write_text(path, &WireResults::new(points.clone()).json()?)?;
+        if path.as_os_str() == "-" {
+            return Ok(());
+        }
+    }
+    output::text_line(&text(&points))
+}
+
+fn measure(plan: &Plan, device: DeviceKind) -> Result<Vec<WirePoint>> {
+    let ranks = on_ranks(plan.world, device, |device, group| wire::rank(plan, &device, group))?;
+    Ok(wire::points(plan, &ranks))
+}
+
+impl Args {
+    /// What the flags come to.
+    fn plan(&self) -> Result<Plan> {
+        let values = |flag: &str, texts: &[String]| -> Result<Vec<u64>> {
+            let mut values = Vec::new();
+            for text in texts {
+                let more =
+                    parse_values(text).map_err(|why| Stop::usage(format!("bench wire: {flag} {why}")))?;
+                values.extend(more.into_iter().map(u64::from));
+            }
+            Ok(values)
+        };
+        let (sizes, depths) = (values("--sizes", &self.sizes)?, values("--depths", &self.depths)?);
+        let launched = launched()?;
+        let ranks_per_node = self.ranks_per_node.or(launched.is_none().then_some(1));
+        let place = WorldFlags { mode: Some(Mode::Internode), nodes: self.nodes, ranks_per_node };
+        let plan = Plan {
+            sizes,
+            depths,
+            world: place.world(Mode::Internode, launched)?,
+            transport: self.network.transport.kind(),
+            queues: self.network.queues(self.device),
+            one_way: self.one_way,
+            mib: self.mib,
+            warmup: self.warmup,
+            iters: self.iters,
+        };
+        plan.check()?;
+        Ok(plan)
+    }
+}
+
+fn text(points: &[WirePoint]) -> String {
+    let mut out = String::new();
+    let Some(first) = points.first() else { return out };
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        out,
+        "[bench wire] transport={} nodes={} num_ranks={} queues={} one_way={} device={:?}; {}",
+        first.transport, first.nodes, first.num_ranks, first.queues, first.one_way, first.device, first.date
+    );
+    let unit = match first.is_virtual {
+        true => {
+            let _ = writeln!(out, "  {CAVEAT}");
+            "virtual GB/s"
+        }
+        false => "GB/s",
+    };
+    let _ = writeln!(
+        out,
+        "  GB/s out of a rank to all its peers; latency: half of a put there and one back\n  {:>10} {:>6} {:>8} {:>12} {:>10} \
+         {:>10} {:>12} {:>12} {:>10} {:>10}",
+        "bytes", "depth", "puts", unit, "min rank", "max rank", "puts/s", "latency us", "p90", "p99"
+    );
+    for point in points {
+        let _ = writeln!(
+            out,
+            "  {:>10} {:>6} {:>8} {:>12.4} {:>10.4} {:>10.4} {:>12.0} {:>12.1} {:>10.1} {:>10.1}",
+            point.message_bytes,
+            point.depth,
+            point.puts,
+            point.gbps,
+            point.min_rank_gbps,
+            point.max_rank_gbps,
+            point.puts_per_second,
+            point.latency.median_us,
+            point.latency.p90_us.unwrap_or_default(),
+            point.latency.p99_us
+        );
+    }
+    out.trim_end().to_owned()
+}
+
+/// The columns of `--csv`.
+const COLUMNS: [&str; 17] = [
+    "mode",
+    "transport",
+    "queues",
+    "nodes",
+    "num_ranks",
+    "device",
+    "virtual",
+    "date",
+    "message_bytes",
+    "depth",
+    "one_way",
+    "puts",
+    "gbps",
+    "puts_per_second",
+    "latency_median_us",
+    "latency_p90_us",
+    "latency_p99_us",
+];
+
+fn record(point: &WirePoint) -> Vec<String> {
+    vec![
+        point.mode.clone(),
+        point.transport.clone(),
+        point.queues.to_string(),
+        point.nodes.to_string(),
+        point.num_ranks.to_string(),
+        point.device.clone(),
+        point.is_virtual.to_string(),
+        point.date.clone(),
+        point.message_bytes.to_string(),
+        point.depth.to_string(),
+        point.one_way.to_string(),
+        point.puts.to_string(),
+        point.gbps.to_string(),
+        point.puts_per_second.to_string(),
+        point.latency.median_us.to_string(),
+        point.latency.p90_us.map_or_else(String::new, |us| us.to_string()),
+        point.latency.p99_us.to_string(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn arguments(line: &str) -> Args {
+        let small = "wire --mib 1 --warmup 1 --iters 5";
+        Line::try_parse_from(small.split_whitespace().chain(line.split_whitespace())).unwrap().args
+    }
+
+    #[test]
+    fn every_transport_is_measured_at_every_size_and_depth() {
+        for line in [
+            "--transport shm --sizes 16,65536 --depths 1,256",
+            "--transport tcp --sizes 4096..16384 --depths 4 --queues 2",
+            "--transport shm --sizes 1024 --depths 8 --nodes 3 --ranks-per-node 2",
+            "--transport tcp --sizes 1024 --depths 8 --nodes 3 --one-way",
+            "--transport direct --sizes 16,65536 --depths 1,16 --nodes 3",
+        ] {
+            let args = arguments(line);
+            let plan = args.plan().unwrap();
+            let points = measure(&plan, args.device).unwrap();
+            assert_eq!(points.len(), plan.sizes.len() * plan.depths.len(), "{line}");
+            for point in &points {
+                assert!(point.gbps > 0.0 && point.min_rank_gbps <= point.max_rank_gbps, "{point:?}");
+                assert_eq!(point.latency.samples_us.len(), 5);
+                assert!(point.latency.median_us > 0.0 && point.is_virtual);
+            }
+            let text = text(&points);
+            assert!(text.contains(CAVEAT) && text.contains("virtual GB/s"), "{text}");
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("wire.csv");
+            csv::write_lines(&path, &COLUMNS, points.iter().map(record)).unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), points.len() + 1);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_put_is_said() {
+        for (line, part) in [
+            ("--sizes 24", "--sizes 24: must be a multiple of 16"),
+            ("--sizes 0", "--sizes 0"),
+            ("--depths 257", "--depths 257: must be 1 to 256"),
+            ("--nodes 1", "--nodes 1"),
+            ("--iters 0", "--iters"),
+        ] {
+            // Of two of a flag the last one counts.
+            let words = ["wire"].into_iter().chain(line.split_whitespace());
+            let args = Line::try_parse_from(words).unwrap().args;
+            let message = args.plan().unwrap_err().message.unwrap();
+            assert!(message.contains(part), "{message}");
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! Comparing what a device gave with what the oracle expects. A difference is named by table, row and column.
+
+use std::fmt::{Debug, Display};
+
+use epoxide::Error;
+use epoxide::driver::Stream;
+use epoxide::ep::{DispatchHandle, DispatchLayout, Element, Tensor};
+use epoxide_testing::oracle::{self, InternodePlan};
+
+/// The first difference, or none.
+pub type Difference = Option<String>;
+
+/// Compares a table, row after row, with the expected one.
+pub fn table<T: PartialEq + Display + Copy>(
+    what: &str,
+    columns: usize,
+    got: &[T],
+    expected: &[T],
+) -> Difference {
+    table_by(what, columns, got, expected, |got, expected| got == expected)
+}
+
+/// As [`table`], for floats that must be the same bits.
+pub fn bits(what: &str, columns: usize, got: &[f32], expected: &[f32]) -> Difference {
+    table_by(what, columns, got, expected, |got, expected| got.to_bits() == expected.to_bits())
+}
+
+fn table_by<T: Display + Copy>(
+    what: &str,
+    columns: usize,
+    got: &[T],
+    expected: &[T],
+    same: impl Fn(&T, &T) -> bool,
+) -> Difference {
+    if got.len() != expected.len() {
+        return Some(format!("{what}: expected {} entries, got {}", expected.len(), got.len()));
+    }
+    let at = got.iter().zip(expected).position(|(got, expected)| !same(got, expected))?;
+    let (row, column) = (at / columns.max(1), at % columns.max(1));
+    Some(format!("{what}, row {row}, column {column}: expected {}, got {}", expected[at], got[at]))
+}
+
+/// Compares two values.
+pub fn value<T: PartialEq + Debug>(what: &str, got: T, expected: T) -> Difference {
+    (got != expected).then(|| format!("{what}: expected {expected:?}, got {got:?}"))
+}
+
+/// Compares a layout, sender side.
+pub fn layout(
+    stream: &Stream,
+    got: &DispatchLayout,
+    expected: &oracle::Layout,
+    num_ranks: usize,
+) -> Result<Difference, Error> {
+    let in_rank = expected.is_token_in_rank.concat();
+    Ok(tensor(
+        stream,
+        "num_tokens_per_rank",
+        &got.num_tokens_per_rank(),
+        num_ranks,
+        &expected.num_tokens_per_rank,
+    )?
+    .or(tensor(
+        stream,
+        "num_tokens_per_expert",
+        &got.num_tokens_per_expert(),
+        expected.num_tokens_per_expert.len(),
+        &expected.num_tokens_per_expert,
+    )?)
+    .or(tensor(stream, "is_token_in_rank", &got.is_token_in_rank(), num_ranks, &in_rank)?))
+}
+
+/// Compares what a layout says of nodes, where there are several.
+pub fn nodes(
+    stream: &Stream,
+    got: &DispatchLayout,
+    expected: Option<&InternodePlan>,
+) -> Result<Difference, Error> {
+    match (got.num_tokens_per_rdma_rank(), expected) {
+        (None, None) => Ok(None),
+        (Some(got), Some(expected)) => {
+            let expected = &expected.num_tokens_per_rdma_rank;
+            tensor(stream, "num_tokens_per_rdma_rank", &got, expected.len(), expected)
+        }
+        (got, _) => {
+            Ok(Some(format!("num_tokens_per_rdma_rank: got {}", if got.is_some() { "some" } else { "none" })))
+        }
+    }
+}
+
+/// Compares all matrices of a handle: `internode` where there are several nodes.
+pub fn handle(
+    stream: &Stream,
+    got: &DispatchHandle,
+    expected: &oracle::Plan,
+    internode: Option<&InternodePlan>,
+) -> Result<Difference, Error> {
+    let per_expert: Vec<i32> =
+        expected.num_recv_tokens_per_expert.iter().map(|&count| count as i32).collect();
+    let list = |values: &[i32]| (values.len(), values.to_vec());
+    let matrix = |rows: &[Vec<i32>]| (rows.first().map_or(0, Vec::len), rows.concat());
+    let mut tables = vec![
+        ("send_head", got.send_head(), matrix(&expected.send_head)),
+        ("num_recv_tokens_per_expert", got.num_recv_tokens_per_expert(), list(&per_expert)),
+        ("num_recv_tokens", got.num_recv_tokens_on_device(), list(&[expected.num_recv_tokens as i32])),
+    ];
+    if let Some(got) = got.intranode() {
+        let all = [
+            ("rank_prefix_matrix", got.rank_prefix_matrix(), &expected.rank_prefix_matrix),
+            ("channel_prefix_matrix", got.channel_prefix_matrix(), &expected.channel_prefix_matrix),
+            (
+                "recv_channel_prefix_matrix",
+                got.recv_channel_prefix_matrix(),
+                &expected.recv_channel_prefix_matrix,
+            ),
+        ];
+        tables.extend(all.map(|(what, got, rows)| (what, got, matrix(rows))));
+    }
+    match (got.internode(), internode) {
+        (Some(got), Some(expected)) => {
+            let sums = [
+                (
+                    "recv_rdma_rank_prefix_sum",
+                    got.recv_rdma_rank_prefix_sum(),
+                    &expected.recv_rdma_rank_prefix_sum,
+                ),
+                (
+                    "recv_gbl_rank_prefix_sum",
+                    got.recv_gbl_rank_prefix_sum(),
+                    &expected.recv_gbl_rank_prefix_sum,
+                ),
+            ];
+            tables.extend(sums.map(|(what, got, values)| (what, got, list(values))));
+            let all = [
+                (
+                    "rdma_channel_prefix_matrix",
+                    got.rdma_channel_prefix_matrix(),
+                    &expected.rdma_channel_prefix_matrix,
+                ),
+                (
+                    "gbl_channel_prefix_matrix",
+                    got.gbl_channel_prefix_matrix(),
+                    &expected.gbl_channel_prefix_matrix,
+                ),
+                (
+                    "recv_rdma_channel_prefix_matrix",
+                    got.recv_rdma_channel_prefix_matrix(),
+                    &expected.recv_rdma_channel_prefix_matrix,
+                ),
+                (
+                    "recv_gbl_channel_prefix_matrix",
+                    got.recv_gbl_channel_prefix_matrix(),
+                    &expected.recv_gbl_channel_prefix_matrix,
+                ),
+                ("send_rdma_head", got.send_rdma_head(), &expected.send_rdma_head),
+                ("send_nvl_head", got.send_nvl_head(stream)?, &expected.send_nvl_head),
+            ];
+            tables.extend(all.map(|(what, got, rows)| (what, got, matrix(rows))));
+        }
+        (None, None) => {}
+        (got, expected) => {
+            let words = |some: bool| if some { "several nodes" } else { "one node" };
+            return Ok(Some(format!(
+                "handle: expected one of {}, got one of {}",
+                words(expected.is_some()),
+                words(got.is_some())
+            )));
+        }
+    }
+    for (what, got, (columns, expected)) in tables {
+        let difference = tensor(stream, what, &got, columns, &expected)?;
+        if difference.is_some() {
+            return Ok(difference);
+        }
+    }
+    Ok(None)
+}
+
+/// Compares a tensor's shape and values.
+pub fn tensor<T: Element + PartialEq + Display>(
+    stream: &Stream,
+    what: &str,
+    got: &Tensor,
+    columns: usize,
+    expected: &[T],
+) -> Result<Difference, Error> {
+    Ok(table(what, columns, &got.to_host::<T>(stream)?, expected))
+}
+
+/// Compares received rows byte by byte. `expected(source, token)` makes what a token carried, whose first bytes are
+/// source rank and token ([`crate::rig`] stamps them), so that a row in the wrong place is recognised.
+pub fn rows(
+    what: &str,
+    got: &[u8],
+    row_bytes: usize,
+    sources: &[(u32, u32)],
+    expected: impl Fn(u32, u32) -> Vec<u8>,
+) -> Difference {
+    if got.len() != row_bytes * sources.len() {
+        return Some(format!(
+            "{what}: expected {} rows, got {}",
+            sources.len(),
+            got.len() / row_bytes.max(1)
+        ));
+    }
+    for (row, (got, &(source, token))) in got.chunks_exact(row_bytes).zip(sources).enumerate() {
+        let expected = expected(source, token);
+        let Some(at) = got.iter().zip(&expected).position(|(got, expected)| got != expected) else {
+            continue;
+        };
+        let stamp = |bytes: &[u8]| bytes.first_chunk().map_or(u32::MAX, |word| u32::from_le_bytes(*word));
+        let (found_source, found_token) = (stamp(got), stamp(&got[4..]));
+        let belongs = format!("row {row} (token {token} of rank {source})");
+        return Some(if at < 8 && sources.contains(&(found_source, found_token)) {
+            format!("{what}, {belongs}: got token {found_token} of rank {found_source}")
+        } else {
+            format!("{what}, {belongs}, byte {at}: expected {:#04x}, got {:#04x}", expected[at], got[at])
+        });
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_are_named() {
+        assert_eq!(table("t", 2, &[1, 2, 3, 4], &[1, 2, 3, 4]), None);
+        assert_eq!(
+            table("t", 2, &[1, 2, 3, 4], &[1, 2, 9, 4]).unwrap(),
+            "t, row 1, column 0: expected 9, got 3"
+        );
+        assert_eq!(table("t", 2, &[1], &[]).unwrap(), "t: expected 0 entries, got 1");
+        assert_eq!(bits("w", 1, &[-0.0], &[0.0]).unwrap(), "w, row 0, column 0: expected 0, got -0");
+        assert_eq!(bits("w", 1, &[f32::NAN], &[f32::NAN]), None);
+        assert_eq!(value("n", 1, 2).unwrap(), "n: expected 2, got 1");
+    }
+
+    #[test]
+    fn rows_in_the_wrong_place_are_recognised() {
+        let make =
+            |source: u32, token: u32| [source.to_le_bytes(), token.to_le_bytes(), [7; 4], [8; 4]].concat();
+        let sources = [(0, 3), (2, 5)];
+        let good = [make(0, 3), make(2, 5)].concat();
+        assert_eq!(rows("x", &good, 16, &sources, make), None);
+        let swapped = [make(2, 5), make(0, 3)].concat();
+        assert_eq!(
+            rows("x", &swapped, 16, &sources, make).unwrap(),
+            "x, row 0 (token 3 of rank 0): got token 5 of rank 2"
+        );
+        let mut torn = good.clone();
+        torn[16 + 9] = 1;
+        assert_eq!(
+            rows("x", &torn, 16, &sources, make).unwrap(),
+            "x, row 1 (token 5 of rank 2), byte 9: expected 0x07, got 0x01"
+        );
+        assert_eq!(rows("x", &good[..16], 16, &sources, make).unwrap(), "x: expected 2 rows, got 1");
+    }
+}

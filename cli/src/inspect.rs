@@ -1,0 +1,507 @@
+//! `epoxide inspect`: what layout and dispatch make of a routing, as JSON, computed by the kernels on the virtual GPU.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::{Subcommand, value_parser};
+use epoxide::driver::virt::VirtualGpu;
+use epoxide::driver::{Device, Stream};
+use epoxide::ep::{
+    Buffer, BufferOptions, BufferShape, Config, DType, DispatchRequest, Element, StreamOrder, Tensor,
+};
+use epoxide::group::ProcessGroup;
+use epoxide::group::launch::run_threads;
+use epoxide_gpu::layout::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
+use serde::Serialize;
+
+use crate::options::VirtualFlags;
+use crate::output;
+use crate::stop::{Result, Stop};
+
+/// Longest wait of a rank for the others.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Elements of the rows that are sent; nobody looks at them.
+const HIDDEN: u64 = 8;
+
+/// Options of `epoxide inspect`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// The layout, the handle and the metadata of a dispatch, for every rank
+    Handle(HandleArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct HandleArgs {
+    /// JSON with the selected experts, `[[[ids of token 0], ..] of rank 0, ..]`; -1 is no selection; - reads standard
+    /// input
+    #[arg(long, value_name = "FILE")]
+    topk: PathBuf,
+
+    /// Ranks of a node
+    #[arg(long, value_name = "P", value_parser = value_parser!(u32).range(1..=MAX_RANKS as i64))]
+    ranks_per_node: u32,
+
+    /// Nodes; rank r is on node r / P
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u32).range(1..=MAX_NODES as i64))]
+    nodes: u32,
+
+    /// Channels that each rank cuts its tokens into
+    #[arg(long, value_name = "C", default_value_t = Config::default().num_channels(),
+          value_parser = value_parser!(u32).range(1..=i64::from(MAX_CHANNELS)))]
+    channels: u32,
+
+    /// Experts of all ranks
+    #[arg(long, value_name = "E")]
+    experts: u32,
+
+    /// Expert counts are rounded up to multiples of this
+    #[arg(long, value_name = "A", default_value_t = 1, value_parser = value_parser!(u32).range(1..=1 << 20))]
+    expert_alignment: u32,
+
+    #[command(flatten)]
+    virtual_gpu: VirtualFlags,
+}
+
+impl HandleArgs {
+    fn num_ranks(&self) -> u32 {
+        self.nodes * self.ranks_per_node
+    }
+}
+
+/// Runs the command.
+pub fn run(args: Args) -> Result<()> {
+    let What::Handle(args) = args.what;
+    let (name, text) = read(&args.topk)?;
+    output::json(&inspect(&args, &name, &text)?)
+}
+
+/// The text of the file, and what to call it in errors.
+fn read(path: &Path) -> Result<(String, String)> {
+    let (name, text) = if path == Path::new("-") {
+        let mut text = String::new();
+        ("standard input".to_owned(), std::io::stdin().read_to_string(&mut text).map(|_| text))
+    } else {
+        (path.display().to_string(), std::fs::read_to_string(path))
+    };
+    let text = text.map_err(|error| Stop::usage(format!("--topk {name}: {error}")))?;
+    Ok((name, text))
+}
+
+/// The ids of all tokens of all ranks, checked.
+#[derive(Debug, PartialEq, Eq)]
+struct Selections {
+    num_topk: usize,
+    ranks: Vec<Vec<Vec<i64>>>,
+}
+
+/// Reads and checks the ids; errors name the place.
+fn parse(args: &HandleArgs, name: &str, text: &str) -> Result<Selections> {
+    let ranks: Vec<Vec<Vec<i64>>> = serde_json::from_str(text).map_err(|error| {
+        Stop::usage(format!("--topk {name}: {error}; expected [[[ids of token 0], ..] of rank 0, ..]"))
+    })?;
+    let wrong = |place: String, rule: String| Err(Stop::usage(format!("--topk {name}: {place}: {rule}")));
+    let (nodes, per_node) = (args.nodes, args.ranks_per_node);
+    if ranks.len() != args.num_ranks() as usize {
+        let rule = format!("--nodes {nodes} with --ranks-per-node {per_node} are {} ranks", args.num_ranks());
+        return wrong(format!("{} ranks", ranks.len()), rule);
+    }
+    let mut first: Option<(usize, usize, usize)> = None;
+    for (rank, tokens) in ranks.iter().enumerate() {
+        for (token, ids) in tokens.iter().enumerate() {
+            let (first_rank, first_token, num_topk) = *first.get_or_insert((rank, token, ids.len()));
+            let place = format!("rank {rank}, token {token}");
+            if ids.is_empty() || ids.len() > MAX_TOPK as usize {
+                return wrong(
+                    place,
+                    format!("{} ids; a token has 1 to {MAX_TOPK}, -1 for no selection", ids.len()),
+                );
+            }
+            if ids.len() != num_topk {
+                let rule = format!(
+                    "{} ids, but {num_topk} at rank {first_rank}, token {first_token}; pad with -1",
+                    ids.len()
+                );
+                return wrong(place, rule);
+            }
+            if let Some(k) = ids.iter().position(|id| !(-1..i64::from(args.experts)).contains(id)) {
+                let rule =
+                    format!("{}; an expert id is -1 or 0 to {} (--experts - 1)", ids[k], args.experts - 1);
+                return wrong(format!("{place}, entry {k}"), rule);
+            }
+        }
+    }
+    Ok(Selections { num_topk: first.map_or(1, |(_, _, num_topk)| num_topk), ranks })
+}
+
+/// The object that is printed.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct Inspection {
+    ranks: Vec<RankInspection>,
+}
+
+/// One rank's quantities, by the names of the interface; matrices are lists of rows.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct RankInspection {
+    num_tokens_per_rank: Vec<i32>,
+    num_tokens_per_expert: Vec<i32>,
+    is_token_in_rank: Vec<Vec<u8>>,
+    #[serde(flatten)]
+    channels: Channels,
+    recv_src_idx: Vec<i32>,
+    recv_topk_idx: Vec<Vec<i64>>,
+    num_recv_tokens_per_expert: Vec<u32>,
+    num_recv_tokens: u32,
+}
+
+/// What differs between one node and several.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+enum Channels {
+    OneNode {
+        rank_prefix_matrix: Vec<Vec<i32>>,
+        channel_prefix_matrix: Vec<Vec<i32>>,
+        recv_channel_prefix_matrix: Vec<Vec<i32>>,
+    },
+    Nodes(Box<AcrossNodes>),
+}
+
+/// What a handle has where there are several nodes.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct AcrossNodes {
+    num_tokens_per_rdma_rank: Vec<i32>,
+    rdma_channel_prefix_matrix: Vec<Vec<i32>>,
+    gbl_channel_prefix_matrix: Vec<Vec<i32>>,
+    recv_rdma_channel_prefix_matrix: Vec<Vec<i32>>,
+    recv_rdma_rank_prefix_sum: Vec<i32>,
+    recv_gbl_channel_prefix_matrix: Vec<Vec<i32>>,
+    recv_gbl_rank_prefix_sum: Vec<i32>,
+    /// Of each row, its source node and a bit for each rank of the own node that has the token.
+    recv_src_meta: Vec<[i32; 2]>,
+    send_rdma_head: Vec<Vec<i32>>,
+    send_nvl_head: Vec<Vec<i32>>,
+}
+
+fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
+    let (ranks, experts) = (args.num_ranks(), args.experts);
+    if experts == 0 || !experts.is_multiple_of(ranks) || experts / ranks > MAX_LOCAL_EXPERTS {
+        return Err(Stop::usage(format!(
+            "--experts {experts}: must be a positive multiple of the {ranks} ranks, at most {MAX_LOCAL_EXPERTS} for each"
+        )));
+    }
+    let selections = parse(args, name, text)?;
+    let most = selections.ranks.iter().map(Vec::len).max().unwrap_or(0);
+    let max_tokens_per_rank = u32::try_from(most)
+        .map_err(|_| Stop::usage(format!("--topk {name}: {most} tokens on one rank are too many")))?;
+    let options = BufferOptions {
+        config: Config::with_sms(2 * args.channels)?.for_nodes(args.nodes),
+        timeout: TIMEOUT,
+        ranks_per_node: Some(args.ranks_per_node),
+        ..BufferOptions::new(BufferShape {
+            max_tokens_per_rank,
+            max_row_bytes: HIDDEN * DType::Bf16.size(),
+            max_topk: selections.num_topk as u32,
+            max_scales: 0,
+        })
+    };
+    let checker = args.virtual_gpu.checker(0);
+    let inspected = run_threads(ranks, TIMEOUT * 3, |rank, group| {
+        let device = VirtualGpu::new(args.virtual_gpu.device(rank, 0, checker.as_ref()));
+        Ok(inspect_rank(args, &selections, options.clone(), rank, device, &group))
+    });
+    let outcomes = inspected.map_err(|failure| Stop::from(failure.error).on_rank(failure.rank))?;
+    let ranks = (0..).zip(outcomes).map(|(rank, outcome)| outcome.map_err(|stop| stop.on_rank(rank)));
+    Ok(Inspection { ranks: ranks.collect::<Result<_>>()? })
+}
+
+fn inspect_rank(
+    args: &HandleArgs,
+    selections: &Selections,
+    options: BufferOptions,
+    rank: u32,
+    device: Arc<dyn Device>,
+    group: &Arc<dyn ProcessGroup>,
+) -> Result<RankInspection> {
+    let stream = Stream::new(&device, false)?;
+    let mut buffer = Buffer::new(device, &**group, options)?;
+    let order = || StreamOrder::on(&stream);
+
+    let tokens = &selections.ranks[rank as usize];
+    let (num_tokens, num_topk) = (tokens.len() as u64, selections.num_topk);
+    let shape = [num_tokens, num_topk as u64];
+    let topk_idx = Tensor::from_host(&stream, DType::I64, &shape, &tokens.concat())?;
+    let topk_weights =
+        Tensor::from_host(&stream, DType::F32, &shape, &vec![1.0f32; tokens.len() * num_topk])?;
+    let x = vec![0u16; tokens.len() * HIDDEN as usize];
+    let x = Tensor::from_host(&stream, DType::Bf16, &[num_tokens, HIDDEN], &x)?;
+
+    let layout = buffer.get_dispatch_layout(&topk_idx, args.experts, order())?;
+    let request = DispatchRequest {
+        topk_idx: Some(&topk_idx),
+        topk_weights: Some(&topk_weights),
+        expert_alignment: args.expert_alignment,
+        ..DispatchRequest::new(&x, &layout)
+    };
+    let output = buffer.dispatch(request, order())?;
+    stream.synchronize()?;
+    buffer.check()?;
+
+    let handle = &output.handle;
+    let given =
+        |tensor: Option<Tensor>, name| tensor.ok_or_else(|| Stop::failed(format!("dispatch gave no {name}")));
+    let channels = match (handle.intranode(), handle.internode()) {
+        (Some(intranode), _) => Channels::OneNode {
+            rank_prefix_matrix: rows(&stream, &intranode.rank_prefix_matrix())?,
+            channel_prefix_matrix: rows(&stream, &intranode.channel_prefix_matrix())?,
+            recv_channel_prefix_matrix: rows(&stream, &intranode.recv_channel_prefix_matrix())?,
+        },
+        (None, Some(internode)) => {
+            let per_node = given(layout.num_tokens_per_rdma_rank(), "num_tokens_per_rdma_rank")?;
+            let meta = given(output.recv_src_meta, "recv_src_meta")?.to_host::<i32>(&stream)?;
+            Channels::Nodes(Box::new(AcrossNodes {
+                num_tokens_per_rdma_rank: per_node.to_host(&stream)?,
+                rdma_channel_prefix_matrix: rows(&stream, &internode.rdma_channel_prefix_matrix())?,
+                gbl_channel_prefix_matrix: rows(&stream, &internode.gbl_channel_prefix_matrix())?,
+                recv_rdma_channel_prefix_matrix: rows(&stream, &internode.recv_rdma_channel_prefix_matrix())?,
+                recv_rdma_rank_prefix_sum: internode.recv_rdma_rank_prefix_sum().to_host(&stream)?,
+                recv_gbl_channel_prefix_matrix: rows(&stream, &internode.recv_gbl_channel_prefix_matrix())?,
+                recv_gbl_rank_prefix_sum: internode.recv_gbl_rank_prefix_sum().to_host(&stream)?,
+                recv_src_meta: meta.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect(),
+                send_rdma_head: rows(&stream, &internode.send_rdma_head())?,
+                send_nvl_head: rows(&stream, &internode.send_nvl_head(&stream)?)?,
+            }))
+        }
+        (None, None) => return Err(Stop::failed("dispatch gave neither kind of matrices")),
+    };
+    Ok(RankInspection {
+        num_tokens_per_rank: layout.num_tokens_per_rank().to_host(&stream)?,
+        num_tokens_per_expert: layout.num_tokens_per_expert().to_host(&stream)?,
+        is_token_in_rank: rows(&stream, &layout.is_token_in_rank())?,
+        channels,
+        recv_src_idx: given(output.recv_src_idx, "recv_src_idx")?.to_host(&stream)?,
+        recv_topk_idx: rows(&stream, &given(output.recv_topk_idx, "recv_topk_idx")?)?,
+        num_recv_tokens_per_expert: output.num_recv_tokens_per_expert.clone(),
+        num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
+    })
+}
+
+/// A matrix as a list of rows.
+fn rows<T: Element>(stream: &Stream, matrix: &Tensor) -> Result<Vec<Vec<T>>> {
+    let flat = matrix.to_host::<T>(stream)?;
+    Ok(flat.chunks((matrix.columns() as usize).max(1)).map(<[T]>::to_vec).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use epoxide_testing::oracle::{self, Routing};
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const WORKED_EXAMPLE: &str = "[[[0,6],[3,5],[7,6],[1,-1]], [[2,4],[6,1],[0,1],[5,7]],
+                                   [[7,0],[1,2],[4,5],[3,6]], [[0,2],[6,7],[5,1],[4,3]]]";
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: HandleArgs,
+    }
+
+    fn args(line: &str) -> HandleArgs {
+        let words = ["inspect", "--topk", "-"].into_iter().chain(line.split_whitespace());
+        Line::try_parse_from(words).unwrap().args
+    }
+
+    fn run(line: &str, text: &str) -> Result<Inspection> {
+        inspect(&args(line), "ids.json", text)
+    }
+
+    /// The same object from the definitions.
+    fn expected(line: &str, text: &str) -> Inspection {
+        let args = args(line);
+        let Selections { num_topk, ranks } = parse(&args, "", text).unwrap();
+        let routing = Routing { num_experts: args.experts, num_topk: num_topk as u32, topk_idx: ranks };
+        let rank = |rank| {
+            let plan = oracle::plan(&routing, rank, args.channels, args.expert_alignment);
+            let nodes = oracle::Nodes::new(&routing, args.ranks_per_node).plan(rank, args.channels);
+            let channels = match args.nodes {
+                1 => Channels::OneNode {
+                    rank_prefix_matrix: plan.rank_prefix_matrix,
+                    channel_prefix_matrix: plan.channel_prefix_matrix,
+                    recv_channel_prefix_matrix: plan.recv_channel_prefix_matrix,
+                },
+                _ => Channels::Nodes(Box::new(AcrossNodes {
+                    num_tokens_per_rdma_rank: nodes.num_tokens_per_rdma_rank,
+                    rdma_channel_prefix_matrix: nodes.rdma_channel_prefix_matrix,
+                    gbl_channel_prefix_matrix: nodes.gbl_channel_prefix_matrix,
+                    recv_rdma_channel_prefix_matrix: nodes.recv_rdma_channel_prefix_matrix,
+                    recv_rdma_rank_prefix_sum: nodes.recv_rdma_rank_prefix_sum,
+                    recv_gbl_channel_prefix_matrix: nodes.recv_gbl_channel_prefix_matrix,
+                    recv_gbl_rank_prefix_sum: nodes.recv_gbl_rank_prefix_sum,
+                    recv_src_meta: nodes.recv_src_meta,
+                    send_rdma_head: nodes.send_rdma_head,
+                    send_nvl_head: nodes.send_nvl_head,
+                })),
+            };
+            RankInspection {
+                num_tokens_per_rank: plan.layout.num_tokens_per_rank,
+                num_tokens_per_expert: plan.layout.num_tokens_per_expert,
+                is_token_in_rank: plan.layout.is_token_in_rank,
+                channels,
+                recv_src_idx: plan.recv_src.iter().map(|&(_, token)| token as i32).collect(),
+                recv_topk_idx: plan.recv_topk_idx,
+                num_recv_tokens_per_expert: plan.num_recv_tokens_per_expert,
+                num_recv_tokens: plan.num_recv_tokens,
+            }
+        };
+        Inspection { ranks: (0..routing.num_ranks()).map(rank).collect() }
+    }
+
+    #[test]
+    fn the_worked_example_by_hand() {
+        let line = "--ranks-per-node 4 --channels 2 --experts 8";
+        let got = serde_json::to_value(run(line, WORKED_EXAMPLE).unwrap()).unwrap();
+        assert_eq!(
+            got.as_object().map(|object| object.keys().collect::<Vec<_>>()),
+            Some(vec![&"ranks".to_owned()])
+        );
+        let ranks = got["ranks"].as_array().unwrap();
+        assert_eq!(ranks.len(), 4);
+        let rank_prefix = json!([[2, 1, 1, 2], [4, 2, 3, 4], [6, 4, 4, 6], [8, 6, 6, 7]]);
+        let rank_0 = json!({
+            "num_tokens_per_rank": [2, 1, 1, 2],
+            "num_tokens_per_expert": [1, 1, 0, 1, 0, 1, 2, 1],
+            "is_token_in_rank": [[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]],
+            "rank_prefix_matrix": rank_prefix,
+            "channel_prefix_matrix": [[1, 2], [1, 1], [1, 1], [1, 2]],
+            "recv_channel_prefix_matrix": [[0, 1], [0, 1], [0, 2], [0, 1]],
+            "recv_src_idx": [0, 3, 1, 2, 0, 1, 0, 2],
+            "recv_topk_idx": [[0, -1], [1, -1], [-1, 1], [0, 1], [-1, 0], [1, -1], [0, -1], [-1, 1]],
+            "num_recv_tokens_per_expert": [4, 5],
+            "num_recv_tokens": 8,
+        });
+        assert_eq!(ranks[0], rank_0);
+        let rank_3 = json!({
+            "num_tokens_per_rank": [2, 2, 2, 1],
+            "num_tokens_per_expert": [1, 1, 1, 1, 1, 1, 1, 1],
+            "is_token_in_rank": [[1, 1, 0, 0], [0, 0, 0, 1], [1, 0, 1, 0], [0, 1, 1, 0]],
+            "rank_prefix_matrix": rank_prefix,
+            "channel_prefix_matrix": [[1, 2], [1, 2], [0, 2], [1, 1]],
+            "recv_channel_prefix_matrix": [[0, 1], [0, 1], [0, 1], [0, 1]],
+            "recv_src_idx": [0, 2, 1, 3, 0, 3, 1],
+            "recv_topk_idx": [[-1, 0], [1, 0], [0, -1], [-1, 1], [1, -1], [-1, 0], [0, 1]],
+            "num_recv_tokens_per_expert": [5, 4],
+            "num_recv_tokens": 7,
+        });
+        assert_eq!(ranks[3], rank_3);
+    }
+
+    #[test]
+    fn the_worked_example_on_two_nodes_by_hand() {
+        let line = "--nodes 2 --ranks-per-node 2 --channels 2 --experts 8";
+        let got = serde_json::to_value(run(line, WORKED_EXAMPLE).unwrap()).unwrap();
+        let ranks = got["ranks"].as_array().unwrap();
+        assert_eq!(ranks.len(), 4);
+        let rank_0 = json!({
+            "num_tokens_per_rank": [2, 1, 1, 2],
+            "num_tokens_per_expert": [1, 1, 0, 1, 0, 1, 2, 1],
+            "is_token_in_rank": [[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]],
+            "num_tokens_per_rdma_rank": [3, 3],
+            "rdma_channel_prefix_matrix": [[2, 3], [2, 3]],
+            "gbl_channel_prefix_matrix": [[1, 2], [1, 1], [1, 1], [1, 2]],
+            "recv_rdma_channel_prefix_matrix": [[2, 3], [2, 3]],
+            "recv_rdma_rank_prefix_sum": [3, 6],
+            "recv_gbl_channel_prefix_matrix": [[0, 1], [2, 3], [4, 6], [6, 7]],
+            "recv_gbl_rank_prefix_sum": [2, 4, 6, 8],
+            "recv_src_meta": [[0, 1], [0, 1], [0, 1], [0, 1], [1, 1], [1, 3], [1, 3], [1, 1]],
+            "send_rdma_head": [[0, 0], [1, 1], [-1, 0], [0, -1]],
+            "send_nvl_head": [[0, -1], [-1, 0], [0, -1], [0, -1], [1, 0], [-1, 0]],
+            "recv_src_idx": [0, 3, 1, 2, 0, 1, 0, 2],
+            "recv_topk_idx": [[0, -1], [1, -1], [-1, 1], [0, 1], [-1, 0], [1, -1], [0, -1], [-1, 1]],
+            "num_recv_tokens_per_expert": [4, 5],
+            "num_recv_tokens": 8,
+        });
+        assert_eq!(ranks[0], rank_0);
+        let rank_3 = json!({
+            "num_tokens_per_rank": [2, 2, 2, 1],
+            "num_tokens_per_expert": [1, 1, 1, 1, 1, 1, 1, 1],
+            "is_token_in_rank": [[1, 1, 0, 0], [0, 0, 0, 1], [1, 0, 1, 0], [0, 1, 1, 0]],
+            "num_tokens_per_rdma_rank": [3, 3],
+            "rdma_channel_prefix_matrix": [[1, 3], [1, 3]],
+            "gbl_channel_prefix_matrix": [[1, 2], [1, 2], [0, 2], [1, 1]],
+            "recv_rdma_channel_prefix_matrix": [[2, 3], [1, 3]],
+            "recv_rdma_rank_prefix_sum": [3, 6],
+            "recv_gbl_channel_prefix_matrix": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "recv_gbl_rank_prefix_sum": [2, 4, 6, 7],
+            "recv_src_meta": [[0, 2], [0, 2], [0, 2], [0, 3], [1, 2], [1, 2], [1, 2]],
+            "send_rdma_head": [[0, -1], [-1, 0], [0, 0], [1, 1]],
+            "send_nvl_head": [[0, -1], [-1, 0], [0, 0], [-1, 0], [0, -1], [1, -1]],
+            "recv_src_idx": [0, 2, 1, 3, 0, 3, 1],
+            "recv_topk_idx": [[-1, 0], [1, 0], [0, -1], [-1, 1], [1, -1], [-1, 0], [0, 1]],
+            "num_recv_tokens_per_expert": [5, 4],
+            "num_recv_tokens": 7,
+        });
+        assert_eq!(ranks[3], rank_3);
+    }
+
+    #[test]
+    fn alignment_channels_idle_ranks_and_no_tokens_at_all() {
+        for (line, text) in [
+            ("--ranks-per-node 4 --channels 2 --experts 8 --expert-alignment 4", WORKED_EXAMPLE),
+            ("--ranks-per-node 4 --channels 3 --experts 8", WORKED_EXAMPLE),
+            ("--ranks-per-node 3 --experts 3", "[[], [[2], [-1], [0]], []]"),
+            ("--nodes 2 --ranks-per-node 2 --channels 3 --experts 8 --expert-alignment 4", WORKED_EXAMPLE),
+            ("--nodes 4 --ranks-per-node 1 --channels 1 --experts 8", WORKED_EXAMPLE),
+            ("--nodes 3 --ranks-per-node 1 --experts 3", "[[], [[2], [-1], [0]], []]"),
+            ("--nodes 2 --ranks-per-node 1 --experts 4", "[[], []]"),
+            ("--ranks-per-node 2 --experts 4", "[[], []]"),
+            ("--ranks-per-node 1 --experts 4", "[[[3, 3, 0], [-1, -1, -1]]]"),
+        ] {
+            assert_eq!(run(line, text).unwrap(), expected(line, text), "{line}: {text}");
+        }
+        let aligned = run("--ranks-per-node 4 --experts 8 --expert-alignment 4", WORKED_EXAMPLE).unwrap();
+        assert_eq!(aligned.ranks[0].num_recv_tokens_per_expert, [4, 8]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let two = "--ranks-per-node 2 --experts 4";
+        for (line, text, place) in [
+            (two, "[[[0]], [[1]]", "line 1"),
+            (two, "[[[0]],\n [[\"a\"]]]", "line 2"),
+            (two, "[[[0]], [[0.5]]]", "line 1"),
+            (two, "{\"ranks\": []}", "line 1"),
+            (two, "[[[0]]]", "1 ranks"),
+            (two, "[[], [[0, 1], [2]]]", "rank 1, token 1: 1 ids, but 2 at rank 1, token 0"),
+            (two, "[[[]], []]", "rank 0, token 0: 0 ids"),
+            (two, "[[[0, 4]], []]", "rank 0, token 0, entry 1: 4;"),
+            (two, "[[[0, -2]], []]", "rank 0, token 0, entry 1: -2;"),
+            ("--ranks-per-node 2 --experts 3", "[[], []]", "--experts 3"),
+            ("--ranks-per-node 2 --experts 0", "[[], []]", "--experts 0"),
+            (
+                "--ranks-per-node 2 --experts 4 --nodes 2",
+                "[[], []]",
+                "2 ranks: --nodes 2 with --ranks-per-node 2 are 4 ranks",
+            ),
+            ("--ranks-per-node 2 --experts 6 --nodes 2", "[[], [], [], []]", "--experts 6"),
+        ] {
+            let stop = run(line, text).unwrap_err();
+            assert_eq!(stop.code, crate::stop::USAGE);
+            assert!(
+                stop.message.as_deref().is_some_and(|message| message.contains(place)),
+                "{text}: {stop:?}"
+            );
+        }
+        let long: Value = json!([[vec![0; 33]], []]);
+        assert_eq!(run(two, &long.to_string()).unwrap_err().code, crate::stop::USAGE);
+        assert_eq!(read(Path::new("/no/such/file")).unwrap_err().code, crate::stop::USAGE);
+    }
+}

@@ -1,0 +1,615 @@
+//! Flags that several commands share, those of `roundtrip`, and what they come to for a number of ranks.
+
+use std::time::Duration;
+
+use clap::ValueEnum;
+use epoxide::driver::virt::{CheckConfig, Checker, Schedule, VirtConfig};
+use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
+use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
+use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
+pub use epoxide_testing::World;
+use epoxide_testing::payload::ELEMENTS_PER_SCALE;
+use serde::Serialize;
+
+use crate::stop::{Result, Stop};
+
+/// How tokens travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// High throughput within one node.
+    Intranode,
+    /// High throughput across nodes.
+    Internode,
+    /// Low latency.
+    LowLatency,
+}
+
+/// Element type of the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RowType {
+    /// 16-bit brain float.
+    Bf16,
+    /// 8-bit float (e4m3) with one f32 scale per 128 elements; combine returns bf16.
+    Fp8,
+}
+
+impl RowType {
+    /// The dtype of dispatched rows.
+    pub fn dtype(self) -> DType {
+        match self {
+            RowType::Bf16 => DType::Bf16,
+            RowType::Fp8 => DType::Fp8E4m3,
+        }
+    }
+
+    /// Scales per token.
+    pub fn num_scales(self, hidden: u64) -> u64 {
+        match self {
+            RowType::Bf16 => 0,
+            RowType::Fp8 => hidden.div_ceil(ELEMENTS_PER_SCALE),
+        }
+    }
+}
+
+/// Which GPUs to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// The virtual GPU: runs the shipped PTX on the processor.
+    Virtual,
+    /// NVIDIA GPUs: rank r of a host uses GPU r.
+    Cuda,
+}
+
+/// How bytes cross nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Transport {
+    /// Direct to the ranks whose memory can be mapped, tcp to the others.
+    Auto,
+    /// Kernels write to mapped memory: one host, or one NVLink domain.
+    Direct,
+    /// Shared host memory of one host.
+    Shm,
+    /// Any network, between host memories.
+    Tcp,
+    /// RDMA: InfiniBand or RoCE, as the EPOXIDE_RDMA_* variables say.
+    Verbs,
+}
+
+impl Transport {
+    /// What the library calls it.
+    pub fn kind(self) -> TransportKind {
+        match self {
+            Transport::Auto => TransportKind::Auto,
+            Transport::Direct => TransportKind::Direct,
+            Transport::Shm => TransportKind::Shm,
+            Transport::Tcp => TransportKind::Tcp,
+            Transport::Verbs => TransportKind::Verbs,
+        }
+    }
+}
+
+/// What check mode tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Check {
+    /// Data races, reads of memory that nobody wrote.
+    Races,
+    /// Wrong results of weak memory: loads sometimes see older values, where the memory model lets them.
+    Weak,
+}
+
+/// How the virtual GPU runs kernels.
+#[derive(Debug, Clone, Copy, Default, clap::Args)]
+pub struct VirtualFlags {
+    /// Run kernels in check mode, slowly: report data races and reads of memory that nobody wrote, or, with --check=weak, let weak memory
+    /// show as wrong results. The ranks are threads of this process, and --seed draws the schedule
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "races", value_name = "WHAT")]
+    pub check: Option<Check>,
+
+    /// Draw the order of warps from --seed: any warp next
+    #[arg(long, conflicts_with = "preemptions")]
+    pub random_schedule: bool,
+
+    /// Draw the order of warps from --seed: the most urgent one runs, and loses its urgency at so many points
+    #[arg(long, value_name = "D")]
+    pub preemptions: Option<u32>,
+}
+
+impl VirtualFlags {
+    /// The checker of all devices of a run.
+    pub fn checker(&self, seed: u64) -> Option<Checker> {
+        let config = match self.check? {
+            Check::Races => CheckConfig::default(),
+            Check::Weak => CheckConfig { races: false, weak_memory: Some(seed), ..CheckConfig::default() },
+        };
+        Some(Checker::new(config))
+    }
+
+    /// What the virtual GPU of a rank is like.
+    pub fn device(&self, ordinal: u32, seed: u64, checker: Option<&Checker>) -> VirtConfig {
+        let schedule = self.preemptions.map_or(Schedule::Random, Schedule::Preemptions);
+        let seeded = self.check.is_some() || self.random_schedule || self.preemptions.is_some();
+        let schedule_seed = seeded.then_some(seed);
+        VirtConfig { ordinal, schedule_seed, schedule, checker: checker.cloned(), ..VirtConfig::default() }
+    }
+}
+
+/// Nodes unless the user says otherwise, across nodes.
+const DEFAULT_NODES: u32 = 2;
+
+/// How many ranks there are, as asked for.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct WorldFlags {
+    /// How tokens travel [default: as --nodes says, else the command's own]
+    #[arg(long, value_enum)]
+    pub mode: Option<Mode>,
+
+    /// Nodes; several may be on one host [default: 2 internode, 1 intranode]
+    #[arg(long, value_name = "N")]
+    pub nodes: Option<u32>,
+
+    /// Ranks of a node, one GPU each [default: 8; where WORLD_SIZE is set, as many as that leaves]
+    #[arg(long, value_name = "P")]
+    pub ranks_per_node: Option<u32>,
+}
+
+/// What joins nodes.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct NetworkFlags {
+    /// How bytes cross nodes; of no effect on one node
+    #[arg(long, value_enum, default_value = "auto")]
+    pub transport: Transport,
+
+    /// Queues to each peer on another node, where there are any [default: 8 over shm and tcp on GPUs, else 1]
+    #[arg(long, value_name = "Q", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
+    pub queues: Option<u32>,
+}
+
+impl NetworkFlags {
+    /// Queues to each peer, if to any.
+    pub fn queues(&self, device: DeviceKind) -> u32 {
+        // Beside a virtual GPU all threads want the same processors.
+        let default = match device {
+            DeviceKind::Virtual => 1,
+            DeviceKind::Cuda => TransportOptions::new(self.transport.kind()).queues_per_peer,
+        };
+        self.queues.unwrap_or(default)
+    }
+
+    /// As the library takes them; `timeout` bounds a put.
+    pub fn options(&self, device: DeviceKind, timeout: Duration) -> TransportOptions {
+        TransportOptions {
+            queues_per_peer: self.queues(device),
+            timeout,
+            ..TransportOptions::new(self.transport.kind())
+        }
+    }
+}
+
+impl WorldFlags {
+    /// How many ranks there are, and where: as the flags say or, in a group that somebody else started, its size and how many of
+    /// its ranks this host has.
+    pub fn world(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<World> {
+        let usage =
+            |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
+        if self.mode == Some(Mode::LowLatency) {
+            return Err(Stop::usage(
+                "--mode low-latency: not built yet: intranode or internode in this version",
+            ));
+        }
+        match (self.mode, self.nodes) {
+            (Some(Mode::Intranode), Some(nodes)) if nodes != 1 => {
+                return usage("--nodes", nodes, "--mode intranode has one node".into());
+            }
+            (Some(Mode::Internode), Some(1)) | (_, Some(0)) => {
+                let nodes = self.nodes.unwrap_or(0);
+                return usage("--nodes", nodes, "must be at least 2, or 1 with --mode intranode".into());
+            }
+            _ => {}
+        }
+        let one_node = match (self.mode, self.nodes) {
+            (Some(mode), _) => mode == Mode::Intranode,
+            (None, Some(nodes)) => nodes == 1,
+            // A group that cannot be cut in two is one node.
+            (None, None) => {
+                default == Mode::Intranode
+                    || group.is_some_and(|(size, _)| {
+                        self.ranks_per_node.map_or(size % 2 != 0, |asked| asked == size)
+                    })
+            }
+        };
+        let (nodes, ranks_per_node) = match group {
+            None => {
+                let nodes = if one_node { 1 } else { self.nodes.unwrap_or(DEFAULT_NODES) };
+                (nodes, self.ranks_per_node.unwrap_or(MAX_RANKS as u32))
+            }
+            Some((size, local)) => {
+                let on_host = local.filter(|local| *local < size && *local > 0 && size % local == 0);
+                let nodes = match (one_node, self.nodes, self.ranks_per_node) {
+                    (true, ..) => 1,
+                    (_, Some(nodes), _) => nodes,
+                    (_, _, Some(asked)) if asked > 0 && size % asked == 0 => size / asked,
+                    (_, _, Some(asked)) => {
+                        let rule = format!("the environment's WORLD_SIZE, {size}, is not a multiple of it");
+                        return usage("--ranks-per-node", asked, rule);
+                    }
+                    _ => on_host.map_or(DEFAULT_NODES, |local| size / local),
+                };
+                if size % nodes != 0 {
+                    let rule = format!("the environment's WORLD_SIZE, {size}, is not a multiple of it");
+                    return usage("--nodes", nodes, rule);
+                }
+                if let Some(asked) =
+                    self.ranks_per_node.filter(|asked| asked.checked_mul(nodes) != Some(size))
+                {
+                    let rule = format!(
+                        "with {nodes} node(s) that is not the environment's WORLD_SIZE, {size}; leave the flag out or make them \
+                         equal"
+                    );
+                    return usage("--ranks-per-node", asked, rule);
+                }
+                (nodes, size / nodes)
+            }
+        };
+        if ranks_per_node == 0 || ranks_per_node > MAX_RANKS as u32 {
+            return usage("--ranks-per-node", ranks_per_node, format!("must be 1 to {MAX_RANKS}"));
+        }
+        if nodes > MAX_NODES as u32 {
+            return usage("--nodes", nodes, format!("must be 1 to {MAX_NODES}"));
+        }
+        Ok(World { nodes, ranks_per_node })
+    }
+}
+
+/// The flags of `roundtrip`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Shared {
+    #[command(flatten)]
+    pub place: WorldFlags,
+
+    /// Tokens of each rank [default: 128]
+    #[arg(long, value_name = "T")]
+    pub tokens: Option<u32>,
+
+    /// Elements of a row [default: 1024]
+    #[arg(long, value_name = "H")]
+    pub hidden: Option<u64>,
+
+    /// Experts of all ranks [default: 4 per rank]
+    #[arg(long, value_name = "E")]
+    pub experts: Option<u32>,
+
+    /// Experts that a token selects [default: 4, or the number of ranks where that is less]
+    #[arg(long, value_name = "K")]
+    pub topk: Option<u32>,
+
+    /// Element type of the dispatched rows
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub dtype: RowType,
+
+    /// Which GPUs to use
+    #[arg(long, value_enum, default_value = "virtual")]
+    pub device: DeviceKind,
+
+    #[command(flatten)]
+    pub network: NetworkFlags,
+
+    #[command(flatten)]
+    pub virtual_gpu: VirtualFlags,
+
+    /// Seed of all random data, decimal or 0x..
+    #[arg(long, value_parser = parse_seed, default_value = "0xA1B2")]
+    pub seed: u64,
+
+    /// Multiprocessors for dispatch and for combine; even, a channel is two [default: 20 intranode, 152 internode, as the test
+    /// that this one is taken from]
+    #[arg(long, value_name = "S")]
+    pub num_sms: Option<u32>,
+
+    /// Run every rank as a process of its own [default with --device cuda, and internode]
+    #[arg(long, conflicts_with_all = ["threads", "check"])]
+    pub processes: bool,
+
+    /// Run the ranks as threads of this process [default with --device virtual, intranode]
+    #[arg(long)]
+    pub threads: bool,
+
+    /// Longest wait for another rank [default: 60, and 600 with --check]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub timeout: Option<u64>,
+
+    /// Print one JSON object instead of lines
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Sizes where neither the user nor the number of ranks says otherwise.
+#[derive(Debug, Clone, Copy)]
+pub struct Defaults {
+    /// How tokens travel.
+    pub mode: Mode,
+    /// Tokens of each rank.
+    pub tokens: u32,
+    /// Elements of a row.
+    pub hidden: u64,
+}
+
+/// What the flags come to: checked, and complete.
+#[derive(Debug, Clone, Serialize)]
+pub struct Setup {
+    /// How tokens travel.
+    pub mode: Mode,
+    /// Nodes.
+    pub nodes: u32,
+    /// Ranks of all nodes.
+    pub ranks: u32,
+    /// Most tokens of any rank.
+    pub tokens: u32,
+    /// Most elements of a row.
+    pub hidden: u64,
+    /// Experts of all ranks.
+    pub experts: u32,
+    /// Experts per token.
+    pub topk: u32,
+    /// Element type of the dispatched rows.
+    pub dtype: RowType,
+    /// Which GPUs.
+    pub device: DeviceKind,
+    /// How bytes cross nodes.
+    pub transport: Transport,
+    /// Queues to each peer on another node.
+    pub queues: u32,
+    /// Seed of all random data.
+    pub seed: u64,
+    /// Multiprocessors for dispatch and for combine.
+    pub num_sms: u32,
+    /// Longest wait for another rank, in seconds.
+    pub timeout: u64,
+    /// The library's configuration, from `num_sms`.
+    #[serde(skip)]
+    pub config: Config,
+}
+
+impl Shared {
+    /// How many ranks there are, and where.
+    pub fn world(&self, defaults: Defaults, group: Option<(u32, Option<u32>)>) -> Result<World> {
+        self.place.world(defaults.mode, group)
+    }
+
+    /// Longest wait for another rank.
+    pub fn timeout(&self) -> Duration {
+        // Checks make kernels up to thirty times slower.
+        let default = if self.virtual_gpu.check.is_some() { 600 } else { 60 };
+        Duration::from_secs(self.timeout.unwrap_or(default))
+    }
+
+    /// What the flags come to for these ranks.
+    pub fn resolve(&self, world: World, defaults: Defaults) -> Result<Setup> {
+        let wrong =
+            |flag: &str, value: u64, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
+        let (ranks, nodes) = (world.ranks(), world.nodes);
+        let hidden = self.hidden.unwrap_or(defaults.hidden);
+        let unit = 16 / self.dtype.dtype().size();
+        if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > 1 << 24 {
+            let rule = format!(
+                "must be a positive multiple of {unit} (rows are multiples of 16 bytes), at most {}",
+                1 << 24
+            );
+            return wrong("--hidden", hidden, rule);
+        }
+        let experts = self.experts.unwrap_or(4 * ranks);
+        if experts == 0 || !experts.is_multiple_of(ranks) || experts / ranks > MAX_LOCAL_EXPERTS {
+            let rule = format!(
+                "must be a positive multiple of the {ranks} ranks, at most {MAX_LOCAL_EXPERTS} for each of them"
+            );
+            return wrong("--experts", u64::from(experts), rule);
+        }
+        let topk = self.topk.unwrap_or(4.min(ranks));
+        if topk == 0 || topk > MAX_TOPK || topk > experts {
+            let rule = format!(
+                "must be 1 to {} (at most {MAX_TOPK}, and at most the number of experts)",
+                MAX_TOPK.min(experts)
+            );
+            return wrong("--topk", u64::from(topk), rule);
+        }
+        // Across nodes, the settings of the test that `roundtrip` is taken from.
+        let config = match nodes {
+            1 => Config::with_sms(self.num_sms.unwrap_or(20)),
+            _ => Config::new(self.num_sms.unwrap_or(152), 8, 256, 16, 128)
+                .map(|config| config.for_nodes(nodes)),
+        };
+        let config = config.map_err(|error| Stop::usage(format!("--num-sms: {error}")))?;
+        Ok(Setup {
+            mode: if nodes == 1 { Mode::Intranode } else { Mode::Internode },
+            nodes,
+            ranks,
+            tokens: self.tokens.unwrap_or(defaults.tokens),
+            hidden,
+            experts,
+            topk,
+            dtype: self.dtype,
+            device: self.device,
+            transport: self.network.transport,
+            queues: self.network.queues(self.device),
+            seed: self.seed,
+            num_sms: config.num_sms,
+            timeout: self.timeout().as_secs(),
+            config,
+        })
+    }
+}
+
+impl Setup {
+    /// Options of a buffer that can dispatch these rows and combine rows of bf16.
+    pub fn buffer_options(&self) -> BufferOptions {
+        let shape = BufferShape {
+            max_tokens_per_rank: self.tokens,
+            max_row_bytes: self.hidden * DType::Bf16.size(),
+            max_topk: self.topk,
+            max_scales: self.dtype.num_scales(self.hidden) as u32,
+        };
+        let timeout = Duration::from_secs(self.timeout);
+        let network = NetworkFlags { transport: self.transport, queues: Some(self.queues) };
+        BufferOptions {
+            config: self.config,
+            timeout,
+            ranks_per_node: Some(self.ranks / self.nodes),
+            transport: network.options(self.device, timeout),
+            ..BufferOptions::new(shape)
+        }
+    }
+}
+
+/// A seed, decimal or hexadecimal behind `0x`.
+fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
+    match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => u64::from_str_radix(digits, 16),
+        None => text.parse(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        shared: Shared,
+    }
+
+    const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
+
+    fn one_node(ranks: u32) -> World {
+        World { nodes: 1, ranks_per_node: ranks }
+    }
+
+    fn parse(line: &str) -> Shared {
+        Line::try_parse_from(["epoxide"].into_iter().chain(line.split_whitespace())).unwrap().shared
+    }
+
+    #[test]
+    fn defaults_follow_the_number_of_ranks() {
+        let setup = parse("").resolve(one_node(8), DEFAULTS).unwrap();
+        assert_eq!(
+            (setup.ranks, setup.tokens, setup.hidden, setup.experts, setup.topk),
+            (8, 128, 1024, 32, 4)
+        );
+        assert_eq!((setup.seed, setup.config.num_channels()), (0xA1B2, 10));
+        let setup = parse("").resolve(one_node(2), DEFAULTS).unwrap();
+        assert_eq!((setup.experts, setup.topk), (8, 2));
+    }
+
+    #[test]
+    fn across_nodes_the_settings_are_those_of_the_original_test() {
+        let setup = parse("").resolve(World { nodes: 2, ranks_per_node: 8 }, DEFAULTS).unwrap();
+        assert_eq!((setup.ranks, setup.experts, setup.topk, setup.mode), (16, 64, 4, Mode::Internode));
+        assert_eq!(setup.config, Config::new(152, 8, 256, 16, 128).unwrap());
+        let setup = parse("").resolve(World { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
+        assert!(setup.config.check_nodes(3).is_ok());
+        assert_eq!(setup.buffer_options().ranks_per_node, Some(2));
+    }
+
+    #[test]
+    fn ranks_are_spread_as_flags_and_group_say() {
+        let intranode = Defaults { mode: Mode::Intranode, ..DEFAULTS };
+        for (line, defaults, group, nodes, ranks_per_node) in [
+            ("", DEFAULTS, None, 2, 8),
+            ("", intranode, None, 1, 8),
+            ("--mode intranode", DEFAULTS, None, 1, 8),
+            ("--mode internode --ranks-per-node 4", intranode, None, 2, 4),
+            ("--nodes 3 --ranks-per-node 2", intranode, None, 3, 2),
+            ("--nodes 1 --ranks-per-node 2", DEFAULTS, None, 1, 2),
+            ("--ranks-per-node 1", DEFAULTS, None, 2, 1),
+            ("", DEFAULTS, Some((16, Some(16))), 2, 8),
+            ("", DEFAULTS, Some((32, Some(8))), 4, 8),
+            ("", DEFAULTS, Some((3, None)), 1, 3),
+            ("", intranode, Some((4, None)), 1, 4),
+            ("--ranks-per-node 4", DEFAULTS, Some((4, None)), 1, 4),
+            ("--ranks-per-node 2", DEFAULTS, Some((6, None)), 3, 2),
+            ("--nodes 3", DEFAULTS, Some((6, None)), 3, 2),
+            ("--mode intranode", DEFAULTS, Some((6, Some(3))), 1, 6),
+        ] {
+            let world = parse(line).world(defaults, group).unwrap();
+            assert_eq!(world, World { nodes, ranks_per_node }, "{line:?} {group:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_ranks_is_named() {
+        for (line, group, flag) in [
+            ("--mode low-latency", None, "--mode low-latency"),
+            ("--mode intranode --nodes 2", None, "--nodes 2"),
+            ("--mode internode --nodes 1", None, "--nodes 1"),
+            ("--nodes 0", None, "--nodes 0"),
+            ("--nodes 33", None, "--nodes 33"),
+            ("--ranks-per-node 9", None, "--ranks-per-node 9"),
+            ("--ranks-per-node 0", None, "--ranks-per-node 0"),
+            ("--ranks-per-node 4", Some((6, None)), "--ranks-per-node 4"),
+            ("--nodes 4", Some((6, None)), "--nodes 4"),
+            ("--mode intranode", Some((9, None)), "--ranks-per-node 9"),
+            ("--mode intranode --ranks-per-node 4", Some((8, None)), "--ranks-per-node 4"),
+        ] {
+            let stop = parse(line).world(DEFAULTS, group).unwrap_err();
+            assert_eq!(stop.code, crate::stop::USAGE);
+            let named = stop.message.as_deref().is_some_and(|message| message.starts_with(flag));
+            assert!(named, "{line} {group:?}: {stop:?}");
+        }
+    }
+
+    #[test]
+    fn flags_win() {
+        let line =
+            "--tokens 0 --hidden 48 --experts 64 --topk 8 --dtype fp8 --seed 17 --num-sms 6 --transport tcp";
+        let setup = parse(line).resolve(one_node(4), DEFAULTS).unwrap();
+        assert_eq!((setup.tokens, setup.hidden, setup.experts, setup.topk), (0, 48, 64, 8));
+        assert_eq!((setup.seed, setup.config.num_channels()), (17, 3));
+        let shape = setup.buffer_options().shape;
+        assert_eq!((shape.max_row_bytes, shape.max_scales), (96, 1));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (line, ranks, flag) in [
+            ("--hidden 4", 8, "--hidden 4"),
+            ("--hidden 8 --dtype fp8", 8, "--hidden 8"),
+            ("--hidden 0", 8, "--hidden 0"),
+            ("--experts 12", 8, "--experts 12"),
+            ("--experts 0", 8, "--experts 0"),
+            ("--experts 8200", 8, "--experts 8200"),
+            ("--topk 0", 8, "--topk 0"),
+            ("--topk 33 --experts 64", 8, "--topk 33"),
+            ("--topk 9 --experts 8", 8, "--topk 9"),
+            ("--num-sms 7", 8, "--num-sms"),
+        ] {
+            let stop = parse(line).resolve(one_node(ranks), DEFAULTS).unwrap_err();
+            assert_eq!(stop.code, crate::stop::USAGE);
+            assert!(
+                stop.message.as_deref().is_some_and(|message| message.starts_with(flag)),
+                "{line}: {stop:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn clap_refuses_the_rest() {
+        for line in [
+            "--processes --threads",
+            "--dtype f64",
+            "--tokens -1",
+            "--seed 0xg",
+            "--timeout 0",
+            "--device gpu",
+        ] {
+            let words = ["epoxide"].into_iter().chain(line.split_whitespace());
+            assert!(Line::try_parse_from(words).is_err(), "{line}");
+        }
+        assert_eq!(parse("--seed 0xff").seed, 255);
+    }
+}

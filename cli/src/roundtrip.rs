@@ -1,0 +1,726 @@
+//! `epoxide roundtrip`: the acceptance test. Layout, dispatch and combine on all ranks, every result checked.
+//!
+//! First the data of MSCCL++'s test, where every element of a rank's rows is the rank's number, with combine called
+//! right behind dispatch; then rows of random bytes, compared bit for bit; then, if asked for, many random cases, and
+//! replays of one graph.
+
+use std::fmt::Write as _;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use epoxide::driver::Event;
+use epoxide::ep::{
+    CombineOutput, CombineRequest, CombineRows, DType, DispatchLayout, DispatchOutput, DispatchRequest,
+    StreamOrder, Tensor,
+};
+use epoxide_testing::neighbour::Neighbour;
+use epoxide_testing::oracle::{self, Plan, Routing, Style};
+use epoxide_testing::payload::{ELEMENTS_PER_SCALE, per_token};
+use half::bf16;
+use serde::{Deserialize, Serialize};
+
+use crate::checks;
+use crate::options::{Defaults, Mode, RowType, Setup, Shared};
+use crate::output::{Voice, json};
+use crate::ranks::{self, Placement, Rank, Run};
+use crate::rig::{Case, Rig, rng_of};
+use crate::stop::{Result, Stop};
+
+const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
+/// How far a received element may be from the rank number it was sent as.
+const RECV_TOLERANCE: f32 = 1e-3;
+/// The fp8 (e4m3) byte of its largest number, 448: scaled, it stands for any rank number.
+const FP8_MAX_BYTE: u8 = 0x7e;
+const FP8_MAX: f32 = 448.0;
+
+/// Options of `epoxide roundtrip`.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "With RANK in the environment (torchrun, `epoxide launch`) this process is one rank; without, it \
+                        starts all ranks.\nExit codes: 0 pass, 1 a check failed, 2 bad usage, 77 skipped for want of \
+                        hardware."
+)]
+pub struct Args {
+    #[command(flatten)]
+    shared: Shared,
+
+    /// Round trips with new routings and contents behind the first two
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    iterations: u64,
+
+    /// Random sizes up to the given ones in those, with another number of tokens on each rank [N: 100]
+    #[arg(long)]
+    random: bool,
+
+    /// Replays of one graph of layout, dispatch and combine, each with a new routing and contents
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    graph_replays: u64,
+
+    /// Meanwhile threads of each rank's process allocate, free, load modules and copy on its device, as other libraries do
+    #[arg(long)]
+    neighbour: bool,
+}
+
+impl Args {
+    fn iterations(&self) -> u64 {
+        if self.random && self.iterations == 0 { 100 } else { self.iterations }
+    }
+}
+
+/// What one rank found with the first data.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+struct RankReport {
+    rank: u32,
+    num_tokens: u32,
+    num_recv_tokens: u32,
+    combine_max_abs_difference: f32,
+    combine_max_abs_expected: f32,
+    layout_ms: f32,
+    dispatch_ms: f32,
+    combine_ms: f32,
+    /// What was wrong with the dispatched rows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dispatch_failure: Option<String>,
+    /// What was wrong with the sums.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    combine_failure: Option<String>,
+}
+
+/// The object of `--json`.
+#[derive(Debug, Default, Serialize)]
+struct Report {
+    command: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    config: Option<ConfigReport>,
+    ranks: Vec<RankReport>,
+    times: Times,
+    iterations: u64,
+    graph_replays: u64,
+    pass: bool,
+    exit_code: u8,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// Settings, and what follows from them.
+#[derive(Debug, Clone, Serialize)]
+struct ConfigReport {
+    #[serde(flatten)]
+    setup: Setup,
+    placement: Placement,
+    device_name: String,
+    /// True where times are those of the virtual GPU, and say nothing of hardware.
+    device_is_virtual: bool,
+    num_channels: u32,
+    num_max_nvl_chunked_send_tokens: u32,
+    num_max_nvl_chunked_recv_tokens: u32,
+    capacity_rows: u64,
+    pool_bytes: u64,
+    wire_bytes: u64,
+    nvl_buffer_size_hint: u64,
+    rdma_buffer_size_hint: u64,
+}
+
+/// Seconds of wall time.
+#[derive(Debug, Default, Clone, Serialize)]
+struct Times {
+    setup_seconds: f64,
+    first_data_seconds: f64,
+    bit_for_bit_seconds: f64,
+    iterations_seconds: f64,
+    graph_seconds: f64,
+    total_seconds: f64,
+}
+
+/// Runs the test and prints the object, if that was asked for.
+pub fn run(args: Args) -> Result<()> {
+    let (report, outcome) = execute(&args);
+    // Where the ranks are other processes, rank 0 has printed it.
+    let ours = report.config.is_some() || (report.error.is_some() && ranks::speaks());
+    if args.shared.json && ours {
+        json(&report)?;
+    }
+    outcome
+}
+
+/// Runs the test; the report is filled where rank 0 runs.
+fn execute(args: &Args) -> (Report, Result<()>) {
+    let start = Instant::now();
+    let report = Mutex::new(Report { command: "roundtrip", ..Report::default() });
+    let outcome = ranks::run(&args.shared, DEFAULTS, |rank, run| roundtrip(rank, run, args, &report));
+    let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
+    report.times.total_seconds = start.elapsed().as_secs_f64();
+    report.pass = outcome.is_ok();
+    if let Err(stop) = &outcome {
+        (report.exit_code, report.error) = (stop.code, stop.message.clone());
+    }
+    (report, outcome)
+}
+
+fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Result<()> {
+    let setup = &run.setup;
+    let voice = Voice::new(rank.is_root(), !args.shared.json);
+    let publish = |change: &dyn Fn(&mut Report)| {
+        if rank.is_root() {
+            change(&mut report.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+    };
+    let mut clock = Clock(Instant::now());
+
+    // An interpreter has no cycles to spare.
+    let pause = Duration::from_micros(if rank.device.info().is_virtual { 5_000 } else { 100 });
+    let neighbour = args.neighbour.then(|| Neighbour::start(&rank.device, pause));
+
+    voice.doing("making the buffer");
+    let mut rig = rank.agree(Rig::new(rank, setup))?;
+    let config = describe(rank, run, &rig);
+    voice.line(cfg_line(&config));
+    let seconds = clock.lap();
+    publish(&|report| {
+        report.config = Some(config.clone());
+        report.times.setup_seconds = seconds;
+    });
+
+    voice.doing("layout, dispatch and combine of rank numbers");
+    let reports = first_data(rank, setup, &mut rig, &voice)?;
+    let seconds = clock.lap();
+    publish(&|report| {
+        report.ranks.clone_from(&reports);
+        report.times.first_data_seconds = seconds;
+    });
+    say_first_data(&reports, &voice)?;
+
+    voice.doing("every bit against the oracle");
+    let rows = rank.gather(bit_for_bit(setup, &mut rig))?.iter().sum::<u64>();
+    voice.line(format!(
+        "[verify] OK ({rows} rows of random bytes: contents, order, metadata, handles, cached dispatch, exact sums)"
+    ));
+    let seconds = clock.lap();
+    publish(&|report| report.times.bit_for_bit_seconds = seconds);
+
+    let iterations = args.iterations();
+    if iterations > 0 {
+        voice.doing("round trips");
+        voice.count(iterations);
+        let rows =
+            rank.gather(iterate(setup, &mut rig, iterations, args.random, &voice))?.iter().sum::<u64>();
+        let seconds = clock.lap();
+        let kind = if args.random { "random round trips" } else { "round trips" };
+        voice.line(format!(
+            "[iterations] OK ({iterations} {kind}, {rows} rows, 0 mismatches, {seconds:.1} s)"
+        ));
+        publish(&|report| {
+            report.iterations = iterations;
+            report.times.iterations_seconds = seconds;
+        });
+    }
+
+    if args.graph_replays > 0 {
+        voice.doing("replays of a graph");
+        voice.count(args.graph_replays);
+        let found = rank.gather(rig.replay_graph(setup, args.graph_replays, &voice))?;
+        let rows: u64 = found.iter().map(|(_, rows)| rows).sum();
+        let verified = found.first().map_or(0, |(verified, _)| *verified);
+        let seconds = clock.lap();
+        voice.line(format!(
+            "[graph] OK ({} replays, {verified} verified, each beside an eager run, {rows} rows, 0 mismatches, {seconds:.1} s)",
+            args.graph_replays
+        ));
+        publish(&|report| {
+            report.graph_replays = args.graph_replays;
+            report.times.graph_seconds = seconds;
+        });
+    }
+
+    if let Some(neighbour) = neighbour {
+        let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
+        voice.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
+    }
+
+    // No rank leaves while another still reads its pool.
+    rank.gather(Ok(()))?;
+    voice.line("PASS");
+    Ok(())
+}
+
+/// Wall time between calls.
+struct Clock(Instant);
+
+impl Clock {
+    fn lap(&mut self) -> f64 {
+        let seconds = self.0.elapsed().as_secs_f64();
+        self.0 = Instant::now();
+        seconds
+    }
+}
+
+fn describe(rank: &Rank, run: &Run, rig: &Rig<'_>) -> ConfigReport {
+    let (setup, info) = (run.setup.clone(), rank.device.info());
+    let row_bytes = setup.hidden * DType::Bf16.size();
+    let hint = |hint: fn(&epoxide::ep::Config, u64, u32, u32) -> u64| {
+        hint(&setup.config, row_bytes, setup.ranks, setup.ranks / setup.nodes)
+    };
+    ConfigReport {
+        placement: run.placement,
+        device_name: info.name.clone(),
+        device_is_virtual: info.is_virtual,
+        num_channels: setup.config.num_channels(),
+        num_max_nvl_chunked_send_tokens: setup.config.num_max_nvl_chunked_send_tokens,
+        num_max_nvl_chunked_recv_tokens: setup.config.num_max_nvl_chunked_recv_tokens,
+        capacity_rows: rig.buffer.capacity(),
+        pool_bytes: rig.buffer.pool_bytes(),
+        wire_bytes: rig.buffer.wire_bytes(),
+        nvl_buffer_size_hint: hint(epoxide::ep::Config::nvl_buffer_size_hint),
+        rdma_buffer_size_hint: hint(epoxide::ep::Config::rdma_buffer_size_hint),
+        setup,
+    }
+}
+
+fn cfg_line(config: &ConfigReport) -> String {
+    let s = &config.setup;
+    let placement = match config.placement {
+        Placement::Threads => "threads",
+        Placement::Processes | Placement::OneRank => "processes",
+    };
+    let mut line = format!(
+        "[cfg] mode={} nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} dtype={} device={:?} ({placement})",
+        if s.nodes == 1 { "intranode" } else { "internode" },
+        s.nodes,
+        s.ranks,
+        s.tokens,
+        s.hidden,
+        s.experts,
+        s.topk,
+        s.dtype.dtype(),
+        config.device_name,
+    );
+    // Writing to a string cannot fail.
+    let _ = write!(
+        line,
+        " seed={:#x} num_sms={} channels={} nvl_send={} nvl_recv={} pool_bytes={} rows={} nvl_hint={} rdma_hint={}",
+        s.seed,
+        s.num_sms,
+        config.num_channels,
+        config.num_max_nvl_chunked_send_tokens,
+        config.num_max_nvl_chunked_recv_tokens,
+        config.pool_bytes,
+        config.capacity_rows,
+        config.nvl_buffer_size_hint,
+        config.rdma_buffer_size_hint,
+    );
+    if s.nodes > 1 {
+        let _ = write!(
+            line,
+            " transport={} queues={} rdma_send={} rdma_recv={} wire_bytes={}",
+            s.transport.kind(),
+            s.queues,
+            s.config.num_max_rdma_chunked_send_tokens,
+            s.config.num_max_rdma_chunked_recv_tokens,
+            config.wire_bytes,
+        );
+    }
+    line
+}
+
+/// The data of MSCCL++'s test. Every rank's report.
+fn first_data(rank: &Rank, setup: &Setup, rig: &mut Rig<'_>, voice: &Voice) -> Result<Vec<RankReport>> {
+    let me = rank.rank;
+    let tokens = vec![setup.tokens; setup.ranks as usize];
+    let mut rng = rng_of(&[setup.seed]);
+    let case = Case {
+        routing: Routing::random(&mut rng, &tokens, setup.topk, setup.experts, Style::DistinctTopK),
+        hidden: setup.hidden,
+        dtype: setup.dtype,
+        expert_alignment: 1,
+        weights: per_token(&tokens, |_, _| vec![1.0; setup.topk as usize]),
+        seed: setup.seed,
+    };
+    let plan = oracle::plan(&case.routing, me, setup.config.num_channels(), 1);
+
+    let mut marks = Marks::default();
+    let (topk_idx, topk_weights, layout) = rank.agree(lay_out(setup, rig, &case, &plan, &mut marks))?;
+    voice.line("[layout] OK");
+
+    let outcome = (|| {
+        let (x, x_scales) = rank_number_rows(setup, rig, me)?;
+        let request = DispatchRequest {
+            x_scales: x_scales.as_ref(),
+            topk_idx: Some(&topk_idx),
+            topk_weights: Some(&topk_weights),
+            ..DispatchRequest::new(&x, &layout)
+        };
+        marks.mark(rig)?;
+        let output = rig.buffer.dispatch(request, StreamOrder::comm(&rig.stream))?;
+        marks.mark(rig)?;
+        // Combine follows at once: no barrier and, where the rows can be returned as they are, no look at them either.
+        let staged = expert_rows(rig, &output)?;
+        let rows = match &staged {
+            Staged::AsReceived => CombineRows::Tensor(&output.recv_x),
+            Staged::Converted(rows) => CombineRows::Tensor(rows),
+            Staged::InPool => CombineRows::InPool { dtype: DType::Bf16, hidden: setup.hidden },
+        };
+        let request =
+            CombineRequest { rows, topk_weights: output.recv_topk_weights.as_ref(), handle: &output.handle };
+        marks.mark(rig)?;
+        let combined = rig.buffer.combine(request, StreamOrder::comm(&rig.stream))?;
+        marks.mark(rig)?;
+        rig.stream.synchronize()?;
+        rig.buffer.check()?;
+        rig.learn_regions(&output);
+
+        let mut report = RankReport {
+            rank: me,
+            num_tokens: setup.tokens,
+            num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
+            dispatch_failure: check_rank_numbers(rig, &plan, &output)?,
+            layout_ms: marks.elapsed_ms(0)?,
+            dispatch_ms: marks.elapsed_ms(2)?,
+            combine_ms: marks.elapsed_ms(4)?,
+            ..RankReport::default()
+        };
+        check_sums(rig, &case, me, &combined, &mut report)?;
+        Ok(report)
+    })();
+    rank.gather(outcome)
+}
+
+/// Makes the layout and compares it.
+fn lay_out(
+    setup: &Setup,
+    rig: &mut Rig<'_>,
+    case: &Case,
+    plan: &Plan,
+    marks: &mut Marks,
+) -> Result<(Tensor, Tensor, DispatchLayout)> {
+    let (topk_idx, topk_weights) = rig.topk(case)?;
+    marks.mark(rig)?;
+    let layout = rig.buffer.get_dispatch_layout(&topk_idx, setup.experts, StreamOrder::comm(&rig.stream))?;
+    marks.mark(rig)?;
+    let nodes = rig.nodes_plan(case);
+    let difference = checks::layout(&rig.stream, &layout, &plan.layout, setup.ranks as usize)?;
+    match difference.or(checks::nodes(&rig.stream, &layout, nodes.as_ref())?) {
+        None => Ok((topk_idx, topk_weights, layout)),
+        Some(difference) => Err(Stop::failed(format!("layout: {difference}"))),
+    }
+}
+
+/// Rows whose every element is the rank's number, and their scales.
+fn rank_number_rows(setup: &Setup, rig: &Rig<'_>, rank: u32) -> Result<(Tensor, Option<Tensor>)> {
+    let (stream, shape) = (&rig.stream, [u64::from(setup.tokens), setup.hidden]);
+    let elements = setup.tokens as usize * setup.hidden as usize;
+    match setup.dtype {
+        RowType::Bf16 => {
+            let values = vec![bf16::from_f32(rank as f32); elements];
+            Ok((Tensor::from_host(stream, DType::Bf16, &shape, &values)?, None))
+        }
+        RowType::Fp8 => {
+            let bytes = vec![FP8_MAX_BYTE; elements];
+            let shape_of_scales = [u64::from(setup.tokens), setup.dtype.num_scales(setup.hidden)];
+            let scales = vec![rank as f32 / FP8_MAX; shape_of_scales.iter().product::<u64>() as usize];
+            let scales = Tensor::from_host(stream, DType::F32, &shape_of_scales, &scales)?;
+            Ok((Tensor::from_host(stream, DType::Fp8E4m3, &shape, &bytes)?, Some(scales)))
+        }
+    }
+}
+
+/// The received rows as numbers.
+fn received_numbers(rig: &Rig<'_>, output: &DispatchOutput) -> Result<Vec<f32>> {
+    let Some(scales) = &output.recv_x_scales else {
+        let values = output.recv_x.to_host::<bf16>(&rig.stream)?;
+        return Ok(values.into_iter().map(bf16::to_f32).collect());
+    };
+    let bytes = output.recv_x.to_host::<u8>(&rig.stream)?;
+    let (hidden, per_row) = (output.recv_x.columns() as usize, scales.columns() as usize);
+    let scales = scales.to_host::<f32>(&rig.stream)?;
+    let rows = bytes.chunks_exact(hidden).zip(scales.chunks_exact(per_row));
+    let value = |byte: u8, scale: f32| if byte == FP8_MAX_BYTE { FP8_MAX * scale } else { f32::NAN };
+    Ok(rows
+        .flat_map(|(row, scales)| {
+            let blocks = row.chunks(ELEMENTS_PER_SCALE as usize).zip(scales);
+            blocks.flat_map(|(block, &scale)| block.iter().map(move |&byte| value(byte, scale)))
+        })
+        .collect())
+}
+
+/// What identity experts make of received rows, and where combine finds it.
+enum Staged {
+    /// In the received rows themselves.
+    AsReceived,
+    /// In a tensor of bf16.
+    Converted(Tensor),
+    /// In the pool's rows for combine.
+    InPool,
+}
+
+fn expert_rows(rig: &Rig<'_>, output: &DispatchOutput) -> Result<Staged> {
+    let recv_x = &output.recv_x;
+    if recv_x.dtype() != DType::Bf16 {
+        let values: Vec<bf16> = received_numbers(rig, output)?.into_iter().map(bf16::from_f32).collect();
+        return Ok(Staged::Converted(Tensor::from_host(&rig.stream, DType::Bf16, recv_x.shape(), &values)?));
+    }
+    if recv_x.is_contiguous() {
+        return Ok(Staged::AsReceived);
+    }
+    // The pool pads these rows, in both of its regions alike.
+    let rows = rig.buffer.combine_rows(DType::Bf16, recv_x.rows(), recv_x.columns())?;
+    // SAFETY: both are regions of the own pool with this many rows, and the buffer outlives the stream's work.
+    unsafe { rig.stream.copy(rows.ptr(), recv_x.ptr(), recv_x.rows() * recv_x.row_stride())? };
+    Ok(Staged::InPool)
+}
+
+/// Checks the shape of the received rows and, block by block, that each element is its source rank's number.
+fn check_rank_numbers(rig: &Rig<'_>, plan: &Plan, output: &DispatchOutput) -> Result<Option<String>> {
+    let (shape, hidden) = (output.recv_x.shape(), output.recv_x.columns());
+    let expected_shape = [u64::from(plan.num_recv_tokens), hidden];
+    if let Some(difference) = checks::value("recv_x shape", shape, &expected_shape[..]) {
+        return Ok(Some(difference));
+    }
+    let values = received_numbers(rig, output)?;
+    for (row, (values, &(source, _))) in values.chunks_exact(hidden as usize).zip(&plan.recv_src).enumerate()
+    {
+        let wrong = |value: &f32| value.is_nan() || (value - source as f32).abs() > RECV_TOLERANCE;
+        if let Some(column) = values.iter().position(wrong) {
+            let got = values[column];
+            return Ok(Some(format!(
+                "recv_x, row {row}, column {column}: expected {source}, the source rank, got {got}"
+            )));
+        }
+    }
+    Ok(None)
+}
+
+/// Checks each token's mean, every element, and the weights: a token comes back once from each of its destinations.
+fn check_sums(
+    rig: &Rig<'_>,
+    case: &Case,
+    me: u32,
+    combined: &CombineOutput,
+    report: &mut RankReport,
+) -> Result<()> {
+    let tokens = case.routing.num_tokens(me);
+    let hidden = case.hidden as usize;
+    let expected: Vec<f32> =
+        (0..tokens).map(|token| (case.routing.num_destinations(me, token) * me) as f32).collect();
+    let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+    let tolerance = (largest / 64.0).max(1e-2);
+    report.combine_max_abs_expected = largest;
+
+    let shape = [u64::from(tokens), case.hidden];
+    if let Some(difference) = checks::value("combined_x shape", combined.combined_x.shape(), &shape[..]) {
+        report.combine_failure = Some(difference);
+        return Ok(());
+    }
+    let got = combined.combined_x.to_host::<bf16>(&rig.stream)?;
+    for (token, (row, expected)) in got.chunks_exact(hidden).zip(&expected).enumerate() {
+        let mean = row.iter().map(|value| f64::from(value.to_f32())).sum::<f64>() / hidden as f64;
+        // Not a number is as far off as can be.
+        let distance = |value: f32| if value.is_nan() { f32::MAX } else { (value - expected).abs() };
+        let difference = distance(mean as f32);
+        report.combine_max_abs_difference = report.combine_max_abs_difference.max(difference);
+        if report.combine_failure.is_none() && difference > tolerance {
+            let failure = format!("combined_x, token {token}: expected a mean of {expected}, got {mean}");
+            report.combine_failure = Some(failure);
+        }
+        let wrong = row.iter().position(|value| distance(value.to_f32()) > tolerance);
+        if let (None, Some(column)) = (&report.combine_failure, wrong) {
+            let failure = format!(
+                "combined_x, token {token}, column {column}: expected {expected}, got {}",
+                row[column]
+            );
+            report.combine_failure = Some(failure);
+        }
+    }
+    if report.combine_failure.is_none() {
+        report.combine_failure = rig.check_combined_weights(case, true, combined)?;
+    }
+    Ok(())
+}
+
+/// Prints what the ranks found with the first data; an error where any found something wrong.
+fn say_first_data(reports: &[RankReport], voice: &Voice) -> Result<()> {
+    let failed = |report: &RankReport, phase: &str, failure: &Option<String>| {
+        let stop =
+            failure.as_ref().map(|failure| Stop::failed(format!("{phase}: {failure}")).on_rank(report.rank));
+        stop.map_or(Ok(()), |stop| Err(Stop { agreed: true, ..stop }))
+    };
+    for report in reports {
+        failed(report, "dispatch", &report.dispatch_failure)?;
+    }
+    if let Some(root) = reports.first() {
+        voice.line(format!("[dispatch] OK (recv {} tokens)", root.num_recv_tokens));
+    }
+    for report in reports {
+        voice.line(format!(
+            "[combine r{}] max|got-expected|={} max|expected|={}",
+            report.rank, report.combine_max_abs_difference, report.combine_max_abs_expected
+        ));
+    }
+    reports.iter().try_for_each(|report| failed(report, "combine", &report.combine_failure))
+}
+
+/// Round trips of random bytes at full size: one as routers give them, one with holes.
+fn bit_for_bit(setup: &Setup, rig: &mut Rig<'_>) -> Result<u64> {
+    let mut rows = 0;
+    for (number, style) in [(1, Style::DistinctTopK), (2, Style::WithHoles)] {
+        rows += rig.round_trip(&Case::full_size(setup, number, style))?;
+    }
+    match rig.take_difference() {
+        None => Ok(rows),
+        Some(difference) => Err(Stop::failed(difference)),
+    }
+}
+
+/// Many round trips, without any barrier between them.
+fn iterate(setup: &Setup, rig: &mut Rig<'_>, iterations: u64, random: bool, voice: &Voice) -> Result<u64> {
+    let (mut rows, mut failure) = (0, None);
+    for iteration in 0..iterations {
+        // The first numbers are taken.
+        let number = 3 + iteration;
+        let case = match random {
+            true => Case::random(setup, number),
+            false => Case::full_size(setup, number, Style::DistinctTopK),
+        };
+        let named = |what: String| format!("iteration {iteration}: {what}");
+        rows += rig
+            .round_trip(&case)
+            .map_err(|stop| Stop { message: stop.message.clone().map(named), ..stop })?;
+        // The others would wait for a rank that stops here.
+        failure = failure.or(rig.take_difference().map(named));
+        voice.step();
+    }
+    failure.map_or(Ok(rows), |failure| Err(Stop::failed(failure)))
+}
+
+/// Points of the rank's stream, to tell how long the device took between them.
+#[derive(Default)]
+struct Marks(Vec<Event>);
+
+impl Marks {
+    fn mark(&mut self, rig: &Rig<'_>) -> Result<()> {
+        let event = Event::new(rig.buffer.device(), true)?;
+        event.record(&rig.stream)?;
+        self.0.push(event);
+        Ok(())
+    }
+
+    /// Milliseconds from mark `from` to the next; the stream must have passed both.
+    fn elapsed_ms(&self, from: usize) -> Result<f32> {
+        match self.0.get(from..from + 2) {
+            Some([start, end]) => Ok(start.elapsed_ms(end)?),
+            _ => Ok(0.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    /// Runs with `--json`, under which only [`run`] prints.
+    fn execute_line(line: &str) -> (Report, Result<()>) {
+        let words = ["roundtrip", "--json", "--threads"].into_iter().chain(line.split_whitespace());
+        execute(&Line::try_parse_from(words).unwrap().args)
+    }
+
+    #[test]
+    fn small_shapes_pass() {
+        for line in [
+            "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8",
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2",
+            "--nodes 1 --ranks-per-node 4 --tokens 5 --hidden 144 --dtype fp8 --topk 7 --experts 12",
+            "--nodes 1 --ranks-per-node 3 --tokens 7 --hidden 64 --random --iterations 5",
+            "--nodes 1 --ranks-per-node 2 --tokens 3 --hidden 32 --iterations 2 --seed 9",
+            "--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 40 --graph-replays 7",
+            "--nodes 1 --ranks-per-node 2 --tokens 5 --hidden 144 --dtype fp8 --graph-replays 6",
+            "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8 --graph-replays 1",
+            "--nodes 2 --ranks-per-node 1 --tokens 0 --hidden 8 --num-sms 4",
+            "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 6 --random --iterations 3",
+            "--nodes 3 --ranks-per-node 1 --tokens 5 --hidden 72 --num-sms 4 --transport shm --queues 2 --graph-replays 4",
+            "--nodes 2 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 4 --transport tcp --iterations 3 --neighbour",
+            "--nodes 1 --ranks-per-node 2 --tokens 7 --hidden 72 --iterations 3 --neighbour",
+        ] {
+            let (report, outcome) = execute_line(line);
+            assert_eq!(outcome, Ok(()), "{line}");
+            assert!(report.pass && report.exit_code == 0 && report.error.is_none(), "{line}");
+        }
+    }
+
+    #[test]
+    fn small_shapes_pass_in_check_mode() {
+        for line in [
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2 --check",
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 4 --check --preemptions 5",
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2 --check=weak",
+            "--nodes 2 --ranks-per-node 1 --tokens 7 --hidden 72 --num-sms 4 --transport direct --check",
+            "--nodes 2 --ranks-per-node 2 --tokens 5 --hidden 72 --num-sms 4 --transport shm --check",
+            "--nodes 2 --ranks-per-node 2 --tokens 5 --hidden 72 --num-sms 4 --transport direct --check=weak",
+        ] {
+            let (report, outcome) = execute_line(line);
+            assert_eq!(outcome, Ok(()), "{line}");
+            assert!(report.pass, "{line}");
+        }
+    }
+
+    #[test]
+    fn the_report_has_what_every_rank_found() {
+        let (report, _) =
+            execute_line("--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 16 --random --iterations 2");
+        let value = serde_json::to_value(&report).unwrap();
+        assert_eq!(value["config"]["ranks"], 3);
+        assert_eq!((&value["config"]["placement"], &value["iterations"]), (&"threads".into(), &2.into()));
+        let ranks = value["ranks"].as_array().unwrap();
+        assert_eq!(
+            ranks.iter().map(|rank| rank["rank"].as_u64()).collect::<Vec<_>>(),
+            [Some(0), Some(1), Some(2)]
+        );
+        // Every token goes to all three ranks or fewer, and comes back that many times.
+        let largest = ranks[2]["combine_max_abs_expected"].as_f64().unwrap();
+        assert!(largest > 0.0 && largest <= 6.0, "{largest}");
+        assert_eq!(ranks[2]["combine_max_abs_difference"], 0.0);
+    }
+
+    #[test]
+    fn bad_shapes_and_missing_hardware_are_told_apart() {
+        for (line, code) in [
+            ("--ranks-per-node 9", 2),
+            ("--mode internode --nodes 1", 2),
+            ("--nodes 1 --tokens 4294967295", 2),
+            ("--nodes 2 --ranks-per-node 1 --tokens 4294967295", 2),
+        ] {
+            let (report, outcome) = execute_line(line);
+            assert_eq!(outcome.unwrap_err().code, code, "{line}");
+            assert!(!report.pass && report.exit_code == code && report.error.is_some(), "{line}");
+        }
+        #[cfg(not(feature = "cuda"))]
+        assert_eq!(execute_line("--device cuda").1.unwrap_err().code, crate::stop::SKIPPED);
+        #[cfg(not(feature = "rdma"))]
+        {
+            let line = "--nodes 2 --ranks-per-node 1 --tokens 1 --hidden 8 --transport verbs";
+            let stop = execute_line(line).1.unwrap_err();
+            let message = stop.message.unwrap_or_default();
+            assert!(stop.code == crate::stop::SKIPPED && message.contains("--features rdma"), "{message}");
+        }
+    }
+
+    #[test]
+    fn what_ranks_found_wrong_is_said_with_their_number() {
+        let voice = Voice::new(false, false);
+        let failure = Some("combined_x, token 3: expected a mean of 4, got 5".to_owned());
+        let reports = [
+            RankReport::default(),
+            RankReport { rank: 1, combine_failure: failure, ..RankReport::default() },
+        ];
+        let stop = say_first_data(&reports, &voice).unwrap_err();
+        assert_eq!((stop.code, stop.agreed), (crate::stop::FAILED, true));
+        let message = "rank 1: combine: combined_x, token 3: expected a mean of 4, got 5";
+        assert_eq!(stop.message.as_deref(), Some(message));
+    }
+}

@@ -1,0 +1,95 @@
+//! Why a command ends before its work is done.
+
+use epoxide::Error;
+use serde::{Deserialize, Serialize};
+
+/// `Result` with [`Stop`].
+pub type Result<T, E = Stop> = std::result::Result<T, E>;
+
+/// A check failed.
+pub const FAILED: u8 = 1;
+/// Bad usage.
+pub const USAGE: u8 = 2;
+/// This machine lacks what was asked for.
+pub const SKIPPED: u8 = 77;
+
+/// Why a command ends, and with which exit code.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stop {
+    /// The exit code.
+    pub code: u8,
+    /// One line that says what to do; `None` where somebody else says it.
+    pub message: Option<String>,
+    /// It follows from another rank's trouble, which is the one to report if that is known.
+    pub consequence: bool,
+    /// Every rank of the group ends for this reason, so that one of them can say it for all.
+    pub agreed: bool,
+}
+
+impl Stop {
+    fn new(code: u8, message: impl Into<String>) -> Stop {
+        Stop { code, message: Some(message.into()), consequence: false, agreed: false }
+    }
+
+    /// A check failed, or something broke.
+    pub fn failed(message: impl Into<String>) -> Stop {
+        Stop::new(FAILED, message)
+    }
+
+    /// The command line or the input is wrong.
+    pub fn usage(message: impl Into<String>) -> Stop {
+        Stop::new(USAGE, message)
+    }
+
+    /// This machine lacks what was asked for.
+    pub fn skipped(message: impl Into<String>) -> Stop {
+        Stop::new(SKIPPED, format!("skipped: {}", message.into()))
+    }
+
+    /// An exit code whose reason has been said.
+    pub fn said(code: u8) -> Stop {
+        Stop { message: None, ..Stop::new(code, "") }
+    }
+
+    /// The message, with the rank it comes from.
+    pub fn on_rank(mut self, rank: u32) -> Stop {
+        self.message = self.message.map(|message| format!("rank {rank}: {message}"));
+        self
+    }
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Stop {
+        let message = error.to_string();
+        match error {
+            Error::Argument { .. }
+            | Error::Shape { .. }
+            | Error::Dtype { .. }
+            | Error::Capacity { .. }
+            | Error::Mismatch { .. } => Stop::usage(message),
+            Error::Unavailable { .. } => Stop::skipped(message),
+            // On a virtual GPU a slow machine looks like a peer that hangs.
+            Error::PeerTimeout { .. } => Stop {
+                consequence: true,
+                ..Stop::failed(format!("{message}; if it is only slow, raise --timeout"))
+            },
+            // Whoever gave the group up, says why: the launcher, or the rank that failed.
+            Error::Store { reason, .. } if reason.starts_with("the group was given up") => {
+                Stop { consequence: true, ..Stop::said(FAILED) }
+            }
+            Error::Store { .. } => Stop { consequence: true, ..Stop::failed(message) },
+            _ => Stop::failed(message),
+        }
+    }
+}
+
+impl From<epoxide_bench::Error> for Stop {
+    fn from(error: epoxide_bench::Error) -> Stop {
+        match error {
+            epoxide_bench::Error::Usage(message) => Stop::usage(message),
+            epoxide_bench::Error::DoesNotFit(message) => Stop::skipped(message),
+            epoxide_bench::Error::Failed(message) => Stop::failed(message),
+            epoxide_bench::Error::Operation(error) => Stop::from(error),
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! A program that knows the library alone.
+
+use std::time::Duration;
+
+use epoxide::driver::Stream;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::ep::{Buffer, BufferOptions, BufferShape, DType, DispatchRequest, StreamOrder, Tensor};
+use epoxide::group::launch::run_threads;
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let received = run_threads(2, Duration::from_secs(60), |rank, group| {
+        let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+        let stream = Stream::new(&device, false)?;
+        let shape = BufferShape { max_tokens_per_rank: 1, max_row_bytes: 16, max_topk: 1, max_scales: 0 };
+        let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape))?;
+        // The token of each rank goes to the other one.
+        let x = Tensor::from_host(&stream, DType::I32, &[1, 4], &[rank as i32; 4])?;
+        let topk_idx = Tensor::from_host(&stream, DType::I64, &[1, 1], &[1 - i64::from(rank)])?;
+        let layout = buffer.get_dispatch_layout(&topk_idx, 2, StreamOrder::on(&stream))?;
+        let received = buffer.dispatch(DispatchRequest::new(&x, &layout), StreamOrder::on(&stream))?;
+        received.recv_x.to_host::<i32>(&stream)
+    })?;
+    assert_eq!(received, [[1; 4], [0; 4]]);
+    println!("a token went each way");
+    Ok(())
+}

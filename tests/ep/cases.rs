@@ -1,0 +1,77 @@
+//! Random cases.
+
+use proptest::prelude::*;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use epoxide::ep::{DType, Tuning};
+use epoxide_testing::oracle::{Routing, Style};
+
+use crate::harness::Nodes;
+use crate::roundtrip::{Case, Scales};
+
+/// Entries per token: mostly few, now and then up to the most.
+fn topk() -> impl Strategy<Value = u32> {
+    prop_oneof![9 => 1..=8u32, 1 => 9..=32u32]
+}
+
+fn payload() -> impl Strategy<Value = (DType, Scales)> {
+    let with_scales = prop_oneof![
+        Just(Scales::None),
+        Just(Scales::Flat),
+        (1..=8u32).prop_map(Scales::Columns),
+        (33..=70u32).prop_map(Scales::Columns),
+    ];
+    prop_oneof![
+        2 => Just((DType::Bf16, Scales::None)),
+        1 => Just((DType::F32, Scales::None)),
+        3 => with_scales.prop_map(|scales| (DType::Fp8E4m3, scales)),
+    ]
+}
+
+/// Few small buffers, so that rows take several pieces and rings go round, or the defaults.
+fn tuning() -> impl Strategy<Value = Tuning> {
+    let small = (1..=3u32, 1..=2u32, 2..=3u32, 1..=3u32, 2..=3u32).prop_map(
+        |(dispatch_warps, stage, dispatch_stages, combine_warps, combine_slots)| Tuning {
+            dispatch_warps,
+            internode_dispatch_warps: dispatch_warps,
+            dispatch_stage_bytes: 128 * stage,
+            dispatch_stages,
+            combine_warps,
+            combine_slot_bytes: 512,
+            combine_slots,
+        },
+    );
+    prop_oneof![1 => small, 1 => Just(Tuning::default())]
+}
+
+/// Any case on ranks with so many tokens.
+pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<Nodes>)>) -> impl Strategy<Value = Case> {
+    let style = prop::sample::select(Style::ALL.to_vec());
+    let routing = (ranks, topk(), 1..=8u32, style, any::<u64>()).prop_map(
+        |((tokens, nodes), topk, local_experts, style, seed)| {
+            let experts = local_experts * tokens.len() as u32;
+            let mut rng = SmallRng::seed_from_u64(seed);
+            (Routing::random(&mut rng, &tokens, topk, experts, style), nodes)
+        },
+    );
+    // Odd multiples of 16 bytes: rows that are not aligned to more.
+    let seeds = (any::<u64>(), any::<Option<u64>>());
+    (routing, 1..=8u32, 1..=128u32, payload(), 0..=31u32, tuning(), seeds).prop_map(
+        |(routing, num_channels, expert_alignment, (dtype, scales), half, tuning, (seed, schedule_seed))| {
+            let (routing, nodes) = routing;
+            Case {
+                routing,
+                nodes,
+                num_channels,
+                expert_alignment,
+                dtype,
+                row_bytes: 16 * (2 * half + 1),
+                scales,
+                tuning,
+                seed,
+                schedule_seed,
+            }
+        },
+    )
+}

@@ -1,0 +1,326 @@
+//! Ranks as threads, each with a virtual GPU, a stream and a buffer; and checks that do not stop a rank half way, so that
+//! one wrong value does not leave its peers waiting.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::Duration;
+
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::driver::{Device, Stream};
+use epoxide::ep::{
+    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows,
+    Config, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Element,
+    StreamOrder, Tensor, Tuning,
+};
+use epoxide::group::ProcessGroup;
+use epoxide::group::launch::run_threads;
+use epoxide::transport::TransportKind;
+use epoxide::{Error, Result};
+use epoxide_testing::payload::{bytes_of, values_of};
+
+/// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
+pub const PATIENCE: Duration = Duration::from_secs(15);
+/// What outputs hold before an operation writes them.
+pub const POISON: u8 = 0x5e;
+
+/// `cuda`: the ranks of a test use GPUs instead of virtual ones, rank r GPU r. For tests that know of no devices but these.
+#[cfg(feature = "cuda")]
+const DEVICE: &str = "EPOXIDE_TEST_DEVICE";
+
+fn open_device(setup: &Setup, rank: u32) -> Result<Arc<dyn Device>> {
+    #[cfg(feature = "cuda")]
+    if std::env::var(DEVICE).is_ok_and(|device| device == "cuda") {
+        return epoxide::driver::cuda::CudaDevice::open(rank);
+    }
+    Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..setup.device.clone() }))
+}
+
+/// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are two nodes to a host, so that those of
+/// three nodes or more reach each other in different ways.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Nodes {
+    pub ranks_per_node: u32,
+    pub transport: TransportKind,
+    pub queues: u32,
+}
+
+/// How the ranks of a test are made.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    pub ranks: u32,
+    pub options: BufferOptions,
+    pub device: VirtConfig,
+}
+
+impl Setup {
+    /// Small devices, `num_channels` channels, and buffers for up to `tokens` tokens of `row_bytes` bytes per rank with
+    /// 8 entries and no scales.
+    pub fn new(ranks: u32, num_channels: u32, tokens: u32, row_bytes: u64) -> Setup {
+        let shape =
+            BufferShape { max_tokens_per_rank: tokens, max_row_bytes: row_bytes, max_topk: 8, max_scales: 0 };
+        let config = Config::with_sms(2 * num_channels).expect("an even number of SMs");
+        let options = BufferOptions { config, ..BufferOptions::new(shape) };
+        let device = VirtConfig { sm_count: 2, ..VirtConfig::default() };
+        Setup { ranks, options, device }.timeout(PATIENCE)
+    }
+
+    pub fn max_topk(mut self, max_topk: u32) -> Setup {
+        self.options.shape.max_topk = max_topk;
+        self
+    }
+
+    pub fn max_scales(mut self, max_scales: u32) -> Setup {
+        self.options.shape.max_scales = max_scales;
+        self
+    }
+
+    pub fn timeout(mut self, timeout: Duration) -> Setup {
+        self.options.timeout = timeout;
+        self.options.transport.timeout = timeout;
+        self
+    }
+
+    pub fn tuning(mut self, tuning: Tuning) -> Setup {
+        self.options.tuning = tuning;
+        self
+    }
+
+    /// `None`: all ranks are on one node.
+    pub fn nodes(mut self, nodes: Option<Nodes>) -> Setup {
+        self.options.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);
+        if let Some(nodes) = nodes {
+            let count = self.ranks / nodes.ranks_per_node.max(1);
+            self.options.config = self.options.config.for_nodes(count);
+            self.options.transport.kind = nodes.transport;
+            self.options.transport.queues_per_peer = nodes.queues;
+        }
+        self
+    }
+
+    pub fn schedule_seed(mut self, seed: Option<u64>) -> Setup {
+        self.device.schedule_seed = seed;
+        self
+    }
+
+    /// Runs `main` on every rank, as threads of a group of their own.
+    ///
+    /// # Panics
+    /// Where a rank returns an error, panics, or has noted a failed check.
+    pub fn run<T: Send>(&self, main: impl Fn(&mut Rank) -> Result<T> + Sync) -> Vec<T> {
+        let outcome = run_threads(self.ranks, PATIENCE, |_, group| {
+            let mut rank = Rank::join(self, group)?;
+            let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
+            // Peers may take long to notice; until then, this says what they wait for.
+            let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
+            Ok((outcome?, rank.failures))
+        });
+        let (values, failures): (Vec<T>, Vec<Vec<String>>) =
+            outcome.unwrap_or_else(|failure| panic!("{failure}")).into_iter().unzip();
+        assert_no_failures(failures.concat());
+        values
+    }
+}
+
+/// # Panics
+/// Where there are failures.
+pub fn assert_no_failures(failures: Vec<String>) {
+    assert!(
+        failures.is_empty(),
+        "{} checks failed:\n{}",
+        failures.len(),
+        failures[..failures.len().min(12)].join("\n")
+    );
+}
+
+/// One rank of a test.
+#[derive(Debug)]
+pub struct Rank {
+    pub rank: u32,
+    pub group: Arc<dyn ProcessGroup>,
+    pub stream: Arc<Stream>,
+    pub buffer: Buffer,
+    /// Whether [`Rank::layout`] and its siblings run on the communication stream.
+    pub on_comm_stream: bool,
+    /// Checks that failed.
+    pub failures: Vec<String>,
+}
+
+impl Rank {
+    /// Makes the device, the stream and the buffer. Collective.
+    pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
+        let device = open_device(setup, group.rank())?;
+        let mut options = setup.options.clone();
+        if let (TransportKind::Auto, Some(ranks_per_node)) = (options.transport.kind, options.ranks_per_node)
+        {
+            let node = group.rank() / ranks_per_node.max(1);
+            options.transport.host = Some(format!("host {}", node / 2));
+        }
+        let buffer = Buffer::new(device.clone(), &*group, options)?;
+        let stream = Arc::new(Stream::new(&device, false)?);
+        Ok(Rank { rank: group.rank(), stream, group, buffer, on_comm_stream: false, failures: Vec::new() })
+    }
+
+    pub fn device(&self) -> &Arc<dyn Device> {
+        self.stream.device()
+    }
+
+    /// Waits for the stream, then for the other ranks.
+    pub fn synchronize(&self) -> Result<()> {
+        self.stream.synchronize()?;
+        self.group.barrier(PATIENCE)
+    }
+
+    /// Notes a failed check unless `got` and `want` are equal; of slices, the first element that differs.
+    pub fn equal<T: PartialEq + Debug>(&mut self, what: &str, got: &[T], want: &[T]) {
+        let differs = got.iter().zip(want).position(|(got, want)| got != want);
+        let note = match differs {
+            Some(at) => format!("[{at}] = {:?}, expected {:?}", Short(&got[at]), Short(&want[at])),
+            None if got.len() != want.len() => {
+                format!(" has {} elements, expected {}", got.len(), want.len())
+            }
+            None => return,
+        };
+        self.failures.push(format!("rank {}: {what}{note}", self.rank));
+    }
+
+    /// Notes a failed check unless `holds`.
+    pub fn check(&mut self, holds: bool, what: impl Into<String>) {
+        if !holds {
+            self.failures.push(format!("rank {}: {}", self.rank, what.into()));
+        }
+    }
+
+    /// A tensor with these rows' bytes.
+    pub fn upload_rows(&self, dtype: DType, columns: u64, rows: &[Vec<u8>]) -> Result<Tensor> {
+        let tensor = Tensor::alloc(self.device(), dtype, &[rows.len() as u64, columns])?;
+        self.stream.write(tensor.ptr(), &rows.concat())?;
+        Ok(tensor)
+    }
+
+    /// A tensor `[rows, columns]` of these values.
+    pub fn upload<T: Element>(&self, dtype: DType, columns: usize, rows: &[Vec<T>]) -> Result<Tensor> {
+        Tensor::from_host(&self.stream, dtype, &[rows.len() as u64, columns as u64], &rows.concat())
+    }
+
+    /// The bytes of each row.
+    pub fn row_bytes(&self, tensor: &Tensor) -> Result<Vec<Vec<u8>>> {
+        let row = |index: u64| {
+            let mut bytes = vec![0; tensor.row_bytes() as usize];
+            self.stream.read(&mut bytes, tensor.ptr().add(index * tensor.row_stride())).map(|()| bytes)
+        };
+        (0..tensor.rows()).map(row).collect()
+    }
+
+    /// The values of each row.
+    pub fn rows<T: bytemuck::Pod>(&self, tensor: &Tensor) -> Result<Vec<Vec<T>>> {
+        Ok(self.row_bytes(tensor)?.iter().map(|row| values_of(row)).collect())
+    }
+
+    /// All values.
+    pub fn values<T: bytemuck::Pod>(&self, tensor: &Tensor) -> Result<Vec<T>> {
+        Ok(values_of(&self.row_bytes(tensor)?.concat()))
+    }
+
+    /// Notes a failed check unless a tensor has these rows.
+    pub fn equal_rows<T: bytemuck::Pod + PartialEq + Debug>(
+        &mut self,
+        what: &str,
+        tensor: &Tensor,
+        want: &[Vec<T>],
+    ) -> Result<()> {
+        let got = self.rows::<T>(tensor)?;
+        self.equal(what, &got, want);
+        Ok(())
+    }
+
+    /// Notes a failed check unless a tensor has these values.
+    pub fn equal_values<T: bytemuck::Pod + PartialEq + Debug>(
+        &mut self,
+        what: &str,
+        tensor: &Tensor,
+        want: &[T],
+    ) -> Result<()> {
+        let got = self.values::<T>(tensor)?;
+        self.equal(what, &got, want);
+        Ok(())
+    }
+
+    /// Sets all bytes of a tensor, padding between rows included, in stream order.
+    pub fn poison(&self, tensor: &Tensor) -> Result<()> {
+        // SAFETY: the tensor's memory is live until the synchronise.
+        unsafe { self.stream.fill(tensor.ptr(), POISON, tensor.rows() * tensor.row_stride())? };
+        self.stream.synchronize()
+    }
+
+    /// All bytes of a tensor, padding between rows included.
+    pub fn raw(&self, tensor: &Tensor) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; (tensor.rows() * tensor.row_stride()) as usize];
+        self.stream.read(&mut bytes, tensor.ptr())?;
+        Ok(bytes)
+    }
+
+    pub fn layout(&mut self, topk_idx: &Tensor, num_experts: u32) -> Result<DispatchLayout> {
+        self.buffer.get_dispatch_layout(topk_idx, num_experts, order(&self.stream, self.on_comm_stream))
+    }
+
+    pub fn dispatch(&mut self, request: DispatchRequest<'_>) -> Result<DispatchOutput> {
+        self.buffer.dispatch(request, order(&self.stream, self.on_comm_stream))
+    }
+
+    pub fn dispatch_cached(
+        &mut self,
+        x: &Tensor,
+        x_scales: Option<&Tensor>,
+        handle: &DispatchHandle,
+    ) -> Result<DispatchOutput> {
+        let request = CachedDispatchRequest { x, x_scales, handle };
+        self.buffer.dispatch_cached(request, order(&self.stream, self.on_comm_stream))
+    }
+
+    pub fn combine(
+        &mut self,
+        rows: CombineRows<'_>,
+        topk_weights: Option<&Tensor>,
+        handle: &DispatchHandle,
+    ) -> Result<CombineOutput> {
+        let request = CombineRequest { rows, topk_weights, handle };
+        self.buffer.combine(request, order(&self.stream, self.on_comm_stream))
+    }
+
+    /// Counts that the host does not wait for, with room for all that the pool can hold.
+    pub fn on_device(&self) -> Counts {
+        Counts::OnDevice { capacity: self.buffer.capacity() }
+    }
+}
+
+fn order(stream: &Stream, on_comm_stream: bool) -> StreamOrder<'_> {
+    if on_comm_stream { StreamOrder::comm(stream) } else { StreamOrder::on(stream) }
+}
+
+/// The start of a long `Debug` output.
+struct Short<'a, T>(&'a T);
+
+impl<T: Debug> Debug for Short<'_, T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let text = format!("{:?}", self.0);
+        match text.char_indices().nth(160) {
+            None => f.write_str(&text),
+            Some((end, _)) => write!(f, "{}.. ({} characters)", &text[..end], text.len()),
+        }
+    }
+}
+
+/// Rows as bytes.
+pub fn as_bytes<T: bytemuck::Pod>(rows: &[Vec<T>]) -> Vec<Vec<u8>> {
+    rows.iter().map(|row| bytes_of(row)).collect()
+}
+
+/// # Panics
+/// Where the error's text lacks one of `parts`.
+#[track_caller]
+pub fn assert_names(error: &Error, parts: &[&str]) {
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in {text:?}");
+    }
+}

@@ -1,0 +1,11 @@
+//! Dispatch and combine across nodes.
+
+mod errors;
+mod mutation;
+mod neighbour;
+mod pairs;
+mod processes;
+mod property;
+mod shapes;
+mod timeouts;
+mod wire;

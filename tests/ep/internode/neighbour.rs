@@ -1,0 +1,59 @@
+//! Dispatch and combine beside another library of the same process, whose allocations, frees, module loads and copies wait for running
+//! kernels and hold up every other call of the device meanwhile.
+
+use std::time::Duration;
+
+use epoxide::transport::TransportKind;
+use epoxide_testing::neighbour::Neighbour;
+
+use crate::harness::{Nodes, Setup};
+use crate::turns::{Inputs, ROW, Turn, echo};
+
+const RANKS: u32 = 4;
+const TOKENS: [u32; RANKS as usize] = [6, 4, 5, 3];
+const CHANNELS: u32 = 2;
+const PAIRS: u64 = 40;
+/// Between two calls of each of its threads; an interpreter's processors have other things to do as well.
+const PAUSE: Duration = Duration::from_millis(2);
+
+fn pairs_beside_a_neighbour(nodes: Option<Nodes>) {
+    let setup = Setup::new(RANKS, CHANNELS, 6, ROW).nodes(nodes);
+    let rounds = setup.run(|rank| {
+        let neighbour = Neighbour::start(rank.device(), PAUSE);
+        for seed in 0..PAIRS {
+            let turn = Turn::random(seed, &TOKENS, CHANNELS);
+            let inputs = Inputs::upload(&turn, rank)?;
+            let (_, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+            rank.stream.synchronize()?;
+            let got = rank.row_bytes(&back.combined_x)?;
+            rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
+        }
+        rank.buffer.check()?;
+        neighbour.stop()
+    });
+    assert!(rounds.iter().all(|rounds| *rounds > 0), "{rounds:?}");
+}
+
+fn across_nodes(transport: TransportKind) {
+    pairs_beside_a_neighbour(Some(Nodes { ranks_per_node: 2, transport, queues: 2 }));
+}
+
+#[test]
+fn within_a_node() {
+    pairs_beside_a_neighbour(None);
+}
+
+#[test]
+fn into_mapped_memory() {
+    across_nodes(TransportKind::Direct);
+}
+
+#[test]
+fn over_shared_host_memory() {
+    across_nodes(TransportKind::Shm);
+}
+
+#[test]
+fn over_tcp() {
+    across_nodes(TransportKind::Tcp);
+}

@@ -1,0 +1,97 @@
+//! One process per rank, and one of them is killed.
+
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, getpid, kill_process};
+
+use epoxide::group::{MeshGroup, RANK, STORE, WORLD_SIZE, rendezvous};
+use epoxide::transport::TransportKind;
+use epoxide::{Error, Result};
+use epoxide_testing::alone::one_test;
+
+use crate::harness::{Nodes, PATIENCE, Rank, Setup, assert_no_failures};
+use crate::turns::{Inputs, ROW, Turn, echo};
+
+/// Set where this test binary runs as a rank: the transport, and after how many milliseconds the last rank is killed.
+const ROLE: &str = "EPOXIDE_TEST_ROLE";
+const RANKS: u32 = 4;
+const KILLED: u32 = RANKS - 1;
+const TOKENS: [u32; 4] = [6, 4, 5, 3];
+/// How long the others wait for the rank that is killed.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// Exit code of a killed process, in `Child::wait`.
+const NO_CODE: Option<i32> = None;
+
+fn setup(ranks: u32, ranks_per_node: u32, transport: TransportKind) -> Setup {
+    let nodes = Nodes { ranks_per_node, transport, queues: 2 };
+    Setup::new(ranks, 2, 6, ROW).nodes(Some(nodes)).timeout(TIMEOUT)
+}
+
+/// What a process does as a rank; does nothing as a test of its own.
+#[test]
+fn as_a_rank() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let (transport, milliseconds) = role.split_once(' ').unwrap();
+    let (transport, after) =
+        (transport.parse().unwrap(), Duration::from_millis(milliseconds.parse().unwrap()));
+    let group = Arc::new(rendezvous(PATIENCE).unwrap());
+    let error = turns_until_an_error(&group, transport, after).expect_err("the last rank is killed");
+    let Error::PeerTimeout { rank, peer, waited, .. } = error else { panic!("{error} is no PeerTimeout") };
+    assert!(peer != rank && waited >= TIMEOUT, "{error}");
+
+    // The others go on without it, in the same processes.
+    let group = Arc::new(group.shrink_group(&[KILLED]).unwrap());
+    let turn = Turn::random(1, &TOKENS[..3], 2);
+    let mut rank = Rank::join(&setup(3, 1, transport).timeout(PATIENCE), group).unwrap();
+    let inputs = Inputs::upload(&turn, &rank).unwrap();
+    let (_, back) = echo(&mut rank, &inputs, turn.routing.num_experts).unwrap();
+    rank.synchronize().unwrap();
+    let got = rank.row_bytes(&back.combined_x).unwrap();
+    rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
+    assert_no_failures(std::mem::take(&mut rank.failures));
+}
+
+/// Goes through turn after turn; the last rank kills itself `after` the first one.
+fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after: Duration) -> Result<()> {
+    let turn = Turn::random(0, &TOKENS, 2);
+    let mut rank = Rank::join(&setup(RANKS, 2, transport), group.clone())?;
+    let inputs = Inputs::upload(&turn, &rank)?;
+    echo(&mut rank, &inputs, turn.routing.num_experts)?;
+    rank.synchronize()?;
+    if rank.rank == KILLED {
+        std::thread::spawn(move || {
+            std::thread::sleep(after);
+            kill_process(getpid(), Signal::KILL)
+        });
+    }
+    let start = Instant::now();
+    while start.elapsed() < PATIENCE {
+        echo(&mut rank, &inputs, turn.routing.num_experts)?;
+        rank.stream.synchronize()?;
+        rank.buffer.check()?;
+    }
+    Ok(())
+}
+
+fn spawn(rank: u32, role: &str, store: &Path) -> Child {
+    let mut command = one_test("internode::processes::as_a_rank");
+    command.env(RANK, rank.to_string()).env(WORLD_SIZE, RANKS.to_string());
+    command.env(STORE, format!("file://{}", store.display())).env(ROLE, role);
+    command.stdout(Stdio::null()).spawn().unwrap()
+}
+
+#[test]
+fn the_others_notice_a_killed_process_and_go_on_without_it() {
+    for (transport, milliseconds) in
+        [("tcp", 3), ("tcp", 40), ("shm", 11), ("shm", 90), ("direct", 7), ("direct", 60)]
+    {
+        let store = tempfile::tempdir().unwrap();
+        let role = format!("{transport} {milliseconds}");
+        let ranks: Vec<Child> = (0..RANKS).map(|rank| spawn(rank, &role, store.path())).collect();
+        let exits: Vec<Option<i32>> = ranks.into_iter().map(|mut rank| rank.wait().unwrap().code()).collect();
+        assert_eq!(exits, [Some(0), Some(0), Some(0), NO_CODE], "{role}");
+    }
+}

@@ -1,0 +1,102 @@
+//! What crosses the network: each token once to each node that wants it, and one sum of each such node back.
+
+use epoxide::ep::{CombineRows, DType, DispatchRequest};
+use epoxide::transport::TransportKind;
+use epoxide_testing::oracle;
+
+use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
+
+use crate::harness::{Nodes, Rank, Setup};
+use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
+
+const CHANNELS: u32 = 3;
+const POOL_ROWS: CombineRows<'static> = CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 };
+
+/// Bytes that this rank has put on the wire so far, by node.
+fn bytes_sent(rank: &Rank, nodes: u32, ranks_per_node: u32) -> Vec<u64> {
+    let mut bytes = vec![0; nodes as usize];
+    for (peer, _, stats) in rank.buffer.wire_stats() {
+        assert_eq!(peer % ranks_per_node, rank.rank % ranks_per_node, "ranks talk to those with their index");
+        bytes[(peer / ranks_per_node) as usize] += stats.bytes;
+    }
+    bytes
+}
+
+#[test]
+fn the_wire_carries_what_the_layout_says() {
+    for (nodes, ranks_per_node, transport) in
+        [(2, 2, TransportKind::Shm), (3, 1, TransportKind::Tcp), (3, 2, TransportKind::Shm)]
+    {
+        let ranks = nodes * ranks_per_node;
+        let tokens: Vec<u32> = (0..ranks).map(|rank| [9, 0, 20, 3][rank as usize % 4]).collect();
+        let place = Nodes { ranks_per_node, transport, queues: 2 };
+        let setup = Setup::new(ranks, CHANNELS, 20, ROW).nodes(Some(place));
+        let turns: Vec<Turn> = (0..4).map(|seed| Turn::random(seed, &tokens, CHANNELS)).collect();
+        setup.run(|rank| {
+            let own = rank.rank / ranks_per_node;
+            let sent = |rank: &Rank| bytes_sent(rank, nodes, ranks_per_node);
+            let row_bytes = ROW as u32;
+            let mut counts = Vec::new();
+            for turn in &turns {
+                let plan = oracle::Nodes::new(&turn.routing, ranks_per_node).plan(rank.rank, CHANNELS);
+                let inputs = Inputs::upload(turn, rank)?;
+                let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+                if let Some(counted) = layout.num_tokens_per_rdma_rank() {
+                    let mut counted: Vec<u32> = rank.values(&counted)?;
+                    counted[own as usize] = 0;
+                    rank.equal("tokens for other nodes", &counted, &plan.wire_sent);
+                }
+
+                let before = sent(rank);
+                let output = rank.dispatch(DispatchRequest::new(&inputs.x, &layout))?;
+                rank.synchronize()?;
+                let first = sent(rank);
+                rank.dispatch_cached(&inputs.x, None, &output.handle)?;
+                rank.synchronize()?;
+                let cached = sent(rank);
+                rank.combine(POOL_ROWS, None, &output.handle)?;
+                rank.synchronize()?;
+                let combined = sent(rank);
+
+                // Rows and nothing else, so their number is that of the bytes.
+                let slot = u64::from(SlotShape::new(row_bytes, 0, None).bytes);
+                let want = times(&plan.wire_sent, slot);
+                rank.equal("bytes of a cached dispatch", &difference(&cached, &first), &want);
+                let slot = u64::from(combine_slot_bytes(row_bytes, 0));
+                let want = times(&plan.wire_received, slot);
+                rank.equal("bytes of a combine", &difference(&combined, &cached), &want);
+                // A dispatch sends its counts as well, in a message of the same size to every other node.
+                let slot = u64::from(SlotShape::new(row_bytes, 0, Some(0)).bytes);
+                let rows = times(&plan.wire_sent, slot);
+                let other = difference(&difference(&first, &before), &rows);
+                counts.extend((0..nodes).zip(other).filter(|(node, _)| *node != own).map(|(_, bytes)| bytes));
+            }
+            rank.check(counts.iter().all(|bytes| *bytes == counts[0]), format!("count messages: {counts:?}"));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn one_node_has_no_wire() {
+    let turn = Turn::random(1, &[5, 3], 1);
+    let place = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: 2 };
+    Setup::new(2, 1, 5, ROW).max_topk(TOPK).nodes(Some(place)).run(|rank| {
+        let inputs = Inputs::upload(&turn, rank)?;
+        echo(rank, &inputs, turn.routing.num_experts)?;
+        rank.synchronize()?;
+        rank.check(rank.buffer.wire_stats().is_empty(), "there is no queue");
+        Ok(())
+    });
+}
+
+/// # Panics
+/// Where something was more before than after.
+fn difference(after: &[u64], before: &[u64]) -> Vec<u64> {
+    let minus = |(after, before): (&u64, &u64)| after.checked_sub(*before).expect("no fewer bytes than rows");
+    after.iter().zip(before).map(minus).collect()
+}
+
+fn times(counts: &[u32], bytes: u64) -> Vec<u64> {
+    counts.iter().map(|&count| u64::from(count) * bytes).collect()
+}

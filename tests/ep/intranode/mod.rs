@@ -1,0 +1,11 @@
+//! Dispatch and combine between ranks of one node.
+
+mod errors;
+mod processes;
+mod programs;
+mod property;
+mod schedules;
+mod shapes;
+mod streams;
+mod timeouts;
+mod trace;

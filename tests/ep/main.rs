@@ -1,0 +1,10 @@
+//! Dispatch and combine on virtual GPUs, within a node and across nodes, against the serial oracle of `epoxide_testing`.
+
+mod cases;
+mod harness;
+mod roundtrip;
+mod turns;
+mod valid;
+
+mod internode;
+mod intranode;

@@ -1,0 +1,110 @@
+//! Rows for tests: distinct bytes that tell tokens apart, and small integers whose sums are exact.
+
+use half::bf16;
+use rand::Rng;
+
+/// Elements of a row that share one scale, for 1-byte dtypes.
+pub const ELEMENTS_PER_SCALE: u64 = 128;
+
+/// One thing per rank and token, `[rank][token]`.
+pub type PerToken<T> = Vec<Vec<T>>;
+
+/// Calls `make(rank, token)` for all tokens of all ranks.
+pub fn per_token<T>(tokens_per_rank: &[u32], mut make: impl FnMut(u32, u32) -> T) -> PerToken<T> {
+    (0..)
+        .zip(tokens_per_rank)
+        .map(|(rank, &tokens)| (0..tokens).map(|token| make(rank, token)).collect())
+        .collect()
+}
+
+/// Random rows of `row_bytes` bytes that start with rank and token, so that no two are equal.
+///
+/// # Panics
+/// Where a row has fewer than 8 bytes.
+pub fn distinct_rows(rng: &mut impl Rng, tokens_per_rank: &[u32], row_bytes: usize) -> PerToken<Vec<u8>> {
+    per_token(tokens_per_rank, |rank, token| {
+        let mut row = vec![0; row_bytes];
+        rng.fill(&mut row[..]);
+        row[..4].copy_from_slice(&rank.to_le_bytes());
+        row[4..8].copy_from_slice(&token.to_le_bytes());
+        row
+    })
+}
+
+/// BF16 integers from -16 to 16: sums of up to 8 of them are exact in any order.
+pub fn small_integers(rng: &mut impl Rng, columns: usize) -> Vec<bf16> {
+    (0..columns).map(|_| bf16::from_f32(rng.random_range(-16..=16) as f32)).collect()
+}
+
+/// BF16 numbers of mixed magnitude, whose sum shows in which order and precision it was made.
+pub fn rough_bf16(rng: &mut impl Rng, columns: usize) -> Vec<bf16> {
+    rough_f32(rng, columns).into_iter().map(bf16::from_f32).collect()
+}
+
+/// FP32 numbers of mixed magnitude, whose sum shows in which order it was made.
+pub fn rough_f32(rng: &mut impl Rng, columns: usize) -> Vec<f32> {
+    (0..columns).map(|_| rng.random_range(-1.0f32..1.0) * 2.0f32.powi(rng.random_range(-8..8))).collect()
+}
+
+/// Widens BF16 rows, for [`super::oracle::combine_f32`].
+pub fn widen(rows: &[Vec<bf16>]) -> Vec<Vec<f32>> {
+    rows.iter().map(|row| row.iter().map(|value| value.to_f32()).collect()).collect()
+}
+
+/// Rounds sums to BF16, to nearest even.
+pub fn round(rows: &[Vec<f32>]) -> Vec<Vec<bf16>> {
+    rows.iter().map(|row| row.iter().map(|&value| bf16::from_f32(value)).collect()).collect()
+}
+
+/// The bytes of values, as they lie in memory.
+pub fn bytes_of<T: bytemuck::Pod>(values: &[T]) -> Vec<u8> {
+    bytemuck::cast_slice(values).to_vec()
+}
+
+/// The values that bytes hold.
+///
+/// # Panics
+/// Where the number of bytes is no multiple of the size of a value.
+pub fn values_of<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use rand::SeedableRng;
+    use rand::rngs::SmallRng;
+
+    use super::*;
+
+    #[test]
+    fn rows_are_distinct_and_of_the_asked_shape() {
+        let rows = distinct_rows(&mut SmallRng::seed_from_u64(3), &[5, 0, 7], 16);
+        assert_eq!(rows.iter().map(Vec::len).collect::<Vec<_>>(), [5, 0, 7]);
+        let all: HashSet<_> = rows.iter().flatten().collect();
+        assert!(all.len() == 12 && all.iter().all(|row| row.len() == 16));
+    }
+
+    #[test]
+    fn small_integers_are_exact_and_rough_ones_are_not() {
+        let mut rng = SmallRng::seed_from_u64(4);
+        for value in small_integers(&mut rng, 1000) {
+            assert!(value.to_f32().fract() == 0.0 && value.to_f32().abs() <= 16.0);
+        }
+        let terms: Vec<_> = (0..8).map(|_| rough_bf16(&mut rng, 1000)).collect();
+        let sum = |order: &mut dyn Iterator<Item = usize>| -> Vec<f32> {
+            let mut sum = vec![0.0f32; 1000];
+            order.for_each(|i| sum.iter_mut().zip(&terms[i]).for_each(|(sum, term)| *sum += term.to_f32()));
+            sum
+        };
+        assert_ne!(sum(&mut (0..8)), sum(&mut (0..8).rev()));
+    }
+
+    #[test]
+    fn bytes_and_values_round_trip() {
+        let values = [1.0f32, -2.5, 3e9];
+        assert_eq!(values_of::<f32>(&bytes_of(&values)), values);
+        assert_eq!(round(&widen(&[vec![bf16::from_f32(1.5)]])), [[bf16::from_f32(1.5)]]);
+    }
+}

@@ -1,0 +1,109 @@
+//! How a rank says that it is through with a test.
+
+use std::any::Any;
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use serde::{Deserialize, Serialize};
+
+use super::capture::{self, Panic};
+use super::context::Context;
+use epoxide::group::launch::panic_text;
+
+/// Why a test is skipped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum SkipCode {
+    /// There is no GPU, or no driver for it.
+    NoGpu,
+    /// There are fewer GPUs than ranks.
+    TooFewGpus,
+    /// The GPUs cannot reach each other's memory.
+    NoPeerAccess,
+    /// There is no RDMA device.
+    NoRdma,
+    /// The test needs an even number of ranks.
+    OddWorldSize,
+    /// The test needs more ranks.
+    TooFewRanks,
+    /// A program that the test compares with is not installed.
+    NoProgram,
+    /// The operating system or the build lacks something.
+    Unsupported,
+}
+
+impl Display for SkipCode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            SkipCode::NoGpu => "no GPU",
+            SkipCode::TooFewGpus => "too few GPUs",
+            SkipCode::NoPeerAccess => "no peer access",
+            SkipCode::NoRdma => "no RDMA",
+            SkipCode::OddWorldSize => "odd world size",
+            SkipCode::TooFewRanks => "too few ranks",
+            SkipCode::NoProgram => "a program is missing",
+            SkipCode::Unsupported => "not supported here",
+        })
+    }
+}
+
+/// What a rank's function may return: nothing, or a result whose error fails the test.
+pub trait Ended {
+    /// The error's text.
+    fn into_result(self) -> Result<(), String>;
+}
+
+impl Ended for () {
+    fn into_result(self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+impl<E: Display> Ended for Result<(), E> {
+    fn into_result(self) -> Result<(), String> {
+        self.map_err(|error| error.to_string())
+    }
+}
+
+/// How a test ended on a rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Verdict {
+    Passed,
+    Skipped { code: SkipCode, reason: String },
+    Failed { text: String, backtrace: Option<String> },
+}
+
+/// The payload of the unwinding that a skip is.
+pub(super) struct Skip {
+    pub code: SkipCode,
+    pub reason: String,
+}
+
+/// A rank's function.
+pub(super) type RankMain = dyn Fn(&Context) -> Verdict + Send + Sync;
+
+/// Runs a rank's function to its verdict, whatever it does.
+pub(super) fn judge<R: Ended>(rank_main: impl Fn(&Context) -> R, ctx: &Context) -> Verdict {
+    capture::arm();
+    // What the function leaves half done is the test's own; the ranks are not used on after a failure.
+    let ended = catch_unwind(AssertUnwindSafe(|| rank_main(ctx).into_result()));
+    let panic = capture::disarm();
+    match ended {
+        Ok(Ok(())) => Verdict::Passed,
+        Ok(Err(text)) => Verdict::Failed { text, backtrace: None },
+        Err(payload) => of_panic(&*payload, panic),
+    }
+}
+
+fn of_panic(payload: &(dyn Any + Send), panic: Option<Panic>) -> Verdict {
+    if let Some(skip) = payload.downcast_ref::<Skip>() {
+        return Verdict::Skipped { code: skip.code, reason: skip.reason.clone() };
+    }
+    let text = panic_text(payload);
+    match panic {
+        Some(Panic { place, backtrace }) => {
+            Verdict::Failed { text: format!("panicked at {place}: {text}"), backtrace: Some(backtrace) }
+        }
+        None => Verdict::Failed { text: format!("panicked: {text}"), backtrace: None },
+    }
+}
