@@ -5,6 +5,15 @@ use std::time::Duration;
 /// `Result` with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// Who sees an error of a collective call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    /// This rank, perhaps alone. Ranks that made the call wait for this one until their deadline, unless it makes up for the call.
+    ThisRank,
+    /// Every rank of the group sees an error of this call, and none has moved a row.
+    EveryRank,
+}
+
 /// Everything that can go wrong in epoxide.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -39,7 +48,7 @@ pub enum Error {
         /// The dtypes that are accepted.
         expected: String,
     },
-    /// A buffer is too small for this operation. Raised on every rank, before any byte moved.
+    /// A buffer is too small for this operation. No byte was moved.
     #[error("{what}: needs {needed} {unit}, has {have} {unit}; {remedy}")]
     Capacity {
         /// What is too small.
@@ -52,6 +61,16 @@ pub enum Error {
         unit: &'static str,
         /// What to change.
         remedy: String,
+        /// What is too small for the call of this rank alone, or for that of all of them.
+        scope: Scope,
+    },
+    /// A rank's top-k ids hold one that is neither -1 nor the id of an expert. Raised on every rank, before any row moved.
+    #[error(
+        "topk_idx of rank {rank}: every expert id must be -1 or 0 to num_experts - 1; DispatchLayout::validate on that rank names the token"
+    )]
+    InvalidExpert {
+        /// The rank whose ids are wrong.
+        rank: u32,
     },
     /// A peer did not do its part before the deadline. The device context is intact.
     #[error(
@@ -209,6 +228,15 @@ impl Error {
     /// An [`Error::Argument`].
     pub fn argument(argument: &'static str, value: impl ToString, rule: impl Into<String>) -> Self {
         Error::Argument { argument, value: value.to_string(), rule: rule.into() }
+    }
+
+    /// Who sees this error of a collective call.
+    pub fn scope(&self) -> Scope {
+        match self {
+            Error::Capacity { scope, .. } => *scope,
+            Error::InvalidExpert { .. } | Error::Mismatch { .. } => Scope::EveryRank,
+            _ => Scope::ThisRank,
+        }
     }
 
     /// An [`Error::Os`] from any displayable cause.

@@ -10,4 +10,4 @@ mod error;
 pub mod group;
 pub mod transport;
 
-pub use error::{Error, Result};
+pub use error::{Error, Result, Scope};

@@ -10,11 +10,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::Result;
 
+mod fence;
 mod owned;
 mod rule;
 mod staging;
 pub mod virt;
 
+pub use fence::{Fence, Streams};
 pub use owned::{Event, Graph, Kernel, MappedMemory, Memory, Module, Stream};
 pub use rule::NoDriverCalls;
 pub use staging::Staging;
@@ -57,7 +59,8 @@ pub enum MemoryKind {
     /// holds anybody up: it goes back behind all work that was enqueued before in streams that this device knows
     /// ([`Stream::new`], [`Stream::adopt`]). What others enqueued must have ended by then.
     Device,
-    /// Device memory that can be exported as a file descriptor and mapped by peers. Giving it back unmaps it at once.
+    /// Device memory that can be exported as a file descriptor and mapped by peers. Giving it back unmaps it at once, and a kernel that
+    /// still uses it makes a fault: its owner waits first.
     Shareable,
     /// Page-locked host memory, mapped into the device's address space. Giving it back waits for the device's running kernels and
     /// holds up every other call of the device meanwhile, as `cuMemFreeHost` does: not in the course of operations.
@@ -167,6 +170,9 @@ pub trait Device: Send + Sync + Debug {
     /// The page-locked memory that host data passes through on its way to and from the device.
     fn staging(&self) -> &Staging;
 
+    /// The streams that a [`Fence`] comes behind.
+    fn streams(&self) -> &Streams;
+
     /// A descriptor that stands for [`MemoryKind::Shareable`] or [`MemoryKind::SharedHost`] memory in this or another process.
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd>;
 
@@ -275,6 +281,9 @@ pub trait Device: Send + Sync + Debug {
     fn make_progress(&self) {
         std::thread::yield_now();
     }
+
+    /// True while the stream is being captured.
+    fn stream_is_capturing(&self, stream: u64) -> Result<bool>;
 
     /// Starts recording the stream's work instead of running it.
     fn capture_begin(&self, stream: u64) -> Result<()>;

@@ -8,7 +8,9 @@ use bytemuck::AnyBitPattern;
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
 use epoxide_gpu::layout::Section;
 
-use super::{CopyEnd, Device, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
+use super::{
+    CopyEnd, Device, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream, Streams,
+};
 use crate::error::{Error, Result};
 
 /// Device memory, peer memory or mapped host memory; freed or unmapped on drop.
@@ -179,12 +181,21 @@ impl MappedMemory {
 pub struct Stream {
     device: Arc<dyn Device>,
     handle: u64,
+    id: u64,
 }
 
 impl Stream {
     /// A stream of our own that does not synchronise with the default stream.
     pub fn new(device: &Arc<dyn Device>, high_priority: bool) -> Result<Stream> {
-        Ok(Stream { device: device.clone(), handle: device.stream_create(high_priority)? })
+        let stream = Stream::unlisted(device, high_priority)?;
+        device.streams().add(stream.id, stream.handle);
+        Ok(stream)
+    }
+
+    /// A stream that fences do not come behind: for work that is ordered otherwise.
+    pub(crate) fn unlisted(device: &Arc<dyn Device>, high_priority: bool) -> Result<Stream> {
+        let handle = device.stream_create(high_priority)?;
+        Ok(Stream { device: device.clone(), handle, id: Streams::new_id() })
     }
 
     /// The caller's stream. It is used, never synchronised or destroyed.
@@ -193,7 +204,15 @@ impl Stream {
     /// `raw` is a stream of this device's primary context and outlives the result.
     pub unsafe fn adopt(device: &Arc<dyn Device>, raw: RawStream) -> Result<Stream> {
         // SAFETY: passed on to the caller.
-        Ok(Stream { device: device.clone(), handle: unsafe { device.stream_adopt(raw)? } })
+        let handle = unsafe { device.stream_adopt(raw)? };
+        let stream = Stream { device: device.clone(), handle, id: Streams::new_id() };
+        device.streams().add(stream.id, stream.handle);
+        Ok(stream)
+    }
+
+    /// A number that no other [`Stream`] of this process has or had.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
     }
 
     /// The `CUstream`, for interop.
@@ -218,7 +237,14 @@ impl Stream {
 
     /// Makes this stream wait for the event's last record.
     pub fn wait(&self, event: &Event) -> Result<()> {
+        // It may join a capture by this.
+        let _still = self.device.streams().hold();
         self.device.stream_wait_event(self.handle, event.handle)
+    }
+
+    /// True while the stream is being captured.
+    pub fn is_capturing(&self) -> Result<bool> {
+        self.device.stream_is_capturing(self.handle)
     }
 
     /// Launches a kernel.
@@ -262,14 +288,20 @@ impl Stream {
     }
 
     /// Copies host bytes to the device, through page-locked memory, and waits for it.
-    pub fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        // SAFETY: the device side is checked or faults in the driver.
+    ///
+    /// # Safety
+    /// `src.len()` bytes from `dst` on are live memory of this device, and nobody counts on what they hold.
+    pub unsafe fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        // SAFETY: passed on to the caller.
         unsafe { self.device.staging().write(&*self.device, self.handle, dst, src) }
     }
 
     /// Copies device bytes to the host, through page-locked memory, and waits for it.
-    pub fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        // SAFETY: the device side is checked or faults in the driver.
+    ///
+    /// # Safety
+    /// `dst.len()` bytes from `src` on are live memory of this device.
+    pub unsafe fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        // SAFETY: passed on to the caller.
         unsafe { self.device.staging().read(&*self.device, self.handle, dst, src) }
     }
 
@@ -304,7 +336,10 @@ impl Stream {
 
     /// Records what `work` enqueues instead of running it.
     pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
-        self.device.capture_begin(self.handle)?;
+        {
+            let _still = self.device.streams().hold();
+            self.device.capture_begin(self.handle)?;
+        }
         let outcome = work();
         // The capture must end in either case, or the stream stays unusable.
         let graph = self.device.capture_end(self.handle);
@@ -322,6 +357,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        self.device.streams().remove(&self.device, self.id);
         self.device.stream_destroy(self.handle);
     }
 }
@@ -337,6 +373,11 @@ impl Event {
     /// A new event; with `timing` it can be used in [`Event::elapsed_ms`].
     pub fn new(device: &Arc<dyn Device>, timing: bool) -> Result<Event> {
         Ok(Event { device: device.clone(), handle: device.event_create(timing)? })
+    }
+
+    /// Records the event in the stream of this handle.
+    pub(super) fn record_raw(&self, stream: u64) -> Result<()> {
+        self.device.event_record(self.handle, stream)
     }
 
     /// Records the event in `stream`.
@@ -450,7 +491,10 @@ pub struct Graph {
 
 impl Graph {
     /// Runs it in `stream`.
-    pub fn launch(&self, stream: &Stream) -> Result<()> {
+    ///
+    /// # Safety
+    /// The memory whose addresses were recorded is live until the stream has passed the run.
+    pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
         self.device.graph_launch(self.handle, stream.handle)
     }
 }

@@ -7,19 +7,23 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::{
     Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS,
-    PLAN_HEADER, PoolLayout, STATUS, Section, Status, WireLayout, row_stride,
+    PLAN_HEADER, PoolLayout, STATUS, Section, Status, WireLayout,
 };
 
 use super::dispatch::HOST_EXPERTS;
 use super::fault::check_status;
 use super::kernels::Kernels;
-use super::pool::{World, pool_layout};
+use super::place::{PlaceState, Pool};
+use super::pool::{World, pool_layouts};
 use super::scratch::Arena;
+use super::sequence::Sequence;
+use super::step::Captured;
+use super::tensor::Owner;
 use super::trace::Trace;
 use super::wire::{WireSide, wire_layout};
-use super::{Config, DType, StreamOrder, Tensor, Tuning};
+use super::{Config, StreamOrder, Tuning};
 use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 use crate::transport::{TransportKind, TransportOptions};
 
@@ -38,9 +42,12 @@ pub struct BufferShape {
 
 /// How to make a [`Buffer`]. The same on every rank.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct BufferOptions {
     /// What the pool must hold.
     pub shape: BufferShape,
+    /// Places for received rows, at least 1: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
+    pub places: u32,
     /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more rows is an error on
     /// every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
     pub num_nvl_bytes: Option<u64>,
@@ -61,10 +68,11 @@ pub struct BufferOptions {
 }
 
 impl BufferOptions {
-    /// Room for the worst case of `shape`, one node, defaults for the rest; 30 s for a peer.
+    /// Room for the worst case of `shape`, one place, one node, defaults for the rest; 30 s for a peer.
     pub fn new(shape: BufferShape) -> Self {
         BufferOptions {
             shape,
+            places: 1,
             num_nvl_bytes: None,
             config: Config::default(),
             timeout: Duration::from_secs(30),
@@ -74,12 +82,66 @@ impl BufferOptions {
             num_rdma_bytes: None,
         }
     }
+
+    /// Sets [`BufferOptions::places`].
+    pub fn places(mut self, places: u32) -> Self {
+        self.places = places;
+        self
+    }
+
+    /// Sets [`BufferOptions::num_nvl_bytes`].
+    pub fn num_nvl_bytes(mut self, bytes: u64) -> Self {
+        self.num_nvl_bytes = Some(bytes);
+        self
+    }
+
+    /// Sets [`BufferOptions::config`].
+    pub fn config(mut self, config: Config) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Sets [`BufferOptions::timeout`].
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Sets [`BufferOptions::tuning`].
+    pub fn tuning(mut self, tuning: Tuning) -> Self {
+        self.tuning = tuning;
+        self
+    }
+
+    /// Sets [`BufferOptions::ranks_per_node`].
+    pub fn ranks_per_node(mut self, ranks: u32) -> Self {
+        self.ranks_per_node = Some(ranks);
+        self
+    }
+
+    /// Sets [`BufferOptions::transport`].
+    pub fn transport(mut self, transport: TransportOptions) -> Self {
+        self.transport = transport;
+        self
+    }
+
+    /// Sets [`BufferOptions::num_rdma_bytes`].
+    pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
+        self.num_rdma_bytes = Some(bytes);
+        self
+    }
 }
 
 /// Moves tokens between the ranks of a group. One per rank; every method that says so is collective.
 ///
-/// A pool is mapped by all peers. Received rows lie in it, so the tensors of a [`super::DispatchOutput`] stay valid until the
-/// next dispatch of the same buffer; routing handles do not, they live as long as they are held.
+/// A pool is mapped by all peers. Received rows lie in one of its places ([`super::Place`]), and are there until the next dispatch to that
+/// place; routing handles and sums have memory of their own and live as long as they are held.
+///
+/// Operations take what they need: tensors that were given, and outputs, may be dropped as soon as a call has returned, whatever
+/// streams still do with them. Memory goes back, and is overwritten, behind all that the device's streams ([`Stream`]) have been given by
+/// then. What other code enqueued in streams that no [`Stream`] stands for is not seen.
+///
+/// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
 #[derive(Debug)]
 pub struct Buffer {
     // Dropped in this order: streams first, so that no kernel runs when memory goes.
@@ -89,12 +151,18 @@ pub struct Buffer {
     pub(super) arena: Arc<Arena>,
     pub(super) host_counts: MappedMemory,
     pub(super) status: MappedMemory,
-    pub(super) pool: Arc<Memory>,
+    pub(super) places: Vec<Arc<PlaceState>>,
+    pool: Arc<Pool>,
     _peers: Vec<Memory>,
     _tables: Memory,
     start: Event,
-    /// Where the last operation ends, in whichever stream it ran.
-    pub(super) end: Event,
+    pub(super) sequence: Arc<Sequence>,
+    /// Where the last captured operation ends, in its recording.
+    captured_end: Event,
+    /// The step that is being captured by [`Buffer::capture`].
+    pub(super) captured: Option<Captured>,
+    /// What recordings made otherwise use: nobody says when those end.
+    kept: Vec<Owner>,
     pub(super) device: Arc<dyn Device>,
     pub(super) comm: Comm,
     pub(super) config: Config,
@@ -133,7 +201,8 @@ impl Buffer {
         if world.nodes() > 1 {
             config.check_nodes(world.nodes())?;
         }
-        let layout = pool_layout(&options.shape, world, options.num_nvl_bytes)?;
+        let layouts = pool_layouts(&options.shape, world, options.places, options.num_nvl_bytes)?;
+        let layout = layouts[0];
         let wire_layout = wire_layout(&options.shape, world, options.num_rdma_bytes)?;
         agree(group, world, &layout, &wire_layout, &options)?;
 
@@ -145,7 +214,7 @@ impl Buffer {
         let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
         let largest = options.shape.max_row_bytes;
         let row_bytes = RowBytes { recv: largest, combine: largest };
-        pool.describe(&layout.sections(world.nodes(), largest, largest));
+        pool.describe(&sections(&layouts, world.nodes(), row_bytes));
         let fd = pool.export()?;
         let mut peers = Vec::new();
         let mut addresses = [0u64; MAX_RANKS];
@@ -173,12 +242,15 @@ impl Buffer {
             node.destroy()?;
         }
 
-        let comm_stream = Arc::new(Stream::new(&device, true)?);
+        let comm_stream = Arc::new(Stream::unlisted(&device, true)?);
         let local_at = size_of_val(&addresses) as u64;
         let local_bytes = size_of::<LocalState>() as u64;
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
-        comm_stream.write(tables.ptr(), bytemuck::bytes_of(&addresses))?;
-        comm_stream.write(tables.ptr().add(local_at), &vec![0; local_bytes as usize])?;
+        // SAFETY: the memory was just made, and holds both.
+        unsafe {
+            comm_stream.write(tables.ptr(), bytemuck::bytes_of(&addresses))?;
+            comm_stream.write(tables.ptr().add(local_at), &vec![0; local_bytes as usize])?;
+        }
         tables.describe(&[
             Section::array("pools", MAX_RANKS as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
@@ -206,18 +278,27 @@ impl Buffer {
             1 => None,
             _ => Some(WireSide::new(&device, group, &comm_stream, world, &options, wire_layout)?),
         };
+        let (id, arena) = (NEXT_ID.fetch_add(1, Ordering::Relaxed), Arena::new(&device));
+        let pool = Pool::new(pool, &arena, options.timeout);
+        let place = |(index, layout): (usize, &PoolLayout)| {
+            PlaceState::new(index as u32, id, *layout, largest, pool.clone(), arena.clone())
+        };
         let buffer = Buffer {
             comm_stream,
             wire,
             kernels,
-            arena: Arena::new(&device),
+            places: layouts.iter().enumerate().map(place).collect(),
+            arena,
             host_counts,
             status,
-            pool: Arc::new(pool),
+            pool,
             _peers: peers,
             _tables: tables,
             start: Event::new(&device, false)?,
-            end: Event::new(&device, false)?,
+            sequence: Sequence::new(&device)?,
+            captured_end: Event::new(&device, false)?,
+            captured: None,
+            kept: Vec::new(),
             device,
             comm,
             config,
@@ -225,7 +306,7 @@ impl Buffer {
             rank,
             num_ranks,
             num_nodes: world.nodes(),
-            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            id,
             tag: 0,
             trace: None,
             row_bytes,
@@ -276,28 +357,7 @@ impl Buffer {
 
     /// Device bytes of the pool, rounding included.
     pub fn pool_bytes(&self) -> u64 {
-        self.pool.footprint()
-    }
-
-    /// Rows of this rank's pool that peers gather from: experts that write their output `[rows, hidden]` here spare
-    /// combine a copy ([`super::CombineRows::InPool`]). Rows are `row_stride()` bytes apart.
-    ///
-    /// The rows are the caller's from the end of one combine to the start of the next.
-    ///
-    /// # Errors
-    /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for.
-    pub fn combine_rows(&self, dtype: DType, rows: u64, hidden: u64) -> Result<Tensor> {
-        self.check_row_capacity(hidden * dtype.size())?;
-        if rows > self.capacity() {
-            return Err(Error::Capacity {
-                what: "combine rows",
-                needed: rows,
-                have: self.capacity(),
-                unit: "rows",
-                remedy: "ask for as many as the dispatch received".into(),
-            });
-        }
-        Ok(self.pool_rows(self.comm.pool.combine_x, dtype, rows, hidden))
+        self.pool.memory().footprint()
     }
 
     /// The error of the first wait for a peer that expired, if one has; the buffer is of no use after it. Errors of
@@ -310,20 +370,27 @@ impl Buffer {
     pub(super) fn describe_rows(&mut self, row_bytes: RowBytes) {
         if row_bytes != self.row_bytes {
             self.row_bytes = row_bytes;
-            let RowBytes { recv, combine } = row_bytes;
-            self.pool.describe(&self.comm.pool.sections(self.num_nodes, recv, combine));
+            let layouts: Vec<PoolLayout> = self.places.iter().map(|place| place.layout).collect();
+            self.pool.memory().describe(&sections(&layouts, self.num_nodes, row_bytes));
         }
     }
 
-    /// Rows of the own pool as a tensor.
-    pub(super) fn pool_rows(&self, offset: u64, dtype: DType, rows: u64, hidden: u64) -> Tensor {
-        let stride = row_stride(hidden * dtype.size());
-        self.pool_tensor(offset, dtype, &[rows, hidden]).with_row_stride(stride)
+    /// What the kernels of an operation in this place are told.
+    pub(super) fn comm_in(&self, place: &PlaceState) -> Comm {
+        Comm { pool: place.layout, ..self.comm }
     }
 
-    /// A contiguous tensor in the own pool.
-    pub(super) fn pool_tensor(&self, offset: u64, dtype: DType, shape: &[u64]) -> Tensor {
-        Tensor::in_memory(self.pool.ptr().add(offset), dtype, shape, self.pool.clone())
+    /// The address of this rank's pool.
+    pub(super) fn pool_ptr(&self) -> DevicePtr {
+        self.pool.memory().ptr()
+    }
+
+    /// An error unless the place is one of this buffer's.
+    pub(super) fn check_place(&self, place: &PlaceState) -> Result<()> {
+        if place.buffer == self.id {
+            return Ok(());
+        }
+        Err(Error::argument("place", place.index, "it is of another buffer: use one that this buffer gave"))
     }
 
     pub(super) fn check_tokens(&self, tokens: u64) -> Result<u32> {
@@ -377,42 +444,60 @@ impl Buffer {
             return Ok(());
         }
         let remedy = format!("create the buffer with {option} >= {needed}");
-        Err(Error::Capacity { what, needed, have, unit, remedy })
+        Err(Error::Capacity { what, needed, have, unit, remedy, scope: Scope::ThisRank })
     }
 
-    /// Runs `work` where `order` says; gives the event of an asynchronous call.
+    /// Begins an operation: an error where an earlier one has failed. Says whether this one is only recorded.
+    pub(super) fn begin(&self, order: StreamOrder<'_>) -> Result<bool> {
+        self.check()?;
+        order.caller.is_capturing()
+    }
+
+    /// Runs `work` where `order` says, behind the operation before and whoever still uses the blocks that were taken for it; gives the
+    /// event of an asynchronous call. `uses`: what must live as long as a recording of it.
     pub(super) fn run(
         &mut self,
         order: StreamOrder<'_>,
+        uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
         let caller = order.caller;
-        if !order.on_comm_stream {
-            if let Some(event) = order.previous_event {
-                caller.wait(event)?;
-            }
-            let outcome = work(self, caller);
-            let ended = self.end.record(caller);
-            outcome.and(ended)?;
-            return order.asynchronous.then(|| self.recorded(caller)).transpose();
-        }
+        let capturing = caller.is_capturing()?;
+        let comm_stream = self.comm_stream.clone();
+        let stream = if order.on_comm_stream { &*comm_stream } else { caller };
         match order.previous_event {
-            Some(event) => self.comm_stream.wait(event)?,
-            None => {
+            Some(event) => stream.wait(event)?,
+            None if order.on_comm_stream => {
                 self.start.record(caller)?;
-                self.comm_stream.wait(&self.start)?;
+                stream.wait(&self.start)?;
             }
+            None => {}
         }
-        let stream = self.comm_stream.clone();
-        let outcome = work(self, &stream);
-        let ended = self.end.record(&stream);
+        let outcome = if capturing {
+            match &mut self.captured {
+                Some(captured) => captured.kept.extend(uses),
+                None => self.kept.extend(uses),
+            }
+            self.arena.are_settled();
+            let outcome = work(self, stream);
+            outcome.and(self.captured_end.record(stream))
+        } else {
+            let sequence = self.sequence.clone();
+            let turn = sequence.begin(stream)?;
+            self.arena.come_before(stream)?;
+            let outcome = work(self, stream);
+            // After an error as well: kernels that were launched still run, and the memory they use is given back.
+            outcome.and(turn.end(stream))
+        };
         if order.asynchronous && outcome.is_ok() {
-            ended?;
-            return self.recorded(&stream).map(Some);
+            return self.recorded(stream).map(Some);
         }
-        // After an error as well: kernels that were launched still run, and the memory they use is given back.
-        let waits = ended.and_then(|()| caller.wait(&self.end));
-        outcome.and(waits).map(|()| None)
+        if order.on_comm_stream {
+            let waits =
+                if capturing { caller.wait(&self.captured_end) } else { self.sequence.wait_on(caller) };
+            return outcome.and(waits).map(|()| None);
+        }
+        outcome.map(|()| None)
     }
 
     fn recorded(&self, stream: &Stream) -> Result<Event> {
@@ -426,8 +511,9 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // Kernels in flight hold addresses of the memory that goes next. Peers' mappings of this pool keep its memory
         // alive for them, so no barrier is needed. Errors have nowhere to go.
+        self.sequence.close();
         let _ = self.comm_stream.synchronize();
-        let _ = self.end.synchronize();
+        let _ = self.sequence.wait(self.options.timeout.saturating_mul(2));
         if let Some(side) = &mut self.wire {
             side.close();
         }
@@ -441,6 +527,17 @@ fn check_channels(config: &Config) -> Result<()> {
         return Err(Error::argument("num_sms", config.num_sms, rule));
     }
     Ok(())
+}
+
+/// Names the parts of a pool: control words and messages once, rows for each place.
+fn sections(layouts: &[PoolLayout], nodes: u32, row_bytes: RowBytes) -> Vec<Section> {
+    let RowBytes { recv, combine } = row_bytes;
+    let of_place = |(index, layout): (usize, &PoolLayout)| {
+        let first = if index == 0 { 0 } else { layout.recv_x };
+        let sections = layout.sections(nodes, recv, combine);
+        sections.into_iter().filter(move |section| section.offset >= first).collect::<Vec<_>>()
+    };
+    layouts.iter().enumerate().flat_map(of_place).collect()
 }
 
 /// How the ranks are spread over nodes.
@@ -481,7 +578,8 @@ fn agree(
     let ours: Vec<(&'static str, String)> = vec![
         ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
         ("ranks_per_node", world.ranks_per_node.to_string()),
-        ("rows of the pool", layout.rows.to_string()),
+        ("rows of a place in the pool", layout.rows.to_string()),
+        ("places", options.places.to_string()),
         ("slots of wire memory", wire.slots.to_string()),
         ("max_row_bytes", options.shape.max_row_bytes.to_string()),
         ("max_topk", options.shape.max_topk.to_string()),

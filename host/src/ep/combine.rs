@@ -11,9 +11,11 @@ use super::buffer::RowBytes;
 use super::dispatch::other_mode;
 use super::handle::Routing;
 use super::kernels::ModeKernels;
+use super::place::PoolRows;
 use super::scratch::Pieces;
+use super::tensor::Owner;
 use super::trace::trace_place;
-use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor};
+use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use crate::driver::Event;
 use crate::error::{Error, Result};
 use std::sync::Arc;
@@ -27,36 +29,55 @@ pub enum CombineRows<'a> {
     /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into the pool first, on all
     /// multiprocessors. Where the host does not know how many rows came, the tensor may have fewer than there was room
     /// for, but not fewer than came: rows that are missing are not returned.
-    Tensor(&'a Tensor),
-    /// The rows are already in [`Buffer::combine_rows`]: nothing is copied.
-    InPool {
-        /// bf16 or f32.
-        dtype: DType,
-        /// Elements per row.
-        hidden: u64,
-    },
+    Tensor(&'a Tensor<'a>),
+    /// Rows that are in the place already that the dispatch was given: nothing is copied.
+    InPool(&'a PoolRows<'a>),
+}
+
+impl<'a> From<&'a Tensor<'a>> for CombineRows<'a> {
+    fn from(tensor: &'a Tensor<'a>) -> Self {
+        CombineRows::Tensor(tensor)
+    }
+}
+
+impl<'a> From<&'a PoolRows<'a>> for CombineRows<'a> {
+    fn from(rows: &'a PoolRows<'a>) -> Self {
+        CombineRows::InPool(rows)
+    }
 }
 
 /// Arguments of [`Buffer::combine`].
 #[derive(Debug, Clone, Copy)]
 pub struct CombineRequest<'a> {
-    /// The rows to return. The experts' weighting, if any, is already in them: combine sums unweighted.
-    pub rows: CombineRows<'a>,
-    /// f32 `[num_recv_tokens, num_topk]`, summed the same way; usually `recv_topk_weights`.
-    pub topk_weights: Option<&'a Tensor>,
-    /// The routing of the dispatch that brought the rows.
-    pub handle: &'a DispatchHandle,
+    rows: CombineRows<'a>,
+    topk_weights: Option<&'a TypedTensor<'a, f32>>,
+    handle: &'a DispatchHandle,
+}
+
+impl<'a> CombineRequest<'a> {
+    /// Returns `rows`, which the dispatch of `handle` brought. The experts' weighting, if any, is already in them: combine sums
+    /// unweighted.
+    pub fn new(rows: impl Into<CombineRows<'a>>, handle: &'a DispatchHandle) -> Self {
+        CombineRequest { rows: rows.into(), topk_weights: None, handle }
+    }
+
+    /// Sums these weights `[num_recv_tokens, num_topk]` the same way; usually `recv_topk_weights`.
+    pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
+        self.topk_weights = Some(weights);
+        self
+    }
 }
 
 /// What a combine brings, in memory of its own.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct CombineOutput {
     /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to, accumulated in FP32 in
     /// rank order and rounded once, so bit for bit reproducible. 0 for a token that went nowhere. Across nodes each node's sum is
     /// made and rounded so, and the nodes' sums are added in FP32 in their order and rounded again; bf16 only.
-    pub combined_x: Tensor,
-    /// f32 `[num_tokens, num_topk]`, if weights were given.
-    pub combined_topk_weights: Option<Tensor>,
+    pub combined_x: Tensor<'static>,
+    /// `[num_tokens, num_topk]`, if weights were given.
+    pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
 }
@@ -68,13 +89,28 @@ impl Buffer {
     /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
     /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in [`Buffer::check`].
     pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<CombineOutput> {
-        self.check()?;
+        self.begin(order)?;
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
         let (dtype, hidden) = match request.rows {
-            CombineRows::InPool { dtype, hidden } => (dtype, hidden),
+            CombineRows::InPool(given) => {
+                self.check_place(&given.place)?;
+                if given.place.index != handle.place {
+                    let rule =
+                        format!("the dispatch went to place {}: take that one's combine rows", handle.place);
+                    return Err(Error::argument(
+                        "rows",
+                        format!("rows of place {}", given.place.index),
+                        rule,
+                    ));
+                }
+                let dims = [("num_recv_tokens", received), ("hidden", None)];
+                given.tensor().expect_strided("rows", &[DType::Bf16, DType::F32], &dims)?;
+                (given.tensor().dtype(), given.tensor().columns())
+            }
             CombineRows::Tensor(x) => {
+                self.places[handle.place as usize].check_rows_free()?;
                 let dims = [("num_recv_tokens", received), ("hidden", None)];
                 x.expect_strided("x", &[DType::Bf16, DType::F32], &dims)?;
                 x.expect_rows_of_16("x")?;
@@ -115,24 +151,26 @@ impl Buffer {
         let block = Arc::new(self.arena.take(&pieces)?);
         let (x_at, weights_at) = (block.ptr().add(x_at), block.ptr().add(weights_at));
 
-        let pool = self.pool.ptr();
+        let pool = self.pool_ptr();
+        let comm = self.comm_in(&self.places[handle.place as usize]);
         let null = DevicePtr::NULL;
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
-        let given = in_tensor.into_iter().chain(request.topk_weights).map(Tensor::rows).min();
+        let weights = request.topk_weights.map(|weights| &**weights);
+        let given = in_tensor.into_iter().chain(weights).map(Tensor::rows).min();
         let stage = StageArgs {
             x: in_tensor.map_or(null, Tensor::ptr),
             x_stride: in_tensor.map_or(0, Tensor::row_stride),
-            rows: pool.add(self.comm.pool.combine_x),
-            weights: request.topk_weights.map_or(null, Tensor::ptr),
-            weight_rows: pool.add(self.comm.pool.combine_weights),
+            rows: pool.add(comm.pool.combine_x),
+            weights: weights.map_or(null, Tensor::ptr),
+            weight_rows: pool.add(comm.pool.combine_weights),
             header: handle.places.header,
-            capacity: given.unwrap_or(0).min(self.comm.pool.rows),
+            capacity: given.unwrap_or(0).min(comm.pool.rows),
             row_bytes: row_bytes as u32,
             num_topk,
         };
         let ring = self.kernels.combine_ring(row_bytes as u32, self.config.num_sms);
         let mut args = CombineArgs {
-            comm: self.comm,
+            comm,
             combined_x: x_at,
             combined_weights: if num_topk == 0 { null } else { weights_at },
             send_row: match handle.places.routing {
@@ -148,12 +186,14 @@ impl Buffer {
             pieces: (row_bytes as u32).div_ceil(ring.bytes),
         };
         let routing = handle.places.routing;
-        let event = self.run(order, |buffer, stream| {
+        let uses = in_tensor.into_iter().chain(weights).filter_map(|tensor| tensor.owner().cloned());
+        let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
+        let event = self.run(order, uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             args.comm.trace = trace_place(&mut buffer.trace, "combine", buffer.config.num_sms);
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
-            // SAFETY: inputs are held by the caller, outputs by the result and the routing by the handle, until the
-            // stream has passed. The last combine ended when every peer had gathered, so the rows may be written.
+            // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
+            // them. The last combine ended when every peer had gathered, so the rows may be written.
             unsafe {
                 if !stage.x.is_null() || !stage.weights.is_null() {
                     let call = StageCombine::call(stage);
@@ -184,11 +224,10 @@ impl Buffer {
                 }
             }
         })?;
-        let weights =
-            |_| Tensor::in_memory(weights_at, DType::F32, &[tokens, num_topk as u64], block.clone());
+        let weights_out = |_| TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone());
         Ok(CombineOutput {
             combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone()),
-            combined_topk_weights: request.topk_weights.map(weights),
+            combined_topk_weights: request.topk_weights.map(weights_out),
             event,
         })
     }

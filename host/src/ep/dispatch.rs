@@ -15,9 +15,12 @@ use super::buffer::RowBytes;
 use super::fault::check_plan;
 use super::handle::{DispatchHandle, HandleShape, Inner, Places, Routing};
 use super::kernels::ModeKernels;
+use super::place::{Lease, Place, PlaceState};
+use super::received::DispatchOutput;
+use super::tensor::Owner;
 use super::trace::trace_place;
-use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor};
-use crate::driver::{Event, Stream};
+use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
+use crate::driver::Stream;
 use crate::error::{Error, Result};
 
 /// Threads per block of the notify kernel, as its source fixes them.
@@ -41,80 +44,77 @@ pub enum Counts {
 /// Arguments of [`Buffer::dispatch`].
 #[derive(Debug, Clone, Copy)]
 pub struct DispatchRequest<'a> {
-    /// Rows to send, `[num_tokens, hidden]`, any dtype whose rows are a multiple of 16 bytes.
-    pub x: &'a Tensor,
-    /// f32 `[num_tokens, num_scales]` (or `[num_tokens]`); only with 1-byte elements.
-    pub x_scales: Option<&'a Tensor>,
-    /// i64 `[num_tokens, num_topk]`, the one that `layout` was made of; with `topk_weights` or not at all.
-    pub topk_idx: Option<&'a Tensor>,
-    /// f32 `[num_tokens, num_topk]`.
-    pub topk_weights: Option<&'a Tensor>,
-    /// The counts of this routing.
-    pub layout: &'a DispatchLayout,
-    /// Per-expert counts are rounded up to multiples of this; nothing else changes. At least 1.
-    pub expert_alignment: u32,
-    /// Whether the host waits for the counts.
-    pub counts: Counts,
+    x: &'a Tensor<'a>,
+    x_scales: Option<&'a TypedTensor<'a, f32>>,
+    topk_weights: Option<&'a TypedTensor<'a, f32>>,
+    layout: &'a DispatchLayout<'a>,
+    expert_alignment: u32,
+    counts: Counts,
 }
 
 impl<'a> DispatchRequest<'a> {
-    /// Rows without scales and top-k, alignment 1, exact counts.
-    pub fn new(x: &'a Tensor, layout: &'a DispatchLayout) -> Self {
+    /// Rows `x` to send, `[num_tokens, hidden]`, any dtype whose rows are a multiple of 16 bytes, along the routing of `layout`. Without
+    /// scales and top-k, alignment 1, exact counts.
+    pub fn new(x: &'a Tensor<'a>, layout: &'a DispatchLayout<'a>) -> Self {
         DispatchRequest {
             x,
             x_scales: None,
-            topk_idx: None,
             topk_weights: None,
             layout,
             expert_alignment: 1,
             counts: Counts::Exact,
         }
     }
+
+    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte elements.
+    pub fn scales(mut self, x_scales: &'a TypedTensor<'a, f32>) -> Self {
+        self.x_scales = Some(x_scales);
+        self
+    }
+
+    /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the layout was made of.
+    pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
+        self.topk_weights = Some(weights);
+        self
+    }
+
+    /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1.
+    pub fn expert_alignment(mut self, alignment: u32) -> Self {
+        self.expert_alignment = alignment;
+        self
+    }
+
+    /// Whether the host waits for the counts.
+    pub fn counts(mut self, counts: Counts) -> Self {
+        self.counts = counts;
+        self
+    }
 }
 
 /// Arguments of [`Buffer::dispatch_cached`].
 #[derive(Debug, Clone, Copy)]
 pub struct CachedDispatchRequest<'a> {
-    /// Rows to send, `[num_tokens, hidden]`, with the token count of the handle.
-    pub x: &'a Tensor,
-    /// f32 `[num_tokens, num_scales]` (or `[num_tokens]`); only with 1-byte elements.
-    pub x_scales: Option<&'a Tensor>,
-    /// The routing of an earlier dispatch.
-    pub handle: &'a DispatchHandle,
+    x: &'a Tensor<'a>,
+    x_scales: Option<&'a TypedTensor<'a, f32>>,
+    handle: &'a DispatchHandle,
 }
 
-/// What a dispatch brings. The tensors lie in the pool: the next dispatch of the same buffer overwrites them.
-///
-/// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
-#[derive(Debug)]
-pub struct DispatchOutput {
-    /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple of 128.
-    pub recv_x: Tensor,
-    /// As `x_scales`, with `num_recv_tokens` rows.
-    pub recv_x_scales: Option<Tensor>,
-    /// i64 `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank. `None` where
-    /// top-k was not sent.
-    pub recv_topk_idx: Option<Tensor>,
-    /// f32 `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1.
-    pub recv_topk_weights: Option<Tensor>,
-    /// i32 `[num_recv_tokens]`: the token's index on its source rank. `None` in a cached dispatch.
-    pub recv_src_idx: Option<Tensor>,
-    /// i32 `[num_recv_tokens, 2]`: the source node, and a word whose bit j says that rank j of this node gets the token too. `None`
-    /// in a cached dispatch and within one node.
-    pub recv_src_meta: Option<Tensor>,
-    /// Rows received; `None` where the host did not wait for the counts.
-    pub num_recv_tokens: Option<u32>,
-    /// Selections of each local expert, each rounded up to the alignment; empty where the host did not wait, or cached.
-    pub num_recv_tokens_per_expert: Vec<u32>,
-    /// The routing, for combine and cached dispatches.
-    pub handle: DispatchHandle,
-    /// Where an asynchronous call ends.
-    pub event: Option<Event>,
+impl<'a> CachedDispatchRequest<'a> {
+    /// Rows `x` to send, `[num_tokens, hidden]`, with the token count of `handle`, along its routing.
+    pub fn new(x: &'a Tensor<'a>, handle: &'a DispatchHandle) -> Self {
+        CachedDispatchRequest { x, x_scales: None, handle }
+    }
+
+    /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with 1-byte elements.
+    pub fn scales(mut self, x_scales: &'a TypedTensor<'a, f32>) -> Self {
+        self.x_scales = Some(x_scales);
+        self
+    }
 }
 
 /// What the count exchange of a dispatch is told.
 struct CountExchange<'a> {
-    layout: &'a DispatchLayout,
+    layout: &'a DispatchLayout<'a>,
     capacity: u64,
     num_topk: u32,
     expert_alignment: u32,
@@ -141,25 +141,36 @@ struct Payload {
 }
 
 impl Buffer {
-    /// Sends every token's row to each rank that has one of its experts. Collective.
+    /// Sends every token's row to each rank that has one of its experts, into `place`, the one of the same index on every rank.
+    /// Collective.
     ///
     /// # Errors
-    /// Arguments that break a rule, on this rank alone; [`Error::Capacity`], [`Error::Mismatch`] and ids out of range, on
-    /// every rank and before any row moved; [`Error::PeerTimeout`] where a peer does not come. Where the host does not
-    /// wait for the counts ([`Counts::OnDevice`]) the latter show in [`Buffer::check_dispatch`].
-    pub fn dispatch(
+    /// On this rank alone: arguments that break a rule, and [`Error::PeerTimeout`] where a peer does not come. On every rank, before any
+    /// row moved: [`Error::Mismatch`], [`Error::InvalidExpert`], and [`Error::Capacity`] where a rank would receive too many rows;
+    /// [`Error::scope`] tells. Where the host does not wait for the counts ([`Counts::OnDevice`]) these show in
+    /// [`Buffer::check_dispatch`].
+    pub fn dispatch<'p>(
         &mut self,
+        place: &'p mut Place,
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
-    ) -> Result<DispatchOutput> {
-        self.check()?;
+    ) -> Result<DispatchOutput<'p>> {
+        let capturing = self.begin(order)?;
+        let place = &place.0;
+        self.check_place(place)?;
         let layout = request.layout;
+        self.check_layout(layout)?;
         let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens)?;
         let num_topk = self.check_topk(&request)?;
         if request.expert_alignment == 0 {
             return Err(Error::argument("expert_alignment", 0, "must be at least 1"));
         }
+        let exact = request.counts == Counts::Exact;
         let capacity = match request.counts {
+            Counts::Exact if capturing => {
+                let rule = "the host cannot wait for a dispatch that is only recorded: leave the counts on the device";
+                return Err(Error::argument("counts", "exact", rule));
+            }
             Counts::Exact => self.capacity(),
             Counts::OnDevice { capacity } => capacity,
         };
@@ -184,7 +195,6 @@ impl Buffer {
         let block = Arc::new(self.arena.take(&pieces)?);
         let places = places(block.ptr());
         self.tag += 1;
-        let exact = request.counts == Counts::Exact;
         let counts = CountExchange {
             layout,
             capacity,
@@ -193,17 +203,25 @@ impl Buffer {
             host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
             tag: self.tag,
         };
-        let null = DevicePtr::NULL;
-        let topk =
-            (request.topk_idx.map_or(null, Tensor::ptr), request.topk_weights.map_or(null, Tensor::ptr));
+        let topk = request
+            .topk_weights
+            .map_or((DevicePtr::NULL, DevicePtr::NULL), |weights| (layout.topk_idx.ptr(), weights.ptr()));
         let metadata = Some((topk, num_topk, local_experts));
-        let rows = self.dispatch_args(&payload, &places, layout.num_tokens, metadata);
+        let rows = self.dispatch_args(&payload, place, &places, layout.num_tokens, metadata);
 
         let mut header = PlanHeader::default();
-        let event = self.run(order, |buffer, stream| {
-            // SAFETY: inputs are held by the caller and outputs by the result, until the stream has passed.
+        let mut lease = None;
+        let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
+            .into_iter()
+            .chain([request.topk_weights.and_then(|weights| weights.owner()), layout.topk_idx.owner()])
+            .flatten()
+            .cloned()
+            .chain([layout.block.clone() as Owner, block.clone() as Owner]);
+        let event = self.run(order, uses, |buffer, stream| {
+            lease = Some(place.begin((!capturing).then_some(stream))?);
+            // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
-                buffer.launch_notify(stream, &counts, &payload, &places)?;
+                buffer.launch_notify(stream, &counts, &payload, place, &places)?;
                 buffer.launch_dispatch(stream, rows, &places)?;
             }
             if exact {
@@ -222,46 +240,51 @@ impl Buffer {
             buffer_id: self.id,
             block,
             places,
+            place: place.index,
             num_tokens: layout.num_tokens,
             num_ranks: self.num_ranks,
             num_nodes: self.num_nodes,
             num_channels,
             local_experts,
-            num_topk: request.topk_idx.map(|_| num_topk),
+            num_topk: request.topk_weights.map(|_| num_topk),
             capacity,
             num_recv_tokens: num_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
             num_rdma_recv_tokens: num_rdma_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
         }));
-        let pool = self.comm.pool;
-        let with_topk = request.topk_idx.is_some();
+        let lease = self.captured_lease(lease, Some(&handle))?;
+        let owner = || lease.clone() as Owner;
+        let at = place.layout;
         let columns = [rows, num_topk as u64];
+        let with_topk = request.topk_weights.is_some();
         Ok(DispatchOutput {
-            recv_x: self.pool_rows(pool.recv_x, payload.dtype, rows, payload.hidden),
-            recv_x_scales: self.recv_scales(&payload, rows),
-            recv_topk_idx: with_topk.then(|| self.pool_tensor(pool.recv_topk_idx, DType::I64, &columns)),
-            recv_topk_weights: with_topk
-                .then(|| self.pool_tensor(pool.recv_topk_weights, DType::F32, &columns)),
-            recv_src_idx: Some(self.pool_tensor(pool.recv_src_idx, DType::I32, &[rows])),
-            recv_src_meta: (self.num_nodes > 1)
-                .then(|| self.pool_tensor(pool.recv_src_meta, DType::I32, &[rows, 2])),
+            recv_x: place.rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden),
+            recv_x_scales: recv_scales(&payload, &lease, rows),
+            recv_topk_idx: with_topk.then(|| place.tensor(owner(), at.recv_topk_idx, &columns)),
+            recv_topk_weights: with_topk.then(|| place.tensor(owner(), at.recv_topk_weights, &columns)),
+            recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows])),
+            recv_src_meta: (self.num_nodes > 1).then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2])),
             num_recv_tokens,
             num_recv_tokens_per_expert: counts,
             handle,
             event,
+            lease,
         })
     }
 
-    /// Sends rows along the routing of an earlier dispatch: no counts are exchanged, and neither top-k nor source
-    /// indices travel. Collective, with handles of the same dispatch on every rank.
+    /// Sends rows along the routing of an earlier dispatch, into `place`, the one of the same index on every rank: no counts are exchanged,
+    /// and neither top-k nor source indices travel. Collective, with handles of the same dispatch on every rank.
     ///
     /// # Errors
     /// [`Error::StaleHandle`] where the handle is of another buffer, and as [`Buffer::dispatch`].
-    pub fn dispatch_cached(
+    pub fn dispatch_cached<'p>(
         &mut self,
+        place: &'p mut Place,
         request: CachedDispatchRequest<'_>,
         order: StreamOrder<'_>,
-    ) -> Result<DispatchOutput> {
-        self.check()?;
+    ) -> Result<DispatchOutput<'p>> {
+        let capturing = self.begin(order)?;
+        let place = &place.0;
+        self.check_place(place)?;
         let handle = request.handle;
         self.check_handle(handle)?;
         if self.num_nodes > 1 && self.config.num_sms <= 3 {
@@ -270,14 +293,23 @@ impl Buffer {
         }
         let payload = self.check_payload(request.x, request.x_scales, handle.0.num_tokens)?;
         let places = handle.0.places;
-        let args = self.dispatch_args(&payload, &places, handle.0.num_tokens, None);
-        // SAFETY: inputs are held by the caller and the routing by the handle, until the stream has passed.
-        let event =
-            self.run(order, |buffer, stream| unsafe { buffer.launch_dispatch(stream, args, &places) })?;
+        let args = self.dispatch_args(&payload, place, &places, handle.0.num_tokens, None);
+        let mut lease = None;
+        let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
+            .into_iter()
+            .flatten()
+            .cloned()
+            .chain([handle.0.block.clone() as Owner]);
+        let event = self.run(order, uses, |buffer, stream| {
+            lease = Some(place.begin((!capturing).then_some(stream))?);
+            // SAFETY: as in `dispatch`.
+            unsafe { buffer.launch_dispatch(stream, args, &places) }
+        })?;
+        let lease = self.captured_lease(lease, None)?;
         let rows = handle.0.output_rows();
         Ok(DispatchOutput {
-            recv_x: self.pool_rows(self.comm.pool.recv_x, payload.dtype, rows, payload.hidden),
-            recv_x_scales: self.recv_scales(&payload, rows),
+            recv_x: place.rows(lease.clone(), place.layout.recv_x, payload.dtype, rows, payload.hidden),
+            recv_x_scales: recv_scales(&payload, &lease, rows),
             recv_topk_idx: None,
             recv_topk_weights: None,
             recv_src_idx: None,
@@ -286,14 +318,30 @@ impl Buffer {
             num_recv_tokens_per_expert: Vec::new(),
             handle: handle.clone(),
             event,
+            lease,
         })
+    }
+
+    /// The lease of a dispatch that has been enqueued; a step that is being captured gets it and the handle as well.
+    fn captured_lease(
+        &mut self,
+        lease: Option<Arc<Lease>>,
+        handle: Option<&DispatchHandle>,
+    ) -> Result<Arc<Lease>> {
+        let lease = lease.ok_or_else(|| Error::os("dispatch", "nothing was enqueued"))?;
+        if let Some(captured) = &mut self.captured {
+            captured.leases.push(lease.clone());
+            captured.handles.extend(handle.cloned());
+        }
+        Ok(lease)
     }
 
     /// Checks, after `stream` has passed the dispatch, what an exact-size dispatch would have returned as an error.
     pub fn check_dispatch(&self, handle: &DispatchHandle, stream: &Stream) -> Result<()> {
         self.check_handle(handle)?;
         let mut header = PlanHeader::default();
-        stream.read(bytemuck::bytes_of_mut(&mut header), handle.0.places.header)?;
+        // SAFETY: the handle's block holds its header.
+        unsafe { stream.read(bytemuck::bytes_of_mut(&mut header), handle.0.places.header)? };
         check_status_then_plan(self, &header, handle.0.capacity)
     }
 
@@ -312,7 +360,12 @@ impl Buffer {
         Err(Error::StaleHandle("it was made by another buffer; dispatch with this one first".into()))
     }
 
-    fn check_payload(&self, x: &Tensor, scales: Option<&Tensor>, num_tokens: u32) -> Result<Payload> {
+    fn check_payload(
+        &self,
+        x: &Tensor<'_>,
+        scales: Option<&TypedTensor<'_, f32>>,
+        num_tokens: u32,
+    ) -> Result<Payload> {
         let dtypes = [DType::Bf16, DType::F32, DType::Fp8E4m3, DType::I32];
         x.expect("x", &dtypes, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
         x.expect_rows_of_16("x")?;
@@ -345,33 +398,15 @@ impl Buffer {
             num_scales: num_scales as u32,
             scales_one_dimensional: scales.is_some_and(|scales| scales.shape().len() == 1),
             x: x.ptr(),
-            scales: scales.map_or(DevicePtr::NULL, Tensor::ptr),
+            scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
         })
     }
 
     /// Checks top-k arguments; gives the number of entries per token, 0 without.
     fn check_topk(&self, request: &DispatchRequest<'_>) -> Result<u32> {
-        let (idx, weights) = match (request.topk_idx, request.topk_weights) {
-            (None, None) => return Ok(0),
-            (Some(idx), Some(weights)) => (idx, weights),
-            (Some(_), None) => {
-                return Err(Error::argument(
-                    "topk_weights",
-                    "none",
-                    "goes with topk_idx: give both or neither",
-                ));
-            }
-            (None, Some(_)) => {
-                return Err(Error::argument(
-                    "topk_idx",
-                    "none",
-                    "goes with topk_weights: give both or neither",
-                ));
-            }
-        };
+        let Some(weights) = request.topk_weights else { return Ok(0) };
         let (tokens, topk) = (request.layout.num_tokens as u64, request.layout.num_topk as u64);
         let dims = [("num_tokens", Some(tokens)), ("num_topk", Some(topk))];
-        idx.expect("topk_idx", &[DType::I64], &dims)?;
         weights.expect("topk_weights", &[DType::F32], &dims)?;
         let have = self.options.shape.max_topk as u64;
         self.check_column_capacity("num_topk", topk, have, "max_topk", "entries")?;
@@ -382,6 +417,7 @@ impl Buffer {
     fn dispatch_args(
         &self,
         payload: &Payload,
+        place: &PlaceState,
         places: &Places,
         num_tokens: u32,
         metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
@@ -391,7 +427,7 @@ impl Buffer {
         let (ring, piece_bytes) =
             self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, num_topk, self.config.num_sms);
         DispatchArgs {
-            comm: self.comm,
+            comm: self.comm_in(place),
             x: payload.x,
             scales: payload.scales,
             topk_idx,
@@ -423,13 +459,14 @@ impl Buffer {
         stream: &Stream,
         counts: &CountExchange<'_>,
         payload: &Payload,
+        place: &PlaceState,
         places: &Places,
     ) -> Result<()> {
         let layout = counts.layout;
         let (num_channels, num_ranks) = (self.config.num_channels(), self.num_ranks);
         let local_experts = layout.num_experts / num_ranks;
-        let columns = counts.num_topk << 16 | payload.num_scales;
-        let mut comm = self.comm;
+        let columns = place.index << 24 | counts.num_topk << 16 | payload.num_scales;
+        let mut comm = self.comm_in(place);
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {
@@ -547,19 +584,19 @@ impl Buffer {
         }
     }
 
-    fn recv_scales(&self, payload: &Payload, rows: u64) -> Option<Tensor> {
-        let offset = self.comm.pool.recv_scales;
-        match (payload.scales.is_null(), payload.scales_one_dimensional) {
-            (true, _) => None,
-            (false, true) => Some(self.pool_tensor(offset, DType::F32, &[rows])),
-            (false, false) => Some(self.pool_tensor(offset, DType::F32, &[rows, payload.num_scales as u64])),
-        }
-    }
-
     /// The host's copy of the expert counts; valid once `wait_counts` has returned.
     fn expert_counts(&self, local_experts: u32) -> Result<Vec<u32>> {
         self.host_counts.read_all(HOST_EXPERTS, local_experts)
     }
+}
+
+fn recv_scales<'p>(payload: &Payload, lease: &Arc<Lease>, rows: u64) -> Option<TypedTensor<'p, f32>> {
+    if payload.scales.is_null() {
+        return None;
+    }
+    let both = [rows, payload.num_scales as u64];
+    let shape = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
+    Some(lease.place.tensor(lease.clone(), lease.place.layout.recv_scales, shape))
 }
 
 /// `capacity`: rows that the dispatch had room for.

@@ -9,7 +9,7 @@ use super::Buffer;
 use super::pool::{World, pool_bytes};
 use super::wire::{WireSide, wire_bytes};
 use crate::driver::Stream;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Scope};
 
 /// How often a waiting host asks the stream whether it has failed.
 const STREAM_CHECK: Duration = Duration::from_millis(2);
@@ -90,6 +90,7 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
                 header.peer,
                 wire_bytes(shape, world, needed)
             ),
+            scope: Scope::EveryRank,
         });
     }
     if status == PlanStatus::Capacity as u32 {
@@ -100,7 +101,7 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
             format!(
                 "create the buffer with max_tokens_per_rank >= {} or with num_nvl_bytes >= {}",
                 needed.div_ceil(buffer.num_ranks as u64),
-                pool_bytes(&buffer.options.shape, world, needed)
+                pool_bytes(&buffer.options.shape, world, buffer.options.places, needed)
             )
         };
         return Err(Error::Capacity {
@@ -109,16 +110,11 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
             have: capacity,
             unit: "rows",
             remedy: format!("rank {} would receive {needed} rows: {remedy}", header.peer),
+            scope: Scope::EveryRank,
         });
     }
     if status == PlanStatus::InvalidExpert as u32 {
-        return Err(Error::Argument {
-            argument: "topk_idx",
-            value: format!("an id on rank {}", header.peer),
-            rule: "every expert id must be -1 or 0 to num_experts - 1; DispatchLayout::validate on that rank names the \
-                   token"
-                .into(),
-        });
+        return Err(Error::InvalidExpert { rank: header.peer });
     }
     if status == PlanStatus::Mismatch as u32 {
         let name = SIGNATURE_NAMES.get(header.detail as usize).copied().unwrap_or("an argument");

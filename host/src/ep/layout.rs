@@ -6,16 +6,19 @@ use epoxide_gpu::kernels::{DispatchLayout as Kernel, Kernel as _};
 use epoxide_gpu::layout::{DevicePtr, LayoutArgs, MAX_TOPK, Section};
 
 use super::scratch::{Block, Pieces};
-use super::{Buffer, DType, StreamOrder, Tensor};
+use super::tensor::Owner;
+use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
 use crate::error::{Error, Result};
 
 /// Threads per block of the layout kernel: as many tokens as possible at once.
 const THREADS: u32 = 1024;
 
-/// The sender's counts for one `topk_idx`; feeds [`Buffer::dispatch`]. Immutable, and cheap to clone.
+/// The sender's counts for one `topk_idx`, and those ids; feeds [`Buffer::dispatch`]. Immutable, and cheap to clone.
 #[derive(Debug, Clone)]
-pub struct DispatchLayout {
+pub struct DispatchLayout<'a> {
+    pub(super) topk_idx: TypedTensor<'a, i64>,
+    pub(super) buffer: u64,
     pub(super) block: Arc<Block>,
     pub(super) places: Places,
     pub(super) num_tokens: u32,
@@ -35,27 +38,32 @@ pub(super) struct Places {
     pub is_token_in_rank: DevicePtr,
 }
 
-impl DispatchLayout {
-    /// i32 `[num_ranks]`: tokens for each rank, each token once per rank.
-    pub fn num_tokens_per_rank(&self) -> Tensor {
-        self.tensor(self.places.num_tokens_per_rank, DType::I32, &[self.num_ranks as u64])
+impl<'a> DispatchLayout<'a> {
+    /// The ids that it was made of, `[num_tokens, num_topk]`.
+    pub fn topk_idx(&self) -> &TypedTensor<'a, i64> {
+        &self.topk_idx
     }
 
-    /// i32 `[num_nodes]`: tokens for each node, each token once per node, the own node included; `None` with one node.
-    pub fn num_tokens_per_rdma_rank(&self) -> Option<Tensor> {
+    /// `[num_ranks]`: tokens for each rank, each token once per rank.
+    pub fn num_tokens_per_rank(&self) -> TypedTensor<'static, i32> {
+        self.tensor(self.places.num_tokens_per_rank, &[self.num_ranks as u64])
+    }
+
+    /// `[num_nodes]`: tokens for each node, each token once per node, the own node included; `None` with one node.
+    pub fn num_tokens_per_rdma_rank(&self) -> Option<TypedTensor<'static, i32>> {
         let shape = [self.num_nodes as u64];
-        (self.num_nodes > 1).then(|| self.tensor(self.places.num_tokens_per_rdma_rank, DType::I32, &shape))
+        (self.num_nodes > 1).then(|| self.tensor(self.places.num_tokens_per_rdma_rank, &shape))
     }
 
-    /// i32 `[num_experts]`: selections of each expert.
-    pub fn num_tokens_per_expert(&self) -> Tensor {
-        self.tensor(self.places.num_tokens_per_expert, DType::I32, &[self.num_experts as u64])
+    /// `[num_experts]`: selections of each expert.
+    pub fn num_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
+        self.tensor(self.places.num_tokens_per_expert, &[self.num_experts as u64])
     }
 
     /// bool `[num_tokens, num_ranks]`: whether a token has an expert on a rank.
-    pub fn is_token_in_rank(&self) -> Tensor {
+    pub fn is_token_in_rank(&self) -> Tensor<'static> {
         let shape = [self.num_tokens as u64, self.num_ranks as u64];
-        self.tensor(self.places.is_token_in_rank, DType::Bool, &shape)
+        Tensor::in_memory(self.places.is_token_in_rank, DType::Bool, &shape, self.block.clone())
     }
 
     /// Where an asynchronous call ends.
@@ -67,16 +75,19 @@ impl DispatchLayout {
     ///
     /// # Errors
     /// [`Error::Argument`] naming the first token and entry whose id is neither -1 nor below `num_experts`.
-    pub fn validate(&self, stream: &Stream, topk_idx: &Tensor) -> Result<()> {
+    pub fn validate(&self, stream: &Stream) -> Result<()> {
         let mut word = [0u8; 8];
-        stream.read(&mut word, self.places.invalid)?;
+        // SAFETY: the layout's block holds the word.
+        unsafe { stream.read(&mut word, self.places.invalid)? };
         let first = u64::from_le_bytes(word);
         if first == u64::MAX {
             return Ok(());
         }
         let (token, k) = (first >> 8, first & 0xff);
         let mut id = [0u8; 8];
-        stream.read(&mut id, topk_idx.ptr().add((token * self.num_topk as u64 + k) * 8))?;
+        let at = (token * self.num_topk as u64 + k) * 8;
+        // SAFETY: the kernel found the entry in these ids, which are contiguous.
+        unsafe { stream.read(&mut id, self.topk_idx.ptr().add(at))? };
         Err(Error::argument(
             "topk_idx",
             format!("{} (token {token}, entry {k})", i64::from_le_bytes(id)),
@@ -84,25 +95,25 @@ impl DispatchLayout {
         ))
     }
 
-    fn tensor(&self, ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor {
-        Tensor::in_memory(ptr, dtype, shape, self.block.clone())
+    fn tensor(&self, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
+        TypedTensor::in_memory(ptr, shape, self.block.clone())
     }
 }
 
 impl Buffer {
-    /// Counts, for `topk_idx` i64 `[num_tokens, num_topk]` with entries -1 or below `num_experts`, how many tokens go to
+    /// Counts, for `topk_idx` `[num_tokens, num_topk]` with entries -1 or below `num_experts`, how many tokens go to
     /// each rank and how many selections to each expert. Local to this rank; does not wait for the host.
     ///
     /// # Errors
-    /// [`Error::Argument`], [`Error::Shape`] or [`Error::Dtype`] on arguments that break a rule. An id that is out of
+    /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule. An id that is out of
     /// range shows in [`DispatchLayout::validate`], and as an error of the dispatch on every rank.
-    pub fn get_dispatch_layout(
+    pub fn get_dispatch_layout<'a>(
         &mut self,
-        topk_idx: &Tensor,
+        topk_idx: &TypedTensor<'a, i64>,
         num_experts: u32,
         order: StreamOrder<'_>,
-    ) -> Result<DispatchLayout> {
-        self.check()?;
+    ) -> Result<DispatchLayout<'a>> {
+        self.begin(order)?;
         topk_idx.expect("topk_idx", &[DType::I64], &[("num_tokens", None), ("num_topk", None)])?;
         let (num_tokens, num_topk) = (self.check_tokens(topk_idx.rows())?, topk_idx.columns());
         if num_topk == 0 || num_topk > MAX_TOPK as u64 {
@@ -142,8 +153,9 @@ impl Buffer {
         };
         let shared = (self.num_ranks + num_experts + self.num_nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
-        let event = self.run(order, |buffer, stream| {
-            // SAFETY: the block is held by the result and the tensor by the caller; the arena orders reuse.
+        let uses = topk_idx.owner().cloned().into_iter().chain([block.clone() as Owner]);
+        let event = self.run(order, uses, |buffer, stream| {
+            // SAFETY: block and ids go back behind all that streams have been given, and a recording keeps them.
             unsafe {
                 stream.fill(places.invalid, 0xff, 8)?;
                 stream.fill(places.num_tokens_per_rank, 0, in_rank - per_rank)?;
@@ -151,6 +163,8 @@ impl Buffer {
             }
         })?;
         Ok(DispatchLayout {
+            topk_idx: topk_idx.clone(),
+            buffer: self.id,
             block,
             places,
             num_tokens,
@@ -160,5 +174,15 @@ impl Buffer {
             num_nodes: self.num_nodes,
             event: event.map(Arc::new),
         })
+    }
+
+    /// An error unless the layout was made by this buffer.
+    pub(super) fn check_layout(&self, layout: &DispatchLayout<'_>) -> Result<()> {
+        if layout.buffer == self.id {
+            return Ok(());
+        }
+        Err(Error::StaleHandle(
+            "the layout was made by another buffer; make one with this buffer first".into(),
+        ))
     }
 }

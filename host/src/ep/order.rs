@@ -4,8 +4,8 @@ use crate::driver::{Event, Stream};
 
 /// Which stream an operation runs on, what it waits for, and who waits for it.
 ///
-/// The operations of one [`Buffer`](super::Buffer) come one after the other on every rank. Those on the communication
-/// stream are in order by themselves; whoever mixes streams orders them with events.
+/// The operations of one [`Buffer`](super::Buffer) come one after the other on every rank, whatever streams they run on. Only within a
+/// recording that spans several streams their order is the recorder's affair.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamOrder<'a> {
     pub(super) caller: &'a Stream,

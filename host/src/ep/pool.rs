@@ -5,7 +5,10 @@ use epoxide_gpu::layout::{
 };
 
 use super::BufferShape;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Scope};
+
+/// Most places of a pool.
+pub(super) const MAX_PLACES: u32 = 64;
 
 /// How ranks are spread over nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,22 +41,31 @@ fn fixed_bytes(world: World) -> u64 {
     (size_of::<Control>() as u64 + world.message_bytes()).next_multiple_of(ROW_ALIGN)
 }
 
-/// Bytes that one row takes in all regions together, their alignment aside.
+/// Bytes that one row takes in all regions of a place together, their alignment aside.
 fn bytes_per_row(shape: &BufferShape, world: World) -> u64 {
     let (topk, scales) = (shape.max_topk as u64, shape.max_scales as u64);
     2 * row_stride(shape.max_row_bytes) + scales * 4 + topk * (8 + 4 + 4) + 4 + world.meta_bytes()
 }
 
-/// Regions that each may lose up to one alignment.
+/// Regions of a place that each may lose up to one alignment.
 const REGIONS: u64 = 9;
 
-/// The bytes of a pool with room for `rows` rows.
-pub(super) fn pool_bytes(shape: &BufferShape, world: World, rows: u64) -> u64 {
-    fixed_bytes(world) + rows * bytes_per_row(shape, world) + REGIONS * ROW_ALIGN
+/// The bytes of a pool whose places each have room for `rows` rows.
+pub(super) fn pool_bytes(shape: &BufferShape, world: World, places: u32, rows: u64) -> u64 {
+    fixed_bytes(world) + u64::from(places) * (rows * bytes_per_row(shape, world) + REGIONS * ROW_ALIGN)
 }
 
-/// The layout of a pool with the rows that `shape` asks for, or with as many as fit in `limit` bytes.
-pub(super) fn pool_layout(shape: &BufferShape, world: World, limit: Option<u64>) -> Result<PoolLayout> {
+/// The layout of a pool with `places` times the rows that `shape` asks for, or with as many as fit in `limit` bytes: one layout per
+/// place, which differ in where its rows are. At least one.
+pub(super) fn pool_layouts(
+    shape: &BufferShape,
+    world: World,
+    places: u32,
+    limit: Option<u64>,
+) -> Result<Vec<PoolLayout>> {
+    if places == 0 || places > MAX_PLACES {
+        return Err(Error::argument("places", places, format!("must be 1 to {MAX_PLACES}")));
+    }
     if shape.max_row_bytes == 0 || !shape.max_row_bytes.is_multiple_of(16) {
         return Err(Error::argument(
             "hidden",
@@ -68,7 +80,7 @@ pub(super) fn pool_layout(shape: &BufferShape, world: World, limit: Option<u64>)
     let rows = match limit {
         None => wanted,
         Some(limit) => {
-            let least = pool_bytes(shape, world, 1);
+            let least = pool_bytes(shape, world, places, 1);
             if limit < least {
                 return Err(Error::Capacity {
                     what: "num_nvl_bytes",
@@ -76,9 +88,11 @@ pub(super) fn pool_layout(shape: &BufferShape, world: World, limit: Option<u64>)
                     have: limit,
                     unit: "bytes",
                     remedy: "give at least room for one row, or leave num_nvl_bytes out".into(),
+                    scope: Scope::ThisRank,
                 });
             }
-            ((limit - pool_bytes(shape, world, 0)) / bytes_per_row(shape, world)).min(i32::MAX as u64)
+            let room = limit - pool_bytes(shape, world, places, 0);
+            (room / (u64::from(places) * bytes_per_row(shape, world))).min(i32::MAX as u64)
         }
     };
     if rows > i32::MAX as u64 {
@@ -96,8 +110,9 @@ pub(super) fn pool_layout(shape: &BufferShape, world: World, limit: Option<u64>)
         offset
     };
     let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes));
-    let mut layout = PoolLayout {
-        messages: place(world.message_bytes()),
+    let messages = place(world.message_bytes());
+    let mut of_place = || PoolLayout {
+        messages,
         recv_x: place(rows * stride),
         recv_scales: place(rows * shape.max_scales as u64 * 4),
         recv_topk_idx: place(rows * topk * 8),
@@ -109,8 +124,10 @@ pub(super) fn pool_layout(shape: &BufferShape, world: World, limit: Option<u64>)
         rows,
         bytes: 0,
     };
-    layout.bytes = place(0);
-    Ok(layout)
+    let mut layouts: Vec<PoolLayout> = (0..places).map(|_| of_place()).collect();
+    let bytes = place(0);
+    layouts.iter_mut().for_each(|layout| layout.bytes = bytes);
+    Ok(layouts)
 }
 
 #[cfg(test)]
@@ -129,32 +146,46 @@ mod tests {
     #[test]
     fn across_nodes_every_rank_has_a_message_and_rows_a_source() {
         let world = World { ranks: 16, ranks_per_node: 8 };
-        let layout = pool_layout(&SHAPE, world, None).unwrap();
+        let layout = pool_layouts(&SHAPE, world, 1, None).unwrap()[0];
         assert_eq!(layout.rows, 65536);
         assert!(layout.recv_x - layout.messages >= 16 * relay_message::WORDS as u64 * 8);
         assert!(layout.combine_x - layout.recv_src_meta >= 65536 * 8);
-        assert!(layout.bytes <= pool_bytes(&SHAPE, world, layout.rows));
+        assert!(layout.bytes <= pool_bytes(&SHAPE, world, 1, layout.rows));
     }
 
     #[test]
     fn the_benchmark_shape_fits_in_its_budget() {
-        let layout = pool_layout(&SHAPE, one_node(8), None).unwrap();
+        let layout = pool_layouts(&SHAPE, one_node(8), 1, None).unwrap()[0];
         assert_eq!(layout.rows, 32768);
         assert!(layout.bytes < 1_300_000_000, "{} bytes", layout.bytes);
     }
 
     #[test]
     fn a_limit_is_kept_and_used() {
-        for limit in [200_000u64, 1_000_000, 335_712_000] {
-            let layout = pool_layout(&SHAPE, one_node(8), Some(limit)).unwrap();
+        for (limit, places) in [(200_000u64, 1), (1_000_000, 1), (335_712_000, 1), (335_712_000, 3)] {
+            let layout = pool_layouts(&SHAPE, one_node(8), places, Some(limit)).unwrap()[0];
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
-            assert!(pool_bytes(&SHAPE, one_node(8), layout.rows + 1) > limit);
+            assert!(pool_bytes(&SHAPE, one_node(8), places, layout.rows + 1) > limit);
         }
     }
 
     #[test]
+    fn places_differ_in_their_rows_alone() {
+        let layouts = pool_layouts(&SHAPE, one_node(2), 3, None).unwrap();
+        for pair in layouts.windows(2) {
+            assert_eq!(
+                (pair[0].messages, pair[0].rows, pair[0].bytes),
+                (pair[1].messages, pair[1].rows, pair[1].bytes)
+            );
+            assert!(pair[0].combine_weights + pair[0].rows * 32 <= pair[1].recv_x);
+        }
+        assert!(layouts[2].combine_weights + layouts[2].rows * 32 <= layouts[2].bytes);
+        assert!(pool_layouts(&SHAPE, one_node(2), 0, None).is_err());
+    }
+
+    #[test]
     fn regions_do_not_overlap() {
-        let l = pool_layout(&SHAPE, one_node(3), None).unwrap();
+        let l = pool_layouts(&SHAPE, one_node(3), 1, None).unwrap()[0];
         let places = [
             (0, size_of::<Control>() as u64),
             (l.messages, message_offset(MAX_RANKS as u32, 0)),

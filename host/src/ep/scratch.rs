@@ -1,18 +1,29 @@
 //! Device memory that is handed out again: outputs and handles of repeated operations do not allocate.
 
-use std::sync::{Arc, Mutex};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use epoxide_gpu::layout::Section;
 
-use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
-use crate::error::Result;
+use crate::driver::{Device, DevicePtr, Event, Fence, Memory, MemoryKind, Stream};
+use crate::error::{Error, Result};
 
-/// Blocks that are free. A block goes back when its last owner drops it; since all operations of a buffer are ordered
-/// one after the other, the next operation that gets it runs after the last one that used it.
+/// Blocks that are free. A block goes back when its last owner drops it. Streams may still use it then, so that the next operation
+/// that gets it comes behind all that they had been given.
 #[derive(Debug)]
 pub(super) struct Arena {
     device: Arc<dyn Device>,
-    free: Mutex<Vec<Memory>>,
+    shelves: Mutex<Shelves>,
+}
+
+#[derive(Debug, Default)]
+struct Shelves {
+    /// In the order in which they came back, each with the fence that its next user must come behind.
+    free: VecDeque<(Memory, Fence)>,
+    /// Behind which the operation must come that is about to be enqueued: it was given blocks.
+    before_next: Vec<Fence>,
+    spare_events: Vec<Event>,
 }
 
 /// A block on loan.
@@ -47,22 +58,71 @@ impl Pieces {
 
 impl Arena {
     pub fn new(device: &Arc<dyn Device>) -> Arc<Arena> {
-        Arc::new(Arena { device: device.clone(), free: Mutex::default() })
+        Arc::new(Arena { device: device.clone(), shelves: Mutex::default() })
     }
 
-    /// A block for `pieces`: the smallest free one that fits and is not more than four times too large.
+    fn shelves(&self) -> MutexGuard<'_, Shelves> {
+        self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A block for `pieces`: of the free ones that fit and are not more than four times too large the one that came back first among
+    /// the smallest. The operation that uses it calls [`Arena::come_before`].
     pub fn take(self: &Arc<Self>, pieces: &Pieces) -> Result<Block> {
         let bytes = pieces.bytes();
-        let mut free = self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let best = (0..free.len())
-            .filter(|&i| (bytes..=bytes * 4).contains(&free[i].bytes()))
-            .min_by_key(|&i| free[i].bytes());
-        let memory = match best {
-            Some(i) => free.swap_remove(i),
+        let mut shelves = self.shelves();
+        let fits = |memory: &Memory| (bytes..=bytes * 4).contains(&memory.bytes());
+        let best = shelves.free.iter().enumerate().filter(|(_, (memory, _))| fits(memory));
+        let best = best.min_by_key(|(_, (memory, _))| memory.bytes()).map(|(at, _)| at);
+        let memory = match best.and_then(|at| shelves.free.remove(at)) {
+            Some((memory, behind)) => {
+                shelves.before_next.push(behind);
+                memory
+            }
             None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs")?,
         };
+        drop(shelves);
         memory.describe(&pieces.sections);
         Ok(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() })
+    }
+
+    /// Makes `stream` wait until nobody uses the blocks any more that were taken for the operation that it is given next.
+    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+        let shelves = &mut *self.shelves();
+        while let Some(fence) = shelves.before_next.pop() {
+            fence.come_before(stream)?;
+            fence.into_spare(&mut shelves.spare_events);
+        }
+        Ok(())
+    }
+
+    /// The blocks taken for the next operation need no wait: [`Arena::settle`] has seen their last users end.
+    pub fn are_settled(&self) {
+        let shelves = &mut *self.shelves();
+        let fences = shelves.before_next.drain(..);
+        fences.for_each(|fence| fence.into_spare(&mut shelves.spare_events));
+    }
+
+    /// Waits until no stream uses any of the free blocks, so that work that is only recorded may be given them.
+    pub fn settle(&self, timeout: Duration) -> Result<()> {
+        for (_, fence) in &self.shelves().free {
+            if !fence.wait_timeout(timeout)? {
+                return Err(Error::os("capture", format!("work before it has not ended in {timeout:?}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// A fence behind all that the device's streams have been given so far.
+    pub fn fence(&self) -> Result<Fence> {
+        let mut spare = std::mem::take(&mut self.shelves().spare_events);
+        let fence = Fence::new(&self.device, &mut spare);
+        self.shelves().spare_events.append(&mut spare);
+        fence
+    }
+
+    /// Takes the events of a fence back that nobody waits for any more.
+    pub fn give_back(&self, fence: Fence) {
+        fence.into_spare(&mut self.shelves().spare_events);
     }
 }
 
@@ -74,7 +134,11 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let mut free = self.home.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        free.extend(self.memory.take());
+        let Some(memory) = self.memory.take() else { return };
+        match self.home.fence() {
+            Ok(fence) => self.home.shelves().free.push_back((memory, fence)),
+            // The device is of no use any more; the driver gives the memory back behind its streams.
+            Err(error) => tracing::debug!("a block is not used again: {error}"),
+        }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::any::Any;
 use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use bytemuck::Pod;
@@ -62,6 +64,26 @@ pub trait Element: Pod {
     fn fits(dtype: DType) -> bool;
 }
 
+/// A host type that stands for exactly one dtype: what a [`TypedTensor`] can hold.
+pub trait Scalar: Element {
+    /// That dtype.
+    const DTYPE: DType;
+}
+
+macro_rules! scalars {
+    ($($ty:ty: $dtype:ident;)*) => {
+        $(impl Scalar for $ty {
+            const DTYPE: DType = DType::$dtype;
+        })*
+    };
+}
+scalars! {
+    half::bf16: Bf16;
+    f32: F32;
+    i64: I64;
+    i32: I32;
+}
+
 macro_rules! elements {
     ($($ty:ty: $($dtype:ident)|+;)*) => {
         $(impl Element for $ty {
@@ -80,26 +102,36 @@ elements! {
     i32: I32;
 }
 
+/// What keeps the memory of a tensor alive.
+pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
+
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone frees it, unless it was
 /// made by [`Tensor::from_raw`].
+///
+/// It may be dropped while streams of its device still use it: its memory goes back behind all that they have been given.
+///
+/// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`; those of a
+/// [`DispatchOutput`](super::DispatchOutput) borrow the [`Place`](super::Place) that they lie in, which the next dispatch there
+/// overwrites.
 #[derive(Clone)]
-pub struct Tensor {
+pub struct Tensor<'a> {
     ptr: DevicePtr,
     dtype: DType,
     shape: Vec<u64>,
     row_stride: u64,
-    _owner: Option<Arc<dyn Any + Send + Sync>>,
+    owner: Option<Owner>,
+    place: PhantomData<&'a ()>,
 }
 
-impl fmt::Debug for Tensor {
+impl fmt::Debug for Tensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Tensor({} {:?} at {:#x})", self.dtype, self.shape, self.ptr.0)
     }
 }
 
-impl Tensor {
+impl Tensor<'static> {
     /// A tensor of its own memory, with unspecified contents.
-    pub fn alloc(device: &Arc<dyn Device>, dtype: DType, shape: &[u64]) -> Result<Tensor> {
+    pub fn alloc(device: &Arc<dyn Device>, dtype: DType, shape: &[u64]) -> Result<Tensor<'static>> {
         let bytes = shape.iter().product::<u64>() * dtype.size();
         let memory = Memory::alloc(device, bytes.max(1), MemoryKind::Device, "tensor")?;
         Ok(Tensor::in_memory(memory.ptr(), dtype, shape, Arc::new(memory)))
@@ -110,37 +142,65 @@ impl Tensor {
     /// # Errors
     /// [`Error::Shape`] where `data` does not have as many elements as `shape`, [`Error::Dtype`] where `T` is not of
     /// `dtype`.
-    pub fn from_host<T: Element>(stream: &Stream, dtype: DType, shape: &[u64], data: &[T]) -> Result<Tensor> {
+    pub fn from_host<T: Element>(
+        stream: &Stream,
+        dtype: DType,
+        shape: &[u64],
+        data: &[T],
+    ) -> Result<Tensor<'static>> {
         let tensor = Tensor::alloc(stream.device(), dtype, shape)?;
         tensor.write(stream, data)?;
         Ok(tensor)
     }
+}
 
+impl<'a> Tensor<'a> {
     /// A tensor in memory that somebody else owns: a framework's, say.
     ///
     /// # Safety
     /// The memory is live, on the device that the tensor is used on, and holds `shape` contiguous elements of `dtype`,
-    /// as long as any clone of the tensor is used and until the streams that use it have passed.
-    pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor {
-        let row_stride = shape.get(1).copied().unwrap_or(1) * dtype.size();
-        Tensor { ptr, dtype, shape: shape.to_vec(), row_stride, _owner: None }
+    /// for `'a` and until the streams that use the tensor meanwhile have passed.
+    pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor<'a> {
+        Tensor::new(ptr, dtype, shape, None)
     }
 
     /// A contiguous tensor inside memory that `owner` keeps alive.
-    pub(crate) fn in_memory(
-        ptr: DevicePtr,
-        dtype: DType,
-        shape: &[u64],
-        owner: Arc<dyn Any + Send + Sync>,
-    ) -> Tensor {
+    pub(crate) fn in_memory(ptr: DevicePtr, dtype: DType, shape: &[u64], owner: Owner) -> Tensor<'a> {
+        Tensor::new(ptr, dtype, shape, Some(owner))
+    }
+
+    fn new(ptr: DevicePtr, dtype: DType, shape: &[u64], owner: Option<Owner>) -> Tensor<'a> {
         let row_stride = shape.get(1).copied().unwrap_or(1) * dtype.size();
-        Tensor { ptr, dtype, shape: shape.to_vec(), row_stride, _owner: Some(owner) }
+        Tensor { ptr, dtype, shape: shape.to_vec(), row_stride, owner, place: PhantomData }
     }
 
     /// The same with rows `row_stride` bytes apart.
-    pub(crate) fn with_row_stride(mut self, row_stride: u64) -> Tensor {
+    pub(crate) fn with_row_stride(mut self, row_stride: u64) -> Tensor<'a> {
         self.row_stride = row_stride;
         self
+    }
+
+    /// What keeps its memory alive, if epoxide does.
+    pub(crate) fn owner(&self) -> Option<&Owner> {
+        self.owner.as_ref()
+    }
+
+    /// The same tensor, for whoever sees to it that it is used only while its elements are the holder's.
+    pub(super) fn outlive(self) -> Tensor<'static> {
+        let Tensor { ptr, dtype, shape, row_stride, owner, place: _ } = self;
+        Tensor { ptr, dtype, shape, row_stride, owner, place: PhantomData }
+    }
+
+    /// The same tensor as one whose dtype the type says.
+    ///
+    /// # Errors
+    /// [`Error::Dtype`] where it has another one.
+    pub fn typed<T: Scalar>(self) -> Result<TypedTensor<'a, T>> {
+        if self.dtype == T::DTYPE {
+            return Ok(TypedTensor(self, PhantomData));
+        }
+        let (have, expected) = (self.dtype.to_string(), T::DTYPE.to_string());
+        Err(Error::Dtype { tensor: "tensor", have, expected })
     }
 
     /// Address of the first element.
@@ -193,11 +253,13 @@ impl Tensor {
             return Ok(out);
         }
         if self.is_contiguous() {
-            stream.read(bytes, self.ptr)?;
+            // SAFETY: a tensor's memory is live, and holds its elements.
+            unsafe { stream.read(bytes, self.ptr)? };
         } else {
             let stride = self.row_stride as usize;
             let mut padded = vec![0u8; (rows - 1) * stride + row_bytes];
-            stream.read(&mut padded, self.ptr)?;
+            // SAFETY: as above, from the first row to the end of the last one.
+            unsafe { stream.read(&mut padded, self.ptr)? };
             for (to, from) in bytes.chunks_exact_mut(row_bytes).zip(padded.chunks(stride)) {
                 to.copy_from_slice(&from[..row_bytes]);
             }
@@ -220,10 +282,12 @@ impl Tensor {
             return Ok(());
         }
         if self.is_contiguous() {
-            return stream.write(self.ptr, bytes);
+            // SAFETY: a tensor's memory is live and its holder's to write, and as long as its elements.
+            return unsafe { stream.write(self.ptr, bytes) };
         }
         for (row, from) in bytes.chunks_exact(self.row_bytes() as usize).enumerate() {
-            stream.write(self.ptr.add(row as u64 * self.row_stride), from)?;
+            // SAFETY: as above, for one of its rows.
+            unsafe { stream.write(self.ptr.add(row as u64 * self.row_stride), from)? };
         }
         Ok(())
     }
@@ -299,5 +363,68 @@ impl Tensor {
             return Err(Error::argument(name, format!("{:#x}", self.ptr.0), rule));
         }
         Ok(())
+    }
+}
+
+/// A [`Tensor`] whose dtype its type says.
+pub struct TypedTensor<'a, T>(Tensor<'a>, PhantomData<T>);
+
+impl<'a, T> Clone for TypedTensor<'a, T> {
+    fn clone(&self) -> TypedTensor<'a, T> {
+        TypedTensor(self.0.clone(), PhantomData)
+    }
+}
+
+impl<T> fmt::Debug for TypedTensor<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl<'a, T> Deref for TypedTensor<'a, T> {
+    type Target = Tensor<'a>;
+
+    fn deref(&self) -> &Tensor<'a> {
+        &self.0
+    }
+}
+
+impl<'a, T> From<TypedTensor<'a, T>> for Tensor<'a> {
+    fn from(typed: TypedTensor<'a, T>) -> Tensor<'a> {
+        typed.0
+    }
+}
+
+impl<T: Scalar> TypedTensor<'static, T> {
+    /// A tensor of its own memory with the values of `data`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] where `data` does not have as many elements as `shape`.
+    pub fn from_host(stream: &Stream, shape: &[u64], data: &[T]) -> Result<TypedTensor<'static, T>> {
+        Ok(TypedTensor(Tensor::from_host(stream, T::DTYPE, shape, data)?, PhantomData))
+    }
+}
+
+impl<'a, T: Scalar> TypedTensor<'a, T> {
+    /// [`Tensor::from_raw`] with the dtype of `T`.
+    ///
+    /// # Safety
+    /// See there.
+    pub unsafe fn from_raw(ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'a, T> {
+        // SAFETY: passed on to the caller.
+        TypedTensor(unsafe { Tensor::from_raw(ptr, T::DTYPE, shape) }, PhantomData)
+    }
+
+    pub(crate) fn in_memory(ptr: DevicePtr, shape: &[u64], owner: Owner) -> TypedTensor<'a, T> {
+        TypedTensor(Tensor::in_memory(ptr, T::DTYPE, shape, owner), PhantomData)
+    }
+
+    pub(super) fn outlive(self) -> TypedTensor<'static, T> {
+        TypedTensor(self.0.outlive(), PhantomData)
+    }
+
+    /// Copies the elements to the host, row after row, and waits for it.
+    pub fn values(&self, stream: &Stream) -> Result<Vec<T>> {
+        self.to_host(stream)
     }
 }

@@ -67,12 +67,15 @@ impl Buffer {
         let Some(trace) = self.trace.take() else {
             return Ok((Vec::new(), 0));
         };
-        self.end.synchronize()?;
+        if !self.sequence.wait(self.options.timeout.saturating_mul(2))? {
+            return Err(Error::os("take_trace", "the last operation has not ended"));
+        }
         let mut launches = Vec::with_capacity(trace.launches.len());
         let mut at = trace.memory.ptr();
         for (operation, blocks) in trace.launches {
             let mut entries = vec![BlockTrace::default(); blocks as usize];
-            stream.read(bytemuck::cast_slice_mut(&mut entries), at)?;
+            // SAFETY: the trace's memory holds the entries of every launch that it gave a place to.
+            unsafe { stream.read(bytemuck::cast_slice_mut(&mut entries), at)? };
             at = at.add(blocks as u64 * ENTRY);
             launches.push(TracedLaunch { operation, blocks: entries });
         }

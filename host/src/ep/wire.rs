@@ -11,7 +11,7 @@ use epoxide_gpu::layout::{
 use super::pool::World;
 use super::{Buffer, BufferOptions, BufferShape};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Stream};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 use crate::transport::{self, Proxies, PutTrace, QueueStats, Way};
 
@@ -69,8 +69,10 @@ impl WireSide {
                 }
             }
         }
-        stream.write(tables.ptr(), bytemuck::cast_slice(&table))?;
-        stream.write(tables.ptr().add(table_bytes), &vec![0; entries * 8])?;
+        // SAFETY: the table was just made, and holds these parts and the two below.
+        let fill = |at: u64, bytes: &[u8]| unsafe { stream.write(tables.ptr().add(at), bytes) };
+        fill(0, bytemuck::cast_slice(&table))?;
+        fill(table_bytes, &vec![0; entries * 8])?;
         let mut paths = vec![NodePath::default(); world.nodes() as usize];
         for way in &ways {
             let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
@@ -83,9 +85,9 @@ impl WireSide {
             None => Arc::new(Memory::alloc(device, layout.bytes, MemoryKind::Shareable, "own wire memory")?),
         };
         paths[node as usize] = NodePath { memory: own.ptr(), peer: own.ptr() };
-        stream.write(tables.ptr().add(paths_at), bytemuck::cast_slice(&paths))?;
+        fill(paths_at, bytemuck::cast_slice(&paths))?;
         let bases: Vec<u64> = paths.iter().map(|path| path.peer.0).collect();
-        stream.write(tables.ptr().add(bases_at), bytemuck::cast_slice(&bases))?;
+        fill(bases_at, bytemuck::cast_slice(&bases))?;
         let (entries, nodes) = (entries as u64, world.nodes() as u64);
         tables.describe(&[
             Section::array("queues", entries, size_of::<QueueHandle>() as u64).of(QUEUE_HANDLE),
@@ -168,6 +170,7 @@ pub(super) fn wire_layout(shape: &BufferShape, world: World, limit: Option<u64>)
             have: limit,
             unit: "bytes",
             remedy: "give at least room for one row, or leave num_rdma_bytes out".into(),
+            scope: Scope::ThisRank,
         });
     }
     // Each node's slots may lose up to an alignment, in both directions.

@@ -14,7 +14,7 @@ use super::vmm::{self, Sharing};
 use super::{context, graph, memory, module, stream};
 use crate::driver::{
     CopyEnd, Device, DeviceInfo, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
-    Staging,
+    Staging, Streams,
 };
 use crate::error::{Error, Result};
 
@@ -35,6 +35,7 @@ pub struct CudaDevice {
     /// What [`MemoryKind::Shareable`] can do, or why it cannot be had.
     pub(super) sharing: Result<Sharing>,
     staging: Staging,
+    streams: Streams,
     /// The files behind [`MemoryKind::SharedHost`], by host address.
     files: Mutex<HashMap<u64, OwnedFd>>,
     /// Names of the kernels looked up so far, for errors.
@@ -85,6 +86,7 @@ impl CudaDevice {
             sharing,
             pool,
             staging: Staging::default(),
+            streams: Streams::default(),
             files: Mutex::default(),
             kernels: Mutex::default(),
         }))
@@ -144,6 +146,10 @@ impl Device for CudaDevice {
 
     fn staging(&self) -> &Staging {
         &self.staging
+    }
+
+    fn streams(&self) -> &Streams {
+        &self.streams
     }
 
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
@@ -261,6 +267,10 @@ impl Device for CudaDevice {
     unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { memory::fill(&self.bind()?, stream, dst, value, bytes) }
+    }
+
+    fn stream_is_capturing(&self, stream: u64) -> Result<bool> {
+        stream::is_capturing(&self.bind()?, stream)
     }
 
     fn capture_begin(&self, stream: u64) -> Result<()> {

@@ -70,6 +70,14 @@ pub fn query(_: &Bound<'_>, stream: u64) -> Result<bool> {
     unsafe { ffi::cuStreamQuery(raw(stream)) }.check_ready("cuStreamQuery")
 }
 
+/// True while the stream is being captured, also where that capture can no longer be finished.
+pub fn is_capturing(_: &Bound<'_>, stream: u64) -> Result<bool> {
+    let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the stream is live, as the trait demands, and the out pointer is valid.
+    unsafe { ffi::cuStreamIsCapturing(raw(stream), &mut status) }.check("cuStreamIsCapturing")?;
+    Ok(status != ffi::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
 /// Creates an event.
 pub fn event_create(_: &Bound<'_>, timing: bool) -> Result<u64> {
     let flags = if timing { ffi::CU_EVENT_DEFAULT } else { ffi::CU_EVENT_DISABLE_TIMING };

@@ -61,7 +61,7 @@ use self::state::{Allocation, Event, Held, LastRecord, LoadedKernel, Shared, Sta
 use self::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
 use super::{
     CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, RdmaWriteOrder,
-    Section, Staging,
+    Section, Staging, Streams,
 };
 use crate::error::{Error, Result};
 
@@ -126,6 +126,7 @@ pub struct VirtualGpu {
     shared: Arc<Shared>,
     runner: Runner,
     staging: Staging,
+    streams: Streams,
 }
 
 enum Runner {
@@ -188,7 +189,7 @@ impl VirtualGpu {
                 Runner::Machine(machine)
             }
         };
-        VirtualGpu { shared, runner, staging: Staging::default() }
+        VirtualGpu { shared, runner, staging: Staging::default(), streams: Streams::default() }
     }
 
     /// Tells whoever runs the work that there is some.
@@ -489,6 +490,10 @@ impl Device for VirtualGpu {
 
     fn staging(&self) -> &Staging {
         &self.staging
+    }
+
+    fn streams(&self) -> &Streams {
+        &self.streams
     }
 
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
@@ -808,6 +813,11 @@ impl Device for VirtualGpu {
             return;
         }
         std::thread::yield_now();
+    }
+
+    fn stream_is_capturing(&self, stream: u64) -> Result<bool> {
+        let mut state = self.shared.enter()?;
+        Ok(self.shared.queue(&mut state, stream)?.1.capture.is_some())
     }
 
     fn capture_begin(&self, stream: u64) -> Result<()> {

@@ -293,13 +293,14 @@ impl State {
         until.iter().all(|(id, ops)| self.queues.get(id).is_none_or(|queue| queue.completed >= *ops))
     }
 
-    /// Takes memory out of the tables. What comes back can be unmapped at once, which is best done without the lock; memory
-    /// that queued work may use stays until [`State::take_released`].
+    /// Takes memory out of the tables. What comes back is to be unmapped, which is best done without the lock: memory that peers map, at
+    /// once, as [`MemoryKind::Shareable`] says; other memory that queued work may use stays until [`State::take_released`].
     pub(super) fn free(&mut self, memory: u64) -> Option<Allocation> {
         let allocation = self.allocations.remove(&memory)?;
         self.used -= allocation.charged;
+        let at_once = matches!(allocation.kind, None | Some(MemoryKind::Shareable));
         let until = self.enqueued();
-        if until.is_empty() {
+        if at_once || until.is_empty() {
             return Some(allocation);
         }
         self.freed.push(Freed { _allocation: allocation, until });

@@ -1,0 +1,97 @@
+//! What a dispatch brings.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::place::{Lease, Place, PoolRows};
+use super::tensor::Owner;
+use super::{DType, DispatchHandle, Tensor, TypedTensor};
+use crate::driver::Event;
+use crate::error::{Error, Result};
+
+/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow.
+///
+/// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct DispatchOutput<'p> {
+    /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple of 128.
+    pub recv_x: Tensor<'p>,
+    /// As the scales of x, with `num_recv_tokens` rows.
+    pub recv_x_scales: Option<TypedTensor<'p, f32>>,
+    /// `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank. `None` where
+    /// top-k was not sent.
+    pub recv_topk_idx: Option<TypedTensor<'p, i64>>,
+    /// `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1.
+    pub recv_topk_weights: Option<TypedTensor<'p, f32>>,
+    /// `[num_recv_tokens]`: the token's index on its source rank. `None` in a cached dispatch.
+    pub recv_src_idx: Option<TypedTensor<'p, i32>>,
+    /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j says that rank j of this node gets the token too. `None`
+    /// in a cached dispatch and within one node.
+    pub recv_src_meta: Option<TypedTensor<'p, i32>>,
+    /// Rows received; `None` where the host did not wait for the counts.
+    pub num_recv_tokens: Option<u32>,
+    /// Selections of each local expert, each rounded up to the alignment; empty where the host did not wait, or cached.
+    pub num_recv_tokens_per_expert: Vec<u32>,
+    /// The routing, for combine and cached dispatches.
+    pub handle: DispatchHandle,
+    /// Where an asynchronous call ends.
+    pub event: Option<Event>,
+    pub(super) lease: Arc<Lease>,
+}
+
+impl<'p> DispatchOutput<'p> {
+    /// Rows `[num_recv_tokens, hidden]` of the place that peers gather from: experts that write their output here spare combine a copy.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] where a row is larger than the pool was made for, [`Error::Argument`] where they are given out already.
+    pub fn combine_rows(&self, dtype: DType, hidden: u64) -> Result<PoolRows<'p>> {
+        self.lease.place.combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
+    }
+
+    /// Ends the borrow of the place, for callers that cannot carry lifetimes: what comes back says at use whether the rows are still there.
+    pub fn detach(self) -> Detached {
+        self.lease.detached.store(true, Ordering::Release);
+        fn free<T: super::Scalar>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
+            tensor.map(TypedTensor::outlive)
+        }
+        Detached(DispatchOutput {
+            recv_x: self.recv_x.outlive(),
+            recv_x_scales: free(self.recv_x_scales),
+            recv_topk_idx: free(self.recv_topk_idx),
+            recv_topk_weights: free(self.recv_topk_weights),
+            recv_src_idx: free(self.recv_src_idx),
+            recv_src_meta: free(self.recv_src_meta),
+            num_recv_tokens: self.num_recv_tokens,
+            num_recv_tokens_per_expert: self.num_recv_tokens_per_expert,
+            handle: self.handle,
+            event: self.event,
+            lease: self.lease,
+        })
+    }
+}
+
+/// What a dispatch brought, without a borrow of its place. A later dispatch there overwrites the rows; it comes behind what streams have
+/// been given by then.
+#[derive(Debug)]
+pub struct Detached(DispatchOutput<'static>);
+
+impl Detached {
+    /// The rows, for as long as `place` is borrowed.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
+    pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p DispatchOutput<'p>> {
+        if !Arc::ptr_eq(&self.0.lease.place, &place.0) {
+            let rule = format!("the rows lie in place {} of their buffer", self.0.lease.place.index);
+            return Err(Error::argument("place", place.index(), rule));
+        }
+        self.0.lease.check_current()?;
+        Ok(&self.0)
+    }
+
+    /// The routing, which nothing overwrites.
+    pub fn handle(&self) -> &DispatchHandle {
+        &self.0.handle
+    }
+}

@@ -1,0 +1,74 @@
+//! The order of a buffer's operations on the device: one after the other, in whichever streams they run.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::driver::{Device, Event, Stream};
+use crate::error::{Error, Result};
+
+/// Where the last operation of a buffer ends. Shared with the steps that were captured with it.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    end: Event,
+    last: Mutex<Last>,
+}
+
+#[derive(Debug, Default)]
+struct Last {
+    /// The stream of the last operation.
+    stream: Option<u64>,
+    /// The buffer is gone.
+    closed: bool,
+}
+
+/// A turn to enqueue an operation, which nobody else has meanwhile.
+#[derive(Debug)]
+pub(super) struct Turn<'a> {
+    sequence: &'a Sequence,
+    last: MutexGuard<'a, Last>,
+}
+
+impl Sequence {
+    pub fn new(device: &Arc<dyn Device>) -> Result<Arc<Sequence>> {
+        Ok(Arc::new(Sequence { end: Event::new(device, false)?, last: Mutex::default() }))
+    }
+
+    fn last(&self) -> MutexGuard<'_, Last> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A turn on `stream`, behind the last operation.
+    pub fn begin(&self, stream: &Stream) -> Result<Turn<'_>> {
+        let last = self.last();
+        if last.closed {
+            return Err(Error::StaleHandle("its buffer was dropped".into()));
+        }
+        if last.stream.is_some_and(|id| id != stream.id()) {
+            stream.wait(&self.end)?;
+        }
+        Ok(Turn { sequence: self, last })
+    }
+
+    /// Makes `stream` wait for the end of the last operation.
+    pub fn wait_on(&self, stream: &Stream) -> Result<()> {
+        stream.wait(&self.end)
+    }
+
+    /// Waits for the end of the last operation; false where it has not come in time.
+    pub fn wait(&self, timeout: Duration) -> Result<bool> {
+        self.end.wait_timeout(timeout)
+    }
+
+    /// No operation comes any more.
+    pub fn close(&self) {
+        self.last().closed = true;
+    }
+}
+
+impl Turn<'_> {
+    /// Says that what this turn enqueued on `stream` is all. Also after an error: kernels that were launched still run.
+    pub fn end(mut self, stream: &Stream) -> Result<()> {
+        self.last.stream = Some(stream.id());
+        self.sequence.end.record(stream)
+    }
+}
