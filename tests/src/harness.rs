@@ -270,38 +270,9 @@ impl Rank {
         Ok(all.chunks_exact(tensor.row_bytes() as usize).map(<[u8]>::to_vec).collect())
     }
 
-    /// The values of each row.
-    pub fn rows<T: bytemuck::Pod>(&self, tensor: &Tensor) -> Result<Vec<Vec<T>>> {
-        Ok(self.row_bytes(tensor)?.iter().map(|row| values_of(row)).collect())
-    }
-
     /// All values.
     pub fn values<T: bytemuck::Pod>(&self, tensor: &Tensor) -> Result<Vec<T>> {
         Ok(values_of(&self.row_bytes(tensor)?.concat()))
-    }
-
-    /// Notes a failed check unless a tensor has these rows.
-    pub fn equal_rows<T: bytemuck::Pod + PartialEq + Debug>(
-        &mut self,
-        what: &str,
-        tensor: &Tensor,
-        want: &[Vec<T>],
-    ) -> Result<()> {
-        let got = self.rows::<T>(tensor)?;
-        self.equal(what, &got, want);
-        Ok(())
-    }
-
-    /// Notes a failed check unless a tensor has these values.
-    pub fn equal_values<T: bytemuck::Pod + PartialEq + Debug>(
-        &mut self,
-        what: &str,
-        tensor: &Tensor,
-        want: &[T],
-    ) -> Result<()> {
-        let got = self.values::<T>(tensor)?;
-        self.equal(what, &got, want);
-        Ok(())
     }
 
     /// Sets all bytes of a tensor, padding between rows included, in stream order.
