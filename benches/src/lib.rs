@@ -36,7 +36,7 @@ pub fn measure(
 ) -> Result<(Vec<results::Point>, Vec<measure::RankResult>)> {
     plan.check()?;
     let ranks = run_threads(plan.world.ranks(), measure::TIMEOUT, |rank, group| {
-        measure::rank(plan, open(rank)?, &*group)
+        measure::rank(plan, open(rank)?, &group)
     });
     let ranks = ranks.map_err(|failure| failure.error)?;
     Ok((points::points(plan, &ranks)?, ranks))

@@ -12,7 +12,9 @@ use epoxide::ep::{
 use epoxide::group::ProcessGroup;
 use epoxide::transport::PutTrace;
 use epoxide::{Error, Result};
-use half::bf16;
+use epoxide_testing::harness::Rank;
+use epoxide_testing::oracle;
+use epoxide_testing::roundtrip::Case;
 use serde::{Deserialize, Serialize};
 
 use crate::Plan;
@@ -24,6 +26,9 @@ use crate::results::PhaseName;
 pub const TIMEOUT: Duration = Duration::from_secs(120);
 /// Puts that a trace has room for, of each queue.
 const TRACED_PUTS: usize = 1 << 16;
+/// Turns of the case: of the rows that are sent, and of those that are given back.
+const ROWS: u64 = 0;
+const RETURNED: u64 = 1;
 /// Calls of each phase that are traced, apart from the timed ones.
 const TRACED_CALLS: u32 = 3;
 
@@ -135,8 +140,7 @@ pub struct RankResult {
 }
 
 /// Runs rank `group.rank()`.
-pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> Result<RankResult> {
-    let (rank, ranks) = (group.rank(), group.size());
+pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>) -> Result<RankResult> {
     let stream = Stream::new(&device, false)?;
     let shape = BufferShape {
         max_tokens_per_rank: plan.tokens,
@@ -159,25 +163,27 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         transport: plan.transport_options(TIMEOUT),
         ..BufferOptions::new(shape)
     };
-    let mut buffer = Buffer::new(device.clone(), group, options)?;
+    let buffer = Buffer::new(device.clone(), &**group, options)?;
     let setup_ms = start.elapsed().as_secs_f64() * 1e3;
     let device_bytes = free_before.saturating_sub(device.free_memory()?);
 
     let mapped = world.nodes > 1 && buffer.mapped_peers().len() as u32 == world.nodes - 1;
-    let mut bench = Bench::new(plan, &mut buffer, stream, rank, ranks)?;
-    bench.verify()?;
-    let transport_us = if mapped { Vec::new() } else { bench.transport_alone(group)? };
+    let case = plan.case();
+    let mut bench = Bench::new(plan, &case, Rank::with(group.clone(), stream, buffer))?;
+    bench.verify(&case)?;
+    drop(case);
+    let transport_us = if mapped { Vec::new() } else { bench.transport_alone(&**group)? };
     group.barrier(group.timeout())?;
     let mut times = Vec::new();
     for &num_sms in &plan.num_sms {
-        bench.buffer.set_config(plan.config(num_sms)?)?;
+        bench.rig.buffer.set_config(plan.config(num_sms)?)?;
         (bench.routing, bench.nothing) = bench.routings()?;
         times.push(bench.time(num_sms)?);
         group.barrier(group.timeout())?;
     }
     let counts = bench.counts()?;
-    bench.buffer.check()?;
-    let (topk_idx, traced) = (bench.ids, bench.traced);
+    bench.rig.buffer.check()?;
+    let (buffer, traced) = (&bench.rig.buffer, bench.traced);
     let info = device.info();
     Ok(RankResult {
         device: info.name.clone(),
@@ -188,7 +194,7 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
         wire_bytes: buffer.wire_bytes(),
         message_bytes: u64::from(world.nodes - 1) * buffer.count_message_bytes(plan.experts),
         device_bytes,
-        topk_idx,
+        topk_idx: plan.routing(group.rank()),
         counts,
         mapped,
         transport_us,
@@ -199,10 +205,7 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &dyn ProcessGroup) -> R
 
 struct Bench<'a> {
     plan: &'a Plan,
-    buffer: &'a mut Buffer,
-    stream: Stream,
-    rank: u32,
-    ranks: u32,
+    rig: Rank,
     x: Tensor,
     scales: Option<Tensor>,
     topk_idx: Tensor,
@@ -214,51 +217,26 @@ struct Bench<'a> {
     /// A routing of no tokens: its dispatch is a barrier between the devices.
     nothing: DispatchHandle,
     flush: Option<Memory>,
-    ids: Vec<i64>,
     traced: Vec<TracedCall>,
 }
 
 impl<'a> Bench<'a> {
-    fn new(plan: &'a Plan, buffer: &'a mut Buffer, stream: Stream, rank: u32, ranks: u32) -> Result<Self> {
-        let (tokens, topk) = (plan.tokens as u64, plan.topk as u64);
-        let ids = plan.routing(rank);
-        let topk_idx = Tensor::from_host(&stream, DType::I64, &[tokens, topk], &ids)?;
-        let weights = vec![1.0f32; (tokens * topk) as usize];
-        let topk_weights = Tensor::from_host(&stream, DType::F32, &[tokens, topk], &weights)?;
-        let x = match plan.dtype {
-            DType::Bf16 => {
-                let rows: Vec<bf16> = (0..plan.tokens).flat_map(|t| row(plan, rank, t)).collect();
-                Tensor::from_host(&stream, DType::Bf16, &[tokens, plan.hidden], &rows)?
-            }
-            dtype => {
-                let rows: Vec<u8> = (0..plan.tokens).flat_map(|t| fp8_row(plan, rank, t)).collect();
-                Tensor::from_host(&stream, dtype, &[tokens, plan.hidden], &rows)?
-            }
-        };
-        let scales = match plan.num_scales() {
-            0 => None,
-            n => {
-                let values: Vec<f32> =
-                    (0..tokens * n).map(|i| (rank as u64 * tokens * n + i) as f32).collect();
-                Some(Tensor::from_host(&stream, DType::F32, &[tokens, n], &values)?)
-            }
-        };
-        let layout = buffer.get_dispatch_layout(&topk_idx, plan.experts, StreamOrder::on(&stream))?;
-
+    fn new(plan: &'a Plan, case: &Case, mut rig: Rank) -> Result<Self> {
+        let (topk_idx, topk_weights) = rig.topk(case)?;
+        let (x, scales) = rig.payload(case, ROWS)?;
+        let (buffer, stream) = (&mut rig.buffer, &rig.stream);
+        let layout = buffer.get_dispatch_layout(&topk_idx, plan.experts, StreamOrder::on(stream))?;
         let no_rows = Tensor::alloc(buffer.device(), x.dtype(), &[0, plan.hidden])?;
-        let (routing, nothing) =
-            Self::route(plan, buffer, &stream, (&x, scales.as_ref(), &layout), &no_rows)?;
+        let (routing, nothing) = Self::route(plan, buffer, stream, (&x, scales.as_ref(), &layout), &no_rows)?;
         let flush_bytes = if buffer.device().info().is_virtual { 0 } else { plan.flush_mib << 20 };
         let flush = match flush_bytes {
             0 => None,
             bytes => Some(Memory::alloc(buffer.device(), bytes, MemoryKind::Device, "L2 flush")?),
         };
+        let traced = Vec::new();
         Ok(Bench {
             plan,
-            buffer,
-            stream,
-            rank,
-            ranks,
+            rig,
             x,
             scales,
             topk_idx,
@@ -268,8 +246,7 @@ impl<'a> Bench<'a> {
             routing,
             nothing,
             flush,
-            ids,
-            traced: Vec::new(),
+            traced,
         })
     }
 
@@ -291,7 +268,7 @@ impl<'a> Bench<'a> {
     /// The routings with the buffer's present configuration.
     fn routings(&mut self) -> Result<(DispatchHandle, DispatchHandle)> {
         let rows = (&self.x, self.scales.as_ref(), &self.layout);
-        Self::route(self.plan, self.buffer, &self.stream, rows, &self.no_rows)
+        Self::route(self.plan, &mut self.rig.buffer, &self.rig.stream, rows, &self.no_rows)
     }
 
     fn dispatch(&mut self, counts: Counts) -> Result<DispatchOutput> {
@@ -304,114 +281,73 @@ impl<'a> Bench<'a> {
             expert_alignment: 1,
             counts,
         };
-        self.buffer.dispatch(request, StreamOrder::on(&self.stream))
+        self.rig.buffer.dispatch(request, StreamOrder::on(&self.rig.stream))
     }
 
     fn dispatch_cached(&mut self) -> Result<()> {
         let request =
             CachedDispatchRequest { x: &self.x, x_scales: self.scales.as_ref(), handle: &self.routing };
-        self.buffer.dispatch_cached(request, StreamOrder::on(&self.stream)).map(drop)
+        self.rig.buffer.dispatch_cached(request, StreamOrder::on(&self.rig.stream)).map(drop)
     }
 
     fn combine(&mut self) -> Result<Tensor> {
         let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: self.plan.hidden };
         let request = CombineRequest { rows, topk_weights: None, handle: &self.routing };
-        Ok(self.buffer.combine(request, StreamOrder::on(&self.stream))?.combined_x)
+        Ok(self.rig.buffer.combine(request, StreamOrder::on(&self.rig.stream))?.combined_x)
     }
 
     fn combine_staged(&mut self, rows: &Tensor) -> Result<()> {
         let request =
             CombineRequest { rows: CombineRows::Tensor(rows), topk_weights: None, handle: &self.routing };
-        self.buffer.combine(request, StreamOrder::on(&self.stream)).map(drop)
+        self.rig.buffer.combine(request, StreamOrder::on(&self.rig.stream)).map(drop)
     }
 
     /// A barrier between the devices, on the device.
     fn barrier(&mut self) -> Result<()> {
         let request = CachedDispatchRequest { x: &self.no_rows, x_scales: None, handle: &self.nothing };
-        self.buffer.dispatch_cached(request, StreamOrder::on(&self.stream)).map(drop)
+        self.rig.buffer.dispatch_cached(request, StreamOrder::on(&self.rig.stream)).map(drop)
     }
 
-    /// Every received row, bit for bit; every combined row, exactly.
-    fn verify(&mut self) -> Result<()> {
-        let (plan, rank, ranks) = (self.plan, self.rank, self.ranks);
+    /// Every received row and every sum, bit for bit.
+    fn verify(&mut self, case: &Case) -> Result<()> {
+        let sources = oracle::recv_order(&case.routing, self.rig.rank);
         let output = self.dispatch(Counts::Exact)?;
-        let sources = output.recv_src_idx.as_ref().map(|t| t.to_host::<i32>(&self.stream)).transpose()?;
-        let sources = sources.unwrap_or_default();
-        let ends = self.rows_up_to(&output.handle)?;
-        let fail = |what: &str, at: usize| {
-            Err(Error::Mismatch {
-                rank,
-                peer: rank,
-                what: "a checked result",
-                ours: format!("{what} {at}"),
-                theirs: "what its source sent".into(),
-            })
-        };
-        let source_rank = |i: usize| ends.partition_point(|&end| end <= i as i32) as u32;
-        let hidden = plan.hidden as usize;
-        if plan.dtype == DType::Bf16 {
-            let rows = output.recv_x.to_host::<bf16>(&self.stream)?;
-            for (i, &token) in sources.iter().enumerate() {
-                if !rows[i * hidden..][..hidden].iter().copied().eq(row(plan, source_rank(i), token as u32)) {
-                    return fail("received row", i);
-                }
-            }
-        } else {
-            let rows = output.recv_x.to_host::<u8>(&self.stream)?;
-            for (i, &token) in sources.iter().enumerate() {
-                if !rows[i * hidden..][..hidden].iter().copied().eq(fp8_row(
-                    plan,
-                    source_rank(i),
-                    token as u32,
-                )) {
-                    return fail("received row", i);
-                }
-            }
-        }
-        if let Some(scales) = &output.recv_x_scales {
-            let (n, values) = (plan.num_scales() as usize, scales.to_host::<f32>(&self.stream)?);
-            for (i, &token) in sources.iter().enumerate() {
-                let first = (source_rank(i) as u64 * plan.tokens as u64 + token as u64) * n as u64;
-                if (0..n).any(|s| values[i * n + s] != (first + s as u64) as f32) {
-                    return fail("scales of received row", i);
-                }
-            }
-        }
-
-        // The rows that go back: what each source's token holds in BF16, so that sums are multiples of it.
-        let returned: Vec<bf16> =
-            sources.iter().enumerate().flat_map(|(i, &t)| row(plan, source_rank(i), t as u32)).collect();
-        let target = self.buffer.combine_rows(DType::Bf16, sources.len() as u64, plan.hidden)?;
-        target.write(&self.stream, &returned)?;
-        let in_rank = self.layout.is_token_in_rank().to_host::<u8>(&self.stream)?;
+        self.rig.check_received(case, ROWS, &sources, "dispatch", &output)?;
+        let target = self.rig.buffer.combine_rows(DType::Bf16, sources.len() as u64, self.plan.hidden)?;
+        self.rig.write_returned(case, RETURNED, &sources, &target)?;
         for _ in 0..2 {
-            let combined = self.combine()?.to_host::<bf16>(&self.stream)?;
-            for token in 0..plan.tokens as usize {
-                let copies: u8 = in_rank[token * ranks as usize..][..ranks as usize].iter().sum();
-                let expected = row(plan, rank, token as u32).map(|v| v.to_f32() * copies as f32);
-                if !combined[token * hidden..][..hidden].iter().map(|v| v.to_f32()).eq(expected) {
-                    return fail("combined row", token);
-                }
-            }
+            let sums = self.combine()?;
+            let difference = self.rig.compare_sums(case, RETURNED, DType::Bf16, self.plan.hidden, &sums)?;
+            self.rig.note(difference.map(|difference| format!("combine: {difference}")));
         }
-        self.buffer.check()
+        self.rig.buffer.check()?;
+        match self.rig.take_failure() {
+            None => Ok(()),
+            Some(failure) => Err(Error::Mismatch {
+                rank: self.rig.rank,
+                peer: self.rig.rank,
+                what: "a checked result",
+                ours: failure,
+                theirs: "what its source sent".into(),
+            }),
+        }
     }
 
     /// Rows that this rank received from ranks up to and with r.
     fn rows_up_to(&self, handle: &DispatchHandle) -> Result<Vec<i32>> {
         if let Some(handle) = handle.internode() {
-            return handle.recv_gbl_rank_prefix_sum().to_host(&self.stream);
+            return handle.recv_gbl_rank_prefix_sum().to_host(&self.rig.stream);
         }
         let Some(handle) = handle.intranode() else { return Ok(Vec::new()) };
-        let (ranks, me) = (self.ranks as usize, self.rank as usize);
-        let prefix = handle.rank_prefix_matrix().to_host::<i32>(&self.stream)?;
+        let (ranks, me) = (self.plan.world.ranks() as usize, self.rig.rank as usize);
+        let prefix = handle.rank_prefix_matrix().to_host::<i32>(&self.rig.stream)?;
         Ok((0..ranks).map(|source| prefix[source * ranks + me]).collect())
     }
 
     /// Tokens of a dispatch as the handle on the device has them.
     fn counts(&self) -> Result<RankCounts> {
         let per_node = self.plan.world.ranks_per_node as usize;
-        let (me, ends) = (self.rank as usize, self.rows_up_to(&self.routing)?);
+        let (me, ends) = (self.rig.rank as usize, self.rows_up_to(&self.routing)?);
         let starts = std::iter::once(&0).chain(&ends);
         let from: Vec<u64> = ends.iter().zip(starts).map(|(end, start)| (end - start) as u64).collect();
         let received = |wanted: &dyn Fn(usize) -> bool| {
@@ -440,14 +376,14 @@ impl<'a> Bench<'a> {
     /// By node: tokens that this rank sends there, and those from there that it relays, as the handle has them.
     fn rows_by_node(&self) -> Result<(Vec<u64>, Vec<u64>)> {
         let Some(handle) = self.routing.internode() else {
-            let heads = self.routing.send_head().to_host::<i32>(&self.stream)?;
-            let tokens = heads.chunks(self.ranks as usize);
+            let heads = self.routing.send_head().to_host::<i32>(&self.rig.stream)?;
+            let tokens = heads.chunks(self.plan.world.ranks() as usize);
             let sent = tokens.filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
             return Ok((vec![sent], vec![0]));
         };
         // Both matrices are inclusive over channels: the last column has a node's tokens.
         let by_node = |matrix: Tensor| -> Result<Vec<u64>> {
-            let (channels, entries) = (matrix.columns() as usize, matrix.to_host::<i32>(&self.stream)?);
+            let (channels, entries) = (matrix.columns() as usize, matrix.to_host::<i32>(&self.rig.stream)?);
             Ok(entries.chunks(channels).map(|row| row[channels - 1] as u64).collect())
         };
         Ok((
@@ -466,7 +402,7 @@ impl<'a> Bench<'a> {
         let options = plan.transport_options(TIMEOUT);
         let slot = PhaseName::DispatchUncached.slot_bytes(plan.combine_row_bytes(), plan.topk);
         let region = slot * u64::from(plan.tokens.max(plan.rdma_send));
-        let mut poster = Poster::new(self.buffer.device(), group, plan.world, &options, region)?;
+        let mut poster = Poster::new(self.rig.buffer.device(), group, plan.world, &options, region)?;
         let (sent, relayed) = self.rows_by_node()?;
         let mut times = Vec::new();
         for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
@@ -484,7 +420,7 @@ impl<'a> Bench<'a> {
 
     /// What the proxies have put so far. All that carries bytes has left when an operation has ended.
     fn wire_count(&self) -> WireCount {
-        self.buffer.wire_stats().iter().fold(WireCount::default(), |sum, (_, _, stats)| WireCount {
+        self.rig.buffer.wire_stats().iter().fold(WireCount::default(), |sum, (_, _, stats)| WireCount {
             bytes: sum.bytes + stats.bytes,
             puts: sum.puts + stats.puts.saturating_sub(stats.counter_puts),
         })
@@ -498,7 +434,7 @@ impl<'a> Bench<'a> {
         call: impl FnMut(&mut Self) -> Result<()>,
     ) -> Result<Samples> {
         // An exact-size dispatch returns while its rows are on their way.
-        self.stream.synchronize()?;
+        self.rig.stream.synchronize()?;
         let before = self.wire_count();
         let samples = self.isolated(call)?;
         let after = self.wire_count();
@@ -509,7 +445,7 @@ impl<'a> Bench<'a> {
     }
 
     fn time(&mut self, num_sms: u32) -> Result<Times> {
-        let capacity = self.buffer.capacity();
+        let capacity = self.rig.buffer.capacity();
         let mut times = Times { num_sms, ..Times::default() };
         let uncached = |bench: &mut Self| bench.dispatch(Counts::OnDevice { capacity }).map(drop);
         times.dispatch_cached =
@@ -517,8 +453,8 @@ impl<'a> Bench<'a> {
         times.dispatch_uncached = self.phase(&mut times, PhaseName::DispatchUncached, uncached)?;
         times.combine =
             self.phase(&mut times, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
-        let received = self.routing.num_recv_tokens(&self.stream)? as u64;
-        let rows = Tensor::alloc(self.buffer.device(), DType::Bf16, &[received, self.plan.hidden])?;
+        let received = self.routing.num_recv_tokens(&self.rig.stream)? as u64;
+        let rows = Tensor::alloc(self.rig.buffer.device(), DType::Bf16, &[received, self.plan.hidden])?;
         times.combine_staged =
             self.phase(&mut times, PhaseName::CombineStaged, |bench| bench.combine_staged(&rows))?;
         self.trace(num_sms, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;
@@ -526,7 +462,7 @@ impl<'a> Bench<'a> {
         self.trace(num_sms, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
         for iteration in 0..self.plan.warmup + self.plan.iters {
             self.barrier()?;
-            self.stream.synchronize()?;
+            self.rig.stream.synchronize()?;
             let start = Instant::now();
             drop(self.dispatch(Counts::Exact)?);
             if iteration >= self.plan.warmup {
@@ -539,8 +475,8 @@ impl<'a> Bench<'a> {
                 self.back_to_back(|bench| bench.dispatch(Counts::Exact).map(drop))?;
         }
         times.combine_stream = self.back_to_back(|bench| bench.combine().map(drop))?;
-        let has_links = self.plan.world.ranks_per_node > 1 || !self.buffer.mapped_peers().is_empty();
-        if !self.plan.no_ceiling && has_links && !self.buffer.device().info().is_virtual {
+        let has_links = self.plan.world.ranks_per_node > 1 || !self.rig.buffer.mapped_peers().is_empty();
+        if !self.plan.no_ceiling && has_links && !self.rig.buffer.device().info().is_virtual {
             times.ceiling =
                 Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
         }
@@ -556,19 +492,19 @@ impl<'a> Bench<'a> {
     ) -> Result<()> {
         for _ in 0..TRACED_CALLS {
             // A barrier and at most two launches.
-            self.buffer.start_trace(3 * num_sms as u64)?;
-            self.buffer.start_put_trace(TRACED_PUTS);
+            self.rig.buffer.start_trace(3 * num_sms as u64)?;
+            self.rig.buffer.start_put_trace(TRACED_PUTS);
             if let Some(flush) = &self.flush {
                 // SAFETY: as in `isolated`.
-                unsafe { self.stream.fill(flush.ptr(), 0, flush.bytes())? };
+                unsafe { self.rig.stream.fill(flush.ptr(), 0, flush.bytes())? };
             }
-            self.stream.synchronize()?;
+            self.rig.stream.synchronize()?;
             let start = Instant::now();
             self.barrier()?;
             call(self)?;
-            let (launches, dropped) = self.buffer.take_trace(&self.stream)?;
+            let (launches, dropped) = self.rig.buffer.take_trace(&self.rig.stream)?;
             let host = (start, Instant::now());
-            let puts = self.buffer.take_put_trace();
+            let puts = self.rig.buffer.take_put_trace();
             let mut launches = launches.into_iter();
             let (Some(barrier), 0) = (launches.next(), dropped) else {
                 return Err(Error::os("trace", format!("{dropped} launches had no room")));
@@ -576,7 +512,7 @@ impl<'a> Bench<'a> {
             let launches = launches.collect();
             self.traced.push(TracedCall { phase, num_sms, barrier, launches, puts, host });
         }
-        self.buffer.check()
+        self.rig.buffer.check()
     }
 
     /// Times every iteration by itself: L2 emptied, devices aligned, then one call between two events. All of it is
@@ -586,34 +522,36 @@ impl<'a> Bench<'a> {
         for iteration in 0..self.plan.warmup + self.plan.iters {
             if let Some(flush) = &self.flush {
                 // SAFETY: the memory lives as long as the bench, which synchronises below.
-                unsafe { self.stream.fill(flush.ptr(), iteration as u8, flush.bytes())? };
+                unsafe { self.rig.stream.fill(flush.ptr(), iteration as u8, flush.bytes())? };
             }
             self.barrier()?;
-            let pair = (Event::new(self.buffer.device(), true)?, Event::new(self.buffer.device(), true)?);
-            pair.0.record(&self.stream)?;
+            let pair =
+                (Event::new(self.rig.buffer.device(), true)?, Event::new(self.rig.buffer.device(), true)?);
+            pair.0.record(&self.rig.stream)?;
             call(self)?;
-            pair.1.record(&self.stream)?;
+            pair.1.record(&self.rig.stream)?;
             pairs.push(pair);
         }
-        self.stream.synchronize()?;
-        self.buffer.check()?;
+        self.rig.stream.synchronize()?;
+        self.rig.buffer.check()?;
         let timed = &pairs[self.plan.warmup as usize..];
         timed.iter().map(|(start, end)| Ok(start.elapsed_ms(end)? as f64 * 1e3)).collect()
     }
 
     /// Mean microseconds of calls that follow each other directly: one pair of events around all of them.
     fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
-        let (start, end) = (Event::new(self.buffer.device(), true)?, Event::new(self.buffer.device(), true)?);
+        let (start, end) =
+            (Event::new(self.rig.buffer.device(), true)?, Event::new(self.rig.buffer.device(), true)?);
         for _ in 0..self.plan.warmup {
             call(self)?;
         }
         self.barrier()?;
-        start.record(&self.stream)?;
+        start.record(&self.rig.stream)?;
         for _ in 0..self.plan.iters {
             call(self)?;
         }
-        end.record(&self.stream)?;
-        self.stream.synchronize()?;
+        end.record(&self.rig.stream)?;
+        self.rig.stream.synchronize()?;
         Ok(start.elapsed_ms(&end)? as f64 * 1e3 / self.plan.iters as f64)
     }
 
@@ -622,7 +560,7 @@ impl<'a> Bench<'a> {
         let row_bytes = self.x.row_bytes() as u32;
         let row_bytes =
             if direction == Direction::Pull { self.plan.combine_row_bytes() as u32 } else { row_bytes };
-        let limit = self.buffer.device().info().max_shared_bytes_per_block;
+        let limit = self.rig.buffer.device().info().max_shared_bytes_per_block;
         let world = &self.plan.world;
         let peers = if world.ranks_per_node > 1 { world.ranks_per_node } else { world.nodes } - 1;
         let mut best = f64::MAX;
@@ -634,7 +572,7 @@ impl<'a> Bench<'a> {
             let fanout = 5.min(peers);
             let shape = CeilingShape { blocks, warps, stages, rows: self.plan.tokens, row_bytes, fanout };
             let samples =
-                self.isolated(|bench| bench.buffer.launch_ceiling(direction, shape, &bench.stream))?;
+                self.isolated(|bench| bench.rig.buffer.launch_ceiling(direction, shape, &bench.rig.stream))?;
             // The next barrier may not start before all have written.
             self.barrier()?;
             let mean = samples.iter().sum::<f64>() / samples.len() as f64;
@@ -642,21 +580,4 @@ impl<'a> Bench<'a> {
         }
         Ok(1e-3 / best)
     }
-}
-
-/// A well-mixed word for each (rank, token, column).
-fn mix(rank: u32, token: u32, column: u64) -> u64 {
-    let mut z = ((rank as u64) << 48 ^ (token as u64) << 24 ^ column).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z ^ z >> 27
-}
-
-/// A token's BF16 row: integers of -8 to 7, so that sums of eight are exact.
-fn row(plan: &Plan, rank: u32, token: u32) -> impl Iterator<Item = bf16> {
-    (0..plan.hidden).map(move |c| bf16::from_f32((mix(rank, token, c) >> 32 & 15) as f32 - 8.0))
-}
-
-/// A token's FP8 row: any bytes.
-fn fp8_row(plan: &Plan, rank: u32, token: u32) -> impl Iterator<Item = u8> {
-    (0..plan.hidden).map(move |c| (mix(rank, token, c) >> 32) as u8)
 }

@@ -6,7 +6,9 @@ use epoxide::ep::{Config, DType, Tuning};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_TOPK};
 use epoxide_testing::World;
+use epoxide_testing::oracle::Routing;
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
+use epoxide_testing::roundtrip::{Case, Scales};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use serde::{Deserialize, Serialize};
@@ -152,6 +154,20 @@ impl Plan {
         }
         let mut rng = SmallRng::seed_from_u64(self.seed + u64::from(rank));
         random_topk(&mut rng, self.tokens, self.topk, self.experts, self.masked)
+    }
+
+    /// All that the ranks send, and what must come of it.
+    pub fn case(&self) -> Case {
+        let of_rank = |rank| self.routing(rank).chunks(self.topk as usize).map(<[i64]>::to_vec).collect();
+        let topk_idx = (0..self.world.ranks()).map(of_rank).collect();
+        let routing = Routing { num_experts: self.experts, num_topk: self.topk, topk_idx };
+        Case {
+            dtype: self.dtype,
+            scales: Scales::columns(self.num_scales()),
+            weight: Some(1.0),
+            seed: self.seed,
+            ..Case::new(routing, (self.hidden * self.dtype.size()) as u32)
+        }
     }
 
     /// Sizes that cannot be run are a reason to skip, as in the seed.

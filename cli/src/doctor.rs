@@ -6,11 +6,11 @@ use epoxide::driver::Stream;
 use epoxide::ep::{Buffer, BufferOptions, BufferShape, DType, StreamOrder, Tensor};
 use epoxide::group::launch::run_threads;
 use epoxide_gpu::layout::MAX_RANKS;
+use epoxide_testing::compare;
 use epoxide_testing::oracle::{self, Routing};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
-use crate::checks;
 use crate::options::DeviceKind;
 use crate::output;
 use crate::ranks::open_device;
@@ -128,7 +128,7 @@ fn check_virtual_gpu() -> Result<String> {
             let shape = [u64::from(routing.num_tokens(0)), u64::from(routing.num_topk)];
             let ids = Tensor::from_host(&stream, DType::I64, &shape, &routing.flat_topk_idx(0))?;
             let layout = buffer.get_dispatch_layout(&ids, routing.num_experts, StreamOrder::on(&stream))?;
-            match checks::layout(&stream, &layout, &oracle::layout(&routing, 0), 1)? {
+            match compare::layout(&stream, &layout, &oracle::layout(&routing, 0))? {
                 None => Ok(name),
                 Some(difference) => Err(Stop::failed(difference)),
             }

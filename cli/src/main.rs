@@ -3,14 +3,13 @@
 //! Exit codes: 0 all is well, 1 a check failed, 2 bad usage, 77 skipped because this machine lacks what was asked for.
 
 mod bench;
-mod checks;
+mod cases;
 mod doctor;
 mod inspect;
 mod launch;
 mod options;
 mod output;
 mod ranks;
-mod rig;
 mod roundtrip;
 mod stop;
 

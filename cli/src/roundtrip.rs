@@ -13,17 +13,19 @@ use epoxide::ep::{
     CombineOutput, CombineRequest, CombineRows, DType, DispatchLayout, DispatchOutput, DispatchRequest,
     StreamOrder, Tensor,
 };
+use epoxide_testing::compare;
+use epoxide_testing::harness::Rank as Rig;
 use epoxide_testing::neighbour::Neighbour;
-use epoxide_testing::oracle::{self, Plan, Routing, Style};
-use epoxide_testing::payload::{ELEMENTS_PER_SCALE, per_token};
+use epoxide_testing::oracle::{Plan, Routing, Style};
+use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
+use epoxide_testing::roundtrip::{Case, Expected, compare_weights};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
-use crate::checks;
+use crate::cases;
 use crate::options::{Defaults, Mode, RowType, Setup, Shared};
 use crate::output::{Voice, json};
 use crate::ranks::{self, Placement, Rank, Run};
-use crate::rig::{Case, Rig, rng_of};
 use crate::stop::{Result, Stop};
 
 const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
@@ -172,7 +174,8 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     let neighbour = args.neighbour.then(|| Neighbour::start(&rank.device, pause));
 
     voice.doing("making the buffer");
-    let mut rig = rank.agree(Rig::new(rank, setup))?;
+    let rig = Rig::new(rank.device.clone(), rank.group.clone(), setup.buffer_options());
+    let mut rig = rank.agree(rig.map_err(Stop::from))?;
     let config = describe(rank, run, &rig);
     voice.line(cfg_line(&config));
     let seconds = clock.lap();
@@ -218,7 +221,7 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     if args.graph_replays > 0 {
         voice.doing("replays of a graph");
         voice.count(args.graph_replays);
-        let found = rank.gather(rig.replay_graph(setup, args.graph_replays, &voice))?;
+        let found = rank.gather(replay_graph(setup, &mut rig, args.graph_replays, &voice))?;
         let rows: u64 = found.iter().map(|(_, rows)| rows).sum();
         let verified = found.first().map_or(0, |(verified, _)| *verified);
         let seconds = clock.lap();
@@ -254,7 +257,7 @@ impl Clock {
     }
 }
 
-fn describe(rank: &Rank, run: &Run, rig: &Rig<'_>) -> ConfigReport {
+fn describe(rank: &Rank, run: &Run, rig: &Rig) -> ConfigReport {
     let (setup, info) = (run.setup.clone(), rank.device.info());
     let row_bytes = setup.hidden * DType::Bf16.size();
     let hint = |hint: fn(&epoxide::ep::Config, u64, u32, u32) -> u64| {
@@ -323,22 +326,17 @@ fn cfg_line(config: &ConfigReport) -> String {
 }
 
 /// The data of MSCCL++'s test. Every rank's report.
-fn first_data(rank: &Rank, setup: &Setup, rig: &mut Rig<'_>, voice: &Voice) -> Result<Vec<RankReport>> {
+fn first_data(rank: &Rank, setup: &Setup, rig: &mut Rig, voice: &Voice) -> Result<Vec<RankReport>> {
     let me = rank.rank;
     let tokens = vec![setup.tokens; setup.ranks as usize];
     let mut rng = rng_of(&[setup.seed]);
-    let case = Case {
-        routing: Routing::random(&mut rng, &tokens, setup.topk, setup.experts, Style::DistinctTopK),
-        hidden: setup.hidden,
-        dtype: setup.dtype,
-        expert_alignment: 1,
-        weights: per_token(&tokens, |_, _| vec![1.0; setup.topk as usize]),
-        seed: setup.seed,
-    };
-    let plan = oracle::plan(&case.routing, me, setup.config.num_channels(), 1);
+    let routing = Routing::random(&mut rng, &tokens, setup.topk, setup.experts, Style::DistinctTopK);
+    let case = Case { weight: Some(1.0), seed: setup.seed, ..cases::along(setup, routing, setup.hidden) };
+    let expected = rig.expect(&case);
+    let plan = &expected.plan;
 
     let mut marks = Marks::default();
-    let (topk_idx, topk_weights, layout) = rank.agree(lay_out(setup, rig, &case, &plan, &mut marks))?;
+    let (topk_idx, topk_weights, layout) = rank.agree(lay_out(setup, rig, &case, &expected, &mut marks))?;
     voice.line("[layout] OK");
 
     let outcome = (|| {
@@ -372,7 +370,7 @@ fn first_data(rank: &Rank, setup: &Setup, rig: &mut Rig<'_>, voice: &Voice) -> R
             rank: me,
             num_tokens: setup.tokens,
             num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
-            dispatch_failure: check_rank_numbers(rig, &plan, &output)?,
+            dispatch_failure: check_rank_numbers(rig, plan, &output)?,
             layout_ms: marks.elapsed_ms(0)?,
             dispatch_ms: marks.elapsed_ms(2)?,
             combine_ms: marks.elapsed_ms(4)?,
@@ -387,25 +385,23 @@ fn first_data(rank: &Rank, setup: &Setup, rig: &mut Rig<'_>, voice: &Voice) -> R
 /// Makes the layout and compares it.
 fn lay_out(
     setup: &Setup,
-    rig: &mut Rig<'_>,
+    rig: &mut Rig,
     case: &Case,
-    plan: &Plan,
+    expected: &Expected,
     marks: &mut Marks,
 ) -> Result<(Tensor, Tensor, DispatchLayout)> {
     let (topk_idx, topk_weights) = rig.topk(case)?;
     marks.mark(rig)?;
     let layout = rig.buffer.get_dispatch_layout(&topk_idx, setup.experts, StreamOrder::comm(&rig.stream))?;
     marks.mark(rig)?;
-    let nodes = rig.nodes_plan(case);
-    let difference = checks::layout(&rig.stream, &layout, &plan.layout, setup.ranks as usize)?;
-    match difference.or(checks::nodes(&rig.stream, &layout, nodes.as_ref())?) {
+    match rig.compare_layout(&layout, expected)? {
         None => Ok((topk_idx, topk_weights, layout)),
         Some(difference) => Err(Stop::failed(format!("layout: {difference}"))),
     }
 }
 
 /// Rows whose every element is the rank's number, and their scales.
-fn rank_number_rows(setup: &Setup, rig: &Rig<'_>, rank: u32) -> Result<(Tensor, Option<Tensor>)> {
+fn rank_number_rows(setup: &Setup, rig: &Rig, rank: u32) -> Result<(Tensor, Option<Tensor>)> {
     let (stream, shape) = (&rig.stream, [u64::from(setup.tokens), setup.hidden]);
     let elements = setup.tokens as usize * setup.hidden as usize;
     match setup.dtype {
@@ -424,7 +420,7 @@ fn rank_number_rows(setup: &Setup, rig: &Rig<'_>, rank: u32) -> Result<(Tensor, 
 }
 
 /// The received rows as numbers.
-fn received_numbers(rig: &Rig<'_>, output: &DispatchOutput) -> Result<Vec<f32>> {
+fn received_numbers(rig: &Rig, output: &DispatchOutput) -> Result<Vec<f32>> {
     let Some(scales) = &output.recv_x_scales else {
         let values = output.recv_x.to_host::<bf16>(&rig.stream)?;
         return Ok(values.into_iter().map(bf16::to_f32).collect());
@@ -452,7 +448,7 @@ enum Staged {
     InPool,
 }
 
-fn expert_rows(rig: &Rig<'_>, output: &DispatchOutput) -> Result<Staged> {
+fn expert_rows(rig: &Rig, output: &DispatchOutput) -> Result<Staged> {
     let recv_x = &output.recv_x;
     if recv_x.dtype() != DType::Bf16 {
         let values: Vec<bf16> = received_numbers(rig, output)?.into_iter().map(bf16::from_f32).collect();
@@ -469,10 +465,10 @@ fn expert_rows(rig: &Rig<'_>, output: &DispatchOutput) -> Result<Staged> {
 }
 
 /// Checks the shape of the received rows and, block by block, that each element is its source rank's number.
-fn check_rank_numbers(rig: &Rig<'_>, plan: &Plan, output: &DispatchOutput) -> Result<Option<String>> {
+fn check_rank_numbers(rig: &Rig, plan: &Plan, output: &DispatchOutput) -> Result<Option<String>> {
     let (shape, hidden) = (output.recv_x.shape(), output.recv_x.columns());
     let expected_shape = [u64::from(plan.num_recv_tokens), hidden];
-    if let Some(difference) = checks::value("recv_x shape", shape, &expected_shape[..]) {
+    if let Some(difference) = compare::value("recv_x shape", shape, &expected_shape[..]) {
         return Ok(Some(difference));
     }
     let values = received_numbers(rig, output)?;
@@ -491,22 +487,22 @@ fn check_rank_numbers(rig: &Rig<'_>, plan: &Plan, output: &DispatchOutput) -> Re
 
 /// Checks each token's mean, every element, and the weights: a token comes back once from each of its destinations.
 fn check_sums(
-    rig: &Rig<'_>,
+    rig: &Rig,
     case: &Case,
     me: u32,
     combined: &CombineOutput,
     report: &mut RankReport,
 ) -> Result<()> {
     let tokens = case.routing.num_tokens(me);
-    let hidden = case.hidden as usize;
+    let hidden = case.hidden() as usize;
     let expected: Vec<f32> =
         (0..tokens).map(|token| (case.routing.num_destinations(me, token) * me) as f32).collect();
     let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
     let tolerance = (largest / 64.0).max(1e-2);
     report.combine_max_abs_expected = largest;
 
-    let shape = [u64::from(tokens), case.hidden];
-    if let Some(difference) = checks::value("combined_x shape", combined.combined_x.shape(), &shape[..]) {
+    let shape = [u64::from(tokens), case.hidden()];
+    if let Some(difference) = compare::value("combined_x shape", combined.combined_x.shape(), &shape[..]) {
         report.combine_failure = Some(difference);
         return Ok(());
     }
@@ -531,7 +527,8 @@ fn check_sums(
         }
     }
     if report.combine_failure.is_none() {
-        report.combine_failure = rig.check_combined_weights(case, true, combined)?;
+        let expected = rig.round_trip_of_weights(case);
+        report.combine_failure = compare_weights(rig, case, Some(&expected), combined)?;
     }
     Ok(())
 }
@@ -559,36 +556,51 @@ fn say_first_data(reports: &[RankReport], voice: &Voice) -> Result<()> {
 }
 
 /// Round trips of random bytes at full size: one as routers give them, one with holes.
-fn bit_for_bit(setup: &Setup, rig: &mut Rig<'_>) -> Result<u64> {
+fn bit_for_bit(setup: &Setup, rig: &mut Rig) -> Result<u64> {
     let mut rows = 0;
     for (number, style) in [(1, Style::DistinctTopK), (2, Style::WithHoles)] {
-        rows += rig.round_trip(&Case::full_size(setup, number, style))?;
+        rows += rig.round_trip(&cases::full_size(setup, number, style))?;
     }
-    match rig.take_difference() {
+    match rig.take_failure() {
         None => Ok(rows),
-        Some(difference) => Err(Stop::failed(difference)),
+        Some(failure) => Err(Stop::failed(failure)),
     }
 }
 
 /// Many round trips, without any barrier between them.
-fn iterate(setup: &Setup, rig: &mut Rig<'_>, iterations: u64, random: bool, voice: &Voice) -> Result<u64> {
+fn iterate(setup: &Setup, rig: &mut Rig, iterations: u64, random: bool, voice: &Voice) -> Result<u64> {
     let (mut rows, mut failure) = (0, None);
     for iteration in 0..iterations {
         // The first numbers are taken.
         let number = 3 + iteration;
         let case = match random {
-            true => Case::random(setup, number),
-            false => Case::full_size(setup, number, Style::DistinctTopK),
+            true => cases::random(setup, number),
+            false => cases::full_size(setup, number, Style::DistinctTopK),
         };
         let named = |what: String| format!("iteration {iteration}: {what}");
         rows += rig
             .round_trip(&case)
+            .map_err(Stop::from)
             .map_err(|stop| Stop { message: stop.message.clone().map(named), ..stop })?;
         // The others would wait for a rank that stops here.
-        failure = failure.or(rig.take_difference().map(named));
+        failure = failure.or(rig.take_failure().map(named));
         voice.step();
     }
     failure.map_or(Ok(rows), |failure| Err(Stop::failed(failure)))
+}
+
+/// Replays one graph, with new routings and rows each time. How many replays were verified, and the rows that those received.
+fn replay_graph(setup: &Setup, rig: &mut Rig, replays: u64, voice: &Voice) -> Result<(u64, u64)> {
+    // Case numbers of replays start past those of other round trips.
+    const FIRST_CASE: u64 = 1 << 32;
+    // An argument of the dispatch, so a graph has one.
+    const ALIGNMENT: u32 = 4;
+    let case = |replay: u64| {
+        let style = Style::ALL[replay as usize % Style::ALL.len()];
+        Case { expert_alignment: ALIGNMENT, ..cases::full_size(setup, FIRST_CASE + replay, style) }
+    };
+    let found = rig.replay_graph(case, replays, || voice.step())?;
+    rig.take_failure().map_or(Ok(found), |failure| Err(Stop::failed(failure)))
 }
 
 /// Points of the rank's stream, to tell how long the device took between them.
@@ -596,7 +608,7 @@ fn iterate(setup: &Setup, rig: &mut Rig<'_>, iterations: u64, random: bool, voic
 struct Marks(Vec<Event>);
 
 impl Marks {
-    fn mark(&mut self, rig: &Rig<'_>) -> Result<()> {
+    fn mark(&mut self, rig: &Rig) -> Result<()> {
         let event = Event::new(rig.buffer.device(), true)?;
         event.record(&rig.stream)?;
         self.0.push(event);

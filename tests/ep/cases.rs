@@ -7,8 +7,8 @@ use rand::rngs::SmallRng;
 use epoxide::ep::{DType, Tuning};
 use epoxide_testing::oracle::{Routing, Style};
 
-use crate::harness::Nodes;
-use crate::roundtrip::{Case, Scales};
+use epoxide_testing::harness::Nodes;
+use epoxide_testing::roundtrip::{Case, Scales};
 
 /// Entries per token: mostly few, now and then up to the most.
 fn topk() -> impl Strategy<Value = u32> {
@@ -67,6 +67,7 @@ pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<Nodes>)>) -> impl Str
                 expert_alignment,
                 dtype,
                 row_bytes: 16 * (2 * half + 1),
+                weight: None,
                 scales,
                 tuning,
                 seed,

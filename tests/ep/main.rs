@@ -1,10 +1,13 @@
 //! Dispatch and combine on virtual GPUs, within a node and across nodes, against the serial oracle of `epoxide_testing`.
 
 mod cases;
-mod harness;
-mod roundtrip;
+mod errors;
+mod place;
 mod turns;
 mod valid;
 
 mod internode;
 mod intranode;
+mod property;
+mod shapes;
+mod timeouts;

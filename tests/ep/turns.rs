@@ -8,7 +8,7 @@ use epoxide::ep::{CombineOutput, CombineRows, DType, DispatchOutput, DispatchReq
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload;
 
-use crate::harness::{Rank, as_bytes};
+use epoxide_testing::harness::{Rank, as_bytes};
 
 pub const TOPK: u32 = 3;
 pub const HIDDEN: usize = 24;

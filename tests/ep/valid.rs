@@ -3,7 +3,7 @@
 use epoxide::Result;
 use epoxide::ep::{DType, DispatchLayout, DispatchRequest, Tensor};
 
-use crate::harness::{Rank, Setup, assert_names};
+use epoxide_testing::harness::{Rank, Setup, assert_names};
 
 pub const RANKS: u32 = 2;
 pub const EXPERTS: u32 = 4;

@@ -2,17 +2,20 @@
 //! package use it, the benchmarks and `epoxide roundtrip` as well; nothing here shares code with the kernels.
 //!
 //! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing alone; [`payload`] makes
-//! rows that tell their tokens apart or whose sums are exact; [`lockstep`] runs ranks one at a time. [`ranks`] runs a test on
+//! rows that tell their tokens apart or whose sums are exact; [`lockstep`] runs ranks one at a time; [`roundtrip`] is the round trip that compares every bit, on the ranks of [`harness`]. [`ranks`] runs a test on
 //! several ranks, as threads or as processes; [`alone`] runs a test in a process of its own; [`neighbour`] is another library on their devices; [`litmus`] has the litmus tests of
 //! the PTX memory model, as text and as PTX.
 
 pub mod alone;
+pub mod compare;
+pub mod harness;
 pub mod litmus;
 pub mod lockstep;
 pub mod neighbour;
 pub mod oracle;
 pub mod payload;
 pub mod ranks;
+pub mod roundtrip;
 mod world;
 
 pub use epoxide::group::launch::HeldPort;

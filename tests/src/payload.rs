@@ -1,7 +1,8 @@
 //! Rows for tests: distinct bytes that tell tokens apart, and small integers whose sums are exact.
 
 use half::bf16;
-use rand::Rng;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
 
 /// Elements of a row that share one scale, for 1-byte dtypes.
 pub const ELEMENTS_PER_SCALE: u64 = 128;
@@ -46,6 +47,21 @@ pub fn rough_f32(rng: &mut impl Rng, columns: usize) -> Vec<f32> {
     (0..columns).map(|_| rng.random_range(-1.0f32..1.0) * 2.0f32.powi(rng.random_range(-8..8))).collect()
 }
 
+/// A generator for one thing out of many.
+pub fn rng_of(what: &[u64]) -> SmallRng {
+    SmallRng::seed_from_u64(mix(what))
+}
+
+/// Mixes numbers into one (SplitMix64).
+pub fn mix(numbers: &[u64]) -> u64 {
+    numbers.iter().fold(0x9e37_79b9_7f4a_7c15, |state: u64, &number| {
+        let mut z = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    })
+}
+
 /// Widens BF16 rows, for [`super::oracle::combine_f32`].
 pub fn widen(rows: &[Vec<bf16>]) -> Vec<Vec<f32>> {
     rows.iter().map(|row| row.iter().map(|value| value.to_f32()).collect()).collect()
@@ -72,9 +88,6 @@ pub fn values_of<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
-
-    use rand::SeedableRng;
-    use rand::rngs::SmallRng;
 
     use super::*;
 

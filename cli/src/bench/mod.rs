@@ -128,19 +128,19 @@ fn measure_points(plan: &Plan) -> Result<(Vec<Point>, Vec<RankResult>)> {
 fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
     world: World,
     device: DeviceKind,
-    main: impl Fn(Arc<dyn Device>, &dyn ProcessGroup) -> epoxide::Result<T> + Sync,
+    main: impl Fn(Arc<dyn Device>, &Arc<dyn ProcessGroup>) -> epoxide::Result<T> + Sync,
 ) -> Result<Vec<T>> {
     if Member::detect()?.is_none() {
-        return run_threads(world.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &*group))
+        return run_threads(world.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &group))
             .map_err(|failure| epoxide_bench::Error::from(failure.error).into());
     }
     let meeting = Meeting::from_env(TIMEOUT)?;
-    let group = meeting.group("bench", TIMEOUT)?;
+    let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("bench", TIMEOUT)?);
     let (rank, local_rank) = (group.rank(), meeting.member.local_rank);
     let outcome = open(device, local_rank.unwrap_or(rank)).and_then(|device| main(device, &group));
     let own = outcome.as_ref().ok().cloned();
     let mut results =
-        ranks::gather(&group, outcome.map_err(|error| epoxide_bench::Error::from(error).into()))
+        ranks::gather(&*group, outcome.map_err(|error| epoxide_bench::Error::from(error).into()))
             .map_err(|stop| ranks::said_by(stop, rank))?;
     // Traces do not travel: each process has its own.
     if let (Some(own), Some(place)) = (own, results.get_mut(rank as usize)) {

@@ -75,7 +75,7 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn measure(plan: &Plan, device: DeviceKind) -> Result<Vec<WirePoint>> {
-    let ranks = on_ranks(plan.world, device, |device, group| wire::rank(plan, &device, group))?;
+    let ranks = on_ranks(plan.world, device, |device, group| wire::rank(plan, &device, &**group))?;
     Ok(wire::points(plan, &ranks))
 }
 

@@ -1,19 +1,18 @@
-//! Bad input across nodes: every error names the argument, its value and the rule, and leaves the buffer usable. What does
-//! not depend on nodes is in `intranode/errors.rs`.
+//! Bad input that is of several nodes alone: every error names the argument, its value and the rule, and leaves the buffer usable.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use epoxide::ep::{Buffer, CombineRequest, CombineRows, Config, Counts, DType, DispatchRequest, StreamOrder};
+use epoxide::ep::{CombineRows, Config, Counts, DType, DispatchRequest};
 use epoxide::group::ProcessGroup;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::lockstep;
 
-use crate::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names};
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
 use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
+use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names};
 
 const NODES_OF_ONE: Nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
 
@@ -174,52 +173,6 @@ fn a_rank_of_another_version_is_refused() {
 }
 
 #[test]
-fn ranks_must_make_equal_buffers() {
-    let odd = |change: fn(&mut Setup)| {
-        refusals(4, move |rank, setup| {
-            setup.options.ranks_per_node = Some(2);
-            if rank == 2 {
-                change(setup);
-            }
-        })
-    };
-    let errors = odd(|setup| setup.options.shape.max_row_bytes = 128);
-    let says = |rank: u32, peer: u32, ours: u32, theirs: u32| {
-        format!(
-            "rank {rank} and rank {peer} disagree on max_row_bytes: {ours} here, {theirs} there; collective calls need the same \
-             on every rank"
-        )
-    };
-    assert_eq!(errors, [says(0, 2, 64, 128), says(1, 2, 64, 128), says(2, 0, 128, 64), says(3, 2, 64, 128)]);
-    for (change, what) in [
-        ((|setup| setup.options.ranks_per_node = Some(1)) as fn(&mut Setup), "ranks_per_node"),
-        (|setup| setup.options.transport.queues_per_peer = 3, "queues_per_peer"),
-        (|setup| setup.options.transport.kind = TransportKind::Tcp, "transport"),
-        (|setup| setup.options.shape.max_topk = 3, "max_topk"),
-        (|setup| setup.options.shape.max_scales = 1, "max_scales"),
-        (|setup| setup.options.shape.max_tokens_per_rank = 6, "rows of the pool"),
-        (|setup| setup.options.config.num_max_nvl_chunked_send_tokens = 7, "num_max_nvl_chunked_send_tokens"),
-        (
-            |setup| setup.options.config.num_max_nvl_chunked_recv_tokens = 512,
-            "num_max_nvl_chunked_recv_tokens",
-        ),
-        (
-            |setup| setup.options.config.num_max_rdma_chunked_send_tokens = 3,
-            "num_max_rdma_chunked_send_tokens",
-        ),
-        (
-            |setup| setup.options.config.num_max_rdma_chunked_recv_tokens = 516,
-            "num_max_rdma_chunked_recv_tokens",
-        ),
-        (|setup| setup.options.config.num_sms = 6, "num_sms"),
-    ] {
-        let errors = odd(change);
-        let named = errors.iter().all(|error| error.contains(&format!("disagree on {what}")));
-        assert!(errors.len() == 4 && named, "{what}: {errors:?}");
-    }
-}
-
-#[test]
 fn rows_are_summed_in_bf16_only() {
     then_dispatch(setup(), |rank, valid| {
         let handle = rank.dispatch(valid.request())?.handle;
@@ -228,73 +181,6 @@ fn rows_are_summed_in_bf16_only() {
         let rows = CombineRows::InPool { dtype: DType::F32, hidden: 4 };
         refused(rank.combine(rows, None, &handle), &["x has dtype f32, expected bf16"]);
         rank.stream.synchronize()
-    });
-}
-
-#[test]
-fn shapes_are_checked() {
-    then_dispatch(setup(), |rank, valid| {
-        let x = tensor(rank, DType::Bf16, &[TOKENS, 7]);
-        let parts = ["hidden", "7 x bf16", "multiple of 16 bytes"];
-        refused(rank.dispatch(DispatchRequest { x: &x, ..valid.request() }), &parts);
-        for experts in [0u32, 1, 7] {
-            let value = format!("num_experts = {experts}");
-            refused(rank.layout(&valid.topk_idx, experts), &[&value, "multiple of the number of ranks, 2"]);
-        }
-        let handle = rank.dispatch(valid.request())?.handle;
-        let rows = tensor(rank, DType::Bf16, &[9, 8]);
-        let parts = "x has shape [9, 8], expected [num_recv_tokens = 10, hidden]";
-        refused(rank.combine(CombineRows::Tensor(&rows), None, &handle), &[parts]);
-        let weights = tensor(rank, DType::F32, &[11, 2]);
-        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: 8 };
-        let parts = "topk_weights has shape [11, 2], expected [num_recv_tokens = 10, num_topk = 2]";
-        refused(rank.combine(rows, Some(&weights), &handle), &[parts]);
-        let x = tensor(rank, DType::Bf16, &[6, 8]);
-        refused(rank.dispatch_cached(&x, None, &handle), &["num_tokens = 5"]);
-        rank.stream.synchronize()
-    });
-}
-
-#[test]
-fn an_expert_id_out_of_range_is_an_error_on_every_rank() {
-    for bad in [i64::from(EXPERTS), -2, 1 << 32] {
-        then_dispatch(setup(), |rank, valid| {
-            let mut ids = vec![vec![0i64, 3]; TOKENS as usize];
-            if rank.rank == 1 {
-                ids[2][1] = bad;
-            }
-            let topk_idx = rank.upload(DType::I64, 2, &ids)?;
-            let layout = rank.layout(&topk_idx, EXPERTS)?;
-            let request = DispatchRequest { topk_idx: Some(&topk_idx), layout: &layout, ..valid.request() };
-            let parts = ["topk_idx = an id on rank 1", "-1 or 0 to num_experts - 1", "validate"];
-            refused(rank.dispatch(request), &parts);
-            let handle = rank.dispatch(DispatchRequest { counts: rank.on_device(), ..request })?.handle;
-            refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
-            Ok(())
-        });
-    }
-}
-
-#[test]
-fn ranks_must_make_equal_dispatches() {
-    then_dispatch(setup(), |rank, valid| {
-        let odd = rank.rank == 1;
-        let disagree = |rank: &Rank, what: &str, ours: u32, theirs: u32| {
-            let (me, peer) = (rank.rank, 1 - rank.rank);
-            let (here, there) = if odd { (theirs, ours) } else { (ours, theirs) };
-            format!("rank {me} and rank {peer} disagree on {what}: {here} here, {there} there")
-        };
-        let x = tensor(rank, DType::Bf16, &[TOKENS, if odd { 16 } else { 8 }]);
-        let result = rank.dispatch(DispatchRequest { x: &x, ..valid.request() });
-        refused(result, &[&disagree(rank, "bytes per row", 16, 32)]);
-        let layout = rank.layout(&valid.topk_idx, if odd { 2 * EXPERTS } else { EXPERTS })?;
-        let result = rank.dispatch(DispatchRequest { layout: &layout, ..valid.request() });
-        refused(result, &[&disagree(rank, "num_experts", EXPERTS, 2 * EXPERTS)]);
-        let counts = Counts::OnDevice { capacity: if odd { 10 } else { 9 } };
-        let handle = rank.dispatch(DispatchRequest { counts, ..valid.request() })?.handle;
-        let parts = disagree(rank, "capacity in rows", 9, 10);
-        refused(rank.buffer.check_dispatch(&handle, &rank.stream), &[&parts]);
-        Ok(())
     });
 }
 
@@ -331,18 +217,6 @@ fn too_many_rows_for_one_rank_are_an_error_on_every_rank_before_any_row_moves() 
         rank.equal("combined_x afterwards", &got, &turn.sums[rank.rank as usize]);
         drop(output);
         Ok(())
-    });
-}
-
-#[test]
-fn a_handle_of_another_buffer_is_refused() {
-    then_dispatch(setup(), |rank, valid| {
-        let mut other = Buffer::new(rank.device().clone(), &*rank.group, setup().options)?;
-        let handle = rank.dispatch(valid.request())?.handle;
-        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: 8 };
-        let request = CombineRequest { rows, topk_weights: None, handle: &handle };
-        refused(other.combine(request, StreamOrder::on(&rank.stream)), &["stale handle", "another buffer"]);
-        rank.synchronize()
     });
 }
 

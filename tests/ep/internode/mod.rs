@@ -5,7 +5,6 @@ mod mutation;
 mod neighbour;
 mod pairs;
 mod processes;
-mod property;
 mod shapes;
 mod timeouts;
 mod wire;

@@ -6,8 +6,8 @@ use std::time::Duration;
 use epoxide::transport::TransportKind;
 use epoxide_testing::neighbour::Neighbour;
 
-use crate::harness::{Nodes, Setup};
 use crate::turns::{Inputs, ROW, Turn, echo};
+use epoxide_testing::harness::{Nodes, Setup};
 
 const RANKS: u32 = 4;
 const TOKENS: [u32; RANKS as usize] = [6, 4, 5, 3];

@@ -15,8 +15,8 @@ use epoxide_gpu::layout::{DevicePtr, row_stride};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload::{self, PerToken, bytes_of};
 
-use crate::harness::{Nodes, Rank, Setup};
-use crate::roundtrip::{Case, Return};
+use epoxide_testing::harness::{Nodes, Rank, Setup};
+use epoxide_testing::roundtrip::{Case, Return};
 
 /// How many pairs [`pairs_without_a_host_wait`] makes.
 const PAIRS: usize = 500;

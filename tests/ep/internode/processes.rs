@@ -12,8 +12,8 @@ use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::alone::one_test;
 
-use crate::harness::{Nodes, PATIENCE, Rank, Setup, assert_no_failures};
 use crate::turns::{Inputs, ROW, Turn, echo};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_no_failures};
 
 /// Set where this test binary runs as a rank: the transport, and after how many milliseconds the last rank is killed.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";

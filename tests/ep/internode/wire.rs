@@ -6,8 +6,8 @@ use epoxide_testing::oracle;
 
 use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 
-use crate::harness::{Nodes, Rank, Setup};
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
+use epoxide_testing::harness::{Nodes, Rank, Setup};
 
 const CHANNELS: u32 = 3;
 const POOL_ROWS: CombineRows<'static> = CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 };

@@ -1,18 +1,18 @@
-//! Bad input: every error names the argument, its value and the rule, and leaves the buffer usable.
+//! Bad input, on one node, as it does not depend on nodes: every error names the argument, its value and the rule, and leaves the buffer usable.
 
 use epoxide::Error;
 use epoxide::driver::Module;
 use epoxide::ep::{
-    Buffer, BufferShape, CachedDispatchRequest, CombineRequest, CombineRows, Config, Counts, DType,
-    DispatchRequest, StreamOrder, Tensor, Tuning,
+    BufferShape, CachedDispatchRequest, CombineRows, Config, Counts, DType, DispatchRequest, StreamOrder,
+    Tensor, Tuning,
 };
 use epoxide_gpu::layout::DevicePtr;
 use epoxide_testing::oracle::Routing;
 
-use crate::harness::{POISON, Rank, Setup, assert_names};
-use crate::roundtrip::{Case, Expected};
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
 use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
+use epoxide_testing::harness::{POISON, Rank, Setup, assert_names};
+use epoxide_testing::roundtrip::Case;
 
 fn setup() -> Setup {
     Setup::new(RANKS, 1, TOKENS as u32, 64)
@@ -87,34 +87,6 @@ fn scales_that_the_copy_engine_moves_must_start_at_multiples_of_16_bytes() {
 }
 
 #[test]
-fn an_expert_id_out_of_range_is_an_error_on_every_rank() {
-    for bad in [i64::from(EXPERTS), -2, i64::MAX, i64::MIN, 1 << 32] {
-        then_dispatch(setup(), |rank, valid| {
-            let mut ids = vec![vec![0i64, 3]; TOKENS as usize];
-            if rank.rank == 1 {
-                ids[2][1] = bad;
-                ids[4][0] = bad;
-            }
-            let topk_idx = rank.upload(DType::I64, 2, &ids)?;
-            let layout = rank.layout(&topk_idx, EXPERTS)?;
-            let validated = layout.validate(&rank.stream, &topk_idx);
-            if rank.rank == 1 {
-                let value = format!("topk_idx = {bad} (token 2, entry 1)");
-                refused(validated, &[&value, "-1 or 0 to num_experts - 1 = 3"]);
-            } else {
-                validated?;
-            }
-            let request = DispatchRequest { topk_idx: Some(&topk_idx), layout: &layout, ..valid.request() };
-            let parts = ["topk_idx = an id on rank 1", "-1 or 0 to num_experts - 1", "validate"];
-            refused(rank.dispatch(request), &parts);
-            let handle = rank.dispatch(DispatchRequest { counts: rank.on_device(), ..request })?.handle;
-            refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
-            Ok(())
-        });
-    }
-}
-
-#[test]
 fn experts_must_divide_among_the_ranks() {
     then_dispatch(setup(), |rank, valid| {
         for experts in [0u32, 1, 7] {
@@ -172,51 +144,6 @@ fn dtypes_are_checked() {
         let weights = tensor(rank, DType::I32, &[2 * TOKENS, 2]);
         let parts = [&*wrong("topk_weights", "i32", "f32")];
         refused(rank.combine(in_pool, Some(&weights), &handle), &parts);
-        Ok(())
-    });
-}
-
-#[test]
-fn shapes_are_checked() {
-    then_dispatch(setup(), |rank, valid| {
-        let wrong = |name: &str, have: &[u64], expected: &str| {
-            format!("{name} has shape {have:?}, expected {expected}")
-        };
-        let idx = tensor(rank, DType::I64, &[TOKENS]);
-        refused(rank.layout(&idx, EXPERTS), &[&wrong("topk_idx", &[5], "[num_tokens, num_topk]")]);
-        let x = tensor(rank, DType::Bf16, &[4, 8]);
-        let request = DispatchRequest { x: &x, ..valid.request() };
-        refused(rank.dispatch(request), &[&wrong("x", &[4, 8], "[num_tokens = 5, hidden]")]);
-        let idx = tensor(rank, DType::I64, &[TOKENS, 3]);
-        let request = DispatchRequest { topk_idx: Some(&idx), ..valid.request() };
-        let parts = wrong("topk_idx", &[5, 3], "[num_tokens = 5, num_topk = 2]");
-        refused(rank.dispatch(request), &[&parts]);
-        let weights = tensor(rank, DType::F32, &[6, 2]);
-        let request = DispatchRequest { topk_weights: Some(&weights), ..valid.request() };
-        let parts = wrong("topk_weights", &[6, 2], "[num_tokens = 5, num_topk = 2]");
-        refused(rank.dispatch(request), &[&parts]);
-        let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
-        for (shape, expected) in [(vec![4], "[num_tokens = 5]"), (vec![6, 1], "[num_tokens = 5, num_scales]")]
-        {
-            let scales = tensor(rank, DType::F32, &shape);
-            let request = DispatchRequest { x: &x, x_scales: Some(&scales), ..valid.request() };
-            refused(rank.dispatch(request), &[&wrong("x_scales", &shape, expected)]);
-        }
-
-        let handle = rank.dispatch(valid.request())?.handle;
-        refused(
-            rank.dispatch_cached(&tensor(rank, DType::Bf16, &[6, 8]), None, &handle),
-            &["num_tokens = 5"],
-        );
-        let rows = tensor(rank, DType::Bf16, &[9, 8]);
-        let parts = wrong("x", &[9, 8], "[num_recv_tokens = 10, hidden]");
-        refused(rank.combine(CombineRows::Tensor(&rows), None, &handle), &[&parts]);
-        let in_pool = CombineRows::InPool { dtype: DType::F32, hidden: 4 };
-        for shape in [[10, 3], [11, 2]] {
-            let weights = tensor(rank, DType::F32, &shape);
-            let parts = wrong("topk_weights", &shape, "[num_recv_tokens = 10, num_topk = 2]");
-            refused(rank.combine(in_pool, Some(&weights), &handle), &[&parts]);
-        }
         Ok(())
     });
 }
@@ -312,65 +239,6 @@ fn buffer_options_are_checked() {
 }
 
 #[test]
-fn ranks_must_make_equal_buffers() {
-    let make = |change: fn(&mut Setup)| {
-        let errors = std::sync::Mutex::new(Vec::new());
-        let _ = epoxide_testing::lockstep::run(3, |group| {
-            let mut setup = Setup { ranks: 3, ..setup() };
-            if group.rank() == 2 {
-                change(&mut setup);
-            }
-            let made = Rank::join(&setup, group);
-            errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
-            made
-        });
-        let mut errors = errors.into_inner().expect("no panic");
-        errors.sort();
-        errors
-    };
-    let row_bytes = make(|setup| setup.options.shape.max_row_bytes = 128);
-    let expected = |rank: u32, peer: u32, what: &str, ours: u32, theirs: u32| {
-        format!("rank {rank} and rank {peer} disagree on {what}: {ours} here, {theirs} there")
-    };
-    let what = "max_row_bytes";
-    let all = [expected(0, 2, what, 64, 128), expected(1, 2, what, 64, 128), expected(2, 0, what, 128, 64)];
-    assert_eq!(row_bytes.len(), 3, "every rank must refuse: {row_bytes:?}");
-    row_bytes.iter().zip(&all).for_each(|(error, start)| assert!(error.starts_with(start), "{error}"));
-    for (change, what) in [
-        ((|setup| setup.options.shape.max_topk = 3) as fn(&mut Setup), "max_topk"),
-        (|setup| setup.options.shape.max_scales = 1, "max_scales"),
-        (|setup| setup.options.shape.max_tokens_per_rank = 6, "rows of the pool"),
-        (|setup| setup.options.config.num_sms = 4, "num_sms"),
-    ] {
-        let errors = make(change);
-        assert!(errors.len() == 3 && errors.iter().all(|error| error.contains(what)), "{what}: {errors:?}");
-    }
-}
-
-#[test]
-fn ranks_must_make_equal_dispatches() {
-    let wide = |rank: &Rank, wide: bool| tensor(rank, DType::Bf16, &[TOKENS, if wide { 16 } else { 8 }]);
-    then_dispatch(setup(), |rank, valid| {
-        let odd = rank.rank == 1;
-        let mine = |ours: u32, theirs: u32| if odd { (theirs, ours) } else { (ours, theirs) };
-        let disagree = |rank: &Rank, what: &str, (here, there): (u32, u32)| {
-            let (me, peer) = (rank.rank, 1 - rank.rank);
-            format!("rank {me} and rank {peer} disagree on {what}: {here} here, {there} there")
-        };
-        let x = wide(rank, odd);
-        let result = rank.dispatch(DispatchRequest { x: &x, ..valid.request() });
-        refused(result, &[&disagree(rank, "bytes per row", mine(16, 32))]);
-        let request = if odd { DispatchRequest::new(&valid.x, &valid.layout) } else { valid.request() };
-        refused(rank.dispatch(request), &["disagree on num_topk"]);
-        let counts = Counts::OnDevice { capacity: if odd { 10 } else { 9 } };
-        let handle = rank.dispatch(DispatchRequest { counts, ..valid.request() })?.handle;
-        let parts = disagree(rank, "capacity in rows", mine(9, 10));
-        refused(rank.buffer.check_dispatch(&handle, &rank.stream), &[&parts]);
-        Ok(())
-    });
-}
-
-#[test]
 fn ranks_must_agree_on_the_number_of_experts() {
     // A count that never comes would show after this.
     let timeout = std::time::Duration::from_secs(5);
@@ -436,7 +304,7 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
         let src_idx = whole.recv_src_idx.as_ref().expect("a full dispatch");
         rank.poison(&whole.recv_x)?;
         rank.poison(src_idx)?;
-        rank.group.barrier(crate::harness::PATIENCE)?;
+        rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
         let request = DispatchRequest {
             topk_idx: Some(&topk_idx),
             topk_weights: Some(&weights),
@@ -479,12 +347,11 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
 
     // What the error asked for is enough, and no more than it takes.
     assert_eq!(needed_bytes[0], needed_bytes[1]);
-    let expected = Expected::new(&case);
     let mut setup = setup;
     setup.options.num_nvl_bytes = Some(needed_bytes[0]);
     setup.run(|rank| {
         rank.equal("capacity", &[rank.buffer.capacity()], &[sent]);
-        expected.check(rank)
+        rank.check_everything(&case)
     });
 }
 
@@ -497,22 +364,6 @@ fn a_capacity_that_is_too_small_is_named_before_the_pool_is() {
             ["needs 10 rows, has 9 rows", "rank 0 would receive 10 rows: dispatch with capacity >= 10"];
         refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
         Ok(())
-    });
-}
-
-#[test]
-fn a_handle_of_another_buffer_is_refused() {
-    then_dispatch(setup(), |rank, valid| {
-        let mut other = Buffer::new(rank.device().clone(), &*rank.group, setup().options)?;
-        let handle = rank.dispatch(valid.request())?.handle;
-        let order = StreamOrder::on(&rank.stream);
-        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: 8 };
-        let parts = ["stale handle", "another buffer"];
-        refused(other.combine(CombineRequest { rows, topk_weights: None, handle: &handle }, order), &parts);
-        let request = CachedDispatchRequest { x: &valid.x, x_scales: None, handle: &handle };
-        refused(other.dispatch_cached(request, order), &parts);
-        refused(other.check_dispatch(&handle, &rank.stream), &parts);
-        rank.synchronize()
     });
 }
 

@@ -3,7 +3,6 @@
 mod errors;
 mod processes;
 mod programs;
-mod property;
 mod schedules;
 mod shapes;
 mod streams;

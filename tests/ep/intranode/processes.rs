@@ -14,8 +14,8 @@ use epoxide::group::{FileStore, ProcessGroup, STORE, Store, rendezvous};
 use epoxide_testing::alone::one_test;
 use epoxide_testing::oracle::{Routing, Style};
 
-use crate::harness::{PATIENCE, Rank, assert_no_failures};
-use crate::roundtrip::{Case, Expected};
+use epoxide_testing::harness::{PATIENCE, Rank, assert_no_failures};
+use epoxide_testing::roundtrip::Case;
 
 /// Set where this test binary runs as a rank.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
@@ -40,7 +40,7 @@ fn as_a_rank() {
     let mut rank = Rank::join(&case.setup().timeout(timeout), group).unwrap();
     match role.as_str() {
         "exchange" => {
-            Expected::new(&case).check(&mut rank).unwrap();
+            rank.check_everything(&case).unwrap();
             rank.synchronize().unwrap();
             assert_no_failures(rank.failures);
         }

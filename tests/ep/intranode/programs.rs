@@ -10,8 +10,8 @@ use epoxide::ep::{CombineRows, Counts, DType, DispatchRequest, Tensor, Tuning};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload;
 
-use crate::harness::{Rank, Setup};
-use crate::roundtrip::{Case, Return};
+use epoxide_testing::harness::{Rank, Setup};
+use epoxide_testing::roundtrip::{Case, Return};
 
 pub const ROW: u32 = 48;
 const TOPK: u32 = 3;
@@ -156,20 +156,6 @@ pub struct Inputs {
 fn random_rows(rng: &mut SmallRng, routing: &Routing) -> Vec<Vec<Vec<u8>>> {
     let tokens: Vec<u32> = (0..routing.num_ranks()).map(|rank| routing.num_tokens(rank)).collect();
     payload::distinct_rows(rng, &tokens, ROW as usize)
-}
-
-impl Rank {
-    /// A copy of a tensor of the buffer as it is at this point of the stream, its padding left out.
-    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor> {
-        let copy = Tensor::alloc(self.device(), tensor.dtype(), tensor.shape())?;
-        let bytes = tensor.row_bytes();
-        for row in 0..tensor.rows() {
-            let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
-            // SAFETY: tests synchronise before they drop the copy, and the buffer after that.
-            unsafe { self.stream.copy(to, from, bytes)? };
-        }
-        Ok(copy)
-    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use epoxide::ep::Tuning;
 use epoxide_testing::lockstep;
 
 use super::programs::{Program, ROW};
-use crate::harness::{Rank, Setup, assert_no_failures};
+use epoxide_testing::harness::{Rank, Setup, assert_no_failures};
 
 const RANKS: u32 = 3;
 const TOKENS: u32 = 24;

@@ -3,12 +3,12 @@
 use epoxide::Result;
 use epoxide::driver::{Event, Graph, Stream};
 use epoxide::ep::{
-    Buffer, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows, DType, DispatchOutput,
+    CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows, DType, DispatchOutput,
     DispatchRequest, StreamOrder, Tensor,
 };
 
-use crate::harness::{Rank, Setup};
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
+use epoxide_testing::harness::{Rank, Setup};
 
 #[test]
 fn two_buffers_at_once() {
@@ -16,14 +16,7 @@ fn two_buffers_at_once() {
     let turns: Vec<Turn> = (0..40).map(|seed| Turn::random(seed, &[8, 3, 6], 1)).collect();
     setup.run(|rank| {
         // A second buffer on the same device, with a stream of its own, so that the two overlap.
-        let mut other = Rank {
-            buffer: Buffer::new(rank.device().clone(), &*rank.group, setup.options.clone())?,
-            stream: Stream::new(rank.device(), false)?.into(),
-            group: rank.group.clone(),
-            rank: rank.rank,
-            on_comm_stream: false,
-            failures: Vec::new(),
-        };
+        let mut other = Rank::new(rank.device().clone(), rank.group.clone(), setup.options.clone())?;
         let mut inputs = Vec::new();
         let mut outputs = Vec::new();
         for (index, turn) in turns.iter().enumerate() {
@@ -72,7 +65,7 @@ fn asynchronous_calls_are_ordered_by_their_events() {
     setup.run(|rank| {
         for (index, turn) in turns.iter().enumerate() {
             let inputs = Inputs::upload(turn, rank)?;
-            let start = rank.event()?;
+            let start = event(rank)?;
             let order = StreamOrder::comm(&rank.stream).after(&start).asynchronous();
             let layout =
                 rank.buffer.get_dispatch_layout(&inputs.topk_idx, turn.routing.num_experts, order)?;
@@ -91,7 +84,7 @@ fn asynchronous_calls_are_ordered_by_their_events() {
             let rows = rank.buffer.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
             // SAFETY: both are in the pool, which lives as long as the buffer.
             unsafe { rank.stream.copy(rows.ptr(), again.recv_x.ptr(), rows.rows() * rows.row_stride())? };
-            let computed = rank.event()?;
+            let computed = event(rank)?;
             let request = CombineRequest {
                 rows: CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 },
                 topk_weights: None,
@@ -205,13 +198,11 @@ fn replays_need_no_host_wait_between_them() {
     });
 }
 
-impl Rank {
-    /// An event at the end of the stream's work.
-    fn event(&self) -> Result<Event> {
-        let event = Event::new(self.device(), false)?;
-        event.record(&self.stream)?;
-        Ok(event)
-    }
+/// An event at the end of the stream's work.
+fn event(rank: &Rank) -> Result<Event> {
+    let event = Event::new(rank.device(), false)?;
+    event.record(&rank.stream)?;
+    Ok(event)
 }
 
 impl Inputs {

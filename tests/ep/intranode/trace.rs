@@ -2,8 +2,8 @@
 
 use epoxide_gpu::layout::BlockTrace;
 
-use crate::harness::Setup;
 use crate::turns::{Inputs, ROW, Turn, echo};
+use epoxide_testing::harness::Setup;
 
 #[test]
 fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {

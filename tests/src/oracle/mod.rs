@@ -266,7 +266,7 @@ fn local_id(routing: &Routing, expert: i64, rank: u32) -> i64 {
 }
 
 /// (source rank, token there) of each row that `rank` receives: by source rank, then by token.
-fn recv_order(routing: &Routing, rank: u32) -> Vec<(u32, u32)> {
+pub fn recv_order(routing: &Routing, rank: u32) -> Vec<(u32, u32)> {
     (0..routing.num_ranks())
         .flat_map(|source| (0..routing.num_tokens(source)).map(move |token| (source, token)))
         .filter(|&(source, token)| routing.hits(source, token, rank))

@@ -5,18 +5,11 @@ use epoxide::ep::{
     Buffer, CombineOutput, CombineRequest, CombineRows, Counts, DType, DispatchLayout, DispatchOutput,
     DispatchRequest, StreamOrder, Tensor,
 };
-use epoxide_testing::oracle::{self, Plan, Style};
+use epoxide::{Error, Result};
 
-use super::{Case, Rig};
-use crate::checks;
-use crate::options::Setup;
-use crate::output::Voice;
-use crate::stop::{Result, Stop};
+use super::{Case, Expected, compare_weights};
+use crate::harness::Rank;
 
-/// Expert counts are rounded up to multiples of this: an argument of the dispatch, so a graph has one.
-const ALIGNMENT: u32 = 4;
-/// Case numbers of replays start here, past those of other round trips.
-const FIRST_CASE: u64 = 1 << 32;
 /// What a graph reads: at fixed addresses, rewritten between replays.
 struct Inputs {
     topk_idx: Tensor,
@@ -32,92 +25,93 @@ struct Trip {
     combined: CombineOutput,
 }
 
-impl Rig<'_> {
-    /// Captures layout, dispatch and combine in a graph and replays it `replays` times. What a replay gives is compared
-    /// with the oracle, and so is what the same calls give without the graph right behind it. Returns how many replays
-    /// were verified, and the rows that those received.
-    pub fn replay_graph(&mut self, setup: &Setup, replays: u64, voice: &Voice) -> Result<(u64, u64)> {
-        let case = |replay: u64| {
-            let style = Style::ALL[replay as usize % Style::ALL.len()];
-            Case { expert_alignment: ALIGNMENT, ..Case::full_size(setup, FIRST_CASE + replay, style) }
-        };
-        let inputs = self.inputs(&case(0))?;
+impl Rank {
+    /// Captures layout, dispatch and combine in a graph and replays it `replays` times; `case` gives the case of a replay, all of one
+    /// size and one alignment, which are arguments of the graph. What a replay gives is compared with the oracle, and so is what the
+    /// same calls give without the graph right behind it. `step` is called after each. Gives how many replays were verified, and the
+    /// rows that those received.
+    ///
+    /// What is wrong is noted.
+    ///
+    /// # Errors
+    /// Whatever the operations report.
+    pub fn replay_graph(
+        &mut self,
+        case: impl Fn(u64) -> Case,
+        replays: u64,
+        step: impl Fn(),
+    ) -> Result<(u64, u64)> {
+        let first = case(0);
+        let inputs = self.graph_inputs(&first)?;
         let (buffer, stream) = (&mut self.buffer, &self.stream);
         // A capture may not allocate. It finds the memory of a first trip, all of it, since that is dropped as a whole.
-        drop(enqueue(buffer, stream, setup, &inputs)?);
+        drop(enqueue(buffer, stream, &first, &inputs)?);
         stream.synchronize()?;
         let mut recorded = None;
         let graph = stream.capture(|| {
-            recorded = Some(enqueue(buffer, stream, setup, &inputs)?);
+            recorded = Some(enqueue(buffer, stream, &first, &inputs)?);
             Ok(())
         })?;
         let Some(recorded) = recorded else {
-            return Err(Stop::failed("the capture did not run"));
+            return Err(Error::os("capture", "it did not run"));
         };
         self.learn_regions(&recorded.dispatched);
 
-        let (mut verified, mut rows, mut failure) = (0, 0, None);
+        let (mut verified, mut rows) = (0, 0);
         for replay in 0..replays {
             let case = case(replay);
-            let fresh = self.inputs(&case)?;
+            let fresh = self.graph_inputs(&case)?;
             inputs.overwrite(&fresh, &self.stream)?;
             if !is_verified(replay, replays) {
                 graph.launch(&self.stream)?;
                 self.stream.synchronize()?;
-                voice.step();
+                step();
                 continue;
             }
-            let channels = self.buffer.config().num_channels();
-            let plan = oracle::plan(&case.routing, self.rank.rank, channels, ALIGNMENT);
-            self.expect(&case, 2 * replay, &plan)?;
+            let expected = self.expect(&case);
+            self.prepare(&case, 2 * replay, &expected)?;
             graph.launch(&self.stream)?;
-            self.verify(&case, 2 * replay, &plan, &recorded)?;
-            failure = failure.or(self.difference_in(format!("replay {replay}")));
+            self.verify(&case, 2 * replay, &expected, &recorded, &format!("replay {replay}"))?;
 
-            self.expect(&case, 2 * replay + 1, &plan)?;
-            let eager = enqueue(&mut self.buffer, &self.stream, setup, &inputs)?;
-            self.verify(&case, 2 * replay + 1, &plan, &eager)?;
-            failure = failure
-                .or(self.difference_in(format!("the same calls without a graph, behind replay {replay}")));
+            self.prepare(&case, 2 * replay + 1, &expected)?;
+            let eager = enqueue(&mut self.buffer, &self.stream, &case, &inputs)?;
+            let what = format!("the same calls without a graph, behind replay {replay}");
+            self.verify(&case, 2 * replay + 1, &expected, &eager, &what)?;
             verified += 1;
-            rows += plan.recv_src.len() as u64;
-            voice.step();
+            rows += u64::from(expected.plan.num_recv_tokens);
+            step();
         }
-        failure.map_or(Ok((verified, rows)), |failure| Err(Stop::failed(failure)))
+        Ok((verified, rows))
     }
 
     /// This rank's inputs of a case, on the device.
-    fn inputs(&self, case: &Case) -> Result<Inputs> {
+    fn graph_inputs(&self, case: &Case) -> Result<Inputs> {
         let (topk_idx, topk_weights) = self.topk(case)?;
         let (x, x_scales) = self.payload(case, 0)?;
         Ok(Inputs { topk_idx, topk_weights, x, x_scales })
     }
 
     /// Writes what the experts will make of the rows to come, where peers gather it, and spoils what dispatch must write.
-    fn expect(&self, case: &Case, salt: u64, plan: &Plan) -> Result<()> {
-        self.poison_recv(case, plan)?;
-        let rows = self.buffer.combine_rows(DType::Bf16, plan.recv_src.len() as u64, case.hidden)?;
-        self.write_expert_output(case, salt, plan, &rows)
+    fn prepare(&self, case: &Case, turn: u64, expected: &Expected) -> Result<()> {
+        let sources = &expected.plan.recv_src;
+        self.poison_received(case, sources.len() as u64)?;
+        let rows = self.buffer.combine_rows(DType::Bf16, sources.len() as u64, case.hidden())?;
+        self.write_returned(case, turn, sources, &rows)
     }
 
-    /// Waits for a trip and compares all of it. A difference is noted.
-    fn verify(&mut self, case: &Case, salt: u64, plan: &Plan, trip: &Trip) -> Result<()> {
+    /// Waits for a trip and compares all of it.
+    fn verify(&mut self, case: &Case, turn: u64, expected: &Expected, trip: &Trip, what: &str) -> Result<()> {
         let Trip { layout, dispatched, combined } = trip;
         self.stream.synchronize()?;
         self.buffer.check_dispatch(&dispatched.handle, &self.stream)?;
-        let ranks = case.routing.num_ranks() as usize;
-        let difference = checks::layout(&self.stream, layout, &plan.layout, ranks)?;
-        self.note(difference);
-        self.check_received(case, 0, plan, dispatched)?;
-        let difference = self.check_metadata(case, plan, self.nodes_plan(case).as_ref(), dispatched)?;
-        self.note(difference);
-        let difference = self.check_combined(case, salt, true, combined)?;
-        self.note(difference);
+        let named = |difference| format!("{what}: {difference}");
+        let difference = self.compare_layout(layout, expected)?;
+        self.note(difference.map(named));
+        self.check_dispatch(case, 0, expected, what, dispatched)?;
+        let sums = self.compare_sums(case, turn, DType::Bf16, case.hidden(), &combined.combined_x)?;
+        let weights = compare_weights(self, case, Some(&self.round_trip_of_weights(case)), combined)?;
+        self.note(sums.or(weights).map(named));
         self.poison_combined(combined)
-    }
-
-    fn difference_in(&mut self, what: String) -> Option<String> {
-        self.take_difference().map(|difference| format!("{what}: {difference}"))
     }
 }
 
@@ -132,7 +126,7 @@ impl Inputs {
         ];
         for (to, from) in pairs {
             let (Some(to), Some(from)) = (to, from) else { continue };
-            // SAFETY: both are contiguous and of one shape, as all cases of a setup are, and the callers hold them until
+            // SAFETY: both are contiguous and of one shape, as all cases of a graph are, and the callers hold them until
             // they have synchronised the stream.
             unsafe { stream.copy(to.ptr(), from.ptr(), to.rows() * to.row_bytes())? };
         }
@@ -146,20 +140,20 @@ fn is_verified(replay: u64, replays: u64) -> bool {
 }
 
 /// Enqueues the three operations; the host does not wait. The experts' rows are in the pool.
-fn enqueue(buffer: &mut Buffer, stream: &Stream, setup: &Setup, inputs: &Inputs) -> epoxide::Result<Trip> {
+fn enqueue(buffer: &mut Buffer, stream: &Stream, case: &Case, inputs: &Inputs) -> Result<Trip> {
     let order = StreamOrder::on(stream);
-    let layout = buffer.get_dispatch_layout(&inputs.topk_idx, setup.experts, order)?;
+    let layout = buffer.get_dispatch_layout(&inputs.topk_idx, case.routing.num_experts, order)?;
     let request = DispatchRequest {
         x_scales: inputs.x_scales.as_ref(),
         topk_idx: Some(&inputs.topk_idx),
         topk_weights: Some(&inputs.topk_weights),
-        expert_alignment: ALIGNMENT,
+        expert_alignment: case.expert_alignment,
         counts: Counts::OnDevice { capacity: buffer.capacity() },
         ..DispatchRequest::new(&inputs.x, &layout)
     };
     let dispatched = buffer.dispatch(request, order)?;
     let request = CombineRequest {
-        rows: CombineRows::InPool { dtype: DType::Bf16, hidden: setup.hidden },
+        rows: CombineRows::InPool { dtype: DType::Bf16, hidden: case.hidden() },
         topk_weights: dispatched.recv_topk_weights.as_ref(),
         handle: &dispatched.handle,
     };

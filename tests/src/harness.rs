@@ -16,7 +16,9 @@ use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
-use epoxide_testing::payload::{bytes_of, values_of};
+
+use crate::payload::{bytes_of, values_of};
+use crate::roundtrip::Regions;
 
 /// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
 pub const PATIENCE: Duration = Duration::from_secs(15);
@@ -39,16 +41,22 @@ fn open_device(setup: &Setup, rank: u32) -> Result<Arc<dyn Device>> {
 /// three nodes or more reach each other in different ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Nodes {
+    /// Ranks of each node.
     pub ranks_per_node: u32,
+    /// What carries bytes between them.
     pub transport: TransportKind,
+    /// Queues to each peer.
     pub queues: u32,
 }
 
 /// How the ranks of a test are made.
 #[derive(Debug, Clone)]
 pub struct Setup {
+    /// How many there are.
     pub ranks: u32,
+    /// Of each rank's buffer.
     pub options: BufferOptions,
+    /// Of each rank's device, but for its number.
     pub device: VirtConfig,
 }
 
@@ -64,22 +72,26 @@ impl Setup {
         Setup { ranks, options, device }.timeout(PATIENCE)
     }
 
+    /// Room for so many entries of a token.
     pub fn max_topk(mut self, max_topk: u32) -> Setup {
         self.options.shape.max_topk = max_topk;
         self
     }
 
+    /// Room for so many scales of a token.
     pub fn max_scales(mut self, max_scales: u32) -> Setup {
         self.options.shape.max_scales = max_scales;
         self
     }
 
+    /// Longest wait for a peer.
     pub fn timeout(mut self, timeout: Duration) -> Setup {
         self.options.timeout = timeout;
         self.options.transport.timeout = timeout;
         self
     }
 
+    /// Launch shapes.
     pub fn tuning(mut self, tuning: Tuning) -> Setup {
         self.options.tuning = tuning;
         self
@@ -97,6 +109,7 @@ impl Setup {
         self
     }
 
+    /// Draws the order of the warps of each kernel.
     pub fn schedule_seed(mut self, seed: Option<u64>) -> Setup {
         self.device.schedule_seed = seed;
         self
@@ -112,7 +125,8 @@ impl Setup {
             let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
             // Peers may take long to notice; until then, this says what they wait for.
             let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
-            Ok((outcome?, rank.failures))
+            let name = |failure| format!("rank {}: {failure}", rank.rank);
+            Ok((outcome?, rank.failures.into_iter().map(name).collect()))
         });
         let (values, failures): (Vec<T>, Vec<Vec<String>>) =
             outcome.unwrap_or_else(|failure| panic!("{failure}")).into_iter().unzip();
@@ -135,14 +149,20 @@ pub fn assert_no_failures(failures: Vec<String>) {
 /// One rank of a test.
 #[derive(Debug)]
 pub struct Rank {
+    /// Its number.
     pub rank: u32,
+    /// The group of all ranks.
     pub group: Arc<dyn ProcessGroup>,
+    /// Its stream.
     pub stream: Arc<Stream>,
+    /// The buffer under test.
     pub buffer: Buffer,
     /// Whether [`Rank::layout`] and its siblings run on the communication stream.
     pub on_comm_stream: bool,
     /// Checks that failed.
     pub failures: Vec<String>,
+    /// Where dispatches put things, once that is known.
+    pub(crate) regions: Option<Regions>,
 }
 
 impl Rank {
@@ -155,11 +175,34 @@ impl Rank {
             let node = group.rank() / ranks_per_node.max(1);
             options.transport.host = Some(format!("host {}", node / 2));
         }
-        let buffer = Buffer::new(device.clone(), &*group, options)?;
-        let stream = Arc::new(Stream::new(&device, false)?);
-        Ok(Rank { rank: group.rank(), stream, group, buffer, on_comm_stream: false, failures: Vec::new() })
+        Rank::new(device, group, options)
     }
 
+    /// Makes the stream and the buffer. Collective.
+    pub fn new(
+        device: Arc<dyn Device>,
+        group: Arc<dyn ProcessGroup>,
+        options: BufferOptions,
+    ) -> Result<Rank> {
+        let stream = Stream::new(&device, false)?;
+        let buffer = Buffer::new(device, &*group, options)?;
+        Ok(Rank::with(group, stream, buffer))
+    }
+
+    /// Of a stream and a buffer that are there.
+    pub fn with(group: Arc<dyn ProcessGroup>, stream: Stream, buffer: Buffer) -> Rank {
+        Rank {
+            rank: group.rank(),
+            group,
+            stream: Arc::new(stream),
+            buffer,
+            on_comm_stream: false,
+            failures: Vec::new(),
+            regions: None,
+        }
+    }
+
+    /// Its GPU.
     pub fn device(&self) -> &Arc<dyn Device> {
         self.stream.device()
     }
@@ -180,13 +223,13 @@ impl Rank {
             }
             None => return,
         };
-        self.failures.push(format!("rank {}: {what}{note}", self.rank));
+        self.failures.push(format!("{what}{note}"));
     }
 
     /// Notes a failed check unless `holds`.
     pub fn check(&mut self, holds: bool, what: impl Into<String>) {
         if !holds {
-            self.failures.push(format!("rank {}: {}", self.rank, what.into()));
+            self.failures.push(what.into());
         }
     }
 
@@ -202,47 +245,34 @@ impl Rank {
         Tensor::from_host(&self.stream, dtype, &[rows.len() as u64, columns as u64], &rows.concat())
     }
 
-    /// The bytes of each row.
-    pub fn row_bytes(&self, tensor: &Tensor) -> Result<Vec<Vec<u8>>> {
-        let row = |index: u64| {
-            let mut bytes = vec![0; tensor.row_bytes() as usize];
-            self.stream.read(&mut bytes, tensor.ptr().add(index * tensor.row_stride())).map(|()| bytes)
-        };
-        (0..tensor.rows()).map(row).collect()
+    /// The bytes of the first rows of a tensor, its padding left out.
+    pub fn first_rows(&self, tensor: &Tensor, rows: u64) -> Result<Vec<u8>> {
+        let (bytes, stride) = (tensor.row_bytes(), tensor.row_stride());
+        if rows * bytes == 0 {
+            return Ok(Vec::new());
+        }
+        let mut padded = vec![0; ((rows - 1) * stride + bytes) as usize];
+        self.stream.read(&mut padded, tensor.ptr())?;
+        match stride == bytes {
+            true => Ok(padded),
+            false => {
+                Ok(padded.chunks(stride as usize).flat_map(|row| &row[..bytes as usize]).copied().collect())
+            }
+        }
     }
 
-    /// The values of each row.
-    pub fn rows<T: bytemuck::Pod>(&self, tensor: &Tensor) -> Result<Vec<Vec<T>>> {
-        Ok(self.row_bytes(tensor)?.iter().map(|row| values_of(row)).collect())
+    /// The bytes of each row.
+    pub fn row_bytes(&self, tensor: &Tensor) -> Result<Vec<Vec<u8>>> {
+        if tensor.row_bytes() == 0 {
+            return Ok(vec![Vec::new(); tensor.rows() as usize]);
+        }
+        let all = self.first_rows(tensor, tensor.rows())?;
+        Ok(all.chunks_exact(tensor.row_bytes() as usize).map(<[u8]>::to_vec).collect())
     }
 
     /// All values.
     pub fn values<T: bytemuck::Pod>(&self, tensor: &Tensor) -> Result<Vec<T>> {
         Ok(values_of(&self.row_bytes(tensor)?.concat()))
-    }
-
-    /// Notes a failed check unless a tensor has these rows.
-    pub fn equal_rows<T: bytemuck::Pod + PartialEq + Debug>(
-        &mut self,
-        what: &str,
-        tensor: &Tensor,
-        want: &[Vec<T>],
-    ) -> Result<()> {
-        let got = self.rows::<T>(tensor)?;
-        self.equal(what, &got, want);
-        Ok(())
-    }
-
-    /// Notes a failed check unless a tensor has these values.
-    pub fn equal_values<T: bytemuck::Pod + PartialEq + Debug>(
-        &mut self,
-        what: &str,
-        tensor: &Tensor,
-        want: &[T],
-    ) -> Result<()> {
-        let got = self.values::<T>(tensor)?;
-        self.equal(what, &got, want);
-        Ok(())
     }
 
     /// Sets all bytes of a tensor, padding between rows included, in stream order.
@@ -259,14 +289,29 @@ impl Rank {
         Ok(bytes)
     }
 
+    /// A copy of a tensor of the buffer as it is at this point of the stream, its padding left out.
+    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor> {
+        let copy = Tensor::alloc(self.device(), tensor.dtype(), tensor.shape())?;
+        let bytes = tensor.row_bytes();
+        for row in 0..tensor.rows() {
+            let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
+            // SAFETY: callers synchronise before they drop the copy, and the buffer after that.
+            unsafe { self.stream.copy(to, from, bytes)? };
+        }
+        Ok(copy)
+    }
+
+    /// [`Buffer::get_dispatch_layout`].
     pub fn layout(&mut self, topk_idx: &Tensor, num_experts: u32) -> Result<DispatchLayout> {
         self.buffer.get_dispatch_layout(topk_idx, num_experts, order(&self.stream, self.on_comm_stream))
     }
 
+    /// [`Buffer::dispatch`].
     pub fn dispatch(&mut self, request: DispatchRequest<'_>) -> Result<DispatchOutput> {
         self.buffer.dispatch(request, order(&self.stream, self.on_comm_stream))
     }
 
+    /// [`Buffer::dispatch_cached`].
     pub fn dispatch_cached(
         &mut self,
         x: &Tensor,
@@ -277,6 +322,7 @@ impl Rank {
         self.buffer.dispatch_cached(request, order(&self.stream, self.on_comm_stream))
     }
 
+    /// [`Buffer::combine`].
     pub fn combine(
         &mut self,
         rows: CombineRows<'_>,

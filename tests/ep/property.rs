@@ -1,11 +1,17 @@
-//! Random routings, shapes and settings on 1 to 4 nodes.
+//! Random routings, shapes and settings, on one node and on several.
 
 use proptest::prelude::*;
 
 use epoxide::transport::TransportKind;
+use epoxide_testing::harness::Nodes;
 
 use crate::cases::case;
-use crate::harness::Nodes;
+
+/// Tokens of each of 1 to 8 ranks, often none.
+fn one_node() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+    let tokens = prop_oneof![1 => Just(0), 1 => 1..=8u32, 3 => 0..=64u32];
+    prop::collection::vec(tokens, 1..=8).prop_map(|tokens| (tokens, None))
+}
 
 /// Most ranks: each is several threads.
 const MOST_RANKS: u32 = 8;
@@ -27,16 +33,32 @@ fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
     })
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 64,
-        max_shrink_iters: 40,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
+fn config(cases: u32) -> ProptestConfig {
+    ProptestConfig { cases, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() }
+}
 
-    #[test]
-    fn every_quantity_equals_the_oracle(case in case(several_nodes())) {
-        case.check();
+mod intranode {
+    use super::*;
+
+    proptest! {
+        #![proptest_config(config(96))]
+
+        #[test]
+        fn every_quantity_equals_the_oracle(case in case(one_node())) {
+            case.check();
+        }
+    }
+}
+
+mod internode {
+    use super::*;
+
+    proptest! {
+        #![proptest_config(config(64))]
+
+        #[test]
+        fn every_quantity_equals_the_oracle(case in case(several_nodes())) {
+            case.check();
+        }
     }
 }

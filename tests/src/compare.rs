@@ -2,10 +2,10 @@
 
 use std::fmt::{Debug, Display};
 
-use epoxide::Error;
+use crate::oracle::{self, InternodePlan};
+use epoxide::Result;
 use epoxide::driver::Stream;
 use epoxide::ep::{DispatchHandle, DispatchLayout, Element, Tensor};
-use epoxide_testing::oracle::{self, InternodePlan};
 
 /// The first difference, or none.
 pub type Difference = Option<String>;
@@ -46,12 +46,8 @@ pub fn value<T: PartialEq + Debug>(what: &str, got: T, expected: T) -> Differenc
 }
 
 /// Compares a layout, sender side.
-pub fn layout(
-    stream: &Stream,
-    got: &DispatchLayout,
-    expected: &oracle::Layout,
-    num_ranks: usize,
-) -> Result<Difference, Error> {
+pub fn layout(stream: &Stream, got: &DispatchLayout, expected: &oracle::Layout) -> Result<Difference> {
+    let num_ranks = expected.num_tokens_per_rank.len();
     let in_rank = expected.is_token_in_rank.concat();
     Ok(tensor(
         stream,
@@ -71,11 +67,7 @@ pub fn layout(
 }
 
 /// Compares what a layout says of nodes, where there are several.
-pub fn nodes(
-    stream: &Stream,
-    got: &DispatchLayout,
-    expected: Option<&InternodePlan>,
-) -> Result<Difference, Error> {
+pub fn nodes(stream: &Stream, got: &DispatchLayout, expected: Option<&InternodePlan>) -> Result<Difference> {
     match (got.num_tokens_per_rdma_rank(), expected) {
         (None, None) => Ok(None),
         (Some(got), Some(expected)) => {
@@ -94,7 +86,7 @@ pub fn handle(
     got: &DispatchHandle,
     expected: &oracle::Plan,
     internode: Option<&InternodePlan>,
-) -> Result<Difference, Error> {
+) -> Result<Difference> {
     let per_expert: Vec<i32> =
         expected.num_recv_tokens_per_expert.iter().map(|&count| count as i32).collect();
     let list = |values: &[i32]| (values.len(), values.to_vec());
@@ -167,6 +159,22 @@ pub fn handle(
             )));
         }
     }
+    if let (Some(got), Some(expected)) = (got.internode(), internode) {
+        let relayed = got.num_rdma_recv_tokens(stream)?;
+        let difference = value("num_rdma_recv_tokens", relayed, expected.num_rdma_recv_tokens());
+        if difference.is_some() {
+            return Ok(difference);
+        }
+    }
+    let (tokens, channels) = (expected.send_head.len(), expected.channel_prefix_matrix[0].len());
+    let difference = value("num_tokens", got.num_tokens() as usize, tokens).or(value(
+        "num_channels",
+        got.num_channels() as usize,
+        channels,
+    ));
+    if difference.is_some() {
+        return Ok(difference);
+    }
     for (what, got, (columns, expected)) in tables {
         let difference = tensor(stream, what, &got, columns, &expected)?;
         if difference.is_some() {
@@ -183,12 +191,12 @@ pub fn tensor<T: Element + PartialEq + Display>(
     got: &Tensor,
     columns: usize,
     expected: &[T],
-) -> Result<Difference, Error> {
+) -> Result<Difference> {
     Ok(table(what, columns, &got.to_host::<T>(stream)?, expected))
 }
 
 /// Compares received rows byte by byte. `expected(source, token)` makes what a token carried, whose first bytes are
-/// source rank and token ([`crate::rig`] stamps them), so that a row in the wrong place is recognised.
+/// source rank and token ([`Case::row`](crate::roundtrip::Case::row) stamps them), so that a row in the wrong place is recognised.
 pub fn rows(
     what: &str,
     got: &[u8],

@@ -1,0 +1,210 @@
+//! Bad input, on one node and on several: every error names the argument, its value and the rule, and leaves the buffer usable.
+
+use std::sync::Mutex;
+
+use epoxide::ep::{
+    Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Counts, DType, DispatchRequest, StreamOrder,
+};
+use epoxide::transport::TransportKind;
+use epoxide_testing::harness::{Rank, Setup};
+use epoxide_testing::lockstep;
+
+use crate::place::{Place, in_every_place};
+use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
+
+in_every_place! {
+    an_expert_id_out_of_range_is_an_error_on_every_rank,
+    shapes_are_checked,
+    ranks_must_make_equal_buffers,
+    ranks_must_make_equal_dispatches,
+    a_handle_of_another_buffer_is_refused,
+}
+
+/// One node of two ranks, or two nodes of one.
+fn setup(place: Place) -> Setup {
+    let num_channels = if place == Place::OneNode { 1 } else { 2 };
+    Setup::new(RANKS, num_channels, TOKENS as u32, 64).nodes(place.nodes(1))
+}
+
+fn an_expert_id_out_of_range_is_an_error_on_every_rank(place: Place) {
+    for bad in [i64::from(EXPERTS), -2, i64::MAX, i64::MIN, 1 << 32] {
+        then_dispatch(setup(place), |rank, valid| {
+            let mut ids = vec![vec![0i64, 3]; TOKENS as usize];
+            if rank.rank == 1 {
+                ids[2][1] = bad;
+                ids[4][0] = bad;
+            }
+            let topk_idx = rank.upload(DType::I64, 2, &ids)?;
+            let layout = rank.layout(&topk_idx, EXPERTS)?;
+            let validated = layout.validate(&rank.stream, &topk_idx);
+            if rank.rank == 1 {
+                let value = format!("topk_idx = {bad} (token 2, entry 1)");
+                refused(validated, &[&value, "-1 or 0 to num_experts - 1 = 3"]);
+            } else {
+                validated?;
+            }
+            let request = DispatchRequest { topk_idx: Some(&topk_idx), layout: &layout, ..valid.request() };
+            let parts = ["topk_idx = an id on rank 1", "-1 or 0 to num_experts - 1", "validate"];
+            refused(rank.dispatch(request), &parts);
+            let handle = rank.dispatch(DispatchRequest { counts: rank.on_device(), ..request })?.handle;
+            refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
+            Ok(())
+        });
+    }
+}
+
+fn shapes_are_checked(place: Place) {
+    then_dispatch(setup(place), |rank, valid| {
+        let wrong = |name: &str, have: &[u64], expected: &str| {
+            format!("{name} has shape {have:?}, expected {expected}")
+        };
+        let idx = tensor(rank, DType::I64, &[TOKENS]);
+        refused(rank.layout(&idx, EXPERTS), &[&wrong("topk_idx", &[5], "[num_tokens, num_topk]")]);
+        for experts in [0u32, 1, 7] {
+            let value = format!("num_experts = {experts}");
+            refused(rank.layout(&valid.topk_idx, experts), &[&value, "multiple of the number of ranks, 2"]);
+        }
+        let x = tensor(rank, DType::Bf16, &[TOKENS, 7]);
+        let parts = ["hidden", "7 x bf16", "multiple of 16 bytes"];
+        refused(rank.dispatch(DispatchRequest { x: &x, ..valid.request() }), &parts);
+        let x = tensor(rank, DType::Bf16, &[4, 8]);
+        let request = DispatchRequest { x: &x, ..valid.request() };
+        refused(rank.dispatch(request), &[&wrong("x", &[4, 8], "[num_tokens = 5, hidden]")]);
+        let idx = tensor(rank, DType::I64, &[TOKENS, 3]);
+        let request = DispatchRequest { topk_idx: Some(&idx), ..valid.request() };
+        let parts = wrong("topk_idx", &[5, 3], "[num_tokens = 5, num_topk = 2]");
+        refused(rank.dispatch(request), &[&parts]);
+        let weights = tensor(rank, DType::F32, &[6, 2]);
+        let request = DispatchRequest { topk_weights: Some(&weights), ..valid.request() };
+        let parts = wrong("topk_weights", &[6, 2], "[num_tokens = 5, num_topk = 2]");
+        refused(rank.dispatch(request), &[&parts]);
+        let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
+        for (shape, expected) in [(vec![4], "[num_tokens = 5]"), (vec![6, 1], "[num_tokens = 5, num_scales]")]
+        {
+            let scales = tensor(rank, DType::F32, &shape);
+            let request = DispatchRequest { x: &x, x_scales: Some(&scales), ..valid.request() };
+            refused(rank.dispatch(request), &[&wrong("x_scales", &shape, expected)]);
+        }
+
+        let handle = rank.dispatch(valid.request())?.handle;
+        refused(
+            rank.dispatch_cached(&tensor(rank, DType::Bf16, &[6, 8]), None, &handle),
+            &["num_tokens = 5"],
+        );
+        let rows = tensor(rank, DType::Bf16, &[9, 8]);
+        let parts = wrong("x", &[9, 8], "[num_recv_tokens = 10, hidden]");
+        refused(rank.combine(CombineRows::Tensor(&rows), None, &handle), &[&parts]);
+        // Between nodes rows are summed in BF16 only.
+        let (dtype, hidden) = if place == Place::OneNode { (DType::F32, 4) } else { (DType::Bf16, 8) };
+        let in_pool = CombineRows::InPool { dtype, hidden };
+        for shape in [[10, 3], [11, 2]] {
+            let weights = tensor(rank, DType::F32, &shape);
+            let parts = wrong("topk_weights", &shape, "[num_recv_tokens = 10, num_topk = 2]");
+            refused(rank.combine(in_pool, Some(&weights), &handle), &[&parts]);
+        }
+        rank.stream.synchronize()
+    });
+}
+
+fn ranks_must_make_equal_buffers(place: Place) {
+    // Rank 2 is the odd one; of two nodes it is on the other one.
+    let ranks = if place == Place::OneNode { 3 } else { 4 };
+    let odd = |change: fn(&mut Setup)| {
+        let errors = Mutex::new(Vec::new());
+        let _ = lockstep::run(ranks, |group| {
+            let mut setup = Setup { ranks, ..setup(place) }.nodes(place.nodes(2));
+            if group.rank() == 2 {
+                change(&mut setup);
+            }
+            let made = Rank::join(&setup, group);
+            errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
+            made
+        });
+        let mut errors = errors.into_inner().expect("no panic");
+        errors.sort();
+        errors
+    };
+    let says = |rank: u32| {
+        let (peer, ours, theirs) = if rank == 2 { (0, 128, 64) } else { (2, 64, 128) };
+        format!(
+            "rank {rank} and rank {peer} disagree on max_row_bytes: {ours} here, {theirs} there; collective calls need the same \
+             on every rank"
+        )
+    };
+    let errors = odd(|setup| setup.options.shape.max_row_bytes = 128);
+    assert_eq!(errors, (0..ranks).map(says).collect::<Vec<_>>());
+    let mut changes = vec![
+        ((|setup| setup.options.shape.max_topk = 3) as fn(&mut Setup), "max_topk"),
+        (|setup| setup.options.shape.max_scales = 1, "max_scales"),
+        (|setup| setup.options.shape.max_tokens_per_rank = 6, "rows of the pool"),
+        (|setup| setup.options.config.num_sms += 2, "num_sms"),
+    ];
+    if place == Place::SeveralNodes {
+        changes.extend([
+            ((|setup| setup.options.ranks_per_node = Some(1)) as fn(&mut Setup), "ranks_per_node"),
+            (|setup| setup.options.transport.queues_per_peer = 3, "queues_per_peer"),
+            (|setup| setup.options.transport.kind = TransportKind::Tcp, "transport"),
+            (
+                |setup| setup.options.config.num_max_nvl_chunked_send_tokens = 7,
+                "num_max_nvl_chunked_send_tokens",
+            ),
+            (
+                |setup| setup.options.config.num_max_nvl_chunked_recv_tokens = 512,
+                "num_max_nvl_chunked_recv_tokens",
+            ),
+            (
+                |setup| setup.options.config.num_max_rdma_chunked_send_tokens = 3,
+                "num_max_rdma_chunked_send_tokens",
+            ),
+            (
+                |setup| setup.options.config.num_max_rdma_chunked_recv_tokens = 516,
+                "num_max_rdma_chunked_recv_tokens",
+            ),
+        ]);
+    }
+    for (change, what) in changes {
+        let errors = odd(change);
+        let named = errors.iter().all(|error| error.contains(&format!("disagree on {what}")));
+        assert!(errors.len() as u32 == ranks && named, "{what}: {errors:?}");
+    }
+}
+
+fn ranks_must_make_equal_dispatches(place: Place) {
+    let wide = |rank: &Rank, wide: bool| tensor(rank, DType::Bf16, &[TOKENS, if wide { 16 } else { 8 }]);
+    then_dispatch(setup(place), |rank, valid| {
+        let odd = rank.rank == 1;
+        let mine = |ours: u32, theirs: u32| if odd { (theirs, ours) } else { (ours, theirs) };
+        let disagree = |rank: &Rank, what: &str, (here, there): (u32, u32)| {
+            let (me, peer) = (rank.rank, 1 - rank.rank);
+            format!("rank {me} and rank {peer} disagree on {what}: {here} here, {there} there")
+        };
+        let x = wide(rank, odd);
+        let result = rank.dispatch(DispatchRequest { x: &x, ..valid.request() });
+        refused(result, &[&disagree(rank, "bytes per row", mine(16, 32))]);
+        let layout = rank.layout(&valid.topk_idx, if odd { 2 * EXPERTS } else { EXPERTS })?;
+        let result = rank.dispatch(DispatchRequest { layout: &layout, ..valid.request() });
+        refused(result, &[&disagree(rank, "num_experts", mine(EXPERTS, 2 * EXPERTS))]);
+        let request = if odd { DispatchRequest::new(&valid.x, &valid.layout) } else { valid.request() };
+        refused(rank.dispatch(request), &["disagree on num_topk"]);
+        let counts = Counts::OnDevice { capacity: if odd { 10 } else { 9 } };
+        let handle = rank.dispatch(DispatchRequest { counts, ..valid.request() })?.handle;
+        let parts = disagree(rank, "capacity in rows", mine(9, 10));
+        refused(rank.buffer.check_dispatch(&handle, &rank.stream), &[&parts]);
+        Ok(())
+    });
+}
+
+fn a_handle_of_another_buffer_is_refused(place: Place) {
+    then_dispatch(setup(place), |rank, valid| {
+        let mut other = Buffer::new(rank.device().clone(), &*rank.group, setup(place).options)?;
+        let handle = rank.dispatch(valid.request())?.handle;
+        let order = StreamOrder::on(&rank.stream);
+        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: 8 };
+        let parts = ["stale handle", "another buffer"];
+        refused(other.combine(CombineRequest { rows, topk_weights: None, handle: &handle }, order), &parts);
+        let request = CachedDispatchRequest { x: &valid.x, x_scales: None, handle: &handle };
+        refused(other.dispatch_cached(request, order), &parts);
+        refused(other.check_dispatch(&handle, &rank.stream), &parts);
+        rank.synchronize()
+    });
+}

@@ -1,0 +1,40 @@
+//! One node, or several: most of what is tested must hold on both.
+
+use epoxide::transport::TransportKind;
+use epoxide_testing::harness::Nodes;
+
+/// Where the ranks of a test are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    OneNode,
+    SeveralNodes,
+}
+
+impl Place {
+    /// Nodes of so many ranks with shared memory and two queues between them, where there are several.
+    pub fn nodes(self, ranks_per_node: u32) -> Option<Nodes> {
+        let nodes = Nodes { ranks_per_node, transport: TransportKind::Shm, queues: 2 };
+        (self == Place::SeveralNodes).then_some(nodes)
+    }
+}
+
+/// Makes two tests of each function, which takes the place.
+macro_rules! in_every_place {
+    ($($name:ident,)+) => {
+        mod intranode {
+            $(#[test]
+            fn $name() {
+                super::$name(crate::place::Place::OneNode);
+            })+
+        }
+
+        mod internode {
+            $(#[test]
+            fn $name() {
+                super::$name(crate::place::Place::SeveralNodes);
+            })+
+        }
+    };
+}
+
+pub(crate) use in_every_place;

@@ -1,0 +1,985 @@
+//! Round trips: layout, dispatch and combine of one routing, each output compared with the oracle, bit for bit.
+//!
+//! Every rank computes what it must get by itself, out of the case alone, a piece at a time: so the same code serves threads and
+//! processes, small cases by the thousand and rows as large as a model's.
+
+use std::ops::Range;
+
+use epoxide::Result;
+use epoxide::driver::DevicePtr;
+use epoxide::ep::{
+    CombineOutput, CombineRows, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput,
+    DispatchRequest, Tensor, Tuning,
+};
+use epoxide_gpu::layout::row_stride;
+use half::bf16;
+use rand::RngCore;
+
+use crate::compare::{self, Difference};
+use crate::harness::{Nodes, POISON, Rank, Setup};
+use crate::oracle::{self, InternodePlan, Plan, Routing};
+use crate::payload::{self, bytes_of, mix, rng_of};
+
+mod graph;
+
+/// Columns that combine's expected values are computed for at a time, to bound memory.
+const COLUMNS_AT_A_TIME: usize = 256;
+
+/// What travels, and how: the same on every rank, so that each knows what to expect of the others.
+#[derive(Debug, Clone)]
+pub struct Case {
+    /// Which experts every token of every rank selects.
+    pub routing: Routing,
+    /// Where the ranks are, for [`Case::setup`]. `None`: all on one node.
+    pub nodes: Option<Nodes>,
+    /// Channels, for [`Case::setup`].
+    pub num_channels: u32,
+    /// Expert counts are rounded up to multiples of this.
+    pub expert_alignment: u32,
+    /// Type of the dispatched rows.
+    pub dtype: DType,
+    /// Bytes of a dispatched row.
+    pub row_bytes: u32,
+    /// Scales of a row.
+    pub scales: Scales,
+    /// The weight of every entry, in place of random ones.
+    pub weight: Option<f32>,
+    /// Launch shapes, for [`Case::setup`].
+    pub tuning: Tuning,
+    /// Of the contents.
+    pub seed: u64,
+    /// Draws the order of the warps of each kernel; without it they take turns. For [`Case::setup`].
+    pub schedule_seed: Option<u64>,
+}
+
+/// Scales per token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scales {
+    /// There are none.
+    None,
+    /// One, as a tensor `[num_tokens]`.
+    Flat,
+    /// As a tensor `[num_tokens, n]`.
+    Columns(u32),
+}
+
+impl Scales {
+    /// As many columns, if any.
+    pub fn columns(count: u64) -> Scales {
+        if count == 0 { Scales::None } else { Scales::Columns(count as u32) }
+    }
+
+    fn count(self) -> u32 {
+        match self {
+            Scales::None => 0,
+            Scales::Flat => 1,
+            Scales::Columns(columns) => columns,
+        }
+    }
+}
+
+impl Case {
+    /// BF16 rows, two channels, alignment 1, all ranks on one node.
+    pub fn new(routing: Routing, row_bytes: u32) -> Case {
+        Case {
+            routing,
+            nodes: None,
+            num_channels: 2,
+            expert_alignment: 1,
+            dtype: DType::Bf16,
+            row_bytes,
+            scales: Scales::None,
+            weight: None,
+            tuning: Tuning::default(),
+            seed: 1,
+            schedule_seed: None,
+        }
+    }
+
+    /// Buffers that hold just this case; one token where it has none at all.
+    pub fn setup(&self) -> Setup {
+        let routing = &self.routing;
+        let tokens = routing.max_tokens().max(1);
+        Setup::new(routing.num_ranks(), self.num_channels, tokens, self.row_bytes.into())
+            .max_topk(routing.num_topk)
+            .max_scales(self.scales.count())
+            .tuning(self.tuning)
+            .nodes(self.nodes)
+            .schedule_seed(self.schedule_seed)
+    }
+
+    /// Runs it on threads, with all that can be asked of it.
+    ///
+    /// # Panics
+    /// Where anything is not as the oracle has it.
+    pub fn check(&self) {
+        self.setup().run(|rank| rank.check_everything(self));
+    }
+
+    /// The oracle's plan of every rank.
+    pub fn plans(&self) -> Vec<Plan> {
+        let plan = |rank| oracle::plan(&self.routing, rank, self.num_channels, self.expert_alignment);
+        (0..self.routing.num_ranks()).map(plan).collect()
+    }
+
+    /// Elements of a dispatched row.
+    pub fn hidden(&self) -> u64 {
+        u64::from(self.row_bytes) / self.dtype.size()
+    }
+
+    fn topk(&self) -> usize {
+        self.routing.num_topk as usize
+    }
+
+    /// Random bytes that begin with rank and token, so that no two rows are equal. Another `turn` is another content.
+    pub fn row(&self, turn: u64, rank: u32, token: u32) -> Vec<u8> {
+        let mut row = vec![0; self.row_bytes as usize];
+        rng_of(&[self.seed, turn, u64::from(rank), u64::from(token)]).fill_bytes(&mut row);
+        row[..4].copy_from_slice(&rank.to_le_bytes());
+        row[4..8].copy_from_slice(&token.to_le_bytes());
+        row
+    }
+
+    /// The scales of a token.
+    pub fn scales(&self, turn: u64, rank: u32, token: u32) -> Vec<f32> {
+        let mut rng = rng_of(&[!self.seed, turn, u64::from(rank), u64::from(token)]);
+        payload::rough_f32(&mut rng, self.scales.count() as usize)
+    }
+
+    /// The weights of a rank's tokens.
+    pub fn weights(&self, rank: u32) -> Vec<Vec<f32>> {
+        (0..self.routing.num_tokens(rank)).map(|token| self.token_weights(rank, token)).collect()
+    }
+
+    fn token_weights(&self, rank: u32, token: u32) -> Vec<f32> {
+        if let Some(weight) = self.weight {
+            return vec![weight; self.topk()];
+        }
+        let mut rng = rng_of(&[!self.seed, u64::MAX, u64::from(rank), u64::from(token)]);
+        payload::rough_f32(&mut rng, self.topk())
+    }
+
+    /// Columns of what `receiver` gives back for a token of a rank: numbers whose sum shows in which order and precision it was made.
+    pub fn returned(
+        &self,
+        turn: u64,
+        receiver: u32,
+        (rank, token): (u32, u32),
+        columns: Range<usize>,
+    ) -> Vec<f32> {
+        let base = mix(&[self.seed, turn, u64::from(receiver), u64::from(rank), u64::from(token)]);
+        columns.map(|column| rough(mix(&[base, column as u64]))).collect()
+    }
+
+    /// Weights that are not those received, to be given back with a row: they may come from nowhere else.
+    fn given_weights(&self, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
+        let mut rng = rng_of(&[!self.seed, u64::from(receiver), u64::from(rank), u64::from(token)]);
+        payload::rough_f32(&mut rng, self.topk())
+    }
+
+    /// The routing with the tokens of one rank alone, which are all that matter to its sums, and which of them each receiver gets.
+    fn tokens_of(&self, rank: u32) -> (Routing, Vec<Vec<(u32, u32)>>) {
+        let mut own = Routing { topk_idx: vec![Vec::new(); self.routing.topk_idx.len()], ..self.routing };
+        own.topk_idx[rank as usize].clone_from(&self.routing.topk_idx[rank as usize]);
+        let received = (0..own.num_ranks()).map(|receiver| oracle::recv_order(&own, receiver)).collect();
+        (own, received)
+    }
+
+    /// What combine gives `rank` for all of its tokens, where `returned(receiver, (rank, token))` gives a row of `columns` numbers: the
+    /// bytes of `dtype`.
+    fn sums(
+        &self,
+        rank: u32,
+        ranks_per_node: u32,
+        dtype: DType,
+        columns: usize,
+        returned: impl Fn(u32, (u32, u32)) -> Vec<f32>,
+    ) -> Vec<Vec<u8>> {
+        let (own, received) = self.tokens_of(rank);
+        let give = |(receiver, sources): (u32, &Vec<(u32, u32)>)| -> Vec<Vec<f32>> {
+            sources.iter().map(|&source| returned(receiver, source)).collect()
+        };
+        let exact: Vec<Vec<Vec<f32>>> = (0..).zip(&received).map(give).collect();
+        let bytes = |rows: &[Vec<bf16>]| rows.iter().map(|row| bytes_of(row)).collect();
+        if dtype == DType::F32 {
+            let sums = oracle::combine_f32(&own, rank, &exact, columns);
+            return sums.iter().map(|row| bytes_of(row)).collect();
+        }
+        let rounded: Vec<Vec<Vec<bf16>>> = exact.iter().map(|rows| payload::round(rows)).collect();
+        if ranks_per_node < own.num_ranks() {
+            return bytes(&oracle::Nodes::new(&own, ranks_per_node).combine(rank, &rounded, columns));
+        }
+        let widened: Vec<_> = rounded.iter().map(|rows| payload::widen(rows)).collect();
+        bytes(&payload::round(&oracle::combine_f32(&own, rank, &widened, columns)))
+    }
+
+    /// The weights that combine gives `rank`, where `returned(receiver, (rank, token))` are those given back with a row.
+    fn summed_weights(
+        &self,
+        rank: u32,
+        ranks_per_node: u32,
+        returned: impl Fn(u32, (u32, u32)) -> Vec<f32>,
+    ) -> Vec<f32> {
+        let (own, received) = self.tokens_of(rank);
+        let give = |(receiver, sources): (u32, &Vec<(u32, u32)>)| -> Vec<Vec<f32>> {
+            sources.iter().map(|&source| returned(receiver, source)).collect()
+        };
+        let all: Vec<Vec<Vec<f32>>> = (0..).zip(&received).map(give).collect();
+        let sums = match ranks_per_node < own.num_ranks() {
+            true => oracle::Nodes::new(&own, ranks_per_node).combined_weights(rank, &all),
+            false => oracle::combined_weights(&own, rank, &all),
+        };
+        sums.concat()
+    }
+
+    /// What a receiver gets of the weights of a token: 0 where the expert is another rank's.
+    fn received_weights(&self, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
+        let ids = &self.routing.topk_idx[rank as usize][token as usize];
+        let here = |expert| self.routing.owner(expert) == Some(receiver);
+        self.token_weights(rank, token)
+            .into_iter()
+            .zip(ids)
+            .map(|(weight, &id)| if here(id) { weight } else { 0.0 })
+            .collect()
+    }
+}
+
+/// A number of mixed sign and magnitude, 2^-8 to 2^8, out of random bits.
+fn rough(bits: u64) -> f32 {
+    let (sign, exponent) = ((bits >> 63) as u32, 119 + (bits >> 32 & 15) as u32);
+    f32::from_bits(sign << 31 | exponent << 23 | bits as u32 & 0x7f_ffff)
+}
+
+/// All that the ranks give to one combine, and get from it.
+pub struct Return {
+    /// Type of the rows.
+    pub dtype: DType,
+    /// `[receiver][row]`.
+    pub rows: Vec<Vec<Vec<u8>>>,
+    /// `[rank][token]`.
+    pub sums: Vec<Vec<Vec<u8>>>,
+}
+
+impl Return {
+    /// Rows whose sum shows in which order and precision it was made.
+    pub fn random(case: &Case, plans: &[Plan], turn: u64, dtype: DType) -> Return {
+        let columns = (u64::from(case.row_bytes) / dtype.size()) as usize;
+        let ranks = case.routing.num_ranks();
+        let per_node = case.nodes.map_or(ranks, |nodes| nodes.ranks_per_node);
+        let row = |receiver, source| case.returned(turn, receiver, source, 0..columns);
+        let rows = |(receiver, plan): (u32, &Plan)| {
+            plan.recv_src.iter().map(|&source| to_bytes(dtype, &row(receiver, source))).collect()
+        };
+        Return {
+            dtype,
+            rows: (0..).zip(plans).map(rows).collect(),
+            sums: (0..ranks).map(|rank| case.sums(rank, per_node, dtype, columns, row)).collect(),
+        }
+    }
+}
+
+/// Numbers as F32, or rounded to BF16.
+fn to_bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::F32 => bytes_of(values),
+        _ => bytes_of(&values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
+    }
+}
+
+/// What one rank must find.
+#[derive(Debug, Clone)]
+pub struct Expected {
+    /// The plan.
+    pub plan: Plan,
+    /// What several nodes add to it.
+    pub internode: Option<InternodePlan>,
+}
+
+/// Where received rows and what travels with them begin in the pool.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Regions {
+    x: DevicePtr,
+    scales: Option<DevicePtr>,
+    topk_idx: Option<DevicePtr>,
+    topk_weights: Option<DevicePtr>,
+    src_idx: Option<DevicePtr>,
+    src_meta: Option<DevicePtr>,
+}
+
+/// Where the rows of a combine are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Tensor,
+    Pool,
+}
+
+/// What one combine is of.
+#[derive(Debug, Clone, Copy)]
+struct Combine<'a> {
+    what: &'a str,
+    turn: u64,
+    dtype: DType,
+    columns: u64,
+    place: Place,
+    /// What is given back as weights, and what must come of it.
+    weights: Option<(&'a Tensor, &'a [f32])>,
+}
+
+/// This rank's part of a case on its device.
+struct Inputs {
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+}
+
+impl Rank {
+    /// What this rank must find, with this buffer's channels and nodes.
+    pub fn expect(&self, case: &Case) -> Expected {
+        let channels = self.buffer.config().num_channels();
+        let plan = oracle::plan(&case.routing, self.rank, channels, case.expert_alignment);
+        let several = self.buffer.num_nodes() > 1;
+        let nodes = several.then(|| oracle::Nodes::new(&case.routing, self.buffer.ranks_per_node()));
+        Expected { plan, internode: nodes.map(|nodes| nodes.plan(self.rank, channels)) }
+    }
+
+    /// Notes a difference, if there is one.
+    pub fn note(&mut self, difference: Difference) {
+        self.failures.extend(difference);
+    }
+
+    /// The first failed check since the last call, which takes all of them.
+    pub fn take_failure(&mut self) -> Option<String> {
+        std::mem::take(&mut self.failures).into_iter().next()
+    }
+
+    /// This rank's ids and weights of a case, on the device.
+    pub fn topk(&self, case: &Case) -> Result<(Tensor, Tensor)> {
+        let shape = [u64::from(case.routing.num_tokens(self.rank)), u64::from(case.routing.num_topk)];
+        let ids = case.routing.flat_topk_idx(self.rank);
+        let ids = Tensor::from_host(&self.stream, DType::I64, &shape, &ids)?;
+        let weights = case.weights(self.rank).concat();
+        Ok((ids, Tensor::from_host(&self.stream, DType::F32, &shape, &weights)?))
+    }
+
+    /// This rank's rows and scales of a case, on the device.
+    pub fn payload(&self, case: &Case, turn: u64) -> Result<(Tensor, Option<Tensor>)> {
+        let (rank, tokens) = (self.rank, case.routing.num_tokens(self.rank));
+        let bytes = (0..tokens).map(|token| case.row(turn, rank, token)).collect::<Vec<_>>().concat();
+        let x = Tensor::alloc(self.device(), case.dtype, &[u64::from(tokens), case.hidden()])?;
+        if !bytes.is_empty() {
+            self.stream.write(x.ptr(), &bytes)?;
+        }
+        let shape = match case.scales {
+            Scales::None => return Ok((x, None)),
+            Scales::Flat => vec![u64::from(tokens)],
+            Scales::Columns(columns) => vec![u64::from(tokens), u64::from(columns)],
+        };
+        let scales: Vec<f32> = (0..tokens).flat_map(|token| case.scales(turn, rank, token)).collect();
+        Ok((x, Some(Tensor::from_host(&self.stream, DType::F32, &shape, &scales)?)))
+    }
+
+    /// Remembers where a dispatch puts things, for [`Rank::poison_received`].
+    pub fn learn_regions(&mut self, output: &DispatchOutput) {
+        let ptr = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::ptr);
+        self.regions = Some(Regions {
+            x: output.recv_x.ptr(),
+            scales: ptr(&output.recv_x_scales),
+            topk_idx: ptr(&output.recv_topk_idx),
+            topk_weights: ptr(&output.recv_topk_weights),
+            src_idx: ptr(&output.recv_src_idx),
+            src_meta: ptr(&output.recv_src_meta),
+        });
+    }
+
+    /// Spoils the first `rows` rows of all that a dispatch of `case` writes in the own pool, once it is known where. Every peer's rows
+    /// have arrived, and no peer sends the next ones before this rank enters the next dispatch.
+    pub fn poison_received(&self, case: &Case, rows: u64) -> Result<()> {
+        let Some(regions) = &self.regions else {
+            return Ok(());
+        };
+        let topk = u64::from(case.routing.num_topk);
+        for (at, bytes) in [
+            (Some(regions.x), rows * row_stride(case.row_bytes.into())),
+            (regions.scales, rows * u64::from(case.scales.count()) * 4),
+            (regions.topk_idx, rows * topk * 8),
+            (regions.topk_weights, rows * topk * 4),
+            (regions.src_idx, rows * 4),
+            (regions.src_meta, rows * 8),
+        ] {
+            if let (Some(at), 1..) = (at, bytes) {
+                // SAFETY: a dispatch of this buffer has written there, in memory that the buffer keeps, and callers give no more rows
+                // than it has room for.
+                unsafe { self.stream.fill(at, POISON, bytes)? };
+            }
+        }
+        self.stream.synchronize()
+    }
+
+    /// One round trip, and all that it gives: layout, dispatch, combine from a tensor with weights, cached dispatch of other bytes, combine
+    /// from the pool. Gives the rows received. Collective.
+    ///
+    /// What is wrong is noted and the trip goes on, so that the other ranks are not left waiting.
+    ///
+    /// # Errors
+    /// Whatever the operations report.
+    pub fn round_trip(&mut self, case: &Case) -> Result<u64> {
+        let expected = self.expect(case);
+        let rows = u64::from(expected.plan.num_recv_tokens);
+        let (inputs, layout) = self.lay_out(case, &expected)?;
+
+        self.poison_received(case, rows)?;
+        let (x, scales) = self.payload(case, 0)?;
+        let output = self.dispatch(request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact))?;
+        self.learn_regions(&output);
+        self.check_dispatch(case, 0, &expected, "dispatch", &output)?;
+        let combine = Combine {
+            what: "combine",
+            turn: 1,
+            dtype: DType::Bf16,
+            columns: case.hidden(),
+            place: Place::Tensor,
+            weights: None,
+        };
+        let given = output.recv_topk_weights.clone();
+        let summed = self.round_trip_of_weights(case);
+        let weights = given.as_ref().map(|given| (given, &summed[..]));
+        self.check_combine(case, &expected.plan, &output.handle, Combine { weights, ..combine })?;
+
+        self.poison_received(case, rows)?;
+        let (x, scales) = self.payload(case, 2)?;
+        let cached = self.dispatch_cached(&x, scales.as_ref(), &output.handle)?;
+        self.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
+        let combine = Combine { what: "combine from the pool", turn: 3, place: Place::Pool, ..combine };
+        self.check_combine(case, &expected.plan, &cached.handle, combine)?;
+
+        for tensor in self.spoilable(&layout, &output.handle)? {
+            self.poison(&tensor)?;
+        }
+        Ok(rows)
+    }
+
+    /// Everything that can be asked of one routing: dispatches with and without a wait of the host and cached, that they write what they
+    /// should and nothing else, four combines in either place, of either dtype and along either handle. Collective.
+    ///
+    /// # Errors
+    /// Whatever the operations report.
+    pub fn check_everything(&mut self, case: &Case) -> Result<()> {
+        let expected = self.expect(case);
+        let plan = &expected.plan;
+        let capacity = self.buffer.capacity();
+        let (inputs, layout) = self.lay_out(case, &expected)?;
+        layout.validate(&self.stream, &inputs.topk_idx)?;
+
+        // Counts stay on the device: the outputs are the whole pool.
+        let (x, scales) = self.payload(case, 1)?;
+        let counts = self.on_device();
+        let whole = self.dispatch(request(case, &inputs, &layout, &x, scales.as_ref(), counts))?;
+        self.buffer.check_dispatch(&whole.handle, &self.stream)?;
+        self.check(whole.num_recv_tokens.is_none(), "num_recv_tokens is unknown without a host wait");
+        self.learn_regions(&whole);
+        self.check_dispatch(case, 1, &expected, "on-device dispatch", &whole)?;
+
+        // Exact counts, into a poisoned pool.
+        self.poison_received(case, capacity)?;
+        let exact = self.dispatch(request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact))?;
+        self.equal("num_recv_tokens", exact.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
+        self.check_dispatch(case, 1, &expected, "exact dispatch", &exact)?;
+        self.check(exact.recv_x.ptr() == whole.recv_x.ptr(), "recv_x lies in the pool");
+        self.check_untouched(case, plan, &whole, true)?;
+        let recv_weights = exact.recv_topk_weights.clone();
+
+        // The same routing with other rows; metadata does not travel.
+        let weights_before =
+            recv_weights.as_ref().map(|tensor| tensor.to_host::<f32>(&self.stream)).transpose()?;
+        self.poison_received(case, capacity)?;
+        let (x, scales) = self.payload(case, 2)?;
+        let cached = self.dispatch_cached(&x, scales.as_ref(), &exact.handle);
+        // The rules of the interface ask for more than one channel in a cached dispatch across nodes.
+        let last_handle = if self.buffer.config().num_channels() > 1 || self.buffer.num_nodes() == 1 {
+            let cached = cached?;
+            self.equal("cached num_recv_tokens", cached.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
+            self.check_received(case, 2, &plan.recv_src, "cached dispatch", &cached)?;
+            self.check(cached.recv_x.ptr() == whole.recv_x.ptr(), "recv_x lies in the pool");
+            let metadata = (&cached.recv_topk_idx, &cached.recv_topk_weights, &cached.recv_src_idx);
+            let without = matches!(metadata, (None, None, None)) && cached.recv_src_meta.is_none();
+            self.check(without, "a cached dispatch gives no metadata");
+            self.check_untouched(case, plan, &whole, false)?;
+            cached.handle
+        } else {
+            let error = cached.err().map_or("no error".into(), |error| error.to_string());
+            self.check(error.starts_with("num_sms = 2: "), format!("a cached dispatch gives {error}"));
+            exact.handle.clone()
+        };
+
+        // Weights go back as they came: each survives where its id is valid.
+        let shape = [u64::from(plan.num_recv_tokens), u64::from(case.routing.num_topk)];
+        let upload =
+            |rank: &Rank, values: &[f32]| Tensor::from_host(&rank.stream, DType::F32, &shape, values);
+        let given = weights_before.map(|weights| upload(self, &weights)).transpose()?;
+        let summed = self.round_trip_of_weights(case);
+        let weights = given.as_ref().map(|given| (given, &summed[..]));
+        let columns = |dtype: DType| u64::from(case.row_bytes) / dtype.size();
+        let first = Combine {
+            what: "first combine",
+            turn: 3,
+            dtype: DType::Bf16,
+            columns: columns(DType::Bf16),
+            place: Place::Tensor,
+            weights,
+        };
+        self.check_combine(case, plan, &exact.handle, first)?;
+
+        // The handle feeds further combines: other rows, either place, either dtype; so does the older handle.
+        let given: Vec<f32> =
+            plan.recv_src.iter().flat_map(|&source| case.given_weights(self.rank, source)).collect();
+        let per_node = self.buffer.ranks_per_node();
+        let summed =
+            case.summed_weights(self.rank, per_node, |receiver, source| case.given_weights(receiver, source));
+        let given = upload(self, &given)?;
+        let weights = Some((&given, &summed[..]));
+        let second = Combine { what: "combine from the pool", turn: 4, place: Place::Pool, weights, ..first };
+        self.check_combine(case, plan, &exact.handle, second)?;
+        // Between nodes rows are summed in BF16 only.
+        let dtype = if self.buffer.num_nodes() == 1 { DType::F32 } else { DType::Bf16 };
+        let third = Combine {
+            what: "third combine",
+            turn: 5,
+            dtype,
+            columns: columns(dtype),
+            weights: None,
+            ..first
+        };
+        self.check_combine(case, plan, &whole.handle, third)?;
+        let fourth = Combine { what: "fourth combine", turn: 6, place: Place::Pool, ..third };
+        self.check_combine(case, plan, &last_handle, fourth)?;
+        if case.dtype == DType::F32 && self.buffer.num_nodes() == 1 {
+            self.check_echo(case, &exact.handle)?;
+        }
+        self.stream.synchronize()
+    }
+
+    /// Received rows can go back as they are, strided as they lie in the pool.
+    fn check_echo(&mut self, case: &Case, handle: &DispatchHandle) -> Result<()> {
+        const TURN: u64 = 7;
+        let (rank, columns) = (self.rank, case.hidden() as usize);
+        // Of any receiver the same.
+        let row = |source| case.returned(TURN, 0, source, 0..columns);
+        let rows: Vec<Vec<f32>> =
+            (0..case.routing.num_tokens(rank)).map(|token| row((rank, token))).collect();
+        let x = self.upload(DType::F32, columns, &rows)?;
+        let cached = self.dispatch_cached(&x, None, handle)?;
+        let output = self.combine(CombineRows::Tensor(&cached.recv_x), None, handle)?;
+        self.stream.synchronize()?;
+        let got = self.row_bytes(&output.combined_x)?;
+        let sums =
+            case.sums(rank, self.buffer.ranks_per_node(), DType::F32, columns, |_, source| row(source));
+        self.equal("combined_x of recv_x itself", &got, &sums);
+        Ok(())
+    }
+
+    /// Makes the layout, and compares it.
+    fn lay_out(&mut self, case: &Case, expected: &Expected) -> Result<(Inputs, DispatchLayout)> {
+        let (topk_idx, topk_weights) = self.topk(case)?;
+        let layout = self.layout(&topk_idx, case.routing.num_experts)?;
+        let difference = self.compare_layout(&layout, expected)?;
+        self.note(difference);
+        Ok((Inputs { topk_idx, topk_weights }, layout))
+    }
+
+    /// Compares a layout.
+    pub fn compare_layout(&self, layout: &DispatchLayout, expected: &Expected) -> Result<Difference> {
+        let difference = compare::layout(&self.stream, layout, &expected.plan.layout)?;
+        Ok(difference.or(compare::nodes(&self.stream, layout, expected.internode.as_ref())?))
+    }
+
+    /// Compares all that a dispatch with metadata gave.
+    fn check_dispatch(
+        &mut self,
+        case: &Case,
+        turn: u64,
+        expected: &Expected,
+        what: &str,
+        output: &DispatchOutput,
+    ) -> Result<()> {
+        self.check_received(case, turn, &expected.plan.recv_src, what, output)?;
+        let metadata = self.compare_metadata(case, expected, output)?;
+        self.note(metadata.map(|difference| format!("{what}: {difference}")));
+        Ok(())
+    }
+
+    /// Compares received rows and scales with those of turn `turn`, of the tokens `sources`, (rank, token) row after row.
+    pub fn check_received(
+        &mut self,
+        case: &Case,
+        turn: u64,
+        sources: &[(u32, u32)],
+        what: &str,
+        output: &DispatchOutput,
+    ) -> Result<()> {
+        let rows = output.num_recv_tokens.map_or(self.buffer.capacity(), u64::from);
+        let recv_x = &output.recv_x;
+        let mut difference = compare::value("recv_x shape", recv_x.shape(), &[rows, case.hidden()][..])
+            .or(compare::value("recv_x dtype", recv_x.dtype(), case.dtype));
+        if difference.is_none() {
+            let got = self.first_rows(recv_x, sources.len() as u64)?;
+            let row = |source, token| case.row(turn, source, token);
+            difference = compare::rows("recv_x", &got, case.row_bytes as usize, sources, row);
+        }
+        match (&output.recv_x_scales, case.scales) {
+            (None, Scales::None) => {}
+            (Some(scales), Scales::Flat | Scales::Columns(_)) => {
+                let columns = (case.scales != Scales::Flat).then_some(case.scales.count().into());
+                let shape: Vec<u64> = std::iter::once(rows).chain(columns).collect();
+                let of_token = |&(source, token): &(u32, u32)| case.scales(turn, source, token);
+                let expected: Vec<f32> = sources.iter().flat_map(of_token).collect();
+                let got: Vec<f32> = payload::values_of(&self.first_rows(scales, sources.len() as u64)?);
+                difference = difference
+                    .or_else(|| compare::value("recv_x_scales shape", scales.shape(), &shape[..]))
+                    .or_else(|| {
+                        compare::bits("recv_x_scales", case.scales.count() as usize, &got, &expected)
+                    });
+            }
+            (got, _) => {
+                let words = |some: bool| if some { "some" } else { "none" };
+                let (want, got) = (words(got.is_none()), words(got.is_some()));
+                difference = difference.or(Some(format!("recv_x_scales: expected {want}, got {got}")));
+            }
+        }
+        let rows = output.handle.num_recv_tokens(&self.stream)?;
+        let difference =
+            difference.or_else(|| compare::value("num_recv_tokens", rows as usize, sources.len()));
+        self.note(difference.map(|difference| format!("{what}: {difference}")));
+        Ok(())
+    }
+
+    /// Compares what travels with the rows, the counts and the handle.
+    pub fn compare_metadata(
+        &self,
+        case: &Case,
+        expected: &Expected,
+        output: &DispatchOutput,
+    ) -> Result<Difference> {
+        let (Some(ids), Some(weights), Some(src_idx)) =
+            (&output.recv_topk_idx, &output.recv_topk_weights, &output.recv_src_idx)
+        else {
+            return Ok(Some("dispatch gave no recv_topk_idx, recv_topk_weights or recv_src_idx".to_owned()));
+        };
+        let (plan, columns) = (&expected.plan, case.topk());
+        let rows = plan.recv_src.len() as u64;
+        let weights_of = |&source: &(u32, u32)| case.received_weights(self.rank, source);
+        let want_weights: Vec<f32> = plan.recv_src.iter().flat_map(weights_of).collect();
+        let want_src: Vec<i32> = plan.recv_src.iter().map(|&(_, token)| token as i32).collect();
+        let ids: Vec<i64> = payload::values_of(&self.first_rows(ids, rows)?);
+        let weights: Vec<f32> = payload::values_of(&self.first_rows(weights, rows)?);
+        let src_idx: Vec<i32> = payload::values_of(&self.first_rows(src_idx, rows)?);
+        // Empty where the host did not wait; the handle has them on the device.
+        let waited = output.num_recv_tokens.is_some();
+        let per_expert = if waited { &plan.num_recv_tokens_per_expert[..] } else { &[] };
+        Ok(compare::table("recv_topk_idx", columns, &ids, &plan.recv_topk_idx.concat())
+            .or(compare::bits("recv_topk_weights", columns, &weights, &want_weights))
+            .or(compare::table("recv_src_idx", 1, &src_idx, &want_src))
+            .or_else(|| {
+                let got = &output.num_recv_tokens_per_expert[..];
+                compare::value("num_recv_tokens_per_expert_list", got, per_expert)
+            })
+            .or(self.compare_sources(expected, output)?)
+            .or(compare::handle(&self.stream, &output.handle, plan, expected.internode.as_ref())?))
+    }
+
+    /// Compares where rows came from, which only a dispatch across nodes says.
+    fn compare_sources(&self, expected: &Expected, output: &DispatchOutput) -> Result<Difference> {
+        match (&expected.internode, &output.recv_src_meta) {
+            (None, None) => Ok(None),
+            (Some(plan), Some(meta)) => {
+                let rows = plan.recv_src_meta.len() as u64;
+                let got: Vec<i32> = payload::values_of(&self.first_rows(meta, rows)?);
+                Ok(compare::table("recv_src_meta", 2, &got, &plan.recv_src_meta.concat()))
+            }
+            (plan, meta) => {
+                Ok(Some(format!("recv_src_meta: expected {}, got {}", plan.is_some(), meta.is_some())))
+            }
+        }
+    }
+
+    /// Notes what a dispatch into a poisoned pool has written besides rows.
+    fn check_untouched(
+        &mut self,
+        case: &Case,
+        plan: &Plan,
+        whole: &DispatchOutput,
+        with_metadata: bool,
+    ) -> Result<()> {
+        let rows = plan.num_recv_tokens as usize;
+        let poisoned = |bytes: &[u8]| bytes.iter().all(|&byte| byte == POISON);
+        let stride = whole.recv_x.row_stride() as usize;
+        for (row, bytes) in self.raw(&whole.recv_x)?.chunks(stride).enumerate() {
+            let used = if row < rows { case.row_bytes as usize } else { 0 };
+            self.check(poisoned(&bytes[used..]), format!("padding of recv_x row {row} is untouched"));
+        }
+        let metadata =
+            [&whole.recv_topk_idx, &whole.recv_topk_weights, &whole.recv_src_idx, &whole.recv_src_meta];
+        let metadata = metadata.map(|tensor| (tensor, if with_metadata { rows } else { 0 }));
+        for (tensor, rows) in metadata.into_iter().chain([(&whole.recv_x_scales, rows)]) {
+            let Some(tensor) = tensor else { continue };
+            let used = rows * tensor.row_stride() as usize;
+            let bytes = self.raw(tensor)?;
+            self.check(poisoned(&bytes[used..]), format!("{tensor:?} is untouched from row {rows} on"));
+        }
+        Ok(())
+    }
+
+    /// Writes what this rank gives back for the rows of `sources`, in BF16 or F32.
+    pub fn write_returned(
+        &self,
+        case: &Case,
+        turn: u64,
+        sources: &[(u32, u32)],
+        rows: &Tensor,
+    ) -> Result<()> {
+        let columns = rows.columns() as usize;
+        let row = |&source: &(u32, u32)| case.returned(turn, self.rank, source, 0..columns);
+        if rows.dtype() == DType::F32 {
+            let values: Vec<f32> = sources.iter().flat_map(row).collect();
+            return rows.write(&self.stream, &values);
+        }
+        let values: Vec<bf16> = sources.iter().flat_map(row).map(bf16::from_f32).collect();
+        rows.write(&self.stream, &values)
+    }
+
+    /// Combines, compares all that comes of it, and spoils what it got, which the next combine is likely to get again.
+    fn check_combine(
+        &mut self,
+        case: &Case,
+        plan: &Plan,
+        handle: &DispatchHandle,
+        combine: Combine<'_>,
+    ) -> Result<()> {
+        let Combine { what, turn, dtype, columns, place, weights } = combine;
+        let count = plan.recv_src.len() as u64;
+        let tensor;
+        let rows = match place {
+            Place::Tensor => {
+                tensor = Tensor::alloc(self.device(), dtype, &[count, columns])?;
+                self.write_returned(case, turn, &plan.recv_src, &tensor)?;
+                CombineRows::Tensor(&tensor)
+            }
+            Place::Pool => {
+                let capacity = self.buffer.capacity();
+                self.poison(&self.buffer.combine_rows(dtype, capacity, columns)?)?;
+                let pool = self.buffer.combine_rows(dtype, count, columns)?;
+                self.write_returned(case, turn, &plan.recv_src, &pool)?;
+                CombineRows::InPool { dtype, hidden: columns }
+            }
+        };
+        let output = self.combine(rows, weights.map(|(given, _)| given), handle)?;
+        // A rank without tokens reads nothing below, and the inputs must outlive the kernels.
+        self.stream.synchronize()?;
+        self.buffer.check()?;
+        let sums = self.compare_sums(case, turn, dtype, columns, &output.combined_x)?;
+        let summed = compare_weights(self, case, weights.map(|(_, summed)| summed), &output)?;
+        self.note(sums.or(summed).map(|difference| format!("{what}: {difference}")));
+        self.poison_combined(&output)
+    }
+
+    /// Compares the sums of what all ranks gave back in a turn.
+    pub fn compare_sums(
+        &self,
+        case: &Case,
+        turn: u64,
+        dtype: DType,
+        hidden: u64,
+        combined: &Tensor,
+    ) -> Result<Difference> {
+        let tokens = u64::from(case.routing.num_tokens(self.rank));
+        let difference = compare::value("combined_x shape", combined.shape(), &[tokens, hidden][..])
+            .or(compare::value("combined_x dtype", combined.dtype(), dtype));
+        if difference.is_some() {
+            return Ok(difference);
+        }
+        let (size, hidden) = (dtype.size() as usize, hidden as usize);
+        let got = self.first_rows(combined, tokens)?;
+        for start in (0..hidden).step_by(COLUMNS_AT_A_TIME) {
+            let columns = start..hidden.min(start + COLUMNS_AT_A_TIME);
+            let returned = |receiver, source| case.returned(turn, receiver, source, columns.clone());
+            let per_node = self.buffer.ranks_per_node();
+            let sums = case.sums(self.rank, per_node, dtype, columns.len(), returned);
+            for (token, (got, want)) in got.chunks_exact(hidden * size).zip(&sums).enumerate() {
+                let got = &got[start * size..columns.end * size];
+                let Some(at) = got.iter().zip(want).position(|(got, want)| got != want) else { continue };
+                let number = |bytes: &[u8]| match dtype {
+                    DType::F32 => payload::values_of::<f32>(bytes)[0],
+                    _ => payload::values_of::<bf16>(bytes)[0].to_f32(),
+                };
+                let at = at / size * size..at / size * size + size;
+                let column = start + at.start / size;
+                let (want, got) = (number(&want[at.clone()]), number(&got[at]));
+                return Ok(Some(format!(
+                    "combined_x, token {token}, column {column}: expected {want}, got {got}"
+                )));
+            }
+        }
+        Ok(None)
+    }
+
+    /// What combine must give as weights where those received go back as they came.
+    pub fn round_trip_of_weights(&self, case: &Case) -> Vec<f32> {
+        let per_node = self.buffer.ranks_per_node();
+        case.summed_weights(self.rank, per_node, |receiver, source| case.received_weights(receiver, source))
+    }
+
+    /// Spoils what a combine gave.
+    fn poison_combined(&self, output: &CombineOutput) -> Result<()> {
+        let weights = output.combined_topk_weights.as_ref();
+        [Some(&output.combined_x), weights].into_iter().flatten().try_for_each(|tensor| self.poison(tensor))
+    }
+
+    /// What a trip leaves in memory that the next one is likely to get again.
+    fn spoilable(&self, layout: &DispatchLayout, handle: &DispatchHandle) -> Result<Vec<Tensor>> {
+        let mut tensors = vec![
+            layout.is_token_in_rank(),
+            layout.num_tokens_per_rank(),
+            layout.num_tokens_per_expert(),
+            handle.send_head(),
+            handle.num_recv_tokens_per_expert(),
+        ];
+        tensors.extend(layout.num_tokens_per_rdma_rank());
+        if let Some(handle) = handle.intranode() {
+            tensors.extend([
+                handle.rank_prefix_matrix(),
+                handle.channel_prefix_matrix(),
+                handle.recv_channel_prefix_matrix(),
+            ]);
+        }
+        if let Some(handle) = handle.internode() {
+            tensors.extend([
+                handle.rdma_channel_prefix_matrix(),
+                handle.gbl_channel_prefix_matrix(),
+                handle.recv_rdma_channel_prefix_matrix(),
+                handle.recv_rdma_rank_prefix_sum(),
+                handle.recv_gbl_channel_prefix_matrix(),
+                handle.recv_gbl_rank_prefix_sum(),
+                handle.send_rdma_head(),
+                handle.send_nvl_head(&self.stream)?,
+            ]);
+        }
+        Ok(tensors)
+    }
+}
+
+/// Compares combined weights with those that must come; `None` where none were given.
+pub fn compare_weights(
+    rank: &Rank,
+    case: &Case,
+    want: Option<&[f32]>,
+    output: &CombineOutput,
+) -> Result<Difference> {
+    match (&output.combined_topk_weights, want) {
+        (None, None) => Ok(None),
+        (Some(got), Some(want)) => {
+            let got = got.to_host::<f32>(&rank.stream)?;
+            Ok(compare::bits("combined_topk_weights", case.topk(), &got, want))
+        }
+        (got, want) => {
+            let words = |some: bool| if some { "some" } else { "none" };
+            let (want, got) = (words(want.is_some()), words(got.is_some()));
+            Ok(Some(format!("combined_topk_weights: expected {want}, got {got}")))
+        }
+    }
+}
+
+fn request<'a>(
+    case: &Case,
+    inputs: &'a Inputs,
+    layout: &'a DispatchLayout,
+    x: &'a Tensor,
+    x_scales: Option<&'a Tensor>,
+    counts: Counts,
+) -> DispatchRequest<'a> {
+    DispatchRequest {
+        x_scales,
+        topk_idx: Some(&inputs.topk_idx),
+        topk_weights: Some(&inputs.topk_weights),
+        expert_alignment: case.expert_alignment,
+        counts,
+        ..DispatchRequest::new(x, layout)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::Style;
+
+    /// Two ranks, some tokens of which go to both.
+    fn case() -> Case {
+        let routing = Routing::random(&mut rng_of(&[5]), &[6, 4], 2, 4, Style::WithHoles);
+        Case { dtype: DType::Fp8E4m3, scales: Scales::Columns(3), ..Case::new(routing, 48) }
+    }
+
+    #[test]
+    fn every_turn_is_another_content() {
+        let case = case();
+        assert_ne!(case.row(0, 1, 2), case.row(1, 1, 2));
+        assert_eq!(case.row(0, 1, 2)[..8], [1, 0, 0, 0, 2, 0, 0, 0]);
+        assert_ne!(case.scales(0, 1, 2), case.scales(1, 1, 2));
+        assert_eq!(case.returned(0, 1, (0, 3), 2..5), case.returned(0, 1, (0, 3), 0..9)[2..5]);
+        assert_ne!(case.returned(0, 1, (0, 3), 0..9), case.returned(0, 0, (0, 3), 0..9));
+    }
+
+    #[test]
+    fn numbers_have_mixed_signs_and_magnitudes() {
+        let numbers: Vec<f32> = (0..4096).map(|at| rough(mix(&[at]))).collect();
+        assert!(numbers.iter().all(|number| (2.0f32.powi(-8)..256.0).contains(&number.abs())));
+        assert!(
+            numbers.iter().any(|number| *number < -128.0) && numbers.iter().any(|number| *number > 128.0)
+        );
+        assert!(numbers.iter().any(|number| number.abs() < 0.01));
+    }
+
+    /// What is checked must be able to fail.
+    #[test]
+    fn what_is_not_as_it_should_be_is_noted() {
+        let case = case();
+        // The sums are BF16, twice as long as the rows.
+        let setup = Setup::new(2, 2, 6, 96).max_topk(2).max_scales(3);
+        let noted = setup.run(|rank| {
+            rank.round_trip(&case)?;
+            rank.check(rank.failures.is_empty(), "the round trip itself is right");
+            let expected = rank.expect(&case);
+            let sources = expected.plan.recv_src.clone();
+            let (inputs, layout) = rank.lay_out(&case, &expected)?;
+            let (x, scales) = rank.payload(&case, 0)?;
+            let request = request(&case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+            let output = rank.dispatch(request)?;
+            let sound = std::mem::take(&mut rank.failures);
+
+            let mut noted = vec![sound.len()];
+            let mut failed = |rank: &mut Rank| noted.push(std::mem::take(&mut rank.failures).len());
+            rank.check_received(&case, 1, &sources, "rows of another turn", &output)?;
+            failed(rank);
+            rank.check_received(&case, 0, &sources[1..], "a row too many", &output)?;
+            failed(rank);
+            let other = Case { seed: 2, ..case.clone() };
+            let metadata = rank.compare_metadata(&other, &expected, &output)?;
+            rank.note(metadata);
+            failed(rank);
+            let rows = rank.buffer.combine_rows(DType::Bf16, sources.len() as u64, 24)?;
+            rank.write_returned(&case, 3, &sources, &rows)?;
+            let in_pool = CombineRows::InPool { dtype: DType::Bf16, hidden: 24 };
+            let combined = rank.combine(in_pool, output.recv_topk_weights.as_ref(), &output.handle)?;
+            for turn in [3, 4] {
+                let sums = rank.compare_sums(&case, turn, DType::Bf16, 24, &combined.combined_x)?;
+                rank.note(sums);
+                failed(rank);
+            }
+            let mut weights = rank.round_trip_of_weights(&case);
+            for _ in 0..2 {
+                let difference = compare_weights(rank, &case, Some(&weights), &combined)?;
+                rank.note(difference);
+                failed(rank);
+                weights[0] += 1.0;
+            }
+            Ok(noted)
+        });
+        assert_eq!(noted, [[0, 1, 1, 1, 0, 1, 0, 1]; 2].map(Vec::from));
+    }
+}
