@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::{Device, Event, Memory, MemoryKind, Stream};
 use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CeilingShape, CombineRequest, CombineRows,
-    Counts, DType, Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, StreamOrder,
-    Tensor, TracedLaunch,
+    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CeilingShape, CombineRequest, Counts, DType,
+    Direction, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Place, StreamOrder, Tensor,
+    TracedLaunch, TypedTensor,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::transport::PutTrace;
@@ -153,16 +153,13 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
     group.barrier(group.timeout())?;
     let free_before = device.free_memory()?;
     let start = Instant::now();
-    let options = BufferOptions {
-        config,
-        tuning: plan.shapes.tuning(),
-        timeout: TIMEOUT,
-        ranks_per_node: Some(world.ranks_per_node),
-        num_nvl_bytes: plan.nvl_bytes,
-        num_rdma_bytes: plan.rdma_bytes,
-        transport: plan.transport_options(TIMEOUT),
-        ..BufferOptions::new(shape)
-    };
+    let mut options = BufferOptions::new(shape)
+        .config(config)
+        .tuning(plan.shapes.tuning())
+        .timeout(TIMEOUT)
+        .ranks_per_node(world.ranks_per_node)
+        .transport(plan.transport_options(TIMEOUT));
+    (options.num_nvl_bytes, options.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
     let buffer = Buffer::new(device.clone(), &**group, options)?;
     let setup_ms = start.elapsed().as_secs_f64() * 1e3;
     let device_bytes = free_before.saturating_sub(device.free_memory()?);
@@ -206,12 +203,14 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
 struct Bench<'a> {
     plan: &'a Plan,
     rig: Rank,
-    x: Tensor,
-    scales: Option<Tensor>,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    layout: DispatchLayout,
-    no_rows: Tensor,
+    place: Place,
+    x: Tensor<'static>,
+    scales: Option<TypedTensor<'static, f32>>,
+    topk_weights: TypedTensor<'static, f32>,
+    layout: DispatchLayout<'static>,
+    no_rows: Tensor<'static>,
+    /// Rows that the routing brings here.
+    received: u64,
     /// The routing, of as many channels as the buffer has.
     routing: DispatchHandle,
     /// A routing of no tokens: its dispatch is a barrier between the devices.
@@ -227,7 +226,10 @@ impl<'a> Bench<'a> {
         let (buffer, stream) = (&mut rig.buffer, &rig.stream);
         let layout = buffer.get_dispatch_layout(&topk_idx, plan.experts, StreamOrder::on(stream))?;
         let no_rows = Tensor::alloc(buffer.device(), x.dtype(), &[0, plan.hidden])?;
-        let (routing, nothing) = Self::route(plan, buffer, stream, (&x, scales.as_ref(), &layout), &no_rows)?;
+        let mut place = buffer.place(0)?;
+        let rows = (&x, scales.as_ref(), &layout);
+        let (routing, nothing) = Self::route(plan, buffer, stream, &mut place, rows, &no_rows)?;
+        let received = routing.num_recv_tokens(stream)?.into();
         let flush_bytes = if buffer.device().info().is_virtual { 0 } else { plan.flush_mib << 20 };
         let flush = match flush_bytes {
             0 => None,
@@ -237,12 +239,13 @@ impl<'a> Bench<'a> {
         Ok(Bench {
             plan,
             rig,
+            place,
             x,
             scales,
-            topk_idx,
             topk_weights,
             layout,
             no_rows,
+            received,
             routing,
             nothing,
             flush,
@@ -255,66 +258,64 @@ impl<'a> Bench<'a> {
         plan: &Plan,
         buffer: &mut Buffer,
         stream: &Stream,
-        (x, x_scales, layout): (&Tensor, Option<&Tensor>, &DispatchLayout),
+        place: &mut Place,
+        (x, x_scales, layout): (&Tensor, Option<&TypedTensor<'_, f32>>, &DispatchLayout),
         no_rows: &Tensor,
     ) -> Result<(DispatchHandle, DispatchHandle)> {
-        let no_ids = Tensor::alloc(buffer.device(), DType::I64, &[0, plan.topk as u64])?;
-        let empty = buffer.get_dispatch_layout(&no_ids, plan.experts, StreamOrder::on(stream))?;
-        let nothing = buffer.dispatch(DispatchRequest::new(no_rows, &empty), StreamOrder::on(stream))?;
-        let request = DispatchRequest { x_scales, ..DispatchRequest::new(x, layout) };
-        Ok((buffer.dispatch(request, StreamOrder::on(stream))?.handle, nothing.handle))
+        let order = StreamOrder::on(stream);
+        let no_ids = TypedTensor::from_host(stream, &[0, plan.topk as u64], &[])?;
+        let empty = buffer.get_dispatch_layout(&no_ids, plan.experts, order)?;
+        let nothing = buffer.dispatch(place, DispatchRequest::new(no_rows, &empty), order)?.handle;
+        let request = x_scales.into_iter().fold(DispatchRequest::new(x, layout), DispatchRequest::scales);
+        Ok((buffer.dispatch(place, request, order)?.handle, nothing))
     }
 
     /// The routings with the buffer's present configuration.
     fn routings(&mut self) -> Result<(DispatchHandle, DispatchHandle)> {
         let rows = (&self.x, self.scales.as_ref(), &self.layout);
-        Self::route(self.plan, &mut self.rig.buffer, &self.rig.stream, rows, &self.no_rows)
+        let (buffer, stream) = (&mut self.rig.buffer, &self.rig.stream);
+        Self::route(self.plan, buffer, stream, &mut self.place, rows, &self.no_rows)
     }
 
-    fn dispatch(&mut self, counts: Counts) -> Result<DispatchOutput> {
-        let request = DispatchRequest {
-            x: &self.x,
-            x_scales: self.scales.as_ref(),
-            topk_idx: Some(&self.topk_idx),
-            topk_weights: Some(&self.topk_weights),
-            layout: &self.layout,
-            expert_alignment: 1,
-            counts,
-        };
-        self.rig.buffer.dispatch(request, StreamOrder::on(&self.rig.stream))
+    fn dispatch(&mut self, counts: Counts) -> Result<DispatchOutput<'_>> {
+        let request = DispatchRequest::new(&self.x, &self.layout).topk_weights(&self.topk_weights);
+        let request = self.scales.iter().fold(request.counts(counts), DispatchRequest::scales);
+        self.rig.buffer.dispatch(&mut self.place, request, StreamOrder::on(&self.rig.stream))
     }
 
     fn dispatch_cached(&mut self) -> Result<()> {
-        let request =
-            CachedDispatchRequest { x: &self.x, x_scales: self.scales.as_ref(), handle: &self.routing };
-        self.rig.buffer.dispatch_cached(request, StreamOrder::on(&self.rig.stream)).map(drop)
+        let request = CachedDispatchRequest::new(&self.x, &self.routing);
+        let request = self.scales.iter().fold(request, CachedDispatchRequest::scales);
+        let order = StreamOrder::on(&self.rig.stream);
+        self.rig.buffer.dispatch_cached(&mut self.place, request, order).map(drop)
     }
 
-    fn combine(&mut self) -> Result<Tensor> {
-        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: self.plan.hidden };
-        let request = CombineRequest { rows, topk_weights: None, handle: &self.routing };
+    fn combine(&mut self) -> Result<Tensor<'static>> {
+        let rows = self.place.combine_rows(DType::Bf16, self.received, self.plan.hidden)?;
+        let request = CombineRequest::new(&rows, &self.routing);
         Ok(self.rig.buffer.combine(request, StreamOrder::on(&self.rig.stream))?.combined_x)
     }
 
     fn combine_staged(&mut self, rows: &Tensor) -> Result<()> {
-        let request =
-            CombineRequest { rows: CombineRows::Tensor(rows), topk_weights: None, handle: &self.routing };
+        let request = CombineRequest::new(rows, &self.routing);
         self.rig.buffer.combine(request, StreamOrder::on(&self.rig.stream)).map(drop)
     }
 
     /// A barrier between the devices, on the device.
     fn barrier(&mut self) -> Result<()> {
-        let request = CachedDispatchRequest { x: &self.no_rows, x_scales: None, handle: &self.nothing };
-        self.rig.buffer.dispatch_cached(request, StreamOrder::on(&self.rig.stream)).map(drop)
+        let request = CachedDispatchRequest::new(&self.no_rows, &self.nothing);
+        let order = StreamOrder::on(&self.rig.stream);
+        self.rig.buffer.dispatch_cached(&mut self.place, request, order).map(drop)
     }
 
     /// Every received row and every sum, bit for bit.
     fn verify(&mut self, case: &Case) -> Result<()> {
         let sources = oracle::recv_order(&case.routing, self.rig.rank);
-        let output = self.dispatch(Counts::Exact)?;
-        self.rig.check_received(case, ROWS, &sources, "dispatch", &output)?;
-        let target = self.rig.buffer.combine_rows(DType::Bf16, sources.len() as u64, self.plan.hidden)?;
-        self.rig.write_returned(case, RETURNED, &sources, &target)?;
+        let output = self.dispatch(Counts::Exact)?.detach();
+        self.rig.check_received(case, ROWS, &sources, "dispatch", output.at(&self.place)?)?;
+        let target = self.place.combine_rows(DType::Bf16, sources.len() as u64, self.plan.hidden)?;
+        self.rig.write_returned(case, RETURNED, &sources, target.tensor())?;
+        drop(target);
         for _ in 0..2 {
             let sums = self.combine()?;
             let difference = self.rig.compare_sums(case, RETURNED, DType::Bf16, self.plan.hidden, &sums)?;
@@ -382,8 +383,8 @@ impl<'a> Bench<'a> {
             return Ok((vec![sent], vec![0]));
         };
         // Both matrices are inclusive over channels: the last column has a node's tokens.
-        let by_node = |matrix: Tensor| -> Result<Vec<u64>> {
-            let (channels, entries) = (matrix.columns() as usize, matrix.to_host::<i32>(&self.rig.stream)?);
+        let by_node = |matrix: TypedTensor<'_, i32>| -> Result<Vec<u64>> {
+            let (channels, entries) = (matrix.columns() as usize, matrix.values(&self.rig.stream)?);
             Ok(entries.chunks(channels).map(|row| row[channels - 1] as u64).collect())
         };
         Ok((
@@ -453,8 +454,8 @@ impl<'a> Bench<'a> {
         times.dispatch_uncached = self.phase(&mut times, PhaseName::DispatchUncached, uncached)?;
         times.combine =
             self.phase(&mut times, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
-        let received = self.routing.num_recv_tokens(&self.rig.stream)? as u64;
-        let rows = Tensor::alloc(self.rig.buffer.device(), DType::Bf16, &[received, self.plan.hidden])?;
+        let shape = [self.received, self.plan.hidden];
+        let rows = Tensor::alloc(self.rig.buffer.device(), DType::Bf16, &shape)?;
         times.combine_staged =
             self.phase(&mut times, PhaseName::CombineStaged, |bench| bench.combine_staged(&rows))?;
         self.trace(num_sms, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;

@@ -305,7 +305,8 @@ impl<'a> Poster<'a> {
                 unsafe { AtomicU64::from_ptr(base.add(offset as usize).cast()) }.load(Ordering::Acquire)
             } else {
                 let mut word = [0; 8];
-                self.stream.read(&mut word, way.memory.ptr().add(offset))?;
+                // SAFETY: the word lies in wire memory of this rank's own, which the way keeps.
+                unsafe { self.stream.read(&mut word, way.memory.ptr().add(offset))? };
                 u64::from_le_bytes(word)
             };
             if seen >= self.round {

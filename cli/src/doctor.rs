@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use epoxide::driver::Stream;
-use epoxide::ep::{Buffer, BufferOptions, BufferShape, DType, StreamOrder, Tensor};
+use epoxide::ep::{Buffer, BufferOptions, BufferShape, StreamOrder, TypedTensor};
 use epoxide::group::launch::run_threads;
 use epoxide_gpu::layout::MAX_RANKS;
 use epoxide_testing::compare;
@@ -123,10 +123,10 @@ fn check_virtual_gpu() -> Result<String> {
             let name = device.info().name.clone();
             let stream = Stream::new(&device, false)?;
             let shape = BufferShape { max_tokens_per_rank: 4, max_row_bytes: 16, max_topk: 2, max_scales: 0 };
-            let options = BufferOptions { timeout: TIMEOUT, ..BufferOptions::new(shape) };
+            let options = BufferOptions::new(shape).timeout(TIMEOUT);
             let mut buffer = Buffer::new(device, &*group, options)?;
             let shape = [u64::from(routing.num_tokens(0)), u64::from(routing.num_topk)];
-            let ids = Tensor::from_host(&stream, DType::I64, &shape, &routing.flat_topk_idx(0))?;
+            let ids = TypedTensor::from_host(&stream, &shape, &routing.flat_topk_idx(0))?;
             let layout = buffer.get_dispatch_layout(&ids, routing.num_experts, StreamOrder::on(&stream))?;
             match compare::layout(&stream, &layout, &oracle::layout(&routing, 0))? {
                 None => Ok(name),

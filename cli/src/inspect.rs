@@ -10,6 +10,7 @@ use epoxide::driver::virt::VirtualGpu;
 use epoxide::driver::{Device, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, Config, DType, DispatchRequest, Element, StreamOrder, Tensor,
+    TypedTensor,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
@@ -236,26 +237,20 @@ fn inspect_rank(
     let tokens = &selections.ranks[rank as usize];
     let (num_tokens, num_topk) = (tokens.len() as u64, selections.num_topk);
     let shape = [num_tokens, num_topk as u64];
-    let topk_idx = Tensor::from_host(&stream, DType::I64, &shape, &tokens.concat())?;
-    let topk_weights =
-        Tensor::from_host(&stream, DType::F32, &shape, &vec![1.0f32; tokens.len() * num_topk])?;
+    let topk_idx = TypedTensor::from_host(&stream, &shape, &tokens.concat())?;
+    let topk_weights = TypedTensor::from_host(&stream, &shape, &vec![1.0f32; tokens.len() * num_topk])?;
     let x = vec![0u16; tokens.len() * HIDDEN as usize];
     let x = Tensor::from_host(&stream, DType::Bf16, &[num_tokens, HIDDEN], &x)?;
 
     let layout = buffer.get_dispatch_layout(&topk_idx, args.experts, order())?;
-    let request = DispatchRequest {
-        topk_idx: Some(&topk_idx),
-        topk_weights: Some(&topk_weights),
-        expert_alignment: args.expert_alignment,
-        ..DispatchRequest::new(&x, &layout)
-    };
-    let output = buffer.dispatch(request, order())?;
+    let request = DispatchRequest::new(&x, &layout).topk_weights(&topk_weights);
+    let mut place = buffer.place(0)?;
+    let output = buffer.dispatch(&mut place, request.expert_alignment(args.expert_alignment), order())?;
     stream.synchronize()?;
     buffer.check()?;
 
     let handle = &output.handle;
-    let given =
-        |tensor: Option<Tensor>, name| tensor.ok_or_else(|| Stop::failed(format!("dispatch gave no {name}")));
+    let missing = |name| Stop::failed(format!("dispatch gave no {name}"));
     let channels = match (handle.intranode(), handle.internode()) {
         (Some(intranode), _) => Channels::OneNode {
             rank_prefix_matrix: rows(&stream, &intranode.rank_prefix_matrix())?,
@@ -263,8 +258,9 @@ fn inspect_rank(
             recv_channel_prefix_matrix: rows(&stream, &intranode.recv_channel_prefix_matrix())?,
         },
         (None, Some(internode)) => {
-            let per_node = given(layout.num_tokens_per_rdma_rank(), "num_tokens_per_rdma_rank")?;
-            let meta = given(output.recv_src_meta, "recv_src_meta")?.to_host::<i32>(&stream)?;
+            let per_node =
+                layout.num_tokens_per_rdma_rank().ok_or_else(|| missing("num_tokens_per_rdma_rank"))?;
+            let meta = output.recv_src_meta.ok_or_else(|| missing("recv_src_meta"))?.values(&stream)?;
             Channels::Nodes(Box::new(AcrossNodes {
                 num_tokens_per_rdma_rank: per_node.to_host(&stream)?,
                 rdma_channel_prefix_matrix: rows(&stream, &internode.rdma_channel_prefix_matrix())?,
@@ -285,8 +281,8 @@ fn inspect_rank(
         num_tokens_per_expert: layout.num_tokens_per_expert().to_host(&stream)?,
         is_token_in_rank: rows(&stream, &layout.is_token_in_rank())?,
         channels,
-        recv_src_idx: given(output.recv_src_idx, "recv_src_idx")?.to_host(&stream)?,
-        recv_topk_idx: rows(&stream, &given(output.recv_topk_idx, "recv_topk_idx")?)?,
+        recv_src_idx: output.recv_src_idx.ok_or_else(|| missing("recv_src_idx"))?.values(&stream)?,
+        recv_topk_idx: rows(&stream, &output.recv_topk_idx.ok_or_else(|| missing("recv_topk_idx"))?)?,
         num_recv_tokens_per_expert: output.num_recv_tokens_per_expert.clone(),
         num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
     })

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::Event;
 use epoxide::ep::{
-    CombineOutput, CombineRequest, CombineRows, DType, DispatchLayout, DispatchOutput, DispatchRequest,
-    StreamOrder, Tensor,
+    CombineOutput, CombineRequest, DType, DispatchLayout, DispatchOutput, DispatchRequest, PoolRows,
+    StreamOrder, Tensor, TypedTensor,
 };
 use epoxide_testing::compare;
 use epoxide_testing::harness::Rank as Rig;
@@ -336,29 +336,25 @@ fn first_data(rank: &Rank, setup: &Setup, rig: &mut Rig, voice: &Voice) -> Resul
     let plan = &expected.plan;
 
     let mut marks = Marks::default();
-    let (topk_idx, topk_weights, layout) = rank.agree(lay_out(setup, rig, &case, &expected, &mut marks))?;
+    let (topk_weights, layout) = rank.agree(lay_out(setup, rig, &case, &expected, &mut marks))?;
     voice.line("[layout] OK");
 
     let outcome = (|| {
         let (x, x_scales) = rank_number_rows(setup, rig, me)?;
-        let request = DispatchRequest {
-            x_scales: x_scales.as_ref(),
-            topk_idx: Some(&topk_idx),
-            topk_weights: Some(&topk_weights),
-            ..DispatchRequest::new(&x, &layout)
-        };
+        let request = DispatchRequest::new(&x, &layout).topk_weights(&topk_weights);
+        let request = x_scales.iter().fold(request, DispatchRequest::scales);
+        let mut place = rig.place()?;
         marks.mark(rig)?;
-        let output = rig.buffer.dispatch(request, StreamOrder::comm(&rig.stream))?;
+        let output = rig.buffer.dispatch(&mut place, request, StreamOrder::comm(&rig.stream))?;
         marks.mark(rig)?;
         // Combine follows at once: no barrier and, where the rows can be returned as they are, no look at them either.
         let staged = expert_rows(rig, &output)?;
-        let rows = match &staged {
-            Staged::AsReceived => CombineRows::Tensor(&output.recv_x),
-            Staged::Converted(rows) => CombineRows::Tensor(rows),
-            Staged::InPool => CombineRows::InPool { dtype: DType::Bf16, hidden: setup.hidden },
+        let request = match &staged {
+            Staged::AsReceived => CombineRequest::new(&output.recv_x, &output.handle),
+            Staged::Converted(rows) => CombineRequest::new(rows, &output.handle),
+            Staged::InPool(rows) => CombineRequest::new(rows, &output.handle),
         };
-        let request =
-            CombineRequest { rows, topk_weights: output.recv_topk_weights.as_ref(), handle: &output.handle };
+        let request = output.recv_topk_weights.iter().fold(request, CombineRequest::topk_weights);
         marks.mark(rig)?;
         let combined = rig.buffer.combine(request, StreamOrder::comm(&rig.stream))?;
         marks.mark(rig)?;
@@ -389,19 +385,23 @@ fn lay_out(
     case: &Case,
     expected: &Expected,
     marks: &mut Marks,
-) -> Result<(Tensor, Tensor, DispatchLayout)> {
+) -> Result<(TypedTensor<'static, f32>, DispatchLayout<'static>)> {
     let (topk_idx, topk_weights) = rig.topk(case)?;
     marks.mark(rig)?;
     let layout = rig.buffer.get_dispatch_layout(&topk_idx, setup.experts, StreamOrder::comm(&rig.stream))?;
     marks.mark(rig)?;
     match rig.compare_layout(&layout, expected)? {
-        None => Ok((topk_idx, topk_weights, layout)),
+        None => Ok((topk_weights, layout)),
         Some(difference) => Err(Stop::failed(format!("layout: {difference}"))),
     }
 }
 
 /// Rows whose every element is the rank's number, and their scales.
-fn rank_number_rows(setup: &Setup, rig: &Rig, rank: u32) -> Result<(Tensor, Option<Tensor>)> {
+fn rank_number_rows(
+    setup: &Setup,
+    rig: &Rig,
+    rank: u32,
+) -> Result<(Tensor<'static>, Option<TypedTensor<'static, f32>>)> {
     let (stream, shape) = (&rig.stream, [u64::from(setup.tokens), setup.hidden]);
     let elements = setup.tokens as usize * setup.hidden as usize;
     match setup.dtype {
@@ -413,7 +413,7 @@ fn rank_number_rows(setup: &Setup, rig: &Rig, rank: u32) -> Result<(Tensor, Opti
             let bytes = vec![FP8_MAX_BYTE; elements];
             let shape_of_scales = [u64::from(setup.tokens), setup.dtype.num_scales(setup.hidden)];
             let scales = vec![rank as f32 / FP8_MAX; shape_of_scales.iter().product::<u64>() as usize];
-            let scales = Tensor::from_host(stream, DType::F32, &shape_of_scales, &scales)?;
+            let scales = TypedTensor::from_host(stream, &shape_of_scales, &scales)?;
             Ok((Tensor::from_host(stream, DType::Fp8E4m3, &shape, &bytes)?, Some(scales)))
         }
     }
@@ -439,16 +439,16 @@ fn received_numbers(rig: &Rig, output: &DispatchOutput) -> Result<Vec<f32>> {
 }
 
 /// What identity experts make of received rows, and where combine finds it.
-enum Staged {
+enum Staged<'p> {
     /// In the received rows themselves.
     AsReceived,
     /// In a tensor of bf16.
-    Converted(Tensor),
-    /// In the pool's rows for combine.
-    InPool,
+    Converted(Tensor<'static>),
+    /// In the place's rows for combine.
+    InPool(PoolRows<'p>),
 }
 
-fn expert_rows(rig: &Rig, output: &DispatchOutput) -> Result<Staged> {
+fn expert_rows<'p>(rig: &Rig, output: &DispatchOutput<'p>) -> Result<Staged<'p>> {
     let recv_x = &output.recv_x;
     if recv_x.dtype() != DType::Bf16 {
         let values: Vec<bf16> = received_numbers(rig, output)?.into_iter().map(bf16::from_f32).collect();
@@ -458,10 +458,10 @@ fn expert_rows(rig: &Rig, output: &DispatchOutput) -> Result<Staged> {
         return Ok(Staged::AsReceived);
     }
     // The pool pads these rows, in both of its regions alike.
-    let rows = rig.buffer.combine_rows(DType::Bf16, recv_x.rows(), recv_x.columns())?;
+    let rows = output.combine_rows(DType::Bf16, recv_x.columns())?;
     // SAFETY: both are regions of the own pool with this many rows, and the buffer outlives the stream's work.
-    unsafe { rig.stream.copy(rows.ptr(), recv_x.ptr(), recv_x.rows() * recv_x.row_stride())? };
-    Ok(Staged::InPool)
+    unsafe { rig.stream.copy(rows.tensor().ptr(), recv_x.ptr(), recv_x.rows() * recv_x.row_stride())? };
+    Ok(Staged::InPool(rows))
 }
 
 /// Checks the shape of the received rows and, block by block, that each element is its source rank's number.

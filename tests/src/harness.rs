@@ -8,9 +8,9 @@ use std::time::Duration;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Stream};
 use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows,
-    Config, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput, DispatchRequest, Element,
-    StreamOrder, Tensor, Tuning,
+    Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, Config, Counts,
+    DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, Place, Scalar, StreamOrder, Tensor,
+    Tuning, TypedTensor,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
@@ -18,7 +18,7 @@ use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 
 use crate::payload::{bytes_of, values_of};
-use crate::roundtrip::Regions;
+use crate::roundtrip::Region;
 
 /// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
 pub const PATIENCE: Duration = Duration::from_secs(15);
@@ -67,7 +67,7 @@ impl Setup {
         let shape =
             BufferShape { max_tokens_per_rank: tokens, max_row_bytes: row_bytes, max_topk: 8, max_scales: 0 };
         let config = Config::with_sms(2 * num_channels).expect("an even number of SMs");
-        let options = BufferOptions { config, ..BufferOptions::new(shape) };
+        let options = BufferOptions::new(shape).config(config);
         let device = VirtConfig { sm_count: 2, ..VirtConfig::default() };
         Setup { ranks, options, device }.timeout(PATIENCE)
     }
@@ -162,7 +162,7 @@ pub struct Rank {
     /// Checks that failed.
     pub failures: Vec<String>,
     /// Where dispatches put things, once that is known.
-    pub(crate) regions: Option<Regions>,
+    pub(crate) regions: Vec<Region>,
 }
 
 impl Rank {
@@ -198,7 +198,7 @@ impl Rank {
             buffer,
             on_comm_stream: false,
             failures: Vec::new(),
-            regions: None,
+            regions: Vec::new(),
         }
     }
 
@@ -234,15 +234,32 @@ impl Rank {
     }
 
     /// A tensor with these rows' bytes.
-    pub fn upload_rows(&self, dtype: DType, columns: u64, rows: &[Vec<u8>]) -> Result<Tensor> {
+    pub fn upload_rows(&self, dtype: DType, columns: u64, rows: &[Vec<u8>]) -> Result<Tensor<'static>> {
         let tensor = Tensor::alloc(self.device(), dtype, &[rows.len() as u64, columns])?;
-        self.stream.write(tensor.ptr(), &rows.concat())?;
+        let bytes = rows.concat();
+        assert_eq!(bytes.len() as u64, tensor.rows() * tensor.row_bytes());
+        // SAFETY: the tensor's memory is live and as long as the bytes, which was just checked.
+        unsafe { self.stream.write(tensor.ptr(), &bytes)? };
         Ok(tensor)
     }
 
     /// A tensor `[rows, columns]` of these values.
-    pub fn upload<T: Element>(&self, dtype: DType, columns: usize, rows: &[Vec<T>]) -> Result<Tensor> {
+    pub fn upload<T: Element>(
+        &self,
+        dtype: DType,
+        columns: usize,
+        rows: &[Vec<T>],
+    ) -> Result<Tensor<'static>> {
         Tensor::from_host(&self.stream, dtype, &[rows.len() as u64, columns as u64], &rows.concat())
+    }
+
+    /// A typed tensor `[rows, columns]` of these values.
+    pub fn upload_typed<T: Scalar>(
+        &self,
+        columns: usize,
+        rows: &[Vec<T>],
+    ) -> Result<TypedTensor<'static, T>> {
+        TypedTensor::from_host(&self.stream, &[rows.len() as u64, columns as u64], &rows.concat())
     }
 
     /// The bytes of the first rows of a tensor, its padding left out.
@@ -252,7 +269,9 @@ impl Rank {
             return Ok(Vec::new());
         }
         let mut padded = vec![0; ((rows - 1) * stride + bytes) as usize];
-        self.stream.read(&mut padded, tensor.ptr())?;
+        // SAFETY: the tensor's memory is live, from its first row to the end of the last of these, of which callers want no more than
+        // it has.
+        unsafe { self.stream.read(&mut padded, tensor.ptr())? };
         match stride == bytes {
             true => Ok(padded),
             false => {
@@ -285,12 +304,13 @@ impl Rank {
     /// All bytes of a tensor, padding between rows included.
     pub fn raw(&self, tensor: &Tensor) -> Result<Vec<u8>> {
         let mut bytes = vec![0; (tensor.rows() * tensor.row_stride()) as usize];
-        self.stream.read(&mut bytes, tensor.ptr())?;
+        // SAFETY: the tensor's memory is live, the padding of its last row included: that lies in the pool.
+        unsafe { self.stream.read(&mut bytes, tensor.ptr())? };
         Ok(bytes)
     }
 
     /// A copy of a tensor of the buffer as it is at this point of the stream, its padding left out.
-    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor> {
+    pub fn keep(&self, tensor: &Tensor) -> Result<Tensor<'static>> {
         let copy = Tensor::alloc(self.device(), tensor.dtype(), tensor.shape())?;
         let bytes = tensor.row_bytes();
         for row in 0..tensor.rows() {
@@ -301,35 +321,40 @@ impl Rank {
         Ok(copy)
     }
 
+    /// The buffer's place 0.
+    pub fn place(&self) -> Result<Place> {
+        self.buffer.place(0)
+    }
+
     /// [`Buffer::get_dispatch_layout`].
-    pub fn layout(&mut self, topk_idx: &Tensor, num_experts: u32) -> Result<DispatchLayout> {
+    pub fn layout<'a>(
+        &mut self,
+        topk_idx: &TypedTensor<'a, i64>,
+        num_experts: u32,
+    ) -> Result<DispatchLayout<'a>> {
         self.buffer.get_dispatch_layout(topk_idx, num_experts, order(&self.stream, self.on_comm_stream))
     }
 
     /// [`Buffer::dispatch`].
-    pub fn dispatch(&mut self, request: DispatchRequest<'_>) -> Result<DispatchOutput> {
-        self.buffer.dispatch(request, order(&self.stream, self.on_comm_stream))
+    pub fn dispatch<'p>(
+        &mut self,
+        place: &'p mut Place,
+        request: DispatchRequest<'_>,
+    ) -> Result<DispatchOutput<'p>> {
+        self.buffer.dispatch(place, request, order(&self.stream, self.on_comm_stream))
     }
 
     /// [`Buffer::dispatch_cached`].
-    pub fn dispatch_cached(
+    pub fn dispatch_cached<'p>(
         &mut self,
-        x: &Tensor,
-        x_scales: Option<&Tensor>,
-        handle: &DispatchHandle,
-    ) -> Result<DispatchOutput> {
-        let request = CachedDispatchRequest { x, x_scales, handle };
-        self.buffer.dispatch_cached(request, order(&self.stream, self.on_comm_stream))
+        place: &'p mut Place,
+        request: CachedDispatchRequest<'_>,
+    ) -> Result<DispatchOutput<'p>> {
+        self.buffer.dispatch_cached(place, request, order(&self.stream, self.on_comm_stream))
     }
 
     /// [`Buffer::combine`].
-    pub fn combine(
-        &mut self,
-        rows: CombineRows<'_>,
-        topk_weights: Option<&Tensor>,
-        handle: &DispatchHandle,
-    ) -> Result<CombineOutput> {
-        let request = CombineRequest { rows, topk_weights, handle };
+    pub fn combine(&mut self, request: CombineRequest<'_>) -> Result<CombineOutput> {
         self.buffer.combine(request, order(&self.stream, self.on_comm_stream))
     }
 

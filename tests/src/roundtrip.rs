@@ -8,10 +8,9 @@ use std::ops::Range;
 use epoxide::Result;
 use epoxide::driver::DevicePtr;
 use epoxide::ep::{
-    CombineOutput, CombineRows, Counts, DType, DispatchHandle, DispatchLayout, DispatchOutput,
-    DispatchRequest, Tensor, Tuning,
+    CachedDispatchRequest, CombineOutput, CombineRequest, Counts, DType, DispatchHandle, DispatchLayout,
+    DispatchOutput, DispatchRequest, Place, Tensor, Tuning, TypedTensor,
 };
-use epoxide_gpu::layout::row_stride;
 use half::bf16;
 use rand::RngCore;
 
@@ -295,20 +294,20 @@ pub struct Expected {
     pub internode: Option<InternodePlan>,
 }
 
-/// Where received rows and what travels with them begin in the pool.
+/// Something that a dispatch writes: where its rows begin in the pool, how far apart they are, and how long.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Regions {
-    x: DevicePtr,
-    scales: Option<DevicePtr>,
-    topk_idx: Option<DevicePtr>,
-    topk_weights: Option<DevicePtr>,
-    src_idx: Option<DevicePtr>,
-    src_meta: Option<DevicePtr>,
+pub(crate) struct Region {
+    name: &'static str,
+    at: DevicePtr,
+    stride: u64,
+    used: u64,
+    /// It travels with an uncached dispatch alone.
+    is_metadata: bool,
 }
 
 /// Where the rows of a combine are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum Given {
     Tensor,
     Pool,
 }
@@ -320,16 +319,18 @@ struct Combine<'a> {
     turn: u64,
     dtype: DType,
     columns: u64,
-    place: Place,
+    given: Given,
     /// What is given back as weights, and what must come of it.
-    weights: Option<(&'a Tensor, &'a [f32])>,
+    weights: Option<(&'a TypedTensor<'a, f32>, &'a [f32])>,
 }
 
 /// This rank's part of a case on its device.
 struct Inputs {
-    topk_idx: Tensor,
-    topk_weights: Tensor,
+    topk_weights: TypedTensor<'static, f32>,
 }
+
+/// Scales on the device.
+type DeviceScales = Option<TypedTensor<'static, f32>>;
 
 impl Rank {
     /// What this rank must find, with this buffer's channels and nodes.
@@ -352,63 +353,55 @@ impl Rank {
     }
 
     /// This rank's ids and weights of a case, on the device.
-    pub fn topk(&self, case: &Case) -> Result<(Tensor, Tensor)> {
+    pub fn topk(&self, case: &Case) -> Result<(TypedTensor<'static, i64>, TypedTensor<'static, f32>)> {
         let shape = [u64::from(case.routing.num_tokens(self.rank)), u64::from(case.routing.num_topk)];
         let ids = case.routing.flat_topk_idx(self.rank);
-        let ids = Tensor::from_host(&self.stream, DType::I64, &shape, &ids)?;
+        let ids = TypedTensor::from_host(&self.stream, &shape, &ids)?;
         let weights = case.weights(self.rank).concat();
-        Ok((ids, Tensor::from_host(&self.stream, DType::F32, &shape, &weights)?))
+        Ok((ids, TypedTensor::from_host(&self.stream, &shape, &weights)?))
     }
 
     /// This rank's rows and scales of a case, on the device.
-    pub fn payload(&self, case: &Case, turn: u64) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn payload(&self, case: &Case, turn: u64) -> Result<(Tensor<'static>, DeviceScales)> {
         let (rank, tokens) = (self.rank, case.routing.num_tokens(self.rank));
-        let bytes = (0..tokens).map(|token| case.row(turn, rank, token)).collect::<Vec<_>>().concat();
-        let x = Tensor::alloc(self.device(), case.dtype, &[u64::from(tokens), case.hidden()])?;
-        if !bytes.is_empty() {
-            self.stream.write(x.ptr(), &bytes)?;
-        }
+        let rows: Vec<Vec<u8>> = (0..tokens).map(|token| case.row(turn, rank, token)).collect();
+        let x = self.upload_rows(case.dtype, case.hidden(), &rows)?;
         let shape = match case.scales {
             Scales::None => return Ok((x, None)),
             Scales::Flat => vec![u64::from(tokens)],
             Scales::Columns(columns) => vec![u64::from(tokens), u64::from(columns)],
         };
         let scales: Vec<f32> = (0..tokens).flat_map(|token| case.scales(turn, rank, token)).collect();
-        Ok((x, Some(Tensor::from_host(&self.stream, DType::F32, &shape, &scales)?)))
+        Ok((x, Some(TypedTensor::from_host(&self.stream, &shape, &scales)?)))
     }
 
     /// Remembers where a dispatch puts things, for [`Rank::poison_received`].
     pub fn learn_regions(&mut self, output: &DispatchOutput) {
-        let ptr = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::ptr);
-        self.regions = Some(Regions {
-            x: output.recv_x.ptr(),
-            scales: ptr(&output.recv_x_scales),
-            topk_idx: ptr(&output.recv_topk_idx),
-            topk_weights: ptr(&output.recv_topk_weights),
-            src_idx: ptr(&output.recv_src_idx),
-            src_meta: ptr(&output.recv_src_meta),
-        });
+        let region = |name, tensor: &Tensor, is_metadata| Region {
+            name,
+            at: tensor.ptr(),
+            stride: tensor.row_stride(),
+            used: tensor.row_bytes(),
+            is_metadata,
+        };
+        let scales = output.recv_x_scales.as_deref().map(|tensor| region("recv_x_scales", tensor, false));
+        let ids = output.recv_topk_idx.as_deref().map(|tensor| region("recv_topk_idx", tensor, true));
+        let weights =
+            output.recv_topk_weights.as_deref().map(|tensor| region("recv_topk_weights", tensor, true));
+        let src_idx = output.recv_src_idx.as_deref().map(|tensor| region("recv_src_idx", tensor, true));
+        let src_meta = output.recv_src_meta.as_deref().map(|tensor| region("recv_src_meta", tensor, true));
+        let x = Some(region("recv_x", &output.recv_x, false));
+        self.regions = [x, scales, ids, weights, src_idx, src_meta].into_iter().flatten().collect();
     }
 
-    /// Spoils the first `rows` rows of all that a dispatch of `case` writes in the own pool, once it is known where. Every peer's rows
+    /// Spoils the first `rows` rows of all that a dispatch writes in the own pool, once it is known where. Every peer's rows
     /// have arrived, and no peer sends the next ones before this rank enters the next dispatch.
-    pub fn poison_received(&self, case: &Case, rows: u64) -> Result<()> {
-        let Some(regions) = &self.regions else {
-            return Ok(());
-        };
-        let topk = u64::from(case.routing.num_topk);
-        for (at, bytes) in [
-            (Some(regions.x), rows * row_stride(case.row_bytes.into())),
-            (regions.scales, rows * u64::from(case.scales.count()) * 4),
-            (regions.topk_idx, rows * topk * 8),
-            (regions.topk_weights, rows * topk * 4),
-            (regions.src_idx, rows * 4),
-            (regions.src_meta, rows * 8),
-        ] {
-            if let (Some(at), 1..) = (at, bytes) {
+    pub fn poison_received(&self, rows: u64) -> Result<()> {
+        for region in &self.regions {
+            if rows > 0 {
                 // SAFETY: a dispatch of this buffer has written there, in memory that the buffer keeps, and callers give no more rows
                 // than it has room for.
-                unsafe { self.stream.fill(at, POISON, bytes)? };
+                unsafe { self.stream.fill(region.at, POISON, rows * region.stride)? };
             }
         }
         self.stream.synchronize()
@@ -425,10 +418,12 @@ impl Rank {
         let expected = self.expect(case);
         let rows = u64::from(expected.plan.num_recv_tokens);
         let (inputs, layout) = self.lay_out(case, &expected)?;
+        let mut place = self.place()?;
 
-        self.poison_received(case, rows)?;
+        self.poison_received(rows)?;
         let (x, scales) = self.payload(case, 0)?;
-        let output = self.dispatch(request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact))?;
+        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+        let output = self.dispatch(&mut place, to_send)?;
         self.learn_regions(&output);
         self.check_dispatch(case, 0, &expected, "dispatch", &output)?;
         let combine = Combine {
@@ -436,22 +431,25 @@ impl Rank {
             turn: 1,
             dtype: DType::Bf16,
             columns: case.hidden(),
-            place: Place::Tensor,
+            given: Given::Tensor,
             weights: None,
         };
+        let handle = output.handle.clone();
         let given = output.recv_topk_weights.clone();
         let summed = self.round_trip_of_weights(case);
         let weights = given.as_ref().map(|given| (given, &summed[..]));
-        self.check_combine(case, &expected.plan, &output.handle, Combine { weights, ..combine })?;
+        self.check_combine(case, &expected.plan, &handle, None, Combine { weights, ..combine })?;
+        drop((output, given));
 
-        self.poison_received(case, rows)?;
+        self.poison_received(rows)?;
         let (x, scales) = self.payload(case, 2)?;
-        let cached = self.dispatch_cached(&x, scales.as_ref(), &output.handle)?;
+        let cached = self.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &handle))?;
         self.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
-        let combine = Combine { what: "combine from the pool", turn: 3, place: Place::Pool, ..combine };
-        self.check_combine(case, &expected.plan, &cached.handle, combine)?;
+        drop(cached);
+        let combine = Combine { what: "combine from the pool", turn: 3, given: Given::Pool, ..combine };
+        self.check_combine(case, &expected.plan, &handle, Some(&place), combine)?;
 
-        for tensor in self.spoilable(&layout, &output.handle)? {
+        for tensor in self.spoilable(&layout, &handle)? {
             self.poison(&tensor)?;
         }
         Ok(rows)
@@ -467,53 +465,56 @@ impl Rank {
         let plan = &expected.plan;
         let capacity = self.buffer.capacity();
         let (inputs, layout) = self.lay_out(case, &expected)?;
-        layout.validate(&self.stream, &inputs.topk_idx)?;
+        layout.validate(&self.stream)?;
+        let mut place = self.place()?;
 
         // Counts stay on the device: the outputs are the whole pool.
         let (x, scales) = self.payload(case, 1)?;
         let counts = self.on_device();
-        let whole = self.dispatch(request(case, &inputs, &layout, &x, scales.as_ref(), counts))?;
+        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), counts);
+        let whole = self.dispatch(&mut place, to_send)?;
         self.buffer.check_dispatch(&whole.handle, &self.stream)?;
         self.check(whole.num_recv_tokens.is_none(), "num_recv_tokens is unknown without a host wait");
         self.learn_regions(&whole);
         self.check_dispatch(case, 1, &expected, "on-device dispatch", &whole)?;
+        let (whole_at, whole) = (whole.recv_x.ptr(), whole.handle);
 
         // Exact counts, into a poisoned pool.
-        self.poison_received(case, capacity)?;
-        let exact = self.dispatch(request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact))?;
+        self.poison_received(capacity)?;
+        let to_send = request(case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
+        let exact = self.dispatch(&mut place, to_send)?;
         self.equal("num_recv_tokens", exact.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
         self.check_dispatch(case, 1, &expected, "exact dispatch", &exact)?;
-        self.check(exact.recv_x.ptr() == whole.recv_x.ptr(), "recv_x lies in the pool");
-        self.check_untouched(case, plan, &whole, true)?;
-        let recv_weights = exact.recv_topk_weights.clone();
+        self.check(exact.recv_x.ptr() == whole_at, "recv_x lies in the pool");
+        self.check_untouched(plan, true)?;
+        let weights_before =
+            exact.recv_topk_weights.as_ref().map(|tensor| tensor.values(&self.stream)).transpose()?;
+        let exact = exact.handle;
 
         // The same routing with other rows; metadata does not travel.
-        let weights_before =
-            recv_weights.as_ref().map(|tensor| tensor.to_host::<f32>(&self.stream)).transpose()?;
-        self.poison_received(case, capacity)?;
+        self.poison_received(capacity)?;
         let (x, scales) = self.payload(case, 2)?;
-        let cached = self.dispatch_cached(&x, scales.as_ref(), &exact.handle);
+        let cached = self.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &exact));
         // The rules of the interface ask for more than one channel in a cached dispatch across nodes.
         let last_handle = if self.buffer.config().num_channels() > 1 || self.buffer.num_nodes() == 1 {
             let cached = cached?;
             self.equal("cached num_recv_tokens", cached.num_recv_tokens.as_slice(), &[plan.num_recv_tokens]);
             self.check_received(case, 2, &plan.recv_src, "cached dispatch", &cached)?;
-            self.check(cached.recv_x.ptr() == whole.recv_x.ptr(), "recv_x lies in the pool");
+            self.check(cached.recv_x.ptr() == whole_at, "recv_x lies in the pool");
             let metadata = (&cached.recv_topk_idx, &cached.recv_topk_weights, &cached.recv_src_idx);
             let without = matches!(metadata, (None, None, None)) && cached.recv_src_meta.is_none();
             self.check(without, "a cached dispatch gives no metadata");
-            self.check_untouched(case, plan, &whole, false)?;
+            self.check_untouched(plan, false)?;
             cached.handle
         } else {
             let error = cached.err().map_or("no error".into(), |error| error.to_string());
             self.check(error.starts_with("num_sms = 2: "), format!("a cached dispatch gives {error}"));
-            exact.handle.clone()
+            exact.clone()
         };
 
         // Weights go back as they came: each survives where its id is valid.
         let shape = [u64::from(plan.num_recv_tokens), u64::from(case.routing.num_topk)];
-        let upload =
-            |rank: &Rank, values: &[f32]| Tensor::from_host(&rank.stream, DType::F32, &shape, values);
+        let upload = |rank: &Rank, values: &[f32]| TypedTensor::from_host(&rank.stream, &shape, values);
         let given = weights_before.map(|weights| upload(self, &weights)).transpose()?;
         let summed = self.round_trip_of_weights(case);
         let weights = given.as_ref().map(|given| (given, &summed[..]));
@@ -523,10 +524,10 @@ impl Rank {
             turn: 3,
             dtype: DType::Bf16,
             columns: columns(DType::Bf16),
-            place: Place::Tensor,
+            given: Given::Tensor,
             weights,
         };
-        self.check_combine(case, plan, &exact.handle, first)?;
+        self.check_combine(case, plan, &exact, None, first)?;
 
         // The handle feeds further combines: other rows, either place, either dtype; so does the older handle.
         let given: Vec<f32> =
@@ -536,8 +537,8 @@ impl Rank {
             case.summed_weights(self.rank, per_node, |receiver, source| case.given_weights(receiver, source));
         let given = upload(self, &given)?;
         let weights = Some((&given, &summed[..]));
-        let second = Combine { what: "combine from the pool", turn: 4, place: Place::Pool, weights, ..first };
-        self.check_combine(case, plan, &exact.handle, second)?;
+        let second = Combine { what: "combine from the pool", turn: 4, given: Given::Pool, weights, ..first };
+        self.check_combine(case, plan, &exact, Some(&place), second)?;
         // Between nodes rows are summed in BF16 only.
         let dtype = if self.buffer.num_nodes() == 1 { DType::F32 } else { DType::Bf16 };
         let third = Combine {
@@ -548,17 +549,17 @@ impl Rank {
             weights: None,
             ..first
         };
-        self.check_combine(case, plan, &whole.handle, third)?;
-        let fourth = Combine { what: "fourth combine", turn: 6, place: Place::Pool, ..third };
-        self.check_combine(case, plan, &last_handle, fourth)?;
+        self.check_combine(case, plan, &whole, None, third)?;
+        let fourth = Combine { what: "fourth combine", turn: 6, given: Given::Pool, ..third };
+        self.check_combine(case, plan, &last_handle, Some(&place), fourth)?;
         if case.dtype == DType::F32 && self.buffer.num_nodes() == 1 {
-            self.check_echo(case, &exact.handle)?;
+            self.check_echo(case, &exact, &mut place)?;
         }
         self.stream.synchronize()
     }
 
     /// Received rows can go back as they are, strided as they lie in the pool.
-    fn check_echo(&mut self, case: &Case, handle: &DispatchHandle) -> Result<()> {
+    fn check_echo(&mut self, case: &Case, handle: &DispatchHandle, place: &mut Place) -> Result<()> {
         const TURN: u64 = 7;
         let (rank, columns) = (self.rank, case.hidden() as usize);
         // Of any receiver the same.
@@ -566,8 +567,8 @@ impl Rank {
         let rows: Vec<Vec<f32>> =
             (0..case.routing.num_tokens(rank)).map(|token| row((rank, token))).collect();
         let x = self.upload(DType::F32, columns, &rows)?;
-        let cached = self.dispatch_cached(&x, None, handle)?;
-        let output = self.combine(CombineRows::Tensor(&cached.recv_x), None, handle)?;
+        let cached = self.dispatch_cached(place, CachedDispatchRequest::new(&x, handle))?;
+        let output = self.combine(CombineRequest::new(&cached.recv_x, handle))?;
         self.stream.synchronize()?;
         let got = self.row_bytes(&output.combined_x)?;
         let sums =
@@ -577,12 +578,12 @@ impl Rank {
     }
 
     /// Makes the layout, and compares it.
-    fn lay_out(&mut self, case: &Case, expected: &Expected) -> Result<(Inputs, DispatchLayout)> {
+    fn lay_out(&mut self, case: &Case, expected: &Expected) -> Result<(Inputs, DispatchLayout<'static>)> {
         let (topk_idx, topk_weights) = self.topk(case)?;
         let layout = self.layout(&topk_idx, case.routing.num_experts)?;
         let difference = self.compare_layout(&layout, expected)?;
         self.note(difference);
-        Ok((Inputs { topk_idx, topk_weights }, layout))
+        Ok((Inputs { topk_weights }, layout))
     }
 
     /// Compares a layout.
@@ -701,28 +702,20 @@ impl Rank {
     }
 
     /// Notes what a dispatch into a poisoned pool has written besides rows.
-    fn check_untouched(
-        &mut self,
-        case: &Case,
-        plan: &Plan,
-        whole: &DispatchOutput,
-        with_metadata: bool,
-    ) -> Result<()> {
-        let rows = plan.num_recv_tokens as usize;
+    fn check_untouched(&mut self, plan: &Plan, with_metadata: bool) -> Result<()> {
         let poisoned = |bytes: &[u8]| bytes.iter().all(|&byte| byte == POISON);
-        let stride = whole.recv_x.row_stride() as usize;
-        for (row, bytes) in self.raw(&whole.recv_x)?.chunks(stride).enumerate() {
-            let used = if row < rows { case.row_bytes as usize } else { 0 };
-            self.check(poisoned(&bytes[used..]), format!("padding of recv_x row {row} is untouched"));
-        }
-        let metadata =
-            [&whole.recv_topk_idx, &whole.recv_topk_weights, &whole.recv_src_idx, &whole.recv_src_meta];
-        let metadata = metadata.map(|tensor| (tensor, if with_metadata { rows } else { 0 }));
-        for (tensor, rows) in metadata.into_iter().chain([(&whole.recv_x_scales, rows)]) {
-            let Some(tensor) = tensor else { continue };
-            let used = rows * tensor.row_stride() as usize;
-            let bytes = self.raw(tensor)?;
-            self.check(poisoned(&bytes[used..]), format!("{tensor:?} is untouched from row {rows} on"));
+        for region in self.regions.clone() {
+            let rows = if with_metadata || !region.is_metadata { plan.num_recv_tokens as usize } else { 0 };
+            let mut bytes = vec![0; (self.buffer.capacity() * region.stride) as usize];
+            // SAFETY: a dispatch that had room for so many rows has written there, in memory that the buffer keeps.
+            unsafe { self.stream.read(&mut bytes, region.at)? };
+            for (row, bytes) in bytes.chunks(region.stride as usize).enumerate() {
+                let used = if row < rows { region.used as usize } else { 0 };
+                let what = || format!("{} row {row} is untouched behind its {used} bytes", region.name);
+                if !poisoned(&bytes[used..]) {
+                    self.failures.push(what());
+                }
+            }
         }
         Ok(())
     }
@@ -751,26 +744,27 @@ impl Rank {
         case: &Case,
         plan: &Plan,
         handle: &DispatchHandle,
+        place: Option<&Place>,
         combine: Combine<'_>,
     ) -> Result<()> {
-        let Combine { what, turn, dtype, columns, place, weights } = combine;
+        let Combine { what, turn, dtype, columns, given, weights } = combine;
         let count = plan.recv_src.len() as u64;
-        let tensor;
-        let rows = match place {
-            Place::Tensor => {
+        let (tensor, pool);
+        let request = match (given, place) {
+            (Given::Pool, Some(place)) => {
+                self.poison(place.combine_rows(dtype, self.buffer.capacity(), columns)?.tensor())?;
+                pool = place.combine_rows(dtype, count, columns)?;
+                self.write_returned(case, turn, &plan.recv_src, pool.tensor())?;
+                CombineRequest::new(&pool, handle)
+            }
+            _ => {
                 tensor = Tensor::alloc(self.device(), dtype, &[count, columns])?;
                 self.write_returned(case, turn, &plan.recv_src, &tensor)?;
-                CombineRows::Tensor(&tensor)
-            }
-            Place::Pool => {
-                let capacity = self.buffer.capacity();
-                self.poison(&self.buffer.combine_rows(dtype, capacity, columns)?)?;
-                let pool = self.buffer.combine_rows(dtype, count, columns)?;
-                self.write_returned(case, turn, &plan.recv_src, &pool)?;
-                CombineRows::InPool { dtype, hidden: columns }
+                CombineRequest::new(&tensor, handle)
             }
         };
-        let output = self.combine(rows, weights.map(|(given, _)| given), handle)?;
+        let request = weights.iter().fold(request, |request, (given, _)| request.topk_weights(given));
+        let output = self.combine(request)?;
         // A rank without tokens reads nothing below, and the inputs must outlive the kernels.
         self.stream.synchronize()?;
         self.buffer.check()?;
@@ -828,38 +822,44 @@ impl Rank {
 
     /// Spoils what a combine gave.
     fn poison_combined(&self, output: &CombineOutput) -> Result<()> {
-        let weights = output.combined_topk_weights.as_ref();
+        let weights = output.combined_topk_weights.as_deref();
         [Some(&output.combined_x), weights].into_iter().flatten().try_for_each(|tensor| self.poison(tensor))
     }
 
     /// What a trip leaves in memory that the next one is likely to get again.
-    fn spoilable(&self, layout: &DispatchLayout, handle: &DispatchHandle) -> Result<Vec<Tensor>> {
+    fn spoilable(&self, layout: &DispatchLayout, handle: &DispatchHandle) -> Result<Vec<Tensor<'static>>> {
         let mut tensors = vec![
             layout.is_token_in_rank(),
-            layout.num_tokens_per_rank(),
-            layout.num_tokens_per_expert(),
-            handle.send_head(),
-            handle.num_recv_tokens_per_expert(),
+            layout.num_tokens_per_rank().into(),
+            layout.num_tokens_per_expert().into(),
+            handle.send_head().into(),
+            handle.num_recv_tokens_per_expert().into(),
         ];
-        tensors.extend(layout.num_tokens_per_rdma_rank());
+        tensors.extend(layout.num_tokens_per_rdma_rank().map(Tensor::from));
         if let Some(handle) = handle.intranode() {
-            tensors.extend([
-                handle.rank_prefix_matrix(),
-                handle.channel_prefix_matrix(),
-                handle.recv_channel_prefix_matrix(),
-            ]);
+            tensors.extend(
+                [
+                    handle.rank_prefix_matrix(),
+                    handle.channel_prefix_matrix(),
+                    handle.recv_channel_prefix_matrix(),
+                ]
+                .map(Tensor::from),
+            );
         }
         if let Some(handle) = handle.internode() {
-            tensors.extend([
-                handle.rdma_channel_prefix_matrix(),
-                handle.gbl_channel_prefix_matrix(),
-                handle.recv_rdma_channel_prefix_matrix(),
-                handle.recv_rdma_rank_prefix_sum(),
-                handle.recv_gbl_channel_prefix_matrix(),
-                handle.recv_gbl_rank_prefix_sum(),
-                handle.send_rdma_head(),
-                handle.send_nvl_head(&self.stream)?,
-            ]);
+            tensors.extend(
+                [
+                    handle.rdma_channel_prefix_matrix(),
+                    handle.gbl_channel_prefix_matrix(),
+                    handle.recv_rdma_channel_prefix_matrix(),
+                    handle.recv_rdma_rank_prefix_sum(),
+                    handle.recv_gbl_channel_prefix_matrix(),
+                    handle.recv_gbl_rank_prefix_sum(),
+                    handle.send_rdma_head(),
+                    handle.send_nvl_head(&self.stream)?,
+                ]
+                .map(Tensor::from),
+            );
         }
         Ok(tensors)
     }
@@ -889,19 +889,22 @@ pub fn compare_weights(
 fn request<'a>(
     case: &Case,
     inputs: &'a Inputs,
-    layout: &'a DispatchLayout,
-    x: &'a Tensor,
-    x_scales: Option<&'a Tensor>,
+    layout: &'a DispatchLayout<'a>,
+    x: &'a Tensor<'a>,
+    x_scales: Option<&'a TypedTensor<'a, f32>>,
     counts: Counts,
 ) -> DispatchRequest<'a> {
-    DispatchRequest {
-        x_scales,
-        topk_idx: Some(&inputs.topk_idx),
-        topk_weights: Some(&inputs.topk_weights),
-        expert_alignment: case.expert_alignment,
-        counts,
-        ..DispatchRequest::new(x, layout)
-    }
+    let request = DispatchRequest::new(x, layout).topk_weights(&inputs.topk_weights);
+    let request = request.expert_alignment(case.expert_alignment).counts(counts);
+    x_scales.into_iter().fold(request, DispatchRequest::scales)
+}
+
+fn cached_request<'a>(
+    x: &'a Tensor<'a>,
+    x_scales: Option<&'a TypedTensor<'a, f32>>,
+    handle: &'a DispatchHandle,
+) -> CachedDispatchRequest<'a> {
+    x_scales.into_iter().fold(CachedDispatchRequest::new(x, handle), CachedDispatchRequest::scales)
 }
 
 #[cfg(test)]
@@ -949,7 +952,8 @@ mod tests {
             let (inputs, layout) = rank.lay_out(&case, &expected)?;
             let (x, scales) = rank.payload(&case, 0)?;
             let request = request(&case, &inputs, &layout, &x, scales.as_ref(), Counts::Exact);
-            let output = rank.dispatch(request)?;
+            let mut place = rank.place()?;
+            let output = rank.dispatch(&mut place, request)?;
             let sound = std::mem::take(&mut rank.failures);
 
             let mut noted = vec![sound.len()];
@@ -962,10 +966,11 @@ mod tests {
             let metadata = rank.compare_metadata(&other, &expected, &output)?;
             rank.note(metadata);
             failed(rank);
-            let rows = rank.buffer.combine_rows(DType::Bf16, sources.len() as u64, 24)?;
-            rank.write_returned(&case, 3, &sources, &rows)?;
-            let in_pool = CombineRows::InPool { dtype: DType::Bf16, hidden: 24 };
-            let combined = rank.combine(in_pool, output.recv_topk_weights.as_ref(), &output.handle)?;
+            let rows = output.combine_rows(DType::Bf16, 24)?;
+            rank.write_returned(&case, 3, &sources, rows.tensor())?;
+            let request = CombineRequest::new(&rows, &output.handle);
+            let weights = output.recv_topk_weights.iter();
+            let combined = rank.combine(weights.fold(request, CombineRequest::topk_weights))?;
             for turn in [3, 4] {
                 let sums = rank.compare_sums(&case, turn, DType::Bf16, 24, &combined.combined_x)?;
                 rank.note(sums);

@@ -1,27 +1,27 @@
 //! Round trips as replays of one graph, with other routings and rows each time.
 
+use epoxide::Result;
 use epoxide::driver::Stream;
 use epoxide::ep::{
-    Buffer, CombineOutput, CombineRequest, CombineRows, Counts, DType, DispatchLayout, DispatchOutput,
-    DispatchRequest, StreamOrder, Tensor,
+    Buffer, CombineOutput, CombineRequest, Counts, DType, Detached, DispatchLayout, DispatchRequest, Place,
+    StreamOrder, Tensor, TypedTensor,
 };
-use epoxide::{Error, Result};
 
-use super::{Case, Expected, compare_weights};
+use super::{Case, DeviceScales, Expected, compare_weights};
 use crate::harness::Rank;
 
 /// What a graph reads: at fixed addresses, rewritten between replays.
 struct Inputs {
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    x: Tensor,
-    x_scales: Option<Tensor>,
+    topk_idx: TypedTensor<'static, i64>,
+    topk_weights: TypedTensor<'static, f32>,
+    x: Tensor<'static>,
+    x_scales: DeviceScales,
 }
 
-/// What the three operations gave. The graph's must live as long as it is replayed: it writes there.
+/// What the three operations gave.
 struct Trip {
-    layout: DispatchLayout,
-    dispatched: DispatchOutput,
+    layout: DispatchLayout<'static>,
+    dispatched: Detached,
     combined: CombineOutput,
 }
 
@@ -43,19 +43,10 @@ impl Rank {
     ) -> Result<(u64, u64)> {
         let first = case(0);
         let inputs = self.graph_inputs(&first)?;
-        let (buffer, stream) = (&mut self.buffer, &self.stream);
-        // A capture may not allocate. It finds the memory of a first trip, all of it, since that is dropped as a whole.
-        drop(enqueue(buffer, stream, &first, &inputs)?);
-        stream.synchronize()?;
-        let mut recorded = None;
-        let graph = stream.capture(|| {
-            recorded = Some(enqueue(buffer, stream, &first, &inputs)?);
-            Ok(())
-        })?;
-        let Some(recorded) = recorded else {
-            return Err(Error::os("capture", "it did not run"));
-        };
-        self.learn_regions(&recorded.dispatched);
+        let mut place = self.place()?;
+        let work =
+            |buffer: &mut Buffer, order: StreamOrder<'_>| enqueue(buffer, &mut place, order, &first, &inputs);
+        let recorded = self.buffer.capture(&self.stream, work)?;
 
         let (mut verified, mut rows) = (0, 0);
         for replay in 0..replays {
@@ -63,20 +54,23 @@ impl Rank {
             let fresh = self.graph_inputs(&case)?;
             inputs.overwrite(&fresh, &self.stream)?;
             if !is_verified(replay, replays) {
-                graph.launch(&self.stream)?;
+                recorded.launch(&self.stream)?;
                 self.stream.synchronize()?;
                 step();
                 continue;
             }
             let expected = self.expect(&case);
-            self.prepare(&case, 2 * replay, &expected)?;
-            graph.launch(&self.stream)?;
-            self.verify(&case, 2 * replay, &expected, &recorded, &format!("replay {replay}"))?;
+            self.prepare(&case, 2 * replay, &expected, &place)?;
+            recorded.launch(&self.stream)?;
+            recorded.check(&self.buffer, &self.stream)?;
+            let what = format!("replay {replay}");
+            self.verify(&case, 2 * replay, &expected, &place, recorded.output(), &what)?;
 
-            self.prepare(&case, 2 * replay + 1, &expected)?;
-            let eager = enqueue(&mut self.buffer, &self.stream, &case, &inputs)?;
+            self.prepare(&case, 2 * replay + 1, &expected, &place)?;
+            let order = StreamOrder::on(&self.stream);
+            let eager = enqueue(&mut self.buffer, &mut place, order, &case, &inputs)?;
             let what = format!("the same calls without a graph, behind replay {replay}");
-            self.verify(&case, 2 * replay + 1, &expected, &eager, &what)?;
+            self.verify(&case, 2 * replay + 1, &expected, &place, &eager, &what)?;
             verified += 1;
             rows += u64::from(expected.plan.num_recv_tokens);
             step();
@@ -92,21 +86,31 @@ impl Rank {
     }
 
     /// Writes what the experts will make of the rows to come, where peers gather it, and spoils what dispatch must write.
-    fn prepare(&self, case: &Case, turn: u64, expected: &Expected) -> Result<()> {
+    fn prepare(&self, case: &Case, turn: u64, expected: &Expected, place: &Place) -> Result<()> {
         let sources = &expected.plan.recv_src;
-        self.poison_received(case, sources.len() as u64)?;
-        let rows = self.buffer.combine_rows(DType::Bf16, sources.len() as u64, case.hidden())?;
-        self.write_returned(case, turn, sources, &rows)
+        self.poison_received(sources.len() as u64)?;
+        let rows = place.combine_rows(DType::Bf16, sources.len() as u64, case.hidden())?;
+        self.write_returned(case, turn, sources, rows.tensor())
     }
 
     /// Waits for a trip and compares all of it.
-    fn verify(&mut self, case: &Case, turn: u64, expected: &Expected, trip: &Trip, what: &str) -> Result<()> {
+    fn verify(
+        &mut self,
+        case: &Case,
+        turn: u64,
+        expected: &Expected,
+        place: &Place,
+        trip: &Trip,
+        what: &str,
+    ) -> Result<()> {
         let Trip { layout, dispatched, combined } = trip;
         self.stream.synchronize()?;
-        self.buffer.check_dispatch(&dispatched.handle, &self.stream)?;
+        self.buffer.check_dispatch(dispatched.handle(), &self.stream)?;
         let named = |difference| format!("{what}: {difference}");
         let difference = self.compare_layout(layout, expected)?;
         self.note(difference.map(named));
+        let dispatched = dispatched.at(place)?;
+        self.learn_regions(dispatched);
         self.check_dispatch(case, 0, expected, what, dispatched)?;
         let sums = self.compare_sums(case, turn, DType::Bf16, case.hidden(), &combined.combined_x)?;
         let weights = compare_weights(self, case, Some(&self.round_trip_of_weights(case)), combined)?;
@@ -119,10 +123,10 @@ impl Inputs {
     /// Copies other inputs here, in stream order. The others may go once the stream has passed.
     fn overwrite(&self, with: &Inputs, stream: &Stream) -> Result<()> {
         let pairs = [
-            (Some(&self.topk_idx), Some(&with.topk_idx)),
-            (Some(&self.topk_weights), Some(&with.topk_weights)),
+            (Some(&*self.topk_idx), Some(&*with.topk_idx)),
+            (Some(&*self.topk_weights), Some(&*with.topk_weights)),
             (Some(&self.x), Some(&with.x)),
-            (self.x_scales.as_ref(), with.x_scales.as_ref()),
+            (self.x_scales.as_deref(), with.x_scales.as_deref()),
         ];
         for (to, from) in pairs {
             let (Some(to), Some(from)) = (to, from) else { continue };
@@ -140,25 +144,25 @@ fn is_verified(replay: u64, replays: u64) -> bool {
 }
 
 /// Enqueues the three operations; the host does not wait. The experts' rows are in the pool.
-fn enqueue(buffer: &mut Buffer, stream: &Stream, case: &Case, inputs: &Inputs) -> Result<Trip> {
-    let order = StreamOrder::on(stream);
+fn enqueue(
+    buffer: &mut Buffer,
+    place: &mut Place,
+    order: StreamOrder<'_>,
+    case: &Case,
+    inputs: &Inputs,
+) -> Result<Trip> {
     let layout = buffer.get_dispatch_layout(&inputs.topk_idx, case.routing.num_experts, order)?;
-    let request = DispatchRequest {
-        x_scales: inputs.x_scales.as_ref(),
-        topk_idx: Some(&inputs.topk_idx),
-        topk_weights: Some(&inputs.topk_weights),
-        expert_alignment: case.expert_alignment,
-        counts: Counts::OnDevice { capacity: buffer.capacity() },
-        ..DispatchRequest::new(&inputs.x, &layout)
-    };
-    let dispatched = buffer.dispatch(request, order)?;
-    let request = CombineRequest {
-        rows: CombineRows::InPool { dtype: DType::Bf16, hidden: case.hidden() },
-        topk_weights: dispatched.recv_topk_weights.as_ref(),
-        handle: &dispatched.handle,
-    };
-    let combined = buffer.combine(request, order)?;
-    Ok(Trip { layout, dispatched, combined })
+    let counts = Counts::OnDevice { capacity: buffer.capacity() };
+    let request = DispatchRequest::new(&inputs.x, &layout).topk_weights(&inputs.topk_weights);
+    let request = request.expert_alignment(case.expert_alignment).counts(counts);
+    let request = inputs.x_scales.iter().fold(request, DispatchRequest::scales);
+    let dispatched = buffer.dispatch(place, request, order)?;
+    let rows = dispatched.combine_rows(DType::Bf16, case.hidden())?;
+    let request = CombineRequest::new(&rows, &dispatched.handle);
+    let weights = dispatched.recv_topk_weights.iter();
+    let combined = buffer.combine(weights.fold(request, CombineRequest::topk_weights), order)?;
+    drop(rows);
+    Ok(Trip { layout, dispatched: dispatched.detach(), combined })
 }
 
 #[cfg(test)]
