@@ -217,7 +217,7 @@ fn copies(device: &Arc<dyn Device>) -> Outcome {
         Memory::alloc(device, BYTES, MemoryKind::Device, "second")?,
     );
     let sent: Vec<u8> = (0..BYTES).map(|index| (index % 251) as u8).collect();
-    stream.write(first.ptr(), &sent)?;
+    first.write(&stream, 0, &sent)?;
     // SAFETY: both allocations outlive the synchronising read below.
     unsafe {
         stream.copy(second.ptr(), first.ptr(), BYTES)?;
@@ -225,7 +225,7 @@ fn copies(device: &Arc<dyn Device>) -> Outcome {
         stream.fill(second.ptr(), 0xcd, 0)?;
     }
     let mut back = vec![0u8; BYTES as usize];
-    stream.read(&mut back, second.ptr())?;
+    second.read(&stream, 0, &mut back)?;
     ensure(back[..16] == [0xab; 16] && back[16..] == sent[16..], "device copy differs")?;
 
     let mut copy = vec![0u8; BYTES as usize];
@@ -372,7 +372,7 @@ fn cooperative(device: &Arc<dyn Device>) -> Outcome {
     let grid_meet = kernel(device, "grid_meet")?;
     let grid = device.info().sm_count;
     let config = LaunchConfig { cooperative: true, ..blocks(grid, 32) };
-    stream.write(words.ptr(), &[0; 8])?;
+    words.write(&stream, 0, &[0; 8])?;
     let (counter, met) = (words.ptr().0.to_ne_bytes(), words.ptr().add(4).0.to_ne_bytes());
     // SAFETY: the kernel ends before the memory goes, at the read below.
     unsafe { stream.launch(&grid_meet, &config, &[&counter, &met])? };
@@ -385,7 +385,7 @@ fn capture(device: &Arc<dyn Device>) -> Outcome {
     let stream = Stream::new(device, false)?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
-    stream.write(word.ptr(), &0u32.to_ne_bytes())?;
+    word.write(&stream, 0, &0u32.to_ne_bytes())?;
     let address = word.ptr().0.to_ne_bytes();
     // SAFETY: all replays end before the memory goes, at the read below.
     let graph = stream.capture(|| unsafe { stream.launch(&bump, &blocks(3, 1), &[&address]) })?;
@@ -449,7 +449,7 @@ fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Outcome {
     let original = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
     let local = Memory::alloc(importer, BYTES, MemoryKind::Device, "copy")?;
     let sent: Vec<u8> = (0..WORDS).flat_map(u32::to_ne_bytes).collect();
-    owner_stream.write(original.ptr(), &sent)?;
+    original.write(&owner_stream, 0, &sent)?;
 
     let peer = Memory::import(importer, original.export()?, BYTES, "the owner")?;
     ensure(peer.ptr() != original.ptr(), "the import is no mapping of its own")?;

@@ -228,14 +228,14 @@ impl<'a> Bench<'a> {
             }
             kernels.push(of_device);
         }
-        self.streams[0].write(self.counts.ptr(), &[0; 12])?;
+        self.counts.write(&self.streams[0], 0, &[0; 12])?;
         let launched = self.launch(program, &kernels, &ends, args);
         // Whatever went wrong, nothing may run on when the kernels go.
         let waited = self.wait(mine);
         let runs = launched?;
         waited?;
         let mut bytes = [0; 12];
-        self.streams[0].read(&mut bytes, self.counts.ptr())?;
+        self.counts.read(&self.streams[0], 0, &mut bytes)?;
         let [guards, held, late] =
             [0, 4, 8].map(|i| u64::from(u32::from_ne_bytes(std::array::from_fn(|b| bytes[i + b]))));
         Ok(Counts { runs, guards, held, late })

@@ -17,8 +17,8 @@ use clap::{Parser, ValueEnum};
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Kernel, Stream};
 use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CombineOutput, CombineRequest, CombineRows, Counts, DType,
-    DispatchHandle, DispatchRequest, StreamOrder, Tensor,
+    Buffer, BufferOptions, BufferShape, CombineOutput, CombineRequest, Counts, DType, DispatchHandle,
+    DispatchRequest, Place, StreamOrder, Tensor, TypedTensor,
 };
 use epoxide::group::launch::run_threads;
 use epoxide::{Error, Result};
@@ -77,7 +77,7 @@ fn main() -> ExitCode {
 
         // All work is enqueued. Reading is the first thing that waits; what went wrong on the way shows after it.
         let got = output.combined.combined_x.to_host::<bf16>(&stream)?;
-        let selected = layer.topk_idx.to_host::<i64>(&stream)?;
+        let selected = layer.topk_idx.values(&stream)?;
         layer.buffer.check_dispatch(&output.handle, &stream)?;
         Ok(compare(&model, &x, &selected, &got))
     });
@@ -109,16 +109,16 @@ fn main() -> ExitCode {
     if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The layer on one rank, which holds the router and its share of the experts. Memory that a pass uses must live until
-/// the stream has come to its end, so all that is not part of the output is here.
+/// The layer on one rank, which holds the router and its share of the experts.
 struct Layer {
     buffer: Buffer,
+    place: Place,
     router: Kernel,
     experts: Kernel,
-    router_weights: Tensor,
-    expert_weights: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
+    router_weights: Tensor<'static>,
+    expert_weights: Tensor<'static>,
+    topk_idx: TypedTensor<'static, i64>,
+    topk_weights: TypedTensor<'static, f32>,
 }
 
 /// What a pass of the layer gives.
@@ -151,8 +151,9 @@ impl Layer {
             experts: Kernel::shipped::<MoeExperts>(device, 0)?,
             router_weights: Tensor::from_host(stream, DType::F32, &[hidden, EXPERTS as u64], &model.router)?,
             expert_weights: Tensor::from_host(stream, DType::Bf16, &shape, own)?,
-            topk_idx: Tensor::alloc(device, DType::I64, &topk_shape)?,
-            topk_weights: Tensor::alloc(device, DType::F32, &topk_shape)?,
+            topk_idx: Tensor::alloc(device, DType::I64, &topk_shape)?.typed()?,
+            topk_weights: Tensor::alloc(device, DType::F32, &topk_shape)?.typed()?,
+            place: buffer.place(0)?,
             buffer,
         })
     }
@@ -170,47 +171,40 @@ impl Layer {
             num_topk: TOPK as u32,
         });
         let blocks = (TOKENS as u32).div_ceil(ROUTER_WARPS);
-        // SAFETY: the tensors have the shapes of the argument struct. The caller holds x and the layer until the stream
-        // has passed.
+        // SAFETY: the tensors have the shapes of the argument struct, and their memory goes back behind what the stream was given.
         unsafe { stream.call(&self.router, blocks, ROUTER_WARPS * 32, 0, router)? };
 
         let order = StreamOrder::on(stream);
         let layout = self.buffer.get_dispatch_layout(&self.topk_idx, EXPERTS as u32, order)?;
-        let request = DispatchRequest {
-            topk_idx: Some(&self.topk_idx),
-            topk_weights: Some(&self.topk_weights),
-            // How many rows come stays on the device.
-            counts: Counts::OnDevice { capacity: self.buffer.capacity() },
-            ..DispatchRequest::new(x, &layout)
-        };
-        let received = self.buffer.dispatch(request, order)?;
-        let (Some(local_idx), Some(weights)) = (received.recv_topk_idx, received.recv_topk_weights) else {
+        // How many rows come stays on the device.
+        let counts = Counts::OnDevice { capacity: self.buffer.capacity() };
+        let request = DispatchRequest::new(x, &layout).topk_weights(&self.topk_weights).counts(counts);
+        let received = self.buffer.dispatch(&mut self.place, request, order)?;
+        let (Some(local_idx), Some(weights)) = (&received.recv_topk_idx, &received.recv_topk_weights) else {
             unreachable!("top-k was sent");
         };
 
         // The experts write where the peers gather from, so combine has nothing to copy.
-        let rows = self.buffer.combine_rows(DType::Bf16, self.buffer.capacity(), HIDDEN as u64)?;
+        let rows = received.combine_rows(DType::Bf16, HIDDEN as u64)?;
         let experts = MoeExperts::call(MoeExpertsArgs {
             x: received.recv_x.ptr(),
             topk_idx: local_idx.ptr(),
             topk_weights: weights.ptr(),
             num_rows: received.handle.num_recv_tokens_on_device().ptr(),
             w: self.expert_weights.ptr(),
-            out: rows.ptr(),
+            out: rows.tensor().ptr(),
             capacity: self.buffer.capacity() as u32,
             hidden: HIDDEN as u32,
             local_experts: EXPERTS as u32 / self.buffer.num_ranks(),
             num_topk: TOPK as u32,
         });
         let (blocks, threads) = (self.buffer.device().info().sm_count, HIDDEN as u32 / 2);
-        // SAFETY: all rows lie in the pool, with room for `capacity` of them, and the count in the handle, which is part
-        // of the result. The caller holds that and the layer until the stream has passed.
+        // SAFETY: all rows lie in the place, with room for `capacity` of them, and the count in the handle. The place is overwritten,
+        // and the handle's memory goes back, behind what the stream was given.
         unsafe { stream.call(&self.experts, blocks, threads, 0, experts)? };
 
-        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 };
-        let request = CombineRequest { rows, topk_weights: None, handle: &received.handle };
-        let combined = self.buffer.combine(request, order)?;
-        Ok(Output { combined, handle: received.handle })
+        let combined = self.buffer.combine(CombineRequest::new(&rows, &received.handle), order)?;
+        Ok(Output { combined, handle: received.handle.clone() })
     }
 }
 

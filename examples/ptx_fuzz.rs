@@ -96,8 +96,8 @@ fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Ou
     let source = Memory::alloc(device, input.len() as u64, MemoryKind::Device, "in")?;
     let target = Memory::alloc(device, recorded.len() as u64, MemoryKind::Device, "out")?;
     let kernel = Module::load(device, &ptx)?.kernel("fuzz", 0)?;
-    stream.write(source.ptr(), &input)?;
-    stream.write(target.ptr(), &vec![0; recorded.len()])?;
+    source.write(&stream, 0, &input)?;
+    target.write(&stream, 0, &vec![0; recorded.len()])?;
     let config = LaunchConfig { grid, block, shared_bytes: 0, cooperative: false };
     // SAFETY: the kernel ends before the memory goes, at the read below; it stays inside of the two buffers, as the
     // virtual GPU, which checks that, has found.
@@ -105,7 +105,7 @@ fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Ou
         stream.launch(&kernel, &config, &[&source.ptr().0.to_ne_bytes(), &target.ptr().0.to_ne_bytes()])?;
     }
     let mut output = vec![0; recorded.len()];
-    stream.read(&mut output, target.ptr())?;
+    target.read(&stream, 0, &mut output)?;
 
     let word = |bytes: &[u8], at: usize| {
         bytes.get(at * 8..at * 8 + 8).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes)

@@ -201,17 +201,16 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
     let most = selections.ranks.iter().map(Vec::len).max().unwrap_or(0);
     let max_tokens_per_rank = u32::try_from(most)
         .map_err(|_| Stop::usage(format!("--topk {name}: {most} tokens on one rank are too many")))?;
-    let options = BufferOptions {
-        config: Config::with_sms(2 * args.channels)?.for_nodes(args.nodes),
-        timeout: TIMEOUT,
-        ranks_per_node: Some(args.ranks_per_node),
-        ..BufferOptions::new(BufferShape {
-            max_tokens_per_rank,
-            max_row_bytes: HIDDEN * DType::Bf16.size(),
-            max_topk: selections.num_topk as u32,
-            max_scales: 0,
-        })
+    let shape = BufferShape {
+        max_tokens_per_rank,
+        max_row_bytes: HIDDEN * DType::Bf16.size(),
+        max_topk: selections.num_topk as u32,
+        max_scales: 0,
     };
+    let options = BufferOptions::new(shape)
+        .config(Config::with_sms(2 * args.channels)?.for_nodes(args.nodes))
+        .timeout(TIMEOUT)
+        .ranks_per_node(args.ranks_per_node);
     let checker = args.virtual_gpu.checker(0);
     let inspected = run_threads(ranks, TIMEOUT * 3, |rank, group| {
         let device = VirtualGpu::new(args.virtual_gpu.device(rank, 0, checker.as_ref()));
@@ -271,7 +270,7 @@ fn inspect_rank(
                 recv_gbl_rank_prefix_sum: internode.recv_gbl_rank_prefix_sum().to_host(&stream)?,
                 recv_src_meta: meta.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect(),
                 send_rdma_head: rows(&stream, &internode.send_rdma_head())?,
-                send_nvl_head: rows(&stream, &internode.send_nvl_head(&stream)?)?,
+                send_nvl_head: rows(&stream, &*internode.send_nvl_head(&stream)?)?,
             }))
         }
         (None, None) => return Err(Stop::failed("dispatch gave neither kind of matrices")),
@@ -282,7 +281,7 @@ fn inspect_rank(
         is_token_in_rank: rows(&stream, &layout.is_token_in_rank())?,
         channels,
         recv_src_idx: output.recv_src_idx.ok_or_else(|| missing("recv_src_idx"))?.values(&stream)?,
-        recv_topk_idx: rows(&stream, &output.recv_topk_idx.ok_or_else(|| missing("recv_topk_idx"))?)?,
+        recv_topk_idx: rows(&stream, &*output.recv_topk_idx.ok_or_else(|| missing("recv_topk_idx"))?)?,
         num_recv_tokens_per_expert: output.num_recv_tokens_per_expert.clone(),
         num_recv_tokens: output.num_recv_tokens.unwrap_or(0),
     })

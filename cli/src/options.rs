@@ -454,13 +454,11 @@ impl Setup {
         };
         let timeout = Duration::from_secs(self.timeout);
         let network = NetworkFlags { transport: self.transport, queues: Some(self.queues) };
-        BufferOptions {
-            config: self.config,
-            timeout,
-            ranks_per_node: Some(self.ranks / self.nodes),
-            transport: network.options(self.device, timeout),
-            ..BufferOptions::new(shape)
-        }
+        BufferOptions::new(shape)
+            .config(self.config)
+            .timeout(timeout)
+            .ranks_per_node(self.ranks / self.nodes)
+            .transport(network.options(self.device, timeout))
     }
 }
 

@@ -75,6 +75,34 @@ impl Memory {
         self.raw.ptr
     }
 
+    /// Copies host bytes to `offset` in it, through page-locked memory in the order of `stream`, and waits for it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where it is too short for them.
+    pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.check_range(offset, bytes.len() as u64)?;
+        // SAFETY: this owner keeps the memory, and the range lies in it, which was just checked.
+        unsafe { stream.write(self.raw.ptr.add(offset), bytes) }
+    }
+
+    /// Copies bytes at `offset` in it to the host, through page-locked memory in the order of `stream`, and waits for it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where it is too short for them.
+    pub fn read(&self, stream: &Stream, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.check_range(offset, into.len() as u64)?;
+        // SAFETY: as in `write`.
+        unsafe { stream.read(into, self.raw.ptr.add(offset)) }
+    }
+
+    fn check_range(&self, offset: u64, bytes: u64) -> Result<()> {
+        let have = self.raw.bytes;
+        if offset.checked_add(bytes).is_some_and(|end| end <= have) {
+            return Ok(());
+        }
+        Err(Error::argument("offset", offset, format!("{bytes} bytes there must lie inside of {have} bytes")))
+    }
+
     /// Host address of the first byte; null unless the memory is [`MemoryKind::MappedHost`] or [`MemoryKind::SharedHost`].
     pub fn host_ptr(&self) -> *mut u8 {
         self.raw.host

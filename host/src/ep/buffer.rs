@@ -246,11 +246,8 @@ impl Buffer {
         let local_at = size_of_val(&addresses) as u64;
         let local_bytes = size_of::<LocalState>() as u64;
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
-        // SAFETY: the memory was just made, and holds both.
-        unsafe {
-            comm_stream.write(tables.ptr(), bytemuck::bytes_of(&addresses))?;
-            comm_stream.write(tables.ptr().add(local_at), &vec![0; local_bytes as usize])?;
-        }
+        tables.write(&comm_stream, 0, bytemuck::bytes_of(&addresses))?;
+        tables.write(&comm_stream, local_at, &vec![0; local_bytes as usize])?;
         tables.describe(&[
             Section::array("pools", MAX_RANKS as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),

@@ -69,10 +69,8 @@ impl WireSide {
                 }
             }
         }
-        // SAFETY: the table was just made, and holds these parts and the two below.
-        let fill = |at: u64, bytes: &[u8]| unsafe { stream.write(tables.ptr().add(at), bytes) };
-        fill(0, bytemuck::cast_slice(&table))?;
-        fill(table_bytes, &vec![0; entries * 8])?;
+        tables.write(stream, 0, bytemuck::cast_slice(&table))?;
+        tables.write(stream, table_bytes, &vec![0; entries * 8])?;
         let mut paths = vec![NodePath::default(); world.nodes() as usize];
         for way in &ways {
             let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
@@ -85,9 +83,9 @@ impl WireSide {
             None => Arc::new(Memory::alloc(device, layout.bytes, MemoryKind::Shareable, "own wire memory")?),
         };
         paths[node as usize] = NodePath { memory: own.ptr(), peer: own.ptr() };
-        fill(paths_at, bytemuck::cast_slice(&paths))?;
+        tables.write(stream, paths_at, bytemuck::cast_slice(&paths))?;
         let bases: Vec<u64> = paths.iter().map(|path| path.peer.0).collect();
-        fill(bases_at, bytemuck::cast_slice(&bases))?;
+        tables.write(stream, bases_at, bytemuck::cast_slice(&bases))?;
         let (entries, nodes) = (entries as u64, world.nodes() as u64);
         tables.describe(&[
             Section::array("queues", entries, size_of::<QueueHandle>() as u64).of(QUEUE_HANDLE),

@@ -209,7 +209,8 @@ impl Rig {
 
     pub(super) fn read(&self, address: DevicePtr) -> u32 {
         let mut bytes = [0; 4];
-        self.stream().read(&mut bytes, address).unwrap();
+        // SAFETY: the tests give addresses of memory that they hold.
+        unsafe { self.stream().read(&mut bytes, address).unwrap() };
         u32::from_le_bytes(bytes)
     }
 }
@@ -238,7 +239,8 @@ fn a_stream_runs_in_order() {
             rig.add_one(stream, address, 100);
         }
         let mut bytes = [0; 400];
-        stream.read(&mut bytes, address).unwrap();
+        // SAFETY: as above.
+        unsafe { stream.read(&mut bytes, address).unwrap() };
         for value in bytes.chunks_exact(4) {
             assert_eq!(value, 0x0101_0104u32.to_le_bytes());
         }
@@ -382,8 +384,11 @@ fn a_fault_is_sticky_and_drops_what_is_queued() {
 fn a_faulting_copy_is_refused_before_it_is_enqueued() {
     on_both(|rig| {
         let memory = rig.alloc(16, MemoryKind::Device);
-        let error = rig.stream.write(memory.ptr().add(8), &[0; 16]).unwrap_err();
+        // SAFETY: the driver refuses what does not fit.
+        let error = unsafe { rig.stream.write(memory.ptr().add(8), &[0; 16]).unwrap_err() };
         assert!(matches!(&error, Error::Argument { argument: "dst", .. }), "{error}");
+        let error = memory.write(&rig.stream, 8, &[0; 16]).unwrap_err();
+        assert!(matches!(&error, Error::Argument { argument: "offset", .. }), "{error}");
         // SAFETY: the range is checked.
         let error = unsafe { rig.stream.fill(DevicePtr(64), 0, 4) }.unwrap_err();
         assert!(matches!(&error, Error::Argument { argument: "dst", .. }), "{error}");
@@ -431,7 +436,7 @@ fn raw_streams_are_shared() {
 fn a_capture_is_replayed() {
     on_both(|rig| {
         let memory = rig.alloc(8, MemoryKind::Device);
-        rig.stream.write(memory.ptr(), &[0; 8]).unwrap();
+        memory.write(&rig.stream, 0, &[0; 8]).unwrap();
         let graph = rig
             .stream
             .capture(|| {
@@ -442,15 +447,18 @@ fn a_capture_is_replayed() {
             .unwrap();
         assert_eq!(rig.read(memory.ptr()), 0);
         for _ in 0..3 {
-            graph.launch(&rig.stream).unwrap();
+            // SAFETY: the test holds the memory of all that was recorded; so below.
+            unsafe { graph.launch(&rig.stream).unwrap() };
         }
         // A graph within a graph.
         let twice = rig
             .stream
-            .capture(|| graph.launch(&rig.stream).and_then(|()| graph.launch(&rig.stream)))
+            // SAFETY: as above.
+            .capture(|| unsafe { graph.launch(&rig.stream).and_then(|()| graph.launch(&rig.stream)) })
             .unwrap();
         drop(graph);
-        twice.launch(&rig.stream).unwrap();
+        // SAFETY: as above.
+        unsafe { twice.launch(&rig.stream).unwrap() };
         rig.stream.synchronize().unwrap();
         assert_eq!((rig.read(memory.ptr()), rig.read(memory.ptr().add(4))), (10, 5));
     });
@@ -478,7 +486,8 @@ fn a_capture_forks_and_joins() {
             .unwrap();
         for replay in 1..4 {
             word(&words, 0).store(0, Ordering::Release);
-            graph.launch(&rig.stream).unwrap();
+            // SAFETY: as above.
+            unsafe { graph.launch(&rig.stream).unwrap() };
             rig.stream.synchronize().unwrap();
             assert_eq!(word(&words, 1).load(Ordering::Acquire), replay);
         }
