@@ -20,3 +20,8 @@ mod world;
 
 pub use epoxide::group::launch::HeldPort;
 pub use world::World;
+
+/// The README's example, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

@@ -1,0 +1,21 @@
+use epoxide::Result;
+use epoxide::ep::{Buffer, CombineRequest, DispatchRequest, Place, StreamOrder};
+
+/// What the programs beside this one do wrong, done right: rows are dropped first, detached, or lie in two places.
+fn right(
+    buffer: &mut Buffer,
+    [one, other]: &mut [Place; 2],
+    request: DispatchRequest<'_>,
+    order: StreamOrder<'_>,
+) -> Result<u64> {
+    drop(buffer.dispatch(one, request, order)?);
+    let first = buffer.dispatch(one, request, order)?;
+    let second = buffer.dispatch(other, request, order)?;
+    let sum = buffer.combine(CombineRequest::new(&first.recv_x, &first.handle), order)?;
+    let rows = first.recv_x.rows() + second.recv_x.rows();
+    let detached = first.detach();
+    drop(buffer.dispatch(one, request, order)?);
+    Ok(rows + sum.combined_x.rows() + detached.at(one).map_or(0, |rows| rows.recv_x.rows()))
+}
+
+fn main() {}

@@ -1,0 +1,17 @@
+use epoxide::Result;
+use epoxide::ep::{Buffer, Detached, DispatchRequest, Place, StreamOrder};
+
+/// Whoever looks at detached rows holds their place meanwhile.
+fn look(
+    buffer: &mut Buffer,
+    place: &mut Place,
+    detached: &Detached,
+    request: DispatchRequest<'_>,
+    order: StreamOrder<'_>,
+) -> Result<u64> {
+    let before = detached.at(place)?;
+    drop(buffer.dispatch(place, request, order)?);
+    Ok(before.recv_x.rows())
+}
+
+fn main() {}
