@@ -15,7 +15,6 @@ mod wire;
 use std::sync::Arc;
 
 use clap::Subcommand;
-use epoxide::Error;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::launch::run_threads;
@@ -168,7 +167,7 @@ fn open_cuda(rank: u32) -> epoxide::Result<Arc<dyn Device>> {
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_rank: u32) -> epoxide::Result<Arc<dyn Device>> {
-    Err(Error::Unavailable {
+    Err(epoxide::Error::Unavailable {
         what: "--device cuda".into(),
         reason: "this binary was built without it; build with --features cuda".into(),
     })
