@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::driver::{
-    Event, Graph as OwnedGraph, Kernel, MappedMemory, Memory, Module as OwnedModule, Stream,
+    Event, Fence, Graph as OwnedGraph, Kernel, MappedMemory, Memory, Module as OwnedModule, Stream,
 };
 
 pub(super) const PTX: &str = r#"
@@ -610,6 +610,61 @@ fn freed_memory_stays_until_queued_work_is_done() {
         assert!(rig.device.free_memory().unwrap() > free_before);
         word(&gate, 0).store(1, Ordering::Release);
         rig.stream.synchronize().unwrap();
+    });
+}
+
+/// Unmapping does not wait: an owner that lets go too early makes a fault, here as on a GPU.
+#[test]
+fn memory_that_peers_map_goes_at_once_and_kernels_in_flight_fault() {
+    on_both(|rig| {
+        let gate = rig.words(1);
+        let pool = rig.alloc(64 * 4, MemoryKind::Shareable);
+        rig.wait(&rig.stream, gate.ptr(), 1);
+        rig.add_one(&rig.stream, pool.ptr(), 64);
+        drop(pool);
+        word(&gate, 0).store(1, Ordering::Release);
+        let error = rig.stream.synchronize().unwrap_err();
+        assert!(matches!(&error, Error::VirtualFault(text) if text.contains("add_one")), "{error}");
+    });
+}
+
+#[test]
+fn a_fence_comes_behind_all_streams_but_those_that_record() {
+    on_both(|rig| {
+        let gate = rig.words(2);
+        let (busy, other, captured) = (rig.stream(), rig.stream(), rig.stream());
+        rig.wait(&busy, gate.ptr(), 1);
+        let mut spare = Vec::new();
+        let graph = captured.capture(|| {
+            let fence = Fence::new(&rig.device, &mut spare)?;
+            assert!(!fence.wait_timeout(Duration::from_millis(5))?, "one stream is not through");
+            // Behind the fence for others, and not for the stream that it waits for.
+            fence.come_before(&other)?;
+            rig.store(&other, gate.ptr().add(4), 1);
+            word(&gate, 0).store(1, Ordering::Release);
+            assert!(fence.wait_timeout(Duration::from_secs(60))?);
+            fence.into_spare(&mut spare);
+            Ok(())
+        });
+        other.synchronize().unwrap();
+        assert_eq!(word(&gate, 1).load(Ordering::Acquire), 1);
+        // The rig's stream, these two, and perhaps one for streams that are gone.
+        assert!((3..=4).contains(&spare.len()), "{}", spare.len());
+        drop(graph.unwrap());
+    });
+}
+
+#[test]
+fn a_fence_comes_behind_a_stream_that_is_gone() {
+    on_both(|rig| {
+        let gate = rig.words(1);
+        let gone = rig.stream();
+        rig.wait(&gone, gate.ptr(), 1);
+        drop(gone);
+        let fence = Fence::new(&rig.device, &mut Vec::new()).unwrap();
+        assert!(!fence.wait_timeout(Duration::from_millis(5)).unwrap());
+        word(&gate, 0).store(1, Ordering::Release);
+        assert!(fence.wait_timeout(Duration::from_secs(60)).unwrap());
     });
 }
 
