@@ -104,7 +104,7 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         };
         quote! {
             if !(#clause) {
-                return Err(ContractError { kernel: stringify!(#name), clause: #text, values: #values });
+                return Err(crate::kernels::ContractError { kernel: stringify!(#name), clause: #text, values: #values });
             }
         }
     });
@@ -150,11 +150,11 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         pub struct #type_name;
 
         #[cfg(not(target_arch = "nvptx64"))]
-        impl Kernel for #type_name {
+        impl crate::kernels::Kernel for #type_name {
             type Args = #arg_type;
-            const INFO: KernelInfo = KernelInfo {
+            const INFO: crate::kernels::KernelInfo = crate::kernels::KernelInfo {
                 name: stringify!(#name),
-                params: &[ParamLayout {
+                params: &[crate::kernels::ParamLayout {
                     name: stringify!(#arg),
                     size: size_of::<#arg_type>(),
                     align: align_of::<#arg_type>(),
@@ -166,9 +166,9 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
                 local_depot_allowed: None,
                 traps_allowed: 0,
             };
-            fn call(#arg: #arg_type) -> Result<Call<Self>, ContractError> {
+            fn call(#arg: #arg_type) -> Result<crate::kernels::Call<Self>, crate::kernels::ContractError> {
                 #(#checks)*
-                Ok(Call::new(#arg))
+                Ok(crate::kernels::Call::new(#arg))
             }
         }
     })

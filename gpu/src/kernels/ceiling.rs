@@ -4,8 +4,6 @@
 use epoxide_macros::kernel;
 
 use super::ring::{Ring, Turn};
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::CeilingArgs;
 use crate::simt::*;
 

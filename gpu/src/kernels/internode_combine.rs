@@ -8,13 +8,12 @@ use epoxide_macros::kernel;
 
 use super::combine::{Bf16, Contributors, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
 use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
-use super::ring::{Ring, Turn, channel_range, shared_bytes};
-use super::wire::{
-    Operation, Path, Posted, Progress, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
-    tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows, workers,
+use super::progress::{Progress, workers};
+use super::rail::{
+    Operation, Path, Posted, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
+    tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
+use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use crate::layout::{InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes};
 use crate::simt::*;
 

@@ -1,5 +1,5 @@
-//! The count exchange across nodes. `internode_count` numbers this rank's tokens; `internode_notify` sends each node what
-//! it must know of them, hands what comes from other nodes to the ranks of this one, and derives where rows go.
+//! The count exchange across nodes: each node is sent what it must know of the tokens that `internode_count` has numbered, what comes
+//! from other nodes is handed to the ranks of this one, and from it all follows where rows go.
 //!
 //! A count message goes to the rank with the same index on the other node, which relays to each rank of its node what
 //! concerns it. All ranks end up with the tokens of every rank for every rank, hence with the same verdict: either all
@@ -11,72 +11,12 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Phase, aborted, current_epoch, send_packet_at, trace, wait_at_least, wait_packet_at};
 use super::notify::write_header;
-use super::ring::channel_range;
-use super::wire::{Operation, Path, Posted, Put, deliver, node_word, wait_quiet};
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
+use super::rail::{Operation, Path, Posted, Put, deliver, node_word, wait_quiet};
 use crate::layout::{
-    InternodeCountArgs, InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS,
-    MAX_WORLD, PlanHeader, PlanStatus, SEND_ROW_STRIDE, Wait, relay_message, wire_message,
+    InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD, PlanHeader,
+    PlanStatus, SEND_ROW_STRIDE, Wait, relay_message, wire_message,
 };
 use crate::simt::*;
-
-/// Numbers the tokens of each channel, for each rank and each node, in token order. One block per channel.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(
-        args.num_channels >= 1,
-        args.num_channels <= MAX_CHANNELS,
-        args.ranks_per_node >= 1,
-        args.num_ranks.is_multiple_of(args.ranks_per_node),
-        args.num_ranks / args.ranks_per_node <= MAX_NODES as u32,
-        args.ranks_per_node <= MAX_RANKS as u32,
-    )
-)]
-pub unsafe fn internode_count(args: InternodeCountArgs) {
-    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
-    let (ranks, nodes) = (args.num_ranks, args.num_ranks / args.ranks_per_node);
-    let channel = ctaid();
-    let (begin, end) = channel_range(args.num_tokens, args.num_channels, channel);
-    // A warp takes a column: a rank, or behind the ranks a node.
-    let mut column = warp;
-    while column < ranks + nodes {
-        let (first, width) = if column < ranks {
-            (column, 1)
-        } else {
-            ((column - ranks) * args.ranks_per_node, args.ranks_per_node)
-        };
-        let (mut group, mut count) = (begin, 0);
-        while group < end {
-            // Lanes behind the end look at the last token: a branch around the load would come twice, and so would the ballot
-            // between its two halves.
-            let token = (group + lane).min(end - 1);
-            let (mut hit, mut rank) = (0, first);
-            while rank < first + width {
-                hit |= ld_u8(args.is_token_in_rank.0 + token as u64 * ranks as u64 + rank as u64);
-                rank += 1;
-            }
-            let inside = group + lane < end;
-            let hits = ballot((hit != 0) & inside);
-            if inside {
-                let number = count + (hits & lanemask_lt()).count_ones();
-                let number = if hit != 0 { number as i32 } else { -1 };
-                let to = if column < ranks {
-                    args.send_head.0 + (token as u64 * ranks as u64 + column as u64) * 4
-                } else {
-                    args.send_rdma_head.0 + (token as u64 * nodes as u64 + (column - ranks) as u64) * 4
-                };
-                st_i32(to, number);
-            }
-            count += hits.count_ones();
-            group += 32;
-        }
-        if lane == 0 {
-            st_u32(args.channel_counts.0 + (channel * (ranks + nodes) + column) as u64 * 4, count);
-        }
-        column += warps;
-    }
-}
 
 /// Repeats a block for each word of a signature, as `unroll8` does.
 macro_rules! unroll5 {

@@ -2,8 +2,6 @@
 
 use epoxide_macros::kernel;
 
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{LayoutArgs, MAX_NODES, MAX_TOPK, MAX_WORLD};
 use crate::simt::*;
 

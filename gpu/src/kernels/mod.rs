@@ -1,4 +1,4 @@
-//! The kernels, one file per family, and the manifest that their PTX is checked against.
+//! The kernels, a file or a folder per family, and the manifest that their PTX is checked against.
 //!
 //! Every operation between ranks has the same three steps, carried by two words per peer (`layout::Control`):
 //! *ready* (I have entered operation `epoch`), *move*, *done* (I have done my part towards you). `epoch` module holds
@@ -10,6 +10,8 @@ macro_rules! unroll8 {
     ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3 4 5 6 7) };
     (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
 }
+// It covers every possible rank.
+const _: () = assert!(crate::layout::MAX_RANKS == 8);
 
 mod ceiling;
 mod combine;
@@ -17,12 +19,14 @@ mod dispatch;
 mod epoch;
 mod example;
 mod internode_combine;
+mod internode_count;
 mod internode_dispatch;
 mod internode_notify;
 mod layout;
 mod notify;
+mod progress;
+mod rail;
 mod ring;
-mod wire;
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod launch;
@@ -36,8 +40,9 @@ pub use {
     dispatch::Dispatch,
     example::{MoeExperts, MoeRouter},
     internode_combine::InternodeCombine,
+    internode_count::InternodeCount,
     internode_dispatch::InternodeDispatch,
-    internode_notify::{InternodeCount, InternodeNotify},
+    internode_notify::InternodeNotify,
     layout::DispatchLayout,
     notify::Notify,
 };
@@ -46,7 +51,7 @@ pub use combine::MAX_SLOT_BYTES;
 pub use internode_combine::MAX_INTERNODE_SLOT_BYTES;
 pub use internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
 pub use notify::NOTIFY_SHARED_BYTES;
-pub use wire::PROGRESS_BYTES;
+pub use progress::PROGRESS_BYTES;
 
 /// Every kernel of the module, in the order of an operation; then the benchmark's and the example's.
 #[cfg(not(target_arch = "nvptx64"))]

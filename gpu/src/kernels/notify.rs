@@ -7,8 +7,6 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Phase, aborted, current_epoch, send_packet, trace, wait_packet};
 use super::ring::channel_range;
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{
     MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, NotifyArgs, PlanHeader, PlanStatus, SEND_ROW_STRIDE, message,
 };
