@@ -10,8 +10,8 @@ use core::mem::offset_of;
 use epoxide_macros::kernel;
 
 use super::epoch::{Phase, aborted, current_epoch, send_packet_at, trace, wait_at_least, wait_packet_at};
-use super::notify::write_header;
 use super::rail::{Operation, Path, Posted, Put, deliver, node_word, wait_quiet};
+use super::verdict::Verdict;
 use crate::layout::{
     InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD, PlanHeader,
     PlanStatus, SEND_ROW_STRIDE, Wait, relay_message, wire_message,
@@ -39,7 +39,7 @@ const LOWEST: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
 /// The verdict: status, peer, detail, theirs, ours.
 const VERDICT: u32 = LOWEST + THREADS / 32;
 /// Non-zero where a wait has expired.
-const EXPIRED: u32 = VERDICT + 5;
+const EXPIRED: u32 = VERDICT + Verdict::WORDS;
 const WORDS: u32 = EXPIRED + 1;
 
 /// Dynamic shared memory of internode_notify, in bytes.
@@ -81,14 +81,13 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     trace(comm, Phase::Ready);
 
     let (mut status, received) = exchange.judge(&objection);
-    // Ranks that disagree on channels or experts would wait for packets that never come.
     let mut relayed = 0;
-    if status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32 {
+    if Verdict::agrees(status) {
         relayed = exchange.plan_forwarding();
         exchange.plan_receiving();
     }
     barrier_sync();
-    if status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32 {
+    if Verdict::agrees(status) {
         exchange.count_selections();
     }
     trace(comm, Phase::Moved);
@@ -103,15 +102,6 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
         exchange.answer(status, received, relayed);
     }
     trace(comm, Phase::Done);
-}
-
-/// What a source has to object: nothing where the status is 0.
-struct Objection {
-    source: u32,
-    status: u32,
-    detail: u32,
-    theirs: u32,
-    ours: u32,
 }
 
 /// The count exchange of one block, in the order of its methods. All threads call each of them.
@@ -271,38 +261,38 @@ impl<'a> Exchange<'a> {
 
     /// Reads everybody's heads: whether the words that must agree do, and the tokens of every rank for every rank.
     #[inline(always)]
-    unsafe fn read_heads(&self) -> Objection {
+    unsafe fn read_heads(&self) -> Verdict {
         // SAFETY: packets are inside the own pool.
         unsafe {
             let (thread, ranks) = (tid(), self.ranks);
             // As the kernel's clauses say; it spares a trap in the divisions below.
             core::hint::assert_unchecked(ranks >= 1);
             // A thread takes a source.
-            let mut objection = Objection { source: NONE, status: 0, detail: 0, theirs: 0, ours: 0 };
+            let mut objection = Verdict { peer: NONE, ..Verdict::OPEN };
             if thread < ranks {
                 unroll5!(INDEX => {
                     let ours = self.signature(INDEX);
                     let theirs = self.packet(thread, wire_message::SIGNATURE + INDEX, ours);
                     if theirs != ours && objection.status == 0 {
                         let status = PlanStatus::Mismatch as u32;
-                        objection = Objection { source: thread, status, detail: INDEX, theirs, ours };
+                        objection = Verdict { peer: thread, status, detail: INDEX, theirs, ours };
                     }
                 });
                 let invalid = self.packet(thread, wire_message::INVALID, 0);
                 if invalid != 0 && objection.status == 0 {
-                    (objection.source, objection.status) = (thread, PlanStatus::InvalidExpert as u32);
+                    (objection.peer, objection.status) = (thread, PlanStatus::InvalidExpert as u32);
                 }
                 let mut node = 0;
                 while node < self.nodes {
                     let count = self.packet(thread, wire_message::NODE_COUNTS + node, 0);
                     if count as u64 > self.args.wire.layout.slots && objection.status == 0 {
-                        (objection.source, objection.status) = (thread, PlanStatus::Slots as u32);
+                        (objection.peer, objection.status) = (thread, PlanStatus::Slots as u32);
                         objection.detail = count;
                     }
                     node += 1;
                 }
             }
-            self.keep_lowest(objection.source);
+            self.keep_lowest(objection.peer);
             let mut pair = thread;
             while pair < ranks * ranks {
                 let (source, rank) = (pair / ranks, pair % ranks);
@@ -320,12 +310,12 @@ impl<'a> Exchange<'a> {
     /// The verdict, the same on every rank: of the lowest source that objects, else of the lowest rank whose pool is too small. With
     /// the rows that this rank receives. Turns tokens of a source for a rank into where its block of rows starts there.
     #[inline(always)]
-    unsafe fn judge(&self, objection: &Objection) -> (u32, u32) {
+    unsafe fn judge(&self, objection: &Verdict) -> (u32, u32) {
         // SAFETY: shared memory is the block's own; barriers are between its writers and readers.
         unsafe {
             let (thread, ranks) = (tid(), self.ranks);
             let objector = self.lowest();
-            if objection.source != NONE && objection.source == objector {
+            if objection.peer != NONE && objection.peer == objector {
                 st_shared_u32(word(VERDICT), objection.status);
                 st_shared_u32(word(VERDICT + 1), objector);
                 st_shared_u32(word(VERDICT + 2), objection.detail);
@@ -470,9 +460,10 @@ impl<'a> Exchange<'a> {
         // SAFETY: both are live headers; the barrier before it makes them cover what the block wrote.
         unsafe {
             let args = self.args;
-            let verdict = |index: u32| ld_shared_u32(word(VERDICT + index));
+            let word_of = |index: u32| ld_shared_u32(word(VERDICT + index));
             let write = |to: u64| {
-                write_header(to, status, received, verdict(1), verdict(2), verdict(3), verdict(4));
+                let (peer, detail) = (word_of(1), word_of(2));
+                Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) }.write(to, received);
                 st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed);
             };
             write(args.header.0);

@@ -27,6 +27,7 @@ mod notify;
 mod progress;
 mod rail;
 mod ring;
+mod verdict;
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod launch;
