@@ -10,7 +10,7 @@ use super::combine::{Bf16, Contributors, Item, Outputs, Ranks, Sink, VECTORS, su
 use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
 use super::progress::{Progress, workers};
 use super::rail::{
-    Operation, Path, Posted, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
+    Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, rows_arrived,
     tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
@@ -56,7 +56,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     let (channel, finishes) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
     let epoch = current_epoch(comm);
-    let operation = Operation { epoch, queue: Wait::CombineQueue };
+    let operation = Operation { epoch, queue_wait: Wait::CombineQueue };
     if ctaid() == 0 && tid() < 32 {
         tell_ready(comm, epoch);
         tell_nodes_ready(comm, wire, operation);
@@ -335,14 +335,14 @@ unsafe fn post_sums(
             if ready - sent >= wire.chunk || (ready == order.count && ready != sent) {
                 let bytes = args.slot_bytes as u64;
                 let from = (order.first + sent) as u64 * bytes;
-                let put = Put {
+                let delivery = Delivery {
                     from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
                     to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
                     bytes: (ready - sent) as u64 * bytes,
                     counter: arrival_word(wire, wire.node, channel),
                     value: arrival(operation.epoch, ready),
                 };
-                posted = deliver(comm, wire, &path, node, channel, put, operation);
+                posted = deliver(comm, wire, &path, node, channel, delivery, operation);
                 sent = ready;
             }
             syncwarp();
@@ -353,7 +353,7 @@ unsafe fn post_sums(
 }
 
 /// The sums that the nodes sent for this rank's tokens: lane n knows those of node n. A row is the token's index in the (channel, node)
-/// queue.
+/// stream.
 struct Nodes<'a> {
     args: &'a InternodeCombineArgs,
     /// Where the channel's slots from this node are.

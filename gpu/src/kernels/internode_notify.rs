@@ -10,7 +10,7 @@ use core::mem::offset_of;
 use epoxide_macros::kernel;
 
 use super::epoch::{Phase, aborted, current_epoch, send_packet_at, trace, wait_at_least, wait_packet_at};
-use super::rail::{Operation, Path, Posted, Put, deliver, node_word, wait_quiet};
+use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::Verdict;
 use crate::layout::{
     InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD, PlanHeader,
@@ -206,7 +206,7 @@ impl<'a> Exchange<'a> {
             let mut posted = Posted::NONE;
             if self.serves_node() {
                 let words = wire_message::EXPERT_COUNTS + self.per_node * self.local_experts;
-                let put = Put {
+                let delivery = Delivery {
                     from: wire.layout.messages_out + node as u64 * wire.layout.message_bytes,
                     to: wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes,
                     bytes: (words as u64 * 4).next_multiple_of(16),
@@ -214,7 +214,7 @@ impl<'a> Exchange<'a> {
                     value: self.epoch,
                 };
                 let path = Path::to(wire, node);
-                posted = deliver(comm, wire, &path, node, 0, put, self.operation());
+                posted = deliver(comm, wire, &path, node, 0, delivery, self.operation());
                 let arrived = path.memory + node_word(wire.layout.counts, node);
                 if !wait_at_least(comm, arrived, self.epoch, node, self.epoch, Wait::NodeCounts) {
                     self.expire();
@@ -501,7 +501,7 @@ impl<'a> Exchange<'a> {
 
     #[inline(always)]
     fn operation(&self) -> Operation {
-        Operation { epoch: self.epoch, queue: Wait::NotifyQueue }
+        Operation { epoch: self.epoch, queue_wait: Wait::NotifyQueue }
     }
 
     /// The message for a node. The own node's is where it is read.

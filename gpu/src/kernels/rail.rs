@@ -1,4 +1,4 @@
-//! What kernels do across nodes: write to a peer's wire memory, or post puts to its queue, and wait for what peers write.
+//! What kernels do across nodes, over their rail: write to a peer's wire memory, or post puts to its queue, and wait for what peers write.
 //!
 //! A rank talks to one rank of every other node: the one with its own index there. In this file `node` stands for it.
 
@@ -22,8 +22,8 @@ impl Posted {
     pub const NONE: Posted = Posted { queue: 0, ticket: 0 };
 }
 
-/// What goes to a node: bytes, and the counter behind them.
-pub struct Put {
+/// What goes to a node: bytes, and the counter behind them, in the words of a [`PutRequest`].
+pub struct Delivery {
     pub from: u64,
     pub to: u64,
     pub bytes: u64,
@@ -31,12 +31,12 @@ pub struct Put {
     pub value: u64,
 }
 
-/// What the waits of an operation for its queues are called.
+/// An operation, for waits that are for a queue's proxy and not for a peer.
 #[derive(Clone, Copy)]
 pub struct Operation {
     pub epoch: u64,
-    /// A wait for a proxy.
-    pub queue: Wait,
+    /// What such a wait is called in the record of one that expired.
+    pub queue_wait: Wait,
 }
 
 /// The way to a node: addresses of [`NodePath`].
@@ -114,7 +114,7 @@ unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u
     }
 }
 
-/// Has `put` take place at `node`, whose path is given: where the peer's wire memory is mapped the bytes are there already, and the
+/// Has `delivery` take place at `node`, whose path is given: where the peer's wire memory is mapped the bytes are there already, and the
 /// counter is released behind them; else the put is posted. Any one lane calls it; what it has seen written comes before the counter.
 #[inline(always)]
 pub unsafe fn deliver(
@@ -123,22 +123,29 @@ pub unsafe fn deliver(
     path: &Path,
     node: u32,
     channel: u32,
-    put: Put,
+    delivery: Delivery,
     operation: Operation,
 ) -> Posted {
     // SAFETY: the counter lies in the peer's wire memory and has this rank as its only writer.
     unsafe {
         if path.peer != 0 {
-            st_release_sys_u64(path.peer + put.counter, put.value);
+            st_release_sys_u64(path.peer + delivery.counter, delivery.value);
             return Posted::NONE;
         }
-        post(comm, wire, node, channel, put, operation)
+        post(comm, wire, node, channel, delivery, operation)
     }
 }
 
 /// Posts a put on the queue of `channel` to `node`. Any one lane calls it; what it has seen written is visible to the proxy.
 #[inline(always)]
-unsafe fn post(comm: &Comm, wire: &Wire, node: u32, channel: u32, put: Put, operation: Operation) -> Posted {
+unsafe fn post(
+    comm: &Comm,
+    wire: &Wire,
+    node: u32,
+    channel: u32,
+    delivery: Delivery,
+    operation: Operation,
+) -> Posted {
     // SAFETY: the queue's memory is mapped. The position is this caller's alone, and its entry free once the proxy has
     // taken the request that had it before.
     unsafe {
@@ -146,17 +153,17 @@ unsafe fn post(comm: &Comm, wire: &Wire, node: u32, channel: u32, put: Put, oper
         let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
         let taken = queue + offset_of!(QueueWords, taken) as u64;
         if ticket > RING_ENTRIES
-            && !wait_at_least(comm, taken, ticket - RING_ENTRIES, node, operation.epoch, operation.queue)
+            && !wait_at_least(comm, taken, ticket - RING_ENTRIES, node, operation.epoch, operation.queue_wait)
         {
             return Posted::NONE;
         }
         let slot = (ticket - 1) % RING_ENTRIES;
         let entry = queue + size_of::<QueueWords>() as u64 + slot * size_of::<PutRequest>() as u64;
-        st_u64(entry + offset_of!(PutRequest, from) as u64, put.from);
-        st_u64(entry + offset_of!(PutRequest, to) as u64, put.to);
-        st_u64(entry + offset_of!(PutRequest, bytes) as u64, put.bytes);
-        st_u64(entry + offset_of!(PutRequest, counter) as u64, put.counter);
-        st_u64(entry + offset_of!(PutRequest, value) as u64, put.value);
+        st_u64(entry + offset_of!(PutRequest, from) as u64, delivery.from);
+        st_u64(entry + offset_of!(PutRequest, to) as u64, delivery.to);
+        st_u64(entry + offset_of!(PutRequest, bytes) as u64, delivery.bytes);
+        st_u64(entry + offset_of!(PutRequest, counter) as u64, delivery.counter);
+        st_u64(entry + offset_of!(PutRequest, value) as u64, delivery.value);
         st_release_sys_u64(entry + offset_of!(PutRequest, ticket) as u64, ticket);
         Posted { queue, ticket }
     }
@@ -169,7 +176,7 @@ pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Oper
     unsafe {
         if posted.ticket != 0 {
             let completed = posted.queue + offset_of!(QueueWords, completed) as u64;
-            wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue);
+            wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue_wait);
         }
     }
 }
@@ -182,8 +189,8 @@ pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
         let node = laneid();
         if node < wire.num_nodes && node != wire.node {
             let counter = node_word(wire.layout.ready, wire.node);
-            let put = Put { from: 0, to: 0, bytes: 0, counter, value: operation.epoch };
-            deliver(comm, wire, &Path::to(wire, node), node, 0, put, operation);
+            let delivery = Delivery { from: 0, to: 0, bytes: 0, counter, value: operation.epoch };
+            deliver(comm, wire, &Path::to(wire, node), node, 0, delivery, operation);
         }
     }
 }

@@ -58,7 +58,7 @@ pub struct NotifyArgs {
     pub channel_prefix_matrix: DevicePtr,
     /// Out, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the source's block.
     pub recv_channel_prefix_matrix: DevicePtr,
-    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, destination) queue or -1.
+    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, destination) stream or -1.
     pub send_head: DevicePtr,
     /// Out: i32 `[num_tokens, SEND_ROW_STRIDE]`, row at the destination or -1.
     pub send_row: DevicePtr,
@@ -266,9 +266,9 @@ layout_assert!(MoeExpertsArgs, size = 64, num_topk at 60);
 pub struct InternodeCountArgs {
     /// In, of the layout: u8 `[num_tokens, num_ranks]`.
     pub is_token_in_rank: DevicePtr,
-    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, rank) queue or -1.
+    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, rank) stream or -1.
     pub send_head: DevicePtr,
-    /// Out: i32 `[num_tokens, num_nodes]`, index in the (channel, node) queue or -1.
+    /// Out: i32 `[num_tokens, num_nodes]`, index in the (channel, node) stream or -1.
     pub send_rdma_head: DevicePtr,
     /// Out: u32 `[num_channels, num_ranks + num_nodes]`, tokens of the channel for each rank, then for each node.
     pub channel_counts: DevicePtr,
@@ -366,7 +366,7 @@ layout_assert!(InternodeDispatchArgs, size = 424, reserved at 420);
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Route {
-    /// Sender side, of `internode_count`: i32 `[num_tokens, num_nodes]`, index in the (channel, node) queue or -1.
+    /// Sender side, of `internode_count`: i32 `[num_tokens, num_nodes]`, index in the (channel, node) stream or -1.
     pub send_rdma_head: DevicePtr,
     /// Sender side: i32 `[num_nodes, num_channels]`, inclusive over channels.
     pub rdma_channel_prefix_matrix: DevicePtr,

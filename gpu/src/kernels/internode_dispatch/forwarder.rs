@@ -115,7 +115,7 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
         let mut pools = [0u64; MAX_RANKS];
         unroll8!(RANK => { pools[RANK] = shfl_u64(peer, RANK as u32) });
 
-        // Lane n: what comes on the channel from node n: how many rows, their slots and arrival word, and where they are in the books.
+        // Lane n: what comes on the channel from node n: how many rows, their slots and arrival word, and where they are among the relayed tokens.
         let (mut count, mut entries) = (0, 0);
         let (mut slots, mut word) = (0, 0);
         if lane < wire.num_nodes {

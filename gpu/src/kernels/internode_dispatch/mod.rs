@@ -53,7 +53,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     let (channel, forwards) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
     let epoch = current_epoch(comm);
-    let operation = Operation { epoch, queue: Wait::DispatchQueue };
+    let operation = Operation { epoch, queue_wait: Wait::DispatchQueue };
     if ctaid() == 0 && tid() < 32 {
         tell_ready(comm, epoch);
         tell_nodes_ready(comm, wire, operation);
@@ -102,7 +102,7 @@ unsafe fn send_source(args: &InternodeDispatchArgs, row: i32, peer: u64, node: u
     }
 }
 
-/// Notes where a relayed token's rows went: lane j those at rank j.
+/// Notes where a relayed token's rows went, for combine and cached dispatches: lane j those at rank j.
 #[inline(always)]
 unsafe fn note_rows(args: &InternodeDispatchArgs, entry: u32, head: i32, row: i32) {
     // SAFETY: the entry is one of the tokens that this rank relays.

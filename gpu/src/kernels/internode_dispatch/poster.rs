@@ -2,7 +2,8 @@
 
 use crate::kernels::progress::Progress;
 use crate::kernels::rail::{
-    Operation, Path, Posted, Put, arrival, arrival_word, channel_rows, deliver, wait_node_ready, wait_quiet,
+    Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, wait_node_ready,
+    wait_quiet,
 };
 use crate::kernels::ring::channel_range;
 use crate::layout::{InternodeDispatchArgs, Wait};
@@ -52,14 +53,14 @@ pub unsafe fn post_channel(
                 if packed - sent >= wire.chunk || (upto == end && packed != sent) {
                     let bytes = args.slot_bytes as u64;
                     let from = (first + sent) as u64 * bytes;
-                    let put = Put {
+                    let delivery = Delivery {
                         from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
                         to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
                         bytes: (packed - sent) as u64 * bytes,
                         counter: arrival_word(wire, wire.node, channel),
                         value: arrival(operation.epoch, packed),
                     };
-                    posted = deliver(comm, wire, &path, node, channel, put, operation);
+                    posted = deliver(comm, wire, &path, node, channel, delivery, operation);
                     sent = packed;
                 }
             }

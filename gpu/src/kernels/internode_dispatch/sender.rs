@@ -15,11 +15,11 @@ const UNFINISHED: u32 = 8;
 /// Where a token goes, and its metadata. Lane j knows rank j of this node, lane n node n, lane k top-k entry k.
 #[derive(Clone, Copy)]
 struct Token {
-    /// Index in the (channel, rank of this node) queue, or -1.
+    /// Index in the (channel, rank of this node) stream, or -1.
     head: i32,
-    /// Index in the (channel, node) queue, or -1.
+    /// Index in the (channel, node) stream, or -1.
     node_head: i32,
-    /// Where there are no more ranks than lanes, and metadata travels: index in the (channel, rank) queue of rank l, or -1.
+    /// Where there are no more ranks than lanes, and metadata travels: index in the (channel, rank) stream of rank l, or -1.
     world_head: i32,
     metadata: Metadata,
 }
@@ -130,7 +130,7 @@ pub unsafe fn send(
                 if rows.with_metadata != 0 {
                     token.metadata.send(rows, sent.token, &pools, lane);
                     send_source(args, token.metadata.row, peer, wire.node);
-                    // Tokens for this node do not pass the wire, but are in the forwarder's books.
+                    // Tokens for this node do not pass the wire, but are noted with those that the forwarder relays.
                     let node_head = shfl_u32(token.node_head as u32, wire.node) as i32;
                     if node_head >= 0 {
                         let start = shfl_u32(slots, wire.node);
