@@ -121,8 +121,8 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         #[cfg_attr(not(target_arch = "nvptx64"), allow(dead_code))]
         #[inline(always)]
         unsafe fn #body_name(#arg: #arg_type) {
-            // SAFETY: the caller vouches for the addresses; every access below stays inside the shapes that the
-            // argument struct documents. The clauses hold, since `Kernel::call` is the only way to a launch.
+            // SAFETY: the caller vouches for the addresses, and the head of the kernel's file says what makes its use of them
+            // sound. The clauses hold, since `Kernel::call` is the only way to a launch.
             unsafe {
                 #(core::hint::assert_unchecked(#assumptions);)*
                 #block
@@ -133,14 +133,14 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         #[cfg(all(target_arch = "nvptx64", not(epoxide_backend = "nvvm")))]
         #[unsafe(no_mangle)]
         unsafe extern "ptx-kernel" fn #name(#arg: #arg_type) {
-            // SAFETY: passed on to the launcher.
+            // SAFETY: the launcher vouches for the addresses.
             unsafe { #body_name(#arg) }
         }
         #[cfg(all(target_arch = "nvptx64", epoxide_backend = "nvvm"))]
         #[unsafe(no_mangle)]
         #[nvvm_internal::kernel()]
         unsafe extern "C" fn #name(#arg: #arg_type) {
-            // SAFETY: passed on to the launcher.
+            // SAFETY: the launcher vouches for the addresses.
             unsafe { #body_name(#arg) }
         }
 

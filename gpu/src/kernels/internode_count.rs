@@ -1,4 +1,7 @@
 //! The first step of the count exchange across nodes: this rank numbers its tokens.
+//!
+//! What makes it sound: it reads what an earlier kernel has written and nobody writes meanwhile, and each entry that it writes has one
+//! warp. A warp's ballots stand where all its lanes arrive: columns and groups of tokens are the same in all lanes.
 
 use epoxide_macros::kernel;
 

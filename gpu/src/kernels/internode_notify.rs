@@ -4,6 +4,12 @@
 //! A count message goes to the rank with the same index on the other node, which relays to each rank of its node what
 //! concerns it. All ranks end up with the tokens of every rank for every rank, hence with the same verdict: either all
 //! ranks move rows or none does.
+//!
+//! What makes it sound: messages out are written behind the operation that sent the ones before, and one warp delivers them behind a block
+//! barrier. Messages in are read behind the word that says that they have come. Packets carry data and flag in one atomic word. The
+//! threads of the one block meet at a barrier between the writers and readers of each word of shared memory, and each entry of an
+//! output has one thread. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all
+//! lanes.
 
 use core::mem::offset_of;
 
@@ -446,7 +452,7 @@ impl<'a> Exchange<'a> {
     /// Waits until this rank's messages have left.
     #[inline(always)]
     unsafe fn wait_quiet(&self, posted: Posted) {
-        // SAFETY: passed on.
+        // SAFETY: the put that a lane waits for is its own.
         unsafe {
             if self.serves_node() {
                 wait_quiet(&self.args.comm, laneid(), posted, self.operation());
@@ -494,9 +500,8 @@ impl<'a> Exchange<'a> {
 
     /// True for the lane of the first warp that serves another node.
     #[inline(always)]
-    unsafe fn serves_node(&self) -> bool {
-        // SAFETY: reads special registers.
-        unsafe { tid() < self.nodes && tid() != self.args.wire.node }
+    fn serves_node(&self) -> bool {
+        tid() < self.nodes && tid() != self.args.wire.node
     }
 
     #[inline(always)]
@@ -514,7 +519,7 @@ impl<'a> Exchange<'a> {
     /// The message from a node.
     #[inline(always)]
     unsafe fn incoming(&self, node: u32) -> u64 {
-        // SAFETY: as above.
+        // SAFETY: the table has an entry for every node.
         unsafe { Path::to(&self.args.wire, node).message_in(&self.args.wire, node) }
     }
 
@@ -543,7 +548,7 @@ impl<'a> Exchange<'a> {
     /// Whether a wait has expired, as far as threads have met since.
     #[inline(always)]
     unsafe fn has_expired(&self) -> bool {
-        // SAFETY: as above.
+        // SAFETY: a word of the block's shared memory.
         unsafe { ld_shared_u32(word(EXPIRED)) != 0 }
     }
 
@@ -561,23 +566,21 @@ impl<'a> Exchange<'a> {
 
     #[inline(always)]
     unsafe fn lowest(&self) -> u32 {
-        // SAFETY: as above.
+        // SAFETY: shared memory has a word for each warp, as many as a warp has lanes; all threads call it.
         unsafe { redux_min(ld_shared_u32(word(LOWEST + laneid()))) }
     }
 }
 
-/// A word of shared memory.
+/// Offset of a word in shared memory.
 #[inline(always)]
-unsafe fn word(index: u32) -> u32 {
-    // SAFETY: the host sizes dynamic shared memory for all words.
-    unsafe { dynamic_shared() + index * 4 }
+fn word(index: u32) -> u32 {
+    dynamic_shared() + index * 4
 }
 
-/// The word for a source and a rank of this node.
+/// Offset of the word for a source and a rank of this node.
 #[inline(always)]
-unsafe fn base_word(source: u32, rank: u32) -> u32 {
-    // SAFETY: as above.
-    unsafe { word(BASES + source * MAX_RANKS as u32 + rank) }
+fn base_word(source: u32, rank: u32) -> u32 {
+    word(BASES + source * MAX_RANKS as u32 + rank)
 }
 
 /// Offset of a packet from the start of the messages in the pool.

@@ -35,11 +35,15 @@ mod launch;
 pub use launch::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
+pub use example::{MoeExperts, MoeRouter};
+
+// The library's own, which its host launches.
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
 pub use {
     ceiling::{CeilingPull, CeilingPush},
     combine::{CombineBf16, CombineF32, StageCombine},
     dispatch::Dispatch,
-    example::{MoeExperts, MoeRouter},
     internode_combine::InternodeCombine,
     internode_count::InternodeCount,
     internode_dispatch::InternodeDispatch,
@@ -48,11 +52,11 @@ pub use {
     notify::Notify,
 };
 
-pub use combine::MAX_SLOT_BYTES;
-pub use internode_combine::MAX_INTERNODE_SLOT_BYTES;
-pub use internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
-pub use notify::NOTIFY_SHARED_BYTES;
-pub use progress::PROGRESS_BYTES;
+#[doc(hidden)]
+pub use {
+    combine::MAX_SLOT_BYTES, internode_combine::MAX_INTERNODE_SLOT_BYTES,
+    internode_notify::INTERNODE_NOTIFY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
+};
 
 /// Every kernel of the module, in the order of an operation; then the benchmark's and the example's.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -72,3 +76,38 @@ pub const MANIFEST: &[KernelInfo] = &[
     MoeRouter::INFO,
     MoeExperts::INFO,
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    /// The sources below a folder.
+    fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                sources(&path, found);
+            } else {
+                found.push((path.display().to_string(), std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+
+    #[test]
+    fn the_head_of_every_kernel_file_says_what_makes_it_sound() {
+        let mut files = Vec::new();
+        sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels"), &mut files);
+        files.retain(|(_, text)| text.lines().any(|line| line.starts_with("#[kernel(")));
+        let kernels: usize = files.iter().map(|(_, text)| text.matches("\n#[kernel(").count()).sum();
+        assert_eq!(kernels, super::MANIFEST.len());
+        for (path, text) in files {
+            let mut head = text.lines().take_while(|line| line.starts_with("//!"));
+            let says = head.any(|line| {
+                ["//! What makes it sound: ", "//! What makes them sound: "]
+                    .iter()
+                    .any(|start| line.starts_with(start))
+            });
+            assert!(says, "{path}");
+        }
+    }
+}

@@ -1,5 +1,9 @@
 //! Notify: the count exchange. Every rank sends each peer one message of counts; from all of them each rank derives
 //! where every one of its tokens' rows goes in every peer's pool, so that nothing is decided while rows move.
+//!
+//! What makes it sound: packets carry data and flag in one atomic word, and each has one writer. The threads of a block meet at a barrier
+//! between the writers and readers of each word of shared memory. Each entry of an output has one thread; the header is written by one,
+//! behind a barrier. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all lanes.
 
 use core::mem::offset_of;
 

@@ -65,7 +65,7 @@ impl Path {
     /// Lane n: the way to node n.
     #[inline(always)]
     pub unsafe fn of_lane(wire: &Wire) -> Path {
-        // SAFETY: as above.
+        // SAFETY: the table has an entry for every node.
         unsafe { if laneid() < wire.num_nodes { Path::to(wire, laneid()) } else { Path::NONE } }
     }
 

@@ -1,4 +1,9 @@
 //! Combine: every rank gathers the rows that its tokens were given and sums them.
+//!
+//! What makes them sound: a rank's combine rows are read once it has said that it is ready, which is behind the kernel that wrote them,
+//! and before this rank says that it is done; only then are they written again. Rows and outputs lie inside their tensors, since the
+//! dispatch that is answered has planned them so. A piece of a token's sum has one warp, and its slots are loaded again once all lanes
+//! have read them. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all lanes.
 
 mod stage;
 mod sum;

@@ -1,4 +1,7 @@
 //! The way into the pool for the rows that a combine will gather.
+//!
+//! What makes it sound: it reads tensors of the caller that nobody writes meanwhile, and writes the own combine rows, which no peer reads
+//! between the end of the last combine and this rank's word that it is ready for the next. A row has one warp.
 
 use core::mem::offset_of;
 

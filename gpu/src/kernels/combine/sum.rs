@@ -18,7 +18,7 @@ pub trait Element {
     /// Adds a vector to its sums.
     fn add(sum: &mut [f32; 8], vector: [u32; 4]);
     /// Rounds the sums to a vector.
-    unsafe fn round(sum: &[f32; 8]) -> [u32; 4];
+    fn round(sum: &[f32; 8]) -> [u32; 4];
 }
 
 pub struct Bf16;
@@ -38,16 +38,8 @@ impl Element for Bf16 {
     }
 
     #[inline(always)]
-    unsafe fn round(s: &[f32; 8]) -> [u32; 4] {
-        // SAFETY: arithmetic on registers.
-        unsafe {
-            [
-                pack_bf16x2(s[0], s[1]),
-                pack_bf16x2(s[2], s[3]),
-                pack_bf16x2(s[4], s[5]),
-                pack_bf16x2(s[6], s[7]),
-            ]
-        }
+    fn round(s: &[f32; 8]) -> [u32; 4] {
+        [pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]), pack_bf16x2(s[4], s[5]), pack_bf16x2(s[6], s[7])]
     }
 }
 
@@ -61,7 +53,7 @@ impl Element for F32 {
     }
 
     #[inline(always)]
-    unsafe fn round(s: &[f32; 8]) -> [u32; 4] {
+    fn round(s: &[f32; 8]) -> [u32; 4] {
         [s[0].to_bits(), s[1].to_bits(), s[2].to_bits(), s[3].to_bits()]
     }
 }
@@ -71,9 +63,9 @@ pub trait Contributors {
     /// The lane's row of `token`, or -1.
     unsafe fn row(&self, token: u32) -> i32;
     /// Where the lane's row is.
-    unsafe fn address(&self, row: i32) -> u64;
+    fn address(&self, row: i32) -> u64;
     /// Where the lane's weights of that row are.
-    unsafe fn weights(&self, row: i32) -> u64;
+    fn weights(&self, row: i32) -> u64;
     /// Returns when the lane's row may be read.
     unsafe fn wait(&self, row: i32);
     /// Lanes that may have one, rounded up to a multiple of 8.
@@ -116,13 +108,13 @@ impl Contributors for Ranks<'_> {
     }
 
     #[inline(always)]
-    unsafe fn address(&self, row: i32) -> u64 {
+    fn address(&self, row: i32) -> u64 {
         let offset = row as u64 * row_stride(self.args.row_bytes as u64);
         self.pool + self.args.comm.pool.combine_x + offset
     }
 
     #[inline(always)]
-    unsafe fn weights(&self, row: i32) -> u64 {
+    fn weights(&self, row: i32) -> u64 {
         let offset = row as i64 * (self.args.num_topk * 4) as i64;
         (self.pool + self.args.comm.pool.combine_weights).wrapping_add_signed(offset)
     }
@@ -192,7 +184,7 @@ pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
     end: u32,
     warps: u32,
 ) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller vouches for `from`, `to` and the range, and has whole warps call it. Items are the same in all lanes of a warp.
     unsafe {
         let lane = laneid();
         let warp = tid() / 32;
@@ -308,7 +300,7 @@ struct Gather<const WHOLE: bool> {
 impl<const WHOLE: bool> Gather<WHOLE> {
     #[inline(always)]
     unsafe fn new<C: Contributors>(args: &CombineArgs, from: &C, first: Item, step: Item, end: u32) -> Self {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller vouches for the range; the whole warp is here.
         unsafe {
             let next_row = row_before(from, first.token, end);
             let mut gather = Gather { item: first, next: first, step, end, bits: 0, row: -1, next_row };
@@ -339,7 +331,7 @@ impl<const WHOLE: bool> Gather<WHOLE> {
     /// Goes on to the next contributor or item.
     #[inline(always)]
     unsafe fn advance<C: Contributors>(&mut self, args: &CombineArgs, from: &C) {
-        // SAFETY: passed on.
+        // SAFETY: `bits` is the same in all lanes, so that the whole warp calls it.
         unsafe {
             self.bits &= self.bits - 1;
             if self.bits == 0 {

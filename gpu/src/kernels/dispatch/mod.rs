@@ -1,4 +1,9 @@
 //! Dispatch: every rank writes its tokens' rows straight to their final places in the peers' pools.
+//!
+//! What makes it sound: a row is written once its rank has said that it is ready, to the place that notify has planned for it inside that
+//! rank's pool and for no other. What a block has written is behind its releases in `leave`. A stage is loaded again once the stores
+//! from it have read it, and every load has landed when the block ends. Collectives stand where all lanes of a warp arrive: what a
+//! warp branches on around them is the same in all lanes.
 
 mod metadata;
 mod rows;

@@ -73,7 +73,7 @@ pub unsafe fn load_stage(
     tail: Tail,
     offset: u32,
 ) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller vouches for the row, its scales and its tail, and says that nobody reads the stage.
     unsafe {
         if laneid() == 0 {
             let bytes = (args.row_bytes - offset).min(args.piece_bytes);

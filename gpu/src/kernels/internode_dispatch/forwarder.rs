@@ -91,7 +91,7 @@ impl Walk {
 
     #[inline(always)]
     unsafe fn advance(&mut self, row_bytes: u32, piece_bytes: u32) {
-        // SAFETY: passed on.
+        // SAFETY: the walk is the same in all lanes, so that the whole warp calls `settle`.
         unsafe {
             self.offset += piece_bytes;
             if self.offset >= row_bytes {
@@ -106,7 +106,8 @@ impl Walk {
 /// A worker warp of the forwarder: its share of what arrives on the channel.
 #[inline(always)]
 pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, workers: u32, epoch: u64) {
-    // SAFETY: as `send`. A slot is read once its node has said that it has arrived.
+    // SAFETY: rows were planned inside the pools, and a slot is read once its node has said that it has arrived. The walks are the same in
+    // all lanes, so that the warp is whole where it shuffles.
     unsafe {
         let (rows, wire) = (&args.dispatch, &args.wire);
         let (comm, lane) = (&rows.comm, laneid());

@@ -1,6 +1,12 @@
 //! Dispatch across nodes. A channel has two blocks: the *sender* writes its tokens' rows to the ranks of this node and a slot for
 //! every other node that wants the token, into the peer's wire memory or for a put to take; the *forwarder* writes the rows that
 //! arrive from other nodes to the ranks of this one.
+//!
+//! What makes it sound: rows are written as within a node. A slot is written once its node has said that it is ready, at the place that
+//! the count exchange has planned for its token and for no other, and read once the arrival word says that it has come, with a proxy
+//! fence before the copy engine reads it. One warp delivers what all have released to it through their progress. The kernel ends when
+//! its puts have left and its stores have landed. Collectives stand where all lanes of a warp arrive: what a warp branches on around
+//! them is the same in all lanes.
 
 mod forwarder;
 mod poster;

@@ -18,7 +18,7 @@ pub unsafe fn post_channel(
     progress: &Progress,
     operation: Operation,
 ) {
-    // SAFETY: as `send`; the words at the peers have this rank's queue as their only writer.
+    // SAFETY: slots were planned inside wire memory, and the words at the peers have this rank's queue as their only writer.
     unsafe {
         let (rows, wire, comm) = (&args.dispatch, &args.wire, &args.dispatch.comm);
         // The peers' slots must be free, and a rank that enters late must find this one still here.
