@@ -4,8 +4,10 @@
 //! real parser.
 
 mod flow;
+mod lanes;
 
-pub use flow::Flow;
+use flow::Flow;
+pub use lanes::Lanes;
 
 /// A PTX module, cut into statements.
 #[derive(Debug, Default)]
