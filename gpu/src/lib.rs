@@ -3,6 +3,9 @@
 //!
 //! Built for a GPU by `cargo xtask build-ptx`. Built for the host, this crate offers the layouts, one typed launcher per
 //! kernel, and the committed PTX, so that consumers need neither a nightly compiler nor the core library's source.
+//!
+//! Whoever writes a kernel needs [`simt`], [`layout::DevicePtr`] and, to launch it, what [`kernels`] documents: docs/KERNELS.md is the
+//! way in. What only the library's own host needs is public, as that is another crate, but hidden from this documentation.
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_ptx, asm_experimental_arch))]
 #![cfg_attr(epoxide_backend = "nvvm", allow(unused_features))]
 
@@ -17,6 +20,7 @@ pub const PTX: &str = include_str!("../ptx/epoxide.sm_90.ptx");
 /// The part of the PTX module `ptx` that the kernels `names` need: everything but the other kernels, whose lines stay as
 /// empty ones, so that line numbers in errors are those of `ptx`. A driver compiles what it loads, so a module of five
 /// kernels loads in half the time of one of ten.
+#[doc(hidden)]
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn only_kernels(ptx: &str, names: &[&str]) -> String {
     const ENTRY: &str = ".visible .entry ";

@@ -3,8 +3,10 @@
 //! - Launch bounds come from the kernel manifest: rustc has no attribute for them.
 //! - Source lines (`.loc`, `.file`) stay: the virtual GPU names Rust file and line with them. The labels, the empty debug section
 //!   and the repeated or lineless `.loc`s around them go.
-//! - A `.loc` of inlined code says in a comment where the kernel's own file called it: `// inlined_at <file> <line>`. PTX has the
+//! - A `.loc` of inlined code says in a comment where the kernel's own code called it: `// inlined_at <file> <line>`. PTX has the
 //!   attribute `inlined_at` for that, but LLVM 22 does not write it, and ptxas wants a `.loc` of each caller and a debug section with it.
+//!   A kernel whose family has a folder has its own code in all files of it; the virtual GPU knows only the file of the entry as a
+//!   kernel's own, so a line of another file of the folder names itself.
 //! - The marks around inline assembly stay: one lint reads them.
 
 use crate::header::Header;
@@ -109,18 +111,24 @@ fn file_of(loc: &str) -> &str {
 }
 
 /// ` // inlined_at <file> <line>`: from LLVM's `a.rs:1:2 @[ b.rs:3:4 @[ c.rs:5:6 ] ]`, innermost first, the first place in the
-/// kernel's own file; `None` where the `.loc` itself is in that file.
+/// kernel's own code; `None` where the `.loc` itself is in the file of the entry.
 fn inlined_at(loc: &str, comment: &str, home: &str, files: &[(&str, &str)]) -> Option<String> {
     if file_of(loc) == home {
         return None;
     }
+    let (home_path, _) = files.iter().find(|(_, number)| *number == home)?;
     let mut places = comment.split_whitespace().filter_map(|word| {
         let (place, _column) = word.rsplit_once(':')?;
         let (path, line) = place.rsplit_once(':')?;
-        Some((files.iter().find(|(name, _)| *name == path)?.1, line))
+        Some((files.iter().find(|(name, _)| *name == path)?, line))
     });
-    let (file, line) = places.find(|(file, _)| *file == home)?;
+    let ((_, file), line) = places.find(|((path, _), _)| family(path) == family(home_path))?;
     Some(format!(" // inlined_at {file} {line}"))
+}
+
+/// The kernel family that a source file belongs to: its folder's name or its own below `kernels/`, elsewhere its path.
+fn family(path: &str) -> &str {
+    path.split_once("/kernels/").and_then(|(_, below)| below.split('/').next()).unwrap_or(path)
 }
 
 /// Labels that only debug sections would refer to.
@@ -208,6 +216,26 @@ $L__BB0_2:
 	.file	1 \"gpu/src/lib.rs\"
 	.file	2 \"rust/core/a.rs\"
 ";
+
+    #[test]
+    fn the_files_of_a_folder_are_all_a_kernels_own() {
+        const FILES: [(&str, &str); 4] = [
+            ("gpu/src/kernels/k/mod.rs", "1"),
+            ("gpu/src/kernels/k/part.rs", "2"),
+            ("gpu/src/kernels/ring.rs", "3"),
+            ("gpu/src/simt/warp.rs", "4"),
+        ];
+        let at = |loc: &str, comment: &str| inlined_at(loc, comment, "1", &FILES);
+        let outer = "gpu/src/kernels/k/mod.rs:9:1 ] ]";
+        assert_eq!(at(".loc 1 9 1", "gpu/src/kernels/k/mod.rs:9:1"), None);
+        let part = format!("gpu/src/kernels/k/part.rs:20:5 @[ {outer}");
+        assert_eq!(at(".loc 2 20 5", &part).unwrap(), " // inlined_at 2 20");
+        let warp = format!("gpu/src/simt/warp.rs:4:5 @[ gpu/src/kernels/ring.rs:6:7 @[ {part}");
+        assert_eq!(at(".loc 4 4 5", &warp).unwrap(), " // inlined_at 2 20");
+        let ring = format!("gpu/src/simt/warp.rs:4:5 @[ gpu/src/kernels/ring.rs:6:7 @[ {outer}");
+        assert_eq!(at(".loc 4 4 5", &ring).unwrap(), " // inlined_at 1 9");
+        assert_eq!(at(".loc 4 4 5", "gpu/src/simt/warp.rs:4:5"), None);
+    }
 
     #[test]
     fn adds_bounds_and_drops_debris() {

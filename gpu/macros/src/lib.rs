@@ -104,7 +104,7 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         };
         quote! {
             if !(#clause) {
-                return Err(ContractError { kernel: stringify!(#name), clause: #text, values: #values });
+                return Err(crate::kernels::ContractError { kernel: stringify!(#name), clause: #text, values: #values });
             }
         }
     });
@@ -121,8 +121,8 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         #[cfg_attr(not(target_arch = "nvptx64"), allow(dead_code))]
         #[inline(always)]
         unsafe fn #body_name(#arg: #arg_type) {
-            // SAFETY: the caller vouches for the addresses; every access below stays inside the shapes that the
-            // argument struct documents. The clauses hold, since `Kernel::call` is the only way to a launch.
+            // SAFETY: the caller vouches for the addresses, and the head of the kernel's file says what makes its use of them
+            // sound. The clauses hold, since `Kernel::call` is the only way to a launch.
             unsafe {
                 #(core::hint::assert_unchecked(#assumptions);)*
                 #block
@@ -133,14 +133,14 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         #[cfg(all(target_arch = "nvptx64", not(epoxide_backend = "nvvm")))]
         #[unsafe(no_mangle)]
         unsafe extern "ptx-kernel" fn #name(#arg: #arg_type) {
-            // SAFETY: passed on to the launcher.
+            // SAFETY: the launcher vouches for the addresses.
             unsafe { #body_name(#arg) }
         }
         #[cfg(all(target_arch = "nvptx64", epoxide_backend = "nvvm"))]
         #[unsafe(no_mangle)]
         #[nvvm_internal::kernel()]
         unsafe extern "C" fn #name(#arg: #arg_type) {
-            // SAFETY: passed on to the launcher.
+            // SAFETY: the launcher vouches for the addresses.
             unsafe { #body_name(#arg) }
         }
 
@@ -150,11 +150,11 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         pub struct #type_name;
 
         #[cfg(not(target_arch = "nvptx64"))]
-        impl Kernel for #type_name {
+        impl crate::kernels::Kernel for #type_name {
             type Args = #arg_type;
-            const INFO: KernelInfo = KernelInfo {
+            const INFO: crate::kernels::KernelInfo = crate::kernels::KernelInfo {
                 name: stringify!(#name),
-                params: &[ParamLayout {
+                params: &[crate::kernels::ParamLayout {
                     name: stringify!(#arg),
                     size: size_of::<#arg_type>(),
                     align: align_of::<#arg_type>(),
@@ -166,9 +166,9 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
                 local_depot_allowed: None,
                 traps_allowed: 0,
             };
-            fn call(#arg: #arg_type) -> Result<Call<Self>, ContractError> {
+            fn call(#arg: #arg_type) -> Result<crate::kernels::Call<Self>, crate::kernels::ContractError> {
                 #(#checks)*
-                Ok(Call::new(#arg))
+                Ok(crate::kernels::Call::new(#arg))
             }
         }
     })

@@ -1,11 +1,14 @@
 //! What the links can do: the bulk copies of dispatch (push) and combine (pull) with no routing, no metadata and no
 //! sums, so that every benchmark can quote its own ceiling.
+//!
+//! What makes them sound: rows are read at `from` and written at `to` of pools, two areas that the launcher keeps apart, and nobody else
+//! uses either while they run. Each row written has one writer. A stage is loaded again once the stores from it have read it, and the
+//! block ends once all of them have landed. Collectives stand where all lanes of a warp arrive: every condition around them is the
+//! same in all lanes.
 
 use epoxide_macros::kernel;
 
 use super::ring::{Ring, Turn};
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::CeilingArgs;
 use crate::simt::*;
 

@@ -161,7 +161,7 @@ pub(super) unsafe fn wait_at_least(
 /// Waits for packet `word` of the count message from `peer`; `None` when the wait expired.
 #[inline(always)]
 pub unsafe fn wait_packet(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
-    // SAFETY: passed on to the caller.
+    // SAFETY: a message has that word, and this rank's pool a message of every peer.
     unsafe { wait_packet_at(comm, message_offset(peer, word), peer, epoch, Wait::Counts) }
 }
 
@@ -188,7 +188,7 @@ pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, wh
 /// Sends packet `word` of the count message to `peer`.
 #[inline(always)]
 pub unsafe fn send_packet(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: a message has that word, and the peer's pool a message of this rank.
     unsafe { send_packet_at(comm, peer, message_offset(comm.rank, word), value, epoch) }
 }
 

@@ -7,8 +7,6 @@ use core::f32::consts::LOG2_E;
 
 use epoxide_macros::kernel;
 
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{MoeExpertsArgs, MoeRouterArgs, row_stride};
 use crate::simt::*;
 

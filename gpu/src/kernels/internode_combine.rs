@@ -1,6 +1,12 @@
 //! Combine across nodes. A channel has two blocks: the *gatherer* sums, for each token that this rank relayed in the dispatch, the
 //! rows of this node's ranks, rounds to bf16 and sends the sum to the token's rank, into its wire memory or by a put; the *finisher*
 //! sums what the nodes sent for this rank's own tokens. The own node's sums take the same way: its wire memory is always mapped.
+//!
+//! What makes it sound: combine rows are read as within a node. A slot is written once its node has said that it is ready, at the place
+//! that the dispatch's count exchange has planned for its token and for no other, and read once the arrival word says that it has come,
+//! with a proxy fence before the copy engine reads it. One warp delivers what all have released to it through their progress. The
+//! kernel ends when its puts have left. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the
+//! same in all lanes.
 
 use core::cell::Cell;
 
@@ -8,13 +14,12 @@ use epoxide_macros::kernel;
 
 use super::combine::{Bf16, Contributors, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
 use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
-use super::ring::{Ring, Turn, channel_range, shared_bytes};
-use super::wire::{
-    Operation, Path, Posted, Progress, Put, arrival, arrival_word, channel_rows, deliver, rows_arrived,
-    tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows, workers,
+use super::progress::{Progress, workers};
+use super::rail::{
+    Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, rows_arrived,
+    tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
+use super::ring::{Ring, Turn, channel_range, shared_bytes};
 use crate::layout::{InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes};
 use crate::simt::*;
 
@@ -57,7 +62,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     let (channel, finishes) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
     let epoch = current_epoch(comm);
-    let operation = Operation { epoch, queue: Wait::CombineQueue };
+    let operation = Operation { epoch, queue_wait: Wait::CombineQueue };
     if ctaid() == 0 && tid() < 32 {
         tell_ready(comm, epoch);
         tell_nodes_ready(comm, wire, operation);
@@ -163,8 +168,7 @@ impl Order {
     fn before(&self, token: u32) -> u32 {
         let (group, rest) = self.chunk.split(token);
         let (round, now) = self.nodes.split(group);
-        // SAFETY: reads a special register.
-        let (node, behind) = (unsafe { laneid() }, self.own + 1);
+        let (node, behind) = (laneid(), self.own + 1);
         let turn = if node >= behind { node - behind } else { node + self.nodes.by - behind };
         let of_round = match (turn < now, turn == now) {
             (true, _) => self.chunk.by,
@@ -195,15 +199,13 @@ impl Contributors for Relayed<'_> {
     }
 
     #[inline(always)]
-    unsafe fn address(&self, row: i32) -> u64 {
-        // SAFETY: passed on to the caller.
-        unsafe { self.ranks.address(row) }
+    fn address(&self, row: i32) -> u64 {
+        self.ranks.address(row)
     }
 
     #[inline(always)]
-    unsafe fn weights(&self, row: i32) -> u64 {
-        // SAFETY: passed on to the caller.
-        unsafe { self.ranks.weights(row) }
+    fn weights(&self, row: i32) -> u64 {
+        self.ranks.weights(row)
     }
 
     #[inline(always)]
@@ -256,7 +258,7 @@ impl Slots<'_> {
 impl Sink for Slots<'_> {
     #[inline(always)]
     unsafe fn weights(&self, token: u32) -> u64 {
-        // SAFETY: passed on.
+        // SAFETY: the whole warp calls it, as `slot` needs.
         unsafe {
             let rows = &self.args.combine;
             let slot = if rows.combined_weights.is_null() { 0 } else { self.slot(token) };
@@ -336,14 +338,14 @@ unsafe fn post_sums(
             if ready - sent >= wire.chunk || (ready == order.count && ready != sent) {
                 let bytes = args.slot_bytes as u64;
                 let from = (order.first + sent) as u64 * bytes;
-                let put = Put {
+                let delivery = Delivery {
                     from: wire.layout.slots_out + node as u64 * wire.layout.node_bytes + from,
                     to: wire.layout.slots_in + wire.node as u64 * wire.layout.node_bytes + from,
                     bytes: (ready - sent) as u64 * bytes,
                     counter: arrival_word(wire, wire.node, channel),
                     value: arrival(operation.epoch, ready),
                 };
-                posted = deliver(comm, wire, &path, node, channel, put, operation);
+                posted = deliver(comm, wire, &path, node, channel, delivery, operation);
                 sent = ready;
             }
             syncwarp();
@@ -354,7 +356,7 @@ unsafe fn post_sums(
 }
 
 /// The sums that the nodes sent for this rank's tokens: lane n knows those of node n. A row is the token's index in the (channel, node)
-/// queue.
+/// stream.
 struct Nodes<'a> {
     args: &'a InternodeCombineArgs,
     /// Where the channel's slots from this node are.
@@ -397,12 +399,12 @@ impl Contributors for Nodes<'_> {
     }
 
     #[inline(always)]
-    unsafe fn address(&self, row: i32) -> u64 {
+    fn address(&self, row: i32) -> u64 {
         self.slots + row as u64 * self.args.slot_bytes as u64
     }
 
     #[inline(always)]
-    unsafe fn weights(&self, row: i32) -> u64 {
+    fn weights(&self, row: i32) -> u64 {
         let offset = row as i64 * self.args.slot_bytes as i64 + self.args.combine.row_bytes as i64;
         self.slots.wrapping_add_signed(offset)
     }

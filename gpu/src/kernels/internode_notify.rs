@@ -1,82 +1,28 @@
-//! The count exchange across nodes. `internode_count` numbers this rank's tokens; `internode_notify` sends each node what
-//! it must know of them, hands what comes from other nodes to the ranks of this one, and derives where rows go.
+//! The count exchange across nodes: each node is sent what it must know of the tokens that `internode_count` has numbered, what comes
+//! from other nodes is handed to the ranks of this one, and from it all follows where rows go.
 //!
 //! A count message goes to the rank with the same index on the other node, which relays to each rank of its node what
 //! concerns it. All ranks end up with the tokens of every rank for every rank, hence with the same verdict: either all
 //! ranks move rows or none does.
+//!
+//! What makes it sound: messages out are written behind the operation that sent the ones before, and one warp delivers them behind a block
+//! barrier. Messages in are read behind the word that says that they have come. Packets carry data and flag in one atomic word. The
+//! threads of the one block meet at a barrier between the writers and readers of each word of shared memory, and each entry of an
+//! output has one thread. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all
+//! lanes.
 
 use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
 use super::epoch::{Phase, aborted, current_epoch, send_packet_at, trace, wait_at_least, wait_packet_at};
-use super::notify::write_header;
-use super::ring::channel_range;
-use super::wire::{Operation, Path, Posted, Put, deliver, node_word, wait_quiet};
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
+use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
+use super::verdict::Verdict;
 use crate::layout::{
-    InternodeCountArgs, InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS,
-    MAX_WORLD, PlanHeader, PlanStatus, SEND_ROW_STRIDE, Wait, relay_message, wire_message,
+    InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD, PlanHeader,
+    PlanStatus, SEND_ROW_STRIDE, Wait, relay_message, wire_message,
 };
 use crate::simt::*;
-
-/// Numbers the tokens of each channel, for each rank and each node, in token order. One block per channel.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(
-        args.num_channels >= 1,
-        args.num_channels <= MAX_CHANNELS,
-        args.ranks_per_node >= 1,
-        args.num_ranks.is_multiple_of(args.ranks_per_node),
-        args.num_ranks / args.ranks_per_node <= MAX_NODES as u32,
-        args.ranks_per_node <= MAX_RANKS as u32,
-    )
-)]
-pub unsafe fn internode_count(args: InternodeCountArgs) {
-    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
-    let (ranks, nodes) = (args.num_ranks, args.num_ranks / args.ranks_per_node);
-    let channel = ctaid();
-    let (begin, end) = channel_range(args.num_tokens, args.num_channels, channel);
-    // A warp takes a column: a rank, or behind the ranks a node.
-    let mut column = warp;
-    while column < ranks + nodes {
-        let (first, width) = if column < ranks {
-            (column, 1)
-        } else {
-            ((column - ranks) * args.ranks_per_node, args.ranks_per_node)
-        };
-        let (mut group, mut count) = (begin, 0);
-        while group < end {
-            // Lanes behind the end look at the last token: a branch around the load would come twice, and so would the ballot
-            // between its two halves.
-            let token = (group + lane).min(end - 1);
-            let (mut hit, mut rank) = (0, first);
-            while rank < first + width {
-                hit |= ld_u8(args.is_token_in_rank.0 + token as u64 * ranks as u64 + rank as u64);
-                rank += 1;
-            }
-            let inside = group + lane < end;
-            let hits = ballot((hit != 0) & inside);
-            if inside {
-                let number = count + (hits & lanemask_lt()).count_ones();
-                let number = if hit != 0 { number as i32 } else { -1 };
-                let to = if column < ranks {
-                    args.send_head.0 + (token as u64 * ranks as u64 + column as u64) * 4
-                } else {
-                    args.send_rdma_head.0 + (token as u64 * nodes as u64 + (column - ranks) as u64) * 4
-                };
-                st_i32(to, number);
-            }
-            count += hits.count_ones();
-            group += 32;
-        }
-        if lane == 0 {
-            st_u32(args.channel_counts.0 + (channel * (ranks + nodes) + column) as u64 * 4, count);
-        }
-        column += warps;
-    }
-}
 
 /// Repeats a block for each word of a signature, as `unroll8` does.
 macro_rules! unroll5 {
@@ -99,7 +45,7 @@ const LOWEST: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
 /// The verdict: status, peer, detail, theirs, ours.
 const VERDICT: u32 = LOWEST + THREADS / 32;
 /// Non-zero where a wait has expired.
-const EXPIRED: u32 = VERDICT + 5;
+const EXPIRED: u32 = VERDICT + Verdict::WORDS;
 const WORDS: u32 = EXPIRED + 1;
 
 /// Dynamic shared memory of internode_notify, in bytes.
@@ -141,14 +87,13 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     trace(comm, Phase::Ready);
 
     let (mut status, received) = exchange.judge(&objection);
-    // Ranks that disagree on channels or experts would wait for packets that never come.
     let mut relayed = 0;
-    if status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32 {
+    if Verdict::agrees(status) {
         relayed = exchange.plan_forwarding();
         exchange.plan_receiving();
     }
     barrier_sync();
-    if status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32 {
+    if Verdict::agrees(status) {
         exchange.count_selections();
     }
     trace(comm, Phase::Moved);
@@ -163,15 +108,6 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
         exchange.answer(status, received, relayed);
     }
     trace(comm, Phase::Done);
-}
-
-/// What a source has to object: nothing where the status is 0.
-struct Objection {
-    source: u32,
-    status: u32,
-    detail: u32,
-    theirs: u32,
-    ours: u32,
 }
 
 /// The count exchange of one block, in the order of its methods. All threads call each of them.
@@ -276,7 +212,7 @@ impl<'a> Exchange<'a> {
             let mut posted = Posted::NONE;
             if self.serves_node() {
                 let words = wire_message::EXPERT_COUNTS + self.per_node * self.local_experts;
-                let put = Put {
+                let delivery = Delivery {
                     from: wire.layout.messages_out + node as u64 * wire.layout.message_bytes,
                     to: wire.layout.messages_in + wire.node as u64 * wire.layout.message_bytes,
                     bytes: (words as u64 * 4).next_multiple_of(16),
@@ -284,7 +220,7 @@ impl<'a> Exchange<'a> {
                     value: self.epoch,
                 };
                 let path = Path::to(wire, node);
-                posted = deliver(comm, wire, &path, node, 0, put, self.operation());
+                posted = deliver(comm, wire, &path, node, 0, delivery, self.operation());
                 let arrived = path.memory + node_word(wire.layout.counts, node);
                 if !wait_at_least(comm, arrived, self.epoch, node, self.epoch, Wait::NodeCounts) {
                     self.expire();
@@ -331,38 +267,38 @@ impl<'a> Exchange<'a> {
 
     /// Reads everybody's heads: whether the words that must agree do, and the tokens of every rank for every rank.
     #[inline(always)]
-    unsafe fn read_heads(&self) -> Objection {
+    unsafe fn read_heads(&self) -> Verdict {
         // SAFETY: packets are inside the own pool.
         unsafe {
             let (thread, ranks) = (tid(), self.ranks);
             // As the kernel's clauses say; it spares a trap in the divisions below.
             core::hint::assert_unchecked(ranks >= 1);
             // A thread takes a source.
-            let mut objection = Objection { source: NONE, status: 0, detail: 0, theirs: 0, ours: 0 };
+            let mut objection = Verdict { peer: NONE, ..Verdict::OPEN };
             if thread < ranks {
                 unroll5!(INDEX => {
                     let ours = self.signature(INDEX);
                     let theirs = self.packet(thread, wire_message::SIGNATURE + INDEX, ours);
                     if theirs != ours && objection.status == 0 {
                         let status = PlanStatus::Mismatch as u32;
-                        objection = Objection { source: thread, status, detail: INDEX, theirs, ours };
+                        objection = Verdict { peer: thread, status, detail: INDEX, theirs, ours };
                     }
                 });
                 let invalid = self.packet(thread, wire_message::INVALID, 0);
                 if invalid != 0 && objection.status == 0 {
-                    (objection.source, objection.status) = (thread, PlanStatus::InvalidExpert as u32);
+                    (objection.peer, objection.status) = (thread, PlanStatus::InvalidExpert as u32);
                 }
                 let mut node = 0;
                 while node < self.nodes {
                     let count = self.packet(thread, wire_message::NODE_COUNTS + node, 0);
                     if count as u64 > self.args.wire.layout.slots && objection.status == 0 {
-                        (objection.source, objection.status) = (thread, PlanStatus::Slots as u32);
+                        (objection.peer, objection.status) = (thread, PlanStatus::Slots as u32);
                         objection.detail = count;
                     }
                     node += 1;
                 }
             }
-            self.keep_lowest(objection.source);
+            self.keep_lowest(objection.peer);
             let mut pair = thread;
             while pair < ranks * ranks {
                 let (source, rank) = (pair / ranks, pair % ranks);
@@ -380,12 +316,12 @@ impl<'a> Exchange<'a> {
     /// The verdict, the same on every rank: of the lowest source that objects, else of the lowest rank whose pool is too small. With
     /// the rows that this rank receives. Turns tokens of a source for a rank into where its block of rows starts there.
     #[inline(always)]
-    unsafe fn judge(&self, objection: &Objection) -> (u32, u32) {
+    unsafe fn judge(&self, objection: &Verdict) -> (u32, u32) {
         // SAFETY: shared memory is the block's own; barriers are between its writers and readers.
         unsafe {
             let (thread, ranks) = (tid(), self.ranks);
             let objector = self.lowest();
-            if objection.source != NONE && objection.source == objector {
+            if objection.peer != NONE && objection.peer == objector {
                 st_shared_u32(word(VERDICT), objection.status);
                 st_shared_u32(word(VERDICT + 1), objector);
                 st_shared_u32(word(VERDICT + 2), objection.detail);
@@ -516,7 +452,7 @@ impl<'a> Exchange<'a> {
     /// Waits until this rank's messages have left.
     #[inline(always)]
     unsafe fn wait_quiet(&self, posted: Posted) {
-        // SAFETY: passed on.
+        // SAFETY: the put that a lane waits for is its own.
         unsafe {
             if self.serves_node() {
                 wait_quiet(&self.args.comm, laneid(), posted, self.operation());
@@ -530,9 +466,10 @@ impl<'a> Exchange<'a> {
         // SAFETY: both are live headers; the barrier before it makes them cover what the block wrote.
         unsafe {
             let args = self.args;
-            let verdict = |index: u32| ld_shared_u32(word(VERDICT + index));
+            let word_of = |index: u32| ld_shared_u32(word(VERDICT + index));
             let write = |to: u64| {
-                write_header(to, status, received, verdict(1), verdict(2), verdict(3), verdict(4));
+                let (peer, detail) = (word_of(1), word_of(2));
+                Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) }.write(to, received);
                 st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed);
             };
             write(args.header.0);
@@ -563,14 +500,13 @@ impl<'a> Exchange<'a> {
 
     /// True for the lane of the first warp that serves another node.
     #[inline(always)]
-    unsafe fn serves_node(&self) -> bool {
-        // SAFETY: reads special registers.
-        unsafe { tid() < self.nodes && tid() != self.args.wire.node }
+    fn serves_node(&self) -> bool {
+        tid() < self.nodes && tid() != self.args.wire.node
     }
 
     #[inline(always)]
     fn operation(&self) -> Operation {
-        Operation { epoch: self.epoch, queue: Wait::NotifyQueue }
+        Operation { epoch: self.epoch, queue_wait: Wait::NotifyQueue }
     }
 
     /// The message for a node. The own node's is where it is read.
@@ -583,7 +519,7 @@ impl<'a> Exchange<'a> {
     /// The message from a node.
     #[inline(always)]
     unsafe fn incoming(&self, node: u32) -> u64 {
-        // SAFETY: as above.
+        // SAFETY: the table has an entry for every node.
         unsafe { Path::to(&self.args.wire, node).message_in(&self.args.wire, node) }
     }
 
@@ -612,7 +548,7 @@ impl<'a> Exchange<'a> {
     /// Whether a wait has expired, as far as threads have met since.
     #[inline(always)]
     unsafe fn has_expired(&self) -> bool {
-        // SAFETY: as above.
+        // SAFETY: a word of the block's shared memory.
         unsafe { ld_shared_u32(word(EXPIRED)) != 0 }
     }
 
@@ -630,23 +566,21 @@ impl<'a> Exchange<'a> {
 
     #[inline(always)]
     unsafe fn lowest(&self) -> u32 {
-        // SAFETY: as above.
+        // SAFETY: shared memory has a word for each warp, as many as a warp has lanes; all threads call it.
         unsafe { redux_min(ld_shared_u32(word(LOWEST + laneid()))) }
     }
 }
 
-/// A word of shared memory.
+/// Offset of a word in shared memory.
 #[inline(always)]
-unsafe fn word(index: u32) -> u32 {
-    // SAFETY: the host sizes dynamic shared memory for all words.
-    unsafe { dynamic_shared() + index * 4 }
+fn word(index: u32) -> u32 {
+    dynamic_shared() + index * 4
 }
 
-/// The word for a source and a rank of this node.
+/// Offset of the word for a source and a rank of this node.
 #[inline(always)]
-unsafe fn base_word(source: u32, rank: u32) -> u32 {
-    // SAFETY: as above.
-    unsafe { word(BASES + source * MAX_RANKS as u32 + rank) }
+fn base_word(source: u32, rank: u32) -> u32 {
+    word(BASES + source * MAX_RANKS as u32 + rank)
 }
 
 /// Offset of a packet from the start of the messages in the pool.

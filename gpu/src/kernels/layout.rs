@@ -1,9 +1,10 @@
 //! Dispatch layout: counts tokens per rank and selections per expert, on the sender's side.
+//!
+//! What makes it sound: it reads ids that nobody writes meanwhile. Counters are added to by atomics, in shared memory between two block
+//! barriers; each byte of `is_token_in_rank` has one lane. Collectives stand where all lanes of a warp arrive: a warp has one token.
 
 use epoxide_macros::kernel;
 
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
 use crate::layout::{LayoutArgs, MAX_NODES, MAX_TOPK, MAX_WORLD};
 use crate::simt::*;
 

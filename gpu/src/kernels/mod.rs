@@ -1,4 +1,4 @@
-//! The kernels, one file per family, and the manifest that their PTX is checked against.
+//! The kernels, a file or a folder per family, and the manifest that their PTX is checked against.
 //!
 //! Every operation between ranks has the same three steps, carried by two words per peer (`layout::Control`):
 //! *ready* (I have entered operation `epoch`), *move*, *done* (I have done my part towards you). `epoch` module holds
@@ -10,6 +10,8 @@ macro_rules! unroll8 {
     ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3 4 5 6 7) };
     (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
 }
+// It covers every possible rank.
+const _: () = assert!(crate::layout::MAX_RANKS == 8);
 
 mod ceiling;
 mod combine;
@@ -17,12 +19,15 @@ mod dispatch;
 mod epoch;
 mod example;
 mod internode_combine;
+mod internode_count;
 mod internode_dispatch;
 mod internode_notify;
 mod layout;
 mod notify;
+mod progress;
+mod rail;
 mod ring;
-mod wire;
+mod verdict;
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod launch;
@@ -30,23 +35,28 @@ mod launch;
 pub use launch::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
+pub use example::{MoeExperts, MoeRouter};
+
+// The library's own, which its host launches.
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
 pub use {
     ceiling::{CeilingPull, CeilingPush},
     combine::{CombineBf16, CombineF32, StageCombine},
     dispatch::Dispatch,
-    example::{MoeExperts, MoeRouter},
     internode_combine::InternodeCombine,
+    internode_count::InternodeCount,
     internode_dispatch::InternodeDispatch,
-    internode_notify::{InternodeCount, InternodeNotify},
+    internode_notify::InternodeNotify,
     layout::DispatchLayout,
     notify::Notify,
 };
 
-pub use combine::MAX_SLOT_BYTES;
-pub use internode_combine::MAX_INTERNODE_SLOT_BYTES;
-pub use internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
-pub use notify::NOTIFY_SHARED_BYTES;
-pub use wire::PROGRESS_BYTES;
+#[doc(hidden)]
+pub use {
+    combine::MAX_SLOT_BYTES, internode_combine::MAX_INTERNODE_SLOT_BYTES,
+    internode_notify::INTERNODE_NOTIFY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
+};
 
 /// Every kernel of the module, in the order of an operation; then the benchmark's and the example's.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -66,3 +76,38 @@ pub const MANIFEST: &[KernelInfo] = &[
     MoeRouter::INFO,
     MoeExperts::INFO,
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    /// The sources below a folder.
+    fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                sources(&path, found);
+            } else {
+                found.push((path.display().to_string(), std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+
+    #[test]
+    fn the_head_of_every_kernel_file_says_what_makes_it_sound() {
+        let mut files = Vec::new();
+        sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels"), &mut files);
+        files.retain(|(_, text)| text.lines().any(|line| line.starts_with("#[kernel(")));
+        let kernels: usize = files.iter().map(|(_, text)| text.matches("\n#[kernel(").count()).sum();
+        assert_eq!(kernels, super::MANIFEST.len());
+        for (path, text) in files {
+            let mut head = text.lines().take_while(|line| line.starts_with("//!"));
+            let says = head.any(|line| {
+                ["//! What makes it sound: ", "//! What makes them sound: "]
+                    .iter()
+                    .any(|start| line.starts_with(start))
+            });
+            assert!(says, "{path}");
+        }
+    }
+}

@@ -1,5 +1,9 @@
 //! Notify: the count exchange. Every rank sends each peer one message of counts; from all of them each rank derives
 //! where every one of its tokens' rows goes in every peer's pool, so that nothing is decided while rows move.
+//!
+//! What makes it sound: packets carry data and flag in one atomic word, and each has one writer. The threads of a block meet at a barrier
+//! between the writers and readers of each word of shared memory. Each entry of an output has one thread; the header is written by one,
+//! behind a barrier. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all lanes.
 
 use core::mem::offset_of;
 
@@ -7,8 +11,7 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Phase, aborted, current_epoch, send_packet, trace, wait_packet};
 use super::ring::channel_range;
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
+use super::verdict::Verdict;
 use crate::layout::{
     MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, NotifyArgs, PlanHeader, PlanStatus, SEND_ROW_STRIDE, message,
 };
@@ -124,8 +127,8 @@ pub unsafe fn notify(args: NotifyArgs) {
     trace(comm, Phase::Ready);
 
     // Everybody has the same heads, hence the same verdict: either all ranks move rows or none does.
-    let (mut status, mut peer, mut detail) = (0, 0, 0);
-    let (mut theirs, mut ours) = (0, 0);
+    // The status is what all threads turn on; the rest of the verdict is for the answer.
+    let (mut status, mut verdict) = (PlanStatus::Empty as u32, Verdict::OPEN);
     if ld_shared_u32(expired) != 0 {
         status = PlanStatus::Timeout as u32;
     }
@@ -133,14 +136,14 @@ pub unsafe fn notify(args: NotifyArgs) {
     while source < ranks {
         let mut word = 0;
         while status == 0 && word < message::INVALID {
-            (theirs, ours) = (head(source, word), head(comm.rank, word));
-            if theirs != ours {
-                (status, peer, detail) = (PlanStatus::Mismatch as u32, source, word);
+            (verdict.theirs, verdict.ours) = (head(source, word), head(comm.rank, word));
+            if verdict.theirs != verdict.ours {
+                (status, verdict.peer, verdict.detail) = (PlanStatus::Mismatch as u32, source, word);
             }
             word += 1;
         }
         if status == 0 && head(source, message::INVALID) != 0 {
-            (status, peer) = (PlanStatus::InvalidExpert as u32, source);
+            (status, verdict.peer) = (PlanStatus::InvalidExpert as u32, source);
         }
         source += 1;
     }
@@ -158,7 +161,7 @@ pub unsafe fn notify(args: NotifyArgs) {
             receives = total;
         }
         if status == 0 && total as u64 > comm.pool.rows {
-            (status, peer, detail) = (PlanStatus::Capacity as u32, rank, total);
+            (status, verdict.peer, verdict.detail) = (PlanStatus::Capacity as u32, rank, total);
         }
         rank += 1;
     }
@@ -205,8 +208,8 @@ pub unsafe fn notify(args: NotifyArgs) {
     trace(comm, Phase::Moved);
 
     // Entry 0: where this channel starts at every source. In block 0 the others: how many selections each local expert
-    // has. Ranks that disagree on the number of channels or experts would wait for packets that never come.
-    let agreed = status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32;
+    // has.
+    let agreed = Verdict::agrees(status);
     let entries = if channel == 0 { 1 + local_experts } else { 1 };
     let mut entry = thread;
     while entry < entries && agreed {
@@ -243,34 +246,13 @@ pub unsafe fn notify(args: NotifyArgs) {
             if aborted(comm) {
                 status = PlanStatus::Timeout as u32;
             }
-            write_header(args.header.0, status, receives, peer, detail, theirs, ours);
+            let verdict = Verdict { status, ..verdict };
+            verdict.write(args.header.0, receives);
             if !args.host.is_null() {
-                write_header(args.host.0, status, receives, peer, detail, theirs, ours);
+                verdict.write(args.host.0, receives);
                 st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
             }
         }
     }
     trace(comm, Phase::Done);
-}
-
-/// Writes all of a `PlanHeader` but its tag.
-#[inline(always)]
-pub(super) unsafe fn write_header(
-    p: u64,
-    status: u32,
-    rows: u32,
-    peer: u32,
-    detail: u32,
-    theirs: u32,
-    ours: u32,
-) {
-    // SAFETY: `p` is a live `PlanHeader`.
-    unsafe {
-        st_u32(p + offset_of!(PlanHeader, status) as u64, status);
-        st_u32(p + offset_of!(PlanHeader, num_recv_tokens) as u64, rows);
-        st_u32(p + offset_of!(PlanHeader, peer) as u64, peer);
-        st_u32(p + offset_of!(PlanHeader, detail) as u64, detail);
-        st_u32(p + offset_of!(PlanHeader, theirs) as u64, theirs);
-        st_u32(p + offset_of!(PlanHeader, ours) as u64, ours);
-    }
 }

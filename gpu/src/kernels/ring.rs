@@ -81,7 +81,7 @@ impl Ring {
     /// One lane starts a load into a buffer that nobody reads any more.
     #[inline(always)]
     pub unsafe fn load(&self, slot: u32, from: u64, bytes: u32) {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller vouches for `from` and says that nobody reads the buffer.
         unsafe {
             self.expect(slot, bytes);
             self.load_at(slot, 0, from, bytes);
@@ -117,14 +117,11 @@ pub const fn shared_bytes(warps: u32, count: u32, bytes: u32) -> u32 {
 
 /// The contiguous range of `count` items that this block owns: sizes differ by at most one.
 #[inline(always)]
-pub unsafe fn block_range(count: u32) -> (u32, u32) {
-    // SAFETY: reads special registers.
-    unsafe {
-        let (block, blocks) = (ctaid(), nctaid());
-        let (each, more) = (count / blocks, count % blocks);
-        let begin = block * each + block.min(more);
-        (begin, begin + each + (block < more) as u32)
-    }
+pub fn block_range(count: u32) -> (u32, u32) {
+    let (block, blocks) = (ctaid(), nctaid());
+    let (each, more) = (count / blocks, count % blocks);
+    let begin = block * each + block.min(more);
+    (begin, begin + each + (block < more) as u32)
 }
 
 /// The channel's range of `num_tokens` tokens: each has `ceil(num_tokens / channels)` until there are none left.

@@ -1,4 +1,4 @@
-//! One argument struct per kernel.
+//! One argument struct per kernel of the library; those of the example are in a file of their own.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -58,7 +58,7 @@ pub struct NotifyArgs {
     pub channel_prefix_matrix: DevicePtr,
     /// Out, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the source's block.
     pub recv_channel_prefix_matrix: DevicePtr,
-    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, destination) queue or -1.
+    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, destination) stream or -1.
     pub send_head: DevicePtr,
     /// Out: i32 `[num_tokens, SEND_ROW_STRIDE]`, row at the destination or -1.
     pub send_row: DevicePtr,
@@ -208,67 +208,15 @@ pub struct CeilingArgs {
 
 layout_assert!(CeilingArgs, size = 48, fanout at 44);
 
-/// Arguments of `moe_router`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub struct MoeRouterArgs {
-    /// In: bf16 `[num_tokens, hidden]`, contiguous.
-    pub x: DevicePtr,
-    /// In: f32 `[hidden, num_experts]`.
-    pub w: DevicePtr,
-    /// Out: i64 `[num_tokens, num_topk]`.
-    pub topk_idx: DevicePtr,
-    /// Out: f32 `[num_tokens, num_topk]`.
-    pub topk_weights: DevicePtr,
-    /// Tokens of this rank.
-    pub num_tokens: u32,
-    /// Elements per row, a multiple of 8.
-    pub hidden: u32,
-    /// Experts of all ranks, at most 32.
-    pub num_experts: u32,
-    /// Experts that a token selects.
-    pub num_topk: u32,
-}
-
-layout_assert!(MoeRouterArgs, size = 48, num_topk at 44);
-
-/// Arguments of `moe_experts`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub struct MoeExpertsArgs {
-    /// In: received rows, bf16 `[num_rows, hidden]` at the pool's stride.
-    pub x: DevicePtr,
-    /// In: local ids or -1, i64 `[num_rows, num_topk]`.
-    pub topk_idx: DevicePtr,
-    /// In: f32 `[num_rows, num_topk]`.
-    pub topk_weights: DevicePtr,
-    /// In: rows received, u32.
-    pub num_rows: DevicePtr,
-    /// In: bf16 `[local_experts, hidden, hidden]`, one row per element of x.
-    pub w: DevicePtr,
-    /// Out: bf16 `[num_rows, hidden]` at the pool's stride.
-    pub out: DevicePtr,
-    /// Rows there is room for.
-    pub capacity: u32,
-    /// Elements per row, a multiple of 8.
-    pub hidden: u32,
-    /// Experts on this rank.
-    pub local_experts: u32,
-    /// Entries per row.
-    pub num_topk: u32,
-}
-
-layout_assert!(MoeExpertsArgs, size = 64, num_topk at 60);
-
 /// Arguments of `internode_count`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct InternodeCountArgs {
     /// In, of the layout: u8 `[num_tokens, num_ranks]`.
     pub is_token_in_rank: DevicePtr,
-    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, rank) queue or -1.
+    /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, rank) stream or -1.
     pub send_head: DevicePtr,
-    /// Out: i32 `[num_tokens, num_nodes]`, index in the (channel, node) queue or -1.
+    /// Out: i32 `[num_tokens, num_nodes]`, index in the (channel, node) stream or -1.
     pub send_rdma_head: DevicePtr,
     /// Out: u32 `[num_channels, num_ranks + num_nodes]`, tokens of the channel for each rank, then for each node.
     pub channel_counts: DevicePtr,
@@ -366,7 +314,7 @@ layout_assert!(InternodeDispatchArgs, size = 424, reserved at 420);
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Route {
-    /// Sender side, of `internode_count`: i32 `[num_tokens, num_nodes]`, index in the (channel, node) queue or -1.
+    /// Sender side, of `internode_count`: i32 `[num_tokens, num_nodes]`, index in the (channel, node) stream or -1.
     pub send_rdma_head: DevicePtr,
     /// Sender side: i32 `[num_nodes, num_channels]`, inclusive over channels.
     pub rdma_channel_prefix_matrix: DevicePtr,

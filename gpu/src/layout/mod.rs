@@ -1,16 +1,31 @@
 //! Structs that host and device share: `#[repr(C)]`, plain data, no padding, addresses as [`DevicePtr`]. The size and
 //! offset asserts compile on both sides.
+//!
+//! What the library's own kernels and its host share is public for the host crate, and not documented here: it is no interface.
 
 use bytemuck::{Pod, Zeroable};
 
 mod args;
+mod example;
 mod handle;
 mod pool;
+#[cfg(not(target_arch = "nvptx64"))]
+mod sections;
 mod wire;
 
+pub use example::*;
+
+// What the library's own kernels and its host share. Whoever writes another kernel needs none of it.
+#[doc(hidden)]
 pub use args::*;
+#[doc(hidden)]
 pub use handle::*;
+#[doc(hidden)]
 pub use pool::*;
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
+pub use sections::*;
+#[doc(hidden)]
 pub use wire::*;
 
 /// Most ranks of one NVLink domain.
@@ -54,6 +69,7 @@ pub const fn row_stride(row_bytes: u64) -> u64 {
 
 /// Bytes of a token's scales that dispatch moves by bulk copy, behind the row in its stage; 0 where they are not a multiple of
 /// 16 bytes or too many, and go by ordinary stores.
+#[doc(hidden)]
 #[inline(always)]
 pub const fn bulk_scale_bytes(num_scales: u32) -> u32 {
     if num_scales.is_multiple_of(4) && num_scales <= 1024 { num_scales * 4 } else { 0 }
@@ -67,9 +83,3 @@ macro_rules! layout_assert {
     };
 }
 use layout_assert;
-
-// At the end, so that the lines above stay those that the PTX names.
-#[cfg(not(target_arch = "nvptx64"))]
-mod sections;
-#[cfg(not(target_arch = "nvptx64"))]
-pub use sections::*;

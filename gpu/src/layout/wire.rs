@@ -183,7 +183,7 @@ pub struct SlotShape {
 }
 
 impl SlotShape {
-    /// In the metadata: the token's index in the (channel, rank) queue of each rank of the receiving node, or -1, i32 `[MAX_RANKS]`.
+    /// In the metadata: the token's index in the (channel, rank) stream of each rank of the receiving node, or -1, i32 `[MAX_RANKS]`.
     pub const HEADS: u32 = 0;
     /// In the metadata: the token's index on its rank, u32.
     pub const TOKEN: u32 = Self::HEADS + MAX_RANKS as u32 * 4;

@@ -21,30 +21,21 @@ device_fns! {
     }
 
     /// Closes this thread's bulk group; an empty group is fine. `cp.async.bulk.commit_group;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn bulk_commit() {
+    pub fn bulk_commit() {
         // SAFETY: bookkeeping of this thread's own copies.
         unsafe { asm!("cp.async.bulk.commit_group;", options(nostack)) };
     }
 
     /// Waits until at most `PENDING` of this thread's groups still have to *read* their shared memory.
     /// `cp.async.bulk.wait_group.read PENDING;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn bulk_wait_read<const PENDING: u32>() {
+    pub fn bulk_wait_read<const PENDING: u32>() {
         // SAFETY: waits for this thread's own copies.
         unsafe { asm!("cp.async.bulk.wait_group.read {n};", n = const PENDING, options(nostack)) };
     }
 
     /// Waits until at most `PENDING` of this thread's groups are incomplete; the writes of the others are visible to
     /// this thread. `cp.async.bulk.wait_group PENDING;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn bulk_wait<const PENDING: u32>() {
+    pub fn bulk_wait<const PENDING: u32>() {
         // SAFETY: waits for this thread's own copies.
         unsafe { asm!("cp.async.bulk.wait_group {n};", n = const PENDING, options(nostack)) };
     }

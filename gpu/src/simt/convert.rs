@@ -5,10 +5,7 @@ use core::arch::asm;
 
 device_fns! {
     /// Two `f32` rounded to nearest even and packed, `lo` in the low half. `cvt.rn.bf16x2.f32 r, hi, lo;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn pack_bf16x2(lo: f32, hi: f32) -> u32 {
+    pub fn pack_bf16x2(lo: f32, hi: f32) -> u32 {
         let r: u32;
         // SAFETY: arithmetic on registers.
         unsafe {
@@ -19,10 +16,7 @@ device_fns! {
     }
 
     /// 2 to the power of `v`, to within 2 units in the last place. `ex2.approx.f32 r, v;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn ex2_approx(v: f32) -> f32 {
+    pub fn ex2_approx(v: f32) -> f32 {
         let r: f32;
         // SAFETY: arithmetic on registers.
         unsafe { asm!("ex2.approx.f32 {r}, {v};", r = out(reg32) r, v = in(reg32) v, options(pure, nomem, nostack)) };

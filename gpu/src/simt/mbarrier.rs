@@ -95,10 +95,7 @@ device_fns! {
     }
 
     /// Makes initialised barriers visible to the other blocks of a cluster. `fence.mbarrier_init.release.cluster;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn fence_mbarrier_init() {
+    pub fn fence_mbarrier_init() {
         // SAFETY: orders memory only.
         unsafe { asm!("fence.mbarrier_init.release.cluster;", options(nostack)) };
     }

@@ -5,21 +5,25 @@
 //! (rustc drops its ordering on this target) and never through `_syncthreads` (LLVM may duplicate it). Addresses are
 //! plain `u64` for global memory and `u32` offsets for shared memory, which is what the instructions take.
 //!
+//! What is sound wherever it is called, such as reading a special register, is a safe function. What takes an address, or counts on
+//! other lanes, is not.
+//!
 //! On the host these functions exist so that kernels type-check, documentation builds and editors work; calling one
 //! there panics.
 
-/// Writes each function twice: with its body for the device, and as a stub for the host.
+/// Writes each function twice: with its body for the device, and as a stub for the host. A macro can repeat an `unsafe` that it has
+/// met only by a variable that was inside the repetition: that is what the one behind `@` is for, which never matches.
 macro_rules! device_fns {
-    ($( $(#[$meta:meta])* pub unsafe fn $name:ident $(<const $cg:ident : $cgt:ty>)? ( $($arg:ident : $ty:ty),* $(,)? ) $(-> $ret:ty)? $body:block )*) => {
+    ($( $(#[$meta:meta])* pub $(unsafe $(@$unsafe:tt)?)? fn $name:ident $(<const $cg:ident : $cgt:ty>)? ( $($arg:ident : $ty:ty),* $(,)? ) $(-> $ret:ty)? $body:block )*) => {
         $(
             $(#[$meta])*
             #[cfg(target_arch = "nvptx64")]
             #[inline(always)]
-            pub unsafe fn $name $(<const $cg: $cgt>)? ($($arg: $ty),*) $(-> $ret)? $body
+            pub $(unsafe $(@$unsafe)?)? fn $name $(<const $cg: $cgt>)? ($($arg: $ty),*) $(-> $ret)? $body
 
             $(#[$meta])*
             #[cfg(not(target_arch = "nvptx64"))]
-            pub unsafe fn $name $(<const $cg: $cgt>)? ($($arg: $ty),*) $(-> $ret)? {
+            pub $(unsafe $(@$unsafe)?)? fn $name $(<const $cg: $cgt>)? ($($arg: $ty),*) $(-> $ret)? {
                 $(let _ = $arg;)*
                 $crate::simt::device_only(stringify!($name))
             }

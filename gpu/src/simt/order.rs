@@ -85,19 +85,13 @@ device_fns! {
     }
 
     /// Orders ordinary accesses and those of the bulk copy engine (the async proxy). `fence.proxy.async;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn fence_proxy_async() {
+    pub fn fence_proxy_async() {
         // SAFETY: orders memory only.
         unsafe { asm!("fence.proxy.async;", options(nostack)) };
     }
 
     /// The same for shared memory only. `fence.proxy.async.shared::cta;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn fence_proxy_async_shared() {
+    pub fn fence_proxy_async_shared() {
         // SAFETY: orders memory only.
         unsafe { asm!("fence.proxy.async.shared::cta;", options(nostack)) };
     }
@@ -113,10 +107,7 @@ device_fns! {
     }
 
     /// Sleeps for up to about `ns` nanoseconds. `nanosleep.u32 ns;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn nanosleep(ns: u32) {
+    pub fn nanosleep(ns: u32) {
         // SAFETY: touches no memory; the clobber keeps polling loops honest.
         unsafe { asm!("nanosleep.u32 {n};", n = in(reg32) ns, options(nostack)) };
     }

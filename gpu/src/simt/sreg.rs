@@ -8,10 +8,7 @@ macro_rules! sreg32 {
         device_fns! { $(
             $(#[$meta])*
             #[doc = concat!("`mov.u32 r, ", $reg, ";`")]
-            ///
-            /// # Safety
-            /// None beyond running on the device.
-            pub unsafe fn $name() -> u32 {
+            pub fn $name() -> u32 {
                 let r: u32;
                 // SAFETY: reads a register that cannot change during the kernel.
                 unsafe { asm!(concat!("mov.u32 {r}, ", $reg, ";"), r = out(reg32) r, options(pure, nomem, nostack)) };
@@ -40,10 +37,7 @@ sreg32! {
 
 device_fns! {
     /// Nanoseconds of a clock that all devices of the machine share roughly. `mov.u64 r, %globaltimer;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn globaltimer() -> u64 {
+    pub fn globaltimer() -> u64 {
         let r: u64;
         // SAFETY: reads a clock; not `pure`, since it changes.
         unsafe { asm!("mov.u64 {r}, %globaltimer;", r = out(reg64) r, options(nomem, nostack)) };
@@ -52,21 +46,16 @@ device_fns! {
 
     /// As [`tid`], read anew: for code that seldom runs, where a register that keeps it alive would cost more.
     /// `mov.u32 r, %tid.x;`
-    ///
-    /// # Safety
-    /// None beyond running on the device.
-    pub unsafe fn tid_now() -> u32 {
+    pub fn tid_now() -> u32 {
         let r: u32;
         // SAFETY: reads a register; not `pure`, so that it is not merged with `tid`.
         unsafe { asm!("mov.u32 {r}, %tid.x;", r = out(reg32) r, options(nomem, nostack)) };
         r
     }
 
-    /// Offset of the block's dynamic shared memory in the shared window. `mov.u32 r, EPOXIDE_SHARED;`
-    ///
-    /// # Safety
-    /// The launch must give the block as many dynamic bytes as are used.
-    pub unsafe fn dynamic_shared() -> u32 {
+    /// Offset of the block's dynamic shared memory in the shared window: as many bytes as the launch gives the block.
+    /// `mov.u32 r, EPOXIDE_SHARED;`
+    pub fn dynamic_shared() -> u32 {
         let r: u32;
         // SAFETY: takes the address of the symbol declared below.
         unsafe { asm!("mov.u32 {r}, EPOXIDE_SHARED;", r = out(reg32) r, options(pure, nomem, nostack)) };

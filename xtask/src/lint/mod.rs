@@ -6,6 +6,7 @@
 mod arithmetic;
 mod atomics;
 mod barriers;
+mod collectives;
 mod entries;
 mod functions;
 mod locals;
@@ -64,6 +65,7 @@ pub fn run(text: &str, expect: &Expect) -> Vec<Finding> {
     findings.extend(locals::check(&module, expect.manifest));
     findings.extend(atomics::check(&module));
     findings.extend(barriers::check(&module, expect.manifest));
+    findings.extend(collectives::check(&module));
     findings.extend(readonly::check(&module));
     findings.extend(arithmetic::check(&module, expect.manifest));
     findings.extend(module::check(&module, expect));

@@ -184,6 +184,12 @@ struct Site {
     through: Vec<usize>,
 }
 
+/// A source file's name in a fault's id: a `mod.rs` has that of its folder.
+fn file_name(path: &str) -> &str {
+    let path = path.strip_suffix("/mod.rs").or(path.strip_suffix(".rs")).unwrap_or(path);
+    path.rsplit('/').next().unwrap_or(path)
+}
+
 fn of_body(body: &Body) -> Vec<Fault> {
     let lines = &body.lines;
     let mut faults: Vec<Fault> = Vec::new();
@@ -220,7 +226,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
             }
             continue;
         }
-        let file = own.0.rsplit('/').next().unwrap_or("").trim_end_matches(".rs").to_owned();
+        let file = file_name(&own.0);
         let mut id = format!("{}/{}/{file}:{}", body.kernel, site.kind, own.1);
         let same =
             faults.iter().filter(|fault| fault.id == id || fault.id.starts_with(&format!("{id}#"))).count();

@@ -1,125 +1,28 @@
-//! Combine: every rank gathers the rows that its tokens were given and sums them.
+//! How rows are summed: gathered by bulk loads into a ring of slots, from whatever contributes to a token, added in registers, and handed on.
 
-use core::mem::offset_of;
-
-use epoxide_macros::kernel;
-
-use super::epoch::{Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
-use super::ring::{Ring, Turn, block_range};
-#[cfg(not(target_arch = "nvptx64"))]
-use super::{Call, ContractError, Kernel, KernelInfo, ParamLayout};
-use crate::layout::{
-    CombineArgs, MAX_RANKS, PlanHeader, PlanStatus, SEND_ROW_STRIDE, StageArgs, Wait, row_stride,
-};
+use crate::kernels::epoch::pool_of;
+use crate::kernels::ring::{Ring, Turn};
+use crate::layout::{CombineArgs, MAX_RANKS, SEND_ROW_STRIDE, row_stride};
 use crate::simt::*;
 
-/// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
-pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
-
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
-pub(super) const VECTORS: usize = 8;
+pub const VECTORS: usize = 8;
 
 /// How many of them there are where warps take whole rows: one fewer, so that sixteen warps have registers enough.
-pub(super) const fn vectors_of(whole_rows: bool) -> usize {
+pub const fn vectors_of(whole_rows: bool) -> usize {
     if whole_rows { VECTORS - 1 } else { VECTORS }
 }
 
-/// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
-    requires(args.row_bytes.is_multiple_of(16), args.x_stride.is_multiple_of(16))
-)]
-pub unsafe fn stage_combine(args: StageArgs) {
-    let (lane, warps) = (laneid(), ntid() / 32);
-    if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
-        return;
-    }
-    let rows =
-        ld_u32(args.header.0 + offset_of!(PlanHeader, num_recv_tokens) as u64).min(args.capacity as u32);
-    let mut row = ctaid() * warps + tid() / 32;
-    while row < rows {
-        if !args.x.is_null() {
-            let from = args.x.0 + row as u64 * args.x_stride;
-            let to = args.rows.0 + row as u64 * row_stride(args.row_bytes as u64);
-            let mut at = lane * 16;
-            // Four vectors in flight per lane.
-            while at + 3 * 512 < args.row_bytes {
-                let vectors = [
-                    ld_stream_v4(from + at as u64),
-                    ld_stream_v4(from + at as u64 + 512),
-                    ld_stream_v4(from + at as u64 + 1024),
-                    ld_stream_v4(from + at as u64 + 1536),
-                ];
-                st_v4(to + at as u64, vectors[0]);
-                st_v4(to + at as u64 + 512, vectors[1]);
-                st_v4(to + at as u64 + 1024, vectors[2]);
-                st_v4(to + at as u64 + 1536, vectors[3]);
-                at += 2048;
-            }
-            while at < args.row_bytes {
-                st_v4(to + at as u64, ld_stream_v4(from + at as u64));
-                at += 512;
-            }
-        }
-        if !args.weights.is_null() && lane < args.num_topk {
-            let entry = (row as u64 * args.num_topk as u64 + lane as u64) * 4;
-            st_f32(args.weight_rows.0 + entry, ld_f32(args.weights.0 + entry));
-        }
-        row += nctaid() * warps;
-    }
-}
-
-/// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
-///
-/// A warp's ring of slots is filled by bulk loads, one slot per (piece of a row, contributing rank), so that the bytes in
-/// flight do not depend on how many ranks a token went to. Shared memory: per warp `slots * slot_bytes`, then all barriers.
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
-)]
-pub unsafe fn combine_bf16(args: CombineArgs) {
-    combine::<Bf16>(&args);
-}
-
-/// Sums FP32 rows, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
-    requires(
-        args.row_bytes.is_multiple_of(16),
-        args.row_bytes >= 16,
-        args.slots >= 2,
-        args.slots <= 32,
-        args.slot_bytes.is_multiple_of(16),
-        args.slot_bytes >= 16,
-        args.slot_bytes <= MAX_SLOT_BYTES,
-        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
-        args.pieces >= 1,
-    )
-)]
-pub unsafe fn combine_f32(args: CombineArgs) {
-    combine::<F32>(&args);
-}
-
 /// What 16 bytes of a row hold.
-pub(super) trait Element {
+pub trait Element {
     /// Adds a vector to its sums.
     fn add(sum: &mut [f32; 8], vector: [u32; 4]);
     /// Rounds the sums to a vector.
-    unsafe fn round(sum: &[f32; 8]) -> [u32; 4];
+    fn round(sum: &[f32; 8]) -> [u32; 4];
 }
 
-pub(super) struct Bf16;
-struct F32;
+pub struct Bf16;
+pub struct F32;
 
 impl Element for Bf16 {
     #[inline(always)]
@@ -135,16 +38,8 @@ impl Element for Bf16 {
     }
 
     #[inline(always)]
-    unsafe fn round(s: &[f32; 8]) -> [u32; 4] {
-        // SAFETY: arithmetic on registers.
-        unsafe {
-            [
-                pack_bf16x2(s[0], s[1]),
-                pack_bf16x2(s[2], s[3]),
-                pack_bf16x2(s[4], s[5]),
-                pack_bf16x2(s[6], s[7]),
-            ]
-        }
+    fn round(s: &[f32; 8]) -> [u32; 4] {
+        [pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]), pack_bf16x2(s[4], s[5]), pack_bf16x2(s[6], s[7])]
     }
 }
 
@@ -158,46 +53,19 @@ impl Element for F32 {
     }
 
     #[inline(always)]
-    unsafe fn round(s: &[f32; 8]) -> [u32; 4] {
+    fn round(s: &[f32; 8]) -> [u32; 4] {
         [s[0].to_bits(), s[1].to_bits(), s[2].to_bits(), s[3].to_bits()]
     }
 }
 
-#[inline(always)]
-unsafe fn combine<E: Element>(args: &CombineArgs) {
-    // SAFETY: as the argument struct documents; rows were planned inside the pools.
-    unsafe {
-        let comm = &args.comm;
-        let (warp, warps) = (tid() / 32, ntid() / 32);
-        trace(comm, Phase::Enter);
-        let epoch = current_epoch(comm);
-        if ctaid() == 0 && warp == 0 {
-            tell_ready(comm, epoch);
-        }
-        let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
-        let (begin, end) = block_range(args.num_tokens);
-        let ring = Ring::new(args.slots, args.slot_bytes, warps);
-        let ranks = Ranks::new(args, args.send_row.0);
-
-        let joined = wait_ready(comm, epoch, Wait::CombineReady);
-        if joined && planned {
-            // The peers' rows were released to this thread; the copy engine must see them too.
-            fence_proxy_async();
-            let mut sums = Outputs::<false>::new(args);
-            sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, begin, end, warps);
-        }
-        leave(comm, epoch, joined, Wait::CombineDone);
-    }
-}
-
 /// What a token's sum is made of: lane l knows contributor l, if there is one. They are added in ascending order.
-pub(super) trait Contributors {
+pub trait Contributors {
     /// The lane's row of `token`, or -1.
     unsafe fn row(&self, token: u32) -> i32;
     /// Where the lane's row is.
-    unsafe fn address(&self, row: i32) -> u64;
+    fn address(&self, row: i32) -> u64;
     /// Where the lane's weights of that row are.
-    unsafe fn weights(&self, row: i32) -> u64;
+    fn weights(&self, row: i32) -> u64;
     /// Returns when the lane's row may be read.
     unsafe fn wait(&self, row: i32);
     /// Lanes that may have one, rounded up to a multiple of 8.
@@ -205,7 +73,7 @@ pub(super) trait Contributors {
 }
 
 /// The combine rows of the ranks of this node. They may be read once all ranks are ready.
-pub(super) struct Ranks<'a> {
+pub struct Ranks<'a> {
     args: &'a CombineArgs,
     /// The lane's pool. What can be had from the arguments is not kept in registers.
     pool: u64,
@@ -240,13 +108,13 @@ impl Contributors for Ranks<'_> {
     }
 
     #[inline(always)]
-    unsafe fn address(&self, row: i32) -> u64 {
+    fn address(&self, row: i32) -> u64 {
         let offset = row as u64 * row_stride(self.args.row_bytes as u64);
         self.pool + self.args.comm.pool.combine_x + offset
     }
 
     #[inline(always)]
-    unsafe fn weights(&self, row: i32) -> u64 {
+    fn weights(&self, row: i32) -> u64 {
         let offset = row as i64 * (self.args.num_topk * 4) as i64;
         (self.pool + self.args.comm.pool.combine_weights).wrapping_add_signed(offset)
     }
@@ -261,7 +129,7 @@ impl Contributors for Ranks<'_> {
 }
 
 /// Where sums go. The whole warp calls each method.
-pub(super) trait Sink {
+pub trait Sink {
     /// Where the token's weights go; 0 where none are wanted.
     unsafe fn weights(&self, token: u32) -> u64;
     /// Takes an item's sum: vector J of a lane belongs at byte `lane * 16 + J * 512` of its `bytes`.
@@ -269,7 +137,7 @@ pub(super) trait Sink {
 }
 
 /// The operation's outputs: that of token t at `rows + t * row_bytes`, its weights at `weights + t * num_topk * 4`.
-pub(super) struct Outputs<'a, const WHOLE: bool>(&'a CombineArgs);
+pub struct Outputs<'a, const WHOLE: bool>(&'a CombineArgs);
 
 impl<'a, const WHOLE: bool> Outputs<'a, WHOLE> {
     #[inline(always)]
@@ -306,7 +174,7 @@ impl<const WHOLE: bool> Sink for Outputs<'_, WHOLE> {
 /// warps to have as many.
 #[allow(clippy::too_many_arguments)] // One call is the whole inner part of a combine.
 #[inline(always)]
-pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
+pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
     args: &CombineArgs,
     ring: &Ring,
     turn: &mut Turn,
@@ -316,7 +184,7 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE:
     end: u32,
     warps: u32,
 ) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller vouches for `from`, `to` and the range, and has whole warps call it. Items are the same in all lanes of a warp.
     unsafe {
         let lane = laneid();
         let warp = tid() / 32;
@@ -382,7 +250,7 @@ pub(super) unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE:
 
 /// A piece of a token's row. A warp takes every n-th item of its block, so that pieces, not rows, are what is spread.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Item {
+pub struct Item {
     pub token: u32,
     pub piece: u32,
 }
@@ -432,7 +300,7 @@ struct Gather<const WHOLE: bool> {
 impl<const WHOLE: bool> Gather<WHOLE> {
     #[inline(always)]
     unsafe fn new<C: Contributors>(args: &CombineArgs, from: &C, first: Item, step: Item, end: u32) -> Self {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller vouches for the range; the whole warp is here.
         unsafe {
             let next_row = row_before(from, first.token, end);
             let mut gather = Gather { item: first, next: first, step, end, bits: 0, row: -1, next_row };
@@ -463,7 +331,7 @@ impl<const WHOLE: bool> Gather<WHOLE> {
     /// Goes on to the next contributor or item.
     #[inline(always)]
     unsafe fn advance<C: Contributors>(&mut self, args: &CombineArgs, from: &C) {
-        // SAFETY: passed on.
+        // SAFETY: `bits` is the same in all lanes, so that the whole warp calls it.
         unsafe {
             self.bits &= self.bits - 1;
             if self.bits == 0 {

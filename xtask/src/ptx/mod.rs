@@ -3,6 +3,12 @@
 //! It knows just enough for the lints and for the post-processing: it does not understand instructions. The virtual GPU has the
 //! real parser.
 
+mod flow;
+mod lanes;
+
+use flow::Flow;
+pub use lanes::Lanes;
+
 /// A PTX module, cut into statements.
 #[derive(Debug, Default)]
 pub struct Module {
@@ -60,6 +66,38 @@ impl Statement {
         (!word.starts_with('.') && !word.ends_with(':')).then_some(word)
     }
 
+    /// The guard without its `@`, such as `%p1` or `!%p1`.
+    pub fn guard(&self) -> Option<&str> {
+        self.text.strip_prefix('@')?.split(' ').next()
+    }
+
+    /// The name of a label.
+    pub fn label(&self) -> Option<&str> {
+        self.text.strip_suffix(':')
+    }
+
+    /// The operands of an instruction, as written: `%r1`, `[%rd1+8]`, `{%r1, %r2}`.
+    pub fn operands(&self) -> Vec<&str> {
+        let Some((_, text)) = self.opcode().and_then(|opcode| self.text.split_once(opcode)) else {
+            return Vec::new();
+        };
+        let (mut depth, mut start, mut found) = (0, 0, Vec::new());
+        for (at, c) in text.char_indices() {
+            match c {
+                '{' | '[' | '(' => depth += 1,
+                '}' | ']' | ')' => depth -= 1,
+                ',' if depth == 0 => {
+                    found.push(text[start..at].trim());
+                    start = at + 1;
+                }
+                _ => {}
+            }
+        }
+        found.push(text[start..].trim());
+        found.retain(|operand| !operand.is_empty());
+        found
+    }
+
     /// Whether the opcode, without its modifiers, is `name`.
     pub fn is(&self, name: &str) -> bool {
         self.opcode().is_some_and(|opcode| opcode.split('.').next() == Some(name))
@@ -93,18 +131,24 @@ impl Module {
     }
 
     /// The Rust source behind a line of an entry, by the `.loc` before it. Code from the `simt` wrappers and from `core` has their
-    /// location; then the last line of a kernel before it follows.
+    /// location; then where the kernel's own code called it follows, or where that is not known the last line of a kernel before it.
     pub fn source(&self, entry: &Entry, line: usize) -> Option<String> {
         let before = entry.body.iter().take_while(|statement| statement.line <= line);
-        let locations: Vec<_> = before.filter_map(|statement| self.location(statement)).collect();
-        let here = locations.last()?;
-        let kernel = locations.iter().rev().find(|location| location.contains("/kernels/"))?;
-        Some(if here == kernel { here.clone() } else { format!("{here}, after {kernel}") })
+        let locations: Vec<_> = before.filter(|statement| statement.text.starts_with(".loc ")).collect();
+        let last = locations.last()?;
+        let here = self.location(&last.text)?;
+        if let Some((_, caller)) = last.text.split_once(" inlined_at ") {
+            let caller = self.location(&format!(".loc {caller}")).filter(|caller| *caller != here);
+            return Some(caller.map_or(here.clone(), |caller| format!("{here}, inlined at {caller}")));
+        }
+        let mut kernels = locations.iter().rev().filter_map(|statement| self.location(&statement.text));
+        let kernel = kernels.find(|location| location.contains("/kernels/"))?;
+        Some(if here == kernel { here } else { format!("{here}, after {kernel}") })
     }
 
     /// `file:line` of a `.loc <file> <line> <column>`.
-    fn location(&self, statement: &Statement) -> Option<String> {
-        let mut numbers = statement.text.strip_prefix(".loc ")?.split(' ');
+    fn location(&self, loc: &str) -> Option<String> {
+        let mut numbers = loc.strip_prefix(".loc ")?.split(' ');
         let (file, line) = (numbers.next()?, numbers.next()?);
         let start = format!(".file {file} ");
         let path = self.items.iter().find_map(|item| item.text.strip_prefix(&start))?;
@@ -167,6 +211,10 @@ impl Reader {
                 }
                 _ => self.push(number, c),
             }
+        }
+        // What a `.loc` says in a comment is said by the statement.
+        if self.text.starts_with(".loc") && comment.trim_start().starts_with("inlined_at ") {
+            comment.chars().for_each(|c| self.push(number, c));
         }
         let ends_with_line = [".version", ".target", ".address_size", ".loc", ".file"];
         if ends_with_line.iter().any(|directive| self.text.starts_with(directive)) {
@@ -353,6 +401,16 @@ $L__BB0_2:
     }
 
     #[test]
+    fn operands_guards_and_labels() {
+        let module = Module::read(".entry f() {\nL1:\n@!%p1 ld.global.v2.b32 {%r1, %r2}, [%rd1+8];\nret;\n}");
+        let body = &module.entries[0].body;
+        assert_eq!(body[0].label(), Some("L1"));
+        assert_eq!((body[1].guard(), body[1].label()), (Some("!%p1"), None));
+        assert_eq!(body[1].operands(), ["{%r1, %r2}", "[%rd1+8]"]);
+        assert!(body[2].operands().is_empty() && body[2].guard().is_none());
+    }
+
+    #[test]
     fn module_scope() {
         let module = Module::read(TEXT);
         let items: Vec<_> = module.items.iter().map(|s| s.text.as_str()).collect();
@@ -369,6 +427,11 @@ $L__BB0_2:
         assert_eq!(source(1), None);
         assert_eq!(source(3).as_deref(), Some("gpu/src/kernels/f.rs:7"));
         assert_eq!(source(5).as_deref(), Some("rust/c.rs:9, after gpu/src/kernels/f.rs:7"));
+
+        let text = text.replace(".loc 2 9 1", ".loc 2 9 1 // inlined_at 1 8");
+        let module = Module::read(&text);
+        let source = |line| module.source(&module.entries[0], line);
+        assert_eq!(source(5).as_deref(), Some("rust/c.rs:9, inlined at gpu/src/kernels/f.rs:8"));
     }
 
     #[test]

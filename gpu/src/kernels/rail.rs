@@ -1,4 +1,4 @@
-//! What kernels do across nodes: write to a peer's wire memory, or post puts to its queue, and wait for what peers write.
+//! What kernels do across nodes, over their rail: write to a peer's wire memory, or post puts to its queue, and wait for what peers write.
 //!
 //! A rank talks to one rank of every other node: the one with its own index there. In this file `node` stands for it.
 
@@ -22,8 +22,8 @@ impl Posted {
     pub const NONE: Posted = Posted { queue: 0, ticket: 0 };
 }
 
-/// What goes to a node: bytes, and the counter behind them.
-pub struct Put {
+/// What goes to a node: bytes, and the counter behind them, in the words of a [`PutRequest`].
+pub struct Delivery {
     pub from: u64,
     pub to: u64,
     pub bytes: u64,
@@ -31,12 +31,12 @@ pub struct Put {
     pub value: u64,
 }
 
-/// What the waits of an operation for its queues are called.
+/// An operation, for waits that are for a queue's proxy and not for a peer.
 #[derive(Clone, Copy)]
 pub struct Operation {
     pub epoch: u64,
-    /// A wait for a proxy.
-    pub queue: Wait,
+    /// What such a wait is called in the record of one that expired.
+    pub queue_wait: Wait,
 }
 
 /// The way to a node: addresses of [`NodePath`].
@@ -65,7 +65,7 @@ impl Path {
     /// Lane n: the way to node n.
     #[inline(always)]
     pub unsafe fn of_lane(wire: &Wire) -> Path {
-        // SAFETY: as above.
+        // SAFETY: the table has an entry for every node.
         unsafe { if laneid() < wire.num_nodes { Path::to(wire, laneid()) } else { Path::NONE } }
     }
 
@@ -114,7 +114,7 @@ unsafe fn queue_of(comm: &Comm, wire: &Wire, node: u32, channel: u32) -> (u64, u
     }
 }
 
-/// Has `put` take place at `node`, whose path is given: where the peer's wire memory is mapped the bytes are there already, and the
+/// Has `delivery` take place at `node`, whose path is given: where the peer's wire memory is mapped the bytes are there already, and the
 /// counter is released behind them; else the put is posted. Any one lane calls it; what it has seen written comes before the counter.
 #[inline(always)]
 pub unsafe fn deliver(
@@ -123,22 +123,29 @@ pub unsafe fn deliver(
     path: &Path,
     node: u32,
     channel: u32,
-    put: Put,
+    delivery: Delivery,
     operation: Operation,
 ) -> Posted {
     // SAFETY: the counter lies in the peer's wire memory and has this rank as its only writer.
     unsafe {
         if path.peer != 0 {
-            st_release_sys_u64(path.peer + put.counter, put.value);
+            st_release_sys_u64(path.peer + delivery.counter, delivery.value);
             return Posted::NONE;
         }
-        post(comm, wire, node, channel, put, operation)
+        post(comm, wire, node, channel, delivery, operation)
     }
 }
 
 /// Posts a put on the queue of `channel` to `node`. Any one lane calls it; what it has seen written is visible to the proxy.
 #[inline(always)]
-unsafe fn post(comm: &Comm, wire: &Wire, node: u32, channel: u32, put: Put, operation: Operation) -> Posted {
+unsafe fn post(
+    comm: &Comm,
+    wire: &Wire,
+    node: u32,
+    channel: u32,
+    delivery: Delivery,
+    operation: Operation,
+) -> Posted {
     // SAFETY: the queue's memory is mapped. The position is this caller's alone, and its entry free once the proxy has
     // taken the request that had it before.
     unsafe {
@@ -146,17 +153,17 @@ unsafe fn post(comm: &Comm, wire: &Wire, node: u32, channel: u32, put: Put, oper
         let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
         let taken = queue + offset_of!(QueueWords, taken) as u64;
         if ticket > RING_ENTRIES
-            && !wait_at_least(comm, taken, ticket - RING_ENTRIES, node, operation.epoch, operation.queue)
+            && !wait_at_least(comm, taken, ticket - RING_ENTRIES, node, operation.epoch, operation.queue_wait)
         {
             return Posted::NONE;
         }
         let slot = (ticket - 1) % RING_ENTRIES;
         let entry = queue + size_of::<QueueWords>() as u64 + slot * size_of::<PutRequest>() as u64;
-        st_u64(entry + offset_of!(PutRequest, from) as u64, put.from);
-        st_u64(entry + offset_of!(PutRequest, to) as u64, put.to);
-        st_u64(entry + offset_of!(PutRequest, bytes) as u64, put.bytes);
-        st_u64(entry + offset_of!(PutRequest, counter) as u64, put.counter);
-        st_u64(entry + offset_of!(PutRequest, value) as u64, put.value);
+        st_u64(entry + offset_of!(PutRequest, from) as u64, delivery.from);
+        st_u64(entry + offset_of!(PutRequest, to) as u64, delivery.to);
+        st_u64(entry + offset_of!(PutRequest, bytes) as u64, delivery.bytes);
+        st_u64(entry + offset_of!(PutRequest, counter) as u64, delivery.counter);
+        st_u64(entry + offset_of!(PutRequest, value) as u64, delivery.value);
         st_release_sys_u64(entry + offset_of!(PutRequest, ticket) as u64, ticket);
         Posted { queue, ticket }
     }
@@ -169,7 +176,7 @@ pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Oper
     unsafe {
         if posted.ticket != 0 {
             let completed = posted.queue + offset_of!(QueueWords, completed) as u64;
-            wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue);
+            wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue_wait);
         }
     }
 }
@@ -182,8 +189,8 @@ pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
         let node = laneid();
         if node < wire.num_nodes && node != wire.node {
             let counter = node_word(wire.layout.ready, wire.node);
-            let put = Put { from: 0, to: 0, bytes: 0, counter, value: operation.epoch };
-            deliver(comm, wire, &Path::to(wire, node), node, 0, put, operation);
+            let delivery = Delivery { from: 0, to: 0, bytes: 0, counter, value: operation.epoch };
+            deliver(comm, wire, &Path::to(wire, node), node, 0, delivery, operation);
         }
     }
 }
@@ -287,63 +294,5 @@ pub unsafe fn channel_rows(prefix: u64, channels: u32, row: u32, channel: u32) -
         let entry = prefix + (row * channels + channel) as u64 * 4;
         let begin = if channel == 0 { 0 } else { ld_u32(entry - 4) };
         (begin, ld_u32(entry) - begin)
-    }
-}
-
-/// Warps of a block but the last, which posts puts.
-#[inline(always)]
-pub unsafe fn workers() -> u32 {
-    // SAFETY: the host launches at least two warps, so that no division by their number needs a trap.
-    unsafe {
-        let workers = ntid() / 32 - 1;
-        core::hint::assert_unchecked(workers >= 1);
-        workers
-    }
-}
-
-/// Bytes in shared memory that say how far each warp has come: a word for each warp that a block can have.
-pub const PROGRESS_BYTES: u32 = 128;
-
-/// How far each warp of a block has come, in shared memory: the workers publish, one warp reads.
-pub struct Progress {
-    words: u32,
-    workers: u32,
-}
-
-impl Progress {
-    /// The words lie at offset `at` of dynamic shared memory, one for each of `workers` warps. All threads call it, and meet before any
-    /// of them uses it.
-    #[inline(always)]
-    pub unsafe fn new(at: u32, workers: u32) -> Self {
-        // SAFETY: the host has sized shared memory for them; nobody reads before the block has met.
-        unsafe {
-            let words = dynamic_shared() + at;
-            if tid() < workers {
-                st_shared_u32(words + tid() * 4, 0);
-            }
-            Progress { words, workers }
-        }
-    }
-
-    /// One lane of a worker warp says how far the warp has come, and publishes what the warp wrote before it last met.
-    #[inline(always)]
-    pub unsafe fn publish(&self, value: u32) {
-        // SAFETY: the word is this warp's.
-        unsafe { st_release_cta_shared_u32(self.words + tid() / 32 * 4, value) }
-    }
-
-    /// How far the slowest worker has come. One warp calls it; what that worker wrote is visible to it.
-    #[inline(always)]
-    pub unsafe fn slowest(&self) -> u32 {
-        // SAFETY: the words are inside shared memory.
-        unsafe {
-            let mut value = u32::MAX;
-            if laneid() < self.workers {
-                value = ld_acquire_cta_shared_u32(self.words + laneid() * 4);
-            }
-            let slowest = redux_min(value);
-            syncwarp();
-            slowest
-        }
     }
 }

@@ -1,0 +1,92 @@
+//! Combine: every rank gathers the rows that its tokens were given and sums them.
+//!
+//! What makes them sound: a rank's combine rows are read once it has said that it is ready, which is behind the kernel that wrote them,
+//! and before this rank says that it is done; only then are they written again. Rows and outputs lie inside their tensors, since the
+//! dispatch that is answered has planned them so. A piece of a token's sum has one warp, and its slots are loaded again once all lanes
+//! have read them. Collectives stand where all lanes of a warp arrive: what a warp branches on around them is the same in all lanes.
+
+mod stage;
+mod sum;
+
+use epoxide_macros::kernel;
+
+use super::epoch::{Phase, current_epoch, leave, tell_ready, trace, wait_ready};
+use super::ring::{Ring, Turn, block_range};
+use crate::layout::{CombineArgs, PlanStatus, Wait};
+use crate::simt::*;
+use sum::{Element, F32};
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub use stage::StageCombine;
+pub use sum::{Bf16, Contributors, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
+
+/// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
+pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
+
+/// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
+///
+/// A warp's ring of slots is filled by bulk loads, one slot per (piece of a row, contributing rank), so that the bytes in
+/// flight do not depend on how many ranks a token went to. Shared memory: per warp `slots * slot_bytes`, then all barriers.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    requires(
+        args.row_bytes.is_multiple_of(16),
+        args.row_bytes >= 16,
+        args.slots >= 2,
+        args.slots <= 32,
+        args.slot_bytes.is_multiple_of(16),
+        args.slot_bytes >= 16,
+        args.slot_bytes <= MAX_SLOT_BYTES,
+        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
+        args.pieces >= 1,
+    )
+)]
+pub unsafe fn combine_bf16(args: CombineArgs) {
+    combine::<Bf16>(&args);
+}
+
+/// Sums FP32 rows, otherwise as [`CombineBf16`].
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    requires(
+        args.row_bytes.is_multiple_of(16),
+        args.row_bytes >= 16,
+        args.slots >= 2,
+        args.slots <= 32,
+        args.slot_bytes.is_multiple_of(16),
+        args.slot_bytes >= 16,
+        args.slot_bytes <= MAX_SLOT_BYTES,
+        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
+        args.pieces >= 1,
+    )
+)]
+pub unsafe fn combine_f32(args: CombineArgs) {
+    combine::<F32>(&args);
+}
+
+#[inline(always)]
+unsafe fn combine<E: Element>(args: &CombineArgs) {
+    // SAFETY: as the argument struct documents; rows were planned inside the pools.
+    unsafe {
+        let comm = &args.comm;
+        let (warp, warps) = (tid() / 32, ntid() / 32);
+        trace(comm, Phase::Enter);
+        let epoch = current_epoch(comm);
+        if ctaid() == 0 && warp == 0 {
+            tell_ready(comm, epoch);
+        }
+        let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
+        let (begin, end) = block_range(args.num_tokens);
+        let ring = Ring::new(args.slots, args.slot_bytes, warps);
+        let ranks = Ranks::new(args, args.send_row.0);
+
+        let joined = wait_ready(comm, epoch, Wait::CombineReady);
+        if joined && planned {
+            // The peers' rows were released to this thread; the copy engine must see them too.
+            fence_proxy_async();
+            let mut sums = Outputs::<false>::new(args);
+            sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, begin, end, warps);
+        }
+        leave(comm, epoch, joined, Wait::CombineDone);
+    }
+}

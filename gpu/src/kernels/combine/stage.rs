@@ -1,0 +1,56 @@
+//! The way into the pool for the rows that a combine will gather.
+//!
+//! What makes it sound: it reads tensors of the caller that nobody writes meanwhile, and writes the own combine rows, which no peer reads
+//! between the end of the last combine and this rank's word that it is ready for the next. A row has one warp.
+
+use core::mem::offset_of;
+
+use epoxide_macros::kernel;
+
+use crate::layout::{PlanHeader, PlanStatus, StageArgs, row_stride};
+use crate::simt::*;
+
+/// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
+    requires(args.row_bytes.is_multiple_of(16), args.x_stride.is_multiple_of(16))
+)]
+pub unsafe fn stage_combine(args: StageArgs) {
+    let (lane, warps) = (laneid(), ntid() / 32);
+    if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
+        return;
+    }
+    let rows =
+        ld_u32(args.header.0 + offset_of!(PlanHeader, num_recv_tokens) as u64).min(args.capacity as u32);
+    let mut row = ctaid() * warps + tid() / 32;
+    while row < rows {
+        if !args.x.is_null() {
+            let from = args.x.0 + row as u64 * args.x_stride;
+            let to = args.rows.0 + row as u64 * row_stride(args.row_bytes as u64);
+            let mut at = lane * 16;
+            // Four vectors in flight per lane.
+            while at + 3 * 512 < args.row_bytes {
+                let vectors = [
+                    ld_stream_v4(from + at as u64),
+                    ld_stream_v4(from + at as u64 + 512),
+                    ld_stream_v4(from + at as u64 + 1024),
+                    ld_stream_v4(from + at as u64 + 1536),
+                ];
+                st_v4(to + at as u64, vectors[0]);
+                st_v4(to + at as u64 + 512, vectors[1]);
+                st_v4(to + at as u64 + 1024, vectors[2]);
+                st_v4(to + at as u64 + 1536, vectors[3]);
+                at += 2048;
+            }
+            while at < args.row_bytes {
+                st_v4(to + at as u64, ld_stream_v4(from + at as u64));
+                at += 512;
+            }
+        }
+        if !args.weights.is_null() && lane < args.num_topk {
+            let entry = (row as u64 * args.num_topk as u64 + lane as u64) * 4;
+            st_f32(args.weight_rows.0 + entry, ld_f32(args.weights.0 + entry));
+        }
+        row += nctaid() * warps;
+    }
+}

@@ -1,0 +1,129 @@
+//! Dispatch: every rank writes its tokens' rows straight to their final places in the peers' pools.
+//!
+//! What makes it sound: a row is written once its rank has said that it is ready, to the place that notify has planned for it inside that
+//! rank's pool and for no other. What a block has written is behind its releases in `leave`. A stage is loaded again once the stores
+//! from it have read it, and every load has landed when the block ends. Collectives stand where all lanes of a warp arrive: what a
+//! warp branches on around them is the same in all lanes.
+
+mod metadata;
+mod rows;
+
+use epoxide_macros::kernel;
+
+use super::epoch::{Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
+use super::ring::{Ring, Turn, block_range};
+use crate::layout::{DispatchArgs, MAX_RANKS, PlanStatus, Wait, bulk_scale_bytes, row_stride};
+use crate::simt::*;
+
+pub use metadata::Metadata;
+pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
+
+/// Moves rows (and, unless cached, their metadata) to the ranks that want them.
+///
+/// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine work is a ring of
+/// `stages` buffers: one bulk load brings a row (or a piece of it) in, then lane r's bulk store sends it to rank r, so a
+/// row is read once however many ranks want it. A rank's rows for itself go out through ordinary stores, which leaves the
+/// copy engine to the links. Shared memory: the ring module says.
+#[kernel(
+    threads = 256, min_blocks = 1, barriers = 2, registers = 200,
+    requires(
+        args.row_bytes.is_multiple_of(16),
+        args.row_bytes >= 16,
+        args.stages >= 2,
+        args.stages <= 32,
+        args.piece_bytes.is_multiple_of(16),
+        args.piece_bytes >= 16,
+        args.stage_bytes.is_multiple_of(128),
+        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
+        args.local_experts >= 1,
+    )
+)]
+pub unsafe fn dispatch(args: DispatchArgs) {
+    let comm = &args.comm;
+    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
+    trace(comm, Phase::Enter);
+    let epoch = current_epoch(comm);
+    if ctaid() == 0 && warp == 0 {
+        tell_ready(comm, epoch);
+    }
+
+    // With no valid plan, no row moves; the words still do, so that the next operation finds them in step.
+    let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
+    let (begin, end) = block_range(args.num_tokens);
+    let begin = begin + warp;
+    let ring = Ring::new(args.stages, args.stage_bytes, warps);
+
+    // Fill the ring while the peers' words are on their way.
+    let mut load = Cursor::new(begin, warps);
+    while planned && load.piece < args.stages && load.token < end {
+        load_piece(&ring, &args, &load, load.piece);
+        load.advance(&args);
+    }
+
+    let mut turn = Turn::first();
+    let joined = wait_ready(comm, epoch, Wait::DispatchReady);
+    if joined && planned {
+        let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
+        let own = shfl_u64(peer, comm.rank);
+        let mut pools = [0u64; MAX_RANKS];
+        unroll8!(RANK => { pools[RANK] = shfl_u64(peer, RANK as u32) });
+        let mut next = Metadata::fetch(&args, begin, end, lane);
+        let mut token = Metadata::NONE;
+        let mut send = Cursor::new(begin, warps);
+        let mut previous = 0;
+        while send.token < end {
+            if send.offset == 0 {
+                token = next;
+                next = Metadata::fetch(&args, send.token + warps, end, lane);
+                if args.with_metadata != 0 {
+                    token.send(&args, send.token, &pools, lane);
+                }
+                if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
+                    let scale_bytes = args.num_scales as u64 * 4;
+                    let to = scale_place(&args, peer, token.row);
+                    copy_scales(args.scales.0 + send.token as u64 * scale_bytes, args.num_scales, to);
+                }
+            }
+            let (bytes, buffer) = (send.bytes(&args), ring.buffer(turn.slot));
+            let row_offset = comm.pool.recv_x + send.offset as u64;
+            let stride = row_stride(args.row_bytes as u64);
+            ring.wait(&turn);
+            if token.row >= 0 {
+                if lane != comm.rank {
+                    bulk_store(peer + row_offset + token.row as u64 * stride, buffer, bytes);
+                }
+                let scale_bytes = bulk_scale_bytes(args.num_scales);
+                if scale_bytes != 0 && send.offset == 0 {
+                    bulk_store(scale_place(&args, peer, token.row), buffer + args.piece_bytes, scale_bytes);
+                }
+            }
+            bulk_commit();
+            let own_row = shfl_u32(token.row as u32, comm.rank) as i32;
+            if own_row >= 0 {
+                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+            }
+
+            // Refill the stage before this one: its store has had a whole turn to read it.
+            if load.token < end && send.piece >= 1 {
+                bulk_wait_read::<1>();
+                syncwarp();
+                load_piece(&ring, &args, &load, previous);
+                load.advance(&args);
+            }
+            previous = turn.slot;
+            turn.advance(&ring);
+            send.advance(&args);
+        }
+        // The stores have landed for this thread, so that the releases in `leave` pass them on: no proxy fence.
+        bulk_wait::<0>();
+    } else {
+        // The loads in flight must land before the block gives its shared memory back.
+        let mut loaded = load.piece;
+        while loaded != 0 {
+            ring.wait(&turn);
+            turn.advance(&ring);
+            loaded -= 1;
+        }
+    }
+    leave(comm, epoch, joined, Wait::DispatchDone);
+}

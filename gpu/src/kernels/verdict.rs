@@ -1,0 +1,47 @@
+//! What a count exchange has come to, within a node and across nodes. Everybody has the same counts, hence the same verdict: either all
+//! ranks move rows or none does.
+
+use core::mem::offset_of;
+
+use crate::layout::{PlanHeader, PlanStatus};
+use crate::simt::*;
+
+/// A verdict, in the words of a [`PlanHeader`]; [`PlanStatus`] says what each of them means.
+#[derive(Clone, Copy)]
+pub struct Verdict {
+    pub peer: u32,
+    /// A [`PlanStatus`].
+    pub status: u32,
+    pub detail: u32,
+    pub theirs: u32,
+    pub ours: u32,
+}
+
+impl Verdict {
+    /// Words of a verdict.
+    pub const WORDS: u32 = 5;
+    /// Nothing has been found yet.
+    pub const OPEN: Verdict =
+        Verdict { status: PlanStatus::Empty as u32, peer: 0, detail: 0, theirs: 0, ours: 0 };
+
+    /// Whether the ranks agree on the shape of the messages, so that all of a message will come. Ranks that disagree on channels or
+    /// experts would wait for packets that never come.
+    #[inline(always)]
+    pub fn agrees(status: u32) -> bool {
+        status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32
+    }
+
+    /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives: all words but the tag and the relayed tokens.
+    #[inline(always)]
+    pub unsafe fn write(&self, header: u64, rows: u32) {
+        // SAFETY: the caller vouches for a live `PlanHeader`.
+        unsafe {
+            st_u32(header + offset_of!(PlanHeader, status) as u64, self.status);
+            st_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64, rows);
+            st_u32(header + offset_of!(PlanHeader, peer) as u64, self.peer);
+            st_u32(header + offset_of!(PlanHeader, detail) as u64, self.detail);
+            st_u32(header + offset_of!(PlanHeader, theirs) as u64, self.theirs);
+            st_u32(header + offset_of!(PlanHeader, ours) as u64, self.ours);
+        }
+    }
+}

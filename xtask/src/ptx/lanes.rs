@@ -1,0 +1,339 @@
+//! Where the lanes of a warp are apart, by where values come from: a branch parts them if its guard is another one in each lane.
+//!
+//! What is read at an address that all lanes share counts as the same in all lanes, though memory may change between two lanes' reads;
+//! so does a thread's number without its lowest five bits, where blocks have one dimension. In doubt a value differs. The tests are
+//! those of the rule on warp collectives, for which this is.
+
+use std::collections::HashMap;
+
+use super::{Entry, Flow, Statement};
+
+/// How a value differs between the lanes of a warp.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Value {
+    /// The same in all lanes.
+    #[default]
+    Uniform,
+    /// The thread's number in a block of one dimension: a multiple of 32, and the lane.
+    Thread,
+    /// It may be another one in each lane.
+    Differs,
+}
+
+impl Value {
+    fn join(self, other: Value) -> Value {
+        if self == other { self } else { Value::Differs }
+    }
+}
+
+/// What differs between the lanes of a kernel's warps, and where they are apart.
+pub struct Lanes<'a> {
+    body: &'a [Statement],
+    uses: Vec<Uses>,
+    /// What each definition gives.
+    values: Vec<Value>,
+    block_of: Vec<usize>,
+    /// The statement that is the nearest branch to part the lanes, by block.
+    apart: Vec<Option<usize>>,
+    /// Whether blocks have one dimension.
+    flat: bool,
+}
+
+/// What one statement reads and writes: definitions of registers.
+#[derive(Default)]
+struct Uses {
+    guard: Vec<usize>,
+    written: Vec<usize>,
+    /// By operand, those that are not written.
+    read: Vec<Operand>,
+}
+
+/// What an operand says.
+#[derive(Default)]
+struct Operand {
+    /// The definitions that reach it.
+    definitions: Vec<usize>,
+    /// The special register that it is.
+    special: Option<Value>,
+    number: Option<u64>,
+}
+
+impl<'a> Lanes<'a> {
+    /// Works it out for a kernel.
+    pub fn of(entry: &'a Entry) -> Self {
+        let flow = Flow::of(&entry.body);
+        let (uses, definitions) = uses(&entry.body, &flow);
+        let mut block_of = vec![0; entry.body.len()];
+        for (block, it) in flow.blocks.iter().enumerate() {
+            block_of[it.statements.clone()].fill(block);
+        }
+        let mut lanes = Self {
+            body: &entry.body,
+            uses,
+            values: vec![Value::Uniform; definitions],
+            block_of,
+            apart: vec![None; flow.blocks.len()],
+            flat: entry.directives.contains(".maxntid") && entry.directives.contains(", 1, 1"),
+        };
+        let mut parted = vec![false; flow.blocks.len()];
+        let mut changed = true;
+        // Values only come to differ and blocks to be apart, so that this ends.
+        while std::mem::take(&mut changed) {
+            for index in 0..lanes.body.len() {
+                let value = lanes.result(index);
+                for definition in &lanes.uses[index].written {
+                    changed |= value > lanes.values[*definition];
+                    lanes.values[*definition] = value.max(lanes.values[*definition]);
+                }
+            }
+            for (block, it) in flow.blocks.iter().enumerate() {
+                let last = it.statements.end - 1;
+                if parted[block] || it.successors.len() < 2 || lanes.of_branch(last) == Value::Uniform {
+                    continue;
+                }
+                (parted[block], changed) = (true, true);
+                for decided in flow.decided_by(block) {
+                    // The one that comes last in the text is as a rule the innermost.
+                    lanes.apart[decided] = lanes.apart[decided].max(Some(last));
+                }
+            }
+        }
+        lanes
+    }
+
+    /// The branch that has parted the lanes that come by a statement; both are indices in the body.
+    pub fn apart_since(&self, index: usize) -> Option<usize> {
+        self.apart[self.block_of[index]]
+    }
+
+    /// Whether the guard of a statement lets some lanes by and others not.
+    pub fn guard_differs(&self, index: usize) -> bool {
+        self.of_guard(index) != Value::Uniform
+    }
+
+    fn of_guard(&self, index: usize) -> Value {
+        self.join(&self.uses[index].guard, None)
+    }
+
+    /// Whether the lanes take a branch differently: by its guard, or by the index of an indexed one.
+    fn of_branch(&self, index: usize) -> Value {
+        let indexed = self.body[index].is("brx");
+        let operands =
+            self.uses[index].read.iter().filter(|_| indexed).map(|operand| self.of_operand(operand));
+        operands.fold(self.of_guard(index), Value::join)
+    }
+
+    fn of_operand(&self, operand: &Operand) -> Value {
+        self.join(&operand.definitions, operand.special)
+    }
+
+    fn join(&self, definitions: &[usize], special: Option<Value>) -> Value {
+        let values = definitions.iter().map(|definition| self.values[*definition]);
+        special.into_iter().chain(values).reduce(Value::join).unwrap_or_default()
+    }
+
+    /// What a statement writes.
+    fn result(&self, index: usize) -> Value {
+        let (statement, uses) = (&self.body[index], &self.uses[index]);
+        // Where lanes are apart some of them may have another value from another place, or from another turn of a loop. Under a guard
+        // that differs, so may those that keep the old value.
+        if self.apart_since(index).is_some() || self.of_guard(index) != Value::Uniform {
+            return Value::Differs;
+        }
+        let operands: Vec<Value> = uses.read.iter().map(|operand| self.of_operand(operand)).collect();
+        let number = |at: usize| uses.read.get(at).and_then(|operand| operand.number);
+        let is = |names: &[&str]| names.iter().any(|name| statement.is(name));
+        let all_uniform = operands.iter().all(|value| *value == Value::Uniform);
+
+        if is(&["vote", "redux"]) || statement.is("match") && statement.has_modifier("all") {
+            return Value::Uniform;
+        }
+        if statement.is("shfl") {
+            let broadcast = statement.has_modifier("idx") && operands.get(1) == Some(&Value::Uniform);
+            return if broadcast { Value::Uniform } else { Value::Differs };
+        }
+        // Each lane has its own turn, or its own copy, or may be answered another way.
+        let own = is(&["atom", "elect", "activemask", "match"])
+            || statement.is("mbarrier")
+            || statement.is("ld") && statement.has_modifier("local");
+        if own {
+            return Value::Differs;
+        }
+        if all_uniform {
+            return Value::Uniform;
+        }
+        if self.flat
+            && operands.first() == Some(&Value::Thread)
+            && operands[1..].iter().all(|it| *it == Value::Uniform)
+        {
+            if is(&["mov", "cvt"]) && operands.len() == 1 {
+                return Value::Thread;
+            }
+            let whole = |bound: Option<u64>| bound.is_some_and(|bound| bound % 32 == 0);
+            let same = match number(1) {
+                Some(bits) if statement.is("shr") => bits >= 5,
+                Some(mask) if statement.is("and") => mask % 32 == 0,
+                bound if statement.is("setp") && operands.len() == 2 => {
+                    let below = ["lt", "ge", "lo", "hs"].iter().any(|name| statement.has_modifier(name));
+                    let upto = ["le", "gt", "ls", "hi"].iter().any(|name| statement.has_modifier(name));
+                    below && whole(bound) || upto && whole(bound.map(|bound| bound + 1))
+                }
+                _ => false,
+            };
+            return if same { Value::Uniform } else { Value::Differs };
+        }
+        Value::Differs
+    }
+}
+
+/// What every statement reads and writes, and how many definitions there are. A register is not the same value everywhere: each use
+/// has the definitions that reach it.
+fn uses(body: &[Statement], flow: &Flow) -> (Vec<Uses>, usize) {
+    let named = registers(body);
+    // All definitions, by register; each is a number.
+    let mut of_register: HashMap<usize, Vec<usize>> = HashMap::new();
+    let mut count = 0;
+    let mut all: Vec<Uses> = Vec::with_capacity(body.len());
+    for names in &named {
+        let written = count..count + names.written.len();
+        count = written.end;
+        for (register, definition) in names.written.iter().zip(written.clone()) {
+            of_register.entry(*register).or_default().push(definition);
+        }
+        all.push(Uses { written: written.collect(), ..Uses::default() });
+    }
+    // What a statement leaves of the definitions that reach it.
+    let pass = |reaching: &mut Vec<bool>, index: usize, all: &[Uses]| {
+        for (register, definition) in named[index].written.iter().zip(&all[index].written) {
+            // Under a guard the old value may stay.
+            if body[index].guard().is_none() {
+                of_register[register].iter().for_each(|other| reaching[*other] = false);
+            }
+            reaching[*definition] = true;
+        }
+    };
+    let mut at_start = vec![vec![false; count]; flow.blocks.len() + 1];
+    let mut open: Vec<usize> = (0..flow.blocks.len()).rev().collect();
+    while let Some(block) = open.pop() {
+        let mut reaching = at_start[block].clone();
+        flow.blocks[block].statements.clone().for_each(|index| pass(&mut reaching, index, &all));
+        for successor in &flow.blocks[block].successors {
+            let known = &mut at_start[*successor];
+            let news = reaching.iter().zip(&*known).any(|(here, there)| *here && !there);
+            if news {
+                known.iter_mut().zip(&reaching).for_each(|(there, here)| *there |= here);
+                if *successor != flow.exit() {
+                    open.push(*successor);
+                }
+            }
+        }
+    }
+    for (block, it) in flow.blocks.iter().enumerate() {
+        let mut reaching = std::mem::take(&mut at_start[block]);
+        for index in it.statements.clone() {
+            let reached = |registers: &[usize]| -> Vec<usize> {
+                let definitions = registers.iter().filter_map(|register| of_register.get(register)).flatten();
+                definitions.copied().filter(|definition| reaching[*definition]).collect()
+            };
+            let names = &named[index];
+            let read = names.read.iter().map(|(operand, registers)| Operand {
+                definitions: reached(registers),
+                special: words(operand).find_map(special),
+                number: number(operand),
+            });
+            let (guard, read) = (reached(&names.guard), read.collect());
+            (all[index].guard, all[index].read) = (guard, read);
+            pass(&mut reaching, index, &all);
+        }
+    }
+    (all, count)
+}
+
+/// The registers of one statement, as numbers.
+struct Names<'a> {
+    guard: Vec<usize>,
+    written: Vec<usize>,
+    /// The operands that are not written, with their registers.
+    read: Vec<(&'a str, Vec<usize>)>,
+}
+
+/// The registers of every statement. A name that a scope declares is another register in each scope.
+fn registers(body: &[Statement]) -> Vec<Names<'_>> {
+    let mut numbers: HashMap<&str, usize> = HashMap::new();
+    let mut count = 0;
+    let mut all = Vec::with_capacity(body.len());
+    for statement in body {
+        // `.reg .pred q` in a scope: from here on the name is this one.
+        if let Some(declared) = statement.text.strip_prefix(".reg ") {
+            for name in
+                declared.split([' ', ',']).filter(|word| !word.starts_with('.') && !word.contains('<'))
+            {
+                numbers.insert(name, count);
+                count += 1;
+            }
+        }
+        let mut registers = |operand| {
+            let mut found = Vec::new();
+            for word in words(operand).filter(|word| special(word).is_none()) {
+                if word.starts_with('%') && !numbers.contains_key(word) {
+                    numbers.insert(word, count);
+                    count += 1;
+                }
+                found.extend(numbers.get(word).copied());
+            }
+            found
+        };
+        let guard = statement.guard().map_or_else(Vec::new, &mut registers);
+        let (mut written, mut read) = (Vec::new(), Vec::new());
+        for (at, operand) in statement.operands().into_iter().enumerate() {
+            if at == 0 && writes_first(statement, operand) {
+                written = registers(operand);
+            } else {
+                read.push((operand, registers(operand)));
+            }
+        }
+        all.push(Names { guard, written, read });
+    }
+    all
+}
+
+/// Whether an instruction writes its first operand, which is this one. Stores and their like have an address there.
+fn writes_first(statement: &Statement, operand: &str) -> bool {
+    const READ_ONLY: [&str; 11] =
+        ["bra", "brx", "bar", "barrier", "fence", "membar", "cp", "nanosleep", "ret", "exit", "trap"];
+    !operand.starts_with('[') && !READ_ONLY.iter().any(|name| statement.is(name))
+}
+
+/// Names, registers and numbers; a special register keeps its dot.
+fn words(operand: &str) -> impl Iterator<Item = &str> {
+    let inside = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%' | '.');
+    operand.split(move |c| !inside(c)).filter(|word| !word.is_empty())
+}
+
+/// How a special register differs between lanes; `None` for what is none. Lanes may read a clock one after the other.
+fn special(word: &str) -> Option<Value> {
+    const DIFFER: [&str; 5] = ["%tid", "%laneid", "%lanemask", "%clock", "%globaltimer"];
+    const SAME: [&str; 11] = [
+        "%ctaid",
+        "%ntid",
+        "%nctaid",
+        "%warpid",
+        "%nwarpid",
+        "%smid",
+        "%nsmid",
+        "%gridid",
+        "%envreg",
+        "%dynamic_smem",
+        "%total_smem",
+    ];
+    if word == "%tid.x" {
+        return Some(Value::Thread);
+    }
+    let is = |names: &[&str]| names.iter().any(|name| word.starts_with(name));
+    if is(&DIFFER) { Some(Value::Differs) } else { is(&SAME).then_some(Value::Uniform) }
+}
+
+/// The number that an operand is, if it is one that is not negative.
+fn number(operand: &str) -> Option<u64> {
+    operand.strip_prefix("0x").map_or_else(|| operand.parse().ok(), |hex| u64::from_str_radix(hex, 16).ok())
+}
