@@ -46,8 +46,13 @@ pub const fn done_offset(src: u32) -> u64 {
 }
 
 /// What the signature words of a count message are, in order.
-pub const SIGNATURE_NAMES: [&str; 5] =
-    ["bytes per row", "num_topk << 16 | num_scales", "num_experts", "channels", "capacity in rows"];
+pub const SIGNATURE_NAMES: [&str; 5] = [
+    "bytes per row",
+    "place << 24 | num_topk << 16 | num_scales",
+    "num_experts",
+    "channels",
+    "capacity in rows",
+];
 
 /// A count message: `u64` packets, each `epoch << 32 | value`, so that data and flag arrive in one store and nothing is
 /// ever zeroed. These are the indices of the packets.
