@@ -2,7 +2,7 @@
 
 mod cases;
 mod errors;
-mod place;
+mod spread;
 mod turns;
 mod valid;
 
