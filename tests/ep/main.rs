@@ -2,6 +2,8 @@
 
 mod cases;
 mod errors;
+mod gate;
+mod promises;
 mod spread;
 mod turns;
 mod valid;
