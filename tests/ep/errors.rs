@@ -20,6 +20,24 @@ in_every_spread! {
     a_handle_of_another_buffer_is_refused,
 }
 
+/// Kernels count in each other's memory; over such a link every operation would run into its deadline.
+#[test]
+fn gpus_whose_links_have_no_atomics_make_no_buffer_on_any_rank() {
+    let errors = Mutex::new(Vec::new());
+    let _ = lockstep::run(3, |group| {
+        let mut setup = Setup::new(3, 1, TOKENS as u32, 64);
+        setup.device.native_atomics = group.rank() != 1;
+        let made = Rank::join(&setup, group);
+        errors.lock().expect("no panic").extend(made.as_ref().err().map(ToString::to_string));
+        made
+    });
+    let errors = errors.into_inner().expect("no panic");
+    assert_eq!(errors.len(), 3, "{errors:?}");
+    for error in errors {
+        assert!(error.contains("ranks 1 and 0 share") && error.contains("no native atomics"), "{error}");
+    }
+}
+
 /// One node of two ranks, or two nodes of one.
 fn setup(spread: Spread) -> Setup {
     let num_channels = if spread == Spread::OneNode { 1 } else { 2 };

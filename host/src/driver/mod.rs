@@ -138,6 +138,10 @@ pub trait Device: Send + Sync + Debug {
     /// What this device is.
     fn info(&self) -> &DeviceInfo;
 
+    /// Whether kernels of this device can use atomics in memory of the device at this PCI address, as over NVLink; PCIe has none. True
+    /// where this process does not see that device.
+    fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool>;
+
     /// Bytes of device memory now free.
     fn free_memory(&self) -> Result<u64>;
 

@@ -1,6 +1,5 @@
 //! The buffer: a rank's pool, the mappings of its peers' pools, and what every operation shares.
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,6 +12,7 @@ use epoxide_gpu::layout::{
 use super::dispatch::HOST_EXPERTS;
 use super::fault::check_status;
 use super::kernels::{Kernels, Loaded};
+use super::peers::Peers;
 use super::place::{PlaceState, Pool};
 use super::pool::pool_layouts;
 use super::scratch::Arena;
@@ -152,7 +152,7 @@ pub struct Buffer {
     pub(super) status: MappedMemory,
     pub(super) places: Vec<Arc<PlaceState>>,
     pool: Arc<Pool>,
-    _peers: Vec<Memory>,
+    _peers: Peers,
     _tables: Memory,
     start: Event,
     pub(super) sequence: Arc<Sequence>,
@@ -189,7 +189,8 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones,
-    /// [`Error::OutOfMemory`], and whatever the driver or the group reports.
+    /// [`Error::Unavailable`] where GPUs of a node are linked without native atomics (PCIe), [`Error::OutOfMemory`], and whatever the
+    /// driver or the group reports.
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: BufferOptions) -> Result<Buffer> {
         let rank = group.rank();
         let topology = Topology::new(group.size(), options.ranks_per_node)?;
@@ -213,38 +214,13 @@ impl Buffer {
         let largest = options.shape.max_row_bytes;
         let row_bytes = RowBytes { recv: largest, combine: largest };
         pool.describe(&sections(&layouts, topology.nodes, row_bytes));
-        let fd = pool.export()?;
-        let mut peers = Vec::new();
-        let mut addresses = [0u64; MAX_RANKS];
-        // Only the ranks of a node see each other's pools.
-        let node_group;
-        let node: &dyn ProcessGroup = if topology.nodes == 1 {
-            group
-        } else {
-            node_group = group.split(topology.node(rank) as u64)?;
-            &*node_group
-        };
-        let index = topology.index(rank);
-        for (peer, fds) in node.exchange_fds(&[fd.as_fd()])?.into_iter().enumerate() {
-            if peer == index as usize {
-                addresses[peer] = pool.ptr().0;
-                continue;
-            }
-            for fd in fds {
-                let mapping = Memory::import(&device, fd, layout.bytes, &format!("pool of rank {peer}"))?;
-                addresses[peer] = mapping.ptr().0;
-                peers.push(mapping);
-            }
-        }
-        if topology.nodes > 1 {
-            node.destroy()?;
-        }
+        let peers = Peers::map(&device, group, topology, &pool, layout.bytes)?;
 
         let comm_stream = Arc::new(Stream::unlisted(&device, true)?);
-        let local_at = size_of_val(&addresses) as u64;
+        let local_at = size_of_val(&peers.addresses) as u64;
         let local_bytes = size_of::<LocalState>() as u64;
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
-        tables.write(&comm_stream, 0, bytemuck::bytes_of(&addresses))?;
+        tables.write(&comm_stream, 0, bytemuck::bytes_of(&peers.addresses))?;
         tables.write(&comm_stream, local_at, &vec![0; local_bytes as usize])?;
         tables.describe(&[
             Section::array("pools", MAX_RANKS as u64, 8),
@@ -264,7 +240,7 @@ impl Buffer {
             status: status.ptr(),
             timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
             trace: DevicePtr::NULL,
-            rank: index,
+            rank: topology.index(rank),
             num_ranks: topology.ranks_per_node,
             pool: layout,
         };

@@ -20,6 +20,7 @@ mod handle;
 mod kernels;
 mod layout;
 mod order;
+mod peers;
 mod place;
 mod pool;
 mod received;

@@ -115,6 +115,32 @@ fn pci_bus_id(device: CustDevice) -> Result<String> {
     Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
 }
 
+/// Whether a device can use atomics in a peer's memory. NVLink has no attribute of its own; this is what it adds over PCIe.
+pub(super) fn native_atomics(device: c_int, peer: c_int) -> bool {
+    let mut value = 0;
+    // SAFETY: the out pointer is valid; both devices exist.
+    let result = unsafe {
+        ffi::cuDeviceGetP2PAttribute(
+            &mut value,
+            ffi::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+            device,
+            peer,
+        )
+    };
+    result == ffi::CuResult::SUCCESS && value != 0
+}
+
+/// [`native_atomics`] with the device at a PCI address; true where this process does not see that one, or where it is the same.
+pub(super) fn has_native_atomics(device: CustDevice, peer: &str) -> Result<bool> {
+    for ordinal in 0..device_count()? {
+        let other = cust_device(ordinal)?;
+        if pci_bus_id(other)? == peer {
+            return Ok(other.as_raw() == device.as_raw() || native_atomics(device.as_raw(), other.as_raw()));
+        }
+    }
+    Ok(true)
+}
+
 /// Retains the device's primary context, which every other user of the device in this process shares. The thread's
 /// current context is left as it was.
 pub(super) fn retain_primary(device: CustDevice) -> Result<Context> {

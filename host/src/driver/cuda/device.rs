@@ -136,6 +136,10 @@ impl Device for CudaDevice {
         &self.info
     }
 
+    fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool> {
+        context::has_native_atomics(self.device, pci_bus_id)
+    }
+
     fn free_memory(&self) -> Result<u64> {
         memory::free_bytes(&self.bind()?)
     }

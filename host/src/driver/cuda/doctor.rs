@@ -39,15 +39,18 @@ pub fn doctor() -> Vec<(String, Result<String, String>)> {
     }
     if devices.len() > 1 {
         report.add("GPU peer access", pairs(&devices, "peer access", PEER_REMEDY, can_access_peer));
-        report.add("GPU NVLink", pairs(&devices, "NVLink (native peer atomics)", NVLINK_REMEDY, nvlink));
+        report.add(
+            "GPU NVLink",
+            pairs(&devices, "NVLink (native peer atomics)", NVLINK_REMEDY, context::native_atomics),
+        );
     }
     report.0
 }
 
 const PEER_REMEDY: &str =
     "see `nvidia-smi topo -p2p r`; ranks on such a pair must be of different nodes (`--transport tcp`)";
-const NVLINK_REMEDY: &str = "see `nvidia-smi topo -m` and `nvidia-smi nvlink -s`; without it ranks exchange tokens at \
-                             PCIe speed";
+const NVLINK_REMEDY: &str = "see `nvidia-smi topo -p2p a`; kernels count in each other's memory, so ranks on such a pair must be of different nodes \
+     (`--transport tcp`)";
 
 struct Report(Vec<(String, Result<String, String>)>);
 
@@ -145,21 +148,6 @@ fn dma_buf(device: CustDevice) -> Result<String> {
         "only matters for RDMA: install the open kernel modules (`modinfo nvidia` says which) on Linux 5.12 \
          or newer, or load nvidia-peermem",
     ))
-}
-
-/// NVLink has no attribute of its own; native atomics between two GPUs are what it adds over PCIe.
-fn nvlink(device: c_int, peer: c_int) -> bool {
-    let mut value = 0;
-    // SAFETY: the out pointer is valid; both devices exist.
-    let result = unsafe {
-        ffi::cuDeviceGetP2PAttribute(
-            &mut value,
-            ffi::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
-            device,
-            peer,
-        )
-    };
-    result == ffi::CuResult::SUCCESS && value != 0
 }
 
 /// Whether every ordered pair of devices has it; the error lists the pairs that have not.

@@ -105,6 +105,8 @@ pub struct VirtConfig {
     /// Runs kernels in check mode and watches the device's memory, together with that of other devices of this process that have the
     /// same one. What other processes do stays out of its sight, so all ranks should be threads of this process.
     pub checker: Option<Checker>,
+    /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them; the memory is the host's either way.
+    pub native_atomics: bool,
 }
 
 impl Default for VirtConfig {
@@ -117,6 +119,7 @@ impl Default for VirtConfig {
             schedule: Schedule::Random,
             executor: Executor::Threaded,
             checker: None,
+            native_atomics: true,
         }
     }
 }
@@ -127,6 +130,7 @@ pub struct VirtualGpu {
     runner: Runner,
     staging: Staging,
     streams: Streams,
+    native_atomics: bool,
 }
 
 enum Runner {
@@ -189,7 +193,13 @@ impl VirtualGpu {
                 Runner::Machine(machine)
             }
         };
-        VirtualGpu { shared, runner, staging: Staging::default(), streams: Streams::default() }
+        VirtualGpu {
+            shared,
+            runner,
+            staging: Staging::default(),
+            streams: Streams::default(),
+            native_atomics: config.native_atomics,
+        }
     }
 
     /// Tells whoever runs the work that there is some.
@@ -426,6 +436,10 @@ fn memory_error(error: MemoryError, what: &str) -> Error {
 impl Device for VirtualGpu {
     fn info(&self) -> &DeviceInfo {
         &self.shared.info
+    }
+
+    fn has_native_atomics_with(&self, _pci_bus_id: &str) -> Result<bool> {
+        Ok(self.native_atomics)
     }
 
     fn free_memory(&self) -> Result<u64> {
