@@ -1,6 +1,7 @@
 //! Which calls wait for a running kernel, and which of them keep others waiting: the table on the page of the driver, line by
 //! line, and what follows from it.
 
+use std::os::fd::OwnedFd;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -15,7 +16,7 @@ use crate::driver::{
     CopyEnd, Device, DevicePtr, LaunchConfig, Memory, MemoryKind, Module as OwnedModule, NoDriverCalls,
     RawMemory, RawStream, Stream,
 };
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 /// Long enough for whatever does not wait, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);

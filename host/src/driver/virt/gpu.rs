@@ -56,7 +56,7 @@ impl VirtualGpu {
         Arc::new(VirtualGpu::start(config))
     }
 
-    fn start(config: VirtConfig) -> VirtualGpu {
+    pub(super) fn start(config: VirtConfig) -> VirtualGpu {
         let (clock, seed) = match &config.executor {
             Executor::Threaded => (Clock::Real, config.schedule_seed),
             Executor::Manual(machine) => (machine.clock(), config.schedule_seed.or(Some(machine.seed()))),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::driver::{
     CopyEnd, Device, DevicePtr, Event, Fence, Graph as OwnedGraph, Kernel, LaunchConfig, MappedMemory,
-    Memory, MemoryKind, Module as OwnedModule, RawStream, Stream,
+    Memory, MemoryKind, Module as OwnedModule, RawStream, Section, Stream,
 };
 use crate::error::{Error, Result};
 
