@@ -16,8 +16,8 @@ use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
 use crate::ir::{Fence, File, Init, Op, Regs, Special};
+use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
-use crate::module::Kernel;
 use crate::rng::{Rng, mix};
 use std::sync::Arc;
 

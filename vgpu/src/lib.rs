@@ -54,6 +54,7 @@ mod fault;
 mod float;
 mod grid;
 mod ir;
+mod kernel;
 mod lexer;
 mod lower;
 mod mbarrier;
@@ -72,8 +73,9 @@ pub use fault::{
     TraceStep, UnwrittenRegister, WaitingFor,
 };
 pub use grid::{Grid, Progress, Stats};
+pub use kernel::{InstructionPlace, Kernel, ParamInfo};
 pub use memory::{Memory, MemoryError, NearRegion, Region};
-pub use module::{InstructionPlace, Kernel, Module, ParamInfo};
+pub use module::Module;
 pub use seeds::for_each_seed;
 
 /// Whether the virtual GPU knows an opcode, given with all of its modifiers (`ld.global.v4.u32`). Operands are

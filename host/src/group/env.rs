@@ -8,5 +8,22 @@ pub const WORLD_SIZE: &str = "WORLD_SIZE";
 /// `tcp://host:port` of a server that runs already. Goes before `MASTER_ADDR` and `MASTER_PORT`, where rank 0 is the
 /// server.
 pub const STORE: &str = "EPOXIDE_STORE";
+/// Variable with the rank's number among the ranks of its host.
+pub const LOCAL_RANK: &str = "LOCAL_RANK";
+/// Variable with the number of ranks on the host.
+pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
+/// Variable with the host that rank 0 is on.
+pub const MASTER_ADDR: &str = "MASTER_ADDR";
+/// Variable with the port on that host that rank 0 serves the store at.
+pub const MASTER_PORT: &str = "MASTER_PORT";
+/// Variable with the number of restarts before this start.
+pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 
-pub use super::rendezvous::rendezvous;
+/// A look at the environment, or what a test says is there. An empty variable counts as unset.
+pub(crate) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// Looks a variable up in this process's environment; an empty one counts as unset.
+pub(crate) fn environment(name: &str) -> Option<String> {
+    let value = std::env::var_os(name)?;
+    Some(value.to_string_lossy().trim().to_owned()).filter(|value| !value.is_empty())
+}

@@ -34,7 +34,7 @@ use std::time::Duration;
 
 pub use collectives::{Call, Message, Operation, Outcome, P2p};
 pub use element::{Dtype, Element, ReduceOp};
-pub use env::{RANK, STORE, WORLD_SIZE, rendezvous};
+pub use env::{RANK, STORE, WORLD_SIZE};
 pub use fds::MAX_FDS;
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
@@ -43,7 +43,7 @@ pub(crate) use mesh::{host_id, interface_address};
 pub use mesh_group::{Connect, MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;
 pub use recorder::{Entry, FLIGHT_RECORDER, State, Writer};
-pub use rendezvous::{Launcher, Meeting, Member};
+pub use rendezvous::{Launcher, Meeting, Member, rendezvous};
 pub use store::Store;
 pub use tcp::{DEFAULT_PORT, TcpStore, TcpStoreServer};
 pub use typed::Collectives;

@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 
 use epoxide::Error;
 use epoxide::ep::{DType, DispatchRequest, Tensor};
-use epoxide::group::launch::{Outcome, RankExit, spawn_ranks};
+use epoxide::group::launch::{RankExit, RankExits, spawn_ranks};
 use epoxide::group::{FileStore, ProcessGroup, STORE, Store, rendezvous};
 use epoxide_testing::alone::one_test;
 use epoxide_testing::oracle::{Routing, Style};
@@ -71,7 +71,7 @@ fn store() -> FileStore {
     FileStore::new(address.strip_prefix("file://").unwrap()).unwrap()
 }
 
-fn spawn(role: &str) -> Outcome {
+fn spawn(role: &str) -> RankExits {
     let outcome = spawn_ranks(4, PATIENCE, |_| {
         let mut command = one_test("intranode::processes::as_a_rank");
         command.env(ROLE, role).stdout(Stdio::null());

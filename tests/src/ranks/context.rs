@@ -4,8 +4,8 @@ use std::panic::resume_unwind;
 use std::sync::{Arc, OnceLock};
 
 use super::noted::Noted;
+use super::skip::{Skip, SkipCode};
 use super::slot::Slot;
-use super::verdict::{Skip, SkipCode};
 use epoxide::Result;
 use epoxide::group::ProcessGroup;
 

@@ -34,7 +34,9 @@ mod noted;
 mod processes;
 mod report;
 mod session;
+mod skip;
 mod slot;
+mod started;
 mod threads;
 mod trace;
 mod verdict;
@@ -47,7 +49,8 @@ use serde::{Deserialize, Serialize};
 pub use context::Context;
 pub use report::{End, Failed, Kind, RankReport};
 pub use session::Session;
-pub use verdict::{Ended, SkipCode};
+pub use skip::SkipCode;
+pub use verdict::Ended;
 
 /// How a test that did not fail ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

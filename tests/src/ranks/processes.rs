@@ -5,22 +5,23 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::Outcome;
 use super::child::{Call, RANKS, Said, Told, files};
 use super::report::End;
-use super::session::Ranks;
 use super::slot::Slot;
+use super::started::Ranks;
 use super::trace::{self, Thread};
 use super::verdict::RankMain;
 use epoxide::group::FileStore;
-use epoxide::group::launch::{HeldPort, Place, RankExit, StoreDirectory, current_exe, die_with_parent};
+use epoxide::group::launch::{
+    HeldPort, Place, Process, RankExit, StoreDirectory, current_exe, die_with_parent,
+};
 use epoxide::{Error, Result};
 
 /// How often processes are looked at whose end of the socket stays open when they end.
@@ -41,13 +42,12 @@ pub(super) struct Processes {
 
 #[derive(Debug)]
 struct Peer {
-    child: Child,
+    process: Process,
     control: UnixStream,
     /// What has been read of its next line.
     line: Vec<u8>,
     slot: Slot,
     thread: Option<Thread>,
-    exit: Option<RankExit>,
     /// It has yet to end the current test.
     busy: bool,
 }
@@ -105,7 +105,8 @@ impl Processes {
         die_with_parent(&mut command);
         let child = command.spawn().map_err(|error| Error::os("spawn", format!("rank {rank}: {error}")))?;
         let slot = Slot::file(&doing)?;
-        Ok(Peer { child, control, line: Vec::new(), slot, thread: None, exit: None, busy: false })
+        let process = Process::new(rank, place.node, child, true);
+        Ok(Peer { process, control, line: Vec::new(), slot, thread: None, busy: false })
     }
 }
 
@@ -139,7 +140,7 @@ impl Ranks for Processes {
 
     fn wait(&mut self, timeout: Duration) -> Vec<(u32, End, SystemTime)> {
         let timeout = timeout.min(LOOK) + Duration::from_millis(1);
-        let busy = self.peers.iter().filter(|peer| peer.busy && peer.exit.is_none());
+        let busy = self.peers.iter().filter(|peer| peer.busy && peer.process.exit().is_none());
         let mut fds: Vec<PollFd<'_>> = busy.map(|peer| PollFd::new(&peer.control, PollFlags::IN)).collect();
         // Where it fails, the ranks are looked at all the same.
         let _ = poll(&mut fds, Timespec::try_from(timeout).ok().as_ref());
@@ -185,7 +186,7 @@ impl Ranks for Processes {
         let end = &bytes[bytes.len().saturating_sub(OUTPUT)..];
         let mut text = String::from_utf8_lossy(end).trim().to_owned();
         let peer = self.peers.get(rank as usize);
-        if peer.is_some_and(|peer| peer.thread.is_none() && peer.exit.is_some()) {
+        if peer.is_some_and(|peer| peer.thread.is_none() && peer.process.exit().is_some()) {
             text.push_str(&format!(
                 "\n(it ended before it came to {}; if {:?} is not the path of the test, give that with Run::test)",
                 self.call.site, self.call.test
@@ -198,13 +199,7 @@ impl Ranks for Processes {
 impl Peer {
     /// How it has ended, if it has.
     fn has_ended(&mut self) -> Option<RankExit> {
-        if self.exit.is_none() {
-            match self.child.try_wait() {
-                Ok(status) => self.exit = status.map(RankExit::from),
-                Err(error) => tracing::warn!("waitpid: {error}"),
-            }
-        }
-        self.exit
+        self.process.look().inspect_err(|error| tracing::warn!("{error}")).ok().flatten()
     }
 
     /// Reads what it has said; returns how the test of this number ended.
@@ -221,7 +216,7 @@ impl Peer {
         while let Some(end) = self.line.iter().position(|byte| *byte == b'\n') {
             let line: Vec<u8> = self.line.drain(..=end).collect();
             match serde_json::from_slice(&line) {
-                Ok(Said::Here(tid)) => self.thread = Some(Thread { pid: self.child.id(), tid }),
+                Ok(Said::Here(tid)) => self.thread = Some(Thread { pid: self.process.id(), tid }),
                 Ok(Said::Done { number: of, verdict, at }) if of == number => {
                     ended = Some((End::from(verdict), at));
                 }
@@ -233,17 +228,5 @@ impl Peer {
             }
         }
         ended
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        if self.exit.is_none() {
-            // Not reaped, so the number is still its own. With all that it has started.
-            if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
-                let _ = kill_process_group(pid, Signal::KILL);
-            }
-            let _ = self.child.wait();
-        }
     }
 }

@@ -4,7 +4,8 @@ use std::fmt::Display;
 use std::time::{Duration, SystemTime};
 
 use super::Outcome;
-use super::verdict::{SkipCode, Verdict};
+use super::skip::SkipCode;
+use super::verdict::Verdict;
 use epoxide::group::launch::RankExit;
 
 /// How a test ended on one rank.

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant, SystemTime};
 use super::child::{self, Call};
 use super::processes::Processes;
 use super::report::{End, Failed, Kind, RankReport, evaluate};
+use super::started::Ranks;
 use super::threads::Threads;
 use super::trace;
-use super::verdict::{Ended, RankMain, judge};
+use super::verdict::{Ended, judge};
 use super::{Context, Outcome, Run};
 
 /// How long the others get to end when a rank has failed.
@@ -55,26 +56,6 @@ enum Inner {
     Elsewhere,
     /// A test has failed.
     Over,
-}
-
-/// The ranks, as the test sees them.
-pub(super) trait Ranks: std::fmt::Debug {
-    /// How many there are.
-    fn size(&self) -> u32;
-    /// Has all ranks run the test of this number.
-    fn begin(&mut self, number: u64, rank_main: Arc<RankMain>);
-    /// The ranks that are through with it since the last call; waits up to `timeout` for one.
-    fn wait(&mut self, timeout: Duration) -> Vec<(u32, End, SystemTime)>;
-    /// Tells the ranks what came of it on all of them.
-    fn conclude(&mut self, outcome: &Outcome);
-    /// Gives the group up.
-    fn give_up(&self, reason: &str);
-    /// What the rank's thread is doing.
-    fn trace(&mut self, rank: u32, end: Instant) -> String;
-    /// What the rank did last.
-    fn operation(&self, rank: u32) -> String;
-    /// The last of what it printed.
-    fn output(&self, rank: u32) -> String;
 }
 
 impl Session {

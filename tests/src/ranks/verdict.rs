@@ -8,44 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::capture::{self, Panic};
 use super::context::Context;
+use super::skip::{Skip, SkipCode};
 use epoxide::group::launch::panic_text;
-
-/// Why a test is skipped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum SkipCode {
-    /// There is no GPU, or no driver for it.
-    NoGpu,
-    /// There are fewer GPUs than ranks.
-    TooFewGpus,
-    /// The GPUs cannot reach each other's memory.
-    NoPeerAccess,
-    /// There is no RDMA device.
-    NoRdma,
-    /// The test needs an even number of ranks.
-    OddWorldSize,
-    /// The test needs more ranks.
-    TooFewRanks,
-    /// A program that the test compares with is not installed.
-    NoProgram,
-    /// The operating system or the build lacks something.
-    Unsupported,
-}
-
-impl Display for SkipCode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            SkipCode::NoGpu => "no GPU",
-            SkipCode::TooFewGpus => "too few GPUs",
-            SkipCode::NoPeerAccess => "no peer access",
-            SkipCode::NoRdma => "no RDMA",
-            SkipCode::OddWorldSize => "odd world size",
-            SkipCode::TooFewRanks => "too few ranks",
-            SkipCode::NoProgram => "a program is missing",
-            SkipCode::Unsupported => "not supported here",
-        })
-    }
-}
 
 /// What a rank's function may return: nothing, or a result whose error fails the test.
 pub trait Ended {
@@ -71,12 +35,6 @@ pub(super) enum Verdict {
     Passed,
     Skipped { code: SkipCode, reason: String },
     Failed { text: String, backtrace: Option<String> },
-}
-
-/// The payload of the unwinding that a skip is.
-pub(super) struct Skip {
-    pub code: SkipCode,
-    pub reason: String,
 }
 
 /// A rank's function.

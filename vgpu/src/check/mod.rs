@@ -241,7 +241,7 @@ impl World {
         start: &mut Known,
         timeline: Option<Timeline>,
         device: u64,
-        kernel: Arc<crate::module::Kernel>,
+        kernel: Arc<crate::kernel::Kernel>,
         shape: [u32; 2],
     ) -> u32 {
         let timeline = timeline.map_or_else(|| self.new_timeline(), |t| t.0);

@@ -156,7 +156,7 @@ pub(crate) struct GridFacts {
     pub(crate) timeline: Key,
     pub(crate) tick: u32,
     pub(crate) device: u64,
-    pub(crate) kernel: std::sync::Arc<crate::module::Kernel>,
+    pub(crate) kernel: std::sync::Arc<crate::kernel::Kernel>,
     /// Blocks in x and y.
     pub(crate) shape: [u32; 2],
 }

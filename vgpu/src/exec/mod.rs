@@ -20,8 +20,8 @@ use crate::check::watch::Watch;
 use crate::device::Clock;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{Access, GUARD_NOT, Inst, NO_GUARD, Op, Regs, Timer};
+use crate::kernel::Kernel;
 use crate::memory::{Found, Table};
-use crate::module::Kernel;
 use access::SharedMemory;
 use bulk::BulkQueue;
 

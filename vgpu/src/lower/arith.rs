@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::decode::{Emit, simple};
+use super::emit::{Emit, simple};
 use super::types::{Mods, Ty};
 use crate::ast::Operand;
 use crate::exec::lanes::{Combine, Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4};

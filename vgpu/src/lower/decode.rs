@@ -1,13 +1,11 @@
 //! From an opcode to what to do with its operands.
 
+use super::emit::{Emit, plain};
 use super::types::{Mods, Ty};
 use super::{Lower, Lowered, arith, call, convert, extended, matrix, mem, sync, timer_register};
 use crate::ast::{Operand, Pos};
-use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
+use crate::exec::lanes::{Lane, Role, Sig, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
-
-/// Takes the operands of an instruction whose opcode has been understood, and adds it to the code.
-pub(crate) type Emit = Box<dyn Fn(&mut Lower, &[(Operand, Pos)]) -> Lowered<()>>;
 
 /// Looks at an opcode with its modifiers. The error says what is not supported.
 pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
@@ -92,20 +90,6 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
     };
     m.finish()?;
     Ok(emit)
-}
-
-/// An instruction without anything to do at run time but `op`; its operands are only counted.
-pub(super) fn plain(op: Op, operands: usize) -> Emit {
-    Box::new(move |l, ops| {
-        l.count(ops, operands..=operands)?;
-        l.push(op);
-        Ok(())
-    })
-}
-
-/// An instruction whose operands are those of its [`Spec`].
-pub(super) fn simple(spec: Spec) -> Emit {
-    Box::new(move |l, ops| l.alu(&spec, ops, &[]))
 }
 
 fn branch(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {

@@ -4,7 +4,7 @@
 //! `t / 4`; with `.trans`, of column `t / 4`. So each lane asks by shuffles for the addresses of its rows, and then
 //! accesses shared memory by itself.
 
-use super::decode::Emit;
+use super::emit::Emit;
 use super::types::Mods;
 use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};

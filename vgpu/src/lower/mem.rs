@@ -1,6 +1,6 @@
 //! Decoding of loads, stores, atomics, address-space instructions and cache hints.
 
-use super::decode::{Emit, simple};
+use super::emit::{Emit, plain, simple};
 use super::types::{Mods, Ty};
 use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
@@ -183,10 +183,10 @@ pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
 /// that it is over at once, and nothing is left to wait for: a missing wait goes unnoticed.
 pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     if m.has("commit_group") || m.has("wait_all") {
-        return Ok(super::decode::plain(Op::Nop, 0));
+        return Ok(plain(Op::Nop, 0));
     }
     if m.has("wait_group") {
-        return Ok(super::decode::plain(Op::Nop, 1));
+        return Ok(plain(Op::Nop, 1));
     }
     let cached = m.one_of(&[("ca", ()), ("cg", ())]).is_some();
     let shared = m.has("shared") || m.has("shared::cta");

@@ -1,6 +1,6 @@
 //! Parsed PTX to [`ir`](crate::ir): resolves names, lays out variables, decodes instructions.
 //!
-//! [`decode`](decode::decode) looks at an opcode alone and returns an [`Emit`](decode::Emit), which then takes the
+//! [`decode`](decode::decode) looks at an opcode alone and returns an [`Emit`](emit::Emit), which then takes the
 //! operands. [`supported_opcode`](crate::supported_opcode) is the first half by itself.
 
 mod allocate;
@@ -8,6 +8,7 @@ mod arith;
 mod call;
 mod convert;
 pub(crate) mod decode;
+mod emit;
 mod extended;
 mod matrix;
 mod mem;
@@ -25,8 +26,8 @@ use crate::fault::PtxError;
 use crate::ir::{
     Addr, AluFn, CARRY, File, GUARD_NOT, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer,
 };
+use crate::kernel::{Globals, Kernel, ParamInfo};
 use crate::lexer::error_at;
-use crate::module::{Globals, Kernel, ParamInfo};
 
 /// An error with its place; the text line is added at the end.
 pub(crate) type Lowered<T> = Result<T, (Pos, String)>;

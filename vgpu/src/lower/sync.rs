@@ -1,6 +1,6 @@
 //! Decoding of fences, barriers, warp-wide instructions and bulk copies.
 
-use super::decode::Emit;
+use super::emit::Emit;
 use super::types::{Mods, Ty};
 use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};

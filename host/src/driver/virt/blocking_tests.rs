@@ -1,15 +1,22 @@
 //! Which calls wait for a running kernel, and which of them keep others waiting: the table on the page of the driver, line by
 //! line, and what follows from it.
 
+use std::os::fd::OwnedFd;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
+use super::gpu::PAGEABLE_AT_ONCE_BYTES;
+use super::stream::Queue;
 use super::tests::{PTX, Rig, Words, handle, on_both, word};
 use super::*;
-use crate::driver::{Memory, Module as OwnedModule, NoDriverCalls, Stream};
+use crate::driver::{
+    CopyEnd, Device, DevicePtr, LaunchConfig, Memory, MemoryKind, Module as OwnedModule, NoDriverCalls,
+    RawMemory, RawStream, Stream,
+};
+use crate::error::{Error, Result};
 
 /// Long enough for whatever does not wait, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);

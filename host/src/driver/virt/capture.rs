@@ -3,27 +3,8 @@
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use epoxide_vgpu::{GridConfig, Kernel};
-
-use super::stream::{Mark, Transfer};
-
-/// A kernel with its arguments, checked; it can be made a grid any number of times.
-#[derive(Debug, Clone)]
-pub(super) struct Launch {
-    pub(super) name: &'static str,
-    pub(super) kernel: Arc<Kernel>,
-    pub(super) config: GridConfig,
-    pub(super) params: Box<[u8]>,
-}
-
-impl Launch {
-    /// How many warps it has.
-    pub(super) fn warps(&self) -> u64 {
-        let blocks: u64 = self.config.grid.iter().map(|extent| u64::from(*extent)).product();
-        let threads: u64 = self.config.block.iter().map(|extent| u64::from(*extent)).product();
-        blocks * threads.div_ceil(32)
-    }
-}
+use super::stream::Mark;
+use super::work::{Launch, Transfer};
 
 /// A recorded op.
 #[derive(Debug, Clone)]

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use epoxide_vgpu::{Grid, Past, Progress, Timeline};
 
-use super::capture::Launch;
 use super::coverage;
 use super::state::{Shared, State};
-use super::stream::{Op, Transfer};
+use super::stream::Op;
+use super::work::{Launch, Transfer};
 
 /// Warp instructions that a grid runs before the next one has its turn.
 const SLICE: u64 = 64 * 1024;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use epoxide_vgpu::Clock;
 
 use super::engine::{Engine, Outcome};
+use super::mix::{GOLDEN, mix};
 use super::state::Shared;
 use crate::error::{Error, Result};
 
@@ -288,15 +289,4 @@ impl Run {
         self.random = self.random.wrapping_add(GOLDEN);
         mix(self.random, 0)
     }
-}
-
-/// 2^64 divided by the golden ratio: the increment of SplitMix64.
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// Mixes a word into a hash, by the finaliser of SplitMix64.
-pub(super) fn mix(hash: u64, word: u64) -> u64 {
-    let mut z = hash.rotate_left(23) ^ word.wrapping_mul(GOLDEN) ^ GOLDEN;
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }

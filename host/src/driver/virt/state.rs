@@ -8,9 +8,10 @@ use epoxide_vgpu::{
     Checker, DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Past, Region, Timeline,
 };
 
-use super::capture::{Capture, Graph, Launch, Step};
-use super::machine::mix;
+use super::capture::{Capture, Graph, Step};
+use super::mix::mix;
 use super::stream::{Mark, Op, Queue};
+use super::work::Launch;
 use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 

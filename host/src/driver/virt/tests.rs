@@ -2,13 +2,16 @@
 
 use std::ops::Deref;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::*;
 use crate::driver::{
-    Event, Fence, Graph as OwnedGraph, Kernel, MappedMemory, Memory, Module as OwnedModule, Stream,
+    CopyEnd, Device, DevicePtr, Event, Fence, Graph as OwnedGraph, Kernel, LaunchConfig, MappedMemory,
+    Memory, MemoryKind, Module as OwnedModule, RawStream, Section, Stream,
 };
+use crate::error::{Error, Result};
 
 pub(super) const PTX: &str = r#"
 .version 7.8

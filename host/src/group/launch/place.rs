@@ -1,14 +1,8 @@
 //! A rank's place in a launch, as the environment variables that torchrun sets.
 
-use super::{LOCAL_RANK, LOCAL_WORLD_SIZE};
-use crate::group::{RANK, STORE, WORLD_SIZE};
-
-/// Variable with the host that rank 0 is on.
-pub const MASTER_ADDR: &str = "MASTER_ADDR";
-/// Variable with the port on that host that rank 0 serves the store at.
-pub const MASTER_PORT: &str = "MASTER_PORT";
-/// Variable with the number of restarts before this start.
-pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+use crate::group::env::{
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, RANK, RESTART_COUNT, STORE, WORLD_SIZE,
+};
 
 /// Where a rank is among the others.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,19 +3,21 @@
 use std::fs::{self, File};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
-use super::meeting::{Meeting, Trouble};
+use super::child::die_with_parent;
+use super::exit::{Failure, LaunchEnd};
+use super::launchers::{Launchers, Trouble};
+use super::phase::Phase;
 use super::place::Place;
+use super::plan::Launch;
 use super::port::HeldPort;
-use super::relay::{Kind, Relay, Sinks, Stream};
+use super::relay::{Kind, Relay, Stream};
 use super::signals::{Signals, ends};
+use super::store_directory::StoreDirectory;
 use super::watched::{Process, Watched};
-use super::{RankExit, StoreDirectory, die_with_parent};
 use crate::error::{Error, Result};
 use crate::group::FileStore;
 
@@ -24,138 +26,7 @@ const SETTLE: Duration = Duration::from_secs(1);
 /// How often the other nodes are asked how they are.
 const ASK: Duration = Duration::from_millis(100);
 
-/// The hosts of a launch.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Nodes {
-    /// How many.
-    pub count: u32,
-    /// The number of this one.
-    pub rank: u32,
-    /// With several hosts: a host name of the first and a port there, which its launcher listens at; the same on all.
-    /// On one host: where rank 0 is to serve the store, instead of any free port.
-    pub endpoint: Option<(String, u16)>,
-}
-
-impl Nodes {
-    /// Only this host.
-    pub fn one() -> Nodes {
-        Nodes { count: 1, rank: 0, endpoint: None }
-    }
-}
-
-/// A launch of ranks on this host, with the environment that torchrun gives them.
-///
-/// Every rank is a process group of its own and finds the variables of [`Place::variables`] in its environment, with
-/// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset. Rank 0 of the host keeps the launcher's standard
-/// input unless that is a terminal; the others have none. What the ranks print is passed on by whole lines.
-///
-/// When a rank fails, the store of the launch is given up and the other ranks get a second to end by themselves; those
-/// still running are sent SIGTERM and, after [`Launch::grace`], SIGKILL, with all processes of their groups. Then, if
-/// restarts are left, all ranks are started again, on all hosts. The kernel kills the ranks (not what they have started) if the
-/// thread that called [`Launch::run`] dies.
-#[derive(Debug, Clone)]
-pub struct Launch {
-    /// Ranks of each host.
-    pub ranks_per_node: u32,
-    /// The hosts.
-    pub nodes: Nodes,
-    /// How often all ranks are started again after a failure.
-    pub max_restarts: u32,
-    /// How long a rank may take to end after SIGTERM.
-    pub grace: Duration,
-    /// Where each rank's output is also written: `DIR/attempt_N/RANK/stdout.log` and `stderr.log`.
-    pub log_dir: Option<PathBuf>,
-    /// Begin each line with `[rank R] `.
-    pub prefix: bool,
-    /// The launch's name, the same on all hosts.
-    pub run_id: String,
-    /// Where output goes.
-    pub sinks: Sinks,
-}
-
-/// The rank that failed first.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
-    /// Its number.
-    pub rank: u32,
-    /// Its host's number.
-    pub node: u32,
-    /// Its number on its host.
-    pub local_rank: u32,
-    /// Its process.
-    pub pid: u32,
-    /// How it ended.
-    pub exit: RankExit,
-    /// The last lines of its standard error; only its own host has them.
-    pub stderr: Vec<String>,
-}
-
-impl std::fmt::Display for Failure {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "rank {} {}", self.rank, self.exit)?;
-        if !self.stderr.is_empty() {
-            write!(f, "; its last lines on standard error:")?;
-        }
-        self.stderr.iter().try_for_each(|line| write!(f, "\n  {line}"))
-    }
-}
-
-/// How a launch ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ended {
-    /// The first failure of the last start, if a rank failed before a signal ended the launch.
-    pub failure: Option<Failure>,
-    /// The signal that ended the launch.
-    pub signal: Option<i32>,
-    /// How often the ranks were started again.
-    pub restarts: u32,
-}
-
-impl Ended {
-    /// The exit code of the launch: 0, 128 plus the signal that ended it, or that of the first rank that failed.
-    pub fn code(&self) -> i32 {
-        match (&self.failure, self.signal) {
-            (Some(failure), _) => failure.exit.code(),
-            (None, Some(signal)) => 128 + signal,
-            (None, None) => 0,
-        }
-    }
-}
-
 impl Launch {
-    /// A launch of `ranks` ranks on this host alone, without restarts.
-    pub fn new(ranks: u32) -> Launch {
-        Launch {
-            ranks_per_node: ranks,
-            nodes: Nodes::one(),
-            max_restarts: 0,
-            grace: Duration::from_secs(5),
-            log_dir: None,
-            prefix: true,
-            run_id: format!("epoxide-{}", std::process::id()),
-            sinks: Sinks::standard(),
-        }
-    }
-
-    fn check(&self) -> Result<()> {
-        let nodes = &self.nodes;
-        if self.ranks_per_node == 0 {
-            return Err(Error::argument("ranks_per_node", 0, "a host has at least one rank"));
-        }
-        if nodes.rank >= nodes.count {
-            let rule = format!("must be below the number of nodes, which is {}", nodes.count);
-            return Err(Error::argument("node rank", nodes.rank, rule));
-        }
-        if nodes.count > 1 && nodes.endpoint.is_none() {
-            let rule = "several nodes need the host and port of the first, the same on every node";
-            return Err(Error::argument("rendezvous endpoint", "none", rule));
-        }
-        if u64::from(nodes.count) * u64::from(self.ranks_per_node) > u64::from(u32::MAX) {
-            return Err(Error::argument("ranks_per_node", self.ranks_per_node, "too many ranks in all"));
-        }
-        Ok(())
-    }
-
     /// Starts the ranks and waits until all have ended, with restarts if need be; passes on the signals that `signals`
     /// catches. `command` makes the command line of each rank.
     ///
@@ -165,23 +36,23 @@ impl Launch {
         &self,
         mut signals: Option<&mut Signals>,
         command: impl Fn(&Place) -> Result<Command>,
-    ) -> Result<Ended> {
+    ) -> Result<LaunchEnd> {
         self.check()?;
-        let meeting = match &self.nodes.endpoint {
+        let launchers = match &self.nodes.endpoint {
             Some(endpoint) if self.nodes.count > 1 => {
-                Some(Meeting::join(self, endpoint, signals.as_deref_mut())?)
+                Some(Launchers::join(self, endpoint, signals.as_deref_mut())?)
             }
             _ => None,
         };
-        let meeting = meeting.as_ref();
+        let launchers = launchers.as_ref();
         for restarts in 0.. {
-            let (failure, signal) = self.attempt(restarts, signals.as_deref_mut(), meeting, &command)?;
+            let (failure, signal) = self.attempt(restarts, signals.as_deref_mut(), launchers, &command)?;
             match failure {
                 Some(failure) if signal.is_none() && restarts < self.max_restarts => {
                     let next = restarts + 1;
                     self.sinks.say(&format!("launch: restart {next} of {}: {failure}", self.max_restarts));
                 }
-                failure => return Ok(Ended { failure, signal, restarts }),
+                failure => return Ok(LaunchEnd { failure, signal, restarts }),
             }
         }
         Err(Error::os("launch", "more restarts than can be counted"))
@@ -192,19 +63,19 @@ impl Launch {
         &self,
         restarts: u32,
         mut signals: Option<&mut Signals>,
-        meeting: Option<&Meeting>,
+        launchers: Option<&Launchers>,
         command: impl Fn(&Place) -> Result<Command>,
     ) -> Result<(Option<Failure>, Option<i32>)> {
         // With several hosts the ranks meet at rank 0's store alone.
         let directory = (self.nodes.count == 1).then(StoreDirectory::create).transpose()?;
         let store = directory.as_ref().map(|directory| FileStore::new(&directory.path)).transpose()?;
         // Rank 0's store needs a port here, unless it was given or rank 0 is elsewhere.
-        let first = self.nodes.rank == 0 && (meeting.is_some() || self.nodes.endpoint.is_none());
+        let first = self.nodes.rank == 0 && (launchers.is_some() || self.nodes.endpoint.is_none());
         let port = first.then(HeldPort::any).transpose()?;
         let held = port.as_ref().map(HeldPort::number);
-        let (master_addr, master_port) = match (&self.nodes.endpoint, meeting) {
-            (Some((host, _)), Some(meeting)) => {
-                (host.clone(), meeting.begin(restarts, held, signals.as_deref_mut())?)
+        let (master_addr, master_port) = match (&self.nodes.endpoint, launchers) {
+            (Some((host, _)), Some(launchers)) => {
+                (host.clone(), launchers.begin(restarts, held, signals.as_deref_mut())?)
             }
             (Some((host, port)), None) => (host.clone(), *port),
             (None, _) => ("127.0.0.1".to_owned(), held.unwrap_or_default()),
@@ -222,7 +93,7 @@ impl Launch {
                 store: directory.as_ref().map(|directory| format!("file://{}", directory.path.display())),
                 restarts,
                 max_restarts: self.max_restarts,
-                run_id: meeting.map_or(&self.run_id, Meeting::run_id).clone(),
+                run_id: launchers.map_or(&self.run_id, Launchers::run_id).clone(),
             };
             let mut child = self.spawn(&place, command(&place)?)?;
             let prefix = if self.prefix { format!("[rank {}] ", place.rank()) } else { String::new() };
@@ -230,7 +101,7 @@ impl Launch {
             streams[0] = child.stdout.take().map(OwnedFd::from);
             streams[1] = child.stderr.take().map(OwnedFd::from);
             // The logs come last: a rank that runs must be watched whatever happens.
-            ranks.0.push(Process::new(&place, child));
+            ranks.0.push(Process::new(place.rank(), place.node, child, true));
             for (pipe, name, streams) in streams
                 .into_iter()
                 .zip([("stdout", &mut out), ("stderr", &mut err)])
@@ -243,13 +114,14 @@ impl Launch {
         }
         let out = Relay::start(Kind::Out, out, self.sinks.clone())?;
         let err = Relay::start(Kind::Err, err, self.sinks.clone())?;
-        let report = |trouble: Trouble| match (&store, meeting) {
+        let report = |trouble: Trouble| match (&store, launchers) {
             (Some(store), _) => store.poison(&trouble.to_string()),
-            (None, Some(meeting)) => meeting.report(restarts, &trouble),
+            (None, Some(launchers)) => launchers.report(restarts, &trouble),
             (None, None) => Ok(()),
         };
-        let elsewhere = || meeting.map_or(Ok(false), |meeting| Ok(meeting.trouble(restarts)?.is_some()));
-        let asks = meeting.is_some().then_some(ASK);
+        let elsewhere =
+            || launchers.map_or(Ok(false), |launchers| Ok(launchers.trouble(restarts)?.is_some()));
+        let asks = launchers.is_some().then_some(ASK);
         let watched = self.watch(&mut ranks, signals.as_deref_mut(), asks, report, elsewhere);
         drop(ranks);
         out.finish();
@@ -260,9 +132,9 @@ impl Launch {
             failure.stderr = tails.get_mut(index).map(std::mem::take).unwrap_or_default().into_lines();
             failure
         });
-        let Some(meeting) = meeting else { return Ok((own, signal)) };
+        let Some(launchers) = launchers else { return Ok((own, signal)) };
         // What came first on any node is what all report.
-        Ok(match meeting.end(restarts, self.grace, signals)? {
+        Ok(match launchers.end(restarts, self.grace, signals)? {
             None => (None, None),
             Some(Trouble::Signal(signal)) => (None, Some(signal)),
             Some(Trouble::Rank(first)) => {
@@ -358,26 +230,5 @@ impl Launch {
             ranks.sweep();
         }
         Ok((failure, ended_by))
-    }
-}
-
-/// How far the end has come.
-#[derive(Clone, Copy)]
-enum Phase {
-    Running,
-    /// A rank has failed; the others may end by themselves until then.
-    Settling(Instant),
-    /// They were asked to end and may take until then.
-    Ending(Instant),
-    Killed,
-}
-
-impl Phase {
-    /// How long until something has to be done.
-    fn left(self) -> Option<Duration> {
-        match self {
-            Phase::Settling(end) | Phase::Ending(end) => Some(end.saturating_duration_since(Instant::now())),
-            Phase::Running | Phase::Killed => None,
-        }
     }
 }

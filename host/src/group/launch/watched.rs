@@ -1,4 +1,4 @@
-//! The processes of a launch.
+//! The one watcher of processes: of the ranks of a launch, of those that [`spawn_ranks`](super::spawn_ranks) starts, and of a test's.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Child;
@@ -9,10 +9,8 @@ use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, pidfd_open, waitid,
 };
 
-use super::RankExit;
-use super::place::Place;
+use super::exit::{Failure, RankExit};
 use super::signals::Signals;
-use super::supervisor::Failure;
 use crate::error::{Error, Result};
 
 /// How often ranks are looked at where the kernel cannot wake us.
@@ -24,38 +22,87 @@ fn standard(signal: i32) -> Signal {
     unsafe { Signal::from_raw_unchecked(signal) }
 }
 
-pub(super) struct Process {
+/// A process that is watched. It is reaped only when this is dropped, so that until then its number stays its own; dropping ends one
+/// that still runs, with what it has started where it has a process group of its own.
+#[derive(Debug)]
+pub struct Process {
     rank: u32,
     node: u32,
     child: Child,
     /// Readable once it has ended; none where the kernel does not have that.
     ended: Option<OwnedFd>,
     exit: Option<RankExit>,
+    /// It leads a process group.
+    leads: bool,
 }
 
 impl Process {
-    pub fn new(place: &Place, child: Child) -> Process {
+    /// Watches a child, the rank of this number on this node; `leads` says that it was started as a process group of its own.
+    pub fn new(rank: u32, node: u32, child: Child, leads: bool) -> Process {
         let pid = Pid::from_raw(child.id() as i32);
         let ended = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        Process { rank: place.rank(), node: place.node, child, ended, exit: None }
+        Process { rank, node, child, ended, exit: None, leads }
     }
 
-    /// Sends to its process group.
+    /// Its number.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// How it has ended, if it was seen to.
+    pub fn exit(&self) -> Option<RankExit> {
+        self.exit
+    }
+
+    /// Looks whether it has ended, and how.
+    pub fn look(&mut self) -> Result<Option<RankExit>> {
+        if self.exit.is_some() {
+            return Ok(self.exit);
+        }
+        let Some(pid) = Pid::from_raw(self.child.id() as i32) else { return Ok(None) };
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+        let status = waitid(WaitId::Pid(pid), options)
+            .map_err(|error| Error::os("waitid", format!("rank {}: {error}", self.rank)))?;
+        self.exit = status.map(|status| match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => RankExit::Code(code),
+            (None, signal) => RankExit::Signal(signal.unwrap_or_default()),
+        });
+        Ok(self.exit)
+    }
+
+    /// Sends to its process group, where it has one of its own, else to it alone.
     fn signal(&self, signal: i32) {
         if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
             // All of it may have ended by itself just now.
-            let _ = kill_process_group(pid, standard(signal));
+            let _ = match self.leads {
+                true => kill_process_group(pid, standard(signal)),
+                false => kill_process(pid, standard(signal)),
+            };
         }
     }
 }
 
-/// The ranks of this host. Each is reaped only when this is dropped, so that until then its number stays its own.
+impl Drop for Process {
+    fn drop(&mut self) {
+        if self.exit.is_none() {
+            self.signal(libc::SIGKILL);
+        }
+        let _ = self.child.wait();
+    }
+}
+
+/// The ranks of this host. Dropping ends those that still run, and then what the others have left.
 #[derive(Default)]
 pub(super) struct Watched(pub(super) Vec<Process>);
 
 impl Watched {
     pub fn running(&self) -> usize {
         self.0.iter().filter(|process| process.exit.is_none()).count()
+    }
+
+    /// How each has ended, in the order of the ranks, once none runs.
+    pub fn exits(&self) -> Vec<RankExit> {
+        self.0.iter().map(|process| process.exit.unwrap_or(RankExit::Signal(0))).collect()
     }
 
     /// Returns when a rank has ended, a signal was caught, or the time is over.
@@ -80,16 +127,7 @@ impl Watched {
     pub fn look(&mut self) -> Result<Option<Failure>> {
         let mut failed: Option<Failure> = None;
         for (local_rank, process) in (0u32..).zip(&mut self.0).filter(|(_, process)| process.exit.is_none()) {
-            let Some(pid) = Pid::from_raw(process.child.id() as i32) else { continue };
-            let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
-            let status = waitid(WaitId::Pid(pid), options)
-                .map_err(|error| Error::os("waitid", format!("rank {}: {error}", process.rank)))?;
-            let Some(status) = status else { continue };
-            let exit = match (status.exit_status(), status.terminating_signal()) {
-                (Some(code), _) => RankExit::Code(code),
-                (None, signal) => RankExit::Signal(signal.unwrap_or_default()),
-            };
-            process.exit = Some(exit);
+            let Some(exit) = process.look()? else { continue };
             let earlier = failed.as_ref().is_some_and(|failure| {
                 matches!(failure.exit, RankExit::Signal(_)) || matches!(exit, RankExit::Code(_))
             });
@@ -125,9 +163,6 @@ impl Drop for Watched {
     fn drop(&mut self) {
         if self.running() > 0 {
             self.sweep();
-        }
-        for process in &mut self.0 {
-            let _ = process.child.wait();
         }
     }
 }

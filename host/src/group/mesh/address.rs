@@ -37,6 +37,11 @@ pub(crate) struct Address {
     tcp: Option<SocketAddr>,
 }
 
+/// The key of the group's store that holds the address of `rank`.
+pub(crate) fn address_key(name: &str, rank: u32) -> String {
+    format!("{name}/mesh/{rank}")
+}
+
 /// The sockets a rank accepts connections on.
 #[derive(Debug)]
 pub(crate) struct Listener {

@@ -2,18 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use super::address::{self, Address};
+use super::address::{self, Address, address_key};
 use super::conn::Conn;
 use super::engine::{Current, Directory, Engine};
 use super::frame::{Header, Kind, Signature};
 use super::peers::Health;
 use crate::error::{Error, Result};
 use crate::group::collectives::call::Operation;
-
-/// The key of the group's store that holds the address of `rank`.
-pub(crate) fn address_key(name: &str, rank: u32) -> String {
-    format!("{name}/mesh/{rank}")
-}
 
 /// What a rank does that looks for the others. Peers that are all connected may be in their first collective by then, so it
 /// has no number that could be taken for that one's.

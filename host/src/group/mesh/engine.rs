@@ -10,9 +10,9 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
+use super::address::address_key;
 use super::address::{self, Address, Listener};
 use super::conn::Conn;
-use super::connect::address_key;
 use super::frame::{Header, Kind, Signature};
 use super::peers::{Health, Peer};
 use super::wake::Wake;

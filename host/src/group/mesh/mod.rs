@@ -12,9 +12,8 @@ mod peers;
 mod wait;
 mod wake;
 
-pub(crate) use address::{Address, Listener, host_id, interface_address};
+pub(crate) use address::{Address, Listener, address_key, host_id, interface_address};
 pub use address::{SOCKET_IFNAME, Sockets};
-pub(crate) use connect::address_key;
 pub(crate) use engine::{Current, Directory, Engine};
 pub(crate) use frame::Signature;
 pub(crate) use wake::Wake;

@@ -1,9 +1,7 @@
 //! Who this rank is, from the variables of what started it.
 
-use super::Lookup;
 use crate::error::{Error, Result};
-use crate::group::launch::{LOCAL_RANK, LOCAL_WORLD_SIZE};
-use crate::group::{RANK, WORLD_SIZE};
+use crate::group::env::{self, LOCAL_RANK, LOCAL_WORLD_SIZE, Lookup, RANK, WORLD_SIZE};
 
 /// What started the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -94,7 +92,7 @@ impl Member {
     /// Then Open MPI, PMI, Slurm and PMIx are tried. Slurm's variables count only in a step that srun started: a job's
     /// script has them, too, and is not a rank.
     pub fn detect() -> Result<Option<Member>> {
-        Member::from_variables(&super::environment)
+        Member::from_variables(&env::environment)
     }
 
     /// Like [`Member::detect`] in an environment of the caller's.

@@ -12,6 +12,7 @@ use std::time::Duration;
 pub use member::{Launcher, Member};
 use site::Site;
 
+use super::env::{Lookup, environment};
 use super::{Connect, FileStore, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
 use crate::error::{Error, Result};
 
@@ -21,15 +22,6 @@ const LINGER: Duration = Duration::from_secs(10);
 const PREFIX: &str = "epoxide";
 /// The key of the number of ranks.
 const SIZE_KEY: &str = "world_size";
-
-/// A look at the environment, or what a test says is there. An empty variable counts as unset.
-pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
-
-/// Looks a variable up in this process's environment; an empty one counts as unset.
-pub(super) fn environment(name: &str) -> Option<String> {
-    let value = std::env::var_os(name)?;
-    Some(value.to_string_lossy().trim().to_owned()).filter(|value| !value.is_empty())
-}
 
 /// Joins the group that the environment names; see [`Meeting::from_env`]. Collectives wait up to `timeout`.
 pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {

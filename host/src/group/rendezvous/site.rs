@@ -2,10 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Launcher, Lookup, Member, slurm};
+use super::{Launcher, Member, slurm};
 use crate::error::{Error, Result};
-use crate::group::STORE;
-use crate::group::launch::{MASTER_ADDR, MASTER_PORT};
+use crate::group::env::{Lookup, MASTER_ADDR, MASTER_PORT, STORE};
 
 /// torchrun sets it to `True` when it serves the store itself.
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";

@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::exit::Failure;
+use super::plan::Launch;
 use super::signals::{Signals, ends};
-use super::supervisor::{Failure, Launch};
 use crate::error::{Error, Result};
 use crate::group::{Store, TcpStore};
 
@@ -43,9 +44,9 @@ struct Shape {
     max_restarts: u32,
 }
 
-/// The launchers' store, which that of the first node serves.
+/// The launchers of all nodes, who meet at a store that the first node's serves.
 #[derive(Debug)]
-pub(super) struct Meeting {
+pub(super) struct Launchers {
     store: TcpStore,
     node: u32,
     nodes: u32,
@@ -69,31 +70,35 @@ fn parse<T: for<'a> Deserialize<'a>>(key: &str, value: &[u8]) -> Result<T> {
     })
 }
 
-impl Meeting {
+impl Launchers {
     /// Waits until all nodes have come.
-    pub fn join(launch: &Launch, endpoint: &(String, u16), signals: Option<&mut Signals>) -> Result<Meeting> {
+    pub fn join(
+        launch: &Launch,
+        endpoint: &(String, u16),
+        signals: Option<&mut Signals>,
+    ) -> Result<Launchers> {
         let (host, port) = endpoint;
         let (node, nodes) = (launch.nodes.rank, launch.nodes.count);
         let store = match node {
             0 => TcpStore::host(*port, ANSWER, ANSWER)?,
             _ => TcpStore::connect(host, *port, JOIN)?,
         };
-        let mut meeting = Meeting { store, node, nodes, run_id: launch.run_id.clone() };
+        let mut launchers = Launchers { store, node, nodes, run_id: launch.run_id.clone() };
         let shape = Shape { nodes, ranks_per_node: launch.ranks_per_node, max_restarts: launch.max_restarts };
         let own = format!("epoxide-launch.node.{node}");
-        if meeting.store.add(&format!("{own}.joins"), 1)? != 1 {
+        if launchers.store.add(&format!("{own}.joins"), 1)? != 1 {
             let rule = "another launcher has this number; give each node its own";
             return Err(Error::argument("node rank", node, rule));
         }
         let run = "epoxide-launch.run";
         if node == 0 {
-            meeting.store.set(run, launch.run_id.as_bytes())?;
+            launchers.store.set(run, launch.run_id.as_bytes())?;
         }
-        meeting.store.set(&own, &json(&shape)?)?;
+        launchers.store.set(&own, &json(&shape)?)?;
         let others: Vec<String> = (0..nodes).map(|node| format!("epoxide-launch.node.{node}")).collect();
-        meeting.wait(&others, Instant::now() + JOIN, "launchers to come", signals, |_| Ok(()))?;
+        launchers.wait(&others, Instant::now() + JOIN, "launchers to come", signals, |_| Ok(()))?;
         for (other, key) in (0..).zip(&others) {
-            let theirs: Shape = parse(key, &meeting.store.get(key, ANSWER)?)?;
+            let theirs: Shape = parse(key, &launchers.store.get(key, ANSWER)?)?;
             if theirs != shape {
                 return Err(Error::Mismatch {
                     rank: node,
@@ -104,8 +109,8 @@ impl Meeting {
                 });
             }
         }
-        meeting.run_id = String::from_utf8_lossy(&meeting.store.get(run, ANSWER)?).into_owned();
-        Ok(meeting)
+        launchers.run_id = String::from_utf8_lossy(&launchers.store.get(run, ANSWER)?).into_owned();
+        Ok(launchers)
     }
 
     /// The launch's name, from the first node.

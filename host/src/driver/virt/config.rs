@@ -1,0 +1,53 @@
+//! What a virtual GPU is like, and who runs it.
+
+use epoxide_vgpu::{Checker, Schedule};
+
+use super::machine::Machine;
+
+/// Who runs a virtual GPU's work.
+#[derive(Debug, Clone, Default)]
+pub enum Executor {
+    /// A thread of its own.
+    #[default]
+    Threaded,
+    /// The threads that wait for it, in seeded order.
+    Manual(Machine),
+}
+
+/// What a virtual GPU is like.
+#[derive(Debug, Clone)]
+pub struct VirtConfig {
+    /// Its index.
+    pub ordinal: u32,
+    /// Streaming multiprocessors; they bound how many blocks are resident at once.
+    pub sm_count: u32,
+    /// Device memory in bytes. Only what is written costs real memory.
+    pub memory_bytes: u64,
+    /// Draws the order of warps within a grid; without it, warps take turns. A [`Machine`] has its own seed, which is
+    /// used where this is `None`.
+    pub schedule_seed: Option<u64>,
+    /// How the seed orders the warps.
+    pub schedule: Schedule,
+    /// Who runs the work.
+    pub executor: Executor,
+    /// Runs kernels in check mode and watches the device's memory, together with that of other devices of this process that have the
+    /// same one. What other processes do stays out of its sight, so all ranks should be threads of this process.
+    pub checker: Option<Checker>,
+    /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them; the memory is the host's either way.
+    pub native_atomics: bool,
+}
+
+impl Default for VirtConfig {
+    fn default() -> VirtConfig {
+        VirtConfig {
+            ordinal: 0,
+            sm_count: 132,
+            memory_bytes: 16 << 30,
+            schedule_seed: None,
+            schedule: Schedule::Random,
+            executor: Executor::Threaded,
+            checker: None,
+            native_atomics: true,
+        }
+    }
+}

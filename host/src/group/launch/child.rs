@@ -1,0 +1,29 @@
+//! Commands for ranks that are processes.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+
+use crate::error::{Error, Result};
+
+/// A [`Command`] for this very executable, without arguments; a start for [`spawn_ranks`].
+pub fn current_exe() -> Result<Command> {
+    std::env::current_exe().map(Command::new).map_err(|error| Error::os("current_exe", error))
+}
+
+/// Has the kernel kill the child when the thread that spawns it ends.
+#[doc(hidden)]
+pub fn die_with_parent(command: &mut Command) {
+    let parent = getpid();
+    let prepare = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The parent may have died before the line above: then nobody would send the signal.
+        if getppid() != Some(parent) {
+            return Err(rustix::io::Errno::SRCH.into());
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes two system calls; it neither allocates nor takes a lock.
+    unsafe { command.pre_exec(prepare) };
+}

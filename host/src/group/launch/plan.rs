@@ -1,0 +1,92 @@
+//! What is to be launched, and where.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::relay::Sinks;
+use crate::error::{Error, Result};
+
+/// The hosts of a launch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Nodes {
+    /// How many.
+    pub count: u32,
+    /// The number of this one.
+    pub rank: u32,
+    /// With several hosts: a host name of the first and a port there, which its launcher listens at; the same on all.
+    /// On one host: where rank 0 is to serve the store, instead of any free port.
+    pub endpoint: Option<(String, u16)>,
+}
+
+impl Nodes {
+    /// Only this host.
+    pub fn one() -> Nodes {
+        Nodes { count: 1, rank: 0, endpoint: None }
+    }
+}
+
+/// A launch of ranks on this host, with the environment that torchrun gives them.
+///
+/// Every rank is a process group of its own and finds the variables of [`Place::variables`] in its environment, with
+/// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset. Rank 0 of the host keeps the launcher's standard
+/// input unless that is a terminal; the others have none. What the ranks print is passed on by whole lines.
+///
+/// When a rank fails, the store of the launch is given up and the other ranks get a second to end by themselves; those
+/// still running are sent SIGTERM and, after [`Launch::grace`], SIGKILL, with all processes of their groups. Then, if
+/// restarts are left, all ranks are started again, on all hosts. The kernel kills the ranks (not what they have started) if the
+/// thread that called [`Launch::run`] dies.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    /// Ranks of each host.
+    pub ranks_per_node: u32,
+    /// The hosts.
+    pub nodes: Nodes,
+    /// How often all ranks are started again after a failure.
+    pub max_restarts: u32,
+    /// How long a rank may take to end after SIGTERM.
+    pub grace: Duration,
+    /// Where each rank's output is also written: `DIR/attempt_N/RANK/stdout.log` and `stderr.log`.
+    pub log_dir: Option<PathBuf>,
+    /// Begin each line with `[rank R] `.
+    pub prefix: bool,
+    /// The launch's name, the same on all hosts.
+    pub run_id: String,
+    /// Where output goes.
+    pub sinks: Sinks,
+}
+
+impl Launch {
+    /// A launch of `ranks` ranks on this host alone, without restarts.
+    pub fn new(ranks: u32) -> Launch {
+        Launch {
+            ranks_per_node: ranks,
+            nodes: Nodes::one(),
+            max_restarts: 0,
+            grace: Duration::from_secs(5),
+            log_dir: None,
+            prefix: true,
+            run_id: format!("epoxide-{}", std::process::id()),
+            sinks: Sinks::standard(),
+        }
+    }
+
+    /// Refuses what is not well formed.
+    pub(super) fn check(&self) -> Result<()> {
+        let nodes = &self.nodes;
+        if self.ranks_per_node == 0 {
+            return Err(Error::argument("ranks_per_node", 0, "a host has at least one rank"));
+        }
+        if nodes.rank >= nodes.count {
+            let rule = format!("must be below the number of nodes, which is {}", nodes.count);
+            return Err(Error::argument("node rank", nodes.rank, rule));
+        }
+        if nodes.count > 1 && nodes.endpoint.is_none() {
+            let rule = "several nodes need the host and port of the first, the same on every node";
+            return Err(Error::argument("rendezvous endpoint", "none", rule));
+        }
+        if u64::from(nodes.count) * u64::from(self.ranks_per_node) > u64::from(u32::MAX) {
+            return Err(Error::argument("ranks_per_node", self.ranks_per_node, "too many ranks in all"));
+        }
+        Ok(())
+    }
+}

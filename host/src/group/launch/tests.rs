@@ -1,0 +1,145 @@
+//! Ranks as processes and as threads.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use super::*;
+use crate::error::{Error, Result};
+use crate::group::env::RANK;
+use crate::group::{MeshGroup, ProcessGroup, rendezvous};
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// Tells a re-execution of this test binary what to do.
+const ROLE: &str = "EPOXIDE_TEST_ROLE";
+
+/// The command that runs one test of this binary, which must have it: asked for a test that is not there, it runs none and succeeds.
+#[track_caller]
+pub(crate) fn one_test(path: &str) -> Command {
+    let list = ["--exact", path, "--list", "--format", "terse"];
+    let listed = current_exe().unwrap().args(list).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&listed.stdout).trim(), format!("{path}: test"));
+    let mut command = current_exe().unwrap();
+    command.args(["--exact", path, "--nocapture", "--test-threads=1"]);
+    command
+}
+
+/// This test binary again, as a rank that runs [`as_a_rank`] in `role`.
+fn rank_command(role: &str) -> Result<Command> {
+    let mut command = one_test("group::launch::tests::as_a_rank");
+    command.env(ROLE, role).stdout(Stdio::null()).stderr(Stdio::null());
+    Ok(command)
+}
+
+/// The ranks of the tests below; does nothing as a test of its own.
+#[test]
+fn as_a_rank() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let group = rendezvous(TIMEOUT);
+    let rank: u32 = std::env::var(RANK).unwrap().parse().unwrap();
+    match role.as_str() {
+        "fds" => exchange_files(&group.unwrap()),
+        "fail" if rank == 1 => std::process::exit(7),
+        "fail" => {
+            // From the connection that breaks, or, when late, from the launcher through the store.
+            let error = group.and_then(|group| group.barrier(TIMEOUT)).unwrap_err();
+            assert!(error.to_string().contains("rank 1"), "{error}");
+        }
+        "hang" if rank == 0 => std::process::abort(),
+        "hang" => std::thread::sleep(TIMEOUT),
+        other => panic!("no role {other}"),
+    }
+}
+
+fn exchange_files(group: &MeshGroup) {
+    let mut own = tempfile::tempfile().unwrap();
+    own.write_all(&[group.rank() as u8]).unwrap();
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    // The first exchange opens what the group keeps.
+    drop(group.exchange_fds(&[own.as_fd()]).unwrap());
+    let before = open();
+    for _ in 0..50 {
+        let all = group.exchange_fds(&[own.as_fd()]).unwrap();
+        for (peer, mut fds) in all.into_iter().enumerate() {
+            assert_eq!(fds.len(), 1);
+            let mut byte = [0xff];
+            File::from(fds.remove(0)).read_exact_at(&mut byte, 0).unwrap();
+            assert_eq!(byte, [peer as u8]);
+        }
+    }
+    let after = open();
+    // Nobody's leaving may close a connection before all have counted.
+    group.barrier(TIMEOUT).unwrap();
+    assert_eq!(after, before, "descriptors leak");
+}
+
+#[test]
+fn processes_exchange_descriptors() {
+    let outcome = spawn_ranks(3, TIMEOUT, |_| rank_command("fds")).unwrap();
+    assert_eq!(outcome, RankExits { exits: vec![RankExit::Code(0); 3], first_failure: None });
+    assert_eq!(outcome.code(), 0);
+}
+
+#[test]
+fn a_failing_process_fails_the_others_fast() {
+    let start = Instant::now();
+    let outcome = spawn_ranks(3, TIMEOUT, |_| rank_command("fail")).unwrap();
+    assert_eq!(outcome.exits, [RankExit::Code(0), RankExit::Code(7), RankExit::Code(0)]);
+    assert_eq!((outcome.first_failure, outcome.code()), (Some(1), 7));
+    assert!(start.elapsed() < TIMEOUT / 2);
+}
+
+#[test]
+fn a_hanging_process_is_ended() {
+    let outcome = spawn_ranks(2, Duration::from_millis(50), |_| rank_command("hang")).unwrap();
+    let (abort, term) = (Signal::ABORT.as_raw(), Signal::TERM.as_raw());
+    assert_eq!(outcome.exits, [RankExit::Signal(abort), RankExit::Signal(term)]);
+    assert_eq!((outcome.first_failure, outcome.code()), (Some(0), 128 + abort));
+}
+
+#[test]
+fn a_command_that_does_not_start_is_named() {
+    let error = spawn_ranks(2, TIMEOUT, |_| Ok(Command::new("/no/such/program"))).unwrap_err();
+    assert!(error.to_string().contains("rank 0, /no/such/program"), "{error}");
+    assert!(spawn_ranks(0, TIMEOUT, |_| current_exe()).is_err());
+}
+
+#[test]
+fn threads_return_their_results() {
+    let sums = run_threads(4, TIMEOUT, |rank, group| {
+        let all = group.all_gather(&[rank as u8])?;
+        Ok(all.iter().map(|data| u32::from(data[0])).sum::<u32>())
+    });
+    assert_eq!(sums.unwrap(), [6; 4]);
+}
+
+#[test]
+fn a_failing_thread_fails_the_others_fast() {
+    let start = Instant::now();
+    let failure = run_threads(3, TIMEOUT, |rank, group| {
+        if rank == 1 {
+            return Err(Error::argument("x", 1, "bad"));
+        }
+        group.barrier(TIMEOUT)
+    })
+    .unwrap_err();
+    assert_eq!(failure.rank, 1);
+    assert!(matches!(failure.error, Error::Argument { argument: "x", .. }));
+    assert!(start.elapsed() < TIMEOUT / 2);
+}
+
+#[test]
+fn a_panicking_thread_is_reported() {
+    let failure = run_threads(2, TIMEOUT, |rank, group| {
+        assert_eq!(rank, 0, "not mine");
+        group.exchange_fds(&[])
+    })
+    .unwrap_err();
+    assert_eq!(failure.rank, 1);
+    assert!(failure.to_string().contains("not mine"), "{failure}");
+}

@@ -1,0 +1,182 @@
+//! A kernel that was loaded, and what is known of its instructions.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use crate::ast::SourceLine;
+use crate::fault::UnwrittenRegister;
+use crate::ir::{File, Init, Inst, Origin};
+
+/// A parameter of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamInfo {
+    /// Name in the PTX.
+    pub name: String,
+    /// Offset in the parameter block, in bytes.
+    pub offset: usize,
+    /// Size in bytes.
+    pub size: usize,
+    /// Alignment in bytes.
+    pub align: usize,
+}
+
+/// What the module's `.global` and `.const` variables hold at first.
+#[derive(Debug)]
+pub(crate) struct Globals {
+    pub(crate) module_id: u64,
+    pub(crate) init: Vec<u8>,
+}
+
+/// A kernel, ready to run.
+#[derive(Debug)]
+pub struct Kernel {
+    pub(crate) name: String,
+    pub(crate) params: Vec<ParamInfo>,
+    pub(crate) param_bytes: usize,
+    pub(crate) static_shared: u32,
+    pub(crate) max_threads: Option<u32>,
+    pub(crate) required_block: Option<[u32; 3]>,
+    pub(crate) code: Vec<Inst>,
+    pub(crate) origins: Vec<Origin>,
+    /// Jump tables of `brx.idx`.
+    pub(crate) tables: Vec<Vec<u32>>,
+    /// Slots per register file: 32-bit, 64-bit, predicates.
+    pub(crate) slots: [u32; 3],
+    /// Slots that hold something when a warp starts.
+    pub(crate) inits: Vec<(File, u32, Init)>,
+    /// Instructions that read a register, by name, which nothing can have written.
+    pub(crate) unwritten: Vec<(u32, String)>,
+    /// Bytes of local memory per lane.
+    pub(crate) local_bytes: u32,
+    pub(crate) globals: Option<Arc<Globals>>,
+    /// `.file` table, shared by the kernels of a module.
+    pub(crate) files: Arc<Vec<(u32, String)>>,
+    /// The PTX text, for messages.
+    pub(crate) text: Arc<str>,
+    /// Which instructions were executed, once somebody asks for that.
+    pub(crate) executed: OnceLock<Box<[AtomicBool]>>,
+}
+
+/// Where an instruction of a kernel comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InstructionPlace {
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// Rust file and line in the kernel, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+    /// Rust file and line of the inlined function that the instruction belongs to, when that is another line.
+    pub inlined: Option<(String, u32)>,
+}
+
+impl Kernel {
+    /// Name of the entry.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Parameters in order.
+    #[must_use]
+    pub fn params(&self) -> &[ParamInfo] {
+        &self.params
+    }
+
+    /// Length of the parameter block in bytes.
+    #[must_use]
+    pub fn param_bytes(&self) -> usize {
+        self.param_bytes
+    }
+
+    /// Bytes of static shared memory per block.
+    #[must_use]
+    pub fn static_shared_bytes(&self) -> u32 {
+        self.static_shared
+    }
+
+    /// Most threads per block (`.maxntid`, `.reqntid`), when declared.
+    #[must_use]
+    pub fn max_threads(&self) -> Option<u32> {
+        self.max_threads
+    }
+
+    /// Instructions in the kernel.
+    #[must_use]
+    pub fn instruction_count(&self) -> usize {
+        self.code.len()
+    }
+
+    /// Register slots per warp after allocation: 32-bit, 64-bit, predicates. A slot holds one value per lane.
+    #[must_use]
+    pub fn register_slots(&self) -> [u32; 3] {
+        self.slots
+    }
+
+    /// Reads of registers that nothing has written, whatever path led there: no definition reaches them. In check mode such a kernel is
+    /// not launched. A register that only some paths write is none of them: compilers leave those where the value does not matter.
+    #[must_use]
+    pub fn unwritten_registers(&self) -> Vec<UnwrittenRegister> {
+        let describe = |(pc, register): &(u32, String)| {
+            let (ptx_line, ptx_text, source) = self.origin(*pc);
+            let (register, inlined) = (register.clone(), self.inlined(*pc));
+            UnwrittenRegister { register, ptx_line, ptx_text, source, inlined }
+        };
+        self.unwritten.iter().map(describe).collect()
+    }
+
+    /// Where each instruction comes from.
+    pub fn places(&self) -> impl Iterator<Item = InstructionPlace> + '_ {
+        self.origins.iter().zip(0..).map(|(origin, pc)| InstructionPlace {
+            ptx_line: origin.ptx_line as usize,
+            source: self.named(origin.source.own),
+            inlined: self.inlined(pc),
+        })
+    }
+
+    /// A hash of the kernel's instructions and their PTX lines: who has the same instructions at the same lines has
+    /// the same hash, in every process.
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
+        let lines: Vec<&str> = self.text.lines().collect();
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut absorb = |bytes: &[u8]| {
+            bytes.iter().for_each(|&b| hash = (hash ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
+        };
+        for origin in &self.origins {
+            absorb(&origin.ptx_line.to_le_bytes());
+            absorb(lines.get((origin.ptx_line as usize).wrapping_sub(1)).map_or(&[], |line| line.as_bytes()));
+        }
+        hash
+    }
+
+    /// From now on, every grid of this kernel notes which instructions it executes. Grids are slower then.
+    pub fn record_coverage(&self) {
+        self.executed.get_or_init(|| self.code.iter().map(|_| AtomicBool::new(false)).collect());
+    }
+
+    /// For each instruction, whether any lane of any grid has executed it; `None` before
+    /// [`record_coverage`](Self::record_coverage).
+    #[must_use]
+    pub fn coverage(&self) -> Option<Vec<bool>> {
+        Some(self.executed.get()?.iter().map(|mark| mark.load(Ordering::Relaxed)).collect())
+    }
+
+    /// PTX line, its text, and the Rust file and line of instruction `pc`: the kernel's own line, wherever the
+    /// instruction was inlined from.
+    pub(crate) fn origin(&self, pc: u32) -> (usize, String, Option<(String, u32)>) {
+        let o = self.origins.get(pc as usize).copied().unwrap_or_default();
+        let line = o.ptx_line as usize;
+        let text = self.text.lines().nth(line.saturating_sub(1)).unwrap_or("").trim().to_string();
+        (line, text, self.named(o.source.own))
+    }
+
+    /// The Rust file and line that instruction `pc` was inlined from, when that is not the kernel's own line.
+    pub(crate) fn inlined(&self, pc: u32) -> Option<(String, u32)> {
+        let source = self.origins.get(pc as usize)?.source;
+        if source.innermost == source.own { None } else { self.named(source.innermost) }
+    }
+
+    fn named(&self, at: SourceLine) -> Option<(String, u32)> {
+        let (_, path) = self.files.iter().find(|(n, _)| *n == at.file && at.line != 0)?;
+        Some((path.clone(), at.line))
+    }
+}
