@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// Dispatch sends unique (token, node) pairs and receives unique (source token, rank) pairs, own ones included; `nvl` is the
 /// part within the node, `rdma` the part across. Combine swaps the sides.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub struct Six<T> {
+pub struct TokenCounts<T> {
     /// Sent.
     pub send_total: T,
     /// Sent within the node.
@@ -27,10 +27,10 @@ pub struct Six<T> {
     pub recv_rdma: T,
 }
 
-impl<T: Copy> Six<T> {
+impl<T: Copy> TokenCounts<T> {
     /// The other phase's counts.
-    pub fn swapped(self) -> Six<T> {
-        Six {
+    pub fn swapped(self) -> TokenCounts<T> {
+        TokenCounts {
             send_total: self.recv_total,
             send_nvl: self.recv_nvl,
             send_rdma: self.recv_rdma,
@@ -41,8 +41,8 @@ impl<T: Copy> Six<T> {
     }
 
     /// Every metric through `f`.
-    pub fn map<U>(self, f: impl Fn(T) -> U) -> Six<U> {
-        Six {
+    pub fn map<U>(self, f: impl Fn(T) -> U) -> TokenCounts<U> {
+        TokenCounts {
             send_total: f(self.send_total),
             send_nvl: f(self.send_nvl),
             send_rdma: f(self.send_rdma),
@@ -57,7 +57,7 @@ impl<T: Copy> Six<T> {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankCounts {
     /// The six metrics.
-    pub six: Six<u64>,
+    pub six: TokenCounts<u64>,
     /// Tokens of other nodes that this rank passes on in its own. In a combine, the sums that it sends to other nodes.
     pub relayed: u64,
     /// Received rows that came over NVLink: those of ranks with another index in their node, since relays keep the index.
@@ -65,11 +65,11 @@ pub struct RankCounts {
 }
 
 /// Means over ranks.
-pub fn mean(ranks: &[RankCounts]) -> Six<f64> {
-    let of = |pick: fn(&Six<u64>) -> u64| {
+pub fn mean(ranks: &[RankCounts]) -> TokenCounts<f64> {
+    let of = |pick: fn(&TokenCounts<u64>) -> u64| {
         ranks.iter().map(|rank| pick(&rank.six)).sum::<u64>() as f64 / ranks.len() as f64
     };
-    Six {
+    TokenCounts {
         send_total: of(|six| six.send_total),
         send_nvl: of(|six| six.send_nvl),
         send_rdma: of(|six| six.send_rdma),
@@ -129,12 +129,12 @@ pub fn serial(ids: &[Vec<i64>], sizes: Sizes) -> Vec<RankCounts> {
 }
 
 /// Dispatch's mean counts of a rank where every set of `topk` experts is equally likely.
-pub fn expected(tokens: f64, sizes: Sizes) -> Six<f64> {
+pub fn expected(tokens: f64, sizes: Sizes) -> TokenCounts<f64> {
     let (ranks, per_node) = (f64::from(sizes.ranks), f64::from(sizes.ranks_per_node));
     let nodes = ranks / per_node;
     let rank = chance_of_any(sizes.experts, sizes.experts / sizes.ranks, sizes.topk);
     let node = chance_of_any(sizes.experts, sizes.experts / sizes.ranks * sizes.ranks_per_node, sizes.topk);
-    Six {
+    TokenCounts {
         send_total: tokens * nodes * node,
         send_nvl: tokens * node,
         send_rdma: tokens * (nodes - 1.0) * node,
@@ -192,7 +192,7 @@ mod tests {
     fn the_routing_worked_by_hand_on_two_nodes() {
         let ids: Vec<Vec<i64>> = BY_HAND.iter().map(|ids| ids.to_vec()).collect();
         let sizes = Sizes { ranks: 4, ranks_per_node: 2, experts: 8, topk: 2 };
-        let six = |st, sn, sr, rt, rn, rr| Six {
+        let six = |st, sn, sr, rt, rn, rr| TokenCounts {
             send_total: st,
             send_nvl: sn,
             send_rdma: sr,
@@ -217,8 +217,8 @@ mod tests {
     fn the_routing_across_nodes_worked_by_hand() {
         let ids: Vec<Vec<i64>> = ACROSS_NODES.iter().map(|ids| ids.to_vec()).collect();
         let counts = serial(&ids, Sizes { ranks: 4, ranks_per_node: 2, experts: 8, topk: 2 });
-        let send = |six: Six<u64>| (six.send_total, six.send_nvl, six.send_rdma);
-        let recv = |six: Six<u64>| (six.recv_total, six.recv_nvl, six.recv_rdma);
+        let send = |six: TokenCounts<u64>| (six.send_total, six.send_nvl, six.send_rdma);
+        let recv = |six: TokenCounts<u64>| (six.recv_total, six.recv_nvl, six.recv_rdma);
         let by = |pick: fn(&RankCounts) -> u64| counts.iter().map(pick).collect::<Vec<_>>();
         assert_eq!(counts.iter().map(|rank| send(rank.six)).collect::<Vec<_>>(), [(6, 3, 3); 4]);
         let received = [(8, 4, 4), (6, 2, 4), (6, 3, 3), (7, 3, 4)];
@@ -234,7 +234,8 @@ mod tests {
             let sizes = Sizes { ranks, ranks_per_node, experts: ranks * 4, topk };
             let ids = routing(seed, 50, sizes, masked);
             let counts = serial(&ids, sizes);
-            let sum = |pick: fn(&Six<u64>) -> u64| counts.iter().map(|rank| pick(&rank.six)).sum::<u64>();
+            let sum =
+                |pick: fn(&TokenCounts<u64>) -> u64| counts.iter().map(|rank| pick(&rank.six)).sum::<u64>();
             for RankCounts { six, linked, .. } in &counts {
                 assert!(*linked <= six.recv_total);
                 assert_eq!(six.send_total, six.send_nvl + six.send_rdma);

@@ -4,18 +4,21 @@
 //! A [`Plan`] says what to measure, [`measure()`] does on threads of this process, and [`measure::rank`] on one rank of any group. What
 //! comes of it is [`results::Point`]s: everything that is printed, stored or drawn comes from those alone.
 
+mod bench;
 pub mod compare;
 pub mod counts;
 mod error;
 pub mod measure;
+mod measured;
 pub mod model;
+pub mod network;
 mod plan;
 pub mod points;
 pub mod puts;
 pub mod results;
+mod shapes;
 pub mod sweep;
 pub mod trace;
-pub mod wire;
 
 use std::sync::Arc;
 
@@ -23,7 +26,8 @@ use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 
 pub use error::{Error, Result};
-pub use plan::{Plan, Shapes};
+pub use plan::Plan;
+pub use shapes::Shapes;
 
 /// Measures all that a plan asks for on ranks that are threads of this process; `open` makes the device of a rank. The points, and what
 /// each rank measured.

@@ -18,7 +18,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use serde::Serialize;
 
-use crate::counts::{self, Six, Sizes, random_topk};
+use crate::counts::{self, Sizes, TokenCounts, random_topk};
 use crate::results::{PhaseName, Point};
 use crate::{Error, Result};
 
@@ -150,7 +150,7 @@ pub struct Prediction {
 
 impl Case {
     /// Predicts a phase. `six`: a rank's counts of a dispatch.
-    pub fn predict(&self, phase: PhaseName, six: Six<f64>, figures: &Figures) -> Prediction {
+    pub fn predict(&self, phase: PhaseName, six: TokenCounts<f64>, figures: &Figures) -> Prediction {
         let per_node = f64::from(self.sizes.ranks_per_node);
         let row = if phase.is_dispatch() { self.dispatch_row_bytes } else { self.combine_row_bytes } as f64;
         // Of the rows for a node, one in `per_node` is for the rank that has them already.
@@ -189,7 +189,7 @@ impl Case {
 ///
 /// # Errors
 /// Where the sample is empty.
-pub fn sampled(sample: u32, tokens: f64, sizes: Sizes) -> Result<(Six<f64>, f64)> {
+pub fn sampled(sample: u32, tokens: f64, sizes: Sizes) -> Result<(TokenCounts<f64>, f64)> {
     if sample == 0 {
         return Err(Error::Usage("model: --sampled must be at least 1".into()));
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use epoxide::ep::{Config, DType, Tuning};
+use epoxide::ep::{Config, DType};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_TOPK};
 use epoxide_testing::World;
@@ -11,11 +11,10 @@ use epoxide_testing::payload::ELEMENTS_PER_SCALE;
 use epoxide_testing::roundtrip::{Case, Scales};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use serde::{Deserialize, Serialize};
 
 use crate::counts::{Sizes, random_topk};
 use crate::results::{Key, PhaseName};
-use crate::{Error, Result};
+use crate::{Error, Result, Shapes};
 
 /// Fewest multiprocessors of a cached dispatch across nodes.
 const FEWEST_SMS_ACROSS: u32 = 4;
@@ -71,39 +70,6 @@ pub struct Plan {
     pub shapes: Shapes,
     /// Every rank's ids, in place of random ones.
     pub ids: Option<Vec<Vec<i64>>>,
-}
-
-/// Launch shapes that were asked for; the library's own where not.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Shapes {
-    /// Warps per block in dispatch.
-    pub dispatch_warps: Option<u32>,
-    /// Most stages per warp in dispatch.
-    pub dispatch_stages: Option<u32>,
-    /// Largest stage in dispatch, in bytes.
-    pub dispatch_stage_bytes: Option<u32>,
-    /// Warps per block in combine.
-    pub combine_warps: Option<u32>,
-    /// Most slots per warp in combine.
-    pub combine_slots: Option<u32>,
-    /// Largest slot in combine, in bytes.
-    pub combine_slot_bytes: Option<u32>,
-}
-
-impl Shapes {
-    /// With the library's own where none was asked for.
-    pub fn tuning(&self) -> Tuning {
-        let d = Tuning::default();
-        Tuning {
-            dispatch_warps: self.dispatch_warps.unwrap_or(d.dispatch_warps),
-            internode_dispatch_warps: self.dispatch_warps.unwrap_or(d.internode_dispatch_warps),
-            dispatch_stages: self.dispatch_stages.unwrap_or(d.dispatch_stages),
-            dispatch_stage_bytes: self.dispatch_stage_bytes.unwrap_or(d.dispatch_stage_bytes),
-            combine_warps: self.combine_warps.unwrap_or(d.combine_warps),
-            combine_slots: self.combine_slots.unwrap_or(d.combine_slots),
-            combine_slot_bytes: self.combine_slot_bytes.unwrap_or(d.combine_slot_bytes),
-        }
-    }
 }
 
 impl Plan {
@@ -170,7 +136,7 @@ impl Plan {
         }
     }
 
-    /// Sizes that cannot be run are a reason to skip, as in the seed.
+    /// Sizes that cannot be run are a reason to skip, as in MSCCL++'s test.
     pub fn check(&self) -> Result<()> {
         let (world, experts, topk) = (self.world, self.experts, self.topk);
         let ranks = world.ranks();
@@ -213,7 +179,7 @@ impl Plan {
                     "bench: --num-sms {num_sms}: a cached dispatch across nodes takes at least {FEWEST_SMS_ACROSS}"
                 )));
             }
-            // The seed's rule; it sizes its buffers by the hints.
+            // The rule of MSCCL++'s test; it sizes its buffers by the hints.
             let per_rank = |bytes: Option<u64>, hint: fn(&Config, u64, u32, u32) -> u64| {
                 let bytes =
                     bytes.unwrap_or_else(|| hint(&config, self.hidden * 2, ranks, world.ranks_per_node));

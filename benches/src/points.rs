@@ -1,9 +1,9 @@
 //! Turns the ranks' samples into points.
 
-use crate::counts::{self, RankCounts, Six};
+use crate::counts::{self, RankCounts, TokenCounts};
 use crate::measure::{RankResult, Samples, Times, WireCount};
 use crate::results::{
-    Bandwidth, Distribution, OnWire, Phase, PhaseName, Point, SCHEMA_VERSION, SeedBandwidth, Spread, gbps,
+    Bandwidth, Distribution, MscclppBandwidth, OnWire, Phase, PhaseName, Point, SCHEMA_VERSION, Spread, gbps,
     mean, today,
 };
 use crate::{Error, Plan, Result};
@@ -22,7 +22,7 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
     let numbers = 0..first.times.len();
     Ok(numbers
         .map(|index| {
-            let shared = Shared {
+            let shared = Common {
                 plan,
                 ranks,
                 index,
@@ -100,17 +100,17 @@ fn check_wire(plan: &Plan, ranks: &[RankResult], counts: &[RankCounts]) -> Resul
 }
 
 /// What the phases of one point have in common.
-struct Shared<'a> {
+struct Common<'a> {
     plan: &'a Plan,
     ranks: &'a [RankResult],
     index: usize,
     is_virtual: bool,
-    counts: Six<f64>,
+    counts: TokenCounts<f64>,
     remote_rows: f64,
     relayed: f64,
 }
 
-impl Shared<'_> {
+impl Common<'_> {
     fn times(&self) -> impl Iterator<Item = &Times> {
         self.ranks.iter().map(|rank| &rank.times[self.index])
     }
@@ -203,7 +203,7 @@ impl Shared<'_> {
 /// Rows of a dispatch per rank.
 pub struct Rows {
     /// The six metrics.
-    pub sent: Six<f64>,
+    pub sent: TokenCounts<f64>,
     /// Rows that crossed a link.
     pub remote: f64,
     /// Tokens.
@@ -229,9 +229,9 @@ pub fn bandwidth(
         wire_ceiling: None,
         deepep: gbps(bytes(rows.sent.recv_total), call.avg_us),
         nccl_ep: six.map(|rows| gbps(bytes(rows), call.avg_us)),
-        seed: back_to_back.map(|spread| {
+        mscclpp: back_to_back.map(|spread| {
             let per_rank = gbps(bytes(rows.tokens), spread.avg_us);
-            SeedBandwidth {
+            MscclppBandwidth {
                 per_rank,
                 aggregate: per_rank * ranks as f64,
                 six: six.map(|rows| gbps(bytes(rows), spread.avg_us)),

@@ -5,7 +5,7 @@ use std::path::Path;
 use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 use serde::{Deserialize, Serialize};
 
-use crate::counts::Six;
+use crate::counts::TokenCounts;
 use crate::{Error, Result, Shapes};
 
 /// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one is added.
@@ -63,9 +63,9 @@ pub struct Point {
     /// Device bytes of a rank's whole buffer.
     pub device_bytes: u64,
     /// Token counts of a dispatch, means over ranks, as the devices' handles have them; combine's are swapped.
-    pub counts: Six<f64>,
+    pub counts: TokenCounts<f64>,
     /// The same by rank; empty in files converted from older ones.
-    pub counts_by_rank: Vec<Six<u64>>,
+    pub counts_by_rank: Vec<TokenCounts<u64>>,
     /// Rows per rank that came over NVLink: received rows without own ones and those that the rank itself relayed.
     pub remote_rows: f64,
     /// The phases.
@@ -130,7 +130,7 @@ pub struct Phase {
     pub call: Distribution,
     /// Mean time in the kernels, first block's start to last block's end, from their own clock; of traced calls apart.
     pub kernel_us: Option<f64>,
-    /// Calls back to back, as the seed times them: one pair of events around all. Only of the two phases that it has.
+    /// Calls back to back, as MSCCL++'s test times them: one pair of events around all. Only of the two phases that it has.
     pub back_to_back: Option<Spread>,
     /// What it puts on the wire; `null` within one node.
     #[serde(default)]
@@ -285,20 +285,21 @@ pub struct Bandwidth {
     /// As DeepEP counts: received rows, own included.
     pub deepep: f64,
     /// As NCCL EP counts: the six metrics at the mean call.
-    pub nccl_ep: Six<f64>,
-    /// As the seed counts, at its own timing; only of the two phases that it has.
-    pub seed: Option<SeedBandwidth>,
+    pub nccl_ep: TokenCounts<f64>,
+    /// As MSCCL++'s test counts, at its own timing; only of the two phases that it has.
+    #[serde(rename = "seed")]
+    pub mscclpp: Option<MscclppBandwidth>,
 }
 
-/// The seed's bandwidths in GB/s.
+/// The bandwidths that MSCCL++'s test prints, in GB/s.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct SeedBandwidth {
+pub struct MscclppBandwidth {
     /// Input bytes over the mean time.
     pub per_rank: f64,
     /// That times the ranks.
     pub aggregate: f64,
     /// The six metrics.
-    pub six: Six<f64>,
+    pub six: TokenCounts<f64>,
 }
 
 impl Point {

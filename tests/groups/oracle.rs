@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use epoxide::group::{
-    Call, Collectives, Connect, Element, MeshOptions, Outcome, P2p, ProcessGroup, ReduceOp, Sockets,
+    Call, CallResult, Collectives, Connect, Element, MeshOptions, P2p, ProcessGroup, ReduceOp, Sockets,
 };
 use half::bf16;
 
@@ -265,7 +265,7 @@ fn coalesced_calls() {
         let outcomes =
             group.coalesce(vec![Call::Barrier, Call::AllGather { data: vec![group.rank() as u8] }]);
         let parts = vec![vec![0], vec![1], vec![2]];
-        assert_eq!(outcomes.unwrap(), [Outcome::Done, Outcome::Parts(parts)]);
+        assert_eq!(outcomes.unwrap(), [CallResult::Done, CallResult::Parts(parts)]);
         assert_eq!(group.flight_record().len(), before + 2);
         assert!(group.coalesce(vec![Call::P2p(Vec::new())]).is_err());
     });

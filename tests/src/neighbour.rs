@@ -17,12 +17,12 @@ const COPIES: [usize; 2] = [4 << 10, 2 << 20];
 /// The neighbour's threads. Ended on drop.
 #[derive(Debug)]
 pub struct Neighbour {
-    shared: Arc<Shared>,
+    shared: Arc<NeighbourState>,
     threads: Vec<JoinHandle<Result<()>>>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct NeighbourState {
     stop: AtomicBool,
     calls: AtomicU64,
 }
@@ -35,7 +35,7 @@ impl Neighbour {
     pub fn start(device: &Arc<dyn Device>, pause: Duration) -> Neighbour {
         let habits: [(&str, Habit); 4] =
             [("allocates", allocate), ("pins", pin), ("loads", load), ("copies", copy)];
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(NeighbourState::default());
         let spawn = |(name, habit): (&str, Habit)| {
             let (device, shared) = (device.clone(), shared.clone());
             let run = move || {

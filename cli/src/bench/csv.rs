@@ -80,7 +80,7 @@ fn text(
 fn record(point: &Point, phase: &Phase) -> [String; COLUMNS.len()] {
     let (key, call) = (&point.key, &phase.call);
     let (bandwidth, wire) = (phase.bandwidth.as_ref(), phase.wire.as_ref());
-    let seed = bandwidth.and_then(|bandwidth| bandwidth.seed);
+    let mscclpp = bandwidth.and_then(|bandwidth| bandwidth.mscclpp);
     let six = if phase.name.is_dispatch() { point.counts } else { point.counts.swapped() };
     let optional = |value: Option<f64>| value.map_or_else(String::new, |value| value.to_string());
     [
@@ -116,8 +116,8 @@ fn record(point: &Point, phase: &Phase) -> [String; COLUMNS.len()] {
         optional(bandwidth.and_then(|bandwidth| bandwidth.link_ceiling)),
         optional(bandwidth.map(|bandwidth| bandwidth.deepep)),
         optional(bandwidth.map(|bandwidth| bandwidth.nccl_ep.recv_total)),
-        optional(seed.map(|seed| seed.per_rank)),
-        optional(seed.map(|seed| seed.aggregate)),
+        optional(mscclpp.map(|test| test.per_rank)),
+        optional(mscclpp.map(|test| test.aggregate)),
         optional(wire.map(|wire| wire.rows)),
         wire.map_or_else(String::new, |wire| wire.slot_bytes.to_string()),
         optional(wire.map(|wire| wire.bytes)),

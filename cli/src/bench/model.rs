@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
-use epoxide_bench::counts::{self, Six, Sizes};
+use epoxide_bench::counts::{self, Sizes, TokenCounts};
 use epoxide_bench::model::{Case, Figures, Prediction, check, check_text, sampled};
 use epoxide_bench::results::{PhaseName, Results, SCHEMA_VERSION, gbps};
 
@@ -127,7 +127,7 @@ fn case_of(args: &Args) -> Result<Case> {
     })
 }
 
-fn text(args: &Args, six: Six<f64>, busiest: Option<f64>, predictions: &[Prediction]) -> String {
+fn text(args: &Args, six: TokenCounts<f64>, busiest: Option<f64>, predictions: &[Prediction]) -> String {
     let mut out = format!(
         "[model] nodes={} num_ranks={} tokens={} hidden={} experts={} topk={} num_sms={} nic={} GB/s: PREDICTED, not measured\n",
         args.nodes,

@@ -2,14 +2,14 @@
 
 use std::fmt::Write;
 
-use epoxide_bench::counts::Six;
+use epoxide_bench::counts::TokenCounts;
 use epoxide_bench::results::{PhaseName, Point};
 
-/// A point for people: the seed's lines first.
+/// A point for people: the lines of MSCCL++'s test first.
 pub fn text(point: &Point) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
-    let _ = seed_lines(&mut out, point);
+    let _ = mscclpp_lines(&mut out, point);
     let _ = setting(&mut out, point);
     let _ = distributions(&mut out, point);
     let _ = on_wire(&mut out, point);
@@ -22,7 +22,7 @@ fn figure(value: Option<f64>) -> String {
     value.map_or("n/a".into(), |value| format!("{value:.2}"))
 }
 
-fn seed_lines(out: &mut String, point: &Point) -> std::fmt::Result {
+fn mscclpp_lines(out: &mut String, point: &Point) -> std::fmt::Result {
     let key = &point.key;
     writeln!(
         out,
@@ -37,10 +37,10 @@ fn seed_lines(out: &mut String, point: &Point) -> std::fmt::Result {
         point.warmup,
         point.iters
     )?;
-    // Across nodes the seed times the dispatch that exchanges counts, within one the cached one.
+    // Across nodes MSCCL++'s test times the dispatch that exchanges counts, within one the cached one.
     let dispatch = if key.nodes > 1 { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
-    seed_phase(out, point, "dispatch", dispatch)?;
-    seed_phase(out, point, "combine ", PhaseName::CombineInPool)?;
+    mscclpp_phase(out, point, "dispatch", dispatch)?;
+    mscclpp_phase(out, point, "combine ", PhaseName::CombineInPool)?;
     let row_bytes = point.phase(PhaseName::DispatchCached).map_or(0, |phase| phase.row_bytes);
     let count = |tokens: f64| format!("{:.2} MB ({tokens:.1} tok)", tokens * row_bytes as f64 / 1e6);
     writeln!(
@@ -53,25 +53,25 @@ fn seed_lines(out: &mut String, point: &Point) -> std::fmt::Result {
     )?;
     match key.nodes {
         1 => Ok(()),
-        // Not of the seed, in its form.
-        _ => seed_phase(out, point, "cached  ", PhaseName::DispatchCached),
+        // MSCCL++'s test has none; in its form.
+        _ => mscclpp_phase(out, point, "cached  ", PhaseName::DispatchCached),
     }
 }
 
-fn seed_phase(out: &mut String, point: &Point, label: &str, name: PhaseName) -> std::fmt::Result {
+fn mscclpp_phase(out: &mut String, point: &Point, label: &str, name: PhaseName) -> std::fmt::Result {
     let Some(phase) = point.phase(name) else { return Ok(()) };
     let Some(time) = phase.back_to_back else { return Ok(()) };
     let note = if point.is_virtual { "(VIRTUAL GPU: interpreter time, no BW)" } else { "(BW @ avg time)" };
-    let seed = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.seed);
-    let six = |pick: fn(&Six<f64>) -> f64| figure(seed.map(|seed| pick(&seed.six)));
+    let mscclpp = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.mscclpp);
+    let six = |pick: fn(&TokenCounts<f64>) -> f64| figure(mscclpp.map(|test| pick(&test.six)));
     writeln!(
         out,
         "  {label}: avg={:.2}us min={}us max={}us  per_rank_bw={} GB/s  agg_bw={} GB/s  {note}",
         time.avg_us,
         figure(time.min_us),
         figure(time.max_us),
-        figure(seed.map(|seed| seed.per_rank)),
-        figure(seed.map(|seed| seed.aggregate)),
+        figure(mscclpp.map(|test| test.per_rank)),
+        figure(mscclpp.map(|test| test.aggregate)),
     )?;
     writeln!(
         out,

@@ -8,7 +8,8 @@ use epoxide_bench::sweep::{self, Run, Sweep, summary};
 use epoxide_bench::{Error, Plan};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{Args, launched, open};
+use super::Args;
+use super::start::{launched, open};
 use crate::options::{Mode, WorldFlags};
 use crate::output;
 use crate::stop::{Result, Stop};

@@ -3,10 +3,11 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
+use epoxide_bench::network::{self, Plan, WirePoint, WireResults};
 use epoxide_bench::sweep::parse_values;
-use epoxide_bench::wire::{self, Plan, WirePoint, WireResults};
 
-use super::{csv, launched, on_ranks};
+use super::csv;
+use super::start::{launched, on_ranks};
 use crate::options::{DeviceKind, Mode, NetworkFlags, WorldFlags};
 use crate::output::{self, write_text};
 use crate::ranks;
@@ -75,8 +76,8 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn measure(plan: &Plan, device: DeviceKind) -> Result<Vec<WirePoint>> {
-    let ranks = on_ranks(plan.world, device, |device, group| wire::rank(plan, &device, &**group))?;
-    Ok(wire::points(plan, &ranks))
+    let ranks = on_ranks(plan.world, device, |device, group| network::rank(plan, &device, &**group))?;
+    Ok(network::points(plan, &ranks))
 }
 
 impl Args {

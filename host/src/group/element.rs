@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[allow(missing_docs)]
-pub enum Dtype {
+pub enum ElementType {
     I8 = 1,
     U8 = 2,
     I32 = 3,
@@ -23,40 +23,40 @@ pub enum Dtype {
     Bf16 = 9,
 }
 
-impl Dtype {
+impl ElementType {
     /// All of them.
-    pub const ALL: [Dtype; 9] = [
-        Dtype::I8,
-        Dtype::U8,
-        Dtype::I32,
-        Dtype::U32,
-        Dtype::I64,
-        Dtype::U64,
-        Dtype::F32,
-        Dtype::F64,
-        Dtype::Bf16,
+    pub const ALL: [ElementType; 9] = [
+        ElementType::I8,
+        ElementType::U8,
+        ElementType::I32,
+        ElementType::U32,
+        ElementType::I64,
+        ElementType::U64,
+        ElementType::F32,
+        ElementType::F64,
+        ElementType::Bf16,
     ];
 
     /// Bytes of an element.
     pub fn size(self) -> usize {
         match self {
-            Dtype::I8 | Dtype::U8 => 1,
-            Dtype::Bf16 => 2,
-            Dtype::I32 | Dtype::U32 | Dtype::F32 => 4,
-            Dtype::I64 | Dtype::U64 | Dtype::F64 => 8,
+            ElementType::I8 | ElementType::U8 => 1,
+            ElementType::Bf16 => 2,
+            ElementType::I32 | ElementType::U32 | ElementType::F32 => 4,
+            ElementType::I64 | ElementType::U64 | ElementType::F64 => 8,
         }
     }
 
-    pub(crate) fn from_code(code: u8) -> Option<Dtype> {
-        Dtype::ALL.into_iter().find(|dtype| *dtype as u8 == code)
+    pub(crate) fn from_code(code: u8) -> Option<ElementType> {
+        ElementType::ALL.into_iter().find(|dtype| *dtype as u8 == code)
     }
 
     fn is_float(self) -> bool {
-        matches!(self, Dtype::F32 | Dtype::F64 | Dtype::Bf16)
+        matches!(self, ElementType::F32 | ElementType::F64 | ElementType::Bf16)
     }
 }
 
-impl fmt::Display for Dtype {
+impl fmt::Display for ElementType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&format!("{self:?}").to_lowercase())
     }
@@ -105,7 +105,7 @@ impl ReduceOp {
     }
 
     /// Refuses bitwise operations on floats.
-    pub fn check(self, dtype: Dtype) -> Result<()> {
+    pub fn check(self, dtype: ElementType) -> Result<()> {
         let bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
         if bitwise && dtype.is_float() {
             return Err(Error::argument(
@@ -127,7 +127,7 @@ impl fmt::Display for ReduceOp {
 /// An element that collectives carry and reduce: `i8 u8 i32 u32 i64 u64 f32 f64 bf16`.
 pub trait Element: Pod + Send + sealed::Arithmetic {
     /// Its code on the wire.
-    const DTYPE: Dtype;
+    const DTYPE: ElementType;
 }
 
 mod sealed {
@@ -142,7 +142,7 @@ use sealed::Arithmetic;
 macro_rules! integers {
     ($($type:ty: $dtype:ident),*) => {$(
         impl Element for $type {
-            const DTYPE: Dtype = Dtype::$dtype;
+            const DTYPE: ElementType = ElementType::$dtype;
         }
         impl Arithmetic for $type {
             #[inline(always)]
@@ -169,7 +169,7 @@ integers!(i8: I8, u8: U8, i32: I32, u32: U32, i64: I64, u64: U64);
 macro_rules! floats {
     ($($type:ty: $dtype:ident),*) => {$(
         impl Element for $type {
-            const DTYPE: Dtype = Dtype::$dtype;
+            const DTYPE: ElementType = ElementType::$dtype;
         }
         impl Arithmetic for $type {
             #[inline(always)]
@@ -192,7 +192,7 @@ macro_rules! floats {
 floats!(f32: F32, f64: F64);
 
 impl Element for bf16 {
-    const DTYPE: Dtype = Dtype::Bf16;
+    const DTYPE: ElementType = ElementType::Bf16;
 }
 
 impl Arithmetic for bf16 {
@@ -207,7 +207,7 @@ impl Arithmetic for bf16 {
 }
 
 /// `into = lower op higher`, element by element, where `into` is the lower operand if `lower_first`.
-pub(crate) fn reduce(dtype: Dtype, op: ReduceOp, into: &mut [u8], other: &[u8], lower_first: bool) {
+pub(crate) fn reduce(dtype: ElementType, op: ReduceOp, into: &mut [u8], other: &[u8], lower_first: bool) {
     fn each<T: Element>(into: &mut [u8], other: &[u8], combine: impl Fn(T, T) -> T) {
         let size = size_of::<T>();
         for (a, b) in into.chunks_exact_mut(size).zip(other.chunks_exact(size)) {
@@ -227,20 +227,20 @@ pub(crate) fn reduce(dtype: Dtype, op: ReduceOp, into: &mut [u8], other: &[u8], 
         }
     }
     match dtype {
-        Dtype::I8 => typed::<i8>(op, into, other, lower_first),
-        Dtype::U8 => typed::<u8>(op, into, other, lower_first),
-        Dtype::I32 => typed::<i32>(op, into, other, lower_first),
-        Dtype::U32 => typed::<u32>(op, into, other, lower_first),
-        Dtype::I64 => typed::<i64>(op, into, other, lower_first),
-        Dtype::U64 => typed::<u64>(op, into, other, lower_first),
-        Dtype::F32 => typed::<f32>(op, into, other, lower_first),
-        Dtype::F64 => typed::<f64>(op, into, other, lower_first),
-        Dtype::Bf16 => typed::<bf16>(op, into, other, lower_first),
+        ElementType::I8 => typed::<i8>(op, into, other, lower_first),
+        ElementType::U8 => typed::<u8>(op, into, other, lower_first),
+        ElementType::I32 => typed::<i32>(op, into, other, lower_first),
+        ElementType::U32 => typed::<u32>(op, into, other, lower_first),
+        ElementType::I64 => typed::<i64>(op, into, other, lower_first),
+        ElementType::U64 => typed::<u64>(op, into, other, lower_first),
+        ElementType::F32 => typed::<f32>(op, into, other, lower_first),
+        ElementType::F64 => typed::<f64>(op, into, other, lower_first),
+        ElementType::Bf16 => typed::<bf16>(op, into, other, lower_first),
     }
 }
 
 /// The last step of an average; nothing for other operations.
-pub(crate) fn finish(dtype: Dtype, op: ReduceOp, data: &mut [u8], size: u32) {
+pub(crate) fn finish(dtype: ElementType, op: ReduceOp, data: &mut [u8], size: u32) {
     fn typed<T: Element>(data: &mut [u8], size: u32) {
         for element in data.chunks_exact_mut(size_of::<T>()) {
             let value: T = bytemuck::pod_read_unaligned(element);
@@ -251,14 +251,14 @@ pub(crate) fn finish(dtype: Dtype, op: ReduceOp, data: &mut [u8], size: u32) {
         return;
     }
     match dtype {
-        Dtype::I8 => typed::<i8>(data, size),
-        Dtype::U8 => typed::<u8>(data, size),
-        Dtype::I32 => typed::<i32>(data, size),
-        Dtype::U32 => typed::<u32>(data, size),
-        Dtype::I64 => typed::<i64>(data, size),
-        Dtype::U64 => typed::<u64>(data, size),
-        Dtype::F32 => typed::<f32>(data, size),
-        Dtype::F64 => typed::<f64>(data, size),
-        Dtype::Bf16 => typed::<bf16>(data, size),
+        ElementType::I8 => typed::<i8>(data, size),
+        ElementType::U8 => typed::<u8>(data, size),
+        ElementType::I32 => typed::<i32>(data, size),
+        ElementType::U32 => typed::<u32>(data, size),
+        ElementType::I64 => typed::<i64>(data, size),
+        ElementType::U64 => typed::<u64>(data, size),
+        ElementType::F32 => typed::<f32>(data, size),
+        ElementType::F64 => typed::<f64>(data, size),
+        ElementType::Bf16 => typed::<bf16>(data, size),
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::collectives::{Call, Operation, Outcome, within};
+use super::collectives::{Call, CallResult, Operation, within};
 use super::mesh::{Directory, Engine, Listener, Signature, Sockets, Wake, address_key};
 use super::recorder::{Entry, Recorder, Writer};
 use super::store::store_error;
@@ -272,7 +272,7 @@ impl ProcessGroup for MeshGroup {
         (0..).zip(&self.members).find(|(_, member)| **member == global).map(|(rank, _)| rank)
     }
 
-    fn call(&self, call: Call, timeout: Duration) -> Result<Outcome> {
+    fn call(&self, call: Call, timeout: Duration) -> Result<CallResult> {
         call.check(self.rank(), self.size())?;
         // What a rank did before the call may be relied on after it.
         host_meets();

@@ -32,8 +32,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use collectives::{Call, Message, Operation, Outcome, P2p};
-pub use element::{Dtype, Element, ReduceOp};
+#[doc(hidden)]
+pub use collectives::{Call, CallResult, Message, Operation, P2p};
+pub use element::{Element, ElementType, ReduceOp};
 pub use env::{RANK, STORE, WORLD_SIZE};
 pub use fds::MAX_FDS;
 pub use file_store::FileStore;
@@ -42,7 +43,9 @@ pub use mesh::{SOCKET_IFNAME, Sockets};
 pub(crate) use mesh::{host_id, interface_address};
 pub use mesh_group::{Connect, MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;
-pub use recorder::{Entry, FLIGHT_RECORDER, State, Writer};
+pub use recorder::{Entry, State};
+#[doc(hidden)]
+pub use recorder::{FLIGHT_RECORDER, Writer};
 pub use rendezvous::{Launcher, Meeting, Member, rendezvous};
 pub use store::Store;
 pub use tcp::{DEFAULT_PORT, TcpStore, TcpStoreServer};
@@ -120,12 +123,14 @@ pub trait ProcessGroup: Send + Sync + Debug {
     ///
     /// By default they are made of [`ProcessGroup::all_gather`], which has its own timeout, and there is no send and
     /// receive.
-    fn call(&self, call: Call, timeout: Duration) -> Result<Outcome> {
+    #[doc(hidden)]
+    fn call(&self, call: Call, timeout: Duration) -> Result<CallResult> {
         collectives::fallback::call(self, call, timeout)
     }
 
     /// Starts an operation, to go on in the background. Operations run in the order of the calls; sends and receives
     /// that directly follow each other run at the same time. By default it is over when this returns.
+    #[doc(hidden)]
     fn start(&self, call: Call, timeout: Duration) -> Work {
         Work::ready(self.call(call, timeout))
     }

@@ -134,7 +134,7 @@ impl Core {
     }
 
     /// Runs a checked call in the calling thread.
-    pub(crate) fn call(&self, call: Call, timeout: Duration) -> Result<collectives::Outcome> {
+    pub(crate) fn call(&self, call: Call, timeout: Duration) -> Result<collectives::CallResult> {
         let Call::P2p(list) = call else {
             return self.run(|engine, recorder| collectives::perform(engine, recorder, call, timeout));
         };
@@ -144,7 +144,7 @@ impl Core {
             let done = |_, outcome| result = Some(outcome);
             collectives::p2p::run(engine, recorder, sequence, (0, list), timeout, Vec::new, done)
         })?;
-        Ok(result.unwrap_or(collectives::Outcome::Done))
+        Ok(result.unwrap_or(collectives::CallResult::Done))
     }
 
     fn message_number(&self) -> u64 {

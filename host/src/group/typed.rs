@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::ProcessGroup;
-use super::collectives::{Call, Message, Outcome, P2p};
+use super::collectives::{Call, CallResult, Message, P2p};
 use super::element::{Element, ReduceOp};
 use super::work::Work;
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ pub trait Collectives: ProcessGroup {
     /// Every rank's elements, by rank, on `root`. Lengths may differ.
     fn gather<T: Element>(&self, root: u32, data: &[T]) -> Result<Option<Vec<Vec<T>>>> {
         match self.call(Call::Gather { root, data: bytes(data) }, self.timeout())? {
-            Outcome::Done => Ok(None),
+            CallResult::Done => Ok(None),
             outcome => elements_of(outcome.parts()?).map(Some),
         }
     }
@@ -51,7 +51,7 @@ pub trait Collectives: ProcessGroup {
     /// Reduces `data` elementwise into that of `root`; the others' stays as it is.
     fn reduce<T: Element>(&self, root: u32, data: &mut [T], op: ReduceOp) -> Result<()> {
         match self.call(Call::Reduce { root, data: bytes(data), dtype: T::DTYPE, op }, self.timeout())? {
-            Outcome::Done => Ok(()),
+            CallResult::Done => Ok(()),
             outcome => fill(data, &outcome.data()?),
         }
     }
@@ -73,7 +73,7 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// Runs several collectives in one turn; neighbouring all-reduces of one dtype and operation travel as one.
-    fn coalesce(&self, calls: Vec<Call>) -> Result<Vec<Outcome>> {
+    fn coalesce(&self, calls: Vec<Call>) -> Result<Vec<CallResult>> {
         self.call(Call::Coalesced(calls), self.timeout())?.several()
     }
 
@@ -199,7 +199,7 @@ pub trait Collectives: ProcessGroup {
         object: &T,
     ) -> Result<Option<Vec<T>>> {
         match self.call(Call::Gather { root, data: encode(object)? }, self.timeout())? {
-            Outcome::Done => Ok(None),
+            CallResult::Done => Ok(None),
             outcome => {
                 let all = (0u32..).zip(outcome.parts()?);
                 all.map(|(peer, data)| decode(peer, &data)).collect::<Result<_>>().map(Some)

@@ -4,20 +4,20 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::collectives::Outcome;
+use super::collectives::CallResult;
 use crate::error::{Error, Result};
 
 #[derive(Debug, Default)]
-struct Shared {
-    result: Mutex<Option<Result<Outcome>>>,
+struct WorkState {
+    result: Mutex<Option<Result<CallResult>>>,
     ended: Condvar,
 }
 
 /// An operation under way. Dropping it does not end the operation.
 #[must_use = "an operation's error shows in its handle only"]
-pub struct Work<T = Outcome> {
-    shared: Arc<Shared>,
-    convert: Box<dyn FnOnce(Outcome) -> Result<T> + Send>,
+pub struct Work<T = CallResult> {
+    shared: Arc<WorkState>,
+    convert: Box<dyn FnOnce(CallResult) -> Result<T> + Send>,
 }
 
 impl<T> fmt::Debug for Work<T> {
@@ -28,14 +28,14 @@ impl<T> fmt::Debug for Work<T> {
 
 impl Work {
     /// An operation that has ended.
-    pub fn ready(result: Result<Outcome>) -> Work {
-        let shared = Arc::new(Shared { result: Mutex::new(Some(result)), ended: Condvar::new() });
+    pub fn ready(result: Result<CallResult>) -> Work {
+        let shared = Arc::new(WorkState { result: Mutex::new(Some(result)), ended: Condvar::new() });
         Work { shared, convert: Box::new(Ok) }
     }
 
     /// An operation to come, and the end that says how it went.
     pub(crate) fn pending() -> (Work, Promise) {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(WorkState::default());
         (Work { shared: shared.clone(), convert: Box::new(Ok) }, Promise(shared))
     }
 }
@@ -88,10 +88,10 @@ impl<T> Work<T> {
 
 /// The end of a [`Work`] that says how it went. Dropping it unused is an error there.
 #[derive(Debug)]
-pub(crate) struct Promise(Arc<Shared>);
+pub(crate) struct Promise(Arc<WorkState>);
 
 impl Promise {
-    pub(crate) fn complete(&self, result: Result<Outcome>) {
+    pub(crate) fn complete(&self, result: Result<CallResult>) {
         self.0.result.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(result);
         self.0.ended.notify_all();
     }

@@ -34,7 +34,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+#[doc(hidden)]
 pub use proxy::{Proxies, Proxy, PutTrace, QueueStats};
+#[doc(hidden)]
 pub use shaping::{Shaped, Shaping};
 pub use verbs_options::VerbsOptions;
 
@@ -53,6 +55,7 @@ fn deadline(timeout: Duration) -> Instant {
 }
 
 /// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes from the start of wire memory.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Put {
     /// Where the bytes are here.
@@ -87,6 +90,7 @@ impl Put {
 }
 
 /// An ordered queue to one peer. One thread uses it.
+#[doc(hidden)]
 pub trait Queue: Send + Debug {
     /// Starts the puts, in order, as one batch. May wait for the network, not longer than the queue's timeout.
     ///
@@ -113,6 +117,7 @@ pub trait Queue: Send + Debug {
 }
 
 /// Ends the waits of a queue, from any thread; clones are the same. The queue is of no use afterwards.
+#[doc(hidden)]
 #[derive(Debug, Clone, Default)]
 pub struct Interrupt(Arc<AtomicBool>);
 
@@ -192,6 +197,7 @@ pub struct TransportOptions {
     /// end, and with [`TransportKind::Tcp`] a connection and a thread at the receiving end.
     pub queues_per_peer: u32,
     /// Makes the queues of this rank worse than they are, for tests. Nothing to what kernels write themselves.
+    #[doc(hidden)]
     pub shaping: Option<Shaping>,
     /// How long a put waits for the network.
     pub timeout: Duration,
@@ -224,6 +230,7 @@ impl TransportOptions {
 }
 
 /// A queue, and where it leads.
+#[doc(hidden)]
 #[derive(Debug)]
 pub struct Link {
     /// The rank at the other end.
@@ -251,6 +258,7 @@ pub(crate) struct MappedPeer {
 }
 
 /// All queues of a rank, the peers it needs none for, and what receives from its peers. Closed on drop.
+#[doc(hidden)]
 #[derive(Debug)]
 pub struct Links {
     /// In ascending order of (queue, peer).
@@ -302,6 +310,7 @@ impl Drop for Links {
 }
 
 /// The way to a peer.
+#[doc(hidden)]
 #[derive(Debug)]
 pub struct Way {
     /// The rank at the other end.
@@ -317,6 +326,7 @@ pub struct Way {
 ///
 /// # Errors
 /// As [`wire_memory`] and [`connect`].
+#[doc(hidden)]
 pub fn open(
     options: &TransportOptions,
     device: &Arc<dyn Device>,
@@ -356,6 +366,7 @@ pub fn open(
 ///
 /// # Errors
 /// On every rank, where one of them has no such memory.
+#[doc(hidden)]
 pub fn wire_memory(
     options: &TransportOptions,
     device: &Arc<dyn Device>,
@@ -385,6 +396,7 @@ pub fn wire_memory(
 /// # Errors
 /// On every rank, where the ranks' options, sizes or versions differ or one of them cannot take part, and with
 /// [`TransportKind::Direct`] where one cannot map another's memory.
+#[doc(hidden)]
 pub fn connect(
     options: &TransportOptions,
     memory: &Arc<Memory>,

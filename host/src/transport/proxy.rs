@@ -155,13 +155,13 @@ pub struct Proxy {
     peer: u32,
     queue: u32,
     ring: Arc<Memory>,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyState>,
     interrupt: Interrupt,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct ProxyState {
     stop: AtomicBool,
     failure: Mutex<Option<Error>>,
     puts: AtomicU64,
@@ -177,7 +177,7 @@ impl Proxy {
     pub fn start(device: &Arc<dyn Device>, link: Link) -> Result<Proxy> {
         let Link { peer, index, queue } = link;
         let ring = Arc::new(Memory::alloc(device, QUEUE_BYTES, MemoryKind::MappedHost, "queue of puts")?);
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(ProxyState::default());
         let interrupt = queue.interrupt();
         let mut worker = Worker {
             peer,
@@ -254,7 +254,7 @@ struct Worker {
     index: u32,
     queue: Box<dyn Queue>,
     ring: Arc<Memory>,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyState>,
     interrupt: Interrupt,
     idle: Idle,
     /// Requests read from the ring.

@@ -50,7 +50,7 @@ pub use context::Context;
 pub use report::{End, Failed, Kind, RankReport};
 pub use session::Session;
 pub use skip::SkipCode;
-pub use verdict::Ended;
+pub use verdict::IntoVerdict;
 
 /// How a test that did not fail ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -108,7 +108,7 @@ impl Run {
     /// # Panics
     /// Where [`Run::try_run`] returns an error, with that.
     #[track_caller]
-    pub fn run<R: Ended>(self, rank_main: impl Fn(&Context) -> R + Send + Sync + 'static) -> Outcome {
+    pub fn run<R: IntoVerdict>(self, rank_main: impl Fn(&Context) -> R + Send + Sync + 'static) -> Outcome {
         match self.try_run(rank_main) {
             Ok(outcome) => outcome,
             Err(failed) => panic!("{failed}"),
@@ -121,7 +121,7 @@ impl Run {
     /// Where a rank failed, died, or took too long; where some ranks skip the test and others do not; and where the
     /// ranks cannot be started.
     #[track_caller]
-    pub fn try_run<R: Ended>(
+    pub fn try_run<R: IntoVerdict>(
         self,
         rank_main: impl Fn(&Context) -> R + Send + Sync + 'static,
     ) -> Result<Outcome, Failed> {

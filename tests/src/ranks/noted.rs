@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::slot::Slot;
 use epoxide::Result;
-use epoxide::group::{Call, Outcome, ProcessGroup, Work};
+use epoxide::group::{Call, CallResult, ProcessGroup, Work};
 
 /// Writes each call to the rank's slot, before and after.
 #[derive(Debug)]
@@ -80,7 +80,7 @@ impl ProcessGroup for Noted {
         self.group.group_rank(global)
     }
 
-    fn call(&self, call: Call, timeout: Duration) -> Result<Outcome> {
+    fn call(&self, call: Call, timeout: Duration) -> Result<CallResult> {
         self.note(call.operation().name(), || self.group.call(call, timeout))
     }
 

@@ -13,7 +13,7 @@ use super::report::{End, Failed, Kind, RankReport, evaluate};
 use super::started::Ranks;
 use super::threads::Threads;
 use super::trace;
-use super::verdict::{Ended, judge};
+use super::verdict::{IntoVerdict, judge};
 use super::{Context, Outcome, Run};
 
 /// How long the others get to end when a rank has failed.
@@ -99,7 +99,7 @@ impl Session {
     /// # Panics
     /// Where [`Session::try_test`] returns an error, with that.
     #[track_caller]
-    pub fn test<R: Ended>(
+    pub fn test<R: IntoVerdict>(
         &mut self,
         name: &str,
         rank_main: impl Fn(&Context) -> R + Send + Sync + 'static,
@@ -114,7 +114,7 @@ impl Session {
     ///
     /// # Errors
     /// As [`Run::try_run`]; and where an earlier test has failed.
-    pub fn try_test<R: Ended>(
+    pub fn try_test<R: IntoVerdict>(
         &mut self,
         name: &str,
         rank_main: impl Fn(&Context) -> R + Send + Sync + 'static,

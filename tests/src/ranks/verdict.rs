@@ -12,18 +12,18 @@ use super::skip::{Skip, SkipCode};
 use epoxide::group::launch::panic_text;
 
 /// What a rank's function may return: nothing, or a result whose error fails the test.
-pub trait Ended {
+pub trait IntoVerdict {
     /// The error's text.
     fn into_result(self) -> Result<(), String>;
 }
 
-impl Ended for () {
+impl IntoVerdict for () {
     fn into_result(self) -> Result<(), String> {
         Ok(())
     }
 }
 
-impl<E: Display> Ended for Result<(), E> {
+impl<E: Display> IntoVerdict for Result<(), E> {
     fn into_result(self) -> Result<(), String> {
         self.map_err(|error| error.to_string())
     }
@@ -41,7 +41,7 @@ pub(super) enum Verdict {
 pub(super) type RankMain = dyn Fn(&Context) -> Verdict + Send + Sync;
 
 /// Runs a rank's function to its verdict, whatever it does.
-pub(super) fn judge<R: Ended>(rank_main: impl Fn(&Context) -> R, ctx: &Context) -> Verdict {
+pub(super) fn judge<R: IntoVerdict>(rank_main: impl Fn(&Context) -> R, ctx: &Context) -> Verdict {
     capture::arm();
     // What the function leaves half done is the test's own; the ranks are not used on after a failure.
     let ended = catch_unwind(AssertUnwindSafe(|| rank_main(ctx).into_result()));

@@ -9,7 +9,7 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use super::gpu::PAGEABLE_AT_ONCE_BYTES;
-use super::stream::Queue;
+use super::stream::StreamQueue;
 use super::tests::{PTX, Rig, Words, handle, on_both, word};
 use super::*;
 use crate::driver::{
@@ -146,7 +146,10 @@ fn check(waits: Waits, call: impl Fn(&Scene) + Sync) {
             if waits != Waits::No {
                 assert_waits(&returned, "the call");
             }
-            assert!(!scene.rig.gpu.shared.lock().queues.values().all(Queue::is_idle), "the kernel has ended");
+            assert!(
+                !scene.rig.gpu.shared.lock().queues.values().all(StreamQueue::is_idle),
+                "the kernel has ended"
+            );
             word(&scene.gate, 0).store(1, Ordering::Release);
             if waits != Waits::No {
                 assert_returns(&returned, "the call");

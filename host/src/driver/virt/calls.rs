@@ -10,7 +10,7 @@ use super::coverage;
 use super::gpu::{Runner, VirtualGpu, memory_error};
 use super::machine::Drive;
 use super::state::{Allocation, Event, LastRecord, LoadedKernel, new_handle};
-use super::stream::{Mark, Op, Queue};
+use super::stream::{Mark, Op, StreamQueue};
 use super::work::{HostPtr, Source, Target, Transfer};
 use crate::driver::{
     CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Section, Staging,
@@ -203,7 +203,7 @@ impl Device for VirtualGpu {
     fn stream_create(&self, _high_priority: bool) -> Result<u64> {
         let mut state = self.shared.enter()?;
         let handle = new_handle();
-        state.queues.insert(handle, Queue::default());
+        state.queues.insert(handle, StreamQueue::default());
         state.handles.insert(handle, handle);
         Ok(handle)
     }
@@ -215,7 +215,7 @@ impl Device for VirtualGpu {
                 Some(id) => id,
                 None => {
                     let id = new_handle();
-                    state.queues.insert(id, Queue::default());
+                    state.queues.insert(id, StreamQueue::default());
                     *state.default_queue.insert(id)
                 }
             },

@@ -29,6 +29,7 @@ pub struct VirtConfig {
     /// How the seed orders the warps.
     pub schedule: Schedule,
     /// Who runs the work.
+    #[doc(hidden)]
     pub executor: Executor,
     /// Runs kernels in check mode and watches the device's memory, together with that of other devices of this process that have the
     /// same one. What other processes do stays out of its sight, so all ranks should be threads of this process.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use epoxide_vgpu::{Grid, Past, Progress, Timeline};
 
 use super::coverage;
-use super::state::{Shared, State};
+use super::state::{GpuCore, State};
 use super::stream::Op;
 use super::work::{Launch, Transfer};
 
@@ -47,10 +47,10 @@ impl Work {
     /// Runs at most `slice` warp instructions. The error is the device's fault.
     fn turn(
         &mut self,
-        shared: &Shared,
+        shared: &GpuCore,
         slice: u64,
         order: &mut Option<(Timeline, Past)>,
-    ) -> Result<Outcome, String> {
+    ) -> Result<OpProgress, String> {
         match self {
             Work::Launch(launch, seed) => {
                 let grid = shared
@@ -69,10 +69,10 @@ impl Work {
                         if let Some((_, past)) = order {
                             *past = grid.past();
                         }
-                        Ok(Outcome::Done(grid.schedule_digest()))
+                        Ok(OpProgress::Done(grid.schedule_digest()))
                     }
-                    Progress::Running => Ok(Outcome::Running),
-                    Progress::Spinning => Ok(Outcome::Spinning),
+                    Progress::Running => Ok(OpProgress::Running),
+                    Progress::Spinning => Ok(OpProgress::Spinning),
                 }
             }
             Work::Transfer(transfer) => {
@@ -82,14 +82,14 @@ impl Work {
                     _ => run(),
                 };
                 done.map_err(|error| format!("copy or fill: {error}"))?;
-                Ok(Outcome::Done(0))
+                Ok(OpProgress::Done(0))
             }
         }
     }
 }
 
 /// How a turn of a job ended.
-pub(super) enum Outcome {
+pub(super) enum OpProgress {
     Running,
     Spinning,
     /// It is complete; the digest of its schedule.
@@ -100,17 +100,17 @@ pub(super) enum Outcome {
 
 /// The engine of one device.
 pub(super) struct Engine {
-    shared: Arc<Shared>,
+    shared: Arc<GpuCore>,
     jobs: Vec<Job>,
 }
 
 impl Engine {
-    pub(super) fn new(shared: Arc<Shared>) -> Engine {
+    pub(super) fn new(shared: Arc<GpuCore>) -> Engine {
         Engine { shared, jobs: Vec::new() }
     }
 
     /// True for the engine of this device.
-    pub(super) fn is_of(&self, shared: &Arc<Shared>) -> bool {
+    pub(super) fn is_of(&self, shared: &Arc<GpuCore>) -> bool {
         Arc::ptr_eq(&self.shared, shared)
     }
 
@@ -208,19 +208,19 @@ impl Engine {
     }
 
     /// Gives a job a turn of at most `slice` warp instructions, and files the result.
-    pub(super) fn step(&mut self, index: usize, slice: u64) -> Outcome {
+    pub(super) fn step(&mut self, index: usize, slice: u64) -> OpProgress {
         let job = &mut self.jobs[index];
         let outcome = match job.work.turn(&self.shared, slice, &mut job.order) {
             Ok(outcome) => outcome,
             Err(fault) => {
                 self.jobs.clear();
                 self.shared.fail(&fault);
-                return Outcome::Fault;
+                return OpProgress::Fault;
             }
         };
-        let spinning = matches!(outcome, Outcome::Spinning);
+        let spinning = matches!(outcome, OpProgress::Spinning);
         (job.spinning, job.probe) = (spinning, spinning);
-        if let Outcome::Done(_) = outcome {
+        if let OpProgress::Done(_) = outcome {
             let job = self.jobs.remove(index);
             let mut state = self.shared.lock();
             if let Some(queue) = state.queues.get_mut(&job.queue) {
@@ -259,13 +259,13 @@ impl Engine {
             let mut index = 0;
             while index < self.jobs.len() {
                 match self.step(index, SLICE.max(self.least_slice(index))) {
-                    Outcome::Spinning => index += 1,
-                    Outcome::Running => {
+                    OpProgress::Spinning => index += 1,
+                    OpProgress::Running => {
                         progress = true;
                         index += 1;
                     }
                     // The job is gone: another one has its index.
-                    Outcome::Done(_) | Outcome::Fault => progress = true,
+                    OpProgress::Done(_) | OpProgress::Fault => progress = true,
                 }
             }
             spins = if progress { 0 } else { spins + 1 };

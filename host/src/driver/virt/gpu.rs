@@ -10,8 +10,8 @@ use super::config::{Executor, VirtConfig};
 use super::engine::Engine;
 use super::machine::Machine;
 use super::mix::mix;
-use super::state::{Allocation, Held, LastRecord, LoadedKernel, Shared, State, new_handle};
-use super::stream::{Mark, Op, Queue};
+use super::state::{Allocation, GpuCore, Held, LastRecord, LoadedKernel, State, new_handle};
+use super::stream::{Mark, Op, StreamQueue};
 use super::work::{HostPtr, Launch, Source, Target, Transfer};
 use crate::driver::{
     Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RdmaWriteOrder, Staging, Streams,
@@ -29,7 +29,7 @@ pub(super) const PAGEABLE_AT_ONCE_BYTES: u64 = 1 << 20;
 
 /// A GPU that is a program.
 pub struct VirtualGpu {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<GpuCore>,
     pub(super) runner: Runner,
     pub(super) staging: Staging,
     pub(super) streams: Streams,
@@ -82,7 +82,7 @@ impl VirtualGpu {
             clock,
             ..DeviceConfig::default()
         };
-        let shared = Arc::new(Shared::new(info, device_config, config.checker));
+        let shared = Arc::new(GpuCore::new(info, device_config, config.checker));
         let runner = match config.executor {
             Executor::Threaded => {
                 let engine = Engine::new(shared.clone());
@@ -141,7 +141,7 @@ impl VirtualGpu {
             let mut state = self.shared.enter()?;
             let id = self.shared.queue_id(&state, stream)?;
             self.shared.host_enqueues(&mut state, id);
-            let has_room = |state: &State| state.queues.get(&id).is_none_or(Queue::has_room);
+            let has_room = |state: &State| state.queues.get(&id).is_none_or(StreamQueue::has_room);
             if has_room(&state) {
                 return Ok((id, state));
             }

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use epoxide_vgpu::Clock;
 
-use super::engine::{Engine, Outcome};
+use super::engine::{Engine, OpProgress};
 use super::mix::{GOLDEN, mix};
-use super::state::Shared;
+use super::state::GpuCore;
 use crate::error::{Error, Result};
 
 /// Longest turn of a grid, in warp instructions.
@@ -212,11 +212,11 @@ impl Machine {
         self.inner.submissions.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn add(&self, shared: Arc<Shared>) {
+    pub(super) fn add(&self, shared: Arc<GpuCore>) {
         self.lock().engines.push(Engine::new(shared));
     }
 
-    pub(super) fn remove(&self, shared: &Arc<Shared>) {
+    pub(super) fn remove(&self, shared: &Arc<GpuCore>) {
         self.lock().engines.retain(|engine| !engine.is_of(shared));
     }
 
@@ -264,18 +264,18 @@ impl Run {
         let (slice, number) = (slice.max(engine.least_slice(job)), engine.job_number(job));
         let outcome = engine.step(job, slice);
         let code = match &outcome {
-            Outcome::Running => 1,
-            Outcome::Spinning => 2,
-            Outcome::Done(digest) => mix(3, *digest),
-            Outcome::Fault => 4,
+            OpProgress::Running => 1,
+            OpProgress::Spinning => 2,
+            OpProgress::Done(digest) => mix(3, *digest),
+            OpProgress::Fault => 4,
         };
         for word in [device as u64, number, slice, code] {
             self.digest = mix(self.digest, word);
         }
         let turn = match outcome {
-            Outcome::Spinning => return Turn::Spun(slice),
-            Outcome::Running => Turn::Progress(slice),
-            Outcome::Done(_) | Outcome::Fault => Turn::Done,
+            OpProgress::Spinning => return Turn::Spun(slice),
+            OpProgress::Running => Turn::Progress(slice),
+            OpProgress::Done(_) | OpProgress::Fault => Turn::Done,
         };
         self.clear_spinning();
         turn

@@ -67,8 +67,13 @@ mod stream;
 mod tests;
 mod work;
 
-pub use epoxide_vgpu::{CheckConfig, Checker, Schedule, host_meets};
+#[doc(hidden)]
+pub use epoxide_vgpu::host_meets;
+pub use epoxide_vgpu::{CheckConfig, Checker, Schedule};
 
-pub use self::config::{Executor, VirtConfig};
+#[doc(hidden)]
+pub use self::config::Executor;
+pub use self::config::VirtConfig;
 pub use self::gpu::VirtualGpu;
+#[doc(hidden)]
 pub use self::machine::{Drive, Machine};

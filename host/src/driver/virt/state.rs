@@ -10,7 +10,7 @@ use epoxide_vgpu::{
 
 use super::capture::{Capture, Graph, Step};
 use super::mix::mix;
-use super::stream::{Mark, Op, Queue};
+use super::stream::{Mark, Op, StreamQueue};
 use super::work::Launch;
 use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
@@ -22,7 +22,7 @@ pub(super) fn new_handle() -> u64 {
 }
 
 /// What the host side and the engine of one device share.
-pub(super) struct Shared {
+pub(super) struct GpuCore {
     pub(super) info: DeviceInfo,
     pub(super) memory: Memory,
     /// Watches the memory, and what comes before what.
@@ -35,9 +35,9 @@ pub(super) struct Shared {
     pub(super) done: Condvar,
 }
 
-impl Shared {
-    pub(super) fn new(info: DeviceInfo, config: DeviceConfig, checker: Option<Checker>) -> Shared {
-        Shared {
+impl GpuCore {
+    pub(super) fn new(info: DeviceInfo, config: DeviceConfig, checker: Option<Checker>) -> GpuCore {
+        GpuCore {
             info,
             memory: Memory::checked(config.schedule_seed.unwrap_or(0), checker.clone()),
             checker,
@@ -72,7 +72,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// [`Shared::lock`], an error where the device is unusable: for calls that wait.
+    /// [`GpuCore::lock`], an error where the device is unusable: for calls that wait.
     pub(super) fn usable(&self) -> Result<MutexGuard<'_, State>> {
         let state = self.lock();
         state.check_usable()?;
@@ -125,7 +125,7 @@ impl Shared {
     }
 
     /// The queue that a stream handle stands for, and its id.
-    pub(super) fn queue<'a>(&self, state: &'a mut State, stream: u64) -> Result<(u64, &'a mut Queue)> {
+    pub(super) fn queue<'a>(&self, state: &'a mut State, stream: u64) -> Result<(u64, &'a mut StreamQueue)> {
         let id = self.queue_id(state, stream)?;
         state.queues.get_mut(&id).map(|queue| (id, queue)).ok_or_else(|| self.unknown("stream", stream))
     }
@@ -202,7 +202,7 @@ impl Shared {
                 ops.into_iter().for_each(|op| queue.push(op));
                 queue.push(Op::Record(end.clone()));
             } else {
-                let mut queue = Queue { closed: true, ..Queue::default() };
+                let mut queue = StreamQueue { closed: true, ..StreamQueue::default() };
                 queue.push(Op::Wait(begin.clone()));
                 ops.into_iter().for_each(|op| queue.push(op));
                 state.queues.insert(new_handle(), queue);
@@ -213,11 +213,11 @@ impl Shared {
 }
 
 /// The context's lock, held by the thread that has this. Until it is dropped, calls of other threads wait where they begin.
-pub(super) struct Held<'a>(&'a Shared);
+pub(super) struct Held<'a>(&'a GpuCore);
 
 impl<'a> Held<'a> {
     /// Takes the lock for a call that has begun.
-    pub(super) fn new(shared: &'a Shared, state: &mut State) -> Held<'a> {
+    pub(super) fn new(shared: &'a GpuCore, state: &mut State) -> Held<'a> {
         state.held = true;
         Held(shared)
     }
@@ -237,7 +237,7 @@ pub(super) type Until = Vec<(u64, u64)>;
 #[derive(Default)]
 pub(super) struct State {
     /// All queues, in order of creation: streams, and the side lanes of running graphs.
-    pub(super) queues: BTreeMap<u64, Queue>,
+    pub(super) queues: BTreeMap<u64, StreamQueue>,
     /// Stream handles; several may stand for one queue, whose owner's handle is the queue's id.
     pub(super) handles: HashMap<u64, u64>,
     /// The queue that stands for a caller's null stream.

@@ -46,7 +46,7 @@ pub(super) enum Op {
 
 /// A queue of work.
 #[derive(Default)]
-pub(super) struct Queue {
+pub(super) struct StreamQueue {
     /// Not yet begun, in order.
     pub(super) ops: VecDeque<Op>,
     /// True while the engine runs the op that was at the front.
@@ -65,7 +65,7 @@ pub(super) struct Queue {
     pub(super) capture: Option<(u64, usize)>,
 }
 
-impl Queue {
+impl StreamQueue {
     pub(super) fn push(&mut self, op: Op) {
         self.submitted += 1;
         self.ops.push_back(op);

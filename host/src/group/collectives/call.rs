@@ -1,7 +1,7 @@
 //! Operations of a group as values: what the object-safe core of [`ProcessGroup`](crate::group::ProcessGroup) runs.
 
 use crate::error::{Error, Result};
-use crate::group::element::{Dtype, ReduceOp};
+use crate::group::element::{ElementType, ReduceOp};
 
 /// Which operation it is: on the wire, in errors and in the flight recorder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -112,76 +112,76 @@ pub struct Message<T = Vec<u8>> {
 /// An operation with its data. Byte counts of reductions are multiples of the dtype's size.
 #[derive(Debug, Clone)]
 pub enum Call {
-    /// All ranks meet. Gives [`Outcome::Done`].
+    /// All ranks meet. Gives [`CallResult::Done`].
     Barrier,
-    /// All ranks meet; an error names every rank that did not come. Gives [`Outcome::Done`].
+    /// All ranks meet; an error names every rank that did not come. Gives [`CallResult::Done`].
     MonitoredBarrier,
-    /// `data` of `root` everywhere; the others' is not looked at. Gives [`Outcome::Data`].
+    /// `data` of `root` everywhere; the others' is not looked at. Gives [`CallResult::Data`].
     Broadcast {
         /// The rank whose bytes go out.
         root: u32,
         /// Its bytes.
         data: Vec<u8>,
     },
-    /// Every rank's bytes, everywhere; lengths may differ. Gives [`Outcome::Parts`], by rank.
+    /// Every rank's bytes, everywhere; lengths may differ. Gives [`CallResult::Parts`], by rank.
     AllGather {
         /// This rank's bytes.
         data: Vec<u8>,
     },
-    /// Every rank's bytes, on `root`; lengths may differ. Gives [`Outcome::Parts`] there, [`Outcome::Done`] elsewhere.
+    /// Every rank's bytes, on `root`; lengths may differ. Gives [`CallResult::Parts`] there, [`CallResult::Done`] elsewhere.
     Gather {
         /// The rank that gets them.
         root: u32,
         /// This rank's bytes.
         data: Vec<u8>,
     },
-    /// One part for each rank. Gives [`Outcome::Data`].
+    /// One part for each rank. Gives [`CallResult::Data`].
     Scatter {
         /// The rank that has the parts.
         root: u32,
         /// By rank; not looked at elsewhere.
         parts: Vec<Vec<u8>>,
     },
-    /// Elementwise, the result on `root`. Gives [`Outcome::Data`] there, [`Outcome::Done`] elsewhere.
+    /// Elementwise, the result on `root`. Gives [`CallResult::Data`] there, [`CallResult::Done`] elsewhere.
     Reduce {
         /// The rank that gets the result.
         root: u32,
         /// This rank's elements; the same length everywhere.
         data: Vec<u8>,
         /// Their type.
-        dtype: Dtype,
+        dtype: ElementType,
         /// How they combine.
         op: ReduceOp,
     },
-    /// Elementwise, the result everywhere. Gives [`Outcome::Data`].
+    /// Elementwise, the result everywhere. Gives [`CallResult::Data`].
     AllReduce {
         /// This rank's elements; the same length everywhere.
         data: Vec<u8>,
         /// Their type.
-        dtype: Dtype,
+        dtype: ElementType,
         /// How they combine.
         op: ReduceOp,
     },
-    /// Elementwise, rank `r` gets the `r`-th piece. Gives [`Outcome::Data`].
+    /// Elementwise, rank `r` gets the `r`-th piece. Gives [`CallResult::Data`].
     ReduceScatter {
         /// This rank's elements, all pieces one after the other.
         data: Vec<u8>,
         /// Bytes of each rank's piece, the same everywhere.
         counts: Vec<u64>,
         /// The elements' type.
-        dtype: Dtype,
+        dtype: ElementType,
         /// How they combine.
         op: ReduceOp,
     },
-    /// Part `p` of rank `r` becomes part `r` of rank `p`; lengths may differ. Gives [`Outcome::Parts`], by sender.
+    /// Part `p` of rank `r` becomes part `r` of rank `p`; lengths may differ. Gives [`CallResult::Parts`], by sender.
     AllToAll {
         /// By receiver.
         parts: Vec<Vec<u8>>,
     },
-    /// Sends and receives that go on at the same time. Gives [`Outcome::Messages`], one for each receive in order.
+    /// Sends and receives that go on at the same time. Gives [`CallResult::Messages`], one for each receive in order.
     P2p(Vec<P2p>),
     /// Several collectives in one turn; reductions of one kind that stand side by side travel as one. Gives
-    /// [`Outcome::Several`].
+    /// [`CallResult::Several`].
     Coalesced(Vec<Call>),
 }
 
@@ -230,7 +230,7 @@ impl Call {
             let rule = || format!("ranks of a group of {size} are 0..{size}");
             if value < size { Ok(()) } else { Err(Error::argument(argument, value, rule())) }
         };
-        let whole = |bytes: u64, dtype: Dtype| {
+        let whole = |bytes: u64, dtype: ElementType| {
             if bytes.is_multiple_of(dtype.size() as u64) {
                 return Ok(());
             }
@@ -293,7 +293,7 @@ impl Call {
 
 /// What a [`Call`] gives.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub enum CallResult {
     /// Nothing but that it is over.
     Done,
     /// Bytes.
@@ -303,31 +303,31 @@ pub enum Outcome {
     /// The messages received, in the order of the receives.
     Messages(Vec<Message>),
     /// One for each call.
-    Several(Vec<Outcome>),
+    Several(Vec<CallResult>),
 }
 
-impl Outcome {
+impl CallResult {
     fn unexpected(self) -> Error {
         Error::os("process group", format!("the backend gave another kind of outcome: {self:?}"))
     }
 
-    /// The bytes of [`Outcome::Data`].
+    /// The bytes of [`CallResult::Data`].
     pub fn data(self) -> Result<Vec<u8>> {
-        if let Outcome::Data(data) = self { Ok(data) } else { Err(self.unexpected()) }
+        if let CallResult::Data(data) = self { Ok(data) } else { Err(self.unexpected()) }
     }
 
-    /// The bytes by rank of [`Outcome::Parts`].
+    /// The bytes by rank of [`CallResult::Parts`].
     pub fn parts(self) -> Result<Vec<Vec<u8>>> {
-        if let Outcome::Parts(parts) = self { Ok(parts) } else { Err(self.unexpected()) }
+        if let CallResult::Parts(parts) = self { Ok(parts) } else { Err(self.unexpected()) }
     }
 
-    /// The messages of [`Outcome::Messages`].
+    /// The messages of [`CallResult::Messages`].
     pub fn messages(self) -> Result<Vec<Message>> {
-        if let Outcome::Messages(messages) = self { Ok(messages) } else { Err(self.unexpected()) }
+        if let CallResult::Messages(messages) = self { Ok(messages) } else { Err(self.unexpected()) }
     }
 
-    /// The outcomes of [`Outcome::Several`].
-    pub fn several(self) -> Result<Vec<Outcome>> {
-        if let Outcome::Several(several) = self { Ok(several) } else { Err(self.unexpected()) }
+    /// The outcomes of [`CallResult::Several`].
+    pub fn several(self) -> Result<Vec<CallResult>> {
+        if let CallResult::Several(several) = self { Ok(several) } else { Err(self.unexpected()) }
     }
 }

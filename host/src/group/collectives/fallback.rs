@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use super::{Call, Outcome, blocks};
+use super::{Call, CallResult, blocks};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::group::element;
 
 /// Runs `call` with what every group has. Meant for small data: everything goes everywhere.
-pub(crate) fn call<G: ProcessGroup + ?Sized>(group: &G, call: Call, timeout: Duration) -> Result<Outcome> {
+pub(crate) fn call<G: ProcessGroup + ?Sized>(group: &G, call: Call, timeout: Duration) -> Result<CallResult> {
     let (rank, size) = (group.rank() as usize, group.size());
     call.check(group.rank(), size)?;
     let short = |peer: u32, ours: usize, theirs: usize| Error::Mismatch {
@@ -37,32 +37,32 @@ pub(crate) fn call<G: ProcessGroup + ?Sized>(group: &G, call: Call, timeout: Dur
     Ok(match call {
         Call::Barrier | Call::MonitoredBarrier => {
             group.barrier(timeout)?;
-            Outcome::Done
+            CallResult::Done
         }
-        Call::Broadcast { root, data } => Outcome::Data(group.broadcast(root, &data)?),
-        Call::AllGather { data } => Outcome::Parts(group.all_gather(&data)?),
+        Call::Broadcast { root, data } => CallResult::Data(group.broadcast(root, &data)?),
+        Call::AllGather { data } => CallResult::Parts(group.all_gather(&data)?),
         Call::Gather { root, data } => {
             let all = group.all_gather(&data)?;
-            if root as usize == rank { Outcome::Parts(all) } else { Outcome::Done }
+            if root as usize == rank { CallResult::Parts(all) } else { CallResult::Done }
         }
         Call::Scatter { root, parts } => {
             let all = group.broadcast(root, &blocks::pack(parts.iter().map(Vec::as_slice)))?;
-            Outcome::Data(unpack(&all)?.swap_remove(rank))
+            CallResult::Data(unpack(&all)?.swap_remove(rank))
         }
         Call::Reduce { root, data, dtype, op } => {
             let data = reduced(&data, dtype, op)?;
-            if root as usize == rank { Outcome::Data(data) } else { Outcome::Done }
+            if root as usize == rank { CallResult::Data(data) } else { CallResult::Done }
         }
-        Call::AllReduce { data, dtype, op } => Outcome::Data(reduced(&data, dtype, op)?),
+        Call::AllReduce { data, dtype, op } => CallResult::Data(reduced(&data, dtype, op)?),
         Call::ReduceScatter { data, counts, dtype, op } => {
             let data = reduced(&data, dtype, op)?;
             let start: u64 = counts[..rank].iter().sum();
-            Outcome::Data(data[start as usize..(start + counts[rank]) as usize].to_vec())
+            CallResult::Data(data[start as usize..(start + counts[rank]) as usize].to_vec())
         }
         Call::AllToAll { parts } => {
             let all = group.all_gather(&blocks::pack(parts.iter().map(Vec::as_slice)))?;
             let mine = all.iter().map(|theirs| Ok(unpack(theirs)?.swap_remove(rank)));
-            Outcome::Parts(mine.collect::<Result<_>>()?)
+            CallResult::Parts(mine.collect::<Result<_>>()?)
         }
         Call::P2p(_) => {
             let reason = "this backend has no send and receive; use a MeshGroup";
@@ -70,7 +70,7 @@ pub(crate) fn call<G: ProcessGroup + ?Sized>(group: &G, call: Call, timeout: Dur
         }
         Call::Coalesced(calls) => {
             let each = calls.into_iter().map(|call| self::call(group, call, timeout));
-            Outcome::Several(each.collect::<Result<_>>()?)
+            CallResult::Several(each.collect::<Result<_>>()?)
         }
     })
 }

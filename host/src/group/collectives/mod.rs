@@ -8,7 +8,7 @@ pub(crate) mod p2p;
 mod reductions;
 mod rooted;
 
-pub use call::{Call, Message, Operation, Outcome, P2p};
+pub use call::{Call, CallResult, Message, Operation, P2p};
 
 use std::time::Duration;
 
@@ -61,28 +61,30 @@ impl Run<'_> {
         self.engine.exchange(&sends, &others).map(drop)
     }
 
-    fn run(&mut self, call: Call) -> Result<Outcome> {
+    fn run(&mut self, call: Call) -> Result<CallResult> {
         Ok(match call {
             Call::Barrier => {
                 self.barrier()?;
-                Outcome::Done
+                CallResult::Done
             }
             Call::MonitoredBarrier => {
                 self.monitored_barrier()?;
-                Outcome::Done
+                CallResult::Done
             }
-            Call::Broadcast { root, data } => Outcome::Data(self.broadcast(root, data)?),
-            Call::AllGather { data } => Outcome::Parts(self.all_gather(data)?),
-            Call::Gather { root, data } => self.gather(root, data)?.map_or(Outcome::Done, Outcome::Parts),
-            Call::Scatter { root, parts } => Outcome::Data(self.scatter(root, parts)?),
+            Call::Broadcast { root, data } => CallResult::Data(self.broadcast(root, data)?),
+            Call::AllGather { data } => CallResult::Parts(self.all_gather(data)?),
+            Call::Gather { root, data } => {
+                self.gather(root, data)?.map_or(CallResult::Done, CallResult::Parts)
+            }
+            Call::Scatter { root, parts } => CallResult::Data(self.scatter(root, parts)?),
             Call::Reduce { root, data, dtype, op } => {
-                self.reduce(root, data, dtype, op)?.map_or(Outcome::Done, Outcome::Data)
+                self.reduce(root, data, dtype, op)?.map_or(CallResult::Done, CallResult::Data)
             }
-            Call::AllReduce { data, dtype, op } => Outcome::Data(self.all_reduce(data, dtype, op)?),
+            Call::AllReduce { data, dtype, op } => CallResult::Data(self.all_reduce(data, dtype, op)?),
             Call::ReduceScatter { data, counts, dtype, op } => {
-                Outcome::Data(self.reduce_scatter(data, &counts, dtype, op)?)
+                CallResult::Data(self.reduce_scatter(data, &counts, dtype, op)?)
             }
-            Call::AllToAll { parts } => Outcome::Parts(self.all_to_all(parts)?),
+            Call::AllToAll { parts } => CallResult::Parts(self.all_to_all(parts)?),
             Call::P2p(_) | Call::Coalesced(_) => {
                 return Err(Error::argument("call", "a batch", "runs on its own, not inside a collective"));
             }
@@ -96,7 +98,7 @@ pub(crate) fn perform(
     recorder: &Recorder,
     call: Call,
     timeout: Duration,
-) -> Result<Outcome> {
+) -> Result<CallResult> {
     match call {
         Call::Coalesced(calls) => coalesced(engine, recorder, calls, timeout),
         call => {
@@ -154,7 +156,7 @@ fn coalesced(
     recorder: &Recorder,
     calls: Vec<Call>,
     timeout: Duration,
-) -> Result<Outcome> {
+) -> Result<CallResult> {
     let mut outcomes = Vec::with_capacity(calls.len());
     let mut calls = calls.into_iter().peekable();
     while let Some(call) = calls.next() {
@@ -172,9 +174,9 @@ fn coalesced(
         let whole = perform(engine, recorder, Call::AllReduce { data, dtype, op }, timeout)?.data()?;
         let mut start = 0;
         for end in ends {
-            outcomes.push(Outcome::Data(whole[start..end].to_vec()));
+            outcomes.push(CallResult::Data(whole[start..end].to_vec()));
             start = end;
         }
     }
-    Ok(Outcome::Several(outcomes))
+    Ok(CallResult::Several(outcomes))
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Message, Operation, Outcome, P2p};
+use super::{CallResult, Message, Operation, P2p};
 use crate::error::Result;
 use crate::group::mesh::{Current, Engine, Signature};
 use crate::group::recorder::Recorder;
@@ -59,8 +59,8 @@ impl Batch {
         Ok(done)
     }
 
-    fn outcome(self) -> Outcome {
-        Outcome::Messages(self.received.into_iter().flatten().collect())
+    fn outcome(self) -> CallResult {
+        CallResult::Messages(self.received.into_iter().flatten().collect())
     }
 }
 
@@ -73,7 +73,7 @@ pub(crate) fn run(
     first: (u64, Vec<P2p>),
     timeout: Duration,
     mut more: impl FnMut() -> Vec<(u64, Vec<P2p>, Duration)>,
-    mut done: impl FnMut(u64, Outcome),
+    mut done: impl FnMut(u64, CallResult),
 ) -> Result<()> {
     let bytes = |list: &[P2p]| -> u64 {
         list.iter().map(|one| if let P2p::Send { data, .. } = one { data.len() as u64 } else { 0 }).sum()

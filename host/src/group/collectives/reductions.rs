@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::Run;
 use crate::error::Result;
-use crate::group::element::{self, Dtype, ReduceOp};
+use crate::group::element::{self, ElementType, ReduceOp};
 
 /// From this size on, the bytes cost more than the rounds.
 const LARGE: usize = 64 << 10;
@@ -14,7 +14,7 @@ const LARGE: usize = 64 << 10;
 impl Run<'_> {
     fn combine(
         &self,
-        (dtype, op): (Dtype, ReduceOp),
+        (dtype, op): (ElementType, ReduceOp),
         into: &mut [u8],
         other: &[u8],
         peer: u32,
@@ -27,7 +27,12 @@ impl Run<'_> {
         Ok(())
     }
 
-    pub(super) fn all_reduce(&mut self, mut data: Vec<u8>, dtype: Dtype, op: ReduceOp) -> Result<Vec<u8>> {
+    pub(super) fn all_reduce(
+        &mut self,
+        mut data: Vec<u8>,
+        dtype: ElementType,
+        op: ReduceOp,
+    ) -> Result<Vec<u8>> {
         if data.len() >= LARGE && self.size > 2 {
             let pieces = even_pieces(data.len(), dtype, self.size);
             self.ring_reduce(&mut data, &pieces, (dtype, op))?;
@@ -43,7 +48,7 @@ impl Run<'_> {
 
     /// Recursive doubling. The ranks above the largest power of two give their elements to a partner first and get the
     /// result from it last.
-    fn doubling(&mut self, data: &mut Vec<u8>, kind: (Dtype, ReduceOp)) -> Result<()> {
+    fn doubling(&mut self, data: &mut Vec<u8>, kind: (ElementType, ReduceOp)) -> Result<()> {
         let core = 1 << self.size.ilog2();
         let extra = self.size - core;
         if self.rank >= core {
@@ -75,7 +80,7 @@ impl Run<'_> {
         &mut self,
         data: &mut [u8],
         pieces: &[Range<usize>],
-        kind: (Dtype, ReduceOp),
+        kind: (ElementType, ReduceOp),
     ) -> Result<()> {
         let size = self.size;
         let (next, last) = ((self.rank + 1) % size, (self.rank + size - 1) % size);
@@ -111,7 +116,7 @@ impl Run<'_> {
         &mut self,
         root: u32,
         mut data: Vec<u8>,
-        dtype: Dtype,
+        dtype: ElementType,
         op: ReduceOp,
     ) -> Result<Option<Vec<u8>>> {
         if data.len() >= LARGE && self.size > 2 {
@@ -147,7 +152,7 @@ impl Run<'_> {
         &mut self,
         mut data: Vec<u8>,
         counts: &[u64],
-        dtype: Dtype,
+        dtype: ElementType,
         op: ReduceOp,
     ) -> Result<Vec<u8>> {
         let mut end = 0;
@@ -171,7 +176,7 @@ impl Run<'_> {
 }
 
 /// Cuts `bytes` into one piece per rank at elements; the first may be one element longer.
-fn even_pieces(bytes: usize, dtype: Dtype, size: u32) -> Vec<Range<usize>> {
+fn even_pieces(bytes: usize, dtype: ElementType, size: u32) -> Vec<Range<usize>> {
     let elements = bytes / dtype.size();
     let at = |rank: u32| {
         let (each, rest) = (elements / size as usize, elements % size as usize);

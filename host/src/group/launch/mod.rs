@@ -21,12 +21,19 @@ mod watched;
 pub use child::current_exe;
 #[doc(hidden)]
 pub use child::die_with_parent;
-pub use exit::{Failure, LaunchEnd, RankExit, RankExits};
+#[doc(hidden)]
+pub use exit::{Failure, LaunchEnd};
+pub use exit::{RankExit, RankExits};
+#[doc(hidden)]
 pub use place::Place;
+#[doc(hidden)]
 pub use plan::{Launch, Nodes};
+#[doc(hidden)]
 pub use port::HeldPort;
 pub use processes::spawn_ranks;
+#[doc(hidden)]
 pub use relay::Sinks;
+#[doc(hidden)]
 pub use signals::Signals;
 #[doc(hidden)]
 pub use store_directory::StoreDirectory;
@@ -36,4 +43,6 @@ pub use threads::{RankFailure, run_threads};
 #[doc(hidden)]
 pub use watched::Process;
 
-pub use super::env::{LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, RESTART_COUNT};
+pub use super::env::{LOCAL_RANK, LOCAL_WORLD_SIZE};
+#[doc(hidden)]
+pub use super::env::{MASTER_ADDR, MASTER_PORT, RESTART_COUNT};

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::group::collectives::call::Operation;
-use crate::group::element::{Dtype, ReduceOp};
+use crate::group::element::{ElementType, ReduceOp};
 
 /// Bytes of a header.
 pub(crate) const HEADER: usize = 48;
@@ -37,7 +37,7 @@ pub(crate) enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub operation: Operation,
-    pub dtype: Dtype,
+    pub dtype: ElementType,
     pub reduce: ReduceOp,
     pub root: Option<u32>,
     /// In bytes, where the ranks must agree on it.
@@ -46,7 +46,7 @@ pub(crate) struct Signature {
 
 impl Signature {
     pub(crate) fn new(operation: Operation) -> Signature {
-        Signature { operation, dtype: Dtype::U8, reduce: ReduceOp::Sum, root: None, bytes: None }
+        Signature { operation, dtype: ElementType::U8, reduce: ReduceOp::Sum, root: None, bytes: None }
     }
 
     /// What differs first, with this side's and the other side's value.
@@ -126,7 +126,7 @@ impl Header {
         }
         let signature = Signature {
             operation: Operation::from_code(bytes[5]).ok_or_else(garbage)?,
-            dtype: Dtype::from_code(bytes[6]).ok_or_else(garbage)?,
+            dtype: ElementType::from_code(bytes[6]).ok_or_else(garbage)?,
             reduce: ReduceOp::from_code(bytes[7]).ok_or_else(garbage)?,
             root: Some(word(24)).filter(|root| *root != NONE_ROOT),
             bytes: Some(long(32)).filter(|bytes| *bytes != NONE_COUNT),
@@ -145,7 +145,7 @@ mod tests {
             kind: Kind::Collective,
             signature: Signature {
                 operation: Operation::AllReduce,
-                dtype: Dtype::Bf16,
+                dtype: ElementType::Bf16,
                 reduce: ReduceOp::Max,
                 root: Some(3),
                 bytes: Some(77),

@@ -1,6 +1,7 @@
 //! The store over TCP, in the wire protocol of PyTorch's `TCPStore` (its libuv server, the default since 2.4).
 
 mod client;
+mod connection;
 mod protocol;
 mod server;
 

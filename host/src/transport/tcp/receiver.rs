@@ -18,11 +18,11 @@ use crate::transport::{Place, Put, Receiving, Setup, WireHost, store_counter};
 #[derive(Debug)]
 pub(super) struct Receivers {
     pub(super) readers: Vec<(Arc<TcpStream>, JoinHandle<()>)>,
-    shared: Arc<Shared>,
+    shared: Arc<ReceiverState>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct ReceiverState {
     /// This rank takes nothing any more, so that broken connections are no failures.
     closing: AtomicBool,
     failure: Mutex<Option<Error>>,

@@ -1,0 +1,117 @@
+//! What one rank measured.
+
+use std::time::Instant;
+
+use epoxide::ep::TracedLaunch;
+use epoxide::transport::PutTrace;
+use serde::{Deserialize, Serialize};
+
+use crate::counts::RankCounts;
+use crate::results::PhaseName;
+
+/// One traced call.
+#[derive(Debug, Clone)]
+pub struct TracedCall {
+    /// The phase.
+    pub phase: PhaseName,
+    /// Multiprocessors.
+    pub num_sms: u32,
+    /// The launch of the barrier before it.
+    pub barrier: TracedLaunch,
+    /// Its own launches, in order.
+    pub launches: Vec<TracedLaunch>,
+    /// What the proxies put meanwhile.
+    pub puts: Vec<PutTrace>,
+    /// Before the barrier was enqueued, and after the device had ended all.
+    pub host: (Instant, Instant),
+}
+
+impl TracedCall {
+    /// Microseconds from the first block's start to the last block's end.
+    pub fn kernel_us(&self) -> f64 {
+        let blocks = || self.launches.iter().flat_map(|launch| &launch.blocks);
+        let start = blocks().map(|block| block.enter).min().unwrap_or(0);
+        let end = blocks().map(|block| block.done).max().unwrap_or(0);
+        end.saturating_sub(start) as f64 / 1e3
+    }
+}
+
+/// Microseconds of every timed iteration.
+pub type Samples = Vec<f64>;
+
+/// One rank's times for one number of multiprocessors.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Times {
+    /// Multiprocessors.
+    pub num_sms: u32,
+    /// Cached dispatch: one kernel, the whole call.
+    pub dispatch_cached: Samples,
+    /// Uncached dispatch without a wait of the host: both kernels.
+    pub dispatch_uncached: Samples,
+    /// Uncached dispatch with exact counts, as the host's clock sees it: the call until it returns.
+    pub dispatch_exact_host: Samples,
+    /// Combine of rows that are in the pool: one kernel, the whole call.
+    pub combine: Samples,
+    /// Combine of rows from elsewhere: copy into the pool and combine.
+    pub combine_staged: Samples,
+    /// Cached dispatches back to back, mean per call.
+    pub dispatch_stream: f64,
+    /// Exact-size dispatches back to back, as MSCCL++'s test times them across nodes; 0 within one.
+    pub dispatch_exact_stream: f64,
+    /// Combines back to back, mean per call.
+    pub combine_stream: f64,
+    /// The links' own speed in GB/s with as many blocks: (push, pull).
+    pub ceiling: Option<(f64, f64)>,
+    /// What the proxies put in a phase's calls.
+    pub wire: Vec<(PhaseName, WireCount)>,
+}
+
+impl Times {
+    /// What the proxies put in all calls of a phase.
+    pub fn wire_of(&self, name: PhaseName) -> Option<WireCount> {
+        self.wire.iter().find(|(phase, _)| *phase == name).map(|(_, count)| *count)
+    }
+}
+
+/// What the proxies of a rank put.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireCount {
+    /// Bytes.
+    pub bytes: u64,
+    /// Puts that carried bytes.
+    pub puts: u64,
+}
+
+/// Everything that one rank measured.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RankResult {
+    /// The device's name.
+    pub device: String,
+    /// True for the virtual GPU.
+    pub is_virtual: bool,
+    /// CUDA version of the driver.
+    pub driver_version: u32,
+    /// Milliseconds that [`Buffer::new`] took, on the host's clock.
+    pub setup_ms: f64,
+    /// Bytes of the pool.
+    pub pool_bytes: u64,
+    /// Bytes of wire memory.
+    pub wire_bytes: u64,
+    /// Bytes of the count messages that an uncached dispatch puts on the wire.
+    pub message_bytes: u64,
+    /// Device bytes in use by all of the buffer.
+    pub device_bytes: u64,
+    /// The routing that this rank drew.
+    pub topk_idx: Vec<i64>,
+    /// Tokens of a dispatch, as the device's handle has them.
+    pub counts: RankCounts,
+    /// Whether rows for other nodes go over NVLink too: their wire memory is mapped, and nothing is put.
+    pub mapped: bool,
+    /// What the transport alone takes for the rows of a phase, in microseconds; nothing where all is mapped.
+    pub transport_us: Vec<(PhaseName, f64)>,
+    /// Traced calls; of ranks in other processes none.
+    #[serde(skip)]
+    pub traced: Vec<TracedCall>,
+    /// Times by number of multiprocessors.
+    pub times: Vec<Times>,
+}

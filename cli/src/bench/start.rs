@@ -1,0 +1,66 @@
+//! Where the ranks of a benchmark run.
+
+use std::sync::Arc;
+
+use epoxide::driver::Device;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::group::launch::run_threads;
+use epoxide::group::{Meeting, Member, ProcessGroup};
+use epoxide_bench::measure::TIMEOUT;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::options::{DeviceKind, World};
+use crate::ranks;
+use crate::stop::Result;
+
+/// Runs `main` on the ranks of `world`, each with its device; the results in rank order. The ranks are threads of this process or,
+/// where a launcher started it as one of them, processes.
+pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
+    world: World,
+    device: DeviceKind,
+    main: impl Fn(Arc<dyn Device>, &Arc<dyn ProcessGroup>) -> epoxide::Result<T> + Sync,
+) -> Result<Vec<T>> {
+    if Member::detect()?.is_none() {
+        return run_threads(world.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &group))
+            .map_err(|failure| epoxide_bench::Error::from(failure.error).into());
+    }
+    let meeting = Meeting::from_env(TIMEOUT)?;
+    let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("bench", TIMEOUT)?);
+    let (rank, local_rank) = (group.rank(), meeting.member.local_rank);
+    let outcome = open(device, local_rank.unwrap_or(rank)).and_then(|device| main(device, &group));
+    let own = outcome.as_ref().ok().cloned();
+    let mut results =
+        ranks::gather(&*group, outcome.map_err(|error| epoxide_bench::Error::from(error).into()))
+            .map_err(|stop| ranks::said_by(stop, rank))?;
+    // Traces do not travel: each process has its own.
+    if let (Some(own), Some(place)) = (own, results.get_mut(rank as usize)) {
+        *place = own;
+    }
+    Ok(results)
+}
+
+/// How many ranks a launcher started, and how many of them on this host; nothing where it started none.
+pub fn launched() -> Result<Option<(u32, Option<u32>)>> {
+    Ok(Member::detect()?.map(|member| (member.size, member.local_size)))
+}
+
+pub fn open(device: DeviceKind, rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+    match device {
+        DeviceKind::Virtual => Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() })),
+        DeviceKind::Cuda => open_cuda(rank),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn open_cuda(rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+    epoxide::driver::cuda::CudaDevice::open(rank)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(_rank: u32) -> epoxide::Result<Arc<dyn Device>> {
+    Err(epoxide::Error::Unavailable {
+        what: "--device cuda".into(),
+        reason: "this binary was built without it; build with --features cuda".into(),
+    })
+}
