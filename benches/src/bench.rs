@@ -159,14 +159,14 @@ impl<'a> Bench<'a> {
             return handle.recv_gbl_rank_prefix_sum().to_host(&self.rig.stream);
         }
         let Some(handle) = handle.intranode() else { return Ok(Vec::new()) };
-        let (ranks, me) = (self.plan.world.ranks() as usize, self.rig.rank as usize);
+        let (ranks, me) = (self.plan.topology.ranks() as usize, self.rig.rank as usize);
         let prefix = handle.rank_prefix_matrix().to_host::<i32>(&self.rig.stream)?;
         Ok((0..ranks).map(|source| prefix[source * ranks + me]).collect())
     }
 
     /// Tokens of a dispatch as the handle on the device has them.
     pub fn counts(&self) -> Result<RankCounts> {
-        let per_node = self.plan.world.ranks_per_node as usize;
+        let per_node = self.plan.topology.ranks_per_node as usize;
         let (me, ends) = (self.rig.rank as usize, self.rows_up_to(&self.routing)?);
         let starts = std::iter::once(&0).chain(&ends);
         let from: Vec<u64> = ends.iter().zip(starts).map(|(end, start)| (end - start) as u64).collect();
@@ -197,7 +197,7 @@ impl<'a> Bench<'a> {
     pub fn rows_by_node(&self) -> Result<(Vec<u64>, Vec<u64>)> {
         let Some(handle) = self.routing.internode() else {
             let heads = self.routing.send_head().to_host::<i32>(&self.rig.stream)?;
-            let tokens = heads.chunks(self.plan.world.ranks() as usize);
+            let tokens = heads.chunks(self.plan.topology.ranks() as usize);
             let sent = tokens.filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
             return Ok((vec![sent], vec![0]));
         };

@@ -39,7 +39,7 @@ pub fn measure(
     open: impl Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync,
 ) -> Result<(Vec<results::Point>, Vec<measure::RankResult>)> {
     plan.check()?;
-    let ranks = run_threads(plan.world.ranks(), measure::TIMEOUT, |rank, group| {
+    let ranks = run_threads(plan.topology.ranks(), measure::TIMEOUT, |rank, group| {
         measure::rank(plan, open(rank)?, &group)
     });
     let ranks = ranks.map_err(|failure| failure.error)?;

@@ -32,7 +32,7 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
         max_scales: plan.num_scales() as u32,
     };
     let config = plan.config(plan.num_sms[0])?;
-    let world = plan.world;
+    let topology = plan.topology;
     group.barrier(group.timeout())?;
     let free_before = device.free_memory()?;
     let start = Instant::now();
@@ -40,14 +40,14 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
         .config(config)
         .tuning(plan.shapes.tuning())
         .timeout(TIMEOUT)
-        .ranks_per_node(world.ranks_per_node)
+        .ranks_per_node(topology.ranks_per_node)
         .transport(plan.transport_options(TIMEOUT));
     (options.num_nvl_bytes, options.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
     let buffer = Buffer::new(device.clone(), &**group, options)?;
     let setup_ms = start.elapsed().as_secs_f64() * 1e3;
     let device_bytes = free_before.saturating_sub(device.free_memory()?);
 
-    let mapped = world.nodes > 1 && buffer.mapped_peers().len() as u32 == world.nodes - 1;
+    let mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
     let case = plan.case();
     let mut bench = Bench::new(plan, &case, Rank::with(group.clone(), stream, buffer))?;
     bench.verify(&case)?;
@@ -72,7 +72,7 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
         setup_ms,
         pool_bytes: buffer.pool_bytes(),
         wire_bytes: buffer.wire_bytes(),
-        message_bytes: u64::from(world.nodes - 1) * buffer.count_message_bytes(plan.experts),
+        message_bytes: u64::from(topology.nodes - 1) * buffer.count_message_bytes(plan.experts),
         device_bytes,
         topk_idx: plan.routing(group.rank()),
         counts,
@@ -88,13 +88,13 @@ impl Bench<'_> {
     /// rows, all ranks at once. Mean of iterations one after the other. Collective.
     fn transport_alone(&self, group: &dyn ProcessGroup) -> Result<Vec<(PhaseName, f64)>> {
         let plan = self.plan;
-        if plan.world.nodes == 1 || plan.no_ceiling {
+        if plan.topology.nodes == 1 || plan.no_ceiling {
             return Ok(Vec::new());
         }
         let options = plan.transport_options(TIMEOUT);
         let slot = PhaseName::DispatchUncached.slot_bytes(plan.combine_row_bytes(), plan.topk);
         let region = slot * u64::from(plan.tokens.max(plan.rdma_send));
-        let mut poster = Poster::new(self.rig.buffer.device(), group, plan.world, &options, region)?;
+        let mut poster = Poster::new(self.rig.buffer.device(), group, plan.topology, &options, region)?;
         let (sent, relayed) = self.rows_by_node()?;
         let mut times = Vec::new();
         for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
@@ -162,12 +162,12 @@ impl Bench<'_> {
             }
         }
         times.dispatch_stream = self.back_to_back(|bench| bench.dispatch_cached())?;
-        if self.plan.world.nodes > 1 {
+        if self.plan.topology.nodes > 1 {
             times.dispatch_exact_stream =
                 self.back_to_back(|bench| bench.dispatch(Counts::Exact).map(drop))?;
         }
         times.combine_stream = self.back_to_back(|bench| bench.combine().map(drop))?;
-        let has_links = self.plan.world.ranks_per_node > 1 || !self.rig.buffer.mapped_peers().is_empty();
+        let has_links = self.plan.topology.ranks_per_node > 1 || !self.rig.buffer.mapped_peers().is_empty();
         if !self.plan.no_ceiling && has_links && !self.rig.buffer.device().info().is_virtual {
             times.ceiling =
                 Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
@@ -253,8 +253,8 @@ impl Bench<'_> {
         let row_bytes =
             if direction == Direction::Pull { self.plan.combine_row_bytes() as u32 } else { row_bytes };
         let limit = self.rig.buffer.device().info().max_shared_bytes_per_block;
-        let world = &self.plan.world;
-        let peers = if world.ranks_per_node > 1 { world.ranks_per_node } else { world.nodes } - 1;
+        let topology = &self.plan.topology;
+        let peers = if topology.ranks_per_node > 1 { topology.ranks_per_node } else { topology.nodes } - 1;
         let mut best = f64::MAX;
         for warps in [4, 7] {
             let stages = (limit / (warps * (row_bytes + 8))).min(3);

@@ -5,9 +5,9 @@
 use std::sync::Arc;
 
 use epoxide::driver::Device;
+use epoxide::ep::Topology;
 use epoxide::group::ProcessGroup;
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide_testing::World;
 use serde::{Deserialize, Serialize};
 
 use crate::measure::TIMEOUT;
@@ -95,7 +95,7 @@ pub struct Plan {
     /// Puts under way on a queue.
     pub depths: Vec<u64>,
     /// Nodes and ranks.
-    pub world: World,
+    pub topology: Topology,
     /// What joins the nodes.
     pub transport: TransportKind,
     /// Queues to each peer.
@@ -161,8 +161,8 @@ impl Plan {
 pub fn points(plan: &Plan, ranks: &[OfRank]) -> Vec<WirePoint> {
     let Some(first) = ranks.first() else { return Vec::new() };
     let measured: Vec<&Vec<OfSize>> = ranks.iter().map(|rank| &rank.sizes).collect();
-    let peers = f64::from(plan.world.nodes - 1);
-    let putting = if plan.one_way { plan.world.ranks_per_node as usize } else { measured.len() };
+    let peers = f64::from(plan.topology.nodes - 1);
+    let putting = if plan.one_way { plan.topology.ranks_per_node as usize } else { measured.len() };
     let mut points = Vec::new();
     for (index, &message_bytes) in plan.sizes.iter().enumerate() {
         let timed: Vec<&[f64]> = measured
@@ -181,8 +181,8 @@ pub fn points(plan: &Plan, ranks: &[OfRank]) -> Vec<WirePoint> {
                 mode: "wire".into(),
                 transport: plan.transport.to_string(),
                 queues: plan.queues,
-                nodes: plan.world.nodes,
-                num_ranks: plan.world.ranks(),
+                nodes: plan.topology.nodes,
+                num_ranks: plan.topology.ranks(),
                 device: first.device.clone(),
                 is_virtual: first.is_virtual,
                 date: today(),
@@ -211,14 +211,14 @@ pub fn rank(plan: &Plan, device: &Arc<dyn Device>, group: &dyn ProcessGroup) -> 
         timeout: TIMEOUT,
         ..TransportOptions::new(plan.transport)
     };
-    let mut poster = Poster::new(device, group, plan.world, &options, Poster::LARGEST)?;
+    let mut poster = Poster::new(device, group, plan.topology, &options, Poster::LARGEST)?;
     let mut sizes = Vec::new();
     for &size in &plan.sizes {
         poster.ping_pong(size, plan.warmup)?;
         let latency = poster.ping_pong(size, plan.iters)?;
         let puts = plan.puts_of(size);
-        let puts_here = !plan.one_way || group.rank() < plan.world.ranks_per_node;
-        let total = |puts: u64| vec![if puts_here { puts * size } else { 0 }; plan.world.nodes as usize];
+        let puts_here = !plan.one_way || group.rank() < plan.topology.ranks_per_node;
+        let total = |puts: u64| vec![if puts_here { puts * size } else { 0 }; plan.topology.nodes as usize];
         let mut seconds = Vec::new();
         for &depth in &plan.depths {
             poster.put_all(&total(puts.div_ceil(8)), size, depth, 1)?;

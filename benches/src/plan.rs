@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
+use epoxide::ep::Topology;
 use epoxide::ep::{Config, DType};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_TOPK};
-use epoxide_testing::World;
 use epoxide_testing::oracle::Routing;
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
 use epoxide_testing::roundtrip::{Case, Scales};
@@ -23,7 +23,7 @@ const FEWEST_SMS_ACROSS: u32 = 4;
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// Nodes and ranks.
-    pub world: World,
+    pub topology: Topology,
     /// Whether the devices are virtual: points of theirs are no points of hardware.
     pub is_virtual: bool,
     /// What joins the nodes.
@@ -75,12 +75,12 @@ pub struct Plan {
 impl Plan {
     /// How tokens travel, as results name it.
     pub fn mode(&self) -> &'static str {
-        if self.world.nodes > 1 { "internode" } else { "intranode" }
+        if self.topology.nodes > 1 { "internode" } else { "intranode" }
     }
 
     /// The configuration with `num_sms` multiprocessors.
     pub fn config(&self, num_sms: u32) -> epoxide::Result<Config> {
-        let nodes = self.world.nodes;
+        let nodes = self.topology.nodes;
         let config = Config::new(num_sms, self.nvl_send, self.nvl_recv, self.rdma_send, self.rdma_recv)?;
         let config = config.for_nodes(nodes);
         config.check_nodes(nodes)?;
@@ -109,7 +109,7 @@ impl Plan {
 
     /// What a count of the routing needs to know.
     pub fn count_sizes(&self) -> Sizes {
-        let (ranks, ranks_per_node) = (self.world.ranks(), self.world.ranks_per_node);
+        let (ranks, ranks_per_node) = (self.topology.ranks(), self.topology.ranks_per_node);
         Sizes { ranks, ranks_per_node, experts: self.experts, topk: self.topk }
     }
 
@@ -125,7 +125,7 @@ impl Plan {
     /// All that the ranks send, and what must come of it.
     pub fn case(&self) -> Case {
         let of_rank = |rank| self.routing(rank).chunks(self.topk as usize).map(<[i64]>::to_vec).collect();
-        let topk_idx = (0..self.world.ranks()).map(of_rank).collect();
+        let topk_idx = (0..self.topology.ranks()).map(of_rank).collect();
         let routing = Routing { num_experts: self.experts, num_topk: self.topk, topk_idx };
         Case {
             dtype: self.dtype,
@@ -138,8 +138,8 @@ impl Plan {
 
     /// Sizes that cannot be run are a reason to skip, as in MSCCL++'s test.
     pub fn check(&self) -> Result<()> {
-        let (world, experts, topk) = (self.world, self.experts, self.topk);
-        let ranks = world.ranks();
+        let (topology, experts, topk) = (self.topology, self.experts, self.topk);
+        let ranks = topology.ranks();
         if self.iters == 0 {
             return Err(Error::Usage("bench: --iters must be at least 1".into()));
         }
@@ -171,7 +171,7 @@ impl Plan {
                 let flags = "--num-sms, --rdma-send, --rdma-recv, --nvl-send, --nvl-recv";
                 Error::Usage(format!("bench: {flags}: {error}"))
             })?;
-            if world.nodes == 1 {
+            if topology.nodes == 1 {
                 continue;
             }
             if num_sms < FEWEST_SMS_ACROSS {
@@ -182,7 +182,7 @@ impl Plan {
             // The rule of MSCCL++'s test; it sizes its buffers by the hints.
             let per_rank = |bytes: Option<u64>, hint: fn(&Config, u64, u32, u32) -> u64| {
                 let bytes =
-                    bytes.unwrap_or_else(|| hint(&config, self.hidden * 2, ranks, world.ranks_per_node));
+                    bytes.unwrap_or_else(|| hint(&config, self.hidden * 2, ranks, topology.ranks_per_node));
                 bytes / u64::from(ranks)
             };
             let nvl = per_rank(self.nvl_bytes, Config::nvl_buffer_size_hint);
@@ -200,10 +200,10 @@ impl Plan {
 
     /// The key of a point with `num_sms` multiprocessors.
     pub fn key(&self, num_sms: u32) -> Key {
-        let across = self.world.nodes > 1;
+        let across = self.topology.nodes > 1;
         Key {
-            nodes: self.world.nodes,
-            num_ranks: self.world.ranks(),
+            nodes: self.topology.nodes,
+            num_ranks: self.topology.ranks(),
             tokens: self.tokens,
             hidden: self.hidden,
             experts: self.experts,

@@ -126,7 +126,7 @@ impl Common<'_> {
 
     fn phases(&self) -> Vec<Phase> {
         let stream = |pick: fn(&Times) -> f64| Some(self.spread(pick));
-        let exact = if self.plan.world.nodes > 1 { stream(|t| t.dispatch_exact_stream) } else { None };
+        let exact = if self.plan.topology.nodes > 1 { stream(|t| t.dispatch_exact_stream) } else { None };
         vec![
             self.phase(PhaseName::DispatchCached, |t| &t.dispatch_cached, stream(|t| t.dispatch_stream)),
             self.phase(PhaseName::DispatchUncached, |t| &t.dispatch_uncached, exact),
@@ -144,7 +144,7 @@ impl Common<'_> {
             .collect();
         let ceiling = ceilings.map(|ceilings| mean(&ceilings));
         let rows = Rows { sent: self.counts, remote: self.remote_rows, tokens: f64::from(self.plan.tokens) };
-        let wire = (self.plan.world.nodes > 1).then(|| self.on_wire(name, row_bytes, &call, ceiling));
+        let wire = (self.plan.topology.nodes > 1).then(|| self.on_wire(name, row_bytes, &call, ceiling));
         let bandwidth = (!self.is_virtual).then(|| {
             let ranks = self.ranks.len();
             let bandwidth = bandwidth(name, &rows, row_bytes, ranks, &call, back_to_back, ceiling);

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use epoxide::driver::{Device, DevicePtr, Event, Memory, MemoryKind, Stream};
+use epoxide::ep::Topology;
 use epoxide::group::ProcessGroup;
 use epoxide::transport::{self, Proxies, Put, TransportOptions, Way};
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
-use epoxide_testing::World;
 
 /// A rank's queues to the ranks with its index on other nodes, and memory to put from and to.
 ///
@@ -26,7 +26,7 @@ pub struct Poster<'a> {
     ways: Vec<Way>,
     stream: Stream,
     group: &'a dyn ProcessGroup,
-    world: World,
+    topology: Topology,
     queues: u32,
     timeout: Duration,
     /// Bytes that puts to a peer come from and go to; larger totals go over them again.
@@ -164,18 +164,18 @@ impl<'a> Poster<'a> {
     pub fn new(
         device: &Arc<dyn Device>,
         group: &'a dyn ProcessGroup,
-        world: World,
+        topology: Topology,
         options: &TransportOptions,
         region: u64,
     ) -> Result<Poster<'a>> {
         let (rank, queues) = (group.rank(), options.queues_per_peer);
-        let (node, index) = (rank / world.ranks_per_node, rank % world.ranks_per_node);
+        let (node, index) = (rank / topology.ranks_per_node, rank % topology.ranks_per_node);
         let stream = Stream::new(device, false)?;
         let region = region.clamp(1, Self::LARGEST).next_multiple_of(128);
-        let words = 2 * u64::from(world.ranks()) * u64::from(queues) * 8;
-        let bytes = words.next_multiple_of(128) + (1 + u64::from(world.nodes)) * region;
-        let rail = |node: u32| node * world.ranks_per_node + index;
-        let peers: Vec<u32> = (0..world.nodes).filter(|other| *other != node).map(rail).collect();
+        let words = 2 * u64::from(topology.ranks()) * u64::from(queues) * 8;
+        let bytes = words.next_multiple_of(128) + (1 + u64::from(topology.nodes)) * region;
+        let rail = |node: u32| node * topology.ranks_per_node + index;
+        let peers: Vec<u32> = (0..topology.nodes).filter(|other| *other != node).map(rail).collect();
         let (ways, links) = transport::open(options, device, group, bytes, &peers, group.timeout())?;
         let proxies = Proxies::start(device, links)?;
         let mut lanes = Vec::new();
@@ -186,12 +186,12 @@ impl<'a> Poster<'a> {
                     (None, Some(ring)) => Carrier::Ring(ring.0),
                     (None, None) => continue,
                 };
-                let node = way.peer / world.ranks_per_node;
+                let node = way.peer / topology.ranks_per_node;
                 lanes.push(Lane { node, peer: way.peer, queue, posted: 0, carrier });
             }
         }
         let timeout = options.timeout;
-        Ok(Poster { proxies, lanes, ways, stream, group, world, queues, timeout, region, round: 0 })
+        Ok(Poster { proxies, lanes, ways, stream, group, topology, queues, timeout, region, round: 0 })
     }
 
     /// Puts `bytes[n]` bytes to node n, `repeat` times over, in puts of `message` bytes spread over the queues, with at most `depth` in
@@ -199,7 +199,7 @@ impl<'a> Poster<'a> {
     pub fn put_all(&mut self, bytes: &[u64], message: u64, depth: u64, repeat: u32) -> Result<Duration> {
         let message = message.clamp(1, self.region);
         let (depth, slots) = (depth.clamp(1, Self::DEEPEST), self.region / message);
-        let scratch = u64::from(self.world.ranks() * self.queues) * 8;
+        let scratch = u64::from(self.topology.ranks() * self.queues) * 8;
         // By node: bytes that are still to be posted, of this copy and how many copies.
         let mut left: Vec<(u64, u32)> = bytes.iter().map(|bytes| (*bytes, repeat)).collect();
         let (own, out, into) = (self.own_word(0), self.region(0), self.region(1 + self.node()));
@@ -361,7 +361,7 @@ impl<'a> Poster<'a> {
     }
 
     fn node(&self) -> u32 {
-        self.group.rank() / self.world.ranks_per_node
+        self.group.rank() / self.topology.ranks_per_node
     }
 
     /// Where this rank's word for a queue is at its peers.
@@ -371,7 +371,7 @@ impl<'a> Poster<'a> {
 
     /// Where region `index` begins: 0 to put from, 1 + n for what node n puts.
     fn region(&self, index: u32) -> u64 {
-        let words = 2 * u64::from(self.world.ranks() * self.queues) * 8;
+        let words = 2 * u64::from(self.topology.ranks() * self.queues) * 8;
         words.next_multiple_of(128) + u64::from(index) * self.region
     }
 }

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use epoxide::driver::Device;
-use epoxide_testing::World;
+use epoxide::ep::Topology;
 
 use crate::results::{PhaseName, Point, Results};
 use crate::{Error, Plan, Result};
@@ -87,7 +87,7 @@ pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
 /// How a sweep is carried out.
 pub struct Run<'a> {
     /// Says where so many nodes of so many ranks are, or why they cannot be.
-    pub world: &'a dyn Fn(u32, u32) -> Result<World>,
+    pub topology: &'a dyn Fn(u32, u32) -> Result<Topology>,
     /// Makes the device of a rank.
     pub open: &'a (dyn Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync),
     /// Is told before each run what it is of, how many points are done, and how many there are.
@@ -118,7 +118,7 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swep
     } else {
         Vec::new()
     };
-    let groups = groups(plan, sweep, how.world)?;
+    let groups = groups(plan, sweep, how.topology)?;
     let total = groups.iter().map(|group| group.num_sms.len()).sum::<usize>();
     let mut done = 0;
     let mut swept = Swept { points: Vec::new(), skipped: Vec::new() };
@@ -149,18 +149,24 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swep
 }
 
 /// One run for each combination of the other axes, with all numbers of multiprocessors. All are settled before any is measured.
-fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<World>) -> Result<Vec<Plan>> {
+fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topology>) -> Result<Vec<Plan>> {
     let or = |list: &[u32], value: u32| if list.is_empty() { vec![value] } else { list.to_vec() };
     let num_sms = if sweep.sms.is_empty() { &plan.num_sms } else { &sweep.sms };
     let mut groups = Vec::new();
-    for nodes in or(&sweep.nodes, plan.world.nodes) {
-        for ranks_per_node in or(&sweep.ranks, plan.world.ranks_per_node) {
+    for nodes in or(&sweep.nodes, plan.topology.nodes) {
+        for ranks_per_node in or(&sweep.ranks, plan.topology.ranks_per_node) {
             // Within one node nothing is put.
             let chunks = if nodes == 1 { &[][..] } else { &sweep.rdma_send };
             for rdma_send in or(chunks, plan.rdma_send) {
                 for tokens in or(&sweep.tokens, plan.tokens) {
-                    let world = place(nodes, ranks_per_node)?;
-                    groups.push(Plan { world, tokens, rdma_send, num_sms: num_sms.clone(), ..plan.clone() });
+                    let topology = place(nodes, ranks_per_node)?;
+                    groups.push(Plan {
+                        topology,
+                        tokens,
+                        rdma_send,
+                        num_sms: num_sms.clone(),
+                        ..plan.clone()
+                    });
                 }
             }
         }
@@ -239,10 +245,10 @@ pub fn summary(points: &[Point]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::{open, plan, world};
+    use crate::tests::{open, plan, topology};
 
     fn sweep_of(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
-        let how = Run { world: &world, open: &open, progress: &|_, _, _| {} };
+        let how = Run { topology: &topology, open: &open, progress: &|_, _, _| {} };
         run(plan, sweep, out, &how).map(|swept| swept.points)
     }
 

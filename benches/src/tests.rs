@@ -2,8 +2,8 @@
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::ep::DType;
+use epoxide::ep::Topology;
 use epoxide::transport::TransportKind;
-use epoxide_testing::World;
 
 use super::counts::Sizes;
 use super::measure::RankResult;
@@ -13,7 +13,7 @@ use super::*;
 /// Small sizes, then what `line` says, in the words of the command's flags.
 pub fn plan(line: &str) -> Plan {
     let mut plan = Plan {
-        world: World { nodes: 1, ranks_per_node: 2 },
+        topology: Topology { nodes: 1, ranks_per_node: 2 },
         is_virtual: true,
         transport: TransportKind::Auto,
         queues: 1,
@@ -41,8 +41,8 @@ pub fn plan(line: &str) -> Plan {
     for pair in line.split_whitespace().collect::<Vec<_>>().chunks(2) {
         let number = || pair[1].parse().unwrap();
         match pair[0] {
-            "--nodes" => plan.world.nodes = number(),
-            "--ranks-per-node" => plan.world.ranks_per_node = number(),
+            "--nodes" => plan.topology.nodes = number(),
+            "--ranks-per-node" => plan.topology.ranks_per_node = number(),
             "--transport" => {
                 plan.transport = match pair[1] {
                     "shm" => TransportKind::Shm,
@@ -75,8 +75,8 @@ pub fn open(rank: u32) -> epoxide::Result<Arc<dyn Device>> {
 }
 
 /// Where ranks of threads are.
-pub fn world(nodes: u32, ranks_per_node: u32) -> Result<World> {
-    Ok(World { nodes, ranks_per_node })
+pub fn topology(nodes: u32, ranks_per_node: u32) -> Result<Topology> {
+    Ok(Topology { nodes, ranks_per_node })
 }
 
 /// A run on the virtual GPU.
@@ -109,13 +109,13 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
     {
         let plan = plan(&format!("{line} --seed {seed}"));
         let (points, ranks) = measure(&plan, open).unwrap();
-        let ids: Vec<Vec<i64>> = (0..plan.world.ranks()).map(|rank| plan.routing(rank)).collect();
+        let ids: Vec<Vec<i64>> = (0..plan.topology.ranks()).map(|rank| plan.routing(rank)).collect();
         let serial = counts::serial(&ids, plan.count_sizes());
         let (point, sixes) = (&points[0], serial.iter().map(|rank| rank.six).collect::<Vec<_>>());
         assert_eq!(point.counts_by_rank, sixes, "{line}");
         assert_eq!(point.counts, counts::mean(&serial), "{line}");
         assert!(ranks.iter().zip(&serial).all(|(rank, serial)| rank.counts == *serial), "{line}");
-        let per_rank = f64::from(plan.world.ranks());
+        let per_rank = f64::from(plan.topology.ranks());
         let sum = |pick: fn(&counts::RankCounts) -> u64| serial.iter().map(pick).sum::<u64>() as f64;
         assert_eq!(point.remote_rows * per_rank, sum(|rank| rank.linked), "{line}");
         for phase in &point.phases {

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use epoxide::driver::virt::{CheckConfig, Checker, Schedule, VirtConfig};
+pub use epoxide::ep::Topology;
 use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
-pub use epoxide_testing::World;
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
 use serde::Serialize;
 
@@ -193,7 +193,7 @@ impl NetworkFlags {
 impl WorldFlags {
     /// How many ranks there are, and where: as the flags say or, in a group that somebody else started, its size and how many of
     /// its ranks this host has.
-    pub fn world(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<World> {
+    pub fn topology(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<Topology> {
         let usage =
             |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
         if self.mode == Some(Mode::LowLatency) {
@@ -261,7 +261,7 @@ impl WorldFlags {
         if nodes > MAX_NODES as u32 {
             return usage("--nodes", nodes, format!("must be 1 to {MAX_NODES}"));
         }
-        Ok(World { nodes, ranks_per_node })
+        Ok(Topology { nodes, ranks_per_node })
     }
 }
 
@@ -376,8 +376,8 @@ pub struct Setup {
 
 impl Shared {
     /// How many ranks there are, and where.
-    pub fn world(&self, defaults: Defaults, group: Option<(u32, Option<u32>)>) -> Result<World> {
-        self.place.world(defaults.mode, group)
+    pub fn topology(&self, defaults: Defaults, group: Option<(u32, Option<u32>)>) -> Result<Topology> {
+        self.place.topology(defaults.mode, group)
     }
 
     /// Longest wait for another rank.
@@ -388,10 +388,10 @@ impl Shared {
     }
 
     /// What the flags come to for these ranks.
-    pub fn resolve(&self, world: World, defaults: Defaults) -> Result<Setup> {
+    pub fn resolve(&self, topology: Topology, defaults: Defaults) -> Result<Setup> {
         let wrong =
             |flag: &str, value: u64, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
-        let (ranks, nodes) = (world.ranks(), world.nodes);
+        let (ranks, nodes) = (topology.ranks(), topology.nodes);
         let hidden = self.hidden.unwrap_or(defaults.hidden);
         let unit = 16 / self.dtype.dtype().size();
         if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > 1 << 24 {
@@ -484,8 +484,8 @@ mod tests {
 
     const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
 
-    fn one_node(ranks: u32) -> World {
-        World { nodes: 1, ranks_per_node: ranks }
+    fn one_node(ranks: u32) -> Topology {
+        Topology { nodes: 1, ranks_per_node: ranks }
     }
 
     fn parse(line: &str) -> Shared {
@@ -506,10 +506,10 @@ mod tests {
 
     #[test]
     fn across_nodes_the_settings_are_those_of_the_original_test() {
-        let setup = parse("").resolve(World { nodes: 2, ranks_per_node: 8 }, DEFAULTS).unwrap();
+        let setup = parse("").resolve(Topology { nodes: 2, ranks_per_node: 8 }, DEFAULTS).unwrap();
         assert_eq!((setup.ranks, setup.experts, setup.topk, setup.mode), (16, 64, 4, Mode::Internode));
         assert_eq!(setup.config, Config::new(152, 8, 256, 16, 128).unwrap());
-        let setup = parse("").resolve(World { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
+        let setup = parse("").resolve(Topology { nodes: 3, ranks_per_node: 2 }, DEFAULTS).unwrap();
         assert!(setup.config.check_nodes(3).is_ok());
         assert_eq!(setup.buffer_options().ranks_per_node, Some(2));
     }
@@ -534,8 +534,8 @@ mod tests {
             ("--nodes 3", DEFAULTS, Some((6, None)), 3, 2),
             ("--mode intranode", DEFAULTS, Some((6, Some(3))), 1, 6),
         ] {
-            let world = parse(line).world(defaults, group).unwrap();
-            assert_eq!(world, World { nodes, ranks_per_node }, "{line:?} {group:?}");
+            let topology = parse(line).topology(defaults, group).unwrap();
+            assert_eq!(topology, Topology { nodes, ranks_per_node }, "{line:?} {group:?}");
         }
     }
 
@@ -554,7 +554,7 @@ mod tests {
             ("--mode intranode", Some((9, None)), "--ranks-per-node 9"),
             ("--mode intranode --ranks-per-node 4", Some((8, None)), "--ranks-per-node 4"),
         ] {
-            let stop = parse(line).world(DEFAULTS, group).unwrap_err();
+            let stop = parse(line).topology(DEFAULTS, group).unwrap_err();
             assert_eq!(stop.code, crate::stop::USAGE);
             let named = stop.message.as_deref().is_some_and(|message| message.starts_with(flag));
             assert!(named, "{line} {group:?}: {stop:?}");

@@ -45,7 +45,9 @@ impl Placement {
             _ if shared.threads => Placement::Threads,
             _ if shared.processes => Placement::Processes,
             DeviceKind::Cuda => Placement::Processes,
-            DeviceKind::Virtual if shared.world(defaults, None).is_ok_and(|world| world.nodes > 1) => {
+            DeviceKind::Virtual
+                if shared.topology(defaults, None).is_ok_and(|topology| topology.nodes > 1) =>
+            {
                 Placement::Processes
             }
             DeviceKind::Virtual => Placement::Threads,
@@ -122,14 +124,14 @@ pub fn run(
             let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("world", group_timeout)?);
             let local_rank = Ok(meeting.member.local_rank.unwrap_or(meeting.member.rank));
             let outcome = one_rank(&group, local_rank, &main, open, || {
-                let world = shared.world(defaults, Some((group.size(), meeting.member.local_size)))?;
-                Ok(Run { setup: shared.resolve(world, defaults)?, placement })
+                let topology = shared.topology(defaults, Some((group.size(), meeting.member.local_size)))?;
+                Ok(Run { setup: shared.resolve(topology, defaults)?, placement })
             });
             outcome.map_err(|stop| said_by(stop, group.rank()))
         }
         Placement::Threads => {
-            let world = shared.world(defaults, None)?;
-            let (setup, ranks) = (shared.resolve(world, defaults)?, world.ranks());
+            let topology = shared.topology(defaults, None)?;
+            let (setup, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
             require_devices(setup.device, ranks)?;
             let ended = run_threads(ranks, group_timeout, |rank, group| {
                 Ok(one_rank(&group, Ok(rank), &main, open, || Ok(Run { setup: setup.clone(), placement })))
@@ -142,8 +144,8 @@ pub fn run(
                 .map_or(Ok(()), Err)
         }
         Placement::Processes => {
-            let world = shared.world(defaults, None)?;
-            let (setup, ranks) = (shared.resolve(world, defaults)?, world.ranks());
+            let topology = shared.topology(defaults, None)?;
+            let (setup, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
             require_devices(setup.device, ranks)?;
             let outcome = spawn_ranks(ranks, GRACE, |_| {
                 let mut command = current_exe()?;

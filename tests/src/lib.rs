@@ -16,10 +16,8 @@ pub mod oracle;
 pub mod payload;
 pub mod ranks;
 pub mod roundtrip;
-mod world;
 
 pub use epoxide::group::launch::HeldPort;
-pub use world::World;
 
 /// The README's example, compiled and run.
 #[cfg(doctest)]

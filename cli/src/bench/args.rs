@@ -128,9 +128,9 @@ pub struct TuningFlags {
 impl Args {
     /// What the flags and the environment come to.
     pub fn plan(&self) -> Result<Plan> {
-        let world = self.place.world(Mode::Intranode, super::launched()?)?;
+        let topology = self.place.topology(Mode::Intranode, super::launched()?)?;
         let num_sms = match self.num_sms.is_empty() {
-            true => sms_of_environment(world.nodes > 1, |name| std::env::var(name).ok())?,
+            true => sms_of_environment(topology.nodes > 1, |name| std::env::var(name).ok())?,
             false => self.num_sms.clone(),
         };
         let TuningFlags {
@@ -142,7 +142,7 @@ impl Args {
             combine_slot_bytes,
         } = self.tuning;
         Ok(Plan {
-            world,
+            topology,
             is_virtual: self.device == DeviceKind::Virtual,
             transport: self.network.transport.kind(),
             queues: self.network.queues(self.device),

@@ -112,7 +112,7 @@ fn single(args: &Args, plan: &Plan) -> Result<Vec<Point>> {
 fn measure_points(plan: &Plan) -> Result<(Vec<Point>, Vec<RankResult>)> {
     plan.check()?;
     let device = if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda };
-    let ranks = on_ranks(plan.world, device, |device, group| measure::rank(plan, device, group))?;
+    let ranks = on_ranks(plan.topology, device, |device, group| measure::rank(plan, device, group))?;
     Ok((points::points(plan, &ranks)?, ranks))
 }
 

@@ -10,19 +10,19 @@ use epoxide_bench::measure::TIMEOUT;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::options::{DeviceKind, World};
+use crate::options::{DeviceKind, Topology};
 use crate::ranks;
 use crate::stop::Result;
 
-/// Runs `main` on the ranks of `world`, each with its device; the results in rank order. The ranks are threads of this process or,
+/// Runs `main` on all ranks of a topology, each with its device; the results in rank order. The ranks are threads of this process or,
 /// where a launcher started it as one of them, processes.
 pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
-    world: World,
+    topology: Topology,
     device: DeviceKind,
     main: impl Fn(Arc<dyn Device>, &Arc<dyn ProcessGroup>) -> epoxide::Result<T> + Sync,
 ) -> Result<Vec<T>> {
     if Member::detect()?.is_none() {
-        return run_threads(world.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &group))
+        return run_threads(topology.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &group))
             .map_err(|failure| epoxide_bench::Error::from(failure.error).into());
     }
     let meeting = Meeting::from_env(TIMEOUT)?;

@@ -24,18 +24,18 @@ pub fn run(args: &Args, plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Po
         bar.set_style(style);
     }
     let launched = launched()?;
-    let world = |nodes, ranks_per_node| {
+    let topology = |nodes, ranks_per_node| {
         let place = WorldFlags { mode: None, nodes: Some(nodes), ranks_per_node: Some(ranks_per_node) };
-        let world = place.world(Mode::Intranode, launched);
-        world.map_err(|stop| Error::Usage(stop.message.unwrap_or_default()))
+        let topology = place.topology(Mode::Intranode, launched);
+        topology.map_err(|stop| Error::Usage(stop.message.unwrap_or_default()))
     };
     let progress = |group: &Plan, done: usize, total: usize| {
         bar.set_length(total as u64);
         bar.set_position(done as u64);
-        bar.set_message(format!("{} ranks, {} tokens", group.world.ranks(), group.tokens));
+        bar.set_message(format!("{} ranks, {} tokens", group.topology.ranks(), group.tokens));
     };
     let open = |rank| open(args.device, rank);
-    let swept = sweep::run(plan, sweep, out, &Run { world: &world, open: &open, progress: &progress });
+    let swept = sweep::run(plan, sweep, out, &Run { topology: &topology, open: &open, progress: &progress });
     bar.finish_and_clear();
     let swept = swept?;
     for reason in &swept.skipped {

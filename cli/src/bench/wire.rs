@@ -76,7 +76,7 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn measure(plan: &Plan, device: DeviceKind) -> Result<Vec<WirePoint>> {
-    let ranks = on_ranks(plan.world, device, |device, group| network::rank(plan, &device, &**group))?;
+    let ranks = on_ranks(plan.topology, device, |device, group| network::rank(plan, &device, &**group))?;
     Ok(network::points(plan, &ranks))
 }
 
@@ -99,7 +99,7 @@ impl Args {
         let plan = Plan {
             sizes,
             depths,
-            world: place.world(Mode::Internode, launched)?,
+            topology: place.topology(Mode::Internode, launched)?,
             transport: self.network.transport.kind(),
             queues: self.network.queues(self.device),
             one_way: self.one_way,

@@ -1,3 +1,0 @@
-//! Where the ranks of a run are.
-
-pub use epoxide::ep::Topology as World;
