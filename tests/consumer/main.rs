@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::ep::{Buffer, BufferOptions, BufferShape, DType, DispatchRequest, StreamOrder, Tensor};
+use epoxide::ep::{
+    Buffer, BufferOptions, BufferShape, DType, DispatchRequest, StreamOrder, Tensor, TypedTensor,
+};
 use epoxide::group::launch::run_threads;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -15,9 +17,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape))?;
         // The token of each rank goes to the other one.
         let x = Tensor::from_host(&stream, DType::I32, &[1, 4], &[rank as i32; 4])?;
-        let topk_idx = Tensor::from_host(&stream, DType::I64, &[1, 1], &[1 - i64::from(rank)])?;
-        let layout = buffer.get_dispatch_layout(&topk_idx, 2, StreamOrder::on(&stream))?;
-        let received = buffer.dispatch(DispatchRequest::new(&x, &layout), StreamOrder::on(&stream))?;
+        let topk_idx = TypedTensor::from_host(&stream, &[1, 1], &[1 - i64::from(rank)])?;
+        let order = StreamOrder::on(&stream);
+        let layout = buffer.get_dispatch_layout(&topk_idx, 2, order)?;
+        let mut place = buffer.place(0)?;
+        let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &layout), order)?;
         received.recv_x.to_host::<i32>(&stream)
     })?;
     assert_eq!(received, [[1; 4], [0; 4]]);

@@ -3,16 +3,16 @@
 use std::sync::Mutex;
 
 use epoxide::ep::{
-    Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Counts, DType, DispatchRequest, StreamOrder,
+    Buffer, CachedDispatchRequest, CombineRequest, Counts, DType, DispatchRequest, Place, StreamOrder,
 };
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::{Rank, Setup};
 use epoxide_testing::lockstep;
 
-use crate::place::{Place, in_every_place};
-use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
+use crate::spread::{Spread, in_every_spread};
+use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch, typed};
 
-in_every_place! {
+in_every_spread! {
     an_expert_id_out_of_range_is_an_error_on_every_rank,
     shapes_are_checked,
     ranks_must_make_equal_buffers,
@@ -21,44 +21,44 @@ in_every_place! {
 }
 
 /// One node of two ranks, or two nodes of one.
-fn setup(place: Place) -> Setup {
-    let num_channels = if place == Place::OneNode { 1 } else { 2 };
-    Setup::new(RANKS, num_channels, TOKENS as u32, 64).nodes(place.nodes(1))
+fn setup(spread: Spread) -> Setup {
+    let num_channels = if spread == Spread::OneNode { 1 } else { 2 };
+    Setup::new(RANKS, num_channels, TOKENS as u32, 64).nodes(spread.nodes(1))
 }
 
-fn an_expert_id_out_of_range_is_an_error_on_every_rank(place: Place) {
+fn an_expert_id_out_of_range_is_an_error_on_every_rank(spread: Spread) {
     for bad in [i64::from(EXPERTS), -2, i64::MAX, i64::MIN, 1 << 32] {
-        then_dispatch(setup(place), |rank, valid| {
+        then_dispatch(setup(spread), |rank, valid, place| {
             let mut ids = vec![vec![0i64, 3]; TOKENS as usize];
             if rank.rank == 1 {
                 ids[2][1] = bad;
                 ids[4][0] = bad;
             }
-            let topk_idx = rank.upload(DType::I64, 2, &ids)?;
+            let topk_idx = rank.upload_typed(2, &ids)?;
             let layout = rank.layout(&topk_idx, EXPERTS)?;
-            let validated = layout.validate(&rank.stream, &topk_idx);
+            let validated = layout.validate(&rank.stream);
             if rank.rank == 1 {
                 let value = format!("topk_idx = {bad} (token 2, entry 1)");
                 refused(validated, &[&value, "-1 or 0 to num_experts - 1 = 3"]);
             } else {
                 validated?;
             }
-            let request = DispatchRequest { topk_idx: Some(&topk_idx), layout: &layout, ..valid.request() };
-            let parts = ["topk_idx = an id on rank 1", "-1 or 0 to num_experts - 1", "validate"];
-            refused(rank.dispatch(request), &parts);
-            let handle = rank.dispatch(DispatchRequest { counts: rank.on_device(), ..request })?.handle;
+            let request = valid.request_along(&layout);
+            let parts = ["topk_idx of rank 1", "-1 or 0 to num_experts - 1", "DispatchLayout::validate"];
+            refused(rank.dispatch(place, request), &parts);
+            let handle = rank.dispatch(place, request.counts(rank.on_device()))?.handle;
             refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
             Ok(())
         });
     }
 }
 
-fn shapes_are_checked(place: Place) {
-    then_dispatch(setup(place), |rank, valid| {
+fn shapes_are_checked(spread: Spread) {
+    then_dispatch(setup(spread), |rank, valid, place| {
         let wrong = |name: &str, have: &[u64], expected: &str| {
             format!("{name} has shape {have:?}, expected {expected}")
         };
-        let idx = tensor(rank, DType::I64, &[TOKENS]);
+        let idx = typed::<i64>(rank, &[TOKENS]);
         refused(rank.layout(&idx, EXPERTS), &[&wrong("topk_idx", &[5], "[num_tokens, num_topk]")]);
         for experts in [0u32, 1, 7] {
             let value = format!("num_experts = {experts}");
@@ -66,53 +66,54 @@ fn shapes_are_checked(place: Place) {
         }
         let x = tensor(rank, DType::Bf16, &[TOKENS, 7]);
         let parts = ["hidden", "7 x bf16", "multiple of 16 bytes"];
-        refused(rank.dispatch(DispatchRequest { x: &x, ..valid.request() }), &parts);
+        refused(rank.dispatch(place, valid.request_of(&x)), &parts);
         let x = tensor(rank, DType::Bf16, &[4, 8]);
-        let request = DispatchRequest { x: &x, ..valid.request() };
-        refused(rank.dispatch(request), &[&wrong("x", &[4, 8], "[num_tokens = 5, hidden]")]);
-        let idx = tensor(rank, DType::I64, &[TOKENS, 3]);
-        let request = DispatchRequest { topk_idx: Some(&idx), ..valid.request() };
-        let parts = wrong("topk_idx", &[5, 3], "[num_tokens = 5, num_topk = 2]");
-        refused(rank.dispatch(request), &[&parts]);
-        let weights = tensor(rank, DType::F32, &[6, 2]);
-        let request = DispatchRequest { topk_weights: Some(&weights), ..valid.request() };
-        let parts = wrong("topk_weights", &[6, 2], "[num_tokens = 5, num_topk = 2]");
-        refused(rank.dispatch(request), &[&parts]);
+        let parts = wrong("x", &[4, 8], "[num_tokens = 5, hidden]");
+        refused(rank.dispatch(place, valid.request_of(&x)), &[&parts]);
+        for shape in [[6, 2], [5, 3]] {
+            let weights = typed::<f32>(rank, &shape);
+            let parts = wrong("topk_weights", &shape, "[num_tokens = 5, num_topk = 2]");
+            refused(rank.dispatch(place, valid.request().topk_weights(&weights)), &[&parts]);
+        }
         let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
         for (shape, expected) in [(vec![4], "[num_tokens = 5]"), (vec![6, 1], "[num_tokens = 5, num_scales]")]
         {
-            let scales = tensor(rank, DType::F32, &shape);
-            let request = DispatchRequest { x: &x, x_scales: Some(&scales), ..valid.request() };
-            refused(rank.dispatch(request), &[&wrong("x_scales", &shape, expected)]);
+            let scales = typed::<f32>(rank, &shape);
+            let request = valid.request_of(&x).scales(&scales);
+            refused(rank.dispatch(place, request), &[&wrong("x_scales", &shape, expected)]);
         }
 
-        let handle = rank.dispatch(valid.request())?.handle;
-        refused(
-            rank.dispatch_cached(&tensor(rank, DType::Bf16, &[6, 8]), None, &handle),
-            &["num_tokens = 5"],
-        );
+        let handle = rank.dispatch(place, valid.request())?.handle;
+        let x = tensor(rank, DType::Bf16, &[6, 8]);
+        let request = CachedDispatchRequest::new(&x, &handle);
+        refused(rank.dispatch_cached(place, request), &["num_tokens = 5"]);
         let rows = tensor(rank, DType::Bf16, &[9, 8]);
         let parts = wrong("x", &[9, 8], "[num_recv_tokens = 10, hidden]");
-        refused(rank.combine(CombineRows::Tensor(&rows), None, &handle), &[&parts]);
+        refused(rank.combine(CombineRequest::new(&rows, &handle)), &[&parts]);
         // Between nodes rows are summed in BF16 only.
-        let (dtype, hidden) = if place == Place::OneNode { (DType::F32, 4) } else { (DType::Bf16, 8) };
-        let in_pool = CombineRows::InPool { dtype, hidden };
+        let (dtype, hidden) = if spread == Spread::OneNode { (DType::F32, 4) } else { (DType::Bf16, 8) };
+        let rows = place.combine_rows(dtype, 9, hidden)?;
+        let parts = wrong("rows", &[9, hidden], "[num_recv_tokens = 10, hidden]");
+        refused(rank.combine(CombineRequest::new(&rows, &handle)), &[&parts]);
+        drop(rows);
+        let rows = place.combine_rows(dtype, 10, hidden)?;
         for shape in [[10, 3], [11, 2]] {
-            let weights = tensor(rank, DType::F32, &shape);
+            let weights = typed::<f32>(rank, &shape);
             let parts = wrong("topk_weights", &shape, "[num_recv_tokens = 10, num_topk = 2]");
-            refused(rank.combine(in_pool, Some(&weights), &handle), &[&parts]);
+            let request = CombineRequest::new(&rows, &handle).topk_weights(&weights);
+            refused(rank.combine(request), &[&parts]);
         }
         rank.stream.synchronize()
     });
 }
 
-fn ranks_must_make_equal_buffers(place: Place) {
+fn ranks_must_make_equal_buffers(spread: Spread) {
     // Rank 2 is the odd one; of two nodes it is on the other one.
-    let ranks = if place == Place::OneNode { 3 } else { 4 };
+    let ranks = if spread == Spread::OneNode { 3 } else { 4 };
     let odd = |change: fn(&mut Setup)| {
         let errors = Mutex::new(Vec::new());
         let _ = lockstep::run(ranks, |group| {
-            let mut setup = Setup { ranks, ..setup(place) }.nodes(place.nodes(2));
+            let mut setup = Setup { ranks, ..setup(spread) }.nodes(spread.nodes(2));
             if group.rank() == 2 {
                 change(&mut setup);
             }
@@ -136,10 +137,11 @@ fn ranks_must_make_equal_buffers(place: Place) {
     let mut changes = vec![
         ((|setup| setup.options.shape.max_topk = 3) as fn(&mut Setup), "max_topk"),
         (|setup| setup.options.shape.max_scales = 1, "max_scales"),
-        (|setup| setup.options.shape.max_tokens_per_rank = 6, "rows of the pool"),
+        (|setup| setup.options.shape.max_tokens_per_rank = 6, "rows of a place in the pool"),
+        (|setup| setup.options.places = 2, "places"),
         (|setup| setup.options.config.num_sms += 2, "num_sms"),
     ];
-    if place == Place::SeveralNodes {
+    if spread == Spread::SeveralNodes {
         changes.extend([
             ((|setup| setup.options.ranks_per_node = Some(1)) as fn(&mut Setup), "ranks_per_node"),
             (|setup| setup.options.transport.queues_per_peer = 3, "queues_per_peer"),
@@ -169,9 +171,9 @@ fn ranks_must_make_equal_buffers(place: Place) {
     }
 }
 
-fn ranks_must_make_equal_dispatches(place: Place) {
+fn ranks_must_make_equal_dispatches(spread: Spread) {
     let wide = |rank: &Rank, wide: bool| tensor(rank, DType::Bf16, &[TOKENS, if wide { 16 } else { 8 }]);
-    then_dispatch(setup(place), |rank, valid| {
+    then_dispatch(setup(spread), |rank, valid, place| {
         let odd = rank.rank == 1;
         let mine = |ours: u32, theirs: u32| if odd { (theirs, ours) } else { (ours, theirs) };
         let disagree = |rank: &Rank, what: &str, (here, there): (u32, u32)| {
@@ -179,32 +181,39 @@ fn ranks_must_make_equal_dispatches(place: Place) {
             format!("rank {me} and rank {peer} disagree on {what}: {here} here, {there} there")
         };
         let x = wide(rank, odd);
-        let result = rank.dispatch(DispatchRequest { x: &x, ..valid.request() });
+        let result = rank.dispatch(place, valid.request_of(&x));
         refused(result, &[&disagree(rank, "bytes per row", mine(16, 32))]);
         let layout = rank.layout(&valid.topk_idx, if odd { 2 * EXPERTS } else { EXPERTS })?;
-        let result = rank.dispatch(DispatchRequest { layout: &layout, ..valid.request() });
+        let result = rank.dispatch(place, valid.request_along(&layout));
         refused(result, &[&disagree(rank, "num_experts", mine(EXPERTS, 2 * EXPERTS))]);
         let request = if odd { DispatchRequest::new(&valid.x, &valid.layout) } else { valid.request() };
-        refused(rank.dispatch(request), &["disagree on num_topk"]);
+        refused(rank.dispatch(place, request), &["disagree on num_topk"]);
         let counts = Counts::OnDevice { capacity: if odd { 10 } else { 9 } };
-        let handle = rank.dispatch(DispatchRequest { counts, ..valid.request() })?.handle;
+        let handle = rank.dispatch(place, valid.request().counts(counts))?.handle;
         let parts = disagree(rank, "capacity in rows", mine(9, 10));
         refused(rank.buffer.check_dispatch(&handle, &rank.stream), &[&parts]);
         Ok(())
     });
 }
 
-fn a_handle_of_another_buffer_is_refused(place: Place) {
-    then_dispatch(setup(place), |rank, valid| {
-        let mut other = Buffer::new(rank.device().clone(), &*rank.group, setup(place).options)?;
-        let handle = rank.dispatch(valid.request())?.handle;
+fn a_handle_of_another_buffer_is_refused(spread: Spread) {
+    then_dispatch(setup(spread), |rank, valid, place| {
+        let mut other = Buffer::new(rank.device().clone(), &*rank.group, setup(spread).options)?;
+        let mut there: Place = other.place(0)?;
+        let handle = rank.dispatch(place, valid.request())?.handle;
         let order = StreamOrder::on(&rank.stream);
-        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: 8 };
         let parts = ["stale handle", "another buffer"];
-        refused(other.combine(CombineRequest { rows, topk_weights: None, handle: &handle }, order), &parts);
-        let request = CachedDispatchRequest { x: &valid.x, x_scales: None, handle: &handle };
-        refused(other.dispatch_cached(request, order), &parts);
+        let rows = there.combine_rows(DType::Bf16, 10, 8)?;
+        refused(other.combine(CombineRequest::new(&rows, &handle), order), &parts);
+        drop(rows);
+        let request = CachedDispatchRequest::new(&valid.x, &handle);
+        refused(other.dispatch_cached(&mut there, request, order), &parts);
         refused(other.check_dispatch(&handle, &rank.stream), &parts);
+        refused(other.dispatch(&mut there, valid.request(), order), &parts);
+        let parts = ["place = 0", "of another buffer"];
+        refused(rank.dispatch(&mut there, valid.request()), &parts);
+        let rows = there.combine_rows(DType::Bf16, 10, 8)?;
+        refused(rank.combine(CombineRequest::new(&rows, &handle)), &parts);
         rank.synchronize()
     });
 }

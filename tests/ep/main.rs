@@ -2,7 +2,9 @@
 
 mod cases;
 mod errors;
-mod place;
+mod gate;
+mod promises;
+mod spread;
 mod turns;
 mod valid;
 

@@ -7,9 +7,9 @@ use epoxide::ep::{DType, Tuning};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::roundtrip::{Case, Scales};
 
-use crate::place::{Place, in_every_place};
+use crate::spread::{Spread, in_every_spread};
 
-in_every_place! {
+in_every_spread! {
     rows_of_7168_bf16,
     rows_in_many_pieces,
     rows_longer_than_all_shared_memory_of_a_warp,
@@ -46,9 +46,9 @@ fn distinct(tokens_per_rank: &[u32], num_topk: u32, num_experts: u32) -> Routing
 }
 
 /// Along a routing, with some channels; of several nodes each has so many ranks.
-fn on(place: Place, ranks_per_node: u32, routing: Routing, row_bytes: u32) -> Case {
-    let num_channels = if place == Place::OneNode { 2 } else { 3 };
-    Case { nodes: place.nodes(ranks_per_node), num_channels, ..Case::new(routing, row_bytes) }
+fn on(spread: Spread, ranks_per_node: u32, routing: Routing, row_bytes: u32) -> Case {
+    let num_channels = if spread == Spread::OneNode { 2 } else { 3 };
+    Case { nodes: spread.nodes(ranks_per_node), num_channels, ..Case::new(routing, row_bytes) }
 }
 
 /// The smallest buffers: long rows travel in many pieces and the rings go round.
@@ -62,92 +62,92 @@ const SMALL: Tuning = Tuning {
     combine_slots: 2,
 };
 
-fn rows_of_7168_bf16(place: Place) {
-    Case { num_channels: 1, ..on(place, 2, distinct(&[5, 3, 0, 2], 4, 8), 2 * 7168) }.check();
+fn rows_of_7168_bf16(spread: Spread) {
+    Case { num_channels: 1, ..on(spread, 2, distinct(&[5, 3, 0, 2], 4, 8), 2 * 7168) }.check();
 }
 
-fn rows_in_many_pieces(place: Place) {
+fn rows_in_many_pieces(spread: Spread) {
     // 7168 BF16 are 14 pieces in dispatch and 28 in combine; with 16 bytes more, the last piece is a short one.
     for row_bytes in [2 * 7168, 2 * 7168 + 16] {
-        Case { tuning: SMALL, ..on(place, 2, distinct(&[6, 1, 3, 4], 4, 8), row_bytes) }.check();
+        Case { tuning: SMALL, ..on(spread, 2, distinct(&[6, 1, 3, 4], 4, 8), row_bytes) }.check();
     }
 }
 
-fn rows_longer_than_all_shared_memory_of_a_warp(place: Place) {
+fn rows_longer_than_all_shared_memory_of_a_warp(spread: Spread) {
     let tuning = Tuning { dispatch_stage_bytes: 65536, dispatch_warps: 8, ..Tuning::default() };
-    Case { num_channels: 1, tuning, ..on(place, 1, distinct(&[3, 2], 2, 4), 100_000) }.check();
+    Case { num_channels: 1, tuning, ..on(spread, 1, distinct(&[3, 2], 2, 4), 100_000) }.check();
 }
 
-fn the_shortest_row(place: Place) {
-    on(place, 1, distinct(&[9, 5, 1], 2, 6), 16).check();
+fn the_shortest_row(spread: Spread) {
+    on(spread, 1, distinct(&[9, 5, 1], 2, 6), 16).check();
 }
 
-fn fewer_tokens_than_channels(place: Place) {
-    Case { num_channels: 8, ..on(place, 2, distinct(&[3, 1, 7, 2], 4, 12), 48) }.check();
+fn fewer_tokens_than_channels(spread: Spread) {
+    Case { num_channels: 8, ..on(spread, 2, distinct(&[3, 1, 7, 2], 4, 12), 48) }.check();
 }
 
-fn tokens_that_channels_do_not_divide(place: Place) {
-    Case { num_channels: 7, ..on(place, 2, distinct(&[13, 50, 8, 15], 4, 16), 48) }.check();
+fn tokens_that_channels_do_not_divide(spread: Spread) {
+    Case { num_channels: 7, ..on(spread, 2, distinct(&[13, 50, 8, 15], 4, 16), 48) }.check();
 }
 
-fn more_than_a_warp_of_tokens_per_channel(place: Place) {
-    Case { num_channels: 2, ..on(place, 1, distinct(&[333, 150], 2, 8), 16) }.check();
+fn more_than_a_warp_of_tokens_per_channel(spread: Spread) {
+    Case { num_channels: 2, ..on(spread, 1, distinct(&[333, 150], 2, 8), 16) }.check();
 }
 
-fn more_channels_than_the_other_ranks_have_tokens(place: Place) {
-    Case { num_channels: 40, ..on(place, 1, distinct(&[100, 1], 2, 4), 16) }.check();
+fn more_channels_than_the_other_ranks_have_tokens(spread: Spread) {
+    Case { num_channels: 40, ..on(spread, 1, distinct(&[100, 1], 2, 4), 16) }.check();
 }
 
-fn some_ranks_without_tokens(place: Place) {
-    on(place, 2, distinct(&[0, 9, 0, 4], 3, 8), 48).check();
+fn some_ranks_without_tokens(spread: Spread) {
+    on(spread, 2, distinct(&[0, 9, 0, 4], 3, 8), 48).check();
 }
 
-fn all_ranks_without_tokens(place: Place) {
-    on(place, 2, distinct(&[0; 4], 3, 8), 48).check();
+fn all_ranks_without_tokens(spread: Spread) {
+    on(spread, 2, distinct(&[0; 4], 3, 8), 48).check();
 }
 
-fn no_selection_at_all(place: Place) {
-    on(place, 1, uniform(&[4, 6, 2], 6, &[-1, -1, -1]), 48).check();
+fn no_selection_at_all(spread: Spread) {
+    on(spread, 1, uniform(&[4, 6, 2], 6, &[-1, -1, -1]), 48).check();
 }
 
 /// To rank 2, and to rank 3: of several nodes, ranks of another node for half of the senders.
-fn everything_to_one_rank(place: Place) {
+fn everything_to_one_rank(spread: Spread) {
     for ids in [[4, 5], [6, 7]] {
-        on(place, 2, uniform(&[20, 3, 0, 11], 8, &ids), 48).check();
+        on(spread, 2, uniform(&[20, 3, 0, 11], 8, &ids), 48).check();
     }
 }
 
-fn everything_to_every_rank(place: Place) {
+fn everything_to_every_rank(spread: Spread) {
     let all: Vec<i64> = (0..8).collect();
-    on(place, 4, uniform(&[5; 8], 8, &all), 80).check();
+    on(spread, 4, uniform(&[5; 8], 8, &all), 80).check();
 }
 
-fn one_expert_in_every_entry(place: Place) {
-    on(place, 1, uniform(&[6, 6], 4, &[3; 32]), 48).check();
+fn one_expert_in_every_entry(spread: Spread) {
+    on(spread, 1, uniform(&[6, 6], 4, &[3; 32]), 48).check();
 }
 
-fn the_most_experts_on_a_rank(place: Place) {
+fn the_most_experts_on_a_rank(spread: Spread) {
     // Many warps of one block count them: the order in which they do must not matter.
     for schedule_seed in [None, Some(1), Some(2), Some(3)] {
-        Case { schedule_seed, ..on(place, 1, distinct(&[40, 3], 8, 2 * 1024), 16) }.check();
+        Case { schedule_seed, ..on(spread, 1, distinct(&[40, 3], 8, 2 * 1024), 16) }.check();
     }
 }
 
 /// As a list, as a few columns, and as more than a warp has lanes.
-fn fp8_with_scales(place: Place) {
+fn fp8_with_scales(spread: Spread) {
     for scales in [Scales::Flat, Scales::Columns(3), Scales::Columns(67)] {
-        let case = on(place, 2, distinct(&[7, 12, 0, 5], 3, 8), 208);
+        let case = on(spread, 2, distinct(&[7, 12, 0, 5], 3, 8), 208);
         Case { dtype: DType::Fp8E4m3, scales, ..case }.check();
     }
 }
 
-fn any_dtype_travels(place: Place) {
+fn any_dtype_travels(spread: Spread) {
     for dtype in [DType::F32, DType::I32, DType::Fp8E4m3] {
-        Case { dtype, ..on(place, 1, distinct(&[4, 4], 2, 4), 64) }.check();
+        Case { dtype, ..on(spread, 1, distinct(&[4, 4], 2, 4), 64) }.check();
     }
 }
 
-fn a_layer_of_256_experts_on_8_ranks(place: Place) {
-    let case = on(place, 4, distinct(&[16; 8], 8, 256), 2 * 7168);
+fn a_layer_of_256_experts_on_8_ranks(spread: Spread) {
+    let case = on(spread, 4, distinct(&[16; 8], 8, 256), 2 * 7168);
     Case { num_channels: 4, expert_alignment: 128, ..case }.check();
 }

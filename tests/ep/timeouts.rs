@@ -4,16 +4,18 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use epoxide::ep::{CombineRows, DType, DispatchOutput, DispatchRequest, StreamOrder};
+use epoxide::ep::{
+    CachedDispatchRequest, DispatchHandle, DispatchOutput, DispatchRequest, Place, StreamOrder,
+};
 use epoxide::group::launch::run_threads;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names};
 
-use crate::place::{Place, in_every_place};
-use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
+use crate::spread::{Spread, in_every_spread};
+use crate::turns::{Inputs, ROW, Turn, combine_in_pool, echo};
 
-in_every_place! {
+in_every_spread! {
     a_rank_that_does_not_dispatch_is_named,
     a_rank_that_dies_before_a_dispatch_is_named,
     a_rank_that_does_not_dispatch_shows_without_a_host_wait,
@@ -30,7 +32,6 @@ in_every_place! {
 pub const TIMEOUT: Duration = Duration::from_millis(1500);
 /// Within this a wait must have been given up.
 pub const SOON: Duration = Duration::from_secs(10);
-pub const POOL_ROWS: CombineRows<'static> = CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 };
 const TOKENS: [u32; 4] = [6, 4, 5, 3];
 
 /// The ranks of a test: three of one node, or two nodes of two. The last one is the one that does not come.
@@ -41,10 +42,10 @@ pub struct Ranks {
 
 impl Ranks {
     /// With all that can be between nodes.
-    fn all(place: Place) -> Vec<Ranks> {
-        match place {
-            Place::OneNode => vec![Ranks { transport: None }],
-            Place::SeveralNodes => [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp]
+    fn all(spread: Spread) -> Vec<Ranks> {
+        match spread {
+            Spread::OneNode => vec![Ranks { transport: None }],
+            Spread::SeveralNodes => [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp]
                 .map(|transport| Ranks { transport: Some(transport) })
                 .to_vec(),
         }
@@ -82,9 +83,14 @@ impl Ranks {
 }
 
 /// An exact dispatch of the turn.
-pub fn dispatch(rank: &mut Rank, turn: &Turn, inputs: &Inputs) -> Result<DispatchOutput> {
+pub fn dispatch<'p>(
+    rank: &mut Rank,
+    place: &'p mut Place,
+    turn: &Turn,
+    inputs: &Inputs,
+) -> Result<DispatchOutput<'p>> {
     let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-    rank.dispatch(DispatchRequest::new(&inputs.x, &layout))
+    rank.dispatch(place, DispatchRequest::new(&inputs.x, &layout))
 }
 
 /// How the last rank is lost.
@@ -99,33 +105,35 @@ enum Lost {
 /// Has the ranks go through a whole turn, and all but the last then through `call`, which must end in an error on each of them that says
 /// so; `word` is what a rank of one node waits for. Then they drop their buffers, and those that are left make new ones.
 fn without_the_last(
-    place: Place,
+    spread: Spread,
     lost: Lost,
     operation: &str,
     word: &str,
-    call: impl Fn(&mut Rank, &Turn, &Inputs, &DispatchOutput) -> Result<()> + Sync,
+    call: impl Fn(&mut Rank, &mut Place, &Turn, &Inputs, &DispatchHandle) -> Result<()> + Sync,
 ) {
-    for ranks in Ranks::all(place) {
+    for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup());
         let errors = Mutex::new(BTreeMap::new());
         let outcome = run_threads(ranks.count(), PATIENCE, |number, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
             let inputs = Inputs::upload(&turn, &rank)?;
-            let (output, _) = echo(&mut rank, &inputs, turn.routing.num_experts)?;
+            let mut place = rank.place()?;
+            let handle = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?.0.handle;
             rank.synchronize()?;
             if number != ranks.lost() {
                 let start = Instant::now();
-                let error = call(&mut rank, &turn, &inputs, &output).expect_err("a rank did not come");
+                let error = call(&mut rank, &mut place, &turn, &inputs, &handle);
+                let error = error.expect_err("a rank did not come");
                 let took = start.elapsed();
                 assert!((TIMEOUT..SOON).contains(&took), "noticed after {took:?}");
                 // From now on every call says the same, at once.
                 let start = Instant::now();
                 for later in [
                     rank.buffer.check().expect_err("the buffer is of no use"),
-                    dispatch(&mut rank, &turn, &inputs).expect_err("the buffer is of no use"),
-                    rank.dispatch_cached(&inputs.x, None, &output.handle)
+                    dispatch(&mut rank, &mut place, &turn, &inputs).expect_err("the buffer is of no use"),
+                    rank.dispatch_cached(&mut place, CachedDispatchRequest::new(&inputs.x, &handle))
                         .expect_err("the buffer is of no use"),
-                    rank.combine(POOL_ROWS, None, &output.handle).expect_err("the buffer is of no use"),
+                    combine_in_pool(&mut rank, &place, &handle).expect_err("the buffer is of no use"),
                 ] {
                     assert_eq!(later.to_string(), error.to_string());
                 }
@@ -133,7 +141,7 @@ fn without_the_last(
                 rank.stream.synchronize()?;
                 errors.lock().unwrap().insert(number, error);
             } else if lost == Lost::Dies {
-                drop((inputs, output, rank));
+                drop((inputs, handle, place, rank));
                 return group.barrier(PATIENCE);
             }
             group.barrier(PATIENCE)
@@ -185,7 +193,8 @@ fn a_group_without_it(ranks: Ranks) {
     let turn = Turn::random(1, tokens, ranks.channels());
     Setup::new(ranks.lost(), ranks.channels(), 6, ROW).nodes(ranks.nodes(1)).run(|rank| {
         let inputs = Inputs::upload(&turn, rank)?;
-        let (_, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+        let mut place = rank.place()?;
+        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
         rank.stream.synchronize()?;
         let got = rank.row_bytes(&back.combined_x)?;
         rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
@@ -193,64 +202,67 @@ fn a_group_without_it(ranks: Ranks) {
     });
 }
 
-fn without_a_dispatch(place: Place, lost: Lost) {
-    without_the_last(place, lost, "notify", "counts", |rank, turn, inputs, _| {
-        dispatch(rank, turn, inputs).map(drop)
+fn without_a_dispatch(spread: Spread, lost: Lost) {
+    without_the_last(spread, lost, "notify", "counts", |rank, place, turn, inputs, _| {
+        dispatch(rank, place, turn, inputs).map(drop)
     });
 }
 
-fn a_rank_that_does_not_dispatch_is_named(place: Place) {
-    without_a_dispatch(place, Lost::Stalls);
+fn a_rank_that_does_not_dispatch_is_named(spread: Spread) {
+    without_a_dispatch(spread, Lost::Stalls);
 }
 
-fn a_rank_that_dies_before_a_dispatch_is_named(place: Place) {
-    without_a_dispatch(place, Lost::Dies);
+fn a_rank_that_dies_before_a_dispatch_is_named(spread: Spread) {
+    without_a_dispatch(spread, Lost::Dies);
 }
 
-fn a_rank_that_does_not_dispatch_shows_without_a_host_wait(place: Place) {
-    without_the_last(place, Lost::Stalls, "notify", "counts", |rank, turn, inputs, _| {
+fn a_rank_that_does_not_dispatch_shows_without_a_host_wait(spread: Spread) {
+    without_the_last(spread, Lost::Stalls, "notify", "counts", |rank, place, turn, inputs, _| {
         let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-        let counts = rank.on_device();
-        let output = rank.dispatch(DispatchRequest { counts, ..DispatchRequest::new(&inputs.x, &layout) })?;
+        let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+        let output = rank.dispatch(place, request)?;
         rank.buffer.check_dispatch(&output.handle, &rank.stream)
     });
 }
 
-fn without_a_cached_dispatch(place: Place, lost: Lost) {
-    without_the_last(place, lost, "dispatch", "ready", |rank, _, inputs, output| {
-        rank.dispatch_cached(&inputs.x, None, &output.handle)?;
+fn without_a_cached_dispatch(spread: Spread, lost: Lost) {
+    without_the_last(spread, lost, "dispatch", "ready", |rank, place, _, inputs, handle| {
+        rank.dispatch_cached(place, CachedDispatchRequest::new(&inputs.x, handle))?;
         rank.stream.synchronize()?;
         rank.buffer.check()
     });
 }
 
-fn a_rank_that_does_not_make_a_cached_dispatch_is_named(place: Place) {
-    without_a_cached_dispatch(place, Lost::Stalls);
+fn a_rank_that_does_not_make_a_cached_dispatch_is_named(spread: Spread) {
+    without_a_cached_dispatch(spread, Lost::Stalls);
 }
 
-fn a_rank_that_dies_before_a_cached_dispatch_is_named(place: Place) {
-    without_a_cached_dispatch(place, Lost::Dies);
+fn a_rank_that_dies_before_a_cached_dispatch_is_named(spread: Spread) {
+    without_a_cached_dispatch(spread, Lost::Dies);
 }
 
-fn without_a_combine(place: Place, lost: Lost) {
-    without_the_last(place, lost, "combine", "ready", |rank, _, _, output| {
-        rank.combine(POOL_ROWS, None, &output.handle)?;
+fn without_a_combine(spread: Spread, lost: Lost) {
+    without_the_last(spread, lost, "combine", "ready", |rank, place, _, _, handle| {
+        combine_in_pool(rank, place, handle)?;
         rank.stream.synchronize()?;
         rank.buffer.check()
     });
 }
 
-fn a_rank_that_does_not_combine_is_named(place: Place) {
-    without_a_combine(place, Lost::Stalls);
+fn a_rank_that_does_not_combine_is_named(spread: Spread) {
+    without_a_combine(spread, Lost::Stalls);
 }
 
-fn a_rank_that_dies_before_a_combine_is_named(place: Place) {
-    without_a_combine(place, Lost::Dies);
+fn a_rank_that_dies_before_a_combine_is_named(spread: Spread) {
+    without_a_combine(spread, Lost::Dies);
 }
 
-fn operations_queued_behind_an_expired_one_do_not_wait_again(place: Place) {
-    without_the_last(place, Lost::Stalls, "notify", "counts", |rank, turn, inputs, _| {
-        let queued = (0..30).map(|_| echo(rank, inputs, turn.routing.num_experts));
+fn operations_queued_behind_an_expired_one_do_not_wait_again(spread: Spread) {
+    without_the_last(spread, Lost::Stalls, "notify", "counts", |rank, place, turn, inputs, _| {
+        let queued = (0..30).map(|_| {
+            let (output, back) = echo(rank, place, inputs, turn.routing.num_experts)?;
+            Ok((output.detach(), back))
+        });
         // The timeout may already show while calls are still being made.
         let queued: Result<Vec<_>> = queued.collect();
         rank.stream.synchronize()?;
@@ -258,8 +270,8 @@ fn operations_queued_behind_an_expired_one_do_not_wait_again(place: Place) {
     });
 }
 
-fn a_slow_rank_is_waited_for(place: Place) {
-    for ranks in Ranks::all(place) {
+fn a_slow_rank_is_waited_for(spread: Spread) {
+    for ranks in Ranks::all(spread) {
         let turn = ranks.turn();
         ranks.setup().timeout(10 * TIMEOUT).run(|rank| {
             let inputs = Inputs::upload(&turn, rank)?;
@@ -267,7 +279,8 @@ fn a_slow_rank_is_waited_for(place: Place) {
             if rank.rank == ranks.lost() {
                 std::thread::sleep(TIMEOUT / 2);
             }
-            let output = dispatch(rank, &turn, &inputs)?;
+            let mut place = rank.place()?;
+            let output = dispatch(rank, &mut place, &turn, &inputs)?;
             let got = rank.row_bytes(&output.recv_x)?;
             rank.equal("recv_x", &got, &turn.recv(rank.rank));
             Ok(())
@@ -276,17 +289,18 @@ fn a_slow_rank_is_waited_for(place: Place) {
 }
 
 /// Dispatches alone, on either stream, and whole turns.
-fn a_buffer_can_be_dropped_with_work_in_flight(place: Place) {
-    for ranks in Ranks::all(place) {
+fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
+    for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup().timeout(PATIENCE));
         for on_comm_stream in [Some(false), Some(true), None] {
             let outcome = run_threads(ranks.count(), PATIENCE, |_, group| {
                 let mut rank = Rank::join(&setup, group)?;
                 let inputs = Inputs::upload(&turn, &rank)?;
+                let mut place = rank.place()?;
                 for _ in 0..5 {
                     let order = match on_comm_stream {
                         None => {
-                            echo(&mut rank, &inputs, turn.routing.num_experts)?;
+                            echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
                             continue;
                         }
                         Some(true) => StreamOrder::comm(&rank.stream).asynchronous(),
@@ -294,10 +308,11 @@ fn a_buffer_can_be_dropped_with_work_in_flight(place: Place) {
                     };
                     let experts = turn.routing.num_experts;
                     let layout = rank.buffer.get_dispatch_layout(&inputs.topk_idx, experts, order)?;
-                    let counts = rank.on_device();
-                    let request = DispatchRequest { counts, ..DispatchRequest::new(&inputs.x, &layout) };
-                    rank.buffer.dispatch(request, order)?;
+                    let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+                    rank.buffer.dispatch(&mut place, request, order)?;
                 }
+                // The pool goes with the last of these two.
+                drop(place);
                 let Rank { stream, buffer, .. } = rank;
                 drop(buffer);
                 stream.synchronize()

@@ -4,7 +4,11 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use epoxide::Result;
-use epoxide::ep::{CombineOutput, CombineRows, DType, DispatchOutput, DispatchRequest, Tensor};
+use epoxide::driver::Stream;
+use epoxide::ep::{
+    Buffer, CombineOutput, CombineRequest, Counts, DType, DispatchHandle, DispatchOutput, DispatchRequest,
+    Place, StreamOrder, Tensor, TypedTensor,
+};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload;
 
@@ -47,15 +51,15 @@ impl Turn {
 
 /// A turn's inputs on a rank's device.
 pub struct Inputs {
-    pub topk_idx: Tensor,
-    pub x: Tensor,
+    pub topk_idx: TypedTensor<'static, i64>,
+    pub x: Tensor<'static>,
 }
 
 impl Inputs {
     pub fn upload(turn: &Turn, rank: &Rank) -> Result<Inputs> {
         let mine = rank.rank as usize;
         Ok(Inputs {
-            topk_idx: rank.upload(DType::I64, TOPK as usize, &turn.routing.topk_idx[mine])?,
+            topk_idx: rank.upload_typed(TOPK as usize, &turn.routing.topk_idx[mine])?,
             x: rank.upload_rows(DType::Bf16, HIDDEN as u64, &turn.x[mine])?,
         })
     }
@@ -63,14 +67,40 @@ impl Inputs {
 
 /// Sends, and hands the rows back without a host wait anywhere: the rows are copied from the receive rows to the combine
 /// rows on the device.
-pub fn echo(rank: &mut Rank, inputs: &Inputs, num_experts: u32) -> Result<(DispatchOutput, CombineOutput)> {
-    let layout = rank.layout(&inputs.topk_idx, num_experts)?;
-    let counts = rank.on_device();
-    let output = rank.dispatch(DispatchRequest { counts, ..DispatchRequest::new(&inputs.x, &layout) })?;
-    let rows = rank.buffer.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
+pub fn echo<'p>(
+    rank: &mut Rank,
+    place: &'p mut Place,
+    inputs: &Inputs,
+    num_experts: u32,
+) -> Result<(DispatchOutput<'p>, CombineOutput)> {
+    let stream = rank.stream.clone();
+    let order = if rank.on_comm_stream { StreamOrder::comm(&stream) } else { StreamOrder::on(&stream) };
+    echo_on(&mut rank.buffer, place, order, &stream, inputs, num_experts)
+}
+
+/// The same where `order` says, which is of `stream`.
+pub fn echo_on<'p>(
+    buffer: &mut Buffer,
+    place: &'p mut Place,
+    order: StreamOrder<'_>,
+    stream: &Stream,
+    inputs: &Inputs,
+    num_experts: u32,
+) -> Result<(DispatchOutput<'p>, CombineOutput)> {
+    let layout = buffer.get_dispatch_layout(&inputs.topk_idx, num_experts, order)?;
+    let counts = Counts::OnDevice { capacity: buffer.capacity() };
+    let output = buffer.dispatch(place, DispatchRequest::new(&inputs.x, &layout).counts(counts), order)?;
+    let rows = output.combine_rows(DType::Bf16, HIDDEN as u64)?;
+    let to = rows.tensor();
     // SAFETY: both are in the pool, which lives as long as the buffer.
-    unsafe { rank.stream.copy(rows.ptr(), output.recv_x.ptr(), rows.rows() * rows.row_stride())? };
-    let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 };
-    let back = rank.combine(rows, None, &output.handle)?;
+    unsafe { stream.copy(to.ptr(), output.recv_x.ptr(), to.rows() * to.row_stride())? };
+    let back = buffer.combine(CombineRequest::new(&rows, &output.handle), order)?;
+    drop(rows);
     Ok((output, back))
+}
+
+/// A combine of whatever is in the place, along a dispatch whose counts the host does not know.
+pub fn combine_in_pool(rank: &mut Rank, place: &Place, handle: &DispatchHandle) -> Result<CombineOutput> {
+    let rows = place.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
+    rank.combine(CombineRequest::new(&rows, handle))
 }

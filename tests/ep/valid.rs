@@ -1,7 +1,7 @@
 //! Calls that are refused, between calls that are not.
 
 use epoxide::Result;
-use epoxide::ep::{DType, DispatchLayout, DispatchRequest, Tensor};
+use epoxide::ep::{DType, DispatchLayout, DispatchRequest, Place, Scalar, Tensor, TypedTensor};
 
 use epoxide_testing::harness::{Rank, Setup, assert_names};
 
@@ -11,18 +11,18 @@ pub const TOKENS: u64 = 5;
 
 /// A rank with valid inputs for everything, of which the tests below replace one.
 pub struct Valid {
-    pub topk_idx: Tensor,
-    pub topk_weights: Tensor,
-    pub x: Tensor,
-    pub layout: DispatchLayout,
+    pub topk_idx: TypedTensor<'static, i64>,
+    pub topk_weights: TypedTensor<'static, f32>,
+    pub x: Tensor<'static>,
+    pub layout: DispatchLayout<'static>,
 }
 
 impl Valid {
     pub fn new(rank: &mut Rank) -> Result<Valid> {
-        let topk_idx = rank.upload(DType::I64, 2, &vec![vec![0i64, 3]; TOKENS as usize])?;
+        let topk_idx = rank.upload_typed(2, &vec![vec![0i64, 3]; TOKENS as usize])?;
         let layout = rank.layout(&topk_idx, EXPERTS)?;
         Ok(Valid {
-            topk_weights: rank.upload(DType::F32, 2, &vec![vec![1.0f32, 2.0]; TOKENS as usize])?,
+            topk_weights: rank.upload_typed(2, &vec![vec![1.0f32, 2.0]; TOKENS as usize])?,
             x: rank.upload_rows(DType::Bf16, 8, &vec![vec![1; 16]; TOKENS as usize])?,
             topk_idx,
             layout,
@@ -30,27 +30,45 @@ impl Valid {
     }
 
     pub fn request(&self) -> DispatchRequest<'_> {
-        DispatchRequest {
-            topk_idx: Some(&self.topk_idx),
-            topk_weights: Some(&self.topk_weights),
-            ..DispatchRequest::new(&self.x, &self.layout)
-        }
+        self.request_of(&self.x)
+    }
+
+    /// With other rows.
+    pub fn request_of<'a>(&'a self, x: &'a Tensor<'a>) -> DispatchRequest<'a> {
+        DispatchRequest::new(x, &self.layout).topk_weights(&self.topk_weights)
+    }
+
+    /// With another layout.
+    pub fn request_along<'a>(&'a self, layout: &'a DispatchLayout<'a>) -> DispatchRequest<'a> {
+        DispatchRequest::new(&self.x, layout).topk_weights(&self.topk_weights)
     }
 }
 
-/// Runs `bad` on both ranks, then a valid dispatch. `bad` waits for the stream where kernels use tensors of its own.
-pub fn then_dispatch(setup: Setup, bad: impl Fn(&mut Rank, &Valid) -> Result<()> + Sync) {
+/// Runs `bad` on both ranks, then a valid dispatch to the same place.
+pub fn then_dispatch(setup: Setup, bad: impl Fn(&mut Rank, &Valid, &mut Place) -> Result<()> + Sync) {
     setup.run(|rank| {
         let valid = Valid::new(rank)?;
-        bad(rank, &valid)?;
-        let output = rank.dispatch(valid.request())?;
+        let mut place = rank.place()?;
+        bad(rank, &valid, &mut place)?;
+        let output = rank.dispatch(&mut place, valid.request())?;
         rank.equal("rows after the bad calls", output.num_recv_tokens.as_slice(), &[RANKS * TOKENS as u32]);
         rank.stream.synchronize()
     });
 }
 
-pub fn tensor(rank: &Rank, dtype: DType, shape: &[u64]) -> Tensor {
+pub fn tensor(rank: &Rank, dtype: DType, shape: &[u64]) -> Tensor<'static> {
     Tensor::alloc(rank.device(), dtype, shape).expect("memory for a tensor")
+}
+
+pub fn typed<T: Scalar>(rank: &Rank, shape: &[u64]) -> TypedTensor<'static, T> {
+    tensor(rank, T::DTYPE, shape).typed().expect("a tensor of this type")
+}
+
+/// The bytes of a tensor in the pool, padding included, for a look at them after later dispatches.
+pub fn bytes_in_pool(tensor: &Tensor<'_>) -> Tensor<'static> {
+    let shape = [tensor.rows(), tensor.row_stride()];
+    // SAFETY: the pool lives as long as the rank's buffer, and the callers look while no operation runs.
+    unsafe { Tensor::from_raw(tensor.ptr(), DType::Fp8E4m3, &shape) }
 }
 
 /// The error of a call that must fail.

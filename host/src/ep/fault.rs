@@ -117,20 +117,28 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
         return Err(Error::InvalidExpert { rank: header.peer });
     }
     if status == PlanStatus::Mismatch as u32 {
-        let name = SIGNATURE_NAMES.get(header.detail as usize).copied().unwrap_or("an argument");
-        return Err(Error::Mismatch {
-            rank: buffer.rank,
-            peer: header.peer,
-            what: name,
-            ours: header.ours.to_string(),
-            theirs: header.theirs.to_string(),
-        });
+        let (what, ours, theirs) = mismatch(header);
+        let (ours, theirs) = (ours.to_string(), theirs.to_string());
+        return Err(Error::Mismatch { rank: buffer.rank, peer: header.peer, what, ours, theirs });
     }
     Err(Error::StaleHandle(if status == PlanStatus::Timeout as u32 {
         "its count exchange timed out".into()
     } else {
         "its dispatch has not run yet".into()
     }))
+}
+
+/// What differs between two ranks' signatures, and how. The word of the columns is taken apart.
+fn mismatch(header: &PlanHeader) -> (&'static str, u32, u32) {
+    const COLUMNS: u32 = 1;
+    let (ours, theirs) = (header.ours, header.theirs);
+    let whole = SIGNATURE_NAMES.get(header.detail as usize).copied().unwrap_or("an argument");
+    if header.detail != COLUMNS {
+        return (whole, ours, theirs);
+    }
+    let parts = [("place", 24, 0xff), ("num_topk", 16, 0xff), ("num_scales", 0, 0xffff)];
+    let parts = parts.map(|(what, shift, mask)| (what, ours >> shift & mask, theirs >> shift & mask));
+    parts.into_iter().find(|(_, ours, theirs)| ours != theirs).unwrap_or((whole, ours, theirs))
 }
 
 /// The host gives up after this many timeouts: work that the caller queued before, and operations that expire one after the

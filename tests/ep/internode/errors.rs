@@ -4,14 +4,14 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use epoxide::ep::{CombineRows, Config, Counts, DType, DispatchRequest};
+use epoxide::ep::{CachedDispatchRequest, CombineRequest, Config, Counts, DType, DispatchRequest};
 use epoxide::group::ProcessGroup;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::lockstep;
 
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
-use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
+use crate::valid::{EXPERTS, RANKS, TOKENS, bytes_in_pool, refused, tensor, then_dispatch};
 use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names};
 
 const NODES_OF_ONE: Nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
@@ -97,7 +97,7 @@ fn chunks_must_fit_their_rings() {
 
 #[test]
 fn a_buffer_does_not_take_a_configuration_that_its_nodes_rule_out() {
-    then_dispatch(setup(), |rank, _| {
+    then_dispatch(setup(), |rank, _, _| {
         let odd = Config { num_max_nvl_chunked_recv_tokens: 255, ..*rank.buffer.config() };
         refused(rank.buffer.set_config(odd), &["num_max_nvl_chunked_recv_tokens = 255", "255 % 2 != 0"]);
         Ok(())
@@ -107,9 +107,10 @@ fn a_buffer_does_not_take_a_configuration_that_its_nodes_rule_out() {
 #[test]
 fn a_cached_dispatch_takes_more_than_one_channel() {
     let one = Setup::new(RANKS, 1, TOKENS as u32, 64).nodes(Some(NODES_OF_ONE));
-    then_dispatch(one, |rank, valid| {
-        let handle = rank.dispatch(valid.request())?.handle;
-        refused(rank.dispatch_cached(&valid.x, None, &handle), &["num_sms = 2", "more than 3"]);
+    then_dispatch(one, |rank, valid, place| {
+        let handle = rank.dispatch(place, valid.request())?.handle;
+        let cached = rank.dispatch_cached(place, CachedDispatchRequest::new(&valid.x, &handle));
+        refused(cached, &["num_sms = 2", "more than 3"]);
         rank.stream.synchronize()
     });
 }
@@ -174,12 +175,13 @@ fn a_rank_of_another_version_is_refused() {
 
 #[test]
 fn rows_are_summed_in_bf16_only() {
-    then_dispatch(setup(), |rank, valid| {
-        let handle = rank.dispatch(valid.request())?.handle;
+    then_dispatch(setup(), |rank, valid, place| {
+        let output = rank.dispatch(place, valid.request())?;
         let x = tensor(rank, DType::F32, &[2 * TOKENS, 4]);
-        refused(rank.combine(CombineRows::Tensor(&x), None, &handle), &["x has dtype f32, expected bf16"]);
-        let rows = CombineRows::InPool { dtype: DType::F32, hidden: 4 };
-        refused(rank.combine(rows, None, &handle), &["x has dtype f32, expected bf16"]);
+        let refuses = ["x has dtype f32, expected bf16"];
+        refused(rank.combine(CombineRequest::new(&x, &output.handle)), &refuses);
+        let rows = output.combine_rows(DType::F32, 4)?;
+        refused(rank.combine(CombineRequest::new(&rows, &output.handle)), &refuses);
         rank.stream.synchronize()
     });
 }
@@ -188,34 +190,36 @@ fn rows_are_summed_in_bf16_only() {
 #[test]
 fn too_many_rows_for_one_rank_are_an_error_on_every_rank_before_any_row_moves() {
     const CAPACITY: u64 = 10;
-    let place = Nodes { ranks_per_node: 2, ..NODES_OF_ONE };
-    let setup = Setup::new(4, 2, 6, ROW).nodes(Some(place));
+    let spread = Nodes { ranks_per_node: 2, ..NODES_OF_ONE };
+    let setup = Setup::new(4, 2, 6, ROW).nodes(Some(spread));
     let turn = Turn::random(4, &[2, 3, 1, 2], 2);
     setup.run(|rank| {
-        let topk_idx = rank.upload(DType::I64, 2, &vec![vec![7i64, 6]; 6])?;
+        let topk_idx = rank.upload_typed(2, &vec![vec![7i64, 6]; 6])?;
         let x = rank.upload_rows(DType::Bf16, HIDDEN as u64, &vec![vec![9; ROW as usize]; 6])?;
         let layout = rank.layout(&topk_idx, 8)?;
         let inputs = Inputs::upload(&turn, rank)?;
         // A dispatch that fits gives the pool's place.
-        let (whole, _) = echo(rank, &inputs, turn.routing.num_experts)?;
+        let mut place = rank.place()?;
+        let (output, _) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let whole = bytes_in_pool(&output.recv_x);
         rank.synchronize()?;
-        rank.poison(&whole.recv_x)?;
+        rank.poison(&whole)?;
         rank.group.barrier(PATIENCE)?;
         let counts = Counts::OnDevice { capacity: CAPACITY };
-        let handle = rank.dispatch(DispatchRequest { counts, ..DispatchRequest::new(&x, &layout) })?.handle;
+        let request = DispatchRequest::new(&x, &layout).counts(counts);
+        let handle = rank.dispatch(&mut place, request)?.handle;
         let error = rank.buffer.check_dispatch(&handle, &rank.stream).expect_err("24 rows do not fit");
         assert_names(&error, &["needs 24 rows, has 10 rows", "rank 3 would receive 24 rows"]);
         // Whoever is through first has not seen what others may still write.
         rank.synchronize()?;
-        let rows = rank.raw(&whole.recv_x)?;
+        let rows = rank.raw(&whole)?;
         rank.check(rows.iter().all(|&byte| byte == POISON), "no row moved");
 
         // The buffer still works.
-        let (output, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
         rank.stream.synchronize()?;
         let got = rank.row_bytes(&back.combined_x)?;
         rank.equal("combined_x afterwards", &got, &turn.sums[rank.rank as usize]);
-        drop(output);
         Ok(())
     });
 }
@@ -232,22 +236,22 @@ fn wire_memory_that_is_too_small_is_an_error_on_every_rank_and_says_how_much_is_
         other => panic!("{other:?}"),
     };
     let enough = with(least).run(|rank| {
-        let topk_idx = rank.upload(DType::I64, 2, &vec![vec![0i64, 3]; TOKENS as usize])?;
+        let topk_idx = rank.upload_typed(2, &vec![vec![0i64, 3]; TOKENS as usize])?;
         let x = rank.upload_rows(DType::Bf16, 32, &vec![vec![1; 64]; TOKENS as usize])?;
         let layout = rank.layout(&topk_idx, EXPERTS)?;
         let request = DispatchRequest::new(&x, &layout);
-        let error = rank.dispatch(request).expect_err("5 tokens for one slot");
+        let mut place = rank.place()?;
+        let error = rank.dispatch(&mut place, request).expect_err("5 tokens for one slot");
         let parts = ["wire memory: needs 5 slots for each node, has 1", "max_tokens_per_rank >= 5"];
         assert_names(&error, &parts);
-        let counts = rank.on_device();
-        let handle = rank.dispatch(DispatchRequest { counts, ..request })?.handle;
+        let handle = rank.dispatch(&mut place, request.counts(rank.on_device()))?.handle;
         refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
 
         // One token fits.
-        let topk_idx = rank.upload(DType::I64, 2, &[vec![0i64, 3]])?;
+        let topk_idx = rank.upload_typed(2, &[vec![0i64, 3]])?;
         let x = rank.upload_rows(DType::Bf16, 32, &[vec![2; 64]])?;
         let layout = rank.layout(&topk_idx, EXPERTS)?;
-        let output = rank.dispatch(DispatchRequest::new(&x, &layout))?;
+        let output = rank.dispatch(&mut place, DispatchRequest::new(&x, &layout))?;
         let rows = rank.row_bytes(&output.recv_x)?;
         rank.equal("recv_x", &rows, &vec![vec![2; 64]; RANKS as usize]);
         rank.stream.synchronize()?;
@@ -256,5 +260,5 @@ fn wire_memory_that_is_too_small_is_an_error_on_every_rank_and_says_how_much_is_
         Ok(bytes.and_then(|bytes| bytes.parse::<u64>().ok()).expect("the error says how many bytes"))
     });
     assert_eq!(enough[0], enough[1]);
-    then_dispatch(with(enough[0]), |_, _| Ok(()));
+    then_dispatch(with(enough[0]), |_, _, _| Ok(()));
 }

@@ -20,10 +20,11 @@ fn pairs_beside_a_neighbour(nodes: Option<Nodes>) {
     let setup = Setup::new(RANKS, CHANNELS, 6, ROW).nodes(nodes);
     let rounds = setup.run(|rank| {
         let neighbour = Neighbour::start(rank.device(), PAUSE);
+        let mut place = rank.place()?;
         for seed in 0..PAIRS {
             let turn = Turn::random(seed, &TOKENS, CHANNELS);
             let inputs = Inputs::upload(&turn, rank)?;
-            let (_, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+            let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
             rank.stream.synchronize()?;
             let got = rank.row_bytes(&back.combined_x)?;
             rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);

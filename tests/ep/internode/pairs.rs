@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use epoxide::Result;
-use epoxide::ep::{CombineRows, DType, DispatchRequest, Tensor};
+use epoxide::ep::{CombineRequest, DType, DispatchRequest, Tensor, TypedTensor};
 use epoxide::transport::{Shaping, TransportKind};
 use epoxide_gpu::layout::{DevicePtr, row_stride};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
@@ -57,15 +57,16 @@ impl Network {
         self.setup().run(|rank| {
             let memory = Memory::upload(rank, &pairs)?;
             rank.synchronize()?;
+            let mut place = rank.place()?;
             for (pair, at) in pairs.iter().zip(&memory.places) {
                 let inputs = pair.inputs(rank, at);
                 let layout = rank.layout(&inputs.topk_idx, pair.case.routing.num_experts)?;
-                let request = DispatchRequest::new(&inputs.x, &layout);
-                let output = rank.dispatch(DispatchRequest { counts: rank.on_device(), ..request })?;
+                let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+                let output = rank.dispatch(&mut place, request)?;
                 // SAFETY: the copies are read below, behind the stream; what they come from is the buffer's or the
                 // arena's, which hand it on in stream order.
                 unsafe { rank.stream.copy(at.recv_x, output.recv_x.ptr(), pair.recv_bytes(rank))? };
-                let back = rank.combine(CombineRows::Tensor(&inputs.back), None, &output.handle)?;
+                let back = rank.combine(CombineRequest::new(&inputs.back, &output.handle))?;
                 // SAFETY: as above.
                 unsafe { rank.stream.copy(at.sums, back.combined_x.ptr(), pair.x_bytes(rank))? };
             }
@@ -74,8 +75,11 @@ impl Network {
             for (number, (pair, at)) in pairs.iter().zip(&memory.places).enumerate() {
                 let mut recv = vec![0; pair.recv_bytes(rank) as usize];
                 let mut sums = vec![0; pair.x_bytes(rank) as usize];
-                rank.stream.read(&mut recv, at.recv_x)?;
-                rank.stream.read(&mut sums, at.sums)?;
+                // SAFETY: the memory of all pairs is live, and has room there for as much.
+                unsafe {
+                    rank.stream.read(&mut recv, at.recv_x)?;
+                    rank.stream.read(&mut sums, at.sums)?;
+                }
                 let row_bytes = pair.case.row_bytes as usize;
                 let rows: Vec<_> =
                     recv.chunks(pair.recv_stride() as usize).map(|row| row[..row_bytes].to_vec()).collect();
@@ -98,10 +102,10 @@ struct Pair {
     back: Return,
 }
 
-struct Inputs {
-    topk_idx: Tensor,
-    x: Tensor,
-    back: Tensor,
+struct Inputs<'a> {
+    topk_idx: TypedTensor<'a, i64>,
+    x: Tensor<'a>,
+    back: Tensor<'a>,
 }
 
 impl Pair {
@@ -148,13 +152,13 @@ impl Pair {
         u64::from(self.plan(rank).num_recv_tokens) * self.recv_stride()
     }
 
-    fn inputs(&self, rank: &Rank, at: &Places) -> Inputs {
+    fn inputs<'a>(&self, rank: &Rank, at: &'a Places) -> Inputs<'a> {
         let (tokens, hidden) = (self.tokens(rank), u64::from(self.case.row_bytes) / 2);
         let received = u64::from(self.plan(rank).num_recv_tokens);
         // SAFETY: the places have room for these tensors and outlive the stream's work.
         unsafe {
             Inputs {
-                topk_idx: Tensor::from_raw(at.topk_idx, DType::I64, &[tokens, TOPK.into()]),
+                topk_idx: TypedTensor::from_raw(at.topk_idx, &[tokens, TOPK.into()]),
                 x: Tensor::from_raw(at.x, DType::Bf16, &[tokens, hidden]),
                 back: Tensor::from_raw(at.back, DType::Bf16, &[received, hidden]),
             }
@@ -164,7 +168,7 @@ impl Pair {
 
 /// A rank's device memory for all pairs: one allocation, since a device is not made for thousands.
 struct Memory {
-    _all: Tensor,
+    _all: Tensor<'static>,
     places: Vec<Places>,
 }
 
@@ -202,7 +206,8 @@ impl Memory {
             let inputs = inputs(pair);
             let [topk_idx, x, back] = inputs.each_ref().map(|input| place(input.len() as u64));
             for (at, input) in [topk_idx, x, back].into_iter().zip(&inputs) {
-                rank.stream.write(at, input)?;
+                // SAFETY: the place was made for this input, in memory that is not used yet.
+                unsafe { rank.stream.write(at, input)? };
             }
             let (recv_x, sums) = (place(pair.recv_bytes(rank)), place(pair.x_bytes(rank)));
             places.push(Places { topk_idx, x, back, recv_x, sums });

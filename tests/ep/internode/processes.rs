@@ -47,7 +47,8 @@ fn as_a_rank() {
     let turn = Turn::random(1, &TOKENS[..3], 2);
     let mut rank = Rank::join(&setup(3, 1, transport).timeout(PATIENCE), group).unwrap();
     let inputs = Inputs::upload(&turn, &rank).unwrap();
-    let (_, back) = echo(&mut rank, &inputs, turn.routing.num_experts).unwrap();
+    let mut place = rank.place().unwrap();
+    let (_, back) = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts).unwrap();
     rank.synchronize().unwrap();
     let got = rank.row_bytes(&back.combined_x).unwrap();
     rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
@@ -59,7 +60,8 @@ fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after:
     let turn = Turn::random(0, &TOKENS, 2);
     let mut rank = Rank::join(&setup(RANKS, 2, transport), group.clone())?;
     let inputs = Inputs::upload(&turn, &rank)?;
-    echo(&mut rank, &inputs, turn.routing.num_experts)?;
+    let mut place = rank.place()?;
+    echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
     rank.synchronize()?;
     if rank.rank == KILLED {
         std::thread::spawn(move || {
@@ -69,7 +71,7 @@ fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after:
     }
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
-        echo(&mut rank, &inputs, turn.routing.num_experts)?;
+        echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
         rank.stream.synchronize()?;
         rank.buffer.check()?;
     }

@@ -6,8 +6,8 @@ use epoxide::group::launch::run_threads;
 use epoxide::transport::{Shaping, TransportKind};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup};
 
-use crate::timeouts::{POOL_ROWS, TIMEOUT};
-use crate::turns::{HIDDEN, ROW};
+use crate::timeouts::TIMEOUT;
+use crate::turns::{HIDDEN, ROW, combine_in_pool};
 
 /// The link from rank 1 to rank 0 breaks after so many puts; each dispatch puts counts, its readiness and one chunk of rows,
 /// each combine its readiness and one chunk of sums.
@@ -26,13 +26,14 @@ fn a_link_that_breaks_is_named_with_what_it_lost() {
                 setup.options.transport.shaping = Some(Shaping::new(1).cut_after(0, puts));
             }
             let mut rank = Rank::join(&setup, group.clone())?;
-            let topk_idx = rank.upload(DType::I64, 2, &every_rank)?;
+            let topk_idx = rank.upload_typed(2, &every_rank)?;
             let x = Tensor::alloc(rank.device(), DType::Bf16, &[2, HIDDEN as u64])?;
             let layout = rank.layout(&topk_idx, 2)?;
-            let counts = rank.on_device();
-            let output = rank.dispatch(DispatchRequest { counts, ..DispatchRequest::new(&x, &layout) })?;
+            let mut place = rank.place()?;
+            let request = DispatchRequest::new(&x, &layout).counts(rank.on_device());
+            let handle = rank.dispatch(&mut place, request)?.handle;
             rank.stream.synchronize()?;
-            let combined = rank.combine(POOL_ROWS, None, &output.handle);
+            let combined = combine_in_pool(&mut rank, &place, &handle);
             rank.stream.synchronize()?;
             let error = combined.and_then(|_| rank.buffer.check()).expect_err("the link is broken");
             // Rank 0 lacks what was lost; rank 1 waits until it has left.

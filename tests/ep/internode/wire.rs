@@ -1,6 +1,6 @@
 //! What crosses the network: each token once to each node that wants it, and one sum of each such node back.
 
-use epoxide::ep::{CombineRows, DType, DispatchRequest};
+use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide_testing::oracle;
 
@@ -10,7 +10,6 @@ use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
 use epoxide_testing::harness::{Nodes, Rank, Setup};
 
 const CHANNELS: u32 = 3;
-const POOL_ROWS: CombineRows<'static> = CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 };
 
 /// Bytes that this rank has put on the wire so far, by node.
 fn bytes_sent(rank: &Rank, nodes: u32, ranks_per_node: u32) -> Vec<u64> {
@@ -29,14 +28,15 @@ fn the_wire_carries_what_the_layout_says() {
     {
         let ranks = nodes * ranks_per_node;
         let tokens: Vec<u32> = (0..ranks).map(|rank| [9, 0, 20, 3][rank as usize % 4]).collect();
-        let place = Nodes { ranks_per_node, transport, queues: 2 };
-        let setup = Setup::new(ranks, CHANNELS, 20, ROW).nodes(Some(place));
+        let spread = Nodes { ranks_per_node, transport, queues: 2 };
+        let setup = Setup::new(ranks, CHANNELS, 20, ROW).nodes(Some(spread));
         let turns: Vec<Turn> = (0..4).map(|seed| Turn::random(seed, &tokens, CHANNELS)).collect();
         setup.run(|rank| {
             let own = rank.rank / ranks_per_node;
             let sent = |rank: &Rank| bytes_sent(rank, nodes, ranks_per_node);
             let row_bytes = ROW as u32;
             let mut counts = Vec::new();
+            let mut place = rank.place()?;
             for turn in &turns {
                 let plan = oracle::Nodes::new(&turn.routing, ranks_per_node).plan(rank.rank, CHANNELS);
                 let inputs = Inputs::upload(turn, rank)?;
@@ -48,13 +48,15 @@ fn the_wire_carries_what_the_layout_says() {
                 }
 
                 let before = sent(rank);
-                let output = rank.dispatch(DispatchRequest::new(&inputs.x, &layout))?;
+                let handle = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?.handle;
                 rank.synchronize()?;
                 let first = sent(rank);
-                rank.dispatch_cached(&inputs.x, None, &output.handle)?;
+                let request = CachedDispatchRequest::new(&inputs.x, &handle);
+                let output = rank.dispatch_cached(&mut place, request)?;
                 rank.synchronize()?;
                 let cached = sent(rank);
-                rank.combine(POOL_ROWS, None, &output.handle)?;
+                let rows = output.combine_rows(DType::Bf16, HIDDEN as u64)?;
+                rank.combine(CombineRequest::new(&rows, &handle))?;
                 rank.synchronize()?;
                 let combined = sent(rank);
 
@@ -80,10 +82,11 @@ fn the_wire_carries_what_the_layout_says() {
 #[test]
 fn one_node_has_no_wire() {
     let turn = Turn::random(1, &[5, 3], 1);
-    let place = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: 2 };
-    Setup::new(2, 1, 5, ROW).max_topk(TOPK).nodes(Some(place)).run(|rank| {
+    let spread = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: 2 };
+    Setup::new(2, 1, 5, ROW).max_topk(TOPK).nodes(Some(spread)).run(|rank| {
         let inputs = Inputs::upload(&turn, rank)?;
-        echo(rank, &inputs, turn.routing.num_experts)?;
+        let mut place = rank.place()?;
+        echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
         rank.synchronize()?;
         rank.check(rank.buffer.wire_stats().is_empty(), "there is no queue");
         Ok(())

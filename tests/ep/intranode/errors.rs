@@ -3,14 +3,14 @@
 use epoxide::Error;
 use epoxide::driver::Module;
 use epoxide::ep::{
-    BufferShape, CachedDispatchRequest, CombineRows, Config, Counts, DType, DispatchRequest, StreamOrder,
-    Tensor, Tuning,
+    BufferShape, CachedDispatchRequest, CombineRequest, Config, Counts, DType, DispatchRequest, Tensor,
+    Tuning, TypedTensor,
 };
 use epoxide_gpu::layout::DevicePtr;
 use epoxide_testing::oracle::Routing;
 
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
-use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
+use crate::valid::{EXPERTS, RANKS, TOKENS, bytes_in_pool, refused, tensor, then_dispatch, typed};
 use epoxide_testing::harness::{POISON, Rank, Setup, assert_names};
 use epoxide_testing::roundtrip::Case;
 
@@ -20,7 +20,7 @@ fn setup() -> Setup {
 
 #[test]
 fn rows_must_be_multiples_of_16_bytes() {
-    then_dispatch(setup(), |rank, valid| {
+    then_dispatch(setup(), |rank, valid, place| {
         for (dtype, hidden, value) in [
             (DType::Bf16, 7, "7 x bf16 (14 bytes per row)"),
             (DType::Fp8E4m3, 24, "24 x fp8 (24 bytes per row)"),
@@ -28,58 +28,67 @@ fn rows_must_be_multiples_of_16_bytes() {
         ] {
             let x = tensor(rank, dtype, &[TOKENS, hidden]);
             let parts = ["hidden", value, "multiple of 16 bytes"];
-            refused(rank.dispatch(DispatchRequest { x: &x, ..valid.request() }), &parts);
+            refused(rank.dispatch(place, valid.request_of(&x)), &parts);
         }
-        let handle = rank.dispatch(valid.request())?.handle;
+        let output = rank.dispatch(place, valid.request())?;
         let x = tensor(rank, DType::F32, &[2 * TOKENS, 5]);
         let parts = ["hidden", "5 x f32 (20 bytes per row)", "multiple of 16 bytes"];
-        refused(rank.combine(CombineRows::Tensor(&x), None, &handle), &parts);
-        let rows = CombineRows::InPool { dtype: DType::Bf16, hidden: 9 };
-        refused(rank.combine(rows, None, &handle), &["hidden", "9 x bf16", "multiple of 16 bytes"]);
+        refused(rank.combine(CombineRequest::new(&x, &output.handle)), &parts);
+        let rows = output.combine_rows(DType::Bf16, 9)?;
+        let parts = ["hidden", "9 x bf16", "multiple of 16 bytes"];
+        refused(rank.combine(CombineRequest::new(&rows, &output.handle)), &parts);
+        drop(rows);
+        let handle = output.handle;
         let x = tensor(rank, DType::Bf16, &[TOKENS, 7]);
-        refused(rank.dispatch_cached(&x, None, &handle), &["hidden", "7 x bf16"]);
+        let request = CachedDispatchRequest::new(&x, &handle);
+        refused(rank.dispatch_cached(place, request), &["hidden", "7 x bf16"]);
         Ok(())
     });
 }
 
 #[test]
 fn rows_must_start_at_multiples_of_16_bytes() {
-    then_dispatch(setup(), |rank, valid| {
+    then_dispatch(setup(), |rank, valid, place| {
         let memory = tensor(rank, DType::Bf16, &[TOKENS + 1, 8]);
         let at = DevicePtr(memory.ptr().0 + 8);
         // SAFETY: the rows lie in `memory`.
         let x = unsafe { Tensor::from_raw(at, DType::Bf16, &[TOKENS, 8]) };
         let parts = ["x = ", &format!("{:#x}", at.0), "multiple of 16 bytes"];
-        refused(rank.dispatch(DispatchRequest { x: &x, ..valid.request() }), &parts);
+        refused(rank.dispatch(place, valid.request_of(&x)), &parts);
         Ok(())
     });
 }
 
 #[test]
 fn rows_to_dispatch_must_be_contiguous() {
-    then_dispatch(setup(), |rank, valid| {
-        let x = rank.buffer.combine_rows(DType::Bf16, TOKENS, 8)?;
+    // Those of another place, since a dispatch borrows its own.
+    let mut setup = setup();
+    setup.options.places = 2;
+    then_dispatch(setup, |rank, valid, place| {
+        let other = rank.buffer.place(1)?;
+        let rows = other.combine_rows(DType::Bf16, TOKENS, 8)?;
         let parts = ["x = row stride 128 bytes", "contiguous, 16 bytes apart"];
-        refused(rank.dispatch(DispatchRequest { x: &x, ..valid.request() }), &parts);
+        refused(rank.dispatch(place, valid.request_of(rows.tensor())), &parts);
         Ok(())
     });
 }
 
 #[test]
 fn scales_that_the_copy_engine_moves_must_start_at_multiples_of_16_bytes() {
-    then_dispatch(setup().max_scales(4), |rank, valid| {
+    then_dispatch(setup().max_scales(4), |rank, valid, place| {
         let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
         let memory = tensor(rank, DType::F32, &[TOKENS + 1, 4]);
         let at = DevicePtr(memory.ptr().0 + 4);
         for (columns, aligned) in [(4, false), (3, true)] {
             // SAFETY: the scales lie in `memory`.
-            let scales = unsafe { Tensor::from_raw(at, DType::F32, &[TOKENS, columns]) };
-            let request = DispatchRequest { x: &x, x_scales: Some(&scales), ..valid.request() };
+            let scales = unsafe { TypedTensor::from_raw(at, &[TOKENS, columns]) };
+            let request = valid.request_of(&x).scales(&scales);
             match aligned {
-                true => drop(rank.dispatch(request)?),
-                false => {
-                    refused(rank.dispatch(request), &["x_scales = ", "multiple of 16 bytes with 4 scales"])
-                }
+                true => drop(rank.dispatch(place, request)?),
+                false => refused(
+                    rank.dispatch(place, request),
+                    &["x_scales = ", "multiple of 16 bytes with 4 scales"],
+                ),
             }
         }
         rank.stream.synchronize()
@@ -88,7 +97,7 @@ fn scales_that_the_copy_engine_moves_must_start_at_multiples_of_16_bytes() {
 
 #[test]
 fn experts_must_divide_among_the_ranks() {
-    then_dispatch(setup(), |rank, valid| {
+    then_dispatch(setup(), |rank, valid, _| {
         for experts in [0u32, 1, 7] {
             let value = format!("num_experts = {experts}");
             refused(rank.layout(&valid.topk_idx, experts), &[&value, "multiple of the number of ranks, 2"]);
@@ -100,9 +109,9 @@ fn experts_must_divide_among_the_ranks() {
 
 #[test]
 fn top_k_is_1_to_32() {
-    then_dispatch(setup(), |rank, _| {
+    then_dispatch(setup(), |rank, _, _| {
         for topk in [0u64, 33] {
-            let topk_idx = tensor(rank, DType::I64, &[TOKENS, topk]);
+            let topk_idx = typed::<i64>(rank, &[TOKENS, topk]);
             let parts = [&format!("num_topk = {topk}"), "1 to 32"];
             refused(rank.layout(&topk_idx, EXPERTS), &parts.map(|part| part as &str));
         }
@@ -112,101 +121,90 @@ fn top_k_is_1_to_32() {
 
 #[test]
 fn dtypes_are_checked() {
-    then_dispatch(setup(), |rank, valid| {
+    then_dispatch(setup(), |rank, valid, place| {
         let wrong =
             |name: &str, have: &str, expected: &str| format!("{name} has dtype {have}, expected {expected}");
-        let idx = tensor(rank, DType::I32, &[TOKENS, 2]);
-        refused(rank.layout(&idx, EXPERTS), &[&wrong("topk_idx", "i32", "i64")]);
-        let request = DispatchRequest { topk_idx: Some(&idx), ..valid.request() };
-        refused(rank.dispatch(request), &[&wrong("topk_idx", "i32", "i64")]);
-        let weights = tensor(rank, DType::Bf16, &[TOKENS, 2]);
-        let request = DispatchRequest { topk_weights: Some(&weights), ..valid.request() };
-        refused(rank.dispatch(request), &[&wrong("topk_weights", "bf16", "f32")]);
+        // Ids, weights and scales have a type; a tensor that was made otherwise does not become one.
+        let parts = wrong("tensor", "i32", "i64");
+        refused(tensor(rank, DType::I32, &[TOKENS, 2]).typed::<i64>(), &[&parts]);
+        let parts = wrong("tensor", "bf16", "f32");
+        refused(tensor(rank, DType::Bf16, &[TOKENS, 2]).typed::<f32>(), &[&parts]);
         for dtype in [DType::I64, DType::Bool] {
             let x = tensor(rank, dtype, &[TOKENS, 16]);
-            let request = DispatchRequest { x: &x, ..valid.request() };
-            refused(rank.dispatch(request), &[&wrong("x", dtype.name(), "bf16 or f32 or fp8 or i32")]);
+            let parts = wrong("x", dtype.name(), "bf16 or f32 or fp8 or i32");
+            refused(rank.dispatch(place, valid.request_of(&x)), &[&parts]);
         }
-        let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
-        let scales = tensor(rank, DType::Bf16, &[TOKENS, 1]);
-        let request = DispatchRequest { x: &x, x_scales: Some(&scales), ..valid.request() };
-        refused(rank.dispatch(request), &[&wrong("x_scales", "bf16", "f32")]);
 
-        let handle = rank.dispatch(valid.request())?.handle;
+        let output = rank.dispatch(place, valid.request())?;
         let rows = tensor(rank, DType::Fp8E4m3, &[2 * TOKENS, 16]);
-        refused(
-            rank.combine(CombineRows::Tensor(&rows), None, &handle),
-            &[&wrong("x", "fp8", "bf16 or f32")],
-        );
-        let in_pool = CombineRows::InPool { dtype: DType::I32, hidden: 16 };
-        refused(rank.combine(in_pool, None, &handle), &[&wrong("x", "i32", "bf16 or f32")]);
-        let in_pool = CombineRows::InPool { dtype: DType::F32, hidden: 16 };
-        let weights = tensor(rank, DType::I32, &[2 * TOKENS, 2]);
-        let parts = [&*wrong("topk_weights", "i32", "f32")];
-        refused(rank.combine(in_pool, Some(&weights), &handle), &parts);
+        let parts = wrong("x", "fp8", "bf16 or f32");
+        refused(rank.combine(CombineRequest::new(&rows, &output.handle)), &[&parts]);
+        let in_pool = output.combine_rows(DType::I32, 16)?;
+        let parts = wrong("rows", "i32", "bf16 or f32");
+        refused(rank.combine(CombineRequest::new(&in_pool, &output.handle)), &[&parts]);
         Ok(())
     });
 }
 
 #[test]
 fn a_combine_without_known_counts_reads_no_more_rows_than_it_is_given() {
-    then_dispatch(setup(), |rank, valid| {
+    then_dispatch(setup(), |rank, valid, place| {
         let counts = Counts::OnDevice { capacity: 10 };
-        let handle = rank.dispatch(DispatchRequest { counts, ..valid.request() })?.handle;
+        let output = rank.dispatch(place, valid.request().counts(counts))?;
         // 10 rows came. A virtual GPU faults on what lies behind these tensors' pages.
         let rows = rank.upload_rows(DType::Bf16, 8, &vec![vec![0; 16]; 3])?;
-        let weights = rank.upload(DType::F32, 2, &vec![vec![1.0f32, 2.0]; 2])?;
-        rank.combine(CombineRows::Tensor(&rows), None, &handle)?;
-        let in_pool = CombineRows::InPool { dtype: DType::Bf16, hidden: 8 };
-        rank.combine(in_pool, Some(&weights), &handle)?;
+        let weights = rank.upload_typed(2, &vec![vec![1.0f32, 2.0]; 2])?;
+        rank.combine(CombineRequest::new(&rows, &output.handle))?;
+        let in_pool = output.combine_rows(DType::Bf16, 8)?;
+        rank.combine(CombineRequest::new(&in_pool, &output.handle).topk_weights(&weights))?;
         rank.stream.synchronize()
     });
 }
 
 #[test]
 fn optional_arguments_go_together() {
-    then_dispatch(setup().max_scales(4), |rank, valid| {
-        let scales = tensor(rank, DType::F32, &[TOKENS, 1]);
-        let request = DispatchRequest { x_scales: Some(&scales), ..valid.request() };
-        refused(rank.dispatch(request), &["x_scales", "1-byte elements", "x is bf16"]);
-        let request = DispatchRequest { topk_idx: None, ..valid.request() };
-        refused(rank.dispatch(request), &["topk_idx = none", "goes with topk_weights"]);
-        let request = DispatchRequest { topk_weights: None, ..valid.request() };
-        refused(rank.dispatch(request), &["topk_weights = none", "goes with topk_idx"]);
-        let request = DispatchRequest { expert_alignment: 0, ..valid.request() };
-        refused(rank.dispatch(request), &["expert_alignment = 0", "at least 1"]);
-        let handle = rank.dispatch(valid.request())?.handle;
-        let request = CachedDispatchRequest { x: &valid.x, x_scales: Some(&scales), handle: &handle };
-        let cached = rank.buffer.dispatch_cached(request, StreamOrder::on(&rank.stream));
-        refused(cached, &["x_scales", "1-byte elements", "x is bf16"]);
+    then_dispatch(setup().max_scales(4), |rank, valid, place| {
+        let scales = typed::<f32>(rank, &[TOKENS, 1]);
+        let parts = ["x_scales", "1-byte elements", "x is bf16"];
+        refused(rank.dispatch(place, valid.request().scales(&scales)), &parts);
+        let request = valid.request().expert_alignment(0);
+        refused(rank.dispatch(place, request), &["expert_alignment = 0", "at least 1"]);
+        // Ids travel with weights or not at all.
+        let without = rank.dispatch(place, DispatchRequest::new(&valid.x, &valid.layout))?;
+        let neither = without.recv_topk_idx.is_none() && without.recv_topk_weights.is_none();
+        rank.check(neither, "ids and weights of a dispatch without weights");
+        let with = rank.dispatch(place, valid.request())?;
+        rank.check(with.recv_topk_idx.is_some() && with.recv_topk_weights.is_some(), "both with weights");
+        let handle = with.handle;
+        let request = CachedDispatchRequest::new(&valid.x, &handle).scales(&scales);
+        refused(rank.dispatch_cached(place, request), &parts);
         Ok(())
     });
 }
 
 #[test]
 fn what_the_buffer_was_not_made_for_is_named_with_the_option() {
-    then_dispatch(setup().max_topk(2).max_scales(3), |rank, valid| {
+    then_dispatch(setup().max_topk(2).max_scales(3), |rank, valid, place| {
         let x = tensor(rank, DType::Bf16, &[TOKENS, 40]);
-        let request = DispatchRequest { x: &x, ..valid.request() };
-        refused(rank.dispatch(request), &["hidden: needs 80 bytes, has 64 bytes", "max_row_bytes >= 80"]);
+        let parts = ["hidden: needs 80 bytes, has 64 bytes", "max_row_bytes >= 80"];
+        refused(rank.dispatch(place, valid.request_of(&x)), &parts);
         let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
-        let scales = tensor(rank, DType::F32, &[TOKENS, 4]);
-        let request = DispatchRequest { x: &x, x_scales: Some(&scales), ..valid.request() };
-        refused(rank.dispatch(request), &["x_scales: needs 4 scales, has 3 scales", "max_scales >= 4"]);
-        let idx = rank.upload(DType::I64, 3, &vec![vec![0i64; 3]; TOKENS as usize])?;
-        let weights = tensor(rank, DType::F32, &[TOKENS, 3]);
+        let scales = typed::<f32>(rank, &[TOKENS, 4]);
+        let request = valid.request_of(&x).scales(&scales);
+        let parts = ["x_scales: needs 4 scales, has 3 scales", "max_scales >= 4"];
+        refused(rank.dispatch(place, request), &parts);
+        let idx = rank.upload_typed(3, &vec![vec![0i64; 3]; TOKENS as usize])?;
+        let weights = typed::<f32>(rank, &[TOKENS, 3]);
         let layout = rank.layout(&idx, EXPERTS)?;
-        let request = DispatchRequest {
-            topk_idx: Some(&idx),
-            topk_weights: Some(&weights),
-            layout: &layout,
-            ..valid.request()
-        };
-        refused(rank.dispatch(request), &["num_topk: needs 3 entries, has 2 entries", "max_topk >= 3"]);
-        let request = DispatchRequest { counts: Counts::OnDevice { capacity: 11 }, ..valid.request() };
-        refused(rank.dispatch(request), &["capacity: needs 11 rows, has 10 rows"]);
-        refused(rank.buffer.combine_rows(DType::Bf16, 11, 8), &["combine rows: needs 11 rows, has 10 rows"]);
-        refused(rank.buffer.combine_rows(DType::Bf16, 1, 40), &["hidden: needs 80 bytes, has 64 bytes"]);
+        let request = DispatchRequest::new(&valid.x, &layout).topk_weights(&weights);
+        let parts = ["num_topk: needs 3 entries, has 2 entries", "max_topk >= 3"];
+        refused(rank.dispatch(place, request), &parts);
+        let request = valid.request().counts(Counts::OnDevice { capacity: 11 });
+        refused(rank.dispatch(place, request), &["capacity: needs 11 rows, has 10 rows"]);
+        let parts = ["combine rows: needs 11 rows, has 10 rows"];
+        refused(place.combine_rows(DType::Bf16, 11, 8), &parts);
+        let parts = ["hidden: needs 80 bytes, has 64 bytes"];
+        refused(place.combine_rows(DType::Bf16, 1, 40), &parts);
         rank.stream.synchronize()
     });
 }
@@ -242,9 +240,9 @@ fn buffer_options_are_checked() {
 fn ranks_must_agree_on_the_number_of_experts() {
     // A count that never comes would show after this.
     let timeout = std::time::Duration::from_secs(5);
-    then_dispatch(setup().timeout(timeout), |rank, valid| {
+    then_dispatch(setup().timeout(timeout), |rank, valid, place| {
         let layout = rank.layout(&valid.topk_idx, if rank.rank == 1 { 2 * EXPERTS } else { EXPERTS })?;
-        let result = rank.dispatch(DispatchRequest { layout: &layout, ..valid.request() });
+        let result = rank.dispatch(place, valid.request_along(&layout));
         refused(result, &["disagree on num_experts", "4", "8"]);
         Ok(())
     });
@@ -262,10 +260,7 @@ fn too_much(rows: u64) -> (Setup, Case) {
 }
 
 fn bytes_for_one_row(setup: &Setup) -> u64 {
-    let setup = Setup {
-        options: epoxide::ep::BufferOptions { num_nvl_bytes: Some(0), ..setup.options.clone() },
-        ..setup.clone()
-    };
+    let setup = Setup { options: setup.options.clone().num_nvl_bytes(0), ..setup.clone() };
     match epoxide_testing::lockstep::run(1, |group| Rank::join(&setup, group)) {
         Err(Error::Capacity { what: "num_nvl_bytes", needed, .. }) => needed,
         other => panic!("{other:?}"),
@@ -284,36 +279,33 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
     assert_eq!(sent, 12);
     let needed_bytes = setup.run(|rank| {
         rank.equal("capacity", &[rank.buffer.capacity()], &[8]);
-        let whole = {
+        let mut place = rank.place()?;
+        let (recv_x, src_idx) = {
             // A small dispatch gives the pool's places, and shows that rows get there at all.
-            let topk_idx = rank.upload(DType::I64, 2, &[vec![0i64, 3]])?;
+            let topk_idx = rank.upload_typed(2, &[vec![0i64, 3]])?;
             let layout = rank.layout(&topk_idx, 4)?;
             let x = rank.upload_rows(DType::Bf16, HIDDEN as u64, &[vec![7; ROW as usize]])?;
-            let counts = rank.on_device();
-            let output = rank.dispatch(DispatchRequest { counts, ..DispatchRequest::new(&x, &layout) })?;
+            let request = DispatchRequest::new(&x, &layout).counts(rank.on_device());
+            let output = rank.dispatch(&mut place, request)?;
             let rows = rank.row_bytes(&output.recv_x)?;
             rank.equal("rows that fit", &rows[..2], &[vec![7; ROW as usize], vec![7; ROW as usize]]);
             rank.stream.synchronize()?;
-            output
+            let src_idx = output.recv_src_idx.as_ref().expect("a full dispatch");
+            (bytes_in_pool(&output.recv_x), bytes_in_pool(src_idx))
         };
         let mine = rank.rank as usize;
-        let topk_idx = rank.upload(DType::I64, 2, &case.routing.topk_idx[mine])?;
-        let weights = rank.upload(DType::F32, 2, &vec![vec![1.0f32; 2]; 6])?;
+        let topk_idx = rank.upload_typed(2, &case.routing.topk_idx[mine])?;
+        let weights = rank.upload_typed(2, &vec![vec![1.0f32; 2]; 6])?;
         let x = rank.upload_rows(DType::Bf16, HIDDEN as u64, &vec![vec![9; ROW as usize]; 6])?;
         let layout = rank.layout(&topk_idx, 4)?;
-        let src_idx = whole.recv_src_idx.as_ref().expect("a full dispatch");
-        rank.poison(&whole.recv_x)?;
-        rank.poison(src_idx)?;
+        rank.poison(&recv_x)?;
+        rank.poison(&src_idx)?;
         rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
-        let request = DispatchRequest {
-            topk_idx: Some(&topk_idx),
-            topk_weights: Some(&weights),
-            ..DispatchRequest::new(&x, &layout)
-        };
+        let request = DispatchRequest::new(&x, &layout).topk_weights(&weights);
 
         let mut needed_bytes = 0;
         for counts in [Counts::Exact, Counts::OnDevice { capacity: 8 }, Counts::OnDevice { capacity: 5 }] {
-            let result = rank.dispatch(DispatchRequest { counts, ..request });
+            let result = rank.dispatch(&mut place, request.counts(counts));
             let result = match counts {
                 Counts::Exact => result.map(drop),
                 Counts::OnDevice { .. } => rank.buffer.check_dispatch(&result?.handle, &rank.stream),
@@ -332,13 +324,13 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
         // Whoever is through first has not seen what others may still write.
         rank.synchronize()?;
         let poisoned = |bytes: Vec<u8>| bytes.iter().all(|&byte| byte == POISON);
-        let (rows, indices) = (rank.raw(&whole.recv_x)?, rank.raw(src_idx)?);
+        let (rows, indices) = (rank.raw(&recv_x)?, rank.raw(&src_idx)?);
         rank.check(poisoned(rows) && poisoned(indices), "no row moved");
 
         // The buffer still works, with what fits.
         let turn = Turn::random(4, &[4, 4], 1);
         let inputs = Inputs::upload(&turn, rank)?;
-        let (_, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
         let got = rank.row_bytes(&back.combined_x)?;
         rank.equal("combined_x afterwards", &got, &turn.sums[mine]);
         rank.stream.synchronize()?;
@@ -357,9 +349,9 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
 
 #[test]
 fn a_capacity_that_is_too_small_is_named_before_the_pool_is() {
-    then_dispatch(setup(), |rank, valid| {
+    then_dispatch(setup(), |rank, valid, place| {
         let counts = Counts::OnDevice { capacity: 9 };
-        let handle = rank.dispatch(DispatchRequest { counts, ..valid.request() })?.handle;
+        let handle = rank.dispatch(place, valid.request().counts(counts))?.handle;
         let parts =
             ["needs 10 rows, has 9 rows", "rank 0 would receive 10 rows: dispatch with capacity >= 10"];
         refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
@@ -369,12 +361,12 @@ fn a_capacity_that_is_too_small_is_named_before_the_pool_is() {
 
 #[test]
 fn a_dispatch_that_waits_for_counts_cannot_be_captured() {
-    then_dispatch(setup(), |rank, valid| {
+    then_dispatch(setup(), |rank, valid, place| {
         // The memory that this gives back is all that the capture needs: it must fail for the wait alone.
-        drop(rank.dispatch(valid.request())?);
+        drop(rank.dispatch(place, valid.request())?);
         let stream = rank.stream.clone();
-        let captured = stream.capture(|| rank.dispatch(valid.request()).map(drop));
-        refused(captured, &["while the stream is being captured"]);
+        let captured = stream.capture(|| rank.dispatch(place, valid.request()).map(drop));
+        refused(captured, &["counts = exact", "the host cannot wait for a dispatch that is only recorded"]);
         Ok(())
     });
 }

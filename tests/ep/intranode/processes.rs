@@ -53,10 +53,12 @@ fn as_a_rank() {
         }
         "die" => {
             store().set(&format!("joined.{}", rank.rank), b"").unwrap();
-            let topk_idx = rank.upload(DType::I64, 4, &case.routing.topk_idx[rank.rank as usize]).unwrap();
+            let topk_idx = rank.upload_typed(4, &case.routing.topk_idx[rank.rank as usize]).unwrap();
             let x = Tensor::alloc(rank.device(), DType::Bf16, &[topk_idx.rows(), 56]).unwrap();
             let layout = rank.layout(&topk_idx, case.routing.num_experts).unwrap();
-            let error = rank.dispatch(DispatchRequest::new(&x, &layout)).expect_err("rank 2 is dead");
+            let mut place = rank.place().unwrap();
+            let request = DispatchRequest::new(&x, &layout);
+            let error = rank.dispatch(&mut place, request).expect_err("rank 2 is dead");
             assert!(matches!(error, Error::PeerTimeout { peer: 2, .. }), "{error}");
         }
         other => panic!("no role {other}"),

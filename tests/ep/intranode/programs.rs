@@ -6,7 +6,9 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use epoxide::Result;
-use epoxide::ep::{CombineRows, Counts, DType, DispatchRequest, Tensor, Tuning};
+use epoxide::ep::{
+    CachedDispatchRequest, CombineRequest, Counts, DType, DispatchRequest, Tensor, Tuning, TypedTensor,
+};
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload;
 
@@ -78,10 +80,7 @@ impl Program {
         let upload = |step: &Step| match step {
             Step::Dispatch { case, x, .. } => {
                 let ids = &case.routing.topk_idx[mine];
-                Ok(Inputs {
-                    rows: bf16(&x[mine])?,
-                    topk_idx: Some(rank.upload(DType::I64, TOPK as usize, ids)?),
-                })
+                Ok(Inputs { rows: bf16(&x[mine])?, topk_idx: Some(rank.upload_typed(TOPK as usize, ids)?) })
             }
             Step::Cached { x, .. } => Ok(Inputs { rows: bf16(&x[mine])?, topk_idx: None }),
             Step::Combine(back) => {
@@ -98,31 +97,35 @@ impl Program {
         rank: &mut Rank,
         inputs: &[Inputs],
         mut before: impl FnMut(),
-    ) -> Result<Vec<Tensor>> {
+    ) -> Result<Vec<Tensor<'static>>> {
         let mut handle = None;
+        let mut place = rank.place()?;
         let mut kept = Vec::new();
         for (step, inputs) in self.steps.iter().zip(inputs) {
             before();
-            let result = match (step, &handle) {
+            // Outputs are dropped here, with the work still queued.
+            let copy = match (step, &handle) {
                 (Step::Dispatch { case, exact, .. }, _) => {
                     let topk_idx = inputs.topk_idx.as_ref().expect("a dispatch has ids");
                     let layout = rank.layout(topk_idx, case.routing.num_experts)?;
                     let counts = if *exact { Counts::Exact } else { rank.on_device() };
-                    let request = DispatchRequest { counts, ..DispatchRequest::new(&inputs.rows, &layout) };
-                    let output = rank.dispatch(request)?;
+                    let request = DispatchRequest::new(&inputs.rows, &layout).counts(counts);
+                    let output = rank.dispatch(&mut place, request)?;
                     handle = Some(output.handle);
-                    output.recv_x
+                    rank.keep(&output.recv_x)?
                 }
                 (Step::Cached { .. }, Some(handle)) => {
-                    rank.dispatch_cached(&inputs.rows, None, handle)?.recv_x
+                    let request = CachedDispatchRequest::new(&inputs.rows, handle);
+                    let output = rank.dispatch_cached(&mut place, request)?;
+                    rank.keep(&output.recv_x)?
                 }
                 (Step::Combine(_), Some(handle)) => {
-                    rank.combine(CombineRows::Tensor(&inputs.rows), None, handle)?.combined_x
+                    let output = rank.combine(CombineRequest::new(&inputs.rows, handle))?;
+                    rank.keep(&output.combined_x)?
                 }
                 (_, None) => unreachable!("a program begins with a dispatch"),
             };
-            kept.push(rank.keep(&result)?);
-            // Outputs are dropped here, with the work still queued.
+            kept.push(copy);
         }
         Ok(kept)
     }
@@ -149,8 +152,8 @@ impl Program {
 
 /// A step's inputs on a rank's device.
 pub struct Inputs {
-    rows: Tensor,
-    topk_idx: Option<Tensor>,
+    rows: Tensor<'static>,
+    topk_idx: Option<TypedTensor<'static, i64>>,
 }
 
 fn random_rows(rng: &mut SmallRng, routing: &Routing) -> Vec<Vec<Vec<u8>>> {

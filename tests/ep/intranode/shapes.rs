@@ -1,6 +1,6 @@
 //! Shapes that are of one node alone.
 
-use epoxide::ep::{CombineRows, DispatchRequest};
+use epoxide::ep::{CombineRequest, DispatchRequest};
 use epoxide_testing::harness::Setup;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::roundtrip::Case;
@@ -23,10 +23,11 @@ fn a_pool_of_more_than_4_gib() {
         rank.check(rank.buffer.pool_bytes() > 2 << 32, "the pool is large");
         let inputs = Inputs::upload(&turn, rank)?;
         let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
-        let output = rank.dispatch(DispatchRequest::new(&inputs.x, &layout))?;
+        let mut place = rank.place()?;
+        let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
         let rows = rank.row_bytes(&output.recv_x)?;
         rank.equal("recv_x", &rows, &turn.recv(rank.rank));
-        let back = rank.combine(CombineRows::Tensor(&output.recv_x), None, &output.handle)?;
+        let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
         let sums = rank.row_bytes(&back.combined_x)?;
         rank.equal("combined_x", &sums, &turn.sums[rank.rank as usize]);
         rank.stream.synchronize()

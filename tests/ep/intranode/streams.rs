@@ -1,13 +1,13 @@
 //! Operations on several streams, in several buffers, and in graphs.
 
 use epoxide::Result;
-use epoxide::driver::{Event, Graph, Stream};
+use epoxide::driver::{Event, Stream};
 use epoxide::ep::{
-    CachedDispatchRequest, CombineOutput, CombineRequest, CombineRows, DType, DispatchOutput,
-    DispatchRequest, StreamOrder, Tensor,
+    CachedDispatchRequest, CombineOutput, CombineRequest, DType, Detached, DispatchRequest, Place, Step,
+    StreamOrder, Tensor,
 };
 
-use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
+use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo, echo_on};
 use epoxide_testing::harness::{Rank, Setup};
 
 #[test]
@@ -17,12 +17,15 @@ fn two_buffers_at_once() {
     setup.run(|rank| {
         // A second buffer on the same device, with a stream of its own, so that the two overlap.
         let mut other = Rank::new(rank.device().clone(), rank.group.clone(), setup.options.clone())?;
+        let mut places = [rank.place()?, other.place()?];
         let mut inputs = Vec::new();
         let mut outputs = Vec::new();
         for (index, turn) in turns.iter().enumerate() {
             let at = if index % 2 == 0 { &mut *rank } else { &mut other };
             inputs.push(Inputs::upload(turn, at)?);
-            outputs.push(echo(at, &inputs[index], turn.routing.num_experts)?);
+            let place = &mut places[index % 2];
+            let (output, back) = echo(at, place, &inputs[index], turn.routing.num_experts)?;
+            outputs.push((output.handle, back));
         }
         rank.stream.synchronize()?;
         other.stream.synchronize()?;
@@ -44,12 +47,13 @@ fn the_comm_stream_orders_itself_with_the_caller() {
     setup.run(|rank| {
         rank.on_comm_stream = true;
         let inputs = Inputs::upload(&turns[0], rank)?;
+        let mut place = rank.place()?;
         for (index, turn) in turns.iter().enumerate() {
             // Inputs are written in the caller's stream, over and over in the same place, and so are the rows for combine;
             // the operations run on the other stream, and must wait for the writes and be waited for.
             let fresh = Inputs::upload(turn, rank)?;
             inputs.overwrite(rank, &fresh)?;
-            let (output, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+            let (output, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
             rank.check(output.event.is_none() && back.event.is_none(), "no events where the caller waits");
             let got = rank.row_bytes(&back.combined_x)?;
             rank.equal(&format!("combined_x of turn {index}"), &got, &turn.sums[rank.rank as usize]);
@@ -63,6 +67,7 @@ fn asynchronous_calls_are_ordered_by_their_events() {
     let setup = Setup::new(2, 1, 8, ROW);
     let turns: Vec<Turn> = (0..20).map(|seed| Turn::random(seed, &[8, 5], 1)).collect();
     setup.run(|rank| {
+        let mut place = rank.place()?;
         for (index, turn) in turns.iter().enumerate() {
             let inputs = Inputs::upload(turn, rank)?;
             let start = event(rank)?;
@@ -71,27 +76,23 @@ fn asynchronous_calls_are_ordered_by_their_events() {
                 rank.buffer.get_dispatch_layout(&inputs.topk_idx, turn.routing.num_experts, order)?;
             let laid_out = layout.event().expect("an asynchronous call has an event");
             let order = StreamOrder::comm(&rank.stream).after(laid_out).asynchronous();
-            let request =
-                DispatchRequest { counts: rank.on_device(), ..DispatchRequest::new(&inputs.x, &layout) };
-            let output = rank.buffer.dispatch(request, order)?;
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+            let output = rank.buffer.dispatch(&mut place, request, order)?;
+            let (handle, dispatched) = (output.handle, output.event);
 
             // A cached dispatch on top, ordered by events alone, then the experts on the caller's stream.
-            let dispatched = output.event.as_ref().expect("an asynchronous call has an event");
-            let order = StreamOrder::comm(&rank.stream).after(dispatched).asynchronous();
-            let request = CachedDispatchRequest { x: &inputs.x, x_scales: None, handle: &output.handle };
-            let again = rank.buffer.dispatch_cached(request, order)?;
+            let dispatched = dispatched.expect("an asynchronous call has an event");
+            let order = StreamOrder::comm(&rank.stream).after(&dispatched).asynchronous();
+            let request = CachedDispatchRequest::new(&inputs.x, &handle);
+            let again = rank.buffer.dispatch_cached(&mut place, request, order)?;
             rank.stream.wait(again.event.as_ref().expect("an asynchronous call has an event"))?;
-            let rows = rank.buffer.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
+            let rows = again.combine_rows(DType::Bf16, HIDDEN as u64)?;
+            let to = rows.tensor();
             // SAFETY: both are in the pool, which lives as long as the buffer.
-            unsafe { rank.stream.copy(rows.ptr(), again.recv_x.ptr(), rows.rows() * rows.row_stride())? };
+            unsafe { rank.stream.copy(to.ptr(), again.recv_x.ptr(), to.rows() * to.row_stride())? };
             let computed = event(rank)?;
-            let request = CombineRequest {
-                rows: CombineRows::InPool { dtype: DType::Bf16, hidden: HIDDEN as u64 },
-                topk_weights: None,
-                handle: &output.handle,
-            };
             let order = StreamOrder::comm(&rank.stream).after(&computed).asynchronous();
-            let back = rank.buffer.combine(request, order)?;
+            let back = rank.buffer.combine(CombineRequest::new(&rows, &handle), order)?;
             back.event.as_ref().expect("an asynchronous call has an event").synchronize()?;
             let got = rank.row_bytes(&back.combined_x)?;
             rank.equal(&format!("combined_x of turn {index}"), &got, &turn.sums[rank.rank as usize]);
@@ -108,7 +109,7 @@ fn a_call_on_the_callers_stream_can_be_asynchronous_and_wait_for_an_event() {
         // Inputs come on another stream; the event orders them before the layout.
         let side = Stream::new(rank.device(), false)?;
         let inputs = Inputs::upload(&turn, rank)?;
-        let topk_idx = Tensor::alloc(rank.device(), DType::I64, inputs.topk_idx.shape())?;
+        let topk_idx = Tensor::alloc(rank.device(), DType::I64, inputs.topk_idx.shape())?.typed()?;
         // SAFETY: both tensors live until the synchronise below.
         unsafe { side.copy(topk_idx.ptr(), inputs.topk_idx.ptr(), topk_idx.rows() * topk_idx.row_stride())? };
         let copied = Event::new(rank.device(), false)?;
@@ -122,22 +123,16 @@ fn a_call_on_the_callers_stream_can_be_asynchronous_and_wait_for_an_event() {
     });
 }
 
-/// Captures one turn. Once without a graph first: the capture may not allocate, and finds the memory that this gives back.
-fn capture(
-    rank: &mut Rank,
-    inputs: &Inputs,
-    num_experts: u32,
-) -> Result<(Graph, DispatchOutput, CombineOutput)> {
-    drop(echo(rank, inputs, num_experts)?);
-    rank.synchronize()?;
-    let mut outputs = None;
-    let stream = rank.stream.clone();
-    let graph = stream.capture(|| {
-        outputs = Some(echo(rank, inputs, num_experts)?);
-        Ok(())
-    })?;
-    let (output, back) = outputs.expect("the capture has run");
-    Ok((graph, output, back))
+/// A turn that was captured.
+type CapturedTurn = Step<(Detached, CombineOutput)>;
+
+fn capture(rank: &mut Rank, place: &mut Place, inputs: &Inputs, num_experts: u32) -> Result<CapturedTurn> {
+    let (stream, on_comm_stream) = (rank.stream.clone(), rank.on_comm_stream);
+    rank.buffer.capture(&stream, |buffer, order| {
+        let order = if on_comm_stream { StreamOrder::comm(&stream) } else { order };
+        let (output, back) = echo_on(buffer, place, order, &stream, inputs, num_experts)?;
+        Ok((output.detach(), back))
+    })
 }
 
 #[test]
@@ -147,22 +142,25 @@ fn a_graph_replays_with_other_routings() {
         Setup::new(3, 2, 9, ROW).run(|rank| {
             rank.on_comm_stream = on_comm_stream;
             let inputs = Inputs::upload(&turns[0], rank)?;
-            let (graph, output, back) = capture(rank, &inputs, turns[0].routing.num_experts)?;
+            let mut place = rank.place()?;
+            let step = capture(rank, &mut place, &inputs, turns[0].routing.num_experts)?;
+            let (output, back) = step.output();
             for (index, turn) in turns.iter().enumerate() {
                 let fresh = Inputs::upload(turn, rank)?;
                 inputs.overwrite(rank, &fresh)?;
-                graph.launch(&rank.stream)?;
+                step.launch(&rank.stream)?;
                 let want = turn.recv(rank.rank);
-                let got = rank.row_bytes(&output.recv_x)?;
+                let got = rank.row_bytes(&output.at(&place)?.recv_x)?;
                 rank.equal(&format!("recv_x of replay {index}"), &got[..want.len()], &want);
                 let got = rank.row_bytes(&back.combined_x)?;
                 rank.equal(&format!("combined_x of replay {index}"), &got, &turn.sums[rank.rank as usize]);
-                let count = output.handle.num_recv_tokens(&rank.stream)?;
+                let count = output.handle().num_recv_tokens(&rank.stream)?;
                 rank.equal("num_recv_tokens of a replay", &[count], &[want.len() as u32]);
+                step.check(&rank.buffer, &rank.stream)?;
 
                 // Calls outside of the graph in between stay in step with it.
                 if index % 3 == 0 {
-                    let (_, eager) = echo(rank, &fresh, turn.routing.num_experts)?;
+                    let (_, eager) = echo(rank, &mut place, &fresh, turn.routing.num_experts)?;
                     let got = rank.row_bytes(&eager.combined_x)?;
                     rank.equal("combined_x without the graph", &got, &turn.sums[rank.rank as usize]);
                 }
@@ -181,21 +179,64 @@ fn replays_need_no_host_wait_between_them() {
     setup.run(|rank| {
         let inputs = Inputs::upload(&turns[0], rank)?;
         let fresh: Vec<_> = turns.iter().map(|turn| Inputs::upload(turn, rank)).collect::<Result<_>>()?;
-        let (graph, _output, back) = capture(rank, &inputs, turns[0].routing.num_experts)?;
-        let mut kept = Vec::new();
-        for fresh in &fresh {
-            inputs.overwrite(rank, fresh)?;
-            graph.launch(&rank.stream)?;
-            kept.push(rank.keep(&back.combined_x)?);
-        }
-        rank.stream.synchronize()?;
-        for (index, (turn, kept)) in turns.iter().zip(&kept).enumerate() {
-            let want = &turn.sums[rank.rank as usize];
-            let got = rank.row_bytes(kept)?;
-            rank.equal(&format!("combined_x of replay {index}"), &got, want);
-        }
-        Ok(())
+        let mut place = rank.place()?;
+        let step = capture(rank, &mut place, &inputs, turns[0].routing.num_experts)?;
+        check_replays(rank, &turns, &inputs, &fresh, &step.output().1, |stream| step.launch(stream))
     });
+}
+
+/// As a framework records, which knows nothing of steps.
+#[test]
+fn a_graph_that_was_captured_without_the_buffer_replays() {
+    const REPLAYS: usize = 20;
+    let setup = Setup::new(2, 1, 6, ROW);
+    let turns: Vec<Turn> = (0..REPLAYS as u64).map(|seed| Turn::random(seed, &[6, 4], 1)).collect();
+    for on_comm_stream in [false, true] {
+        setup.run(|rank| {
+            rank.on_comm_stream = on_comm_stream;
+            let inputs = Inputs::upload(&turns[0], rank)?;
+            let fresh: Vec<_> = turns.iter().map(|turn| Inputs::upload(turn, rank)).collect::<Result<_>>()?;
+            let mut place = rank.place()?;
+            let num_experts = turns[0].routing.num_experts;
+            // Once without a graph first: the capture may not allocate, and finds the memory that this gives back.
+            drop(echo(rank, &mut place, &inputs, num_experts)?);
+            rank.synchronize()?;
+            let mut back = None;
+            let stream = rank.stream.clone();
+            let graph = stream.capture(|| {
+                back = Some(echo(rank, &mut place, &inputs, num_experts)?.1);
+                Ok(())
+            })?;
+            let back = back.expect("the capture has run");
+            // SAFETY: the buffer keeps what was recorded, and outlives the runs.
+            let launch = |stream: &Stream| unsafe { graph.launch(stream) };
+            check_replays(rank, &turns, &inputs, &fresh, &back, launch)
+        });
+    }
+}
+
+/// Replays each turn with its inputs, and waits once at the end.
+fn check_replays(
+    rank: &mut Rank,
+    turns: &[Turn],
+    inputs: &Inputs,
+    fresh: &[Inputs],
+    back: &CombineOutput,
+    launch: impl Fn(&Stream) -> Result<()>,
+) -> Result<()> {
+    let mut kept = Vec::new();
+    for fresh in fresh {
+        inputs.overwrite(rank, fresh)?;
+        launch(&rank.stream)?;
+        kept.push(rank.keep(&back.combined_x)?);
+    }
+    rank.stream.synchronize()?;
+    for (index, (turn, kept)) in turns.iter().zip(&kept).enumerate() {
+        let want = &turn.sums[rank.rank as usize];
+        let got = rank.row_bytes(kept)?;
+        rank.equal(&format!("combined_x of replay {index}"), &got, want);
+    }
+    Ok(())
 }
 
 /// An event at the end of the stream's work.
@@ -207,8 +248,8 @@ fn event(rank: &Rank) -> Result<Event> {
 
 impl Inputs {
     /// Copies other inputs of the same shapes over these, in stream order. Both live until the caller has synchronised.
-    fn overwrite(&self, rank: &Rank, other: &Inputs) -> Result<()> {
-        for (to, from) in [(&self.topk_idx, &other.topk_idx), (&self.x, &other.x)] {
+    pub fn overwrite(&self, rank: &Rank, other: &Inputs) -> Result<()> {
+        for (to, from) in [(&*self.topk_idx, &*other.topk_idx), (&self.x, &other.x)] {
             assert_eq!(to.shape(), from.shape());
             // SAFETY: as documented; every caller is a test that keeps them.
             unsafe { rank.stream.copy(to.ptr(), from.ptr(), from.rows() * from.row_stride())? };

@@ -21,14 +21,15 @@ fn a_rank_that_comes_too_late_is_not_given_rows_that_never_came() {
     let turn = Ranks::of_one_node().turn();
     Ranks::of_one_node().setup().run(|rank| {
         let inputs = Inputs::upload(&turn, rank)?;
+        let mut place = rank.place()?;
         if rank.rank != 2 {
-            let error = dispatch(rank, &turn, &inputs).expect_err("rank 2 comes too late");
+            let error = dispatch(rank, &mut place, &turn, &inputs).expect_err("rank 2 comes too late");
             assert_eq!(check_timeout(rank.rank, &error, "notify"), (2, "counts"));
         }
         rank.synchronize()?;
         if rank.rank == 2 {
             // The counts came in time, so the call may succeed; but then the rows did not come, and that must show.
-            let outcome = dispatch(rank, &turn, &inputs).and_then(|output| {
+            let outcome = dispatch(rank, &mut place, &turn, &inputs).and_then(|output| {
                 rank.stream.synchronize()?;
                 rank.buffer.check().map(|()| output)
             });
@@ -57,7 +58,8 @@ fn a_rank_that_goes_away_does_not_break_the_others() {
             group.barrier(PATIENCE)?;
         } else {
             group.barrier(PATIENCE)?;
-            let error = dispatch(&mut rank, &turn, &inputs).expect_err("rank 2 is gone");
+            let mut place = rank.place()?;
+            let error = dispatch(&mut rank, &mut place, &turn, &inputs).expect_err("rank 2 is gone");
             assert_eq!(check_timeout(rank.rank, &error, "notify"), (2, "counts"));
         }
         Ok(())
@@ -78,11 +80,15 @@ fn on_a_machine_a_deadline_passes_in_virtual_time() {
             .iter_mut()
             .zip(&inputs)
             .take(2)
-            .map(|(rank, inputs)| echo(rank, inputs, turn.routing.num_experts).unwrap())
+            .map(|(rank, inputs)| {
+                let mut place = rank.place().unwrap();
+                let (output, back) = echo(rank, &mut place, inputs, turn.routing.num_experts).unwrap();
+                (output.handle, back)
+            })
             .collect();
-        let errors = ranks.iter().zip(&outputs).map(|(rank, (output, _))| {
+        let errors = ranks.iter().zip(&outputs).map(|(rank, (handle, _))| {
             rank.stream.synchronize().unwrap();
-            rank.buffer.check_dispatch(&output.handle, &rank.stream).unwrap_err()
+            rank.buffer.check_dispatch(handle, &rank.stream).unwrap_err()
         });
         errors.collect::<Vec<_>>()
     };

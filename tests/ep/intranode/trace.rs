@@ -12,11 +12,12 @@ fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {
     let turn = Turn::random(5, &[8, 5], 3);
     setup.run(|rank| {
         let inputs = Inputs::upload(&turn, rank)?;
+        let mut place = rank.place()?;
         let (untraced, dropped) = rank.buffer.take_trace(&rank.stream)?;
         rank.check(untraced.is_empty() && dropped == 0, "a trace that was not started");
 
         rank.buffer.start_trace(15)?;
-        let (_, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
         let (launches, dropped) = rank.buffer.take_trace(&rank.stream)?;
         let got = rank.row_bytes(&back.combined_x)?;
         rank.equal("combined_x", &got, &turn.sums[rank.rank as usize]);
@@ -36,7 +37,7 @@ fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {
 
         // Room for notify alone: the others run untraced, all the same.
         rank.buffer.start_trace(5)?;
-        let (_, back) = echo(rank, &inputs, turn.routing.num_experts)?;
+        let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
         let (launches, dropped) = rank.buffer.take_trace(&rank.stream)?;
         let got = rank.row_bytes(&back.combined_x)?;
         rank.equal("combined_x without room", &got, &turn.sums[rank.rank as usize]);

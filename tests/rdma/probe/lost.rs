@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use epoxide::driver::Stream;
 use epoxide::ep::{
-    Buffer, BufferOptions, BufferShape, CombineRequest, CombineRows, Config, DType, DispatchOutput,
-    DispatchRequest, StreamOrder, Tensor,
+    Buffer, BufferOptions, BufferShape, CombineRequest, Config, DType, DispatchOutput, DispatchRequest,
+    Place, StreamOrder, Tensor, TypedTensor,
 };
 use epoxide::group::{HashStore, MeshGroup, MeshOptions, ProcessGroup};
 use epoxide::transport::{Shaping, TransportOptions};
@@ -48,17 +48,18 @@ pub fn run(rank: &Rank, how: How) -> Result<()> {
         options.shaping = Some(rank.peers().into_iter().fold(shaping, |all, peer| all.lag(peer, 0, LAG)));
     }
     let mut nodes = Nodes::new(rank, &rank.group, options)?;
-    nodes.turn()?;
+    let mut place = nodes.buffer.place(0)?;
+    nodes.turn(&mut place)?;
     rank.group.barrier(rank.timeout)?;
     if rank.rank() == LOST {
         match how {
             How::InDispatch => {
-                nodes.dispatch()?;
+                nodes.dispatch(&mut place)?;
                 std::thread::sleep(LAG * 3 / 2);
                 return Err(die());
             }
             How::InCombine => {
-                let received = nodes.dispatch()?;
+                let received = nodes.dispatch(&mut place)?;
                 nodes.stream.synchronize()?;
                 nodes.combine(&received)?;
                 std::thread::sleep(LAG * 3 / 2);
@@ -69,7 +70,7 @@ pub fn run(rank: &Rank, how: How) -> Result<()> {
     }
     let start = Instant::now();
     let error = loop {
-        if let Err(error) = nodes.turn() {
+        if let Err(error) = nodes.turn(&mut place) {
             break error;
         }
         rank.in_time(|| "a rank is lost, and nobody noticed".into())?;
@@ -85,7 +86,7 @@ pub fn run(rank: &Rank, how: How) -> Result<()> {
     }
     println!("as it should be, after {noticed:.1?}: {error}");
     let start = Instant::now();
-    drop(nodes);
+    drop((place, nodes));
     if start.elapsed() > Duration::from_secs(4) {
         return Err(wrong(format!("dropping the buffer took {:.1?}", start.elapsed())));
     }
@@ -96,7 +97,10 @@ pub fn run(rank: &Rank, how: How) -> Result<()> {
     } else {
         rank.group.shrink_group(&[LOST])?
     };
-    Nodes::new(rank, &group, rank.options.clone())?.turn()?;
+    let mut nodes = Nodes::new(rank, &group, rank.options.clone())?;
+    let mut place = nodes.buffer.place(0)?;
+    nodes.turn(&mut place)?;
+    drop((place, nodes));
     println!("rank {} goes on, one of {}", rank.rank(), group.size());
     if unplugged {
         // The group would say goodbye over the same network.
@@ -111,9 +115,9 @@ struct Nodes {
     buffer: Buffer,
     rank: u32,
     size: u32,
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
+    x: Tensor<'static>,
+    topk_idx: TypedTensor<'static, i64>,
+    topk_weights: TypedTensor<'static, f32>,
 }
 
 impl Nodes {
@@ -127,44 +131,37 @@ impl Nodes {
             max_topk: size,
             max_scales: 0,
         };
-        let options = BufferOptions {
-            config: Config::with_sms(4)?.for_nodes(size),
-            timeout: DEADLINE,
-            ranks_per_node: Some(1),
-            transport,
-            ..BufferOptions::new(shape)
-        };
+        let options = BufferOptions::new(shape)
+            .config(Config::with_sms(4)?.for_nodes(size))
+            .timeout(DEADLINE)
+            .ranks_per_node(1)
+            .transport(transport);
         let buffer = Buffer::new(device, group, options)?;
         let x: Vec<bf16> = (0..TOKENS).flat_map(|token| vec![value(own, token); HIDDEN as usize]).collect();
         let x = Tensor::from_host(&stream, DType::Bf16, &[TOKENS, HIDDEN], &x)?;
         // Every token goes to every rank.
         let ids: Vec<i64> = (0..TOKENS).flat_map(|_| 0..i64::from(size)).collect();
-        let topk_idx = Tensor::from_host(&stream, DType::I64, &[TOKENS, u64::from(size)], &ids)?;
+        let topk_idx = TypedTensor::from_host(&stream, &[TOKENS, u64::from(size)], &ids)?;
         let weights = vec![1.0f32; ids.len()];
-        let topk_weights = Tensor::from_host(&stream, DType::F32, &[TOKENS, u64::from(size)], &weights)?;
+        let topk_weights = TypedTensor::from_host(&stream, &[TOKENS, u64::from(size)], &weights)?;
         Ok(Nodes { stream, buffer, rank: own, size, x, topk_idx, topk_weights })
     }
 
-    fn dispatch(&mut self) -> Result<DispatchOutput> {
+    fn dispatch<'p>(&mut self, place: &'p mut Place) -> Result<DispatchOutput<'p>> {
         let order = StreamOrder::on(&self.stream);
         let layout = self.buffer.get_dispatch_layout(&self.topk_idx, self.size, order)?;
-        let request = DispatchRequest {
-            topk_idx: Some(&self.topk_idx),
-            topk_weights: Some(&self.topk_weights),
-            ..DispatchRequest::new(&self.x, &layout)
-        };
-        self.buffer.dispatch(request, StreamOrder::on(&self.stream))
+        let request = DispatchRequest::new(&self.x, &layout).topk_weights(&self.topk_weights);
+        self.buffer.dispatch(place, request, order)
     }
 
-    fn combine(&mut self, received: &DispatchOutput) -> Result<Tensor> {
-        let rows = CombineRows::Tensor(&received.recv_x);
-        let request = CombineRequest { rows, topk_weights: None, handle: &received.handle };
+    fn combine(&mut self, received: &DispatchOutput) -> Result<Tensor<'static>> {
+        let request = CombineRequest::new(&received.recv_x, &received.handle);
         Ok(self.buffer.combine(request, StreamOrder::on(&self.stream))?.combined_x)
     }
 
     /// Dispatch and combine, compared with what they must be.
-    fn turn(&mut self) -> Result<()> {
-        let received = self.dispatch()?;
+    fn turn(&mut self, place: &mut Place) -> Result<()> {
+        let received = self.dispatch(place)?;
         let sums = self.combine(&received)?;
         self.stream.synchronize()?;
         self.buffer.check()?;

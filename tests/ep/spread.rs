@@ -5,36 +5,36 @@ use epoxide_testing::harness::Nodes;
 
 /// Where the ranks of a test are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum Spread {
     OneNode,
     SeveralNodes,
 }
 
-impl Place {
+impl Spread {
     /// Nodes of so many ranks with shared memory and two queues between them, where there are several.
     pub fn nodes(self, ranks_per_node: u32) -> Option<Nodes> {
         let nodes = Nodes { ranks_per_node, transport: TransportKind::Shm, queues: 2 };
-        (self == Place::SeveralNodes).then_some(nodes)
+        (self == Spread::SeveralNodes).then_some(nodes)
     }
 }
 
-/// Makes two tests of each function, which takes the place.
-macro_rules! in_every_place {
+/// Makes two tests of each function, which takes the spread.
+macro_rules! in_every_spread {
     ($($name:ident,)+) => {
         mod intranode {
             $(#[test]
             fn $name() {
-                super::$name(crate::place::Place::OneNode);
+                super::$name(crate::spread::Spread::OneNode);
             })+
         }
 
         mod internode {
             $(#[test]
             fn $name() {
-                super::$name(crate::place::Place::SeveralNodes);
+                super::$name(crate::spread::Spread::SeveralNodes);
             })+
         }
     };
 }
 
-pub(crate) use in_every_place;
+pub(crate) use in_every_spread;

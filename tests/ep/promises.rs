@@ -1,0 +1,477 @@
+//! What the interface promises: who may drop what and when, which rows stay for how long, who sees which error.
+
+use std::time::Duration;
+
+use epoxide::driver::{Event, Stream};
+use epoxide::ep::{CombineOutput, CombineRequest, Counts, DType, DispatchRequest, StreamOrder, Tensor};
+use epoxide::group::launch::run_threads;
+use epoxide::{Error, Result, Scope};
+use epoxide_testing::harness::{PATIENCE, POISON, Rank, Setup, assert_names};
+use epoxide_testing::roundtrip::Case;
+
+use crate::gate::Gate;
+use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo, echo_on};
+use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
+
+/// What has not happened by then is taken to wait.
+const WHILE: Duration = Duration::from_millis(60);
+
+fn setup() -> Setup {
+    Setup::new(2, 1, 8, ROW)
+}
+
+/// Turns of the same shape, and so with memory of the same sizes.
+fn turns<const COUNT: usize>() -> [Turn; COUNT] {
+    std::array::from_fn(|seed| Turn::random(seed as u64, &[8, 5], 1))
+}
+
+fn event(stream: &Stream) -> Result<Event> {
+    let event = Event::new(stream.device(), false)?;
+    event.record(stream)?;
+    Ok(event)
+}
+
+/// A copy of a tensor's first rows as `stream` comes to them.
+fn keep_on(stream: &Stream, tensor: &Tensor<'_>, rows: usize) -> Result<Tensor<'static>> {
+    let copy = Tensor::alloc(stream.device(), tensor.dtype(), &[rows as u64, tensor.columns()])?;
+    let bytes = tensor.row_bytes();
+    for row in 0..rows as u64 {
+        let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
+        // SAFETY: as the interface promises, both stay until the stream has passed the copy.
+        unsafe { stream.copy(to, from, bytes)? };
+    }
+    Ok(copy)
+}
+
+/// Notes a failed check where a stream comes to its end although it should wait for what a gate holds up.
+fn must_wait(rank: &mut Rank, stream: &Stream, what: &str) -> Result<()> {
+    let passed = event(stream)?.wait_timeout(WHILE)?;
+    rank.check(!passed, format!("{what} did not wait"));
+    Ok(())
+}
+
+fn check_rows(rank: &mut Rank, what: &str, rows: &Tensor<'_>, want: &[Vec<u8>]) -> Result<()> {
+    let got = rank.row_bytes(rows)?;
+    rank.equal(what, &got[..want.len().min(got.len())], want);
+    Ok(())
+}
+
+fn check_sums(rank: &mut Rank, what: &str, back: &CombineOutput, turn: &Turn) -> Result<()> {
+    let want = &turn.sums[rank.rank as usize];
+    check_rows(rank, what, &back.combined_x, want)
+}
+
+#[test]
+fn inputs_may_be_dropped_before_their_dispatch_has_begun() {
+    let case = Case::new(turns::<1>()[0].routing.clone(), ROW as u32);
+    setup().max_topk(TOPK).run(|rank| {
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device(), false)?);
+        let expected = rank.expect(&case);
+        let (topk_idx, topk_weights) = rank.topk(&case)?;
+        let (x, _) = rank.payload(&case, 0)?;
+        let shapes = [&*topk_idx, &*topk_weights, &x].map(|input| (input.dtype(), input.shape().to_vec()));
+        let mut place = rank.place()?;
+        gate.hold(&rank.stream)?;
+        let layout = rank.layout(&topk_idx, case.routing.num_experts)?;
+        let request = DispatchRequest::new(&x, &layout).topk_weights(&topk_weights);
+        let output = rank.dispatch(&mut place, request.counts(rank.on_device()))?;
+        drop((layout, topk_idx, topk_weights, x));
+
+        // Whoever gets the memory of the inputs too early spoils them.
+        let mut others = Vec::new();
+        for (dtype, shape) in shapes.iter().cycle().take(24) {
+            let other = tensor(rank, *dtype, shape);
+            // SAFETY: the tensor's memory is live until the synchronise.
+            unsafe { side.fill(other.ptr(), POISON, other.rows() * other.row_stride())? };
+            others.push(other);
+        }
+        side.synchronize()?;
+        must_wait(rank, &rank.stream.clone(), "the dispatch")?;
+        gate.open();
+        rank.stream.synchronize()?;
+        rank.buffer.check_dispatch(&output.handle, &rank.stream)?;
+        rank.check_received(&case, 0, &expected.plan.recv_src, "dispatch", &output)?;
+        let metadata = rank.compare_metadata(&case, &expected, &output)?;
+        rank.note(metadata);
+        Ok(())
+    });
+}
+
+#[test]
+fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
+    let [turn] = turns();
+    setup().run(|rank| {
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device(), false)?);
+        let inputs = Inputs::upload(&turn, rank)?;
+        let zeros = vec![vec![0; ROW as usize]; rank.buffer.capacity() as usize];
+        let zeros = rank.upload_rows(DType::Bf16, HIDDEN as u64, &zeros)?;
+        let mut place = rank.place()?;
+        let (output, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        // No rows are in use any more: it is the sums alone for which a combine can have to wait.
+        let handle = output.handle.clone();
+        drop(output);
+
+        side.wait(&event(&rank.stream)?)?;
+        gate.hold(&side)?;
+        let at = back.combined_x.ptr();
+        let kept = keep_on(&side, &back.combined_x, back.combined_x.rows() as usize)?;
+        drop(back);
+        let mut later = Vec::new();
+        for _ in 0..3 {
+            later.push(rank.combine(CombineRequest::new(&zeros, &handle))?);
+        }
+        let again = later.iter().any(|back| back.combined_x.ptr() == at);
+        rank.check(again, "a later combine is given the memory of the sums that were dropped");
+        must_wait(rank, &rank.stream.clone(), "a combine that was given memory which a stream still reads")?;
+        gate.open();
+        side.synchronize()?;
+        rank.stream.synchronize()?;
+        rank.buffer.check()?;
+        check_rows(rank, "the other stream's copy", &kept, &turn.sums[rank.rank as usize])?;
+        for back in &later {
+            let rows = rank.row_bytes(&back.combined_x)?;
+            rank.equal("later sums", &rows, &vec![vec![0; ROW as usize]; rows.len()]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
+    let [first, second] = turns();
+    // Either drops the rows, or only says that it will not borrow them.
+    for is_detached in [false, true] {
+        setup().run(|rank| {
+            let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device(), false)?);
+            let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
+            let layout = rank.layout(&inputs[0].topk_idx, first.routing.num_experts)?;
+            let next = rank.layout(&inputs[1].topk_idx, second.routing.num_experts)?;
+            let counts = rank.on_device();
+            let mut place = rank.place()?;
+            let output =
+                rank.dispatch(&mut place, DispatchRequest::new(&inputs[0].x, &layout).counts(counts))?;
+            // Kept, so that it is the rows alone for which a dispatch can have to wait.
+            let _handle = output.handle.clone();
+
+            // Peers must not write either before the reader is through, and those have none.
+            let is_reader = rank.rank == 0;
+            side.wait(&event(&rank.stream)?)?;
+            if is_reader {
+                gate.hold(&side)?;
+            }
+            let want = first.recv(rank.rank);
+            let kept = keep_on(&side, &output.recv_x, want.len())?;
+            let _detached = is_detached.then_some(output).map(|output| output.detach());
+            let request = DispatchRequest::new(&inputs[1].x, &next).counts(counts);
+            let output = rank.dispatch(&mut place, request)?;
+            if is_reader {
+                must_wait(rank, &rank.stream.clone(), "a dispatch to a place that a stream still reads")?;
+                gate.open();
+            }
+            side.synchronize()?;
+            rank.stream.synchronize()?;
+            rank.buffer.check_dispatch(&output.handle, &rank.stream)?;
+            check_rows(rank, "the other stream's copy", &kept, &want)?;
+            check_rows(rank, "the rows after it", &output.recv_x, &second.recv(rank.rank))
+        });
+    }
+}
+
+#[test]
+fn a_step_needs_nothing_that_its_caller_keeps() {
+    let [first, second] = turns();
+    setup().run(|rank| {
+        let stream = rank.stream.clone();
+        let experts = first.routing.num_experts;
+        let (step, shapes) = {
+            let (inputs, mut place) = (Inputs::upload(&first, rank)?, rank.place()?);
+            let shapes = [&*inputs.topk_idx, &inputs.x].map(|input| (input.dtype(), input.shape().to_vec()));
+            let step = rank.buffer.capture(&stream, |buffer, order| {
+                let (output, back) = echo_on(buffer, &mut place, order, &stream, &inputs, experts)?;
+                Ok((output.detach(), back))
+            })?;
+            (step, shapes)
+        };
+        let mut place = rank.place()?;
+        let mut others = Vec::new();
+        for (dtype, shape) in shapes.iter().cycle().take(16) {
+            others.push(tensor(rank, *dtype, shape));
+            rank.poison(&others[others.len() - 1])?;
+        }
+        for run in 0..3 {
+            // Whatever is free by now is given to eager work, and written.
+            let inputs = Inputs::upload(&second, rank)?;
+            for _ in 0..2 {
+                let (output, back) = echo(rank, &mut place, &inputs, experts)?;
+                check_rows(rank, "eager recv_x", &output.recv_x, &second.recv(rank.rank))?;
+                check_sums(rank, "eager combined_x", &back, &second)?;
+            }
+            step.launch(&stream)?;
+            step.check(&rank.buffer, &stream)?;
+            let (output, back) = step.output();
+            let recv_x = &output.at(&place)?.recv_x;
+            check_rows(rank, &format!("recv_x of run {run}"), recv_x, &first.recv(rank.rank))?;
+            check_sums(rank, &format!("combined_x of run {run}"), back, &first)?;
+        }
+        Ok(())
+    });
+}
+
+/// Rows in use are not overwritten behind the back of who uses them.
+#[test]
+fn a_step_does_not_run_while_rows_in_its_place_are_borrowed() {
+    let [turn] = turns();
+    setup().run(|rank| {
+        let stream = rank.stream.clone();
+        let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+        let experts = turn.routing.num_experts;
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            Ok(echo_on(buffer, &mut place, order, &stream, &inputs, experts)?.1)
+        })?;
+        let (output, _) = echo(rank, &mut place, &inputs, experts)?;
+        refused(step.launch(&stream), &["place = 0", "in use", "drop or detach them"]);
+        drop(output);
+        step.launch(&stream)?;
+        step.check(&rank.buffer, &stream)?;
+        check_sums(rank, "combined_x", step.output(), &turn)
+    });
+}
+
+#[test]
+fn a_detached_output_says_that_it_was_overwritten_and_where_it_lies() {
+    let [first, second] = turns();
+    let mut setup = setup();
+    setup.options.places = 2;
+    setup.run(|rank| {
+        let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
+        let (mut place, other) = (rank.place()?, rank.buffer.place(1)?);
+        let experts = first.routing.num_experts;
+        let detached = echo(rank, &mut place, &inputs[0], experts)?.0.detach();
+        check_rows(rank, "recv_x", &detached.at(&place)?.recv_x, &first.recv(rank.rank))?;
+        let elsewhere = detached.at(&other).expect_err("the rows lie in place 0");
+        assert!(matches!(elsewhere, Error::Argument { argument: "place", .. }), "{elsewhere}");
+        assert_names(&elsewhere, &["place = 1", "the rows lie in place 0"]);
+
+        let (output, _) = echo(rank, &mut place, &inputs[1], experts)?;
+        drop(output);
+        let stale = detached.at(&place).expect_err("a dispatch has overwritten the rows");
+        assert!(matches!(stale, Error::StaleHandle(_)), "{stale}");
+        assert_names(&stale, &["place 0", "overwritten since"]);
+        // The routing has memory of its own.
+        let rows = detached.handle().num_recv_tokens(&rank.stream)?;
+        rank.equal("num_recv_tokens", &[rows as usize], &[first.recv(rank.rank).len()]);
+        Ok(())
+    });
+}
+
+#[test]
+fn with_two_places_two_results_are_there_at_once() {
+    let [first, second] = turns();
+    let mut setup = setup();
+    setup.options.places = 2;
+    setup.run(|rank| {
+        let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
+        let mut places = [rank.place()?, rank.buffer.place(1)?];
+        let [left, right] = &mut places;
+        let experts = first.routing.num_experts;
+        let (one, one_back) = echo(rank, left, &inputs[0], experts)?;
+        let (two, two_back) = echo(rank, right, &inputs[1], experts)?;
+        rank.check(one.recv_x.ptr() != two.recv_x.ptr(), "places do not overlap");
+        for ((output, back), turn) in
+            [(&one, &one_back), (&two, &two_back)].into_iter().zip([&first, &second])
+        {
+            check_rows(rank, "recv_x", &output.recv_x, &turn.recv(rank.rank))?;
+            check_sums(rank, "combined_x", back, turn)?;
+            // What each brought still goes back, whichever came last.
+            let again = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
+            check_sums(rank, "combined_x once more", &again, turn)?;
+        }
+        rank.stream.synchronize()?;
+        rank.buffer.check()
+    });
+}
+
+#[test]
+fn an_error_says_who_sees_it() {
+    let mut setup = Setup::new(RANKS, 1, TOKENS as u32, 64);
+    setup.options.places = 2;
+    then_dispatch(setup, |rank, valid, place| {
+        fn scope<T>(outcome: Result<T>) -> Option<Scope> {
+            outcome.err().map(|error| error.scope())
+        }
+        let (this_rank, every_rank) = (Some(Scope::ThisRank), Some(Scope::EveryRank));
+        if rank.rank == 0 {
+            // Alone, and no other rank notices.
+            let wide = tensor(rank, DType::Bf16, &[TOKENS, 40]);
+            let oversize = rank.dispatch(place, valid.request_of(&wide));
+            assert_eq!(scope(oversize), this_rank);
+            let request = valid.request().counts(Counts::OnDevice { capacity: 11 });
+            assert_eq!(scope(rank.dispatch(place, request)), this_rank);
+        }
+        let request = valid.request().counts(Counts::OnDevice { capacity: 9 });
+        let handle = rank.dispatch(place, request)?.handle;
+        assert_eq!(scope(rank.buffer.check_dispatch(&handle, &rank.stream)), every_rank, "10 rows come");
+
+        let ids = vec![vec![if rank.rank == 1 { i64::from(EXPERTS) } else { 0 }; 2]; TOKENS as usize];
+        let ids = rank.upload_typed(2, &ids)?;
+        let layout = rank.layout(&ids, EXPERTS)?;
+        let error = rank.dispatch(place, valid.request_along(&layout)).expect_err("an id is out of range");
+        assert!(matches!(error, Error::InvalidExpert { rank: 1 }), "{error}");
+        assert_eq!(error.scope(), Scope::EveryRank);
+        let own = layout.validate(&rank.stream);
+        assert_eq!(scope(own), (rank.rank == 1).then_some(Scope::ThisRank));
+
+        let layout = rank.layout(&valid.topk_idx, if rank.rank == 1 { 2 * EXPERTS } else { EXPERTS })?;
+        let error = rank.dispatch(place, valid.request_along(&layout)).expect_err("other experts");
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        assert_eq!(error.scope(), Scope::EveryRank);
+
+        let mut other = rank.buffer.place(1)?;
+        let there = if rank.rank == 1 { &mut other } else { &mut *place };
+        let error = rank.dispatch(there, valid.request()).expect_err("other places");
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        assert_names(&error, &["disagree on place: ", "0", "1"]);
+        assert_eq!(error.scope(), Scope::EveryRank);
+        Ok(())
+    });
+}
+
+#[test]
+fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
+    let turns = turns::<10>();
+    setup().run(|rank| {
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device(), false)?);
+        let stream = rank.stream.clone();
+        let inputs: Vec<_> = turns.iter().map(|turn| Inputs::upload(turn, rank)).collect::<Result<_>>()?;
+        let mut place = rank.place()?;
+        let mut kept = Vec::new();
+        for (index, (turn, inputs)) in turns.iter().zip(&inputs).enumerate() {
+            // No event says that the combine comes behind the dispatch, or the next layout behind the combine.
+            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            gate.hold(&stream)?;
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+            let output = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
+            let request = CombineRequest::new(&output.recv_x, &output.handle);
+            let back = rank.buffer.combine(request, StreamOrder::on(&side))?;
+            let rows = keep_on(&stream, &output.recv_x, turn.recv(rank.rank).len())?;
+            kept.push((rows, keep_on(&side, &back.combined_x, back.combined_x.rows() as usize)?));
+            if index < 2 {
+                must_wait(rank, &side, "a combine on another stream than its dispatch")?;
+            }
+            gate.open();
+        }
+        side.synchronize()?;
+        stream.synchronize()?;
+        rank.buffer.check()?;
+        for (index, (turn, (rows, sums))) in turns.iter().zip(&kept).enumerate() {
+            check_rows(rank, &format!("recv_x of turn {index}"), rows, &turn.recv(rank.rank))?;
+            let want = &turn.sums[rank.rank as usize];
+            check_rows(rank, &format!("combined_x of turn {index}"), sums, want)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
+    let [first, second] = turns();
+    let setup = setup();
+    let outcome = run_threads(2, PATIENCE, |_, group| {
+        let mut rank = Rank::join(&setup, group)?;
+        let gate = Gate::new(rank.device())?;
+        let inputs = [Inputs::upload(&first, &rank)?, Inputs::upload(&second, &rank)?];
+        let mut place = rank.place()?;
+        gate.hold(&rank.stream)?;
+        echo(&mut rank, &mut place, &inputs[0], first.routing.num_experts)?;
+        let (output, back) = echo(&mut rank, &mut place, &inputs[1], first.routing.num_experts)?;
+        let received = output.detach();
+        let Rank { rank: number, group, stream, buffer, .. } = rank;
+        std::thread::scope(|scope| {
+            // Dropping the buffer waits for its work.
+            scope.spawn(|| {
+                std::thread::sleep(WHILE);
+                gate.open();
+            });
+            drop(buffer);
+        });
+        stream.synchronize()?;
+        let want = second.recv(number);
+        let got = received.at(&place)?.recv_x.to_host::<u16>(&stream)?;
+        let flat = |rows: &[Vec<u8>]| epoxide_testing::payload::values_of::<u16>(&rows.concat());
+        assert_eq!(got[..want.len() * HIDDEN], flat(&want));
+        let sums = back.combined_x.to_host::<u16>(&stream)?;
+        assert_eq!(sums, flat(&second.sums[number as usize]));
+        drop((place, received, back));
+        stream.synchronize()?;
+        group.barrier(PATIENCE)
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+#[test]
+fn a_step_whose_buffer_is_gone_does_not_run() {
+    let [turn] = turns();
+    let setup = setup();
+    setup.run(|rank| {
+        let mut other = Rank::new(rank.device().clone(), rank.group.clone(), setup.options.clone())?;
+        let stream = other.stream.clone();
+        let inputs = Inputs::upload(&turn, &other)?;
+        let mut place = other.place()?;
+        let step = other.buffer.capture(&stream, |buffer, order| {
+            Ok(echo_on(buffer, &mut place, order, &stream, &inputs, turn.routing.num_experts)?.1)
+        })?;
+        step.launch(&stream)?;
+        step.check(&other.buffer, &stream)?;
+        check_sums(rank, "combined_x", step.output(), &turn)?;
+        other.synchronize()?;
+        drop((place, other));
+        let gone = step.launch(&stream).expect_err("its buffer is gone");
+        assert!(matches!(gone, Error::StaleHandle(_)), "{gone}");
+        assert_names(&gone, &["its buffer was dropped"]);
+        // The results of the last run are still there.
+        check_sums(rank, "combined_x", step.output(), &turn)?;
+        drop(step);
+        rank.synchronize()
+    });
+}
+
+#[test]
+fn combine_rows_are_one_callers_at_a_time() {
+    let mut setup = Setup::new(RANKS, 1, TOKENS as u32, 64);
+    setup.options.places = 2;
+    then_dispatch(setup, |rank, valid, place| {
+        let twice = ["place = 0", "given out already", "drop those first"];
+        let rows = place.combine_rows(DType::Bf16, 1, 8)?;
+        refused(place.combine_rows(DType::Bf16, 1, 8), &twice);
+        drop(rows);
+
+        let output = rank.dispatch(place, valid.request())?;
+        let rows = output.combine_rows(DType::Bf16, 8)?;
+        refused(output.combine_rows(DType::Bf16, 8), &twice);
+        let x = tensor(rank, DType::Bf16, &[2 * TOKENS, 8]);
+        let parts = ["place = 0", "combine rows are given out", "combine those, or drop them first"];
+        refused(rank.combine(CombineRequest::new(&x, &output.handle)), &parts);
+
+        // Those of another place do not stand in.
+        let other = rank.buffer.place(1)?;
+        let elsewhere = other.combine_rows(DType::Bf16, 2 * TOKENS, 8)?;
+        let parts = ["rows of place 1", "the dispatch went to place 0"];
+        refused(rank.combine(CombineRequest::new(&elsewhere, &output.handle)), &parts);
+
+        rank.combine(CombineRequest::new(&rows, &output.handle))?;
+        drop(rows);
+        rank.combine(CombineRequest::new(&x, &output.handle))?;
+        rank.stream.synchronize()
+    });
+}
+
+#[test]
+fn a_place_is_handed_out_once() {
+    setup().run(|rank| {
+        let place = rank.place()?;
+        refused(rank.place(), &["place = 0", "handed out already"]);
+        refused(rank.buffer.place(1), &["place = 1", "the buffer has 1"]);
+        drop(place);
+        rank.place().map(drop)
+    });
+}
