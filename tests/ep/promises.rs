@@ -7,6 +7,7 @@ use epoxide::ep::{CombineOutput, CombineRequest, Counts, DType, DispatchRequest,
 use epoxide::group::launch::run_threads;
 use epoxide::{Error, Result, Scope};
 use epoxide_testing::harness::{PATIENCE, POISON, Rank, Setup, assert_names};
+use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
 
 use crate::gate::Gate;
@@ -29,6 +30,17 @@ fn event(stream: &Stream) -> Result<Event> {
     let event = Event::new(stream.device(), false)?;
     event.record(stream)?;
     Ok(event)
+}
+
+/// Does what waits for work that a gate holds up, and opens that meanwhile.
+fn while_held(gate: &Gate, work: impl FnOnce()) {
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(WHILE);
+            gate.open();
+        });
+        work();
+    });
 }
 
 /// A copy of a tensor's first rows as `stream` comes to them.
@@ -386,22 +398,21 @@ fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
         let (output, back) = echo(&mut rank, &mut place, &inputs[1], first.routing.num_experts)?;
         let received = output.detach();
         let Rank { rank: number, group, stream, buffer, .. } = rank;
-        std::thread::scope(|scope| {
-            // Dropping the buffer waits for its work.
-            scope.spawn(|| {
-                std::thread::sleep(WHILE);
-                gate.open();
-            });
-            drop(buffer);
-        });
+        let side = Stream::new(stream.device(), false)?;
+        while_held(&gate, || drop(buffer));
         stream.synchronize()?;
         let want = second.recv(number);
+        let flat = |rows: &[Vec<u8>]| values_of::<u16>(&rows.concat());
         let got = received.at(&place)?.recv_x.to_host::<u16>(&stream)?;
-        let flat = |rows: &[Vec<u8>]| epoxide_testing::payload::values_of::<u16>(&rows.concat());
         assert_eq!(got[..want.len() * HIDDEN], flat(&want));
         let sums = back.combined_x.to_host::<u16>(&stream)?;
         assert_eq!(sums, flat(&second.sums[number as usize]));
-        drop((place, received, back));
+
+        // A stream has still to read the rows when the last goes that keeps them.
+        gate.hold(&side)?;
+        let kept = keep_on(&side, &received.at(&place)?.recv_x, want.len())?;
+        while_held(&gate, || drop((place, received, back)));
+        assert_eq!(kept.to_host::<u16>(&side)?, flat(&want));
         stream.synchronize()?;
         group.barrier(PATIENCE)
     });

@@ -6,22 +6,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS,
-    PLAN_HEADER, PoolLayout, STATUS, Section, Status, WireLayout,
+    Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
+    PoolLayout, STATUS, Section, Status, WireLayout,
 };
 
 use super::dispatch::HOST_EXPERTS;
 use super::fault::check_status;
-use super::kernels::Kernels;
+use super::kernels::{Kernels, Loaded};
 use super::place::{PlaceState, Pool};
-use super::pool::{World, pool_layouts};
+use super::pool::pool_layouts;
 use super::scratch::Arena;
 use super::sequence::Sequence;
 use super::step::Captured;
 use super::tensor::Owner;
 use super::trace::Trace;
 use super::wire::{WireSide, wire_layout};
-use super::{Config, StreamOrder, Tuning};
+use super::{Config, StreamOrder, Topology, Tuning};
 use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
@@ -146,7 +146,6 @@ impl BufferOptions {
 pub struct Buffer {
     // Dropped in this order: streams first, so that no kernel runs when memory goes.
     comm_stream: Arc<Stream>,
-    pub(super) wire: Option<WireSide>,
     pub(super) kernels: Kernels,
     pub(super) arena: Arc<Arena>,
     pub(super) host_counts: MappedMemory,
@@ -168,8 +167,7 @@ pub struct Buffer {
     pub(super) config: Config,
     pub(super) options: BufferOptions,
     pub(super) rank: u32,
-    pub(super) num_ranks: u32,
-    pub(super) num_nodes: u32,
+    pub(super) topology: Topology,
     pub(super) id: u64,
     pub(super) tag: u64,
     pub(super) trace: Option<Trace>,
@@ -193,40 +191,40 @@ impl Buffer {
     /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones,
     /// [`Error::OutOfMemory`], and whatever the driver or the group reports.
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: BufferOptions) -> Result<Buffer> {
-        let (rank, num_ranks) = (group.rank(), group.size());
-        let world = world_of(num_ranks, options.ranks_per_node)?;
+        let rank = group.rank();
+        let topology = Topology::new(group.size(), options.ranks_per_node)?;
         options.tuning.validate()?;
         let config = options.config;
         check_channels(&config)?;
-        if world.nodes() > 1 {
-            config.check_nodes(world.nodes())?;
+        if topology.nodes > 1 {
+            config.check_nodes(topology.nodes)?;
         }
-        let layouts = pool_layouts(&options.shape, world, options.places, options.num_nvl_bytes)?;
+        let layouts = pool_layouts(&options.shape, topology, options.places, options.num_nvl_bytes)?;
         let layout = layouts[0];
-        let wire_layout = wire_layout(&options.shape, world, options.num_rdma_bytes)?;
-        agree(group, world, &layout, &wire_layout, &options)?;
+        let wire_layout = wire_layout(&options.shape, topology, options.num_rdma_bytes)?;
+        agree(group, topology, &layout, &wire_layout, &options)?;
 
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
         let loader = {
-            let (device, tuning) = (device.clone(), options.tuning);
-            std::thread::spawn(move || Kernels::load(&device, tuning, world.nodes() > 1))
+            let device = device.clone();
+            std::thread::spawn(move || Loaded::new(&device, topology.nodes > 1))
         };
         let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
         let largest = options.shape.max_row_bytes;
         let row_bytes = RowBytes { recv: largest, combine: largest };
-        pool.describe(&sections(&layouts, world.nodes(), row_bytes));
+        pool.describe(&sections(&layouts, topology.nodes, row_bytes));
         let fd = pool.export()?;
         let mut peers = Vec::new();
         let mut addresses = [0u64; MAX_RANKS];
         // Only the ranks of a node see each other's pools.
         let node_group;
-        let node: &dyn ProcessGroup = if world.nodes() == 1 {
+        let node: &dyn ProcessGroup = if topology.nodes == 1 {
             group
         } else {
-            node_group = group.split((rank / world.ranks_per_node) as u64)?;
+            node_group = group.split(topology.node(rank) as u64)?;
             &*node_group
         };
-        let index = rank % world.ranks_per_node;
+        let index = topology.index(rank);
         for (peer, fds) in node.exchange_fds(&[fd.as_fd()])?.into_iter().enumerate() {
             if peer == index as usize {
                 addresses[peer] = pool.ptr().0;
@@ -238,7 +236,7 @@ impl Buffer {
                 peers.push(mapping);
             }
         }
-        if world.nodes() > 1 {
+        if topology.nodes > 1 {
             node.destroy()?;
         }
 
@@ -258,8 +256,7 @@ impl Buffer {
             Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
         let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
         host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
-        let kernels =
-            loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
+        let loaded = loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
 
         let comm = Comm {
             pools: tables.ptr(),
@@ -268,14 +265,15 @@ impl Buffer {
             timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
             trace: DevicePtr::NULL,
             rank: index,
-            num_ranks: world.ranks_per_node,
+            num_ranks: topology.ranks_per_node,
             call: 0,
             pool: layout,
         };
-        let wire = match world.nodes() {
+        let wire = match topology.nodes {
             1 => None,
-            _ => Some(WireSide::new(&device, group, &comm_stream, world, &options, wire_layout)?),
+            _ => Some(WireSide::new(&device, group, &comm_stream, topology, &options, wire_layout)?),
         };
+        let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
         let (id, arena) = (NEXT_ID.fetch_add(1, Ordering::Relaxed), Arena::new(&device));
         let pool = Pool::new(pool, &arena, options.timeout);
         let place = |(index, layout): (usize, &PoolLayout)| {
@@ -283,7 +281,6 @@ impl Buffer {
         };
         let buffer = Buffer {
             comm_stream,
-            wire,
             kernels,
             places: layouts.iter().enumerate().map(place).collect(),
             arena,
@@ -302,8 +299,7 @@ impl Buffer {
             config,
             options,
             rank,
-            num_ranks,
-            num_nodes: world.nodes(),
+            topology,
             id,
             tag: 0,
             trace: None,
@@ -321,7 +317,7 @@ impl Buffer {
 
     /// Ranks of the group.
     pub fn num_ranks(&self) -> u32 {
-        self.num_ranks
+        self.topology.ranks()
     }
 
     /// The configuration it was made with.
@@ -335,8 +331,8 @@ impl Buffer {
     /// [`Error::Argument`] where the number of channels is out of range.
     pub fn set_config(&mut self, config: Config) -> Result<()> {
         check_channels(&config)?;
-        if let Some(side) = &mut self.wire {
-            config.check_nodes(self.num_nodes)?;
+        if let Some(side) = self.kernels.wire_mut() {
+            config.check_nodes(self.topology.nodes)?;
             side.wire.chunk = config.num_max_rdma_chunked_send_tokens;
         }
         self.config = config;
@@ -371,7 +367,7 @@ impl Buffer {
         if row_bytes != self.row_bytes {
             self.row_bytes = row_bytes;
             let layouts: Vec<PoolLayout> = self.places.iter().map(|place| place.layout).collect();
-            self.pool.memory().describe(&sections(&layouts, self.num_nodes, row_bytes));
+            self.pool.memory().describe(&sections(&layouts, self.topology.nodes, row_bytes));
         }
     }
 
@@ -403,12 +399,12 @@ impl Buffer {
     }
 
     pub(super) fn check_experts(&self, num_experts: u32) -> Result<()> {
-        let ranks = self.num_ranks;
+        let ranks = self.topology.ranks();
         if num_experts == 0 || !num_experts.is_multiple_of(ranks) {
             let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
             return Err(Error::argument("num_experts", num_experts, rule));
         }
-        let counters = (num_experts as u64 + ranks as u64 + self.num_nodes as u64) * 4;
+        let counters = (num_experts as u64 + ranks as u64 + self.topology.nodes as u64) * 4;
         let shared = self.device.info().max_shared_bytes_per_block;
         if counters > shared as u64 {
             let rule =
@@ -514,7 +510,7 @@ impl Drop for Buffer {
         self.sequence.close();
         let _ = self.comm_stream.synchronize();
         let _ = self.sequence.wait(self.options.timeout.saturating_mul(2));
-        if let Some(side) = &mut self.wire {
+        if let Some(side) = self.kernels.wire_mut() {
             side.close();
         }
     }
@@ -540,36 +536,10 @@ fn sections(layouts: &[PoolLayout], nodes: u32, row_bytes: RowBytes) -> Vec<Sect
     layouts.iter().enumerate().flat_map(of_place).collect()
 }
 
-/// How the ranks are spread over nodes.
-fn world_of(ranks: u32, ranks_per_node: Option<u32>) -> Result<World> {
-    let Some(per_node) = ranks_per_node else {
-        if ranks == 0 || ranks > MAX_RANKS as u32 {
-            let rule = format!("one NVLink domain has 1 to {MAX_RANKS} ranks; with more, set ranks_per_node");
-            return Err(Error::argument("group size", ranks, rule));
-        }
-        return Ok(World { ranks, ranks_per_node: ranks });
-    };
-    if per_node == 0 || per_node > MAX_RANKS as u32 {
-        let rule = format!("one NVLink domain has 1 to {MAX_RANKS} ranks");
-        return Err(Error::argument("ranks_per_node", per_node, rule));
-    }
-    if ranks == 0 || !ranks.is_multiple_of(per_node) {
-        let rule = format!("must divide the number of ranks, {ranks}: every node has as many");
-        return Err(Error::argument("ranks_per_node", per_node, rule));
-    }
-    let world = World { ranks, ranks_per_node: per_node };
-    if world.nodes() > MAX_NODES as u32 {
-        let rule =
-            format!("{ranks} ranks would be {} nodes; at most {MAX_NODES} are possible", world.nodes());
-        return Err(Error::argument("ranks_per_node", per_node, rule));
-    }
-    Ok(world)
-}
-
 /// Checks that all ranks run the same version with the same options.
 fn agree(
     group: &dyn ProcessGroup,
-    world: World,
+    topology: Topology,
     layout: &PoolLayout,
     wire: &WireLayout,
     options: &BufferOptions,
@@ -577,7 +547,7 @@ fn agree(
     let (config, transport) = (options.config, &options.transport);
     let ours: Vec<(&'static str, String)> = vec![
         ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
-        ("ranks_per_node", world.ranks_per_node.to_string()),
+        ("ranks_per_node", topology.ranks_per_node.to_string()),
         ("rows of a place in the pool", layout.rows.to_string()),
         ("places", options.places.to_string()),
         ("slots of wire memory", wire.slots.to_string()),

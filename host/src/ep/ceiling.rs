@@ -51,7 +51,7 @@ impl Buffer {
     pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
         let pool = self.comm.pool;
         let between_nodes =
-            self.wire.as_ref().filter(|_| self.comm.num_ranks == 1).and_then(WireSide::mapped);
+            self.kernels.wire().filter(|_| self.comm.num_ranks == 1).and_then(WireSide::mapped);
         let (pools, rank, num_ranks, from, to, room) = match between_nodes {
             Some((table, wire)) => {
                 let (layout, nodes) = (wire.layout, wire.num_nodes);

@@ -10,7 +10,7 @@ use epoxide_gpu::layout::{
 use super::buffer::RowBytes;
 use super::dispatch::other_mode;
 use super::handle::Routing;
-use super::kernels::ModeKernels;
+use super::kernels::Mode;
 use super::place::PoolRows;
 use super::scratch::Pieces;
 use super::tensor::Owner;
@@ -117,7 +117,7 @@ impl Buffer {
                 (x.dtype(), x.columns())
             }
         };
-        let dtypes = if self.num_nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
+        let dtypes = if self.topology.nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
         if !dtypes.contains(&dtype) {
             let expected = dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or ");
             let have = dtype.to_string();
@@ -202,25 +202,23 @@ impl Buffer {
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
                 let (grid, block, shared) = (buffer.config.num_sms, ring.threads(), ring.shared_bytes());
-                match (&kernels.mode, routing, &buffer.wire) {
-                    (ModeKernels::Intranode { combine_f32, .. }, Routing::Intranode(_), _)
-                        if dtype == DType::F32 =>
-                    {
-                        stream.call(combine_f32, grid, block, shared, CombineF32::call(args))
+                match (&kernels.mode, routing) {
+                    (Mode::OneNode(node), Routing::Intranode(_)) if dtype == DType::F32 => {
+                        stream.call(&node.combine_f32, grid, block, shared, CombineF32::call(args))
                     }
-                    (ModeKernels::Intranode { combine, .. }, Routing::Intranode(_), _) => {
-                        stream.call(combine, grid, block, shared, CombineBf16::call(args))
+                    (Mode::OneNode(node), Routing::Intranode(_)) => {
+                        stream.call(&node.combine, grid, block, shared, CombineBf16::call(args))
                     }
-                    (ModeKernels::Internode { combine, .. }, Routing::Internode(routing), Some(side)) => {
+                    (Mode::SeveralNodes(nodes), Routing::Internode(routing)) => {
                         let args = InternodeCombineArgs {
                             combine: args,
-                            wire: side.wire,
+                            wire: nodes.wire.wire,
                             route: routing.route,
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
                         };
                         let (block, shared) = (block + 32, shared + PROGRESS_BYTES);
-                        stream.call(combine, grid, block, shared, InternodeCombine::call(args))
+                        stream.call(&nodes.combine, grid, block, shared, InternodeCombine::call(args))
                     }
                     _ => Err(other_mode()),
                 }

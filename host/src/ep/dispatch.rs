@@ -7,14 +7,14 @@ use epoxide_gpu::kernels::{
     NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
 };
 use epoxide_gpu::layout::{
-    Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs,
-    PlanHeader, SlotShape,
+    Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs,
+    InternodeNotifyArgs, NotifyArgs, PlanHeader, SlotShape,
 };
 
 use super::buffer::RowBytes;
 use super::fault::check_plan;
 use super::handle::{DispatchHandle, HandleShape, Inner, Places, Routing};
-use super::kernels::ModeKernels;
+use super::kernels::Mode;
 use super::place::{Lease, Place, PlaceState};
 use super::received::DispatchOutput;
 use super::tensor::Owner;
@@ -182,15 +182,18 @@ impl Buffer {
             "rows",
         )?;
 
-        let local_experts = layout.num_experts / self.num_ranks;
+        let local_experts = layout.num_experts / self.topology.ranks();
         let num_channels = self.config.num_channels();
         let (pieces, places) = Places::lay_out(HandleShape {
-            ranks: self.num_ranks,
-            nodes: self.num_nodes,
+            ranks: self.topology.ranks(),
+            nodes: self.topology.nodes,
             channels: num_channels,
             tokens: layout.num_tokens,
             local_experts,
-            relayed: self.wire.as_ref().map_or(0, |side| side.wire.layout.slots * self.num_nodes as u64),
+            relayed: self
+                .kernels
+                .wire()
+                .map_or(0, |side| side.wire.layout.slots * self.topology.nodes as u64),
         });
         let block = Arc::new(self.arena.take(&pieces)?);
         let places = places(block.ptr());
@@ -247,8 +250,8 @@ impl Buffer {
             places,
             place: place.index,
             num_tokens: layout.num_tokens,
-            num_ranks: self.num_ranks,
-            num_nodes: self.num_nodes,
+            num_ranks: self.topology.ranks(),
+            num_nodes: self.topology.nodes,
             num_channels,
             local_experts,
             num_topk: request.topk_weights.map(|_| num_topk),
@@ -267,7 +270,8 @@ impl Buffer {
             recv_topk_idx: with_topk.then(|| place.tensor(owner(), at.recv_topk_idx, &columns)),
             recv_topk_weights: with_topk.then(|| place.tensor(owner(), at.recv_topk_weights, &columns)),
             recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows])),
-            recv_src_meta: (self.num_nodes > 1).then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2])),
+            recv_src_meta: (self.topology.nodes > 1)
+                .then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2])),
             num_recv_tokens,
             num_recv_tokens_per_expert: counts,
             handle,
@@ -292,7 +296,7 @@ impl Buffer {
         self.check_place(place)?;
         let handle = request.handle;
         self.check_handle(handle)?;
-        if self.num_nodes > 1 && self.config.num_sms <= 3 {
+        if self.topology.nodes > 1 && self.config.num_sms <= 3 {
             let rule = "a cached dispatch across nodes takes more than 3: dispatch anew, or give more";
             return Err(Error::argument("num_sms", self.config.num_sms, rule));
         }
@@ -352,7 +356,7 @@ impl Buffer {
 
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
         let channels = (handle.0.num_channels, self.config.num_channels());
-        if handle.0.buffer_id == self.id && self.num_nodes > 1 && channels.0 != channels.1 {
+        if handle.0.buffer_id == self.id && self.topology.nodes > 1 && channels.0 != channels.1 {
             return Err(Error::StaleHandle(format!(
                 "it was made with {} channels and the buffer now has {}; across nodes they must be the same: set the config back, \
                  or dispatch anew",
@@ -474,15 +478,15 @@ impl Buffer {
         places: &Places,
     ) -> Result<()> {
         let layout = counts.layout;
-        let (num_channels, num_ranks) = (self.config.num_channels(), self.num_ranks);
+        let (num_channels, num_ranks) = (self.config.num_channels(), self.topology.ranks());
         let local_experts = layout.num_experts / num_ranks;
         let columns = place.index << 24 | counts.num_topk << 16 | payload.num_scales;
         let mut comm = Comm { pool: place.layout, ..self.comm };
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {
-            match (&self.kernels.mode, places.routing, &self.wire) {
-                (ModeKernels::Intranode { notify, .. }, Routing::Intranode(routing), _) => {
+            match (&self.kernels.mode, places.routing) {
+                (Mode::OneNode(node), Routing::Intranode(routing)) => {
                     comm.trace = trace_place(&mut self.trace, "notify", num_channels);
                     let args = NotifyArgs {
                         comm,
@@ -507,9 +511,9 @@ impl Buffer {
                         columns,
                     };
                     let call = Notify::call(args);
-                    stream.call(notify, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)
+                    stream.call(&node.notify, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)
                 }
-                (ModeKernels::Internode { count, notify, .. }, Routing::Internode(routing), Some(side)) => {
+                (Mode::SeveralNodes(nodes), Routing::Internode(routing)) => {
                     let args = InternodeCountArgs {
                         is_token_in_rank: layout.places.is_token_in_rank,
                         send_head: places.send_head,
@@ -520,11 +524,11 @@ impl Buffer {
                         num_ranks,
                         ranks_per_node: self.ranks_per_node(),
                     };
-                    stream.call(count, num_channels, NOTIFY_THREADS, 0, InternodeCount::call(args))?;
+                    stream.call(&nodes.count, num_channels, NOTIFY_THREADS, 0, InternodeCount::call(args))?;
                     comm.trace = trace_place(&mut self.trace, "notify", 1);
                     let args = InternodeNotifyArgs {
                         comm,
-                        wire: side.wire,
+                        wire: nodes.wire.wire,
                         channel_counts: routing.channel_counts,
                         num_tokens_per_expert: layout.places.num_tokens_per_expert,
                         invalid: layout.places.invalid,
@@ -548,7 +552,7 @@ impl Buffer {
                     };
                     let (threads, shared) =
                         (InternodeNotify::INFO.max_threads, INTERNODE_NOTIFY_SHARED_BYTES);
-                    stream.call(notify, 1, threads, shared, InternodeNotify::call(args))
+                    stream.call(&nodes.notify, 1, threads, shared, InternodeNotify::call(args))
                 }
                 _ => Err(other_mode()),
             }
@@ -571,15 +575,19 @@ impl Buffer {
         let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, args.num_topk, grid);
         // SAFETY: passed on to the caller.
         unsafe {
-            match (&self.kernels.mode, places.routing, &self.wire) {
-                (ModeKernels::Intranode { dispatch, .. }, Routing::Intranode(_), _) => {
-                    stream.call(dispatch, grid, ring.threads(), ring.shared_bytes(), Dispatch::call(args))
-                }
-                (ModeKernels::Internode { dispatch, .. }, Routing::Internode(routing), Some(side)) => {
+            match (&self.kernels.mode, places.routing) {
+                (Mode::OneNode(node), Routing::Intranode(_)) => stream.call(
+                    &node.dispatch,
+                    grid,
+                    ring.threads(),
+                    ring.shared_bytes(),
+                    Dispatch::call(args),
+                ),
+                (Mode::SeveralNodes(nodes), Routing::Internode(routing)) => {
                     let num_topk = (args.with_metadata != 0).then_some(args.num_topk);
                     let args = InternodeDispatchArgs {
                         dispatch: args,
-                        wire: side.wire,
+                        wire: nodes.wire.wire,
                         route: routing.route,
                         send_head: places.send_head,
                         forward_start: routing.forward_start,
@@ -588,7 +596,7 @@ impl Buffer {
                         reserved: 0,
                     };
                     let (block, shared) = (ring.threads() + 32, ring.shared_bytes() + PROGRESS_BYTES);
-                    stream.call(dispatch, grid, block, shared, InternodeDispatch::call(args))
+                    stream.call(&nodes.dispatch, grid, block, shared, InternodeDispatch::call(args))
                 }
                 _ => Err(other_mode()),
             }

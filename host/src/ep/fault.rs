@@ -8,7 +8,7 @@ use epoxide_gpu::layout::{
 };
 
 use super::Buffer;
-use super::pool::{World, pool_bytes};
+use super::pool::pool_bytes;
 use super::wire::{WireSide, wire_bytes};
 use crate::driver::Stream;
 use crate::error::{Error, Result, Scope};
@@ -24,13 +24,12 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
         return Ok(());
     }
     let status: Status = buffer.status.read(0)?;
-    let per_node = buffer.ranks_per_node();
-    let (node, index) = (buffer.node(), buffer.rank % per_node);
+    let (topology, node) = (buffer.topology, buffer.node());
     let recorded = status.peer as u32;
     // The ways in which a kernel numbers whom it waits for.
-    let of_this_node = node * per_node + recorded;
-    let of_node = recorded * per_node + index;
-    let relay = node * per_node + recorded % per_node;
+    let of_this_node = topology.rank(node, recorded);
+    let of_node = topology.rank(recorded, topology.index(buffer.rank));
+    let relay = topology.rank(node, topology.index(recorded));
     if code == Wait::OtherCall as u64 || code == Wait::OtherNodeCall as u64 {
         return Err(Error::OtherCall {
             rank: buffer.rank,
@@ -72,7 +71,7 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
         _ => status.seen,
     };
     // The reason may be known: a connection that broke, say.
-    if let Some(failure) = buffer.wire.as_ref().and_then(WireSide::failure) {
+    if let Some(failure) = buffer.kernels.wire().and_then(WireSide::failure) {
         tracing::warn!(rank = buffer.rank, "{failure}");
     }
     Err(Error::PeerTimeout {
@@ -108,19 +107,18 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
     if status == PlanStatus::Ready as u32 {
         return Ok(());
     }
-    let world = World { ranks: buffer.num_ranks, ranks_per_node: buffer.ranks_per_node() };
     if status == PlanStatus::Slots as u32 {
         let (needed, shape) = (header.detail as u64, &buffer.options.shape);
         return Err(Error::Capacity {
             what: "wire memory",
             needed,
-            have: buffer.wire.as_ref().map_or(0, |side| side.wire.layout.slots),
+            have: buffer.kernels.wire().map_or(0, |side| side.wire.layout.slots),
             unit: "slots for each node",
             remedy: format!(
                 "rank {} has {needed} tokens for one node: create the buffer with max_tokens_per_rank >= {needed}, and with \
                  num_rdma_bytes >= {} or none",
                 header.peer,
-                wire_bytes(shape, world, needed)
+                wire_bytes(shape, buffer.topology, needed)
             ),
             scope: Scope::EveryRank,
         });
@@ -132,8 +130,8 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
         } else {
             format!(
                 "create the buffer with max_tokens_per_rank >= {} or with num_nvl_bytes >= {}",
-                needed.div_ceil(buffer.num_ranks as u64),
-                pool_bytes(&buffer.options.shape, world, buffer.options.places, needed)
+                needed.div_ceil(buffer.topology.ranks() as u64),
+                pool_bytes(&buffer.options.shape, buffer.topology, buffer.options.places, needed)
             )
         };
         return Err(Error::Capacity {

@@ -10,6 +10,7 @@ use epoxide_gpu::kernels::{
 };
 use epoxide_gpu::layout::{SlotShape, bulk_scale_bytes};
 
+use super::wire::WireSide;
 use crate::driver::{Device, Kernel, Module};
 use crate::error::{Error, Result};
 
@@ -103,34 +104,47 @@ impl RingShape {
     }
 }
 
-/// Kernels that depend on whether there are several nodes.
+/// The one place that knows whether there are several nodes: what a buffer has for the ranks that its rows go to.
 #[derive(Debug)]
-pub(super) enum ModeKernels {
-    Intranode { notify: Kernel, dispatch: Kernel, combine: Kernel, combine_f32: Kernel },
-    Internode { count: Kernel, notify: Kernel, dispatch: Kernel, combine: Kernel },
+pub(super) enum Mode {
+    /// All ranks map each other's pools.
+    OneNode(OneNode),
+    /// Ranks of a node map each other's pools; nodes talk over rails.
+    SeveralNodes(SeveralNodes),
 }
 
-/// The kernels of one device. All that operations need are loaded at once, as one module: loading waits for running kernels, and holds
-/// up whoever else needs the driver, so that in the course of operations it could wait for itself. Those of the ceilings come when they
-/// are first asked for, since a driver takes tens of milliseconds to compile each.
+/// The kernels of operations within one node.
 #[derive(Debug)]
-pub(super) struct Kernels {
-    pub dispatch_layout: Kernel,
-    pub stage_combine: Kernel,
-    pub mode: ModeKernels,
-    ceiling_push: OnceLock<Kernel>,
-    ceiling_pull: OnceLock<Kernel>,
-    device: Arc<dyn Device>,
-    tuning: Tuning,
+pub(super) struct OneNode {
+    pub notify: Kernel,
+    pub dispatch: Kernel,
+    pub combine: Kernel,
+    pub combine_f32: Kernel,
 }
 
-impl Kernels {
-    /// Loads the embedded PTX.
-    pub fn load(device: &Arc<dyn Device>, tuning: Tuning, internode: bool) -> Result<Kernels> {
+/// The kernels of operations across nodes, and this rank's side of the network.
+#[derive(Debug)]
+pub(super) struct SeveralNodes {
+    pub wire: WireSide,
+    pub count: Kernel,
+    pub notify: Kernel,
+    pub dispatch: Kernel,
+    pub combine: Kernel,
+}
+
+/// A module with the kernels that operations need.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    module: Module,
+    shared_limit: u32,
+}
+
+impl Loaded {
+    /// Loads what operations need of the embedded PTX: within one node, or across nodes.
+    pub fn new(device: &Arc<dyn Device>, several_nodes: bool) -> Result<Loaded> {
         use gpu::Kernel as _;
-        let shared_limit = device.info().max_shared_bytes_per_block;
-        let mut first = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
-        first.extend(if internode {
+        let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
+        names.extend(if several_nodes {
             &[
                 InternodeCount::INFO.name,
                 InternodeNotify::INFO.name,
@@ -140,31 +154,79 @@ impl Kernels {
         } else {
             &[Notify::INFO.name, Dispatch::INFO.name, CombineBf16::INFO.name, CombineF32::INFO.name][..]
         });
-        let module = Module::load(device, &epoxide_gpu::only_kernels(&ptx()?, &first))?;
-        let mode = if internode {
-            ModeKernels::Internode {
-                count: module.kernel(InternodeCount::INFO.name, 0)?,
-                notify: module.kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
-                dispatch: module.kernel(InternodeDispatch::INFO.name, shared_limit)?,
-                combine: module.kernel(InternodeCombine::INFO.name, shared_limit)?,
-            }
-        } else {
-            ModeKernels::Intranode {
-                notify: module.kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
-                dispatch: module.kernel(Dispatch::INFO.name, shared_limit)?,
-                combine: module.kernel(CombineBf16::INFO.name, shared_limit)?,
-                combine_f32: module.kernel(CombineF32::INFO.name, shared_limit)?,
-            }
-        };
+        let module = Module::load(device, &epoxide_gpu::only_kernels(&ptx()?, &names))?;
+        Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block })
+    }
+
+    /// What operations have, with a side of the network where there are several nodes.
+    pub fn mode(&self, wire: Option<WireSide>) -> Result<Mode> {
+        use gpu::Kernel as _;
+        let kernel = |name, shared| self.module.kernel(name, shared);
+        Ok(match wire {
+            None => Mode::OneNode(OneNode {
+                notify: kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
+                dispatch: kernel(Dispatch::INFO.name, self.shared_limit)?,
+                combine: kernel(CombineBf16::INFO.name, self.shared_limit)?,
+                combine_f32: kernel(CombineF32::INFO.name, self.shared_limit)?,
+            }),
+            Some(wire) => Mode::SeveralNodes(SeveralNodes {
+                wire,
+                count: kernel(InternodeCount::INFO.name, 0)?,
+                notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
+                dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
+                combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
+            }),
+        })
+    }
+}
+
+/// The kernels of one device. All that operations need are loaded at once, as one module: loading waits for running kernels, and holds
+/// up whoever else needs the driver, so that in the course of operations it could wait for itself. Those of the ceilings come when they
+/// are first asked for, since a driver takes tens of milliseconds to compile each.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    pub mode: Mode,
+    pub dispatch_layout: Kernel,
+    pub stage_combine: Kernel,
+    ceiling_push: OnceLock<Kernel>,
+    ceiling_pull: OnceLock<Kernel>,
+    device: Arc<dyn Device>,
+    tuning: Tuning,
+}
+
+impl Kernels {
+    /// Of what was loaded.
+    pub fn new(
+        device: &Arc<dyn Device>,
+        tuning: Tuning,
+        loaded: &Loaded,
+        wire: Option<WireSide>,
+    ) -> Result<Kernels> {
+        use gpu::Kernel as _;
         Ok(Kernels {
-            dispatch_layout: module.kernel(DispatchLayout::INFO.name, shared_limit)?,
-            stage_combine: module.kernel(StageCombine::INFO.name, 0)?,
-            mode,
+            mode: loaded.mode(wire)?,
+            dispatch_layout: loaded.module.kernel(DispatchLayout::INFO.name, loaded.shared_limit)?,
+            stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             device: device.clone(),
             tuning,
         })
+    }
+
+    /// This rank's side of the network, where there are several nodes.
+    pub fn wire(&self) -> Option<&WireSide> {
+        match &self.mode {
+            Mode::OneNode(_) => None,
+            Mode::SeveralNodes(nodes) => Some(&nodes.wire),
+        }
+    }
+
+    pub fn wire_mut(&mut self) -> Option<&mut WireSide> {
+        match &mut self.mode {
+            Mode::OneNode(_) => None,
+            Mode::SeveralNodes(nodes) => Some(&mut nodes.wire),
+        }
     }
 
     pub fn ceiling_push(&self) -> Result<&Kernel> {
@@ -199,15 +261,15 @@ impl Kernels {
     ) -> (RingShape, u32) {
         let t = &self.tuning;
         let warps = match self.mode {
-            ModeKernels::Intranode { .. } => t.dispatch_warps,
-            ModeKernels::Internode { .. } => t.internode_dispatch_warps,
+            Mode::OneNode(_) => t.dispatch_warps,
+            Mode::SeveralNodes(_) => t.internode_dispatch_warps,
         };
         let warps = warps.min(DISPATCH_WARPS / num_sms).max(1);
         let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
         let metadata = match self.mode {
-            ModeKernels::Intranode { .. } => 0,
-            ModeKernels::Internode { .. } => SlotShape::metadata_bytes(num_topk),
+            Mode::OneNode(_) => 0,
+            Mode::SeveralNodes(_) => SlotShape::metadata_bytes(num_topk),
         };
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);
         let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.ring_limit());
@@ -218,8 +280,8 @@ impl Kernels {
         let t = &self.tuning;
         // Across nodes half of the blocks gather and half finish.
         let (at_once, most_bytes) = match self.mode {
-            ModeKernels::Intranode { .. } => (COMBINE_WARPS, MAX_SLOT_BYTES),
-            ModeKernels::Internode { .. } => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
+            Mode::OneNode(_) => (COMBINE_WARPS, MAX_SLOT_BYTES),
+            Mode::SeveralNodes(_) => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
         };
         let warps = t.combine_warps.min(at_once / num_sms).clamp(1, self.most_combine_warps());
         // A warp's lanes take 512 bytes at a time; whole turns keep all lanes busy.
@@ -232,16 +294,16 @@ impl Kernels {
     /// Shared memory for rings: across nodes, each block keeps a word for each of its warps beside them.
     fn ring_limit(&self) -> u32 {
         match self.mode {
-            ModeKernels::Intranode { .. } => self.shared_limit(),
-            ModeKernels::Internode { .. } => self.shared_limit() - PROGRESS_BYTES,
+            Mode::OneNode(_) => self.shared_limit(),
+            Mode::SeveralNodes(_) => self.shared_limit() - PROGRESS_BYTES,
         }
     }
 
     /// Across nodes the kernel is launched with a warp more, and keeps more in registers.
     fn most_combine_warps(&self) -> u32 {
         match self.mode {
-            ModeKernels::Intranode { .. } => 16,
-            ModeKernels::Internode { .. } => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
+            Mode::OneNode(_) => 16,
+            Mode::SeveralNodes(_) => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
         }
     }
 }

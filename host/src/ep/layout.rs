@@ -121,11 +121,11 @@ impl Buffer {
         }
         self.check_experts(num_experts)?;
 
-        let (ranks, tokens) = (self.num_ranks as u64, num_tokens as u64);
+        let (ranks, tokens) = (self.topology.ranks() as u64, num_tokens as u64);
         let mut pieces = Pieces::default();
         let invalid = pieces.push(Section::one("invalid", 8));
         let per_rank = pieces.push(Section::array("num_tokens_per_rank", ranks, 4));
-        let per_node = pieces.push(Section::array("num_tokens_per_rdma_rank", self.num_nodes as u64, 4));
+        let per_node = pieces.push(Section::array("num_tokens_per_rdma_rank", self.topology.nodes as u64, 4));
         let per_expert = pieces.push(Section::array("num_tokens_per_expert", num_experts as u64, 4));
         let in_rank = pieces.push(Section::array("is_token_in_rank", tokens * ranks, 1));
         let block = Arc::new(self.arena.take(&pieces)?);
@@ -147,11 +147,11 @@ impl Buffer {
             num_tokens,
             num_topk: num_topk as u32,
             num_experts,
-            num_ranks: self.num_ranks,
+            num_ranks: self.topology.ranks(),
             ranks_per_node: self.ranks_per_node(),
             reserved: 0,
         };
-        let shared = (self.num_ranks + num_experts + self.num_nodes) * 4;
+        let shared = (self.topology.ranks() + num_experts + self.topology.nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
         let uses = topk_idx.owner().cloned().into_iter().chain([block.clone() as Owner]);
         let event = self.run(order, uses, |buffer, stream| {
@@ -170,8 +170,8 @@ impl Buffer {
             num_tokens,
             num_topk: num_topk as u32,
             num_experts,
-            num_ranks: self.num_ranks,
-            num_nodes: self.num_nodes,
+            num_ranks: self.topology.ranks(),
+            num_nodes: self.topology.nodes,
             event: event.map(Arc::new),
         })
     }

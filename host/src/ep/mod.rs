@@ -27,6 +27,7 @@ mod scratch;
 mod sequence;
 mod step;
 mod tensor;
+mod topology;
 mod trace;
 mod wire;
 
@@ -43,4 +44,5 @@ pub use place::{Place, PoolRows};
 pub use received::{Detached, DispatchOutput};
 pub use step::Step;
 pub use tensor::{DType, Element, Scalar, Tensor, TypedTensor};
+pub use topology::Topology;
 pub use trace::TracedLaunch;

@@ -4,62 +4,49 @@ use epoxide_gpu::layout::{
     Control, MAX_RANKS, MAX_TOPK, PoolLayout, ROW_ALIGN, message_offset, relay_message, row_stride,
 };
 
-use super::BufferShape;
+use super::{BufferShape, Topology};
 use crate::error::{Error, Result, Scope};
 
 /// Most places of a pool.
 pub(super) const MAX_PLACES: u32 = 64;
 
-/// How ranks are spread over nodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct World {
-    pub ranks: u32,
-    pub ranks_per_node: u32,
+/// Bytes of the count messages in a pool: one from each rank.
+fn message_bytes(topology: Topology) -> u64 {
+    match topology.nodes {
+        1 => message_offset(MAX_RANKS as u32, 0),
+        _ => topology.ranks() as u64 * relay_message::WORDS as u64 * 8,
+    }
 }
 
-impl World {
-    pub fn nodes(&self) -> u32 {
-        self.ranks / self.ranks_per_node
-    }
-
-    /// Bytes of the count messages in a pool: one from each rank.
-    fn message_bytes(&self) -> u64 {
-        match self.nodes() {
-            1 => message_offset(MAX_RANKS as u32, 0),
-            _ => self.ranks as u64 * relay_message::WORDS as u64 * 8,
-        }
-    }
-
-    /// Bytes of a row's source, which only matters across nodes.
-    fn meta_bytes(&self) -> u64 {
-        if self.nodes() == 1 { 0 } else { 8 }
-    }
+/// Bytes of a row's source, which only matters across nodes.
+fn meta_bytes(topology: Topology) -> u64 {
+    if topology.nodes == 1 { 0 } else { 8 }
 }
 
 /// Bytes at the start of every pool: control words and count messages.
-fn fixed_bytes(world: World) -> u64 {
-    (size_of::<Control>() as u64 + world.message_bytes()).next_multiple_of(ROW_ALIGN)
+fn fixed_bytes(topology: Topology) -> u64 {
+    (size_of::<Control>() as u64 + message_bytes(topology)).next_multiple_of(ROW_ALIGN)
 }
 
 /// Bytes that one row takes in all regions of a place together, their alignment aside.
-fn bytes_per_row(shape: &BufferShape, world: World) -> u64 {
+fn bytes_per_row(shape: &BufferShape, topology: Topology) -> u64 {
     let (topk, scales) = (shape.max_topk as u64, shape.max_scales as u64);
-    2 * row_stride(shape.max_row_bytes) + scales * 4 + topk * (8 + 4 + 4) + 4 + world.meta_bytes()
+    2 * row_stride(shape.max_row_bytes) + scales * 4 + topk * (8 + 4 + 4) + 4 + meta_bytes(topology)
 }
 
 /// Regions of a place that each may lose up to one alignment.
 const REGIONS: u64 = 9;
 
 /// The bytes of a pool whose places each have room for `rows` rows.
-pub(super) fn pool_bytes(shape: &BufferShape, world: World, places: u32, rows: u64) -> u64 {
-    fixed_bytes(world) + u64::from(places) * (rows * bytes_per_row(shape, world) + REGIONS * ROW_ALIGN)
+pub(super) fn pool_bytes(shape: &BufferShape, topology: Topology, places: u32, rows: u64) -> u64 {
+    fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
 }
 
 /// The layout of a pool with `places` times the rows that `shape` asks for, or with as many as fit in `limit` bytes: one layout per
 /// place, which differ in where its rows are. At least one.
 pub(super) fn pool_layouts(
     shape: &BufferShape,
-    world: World,
+    topology: Topology,
     places: u32,
     limit: Option<u64>,
 ) -> Result<Vec<PoolLayout>> {
@@ -76,11 +63,11 @@ pub(super) fn pool_layouts(
     if shape.max_topk == 0 || shape.max_topk > MAX_TOPK {
         return Err(Error::argument("num_topk", shape.max_topk, format!("must be 1 to {MAX_TOPK}")));
     }
-    let wanted = shape.max_tokens_per_rank as u64 * world.ranks as u64;
+    let wanted = shape.max_tokens_per_rank as u64 * topology.ranks() as u64;
     let rows = match limit {
         None => wanted,
         Some(limit) => {
-            let least = pool_bytes(shape, world, places, 1);
+            let least = pool_bytes(shape, topology, places, 1);
             if limit < least {
                 return Err(Error::Capacity {
                     what: "num_nvl_bytes",
@@ -91,15 +78,15 @@ pub(super) fn pool_layouts(
                     scope: Scope::ThisRank,
                 });
             }
-            let room = limit - pool_bytes(shape, world, places, 0);
-            (room / (u64::from(places) * bytes_per_row(shape, world))).min(i32::MAX as u64)
+            let room = limit - pool_bytes(shape, topology, places, 0);
+            (room / (u64::from(places) * bytes_per_row(shape, topology))).min(i32::MAX as u64)
         }
     };
     if rows > i32::MAX as u64 {
         return Err(Error::argument(
             "max_tokens_per_rank",
             shape.max_tokens_per_rank,
-            format!("{wanted} rows for {} ranks do not fit in 31 bits", world.ranks),
+            format!("{wanted} rows for {} ranks do not fit in 31 bits", topology.ranks()),
         ));
     }
 
@@ -110,7 +97,7 @@ pub(super) fn pool_layouts(
         offset
     };
     let (topk, stride) = (shape.max_topk as u64, row_stride(shape.max_row_bytes));
-    let messages = place(world.message_bytes());
+    let messages = place(message_bytes(topology));
     let mut of_place = || PoolLayout {
         messages,
         recv_x: place(rows * stride),
@@ -118,7 +105,7 @@ pub(super) fn pool_layouts(
         recv_topk_idx: place(rows * topk * 8),
         recv_topk_weights: place(rows * topk * 4),
         recv_src_idx: place(rows * 4),
-        recv_src_meta: place(rows * world.meta_bytes()),
+        recv_src_meta: place(rows * meta_bytes(topology)),
         combine_x: place(rows * stride),
         combine_weights: place(rows * topk * 4),
         rows,
@@ -139,18 +126,18 @@ mod tests {
     const SHAPE: BufferShape =
         BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 56 };
 
-    fn one_node(ranks: u32) -> World {
-        World { ranks, ranks_per_node: ranks }
+    fn one_node(ranks: u32) -> Topology {
+        Topology { nodes: 1, ranks_per_node: ranks }
     }
 
     #[test]
     fn across_nodes_every_rank_has_a_message_and_rows_a_source() {
-        let world = World { ranks: 16, ranks_per_node: 8 };
-        let layout = pool_layouts(&SHAPE, world, 1, None).unwrap()[0];
+        let topology = Topology { nodes: 2, ranks_per_node: 8 };
+        let layout = pool_layouts(&SHAPE, topology, 1, None).unwrap()[0];
         assert_eq!(layout.rows, 65536);
         assert!(layout.recv_x - layout.messages >= 16 * relay_message::WORDS as u64 * 8);
         assert!(layout.combine_x - layout.recv_src_meta >= 65536 * 8);
-        assert!(layout.bytes <= pool_bytes(&SHAPE, world, 1, layout.rows));
+        assert!(layout.bytes <= pool_bytes(&SHAPE, topology, 1, layout.rows));
     }
 
     #[test]

@@ -8,8 +8,7 @@ use epoxide_gpu::layout::{
     Wire, WireLayout, combine_slot_bytes, wire_message,
 };
 
-use super::pool::World;
-use super::{Buffer, BufferOptions, BufferShape};
+use super::{Buffer, BufferOptions, BufferShape, Topology};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
@@ -39,31 +38,29 @@ impl WireSide {
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
         stream: &Stream,
-        world: World,
+        topology: Topology,
         options: &BufferOptions,
         layout: WireLayout,
     ) -> Result<WireSide> {
-        let (rank, per_node) = (group.rank(), world.ranks_per_node);
-        let (node, index) = (rank / per_node, rank % per_node);
-        let peers: Vec<u32> =
-            (0..world.nodes()).filter(|other| *other != node).map(|other| other * per_node + index).collect();
+        let node = topology.node(group.rank());
+        let peers: Vec<u32> = topology.rail(group.rank()).collect();
         let (ways, links) =
             transport::open(&options.transport, device, group, layout.bytes, &peers, group.timeout())?;
         let proxies = Proxies::start(device, links)?;
 
         let queues = options.transport.queues_per_peer;
-        let entries = (queues * world.ranks) as usize;
+        let entries = (queues * topology.ranks()) as usize;
         let table_bytes = (entries * size_of::<QueueHandle>()) as u64;
         let paths_at = table_bytes + entries as u64 * 8;
-        let bases_at = paths_at + world.nodes() as u64 * size_of::<NodePath>() as u64;
-        let bytes = bases_at + world.nodes() as u64 * 8;
+        let bases_at = paths_at + topology.nodes as u64 * size_of::<NodePath>() as u64;
+        let bytes = bases_at + topology.nodes as u64 * 8;
         let tables = Memory::alloc(device, bytes, MemoryKind::Device, "queue table")?;
         let mut table = vec![QueueHandle::default(); entries];
         for queue in 0..queues {
-            for peer in 0..world.ranks {
+            for peer in 0..topology.ranks() {
                 // Ranks that this one does not talk to, itself included, keep their placeholder.
                 if let Some(handle) = proxies.handle(queue, peer) {
-                    let at = queue * world.ranks + peer;
+                    let at = queue * topology.ranks() + peer;
                     let posted = tables.ptr().add(table_bytes + at as u64 * 8);
                     table[at as usize] = QueueHandle { queue: handle, posted };
                 }
@@ -71,10 +68,10 @@ impl WireSide {
         }
         tables.write(stream, 0, bytemuck::cast_slice(&table))?;
         tables.write(stream, table_bytes, &vec![0; entries * 8])?;
-        let mut paths = vec![NodePath::default(); world.nodes() as usize];
+        let mut paths = vec![NodePath::default(); topology.nodes as usize];
         for way in &ways {
             let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
-            paths[(way.peer / per_node) as usize] = NodePath { memory: way.memory.ptr(), peer };
+            paths[topology.node(way.peer) as usize] = NodePath { memory: way.memory.ptr(), peer };
         }
         // What goes to the own node is written where it is read, in this rank's device memory.
         let on_device = ways.iter().map(|way| &way.memory).find(|memory| memory.host_ptr().is_null());
@@ -86,7 +83,7 @@ impl WireSide {
         tables.write(stream, paths_at, bytemuck::cast_slice(&paths))?;
         let bases: Vec<u64> = paths.iter().map(|path| path.peer.0).collect();
         tables.write(stream, bases_at, bytemuck::cast_slice(&bases))?;
-        let (entries, nodes) = (entries as u64, world.nodes() as u64);
+        let (entries, nodes) = (entries as u64, topology.nodes as u64);
         tables.describe(&[
             Section::array("queues", entries, size_of::<QueueHandle>() as u64).of(QUEUE_HANDLE),
             Section::array("posted", entries, 8).at(table_bytes),
@@ -99,7 +96,7 @@ impl WireSide {
             paths: tables.ptr().add(paths_at),
             queues: tables.ptr(),
             node,
-            num_nodes: world.nodes(),
+            num_nodes: topology.nodes,
             num_queues: queues,
             chunk: options.config.num_max_rdma_chunked_send_tokens,
             layout,
@@ -125,8 +122,8 @@ impl WireSide {
 }
 
 /// The layout of wire memory with the slots that `shape` asks for, or with as many as fit in `limit` bytes.
-pub(super) fn wire_layout(shape: &BufferShape, world: World, limit: Option<u64>) -> Result<WireLayout> {
-    let (nodes, topk) = (world.nodes() as u64, shape.max_topk);
+pub(super) fn wire_layout(shape: &BufferShape, topology: Topology, limit: Option<u64>) -> Result<WireLayout> {
+    let (nodes, topk) = (topology.nodes as u64, shape.max_topk);
     let row_bytes = u32::try_from(shape.max_row_bytes).map_err(|_| {
         Error::argument("hidden", format!("{} bytes per row", shape.max_row_bytes), "must fit in 32 bits")
     })?;
@@ -177,60 +174,65 @@ pub(super) fn wire_layout(shape: &BufferShape, world: World, limit: Option<u64>)
 }
 
 /// The bytes that wire memory must have for `slots` tokens of a rank for one node.
-pub(super) fn wire_bytes(shape: &BufferShape, world: World, slots: u64) -> u64 {
+pub(super) fn wire_bytes(shape: &BufferShape, topology: Topology, slots: u64) -> u64 {
     let shape = BufferShape { max_tokens_per_rank: slots.min(u32::MAX as u64) as u32, ..*shape };
-    wire_layout(&shape, world, None).map_or(0, |layout| layout.bytes + 2 * world.nodes() as u64 * ALIGN)
+    wire_layout(&shape, topology, None).map_or(0, |layout| layout.bytes + 2 * topology.nodes as u64 * ALIGN)
 }
 
 impl Buffer {
+    /// Where the ranks are.
+    pub fn topology(&self) -> Topology {
+        self.topology
+    }
+
     /// Nodes of the group.
     pub fn num_nodes(&self) -> u32 {
-        self.num_nodes
+        self.topology.nodes
     }
 
     /// Ranks of each node.
     pub fn ranks_per_node(&self) -> u32 {
-        self.num_ranks / self.num_nodes
+        self.topology.ranks_per_node
     }
 
     /// This rank's node, its "RDMA rank".
     pub fn node(&self) -> u32 {
-        self.rank / self.ranks_per_node()
+        self.topology.node(self.rank)
     }
 
     /// Bytes of wire memory; 0 with one node.
     pub fn wire_bytes(&self) -> u64 {
-        self.wire.as_ref().map_or(0, |side| side.wire.layout.bytes)
+        self.kernels.wire().map_or(0, |side| side.wire.layout.bytes)
     }
 
     /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues lead to the others.
     pub fn mapped_peers(&self) -> Vec<u32> {
-        let ways = self.wire.iter().flat_map(|side| &side.ways);
+        let ways = self.kernels.wire().into_iter().flat_map(|side| &side.ways);
         ways.filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
     }
 
     /// What the proxies have put on the wire so far: (peer, queue, what), in ascending order of (queue, peer). Empty with one
     /// node, and where all peers are mapped.
     pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
-        let proxies = self.wire.iter().flat_map(|side| side.proxies.all());
+        let proxies = self.kernels.wire().into_iter().flat_map(|side| side.proxies.all());
         proxies.map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
     }
 
     /// Notes when each put is carried out from now on, up to `capacity` of them.
     pub fn start_put_trace(&self, capacity: usize) {
-        if let Some(side) = &self.wire {
+        if let Some(side) = self.kernels.wire() {
             side.proxies.start_trace(capacity);
         }
     }
 
     /// The puts noted since [`Buffer::start_put_trace`]; ends the trace.
     pub fn take_put_trace(&self) -> Vec<PutTrace> {
-        self.wire.as_ref().map_or_else(Vec::new, |side| side.proxies.take_trace())
+        self.kernels.wire().map_or_else(Vec::new, |side| side.proxies.take_trace())
     }
 
     /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other node.
     pub fn count_message_bytes(&self, num_experts: u32) -> u64 {
-        let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes;
+        let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes();
         (words as u64 * 4).next_multiple_of(16)
     }
 }
@@ -241,11 +243,11 @@ mod tests {
 
     const SHAPE: BufferShape =
         BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
-    const WORLD: World = World { ranks: 16, ranks_per_node: 8 };
+    const TOPOLOGY: Topology = Topology { nodes: 2, ranks_per_node: 8 };
 
     #[test]
     fn the_benchmark_shape() {
-        let layout = wire_layout(&SHAPE, WORLD, None).unwrap();
+        let layout = wire_layout(&SHAPE, TOPOLOGY, None).unwrap();
         // 14336 bytes of row, 48 of heads and token, 64 of top-k: 14448, which is 16 less than a multiple of 128.
         assert_eq!(layout.node_bytes, 4096 * (14336 + 48 + 64 + 16));
         assert_eq!(layout.bytes, layout.slots_in + 2 * layout.node_bytes);
@@ -258,10 +260,10 @@ mod tests {
     #[test]
     fn a_limit_is_kept_and_used() {
         for limit in [310_000u64, 1_000_000, 84_000_000] {
-            let layout = wire_layout(&SHAPE, WORLD, Some(limit)).unwrap();
+            let layout = wire_layout(&SHAPE, TOPOLOGY, Some(limit)).unwrap();
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
-            assert!(wire_bytes(&SHAPE, WORLD, layout.slots + 1) > limit - 4 * ALIGN);
+            assert!(wire_bytes(&SHAPE, TOPOLOGY, layout.slots + 1) > limit - 4 * ALIGN);
         }
-        assert!(wire_layout(&SHAPE, WORLD, Some(1000)).is_err());
+        assert!(wire_layout(&SHAPE, TOPOLOGY, Some(1000)).is_err());
     }
 }

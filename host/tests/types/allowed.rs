@@ -1,7 +1,8 @@
+//! Rows are dropped first, detached, or lie in two places.
+
 use epoxide::Result;
 use epoxide::ep::{Buffer, CombineRequest, DispatchRequest, Place, StreamOrder};
 
-/// What the programs beside this one do wrong, done right: rows are dropped first, detached, or lie in two places.
 fn right(
     buffer: &mut Buffer,
     [one, other]: &mut [Place; 2],
@@ -17,5 +18,3 @@ fn right(
     drop(buffer.dispatch(one, request, order)?);
     Ok(rows + sum.combined_x.rows() + detached.at(one).map_or(0, |rows| rows.recv_x.rows()))
 }
-
-fn main() {}
