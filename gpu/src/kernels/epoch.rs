@@ -327,15 +327,7 @@ impl Deadline {
 
 /// Records the first wait that expired, or met another call, and raises the abort word, so that all other waits of this rank end.
 #[inline(always)]
-unsafe fn record(
-    comm: &Comm,
-    waited: u64,
-    peer: u32,
-    epoch: u64,
-    needed: u64,
-    seen: u64,
-    what: Wait,
-) {
+unsafe fn record(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
     // SAFETY: the winner of the swap is the record's only writer; `code` is released last.
     unsafe {
         if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {

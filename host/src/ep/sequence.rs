@@ -32,7 +32,11 @@ pub(super) struct Turn<'a> {
 
 impl Sequence {
     pub fn new(device: &Arc<dyn Device>) -> Result<Arc<Sequence>> {
-        Ok(Arc::new(Sequence { end: Event::new(device, false)?, last: Mutex::default(), broken: OnceLock::new() }))
+        Ok(Arc::new(Sequence {
+            end: Event::new(device, false)?,
+            last: Mutex::default(),
+            broken: OnceLock::new(),
+        }))
     }
 
     fn last(&self) -> MutexGuard<'_, Last> {

@@ -18,9 +18,7 @@ use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_a
 use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};
 use super::ring::{Ring, shared_bytes};
-use crate::layout::{
-    InternodeDispatchArgs, MAX_NODES, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes,
-};
+use crate::layout::{InternodeDispatchArgs, MAX_NODES, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes};
 use crate::simt::*;
 use forwarder::forward;
 use poster::post_channel;
