@@ -111,6 +111,34 @@ pub enum Error {
         /// The value on the peer.
         theirs: String,
     },
+    /// Ranks made different calls, each as its operation number `epoch`. Every rank that talks to one with another call says so, the others
+    /// wait for those until their deadline. The device context is intact, and the buffer is of no use after it.
+    #[error(
+        "operation {epoch} is a {ours} on rank {rank} and a {theirs} on rank {peer}; collective calls must be the same on every rank, in \
+         the same order: make a new buffer"
+    )]
+    OtherCall {
+        /// This rank.
+        rank: u32,
+        /// The rank that made another call.
+        peer: u32,
+        /// The number of the operation.
+        epoch: u64,
+        /// The call of this rank.
+        ours: String,
+        /// The call of the peer.
+        theirs: String,
+    },
+    /// A call of this rank failed when peers counted on it already: their waits for it expire, and the buffer is of no use after it.
+    #[error(
+        "the buffer is of no use since {call} failed half way: {reason}; peers wait for that call until their deadline: make a new buffer"
+    )]
+    Broken {
+        /// The call.
+        call: &'static str,
+        /// Its error.
+        reason: String,
+    },
     /// A call of the CUDA driver failed.
     #[error("{call} failed: {name} ({code}){detail}")]
     Cuda {

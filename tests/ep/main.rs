@@ -1,7 +1,9 @@
 //! Dispatch and combine on virtual GPUs, within a node and across nodes, against the serial oracle of `epoxide_testing`.
 
+mod calls;
 mod cases;
 mod errors;
+mod failing;
 mod gate;
 mod promises;
 mod spread;

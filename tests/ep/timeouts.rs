@@ -56,6 +56,11 @@ impl Ranks {
         Ranks { transport: None }
     }
 
+    /// On two nodes, with this between them.
+    pub fn on_nodes(transport: TransportKind) -> Ranks {
+        Ranks { transport: Some(transport) }
+    }
+
     fn count(self) -> u32 {
         if self.transport.is_none() { 3 } else { 4 }
     }

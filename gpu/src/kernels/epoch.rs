@@ -1,11 +1,11 @@
-//! The protocol of an operation between ranks: enter, wait for peers, leave. Single-writer words that only grow; a
+//! The protocol of an operation between ranks: enter, wait for peers, leave. Single-writer words that are never reset; a
 //! waiter computes what it needs from the epoch, and every wait has a deadline.
 
 use core::mem::offset_of;
 
 use crate::layout::{
-    BlockTrace, Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, QUANTUM, Wait, done_offset, message_offset,
-    ready_offset,
+    BlockTrace, Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS,
+    READY_PLANS, READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -26,11 +26,64 @@ pub unsafe fn current_epoch(comm: &Comm) -> u64 {
     unsafe { ld_acquire_gpu_u64(comm.local.0 + LOCAL_EPOCH) + 1 }
 }
 
-/// True once any wait of this rank has expired.
+/// True once any wait of this rank has expired, or met another call.
 #[inline(always)]
 pub unsafe fn aborted(comm: &Comm) -> bool {
     // SAFETY: `local` is live.
     unsafe { ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT) != 0 }
+}
+
+/// The same, with one answer for the warp, since a wait may expire between the loads of two lanes. The whole warp calls it.
+#[inline(always)]
+pub unsafe fn warp_aborted(comm: &Comm) -> bool {
+    // SAFETY: the caller says that all lanes are here.
+    unsafe { ballot(aborted(comm)) != 0 }
+}
+
+/// What a wait of the operation `epoch` that expires writes to the abort word.
+#[inline(always)]
+fn abort_mark(epoch: u64) -> u32 {
+    (epoch as u32).max(1)
+}
+
+/// What a kernel reads before it enters its operation. It is read in front of the epoch, so that all is under way together, and looked
+/// at behind it.
+#[derive(Clone, Copy)]
+pub struct Entry {
+    status: u32,
+    plan: u32,
+    abort: u32,
+}
+
+impl Entry {
+    /// Of an operation that goes by the [`PlanHeader`] at `header`.
+    #[inline(always)]
+    pub unsafe fn read(comm: &Comm, header: u64) -> Entry {
+        // SAFETY: the caller vouches for a live header, which an earlier kernel of the stream wrote.
+        unsafe {
+            Entry {
+                abort: ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT),
+                status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
+                plan: ld_u32(header + offset_of!(PlanHeader, epoch) as u64),
+            }
+        }
+    }
+
+    /// Whether rows have places.
+    #[inline(always)]
+    pub fn is_planned(&self) -> bool {
+        self.status == PlanStatus::Ready as u32
+    }
+
+    /// What this rank says when it enters the operation: the epoch and its call. Nothing, 0, where a wait of an operation before has
+    /// expired: then peers that come to that one late must find what was said in it.
+    #[inline(always)]
+    pub fn ready_word(&self, comm: &Comm, epoch: u64) -> u64 {
+        if self.abort != 0 && self.abort != abort_mark(epoch) {
+            return 0;
+        }
+        epoch << READY_SHIFT | comm.call | (self.plan & READY_PLANS) as u64
+    }
 }
 
 /// A phase of a block, as the offset of its time in [`BlockTrace`].
@@ -63,31 +116,71 @@ fn share(b: u32, n: u32) -> u64 {
     ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
 }
 
-/// Tells every peer that this rank has entered the operation. One warp calls it; lane r tells rank r.
+/// Tells every peer that this rank has entered the operation, by [`Entry::ready_word`]. One warp calls it; lane r tells rank r.
 #[inline(always)]
-pub unsafe fn tell_ready(comm: &Comm, epoch: u64) {
+pub unsafe fn tell_ready(comm: &Comm, ready: u64) {
     // SAFETY: pools are mapped; the word has this rank as its only writer.
     unsafe {
         let lane = laneid();
-        if lane < comm.num_ranks {
-            st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), epoch);
+        if lane < comm.num_ranks && ready != 0 {
+            st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), ready);
         }
     }
 }
 
-/// Waits until every peer has entered the operation; all threads call it. False when a wait of this rank has expired.
+/// Waits until every peer has entered the operation, with the call that `ready` says; all threads call it. False when a wait of this rank
+/// has expired, the same in all lanes of a warp.
 ///
 /// One warp polls for the block: more would only crowd the words that the peers write.
 #[inline(always)]
-pub unsafe fn wait_ready(comm: &Comm, epoch: u64, what: Wait) -> bool {
+pub unsafe fn wait_ready(comm: &Comm, epoch: u64, ready: u64, what: Wait) -> bool {
     // SAFETY: the words are in this rank's own pool. The barrier passes on what the polling lanes acquired.
     unsafe {
         if tid() < comm.num_ranks {
-            wait_at_least(comm, pool_of(comm, comm.rank) + ready_offset(tid()), epoch, tid(), epoch, what);
+            let word = pool_of(comm, comm.rank) + ready_offset(tid());
+            wait_entered::<false>(comm, word, ready, tid(), epoch, what, Wait::OtherCall);
         }
         barrier_sync();
         trace(comm, Phase::Ready);
-        !aborted(comm)
+        !warp_aborted(comm)
+    }
+}
+
+/// Waits until `peer` has entered the operation, by its ready word at `word`, and holds its call against that of `ready`: where they
+/// differ, that is recorded as `other`, and all waits of this rank end.
+///
+/// `MAY_LEAD`: the peer does not need this rank to end an operation, so that it may have entered the next one. Then it has been here too,
+/// and found the calls the same.
+#[inline(always)]
+pub(super) unsafe fn wait_entered<const MAY_LEAD: bool>(
+    comm: &Comm,
+    word: u64,
+    ready: u64,
+    peer: u32,
+    epoch: u64,
+    what: Wait,
+    other: Wait,
+) {
+    // SAFETY: `word` is a live control word.
+    unsafe {
+        let mut deadline = Deadline::start();
+        loop {
+            let seen = ld_acquire_sys_u64(word);
+            let entered = seen >> READY_SHIFT;
+            if entered == epoch & READY_EPOCHS {
+                if seen != ready {
+                    record(comm, 0, peer, epoch, ready, seen, other);
+                }
+                return;
+            }
+            if MAY_LEAD && entered == (epoch + 1) & READY_EPOCHS {
+                return;
+            }
+            if deadline.expired(comm) {
+                record(comm, deadline.waited, peer, epoch, epoch, seen, what);
+                return;
+            }
+        }
     }
 }
 
@@ -151,7 +244,7 @@ pub(super) unsafe fn wait_at_least(
                 return true;
             }
             if deadline.expired(comm) {
-                record_timeout(comm, &deadline, peer, epoch, needed, seen, what);
+                record(comm, deadline.waited, peer, epoch, needed, seen, what);
                 return false;
             }
         }
@@ -178,7 +271,7 @@ pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, wh
                 return Some(seen as u32);
             }
             if deadline.expired(comm) {
-                record_timeout(comm, &deadline, peer, epoch, epoch, seen >> 32, what);
+                record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
                 return None;
             }
         }
@@ -232,26 +325,18 @@ impl Deadline {
     }
 }
 
-/// Records the first wait that expired and raises the abort word, so that all other waits of this rank end.
+/// Records the first wait that expired, or met another call, and raises the abort word, so that all other waits of this rank end.
 #[inline(always)]
-unsafe fn record_timeout(
-    comm: &Comm,
-    deadline: &Deadline,
-    peer: u32,
-    epoch: u64,
-    needed: u64,
-    seen: u64,
-    what: Wait,
-) {
+unsafe fn record(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
     // SAFETY: the winner of the swap is the record's only writer; `code` is released last.
     unsafe {
-        if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, 1) == 0 {
+        if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {
             let status = comm.status.0;
             st_relaxed_sys_u64(status + 8, peer as u64);
             st_relaxed_sys_u64(status + 16, epoch);
             st_relaxed_sys_u64(status + 24, needed);
             st_relaxed_sys_u64(status + 32, seen);
-            st_relaxed_sys_u64(status + 40, deadline.waited);
+            st_relaxed_sys_u64(status + 40, waited);
             st_release_sys_u64(status, what as u64);
         }
     }

@@ -13,14 +13,14 @@ use core::cell::Cell;
 use epoxide_macros::kernel;
 
 use super::combine::{Bf16, Contributors, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
-use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
+use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{
     Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, rows_arrived,
     tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
 use super::ring::{Ring, Turn, channel_range, shared_bytes};
-use crate::layout::{InternodeCombineArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, Wait, combine_slot_bytes};
+use crate::layout::{InternodeCombineArgs, MAX_NODES, SEND_ROW_STRIDE, Wait, combine_slot_bytes};
 use crate::simt::*;
 
 /// Most bytes of a slot: 32 lanes with seven vectors of 16 bytes each.
@@ -61,15 +61,17 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     let workers = workers();
     let (channel, finishes) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
+    let entry = Entry::read(comm, rows.header.0);
     let epoch = current_epoch(comm);
-    let operation = Operation { epoch, queue_wait: Wait::CombineQueue };
+    let ready = entry.ready_word(comm, epoch);
+    let operation = Operation { epoch, ready, queue_wait: Wait::CombineQueue };
     if ctaid() == 0 && tid() < 32 {
-        tell_ready(comm, epoch);
+        tell_ready(comm, ready);
         tell_nodes_ready(comm, wire, operation);
     }
-    let planned = ld_u32(rows.header.0) == PlanStatus::Ready as u32;
+    let planned = entry.is_planned();
     let progress = Progress::new(shared_bytes(workers, rows.slots, rows.slot_bytes), workers);
-    let joined = wait_mapped_ready(comm, wire, epoch, Wait::CombineReady, Wait::CombineNodeReady);
+    let joined = wait_mapped_ready(comm, wire, operation, Wait::CombineReady, Wait::CombineNodeReady);
     if tid() / 32 == workers {
         if !finishes && joined {
             post_sums(&args, channel, planned, &progress, operation);
@@ -90,7 +92,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
-    leave(comm, epoch, joined & !aborted(comm), Wait::CombineDone);
+    leave(comm, epoch, joined & !warp_aborted(comm), Wait::CombineDone);
 }
 
 /// A number that is divided by again and again: by a multiplication, as a division takes dozens of instructions.
@@ -326,7 +328,7 @@ unsafe fn post_sums(
     unsafe {
         let (wire, comm) = (&args.wire, &args.combine.comm);
         // The peers' slots must be free, and a rank that enters late must find this one still here.
-        if !wait_node_ready(comm, wire, operation.epoch, Wait::CombineNodeReady) || !planned {
+        if !wait_node_ready(comm, wire, operation, Wait::CombineNodeReady) || !planned {
             return;
         }
         let node = laneid();

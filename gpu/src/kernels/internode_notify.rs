@@ -44,9 +44,12 @@ const EXPERTS: u32 = BASES + (MAX_WORLD * MAX_RANKS) as u32;
 const LOWEST: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
 /// The verdict: status, peer, detail, theirs, ours.
 const VERDICT: u32 = LOWEST + THREADS / 32;
-/// Non-zero where a wait has expired.
+/// Non-zero where a wait for a packet has expired.
 const EXPIRED: u32 = VERDICT + Verdict::WORDS;
-const WORDS: u32 = EXPIRED + 1;
+/// Non-zero where a node's message has not come. A word of its own, which nobody writes any more when threads decide by it whether to
+/// relay: all of them decide the same.
+const UNHEARD: u32 = EXPIRED + 1;
+const WORDS: u32 = UNHEARD + 1;
 
 /// Dynamic shared memory of internode_notify, in bytes.
 pub const INTERNODE_NOTIFY_SHARED_BYTES: u32 = WORDS * 4;
@@ -79,7 +82,7 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     barrier_sync();
     let posted = exchange.swap_messages();
     barrier_sync();
-    if !exchange.has_expired() {
+    if ld_shared_u32(word(UNHEARD)) == 0 {
         exchange.relay();
     }
     let objection = exchange.read_heads();
@@ -223,7 +226,7 @@ impl<'a> Exchange<'a> {
                 posted = deliver(comm, wire, &path, node, 0, delivery, self.operation());
                 let arrived = path.memory + node_word(wire.layout.counts, node);
                 if !wait_at_least(comm, arrived, self.epoch, node, self.epoch, Wait::NodeCounts) {
-                    self.expire();
+                    st_shared_u32(word(UNHEARD), 1);
                 }
             }
             posted
@@ -469,7 +472,8 @@ impl<'a> Exchange<'a> {
             let word_of = |index: u32| ld_shared_u32(word(VERDICT + index));
             let write = |to: u64| {
                 let (peer, detail) = (word_of(1), word_of(2));
-                Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) }.write(to, received);
+                let verdict = Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) };
+                verdict.write(to, received, self.epoch);
                 st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed);
             };
             write(args.header.0);
@@ -506,7 +510,7 @@ impl<'a> Exchange<'a> {
 
     #[inline(always)]
     fn operation(&self) -> Operation {
-        Operation { epoch: self.epoch, queue_wait: Wait::NotifyQueue }
+        Operation { epoch: self.epoch, ready: 0, queue_wait: Wait::NotifyQueue }
     }
 
     /// The message for a node. The own node's is where it is read.
@@ -532,24 +536,18 @@ impl<'a> Exchange<'a> {
             match wait_packet_at(&self.args.comm, offset, source, self.epoch, Wait::RelayedCounts) {
                 Some(value) => value,
                 None => {
-                    self.expire();
+                    st_shared_u32(word(EXPIRED), 1);
                     otherwise
                 }
             }
         }
     }
 
-    #[inline(always)]
-    unsafe fn expire(&self) {
-        // SAFETY: a word of the block's shared memory.
-        unsafe { st_shared_u32(word(EXPIRED), 1) }
-    }
-
     /// Whether a wait has expired, as far as threads have met since.
     #[inline(always)]
     unsafe fn has_expired(&self) -> bool {
-        // SAFETY: a word of the block's shared memory.
-        unsafe { ld_shared_u32(word(EXPIRED)) != 0 }
+        // SAFETY: words of the block's shared memory.
+        unsafe { (ld_shared_u32(word(EXPIRED)) | ld_shared_u32(word(UNHEARD))) != 0 }
     }
 
     /// Keeps the lowest of the block's numbers, for [`Self::lowest`] behind a barrier.

@@ -247,9 +247,9 @@ pub unsafe fn notify(args: NotifyArgs) {
                 status = PlanStatus::Timeout as u32;
             }
             let verdict = Verdict { status, ..verdict };
-            verdict.write(args.header.0, receives);
+            verdict.write(args.header.0, receives, epoch);
             if !args.host.is_null() {
-                verdict.write(args.host.0, receives);
+                verdict.write(args.host.0, receives, epoch);
                 st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
             }
         }

@@ -2,7 +2,7 @@
 //!
 //! A rank talks to one rank of every other node: the one with its own index there. In this file `node` stands for it.
 
-use super::epoch::{Phase, aborted, pool_of, trace, wait_at_least};
+use super::epoch::{Phase, aborted, pool_of, trace, wait_at_least, wait_entered, warp_aborted};
 use crate::layout::{
     ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, NodePath, PutRequest, QueueHandle, QueueWords,
     RING_ENTRIES, Wait, Wire, ready_offset,
@@ -31,10 +31,12 @@ pub struct Delivery {
     pub value: u64,
 }
 
-/// An operation, for waits that are for a queue's proxy and not for a peer.
+/// An operation, for what is said to other nodes, and for waits that are for a queue's proxy and not for a peer.
 #[derive(Clone, Copy)]
 pub struct Operation {
     pub epoch: u64,
+    /// The word by which this rank enters it, [`super::epoch::Entry::ready_word`]; 0 where it says none.
+    pub ready: u64,
     /// What such a wait is called in the record of one that expired.
     pub queue_wait: Wait,
 }
@@ -187,49 +189,60 @@ pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
     // SAFETY: the word at the peer has this rank as its only writer, through queue 0 if not by a store.
     unsafe {
         let node = laneid();
-        if node < wire.num_nodes && node != wire.node {
+        if node < wire.num_nodes && node != wire.node && operation.ready != 0 {
             let counter = node_word(wire.layout.ready, wire.node);
-            let delivery = Delivery { from: 0, to: 0, bytes: 0, counter, value: operation.epoch };
+            let delivery = Delivery { from: 0, to: 0, bytes: 0, counter, value: operation.ready };
             deliver(comm, wire, &Path::to(wire, node), node, 0, delivery, operation);
         }
     }
 }
 
 /// Waits until every rank of this node has entered the operation, and every node whose wire memory is mapped: from then on workers
-/// write there. All threads call it, of two warps or more. False when a wait of this rank has expired.
+/// write there. All threads call it, of two warps or more. False when a wait of this rank has expired, or a call differs; the same in all
+/// lanes of a warp.
 #[inline(always)]
-pub unsafe fn wait_mapped_ready(comm: &Comm, wire: &Wire, epoch: u64, of_rank: Wait, of_node: Wait) -> bool {
+pub unsafe fn wait_mapped_ready(
+    comm: &Comm,
+    wire: &Wire,
+    operation: Operation,
+    of_rank: Wait,
+    of_node: Wait,
+) -> bool {
     // SAFETY: the words are in this rank's own memory. The barrier passes on what the polling lanes acquired.
     unsafe {
         let (warp, lane) = (tid() / 32, laneid());
+        let Operation { epoch, ready, .. } = operation;
         if warp == 0 && lane < comm.num_ranks {
-            wait_at_least(comm, pool_of(comm, comm.rank) + ready_offset(lane), epoch, lane, epoch, of_rank);
+            let word = pool_of(comm, comm.rank) + ready_offset(lane);
+            wait_entered::<false>(comm, word, ready, lane, epoch, of_rank, Wait::OtherCall);
         }
         if warp == 1 && lane < wire.num_nodes && lane != wire.node {
             let path = Path::to(wire, lane);
             if path.peer != 0 {
                 let word = path.memory + node_word(wire.layout.ready, lane);
-                wait_at_least(comm, word, epoch, lane, epoch, of_node);
+                wait_entered::<true>(comm, word, ready, lane, epoch, of_node, Wait::OtherNodeCall);
             }
         }
         barrier_sync();
         trace(comm, Phase::Ready);
-        !aborted(comm)
+        !warp_aborted(comm)
     }
 }
 
-/// Lane n waits until node n has entered the operation. One warp calls it.
+/// Lane n waits until node n has entered the operation. One warp calls it. False, in all lanes, when a wait of this rank has expired, or a
+/// call differs.
 #[inline(always)]
-pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, epoch: u64, what: Wait) -> bool {
+pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, what: Wait) -> bool {
     // SAFETY: the words are in this rank's wire memory.
     unsafe {
         let node = laneid();
         if node < wire.num_nodes && node != wire.node {
             let word = Path::to(wire, node).memory + node_word(wire.layout.ready, node);
-            wait_at_least(comm, word, epoch, node, epoch, what);
+            let Operation { epoch, ready, .. } = operation;
+            wait_entered::<true>(comm, word, ready, node, epoch, what, Wait::OtherNodeCall);
         }
         syncwarp();
-        !aborted(comm)
+        !warp_aborted(comm)
     }
 }
 

@@ -31,9 +31,10 @@ impl Verdict {
         status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32
     }
 
-    /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives: all words but the tag and the relayed tokens.
+    /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives and the dispatch's epoch: all words but the tag and
+    /// the relayed tokens.
     #[inline(always)]
-    pub unsafe fn write(&self, header: u64, rows: u32) {
+    pub unsafe fn write(&self, header: u64, rows: u32, epoch: u64) {
         // SAFETY: the caller vouches for a live `PlanHeader`.
         unsafe {
             st_u32(header + offset_of!(PlanHeader, status) as u64, self.status);
@@ -42,6 +43,7 @@ impl Verdict {
             st_u32(header + offset_of!(PlanHeader, detail) as u64, self.detail);
             st_u32(header + offset_of!(PlanHeader, theirs) as u64, self.theirs);
             st_u32(header + offset_of!(PlanHeader, ours) as u64, self.ours);
+            st_u32(header + offset_of!(PlanHeader, epoch) as u64, epoch as u32);
         }
     }
 }

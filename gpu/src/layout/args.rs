@@ -82,7 +82,7 @@ pub struct NotifyArgs {
     pub columns: u32,
 }
 
-layout_assert!(NotifyArgs, size = 264, columns at 260);
+layout_assert!(NotifyArgs, size = 272, columns at 268);
 
 /// Arguments of `dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -124,7 +124,7 @@ pub struct DispatchArgs {
     pub first_expert: u32,
 }
 
-layout_assert!(DispatchArgs, size = 224, first_expert at 220);
+layout_assert!(DispatchArgs, size = 232, first_expert at 228);
 
 /// Arguments of `stage_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -180,7 +180,7 @@ pub struct CombineArgs {
     pub pieces: u32,
 }
 
-layout_assert!(CombineArgs, size = 192, pieces at 188);
+layout_assert!(CombineArgs, size = 200, pieces at 196);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -283,7 +283,7 @@ pub struct InternodeNotifyArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeNotifyArgs, size = 392, reserved at 388);
+layout_assert!(InternodeNotifyArgs, size = 400, reserved at 396);
 
 /// Arguments of `internode_dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -308,7 +308,7 @@ pub struct InternodeDispatchArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeDispatchArgs, size = 424, reserved at 420);
+layout_assert!(InternodeDispatchArgs, size = 432, reserved at 428);
 
 /// What a dispatch across nodes leaves for combine and cached dispatches: both sides of a token's way.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -349,4 +349,4 @@ pub struct InternodeCombineArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeCombineArgs, size = 368, reserved at 364);
+layout_assert!(InternodeCombineArgs, size = 376, reserved at 372);

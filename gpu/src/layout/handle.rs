@@ -48,8 +48,8 @@ pub struct PlanHeader {
     pub tag: u64,
     /// Tokens whose rows this rank relays to its node, own ones included; 0 with one node.
     pub num_rdma_recv_tokens: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// The low bits of the epoch of the dispatch that made the plan: the same on every rank, and another for each dispatch.
+    pub epoch: u32,
 }
 
-layout_assert!(PlanHeader, size = 40, reserved at 36);
+layout_assert!(PlanHeader, size = 40, epoch at 36);

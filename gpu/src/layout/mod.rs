@@ -6,6 +6,7 @@
 use bytemuck::{Pod, Zeroable};
 
 mod args;
+mod call;
 mod example;
 mod handle;
 mod pool;
@@ -18,6 +19,8 @@ pub use example::*;
 // What the library's own kernels and its host share. Whoever writes another kernel needs none of it.
 #[doc(hidden)]
 pub use args::*;
+#[doc(hidden)]
+pub use call::*;
 #[doc(hidden)]
 pub use handle::*;
 #[doc(hidden)]

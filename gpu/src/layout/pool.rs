@@ -9,7 +9,7 @@ use super::{DevicePtr, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, layout_assert
 /// a waiter is `epoch * QUANTUM` whatever grid the writer ran.
 pub const QUANTUM: u64 = 1 << 16;
 
-/// A control word with a cache line of its own. Monotonic, written by one rank, never reset.
+/// A control word with a cache line of its own. Written by one rank, never reset.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct ControlWord {
@@ -22,8 +22,8 @@ pub struct ControlWord {
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Control {
-    /// `ready[src] >= epoch`: rank `src` has entered the operation. In a dispatch its receive rows may be overwritten;
-    /// in a combine its combine rows may be read.
+    /// `ready[src]` has the epoch ([`super::READY_SHIFT`]): rank `src` has entered the operation, with the call in the bits below. In a
+    /// dispatch its receive rows may be overwritten; in a combine its combine rows may be read.
     pub ready: [ControlWord; MAX_RANKS],
     /// `done[src] >= epoch * QUANTUM`: rank `src` has done its part towards this rank. In a dispatch all its rows have
     /// been written here; in a combine it has read all that it needed from here.
@@ -128,11 +128,13 @@ pub struct Comm {
     pub rank: u32,
     /// Ranks.
     pub num_ranks: u32,
+    /// What this rank says with `ready`: [`super::Call::bits`].
+    pub call: u64,
     /// The layout of every pool.
     pub pool: PoolLayout,
 }
 
-layout_assert!(Comm, size = 136, pool at 48);
+layout_assert!(Comm, size = 144, pool at 56);
 
 /// When a block reached each phase of its operation, in ns of the device's clock. Thread 0 of the block writes it, and
 /// only where [`Comm::trace`] is set.
@@ -159,7 +161,8 @@ pub struct LocalState {
     pub epoch: u64,
     /// Blocks add their share of [`QUANTUM`] when they are through; the one that completes `epoch * QUANTUM` is last.
     pub ticket: u64,
-    /// Non-zero once a wait has expired: every later wait returns at once.
+    /// Non-zero once a wait has expired or met another call: every later wait returns at once. Then the low bits of the operation's
+    /// epoch, but 1 for 0.
     pub abort: u32,
     _pad: u32,
 }
@@ -173,17 +176,17 @@ pub const LOCAL_TICKET: u64 = 8;
 /// Offset of [`LocalState::abort`].
 pub const LOCAL_ABORT: u64 = 16;
 
-/// The record of the first wait that expired, in mapped host memory. `code` is stored last.
+/// The record of the first wait that expired or met another call, in mapped host memory. `code` is stored last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Status {
-    /// 0, or the [`Wait`] that expired.
+    /// 0, or the [`Wait`].
     pub code: u64,
     /// What was waited for: the index of a rank of this node, or of a node, or a rank; [`Wait`] says which.
     pub peer: u64,
     /// The epoch of the operation.
     pub epoch: u64,
-    /// The value that was needed.
+    /// The value that was needed; of a ready word the epoch, or where calls differ the word that was needed.
     pub needed: u64,
     /// The value last seen.
     pub seen: u64,
@@ -225,4 +228,8 @@ pub enum Wait {
     DispatchQueue = 13,
     /// The proxy of a queue, in a combine.
     CombineQueue = 14,
+    /// `ready` of a rank of this node, which came with another call.
+    OtherCall = 15,
+    /// `ready` of another node, which came with another call.
+    OtherNodeCall = 16,
 }

@@ -94,7 +94,7 @@ pub const PLAN_HEADER: &[Section] = fields!(PlanHeader {
     ours,
     tag,
     num_rdma_recv_tokens,
-    reserved,
+    epoch,
 });
 
 /// The fields of a [`LocalState`].

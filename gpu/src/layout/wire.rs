@@ -31,7 +31,7 @@ pub struct PutRequest {
     pub bytes: u64,
     /// The peer's word that is written once the bytes are visible there, 8-byte aligned.
     pub counter: u64,
-    /// What is stored in it. Values of one word only grow, and one queue writes it.
+    /// What is stored in it. One queue writes it.
     pub value: u64,
     _pad: [u64; 2],
 }
@@ -70,8 +70,8 @@ layout_assert!(QueueHandle, size = 16, posted at 8);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct WireLayout {
-    /// [`ControlWord`] `[MAX_NODES]`: `ready[n] >= epoch`: the peer there has entered the operation, so its incoming slots
-    /// may be overwritten.
+    /// [`ControlWord`] `[MAX_NODES]`: `ready[n]` has the epoch: the peer there has entered the operation, so its incoming slots
+    /// may be overwritten; as [`super::Control::ready`].
     pub ready: u64,
     /// [`ControlWord`] `[MAX_NODES]`: `counts[n] >= epoch`: the count message from there has arrived.
     pub counts: u64,

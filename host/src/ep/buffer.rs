@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
+    Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
     PoolLayout, STATUS, Section, Status, WireLayout,
 };
 
@@ -242,6 +242,7 @@ impl Buffer {
             trace: DevicePtr::NULL,
             rank: topology.index(rank),
             num_ranks: topology.ranks_per_node,
+            call: 0,
             pool: layout,
         };
         let wire = match topology.nodes {
@@ -329,10 +330,12 @@ impl Buffer {
         self.pool.memory().footprint()
     }
 
-    /// The error of the first wait for a peer that expired, if one has; the buffer is of no use after it. Errors of
-    /// calls that do not wait for the host show here, once their stream has passed.
+    /// The error after which the buffer is of no use, if there was one: of the first wait for a peer that expired
+    /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), or of a dispatch that failed half way
+    /// ([`Error::Broken`]). Errors of calls that do not wait for the host show here, once their stream has passed.
     pub fn check(&self) -> Result<()> {
-        check_status(self)
+        check_status(self)?;
+        self.sequence.check()
     }
 
     /// Describes the pool anew where its rows have another length now.
@@ -345,8 +348,8 @@ impl Buffer {
     }
 
     /// What the kernels of an operation in this place are told.
-    pub(super) fn comm_in(&self, place: &PlaceState) -> Comm {
-        Comm { pool: place.layout, ..self.comm }
+    pub(super) fn comm_in(&self, place: &PlaceState, call: Call) -> Comm {
+        Comm { pool: place.layout, call: call.bits(), ..self.comm }
     }
 
     /// The address of this rank's pool.

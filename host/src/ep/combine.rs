@@ -4,7 +4,7 @@ use epoxide_gpu::kernels::{
     CombineBf16, CombineF32, InternodeCombine, Kernel as _, PROGRESS_BYTES, StageCombine,
 };
 use epoxide_gpu::layout::{
-    CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, combine_slot_bytes,
+    Call, CallKind, CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, combine_slot_bytes,
 };
 
 use super::buffer::RowBytes;
@@ -152,7 +152,9 @@ impl Buffer {
         let (x_at, weights_at) = (block.ptr().add(x_at), block.ptr().add(weights_at));
 
         let pool = self.pool_ptr();
-        let comm = self.comm_in(&self.places[handle.place as usize]);
+        let kind = if dtype == DType::F32 { CallKind::CombineF32 } else { CallKind::CombineBf16 };
+        let call = Call { kind, place: handle.place, row_bytes: row_bytes as u32, columns: num_topk };
+        let comm = self.comm_in(&self.places[handle.place as usize], call);
         let null = DevicePtr::NULL;
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
         let weights = request.topk_weights.map(|weights| &**weights);

@@ -7,8 +7,8 @@ use epoxide_gpu::kernels::{
     NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
 };
 use epoxide_gpu::layout::{
-    DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs,
-    PlanHeader, SlotShape,
+    Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs,
+    InternodeNotifyArgs, NotifyArgs, PlanHeader, SlotShape,
 };
 
 use super::buffer::RowBytes;
@@ -225,7 +225,12 @@ impl Buffer {
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
                 buffer.launch_notify(stream, &counts, &payload, place, &places)?;
-                buffer.launch_dispatch(stream, rows, &places)?;
+                let launched = buffer.launch_dispatch(stream, rows, &places);
+                if let (Err(error), false) = (&launched, capturing) {
+                    // Peers get this rank's counts, and wait for rows that nobody sends.
+                    buffer.sequence.give_up("dispatch", error);
+                }
+                launched?;
             }
             if exact {
                 // Rows are already on their way while the host waits.
@@ -430,8 +435,14 @@ impl Buffer {
         let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
         let (ring, piece_bytes) =
             self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, num_topk, self.config.num_sms);
+        let (index, row_bytes, columns) = (place.index, payload.row_bytes, payload.num_scales);
+        let call = match metadata {
+            // The count exchange sees to the rest.
+            Some(_) => Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 },
+            None => Call { kind: CallKind::CachedDispatch, place: index, row_bytes, columns },
+        };
         DispatchArgs {
-            comm: self.comm_in(place),
+            comm: self.comm_in(place, call),
             x: payload.x,
             scales: payload.scales,
             topk_idx,
@@ -470,7 +481,7 @@ impl Buffer {
         let (num_channels, num_ranks) = (self.config.num_channels(), self.topology.ranks());
         let local_experts = layout.num_experts / num_ranks;
         let columns = place.index << 24 | counts.num_topk << 16 | payload.num_scales;
-        let mut comm = self.comm_in(place);
+        let mut comm = Comm { pool: place.layout, ..self.comm };
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {

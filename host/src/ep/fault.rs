@@ -3,7 +3,9 @@
 use std::mem::offset_of;
 use std::time::{Duration, Instant};
 
-use epoxide_gpu::layout::{PlanHeader, PlanStatus, SIGNATURE_NAMES, Status, Wait};
+use epoxide_gpu::layout::{
+    Call, CallKind, PlanHeader, PlanStatus, SIGNATURE_NAMES, Status, Wait, ready_epoch, ready_plan,
+};
 
 use super::Buffer;
 use super::pool::pool_bytes;
@@ -14,7 +16,7 @@ use crate::error::{Error, Result, Scope};
 /// How often a waiting host asks the stream whether it has failed.
 const STREAM_CHECK: Duration = Duration::from_millis(2);
 
-/// The record of the first wait that expired, if one has.
+/// The record of the first wait that expired, or met another call, if one has.
 pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
     // The device stores `code` with release after the rest, and this load acquires it.
     let code = buffer.status.load(offset_of!(Status, code) as u64)?;
@@ -28,6 +30,15 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
     let of_this_node = topology.rank(node, recorded);
     let of_node = topology.rank(recorded, topology.index(buffer.rank));
     let relay = topology.rank(node, topology.index(recorded));
+    if code == Wait::OtherCall as u64 || code == Wait::OtherNodeCall as u64 {
+        return Err(Error::OtherCall {
+            rank: buffer.rank,
+            peer: if code == Wait::OtherCall as u64 { of_this_node } else { of_node },
+            epoch: status.epoch,
+            ours: describe_call(status.needed, status.epoch),
+            theirs: describe_call(status.seen, status.epoch),
+        });
+    }
     const WAITS: [(Wait, &str, &str); 14] = [
         (Wait::Counts, "notify", "counts"),
         (Wait::DispatchReady, "dispatch", "ready"),
@@ -53,6 +64,12 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
         Wait::RelayedCounts => relay,
         _ => of_node,
     };
+    let seen = match wait {
+        Wait::DispatchReady | Wait::CombineReady | Wait::DispatchNodeReady | Wait::CombineNodeReady => {
+            ready_epoch(status.seen, status.epoch)
+        }
+        _ => status.seen,
+    };
     // The reason may be known: a connection that broke, say.
     if let Some(failure) = buffer.kernels.wire().and_then(WireSide::failure) {
         tracing::warn!(rank = buffer.rank, "{failure}");
@@ -64,9 +81,24 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
         word,
         epoch: status.epoch,
         needed: status.needed,
-        seen: status.seen,
+        seen,
         waited: Duration::from_nanos(status.waited_ns),
     })
+}
+
+/// The call that a ready word of the operation `epoch` names.
+fn describe_call(word: u64, epoch: u64) -> String {
+    let Call { kind, place, row_bytes, columns } = Call::of(word);
+    let (name, of_columns) = match kind {
+        CallKind::Dispatch => return "dispatch with a count exchange".into(),
+        CallKind::CachedDispatch => ("cached dispatch", "scales"),
+        CallKind::CombineBf16 => ("combine of bf16 rows", "top-k weights"),
+        CallKind::CombineF32 => ("combine of f32 rows", "top-k weights"),
+    };
+    let along = ready_plan(word, epoch);
+    format!(
+        "{name} in place {place} with the handle of operation {along}, {row_bytes} bytes and {columns} {of_columns} per row"
+    )
 }
 
 /// The error of a plan, if it is not ready. `capacity`: rows that the dispatch had room for.

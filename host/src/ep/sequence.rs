@@ -1,6 +1,6 @@
 //! The order of a buffer's operations on the device: one after the other, in whichever streams they run.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::driver::{Device, Event, Stream};
@@ -11,6 +11,8 @@ use crate::error::{Error, Result};
 pub(super) struct Sequence {
     end: Event,
     last: Mutex<Last>,
+    /// Why no operation can follow.
+    broken: OnceLock<Error>,
 }
 
 #[derive(Debug, Default)]
@@ -30,7 +32,11 @@ pub(super) struct Turn<'a> {
 
 impl Sequence {
     pub fn new(device: &Arc<dyn Device>) -> Result<Arc<Sequence>> {
-        Ok(Arc::new(Sequence { end: Event::new(device, false)?, last: Mutex::default() }))
+        Ok(Arc::new(Sequence {
+            end: Event::new(device, false)?,
+            last: Mutex::default(),
+            broken: OnceLock::new(),
+        }))
     }
 
     fn last(&self) -> MutexGuard<'_, Last> {
@@ -43,10 +49,21 @@ impl Sequence {
         if last.closed {
             return Err(Error::StaleHandle("its buffer was dropped".into()));
         }
+        self.check()?;
         if last.stream.is_some_and(|id| id != stream.id()) {
             stream.wait(&self.end)?;
         }
         Ok(Turn { sequence: self, last })
+    }
+
+    /// Says that `call` failed with `error` where peers count on it already: no operation can follow.
+    pub fn give_up(&self, call: &'static str, error: &Error) {
+        let _ = self.broken.set(Error::Broken { call, reason: error.to_string() });
+    }
+
+    /// An error where no operation can follow.
+    pub fn check(&self) -> Result<()> {
+        self.broken.get().cloned().map_or(Ok(()), Err)
     }
 
     /// Makes `stream` wait for the end of the last operation.

@@ -15,7 +15,7 @@ struct Harmless {
     why: &'static str,
 }
 
-const HARMLESS: [Harmless; 9] = [
+const HARMLESS: [Harmless; 10] = [
     Harmless {
         kinds: &[Kind::AcquireToRelaxed, Kind::DeviceToBlock],
         kernel: "",
@@ -50,6 +50,13 @@ const HARMLESS: [Harmless; 9] = [
         opcode: "fence.proxy.async",
         source: "The peers' rows were released to this thread",
         why: "the rows were written before the peers' kernels began, and a kernel's boundary orders all proxies",
+    },
+    Harmless {
+        kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],
+        kernel: "",
+        opcode: "fence.proxy.async",
+        source: "that are overwritten now; the copy engine comes behind that too",
+        why: "the rows were last read before the peers' kernels began, and a kernel's boundary orders all proxies",
     },
     Harmless {
         kinds: &[Kind::ProxyFenceDropped, Kind::ProxyFenceOnlyShared],

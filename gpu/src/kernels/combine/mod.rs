@@ -10,9 +10,9 @@ mod sum;
 
 use epoxide_macros::kernel;
 
-use super::epoch::{Phase, current_epoch, leave, tell_ready, trace, wait_ready};
+use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
-use crate::layout::{CombineArgs, PlanStatus, Wait};
+use crate::layout::{CombineArgs, Wait};
 use crate::simt::*;
 use sum::{Element, F32};
 
@@ -71,16 +71,18 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
         let comm = &args.comm;
         let (warp, warps) = (tid() / 32, ntid() / 32);
         trace(comm, Phase::Enter);
+        let entry = Entry::read(comm, args.header.0);
         let epoch = current_epoch(comm);
+        let ready = entry.ready_word(comm, epoch);
         if ctaid() == 0 && warp == 0 {
-            tell_ready(comm, epoch);
+            tell_ready(comm, ready);
         }
-        let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
+        let planned = entry.is_planned();
         let (begin, end) = block_range(args.num_tokens);
         let ring = Ring::new(args.slots, args.slot_bytes, warps);
         let ranks = Ranks::new(args, args.send_row.0);
 
-        let joined = wait_ready(comm, epoch, Wait::CombineReady);
+        let joined = wait_ready(comm, epoch, ready, Wait::CombineReady);
         if joined && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async();

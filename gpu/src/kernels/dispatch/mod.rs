@@ -10,9 +10,9 @@ mod rows;
 
 use epoxide_macros::kernel;
 
-use super::epoch::{Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
+use super::epoch::{Entry, Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
-use crate::layout::{DispatchArgs, MAX_RANKS, PlanStatus, Wait, bulk_scale_bytes, row_stride};
+use crate::layout::{DispatchArgs, MAX_RANKS, Wait, bulk_scale_bytes, row_stride};
 use crate::simt::*;
 
 pub use metadata::Metadata;
@@ -42,13 +42,15 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     let comm = &args.comm;
     let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
     trace(comm, Phase::Enter);
+    let entry = Entry::read(comm, args.header.0);
     let epoch = current_epoch(comm);
+    let ready = entry.ready_word(comm, epoch);
     if ctaid() == 0 && warp == 0 {
-        tell_ready(comm, epoch);
+        tell_ready(comm, ready);
     }
 
     // With no valid plan, no row moves; the words still do, so that the next operation finds them in step.
-    let planned = ld_u32(args.header.0) == PlanStatus::Ready as u32;
+    let planned = entry.is_planned();
     let (begin, end) = block_range(args.num_tokens);
     let begin = begin + warp;
     let ring = Ring::new(args.stages, args.stage_bytes, warps);
@@ -61,8 +63,10 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     }
 
     let mut turn = Turn::first();
-    let joined = wait_ready(comm, epoch, Wait::DispatchReady);
+    let joined = wait_ready(comm, epoch, ready, Wait::DispatchReady);
     if joined && planned {
+        // The peers have released the rows to this thread that are overwritten now; the copy engine comes behind that too.
+        fence_proxy_async();
         let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
         let own = shfl_u64(peer, comm.rank);
         let mut pools = [0u64; MAX_RANKS];

@@ -14,13 +14,11 @@ mod sender;
 
 use epoxide_macros::kernel;
 
-use super::epoch::{Phase, aborted, current_epoch, leave, tell_ready, trace};
+use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};
 use super::ring::{Ring, shared_bytes};
-use crate::layout::{
-    InternodeDispatchArgs, MAX_NODES, PlanStatus, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes,
-};
+use crate::layout::{InternodeDispatchArgs, MAX_NODES, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes};
 use crate::simt::*;
 use forwarder::forward;
 use poster::post_channel;
@@ -58,20 +56,24 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     let workers = workers();
     let (channel, forwards) = (ctaid() / 2, ctaid() & 1 == 1);
     trace(comm, Phase::Enter);
+    let entry = Entry::read(comm, rows.header.0);
     let epoch = current_epoch(comm);
-    let operation = Operation { epoch, queue_wait: Wait::DispatchQueue };
+    let ready = entry.ready_word(comm, epoch);
+    let operation = Operation { epoch, ready, queue_wait: Wait::DispatchQueue };
     if ctaid() == 0 && tid() < 32 {
-        tell_ready(comm, epoch);
+        tell_ready(comm, ready);
         tell_nodes_ready(comm, wire, operation);
     }
-    let planned = ld_u32(rows.header.0) == PlanStatus::Ready as u32;
+    let planned = entry.is_planned();
     let progress = Progress::new(shared_bytes(workers, rows.stages, rows.stage_bytes), workers);
-    let joined = wait_mapped_ready(comm, wire, epoch, Wait::DispatchReady, Wait::DispatchNodeReady);
+    let joined = wait_mapped_ready(comm, wire, operation, Wait::DispatchReady, Wait::DispatchNodeReady);
     if tid() / 32 == workers {
         if !forwards && joined {
             post_channel(&args, channel, planned, &progress, operation);
         }
     } else if joined && planned {
+        // The peers have released the rows and slots to this thread that are overwritten now; the copy engine comes behind that too.
+        fence_proxy_async();
         let ring = Ring::new(rows.stages, rows.stage_bytes, workers);
         if forwards {
             forward(&args, &ring, channel, workers, epoch);
@@ -83,7 +85,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
-    leave(comm, epoch, joined & !aborted(comm), Wait::DispatchDone);
+    leave(comm, epoch, joined & !warp_aborted(comm), Wait::DispatchDone);
 }
 
 /// The slots of this operation.

@@ -22,7 +22,7 @@ pub unsafe fn post_channel(
     unsafe {
         let (rows, wire, comm) = (&args.dispatch, &args.wire, &args.dispatch.comm);
         // The peers' slots must be free, and a rank that enters late must find this one still here.
-        if !wait_node_ready(comm, wire, operation.epoch, Wait::DispatchNodeReady) || !planned {
+        if !wait_node_ready(comm, wire, operation, Wait::DispatchNodeReady) || !planned {
             return;
         }
         let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);

@@ -1,0 +1,113 @@
+//! What a rank says with its `ready` words: that it has entered an operation, and which call that is.
+//!
+//! A ready word is `epoch << READY_SHIFT | call`, of which the shift leaves the low bits of the epoch. Operations of different ranks lie
+//! at most one epoch apart, so that these are enough to know the one that is waited for.
+
+/// Where the epoch begins in a ready word; the bits below it are the call.
+pub const READY_SHIFT: u32 = 40;
+/// The bits of an epoch that a ready word holds.
+pub const READY_EPOCHS: u64 = u64::MAX >> READY_SHIFT;
+/// The bits of [`super::PlanHeader::epoch`] that a ready word holds.
+pub const READY_PLANS: u32 = (1 << COLUMNS_SHIFT) - 1;
+
+const COLUMNS_SHIFT: u32 = 10;
+const ROWS_SHIFT: u32 = 18;
+const PLACE_SHIFT: u32 = 32;
+const KIND_SHIFT: u32 = 38;
+
+/// The kinds of calls that an operation can be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallKind {
+    /// A dispatch with a count exchange, which sees to it that all else agrees.
+    Dispatch = 0,
+    /// A dispatch along the routing of another one.
+    CachedDispatch = 1,
+    /// A combine of BF16 rows.
+    CombineBf16 = 2,
+    /// A combine of FP32 rows.
+    CombineF32 = 3,
+}
+
+/// What must be the same on every rank in one operation, but for the routing that it goes by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Its kind. Of a [`CallKind::Dispatch`] all other fields are 0: where ranks disagree on them, no row moves and the buffers stay whole.
+    pub kind: CallKind,
+    /// The place's index, below 64.
+    pub place: u32,
+    /// Bytes per row, a multiple of 16. Ready words tell lengths apart that differ by less than 256 KiB.
+    pub row_bytes: u32,
+    /// Scales of a cached dispatch, or top-k weights of a combine, per row. Ready words tell apart what differs by less than 256.
+    pub columns: u32,
+}
+
+impl Call {
+    /// Its bits in a ready word. Below them stand those of the routing.
+    pub const fn bits(self) -> u64 {
+        const fn field(value: u64, from: u32, to: u32) -> u64 {
+            (value & ((1 << (to - from)) - 1)) << from
+        }
+        field(self.kind as u64, KIND_SHIFT, READY_SHIFT)
+            | field(self.place as u64, PLACE_SHIFT, KIND_SHIFT)
+            | field(self.row_bytes as u64 / 16, ROWS_SHIFT, PLACE_SHIFT)
+            | field(self.columns as u64, COLUMNS_SHIFT, ROWS_SHIFT)
+    }
+
+    /// The call in a ready word.
+    pub const fn of(word: u64) -> Call {
+        const fn field(word: u64, from: u32, to: u32) -> u32 {
+            (word >> from) as u32 & ((1 << (to - from)) - 1)
+        }
+        let kind = match field(word, KIND_SHIFT, READY_SHIFT) {
+            0 => CallKind::Dispatch,
+            1 => CallKind::CachedDispatch,
+            2 => CallKind::CombineBf16,
+            _ => CallKind::CombineF32,
+        };
+        Call {
+            kind,
+            place: field(word, PLACE_SHIFT, KIND_SHIFT),
+            row_bytes: field(word, ROWS_SHIFT, PLACE_SHIFT) * 16,
+            columns: field(word, COLUMNS_SHIFT, ROWS_SHIFT),
+        }
+    }
+}
+
+/// The epoch that a ready word holds: the latest up to and with `latest`.
+pub const fn ready_epoch(word: u64, latest: u64) -> u64 {
+    latest.saturating_sub(latest.wrapping_sub(word >> READY_SHIFT) & READY_EPOCHS)
+}
+
+/// The epoch of the dispatch whose routing the call of a ready word goes by: the latest up to and with `latest` that it can be.
+pub const fn ready_plan(word: u64, latest: u64) -> u64 {
+    latest.saturating_sub(latest.wrapping_sub(word) & READY_PLANS as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ready_word_holds_call_routing_and_epoch() {
+        for kind in
+            [CallKind::Dispatch, CallKind::CachedDispatch, CallKind::CombineBf16, CallKind::CombineF32]
+        {
+            for (place, row_bytes, columns) in [(0, 16, 0), (63, (1 << 18) - 16, 255), (5, 14336, 57)] {
+                let call = Call { kind, place, row_bytes, columns };
+                for (epoch, plan) in [(1u64, 1u64), (4711, 4711 - 1023), ((1 << 24) + 3, (1 << 24) - 500)] {
+                    let word = epoch << READY_SHIFT | call.bits() | (plan & READY_PLANS as u64);
+                    assert_eq!(Call::of(word), call);
+                    assert_eq!((ready_epoch(word, epoch), ready_plan(word, epoch)), (epoch, plan));
+                    assert_eq!(ready_epoch(word, epoch + 1), epoch);
+                }
+            }
+        }
+        assert_eq!(ready_epoch(0, 1), 0);
+    }
+
+    #[test]
+    fn no_field_reaches_into_another() {
+        let most = Call { kind: CallKind::CombineF32, place: !0, row_bytes: !0, columns: !0 };
+        assert_eq!(most.bits() | READY_PLANS as u64, (1 << READY_SHIFT) - 1);
+    }
+}

@@ -1,0 +1,213 @@
+//! A device whose driver refuses a launch when a test wants it to.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use epoxide::driver::{
+    CopyEnd, Device, DeviceInfo, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
+    Staging, Streams,
+};
+use epoxide::{Error, Result};
+use epoxide_gpu::layout::Section;
+
+/// Hands every call on to another device, but for the next launch of some kernels once it is told to refuse it.
+#[derive(Debug)]
+pub struct FailingDevice {
+    inner: Arc<dyn Device>,
+    kernels: &'static [&'static str],
+    /// Handles of these kernels.
+    handles: Mutex<Vec<u64>>,
+    refuses: AtomicBool,
+}
+
+/// What the refused launch ends in.
+pub const REFUSAL: &str = "the test wants no launch of this kernel";
+
+impl FailingDevice {
+    pub fn new(inner: Arc<dyn Device>, kernels: &'static [&'static str]) -> Arc<FailingDevice> {
+        Arc::new(FailingDevice { inner, kernels, handles: Mutex::default(), refuses: AtomicBool::new(false) })
+    }
+
+    /// The next launch of one of the kernels fails.
+    pub fn refuse_next(&self) {
+        self.refuses.store(true, Ordering::Relaxed);
+    }
+}
+
+// SAFETY of all unsafe methods: each passes on what its own caller promises.
+impl Device for FailingDevice {
+    fn module_kernel(&self, module: u64, name: &'static str, max_shared_bytes: u32) -> Result<u64> {
+        let kernel = self.inner.module_kernel(module, name, max_shared_bytes)?;
+        if self.kernels.contains(&name) {
+            self.handles.lock().unwrap().push(kernel);
+        }
+        Ok(kernel)
+    }
+
+    unsafe fn launch(&self, stream: u64, kernel: u64, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
+        if self.handles.lock().unwrap().contains(&kernel) && self.refuses.swap(false, Ordering::Relaxed) {
+            return Err(Error::os("launch", REFUSAL));
+        }
+        // SAFETY: as above.
+        unsafe { self.inner.launch(stream, kernel, config, params) }
+    }
+
+    fn info(&self) -> &DeviceInfo {
+        self.inner.info()
+    }
+
+    fn free_memory(&self) -> Result<u64> {
+        self.inner.free_memory()
+    }
+
+    fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
+        self.inner.alloc(bytes, kind, label)
+    }
+
+    fn describe(&self, memory: &RawMemory, sections: &[Section]) {
+        self.inner.describe(memory, sections);
+    }
+
+    fn watch_host(&self, memory: &RawMemory) {
+        self.inner.watch_host(memory);
+    }
+
+    unsafe fn host_load(&self, memory: &RawMemory, offset: u64) -> Result<u64> {
+        // SAFETY: as above.
+        unsafe { self.inner.host_load(memory, offset) }
+    }
+
+    fn host_reads(&self, memory: &RawMemory, offset: u64, bytes: u64) -> Result<()> {
+        self.inner.host_reads(memory, offset, bytes)
+    }
+
+    fn staging(&self) -> &Staging {
+        self.inner.staging()
+    }
+
+    fn streams(&self) -> &Streams {
+        self.inner.streams()
+    }
+
+    fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
+        self.inner.export(memory)
+    }
+
+    fn export_dma_buf(&self, memory: &RawMemory) -> Result<OwnedFd> {
+        self.inner.export_dma_buf(memory)
+    }
+
+    fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
+        self.inner.import(fd, bytes, peer)
+    }
+
+    fn export_fabric(&self, memory: &RawMemory) -> Result<FabricHandle> {
+        self.inner.export_fabric(memory)
+    }
+
+    fn import_fabric(&self, handle: &FabricHandle, bytes: u64, peer: &str) -> Result<RawMemory> {
+        self.inner.import_fabric(handle, bytes, peer)
+    }
+
+    unsafe fn free(&self, memory: &RawMemory) {
+        // SAFETY: as above.
+        unsafe { self.inner.free(memory) }
+    }
+
+    fn module_load(&self, ptx: &str) -> Result<u64> {
+        self.inner.module_load(ptx)
+    }
+
+    unsafe fn module_unload(&self, module: u64) {
+        // SAFETY: as above.
+        unsafe { self.inner.module_unload(module) }
+    }
+
+    fn stream_create(&self, high_priority: bool) -> Result<u64> {
+        self.inner.stream_create(high_priority)
+    }
+
+    unsafe fn stream_adopt(&self, raw: RawStream) -> Result<u64> {
+        // SAFETY: as above.
+        unsafe { self.inner.stream_adopt(raw) }
+    }
+
+    fn stream_raw(&self, stream: u64) -> RawStream {
+        self.inner.stream_raw(stream)
+    }
+
+    fn stream_destroy(&self, stream: u64) {
+        self.inner.stream_destroy(stream);
+    }
+
+    fn stream_synchronize(&self, stream: u64) -> Result<()> {
+        self.inner.stream_synchronize(stream)
+    }
+
+    fn stream_query(&self, stream: u64) -> Result<bool> {
+        self.inner.stream_query(stream)
+    }
+
+    fn event_create(&self, timing: bool) -> Result<u64> {
+        self.inner.event_create(timing)
+    }
+
+    fn event_destroy(&self, event: u64) {
+        self.inner.event_destroy(event);
+    }
+
+    fn event_record(&self, event: u64, stream: u64) -> Result<()> {
+        self.inner.event_record(event, stream)
+    }
+
+    fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()> {
+        self.inner.stream_wait_event(stream, event)
+    }
+
+    fn event_synchronize(&self, event: u64) -> Result<()> {
+        self.inner.event_synchronize(event)
+    }
+
+    fn event_query(&self, event: u64) -> Result<bool> {
+        self.inner.event_query(event)
+    }
+
+    fn event_elapsed_ms(&self, start: u64, end: u64) -> Result<f32> {
+        self.inner.event_elapsed_ms(start, end)
+    }
+
+    unsafe fn copy(&self, stream: u64, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.inner.copy(stream, dst, src, bytes) }
+    }
+
+    unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.inner.fill(stream, dst, value, bytes) }
+    }
+
+    fn make_progress(&self) {
+        self.inner.make_progress();
+    }
+
+    fn stream_is_capturing(&self, stream: u64) -> Result<bool> {
+        self.inner.stream_is_capturing(stream)
+    }
+
+    fn capture_begin(&self, stream: u64) -> Result<()> {
+        self.inner.capture_begin(stream)
+    }
+
+    fn capture_end(&self, stream: u64) -> Result<u64> {
+        self.inner.capture_end(stream)
+    }
+
+    fn graph_launch(&self, graph: u64, stream: u64) -> Result<()> {
+        self.inner.graph_launch(graph, stream)
+    }
+
+    fn graph_destroy(&self, graph: u64) {
+        self.inner.graph_destroy(graph);
+    }
+}
