@@ -57,6 +57,10 @@ impl Device for FailingDevice {
         self.inner.info()
     }
 
+    fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool> {
+        self.inner.has_native_atomics_with(pci_bus_id)
+    }
+
     fn free_memory(&self) -> Result<u64> {
         self.inner.free_memory()
     }
