@@ -18,7 +18,8 @@ const FILE: &str = "docs/PUBLIC-API.txt";
 const JSON_FORMAT: u64 = 57;
 /// What stands above the list.
 const HEADER: &str = "# The public items of the crate `epoxide` with default features, as `cargo xtask public-api` writes them.\n\
-                      # Hidden items are left out, and so are implementations that are derived, automatic or for all types.\n";
+                      # Hidden items are left out, so are implementations that are derived, automatic or for all types, and methods that\n\
+                      # a trait has.\n";
 
 /// Flags of the command.
 #[derive(Args)]
@@ -32,7 +33,7 @@ pub struct Options {
 pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     let list = list(ws)?;
     let path = ws.root.join(FILE);
-    let items = list.lines().filter(|line| !line.starts_with('#')).count();
+    let items = list.lines().filter(|line| !line.starts_with("# ")).count();
     if !options.check {
         workspace::write(&path, &list)?;
         println!("wrote {FILE} ({items} items)");
@@ -60,7 +61,24 @@ fn list(ws: &Workspace) -> Result<String> {
         .omit_auto_derived_impls(true)
         .build()
         .with_context(|| format!("cannot read {}", json.display()))?;
-    Ok(render(api.items().map(ToString::to_string)))
+    Ok(render(without_methods_of_traits(api.items().map(ToString::to_string))))
+}
+
+/// Leaves out what stands in implementations of traits: the traits have it. The items come with each implementation ahead of what is in it.
+fn without_methods_of_traits(items: impl Iterator<Item = String>) -> impl Iterator<Item = String> {
+    let mut in_trait = false;
+    items.filter(move |line| {
+        let is_implementation = line.starts_with("impl");
+        let is_member = ["fn ", "const ", "type ", "unsafe fn "].iter().any(|word| {
+            line.strip_prefix("pub ").is_some_and(|rest| {
+                rest.trim_start_matches("const ").starts_with(word) || rest.starts_with(word)
+            })
+        });
+        if is_implementation || !is_member {
+            in_trait = is_implementation && line.contains(" for ");
+        }
+        is_implementation || !in_trait
+    })
 }
 
 /// The lines, sorted by path: what an item is comes before its path and does not count.
@@ -134,8 +152,23 @@ mod tests {
             "pub struct epoxide::a::T",
         ];
         let text = render(lines.iter().map(ToString::to_string));
-        let list: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        let list: Vec<&str> = text.lines().filter(|line| !line.starts_with("# ")).collect();
         assert_eq!(list, [lines[1], lines[2], lines[0]]);
+    }
+
+    #[test]
+    fn an_implementation_of_a_trait_is_one_line() {
+        let lines = [
+            "pub struct epoxide::T",
+            "impl epoxide::T",
+            "pub const fn epoxide::T::new() -> Self",
+            "impl core::ops::Drop for epoxide::T",
+            "pub fn epoxide::T::drop(&mut self)",
+            "pub trait epoxide::U",
+            "pub fn epoxide::U::f(&self)",
+        ];
+        let left: Vec<String> = without_methods_of_traits(lines.iter().map(ToString::to_string)).collect();
+        assert_eq!(left, [&lines[..4], &lines[5..]].concat());
     }
 
     #[test]
