@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use super::raw::{Completion, From, Qp, Write};
 use super::register::Region;
 use crate::error::{Error, Result};
-use crate::transport::{Receiving, deadline};
+use crate::transport::links::Receiving;
+use crate::transport::setup::deadline;
 
 /// The work request numbers of the two goodbyes, which no put has: puts are numbered from 1.
 const OUR_GOODBYE: u64 = u64::MAX;
