@@ -91,7 +91,7 @@ pub struct RankResult {
     pub is_virtual: bool,
     /// CUDA version of the driver.
     pub driver_version: u32,
-    /// Milliseconds that [`Buffer::new`] took, on the host's clock.
+    /// Milliseconds that [`Buffer::new`](epoxide::ep::Buffer::new) took, on the host's clock.
     pub setup_ms: f64,
     /// Bytes of the pool.
     pub pool_bytes: u64,

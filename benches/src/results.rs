@@ -122,7 +122,7 @@ impl Key {
 /// One phase.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Phase {
-    /// Which.
+    /// Which phase it is.
     pub name: PhaseName,
     /// Bytes of a row on the way, scales included.
     pub row_bytes: u64,

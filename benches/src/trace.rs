@@ -2,7 +2,7 @@
 //!
 //! A process per rank; in it a track for the kernels, one for each block with its phases, and one for each queue with the puts that
 //! its proxy carried out. Times are those of the devices' own clocks, from the first event on; devices of one machine share
-//! theirs to about a microsecond. Proxies run on the host's clock, which [`Offset`] places on the device's.
+//! theirs to about a microsecond. Proxies run on the host's clock, which `Offset` places on the device's.
 
 use std::time::Instant;
 

@@ -18,6 +18,7 @@ mod nvvm;
 mod postprocess;
 mod ptx;
 mod ptxas;
+mod public_api;
 mod rdma_vm;
 mod sources;
 mod stub;
@@ -70,6 +71,8 @@ enum Command {
     KernelCoverage(coverage::Options),
     /// Make single faults in the kernels, and look whether the checks notice
     Mutate(mutate::Options),
+    /// Write the list of the library's public items, docs/PUBLIC-API.txt, or check it
+    PublicApi(public_api::Options),
     /// Say what this machine has for building PTX, and the remedy for what it lacks
     Doctor,
 }
@@ -137,6 +140,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::RdmaVm(options) => return rdma_vm::run(&ws, options),
         Command::KernelCoverage(options) => coverage::run(&ws, &options),
         Command::Mutate(options) => mutate::run(&ws, &options),
+        Command::PublicApi(options) => public_api::run(&ws, &options),
         Command::Doctor => doctor::run(&ws),
     }
     .map(|()| ExitCode::SUCCESS)

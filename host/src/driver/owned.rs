@@ -39,12 +39,14 @@ impl Memory {
     }
 
     /// Maps `bytes` of memory that a peer exported.
+    #[doc(hidden)]
     pub fn import(device: &Arc<dyn Device>, fd: OwnedFd, bytes: u64, peer: &str) -> Result<Memory> {
         let raw = device.import(fd, bytes, peer)?;
         Ok(Memory { device: device.clone(), raw, requested: bytes })
     }
 
     /// Maps `bytes` of memory by the fabric handle of a peer.
+    #[doc(hidden)]
     pub fn import_fabric(
         device: &Arc<dyn Device>,
         handle: &FabricHandle,
@@ -56,16 +58,19 @@ impl Memory {
     }
 
     /// A handle that a peer in the same NVLink domain can [`Memory::import_fabric`].
+    #[doc(hidden)]
     pub fn export_fabric(&self) -> Result<FabricHandle> {
         self.device.export_fabric(&self.raw)
     }
 
     /// A descriptor that a peer can [`Memory::import`].
+    #[doc(hidden)]
     pub fn export(&self) -> Result<OwnedFd> {
         self.device.export(&self.raw)
     }
 
     /// A dma-buf of it, by which a network card reaches it.
+    #[doc(hidden)]
     pub fn export_dma_buf(&self) -> Result<OwnedFd> {
         self.device.export_dma_buf(&self.raw)
     }
@@ -109,6 +114,7 @@ impl Memory {
     }
 
     /// Names its parts in the reports of a device that checks what kernels do.
+    #[doc(hidden)]
     pub fn describe(&self, sections: &[Section]) {
         self.device.describe(&self.raw, sections);
     }
@@ -119,6 +125,7 @@ impl Memory {
     }
 
     /// Bytes taken from the device, rounding included.
+    #[doc(hidden)]
     pub fn footprint(&self) -> u64 {
         self.raw.bytes
     }
@@ -155,6 +162,7 @@ impl MappedMemory {
     }
 
     /// See [`Memory::describe`].
+    #[doc(hidden)]
     pub fn describe(&self, sections: &[Section]) {
         self.0.describe(sections);
     }
@@ -271,6 +279,7 @@ impl Stream {
     }
 
     /// True while the stream is being captured.
+    #[doc(hidden)]
     pub fn is_capturing(&self) -> Result<bool> {
         self.device.stream_is_capturing(self.handle)
     }
@@ -347,6 +356,7 @@ impl Stream {
     ///
     /// # Safety
     /// Both ranges are live until the stream has passed the copy.
+    #[doc(hidden)]
     #[doc(hidden)]
     pub unsafe fn copy_ends(&self, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.

@@ -42,6 +42,7 @@ pub struct MeshOptions {
     /// How many operations the flight recorder keeps.
     pub recorded: usize,
     /// Gets the flight recorder's dumps, beside the file that [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER) names.
+    #[doc(hidden)]
     pub recorder: Option<Writer>,
 }
 

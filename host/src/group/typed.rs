@@ -73,6 +73,7 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// Runs several collectives in one turn; neighbouring all-reduces of one dtype and operation travel as one.
+    #[doc(hidden)]
     fn coalesce(&self, calls: Vec<Call>) -> Result<Vec<CallResult>> {
         self.call(Call::Coalesced(calls), self.timeout())?.several()
     }
@@ -141,6 +142,7 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// Sends and receives that go on at the same time; gives the messages in the order of the receives.
+    #[doc(hidden)]
     fn batch_send_recv(&self, list: Vec<P2p>) -> Result<Vec<Message>> {
         self.call(Call::P2p(list), self.timeout())?.messages()
     }

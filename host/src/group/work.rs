@@ -28,6 +28,7 @@ impl<T> fmt::Debug for Work<T> {
 
 impl Work {
     /// An operation that has ended.
+    #[doc(hidden)]
     pub fn ready(result: Result<CallResult>) -> Work {
         let shared = Arc::new(WorkState { result: Mutex::new(Some(result)), ended: Condvar::new() });
         Work { shared, convert: Box::new(Ok) }

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{MAX_QUEUES, Place, Setup, TransportKind};
+use super::options::{MAX_QUEUES, TransportKind};
+use super::setup::{Place, Setup};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 

@@ -9,8 +9,11 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::greeting;
+use super::links::{Links, MappedPeer, Receiving};
+use super::options::TransportKind;
 use super::presence::{Life, Presence};
-use super::{Links, MappedPeer, Place, Receiving, Setup, TransportKind, greeting};
+use super::setup::{Place, Setup};
 use crate::driver::{FabricHandle, Memory};
 use crate::error::{Error, Result};
 use crate::group::host_id;

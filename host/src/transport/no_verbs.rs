@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{Links, Setup, TransportOptions, greeting};
+use super::greeting;
+use super::links::Links;
+use super::options::TransportOptions;
+use super::setup::Setup;
 use crate::driver::{Device, Memory};
 use crate::error::{Error, Result};
 

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QUEUE_BYTES, QueueWords, RING_ENTRIES};
 
-use super::{Interrupt, Link, Links, Put, Queue, deadline};
+use super::links::{Link, Links};
+use super::put::{Interrupt, Put, Queue};
+use super::setup::deadline;
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 

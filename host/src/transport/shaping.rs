@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-use super::{Interrupt, LOOK, Place, Put, Queue, deadline};
+use super::put::{Interrupt, Put, Queue};
+use super::setup::{LOOK, Place, deadline};
 use crate::error::{Error, Result};
 
 /// Longest time that a put takes on a narrow link.

@@ -6,8 +6,11 @@ use std::time::Duration;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
+use super::greeting;
+use super::links::{Link, Links, Receiving};
 use super::presence::{Life, Presence};
-use super::{Link, Links, Place, Put, Queue, Receiving, Setup, WireHost, greeting, store_counter};
+use super::put::{Put, Queue};
+use super::setup::{Place, Setup, WireHost, store_counter};
 use crate::error::{Error, Result};
 
 pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {

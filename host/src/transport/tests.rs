@@ -11,6 +11,7 @@ use rand::{Rng, SeedableRng};
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Device, DevicePtr, MemoryKind};
+use crate::error::Error;
 use crate::group::launch::run_threads;
 
 const TIMEOUT: Duration = Duration::from_secs(60);

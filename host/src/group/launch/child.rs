@@ -7,7 +7,7 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
 use crate::error::{Error, Result};
 
-/// A [`Command`] for this very executable, without arguments; a start for [`spawn_ranks`].
+/// A [`Command`] for this very executable, without arguments; a start for [`spawn_ranks`](super::spawn_ranks).
 pub fn current_exe() -> Result<Command> {
     std::env::current_exe().map(Command::new).map_err(|error| Error::os("current_exe", error))
 }

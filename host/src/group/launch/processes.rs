@@ -19,7 +19,7 @@ const TERMINATION: Duration = Duration::from_secs(1);
 /// Starts `size` ranks as processes and waits until all have ended.
 ///
 /// `command` makes each rank's command line; [`RANK`], [`WORLD_SIZE`], [`LOCAL_RANK`], [`LOCAL_WORLD_SIZE`] and
-/// [`STORE`] are added to its environment, so that the rank can call [`rendezvous`](super::rendezvous). The store is a
+/// [`STORE`] are added to its environment, so that the rank can call [`rendezvous`](crate::group::rendezvous). The store is a
 /// fresh directory, removed at the end.
 ///
 /// When a rank fails, the store is given up, so that the others fail at their next call of the group; those still

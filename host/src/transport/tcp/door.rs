@@ -14,7 +14,7 @@ use super::{MAX_REASON, left, refusal, wait_for, word32, word64};
 use crate::error::{Error, Result};
 use crate::group::{SOCKET_IFNAME, interface_address};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
-use crate::transport::{LOOK, Setup};
+use crate::transport::setup::{LOOK, Setup};
 
 pub(super) const TOKEN: usize = 16;
 /// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little endian.

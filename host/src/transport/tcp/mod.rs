@@ -19,7 +19,10 @@ use rustix::io::Errno;
 use self::door::{Door, dial, read_answer};
 use self::receiver::Receivers;
 use self::sender::TcpQueue;
-use super::{Link, Links, Put, Setup, WireHost, deadline, greeting};
+use super::greeting;
+use super::links::{Link, Links};
+use super::put::Put;
+use super::setup::{Setup, WireHost, deadline};
 use crate::error::{Error, Result};
 
 const HEADER: usize = 32;

@@ -12,7 +12,9 @@ use rustix::io::Errno;
 use super::{FAREWELL, GOODBYE, HEADER, refusal, word64};
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
-use crate::transport::{Place, Put, Receiving, Setup, WireHost, store_counter};
+use crate::transport::links::Receiving;
+use crate::transport::put::Put;
+use crate::transport::setup::{Place, Setup, WireHost, store_counter};
 
 /// All receiving ends of a rank.
 #[derive(Debug)]

@@ -10,7 +10,8 @@ use rustix::io::Errno;
 
 use super::{FAREWELL, GOODBYE, HEADER, MAX_REASON, header, left, wait_for, word32};
 use crate::error::{Error, Result};
-use crate::transport::{Interrupt, LOOK, Place, Put, Queue, Setup, WireHost, deadline};
+use crate::transport::put::{Interrupt, Put, Queue};
+use crate::transport::setup::{LOOK, Place, Setup, WireHost, deadline};
 
 /// Puts per system call: two pieces each, of at most 1024.
 const WRITE_PUTS: usize = 256;

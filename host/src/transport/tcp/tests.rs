@@ -13,7 +13,8 @@ use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
 use crate::group::launch::run_threads;
 use crate::transport::greeting::{PHASE, VERSION};
-use crate::transport::{Proxy, Queue, Receiving, TransportKind, TransportOptions};
+use crate::transport::links::Receiving;
+use crate::transport::{Proxy, Queue, TransportKind, TransportOptions};
 
 const BYTES: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(10);

@@ -12,8 +12,10 @@ use super::queue::{Remote, VerbsQueue};
 use super::raw::{Behaviour, Qp, Route};
 use super::register::Region;
 use crate::error::{Error, Result};
+use crate::transport::VerbsOptions;
 use crate::transport::greeting::{self, Greeting};
-use crate::transport::{Link, Links, Setup, VerbsOptions};
+use crate::transport::links::{Link, Links};
+use crate::transport::setup::Setup;
 
 /// What a rank tells the others. As JSON: set-up is rare, and a dump of it can be read.
 #[derive(Debug, Serialize, Deserialize)]

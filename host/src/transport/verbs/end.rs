@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use super::raw::{Completion, From, Qp, Write};
 use super::register::Region;
 use crate::error::{Error, Result};
-use crate::transport::{Receiving, deadline};
+use crate::transport::links::Receiving;
+use crate::transport::setup::deadline;
 
-/// Of the goodbyes; puts count from 1.
+/// The work request numbers of the two goodbyes, which no put has: puts are numbered from 1.
 const OUR_GOODBYE: u64 = u64::MAX;
 const THEIR_GOODBYE: u64 = u64::MAX - 1;
 /// How long a rank that leaves waits for its peers, whose last puts may be under way or not acknowledged. Those that leave

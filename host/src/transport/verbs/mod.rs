@@ -19,7 +19,8 @@ use std::sync::Arc;
 pub(super) use connect::connect;
 pub use doctor::doctor;
 
-use super::{TransportOptions, VerbsOptions};
+use super::VerbsOptions;
+use super::options::TransportOptions;
 use crate::driver::{Device, Memory};
 use crate::error::{Error, Result};
 

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use super::end::End;
 use super::raw::{self, From, Write};
 use crate::error::{Error, Result};
-use crate::transport::{Interrupt, Place, Put, Queue, deadline};
+use crate::transport::put::{Interrupt, Put, Queue};
+use crate::transport::setup::{Place, deadline};
 
 /// The peer's wire memory, as large as the own.
 #[derive(Debug, Clone, Copy)]

@@ -1,0 +1,88 @@
+//! What a rank holds of a transport: its queues, the peers it needs none for, and what receives.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use super::put::Queue;
+use crate::driver::Memory;
+use crate::error::Error;
+
+/// A queue, and where it leads.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Link {
+    /// The rank at the other end.
+    pub peer: u32,
+    /// Its index among the queues to this peer.
+    pub index: u32,
+    /// The queue.
+    pub queue: Box<dyn Queue>,
+}
+
+/// The side of a transport where the peers' puts come in. Dropping it without [`Receiving::close`] looks like a death.
+pub(crate) trait Receiving: Send + Sync + Debug {
+    /// The first thing that went wrong.
+    fn failure(&self) -> Option<Error>;
+
+    /// Tells the peers that nothing is taken any more, and ends all threads.
+    fn close(&mut self);
+}
+
+/// A peer whose wire memory is mapped here.
+#[derive(Debug)]
+pub(crate) struct MappedPeer {
+    pub(super) peer: u32,
+    pub(super) memory: Arc<Memory>,
+}
+
+/// All queues of a rank, the peers it needs none for, and what receives from its peers. Closed on drop.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Links {
+    /// In ascending order of (queue, peer).
+    pub(super) links: Vec<Link>,
+    pub(super) mapped: Vec<MappedPeer>,
+    pub(super) receiving: Vec<Box<dyn Receiving>>,
+}
+
+impl Links {
+    /// The queues, in ascending order of (queue, peer).
+    pub fn queues(&mut self) -> &mut [Link] {
+        &mut self.links
+    }
+
+    /// The wire memory of a peer that is mapped here.
+    pub fn mapped(&self, peer: u32) -> Option<&Arc<Memory>> {
+        self.mapped.iter().find(|mapped| mapped.peer == peer).map(|mapped| &mapped.memory)
+    }
+
+    /// What went wrong on the receiving side: a peer that died without a goodbye, or one that sent what is refused.
+    pub fn failure(&self) -> Option<Error> {
+        self.receiving.iter().find_map(|side| side.failure())
+    }
+
+    /// Says goodbye to all peers and ends every thread. What peers put from now on fails there. Memory that is mapped stays so until
+    /// this is dropped.
+    pub fn close(&mut self) {
+        for mut link in self.links.drain(..) {
+            link.queue.close();
+        }
+        self.receiving.iter_mut().for_each(|side| side.close());
+    }
+
+    pub(super) fn extend(&mut self, mut more: Links) {
+        self.links.append(&mut more.links);
+        self.mapped.append(&mut more.mapped);
+        self.receiving.append(&mut more.receiving);
+    }
+
+    pub(super) fn take(&mut self) -> Vec<Link> {
+        std::mem::take(&mut self.links)
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

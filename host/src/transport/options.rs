@@ -1,0 +1,104 @@
+//! What carries the bytes, and how ranks are connected.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use super::shaping::Shaping;
+use super::verbs_options::VerbsOptions;
+use crate::error::{Error, Result};
+
+/// What carries the bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum TransportKind {
+    /// [`TransportKind::Direct`] to the peers whose wire memory can be mapped, [`TransportKind::Tcp`] to the others.
+    Auto,
+    /// Kernels write into the peers' wire memory, which is mapped: the ranks are on one host, or in one NVLink domain whose driver has
+    /// fabric handles. There are no queues and no threads.
+    Direct,
+    /// Shared host memory: the ranks are on one host and play several nodes.
+    Shm,
+    /// TCP connections between page-locked host memories, over any network.
+    Tcp,
+    /// RDMA writes by ibverbs, over InfiniBand or RoCE. [`Error::Unavailable`] without the feature `rdma`, or without a device.
+    Verbs,
+}
+
+impl TransportKind {
+    /// All of them.
+    pub const ALL: [TransportKind; 5] = [
+        TransportKind::Auto,
+        TransportKind::Direct,
+        TransportKind::Shm,
+        TransportKind::Tcp,
+        TransportKind::Verbs,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            TransportKind::Auto => "auto",
+            TransportKind::Direct => "direct",
+            TransportKind::Shm => "shm",
+            TransportKind::Tcp => "tcp",
+            TransportKind::Verbs => "verbs",
+        }
+    }
+}
+
+impl std::fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for TransportKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<TransportKind> {
+        TransportKind::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
+            let rule = "give auto, direct (mapped memory), shm (ranks of one host), tcp or verbs (RDMA)";
+            Error::argument("transport", text, rule)
+        })
+    }
+}
+
+/// How ranks are connected.
+#[derive(Debug, Clone)]
+pub struct TransportOptions {
+    /// What carries the bytes; the same on every rank.
+    pub kind: TransportKind,
+    /// Queues to each peer that has any, 1 to [`MAX_QUEUES`]; the same on every rank. A queue has a thread of its own at the sending
+    /// end, and with [`TransportKind::Tcp`] a connection and a thread at the receiving end.
+    pub queues_per_peer: u32,
+    /// Makes the queues of this rank worse than they are, for tests. Nothing to what kernels write themselves.
+    #[doc(hidden)]
+    pub shaping: Option<Shaping>,
+    /// How long a put waits for the network.
+    pub timeout: Duration,
+    /// The host that this rank is on: ranks of differing ones do not share memory by descriptors. `None`: what the system says. A test
+    /// plays several hosts with it.
+    pub host: Option<String>,
+    /// Of [`TransportKind::Verbs`]: which devices, and how. `None`: what the environment says ([`VerbsOptions::from_env`]).
+    pub verbs: Option<VerbsOptions>,
+}
+
+/// Most queues to a peer.
+pub const MAX_QUEUES: u32 = 64;
+
+impl TransportOptions {
+    /// Not shaped, 30 s, and as many queues as a fast network takes: eight where a processor moves the bytes, one where a card does.
+    pub fn new(kind: TransportKind) -> TransportOptions {
+        let queues_per_peer = match kind {
+            TransportKind::Shm | TransportKind::Tcp | TransportKind::Auto => 8,
+            TransportKind::Direct | TransportKind::Verbs => 1,
+        };
+        TransportOptions {
+            kind,
+            queues_per_peer,
+            shaping: None,
+            timeout: Duration::from_secs(30),
+            host: None,
+            verbs: None,
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! A put, and the queues that carry it.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::error::Result;
+
+/// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes from the start of wire memory.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Put {
+    /// Where the bytes are here.
+    pub from: u64,
+    /// Where they go there.
+    pub to: u64,
+    /// How many; 0 where only the counter is wanted.
+    pub bytes: u64,
+    /// The word there that gets `value` once the bytes are visible, 8-byte aligned.
+    pub counter: u64,
+    /// What is stored in it: absolute, never an increment, so that no atomics of a network card are needed.
+    pub value: u64,
+}
+
+impl Put {
+    /// Refuses what reaches beyond wire memory of `memory` bytes, at either end. Every queue asks before it touches memory.
+    pub(crate) fn check(&self, memory: u64) -> Result<(), String> {
+        let outside = |at: u64, bytes: u64| at.checked_add(bytes).is_none_or(|end| end > memory);
+        let rule = if self.bytes > 0 && outside(self.from, self.bytes) {
+            "from + bytes"
+        } else if self.bytes > 0 && outside(self.to, self.bytes) {
+            "to + bytes"
+        } else if outside(self.counter, 8) {
+            "counter + 8"
+        } else if !self.counter.is_multiple_of(8) {
+            return Err(format!("{self:?}: counter must be a multiple of 8"));
+        } else {
+            return Ok(());
+        };
+        Err(format!("{self:?}: {rule} must be within the {memory} bytes of wire memory"))
+    }
+}
+
+/// An ordered queue to one peer. One thread uses it.
+#[doc(hidden)]
+pub trait Queue: Send + Debug {
+    /// Starts the puts, in order, as one batch. May wait for the network, not longer than the queue's timeout.
+    ///
+    /// # Errors
+    /// The peer said goodbye, died, or cannot be reached, or a put reaches beyond wire memory; the queue is of no use from
+    /// then on.
+    fn put_with_counter(&mut self, puts: &[Put]) -> Result<()>;
+
+    /// How many puts, of all posted so far, have left: the memory that their bytes came from may be written again. Does not
+    /// wait.
+    fn completed(&mut self) -> Result<u64>;
+
+    /// Waits until all puts have left.
+    fn quiet(&mut self, timeout: Duration) -> Result<()>;
+
+    /// Says goodbye: nothing is put after it. A queue that is dropped without it looks to the peer like one whose rank died.
+    fn close(&mut self);
+
+    /// Ends the waits of the thread that uses the queue. A queue that waits looks at it every few milliseconds; one that
+    /// never does can do with this default.
+    fn interrupt(&self) -> Interrupt {
+        Interrupt::default()
+    }
+}
+
+/// Ends the waits of a queue, from any thread; clones are the same. The queue is of no use afterwards.
+#[doc(hidden)]
+#[derive(Debug, Clone, Default)]
+pub struct Interrupt(Arc<AtomicBool>);
+
+impl Interrupt {
+    /// Ends the current wait and all later ones.
+    pub fn raise(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether it was raised.
+    pub fn is_raised(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}

@@ -1,0 +1,99 @@
+//! What every transport is set up with.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::options::TransportOptions;
+use crate::driver::Memory;
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+
+/// How often a wait looks whether it was interrupted.
+pub(super) const LOOK: Duration = Duration::from_millis(20);
+
+/// The end of a wait that starts now.
+pub(super) fn deadline(timeout: Duration) -> Instant {
+    // Longer than any process lives; an `Instant` cannot be arbitrarily late.
+    const LONGEST: Duration = Duration::from_secs(1 << 30);
+    Instant::now() + timeout.min(LONGEST)
+}
+
+/// What [`connect`](super::connect) was given.
+pub(super) struct Setup<'a> {
+    pub(super) options: &'a TransportOptions,
+    pub(super) memory: &'a Arc<Memory>,
+    pub(super) group: &'a dyn ProcessGroup,
+    pub(super) peers: &'a [u32],
+    pub(super) timeout: Duration,
+}
+
+impl Setup<'_> {
+    pub(super) fn place(&self, peer: u32) -> Place {
+        Place { transport: self.options.kind.name(), rank: self.group.rank(), peer }
+    }
+
+    /// (queue, peer) of every link, ascending.
+    pub(super) fn pairs(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        (0..self.options.queues_per_peer).flat_map(|queue| self.peers.iter().map(move |peer| (queue, *peer)))
+    }
+}
+
+/// The two ends of a link, for errors.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub(super) transport: &'static str,
+    pub(super) rank: u32,
+    pub(super) peer: u32,
+}
+
+impl Place {
+    pub(super) fn error(&self, operation: &'static str, reason: impl Into<String>) -> Error {
+        let Place { transport, rank, peer } = *self;
+        Error::Transport { transport, rank, peer, operation, reason: reason.into() }
+    }
+}
+
+/// Wire memory as the host has it: what shm and tcp move bytes from and to.
+#[derive(Debug, Clone)]
+pub(super) struct WireHost {
+    pub(super) base: *mut u8,
+    pub(super) memory: Arc<Memory>,
+}
+
+// SAFETY: an address range without thread affinity, which `memory` keeps; what is in it is reached through raw pointers and atomics.
+unsafe impl Send for WireHost {}
+
+// SAFETY: as above; `&WireHost` gives out addresses only.
+unsafe impl Sync for WireHost {}
+
+impl WireHost {
+    /// The host's side of a rank's wire memory.
+    pub(super) fn of(setup: &Setup<'_>) -> Result<WireHost> {
+        let base = setup.memory.host_ptr();
+        if base.is_null() {
+            let rule =
+                format!("{} needs host memory; allocate it with transport::wire_memory", setup.options.kind);
+            return Err(Error::argument("memory", format!("{:#x}", setup.memory.ptr().0), rule));
+        }
+        Ok(WireHost { base, memory: setup.memory.clone() })
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.memory.bytes()
+    }
+
+    /// The address of the byte at `offset`, which must lie in the memory where it is used.
+    pub(super) fn at(&self, offset: u64) -> *mut u8 {
+        self.base.wrapping_add(offset as usize)
+    }
+}
+
+/// Stores a counter in wire memory.
+///
+/// # Safety
+/// `base` is the first byte of live memory in which `counter` lies with its 8 bytes; it is aligned.
+pub(super) unsafe fn store_counter(base: *mut u8, counter: u64, value: u64) {
+    // SAFETY: passed on to the caller; whoever else reads the word does so with an atomic load.
+    unsafe { AtomicU64::from_ptr(base.add(counter as usize).cast()) }.store(value, Ordering::Release);
+}

@@ -1,0 +1,189 @@
+//! `cargo xtask public-api`: the library's public items, one a line, in a file that is committed, so that a change of the
+//! interface is seen where it is made.
+//!
+//! What is listed is what rustdoc documents with default features: hidden items are no interface.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use public_api::Builder;
+
+use crate::workspace::{self, Workspace};
+
+/// The list, from the repository root.
+const FILE: &str = "docs/PUBLIC-API.txt";
+/// The form of rustdoc's JSON that the crate `public-api` reads in the version that Cargo.toml names. The pinned compiler writes it.
+const JSON_FORMAT: u64 = 57;
+/// What stands above the list.
+const HEADER: &str = "# The public items of the crate `epoxide` with default features, as `cargo xtask public-api` writes them.\n\
+                      # Hidden items are left out, so are implementations that are derived, automatic or for all types, and methods that\n\
+                      # a trait has.\n";
+
+/// Flags of the command.
+#[derive(Args)]
+pub struct Options {
+    /// Compare the committed list with what the sources give; write nothing
+    #[arg(long)]
+    check: bool,
+}
+
+/// Writes the list, or compares it.
+pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
+    let list = list(ws)?;
+    let path = ws.root.join(FILE);
+    let items = list.lines().filter(|line| !line.starts_with("# ")).count();
+    if !options.check {
+        workspace::write(&path, &list)?;
+        println!("wrote {FILE} ({items} items)");
+        return Ok(());
+    }
+    let committed = if path.exists() { workspace::read(&path)? } else { String::new() };
+    let changes = changes(&committed, &list);
+    if changes.is_empty() && committed == list {
+        println!("{FILE} is up to date ({items} items)");
+        return Ok(());
+    }
+    bail!(
+        "{FILE} is out of date: if the change of the interface is meant, run `cargo xtask public-api` and commit the file\n{}",
+        changes.join("\n")
+    );
+}
+
+/// The list as the sources give it.
+fn list(ws: &Workspace) -> Result<String> {
+    let json = rustdoc_json(ws)?;
+    check_format(&workspace::read(&json)?)?;
+    let api = Builder::from_rustdoc_json(&json)
+        .omit_blanket_impls(true)
+        .omit_auto_trait_impls(true)
+        .omit_auto_derived_impls(true)
+        .build()
+        .with_context(|| format!("cannot read {}", json.display()))?;
+    Ok(render(without_methods_of_traits(api.items().map(ToString::to_string))))
+}
+
+/// Leaves out what stands in implementations of traits: the traits have it. The items come with each implementation ahead of what is in it.
+fn without_methods_of_traits(items: impl Iterator<Item = String>) -> impl Iterator<Item = String> {
+    let mut in_trait = false;
+    items.filter(move |line| {
+        let is_implementation = line.starts_with("impl");
+        let is_member = ["fn ", "const ", "type ", "unsafe fn "].iter().any(|word| {
+            line.strip_prefix("pub ").is_some_and(|rest| {
+                rest.trim_start_matches("const ").starts_with(word) || rest.starts_with(word)
+            })
+        });
+        if is_implementation || !is_member {
+            in_trait = is_implementation && line.contains(" for ");
+        }
+        is_implementation || !in_trait
+    })
+}
+
+/// The lines, sorted by path: what an item is comes before its path and does not count.
+fn render(items: impl Iterator<Item = String>) -> String {
+    let mut lines: Vec<String> = items.collect();
+    lines.sort_by(|a, b| (path_of(a), a).cmp(&(path_of(b), b)));
+    lines.dedup();
+    let mut text = HEADER.to_owned();
+    for line in lines {
+        text.push_str(&line);
+        text.push('\n');
+    }
+    text
+}
+
+/// The part of a line from the item's path on. An implementation stands behind its type.
+fn path_of(line: &str) -> &str {
+    let from =
+        if line.starts_with("impl") { line.rfind(" for ").map_or(0, |at| at + " for ".len()) } else { 0 };
+    line[from..].find("epoxide").map_or(line, |at| &line[from + at..])
+}
+
+/// The lines that only one of the two has, as a diff marks them.
+fn changes(committed: &str, fresh: &str) -> Vec<String> {
+    let (old, new): (BTreeSet<&str>, BTreeSet<&str>) = (committed.lines().collect(), fresh.lines().collect());
+    let mut changes: Vec<(&str, char)> = old.difference(&new).map(|line| (*line, '-')).collect();
+    changes.extend(new.difference(&old).map(|line| (*line, '+')));
+    changes.sort_by(|a, b| (path_of(a.0), a.1 == '+').cmp(&(path_of(b.0), b.1 == '+')));
+    changes.into_iter().map(|(line, mark)| format!("{mark} {line}")).collect()
+}
+
+/// Has rustdoc describe the library; the file. The build directory is one of its own: the variable that allows an unstable option
+/// makes cargo build dependencies anew, back and forth, where it is shared with other builds.
+fn rustdoc_json(ws: &Workspace) -> Result<PathBuf> {
+    let target = ws.target("public-api");
+    let mut command = ws.cargo();
+    command
+        .args(["rustdoc", "--quiet", "--package", "epoxide", "--lib", "--target-dir"])
+        .arg(&target)
+        .args(["--", "-Z", "unstable-options", "--output-format", "json", "--cap-lints", "allow"])
+        .env("RUSTC_BOOTSTRAP", "1");
+    workspace::run(&mut command)?;
+    Ok(target.join("doc/epoxide.json"))
+}
+
+/// Refuses what another compiler wrote, before its JSON is taken for something that it is not.
+fn check_format(json: &str) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Described {
+        format_version: u64,
+    }
+    let Described { format_version } = serde_json::from_str(json).context("this is not rustdoc's JSON")?;
+    ensure!(
+        format_version == JSON_FORMAT,
+        "this compiler's rustdoc writes JSON of form {format_version}, and form {JSON_FORMAT} is read: use the toolchain that \
+         rust-toolchain.toml pins; where that has moved on, take the version of `public-api` that fits it (xtask/Cargo.toml) \
+         and change JSON_FORMAT"
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_sorted_by_path_and_an_implementation_follows_its_type() {
+        let lines = [
+            "pub fn epoxide::b::f()",
+            "impl core::fmt::Display for epoxide::a::T",
+            "pub struct epoxide::a::T",
+        ];
+        let text = render(lines.iter().map(ToString::to_string));
+        let list: Vec<&str> = text.lines().filter(|line| !line.starts_with("# ")).collect();
+        assert_eq!(list, [lines[1], lines[2], lines[0]]);
+    }
+
+    #[test]
+    fn an_implementation_of_a_trait_is_one_line() {
+        let lines = [
+            "pub struct epoxide::T",
+            "impl epoxide::T",
+            "pub const fn epoxide::T::new() -> Self",
+            "impl core::ops::Drop for epoxide::T",
+            "pub fn epoxide::T::drop(&mut self)",
+            "pub trait epoxide::U",
+            "pub fn epoxide::U::f(&self)",
+        ];
+        let left: Vec<String> = without_methods_of_traits(lines.iter().map(ToString::to_string)).collect();
+        assert_eq!(left, [&lines[..4], &lines[5..]].concat());
+    }
+
+    #[test]
+    fn a_changed_line_is_told_twice() {
+        let (old, new) =
+            ("pub fn epoxide::f()\npub fn epoxide::g()\n", "pub fn epoxide::f(u8)\npub fn epoxide::g()\n");
+        assert_eq!(changes(old, new), ["- pub fn epoxide::f()", "+ pub fn epoxide::f(u8)"]);
+        assert!(changes(new, new).is_empty());
+    }
+
+    #[test]
+    fn another_compiler_s_json_is_refused() {
+        assert!(check_format(r#"{"root": 0, "format_version": 57}"#).is_ok());
+        let error = check_format(r#"{"root": 0, "format_version": 58}"#).unwrap_err().to_string();
+        assert!(error.contains("form 58") && error.contains("rust-toolchain.toml"), "{error}");
+        assert!(check_format("{}").is_err());
+    }
+}
