@@ -18,6 +18,7 @@ use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
 
 in_every_spread! {
     a_combine_against_a_cached_dispatch_is_named,
+    a_dispatch_against_other_calls_is_named,
     handles_that_are_swapped_are_named,
     rows_of_different_lengths_are_named,
     other_places_dtypes_and_weights_are_named,
@@ -33,18 +34,21 @@ const PLACES: u32 = 2;
 /// One of the calls that go by a handle.
 #[derive(Debug, Clone, Copy)]
 enum Call {
+    /// With a count exchange, to place 0.
+    Dispatch,
     /// To this place, with rows of so many elements.
     Cached { handle: usize, place: usize, hidden: usize },
     /// In the place of the handle's dispatch.
     Combine { handle: usize, dtype: DType, weights: bool },
 }
 
-use Call::{Cached, Combine};
+use Call::{Cached, Combine, Dispatch};
 
 impl Call {
     /// What an error calls it, where the handles' dispatches were the operations 1 and 3.
     fn name(self) -> String {
         match self {
+            Dispatch => "dispatch with a count exchange".into(),
             Cached { handle, place, hidden } => {
                 let (operation, bytes) = (2 * handle + 1, 2 * hidden);
                 format!(
@@ -64,6 +68,11 @@ impl Call {
 
     fn make(self, rank: &mut Rank, places: &mut [Place], known: &Known) -> Result<()> {
         match self {
+            Dispatch => {
+                let layout = rank.layout(&known.inputs.topk_idx, known.experts)?;
+                let request = DispatchRequest::new(&known.inputs.x, &layout).counts(rank.on_device());
+                rank.dispatch(&mut places[0], request).map(drop)
+            }
             Cached { handle, place, hidden } => {
                 let x = if hidden == SHORT { &known.short } else { &known.inputs.x };
                 let request = CachedDispatchRequest::new(x, &known.handles[handle]);
@@ -87,6 +96,7 @@ impl Call {
 
 /// What a rank has for its calls.
 struct Known {
+    experts: u32,
     inputs: Inputs,
     short: epoxide::ep::Tensor<'static>,
     /// Of a dispatch to each place.
@@ -126,7 +136,7 @@ fn prepare(rank: &mut Rank, turn: &Turn) -> Result<(Vec<Place>, Known)> {
         handles.push(echo(rank, place, &inputs, turn.routing.num_experts)?.0.handle);
     }
     rank.synchronize()?;
-    Ok((places, Known { inputs, short, handles }))
+    Ok((places, Known { experts: turn.routing.num_experts, inputs, short, handles }))
 }
 
 /// Has the last node make `theirs`, or of one node the last rank, and all others `ours`, and checks what each rank says of it. Each rank is
@@ -179,6 +189,11 @@ fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
 fn a_combine_against_a_cached_dispatch_is_named(spread: Spread) {
     let combine = Combine { handle: 0, dtype: DType::Bf16, weights: false };
     differ(spread, &[combine], &[Cached { handle: 0, place: 0, hidden: HIDDEN }]);
+}
+
+fn a_dispatch_against_other_calls_is_named(spread: Spread) {
+    differ(spread, &[Dispatch], &[Combine { handle: 0, dtype: DType::Bf16, weights: false }]);
+    differ(spread, &[Cached { handle: 1, place: 0, hidden: HIDDEN }], &[Dispatch]);
 }
 
 fn handles_that_are_swapped_are_named(spread: Spread) {

@@ -4,8 +4,8 @@
 use core::mem::offset_of;
 
 use crate::layout::{
-    BlockTrace, Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS,
-    READY_PLANS, READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
+    BlockTrace, Comm, ControlWord, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, PlanHeader, PlanStatus, QUANTUM,
+    READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -138,7 +138,8 @@ pub unsafe fn wait_ready(comm: &Comm, epoch: u64, ready: u64, what: Wait) -> boo
     unsafe {
         if tid() < comm.num_ranks {
             let word = pool_of(comm, comm.rank) + ready_offset(tid());
-            wait_entered::<false>(comm, word, ready, tid(), epoch, what, Wait::OtherCall);
+            let counting = word + offset_of!(ControlWord, counting) as u64;
+            wait_entered::<false>(comm, word, counting, ready, tid(), epoch, what, Wait::OtherCall);
         }
         barrier_sync();
         trace(comm, Phase::Ready);
@@ -151,10 +152,14 @@ pub unsafe fn wait_ready(comm: &Comm, epoch: u64, ready: u64, what: Wait) -> boo
 ///
 /// `MAY_LEAD`: the peer does not need this rank to end an operation, so that it may have entered the next one. Then it has been here too,
 /// and found the calls the same.
+///
+/// A peer that is in a count exchange does not say so by its ready word: the word at `counting` tells.
+#[allow(clippy::too_many_arguments)] // A wait, and what is made of it.
 #[inline(always)]
 pub(super) unsafe fn wait_entered<const MAY_LEAD: bool>(
     comm: &Comm,
     word: u64,
+    counting: u64,
     ready: u64,
     peer: u32,
     epoch: u64,
@@ -180,7 +185,38 @@ pub(super) unsafe fn wait_entered<const MAY_LEAD: bool>(
                 record(comm, deadline.waited, peer, epoch, epoch, seen, what);
                 return;
             }
+            if comm.call & READY_OTHERS != 0 && deadline.is_long() && ld_relaxed_sys_u64(counting) == epoch {
+                record(comm, 0, peer, epoch, ready, epoch << READY_SHIFT, other);
+                return;
+            }
         }
+    }
+}
+
+/// Tells the ranks of this node that this one is in the count exchange of a dispatch. One warp calls it; lane r tells rank r.
+#[inline(always)]
+pub unsafe fn tell_counting(comm: &Comm, epoch: u64) {
+    // SAFETY: pools are mapped; the word has this rank as its only writer.
+    unsafe {
+        let lane = laneid();
+        if lane < comm.num_ranks {
+            let word = pool_of(comm, lane) + ready_offset(comm.rank);
+            st_relaxed_sys_u64(word + offset_of!(ControlWord, counting) as u64, epoch);
+        }
+    }
+}
+
+/// Whether the ready word at `word` of a peer, whose counts are waited for, says that it is in another call. That is recorded as `other`.
+#[inline(always)]
+pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: u64, other: Wait) -> bool {
+    // SAFETY: `word` is a live control word. Nothing is read by what it says, so it needs no acquire.
+    unsafe {
+        let seen = ld_relaxed_sys_u64(word);
+        let is_other = (seen >> READY_SHIFT == epoch & READY_EPOCHS) & (seen & READY_OTHERS != 0);
+        if is_other {
+            record(comm, 0, peer, epoch, epoch << READY_SHIFT, seen, other);
+        }
+        is_other
     }
 }
 
@@ -235,6 +271,21 @@ pub(super) unsafe fn wait_at_least(
     epoch: u64,
     what: Wait,
 ) -> bool {
+    // SAFETY: passed on to the caller.
+    unsafe { wait_at_least_unless(comm, word, needed, peer, epoch, what, || false) }
+}
+
+/// The same, but ends as well where `is_in_vain` says that it must: asked now and then, and only in a wait that is long.
+#[inline(always)]
+pub(super) unsafe fn wait_at_least_unless(
+    comm: &Comm,
+    word: u64,
+    needed: u64,
+    peer: u32,
+    epoch: u64,
+    what: Wait,
+    is_in_vain: impl Fn() -> bool,
+) -> bool {
     // SAFETY: `word` is a live control word.
     unsafe {
         let mut deadline = Deadline::start();
@@ -245,6 +296,9 @@ pub(super) unsafe fn wait_at_least(
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, peer, epoch, needed, seen, what);
+                return false;
+            }
+            if deadline.is_long() && is_in_vain() {
                 return false;
             }
         }
@@ -273,6 +327,15 @@ pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, wh
             if deadline.expired(comm) {
                 record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
                 return None;
+            }
+            if deadline.is_long() {
+                // Of several nodes: the rank of this one that hands the message on.
+                core::hint::assert_unchecked(comm.num_ranks >= 1);
+                let from = peer % comm.num_ranks;
+                let word = pool_of(comm, comm.rank) + ready_offset(from);
+                if is_in_other_call(comm, word, from, epoch, Wait::OtherCall) {
+                    return None;
+                }
             }
         }
     }
@@ -305,6 +368,12 @@ impl Deadline {
     #[inline(always)]
     fn start() -> Self {
         Deadline { start: 0, waited: 0, polls: 0 }
+    }
+
+    /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`] polls.
+    #[inline(always)]
+    fn is_long(&self) -> bool {
+        self.polls % POLLS_PER_CHECK == 0
     }
 
     #[inline(always)]

@@ -15,7 +15,10 @@ use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
-use super::epoch::{Phase, aborted, current_epoch, send_packet_at, trace, wait_at_least, wait_packet_at};
+use super::epoch::{
+    Phase, aborted, current_epoch, is_in_other_call, send_packet_at, tell_counting, trace,
+    wait_at_least_unless, wait_packet_at,
+};
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::Verdict;
 use crate::layout::{
@@ -78,6 +81,9 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     let comm = &args.comm;
     trace(comm, Phase::Enter);
     let exchange = Exchange::new(&args);
+    if tid() < 32 {
+        tell_counting(comm, exchange.epoch);
+    }
     exchange.write_messages();
     barrier_sync();
     let posted = exchange.swap_messages();
@@ -225,7 +231,10 @@ impl<'a> Exchange<'a> {
                 let path = Path::to(wire, node);
                 posted = deliver(comm, wire, &path, node, 0, delivery, self.operation());
                 let arrived = path.memory + node_word(wire.layout.counts, node);
-                if !wait_at_least(comm, arrived, self.epoch, node, self.epoch, Wait::NodeCounts) {
+                let ready = path.memory + node_word(wire.layout.ready, node);
+                let is_elsewhere = || is_in_other_call(comm, ready, node, self.epoch, Wait::OtherNodeCall);
+                let (epoch, what) = (self.epoch, Wait::NodeCounts);
+                if !wait_at_least_unless(comm, arrived, epoch, node, epoch, what, is_elsewhere) {
                     st_shared_u32(word(UNHEARD), 1);
                 }
             }

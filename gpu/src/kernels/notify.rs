@@ -9,7 +9,7 @@ use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
-use super::epoch::{Phase, aborted, current_epoch, send_packet, trace, wait_packet};
+use super::epoch::{Phase, aborted, current_epoch, send_packet, tell_counting, trace, wait_packet};
 use super::ring::channel_range;
 use super::verdict::Verdict;
 use crate::layout::{
@@ -58,6 +58,9 @@ pub unsafe fn notify(args: NotifyArgs) {
 
     // Block 0 sends what the layout already counted, before anything else.
     if channel == 0 {
+        if warp == 0 {
+            tell_counting(comm, epoch);
+        }
         if thread < ranks * ranks {
             let (peer, rank) = (thread / ranks, thread % ranks);
             let count = ld_u32(args.num_tokens_per_rank.0 + rank as u64 * 4);

@@ -214,18 +214,37 @@ pub unsafe fn wait_mapped_ready(
         let Operation { epoch, ready, .. } = operation;
         if warp == 0 && lane < comm.num_ranks {
             let word = pool_of(comm, comm.rank) + ready_offset(lane);
-            wait_entered::<false>(comm, word, ready, lane, epoch, of_rank, Wait::OtherCall);
+            let counting = word + offset_of!(ControlWord, counting) as u64;
+            wait_entered::<false>(comm, word, counting, ready, lane, epoch, of_rank, Wait::OtherCall);
         }
         if warp == 1 && lane < wire.num_nodes && lane != wire.node {
             let path = Path::to(wire, lane);
             if path.peer != 0 {
-                let word = path.memory + node_word(wire.layout.ready, lane);
-                wait_entered::<true>(comm, word, ready, lane, epoch, of_node, Wait::OtherNodeCall);
+                wait_node_entered(comm, wire, &path, lane, operation, of_node);
             }
         }
         barrier_sync();
         trace(comm, Phase::Ready);
         !warp_aborted(comm)
+    }
+}
+
+/// Waits until `node`, whose path is given, has entered the operation.
+#[inline(always)]
+unsafe fn wait_node_entered(
+    comm: &Comm,
+    wire: &Wire,
+    path: &Path,
+    node: u32,
+    operation: Operation,
+    what: Wait,
+) {
+    // SAFETY: the words are in this rank's wire memory. That of its counts says whether the node is in a count exchange.
+    unsafe {
+        let word = path.memory + node_word(wire.layout.ready, node);
+        let counting = path.memory + node_word(wire.layout.counts, node);
+        let Operation { epoch, ready, .. } = operation;
+        wait_entered::<true>(comm, word, counting, ready, node, epoch, what, Wait::OtherNodeCall);
     }
 }
 
@@ -237,9 +256,7 @@ pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, wh
     unsafe {
         let node = laneid();
         if node < wire.num_nodes && node != wire.node {
-            let word = Path::to(wire, node).memory + node_word(wire.layout.ready, node);
-            let Operation { epoch, ready, .. } = operation;
-            wait_entered::<true>(comm, word, ready, node, epoch, what, Wait::OtherNodeCall);
+            wait_node_entered(comm, wire, &Path::to(wire, node), node, operation, what);
         }
         syncwarp();
         !warp_aborted(comm)

@@ -7,6 +7,8 @@
 pub const READY_SHIFT: u32 = 40;
 /// The bits of an epoch that a ready word holds.
 pub const READY_EPOCHS: u64 = u64::MAX >> READY_SHIFT;
+/// The bits of a ready word that say more of a call than that it is a dispatch with a count exchange.
+pub const READY_OTHERS: u64 = (1 << READY_SHIFT) - (1 << COLUMNS_SHIFT);
 /// The bits of [`super::PlanHeader::epoch`] that a ready word holds.
 pub const READY_PLANS: u32 = (1 << COLUMNS_SHIFT) - 1;
 
@@ -109,5 +111,8 @@ mod tests {
     fn no_field_reaches_into_another() {
         let most = Call { kind: CallKind::CombineF32, place: !0, row_bytes: !0, columns: !0 };
         assert_eq!(most.bits() | READY_PLANS as u64, (1 << READY_SHIFT) - 1);
+        assert_eq!(most.bits(), READY_OTHERS);
+        let dispatch = Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 };
+        assert_eq!(dispatch.bits() & READY_OTHERS, 0);
     }
 }

@@ -15,7 +15,10 @@ pub const QUANTUM: u64 = 1 << 16;
 pub struct ControlWord {
     /// The value.
     pub value: u64,
-    _line: [u64; 15],
+    /// Of a ready word in a pool: the epoch of the last dispatch whose count exchange the rank has begun. Nothing is ordered by it: who waits
+    /// in vain for the rank to enter another call looks here.
+    pub counting: u64,
+    _line: [u64; 14],
 }
 
 /// Start of every pool: two words per peer carry the whole protocol.
@@ -30,7 +33,7 @@ pub struct Control {
     pub done: [ControlWord; MAX_RANKS],
 }
 
-layout_assert!(ControlWord, size = 128, _line at 8);
+layout_assert!(ControlWord, size = 128, _line at 16);
 layout_assert!(Control, size = 128 * 2 * MAX_RANKS, done at 128 * MAX_RANKS);
 
 /// Offset of `ready[src]` in a pool, in bytes.
