@@ -78,7 +78,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
         }
     } else if joined && planned {
         // The peers' rows were released to this thread; the copy engine must see them too.
-        fence_proxy_async();
+        fence_proxy_async_global();
         let ring = Ring::new(rows.slots, rows.slot_bytes, workers);
         if finishes {
             let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);

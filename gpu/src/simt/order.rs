@@ -90,6 +90,12 @@ device_fns! {
         unsafe { asm!("fence.proxy.async;", options(nostack)) };
     }
 
+    /// The same for global memory only. `fence.proxy.async.global;`
+    pub fn fence_proxy_async_global() {
+        // SAFETY: orders memory only.
+        unsafe { asm!("fence.proxy.async.global;", options(nostack)) };
+    }
+
     /// The same for shared memory only. `fence.proxy.async.shared::cta;`
     pub fn fence_proxy_async_shared() {
         // SAFETY: orders memory only.

@@ -85,7 +85,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
         let joined = wait_ready(comm, epoch, ready, Wait::CombineReady);
         if joined && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
-            fence_proxy_async();
+            fence_proxy_async_global();
             let mut sums = Outputs::<false>::new(args);
             sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, begin, end, warps);
         }

@@ -66,7 +66,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     let joined = wait_ready(comm, epoch, ready, Wait::DispatchReady);
     if joined && planned {
         // The peers have released the rows to this thread that are overwritten now; the copy engine comes behind that too.
-        fence_proxy_async();
+        fence_proxy_async_global();
         let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
         let own = shfl_u64(peer, comm.rank);
         let mut pools = [0u64; MAX_RANKS];

@@ -73,7 +73,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
         }
     } else if joined && planned {
         // The peers have released the rows and slots to this thread that are overwritten now; the copy engine comes behind that too.
-        fence_proxy_async();
+        fence_proxy_async_global();
         let ring = Ring::new(rows.stages, rows.stage_bytes, workers);
         if forwards {
             forward(&args, &ring, channel, workers, epoch);
