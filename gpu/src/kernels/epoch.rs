@@ -373,7 +373,7 @@ impl Deadline {
     /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`] polls.
     #[inline(always)]
     fn is_long(&self) -> bool {
-        self.polls % POLLS_PER_CHECK == 0
+        self.polls.is_multiple_of(POLLS_PER_CHECK)
     }
 
     #[inline(always)]

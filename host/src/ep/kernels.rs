@@ -110,7 +110,7 @@ pub(super) enum Mode {
     /// All ranks map each other's pools.
     OneNode(OneNode),
     /// Ranks of a node map each other's pools; nodes talk over rails.
-    SeveralNodes(SeveralNodes),
+    SeveralNodes(Box<SeveralNodes>),
 }
 
 /// The kernels of operations within one node.
@@ -169,13 +169,13 @@ impl Loaded {
                 combine: kernel(CombineBf16::INFO.name, self.shared_limit)?,
                 combine_f32: kernel(CombineF32::INFO.name, self.shared_limit)?,
             }),
-            Some(wire) => Mode::SeveralNodes(SeveralNodes {
+            Some(wire) => Mode::SeveralNodes(Box::new(SeveralNodes {
                 wire,
                 count: kernel(InternodeCount::INFO.name, 0)?,
                 notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
                 dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
                 combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
-            }),
+            })),
         })
     }
 }
