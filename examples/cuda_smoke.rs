@@ -121,7 +121,7 @@ fn one_device(report: &mut Report, device: &Arc<dyn Device>) {
     report.check("copies and fill", || copies(device));
     report.check("shareable memory is zero", || {
         let memory = Memory::alloc(device, BYTES, MemoryKind::Shareable, "zeroes")?;
-        let words = read_words(&Stream::new(device, false)?, memory.ptr(), WORDS)?;
+        let words = read_words(&Stream::new(device, false)?, &memory, WORDS)?;
         ensure(words.iter().all(|&word| word == 0), "some byte is not zero")?;
         Ok(format!("{} bytes taken for {BYTES}", memory.footprint()))
     });
@@ -198,9 +198,9 @@ fn kernel(device: &Arc<dyn Device>, name: &'static str) -> Result<Kernel, Error>
     Module::load(device, PTX)?.kernel(name, 0)
 }
 
-fn read_words(stream: &Stream, src: DevicePtr, count: u32) -> Result<Vec<u32>, Error> {
+fn read_words(stream: &Stream, memory: &Memory, count: u32) -> Result<Vec<u32>, Error> {
     let mut bytes = vec![0u8; count as usize * 4];
-    stream.read(&mut bytes, src)?;
+    memory.read(stream, 0, &mut bytes)?;
     Ok(bytes.chunks_exact(4).map(|word| u32::from_ne_bytes([word[0], word[1], word[2], word[3]])).collect())
 }
 
@@ -286,7 +286,7 @@ fn wait_between_streams(device: &Arc<dyn Device>) -> Outcome {
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     host_word(&flag).store(0, Ordering::Release);
     let (await_flag, bump) = (kernel(device, "await_flag")?, kernel(device, "bump")?);
-    second.write(word.ptr(), &0u32.to_ne_bytes())?;
+    word.write(&second, 0, &0u32.to_ne_bytes())?;
     let address = word.ptr().0.to_ne_bytes();
     // SAFETY: both kernels end before the memory goes, at the reads below.
     unsafe {
@@ -298,7 +298,7 @@ fn wait_between_streams(device: &Arc<dyn Device>) -> Outcome {
     std::thread::sleep(Duration::from_millis(20));
     let waited = !second.is_done()?;
     host_word(&flag).store(7, Ordering::Release);
-    let value = read_words(&second, word.ptr(), 1)?[0];
+    let value = read_words(&second, &word, 1)?[0];
     first.synchronize()?;
     ensure(waited, "the second stream ran ahead")?;
     ensure(value == 8, format!("{value}, not 7 + 1"))?;
@@ -309,7 +309,7 @@ fn adopted_stream(device: &Arc<dyn Device>) -> Outcome {
     let owner = Stream::new(device, false)?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
-    owner.write(word.ptr(), &0u32.to_ne_bytes())?;
+    word.write(&owner, 0, &0u32.to_ne_bytes())?;
     // SAFETY: `owner` outlives the adopted stream; the kernel ends before the memory goes.
     unsafe {
         let adopted = Stream::adopt(device, owner.raw())?;
@@ -318,7 +318,7 @@ fn adopted_stream(device: &Arc<dyn Device>) -> Outcome {
         drop(adopted);
         owner.launch(&bump, &blocks(1, 1), &[&word.ptr().0.to_ne_bytes()])?;
     }
-    let value = read_words(&owner, word.ptr(), 1)?[0];
+    let value = read_words(&owner, &word, 1)?[0];
     ensure(value == 2, format!("{value}, not 2"))?;
     // SAFETY: the default stream always exists.
     let default = unsafe { Stream::adopt(device, epoxide::driver::RawStream(std::ptr::null_mut()))? };
@@ -361,7 +361,7 @@ fn big_shared(device: &Arc<dyn Device>) -> Outcome {
     let config = LaunchConfig { shared_bytes: bytes, ..blocks(1, 1) };
     // SAFETY: the kernel ends before the memory goes, at the read below.
     unsafe { stream.launch(&kernel, &config, &[&word.ptr().0.to_ne_bytes(), &bytes.to_ne_bytes()])? };
-    let value = read_words(&stream, word.ptr(), 1)?[0];
+    let value = read_words(&stream, &word, 1)?[0];
     ensure(value == 0x5eed, format!("{value:#x} came back"))?;
     Ok(String::new())
 }
@@ -376,7 +376,7 @@ fn cooperative(device: &Arc<dyn Device>) -> Outcome {
     let (counter, met) = (words.ptr().0.to_ne_bytes(), words.ptr().add(4).0.to_ne_bytes());
     // SAFETY: the kernel ends before the memory goes, at the read below.
     unsafe { stream.launch(&grid_meet, &config, &[&counter, &met])? };
-    let met = read_words(&stream, words.ptr(), 2)?[1];
+    let met = read_words(&stream, &words, 2)?[1];
     ensure(met == grid, format!("{met} of {grid} blocks met"))?;
     Ok(format!("{grid} blocks met"))
 }
@@ -389,12 +389,13 @@ fn capture(device: &Arc<dyn Device>) -> Outcome {
     let address = word.ptr().0.to_ne_bytes();
     // SAFETY: all replays end before the memory goes, at the read below.
     let graph = stream.capture(|| unsafe { stream.launch(&bump, &blocks(3, 1), &[&address]) })?;
-    let recorded = read_words(&stream, word.ptr(), 1)?[0];
+    let recorded = read_words(&stream, &word, 1)?[0];
     ensure(recorded == 0, "the recording ran")?;
     for _ in 0..10 {
-        graph.launch(&stream)?;
+        // SAFETY: as above.
+        unsafe { graph.launch(&stream)? };
     }
-    let value = read_words(&stream, word.ptr(), 1)?[0];
+    let value = read_words(&stream, &word, 1)?[0];
     ensure(value == 30, format!("{value}, not 30"))?;
 
     let spoilt = stream.capture(|| stream.synchronize());
@@ -429,7 +430,7 @@ fn increment(device: &Arc<dyn Device>) -> Outcome {
     // SAFETY: the memory outlives the synchronising read below.
     unsafe { stream.fill(memory.ptr(), 0, BYTES)? };
     add_one(&stream, memory.ptr(), memory.ptr())?;
-    let words = read_words(&stream, memory.ptr(), WORDS)?;
+    let words = read_words(&stream, &memory, WORDS)?;
     ensure(words.iter().all(|&word| word == 1), "add_one did not add one everywhere")?;
     Ok(String::new())
 }
@@ -454,18 +455,18 @@ fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Outcome {
     let peer = Memory::import(importer, original.export()?, BYTES, "the owner")?;
     ensure(peer.ptr() != original.ptr(), "the import is no mapping of its own")?;
     add_one(&stream, local.ptr(), peer.ptr())?;
-    let read = read_words(&stream, local.ptr(), WORDS)?;
+    let read = read_words(&stream, &local, WORDS)?;
     ensure(read.iter().enumerate().all(|(index, &word)| word == index as u32 + 1), "peer reads are wrong")?;
 
     add_one(&stream, peer.ptr(), local.ptr())?;
-    let written = read_words(&owner_stream, original.ptr(), WORDS)?;
+    let written = read_words(&owner_stream, &original, WORDS)?;
     ensure(
         written.iter().enumerate().all(|(index, &word)| word == index as u32 + 2),
         "peer writes are wrong",
     )?;
 
     drop(original);
-    let kept = read_words(&stream, peer.ptr(), WORDS)?;
+    let kept = read_words(&stream, &peer, WORDS)?;
     ensure(kept == written, "the memory went with the owner's mapping")?;
     Ok(String::new())
 }
@@ -484,7 +485,7 @@ fn share_with_child(devices: &[Arc<dyn Device>]) -> Outcome {
         .args([CHILD, &fd.as_raw_fd().to_string(), &importer.to_string()])
         .status()?;
     ensure(status.success(), format!("the child ended with {status}"))?;
-    let words = read_words(&stream, memory.ptr(), WORDS)?;
+    let words = read_words(&stream, &memory, WORDS)?;
     ensure(words.iter().all(|&word| word == 1), "the child's writes are wrong")?;
     Ok(format!("device 0 to device {importer}"))
 }
@@ -518,7 +519,7 @@ fn all_to_all(devices: &[Arc<dyn Device>]) -> Outcome {
         stream.synchronize()?;
     }
     for (device, memory) in devices.iter().zip(&owned) {
-        let count = read_words(&Stream::new(device, false)?, memory.ptr(), 1)?[0];
+        let count = read_words(&Stream::new(device, false)?, memory, 1)?[0];
         let expected = 100 * devices.len() as u32;
         ensure(count == expected, format!("device {} counted {count} of {expected}", device.info().ordinal))?;
     }
@@ -543,7 +544,9 @@ fn peer_copy(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Outcome {
         end.record(&stream)?;
     }
     stream.synchronize()?;
-    let word = read_words(&Stream::new(second, false)?, target.ptr().add(SIZE - 4), 1)?[0];
+    let mut last = [0; 4];
+    target.read(&Stream::new(second, false)?, SIZE - 4, &mut last)?;
+    let word = u32::from_ne_bytes(last);
     ensure(word == 0x5a5a_5a5a, format!("{word:#x} came over"))?;
     let gigabytes = 10.0 * SIZE as f64 / f64::from(start.elapsed_ms(&end)?) / 1e6;
     Ok(format!("{gigabytes:.0} GB/s"))
