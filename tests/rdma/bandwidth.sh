@@ -10,7 +10,7 @@ ours=
 median() { printf '%s\n' "$@" | sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
 # GID 1 is the IPv4 address; perftest would take GID 0. Its MB are of 2^20 bytes.
 write_bw() { timeout 60 ib_write_bw -x 1 -s 1048576 -t 16 -n $puts "$@"; }
-for round in 1 2 3 4 5 6 7 8 9; do
+for round in $(seq 15); do
     write_bw -d rxe0 >/tmp/server 2>&1 &
     sleep 0.5
     rate=$(write_bw -d rxe1 192.168.77.1 | awk '$1 == 1048576 { print $4 }')
