@@ -426,15 +426,15 @@ impl Buffer {
     }
 
     /// Runs `work` where `order` says, behind the operation before and whoever still uses the blocks that were taken for it; gives the
-    /// event of an asynchronous call. `uses`: what must live as long as a recording of it.
+    /// event of an asynchronous call. `capturing`: what [`Buffer::begin`] said; `uses`: what must live as long as a recording of it.
     pub(super) fn run(
         &mut self,
         order: StreamOrder<'_>,
+        capturing: bool,
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
         let caller = order.caller;
-        let capturing = caller.is_capturing()?;
         let comm_stream = self.comm_stream.clone();
         let stream = if order.on_comm_stream { &*comm_stream } else { caller };
         match order.previous_event {

@@ -89,7 +89,7 @@ impl Buffer {
     /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
     /// [`Error::PeerTimeout`] of an earlier operation. A timeout of this one shows in [`Buffer::check`].
     pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<CombineOutput> {
-        self.begin(order)?;
+        let capturing = self.begin(order)?;
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
@@ -190,7 +190,7 @@ impl Buffer {
         let routing = handle.places.routing;
         let uses = in_tensor.into_iter().chain(weights).filter_map(|tensor| tensor.owner().cloned());
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
-        let event = self.run(order, uses, |buffer, stream| {
+        let event = self.run(order, capturing, uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             args.comm.trace = trace_place(&mut buffer.trace, "combine", buffer.config.num_sms);
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);

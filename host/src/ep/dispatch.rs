@@ -220,7 +220,7 @@ impl Buffer {
             .flatten()
             .cloned()
             .chain([layout.block.clone() as Owner, block.clone() as Owner]);
-        let event = self.run(order, uses, |buffer, stream| {
+        let event = self.run(order, capturing, uses, |buffer, stream| {
             lease = Some(place.begin((!capturing).then_some(stream))?);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
@@ -309,7 +309,7 @@ impl Buffer {
             .flatten()
             .cloned()
             .chain([handle.0.block.clone() as Owner]);
-        let event = self.run(order, uses, |buffer, stream| {
+        let event = self.run(order, capturing, uses, |buffer, stream| {
             lease = Some(place.begin((!capturing).then_some(stream))?);
             // SAFETY: as in `dispatch`.
             unsafe { buffer.launch_dispatch(stream, args, &places) }
