@@ -108,6 +108,9 @@ pub struct TuningFlags {
     /// Warps per block in dispatch.
     #[arg(long)]
     pub dispatch_warps: Option<u32>,
+    /// Warps per block that send metadata, in dispatch within one node.
+    #[arg(long)]
+    pub dispatch_metadata_warps: Option<u32>,
     /// Most stages per warp in dispatch.
     #[arg(long)]
     pub dispatch_stages: Option<u32>,
@@ -135,6 +138,7 @@ impl Args {
         };
         let TuningFlags {
             dispatch_warps,
+            dispatch_metadata_warps,
             dispatch_stages,
             dispatch_stage_bytes,
             combine_warps,
@@ -166,6 +170,7 @@ impl Args {
             flush_mib: self.flush_mib,
             shapes: Shapes {
                 dispatch_warps,
+                dispatch_metadata_warps,
                 dispatch_stages,
                 dispatch_stage_bytes,
                 combine_warps,

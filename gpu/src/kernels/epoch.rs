@@ -4,7 +4,7 @@
 use core::mem::offset_of;
 
 use crate::layout::{
-    BlockTrace, Comm, ControlWord, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, PlanHeader, PlanStatus, QUANTUM,
+    BlockTrace, Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, PlanHeader, PlanStatus, QUANTUM,
     READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
 };
 use crate::simt::*;
@@ -12,11 +12,13 @@ use crate::simt::*;
 /// Polls between two looks at the clock and the abort word.
 const POLLS_PER_CHECK: u32 = 64;
 
-/// The address of rank `rank`'s pool.
+/// The address of rank `rank`'s pool; 0 where there is no such rank. It is chosen among parameters of the launch without a branch: an index
+/// that is not known to the compiler would take them to local memory, and a branch would part the lanes.
 #[inline(always)]
-pub unsafe fn pool_of(comm: &Comm, rank: u32) -> u64 {
-    // SAFETY: the table has an entry for every rank.
-    unsafe { ld_u64(comm.pools.0 + rank as u64 * 8) }
+pub fn pool_of(comm: &Comm, rank: u32) -> u64 {
+    let mut pool = 0;
+    unroll8!(RANK => { pool |= comm.pools[RANK].0 & ((rank == RANK as u32) as u64).wrapping_neg() });
+    pool
 }
 
 /// The epoch of the running operation. Stable for all blocks: only the last one to leave advances it.
@@ -86,6 +88,18 @@ impl Entry {
     }
 }
 
+/// Begins a dispatch with a count exchange: tells the ranks of this node that this one has entered it, so that all of them are ready by the
+/// time that rows move. One warp calls it, in the kernel that plans; the one that moves rows says nothing.
+#[inline(always)]
+pub unsafe fn tell_planning(comm: &Comm, epoch: u64) {
+    // SAFETY: passed on to the caller. The plan that this dispatch goes by is its own.
+    unsafe {
+        let abort = ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT);
+        let entry = Entry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort };
+        tell_ready(comm, entry.ready_word(comm, epoch));
+    }
+}
+
 /// A phase of a block, as the offset of its time in [`BlockTrace`].
 #[derive(Clone, Copy)]
 #[repr(u64)]
@@ -138,8 +152,7 @@ pub unsafe fn wait_ready(comm: &Comm, epoch: u64, ready: u64, what: Wait) -> boo
     unsafe {
         if tid() < comm.num_ranks {
             let word = pool_of(comm, comm.rank) + ready_offset(tid());
-            let counting = word + offset_of!(ControlWord, counting) as u64;
-            wait_entered::<false>(comm, word, counting, ready, tid(), epoch, what, Wait::OtherCall);
+            wait_entered(comm, word, ready, tid(), epoch, what);
         }
         barrier_sync();
         trace(comm, Phase::Ready);
@@ -147,24 +160,29 @@ pub unsafe fn wait_ready(comm: &Comm, epoch: u64, ready: u64, what: Wait) -> boo
     }
 }
 
-/// Waits until `peer` has entered the operation, by its ready word at `word`, and holds its call against that of `ready`: where they
-/// differ, that is recorded as `other`, and all waits of this rank end.
+/// Waits until rank `peer` of this node has entered the operation, by its ready word at `word`, and holds its call against that of
+/// `ready`: where they differ, that is recorded, and all waits of this rank end.
+#[inline(always)]
+pub(super) unsafe fn wait_entered(comm: &Comm, word: u64, ready: u64, peer: u32, epoch: u64, what: Wait) {
+    // SAFETY: passed on to the caller.
+    unsafe { wait_entered_or(comm, word, ready, peer, epoch, (what, Wait::OtherCall), |_| false, || false) }
+}
+
+/// The same, of a node as well: `others` is what to record where the peer does not come, and where calls differ.
 ///
-/// `MAY_LEAD`: the peer does not need this rank to end an operation, so that it may have entered the next one. Then it has been here too,
-/// and found the calls the same.
-///
-/// A peer that is in a count exchange does not say so by its ready word: the word at `counting` tells.
+/// `has_passed`: whether the epoch that the word says is that of a peer which has been here already. `is_counting`: whether the peer is in a
+/// count exchange, where its word does not say so; asked now and then, and only in a wait that is long.
 #[allow(clippy::too_many_arguments)] // A wait, and what is made of it.
 #[inline(always)]
-pub(super) unsafe fn wait_entered<const MAY_LEAD: bool>(
+pub(super) unsafe fn wait_entered_or(
     comm: &Comm,
     word: u64,
-    counting: u64,
     ready: u64,
     peer: u32,
     epoch: u64,
-    what: Wait,
-    other: Wait,
+    (what, other): (Wait, Wait),
+    has_passed: impl Fn(u64) -> bool,
+    is_counting: impl Fn() -> bool,
 ) {
     // SAFETY: `word` is a live control word.
     unsafe {
@@ -178,30 +196,17 @@ pub(super) unsafe fn wait_entered<const MAY_LEAD: bool>(
                 }
                 return;
             }
-            if MAY_LEAD && entered == (epoch + 1) & READY_EPOCHS {
+            if has_passed(entered) {
                 return;
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, peer, epoch, epoch, seen, what);
                 return;
             }
-            if comm.call & READY_OTHERS != 0 && deadline.is_long() && ld_relaxed_sys_u64(counting) == epoch {
+            if comm.call & READY_OTHERS != 0 && deadline.is_long() && is_counting() {
                 record(comm, 0, peer, epoch, ready, epoch << READY_SHIFT, other);
                 return;
             }
-        }
-    }
-}
-
-/// Tells the ranks of this node that this one is in the count exchange of a dispatch. One warp calls it; lane r tells rank r.
-#[inline(always)]
-pub unsafe fn tell_counting(comm: &Comm, epoch: u64) {
-    // SAFETY: pools are mapped; the word has this rank as its only writer.
-    unsafe {
-        let lane = laneid();
-        if lane < comm.num_ranks {
-            let word = pool_of(comm, lane) + ready_offset(comm.rank);
-            st_relaxed_sys_u64(word + offset_of!(ControlWord, counting) as u64, epoch);
         }
     }
 }
@@ -310,6 +315,32 @@ pub(super) unsafe fn wait_at_least_unless(
 pub unsafe fn wait_packet(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
     // SAFETY: a message has that word, and this rank's pool a message of every peer.
     unsafe { wait_packet_at(comm, message_offset(peer, word), peer, epoch, Wait::Counts) }
+}
+
+/// Waits for packet `word` of the count messages of all ranks: 0 where there is no such rank; `None` when a wait expired.
+#[inline(always)]
+pub unsafe fn wait_packets(comm: &Comm, word: u32, epoch: u64) -> Option<[u32; MAX_RANKS]> {
+    // SAFETY: as for one packet.
+    unsafe {
+        // Usually all have come, so that one look at each, in flight together, is enough.
+        let messages = pool_of(comm, comm.rank) + comm.pool.messages;
+        let mut seen = [0u64; MAX_RANKS];
+        unroll8!(PEER => {
+            if (PEER as u32) < comm.num_ranks {
+                seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(PEER as u32, word));
+            }
+        });
+        let mut values = [0u32; MAX_RANKS];
+        unroll8!(PEER => {
+            if (PEER as u32) < comm.num_ranks {
+                values[PEER] = seen[PEER] as u32;
+                if (seen[PEER] >> 32) as u32 != epoch as u32 {
+                    values[PEER] = wait_packet(comm, PEER as u32, word, epoch)?;
+                }
+            }
+        });
+        Some(values)
+    }
 }
 
 /// Waits for the packet at `offset` of the messages in the own pool; `None` when the wait expired.

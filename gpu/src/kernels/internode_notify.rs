@@ -16,7 +16,7 @@ use core::mem::offset_of;
 use epoxide_macros::kernel;
 
 use super::epoch::{
-    Phase, aborted, current_epoch, is_in_other_call, send_packet_at, tell_counting, trace,
+    Phase, aborted, current_epoch, is_in_other_call, send_packet_at, tell_planning, trace,
     wait_at_least_unless, wait_packet_at,
 };
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
@@ -82,7 +82,7 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     trace(comm, Phase::Enter);
     let exchange = Exchange::new(&args);
     if tid() < 32 {
-        tell_counting(comm, exchange.epoch);
+        tell_planning(comm, exchange.epoch);
     }
     exchange.write_messages();
     barrier_sync();

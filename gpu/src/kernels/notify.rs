@@ -9,7 +9,7 @@ use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
-use super::epoch::{Phase, aborted, current_epoch, send_packet, tell_counting, trace, wait_packet};
+use super::epoch::{Phase, aborted, current_epoch, send_packet, tell_planning, trace, wait_packet, wait_packets};
 use super::ring::channel_range;
 use super::verdict::Verdict;
 use crate::layout::{
@@ -28,6 +28,21 @@ const HEADS: u32 = HEAD * MAX_RANKS as u32;
 
 /// Dynamic shared memory of notify, in bytes: the heads; tokens of earlier channels by destination; whether a wait expired.
 pub const NOTIFY_SHARED_BYTES: u32 = (HEADS + MAX_RANKS as u32 + 1) * 4;
+
+/// Loads of a thread that are in flight together, where it goes through tokens.
+const TOGETHER: usize = 4;
+
+/// Repeats a block with the constant `$n` from 0 to [`TOGETHER`] - 1.
+macro_rules! together {
+    ($n:ident => $body:block) => { together!(@ $n $body 0 1 2 3) };
+    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
+}
+
+/// What must agree between ranks, in the order of `SIGNATURE_NAMES`.
+#[inline(always)]
+fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
+    [args.row_bytes, args.columns, args.num_experts, args.num_channels, args.comm.pool.rows as u32]
+}
 
 /// Exchanges counts and plans where rows go. One block per channel.
 #[kernel(
@@ -59,7 +74,7 @@ pub unsafe fn notify(args: NotifyArgs) {
     // Block 0 sends what the layout already counted, before anything else.
     if channel == 0 {
         if warp == 0 {
-            tell_counting(comm, epoch);
+            tell_planning(comm, epoch);
         }
         if thread < ranks * ranks {
             let (peer, rank) = (thread / ranks, thread % ranks);
@@ -69,11 +84,12 @@ pub unsafe fn notify(args: NotifyArgs) {
         if thread < ranks {
             let bad = ld_u64(args.invalid.0) != u64::MAX;
             send_packet(comm, thread, message::INVALID, bad as u32, epoch);
-            send_packet(comm, thread, message::SIGNATURE, args.row_bytes, epoch);
-            send_packet(comm, thread, message::SIGNATURE + 1, args.columns, epoch);
-            send_packet(comm, thread, message::SIGNATURE + 2, args.num_experts, epoch);
-            send_packet(comm, thread, message::SIGNATURE + 3, args.num_channels, epoch);
-            send_packet(comm, thread, message::SIGNATURE + 4, comm.pool.rows as u32, epoch);
+            let signature = signature(&args);
+            let mut word = 0;
+            while word < signature.len() {
+                send_packet(comm, thread, message::SIGNATURE + word as u32, signature[word], epoch);
+                word += 1;
+            }
         }
         let mut expert = thread;
         while expert < args.num_experts {
@@ -94,13 +110,19 @@ pub unsafe fn notify(args: NotifyArgs) {
     let mut sums = [0u32; MAX_RANKS];
     let mut token = thread;
     while token < begin {
-        let row = args.is_token_in_rank.0 + token as u64 * ranks as u64;
-        for (rank, sum) in sums.iter_mut().enumerate() {
-            if (rank as u32) < ranks {
-                *sum += ld_u8(row + rank as u64);
-            }
-        }
-        token += THREADS;
+        // Several tokens a turn, with all their loads in flight together.
+        let mut parts = [[0u32; MAX_RANKS]; TOGETHER];
+        together!(PART => {
+            let mine = token + PART as u32 * THREADS;
+            let row = args.is_token_in_rank.0 + mine as u64 * ranks as u64;
+            unroll8!(RANK => {
+                parts[PART][RANK] = ld_u8_if((mine < begin) & ((RANK as u32) < ranks), row + RANK as u64);
+            });
+        });
+        together!(PART => {
+            unroll8!(RANK => { sums[RANK] += parts[PART][RANK] });
+        });
+        token += TOGETHER as u32 * THREADS;
     }
     // All warp sums before the first branch: behind one, the compiler may give its sides a copy each of the next sum.
     unroll8!(RANK => { sums[RANK] = redux_add(sums[RANK]) });
@@ -122,7 +144,10 @@ pub unsafe fn notify(args: NotifyArgs) {
         if word < message::RANK_COUNTS + ranks {
             match wait_packet(comm, source, word, epoch) {
                 Some(value) => st_shared_u32(heads + thread * 4, value),
-                None => st_shared_u32(expired, 1),
+                None => {
+                    st_shared_u32(heads + thread * 4, 0);
+                    st_shared_u32(expired, 1);
+                }
             }
         }
     }
@@ -135,8 +160,17 @@ pub unsafe fn notify(args: NotifyArgs) {
     if ld_shared_u32(expired) != 0 {
         status = PlanStatus::Timeout as u32;
     }
+    // Lane r looks whether rank r differs. Only where one does, all look for the first.
+    let (mut differs, expected) = (0, signature(&args));
+    unroll8!(WORD => {
+        if WORD <= message::INVALID as usize {
+            let ours = if WORD < expected.len() { expected[WORD % expected.len()] } else { 0 };
+            differs |= head(lane.min(ranks - 1), WORD as u32) ^ ours;
+        }
+    });
+    let objections = ballot(differs != 0);
     let mut source = 0;
-    while source < ranks {
+    while source < ranks && objections != 0 {
         let mut word = 0;
         while status == 0 && word < message::INVALID {
             (verdict.theirs, verdict.ours) = (head(source, word), head(comm.rank, word));
@@ -150,23 +184,22 @@ pub unsafe fn notify(args: NotifyArgs) {
         }
         source += 1;
     }
-    let (mut receives, mut rank) = (0, 0);
-    while rank < ranks && status != PlanStatus::Timeout as u32 {
-        let (mut total, mut source) = (0, 0);
-        while source < ranks {
-            total += count(source, rank);
-            if channel == 0 && thread == 0 {
-                st_u32(args.rank_prefix_matrix.0 + (source * ranks + rank) as u64 * 4, total);
-            }
-            source += 1;
+    // Lane r: the rows that rank r receives.
+    let (mut total, mut source) = (0, 0);
+    while source < ranks && lane < ranks && status != PlanStatus::Timeout as u32 {
+        total += count(source, lane);
+        if channel == 0 && warp == 0 {
+            st_u32(args.rank_prefix_matrix.0 + (source * ranks + lane) as u64 * 4, total);
         }
-        if rank == comm.rank {
-            receives = total;
-        }
-        if status == 0 && total as u64 > comm.pool.rows {
-            (status, verdict.peer, verdict.detail) = (PlanStatus::Capacity as u32, rank, total);
-        }
-        rank += 1;
+        source += 1;
+    }
+    syncwarp();
+    let receives = shfl_u32(total, comm.rank);
+    let over = ballot(total as u64 > comm.pool.rows);
+    let first_over = over.trailing_zeros() & 31; // of any lane, where there is none
+    let its_total = shfl_u32(total, first_over);
+    if status == 0 && over != 0 {
+        (status, verdict.peer, verdict.detail) = (PlanStatus::Capacity as u32, first_over, its_total);
     }
     if status == 0 {
         status = PlanStatus::Ready as u32;
@@ -186,21 +219,28 @@ pub unsafe fn notify(args: NotifyArgs) {
         let start = ld_shared_u32(earlier + warp * 4);
         let (mut group, mut head) = (begin, 0);
         while group < end {
-            let token = group + lane;
-            let inside = token < end;
-            let hit = mine && inside && ld_u8(args.is_token_in_rank.0 + (token * ranks + warp) as u64) != 0;
-            let hits = ballot(hit);
-            let index = head + (hits & lanemask_lt()).count_ones();
-            if inside {
-                let row = if hit { (base + start + index) as i32 } else { -1 };
-                st_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + warp) as u64 * 4, row);
-                if mine {
-                    let head = if hit { index as i32 } else { -1 };
-                    st_i32(args.send_head.0 + (token * ranks + warp) as u64 * 4, head);
+            let mut wanted = [0u32; TOGETHER];
+            together!(PART => {
+                let token = group + PART as u32 * 32 + lane;
+                let at = args.is_token_in_rank.0 + (token * ranks + warp) as u64;
+                wanted[PART] = ld_u8_if(mine & (token < end), at);
+            });
+            together!(PART => {
+                let token = group + PART as u32 * 32 + lane;
+                let hit = wanted[PART] != 0;
+                let hits = ballot(hit);
+                let index = head + (hits & lanemask_lt()).count_ones();
+                if token < end {
+                    let row = if hit { (base + start + index) as i32 } else { -1 };
+                    st_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + warp) as u64 * 4, row);
+                    if mine {
+                        let head = if hit { index as i32 } else { -1 };
+                        st_i32(args.send_head.0 + (token * ranks + warp) as u64 * 4, head);
+                    }
                 }
-            }
-            head += hits.count_ones();
-            group += 32;
+                head += hits.count_ones();
+            });
+            group += TOGETHER as u32 * 32;
         }
         if mine && lane == 0 {
             let entry = warp * args.num_channels + channel;
@@ -216,21 +256,16 @@ pub unsafe fn notify(args: NotifyArgs) {
     let entries = if channel == 0 { 1 + local_experts } else { 1 };
     let mut entry = thread;
     while entry < entries && agreed {
-        let (mut total, mut source) = (0, 0);
-        while source < ranks {
-            let word = if entry == 0 {
-                message::CHANNEL_STARTS + channel
-            } else {
-                message::EXPERT_COUNTS + entry - 1
-            };
-            let Some(value) = wait_packet(comm, source, word, epoch) else { break };
-            if entry == 0 {
-                let to = (source * args.num_channels + channel) as u64 * 4;
-                st_u32(args.recv_channel_prefix_matrix.0 + to, value);
+        let word = if entry == 0 { message::CHANNEL_STARTS + channel } else { message::EXPERT_COUNTS + entry - 1 };
+        let Some(values) = wait_packets(comm, word, epoch) else { break };
+        let mut total = 0;
+        unroll8!(SOURCE => {
+            total += values[SOURCE];
+            if entry == 0 && (SOURCE as u32) < ranks {
+                let to = (SOURCE as u32 * args.num_channels + channel) as u64 * 4;
+                st_u32(args.recv_channel_prefix_matrix.0 + to, values[SOURCE]);
             }
-            total += value;
-            source += 1;
-        }
+        });
         if entry != 0 {
             let aligned = total.div_ceil(args.expert_alignment) * args.expert_alignment;
             let to = (entry - 1) as u64 * 4;

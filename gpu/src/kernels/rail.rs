@@ -2,10 +2,10 @@
 //!
 //! A rank talks to one rank of every other node: the one with its own index there. In this file `node` stands for it.
 
-use super::epoch::{Phase, aborted, pool_of, trace, wait_at_least, wait_entered, warp_aborted};
+use super::epoch::{Phase, aborted, pool_of, trace, wait_at_least, wait_entered, wait_entered_or, warp_aborted};
 use crate::layout::{
     ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, NodePath, PutRequest, QueueHandle, QueueWords,
-    RING_ENTRIES, Wait, Wire, ready_offset,
+    READY_EPOCHS, RING_ENTRIES, Wait, Wire, ready_offset,
 };
 use crate::simt::*;
 use core::mem::offset_of;
@@ -214,8 +214,7 @@ pub unsafe fn wait_mapped_ready(
         let Operation { epoch, ready, .. } = operation;
         if warp == 0 && lane < comm.num_ranks {
             let word = pool_of(comm, comm.rank) + ready_offset(lane);
-            let counting = word + offset_of!(ControlWord, counting) as u64;
-            wait_entered::<false>(comm, word, counting, ready, lane, epoch, of_rank, Wait::OtherCall);
+            wait_entered(comm, word, ready, lane, epoch, of_rank);
         }
         if warp == 1 && lane < wire.num_nodes && lane != wire.node {
             let path = Path::to(wire, lane);
@@ -244,7 +243,12 @@ unsafe fn wait_node_entered(
         let word = path.memory + node_word(wire.layout.ready, node);
         let counting = path.memory + node_word(wire.layout.counts, node);
         let Operation { epoch, ready, .. } = operation;
-        wait_entered::<true>(comm, word, counting, ready, node, epoch, what, Wait::OtherNodeCall);
+        // A node does not need this rank to end an operation, so that it may have entered the next one. Then it has been here too, and
+        // found the calls the same.
+        let has_passed = |entered| entered == (epoch + 1) & READY_EPOCHS;
+        let is_counting = || ld_relaxed_sys_u64(counting) == epoch;
+        let waits = (what, Wait::OtherNodeCall);
+        wait_entered_or(comm, word, ready, node, epoch, waits, has_passed, is_counting);
     }
 }
 

@@ -44,24 +44,38 @@ impl Ring {
     /// those that have a ring.
     #[inline(always)]
     pub unsafe fn new(count: u32, bytes: u32, warps: u32) -> Self {
+        let ring = Ring::lay_out(count, bytes, warps);
+        // SAFETY: passed on to the caller.
+        unsafe { ring.init() };
+        ring
+    }
+
+    /// Where the warp's ring is, if it is one of the first `warps`.
+    #[inline(always)]
+    pub fn lay_out(count: u32, bytes: u32, warps: u32) -> Self {
+        let warp = tid() / 32;
+        let (shared, warp_bytes) = (dynamic_shared(), count * bytes);
+        let buffers = shared + warp * warp_bytes;
+        let barriers = shared + warps * warp_bytes + warp * count * Mbarrier::BYTES;
+        Ring { buffers, barriers, count, bytes }
+    }
+
+    /// Initialises its barriers. The whole warp calls it, if it has a ring.
+    #[inline(always)]
+    pub unsafe fn init(&self) {
         // SAFETY: the host sizes dynamic shared memory for all warps. The barriers are this warp's own, and the warp
         // meets before any lane uses them.
         unsafe {
-            let warp = tid() / 32;
-            let (shared, warp_bytes) = (dynamic_shared(), count * bytes);
-            let buffers = shared + warp * warp_bytes;
-            let barriers = shared + warps * warp_bytes + warp * count * Mbarrier::BYTES;
             if laneid() == 0 {
                 let mut slot = 0;
-                while slot < count {
-                    Mbarrier::at(barriers + slot * Mbarrier::BYTES).init(1);
+                while slot < self.count {
+                    Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).init(1);
                     slot += 1;
                 }
                 // The copy engine completes on them in the async proxy.
                 fence_proxy_async_shared();
             }
             syncwarp();
-            Ring { buffers, barriers, count, bytes }
         }
     }
 

@@ -82,7 +82,7 @@ pub struct NotifyArgs {
     pub columns: u32,
 }
 
-layout_assert!(NotifyArgs, size = 272, columns at 268);
+layout_assert!(NotifyArgs, size = 328, columns at 324);
 
 /// Arguments of `dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -122,9 +122,13 @@ pub struct DispatchArgs {
     pub with_metadata: u32,
     /// First expert of this node: 0 with one node.
     pub first_expert: u32,
+    /// Within one node: the last warps of a block, which send metadata while the others move rows. At least 1 where metadata travels.
+    pub metadata_warps: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(DispatchArgs, size = 232, first_expert at 228);
+layout_assert!(DispatchArgs, size = 296, reserved at 292);
 
 /// Arguments of `stage_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -180,7 +184,7 @@ pub struct CombineArgs {
     pub pieces: u32,
 }
 
-layout_assert!(CombineArgs, size = 200, pieces at 196);
+layout_assert!(CombineArgs, size = 256, pieces at 252);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -283,7 +287,7 @@ pub struct InternodeNotifyArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeNotifyArgs, size = 400, reserved at 396);
+layout_assert!(InternodeNotifyArgs, size = 456, reserved at 452);
 
 /// Arguments of `internode_dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -308,7 +312,7 @@ pub struct InternodeDispatchArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeDispatchArgs, size = 432, reserved at 428);
+layout_assert!(InternodeDispatchArgs, size = 496, reserved at 492);
 
 /// What a dispatch across nodes leaves for combine and cached dispatches: both sides of a token's way.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -349,4 +353,4 @@ pub struct InternodeCombineArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeCombineArgs, size = 376, reserved at 372);
+layout_assert!(InternodeCombineArgs, size = 432, reserved at 428);

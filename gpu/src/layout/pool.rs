@@ -15,10 +15,7 @@ pub const QUANTUM: u64 = 1 << 16;
 pub struct ControlWord {
     /// The value.
     pub value: u64,
-    /// Of a ready word in a pool: the epoch of the last dispatch whose count exchange the rank has begun. Nothing is ordered by it: who waits
-    /// in vain for the rank to enter another call looks here.
-    pub counting: u64,
-    _line: [u64; 14],
+    _line: [u64; 15],
 }
 
 /// Start of every pool: two words per peer carry the whole protocol.
@@ -33,7 +30,7 @@ pub struct Control {
     pub done: [ControlWord; MAX_RANKS],
 }
 
-layout_assert!(ControlWord, size = 128, _line at 16);
+layout_assert!(ControlWord, size = 128, _line at 8);
 layout_assert!(Control, size = 128 * 2 * MAX_RANKS, done at 128 * MAX_RANKS);
 
 /// Offset of `ready[src]` in a pool, in bytes.
@@ -117,8 +114,8 @@ layout_assert!(PoolLayout, size = 88, bytes at 80);
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Comm {
-    /// Device table of pool addresses by rank, u64 `[MAX_RANKS]`, own entry included.
-    pub pools: DevicePtr,
+    /// Where each rank's pool is, the own one included. Arguments of the kernel, so that nobody waits for a table's memory.
+    pub pools: [DevicePtr; MAX_RANKS],
     /// [`LocalState`] of this rank.
     pub local: DevicePtr,
     /// [`Status`] of this rank, in mapped host memory.
@@ -137,7 +134,7 @@ pub struct Comm {
     pub pool: PoolLayout,
 }
 
-layout_assert!(Comm, size = 144, pool at 56);
+layout_assert!(Comm, size = 136 + 8 * MAX_RANKS, pool at 48 + 8 * MAX_RANKS);
 
 /// When a block reached each phase of its operation, in ns of the device's clock. Thread 0 of the block writes it, and
 /// only where [`Comm::trace`] is set.

@@ -87,6 +87,22 @@ device_fns! {
         r
     }
 
+    /// One byte where `active`, else 0, weak, with no branch; only a use of the value waits for it. `@active ld.global.u8 r, [p];`
+    ///
+    /// # Safety
+    /// Where `active`, `p` is a live global address.
+    pub unsafe fn ld_u8_if(active: bool, p: u64) -> u32 {
+        let r: u32;
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!(
+                "{{ .reg .pred q; setp.ne.u32 q, {a}, 0; mov.b32 {r}, 0; @q ld.global.u8 {r}, [{p}]; }}",
+                r = out(reg32) r, a = in(reg32) active as u32, p = in(reg64) p, options(nostack)
+            )
+        };
+        r
+    }
+
     /// One byte, weak; the low eight bits of `v`. `st.global.u8 [p], v;`
     ///
     /// # Safety
@@ -141,6 +157,23 @@ device_fns! {
         unsafe {
             asm!(
                 "ld.global.L1::no_allocate.v4.b32 {{{a}, {b}, {c}, {d}}}, [{p}];",
+                a = out(reg32) a, b = out(reg32) b, c = out(reg32) c, d = out(reg32) d,
+                p = in(reg64) p, options(nostack)
+            )
+        };
+        [a, b, c, d]
+    }
+
+    /// 16 bytes, weak. `ld.global.v4.b32 {..}, [p];`
+    ///
+    /// # Safety
+    /// `p` is a live global address, 16-byte aligned.
+    pub unsafe fn ld_v4(p: u64) -> [u32; 4] {
+        let (a, b, c, d): (u32, u32, u32, u32);
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!(
+                "ld.global.v4.b32 {{{a}, {b}, {c}, {d}}}, [{p}];",
                 a = out(reg32) a, b = out(reg32) b, c = out(reg32) c, d = out(reg32) d,
                 p = in(reg64) p, options(nostack)
             )

@@ -153,7 +153,8 @@ pub struct Buffer {
     pub(super) places: Vec<Arc<PlaceState>>,
     pool: Arc<Pool>,
     _peers: Peers,
-    _tables: Memory,
+    /// The pools' addresses, u64 `[MAX_RANKS]`, then the [`LocalState`].
+    tables: Memory,
     start: Event,
     pub(super) sequence: Arc<Sequence>,
     /// Where the last captured operation ends, in its recording.
@@ -235,7 +236,7 @@ impl Buffer {
         let loaded = loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
 
         let comm = Comm {
-            pools: tables.ptr(),
+            pools: peers.addresses.map(DevicePtr),
             local: tables.ptr().add(local_at),
             status: status.ptr(),
             timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
@@ -264,7 +265,7 @@ impl Buffer {
             status,
             pool,
             _peers: peers,
-            _tables: tables,
+            tables,
             start: Event::new(&device, false)?,
             sequence: Sequence::new(&device)?,
             captured_end: Event::new(&device, false)?,
@@ -350,6 +351,11 @@ impl Buffer {
     /// What the kernels of an operation in this place are told.
     pub(super) fn comm_in(&self, place: &PlaceState, call: Call) -> Comm {
         Comm { pool: place.layout, call: call.bits(), ..self.comm }
+    }
+
+    /// Device table of the pools' addresses.
+    pub(super) fn pool_table(&self) -> DevicePtr {
+        self.tables.ptr()
     }
 
     /// The address of this rank's pool.

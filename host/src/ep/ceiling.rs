@@ -61,7 +61,7 @@ impl Buffer {
             // Pools of other nodes are out of reach.
             None => {
                 let (comm, room) = (&self.comm, pool.combine_x - pool.recv_x);
-                (comm.pools, comm.rank, comm.num_ranks, pool.combine_x, pool.recv_x, room)
+                (self.pool_table(), comm.rank, comm.num_ranks, pool.combine_x, pool.recv_x, room)
             }
         };
         let needed = shape.rows as u64 * num_ranks as u64 * shape.row_bytes as u64;

@@ -462,6 +462,8 @@ impl Buffer {
             stage_bytes: ring.bytes,
             with_metadata,
             first_expert: self.node() * self.ranks_per_node() * local_experts,
+            metadata_warps: if metadata.is_some() { self.kernels.metadata_warps() } else { 0 },
+            reserved: 0,
         }
     }
 
@@ -579,7 +581,7 @@ impl Buffer {
                 (Mode::OneNode(node), Routing::Intranode(_)) => stream.call(
                     &node.dispatch,
                     grid,
-                    ring.threads(),
+                    ring.threads() + args.metadata_warps * 32,
                     ring.shared_bytes(),
                     Dispatch::call(args),
                 ),

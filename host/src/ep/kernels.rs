@@ -30,6 +30,8 @@ pub struct Tuning {
     pub dispatch_warps: u32,
     /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half of the blocks send.
     pub internode_dispatch_warps: u32,
+    /// Further warps per block in a dispatch within one node that exchanges counts, which send the rows' metadata, 1 to 4.
+    pub dispatch_metadata_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
     pub dispatch_stage_bytes: u32,
     /// Most stages per warp in dispatch, at least 2.
@@ -47,6 +49,7 @@ impl Default for Tuning {
         Tuning {
             dispatch_warps: 3,
             internode_dispatch_warps: 6,
+            dispatch_metadata_warps: 4,
             dispatch_stage_bytes: 8192,
             dispatch_stages: 10,
             combine_warps: 16,
@@ -67,6 +70,7 @@ impl Tuning {
         };
         check("dispatch_warps", self.dispatch_warps, 1..=8)?;
         check("internode_dispatch_warps", self.internode_dispatch_warps, 1..=8)?;
+        check("dispatch_metadata_warps", self.dispatch_metadata_warps, 1..=4)?;
         check("dispatch_stage_bytes", self.dispatch_stage_bytes, 128..=65536)?;
         check("dispatch_stages", self.dispatch_stages, 2..=32)?;
         check("combine_warps", self.combine_warps, 1..=16)?;
@@ -248,6 +252,14 @@ impl Kernels {
 
     fn shared_limit(&self) -> u32 {
         self.device.info().max_shared_bytes_per_block
+    }
+
+    /// Warps of a dispatch's block that send metadata, beside those that move rows.
+    pub fn metadata_warps(&self) -> u32 {
+        match self.mode {
+            Mode::OneNode(_) => self.tuning.dispatch_metadata_warps,
+            Mode::SeveralNodes(_) => 0,
+        }
     }
 
     /// The ring of a dispatch, and the bytes of a row that travel together: a stage holds those and the scales, and across nodes a

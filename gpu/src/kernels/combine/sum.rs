@@ -83,12 +83,8 @@ pub struct Ranks<'a> {
 impl<'a> Ranks<'a> {
     /// `table`: i32 `[tokens, SEND_ROW_STRIDE]`.
     #[inline(always)]
-    pub unsafe fn new(args: &'a CombineArgs, table: u64) -> Self {
-        // SAFETY: the table of pools has an entry for every rank.
-        unsafe {
-            let (comm, lane) = (&args.comm, laneid());
-            Ranks { args, pool: if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 }, table }
-        }
+    pub fn new(args: &'a CombineArgs, table: u64) -> Self {
+        Ranks { args, pool: pool_of(&args.comm, laneid()), table }
     }
 
     /// Lane l: rank l's row of the token whose entries begin at `entry`, or -1; -1 in all lanes unless there is such a token. Nobody

@@ -1,63 +1,78 @@
-//! What travels with a row: where it goes, and its token's top-k entries.
+//! What travels with rows: their source indices and top-k entries, which a block's last warps send.
+//!
+//! Rows of consecutive tokens at a rank are consecutive, so a warp that takes several tokens at once, an entry a lane, fills whole packets
+//! of the link, where the warps that move rows would send a token's few bytes at a time.
 
 use crate::layout::{DispatchArgs, MAX_RANKS, SEND_ROW_STRIDE};
 use crate::simt::*;
 
-/// What lane r knows of a token's row at rank r, and lane k of its top-k entry k.
+/// A lane's entry among those of the tokens that its warp takes together: of token `token`, top-k entry `k`.
 #[derive(Clone, Copy)]
 pub struct Metadata {
-    /// The row at rank r, or -1.
-    pub row: i32,
+    /// The lane's token, or `u32::MAX` where there is none for it.
+    token: u32,
+    k: u32,
+    /// Where the token goes: its row at every rank, or -1.
+    rows: [i32; MAX_RANKS],
     /// A global id.
-    pub expert: i64,
-    pub weight: f32,
+    expert: i64,
+    weight: f32,
+}
+
+/// Tokens that a warp takes together.
+#[inline(always)]
+pub fn tokens_at_once(args: &DispatchArgs) -> u32 {
+    // A clamp instead of a test, so that no division needs a trap. A token has at most 32 entries.
+    32 / args.num_topk.clamp(1, 32)
 }
 
 impl Metadata {
-    pub const NONE: Metadata = Metadata { row: -1, expert: -1, weight: 0.0 };
-
-    /// Reads a token's entries, a turn before they are used.
+    /// Reads the entries of the tokens from `first` on that are before `end`, ahead of their use.
     #[inline(always)]
-    pub unsafe fn fetch(args: &DispatchArgs, token: u32, end: u32, lane: u32) -> Metadata {
-        // SAFETY: the entries lie inside their tensors.
+    pub unsafe fn fetch(args: &DispatchArgs, first: u32, end: u32) -> Metadata {
+        // SAFETY: the entries of tokens before `end` lie inside their tensors.
         unsafe {
-            let mut metadata = Metadata::NONE;
-            if token < end {
-                if lane < SEND_ROW_STRIDE {
-                    metadata.row = ld_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + lane) as u64 * 4);
-                }
-                if args.with_metadata != 0 && lane < args.num_topk {
-                    let entry = token as u64 * args.num_topk as u64 + lane as u64;
-                    metadata.expert = ld_i64(args.topk_idx.0 + entry * 8);
-                    metadata.weight = ld_f32(args.topk_weights.0 + entry * 4);
+            let (lane, columns) = (laneid(), args.num_topk.clamp(1, 32));
+            let (nth, k) = (lane / columns, lane % columns);
+            let token = first + nth;
+            let exists = (nth < tokens_at_once(args)) & (token < end);
+            let (mut expert, mut weight) = (-1, 0.0);
+            let mut rows = [-1; MAX_RANKS];
+            if exists {
+                let at = args.send_row.0 + (token * SEND_ROW_STRIDE) as u64 * 4;
+                let (low, high) = (ld_v4(at), ld_v4(at + 16));
+                unroll8!(RANK => {
+                    rows[RANK] = if RANK < 4 { low[RANK % 4] } else { high[RANK % 4] } as i32;
+                });
+                if k < args.num_topk {
+                    let entry = token as u64 * args.num_topk as u64 + k as u64;
+                    expert = ld_i64(args.topk_idx.0 + entry * 8);
+                    weight = ld_f32(args.topk_weights.0 + entry * 4);
                 }
             }
-            metadata
+            Metadata { token: if exists { token } else { u32::MAX }, k, rows, expert, weight }
         }
     }
 
-    /// Writes source index, local expert ids and weights to every rank that wants the token.
+    /// Writes source index, local expert ids and weights to every rank that wants the lane's token.
     #[inline(always)]
-    pub unsafe fn send(&self, args: &DispatchArgs, token: u32, pools: &[u64; MAX_RANKS], lane: u32) {
-        // SAFETY: rows were planned inside the pools; this is the row's only writer.
+    pub unsafe fn send(&self, args: &DispatchArgs) {
+        // SAFETY: rows were planned inside the pools; this is the entry's only writer.
         unsafe {
-            let pool = &args.comm.pool;
-            // All rows first: the shuffles overlap, and the stores do not wait for them one by one.
-            let mut rows = [0i32; MAX_RANKS];
-            unroll8!(RANK => { rows[RANK] = shfl_u32(self.row as u32, RANK as u32) as i32 });
+            let (comm, pool) = (&args.comm, &args.comm.pool);
             unroll8!(RANK => {
-                if rows[RANK] >= 0 {
-                    let (base, row) = (pools[RANK], rows[RANK] as u64);
-                    if lane < args.num_topk {
-                        let first = args.first_expert + RANK as u32 * args.local_experts;
+                if self.rows[RANK] >= 0 {
+                    let (base, row) = (comm.pools[RANK].0, self.rows[RANK] as u64);
+                    if self.k < args.num_topk {
+                        let first = RANK as u32 * args.local_experts;
                         let local = self.expert - first as i64;
                         let here = local >= 0 && local < args.local_experts as i64;
-                        let entry = row * args.num_topk as u64 + lane as u64;
+                        let entry = row * args.num_topk as u64 + self.k as u64;
                         st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });
                         st_f32(base + pool.recv_topk_weights + entry * 4, if here { self.weight } else { 0.0 });
                     }
-                    if lane == 0 {
-                        st_u32(base + pool.recv_src_idx + row * 4, token);
+                    if self.k == 0 {
+                        st_u32(base + pool.recv_src_idx + row * 4, self.token);
                     }
                 }
             });

@@ -12,10 +12,10 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Entry, Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
-use crate::layout::{DispatchArgs, MAX_RANKS, Wait, bulk_scale_bytes, row_stride};
+use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, row_stride};
 use crate::simt::*;
+use metadata::{Metadata, tokens_at_once};
 
-pub use metadata::Metadata;
 pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.
@@ -23,9 +23,9 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine work is a ring of
 /// `stages` buffers: one bulk load brings a row (or a piece of it) in, then lane r's bulk store sends it to rank r, so a
 /// row is read once however many ranks want it. A rank's rows for itself go out through ordinary stores, which leaves the
-/// copy engine to the links. Shared memory: the ring module says.
+/// copy engine to the links. The block's last `metadata_warps` warps send metadata. Shared memory: the ring module says.
 #[kernel(
-    threads = 256, min_blocks = 1, barriers = 2, registers = 200,
+    threads = 384, min_blocks = 1, barriers = 2, registers = 168,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
@@ -36,24 +36,32 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
         args.stage_bytes.is_multiple_of(128),
         args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
         args.local_experts >= 1,
+        args.num_topk <= 32,
     )
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
     let comm = &args.comm;
-    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
+    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);
     trace(comm, Phase::Enter);
     let entry = Entry::read(comm, args.header.0);
     let epoch = current_epoch(comm);
     let ready = entry.ready_word(comm, epoch);
-    if ctaid() == 0 && warp == 0 {
+    // Notify has said so where there was one.
+    if args.with_metadata == 0 && ctaid() == 0 && warp == 0 {
         tell_ready(comm, ready);
     }
 
     // With no valid plan, no row moves; the words still do, so that the next operation finds them in step.
     let planned = entry.is_planned();
     let (begin, end) = block_range(args.num_tokens);
-    let begin = begin + warp;
-    let ring = Ring::new(args.stages, args.stage_bytes, warps);
+    // A warp that moves rows finds no entries to send, and one that sends metadata no rows to move.
+    let (each, mut first, mut begin) = (tokens_at_once(&args), end, begin + warp);
+    let ring = Ring::lay_out(args.stages, args.stage_bytes, warps);
+    if warp < warps {
+        ring.init();
+    } else {
+        (first, begin) = (begin - warp + (warp - warps) * each, end);
+    }
 
     // Fill the ring while the peers' words are on their way.
     let mut load = Cursor::new(begin, warps);
@@ -62,29 +70,35 @@ pub unsafe fn dispatch(args: DispatchArgs) {
         load.advance(&args);
     }
 
+    // Lane r: the row at rank r. Read a turn ahead.
+    let rows_of = |token: u32| {
+        let entry = args.send_row.0 + (token * SEND_ROW_STRIDE + lane) as u64 * 4;
+        ld_i32_if((lane < SEND_ROW_STRIDE) & planned & (token < end), entry, -1)
+    };
+    let mut next = rows_of(begin);
+    let mut entries = Metadata::fetch(&args, first, end);
     let mut turn = Turn::first();
     let joined = wait_ready(comm, epoch, ready, Wait::DispatchReady);
     if joined && planned {
         // The peers have released the rows to this thread that are overwritten now; the copy engine comes behind that too.
         fence_proxy_async_global();
-        let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
-        let own = shfl_u64(peer, comm.rank);
-        let mut pools = [0u64; MAX_RANKS];
-        unroll8!(RANK => { pools[RANK] = shfl_u64(peer, RANK as u32) });
-        let mut next = Metadata::fetch(&args, begin, end, lane);
-        let mut token = Metadata::NONE;
+        while first < end {
+            let these = entries;
+            first += args.metadata_warps * each;
+            entries = Metadata::fetch(&args, first, end);
+            these.send(&args);
+        }
+        let (peer, own) = (pool_of(comm, lane), pool_of(comm, comm.rank));
+        let mut row = -1;
         let mut send = Cursor::new(begin, warps);
         let mut previous = 0;
         while send.token < end {
             if send.offset == 0 {
-                token = next;
-                next = Metadata::fetch(&args, send.token + warps, end, lane);
-                if args.with_metadata != 0 {
-                    token.send(&args, send.token, &pools, lane);
-                }
+                row = next;
+                next = rows_of(send.token + warps);
                 if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
                     let scale_bytes = args.num_scales as u64 * 4;
-                    let to = scale_place(&args, peer, token.row);
+                    let to = scale_place(&args, peer, row);
                     copy_scales(args.scales.0 + send.token as u64 * scale_bytes, args.num_scales, to);
                 }
             }
@@ -92,17 +106,17 @@ pub unsafe fn dispatch(args: DispatchArgs) {
             let row_offset = comm.pool.recv_x + send.offset as u64;
             let stride = row_stride(args.row_bytes as u64);
             ring.wait(&turn);
-            if token.row >= 0 {
+            if row >= 0 {
                 if lane != comm.rank {
-                    bulk_store(peer + row_offset + token.row as u64 * stride, buffer, bytes);
+                    bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
                 }
                 let scale_bytes = bulk_scale_bytes(args.num_scales);
                 if scale_bytes != 0 && send.offset == 0 {
-                    bulk_store(scale_place(&args, peer, token.row), buffer + args.piece_bytes, scale_bytes);
+                    bulk_store(scale_place(&args, peer, row), buffer + args.piece_bytes, scale_bytes);
                 }
             }
             bulk_commit();
-            let own_row = shfl_u32(token.row as u32, comm.rank) as i32;
+            let own_row = shfl_u32(row as u32, comm.rank) as i32;
             if own_row >= 0 {
                 store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
             }

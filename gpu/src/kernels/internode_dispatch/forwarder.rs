@@ -1,14 +1,15 @@
 //! The forwarder of a channel: what arrives from other nodes goes to the ranks of this one.
 
+use super::metadata::Metadata;
 use super::{
     FORWARD_ROW_BYTES, forward_row, forward_start, note_rows, relayed_before, send_source, slot_shape,
 };
-use crate::kernels::dispatch::{Metadata, Tail, copy_scales, load_stage, scale_place};
+use crate::kernels::dispatch::{Tail, copy_scales, load_stage, scale_place};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::rail::{Path, arrival_word, channel_rows, rows_arrived, wait_rows};
 use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{
-    InternodeDispatchArgs, MAX_RANKS, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, row_stride,
+    InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, row_stride,
 };
 use crate::simt::*;
 
@@ -112,9 +113,7 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
         let (rows, wire) = (&args.dispatch, &args.wire);
         let (comm, lane) = (&rows.comm, laneid());
         let shape = slot_shape(args);
-        let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
-        let mut pools = [0u64; MAX_RANKS];
-        unroll8!(RANK => { pools[RANK] = shfl_u64(peer, RANK as u32) });
+        let peer = pool_of(comm, lane);
 
         // Lane n: what comes on the channel from node n: how many rows, their slots and arrival word, and where they are among the relayed tokens.
         let (mut count, mut entries) = (0, 0);
@@ -203,7 +202,7 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
                         token.expert = ld_shared_u32(at) as i32 as i64;
                         token.weight = f32::from_bits(ld_shared_u32(at + rows.num_topk * 4));
                     }
-                    token.send(rows, ld_shared_u32(tail + SlotShape::TOKEN), &pools, lane);
+                    token.send(rows, ld_shared_u32(tail + SlotShape::TOKEN), lane);
                     send_source(args, row, peer, sent.node);
                     note_rows(args, entry, head, row);
                 } else if lane < SEND_ROW_STRIDE {

@@ -9,6 +9,7 @@
 //! them is the same in all lanes.
 
 mod forwarder;
+mod metadata;
 mod poster;
 mod sender;
 
@@ -61,7 +62,9 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     let ready = entry.ready_word(comm, epoch);
     let operation = Operation { epoch, ready, queue_wait: Wait::DispatchQueue };
     if ctaid() == 0 && tid() < 32 {
-        tell_ready(comm, ready);
+        if rows.with_metadata == 0 {
+            tell_ready(comm, ready);
+        }
         tell_nodes_ready(comm, wire, operation);
     }
     let planned = entry.is_planned();

@@ -1,7 +1,8 @@
 //! The sender of a channel: its worker warps.
 
+use super::metadata::Metadata;
 use super::{forward_start, note_rows, relayed_before, send_source, slot_shape};
-use crate::kernels::dispatch::{Cursor, Metadata, copy_scales, load_piece, scale_place, store_plain};
+use crate::kernels::dispatch::{Cursor, copy_scales, load_piece, scale_place, store_plain};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::progress::Progress;
 use crate::kernels::rail::{Path, channel_rows};
@@ -85,10 +86,8 @@ pub unsafe fn send(
         let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
         let first = begin + warp;
 
-        let peer = if lane < comm.num_ranks { pool_of(comm, lane) } else { 0 };
+        let peer = pool_of(comm, lane);
         let own = shfl_u64(peer, comm.rank);
-        let mut pools = [0u64; MAX_RANKS];
-        unroll8!(RANK => { pools[RANK] = shfl_u64(peer, RANK as u32) });
         // Lane j: where this channel's rows start at rank j. Lane n: where its slots for node n start.
         let mut starts = 0;
         if lane < comm.num_ranks {
@@ -128,7 +127,7 @@ pub unsafe fn send(
                     slot = slot_base + (slots + token.node_head as u32) as u64 * args.slot_bytes as u64;
                 }
                 if rows.with_metadata != 0 {
-                    token.metadata.send(rows, sent.token, &pools, lane);
+                    token.metadata.send(rows, sent.token, lane);
                     send_source(args, token.metadata.row, peer, wire.node);
                     // Tokens for this node do not pass the wire, but are noted with those that the forwarder relays.
                     let node_head = shfl_u32(token.node_head as u32, wire.node) as i32;
