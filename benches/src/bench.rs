@@ -2,8 +2,8 @@
 
 use epoxide::driver::{Memory, MemoryKind, Stream};
 use epoxide::ep::{
-    Buffer, CachedDispatchRequest, CombineRequest, Counts, DType, DispatchHandle, DispatchLayout,
-    DispatchOutput, DispatchRequest, Place, StreamOrder, Tensor, TypedTensor,
+    Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Counts, DType, DispatchHandle,
+    DispatchLayout, DispatchOutput, DispatchRequest, Place, StreamOrder, Tensor, TypedTensor,
 };
 use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
@@ -15,23 +15,72 @@ use crate::counts::{RankCounts, TokenCounts};
 use crate::measured::TracedCall;
 
 /// Turns of the case: of the rows that are sent, and of those that are given back.
-const ROWS: u64 = 0;
-const RETURNED: u64 = 1;
+pub(crate) const ROWS: u64 = 0;
+pub(crate) const RETURNED: u64 = 1;
 
-/// One rank's calls, on the rows of one case.
-pub(crate) struct Bench<'a> {
-    pub plan: &'a Plan,
-    pub rig: Rank,
+/// One rank's operations on the rows of one case, whether they run or are recorded.
+pub(crate) struct Calls {
     pub place: Place,
     pub x: Tensor<'static>,
     pub scales: Option<TypedTensor<'static, f32>>,
     pub topk_weights: TypedTensor<'static, f32>,
     pub layout: DispatchLayout<'static>,
-    pub no_rows: Tensor<'static>,
     /// Rows that the routing brings here.
     pub received: u64,
+    /// Elements of a row.
+    pub hidden: u64,
     /// The routing, of as many channels as the buffer has.
     pub routing: DispatchHandle,
+}
+
+impl Calls {
+    pub fn dispatch(
+        &mut self,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+        counts: Counts,
+    ) -> Result<DispatchOutput<'_>> {
+        let request = DispatchRequest::new(&self.x, &self.layout).topk_weights(&self.topk_weights);
+        let request = self.scales.iter().fold(request.counts(counts), DispatchRequest::scales);
+        buffer.dispatch(&mut self.place, request, order)
+    }
+
+    pub fn dispatch_cached(
+        &mut self,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+    ) -> Result<DispatchOutput<'_>> {
+        let request = CachedDispatchRequest::new(&self.x, &self.routing);
+        let request = self.scales.iter().fold(request, CachedDispatchRequest::scales);
+        buffer.dispatch_cached(&mut self.place, request, order)
+    }
+
+    /// Combines the rows that are in the pool.
+    pub fn combine(&self, buffer: &mut Buffer, order: StreamOrder<'_>) -> Result<Tensor<'static>> {
+        let rows = self.place.combine_rows(DType::Bf16, self.received, self.hidden)?;
+        self.combine_of((&rows).into(), buffer, order)
+    }
+
+    pub fn combine_of(
+        &self,
+        rows: CombineRows<'_>,
+        buffer: &mut Buffer,
+        order: StreamOrder<'_>,
+    ) -> Result<Tensor<'static>> {
+        let request = match rows {
+            CombineRows::Tensor(rows) => CombineRequest::new(rows, &self.routing),
+            CombineRows::InPool(rows) => CombineRequest::new(rows, &self.routing),
+        };
+        Ok(buffer.combine(request, order)?.combined_x)
+    }
+}
+
+/// One rank's benchmark.
+pub(crate) struct Bench<'a> {
+    pub plan: &'a Plan,
+    pub rig: Rank,
+    pub calls: Calls,
+    pub no_rows: Tensor<'static>,
     /// A routing of no tokens: its dispatch is a barrier between the devices.
     pub nothing: DispatchHandle,
     pub flush: Option<Memory>,
@@ -54,22 +103,9 @@ impl<'a> Bench<'a> {
             0 => None,
             bytes => Some(Memory::alloc(buffer.device(), bytes, MemoryKind::Device, "L2 flush")?),
         };
-        let traced = Vec::new();
-        Ok(Bench {
-            plan,
-            rig,
-            place,
-            x,
-            scales,
-            topk_weights,
-            layout,
-            no_rows,
-            received,
-            routing,
-            nothing,
-            flush,
-            traced,
-        })
+        let hidden = plan.hidden;
+        let calls = Calls { place, x, scales, topk_weights, layout, received, hidden, routing };
+        Ok(Bench { plan, rig, calls, no_rows, nothing, flush, traced: Vec::new() })
     }
 
     /// Dispatches the rows, and none at all, with the buffer's present configuration: the two routings.
@@ -91,48 +127,42 @@ impl<'a> Bench<'a> {
 
     /// The routings with the buffer's present configuration.
     pub fn routings(&mut self) -> Result<(DispatchHandle, DispatchHandle)> {
-        let rows = (&self.x, self.scales.as_ref(), &self.layout);
+        let calls = &mut self.calls;
+        let rows = (&calls.x, calls.scales.as_ref(), &calls.layout);
         let (buffer, stream) = (&mut self.rig.buffer, &self.rig.stream);
-        Self::route(self.plan, buffer, stream, &mut self.place, rows, &self.no_rows)
+        Self::route(self.plan, buffer, stream, &mut calls.place, rows, &self.no_rows)
     }
 
     pub fn dispatch(&mut self, counts: Counts) -> Result<DispatchOutput<'_>> {
-        let request = DispatchRequest::new(&self.x, &self.layout).topk_weights(&self.topk_weights);
-        let request = self.scales.iter().fold(request.counts(counts), DispatchRequest::scales);
-        self.rig.buffer.dispatch(&mut self.place, request, StreamOrder::on(&self.rig.stream))
+        self.calls.dispatch(&mut self.rig.buffer, StreamOrder::on(&self.rig.stream), counts)
     }
 
     pub fn dispatch_cached(&mut self) -> Result<()> {
-        let request = CachedDispatchRequest::new(&self.x, &self.routing);
-        let request = self.scales.iter().fold(request, CachedDispatchRequest::scales);
-        let order = StreamOrder::on(&self.rig.stream);
-        self.rig.buffer.dispatch_cached(&mut self.place, request, order).map(drop)
+        self.calls.dispatch_cached(&mut self.rig.buffer, StreamOrder::on(&self.rig.stream)).map(drop)
     }
 
     pub fn combine(&mut self) -> Result<Tensor<'static>> {
-        let rows = self.place.combine_rows(DType::Bf16, self.received, self.plan.hidden)?;
-        let request = CombineRequest::new(&rows, &self.routing);
-        Ok(self.rig.buffer.combine(request, StreamOrder::on(&self.rig.stream))?.combined_x)
+        self.calls.combine(&mut self.rig.buffer, StreamOrder::on(&self.rig.stream))
     }
 
     pub fn combine_staged(&mut self, rows: &Tensor) -> Result<()> {
-        let request = CombineRequest::new(rows, &self.routing);
-        self.rig.buffer.combine(request, StreamOrder::on(&self.rig.stream)).map(drop)
+        let order = StreamOrder::on(&self.rig.stream);
+        self.calls.combine_of(rows.into(), &mut self.rig.buffer, order).map(drop)
     }
 
     /// A barrier between the devices, on the device.
     pub fn barrier(&mut self) -> Result<()> {
         let request = CachedDispatchRequest::new(&self.no_rows, &self.nothing);
         let order = StreamOrder::on(&self.rig.stream);
-        self.rig.buffer.dispatch_cached(&mut self.place, request, order).map(drop)
+        self.rig.buffer.dispatch_cached(&mut self.calls.place, request, order).map(drop)
     }
 
     /// Every received row and every sum, bit for bit.
     pub fn verify(&mut self, case: &Case) -> Result<()> {
         let sources = oracle::recv_order(&case.routing, self.rig.rank);
         let output = self.dispatch(Counts::Exact)?.detach();
-        self.rig.check_received(case, ROWS, &sources, "dispatch", output.at(&self.place)?)?;
-        let target = self.place.combine_rows(DType::Bf16, sources.len() as u64, self.plan.hidden)?;
+        self.rig.check_received(case, ROWS, &sources, "dispatch", output.at(&self.calls.place)?)?;
+        let target = self.calls.place.combine_rows(DType::Bf16, sources.len() as u64, self.plan.hidden)?;
         self.rig.write_returned(case, RETURNED, &sources, target.tensor())?;
         drop(target);
         for _ in 0..2 {
@@ -141,6 +171,11 @@ impl<'a> Bench<'a> {
             self.rig.note(difference.map(|difference| format!("combine: {difference}")));
         }
         self.rig.buffer.check()?;
+        self.no_failure()
+    }
+
+    /// An error where a check has failed since the last call.
+    pub fn no_failure(&mut self) -> Result<()> {
         match self.rig.take_failure() {
             None => Ok(()),
             Some(failure) => Err(Error::Mismatch {
@@ -167,7 +202,7 @@ impl<'a> Bench<'a> {
     /// Tokens of a dispatch as the handle on the device has them.
     pub fn counts(&self) -> Result<RankCounts> {
         let per_node = self.plan.topology.ranks_per_node as usize;
-        let (me, ends) = (self.rig.rank as usize, self.rows_up_to(&self.routing)?);
+        let (me, ends) = (self.rig.rank as usize, self.rows_up_to(&self.calls.routing)?);
         let starts = std::iter::once(&0).chain(&ends);
         let from: Vec<u64> = ends.iter().zip(starts).map(|(end, start)| (end - start) as u64).collect();
         let received = |wanted: &dyn Fn(usize) -> bool| {
@@ -195,8 +230,8 @@ impl<'a> Bench<'a> {
 
     /// By node: tokens that this rank sends there, and those from there that it relays, as the handle has them.
     pub fn rows_by_node(&self) -> Result<(Vec<u64>, Vec<u64>)> {
-        let Some(handle) = self.routing.internode() else {
-            let heads = self.routing.send_head().to_host::<i32>(&self.rig.stream)?;
+        let Some(handle) = self.calls.routing.internode() else {
+            let heads = self.calls.routing.send_head().to_host::<i32>(&self.rig.stream)?;
             let tokens = heads.chunks(self.plan.topology.ranks() as usize);
             let sent = tokens.filter(|token| token.iter().any(|&head| head >= 0)).count() as u64;
             return Ok((vec![sent], vec![0]));

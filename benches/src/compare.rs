@@ -11,7 +11,7 @@ use std::fmt::Write;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-use crate::results::{Phase, Point, percentile};
+use crate::results::{Point, percentile};
 use crate::{Error, Result};
 
 /// Chance of a false alarm that a verdict of a difference accepts.
@@ -45,7 +45,34 @@ impl Verdict {
     }
 }
 
-/// A phase of B against the same of A.
+/// What is compared of a point: the calls of a phase, or replays of a step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Timed<'a> {
+    /// What was timed; the same on both sides of a comparison.
+    pub what: String,
+    /// Median over iterations.
+    pub median_us: f64,
+    /// The iterations.
+    pub samples_us: &'a [f64],
+}
+
+/// All that can be compared of a point.
+fn timed(point: &Point) -> Vec<Timed<'_>> {
+    let phases = point.phases.iter().map(|phase| Timed {
+        what: phase.name.text().into(),
+        median_us: phase.call.median_us,
+        samples_us: &phase.call.samples_us,
+    });
+    let replays = point.graph.iter().flat_map(|step| {
+        step.timings().into_iter().filter_map(move |(how, times)| {
+            let what = format!("{}, {how}", step.text());
+            times.map(|times| Timed { what, median_us: times.p50_us, samples_us: &times.samples_us })
+        })
+    });
+    phases.chain(replays).collect()
+}
+
+/// What was timed on side B against the same on side A.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Comparison {
     /// Median of B over that of A.
@@ -82,27 +109,30 @@ pub fn text(a: &[Point], b: &[Point], tolerance: f64) -> Result<String> {
             "compare: the files have no point in common (same sizes, network, seed and SMs)".into(),
         ));
     }
+    let all = pairs.iter().flat_map(|(old, _)| timed(old));
+    let width = all.map(|timed| timed.what.len()).max().unwrap_or(0);
     let mut out = format!(
-        "{:>5} {:>5} {:>7} {:>5} {:<5} {:<18} {:>10} {:>10} {:>7} {:>15} {:>8}  {}",
+        "{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {:>10} {:>10} {:>7} {:>15} {:>8}  {}",
         "nodes", "ranks", "tokens", "SMs", "dtype", "phase", "A us", "B us", "B / A", "95%", "p", "B is"
     );
     for (old, new) in &pairs {
-        for phase in &old.phases {
-            let Some(other) = new.phase(phase.name) else { continue };
-            let c = compare(phase, other, tolerance);
+        let others = timed(new);
+        for one in timed(old) {
+            let Some(other) = others.iter().find(|other| other.what == one.what) else { continue };
+            let c = compare(&one, other, tolerance);
             let interval = c.interval.map_or("-".into(), |(low, high)| format!("{low:.3} - {high:.3}"));
             // Writing to a string cannot fail.
             let _ = write!(
                 out,
-                "\n{:>5} {:>5} {:>7} {:>5} {:<5} {:<18} {:>10.1} {:>10.1} {:>7.3} {interval:>15} {:>8}  {}",
+                "\n{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {:>10.1} {:>10.1} {:>7.3} {interval:>15} {:>8}  {}",
                 old.key.nodes,
                 old.key.num_ranks,
                 old.key.tokens,
                 old.key.num_sms,
                 old.key.dtype,
-                phase.name.text(),
-                phase.call.median_us,
-                other.call.median_us,
+                one.what,
+                one.median_us,
+                other.median_us,
                 c.ratio,
                 c.p.map_or("-".into(), |p| format!("{p:.4}")),
                 c.verdict.text()
@@ -122,10 +152,10 @@ pub fn text(a: &[Point], b: &[Point], tolerance: f64) -> Result<String> {
     Ok(out)
 }
 
-/// Compares one phase.
-pub fn compare(a: &Phase, b: &Phase, tolerance: f64) -> Comparison {
-    let ratio = b.call.median_us / a.call.median_us;
-    let (a, b) = (&a.call.samples_us[..], &b.call.samples_us[..]);
+/// Compares two times of one thing.
+pub fn compare(a: &Timed<'_>, b: &Timed<'_>, tolerance: f64) -> Comparison {
+    let ratio = b.median_us / a.median_us;
+    let (a, b) = (a.samples_us, b.samples_us);
     if a.len().min(b.len()) < FEWEST_SAMPLES {
         return Comparison { ratio, interval: None, p: None, verdict: Verdict::Unknown };
     }
@@ -188,18 +218,9 @@ fn bootstrap(a: &[f64], b: &[f64]) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::results::{Distribution, PhaseName};
 
-    fn phase(samples: &[f64]) -> Phase {
-        Phase {
-            name: PhaseName::DispatchCached,
-            row_bytes: 1,
-            call: Distribution::new(&[samples]),
-            kernel_us: None,
-            back_to_back: None,
-            wire: None,
-            bandwidth: None,
-        }
+    fn of(samples_us: &[f64]) -> Timed<'_> {
+        Timed { what: String::new(), median_us: percentile(samples_us, 0.5), samples_us }
     }
 
     fn noisy(seed: u64, centre: f64) -> Vec<f64> {
@@ -219,14 +240,14 @@ mod tests {
 
     #[test]
     fn differences_are_told_from_noise() {
-        let base = phase(&noisy(1, 100.0));
-        let verdict = |samples: &[f64]| compare(&base, &phase(samples), 0.01).verdict;
+        let base = noisy(1, 100.0);
+        let verdict = |samples: &[f64]| compare(&of(&base), &of(samples), 0.01).verdict;
         assert_eq!(verdict(&noisy(1, 100.0)), Verdict::Noise);
         assert_eq!(verdict(&noisy(2, 120.0)), Verdict::Slower);
         assert_eq!(verdict(&noisy(3, 80.0)), Verdict::Faster);
         // Sure, but smaller than what runs drift by.
         let shifted: Vec<f64> = vec![100.0; 20];
-        let steady = compare(&phase(&shifted), &phase(&shifted.map_by(0.2)), 0.01);
+        let steady = compare(&of(&shifted), &of(&shifted.map_by(0.2)), 0.01);
         assert_eq!(steady.verdict, Verdict::Noise);
         assert!(steady.p.unwrap() < ALPHA);
         assert_eq!(verdict(&[50.0; 3]), Verdict::Unknown);
@@ -250,8 +271,8 @@ mod tests {
     fn same_distributions_seldom_alarm() {
         let alarms = (0..200)
             .filter(|&i| {
-                let (a, b) = (phase(&noisy(2 * i + 10, 100.0)), phase(&noisy(2 * i + 11, 100.0)));
-                compare(&a, &b, 0.0).verdict != Verdict::Noise
+                let (a, b) = (noisy(2 * i + 10, 100.0), noisy(2 * i + 11, 100.0));
+                compare(&of(&a), &of(&b), 0.0).verdict != Verdict::Noise
             })
             .count();
         assert!(alarms <= 6, "{alarms} false alarms of 200 at 1%");
@@ -259,7 +280,7 @@ mod tests {
 
     #[test]
     fn the_interval_holds_the_ratio() {
-        let c = compare(&phase(&noisy(4, 100.0)), &phase(&noisy(5, 150.0)), 0.01);
+        let c = compare(&of(&noisy(4, 100.0)), &of(&noisy(5, 150.0)), 0.01);
         let (low, high) = c.interval.unwrap();
         assert!(low <= c.ratio && c.ratio <= high && low > 1.4 && high < 1.6, "{c:?}");
     }

@@ -8,10 +8,11 @@ use epoxide::ep::{Buffer, BufferOptions, BufferShape, CeilingShape, Counts, DTyp
 use epoxide::group::ProcessGroup;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
+use epoxide_testing::roundtrip::Case;
 
 use crate::Plan;
 use crate::bench::Bench;
-pub use crate::measured::{RankResult, Samples, Times, TracedCall, WireCount};
+pub use crate::measured::{RankResult, ReplayTimes, Samples, Times, TracedCall, WireCount};
 use crate::puts::Poster;
 use crate::results::PhaseName;
 
@@ -51,14 +52,13 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
     let case = plan.case();
     let mut bench = Bench::new(plan, &case, Rank::with(group.clone(), stream, buffer))?;
     bench.verify(&case)?;
-    drop(case);
     let transport_us = if mapped { Vec::new() } else { bench.transport_alone(&**group)? };
     group.barrier(group.timeout())?;
     let mut times = Vec::new();
     for &num_sms in &plan.num_sms {
         bench.rig.buffer.set_config(plan.config(num_sms)?)?;
-        (bench.routing, bench.nothing) = bench.routings()?;
-        times.push(bench.time(num_sms)?);
+        (bench.calls.routing, bench.nothing) = bench.routings()?;
+        times.push(bench.time(num_sms, &case)?);
         group.barrier(group.timeout())?;
     }
     let counts = bench.counts()?;
@@ -128,7 +128,7 @@ impl Bench<'_> {
         // An exact-size dispatch returns while its rows are on their way.
         self.rig.stream.synchronize()?;
         let before = self.wire_count();
-        let samples = self.isolated(call)?;
+        let samples = self.isolated(true, call)?;
         let after = self.wire_count();
         let count =
             WireCount { bytes: after.bytes - before.bytes, puts: after.puts.saturating_sub(before.puts) };
@@ -136,7 +136,7 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    fn time(&mut self, num_sms: u32) -> Result<Times> {
+    fn time(&mut self, num_sms: u32, case: &Case) -> Result<Times> {
         let capacity = self.rig.buffer.capacity();
         let mut times = Times { num_sms, ..Times::default() };
         let uncached = |bench: &mut Self| bench.dispatch(Counts::OnDevice { capacity }).map(drop);
@@ -145,7 +145,7 @@ impl Bench<'_> {
         times.dispatch_uncached = self.phase(&mut times, PhaseName::DispatchUncached, uncached)?;
         times.combine =
             self.phase(&mut times, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
-        let shape = [self.received, self.plan.hidden];
+        let shape = [self.calls.received, self.plan.hidden];
         let rows = Tensor::alloc(self.rig.buffer.device(), DType::Bf16, &shape)?;
         times.combine_staged =
             self.phase(&mut times, PhaseName::CombineStaged, |bench| bench.combine_staged(&rows))?;
@@ -171,6 +171,9 @@ impl Bench<'_> {
         if !self.plan.no_ceiling && has_links && !self.rig.buffer.device().info().is_virtual {
             times.ceiling =
                 Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
+        }
+        if self.plan.graph {
+            times.replays = self.replays(case, &rows)?;
         }
         Ok(times)
     }
@@ -207,12 +210,16 @@ impl Bench<'_> {
         self.rig.buffer.check()
     }
 
-    /// Times every iteration by itself: L2 emptied, devices aligned, then one call between two events. All of it is
+    /// Times every iteration by itself: L2 emptied if `flushed`, devices aligned, then one call between two events. All of it is
     /// enqueued ahead, so that the host's own delays stay out.
-    fn isolated(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<Samples> {
+    pub(crate) fn isolated(
+        &mut self,
+        flushed: bool,
+        mut call: impl FnMut(&mut Self) -> Result<()>,
+    ) -> Result<Samples> {
         let mut pairs = Vec::new();
         for iteration in 0..self.plan.warmup + self.plan.iters {
-            if let Some(flush) = &self.flush {
+            if let (true, Some(flush)) = (flushed, &self.flush) {
                 // SAFETY: the memory lives as long as the bench, which synchronises below.
                 unsafe { self.rig.stream.fill(flush.ptr(), iteration as u8, flush.bytes())? };
             }
@@ -249,7 +256,7 @@ impl Bench<'_> {
 
     /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.
     fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<f64> {
-        let row_bytes = self.x.row_bytes() as u32;
+        let row_bytes = self.calls.x.row_bytes() as u32;
         let row_bytes =
             if direction == Direction::Pull { self.plan.combine_row_bytes() as u32 } else { row_bytes };
         let limit = self.rig.buffer.device().info().max_shared_bytes_per_block;
@@ -263,8 +270,9 @@ impl Bench<'_> {
             }
             let fanout = 5.min(peers);
             let shape = CeilingShape { blocks, warps, stages, rows: self.plan.tokens, row_bytes, fanout };
-            let samples =
-                self.isolated(|bench| bench.rig.buffer.launch_ceiling(direction, shape, &bench.rig.stream))?;
+            let samples = self.isolated(true, |bench| {
+                bench.rig.buffer.launch_ceiling(direction, shape, &bench.rig.stream)
+            })?;
             // The next barrier may not start before all have written.
             self.barrier()?;
             let mean = samples.iter().sum::<f64>() / samples.len() as f64;

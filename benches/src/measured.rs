@@ -64,6 +64,21 @@ pub struct Times {
     pub ceiling: Option<(f64, f64)>,
     /// What the proxies put in a phase's calls.
     pub wire: Vec<(PhaseName, WireCount)>,
+    /// Replays of captured steps; nothing where none were asked for.
+    pub replays: Vec<ReplayTimes>,
+}
+
+/// One rank's replays of one step.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ReplayTimes {
+    /// The calls that were captured together.
+    pub calls: Vec<PhaseName>,
+    /// Each replay by itself.
+    pub alone: Samples,
+    /// Likewise, L2 emptied before; missing where nothing empties it.
+    pub flushed: Option<Samples>,
+    /// Chains of replays, the time of one.
+    pub chained: Samples,
 }
 
 impl Times {

@@ -1,10 +1,10 @@
 //! Turns the ranks' samples into points.
 
 use crate::counts::{self, RankCounts, TokenCounts};
-use crate::measure::{RankResult, Samples, Times, WireCount};
+use crate::measure::{RankResult, ReplayTimes, Samples, Times, WireCount};
 use crate::results::{
-    Bandwidth, Distribution, MscclppBandwidth, OnWire, Phase, PhaseName, Point, SCHEMA_VERSION, Spread, gbps,
-    mean, today,
+    Bandwidth, Distribution, MscclppBandwidth, OnWire, Phase, PhaseName, Point, Replays, SCHEMA_VERSION,
+    Slowest, Spread, gbps, mean, today,
 };
 use crate::{Error, Plan, Result};
 
@@ -56,6 +56,7 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 remote_rows: shared.remote_rows,
                 phases: shared.phases(),
                 exact_dispatch_returns: shared.distribution(|times| &times.dispatch_exact_host),
+                graph: shared.replays(),
             }
         })
         .collect())
@@ -133,6 +134,26 @@ impl Common<'_> {
             self.phase(PhaseName::CombineInPool, |t| &t.combine, stream(|t| t.combine_stream)),
             self.phase(PhaseName::CombineStaged, |t| &t.combine_staged, None),
         ]
+    }
+
+    /// All ranks replay the same steps in the same order.
+    fn replays(&self) -> Vec<Replays> {
+        let steps = self.ranks[0].times[self.index].replays.iter().enumerate();
+        let of = |at: usize, pick: fn(&ReplayTimes) -> Option<&Samples>| {
+            let ranks: Option<Vec<&[f64]>> =
+                self.times().map(|times| pick(&times.replays[at]).map(Vec::as_slice)).collect();
+            ranks.map(|ranks| Slowest::new(&ranks))
+        };
+        steps
+            .filter_map(|(at, step)| {
+                Some(Replays {
+                    calls: step.calls.clone(),
+                    alone: of(at, |times| Some(&times.alone))?,
+                    flushed: of(at, |times| times.flushed.as_ref()),
+                    chained: of(at, |times| Some(&times.chained))?,
+                })
+            })
+            .collect()
     }
 
     fn phase(&self, name: PhaseName, samples: fn(&Times) -> &Samples, back_to_back: Option<Spread>) -> Phase {

@@ -72,6 +72,9 @@ pub struct Point {
     pub phases: Vec<Phase>,
     /// Host's clock: an exact-size dispatch returns after this.
     pub exact_dispatch_returns: Distribution,
+    /// Replays of captured steps; empty where none were asked for.
+    #[serde(default)]
+    pub graph: Vec<Replays>,
 }
 
 /// What a point is of: points with equal keys can be compared.
@@ -269,6 +272,66 @@ impl Distribution {
     }
 }
 
+/// Replays of one step: calls that were captured together as a CUDA graph.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Replays {
+    /// The calls, in order.
+    pub calls: Vec<PhaseName>,
+    /// Each replay by itself, L2 as it is.
+    pub alone: Slowest,
+    /// Likewise, L2 emptied before; `null` where nothing empties it.
+    pub flushed: Option<Slowest>,
+    /// Chains of [`CHAIN`](crate::replay::CHAIN) replays that follow each other directly: the time of one.
+    pub chained: Slowest,
+}
+
+impl Replays {
+    /// The calls, for people.
+    pub fn text(&self) -> String {
+        self.calls.iter().map(|call| call.text()).collect::<Vec<_>>().join(" + ")
+    }
+
+    /// How replays were timed, for people, and what they took.
+    pub fn timings(&self) -> [(&'static str, Option<&Slowest>); 3] {
+        [
+            ("replay", Some(&self.alone)),
+            ("replay, L2 emptied", self.flushed.as_ref()),
+            ("chained replay", Some(&self.chained)),
+        ]
+    }
+}
+
+/// A distribution over iterations, in microseconds; an iteration counts as its slowest rank.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Slowest {
+    /// Median, nearest rank.
+    pub p50_us: f64,
+    /// 99th percentile, nearest rank.
+    pub p99_us: f64,
+    /// Shortest iteration.
+    pub min_us: f64,
+    /// Mean.
+    pub mean_us: f64,
+    /// Every iteration, in order.
+    pub samples_us: Vec<f64>,
+}
+
+impl Slowest {
+    /// Of every rank's iterations.
+    pub fn new(ranks: &[&[f64]]) -> Slowest {
+        let iterations = ranks.iter().map(|samples| samples.len()).min().unwrap_or(0);
+        let slowest = |at| ranks.iter().map(|samples: &&[f64]| samples[at]).fold(0.0, f64::max);
+        let samples: Vec<f64> = (0..iterations).map(slowest).collect();
+        Slowest {
+            p50_us: percentile(&samples, 0.5),
+            p99_us: percentile(&samples, 0.99),
+            min_us: percentile(&samples, 0.0),
+            mean_us: mean(&samples),
+            samples_us: samples,
+        }
+    }
+}
+
 /// Bandwidths of one phase in GB/s (1e9 bytes), per rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Bandwidth {
@@ -423,6 +486,10 @@ mod tests {
         let two = Distribution::new(&[&[1.0, 3.0], &[3.0, 9.0]]);
         assert_eq!(two.samples_us, [2.0, 6.0]);
         assert_eq!((two.avg_us, two.min_rank_us, two.max_rank_us), (4.0, 2.0, 6.0));
+        let slowest = Slowest::new(&[&[1.0, 9.0, 2.0], &[3.0, 3.0, 1.0]]);
+        assert_eq!(slowest.samples_us, [3.0, 9.0, 2.0]);
+        assert_eq!([slowest.min_us, slowest.p50_us, slowest.p99_us], [2.0, 3.0, 9.0]);
+        assert_eq!(slowest.mean_us, 14.0 / 3.0);
     }
 
     #[test]

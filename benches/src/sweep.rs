@@ -177,13 +177,14 @@ fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topolog
     Ok(groups)
 }
 
-/// A finished point: the same sizes and launch shapes, the same kind of device, and as many iterations.
+/// A finished point: the same sizes and launch shapes, the same kind of device, as many iterations, and replays where they are asked for.
 fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
     let key = plan.key(sms);
     known.iter().find(|point| {
         point.key == key
             && point.is_virtual == plan.is_virtual
             && (point.warmup, point.iters, point.shapes) == (plan.warmup, plan.iters, plan.shapes)
+            && !(plan.graph && point.graph.is_empty())
     })
 }
 

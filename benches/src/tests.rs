@@ -33,6 +33,7 @@ pub fn plan(line: &str) -> Plan {
         iters: 2,
         seed: 7,
         masked: 0.0,
+        graph: false,
         no_ceiling: false,
         flush_mib: 256,
         shapes: Shapes::default(),
@@ -62,6 +63,7 @@ pub fn plan(line: &str) -> Plan {
             "--iters" => plan.iters = number(),
             "--seed" => plan.seed = u64::from(number()),
             "--masked" => plan.masked = pair[1].parse().unwrap(),
+            "--graph" => plan.graph = pair[1].parse().unwrap(),
             "--combine-warps" => plan.shapes.combine_warps = Some(number()),
             other => panic!("{other}"),
         }
@@ -133,6 +135,47 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
             let put = if ranks[0].mapped { 0.0 } else { rows * wire.slot_bytes as f64 + messages };
             assert_eq!(ranks[0].mapped, !line.contains("shm") && !line.contains("tcp"), "{line}");
             assert!((wire.bytes * per_rank - put).abs() < 1e-6, "{line}");
+        }
+    }
+}
+
+#[test]
+fn replays_of_every_step_are_right_and_timed() {
+    for line in [
+        "--ranks-per-node 3 --experts 9 --tokens 5 --dtype fp8 --hidden 256 --masked 0.3",
+        "--num-sms 2,4 --masked 1.0",
+        "--nodes 2 --ranks-per-node 2 --num-sms 4 --transport shm",
+    ] {
+        let plan = plan(&format!("{line} --graph true"));
+        let (points, ranks) = measure(&plan, open).unwrap();
+        for (index, point) in points.iter().enumerate() {
+            let steps: Vec<String> = point.graph.iter().map(|step| step.text()).collect();
+            assert_eq!(
+                steps,
+                [
+                    "dispatch cached",
+                    "dispatch uncached",
+                    "combine in pool",
+                    "combine staged",
+                    "dispatch cached + combine in pool"
+                ],
+                "{line}"
+            );
+            for (at, step) in point.graph.iter().enumerate() {
+                // Nothing empties the cache of a virtual GPU.
+                assert!(step.flushed.is_none());
+                let slowest = |iteration: usize| {
+                    ranks
+                        .iter()
+                        .map(|rank| rank.times[index].replays[at].alone[iteration])
+                        .fold(0.0, f64::max)
+                };
+                assert_eq!(step.alone.samples_us, [slowest(0), slowest(1)], "{line}");
+                for times in [&step.alone, &step.chained] {
+                    assert!(0.0 < times.min_us && times.min_us <= times.mean_us, "{line}: {times:?}");
+                    assert!(times.mean_us <= times.p99_us && times.samples_us.len() == 2, "{line}");
+                }
+            }
         }
     }
 }

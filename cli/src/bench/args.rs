@@ -72,6 +72,10 @@ pub struct Args {
     /// Share of the entries that select no expert.
     #[arg(long, default_value_t = 0.0, value_parser = parse_share)]
     pub masked: f64,
+    /// Measure replays of CUDA graphs too, of each phase and of cached dispatch + combine in pool: each by itself between two events,
+    /// devices aligned before, with L2 as it is and with L2 emptied; and 128 launched one after the other, over 128.
+    #[arg(long)]
+    pub graph: bool,
     /// Leave the links' own ceiling out.
     #[arg(long)]
     pub no_ceiling: bool,
@@ -166,6 +170,7 @@ impl Args {
             iters: self.iters,
             seed: self.seed,
             masked: self.masked,
+            graph: self.graph,
             no_ceiling: self.no_ceiling,
             flush_mib: self.flush_mib,
             shapes: Shapes {

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use epoxide_bench::counts::TokenCounts;
+use epoxide_bench::replay::CHAIN;
 use epoxide_bench::results::{PhaseName, Point};
 
 /// A point for people: the lines of MSCCL++'s test first.
@@ -14,7 +15,44 @@ pub fn text(point: &Point) -> String {
     let _ = distributions(&mut out, point);
     let _ = on_wire(&mut out, point);
     let _ = conventions(&mut out, point);
-    out
+    out + &replays(std::slice::from_ref(point))
+}
+
+/// Replays of captured graphs, a line for each point and step; nothing where none were measured.
+pub fn replays(points: &[Point]) -> String {
+    let mut out = String::new();
+    let lines = || points.iter().flat_map(|point| point.graph.iter().map(move |step| (point, step)));
+    let Some((first, _)) = lines().next() else { return out };
+    let width = lines().map(|(_, step)| step.text().len()).max().unwrap_or(0);
+    let unit = if first.is_virtual { first.caveat() } else { "us" };
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        out,
+        "\n  graph replays, slowest rank of each iteration, {unit}; chained: {CHAIN} one after the other, time of one"
+    );
+    let _ = write!(out, "  {:>5} {:>5} {:>7} {:>4} {:<width$}", "", "", "", "", "");
+    for how in ["by itself", "L2 emptied before", "chained"] {
+        let _ = write!(out, " | {how:<35}");
+    }
+    let _ = write!(out, "\n  {:>5} {:>5} {:>7} {:>4} {:<width$}", "nodes", "ranks", "tokens", "SMs", "");
+    for _ in 0..3 {
+        let _ = write!(out, " | {:>8} {:>8} {:>8} {:>8}", "p50", "p99", "min", "mean");
+    }
+    for (point, step) in lines() {
+        let key = &point.key;
+        let (nodes, ranks, text) = (key.nodes, key.num_ranks, step.text());
+        let _ = write!(out, "\n  {nodes:>5} {ranks:>5} {:>7} {:>4} {text:<width$}", key.tokens, key.num_sms);
+        for (_, times) in step.timings() {
+            let _ = match times {
+                Some(t) => {
+                    let (p50, p99, min, mean) = (t.p50_us, t.p99_us, t.min_us, t.mean_us);
+                    write!(out, " | {p50:>8.2} {p99:>8.2} {min:>8.2} {mean:>8.2}")
+                }
+                None => write!(out, " | {:>8} {:>8} {:>8} {:>8}", "-", "-", "-", "-"),
+            };
+        }
+    }
+    out + "\n"
 }
 
 /// A figure, or that there is none.

@@ -9,6 +9,7 @@ use epoxide_bench::{Error, Plan};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::Args;
+use super::report;
 use super::start::{launched, open};
 use crate::options::{Mode, WorldFlags};
 use crate::output;
@@ -45,5 +46,8 @@ pub fn run(args: &Args, plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Po
         return Err(Stop::skipped("bench: no point of the sweep can be run here"));
     }
     output::text_line(&summary(&swept.points))?;
+    if args.graph {
+        output::text_line(report::replays(&swept.points).trim_end())?;
+    }
     Ok(swept.points)
 }

@@ -142,6 +142,41 @@ fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
 }
 
 #[test]
+fn replays_are_printed_stored_compared_and_swept() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let mut args = flags("--iters 5");
+    let (plain, _) = measure_points(&args.plan().unwrap()).unwrap();
+    (args.graph, args.json) = (true, Some(file("a.json")));
+    let points = single(&args, &args.plan().unwrap()).unwrap();
+    let text = report::text(&points[0]);
+    let table = text.split_once("graph replays").unwrap().1;
+    assert!(table.contains("VIRTUAL GPU: interpreter times") && table.contains("128 one after"), "{table}");
+    assert!(!report::text(&plain[0]).contains("graph replays"));
+
+    // Five steps: each by itself and in a chain. A side without replays has none to pair.
+    let stored = Results::read(&file("a.json")).unwrap().points;
+    assert_eq!(stored, points);
+    let compared = epoxide_bench::compare::text(&stored, &points, 0.01).unwrap();
+    assert_eq!(compared.matches("replay").count(), 10, "{compared}");
+    assert!(compared.contains("dispatch cached + combine in pool, chained replay"), "{compared}");
+    let compared = epoxide_bench::compare::text(&stored, &plain, 0.01).unwrap();
+    assert!(!compared.contains("replay") && compared.contains("combine staged"), "{compared}");
+    plot::draw(&points, &plot::Choice::default(), &file("a.svg")).unwrap();
+
+    // A point without replays does not stand for one with.
+    let asked = "tokens=1,8".parse().unwrap();
+    let plan = |graph| Plan { graph, ..args.plan().unwrap() };
+    let swept = |graph| sweep::run(&args, &plan(graph), &asked, &file("a.jsonl")).unwrap();
+    assert!(swept(false).iter().all(|point| point.graph.is_empty()));
+    let points = swept(true);
+    assert!(points.iter().all(|point| point.graph.len() == 5) && swept(true) == points);
+    let table = report::replays(&points);
+    let tokens: Vec<&str> = table.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
+    assert_eq!(tokens[tokens.len() - 10..], [["1"; 5], ["8"; 5]].concat(), "{table}");
+}
+
+#[test]
 fn sizes_that_cannot_run_are_skipped_with_the_reason() {
     for (line, reason) in [
         ("--experts 9", "num_experts 9 is not divisible by num_ranks 2"),
