@@ -50,8 +50,8 @@ impl Buffer {
     /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device or the pool.
     pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
         let pool = self.comm.pool;
-        let between_nodes =
-            self.kernels.wire().filter(|_| self.comm.num_ranks == 1).and_then(WireSide::mapped);
+        let side = self.kernels.wire_side().filter(|_| self.comm.num_ranks == 1);
+        let between_nodes = side.and_then(WireSide::mapped).zip(self.kernels.wire());
         let (pools, rank, num_ranks, from, to, room) = match between_nodes {
             Some((table, wire)) => {
                 let (layout, nodes) = (wire.layout, wire.num_nodes);
