@@ -1,7 +1,7 @@
 //! The links' own speed, measured with the copies that dispatch and combine are made of.
 
 use epoxide_gpu::kernels::{CeilingPull, CeilingPush, Kernel as _};
-use epoxide_gpu::layout::CeilingArgs;
+use epoxide_gpu::layout::{CeilingArgs, ring_bytes};
 
 use super::Buffer;
 use super::wire::WireSide;
@@ -82,7 +82,7 @@ impl Buffer {
             fanout: shape.fanout,
         };
         let (grid, block) = (shape.blocks, shape.warps * 32);
-        let shared = shape.warps * shape.stages * (shape.row_bytes + 8);
+        let shared = ring_bytes(shape.warps, shape.stages, shape.row_bytes);
         // SAFETY: the pools are mapped as long as the buffer lives, and it synchronises before it lets them go.
         unsafe {
             match direction {

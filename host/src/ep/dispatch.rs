@@ -14,7 +14,7 @@ use epoxide_gpu::layout::{
 use super::buffer::RowBytes;
 use super::fault::check_plan;
 use super::handle::{DispatchHandle, HandleShape, Inner, Places};
-use super::kernels::Mode;
+use super::kernels::{Mode, RingShape};
 use super::place::{Lease, Place, PlaceState};
 use super::received::DispatchOutput;
 use super::tensor::Owner;
@@ -198,7 +198,7 @@ impl Buffer {
             .topk_weights
             .map_or((DevicePtr::NULL, DevicePtr::NULL), |weights| (layout.topk_idx.ptr(), weights.ptr()));
         let metadata = Some((topk, num_topk, local_experts));
-        let rows = self.dispatch_args(&payload, place, &places, layout.num_tokens, metadata);
+        let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, metadata);
 
         let mut header = PlanHeader::default();
         let mut lease = None;
@@ -213,7 +213,7 @@ impl Buffer {
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
                 buffer.launch_notify(stream, &counts, &payload, place, &places)?;
-                let launched = buffer.launch_dispatch(stream, rows, &places);
+                let launched = buffer.launch_dispatch(stream, rows, ring, &places);
                 if let (Err(error), false) = (&launched, capturing) {
                     // Peers get this rank's counts, and wait for rows that nobody sends.
                     buffer.sequence.give_up("dispatch", error);
@@ -290,7 +290,7 @@ impl Buffer {
         }
         let payload = self.check_payload(request.x, request.x_scales, handle.0.num_tokens)?;
         let places = &handle.0.places;
-        let args = self.dispatch_args(&payload, place, places, handle.0.num_tokens, None);
+        let (args, ring) = self.dispatch_args(&payload, place, places, handle.0.num_tokens, None);
         let mut lease = None;
         let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
             .into_iter()
@@ -300,7 +300,7 @@ impl Buffer {
         let event = self.run(order, capturing, uses, |buffer, stream| {
             lease = Some(place.begin((!capturing).then_some(stream))?);
             // SAFETY: as in `dispatch`.
-            unsafe { buffer.launch_dispatch(stream, args, places) }
+            unsafe { buffer.launch_dispatch(stream, args, ring, places) }
         })?;
         let lease = self.captured_lease(lease, None)?;
         let rows = handle.0.output_rows();
@@ -410,7 +410,7 @@ impl Buffer {
         Ok(topk as u32)
     }
 
-    /// `metadata`: ((topk_idx, topk_weights), num_topk, local experts), or `None` in a cached dispatch.
+    /// The arguments of a launch and the rings that they speak of. `metadata`: ((topk_idx, topk_weights), num_topk, local experts), or `None` in a cached dispatch.
     fn dispatch_args(
         &self,
         payload: &Payload,
@@ -418,7 +418,7 @@ impl Buffer {
         places: &Places,
         num_tokens: u32,
         metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
-    ) -> DispatchArgs {
+    ) -> (DispatchArgs, RingShape) {
         let with_metadata = metadata.is_some() as u32;
         let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
         let (ring, piece_bytes) =
@@ -429,7 +429,7 @@ impl Buffer {
             Some(_) => Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 },
             None => Call { kind: CallKind::CachedDispatch, place: index, row_bytes, columns },
         };
-        DispatchArgs {
+        let args = DispatchArgs {
             comm: self.comm_in(place, call),
             x: payload.x,
             scales: payload.scales,
@@ -450,7 +450,8 @@ impl Buffer {
             stage_bytes: ring.bytes,
             with_metadata,
             first_expert: self.node() * self.ranks_per_node() * local_experts,
-        }
+        };
+        (args, ring)
     }
 
     /// Enqueues the count exchange.
@@ -554,12 +555,12 @@ impl Buffer {
         &mut self,
         stream: &Stream,
         mut args: DispatchArgs,
+        ring: RingShape,
         places: &Places,
     ) -> Result<()> {
         let grid = self.config.num_sms;
         self.describe_rows(RowBytes { recv: args.row_bytes as u64, ..self.row_bytes });
         args.comm.trace = trace_place(&mut self.trace, "dispatch", grid);
-        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, args.num_topk, grid);
         // SAFETY: passed on to the caller.
         unsafe {
             match &places.routing {

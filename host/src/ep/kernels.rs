@@ -8,7 +8,7 @@ use epoxide_gpu::kernels::{
     INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
     MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
 };
-use epoxide_gpu::layout::{SlotShape, Wire, bulk_scale_bytes};
+use epoxide_gpu::layout::{SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
 use super::Config;
 use super::wire::WireSide;
@@ -88,7 +88,7 @@ impl RingShape {
     /// Fits rings of buffers of `bytes` into `shared_bytes`: up to `count` for each of up to `warps` warps. Fewer warps
     /// come before fewer than three buffers, which is what keeps loads and stores in flight together.
     fn fit(bytes: u32, warps: u32, count: u32, shared_bytes: u32) -> RingShape {
-        let per_warp = |warps: u32| shared_bytes / (warps * (bytes + 8));
+        let per_warp = |warps: u32| shared_bytes / ring_bytes(warps, 1, bytes);
         let mut warps = warps;
         while warps > 1 && per_warp(warps) < 3.min(count) {
             warps -= 1;
@@ -97,7 +97,7 @@ impl RingShape {
     }
 
     pub fn shared_bytes(&self) -> u32 {
-        self.warps * self.count * (self.bytes + 8)
+        ring_bytes(self.warps, self.count, self.bytes)
     }
 
     pub fn threads(&self) -> u32 {
