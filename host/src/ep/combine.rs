@@ -91,6 +91,7 @@ impl Buffer {
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
+        let dtypes = if self.topology.nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool(given) => {
                 self.check_place(&given.place)?;
@@ -104,23 +105,17 @@ impl Buffer {
                     ));
                 }
                 let dims = [("num_recv_tokens", received), ("hidden", None)];
-                given.tensor().expect_strided("rows", &[DType::Bf16, DType::F32], &dims)?;
+                given.tensor().expect_strided("rows", dtypes, &dims)?;
                 (given.tensor().dtype(), given.tensor().columns())
             }
             CombineRows::Tensor(x) => {
                 self.places[handle.place as usize].check_rows_free()?;
                 let dims = [("num_recv_tokens", received), ("hidden", None)];
-                x.expect_strided("x", &[DType::Bf16, DType::F32], &dims)?;
+                x.expect_strided("x", dtypes, &dims)?;
                 x.expect_rows_of_16("x")?;
                 (x.dtype(), x.columns())
             }
         };
-        let dtypes = if self.topology.nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
-        if !dtypes.contains(&dtype) {
-            let expected = dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or ");
-            let have = dtype.to_string();
-            return Err(Error::Dtype { tensor: "x", have, expected });
-        }
         let row_bytes = hidden * dtype.size();
         if row_bytes == 0 || row_bytes % 16 != 0 {
             let rule = "hidden * element size must be a positive multiple of 16 bytes";
