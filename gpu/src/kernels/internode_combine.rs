@@ -19,8 +19,8 @@ use super::rail::{
     Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, rows_arrived,
     tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
-use super::ring::{Ring, Turn, channel_range, shared_bytes};
-use crate::layout::{InternodeCombineArgs, MAX_NODES, SEND_ROW_STRIDE, Wait, combine_slot_bytes};
+use super::ring::{Ring, Turn, channel_range};
+use crate::layout::{InternodeCombineArgs, MAX_NODES, SEND_ROW_STRIDE, Wait, combine_slot_bytes, ring_bytes};
 use crate::simt::*;
 
 /// Most bytes of a slot: 32 lanes with seven vectors of 16 bytes each.
@@ -70,7 +70,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
         tell_nodes_ready(comm, wire, operation);
     }
     let planned = entry.is_planned();
-    let progress = Progress::new(shared_bytes(workers, rows.slots, rows.slot_bytes), workers);
+    let progress = Progress::new(ring_bytes(workers, rows.slots, rows.slot_bytes), workers);
     let joined = wait_mapped_ready(comm, wire, operation, Wait::CombineReady, Wait::CombineNodeReady);
     if tid() / 32 == workers {
         if !finishes && joined {

@@ -1,6 +1,6 @@
 //! A warp's ring of shared-memory buffers, each filled by one bulk load and guarded by one mbarrier.
 //!
-//! All warps' buffers come first in dynamic shared memory, then all barriers: [`shared_bytes`] for them all.
+//! All warps' buffers come first in dynamic shared memory, then all barriers: [`crate::layout::ring_bytes`] for them all.
 
 use crate::simt::mbarrier::{Mbarrier, Ready};
 use crate::simt::*;
@@ -121,12 +121,6 @@ impl Ring {
         // SAFETY: `new` initialised it, ordered by its `syncwarp`.
         unsafe { Mbarrier::at(self.barriers + slot * Mbarrier::BYTES).assume_ready() }
     }
-}
-
-/// Bytes of shared memory that the rings of `warps` warps take.
-#[inline(always)]
-pub const fn shared_bytes(warps: u32, count: u32, bytes: u32) -> u32 {
-    warps * count * (bytes + Mbarrier::BYTES)
 }
 
 /// The contiguous range of `count` items that this block owns: sizes differ by at most one.

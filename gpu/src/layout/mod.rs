@@ -10,6 +10,7 @@ mod call;
 mod example;
 mod handle;
 mod pool;
+mod ring;
 #[cfg(not(target_arch = "nvptx64"))]
 mod sections;
 mod wire;
@@ -25,6 +26,8 @@ pub use call::*;
 pub use handle::*;
 #[doc(hidden)]
 pub use pool::*;
+#[doc(hidden)]
+pub use ring::*;
 #[cfg(not(target_arch = "nvptx64"))]
 #[doc(hidden)]
 pub use sections::*;

@@ -308,9 +308,8 @@ impl Buffer {
     /// [`Error::Argument`] where the number of channels is out of range.
     pub fn set_config(&mut self, config: Config) -> Result<()> {
         check_channels(&config)?;
-        if let Some(side) = self.kernels.wire_mut() {
+        if self.topology.nodes > 1 {
             config.check_nodes(self.topology.nodes)?;
-            side.wire.chunk = config.num_max_rdma_chunked_send_tokens;
         }
         self.config = config;
         Ok(())
@@ -492,7 +491,7 @@ impl Drop for Buffer {
         self.sequence.close();
         let _ = self.comm_stream.synchronize();
         let _ = self.sequence.wait(self.options.timeout.saturating_mul(2));
-        if let Some(side) = self.kernels.wire_mut() {
+        if let Some(side) = self.kernels.wire_side_mut() {
             side.close();
         }
     }

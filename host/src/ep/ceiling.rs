@@ -1,7 +1,7 @@
 //! The links' own speed, measured with the copies that dispatch and combine are made of.
 
 use epoxide_gpu::kernels::{CeilingPull, CeilingPush, Kernel as _};
-use epoxide_gpu::layout::CeilingArgs;
+use epoxide_gpu::layout::{CeilingArgs, ring_bytes};
 
 use super::Buffer;
 use super::wire::WireSide;
@@ -50,8 +50,8 @@ impl Buffer {
     /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device or the pool.
     pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
         let pool = self.comm.pool;
-        let between_nodes =
-            self.kernels.wire().filter(|_| self.comm.num_ranks == 1).and_then(WireSide::mapped);
+        let side = self.kernels.wire_side().filter(|_| self.comm.num_ranks == 1);
+        let between_nodes = side.and_then(WireSide::mapped).zip(self.kernels.wire());
         let (pools, rank, num_ranks, from, to, room) = match between_nodes {
             Some((table, wire)) => {
                 let (layout, nodes) = (wire.layout, wire.num_nodes);
@@ -82,7 +82,7 @@ impl Buffer {
             fanout: shape.fanout,
         };
         let (grid, block) = (shape.blocks, shape.warps * 32);
-        let shared = shape.warps * shape.stages * (shape.row_bytes + 8);
+        let shared = ring_bytes(shape.warps, shape.stages, shape.row_bytes);
         // SAFETY: the pools are mapped as long as the buffer lives, and it synchronises before it lets them go.
         unsafe {
             match direction {

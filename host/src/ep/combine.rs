@@ -8,8 +8,6 @@ use epoxide_gpu::layout::{
 };
 
 use super::buffer::RowBytes;
-use super::dispatch::other_mode;
-use super::handle::Routing;
 use super::kernels::Mode;
 use super::place::PoolRows;
 use super::scratch::Pieces;
@@ -93,6 +91,7 @@ impl Buffer {
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
+        let dtypes = if self.topology.nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
         let (dtype, hidden) = match request.rows {
             CombineRows::InPool(given) => {
                 self.check_place(&given.place)?;
@@ -106,23 +105,17 @@ impl Buffer {
                     ));
                 }
                 let dims = [("num_recv_tokens", received), ("hidden", None)];
-                given.tensor().expect_strided("rows", &[DType::Bf16, DType::F32], &dims)?;
+                given.tensor().expect_strided("rows", dtypes, &dims)?;
                 (given.tensor().dtype(), given.tensor().columns())
             }
             CombineRows::Tensor(x) => {
                 self.places[handle.place as usize].check_rows_free()?;
                 let dims = [("num_recv_tokens", received), ("hidden", None)];
-                x.expect_strided("x", &[DType::Bf16, DType::F32], &dims)?;
+                x.expect_strided("x", dtypes, &dims)?;
                 x.expect_rows_of_16("x")?;
                 (x.dtype(), x.columns())
             }
         };
-        let dtypes = if self.topology.nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
-        if !dtypes.contains(&dtype) {
-            let expected = dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or ");
-            let have = dtype.to_string();
-            return Err(Error::Dtype { tensor: "x", have, expected });
-        }
         let row_bytes = hidden * dtype.size();
         if row_bytes == 0 || row_bytes % 16 != 0 {
             let rule = "hidden * element size must be a positive multiple of 16 bytes";
@@ -176,8 +169,8 @@ impl Buffer {
             combined_x: x_at,
             combined_weights: if num_topk == 0 { null } else { weights_at },
             send_row: match handle.places.routing {
-                Routing::Intranode(places) => places.send_row,
-                Routing::Internode(_) => null,
+                Mode::OneNode(_, places) => places.send_row,
+                Mode::SeveralNodes(..) => null,
             },
             header: handle.places.header,
             num_tokens: handle.num_tokens,
@@ -187,7 +180,6 @@ impl Buffer {
             slot_bytes: ring.bytes,
             pieces: (row_bytes as u32).div_ceil(ring.bytes),
         };
-        let routing = handle.places.routing;
         let uses = in_tensor.into_iter().chain(weights).filter_map(|tensor| tensor.owner().cloned());
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, uses, |buffer, stream| {
@@ -202,17 +194,17 @@ impl Buffer {
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
                 let (grid, block, shared) = (buffer.config.num_sms, ring.threads(), ring.shared_bytes());
-                match (&kernels.mode, routing) {
-                    (Mode::OneNode(node), Routing::Intranode(_)) if dtype == DType::F32 => {
+                match &handle.places.routing {
+                    Mode::OneNode(node, _) if dtype == DType::F32 => {
                         stream.call(&node.combine_f32, grid, block, shared, CombineF32::call(args))
                     }
-                    (Mode::OneNode(node), Routing::Intranode(_)) => {
+                    Mode::OneNode(node, _) => {
                         stream.call(&node.combine, grid, block, shared, CombineBf16::call(args))
                     }
-                    (Mode::SeveralNodes(nodes), Routing::Internode(routing)) => {
+                    Mode::SeveralNodes(nodes, routing) => {
                         let args = InternodeCombineArgs {
                             combine: args,
-                            wire: nodes.wire.wire,
+                            wire: nodes.wire(&buffer.config),
                             route: routing.route,
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
@@ -220,7 +212,6 @@ impl Buffer {
                         let (block, shared) = (block + 32, shared + PROGRESS_BYTES);
                         stream.call(&nodes.combine, grid, block, shared, InternodeCombine::call(args))
                     }
-                    _ => Err(other_mode()),
                 }
             }
         })?;

@@ -13,8 +13,8 @@ use epoxide_gpu::layout::{
 
 use super::buffer::RowBytes;
 use super::fault::check_plan;
-use super::handle::{DispatchHandle, HandleShape, Inner, Places, Routing};
-use super::kernels::Mode;
+use super::handle::{DispatchHandle, HandleShape, Inner, Places};
+use super::kernels::{Mode, RingShape};
 use super::place::{Lease, Place, PlaceState};
 use super::received::DispatchOutput;
 use super::tensor::Owner;
@@ -122,13 +122,6 @@ struct CountExchange<'a> {
     tag: u64,
 }
 
-/// A handle of a buffer with another number of nodes, which [`Buffer::check_handle`] does not let through.
-pub(super) fn other_mode() -> Error {
-    Error::StaleHandle(
-        "it was made by a buffer with another number of nodes; dispatch with this one first".into(),
-    )
-}
-
 /// Rows and scales of a dispatch, checked.
 struct Payload {
     dtype: DType,
@@ -184,19 +177,14 @@ impl Buffer {
 
         let local_experts = layout.num_experts / self.topology.ranks();
         let num_channels = self.config.num_channels();
-        let (pieces, places) = Places::lay_out(HandleShape {
+        let shape = HandleShape {
             ranks: self.topology.ranks(),
             nodes: self.topology.nodes,
             channels: num_channels,
             tokens: layout.num_tokens,
             local_experts,
-            relayed: self
-                .kernels
-                .wire()
-                .map_or(0, |side| side.wire.layout.slots * self.topology.nodes as u64),
-        });
-        let block = Arc::new(self.arena.take(&pieces)?);
-        let places = places(block.ptr());
+        };
+        let (block, places) = Places::take(&self.arena, &self.kernels.mode, shape)?;
         self.tag += 1;
         let counts = CountExchange {
             layout,
@@ -210,7 +198,7 @@ impl Buffer {
             .topk_weights
             .map_or((DevicePtr::NULL, DevicePtr::NULL), |weights| (layout.topk_idx.ptr(), weights.ptr()));
         let metadata = Some((topk, num_topk, local_experts));
-        let rows = self.dispatch_args(&payload, place, &places, layout.num_tokens, metadata);
+        let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, metadata);
 
         let mut header = PlanHeader::default();
         let mut lease = None;
@@ -225,7 +213,7 @@ impl Buffer {
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
                 buffer.launch_notify(stream, &counts, &payload, place, &places)?;
-                let launched = buffer.launch_dispatch(stream, rows, &places);
+                let launched = buffer.launch_dispatch(stream, rows, ring, &places);
                 if let (Err(error), false) = (&launched, capturing) {
                     // Peers get this rank's counts, and wait for rows that nobody sends.
                     buffer.sequence.give_up("dispatch", error);
@@ -301,8 +289,8 @@ impl Buffer {
             return Err(Error::argument("num_sms", self.config.num_sms, rule));
         }
         let payload = self.check_payload(request.x, request.x_scales, handle.0.num_tokens)?;
-        let places = handle.0.places;
-        let args = self.dispatch_args(&payload, place, &places, handle.0.num_tokens, None);
+        let places = &handle.0.places;
+        let (args, ring) = self.dispatch_args(&payload, place, places, handle.0.num_tokens, None);
         let mut lease = None;
         let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
             .into_iter()
@@ -312,7 +300,7 @@ impl Buffer {
         let event = self.run(order, capturing, uses, |buffer, stream| {
             lease = Some(place.begin((!capturing).then_some(stream))?);
             // SAFETY: as in `dispatch`.
-            unsafe { buffer.launch_dispatch(stream, args, &places) }
+            unsafe { buffer.launch_dispatch(stream, args, ring, places) }
         })?;
         let lease = self.captured_lease(lease, None)?;
         let rows = handle.0.output_rows();
@@ -422,7 +410,7 @@ impl Buffer {
         Ok(topk as u32)
     }
 
-    /// `metadata`: ((topk_idx, topk_weights), num_topk, local experts), or `None` in a cached dispatch.
+    /// The arguments of a launch and the rings that they speak of. `metadata`: ((topk_idx, topk_weights), num_topk, local experts), or `None` in a cached dispatch.
     fn dispatch_args(
         &self,
         payload: &Payload,
@@ -430,7 +418,7 @@ impl Buffer {
         places: &Places,
         num_tokens: u32,
         metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
-    ) -> DispatchArgs {
+    ) -> (DispatchArgs, RingShape) {
         let with_metadata = metadata.is_some() as u32;
         let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
         let (ring, piece_bytes) =
@@ -441,15 +429,15 @@ impl Buffer {
             Some(_) => Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 },
             None => Call { kind: CallKind::CachedDispatch, place: index, row_bytes, columns },
         };
-        DispatchArgs {
+        let args = DispatchArgs {
             comm: self.comm_in(place, call),
             x: payload.x,
             scales: payload.scales,
             topk_idx,
             topk_weights,
             send_row: match places.routing {
-                Routing::Intranode(places) => places.send_row,
-                Routing::Internode(_) => DevicePtr::NULL,
+                Mode::OneNode(_, places) => places.send_row,
+                Mode::SeveralNodes(..) => DevicePtr::NULL,
             },
             header: places.header,
             num_tokens,
@@ -464,7 +452,8 @@ impl Buffer {
             first_expert: self.node() * self.ranks_per_node() * local_experts,
             metadata_warps: if metadata.is_some() { self.kernels.metadata_warps() } else { 0 },
             reserved: 0,
-        }
+        };
+        (args, ring)
     }
 
     /// Enqueues the count exchange.
@@ -487,8 +476,8 @@ impl Buffer {
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {
-            match (&self.kernels.mode, places.routing) {
-                (Mode::OneNode(node), Routing::Intranode(routing)) => {
+            match &places.routing {
+                Mode::OneNode(node, routing) => {
                     comm.trace = trace_place(&mut self.trace, "notify", num_channels);
                     let args = NotifyArgs {
                         comm,
@@ -515,7 +504,7 @@ impl Buffer {
                     let call = Notify::call(args);
                     stream.call(&node.notify, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)
                 }
-                (Mode::SeveralNodes(nodes), Routing::Internode(routing)) => {
+                Mode::SeveralNodes(nodes, routing) => {
                     let args = InternodeCountArgs {
                         is_token_in_rank: layout.places.is_token_in_rank,
                         send_head: places.send_head,
@@ -530,7 +519,7 @@ impl Buffer {
                     comm.trace = trace_place(&mut self.trace, "notify", 1);
                     let args = InternodeNotifyArgs {
                         comm,
-                        wire: nodes.wire.wire,
+                        wire: nodes.wire(&self.config),
                         channel_counts: routing.channel_counts,
                         num_tokens_per_expert: layout.places.num_tokens_per_expert,
                         invalid: layout.places.invalid,
@@ -556,7 +545,6 @@ impl Buffer {
                         (InternodeNotify::INFO.max_threads, INTERNODE_NOTIFY_SHARED_BYTES);
                     stream.call(&nodes.notify, 1, threads, shared, InternodeNotify::call(args))
                 }
-                _ => Err(other_mode()),
             }
         }
     }
@@ -569,27 +557,27 @@ impl Buffer {
         &mut self,
         stream: &Stream,
         mut args: DispatchArgs,
+        ring: RingShape,
         places: &Places,
     ) -> Result<()> {
         let grid = self.config.num_sms;
         self.describe_rows(RowBytes { recv: args.row_bytes as u64, ..self.row_bytes });
         args.comm.trace = trace_place(&mut self.trace, "dispatch", grid);
-        let (ring, _) = self.kernels.dispatch_ring(args.row_bytes, args.num_scales, args.num_topk, grid);
         // SAFETY: passed on to the caller.
         unsafe {
-            match (&self.kernels.mode, places.routing) {
-                (Mode::OneNode(node), Routing::Intranode(_)) => stream.call(
+            match &places.routing {
+                Mode::OneNode(node, _) => stream.call(
                     &node.dispatch,
                     grid,
                     ring.threads() + args.metadata_warps * 32,
                     ring.shared_bytes(),
                     Dispatch::call(args),
                 ),
-                (Mode::SeveralNodes(nodes), Routing::Internode(routing)) => {
+                Mode::SeveralNodes(nodes, routing) => {
                     let num_topk = (args.with_metadata != 0).then_some(args.num_topk);
                     let args = InternodeDispatchArgs {
                         dispatch: args,
-                        wire: nodes.wire.wire,
+                        wire: nodes.wire(&self.config),
                         route: routing.route,
                         send_head: places.send_head,
                         forward_start: routing.forward_start,
@@ -600,7 +588,6 @@ impl Buffer {
                     let (block, shared) = (ring.threads() + 32, ring.shared_bytes() + PROGRESS_BYTES);
                     stream.call(&nodes.dispatch, grid, block, shared, InternodeDispatch::call(args))
                 }
-                _ => Err(other_mode()),
             }
         }
     }

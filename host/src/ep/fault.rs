@@ -71,7 +71,7 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
         _ => status.seen,
     };
     // The reason may be known: a connection that broke, say.
-    if let Some(failure) = buffer.kernels.wire().and_then(WireSide::failure) {
+    if let Some(failure) = buffer.kernels.wire_side().and_then(WireSide::failure) {
         tracing::warn!(rank = buffer.rank, "{failure}");
     }
     Err(Error::PeerTimeout {
@@ -112,7 +112,7 @@ pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) ->
         return Err(Error::Capacity {
             what: "wire memory",
             needed,
-            have: buffer.kernels.wire().map_or(0, |side| side.wire.layout.slots),
+            have: buffer.kernels.wire().map_or(0, |wire| wire.layout.slots),
             unit: "slots for each node",
             remedy: format!(
                 "rank {} has {needed} tokens for one node: create the buffer with max_tokens_per_rank >= {needed}, and with \

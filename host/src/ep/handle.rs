@@ -5,7 +5,8 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::layout::{DevicePtr, PLAN_HEADER, PlanHeader, Route, SEND_ROW_STRIDE, Section};
 
 use super::TypedTensor;
-use super::scratch::{Block, Pieces};
+use super::kernels::{BufferMode, Mode};
+use super::scratch::{Arena, Block, Pieces};
 use crate::driver::Stream;
 use crate::error::Result;
 
@@ -39,7 +40,7 @@ pub(super) struct Inner {
 }
 
 /// Where the parts of a handle's block are.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Places {
     pub header: DevicePtr,
     pub send_head: DevicePtr,
@@ -47,12 +48,8 @@ pub(super) struct Places {
     pub routing: Routing,
 }
 
-/// The parts that depend on whether there are several nodes.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Routing {
-    Intranode(IntranodePlaces),
-    Internode(InternodePlaces),
-}
+/// The parts that depend on whether there are several nodes, and the kernels that read them.
+pub(super) type Routing = Mode<IntranodePlaces, InternodePlaces>;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct IntranodePlaces {
@@ -81,14 +78,12 @@ pub(super) struct HandleShape {
     pub channels: u32,
     pub tokens: u32,
     pub local_experts: u32,
-    /// Most tokens that this rank relays.
-    pub relayed: u64,
 }
 
 impl Places {
-    /// The pieces of a handle's block, and where things are in it once it has an address.
-    pub fn lay_out(shape: HandleShape) -> (Pieces, impl Fn(DevicePtr) -> Places) {
-        let HandleShape { ranks, nodes, channels, tokens, local_experts, relayed } = shape;
+    /// Takes a handle's block for a buffer of this mode.
+    pub fn take(arena: &Arc<Arena>, mode: &BufferMode, shape: HandleShape) -> Result<(Arc<Block>, Places)> {
+        let HandleShape { ranks, nodes, channels, tokens, local_experts } = shape;
         let per_node = (ranks / nodes) as u64;
         let (ranks, nodes, channels) = (ranks as u64, nodes as u64, channels as u64);
         let tokens = tokens as u64;
@@ -98,39 +93,46 @@ impl Places {
         let send_head = matrix("send_head", tokens * ranks);
         let per_expert = matrix("num_recv_tokens_per_expert", local_experts as u64);
         let row = SEND_ROW_STRIDE as u64;
-        let offsets = if nodes == 1 {
-            vec![
+        let offsets = match mode {
+            Mode::OneNode(..) => vec![
                 matrix("rank_prefix_matrix", ranks * ranks),
                 matrix("channel_prefix_matrix", ranks * channels),
                 matrix("recv_channel_prefix_matrix", ranks * channels),
                 matrix("send_row", tokens * row),
-            ]
-        } else {
-            vec![
-                matrix("send_rdma_head", tokens * nodes),
-                matrix("rdma_channel_prefix_matrix", nodes * channels),
-                matrix("recv_rdma_channel_prefix_matrix", nodes * channels),
-                matrix("recv_rdma_rank_prefix_sum", nodes),
-                matrix("forward_row", relayed * row),
-                matrix("gbl_channel_prefix_matrix", ranks * channels),
-                matrix("recv_gbl_channel_prefix_matrix", ranks * channels),
-                matrix("recv_gbl_rank_prefix_sum", ranks),
-                matrix("channel_counts", channels * (ranks + nodes)),
-                matrix("forward_start", nodes * channels * row),
-                matrix("send_nvl_head", relayed * per_node),
-            ]
+            ],
+            Mode::SeveralNodes(kernels, _) => {
+                // Most tokens that this rank relays.
+                let relayed = kernels.wire.layout.slots * nodes;
+                vec![
+                    matrix("send_rdma_head", tokens * nodes),
+                    matrix("rdma_channel_prefix_matrix", nodes * channels),
+                    matrix("recv_rdma_channel_prefix_matrix", nodes * channels),
+                    matrix("recv_rdma_rank_prefix_sum", nodes),
+                    matrix("forward_row", relayed * row),
+                    matrix("gbl_channel_prefix_matrix", ranks * channels),
+                    matrix("recv_gbl_channel_prefix_matrix", ranks * channels),
+                    matrix("recv_gbl_rank_prefix_sum", ranks),
+                    matrix("channel_counts", channels * (ranks + nodes)),
+                    matrix("forward_start", nodes * channels * row),
+                    matrix("send_nvl_head", relayed * per_node),
+                ]
+            }
         };
-        let places = move |base: DevicePtr| {
-            let at = |index: usize| base.add(offsets[index]);
-            let routing = if nodes == 1 {
-                Routing::Intranode(IntranodePlaces {
+        let block = Arc::new(arena.take(&pieces)?);
+        let base = block.ptr();
+        let at = |index: usize| base.add(offsets[index]);
+        let routing = match mode {
+            Mode::OneNode(kernels, ()) => {
+                let places = IntranodePlaces {
                     rank_prefix_matrix: at(0),
                     channel_prefix_matrix: at(1),
                     recv_channel_prefix_matrix: at(2),
                     send_row: at(3),
-                })
-            } else {
-                Routing::Internode(InternodePlaces {
+                };
+                Mode::OneNode(kernels.clone(), places)
+            }
+            Mode::SeveralNodes(kernels, _) => {
+                let places = InternodePlaces {
                     route: Route {
                         send_rdma_head: at(0),
                         rdma_channel_prefix_matrix: at(1),
@@ -146,16 +148,17 @@ impl Places {
                     channel_counts: at(8),
                     forward_start: at(9),
                     send_nvl_head: at(10),
-                })
-            };
-            Places {
-                header: base.add(header),
-                send_head: base.add(send_head),
-                num_recv_tokens_per_expert: base.add(per_expert),
-                routing,
+                };
+                Mode::SeveralNodes(kernels.clone(), places)
             }
         };
-        (pieces, places)
+        let places = Places {
+            header: base.add(header),
+            send_head: base.add(send_head),
+            num_recv_tokens_per_expert: base.add(per_expert),
+            routing,
+        };
+        Ok((block, places))
     }
 }
 
@@ -170,16 +173,16 @@ impl DispatchHandle {
     /// The matrices of a dispatch within one node; `None` across nodes.
     pub fn intranode(&self) -> Option<IntranodeHandle<'_>> {
         match self.0.places.routing {
-            Routing::Intranode(places) => Some(IntranodeHandle { handle: self, places }),
-            Routing::Internode(_) => None,
+            Mode::OneNode(_, places) => Some(IntranodeHandle { handle: self, places }),
+            Mode::SeveralNodes(..) => None,
         }
     }
 
     /// The matrices of a dispatch across nodes; `None` within one.
     pub fn internode(&self) -> Option<InternodeHandle<'_>> {
         match self.0.places.routing {
-            Routing::Internode(places) => Some(InternodeHandle { handle: self, places }),
-            Routing::Intranode(_) => None,
+            Mode::SeveralNodes(_, places) => Some(InternodeHandle { handle: self, places }),
+            Mode::OneNode(..) => None,
         }
     }
 

@@ -8,8 +8,9 @@ use epoxide_gpu::kernels::{
     INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
     MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
 };
-use epoxide_gpu::layout::{SlotShape, bulk_scale_bytes};
+use epoxide_gpu::layout::{SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
+use super::Config;
 use super::wire::WireSide;
 use crate::driver::{Device, Kernel, Module};
 use crate::error::{Error, Result};
@@ -91,7 +92,7 @@ impl RingShape {
     /// Fits rings of buffers of `bytes` into `shared_bytes`: up to `count` for each of up to `warps` warps. Fewer warps
     /// come before fewer than three buffers, which is what keeps loads and stores in flight together.
     fn fit(bytes: u32, warps: u32, count: u32, shared_bytes: u32) -> RingShape {
-        let per_warp = |warps: u32| shared_bytes / (warps * (bytes + 8));
+        let per_warp = |warps: u32| shared_bytes / ring_bytes(warps, 1, bytes);
         let mut warps = warps;
         while warps > 1 && per_warp(warps) < 3.min(count) {
             warps -= 1;
@@ -100,7 +101,7 @@ impl RingShape {
     }
 
     pub fn shared_bytes(&self) -> u32 {
-        self.warps * self.count * (self.bytes + 8)
+        ring_bytes(self.warps, self.count, self.bytes)
     }
 
     pub fn threads(&self) -> u32 {
@@ -108,14 +109,19 @@ impl RingShape {
     }
 }
 
-/// The one place that knows whether there are several nodes: what a buffer has for the ranks that its rows go to.
-#[derive(Debug)]
-pub(super) enum Mode {
+/// Whether there are several nodes: the kernels of either case, and what their owner has for it. A buffer has its side of the network for
+/// several nodes. A handle has the places of its matrices, and is launched with the kernels that are in it beside them, so that no launch
+/// can find the kernels of one case and the matrices of the other.
+#[derive(Debug, Clone)]
+pub(super) enum Mode<O, S> {
     /// All ranks map each other's pools.
-    OneNode(OneNode),
+    OneNode(Arc<OneNode>, O),
     /// Ranks of a node map each other's pools; nodes talk over rails.
-    SeveralNodes(Box<SeveralNodes>),
+    SeveralNodes(Arc<SeveralNodes>, S),
 }
+
+/// The mode of a buffer.
+pub(super) type BufferMode = Mode<(), Box<WireSide>>;
 
 /// The kernels of operations within one node.
 #[derive(Debug)]
@@ -126,14 +132,21 @@ pub(super) struct OneNode {
     pub combine_f32: Kernel,
 }
 
-/// The kernels of operations across nodes, and this rank's side of the network.
+/// The kernels of operations across nodes, and how they reach the other nodes.
 #[derive(Debug)]
 pub(super) struct SeveralNodes {
-    pub wire: WireSide,
+    pub wire: Wire,
     pub count: Kernel,
     pub notify: Kernel,
     pub dispatch: Kernel,
     pub combine: Kernel,
+}
+
+impl SeveralNodes {
+    /// What the kernels of an operation are told of the other nodes.
+    pub fn wire(&self, config: &Config) -> Wire {
+        Wire { chunk: config.num_max_rdma_chunked_send_tokens, ..self.wire }
+    }
 }
 
 /// A module with the kernels that operations need.
@@ -163,23 +176,29 @@ impl Loaded {
     }
 
     /// What operations have, with a side of the network where there are several nodes.
-    pub fn mode(&self, wire: Option<WireSide>) -> Result<Mode> {
+    pub fn mode(&self, network: Option<(WireSide, Wire)>) -> Result<BufferMode> {
         use gpu::Kernel as _;
         let kernel = |name, shared| self.module.kernel(name, shared);
-        Ok(match wire {
-            None => Mode::OneNode(OneNode {
-                notify: kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
-                dispatch: kernel(Dispatch::INFO.name, self.shared_limit)?,
-                combine: kernel(CombineBf16::INFO.name, self.shared_limit)?,
-                combine_f32: kernel(CombineF32::INFO.name, self.shared_limit)?,
-            }),
-            Some(wire) => Mode::SeveralNodes(Box::new(SeveralNodes {
-                wire,
-                count: kernel(InternodeCount::INFO.name, 0)?,
-                notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
-                dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
-                combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
-            })),
+        Ok(match network {
+            None => {
+                let node = OneNode {
+                    notify: kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
+                    dispatch: kernel(Dispatch::INFO.name, self.shared_limit)?,
+                    combine: kernel(CombineBf16::INFO.name, self.shared_limit)?,
+                    combine_f32: kernel(CombineF32::INFO.name, self.shared_limit)?,
+                };
+                Mode::OneNode(Arc::new(node), ())
+            }
+            Some((side, wire)) => {
+                let nodes = SeveralNodes {
+                    wire,
+                    count: kernel(InternodeCount::INFO.name, 0)?,
+                    notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
+                    dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
+                    combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
+                };
+                Mode::SeveralNodes(Arc::new(nodes), Box::new(side))
+            }
         })
     }
 }
@@ -189,7 +208,7 @@ impl Loaded {
 /// are first asked for, since a driver takes tens of milliseconds to compile each.
 #[derive(Debug)]
 pub(super) struct Kernels {
-    pub mode: Mode,
+    pub mode: BufferMode,
     pub dispatch_layout: Kernel,
     pub stage_combine: Kernel,
     ceiling_push: OnceLock<Kernel>,
@@ -204,11 +223,11 @@ impl Kernels {
         device: &Arc<dyn Device>,
         tuning: Tuning,
         loaded: &Loaded,
-        wire: Option<WireSide>,
+        network: Option<(WireSide, Wire)>,
     ) -> Result<Kernels> {
         use gpu::Kernel as _;
         Ok(Kernels {
-            mode: loaded.mode(wire)?,
+            mode: loaded.mode(network)?,
             dispatch_layout: loaded.module.kernel(DispatchLayout::INFO.name, loaded.shared_limit)?,
             stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
@@ -219,17 +238,25 @@ impl Kernels {
     }
 
     /// This rank's side of the network, where there are several nodes.
-    pub fn wire(&self) -> Option<&WireSide> {
+    pub fn wire_side(&self) -> Option<&WireSide> {
         match &self.mode {
-            Mode::OneNode(_) => None,
-            Mode::SeveralNodes(nodes) => Some(&nodes.wire),
+            Mode::OneNode(..) => None,
+            Mode::SeveralNodes(_, side) => Some(side),
         }
     }
 
-    pub fn wire_mut(&mut self) -> Option<&mut WireSide> {
+    pub fn wire_side_mut(&mut self) -> Option<&mut WireSide> {
         match &mut self.mode {
-            Mode::OneNode(_) => None,
-            Mode::SeveralNodes(nodes) => Some(&mut nodes.wire),
+            Mode::OneNode(..) => None,
+            Mode::SeveralNodes(_, side) => Some(side),
+        }
+    }
+
+    /// Where things are in wire memory, where there are several nodes.
+    pub fn wire(&self) -> Option<&Wire> {
+        match &self.mode {
+            Mode::OneNode(..) => None,
+            Mode::SeveralNodes(nodes, _) => Some(&nodes.wire),
         }
     }
 
@@ -257,8 +284,8 @@ impl Kernels {
     /// Warps of a dispatch's block that send metadata, beside those that move rows.
     pub fn metadata_warps(&self) -> u32 {
         match self.mode {
-            Mode::OneNode(_) => self.tuning.dispatch_metadata_warps,
-            Mode::SeveralNodes(_) => 0,
+            Mode::OneNode(..) => self.tuning.dispatch_metadata_warps,
+            Mode::SeveralNodes(..) => 0,
         }
     }
 
@@ -273,15 +300,15 @@ impl Kernels {
     ) -> (RingShape, u32) {
         let t = &self.tuning;
         let warps = match self.mode {
-            Mode::OneNode(_) => t.dispatch_warps,
-            Mode::SeveralNodes(_) => t.internode_dispatch_warps,
+            Mode::OneNode(..) => t.dispatch_warps,
+            Mode::SeveralNodes(..) => t.internode_dispatch_warps,
         };
         let warps = warps.min(DISPATCH_WARPS / num_sms).max(1);
         let pieces = row_bytes.div_ceil(t.dispatch_stage_bytes);
         let piece_bytes = row_bytes.div_ceil(pieces).next_multiple_of(16);
         let metadata = match self.mode {
-            Mode::OneNode(_) => 0,
-            Mode::SeveralNodes(_) => SlotShape::metadata_bytes(num_topk),
+            Mode::OneNode(..) => 0,
+            Mode::SeveralNodes(..) => SlotShape::metadata_bytes(num_topk),
         };
         let stage_bytes = (piece_bytes + bulk_scale_bytes(num_scales) + metadata).next_multiple_of(128);
         let ring = RingShape::fit(stage_bytes, warps, t.dispatch_stages, self.ring_limit());
@@ -292,8 +319,8 @@ impl Kernels {
         let t = &self.tuning;
         // Across nodes half of the blocks gather and half finish.
         let (at_once, most_bytes) = match self.mode {
-            Mode::OneNode(_) => (COMBINE_WARPS, MAX_SLOT_BYTES),
-            Mode::SeveralNodes(_) => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
+            Mode::OneNode(..) => (COMBINE_WARPS, MAX_SLOT_BYTES),
+            Mode::SeveralNodes(..) => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
         };
         let warps = t.combine_warps.min(at_once / num_sms).clamp(1, self.most_combine_warps());
         // A warp's lanes take 512 bytes at a time; whole turns keep all lanes busy.
@@ -306,16 +333,16 @@ impl Kernels {
     /// Shared memory for rings: across nodes, each block keeps a word for each of its warps beside them.
     fn ring_limit(&self) -> u32 {
         match self.mode {
-            Mode::OneNode(_) => self.shared_limit(),
-            Mode::SeveralNodes(_) => self.shared_limit() - PROGRESS_BYTES,
+            Mode::OneNode(..) => self.shared_limit(),
+            Mode::SeveralNodes(..) => self.shared_limit() - PROGRESS_BYTES,
         }
     }
 
     /// Across nodes the kernel is launched with a warp more, and keeps more in registers.
     fn most_combine_warps(&self) -> u32 {
         match self.mode {
-            Mode::OneNode(_) => 16,
-            Mode::SeveralNodes(_) => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
+            Mode::OneNode(..) => 16,
+            Mode::SeveralNodes(..) => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
         }
     }
 }

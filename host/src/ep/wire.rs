@@ -29,11 +29,11 @@ pub(super) struct WireSide {
     tables: Memory,
     /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`; 0 for nodes that are not mapped.
     bases_at: u64,
-    pub wire: Wire,
 }
 
 impl WireSide {
-    /// Allocates wire memory, finds a way to the rank with this one's index on every other node, and starts the proxies. Collective.
+    /// Allocates wire memory, finds a way to the rank with this one's index on every other node, and starts the proxies. Gives
+    /// with it what kernels are told of the other nodes. Collective.
     pub fn new(
         device: &Arc<dyn Device>,
         group: &dyn ProcessGroup,
@@ -41,7 +41,7 @@ impl WireSide {
         topology: Topology,
         options: &BufferOptions,
         layout: WireLayout,
-    ) -> Result<WireSide> {
+    ) -> Result<(WireSide, Wire)> {
         let node = topology.node(group.rank());
         let peers: Vec<u32> = topology.rail(group.rank()).collect();
         let (ways, links) =
@@ -101,13 +101,13 @@ impl WireSide {
             chunk: options.config.num_max_rdma_chunked_send_tokens,
             layout,
         };
-        Ok(WireSide { proxies, ways, _own: own, tables, bases_at, wire })
+        Ok((WireSide { proxies, ways, _own: own, tables, bases_at }, wire))
     }
 
     /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped.
-    pub fn mapped(&self) -> Option<(DevicePtr, &Wire)> {
+    pub fn mapped(&self) -> Option<DevicePtr> {
         let all = self.ways.iter().all(|way| way.mapped.is_some());
-        all.then(|| (self.tables.ptr().add(self.bases_at), &self.wire))
+        all.then(|| self.tables.ptr().add(self.bases_at))
     }
 
     /// What went wrong with a queue or on the receiving side first.
@@ -202,32 +202,32 @@ impl Buffer {
 
     /// Bytes of wire memory; 0 with one node.
     pub fn wire_bytes(&self) -> u64 {
-        self.kernels.wire().map_or(0, |side| side.wire.layout.bytes)
+        self.kernels.wire().map_or(0, |wire| wire.layout.bytes)
     }
 
     /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues lead to the others.
     pub fn mapped_peers(&self) -> Vec<u32> {
-        let ways = self.kernels.wire().into_iter().flat_map(|side| &side.ways);
+        let ways = self.kernels.wire_side().into_iter().flat_map(|side| &side.ways);
         ways.filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
     }
 
     /// What the proxies have put on the wire so far: (peer, queue, what), in ascending order of (queue, peer). Empty with one
     /// node, and where all peers are mapped.
     pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
-        let proxies = self.kernels.wire().into_iter().flat_map(|side| side.proxies.all());
+        let proxies = self.kernels.wire_side().into_iter().flat_map(|side| side.proxies.all());
         proxies.map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
     }
 
     /// Notes when each put is carried out from now on, up to `capacity` of them.
     pub fn start_put_trace(&self, capacity: usize) {
-        if let Some(side) = self.kernels.wire() {
+        if let Some(side) = self.kernels.wire_side() {
             side.proxies.start_trace(capacity);
         }
     }
 
     /// The puts noted since [`Buffer::start_put_trace`]; ends the trace.
     pub fn take_put_trace(&self) -> Vec<PutTrace> {
-        self.kernels.wire().map_or_else(Vec::new, |side| side.proxies.take_trace())
+        self.kernels.wire_side().map_or_else(Vec::new, |side| side.proxies.take_trace())
     }
 
     /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other node.

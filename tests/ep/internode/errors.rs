@@ -178,10 +178,10 @@ fn rows_are_summed_in_bf16_only() {
     then_dispatch(setup(), |rank, valid, place| {
         let output = rank.dispatch(place, valid.request())?;
         let x = tensor(rank, DType::F32, &[2 * TOKENS, 4]);
-        let refuses = ["x has dtype f32, expected bf16"];
-        refused(rank.combine(CombineRequest::new(&x, &output.handle)), &refuses);
+        let refuses = |name: &str| format!("{name} has dtype f32, expected bf16");
+        refused(rank.combine(CombineRequest::new(&x, &output.handle)), &[&refuses("x")]);
         let rows = output.combine_rows(DType::F32, 4)?;
-        refused(rank.combine(CombineRequest::new(&rows, &output.handle)), &refuses);
+        refused(rank.combine(CombineRequest::new(&rows, &output.handle)), &[&refuses("rows")]);
         rank.stream.synchronize()
     });
 }

@@ -18,8 +18,10 @@ use epoxide_macros::kernel;
 use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};
-use super::ring::{Ring, shared_bytes};
-use crate::layout::{InternodeDispatchArgs, MAX_NODES, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes};
+use super::ring::Ring;
+use crate::layout::{
+    InternodeDispatchArgs, MAX_NODES, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, ring_bytes,
+};
 use crate::simt::*;
 use forwarder::forward;
 use poster::post_channel;
@@ -68,7 +70,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
         tell_nodes_ready(comm, wire, operation);
     }
     let planned = entry.is_planned();
-    let progress = Progress::new(shared_bytes(workers, rows.stages, rows.stage_bytes), workers);
+    let progress = Progress::new(ring_bytes(workers, rows.stages, rows.stage_bytes), workers);
     let joined = wait_mapped_ready(comm, wire, operation, Wait::DispatchReady, Wait::DispatchNodeReady);
     if tid() / 32 == workers {
         if !forwards && joined {

@@ -1,0 +1,10 @@
+//! Rings of buffers in a block's shared memory, one ring for each warp that copies: all warps' buffers come first, then all barriers, one
+//! for each buffer. What a kernel has beside its rings follows them.
+
+use crate::simt::mbarrier::Mbarrier;
+
+/// Bytes of the rings of `warps` warps, each of `count` buffers of `bytes`.
+#[inline(always)]
+pub const fn ring_bytes(warps: u32, count: u32, bytes: u32) -> u32 {
+    warps * count * (bytes + Mbarrier::BYTES)
+}
