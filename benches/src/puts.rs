@@ -313,8 +313,8 @@ impl<'a> Poster<'a> {
                 return Ok(());
             }
             self.pause(&mut wait).map_err(|error| match error {
-                Error::PeerTimeout { rank, operation, word, epoch, needed, waited, .. } => {
-                    Error::PeerTimeout { rank, peer, operation, word, epoch, needed, seen, waited }
+                Error::PeerTimeout { rank, operation, word, epoch, needed, waited, beside, .. } => {
+                    Error::PeerTimeout { rank, peer, operation, word, epoch, needed, seen, waited, beside }
                 }
                 error => error,
             })?;
@@ -357,6 +357,7 @@ impl<'a> Poster<'a> {
             needed: self.round,
             seen: 0,
             waited: wait.longest,
+            beside: String::new(),
         })
     }
 

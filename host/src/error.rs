@@ -75,7 +75,7 @@ pub enum Error {
     /// A peer did not do its part before the deadline. The device context is intact.
     #[error(
         "rank {rank} waited {waited:?} in {operation} (epoch {epoch}) for {word} of rank {peer}: needed {needed}, saw {seen}; \
-         rank {peer} may have died, hang, or not have made the same call"
+         rank {peer} may have died, hang, or not have made the same call{beside}"
     )]
     PeerTimeout {
         /// The rank that waited.
@@ -94,6 +94,9 @@ pub enum Error {
         seen: u64,
         /// How long it waited.
         waited: Duration,
+        /// Other buffers of this process with operations in flight on the same device, and what that may mean, with a leading separator; may
+        /// be empty.
+        beside: String,
     },
     /// Ranks made calls that do not fit together.
     #[error(

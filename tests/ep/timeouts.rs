@@ -12,6 +12,7 @@ use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names};
 
+use crate::gate::Gate;
 use crate::spread::{Spread, in_every_spread};
 use crate::turns::{Inputs, ROW, Turn, combine_in_pool, echo};
 
@@ -26,6 +27,7 @@ in_every_spread! {
     operations_queued_behind_an_expired_one_do_not_wait_again,
     a_slow_rank_is_waited_for,
     a_buffer_can_be_dropped_with_work_in_flight,
+    buffers_in_opposite_orders_name_each_other,
 }
 
 /// Long enough for ranks that do come, on a busy machine.
@@ -325,4 +327,50 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
             outcome.unwrap_or_else(|failure| panic!("{ranks:?}: {failure}"));
         }
     }
+}
+
+/// Two buffers of a device whose multiprocessors have room for the operations of one at a time: those of the second begin late, as behind
+/// the gate of a stream. Two ranks launch them in opposite orders, so that each waits for what the other one has not begun.
+fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
+    let turn = Turn::random(1, &TOKENS[..2], 2);
+    let setup = Setup::new(2, 2, 6, ROW).nodes(spread.nodes(1)).timeout(TIMEOUT);
+    let outcome = run_threads(2, PATIENCE, |number, group| {
+        let mut first = Rank::join(&setup, group.clone())?;
+        let mut second = Rank::new(first.device().clone(), group.clone(), setup.options.clone())?;
+        second.stream = first.stream.clone();
+        let gate = Gate::new(first.device())?;
+        let inputs = Inputs::upload(&turn, &first)?;
+        // In one order all is well.
+        for rank in [&mut first, &mut second] {
+            let mut place = rank.place()?;
+            echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+        }
+        first.synchronize()?;
+        let (mut earlier, mut later) = if number == 0 { (first, second) } else { (second, first) };
+        let mut place = earlier.place()?;
+        echo(&mut earlier, &mut place, &inputs, turn.routing.num_experts)?;
+        gate.hold(&earlier.stream)?;
+        let mut place = later.place()?;
+        echo(&mut later, &mut place, &inputs, turn.routing.num_experts)?;
+
+        let start = Instant::now();
+        let error = loop {
+            match earlier.buffer.check() {
+                Err(error) => break error,
+                Ok(()) => assert!(start.elapsed() < SOON, "the wait has not ended"),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        let names = |rank: &Rank| format!("buffer {} of this process has a combine", rank.buffer.id());
+        let order = "in the same order on every rank";
+        assert_names(&error, &[&names(&later), "in flight on this device", order]);
+        group.barrier(PATIENCE)?;
+        gate.open();
+        later.stream.synchronize()?;
+        // Nothing of its own was in the way, but then the other rank's first operation of it has been given up.
+        let error = later.buffer.check().expect_err("its peer has given it up");
+        assert_names(&error, &[&names(&earlier), "failed as well on this device", order]);
+        group.barrier(PATIENCE)
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }

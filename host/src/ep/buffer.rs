@@ -1,7 +1,7 @@
 //! The buffer: a rank's pool, the mappings of its peers' pools, and what every operation shares.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
@@ -9,6 +9,7 @@ use epoxide_gpu::layout::{
     PoolLayout, STATUS, Section, Status, WireLayout,
 };
 
+use super::beside::Activity;
 use super::dispatch::HOST_EXPERTS;
 use super::fault::check_status;
 use super::kernels::{Kernels, Loaded};
@@ -149,7 +150,7 @@ pub struct Buffer {
     pub(super) kernels: Kernels,
     pub(super) arena: Arc<Arena>,
     pub(super) host_counts: MappedMemory,
-    pub(super) status: MappedMemory,
+    pub(super) status: Arc<MappedMemory>,
     pub(super) places: Vec<Arc<PlaceState>>,
     pool: Arc<Pool>,
     _peers: Peers,
@@ -157,6 +158,9 @@ pub struct Buffer {
     tables: Memory,
     start: Event,
     pub(super) sequence: Arc<Sequence>,
+    pub(super) activity: Arc<Activity>,
+    /// What else was in flight when a wait of this buffer was first seen to have expired.
+    pub(super) beside: OnceLock<String>,
     /// Where the last captured operation ends, in its recording.
     captured_end: Event,
     /// The step that is being captured by [`Buffer::capture`].
@@ -227,7 +231,7 @@ impl Buffer {
             Section::array("pools", MAX_RANKS as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
         ]);
-        let status = MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?;
+        let status = Arc::new(MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?);
         status.describe(STATUS);
         let experts =
             Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
@@ -256,18 +260,21 @@ impl Buffer {
         let place = |(index, layout): (usize, &PoolLayout)| {
             PlaceState::new(index as u32, id, *layout, largest, pool.clone(), arena.clone())
         };
+        let sequence = Sequence::new(&device)?;
         let buffer = Buffer {
             comm_stream,
             kernels,
             places: layouts.iter().enumerate().map(place).collect(),
             arena,
             host_counts,
+            activity: Activity::list(id, &device, &sequence, &status),
+            beside: OnceLock::new(),
             status,
             pool,
             _peers: peers,
             tables,
             start: Event::new(&device, false)?,
-            sequence: Sequence::new(&device)?,
+            sequence,
             captured_end: Event::new(&device, false)?,
             captured: None,
             kept: Vec::new(),
@@ -285,6 +292,11 @@ impl Buffer {
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;
         Ok(buffer)
+    }
+
+    /// Its number among the buffers that this process has made, by which errors name it.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// This rank.
@@ -431,11 +443,13 @@ impl Buffer {
     }
 
     /// Runs `work` where `order` says, behind the operation before and whoever still uses the blocks that were taken for it; gives the
-    /// event of an asynchronous call. `capturing`: what [`Buffer::begin`] said; `uses`: what must live as long as a recording of it.
+    /// event of an asynchronous call. `capturing`: what [`Buffer::begin`] said; `operation`: its
+    /// name, where it waits for peers; `uses`: what must live as long as a recording of it.
     pub(super) fn run(
         &mut self,
         order: StreamOrder<'_>,
         capturing: bool,
+        operation: Option<&'static str>,
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
@@ -460,7 +474,7 @@ impl Buffer {
             outcome.and(self.captured_end.record(stream))
         } else {
             let sequence = self.sequence.clone();
-            let turn = sequence.begin(stream)?;
+            let turn = sequence.begin(stream, operation)?;
             self.arena.come_before(stream)?;
             let outcome = work(self, stream);
             // After an error as well: kernels that were launched still run, and the memory they use is given back.

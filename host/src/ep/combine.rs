@@ -182,7 +182,7 @@ impl Buffer {
         };
         let uses = in_tensor.into_iter().chain(weights).filter_map(|tensor| tensor.owner().cloned());
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
-        let event = self.run(order, capturing, uses, |buffer, stream| {
+        let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             args.comm.trace = trace_place(&mut buffer.trace, "combine", buffer.config.num_sms);
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);

@@ -208,7 +208,7 @@ impl Buffer {
             .flatten()
             .cloned()
             .chain([layout.block.clone() as Owner, block.clone() as Owner]);
-        let event = self.run(order, capturing, uses, |buffer, stream| {
+        let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(place.begin((!capturing).then_some(stream))?);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
@@ -297,7 +297,7 @@ impl Buffer {
             .flatten()
             .cloned()
             .chain([handle.0.block.clone() as Owner]);
-        let event = self.run(order, capturing, uses, |buffer, stream| {
+        let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(place.begin((!capturing).then_some(stream))?);
             // SAFETY: as in `dispatch`.
             unsafe { buffer.launch_dispatch(stream, args, ring, places) }

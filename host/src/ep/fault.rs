@@ -83,6 +83,8 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
         needed: status.needed,
         seen,
         waited: Duration::from_nanos(status.waited_ns),
+        // Asked once: later calls say the same.
+        beside: buffer.beside.get_or_init(|| buffer.activity.beside()).clone(),
     })
 }
 

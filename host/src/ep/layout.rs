@@ -154,7 +154,7 @@ impl Buffer {
         let shared = (self.topology.ranks() + num_experts + self.topology.nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
         let uses = topk_idx.owner().cloned().into_iter().chain([block.clone() as Owner]);
-        let event = self.run(order, capturing, uses, |buffer, stream| {
+        let event = self.run(order, capturing, None, uses, |buffer, stream| {
             // SAFETY: block and ids go back behind all that streams have been given, and a recording keeps them.
             unsafe {
                 stream.fill(places.invalid, 0xff, 8)?;

@@ -10,6 +10,7 @@
 //! Every operation is collective: each rank of the group makes the same calls in the same order. Work is enqueued on a
 //! stream ([`StreamOrder`]); only an exact-size dispatch makes the host wait, for the counts.
 
+mod beside;
 mod buffer;
 mod ceiling;
 mod combine;

@@ -9,7 +9,8 @@ use crate::driver::{Event, Stream};
 ///
 /// Two *different* buffers have no order between them. Their operations wait for peers while they hold multiprocessors: where one rank
 /// launches buffer A's before B's and another one B's before A's, on streams that run side by side, and both do not fit on the device at
-/// once ([`Config::num_sms`](super::Config) blocks each), they wait for each other until their deadlines. Launch them in one order on every rank, or on one
+/// once ([`Config::num_sms`](super::Config) blocks each), they wait for each other until their deadlines; the error then
+/// names the other buffer. Launch them in one order on every rank, or on one
 /// stream, or give each so few multiprocessors that all fit.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamOrder<'a> {

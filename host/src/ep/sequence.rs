@@ -1,6 +1,6 @@
 //! The order of a buffer's operations on the device: one after the other, in whichever streams they run.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::driver::{Device, Event, Stream};
@@ -11,6 +11,8 @@ use crate::error::{Error, Result};
 pub(super) struct Sequence {
     end: Event,
     last: Mutex<Last>,
+    /// The last operation that waits for peers.
+    operation: Mutex<Option<&'static str>>,
     /// Why no operation can follow.
     broken: OnceLock<Error>,
 }
@@ -35,6 +37,7 @@ impl Sequence {
         Ok(Arc::new(Sequence {
             end: Event::new(device, false)?,
             last: Mutex::default(),
+            operation: Mutex::default(),
             broken: OnceLock::new(),
         }))
     }
@@ -43,8 +46,8 @@ impl Sequence {
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A turn on `stream`, behind the last operation.
-    pub fn begin(&self, stream: &Stream) -> Result<Turn<'_>> {
+    /// A turn on `stream`, behind the last operation; `operation` names one that waits for peers.
+    pub fn begin(&self, stream: &Stream, operation: Option<&'static str>) -> Result<Turn<'_>> {
         let last = self.last();
         if last.closed {
             return Err(Error::StaleHandle("its buffer was dropped".into()));
@@ -52,6 +55,9 @@ impl Sequence {
         self.check()?;
         if last.stream.is_some_and(|id| id != stream.id()) {
             stream.wait(&self.end)?;
+        }
+        if operation.is_some() {
+            *self.operation() = operation;
         }
         Ok(Turn { sequence: self, last })
     }
@@ -69,6 +75,24 @@ impl Sequence {
     /// Makes `stream` wait for the end of the last operation.
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
         stream.wait(&self.end)
+    }
+
+    fn operation(&self) -> MutexGuard<'_, Option<&'static str>> {
+        self.operation.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The last operation that waits for peers, if there was one. As [`Sequence::has_ended`], waits for no turn: who asks may have a turn of
+    /// another buffer, for which whoever has this one's asks in turn.
+    pub fn last_operation(&self) -> Option<&'static str> {
+        *self.operation()
+    }
+
+    /// Whether the last operation has ended. One that is just enqueued has not.
+    pub fn has_ended(&self) -> Result<bool> {
+        match self.last.try_lock() {
+            Err(TryLockError::WouldBlock) => Ok(false),
+            _ => self.end.is_done(),
+        }
     }
 
     /// Waits for the end of the last operation; false where it has not come in time.

@@ -39,7 +39,7 @@ impl<T> Step<T> {
     /// rows of one of its places are in use by an eager dispatch, and whatever the driver reports. A peer's silence shows in
     /// [`Step::check`].
     pub fn launch(&self, stream: &Stream) -> Result<()> {
-        let turn = self.sequence.begin(stream)?;
+        let turn = self.sequence.begin(stream, Some("step"))?;
         for lease in &self.captured.leases {
             lease.begin_again(stream)?;
         }
