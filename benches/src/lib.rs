@@ -15,7 +15,7 @@ pub mod network;
 mod plan;
 pub mod points;
 pub mod puts;
-pub mod replay;
+mod replay;
 pub mod results;
 mod shapes;
 pub mod sweep;

@@ -172,8 +172,8 @@ impl Bench<'_> {
             times.ceiling =
                 Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
         }
-        if self.plan.graph {
-            times.replays = self.replays(case, &rows)?;
+        if let Some(chain) = self.plan.graph {
+            times.replays = self.replays(chain, case, &rows)?;
         }
         Ok(times)
     }

@@ -73,6 +73,8 @@ pub struct Times {
 pub struct ReplayTimes {
     /// The calls that were captured together.
     pub calls: Vec<PhaseName>,
+    /// Replays of a chain.
+    pub chain: u32,
     /// Each replay by itself.
     pub alone: Samples,
     /// Likewise, L2 emptied before; missing where nothing empties it.

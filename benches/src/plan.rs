@@ -62,8 +62,8 @@ pub struct Plan {
     pub seed: u64,
     /// Share of the entries that select no expert.
     pub masked: f64,
-    /// Measures replays of captured graphs as well.
-    pub graph: bool,
+    /// Measures replays of captured graphs as well, in chains of so many too.
+    pub graph: Option<u32>,
     /// Leaves the links' own ceiling out.
     pub no_ceiling: bool,
     /// MiB written between iterations to empty the L2 cache; on the virtual GPU nothing is.

@@ -148,6 +148,7 @@ impl Common<'_> {
             .filter_map(|(at, step)| {
                 Some(Replays {
                     calls: step.calls.clone(),
+                    chain: step.chain,
                     alone: of(at, |times| Some(&times.alone))?,
                     flushed: of(at, |times| times.flushed.as_ref()),
                     chained: of(at, |times| Some(&times.chained))?,

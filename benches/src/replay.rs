@@ -10,9 +10,6 @@ use crate::bench::{Bench, Calls, RETURNED, ROWS};
 use crate::measured::ReplayTimes;
 use crate::results::PhaseName;
 
-/// Replays of a chain.
-pub const CHAIN: u32 = 128;
-
 /// The calls of each step.
 const STEPS: [&[PhaseName]; 5] = [
     &[PhaseName::DispatchCached],
@@ -24,7 +21,7 @@ const STEPS: [&[PhaseName]; 5] = [
 
 /// What a call of a step gives, anew with every replay.
 enum Output {
-    Rows(Detached),
+    Rows(Box<Detached>),
     Sums(Tensor<'static>),
 }
 
@@ -37,10 +34,12 @@ impl Calls {
         order: StreamOrder<'_>,
     ) -> Result<Output> {
         Ok(match name {
-            PhaseName::DispatchCached => Output::Rows(self.dispatch_cached(buffer, order)?.detach()),
+            PhaseName::DispatchCached => {
+                Output::Rows(Box::new(self.dispatch_cached(buffer, order)?.detach()))
+            }
             PhaseName::DispatchUncached => {
                 let counts = Counts::OnDevice { capacity: buffer.capacity() };
-                Output::Rows(self.dispatch(buffer, order, counts)?.detach())
+                Output::Rows(Box::new(self.dispatch(buffer, order, counts)?.detach()))
             }
             PhaseName::CombineInPool => Output::Sums(self.combine(buffer, order)?),
             PhaseName::CombineStaged => Output::Sums(self.combine_of(staged.into(), buffer, order)?),
@@ -51,25 +50,31 @@ impl Calls {
 impl Bench<'_> {
     /// Captures every step, holds its replays against the oracle, and times them. `staged` are the rows of the staged combine.
     /// Collective.
-    pub fn replays(&mut self, case: &Case, staged: &Tensor) -> Result<Vec<ReplayTimes>> {
-        STEPS.iter().map(|calls| self.replay(calls, case, staged)).collect()
+    pub fn replays(&mut self, chain: u32, case: &Case, staged: &Tensor) -> Result<Vec<ReplayTimes>> {
+        STEPS.iter().map(|calls| self.replay(calls, chain, case, staged)).collect()
     }
 
-    fn replay(&mut self, names: &[PhaseName], case: &Case, staged: &Tensor) -> Result<ReplayTimes> {
+    fn replay(
+        &mut self,
+        names: &[PhaseName],
+        chain: u32,
+        case: &Case,
+        staged: &Tensor,
+    ) -> Result<ReplayTimes> {
         let (calls, stream) = (&mut self.calls, self.rig.stream.clone());
         let step = self.rig.buffer.capture(&stream, |buffer, order| {
             names.iter().map(|&name| calls.record(name, staged, buffer, order)).collect::<Result<Vec<_>>>()
         })?;
-        for replays in [1, CHAIN] {
+        for replays in [1, chain] {
             self.verify_step(&step, replays, names, case, staged)?;
         }
         let launch = |_: &mut Self| step.launch(&stream);
         let alone = self.isolated(false, launch)?;
         let flushed = if self.flush.is_some() { Some(self.isolated(true, launch)?) } else { None };
-        let mut chained = self.isolated(false, |_| (0..CHAIN).try_for_each(|_| step.launch(&stream)))?;
-        chained.iter_mut().for_each(|us| *us /= f64::from(CHAIN));
+        let mut chained = self.isolated(false, |_| (0..chain).try_for_each(|_| step.launch(&stream)))?;
+        chained.iter_mut().for_each(|us| *us /= f64::from(chain));
         step.check(&self.rig.buffer, &stream)?;
-        Ok(ReplayTimes { calls: names.to_vec(), alone, flushed, chained })
+        Ok(ReplayTimes { calls: names.to_vec(), chain, alone, flushed, chained })
     }
 
     /// Spoils what a step must write, replays it so many times without a wait, and compares what the last replay gave, bit for bit.

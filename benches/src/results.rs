@@ -277,11 +277,13 @@ impl Distribution {
 pub struct Replays {
     /// The calls, in order.
     pub calls: Vec<PhaseName>,
+    /// Replays of a chain.
+    pub chain: u32,
     /// Each replay by itself, L2 as it is.
     pub alone: Slowest,
     /// Likewise, L2 emptied before; `null` where nothing empties it.
     pub flushed: Option<Slowest>,
-    /// Chains of [`CHAIN`](crate::replay::CHAIN) replays that follow each other directly: the time of one.
+    /// Chains of replays that follow each other directly, the time of one.
     pub chained: Slowest,
 }
 
@@ -292,11 +294,11 @@ impl Replays {
     }
 
     /// How replays were timed, for people, and what they took.
-    pub fn timings(&self) -> [(&'static str, Option<&Slowest>); 3] {
+    pub fn timings(&self) -> [(String, Option<&Slowest>); 3] {
         [
-            ("replay", Some(&self.alone)),
-            ("replay, L2 emptied", self.flushed.as_ref()),
-            ("chained replay", Some(&self.chained)),
+            ("replay".into(), Some(&self.alone)),
+            ("replay, L2 emptied".into(), self.flushed.as_ref()),
+            (format!("{} chained replays", self.chain), Some(&self.chained)),
         ]
     }
 }

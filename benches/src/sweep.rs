@@ -177,14 +177,14 @@ fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topolog
     Ok(groups)
 }
 
-/// A finished point: the same sizes and launch shapes, the same kind of device, as many iterations, and replays where they are asked for.
+/// A finished point: the same sizes and launch shapes, the same kind of device, as many iterations, and the replays that are asked for.
 fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
     let key = plan.key(sms);
     known.iter().find(|point| {
         point.key == key
             && point.is_virtual == plan.is_virtual
             && (point.warmup, point.iters, point.shapes) == (plan.warmup, plan.iters, plan.shapes)
-            && !(plan.graph && point.graph.is_empty())
+            && plan.graph.is_none_or(|chain| point.graph.first().is_some_and(|step| step.chain == chain))
     })
 }
 

@@ -33,7 +33,7 @@ pub fn plan(line: &str) -> Plan {
         iters: 2,
         seed: 7,
         masked: 0.0,
-        graph: false,
+        graph: None,
         no_ceiling: false,
         flush_mib: 256,
         shapes: Shapes::default(),
@@ -63,7 +63,7 @@ pub fn plan(line: &str) -> Plan {
             "--iters" => plan.iters = number(),
             "--seed" => plan.seed = u64::from(number()),
             "--masked" => plan.masked = pair[1].parse().unwrap(),
-            "--graph" => plan.graph = pair[1].parse().unwrap(),
+            "--graph" => plan.graph = Some(number()),
             "--combine-warps" => plan.shapes.combine_warps = Some(number()),
             other => panic!("{other}"),
         }
@@ -146,7 +146,7 @@ fn replays_of_every_step_are_right_and_timed() {
         "--num-sms 2,4 --masked 1.0",
         "--nodes 2 --ranks-per-node 2 --num-sms 4 --transport shm",
     ] {
-        let plan = plan(&format!("{line} --graph true"));
+        let plan = plan(&format!("{line} --graph 3"));
         let (points, ranks) = measure(&plan, open).unwrap();
         for (index, point) in points.iter().enumerate() {
             let steps: Vec<String> = point.graph.iter().map(|step| step.text()).collect();
@@ -162,6 +162,7 @@ fn replays_of_every_step_are_right_and_timed() {
                 "{line}"
             );
             for (at, step) in point.graph.iter().enumerate() {
+                assert_eq!(step.chain, 3);
                 // Nothing empties the cache of a virtual GPU.
                 assert!(step.flushed.is_none());
                 let slowest = |iteration: usize| {

@@ -72,10 +72,12 @@ pub struct Args {
     /// Share of the entries that select no expert.
     #[arg(long, default_value_t = 0.0, value_parser = parse_share)]
     pub masked: f64,
-    /// Measure replays of CUDA graphs too, of each phase and of cached dispatch + combine in pool: each by itself between two events,
-    /// devices aligned before, with L2 as it is and with L2 emptied; and 128 launched one after the other, over 128.
-    #[arg(long)]
-    pub graph: bool,
+    /// Measure replays of CUDA graphs too, of one graph for each phase and one for cached dispatch + combine in pool: each replay by
+    /// itself between two events, devices aligned before, with L2 as the replay before left it and with L2 emptied; and CHAIN replays
+    /// one after the other between two events, over CHAIN [default without =CHAIN: 128]. Of each iteration the slowest rank counts.
+    #[arg(long, value_name = "CHAIN", num_args = 0..=1, require_equals = true, default_missing_value = "128",
+        value_parser = clap::value_parser!(u32).range(1..))]
+    pub graph: Option<u32>,
     /// Leave the links' own ceiling out.
     #[arg(long)]
     pub no_ceiling: bool,

@@ -3,7 +3,6 @@
 use std::fmt::Write;
 
 use epoxide_bench::counts::TokenCounts;
-use epoxide_bench::replay::CHAIN;
 use epoxide_bench::results::{PhaseName, Point};
 
 /// A point for people: the lines of MSCCL++'s test first.
@@ -22,13 +21,14 @@ pub fn text(point: &Point) -> String {
 pub fn replays(points: &[Point]) -> String {
     let mut out = String::new();
     let lines = || points.iter().flat_map(|point| point.graph.iter().map(move |step| (point, step)));
-    let Some((first, _)) = lines().next() else { return out };
+    let Some((first, step)) = lines().next() else { return out };
     let width = lines().map(|(_, step)| step.text().len()).max().unwrap_or(0);
     let unit = if first.is_virtual { first.caveat() } else { "us" };
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "\n  graph replays, slowest rank of each iteration, {unit}; chained: {CHAIN} one after the other, time of one"
+        "\n  graph replays, slowest rank of each iteration, {unit}; chained: {} one after the other, time of one",
+        step.chain
     );
     let _ = write!(out, "  {:>5} {:>5} {:>7} {:>4} {:<width$}", "", "", "", "", "");
     for how in ["by itself", "L2 emptied before", "chained"] {

@@ -46,7 +46,7 @@ pub fn run(args: &Args, plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Po
         return Err(Stop::skipped("bench: no point of the sweep can be run here"));
     }
     output::text_line(&summary(&swept.points))?;
-    if args.graph {
+    if args.graph.is_some() {
         output::text_line(report::replays(&swept.points).trim_end())?;
     }
     Ok(swept.points)

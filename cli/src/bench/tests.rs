@@ -147,11 +147,14 @@ fn replays_are_printed_stored_compared_and_swept() {
     let file = |name: &str| folder.path().join(name);
     let mut args = flags("--iters 5");
     let (plain, _) = measure_points(&args.plan().unwrap()).unwrap();
-    (args.graph, args.json) = (true, Some(file("a.json")));
+    (args.graph, args.json) = (Some(3), Some(file("a.json")));
     let points = single(&args, &args.plan().unwrap()).unwrap();
     let text = report::text(&points[0]);
     let table = text.split_once("graph replays").unwrap().1;
-    assert!(table.contains("VIRTUAL GPU: interpreter times") && table.contains("128 one after"), "{table}");
+    assert!(
+        table.contains("VIRTUAL GPU: interpreter times") && table.contains("chained: 3 one after"),
+        "{table}"
+    );
     assert!(!report::text(&plain[0]).contains("graph replays"));
 
     // Five steps: each by itself and in a chain. A side without replays has none to pair.
@@ -159,18 +162,22 @@ fn replays_are_printed_stored_compared_and_swept() {
     assert_eq!(stored, points);
     let compared = epoxide_bench::compare::text(&stored, &points, 0.01).unwrap();
     assert_eq!(compared.matches("replay").count(), 10, "{compared}");
-    assert!(compared.contains("dispatch cached + combine in pool, chained replay"), "{compared}");
+    assert!(compared.contains("dispatch cached + combine in pool, 3 chained replays"), "{compared}");
     let compared = epoxide_bench::compare::text(&stored, &plain, 0.01).unwrap();
     assert!(!compared.contains("replay") && compared.contains("combine staged"), "{compared}");
     plot::draw(&points, &plot::Choice::default(), &file("a.svg")).unwrap();
+    let chain = |line: &str| Line::try_parse_from(line.split(' ')).map(|line| line.bench.args.graph);
+    assert_eq!(chain("bench --graph --iters 3").unwrap(), Some(128));
+    assert_eq!(chain("bench --graph=7").unwrap(), Some(7));
+    assert!(chain("bench --graph=0").is_err());
 
     // A point without replays does not stand for one with.
     let asked = "tokens=1,8".parse().unwrap();
     let plan = |graph| Plan { graph, ..args.plan().unwrap() };
     let swept = |graph| sweep::run(&args, &plan(graph), &asked, &file("a.jsonl")).unwrap();
-    assert!(swept(false).iter().all(|point| point.graph.is_empty()));
-    let points = swept(true);
-    assert!(points.iter().all(|point| point.graph.len() == 5) && swept(true) == points);
+    assert!(swept(None).iter().all(|point| point.graph.is_empty()));
+    let points = swept(Some(3));
+    assert!(points.iter().all(|point| point.graph.len() == 5) && swept(Some(3)) == points);
     let table = report::replays(&points);
     let tokens: Vec<&str> = table.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
     assert_eq!(tokens[tokens.len() - 10..], [["1"; 5], ["8"; 5]].concat(), "{table}");
