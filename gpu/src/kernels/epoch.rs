@@ -142,28 +142,52 @@ pub unsafe fn tell_ready(comm: &Comm, ready: u64) {
     }
 }
 
-/// Waits until every peer has entered the operation, with the call that `ready` says; all threads call it. False when a wait of this rank
-/// has expired, the same in all lanes of a warp.
+/// Bytes of shared memory in which [`wait_ready`] passes on what it has seen.
+pub const JOINED_BYTES: u32 = 16;
+
+/// Waits until every peer has entered the operation, with the call that `ready` says; all threads call it. False when one has not, or a wait
+/// of this rank had expired before: the same in all threads of the block, by the word of shared memory at `joined`.
 ///
 /// One warp polls for the block: more would only crowd the words that the peers write.
 #[inline(always)]
-pub unsafe fn wait_ready(comm: &Comm, epoch: u64, ready: u64, what: Wait) -> bool {
-    // SAFETY: the words are in this rank's own pool. The barrier passes on what the polling lanes acquired.
+pub unsafe fn wait_ready(
+    comm: &Comm,
+    entry: &Entry,
+    epoch: u64,
+    ready: u64,
+    joined: u32,
+    what: Wait,
+) -> bool {
+    // SAFETY: the words are in this rank's own pool, and `joined` is the block's. The barrier passes on what the polling lanes acquired.
     unsafe {
-        if tid() < comm.num_ranks {
-            let word = pool_of(comm, comm.rank) + ready_offset(tid());
-            wait_entered(comm, word, ready, tid(), epoch, what);
+        if tid() < 32 {
+            let mut has_entered = entry.abort == 0;
+            if tid() < comm.num_ranks {
+                let word = pool_of(comm, comm.rank) + ready_offset(tid());
+                has_entered &= wait_entered(comm, word, ready, tid(), epoch, what);
+            }
+            let all = ballot(!has_entered) == 0;
+            if tid() == 0 {
+                st_shared_u32(joined, all as u32);
+            }
         }
         barrier_sync();
         trace(comm, Phase::Ready);
-        !warp_aborted(comm)
+        ld_shared_u32(joined) != 0
     }
 }
 
 /// Waits until rank `peer` of this node has entered the operation, by its ready word at `word`, and holds its call against that of
-/// `ready`: where they differ, that is recorded, and all waits of this rank end.
+/// `ready`: where they differ, that is recorded, and all waits of this rank end. False then, and when the wait expired.
 #[inline(always)]
-pub(super) unsafe fn wait_entered(comm: &Comm, word: u64, ready: u64, peer: u32, epoch: u64, what: Wait) {
+pub(super) unsafe fn wait_entered(
+    comm: &Comm,
+    word: u64,
+    ready: u64,
+    peer: u32,
+    epoch: u64,
+    what: Wait,
+) -> bool {
     // SAFETY: passed on to the caller.
     unsafe { wait_entered_or(comm, word, ready, peer, epoch, (what, Wait::OtherCall), |_| false, || false) }
 }
@@ -183,7 +207,7 @@ pub(super) unsafe fn wait_entered_or(
     (what, other): (Wait, Wait),
     has_passed: impl Fn(u64) -> bool,
     is_counting: impl Fn() -> bool,
-) {
+) -> bool {
     // SAFETY: `word` is a live control word.
     unsafe {
         let mut deadline = Deadline::start();
@@ -194,18 +218,18 @@ pub(super) unsafe fn wait_entered_or(
                 if seen != ready {
                     record(comm, 0, peer, epoch, ready, seen, other);
                 }
-                return;
+                return seen == ready;
             }
             if has_passed(entered) {
-                return;
+                return true;
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, peer, epoch, epoch, seen, what);
-                return;
+                return false;
             }
             if comm.call & READY_OTHERS != 0 && deadline.is_long() && is_counting() {
                 record(comm, 0, peer, epoch, ready, epoch << READY_SHIFT, other);
-                return;
+                return false;
             }
         }
     }
@@ -236,18 +260,20 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
     // block's work happen before the releases, which are cumulative: no thread needs a fence of its own.
     unsafe {
         barrier_sync();
-        if tid() >= 32 {
+        if tid() >= 64 {
             return;
         }
         trace(comm, Phase::Moved);
-        let lane = laneid();
+        let (warp, lane) = (tid() / 32, laneid());
         let part = share(ctaid(), nctaid());
-        // The ticket goes first: behind the remote adds, its fence would wait for their round trip.
+        // The fences of the ticket and of the remote adds wait for nothing of each other in two warps. In one the ticket goes first: behind
+        // the adds, its fence would wait for their round trip.
         let mut last = false;
-        if lane == 0 {
+        if warp == 0 && lane == 0 {
             last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
         }
-        if joined && lane < comm.num_ranks {
+        let tells = (ntid() > 32) as u32;
+        if joined && warp == tells && lane < comm.num_ranks {
             red_release_sys_add_u64(pool_of(comm, lane) + done_offset(comm.rank), part);
         }
         if ballot(last) == 0 {

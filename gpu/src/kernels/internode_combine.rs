@@ -12,7 +12,7 @@ use core::cell::Cell;
 
 use epoxide_macros::kernel;
 
-use super::combine::{Bf16, Contributors, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
+use super::combine::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
 use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{
@@ -85,7 +85,8 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
             let nodes = Nodes::new(&args, channel, epoch);
             let mut sums = Outputs::<true>::new(rows);
             let turn = &mut Turn::first();
-            sum_rows::<Bf16, _, _, true>(rows, &ring, turn, &nodes, &mut sums, begin, end, workers);
+            let gather = Gather::start(rows, &nodes, begin, end, workers);
+            sum_rows::<Bf16, _, _, true>(rows, &ring, turn, &nodes, &mut sums, gather);
         } else {
             gather(&args, &ring, channel, workers, &progress);
         }
@@ -310,7 +311,8 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
         }
         let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
         let mut to = Slots { args, order, slots, slot: 0, workers, progress };
-        sum_rows::<Bf16, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, 0, order.end, workers);
+        let gather = Gather::start(rows, &from, 0, order.end, workers);
+        sum_rows::<Bf16, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, gather);
         to.publish(order.end);
     }
 }

@@ -54,7 +54,7 @@ pub use {
 
 #[doc(hidden)]
 pub use {
-    combine::MAX_SLOT_BYTES, internode_combine::MAX_INTERNODE_SLOT_BYTES,
+    combine::MAX_SLOT_BYTES, epoch::JOINED_BYTES, internode_combine::MAX_INTERNODE_SLOT_BYTES,
     internode_notify::INTERNODE_NOTIFY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
 };
 

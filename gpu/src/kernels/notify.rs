@@ -9,7 +9,9 @@ use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
-use super::epoch::{Phase, aborted, current_epoch, send_packet, tell_planning, trace, wait_packet, wait_packets};
+use super::epoch::{
+    Phase, aborted, current_epoch, send_packet, tell_planning, trace, wait_packet, wait_packets,
+};
 use super::ring::channel_range;
 use super::verdict::Verdict;
 use crate::layout::{
@@ -256,7 +258,8 @@ pub unsafe fn notify(args: NotifyArgs) {
     let entries = if channel == 0 { 1 + local_experts } else { 1 };
     let mut entry = thread;
     while entry < entries && agreed {
-        let word = if entry == 0 { message::CHANNEL_STARTS + channel } else { message::EXPERT_COUNTS + entry - 1 };
+        let word =
+            if entry == 0 { message::CHANNEL_STARTS + channel } else { message::EXPERT_COUNTS + entry - 1 };
         let Some(values) = wait_packets(comm, word, epoch) else { break };
         let mut total = 0;
         unroll8!(SOURCE => {

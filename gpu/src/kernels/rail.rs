@@ -2,7 +2,9 @@
 //!
 //! A rank talks to one rank of every other node: the one with its own index there. In this file `node` stands for it.
 
-use super::epoch::{Phase, aborted, pool_of, trace, wait_at_least, wait_entered, wait_entered_or, warp_aborted};
+use super::epoch::{
+    Phase, aborted, pool_of, trace, wait_at_least, wait_entered, wait_entered_or, warp_aborted,
+};
 use crate::layout::{
     ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, NodePath, PutRequest, QueueHandle, QueueWords,
     READY_EPOCHS, RING_ENTRIES, Wait, Wire, ready_offset,

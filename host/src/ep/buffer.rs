@@ -374,6 +374,11 @@ impl Buffer {
         self.pool.memory().ptr()
     }
 
+    /// Blocks of an operation on this rank's tokens within one node: a block without a token would only take part in the protocol.
+    pub(super) fn blocks_for(&self, num_tokens: u32) -> u32 {
+        num_tokens.clamp(1, self.config.num_sms)
+    }
+
     /// An error unless the place is one of this buffer's.
     pub(super) fn check_place(&self, place: &PlaceState) -> Result<()> {
         if place.buffer == self.id {

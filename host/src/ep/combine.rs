@@ -1,7 +1,7 @@
 //! Combine: every token's owner sums the rows that came back.
 
 use epoxide_gpu::kernels::{
-    CombineBf16, CombineF32, InternodeCombine, Kernel as _, PROGRESS_BYTES, StageCombine,
+    CombineBf16, CombineF32, InternodeCombine, JOINED_BYTES, Kernel as _, PROGRESS_BYTES, StageCombine,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, combine_slot_bytes,
@@ -184,7 +184,11 @@ impl Buffer {
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
-            args.comm.trace = trace_place(&mut buffer.trace, "combine", buffer.config.num_sms);
+            let grid = match &handle.places.routing {
+                Mode::OneNode(..) => buffer.blocks_for(handle.num_tokens),
+                Mode::SeveralNodes(..) => buffer.config.num_sms,
+            };
+            args.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
             // them. The last combine ended when every peer had gathered, so the rows may be written.
@@ -193,13 +197,14 @@ impl Buffer {
                     let call = StageCombine::call(stage);
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
-                let (grid, block, shared) = (buffer.config.num_sms, ring.threads(), ring.shared_bytes());
+                let (block, shared) = (ring.threads(), ring.shared_bytes());
+                let joined = shared + JOINED_BYTES;
                 match &handle.places.routing {
                     Mode::OneNode(node, _) if dtype == DType::F32 => {
-                        stream.call(&node.combine_f32, grid, block, shared, CombineF32::call(args))
+                        stream.call(&node.combine_f32, grid, block, joined, CombineF32::call(args))
                     }
                     Mode::OneNode(node, _) => {
-                        stream.call(&node.combine, grid, block, shared, CombineBf16::call(args))
+                        stream.call(&node.combine, grid, block, joined, CombineBf16::call(args))
                     }
                     Mode::SeveralNodes(nodes, routing) => {
                         let args = InternodeCombineArgs {

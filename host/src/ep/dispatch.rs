@@ -3,8 +3,8 @@
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    Dispatch, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount, InternodeDispatch, InternodeNotify, Kernel as _,
-    NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
+    Dispatch, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount, InternodeDispatch, InternodeNotify,
+    JOINED_BYTES, Kernel as _, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs,
@@ -560,7 +560,10 @@ impl Buffer {
         ring: RingShape,
         places: &Places,
     ) -> Result<()> {
-        let grid = self.config.num_sms;
+        let grid = match &places.routing {
+            Mode::OneNode(..) => self.blocks_for(args.num_tokens),
+            Mode::SeveralNodes(..) => self.config.num_sms,
+        };
         self.describe_rows(RowBytes { recv: args.row_bytes as u64, ..self.row_bytes });
         args.comm.trace = trace_place(&mut self.trace, "dispatch", grid);
         // SAFETY: passed on to the caller.
@@ -570,7 +573,7 @@ impl Buffer {
                     &node.dispatch,
                     grid,
                     ring.threads() + args.metadata_warps * 32,
-                    ring.shared_bytes(),
+                    ring.shared_bytes() + JOINED_BYTES,
                     Dispatch::call(args),
                 ),
                 Mode::SeveralNodes(nodes, routing) => {

@@ -6,7 +6,8 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::kernels::{
     self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
     INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
-    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
+    JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
+    StageCombine,
 };
 use epoxide_gpu::layout::{SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
@@ -330,10 +331,10 @@ impl Kernels {
         RingShape::fit(bytes, warps, t.combine_slots, self.ring_limit())
     }
 
-    /// Shared memory for rings: across nodes, each block keeps a word for each of its warps beside them.
+    /// Shared memory for rings: beside them a block keeps whether it has joined, and across nodes a word for each of its warps.
     fn ring_limit(&self) -> u32 {
         match self.mode {
-            Mode::OneNode(..) => self.shared_limit(),
+            Mode::OneNode(..) => self.shared_limit() - JOINED_BYTES,
             Mode::SeveralNodes(..) => self.shared_limit() - PROGRESS_BYTES,
         }
     }

@@ -12,13 +12,13 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
-use crate::layout::{CombineArgs, Wait};
+use crate::layout::{CombineArgs, Wait, ring_bytes};
 use crate::simt::*;
 use sum::{Element, F32};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use stage::StageCombine;
-pub use sum::{Bf16, Contributors, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
+pub use sum::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
 
 /// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
 pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
@@ -82,12 +82,15 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
         let ring = Ring::new(args.slots, args.slot_bytes, warps);
         let ranks = Ranks::new(args, args.send_row.0);
 
-        let joined = wait_ready(comm, epoch, ready, Wait::CombineReady);
+        // What this rank's own tables say is read while the peers' words are on their way.
+        let gather = Gather::start(args, &ranks, begin, end, warps);
+        let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
+        let joined = wait_ready(comm, &entry, epoch, ready, joined, Wait::CombineReady);
         if joined && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async_global();
             let mut sums = Outputs::<false>::new(args);
-            sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, begin, end, warps);
+            sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, gather);
         }
         leave(comm, epoch, joined, Wait::CombineDone);
     }

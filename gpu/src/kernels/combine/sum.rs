@@ -165,10 +165,7 @@ impl<const WHOLE: bool> Sink for Outputs<'_, WHOLE> {
     }
 }
 
-/// Sums the rows of tokens `begin..end`, spread over the first `warps` warps of the block, which all call it. A warp takes whole rows,
-/// every `warps`-th: what there is to find out of a token is found out once. Or it takes pieces, where there are too few tokens for all
-/// warps to have as many.
-#[allow(clippy::too_many_arguments)] // One call is the whole inner part of a combine.
+/// Sums the rows of a warp's share of tokens, those of `gather`, which has just started; all warps with a ring call it.
 #[inline(always)]
 pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
     args: &CombineArgs,
@@ -176,20 +173,12 @@ pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
     turn: &mut Turn,
     from: &C,
     to: &mut S,
-    begin: u32,
-    end: u32,
-    warps: u32,
+    gather: Gather<WHOLE>,
 ) {
     // SAFETY: the caller vouches for `from`, `to` and the range, and has whole warps call it. Items are the same in all lanes of a warp.
     unsafe {
         let lane = laneid();
-        let warp = tid() / 32;
-        let (first, step) = if WHOLE {
-            (Item { token: begin + warp, piece: 0 }, Item { token: warps, piece: 0 })
-        } else {
-            (Item::nth(args, begin, warp), Item::nth(args, 0, warps))
-        };
-        let mut load = Gather::<WHOLE>::new(args, from, first, step, end);
+        let mut load = gather;
         let (mut filled, mut slot) = (0, turn.slot);
         while filled < args.slots && load.bits != 0 {
             load_piece(ring, args, from, &load, slot);
@@ -197,9 +186,9 @@ pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
             filled += 1;
             slot = if slot + 1 == ring.count { 0 } else { slot + 1 };
         }
-        let mut sum = Gather::<WHOLE>::new(args, from, first, step, end);
-        let mut item = first;
-        while item.token < end {
+        let mut sum = gather;
+        let mut item = gather.first;
+        while item.token < gather.end {
             // Tokens that went nowhere are not in the gather's sequence.
             let gathered = sum.item == item;
             if item.piece == 0 {
@@ -239,7 +228,7 @@ pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
             if gathered {
                 sum.next_item(args, from);
             }
-            item = item.next::<WHOLE>(args, step);
+            item = item.next::<WHOLE>(args, gather.step);
         }
     }
 }
@@ -280,7 +269,10 @@ impl Item {
 }
 
 /// A warp's place in its sequence of (item, contributor). Items without contributors are left out.
-struct Gather<const WHOLE: bool> {
+#[derive(Clone, Copy)]
+pub struct Gather<const WHOLE: bool> {
+    /// The first item of the warp's share, with or without contributors.
+    first: Item,
     item: Item,
     next: Item,
     step: Item,
@@ -294,12 +286,28 @@ struct Gather<const WHOLE: bool> {
 }
 
 impl<const WHOLE: bool> Gather<WHOLE> {
+    /// The start of a warp's share of tokens `begin..end`, which are spread over the first `warps` warps of the block. A warp takes whole
+    /// rows, every `warps`-th: what there is to find out of a token is found out once. Or it takes pieces, where there are too few tokens
+    /// for all warps to have as many. The whole warp calls it.
     #[inline(always)]
-    unsafe fn new<C: Contributors>(args: &CombineArgs, from: &C, first: Item, step: Item, end: u32) -> Self {
+    pub unsafe fn start<C: Contributors>(
+        args: &CombineArgs,
+        from: &C,
+        begin: u32,
+        end: u32,
+        warps: u32,
+    ) -> Self {
         // SAFETY: the caller vouches for the range; the whole warp is here.
         unsafe {
+            let warp = tid() / 32;
+            let (first, step) = if WHOLE {
+                (Item { token: begin + warp, piece: 0 }, Item { token: warps, piece: 0 })
+            } else {
+                (Item::nth(args, begin, warp), Item::nth(args, 0, warps))
+            };
             let next_row = row_before(from, first.token, end);
-            let mut gather = Gather { item: first, next: first, step, end, bits: 0, row: -1, next_row };
+            let mut gather =
+                Gather { first, item: first, next: first, step, end, bits: 0, row: -1, next_row };
             gather.next_item(args, from);
             gather
         }

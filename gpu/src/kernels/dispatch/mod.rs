@@ -12,7 +12,7 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Entry, Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
-use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, row_stride};
+use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride};
 use crate::simt::*;
 use metadata::{Metadata, tokens_at_once};
 
@@ -23,7 +23,8 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine work is a ring of
 /// `stages` buffers: one bulk load brings a row (or a piece of it) in, then lane r's bulk store sends it to rank r, so a
 /// row is read once however many ranks want it. A rank's rows for itself go out through ordinary stores, which leaves the
-/// copy engine to the links. The block's last `metadata_warps` warps send metadata. Shared memory: the ring module says.
+/// copy engine to the links. The block's last `metadata_warps` warps send metadata. Shared memory: the rings, then a word that
+/// says whether the block has joined.
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 2, registers = 168,
     requires(
@@ -78,7 +79,8 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     let mut next = rows_of(begin);
     let mut entries = Metadata::fetch(&args, first, end);
     let mut turn = Turn::first();
-    let joined = wait_ready(comm, epoch, ready, Wait::DispatchReady);
+    let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
+    let joined = wait_ready(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
     if joined && planned {
         // The peers have released the rows to this thread that are overwritten now; the copy engine comes behind that too.
         fence_proxy_async_global();

@@ -8,9 +8,7 @@ use crate::kernels::dispatch::{Tail, copy_scales, load_stage, scale_place};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::rail::{Path, arrival_word, channel_rows, rows_arrived, wait_rows};
 use crate::kernels::ring::{Ring, Turn};
-use crate::layout::{
-    InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, row_stride,
-};
+use crate::layout::{InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, row_stride};
 use crate::simt::*;
 
 /// A warp's place among the pieces of what arrives on a channel: chunk after chunk, and of each chunk node after node, so that
