@@ -20,6 +20,7 @@ mod presence;
 mod proxy;
 mod put;
 mod setup;
+mod shaped;
 mod shaping;
 mod shm;
 mod tcp;
@@ -44,7 +45,9 @@ pub use proxy::{Proxies, Proxy, PutTrace, QueueStats};
 #[doc(hidden)]
 pub use put::{Interrupt, Put, Queue};
 #[doc(hidden)]
-pub use shaping::{Shaped, Shaping};
+pub use shaped::Shaped;
+#[doc(hidden)]
+pub use shaping::Shaping;
 pub use verbs_options::VerbsOptions;
 
 use setup::Setup;

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use epoxide_gpu::layout::Section;
 use epoxide_vgpu::{Module, PtxError, Region};
 
 use super::capture::{Capture, Graph, Step};
@@ -13,8 +14,7 @@ use super::state::{Allocation, Event, LastRecord, LoadedKernel, new_handle};
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::{HostPtr, Source, Target, Transfer};
 use crate::driver::{
-    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Section, Staging,
-    Streams,
+    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging, Streams,
 };
 use crate::error::{Error, Result};
 

@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use epoxide_gpu::layout::Section;
+
 use super::*;
 use crate::driver::{
     CopyEnd, Device, DevicePtr, Event, Fence, Graph as OwnedGraph, Kernel, LaunchConfig, MappedMemory,
-    Memory, MemoryKind, Module as OwnedModule, RawStream, Section, Stream,
+    Memory, MemoryKind, Module as OwnedModule, RawStream, Stream,
 };
 use crate::error::{Error, Result};
 

@@ -3,7 +3,8 @@
 //! Ranks are counted from the root. The parent of a rank is the rank without its lowest set bit; the children of a rank
 //! add each lower bit to it, so that the subtree of a rank is the range up to the next bit.
 
-use super::{Run, blocks};
+use super::blocks;
+use super::run::Run;
 use crate::error::Result;
 
 impl Run<'_> {

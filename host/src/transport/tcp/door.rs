@@ -10,7 +10,8 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::sockopt;
 
-use super::{MAX_REASON, left, refusal, wait_for, word32, word64};
+use super::frame::{MAX_REASON, refusal, word32, word64};
+use super::wait::{left, wait_for};
 use crate::error::{Error, Result};
 use crate::group::{SOCKET_IFNAME, interface_address};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};

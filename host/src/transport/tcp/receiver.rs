@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 
 use rustix::io::Errno;
 
-use super::{FAREWELL, GOODBYE, HEADER, refusal, word64};
+use super::frame::{FAREWELL, GOODBYE, HEADER, refusal, word64};
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
 use crate::transport::links::Receiving;

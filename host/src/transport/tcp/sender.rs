@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::{FAREWELL, GOODBYE, HEADER, MAX_REASON, header, left, wait_for, word32};
+use super::frame::{FAREWELL, GOODBYE, HEADER, MAX_REASON, header, word32};
+use super::wait::{left, wait_for};
 use crate::error::{Error, Result};
 use crate::transport::put::{Interrupt, Put, Queue};
 use crate::transport::setup::{LOOK, Place, Setup, WireHost, deadline};

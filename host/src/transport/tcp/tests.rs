@@ -4,16 +4,20 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 
 use super::door::{TOKEN, hello};
+use super::frame::{header, word64};
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
 use crate::group::launch::run_threads;
 use crate::transport::greeting::{PHASE, VERSION};
 use crate::transport::links::Receiving;
+use crate::transport::put::Put;
+use crate::transport::setup::deadline;
 use crate::transport::{Proxy, Queue, TransportKind, TransportOptions};
 
 const BYTES: u64 = 1 << 20;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::cards::{card_of, settings};
 use super::device::Card;
 use super::end::{End, Ends};
 use super::queue::{Remote, VerbsQueue};
@@ -78,7 +79,7 @@ pub(in crate::transport) fn connect(setup: &Setup<'_>) -> Result<Links> {
 }
 
 fn prepare(setup: &Setup<'_>) -> Result<Prepared> {
-    let settings = super::settings(setup.options)?;
+    let settings = settings(setup.options)?;
     let cards = Card::open(&settings, setup.memory.device().info())?.into_iter().map(|card| {
         let region = Arc::new(Region::new(&card.pd, setup.memory)?);
         tracing::debug!(device = card.context.name(), gid = ?card.gid, reach = %region.reach(), "verbs");
@@ -87,7 +88,7 @@ fn prepare(setup: &Setup<'_>) -> Result<Prepared> {
     let cards: Vec<(Card, Arc<Region>)> = cards.collect::<Result<_>>()?;
     let (mut qps, mut pairs) = (Vec::new(), Vec::new());
     for (queue, peer) in setup.pairs() {
-        let index = super::card_of(queue, cards.len());
+        let index = card_of(queue, cards.len());
         let card = &cards[index].0;
         let qp = Qp::new(&card.pd, card.depth)?;
         pairs.push(Pair { peer, queue, card: index, number: qp.number(), psn: packet_number() });
