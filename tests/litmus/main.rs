@@ -9,7 +9,8 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use epoxide_testing::litmus::many;
-use epoxide_testing::litmus::program::{BYTES, Form, NO_RESULT, Program, RESULTS, Wanted};
+use epoxide_testing::litmus::memory::{BYTES, NO_RESULT, RESULTS, Wanted};
+use epoxide_testing::litmus::program::{Form, Program};
 use epoxide_testing::litmus::table::{NEVER_REACHED, NOT_SHOWN, RACY_ELSEWHERE, TESTS, Test, Verdict};
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, FaultKind, Grid, GridConfig, Kernel, Memory, Module, Progress,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::driver::{Device, Stream};
+use epoxide::driver::{Device, DevicePtr, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, Config, Counts,
     DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, Place, Scalar, StreamOrder, Tensor,
@@ -18,7 +18,6 @@ use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 
 use crate::payload::{bytes_of, values_of};
-use crate::roundtrip::Region;
 
 /// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
 pub const PATIENCE: Duration = Duration::from_secs(15);
@@ -144,6 +143,17 @@ pub fn assert_no_failures(failures: Vec<String>) {
         failures.len(),
         failures[..failures.len().min(12)].join("\n")
     );
+}
+
+/// Something that a dispatch writes: where its rows begin in the pool, how far apart they are, and how long.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Region {
+    pub(crate) name: &'static str,
+    pub(crate) at: DevicePtr,
+    pub(crate) stride: u64,
+    pub(crate) used: u64,
+    /// It travels with an uncached dispatch alone.
+    pub(crate) is_metadata: bool,
 }
 
 /// One rank of a test.

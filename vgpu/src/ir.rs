@@ -7,6 +7,9 @@
 
 use crate::ast::Source;
 
+/// Named barriers per block.
+pub(crate) const BARRIERS: usize = 16;
+
 /// All 32 lanes.
 pub(crate) const FULL: u32 = u32::MAX;
 

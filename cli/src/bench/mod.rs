@@ -14,14 +14,12 @@ mod sweep;
 mod wire;
 
 use clap::Subcommand;
-use epoxide_bench::measure::{self, RankResult};
 use epoxide_bench::results::{Point, Results};
-use epoxide_bench::{Plan, points, trace};
+use epoxide_bench::{Plan, trace};
 
 pub use args::Args;
 
-use self::start::{launched, on_ranks};
-use crate::options::DeviceKind;
+use self::start::{launched, measure_points};
 use crate::output;
 use crate::ranks;
 use crate::stop::{Result, Stop};
@@ -108,13 +106,7 @@ fn single(args: &Args, plan: &Plan) -> Result<Vec<Point>> {
     Ok(points)
 }
 
-/// Measures all that a plan asks for in one group of ranks.
-fn measure_points(plan: &Plan) -> Result<(Vec<Point>, Vec<RankResult>)> {
-    plan.check()?;
-    let device = if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda };
-    let ranks = on_ranks(plan.topology, device, |device, group| measure::rank(plan, device, group))?;
-    Ok((points::points(plan, &ranks)?, ranks))
-}
-
+#[cfg(test)]
+mod testing;
 #[cfg(test)]
 mod tests;

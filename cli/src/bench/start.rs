@@ -6,7 +6,9 @@ use epoxide::driver::Device;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::launch::run_threads;
 use epoxide::group::{Meeting, Member, ProcessGroup};
-use epoxide_bench::measure::TIMEOUT;
+use epoxide_bench::measure::{self, RankResult, TIMEOUT};
+use epoxide_bench::results::Point;
+use epoxide_bench::{Plan, points};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -38,6 +40,14 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
         *place = own;
     }
     Ok(results)
+}
+
+/// Measures all that a plan asks for in one group of ranks.
+pub fn measure_points(plan: &Plan) -> Result<(Vec<Point>, Vec<RankResult>)> {
+    plan.check()?;
+    let device = if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda };
+    let ranks = on_ranks(plan.topology, device, |device, group| measure::rank(plan, device, group))?;
+    Ok((points::points(plan, &ranks)?, ranks))
 }
 
 /// How many ranks a launcher started, and how many of them on this host; nothing where it started none.

@@ -5,7 +5,8 @@
 
 use half::bf16;
 
-use super::{Routing, channel_tokens, count_hits, matrix, recv_order};
+use super::intranode::{channel_tokens, count_hits, matrix, recv_order};
+use super::routing::Routing;
 
 /// A routing on nodes of `ranks_per_node` ranks; rank r is on node `r / ranks_per_node`.
 #[derive(Debug, Clone, Copy)]
@@ -239,8 +240,9 @@ mod tests {
     use rand::rngs::SmallRng;
     use rand::{Rng, SeedableRng};
 
-    use super::super::tests::worked_example;
-    use super::super::{Plan, Style, combine_f32, combined_weights, plan, recv_rows, recv_topk_weights};
+    use super::super::intranode::tests::worked_example;
+    use super::super::intranode::{Plan, combine_f32, combined_weights, plan, recv_rows, recv_topk_weights};
+    use super::super::routing::Style;
     use super::*;
     use crate::payload::{self, per_token};
 

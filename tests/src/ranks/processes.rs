@@ -11,8 +11,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::Outcome;
 use super::child::{Call, RANKS, Said, Told, files};
+use super::outcome::Outcome;
 use super::report::End;
 use super::slot::Slot;
 use super::started::Ranks;

@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 
 use super::clock::{self, Clock, Key};
+use super::grids::Grids;
 use super::history::Writes;
-use super::shadow::{Grids, Shadow};
-use super::{GLOBAL, Known, SHARED};
-use crate::exec::BARRIERS;
+use super::known::{GLOBAL, Heard, Known, Knows, SHARED};
+use super::shadow::Shadow;
 use crate::exec::lanes::lanes;
-use crate::ir::{FULL, Fence, Scope};
+use crate::ir::{BARRIERS, FULL, Fence, Scope};
 
 /// A release pattern that reads of a location may observe.
 #[derive(Clone, Debug)]
@@ -38,15 +38,6 @@ const OUTSIDE: u64 = 0;
 /// Chains that a lane remembers.
 const MOST_HEARD: usize = 16;
 
-/// What an acquire has learnt from a chain.
-#[derive(Clone, Debug)]
-pub(crate) struct Heard {
-    chain: u64,
-    known: Known,
-    /// It is part of what the lane knows by now.
-    settled: bool,
-}
-
 /// What a lane knows.
 #[derive(Clone, Debug, Default)]
 struct Lane {
@@ -58,25 +49,6 @@ struct Lane {
     fence: Option<(Scope, Known)>,
     /// What relaxed reads have seen: a fence after them learns it.
     seen: Vec<(Scope, Release)>,
-}
-
-/// What a lane knows to have happened, its own accesses left out: in parts, as if they were joined.
-#[derive(Clone, Copy)]
-pub(crate) struct Knows<'a> {
-    known: &'a Known,
-    heard: &'a [Heard],
-}
-
-impl<'a> Knows<'a> {
-    pub(crate) fn all(known: &'a Known) -> Self {
-        Self { known, heard: &[] }
-    }
-
-    /// Whether tick `tick` of `key` is known.
-    pub(crate) fn has(&self, grids: &Grids, key: Key, tick: u32) -> bool {
-        let heard = self.heard.iter().filter(|h| !h.settled).map(|h| &h.known);
-        std::iter::once(self.known).chain(heard).any(|known| grids.known(&known.all, key, tick))
-    }
 }
 
 impl Lane {

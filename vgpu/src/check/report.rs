@@ -2,10 +2,12 @@
 
 use super::block::Block;
 use super::clock::{self, Key};
+use super::grids::Grids;
 use super::history::{Sight, Step, Strong};
-use super::shadow::{Grids, How, Record, Wrong};
-use super::watch::Place;
-use super::{Known, World};
+use super::known::Known;
+use super::place::Place;
+use super::shadow::{How, Record, Wrong};
+use super::world::World;
 use crate::fault::{Attempt, FaultKind, Launch, Party, Race};
 use crate::ir::{Scope, Sem};
 

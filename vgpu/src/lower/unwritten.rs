@@ -4,7 +4,7 @@
 //! Only a read that no definition reaches, on any path, is reported. That some path leaves a register out is not enough: compilers carry
 //! values around loops, or under guards, that are written wherever they matter, and no data flow can tell.
 
-use super::allocate::{Flow, Set, Touch};
+use super::flow::{Flow, Set, Touch};
 
 /// Instructions and registers that they read without a definition that could reach them, in the order of the code. `written`: what
 /// holds something from the start.

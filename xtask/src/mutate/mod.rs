@@ -22,21 +22,8 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::workspace::{self, Workspace};
-use faults::Fault;
+use faults::{Fault, KERNELS};
 use run::{Nearness, Outcome, Runner};
-
-/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
-const KERNELS: [&str; 9] = [
-    "dispatch_layout",
-    "notify",
-    "dispatch",
-    "stage_combine",
-    "combine_bf16",
-    "internode_count",
-    "internode_notify",
-    "internode_dispatch",
-    "internode_combine",
-];
 
 #[derive(Args)]
 pub struct Options {

@@ -21,7 +21,7 @@ use crate::workspace::{self, Workspace};
 use cable::Cable;
 use image::Job;
 use machine::Machine;
-use parts::Parts;
+use parts::{Parts, Unavailable};
 
 /// Exit code where a VM did not come up, or did not end in time.
 const EXIT_VM: u8 = 125;
@@ -29,18 +29,6 @@ const EXIT_VM: u8 = 125;
 const EXIT_UNAVAILABLE: u8 = 77;
 /// Longest wait for a VM, beyond the program's time, for its boot.
 const BOOT: Duration = Duration::from_secs(60);
-
-/// This machine cannot have the VM; the text says why.
-#[derive(Debug)]
-pub struct Unavailable(String);
-
-impl std::fmt::Display for Unavailable {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Unavailable {}
 
 /// Options of `cargo xtask rdma-vm`.
 #[derive(Args)]
