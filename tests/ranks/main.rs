@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use common::{PATIENCE, processes, sum_of_ranks, threads};
 use epoxide::group::launch::RankExit;
 use epoxide::{Error, Result};
-use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
+use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, SkipCode};
 
 /// What is known of a rank.
 fn of(failed: &Failed, rank: u32) -> &RankReport {
