@@ -53,9 +53,9 @@ pub struct Nodes {
 pub struct Setup {
     /// How many there are.
     pub ranks: u32,
-    /// Of each rank's buffer.
+    /// The options of each rank's buffer.
     pub options: BufferOptions,
-    /// Of each rank's device, but for its number.
+    /// The configuration of each rank's device, but for its number.
     pub device: VirtConfig,
 }
 
@@ -199,7 +199,7 @@ impl Rank {
         Ok(Rank::with(group, stream, buffer))
     }
 
-    /// Of a stream and a buffer that are there.
+    /// A rank of a stream and a buffer that are there.
     pub fn with(group: Arc<dyn ProcessGroup>, stream: Stream, buffer: Buffer) -> Rank {
         Rank {
             rank: group.rank(),

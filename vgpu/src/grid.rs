@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use crate::check::block::Block as BlockCheck;
+use crate::check::block::BlockCheck;
 use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
 use crate::check::watch::{Watch, Watcher};
 use crate::check::{Checker, Known, Past, Timeline};
@@ -72,7 +72,7 @@ struct Block {
     check: Option<Box<BlockCheck>>,
     /// Hash of its state when all of it was last found to wait for itself; 0 when it did not.
     stalled: u64,
-    /// With [`Schedule::Preemptions`], of each warp.
+    /// The priority of each warp, with [`Schedule::Preemptions`].
     priority: Vec<u64>,
 }
 

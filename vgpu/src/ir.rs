@@ -161,7 +161,7 @@ pub(crate) struct Addr {
 pub(crate) struct Access {
     pub(crate) space: Space,
     pub(crate) sem: Sem,
-    /// Of the strong ones.
+    /// The scope of a strong access.
     pub(crate) scope: Scope,
     pub(crate) addr: Addr,
     /// Bytes per element: 1, 2, 4 or 8.

@@ -159,7 +159,7 @@ impl Table {
     }
 }
 
-struct Shared {
+struct AddressSpace {
     table: Mutex<Arc<Table>>,
     /// Bumped on every change of the table, so that kernels can keep a snapshot.
     generation: AtomicU64,
@@ -176,7 +176,7 @@ struct Shared {
 /// The memory one virtual GPU can address. Cheap to clone; all clones are the same memory.
 #[derive(Clone)]
 pub struct Memory {
-    shared: Arc<Shared>,
+    shared: Arc<AddressSpace>,
 }
 
 impl Default for Memory {
@@ -241,7 +241,7 @@ impl Memory {
     }
 
     fn build(limit: u64, seed: u64, checker: Option<Checker>) -> Self {
-        let shared = Shared {
+        let shared = AddressSpace {
             table: Mutex::default(),
             generation: AtomicU64::new(0),
             used: AtomicU64::new(0),

@@ -7,11 +7,11 @@ mod args;
 mod compare;
 mod csv;
 mod model;
+mod network;
 mod plot;
 mod report;
 mod start;
 mod sweep;
-mod wire;
 
 use clap::Subcommand;
 use epoxide_bench::results::{Point, Results};
@@ -42,7 +42,7 @@ enum Tool {
     /// Compare stored results, and say which differences are noise.
     Compare(compare::Args),
     /// Measure the network between nodes alone: bandwidth and latency of puts, by size and depth.
-    Wire(wire::Args),
+    Wire(network::Args),
     /// Predict times and bytes for sizes that no one here can run.
     Model(model::Args),
 }
@@ -57,7 +57,7 @@ pub fn run(bench: &Bench) -> Result<()> {
         Some(Tool::Plot(args)) => return plot::run(args),
         Some(Tool::Compare(args)) => return compare::run(args),
         Some(Tool::Model(args)) => return model::run(args),
-        Some(Tool::Wire(args)) => return wire::run(args),
+        Some(Tool::Wire(args)) => return network::run(args),
     }
     let args = &bench.args;
     let plan = args.plan()?;

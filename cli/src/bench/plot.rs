@@ -215,7 +215,7 @@ fn panels(points: &[Point], choice: &Choice) -> Vec<Panel> {
         }
     }
     if choice.what != What::Bandwidth {
-        // Of many points, the fastest one's.
+        // Of many points, those of the fastest one are drawn.
         let sampled = points.iter().filter(|point| {
             point.phase(PhaseName::DispatchCached).is_some_and(|phase| phase.call.samples_us.len() > 1)
         });

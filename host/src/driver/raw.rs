@@ -71,7 +71,7 @@ pub enum RdmaWriteOrder {
     None,
     /// In the order they were written, to the device that owns the memory.
     Owner,
-    /// Likewise, to every device.
+    /// In the order they were written, to every device.
     AllDevices,
 }
 

@@ -121,7 +121,7 @@ impl Buffer {
         if !dtypes.contains(&dtype) {
             let expected = dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or ");
             let have = dtype.to_string();
-            return Err(Error::Dtype { tensor: "x", have, expected });
+            return Err(Error::DType { tensor: "x", have, expected });
         }
         let row_bytes = hidden * dtype.size();
         if row_bytes == 0 || row_bytes % 16 != 0 {

@@ -30,7 +30,7 @@ mod work;
 
 #[doc(hidden)]
 pub use collectives::{Call, CallResult, Message, Operation, P2p};
-pub use element::{Element, ElementType, ReduceOp};
+pub use element::{ElementType, ReduceOp, Reducible};
 pub use env::{RANK, STORE, WORLD_SIZE};
 pub use fds::MAX_FDS;
 pub use file_store::FileStore;
@@ -43,7 +43,7 @@ pub use process_group::ProcessGroup;
 pub use recorder::{Entry, State};
 #[doc(hidden)]
 pub use recorder::{FLIGHT_RECORDER, Writer};
-pub use rendezvous::{Launcher, Meeting, Member, rendezvous};
+pub use rendezvous::{Launcher, Member, Rendezvous, rendezvous};
 pub use store::Store;
 pub use tcp::{DEFAULT_PORT, TcpStore, TcpStoreServer};
 pub use typed::Collectives;

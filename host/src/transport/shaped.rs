@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-use super::put::{Interrupt, Put, Queue};
-use super::setup::{LOOK, Place, deadline};
+use super::put::{Interrupt, Put, PutQueue};
+use super::setup::{LOOK, LinkEnds, deadline};
 use super::shaping::Shaping;
 use crate::error::{Error, Result};
 
@@ -16,9 +16,9 @@ const LONGEST: Duration = Duration::from_secs(3600);
 /// A queue made worse. The order of its puts stays.
 #[derive(Debug)]
 pub struct Shaped {
-    queue: Box<dyn Queue>,
+    queue: Box<dyn PutQueue>,
     shaping: Shaping,
-    place: Place,
+    ends: LinkEnds,
     interrupt: Interrupt,
     lag: Duration,
     random: SmallRng,
@@ -29,18 +29,18 @@ pub struct Shaped {
 }
 
 impl Shaped {
-    pub(super) fn new(queue: Box<dyn Queue>, shaping: &Shaping, place: Place, index: u32) -> Shaped {
-        let lags = shaping.lags.iter().filter(|(peer, queue, _)| (*peer, *queue) == (place.peer, index));
+    pub(super) fn new(queue: Box<dyn PutQueue>, shaping: &Shaping, ends: LinkEnds, index: u32) -> Shaped {
+        let lags = shaping.lags.iter().filter(|(peer, queue, _)| (*peer, *queue) == (ends.peer, index));
         let lag = lags.map(|(_, _, delay)| *delay).sum();
         // Each queue draws its own delays.
-        let place_bits = u64::from(place.rank) << 40 ^ u64::from(place.peer) << 20 ^ u64::from(index);
+        let ends_bits = u64::from(ends.rank) << 40 ^ u64::from(ends.peer) << 20 ^ u64::from(index);
         Shaped {
             interrupt: queue.interrupt(),
             queue,
             shaping: shaping.clone(),
-            place,
+            ends,
             lag,
-            random: SmallRng::seed_from_u64(shaping.seed ^ place_bits.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+            random: SmallRng::seed_from_u64(shaping.seed ^ ends_bits.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
             free_at: Instant::now(),
             passed: 0,
             vanished: false,
@@ -62,15 +62,15 @@ impl Shaped {
     }
 
     fn is_cut(&self) -> bool {
-        self.vanished || self.shaping.is_cut(self.place.peer, self.passed)
+        self.vanished || self.shaping.is_cut(self.ends.peer, self.passed)
     }
 
     fn interrupted(&self, operation: &'static str) -> Error {
-        self.place.error(operation, "interrupted: this rank closes the link")
+        self.ends.error(operation, "interrupted: this rank closes the link")
     }
 }
 
-impl Queue for Shaped {
+impl PutQueue for Shaped {
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
         for put in puts {
             let mut start = deadline(self.lag);
@@ -107,7 +107,7 @@ impl Queue for Shaped {
         if !self.wait_until(deadline(timeout)) {
             return Err(self.interrupted("quiet"));
         }
-        Err(self.place.error("quiet", format!("puts did not leave within {timeout:?}")))
+        Err(self.ends.error("quiet", format!("puts did not leave within {timeout:?}")))
     }
 
     fn close(&mut self) {

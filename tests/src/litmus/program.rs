@@ -98,9 +98,9 @@ pub struct Device {
     pub ptx: String,
     /// The entries `k0`, `k1` and so on are launched one after the other.
     pub kernels: usize,
-    /// Of one instance.
+    /// Blocks of one instance.
     pub blocks: u32,
-    /// Of each block, of one instance.
+    /// Threads of each block, of one instance.
     pub threads: u32,
 }
 

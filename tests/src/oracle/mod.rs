@@ -2,13 +2,13 @@
 //!
 //! Written from the definitions, not from the kernels: slow, serial, and with one line per rule. Quantities are nested
 //! `Vec`s in the shapes of the interface; rows are in the order of `recv_x`. [`plan`] knows one node, and what several nodes
-//! have in common with it; [`Nodes`] the rest.
+//! have in common with it; [`InternodeOracle`] the rest.
 
 mod internode;
 mod intranode;
 mod routing;
 
-pub use internode::{InternodePlan, Nodes};
+pub use internode::{InternodeOracle, InternodePlan};
 pub use intranode::{
     Layout, Plan, channel_tokens, combine_f32, combined_weights, layout, plan, recv_order, recv_rows,
     recv_topk_weights,

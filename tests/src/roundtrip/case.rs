@@ -31,7 +31,7 @@ pub struct Case {
     pub weight: Option<f32>,
     /// Launch shapes, for [`Case::setup`].
     pub tuning: Tuning,
-    /// Of the contents.
+    /// The seed of the contents.
     pub seed: u64,
     /// Draws the order of the warps of each kernel; without it they take turns. For [`Case::setup`].
     pub schedule_seed: Option<u64>,
@@ -192,7 +192,9 @@ impl Case {
         }
         let rounded: Vec<Vec<Vec<bf16>>> = exact.iter().map(|rows| payload::round(rows)).collect();
         if ranks_per_node < own.num_ranks() {
-            return bytes(&oracle::Nodes::new(&own, ranks_per_node).combine(rank, &rounded, columns));
+            return bytes(
+                &oracle::InternodeOracle::new(&own, ranks_per_node).combine(rank, &rounded, columns),
+            );
         }
         let widened: Vec<_> = rounded.iter().map(|rows| payload::widen(rows)).collect();
         bytes(&payload::round(&oracle::combine_f32(&own, rank, &widened, columns)))
@@ -211,7 +213,7 @@ impl Case {
         };
         let all: Vec<Vec<Vec<f32>>> = (0..).zip(&received).map(give).collect();
         let sums = match ranks_per_node < own.num_ranks() {
-            true => oracle::Nodes::new(&own, ranks_per_node).combined_weights(rank, &all),
+            true => oracle::InternodeOracle::new(&own, ranks_per_node).combined_weights(rank, &all),
             false => oracle::combined_weights(&own, rank, &all),
         };
         sums.concat()

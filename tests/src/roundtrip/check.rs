@@ -58,7 +58,8 @@ impl Rank {
         let channels = self.buffer.config().num_channels();
         let plan = oracle::plan(&case.routing, self.rank, channels, case.expert_alignment);
         let several = self.buffer.num_nodes() > 1;
-        let nodes = several.then(|| oracle::Nodes::new(&case.routing, self.buffer.ranks_per_node()));
+        let nodes =
+            several.then(|| oracle::InternodeOracle::new(&case.routing, self.buffer.ranks_per_node()));
         Expected { plan, internode: nodes.map(|nodes| nodes.plan(self.rank, channels)) }
     }
 
@@ -282,7 +283,7 @@ impl Rank {
     fn check_echo(&mut self, case: &Case, handle: &DispatchHandle, place: &mut Place) -> Result<()> {
         const TURN: u64 = 7;
         let (rank, columns) = (self.rank, case.hidden() as usize);
-        // Of any receiver the same.
+        // Any receiver gives back the same.
         let row = |source| case.returned(TURN, 0, source, 0..columns);
         let rows: Vec<Vec<f32>> =
             (0..case.routing.num_tokens(rank)).map(|token| row((rank, token))).collect();

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::clock::{self, Clock, Key};
+use super::clock::{self, Key, VectorClock};
 use super::grids::Grids;
 use super::history::Writes;
 use super::known::{GLOBAL, Heard, Known, Knows, SHARED};
@@ -25,9 +25,9 @@ pub(crate) struct Release {
 /// The release patterns that reads of a location observe.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Releases {
-    /// By a read of its last write.
+    /// Those that a read of its last write observes.
     pub(crate) last: Vec<Release>,
-    /// By one of the write before: who sees an older value has what came with that.
+    /// Those that a read of the write before observes: who sees an older value has what came with that.
     pub(crate) before: Vec<Release>,
     /// The strong writes of the location, for reports.
     pub(crate) writes: Writes,
@@ -124,7 +124,7 @@ struct Gathering {
 
 /// A block under check.
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct BlockCheck {
     warps: Vec<Warp>,
     pub(crate) shared: Shadow,
     pub(crate) releases: HashMap<u64, Releases>,
@@ -182,7 +182,7 @@ impl Warp {
     }
 
     /// Adds what the lanes of `mask` have published themselves to what they knew to be published.
-    fn add_fenced(&self, mask: u32, published: &mut [Clock; 2]) {
+    fn add_fenced(&self, mask: u32, published: &mut [VectorClock; 2]) {
         for (published, fenced) in published.iter_mut().zip(&self.fenced) {
             let common = lanes(self.threads).map(|l| fenced[l]).min().unwrap_or(0);
             if mask & self.threads == self.threads && common > 0 {
@@ -218,7 +218,7 @@ impl Warp {
     }
 }
 
-impl Block {
+impl BlockCheck {
     pub(crate) fn new(grid: u32, block: u64, threads: u32, start: &Known, has_fences: bool) -> Self {
         let warps = (0..threads.div_ceil(32)).map(|w| {
             let count = (threads - w * 32).min(32);
@@ -329,7 +329,7 @@ impl Block {
     }
 
     /// What a bulk copy by a lane that knows `known` may rely on in a space: what was published, the lane's own part too.
-    pub(crate) fn published(&self, warp: u32, lane: usize, known: &Known, space: usize) -> Clock {
+    pub(crate) fn published(&self, warp: u32, lane: usize, known: &Known, space: usize) -> VectorClock {
         let warp = &self.warps[warp as usize];
         let mut published = known.published[space].clone();
         if warp.fenced[space][lane] > 0 {

@@ -1,6 +1,6 @@
 //! The grids of a checker, and whom a scope takes in.
 
-use super::clock::{self, Clock, Key};
+use super::clock::{self, Key, VectorClock};
 use crate::ir::Scope;
 
 /// What is known of the grids: which timeline each ran on, and on which device.
@@ -27,7 +27,7 @@ impl Grids {
     }
 
     /// Whether `clock` knows tick `tick` of `key`.
-    pub(crate) fn known(&self, clock: &Clock, key: Key, tick: u32) -> bool {
+    pub(crate) fn known(&self, clock: &VectorClock, key: Key, tick: u32) -> bool {
         clock.knows(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
     }
 

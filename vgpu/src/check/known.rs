@@ -1,6 +1,6 @@
 //! What has happened before some point, as far as somebody knows.
 
-use super::clock::{Clock, Key};
+use super::clock::{Key, VectorClock};
 use super::grids::Grids;
 
 /// What has happened before some point: of a stream, of an event, of a host thread.
@@ -29,9 +29,9 @@ pub struct Timeline(pub(super) Key);
 /// What an actor knows to have happened.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Known {
-    pub(crate) all: Clock,
+    pub(crate) all: VectorClock,
     /// The part of it that bulk copies may rely on, in shared and in global memory: accesses before a proxy fence.
-    pub(crate) published: [Clock; 2],
+    pub(crate) published: [VectorClock; 2],
 }
 
 /// Indices of [`Known::published`].

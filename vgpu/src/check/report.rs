@@ -1,6 +1,6 @@
 //! What was found, in words.
 
-use super::block::Block;
+use super::block::BlockCheck;
 use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::{Sight, Step, Strong};
@@ -18,7 +18,7 @@ pub(crate) struct Me<'a> {
     pub(crate) own: Key,
     pub(crate) wrote: bool,
     pub(crate) known: &'a Known,
-    pub(crate) block: &'a Block,
+    pub(crate) block: &'a BlockCheck,
 }
 
 fn scope_name(scope: Scope) -> &'static str {

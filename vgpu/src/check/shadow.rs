@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::clock::{self, Clock, Key};
+use super::clock::{self, Key, VectorClock};
 use super::grids::Grids;
 use super::known::Knows;
 use crate::ir::{Scope, Sem};
@@ -33,7 +33,7 @@ pub(crate) struct How {
     pub(crate) strong: Option<Scope>,
     /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no better than weak ones.
     pub(crate) size: u8,
-    /// By a bulk copy.
+    /// It is a bulk copy's.
     pub(crate) bulk: bool,
     /// A read and a write in one.
     pub(crate) rmw: bool,
@@ -148,7 +148,7 @@ pub(crate) struct Accessor<'a> {
     pub(crate) own: Key,
     pub(crate) knows: Knows<'a>,
     /// Of a bulk copy: the generic accesses that it may rely on.
-    pub(crate) published: Option<&'a Clock>,
+    pub(crate) published: Option<&'a VectorClock>,
 }
 
 /// One lane of a record of reads.
@@ -190,7 +190,7 @@ impl Accessor<'_> {
 }
 
 impl Shadow {
-    /// Of memory that nobody has touched.
+    /// The shadow of memory that nobody has touched.
     pub(crate) fn new(hidden: bool, filled: bool) -> Self {
         Self { hidden, filled, ..Self::default() }
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::block::{Block, Release, Releases};
+use super::block::{BlockCheck, Release, Releases};
 use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::Wait;
@@ -102,7 +102,7 @@ impl Watch for () {
 /// Watches one warp of a block.
 pub(crate) struct Watcher<'a> {
     pub(crate) world: &'a mut World,
-    pub(crate) block: &'a mut Block,
+    pub(crate) block: &'a mut BlockCheck,
     pub(crate) warp: u32,
 }
 

@@ -40,7 +40,7 @@ pub(super) struct Pending {
     pub(super) awaited: bool,
     /// Words that it reads as they were before, in weak-memory mode.
     pub(super) stale: Stale,
-    /// For messages.
+    /// The warp and the instruction that issued it, for messages.
     pub(super) warp: u32,
     pub(super) pc: u32,
 }

@@ -63,11 +63,11 @@ const TRACED: usize = 32;
 
 /// The last instructions of a warp that concern others, each once, latest last: for reports. Empty without checks.
 #[derive(Debug, Default)]
-pub(crate) struct Trace {
+pub(crate) struct RecentSteps {
     pub(crate) steps: VecDeque<u32>,
 }
 
-impl Trace {
+impl RecentSteps {
     pub(super) fn add(&mut self, pc: u32) {
         match self.steps.iter().position(|step| *step == pc) {
             Some(at) if at + 1 == self.steps.len() => return,
@@ -117,7 +117,7 @@ pub(crate) struct Warp {
     pub(super) spinning: bool,
     /// What it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
-    pub(crate) trace: Trace,
+    pub(crate) trace: RecentSteps,
     /// Empty but under weak memory.
     pub(super) late: Vec<LateLoad>,
     pub(super) since_switch: u32,

@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::flow::{Flow, Set, Touch};
+use super::flow::{ControlFlow, Set, Touch};
 use super::unwritten::unwritten;
 use crate::exec::lanes::{Role, Sig};
 use crate::ir::{
@@ -176,7 +176,7 @@ pub(super) fn allocate(
         })
         .collect();
 
-    let flow = Flow::new(code, tables);
+    let flow = ControlFlow::new(code, tables);
     let mut written = Set::new(total);
     (0..total).filter(|&r| pinned[r]).for_each(|r| written.insert(r));
     let unwritten = unwritten(&flow, &touches, &written);
@@ -256,7 +256,7 @@ struct Liveness {
 }
 
 impl Liveness {
-    fn new(flow: &Flow, touches: &[Vec<Touch>], total: usize) -> Self {
+    fn new(flow: &ControlFlow, touches: &[Vec<Touch>], total: usize) -> Self {
         let mut live = Liveness { into: vec![Set::new(total); flow.blocks.len()] };
         let mut before = vec![vec![]; flow.blocks.len()];
         for (b, successors) in flow.successors.iter().enumerate() {
@@ -285,7 +285,7 @@ impl Liveness {
     }
 
     /// Makes `set` what is alive at the end of a block.
-    fn out(&self, flow: &Flow, b: usize, set: &mut Set) {
+    fn out(&self, flow: &ControlFlow, b: usize, set: &mut Set) {
         set.clear();
         for &next in &flow.successors[b] {
             set.absorb(&self.into[next]);

@@ -55,12 +55,12 @@ pub(super) struct Touch {
 }
 
 /// The basic blocks, in the order of the code, and where each goes on.
-pub(super) struct Flow {
+pub(super) struct ControlFlow {
     pub(super) blocks: Vec<std::ops::Range<usize>>,
     pub(super) successors: Vec<Vec<usize>>,
 }
 
-impl Flow {
+impl ControlFlow {
     pub(super) fn new(code: &[Inst], tables: &[Vec<u32>]) -> Self {
         let targets = |i: usize| -> Vec<usize> {
             match code[i].op {
@@ -94,6 +94,6 @@ impl Flow {
                 next
             })
             .collect();
-        Flow { blocks, successors }
+        ControlFlow { blocks, successors }
     }
 }

@@ -26,7 +26,7 @@ use crate::fault::PtxError;
 use crate::ir::{File, GUARD_NOT, NO_GUARD, Op, Origin};
 use crate::kernel::{Globals, Kernel, ParamInfo};
 use crate::lexer::error_at;
-use state::{Binding, Lower, Lowered, Place, Scope};
+use state::{Binding, Lower, Lowered, Patch, Scope};
 
 /// Lowers all kernels of a file.
 pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec<Kernel>, PtxError> {
@@ -121,7 +121,7 @@ impl Lower<'_> {
                     self.tables.push(vec![0; labels.len()]);
                     self.bind(*pos, name, Binding::Targets { table })?;
                     for (i, (label, pos)) in labels.iter().enumerate() {
-                        self.fixup(label, *pos, Place::Table(table, i));
+                        self.fixup(label, *pos, Patch::Table(table, i));
                     }
                 }
                 Stmt::Inst(inst) => self.instruction(inst)?,

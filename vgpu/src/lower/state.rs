@@ -28,11 +28,11 @@ pub(super) enum Binding {
 pub(super) struct Fixup {
     pub(super) name: String,
     pub(super) pos: Pos,
-    pub(super) place: Place,
+    pub(super) place: Patch,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Place {
+pub(super) enum Patch {
     Branch(usize),
     Table(u32, usize),
 }
@@ -73,7 +73,7 @@ pub(crate) struct Lower<'a> {
     pub(super) shared_bytes: u32,
     pub(super) dynamic_align: u32,
     pub(super) local_bytes: u32,
-    /// Of the instruction in hand.
+    /// The guard, the origin and the place of the instruction in hand.
     pub(super) guard: u32,
     pub(super) origin: Origin,
     pub(super) pos: Pos,
@@ -123,8 +123,8 @@ impl<'a> Lower<'a> {
         for f in scope.fixups {
             match scope.names.get(&f.name) {
                 Some(&Binding::Label { pc }) => match f.place {
-                    Place::Branch(i) => self.code[i].op = Op::Bra { target: pc },
-                    Place::Table(t, i) => self.tables[t as usize][i] = pc,
+                    Patch::Branch(i) => self.code[i].op = Op::Bra { target: pc },
+                    Patch::Table(t, i) => self.tables[t as usize][i] = pc,
                 },
                 Some(_) => return Err((f.pos, format!("'{}' is not a label", f.name))),
                 None => match self.scopes.last_mut() {
@@ -136,7 +136,7 @@ impl<'a> Lower<'a> {
         Ok(())
     }
 
-    pub(super) fn fixup(&mut self, name: &str, pos: Pos, place: Place) {
+    pub(super) fn fixup(&mut self, name: &str, pos: Pos, place: Patch) {
         if let Some(scope) = self.scopes.last_mut() {
             scope.fixups.push(Fixup { name: name.to_string(), pos, place });
         }

@@ -45,7 +45,7 @@ pub struct Lanes<'a> {
 struct Uses {
     guard: Vec<usize>,
     written: Vec<usize>,
-    /// By operand, those that are not written.
+    /// The operands that are not written.
     read: Vec<Operand>,
 }
 

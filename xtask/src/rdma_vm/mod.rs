@@ -19,7 +19,7 @@ use clap::Args;
 
 use crate::workspace::{self, Workspace};
 use cable::Cable;
-use image::Job;
+use image::GuestJob;
 use machine::Machine;
 use parts::{Parts, Unavailable};
 
@@ -87,7 +87,7 @@ fn boot_and_wait(ws: &Workspace, options: Options) -> Result<Vec<Option<u8>>> {
         "--devices 2 is for one VM; several have one device each"
     );
     let (program, arguments) = options.program.split_first().context("no program after `--`")?;
-    let job = Job {
+    let job = GuestJob {
         program: program.clone(),
         arguments: arguments.to_vec(),
         env: options.env.clone(),

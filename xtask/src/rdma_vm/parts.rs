@@ -53,7 +53,7 @@ impl Parts {
             return Err(Unavailable("the VM needs Linux on x86_64".into()).into());
         }
         println!("fetching QEMU and a kernel into {} (90 MB of packages)", ws.display(&parts.dir));
-        // Of this process alone: two that fetch at once must not mix.
+        // The folder is this process's alone: two that fetch at once must not mix.
         let partial = ws.target(&format!("rdma-vm/parts.partial.{}", std::process::id()));
         workspace::fresh_dir(&partial)?;
         let fetched = fetch(&partial).and_then(|()| {

@@ -9,7 +9,7 @@ use cust::device::Device as CustDevice;
 
 use super::context::{self, Current};
 use super::error::unavailable;
-use super::pool::Pool;
+use super::pool::MemoryPool;
 use super::sharing::{Sharing, sharing};
 use crate::driver::{Device, DeviceInfo, NoDriverCalls, Staging, Streams};
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ pub struct CudaDevice {
     pub(super) info: DeviceInfo,
     pub(super) device: CustDevice,
     /// Where [`MemoryKind::Device`](crate::driver::MemoryKind::Device) comes from. Before the context, which it needs to go.
-    pub(super) pool: Pool,
+    pub(super) pool: MemoryPool,
     pub(super) context: Context,
     /// What [`MemoryKind::Shareable`](crate::driver::MemoryKind::Shareable) can do, or why it cannot be had.
     pub(super) sharing: Result<Sharing>,
@@ -73,7 +73,7 @@ impl CudaDevice {
         let sharing = sharing(device);
         let pool = {
             let _current = Current::set(&context)?;
-            Pool::new(device.as_raw())?
+            MemoryPool::new(device.as_raw())?
         };
         Ok(Arc::new(CudaDevice {
             info,

@@ -14,7 +14,7 @@ use crate::error::Result;
 
 /// A device's pool. Every method wants the device's context bound.
 #[derive(Debug)]
-pub struct Pool {
+pub struct MemoryPool {
     pool: CuMemoryPool,
     /// Idle but for allocations, so that waiting for one is short.
     allocate: CuStream,
@@ -24,13 +24,13 @@ pub struct Pool {
 }
 
 // SAFETY: handles of the driver, which accepts them from any thread.
-unsafe impl Send for Pool {}
+unsafe impl Send for MemoryPool {}
 // SAFETY: as above; what must not run at the same time is behind the device's list of streams, which callers hold.
-unsafe impl Sync for Pool {}
+unsafe impl Sync for MemoryPool {}
 
-impl Pool {
+impl MemoryPool {
     /// The pool of a device; its context is bound to this thread.
-    pub fn new(device: c_int) -> Result<Pool> {
+    pub fn new(device: c_int) -> Result<MemoryPool> {
         let props = CuMemPoolProps {
             allocation_type: ffi::CU_MEM_ALLOCATION_TYPE_PINNED,
             handle_types: 0,
@@ -39,7 +39,7 @@ impl Pool {
             max_bytes: 0,
             reserved: [0; 56],
         };
-        let mut this = Pool {
+        let mut this = MemoryPool {
             pool: std::ptr::null_mut(),
             allocate: std::ptr::null_mut(),
             release: std::ptr::null_mut(),
@@ -121,7 +121,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for MemoryPool {
     fn drop(&mut self) {
         // SAFETY: each handle is ours and used no more; the driver finishes what is under way. Null ones were never made.
         unsafe {

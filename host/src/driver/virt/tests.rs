@@ -799,7 +799,7 @@ fn races_name_the_part_of_memory_that_they_are_in() {
 #[test]
 fn a_dropped_device_abandons_spinning_kernels() {
     let device = VirtualGpu::new(VirtConfig::default());
-    // By their handles, since nothing else of a device can be given back while a kernel spins.
+    // They are made by their handles, since nothing else of a device can be given back while a kernel spins.
     let module = device.module_load(PTX).unwrap();
     let kernel = device.module_kernel(module, "wait", 0).unwrap();
     let stream = device.stream_create(false).unwrap();

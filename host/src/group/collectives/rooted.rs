@@ -41,7 +41,7 @@ impl Run<'_> {
         Ok(data)
     }
 
-    /// By rank, on the root.
+    /// What every rank gave, by rank; only the root gets it.
     pub(super) fn gather(&mut self, root: u32, data: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>> {
         let relative = self.relative(root);
         let mut payload = Vec::with_capacity(data.len() + 8);

@@ -51,7 +51,7 @@ pub(super) fn dial(
     peer: u32,
     deadline: Instant,
 ) -> Result<TcpStream> {
-    let fail = |reason: String| setup.place(peer).error("connect", reason);
+    let fail = |reason: String| setup.ends(peer).error("connect", reason);
     let (token, socket_address) =
         parse_address(address).ok_or_else(|| fail(format!("it announced no address but {address:?}")))?;
     let failed = |error: std::io::Error| {
@@ -157,7 +157,7 @@ impl Door {
                     setup.timeout,
                     missing.len() - 1
                 );
-                return Err(setup.place(peer).error("connect", reason));
+                return Err(setup.ends(peer).error("connect", reason));
             }
             for index in self.ready(&pending)?.into_iter().rev() {
                 let (socket, bytes) = &mut pending[index];
@@ -173,7 +173,7 @@ impl Door {
                     Verdict::Incomplete => {}
                     Verdict::Welcome(queue, peer) => {
                         let ready = socket.write_all(&[0; 4]).and_then(|()| socket.set_nonblocking(false));
-                        ready.map_err(|error| setup.place(peer).error("connect", error.to_string()))?;
+                        ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
                         accepted.insert((queue, peer), socket);
                     }
                     Verdict::Stranger(reason) => {
@@ -182,7 +182,7 @@ impl Door {
                     }
                     Verdict::Wrong(peer, reason) => {
                         let _ = socket.write_all(&refusal(&reason));
-                        return Err(setup.place(peer).error("connect", reason));
+                        return Err(setup.ends(peer).error("connect", reason));
                     }
                 }
             }

@@ -39,9 +39,9 @@ fn make_links(setup: &Setup<'_>, door: &Door, all: &[greeting::Greeting]) -> Res
     let incoming = door.accept(setup, deadline)?;
     let mut links = Vec::new();
     for (index, peer, mut socket) in outgoing {
-        let place = setup.place(peer);
-        read_answer(&mut socket, deadline).map_err(|reason| place.error("connect", reason))?;
-        links.push(Link { peer, index, queue: Box::new(TcpQueue::new(setup, place, socket)?) });
+        let ends = setup.ends(peer);
+        read_answer(&mut socket, deadline).map_err(|reason| ends.error("connect", reason))?;
+        links.push(Link { peer, index, queue: Box::new(TcpQueue::new(setup, ends, socket)?) });
     }
     Ok((links, Receivers::start(setup, incoming)?))
 }
