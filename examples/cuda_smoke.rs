@@ -18,7 +18,7 @@ use epoxide::driver::{
     CopyEnd, Device, DevicePtr, Event, Kernel, LaunchConfig, Memory, MemoryKind, Module, Stream,
 };
 
-type Outcome = Result<String, Box<dyn StdError>>;
+type Fallible = Result<String, Box<dyn StdError>>;
 
 const PTX: &str = include_str!("cuda_smoke.ptx");
 const WORDS: u32 = 1 << 20;
@@ -80,7 +80,7 @@ struct Report {
 }
 
 impl Report {
-    fn check(&mut self, name: &str, work: impl FnOnce() -> Outcome) {
+    fn check(&mut self, name: &str, work: impl FnOnce() -> Fallible) {
         self.run += 1;
         let start = Instant::now();
         match work() {
@@ -210,7 +210,7 @@ fn host_word(memory: &Memory) -> &AtomicU32 {
     unsafe { AtomicU32::from_ptr(memory.host_ptr().cast()) }
 }
 
-fn copies(device: &Arc<dyn Device>) -> Outcome {
+fn copies(device: &Arc<dyn Device>) -> Fallible {
     let stream = Stream::new(device, true)?;
     let (first, second) = (
         Memory::alloc(device, BYTES, MemoryKind::Device, "first")?,
@@ -242,7 +242,7 @@ fn copies(device: &Arc<dyn Device>) -> Outcome {
     Ok(String::new())
 }
 
-fn mapped_host(device: &Arc<dyn Device>) -> Outcome {
+fn mapped_host(device: &Arc<dyn Device>) -> Fallible {
     let stream = Stream::new(device, false)?;
     let event = Event::new(device, false)?;
     ensure(event.is_done()?, "an event that was never recorded is not done")?;
@@ -279,7 +279,7 @@ fn mapped_host(device: &Arc<dyn Device>) -> Outcome {
     Ok(format!("host to device and back in {answered:.1?}"))
 }
 
-fn wait_between_streams(device: &Arc<dyn Device>) -> Outcome {
+fn wait_between_streams(device: &Arc<dyn Device>) -> Fallible {
     let (first, second) = (Stream::new(device, false)?, Stream::new(device, true)?);
     let event = Event::new(device, false)?;
     let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
@@ -305,7 +305,7 @@ fn wait_between_streams(device: &Arc<dyn Device>) -> Outcome {
     Ok(String::new())
 }
 
-fn adopted_stream(device: &Arc<dyn Device>) -> Outcome {
+fn adopted_stream(device: &Arc<dyn Device>) -> Fallible {
     let owner = Stream::new(device, false)?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
@@ -326,7 +326,7 @@ fn adopted_stream(device: &Arc<dyn Device>) -> Outcome {
     Ok("and so is the default stream".into())
 }
 
-fn timing(device: &Arc<dyn Device>) -> Outcome {
+fn timing(device: &Arc<dyn Device>) -> Fallible {
     let stream = Stream::new(device, false)?;
     let (start, end) = (Event::new(device, true)?, Event::new(device, true)?);
     let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
@@ -353,7 +353,7 @@ fn timing(device: &Arc<dyn Device>) -> Outcome {
     Ok(format!("{milliseconds:.2} ms for a wait of 20 ms"))
 }
 
-fn big_shared(device: &Arc<dyn Device>) -> Outcome {
+fn big_shared(device: &Arc<dyn Device>) -> Fallible {
     let stream = Stream::new(device, false)?;
     let bytes: u32 = 200 * 1024;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
@@ -366,7 +366,7 @@ fn big_shared(device: &Arc<dyn Device>) -> Outcome {
     Ok(String::new())
 }
 
-fn cooperative(device: &Arc<dyn Device>) -> Outcome {
+fn cooperative(device: &Arc<dyn Device>) -> Fallible {
     let stream = Stream::new(device, false)?;
     let words = Memory::alloc(device, 4096, MemoryKind::Device, "counters")?;
     let grid_meet = kernel(device, "grid_meet")?;
@@ -381,7 +381,7 @@ fn cooperative(device: &Arc<dyn Device>) -> Outcome {
     Ok(format!("{grid} blocks met"))
 }
 
-fn capture(device: &Arc<dyn Device>) -> Outcome {
+fn capture(device: &Arc<dyn Device>) -> Fallible {
     let stream = Stream::new(device, false)?;
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
@@ -405,13 +405,13 @@ fn capture(device: &Arc<dyn Device>) -> Outcome {
     Ok(format!("; in a capture: {text}"))
 }
 
-fn load_from_threads(devices: &[Arc<dyn Device>]) -> Outcome {
+fn load_from_threads(devices: &[Arc<dyn Device>]) -> Fallible {
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..8)
             .map(|index| {
                 let device = &devices[index % devices.len()];
                 scope.spawn(move || -> Result<(), String> {
-                    let run = || -> Outcome { increment(device) };
+                    let run = || -> Fallible { increment(device) };
                     run().map(drop).map_err(|error| error.to_string())
                 })
             })
@@ -424,7 +424,7 @@ fn load_from_threads(devices: &[Arc<dyn Device>]) -> Outcome {
 }
 
 /// Runs `add_one` on `device` over its own memory.
-fn increment(device: &Arc<dyn Device>) -> Outcome {
+fn increment(device: &Arc<dyn Device>) -> Fallible {
     let stream = Stream::new(device, false)?;
     let memory = Memory::alloc(device, BYTES, MemoryKind::Device, "words")?;
     // SAFETY: the memory outlives the synchronising read below.
@@ -445,7 +445,7 @@ fn add_one(stream: &Stream, dst: DevicePtr, src: DevicePtr) -> Result<(), Error>
 }
 
 /// `importer` maps memory of `owner`, reads it by a kernel, writes it by a kernel, and outlives the owner's mapping.
-fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Outcome {
+fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Fallible {
     let (owner_stream, stream) = (Stream::new(owner, false)?, Stream::new(importer, false)?);
     let original = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
     let local = Memory::alloc(importer, BYTES, MemoryKind::Device, "copy")?;
@@ -472,7 +472,7 @@ fn share(owner: &Arc<dyn Device>, importer: &Arc<dyn Device>) -> Outcome {
 }
 
 /// The same with a second process as the importer, on the last device.
-fn share_with_child(devices: &[Arc<dyn Device>]) -> Outcome {
+fn share_with_child(devices: &[Arc<dyn Device>]) -> Fallible {
     let (owner, importer) = (&devices[0], devices.len() - 1);
     let stream = Stream::new(owner, false)?;
     let memory = Memory::alloc(owner, BYTES, MemoryKind::Shareable, "pool")?;
@@ -502,7 +502,7 @@ fn child(args: &[String]) -> Result<(), Box<dyn StdError>> {
 }
 
 /// Every device adds one to a system-scope counter of every other, all at once.
-fn all_to_all(devices: &[Arc<dyn Device>]) -> Outcome {
+fn all_to_all(devices: &[Arc<dyn Device>]) -> Fallible {
     let owned = devices
         .iter()
         .map(|device| Memory::alloc(device, BYTES, MemoryKind::Shareable, "counter"))
@@ -526,7 +526,7 @@ fn all_to_all(devices: &[Arc<dyn Device>]) -> Outcome {
     Ok(format!("{} mappings", running.len()))
 }
 
-fn peer_copy(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Outcome {
+fn peer_copy(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Fallible {
     const SIZE: u64 = 256 << 20;
     let stream = Stream::new(first, false)?;
     let (start, end) = (Event::new(first, true)?, Event::new(first, true)?);
@@ -552,7 +552,7 @@ fn peer_copy(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Outcome {
     Ok(format!("{gigabytes:.0} GB/s"))
 }
 
-fn foreign_stream(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Outcome {
+fn foreign_stream(first: &Arc<dyn Device>, second: &Arc<dyn Device>) -> Fallible {
     let theirs = Stream::new(second, false)?;
     // SAFETY: the stream is live; that it is of the wrong device is what is checked.
     match unsafe { Stream::adopt(first, theirs.raw()) } {

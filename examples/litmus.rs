@@ -25,7 +25,7 @@ use epoxide_testing::litmus::many;
 use epoxide_testing::litmus::program::{Form, Program};
 use epoxide_testing::litmus::table::{NOT_SHOWN, TESTS, Verdict};
 
-type Outcome<T> = Result<T, Box<dyn StdError>>;
+type Fallible<T> = Result<T, Box<dyn StdError>>;
 
 /// Names of the kernels of a test, in the order of their launches.
 const KERNELS: [&str; 3] = ["k0", "k1", "k2"];
@@ -117,7 +117,7 @@ fn open() -> Result<Vec<Arc<dyn Device>>, Error> {
 }
 
 /// Runs the tests; false if something forbidden was seen.
-fn run(args: &Args) -> Outcome<bool> {
+fn run(args: &Args) -> Fallible<bool> {
     let chosen = TESTS.iter().filter(|t| args.tests.is_empty() || args.tests.contains(&t.number));
     let cases: Vec<Case> = chosen
         .map(|t| Case { number: Some(t.number), text: t.text, verdict: Some(t.verdict) })
@@ -199,7 +199,7 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(devices: &'a [Arc<dyn Device>]) -> Outcome<Self> {
+    fn new(devices: &'a [Arc<dyn Device>]) -> Fallible<Self> {
         let first = devices.first().ok_or("no device")?;
         let mut memory = vec![Memory::alloc(first, many::BYTES, MemoryKind::Shareable, "litmus")?];
         for device in &devices[1..] {
@@ -211,7 +211,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Runs a test.
-    fn run(&self, program: &Program, args: &Args) -> Outcome<Counts> {
+    fn run(&self, program: &Program, args: &Args) -> Fallible<Counts> {
         let mine = program.devices.len();
         // Each device has all kernels: the devices change roles, since it matters which of them owns the memory.
         let mut kernels: Vec<Vec<Vec<Kernel>>> = vec![];
@@ -286,7 +286,7 @@ impl<'a> Bench<'a> {
                 self.wait(mine)?;
             }
             for (role, part) in program.devices.iter().enumerate() {
-                // With and without stress.
+                // Each role runs with and without stress.
                 let device = (role + launch as usize / 2) % mine;
                 let (buf, results) = (address(device, 0), address(device, many::RESULTS_AT));
                 let scratch = address(device, many::SCRATCH_AT);

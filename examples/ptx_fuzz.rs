@@ -18,7 +18,7 @@ use std::sync::Arc;
 use epoxide::Error;
 use epoxide::driver::{Device, LaunchConfig, Memory, MemoryKind, Module, Stream};
 
-type Outcome<T> = Result<T, Box<dyn StdError>>;
+type Fallible<T> = Result<T, Box<dyn StdError>>;
 
 fn main() -> ExitCode {
     match run() {
@@ -47,7 +47,7 @@ fn open() -> Result<Arc<dyn Device>, Error> {
 }
 
 /// Runs every module of the folder and returns the number of results that differ.
-fn run() -> Outcome<usize> {
+fn run() -> Fallible<usize> {
     let dir =
         std::env::args_os().nth(1).map(PathBuf::from).ok_or("which folder? See cargo xtask ptx-fuzz")?;
     let mut modules: Vec<PathBuf> = std::fs::read_dir(&dir)
@@ -82,7 +82,7 @@ struct Differences {
 
 /// Runs one module. Beside its PTX lie the words of its two buffers, `in` and `out`, and a description: a line with the
 /// launch, then one for each row of results.
-fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Outcome<()> {
+fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Fallible<()> {
     let ptx = std::fs::read_to_string(path)?;
     let input = std::fs::read(path.with_extension("in"))?;
     let recorded = std::fs::read(path.with_extension("out"))?;

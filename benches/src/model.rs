@@ -39,7 +39,7 @@ pub struct Figures {
     pub combine_us: f64,
     /// What an uncached dispatch adds: the count exchange.
     pub notify_us: f64,
-    /// And what the metadata of a row takes one multiprocessor, in ns.
+    /// What the metadata of a row takes one multiprocessor, in ns.
     pub metadata_ns: f64,
     /// Copy of rows into the pool, GB/s of rows.
     pub staging_gbps: f64,

@@ -50,9 +50,9 @@ pub struct WirePoint {
     pub puts: u64,
     /// GB/s out of a rank, to all peers together, mean over ranks.
     pub gbps: f64,
-    /// Of the slowest rank.
+    /// Bandwidth of the slowest rank.
     pub min_rank_gbps: f64,
-    /// Of the fastest rank.
+    /// Bandwidth of the fastest rank.
     pub max_rank_gbps: f64,
     /// Puts of a rank per second, mean over ranks.
     pub puts_per_second: f64,
@@ -78,7 +78,7 @@ impl WireResults {
         WireResults { schema_version: SCHEMA_VERSION, tool, points }
     }
 
-    /// As JSON.
+    /// The results as JSON.
     ///
     /// # Errors
     /// Where a figure has no JSON form.
@@ -89,7 +89,7 @@ impl WireResults {
 
 /// What is measured.
 #[derive(Debug, Clone)]
-pub struct Plan {
+pub struct NetworkPlan {
     /// Bytes of a put, multiples of 16.
     pub sizes: Vec<u64>,
     /// Puts under way on a queue.
@@ -117,7 +117,7 @@ pub struct OfRank {
     pub device: String,
     /// True where no device of hardware holds the memory.
     pub is_virtual: bool,
-    /// By size.
+    /// What was measured, by size.
     pub sizes: Vec<OfSize>,
 }
 
@@ -130,7 +130,7 @@ pub struct OfSize {
     pub seconds: Vec<f64>,
 }
 
-impl Plan {
+impl NetworkPlan {
     /// # Errors
     /// What of it cannot be measured.
     pub fn check(&self) -> Result<()> {
@@ -158,7 +158,7 @@ impl Plan {
 }
 
 /// Makes a point of every size and depth that `ranks`, in rank order, measured.
-pub fn points(plan: &Plan, ranks: &[OfRank]) -> Vec<WirePoint> {
+pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
     let Some(first) = ranks.first() else { return Vec::new() };
     let measured: Vec<&Vec<OfSize>> = ranks.iter().map(|rank| &rank.sizes).collect();
     let peers = f64::from(plan.topology.nodes - 1);
@@ -205,7 +205,11 @@ pub fn points(plan: &Plan, ranks: &[OfRank]) -> Vec<WirePoint> {
 ///
 /// # Errors
 /// Whatever the transport reports.
-pub fn rank(plan: &Plan, device: &Arc<dyn Device>, group: &dyn ProcessGroup) -> epoxide::Result<OfRank> {
+pub fn rank(
+    plan: &NetworkPlan,
+    device: &Arc<dyn Device>,
+    group: &dyn ProcessGroup,
+) -> epoxide::Result<OfRank> {
     let options = TransportOptions {
         queues_per_peer: plan.queues,
         timeout: TIMEOUT,

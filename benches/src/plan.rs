@@ -46,9 +46,9 @@ pub struct Plan {
     pub rdma_send: u32,
     /// Rows of the ring between nodes that the original interface's size hints assume; nothing here has one.
     pub rdma_recv: u32,
-    /// Likewise, rows of a chunk within a node.
+    /// Rows of a chunk within a node, of which the same is true.
     pub nvl_send: u32,
-    /// Likewise, rows of the ring within a node.
+    /// Rows of the ring within a node, of which the same is true.
     pub nvl_recv: u32,
     /// Bytes to spend on the pool instead of room for the worst case.
     pub nvl_bytes: Option<u64>,

@@ -98,7 +98,7 @@ fn word<'a>(ring: u64, offset: usize) -> &'a AtomicU64 {
 struct Copies {
     // First, so that the stream is through before memory goes.
     stream: Stream,
-    /// Of the copies that may not be over, in order.
+    /// The events of the copies that may not be over, in order.
     events: VecDeque<Event>,
     /// The counters' values, u64 `[RING_ENTRIES]`, which the stream copies from.
     values: Memory,

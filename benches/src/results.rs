@@ -195,7 +195,7 @@ impl PhaseName {
         })
     }
 
-    /// For people.
+    /// The text that people read.
     pub fn text(self) -> &'static str {
         match self {
             PhaseName::DispatchCached => "dispatch cached",
@@ -223,7 +223,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of one value a rank.
+    /// The spread of one value a rank.
     pub fn new(ranks: &[f64]) -> Spread {
         Spread {
             avg_us: mean(ranks),
@@ -253,7 +253,7 @@ pub struct Distribution {
 }
 
 impl Distribution {
-    /// Of every rank's iterations.
+    /// The distribution of every rank's iterations.
     pub fn new(ranks: &[&[f64]]) -> Distribution {
         let iterations = ranks.first().map_or(0, |samples| samples.len());
         let samples: Vec<f64> = (0..iterations)
@@ -422,7 +422,7 @@ impl Results {
         }
     }
 
-    /// As JSON.
+    /// The results as JSON.
     ///
     /// # Errors
     /// Where a figure has no JSON form.

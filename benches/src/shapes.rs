@@ -24,7 +24,7 @@ pub struct Shapes {
 }
 
 impl Shapes {
-    /// With the library's own where none was asked for.
+    /// The launch shapes, the library's own where none was asked for.
     pub fn tuning(&self) -> Tuning {
         let d = Tuning::default();
         Tuning {

@@ -326,7 +326,7 @@ mod tests {
         let routing = Routing { num_experts: args.experts, num_topk: num_topk as u32, topk_idx: ranks };
         let rank = |rank| {
             let plan = oracle::plan(&routing, rank, args.channels, args.expert_alignment);
-            let nodes = oracle::Nodes::new(&routing, args.ranks_per_node).plan(rank, args.channels);
+            let nodes = oracle::InternodeOracle::new(&routing, args.ranks_per_node).plan(rank, args.channels);
             let channels = match args.nodes {
                 1 => Channels::OneNode {
                     rank_prefix_matrix: plan.rank_prefix_matrix,

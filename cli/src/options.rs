@@ -180,7 +180,7 @@ impl NetworkFlags {
         self.queues.unwrap_or(default)
     }
 
-    /// As the library takes them; `timeout` bounds a put.
+    /// The options as the library takes them; `timeout` bounds a put.
     pub fn options(&self, device: DeviceKind, timeout: Duration) -> TransportOptions {
         TransportOptions {
             queues_per_peer: self.queues(device),
@@ -267,7 +267,7 @@ impl WorldFlags {
 
 /// The flags of `roundtrip`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Shared {
+pub struct RoundTripFlags {
     #[command(flatten)]
     pub place: WorldFlags,
 
@@ -374,7 +374,7 @@ pub struct Setup {
     pub config: Config,
 }
 
-impl Shared {
+impl RoundTripFlags {
     /// How many ranks there are, and where.
     pub fn topology(&self, defaults: Defaults, group: Option<(u32, Option<u32>)>) -> Result<Topology> {
         self.place.topology(defaults.mode, group)
@@ -479,7 +479,7 @@ mod tests {
     #[derive(Debug, Parser)]
     struct Line {
         #[command(flatten)]
-        shared: Shared,
+        shared: RoundTripFlags,
     }
 
     const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
@@ -488,7 +488,7 @@ mod tests {
         Topology { nodes: 1, ranks_per_node: ranks }
     }
 
-    fn parse(line: &str) -> Shared {
+    fn parse(line: &str) -> RoundTripFlags {
         Line::try_parse_from(["epoxide"].into_iter().chain(line.split_whitespace())).unwrap().shared
     }
 

@@ -6,11 +6,11 @@ use std::time::Duration;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::launch::{RankExit, current_exe, run_threads, spawn_ranks};
-use epoxide::group::{Meeting, Member, ProcessGroup};
+use epoxide::group::{Member, ProcessGroup, Rendezvous};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::options::{Defaults, DeviceKind, Setup, Shared};
+use crate::options::{Defaults, DeviceKind, RoundTripFlags, Setup};
 use crate::stop::{FAILED, Result, Stop};
 
 /// How long the other ranks get to end when one has failed.
@@ -31,7 +31,11 @@ pub enum Placement {
 
 impl Placement {
     /// What the flags and the environment say.
-    fn of(shared: &Shared, defaults: Defaults, variable: impl Fn(&str) -> Option<String>) -> Placement {
+    fn of(
+        shared: &RoundTripFlags,
+        defaults: Defaults,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Placement {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         // A checker sees the threads of one process only.
         if shared.virtual_gpu.check.is_some() {
@@ -98,7 +102,7 @@ pub fn speaks() -> bool {
 /// Runs `main` on every rank that `shared` and the environment ask for. Comes back with the failure of all ranks, if
 /// they agreed on one, and otherwise with that of a rank of this process.
 pub fn run(
-    shared: &Shared,
+    shared: &RoundTripFlags,
     defaults: Defaults,
     main: impl Fn(&Rank, &Run) -> Result<()> + Sync,
 ) -> Result<()> {
@@ -120,7 +124,7 @@ pub fn run(
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
     match placement {
         Placement::OneRank => {
-            let meeting = Meeting::from_env(group_timeout)?;
+            let meeting = Rendezvous::from_env(group_timeout)?;
             let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("world", group_timeout)?);
             let local_rank = Ok(meeting.member.local_rank.unwrap_or(meeting.member.rank));
             let outcome = one_rank(&group, local_rank, &main, open, || {
@@ -289,7 +293,7 @@ mod tests {
     #[derive(Parser)]
     struct Line {
         #[command(flatten)]
-        shared: Shared,
+        shared: RoundTripFlags,
     }
 
     #[test]

@@ -23,7 +23,7 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use crate::cases;
-use crate::options::{Defaults, Mode, RowType, Setup, Shared};
+use crate::options::{Defaults, Mode, RoundTripFlags, RowType, Setup};
 use crate::output::{Voice, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::stop::{Result, Stop};
@@ -44,7 +44,7 @@ const FP8_MAX: f32 = 448.0;
 )]
 pub struct Args {
     #[command(flatten)]
-    shared: Shared,
+    shared: RoundTripFlags,
 
     /// Round trips with new routings and contents behind the first two
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -64,7 +64,7 @@ impl From<Error> for Stop {
         match error {
             Error::Argument { .. }
             | Error::Shape { .. }
-            | Error::Dtype { .. }
+            | Error::DType { .. }
             | Error::Capacity { .. }
             | Error::Mismatch { .. } => Stop::usage(message),
             Error::Unavailable { .. } => Stop::skipped(message),

@@ -40,7 +40,7 @@ pub enum Error {
     },
     /// A tensor has the wrong element type.
     #[error("{tensor} has dtype {have}, expected {expected}")]
-    Dtype {
+    DType {
         /// The tensor's name as the API spells it.
         tensor: &'static str,
         /// The dtype that was passed.

@@ -4,14 +4,14 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use epoxide::group::{
-    Call, CallResult, Collectives, Connect, Element, MeshOptions, P2p, ProcessGroup, ReduceOp, Sockets,
+    Call, CallResult, Collectives, Connect, MeshOptions, P2p, ProcessGroup, ReduceOp, Reducible, Sockets,
 };
 use half::bf16;
 
 use crate::harness::{PATIENCE, options, threads};
 
 /// Small whole numbers, so that no order of operations rounds differently.
-trait Sample: Element + PartialEq + std::fmt::Debug {
+trait Sample: Reducible + PartialEq + std::fmt::Debug {
     fn sample(number: u32) -> Self;
     fn oracle(op: ReduceOp, a: Self, b: Self) -> Self;
     fn average(sum: Self, size: u32) -> Self;

@@ -9,7 +9,8 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use epoxide_testing::litmus::many;
-use epoxide_testing::litmus::program::{BYTES, Form, NO_RESULT, Program, RESULTS, Wanted};
+use epoxide_testing::litmus::memory::{BYTES, NO_RESULT, RESULTS, Wanted};
+use epoxide_testing::litmus::program::{Form, Program};
 use epoxide_testing::litmus::table::{NEVER_REACHED, NOT_SHOWN, RACY_ELSEWHERE, TESTS, Test, Verdict};
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, FaultKind, Grid, GridConfig, Kernel, Memory, Module, Progress,
@@ -22,7 +23,7 @@ use rand::{Rng, SeedableRng};
 const ROUNDS: usize = 100_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Outcome {
+enum RunOutcome {
     /// What the condition asks for.
     Met,
     /// The guarded reads had their values, the rest is not what the condition asks for.
@@ -41,7 +42,7 @@ fn runs() -> u64 {
 struct Ready {
     test: &'static Test,
     program: Program,
-    /// Of each device.
+    /// The kernels of each device.
     kernels: Vec<Vec<Arc<Kernel>>>,
 }
 
@@ -60,14 +61,14 @@ impl Ready {
         Self { test, program, kernels }
     }
 
-    /// For messages.
+    /// The PTX of all devices, for messages.
     fn ptx(&self) -> String {
         self.program.devices.iter().map(|d| d.ptx.as_str()).collect()
     }
 }
 
 /// Runs a test once.
-fn run(ready: &Ready, seed: u64, races: bool) -> Outcome {
+fn run(ready: &Ready, seed: u64, races: bool) -> RunOutcome {
     let Ready { test, program, kernels } = ready;
     let weak_memory = (!races).then_some(seed);
     let checker = Checker::new(CheckConfig { races, weak_memory, strict_exits: false });
@@ -121,7 +122,7 @@ fn run(ready: &Ready, seed: u64, races: bool) -> Outcome {
                     test.text,
                     ready.ptx()
                 );
-                return Outcome::Race;
+                return RunOutcome::Race;
             }
             Err(fault) => panic!("#{} {} (seed {seed}): {fault}\n{}", test.number, test.text, ready.ptx()),
         }
@@ -137,9 +138,9 @@ fn run(ready: &Ready, seed: u64, races: bool) -> Outcome {
     let word = |at: u64| u32::from_ne_bytes(std::array::from_fn(|i| bytes[at as usize + i]));
     let holds = |wanted: &[Wanted]| wanted.iter().all(|&(at, v)| word(at) == v);
     match (holds(&program.wanted), holds(&program.guards)) {
-        (true, _) => Outcome::Met,
-        (_, true) => Outcome::Reached,
-        _ => Outcome::Other,
+        (true, _) => RunOutcome::Met,
+        (_, true) => RunOutcome::Reached,
+        _ => RunOutcome::Other,
     }
 }
 
@@ -184,7 +185,7 @@ fn races_are_reported_and_nothing_else() {
     let missed = all_tests(|test| {
         let ready = Ready::new(test);
         // One report is enough; that there is none takes all runs.
-        let raced = (0..runs()).any(|seed| run(&ready, seed, true) == Outcome::Race);
+        let raced = (0..runs()).any(|seed| run(&ready, seed, true) == RunOutcome::Race);
         let due = test.verdict == Verdict::Racy || elsewhere(test);
         (due && !raced).then(|| format!("#{} {}", test.number, test.text))
     });
@@ -198,8 +199,8 @@ fn weak_memory_shows_what_the_model_allows() {
         let mut reached = false;
         let seen = (0..runs()).find(|&seed| {
             let outcome = run(&ready, seed, false);
-            reached |= outcome != Outcome::Other;
-            outcome == Outcome::Met
+            reached |= outcome != RunOutcome::Other;
+            outcome == RunOutcome::Met
         });
         let expected = test.verdict != Verdict::Forbidden && NOT_SHOWN.iter().all(|(n, _)| *n != test.number);
         let guards = reached != NEVER_REACHED.iter().any(|(n, _)| *n == test.number);
@@ -309,7 +310,7 @@ fn many_instances_in_one_launch_are_tests_as_well() {
         shown += u32::from(counts[1] > 0);
         late += counts[2];
     }
-    // With so few instances not all that could be.
+    // So few instances do not show all that could be.
     assert!(shown >= 10, "only {shown} tests have shown what they may");
     assert_eq!(late, 0, "threads that did not meet at the start");
 }

@@ -1,34 +1,19 @@
 //! The harness for tests on several ranks, as a test uses it: passes, failures, hangs, deaths and skips.
 
+mod common;
 mod helper;
 mod session;
 
 use std::time::{Duration, Instant};
 
+use common::{PATIENCE, processes, sum_of_ranks, threads};
 use epoxide::group::launch::RankExit;
 use epoxide::{Error, Result};
-use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
-
-/// Longer than anything here takes unless it hangs.
-const PATIENCE: Duration = Duration::from_secs(30);
-
-fn processes(size: u32) -> Run {
-    Run::new(size).processes().timeout(PATIENCE)
-}
-
-fn threads(size: u32) -> Run {
-    Run::new(size).threads().timeout(PATIENCE)
-}
+use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, SkipCode};
 
 /// What is known of a rank.
 fn of(failed: &Failed, rank: u32) -> &RankReport {
     failed.ranks.iter().find(|report| report.rank == rank).unwrap()
-}
-
-fn sum_of_ranks(ctx: &Context) -> Result<()> {
-    let all = ctx.group()?.all_gather(&[ctx.rank() as u8])?;
-    assert_eq!(all.concat(), (0..ctx.size() as u8).collect::<Vec<_>>());
-    Ok(())
 }
 
 #[test]

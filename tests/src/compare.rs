@@ -20,7 +20,7 @@ pub fn table<T: PartialEq + Display + Copy>(
     table_by(what, columns, got, expected, |got, expected| got == expected)
 }
 
-/// As [`table`], for floats that must be the same bits.
+/// Compares like [`table`], for floats that must be the same bits.
 pub fn bits(what: &str, columns: usize, got: &[f32], expected: &[f32]) -> Difference {
     table_by(what, columns, got, expected, |got, expected| got.to_bits() == expected.to_bits())
 }

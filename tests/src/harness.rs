@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::driver::{Device, Stream};
+use epoxide::driver::{Device, DevicePtr, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, Config, Counts,
     DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, Place, Scalar, StreamOrder, Tensor,
@@ -18,7 +18,6 @@ use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 
 use crate::payload::{bytes_of, values_of};
-use crate::roundtrip::Region;
 
 /// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
 pub const PATIENCE: Duration = Duration::from_secs(15);
@@ -54,9 +53,9 @@ pub struct Nodes {
 pub struct Setup {
     /// How many there are.
     pub ranks: u32,
-    /// Of each rank's buffer.
+    /// The options of each rank's buffer.
     pub options: BufferOptions,
-    /// Of each rank's device, but for its number.
+    /// The configuration of each rank's device, but for its number.
     pub device: VirtConfig,
 }
 
@@ -146,6 +145,17 @@ pub fn assert_no_failures(failures: Vec<String>) {
     );
 }
 
+/// Something that a dispatch writes: where its rows begin in the pool, how far apart they are, and how long.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Region {
+    pub(crate) name: &'static str,
+    pub(crate) at: DevicePtr,
+    pub(crate) stride: u64,
+    pub(crate) used: u64,
+    /// It travels with an uncached dispatch alone.
+    pub(crate) is_metadata: bool,
+}
+
 /// One rank of a test.
 #[derive(Debug)]
 pub struct Rank {
@@ -189,7 +199,7 @@ impl Rank {
         Ok(Rank::with(group, stream, buffer))
     }
 
-    /// Of a stream and a buffer that are there.
+    /// A rank of a stream and a buffer that are there.
     pub fn with(group: Arc<dyn ProcessGroup>, stream: Stream, buffer: Buffer) -> Rank {
         Rank {
             rank: group.rank(),

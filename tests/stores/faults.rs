@@ -329,7 +329,7 @@ fn the_host_stays_for_the_others() {
     });
     assert!(TcpStore::connect("localhost", port, SHORT).is_err());
 
-    // But not for ever.
+    // It does not wait for ever.
     let host = TcpStore::host(0, PATIENCE, SHORT).unwrap();
     let late = TcpStore::connect("localhost", host.port(), Duration::from_secs(1)).unwrap();
     let start = Instant::now();

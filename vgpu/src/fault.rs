@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::memory::{MemoryError, NearRegion, place};
+use crate::memory_error::{MemoryError, NearRegion, Spot, place};
 
 /// PTX that cannot be loaded, with the place.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -216,24 +216,6 @@ impl fmt::Display for Attempt {
             write!(f, "\n   of what was written by a {of}")?;
         }
         write!(f, "\n   {}", self.verdict)
-    }
-}
-
-/// A place in memory: `'pool' + 0x180 (ready[3])`, or an offset where there is no label.
-pub(crate) struct Spot<'a> {
-    pub(crate) label: &'a str,
-    pub(crate) offset: u64,
-    pub(crate) part: &'a str,
-}
-
-impl fmt::Display for Spot<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { label, offset, part } = self;
-        match *label {
-            "" => write!(f, "offset {offset:#x}")?,
-            label => write!(f, "'{label}' + {offset:#x}")?,
-        }
-        if part.is_empty() { Ok(()) } else { write!(f, " ({part})") }
     }
 }
 

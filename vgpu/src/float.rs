@@ -656,7 +656,7 @@ mod tests {
         assert_eq!(add_half(h(65504.0), h(15.99)), h(65504.0));
     }
 
-    /// As an H200 gives them.
+    /// The results are those of an H200.
     #[test]
     fn a_nan_of_f64_keeps_its_sign_and_the_top_of_its_payload() {
         let narrow = |bits, to| narrow_f64(bits, to, Round::Nearest, Overflow::Ieee);
@@ -667,7 +667,7 @@ mod tests {
         assert_eq!(narrow(0x7ff0_0000_0000_0000, F32), 0x7f80_0000, "infinity is none");
     }
 
-    /// As an H200 does.
+    /// The results are those of an H200.
     #[test]
     fn what_is_tiny_is_flushed_even_where_rounding_makes_it_normal() {
         let below = f32::from_bits(0x00ff_ffff);

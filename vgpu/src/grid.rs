@@ -2,20 +2,18 @@
 
 use std::collections::VecDeque;
 
-use crate::check::block::Block as BlockCheck;
+use crate::check::block::BlockCheck;
 use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
 use crate::check::watch::{Watch, Watcher};
 use crate::check::{Checker, Known, Past, Timeline};
 use crate::device::{DeviceConfig, GridConfig, Schedule};
-use crate::exec::access::{SHARED_BASE, SharedMemory};
-use crate::exec::bulk::BulkQueue;
-use crate::exec::{
-    Activity, BARRIERS, Barrier, BlockState, Env, Exec, GroupState, Slice, Status, Stop, Warp,
-};
+use crate::exec::bulk_queue::BulkQueue;
+use crate::exec::shared::{SHARED_BASE, SharedMemory};
+use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
 use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
-use crate::ir::{Fence, File, Init, Op, Regs, Special};
+use crate::ir::{BARRIERS, Fence, File, Init, Op, Regs, Special};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::rng::{Rng, mix};
@@ -74,7 +72,7 @@ struct Block {
     check: Option<Box<BlockCheck>>,
     /// Hash of its state when all of it was last found to wait for itself; 0 when it did not.
     stalled: u64,
-    /// With [`Schedule::Preemptions`], of each warp.
+    /// The priority of each warp, with [`Schedule::Preemptions`].
     priority: Vec<u64>,
 }
 
@@ -735,7 +733,7 @@ impl Grid {
 
     /// The end of a warp was wrong for a barrier: the fault stands where another one waits.
     fn barrier_fault(&self, slot: u32, kind: FaultKind) -> Box<Fault> {
-        let waits = |g: &&crate::exec::Group| match (g.state, &kind) {
+        let waits = |g: &&Group| match (g.state, &kind) {
             (GroupState::Barrier { id, .. }, FaultKind::BadBarrier { barrier, .. }) => id == *barrier,
             _ => false,
         };

@@ -7,6 +7,9 @@
 
 use crate::ast::Source;
 
+/// Named barriers per block.
+pub(crate) const BARRIERS: usize = 16;
+
 /// All 32 lanes.
 pub(crate) const FULL: u32 = u32::MAX;
 
@@ -158,7 +161,7 @@ pub(crate) struct Addr {
 pub(crate) struct Access {
     pub(crate) space: Space,
     pub(crate) sem: Sem,
-    /// Of the strong ones.
+    /// The scope of a strong access.
     pub(crate) scope: Scope,
     pub(crate) addr: Addr,
     /// Bytes per element: 1, 2, 4 or 8.

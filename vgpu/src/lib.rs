@@ -59,6 +59,7 @@ mod lexer;
 mod lower;
 mod mbarrier;
 mod memory;
+mod memory_error;
 mod module;
 mod parser;
 mod rng;
@@ -74,7 +75,8 @@ pub use fault::{
 };
 pub use grid::{Grid, Progress, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};
-pub use memory::{Memory, MemoryError, NearRegion, Region};
+pub use memory::{Memory, Region};
+pub use memory_error::{MemoryError, NearRegion};
 pub use module::Module;
 pub use seeds::for_each_seed;
 

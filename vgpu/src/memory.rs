@@ -15,122 +15,19 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::check::Checker;
+use crate::check::shadow::Trouble;
 use crate::check::shadow::{Names, Shadow};
-use crate::check::watch::Trouble;
-use crate::check::{Checker, World};
-use crate::fault::{FaultKind, Spot};
+use crate::check::world::World;
+use crate::fault::FaultKind;
+use crate::memory_error::{MemoryError, NearRegion, PAGE};
 use crate::rng::mix;
 
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// What can go wrong with device memory outside of a kernel.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum MemoryError {
-    /// The device's memory limit would be exceeded.
-    #[error("out of device memory: {requested} bytes requested, {available} available")]
-    OutOfMemory {
-        /// Bytes asked for.
-        requested: u64,
-        /// Bytes left under the limit.
-        available: u64,
-    },
-    /// An address range is not inside one live region, but maybe in one that has been freed.
-    #[error("device address {addr:#x} (+{bytes} bytes) {}", place(*.addr, .nearest.as_ref()))]
-    OutOfBounds {
-        /// First byte of the access.
-        addr: u64,
-        /// Length of the access in bytes.
-        bytes: u64,
-        /// The region that lies closest, or the freed one.
-        nearest: Option<NearRegion>,
-    },
-    /// A word that does not lie at a multiple of its size.
-    #[error("device address {addr:#x} is not a multiple of {align}")]
-    Misaligned {
-        /// The address.
-        addr: u64,
-        /// Alignment needed, in bytes.
-        align: u64,
-    },
-    /// The file descriptor is smaller than the mapping asked for.
-    #[error("the imported file holds {actual} bytes, {wanted} were announced")]
-    ImportTooSmall {
-        /// Bytes announced by the caller.
-        wanted: u64,
-        /// Bytes in the file.
-        actual: u64,
-    },
-    /// An access of the host, or of a copy in a stream, races with another one: check mode.
-    #[error("data race at {}: {report}", Spot { label, offset: *offset, part })]
-    Race {
-        /// Label of the region.
-        label: String,
-        /// Offset of the first word in the region, in bytes.
-        offset: u64,
-        /// What lies there, such as `ready[3]`; empty where the region's parts have no names.
-        part: String,
-        /// Both sides.
-        report: String,
-    },
-    /// The operating system refused.
-    #[error("{call} failed: {message} (errno {errno})")]
-    Os {
-        /// System call.
-        call: &'static str,
-        /// Raw error number.
-        errno: i32,
-        /// Its text.
-        message: String,
-    },
-}
-
-/// Where a bad address lies, in words.
-pub(crate) fn place(addr: u64, nearest: Option<&NearRegion>) -> String {
-    let null = if addr < PAGE { " (null pointer)" } else { "" };
-    match nearest {
-        Some(n) if n.freed => {
-            format!("is in '{}' + {:#x}, which has been freed", n.label, addr.wrapping_sub(n.addr))
-        }
-        Some(n) => format!("is outside of every region{null}; {n}"),
-        None => format!("is outside of every region{null}"),
-    }
-}
-
 fn os(call: &'static str) -> impl Fn(rustix::io::Errno) -> MemoryError {
     move |e| MemoryError::Os { call, errno: e.raw_os_error(), message: e.to_string() }
-}
-
-/// A region near a bad address, for error messages.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NearRegion {
-    /// Label given at allocation.
-    pub label: String,
-    /// First address.
-    pub addr: u64,
-    /// Length in bytes.
-    pub bytes: u64,
-    /// Bytes from the region to the access: negative when the access starts before the region, otherwise counted
-    /// from the region's end to the start of the access (0 when the access straddles the end).
-    pub distance: i64,
-    /// The region is gone, and the access starts inside of where it was: use after free. The distance is 0 then.
-    pub freed: bool,
-}
-
-impl std::fmt::Display for NearRegion {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { label, addr, bytes, distance, freed } = self;
-        if *freed {
-            return write!(f, "'{label}' was at {addr:#x} ({bytes} bytes) and has been freed");
-        }
-        write!(f, "nearest is '{label}' at {addr:#x} ({bytes} bytes): ")?;
-        match *distance {
-            d if d < 0 => write!(f, "the access starts {} bytes before it", d.unsigned_abs()),
-            0 => write!(f, "the access runs over or starts at its end"),
-            d => write!(f, "the access starts {d} bytes past its end"),
-        }
-    }
 }
 
 /// A mapping of a memfd. Unmapped when the last user is gone.
@@ -262,7 +159,7 @@ impl Table {
     }
 }
 
-struct Shared {
+struct AddressSpace {
     table: Mutex<Arc<Table>>,
     /// Bumped on every change of the table, so that kernels can keep a snapshot.
     generation: AtomicU64,
@@ -279,7 +176,7 @@ struct Shared {
 /// The memory one virtual GPU can address. Cheap to clone; all clones are the same memory.
 #[derive(Clone)]
 pub struct Memory {
-    shared: Arc<Shared>,
+    shared: Arc<AddressSpace>,
 }
 
 impl Default for Memory {
@@ -310,7 +207,6 @@ fn host_race(
     }
 }
 
-const PAGE: u64 = 4096;
 /// How much of fresh memory is poisoned, in bytes: each poisoned page costs a real one.
 const POISON_BYTES: u64 = 64 << 20;
 /// How many freed regions are remembered by name.
@@ -345,7 +241,7 @@ impl Memory {
     }
 
     fn build(limit: u64, seed: u64, checker: Option<Checker>) -> Self {
-        let shared = Shared {
+        let shared = AddressSpace {
             table: Mutex::default(),
             generation: AtomicU64::new(0),
             used: AtomicU64::new(0),

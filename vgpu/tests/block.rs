@@ -68,7 +68,7 @@ fn lanes_may_come_late_to_an_aligned_barrier() {
         st.global.u64 [%rd42], %rd1;";
     let got = run_all(".shared .align 4 .b8 S[4];", body, 64, &[0; 64]);
     assert_eq!(got, vec![5; 64]);
-    // But not by leaving.
+    // Lanes that leave do not make it complete.
     let gone = body.replace("SKIP:", "exit; SKIP:");
     let mut run = Run::new(
         &kernel(".shared .align 4 .b8 S[4];", &gone),

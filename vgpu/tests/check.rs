@@ -673,7 +673,7 @@ fn the_host_reads_what_was_released_to_it() {
             let error = answers_the_host(early, seed, true, steps).unwrap_err();
             assert!(error.contains("at 'answers' + 0x0 (count)"), "{error}");
         }
-        // And without a look at the word that is released.
+        // A host that reads without a look at the word that is released races as well.
         for steps in [0, 100] {
             assert!(answers_the_host(body, seed, false, steps).unwrap_err().contains("data race"));
         }

@@ -188,7 +188,7 @@ fn registers_that_nothing_has_written_are_found() {
         ("add.u32 %r1, %r2, 1;", "%r2", "add.u32 %r1, %r2, 1;"),
         // Written only by what comes later.
         ("st.global.u64 [%rd40], %rd1;\nmov.u64 %rd1, 5;", "%rd1", "st.global.u64 [%rd40], %rd1;"),
-        // By itself only.
+        // Only the instruction itself writes what it reads.
         ("add.u32 %r1, %r1, 1;", "%r1", "add.u32 %r1, %r1, 1;"),
         ("L: st.global.u32 [%rd40], %r1;\nbra L;", "%r1", "L: st.global.u32 [%rd40], %r1;"),
         // A guard is a read, and so is what stands in an address, a vector, a negation or a half.

@@ -156,7 +156,7 @@ fn what_ends_or_waits_is_no_livelock() {
     let mut run = Run::new(&kernel("", body), &[0], launch(50, 1), &dev);
     run.finish().unwrap();
     assert!(run.grid.stats().warp_instructions > 100_000);
-    // And whoever waits may wait for ever.
+    // Whoever waits may then wait for ever.
     let body = "L: ld.relaxed.sys.global.u32 %r1, [%rd40]; setp.eq.u32 %p1, %r1, 0; @%p1 bra L;";
     let dev = DeviceConfig { livelock_limit: Some(500), ..seeded(3) };
     let mut run = Run::new(&kernel("", body), &[0], launch(1, 1), &dev);

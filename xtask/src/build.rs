@@ -1,19 +1,18 @@
 //! `cargo xtask build-ptx`: kernels in, PTX out.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
 use crate::backend::{Arch, Backend};
 use crate::header::Header;
+use crate::job::{Job, TARGET};
+use crate::lint::lint_file;
 use crate::metadata::Metadata;
 use crate::toolchain::{self, Compiler};
 use crate::workspace::{Workspace, describe, read, run as run_command, write};
-use crate::{check, manifest, nvvm, postprocess, sources};
-
-/// The target triple of both back ends.
-pub const TARGET: &str = "nvptx64-nvidia-cuda";
+use crate::{manifest, nvvm, postprocess, sources};
 
 /// The flags that decide what the PTX says. The header lists them.
 ///
@@ -31,47 +30,13 @@ const CODEGEN: [&str; 6] = [
     "-Zverbose-asm",
 ];
 
-/// One build to do or to check.
-pub struct Job {
-    /// Who compiles.
-    pub backend: Backend,
-    /// For which GPU.
-    pub arch: Arch,
-    /// The file to write or to check.
-    pub out: PathBuf,
-}
-
-impl Job {
-    /// A job; without `out` it is about the committed file, or for nvvm about a file under `target/`.
-    pub fn new(ws: &Workspace, backend: Backend, arch: Arch, out: Option<PathBuf>) -> Self {
-        let out = out.unwrap_or_else(|| match backend {
-            Backend::InTree => ws.root.join(format!("gpu/ptx/epoxide.{arch}.ptx")),
-            Backend::Nvvm => ws.target("ptx").join(format!("epoxide.{arch}.nvvm.ptx")),
-        });
-        Self { backend, arch, out }
-    }
-
-    /// The build directory. Each (architecture, back end) has its own: the compiler's file name is always the same.
-    pub fn target_dir(&self, ws: &Workspace) -> PathBuf {
-        ws.target("ptx").join(format!("{}-{}", self.arch, self.backend))
-    }
-
-    /// The flags named in the PTX header.
-    pub fn flags(&self) -> String {
-        match self.backend {
-            Backend::InTree => codegen_flags(&self.arch).join(" "),
-            Backend::Nvvm => nvvm::codegen_flags(&self.arch).join(" "),
-        }
-    }
-}
-
 /// Builds, lints and writes the PTX.
 pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
     let text = compile(ws, job)?;
     // A file that fails the lints is written beside the build, to be looked at, but never replaces a good one.
     let fresh = job.target_dir(ws).join("shipped.ptx");
     write(&fresh, &text)?;
-    check::lint_file(ws, job, &fresh, &text)?;
+    lint_file(ws, job, &fresh, &text)?;
     write(&job.out, &text)?;
     println!("wrote {}", ws.display(&job.out));
     Ok(())
@@ -108,6 +73,14 @@ pub fn print_command(ws: &Workspace, job: &Job) -> Result<()> {
     Ok(())
 }
 
+/// The flags named in the PTX header.
+pub fn flags(job: &Job) -> String {
+    match job.backend {
+        Backend::InTree => codegen_flags(&job.arch).join(" "),
+        Backend::Nvvm => nvvm::codegen_flags(&job.arch).join(" "),
+    }
+}
+
 /// The dependency graph as the device sees it.
 pub fn device_metadata(ws: &Workspace) -> Result<Metadata> {
     Metadata::query(ws, &["--filter-platform", TARGET])
@@ -118,7 +91,7 @@ fn ship(ws: &Workspace, job: &Job, product: &Path, compiler: &str) -> Result<Str
     let header = Header {
         backend: job.backend.to_string(),
         compiler: compiler.to_owned(),
-        flags: job.flags(),
+        flags: flags(job),
         sources: sources::fingerprint(ws, &device_metadata(ws)?)?,
     };
     Ok(postprocess::ship(&raw, &header, manifest::MANIFEST))

@@ -1,15 +1,15 @@
 //! `cargo xtask build-ptx --check` and `cargo xtask ptx-lint`: is the PTX what the sources say, and is it sound?
 
-use std::path::Path;
-
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::backend::Backend;
-use crate::build::{self, Job};
+use crate::build;
 use crate::header::Header;
+use crate::job::Job;
+use crate::lint::lint_file;
 use crate::toolchain::{self, Compiler};
 use crate::workspace::{Workspace, env_path, read, run as run_command, write};
-use crate::{lint, manifest, postprocess, ptxas, sources};
+use crate::{postprocess, sources};
 
 const FIX: &str = "run `cargo xtask build-ptx` and commit the result";
 
@@ -49,32 +49,6 @@ pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
     test_fresh(ws, job, &fresh, &compiler)
 }
 
-/// Lints a PTX file by text and by ptxas, prints what each kernel uses, and fails on any finding.
-pub fn lint_file(ws: &Workspace, job: &Job, file: &Path, text: &str) -> Result<()> {
-    let expect = lint::Expect {
-        manifest: manifest::MANIFEST,
-        version: job.backend.version_ceiling(),
-        target: job.arch.sm(),
-    };
-    let mut findings = lint::run(text, &expect);
-    match ptxas::find(ws) {
-        Some(ptxas) => match ptxas::assemble(&ptxas, file, job.arch.sm()) {
-            Ok(usages) => {
-                print!("{}", ptxas::table(&usages));
-                findings.extend(ptxas::check(&usages, manifest::MANIFEST));
-            }
-            Err(error) => findings.push(lint::Finding::new("ptxas", 0, format!("{error:#}"))),
-        },
-        None => println!("skipped ptxas: {}", ptxas::REMEDY),
-    }
-    for finding in &findings {
-        eprintln!("{}: {finding}", ws.display(file));
-    }
-    ensure!(findings.is_empty(), "{}: {} lint findings", ws.display(file), findings.len());
-    println!("{}: lints pass ({} kernels)", ws.display(file), manifest::MANIFEST.len());
-    Ok(())
-}
-
 fn check_header(ws: &Workspace, job: &Job, header: &Header) -> Result<()> {
     let file = ws.display(&job.out);
     let sources = sources::fingerprint(ws, &build::device_metadata(ws)?)?;
@@ -82,7 +56,7 @@ fn check_header(ws: &Workspace, job: &Job, header: &Header) -> Result<()> {
         header.sources == sources,
         "{file} is stale: the kernel sources or their dependencies changed; {FIX}"
     );
-    ensure!(header.flags == job.flags(), "{file} is stale: it was built with other flags; {FIX}");
+    ensure!(header.flags == build::flags(job), "{file} is stale: it was built with other flags; {FIX}");
     Ok(())
 }
 

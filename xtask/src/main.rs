@@ -10,6 +10,7 @@ mod coverage;
 mod doctor;
 mod fuzz;
 mod header;
+mod job;
 mod lint;
 mod manifest;
 mod metadata;
@@ -119,7 +120,7 @@ fn run(command: Command) -> Result<ExitCode> {
             if args.fetch_ptxas {
                 ptxas::find_or_fetch(&ws)?;
             }
-            let job = build::Job::new(&ws, args.backend, args.arch, args.out);
+            let job = job::Job::new(&ws, args.backend, args.arch, args.out);
             match (args.print_command, args.check) {
                 (true, _) => build::print_command(&ws, &job),
                 (_, true) => check::run(&ws, &job),
@@ -127,9 +128,9 @@ fn run(command: Command) -> Result<ExitCode> {
             }
         }
         Command::PtxLint { file, backend, arch } => {
-            let job = build::Job::new(&ws, backend, arch, file);
+            let job = job::Job::new(&ws, backend, arch, file);
             let text = workspace::read(&job.out)?;
-            check::lint_file(&ws, &job, &job.out, &text)
+            lint::lint_file(&ws, &job, &job.out, &text)
         }
         Command::FetchPtxas => {
             println!("{}", ptxas::find_or_fetch(&ws)?.display());

@@ -9,7 +9,7 @@ use std::process::Command;
 use anyhow::Result;
 
 use crate::backend::Arch;
-use crate::build::{Job, TARGET};
+use crate::job::{Job, TARGET};
 use crate::sources;
 use crate::workspace::{Workspace, capture, env_path};
 

@@ -48,10 +48,10 @@ pub struct Args {
     /// Rows of the ring between nodes that the original interface's size hints assume; nothing here has one.
     #[arg(long, env = "EPOXIDE_RDMA_RECV", default_value_t = 128)]
     pub rdma_recv: u32,
-    /// Likewise, rows of a chunk within a node.
+    /// Rows of a chunk within a node, of which the same is true.
     #[arg(long, env = "EPOXIDE_NVL_SEND", default_value_t = 8)]
     pub nvl_send: u32,
-    /// Likewise, rows of the ring within a node.
+    /// Rows of the ring within a node, of which the same is true.
     #[arg(long, env = "EPOXIDE_NVL_RECV", default_value_t = 256)]
     pub nvl_recv: u32,
     /// Bytes to spend on the pool instead of room for the worst case.

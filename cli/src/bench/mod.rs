@@ -7,21 +7,19 @@ mod args;
 mod compare;
 mod csv;
 mod model;
+mod network;
 mod plot;
 mod report;
 mod start;
 mod sweep;
-mod wire;
 
 use clap::Subcommand;
-use epoxide_bench::measure::{self, RankResult};
 use epoxide_bench::results::{Point, Results};
-use epoxide_bench::{Plan, points, trace};
+use epoxide_bench::{Plan, trace};
 
 pub use args::Args;
 
-use self::start::{launched, on_ranks};
-use crate::options::DeviceKind;
+use self::start::{launched, measure_points};
 use crate::output;
 use crate::ranks;
 use crate::stop::{Result, Stop};
@@ -44,7 +42,7 @@ enum Tool {
     /// Compare stored results, and say which differences are noise.
     Compare(compare::Args),
     /// Measure the network between nodes alone: bandwidth and latency of puts, by size and depth.
-    Wire(wire::Args),
+    Wire(network::Args),
     /// Predict times and bytes for sizes that no one here can run.
     Model(model::Args),
 }
@@ -59,7 +57,7 @@ pub fn run(bench: &Bench) -> Result<()> {
         Some(Tool::Plot(args)) => return plot::run(args),
         Some(Tool::Compare(args)) => return compare::run(args),
         Some(Tool::Model(args)) => return model::run(args),
-        Some(Tool::Wire(args)) => return wire::run(args),
+        Some(Tool::Wire(args)) => return network::run(args),
     }
     let args = &bench.args;
     let plan = args.plan()?;
@@ -108,13 +106,7 @@ fn single(args: &Args, plan: &Plan) -> Result<Vec<Point>> {
     Ok(points)
 }
 
-/// Measures all that a plan asks for in one group of ranks.
-fn measure_points(plan: &Plan) -> Result<(Vec<Point>, Vec<RankResult>)> {
-    plan.check()?;
-    let device = if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda };
-    let ranks = on_ranks(plan.topology, device, |device, group| measure::rank(plan, device, group))?;
-    Ok((points::points(plan, &ranks)?, ranks))
-}
-
+#[cfg(test)]
+mod testing;
 #[cfg(test)]
 mod tests;

@@ -215,7 +215,7 @@ fn panels(points: &[Point], choice: &Choice) -> Vec<Panel> {
         }
     }
     if choice.what != What::Bandwidth {
-        // Of many points, the fastest one's.
+        // Of many points, those of the fastest one are drawn.
         let sampled = points.iter().filter(|point| {
             point.phase(PhaseName::DispatchCached).is_some_and(|phase| phase.call.samples_us.len() > 1)
         });
@@ -434,7 +434,7 @@ impl Panel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::tests::h200 as measured;
+    use crate::bench::testing::h200 as measured;
 
     #[test]
     fn drawings_have_axes_units_and_every_series() {
@@ -470,7 +470,7 @@ mod tests {
     #[test]
     fn nodes_and_rows_of_a_put_are_axes() {
         let folder = tempfile::tempdir().unwrap();
-        let point = |line: &str| crate::bench::tests::measured(line).0.remove(0);
+        let point = |line: &str| crate::bench::testing::measured(line).0.remove(0);
         let points = [
             point("--nodes 2 --ranks-per-node 1 --num-sms 4 --experts 12 --transport shm"),
             point("--nodes 3 --ranks-per-node 1 --num-sms 4 --experts 12 --transport shm"),

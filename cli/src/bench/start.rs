@@ -5,8 +5,10 @@ use std::sync::Arc;
 use epoxide::driver::Device;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::launch::run_threads;
-use epoxide::group::{Meeting, Member, ProcessGroup};
-use epoxide_bench::measure::TIMEOUT;
+use epoxide::group::{Member, ProcessGroup, Rendezvous};
+use epoxide_bench::measure::{self, RankResult, TIMEOUT};
+use epoxide_bench::results::Point;
+use epoxide_bench::{Plan, points};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -25,7 +27,7 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
         return run_threads(topology.ranks(), TIMEOUT, |rank, group| main(open(device, rank)?, &group))
             .map_err(|failure| epoxide_bench::Error::from(failure.error).into());
     }
-    let meeting = Meeting::from_env(TIMEOUT)?;
+    let meeting = Rendezvous::from_env(TIMEOUT)?;
     let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("bench", TIMEOUT)?);
     let (rank, local_rank) = (group.rank(), meeting.member.local_rank);
     let outcome = open(device, local_rank.unwrap_or(rank)).and_then(|device| main(device, &group));
@@ -38,6 +40,14 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
         *place = own;
     }
     Ok(results)
+}
+
+/// Measures all that a plan asks for in one group of ranks.
+pub fn measure_points(plan: &Plan) -> Result<(Vec<Point>, Vec<RankResult>)> {
+    plan.check()?;
+    let device = if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda };
+    let ranks = on_ranks(plan.topology, device, |device, group| measure::rank(plan, device, group))?;
+    Ok((points::points(plan, &ranks)?, ranks))
 }
 
 /// How many ranks a launcher started, and how many of them on this host; nothing where it started none.

@@ -1,48 +1,12 @@
 //! Tests of whole runs, on the virtual GPU.
 
-use clap::Parser;
-
 use epoxide_bench::counts::ACROSS_NODES;
+use epoxide_bench::points;
 use epoxide_bench::results::{PhaseName, Results};
 
+use super::testing::{arguments, flags, measured};
 use super::*;
 use crate::stop::SKIPPED;
-
-#[derive(Parser)]
-struct Line {
-    #[command(flatten)]
-    bench: Bench,
-}
-
-/// Small sizes, then what `line` says.
-fn flags(line: &str) -> Args {
-    let small = "bench --ranks-per-node 2 --tokens 8 --hidden 64 --experts 8 --topk 2 --warmup 1 --iters 2 \
-                 --num-sms 2 --seed 7";
-    let mut words: Vec<&str> = small.split_whitespace().collect();
-    for pair in line.split_whitespace().collect::<Vec<_>>().chunks(2) {
-        match words.iter().position(|word| *word == pair[0]) {
-            Some(at) => words[at + 1] = pair[1],
-            None => words.extend(pair),
-        }
-    }
-    Line::try_parse_from(words).unwrap().bench.args
-}
-
-/// What the flags come to.
-fn arguments(line: &str) -> Plan {
-    flags(line).plan().unwrap()
-}
-
-/// A run on the virtual GPU.
-pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
-    measure_points(&arguments(line)).unwrap()
-}
-
-/// The committed points of H200s.
-pub fn h200() -> Vec<Point> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
-    Results::read(path.as_ref()).unwrap().points
-}
 
 /// docs/BENCHMARKS.md, "How the figures are computed", works these by hand.
 #[test]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 const REQUIRE: &str = "EPOXIDE_REQUIRE_INTEROP";
 /// The virtual environment that setup.sh made.
 const VENV: &str = "EPOXIDE_TORCH_VENV";
-/// For one run of a tool; PyTorch alone takes seconds to load on a busy machine.
+/// How long one run of a tool may take: PyTorch alone takes seconds to load on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 fn root() -> PathBuf {

@@ -1,38 +1,17 @@
 //! `epoxide launch` as a user runs it.
 
+mod launcher;
 mod nodes;
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use launcher::{launcher, lines, script, text};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(20);
-
-fn launcher(flags: &[&str], command: &[&str]) -> Command {
-    let mut launcher = Command::new(env!("CARGO_BIN_EXE_epoxide"));
-    launcher.arg("launch").args(flags).arg("--").args(command);
-    launcher.env_remove("OMP_NUM_THREADS").stdin(Stdio::null());
-    launcher
-}
-
-/// Runs a shell script on every rank.
-fn script(flags: &[&str], script: &str) -> Output {
-    launcher(flags, &["sh", "-c", script]).output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
-}
-
-/// The lines, sorted.
-fn lines(bytes: &[u8]) -> Vec<String> {
-    let mut lines: Vec<String> = text(bytes).lines().map(str::to_owned).collect();
-    lines.sort();
-    lines
-}
 
 /// A launcher whose ranks run; its output so far was one line of each.
 struct Running {

@@ -4,7 +4,7 @@ use std::process::{Child, Output, Stdio};
 
 use epoxide_testing::HeldPort;
 
-use crate::{launcher, lines, text};
+use crate::launcher::{launcher, lines, text};
 
 /// A launcher for each node, with these flags and this script.
 fn nodes(count: u32, flags: impl Fn(u32) -> Vec<&'static str>, script: &str) -> Vec<Output> {

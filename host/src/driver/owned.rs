@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use bytemuck::AnyBitPattern;
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
-use epoxide_gpu::layout::Section;
+use epoxide_gpu::layout::{DevicePtr, Section};
 
-use super::{
-    CopyEnd, Device, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream, Streams,
-};
+use super::device::Device;
+use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
+use super::staged_copy;
+use super::streams::{List, Listed, Streams};
 use crate::error::{Error, Result};
 
 /// Device memory, peer memory or mapped host memory; freed or unmapped on drop.
@@ -223,15 +224,18 @@ pub struct Stream {
 impl Stream {
     /// A stream of our own that does not synchronise with the default stream.
     pub fn new(device: &Arc<dyn Device>, high_priority: bool) -> Result<Stream> {
-        let stream = Stream::unlisted(device, high_priority)?;
-        device.streams().add(stream.id, stream.handle);
-        Ok(stream)
+        Ok(Stream::listed(device, device.stream_create(high_priority)?, true))
     }
 
     /// A stream that fences do not come behind: for work that is ordered otherwise.
-    pub(crate) fn unlisted(device: &Arc<dyn Device>, high_priority: bool) -> Result<Stream> {
-        let handle = device.stream_create(high_priority)?;
-        Ok(Stream { device: device.clone(), handle, id: Streams::new_id() })
+    pub(crate) fn unfenced(device: &Arc<dyn Device>, high_priority: bool) -> Result<Stream> {
+        Ok(Stream::listed(device, device.stream_create(high_priority)?, false))
+    }
+
+    fn listed(device: &Arc<dyn Device>, handle: u64, fenced: bool) -> Stream {
+        let id = Streams::new_id();
+        device.streams().add(Listed { id, handle, fenced });
+        Stream { device: device.clone(), handle, id }
     }
 
     /// The caller's stream. It is used, never synchronised or destroyed.
@@ -241,9 +245,7 @@ impl Stream {
     pub unsafe fn adopt(device: &Arc<dyn Device>, raw: RawStream) -> Result<Stream> {
         // SAFETY: passed on to the caller.
         let handle = unsafe { device.stream_adopt(raw)? };
-        let stream = Stream { device: device.clone(), handle, id: Streams::new_id() };
-        device.streams().add(stream.id, stream.handle);
-        Ok(stream)
+        Ok(Stream::listed(device, handle, true))
     }
 
     /// A number that no other [`Stream`] of this process has or had.
@@ -330,7 +332,7 @@ impl Stream {
     /// `src.len()` bytes from `dst` on are live memory of this device, and nobody counts on what they hold.
     pub unsafe fn write(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.device.staging().write(&*self.device, self.handle, dst, src) }
+        unsafe { staged_copy::write(&*self.device, self.handle, dst, src) }
     }
 
     /// Copies device bytes to the host, through page-locked memory, and waits for it.
@@ -339,7 +341,7 @@ impl Stream {
     /// `dst.len()` bytes from `src` on are live memory of this device.
     pub unsafe fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.device.staging().read(&*self.device, self.handle, dst, src) }
+        unsafe { staged_copy::read(&*self.device, self.handle, dst, src) }
     }
 
     /// Copies between device addresses, in stream order.
@@ -356,7 +358,6 @@ impl Stream {
     ///
     /// # Safety
     /// Both ranges are live until the stream has passed the copy.
-    #[doc(hidden)]
     #[doc(hidden)]
     pub unsafe fn copy_ends(&self, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
@@ -395,9 +396,32 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        self.device.streams().remove(&self.device, self.id);
+        // Held until the driver has let go of the stream too: no fence, and no memory that goes back, misses what it was given.
+        let mut list = self.device.streams().hold();
+        if list.remove(self.id).is_some_and(|gone| gone.fenced)
+            && let Err(error) = depart(&*self.device, &mut list, self.handle)
+        {
+            tracing::debug!("what a stream was given is not waited for: {error}");
+        }
         self.device.stream_destroy(self.handle);
     }
+}
+
+/// Has later fences come behind what a stream that goes, or that is the caller's again, was given so far.
+fn depart(device: &dyn Device, list: &mut List, gone: u64) -> Result<()> {
+    if device.stream_is_capturing(gone)? {
+        return Ok(());
+    }
+    let departed = match list.departed {
+        Some(stream) => stream,
+        // It goes with the device.
+        None => *list.departed.insert(device.stream_create(false)?),
+    };
+    let event = device.event_create(false)?;
+    let outcome = device.event_record(event, gone);
+    let outcome = outcome.and_then(|()| device.stream_wait_event(departed, event));
+    device.event_destroy(event);
+    outcome
 }
 
 /// A point in a stream.

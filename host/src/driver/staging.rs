@@ -1,15 +1,11 @@
-//! Host data on its way to and from a device, through page-locked memory.
-//!
-//! A copy between the device and pageable memory waits in the driver until its stream has come to it, and shares the driver's own
-//! staging with every other such copy of the process. One through page-locked memory only waits for its own event.
+//! The page-locked memory that host data passes through.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::{CopyEnd, Device, DevicePtr, MemoryKind, RawMemory};
-use crate::error::Result;
+use super::raw::RawMemory;
 
 /// Bytes of a piece.
-const PIECE_BYTES: u64 = 4 << 20;
+pub(super) const PIECE_BYTES: u64 = 4 << 20;
 
 /// Pieces of page-locked memory that are free. They are kept as long as the device, since giving one back waits for running
 /// kernels; there are as many as threads ever copied at the same time.
@@ -19,90 +15,20 @@ pub struct Staging {
 }
 
 #[derive(Debug)]
-struct Piece(RawMemory);
+pub(super) struct Piece(pub(super) RawMemory);
 
 // SAFETY: an address range without thread affinity; a piece is in the hands of one thread at a time.
 unsafe impl Send for Piece {}
 
-/// Which way the bytes go.
-enum Way<'a> {
-    ToDevice(&'a [u8]),
-    ToHost(&'a mut [u8]),
-}
-
 impl Staging {
-    /// Copies host bytes to the device in stream order, and waits for it.
-    ///
-    /// # Safety
-    /// `dst` is device memory of as many bytes, live until this returns.
-    pub(super) unsafe fn write(
-        &self,
-        device: &dyn Device,
-        stream: u64,
-        dst: DevicePtr,
-        src: &[u8],
-    ) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { self.copy(device, stream, dst, Way::ToDevice(src)) }
+    /// A free piece, if there is one. It is the caller's alone until it is given back.
+    pub(super) fn take(&self) -> Option<Piece> {
+        self.lock().pop()
     }
 
-    /// Copies device bytes to the host in stream order, and waits for it.
-    ///
-    /// # Safety
-    /// `src` is device memory of as many bytes, live until this returns.
-    pub(super) unsafe fn read(
-        &self,
-        device: &dyn Device,
-        stream: u64,
-        dst: &mut [u8],
-        src: DevicePtr,
-    ) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { self.copy(device, stream, src, Way::ToHost(dst)) }
-    }
-
-    unsafe fn copy(&self, device: &dyn Device, stream: u64, at: DevicePtr, mut way: Way<'_>) -> Result<()> {
-        let bytes = match &way {
-            Way::ToDevice(src) => src.len(),
-            Way::ToHost(dst) => dst.len(),
-        };
-        if bytes == 0 {
-            return Ok(());
-        }
-        let piece = self.take(device)?;
-        let outcome = (0..bytes).step_by(PIECE_BYTES as usize).try_for_each(|from| {
-            let len = (bytes - from).min(PIECE_BYTES as usize);
-            let (host, at) = (CopyEnd::Host(piece.0.host), CopyEnd::Device(DevicePtr(at.0 + from as u64)));
-            // SAFETY: the piece is this call's alone, as large as `len`, and the stream is through with it after each turn. The
-            // device's side is the caller's promise.
-            unsafe {
-                match &mut way {
-                    Way::ToDevice(src) => {
-                        piece.0.host.copy_from_nonoverlapping(src[from..].as_ptr(), len);
-                        device.copy(stream, at, host, len as u64)?;
-                        device.stream_synchronize(stream)
-                    }
-                    Way::ToHost(dst) => {
-                        device.copy(stream, host, at, len as u64)?;
-                        device.stream_synchronize(stream)?;
-                        dst[from..from + len].as_mut_ptr().copy_from_nonoverlapping(piece.0.host, len);
-                        Ok(())
-                    }
-                }
-            }
-        });
-        if outcome.is_ok() {
-            self.lock().push(piece);
-        }
-        // After an error the stream may still use the piece: it stays taken, until the process ends.
-        outcome
-    }
-
-    fn take(&self, device: &dyn Device) -> Result<Piece> {
-        if let Some(piece) = self.lock().pop() {
-            return Ok(piece);
-        }
-        device.alloc(PIECE_BYTES, MemoryKind::MappedHost, "staging of host data").map(Piece)
+    /// A piece that nothing uses any more.
+    pub(super) fn give_back(&self, piece: Piece) {
+        self.lock().push(piece);
     }
 
     /// The free pieces, for a device that goes and has to give them back one by one.

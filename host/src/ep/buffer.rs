@@ -221,7 +221,7 @@ impl Buffer {
         pool.describe(&sections(&layouts, topology.nodes, row_bytes));
         let peers = Peers::map(&device, group, topology, &pool, layout.bytes)?;
 
-        let comm_stream = Arc::new(Stream::unlisted(&device, true)?);
+        let comm_stream = Arc::new(Stream::unfenced(&device, true)?);
         let local_at = size_of_val(&peers.addresses) as u64;
         let local_bytes = size_of::<LocalState>() as u64;
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;

@@ -140,7 +140,7 @@ impl Tensor<'static> {
     /// A tensor of its own memory with the values of `data`.
     ///
     /// # Errors
-    /// [`Error::Shape`] where `data` does not have as many elements as `shape`, [`Error::Dtype`] where `T` is not of
+    /// [`Error::Shape`] where `data` does not have as many elements as `shape`, [`Error::DType`] where `T` is not of
     /// `dtype`.
     pub fn from_host<T: Element>(
         stream: &Stream,
@@ -194,13 +194,13 @@ impl<'a> Tensor<'a> {
     /// The same tensor as one whose dtype the type says.
     ///
     /// # Errors
-    /// [`Error::Dtype`] where it has another one.
+    /// [`Error::DType`] where it has another one.
     pub fn typed<T: Scalar>(self) -> Result<TypedTensor<'a, T>> {
         if self.dtype == T::DTYPE {
             return Ok(TypedTensor(self, PhantomData));
         }
         let (have, expected) = (self.dtype.to_string(), T::DTYPE.to_string());
-        Err(Error::Dtype { tensor: "tensor", have, expected })
+        Err(Error::DType { tensor: "tensor", have, expected })
     }
 
     /// Address of the first element.
@@ -296,7 +296,7 @@ impl<'a> Tensor<'a> {
         if T::fits(self.dtype) {
             return Ok(());
         }
-        Err(Error::Dtype {
+        Err(Error::DType {
             tensor: "tensor",
             have: self.dtype.to_string(),
             expected: format!("one that host type {} fits", std::any::type_name::<T>()),
@@ -327,7 +327,7 @@ impl<'a> Tensor<'a> {
     ) -> Result<()> {
         if !dtypes.contains(&self.dtype) {
             let expected = dtypes.iter().map(|d| d.name()).collect::<Vec<_>>().join(" or ");
-            return Err(Error::Dtype { tensor: name, have: self.dtype.to_string(), expected });
+            return Err(Error::DType { tensor: name, have: self.dtype.to_string(), expected });
         }
         let fits = self.shape.len() == dims.len()
             && self.shape.iter().zip(dims).all(|(have, (_, want))| want.is_none_or(|want| want == *have));

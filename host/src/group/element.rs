@@ -125,7 +125,7 @@ impl fmt::Display for ReduceOp {
 }
 
 /// An element that collectives carry and reduce: `i8 u8 i32 u32 i64 u64 f32 f64 bf16`.
-pub trait Element: Pod + Send + sealed::Arithmetic {
+pub trait Reducible: Pod + Send + sealed::Arithmetic {
     /// Its code on the wire.
     const DTYPE: ElementType;
 }
@@ -141,7 +141,7 @@ use sealed::Arithmetic;
 
 macro_rules! integers {
     ($($type:ty: $dtype:ident),*) => {$(
-        impl Element for $type {
+        impl Reducible for $type {
             const DTYPE: ElementType = ElementType::$dtype;
         }
         impl Arithmetic for $type {
@@ -168,7 +168,7 @@ integers!(i8: I8, u8: U8, i32: I32, u32: U32, i64: I64, u64: U64);
 
 macro_rules! floats {
     ($($type:ty: $dtype:ident),*) => {$(
-        impl Element for $type {
+        impl Reducible for $type {
             const DTYPE: ElementType = ElementType::$dtype;
         }
         impl Arithmetic for $type {
@@ -191,7 +191,7 @@ macro_rules! floats {
 }
 floats!(f32: F32, f64: F64);
 
-impl Element for bf16 {
+impl Reducible for bf16 {
     const DTYPE: ElementType = ElementType::Bf16;
 }
 
@@ -208,14 +208,14 @@ impl Arithmetic for bf16 {
 
 /// `into = lower op higher`, element by element, where `into` is the lower operand if `lower_first`.
 pub(crate) fn reduce(dtype: ElementType, op: ReduceOp, into: &mut [u8], other: &[u8], lower_first: bool) {
-    fn each<T: Element>(into: &mut [u8], other: &[u8], combine: impl Fn(T, T) -> T) {
+    fn each<T: Reducible>(into: &mut [u8], other: &[u8], combine: impl Fn(T, T) -> T) {
         let size = size_of::<T>();
         for (a, b) in into.chunks_exact_mut(size).zip(other.chunks_exact(size)) {
             let result = combine(bytemuck::pod_read_unaligned(a), bytemuck::pod_read_unaligned(b));
             a.copy_from_slice(bytemuck::bytes_of(&result));
         }
     }
-    fn typed<T: Element>(op: ReduceOp, into: &mut [u8], other: &[u8], lower_first: bool) {
+    fn typed<T: Reducible>(op: ReduceOp, into: &mut [u8], other: &[u8], lower_first: bool) {
         // A loop per common operation, so that each is vectorised.
         match op {
             ReduceOp::Sum | ReduceOp::Average => {
@@ -241,7 +241,7 @@ pub(crate) fn reduce(dtype: ElementType, op: ReduceOp, into: &mut [u8], other: &
 
 /// The last step of an average; nothing for other operations.
 pub(crate) fn finish(dtype: ElementType, op: ReduceOp, data: &mut [u8], size: u32) {
-    fn typed<T: Element>(data: &mut [u8], size: u32) {
+    fn typed<T: Reducible>(data: &mut [u8], size: u32) {
         for element in data.chunks_exact_mut(size_of::<T>()) {
             let value: T = bytemuck::pod_read_unaligned(element);
             element.copy_from_slice(bytemuck::bytes_of(&value.divide(size)));

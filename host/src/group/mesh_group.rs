@@ -37,7 +37,7 @@ pub struct MeshOptions {
     /// Network interface, or its address, that other hosts reach this rank by. Default: the environment's
     /// [`SOCKET_IFNAME`](super::SOCKET_IFNAME), else the interface of the default route.
     pub interface: Option<String>,
-    /// For people.
+    /// What the group is for, in words that people read.
     pub description: String,
     /// How many operations the flight recorder keeps.
     pub recorded: usize,

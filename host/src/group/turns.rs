@@ -56,9 +56,9 @@ impl Drop for Turn<'_> {
 }
 
 /// Fails what is queued when the worker ends, panicking or not.
-struct Ended<'a>(&'a Core);
+struct FailQueued<'a>(&'a Core);
 
-impl Drop for Ended<'_> {
+impl Drop for FailQueued<'_> {
     fn drop(&mut self) {
         let jobs = {
             let mut turns = self.0.turns();
@@ -182,7 +182,7 @@ impl Core {
 
     /// The worker: runs jobs until the group closes and none is left.
     fn work(&self) {
-        let _ended = Ended(self);
+        let _ended = FailQueued(self);
         loop {
             let turns = self.turns();
             let idle = |turns: &mut Turns| turns.jobs.is_empty() && !turns.closing;

@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 
 use super::ProcessGroup;
 use super::collectives::{Call, CallResult, Message, P2p};
-use super::element::{Element, ReduceOp};
+use super::element::{ReduceOp, Reducible};
 use super::work::Work;
 use crate::error::{Error, Result};
 
@@ -22,19 +22,19 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// Overwrites `data` with that of `root`, which has as many elements.
-    fn broadcast_slice<T: Element>(&self, root: u32, data: &mut [T]) -> Result<()> {
+    fn broadcast_slice<T: Reducible>(&self, root: u32, data: &mut [T]) -> Result<()> {
         let bytes = if self.rank() == root { bytes(data) } else { Vec::new() };
         let out = self.call(Call::Broadcast { root, data: bytes }, self.timeout())?.data()?;
         fill(data, &out)
     }
 
     /// Every rank's elements, by rank. Lengths may differ.
-    fn all_gather_slices<T: Element>(&self, data: &[T]) -> Result<Vec<Vec<T>>> {
+    fn all_gather_slices<T: Reducible>(&self, data: &[T]) -> Result<Vec<Vec<T>>> {
         elements_of(self.call(Call::AllGather { data: bytes(data) }, self.timeout())?.parts()?)
     }
 
     /// Every rank's elements, by rank, on `root`. Lengths may differ.
-    fn gather<T: Element>(&self, root: u32, data: &[T]) -> Result<Option<Vec<Vec<T>>>> {
+    fn gather<T: Reducible>(&self, root: u32, data: &[T]) -> Result<Option<Vec<Vec<T>>>> {
         match self.call(Call::Gather { root, data: bytes(data) }, self.timeout())? {
             CallResult::Done => Ok(None),
             outcome => elements_of(outcome.parts()?).map(Some),
@@ -42,14 +42,14 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// This rank's part of those that `root` has, one for each rank. The others' `parts` are not looked at.
-    fn scatter<T: Element>(&self, root: u32, parts: &[Vec<T>]) -> Result<Vec<T>> {
+    fn scatter<T: Reducible>(&self, root: u32, parts: &[Vec<T>]) -> Result<Vec<T>> {
         let parts =
             if self.rank() == root { parts.iter().map(|part| bytes(part)).collect() } else { Vec::new() };
         elements(&self.call(Call::Scatter { root, parts }, self.timeout())?.data()?)
     }
 
     /// Reduces `data` elementwise into that of `root`; the others' stays as it is.
-    fn reduce<T: Element>(&self, root: u32, data: &mut [T], op: ReduceOp) -> Result<()> {
+    fn reduce<T: Reducible>(&self, root: u32, data: &mut [T], op: ReduceOp) -> Result<()> {
         match self.call(Call::Reduce { root, data: bytes(data), dtype: T::DTYPE, op }, self.timeout())? {
             CallResult::Done => Ok(()),
             outcome => fill(data, &outcome.data()?),
@@ -57,13 +57,13 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// Reduces `data` elementwise, into that of every rank.
-    fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
+    fn all_reduce<T: Reducible>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
         let call = Call::AllReduce { data: bytes(data), dtype: T::DTYPE, op };
         fill(data, &self.call(call, self.timeout())?.data()?)
     }
 
     /// Reduces several slices, which travel as one.
-    fn all_reduce_coalesced<T: Element>(&self, all: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
+    fn all_reduce_coalesced<T: Reducible>(&self, all: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
         let call = |data: &&mut [T]| Call::AllReduce { data: bytes(data), dtype: T::DTYPE, op };
         let calls = Call::Coalesced(all.iter().map(call).collect());
         for (data, outcome) in all.iter_mut().zip(self.call(calls, self.timeout())?.several()?) {
@@ -79,21 +79,21 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// Reduces `data` elementwise; rank `r` gets the `r`-th piece, of `counts[r]` elements.
-    fn reduce_scatter<T: Element>(&self, data: &[T], counts: &[usize], op: ReduceOp) -> Result<Vec<T>> {
+    fn reduce_scatter<T: Reducible>(&self, data: &[T], counts: &[usize], op: ReduceOp) -> Result<Vec<T>> {
         let counts = counts.iter().map(|count| (*count * size_of::<T>()) as u64).collect();
         let call = Call::ReduceScatter { data: bytes(data), counts, dtype: T::DTYPE, op };
         elements(&self.call(call, self.timeout())?.data()?)
     }
 
     /// Part `p` goes to rank `p`; gives what each rank sent here, by rank. Lengths may differ.
-    fn all_to_all<T: Element>(&self, parts: &[Vec<T>]) -> Result<Vec<Vec<T>>> {
+    fn all_to_all<T: Reducible>(&self, parts: &[Vec<T>]) -> Result<Vec<Vec<T>>> {
         let parts = parts.iter().map(|part| bytes(part)).collect();
         elements_of(self.call(Call::AllToAll { parts }, self.timeout())?.parts()?)
     }
 
     /// All-to-all over one slice: `input` is cut by `input_splits` (elements for each rank), `output` is filled by
     /// `output_splits` (elements of each rank). Empty splits cut evenly.
-    fn all_to_all_single<T: Element>(
+    fn all_to_all_single<T: Reducible>(
         &self,
         output: &mut [T],
         input: &[T],
@@ -130,13 +130,13 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// Sends `data` to rank `to`. Returns when the network has it.
-    fn send<T: Element>(&self, to: u32, tag: u64, data: &[T]) -> Result<()> {
+    fn send<T: Reducible>(&self, to: u32, tag: u64, data: &[T]) -> Result<()> {
         let send = P2p::Send { to, tag, data: bytes(data) };
         self.call(Call::P2p(vec![send]), self.timeout()).map(drop)
     }
 
     /// The next message under `tag` of `from`, or of any rank.
-    fn recv<T: Element>(&self, from: Option<u32>, tag: u64) -> Result<Message<Vec<T>>> {
+    fn recv<T: Reducible>(&self, from: Option<u32>, tag: u64) -> Result<Message<Vec<T>>> {
         let messages = self.call(Call::P2p(vec![P2p::Recv { from, tag }]), self.timeout())?.messages()?;
         typed(only(messages)?)
     }
@@ -148,19 +148,19 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// [`Collectives::all_reduce`] in the background.
-    fn start_all_reduce<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Work<Vec<T>> {
+    fn start_all_reduce<T: Reducible>(&self, data: Vec<T>, op: ReduceOp) -> Work<Vec<T>> {
         let call = Call::AllReduce { data: bytes(&data), dtype: T::DTYPE, op };
         self.start(call, self.timeout()).map(|outcome| elements(&outcome.data()?))
     }
 
     /// [`Collectives::all_gather_slices`] in the background.
-    fn start_all_gather<T: Element>(&self, data: &[T]) -> Work<Vec<Vec<T>>> {
+    fn start_all_gather<T: Reducible>(&self, data: &[T]) -> Work<Vec<Vec<T>>> {
         let call = Call::AllGather { data: bytes(data) };
         self.start(call, self.timeout()).map(|outcome| elements_of(outcome.parts()?))
     }
 
     /// [`Collectives::broadcast_slice`] in the background; `data` is not looked at outside `root`.
-    fn start_broadcast<T: Element>(&self, root: u32, data: &[T]) -> Work<Vec<T>> {
+    fn start_broadcast<T: Reducible>(&self, root: u32, data: &[T]) -> Work<Vec<T>> {
         let data = if self.rank() == root { bytes(data) } else { Vec::new() };
         self.start(Call::Broadcast { root, data }, self.timeout()).map(|outcome| elements(&outcome.data()?))
     }
@@ -171,13 +171,13 @@ pub trait Collectives: ProcessGroup {
     }
 
     /// [`Collectives::send`] in the background.
-    fn start_send<T: Element>(&self, to: u32, tag: u64, data: &[T]) -> Work<()> {
+    fn start_send<T: Reducible>(&self, to: u32, tag: u64, data: &[T]) -> Work<()> {
         let send = P2p::Send { to, tag, data: bytes(data) };
         self.start(Call::P2p(vec![send]), self.timeout()).map(|_| Ok(()))
     }
 
     /// [`Collectives::recv`] in the background.
-    fn start_recv<T: Element>(&self, from: Option<u32>, tag: u64) -> Work<Message<Vec<T>>> {
+    fn start_recv<T: Reducible>(&self, from: Option<u32>, tag: u64) -> Work<Message<Vec<T>>> {
         let recv = Call::P2p(vec![P2p::Recv { from, tag }]);
         self.start(recv, self.timeout()).map(|outcome| typed(only(outcome.messages()?)?))
     }
@@ -232,11 +232,11 @@ pub trait Collectives: ProcessGroup {
 
 impl<G: ProcessGroup + ?Sized> Collectives for G {}
 
-fn bytes<T: Element>(data: &[T]) -> Vec<u8> {
+fn bytes<T: Reducible>(data: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(data).to_vec()
 }
 
-fn elements<T: Element>(bytes: &[u8]) -> Result<Vec<T>> {
+fn elements<T: Reducible>(bytes: &[u8]) -> Result<Vec<T>> {
     if !bytes.len().is_multiple_of(size_of::<T>()) {
         let reason = format!("{} bytes came, which are no whole number of {}", bytes.len(), T::DTYPE);
         return Err(Error::os("process group", reason));
@@ -244,11 +244,11 @@ fn elements<T: Element>(bytes: &[u8]) -> Result<Vec<T>> {
     Ok(bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect())
 }
 
-fn elements_of<T: Element>(parts: Vec<Vec<u8>>) -> Result<Vec<Vec<T>>> {
+fn elements_of<T: Reducible>(parts: Vec<Vec<u8>>) -> Result<Vec<Vec<T>>> {
     parts.iter().map(|part| elements(part)).collect()
 }
 
-fn fill<T: Element>(into: &mut [T], from: &[u8]) -> Result<()> {
+fn fill<T: Reducible>(into: &mut [T], from: &[u8]) -> Result<()> {
     let into: &mut [u8] = bytemuck::cast_slice_mut(into);
     if into.len() != from.len() {
         let rule = format!("{} bytes came; every rank passes as many elements", from.len());
@@ -274,7 +274,7 @@ fn only(mut messages: Vec<Message>) -> Result<Message> {
     messages.pop().ok_or_else(|| Error::os("recv", "the backend gave no message"))
 }
 
-fn typed<T: Element>(message: Message) -> Result<Message<Vec<T>>> {
+fn typed<T: Reducible>(message: Message) -> Result<Message<Vec<T>>> {
     Ok(Message { from: message.from, tag: message.tag, data: elements(&message.data)? })
 }
 

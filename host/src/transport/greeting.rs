@@ -3,13 +3,13 @@
 use serde::{Deserialize, Serialize};
 
 use super::options::{MAX_QUEUES, TransportKind};
-use super::setup::{Place, Setup};
+use super::setup::{LinkEnds, Setup};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
 /// Starts everything that a transport says first.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"epoxwire");
-/// Of the greeting and of all that goes over the links.
+/// The version of the greeting and of all that goes over the links.
 pub(super) const VERSION: u32 = 1;
 /// Tells these links from others that the same ranks set up, such as those within a node.
 pub(super) const PHASE: u32 = 1;
@@ -80,7 +80,7 @@ pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Gre
             if !mutual {
                 let reason =
                     format!("rank {rank} lists rank {peer} among its peers, but not the other way round");
-                return Err(setup.place(rank).error("connect", reason));
+                return Err(setup.ends(rank).error("connect", reason));
             }
         }
     }
@@ -89,11 +89,11 @@ pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Gre
 
 fn read(setup: &Setup<'_>, peer: u32, bytes: &[u8]) -> Result<Greeting> {
     let unreadable = |error: serde_json::Error| {
-        setup.place(peer).error("connect", format!("its greeting is unreadable: {error}"))
+        setup.ends(peer).error("connect", format!("its greeting is unreadable: {error}"))
     };
     let Preamble { magic, version } = serde_json::from_slice(bytes).map_err(unreadable)?;
     if magic != MAGIC {
-        return Err(setup.place(peer).error("connect", "its greeting is not one of epoxide's transports"));
+        return Err(setup.ends(peer).error("connect", "its greeting is not one of epoxide's transports"));
     }
     same(setup, peer, "the version of the transport's protocol", VERSION, version)?;
     serde_json::from_slice(bytes).map_err(unreadable)
@@ -101,7 +101,7 @@ fn read(setup: &Setup<'_>, peer: u32, bytes: &[u8]) -> Result<Greeting> {
 
 fn compare(setup: &Setup<'_>, peer: u32, ours: &Greeting, theirs: &Greeting) -> Result<()> {
     if let Err(reason) = &theirs.address {
-        return Err(setup.place(peer).error("connect", format!("rank {peer} cannot take part: {reason}")));
+        return Err(setup.ends(peer).error("connect", format!("rank {peer} cannot take part: {reason}")));
     }
     same(setup, peer, "the phase that is being connected", ours.phase, theirs.phase)?;
     same(setup, peer, "the transport", &ours.kind, &theirs.kind)?;
@@ -132,7 +132,7 @@ pub(super) fn agree<T>(group: &dyn ProcessGroup, kind: TransportKind, outcome: R
         None => Ok(value),
         Some((peer, text)) => {
             let reason = format!("rank {peer} failed: {}", String::from_utf8_lossy(text));
-            Err(Place { transport: kind.name(), rank: group.rank(), peer }.error("connect", reason))
+            Err(LinkEnds { transport: kind.name(), rank: group.rank(), peer }.error("connect", reason))
         }
     }
 }

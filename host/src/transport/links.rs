@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use super::put::Queue;
+use super::put::PutQueue;
 use crate::driver::Memory;
 use crate::error::Error;
 
@@ -16,7 +16,7 @@ pub struct Link {
     /// Its index among the queues to this peer.
     pub index: u32,
     /// The queue.
-    pub queue: Box<dyn Queue>,
+    pub queue: Box<dyn PutQueue>,
 }
 
 /// The side of a transport where the peers' puts come in. Dropping it without [`Receiving::close`] looks like a death.

@@ -13,7 +13,7 @@ use super::greeting;
 use super::links::{Links, MappedPeer, Receiving};
 use super::options::TransportKind;
 use super::presence::{Life, Presence};
-use super::setup::{Place, Setup};
+use super::setup::{LinkEnds, Setup};
 use crate::driver::{FabricHandle, Memory};
 use crate::error::{Error, Result};
 use crate::group::host_id;
@@ -23,7 +23,7 @@ use crate::group::host_id;
 struct Offer {
     /// The same for ranks that can pass each other descriptors.
     host: String,
-    /// For ranks of other hosts, where the driver has such handles.
+    /// The handle for ranks of other hosts, where the driver has such handles.
     fabric: Option<FabricHandle>,
 }
 
@@ -48,7 +48,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
         .map(|(peer, greeting)| {
             let text = greeting.address.as_deref().unwrap_or_default();
             let unreadable =
-                |error| setup.place(peer).error("connect", format!("its offer is unreadable: {error}"));
+                |error| setup.ends(peer).error("connect", format!("its offer is unreadable: {error}"));
             serde_json::from_str(text).map_err(unreadable)
         })
         .collect::<Result<_>>()?;
@@ -65,7 +65,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
             && both
         {
             mapped.push(MappedPeer { peer, memory });
-            lives.extend(life.map(|life| (setup.place(peer), life)));
+            lives.extend(life.map(|life| (setup.ends(peer), life)));
         }
     }
     Ok(Links { links: Vec::new(), mapped, receiving: vec![Box::new(Neighbours { presence, lives })] })
@@ -118,7 +118,7 @@ fn import_all(
         let Some(fabric) = &offers[peer as usize].fabric else {
             let reason = "it is on another host, and its memory has no fabric handle: there is no NVLink between the hosts, or no \
                           IMEX channel is set up";
-            return Err(setup.place(peer).error("connect", reason));
+            return Err(setup.ends(peer).error("connect", reason));
         };
         Ok((Arc::new(Memory::import_fabric(device, fabric, bytes, &label)?), None))
     };
@@ -136,7 +136,7 @@ fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32
     let mut verdicts = BTreeMap::new();
     for (rank, bytes) in (0u32..).zip(setup.group.all_gather(&bytes)?) {
         let failed: Vec<(u32, String)> = serde_json::from_slice(&bytes).map_err(|error| {
-            setup.place(rank).error("connect", format!("its verdict is unreadable: {error}"))
+            setup.ends(rank).error("connect", format!("its verdict is unreadable: {error}"))
         })?;
         verdicts.extend(failed.into_iter().map(|(peer, reason)| ((rank, peer), reason)));
     }
@@ -149,7 +149,7 @@ fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32
         (Some(error), _) => Err(error),
         (None, Some(((rank, peer), reason))) => {
             let reason = format!("rank {rank} cannot map the wire memory of rank {peer}: {reason}");
-            Err(Place { transport: setup.options.kind.name(), rank: setup.group.rank(), peer: *rank }
+            Err(LinkEnds { transport: setup.options.kind.name(), rank: setup.group.rank(), peer: *rank }
                 .error("connect", reason))
         }
         (None, None) => Ok(verdicts),
@@ -160,13 +160,13 @@ fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32
 #[derive(Debug)]
 struct Neighbours {
     presence: Presence,
-    lives: Vec<(Place, Life)>,
+    lives: Vec<(LinkEnds, Life)>,
 }
 
 impl Receiving for Neighbours {
     fn failure(&self) -> Option<Error> {
         // A peer that has said goodbye wrote all that it had to.
-        let dead = |(place, life): &(Place, Life)| life.is_dead().then(|| place.error("receive", "it died"));
+        let dead = |(ends, life): &(LinkEnds, Life)| life.is_dead().then(|| ends.error("receive", "it died"));
         self.lives.iter().find_map(dead)
     }
 

@@ -2,7 +2,7 @@
 //! of puts between the wire memories of two ranks.
 //!
 //! A kernel posts [`PutRequest`](epoxide_gpu::layout::PutRequest)s to a ring; a proxy thread ([`Proxies`]) takes them out
-//! and gives them to a [`Queue`]. The only order to build on is that of one queue: a put's bytes are visible at the peer
+//! and gives them to a [`PutQueue`]. The only order to build on is that of one queue: a put's bytes are visible at the peer
 //! before its counter, and its counter before that of the next put. Nothing is ordered between queues.
 //!
 //! [`open`] allocates wire memory and finds a way to every peer: [`wire_memory`] is the allocation alone, [`connect`] the rest. Leaving
@@ -20,6 +20,7 @@ mod presence;
 mod proxy;
 mod put;
 mod setup;
+mod shaped;
 mod shaping;
 mod shm;
 mod tcp;
@@ -42,9 +43,11 @@ pub use options::{MAX_QUEUES, TransportKind, TransportOptions};
 #[doc(hidden)]
 pub use proxy::{Proxies, Proxy, PutTrace, QueueStats};
 #[doc(hidden)]
-pub use put::{Interrupt, Put, Queue};
+pub use put::{Interrupt, Put, PutQueue};
 #[doc(hidden)]
-pub use shaping::{Shaped, Shaping};
+pub use shaped::Shaped;
+#[doc(hidden)]
+pub use shaping::Shaping;
 pub use verbs_options::VerbsOptions;
 
 use setup::Setup;
@@ -157,7 +160,7 @@ pub fn connect(
     };
     if let Some(shaping) = &options.shaping {
         let shape = |Link { peer, index, queue }| {
-            let queue = Box::new(Shaped::new(queue, shaping, setup.place(peer), index));
+            let queue = Box::new(Shaped::new(queue, shaping, setup.ends(peer), index));
             Link { peer, index, queue }
         };
         links.links = links.take().into_iter().map(shape).collect();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use epoxide_gpu::layout::{PutRequest, QUEUE_BYTES, QueueWords, RING_ENTRIES};
 
 use super::links::{Link, Links};
-use super::put::{Interrupt, Put, Queue};
+use super::put::{Interrupt, Put, PutQueue};
 use super::setup::deadline;
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
@@ -254,7 +254,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Worker {
     peer: u32,
     index: u32,
-    queue: Box<dyn Queue>,
+    queue: Box<dyn PutQueue>,
     ring: Arc<Memory>,
     shared: Arc<ProxyState>,
     interrupt: Interrupt,

@@ -44,7 +44,7 @@ impl Put {
 
 /// An ordered queue to one peer. One thread uses it.
 #[doc(hidden)]
-pub trait Queue: Send + Debug {
+pub trait PutQueue: Send + Debug {
     /// Starts the puts, in order, as one batch. May wait for the network, not longer than the queue's timeout.
     ///
     /// # Errors

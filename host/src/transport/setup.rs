@@ -29,8 +29,8 @@ pub(super) struct Setup<'a> {
 }
 
 impl Setup<'_> {
-    pub(super) fn place(&self, peer: u32) -> Place {
-        Place { transport: self.options.kind.name(), rank: self.group.rank(), peer }
+    pub(super) fn ends(&self, peer: u32) -> LinkEnds {
+        LinkEnds { transport: self.options.kind.name(), rank: self.group.rank(), peer }
     }
 
     /// (queue, peer) of every link, ascending.
@@ -41,15 +41,15 @@ impl Setup<'_> {
 
 /// The two ends of a link, for errors.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct LinkEnds {
     pub(super) transport: &'static str,
     pub(super) rank: u32,
     pub(super) peer: u32,
 }
 
-impl Place {
+impl LinkEnds {
     pub(super) fn error(&self, operation: &'static str, reason: impl Into<String>) -> Error {
-        let Place { transport, rank, peer } = *self;
+        let LinkEnds { transport, rank, peer } = *self;
         Error::Transport { transport, rank, peer, operation, reason: reason.into() }
     }
 }

@@ -2,27 +2,17 @@
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
-
-use rand::rngs::SmallRng;
-use rand::{Rng, SeedableRng};
-
-use super::put::{Interrupt, Put, Queue};
-use super::setup::{LOOK, Place, deadline};
-use crate::error::{Error, Result};
-
-/// Longest time that a put takes on a narrow link.
-const LONGEST: Duration = Duration::from_secs(3600);
+use std::time::Duration;
 
 /// What to do to the queues of a rank. Clones are handles of the same links: what one cuts is cut for all.
 #[derive(Debug, Clone, Default)]
 pub struct Shaping {
-    seed: u64,
-    delay: Duration,
-    lags: Vec<(u32, u32, Duration)>,
-    bytes_per_second: Option<u64>,
-    cut_after: Vec<(u32, u64)>,
-    cut: Arc<Mutex<BTreeSet<u32>>>,
+    pub(super) seed: u64,
+    pub(super) delay: Duration,
+    pub(super) lags: Vec<(u32, u32, Duration)>,
+    pub(super) bytes_per_second: Option<u64>,
+    pub(super) cut_after: Vec<(u32, u64)>,
+    pub(super) cut: Arc<Mutex<BTreeSet<u32>>>,
 }
 
 impl Shaping {
@@ -60,117 +50,8 @@ impl Shaping {
         self.cut.lock().unwrap_or_else(PoisonError::into_inner).insert(peer);
     }
 
-    fn is_cut(&self, peer: u32, puts: u64) -> bool {
+    pub(super) fn is_cut(&self, peer: u32, puts: u64) -> bool {
         self.cut_after.iter().any(|(cut, after)| *cut == peer && puts >= *after)
             || self.cut.lock().unwrap_or_else(PoisonError::into_inner).contains(&peer)
-    }
-}
-
-/// A queue made worse. The order of its puts stays.
-#[derive(Debug)]
-pub struct Shaped {
-    queue: Box<dyn Queue>,
-    shaping: Shaping,
-    place: Place,
-    interrupt: Interrupt,
-    lag: Duration,
-    random: SmallRng,
-    /// When the bytes so far are through the narrow link.
-    free_at: Instant,
-    passed: u64,
-    vanished: bool,
-}
-
-impl Shaped {
-    pub(super) fn new(queue: Box<dyn Queue>, shaping: &Shaping, place: Place, index: u32) -> Shaped {
-        let lags = shaping.lags.iter().filter(|(peer, queue, _)| (*peer, *queue) == (place.peer, index));
-        let lag = lags.map(|(_, _, delay)| *delay).sum();
-        // Each queue draws its own delays.
-        let place_bits = u64::from(place.rank) << 40 ^ u64::from(place.peer) << 20 ^ u64::from(index);
-        Shaped {
-            interrupt: queue.interrupt(),
-            queue,
-            shaping: shaping.clone(),
-            place,
-            lag,
-            random: SmallRng::seed_from_u64(shaping.seed ^ place_bits.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
-            free_at: Instant::now(),
-            passed: 0,
-            vanished: false,
-        }
-    }
-
-    /// False where the wait was interrupted.
-    fn wait_until(&self, when: Instant) -> bool {
-        loop {
-            let left = when.saturating_duration_since(Instant::now());
-            if self.interrupt.is_raised() {
-                return false;
-            }
-            if left.is_zero() {
-                return true;
-            }
-            std::thread::sleep(left.min(LOOK));
-        }
-    }
-
-    fn is_cut(&self) -> bool {
-        self.vanished || self.shaping.is_cut(self.place.peer, self.passed)
-    }
-
-    fn interrupted(&self, operation: &'static str) -> Error {
-        self.place.error(operation, "interrupted: this rank closes the link")
-    }
-}
-
-impl Queue for Shaped {
-    fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
-        for put in puts {
-            let mut start = deadline(self.lag);
-            if !self.shaping.delay.is_zero() {
-                start += self.shaping.delay.mul_f64(self.random.random());
-            }
-            if let Some(bytes_per_second) = self.shaping.bytes_per_second {
-                let takes = Duration::try_from_secs_f64(put.bytes as f64 / bytes_per_second as f64);
-                let takes = takes.unwrap_or(LONGEST).min(LONGEST);
-                self.free_at = self.free_at.max(Instant::now()) + takes;
-                start = start.max(self.free_at);
-            }
-            if !self.wait_until(start) {
-                return Err(self.interrupted("put"));
-            }
-            if self.is_cut() {
-                self.vanished = true;
-                continue;
-            }
-            self.queue.put_with_counter(std::slice::from_ref(put))?;
-            self.passed += 1;
-        }
-        Ok(())
-    }
-
-    fn completed(&mut self) -> Result<u64> {
-        self.queue.completed()
-    }
-
-    fn quiet(&mut self, timeout: Duration) -> Result<()> {
-        if !self.vanished {
-            return self.queue.quiet(timeout);
-        }
-        if !self.wait_until(deadline(timeout)) {
-            return Err(self.interrupted("quiet"));
-        }
-        Err(self.place.error("quiet", format!("puts did not leave within {timeout:?}")))
-    }
-
-    fn close(&mut self) {
-        // Nothing gets through a cut link, a goodbye as little as the rest.
-        if !self.is_cut() {
-            self.queue.close();
-        }
-    }
-
-    fn interrupt(&self) -> Interrupt {
-        self.interrupt.clone()
     }
 }

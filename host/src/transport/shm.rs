@@ -9,8 +9,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use super::greeting;
 use super::links::{Link, Links, Receiving};
 use super::presence::{Life, Presence};
-use super::put::{Put, Queue};
-use super::setup::{Place, Setup, WireHost, store_counter};
+use super::put::{Put, PutQueue};
+use super::setup::{LinkEnds, Setup, WireHost, store_counter};
 use crate::error::{Error, Result};
 
 pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
@@ -36,10 +36,10 @@ fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>)
         }
         let count = fds.len();
         let [memory, life] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| {
-            setup.place(peer).error("connect", format!("it gave {count} descriptors instead of 2"))
+            setup.ends(peer).error("connect", format!("it gave {count} descriptors instead of 2"))
         })?;
         let target = Target::map(&memory, source.bytes()).map_err(|reason| {
-            setup.place(peer).error("connect", format!("its wire memory cannot be mapped: {reason}"))
+            setup.ends(peer).error("connect", format!("its wire memory cannot be mapped: {reason}"))
         })?;
         peers.push((peer, Arc::new(target), Arc::new(Life::new(life))));
     }
@@ -47,7 +47,7 @@ fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>)
     for index in 0..setup.options.queues_per_peer {
         for (peer, target, life) in &peers {
             let queue = ShmQueue {
-                place: setup.place(*peer),
+                ends: setup.ends(*peer),
                 source: source.clone(),
                 target: target.clone(),
                 life: life.clone(),
@@ -113,7 +113,7 @@ impl Drop for Target {
 
 #[derive(Debug)]
 struct ShmQueue {
-    place: Place,
+    ends: LinkEnds,
     source: WireHost,
     target: Arc<Target>,
     life: Arc<Life>,
@@ -123,9 +123,9 @@ struct ShmQueue {
 
 impl ShmQueue {
     fn put(&mut self, puts: &[Put]) -> Result<()> {
-        self.life.check().map_err(|reason| self.place.error("put", reason))?;
+        self.life.check().map_err(|reason| self.ends.error("put", reason))?;
         for put in puts {
-            put.check(self.source.bytes()).map_err(|reason| self.place.error("put", reason))?;
+            put.check(self.source.bytes()).map_err(|reason| self.ends.error("put", reason))?;
         }
         for put in puts {
             // SAFETY: checked above: all of it lies in the two memories, which are as large as each other and live as long as this
@@ -147,7 +147,7 @@ impl ShmQueue {
     }
 }
 
-impl Queue for ShmQueue {
+impl PutQueue for ShmQueue {
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -170,6 +170,6 @@ impl Queue for ShmQueue {
 
     fn close(&mut self) {
         // The peer learns it from this rank's `Presence`, once for all queues.
-        self.failed.get_or_insert_with(|| self.place.error("put", "this rank has closed the queue"));
+        self.failed.get_or_insert_with(|| self.ends.error("put", "this rank has closed the queue"));
     }
 }

@@ -616,7 +616,7 @@ fn traces_have_every_put_in_order() {
     .unwrap();
 }
 
-/// Without the feature, or without the device; on a machine with another the device's name is what is wrong.
+/// The feature is lacking, or the device; on a machine with another device the name is what is wrong.
 #[test]
 fn verbs_that_cannot_be_had_are_unavailable_on_every_rank() {
     let verbs = Some(VerbsOptions { devices: vec!["no such card".into()], ..VerbsOptions::default() });
@@ -747,7 +747,7 @@ fn a_mapped_peer_that_dies_is_told() {
 #[derive(Debug)]
 struct Calling(Arc<dyn Device>);
 
-impl Queue for Calling {
+impl PutQueue for Calling {
     fn put_with_counter(&mut self, _puts: &[Put]) -> Result<()> {
         self.0.free_memory().map(drop)
     }
@@ -792,7 +792,7 @@ struct Recording {
     closed: Arc<AtomicU64>,
 }
 
-impl Queue for Recording {
+impl PutQueue for Recording {
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
         self.puts.lock().unwrap().push(puts.to_vec());
         Ok(())

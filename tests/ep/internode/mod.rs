@@ -7,4 +7,4 @@ mod pairs;
 mod processes;
 mod shapes;
 mod timeouts;
-mod wire;
+mod traffic;

@@ -4,7 +4,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use epoxide::group::{MeshGroup, ProcessGroup};
-use epoxide::transport::{Links, Put, Queue};
+use epoxide::transport::{Links, Put, PutQueue};
 use epoxide::{Error, Result};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::Value;
@@ -99,7 +99,7 @@ fn remote_access(rank: &Rank, bytes: u64, group: &Liar<'_>, put: Put) -> Result<
         let posted = Instant::now();
         let error = queue.put_with_counter(&[put]).and_then(|()| queue.quiet(rank.timeout / 2)).err();
         expect(error.as_ref(), &["remote access error", "rank 1", "put #1"], posted)?;
-        // Of no use from then on, and says the same.
+        // The queue is of no use from then on, and says the same.
         let again = queue.put_with_counter(&[PUT]).err().map(|error| error.to_string());
         if again != error.map(|error| error.to_string()) {
             return Err(wrong(format!("the next put says {again:?}")));
@@ -224,7 +224,7 @@ fn linger(links: Links, rank: &Rank) -> Result<()> {
 }
 
 /// The error, and when the put that brought it was posted.
-fn put_until_error(rank: &Rank, queue: &mut dyn Queue) -> Result<(Error, Instant)> {
+fn put_until_error(rank: &Rank, queue: &mut dyn PutQueue) -> Result<(Error, Instant)> {
     loop {
         let posted = Instant::now();
         if let Err(error) = queue.put_with_counter(&[PUT]).and_then(|()| queue.quiet(rank.timeout / 2)) {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use epoxide::Result;
 use epoxide::group::ProcessGroup as _;
-use epoxide::transport::{Put, Queue};
+use epoxide::transport::{Put, PutQueue};
 use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
 
@@ -21,7 +21,7 @@ const SLOT: u64 = 64 << 10;
 const BATCH: u64 = 4;
 /// The counter and the acknowledgement of a lane, a cache line each.
 const WORDS: u64 = 128;
-/// Of one lane: what comes in, and what goes out from.
+/// Bytes of one lane: where its puts come in, and where they go out from.
 const LANE: u64 = WORDS + 2 * SLOTS * SLOT;
 /// Twice this is more than the 8 MiB that Soft-RoCE takes in one message.
 const LARGE: u64 = 5 << 20;
@@ -56,7 +56,7 @@ struct Lane<'a> {
     /// Where it is, here and there: the layout is by (peer, queue), so that both ends can tell.
     here: u64,
     there: u64,
-    puts: &'a mut dyn Queue,
+    puts: &'a mut dyn PutQueue,
     sent: u64,
     seen: u64,
     /// What the slots must hold.
@@ -201,7 +201,7 @@ fn first_peer(own: u32, size: u32) -> u32 {
 }
 
 /// One put that is larger than the card's largest message, to the first peer. One rank after the other.
-fn large(rank: &Rank, wire: &Wire, at: u64, queue: &mut dyn Queue) -> Result<()> {
+fn large(rank: &Rank, wire: &Wire, at: u64, queue: &mut dyn PutQueue) -> Result<()> {
     let contents = |sender: u32| {
         let mut bytes = vec![0; 2 * LARGE as usize];
         SmallRng::seed_from_u64(sender.into()).fill_bytes(&mut bytes);

@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use super::program::{LOCATIONS, NO_RESULT, RESULTS, Wanted};
+use super::memory::{LOCATIONS, NO_RESULT, RESULTS, Wanted};
 
 /// Most instances of a launch.
 pub const INSTANCES: u64 = 8192;

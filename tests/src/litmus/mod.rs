@@ -2,5 +2,6 @@
 //! very many instances of it in one launch. The virtual GPU is held against them, and GPUs are.
 
 pub mod many;
+pub mod memory;
 pub mod program;
 pub mod table;

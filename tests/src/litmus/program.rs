@@ -4,16 +4,7 @@ use std::collections::HashMap;
 use std::fmt::Write;
 
 use super::many;
-
-/// Locations in global memory, each in 16 bytes of its own. `p64` and `p32` are two names of one location.
-pub const LOCATIONS: [&str; 9] = ["x", "y", "f", "h", "t", "e", "v4", "p", "G"];
-/// Where the results of the threads begin, and how far apart those of two threads are, in bytes.
-pub const RESULTS: u64 = 256;
-const PER_THREAD: u64 = 64;
-/// Length of the memory that all threads share.
-pub const BYTES: u64 = 1024;
-/// What is in a result that no thread has stored.
-pub const NO_RESULT: u32 = 0x00ee_0000;
+use super::memory::{LOCATIONS, NO_RESULT, PER_THREAD, RESULTS, Wanted};
 
 /// How often a guarded read is tried.
 const TRIES: u32 = 16;
@@ -92,9 +83,6 @@ impl Step {
     }
 }
 
-/// A result that the condition names: which one, and its value.
-pub type Wanted = (u64, u32);
-
 /// Where a thread runs.
 #[derive(Clone, Copy, Debug)]
 struct Place {
@@ -110,9 +98,9 @@ pub struct Device {
     pub ptx: String,
     /// The entries `k0`, `k1` and so on are launched one after the other.
     pub kernels: usize,
-    /// Of one instance.
+    /// Blocks of one instance.
     pub blocks: u32,
-    /// Of each block, of one instance.
+    /// Threads of each block, of one instance.
     pub threads: u32,
 }
 

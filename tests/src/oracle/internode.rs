@@ -5,11 +5,12 @@
 
 use half::bf16;
 
-use super::{Routing, channel_tokens, count_hits, matrix, recv_order};
+use super::intranode::{channel_tokens, count_hits, matrix, recv_order};
+use super::routing::Routing;
 
 /// A routing on nodes of `ranks_per_node` ranks; rank r is on node `r / ranks_per_node`.
 #[derive(Debug, Clone, Copy)]
-pub struct Nodes<'a> {
+pub struct InternodeOracle<'a> {
     routing: &'a Routing,
     ranks_per_node: u32,
 }
@@ -52,13 +53,13 @@ impl InternodePlan {
     }
 }
 
-impl<'a> Nodes<'a> {
+impl<'a> InternodeOracle<'a> {
     /// # Panics
     /// Where the ranks of the routing are no multiple of `ranks_per_node`.
-    pub fn new(routing: &'a Routing, ranks_per_node: u32) -> Nodes<'a> {
+    pub fn new(routing: &'a Routing, ranks_per_node: u32) -> InternodeOracle<'a> {
         let ranks = routing.num_ranks();
         assert!(ranks.is_multiple_of(ranks_per_node), "{ranks} ranks on nodes of {ranks_per_node}");
-        Nodes { routing, ranks_per_node }
+        InternodeOracle { routing, ranks_per_node }
     }
 
     /// Number of nodes.
@@ -239,8 +240,9 @@ mod tests {
     use rand::rngs::SmallRng;
     use rand::{Rng, SeedableRng};
 
-    use super::super::tests::worked_example;
-    use super::super::{Plan, Style, combine_f32, combined_weights, plan, recv_rows, recv_topk_weights};
+    use super::super::intranode::tests::worked_example;
+    use super::super::intranode::{Plan, combine_f32, combined_weights, plan, recv_rows, recv_topk_weights};
+    use super::super::routing::Style;
     use super::*;
     use crate::payload::{self, per_token};
 
@@ -262,7 +264,7 @@ mod tests {
             wire_sent: vec![0, 3],
             wire_received: vec![0, 3],
         };
-        assert_eq!(Nodes::new(&routing, 2).plan(0, 2), expected);
+        assert_eq!(InternodeOracle::new(&routing, 2).plan(0, 2), expected);
         let of_rank_0 = plan(&routing, 0, 2, 1);
         assert_eq!(of_rank_0.recv_src, [(0, 0), (0, 3), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0), (3, 2)]);
     }
@@ -285,7 +287,7 @@ mod tests {
             wire_sent: vec![3, 0],
             wire_received: vec![3, 0],
         };
-        assert_eq!(Nodes::new(&routing, 2).plan(3, 2), expected);
+        assert_eq!(InternodeOracle::new(&routing, 2).plan(3, 2), expected);
         let of_rank_3 = plan(&routing, 3, 2, 1);
         assert_eq!(of_rank_3.recv_src, [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0), (2, 3), (3, 1)]);
     }
@@ -295,7 +297,7 @@ mod tests {
         let routing = worked_example();
         let x = per_token(&[4; 4], |rank, token| vec![bf16::from_f32((10 * rank + token + 1) as f32)]);
         let returned = returned(&routing, &x);
-        let combine = |rank| payload::widen(&Nodes::new(&routing, 2).combine(rank, &returned, 1));
+        let combine = |rank| payload::widen(&InternodeOracle::new(&routing, 2).combine(rank, &returned, 1));
         assert_eq!(combine(0), [[2.0], [4.0], [3.0], [4.0]]);
         assert_eq!(combine(3), [[62.0], [32.0], [66.0], [68.0]]);
     }
@@ -310,7 +312,7 @@ mod tests {
         };
         let rows = |values: [f32; 4]| values.map(|value| vec![vec![bf16::from_f32(value)]]);
         let combine = |ranks_per_node, values| {
-            Nodes::new(&routing, ranks_per_node).combine(0, &rows(values), 1)[0][0].to_f32()
+            InternodeOracle::new(&routing, ranks_per_node).combine(0, &rows(values), 1)[0][0].to_f32()
         };
         for (values, one_node, two_nodes) in [
             ([256.0, 1.0, -256.0, 0.0], 1.0, 0.0), // the own node's sum
@@ -322,12 +324,13 @@ mod tests {
 
         // Weights are not rounded.
         let rows = |values: [f32; 4]| values.map(|value| vec![vec![value, 0.0, 0.0, 0.0]]);
-        let weights = Nodes::new(&routing, 2).combined_weights(0, &rows([256.0, 1.0, 256.0, 1.0]));
+        let weights = InternodeOracle::new(&routing, 2).combined_weights(0, &rows([256.0, 1.0, 256.0, 1.0]));
         assert_eq!(weights, [[514.0, 0.0, 0.0, 0.0]]);
         // But they are summed by node: 2^24 + 1 is 2^24 in f32, 2^24 + 2 is not.
         let big = (1 << 24) as f32;
         let weights = |ranks_per_node| {
-            Nodes::new(&routing, ranks_per_node).combined_weights(0, &rows([big, 0.0, 1.0, 1.0]))[0][0]
+            InternodeOracle::new(&routing, ranks_per_node).combined_weights(0, &rows([big, 0.0, 1.0, 1.0]))[0]
+                [0]
         };
         assert_eq!((weights(4), weights(2)), (big, big + 2.0));
     }
@@ -348,7 +351,7 @@ mod tests {
     }
 
     fn check_sides(routing: &Routing, ranks_per_node: u32, num_channels: u32) {
-        let nodes = Nodes::new(routing, ranks_per_node);
+        let nodes = InternodeOracle::new(routing, ranks_per_node);
         let all: Vec<(Plan, InternodePlan)> = (0..routing.num_ranks())
             .map(|rank| (plan(routing, rank, num_channels, 1), nodes.plan(rank, num_channels)))
             .collect();
@@ -406,7 +409,7 @@ mod tests {
     }
 
     /// Sums that are exact in BF16 are the same in one step and in two.
-    fn check_sums(routing: &Routing, nodes: Nodes<'_>) {
+    fn check_sums(routing: &Routing, nodes: InternodeOracle<'_>) {
         let mut rng = SmallRng::seed_from_u64(7);
         let tokens: Vec<u32> = (0..routing.num_ranks()).map(|rank| routing.num_tokens(rank)).collect();
         let x = per_token(&tokens, |_, _| payload::small_integers(&mut rng, 5));

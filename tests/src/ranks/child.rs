@@ -9,8 +9,8 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-use super::Outcome;
 use super::context::Context;
+use super::outcome::Outcome;
 use super::slot::Slot;
 use super::trace::{self, Thread};
 use super::verdict::Verdict;

@@ -31,8 +31,10 @@ mod capture;
 mod child;
 mod context;
 mod noted;
+mod outcome;
 mod processes;
 mod report;
+mod run;
 mod session;
 mod skip;
 mod slot;
@@ -41,103 +43,10 @@ mod threads;
 mod trace;
 mod verdict;
 
-use std::panic::Location;
-use std::time::Duration;
-
-use serde::{Deserialize, Serialize};
-
 pub use context::Context;
+pub use outcome::Outcome;
 pub use report::{End, Failed, Kind, RankReport};
+pub use run::Run;
 pub use session::Session;
 pub use skip::SkipCode;
 pub use verdict::IntoVerdict;
-
-/// How a test that did not fail ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[must_use = "a test that was skipped has shown nothing"]
-pub enum Outcome {
-    /// Every rank passed.
-    Passed,
-    /// Every rank skipped it, for the same cause.
-    Skipped {
-        /// What is lacking.
-        code: SkipCode,
-        /// In words, from rank 0.
-        reason: String,
-    },
-}
-
-/// How a test is run on several ranks.
-#[derive(Debug, Clone)]
-pub struct Run {
-    size: u32,
-    processes: bool,
-    timeout: Duration,
-    test: Option<String>,
-}
-
-impl Run {
-    /// On `size` ranks, as threads, for at most a minute.
-    pub fn new(size: u32) -> Run {
-        Run { size, processes: false, timeout: Duration::from_secs(60), test: None }
-    }
-
-    /// Each rank is a process.
-    pub fn processes(self) -> Run {
-        Run { processes: true, ..self }
-    }
-
-    /// Each rank is a thread. One that hangs cannot be ended: it is left behind when the test fails.
-    pub fn threads(self) -> Run {
-        Run { processes: false, ..self }
-    }
-
-    /// How long the ranks may take: to start, and for each test of a [`Session`].
-    pub fn timeout(self, timeout: Duration) -> Run {
-        Run { timeout, ..self }
-    }
-
-    /// The path of the test as `cargo test -- --list` prints it, which processes are started with. Needed only where it
-    /// cannot be told from the thread's name and the function: in a helper that is called under `--test-threads=1`.
-    pub fn test(self, path: impl Into<String>) -> Run {
-        Run { test: Some(path.into()), ..self }
-    }
-
-    /// Runs `rank_main` on every rank.
-    ///
-    /// # Panics
-    /// Where [`Run::try_run`] returns an error, with that.
-    #[track_caller]
-    pub fn run<R: IntoVerdict>(self, rank_main: impl Fn(&Context) -> R + Send + Sync + 'static) -> Outcome {
-        match self.try_run(rank_main) {
-            Ok(outcome) => outcome,
-            Err(failed) => panic!("{failed}"),
-        }
-    }
-
-    /// Runs `rank_main` on every rank.
-    ///
-    /// # Errors
-    /// Where a rank failed, died, or took too long; where some ranks skip the test and others do not; and where the
-    /// ranks cannot be started.
-    #[track_caller]
-    pub fn try_run<R: IntoVerdict>(
-        self,
-        rank_main: impl Fn(&Context) -> R + Send + Sync + 'static,
-    ) -> Result<Outcome, Failed> {
-        let function = std::any::type_name_of_val(&rank_main);
-        Session::open(self, Location::caller(), Some(function))?.try_test("", rank_main)
-    }
-
-    /// Starts the ranks for several tests.
-    ///
-    /// # Panics
-    /// Where the ranks cannot be started.
-    #[track_caller]
-    pub fn session(self) -> Session {
-        match Session::open(self, Location::caller(), None) {
-            Ok(session) => session,
-            Err(failed) => panic!("{failed}"),
-        }
-    }
-}

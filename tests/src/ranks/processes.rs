@@ -11,8 +11,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::Outcome;
 use super::child::{Call, RANKS, Said, Told, files};
+use super::outcome::Outcome;
 use super::report::End;
 use super::slot::Slot;
 use super::started::Ranks;
@@ -20,7 +20,7 @@ use super::trace::{self, Thread};
 use super::verdict::RankMain;
 use epoxide::group::FileStore;
 use epoxide::group::launch::{
-    HeldPort, Place, Process, RankExit, StoreDirectory, current_exe, die_with_parent,
+    HeldPort, Process, RankEnvironment, RankExit, StoreDirectory, current_exe, die_with_parent,
 };
 use epoxide::{Error, Result};
 
@@ -68,7 +68,7 @@ impl Processes {
         };
         let call = serde_json::to_string(&this.call).map_err(|error| Error::os("JSON", error))?;
         for local_rank in 0..size {
-            let place = Place {
+            let environment = RankEnvironment {
                 local_rank,
                 local_size: size,
                 node: 0,
@@ -80,14 +80,14 @@ impl Processes {
                 max_restarts: 0,
                 run_id: format!("test-{}", std::process::id()),
             };
-            let peer = this.spawn(&place, &call)?;
+            let peer = this.spawn(&environment, &call)?;
             this.peers.push(peer);
         }
         Ok(this)
     }
 
-    fn spawn(&self, place: &Place, call: &str) -> Result<Peer> {
-        let rank = place.rank();
+    fn spawn(&self, environment: &RankEnvironment, call: &str) -> Result<Peer> {
+        let rank = environment.rank();
         let os = |what: &'static str| move |error: std::io::Error| Error::os(what, error);
         let [doing, _, output] = files(&self.call, rank);
         let output = File::options().create(true).append(true).open(output).map_err(os("open"))?;
@@ -96,7 +96,7 @@ impl Processes {
         let mut command = current_exe()?;
         command
             .args(["--exact", &self.call.test, "--nocapture", "--test-threads=1", "--include-ignored"])
-            .envs(place.variables())
+            .envs(environment.variables())
             .env(RANKS, call)
             .process_group(0)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
@@ -105,7 +105,7 @@ impl Processes {
         die_with_parent(&mut command);
         let child = command.spawn().map_err(|error| Error::os("spawn", format!("rank {rank}: {error}")))?;
         let slot = Slot::file(&doing)?;
-        let process = Process::new(rank, place.node, child, true);
+        let process = Process::new(rank, environment.node, child, true);
         Ok(Peer { process, control, line: Vec::new(), slot, thread: None, busy: false })
     }
 }

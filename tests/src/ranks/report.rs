@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::time::{Duration, SystemTime};
 
-use super::Outcome;
+use super::outcome::Outcome;
 use super::skip::SkipCode;
 use super::verdict::Verdict;
 use epoxide::group::launch::RankExit;

@@ -8,18 +8,30 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::child::{self, Call};
+use super::context::Context;
+use super::outcome::Outcome;
 use super::processes::Processes;
 use super::report::{End, Failed, Kind, RankReport, evaluate};
 use super::started::Ranks;
 use super::threads::Threads;
 use super::trace;
 use super::verdict::{IntoVerdict, judge};
-use super::{Context, Outcome, Run};
 
 /// How long the others get to end when a rank has failed.
 const SETTLE: Duration = Duration::from_secs(3);
 /// How long the others get to skip a test that a rank has skipped, before the group is given up.
 const SKIP_SETTLE: Duration = Duration::from_secs(1);
+
+/// How the ranks are started, and for how long they may run.
+#[derive(Debug, Clone)]
+pub(super) struct Settings {
+    pub(super) size: u32,
+    /// Each rank is a process; else a thread.
+    pub(super) processes: bool,
+    pub(super) timeout: Duration,
+    /// The path of the test, where it is given.
+    pub(super) test: Option<String>,
+}
 
 /// Ranks, and their group, that run one test after another: starting processes takes longer than most tests.
 ///
@@ -34,7 +46,7 @@ const SKIP_SETTLE: Duration = Duration::from_secs(1);
 /// }
 /// ```
 ///
-/// Processes run the test's code up to [`Run::session`] and then the session's tests as they come, so which tests there
+/// Processes run the test's code up to [`Run::session`](super::Run::session) and then the session's tests as they come, so which tests there
 /// are must not depend on what only the parent knows. After a failure the ranks are ended, and no further test runs.
 #[derive(Debug)]
 pub struct Session {
@@ -59,7 +71,11 @@ enum Inner {
 }
 
 impl Session {
-    pub(super) fn open(run: Run, site: &Location<'_>, function: Option<&str>) -> Result<Session, Failed> {
+    pub(super) fn open(
+        run: Settings,
+        site: &Location<'_>,
+        function: Option<&str>,
+    ) -> Result<Session, Failed> {
         let path = run.test.clone().or_else(|| test_path(function));
         let name = path.clone().unwrap_or_else(|| "a test".to_owned());
         let session = |inner| Session {
@@ -113,7 +129,7 @@ impl Session {
     /// Runs a test on every rank.
     ///
     /// # Errors
-    /// As [`Run::try_run`]; and where an earlier test has failed.
+    /// As [`Run::try_run`](super::Run::try_run); and where an earlier test has failed.
     pub fn try_test<R: IntoVerdict>(
         &mut self,
         name: &str,

@@ -13,9 +13,9 @@ const BYTES: usize = 256;
 /// One rank's slot.
 #[derive(Debug, Clone)]
 pub(super) enum Slot {
-    /// Of a thread.
+    /// A thread's slot.
     Memory(Arc<Mutex<String>>),
-    /// Of a process: what was written stays in the file when the process is killed.
+    /// A process's slot: what was written stays in the file when the process is killed.
     File(Arc<File>),
 }
 

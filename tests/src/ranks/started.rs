@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use super::Outcome;
+use super::outcome::Outcome;
 use super::report::End;
 use super::verdict::RankMain;
 

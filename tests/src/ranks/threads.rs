@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
-use super::Outcome;
 use super::context::Context;
+use super::outcome::Outcome;
 use super::report::End;
 use super::slot::Slot;
 use super::started::Ranks;

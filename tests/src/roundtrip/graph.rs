@@ -7,7 +7,8 @@ use epoxide::ep::{
     StreamOrder, Tensor, TypedTensor,
 };
 
-use super::{Case, DeviceScales, Expected, compare_weights};
+use super::case::Case;
+use super::check::{DeviceScales, Expected, compare_weights};
 use crate::harness::Rank;
 
 /// What a graph reads: at fixed addresses, rewritten between replays.

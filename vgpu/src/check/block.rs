@@ -2,13 +2,13 @@
 
 use std::collections::HashMap;
 
-use super::clock::{self, Clock, Key};
+use super::clock::{self, Key, VectorClock};
+use super::grids::Grids;
 use super::history::Writes;
-use super::shadow::{Grids, Shadow};
-use super::{GLOBAL, Known, SHARED};
-use crate::exec::BARRIERS;
+use super::known::{GLOBAL, Heard, Known, Knows, SHARED};
+use super::shadow::Shadow;
 use crate::exec::lanes::lanes;
-use crate::ir::{FULL, Fence, Scope};
+use crate::ir::{BARRIERS, FULL, Fence, Scope};
 
 /// A release pattern that reads of a location may observe.
 #[derive(Clone, Debug)]
@@ -25,9 +25,9 @@ pub(crate) struct Release {
 /// The release patterns that reads of a location observe.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Releases {
-    /// By a read of its last write.
+    /// Those that a read of its last write observes.
     pub(crate) last: Vec<Release>,
-    /// By one of the write before: who sees an older value has what came with that.
+    /// Those that a read of the write before observes: who sees an older value has what came with that.
     pub(crate) before: Vec<Release>,
     /// The strong writes of the location, for reports.
     pub(crate) writes: Writes,
@@ -37,15 +37,6 @@ pub(crate) struct Releases {
 const OUTSIDE: u64 = 0;
 /// Chains that a lane remembers.
 const MOST_HEARD: usize = 16;
-
-/// What an acquire has learnt from a chain.
-#[derive(Clone, Debug)]
-pub(crate) struct Heard {
-    chain: u64,
-    known: Known,
-    /// It is part of what the lane knows by now.
-    settled: bool,
-}
 
 /// What a lane knows.
 #[derive(Clone, Debug, Default)]
@@ -58,25 +49,6 @@ struct Lane {
     fence: Option<(Scope, Known)>,
     /// What relaxed reads have seen: a fence after them learns it.
     seen: Vec<(Scope, Release)>,
-}
-
-/// What a lane knows to have happened, its own accesses left out: in parts, as if they were joined.
-#[derive(Clone, Copy)]
-pub(crate) struct Knows<'a> {
-    known: &'a Known,
-    heard: &'a [Heard],
-}
-
-impl<'a> Knows<'a> {
-    pub(crate) fn all(known: &'a Known) -> Self {
-        Self { known, heard: &[] }
-    }
-
-    /// Whether tick `tick` of `key` is known.
-    pub(crate) fn has(&self, grids: &Grids, key: Key, tick: u32) -> bool {
-        let heard = self.heard.iter().filter(|h| !h.settled).map(|h| &h.known);
-        std::iter::once(self.known).chain(heard).any(|known| grids.known(&known.all, key, tick))
-    }
 }
 
 impl Lane {
@@ -152,7 +124,7 @@ struct Gathering {
 
 /// A block under check.
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct BlockCheck {
     warps: Vec<Warp>,
     pub(crate) shared: Shadow,
     pub(crate) releases: HashMap<u64, Releases>,
@@ -210,7 +182,7 @@ impl Warp {
     }
 
     /// Adds what the lanes of `mask` have published themselves to what they knew to be published.
-    fn add_fenced(&self, mask: u32, published: &mut [Clock; 2]) {
+    fn add_fenced(&self, mask: u32, published: &mut [VectorClock; 2]) {
         for (published, fenced) in published.iter_mut().zip(&self.fenced) {
             let common = lanes(self.threads).map(|l| fenced[l]).min().unwrap_or(0);
             if mask & self.threads == self.threads && common > 0 {
@@ -246,7 +218,7 @@ impl Warp {
     }
 }
 
-impl Block {
+impl BlockCheck {
     pub(crate) fn new(grid: u32, block: u64, threads: u32, start: &Known, has_fences: bool) -> Self {
         let warps = (0..threads.div_ceil(32)).map(|w| {
             let count = (threads - w * 32).min(32);
@@ -357,7 +329,7 @@ impl Block {
     }
 
     /// What a bulk copy by a lane that knows `known` may rely on in a space: what was published, the lane's own part too.
-    pub(crate) fn published(&self, warp: u32, lane: usize, known: &Known, space: usize) -> Clock {
+    pub(crate) fn published(&self, warp: u32, lane: usize, known: &Known, space: usize) -> VectorClock {
         let warp = &self.warps[warp as usize];
         let mut published = known.published[space].clone();
         if warp.fenced[space][lane] > 0 {

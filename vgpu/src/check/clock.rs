@@ -1,7 +1,7 @@
 //! What happened before: vector clocks over everything that touches memory, in a form that stays small.
 //!
 //! An *actor* is a lane, a warp as a whole, one side of a lane's bulk stores, an mbarrier (for the bulk loads that complete on it), or a
-//! timeline: a stream or a host thread. Each counts its own ticks, and a [`Clock`] says up to which tick of which actor everything is
+//! timeline: a stream or a host thread. Each counts its own ticks, and a [`VectorClock`] says up to which tick of which actor everything is
 //! known. Most of it is said in few words: an entry of a warp stands for its lanes, a barrier that all of a block has passed for its
 //! warps, and an entry of a timeline for all grids that ran there.
 //!
@@ -144,7 +144,7 @@ struct BlockPart {
 struct GridPart {
     /// The timeline that it runs on, and the tick there that stands for all of it.
     end: (Key, u32),
-    /// By number, sorted.
+    /// The blocks by number, sorted.
     blocks: Vec<(u32, Arc<BlockPart>)>,
 }
 
@@ -153,13 +153,13 @@ struct GridPart {
 struct Root {
     /// Sorted by key.
     timelines: Vec<(Key, u32)>,
-    /// By number, sorted, without those whose end is known.
+    /// The grids by number, sorted, without those whose end is known.
     grids: Vec<(u32, Arc<GridPart>)>,
 }
 
 /// Up to which tick everything of which actor is known.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Clock(Option<Arc<Root>>);
+pub(crate) struct VectorClock(Option<Arc<Root>>);
 
 /// An entry of one list, of the other, or of both.
 type Either<'a, K, V> = (Option<&'a (K, V)>, Option<&'a (K, V)>);
@@ -361,7 +361,7 @@ fn join_roots(a: &Arc<Root>, b: &Arc<Root>) -> Arc<Root> {
     Arc::new(Root { timelines, grids })
 }
 
-impl Clock {
+impl VectorClock {
     fn root(&self) -> &Root {
         static EMPTY: Root = Root { timelines: vec![], grids: vec![] };
         self.0.as_deref().unwrap_or(&EMPTY)
@@ -424,7 +424,7 @@ impl Clock {
     }
 
     /// Whether both are the same for certain.
-    pub(crate) fn same(&self, other: &Clock) -> bool {
+    pub(crate) fn same(&self, other: &VectorClock) -> bool {
         match (&self.0, &other.0) {
             (Some(a), Some(b)) => Arc::ptr_eq(a, b),
             (a, b) => a.is_none() && b.is_none(),
@@ -432,7 +432,7 @@ impl Clock {
     }
 
     /// Learns all that `other` knows.
-    pub(crate) fn join(&mut self, other: &Clock) {
+    pub(crate) fn join(&mut self, other: &VectorClock) {
         match (&mut self.0, &other.0) {
             (_, None) => {}
             (Some(mine), Some(theirs)) => {
@@ -461,7 +461,7 @@ mod tests {
     #[test]
     fn a_warp_stands_for_its_lanes() {
         let w = warp(3, 7, 2);
-        let mut c = Clock::default();
+        let mut c = VectorClock::default();
         c.raise(lane(w, 5), 4);
         assert!(c.knows(lane(w, 5), 4) && !c.knows(lane(w, 5), 5) && !c.knows(lane(w, 6), 1));
         c.raise(w, 6);
@@ -488,7 +488,7 @@ mod tests {
     fn joins_are_the_pointwise_maximum() {
         let mut r = Rng::new(5);
         for _ in 0..500 {
-            let mut clocks = [Clock::default(), Clock::default()];
+            let mut clocks = [VectorClock::default(), VectorClock::default()];
             let mut maps = [std::collections::BTreeMap::new(), std::collections::BTreeMap::new()];
             for _ in 0..40 {
                 let (which, w) = (r.below(2) as usize, warp(1, r.below(2), r.below(2) as u32));

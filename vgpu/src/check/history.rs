@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use super::clock::{self, Key};
-use super::watch::Place;
+use super::place::Place;
 use crate::ir::{Scope, Sem};
 
 /// Strong writes that are kept of a location.
@@ -77,9 +77,9 @@ pub(crate) struct Step {
 pub(crate) struct History {
     /// Counts strong writes.
     now: u64,
-    /// By block.
+    /// What each block has read last, by block.
     sights: BTreeMap<Key, VecDeque<Sight>>,
-    /// By lane.
+    /// What each lane has waited for last, by lane.
     waits: BTreeMap<Key, Wait>,
 }
 

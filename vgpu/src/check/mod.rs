@@ -13,49 +13,40 @@
 //! | file | |
 //! |---|---|
 //! | `clock.rs` | vector clocks |
+//! | `grids.rs` | the grids, and whom a scope takes in |
+//! | `known.rs` | what has happened before some point |
 //! | `shadow.rs` | for every word, who wrote and who read it |
 //! | `block.rs` | what the lanes of a block know, and how they learn it |
-//! | `watch.rs` | what the interpreter calls |
+//! | `watch.rs`, `place.rs` | what the interpreter calls, and where an access goes |
+//! | `world.rs` | all of it together, and what the host does |
 //! | `history.rs` | by which reads an order was meant to come about |
 //! | `report.rs` | what was found, in words |
 
 pub(crate) mod block;
 pub(crate) mod clock;
+mod config;
+pub(crate) mod grids;
 pub(crate) mod history;
+mod known;
+pub(crate) mod place;
 pub(crate) mod report;
 pub(crate) mod shadow;
 pub(crate) mod watch;
+pub(crate) mod world;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::ThreadId;
 
-use crate::ir::{Scope, Sem};
 use crate::rng::Rng;
-use block::{Knows, Release, Releases};
-use clock::{Clock, Key};
+use grids::Grids;
 use history::History;
-use shadow::{Accessor, Grids, How, Record, Shadow};
+use shadow::Shadow;
+use world::{ACTING, Host, World};
 
-/// What is to be checked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CheckConfig {
-    /// Report races and reads of memory that nobody wrote. Off, such accesses have the results that the memory model allows.
-    pub races: bool,
-    /// Weak memory: a read that may see an older value sometimes does, drawn from this seed, so that a missing fence shows as a wrong
-    /// result as well.
-    pub weak_memory: Option<u64>,
-    /// Report block barriers for all threads that some warps wait at and others end without, which the hardware lets pass.
-    pub strict_exits: bool,
-}
-
-impl Default for CheckConfig {
-    /// Races, with memory that does what the order of execution says.
-    fn default() -> Self {
-        Self { races: true, weak_memory: None, strict_exits: false }
-    }
-}
+pub use config::CheckConfig;
+pub(crate) use known::Known;
+pub use known::{Past, Timeline};
 
 /// Watches the memory of all devices that share it. Clones are the same checker.
 #[derive(Clone)]
@@ -67,276 +58,9 @@ impl std::fmt::Debug for Checker {
     }
 }
 
-/// What has happened before some point: of a stream, of an event, of a host thread.
-#[derive(Clone, Debug, Default)]
-pub struct Past(Known);
-
-impl Past {
-    pub(crate) fn of(known: Known) -> Self {
-        Self(known)
-    }
-
-    pub(crate) fn known(&self) -> &Known {
-        &self.0
-    }
-
-    /// This and `other` have both happened.
-    pub fn join(&mut self, other: &Past) {
-        self.0.join(&other.0);
-    }
-}
-
-/// Something that does one thing after the other: a stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Timeline(Key);
-
-/// What an actor knows to have happened.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Known {
-    pub(crate) all: Clock,
-    /// The part of it that bulk copies may rely on, in shared and in global memory: accesses before a proxy fence.
-    pub(crate) published: [Clock; 2],
-}
-
-/// Indices of [`Known::published`].
-pub(crate) const SHARED: usize = 0;
-pub(crate) const GLOBAL: usize = 1;
-
-impl Known {
-    pub(crate) fn join(&mut self, other: &Known) {
-        self.all.join(&other.all);
-        let alike = |known: &Known| known.published[SHARED].same(&known.published[GLOBAL]);
-        let both = alike(self) && alike(other);
-        self.published[SHARED].join(&other.published[SHARED]);
-        if both {
-            self.published[GLOBAL] = self.published[SHARED].clone();
-        } else {
-            self.published[GLOBAL].join(&other.published[GLOBAL]);
-        }
-    }
-
-    /// Whether both are the same for certain.
-    pub(crate) fn same(&self, other: &Known) -> bool {
-        self.all.same(&other.all) && self.published.iter().zip(&other.published).all(|(a, b)| a.same(b))
-    }
-
-    /// Learns something that is known in every proxy.
-    pub(crate) fn raise(&mut self, key: Key, tick: u32) {
-        self.all.raise(key, tick);
-        self.published.iter_mut().for_each(|p| p.raise(key, tick));
-    }
-
-    /// Kernel boundaries and the host order all proxies.
-    pub(crate) fn publish_all(&mut self) {
-        self.published = [self.all.clone(), self.all.clone()];
-    }
-}
-
-/// A host thread, or the work of a stream while a thread carries it out.
-#[derive(Debug, Default)]
-struct Host {
-    timeline: Key,
-    known: Known,
-    /// The word of mapped memory that it has loaded last: shadow and offset.
-    loaded: Option<(u32, u64)>,
-}
-
-/// All that a checker knows.
-#[derive(Debug)]
-pub(crate) struct World {
-    pub(crate) config: CheckConfig,
-    pub(crate) grids: Grids,
-    /// One per piece of memory, by its number; number 0 stands for none.
-    pub(crate) shadows: Vec<Shadow>,
-    /// Device and inode of the file behind a piece of memory: its number, and how many mappings there are. Keyed so, since a pool has
-    /// another address on every rank.
-    backings: HashMap<(u64, u64), (u32, u32)>,
-    free_shadows: Vec<u32>,
-    /// Release patterns that a read of the location may observe.
-    pub(crate) releases: HashMap<(u32, u64), Releases>,
-    /// Chains of releases so far: the number of the last.
-    chains: u64,
-    /// What was released to memory that is hidden, for whoever acquires there.
-    pub(crate) outside: Known,
-    pub(crate) history: History,
-    /// What precedes the last sequentially consistent fences: by scope, and by the block where they were.
-    pub(crate) fences: HashMap<(Scope, Key), Release>,
-    hosts: HashMap<ThreadId, Host>,
-    /// What threads have told each other ([`host_meets`]).
-    meeting: Known,
-    timelines: u64,
-    ticks: u32,
-    pub(crate) rng: Rng,
-}
-
 thread_local! {
-    /// The stream whose work this thread carries out just now.
-    static ACTING: RefCell<Option<Host>> = const { RefCell::new(None) };
     /// The checker that this thread has last enqueued work under.
     static WATCHED_BY: RefCell<Option<Checker>> = const { RefCell::new(None) };
-}
-
-impl World {
-    /// A piece of memory is mapped. `filled`: what is in it already counts as written.
-    pub(crate) fn map(&mut self, backing: (u64, u64), filled: bool) -> u32 {
-        if let Some((number, maps)) = self.backings.get_mut(&backing) {
-            *maps += 1;
-            return *number;
-        }
-        let shadow = Shadow::new(false, filled);
-        let number = match self.free_shadows.pop() {
-            Some(number) => {
-                self.shadows[number as usize] = shadow;
-                number
-            }
-            None => {
-                self.shadows.push(shadow);
-                (self.shadows.len() - 1) as u32
-            }
-        };
-        self.backings.insert(backing, (number, 1));
-        number
-    }
-
-    pub(crate) fn unmap(&mut self, backing: (u64, u64)) {
-        let Some((number, maps)) = self.backings.get_mut(&backing) else { return };
-        *maps -= 1;
-        if *maps == 0 {
-            let number = *number;
-            self.backings.remove(&backing);
-            self.shadows[number as usize] = Shadow::default();
-            self.releases.retain(|(shadow, _), _| *shadow != number);
-            self.free_shadows.push(number);
-        }
-    }
-
-    fn new_timeline(&mut self) -> Key {
-        self.timelines += 1;
-        clock::timeline(self.timelines)
-    }
-
-    fn host(&mut self) -> &mut Host {
-        let id = std::thread::current().id();
-        if !self.hosts.contains_key(&id) {
-            let timeline = self.new_timeline();
-            self.hosts.insert(id, Host { timeline, ..Host::default() });
-        }
-        self.hosts.entry(id).or_default()
-    }
-
-    /// What this thread, or the stream that it acts for, knows.
-    pub(crate) fn host_known(&mut self) -> Known {
-        ACTING
-            .with_borrow(|acting| acting.as_ref().map(|host| host.known.clone()))
-            .unwrap_or_else(|| self.host().known.clone())
-    }
-
-    pub(crate) fn host_learns(&mut self, known: &Known) {
-        self.host().known.join(known);
-    }
-
-    /// Begins a grid after all that `start` knows, on a timeline or on one of its own; its number.
-    pub(crate) fn begin_grid(
-        &mut self,
-        start: &mut Known,
-        timeline: Option<Timeline>,
-        device: u64,
-        kernel: Arc<crate::kernel::Kernel>,
-        shape: [u32; 2],
-    ) -> u32 {
-        let timeline = timeline.map_or_else(|| self.new_timeline(), |t| t.0);
-        let tick = self.next_tick();
-        self.grids.0.push(shadow::GridFacts { timeline, tick, device, kernel, shape });
-        let number = self.grids.0.len() as u32;
-        start.all.begin_grid(number, (timeline, tick));
-        start.publish_all();
-        number
-    }
-
-    /// One count serves all timelines: it moves on with each, and that is all that a tick has to do.
-    fn next_tick(&mut self) -> u32 {
-        self.ticks += 1;
-        self.ticks
-    }
-
-    /// The end of a grid: what comes after it knows all of it.
-    pub(crate) fn end_grid(&mut self, grid: u32, known: &mut Known) {
-        if let Some(facts) = self.grids.0.get(grid as usize - 1) {
-            known.all.raise(facts.timeline, facts.tick);
-        }
-        known.publish_all();
-    }
-
-    /// What lies at byte `at` of shadow `number`; empty where it has no name.
-    pub(crate) fn part(&self, number: u32, at: u64) -> String {
-        let names = self.shadows.get(number as usize).and_then(|shadow| shadow.names.as_ref());
-        names.and_then(|names| (names.0)(at)).unwrap_or_default()
-    }
-
-    /// An access by the host or a stream to `bytes` bytes of shadow `number` at `at`.
-    pub(crate) fn host_access(
-        &mut self,
-        number: u32,
-        at: u64,
-        bytes: u64,
-        write: bool,
-    ) -> Result<(), watch::Trouble> {
-        self.host_touches(number, at, bytes, write, How::WEAK)
-    }
-
-    /// An acquire load of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`: the host knows what was released there.
-    pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), watch::Trouble> {
-        self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, false))?;
-        self.host().loaded = Some((number, at));
-        let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
-        let mut learnt = Known::default();
-        // A narrower scope takes in nobody but the device.
-        releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| learnt.join(&r.known));
-        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.known.join(&learnt)));
-        if acted.is_none() {
-            self.host_learns(&learnt);
-        }
-        Ok(())
-    }
-
-    fn host_touches(
-        &mut self,
-        number: u32,
-        at: u64,
-        bytes: u64,
-        write: bool,
-        how: How,
-    ) -> Result<(), watch::Trouble> {
-        if number == 0 {
-            return Ok(());
-        }
-        let tick = self.next_tick();
-        let mut known = Known::default();
-        let mut timeline = 0;
-        let mut note = |host: &mut Host| {
-            timeline = host.timeline;
-            known = host.known.clone();
-            host.known.raise(host.timeline, tick);
-        };
-        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(&mut note).is_some());
-        if !acted {
-            note(self.host());
-        }
-        let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how, bytes: 0 };
-        let who = Accessor { record, own: timeline, published: None, knows: Knows::all(&known) };
-        let World { shadows, grids, config, .. } = self;
-        let shadow = &mut shadows[number as usize];
-        let result = if write {
-            shadow.write(grids, at, bytes, &who, |_| false, |_| None).map(drop)
-        } else {
-            shadow.read(grids, at, bytes, &who)
-        };
-        match result {
-            // The host may look at memory that nobody wrote, as a debugger does.
-            Err(trouble @ (_, shadow::Wrong::Race { .. })) if config.races => Err(trouble),
-            _ => Ok(()),
-        }
-    }
 }
 
 impl Checker {

@@ -1,11 +1,13 @@
 //! What was found, in words.
 
-use super::block::Block;
+use super::block::BlockCheck;
 use super::clock::{self, Key};
+use super::grids::Grids;
 use super::history::{Sight, Step, Strong};
-use super::shadow::{Grids, How, Record, Wrong};
-use super::watch::Place;
-use super::{Known, World};
+use super::known::Known;
+use super::place::Place;
+use super::shadow::{How, Record, Wrong};
+use super::world::World;
 use crate::fault::{Attempt, FaultKind, Launch, Party, Race};
 use crate::ir::{Scope, Sem};
 
@@ -16,7 +18,7 @@ pub(crate) struct Me<'a> {
     pub(crate) own: Key,
     pub(crate) wrote: bool,
     pub(crate) known: &'a Known,
-    pub(crate) block: &'a Block,
+    pub(crate) block: &'a BlockCheck,
 }
 
 fn scope_name(scope: Scope) -> &'static str {

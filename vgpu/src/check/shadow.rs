@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::block::Knows;
-use super::clock::{self, Clock, Key};
+use super::clock::{self, Key, VectorClock};
+use super::grids::Grids;
+use super::known::Knows;
 use crate::ir::{Scope, Sem};
 
 /// Words in a page of shadow, which comes to be when it is first touched.
@@ -32,7 +33,7 @@ pub(crate) struct How {
     pub(crate) strong: Option<Scope>,
     /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no better than weak ones.
     pub(crate) size: u8,
-    /// By a bulk copy.
+    /// It is a bulk copy's.
     pub(crate) bulk: bool,
     /// A read and a write in one.
     pub(crate) rmw: bool,
@@ -137,6 +138,9 @@ pub(crate) enum Wrong {
     Unwritten,
 }
 
+/// At which byte of its memory an access went wrong, and why.
+pub(crate) type Trouble = (u64, Wrong);
+
 /// Who makes an access, and what it knows.
 pub(crate) struct Accessor<'a> {
     pub(crate) record: Record,
@@ -144,60 +148,7 @@ pub(crate) struct Accessor<'a> {
     pub(crate) own: Key,
     pub(crate) knows: Knows<'a>,
     /// Of a bulk copy: the generic accesses that it may rely on.
-    pub(crate) published: Option<&'a Clock>,
-}
-
-/// What is known of the grids: which timeline each ran on, and on which device.
-#[derive(Debug, Default)]
-pub(crate) struct Grids(pub(crate) Vec<GridFacts>);
-
-#[derive(Debug)]
-pub(crate) struct GridFacts {
-    pub(crate) timeline: Key,
-    pub(crate) tick: u32,
-    pub(crate) device: u64,
-    pub(crate) kernel: std::sync::Arc<crate::kernel::Kernel>,
-    /// Blocks in x and y.
-    pub(crate) shape: [u32; 2],
-}
-
-impl Grids {
-    pub(crate) fn facts(&self, key: Key) -> Option<&GridFacts> {
-        if clock::is_timeline(key) {
-            return None;
-        }
-        // Numbers begin with 1.
-        self.0.get((clock::grid_of(key) as usize).checked_sub(1)?)
-    }
-
-    /// Whether `clock` knows tick `tick` of `key`.
-    pub(crate) fn known(&self, clock: &Clock, key: Key, tick: u32) -> bool {
-        clock.knows(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
-    }
-
-    /// Whether the scope of an access of `of` takes in `other`.
-    fn includes(&self, scope: Scope, of: Key, other: Key) -> bool {
-        match scope {
-            Scope::Sys => true,
-            Scope::Cta => clock::block_of(of) == clock::block_of(other),
-            Scope::Gpu => match (self.facts(of), self.facts(other)) {
-                (Some(a), Some(b)) => a.device == b.device,
-                _ => false,
-            },
-        }
-    }
-
-    /// Whether nobody else can tell two actors apart by scopes: each scope of another actor takes in both or neither, and accesses of scope
-    /// `scope` by either take in the same others.
-    pub(crate) fn alike(&self, scope: Scope, a: Key, b: Key) -> bool {
-        let narrowest = if scope == Scope::Cta { Scope::Cta } else { Scope::Gpu };
-        self.includes(narrowest, a, b)
-    }
-
-    /// Whether two scopes take in each other's actor.
-    pub(crate) fn mutual(&self, a: Scope, of_a: Key, b: Scope, of_b: Key) -> bool {
-        self.includes(a, of_a, of_b) && self.includes(b, of_b, of_a)
-    }
+    pub(crate) published: Option<&'a VectorClock>,
 }
 
 /// One lane of a record of reads.
@@ -239,7 +190,7 @@ impl Accessor<'_> {
 }
 
 impl Shadow {
-    /// Of memory that nobody has touched.
+    /// The shadow of memory that nobody has touched.
     pub(crate) fn new(hidden: bool, filled: bool) -> Self {
         Self { hidden, filled, ..Self::default() }
     }

@@ -2,31 +2,17 @@
 
 use std::time::Duration;
 
-use super::block::{Block, Knows, Release, Releases};
+use super::block::{BlockCheck, Release, Releases};
 use super::clock::{self, Key};
+use super::grids::Grids;
 use super::history::Wait;
-use super::shadow::{Accessor, Grids, How, Record, Shadow, Wrong};
-use super::{GLOBAL, SHARED, World, report};
+use super::known::{GLOBAL, Knows, SHARED};
+use super::place::Place;
+use super::report;
+use super::shadow::{Accessor, How, Record, Shadow, Trouble};
+use super::world::World;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Scope, Sem};
-
-/// Memory that is watched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
-    Global {
-        shadow: u32,
-        offset: u64,
-    },
-    /// Offset in the shared window.
-    Shared {
-        offset: u64,
-    },
-    /// A lane's own, or constant.
-    Private,
-}
-
-/// At which byte of its memory an access went wrong, and why.
-pub(crate) type Trouble = (u64, Wrong);
 
 /// A bulk copy as it is issued.
 pub(crate) struct Copy {
@@ -116,7 +102,7 @@ impl Watch for () {
 /// Watches one warp of a block.
 pub(crate) struct Watcher<'a> {
     pub(crate) world: &'a mut World,
-    pub(crate) block: &'a mut Block,
+    pub(crate) block: &'a mut BlockCheck,
     pub(crate) warp: u32,
 }
 

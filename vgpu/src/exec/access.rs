@@ -4,12 +4,14 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use half::{bf16, f16};
 
-use super::LateLoad;
 use super::lanes::lanes;
+use super::shared::window;
 use super::simd::transpose;
-use super::{Exec, Flow, Run, stop};
+use super::state::{Exec, Flow, LateLoad, Run, stop};
+use crate::check::place::Place;
 use crate::check::shadow::How;
-use crate::check::watch::{Place, Trouble, Watch};
+use crate::check::shadow::Trouble;
+use crate::check::watch::Watch;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{canonical, flush};
 use crate::ir::{Access, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
@@ -19,42 +21,6 @@ pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
 pub(crate) const LOCAL_TAG: u64 = 0xb0 << 56;
 pub(crate) const PARAM_TAG: u64 = 0xc0 << 56;
 const TAG: u64 = 0xff << 56;
-
-/// First valid offset of the shared window. As on sm_90, the first KiB belongs to the system; so offset 0, the usual
-/// sign of a missing initialisation, is a fault.
-pub(crate) const SHARED_BASE: u32 = 1024;
-
-/// Shared memory of one block.
-#[derive(Debug, Default)]
-pub(crate) struct SharedMemory {
-    words: Vec<u128>,
-    bytes: u64,
-}
-
-impl SharedMemory {
-    /// Memory of `bytes` bytes that holds `poison` everywhere.
-    pub(crate) fn reset(&mut self, bytes: u32, poison: u64) {
-        let word = u128::from(poison) << 64 | u128::from(poison);
-        self.words.clear();
-        // 128-byte alignment is by offset only: nothing looks at the host address.
-        self.words.resize(bytes.div_ceil(16) as usize, word);
-        self.bytes = u64::from(bytes);
-    }
-
-    /// Pointer to `offset` of the window, if `bytes` bytes from there on exist.
-    pub(crate) fn pointer(&mut self, offset: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
-        let at = offset.wrapping_sub(u64::from(SHARED_BASE));
-        if at > self.bytes || bytes > self.bytes - at {
-            return Err(window("shared", offset, bytes, u64::from(SHARED_BASE), self.bytes));
-        }
-        // SAFETY: `at` is inside of (or one past) the allocation, which has at least `self.bytes` bytes.
-        Ok(unsafe { self.words.as_mut_ptr().cast::<u8>().add(at as usize) })
-    }
-}
-
-fn window(space: &'static str, offset: u64, bytes: u64, start: u64, len: u64) -> FaultKind {
-    FaultKind::OutOfWindow { space, offset, bytes, start, end: start + len }
-}
 
 /// Reads `bytes` (1, 2, 4 or 8) zero-extended.
 ///

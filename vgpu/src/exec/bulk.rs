@@ -4,68 +4,24 @@
 //! order drawn from the seed, and at the latest when a kernel waits for it. A kernel that does not wait then sees wrong data, here as on
 //! a GPU. A block that ends while the hardware may still read or write its shared memory has made a fault.
 
+use super::bulk_queue::{End, PIECES, Pending, Stage};
 use super::lanes::lanes;
-use super::{BlockState, Env, Exec, Run, stop};
+use super::state::{BlockState, Env, Exec, Run, stop};
+use crate::check::place::Place;
 use crate::check::shadow::How;
-use crate::check::watch::{Copy, Place, Stale, Watch};
+use crate::check::watch::{Copy, Watch};
 use crate::fault::FaultKind;
 use crate::ir::{Addr, BulkOp};
 use crate::memory::Table;
 use crate::rng::Rng;
 
-/// Most pieces of a copy.
-const PIECES: usize = 4;
-
-/// One end of a copy.
-#[derive(Clone, Copy, Debug)]
-enum End {
-    Global(u64),
-    Shared(u64),
-}
-
 /// One in so many copies comes as late as it can, so that whoever does not wait for it is seen.
 const LATE_ONE_IN: u64 = 8;
 
-/// How far a piece has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Stage {
-    Issued,
-    Read,
-    Landed,
-}
-
-/// A copy that has been issued but has not landed.
-#[derive(Debug)]
-struct Pending {
-    dst: End,
-    src: End,
-    bytes: u32,
-    /// Shared offset of the mbarrier to complete on; else a member of a bulk group.
-    mbar: Option<u64>,
-    /// Thread that issued it, and its bulk group.
-    thread: u32,
-    group: u32,
-    /// Room for what was read, and how far each piece has come.
-    data: Vec<u8>,
-    pieces: [Stage; PIECES],
-    /// It moves only while nobody else can; drawn when it might first have moved.
-    late: Option<bool>,
-    /// Somebody has waited until its source was read.
-    awaited: bool,
-    /// Words that it reads as they were before, in weak-memory mode.
-    stale: Stale,
-    /// For messages.
-    warp: u32,
-    pc: u32,
-}
+/// A copy that failed when it was carried out: the fault, warp and instruction.
+pub(crate) type Late = (FaultKind, u32, u32);
 
 impl Pending {
-    /// The bytes of a piece: whole units of 16, which land as one.
-    fn range(&self, piece: usize) -> std::ops::Range<usize> {
-        let units = self.bytes as usize / 16;
-        units * piece / PIECES * 16..units * (piece + 1) / PIECES * 16
-    }
-
     /// Moves one piece on by one stage.
     fn advance(&mut self, block: &mut BlockState, table: &Table, piece: usize) -> Result<(), FaultKind> {
         let range = self.range(piece);
@@ -100,38 +56,6 @@ impl Pending {
             }
         }
         Ok(())
-    }
-
-    fn has_come_to(&self, stage: Stage) -> bool {
-        self.pieces.iter().all(|&piece| piece >= stage)
-    }
-}
-
-/// The copies of a block that are under way.
-#[derive(Debug, Default)]
-pub(crate) struct BulkQueue {
-    pending: Vec<Pending>,
-    /// Groups committed so far, per thread, and those up to the last that had a copy in it.
-    committed: Vec<u32>,
-    used: Vec<u32>,
-    /// Buffers of copies that are over.
-    spare: Vec<Vec<u8>>,
-}
-
-/// A copy that failed when it was carried out: the fault, warp and instruction.
-pub(crate) type Late = (FaultKind, u32, u32);
-
-impl BulkQueue {
-    pub(crate) fn reset(&mut self, threads: u32) {
-        self.pending.clear();
-        self.committed.clear();
-        self.committed.resize(threads as usize, 0);
-        self.used.clear();
-        self.used.resize(threads as usize, 0);
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.pending.is_empty()
     }
 }
 

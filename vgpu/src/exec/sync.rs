@@ -1,11 +1,14 @@
 //! What lanes and warps do together: shuffles, votes, block barriers, mbarriers.
 
 use super::lanes::lanes;
-use super::{Exec, Flow, GroupState, Run, Stop, stop};
+use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
+use crate::check::place::Place;
 use crate::check::shadow::How;
-use crate::check::watch::{Place, Watch};
+use crate::check::watch::Watch;
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{Addr, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp};
+use crate::ir::{
+    Addr, BARRIERS, BarrierKind, MbarOp, Op, Rmw, SINK, Scope, Sem, ShflMode, Space, Votes, WarpOp,
+};
 use crate::mbarrier::Mbarrier;
 
 impl<W: Watch> Exec<'_, W> {
@@ -173,7 +176,7 @@ impl<W: Watch> Exec<'_, W> {
         let number = same(uniform(id))?;
         let threads = if count == SINK { None } else { Some(same(uniform(count))?) };
         let bad = |message: String| stop(FaultKind::BadBarrier { barrier: number, message }, Some(first));
-        if number as usize >= super::BARRIERS {
+        if number as usize >= BARRIERS {
             return bad("barriers are numbered 0 to 15".into());
         }
         if let Some(n) = threads.filter(|&n| n == 0 || n % 32 != 0) {
@@ -249,7 +252,7 @@ impl<W: Watch> Exec<'_, W> {
 
     /// After lanes have exited: the rest of the warp may now be complete at a barrier.
     pub(super) fn recount_barriers(&mut self) -> Run<()> {
-        for number in 0..super::BARRIERS as u32 {
+        for number in 0..BARRIERS as u32 {
             if self
                 .warp
                 .groups
@@ -421,7 +424,7 @@ impl<W: Watch> Exec<'_, W> {
     }
 }
 
-impl super::BlockState {
+impl BlockState {
     fn mbarrier_pointer(&mut self, offset: u64) -> Result<*mut u64, FaultKind> {
         if !offset.is_multiple_of(8) {
             return Err(FaultKind::Misaligned { addr: offset, align: 8 });

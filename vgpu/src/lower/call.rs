@@ -5,16 +5,9 @@
 //! under its own names. Recursion and calls through pointers cannot be had this way, and lanes of a warp that call the
 //! same function from different places do not meet at the warp-wide instructions in it.
 
-use super::{Binding, Lower, Lowered, Scope, describe};
+use super::state::{Binding, Call, Lower, Lowered, Scope, describe};
 use crate::ast::{Operand, Param, Pos};
 use crate::ir::{GUARD_NOT, NO_GUARD, Op};
-
-/// A function that is being put in the place of its call.
-pub(super) struct Call {
-    name: String,
-    /// Branches to its end.
-    returns: Vec<usize>,
-}
 
 /// `call {(results),} name {, (arguments)}`
 pub(super) fn call(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {

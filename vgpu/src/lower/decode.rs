@@ -1,8 +1,9 @@
 //! From an opcode to what to do with its operands.
 
 use super::emit::{Emit, plain};
+use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
-use super::{Lower, Lowered, arith, call, convert, extended, matrix, mem, sync, timer_register};
+use super::{arith, call, convert, extended, matrix, mem, sync};
 use crate::ast::{Operand, Pos};
 use crate::exec::lanes::{Lane, Role, Sig, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
@@ -98,7 +99,7 @@ fn branch(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
         return l.error("a branch needs a label");
     };
     let at = l.code.len();
-    l.fixup(name, *pos, super::Place::Branch(at));
+    l.fixup(name, *pos, Patch::Branch(at));
     l.push(Op::Bra { target: 0 });
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! What an opcode is decoded to.
 
-use super::{Lower, Lowered};
+use super::state::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
 use crate::exec::lanes::Spec;
 use crate::ir::Op;

@@ -5,8 +5,8 @@
 //! accesses shared memory by itself.
 
 use super::emit::Emit;
+use super::state::{Lower, Lowered};
 use super::types::Mods;
-use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
 use crate::exec::lanes::{op1, op2};
 use crate::ir::{Access, Addr, FULL, File, Init, Op, SINK, Scope, Sem, ShflMode, Space, Special, WarpOp};

@@ -1,8 +1,8 @@
 //! Decoding of loads, stores, atomics, address-space instructions and cache hints.
 
 use super::emit::{Emit, plain, simple};
+use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
-use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
 use crate::exec::lanes::{Lane, op_pred, op1, op2, op3};

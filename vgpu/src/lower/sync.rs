@@ -1,8 +1,8 @@
 //! Decoding of fences, barriers, warp-wide instructions and bulk copies.
 
 use super::emit::Emit;
+use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
-use super::{Lower, Lowered};
 use crate::ast::{Operand, Pos};
 use crate::ir::{
     BarrierKind, BulkOp, Fence, File, MbarOp, Op, Rmw, SINK, Scope, ShflMode, Space, Votes, WarpOp,

@@ -122,7 +122,7 @@ impl<'a> Mods<'a> {
         }
     }
 
-    /// For a combination that does not exist.
+    /// The error for a combination that does not exist.
     pub(crate) fn unsupported<T>(&self) -> Result<T, String> {
         Err(format!("'{}' is not supported", self.opcode))
     }

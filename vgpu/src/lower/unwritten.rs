@@ -4,11 +4,11 @@
 //! Only a read that no definition reaches, on any path, is reported. That some path leaves a register out is not enough: compilers carry
 //! values around loops, or under guards, that are written wherever they matter, and no data flow can tell.
 
-use super::allocate::{Flow, Set, Touch};
+use super::flow::{ControlFlow, Set, Touch};
 
 /// Instructions and registers that they read without a definition that could reach them, in the order of the code. `written`: what
 /// holds something from the start.
-pub(super) fn unwritten(flow: &Flow, touches: &[Vec<Touch>], written: &Set) -> Vec<(u32, usize)> {
+pub(super) fn unwritten(flow: &ControlFlow, touches: &[Vec<Touch>], written: &Set) -> Vec<(u32, usize)> {
     // What may be written where each block begins; nothing is known of blocks that no path comes to.
     let mut into: Vec<Option<Set>> = vec![None; flow.blocks.len()];
     if let Some(entry) = into.first_mut() {

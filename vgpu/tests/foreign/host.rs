@@ -23,7 +23,7 @@ pub struct Gpu {
     memory: Memory,
     config: DeviceConfig,
     module: Module,
-    /// Of the PTX, for messages.
+    /// What the PTX calls it, for messages.
     kind: &'static str,
 }
 

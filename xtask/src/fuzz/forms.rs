@@ -578,7 +578,7 @@ fn float_to_float(t: &mut Table) {
     {
         for (r, round) in ROUNDS {
             let plain = Mode { round, ..Mode::plain(to) };
-            // Nor what becomes of the payload here.
+            // The manual does not say what becomes of the payload here either.
             t.convert(format!(".{r}"), from, plain).any_nan = from == F64;
             if (from, to) == (F64, F32) {
                 t.convert(format!(".{r}.ftz"), from, Mode { ftz: true, ..plain }).any_nan = true;

@@ -1,6 +1,6 @@
 //! Nothing slow by accident, and no hidden bounds checks.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::manifest::{self, KernelInfo};
 use crate::ptx::{Entry, Module, Statement};
 

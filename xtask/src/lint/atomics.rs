@@ -1,6 +1,6 @@
 //! Every read-modify-write names its order and its scope; nothing orders memory the old way.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::ptx::{Module, Statement};
 
 const RULE: &str = "atomics";

@@ -1,6 +1,6 @@
 //! Block barriers are the unaligned kind, as many as the source has.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::manifest::{self, KernelInfo};
 use crate::ptx::{Module, Statement};
 

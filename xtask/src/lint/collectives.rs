@@ -3,7 +3,7 @@
 //! LLVM does not know that a collective must stay whole: it may copy one into both arms of a branch, where each copy waits for lanes
 //! that wait in the other.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::ptx::{Entry, Lanes, Module, Statement};
 
 const RULE: &str = "collectives";

@@ -1,6 +1,6 @@
 //! The entries, their launch bounds and their parameters are those of the manifest.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::manifest::{self, KernelInfo};
 use crate::ptx::{Entry, Module};
 

@@ -1,6 +1,6 @@
 //! Everything is inlined: no functions, no calls, no runtime of the compiler's.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::ptx::{Module, Statement};
 
 const RULE: &str = "functions";

@@ -1,6 +1,6 @@
 //! No local memory: a local variable in PTX is a round trip to device memory.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::manifest::{self, KernelInfo};
 use crate::ptx::Module;
 

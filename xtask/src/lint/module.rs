@@ -1,6 +1,6 @@
 //! The module's own declarations: version, target, variables, and source paths that name no machine.
 
-use super::{Expect, Finding};
+use super::finding::{Expect, Finding};
 use crate::backend::PtxVersion;
 use crate::ptx::Module;
 

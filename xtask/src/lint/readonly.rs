@@ -1,6 +1,6 @@
 //! Loads by the read-only cache only where a kernel asks for them.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::ptx::Module;
 
 const RULE: &str = "readonly";

@@ -5,6 +5,19 @@ use std::fmt;
 
 use super::text::{Body, Line, Place};
 
+/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
+pub const KERNELS: [&str; 9] = [
+    "dispatch_layout",
+    "notify",
+    "dispatch",
+    "stage_combine",
+    "combine_bf16",
+    "internode_count",
+    "internode_notify",
+    "internode_dispatch",
+    "internode_combine",
+];
+
 /// What is wrong in a faulty kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {

@@ -104,7 +104,8 @@ pub fn why(ws: &Workspace, fault: &Fault) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{KERNELS, faults, text};
+    use super::super::faults::KERNELS;
+    use super::super::{faults, text};
     use super::*;
 
     #[test]

@@ -22,21 +22,8 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::workspace::{self, Workspace};
-use faults::Fault;
-use run::{Nearness, Outcome, Runner};
-
-/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
-const KERNELS: [&str; 9] = [
-    "dispatch_layout",
-    "notify",
-    "dispatch",
-    "stage_combine",
-    "combine_bf16",
-    "internode_count",
-    "internode_notify",
-    "internode_dispatch",
-    "internode_combine",
-];
+use faults::{Fault, KERNELS};
+use run::{FaultOutcome, Nearness, Runner};
 
 #[derive(Args)]
 pub struct Options {
@@ -93,7 +80,7 @@ impl std::str::FromStr for Sample {
 }
 
 /// A fault and what became of it; `None` where no workload executes it.
-type Tried<'a> = (&'a Fault, Option<Outcome>);
+type Tried<'a> = (&'a Fault, Option<FaultOutcome>);
 
 /// Makes the faults.
 pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
@@ -179,14 +166,14 @@ fn hash(text: &str, options: &Options) -> String {
 }
 
 /// The outcomes in a file, by the faults' ids; those of other PTX are left out, and a line that was cut short as well.
-fn read_known(file: &Path, version: &str) -> Result<HashMap<String, Outcome>> {
+fn read_known(file: &Path, version: &str) -> Result<HashMap<String, FaultOutcome>> {
     if !file.exists() {
         return Ok(HashMap::new());
     }
     let text = workspace::read(file)?;
     let objects = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let known = objects.filter(|object| object["version"] == version).filter_map(|object| {
-        Some((object.get("id")?.as_str()?.to_owned(), Outcome::from_json(object.get("outcome")?)?))
+        Some((object.get("id")?.as_str()?.to_owned(), FaultOutcome::from_json(object.get("outcome")?)?))
     });
     Ok(known.collect())
 }
@@ -196,10 +183,10 @@ fn try_all(
     text: &str,
     faults: &[Fault],
     workloads: &[run::Workload],
-    known: HashMap<String, Outcome>,
+    known: HashMap<String, FaultOutcome>,
     options: &Options,
     version: &str,
-) -> Result<Vec<Option<Outcome>>> {
+) -> Result<Vec<Option<FaultOutcome>>> {
     let file = match &options.out {
         None => None,
         Some(path) => {
@@ -214,7 +201,7 @@ fn try_all(
         }
     };
     let next = AtomicUsize::new(0);
-    let outcomes: Mutex<Vec<Option<Outcome>>> =
+    let outcomes: Mutex<Vec<Option<FaultOutcome>>> =
         Mutex::new(faults.iter().map(|fault| known.get(&fault.id).cloned()).collect());
     let worker = |number: usize| -> Result<()> {
         loop {
@@ -252,7 +239,7 @@ fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-fn shown(outcome: &Outcome) -> String {
+fn shown(outcome: &FaultOutcome) -> String {
     match (&outcome.found_by, outcome.nearness) {
         (None, _) => "SURVIVED".to_owned(),
         (Some(by), Nearness::Line) => format!("{by}, at its line"),
@@ -306,7 +293,7 @@ fn table(results: &[Tried<'_>]) -> String {
 
 /// The counts, and the share that was reported.
 fn summary(results: &[Tried<'_>]) -> (String, f64) {
-    let outcomes: Vec<&Outcome> = results.iter().filter_map(|(_, outcome)| outcome.as_ref()).collect();
+    let outcomes: Vec<&FaultOutcome> = results.iter().filter_map(|(_, outcome)| outcome.as_ref()).collect();
     let reported = outcomes.iter().filter(|outcome| outcome.found_by.is_some()).count();
     let near = |nearness| {
         outcomes.iter().filter(|outcome| outcome.found_by.is_some() && outcome.nearness == nearness).count()
@@ -375,7 +362,7 @@ mod tests {
 
     #[test]
     fn outcomes_on_other_ptx_are_not_taken_over() {
-        let outcome = Outcome {
+        let outcome = FaultOutcome {
             found_by: Some("race".to_owned()),
             nearness: Nearness::Line,
             lines: vec![],
@@ -397,7 +384,7 @@ mod tests {
         let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &["notify"]).unwrap());
         let outcome = |by: Option<&str>, nearness| {
             let found_by = by.map(str::to_owned);
-            Some(Outcome {
+            Some(FaultOutcome {
                 found_by,
                 nearness,
                 lines: vec![],

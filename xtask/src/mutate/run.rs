@@ -50,7 +50,7 @@ pub struct Runner {
 
 /// How a run ended.
 #[derive(Debug)]
-struct Ended {
+struct ProcessEnd {
     /// `None` when it was stopped.
     code: Option<i32>,
     output: String,
@@ -64,7 +64,7 @@ pub struct Workload {
 
 /// What became of a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct FaultOutcome {
     /// What reported it; `None` when it survived.
     pub found_by: Option<String>,
     /// How near the report came.
@@ -139,7 +139,7 @@ impl Runner {
         text: &str,
         workloads: &[Workload],
         worker: usize,
-    ) -> Result<Option<Outcome>> {
+    ) -> Result<Option<FaultOutcome>> {
         let executes = |workload: &&Workload| fault.through.iter().any(|line| workload.executes(*line));
         let workloads: Vec<&Workload> = workloads.iter().filter(executes).collect();
         if workloads.is_empty() {
@@ -157,7 +157,7 @@ impl Runner {
                 }
             }
         }
-        let none = Outcome {
+        let none = FaultOutcome {
             found_by: None,
             nearness: Nearness::Elsewhere,
             lines: Vec::new(),
@@ -174,7 +174,7 @@ impl Runner {
         ptx: &Path,
         name: &str,
         covered: Option<&Path>,
-    ) -> Result<Ended> {
+    ) -> Result<ProcessEnd> {
         let mut command = Command::new(&self.binary);
         // A flag that is given twice counts as it was given last, so a workload may differ from what is small.
         command.arg("roundtrip").args(without_repeats(SMALL, arguments)).args(["--seed", &seed.to_string()]);
@@ -207,7 +207,7 @@ fn without_repeats(general: &str, specific: &str) -> Vec<String> {
     words
 }
 
-fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<Ended> {
+fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<ProcessEnd> {
     let create = || format!("cannot write {}", output.display());
     let file = File::create(output).with_context(create)?;
     let both = file.try_clone().with_context(create)?;
@@ -232,7 +232,7 @@ fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<
     };
     let bytes = std::fs::read(output).with_context(|| format!("cannot read {}", output.display()))?;
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(LONGEST_OUTPUT)]).into_owned();
-    Ok(Ended { code, output: text })
+    Ok(ProcessEnd { code, output: text })
 }
 
 /// What in the output of a failed run says what failed, most telling first.
@@ -264,7 +264,7 @@ fn what(code: Option<i32>, output: &str) -> Option<&'static str> {
     }
 }
 
-fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> Outcome {
+fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> FaultOutcome {
     // What a report says of the last instructions stands at its end.
     let (said, _) = output.split_once(TRACE).unwrap_or((output, ""));
     let (lines, all) = (named_lines(said), named_lines(output));
@@ -291,7 +291,7 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> Outcome {
         Nearness::Elsewhere
     };
     let report: Vec<&str> = output.lines().filter(|line| !line.starts_with('[')).take(40).collect();
-    Outcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
+    FaultOutcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
 }
 
 /// Every `gpu/src/..rs:<line>` in a text, once.
@@ -322,8 +322,8 @@ impl Nearness {
     }
 }
 
-impl Outcome {
-    /// As it is kept in a file.
+impl FaultOutcome {
+    /// The outcome as it is kept in a file.
     pub fn to_json(&self) -> Value {
         let lines: Vec<String> = self.lines.iter().map(|(file, line)| format!("{file}:{line}")).collect();
         json!({
@@ -401,8 +401,8 @@ mod tests {
     fn outcomes_are_read_back() {
         let found = outcome(&fault(), "race", "w".to_owned(), "at gpu/src/kernels/k.rs:43\n[x] y");
         assert_eq!(found.lines, [("gpu/src/kernels/k.rs".to_owned(), 43)]);
-        assert_eq!(Outcome::from_json(&found.to_json()), Some(found));
-        assert_eq!(Outcome::from_json(&json!({"nearness": 3})), None);
+        assert_eq!(FaultOutcome::from_json(&found.to_json()), Some(found));
+        assert_eq!(FaultOutcome::from_json(&json!({"nearness": 3})), None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::Statement;
+use super::text::Statement;
 
 /// The control flow graph of one body. Behind its blocks there is one more node, [`Flow::exit`], to which every path leads.
 #[derive(Debug)]
@@ -165,8 +165,8 @@ fn post_dominators(blocks: &[Block]) -> Vec<Option<usize>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Module;
     use super::*;
+    use crate::ptx::Module;
 
     /// The flow of a body, and the block of a label.
     fn flow(body: &str) -> (Flow, impl Fn(&str) -> usize) {

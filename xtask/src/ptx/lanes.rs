@@ -6,7 +6,8 @@
 
 use std::collections::HashMap;
 
-use super::{Entry, Flow, Statement};
+use super::flow::Flow;
+use super::text::{Entry, Statement};
 
 /// How a value differs between the lanes of a warp.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,7 +45,7 @@ pub struct Lanes<'a> {
 struct Uses {
     guard: Vec<usize>,
     written: Vec<usize>,
-    /// By operand, those that are not written.
+    /// The operands that are not written.
     read: Vec<Operand>,
 }
 

@@ -28,7 +28,7 @@ const LIB: &str = "lib/x86_64-linux-gnu";
 const PROVIDERS: &str = "usr/lib/x86_64-linux-gnu/libibverbs";
 
 /// What to run in the guest.
-pub struct Job {
+pub struct GuestJob {
     /// A program of this machine where the name has a `/` in it, else one of the guest.
     pub program: String,
     /// Its arguments.
@@ -40,7 +40,7 @@ pub struct Job {
 }
 
 /// The archive that the guest boots from.
-pub fn build(parts: &Parts, job: &Job) -> Result<Vec<u8>> {
+pub fn build(parts: &Parts, job: &GuestJob) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     for dir in ["proc", "sys", "dev", "tmp", "run", "root", "etc", "usr/bin", "test", LIB] {
         archive.dir(dir);

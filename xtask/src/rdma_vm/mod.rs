@@ -19,9 +19,9 @@ use clap::Args;
 
 use crate::workspace::{self, Workspace};
 use cable::Cable;
-use image::Job;
+use image::GuestJob;
 use machine::Machine;
-use parts::Parts;
+use parts::{Parts, Unavailable};
 
 /// Exit code where a VM did not come up, or did not end in time.
 const EXIT_VM: u8 = 125;
@@ -29,18 +29,6 @@ const EXIT_VM: u8 = 125;
 const EXIT_UNAVAILABLE: u8 = 77;
 /// Longest wait for a VM, beyond the program's time, for its boot.
 const BOOT: Duration = Duration::from_secs(60);
-
-/// This machine cannot have the VM; the text says why.
-#[derive(Debug)]
-pub struct Unavailable(String);
-
-impl std::fmt::Display for Unavailable {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Unavailable {}
 
 /// Options of `cargo xtask rdma-vm`.
 #[derive(Args)]
@@ -99,7 +87,7 @@ fn boot_and_wait(ws: &Workspace, options: Options) -> Result<Vec<Option<u8>>> {
         "--devices 2 is for one VM; several have one device each"
     );
     let (program, arguments) = options.program.split_first().context("no program after `--`")?;
-    let job = Job {
+    let job = GuestJob {
         program: program.clone(),
         arguments: arguments.to_vec(),
         env: options.env.clone(),

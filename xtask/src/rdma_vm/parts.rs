@@ -6,8 +6,20 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::{Unavailable, kernel};
+use super::kernel;
 use crate::workspace::{self, Workspace, capture};
+
+/// This machine cannot have the VM; the text says why.
+#[derive(Debug)]
+pub struct Unavailable(String);
+
+impl std::fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Unavailable {}
 
 /// The tools, besides what they depend on. apt leaves out what the machine has.
 const PACKAGES: [&str; 7] = [
@@ -41,7 +53,7 @@ impl Parts {
             return Err(Unavailable("the VM needs Linux on x86_64".into()).into());
         }
         println!("fetching QEMU and a kernel into {} (90 MB of packages)", ws.display(&parts.dir));
-        // Of this process alone: two that fetch at once must not mix.
+        // The folder is this process's alone: two that fetch at once must not mix.
         let partial = ws.target(&format!("rdma-vm/parts.partial.{}", std::process::id()));
         workspace::fresh_dir(&partial)?;
         let fetched = fetch(&partial).and_then(|()| {

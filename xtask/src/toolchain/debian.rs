@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use super::Compiler;
+use super::compiler::Compiler;
 use crate::workspace::{self, Workspace, capture};
 
 /// What makes [`fetch`] work.

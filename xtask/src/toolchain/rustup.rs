@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::Compiler;
+use super::compiler::Compiler;
 use crate::workspace::{Workspace, capture};
 
 /// How long `rustup component add` may take. Without a reachable server it retries for minutes.

@@ -1,14 +1,13 @@
-//! Start-up, facts about devices, and the binding of the primary context to the calling thread.
+//! Start-up, facts about devices, and the primary context, made current on a thread.
 
 use std::ffi::{CStr, c_char, c_int};
 
 use cust::context::Context;
 use cust::device::Device as CustDevice;
 
-use super::device::CudaDevice;
 use super::error::{from_cust, unavailable};
 use super::ffi::{self, CuContext, CuResult};
-use crate::driver::{DeviceInfo, NoDriverCalls, RdmaWriteOrder};
+use crate::driver::{DeviceInfo, RdmaWriteOrder};
 use crate::error::{Error, Result};
 
 /// The devices this process sees, in the driver's order (`CUDA_VISIBLE_DEVICES` applies).
@@ -199,17 +198,25 @@ impl Drop for Current {
     }
 }
 
-/// Proof that `device`'s primary context is current on this thread, and that the thread may call the driver.
-pub(super) struct Bound<'a> {
-    /// The device whose context is bound.
-    pub device: &'a CudaDevice,
-    _current: Current,
+/// Bytes of device memory now free.
+pub(super) fn free_bytes(_: &Current) -> Result<u64> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: both out pointers are valid and a context is bound.
+    unsafe { ffi::cuMemGetInfo_v2(&mut free, &mut total) }.check("cuMemGetInfo")?;
+    Ok(free as u64)
 }
 
-impl CudaDevice {
-    /// Binds the primary context to the calling thread.
-    pub(super) fn bind(&self) -> Result<Bound<'_>> {
-        NoDriverCalls::check().inspect_err(|error| tracing::error!("{error}"))?;
-        Ok(Bound { device: self, _current: Current::set(&self.context)? })
+/// `OUT_OF_MEMORY` as [`Error::OutOfMemory`], the rest as usual.
+pub(super) fn check_alloc(
+    current: &Current,
+    result: CuResult,
+    call: &'static str,
+    requested: u64,
+    label: &str,
+) -> Result<()> {
+    if result == CuResult::OUT_OF_MEMORY {
+        let available = free_bytes(current).unwrap_or(0);
+        return Err(Error::OutOfMemory { what: label.into(), requested, available });
     }
+    result.check(call)
 }

@@ -6,7 +6,8 @@ use cust::device::Device as CustDevice;
 
 use super::context::{self, supports};
 use super::error::unavailable;
-use super::vmm::{self, can_access_peer};
+use super::sharing::sharing;
+use super::vmm::can_access_peer;
 use super::{ffi, late, ptx};
 use crate::driver::RdmaWriteOrder;
 use crate::error::Result;
@@ -110,7 +111,7 @@ fn pooled(device: CustDevice) -> Result<String> {
 }
 
 fn shareable(device: CustDevice) -> Result<String> {
-    let sharing = vmm::sharing(device)?;
+    let sharing = sharing(device)?;
     let rdma = if sharing.rdma { "RDMA-capable" } else { "not RDMA-capable" };
     let fabric = if sharing.fabric { "and fabric handles" } else { "no fabric handles" };
     Ok(format!("virtual memory management with file descriptors {fabric}, {rdma}"))

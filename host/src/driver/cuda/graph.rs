@@ -1,6 +1,6 @@
 //! Recording a stream's work and running it again.
 
-use super::context::Bound;
+use super::device::Bound;
 use super::ffi::{self, CuGraph, CuGraphExec};
 use super::stream;
 use crate::error::Result;

@@ -1,4 +1,4 @@
-//! Memory: plain, mapped host, and shareable through CUDA's virtual memory management; copies.
+//! Memory: plain, mapped host, and shareable through CUDA's virtual memory management.
 //!
 //! [`RawMemory::handle`] holds no driver handle, only the [`Origin`] that says how to free. For shareable memory the
 //! mapping itself keeps the physical memory alive, and the driver finds the allocation by its address.
@@ -9,12 +9,13 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use super::context::Bound;
+use super::context::check_alloc;
+use super::device::Bound;
 use super::error::unavailable;
 use super::ffi::{self, CuDevicePtr, CuResult};
 use super::vmm::{self, Mapping, Physical};
 use super::{late, stream};
-use crate::driver::{CopyEnd, DevicePtr, FabricHandle, MemoryKind, RawMemory};
+use crate::driver::{DevicePtr, FabricHandle, MemoryKind, RawMemory};
 use crate::error::{Error, Result};
 
 // Sizes are u64 in the trait and usize in the driver.
@@ -44,21 +45,13 @@ impl Origin {
     }
 }
 
-/// Bytes of device memory now free.
-pub fn free_bytes(_: &Bound<'_>) -> Result<u64> {
-    let (mut free, mut total) = (0, 0);
-    // SAFETY: both out pointers are valid and a context is bound.
-    unsafe { ffi::cuMemGetInfo_v2(&mut free, &mut total) }.check("cuMemGetInfo")?;
-    Ok(free as u64)
-}
-
 /// [`Device::alloc`](crate::driver::Device::alloc).
 pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
     // The driver refuses to allocate nothing.
     let bytes = bytes.max(1);
     match kind {
         MemoryKind::Device => {
-            let ptr = bound.device.pool.alloc(bound, bytes, label)?;
+            let ptr = bound.device.pool.alloc(&bound.current, bytes, label)?;
             Ok(on_device(Origin::Pooled, ptr, bytes))
         }
         MemoryKind::Unpooled => alloc_plain(bound, bytes, label),
@@ -75,7 +68,7 @@ pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Re
 pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
     match Origin::of(memory) {
         // SAFETY: passed on to the caller.
-        Some(Origin::Pooled) => unsafe { bound.device.pool.free(memory.ptr.0) },
+        Some(Origin::Pooled) => unsafe { free_pooled(bound, memory) },
         // SAFETY: passed on to the caller.
         Some(Origin::SharedHost) => unsafe { free_shared_host(bound, memory) },
         // SAFETY: passed on to the caller.
@@ -88,11 +81,20 @@ pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
     }
 }
 
+/// # Safety
+/// The memory is of the device's pool, no other streams use it than those that the device knows, and it is not freed twice.
+unsafe fn free_pooled(bound: &Bound<'_>, memory: &RawMemory) {
+    let list = bound.device.streams.hold();
+    let streams = list.streams.iter().map(|listed| stream::raw(listed.handle));
+    // SAFETY: passed on to the caller.
+    unsafe { bound.device.pool.free(memory.ptr.0, streams) };
+}
+
 fn alloc_plain(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
     let mut ptr: CuDevicePtr = 0;
     // SAFETY: the out pointer is valid and a context is bound.
     let result = unsafe { ffi::cuMemAlloc_v2(&mut ptr, bytes as usize) };
-    check_alloc(bound, result, "cuMemAlloc", bytes, label)?;
+    check_alloc(&bound.current, result, "cuMemAlloc", bytes, label)?;
     Ok(on_device(Origin::Unpooled, ptr, bytes))
 }
 
@@ -262,61 +264,4 @@ pub fn export_dma_buf(ptr: DevicePtr, bytes: u64) -> Result<OwnedFd> {
     result.check(name)?;
     // SAFETY: the driver made this descriptor for us; nobody else closes it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// [`Device::copy`](crate::driver::Device::copy).
-///
-/// # Safety
-/// Both ranges are live until the stream has passed the copy.
-pub unsafe fn copy(_: &Bound<'_>, stream: u64, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Result<()> {
-    if bytes == 0 {
-        return Ok(());
-    }
-    let (stream, bytes) = (stream::raw(stream), bytes as usize);
-    match (dst, src) {
-        (CopyEnd::Device(dst), CopyEnd::Host(src)) => {
-            // SAFETY: passed on to the caller.
-            unsafe { ffi::cuMemcpyHtoDAsync_v2(dst.0, src.cast(), bytes, stream) }.check("cuMemcpyHtoDAsync")
-        }
-        (CopyEnd::Host(dst), CopyEnd::Device(src)) => {
-            // SAFETY: passed on to the caller.
-            unsafe { ffi::cuMemcpyDtoHAsync_v2(dst.cast(), src.0, bytes, stream) }.check("cuMemcpyDtoHAsync")
-        }
-        (CopyEnd::Device(dst), CopyEnd::Device(src)) => {
-            // SAFETY: passed on to the caller.
-            unsafe { ffi::cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes, stream) }.check("cuMemcpyDtoDAsync")
-        }
-        (CopyEnd::Host(dst), CopyEnd::Host(src)) => {
-            // SAFETY: passed on to the caller; with unified addressing a host pointer is a valid CUdeviceptr.
-            unsafe { ffi::cuMemcpyAsync(dst as u64, src as u64, bytes, stream) }.check("cuMemcpyAsync")
-        }
-    }
-}
-
-/// [`Device::fill`](crate::driver::Device::fill).
-///
-/// # Safety
-/// The range is live until the stream has passed the call.
-pub unsafe fn fill(_: &Bound<'_>, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
-    if bytes == 0 {
-        return Ok(());
-    }
-    // SAFETY: passed on to the caller.
-    unsafe { ffi::cuMemsetD8Async(dst.0, value, bytes as usize, stream::raw(stream)) }
-        .check("cuMemsetD8Async")
-}
-
-/// `OUT_OF_MEMORY` as [`Error::OutOfMemory`], the rest as usual.
-pub fn check_alloc(
-    bound: &Bound<'_>,
-    result: CuResult,
-    call: &'static str,
-    requested: u64,
-    label: &str,
-) -> Result<()> {
-    if result == CuResult::OUT_OF_MEMORY {
-        let available = free_bytes(bound).unwrap_or(0);
-        return Err(Error::OutOfMemory { what: label.into(), requested, available });
-    }
-    result.check(call)
 }

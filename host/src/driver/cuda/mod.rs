@@ -9,9 +9,11 @@
 //! | `ffi` | the driver's functions, structs and constants, as C has them |
 //! | `late` | functions newer than `cust_raw`, looked up at run time |
 //! | `error` | result codes, their names and remedies |
-//! | `context` | start-up, device facts, the primary context and its binding to threads |
-//! | `device` | [`CudaDevice`]: the trait, one line per method |
-//! | `memory`, `vmm` | allocation, copies; export and import through virtual memory management |
+//! | `context` | start-up, device facts, the primary context, made current on a thread |
+//! | `device` | [`CudaDevice`], and the binding of its context to the calling thread |
+//! | `calls` | the trait, one line per method |
+//! | `memory`, `copy` | allocation; copies and fills |
+//! | `sharing`, `vmm` | what can be shared; export and import through virtual memory management |
 //! | `pool` | device memory that comes and goes in stream order |
 //! | `module`, `ptx` | loading PTX, kernels, launches; which driver reads which PTX |
 //! | `stream`, `graph` | streams, events; capture and replay |
@@ -19,7 +21,9 @@
 //!
 //! A binary with this feature links `libcuda.so.1` and does not start on a machine without it.
 
+mod calls;
 mod context;
+mod copy;
 mod device;
 mod doctor;
 mod error;
@@ -30,6 +34,7 @@ mod memory;
 mod module;
 mod pool;
 mod ptx;
+mod sharing;
 mod stream;
 mod vmm;
 

@@ -2,10 +2,10 @@
 
 use std::ffi::{CString, c_int, c_void};
 
-use super::context::Bound;
+use super::device::Bound;
 use super::error::unavailable;
 use super::ffi::{self, CuFunction, CuModule, CuResult};
-use super::{late, ptx, stream};
+use super::{context, late, ptx, stream};
 use crate::driver::LaunchConfig;
 use crate::error::{Error, Result};
 
@@ -68,7 +68,7 @@ fn load_error(bound: &Bound<'_>, result: CuResult, text: &str, errors: &str, inf
         CuResult::OUT_OF_MEMORY => Error::OutOfMemory {
             what: "a PTX module".into(),
             requested: text.len() as u64,
-            available: super::memory::free_bytes(bound).unwrap_or(0),
+            available: context::free_bytes(&bound.current).unwrap_or(0),
         },
         CuResult::JIT_COMPILER_NOT_FOUND | CuResult::JIT_COMPILATION_DISABLED => {
             unavailable("the driver's PTX compiler", result.remedy())

@@ -1,45 +1,36 @@
-//! Stream-ordered device memory: a pool of our own, and the streams that a free comes behind.
+//! Stream-ordered device memory: a pool of our own.
 //!
 //! `cuMemFree` waits for the running kernels of the device and keeps every other call of the context waiting until then. Memory of
 //! this pool goes back in a stream instead, which is behind everything that was enqueued in the streams this device knows: the owner
 //! may let go of it while they still use it, and nothing waits.
 
 use std::ffi::{c_int, c_void};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::context::Bound;
+use super::context::{Current, check_alloc};
 use super::ffi::{
     self, CuDevicePtr, CuEvent, CuMemLocation, CuMemPoolProps, CuMemoryPool, CuResult, CuStream,
 };
-use super::memory::check_alloc;
-use super::stream;
 use crate::error::Result;
 
 /// A device's pool. Every method wants the device's context bound.
 #[derive(Debug)]
-pub struct Pool {
+pub struct MemoryPool {
     pool: CuMemoryPool,
     /// Idle but for allocations, so that waiting for one is short.
     allocate: CuStream,
     /// Behind whatever used the memory that goes back.
     release: CuStream,
     event: CuEvent,
-    /// The streams that may use memory of the pool: ours, and those that are adopted. Held while a stream's work is ordered before
-    /// a free, so that none of them begins to be captured meanwhile.
-    streams: Mutex<Vec<CuStream>>,
 }
 
 // SAFETY: handles of the driver, which accepts them from any thread.
-unsafe impl Send for Pool {}
-// SAFETY: as above; what must not run at the same time is behind the mutex.
-unsafe impl Sync for Pool {}
+unsafe impl Send for MemoryPool {}
+// SAFETY: as above; what must not run at the same time is behind the device's list of streams, which callers hold.
+unsafe impl Sync for MemoryPool {}
 
-/// The known streams, held still.
-pub type Streams<'a> = MutexGuard<'a, Vec<CuStream>>;
-
-impl Pool {
+impl MemoryPool {
     /// The pool of a device; its context is bound to this thread.
-    pub fn new(device: c_int) -> Result<Pool> {
+    pub fn new(device: c_int) -> Result<MemoryPool> {
         let props = CuMemPoolProps {
             allocation_type: ffi::CU_MEM_ALLOCATION_TYPE_PINNED,
             handle_types: 0,
@@ -48,12 +39,11 @@ impl Pool {
             max_bytes: 0,
             reserved: [0; 56],
         };
-        let mut this = Pool {
+        let mut this = MemoryPool {
             pool: std::ptr::null_mut(),
             allocate: std::ptr::null_mut(),
             release: std::ptr::null_mut(),
             event: std::ptr::null_mut(),
-            streams: Mutex::default(),
         };
         // SAFETY: all pointers are valid. What was made when a later call fails goes with `this`.
         unsafe {
@@ -78,7 +68,7 @@ impl Pool {
     }
 
     /// Memory that any stream may use at once.
-    pub fn alloc(&self, bound: &Bound<'_>, bytes: u64, label: &str) -> Result<CuDevicePtr> {
+    pub fn alloc(&self, current: &Current, bytes: u64, label: &str) -> Result<CuDevicePtr> {
         let mut ptr: CuDevicePtr = 0;
         let mut try_it = || {
             // SAFETY: the out pointer is valid, pool and stream are live.
@@ -91,48 +81,33 @@ impl Pool {
             unsafe { ffi::cuMemPoolTrimTo(self.pool, 0) }.log("cuMemPoolTrimTo");
             result = try_it();
         }
-        check_alloc(bound, result, "cuMemAllocFromPoolAsync", bytes, label)?;
+        check_alloc(current, result, "cuMemAllocFromPoolAsync", bytes, label)?;
         // Other streams are not ordered behind this one. Nothing is ahead in it but allocations.
-        stream::synchronize(bound, self.allocate as u64)?;
+        // SAFETY: the stream is live.
+        unsafe { ffi::cuStreamSynchronize(self.allocate) }.check("cuStreamSynchronize")?;
         Ok(ptr)
     }
 
-    /// Gives memory back behind all that the known streams have been given so far.
+    /// Gives memory back behind all that `streams` have been given so far.
     ///
     /// # Safety
-    /// The memory is of this pool and is not freed twice; no other stream uses it.
-    pub unsafe fn free(&self, ptr: CuDevicePtr) {
-        let streams = self.streams();
-        for stream in streams.iter() {
-            self.come_behind(*stream);
+    /// The memory is of this pool and is not freed twice; no other stream uses it. The streams are live, and their list is held.
+    pub unsafe fn free(&self, ptr: CuDevicePtr, streams: impl Iterator<Item = CuStream>) {
+        for stream in streams {
+            // SAFETY: passed on to the caller.
+            unsafe { self.come_behind(stream) };
         }
         // SAFETY: passed on to the caller.
         unsafe { ffi::cuMemFreeAsync(ptr, self.release) }.log("cuMemFreeAsync");
     }
 
-    /// A stream that may use the pool's memory from now on.
-    pub fn add_stream(&self, stream: CuStream) {
-        self.streams().push(stream);
-    }
-
-    /// A stream that is about to go, or that is the caller's again: what it was given so far still counts.
-    pub fn remove_stream(&self, stream: CuStream) {
-        let mut streams = self.streams();
-        if let Some(at) = streams.iter().position(|known| *known == stream) {
-            streams.swap_remove(at);
-            self.come_behind(stream);
-        }
-    }
-
-    /// Holds the known streams still: while this is held, none is ordered before a free. Capturing begins and spreads under it.
-    pub fn streams(&self) -> Streams<'_> {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Has frees from now on come behind what `stream` has been given, unless it is being captured: what is recorded does not run.
-    fn come_behind(&self, stream: CuStream) {
+    ///
+    /// # Safety
+    /// The stream is live, and the device's list of streams is held: none begins to be captured meanwhile, and the event is this call's.
+    pub unsafe fn come_behind(&self, stream: CuStream) {
         let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the stream is live, its owner is registered here; the out pointer is valid.
+        // SAFETY: the stream is live, as the caller says; the out pointer is valid.
         let asked = unsafe { ffi::cuStreamIsCapturing(stream, &mut status) };
         if asked == CuResult::SUCCESS && status != ffi::CU_STREAM_CAPTURE_STATUS_NONE {
             return;
@@ -146,7 +121,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for MemoryPool {
     fn drop(&mut self) {
         // SAFETY: each handle is ours and used no more; the driver finishes what is under way. Null ones were never made.
         unsafe {

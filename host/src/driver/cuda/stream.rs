@@ -2,7 +2,7 @@
 //!
 //! A stream's handle is its `CUstream`; an adopted one carries [`ADOPTED`] as well, a bit no user-space pointer has.
 
-use super::context::Bound;
+use super::device::Bound;
 use super::ffi::{self, CuContext, CuEvent, CuResult, CuStream};
 use crate::driver::RawStream;
 use crate::error::{Error, Result};

@@ -1,46 +1,22 @@
 //! CUDA's virtual memory management: physical memory, address ranges, mappings, and who may share and reach what.
 //!
 //! There is no second way to share where the driver lacks it (WSL, some vGPUs): the older `cuIpc` handles are not file
-//! descriptors and cannot be opened in the process that made them. [`sharing`] says so.
+//! descriptors and cannot be opened in the process that made them. [`sharing`](super::sharing::sharing) says so.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-use super::context::{Bound, attribute, supports};
+use super::context::{check_alloc, free_bytes};
+use super::copy::fill;
+use super::device::Bound;
 use super::error::unavailable;
 use super::ffi::{
     self, CuAllocation, CuDevicePtr, CuMemAccessDesc, CuMemAllocationProp, CuMemLocation, CuResult,
 };
-use super::memory::{check_alloc, fill, free_bytes};
+use super::sharing::Sharing;
 use super::stream;
 use crate::driver::{DevicePtr, FabricHandle};
 use crate::error::{Error, Result};
-
-/// What a device can do with shareable memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sharing {
-    /// Memory can be created for RDMA by a network card.
-    pub rdma: bool,
-    /// Memory can be given to other hosts of the NVLink domain.
-    pub fabric: bool,
-}
-
-/// What the device can share; the error says why it cannot.
-pub fn sharing(device: cust::device::Device) -> Result<Sharing> {
-    const REMEDY: &str = "epoxide shares device memory between ranks as file descriptors, which takes bare Linux or a \
-                          virtual machine with the whole GPU passed through, not WSL or a vGPU";
-    let what = || format!("shareable memory of CUDA device {}", device.as_raw());
-    if attribute(device, ffi::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? == 0 {
-        return Err(unavailable(what(), format!("no virtual memory management here; {REMEDY}")));
-    }
-    if attribute(device, ffi::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)? == 0 {
-        return Err(unavailable(what(), format!("no export as a file descriptor here; {REMEDY}")));
-    }
-    Ok(Sharing {
-        rdma: supports(device, ffi::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
-        fabric: supports(device, ffi::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED),
-    })
-}
 
 /// Why this device may not touch the peer's memory.
 pub fn no_peer_access(bound: &Bound<'_>, result: CuResult, owner: Option<c_int>, peer: &str) -> Error {
@@ -110,7 +86,7 @@ pub fn round_up(bound: &Bound<'_>, bytes: u64, sharing: Sharing, label: &str) ->
     (bytes as usize).checked_next_multiple_of(granularity).ok_or_else(|| Error::OutOfMemory {
         what: label.into(),
         requested: bytes,
-        available: free_bytes(bound).unwrap_or(0),
+        available: free_bytes(&bound.current).unwrap_or(0),
     })
 }
 
@@ -135,7 +111,7 @@ impl Physical {
                 result = create(now);
             }
         }
-        check_alloc(bound, result, "cuMemCreate", len as u64, label)?;
+        check_alloc(&bound.current, result, "cuMemCreate", len as u64, label)?;
         Ok(Physical(allocation))
     }
 

@@ -3,18 +3,18 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use epoxide_gpu::layout::Section;
 use epoxide_vgpu::{Module, PtxError, Region};
 
-use super::capture::{Capture, Graph, Step};
+use super::capture::{Capture, RecordedGraph, Step};
 use super::coverage;
 use super::gpu::{Runner, VirtualGpu, memory_error};
 use super::machine::Drive;
-use super::state::{Allocation, Event, LastRecord, LoadedKernel, new_handle};
+use super::state::{Allocation, EventState, LastRecord, LoadedKernel, new_handle};
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::{HostPtr, Source, Target, Transfer};
 use crate::driver::{
-    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Section, Staging,
-    Streams,
+    CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging, Streams,
 };
 use crate::error::{Error, Result};
 
@@ -272,7 +272,7 @@ impl Device for VirtualGpu {
 
     fn event_create(&self, timing: bool) -> Result<u64> {
         let handle = new_handle();
-        self.shared.enter()?.events.insert(handle, Event { timing, last: LastRecord::Never });
+        self.shared.enter()?.events.insert(handle, EventState { timing, last: LastRecord::Never });
         Ok(handle)
     }
 
@@ -473,7 +473,7 @@ impl Device for VirtualGpu {
 
     fn graph_launch(&self, graph: u64, stream: u64) -> Result<()> {
         let (id, mut state) = self.enter_stream("graph_launch", stream)?;
-        let Graph { steps, .. } = self.shared.graph(&mut state, graph)?.clone();
+        let RecordedGraph { steps, .. } = self.shared.graph(&mut state, graph)?.clone();
         if let Some((capture, lane)) = state.recording(id)? {
             // In one lane, the recorded order is order enough.
             for (_, step) in steps.iter() {

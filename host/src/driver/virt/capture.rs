@@ -79,13 +79,13 @@ impl Capture {
     }
 
     /// The recording, or the stream whose work lane 0 does not wait for.
-    pub(super) fn finish(self) -> Result<Graph, u64> {
+    pub(super) fn finish(self) -> Result<RecordedGraph, u64> {
         for (lane, stream) in self.lanes.iter().enumerate().skip(1) {
             if self.seen[0][lane] < self.seen[lane][lane] {
                 return Err(*stream);
             }
         }
-        Ok(Graph {
+        Ok(RecordedGraph {
             steps: self.steps.into(),
             lanes: self.lanes.len(),
             marks: self.marks.len(),
@@ -96,7 +96,7 @@ impl Capture {
 
 /// A finished recording.
 #[derive(Debug, Clone)]
-pub(super) struct Graph {
+pub(super) struct RecordedGraph {
     /// In recorded order, each with its lane.
     pub(super) steps: Arc<[(usize, Step)]>,
     pub(super) lanes: usize,

@@ -38,7 +38,7 @@ struct Job {
 enum Work {
     /// Not a grid yet.
     Launch(Box<Launch>, Option<u64>),
-    /// With its number of warps.
+    /// A grid that runs, with its number of warps.
     Grid(Box<Grid>, u64),
     Transfer(Transfer),
 }

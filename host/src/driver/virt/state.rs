@@ -8,7 +8,7 @@ use epoxide_vgpu::{
     Checker, DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Past, Region, Timeline,
 };
 
-use super::capture::{Capture, Graph, Step};
+use super::capture::{Capture, RecordedGraph, Step};
 use super::mix::mix;
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::Launch;
@@ -130,7 +130,7 @@ impl GpuCore {
         state.queues.get_mut(&id).map(|queue| (id, queue)).ok_or_else(|| self.unknown("stream", stream))
     }
 
-    pub(super) fn event<'a>(&self, state: &'a mut State, event: u64) -> Result<&'a mut Event> {
+    pub(super) fn event<'a>(&self, state: &'a mut State, event: u64) -> Result<&'a mut EventState> {
         state.events.get_mut(&event).ok_or_else(|| self.unknown("event", event))
     }
 
@@ -142,7 +142,7 @@ impl GpuCore {
         state.kernels.get(&kernel).ok_or_else(|| self.unknown("kernel", kernel))
     }
 
-    pub(super) fn graph<'a>(&self, state: &'a mut State, graph: u64) -> Result<&'a mut Graph> {
+    pub(super) fn graph<'a>(&self, state: &'a mut State, graph: u64) -> Result<&'a mut RecordedGraph> {
         state.graphs.get_mut(&graph).ok_or_else(|| self.unknown("graph", graph))
     }
 
@@ -242,9 +242,9 @@ pub(super) struct State {
     pub(super) handles: HashMap<u64, u64>,
     /// The queue that stands for a caller's null stream.
     pub(super) default_queue: Option<u64>,
-    pub(super) events: HashMap<u64, Event>,
+    pub(super) events: HashMap<u64, EventState>,
     pub(super) captures: HashMap<u64, Capture>,
-    pub(super) graphs: HashMap<u64, Graph>,
+    pub(super) graphs: HashMap<u64, RecordedGraph>,
     pub(super) modules: HashMap<u64, Module>,
     pub(super) kernels: HashMap<u64, LoadedKernel>,
     pub(super) allocations: HashMap<u64, Allocation>,
@@ -367,7 +367,7 @@ impl State {
 }
 
 /// An event.
-pub(super) struct Event {
+pub(super) struct EventState {
     pub(super) timing: bool,
     pub(super) last: LastRecord,
 }

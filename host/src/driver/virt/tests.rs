@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use epoxide_gpu::layout::Section;
+
 use super::*;
 use crate::driver::{
     CopyEnd, Device, DevicePtr, Event, Fence, Graph as OwnedGraph, Kernel, LaunchConfig, MappedMemory,
-    Memory, MemoryKind, Module as OwnedModule, RawStream, Section, Stream,
+    Memory, MemoryKind, Module as OwnedModule, RawStream, Stream,
 };
 use crate::error::{Error, Result};
 
@@ -797,7 +799,7 @@ fn races_name_the_part_of_memory_that_they_are_in() {
 #[test]
 fn a_dropped_device_abandons_spinning_kernels() {
     let device = VirtualGpu::new(VirtConfig::default());
-    // By their handles, since nothing else of a device can be given back while a kernel spins.
+    // They are made by their handles, since nothing else of a device can be given back while a kernel spins.
     let module = device.module_load(PTX).unwrap();
     let kernel = device.module_kernel(module, "wait", 0).unwrap();
     let stream = device.stream_create(false).unwrap();

@@ -1,13 +1,13 @@
 //! Blocks of several ranks in one payload: each a 64-bit length and its bytes.
 
 /// Appends a block.
-pub(super) fn push(payload: &mut Vec<u8>, block: &[u8]) {
+pub(crate) fn push(payload: &mut Vec<u8>, block: &[u8]) {
     payload.extend_from_slice(&(block.len() as u64).to_le_bytes());
     payload.extend_from_slice(block);
 }
 
 /// The payload of several blocks.
-pub(super) fn pack<'a>(blocks: impl Iterator<Item = &'a [u8]> + Clone) -> Vec<u8> {
+pub(crate) fn pack<'a>(blocks: impl Iterator<Item = &'a [u8]> + Clone) -> Vec<u8> {
     let bytes = blocks.clone().map(|block| block.len() + 8).sum();
     let mut payload = Vec::with_capacity(bytes);
     blocks.for_each(|block| push(&mut payload, block));
@@ -15,7 +15,7 @@ pub(super) fn pack<'a>(blocks: impl Iterator<Item = &'a [u8]> + Clone) -> Vec<u8
 }
 
 /// The blocks of a payload, if it holds exactly `count`.
-pub(super) fn unpack(mut payload: &[u8], count: usize) -> Option<Vec<Vec<u8>>> {
+pub(crate) fn unpack(mut payload: &[u8], count: usize) -> Option<Vec<Vec<u8>>> {
     let mut blocks = Vec::new();
     while !payload.is_empty() {
         let (length, rest) = payload.split_first_chunk::<8>()?;

@@ -27,7 +27,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// As the API spells it.
+    /// Its name as the API spells it.
     pub fn name(self) -> &'static str {
         match self {
             Operation::Barrier => "barrier",
@@ -139,7 +139,7 @@ pub enum Call {
     Scatter {
         /// The rank that has the parts.
         root: u32,
-        /// By rank; not looked at elsewhere.
+        /// What each rank gets, by rank; not looked at on other ranks than the root.
         parts: Vec<Vec<u8>>,
     },
     /// Elementwise, the result on `root`. Gives [`CallResult::Data`] there, [`CallResult::Done`] elsewhere.
@@ -175,7 +175,7 @@ pub enum Call {
     },
     /// Part `p` of rank `r` becomes part `r` of rank `p`; lengths may differ. Gives [`CallResult::Parts`], by sender.
     AllToAll {
-        /// By receiver.
+        /// What each receiver gets, by its rank.
         parts: Vec<Vec<u8>>,
     },
     /// Sends and receives that go on at the same time. Gives [`CallResult::Messages`], one for each receive in order.

@@ -1,6 +1,7 @@
 //! All-gather and all-to-all.
 
-use super::{Run, blocks};
+use super::blocks;
+use super::run::Run;
 use crate::error::Result;
 
 impl Run<'_> {

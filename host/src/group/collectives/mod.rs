@@ -1,47 +1,23 @@
 //! The collectives over the mesh: trees for what has a root, doubling for what is small, rings for what is large.
 
-mod blocks;
+pub(super) mod blocks;
 pub(crate) mod call;
 mod exchange;
-pub(crate) mod fallback;
 pub(crate) mod p2p;
 mod reductions;
 mod rooted;
+mod run;
 
 pub use call::{Call, CallResult, Message, Operation, P2p};
 
 use std::time::Duration;
 
+use self::run::Run;
 use super::mesh::{Engine, Signature};
 use super::recorder::Recorder;
 use crate::error::{Error, Result};
 
-/// One collective under way.
-pub(crate) struct Run<'a> {
-    pub engine: &'a mut Engine,
-    pub rank: u32,
-    pub size: u32,
-}
-
 impl Run<'_> {
-    /// Sends to one rank while receiving from one; payloads of one step.
-    fn swap(&mut self, to: u32, payload: &[u8], from: u32) -> Result<Vec<u8>> {
-        self.engine.exchange(&[(to, payload)], &[from]).map(|mut all| all.pop().unwrap_or_default())
-    }
-
-    fn send(&mut self, to: u32, payload: &[u8]) -> Result<()> {
-        self.engine.exchange(&[(to, payload)], &[]).map(drop)
-    }
-
-    fn receive(&mut self, from: u32) -> Result<Vec<u8>> {
-        self.engine.exchange(&[], &[from]).map(|mut all| all.pop().unwrap_or_default())
-    }
-
-    /// A peer's payload that does not have the shape the algorithm needs.
-    fn malformed(&self, peer: u32, what: impl std::fmt::Display) -> Error {
-        self.engine.error(vec![peer], format!("rank {peer} sent {what}"))
-    }
-
     /// Dissemination: in round `k` each rank tells the one 2^k after it.
     pub(crate) fn barrier(&mut self) -> Result<()> {
         let mut distance = 1;

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::Run;
+use super::run::Run;
 use crate::error::Result;
 use crate::group::element::{self, ElementType, ReduceOp};
 

@@ -3,7 +3,8 @@
 //! Ranks are counted from the root. The parent of a rank is the rank without its lowest set bit; the children of a rank
 //! add each lower bit to it, so that the subtree of a rank is the range up to the next bit.
 
-use super::{Run, blocks};
+use super::blocks;
+use super::run::Run;
 use crate::error::Result;
 
 impl Run<'_> {
@@ -40,7 +41,7 @@ impl Run<'_> {
         Ok(data)
     }
 
-    /// By rank, on the root.
+    /// What every rank gave, by rank; only the root gets it.
     pub(super) fn gather(&mut self, root: u32, data: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>> {
         let relative = self.relative(root);
         let mut payload = Vec::with_capacity(data.len() + 8);

@@ -70,7 +70,7 @@ impl RankExits {
 
 /// The rank that failed first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
+pub struct FirstFailure {
     /// Its number.
     pub rank: u32,
     /// Its host's number.
@@ -85,7 +85,7 @@ pub struct Failure {
     pub stderr: Vec<String>,
 }
 
-impl std::fmt::Display for Failure {
+impl std::fmt::Display for FirstFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "rank {} {}", self.rank, self.exit)?;
         if !self.stderr.is_empty() {
@@ -99,7 +99,7 @@ impl std::fmt::Display for Failure {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchEnd {
     /// The first failure of the last start, if a rank failed before a signal ended the launch.
-    pub failure: Option<Failure>,
+    pub failure: Option<FirstFailure>,
     /// The signal that ended the launch.
     pub signal: Option<i32>,
     /// How often the ranks were started again.

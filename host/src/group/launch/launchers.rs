@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::exit::Failure;
+use super::exit::FirstFailure;
 use super::plan::Launch;
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
@@ -22,7 +22,7 @@ const POLL: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Trouble {
     /// A rank failed.
-    Rank(Failure),
+    Rank(FirstFailure),
     /// Somebody ended the launch.
     Signal(i32),
 }

@@ -5,10 +5,10 @@ mod child;
 mod exit;
 mod launchers;
 mod phase;
-mod place;
 mod plan;
 mod port;
 mod processes;
+mod rank_environment;
 mod relay;
 mod signals;
 mod store_directory;
@@ -22,15 +22,15 @@ pub use child::current_exe;
 #[doc(hidden)]
 pub use child::die_with_parent;
 #[doc(hidden)]
-pub use exit::{Failure, LaunchEnd};
+pub use exit::{FirstFailure, LaunchEnd};
 pub use exit::{RankExit, RankExits};
-#[doc(hidden)]
-pub use place::Place;
 #[doc(hidden)]
 pub use plan::{Launch, Nodes};
 #[doc(hidden)]
 pub use port::HeldPort;
 pub use processes::spawn_ranks;
+#[doc(hidden)]
+pub use rank_environment::RankEnvironment;
 #[doc(hidden)]
 pub use relay::Sinks;
 #[doc(hidden)]

@@ -27,7 +27,7 @@ impl Nodes {
 
 /// A launch of ranks on this host, with the environment that torchrun gives them.
 ///
-/// Every rank is a process group of its own and finds the variables of [`Place::variables`](super::Place::variables) in its environment, with
+/// Every rank is a process group of its own and finds the variables of [`RankEnvironment::variables`](super::RankEnvironment::variables) in its environment, with
 /// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset. Rank 0 of the host keeps the launcher's standard
 /// input unless that is a terminal; the others have none. What the ranks print is passed on by whole lines.
 ///

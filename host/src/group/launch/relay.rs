@@ -69,7 +69,7 @@ pub(super) enum Kind {
 }
 
 /// One rank's stream.
-pub(super) struct Stream {
+pub(super) struct RankOutput {
     /// What every line begins with.
     pub prefix: String,
     /// The read end of the rank's pipe.
@@ -86,7 +86,7 @@ pub(super) struct Relay {
 }
 
 impl Relay {
-    pub fn start(kind: Kind, streams: Vec<Stream>, sinks: Sinks) -> Result<Relay> {
+    pub fn start(kind: Kind, streams: Vec<RankOutput>, sinks: Sinks) -> Result<Relay> {
         let (ended, running) = std::io::pipe().map_err(|error| Error::os("pipe", error))?;
         let builder = std::thread::Builder::new().name(format!("relay {kind:?}"));
         let thread = builder.spawn(move || pump(kind, streams, &sinks, &ended));
@@ -100,9 +100,9 @@ impl Relay {
     }
 }
 
-fn pump(kind: Kind, streams: Vec<Stream>, sinks: &Sinks, ended: &PipeReader) -> Vec<Tail> {
+fn pump(kind: Kind, streams: Vec<RankOutput>, sinks: &Sinks, ended: &PipeReader) -> Vec<Tail> {
     let mut lines: Vec<Lines> = streams.iter().map(|stream| Lines::new(&stream.prefix)).collect();
-    let mut streams: Vec<Option<Stream>> = streams.into_iter().map(Some).collect();
+    let mut streams: Vec<Option<RankOutput>> = streams.into_iter().map(Some).collect();
     let mut chunk = vec![0; 1 << 16];
     let mut out = Vec::new();
     let mut deadline: Option<Instant> = None;
@@ -254,7 +254,7 @@ mod tests {
         let (reader, mut writer) = std::io::pipe().unwrap();
         let (mut passed, sink) = std::io::pipe().unwrap();
         let sinks = Sinks::new(Box::new(sink), Box::new(std::io::sink()));
-        let stream = Stream { prefix: "> ".to_owned(), pipe: reader.into(), log: None };
+        let stream = RankOutput { prefix: "> ".to_owned(), pipe: reader.into(), log: None };
         let relay = Relay::start(Kind::Out, vec![stream], sinks).unwrap();
         writer.write_all(b"a\nb").unwrap();
         // The writer is still open, as that of a rank's daemon would be.

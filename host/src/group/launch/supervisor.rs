@@ -8,13 +8,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::child::die_with_parent;
-use super::exit::{Failure, LaunchEnd};
+use super::exit::{FirstFailure, LaunchEnd};
 use super::launchers::{Launchers, Trouble};
 use super::phase::Phase;
-use super::place::Place;
 use super::plan::Launch;
 use super::port::HeldPort;
-use super::relay::{Kind, Relay, Stream};
+use super::rank_environment::RankEnvironment;
+use super::relay::{Kind, RankOutput, Relay};
 use super::signals::{Signals, ends};
 use super::store_directory::StoreDirectory;
 use super::watched::{Process, Watched};
@@ -35,7 +35,7 @@ impl Launch {
     pub fn run(
         &self,
         mut signals: Option<&mut Signals>,
-        command: impl Fn(&Place) -> Result<Command>,
+        command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<LaunchEnd> {
         self.check()?;
         let launchers = match &self.nodes.endpoint {
@@ -64,8 +64,8 @@ impl Launch {
         restarts: u32,
         mut signals: Option<&mut Signals>,
         launchers: Option<&Launchers>,
-        command: impl Fn(&Place) -> Result<Command>,
-    ) -> Result<(Option<Failure>, Option<i32>)> {
+        command: impl Fn(&RankEnvironment) -> Result<Command>,
+    ) -> Result<(Option<FirstFailure>, Option<i32>)> {
         // With several hosts the ranks meet at rank 0's store alone.
         let directory = (self.nodes.count == 1).then(StoreDirectory::create).transpose()?;
         let store = directory.as_ref().map(|directory| FileStore::new(&directory.path)).transpose()?;
@@ -83,7 +83,7 @@ impl Launch {
         let mut ranks = Watched::default();
         let (mut out, mut err) = (Vec::new(), Vec::new());
         for local_rank in 0..self.ranks_per_node {
-            let place = Place {
+            let environment = RankEnvironment {
                 local_rank,
                 local_size: self.ranks_per_node,
                 node: self.nodes.rank,
@@ -95,20 +95,24 @@ impl Launch {
                 max_restarts: self.max_restarts,
                 run_id: launchers.map_or(&self.run_id, Launchers::run_id).clone(),
             };
-            let mut child = self.spawn(&place, command(&place)?)?;
-            let prefix = if self.prefix { format!("[rank {}] ", place.rank()) } else { String::new() };
+            let mut child = self.spawn(&environment, command(&environment)?)?;
+            let prefix = if self.prefix { format!("[rank {}] ", environment.rank()) } else { String::new() };
             let mut streams = [None, None];
             streams[0] = child.stdout.take().map(OwnedFd::from);
             streams[1] = child.stderr.take().map(OwnedFd::from);
             // The logs come last: a rank that runs must be watched whatever happens.
-            ranks.0.push(Process::new(place.rank(), place.node, child, true));
+            ranks.0.push(Process::new(environment.rank(), environment.node, child, true));
             for (pipe, name, streams) in streams
                 .into_iter()
                 .zip([("stdout", &mut out), ("stderr", &mut err)])
                 .map(|(a, (b, c))| (a, b, c))
             {
                 if let Some(pipe) = pipe {
-                    streams.push(Stream { prefix: prefix.clone(), pipe, log: self.log(&place, name)? });
+                    streams.push(RankOutput {
+                        prefix: prefix.clone(),
+                        pipe,
+                        log: self.log(&environment, name)?,
+                    });
                 }
             }
         }
@@ -143,25 +147,26 @@ impl Launch {
         })
     }
 
-    fn spawn(&self, place: &Place, mut command: Command) -> Result<Child> {
-        command.envs(place.variables()).process_group(0);
+    fn spawn(&self, environment: &RankEnvironment, mut command: Command) -> Result<Child> {
+        command.envs(environment.variables()).process_group(0);
         if self.ranks_per_node > 1 && std::env::var_os("OMP_NUM_THREADS").is_none() {
             command.env("OMP_NUM_THREADS", "1");
         }
-        let reads = place.local_rank == 0 && !std::io::IsTerminal::is_terminal(&std::io::stdin());
+        let reads = environment.local_rank == 0 && !std::io::IsTerminal::is_terminal(&std::io::stdin());
         command.stdin(if reads { Stdio::inherit() } else { Stdio::null() });
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         die_with_parent(&mut command);
         command.spawn().map_err(|error| {
             let program = Path::new(command.get_program()).display();
-            Error::os("spawn", format!("rank {}, {program}: {error}", place.rank()))
+            Error::os("spawn", format!("rank {}, {program}: {error}", environment.rank()))
         })
     }
 
     /// The log file of one of a rank's streams.
-    fn log(&self, place: &Place, name: &str) -> Result<Option<File>> {
+    fn log(&self, environment: &RankEnvironment, name: &str) -> Result<Option<File>> {
         let Some(directory) = &self.log_dir else { return Ok(None) };
-        let directory = directory.join(format!("attempt_{}", place.restarts)).join(place.rank().to_string());
+        let directory =
+            directory.join(format!("attempt_{}", environment.restarts)).join(environment.rank().to_string());
         let path = directory.join(format!("{name}.log"));
         let file = fs::create_dir_all(&directory).and_then(|()| File::create(&path));
         file.map(Some).map_err(|error| {
@@ -177,8 +182,8 @@ impl Launch {
         asks: Option<Duration>,
         report: impl Fn(Trouble) -> Result<()>,
         elsewhere: impl Fn() -> Result<bool>,
-    ) -> Result<(Option<Failure>, Option<i32>)> {
-        let mut failure: Option<Failure> = None;
+    ) -> Result<(Option<FirstFailure>, Option<i32>)> {
+        let mut failure: Option<FirstFailure> = None;
         let (mut ended_by, mut ended_elsewhere) = (None, false);
         let mut phase = Phase::Running;
         while ranks.running() > 0 {

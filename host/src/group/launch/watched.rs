@@ -9,7 +9,7 @@ use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, pidfd_open, waitid,
 };
 
-use super::exit::{Failure, RankExit};
+use super::exit::{FirstFailure, RankExit};
 use super::signals::Signals;
 use crate::error::{Error, Result};
 
@@ -124,8 +124,8 @@ impl Watched {
 
     /// Notes which have ended; returns one that failed. Of several, one that a signal ended: the others tend to fail
     /// because of it.
-    pub fn look(&mut self) -> Result<Option<Failure>> {
-        let mut failed: Option<Failure> = None;
+    pub fn look(&mut self) -> Result<Option<FirstFailure>> {
+        let mut failed: Option<FirstFailure> = None;
         for (local_rank, process) in (0u32..).zip(&mut self.0).filter(|(_, process)| process.exit.is_none()) {
             let Some(exit) = process.look()? else { continue };
             let earlier = failed.as_ref().is_some_and(|failure| {
@@ -133,7 +133,7 @@ impl Watched {
             });
             if !exit.success() && !earlier {
                 let (rank, node, pid) = (process.rank, process.node, process.child.id());
-                failed = Some(Failure { rank, node, local_rank, pid, exit, stderr: Vec::new() });
+                failed = Some(FirstFailure { rank, node, local_rank, pid, exit, stderr: Vec::new() });
             }
         }
         Ok(failed)

@@ -71,7 +71,7 @@ pub(crate) struct Engine {
     epoll: OwnedFd,
     pub wake: Arc<Wake>,
     pub peers: Vec<Peer>,
-    /// By epoll key; `None` once closed.
+    /// The connections, by epoll key; `None` once closed.
     conns: Vec<Option<Conn>>,
     scratch: Vec<u8>,
     /// Messages of send and receive, as they came.
@@ -396,7 +396,7 @@ impl Engine {
                 peer.health = Health::GaveUp(reason.clone());
                 self.aborted.get_or_insert((from, header.sequence, reason));
             }
-            // Of a connection, not of the rank: `read` takes it.
+            // It speaks of a connection, not of the rank: `read` takes it.
             Kind::Goodbye => {}
         }
     }

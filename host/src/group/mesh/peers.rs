@@ -9,7 +9,7 @@ use super::frame::{Header, Signature};
 /// How a peer is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Health {
-    /// As far as known.
+    /// It lives, as far as is known.
     Alive,
     /// It said goodbye.
     Left,
@@ -51,7 +51,7 @@ impl Peer {
         }
     }
 
-    /// For error texts.
+    /// When it was last heard of, for error texts.
     pub(crate) fn last_seen(&self) -> String {
         match &self.seen {
             Some((sequence, signature)) => format!("last seen in {} #{sequence}", signature.operation.name()),

@@ -17,7 +17,7 @@ impl Engine {
         if let Some(mismatch) = &self.mismatch {
             return Err(mismatch.clone());
         }
-        // Of an operation after this one, it does not keep this one from ending.
+        // Where it is of an operation after this one, it does not keep this one from ending.
         let collective = self.current.as_ref().filter(|current| current.signature.operation.is_collective());
         let now = collective.map_or(u64::MAX, |current| current.sequence);
         if let Some((peer, sequence, reason)) = &self.aborted

@@ -1,6 +1,6 @@
 //! Joining the group that the environment, or an address, names.
 //!
-//! First a rank learns who it is ([`Member`]), then where all meet ([`Site`]), and then they [`Meeting`].
+//! First a rank learns who it is ([`Member`]), then where all meet ([`Site`]), and then they [`Rendezvous`].
 
 mod member;
 mod site;
@@ -23,21 +23,21 @@ const PREFIX: &str = "epoxide";
 /// The key of the number of ranks.
 const SIZE_KEY: &str = "world_size";
 
-/// Joins the group that the environment names; see [`Meeting::from_env`]. Collectives wait up to `timeout`.
+/// Joins the group that the environment names; see [`Rendezvous::from_env`]. Collectives wait up to `timeout`.
 pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
-    Meeting::from_env(timeout)?.group("world", timeout)
+    Rendezvous::from_env(timeout)?.group("world", timeout)
 }
 
 /// A rank that knows who it is and has reached the store: what a process group is made from.
 #[derive(Debug, Clone)]
-pub struct Meeting {
+pub struct Rendezvous {
     /// Who this rank is.
     pub member: Member,
     /// Where the ranks meet. Keys of other programs on the same server cannot collide with these.
     pub store: Arc<dyn Store>,
 }
 
-impl Meeting {
+impl Rendezvous {
     /// Meets where the environment says (`env://`).
     ///
     /// Who this rank is, the variables of the program that started it tell: see [`Member::detect`]. Where the ranks meet,
@@ -49,17 +49,17 @@ impl Meeting {
     /// - Slurm's list of hosts: rank 0 serves the store on the first, at a port that follows from the job's number.
     ///
     /// Waits up to `timeout` for the store.
-    pub fn from_env(timeout: Duration) -> Result<Meeting> {
-        Meeting::at("env://", timeout)
+    pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
+        Rendezvous::at("env://", timeout)
     }
 
-    /// Meets at an address: `env://` (see [`Meeting::from_env`]), `tcp://host:port?rank=R&world_size=N`, where rank 0 is
+    /// Meets at an address: `env://` (see [`Rendezvous::from_env`]), `tcp://host:port?rank=R&world_size=N`, where rank 0 is
     /// the server, or `file:///directory?rank=R&world_size=N`. Without rank and size the environment has them.
-    pub fn at(address: &str, timeout: Duration) -> Result<Meeting> {
-        Meeting::looking_up(address, timeout, &environment)
+    pub fn at(address: &str, timeout: Duration) -> Result<Rendezvous> {
+        Rendezvous::looking_up(address, timeout, &environment)
     }
 
-    fn looking_up(address: &str, timeout: Duration, variable: Lookup<'_>) -> Result<Meeting> {
+    fn looking_up(address: &str, timeout: Duration, variable: Lookup<'_>) -> Result<Rendezvous> {
         let (member, site) = if address == "env://" {
             let member = Member::required(variable)?;
             let site = Site::from_variables(&member, variable)?;
@@ -69,7 +69,7 @@ impl Meeting {
         };
         let store = open(&site, &member, timeout, variable)?;
         agree_on_size(&*store, &member)?;
-        Ok(Meeting { member, store })
+        Ok(Rendezvous { member, store })
     }
 
     /// A group of the ranks that met. Collectives wait up to `timeout`. Fails when another rank has joined with the same
@@ -119,10 +119,10 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(10);
 
-    fn meet(address: &str, variables: &[(&str, &str)]) -> Result<Meeting> {
+    fn meet(address: &str, variables: &[(&str, &str)]) -> Result<Rendezvous> {
         let lookup =
             |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-        Meeting::looking_up(address, TIMEOUT, &lookup)
+        Rendezvous::looking_up(address, TIMEOUT, &lookup)
     }
 
     fn free_port() -> String {

@@ -10,7 +10,8 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::sockopt;
 
-use super::{MAX_REASON, left, refusal, wait_for, word32, word64};
+use super::frame::{MAX_REASON, refusal, word32, word64};
+use super::wait::{left, wait_for};
 use crate::error::{Error, Result};
 use crate::group::{SOCKET_IFNAME, interface_address};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
@@ -50,7 +51,7 @@ pub(super) fn dial(
     peer: u32,
     deadline: Instant,
 ) -> Result<TcpStream> {
-    let fail = |reason: String| setup.place(peer).error("connect", reason);
+    let fail = |reason: String| setup.ends(peer).error("connect", reason);
     let (token, socket_address) =
         parse_address(address).ok_or_else(|| fail(format!("it announced no address but {address:?}")))?;
     let failed = |error: std::io::Error| {
@@ -156,7 +157,7 @@ impl Door {
                     setup.timeout,
                     missing.len() - 1
                 );
-                return Err(setup.place(peer).error("connect", reason));
+                return Err(setup.ends(peer).error("connect", reason));
             }
             for index in self.ready(&pending)?.into_iter().rev() {
                 let (socket, bytes) = &mut pending[index];
@@ -172,7 +173,7 @@ impl Door {
                     Verdict::Incomplete => {}
                     Verdict::Welcome(queue, peer) => {
                         let ready = socket.write_all(&[0; 4]).and_then(|()| socket.set_nonblocking(false));
-                        ready.map_err(|error| setup.place(peer).error("connect", error.to_string()))?;
+                        ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
                         accepted.insert((queue, peer), socket);
                     }
                     Verdict::Stranger(reason) => {
@@ -181,7 +182,7 @@ impl Door {
                     }
                     Verdict::Wrong(peer, reason) => {
                         let _ = socket.write_all(&refusal(&reason));
-                        return Err(setup.place(peer).error("connect", reason));
+                        return Err(setup.ends(peer).error("connect", reason));
                     }
                 }
             }

@@ -9,12 +9,12 @@ use std::thread::JoinHandle;
 
 use rustix::io::Errno;
 
-use super::{FAREWELL, GOODBYE, HEADER, refusal, word64};
+use super::frame::{FAREWELL, GOODBYE, HEADER, refusal, word64};
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
-use crate::transport::setup::{Place, Setup, WireHost, store_counter};
+use crate::transport::setup::{LinkEnds, Setup, WireHost, store_counter};
 
 /// All receiving ends of a rank.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ impl Receivers {
         for ((queue, peer), socket) in incoming {
             let socket = Arc::new(socket);
             let target = WireHost::of(setup)?;
-            let reader = Reader { place: setup.place(peer), socket: socket.clone(), target };
+            let reader = Reader { ends: setup.ends(peer), socket: socket.clone(), target };
             let shared = receivers.shared.clone();
             let run = move || {
                 let _rule = NoDriverCalls::new("a receiver");
@@ -85,7 +85,7 @@ fn send_flags() -> rustix::net::SendFlags {
 
 /// The receiving end of a queue.
 struct Reader {
-    place: Place,
+    ends: LinkEnds,
     socket: Arc<TcpStream>,
     target: WireHost,
 }
@@ -105,7 +105,7 @@ impl Reader {
             if let Err(reason) = put.check(self.target.bytes()) {
                 let _ = rustix::net::send(self.socket.as_fd(), &refusal(&reason), send_flags());
                 let _ = self.socket.shutdown(std::net::Shutdown::Both);
-                return Err(self.place.error("receive", format!("refused a frame of it: {reason}")));
+                return Err(self.ends.error("receive", format!("refused a frame of it: {reason}")));
             }
             self.store(&put)?;
         }
@@ -135,13 +135,13 @@ impl Reader {
                 0 => {
                     let reason =
                         "the connection ended without a goodbye: the rank died, or gave up puts under way";
-                    return Err(self.place.error("receive", reason));
+                    return Err(self.ends.error("receive", reason));
                 }
                 1.. => taken += count as usize,
                 _ => {
                     let error = std::io::Error::last_os_error();
                     if Errno::from_io_error(&error) != Some(Errno::INTR) {
-                        return Err(self.place.error("receive", format!("the connection broke: {error}")));
+                        return Err(self.ends.error("receive", format!("the connection broke: {error}")));
                     }
                 }
             }

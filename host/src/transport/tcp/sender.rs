@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::{FAREWELL, GOODBYE, HEADER, MAX_REASON, header, left, wait_for, word32};
+use super::frame::{FAREWELL, GOODBYE, HEADER, MAX_REASON, header, word32};
+use super::wait::{left, wait_for};
 use crate::error::{Error, Result};
-use crate::transport::put::{Interrupt, Put, Queue};
-use crate::transport::setup::{LOOK, Place, Setup, WireHost, deadline};
+use crate::transport::put::{Interrupt, Put, PutQueue};
+use crate::transport::setup::{LOOK, LinkEnds, Setup, WireHost, deadline};
 
 /// Puts per system call: two pieces each, of at most 1024.
 const WRITE_PUTS: usize = 256;
@@ -21,7 +22,7 @@ const GOODBYE_TIME: Duration = Duration::from_millis(200);
 /// A connection that puts go over.
 #[derive(Debug)]
 pub(super) struct TcpQueue {
-    place: Place,
+    ends: LinkEnds,
     /// Does not block.
     socket: TcpStream,
     source: WireHost,
@@ -34,10 +35,10 @@ pub(super) struct TcpQueue {
 }
 
 impl TcpQueue {
-    pub(super) fn new(setup: &Setup<'_>, place: Place, socket: TcpStream) -> Result<TcpQueue> {
-        socket.set_nonblocking(true).map_err(|error| place.error("connect", error.to_string()))?;
+    pub(super) fn new(setup: &Setup<'_>, ends: LinkEnds, socket: TcpStream) -> Result<TcpQueue> {
+        socket.set_nonblocking(true).map_err(|error| ends.error("connect", error.to_string()))?;
         Ok(TcpQueue {
-            place,
+            ends,
             socket,
             source: WireHost::of(setup)?,
             timeout: setup.options.timeout,
@@ -51,10 +52,10 @@ impl TcpQueue {
     fn put(&mut self, puts: &[Put]) -> Result<()> {
         let deadline = deadline(self.timeout);
         if let Some(reason) = self.farewell() {
-            return Err(self.place.error("put", reason));
+            return Err(self.ends.error("put", reason));
         }
         for put in puts {
-            put.check(self.source.bytes()).map_err(|reason| self.place.error("put", reason))?;
+            put.check(self.source.bytes()).map_err(|reason| self.ends.error("put", reason))?;
         }
         for batch in puts.chunks(WRITE_PUTS) {
             let headers: Vec<[u8; HEADER]> = batch.iter().map(header).collect();
@@ -115,21 +116,21 @@ impl TcpQueue {
             _ => {
                 // It may have said why.
                 let reason = self.farewell().unwrap_or_else(|| format!("the connection broke: {error}"));
-                return Err(self.place.error("put", reason));
+                return Err(self.ends.error("put", reason));
             }
         }
         if self.interrupt.is_raised() {
-            return Err(self.place.error("put", "interrupted: this rank closes the link"));
+            return Err(self.ends.error("put", "interrupted: this rank closes the link"));
         }
         if Instant::now() >= deadline {
             let reason = format!(
                 "it did not take all bytes within {:?}: it hangs, or the network is down",
                 self.timeout
             );
-            return Err(self.place.error("put", reason));
+            return Err(self.ends.error("put", reason));
         }
         if let Some(reason) = self.farewell() {
-            return Err(self.place.error("put", reason));
+            return Err(self.ends.error("put", reason));
         }
         let mut polled = [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::OUT)];
         wait_for(&mut polled, LOOK.min(left(deadline))).map_err(|error| Error::os("poll", error))
@@ -168,7 +169,7 @@ impl TcpQueue {
     }
 }
 
-impl Queue for TcpQueue {
+impl PutQueue for TcpQueue {
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -199,7 +200,7 @@ impl Queue for TcpQueue {
                 tracing::debug!("goodbye: {error}");
             }
             let _ = self.socket.shutdown(std::net::Shutdown::Write);
-            self.failed = Some(self.place.error("put", "this rank has closed the queue"));
+            self.failed = Some(self.ends.error("put", "this rank has closed the queue"));
         }
     }
 

@@ -4,17 +4,21 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 
 use super::door::{TOKEN, hello};
+use super::frame::{header, word64};
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
 use crate::group::launch::run_threads;
 use crate::transport::greeting::{PHASE, VERSION};
 use crate::transport::links::Receiving;
-use crate::transport::{Proxy, Queue, TransportKind, TransportOptions};
+use crate::transport::put::Put;
+use crate::transport::setup::deadline;
+use crate::transport::{Proxy, PutQueue, TransportKind, TransportOptions};
 
 const BYTES: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(10);
@@ -136,7 +140,7 @@ fn frames_out_of_range_are_refused_and_the_sender_is_told() {
             theirs.write_all(&header(&put)).unwrap();
             let error = wait_for_failure(&receivers);
             assert!(error.contains("with rank 1: refused a frame of it"), "{error}");
-            let mut queue = TcpQueue::new(setup, setup.place(1), theirs).unwrap();
+            let mut queue = TcpQueue::new(setup, setup.ends(1), theirs).unwrap();
             let told = queue.put_with_counter(&[good]).unwrap_err().to_string();
             assert!(told.contains("it refused a frame: ") && told.contains("must be"), "{told}");
         }
@@ -166,7 +170,7 @@ fn a_peer_that_dies_is_named_on_both_sides() {
             );
         }
         let (theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.place(1), ours).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.ends(1), ours).unwrap();
         let put = Put { bytes: 1024, ..Put::default() };
         queue.put_with_counter(&[put]).unwrap();
         drop(theirs);
@@ -187,7 +191,7 @@ fn a_goodbye_is_no_failure_and_a_missing_one_is() {
     alone(SOON, |setup| {
         let (theirs, ours) = pair();
         let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
-        let mut queue = TcpQueue::new(setup, setup.place(1), theirs).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.ends(1), theirs).unwrap();
         queue.put_with_counter(&[Put { counter: 24, value: 5, ..Put::default() }]).unwrap();
         queue.close();
         assert!(queue.put_with_counter(&[]).is_err(), "closed");
@@ -211,14 +215,14 @@ fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
             }
         };
         let (_theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.place(1), ours).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.ends(1), ours).unwrap();
         let start = Instant::now();
         let error = fill(&mut queue);
         assert!(error.contains("rank 1: it did not take all bytes within 300ms"), "{error}");
         assert!(start.elapsed() < SOON);
 
         let (_theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.place(1), ours).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.ends(1), ours).unwrap();
         queue.timeout = Duration::from_secs(600);
         let interrupt = queue.interrupt();
         std::thread::scope(|scope| {
@@ -238,7 +242,7 @@ fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
 fn a_proxy_ends_promptly_though_its_peer_stalls() {
     alone(Duration::from_secs(600), |setup| {
         let (_theirs, ours) = pair();
-        let queue = Box::new(TcpQueue::new(setup, setup.place(1), ours).unwrap());
+        let queue = Box::new(TcpQueue::new(setup, setup.ends(1), ours).unwrap());
         let link = Link { peer: 1, index: 0, queue };
         let proxy = Proxy::start(setup.memory.device(), link).unwrap();
         let ring = proxy.handle().0;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::cards::{card_of, settings};
 use super::device::Card;
 use super::end::{End, Ends};
 use super::queue::{Remote, VerbsQueue};
@@ -78,7 +79,7 @@ pub(in crate::transport) fn connect(setup: &Setup<'_>) -> Result<Links> {
 }
 
 fn prepare(setup: &Setup<'_>) -> Result<Prepared> {
-    let settings = super::settings(setup.options)?;
+    let settings = settings(setup.options)?;
     let cards = Card::open(&settings, setup.memory.device().info())?.into_iter().map(|card| {
         let region = Arc::new(Region::new(&card.pd, setup.memory)?);
         tracing::debug!(device = card.context.name(), gid = ?card.gid, reach = %region.reach(), "verbs");
@@ -87,7 +88,7 @@ fn prepare(setup: &Setup<'_>) -> Result<Prepared> {
     let cards: Vec<(Card, Arc<Region>)> = cards.collect::<Result<_>>()?;
     let (mut qps, mut pairs) = (Vec::new(), Vec::new());
     for (queue, peer) in setup.pairs() {
-        let index = super::card_of(queue, cards.len());
+        let index = card_of(queue, cards.len());
         let card = &cards[index].0;
         let qp = Qp::new(&card.pd, card.depth)?;
         pairs.push(Pair { peer, queue, card: index, number: qp.number(), psn: packet_number() });
@@ -112,13 +113,13 @@ fn packet_number() -> u32 {
 }
 
 fn make_links(setup: &Setup<'_>, mut prepared: Prepared, all: &[Greeting]) -> Result<Links> {
-    let (mut links, mut ends) = (Vec::new(), Vec::new());
+    let (mut links, mut receiving) = (Vec::new(), Vec::new());
     for (mut qp, own) in std::mem::take(&mut prepared.qps).into_iter().zip(&prepared.offer.pairs) {
-        let place = setup.place(own.peer);
+        let ends = setup.ends(own.peer);
         // `meet` found an address in every greeting.
         let text = all.get(own.peer as usize).and_then(|greeting| greeting.address.as_deref().ok());
         let theirs: Offer = serde_json::from_str(text.unwrap_or_default())
-            .map_err(|error| place.error("connect", format!("its offer is unreadable: {error}")))?;
+            .map_err(|error| ends.error("connect", format!("its offer is unreadable: {error}")))?;
         let (card, region) = &prepared.cards[own.card];
         let (end, at) = far_end(setup, &prepared.offer, own, &theirs)?;
         qp.connect(&route(setup, card, end, at, own.peer)?, &behaviour(&prepared.settings), own.psn)
@@ -126,16 +127,16 @@ fn make_links(setup: &Setup<'_>, mut prepared: Prepared, all: &[Greeting]) -> Re
         let end = Arc::new(End::new(qp, region)?);
         let queue = VerbsQueue::new(
             end.clone(),
-            place,
+            ends,
             Remote { address: at.address, rkey: at.rkey },
             card.depth,
             card.max_message,
             setup.options.timeout,
         );
         links.push(Link { peer: own.peer, index: own.queue, queue: Box::new(queue) });
-        ends.push(end);
+        receiving.push(end);
     }
-    Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(Ends(ends))] })
+    Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(Ends(receiving))] })
 }
 
 /// The peer's end of a connection, and the card that it is on.
@@ -154,7 +155,7 @@ fn far_end<'a>(
     let end = theirs.pairs.iter().find(|pair| pair.peer == rank && pair.queue == own.queue);
     end.and_then(|end| Some((end, theirs.cards.get(end.card)?))).ok_or_else(|| {
         let reason = format!("its offer has no end of queue {}, or not the card of it", own.queue);
-        setup.place(peer).error("connect", reason)
+        setup.ends(peer).error("connect", reason)
     })
 }
 

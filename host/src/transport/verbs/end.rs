@@ -31,7 +31,7 @@ pub(super) struct End {
 }
 
 impl End {
-    /// Of a pair that is connected, before any rank sends.
+    /// Makes the end of a pair that is connected, before any rank sends.
     pub fn new(qp: Qp, region: &Arc<Region>) -> Result<End> {
         qp.receive(THEIR_GOODBYE)?;
         Ok(End {

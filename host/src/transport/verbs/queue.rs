@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use super::end::End;
 use super::raw::{self, From, Write};
 use crate::error::{Error, Result};
-use crate::transport::put::{Interrupt, Put, Queue};
-use crate::transport::setup::{Place, deadline};
+use crate::transport::put::{Interrupt, Put, PutQueue};
+use crate::transport::setup::{LinkEnds, deadline};
 
 /// The peer's wire memory, as large as the own.
 #[derive(Debug, Clone, Copy)]
@@ -21,7 +21,7 @@ pub(super) struct Remote {
 #[derive(Debug)]
 pub(super) struct VerbsQueue {
     end: Arc<End>,
-    place: Place,
+    ends: LinkEnds,
     remote: Remote,
     /// Most writes in flight.
     depth: u64,
@@ -34,7 +34,7 @@ pub(super) struct VerbsQueue {
     /// Writes posted, and of those the ones that have left.
     posted: u64,
     retired: u64,
-    /// Of the signalled writes in flight: their number, and how many puts have left when they have.
+    /// The signalled writes in flight: their number, and how many puts have left when they have.
     marks: VecDeque<(u64, u64)>,
     puts_posted: u64,
     puts_left: u64,
@@ -45,7 +45,7 @@ pub(super) struct VerbsQueue {
 impl VerbsQueue {
     pub fn new(
         end: Arc<End>,
-        place: Place,
+        ends: LinkEnds,
         remote: Remote,
         depth: u32,
         max_message: u32,
@@ -53,7 +53,7 @@ impl VerbsQueue {
     ) -> VerbsQueue {
         VerbsQueue {
             end,
-            place,
+            ends,
             remote,
             depth: depth.into(),
             max_message: u64::from(max_message).max(1),
@@ -80,7 +80,7 @@ impl VerbsQueue {
 
     fn error(&self, call: &'static str, status: String, remedy: String) -> Error {
         let operation = format!("put #{}", self.puts_left + 1);
-        Error::Verbs { call, status, peer: Some(self.place.peer), operation, remedy }
+        Error::Verbs { call, status, peer: Some(self.ends.peer), operation, remedy }
     }
 
     /// Adds a write to the chain; a chain that fills half the connection goes at once.
@@ -98,7 +98,7 @@ impl VerbsQueue {
         last.signalled = true;
         let id = last.id;
         self.wait(deadline, |queue| id - queue.retired <= queue.depth)?;
-        let operation = format!("put #{} to rank {}", self.puts_posted, self.place.peer);
+        let operation = format!("put #{} to rank {}", self.puts_posted, self.ends.peer);
         self.end.post(&chain, &operation).map_err(|error| self.fail(error))?;
         self.posted = id;
         self.marks.push_back((id, self.puts_posted));
@@ -134,7 +134,7 @@ impl VerbsQueue {
                 return Ok(());
             }
             if self.interrupt.is_raised() {
-                return Err(self.fail(self.place.error("put", "interrupted: this rank closes the link")));
+                return Err(self.fail(self.ends.error("put", "interrupted: this rank closes the link")));
             }
             if Instant::now() >= deadline {
                 let (flying, waited) = (self.posted - self.retired, start.elapsed());
@@ -172,20 +172,20 @@ fn remedy(status: u32) -> &'static str {
     }
 }
 
-impl Queue for VerbsQueue {
+impl PutQueue for VerbsQueue {
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
         self.usable()?;
         // Errors show early, and completions do not pile up.
         self.poll()?;
         if self.end.peer_left() {
             return Err(
-                self.fail(self.place.error("put", "it said goodbye before; close only after a barrier"))
+                self.fail(self.ends.error("put", "it said goodbye before; close only after a barrier"))
             );
         }
         let (address, bytes, lkey) =
             (self.end.region.address(), self.end.region.bytes(), self.end.region.lkey());
         for put in puts {
-            put.check(bytes).map_err(|reason| self.fail(self.place.error("put", reason)))?;
+            put.check(bytes).map_err(|reason| self.fail(self.ends.error("put", reason)))?;
         }
         let deadline = deadline(self.timeout);
         for put in puts {
@@ -218,7 +218,7 @@ impl Queue for VerbsQueue {
     fn close(&mut self) {
         if self.failure.is_none() {
             self.end.say_goodbye();
-            self.failure = Some(self.place.error("put", "this rank has closed the queue"));
+            self.failure = Some(self.ends.error("put", "this rank has closed the queue"));
         }
     }
 

@@ -249,7 +249,7 @@ mod tests {
             place(false, RdmaWriteOrder::Owner, Ok, only_host).unwrap(),
             (MemoryKind::MappedHost, Reach::Host)
         );
-        // Of two cards one.
+        // One of two cards reaches it.
         let one_of_two = |kind: &MemoryKind| weakest([Ok(Reach::DmaBuf), only_host(kind)]);
         assert_eq!(
             place(false, RdmaWriteOrder::Owner, Ok, one_of_two).unwrap(),

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
-use epoxide_bench::network::{self, Plan, WirePoint, WireResults};
+use epoxide_bench::network::{self, NetworkPlan, WirePoint, WireResults};
 use epoxide_bench::sweep::parse_values;
 
 use super::csv;
@@ -75,14 +75,14 @@ pub fn run(args: &Args) -> Result<()> {
     output::text_line(&text(&points))
 }
 
-fn measure(plan: &Plan, device: DeviceKind) -> Result<Vec<WirePoint>> {
+fn measure(plan: &NetworkPlan, device: DeviceKind) -> Result<Vec<WirePoint>> {
     let ranks = on_ranks(plan.topology, device, |device, group| network::rank(plan, &device, &**group))?;
     Ok(network::points(plan, &ranks))
 }
 
 impl Args {
     /// What the flags come to.
-    fn plan(&self) -> Result<Plan> {
+    fn plan(&self) -> Result<NetworkPlan> {
         let values = |flag: &str, texts: &[String]| -> Result<Vec<u64>> {
             let mut values = Vec::new();
             for text in texts {
@@ -96,7 +96,7 @@ impl Args {
         let launched = launched()?;
         let ranks_per_node = self.ranks_per_node.or(launched.is_none().then_some(1));
         let place = WorldFlags { mode: Some(Mode::Internode), nodes: self.nodes, ranks_per_node };
-        let plan = Plan {
+        let plan = NetworkPlan {
             sizes,
             depths,
             topology: place.topology(Mode::Internode, launched)?,

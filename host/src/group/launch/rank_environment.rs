@@ -6,7 +6,7 @@ use crate::group::env::{
 
 /// Where a rank is among the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct RankEnvironment {
     /// The rank's number among the ranks of its host.
     pub local_rank: u32,
     /// Ranks of the host.
@@ -29,7 +29,7 @@ pub struct Place {
     pub run_id: String,
 }
 
-impl Place {
+impl RankEnvironment {
     /// The rank's number among all.
     pub fn rank(&self) -> u32 {
         self.node * self.local_size + self.local_rank
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn ranks_count_through_the_nodes() {
-        let place = Place {
+        let environment = RankEnvironment {
             local_rank: 1,
             local_size: 4,
             node: 2,
@@ -87,7 +87,7 @@ mod tests {
             max_restarts: 5,
             run_id: "run".to_owned(),
         };
-        let variables = place.variables();
+        let variables = environment.variables();
         let value =
             |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str());
         for (name, expected) in [

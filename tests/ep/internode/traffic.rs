@@ -38,7 +38,8 @@ fn the_wire_carries_what_the_layout_says() {
             let mut counts = Vec::new();
             let mut place = rank.place()?;
             for turn in &turns {
-                let plan = oracle::Nodes::new(&turn.routing, ranks_per_node).plan(rank.rank, CHANNELS);
+                let plan =
+                    oracle::InternodeOracle::new(&turn.routing, ranks_per_node).plan(rank.rank, CHANNELS);
                 let inputs = Inputs::upload(turn, rank)?;
                 let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
                 if let Some(counted) = layout.num_tokens_per_rdma_rank() {

@@ -1,0 +1,46 @@
+//! Runs for tests, on the virtual GPU.
+
+use clap::Parser;
+
+use epoxide_bench::Plan;
+use epoxide_bench::measure::RankResult;
+use epoxide_bench::results::{Point, Results};
+
+use super::args::Args;
+use super::start::measure_points;
+
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    args: Args,
+}
+
+/// Small sizes, then what `line` says.
+pub fn flags(line: &str) -> Args {
+    let small = "bench --ranks-per-node 2 --tokens 8 --hidden 64 --experts 8 --topk 2 --warmup 1 --iters 2 \
+                 --num-sms 2 --seed 7";
+    let mut words: Vec<&str> = small.split_whitespace().collect();
+    for pair in line.split_whitespace().collect::<Vec<_>>().chunks(2) {
+        match words.iter().position(|word| *word == pair[0]) {
+            Some(at) => words[at + 1] = pair[1],
+            None => words.extend(pair),
+        }
+    }
+    Line::try_parse_from(words).unwrap().args
+}
+
+/// What the flags come to.
+pub fn arguments(line: &str) -> Plan {
+    flags(line).plan().unwrap()
+}
+
+/// A run on the virtual GPU.
+pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
+    measure_points(&arguments(line)).unwrap()
+}
+
+/// The committed points of H200s.
+pub fn h200() -> Vec<Point> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
+    Results::read(path.as_ref()).unwrap().points
+}

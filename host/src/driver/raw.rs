@@ -1,0 +1,109 @@
+//! What the methods of [`Device`](super::Device) take and give.
+
+use epoxide_gpu::layout::DevicePtr;
+
+/// What a device is and how large it is.
+#[derive(Debug, Clone)]
+pub struct DeviceInfo {
+    /// Index among the devices of this driver.
+    pub ordinal: u32,
+    /// Marketing name, or `virtual GPU`.
+    pub name: String,
+    /// True for the virtual GPU: its times are not those of any hardware.
+    pub is_virtual: bool,
+    /// Streaming multiprocessors.
+    pub sm_count: u32,
+    /// Most dynamic shared memory one block may ask for, in bytes.
+    pub max_shared_bytes_per_block: u32,
+    /// Device memory in bytes.
+    pub total_memory: u64,
+    /// Highest CUDA version the driver supports, as 1000 * major + 10 * minor.
+    pub driver_version: u32,
+    /// PCI bus id, or an empty string.
+    pub pci_bus_id: String,
+    /// What a network card's writes to this device's memory may be relied on for.
+    pub rdma_write_order: RdmaWriteOrder,
+}
+
+/// How memory may be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// Device memory out of the device's own stream-ordered pool. Neither getting it nor giving it back waits for anything or
+    /// holds anybody up: it goes back behind all work that was enqueued before in streams that this device knows
+    /// ([`Stream::new`](super::Stream::new), [`Stream::adopt`](super::Stream::adopt)). What others enqueued must have ended by then.
+    Device,
+    /// Device memory that can be exported as a file descriptor and mapped by peers. Giving it back unmaps it at once, and a kernel that
+    /// still uses it makes a fault: its owner waits first.
+    Shareable,
+    /// Page-locked host memory, mapped into the device's address space. Giving it back waits for the device's running kernels and
+    /// holds up every other call of the device meanwhile, as `cuMemFreeHost` does: not in the course of operations.
+    MappedHost,
+    /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to map as ordinary memory.
+    SharedHost,
+    /// Device memory by `cuMemAlloc`, which other libraries of a process use: giving it back waits and holds up like
+    /// [`MemoryKind::MappedHost`]. epoxide itself uses none; tests play such a neighbour with it.
+    Unpooled,
+}
+
+/// A raw allocation: what [`Device::alloc`](super::Device::alloc) and [`Device::import`](super::Device::import) return.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy)]
+pub struct RawMemory {
+    /// The driver's handle for it.
+    pub handle: u64,
+    /// Device address of the first byte.
+    pub ptr: DevicePtr,
+    /// Host address of the first byte, for [`MemoryKind::MappedHost`] and [`MemoryKind::SharedHost`]; else null.
+    pub host: *mut u8,
+    /// Usable bytes: at least what was asked for.
+    pub bytes: u64,
+}
+
+/// What stands for memory of a device on every host of its NVLink domain: opaque bytes, to be passed on as they are.
+#[doc(hidden)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct FabricHandle(pub Vec<u8>);
+
+/// In which order a network card's writes to device memory become visible to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RdmaWriteOrder {
+    /// In none: a counter may be seen before the bytes in front of it.
+    None,
+    /// In the order they were written, to the device that owns the memory.
+    Owner,
+    /// In the order they were written, to every device.
+    AllDevices,
+}
+
+/// Grid, block and dynamic shared memory of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LaunchConfig {
+    /// Blocks in x.
+    pub grid: u32,
+    /// Threads per block in x.
+    pub block: u32,
+    /// Dynamic shared memory in bytes.
+    pub shared_bytes: u32,
+    /// All blocks must be resident at once: the driver refuses the launch if they cannot be.
+    pub cooperative: bool,
+}
+
+/// A stream that belongs to the caller (`CUstream`), passed through unchanged. Null is the default stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct RawStream(pub *mut std::ffi::c_void);
+
+// SAFETY: a stream handle is an opaque token; the CUDA driver accepts it from any thread.
+unsafe impl Send for RawStream {}
+// SAFETY: as above.
+unsafe impl Sync for RawStream {}
+
+/// One end of a copy.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy)]
+pub enum CopyEnd {
+    /// A device address.
+    Device(DevicePtr),
+    /// A host address that is read or written by the copy.
+    Host(*mut u8),
+}

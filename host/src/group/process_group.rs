@@ -1,0 +1,174 @@
+//! [`ProcessGroup`], and its operations where a group has only all-gather.
+
+use std::fmt::Debug;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::collectives::{Call, CallResult, blocks};
+use super::element;
+use super::work::Work;
+use crate::error::{Error, Result};
+
+/// Ranks that make the same calls in the same order.
+///
+/// Every method but the getters is collective: each rank of the group makes the same call, and none returns before
+/// the ranks it needs data from have made it. A call that fails on one rank leaves the group unusable there, since
+/// the ranks no longer agree on which call comes next; the error says so from then on.
+pub trait ProcessGroup: Send + Sync + Debug {
+    /// This rank, `0..size()`.
+    fn rank(&self) -> u32;
+
+    /// How many ranks there are, at least 1.
+    fn size(&self) -> u32;
+
+    /// How long a collective waits for the other ranks.
+    fn timeout(&self) -> Duration;
+
+    /// Returns once every rank has called it; `timeout` may differ from [`ProcessGroup::timeout`].
+    fn barrier(&self, timeout: Duration) -> Result<()>;
+
+    /// Every rank's bytes, indexed by rank. Lengths may differ between ranks.
+    fn all_gather(&self, data: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// The bytes of `root`. The other ranks' `data` is not looked at.
+    fn broadcast(&self, root: u32, data: &[u8]) -> Result<Vec<u8>>;
+
+    /// Gives every rank a duplicate of every rank's descriptors, indexed by rank and then in the order passed; the own
+    /// entry is duplicated too. At most [`MAX_FDS`](super::MAX_FDS) per rank; counts may differ between ranks. The results are
+    /// close-on-exec.
+    fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>>;
+
+    /// The group of those ranks that give the same `color`, in the order of their ranks. Collective.
+    ///
+    /// # Errors
+    /// By default [`Error::Unavailable`]: not every group can be split.
+    fn split(&self, _color: u64) -> Result<Arc<dyn ProcessGroup>> {
+        Err(Error::Unavailable {
+            what: format!("a part of group {:?}", self.name()),
+            reason: format!("its backend, {}, cannot split it; use a MeshGroup", self.backend()),
+        })
+    }
+
+    /// The group's name.
+    fn name(&self) -> &str {
+        "world"
+    }
+
+    /// What carries its operations: `mesh` for sockets between the ranks, `store` for a board that all see.
+    fn backend(&self) -> &'static str {
+        "store"
+    }
+
+    /// What it is for, in the words of who made it; may be empty.
+    fn description(&self) -> &str {
+        ""
+    }
+
+    /// The rank of `rank` in the first group, which this one was made from; `None` outside the group.
+    fn global_rank(&self, rank: u32) -> Option<u32> {
+        Some(rank).filter(|rank| *rank < self.size())
+    }
+
+    /// The rank in this group of `global` in the first group, if it is a member.
+    fn group_rank(&self, global: u32) -> Option<u32> {
+        Some(global).filter(|rank| *rank < self.size())
+    }
+
+    /// Runs an operation. [`Collectives`](super::Collectives) has all of them with types.
+    ///
+    /// By default they are made of [`ProcessGroup::all_gather`], which has its own timeout, and there is no send and
+    /// receive.
+    #[doc(hidden)]
+    fn call(&self, call: Call, timeout: Duration) -> Result<CallResult> {
+        call_by_gathering(self, call, timeout)
+    }
+
+    /// Starts an operation, to go on in the background. Operations run in the order of the calls; sends and receives
+    /// that directly follow each other run at the same time. By default it is over when this returns.
+    #[doc(hidden)]
+    fn start(&self, call: Call, timeout: Duration) -> Work {
+        Work::ready(self.call(call, timeout))
+    }
+
+    /// Gives the group up: operations under way here and on the other ranks end with an error that has `reason`, and
+    /// later ones fail. By default nothing: the others see their timeout.
+    fn abort(&self, _reason: &str) {}
+
+    /// Waits for all ranks and leaves in order; no operation works from then on. By default a barrier.
+    fn destroy(&self) -> Result<()> {
+        self.barrier(self.timeout())
+    }
+}
+
+/// Runs `call` with what every group has, such as one whose ranks run one at a time. Meant for small data: everything goes everywhere.
+fn call_by_gathering<G: ProcessGroup + ?Sized>(
+    group: &G,
+    call: Call,
+    timeout: Duration,
+) -> Result<CallResult> {
+    let (rank, size) = (group.rank() as usize, group.size());
+    call.check(group.rank(), size)?;
+    let short = |peer: u32, ours: usize, theirs: usize| Error::Mismatch {
+        rank: rank as u32,
+        peer,
+        what: "the size",
+        ours: format!("{ours} bytes"),
+        theirs: format!("{theirs} bytes"),
+    };
+    let reduced = |data: &[u8], dtype, op| -> Result<Vec<u8>> {
+        let mut all = (0u32..).zip(group.all_gather(data)?);
+        let mut sum = all.next().map(|(_, first)| first).unwrap_or_default();
+        for (peer, theirs) in all {
+            if theirs.len() != data.len() || sum.len() != data.len() {
+                return Err(short(peer, data.len(), theirs.len()));
+            }
+            element::reduce(dtype, op, &mut sum, &theirs, true);
+        }
+        element::finish(dtype, op, &mut sum, size);
+        Ok(sum)
+    };
+    let unpack = |payload: &[u8]| {
+        blocks::unpack(payload, size as usize)
+            .ok_or_else(|| Error::os("process group", "a peer's parts do not fit the group"))
+    };
+    Ok(match call {
+        Call::Barrier | Call::MonitoredBarrier => {
+            group.barrier(timeout)?;
+            CallResult::Done
+        }
+        Call::Broadcast { root, data } => CallResult::Data(group.broadcast(root, &data)?),
+        Call::AllGather { data } => CallResult::Parts(group.all_gather(&data)?),
+        Call::Gather { root, data } => {
+            let all = group.all_gather(&data)?;
+            if root as usize == rank { CallResult::Parts(all) } else { CallResult::Done }
+        }
+        Call::Scatter { root, parts } => {
+            let all = group.broadcast(root, &blocks::pack(parts.iter().map(Vec::as_slice)))?;
+            CallResult::Data(unpack(&all)?.swap_remove(rank))
+        }
+        Call::Reduce { root, data, dtype, op } => {
+            let data = reduced(&data, dtype, op)?;
+            if root as usize == rank { CallResult::Data(data) } else { CallResult::Done }
+        }
+        Call::AllReduce { data, dtype, op } => CallResult::Data(reduced(&data, dtype, op)?),
+        Call::ReduceScatter { data, counts, dtype, op } => {
+            let data = reduced(&data, dtype, op)?;
+            let start: u64 = counts[..rank].iter().sum();
+            CallResult::Data(data[start as usize..(start + counts[rank]) as usize].to_vec())
+        }
+        Call::AllToAll { parts } => {
+            let all = group.all_gather(&blocks::pack(parts.iter().map(Vec::as_slice)))?;
+            let mine = all.iter().map(|theirs| Ok(unpack(theirs)?.swap_remove(rank)));
+            CallResult::Parts(mine.collect::<Result<_>>()?)
+        }
+        Call::P2p(_) => {
+            let reason = "this backend has no send and receive; use a MeshGroup";
+            return Err(Error::Unavailable { what: "send/recv".to_owned(), reason: reason.to_owned() });
+        }
+        Call::Coalesced(calls) => {
+            let each = calls.into_iter().map(|call| call_by_gathering(group, call, timeout));
+            CallResult::Several(each.collect::<Result<_>>()?)
+        }
+    })
+}

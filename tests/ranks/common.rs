@@ -1,0 +1,23 @@
+//! What all of these tests run.
+
+use std::time::Duration;
+
+use epoxide::Result;
+use epoxide_testing::ranks::{Context, Run};
+
+/// Longer than anything here takes unless it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+pub fn processes(size: u32) -> Run {
+    Run::new(size).processes().timeout(PATIENCE)
+}
+
+pub fn threads(size: u32) -> Run {
+    Run::new(size).threads().timeout(PATIENCE)
+}
+
+pub fn sum_of_ranks(ctx: &Context) -> Result<()> {
+    let all = ctx.group()?.all_gather(&[ctx.rank() as u8])?;
+    assert_eq!(all.concat(), (0..ctx.size() as u8).collect::<Vec<_>>());
+    Ok(())
+}

@@ -1,0 +1,306 @@
+//! What travels, and what must come of it.
+
+use std::ops::Range;
+
+use epoxide::ep::{DType, Tuning};
+use half::bf16;
+use rand::RngCore;
+
+use crate::harness::{Nodes, Setup};
+use crate::oracle::{self, Plan, Routing};
+use crate::payload::{self, bytes_of, mix, rng_of};
+
+/// What travels, and how: the same on every rank, so that each knows what to expect of the others.
+#[derive(Debug, Clone)]
+pub struct Case {
+    /// Which experts every token of every rank selects.
+    pub routing: Routing,
+    /// Where the ranks are, for [`Case::setup`]. `None`: all on one node.
+    pub nodes: Option<Nodes>,
+    /// Channels, for [`Case::setup`].
+    pub num_channels: u32,
+    /// Expert counts are rounded up to multiples of this.
+    pub expert_alignment: u32,
+    /// Type of the dispatched rows.
+    pub dtype: DType,
+    /// Bytes of a dispatched row.
+    pub row_bytes: u32,
+    /// Scales of a row.
+    pub scales: Scales,
+    /// The weight of every entry, in place of random ones.
+    pub weight: Option<f32>,
+    /// Launch shapes, for [`Case::setup`].
+    pub tuning: Tuning,
+    /// The seed of the contents.
+    pub seed: u64,
+    /// Draws the order of the warps of each kernel; without it they take turns. For [`Case::setup`].
+    pub schedule_seed: Option<u64>,
+}
+
+/// Scales per token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scales {
+    /// There are none.
+    None,
+    /// One, as a tensor `[num_tokens]`.
+    Flat,
+    /// As a tensor `[num_tokens, n]`.
+    Columns(u32),
+}
+
+impl Scales {
+    /// As many columns, if any.
+    pub fn columns(count: u64) -> Scales {
+        if count == 0 { Scales::None } else { Scales::Columns(count as u32) }
+    }
+
+    pub(super) fn count(self) -> u32 {
+        match self {
+            Scales::None => 0,
+            Scales::Flat => 1,
+            Scales::Columns(columns) => columns,
+        }
+    }
+}
+
+impl Case {
+    /// BF16 rows, two channels, alignment 1, all ranks on one node.
+    pub fn new(routing: Routing, row_bytes: u32) -> Case {
+        Case {
+            routing,
+            nodes: None,
+            num_channels: 2,
+            expert_alignment: 1,
+            dtype: DType::Bf16,
+            row_bytes,
+            scales: Scales::None,
+            weight: None,
+            tuning: Tuning::default(),
+            seed: 1,
+            schedule_seed: None,
+        }
+    }
+
+    /// Buffers that hold just this case; one token where it has none at all.
+    pub fn setup(&self) -> Setup {
+        let routing = &self.routing;
+        let tokens = routing.max_tokens().max(1);
+        Setup::new(routing.num_ranks(), self.num_channels, tokens, self.row_bytes.into())
+            .max_topk(routing.num_topk)
+            .max_scales(self.scales.count())
+            .tuning(self.tuning)
+            .nodes(self.nodes)
+            .schedule_seed(self.schedule_seed)
+    }
+
+    /// Runs it on threads, with all that can be asked of it.
+    ///
+    /// # Panics
+    /// Where anything is not as the oracle has it.
+    pub fn check(&self) {
+        self.setup().run(|rank| rank.check_everything(self));
+    }
+
+    /// The oracle's plan of every rank.
+    pub fn plans(&self) -> Vec<Plan> {
+        let plan = |rank| oracle::plan(&self.routing, rank, self.num_channels, self.expert_alignment);
+        (0..self.routing.num_ranks()).map(plan).collect()
+    }
+
+    /// Elements of a dispatched row.
+    pub fn hidden(&self) -> u64 {
+        u64::from(self.row_bytes) / self.dtype.size()
+    }
+
+    pub(super) fn topk(&self) -> usize {
+        self.routing.num_topk as usize
+    }
+
+    /// Random bytes that begin with rank and token, so that no two rows are equal. Another `turn` is another content.
+    pub fn row(&self, turn: u64, rank: u32, token: u32) -> Vec<u8> {
+        let mut row = vec![0; self.row_bytes as usize];
+        rng_of(&[self.seed, turn, u64::from(rank), u64::from(token)]).fill_bytes(&mut row);
+        row[..4].copy_from_slice(&rank.to_le_bytes());
+        row[4..8].copy_from_slice(&token.to_le_bytes());
+        row
+    }
+
+    /// The scales of a token.
+    pub fn scales(&self, turn: u64, rank: u32, token: u32) -> Vec<f32> {
+        let mut rng = rng_of(&[!self.seed, turn, u64::from(rank), u64::from(token)]);
+        payload::rough_f32(&mut rng, self.scales.count() as usize)
+    }
+
+    /// The weights of a rank's tokens.
+    pub fn weights(&self, rank: u32) -> Vec<Vec<f32>> {
+        (0..self.routing.num_tokens(rank)).map(|token| self.token_weights(rank, token)).collect()
+    }
+
+    pub(super) fn token_weights(&self, rank: u32, token: u32) -> Vec<f32> {
+        if let Some(weight) = self.weight {
+            return vec![weight; self.topk()];
+        }
+        let mut rng = rng_of(&[!self.seed, u64::MAX, u64::from(rank), u64::from(token)]);
+        payload::rough_f32(&mut rng, self.topk())
+    }
+
+    /// Columns of what `receiver` gives back for a token of a rank: numbers whose sum shows in which order and precision it was made.
+    pub fn returned(
+        &self,
+        turn: u64,
+        receiver: u32,
+        (rank, token): (u32, u32),
+        columns: Range<usize>,
+    ) -> Vec<f32> {
+        let base = mix(&[self.seed, turn, u64::from(receiver), u64::from(rank), u64::from(token)]);
+        columns.map(|column| rough(mix(&[base, column as u64]))).collect()
+    }
+
+    /// Weights that are not those received, to be given back with a row: they may come from nowhere else.
+    pub(super) fn given_weights(&self, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
+        let mut rng = rng_of(&[!self.seed, u64::from(receiver), u64::from(rank), u64::from(token)]);
+        payload::rough_f32(&mut rng, self.topk())
+    }
+
+    /// The routing with the tokens of one rank alone, which are all that matter to its sums, and which of them each receiver gets.
+    pub(super) fn tokens_of(&self, rank: u32) -> (Routing, Vec<Vec<(u32, u32)>>) {
+        let mut own = Routing { topk_idx: vec![Vec::new(); self.routing.topk_idx.len()], ..self.routing };
+        own.topk_idx[rank as usize].clone_from(&self.routing.topk_idx[rank as usize]);
+        let received = (0..own.num_ranks()).map(|receiver| oracle::recv_order(&own, receiver)).collect();
+        (own, received)
+    }
+
+    /// What combine gives `rank` for all of its tokens, where `returned(receiver, (rank, token))` gives a row of `columns` numbers: the
+    /// bytes of `dtype`.
+    pub(super) fn sums(
+        &self,
+        rank: u32,
+        ranks_per_node: u32,
+        dtype: DType,
+        columns: usize,
+        returned: impl Fn(u32, (u32, u32)) -> Vec<f32>,
+    ) -> Vec<Vec<u8>> {
+        let (own, received) = self.tokens_of(rank);
+        let give = |(receiver, sources): (u32, &Vec<(u32, u32)>)| -> Vec<Vec<f32>> {
+            sources.iter().map(|&source| returned(receiver, source)).collect()
+        };
+        let exact: Vec<Vec<Vec<f32>>> = (0..).zip(&received).map(give).collect();
+        let bytes = |rows: &[Vec<bf16>]| rows.iter().map(|row| bytes_of(row)).collect();
+        if dtype == DType::F32 {
+            let sums = oracle::combine_f32(&own, rank, &exact, columns);
+            return sums.iter().map(|row| bytes_of(row)).collect();
+        }
+        let rounded: Vec<Vec<Vec<bf16>>> = exact.iter().map(|rows| payload::round(rows)).collect();
+        if ranks_per_node < own.num_ranks() {
+            return bytes(
+                &oracle::InternodeOracle::new(&own, ranks_per_node).combine(rank, &rounded, columns),
+            );
+        }
+        let widened: Vec<_> = rounded.iter().map(|rows| payload::widen(rows)).collect();
+        bytes(&payload::round(&oracle::combine_f32(&own, rank, &widened, columns)))
+    }
+
+    /// The weights that combine gives `rank`, where `returned(receiver, (rank, token))` are those given back with a row.
+    pub(super) fn summed_weights(
+        &self,
+        rank: u32,
+        ranks_per_node: u32,
+        returned: impl Fn(u32, (u32, u32)) -> Vec<f32>,
+    ) -> Vec<f32> {
+        let (own, received) = self.tokens_of(rank);
+        let give = |(receiver, sources): (u32, &Vec<(u32, u32)>)| -> Vec<Vec<f32>> {
+            sources.iter().map(|&source| returned(receiver, source)).collect()
+        };
+        let all: Vec<Vec<Vec<f32>>> = (0..).zip(&received).map(give).collect();
+        let sums = match ranks_per_node < own.num_ranks() {
+            true => oracle::InternodeOracle::new(&own, ranks_per_node).combined_weights(rank, &all),
+            false => oracle::combined_weights(&own, rank, &all),
+        };
+        sums.concat()
+    }
+
+    /// What a receiver gets of the weights of a token: 0 where the expert is another rank's.
+    pub(super) fn received_weights(&self, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
+        let ids = &self.routing.topk_idx[rank as usize][token as usize];
+        let here = |expert| self.routing.owner(expert) == Some(receiver);
+        self.token_weights(rank, token)
+            .into_iter()
+            .zip(ids)
+            .map(|(weight, &id)| if here(id) { weight } else { 0.0 })
+            .collect()
+    }
+}
+
+/// A number of mixed sign and magnitude, 2^-8 to 2^8, out of random bits.
+fn rough(bits: u64) -> f32 {
+    let (sign, exponent) = ((bits >> 63) as u32, 119 + (bits >> 32 & 15) as u32);
+    f32::from_bits(sign << 31 | exponent << 23 | bits as u32 & 0x7f_ffff)
+}
+
+/// All that the ranks give to one combine, and get from it.
+pub struct Return {
+    /// Type of the rows.
+    pub dtype: DType,
+    /// `[receiver][row]`.
+    pub rows: Vec<Vec<Vec<u8>>>,
+    /// `[rank][token]`.
+    pub sums: Vec<Vec<Vec<u8>>>,
+}
+
+impl Return {
+    /// Rows whose sum shows in which order and precision it was made.
+    pub fn random(case: &Case, plans: &[Plan], turn: u64, dtype: DType) -> Return {
+        let columns = (u64::from(case.row_bytes) / dtype.size()) as usize;
+        let ranks = case.routing.num_ranks();
+        let per_node = case.nodes.map_or(ranks, |nodes| nodes.ranks_per_node);
+        let row = |receiver, source| case.returned(turn, receiver, source, 0..columns);
+        let rows = |(receiver, plan): (u32, &Plan)| {
+            plan.recv_src.iter().map(|&source| to_bytes(dtype, &row(receiver, source))).collect()
+        };
+        Return {
+            dtype,
+            rows: (0..).zip(plans).map(rows).collect(),
+            sums: (0..ranks).map(|rank| case.sums(rank, per_node, dtype, columns, row)).collect(),
+        }
+    }
+}
+
+/// Numbers as F32, or rounded to BF16.
+fn to_bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::F32 => bytes_of(values),
+        _ => bytes_of(&values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::oracle::Style;
+
+    /// Two ranks, some tokens of which go to both.
+    pub(in crate::roundtrip) fn case() -> Case {
+        let routing = Routing::random(&mut rng_of(&[5]), &[6, 4], 2, 4, Style::WithHoles);
+        Case { dtype: DType::Fp8E4m3, scales: Scales::Columns(3), ..Case::new(routing, 48) }
+    }
+
+    #[test]
+    fn every_turn_is_another_content() {
+        let case = case();
+        assert_ne!(case.row(0, 1, 2), case.row(1, 1, 2));
+        assert_eq!(case.row(0, 1, 2)[..8], [1, 0, 0, 0, 2, 0, 0, 0]);
+        assert_ne!(case.scales(0, 1, 2), case.scales(1, 1, 2));
+        assert_eq!(case.returned(0, 1, (0, 3), 2..5), case.returned(0, 1, (0, 3), 0..9)[2..5]);
+        assert_ne!(case.returned(0, 1, (0, 3), 0..9), case.returned(0, 0, (0, 3), 0..9));
+    }
+
+    #[test]
+    fn numbers_have_mixed_signs_and_magnitudes() {
+        let numbers: Vec<f32> = (0..4096).map(|at| rough(mix(&[at]))).collect();
+        assert!(numbers.iter().all(|number| (2.0f32.powi(-8)..256.0).contains(&number.abs())));
+        assert!(
+            numbers.iter().any(|number| *number < -128.0) && numbers.iter().any(|number| *number > 128.0)
+        );
+        assert!(numbers.iter().any(|number| number.abs() < 0.01));
+    }
+}

@@ -1,0 +1,57 @@
+//! The grids of a checker, and whom a scope takes in.
+
+use super::clock::{self, Key, VectorClock};
+use crate::ir::Scope;
+
+/// What is known of the grids: which timeline each ran on, and on which device.
+#[derive(Debug, Default)]
+pub(crate) struct Grids(pub(crate) Vec<GridFacts>);
+
+#[derive(Debug)]
+pub(crate) struct GridFacts {
+    pub(crate) timeline: Key,
+    pub(crate) tick: u32,
+    pub(crate) device: u64,
+    pub(crate) kernel: std::sync::Arc<crate::kernel::Kernel>,
+    /// Blocks in x and y.
+    pub(crate) shape: [u32; 2],
+}
+
+impl Grids {
+    pub(crate) fn facts(&self, key: Key) -> Option<&GridFacts> {
+        if clock::is_timeline(key) {
+            return None;
+        }
+        // Numbers begin with 1.
+        self.0.get((clock::grid_of(key) as usize).checked_sub(1)?)
+    }
+
+    /// Whether `clock` knows tick `tick` of `key`.
+    pub(crate) fn known(&self, clock: &VectorClock, key: Key, tick: u32) -> bool {
+        clock.knows(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
+    }
+
+    /// Whether the scope of an access of `of` takes in `other`.
+    fn includes(&self, scope: Scope, of: Key, other: Key) -> bool {
+        match scope {
+            Scope::Sys => true,
+            Scope::Cta => clock::block_of(of) == clock::block_of(other),
+            Scope::Gpu => match (self.facts(of), self.facts(other)) {
+                (Some(a), Some(b)) => a.device == b.device,
+                _ => false,
+            },
+        }
+    }
+
+    /// Whether nobody else can tell two actors apart by scopes: each scope of another actor takes in both or neither, and accesses of scope
+    /// `scope` by either take in the same others.
+    pub(crate) fn alike(&self, scope: Scope, a: Key, b: Key) -> bool {
+        let narrowest = if scope == Scope::Cta { Scope::Cta } else { Scope::Gpu };
+        self.includes(narrowest, a, b)
+    }
+
+    /// Whether two scopes take in each other's actor.
+    pub(crate) fn mutual(&self, a: Scope, of_a: Key, b: Scope, of_b: Key) -> bool {
+        self.includes(a, of_a, of_b) && self.includes(b, of_b, of_a)
+    }
+}

@@ -1,0 +1,221 @@
+//! All that a checker knows, and what the host and its streams do to memory.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use super::block::{Release, Releases};
+use super::clock::{self, Key};
+use super::config::CheckConfig;
+use super::grids::{GridFacts, Grids};
+use super::history::History;
+use super::known::{Known, Knows, Timeline};
+use super::shadow::{Accessor, How, Record, Shadow, Trouble, Wrong};
+use crate::ir::{Scope, Sem};
+use crate::rng::Rng;
+
+/// A host thread, or the work of a stream while a thread carries it out.
+#[derive(Debug, Default)]
+pub(super) struct Host {
+    pub(super) timeline: Key,
+    pub(super) known: Known,
+    /// The word of mapped memory that it has loaded last: shadow and offset.
+    pub(super) loaded: Option<(u32, u64)>,
+}
+
+/// All that a checker knows.
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) config: CheckConfig,
+    pub(crate) grids: Grids,
+    /// One per piece of memory, by its number; number 0 stands for none.
+    pub(crate) shadows: Vec<Shadow>,
+    /// Device and inode of the file behind a piece of memory: its number, and how many mappings there are. Keyed so, since a pool has
+    /// another address on every rank.
+    pub(super) backings: HashMap<(u64, u64), (u32, u32)>,
+    pub(super) free_shadows: Vec<u32>,
+    /// Release patterns that a read of the location may observe.
+    pub(crate) releases: HashMap<(u32, u64), Releases>,
+    /// Chains of releases so far: the number of the last.
+    pub(super) chains: u64,
+    /// What was released to memory that is hidden, for whoever acquires there.
+    pub(crate) outside: Known,
+    pub(crate) history: History,
+    /// What precedes the last sequentially consistent fences: by scope, and by the block where they were.
+    pub(crate) fences: HashMap<(Scope, Key), Release>,
+    pub(super) hosts: HashMap<ThreadId, Host>,
+    /// What threads have told each other ([`host_meets`]).
+    pub(super) meeting: Known,
+    pub(super) timelines: u64,
+    pub(super) ticks: u32,
+    pub(crate) rng: Rng,
+}
+
+thread_local! {
+    /// The stream whose work this thread carries out just now.
+    pub(super) static ACTING: RefCell<Option<Host>> = const { RefCell::new(None) };
+}
+
+impl World {
+    /// A piece of memory is mapped. `filled`: what is in it already counts as written.
+    pub(crate) fn map(&mut self, backing: (u64, u64), filled: bool) -> u32 {
+        if let Some((number, maps)) = self.backings.get_mut(&backing) {
+            *maps += 1;
+            return *number;
+        }
+        let shadow = Shadow::new(false, filled);
+        let number = match self.free_shadows.pop() {
+            Some(number) => {
+                self.shadows[number as usize] = shadow;
+                number
+            }
+            None => {
+                self.shadows.push(shadow);
+                (self.shadows.len() - 1) as u32
+            }
+        };
+        self.backings.insert(backing, (number, 1));
+        number
+    }
+
+    pub(crate) fn unmap(&mut self, backing: (u64, u64)) {
+        let Some((number, maps)) = self.backings.get_mut(&backing) else { return };
+        *maps -= 1;
+        if *maps == 0 {
+            let number = *number;
+            self.backings.remove(&backing);
+            self.shadows[number as usize] = Shadow::default();
+            self.releases.retain(|(shadow, _), _| *shadow != number);
+            self.free_shadows.push(number);
+        }
+    }
+
+    pub(super) fn new_timeline(&mut self) -> Key {
+        self.timelines += 1;
+        clock::timeline(self.timelines)
+    }
+
+    pub(super) fn host(&mut self) -> &mut Host {
+        let id = std::thread::current().id();
+        if !self.hosts.contains_key(&id) {
+            let timeline = self.new_timeline();
+            self.hosts.insert(id, Host { timeline, ..Host::default() });
+        }
+        self.hosts.entry(id).or_default()
+    }
+
+    /// What this thread, or the stream that it acts for, knows.
+    pub(crate) fn host_known(&mut self) -> Known {
+        ACTING
+            .with_borrow(|acting| acting.as_ref().map(|host| host.known.clone()))
+            .unwrap_or_else(|| self.host().known.clone())
+    }
+
+    pub(crate) fn host_learns(&mut self, known: &Known) {
+        self.host().known.join(known);
+    }
+
+    /// Begins a grid after all that `start` knows, on a timeline or on one of its own; its number.
+    pub(crate) fn begin_grid(
+        &mut self,
+        start: &mut Known,
+        timeline: Option<Timeline>,
+        device: u64,
+        kernel: Arc<crate::kernel::Kernel>,
+        shape: [u32; 2],
+    ) -> u32 {
+        let timeline = timeline.map_or_else(|| self.new_timeline(), |t| t.0);
+        let tick = self.next_tick();
+        self.grids.0.push(GridFacts { timeline, tick, device, kernel, shape });
+        let number = self.grids.0.len() as u32;
+        start.all.begin_grid(number, (timeline, tick));
+        start.publish_all();
+        number
+    }
+
+    /// One count serves all timelines: it moves on with each, and that is all that a tick has to do.
+    pub(super) fn next_tick(&mut self) -> u32 {
+        self.ticks += 1;
+        self.ticks
+    }
+
+    /// The end of a grid: what comes after it knows all of it.
+    pub(crate) fn end_grid(&mut self, grid: u32, known: &mut Known) {
+        if let Some(facts) = self.grids.0.get(grid as usize - 1) {
+            known.all.raise(facts.timeline, facts.tick);
+        }
+        known.publish_all();
+    }
+
+    /// What lies at byte `at` of shadow `number`; empty where it has no name.
+    pub(crate) fn part(&self, number: u32, at: u64) -> String {
+        let names = self.shadows.get(number as usize).and_then(|shadow| shadow.names.as_ref());
+        names.and_then(|names| (names.0)(at)).unwrap_or_default()
+    }
+
+    /// An access by the host or a stream to `bytes` bytes of shadow `number` at `at`.
+    pub(crate) fn host_access(
+        &mut self,
+        number: u32,
+        at: u64,
+        bytes: u64,
+        write: bool,
+    ) -> Result<(), Trouble> {
+        self.host_touches(number, at, bytes, write, How::WEAK)
+    }
+
+    /// An acquire load of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`: the host knows what was released there.
+    pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), Trouble> {
+        self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, false))?;
+        self.host().loaded = Some((number, at));
+        let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
+        let mut learnt = Known::default();
+        // A narrower scope takes in nobody but the device.
+        releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| learnt.join(&r.known));
+        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.known.join(&learnt)));
+        if acted.is_none() {
+            self.host_learns(&learnt);
+        }
+        Ok(())
+    }
+
+    fn host_touches(
+        &mut self,
+        number: u32,
+        at: u64,
+        bytes: u64,
+        write: bool,
+        how: How,
+    ) -> Result<(), Trouble> {
+        if number == 0 {
+            return Ok(());
+        }
+        let tick = self.next_tick();
+        let mut known = Known::default();
+        let mut timeline = 0;
+        let mut note = |host: &mut Host| {
+            timeline = host.timeline;
+            known = host.known.clone();
+            host.known.raise(host.timeline, tick);
+        };
+        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(&mut note).is_some());
+        if !acted {
+            note(self.host());
+        }
+        let record = Record { actor: timeline, tick, lanes: 0, pc: 0, how, bytes: 0 };
+        let who = Accessor { record, own: timeline, published: None, knows: Knows::all(&known) };
+        let World { shadows, grids, config, .. } = self;
+        let shadow = &mut shadows[number as usize];
+        let result = if write {
+            shadow.write(grids, at, bytes, &who, |_| false, |_| None).map(drop)
+        } else {
+            shadow.read(grids, at, bytes, &who)
+        };
+        match result {
+            // The host may look at memory that nobody wrote, as a debugger does.
+            Err(trouble @ (_, Wrong::Race { .. })) if config.races => Err(trouble),
+            _ => Ok(()),
+        }
+    }
+}

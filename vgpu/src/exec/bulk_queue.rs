@@ -1,0 +1,83 @@
+//! The bulk copies of a block that are under way.
+
+use crate::check::watch::Stale;
+
+/// Most pieces of a copy.
+pub(super) const PIECES: usize = 4;
+
+/// One end of a copy.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum End {
+    Global(u64),
+    Shared(u64),
+}
+
+/// How far a piece has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stage {
+    Issued,
+    Read,
+    Landed,
+}
+
+/// A copy that has been issued but has not landed.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) dst: End,
+    pub(super) src: End,
+    pub(super) bytes: u32,
+    /// Shared offset of the mbarrier to complete on; else a member of a bulk group.
+    pub(super) mbar: Option<u64>,
+    /// Thread that issued it, and its bulk group.
+    pub(super) thread: u32,
+    pub(super) group: u32,
+    /// Room for what was read, and how far each piece has come.
+    pub(super) data: Vec<u8>,
+    pub(super) pieces: [Stage; PIECES],
+    /// It moves only while nobody else can; drawn when it might first have moved.
+    pub(super) late: Option<bool>,
+    /// Somebody has waited until its source was read.
+    pub(super) awaited: bool,
+    /// Words that it reads as they were before, in weak-memory mode.
+    pub(super) stale: Stale,
+    /// The warp and the instruction that issued it, for messages.
+    pub(super) warp: u32,
+    pub(super) pc: u32,
+}
+
+impl Pending {
+    /// The bytes of a piece: whole units of 16, which land as one.
+    pub(super) fn range(&self, piece: usize) -> std::ops::Range<usize> {
+        let units = self.bytes as usize / 16;
+        units * piece / PIECES * 16..units * (piece + 1) / PIECES * 16
+    }
+
+    pub(super) fn has_come_to(&self, stage: Stage) -> bool {
+        self.pieces.iter().all(|&piece| piece >= stage)
+    }
+}
+
+/// The copies of a block that are under way.
+#[derive(Debug, Default)]
+pub(crate) struct BulkQueue {
+    pub(super) pending: Vec<Pending>,
+    /// Groups committed so far, per thread, and those up to the last that had a copy in it.
+    pub(super) committed: Vec<u32>,
+    pub(super) used: Vec<u32>,
+    /// Buffers of copies that are over.
+    pub(super) spare: Vec<Vec<u8>>,
+}
+
+impl BulkQueue {
+    pub(crate) fn reset(&mut self, threads: u32) {
+        self.pending.clear();
+        self.committed.clear();
+        self.committed.resize(threads as usize, 0);
+        self.used.clear();
+        self.used.resize(threads as usize, 0);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pending.is_empty()
+    }
+}

@@ -1,0 +1,330 @@
+//! The state of warps and blocks, and of a warp in the act of running.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::bulk_queue::BulkQueue;
+use super::lanes;
+use super::shared::SharedMemory;
+use crate::device::Clock;
+use crate::fault::{FaultKind, WaitingFor};
+use crate::ir::{Access, BARRIERS, Regs};
+use crate::kernel::Kernel;
+use crate::memory::{Found, Table};
+
+/// What a group of lanes is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GroupState {
+    Ready,
+    /// At a warp-wide instruction, waiting for lanes of its member mask.
+    Lanes {
+        mask: u32,
+    },
+    /// At a block barrier. `arrived`: the whole warp has been counted.
+    Barrier {
+        id: u32,
+        count: Option<u32>,
+        arrive_only: bool,
+        arrived: bool,
+    },
+}
+
+/// Lanes that run together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Group {
+    pub(crate) mask: u32,
+    pub(crate) pc: u32,
+    pub(crate) state: GroupState,
+    /// Has given way; runs again when the others have had their turn.
+    pub(super) deferred: bool,
+    /// Joins no other group before a warp-wide instruction or a block barrier makes it.
+    pub(super) apart: bool,
+    /// Its last look at memory found what was there before, and the warp has changed nothing since.
+    pub(super) spins: bool,
+}
+
+impl Group {
+    /// Stands at a block barrier to which other lanes of the warp have yet to come.
+    pub(super) fn waits_for_its_warp(&self) -> bool {
+        matches!(self.state, GroupState::Barrier { arrived: false, .. })
+    }
+}
+
+/// A load that a warp repeats, waiting for the value to change.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Poll {
+    pub(super) pc: u32,
+    pub(super) addr: u64,
+    pub(super) value: u64,
+}
+
+/// Instructions that are kept of a warp's past.
+const TRACED: usize = 32;
+
+/// The last instructions of a warp that concern others, each once, latest last: for reports. Empty without checks.
+#[derive(Debug, Default)]
+pub(crate) struct RecentSteps {
+    pub(crate) steps: VecDeque<u32>,
+}
+
+impl RecentSteps {
+    pub(super) fn add(&mut self, pc: u32) {
+        match self.steps.iter().position(|step| *step == pc) {
+            Some(at) if at + 1 == self.steps.len() => return,
+            Some(at) => drop(self.steps.remove(at)),
+            None if self.steps.len() == TRACED => drop(self.steps.pop_front()),
+            None => {}
+        }
+        self.steps.push_back(pc);
+    }
+}
+
+/// A load under weak memory whose values are yet to come.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LateLoad {
+    pub(super) access: Access,
+    pub(super) addr: [u64; 32],
+    pub(super) lanes: u32,
+}
+
+impl LateLoad {
+    pub(super) fn registers(&self) -> &[u32] {
+        &self.access.regs[..usize::from(self.access.n)]
+    }
+
+    pub(super) fn addresses(&self) -> impl Iterator<Item = u64> {
+        lanes::lanes(self.lanes).map(|i| self.addr[i])
+    }
+
+    /// Length of each lane's part.
+    pub(super) fn bytes(&self) -> u64 {
+        u64::from(self.access.bytes) * u64::from(self.access.n)
+    }
+}
+
+/// State of one warp.
+#[derive(Debug, Default)]
+pub(crate) struct Warp {
+    pub(crate) index: u32,
+    /// Lanes that have not exited.
+    pub(crate) live: u32,
+    pub(crate) regs: Regs,
+    /// Local memory, lane after lane.
+    pub(crate) local: Vec<u64>,
+    pub(crate) groups: Vec<Group>,
+    pub(super) polls: Vec<Poll>,
+    /// The last look at memory found what was there before, and nothing was changed since.
+    pub(super) spinning: bool,
+    /// What it polls, for reports.
+    pub(crate) waiting: Option<WaitingFor>,
+    pub(crate) trace: RecentSteps,
+    /// Empty but under weak memory.
+    pub(super) late: Vec<LateLoad>,
+    pub(super) since_switch: u32,
+}
+
+impl Warp {
+    /// Prepares a warp to start at the first instruction. Registers must have been set already.
+    pub(crate) fn start(&mut self, index: u32, live: u32) {
+        self.index = index;
+        self.live = live;
+        self.groups.clear();
+        self.groups.push(Group {
+            mask: live,
+            pc: 0,
+            state: GroupState::Ready,
+            deferred: false,
+            apart: false,
+            spins: false,
+        });
+        self.polls.clear();
+        self.spinning = false;
+        self.waiting = None;
+        self.trace.steps.clear();
+        self.late.clear();
+        self.since_switch = 0;
+    }
+
+    /// Lets groups go that wait at barrier `id`. Returns their lanes.
+    pub(crate) fn release_barrier(&mut self, barrier: u32) -> u32 {
+        let mut released = 0;
+        for g in &mut self.groups {
+            if matches!(g.state, GroupState::Barrier { id, arrived: true, .. } if id == barrier) {
+                g.state = GroupState::Ready;
+                g.pc += 1;
+                g.apart = false;
+                released |= g.mask;
+            }
+        }
+        released
+    }
+}
+
+/// One of a block's 16 barriers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Barrier {
+    pub(crate) arrived: u32,
+    /// Threads expected; 0 while nobody has arrived.
+    pub(crate) expected: u32,
+    /// Some warp waits for "all threads", which exited warps satisfy.
+    pub(super) all: bool,
+    /// Votes of `barrier.red` so far, and those of the time before: how many were for, and how many there were.
+    pub(super) votes: [u32; 2],
+    pub(super) outcome: [u32; 2],
+}
+
+/// What the warps of a block share.
+#[derive(Debug)]
+pub(crate) struct BlockState {
+    pub(crate) ctaid: [u32; 3],
+    pub(crate) shared: SharedMemory,
+    pub(crate) barriers: [Barrier; BARRIERS],
+    pub(crate) warps: u32,
+    pub(crate) exited_warps: u32,
+    /// Whether a barrier for all threads that not all threads reach is a fault ([`CheckConfig::strict_exits`]).
+    ///
+    /// [`CheckConfig::strict_exits`]: crate::CheckConfig::strict_exits
+    pub(crate) strict_exits: bool,
+    /// Barriers that completed and whose warps must be woken, one bit each.
+    pub(crate) completed: u32,
+    pub(crate) bulk: BulkQueue,
+    /// Mbarriers, by their offset, of which bulk copies have completed a phase, for the checks.
+    pub(crate) phases: Vec<u64>,
+}
+
+impl BlockState {
+    /// Counts a warp at a barrier.
+    pub(super) fn arrive(&mut self, id: u32, count: Option<u32>) -> Result<(), FaultKind> {
+        let total = self.warps * 32;
+        let b = &mut self.barriers[id as usize];
+        let expected = count.unwrap_or(total);
+        if b.arrived != 0 && b.expected != expected {
+            let message =
+                format!("this warp expects {expected} threads, warps before it expected {}", b.expected);
+            return Err(FaultKind::BadBarrier { barrier: id, message });
+        }
+        b.expected = expected;
+        b.all |= count.is_none();
+        b.arrived += 32;
+        if b.arrived > b.expected {
+            let message = format!("{} threads have arrived, {expected} were expected", b.arrived);
+            return Err(FaultKind::BadBarrier { barrier: id, message });
+        }
+        self.settle(id)
+    }
+
+    pub(super) fn settle(&mut self, id: u32) -> Result<(), FaultKind> {
+        let b = &mut self.barriers[id as usize];
+        if self.strict_exits && b.all && b.arrived != 0 && self.exited_warps != 0 {
+            let message = format!(
+                "a warp waits for all threads of the block, but {} of its warps have ended",
+                self.exited_warps
+            );
+            return Err(FaultKind::BadBarrier { barrier: id, message });
+        }
+        let missing = if b.all { self.exited_warps * 32 } else { 0 };
+        if b.arrived != 0 && b.arrived + missing >= b.expected {
+            *b = Barrier { outcome: b.votes, ..Barrier::default() };
+            self.completed |= 1 << id;
+        }
+        Ok(())
+    }
+
+    /// A warp has ended: barriers that wait for all threads no longer wait for it.
+    pub(crate) fn warp_exited(&mut self) -> Result<(), FaultKind> {
+        self.exited_warps += 1;
+        (0..BARRIERS as u32).try_for_each(|id| self.settle(id))
+    }
+}
+
+/// What all warps of a grid share.
+#[derive(Debug)]
+pub(crate) struct Env {
+    pub(crate) kernel: Arc<Kernel>,
+    pub(crate) table: Arc<Table>,
+    /// The parameter block, 16-byte aligned.
+    pub(crate) params: Vec<u128>,
+    pub(crate) param_bytes: u64,
+    pub(crate) clock: Clock,
+    /// What memory and registers hold before anybody writes them.
+    pub(crate) poison: u64,
+    /// How often lanes that diverged stay apart until a warp-wide instruction joins them: one time in so many; 0 for never.
+    pub(crate) apart_one_in: u64,
+    /// Warp instructions before this slice.
+    pub(crate) executed: u64,
+}
+
+/// A fault before it knows its place.
+#[derive(Debug)]
+pub(crate) struct Stop {
+    pub(crate) kind: FaultKind,
+    pub(crate) lane: Option<u32>,
+}
+
+/// Boxed, because it is the rare case and results are returned per instruction.
+pub(crate) type Run<T> = Result<T, Box<Stop>>;
+
+pub(crate) fn stop<T>(kind: FaultKind, lane: Option<usize>) -> Run<T> {
+    Err(Box::new(Stop { kind, lane: lane.map(|l| l as u32) }))
+}
+
+/// What becomes of the running group after an instruction.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Flow {
+    /// Go on at `self.pc`, which has been set.
+    Next,
+    /// Let others run first.
+    GiveWay,
+    /// The group was parked in `warp.groups`, or its lanes have exited.
+    Gone,
+}
+
+/// Why a slice ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Status {
+    Ready,
+    Blocked,
+    /// Blocked, and nothing outside of the warp can change that.
+    Stuck,
+    Done,
+}
+
+/// What a slice brought.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Activity {
+    /// Something changed, or the warp computes.
+    Progress,
+    /// The warp is known to spin, but did not get to look again in this slice.
+    Neutral,
+    /// The warp looked again and found nothing new.
+    Idle,
+}
+
+/// What a slice did.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slice {
+    pub(crate) status: Status,
+    pub(crate) executed: u64,
+    pub(crate) activity: Activity,
+}
+
+/// A warp in the act of running.
+pub(crate) struct Exec<'a, W> {
+    pub(super) kernel: &'a Kernel,
+    pub(super) env: &'a Env,
+    pub(super) block: &'a mut BlockState,
+    pub(super) warp: &'a mut Warp,
+    /// Lanes and place of the running group.
+    pub(super) mask: u32,
+    pub(crate) pc: u32,
+    pub(super) apart: bool,
+    pub(super) executed: u64,
+    pub(super) side_effect: bool,
+    /// A look at memory in this slice found what was there before.
+    pub(super) looked_again: bool,
+    /// [`Group::spins`] of the running group.
+    pub(super) spins: bool,
+    /// Region used last, for loads and for stores.
+    pub(super) regions: [Found; 2],
+    pub(crate) watch: W,
+}

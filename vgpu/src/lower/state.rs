@@ -1,0 +1,484 @@
+//! What is known of a kernel while it is lowered: its names, its code so far, and what its operands stand for.
+
+use std::collections::HashMap;
+
+use crate::ast::{self, Operand, Pos, VarSpace};
+use crate::exec::lanes::{self, Role, Sig, Spec};
+use crate::exec::shared::SHARED_BASE;
+use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer};
+
+/// An error with its place; the text line is added at the end.
+pub(crate) type Lowered<T> = Result<T, (Pos, String)>;
+
+/// What a name stands for.
+#[derive(Clone, Debug)]
+pub(super) enum Binding {
+    Reg { file: File, bits: u32, slot: u32 },
+    Shared { offset: u64 },
+    DynamicShared,
+    Local { offset: u64 },
+    Global { offset: u64 },
+    Param { offset: u64 },
+    Label { pc: u32 },
+    Targets { table: u32 },
+}
+
+/// A reference to a label that may not have been seen yet.
+#[derive(Debug)]
+pub(super) struct Fixup {
+    pub(super) name: String,
+    pub(super) pos: Pos,
+    pub(super) place: Patch,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Patch {
+    Branch(usize),
+    Table(u32, usize),
+}
+
+#[derive(Default)]
+pub(super) struct Scope {
+    pub(super) names: HashMap<String, Binding>,
+    pub(super) fixups: Vec<Fixup>,
+}
+
+/// A function that is being put in the place of its call.
+pub(super) struct Call {
+    pub(super) name: String,
+    /// Branches to its end.
+    pub(super) returns: Vec<usize>,
+}
+
+/// Lowers one kernel.
+pub(crate) struct Lower<'a> {
+    pub(super) module_shared: &'a HashMap<&'a str, &'a ast::Variable>,
+    pub(super) module_globals: &'a HashMap<&'a str, u64>,
+    pub(super) functions: &'a HashMap<&'a str, &'a ast::Function>,
+    /// The module's shared variables that the kernel names.
+    pub(super) shared_named: HashMap<&'a str, Binding>,
+    pub(super) scopes: Vec<Scope>,
+    /// The functions that are being inlined, the innermost last.
+    pub(super) calls: Vec<Call>,
+    pub(super) code: Vec<Inst>,
+    /// What the slots of each arithmetic instruction are; empty for others.
+    pub(super) sigs: Vec<Vec<Sig>>,
+    pub(super) origins: Vec<Origin>,
+    pub(super) tables: Vec<Vec<u32>>,
+    pub(super) slots: [u32; 3],
+    /// Declared registers: file, first slot, name, and the count of a numbered series.
+    pub(super) declared: Vec<(File, u32, String, Option<u32>)>,
+    pub(super) inits: Vec<(File, u32, Init)>,
+    pub(super) constants: HashMap<(File, Init), u32>,
+    pub(super) shared_bytes: u32,
+    pub(super) dynamic_align: u32,
+    pub(super) local_bytes: u32,
+    /// The guard, the origin and the place of the instruction in hand.
+    pub(super) guard: u32,
+    pub(super) origin: Origin,
+    pub(super) pos: Pos,
+}
+
+impl<'a> Lower<'a> {
+    pub(super) fn new(
+        module_shared: &'a HashMap<&'a str, &'a ast::Variable>,
+        module_globals: &'a HashMap<&'a str, u64>,
+        functions: &'a HashMap<&'a str, &'a ast::Function>,
+    ) -> Self {
+        Lower {
+            module_shared,
+            module_globals,
+            functions,
+            shared_named: HashMap::new(),
+            scopes: vec![Scope::default()],
+            calls: vec![],
+            code: vec![],
+            sigs: vec![],
+            origins: vec![],
+            tables: vec![],
+            // Slot 0 of each file is the sink; predicate slot 1 is the carry flag.
+            slots: [1, 1, CARRY + 1],
+            declared: vec![],
+            inits: vec![],
+            constants: HashMap::new(),
+            shared_bytes: 0,
+            dynamic_align: 1,
+            local_bytes: 0,
+            guard: NO_GUARD,
+            origin: Origin::default(),
+            pos: Pos::default(),
+        }
+    }
+
+    pub(super) fn bind(&mut self, pos: Pos, name: &str, binding: Binding) -> Lowered<()> {
+        let scope = self.scopes.last_mut().ok_or((pos, "unbalanced '}'".to_string()))?;
+        match scope.names.insert(name.to_string(), binding) {
+            None => Ok(()),
+            Some(_) => Err((pos, format!("'{name}' is declared twice in this scope"))),
+        }
+    }
+
+    pub(super) fn close_scope(&mut self) -> Lowered<()> {
+        let Some(scope) = self.scopes.pop() else { return Ok(()) };
+        for f in scope.fixups {
+            match scope.names.get(&f.name) {
+                Some(&Binding::Label { pc }) => match f.place {
+                    Patch::Branch(i) => self.code[i].op = Op::Bra { target: pc },
+                    Patch::Table(t, i) => self.tables[t as usize][i] = pc,
+                },
+                Some(_) => return Err((f.pos, format!("'{}' is not a label", f.name))),
+                None => match self.scopes.last_mut() {
+                    Some(outer) => outer.fixups.push(f),
+                    None => return Err((f.pos, format!("label '{}' does not exist", f.name))),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn fixup(&mut self, name: &str, pos: Pos, place: Patch) {
+        if let Some(scope) = self.scopes.last_mut() {
+            scope.fixups.push(Fixup { name: name.to_string(), pos, place });
+        }
+    }
+
+    pub(super) fn registers(&mut self, pos: Pos, ty: &str, name: &str, count: Option<u32>) -> Lowered<()> {
+        let (file, bits) = match ty {
+            ".pred" => (File::Pred, 1),
+            ".b128" => return Err((pos, "128-bit registers are not supported".into())),
+            _ => match crate::parser::type_bytes(ty) {
+                Some(8) => (File::R64, 64),
+                Some(b) => (File::R32, b as u32 * 8),
+                None => return Err((pos, format!("unknown register type '{ty}'"))),
+            },
+        };
+        self.declared.push((file, self.slots[file as usize], name.to_string(), count));
+        match count {
+            None => {
+                let slot = self.slot(file);
+                self.bind(pos, name, Binding::Reg { file, bits, slot })
+            }
+            Some(n) => (0..n).try_for_each(|i| {
+                let slot = self.slot(file);
+                self.bind(pos, &format!("{name}{i}"), Binding::Reg { file, bits, slot })
+            }),
+        }
+    }
+
+    /// The name of a declared register.
+    pub(super) fn name_of(&self, file: File, slot: u32) -> Option<String> {
+        self.declared.iter().filter(|d| d.0 == file).find_map(|(_, first, name, count)| {
+            let number = slot.checked_sub(*first).filter(|&n| n < count.unwrap_or(1))?;
+            Some(if count.is_some() { format!("{name}{number}") } else { name.clone() })
+        })
+    }
+
+    pub(super) fn variable(&mut self, v: &ast::Variable) -> Lowered<()> {
+        let Some(bytes) = v.bytes else {
+            return Err((v.pos, format!("variable '{}' needs a length here", v.name)));
+        };
+        let too_large = || (v.pos, format!("variable '{}' is too large", v.name));
+        let bytes = u32::try_from(bytes).ok().filter(|&b| b < 1 << 24).ok_or_else(too_large)?;
+        let align = v.align as u32;
+        let binding = match v.space {
+            VarSpace::Shared => Binding::Shared { offset: self.place_shared(bytes, align) },
+            VarSpace::Local => {
+                let offset = self.local_bytes.next_multiple_of(align.max(1));
+                self.local_bytes = offset + bytes;
+                Binding::Local { offset: offset.into() }
+            }
+            _ => return Err((v.pos, "global variable inside of a kernel".into())),
+        };
+        self.bind(v.pos, &v.name, binding)
+    }
+
+    pub(super) fn place_shared(&mut self, bytes: u32, align: u32) -> u64 {
+        let offset = self.shared_bytes.next_multiple_of(align.max(1));
+        self.shared_bytes = offset + bytes;
+        u64::from(SHARED_BASE + offset)
+    }
+
+    pub(super) fn slot(&mut self, file: File) -> u32 {
+        let n = &mut self.slots[file as usize];
+        *n += 1;
+        *n - 1
+    }
+
+    /// A slot that holds `init` from the start.
+    pub(super) fn constant(&mut self, file: File, init: Init) -> u32 {
+        if let Some(&slot) = self.constants.get(&(file, init)) {
+            return slot;
+        }
+        let slot = self.slot(file);
+        self.constants.insert((file, init), slot);
+        self.inits.push((file, slot, init));
+        slot
+    }
+
+    pub(super) fn lookup(&mut self, name: &str, pos: Pos) -> Lowered<Binding> {
+        if let Some(b) = self.scopes.iter().rev().find_map(|s| s.names.get(name)) {
+            return Ok(b.clone());
+        }
+        if let Some(&offset) = self.module_globals.get(name) {
+            return Ok(Binding::Global { offset });
+        }
+        if let Some(b) = self.shared_named.get(name) {
+            return Ok(b.clone());
+        }
+        if let Some((&name, v)) = self.module_shared.get_key_value(name) {
+            // A kernel pays only for the shared variables it names.
+            let align = v.align as u32;
+            let binding = match v.bytes {
+                None => {
+                    self.dynamic_align = self.dynamic_align.max(align).max(16);
+                    Binding::DynamicShared
+                }
+                Some(bytes) if bytes < 1 << 24 => {
+                    Binding::Shared { offset: self.place_shared(bytes as u32, align) }
+                }
+                Some(_) => return Err((pos, format!("shared variable '{name}' is too large"))),
+            };
+            self.shared_named.insert(name, binding.clone());
+            return Ok(binding);
+        }
+        Err((pos, format!("'{name}' is not declared")))
+    }
+
+    pub(super) fn push(&mut self, op: Op) {
+        self.code.push(Inst { op, guard: self.guard });
+        self.sigs.push(vec![]);
+        self.origins.push(self.origin);
+    }
+
+    /// Adds an arithmetic instruction. `sig` describes the first slots; what comes behind them are plain numbers.
+    pub(super) fn push_alu(&mut self, f: AluFn, s: [u32; 6], sig: &[Sig]) {
+        self.code.push(Inst { op: Op::Alu { f, s }, guard: self.guard });
+        self.sigs.push(sig.to_vec());
+        self.origins.push(self.origin);
+    }
+
+    pub(super) fn error<T>(&self, message: impl Into<String>) -> Lowered<T> {
+        Err((self.pos, message.into()))
+    }
+
+    /// Checks the number of operands.
+    pub(super) fn count(
+        &self,
+        ops: &[(Operand, Pos)],
+        allowed: std::ops::RangeInclusive<usize>,
+    ) -> Lowered<()> {
+        if allowed.contains(&ops.len()) {
+            return Ok(());
+        }
+        let (a, b) = (allowed.start(), allowed.end());
+        let wanted = if a == b { a.to_string() } else { format!("{a} to {b}") };
+        self.error(format!("{} operands given, {wanted} expected", ops.len()))
+    }
+
+    /// A source operand of a file and width.
+    pub(super) fn source(&mut self, op: &(Operand, Pos), file: File, bits: u32) -> Lowered<u32> {
+        let pos = op.1;
+        let mask = if bits >= 64 { u64::MAX } else { (1 << bits) - 1 };
+        let value = match &op.0 {
+            Operand::Int(v) => (*v as u64) & mask,
+            Operand::F32(v) if bits == 32 => u64::from(*v),
+            Operand::F64(v) if bits == 64 => *v,
+            Operand::F64(v) if bits == 32 => u64::from((f64::from_bits(*v) as f32).to_bits()),
+            Operand::F32(_) | Operand::F64(_) => {
+                return Err((pos, format!("floating-point constant does not fit {bits} bits")));
+            }
+            Operand::Name(name) => return self.named_source(name, pos, file, bits),
+            Operand::Not(name) if file == File::Pred => {
+                let p = self.named_source(name, pos, file, bits)?;
+                return Ok(self.negated(p));
+            }
+            other => return Err((pos, format!("{} cannot stand here", describe(other)))),
+        };
+        Ok(self.constant(file, Init::Bits(value)))
+    }
+
+    pub(super) fn source_of<T: lanes::Lane>(&mut self, op: &(Operand, Pos)) -> Lowered<u32> {
+        self.source(op, T::FILE, T::BITS)
+    }
+
+    /// `!p` in a fresh register.
+    pub(super) fn negated(&mut self, p: u32) -> u32 {
+        let d = self.slot(File::Pred);
+        let spec = lanes::op_pred(|a, _| !a);
+        let guard = std::mem::replace(&mut self.guard, NO_GUARD);
+        self.push_alu(spec.f, [d, p, p, 0, 0, 0], &spec.sig);
+        self.guard = guard;
+        d
+    }
+
+    pub(super) fn named_source(&mut self, name: &str, pos: Pos, file: File, bits: u32) -> Lowered<u32> {
+        let shadowed = self.scopes.iter().any(|s| s.names.contains_key(name));
+        if let (Some(init), false) = (special_register(name), shadowed) {
+            // All of them are 32 bits wide, but for the one that is 64.
+            if file == File::Pred || bits < 32 || bits == 64 && name != "%gridid" {
+                return Err((pos, format!("'{name}' is not a {bits}-bit register")));
+            }
+            return Ok(self.constant(file, init));
+        }
+        let init = match self.lookup(name, pos)? {
+            Binding::Reg { file: f, bits: b, slot } => {
+                if (f, b) != (file, bits) {
+                    return Err((pos, format!("'{name}' is a {b}-bit register, {bits} bits are needed")));
+                }
+                return Ok(slot);
+            }
+            Binding::Label { .. } | Binding::Targets { .. } => {
+                return Err((pos, format!("label '{name}' cannot stand here")));
+            }
+            Binding::Shared { offset } | Binding::Local { offset } | Binding::Param { offset } => {
+                Init::Bits(offset)
+            }
+            Binding::DynamicShared => Init::DynamicShared(0),
+            Binding::Global { offset } => Init::GlobalAddress(offset),
+        };
+        if bits == 64 || bits == 32 && !matches!(init, Init::GlobalAddress(_)) {
+            return Ok(self.constant(file, init));
+        }
+        Err((pos, format!("the address of '{name}' does not fit {bits} bits")))
+    }
+
+    /// A destination register; `_` gives the sink.
+    pub(super) fn dest(&mut self, op: &(Operand, Pos), file: File, bits: u32) -> Lowered<u32> {
+        match &op.0 {
+            Operand::Sink => Ok(SINK),
+            Operand::Name(name) => match self.lookup(name, op.1)? {
+                Binding::Reg { file: f, bits: b, slot } if (f, b) == (file, bits) => Ok(slot),
+                Binding::Reg { bits: b, .. } => {
+                    Err((op.1, format!("'{name}' is a {b}-bit register, {bits} bits are needed")))
+                }
+                _ => Err((op.1, format!("'{name}' is not a register"))),
+            },
+            other => Err((op.1, format!("{} cannot be a destination", describe(other)))),
+        }
+    }
+
+    pub(super) fn dest_of<T: lanes::Lane>(&mut self, op: &(Operand, Pos)) -> Lowered<u32> {
+        self.dest(op, T::FILE, T::BITS)
+    }
+
+    /// A register that may be wider than the type it holds (loads, stores, conversions): file, width, slot.
+    pub(super) fn any_register(&mut self, op: &(Operand, Pos)) -> Lowered<Option<(File, u32, u32)>> {
+        match &op.0 {
+            Operand::Name(name) if special_register(name).is_none() => match self.lookup(name, op.1)? {
+                Binding::Reg { file, bits, slot } => Ok(Some((file, bits, slot))),
+                _ => Ok(None),
+            },
+            _ => Ok(None),
+        }
+    }
+
+    /// `[base + offset]`.
+    pub(super) fn address(&mut self, op: &(Operand, Pos)) -> Lowered<Addr> {
+        let Operand::Address { base, offset } = &op.0 else {
+            return Err((op.1, format!("{} stands where an address is needed", describe(&op.0))));
+        };
+        let (offset, pos) = (*offset, op.1);
+        match &**base {
+            Operand::Name(name) => match self.lookup(name, pos)? {
+                Binding::Reg { file: File::R64, slot, .. } => Ok(Addr { slot, wide: true, offset }),
+                Binding::Reg { file: File::R32, bits: 32, slot } => Ok(Addr { slot, wide: false, offset }),
+                Binding::Reg { .. } => Err((pos, format!("'{name}' cannot hold an address"))),
+                _ => {
+                    let slot = self.named_source(name, pos, File::R64, 64)?;
+                    Ok(Addr { slot, wide: true, offset })
+                }
+            },
+            Operand::Int(v) => {
+                let slot = self.constant(File::R64, Init::Bits(*v as u64));
+                Ok(Addr { slot, wide: true, offset })
+            }
+            other => Err((pos, format!("{} cannot be an address", describe(other)))),
+        }
+    }
+
+    /// Emits an arithmetic instruction whose operands stand in the order of its signature; `extra` fills the slots
+    /// behind them.
+    pub(super) fn alu(&mut self, spec: &Spec, ops: &[(Operand, Pos)], extra: &[u32]) -> Lowered<()> {
+        self.count(ops, spec.sig.len()..=spec.sig.len())?;
+        let mut s = [SINK; 6];
+        for (i, (sig, op)) in spec.sig.iter().zip(ops).enumerate() {
+            s[i] = self.operand(op, sig)?;
+        }
+        let n = spec.sig.len();
+        s[n..n + extra.len()].copy_from_slice(extra);
+        self.push_alu(spec.f, s, &spec.sig);
+        Ok(())
+    }
+
+    pub(super) fn operand(&mut self, op: &(Operand, Pos), sig: &Sig) -> Lowered<u32> {
+        match sig.role {
+            Role::Def => self.dest(op, sig.file, sig.bits),
+            Role::Use => self.source(op, sig.file, sig.bits),
+        }
+    }
+}
+
+pub(super) fn describe(op: &Operand) -> &'static str {
+    match op {
+        Operand::Name(_) => "a name",
+        Operand::Not(_) => "a negated predicate",
+        Operand::Int(_) | Operand::F32(_) | Operand::F64(_) => "a constant",
+        Operand::List(_) => "a list",
+        Operand::Vector(_) => "a vector",
+        Operand::Address { .. } => "an address",
+        Operand::Pair(..) => "a pair of registers",
+        Operand::Sink => "'_'",
+    }
+}
+
+/// Special registers whose value is fixed when a warp starts.
+pub(super) fn special_register(name: &str) -> Option<Init> {
+    let name = name.strip_prefix('%')?;
+    let (base, dim) = match name.split_once('.') {
+        Some((b, "x")) => (b, Some(0)),
+        Some((b, "y")) => (b, Some(1)),
+        Some((b, "z")) => (b, Some(2)),
+        Some(_) => return None,
+        None => (name, None),
+    };
+    Some(Init::Special(match (base, dim) {
+        ("tid", Some(d)) => Special::Tid(d),
+        ("ntid", Some(d)) => Special::Ntid(d),
+        ("ctaid", Some(d)) => Special::Ctaid(d),
+        ("nctaid", Some(d)) => Special::Nctaid(d),
+        // A cluster is one block.
+        ("clusterid", Some(d)) => Special::Ctaid(d),
+        ("nclusterid", Some(d)) => Special::Nctaid(d),
+        ("cluster_ctaid", Some(_)) | ("cluster_ctarank", None) | ("is_explicit_cluster", None) => {
+            Special::Zero
+        }
+        ("cluster_nctaid", Some(_)) | ("cluster_nctarank", None) => Special::One,
+        ("laneid", None) => Special::LaneId,
+        ("warpid", None) => Special::WarpId,
+        ("nwarpid", None) => Special::NWarpId,
+        ("smid", None) => Special::SmId,
+        ("nsmid", None) => Special::NSmId,
+        ("lanemask_lt", None) => Special::LaneMaskLt,
+        ("lanemask_le", None) => Special::LaneMaskLe,
+        ("lanemask_eq", None) => Special::LaneMaskEq,
+        ("lanemask_ge", None) => Special::LaneMaskGe,
+        ("lanemask_gt", None) => Special::LaneMaskGt,
+        ("gridid", None) => Special::GridId,
+        ("dynamic_smem_size", None) => Special::DynamicSmemSize,
+        ("total_smem_size", None) => Special::TotalSmemSize,
+        _ => return None,
+    }))
+}
+
+/// Special registers that change while a warp runs, with their width.
+pub(super) fn timer_register(name: &str) -> Option<(Timer, u32)> {
+    Some(match name {
+        "%clock" => (Timer::Clock, 32),
+        "%clock_hi" => (Timer::ClockHi, 32),
+        "%clock64" => (Timer::Clock64, 64),
+        "%globaltimer" => (Timer::Global, 64),
+        "%globaltimer_lo" => (Timer::GlobalLo, 32),
+        "%globaltimer_hi" => (Timer::GlobalHi, 32),
+        _ => return None,
+    })
+}
