@@ -9,8 +9,9 @@ use epoxide::Result;
 use epoxide::driver::DevicePtr;
 use epoxide::ep::{
     CachedDispatchRequest, CombineOutput, CombineRequest, Counts, DType, DispatchHandle, DispatchLayout,
-    DispatchOutput, DispatchRequest, Place, Tensor, Tuning, TypedTensor,
+    DispatchOutput, DispatchRequest, Place, Tensor, TypedTensor,
 };
+use epoxide::internal::Tuning;
 use half::bf16;
 use rand::RngCore;
 

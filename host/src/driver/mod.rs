@@ -54,6 +54,7 @@ pub struct DeviceInfo {
     /// PCI bus id, or an empty string.
     pub pci_bus_id: String,
     /// What a network card's writes to this device's memory may be relied on for.
+    #[doc(hidden)]
     pub rdma_write_order: RdmaWriteOrder,
 }
 
@@ -71,9 +72,11 @@ pub enum MemoryKind {
     /// holds up every other call of the device meanwhile, as `cuMemFreeHost` does: not in the course of operations.
     MappedHost,
     /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to map as ordinary memory.
+    #[doc(hidden)]
     SharedHost,
     /// Device memory by `cuMemAlloc`, which other libraries of a process use: giving it back waits and holds up like
     /// [`MemoryKind::MappedHost`]. epoxide itself uses none; tests play such a neighbour with it.
+    #[doc(hidden)]
     Unpooled,
 }
 
@@ -98,6 +101,7 @@ pub struct FabricHandle(pub Vec<u8>);
 
 /// In which order a network card's writes to device memory become visible to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[doc(hidden)]
 pub enum RdmaWriteOrder {
     /// In none: a counter may be seen before the bytes in front of it.
     None,
@@ -147,6 +151,7 @@ pub trait Device: Send + Sync + Debug {
 
     /// Whether kernels of this device can use atomics in memory of the device at this PCI address, as over NVLink; PCIe has none. True
     /// where this process does not see that device.
+    #[doc(hidden)]
     fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool>;
 
     /// Bytes of device memory now free.

@@ -16,13 +16,13 @@ mod file_store;
 mod hash_store;
 pub mod launch;
 mod mesh;
-mod mesh_group;
+pub(crate) mod mesh_group;
 mod prefix_store;
-mod recorder;
+pub(crate) mod recorder;
 mod rendezvous;
 mod store;
 mod subgroups;
-mod tcp;
+pub(crate) mod tcp;
 mod turns;
 mod typed;
 mod work;
@@ -32,23 +32,23 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use collectives::Message;
 #[doc(hidden)]
-pub use collectives::{Call, CallResult, Message, Operation, P2p};
-pub use element::{Element, ElementType, ReduceOp};
+pub use collectives::{Call, CallResult, Operation, P2p};
+pub use element::{Element, ReduceOp};
 pub use env::{RANK, STORE, WORLD_SIZE};
 pub use fds::MAX_FDS;
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
 pub use mesh::{SOCKET_IFNAME, Sockets};
 pub(crate) use mesh::{host_id, interface_address};
-pub use mesh_group::{Connect, MeshGroup, MeshOptions};
+pub use mesh_group::{MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;
-pub use recorder::{Entry, State};
 #[doc(hidden)]
 pub use recorder::{FLIGHT_RECORDER, Writer};
-pub use rendezvous::{Launcher, Meeting, Member, rendezvous};
+pub use rendezvous::{Meeting, Member, rendezvous};
 pub use store::Store;
-pub use tcp::{DEFAULT_PORT, TcpStore, TcpStoreServer};
+pub use tcp::{DEFAULT_PORT, TcpStore};
 pub use typed::Collectives;
 pub use work::Work;
 

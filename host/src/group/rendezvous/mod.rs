@@ -13,7 +13,8 @@ pub use member::{Launcher, Member};
 use site::Site;
 
 use super::env::{Lookup, environment};
-use super::{Connect, FileStore, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
+use super::mesh_group::Connect;
+use super::{FileStore, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
 use crate::error::{Error, Result};
 
 /// How long rank 0, when it is done, stays with its server for the others.
