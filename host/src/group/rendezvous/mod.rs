@@ -9,7 +9,8 @@ mod slurm;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use member::{Launcher, Member};
+use member::Launcher;
+pub use member::Member;
 use site::Site;
 
 use super::env::{Lookup, environment};
