@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use epoxide::driver::cuda::{CudaDevice, devices};
 use epoxide::driver::{Device, Event, Stream};
-use epoxide::ep::{Buffer, BufferOptions, BufferShape, CeilingShape, Direction};
+use epoxide::ep::{Buffer, BufferOptions, BufferShape};
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
+use epoxide::internal::{CeilingShape, Direction};
 use epoxide::{Error, Result};
 
 const BLOCKS: [u32; 9] = [4, 8, 12, 16, 24, 32, 48, 64, 132];

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use epoxide::group::{Store, TcpStore, TcpStoreServer};
+use epoxide::group::{Store, TcpStore};
+use epoxide::internal::TcpStoreServer;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 

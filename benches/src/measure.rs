@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::driver::{Device, Event, Stream};
-use epoxide::ep::{Buffer, BufferOptions, BufferShape, CeilingShape, Counts, DType, Direction, Tensor};
+use epoxide::ep::{Buffer, BufferOptions, BufferShape, Counts, DType, Tensor};
 use epoxide::group::ProcessGroup;
+use epoxide::internal::{CeilingShape, Direction};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::roundtrip::Case;

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use epoxide::ep::TracedLaunch;
+use epoxide::internal::TracedLaunch;
 use epoxide::transport::PutTrace;
 use serde::{Deserialize, Serialize};
 

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use epoxide::driver::Device;
-use epoxide::ep::Topology;
 use epoxide::group::ProcessGroup;
+use epoxide::internal::Topology;
 use epoxide::transport::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use epoxide::ep::Topology;
 use epoxide::ep::{Config, DType};
+use epoxide::internal::Topology;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_TOPK};
 use epoxide_testing::oracle::Routing;

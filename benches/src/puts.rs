@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use epoxide::driver::{Device, DevicePtr, Event, Memory, MemoryKind, Stream};
-use epoxide::ep::Topology;
 use epoxide::group::ProcessGroup;
+use epoxide::internal::Topology;
 use epoxide::transport::{self, Proxies, Put, TransportOptions, Way};
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};

@@ -1,6 +1,6 @@
 //! Launch shapes that a measurement may ask for.
 
-use epoxide::ep::Tuning;
+use epoxide::internal::Tuning;
 use serde::{Deserialize, Serialize};
 
 /// Launch shapes that were asked for; the library's own where not.

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use epoxide::driver::Device;
-use epoxide::ep::Topology;
+use epoxide::internal::Topology;
 
 use crate::results::{PhaseName, Point, Results};
 use crate::{Error, Plan, Result};

@@ -2,7 +2,7 @@
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::ep::DType;
-use epoxide::ep::Topology;
+use epoxide::internal::Topology;
 use epoxide::transport::TransportKind;
 
 use super::counts::Sizes;

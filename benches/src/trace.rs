@@ -4,9 +4,9 @@
 //! its proxy carried out. Times are those of the devices' own clocks, from the first event on; devices of one machine share
 //! theirs to about a microsecond. Proxies run on the host's clock, which `Offset` places on the device's.
 
+use epoxide::internal::TracedLaunch;
 use std::time::Instant;
 
-use epoxide::ep::TracedLaunch;
 use serde_json::{Value, json};
 
 use crate::measure::{RankResult, TracedCall};

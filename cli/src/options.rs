@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use clap::ValueEnum;
-use epoxide::driver::virt::{CheckConfig, Checker, Schedule, VirtConfig};
-pub use epoxide::ep::Topology;
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
 use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
+use epoxide::internal::Schedule;
+pub use epoxide::internal::Topology;
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;

@@ -8,6 +8,8 @@ pub mod driver;
 pub mod ep;
 mod error;
 pub mod group;
+#[doc(hidden)]
+pub mod internal;
 pub mod transport;
 
 pub use error::{Error, Result, Scope};

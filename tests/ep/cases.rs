@@ -4,7 +4,8 @@ use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use epoxide::ep::{DType, Tuning};
+use epoxide::ep::DType;
+use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{Routing, Style};
 
 use epoxide_testing::harness::Nodes;

@@ -3,7 +3,8 @@
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use epoxide::ep::{DType, Tuning};
+use epoxide::ep::DType;
+use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::roundtrip::{Case, Scales};
 

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use epoxide::Error;
 use epoxide::group::{
-    Collectives, Connect, HashStore, MeshGroup, MeshOptions, ProcessGroup, ReduceOp, Sockets, Store,
+    Collectives, HashStore, MeshGroup, MeshOptions, ProcessGroup, ReduceOp, Sockets, Store,
 };
+use epoxide::internal::Connect;
 
 use crate::harness::{PATIENCE, options, threads};
 

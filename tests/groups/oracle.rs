@@ -4,8 +4,9 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use epoxide::group::{
-    Call, CallResult, Collectives, Connect, MeshOptions, P2p, ProcessGroup, ReduceOp, Reducible, Sockets,
+    Call, CallResult, Collectives, MeshOptions, P2p, ProcessGroup, ReduceOp, Reducible, Sockets,
 };
+use epoxide::internal::Connect;
 use half::bf16;
 
 use crate::harness::{PATIENCE, options, threads};

@@ -10,10 +10,11 @@ use epoxide::driver::{Device, DevicePtr, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, Config, Counts,
     DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, Place, Scalar, StreamOrder, Tensor,
-    Tuning, TypedTensor,
+    TypedTensor,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
+use epoxide::internal::Tuning;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use epoxide::group::{FileStore, HashStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+use epoxide::group::{FileStore, HashStore, PrefixStore, Store, TcpStore};
+use epoxide::internal::TcpStoreServer;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(60);

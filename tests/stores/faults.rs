@@ -5,7 +5,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use epoxide::group::{Store, TcpStore, TcpStoreServer};
+use epoxide::group::{Store, TcpStore};
+use epoxide::internal::TcpStoreServer;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(200);

@@ -15,6 +15,11 @@ struct Line {
     args: Args,
 }
 
+/// What the flags of `line` are, if they are any.
+pub fn parse(line: &str) -> Result<Args, clap::Error> {
+    Line::try_parse_from(line.split_whitespace()).map(|line| line.args)
+}
+
 /// Small sizes, then what `line` says.
 pub fn flags(line: &str) -> Args {
     let small = "bench --ranks-per-node 2 --tokens 8 --hidden 64 --experts 8 --topk 2 --warmup 1 --iters 2 \

@@ -4,7 +4,7 @@ use epoxide_bench::counts::ACROSS_NODES;
 use epoxide_bench::points;
 use epoxide_bench::results::{PhaseName, Results};
 
-use super::testing::{arguments, flags, measured};
+use super::testing::{arguments, flags, measured, parse};
 use super::*;
 use crate::stop::SKIPPED;
 
@@ -130,7 +130,7 @@ fn replays_are_printed_stored_compared_and_swept() {
     let compared = epoxide_bench::compare::text(&stored, &plain, 0.01).unwrap();
     assert!(!compared.contains("replay") && compared.contains("combine staged"), "{compared}");
     plot::draw(&points, &plot::Choice::default(), &file("a.svg")).unwrap();
-    let chain = |line: &str| Line::try_parse_from(line.split(' ')).map(|line| line.bench.args.graph);
+    let chain = |line: &str| parse(line).map(|args| args.graph);
     assert_eq!(chain("bench --graph --iters 3").unwrap(), Some(128));
     assert_eq!(chain("bench --graph=7").unwrap(), Some(7));
     assert!(chain("bench --graph=0").is_err());

@@ -1,6 +1,7 @@
 //! The store protocol, both ways round.
 
-use epoxide::group::{Store, TcpStore, TcpStoreServer};
+use epoxide::group::{Store, TcpStore};
+use epoxide::internal::TcpStoreServer;
 
 use crate::scenario::{PATIENCE, play};
 use crate::tools::{Running, python, scenario};

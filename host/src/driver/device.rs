@@ -28,6 +28,7 @@ pub trait Device: Send + Sync + Debug {
 
     /// Whether kernels of this device can use atomics in memory of the device at this PCI address, as over NVLink; PCIe has none. True
     /// where this process does not see that device.
+    #[doc(hidden)]
     fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool>;
 
     /// Bytes of device memory now free.

@@ -539,6 +539,7 @@ impl Kernel {
     }
 
     /// The entry's name.
+    #[doc(hidden)]
     pub fn name(&self) -> &'static str {
         self.name
     }

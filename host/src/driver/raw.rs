@@ -22,6 +22,7 @@ pub struct DeviceInfo {
     /// PCI bus id, or an empty string.
     pub pci_bus_id: String,
     /// What a network card's writes to this device's memory may be relied on for.
+    #[doc(hidden)]
     pub rdma_write_order: RdmaWriteOrder,
 }
 
@@ -39,9 +40,11 @@ pub enum MemoryKind {
     /// holds up every other call of the device meanwhile, as `cuMemFreeHost` does: not in the course of operations.
     MappedHost,
     /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to map as ordinary memory.
+    #[doc(hidden)]
     SharedHost,
     /// Device memory by `cuMemAlloc`, which other libraries of a process use: giving it back waits and holds up like
     /// [`MemoryKind::MappedHost`]. epoxide itself uses none; tests play such a neighbour with it.
+    #[doc(hidden)]
     Unpooled,
 }
 
@@ -66,6 +69,7 @@ pub struct FabricHandle(pub Vec<u8>);
 
 /// In which order a network card's writes to device memory become visible to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[doc(hidden)]
 pub enum RdmaWriteOrder {
     /// In none: a counter may be seen before the bytes in front of it.
     None,

@@ -45,26 +45,24 @@ pub struct BufferShape {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct BufferOptions {
-    /// What the pool must hold.
+    // The methods of the same names say what these are; tests change them one by one.
+    #[doc(hidden)]
     pub shape: BufferShape,
-    /// Places for received rows, at least 1: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
+    #[doc(hidden)]
     pub places: u32,
-    /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more rows is an error on
-    /// every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
+    #[doc(hidden)]
     pub num_nvl_bytes: Option<u64>,
-    /// Multiprocessors and channels.
+    #[doc(hidden)]
     pub config: Config,
-    /// Longest wait for a peer.
+    #[doc(hidden)]
     pub timeout: Duration,
-    /// Launch shapes.
+    #[doc(hidden)]
     pub tuning: Tuning,
-    /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node map each other's pools;
-    /// nodes talk through `transport`. `None`: all ranks are one node.
+    #[doc(hidden)]
     pub ranks_per_node: Option<u32>,
-    /// What carries rows between nodes.
+    #[doc(hidden)]
     pub transport: TransportOptions,
-    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each node; a dispatch that needs more is
-    /// an error on every rank, before any row moves. See [`Config::rdma_buffer_size_hint`].
+    #[doc(hidden)]
     pub num_rdma_bytes: Option<u64>,
 }
 
@@ -84,49 +82,53 @@ impl BufferOptions {
         }
     }
 
-    /// Sets [`BufferOptions::places`].
+    /// Places for received rows, at least 1: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
     pub fn places(mut self, places: u32) -> Self {
         self.places = places;
         self
     }
 
-    /// Sets [`BufferOptions::num_nvl_bytes`].
+    /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more rows is an error on
+    /// every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
     pub fn num_nvl_bytes(mut self, bytes: u64) -> Self {
         self.num_nvl_bytes = Some(bytes);
         self
     }
 
-    /// Sets [`BufferOptions::config`].
+    /// Multiprocessors and channels.
     pub fn config(mut self, config: Config) -> Self {
         self.config = config;
         self
     }
 
-    /// Sets [`BufferOptions::timeout`].
+    /// Longest wait for a peer.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// Sets [`BufferOptions::tuning`].
+    /// Launch shapes.
+    #[doc(hidden)]
     pub fn tuning(mut self, tuning: Tuning) -> Self {
         self.tuning = tuning;
         self
     }
 
-    /// Sets [`BufferOptions::ranks_per_node`].
+    /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node map each other's pools;
+    /// nodes talk through [`BufferOptions::transport`]. Without: all ranks are one node.
     pub fn ranks_per_node(mut self, ranks: u32) -> Self {
         self.ranks_per_node = Some(ranks);
         self
     }
 
-    /// Sets [`BufferOptions::transport`].
+    /// What carries rows between nodes.
     pub fn transport(mut self, transport: TransportOptions) -> Self {
         self.transport = transport;
         self
     }
 
-    /// Sets [`BufferOptions::num_rdma_bytes`].
+    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each node; a dispatch that needs more is
+    /// an error on every rank, before any row moves. See [`Config::rdma_buffer_size_hint`].
     pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
         self.num_rdma_bytes = Some(bytes);
         self

@@ -48,6 +48,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Argument`] and [`Error::Launch`] where the shape does not fit the group, the device or the pool.
+    #[doc(hidden)]
     pub fn launch_ceiling(&self, direction: Direction, shape: CeilingShape, stream: &Stream) -> Result<()> {
         let pool = self.comm.pool;
         let side = self.kernels.wire_side().filter(|_| self.comm.num_ranks == 1);

@@ -61,6 +61,7 @@ impl fmt::Display for DType {
 /// A host type whose values can be copied to and from a tensor of some dtypes.
 pub trait Element: Pod {
     /// Whether a tensor of `dtype` holds values of this type.
+    #[doc(hidden)]
     fn fits(dtype: DType) -> bool;
 }
 

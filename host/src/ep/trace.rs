@@ -49,6 +49,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Argument`] for no blocks, [`Error::OutOfMemory`].
+    #[doc(hidden)]
     pub fn start_trace(&mut self, blocks: u64) -> Result<()> {
         if blocks == 0 {
             return Err(Error::argument("blocks", blocks, "must be at least 1"));
@@ -63,6 +64,7 @@ impl Buffer {
     ///
     /// # Errors
     /// Whatever the driver reports.
+    #[doc(hidden)]
     pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let Some(trace) = self.trace.take() else {
             return Ok((Vec::new(), 0));

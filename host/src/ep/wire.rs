@@ -180,11 +180,6 @@ pub(super) fn wire_bytes(shape: &BufferShape, topology: Topology, slots: u64) ->
 }
 
 impl Buffer {
-    /// Where the ranks are.
-    pub fn topology(&self) -> Topology {
-        self.topology
-    }
-
     /// Nodes of the group.
     pub fn num_nodes(&self) -> u32 {
         self.topology.nodes
@@ -206,6 +201,7 @@ impl Buffer {
     }
 
     /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues lead to the others.
+    #[doc(hidden)]
     pub fn mapped_peers(&self) -> Vec<u32> {
         let ways = self.kernels.wire_side().into_iter().flat_map(|side| &side.ways);
         ways.filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
@@ -213,12 +209,14 @@ impl Buffer {
 
     /// What the proxies have put on the wire so far: (peer, queue, what), in ascending order of (queue, peer). Empty with one
     /// node, and where all peers are mapped.
+    #[doc(hidden)]
     pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
         let proxies = self.kernels.wire_side().into_iter().flat_map(|side| side.proxies.all());
         proxies.map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
     }
 
     /// Notes when each put is carried out from now on, up to `capacity` of them.
+    #[doc(hidden)]
     pub fn start_put_trace(&self, capacity: usize) {
         if let Some(side) = self.kernels.wire_side() {
             side.proxies.start_trace(capacity);
@@ -226,11 +224,13 @@ impl Buffer {
     }
 
     /// The puts noted since [`Buffer::start_put_trace`]; ends the trace.
+    #[doc(hidden)]
     pub fn take_put_trace(&self) -> Vec<PutTrace> {
         self.kernels.wire_side().map_or_else(Vec::new, |side| side.proxies.take_trace())
     }
 
     /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other node.
+    #[doc(hidden)]
     pub fn count_message_bytes(&self, num_experts: u32) -> u64 {
         let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes();
         (words as u64 * 4).next_multiple_of(16)

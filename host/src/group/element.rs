@@ -89,6 +89,7 @@ pub enum ReduceOp {
 
 impl ReduceOp {
     /// All of them.
+    #[doc(hidden)]
     pub const ALL: [ReduceOp; 8] = [
         ReduceOp::Sum,
         ReduceOp::Product,
@@ -105,6 +106,7 @@ impl ReduceOp {
     }
 
     /// Refuses bitwise operations on floats.
+    #[doc(hidden)]
     pub fn check(self, dtype: ElementType) -> Result<()> {
         let bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
         if bitwise && dtype.is_float() {
@@ -127,6 +129,7 @@ impl fmt::Display for ReduceOp {
 /// An element that collectives carry and reduce: `i8 u8 i32 u32 i64 u64 f32 f64 bf16`.
 pub trait Reducible: Pod + Send + sealed::Arithmetic {
     /// Its code on the wire.
+    #[doc(hidden)]
     const DTYPE: ElementType;
 }
 

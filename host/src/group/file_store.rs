@@ -46,12 +46,14 @@ impl FileStore {
     }
 
     /// Where the store is.
+    #[doc(hidden)]
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
     /// Gives the store up: every call from now on, and every call that waits now, fails with `reason` in every
     /// process. The last reason stays.
+    #[doc(hidden)]
     pub fn poison(&self, reason: &str) -> Result<()> {
         self.replace("poison", "", &self.directory.join(POISON_FILE), reason.as_bytes())
     }

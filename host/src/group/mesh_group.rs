@@ -31,6 +31,7 @@ pub struct MeshOptions {
     /// How long an operation waits for the other ranks, unless it is given a timeout of its own.
     pub timeout: Duration,
     /// When the ranks connect.
+    #[doc(hidden)]
     pub connect: Connect,
     /// Over what they connect.
     pub sockets: Sockets,
@@ -155,6 +156,7 @@ impl MeshGroup {
     }
 
     /// The last operations, oldest first.
+    #[doc(hidden)]
     pub fn flight_record(&self) -> Vec<Entry> {
         self.core.recorder.entries()
     }

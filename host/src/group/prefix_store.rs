@@ -22,11 +22,13 @@ impl PrefixStore {
     }
 
     /// The prefix, without the slash.
+    #[doc(hidden)]
     pub fn prefix(&self) -> &str {
         &self.prefix
     }
 
     /// The store below.
+    #[doc(hidden)]
     pub fn underlying(&self) -> &Arc<dyn Store> {
         &self.store
     }

@@ -43,6 +43,7 @@ impl Work {
 
 impl<T: 'static> Work<T> {
     /// The same operation, its result turned into another by `convert` once it is asked for.
+    #[doc(hidden)]
     pub fn map<U>(self, convert: impl FnOnce(T) -> Result<U> + Send + 'static) -> Work<U> {
         let first = self.convert;
         Work { shared: self.shared, convert: Box::new(move |outcome| convert(first(outcome)?)) }

@@ -26,6 +26,7 @@ pub enum TransportKind {
 
 impl TransportKind {
     /// All of them.
+    #[doc(hidden)]
     pub const ALL: [TransportKind; 5] = [
         TransportKind::Auto,
         TransportKind::Direct,
@@ -77,6 +78,7 @@ pub struct TransportOptions {
     pub timeout: Duration,
     /// The host that this rank is on: ranks of differing ones do not share memory by descriptors. `None`: what the system says. A test
     /// plays several hosts with it.
+    #[doc(hidden)]
     pub host: Option<String>,
     /// Of [`TransportKind::Verbs`]: which devices, and how. `None`: what the environment says ([`VerbsOptions::from_env`]).
     pub verbs: Option<VerbsOptions>,

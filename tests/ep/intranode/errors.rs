@@ -4,8 +4,9 @@ use epoxide::Error;
 use epoxide::driver::Module;
 use epoxide::ep::{
     BufferShape, CachedDispatchRequest, CombineRequest, Config, Counts, DType, DispatchRequest, Tensor,
-    Tuning, TypedTensor,
+    TypedTensor,
 };
+use epoxide::internal::Tuning;
 use epoxide_gpu::layout::DevicePtr;
 use epoxide_testing::oracle::Routing;
 

@@ -7,8 +7,9 @@ use rand::{Rng, SeedableRng};
 
 use epoxide::Result;
 use epoxide::ep::{
-    CachedDispatchRequest, CombineRequest, Counts, DType, DispatchRequest, Tensor, Tuning, TypedTensor,
+    CachedDispatchRequest, CombineRequest, Counts, DType, DispatchRequest, Tensor, TypedTensor,
 };
+use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
 use epoxide_testing::payload;
 

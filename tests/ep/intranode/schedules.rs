@@ -5,7 +5,7 @@ use std::collections::HashSet;
 
 use epoxide::Result;
 use epoxide::driver::virt::{Executor, Machine, VirtConfig};
-use epoxide::ep::Tuning;
+use epoxide::internal::Tuning;
 use epoxide_testing::lockstep;
 
 use super::programs::{Program, ROW};

@@ -12,7 +12,8 @@ use super::slot::Slot;
 use super::started::Ranks;
 use super::trace::{self, Thread};
 use super::verdict::{RankMain, Verdict};
-use epoxide::group::{Connect, HashStore, MeshGroup, MeshOptions, ProcessGroup};
+use epoxide::group::{HashStore, MeshGroup, MeshOptions, ProcessGroup};
+use epoxide::internal::Connect;
 use epoxide::{Error, Result};
 
 /// The ranks. Dropping ends them, but for those that hang.

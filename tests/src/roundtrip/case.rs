@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use epoxide::ep::{DType, Tuning};
+use epoxide::ep::DType;
+use epoxide::internal::Tuning;
 use half::bf16;
 use rand::RngCore;
 

@@ -27,6 +27,7 @@ pub struct VirtConfig {
     /// used where this is `None`.
     pub schedule_seed: Option<u64>,
     /// How the seed orders the warps.
+    #[doc(hidden)]
     pub schedule: Schedule,
     /// Who runs the work.
     #[doc(hidden)]
@@ -35,6 +36,7 @@ pub struct VirtConfig {
     /// same one. What other processes do stays out of its sight, so all ranks should be threads of this process.
     pub checker: Option<Checker>,
     /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them; the memory is the host's either way.
+    #[doc(hidden)]
     pub native_atomics: bool,
 }
 

@@ -69,7 +69,7 @@ mod work;
 
 #[doc(hidden)]
 pub use epoxide_vgpu::host_meets;
-pub use epoxide_vgpu::{CheckConfig, Checker, Schedule};
+pub use epoxide_vgpu::{CheckConfig, Checker};
 
 #[doc(hidden)]
 pub use self::config::Executor;

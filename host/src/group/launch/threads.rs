@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::group::{Connect, HashStore, MeshGroup, MeshOptions, ProcessGroup};
+use crate::group::mesh_group::Connect;
+use crate::group::{HashStore, MeshGroup, MeshOptions, ProcessGroup};
 
 /// Why [`run_threads`] failed: the first rank that did, and how.
 #[derive(Debug, Clone)]

@@ -33,6 +33,7 @@ pub struct Member {
     /// How many ranks its host has, if that is known.
     pub local_size: Option<u32>,
     /// What started it.
+    #[doc(hidden)]
     pub launcher: Launcher,
     /// What `size` is called where it came from.
     pub(super) size_name: &'static str,
@@ -91,11 +92,13 @@ impl Member {
     /// `RANK` goes before all others: a torchrun on each of several hosts may itself have been started by mpirun or srun.
     /// Then Open MPI, PMI, Slurm and PMIx are tried. Slurm's variables count only in a step that srun started: a job's
     /// script has them, too, and is not a rank.
+    #[doc(hidden)]
     pub fn detect() -> Result<Option<Member>> {
         Member::from_variables(&env::environment)
     }
 
     /// Like [`Member::detect`] in an environment of the caller's.
+    #[doc(hidden)]
     pub fn from_variables(variable: Lookup<'_>) -> Result<Option<Member>> {
         let set = |name: &str| variable(name).is_some_and(|value| !value.is_empty());
         let in_step = set("SLURM_STEP_ID") || set("SLURM_STEPID");

@@ -9,11 +9,13 @@ mod slurm;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use member::{Launcher, Member};
+use member::Launcher;
+pub use member::Member;
 use site::Site;
 
 use super::env::{Lookup, environment};
-use super::{Connect, FileStore, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
+use super::mesh_group::Connect;
+use super::{FileStore, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
 use crate::error::{Error, Result};
 
 /// How long rank 0, when it is done, stays with its server for the others.

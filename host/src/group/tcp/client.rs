@@ -59,6 +59,7 @@ impl TcpStore {
     }
 
     /// Like [`TcpStore::host`], with a server that runs already.
+    #[doc(hidden)]
     pub fn with_server(server: TcpStoreServer, timeout: Duration, linger: Duration) -> Result<TcpStore> {
         let address = server.address();
         let host = match address.ip() {
@@ -81,11 +82,13 @@ impl TcpStore {
     }
 
     /// True when the server is this store's own.
+    #[doc(hidden)]
     pub fn is_host(&self) -> bool {
         self.server.is_some()
     }
 
     /// Counts this client as arrived, as PyTorch's clients that know the world size do. Returns how many have.
+    #[doc(hidden)]
     pub fn join(&self) -> Result<u64> {
         let joined = self.call("join", INIT_KEY, self.timeout, |connection, deadline| {
             let message = Message::query(Query::Add).string(INIT_KEY.as_bytes()).number(1);

@@ -1,0 +1,12 @@
+//! What the other crates of this repository use of the library and its users have no need of: no interface, and nothing here is kept from one
+//! version to the next.
+
+pub use epoxide_vgpu::Schedule;
+
+pub use crate::ep::ceiling::{CeilingShape, Direction};
+pub use crate::ep::kernels::Tuning;
+pub use crate::ep::topology::Topology;
+pub use crate::ep::trace::TracedLaunch;
+pub use crate::group::mesh_group::Connect;
+pub use crate::group::recorder::{Entry, State};
+pub use crate::group::tcp::TcpStoreServer;
