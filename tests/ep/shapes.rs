@@ -60,6 +60,7 @@ const SMALL: Tuning = Tuning {
     combine_warps: 2,
     combine_slot_bytes: 512,
     combine_slots: 2,
+    combine_stagers: Some(1),
 };
 
 fn rows_of_7168_bf16(spread: Spread) {

@@ -25,13 +25,14 @@ use crate::workspace::{self, Workspace};
 use faults::Fault;
 use run::{Nearness, Outcome, Runner};
 
-/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
-const KERNELS: [&str; 9] = [
+/// The kernels that round trips run. Those of FP32 rows have the source of those of BF16 rows; the others are for benchmarks and examples.
+const KERNELS: [&str; 10] = [
     "dispatch_layout",
     "notify",
     "dispatch",
     "stage_combine",
     "combine_bf16",
+    "combine_staged_bf16",
     "internode_count",
     "internode_notify",
     "internode_dispatch",
