@@ -21,6 +21,9 @@ pub struct Shapes {
     pub combine_slots: Option<u32>,
     /// Largest slot in combine, in bytes.
     pub combine_slot_bytes: Option<u32>,
+    /// Blocks that copy rows into the pool during a combine of a tensor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub combine_stagers: Option<u32>,
 }
 
 impl Shapes {
@@ -36,6 +39,7 @@ impl Shapes {
             combine_warps: self.combine_warps.unwrap_or(d.combine_warps),
             combine_slots: self.combine_slots.unwrap_or(d.combine_slots),
             combine_slot_bytes: self.combine_slot_bytes.unwrap_or(d.combine_slot_bytes),
+            combine_stagers: self.combine_stagers.or(d.combine_stagers),
         }
     }
 }

@@ -40,9 +40,11 @@ enum Call {
     Cached { handle: usize, place: usize, hidden: usize },
     /// In the place of the handle's dispatch.
     Combine { handle: usize, dtype: DType, weights: bool },
+    /// In the place of the handle's dispatch, of a tensor of BF16 rows.
+    Return { handle: usize },
 }
 
-use Call::{Cached, Combine, Dispatch};
+use Call::{Cached, Combine, Dispatch, Return};
 
 impl Call {
     /// What an error calls it, where the handles' dispatches were the operations 1 and 3.
@@ -61,6 +63,13 @@ impl Call {
                 format!(
                     "combine of {dtype} rows in place {handle} with the handle of operation {operation}, {bytes} bytes and \
                      {columns} top-k weights per row"
+                )
+            }
+            Return { handle } => {
+                let operation = 2 * handle + 1;
+                format!(
+                    "combine of a tensor of bf16 rows in place {handle} with the handle of operation {operation}, {ROW} bytes and \
+                     0 top-k weights per row"
                 )
             }
         }
@@ -89,6 +98,11 @@ impl Call {
                 // The weights go back behind the stream.
                 drop(rows);
                 outcome
+            }
+            Return { handle } => {
+                let rows = vec![vec![0; 2 * HIDDEN]; rank.buffer.capacity() as usize];
+                let x = rank.upload_rows(DType::Bf16, HIDDEN as u64, &rows)?;
+                rank.combine(CombineRequest::new(&x, &known.handles[handle])).map(drop)
             }
         }
     }
@@ -189,6 +203,14 @@ fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
 fn a_combine_against_a_cached_dispatch_is_named(spread: Spread) {
     let combine = Combine { handle: 0, dtype: DType::Bf16, weights: false };
     differ(spread, &[combine], &[Cached { handle: 0, place: 0, hidden: HIDDEN }]);
+}
+
+/// Across nodes a tensor is copied in front of the combine, which is the same then.
+#[test]
+fn a_combine_of_a_tensor_against_one_of_rows_in_the_pool_is_named() {
+    let in_pool = Combine { handle: 0, dtype: DType::Bf16, weights: false };
+    differ(Spread::OneNode, &[Return { handle: 0 }], &[in_pool]);
+    differ(Spread::OneNode, &[Return { handle: 1 }], &[Return { handle: 0 }]);
 }
 
 fn a_dispatch_against_other_calls_is_named(spread: Spread) {

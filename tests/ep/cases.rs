@@ -32,15 +32,17 @@ fn payload() -> impl Strategy<Value = (DType, Scales)> {
 
 /// Few small buffers, so that rows take several pieces and rings go round, or the defaults.
 fn tuning() -> impl Strategy<Value = Tuning> {
-    let small = (1..=3u32, 1..=2u32, 2..=3u32, 1..=3u32, 2..=3u32).prop_map(
-        |(dispatch_warps, stage, dispatch_stages, combine_warps, combine_slots)| Tuning {
+    let small = (1..=3u32, 1..=2u32, 2..=3u32, 1..=3u32, 2..=3u32, 1..=3u32).prop_map(
+        |(dispatch_warps, stage, dispatch_stages, combine_warps, combine_slots, stagers)| Tuning {
             dispatch_warps,
             internode_dispatch_warps: dispatch_warps,
+            dispatch_metadata_warps: 1 + dispatch_warps % 4,
             dispatch_stage_bytes: 128 * stage,
             dispatch_stages,
             combine_warps,
             combine_slot_bytes: 512,
             combine_slots,
+            combine_stagers: Some(stagers),
         },
     );
     prop_oneof![1 => small, 1 => Just(Tuning::default())]

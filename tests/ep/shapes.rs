@@ -56,11 +56,13 @@ fn on(spread: Spread, ranks_per_node: u32, routing: Routing, row_bytes: u32) -> 
 const SMALL: Tuning = Tuning {
     dispatch_warps: 2,
     internode_dispatch_warps: 2,
+    dispatch_metadata_warps: 1,
     dispatch_stage_bytes: 1024,
     dispatch_stages: 2,
     combine_warps: 2,
     combine_slot_bytes: 512,
     combine_slots: 2,
+    combine_stagers: Some(1),
 };
 
 fn rows_of_7168_bf16(spread: Spread) {

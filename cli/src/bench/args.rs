@@ -132,6 +132,9 @@ pub struct TuningFlags {
     /// Largest slot in combine, in bytes.
     #[arg(long)]
     pub combine_slot_bytes: Option<u32>,
+    /// Blocks that copy rows into the pool during a combine of a tensor.
+    #[arg(long)]
+    pub combine_stagers: Option<u32>,
 }
 
 impl Args {
@@ -150,6 +153,7 @@ impl Args {
             combine_warps,
             combine_slots,
             combine_slot_bytes,
+            combine_stagers,
         } = self.tuning;
         Ok(Plan {
             topology,
@@ -183,6 +187,7 @@ impl Args {
                 combine_warps,
                 combine_slots,
                 combine_slot_bytes,
+                combine_stagers,
             },
             ids: None,
         })

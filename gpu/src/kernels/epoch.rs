@@ -415,15 +415,15 @@ pub unsafe fn send_packet_at(comm: &Comm, peer: u32, offset: u64, value: u32, ep
 }
 
 /// When a wait began. The clock is read on the first miss and then every [`POLLS_PER_CHECK`] polls.
-struct Deadline {
+pub(super) struct Deadline {
     start: u64,
-    waited: u64,
+    pub(super) waited: u64,
     polls: u32,
 }
 
 impl Deadline {
     #[inline(always)]
-    fn start() -> Self {
+    pub(super) fn start() -> Self {
         Deadline { start: 0, waited: 0, polls: 0 }
     }
 
@@ -434,7 +434,7 @@ impl Deadline {
     }
 
     #[inline(always)]
-    unsafe fn expired(&mut self, comm: &Comm) -> bool {
+    pub(super) unsafe fn expired(&mut self, comm: &Comm) -> bool {
         // SAFETY: reads the clock and the abort word.
         unsafe {
             self.polls += 1;
@@ -453,7 +453,15 @@ impl Deadline {
 
 /// Records the first wait that expired, or met another call, and raises the abort word, so that all other waits of this rank end.
 #[inline(always)]
-unsafe fn record(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
+pub(super) unsafe fn record(
+    comm: &Comm,
+    waited: u64,
+    peer: u32,
+    epoch: u64,
+    needed: u64,
+    seen: u64,
+    what: Wait,
+) {
     // SAFETY: the winner of the swap is the record's only writer; `code` is released last.
     unsafe {
         if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {

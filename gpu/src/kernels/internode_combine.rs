@@ -191,6 +191,8 @@ struct Relayed<'a> {
 }
 
 impl Contributors for Relayed<'_> {
+    const FEWER: bool = true;
+
     #[inline(always)]
     unsafe fn row(&self, token: u32) -> i32 {
         // SAFETY: the entries lie inside the table.
@@ -392,6 +394,8 @@ impl<'a> Nodes<'a> {
 }
 
 impl Contributors for Nodes<'_> {
+    const FEWER: bool = true;
+
     #[inline(always)]
     unsafe fn row(&self, token: u32) -> i32 {
         // SAFETY: the entry lies inside the matrix.

@@ -42,7 +42,7 @@ pub use example::{MoeExperts, MoeRouter};
 #[doc(hidden)]
 pub use {
     ceiling::{CeilingPull, CeilingPush},
-    combine::{CombineBf16, CombineF32, StageCombine},
+    combine::{CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32, StageCombine},
     dispatch::Dispatch,
     internode_combine::InternodeCombine,
     internode_count::InternodeCount,
@@ -54,8 +54,9 @@ pub use {
 
 #[doc(hidden)]
 pub use {
-    combine::MAX_SLOT_BYTES, epoch::JOINED_BYTES, internode_combine::MAX_INTERNODE_SLOT_BYTES,
-    internode_notify::INTERNODE_NOTIFY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
+    combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES, epoch::JOINED_BYTES,
+    internode_combine::MAX_INTERNODE_SLOT_BYTES, internode_notify::INTERNODE_NOTIFY_SHARED_BYTES,
+    notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
 };
 
 /// Every kernel of the module, in the order of an operation; then the benchmark's and the example's.
@@ -67,6 +68,8 @@ pub const MANIFEST: &[KernelInfo] = &[
     StageCombine::INFO,
     CombineBf16::INFO,
     CombineF32::INFO,
+    CombineStagedBf16::INFO,
+    CombineStagedF32::INFO,
     InternodeCount::INFO,
     InternodeNotify::INFO,
     InternodeDispatch::INFO,

@@ -126,7 +126,12 @@ impl Ring {
 /// The contiguous range of `count` items that this block owns: sizes differ by at most one.
 #[inline(always)]
 pub fn block_range(count: u32) -> (u32, u32) {
-    let (block, blocks) = (ctaid(), nctaid());
+    share_of(count, ctaid(), nctaid())
+}
+
+/// The contiguous range of `count` items that is the share of block `block` of `blocks`: sizes differ by at most one.
+#[inline(always)]
+pub fn share_of(count: u32, block: u32, blocks: u32) -> (u32, u32) {
     let (each, more) = (count / blocks, count % blocks);
     let begin = block * each + block.min(more);
     (begin, begin + each + (block < more) as u32)

@@ -186,6 +186,36 @@ pub struct CombineArgs {
 
 layout_assert!(CombineArgs, size = 256, pieces at 252);
 
+/// Arguments of `combine_staged_bf16` and `combine_staged_f32`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct StagedCombineArgs {
+    /// Sums, and the ranks.
+    pub combine: CombineArgs,
+    /// In: rows of `row_bytes`, `x_stride` bytes apart, in the order of the received ones.
+    pub x: DevicePtr,
+    /// Bytes from one row of `x` to the next, a multiple of 16.
+    pub x_stride: u64,
+    /// In, or null: f32 `[num_recv_tokens, num_topk]`.
+    pub weights: DevicePtr,
+    /// In, of notify: i32 `[num_ranks, num_ranks]`, inclusive over source ranks.
+    pub rank_prefix_matrix: DevicePtr,
+    /// Rows of `x`, and of `weights`; those that are missing are not copied.
+    pub num_rows: u32,
+    /// Blocks of the grid that copy; the others gather.
+    pub stagers: u32,
+    /// Units that the rows for each rank are cut into.
+    pub units: u32,
+    /// Rows that a block copies before it says so.
+    pub step_rows: u32,
+    /// Warps of a block that gather; in a block that copies all do.
+    pub gather_warps: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(StagedCombineArgs, size = 312, reserved at 308);
+
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]

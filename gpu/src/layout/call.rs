@@ -14,8 +14,8 @@ pub const READY_PLANS: u32 = (1 << COLUMNS_SHIFT) - 1;
 
 const COLUMNS_SHIFT: u32 = 10;
 const ROWS_SHIFT: u32 = 18;
-const PLACE_SHIFT: u32 = 32;
-const KIND_SHIFT: u32 = 38;
+const PLACE_SHIFT: u32 = 31;
+const KIND_SHIFT: u32 = 37;
 
 /// The kinds of calls that an operation can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,10 +24,14 @@ pub enum CallKind {
     Dispatch = 0,
     /// A dispatch along the routing of another one.
     CachedDispatch = 1,
-    /// A combine of BF16 rows.
+    /// A combine of BF16 rows, which are where peers gather them.
     CombineBf16 = 2,
-    /// A combine of FP32 rows.
+    /// A combine of FP32 rows, which are where peers gather them.
     CombineF32 = 3,
+    /// A combine of BF16 rows that are staged meanwhile.
+    CombineStagedBf16 = 4,
+    /// A combine of FP32 rows that are staged meanwhile.
+    CombineStagedF32 = 5,
 }
 
 /// What must be the same on every rank in one operation, but for the routing that it goes by.
@@ -37,7 +41,7 @@ pub struct Call {
     pub kind: CallKind,
     /// The place's index, below 64.
     pub place: u32,
-    /// Bytes per row, a multiple of 16. Ready words tell lengths apart that differ by less than 256 KiB.
+    /// Bytes per row, a multiple of 16. Ready words tell lengths apart that differ by less than 128 KiB.
     pub row_bytes: u32,
     /// Scales of a cached dispatch, or top-k weights of a combine, per row. Ready words tell apart what differs by less than 256.
     pub columns: u32,
@@ -64,7 +68,9 @@ impl Call {
             0 => CallKind::Dispatch,
             1 => CallKind::CachedDispatch,
             2 => CallKind::CombineBf16,
-            _ => CallKind::CombineF32,
+            3 => CallKind::CombineF32,
+            4 => CallKind::CombineStagedBf16,
+            _ => CallKind::CombineStagedF32,
         };
         Call {
             kind,
@@ -91,10 +97,16 @@ mod tests {
 
     #[test]
     fn a_ready_word_holds_call_routing_and_epoch() {
-        for kind in
-            [CallKind::Dispatch, CallKind::CachedDispatch, CallKind::CombineBf16, CallKind::CombineF32]
-        {
-            for (place, row_bytes, columns) in [(0, 16, 0), (63, (1 << 18) - 16, 255), (5, 14336, 57)] {
+        let kinds = [
+            CallKind::Dispatch,
+            CallKind::CachedDispatch,
+            CallKind::CombineBf16,
+            CallKind::CombineF32,
+            CallKind::CombineStagedBf16,
+            CallKind::CombineStagedF32,
+        ];
+        for kind in kinds {
+            for (place, row_bytes, columns) in [(0, 16, 0), (63, (1 << 17) - 16, 255), (5, 14336, 57)] {
                 let call = Call { kind, place, row_bytes, columns };
                 for (epoch, plan) in [(1u64, 1u64), (4711, 4711 - 1023), ((1 << 24) + 3, (1 << 24) - 500)] {
                     let word = epoch << READY_SHIFT | call.bits() | (plan & READY_PLANS as u64);
@@ -109,9 +121,11 @@ mod tests {
 
     #[test]
     fn no_field_reaches_into_another() {
-        let most = Call { kind: CallKind::CombineF32, place: !0, row_bytes: !0, columns: !0 };
-        assert_eq!(most.bits() | READY_PLANS as u64, (1 << READY_SHIFT) - 1);
-        assert_eq!(most.bits(), READY_OTHERS);
+        let most = Call { kind: CallKind::CombineStagedF32, place: !0, row_bytes: !0, columns: !0 };
+        let kinds = most.kind as u64 | 2;
+        assert_eq!(kinds << KIND_SHIFT, READY_OTHERS & !0 << KIND_SHIFT);
+        assert_eq!(most.bits() | 2 << KIND_SHIFT, READY_OTHERS);
+        assert_eq!(READY_OTHERS | READY_PLANS as u64, (1 << READY_SHIFT) - 1);
         let dispatch = Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 };
         assert_eq!(dispatch.bits() & READY_OTHERS, 0);
     }

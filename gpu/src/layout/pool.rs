@@ -18,7 +18,10 @@ pub struct ControlWord {
     _line: [u64; 15],
 }
 
-/// Start of every pool: two words per peer carry the whole protocol.
+/// Most units that the rows for one rank are staged in.
+pub const MAX_STAGE_UNITS: u32 = 64;
+
+/// Start of every pool: two words per peer carry the whole protocol. How far a combine's rows have been staged is apart from it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Control {
@@ -28,10 +31,13 @@ pub struct Control {
     /// `done[src] >= epoch * QUANTUM`: rank `src` has done its part towards this rank. In a dispatch all its rows have
     /// been written here; in a combine it has read all that it needed from here.
     pub done: [ControlWord; MAX_RANKS],
+    /// `staged[src][u]` is [`staged_tag`] `<< 32 | rows`: of unit u of the rows that rank `src` returns to this rank in a combine, so many
+    /// are in its pool.
+    pub staged: [[u64; MAX_STAGE_UNITS as usize]; MAX_RANKS],
 }
 
 layout_assert!(ControlWord, size = 128, _line at 8);
-layout_assert!(Control, size = 128 * 2 * MAX_RANKS, done at 128 * MAX_RANKS);
+layout_assert!(Control, size = (128 * 2 + 8 * MAX_STAGE_UNITS as usize) * MAX_RANKS, staged at 128 * 2 * MAX_RANKS);
 
 /// Offset of `ready[src]` in a pool, in bytes.
 #[inline(always)]
@@ -43,6 +49,19 @@ pub const fn ready_offset(src: u32) -> u64 {
 #[inline(always)]
 pub const fn done_offset(src: u32) -> u64 {
     (MAX_RANKS as u64 + src as u64) * size_of::<ControlWord>() as u64
+}
+
+/// Offset of `staged[src][unit]` in a pool, in bytes.
+#[inline(always)]
+pub const fn staged_offset(src: u32, unit: u32) -> u64 {
+    done_offset(MAX_RANKS as u32) + (src * MAX_STAGE_UNITS + unit) as u64 * 8
+}
+
+/// The upper half of the staged words of the operation `epoch`, where the rows for a rank are cut into `units`: ranks that cut them
+/// otherwise do not take each other's words for their own.
+#[inline(always)]
+pub const fn staged_tag(epoch: u64, units: u32) -> u32 {
+    (epoch as u32) << 8 | units
 }
 
 /// What the signature words of a count message are, in order.
@@ -143,7 +162,7 @@ layout_assert!(Comm, size = 136 + 8 * MAX_RANKS, pool at 48 + 8 * MAX_RANKS);
 pub struct BlockTrace {
     /// The block started.
     pub enter: u64,
-    /// Every peer was ready; in notify, every peer's counts had come.
+    /// Every peer was ready; in notify, every peer's counts had come. A block that stages rows waits for nobody: it began.
     pub ready: u64,
     /// The block's share was moved; in notify, its tokens were numbered.
     pub moved: u64,
@@ -165,9 +184,11 @@ pub struct LocalState {
     /// epoch, but 1 for 0.
     pub abort: u32,
     _pad: u32,
+    /// `epoch << 16 | blocks`: so many blocks of the operation have started, where they share its work by the order in which they do.
+    pub started: u64,
 }
 
-layout_assert!(LocalState, size = 24, _pad at 20);
+layout_assert!(LocalState, size = 32, started at 24);
 
 /// Offset of [`LocalState::epoch`].
 pub const LOCAL_EPOCH: u64 = 0;
@@ -175,6 +196,10 @@ pub const LOCAL_EPOCH: u64 = 0;
 pub const LOCAL_TICKET: u64 = 8;
 /// Offset of [`LocalState::abort`].
 pub const LOCAL_ABORT: u64 = 16;
+/// Offset of [`LocalState::started`].
+pub const LOCAL_STARTED: u64 = 24;
+/// Where the epoch begins in [`LocalState::started`].
+pub const STARTED_SHIFT: u32 = 16;
 
 /// The record of the first wait that expired or met another call, in mapped host memory. `code` is stored last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
@@ -232,4 +257,6 @@ pub enum Wait {
     OtherCall = 15,
     /// `ready` of another node, which came with another call.
     OtherNodeCall = 16,
+    /// Rows that a rank of this node copies into its pool during a combine; counted from the start of their unit.
+    Staged = 17,
 }

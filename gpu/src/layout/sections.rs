@@ -3,9 +3,10 @@
 use core::mem::offset_of;
 
 use super::{
-    ControlWord, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD, NodePath,
-    PlanHeader, PoolLayout, QueueHandle, SIGNATURE_NAMES, Status, WireLayout, done_offset, message,
-    message_offset, ready_offset, relay_message, row_stride, wire_message,
+    ControlWord, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_STAGE_UNITS,
+    MAX_WORLD, NodePath, PlanHeader, PoolLayout, QueueHandle, SIGNATURE_NAMES, Status, WireLayout,
+    done_offset, message, message_offset, ready_offset, relay_message, row_stride, staged_offset,
+    wire_message,
 };
 
 /// A part of a piece of memory, or of an element of an array.
@@ -98,7 +99,7 @@ pub const PLAN_HEADER: &[Section] = fields!(PlanHeader {
 });
 
 /// The fields of a [`LocalState`].
-pub const LOCAL_STATE: &[Section] = fields!(LocalState { epoch, ticket, abort });
+pub const LOCAL_STATE: &[Section] = fields!(LocalState { epoch, ticket, abort, started });
 
 /// The fields of a [`Status`].
 pub const STATUS: &[Section] = fields!(Status { code, peer, epoch, needed, seen, waited_ns });
@@ -159,8 +160,9 @@ fn in_a_row<const N: usize>(sections: [(u64, Section); N], end: u64) -> [Section
 impl PoolLayout {
     /// The sections of a pool where there are `num_nodes` nodes, when it holds received rows of `recv_row_bytes` bytes and rows of
     /// `combine_row_bytes` bytes for combine.
-    pub fn sections(&self, num_nodes: u32, recv_row_bytes: u64, combine_row_bytes: u64) -> [Section; 11] {
+    pub fn sections(&self, num_nodes: u32, recv_row_bytes: u64, combine_row_bytes: u64) -> [Section; 12] {
         const LINE: u64 = size_of::<ControlWord>() as u64;
+        const OF_UNITS: &[Section] = &[Section::array("", MAX_STAGE_UNITS as u64, 8)];
         let array = |name, stride| Section::array(name, 0, stride);
         let messages = match num_nodes {
             1 => array("messages", message_offset(1, 0)).of(MESSAGE),
@@ -169,6 +171,7 @@ impl PoolLayout {
         let sections = [
             (ready_offset(0), array("ready", LINE)),
             (done_offset(0), array("done", LINE)),
+            (staged_offset(0, 0), array("staged", staged_offset(1, 0) - staged_offset(0, 0)).of(OF_UNITS)),
             (self.messages, messages),
             (self.recv_x, array("recv_x", row_stride(recv_row_bytes))),
             (self.recv_scales, array("recv_scales", 4)),
@@ -220,18 +223,18 @@ mod tests {
     }
 
     const POOL: PoolLayout = PoolLayout {
-        messages: 2048,
-        recv_x: 2048 + 8 * 10_352,
-        recv_scales: 90_112,
+        messages: 6144,
+        recv_x: 6144 + 8 * 10_352,
+        recv_scales: 94_208,
         // No scales.
-        recv_topk_idx: 90_112,
-        recv_topk_weights: 91_136,
-        recv_src_idx: 92_160,
-        recv_src_meta: 93_184,
-        combine_x: 93_184,
-        combine_weights: 100_352,
+        recv_topk_idx: 94_208,
+        recv_topk_weights: 95_232,
+        recv_src_idx: 96_256,
+        recv_src_meta: 97_280,
+        combine_x: 97_280,
+        combine_weights: 104_448,
         rows: 32,
-        bytes: 101_376,
+        bytes: 105_472,
     };
 
     #[test]
@@ -241,6 +244,8 @@ mod tests {
         let name = |at| Section::name_of(&sections, at).unwrap();
         assert_eq!(name(ready_offset(3)), "ready[3]");
         assert_eq!(name(done_offset(7) + 12), "done[7] + 0xc");
+        assert_eq!(name(staged_offset(0, 0)), "staged[0][0]");
+        assert_eq!(name(staged_offset(7, 63) + 4), "staged[7][63] + 0x4");
         let packet = |src, word| POOL.messages + message_offset(src, word);
         assert_eq!(name(packet(2, message::SIGNATURE + 4)), "messages[2].signature[4]");
         assert_eq!(name(packet(0, message::INVALID)), "messages[0].invalid");
@@ -330,7 +335,7 @@ mod tests {
             assert_eq!(named(fields) + padding, bytes as u64, "{fields:?}");
         }
         let control = size_of::<Control>() as u64;
-        assert_eq!(done_offset(MAX_RANKS as u32), control);
+        assert_eq!(staged_offset(MAX_RANKS as u32, 0), control);
         assert_eq!(
             Section::name_of(PLAN_HEADER, offset_of!(PlanHeader, tag) as u64 + 4).unwrap(),
             "tag + 0x4"

@@ -32,6 +32,15 @@ device_fns! {
         unsafe { asm!("red.relaxed.gpu.global.min.u64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
     }
 
+    /// Raises to the maximum, with no order, on this device. `red.relaxed.gpu.global.max.u64 [p], v;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 8-byte aligned.
+    pub unsafe fn red_relaxed_gpu_max_u64(p: u64, v: u64) {
+        // SAFETY: the caller vouches for `p`.
+        unsafe { asm!("red.relaxed.gpu.global.max.u64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
+    }
+
     /// Adds and returns the old value; ordered both ways on this device. `atom.acq_rel.gpu.global.add.u64 r, [p], v;`
     ///
     /// # Safety

@@ -1,10 +1,12 @@
 //! Combine: every token's owner sums the rows that came back.
 
 use epoxide_gpu::kernels::{
-    CombineBf16, CombineF32, InternodeCombine, JOINED_BYTES, Kernel as _, PROGRESS_BYTES, StageCombine,
+    CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32, InternodeCombine, JOINED_BYTES,
+    Kernel as _, PROGRESS_BYTES, StageCombine,
 };
 use epoxide_gpu::layout::{
-    Call, CallKind, CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, combine_slot_bytes,
+    Call, CallKind, CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, StagedCombineArgs,
+    combine_slot_bytes,
 };
 
 use super::buffer::RowBytes;
@@ -21,11 +23,11 @@ use std::sync::Arc;
 /// Threads per block of the copy into the pool.
 const STAGE_THREADS: u32 = 512;
 
-/// Where combine finds the rows that this rank returns, in `recv_x` order.
+/// Where combine finds the rows that this rank returns, in `recv_x` order. Within one node the same on every rank.
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
-    /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into the pool first, on all
-    /// multiprocessors. Where the host does not know how many rows came, the tensor may have fewer than there was room
+    /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into the pool, on multiprocessors that the
+    /// configuration leaves. Within one node peers gather meanwhile what has been copied; across nodes they do when all has. Where the host does not know how many rows came, the tensor may have fewer than there was room
     /// for, but not fewer than came: rows that are missing are not returned.
     Tensor(&'a Tensor<'a>),
     /// Rows that are in the place already that the dispatch was given: nothing is copied.
@@ -145,11 +147,17 @@ impl Buffer {
         let (x_at, weights_at) = (block.ptr().add(x_at), block.ptr().add(weights_at));
 
         let pool = self.pool_ptr();
-        let kind = if dtype == DType::F32 { CallKind::CombineF32 } else { CallKind::CombineBf16 };
+        let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
+        let is_staged = in_tensor.is_some() && self.topology.nodes == 1;
+        let kind = match (dtype, is_staged) {
+            (DType::F32, true) => CallKind::CombineStagedF32,
+            (DType::F32, false) => CallKind::CombineF32,
+            (_, true) => CallKind::CombineStagedBf16,
+            (_, false) => CallKind::CombineBf16,
+        };
         let call = Call { kind, place: handle.place, row_bytes: row_bytes as u32, columns: num_topk };
         let comm = self.comm_in(&self.places[handle.place as usize], call);
         let null = DevicePtr::NULL;
-        let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
         let weights = request.topk_weights.map(|weights| &**weights);
         let given = in_tensor.into_iter().chain(weights).map(Tensor::rows).min();
         let stage = StageArgs {
@@ -163,7 +171,7 @@ impl Buffer {
             row_bytes: row_bytes as u32,
             num_topk,
         };
-        let ring = self.kernels.combine_ring(row_bytes as u32, self.config.num_sms);
+        let ring = self.kernels.combine_ring(row_bytes as u32, self.config.num_sms, is_staged);
         let mut args = CombineArgs {
             comm,
             combined_x: x_at,
@@ -180,33 +188,67 @@ impl Buffer {
             slot_bytes: ring.bytes,
             pieces: (row_bytes as u32).div_ceil(ring.bytes),
         };
+        let staged = match &handle.places.routing {
+            Mode::OneNode(_, places) if is_staged => {
+                let ranks = self.topology.ranks_per_node;
+                let shape = self.kernels.stage_shape(ranks, self.config.num_sms, row_bytes as u32);
+                Some(StagedCombineArgs {
+                    combine: args,
+                    x: stage.x,
+                    x_stride: stage.x_stride,
+                    weights: stage.weights,
+                    rank_prefix_matrix: places.rank_prefix_matrix,
+                    num_rows: stage.capacity as u32,
+                    stagers: shape.stagers,
+                    units: shape.units,
+                    step_rows: shape.step_rows,
+                    gather_warps: ring.warps,
+                    reserved: 0,
+                })
+            }
+            _ => None,
+        };
         let uses = in_tensor.into_iter().chain(weights).filter_map(|tensor| tensor.owner().cloned());
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
-            let grid = match &handle.places.routing {
-                Mode::OneNode(..) => buffer.blocks_for(handle.num_tokens),
-                Mode::SeveralNodes(..) => buffer.config.num_sms,
-            };
-            args.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
+            // Rows are copied by as many threads as a block can have, however few gather.
+            let (stagers, block) = match staged {
+                Some(staged) => (staged.stagers, STAGE_THREADS),
+                None => (0, ring.threads()),
+            };
+            let (gatherers, beside) = match &handle.places.routing {
+                Mode::OneNode(..) => (buffer.blocks_for(handle.num_tokens), JOINED_BYTES),
+                Mode::SeveralNodes(..) => (buffer.config.num_sms, PROGRESS_BYTES),
+            };
+            let (grid, shared) = (gatherers + stagers, ring.shared_bytes() + beside);
+            args.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
             // them. The last combine ended when every peer had gathered, so the rows may be written.
             unsafe {
-                if !stage.x.is_null() || !stage.weights.is_null() {
+                if staged.is_none() && (!stage.x.is_null() || !stage.weights.is_null()) {
                     let call = StageCombine::call(stage);
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
-                let (block, shared) = (ring.threads(), ring.shared_bytes());
-                let joined = shared + JOINED_BYTES;
-                match &handle.places.routing {
-                    Mode::OneNode(node, _) if dtype == DType::F32 => {
-                        stream.call(&node.combine_f32, grid, block, joined, CombineF32::call(args))
+                match (&handle.places.routing, staged) {
+                    (Mode::OneNode(node, _), Some(staged)) => {
+                        let args = StagedCombineArgs { combine: args, ..staged };
+                        if dtype == DType::F32 {
+                            let call = CombineStagedF32::call(args);
+                            stream.call(&node.combine_staged_f32, grid, block, shared, call)
+                        } else {
+                            let call = CombineStagedBf16::call(args);
+                            stream.call(&node.combine_staged, grid, block, shared, call)
+                        }
                     }
-                    Mode::OneNode(node, _) => {
-                        stream.call(&node.combine, grid, block, joined, CombineBf16::call(args))
+                    (Mode::OneNode(node, _), None) if dtype == DType::F32 => {
+                        stream.call(&node.combine_f32, grid, block, shared, CombineF32::call(args))
                     }
-                    Mode::SeveralNodes(nodes, routing) => {
+                    (Mode::OneNode(node, _), None) => {
+                        stream.call(&node.combine, grid, block, shared, CombineBf16::call(args))
+                    }
+                    (Mode::SeveralNodes(nodes, routing), _) => {
                         let args = InternodeCombineArgs {
                             combine: args,
                             wire: nodes.wire(&buffer.config),
@@ -214,8 +256,7 @@ impl Buffer {
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
                         };
-                        let (block, shared) = (block + 32, shared + PROGRESS_BYTES);
-                        stream.call(&nodes.combine, grid, block, shared, InternodeCombine::call(args))
+                        stream.call(&nodes.combine, grid, block + 32, shared, InternodeCombine::call(args))
                     }
                 }
             }

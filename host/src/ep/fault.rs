@@ -39,7 +39,7 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
             theirs: describe_call(status.seen, status.epoch),
         });
     }
-    const WAITS: [(Wait, &str, &str); 14] = [
+    const WAITS: [(Wait, &str, &str); 15] = [
         (Wait::Counts, "notify", "counts"),
         (Wait::DispatchReady, "dispatch", "ready"),
         (Wait::DispatchDone, "dispatch", "done"),
@@ -54,13 +54,17 @@ pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
         (Wait::NotifyQueue, "notify", "the queue to it"),
         (Wait::DispatchQueue, "dispatch", "the queue to it"),
         (Wait::CombineQueue, "combine", "the queue to it"),
+        (Wait::Staged, "combine", "staged rows"),
     ];
     let known = WAITS.iter().find(|(wait, ..)| *wait as u64 == code);
     let &(wait, operation, word) = known.unwrap_or(&(Wait::CombineDone, "unknown", "unknown"));
     let peer = match wait {
-        Wait::Counts | Wait::DispatchReady | Wait::DispatchDone | Wait::CombineReady | Wait::CombineDone => {
-            of_this_node
-        }
+        Wait::Counts
+        | Wait::DispatchReady
+        | Wait::DispatchDone
+        | Wait::CombineReady
+        | Wait::CombineDone
+        | Wait::Staged => of_this_node,
         Wait::RelayedCounts => relay,
         _ => of_node,
     };
@@ -96,6 +100,8 @@ fn describe_call(word: u64, epoch: u64) -> String {
         CallKind::CachedDispatch => ("cached dispatch", "scales"),
         CallKind::CombineBf16 => ("combine of bf16 rows", "top-k weights"),
         CallKind::CombineF32 => ("combine of f32 rows", "top-k weights"),
+        CallKind::CombineStagedBf16 => ("combine of a tensor of bf16 rows", "top-k weights"),
+        CallKind::CombineStagedF32 => ("combine of a tensor of f32 rows", "top-k weights"),
     };
     let along = ready_plan(word, epoch);
     format!(

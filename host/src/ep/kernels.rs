@@ -4,12 +4,12 @@ use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, Dispatch, DispatchLayout,
-    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
-    JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
-    StageCombine,
+    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32,
+    Dispatch, DispatchLayout, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount,
+    InternodeDispatch, InternodeNotify, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES,
+    MAX_WAITED_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
 };
-use epoxide_gpu::layout::{SlotShape, Wire, bulk_scale_bytes, ring_bytes};
+use epoxide_gpu::layout::{MAX_STAGE_UNITS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
 use super::Config;
 use super::wire::WireSide;
@@ -20,6 +20,10 @@ use crate::error::{Error, Result};
 const DISPATCH_WARPS: u32 = 150;
 /// Most warps of a combine that gather, on all multiprocessors together.
 const COMBINE_WARPS: u32 = 300;
+/// Blocks that stage rows at least where they are not asked for, though no multiprocessor is left for them: they come first.
+const LEAST_STAGERS: u32 = 16;
+/// About as many bytes a block stages before it says so: peers begin with the first of them.
+const STAGE_STEP_BYTES: u32 = 65536;
 
 /// Names a file with PTX to load instead of the embedded one. Development only.
 const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
@@ -44,6 +48,9 @@ pub struct Tuning {
     pub combine_slot_bytes: u32,
     /// Most slots per warp in combine, at least 2.
     pub combine_slots: u32,
+    /// Blocks that copy rows into the pool during a combine of a tensor within a node, 1 to 1024. `None`: all multiprocessors that the
+    /// configuration leaves. There are never more than they have work for.
+    pub combine_stagers: Option<u32>,
 }
 
 impl Default for Tuning {
@@ -57,6 +64,7 @@ impl Default for Tuning {
             combine_warps: 16,
             combine_slot_bytes: 4096,
             combine_slots: 3,
+            combine_stagers: None,
         }
     }
 }
@@ -77,7 +85,32 @@ impl Tuning {
         check("dispatch_stages", self.dispatch_stages, 2..=32)?;
         check("combine_warps", self.combine_warps, 1..=16)?;
         check("combine_slot_bytes", self.combine_slot_bytes, 512..=MAX_SLOT_BYTES)?;
-        check("combine_slots", self.combine_slots, 2..=32)
+        check("combine_slots", self.combine_slots, 2..=32)?;
+        self.combine_stagers.map_or(Ok(()), |blocks| check("combine_stagers", blocks, 1..=1024))
+    }
+}
+
+/// How a combine of a tensor stages rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct StageShape {
+    /// Units that the rows for each rank are cut into.
+    pub units: u32,
+    /// Blocks that copy them.
+    pub stagers: u32,
+    /// Rows that a block copies before it says so.
+    pub step_rows: u32,
+}
+
+impl StageShape {
+    /// Beside `num_sms` blocks that gather, on a device of `sm_count` multiprocessors. A unit is about what one of those gathers.
+    fn new(asked: Option<u32>, num_ranks: u32, num_sms: u32, sm_count: u32, row_bytes: u32) -> StageShape {
+        let units = num_sms.min(MAX_STAGE_UNITS);
+        let stagers = asked.unwrap_or(sm_count.saturating_sub(num_sms).max(LEAST_STAGERS));
+        StageShape {
+            units,
+            stagers: stagers.min(num_ranks * units),
+            step_rows: (STAGE_STEP_BYTES / row_bytes).max(1),
+        }
     }
 }
 
@@ -131,6 +164,8 @@ pub(super) struct OneNode {
     pub dispatch: Kernel,
     pub combine: Kernel,
     pub combine_f32: Kernel,
+    pub combine_staged: Kernel,
+    pub combine_staged_f32: Kernel,
 }
 
 /// The kernels of operations across nodes, and how they reach the other nodes.
@@ -170,7 +205,14 @@ impl Loaded {
                 InternodeCombine::INFO.name,
             ][..]
         } else {
-            &[Notify::INFO.name, Dispatch::INFO.name, CombineBf16::INFO.name, CombineF32::INFO.name][..]
+            &[
+                Notify::INFO.name,
+                Dispatch::INFO.name,
+                CombineBf16::INFO.name,
+                CombineF32::INFO.name,
+                CombineStagedBf16::INFO.name,
+                CombineStagedF32::INFO.name,
+            ][..]
         });
         let module = Module::load(device, &epoxide_gpu::only_kernels(&ptx()?, &names))?;
         Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block })
@@ -187,6 +229,8 @@ impl Loaded {
                     dispatch: kernel(Dispatch::INFO.name, self.shared_limit)?,
                     combine: kernel(CombineBf16::INFO.name, self.shared_limit)?,
                     combine_f32: kernel(CombineF32::INFO.name, self.shared_limit)?,
+                    combine_staged: kernel(CombineStagedBf16::INFO.name, self.shared_limit)?,
+                    combine_staged_f32: kernel(CombineStagedF32::INFO.name, self.shared_limit)?,
                 };
                 Mode::OneNode(Arc::new(node), ())
             }
@@ -316,10 +360,12 @@ impl Kernels {
         (ring, piece_bytes)
     }
 
-    pub fn combine_ring(&self, row_bytes: u32, num_sms: u32) -> RingShape {
+    /// The ring of a combine. `is_staged`: of rows that are copied into the pools meanwhile, within one node.
+    pub fn combine_ring(&self, row_bytes: u32, num_sms: u32, is_staged: bool) -> RingShape {
         let t = &self.tuning;
         // Across nodes half of the blocks gather and half finish.
         let (at_once, most_bytes) = match self.mode {
+            Mode::OneNode(..) if is_staged => (COMBINE_WARPS, MAX_WAITED_SLOT_BYTES),
             Mode::OneNode(..) => (COMBINE_WARPS, MAX_SLOT_BYTES),
             Mode::SeveralNodes(..) => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
         };
@@ -329,6 +375,12 @@ impl Kernels {
         let pieces = row_bytes.div_ceil(t.combine_slot_bytes.min(most_bytes) / align * align);
         let bytes = row_bytes.div_ceil(pieces).next_multiple_of(align);
         RingShape::fit(bytes, warps, t.combine_slots, self.ring_limit())
+    }
+
+    /// How a combine of a tensor stages its rows.
+    pub fn stage_shape(&self, num_ranks: u32, num_sms: u32, row_bytes: u32) -> StageShape {
+        let sm_count = self.device.info().sm_count;
+        StageShape::new(self.tuning.combine_stagers, num_ranks, num_sms, sm_count, row_bytes)
     }
 
     /// Shared memory for rings: beside them a block keeps whether it has joined, and across nodes a word for each of its warps.
@@ -373,6 +425,18 @@ mod tests {
                 "{bytes}: {ring:?}"
             );
         }
+    }
+
+    #[test]
+    fn as_many_blocks_stage_as_have_work_and_are_left() {
+        let shape = |asked, ranks, sms| StageShape::new(asked, ranks, sms, 132, 14336);
+        assert_eq!(shape(None, 4, 24), StageShape { units: 24, stagers: 96, step_rows: 4 });
+        assert_eq!(shape(None, 8, 24).stagers, 108);
+        assert_eq!(shape(None, 8, 132), StageShape { units: 64, stagers: 16, step_rows: 4 });
+        assert_eq!(shape(None, 1, 2), StageShape { units: 2, stagers: 2, step_rows: 4 });
+        assert_eq!(shape(Some(1024), 2, 24).stagers, 48);
+        assert_eq!(shape(Some(20), 8, 24).stagers, 20);
+        assert_eq!(StageShape::new(None, 2, 4, 132, 1 << 20).step_rows, 1);
     }
 
     #[test]

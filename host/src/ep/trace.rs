@@ -43,7 +43,7 @@ impl Trace {
 
 impl Buffer {
     /// Has the kernels that follow write down when each of their blocks reached each phase, up to `blocks` blocks in all;
-    /// launches beyond that go untraced. The staging copy of a combine and the layout have no phases and are not in it.
+    /// launches beyond that go untraced. The staging copy of a combine across nodes and the layout have no phases and are not in it.
     ///
     /// A CUDA graph that was captured meanwhile keeps writing to the trace: end its use before [`Buffer::take_trace`].
     ///

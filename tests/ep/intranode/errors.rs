@@ -233,6 +233,8 @@ fn buffer_options_are_checked() {
     assert_names(&make(&|setup| setup.ranks = 9), &["group size = 9", "1 to 8 ranks"]);
     assert_names(&tuning(&|t| t.dispatch_warps = 17), &["dispatch_warps = 17", "must be 1 to"]);
     assert_names(&tuning(&|t| t.combine_slots = 1), &["combine_slots = 1", "must be 2 to"]);
+    let stagers = tuning(&|t| t.combine_stagers = Some(0));
+    assert_names(&stagers, &["combine_stagers = 0", "must be 1 to"]);
     let error = make(&|setup| setup.options.num_nvl_bytes = Some(1000));
     assert_names(&error, &["num_nvl_bytes: needs", "has 1000 bytes"]);
 }

@@ -5,6 +5,7 @@ mod processes;
 mod programs;
 mod schedules;
 mod shapes;
+mod staged;
 mod streams;
 mod timeouts;
 mod trace;

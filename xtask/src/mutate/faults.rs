@@ -6,12 +6,13 @@ use std::fmt;
 use super::text::{Body, Line, Place};
 
 /// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
-pub const KERNELS: [&str; 9] = [
+pub const KERNELS: [&str; 10] = [
     "dispatch_layout",
     "notify",
     "dispatch",
     "stage_combine",
     "combine_bf16",
+    "combine_staged_bf16",
     "internode_count",
     "internode_notify",
     "internode_dispatch",

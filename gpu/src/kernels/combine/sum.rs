@@ -8,9 +8,9 @@ use crate::simt::*;
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
 pub const VECTORS: usize = 8;
 
-/// How many of them there are where warps take whole rows: one fewer, so that sixteen warps have registers enough.
-pub const fn vectors_of(whole_rows: bool) -> usize {
-    if whole_rows { VECTORS - 1 } else { VECTORS }
+/// How many of them there are where a warp has more than sums to keep: one fewer, so that sixteen warps have registers enough.
+pub const fn vectors_of(fewer: bool) -> usize {
+    if fewer { VECTORS - 1 } else { VECTORS }
 }
 
 /// What 16 bytes of a row hold.
@@ -60,6 +60,8 @@ impl Element for F32 {
 
 /// What a token's sum is made of: lane l knows contributor l, if there is one. They are added in ascending order.
 pub trait Contributors {
+    /// Whether a lane sums fewer vectors at a time, because its warp has this to keep: [`vectors_of`].
+    const FEWER: bool;
     /// The lane's row of `token`, or -1.
     unsafe fn row(&self, token: u32) -> i32;
     /// Where the lane's row is.
@@ -97,6 +99,8 @@ impl<'a> Ranks<'a> {
 }
 
 impl Contributors for Ranks<'_> {
+    const FEWER: bool = false;
+
     #[inline(always)]
     unsafe fn row(&self, token: u32) -> i32 {
         // SAFETY: the entries lie inside the table.
@@ -132,17 +136,17 @@ pub trait Sink {
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]);
 }
 
-/// The operation's outputs: that of token t at `rows + t * row_bytes`, its weights at `weights + t * num_topk * 4`.
-pub struct Outputs<'a, const WHOLE: bool>(&'a CombineArgs);
+/// The operation's outputs, of sums of so many vectors a lane: that of token t at `rows + t * row_bytes`, its weights at `weights + t * num_topk * 4`.
+pub struct Outputs<'a, const FEWER: bool>(&'a CombineArgs);
 
-impl<'a, const WHOLE: bool> Outputs<'a, WHOLE> {
+impl<'a, const FEWER: bool> Outputs<'a, FEWER> {
     #[inline(always)]
     pub fn new(args: &'a CombineArgs) -> Self {
         Outputs(args)
     }
 }
 
-impl<const WHOLE: bool> Sink for Outputs<'_, WHOLE> {
+impl<const FEWER: bool> Sink for Outputs<'_, FEWER> {
     #[inline(always)]
     unsafe fn weights(&self, token: u32) -> u64 {
         let weights = self.0.combined_weights.0;
@@ -157,7 +161,7 @@ impl<const WHOLE: bool> Sink for Outputs<'_, WHOLE> {
             let to = row + (item.piece * self.0.slot_bytes) as u64;
             unroll8!(J => {
                 let at = laneid() * 16 + J as u32 * 512;
-                if J < vectors_of(WHOLE) && at < bytes {
+                if J < vectors_of(FEWER) && at < bytes {
                     st_v4(to + at as u64, vectors[J]);
                 }
             });
@@ -205,7 +209,7 @@ pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
                 let buffer = ring.buffer(turn.slot);
                 unroll8!(J => {
                     let at = lane * 16 + J as u32 * 512;
-                    if J < vectors_of(WHOLE) && at < bytes {
+                    if J < vectors_of(C::FEWER) && at < bytes {
                         E::add(&mut sums[J], ld_shared_v4(buffer + at));
                     }
                 });
@@ -220,7 +224,7 @@ pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
             }
             let mut vectors = [[0; 4]; VECTORS];
             unroll8!(J => {
-                if J < vectors_of(WHOLE) {
+                if J < vectors_of(C::FEWER) {
                     vectors[J] = E::round(&sums[J]);
                 }
             });

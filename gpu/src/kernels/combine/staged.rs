@@ -1,0 +1,295 @@
+//! Combine of rows that are not in the pool yet: some blocks copy them there while the others gather what peers have copied.
+//!
+//! What makes them sound: the own combine rows are written behind the end of the operation before, which no peer has left earlier than
+//! it had gathered all that it wanted from them. (Were operations to end without that wait, blocks that copy would have to wait here.) A
+//! row has one warp for each piece of it, and its rank says that it is there behind a barrier of the block that copied it, by a word
+//! that no other rank writes. It is read by whoever has acquired that word, with a proxy fence before the copy engine reads it.
+//! Blocks that copy wait for nobody, and are the first that start. Collectives stand where all lanes of a warp arrive: what a warp
+//! branches on around them is the same in all lanes.
+
+use core::cell::Cell;
+
+use epoxide_macros::kernel;
+
+use super::MAX_WAITED_SLOT_BYTES;
+use super::stage::copy_bytes;
+use super::sum::{Bf16, Contributors, Element, F32, Gather, Outputs, Ranks, sum_rows};
+use crate::kernels::epoch::{
+    Deadline, Entry, Phase, current_epoch, leave, pool_of, record, tell_ready, trace, wait_ready,
+    warp_aborted,
+};
+use crate::kernels::ring::{Ring, Turn, share_of};
+use crate::layout::{
+    Comm, LOCAL_STARTED, MAX_STAGE_UNITS, STARTED_SHIFT, StagedCombineArgs, Wait, ring_bytes, row_stride,
+    staged_offset, staged_tag,
+};
+use crate::simt::*;
+
+/// Bytes of a row that a warp copies at a time.
+const PIECE_BYTES: u32 = 2048;
+
+/// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The first `stagers` blocks that start copy.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    requires(
+        args.combine.row_bytes.is_multiple_of(16),
+        args.combine.row_bytes >= 16,
+        args.combine.slots >= 2,
+        args.combine.slots <= 32,
+        args.combine.slot_bytes.is_multiple_of(16),
+        args.combine.slot_bytes >= 16,
+        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
+        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
+        args.combine.pieces >= 1,
+        args.combine.comm.num_ranks >= 1,
+        args.x_stride.is_multiple_of(16),
+        args.stagers >= 1,
+        args.units >= 1,
+        args.units <= MAX_STAGE_UNITS,
+        args.step_rows >= 1,
+        args.gather_warps >= 1,
+    )
+)]
+pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
+    combine_staged::<Bf16>(&args);
+}
+
+/// The same for FP32 rows.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    requires(
+        args.combine.row_bytes.is_multiple_of(16),
+        args.combine.row_bytes >= 16,
+        args.combine.slots >= 2,
+        args.combine.slots <= 32,
+        args.combine.slot_bytes.is_multiple_of(16),
+        args.combine.slot_bytes >= 16,
+        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
+        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
+        args.combine.pieces >= 1,
+        args.combine.comm.num_ranks >= 1,
+        args.x_stride.is_multiple_of(16),
+        args.stagers >= 1,
+        args.units >= 1,
+        args.units <= MAX_STAGE_UNITS,
+        args.step_rows >= 1,
+        args.gather_warps >= 1,
+    )
+)]
+pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
+    combine_staged::<F32>(&args);
+}
+
+#[inline(always)]
+unsafe fn combine_staged<E: Element>(args: &StagedCombineArgs) {
+    // SAFETY: as the argument struct documents; rows were planned inside the pools.
+    unsafe {
+        let (rows, comm) = (&args.combine, &args.combine.comm);
+        trace(comm, Phase::Enter);
+        let entry = Entry::read(comm, rows.header.0);
+        let epoch = current_epoch(comm);
+        let ready = entry.ready_word(comm, epoch);
+        let turn = starting_order(comm, epoch);
+        if turn == 0 && tid() < 32 {
+            tell_ready(comm, ready);
+        }
+        let planned = entry.is_planned();
+        if turn < args.stagers {
+            trace(comm, Phase::Ready);
+            if planned {
+                stage(args, turn, epoch);
+            }
+        } else {
+            let warps = args.gather_warps;
+            let joined = dynamic_shared() + ring_bytes(warps, rows.slots, rows.slot_bytes);
+            let joined = wait_ready(comm, &entry, epoch, ready, joined, Wait::CombineReady);
+            if joined && planned && tid() / 32 < warps {
+                let gatherers = nctaid() - args.stagers;
+                // This block is one of them.
+                core::hint::assert_unchecked(gatherers >= 1);
+                let (begin, end) = share_of(rows.num_tokens, turn - args.stagers, gatherers);
+                let ring = Ring::new(rows.slots, rows.slot_bytes, warps);
+                let from = Staged { args, ranks: Ranks::new(rows, rows.send_row.0), known: Cell::new(0) };
+                let (mut to, turn) = (Outputs::<true>::new(rows), &mut Turn::first());
+                let gather = Gather::start(rows, &from, begin, end, warps);
+                sum_rows::<E, _, _, false>(rows, &ring, turn, &from, &mut to, gather);
+            }
+        }
+        // A wait that expired, in whichever warp, keeps the block from saying that it has done its part.
+        barrier_sync();
+        leave(comm, epoch, !warp_aborted(comm), Wait::CombineDone);
+    }
+}
+
+/// How many blocks of the operation have started before this one; all threads call it. Blocks start in any order, and where not all fit,
+/// some start when others have ended: by this number the first that are there do what the others wait for.
+#[inline(always)]
+unsafe fn starting_order(comm: &Comm, epoch: u64) -> u32 {
+    // SAFETY: `local` is live. The ring is laid over the word in shared memory behind the barrier of `wait_ready`, when all threads
+    // have read it.
+    unsafe {
+        if tid() == 0 {
+            let started = comm.local.0 + LOCAL_STARTED;
+            // The first block of the operation begins to count. A launch has fewer blocks than there is room for below the epoch.
+            red_relaxed_gpu_max_u64(started, epoch << STARTED_SHIFT);
+            let count = atom_relaxed_gpu_add_u64(started, 1) as u32;
+            st_shared_u32(dynamic_shared(), count & ((1 << STARTED_SHIFT) - 1));
+        }
+        barrier_sync();
+        ld_shared_u32(dynamic_shared())
+    }
+}
+
+/// The first of the rows that rank `from` returns to rank `to`, among all that it returns, and how many there are.
+#[inline(always)]
+unsafe fn returned(args: &StagedCombineArgs, from: u32, to: u32) -> (u32, u32) {
+    // SAFETY: the entries lie inside the matrix.
+    unsafe {
+        let ranks = args.combine.comm.num_ranks;
+        let up_to = |to: u32| ld_u32(args.rank_prefix_matrix.0 + (to * ranks + from) as u64 * 4);
+        let end = up_to(to);
+        let first = if to == 0 { 0 } else { up_to(to - 1) };
+        (first, end - first)
+    }
+}
+
+/// A block that copies: its share of the units of all ranks' rows, a step of each in turn, so that all come along evenly.
+#[inline(always)]
+unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
+    // SAFETY: rows were planned inside the pool. The words at the peers have this rank as their only writer, and the barrier makes the
+    // whole block's work happen before the release.
+    unsafe {
+        let comm = &args.combine.comm;
+        let tag = (staged_tag(epoch, args.units) as u64) << 32;
+        let (mut staged, mut more) = (0, true);
+        while more {
+            more = false;
+            let mut number = stager;
+            while number < args.units * comm.num_ranks {
+                let (unit, source) = (number / comm.num_ranks, number % comm.num_ranks);
+                let (first, count) = returned(args, comm.rank, source);
+                let each = count.div_ceil(args.units);
+                let begin = (unit * each).min(count);
+                let rows = each.min(count - begin);
+                if staged < rows {
+                    let step = args.step_rows.min(rows - staged);
+                    copy_rows(args, first + begin + staged, step);
+                    barrier_sync();
+                    // The last warp is the one with least to copy.
+                    if tid() + 32 == ntid() {
+                        let word = pool_of(comm, source) + staged_offset(comm.rank, unit);
+                        st_release_sys_u64(word, tag | (staged + step) as u64);
+                    }
+                    more |= staged + step < rows;
+                }
+                number += args.stagers;
+            }
+            staged += args.step_rows;
+        }
+    }
+}
+
+/// Copies `count` rows from row `first` on, and their weights. The whole block calls it.
+#[inline(always)]
+unsafe fn copy_rows(args: &StagedCombineArgs, first: u32, count: u32) {
+    // SAFETY: rows that the tensors lack are left out; the others have room in the pool.
+    unsafe {
+        let (rows, comm) = (&args.combine, &args.combine.comm);
+        let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
+        let count = count.min(args.num_rows.max(first) - first);
+        let pool = pool_of(comm, comm.rank);
+        // A row is not empty.
+        let pieces = (rows.row_bytes - 1) / PIECE_BYTES + 1;
+        let mut item = warp;
+        while item < count * pieces {
+            let (row, at) = ((first + item / pieces) as u64, item % pieces * PIECE_BYTES);
+            let from = args.x.0 + row * args.x_stride + at as u64;
+            let to = pool + comm.pool.combine_x + row * row_stride(rows.row_bytes as u64) + at as u64;
+            copy_bytes(from, to, PIECE_BYTES.min(rows.row_bytes - at));
+            item += warps;
+        }
+        let mut row = warp;
+        while row < count && !args.weights.is_null() {
+            if lane < rows.num_topk {
+                let entry = ((first + row) as u64 * rows.num_topk as u64 + lane as u64) * 4;
+                st_f32(pool + comm.pool.combine_weights + entry, ld_f32(args.weights.0 + entry));
+            }
+            row += warps;
+        }
+    }
+}
+
+/// The combine rows of the ranks, which may be read as far as those say.
+struct Staged<'a> {
+    args: &'a StagedCombineArgs,
+    ranks: Ranks<'a>,
+    /// Lane r: rank r's rows before this one are known to be in its pool, from the first of their unit on. A warp takes rows in
+    /// ascending order. All else that a wait needs is found out then, which spares registers.
+    known: Cell<u32>,
+}
+
+impl Contributors for Staged<'_> {
+    const FEWER: bool = true;
+
+    #[inline(always)]
+    unsafe fn row(&self, token: u32) -> i32 {
+        // SAFETY: passed on to the caller.
+        unsafe { self.ranks.row(token) }
+    }
+
+    #[inline(always)]
+    fn address(&self, row: i32) -> u64 {
+        self.ranks.address(row)
+    }
+
+    #[inline(always)]
+    fn weights(&self, row: i32) -> u64 {
+        self.ranks.weights(row)
+    }
+
+    #[inline(always)]
+    unsafe fn wait(&self, row: i32) {
+        // SAFETY: the lane has such a row, so that there is a rank of its number.
+        unsafe {
+            if row as u32 >= self.known.get() {
+                self.known.set(wait_staged(self.args, laneid(), row as u32));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn lanes(&self) -> u32 {
+        self.ranks.lanes()
+    }
+}
+
+/// Waits until row `row` of rank `peer`, which is for this rank, may be read, by the copy engine too. As may all of its unit before the
+/// row that this gives: any row, where the wait expired.
+#[inline(always)]
+unsafe fn wait_staged(args: &StagedCombineArgs, peer: u32, row: u32) -> u32 {
+    // SAFETY: the word is in this rank's own pool.
+    unsafe {
+        let comm = &args.combine.comm;
+        let epoch = current_epoch(comm);
+        let (first, count) = returned(args, peer, comm.rank);
+        let each = count.div_ceil(args.units).max(1);
+        let unit = (row - first) / each;
+        let begin = first + unit * each;
+        let word = pool_of(comm, comm.rank) + staged_offset(peer, unit);
+        let (tag, needed) = (staged_tag(epoch, args.units), row - begin + 1);
+        let mut deadline = Deadline::start();
+        loop {
+            let seen = ld_acquire_sys_u64(word);
+            let staged = if (seen >> 32) as u32 == tag { seen as u32 } else { 0 };
+            if staged >= needed {
+                fence_proxy_async_global();
+                return begin + staged;
+            }
+            if deadline.expired(comm) {
+                let (needed, staged) = (needed as u64, staged as u64);
+                record(comm, deadline.waited, peer, epoch, needed, staged, Wait::Staged);
+                return u32::MAX;
+            }
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Combines of tensors, whose rows some blocks copy into the pools while others gather them.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use epoxide::ep::{CombineRequest, Config, Counts, DType, DispatchRequest, Tensor};
+use epoxide::internal::Tuning;
+use epoxide_testing::harness::{Rank, Setup, assert_names};
+use epoxide_testing::oracle::Style;
+use epoxide_testing::roundtrip::Case;
+
+use crate::shapes::routing;
+use crate::timeouts::{TIMEOUT, check_timeout};
+use crate::turns::{HIDDEN, Inputs, ROW, Turn};
+
+/// Every round trip combines rows of BF16 with weights and rows of FP32 without, from tensors and from the pool.
+fn check(tokens: &[u32], num_channels: u32, row_bytes: u32, combine_stagers: Option<u32>) {
+    for schedule_seed in [None, Some(3)] {
+        let routing = routing(tokens, 2, 2 * tokens.len() as u32, Style::DistinctTopK);
+        let tuning = Tuning { combine_stagers, ..Tuning::default() };
+        Case { num_channels, tuning, schedule_seed, ..Case::new(routing, row_bytes) }.check();
+    }
+}
+
+#[test]
+fn ranks_with_few_many_and_no_rows() {
+    for stagers in [None, Some(1), Some(5)] {
+        check(&[0, 1, 60], 3, 80, stagers);
+    }
+}
+
+#[test]
+fn fewer_rows_than_units() {
+    check(&[3, 2], 8, 48, None);
+    check(&[3, 2], 8, 48, Some(3));
+}
+
+#[test]
+fn more_blocks_than_multiprocessors() {
+    // All that there are gather, and the units are as many as there can be.
+    check(&[90, 70], 66, 48, None);
+}
+
+#[test]
+fn rows_of_which_a_step_takes_one() {
+    check(&[7, 12], 1, 40_016, Some(1));
+}
+
+#[test]
+fn a_tensor_with_too_few_rows_is_returned_as_far_as_it_goes() {
+    // Where the host does not know how many rows came, it cannot refuse: no rank may wait for rows that nobody has.
+    let turn = Turn::random(3, &[9, 8], 1);
+    Setup::new(2, 1, 9, ROW).run(|rank| {
+        let inputs = Inputs::upload(&turn, rank)?;
+        let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+        let mut place = rank.place()?;
+        let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+        let output = rank.dispatch(&mut place, request)?;
+        let x = Tensor::alloc(rank.device(), DType::Bf16, &[1, HIDDEN as u64])?;
+        rank.poison(&x)?;
+        rank.combine(CombineRequest::new(&x, &output.handle))?;
+        rank.stream.synchronize()?;
+        rank.buffer.check()
+    });
+}
+
+#[test]
+fn a_captured_combine_of_a_tensor_replays() {
+    let turns: Vec<Turn> = (0..8).map(|seed| Turn::random(seed, &[9, 2, 6], 2)).collect();
+    Setup::new(3, 2, 9, ROW).run(|rank| {
+        let inputs = Inputs::upload(&turns[0], rank)?;
+        let mut place = rank.place()?;
+        let (stream, experts) = (rank.stream.clone(), turns[0].routing.num_experts);
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            let layout = buffer.get_dispatch_layout(&inputs.topk_idx, experts, order)?;
+            let counts = Counts::OnDevice { capacity: buffer.capacity() };
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(counts);
+            let output = buffer.dispatch(&mut place, request, order)?;
+            let back = buffer.combine(CombineRequest::new(&output.recv_x, &output.handle), order)?;
+            Ok((output.detach(), back))
+        })?;
+        for (index, turn) in turns.iter().enumerate() {
+            let fresh = Inputs::upload(turn, rank)?;
+            inputs.overwrite(rank, &fresh)?;
+            step.launch(&stream)?;
+            let got = rank.row_bytes(&step.output().1.combined_x)?;
+            rank.equal(&format!("combined_x of replay {index}"), &got, &turn.sums[rank.rank as usize]);
+            step.check(&rank.buffer, &stream)?;
+            // Another grid in between, of another operation.
+            let layout = rank.layout(&inputs.topk_idx, experts)?;
+            let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+            let before = *rank.buffer.config();
+            rank.buffer.set_config(Config { num_sms: 2, ..before })?;
+            let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
+            rank.buffer.set_config(before)?;
+            let got = rank.row_bytes(&back.combined_x)?;
+            rank.equal("combined_x without the graph", &got, &turn.sums[rank.rank as usize]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_cut_their_rows_differently_say_whom_they_waited_for() {
+    let turn = Turn::random(0, &[6, 5], 2);
+    let errors = Mutex::new(BTreeMap::new());
+    let combine = |rank: &mut Rank| {
+        let inputs = Inputs::upload(&turn, rank)?;
+        let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+        let mut place = rank.place()?;
+        let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+        rank.synchronize()?;
+        let before = *rank.buffer.config();
+        rank.buffer.set_config(Config { num_sms: before.num_sms + 2 * rank.rank, ..before })?;
+        rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
+        rank.stream.synchronize()?;
+        let error = rank.buffer.check().expect_err("rows that are cut differently");
+        errors.lock().unwrap().insert(rank.rank, error);
+        rank.synchronize()
+    };
+    Setup::new(2, 2, 6, ROW).timeout(TIMEOUT).run(combine);
+    for (number, error) in errors.into_inner().unwrap() {
+        assert_eq!(check_timeout(number, &error, "combine"), (1 - number, "staged rows"));
+        assert_names(&error, &["staged rows"]);
+    }
+}
