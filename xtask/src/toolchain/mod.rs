@@ -3,7 +3,7 @@
 //! No toolchain ships a prebuilt `core` for nvptx64, so the compiler must come with the source of its own library.
 
 mod debian;
-mod rustup;
+pub mod rustup;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
