@@ -20,6 +20,7 @@ pub mod virt;
 pub use fence::{Fence, Streams};
 #[doc(hidden)]
 pub use owned::MappedMemory;
+pub(crate) use owned::shipped_ptx;
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
 #[doc(hidden)]
 pub use rule::NoDriverCalls;

@@ -1,6 +1,5 @@
 //! The loaded kernels, and how large their launches are.
 
-use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
@@ -11,16 +10,13 @@ use epoxide_gpu::kernels::{
 use epoxide_gpu::layout::{SlotShape, bulk_scale_bytes};
 
 use super::wire::WireSide;
-use crate::driver::{Device, Kernel, Module};
+use crate::driver::{Device, Kernel, Module, shipped_ptx};
 use crate::error::{Error, Result};
 
 /// Most warps of a dispatch, on all multiprocessors together.
 const DISPATCH_WARPS: u32 = 150;
 /// Most warps of a combine that gather, on all multiprocessors together.
 const COMBINE_WARPS: u32 = 300;
-
-/// Names a file with PTX to load instead of the embedded one. Development only.
-const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 
 /// Launch shapes of the copy kernels. The defaults are the best measured on H200 (docs/BENCHMARKS.md). With many
 /// multiprocessors an operation takes fewer warps on each: too many bytes in flight crowd the links.
@@ -154,7 +150,7 @@ impl Loaded {
         } else {
             &[Notify::INFO.name, Dispatch::INFO.name, CombineBf16::INFO.name, CombineF32::INFO.name][..]
         });
-        let module = Module::load(device, &epoxide_gpu::only_kernels(&ptx()?, &names))?;
+        let module = Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &names))?;
         Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block })
     }
 
@@ -241,7 +237,7 @@ impl Kernels {
         if let Some(loaded) = kernel.get() {
             return Ok(loaded);
         }
-        let module = Module::load(&self.device, &epoxide_gpu::only_kernels(&ptx()?, &[info.name]))?;
+        let module = Module::load(&self.device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &[info.name]))?;
         let loaded = module.kernel(info.name, self.shared_limit())?;
         Ok(kernel.get_or_init(|| loaded))
     }
@@ -305,16 +301,6 @@ impl Kernels {
             Mode::OneNode(_) => 16,
             Mode::SeveralNodes(_) => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
         }
-    }
-}
-
-/// The PTX to load.
-fn ptx() -> Result<Cow<'static, str>> {
-    match std::env::var_os(PTX_OVERRIDE) {
-        None => Ok(Cow::Borrowed(epoxide_gpu::PTX)),
-        Some(path) => std::fs::read_to_string(&path).map(Cow::Owned).map_err(|error| {
-            Error::argument(PTX_OVERRIDE, path.to_string_lossy(), format!("cannot be read: {error}"))
-        }),
     }
 }
 
