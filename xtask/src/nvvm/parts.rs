@@ -297,9 +297,12 @@ fn find_llvm_config(fetched: &Path) -> Option<PathBuf> {
 }
 
 fn find_libclang(fetched: &Path) -> Option<PathBuf> {
+    // Not libclang-cpp, which is another library.
     let is_libclang = |file: &PathBuf| {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
-        (name.starts_with("libclang.so") || name.starts_with("libclang-")) && name.contains(".so")
+        let version =
+            name.strip_prefix("libclang-").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+        (name.starts_with("libclang.so") || version) && name.contains(".so")
     };
     let holds_it = |folder: &PathBuf| {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
