@@ -87,7 +87,7 @@ impl Part {
             Self::Toolchain => format!("`rustup toolchain install {TOOLCHAIN} --component rust-src,rustc-dev,llvm-tools`"),
             Self::Codegen => format!(
                 "clone Rust-CUDA, `LLVM_LINK_SHARED=1 cargo build -p rustc_codegen_nvvm --release` there, and set {BACKEND_VAR} to the \
-                 librustc_codegen_nvvm.so it leaves. The crate of that name, 0.3.0, is of 2021 and compiles on no current rustc"
+                 librustc_codegen_nvvm.so it leaves. The crate of that name, 0.3.0, is of 2022 and compiles on no current rustc"
             ),
             Self::Libnvvm | Self::CudaHeaders => {
                 "set CUDA_PATH to a CUDA 12 toolkit; CUDA 13's libNVVM writes PTX that needs newer drivers, and is not tested".into()
