@@ -7,7 +7,11 @@
 //! Whoever writes a kernel needs [`simt`], [`layout::DevicePtr`] and, to launch it, what [`kernels`] documents: docs/KERNELS.md is the
 //! way in. What only the library's own host needs is public, as that is another crate, but hidden from this documentation.
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_ptx, asm_experimental_arch))]
-#![cfg_attr(epoxide_backend = "nvvm", allow(unused_features))]
+#![cfg_attr(
+    epoxide_backend = "nvvm",
+    allow(unused_features, internal_features),
+    feature(link_llvm_intrinsics)
+)]
 
 pub mod kernels;
 pub mod layout;

@@ -32,42 +32,67 @@ const CODEGEN: [&str; 6] = [
 
 /// Builds, lints and writes the PTX.
 pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
-    let text = compile(ws, job)?;
+    let text = Builder::find(ws, job.backend)?.compile(ws, job)?;
     // A file that fails the lints is written beside the build, to be looked at, but never replaces a good one.
     let fresh = job.target_dir(ws).join("shipped.ptx");
     write(&fresh, &text)?;
     lint_file(ws, job, &fresh, &text)?;
     write(&job.out, &text)?;
     println!("wrote {}", ws.display(&job.out));
+    if job.backend != Backend::InTree {
+        println!("to test it: {}", job.test_command(ws));
+    }
     Ok(())
 }
 
-/// Compiles the kernels and post-processes the PTX.
-pub fn compile(ws: &Workspace, job: &Job) -> Result<String> {
-    match job.backend {
-        Backend::InTree => compile_with(ws, job, &toolchain::find_or_fetch(ws)?),
-        Backend::Nvvm => {
-            let parts = nvvm::Parts::find()?;
-            let mut command = nvvm::command(ws, job, Some(&parts));
-            run_command(&mut command)?;
-            ship(ws, job, &nvvm::product(ws, job), &nvvm::compiler_version()?)
-        }
-    }
+/// Who compiles a job on this machine.
+pub enum Builder {
+    /// rustc's own back end, by this compiler.
+    InTree(Compiler),
+    /// `rustc_codegen_nvvm`, with the version of the rustc that it belongs to.
+    Nvvm(nvvm::Parts, String),
 }
 
-/// Compiles with rustc's own back end, by this compiler.
-pub fn compile_with(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<String> {
-    println!("compiling the kernels with {} ({})", compiler.version, compiler.origin);
-    run_command(&mut in_tree_command(ws, job, compiler)?)?;
-    let product = job.target_dir(ws).join(TARGET).join("ptx/deps/epoxide_gpu.s");
-    ship(ws, job, &product, &compiler.version)
+impl Builder {
+    /// Finds what the job's back end takes. The in-tree compiler is fetched where there is none.
+    pub fn find(ws: &Workspace, backend: Backend) -> Result<Self> {
+        Ok(match backend {
+            Backend::InTree => Self::InTree(toolchain::find_or_fetch(ws)?),
+            Backend::Nvvm => Self::Nvvm(nvvm::Parts::find(ws)?, nvvm::compiler_version()?),
+        })
+    }
+
+    /// What the compiler says to `-V`.
+    pub fn version(&self) -> &str {
+        match self {
+            Self::InTree(compiler) => &compiler.version,
+            Self::Nvvm(_, version) => version,
+        }
+    }
+
+    /// Compiles the kernels and post-processes the PTX.
+    pub fn compile(&self, ws: &Workspace, job: &Job) -> Result<String> {
+        let product = match self {
+            Self::InTree(compiler) => {
+                println!("compiling the kernels with {} ({})", compiler.version, compiler.origin);
+                run_command(&mut in_tree_command(ws, job, compiler)?)?;
+                job.target_dir(ws).join(TARGET).join("ptx/deps/epoxide_gpu.s")
+            }
+            Self::Nvvm(parts, version) => {
+                println!("compiling the kernels with rustc_codegen_nvvm, {version}");
+                run_command(&mut nvvm::command(ws, job, Some(parts)))?;
+                nvvm::product(ws, job)
+            }
+        };
+        ship(ws, job, &product, self.version())
+    }
 }
 
 /// Prints the compiler's command line without running it, with names in place of parts that are missing.
 pub fn print_command(ws: &Workspace, job: &Job) -> Result<()> {
     let command = match job.backend {
         Backend::InTree => in_tree_command(ws, job, &toolchain::find_or_fetch(ws)?)?,
-        Backend::Nvvm => nvvm::command(ws, job, nvvm::Parts::find().ok().as_ref()),
+        Backend::Nvvm => nvvm::command(ws, job, nvvm::Parts::find(ws).ok().as_ref()),
     };
     println!("{}", describe(&command));
     Ok(())

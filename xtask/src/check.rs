@@ -1,66 +1,78 @@
-//! `cargo xtask build-ptx --check` and `cargo xtask ptx-lint`: is the PTX what the sources say, and is it sound?
+//! `cargo xtask build-ptx --check`, `ptx-lint` and `ptx-test`: is the PTX what the sources say, and is it sound?
+
+use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::backend::Backend;
-use crate::build;
+use crate::build::{self, Builder};
 use crate::header::Header;
 use crate::job::Job;
 use crate::lint::lint_file;
-use crate::toolchain::{self, Compiler};
 use crate::workspace::{Workspace, env_path, read, run as run_command, write};
 use crate::{postprocess, sources};
-
-const FIX: &str = "run `cargo xtask build-ptx` and commit the result";
 
 /// How many differing lines to show.
 const SHOWN: usize = 5;
 
-/// Checks the committed PTX.
+/// Checks the committed PTX, or what another back end's build has left.
 ///
 /// 1. Its header's fingerprint and flags are those of the sources. This needs no compiler.
 /// 2. It passes the lints.
 /// 3. A rebuild gives the same text, where the compiler is the one in the header. With another compiler, the rebuilt PTX must pass
 ///    the lints and the test suite instead.
 pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
-    ensure!(
-        job.backend == Backend::InTree,
-        "the committed PTX comes from the in-tree back end: check that one"
-    );
-    let text = read(&job.out).context(FIX)?;
+    let fix = fix(job);
+    let text = read(&job.out).with_context(|| fix.clone())?;
     let header =
-        Header::parse(&text).with_context(|| format!("{} has no header: {FIX}", ws.display(&job.out)))?;
+        Header::parse(&text).with_context(|| format!("{} has no header: {fix}", ws.display(&job.out)))?;
     check_header(ws, job, &header)?;
     println!("{}: header matches the sources", ws.display(&job.out));
     lint_file(ws, job, &job.out, &text)?;
 
-    let compiler = match toolchain::find_or_fetch(ws) {
-        Ok(compiler) => compiler,
+    let builder = match Builder::find(ws, job.backend) {
+        Ok(builder) => builder,
         Err(error) => {
             println!("skipped the rebuild: {error:#}");
             return Ok(());
         }
     };
-    let fresh = build::compile_with(ws, job, &compiler)?;
-    if compiler.version == header.compiler {
-        return compare(&text, &fresh);
+    let fresh = builder.compile(ws, job)?;
+    if builder.version() == header.compiler {
+        return compare(job, &text, &fresh);
     }
-    println!("the committed PTX was made by {}: testing the fresh PTX instead of comparing", header.compiler);
-    test_fresh(ws, job, &fresh, &compiler)
+    println!("the PTX was made by {}: testing the fresh PTX instead of comparing", header.compiler);
+    let file = job.target_dir(ws).join("fresh.ptx");
+    write(&file, &fresh)?;
+    test_file(ws, job, &file, &[]).with_context(|| format!("PTX compiled by {}", builder.version()))
+}
+
+/// What makes PTX that is stale or missing good.
+fn fix(job: &Job) -> String {
+    match job.backend {
+        Backend::InTree => "run `cargo xtask build-ptx` and commit the result".to_owned(),
+        backend => format!("run `cargo xtask build-ptx --backend {backend}`"),
+    }
 }
 
 fn check_header(ws: &Workspace, job: &Job, header: &Header) -> Result<()> {
-    let file = ws.display(&job.out);
+    let (file, fix) = (ws.display(&job.out), fix(job));
+    ensure!(
+        header.backend == job.backend.to_string(),
+        "{file} was made by the {} back end: check it with `--backend {}`",
+        header.backend,
+        header.backend
+    );
     let sources = sources::fingerprint(ws, &build::device_metadata(ws)?)?;
     ensure!(
         header.sources == sources,
-        "{file} is stale: the kernel sources or their dependencies changed; {FIX}"
+        "{file} is stale: the kernel sources or their dependencies changed; {fix}"
     );
-    ensure!(header.flags == build::flags(job), "{file} is stale: it was built with other flags; {FIX}");
+    ensure!(header.flags == build::flags(job), "{file} is stale: it was built with other flags; {fix}");
     Ok(())
 }
 
-fn compare(committed: &str, fresh: &str) -> Result<()> {
+fn compare(job: &Job, committed: &str, fresh: &str) -> Result<()> {
     let (old, new) = (postprocess::comparable(committed), postprocess::comparable(fresh));
     if old == new {
         println!("a rebuild gives the same text");
@@ -72,18 +84,25 @@ fn compare(committed: &str, fresh: &str) -> Result<()> {
     for at in differing {
         eprintln!("- {}\n+ {}", line(&old, at), line(&new, at));
     }
-    bail!("the committed PTX is not what the same compiler makes of the sources; {FIX}")
+    bail!("the PTX is not what the same compiler makes of the sources; {}", fix(job))
 }
 
-fn test_fresh(ws: &Workspace, job: &Job, fresh: &str, compiler: &Compiler) -> Result<()> {
-    let file = job.target_dir(ws).join("fresh.ptx");
-    write(&file, fresh)?;
-    lint_file(ws, job, &file, fresh)?;
+/// Lints a PTX file, and runs the tests that launch kernels with it in place of the embedded PTX: those that `selection` says, as
+/// arguments of `cargo test --release`, or all of them.
+pub fn test_file(ws: &Workspace, job: &Job, file: &Path, selection: &[String]) -> Result<()> {
+    const ALL: [&str; 6] =
+        ["--package", "epoxide", "--package", "epoxide-testing", "--package", "epoxide-cli"];
+    // The tests run in other folders.
+    let file = file.canonicalize().with_context(|| format!("cannot read {}", file.display()))?;
+    lint_file(ws, job, &file, &read(&file)?)?;
     let mut tests = ws.cargo();
     if let Some(target_dir) = env_path("CARGO_TARGET_DIR") {
         tests.env("CARGO_TARGET_DIR", target_dir);
     }
     tests.env("EPOXIDE_PTX", &file).args(["test", "--release"]);
-    tests.args(["--package", "epoxide", "--package", "epoxide-testing", "--package", "epoxide-cli"]);
-    run_command(&mut tests).with_context(|| format!("the tests fail on PTX compiled by {}", compiler.version))
+    match selection {
+        [] => tests.args(ALL),
+        _ => tests.args(selection),
+    };
+    run_command(&mut tests).with_context(|| format!("the tests fail with {}", ws.display(&file)))
 }

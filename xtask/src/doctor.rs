@@ -27,7 +27,7 @@ pub fn run(ws: &Workspace) -> Result<()> {
     }
 
     println!("\nThe optional nvvm back end:");
-    match nvvm::Parts::find() {
+    match nvvm::Parts::find(ws) {
         Ok(_) => have("nvvm", "complete"),
         Err(missing) => println!("  {missing}"),
     }

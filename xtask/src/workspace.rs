@@ -86,6 +86,19 @@ pub fn publish_dir(partial: &Path, dir: &Path) -> Result<()> {
         .with_context(|| format!("cannot rename {} to {}", partial.display(), dir.display()))
 }
 
+/// The files of a folder with this extension, in order.
+pub fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
+    let mut files: Vec<PathBuf> = entries
+        .map(|entry| Ok(entry?.path()))
+        .filter(|path: &Result<PathBuf>| {
+            path.as_ref().map_or(true, |path| path.extension().is_some_and(|e| e == extension))
+        })
+        .collect::<Result<_>>()?;
+    files.sort();
+    Ok(files)
+}
+
 /// The first file of this name on `PATH`.
 pub fn on_path(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;

@@ -34,6 +34,7 @@ pub unsafe fn ceiling_push(args: CeilingArgs) {
     }
     let (mut turn, mut row, mut previous) = (Turn::first(), first, 0);
     while row < args.rows {
+        assume(args.num_ranks - 1 != 0);
         let peer = (args.rank + 1 + (row + lane) % (args.num_ranks - 1)) % args.num_ranks;
         let to = shfl_u64(pool, peer) + args.to + (args.rank * args.rows + row) as u64 * row_bytes;
         ring.wait(&turn);
@@ -72,6 +73,7 @@ pub unsafe fn ceiling_pull(args: CeilingArgs) {
 
     // Lane 0 loads; the address is a matter of the whole warp.
     let fetch = |slot: u32, piece: u32| {
+        assume(args.num_ranks - 1 != 0);
         let (row, turned) = (piece / args.fanout, piece % args.fanout);
         let peer = (args.rank + 1 + (row + turned) % (args.num_ranks - 1)) % args.num_ranks;
         let from = shfl_u64(pool, peer) + args.from + row as u64 * row_bytes;

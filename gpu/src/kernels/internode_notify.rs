@@ -201,6 +201,7 @@ impl<'a> Exchange<'a> {
                 st_u32(message + wire_message::INVALID as u64 * 4, bad as u32);
             }
             let experts_per_node = self.per_node * self.local_experts;
+            assume(experts_per_node >= 1);
             let mut expert = thread;
             while expert < self.nodes * experts_per_node {
                 let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);

@@ -34,6 +34,7 @@ macro_rules! device_fns {
 mod bulk;
 mod convert;
 mod memory;
+mod nvvm;
 mod order;
 mod sreg;
 mod warp;
@@ -46,6 +47,8 @@ pub use memory::*;
 pub use order::*;
 pub use sreg::*;
 pub use warp::*;
+
+pub(crate) use nvvm::assume;
 
 #[cfg(not(target_arch = "nvptx64"))]
 fn device_only(name: &str) -> ! {

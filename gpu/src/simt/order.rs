@@ -118,7 +118,12 @@ device_fns! {
     /// Every live thread of the block reaches it.
     pub unsafe fn barrier_sync() {
         // SAFETY: the caller vouches for the arrival count.
-        unsafe { asm!("barrier.sync 0;", options(nostack)) };
+        unsafe {
+            #[cfg(epoxide_backend = "nvvm")]
+            super::nvvm::barrier_sync();
+            #[cfg(not(epoxide_backend = "nvvm"))]
+            asm!("barrier.sync 0;", options(nostack));
+        };
     }
 
     /// Sleeps for up to about `ns` nanoseconds. `nanosleep.u32 ns;`

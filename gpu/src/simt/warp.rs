@@ -3,6 +3,9 @@
 #[cfg(target_arch = "nvptx64")]
 use core::arch::asm;
 
+#[cfg(target_arch = "nvptx64")]
+use super::nvvm;
+
 device_fns! {
     /// Waits for all lanes and orders their memory accesses. `bar.warp.sync 0xffffffff;`
     ///
@@ -10,7 +13,11 @@ device_fns! {
     /// All 32 lanes call it.
     pub unsafe fn syncwarp() {
         // SAFETY: the caller vouches for the lanes.
-        unsafe { asm!("bar.warp.sync 0xffffffff;", options(nostack)) };
+        unsafe {
+            nvvm::stay();
+            #[cfg(not(epoxide_backend = "nvvm"))]
+            asm!("bar.warp.sync 0xffffffff;", options(nostack));
+        };
     }
 
     /// Bit i is lane i's predicate. `vote.sync.ballot.b32 r, p, 0xffffffff;`
@@ -21,6 +28,7 @@ device_fns! {
         let r: u32;
         // SAFETY: the caller vouches for the lanes.
         unsafe {
+            nvvm::stay();
             asm!("{{ .reg .pred q; setp.ne.u32 q, {p}, 0; vote.sync.ballot.b32 {r}, q, 0xffffffff; }}",
                 r = out(reg32) r, p = in(reg32) p as u32, options(nomem, nostack))
         };
@@ -35,6 +43,7 @@ device_fns! {
         let r: u32;
         // SAFETY: the caller vouches for the lanes.
         unsafe {
+            nvvm::stay();
             asm!("shfl.sync.idx.b32 {r}, {v}, {s}, 31, 0xffffffff;",
                 r = out(reg32) r, v = in(reg32) v, s = in(reg32) src, options(nomem, nostack))
         };
@@ -48,7 +57,10 @@ device_fns! {
     pub unsafe fn redux_or(v: u32) -> u32 {
         let r: u32;
         // SAFETY: the caller vouches for the lanes.
-        unsafe { asm!("redux.sync.or.b32 {r}, {v}, 0xffffffff;", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack)) };
+        unsafe {
+            nvvm::stay();
+            asm!("redux.sync.or.b32 {r}, {v}, 0xffffffff;", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack));
+        };
         r
     }
 
@@ -59,7 +71,10 @@ device_fns! {
     pub unsafe fn redux_min(v: u32) -> u32 {
         let r: u32;
         // SAFETY: the caller vouches for the lanes.
-        unsafe { asm!("redux.sync.min.u32 {r}, {v}, 0xffffffff;", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack)) };
+        unsafe {
+            nvvm::stay();
+            asm!("redux.sync.min.u32 {r}, {v}, 0xffffffff;", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack));
+        };
         r
     }
 
@@ -70,7 +85,10 @@ device_fns! {
     pub unsafe fn redux_add(v: u32) -> u32 {
         let r: u32;
         // SAFETY: the caller vouches for the lanes.
-        unsafe { asm!("redux.sync.add.u32 {r}, {v}, 0xffffffff;", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack)) };
+        unsafe {
+            nvvm::stay();
+            asm!("redux.sync.add.u32 {r}, {v}, 0xffffffff;", r = out(reg32) r, v = in(reg32) v, options(nomem, nostack));
+        };
         r
     }
 }

@@ -22,6 +22,7 @@ pub use device::Device;
 pub use fence::Fence;
 #[doc(hidden)]
 pub use owned::MappedMemory;
+pub(crate) use owned::shipped_ptx;
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
 #[doc(hidden)]
 pub use raw::{CopyEnd, FabricHandle, RawMemory};

@@ -1,5 +1,7 @@
 //! Owners of raw driver handles. Each keeps its device alive and gives its handle back on drop.
 
+use std::borrow::Cow;
+use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -521,6 +523,21 @@ impl Module {
     }
 }
 
+/// Names a file with PTX to load instead of the embedded one. Development only.
+const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
+
+/// The PTX of epoxide's kernels: the embedded one, or that of the file that `EPOXIDE_PTX` names.
+pub(crate) fn shipped_ptx() -> Result<Cow<'static, str>> {
+    ptx_of(std::env::var_os(PTX_OVERRIDE))
+}
+
+fn ptx_of(file: Option<OsString>) -> Result<Cow<'static, str>> {
+    let Some(file) = file else { return Ok(Cow::Borrowed(epoxide_gpu::PTX)) };
+    std::fs::read_to_string(&file).map(Cow::Owned).map_err(|error| {
+        Error::argument(PTX_OVERRIDE, file.to_string_lossy(), format!("cannot be read: {error}"))
+    })
+}
+
 /// A kernel of a loaded module.
 #[derive(Debug, Clone)]
 pub struct Kernel {
@@ -532,9 +549,12 @@ pub struct Kernel {
 impl Kernel {
     /// Kernel `K` of the PTX that epoxide ships, for [`Stream::call`]; `max_shared_bytes` is the most dynamic shared
     /// memory it will be launched with.
+    ///
+    /// # Errors
+    /// If the device does not take the PTX, has less shared memory, or `EPOXIDE_PTX` names a file that cannot be read.
     pub fn shipped<K: gpu::Kernel>(device: &Arc<dyn Device>, max_shared_bytes: u32) -> Result<Kernel> {
         let name = K::INFO.name;
-        Module::load(device, &epoxide_gpu::only_kernels(epoxide_gpu::PTX, &[name]))?
+        Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &[name]))?
             .kernel(name, max_shared_bytes)
     }
 
@@ -575,6 +595,17 @@ mod tests {
 
     use super::*;
     use crate::driver::virt::{VirtConfig, VirtualGpu};
+
+    #[test]
+    fn another_file_takes_the_place_of_the_embedded_ptx() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("kernels.ptx");
+        std::fs::write(&file, ".version 8.4").unwrap();
+        assert_eq!(ptx_of(Some(file.into())).unwrap(), ".version 8.4");
+        assert_eq!(ptx_of(None).unwrap(), epoxide_gpu::PTX);
+        let error = ptx_of(Some(directory.path().join("none.ptx").into())).unwrap_err().to_string();
+        assert!(error.contains("EPOXIDE_PTX") && error.contains("none.ptx"), "{error}");
+    }
 
     #[test]
     fn calls_that_break_the_contract_or_fit_another_kernel_are_refused() {

@@ -1,6 +1,5 @@
 //! The loaded kernels, and how large their launches are.
 
-use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
@@ -13,7 +12,7 @@ use epoxide_gpu::layout::{MAX_STAGE_UNITS, SlotShape, Wire, bulk_scale_bytes, ri
 
 use super::Config;
 use super::wire::WireSide;
-use crate::driver::{Device, Kernel, Module};
+use crate::driver::{Device, Kernel, Module, shipped_ptx};
 use crate::error::{Error, Result};
 
 /// Most warps of a dispatch, on all multiprocessors together.
@@ -24,9 +23,6 @@ const COMBINE_WARPS: u32 = 300;
 const LEAST_STAGERS: u32 = 16;
 /// About as many bytes a block stages before it says so: peers begin with the first of them.
 const STAGE_STEP_BYTES: u32 = 65536;
-
-/// Names a file with PTX to load instead of the embedded one. Development only.
-const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 
 /// Launch shapes of the copy kernels. The defaults are the best measured on H200 (docs/BENCHMARKS.md). With many
 /// multiprocessors an operation takes fewer warps on each: too many bytes in flight crowd the links.
@@ -214,7 +210,7 @@ impl Loaded {
                 CombineStagedF32::INFO.name,
             ][..]
         });
-        let module = Module::load(device, &epoxide_gpu::only_kernels(&ptx()?, &names))?;
+        let module = Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &names))?;
         Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block })
     }
 
@@ -317,7 +313,7 @@ impl Kernels {
         if let Some(loaded) = kernel.get() {
             return Ok(loaded);
         }
-        let module = Module::load(&self.device, &epoxide_gpu::only_kernels(&ptx()?, &[info.name]))?;
+        let module = Module::load(&self.device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &[info.name]))?;
         let loaded = module.kernel(info.name, self.shared_limit())?;
         Ok(kernel.get_or_init(|| loaded))
     }
@@ -397,16 +393,6 @@ impl Kernels {
             Mode::OneNode(..) => 16,
             Mode::SeveralNodes(..) => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
         }
-    }
-}
-
-/// The PTX to load.
-fn ptx() -> Result<Cow<'static, str>> {
-    match std::env::var_os(PTX_OVERRIDE) {
-        None => Ok(Cow::Borrowed(epoxide_gpu::PTX)),
-        Some(path) => std::fs::read_to_string(&path).map(Cow::Owned).map_err(|error| {
-            Error::argument(PTX_OVERRIDE, path.to_string_lossy(), format!("cannot be read: {error}"))
-        }),
     }
 }
 

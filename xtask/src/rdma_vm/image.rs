@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::cpio::Archive;
-use super::parts::{Parts, files};
-use crate::workspace::capture;
+use super::parts::Parts;
+use crate::workspace::{capture, files};
 
 /// The first process of the guest.
 const INIT: &str = include_str!("init.sh");

@@ -140,7 +140,7 @@ fn fetch(dir: &Path) -> Result<()> {
     }
     let (tools, package) = (dir.join("tools"), dir.join("kernel"));
     std::fs::create_dir_all(&tools)?;
-    for deb in files(&debs, "deb")? {
+    for deb in workspace::files(&debs, "deb")? {
         let is_kernel =
             deb.file_name().is_some_and(|name| name.to_string_lossy().starts_with("linux-image-"));
         capture(Command::new("dpkg").arg("-x").arg(&deb).arg(if is_kernel { &package } else { &tools }))?;
@@ -207,19 +207,6 @@ fn apt(program: &str, debs: &Path, lists: Option<&str>, arguments: &[&str]) -> R
         command.args(["-o", option]);
     }
     capture(command.args(arguments))
-}
-
-/// The files of a folder with this extension, in order.
-pub fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
-    let mut files: Vec<PathBuf> = entries
-        .map(|entry| Ok(entry?.path()))
-        .filter(|path: &Result<PathBuf>| {
-            path.as_ref().map_or(true, |path| path.extension().is_some_and(|e| e == extension))
-        })
-        .collect::<Result<_>>()?;
-    files.sort();
-    Ok(files)
 }
 
 #[cfg(test)]

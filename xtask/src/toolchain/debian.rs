@@ -6,6 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use super::compiler::Compiler;
+use crate::debs;
 use crate::workspace::{self, Workspace, capture};
 
 /// What makes [`fetch`] work.
@@ -36,22 +37,11 @@ pub fn installed(ws: &Workspace) -> Result<Compiler> {
 
 /// Downloads and unpacks the packages. What was interrupted is begun anew.
 pub fn fetch(ws: &Workspace) -> Result<()> {
-    for program in ["apt-get", "apt-cache", "dpkg"] {
-        workspace::on_path(program).with_context(|| format!("this machine has no {program}"))?;
-    }
+    debs::check_tools()?;
     println!("fetching Debian's rustc and its library source (about 140 MB)");
     let partial = ws.target("kernel-toolchain.partial");
-    // The package lists may be absent, or name files that the archive no longer has: refresh them once.
-    if let Err(first) = download(&partial) {
-        println!("refreshing the package lists");
-        capture(Command::new("apt-get").arg("update")).with_context(|| format!("{first:#}"))?;
-        download(&partial)?;
-    }
-    let root = partial.join("root");
-    for package in packages_in(&partial)? {
-        capture(Command::new("dpkg").arg("-x").arg(&package).arg(&root))?;
-        std::fs::remove_file(&package)?;
-    }
+    debs::with_fresh_lists(|| download(&partial))?;
+    debs::unpack(&partial, &partial.join("root"))?;
     let wrapper = partial.join("rustc");
     workspace::write(&wrapper, WRAPPER)?;
     capture(Command::new("chmod").arg("755").arg(&wrapper))?;
@@ -63,9 +53,7 @@ fn download(into: &Path) -> Result<()> {
     let library = dependency("libstd-rust-web-dev", "libstd-rust-web-")?;
     let llvm = dependency(&library, "libllvm")?;
     workspace::fresh_dir(into)?;
-    let mut apt = Command::new("apt-get");
-    apt.current_dir(into).args(["download", "--quiet"]).args(PACKAGES).args([&library, &llvm]);
-    capture(&mut apt).map(drop)
+    debs::download(into, &[&PACKAGES[..], &[&library, &llvm]].concat())
 }
 
 /// The package with this prefix that `package` depends on.
@@ -80,17 +68,6 @@ fn parse_dependency(text: &str, prefix: &str) -> Option<String> {
         .filter_map(|line| line.trim().strip_prefix("Depends: "))
         .find(|name| name.starts_with(prefix))
         .map(str::to_owned)
-}
-
-fn packages_in(dir: &Path) -> Result<Vec<PathBuf>> {
-    let mut packages = Vec::new();
-    for entry in std::fs::read_dir(dir)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "deb") {
-            packages.push(path);
-        }
-    }
-    Ok(packages)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 
 mod compiler;
 mod debian;
-mod rustup;
+pub mod rustup;
 
 use anyhow::{Context, Result, bail};
 

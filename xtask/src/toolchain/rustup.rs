@@ -30,17 +30,23 @@ pub fn fetch_source(ws: &Workspace) -> Result<()> {
     let channel = ws.pinned_channel()?;
     capture(Command::new("rustup").args(["which", "rustc", "--toolchain", &channel]))?;
     println!("adding rust-src to the rustup toolchain {channel}");
+    run(&["component", "add", "rust-src", "--toolchain", &channel], FETCH_LIMIT)
+}
+
+/// Runs rustup without its output, within `limit`: where no server answers, it tries for minutes.
+pub fn run(arguments: &[&str], limit: Duration) -> Result<()> {
     let child = Command::new("rustup")
-        .args(["component", "add", "rust-src", "--toolchain", &channel])
+        .args(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
         .context("cannot start rustup")?;
-    match wait(child, FETCH_LIMIT)? {
+    let line = arguments.join(" ");
+    match wait(child, limit)? {
         Some(status) if status.success() => Ok(()),
-        Some(status) => bail!("`rustup component add rust-src --toolchain {channel}` failed: {status}"),
-        None => bail!("`rustup component add rust-src` took more than {} s", FETCH_LIMIT.as_secs()),
+        Some(status) => bail!("`rustup {line}` failed: {status}"),
+        None => bail!("`rustup {line}` took more than {} s", limit.as_secs()),
     }
 }
 

@@ -1,0 +1,39 @@
+//! Debian packages, unpacked and never installed.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::workspace::{self, capture};
+
+/// Fails where this machine does not have what fetching packages takes.
+pub fn check_tools() -> Result<()> {
+    for program in ["apt-get", "apt-cache", "dpkg"] {
+        workspace::on_path(program).with_context(|| format!("this machine has no {program}"))?;
+    }
+    Ok(())
+}
+
+/// Does `fetch`, and where that fails, once more behind `apt-get update`: the package lists may be absent, or name files that the
+/// archive no longer has.
+pub fn with_fresh_lists(fetch: impl Fn() -> Result<()>) -> Result<()> {
+    let Err(first) = fetch() else { return Ok(()) };
+    println!("refreshing the package lists");
+    capture(Command::new("apt-get").arg("update")).with_context(|| format!("{first:#}"))?;
+    fetch()
+}
+
+/// Downloads the packages `names` into `dir`.
+pub fn download(dir: &Path, names: &[&str]) -> Result<()> {
+    capture(Command::new("apt-get").current_dir(dir).args(["download", "--quiet"]).args(names)).map(drop)
+}
+
+/// Unpacks all packages in `dir` into `root`, and removes them.
+pub fn unpack(dir: &Path, root: &Path) -> Result<()> {
+    for package in workspace::files(dir, "deb")? {
+        capture(Command::new("dpkg").arg("-x").arg(&package).arg(root))?;
+        std::fs::remove_file(&package)?;
+    }
+    Ok(())
+}

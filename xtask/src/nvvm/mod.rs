@@ -1,0 +1,122 @@
+//! The optional back end: Rust-CUDA's `rustc_codegen_nvvm`.
+//!
+//! It is not published as a crate that a current rustc compiles. [`fetch`] builds it from its repository under `target/nvvm`; who has
+//! built it names the library.
+
+mod fetch;
+mod parts;
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::backend::Arch;
+use crate::job::{Job, TARGET};
+use crate::sources;
+use crate::workspace::{Workspace, capture};
+
+pub use fetch::fetch;
+pub use parts::{MissingParts, Parts};
+
+/// The toolchain that the back end is written for.
+const TOOLCHAIN: &str = "nightly-2026-04-02";
+
+/// Names the back end's library.
+const BACKEND_VAR: &str = "RUSTC_CODEGEN_NVVM";
+
+/// Flags that decide what the PTX says, without the back end's own path and `-arch`.
+const CODEGEN: [&str; 8] = [
+    "--cfg=epoxide_backend=\"nvvm\"",
+    "-Zunstable-options",
+    "-Zsaturating_float_casts=false",
+    "-Cpanic=immediate-abort",
+    "-Zcrate-attr=feature(register_tool)",
+    "-Zcrate-attr=register_tool(nvvm_internal)",
+    "-Zcrate-attr=no_std",
+    // Jump threading duplicates block barriers into divergent branches.
+    "-Zmir-enable-passes=-JumpThreading",
+];
+
+/// The flags that the PTX header names.
+pub fn codegen_flags(arch: &Arch) -> Vec<String> {
+    let llvm = format!("-Cllvm-args=-arch={} --override-libm", arch.compute());
+    CODEGEN.map(str::to_owned).into_iter().chain([llvm]).collect()
+}
+
+/// The build. Without `parts`, names in angle brackets stand for what is missing.
+pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>) -> Command {
+    let codegen =
+        parts.map_or_else(|| format!("<{BACKEND_VAR}>"), |parts| parts.codegen.display().to_string());
+    let cuda = parts.map_or_else(|| "<CUDA_PATH>".into(), |parts| parts.cuda.clone());
+    let mut flags = vec![format!("-Zcodegen-backend={codegen}")];
+    flags.extend(codegen_flags(&job.arch));
+    let mut command = rustup_run(ws);
+    command
+        .current_dir(&ws.root)
+        .env("CARGO_FEATURE_NO_F16_F128", "1")
+        .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
+        .env("CARGO_TARGET_DIR", job.target_dir(ws))
+        .env("CUDA_PATH", cuda)
+        .args(["cargo", "build", "--package", sources::PACKAGE, "--lib", "--release"])
+        .args(["--config", "profile.release.debug=0", "-Zbuild-std=core,alloc", "--target", TARGET]);
+    if let Some(parts) = parts {
+        command.env("LD_LIBRARY_PATH", parts::library_path(&parts.libraries));
+    }
+    command
+}
+
+/// rustup's proxy, because the back end works with one toolchain only, the whole of it; without the settings of the cargo that runs
+/// us.
+fn rustup_run(ws: &Workspace) -> Command {
+    let mut command = Command::new("rustup");
+    for (key, value) in ws.cargo().get_envs() {
+        match value {
+            Some(value) => command.env(key, value),
+            None => command.env_remove(key),
+        };
+    }
+    command.args(["run", TOOLCHAIN]);
+    command
+}
+
+/// The file that the build leaves.
+pub fn product(ws: &Workspace, job: &Job) -> PathBuf {
+    job.target_dir(ws).join(TARGET).join("release/epoxide_gpu.ptx")
+}
+
+/// What the back end's rustc says to `-V`.
+pub fn compiler_version() -> Result<String> {
+    capture(Command::new("rustup").args(["run", TOOLCHAIN, "rustc", "-V"]).env_remove("RUSTUP_TOOLCHAIN"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_shows_what_is_missing() {
+        let ws = Workspace::find().unwrap();
+        let job = Job::new(&ws, crate::backend::Backend::Nvvm, "sm_90".parse().unwrap(), None);
+        let line = crate::workspace::describe(&command(&ws, &job, None));
+        assert!(line.contains("-Zcodegen-backend=<RUSTC_CODEGEN_NVVM>"), "{line}");
+        assert!(line.contains("-arch=compute_90 --override-libm"), "{line}");
+        assert!(line.contains("-Zmir-enable-passes=-JumpThreading"), "{line}");
+        assert!(line.contains("-Zbuild-std=core,alloc"), "{line}");
+    }
+
+    #[test]
+    fn the_command_finds_what_the_back_end_loads() {
+        let ws = Workspace::find().unwrap();
+        let job = Job::new(&ws, crate::backend::Backend::Nvvm, "sm_90".parse().unwrap(), None);
+        let parts = Parts {
+            codegen: "/b/librustc_codegen_nvvm.so".into(),
+            cuda: "/cuda".into(),
+            libraries: vec!["/cuda/nvvm/lib64".into(), "/llvm".into()],
+        };
+        let line = crate::workspace::describe(&command(&ws, &job, Some(&parts)));
+        assert!(line.contains("LD_LIBRARY_PATH=/cuda/nvvm/lib64:/llvm"), "{line}");
+        assert!(line.contains("CUDA_PATH=/cuda "), "{line}");
+        assert!(line.contains("-Zcodegen-backend=/b/librustc_codegen_nvvm.so"), "{line}");
+    }
+}
