@@ -148,7 +148,7 @@ pub const JOINED_BYTES: u32 = 16;
 /// Waits until every peer has entered the operation, with the call that `ready` says; all threads call it. False when one has not, or a wait
 /// of this rank had expired before: the same in all threads of the block, by the word of shared memory at `joined`.
 ///
-/// One warp polls for the block: more would only crowd the words that the peers write.
+/// The last warp polls for the block, which has the least to do in front of it: more would only crowd the words that the peers write.
 #[inline(always)]
 pub unsafe fn wait_ready(
     comm: &Comm,
@@ -160,14 +160,15 @@ pub unsafe fn wait_ready(
 ) -> bool {
     // SAFETY: the words are in this rank's own pool, and `joined` is the block's. The barrier passes on what the polling lanes acquired.
     unsafe {
-        if tid() < 32 {
+        let lane = laneid();
+        if tid() / 32 == ntid() / 32 - 1 {
             let mut has_entered = entry.abort == 0;
-            if tid() < comm.num_ranks {
-                let word = pool_of(comm, comm.rank) + ready_offset(tid());
-                has_entered &= wait_entered(comm, word, ready, tid(), epoch, what);
+            if lane < comm.num_ranks {
+                let word = pool_of(comm, comm.rank) + ready_offset(lane);
+                has_entered &= wait_entered(comm, word, ready, lane, epoch, what);
             }
             let all = ballot(!has_entered) == 0;
-            if tid() == 0 {
+            if lane == 0 {
                 st_shared_u32(joined, all as u32);
             }
         }

@@ -122,7 +122,8 @@ pub struct DispatchArgs {
     pub with_metadata: u32,
     /// First expert of this node: 0 with one node.
     pub first_expert: u32,
-    /// Within one node: the last warps of a block, which send metadata while the others move rows. At least 1 where metadata travels.
+    /// Within one node: the last warps of a block, which send metadata while the others move rows, at least 1. The last one polls for the
+    /// block.
     pub metadata_warps: u32,
     /// Zero.
     pub reserved: u32,

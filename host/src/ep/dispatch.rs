@@ -450,7 +450,7 @@ impl Buffer {
             stage_bytes: ring.bytes,
             with_metadata,
             first_expert: self.node() * self.ranks_per_node() * local_experts,
-            metadata_warps: if metadata.is_some() { self.kernels.metadata_warps() } else { 0 },
+            metadata_warps: self.kernels.metadata_warps(metadata.is_some()),
             reserved: 0,
         };
         (args, ring)

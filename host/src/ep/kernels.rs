@@ -322,10 +322,12 @@ impl Kernels {
         self.device.info().max_shared_bytes_per_block
     }
 
-    /// Warps of a dispatch's block that send metadata, beside those that move rows.
-    pub fn metadata_warps(&self) -> u32 {
+    /// Warps of a dispatch's block beside those that move rows: those that send metadata where there is some, and one that polls in any
+    /// case.
+    pub fn metadata_warps(&self, with_metadata: bool) -> u32 {
         match self.mode {
-            Mode::OneNode(..) => self.tuning.dispatch_metadata_warps,
+            Mode::OneNode(..) if with_metadata => self.tuning.dispatch_metadata_warps,
+            Mode::OneNode(..) => 1,
             Mode::SeveralNodes(..) => 0,
         }
     }

@@ -23,7 +23,8 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine work is a ring of
 /// `stages` buffers: one bulk load brings a row (or a piece of it) in, then lane r's bulk store sends it to rank r, so a
 /// row is read once however many ranks want it. A rank's rows for itself go out through ordinary stores, which leaves the
-/// copy engine to the links. The block's last `metadata_warps` warps send metadata. Shared memory: the rings, then a word that
+/// copy engine to the links. The block's last `metadata_warps` warps send metadata, and the last
+/// of all polls for the peers while the others fill their rings. Shared memory: the rings, then a word that
 /// says whether the block has joined.
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 2, registers = 168,
@@ -38,6 +39,7 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
         args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
         args.local_experts >= 1,
         args.num_topk <= 32,
+        args.metadata_warps >= 1,
     )
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
@@ -61,7 +63,10 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     if warp < warps {
         ring.init();
     } else {
-        (first, begin) = (begin - warp + (warp - warps) * each, end);
+        if args.with_metadata != 0 {
+            first = begin - warp + (warp - warps) * each;
+        }
+        begin = end;
     }
 
     // Fill the ring while the peers' words are on their way.
