@@ -153,6 +153,7 @@ impl Bench<'_> {
         self.trace(num_sms, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;
         self.trace(num_sms, PhaseName::DispatchUncached, uncached)?;
         self.trace(num_sms, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
+        self.trace(num_sms, PhaseName::CombineStaged, |bench| bench.combine_staged(&rows))?;
         for iteration in 0..self.plan.warmup + self.plan.iters {
             self.barrier()?;
             self.rig.stream.synchronize()?;

@@ -21,11 +21,12 @@ pub fn pool_of(comm: &Comm, rank: u32) -> u64 {
     pool
 }
 
-/// The epoch of the running operation. Stable for all blocks: only the last one to leave advances it.
+/// The epoch of the running operation. Stable for all blocks: only the last one to leave advances it. An earlier kernel wrote it, so that
+/// it needs no acquire, behind which all other loads would wait.
 #[inline(always)]
 pub unsafe fn current_epoch(comm: &Comm) -> u64 {
-    // SAFETY: `local` is live. Coherent, since an earlier kernel wrote it.
-    unsafe { ld_acquire_gpu_u64(comm.local.0 + LOCAL_EPOCH) + 1 }
+    // SAFETY: `local` is live.
+    unsafe { ld_relaxed_gpu_u64(comm.local.0 + LOCAL_EPOCH) + 1 }
 }
 
 /// True once any wait of this rank has expired, or met another call.

@@ -66,39 +66,47 @@ pub unsafe fn notify(args: NotifyArgs) {
     let (thread, lane, warp) = (tid(), laneid(), tid() / 32);
     let (ranks, channel) = (comm.num_ranks, ctaid());
     trace(comm, Phase::Enter);
-    let epoch = current_epoch(comm);
     let shared = dynamic_shared();
     let (heads, earlier, expired) = (shared, shared + HEADS * 4, shared + (HEADS + MAX_RANKS as u32) * 4);
     let head = |source: u32, word: u32| ld_shared_u32(heads + (source * HEAD + word) * 4);
     let count = |source: u32, rank: u32| head(source, message::RANK_COUNTS + rank);
     let local_experts = args.num_experts / ranks;
 
-    // Block 0 sends what the layout already counted, before anything else.
-    if channel == 0 {
-        if warp == 0 {
+    // Block 0 sends what the layout already counted, before anything else. All loads are under way together, that of the epoch too.
+    let sends = channel == 0;
+    let (peer, rank) = (thread / ranks, thread % ranks);
+    let tokens = ld_i32_if(sends & (peer < ranks), args.num_tokens_per_rank.0 + rank as u64 * 4, 0);
+    let selections = |expert: u32| {
+        let at = args.num_tokens_per_expert.0 + expert as u64 * 4;
+        ld_i32_if(sends & (expert < args.num_experts), at, 0) as u32
+    };
+    let (mut expert, mut selected) = (thread, selections(thread));
+    let invalid = [0, 4].map(|half| ld_i32_if(sends & (thread < ranks), args.invalid.0 + half, -1));
+    let epoch = current_epoch(comm);
+    if sends {
+        // By a warp that has no packets to send in front of the experts' ones.
+        if warp == THREADS / 32 - 1 {
             tell_planning(comm, epoch);
         }
-        if thread < ranks * ranks {
-            let (peer, rank) = (thread / ranks, thread % ranks);
-            let count = ld_u32(args.num_tokens_per_rank.0 + rank as u64 * 4);
-            send_packet(comm, peer, message::RANK_COUNTS + rank, count, epoch);
+        if peer < ranks {
+            send_packet(comm, peer, message::RANK_COUNTS + rank, tokens as u32, epoch);
         }
         if thread < ranks {
-            let bad = ld_u64(args.invalid.0) != u64::MAX;
+            let bad = invalid != [-1, -1];
             send_packet(comm, thread, message::INVALID, bad as u32, epoch);
             let signature = signature(&args);
-            let mut word = 0;
-            while word < signature.len() {
-                send_packet(comm, thread, message::SIGNATURE + word as u32, signature[word], epoch);
-                word += 1;
-            }
+            unroll8!(WORD => {
+                if WORD < signature.len() {
+                    let value = signature[WORD % signature.len()];
+                    send_packet(comm, thread, message::SIGNATURE + WORD as u32, value, epoch);
+                }
+            });
         }
-        let mut expert = thread;
         while expert < args.num_experts {
-            let count = ld_u32(args.num_tokens_per_expert.0 + expert as u64 * 4);
             let word = message::EXPERT_COUNTS + expert % local_experts;
-            send_packet(comm, expert / local_experts, word, count, epoch);
+            send_packet(comm, expert / local_experts, word, selected, epoch);
             expert += THREADS;
+            selected = selections(expert);
         }
     }
 
@@ -135,11 +143,42 @@ pub unsafe fn notify(args: NotifyArgs) {
     });
     barrier_sync();
 
-    // Tell each peer where this channel starts, then collect everybody's heads, one packet a thread.
+    // Tell each peer where this channel starts.
     if thread < ranks {
         let start = ld_shared_u32(earlier + thread * 4);
         send_packet(comm, thread, message::CHANNEL_STARTS + channel, start, epoch);
     }
+
+    // Warp w numbers this channel's tokens for rank w, 32 at a time, in token order, while the peers' heads are on their way.
+    if warp < ranks {
+        let (mut group, mut number) = (begin, 0);
+        while group < end {
+            let mut wanted = [0u32; TOGETHER];
+            together!(PART => {
+                let token = group + PART as u32 * 32 + lane;
+                let at = args.is_token_in_rank.0 + (token * ranks + warp) as u64;
+                wanted[PART] = ld_u8_if(token < end, at);
+            });
+            together!(PART => {
+                let token = group + PART as u32 * 32 + lane;
+                let hits = ballot(wanted[PART] != 0);
+                let index = number + (hits & lanemask_lt()).count_ones();
+                if token < end {
+                    let index = if wanted[PART] != 0 { index as i32 } else { -1 };
+                    st_i32(args.send_head.0 + (token * ranks + warp) as u64 * 4, index);
+                }
+                number += hits.count_ones();
+            });
+            group += TOGETHER as u32 * 32;
+        }
+        if lane == 0 {
+            let entry = warp * args.num_channels + channel;
+            let start = ld_shared_u32(earlier + warp * 4);
+            st_u32(args.channel_prefix_matrix.0 + entry as u64 * 4, start + number);
+        }
+    }
+
+    // Collect everybody's heads, one packet a thread.
     if thread < ranks * HEAD {
         let (source, word) = (thread / HEAD, thread % HEAD);
         // A message holds the counts for `ranks` ranks only.
@@ -207,47 +246,33 @@ pub unsafe fn notify(args: NotifyArgs) {
         status = PlanStatus::Ready as u32;
     }
 
-    // Warp w numbers this channel's tokens for rank w, 32 at a time, in token order.
-    if warp < MAX_RANKS as u32 {
-        let mine = warp < ranks;
-        let mut base = 0; // where this rank's block starts in rank w's pool
-        if mine {
-            let mut source = 0;
-            while source < comm.rank {
-                base += count(source, warp);
-                source += 1;
+    // Rows follow from the numbers: an entry a thread, always of the same rank.
+    let to = thread % SEND_ROW_STRIDE;
+    let mut first = 0; // row of this channel's first token for that rank
+    if to < ranks {
+        first = ld_shared_u32(earlier + to * 4);
+        let mut source = 0;
+        while source < comm.rank {
+            first += count(source, to);
+            source += 1;
+        }
+    }
+    let mut token = begin + thread / SEND_ROW_STRIDE;
+    while token < end {
+        let mut numbers = [0; TOGETHER];
+        together!(PART => {
+            let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
+            let at = args.send_head.0 + (token * ranks + to) as u64 * 4;
+            numbers[PART] = ld_i32_if((token < end) & (to < ranks), at, -1);
+        });
+        together!(PART => {
+            let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
+            if token < end {
+                let row = if numbers[PART] >= 0 { first as i32 + numbers[PART] } else { -1 };
+                st_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + to) as u64 * 4, row);
             }
-        }
-        let start = ld_shared_u32(earlier + warp * 4);
-        let (mut group, mut head) = (begin, 0);
-        while group < end {
-            let mut wanted = [0u32; TOGETHER];
-            together!(PART => {
-                let token = group + PART as u32 * 32 + lane;
-                let at = args.is_token_in_rank.0 + (token * ranks + warp) as u64;
-                wanted[PART] = ld_u8_if(mine & (token < end), at);
-            });
-            together!(PART => {
-                let token = group + PART as u32 * 32 + lane;
-                let hit = wanted[PART] != 0;
-                let hits = ballot(hit);
-                let index = head + (hits & lanemask_lt()).count_ones();
-                if token < end {
-                    let row = if hit { (base + start + index) as i32 } else { -1 };
-                    st_i32(args.send_row.0 + (token * SEND_ROW_STRIDE + warp) as u64 * 4, row);
-                    if mine {
-                        let head = if hit { index as i32 } else { -1 };
-                        st_i32(args.send_head.0 + (token * ranks + warp) as u64 * 4, head);
-                    }
-                }
-                head += hits.count_ones();
-            });
-            group += TOGETHER as u32 * 32;
-        }
-        if mine && lane == 0 {
-            let entry = warp * args.num_channels + channel;
-            st_u32(args.channel_prefix_matrix.0 + entry as u64 * 4, start + head);
-        }
+        });
+        token += TOGETHER as u32 * (THREADS / SEND_ROW_STRIDE);
     }
 
     trace(comm, Phase::Moved);

@@ -52,10 +52,10 @@ loads! {
     ld_relaxed_sys_u64: u64, reg64, "ld.relaxed.sys.global.b64";
     /// Relaxed load at device scope.
     ld_relaxed_gpu_u32: u32, reg32, "ld.relaxed.gpu.global.b32";
+    /// Relaxed load at device scope.
+    ld_relaxed_gpu_u64: u64, reg64, "ld.relaxed.gpu.global.b64";
     /// Acquire load at system scope: what the writer released before the value is visible after it.
     ld_acquire_sys_u64: u64, reg64, "ld.acquire.sys.global.b64";
-    /// Acquire load at device scope.
-    ld_acquire_gpu_u64: u64, reg64, "ld.acquire.gpu.global.b64";
 }
 
 stores! {

@@ -136,10 +136,11 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
             });
         }
         raised.check("cuFuncSetAttribute")?;
-        let carveout = ffi::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-        // SAFETY: as above; 100 asks for as much shared memory, and as little L1 cache, as there is.
-        unsafe { ffi::cuFuncSetAttribute(function, carveout, 100) }.check("cuFuncSetAttribute")?;
     }
+    // The same division of a multiprocessor's memory for every kernel: to change it, one would wait until it is empty.
+    let carveout = ffi::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+    // SAFETY: as above; 100 asks for as much shared memory, and as little L1 cache, as there is.
+    unsafe { ffi::cuFuncSetAttribute(function, carveout, 100) }.check("cuFuncSetAttribute")?;
     bound.device.remember_kernel(function as u64, name);
     Ok(function as u64)
 }
