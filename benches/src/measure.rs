@@ -188,8 +188,9 @@ impl Bench<'_> {
         mut call: impl FnMut(&mut Self) -> Result<()>,
     ) -> Result<()> {
         for _ in 0..TRACED_CALLS {
-            // A barrier and at most two launches.
-            self.rig.buffer.start_trace(3 * num_sms as u64)?;
+            // A barrier and at most two launches, of one of which all multiprocessors may have a block more.
+            let more = self.rig.buffer.device().info().sm_count;
+            self.rig.buffer.start_trace((3 * num_sms + more) as u64)?;
             self.rig.buffer.start_put_trace(TRACED_PUTS);
             if let Some(flush) = &self.flush {
                 // SAFETY: as in `isolated`.

@@ -207,7 +207,7 @@ pub struct StagedCombineArgs {
     pub stagers: u32,
     /// Units that the rows for each rank are cut into.
     pub units: u32,
-    /// Rows that a block copies before it says so.
+    /// Rows that a block copies before it says so, of the first step of a unit.
     pub step_rows: u32,
     /// Warps of a block that gather; in a block that copies all do.
     pub gather_warps: u32,

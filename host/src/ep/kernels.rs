@@ -93,7 +93,7 @@ pub(super) struct StageShape {
     pub units: u32,
     /// Blocks that copy them.
     pub stagers: u32,
-    /// Rows that a block copies before it says so.
+    /// Rows that a block copies before it says so, of the first step of a unit.
     pub step_rows: u32,
 }
 

@@ -37,24 +37,20 @@ pub unsafe fn stage_combine(args: StageArgs) {
     }
 }
 
-/// Copies so many bytes, a multiple of 16, past the L1 cache. The whole warp calls it: four vectors of 16 bytes are in flight in each lane.
+/// Bytes that [`copy_bytes`] has in flight at most: eight vectors in each lane.
+pub(super) const IN_FLIGHT_BYTES: u32 = 8 * 512;
+
+/// Copies so many bytes, a multiple of 16, past the L1 cache. The whole warp calls it.
 #[inline(always)]
 pub(super) unsafe fn copy_bytes(from: u64, to: u64, bytes: u32) {
     // SAFETY: the caller vouches for both addresses.
     unsafe {
         let mut at = laneid() * 16;
-        while at + 3 * 512 < bytes {
-            let vectors = [
-                ld_stream_v4(from + at as u64),
-                ld_stream_v4(from + at as u64 + 512),
-                ld_stream_v4(from + at as u64 + 1024),
-                ld_stream_v4(from + at as u64 + 1536),
-            ];
-            st_v4(to + at as u64, vectors[0]);
-            st_v4(to + at as u64 + 512, vectors[1]);
-            st_v4(to + at as u64 + 1024, vectors[2]);
-            st_v4(to + at as u64 + 1536, vectors[3]);
-            at += 2048;
+        while at + 7 * 512 < bytes {
+            let mut vectors = [[0; 4]; 8];
+            unroll8!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
+            unroll8!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
+            at += IN_FLIGHT_BYTES;
         }
         while at < bytes {
             st_v4(to + at as u64, ld_stream_v4(from + at as u64));

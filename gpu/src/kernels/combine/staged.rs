@@ -12,7 +12,7 @@ use core::cell::Cell;
 use epoxide_macros::kernel;
 
 use super::MAX_WAITED_SLOT_BYTES;
-use super::stage::copy_bytes;
+use super::stage::{IN_FLIGHT_BYTES, copy_bytes};
 use super::sum::{Bf16, Contributors, Element, F32, Gather, Outputs, Ranks, sum_rows};
 use crate::kernels::epoch::{
     Deadline, Entry, Phase, current_epoch, leave, pool_of, record, tell_ready, trace, wait_ready,
@@ -26,7 +26,10 @@ use crate::layout::{
 use crate::simt::*;
 
 /// Bytes of a row that a warp copies at a time.
-const PIECE_BYTES: u32 = 2048;
+const PIECE_BYTES: u32 = IN_FLIGHT_BYTES;
+
+/// How many times longer than the first step of a unit the last ones are.
+const LONGEST_STEP: u32 = 8;
 
 /// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The first `stagers` blocks that start copy.
 #[kernel(
@@ -161,7 +164,9 @@ unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
     unsafe {
         let comm = &args.combine.comm;
         let tag = (staged_tag(epoch, args.units) as u64) << 32;
-        let (mut staged, mut more) = (0, true);
+        // Short steps first, so that peers can begin, then longer ones: a release waits for all that its block has stored, and a device
+        // does one after the other.
+        let (mut staged, mut step_rows, mut more) = (0, args.step_rows, true);
         while more {
             more = false;
             let mut number = stager;
@@ -172,7 +177,7 @@ unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
                 let begin = (unit * each).min(count);
                 let rows = each.min(count - begin);
                 if staged < rows {
-                    let step = args.step_rows.min(rows - staged);
+                    let step = step_rows.min(rows - staged);
                     copy_rows(args, first + begin + staged, step);
                     barrier_sync();
                     // The last warp is the one with least to copy.
@@ -184,7 +189,8 @@ unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
                 }
                 number += args.stagers;
             }
-            staged += args.step_rows;
+            staged += step_rows;
+            step_rows = (step_rows * 2).min(args.step_rows * LONGEST_STEP);
         }
     }
 }
