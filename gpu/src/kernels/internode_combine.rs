@@ -85,7 +85,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
             let nodes = Nodes::new(&args, channel, epoch);
             let mut sums = Outputs::<true>::new(rows);
             let turn = &mut Turn::first();
-            let gather = Gather::start(rows, &nodes, begin, end, workers);
+            let gather = Gather::start(rows, &nodes, begin, end, tid() / 32, workers);
             sum_rows::<Bf16, _, _, true>(rows, &ring, turn, &nodes, &mut sums, gather);
         } else {
             gather(&args, &ring, channel, workers, &progress);
@@ -313,7 +313,7 @@ unsafe fn gather(args: &InternodeCombineArgs, ring: &Ring, channel: u32, workers
         }
         let from = Relayed { order, ranks: Ranks::new(rows, 0), table };
         let mut to = Slots { args, order, slots, slot: 0, workers, progress };
-        let gather = Gather::start(rows, &from, 0, order.end, workers);
+        let gather = Gather::start(rows, &from, 0, order.end, tid() / 32, workers);
         sum_rows::<Bf16, _, _, true>(rows, ring, &mut Turn::first(), &from, &mut to, gather);
         to.publish(order.end);
     }

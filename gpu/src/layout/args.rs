@@ -201,21 +201,25 @@ pub struct StagedCombineArgs {
     pub weights: DevicePtr,
     /// In, of notify: i32 `[num_ranks, num_ranks]`, inclusive over source ranks.
     pub rank_prefix_matrix: DevicePtr,
+    /// In, of notify, sender side: i32 `[num_ranks, num_channels]`, inclusive over channels.
+    pub channel_prefix_matrix: DevicePtr,
+    /// In, of notify, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the source's block.
+    pub recv_channel_prefix_matrix: DevicePtr,
     /// Rows of `x`, and of `weights`; those that are missing are not copied.
     pub num_rows: u32,
     /// Blocks of the grid that copy; the others gather.
     pub stagers: u32,
-    /// Units that the rows for each rank are cut into.
-    pub units: u32,
-    /// Rows that a block copies before it says so, of the first step of a unit.
+    /// Channels of the dispatch that is answered.
+    pub channels: u32,
+    /// Blocks that gather the rows of a channel together.
+    pub blocks_per_channel: u32,
+    /// Rows that a block copies before it says so, of the first step of a channel.
     pub step_rows: u32,
     /// Warps of a block that gather; in a block that copies all do.
     pub gather_warps: u32,
-    /// Zero.
-    pub reserved: u32,
 }
 
-layout_assert!(StagedCombineArgs, size = 312, reserved at 308);
+layout_assert!(StagedCombineArgs, size = 328, gather_warps at 324);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

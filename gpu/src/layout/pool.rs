@@ -18,9 +18,6 @@ pub struct ControlWord {
     _line: [u64; 15],
 }
 
-/// Most units that the rows for one rank are staged in.
-pub const MAX_STAGE_UNITS: u32 = 64;
-
 /// Start of every pool: two words per peer carry the whole protocol. How far a combine's rows have been staged is apart from it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -31,13 +28,13 @@ pub struct Control {
     /// `done[src] >= epoch * QUANTUM`: rank `src` has done its part towards this rank. In a dispatch all its rows have
     /// been written here; in a combine it has read all that it needed from here.
     pub done: [ControlWord; MAX_RANKS],
-    /// `staged[src][u]` is [`staged_tag`] `<< 32 | rows`: of unit u of the rows that rank `src` returns to this rank in a combine, so many
-    /// are in its pool.
-    pub staged: [[u64; MAX_STAGE_UNITS as usize]; MAX_RANKS],
+    /// `staged[src][c]` is `epoch << 32 | rows`: of the rows that rank `src` returns to this rank in a combine, so many of channel c are in
+    /// its pool.
+    pub staged: [[u64; MAX_CHANNELS as usize]; MAX_RANKS],
 }
 
 layout_assert!(ControlWord, size = 128, _line at 8);
-layout_assert!(Control, size = (128 * 2 + 8 * MAX_STAGE_UNITS as usize) * MAX_RANKS, staged at 128 * 2 * MAX_RANKS);
+layout_assert!(Control, size = (128 * 2 + 8 * MAX_CHANNELS as usize) * MAX_RANKS, staged at 128 * 2 * MAX_RANKS);
 
 /// Offset of `ready[src]` in a pool, in bytes.
 #[inline(always)]
@@ -51,17 +48,10 @@ pub const fn done_offset(src: u32) -> u64 {
     (MAX_RANKS as u64 + src as u64) * size_of::<ControlWord>() as u64
 }
 
-/// Offset of `staged[src][unit]` in a pool, in bytes.
+/// Offset of `staged[src][channel]` in a pool, in bytes.
 #[inline(always)]
-pub const fn staged_offset(src: u32, unit: u32) -> u64 {
-    done_offset(MAX_RANKS as u32) + (src * MAX_STAGE_UNITS + unit) as u64 * 8
-}
-
-/// The upper half of the staged words of the operation `epoch`, where the rows for a rank are cut into `units`: ranks that cut them
-/// otherwise do not take each other's words for their own.
-#[inline(always)]
-pub const fn staged_tag(epoch: u64, units: u32) -> u32 {
-    (epoch as u32) << 8 | units
+pub const fn staged_offset(src: u32, channel: u32) -> u64 {
+    done_offset(MAX_RANKS as u32) + (src * MAX_CHANNELS + channel) as u64 * 8
 }
 
 /// What the signature words of a count message are, in order.

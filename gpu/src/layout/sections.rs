@@ -3,10 +3,9 @@
 use core::mem::offset_of;
 
 use super::{
-    ControlWord, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_STAGE_UNITS,
-    MAX_WORLD, NodePath, PlanHeader, PoolLayout, QueueHandle, SIGNATURE_NAMES, Status, WireLayout,
-    done_offset, message, message_offset, ready_offset, relay_message, row_stride, staged_offset,
-    wire_message,
+    ControlWord, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD, NodePath,
+    PlanHeader, PoolLayout, QueueHandle, SIGNATURE_NAMES, Status, WireLayout, done_offset, message,
+    message_offset, ready_offset, relay_message, row_stride, staged_offset, wire_message,
 };
 
 /// A part of a piece of memory, or of an element of an array.
@@ -162,7 +161,7 @@ impl PoolLayout {
     /// `combine_row_bytes` bytes for combine.
     pub fn sections(&self, num_nodes: u32, recv_row_bytes: u64, combine_row_bytes: u64) -> [Section; 12] {
         const LINE: u64 = size_of::<ControlWord>() as u64;
-        const OF_UNITS: &[Section] = &[Section::array("", MAX_STAGE_UNITS as u64, 8)];
+        const OF_CHANNELS: &[Section] = &[Section::array("", MAX_CHANNELS as u64, 8)];
         let array = |name, stride| Section::array(name, 0, stride);
         let messages = match num_nodes {
             1 => array("messages", message_offset(1, 0)).of(MESSAGE),
@@ -171,7 +170,7 @@ impl PoolLayout {
         let sections = [
             (ready_offset(0), array("ready", LINE)),
             (done_offset(0), array("done", LINE)),
-            (staged_offset(0, 0), array("staged", staged_offset(1, 0) - staged_offset(0, 0)).of(OF_UNITS)),
+            (staged_offset(0, 0), array("staged", staged_offset(1, 0) - staged_offset(0, 0)).of(OF_CHANNELS)),
             (self.messages, messages),
             (self.recv_x, array("recv_x", row_stride(recv_row_bytes))),
             (self.recv_scales, array("recv_scales", 4)),

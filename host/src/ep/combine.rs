@@ -22,6 +22,8 @@ use std::sync::Arc;
 
 /// Threads per block of the copy into the pool.
 const STAGE_THREADS: u32 = 512;
+/// Threads per block of a combine that copies meanwhile.
+const STAGED_THREADS: u32 = CombineStagedBf16::INFO.max_threads;
 
 /// Where combine finds the rows that this rank returns, in `recv_x` order. Within one node the same on every rank.
 #[derive(Debug, Clone, Copy)]
@@ -191,20 +193,24 @@ impl Buffer {
         let staged = match &handle.places.routing {
             Mode::OneNode(_, places) if is_staged => {
                 let ranks = self.topology.ranks_per_node;
-                let shape = self.kernels.stage_shape(ranks, self.config.num_sms, row_bytes as u32);
-                Some(StagedCombineArgs {
+                let (channels, num_sms) = (handle.num_channels, self.config.num_sms);
+                let shape = self.kernels.stage_shape(ranks, channels, num_sms, row_bytes as u32);
+                let args = StagedCombineArgs {
                     combine: args,
                     x: stage.x,
                     x_stride: stage.x_stride,
                     weights: stage.weights,
                     rank_prefix_matrix: places.rank_prefix_matrix,
+                    channel_prefix_matrix: places.channel_prefix_matrix,
+                    recv_channel_prefix_matrix: places.recv_channel_prefix_matrix,
                     num_rows: stage.capacity as u32,
                     stagers: shape.stagers,
-                    units: shape.units,
+                    channels,
+                    blocks_per_channel: shape.blocks_per_channel,
                     step_rows: shape.step_rows,
                     gather_warps: ring.warps,
-                    reserved: 0,
-                })
+                };
+                Some((args, shape.gatherers))
             }
             _ => None,
         };
@@ -214,15 +220,17 @@ impl Buffer {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
             // Rows are copied by as many threads as a block can have, however few gather.
-            let (stagers, block) = match staged {
-                Some(staged) => (staged.stagers, STAGE_THREADS),
-                None => (0, ring.threads()),
+            let (blocks, threads, beside) = match (&handle.places.routing, staged) {
+                (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
+                (Mode::OneNode(..), None) => {
+                    (buffer.blocks_for(handle.num_tokens), ring.threads(), JOINED_BYTES)
+                }
+                // One warp more, which posts puts.
+                (Mode::SeveralNodes(..), None) => {
+                    (buffer.config.num_sms, ring.threads() + 32, PROGRESS_BYTES)
+                }
             };
-            let (gatherers, beside) = match &handle.places.routing {
-                Mode::OneNode(..) => (buffer.blocks_for(handle.num_tokens), JOINED_BYTES),
-                Mode::SeveralNodes(..) => (buffer.config.num_sms, PROGRESS_BYTES),
-            };
-            let (grid, shared) = (gatherers + stagers, ring.shared_bytes() + beside);
+            let (grid, block, shared) = (blocks, threads, ring.shared_bytes() + beside);
             args.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
             // them. The last combine ended when every peer had gathered, so the rows may be written.
@@ -232,7 +240,7 @@ impl Buffer {
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }
                 match (&handle.places.routing, staged) {
-                    (Mode::OneNode(node, _), Some(staged)) => {
+                    (Mode::OneNode(node, _), Some((staged, _))) => {
                         let args = StagedCombineArgs { combine: args, ..staged };
                         if dtype == DType::F32 {
                             let call = CombineStagedF32::call(args);
@@ -256,7 +264,7 @@ impl Buffer {
                             slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                             reserved: 0,
                         };
-                        stream.call(&nodes.combine, grid, block + 32, shared, InternodeCombine::call(args))
+                        stream.call(&nodes.combine, grid, block, shared, InternodeCombine::call(args))
                     }
                 }
             }

@@ -8,7 +8,7 @@ use epoxide_gpu::kernels::{
     InternodeDispatch, InternodeNotify, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES,
     MAX_WAITED_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
 };
-use epoxide_gpu::layout::{MAX_STAGE_UNITS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
+use epoxide_gpu::layout::{SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
 use super::Config;
 use super::wire::WireSide;
@@ -86,25 +86,35 @@ impl Tuning {
     }
 }
 
-/// How a combine of a tensor stages rows.
+/// The blocks of a combine of a tensor, and what they do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StageShape {
-    /// Units that the rows for each rank are cut into.
-    pub units: u32,
-    /// Blocks that copy them.
+    /// Blocks that copy rows.
     pub stagers: u32,
-    /// Rows that a block copies before it says so, of the first step of a unit.
+    /// Blocks that gather.
+    pub gatherers: u32,
+    /// Those of them that a channel has together.
+    pub blocks_per_channel: u32,
+    /// Rows that a block copies before it says so, of the first step of a channel.
     pub step_rows: u32,
 }
 
 impl StageShape {
-    /// Beside `num_sms` blocks that gather, on a device of `sm_count` multiprocessors. A unit is about what one of those gathers.
-    fn new(asked: Option<u32>, num_ranks: u32, num_sms: u32, sm_count: u32, row_bytes: u32) -> StageShape {
-        let units = num_sms.min(MAX_STAGE_UNITS);
+    /// At most `num_sms` blocks gather the rows of `channels` channels, and on a device of `sm_count` multiprocessors the others copy.
+    fn new(
+        asked: Option<u32>,
+        num_ranks: u32,
+        channels: u32,
+        num_sms: u32,
+        sm_count: u32,
+        row_bytes: u32,
+    ) -> StageShape {
+        let blocks_per_channel = (num_sms / channels).max(1);
         let stagers = asked.unwrap_or(sm_count.saturating_sub(num_sms).max(LEAST_STAGERS));
         StageShape {
-            units,
-            stagers: stagers.min(num_ranks * units),
+            stagers: stagers.min(num_ranks * channels),
+            gatherers: (channels * blocks_per_channel).min(num_sms),
+            blocks_per_channel,
             step_rows: (STAGE_STEP_BYTES / row_bytes).max(1),
         }
     }
@@ -367,7 +377,7 @@ impl Kernels {
             Mode::OneNode(..) => (COMBINE_WARPS, MAX_SLOT_BYTES),
             Mode::SeveralNodes(..) => (2 * COMBINE_WARPS, MAX_INTERNODE_SLOT_BYTES),
         };
-        let warps = t.combine_warps.min(at_once / num_sms).clamp(1, self.most_combine_warps());
+        let warps = t.combine_warps.min(at_once / num_sms).clamp(1, self.most_combine_warps(is_staged));
         // A warp's lanes take 512 bytes at a time; whole turns keep all lanes busy.
         let align = if row_bytes < 512 { 16 } else { 512 };
         let pieces = row_bytes.div_ceil(t.combine_slot_bytes.min(most_bytes) / align * align);
@@ -376,9 +386,9 @@ impl Kernels {
     }
 
     /// How a combine of a tensor stages its rows.
-    pub fn stage_shape(&self, num_ranks: u32, num_sms: u32, row_bytes: u32) -> StageShape {
+    pub fn stage_shape(&self, num_ranks: u32, channels: u32, num_sms: u32, row_bytes: u32) -> StageShape {
         let sm_count = self.device.info().sm_count;
-        StageShape::new(self.tuning.combine_stagers, num_ranks, num_sms, sm_count, row_bytes)
+        StageShape::new(self.tuning.combine_stagers, num_ranks, channels, num_sms, sm_count, row_bytes)
     }
 
     /// Shared memory for rings: beside them a block keeps whether it has joined, and across nodes a word for each of its warps.
@@ -389,9 +399,10 @@ impl Kernels {
         }
     }
 
-    /// Across nodes the kernel is launched with a warp more, and keeps more in registers.
-    fn most_combine_warps(&self) -> u32 {
+    /// A kernel that waits for rows keeps more in registers, and so does that across nodes, which is launched with a warp more.
+    fn most_combine_warps(&self, is_staged: bool) -> u32 {
         match self.mode {
+            Mode::OneNode(..) if is_staged => <CombineStagedBf16 as gpu::Kernel>::INFO.max_threads / 32,
             Mode::OneNode(..) => 16,
             Mode::SeveralNodes(..) => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
         }
@@ -417,14 +428,21 @@ mod tests {
 
     #[test]
     fn as_many_blocks_stage_as_have_work_and_are_left() {
-        let shape = |asked, ranks, sms| StageShape::new(asked, ranks, sms, 132, 14336);
-        assert_eq!(shape(None, 4, 24), StageShape { units: 24, stagers: 96, step_rows: 4 });
-        assert_eq!(shape(None, 8, 24).stagers, 108);
-        assert_eq!(shape(None, 8, 132), StageShape { units: 64, stagers: 16, step_rows: 4 });
-        assert_eq!(shape(None, 1, 2), StageShape { units: 2, stagers: 2, step_rows: 4 });
-        assert_eq!(shape(Some(1024), 2, 24).stagers, 48);
-        assert_eq!(shape(Some(20), 8, 24).stagers, 20);
-        assert_eq!(StageShape::new(None, 2, 4, 132, 1 << 20).step_rows, 1);
+        let shape = |asked, ranks, channels, sms| StageShape::new(asked, ranks, channels, sms, 132, 14336);
+        let usual = StageShape { stagers: 48, gatherers: 24, blocks_per_channel: 2, step_rows: 4 };
+        assert_eq!(shape(None, 4, 12, 24), usual);
+        assert_eq!(shape(None, 8, 12, 24).stagers, 96);
+        assert_eq!(shape(None, 8, 66, 132), StageShape { stagers: 16, gatherers: 132, ..usual });
+        assert_eq!(shape(None, 1, 1, 2), StageShape { stagers: 1, gatherers: 2, ..usual });
+        assert_eq!(shape(Some(1024), 2, 12, 24).stagers, 24);
+        assert_eq!(shape(Some(20), 8, 12, 24).stagers, 20);
+        // Of a handle that was made with other multiprocessors.
+        assert_eq!(
+            shape(Some(4), 2, 12, 8),
+            StageShape { stagers: 4, gatherers: 8, blocks_per_channel: 1, step_rows: 4 }
+        );
+        assert_eq!(shape(Some(4), 2, 12, 30).gatherers, 24);
+        assert_eq!(StageShape::new(None, 2, 2, 4, 132, 1 << 20).step_rows, 1);
     }
 
     #[test]

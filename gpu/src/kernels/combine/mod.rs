@@ -88,7 +88,7 @@ unsafe fn combine<E: Element>(args: &CombineArgs) {
         let ranks = Ranks::new(args, args.send_row.0);
 
         // What this rank's own tables say is read while the peers' words are on their way.
-        let gather = Gather::start(args, &ranks, begin, end, warps);
+        let gather = Gather::start(args, &ranks, begin, end, warp, warps);
         let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
         let joined = wait_ready(comm, &entry, epoch, ready, joined, Wait::CombineReady);
         if joined && planned {

@@ -18,22 +18,22 @@ use crate::kernels::epoch::{
     Deadline, Entry, Phase, current_epoch, leave, pool_of, record, tell_ready, trace, wait_ready,
     warp_aborted,
 };
-use crate::kernels::ring::{Ring, Turn, share_of};
+use crate::kernels::ring::{Ring, Turn, channel_range};
 use crate::layout::{
-    Comm, LOCAL_STARTED, MAX_STAGE_UNITS, STARTED_SHIFT, StagedCombineArgs, Wait, ring_bytes, row_stride,
-    staged_offset, staged_tag,
+    Comm, LOCAL_STARTED, MAX_CHANNELS, STARTED_SHIFT, StagedCombineArgs, Wait, ring_bytes, row_stride,
+    staged_offset,
 };
 use crate::simt::*;
 
 /// Bytes of a row that a warp copies at a time.
 const PIECE_BYTES: u32 = IN_FLIGHT_BYTES;
 
-/// How many times longer than the first step of a unit the last ones are.
+/// How many times longer than the first step of a channel the last ones are.
 const LONGEST_STEP: u32 = 8;
 
 /// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The first `stagers` blocks that start copy.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    threads = 384, min_blocks = 1, barriers = 5, registers = 168,
     requires(
         args.combine.row_bytes.is_multiple_of(16),
         args.combine.row_bytes >= 16,
@@ -47,8 +47,9 @@ const LONGEST_STEP: u32 = 8;
         args.combine.comm.num_ranks >= 1,
         args.x_stride.is_multiple_of(16),
         args.stagers >= 1,
-        args.units >= 1,
-        args.units <= MAX_STAGE_UNITS,
+        args.channels >= 1,
+        args.channels <= MAX_CHANNELS,
+        args.blocks_per_channel >= 1,
         args.step_rows >= 1,
         args.gather_warps >= 1,
     )
@@ -59,7 +60,7 @@ pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
 
 /// The same for FP32 rows.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    threads = 384, min_blocks = 1, barriers = 5, registers = 168,
     requires(
         args.combine.row_bytes.is_multiple_of(16),
         args.combine.row_bytes >= 16,
@@ -73,8 +74,9 @@ pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
         args.combine.comm.num_ranks >= 1,
         args.x_stride.is_multiple_of(16),
         args.stagers >= 1,
-        args.units >= 1,
-        args.units <= MAX_STAGE_UNITS,
+        args.channels >= 1,
+        args.channels <= MAX_CHANNELS,
+        args.blocks_per_channel >= 1,
         args.step_rows >= 1,
         args.gather_warps >= 1,
     )
@@ -107,15 +109,21 @@ unsafe fn combine_staged<E: Element>(args: &StagedCombineArgs) {
             let joined = dynamic_shared() + ring_bytes(warps, rows.slots, rows.slot_bytes);
             let joined = wait_ready(comm, &entry, epoch, ready, joined, Wait::CombineReady);
             if joined && planned && tid() / 32 < warps {
-                let gatherers = nctaid() - args.stagers;
-                // This block is one of them.
-                core::hint::assert_unchecked(gatherers >= 1);
-                let (begin, end) = share_of(rows.num_tokens, turn - args.stagers, gatherers);
+                // This block is one of those that gather. Those of a channel take its tokens in turn, so that all begin where its rows do.
+                let (gatherer, each) = (turn - args.stagers, args.blocks_per_channel);
+                core::hint::assert_unchecked(each >= 1);
+                let (nth, of) = (gatherer % each * warps + tid() / 32, each * warps);
                 let ring = Ring::new(rows.slots, rows.slot_bytes, warps);
-                let from = Staged { args, ranks: Ranks::new(rows, rows.send_row.0), known: Cell::new(0) };
-                let (mut to, turn) = (Outputs::<true>::new(rows), &mut Turn::first());
-                let gather = Gather::start(rows, &from, begin, end, warps);
-                sum_rows::<E, _, _, false>(rows, &ring, turn, &from, &mut to, gather);
+                let (mut to, mut turn) = (Outputs::<true>::new(rows), Turn::first());
+                let mut channel = gatherer / each;
+                while channel < args.channels {
+                    let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
+                    let ranks = Ranks::new(rows, rows.send_row.0);
+                    let from = Staged { args, ranks, channel, known: Cell::new(0) };
+                    let gather = Gather::start(rows, &from, begin, end, nth, of);
+                    sum_rows::<E, _, _, false>(rows, &ring, &mut turn, &from, &mut to, gather);
+                    channel += (nctaid() - args.stagers) / each;
+                }
             }
         }
         // A wait that expired, in whichever warp, keeps the block from saying that it has done its part.
@@ -156,34 +164,34 @@ unsafe fn returned(args: &StagedCombineArgs, from: u32, to: u32) -> (u32, u32) {
     }
 }
 
-/// A block that copies: its share of the units of all ranks' rows, a step of each in turn, so that all come along evenly.
+/// A block that copies: its share of the channels of all ranks' rows, a step of each in turn, so that all come along evenly.
 #[inline(always)]
 unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
     // SAFETY: rows were planned inside the pool. The words at the peers have this rank as their only writer, and the barrier makes the
     // whole block's work happen before the release.
     unsafe {
-        let comm = &args.combine.comm;
-        let tag = (staged_tag(epoch, args.units) as u64) << 32;
+        let (comm, channels) = (&args.combine.comm, args.channels);
         // Short steps first, so that peers can begin, then longer ones: a release waits for all that its block has stored, and a device
         // does one after the other.
         let (mut staged, mut step_rows, mut more) = (0, args.step_rows, true);
         while more {
             more = false;
             let mut number = stager;
-            while number < args.units * comm.num_ranks {
-                let (unit, source) = (number / comm.num_ranks, number % comm.num_ranks);
+            while number < channels * comm.num_ranks {
+                let (channel, source) = (number / comm.num_ranks, number % comm.num_ranks);
                 let (first, count) = returned(args, comm.rank, source);
-                let each = count.div_ceil(args.units);
-                let begin = (unit * each).min(count);
-                let rows = each.min(count - begin);
+                let starts = args.recv_channel_prefix_matrix.0 + (source * channels + channel) as u64 * 4;
+                let begin = ld_u32(starts);
+                let end = if channel + 1 < channels { ld_u32(starts + 4) } else { count };
+                let rows = end - begin;
                 if staged < rows {
                     let step = step_rows.min(rows - staged);
                     copy_rows(args, first + begin + staged, step);
                     barrier_sync();
                     // The last warp is the one with least to copy.
                     if tid() + 32 == ntid() {
-                        let word = pool_of(comm, source) + staged_offset(comm.rank, unit);
-                        st_release_sys_u64(word, tag | (staged + step) as u64);
+                        let word = pool_of(comm, source) + staged_offset(comm.rank, channel);
+                        st_release_sys_u64(word, epoch << 32 | (staged + step) as u64);
                     }
                     more |= staged + step < rows;
                 }
@@ -229,7 +237,9 @@ unsafe fn copy_rows(args: &StagedCombineArgs, first: u32, count: u32) {
 struct Staged<'a> {
     args: &'a StagedCombineArgs,
     ranks: Ranks<'a>,
-    /// Lane r: rank r's rows before this one are known to be in its pool, from the first of their unit on. A warp takes rows in
+    /// Whose tokens are summed.
+    channel: u32,
+    /// Lane r: rank r's rows before this one are known to be in its pool, from the first of the channel on. A warp takes rows in
     /// ascending order. All else that a wait needs is found out then, which spares registers.
     known: Cell<u32>,
 }
@@ -258,7 +268,7 @@ impl Contributors for Staged<'_> {
         // SAFETY: the lane has such a row, so that there is a rank of its number.
         unsafe {
             if row as u32 >= self.known.get() {
-                self.known.set(wait_staged(self.args, laneid(), row as u32));
+                self.known.set(wait_staged(self.args, self.channel, laneid(), row as u32));
             }
         }
     }
@@ -269,24 +279,25 @@ impl Contributors for Staged<'_> {
     }
 }
 
-/// Waits until row `row` of rank `peer`, which is for this rank, may be read, by the copy engine too. As may all of its unit before the
-/// row that this gives: any row, where the wait expired.
+/// Waits until row `row` of rank `peer`, which is of a token of `channel`, may be read, by the copy engine too. As may all of the channel
+/// before the row that this gives: any row, where the wait expired.
 #[inline(always)]
-unsafe fn wait_staged(args: &StagedCombineArgs, peer: u32, row: u32) -> u32 {
+unsafe fn wait_staged(args: &StagedCombineArgs, channel: u32, peer: u32, row: u32) -> u32 {
     // SAFETY: the word is in this rank's own pool.
     unsafe {
         let comm = &args.combine.comm;
         let epoch = current_epoch(comm);
-        let (first, count) = returned(args, peer, comm.rank);
-        let each = count.div_ceil(args.units).max(1);
-        let unit = (row - first) / each;
-        let begin = first + unit * each;
-        let word = pool_of(comm, comm.rank) + staged_offset(peer, unit);
-        let (tag, needed) = (staged_tag(epoch, args.units), row - begin + 1);
+        let mut begin = returned(args, peer, comm.rank).0;
+        if channel != 0 {
+            let earlier = peer * args.channels + channel - 1;
+            begin += ld_u32(args.channel_prefix_matrix.0 + earlier as u64 * 4);
+        }
+        let word = pool_of(comm, comm.rank) + staged_offset(peer, channel);
+        let needed = row - begin + 1;
         let mut deadline = Deadline::start();
         loop {
             let seen = ld_acquire_sys_u64(word);
-            let staged = if (seen >> 32) as u32 == tag { seen as u32 } else { 0 };
+            let staged = if (seen >> 32) as u32 == epoch as u32 { seen as u32 } else { 0 };
             if staged >= needed {
                 fence_proxy_async_global();
                 return begin + staged;

@@ -290,24 +290,24 @@ pub struct Gather<const WHOLE: bool> {
 }
 
 impl<const WHOLE: bool> Gather<WHOLE> {
-    /// The start of a warp's share of tokens `begin..end`, which are spread over the first `warps` warps of the block. A warp takes whole
-    /// rows, every `warps`-th: what there is to find out of a token is found out once. Or it takes pieces, where there are too few tokens
-    /// for all warps to have as many. The whole warp calls it.
+    /// The start of a warp's share of tokens `begin..end`: it is the `nth` of `of` warps. A warp takes whole rows, every `of`-th: what there
+    /// is to find out of a token is found out once. Or it takes pieces, where there are too few tokens for all warps to have as many. The
+    /// whole warp calls it.
     #[inline(always)]
     pub unsafe fn start<C: Contributors>(
         args: &CombineArgs,
         from: &C,
         begin: u32,
         end: u32,
-        warps: u32,
+        nth: u32,
+        of: u32,
     ) -> Self {
         // SAFETY: the caller vouches for the range; the whole warp is here.
         unsafe {
-            let warp = tid() / 32;
             let (first, step) = if WHOLE {
-                (Item { token: begin + warp, piece: 0 }, Item { token: warps, piece: 0 })
+                (Item { token: begin + nth, piece: 0 }, Item { token: of, piece: 0 })
             } else {
-                (Item::nth(args, begin, warp), Item::nth(args, 0, warps))
+                (Item::nth(args, begin, nth), Item::nth(args, 0, of))
             };
             let next_row = row_before(from, first.token, end);
             let mut gather =
