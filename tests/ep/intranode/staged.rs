@@ -1,16 +1,11 @@
 //! Combines of tensors, whose rows some blocks copy into the pools while others gather them.
-
-use std::collections::BTreeMap;
-use std::sync::Mutex;
-
 use epoxide::ep::{CombineRequest, Config, Counts, DType, DispatchRequest, Tensor};
 use epoxide::internal::Tuning;
-use epoxide_testing::harness::{Rank, Setup, assert_names};
+use epoxide_testing::harness::Setup;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::roundtrip::Case;
 
 use crate::shapes::routing;
-use crate::timeouts::{TIMEOUT, check_timeout};
 use crate::turns::{HIDDEN, Inputs, ROW, Turn};
 
 /// Every round trip combines rows of BF16 with weights and rows of FP32 without, from tensors and from the pool.
