@@ -187,6 +187,7 @@ fn all_launches(ranks: &[RankResult]) -> impl Iterator<Item = &TracedLaunch> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::results::PhaseName;
     use crate::tests::measured;
 
     #[test]
@@ -194,9 +195,9 @@ mod tests {
         let (_, ranks) = measured("--ranks-per-node 2 --tokens 9 --num-sms 2,4");
         let trace = events(&ranks);
         let events = trace["traceEvents"].as_array().unwrap();
-        // Three calls of three phases, each with 2 and with 4 multiprocessors.
+        // Three calls of four phases, each with 2 and with 4 multiprocessors.
         for rank in &ranks {
-            assert_eq!(rank.traced.len(), 2 * 3 * 3);
+            assert_eq!(rank.traced.len(), 2 * 3 * 4);
             for call in &rank.traced {
                 let names: Vec<_> = call.launches.iter().map(|launch| launch.operation).collect();
                 match call.phase.text() {
@@ -204,8 +205,15 @@ mod tests {
                     "dispatch uncached" => assert_eq!(names, ["notify", "dispatch"]),
                     _ => assert_eq!(names, ["combine"]),
                 }
-                for launch in launches(call) {
-                    let blocks = if launch.operation == "notify" { call.num_sms / 2 } else { call.num_sms };
+                // Nobody has a token.
+                assert_eq!(call.barrier.blocks.len(), 1);
+                for launch in &call.launches {
+                    let blocks = match (launch.operation, call.phase) {
+                        ("notify", _) => call.num_sms / 2,
+                        // As many that gather, and one that copies for each channel and rank.
+                        (_, PhaseName::CombineStaged) => call.num_sms + 2 * (call.num_sms / 2),
+                        _ => call.num_sms,
+                    };
                     assert_eq!(launch.blocks.len(), blocks as usize, "{launch:?}");
                     for block in &launch.blocks {
                         assert!(block.enter > 0, "{launch:?}");
@@ -221,7 +229,7 @@ mod tests {
             assert!(span["ts"].as_f64().unwrap() >= 0.0 && span["dur"].as_f64().unwrap() >= 0.0);
             if span["tid"] == KERNELS { kernels += 1 } else { blocks += 1 }
         }
-        assert_eq!(kernels, 2 * 2 * 3 * (2 + 3 + 2));
+        assert_eq!(kernels, 2 * 2 * 3 * (2 + 3 + 2 + 2));
         assert!(blocks > kernels);
         assert_eq!(trace["otherData"]["virtual"], true);
         assert!(ranks.iter().all(|rank| rank.traced.iter().all(|call| call.puts.is_empty())));

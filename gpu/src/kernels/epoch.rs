@@ -143,7 +143,7 @@ pub unsafe fn tell_ready(comm: &Comm, ready: u64) {
     }
 }
 
-/// Bytes of shared memory in which [`wait_ready`] passes on what it has seen.
+/// Bytes of shared memory in which the wait for the peers passes on what it has seen.
 pub const JOINED_BYTES: u32 = 16;
 
 /// Waits until every peer has entered the operation, with the call that `ready` says; all threads call it. False when one has not, or a wait

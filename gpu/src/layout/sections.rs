@@ -222,18 +222,18 @@ mod tests {
     }
 
     const POOL: PoolLayout = PoolLayout {
-        messages: 6144,
-        recv_x: 6144 + 8 * 10_352,
-        recv_scales: 94_208,
+        messages: 18_432,
+        recv_x: 18_432 + 8 * 10_352,
+        recv_scales: 106_496,
         // No scales.
-        recv_topk_idx: 94_208,
-        recv_topk_weights: 95_232,
-        recv_src_idx: 96_256,
-        recv_src_meta: 97_280,
-        combine_x: 97_280,
-        combine_weights: 104_448,
+        recv_topk_idx: 106_496,
+        recv_topk_weights: 107_520,
+        recv_src_idx: 108_544,
+        recv_src_meta: 109_568,
+        combine_x: 109_568,
+        combine_weights: 116_736,
         rows: 32,
-        bytes: 105_472,
+        bytes: 117_760,
     };
 
     #[test]
@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(name(ready_offset(3)), "ready[3]");
         assert_eq!(name(done_offset(7) + 12), "done[7] + 0xc");
         assert_eq!(name(staged_offset(0, 0)), "staged[0][0]");
-        assert_eq!(name(staged_offset(7, 63) + 4), "staged[7][63] + 0x4");
+        assert_eq!(name(staged_offset(7, 255) + 4), "staged[7][255] + 0x4");
         let packet = |src, word| POOL.messages + message_offset(src, word);
         assert_eq!(name(packet(2, message::SIGNATURE + 4)), "messages[2].signature[4]");
         assert_eq!(name(packet(0, message::INVALID)), "messages[0].invalid");
