@@ -1,6 +1,6 @@
 //! What the back end consists of, where it lies, and the remedy for what is not there.
 //!
-//! Each part is taken from where an environment variable names it, else from `target/nvvm`, where [`super::fetch`] puts it, else from
+//! Each part is taken from where an environment variable names it, else from `target/nvvm`, where [`super::fetch()`] puts it, else from
 //! where packages install it.
 
 use std::ffi::OsString;
@@ -81,7 +81,7 @@ impl Part {
         }
     }
 
-    /// How to get it where [`super::fetch`] cannot.
+    /// How to get it where [`super::fetch()`] cannot.
     fn remedy(&self) -> String {
         match self {
             Self::Toolchain => format!("`rustup toolchain install {TOOLCHAIN} --component rust-src,rustc-dev,llvm-tools`"),
@@ -235,12 +235,12 @@ impl Places {
     }
 }
 
-/// Where [`super::fetch`] puts what it gets.
+/// Where [`super::fetch()`] puts what it gets.
 pub fn dir(ws: &Workspace) -> PathBuf {
     ws.target("nvvm")
 }
 
-/// The back end as [`super::fetch`] builds it.
+/// The back end as [`super::fetch()`] builds it.
 pub fn built(ws: &Workspace) -> PathBuf {
     dir(ws).join("build/release/librustc_codegen_nvvm.so")
 }
