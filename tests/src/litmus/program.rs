@@ -16,7 +16,7 @@ const S: u64 = 16;
 /// How many instances of a test a launch holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// One, whose memory is [`BYTES`] at the kernel's only parameter.
+    /// One, whose memory, of `memory::BYTES` bytes, is at the kernel's only parameter.
     One,
     /// Many; see [`many`].
     Many,
