@@ -4,9 +4,9 @@
 pub use epoxide_vgpu::Schedule;
 
 pub use crate::ep::ceiling::{CeilingShape, Direction};
-pub use crate::ep::kernels::Tuning;
 pub use crate::ep::topology::Topology;
 pub use crate::ep::trace::TracedLaunch;
+pub use crate::ep::tuning::Tuning;
 pub use crate::group::mesh_group::Connect;
 pub use crate::group::recorder::{Entry, State};
 pub use crate::group::tcp::TcpStoreServer;

@@ -2,7 +2,10 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{Comm, DevicePtr, Wire, layout_assert};
+use super::assert::layout_assert;
+use super::device_ptr::DevicePtr;
+use super::pool::Comm;
+use super::wire::Wire;
 
 /// Arguments of `dispatch_layout`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

@@ -2,7 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{DevicePtr, layout_assert};
+use super::assert::layout_assert;
+use super::device_ptr::DevicePtr;
 
 /// Arguments of `moe_router`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

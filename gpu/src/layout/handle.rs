@@ -2,7 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{MAX_RANKS, layout_assert};
+use super::assert::layout_assert;
+use super::limits::MAX_RANKS;
 
 /// Row stride of `send_row`, in entries: one per possible rank.
 pub const SEND_ROW_STRIDE: u32 = MAX_RANKS as u32;

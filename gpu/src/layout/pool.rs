@@ -3,7 +3,9 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{DevicePtr, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, layout_assert};
+use super::assert::layout_assert;
+use super::device_ptr::DevicePtr;
+use super::limits::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS};
 
 /// What every finished operation adds to each `done` word and to the ticket. Blocks add shares of it, so the target of
 /// a waiter is `epoch * QUANTUM` whatever grid the writer ran.

@@ -6,7 +6,10 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{ControlWord, DevicePtr, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, layout_assert};
+use super::assert::layout_assert;
+use super::device_ptr::DevicePtr;
+use super::limits::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS};
+use super::pool::ControlWord;
 
 /// Most nodes: one lane each.
 pub const MAX_NODES: usize = 32;

@@ -2,138 +2,31 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
-    PoolLayout, STATUS, Section, Status, WireLayout,
+    PlanHeader, PoolLayout, STATUS, Section, Status, WireLayout,
 };
 
 use super::beside::Activity;
-use super::dispatch::HOST_EXPERTS;
-use super::fault::check_status;
+use super::captured::Captured;
 use super::kernels::{Kernels, Loaded};
+use super::options::BufferOptions;
 use super::peers::Peers;
-use super::place::{PlaceState, Pool};
+use super::place::{Place, PlaceState, Pool};
 use super::pool::pool_layouts;
 use super::scratch::Arena;
 use super::sequence::Sequence;
-use super::step::Captured;
 use super::tensor::Owner;
 use super::trace::Trace;
 use super::wire::{WireSide, wire_layout};
-use super::{Config, StreamOrder, Topology, Tuning};
+use super::{Config, StreamOrder, Topology};
 use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
-use crate::transport::{TransportKind, TransportOptions};
 
-/// What a pool must hold. The same on every rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BufferShape {
-    /// Most tokens that any rank sends; a pool has room for this many from every rank.
-    pub max_tokens_per_rank: u32,
-    /// Largest row in bytes: hidden times element size.
-    pub max_row_bytes: u64,
-    /// Most top-k entries per token, 1 to 32.
-    pub max_topk: u32,
-    /// Most scales per token; 0 where none are used.
-    pub max_scales: u32,
-}
-
-/// How to make a [`Buffer`]. The same on every rank.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct BufferOptions {
-    // The methods of the same names say what these are; tests change them one by one.
-    #[doc(hidden)]
-    pub shape: BufferShape,
-    #[doc(hidden)]
-    pub places: u32,
-    #[doc(hidden)]
-    pub num_nvl_bytes: Option<u64>,
-    #[doc(hidden)]
-    pub config: Config,
-    #[doc(hidden)]
-    pub timeout: Duration,
-    #[doc(hidden)]
-    pub tuning: Tuning,
-    #[doc(hidden)]
-    pub ranks_per_node: Option<u32>,
-    #[doc(hidden)]
-    pub transport: TransportOptions,
-    #[doc(hidden)]
-    pub num_rdma_bytes: Option<u64>,
-}
-
-impl BufferOptions {
-    /// Room for the worst case of `shape`, one place, one node, defaults for the rest; 30 s for a peer.
-    pub fn new(shape: BufferShape) -> Self {
-        BufferOptions {
-            shape,
-            places: 1,
-            num_nvl_bytes: None,
-            config: Config::default(),
-            timeout: Duration::from_secs(30),
-            tuning: Tuning::default(),
-            ranks_per_node: None,
-            transport: TransportOptions::new(TransportKind::Auto),
-            num_rdma_bytes: None,
-        }
-    }
-
-    /// Places for received rows, at least 1: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
-    pub fn places(mut self, places: u32) -> Self {
-        self.places = places;
-        self
-    }
-
-    /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more rows is an error on
-    /// every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
-    pub fn num_nvl_bytes(mut self, bytes: u64) -> Self {
-        self.num_nvl_bytes = Some(bytes);
-        self
-    }
-
-    /// Multiprocessors and channels.
-    pub fn config(mut self, config: Config) -> Self {
-        self.config = config;
-        self
-    }
-
-    /// Longest wait for a peer.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Launch shapes.
-    #[doc(hidden)]
-    pub fn tuning(mut self, tuning: Tuning) -> Self {
-        self.tuning = tuning;
-        self
-    }
-
-    /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node map each other's pools;
-    /// nodes talk through [`BufferOptions::transport`]. Without: all ranks are one node.
-    pub fn ranks_per_node(mut self, ranks: u32) -> Self {
-        self.ranks_per_node = Some(ranks);
-        self
-    }
-
-    /// What carries rows between nodes.
-    pub fn transport(mut self, transport: TransportOptions) -> Self {
-        self.transport = transport;
-        self
-    }
-
-    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each node; a dispatch that needs more is
-    /// an error on every rank, before any row moves. See [`Config::rdma_buffer_size_hint`].
-    pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
-        self.num_rdma_bytes = Some(bytes);
-        self
-    }
-}
+/// Where expert counts start in the host's copy of the counts.
+pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 
 /// Moves tokens between the ranks of a group. One per rank; every method that says so is collective.
 ///
@@ -344,12 +237,37 @@ impl Buffer {
         self.pool.memory().footprint()
     }
 
-    /// The error after which the buffer is of no use, if there was one: of the first wait for a peer that expired
-    /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), or of a dispatch that failed half way
-    /// ([`Error::Broken`]). Errors of calls that do not wait for the host show here, once their stream has passed.
-    pub fn check(&self) -> Result<()> {
-        check_status(self)?;
-        self.sequence.check()
+    /// Hands out the place of index `index`. It comes back when the [`Place`] is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
+    pub fn place(&self, index: u32) -> Result<Place> {
+        let Some(state) = self.places.get(index as usize) else {
+            let rule = format!("the buffer has {}: create it with more places", self.places.len());
+            return Err(Error::argument("place", index, rule));
+        };
+        let rule = "it is handed out already: drop that Place first";
+        state.hand_out().ok_or_else(|| Error::argument("place", index, rule))
+    }
+
+    /// Nodes of the group.
+    pub fn num_nodes(&self) -> u32 {
+        self.topology.nodes
+    }
+
+    /// Ranks of each node.
+    pub fn ranks_per_node(&self) -> u32 {
+        self.topology.ranks_per_node
+    }
+
+    /// This rank's node, its "RDMA rank".
+    pub fn node(&self) -> u32 {
+        self.topology.node(self.rank)
+    }
+
+    /// Bytes of wire memory; 0 with one node.
+    pub fn wire_bytes(&self) -> u64 {
+        self.kernels.wire().map_or(0, |wire| wire.layout.bytes)
     }
 
     /// Describes the pool anew where its rows have another length now.

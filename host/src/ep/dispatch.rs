@@ -11,7 +11,7 @@ use epoxide_gpu::layout::{
     InternodeNotifyArgs, NotifyArgs, PlanHeader, SlotShape,
 };
 
-use super::buffer::RowBytes;
+use super::buffer::{HOST_EXPERTS, RowBytes};
 use super::fault::check_plan;
 use super::handle::{DispatchHandle, HandleShape, Inner, Places};
 use super::kernels::{Mode, RingShape};
@@ -25,8 +25,6 @@ use crate::error::{Error, Result};
 
 /// Threads per block of the notify kernel, as its source fixes them.
 const NOTIFY_THREADS: u32 = 512;
-/// Where expert counts start in the host's copy of the counts.
-pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 
 /// Whether the host waits for the counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,7 +17,7 @@ use crate::error::{Error, Result, Scope};
 const STREAM_CHECK: Duration = Duration::from_millis(2);
 
 /// The record of the first wait that expired, or met another call, if one has.
-pub(super) fn check_status(buffer: &Buffer) -> Result<()> {
+fn check_status(buffer: &Buffer) -> Result<()> {
     // The device stores `code` with release after the rest, and this load acquires it.
     let code = buffer.status.load(offset_of!(Status, code) as u64)?;
     if code == 0 {
@@ -184,6 +184,14 @@ fn mismatch(header: &PlanHeader) -> (&'static str, u32, u32) {
 const HOST_PATIENCE: u32 = 20;
 
 impl Buffer {
+    /// The error after which the buffer is of no use, if there was one: of the first wait for a peer that expired
+    /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), or of a dispatch that failed half way
+    /// ([`Error::Broken`]). Errors of calls that do not wait for the host show here, once their stream has passed.
+    pub fn check(&self) -> Result<()> {
+        check_status(self)?;
+        self.sequence.check()
+    }
+
     /// Waits until notify has answered call `tag` in mapped host memory.
     pub(super) fn wait_counts(&self, stream: &Stream, tag: u64) -> Result<PlanHeader> {
         // The tag is released after all the rest.

@@ -12,14 +12,17 @@
 
 mod beside;
 mod buffer;
+mod captured;
 pub(crate) mod ceiling;
 mod combine;
 mod config;
 mod dispatch;
 mod fault;
 mod handle;
-pub(crate) mod kernels;
+mod kernels;
 mod layout;
+mod observed;
+mod options;
 mod order;
 mod peers;
 mod place;
@@ -31,15 +34,16 @@ mod step;
 mod tensor;
 pub(crate) mod topology;
 pub(crate) mod trace;
+pub(crate) mod tuning;
 mod wire;
 
-pub use buffer::{Buffer, BufferOptions, BufferShape};
+pub use buffer::Buffer;
 pub use combine::{CombineOutput, CombineRequest, CombineRows};
 pub use config::{Config, low_latency_rdma_size_hint};
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
 pub use handle::{DispatchHandle, InternodeHandle, IntranodeHandle};
-use kernels::Tuning;
 pub use layout::DispatchLayout;
+pub use options::{BufferOptions, BufferShape};
 pub use order::StreamOrder;
 pub use place::{Place, PoolRows};
 pub use received::{Detached, DispatchOutput};

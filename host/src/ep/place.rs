@@ -8,12 +8,12 @@ use epoxide_gpu::layout::{PoolLayout, row_stride};
 
 use super::scratch::Arena;
 use super::tensor::{Owner, Scalar};
-use super::{Buffer, DType, Tensor, TypedTensor};
+use super::{DType, Tensor, TypedTensor};
 use crate::driver::{Fence, Memory, Stream};
 use crate::error::{Error, Result, Scope};
 
 /// Room in the pool for what one dispatch brings, and for the rows of its combine. A buffer has
-/// [`BufferOptions::places`](super::BufferOptions::places) of them, and each is handed out once, by [`Buffer::place`].
+/// [`BufferOptions::places`](super::BufferOptions::places) of them, and each is handed out once, by [`Buffer::place`](super::Buffer::place).
 ///
 /// A dispatch borrows its place mutably, and what it brings holds on to that borrow: a second dispatch there does not compile while
 /// the first one's rows are in use. All ranks give a dispatch the place of the same index.
@@ -108,6 +108,11 @@ pub(super) struct Lease {
 }
 
 impl PlaceState {
+    /// Hands the place out, unless it is out already.
+    pub fn hand_out(self: &Arc<Self>) -> Option<Place> {
+        (!self.taken.swap(true, Ordering::AcqRel)).then(|| Place(self.clone()))
+    }
+
     pub fn new(
         index: u32,
         buffer: u64,
@@ -295,22 +300,5 @@ impl<'p> PoolRows<'p> {
 impl Drop for PoolRows<'_> {
     fn drop(&mut self) {
         self.place.rows_given.store(false, Ordering::Release);
-    }
-}
-
-impl Buffer {
-    /// Hands out the place of index `index`. It comes back when the [`Place`] is dropped.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
-    pub fn place(&self, index: u32) -> Result<Place> {
-        let Some(state) = self.places.get(index as usize) else {
-            let rule = format!("the buffer has {}: create it with more places", self.places.len());
-            return Err(Error::argument("place", index, rule));
-        };
-        if state.taken.swap(true, Ordering::AcqRel) {
-            return Err(Error::argument("place", index, "it is handed out already: drop that Place first"));
-        }
-        Ok(Place(state.clone()))
     }
 }

@@ -4,7 +4,8 @@ use epoxide_gpu::layout::{
     Control, MAX_RANKS, MAX_TOPK, PoolLayout, ROW_ALIGN, message_offset, relay_message, row_stride,
 };
 
-use super::{BufferShape, Topology};
+use super::options::BufferShape;
+use super::topology::Topology;
 use crate::error::{Error, Result, Scope};
 
 /// Most places of a pool.

@@ -2,23 +2,11 @@
 
 use std::sync::Arc;
 
-use super::place::Lease;
+use super::captured::Captured;
 use super::sequence::Sequence;
-use super::tensor::Owner;
-use super::{Buffer, DispatchHandle, StreamOrder};
+use super::{Buffer, StreamOrder};
 use crate::driver::{Graph, Stream};
 use crate::error::Result;
-
-/// What is known of a step while it is captured.
-#[derive(Debug, Default)]
-pub(super) struct Captured {
-    /// What its kernels use.
-    pub kept: Vec<Owner>,
-    /// The places that it overwrites.
-    pub leases: Vec<Arc<Lease>>,
-    /// The dispatches in it.
-    pub handles: Vec<DispatchHandle>,
-}
 
 /// Operations that were captured by [`Buffer::capture`], as a CUDA graph. It owns what its kernels use: inputs, outputs and routing live as
 /// long as it does, whether or not the caller keeps them.

@@ -8,11 +8,12 @@ use epoxide_gpu::layout::{
     Wire, WireLayout, combine_slot_bytes, wire_message,
 };
 
-use super::{Buffer, BufferOptions, BufferShape, Topology};
+use super::options::{BufferOptions, BufferShape};
+use super::topology::Topology;
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
-use crate::transport::{self, Proxies, PutTrace, QueueStats, Way};
+use crate::transport::{self, Proxies, Way};
 
 /// Regions start at multiples of this many bytes.
 const ALIGN: u64 = 128;
@@ -23,8 +24,9 @@ const GRACE: Duration = Duration::from_millis(200);
 #[derive(Debug)]
 pub(super) struct WireSide {
     // The proxies go first: they use the rest.
-    proxies: Proxies,
-    ways: Vec<Way>,
+    pub proxies: Proxies,
+    /// How each other node is reached.
+    pub ways: Vec<Way>,
     _own: Arc<Memory>,
     tables: Memory,
     /// Where in `tables` the addresses of all nodes' wire memory are, u64 `[num_nodes]`; 0 for nodes that are not mapped.
@@ -177,64 +179,6 @@ pub(super) fn wire_layout(shape: &BufferShape, topology: Topology, limit: Option
 pub(super) fn wire_bytes(shape: &BufferShape, topology: Topology, slots: u64) -> u64 {
     let shape = BufferShape { max_tokens_per_rank: slots.min(u32::MAX as u64) as u32, ..*shape };
     wire_layout(&shape, topology, None).map_or(0, |layout| layout.bytes + 2 * topology.nodes as u64 * ALIGN)
-}
-
-impl Buffer {
-    /// Nodes of the group.
-    pub fn num_nodes(&self) -> u32 {
-        self.topology.nodes
-    }
-
-    /// Ranks of each node.
-    pub fn ranks_per_node(&self) -> u32 {
-        self.topology.ranks_per_node
-    }
-
-    /// This rank's node, its "RDMA rank".
-    pub fn node(&self) -> u32 {
-        self.topology.node(self.rank)
-    }
-
-    /// Bytes of wire memory; 0 with one node.
-    pub fn wire_bytes(&self) -> u64 {
-        self.kernels.wire().map_or(0, |wire| wire.layout.bytes)
-    }
-
-    /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues lead to the others.
-    #[doc(hidden)]
-    pub fn mapped_peers(&self) -> Vec<u32> {
-        let ways = self.kernels.wire_side().into_iter().flat_map(|side| &side.ways);
-        ways.filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
-    }
-
-    /// What the proxies have put on the wire so far: (peer, queue, what), in ascending order of (queue, peer). Empty with one
-    /// node, and where all peers are mapped.
-    #[doc(hidden)]
-    pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {
-        let proxies = self.kernels.wire_side().into_iter().flat_map(|side| side.proxies.all());
-        proxies.map(|proxy| (proxy.peer(), proxy.queue(), proxy.stats())).collect()
-    }
-
-    /// Notes when each put is carried out from now on, up to `capacity` of them.
-    #[doc(hidden)]
-    pub fn start_put_trace(&self, capacity: usize) {
-        if let Some(side) = self.kernels.wire_side() {
-            side.proxies.start_trace(capacity);
-        }
-    }
-
-    /// The puts noted since [`Buffer::start_put_trace`]; ends the trace.
-    #[doc(hidden)]
-    pub fn take_put_trace(&self) -> Vec<PutTrace> {
-        self.kernels.wire_side().map_or_else(Vec::new, |side| side.proxies.take_trace())
-    }
-
-    /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every other node.
-    #[doc(hidden)]
-    pub fn count_message_bytes(&self, num_experts: u32) -> u64 {
-        let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes();
-        (words as u64 * 4).next_multiple_of(16)
-    }
 }
 
 #[cfg(test)]

@@ -21,12 +21,10 @@ use sum::{Element, F32};
 pub use stage::StageCombine;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use staged::{CombineStagedBf16, CombineStagedF32};
-pub use sum::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
-
-/// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
-pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
-/// The same where rows have to be waited for.
-pub const MAX_WAITED_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
+pub use sum::{
+    Bf16, Contributors, Gather, Item, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Sink, VECTORS,
+    sum_rows, vectors_of,
+};
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
 ///

@@ -11,9 +11,8 @@ use core::cell::Cell;
 
 use epoxide_macros::kernel;
 
-use super::MAX_WAITED_SLOT_BYTES;
 use super::stage::{IN_FLIGHT_BYTES, copy_bytes};
-use super::sum::{Bf16, Contributors, Element, F32, Gather, Outputs, Ranks, sum_rows};
+use super::sum::{Bf16, Contributors, Element, F32, Gather, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, sum_rows};
 use crate::kernels::epoch::{
     Deadline, Entry, Phase, current_epoch, leave, pool_of, record, tell_ready, trace, wait_ready,
     warp_aborted,

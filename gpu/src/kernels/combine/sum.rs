@@ -13,6 +13,11 @@ pub const fn vectors_of(fewer: bool) -> usize {
     if fewer { VECTORS - 1 } else { VECTORS }
 }
 
+/// Most bytes of a slot: 32 lanes with eight vectors of 16 bytes each.
+pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
+/// The same where rows have to be waited for.
+pub const MAX_WAITED_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
+
 /// What 16 bytes of a row hold.
 pub trait Element {
     /// Adds a vector to its sums.

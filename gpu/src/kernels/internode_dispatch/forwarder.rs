@@ -1,7 +1,7 @@
 //! The forwarder of a channel: what arrives from other nodes goes to the ranks of this one.
 
 use super::metadata::Metadata;
-use super::{
+use super::route::{
     FORWARD_ROW_BYTES, forward_row, forward_start, note_rows, relayed_before, send_source, slot_shape,
 };
 use crate::kernels::dispatch::{Tail, copy_scales, load_stage, scale_place};

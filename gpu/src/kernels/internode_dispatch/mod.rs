@@ -11,6 +11,7 @@
 mod forwarder;
 mod metadata;
 mod poster;
+mod route;
 mod sender;
 
 use epoxide_macros::kernel;
@@ -19,9 +20,7 @@ use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_a
 use super::progress::{Progress, workers};
 use super::rail::{Operation, tell_nodes_ready, wait_mapped_ready};
 use super::ring::Ring;
-use crate::layout::{
-    InternodeDispatchArgs, MAX_NODES, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, ring_bytes,
-};
+use crate::layout::{InternodeDispatchArgs, MAX_NODES, SlotShape, Wait, bulk_scale_bytes, ring_bytes};
 use crate::simt::*;
 use forwarder::forward;
 use poster::post_channel;
@@ -91,69 +90,4 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
     leave(comm, epoch, joined & !warp_aborted(comm), Wait::DispatchDone);
-}
-
-/// The slots of this operation.
-#[inline(always)]
-fn slot_shape(args: &InternodeDispatchArgs) -> SlotShape {
-    let rows = &args.dispatch;
-    let topk = if rows.with_metadata != 0 { Some(rows.num_topk) } else { None };
-    SlotShape::new(rows.row_bytes, rows.num_scales, topk)
-}
-
-/// Writes the source of a row to every rank of this node that gets it: lane j to rank j.
-#[inline(always)]
-unsafe fn send_source(args: &InternodeDispatchArgs, row: i32, peer: u64, node: u32) {
-    // SAFETY: the row was planned inside the pool.
-    unsafe {
-        let wanted = ballot(row >= 0);
-        if row >= 0 {
-            let meta = peer + args.dispatch.comm.pool.recv_src_meta + row as u64 * 8;
-            st_u32(meta, node);
-            st_u32(meta + 4, wanted);
-        }
-    }
-}
-
-/// Notes where a relayed token's rows went, for combine and cached dispatches: lane j those at rank j.
-#[inline(always)]
-unsafe fn note_rows(args: &InternodeDispatchArgs, entry: u32, head: i32, row: i32) {
-    // SAFETY: the entry is one of the tokens that this rank relays.
-    unsafe {
-        let (lane, per_node) = (laneid(), args.dispatch.comm.num_ranks);
-        if lane < SEND_ROW_STRIDE {
-            st_i32(forward_row(args, entry) + lane as u64 * 4, row);
-        }
-        if lane < per_node {
-            let at = entry as u64 * per_node as u64 + lane as u64;
-            st_i32(args.send_nvl_head.0 + at * 4, head);
-        }
-    }
-}
-
-/// Bytes of a token's rows at the ranks of this node.
-const FORWARD_ROW_BYTES: u32 = SEND_ROW_STRIDE * 4;
-const _: () =
-    assert!(FORWARD_ROW_BYTES.is_multiple_of(16) && FORWARD_ROW_BYTES <= SlotShape::metadata_bytes(0));
-
-/// Where a relayed token's rows at the ranks of this node are noted.
-#[inline(always)]
-fn forward_row(args: &InternodeDispatchArgs, entry: u32) -> u64 {
-    args.route.forward_row.0 + entry as u64 * FORWARD_ROW_BYTES as u64
-}
-
-/// Where the first rows of a node's channel are at the ranks of this node: address of the entry for rank 0.
-#[inline(always)]
-fn forward_start(args: &InternodeDispatchArgs, node: u32, channel: u32) -> u64 {
-    let entry = (node * args.route.num_channels + channel) * SEND_ROW_STRIDE;
-    args.forward_start.0 + entry as u64 * 4
-}
-
-/// Tokens that this rank relays for the nodes before `node`.
-#[inline(always)]
-unsafe fn relayed_before(args: &InternodeDispatchArgs, node: u32) -> u32 {
-    // SAFETY: the entry lies inside the array.
-    unsafe {
-        if node == 0 { 0 } else { ld_u32(args.route.recv_rdma_rank_prefix_sum.0 + (node - 1) as u64 * 4) }
-    }
 }

@@ -1,7 +1,7 @@
 //! The sender of a channel: its worker warps.
 
 use super::metadata::Metadata;
-use super::{forward_start, note_rows, relayed_before, send_source, slot_shape};
+use super::route::{forward_start, note_rows, relayed_before, send_source, slot_shape};
 use crate::kernels::dispatch::{Cursor, copy_scales, load_piece, scale_place, store_plain};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::progress::Progress;

@@ -1,0 +1,26 @@
+//! How much there can be of what, and how rows are spaced.
+
+/// Most ranks of one NVLink domain.
+pub const MAX_RANKS: usize = 8;
+/// Most entries per token in `topk_idx`: one lane each.
+pub const MAX_TOPK: u32 = 32;
+/// Most experts on one rank.
+pub const MAX_LOCAL_EXPERTS: u32 = 1024;
+/// Most channels of a `Config`.
+pub const MAX_CHANNELS: u32 = 256;
+/// Rows in a pool start at multiples of this many bytes.
+pub const ROW_ALIGN: u64 = 128;
+
+/// Bytes from one row to the next in a pool, for rows of `row_bytes`.
+#[inline(always)]
+pub const fn row_stride(row_bytes: u64) -> u64 {
+    (row_bytes + ROW_ALIGN - 1) & !(ROW_ALIGN - 1)
+}
+
+/// Bytes of a token's scales that dispatch moves by bulk copy, behind the row in its stage; 0 where they are not a multiple of
+/// 16 bytes or too many, and go by ordinary stores.
+#[doc(hidden)]
+#[inline(always)]
+pub const fn bulk_scale_bytes(num_scales: u32) -> u32 {
+    if num_scales.is_multiple_of(4) && num_scales <= 1024 { num_scales * 4 } else { 0 }
+}

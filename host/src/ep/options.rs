@@ -1,0 +1,114 @@
+//! How a buffer is made.
+
+use std::time::Duration;
+
+use super::config::Config;
+use super::tuning::Tuning;
+use crate::transport::{TransportKind, TransportOptions};
+
+/// What a pool must hold. The same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BufferShape {
+    /// Most tokens that any rank sends; a pool has room for this many from every rank.
+    pub max_tokens_per_rank: u32,
+    /// Largest row in bytes: hidden times element size.
+    pub max_row_bytes: u64,
+    /// Most top-k entries per token, 1 to 32.
+    pub max_topk: u32,
+    /// Most scales per token; 0 where none are used.
+    pub max_scales: u32,
+}
+
+/// How to make a [`Buffer`](super::Buffer). The same on every rank.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct BufferOptions {
+    // The methods of the same names say what these are; tests change them one by one.
+    #[doc(hidden)]
+    pub shape: BufferShape,
+    #[doc(hidden)]
+    pub places: u32,
+    #[doc(hidden)]
+    pub num_nvl_bytes: Option<u64>,
+    #[doc(hidden)]
+    pub config: Config,
+    #[doc(hidden)]
+    pub timeout: Duration,
+    #[doc(hidden)]
+    pub tuning: Tuning,
+    #[doc(hidden)]
+    pub ranks_per_node: Option<u32>,
+    #[doc(hidden)]
+    pub transport: TransportOptions,
+    #[doc(hidden)]
+    pub num_rdma_bytes: Option<u64>,
+}
+
+impl BufferOptions {
+    /// Room for the worst case of `shape`, one place, one node, defaults for the rest; 30 s for a peer.
+    pub fn new(shape: BufferShape) -> Self {
+        BufferOptions {
+            shape,
+            places: 1,
+            num_nvl_bytes: None,
+            config: Config::default(),
+            timeout: Duration::from_secs(30),
+            tuning: Tuning::default(),
+            ranks_per_node: None,
+            transport: TransportOptions::new(TransportKind::Auto),
+            num_rdma_bytes: None,
+        }
+    }
+
+    /// Places for received rows, at least 1: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
+    pub fn places(mut self, places: u32) -> Self {
+        self.places = places;
+        self
+    }
+
+    /// Bytes to spend on the pool instead of room for the worst case; a dispatch that needs more rows is an error on
+    /// every rank, before any row moves. See [`Config::nvl_buffer_size_hint`].
+    pub fn num_nvl_bytes(mut self, bytes: u64) -> Self {
+        self.num_nvl_bytes = Some(bytes);
+        self
+    }
+
+    /// Multiprocessors and channels.
+    pub fn config(mut self, config: Config) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Longest wait for a peer.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Launch shapes.
+    #[doc(hidden)]
+    pub fn tuning(mut self, tuning: Tuning) -> Self {
+        self.tuning = tuning;
+        self
+    }
+
+    /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node map each other's pools;
+    /// nodes talk through [`BufferOptions::transport`]. Without: all ranks are one node.
+    pub fn ranks_per_node(mut self, ranks: u32) -> Self {
+        self.ranks_per_node = Some(ranks);
+        self
+    }
+
+    /// What carries rows between nodes.
+    pub fn transport(mut self, transport: TransportOptions) -> Self {
+        self.transport = transport;
+        self
+    }
+
+    /// Bytes to spend on wire memory instead of slots for `max_tokens_per_rank` tokens to each node; a dispatch that needs more is
+    /// an error on every rank, before any row moves. See [`Config::rdma_buffer_size_hint`].
+    pub fn num_rdma_bytes(mut self, bytes: u64) -> Self {
+        self.num_rdma_bytes = Some(bytes);
+        self
+    }
+}
