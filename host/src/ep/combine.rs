@@ -219,7 +219,7 @@ impl Buffer {
         let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             let (kernels, sms) = (&buffer.kernels, buffer.device.info().sm_count);
-            // Rows are copied by as many threads as a block can have, however few gather.
+            // Rows are copied by as many threads as the kernel can have, however few gather.
             let (blocks, threads, beside) = match (&handle.places.routing, staged) {
                 (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
                 (Mode::OneNode(..), None) => {
