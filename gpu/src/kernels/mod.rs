@@ -10,7 +10,11 @@ macro_rules! unroll8 {
     ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3 4 5 6 7) };
     (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
 }
-// It covers every possible rank.
+/// The same from 0 to 3.
+macro_rules! unroll4 {
+    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3) };
+}
+// `unroll8` covers every possible rank.
 const _: () = assert!(crate::layout::MAX_RANKS == 8);
 
 mod ceiling;

@@ -31,14 +31,8 @@ const HEADS: u32 = HEAD * MAX_RANKS as u32;
 /// Dynamic shared memory of notify, in bytes: the heads; tokens of earlier channels by destination; whether a wait expired.
 pub const NOTIFY_SHARED_BYTES: u32 = (HEADS + MAX_RANKS as u32 + 1) * 4;
 
-/// Loads of a thread that are in flight together, where it goes through tokens.
+/// Loads of a thread that are in flight together, where it goes through tokens: as many as `unroll4` repeats.
 const TOGETHER: usize = 4;
-
-/// Repeats a block with the constant `$n` from 0 to [`TOGETHER`] - 1.
-macro_rules! together {
-    ($n:ident => $body:block) => { together!(@ $n $body 0 1 2 3) };
-    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
-}
 
 /// What must agree between ranks, in the order of `SIGNATURE_NAMES`.
 #[inline(always)]
@@ -122,14 +116,14 @@ pub unsafe fn notify(args: NotifyArgs) {
     while token < begin {
         // Several tokens a turn, with all their loads in flight together.
         let mut parts = [[0u32; MAX_RANKS]; TOGETHER];
-        together!(PART => {
+        unroll4!(PART => {
             let mine = token + PART as u32 * THREADS;
             let row = args.is_token_in_rank.0 + mine as u64 * ranks as u64;
             unroll8!(RANK => {
                 parts[PART][RANK] = ld_u8_if((mine < begin) & ((RANK as u32) < ranks), row + RANK as u64);
             });
         });
-        together!(PART => {
+        unroll4!(PART => {
             unroll8!(RANK => { sums[RANK] += parts[PART][RANK] });
         });
         token += TOGETHER as u32 * THREADS;
@@ -154,12 +148,12 @@ pub unsafe fn notify(args: NotifyArgs) {
         let (mut group, mut number) = (begin, 0);
         while group < end {
             let mut wanted = [0u32; TOGETHER];
-            together!(PART => {
+            unroll4!(PART => {
                 let token = group + PART as u32 * 32 + lane;
                 let at = args.is_token_in_rank.0 + (token * ranks + warp) as u64;
                 wanted[PART] = ld_u8_if(token < end, at);
             });
-            together!(PART => {
+            unroll4!(PART => {
                 let token = group + PART as u32 * 32 + lane;
                 let hits = ballot(wanted[PART] != 0);
                 let index = number + (hits & lanemask_lt()).count_ones();
@@ -260,12 +254,12 @@ pub unsafe fn notify(args: NotifyArgs) {
     let mut token = begin + thread / SEND_ROW_STRIDE;
     while token < end {
         let mut numbers = [0; TOGETHER];
-        together!(PART => {
+        unroll4!(PART => {
             let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
             let at = args.send_head.0 + (token * ranks + to) as u64 * 4;
             numbers[PART] = ld_i32_if((token < end) & (to < ranks), at, -1);
         });
-        together!(PART => {
+        unroll4!(PART => {
             let token = token + PART as u32 * (THREADS / SEND_ROW_STRIDE);
             if token < end {
                 let row = if numbers[PART] >= 0 { first as i32 + numbers[PART] } else { -1 };

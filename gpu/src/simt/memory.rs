@@ -21,6 +21,30 @@ macro_rules! loads {
     };
 }
 
+macro_rules! vector_loads {
+    ($($(#[$meta:meta])* $name:ident: $op:literal;)*) => {
+        device_fns! { $(
+            $(#[$meta])*
+            #[doc = concat!("`", $op, " {..}, [p];`")]
+            ///
+            /// # Safety
+            /// `p` is a live global address, 16-byte aligned.
+            pub unsafe fn $name(p: u64) -> [u32; 4] {
+                let (a, b, c, d): (u32, u32, u32, u32);
+                // SAFETY: the caller vouches for `p`.
+                unsafe {
+                    asm!(
+                        concat!($op, " {{{a}, {b}, {c}, {d}}}, [{p}];"),
+                        a = out(reg32) a, b = out(reg32) b, c = out(reg32) c, d = out(reg32) d,
+                        p = in(reg64) p, options(nostack)
+                    )
+                };
+                [a, b, c, d]
+            }
+        )* }
+    };
+}
+
 macro_rules! stores {
     ($($(#[$meta:meta])* $name:ident: $ty:ty, $class:ident, $op:literal;)*) => {
         device_fns! { $(
@@ -73,6 +97,13 @@ stores! {
     st_relaxed_sys_u64: u64, reg64, "st.relaxed.sys.global.b64";
     /// Release store at system scope: what this thread did before is visible to who acquires the value.
     st_release_sys_u64: u64, reg64, "st.release.sys.global.b64";
+}
+
+vector_loads! {
+    /// 16 bytes that will not be read again soon.
+    ld_stream_v4: "ld.global.L1::no_allocate.v4.b32";
+    /// 16 bytes, weak.
+    ld_v4: "ld.global.v4.b32";
 }
 
 device_fns! {
@@ -145,40 +176,6 @@ device_fns! {
             )
         };
         r
-    }
-
-    /// 16 bytes that will not be read again soon. `ld.global.L1::no_allocate.v4.b32 {..}, [p];`
-    ///
-    /// # Safety
-    /// `p` is a live global address, 16-byte aligned.
-    pub unsafe fn ld_stream_v4(p: u64) -> [u32; 4] {
-        let (a, b, c, d): (u32, u32, u32, u32);
-        // SAFETY: the caller vouches for `p`.
-        unsafe {
-            asm!(
-                "ld.global.L1::no_allocate.v4.b32 {{{a}, {b}, {c}, {d}}}, [{p}];",
-                a = out(reg32) a, b = out(reg32) b, c = out(reg32) c, d = out(reg32) d,
-                p = in(reg64) p, options(nostack)
-            )
-        };
-        [a, b, c, d]
-    }
-
-    /// 16 bytes, weak. `ld.global.v4.b32 {..}, [p];`
-    ///
-    /// # Safety
-    /// `p` is a live global address, 16-byte aligned.
-    pub unsafe fn ld_v4(p: u64) -> [u32; 4] {
-        let (a, b, c, d): (u32, u32, u32, u32);
-        // SAFETY: the caller vouches for `p`.
-        unsafe {
-            asm!(
-                "ld.global.v4.b32 {{{a}, {b}, {c}, {d}}}, [{p}];",
-                a = out(reg32) a, b = out(reg32) b, c = out(reg32) c, d = out(reg32) d,
-                p = in(reg64) p, options(nostack)
-            )
-        };
-        [a, b, c, d]
     }
 
     /// 16 bytes. `st.global.v4.b32 [p], {..};`

@@ -53,9 +53,9 @@ pub(super) unsafe fn copy_bytes(from: u64, to: u64, bytes: u32) {
             at += IN_FLIGHT_BYTES;
         }
         if at + 3 * 512 < bytes {
-            let mut vectors = [[0; 4]; 8];
-            unroll8!(J => { if J < 4 { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) } });
-            unroll8!(J => { if J < 4 { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) } });
+            let mut vectors = [[0; 4]; 4];
+            unroll4!(J => { vectors[J] = ld_stream_v4(from + at as u64 + J as u64 * 512) });
+            unroll4!(J => { st_v4(to + at as u64 + J as u64 * 512, vectors[J]) });
             at += IN_FLIGHT_BYTES / 2;
         }
         while at < bytes {

@@ -24,9 +24,6 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Bytes of a row that a warp copies at a time.
-const PIECE_BYTES: u32 = IN_FLIGHT_BYTES;
-
 /// How many times longer than the first step of a channel the last ones are.
 const LONGEST_STEP: u32 = 8;
 
@@ -211,14 +208,14 @@ unsafe fn copy_rows(args: &StagedCombineArgs, first: u32, count: u32) {
         let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
         let count = count.min(args.num_rows.max(first) - first);
         let pool = pool_of(comm, comm.rank);
-        // A row is not empty.
-        let pieces = (rows.row_bytes - 1) / PIECE_BYTES + 1;
+        // A warp copies as much of a row at a time as it has in flight. A row is not empty.
+        let pieces = (rows.row_bytes - 1) / IN_FLIGHT_BYTES + 1;
         let mut item = warp;
         while item < count * pieces {
-            let (row, at) = ((first + item / pieces) as u64, item % pieces * PIECE_BYTES);
+            let (row, at) = ((first + item / pieces) as u64, item % pieces * IN_FLIGHT_BYTES);
             let from = args.x.0 + row * args.x_stride + at as u64;
             let to = pool + comm.pool.combine_x + row * row_stride(rows.row_bytes as u64) + at as u64;
-            copy_bytes(from, to, PIECE_BYTES.min(rows.row_bytes - at));
+            copy_bytes(from, to, IN_FLIGHT_BYTES.min(rows.row_bytes - at));
             item += warps;
         }
         let mut row = warp;
