@@ -295,24 +295,18 @@ fn rows<T: Element>(stream: &Stream, matrix: &Tensor) -> Result<Vec<Vec<T>>> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
     use epoxide_testing::oracle::{self, Routing};
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::testing;
 
     const WORKED_EXAMPLE: &str = "[[[0,6],[3,5],[7,6],[1,-1]], [[2,4],[6,1],[0,1],[5,7]],
                                    [[7,0],[1,2],[4,5],[3,6]], [[0,2],[6,7],[5,1],[4,3]]]";
 
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: HandleArgs,
-    }
-
     fn args(line: &str) -> HandleArgs {
         let words = ["inspect", "--topk", "-"].into_iter().chain(line.split_whitespace());
-        Line::try_parse_from(words).unwrap().args
+        testing::parse(words).unwrap()
     }
 
     fn run(line: &str, text: &str) -> Result<Inspection> {

@@ -109,20 +109,13 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::testing::parse;
 
     fn launch(line: &[&str]) -> Result<()> {
         let words = ["launch"].iter().chain(line);
         let sinks = Sinks::new(Box::new(std::io::sink()), Box::new(std::io::sink()));
-        run_with(Line::try_parse_from(words).unwrap().args, None, sinks)
+        run_with(parse(words).unwrap(), None, sinks)
     }
 
     #[test]
@@ -151,7 +144,7 @@ mod tests {
             &["--nproc-per-node", "2", "--rdzv-endpoint", "::1:29500", "--", "true"],
             &["--nproc-per-node", "2", "--nnodes", "0", "--", "true"],
         ] {
-            assert!(Line::try_parse_from(["launch"].iter().chain(line)).is_err(), "{line:?}");
+            assert!(parse::<Args>(["launch"].iter().chain(line)).is_err(), "{line:?}");
         }
         assert_eq!(launch(&["--nproc-per-node", "1", "--", "/no/such/program"]).unwrap_err().code, 1);
         for (line, named) in [

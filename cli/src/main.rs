@@ -12,6 +12,8 @@ mod output;
 mod ranks;
 mod roundtrip;
 mod stop;
+#[cfg(test)]
+mod testing;
 
 use std::process::ExitCode;
 

@@ -473,15 +473,8 @@ fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        shared: RoundTripFlags,
-    }
+    use crate::testing;
 
     const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
 
@@ -490,7 +483,7 @@ mod tests {
     }
 
     fn parse(line: &str) -> RoundTripFlags {
-        Line::try_parse_from(["epoxide"].into_iter().chain(line.split_whitespace())).unwrap().shared
+        testing::parse(["epoxide"].into_iter().chain(line.split_whitespace())).unwrap()
     }
 
     #[test]
@@ -607,7 +600,7 @@ mod tests {
             "--device gpu",
         ] {
             let words = ["epoxide"].into_iter().chain(line.split_whitespace());
-            assert!(Line::try_parse_from(words).is_err(), "{line}");
+            assert!(testing::parse::<RoundTripFlags>(words).is_err(), "{line}");
         }
         assert_eq!(parse("--seed 0xff").seed, 255);
     }

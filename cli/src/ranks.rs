@@ -283,24 +283,18 @@ fn open_cuda(_ordinal: u32) -> Result<Arc<dyn Device>> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
     use epoxide::group::RANK;
 
     use crate::options::Mode;
+    use crate::testing;
 
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        shared: RoundTripFlags,
-    }
 
     #[test]
     fn the_environment_wins_over_flags_and_flags_over_the_device() {
         let placement = |line: &str, rank: Option<&str>| {
             let words = ["epoxide"].into_iter().chain(line.split_whitespace());
-            let shared = Line::try_parse_from(words).unwrap().shared;
+            let shared = testing::parse(words).unwrap();
             let defaults = Defaults { mode: Mode::Intranode, tokens: 1, hidden: 8 };
             Placement::of(&shared, defaults, |name| rank.filter(|_| name == RANK).map(str::to_owned))
         };

@@ -627,20 +627,13 @@ impl Marks {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::testing::parse;
 
     /// Runs with `--json`, under which only [`run`] prints.
     fn execute_line(line: &str) -> (Report, Result<()>) {
         let words = ["roundtrip", "--json", "--threads"].into_iter().chain(line.split_whitespace());
-        execute(&Line::try_parse_from(words).unwrap().args)
+        execute(&parse(words).unwrap())
     }
 
     #[test]

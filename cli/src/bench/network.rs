@@ -198,19 +198,12 @@ fn record(point: &WirePoint) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::testing::parse;
 
     fn arguments(line: &str) -> Args {
         let small = "wire --mib 1 --warmup 1 --iters 5";
-        Line::try_parse_from(small.split_whitespace().chain(line.split_whitespace())).unwrap().args
+        parse(small.split_whitespace().chain(line.split_whitespace())).unwrap()
     }
 
     #[test]
@@ -251,7 +244,7 @@ mod tests {
         ] {
             // Of two of a flag the last one counts.
             let words = ["wire"].into_iter().chain(line.split_whitespace());
-            let args = Line::try_parse_from(words).unwrap().args;
+            let args: Args = parse(words).unwrap();
             let message = args.plan().unwrap_err().message.unwrap();
             assert!(message.contains(part), "{message}");
         }

@@ -1,23 +1,16 @@
 //! Runs for tests, on the virtual GPU.
 
-use clap::Parser;
-
 use epoxide_bench::Plan;
 use epoxide_bench::measure::RankResult;
 use epoxide_bench::results::{Point, Results};
 
 use super::args::Args;
 use super::start::measure_points;
-
-#[derive(Parser)]
-struct Line {
-    #[command(flatten)]
-    args: Args,
-}
+use crate::testing;
 
 /// What the flags of `line` are, if they are any.
 pub fn parse(line: &str) -> Result<Args, clap::Error> {
-    Line::try_parse_from(line.split_whitespace()).map(|line| line.args)
+    testing::parse(line.split_whitespace())
 }
 
 /// Small sizes, then what `line` says.
@@ -31,7 +24,7 @@ pub fn flags(line: &str) -> Args {
             None => words.extend(pair),
         }
     }
-    Line::try_parse_from(words).unwrap().args
+    testing::parse(words).unwrap()
 }
 
 /// What the flags come to.
