@@ -12,4 +12,6 @@ pub mod group;
 pub mod internal;
 pub mod transport;
 
+pub use ep::low_latency;
+
 pub use error::{Error, Result, Scope};

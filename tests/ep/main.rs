@@ -12,6 +12,7 @@ mod valid;
 
 mod internode;
 mod intranode;
+mod low_latency;
 mod property;
 mod shapes;
 mod timeouts;

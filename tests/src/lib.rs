@@ -11,6 +11,7 @@ pub mod compare;
 pub mod harness;
 pub mod litmus;
 pub mod lockstep;
+pub mod low_latency;
 pub mod neighbour;
 pub mod oracle;
 pub mod payload;

@@ -27,6 +27,7 @@ mod internode_count;
 mod internode_dispatch;
 mod internode_notify;
 mod layout;
+mod low_latency;
 mod notify;
 mod progress;
 mod rail;
@@ -53,6 +54,7 @@ pub use {
     internode_dispatch::InternodeDispatch,
     internode_notify::InternodeNotify,
     layout::DispatchLayout,
+    low_latency::{LowLatencyCombine, LowLatencyDispatch},
     notify::Notify,
 };
 
@@ -60,7 +62,7 @@ pub use {
 pub use {
     combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES, epoch::JOINED_BYTES,
     internode_combine::MAX_INTERNODE_SLOT_BYTES, internode_notify::INTERNODE_NOTIFY_SHARED_BYTES,
-    notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
+    low_latency::LOW_LATENCY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
 };
 
 /// Every kernel of the module, in the order of an operation; then the benchmark's and the example's.
@@ -78,6 +80,8 @@ pub const MANIFEST: &[KernelInfo] = &[
     InternodeNotify::INFO,
     InternodeDispatch::INFO,
     InternodeCombine::INFO,
+    LowLatencyDispatch::INFO,
+    LowLatencyCombine::INFO,
     CeilingPush::INFO,
     CeilingPull::INFO,
     MoeRouter::INFO,

@@ -10,6 +10,7 @@ mod device_ptr;
 mod example;
 mod handle;
 mod limits;
+mod low_latency;
 mod pool;
 mod ring;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -27,6 +28,8 @@ pub use args::*;
 pub use call::*;
 #[doc(hidden)]
 pub use handle::*;
+#[doc(hidden)]
+pub use low_latency::*;
 #[doc(hidden)]
 pub use pool::*;
 #[doc(hidden)]

@@ -251,4 +251,18 @@ pub enum Wait {
     OtherNodeCall = 16,
     /// Rows that a rank of this node copies into its pool during a combine; counted from the start of their unit.
     Staged = 17,
+    /// That a rank enters a low-latency dispatch, whose place it may still use.
+    LowLatencyReady = 18,
+    /// That a rank enters a low-latency operation.
+    LowLatencyEnter = 19,
+    /// Expert ids of a token in a low-latency dispatch.
+    LowLatencyIds = 20,
+    /// Rows in a low-latency dispatch.
+    LowLatencyRows = 21,
+    /// Returned rows in a low-latency combine.
+    LowLatencyReturned = 22,
+    /// Nothing: a peer came to a low-latency operation with another call.
+    LowLatencyOtherCall = 23,
+    /// Nothing: an expert id is out of range.
+    LowLatencyExpert = 24,
 }

@@ -15,6 +15,18 @@ device_fns! {
         r
     }
 
+    /// Two `f32` rounded to nearest even as e4m3 and packed, `lo` in the low byte; what is too large becomes the largest, 448.
+    /// `cvt.rn.satfinite.e4m3x2.f32 r, hi, lo;`
+    pub fn pack_e4m3x2(lo: f32, hi: f32) -> u32 {
+        let r: u16;
+        // SAFETY: arithmetic on registers.
+        unsafe {
+            asm!("cvt.rn.satfinite.e4m3x2.f32 {r}, {h}, {l};",
+                r = out(reg16) r, h = in(reg32) hi, l = in(reg32) lo, options(pure, nomem, nostack))
+        };
+        r as u32
+    }
+
     /// 2 to the power of `v`, to within 2 units in the last place. `ex2.approx.f32 r, v;`
     pub fn ex2_approx(v: f32) -> f32 {
         let r: f32;

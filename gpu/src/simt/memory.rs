@@ -178,6 +178,25 @@ device_fns! {
         r
     }
 
+    /// 16 bytes that will not be read again soon where `active`, else zeros, with no branch, so that several can be in flight.
+    /// `@active ld.global.L1::no_allocate.v4.b32 {..}, [p];`
+    ///
+    /// # Safety
+    /// Where `active`, `p` is a live global address, 16-byte aligned.
+    pub unsafe fn ld_stream_v4_if(active: bool, p: u64) -> [u32; 4] {
+        let (a, b, c, d): (u32, u32, u32, u32);
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!(
+                "{{ .reg .pred q; setp.ne.u32 q, {v}, 0; mov.b32 {a}, 0; mov.b32 {b}, 0; mov.b32 {c}, 0; mov.b32 {d}, 0; \
+                 @q ld.global.L1::no_allocate.v4.b32 {{{a}, {b}, {c}, {d}}}, [{p}]; }}",
+                a = out(reg32) a, b = out(reg32) b, c = out(reg32) c, d = out(reg32) d,
+                v = in(reg32) active as u32, p = in(reg64) p, options(nostack)
+            )
+        };
+        [a, b, c, d]
+    }
+
     /// 16 bytes. `st.global.v4.b32 [p], {..};`
     ///
     /// # Safety

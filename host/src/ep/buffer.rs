@@ -482,11 +482,16 @@ fn agree(
         ("transport", transport.kind.to_string()),
         ("queues_per_peer", transport.queues_per_peer.to_string()),
     ];
+    agree_on(group, &ours)
+}
+
+/// Checks that all ranks have the same values of the same names.
+pub(super) fn agree_on(group: &dyn ProcessGroup, ours: &[(&'static str, String)]) -> Result<()> {
     let message = ours.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join("\n");
     for (peer, theirs) in group.all_gather(message.as_bytes())?.into_iter().enumerate() {
         let theirs = String::from_utf8_lossy(&theirs);
         let mut theirs = theirs.split('\n');
-        for (what, ours) in &ours {
+        for (what, ours) in ours {
             let theirs = theirs.next().unwrap_or("nothing");
             if ours != theirs {
                 return Err(Error::Mismatch {

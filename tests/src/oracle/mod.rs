@@ -6,11 +6,15 @@
 
 mod internode;
 mod intranode;
+mod low_latency;
 mod routing;
 
 pub use internode::{InternodeOracle, InternodePlan};
 pub use intranode::{
     Layout, Plan, channel_tokens, combine_f32, combined_weights, layout, plan, recv_order, recv_rows,
     recv_topk_weights,
+};
+pub use low_latency::{
+    LowLatencyPlan, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised,
 };
 pub use routing::{Routing, Style};

@@ -1,0 +1,249 @@
+//! Low latency: what the kernels are told, and what lies where in the memory that they share.
+//!
+//! A pool begins with words of the rank as a whole ([`LowLatencyControl`]); behind them each place has words, packets and rows
+//! ([`LowLatencyPlace`]). A row of token t from rank s lies at `s * max_tokens + t`, whatever else comes: nothing is counted before it is
+//! sent.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::assert::layout_assert;
+use super::device_ptr::DevicePtr;
+use super::limits::MAX_RANKS;
+use super::pool::{Comm, ControlWord, LocalState};
+
+/// Start of every low-latency pool.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyControl {
+    /// `ready[src] >= epoch`: rank `src` has entered that dispatch, so that its place may be overwritten. Said and waited for only where
+    /// nothing that came in between says so.
+    pub ready: [ControlWord; MAX_RANKS],
+    /// `calls[src][epoch % 2]` is a packet: rank `src` has entered the operation, with this [`LowLatencyCall`]. A rank is at most one
+    /// operation ahead of what its peers have yet to read.
+    pub calls: [[u64; 2]; MAX_RANKS],
+}
+
+layout_assert!(LowLatencyControl, size = (128 + 16) * MAX_RANKS, calls at 128 * MAX_RANKS);
+
+/// Offset of `calls[src][epoch % 2]` in a low-latency pool, in bytes.
+#[inline(always)]
+pub const fn call_offset(src: u32, epoch: u64) -> u64 {
+    (size_of::<ControlWord>() * MAX_RANKS) as u64 + src as u64 * 16 + (epoch & 1) * 8
+}
+
+/// Where the things of a place are: offsets in bytes from the start of every pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyPlace {
+    /// u64 `[MAX_RANKS, chunks]`: `arrived[src][c] >= epoch` where all that chunk c of rank `src`'s tokens has for this rank is here.
+    pub arrived: u64,
+    /// u64 `[MAX_RANKS, chunks]`: `returned[src][c] >= epoch` where rank `src` has returned all that it has of chunk c of this rank's tokens.
+    pub returned: u64,
+    /// Packets `[MAX_RANKS, max_tokens, num_topk / 2 rounded up]`: two local expert ids each, 16 bits, all ones where the expert is on
+    /// another rank.
+    pub ids: u64,
+    /// f32 `[MAX_RANKS, max_tokens, num_topk]`: the weights of the experts on this rank.
+    pub weights: u64,
+    /// Received rows `[num_ranks * max_tokens]`.
+    pub recv_x: u64,
+    /// f32 `[num_scales, num_ranks * max_tokens]`.
+    pub recv_scales: u64,
+    /// Returned rows, BF16 `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share of this rank's token t.
+    pub returned_x: u64,
+}
+
+layout_assert!(LowLatencyPlace, size = 56, returned_x at 48);
+
+/// What a rank knows of a place's rows, in memory that only it touches. `rows` stands for `num_ranks * max_tokens`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyTables {
+    /// Out of a dispatch, receiver side: u32 `[MAX_RANKS]`, tokens of each source rank.
+    pub num_tokens: DevicePtr,
+    /// Out of a dispatch, sender side: u32 `[max_tokens]`, a bit for each rank that the token went to.
+    pub token_ranks: DevicePtr,
+    /// Out of a dispatch, receiver side: i32 `[local_experts]`.
+    pub expert_counts: DevicePtr,
+    /// Out of a dispatch, receiver side: i32 `[local_experts, rows]`, the row of each of an expert's tokens.
+    pub expert_rows: DevicePtr,
+    /// Out of a dispatch, receiver side: i32 `[local_experts, rows]`, its index on its source rank.
+    pub src_info: DevicePtr,
+    /// Out of a dispatch, receiver side: i64 `[local_experts, num_ranks]`, count in the low half, begin in the high one.
+    pub layout_range: DevicePtr,
+    /// Out of a dispatch, receiver side: i32 `[rows, num_topk]`, where in `expert_rows` the entry is, from its start; unspecified where the
+    /// expert is on another rank.
+    pub slots: DevicePtr,
+    /// u64 `[chunks]`: tokens of a chunk that have been sent, in shares of `QUANTUM`.
+    pub sent: DevicePtr,
+    /// u64 `[MAX_RANKS, chunks]`: rows of a rank's chunk that have been returned, in shares of `QUANTUM`.
+    pub answered: DevicePtr,
+    /// [`LowLatencyTurns`] of the place.
+    pub turns: DevicePtr,
+}
+
+layout_assert!(LowLatencyTables, size = 80, turns at 72);
+
+/// How often a place was filled and emptied. Monotonic, never reset.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyTurns {
+    /// Blocks of a dispatch add shares of `QUANTUM`.
+    pub dispatches: u64,
+    /// What `dispatches` was, in whole dispatches, when the last combine answered one.
+    pub answered: u64,
+}
+
+layout_assert!(LowLatencyTurns, size = 16, answered at 8);
+
+/// What only this rank's low-latency kernels touch. The running operation is `ticket / QUANTUM + 1`: a block has not added its share to the
+/// ticket while it asks.
+pub type LowLatencyLocal = LocalState;
+
+/// The halves of an operation.
+pub mod phase {
+    /// Rows leave.
+    pub const SEND: u32 = 1;
+    /// Rows are waited for.
+    pub const RECEIVE: u32 = 2;
+}
+
+/// What both low-latency kernels are told.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyArgs {
+    /// The peers. Its layout of a high-throughput pool is not used, and zero.
+    pub comm: Comm,
+    /// Where the place is in every pool.
+    pub place: LowLatencyPlace,
+    /// What this rank knows of it.
+    pub tables: LowLatencyTables,
+    /// Tokens of this rank.
+    pub num_tokens: u32,
+    /// Most tokens of a rank.
+    pub max_tokens: u32,
+    /// Entries per token, 1 to 32.
+    pub num_topk: u32,
+    /// Experts on each rank.
+    pub local_experts: u32,
+    /// Tokens of a chunk; the last one of a rank may have fewer.
+    pub chunk_tokens: u32,
+    /// [`phase`] bits.
+    pub phases: u32,
+}
+
+layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 160, phases at size_of::<Comm>() + 156);
+
+/// Arguments of `low_latency_dispatch`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyDispatchArgs {
+    /// Peers, place and shapes.
+    pub common: LowLatencyArgs,
+    /// In: rows of `x_row_bytes`, `[num_tokens]`, contiguous.
+    pub x: DevicePtr,
+    /// In, or null: f32 `[num_tokens, num_scales]`, of rows that are quantised already.
+    pub scales: DevicePtr,
+    /// In: global expert ids or -1, i64 `[num_tokens, num_topk]`.
+    pub topk_idx: DevicePtr,
+    /// In, or null for 1: f32 `[num_tokens, num_topk]`.
+    pub topk_weights: DevicePtr,
+    /// Bytes of a row as it travels, a multiple of 16.
+    pub row_bytes: u32,
+    /// Scales of a row as it travels.
+    pub num_scales: u32,
+    /// [`Quantise`].
+    pub quantise: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(LowLatencyDispatchArgs, size = size_of::<LowLatencyArgs>() + 48, reserved at size_of::<LowLatencyArgs>() + 44);
+
+/// What a low-latency dispatch does to rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Quantise {
+    /// They travel as they are.
+    Not = 0,
+    /// BF16 rows travel as e4m3, each 128 elements with a scale of their own.
+    Fp8 = 1,
+    /// The same, with scales that are powers of two.
+    Fp8PowerOfTwo = 2,
+}
+
+/// Elements that share a scale.
+pub const SCALE_BLOCK: u32 = 128;
+
+/// Arguments of `low_latency_combine`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyCombineArgs {
+    /// Peers, place and shapes.
+    pub common: LowLatencyArgs,
+    /// In: BF16 rows; `[local_experts * rows]` where they are by expert, else `[rows]` as received, weighted and summed already.
+    pub x: DevicePtr,
+    /// Bytes from one row of `x` to the next, a multiple of 16.
+    pub x_stride: u64,
+    /// Out: BF16 rows `[num_tokens]`, contiguous.
+    pub combined_x: DevicePtr,
+    /// Bytes of a row, a multiple of 16.
+    pub row_bytes: u32,
+    /// 1 where the rows of `x` are by expert.
+    pub by_expert: u32,
+}
+
+layout_assert!(LowLatencyCombineArgs, size = size_of::<LowLatencyArgs>() + 32, by_expert at size_of::<LowLatencyArgs>() + 28);
+
+/// What a rank says when it enters a low-latency operation, in the low half of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LowLatencyCall {
+    /// Whether it is a combine.
+    pub is_combine: bool,
+    /// The place's index, below 64.
+    pub place: u32,
+    /// Bytes of a row as it travels, a multiple of 16. Calls tell lengths apart that differ by less than 128 KiB.
+    pub row_bytes: u32,
+    /// Tokens of the rank, at most [`LowLatencyCall::MAX_TOKENS`]: the one thing in which ranks may differ.
+    pub num_tokens: u32,
+}
+
+impl LowLatencyCall {
+    /// Most tokens of a rank.
+    pub const MAX_TOKENS: u32 = 1024;
+    /// The bits of [`LowLatencyCall::bits`] that hold the number of tokens.
+    pub const TOKEN_BITS: u32 = (1 << 11) - 1;
+
+    /// Its bits in a packet.
+    #[inline(always)]
+    pub const fn bits(self) -> u32 {
+        (self.is_combine as u32) << 30
+            | (self.place & 63) << 24
+            | ((self.row_bytes / 16) & 0x1fff) << 11
+            | self.num_tokens & Self::TOKEN_BITS
+    }
+
+    /// The call that a packet says.
+    pub const fn of(bits: u32) -> LowLatencyCall {
+        LowLatencyCall {
+            is_combine: bits >> 30 & 1 != 0,
+            place: bits >> 24 & 63,
+            row_bytes: (bits >> 11 & 0x1fff) * 16,
+            num_tokens: bits & Self::TOKEN_BITS,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_packet_holds_a_call() {
+        for is_combine in [false, true] {
+            for (place, row_bytes, num_tokens) in [(0, 16, 0), (63, (1 << 17) - 16, 1024), (5, 14336, 128)] {
+                let call = LowLatencyCall { is_combine, place, row_bytes, num_tokens };
+                assert_eq!(LowLatencyCall::of(call.bits()), call);
+            }
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! The low-latency buffer: a rank's pool, the mappings of its peers' pools, and what both operations share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use epoxide_gpu::kernels::{Kernel as _, LowLatencyCombine, LowLatencyDispatch};
+use epoxide_gpu::layout::{
+    Comm, DevicePtr, LOCAL_STATE, LocalState, LowLatencyArgs, LowLatencyCall, STATUS, Section, Status, phase,
+};
+
+use super::layout::{OwnLayout, PoolLayout};
+use super::options::Options;
+use super::place::{Place, PlaceState};
+use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Module, Stream, shipped_ptx};
+use crate::ep::beside::Activity;
+use crate::ep::peers::Peers;
+use crate::ep::scratch::Arena;
+use crate::ep::sequence::Sequence;
+use crate::ep::tensor::Owner;
+use crate::ep::{StreamOrder, Topology};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+
+/// Threads of a block.
+pub(super) const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
+
+/// Moves decode-sized batches between the ranks of one node. One per rank; every method that says so is collective.
+///
+/// Operations take what they need: tensors that were given may be dropped as soon as a call has returned. What they bring lies in a
+/// [`Place`], and is there until the next dispatch to that place.
+///
+/// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
+#[derive(Debug)]
+pub struct Buffer {
+    // Dropped in this order: streams first, so that no kernel runs when memory goes.
+    comm_stream: Arc<Stream>,
+    pub(super) dispatch_kernel: Kernel,
+    pub(super) combine_kernel: Kernel,
+    pub(super) places: Vec<Arc<PlaceState>>,
+    memory: Arc<[Memory; 2]>,
+    _peers: Peers,
+    start: Event,
+    pub(super) sequence: Arc<Sequence>,
+    pub(super) activity: Arc<Activity>,
+    captured_end: Event,
+    /// What recordings use: nobody says when those end.
+    kept: Vec<Owner>,
+    pub(super) status: Arc<MappedMemory>,
+    pub(super) device: Arc<dyn Device>,
+    comm: Comm,
+    pub(super) options: Options,
+    pub(super) rank: u32,
+    pub(super) topology: Topology,
+    id: u64,
+}
+
+/// Tells buffers of this process apart.
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
+impl Buffer {
+    /// Makes the buffer and maps the peers' pools. Collective.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones, [`Error::Unavailable`] where
+    /// GPUs are linked without native atomics (PCIe), [`Error::OutOfMemory`], and whatever the driver or the group reports.
+    pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
+        let rank = group.rank();
+        let topology = Topology::new(group.size(), None)?;
+        options.validate(topology)?;
+        agree(group, &options)?;
+        let ranks = topology.ranks();
+        let layout = PoolLayout::new(&options, ranks);
+        let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "low-latency pool")?;
+        pool.describe(&layout.sections);
+        let peers = Peers::map(&device, group, topology, &pool, layout.bytes)?;
+
+        let comm_stream = Arc::new(Stream::unfenced(&device, true)?);
+        let local = Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE);
+        let own_layout = OwnLayout::new(&options, ranks, local);
+        let own = Memory::alloc(&device, own_layout.bytes, MemoryKind::Device, "low-latency tables")?;
+        // SAFETY: the memory is this call's own, and outlives the stream's work, which is waited for.
+        unsafe { comm_stream.fill(own.ptr(), 0, own_layout.bytes)? };
+        comm_stream.synchronize()?;
+        own.describe(&own_layout.sections);
+        let status = Arc::new(MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?);
+        status.describe(STATUS);
+
+        let names = [LowLatencyDispatch::INFO.name, LowLatencyCombine::INFO.name];
+        let module = Module::load(&device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &names))?;
+        let comm = Comm {
+            pools: peers.addresses.map(DevicePtr),
+            local: own.ptr(),
+            status: status.ptr(),
+            timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
+            trace: DevicePtr::NULL,
+            rank,
+            num_ranks: ranks,
+            call: 0,
+            // Of a high-throughput buffer alone.
+            pool: bytemuck::Zeroable::zeroed(),
+        };
+        let (id, arena) = (NEXT_ID.fetch_add(1, Ordering::Relaxed), Arena::new(&device));
+        let tables = own_layout.at(own.ptr());
+        let memory = Arc::new([pool, own]);
+        let of_place = |(index, (at, tables))| {
+            PlaceState::new(index as u32, id, at, tables, memory.clone(), arena.clone())
+        };
+        let sequence = Sequence::new(&device)?;
+        let buffer = Buffer {
+            comm_stream,
+            dispatch_kernel: module.kernel(names[0], 0)?,
+            combine_kernel: module.kernel(names[1], 0)?,
+            places: layout.places.into_iter().zip(tables).enumerate().map(of_place).collect(),
+            memory,
+            _peers: peers,
+            start: Event::new(&device, false)?,
+            activity: Activity::list(id, &device, &sequence, &status),
+            sequence,
+            captured_end: Event::new(&device, false)?,
+            kept: Vec::new(),
+            status,
+            device,
+            comm,
+            options,
+            rank,
+            topology,
+            id,
+        };
+        // No peer may write before every mapping stands.
+        group.barrier(group.timeout())?;
+        Ok(buffer)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Ranks of the group.
+    pub fn num_ranks(&self) -> u32 {
+        self.topology.ranks()
+    }
+
+    /// Experts of each rank.
+    pub fn local_experts(&self) -> u32 {
+        self.options.num_experts / self.num_ranks()
+    }
+
+    /// Rows of a place: those of token t from rank s are `s * max_tokens + t`.
+    pub fn rows(&self) -> u64 {
+        u64::from(self.num_ranks() * self.options.max_tokens)
+    }
+
+    /// Device bytes of the pool, rounding included.
+    pub fn pool_bytes(&self) -> u64 {
+        self.memory[0].footprint()
+    }
+
+    /// Hands out the place of index `index`. It comes back when the [`Place`] is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
+    pub fn place(&self, index: u32) -> Result<Place> {
+        let Some(state) = self.places.get(index as usize) else {
+            let rule = format!("the buffer has {}: create it with more places", self.places.len());
+            return Err(Error::argument("place", index, rule));
+        };
+        let rule = "it is handed out already: drop that Place first";
+        state.hand_out().ok_or_else(|| Error::argument("place", index, rule))
+    }
+
+    /// An error unless the place is one of this buffer's.
+    pub(super) fn check_place(&self, place: &PlaceState) -> Result<()> {
+        if place.buffer == self.id {
+            return Ok(());
+        }
+        Err(Error::argument("place", place.index, "it is of another buffer: use one that this buffer gave"))
+    }
+
+    /// What both kernels are told.
+    pub(super) fn args(
+        &self,
+        place: &PlaceState,
+        num_tokens: u32,
+        is_combine: bool,
+        row_bytes: u64,
+    ) -> LowLatencyArgs {
+        let row_bytes = row_bytes as u32;
+        let call = LowLatencyCall { is_combine, place: place.index, row_bytes, num_tokens };
+        LowLatencyArgs {
+            comm: Comm { call: call.bits().into(), ..self.comm },
+            place: place.at,
+            tables: place.tables,
+            num_tokens,
+            max_tokens: self.options.max_tokens,
+            num_topk: self.options.num_topk,
+            local_experts: self.local_experts(),
+            chunk_tokens: self.options.chunk_tokens,
+            phases: phase::SEND | phase::RECEIVE,
+        }
+    }
+
+    /// Blocks for so many pieces of work: all of them wait for peers, so that they must fit on the device together.
+    pub(super) fn blocks_for(&self, pieces: u32) -> u32 {
+        let most = self.device.info().sm_count;
+        pieces.clamp(1, self.options.num_sms.map_or(most, |num_sms| num_sms.min(most)))
+    }
+
+    /// Runs `work` where `order` says, behind the operation before; gives the event of an asynchronous call. `uses`: what must live as long
+    /// as a recording of it.
+    pub(super) fn run(
+        &mut self,
+        order: StreamOrder<'_>,
+        operation: &'static str,
+        place: &PlaceState,
+        uses: impl IntoIterator<Item = Owner>,
+        work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
+    ) -> Result<Option<Event>> {
+        self.check()?;
+        let caller = order.caller;
+        let capturing = caller.is_capturing()?;
+        let comm_stream = self.comm_stream.clone();
+        let stream = if order.on_comm_stream { &*comm_stream } else { caller };
+        match order.previous_event {
+            Some(event) => stream.wait(event)?,
+            None if order.on_comm_stream => {
+                self.start.record(caller)?;
+                stream.wait(&self.start)?;
+            }
+            None => {}
+        }
+        let outcome = if capturing {
+            self.kept.extend(uses);
+            work(self, stream).and(self.captured_end.record(stream))
+        } else {
+            let sequence = self.sequence.clone();
+            let turn = sequence.begin(stream, Some(operation))?;
+            place.come_behind_readers(stream)?;
+            let outcome = work(self, stream);
+            outcome.and(turn.end(stream))
+        };
+        if order.asynchronous && outcome.is_ok() {
+            let event = Event::new(&self.device, false)?;
+            event.record(stream)?;
+            return Ok(Some(event));
+        }
+        if order.on_comm_stream {
+            let waits =
+                if capturing { caller.wait(&self.captured_end) } else { self.sequence.wait_on(caller) };
+            return outcome.and(waits).map(|()| None);
+        }
+        outcome.map(|()| None)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // Kernels in flight hold addresses of the memory that goes next. Peers' mappings of this pool keep its memory alive for them, so no
+        // barrier is needed. Errors have nowhere to go.
+        self.sequence.close();
+        let _ = self.comm_stream.synchronize();
+        let _ = self.sequence.wait(self.options.timeout.saturating_mul(2));
+    }
+}
+
+/// Checks that all ranks run the same version with the same options.
+fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
+    let ours: [(&'static str, String); 7] = [
+        ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("max_tokens", options.max_tokens.to_string()),
+        ("hidden", options.hidden.to_string()),
+        ("num_topk", options.num_topk.to_string()),
+        ("num_experts", options.num_experts.to_string()),
+        ("places", options.places.to_string()),
+        ("chunk_tokens", options.chunk_tokens.to_string()),
+    ];
+    crate::ep::buffer::agree_on(group, &ours)
+}

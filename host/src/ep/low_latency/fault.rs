@@ -1,0 +1,68 @@
+//! Turns what low-latency kernels recorded into errors.
+
+use std::mem::offset_of;
+use std::time::Duration;
+
+use epoxide_gpu::layout::{LowLatencyCall, Status, Wait};
+
+use super::buffer::Buffer;
+use crate::error::{Error, Result};
+
+impl Buffer {
+    /// The error after which the buffer is of no use, if there was one: of the first wait for a peer that expired ([`Error::PeerTimeout`]) or
+    /// found the peer in another call ([`Error::OtherCall`]), or of an expert id out of range. It shows once the stream has passed the
+    /// operation; a captured one records it at each replay as well.
+    pub fn check(&self) -> Result<()> {
+        self.check_status()?;
+        self.sequence.check()
+    }
+
+    fn check_status(&self) -> Result<()> {
+        // The device stores `code` with release after the rest, and this load acquires it.
+        let code = self.status.load(offset_of!(Status, code) as u64)?;
+        if code == 0 {
+            return Ok(());
+        }
+        let Status { peer, epoch, needed, seen, waited_ns, .. } = self.status.read(0)?;
+        let (rank, peer) = (self.rank, peer as u32);
+        if code == Wait::LowLatencyExpert as u64 {
+            let value = format!("{} of token {needed}", seen as i64);
+            let rule = format!(
+                "must be -1 or an expert's id, 0 to {}; peers got none of the token for it, and the buffer is of no use after it",
+                self.options.num_experts - 1
+            );
+            return Err(Error::argument("topk_idx", value, rule));
+        }
+        if code == Wait::LowLatencyOtherCall as u64 {
+            let (ours, theirs) = (describe(needed as u32), describe(seen as u32));
+            return Err(Error::OtherCall { rank, peer, epoch, ours, theirs });
+        }
+        const WAITS: [(Wait, &str); 5] = [
+            (Wait::LowLatencyReady, "ready"),
+            (Wait::LowLatencyEnter, "its call"),
+            (Wait::LowLatencyIds, "expert ids"),
+            (Wait::LowLatencyRows, "rows"),
+            (Wait::LowLatencyReturned, "returned rows"),
+        ];
+        let known = WAITS.iter().find(|(wait, _)| *wait as u64 == code);
+        let (_, word) = known.copied().unwrap_or((Wait::LowLatencyEnter, "unknown"));
+        Err(Error::PeerTimeout {
+            rank,
+            peer,
+            operation: self.sequence.last_operation().unwrap_or("low latency"),
+            word,
+            epoch,
+            needed,
+            seen,
+            waited: Duration::from_nanos(waited_ns),
+            beside: self.activity.beside(),
+        })
+    }
+}
+
+/// The call that a packet says.
+fn describe(bits: u32) -> String {
+    let LowLatencyCall { is_combine, place, row_bytes, .. } = LowLatencyCall::of(bits);
+    let name = if is_combine { "combine" } else { "dispatch" };
+    format!("low-latency {name} in place {place} with {row_bytes} bytes per row")
+}

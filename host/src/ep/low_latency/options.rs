@@ -1,0 +1,124 @@
+//! How a low-latency buffer is made.
+
+use std::time::Duration;
+
+use epoxide_gpu::layout::{LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_TOPK, SCALE_BLOCK};
+
+use crate::ep::Topology;
+use crate::error::{Error, Result};
+
+/// Tokens that are complete together.
+const CHUNK_TOKENS: u32 = 32;
+/// Most places of a buffer.
+const MAX_PLACES: u32 = 64;
+
+/// How to make a low-latency [`Buffer`](super::Buffer). The same on every rank.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Options {
+    // The methods of the same names say what these are.
+    pub(super) max_tokens: u32,
+    pub(super) hidden: u64,
+    pub(super) num_topk: u32,
+    pub(super) num_experts: u32,
+    pub(super) places: u32,
+    pub(super) num_sms: Option<u32>,
+    pub(super) chunk_tokens: u32,
+    pub(super) timeout: Duration,
+}
+
+impl Options {
+    /// For up to `max_tokens` tokens of a rank, at most 1024, with `hidden` elements and `num_topk` entries each, of `num_experts` experts on
+    /// all ranks together. One place, all multiprocessors, 30 s for a peer.
+    pub fn new(max_tokens: u32, hidden: u64, num_topk: u32, num_experts: u32) -> Options {
+        Options {
+            max_tokens,
+            hidden,
+            num_topk,
+            num_experts,
+            places: 1,
+            num_sms: None,
+            chunk_tokens: CHUNK_TOKENS,
+            timeout: Duration::from_secs(30),
+        }
+    }
+
+    /// Places for received rows, 1 to 64: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
+    pub fn places(mut self, places: u32) -> Options {
+        self.places = places;
+        self
+    }
+
+    /// Most multiprocessors that an operation takes; without, all of the device.
+    pub fn num_sms(mut self, num_sms: u32) -> Options {
+        self.num_sms = Some(num_sms);
+        self
+    }
+
+    /// Tokens of a rank that are said to be complete together, at least 1: with fewer, whoever waits for the first can begin earlier.
+    pub fn chunk_tokens(mut self, tokens: u32) -> Options {
+        self.chunk_tokens = tokens;
+        self
+    }
+
+    /// Longest wait for a peer.
+    pub fn timeout(mut self, timeout: Duration) -> Options {
+        self.timeout = timeout;
+        self
+    }
+
+    /// An error where an option breaks a rule.
+    pub(super) fn validate(&self, topology: Topology) -> Result<()> {
+        let refuse = |argument, value: u64, rule: String| Err(Error::argument(argument, value, rule));
+        let ranks = topology.ranks();
+        if self.max_tokens == 0 || self.max_tokens > LowLatencyCall::MAX_TOKENS {
+            let most = LowLatencyCall::MAX_TOKENS;
+            let rule =
+                format!("must be 1 to {most}; larger batches are what the high-throughput buffer is for");
+            return refuse("max_tokens", self.max_tokens.into(), rule);
+        }
+        // A call's packet tells lengths apart that differ by less than this many bytes.
+        const MOST_BYTES: u64 = 1 << 17;
+        if self.hidden == 0 || !(self.hidden * 2).is_multiple_of(16) || self.hidden * 2 >= MOST_BYTES {
+            let rule = format!(
+                "must be a positive multiple of 8, below {}: rows move 16 bytes at a time",
+                MOST_BYTES / 2
+            );
+            return refuse("hidden", self.hidden, rule);
+        }
+        if self.num_topk == 0 || self.num_topk > MAX_TOPK {
+            return refuse("num_topk", self.num_topk.into(), format!("must be 1 to {MAX_TOPK}"));
+        }
+        if self.num_experts == 0 || !self.num_experts.is_multiple_of(ranks) {
+            let rule = format!("must be a positive multiple of the number of ranks, {ranks}");
+            return refuse("num_experts", self.num_experts.into(), rule);
+        }
+        if self.num_experts / ranks > MAX_LOCAL_EXPERTS {
+            return refuse(
+                "num_experts",
+                self.num_experts.into(),
+                format!("must be at most {MAX_LOCAL_EXPERTS} per rank"),
+            );
+        }
+        if self.places == 0 || self.places > MAX_PLACES {
+            return refuse("places", self.places.into(), format!("must be 1 to {MAX_PLACES}"));
+        }
+        if self.chunk_tokens == 0 {
+            return refuse("chunk_tokens", 0, "must be at least 1".into());
+        }
+        if self.num_sms == Some(0) {
+            return refuse("num_sms", 0, "must be at least 1".into());
+        }
+        Ok(())
+    }
+
+    /// Chunks of a rank with all its tokens.
+    pub(super) fn chunks(&self) -> u64 {
+        self.max_tokens.div_ceil(self.chunk_tokens).into()
+    }
+
+    /// Most scales of a row.
+    pub(super) fn max_scales(&self) -> u64 {
+        self.hidden.div_ceil(SCALE_BLOCK.into())
+    }
+}

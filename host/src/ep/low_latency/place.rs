@@ -1,0 +1,96 @@
+//! Places for received rows.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use epoxide_gpu::layout::{DevicePtr, LowLatencyPlace, LowLatencyTables};
+
+use crate::driver::{Fence, Memory, Stream};
+use crate::ep::scratch::Arena;
+use crate::error::Result;
+
+/// Room for what one dispatch brings and for what comes back of it. [`Buffer::place`](super::Buffer::place) hands it out; whoever holds the
+/// rows of a dispatch borrows it.
+#[derive(Debug)]
+pub struct Place(pub(super) Arc<PlaceState>);
+
+impl Place {
+    /// Its index: every rank dispatches to the place of the same one.
+    pub fn index(&self) -> u32 {
+        self.0.index
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.taken.store(false, Ordering::Release);
+    }
+}
+
+/// What is known of a place.
+#[derive(Debug)]
+pub(super) struct PlaceState {
+    pub index: u32,
+    pub buffer: u64,
+    /// Where it is in every pool.
+    pub at: LowLatencyPlace,
+    /// What this rank keeps of it.
+    pub tables: LowLatencyTables,
+    /// Where sums go.
+    pub combined_x: DevicePtr,
+    /// The pool and the memory of the tables.
+    pub memory: Arc<[Memory; 2]>,
+    arena: Arc<Arena>,
+    taken: AtomicBool,
+    /// Behind all that streams had been given when its rows or sums were last let go.
+    ended: Mutex<Option<Fence>>,
+}
+
+impl PlaceState {
+    pub fn new(
+        index: u32,
+        buffer: u64,
+        at: LowLatencyPlace,
+        (tables, combined_x): (LowLatencyTables, DevicePtr),
+        memory: Arc<[Memory; 2]>,
+        arena: Arc<Arena>,
+    ) -> Arc<PlaceState> {
+        let (taken, ended) = (AtomicBool::new(false), Mutex::new(None));
+        Arc::new(PlaceState { index, buffer, at, tables, combined_x, memory, arena, taken, ended })
+    }
+
+    /// Hands the place out, unless it is out already.
+    pub fn hand_out(self: &Arc<Self>) -> Option<Place> {
+        (!self.taken.swap(true, Ordering::AcqRel)).then(|| Place(self.clone()))
+    }
+
+    /// Makes `stream` wait for whoever was given work on what the place held until it was let go.
+    pub fn come_behind_readers(&self, stream: &Stream) -> Result<()> {
+        let Some(fence) = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+            return Ok(());
+        };
+        let outcome = fence.come_before(stream);
+        self.arena.give_back(fence);
+        outcome
+    }
+
+    fn let_go(&self) {
+        let fence = self.arena.fence().inspect_err(|error| tracing::debug!("{error}")).ok();
+        let before =
+            std::mem::replace(&mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner), fence);
+        if let Some(before) = before {
+            self.arena.give_back(before);
+        }
+    }
+}
+
+/// The right to what an operation left in a place, shared by its tensors. When the last of them goes, streams may still read it: the next
+/// operation there comes behind what they have been given by then.
+#[derive(Debug)]
+pub(super) struct Lease(pub Arc<PlaceState>);
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.0.let_go();
+    }
+}

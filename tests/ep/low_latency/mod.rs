@@ -1,0 +1,3 @@
+//! Low latency on virtual GPUs, against the oracle.
+
+mod shapes;

@@ -1,0 +1,42 @@
+//! Round trips of many shapes.
+
+use epoxide::low_latency::Quantise;
+use epoxide_testing::low_latency::LowLatencyCase;
+use epoxide_testing::oracle::Style;
+
+use crate::shapes::routing;
+
+#[test]
+fn rows_that_differ_in_every_bit() {
+    LowLatencyCase::new(routing(&[9, 5, 0, 12], 3, 8, Style::DistinctTopK), 24).check();
+}
+
+#[test]
+fn entries_without_an_expert_and_experts_twice() {
+    for style in [Style::WithHoles, Style::Repeats, Style::Skewed] {
+        LowLatencyCase::new(routing(&[9, 5, 7], 5, 6, style), 16).check();
+    }
+}
+
+#[test]
+fn rows_that_are_summed_already() {
+    LowLatencyCase {
+        by_expert: false,
+        ..LowLatencyCase::new(routing(&[9, 5, 7], 4, 6, Style::WithHoles), 40)
+    }
+    .check();
+}
+
+#[test]
+fn quantised_on_the_way() {
+    for quantise in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
+        LowLatencyCase { quantise, ..LowLatencyCase::new(routing(&[6, 5], 2, 4, Style::DistinctTopK), 384) }
+            .check();
+    }
+}
+
+#[test]
+fn many_rounds_in_one_place() {
+    LowLatencyCase { rounds: 12, ..LowLatencyCase::new(routing(&[3, 5, 2], 3, 6, Style::WithHoles), 16) }
+        .check();
+}

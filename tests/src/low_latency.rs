@@ -1,0 +1,366 @@
+//! Low-latency round trips that compare every bit with the oracle.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use half::bf16;
+use rand::Rng;
+
+use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
+use epoxide::driver::{Device, Stream};
+use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::group::ProcessGroup;
+use epoxide::group::launch::run_threads;
+use epoxide::low_latency::{Buffer, DispatchRequest, ExpertRows, Options, Place, Quantise, Received};
+use epoxide::{Error, Result};
+
+use crate::harness::PATIENCE;
+use crate::oracle::{Routing, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised};
+use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16};
+
+/// What an element may be off by, in scales, after it has been quantised: half of the largest e4m3 step, 32, and what rounding of the
+/// inverse adds.
+const FP8_ERROR: f32 = 16.1;
+
+/// One round trip, or several.
+#[derive(Debug, Clone)]
+pub struct LowLatencyCase {
+    /// Who goes where.
+    pub routing: Routing,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// What happens to rows on their way.
+    pub quantise: Quantise,
+    /// Whether the experts' rows are given by expert, else summed already.
+    pub by_expert: bool,
+    /// Whether tokens have weights, else 1.
+    pub weighted: bool,
+    /// Tokens of a chunk.
+    pub chunk_tokens: u32,
+    /// Multiprocessors of each device.
+    pub sm_count: u32,
+    /// Round trips behind each other, the host waiting for nothing.
+    pub rounds: u32,
+    /// Places that they go round.
+    pub places: u32,
+    /// Where rows and weights come from.
+    pub seed: u64,
+    /// Draws the order of warps.
+    pub schedule_seed: Option<u64>,
+    /// Watches the ranks' memory.
+    pub checker: Option<Checker>,
+}
+
+impl LowLatencyCase {
+    /// BF16 rows along a routing, weighted, by expert.
+    pub fn new(routing: Routing, hidden: u32) -> LowLatencyCase {
+        LowLatencyCase {
+            routing,
+            hidden,
+            quantise: Quantise::Not,
+            by_expert: true,
+            weighted: true,
+            chunk_tokens: 4,
+            sm_count: 3,
+            rounds: 1,
+            places: 1,
+            seed: 1,
+            schedule_seed: None,
+            checker: None,
+        }
+    }
+
+    /// The options of its buffers.
+    pub fn options(&self) -> Options {
+        let routing = &self.routing;
+        Options::new(routing.max_tokens().max(1), self.hidden.into(), routing.num_topk, routing.num_experts)
+            .places(self.places)
+            .chunk_tokens(self.chunk_tokens)
+            .timeout(PATIENCE)
+    }
+
+    /// A device of a rank.
+    pub fn device(&self, rank: u32) -> Arc<dyn Device> {
+        let schedule_seed = self.schedule_seed.map(|seed| seed + u64::from(rank));
+        let checker = self.checker.clone();
+        let config = VirtConfig {
+            ordinal: rank,
+            sm_count: self.sm_count,
+            schedule_seed,
+            checker,
+            ..VirtConfig::default()
+        };
+        VirtualGpu::new(config)
+    }
+
+    /// Runs it on ranks that are threads.
+    ///
+    /// # Panics
+    /// Where anything differs from the oracle.
+    pub fn check(&self) {
+        let ranks = self.routing.num_ranks();
+        let outcome = run_threads(ranks, PATIENCE, |rank, group| {
+            let device = self.device(rank);
+            let stream = Stream::new(&device, false)?;
+            let mut buffer = Buffer::new(device, &*group, self.options())?;
+            let failures = self.run(&mut buffer, &*group, &stream);
+            let failures = failures.inspect_err(|error| eprintln!("rank {rank} failed: {error}"))?;
+            group.barrier(PATIENCE)?;
+            Ok(failures.into_iter().map(|failure| format!("rank {rank}: {failure}")).collect::<Vec<_>>())
+        });
+        let failures = outcome.unwrap_or_else(|failure| panic!("{failure}")).concat();
+        crate::harness::assert_no_failures(failures);
+    }
+
+    /// Runs it on one rank; gives what differs from the oracle. Collective.
+    ///
+    /// # Errors
+    /// Those of the calls.
+    pub fn run(&self, buffer: &mut Buffer, group: &dyn ProcessGroup, stream: &Stream) -> Result<Vec<String>> {
+        let mut places = (0..self.places).map(|index| buffer.place(index)).collect::<Result<Vec<_>>>()?;
+        let mut differing = Vec::new();
+        let data: Vec<Data> = (0..self.rounds).map(|round| Data::new(self, round)).collect();
+        let inputs = data.iter().map(|data| Inputs::upload(self, data, group.rank(), stream));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        group.barrier(Duration::from_secs(60))?;
+        for (index, (data, inputs)) in data.iter().zip(&inputs).enumerate() {
+            let place = &mut places[index % self.places as usize];
+            let note = self.round_trip(buffer, place, stream, data, inputs, group.rank())?;
+            differing.extend(note.into_iter().map(|what| format!("round {index}: {what}")));
+        }
+        buffer.check()?;
+        Ok(differing)
+    }
+
+    fn round_trip(
+        &self,
+        buffer: &mut Buffer,
+        place: &mut Place,
+        stream: &Stream,
+        data: &Data,
+        inputs: &Inputs,
+        rank: u32,
+    ) -> Result<Vec<String>> {
+        let order = StreamOrder::on(stream);
+        let received = buffer.dispatch(place, inputs.request(self.quantise), order)?;
+        let mut differing = self.check_received(&received, data, stream, rank)?;
+        let experts = if self.by_expert { &inputs.by_expert } else { &inputs.by_row };
+        let rows = if self.by_expert { ExpertRows::ByExpert(experts) } else { ExpertRows::ByRow(experts) };
+        let combined = buffer.combine(received, rows, order)?;
+        let got: Vec<bf16> = combined.x.to_host(stream)?;
+        buffer.check()?;
+        let want = data.combined(self, rank).concat();
+        let hidden = self.hidden as usize;
+        if let Some(at) = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits()) {
+            let (token, column) = (at / hidden, at % hidden);
+            differing.push(format!("combined[{token}][{column}] = {}, expected {}", got[at], want[at]));
+        }
+        if got.len() != want.len() {
+            differing.push(format!("combined has {} elements, expected {}", got.len(), want.len()));
+        }
+        Ok(differing)
+    }
+
+    /// What of a dispatch differs from the oracle.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    fn check_received(
+        &self,
+        received: &Received<'_>,
+        data: &Data,
+        stream: &Stream,
+        rank: u32,
+    ) -> Result<Vec<String>> {
+        let routing = &self.routing;
+        let (plan, max_tokens) = (low_latency_plan(routing, rank), routing.max_tokens().max(1));
+        let rows = routing.num_ranks() * max_tokens;
+        let mut differing = Vec::new();
+        let mut equal = |what: String, got: Vec<i64>, want: Vec<i64>| {
+            if got != want {
+                differing.push(format!("{what} = {got:?}, expected {want:?}"));
+            }
+        };
+        let num_tokens = received.num_tokens.values(stream)?;
+        let counts = received.expert_counts.values(stream)?;
+        let (of_expert, info) = (received.expert_rows.values(stream)?, received.src_info.values(stream)?);
+        let ranges = received.layout_range.values(stream)?;
+        let want =
+            (0..8).map(|rank| if rank < routing.num_ranks() { routing.num_tokens(rank).into() } else { 0 });
+        equal("num_tokens".into(), num_tokens.iter().map(|&tokens| tokens.into()).collect(), want.collect());
+        for (expert, want) in plan.expert_rows.iter().enumerate() {
+            equal(format!("expert_counts[{expert}]"), vec![counts[expert].into()], vec![want.len() as i64]);
+            let first = expert * rows as usize;
+            let part = |from: &[i32]| {
+                from[first..first + want.len()].iter().map(|&value| value.into()).collect::<Vec<i64>>()
+            };
+            let row = |&(source, token): &(u32, u32)| i64::from(source * max_tokens + token);
+            equal(format!("expert_rows[{expert}]"), part(&of_expert), want.iter().map(row).collect());
+            equal(format!("src_info[{expert}]"), part(&info), want.iter().map(|row| row.1.into()).collect());
+            let ranges = &ranges[expert * routing.num_ranks() as usize..][..routing.num_ranks() as usize];
+            let range = |&(count, begin): &(u32, u32)| i64::from(begin) << 32 | i64::from(count);
+            equal(
+                format!("layout_range[{expert}]"),
+                ranges.to_vec(),
+                plan.layout_range[expert].iter().map(range).collect(),
+            );
+        }
+        // Rows that nobody sent hold anything, and a checker would see them read: rows are read one by one.
+        let row_bytes = received.x.row_bytes() as usize;
+        for source in 0..routing.num_ranks() {
+            for token in (0..routing.num_tokens(source)).filter(|&token| routing.hits(source, token, rank)) {
+                let row = u64::from(source * max_tokens + token);
+                let mut got = vec![0u8; row_bytes];
+                // SAFETY: the row is one of the tensor's.
+                unsafe { stream.read(&mut got, received.x.ptr().add(row * received.x.row_stride()))? };
+                let x = &data.x[source as usize][token as usize];
+                if self.quantise == Quantise::Not {
+                    if got != bytes_of(x) {
+                        differing.push(format!("row of token {token} of rank {source} differs"));
+                    }
+                    continue;
+                }
+                let (bytes, scales) = quantised(x, self.quantise == Quantise::Fp8PowerOfTwo);
+                if got != bytes {
+                    differing.push(format!("fp8 row of token {token} of rank {source} differs"));
+                }
+                let tensor = received.scales.as_ref().ok_or_else(|| Error::os("check", "no scales"))?;
+                for (block, &scale) in scales.iter().enumerate() {
+                    let mut got = [0u8; 4];
+                    let at = (block as u64 * u64::from(rows) + row) * 4;
+                    // SAFETY: it is one of the tensor's elements.
+                    unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
+                    let got = f32::from_le_bytes(got);
+                    if (got - scale).abs() > 1e-6 * scale {
+                        differing.push(format!(
+                            "scale {block} of token {token} of rank {source} is {got}, expected {scale}"
+                        ));
+                    }
+                }
+                let worst = x.iter().zip(&bytes).enumerate().map(|(at, (x, &byte))| {
+                    (x.to_f32() - from_e4m3(byte) * scales[at / 128]).abs() / scales[at / 128]
+                });
+                let worst = worst.fold(0.0, f32::max);
+                // A power of two may be up to twice the scale: the step is the same in units of it.
+                if worst > FP8_ERROR {
+                    differing.push(format!("token {token} of rank {source} is off by {worst} scales"));
+                }
+            }
+        }
+        Ok(differing)
+    }
+}
+
+/// What all ranks send and what all experts make of it, in one round.
+#[derive(Debug)]
+struct Data {
+    x: PerToken<Vec<bf16>>,
+    weights: PerToken<Vec<f32>>,
+    seed: u64,
+}
+
+impl Data {
+    fn new(case: &LowLatencyCase, round: u32) -> Data {
+        let routing = &case.routing;
+        let tokens: Vec<u32> = (0..routing.num_ranks()).map(|rank| routing.num_tokens(rank)).collect();
+        let seed = case.seed ^ u64::from(round) << 32;
+        let mut rng = rng_of(&[seed, 1]);
+        let weight =
+            |rng: &mut rand::rngs::SmallRng| if case.weighted { rng.random_range(-2.0f32..2.0) } else { 1.0 };
+        Data {
+            x: per_token(&tokens, |_, _| rough_bf16(&mut rng, case.hidden as usize)),
+            weights: per_token(&tokens, |_, _| (0..routing.num_topk).map(|_| weight()).collect()),
+            seed,
+        }
+    }
+
+    /// What an expert makes of a token: anything, as long as all ranks know it.
+    fn output(&self, case: &LowLatencyCase, expert: i64, source: u32, token: u32) -> Vec<bf16> {
+        let mut rng = rng_of(&[self.seed, 3, expert as u64, source.into(), token.into()]);
+        rough_bf16(&mut rng, case.hidden as usize)
+    }
+
+    /// What a rank returns of a token.
+    fn share(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<bf16>> {
+        let weights = &self.weights[source as usize][token as usize];
+        low_latency_share(&case.routing, weights, source, token, dst, |expert| {
+            self.output(case, expert, source, token)
+        })
+    }
+
+    /// What a rank has at the end.
+    fn combined(&self, case: &LowLatencyCase, rank: u32) -> Vec<Vec<bf16>> {
+        let ranks = 0..case.routing.num_ranks();
+        let sum = |token: u32| {
+            let shares = ranks.clone().filter_map(|dst| self.share(case, rank, token, dst));
+            low_latency_sum(shares, case.hidden as usize)
+        };
+        (0..case.routing.num_tokens(rank)).map(sum).collect()
+    }
+}
+
+/// What a rank gives to one round's calls.
+#[derive(Debug)]
+struct Inputs {
+    x: Tensor<'static>,
+    topk_idx: TypedTensor<'static, i64>,
+    weights: Option<TypedTensor<'static, f32>>,
+    by_expert: Tensor<'static>,
+    by_row: Tensor<'static>,
+}
+
+impl Inputs {
+    fn upload(case: &LowLatencyCase, data: &Data, rank: u32, stream: &Stream) -> Result<Inputs> {
+        let (routing, hidden) = (&case.routing, u64::from(case.hidden));
+        let tokens = u64::from(routing.num_tokens(rank));
+        let x = data.x[rank as usize].concat();
+        let entries = [tokens, routing.num_topk.into()];
+        let weights = case
+            .weighted
+            .then(|| TypedTensor::from_host(stream, &entries, &data.weights[rank as usize].concat()))
+            .transpose()?;
+        let (plan, max_tokens) = (low_latency_plan(routing, rank), routing.max_tokens().max(1));
+        let rows = u64::from(routing.num_ranks() * max_tokens);
+        let device = stream.device();
+        let experts = u64::from(routing.local_experts());
+        // Rows that are not there hold what they hold.
+        let by_expert =
+            Tensor::alloc(device, DType::Bf16, &[if case.by_expert { experts * rows } else { 1 }, hidden])?;
+        let by_row = Tensor::alloc(device, DType::Bf16, &[if case.by_expert { 1 } else { rows }, hidden])?;
+        let write = |tensor: &Tensor<'_>, row: u64, values: &[bf16]| {
+            // SAFETY: the row is one of the tensor's, which nobody else has yet.
+            unsafe { stream.write(tensor.ptr().add(row * hidden * 2), bytemuck::cast_slice(values)) }
+        };
+        if case.by_expert {
+            for (expert, list) in (0..).zip(&plan.expert_rows) {
+                let id = i64::from(rank * routing.local_experts()) + expert as i64;
+                for (at, &(source, token)) in (0..).zip(list) {
+                    write(&by_expert, expert * rows + at, &data.output(case, id, source, token))?;
+                }
+            }
+        } else {
+            for source in 0..routing.num_ranks() {
+                for token in 0..routing.num_tokens(source) {
+                    if let Some(share) = data.share(case, source, token, rank) {
+                        write(&by_row, u64::from(source * max_tokens + token), &share)?;
+                    }
+                }
+            }
+        }
+        Ok(Inputs {
+            x: Tensor::from_host(stream, DType::Bf16, &[tokens, hidden], &x)?,
+            topk_idx: TypedTensor::from_host(stream, &entries, &routing.flat_topk_idx(rank))?,
+            weights,
+            by_expert,
+            by_row,
+        })
+    }
+
+    fn request(&self, quantise: Quantise) -> DispatchRequest<'_> {
+        let request = DispatchRequest::new(&self.x, &self.topk_idx).quantise(quantise);
+        match &self.weights {
+            Some(weights) => request.topk_weights(weights),
+            None => request,
+        }
+    }
+}
