@@ -18,6 +18,9 @@ use crate::harness::PATIENCE;
 use crate::oracle::{Routing, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised};
 use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16};
 
+/// Rounds whose inputs differ; those behind them have the same again, one after the other.
+const DIFFERENT_ROUNDS: u32 = 16;
+
 /// What an element may be off by, in scales, after it has been quantised: half of the largest e4m3 step, 32, and what rounding of the
 /// inverse adds.
 const FP8_ERROR: f32 = 16.1;
@@ -39,8 +42,10 @@ pub struct LowLatencyCase {
     pub chunk_tokens: u32,
     /// Multiprocessors of each device.
     pub sm_count: u32,
-    /// Round trips behind each other, the host waiting for nothing.
+    /// Round trips behind each other.
     pub rounds: u32,
+    /// Every so manieth dispatch is not answered by a combine; 0: all are.
+    pub unanswered: u32,
     /// Places that they go round.
     pub places: u32,
     /// Where rows and weights come from.
@@ -63,6 +68,7 @@ impl LowLatencyCase {
             chunk_tokens: 4,
             sm_count: 3,
             rounds: 1,
+            unanswered: 0,
             places: 1,
             seed: 1,
             schedule_seed: None,
@@ -93,72 +99,180 @@ impl LowLatencyCase {
         VirtualGpu::new(config)
     }
 
-    /// Runs it on ranks that are threads.
+    /// Runs it on ranks that are threads, and compares all that there is after each step.
     ///
     /// # Panics
     /// Where anything differs from the oracle.
     pub fn check(&self) {
-        let ranks = self.routing.num_ranks();
-        let outcome = run_threads(ranks, PATIENCE, |rank, group| {
+        self.on_threads(|rank| self.step_by_step(rank));
+    }
+
+    /// The same with the host waiting for nothing but, at random, for a moment; sums are compared at the end.
+    ///
+    /// # Panics
+    /// Where a sum differs from the oracle.
+    pub fn check_chained(&self) {
+        self.on_threads(|rank| self.chained(rank));
+    }
+
+    /// The same as one step of all rounds that is captured and run `replays` times.
+    ///
+    /// # Panics
+    /// Where a sum differs from the oracle.
+    pub fn check_replayed(&self, replays: u32) {
+        self.on_threads(|rank| self.replayed(rank, replays));
+    }
+
+    /// Runs `main` on ranks that are threads.
+    ///
+    /// # Panics
+    /// Where a rank fails, or says that something differs.
+    pub fn on_threads(&self, main: impl Fn(&mut LowLatencyRank) -> Result<Vec<String>> + Sync) {
+        let outcome = run_threads(self.routing.num_ranks(), PATIENCE, |rank, group| {
             let device = self.device(rank);
             let stream = Stream::new(&device, false)?;
-            let mut buffer = Buffer::new(device, &*group, self.options())?;
-            let failures = self.run(&mut buffer, &*group, &stream);
-            let failures = failures.inspect_err(|error| eprintln!("rank {rank} failed: {error}"))?;
-            group.barrier(PATIENCE)?;
-            Ok(failures.into_iter().map(|failure| format!("rank {rank}: {failure}")).collect::<Vec<_>>())
+            let buffer = Buffer::new(device, &*group, self.options())?;
+            let mut rank = LowLatencyRank { buffer, group, stream: Arc::new(stream) };
+            let number = rank.buffer.rank();
+            let failures = main(&mut rank).inspect_err(|error| eprintln!("rank {number} failed: {error}"))?;
+            rank.stream.synchronize()?;
+            rank.group.barrier(PATIENCE)?;
+            Ok(failures.into_iter().map(|failure| format!("rank {number}: {failure}")).collect::<Vec<_>>())
         });
         let failures = outcome.unwrap_or_else(|failure| panic!("{failure}")).concat();
         crate::harness::assert_no_failures(failures);
     }
 
-    /// Runs it on one rank; gives what differs from the oracle. Collective.
-    ///
-    /// # Errors
-    /// Those of the calls.
-    pub fn run(&self, buffer: &mut Buffer, group: &dyn ProcessGroup, stream: &Stream) -> Result<Vec<String>> {
-        let mut places = (0..self.places).map(|index| buffer.place(index)).collect::<Result<Vec<_>>>()?;
+    fn step_by_step(&self, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
+        let mut places = self.places(&rank.buffer)?;
+        let (data, inputs) = self.rounds(rank)?;
         let mut differing = Vec::new();
-        let data: Vec<Data> = (0..self.rounds).map(|round| Data::new(self, round)).collect();
-        let inputs = data.iter().map(|data| Inputs::upload(self, data, group.rank(), stream));
-        let inputs = inputs.collect::<Result<Vec<_>>>()?;
-        group.barrier(Duration::from_secs(60))?;
-        for (index, (data, inputs)) in data.iter().zip(&inputs).enumerate() {
+        for (index, (data, inputs)) in self.in_turn(data.iter().zip(&inputs)) {
+            let LowLatencyRank { buffer, stream, .. } = &mut *rank;
+            let order = StreamOrder::on(stream);
             let place = &mut places[index % self.places as usize];
-            let note = self.round_trip(buffer, place, stream, data, inputs, group.rank())?;
+            let received = buffer.dispatch(place, inputs.request(self.quantise), order)?;
+            let mut note = self.check_received(&received, data, stream, buffer.rank())?;
+            if self.is_answered(index) {
+                let combined = buffer.combine(received, inputs.experts(self), order)?;
+                let got: Vec<bf16> = combined.x.to_host(stream)?;
+                note.extend(self.check_sums(&got, data, buffer.rank()));
+            }
+            buffer.check()?;
             differing.extend(note.into_iter().map(|what| format!("round {index}: {what}")));
         }
-        buffer.check()?;
         Ok(differing)
     }
 
-    fn round_trip(
-        &self,
-        buffer: &mut Buffer,
-        place: &mut Place,
-        stream: &Stream,
-        data: &Data,
-        inputs: &Inputs,
-        rank: u32,
-    ) -> Result<Vec<String>> {
-        let order = StreamOrder::on(stream);
-        let received = buffer.dispatch(place, inputs.request(self.quantise), order)?;
-        let mut differing = self.check_received(&received, data, stream, rank)?;
-        let experts = if self.by_expert { &inputs.by_expert } else { &inputs.by_row };
-        let rows = if self.by_expert { ExpertRows::ByExpert(experts) } else { ExpertRows::ByRow(experts) };
-        let combined = buffer.combine(received, rows, order)?;
-        let got: Vec<bf16> = combined.x.to_host(stream)?;
-        buffer.check()?;
-        let want = data.combined(self, rank).concat();
-        let hidden = self.hidden as usize;
-        if let Some(at) = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits()) {
-            let (token, column) = (at / hidden, at % hidden);
-            differing.push(format!("combined[{token}][{column}] = {}, expected {}", got[at], want[at]));
+    fn chained(&self, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
+        let mut places = self.places(&rank.buffer)?;
+        let (data, inputs) = self.rounds(rank)?;
+        let sums = self.sums(rank)?;
+        let mut rng = rng_of(&[self.seed, 4, rank.buffer.rank().into()]);
+        for (index, inputs) in self.in_turn(inputs.iter()) {
+            if rng.random_bool(0.1) {
+                std::thread::sleep(Duration::from_micros(rng.random_range(0..300)));
+            }
+            self.enqueue(rank, &mut places, &sums, index, inputs)?;
         }
-        if got.len() != want.len() {
-            differing.push(format!("combined has {} elements, expected {}", got.len(), want.len()));
+        rank.stream.synchronize()?;
+        rank.buffer.check()?;
+        self.check_all_sums(rank, &sums, &data)
+    }
+
+    fn replayed(&self, rank: &mut LowLatencyRank, replays: u32) -> Result<Vec<String>> {
+        let mut places = self.places(&rank.buffer)?;
+        let (data, inputs) = self.rounds(rank)?;
+        let sums = self.sums(rank)?;
+        let stream = rank.stream.clone();
+        let graph = stream.capture(|| {
+            let mut all = self.in_turn(inputs.iter());
+            all.try_for_each(|(index, inputs)| self.enqueue(rank, &mut places, &sums, index, inputs))
+        })?;
+        for _ in 0..replays {
+            // SAFETY: what was recorded is this function's, which waits for the stream before it goes.
+            unsafe { graph.launch(&rank.stream)? };
+        }
+        rank.stream.synchronize()?;
+        rank.buffer.check()?;
+        self.check_all_sums(rank, &sums, &data)
+    }
+
+    /// What the rounds that differ have, round after round.
+    fn in_turn<T>(&self, differing: impl Iterator<Item = T> + Clone) -> impl Iterator<Item = (usize, T)> {
+        differing.cycle().enumerate().take(self.rounds as usize)
+    }
+
+    /// Enqueues a round, and the copy of its sums.
+    fn enqueue(
+        &self,
+        rank: &mut LowLatencyRank,
+        places: &mut [Place],
+        sums: &Tensor<'static>,
+        index: usize,
+        inputs: &Inputs,
+    ) -> Result<()> {
+        let LowLatencyRank { buffer, stream, .. } = rank;
+        let order = StreamOrder::on(stream);
+        let place = &mut places[index % self.places as usize];
+        let received = buffer.dispatch(place, inputs.request(self.quantise), order)?;
+        if !self.is_answered(index) {
+            return Ok(());
+        }
+        let combined = buffer.combine(received, inputs.experts(self), order)?;
+        let bytes = combined.x.rows() * combined.x.row_bytes();
+        // SAFETY: both tensors have so many bytes, and outlive the stream's work: memory goes back behind it.
+        unsafe { stream.copy(sums.ptr().add(index as u64 * bytes), combined.x.ptr(), bytes) }
+    }
+
+    fn is_answered(&self, round: usize) -> bool {
+        self.unanswered == 0 || !(round as u32 + 1).is_multiple_of(self.unanswered)
+    }
+
+    fn places(&self, buffer: &Buffer) -> Result<Vec<Place>> {
+        (0..self.places).map(|index| buffer.place(index)).collect()
+    }
+
+    /// What goes in, in the rounds that differ.
+    fn rounds(&self, rank: &LowLatencyRank) -> Result<(Vec<Data>, Vec<Inputs>)> {
+        let data: Vec<Data> =
+            (0..self.rounds.min(DIFFERENT_ROUNDS)).map(|round| Data::new(self, round)).collect();
+        let upload = |data| Inputs::upload(self, data, rank.buffer.rank(), &rank.stream);
+        let inputs = data.iter().map(upload).collect::<Result<Vec<_>>>()?;
+        rank.group.barrier(PATIENCE * 4)?;
+        Ok((data, inputs))
+    }
+
+    /// Room for the sums of all rounds.
+    fn sums(&self, rank: &LowLatencyRank) -> Result<Tensor<'static>> {
+        let rows = u64::from(self.routing.num_tokens(rank.buffer.rank())) * u64::from(self.rounds);
+        Tensor::alloc(rank.stream.device(), DType::Bf16, &[rows, self.hidden.into()])
+    }
+
+    fn check_all_sums(&self, rank: &LowLatencyRank, sums: &Tensor<'_>, data: &[Data]) -> Result<Vec<String>> {
+        let number = rank.buffer.rank();
+        let of_round = (self.routing.num_tokens(number) * self.hidden) as usize;
+        let mut differing = Vec::new();
+        for (index, data) in self.in_turn(data.iter()).filter(|(index, _)| self.is_answered(*index)) {
+            let mut got = vec![bf16::ZERO; of_round];
+            let from = sums.ptr().add((index * of_round * 2) as u64);
+            // SAFETY: it is the part of the tensor that a round has.
+            unsafe { rank.stream.read(bytemuck::cast_slice_mut(&mut got), from)? };
+            let note = self.check_sums(&got, data, number);
+            differing.extend(note.map(|what| format!("round {index}: {what}")));
         }
         Ok(differing)
+    }
+
+    /// Where sums differ from the oracle.
+    fn check_sums(&self, got: &[bf16], data: &Data, rank: u32) -> Option<String> {
+        let want = data.combined(self, rank).concat();
+        if got.len() != want.len() {
+            return Some(format!("combined has {} elements, expected {}", got.len(), want.len()));
+        }
+        let at = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits())?;
+        let (token, column) = (at / self.hidden as usize, at % self.hidden as usize);
+        Some(format!("combined[{token}][{column}] = {}, expected {}", got[at], want[at]))
     }
 
     /// What of a dispatch differs from the oracle.
@@ -251,6 +365,17 @@ impl LowLatencyCase {
     }
 }
 
+/// A rank of a case.
+#[derive(Debug)]
+pub struct LowLatencyRank {
+    /// Its buffer.
+    pub buffer: Buffer,
+    /// All ranks.
+    pub group: Arc<dyn ProcessGroup>,
+    /// Its stream.
+    pub stream: Arc<Stream>,
+}
+
 /// What all ranks send and what all experts make of it, in one round.
 #[derive(Debug)]
 struct Data {
@@ -265,8 +390,8 @@ impl Data {
         let tokens: Vec<u32> = (0..routing.num_ranks()).map(|rank| routing.num_tokens(rank)).collect();
         let seed = case.seed ^ u64::from(round) << 32;
         let mut rng = rng_of(&[seed, 1]);
-        let weight =
-            |rng: &mut rand::rngs::SmallRng| if case.weighted { rng.random_range(-2.0f32..2.0) } else { 1.0 };
+        let mut of_weights = rng_of(&[seed, 2]);
+        let mut weight = || if case.weighted { of_weights.random_range(-2.0f32..2.0) } else { 1.0 };
         Data {
             x: per_token(&tokens, |_, _| rough_bf16(&mut rng, case.hidden as usize)),
             weights: per_token(&tokens, |_, _| (0..routing.num_topk).map(|_| weight()).collect()),
@@ -354,6 +479,10 @@ impl Inputs {
             by_expert,
             by_row,
         })
+    }
+
+    fn experts(&self, case: &LowLatencyCase) -> ExpertRows<'_> {
+        if case.by_expert { ExpertRows::ByExpert(&self.by_expert) } else { ExpertRows::ByRow(&self.by_row) }
     }
 
     fn request(&self, quantise: Quantise) -> DispatchRequest<'_> {

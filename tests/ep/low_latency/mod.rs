@@ -1,3 +1,6 @@
 //! Low latency on virtual GPUs, against the oracle.
 
+mod faults;
+mod property;
+mod rounds;
 mod shapes;

@@ -73,7 +73,8 @@ pub fn quantised(row: &[bf16], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
         let mut scale = amax / 448.0;
         let mut inverse = 448.0 / amax;
         if power_of_two {
-            scale = 2f32.powi(scale.log2().ceil() as i32);
+            let powers = (-126..=127).map(|exponent| 2f32.powi(exponent));
+            scale = powers.into_iter().find(|power| *power >= scale).unwrap_or(f32::INFINITY);
             inverse = 1.0 / scale;
         }
         (block.iter().map(|value| e4m3(value.to_f32() * inverse)).collect::<Vec<u8>>(), scale)

@@ -166,7 +166,8 @@ unsafe fn receive(args: &LowLatencyCombineArgs, shared: &Shared, epoch: u64) {
         let mut token = ctaid();
         while token < common.num_tokens {
             let mask = ld_u32(common.tables.token_ranks.0 + token as u64 * 4);
-            if thread < comm.num_ranks && mask >> thread & 1 != 0 {
+            // Of every rank, also of one that the token did not go to: the word also says that the rank has read what this one wrote there.
+            if thread < comm.num_ranks {
                 let chunk = token / common.chunk_tokens;
                 let word = pool + common.place.returned + chunk_offset(common, thread, chunk);
                 if !wait_at_least(comm, word, epoch, thread, epoch, Wait::LowLatencyReturned) {

@@ -4,10 +4,11 @@
 //! an operation each rank tells each other one that it has entered, with which call and how many tokens, and that a chunk of its tokens is
 //! complete. Nothing is zeroed: words say epochs, packets carry them.
 //!
-//! Why no row is overwritten that somebody still reads: a rank that has completed operation n knows that all have entered it, hence that all
-//! kernels that they were given before have ended. Rows of a place are read between its dispatch and the combine that answers it, and
-//! returned rows within that combine. So a dispatch into a place that a combine has answered waits for nobody; one into a place without an
-//! answer waits until all have entered ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)).
+//! Why nothing is overwritten that somebody still reads. What a rank writes into a peer's place, rows, ids and weights, the peer reads until
+//! it says that it has returned the rows of their chunk, and a combine ends once all peers have said so of all chunks. So a dispatch into a
+//! place whose last dispatch a combine has answered waits for nobody; one into a place without an answer waits until all have entered, which
+//! says that all kernels that they were given before have ended ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)). Returned
+//! rows are read within their combine, and between that and the next of the place lies a dispatch that all have entered.
 
 use super::epoch::{Deadline, Phase, aborted, pool_of, record, trace};
 use crate::layout::{

@@ -1,0 +1,242 @@
+//! Ranks that do not come, make another call, or give wrong arguments.
+
+use std::time::{Duration, Instant};
+
+use epoxide::driver::Stream;
+use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::group::launch::run_threads;
+use epoxide::low_latency::{Buffer, DispatchRequest, ExpertRows, Options, Place, Received};
+use epoxide::{Error, Result};
+use epoxide_testing::harness::PATIENCE;
+use epoxide_testing::low_latency::LowLatencyCase;
+use epoxide_testing::oracle::Style;
+
+use crate::shapes::routing;
+
+const RANKS: u32 = 3;
+const TOKENS: u64 = 4;
+const HIDDEN: u64 = 16;
+const DEADLINE: Duration = Duration::from_millis(150);
+
+/// A rank with valid inputs.
+struct Rank {
+    number: u32,
+    buffer: Buffer,
+    stream: Stream,
+    x: Tensor<'static>,
+    topk_idx: TypedTensor<'static, i64>,
+    experts: Tensor<'static>,
+}
+
+impl Rank {
+    fn dispatch<'p>(&mut self, place: &'p mut Place) -> Result<Received<'p>> {
+        let request = DispatchRequest::new(&self.x, &self.topk_idx);
+        self.buffer.dispatch(place, request, StreamOrder::on(&self.stream))
+    }
+
+    fn combine(&mut self, received: Received<'_>) -> Result<()> {
+        let rows = ExpertRows::ByRow(&self.experts);
+        self.buffer.combine(received, rows, StreamOrder::on(&self.stream)).map(drop)
+    }
+
+    /// Waits for the stream; the error that the device has recorded.
+    fn outcome(&self) -> Result<()> {
+        self.stream.synchronize()?;
+        self.buffer.check()
+    }
+}
+
+/// Runs `main` on ranks whose waits are short.
+fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
+    let case = LowLatencyCase::new(
+        routing(&[TOKENS as u32; RANKS as usize], 2, 6, Style::DistinctTopK),
+        HIDDEN as u32,
+    );
+    let outcome = run_threads(RANKS, PATIENCE, |number, group| {
+        let device = case.device(number);
+        let stream = Stream::new(&device, false)?;
+        let options = Options::new(TOKENS as u32, HIDDEN, 2, 6).timeout(DEADLINE);
+        let buffer = Buffer::new(device.clone(), &*group, options)?;
+        let x = vec![half::bf16::ONE; (TOKENS * HIDDEN) as usize];
+        let mut rank = Rank {
+            number,
+            buffer,
+            x: Tensor::from_host(&stream, DType::Bf16, &[TOKENS, HIDDEN], &x)?,
+            topk_idx: TypedTensor::from_host(&stream, &[TOKENS, 2], &case.routing.flat_topk_idx(number))?,
+            experts: Tensor::from_host(&stream, DType::Bf16, &[3 * TOKENS, HIDDEN], &x.repeat(3))?,
+            stream,
+        };
+        group.barrier(PATIENCE)?;
+        let outcome = main(&mut rank);
+        group.barrier(PATIENCE)?;
+        outcome
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+/// Every rank but 1 runs into its deadline, for rank 1, in `operation`.
+fn expect_timeout(rank: &Rank, operation: &str, start: Instant) {
+    let error = rank.outcome().unwrap_err();
+    let Error::PeerTimeout { peer: 1, operation: ours, waited, .. } = &error else { panic!("{error}") };
+    assert_eq!(*ours, operation, "{error}");
+    assert!(
+        *waited >= DEADLINE && start.elapsed() < Duration::from_secs(10),
+        "{error} after {:?}",
+        start.elapsed()
+    );
+}
+
+#[test]
+fn a_rank_that_is_gone_before_the_dispatch() {
+    run(|rank| {
+        if rank.number == 1 {
+            return Ok(());
+        }
+        let (start, mut place) = (Instant::now(), rank.buffer.place(0)?);
+        drop(rank.dispatch(&mut place)?);
+        expect_timeout(rank, "low-latency dispatch", start);
+        // And is of no use any more.
+        assert!(matches!(rank.dispatch(&mut place), Err(Error::PeerTimeout { .. })));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_rank_that_is_gone_between_dispatch_and_combine() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?;
+        rank.outcome()?;
+        if rank.number == 1 {
+            return Ok(());
+        }
+        let start = Instant::now();
+        rank.combine(received)?;
+        expect_timeout(rank, "low-latency combine", start);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_rank_that_is_gone_after_some_rounds() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        for _ in 0..5 {
+            let received = rank.dispatch(&mut place)?;
+            rank.combine(received)?;
+        }
+        rank.outcome()?;
+        if rank.number == 1 {
+            return Ok(());
+        }
+        // All that is enqueued behind the first wait that expires ends at once.
+        let start = Instant::now();
+        for _ in 0..20 {
+            let Ok(received) = rank.dispatch(&mut place) else { break };
+            if rank.combine(received).is_err() {
+                break;
+            }
+        }
+        rank.stream.synchronize()?;
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+        assert!(matches!(rank.buffer.check(), Err(Error::PeerTimeout { peer: 1, .. })));
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_make_different_calls() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?;
+        rank.outcome()?;
+        if rank.number == 1 {
+            drop(received);
+            drop(rank.dispatch(&mut place)?);
+        } else {
+            rank.combine(received)?;
+        }
+        rank.stream.synchronize()?;
+        let error = rank.buffer.check().unwrap_err();
+        let named = match &error {
+            Error::OtherCall { ours, theirs, .. } => (ours.contains("dispatch"), theirs.contains("combine")),
+            // Whose place may still be in use waits for all before it looks at their calls.
+            Error::PeerTimeout { .. } if rank.number == 1 => return Ok(()),
+            other => panic!("{other}"),
+        };
+        assert_eq!(named, (rank.number == 1, rank.number == 1), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn an_expert_id_out_of_range_is_named() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        if rank.number == 2 {
+            rank.topk_idx = TypedTensor::from_host(&rank.stream, &[TOKENS, 2], &[0, 1, 2, -1, 4, 6, 5, 5])?;
+        }
+        drop(rank.dispatch(&mut place)?);
+        let outcome = rank.outcome();
+        if rank.number != 2 {
+            return outcome;
+        }
+        let error = outcome.unwrap_err();
+        assert!(
+            matches!(&error, Error::Argument { .. }) && error.to_string().contains("6 of token 2"),
+            "{error}"
+        );
+        Ok(())
+    });
+}
+
+#[test]
+fn arguments_that_do_not_fit() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let order = StreamOrder::on(&rank.stream);
+        let device = rank.stream.device();
+        let wide = Tensor::alloc(device, DType::Bf16, &[TOKENS, HIDDEN * 2])?;
+        let many = Tensor::alloc(device, DType::Bf16, &[TOKENS + 1, HIDDEN])?;
+        let float = Tensor::alloc(device, DType::F32, &[TOKENS, HIDDEN])?;
+        for x in [&wide, &many, &float] {
+            let request = DispatchRequest::new(x, &rank.topk_idx);
+            let error = rank.buffer.dispatch(&mut place, request, order).unwrap_err();
+            assert!(
+                matches!(error, Error::Shape { .. } | Error::Argument { .. } | Error::DType { .. }),
+                "{error}"
+            );
+        }
+        let quantise =
+            DispatchRequest::new(&rank.x, &rank.topk_idx).quantise(epoxide::low_latency::Quantise::Fp8);
+        assert!(rank.buffer.dispatch(&mut place, quantise, order).unwrap_err().to_string().contains("128"));
+        assert!(rank.buffer.place(0).unwrap_err().to_string().contains("handed out"));
+        assert!(rank.buffer.place(1).is_err());
+        // Nothing was enqueued.
+        let received = rank.dispatch(&mut place)?;
+        rank.combine(received)?;
+        rank.outcome()
+    });
+}
+
+#[test]
+fn options_that_break_a_rule() {
+    let outcome = run_threads(1, PATIENCE, |rank, group| {
+        let device = LowLatencyCase::new(routing(&[1], 1, 1, Style::DistinctTopK), 8).device(rank);
+        let fails = |options: Options, what: &str| {
+            let error = Buffer::new(device.clone(), &*group, options).unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+        };
+        fails(Options::new(0, 8, 1, 1), "max_tokens");
+        fails(Options::new(1025, 8, 1, 1), "max_tokens");
+        fails(Options::new(1, 12, 1, 1), "hidden");
+        fails(Options::new(1, 1 << 16, 1, 1), "hidden");
+        fails(Options::new(1, 8, 33, 1), "num_topk");
+        fails(Options::new(1, 8, 1, 0), "num_experts");
+        fails(Options::new(1, 8, 1, 1).places(0), "places");
+        fails(Options::new(1, 8, 1, 1).chunk_tokens(0), "chunk_tokens");
+        fails(Options::new(1, 8, 1, 1).num_sms(0), "num_sms");
+        Ok(())
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
+}

@@ -1,0 +1,83 @@
+//! Random routings, shapes and settings.
+
+use proptest::prelude::*;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::low_latency::Quantise;
+use epoxide_testing::low_latency::LowLatencyCase;
+use epoxide_testing::oracle::{Routing, Style};
+
+fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatencyCase> {
+    let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], 1..=most_ranks);
+    let topk = prop_oneof![9 => 1..=8u32, 1 => 9..=32u32];
+    let style = prop::sample::select(Style::ALL.to_vec());
+    let routing =
+        (tokens, topk, 1..=6u32, style, any::<u64>()).prop_map(|(tokens, topk, experts, style, seed)| {
+            let num_experts = experts * tokens.len() as u32;
+            Routing::random(&mut SmallRng::seed_from_u64(seed), &tokens, topk, num_experts, style)
+        });
+    let row = prop_oneof![
+        3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
+        1 => (1..=5u32).prop_map(|block| (128 * block, Quantise::Fp8)),
+        1 => (1..=5u32).prop_map(|block| (128 * block, Quantise::Fp8PowerOfTwo)),
+    ];
+    let settings = (
+        1..=12u32,
+        1..=6u32,
+        1..=3u32,
+        0..=3u32,
+        1..=3u32,
+        any::<(bool, bool)>(),
+        any::<(u64, Option<u32>)>(),
+    );
+    (routing, row, settings).prop_map(
+        |(
+            routing,
+            (hidden, quantise),
+            (chunk_tokens, sm_count, rounds, unanswered, places, (by_expert, weighted), (seed, schedule)),
+        )| {
+            LowLatencyCase {
+                quantise,
+                by_expert,
+                weighted: weighted && by_expert,
+                chunk_tokens,
+                sm_count,
+                rounds,
+                unanswered,
+                places,
+                seed,
+                schedule_seed: schedule.map(u64::from),
+                ..LowLatencyCase::new(routing, hidden)
+            }
+        },
+    )
+}
+
+fn config(cases: u32) -> ProptestConfig {
+    ProptestConfig { cases, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(config(96))]
+
+    #[test]
+    fn every_quantity_equals_the_oracle(case in case(24, 8)) {
+        case.check();
+    }
+}
+
+proptest! {
+    #![proptest_config(config(24))]
+
+    #[test]
+    fn the_checker_finds_nothing(case in case(6, 4), weak in any::<Option<u64>>()) {
+        let config = match weak {
+            None => CheckConfig::default(),
+            seed => CheckConfig { races: false, weak_memory: seed, ..CheckConfig::default() },
+        };
+        let schedule_seed = case.schedule_seed.or(Some(case.seed >> 8));
+        LowLatencyCase { checker: Some(Checker::new(config)), schedule_seed, ..case }.check();
+    }
+}
