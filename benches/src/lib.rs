@@ -8,6 +8,7 @@ mod bench;
 pub mod compare;
 pub mod counts;
 mod error;
+pub mod low_latency;
 pub mod measure;
 mod measured;
 pub mod model;

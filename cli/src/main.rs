@@ -7,6 +7,7 @@ mod cases;
 mod doctor;
 mod inspect;
 mod launch;
+mod low_latency;
 mod options;
 mod output;
 mod ranks;

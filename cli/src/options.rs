@@ -197,14 +197,12 @@ impl WorldFlags {
     pub fn topology(&self, default: Mode, group: Option<(u32, Option<u32>)>) -> Result<Topology> {
         let usage =
             |flag: &str, value: u32, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
-        if self.mode == Some(Mode::LowLatency) {
-            return Err(Stop::usage(
-                "--mode low-latency: not built yet: intranode or internode in this version",
-            ));
-        }
         match (self.mode, self.nodes) {
             (Some(Mode::Intranode), Some(nodes)) if nodes != 1 => {
                 return usage("--nodes", nodes, "--mode intranode has one node".into());
+            }
+            (Some(Mode::LowLatency), Some(nodes)) if nodes != 1 => {
+                return usage("--nodes", nodes, "--mode low-latency has one node in this version".into());
             }
             (Some(Mode::Internode), Some(1)) | (_, Some(0)) => {
                 let nodes = self.nodes.unwrap_or(0);
@@ -213,11 +211,11 @@ impl WorldFlags {
             _ => {}
         }
         let one_node = match (self.mode, self.nodes) {
-            (Some(mode), _) => mode == Mode::Intranode,
+            (Some(mode), _) => mode != Mode::Internode,
             (None, Some(nodes)) => nodes == 1,
             // A group that cannot be cut in two is one node.
             (None, None) => {
-                default == Mode::Intranode
+                default != Mode::Internode
                     || group.is_some_and(|(size, _)| {
                         self.ranks_per_node.map_or(size % 2 != 0, |asked| asked == size)
                     })
@@ -425,7 +423,11 @@ impl RoundTripFlags {
         };
         let config = config.map_err(|error| Stop::usage(format!("--num-sms: {error}")))?;
         Ok(Setup {
-            mode: if nodes == 1 { Mode::Intranode } else { Mode::Internode },
+            mode: match self.place.mode {
+                Some(Mode::LowLatency) => Mode::LowLatency,
+                _ if nodes == 1 => Mode::Intranode,
+                _ => Mode::Internode,
+            },
             nodes,
             ranks,
             tokens: self.tokens.unwrap_or(defaults.tokens),
@@ -536,7 +538,7 @@ mod tests {
     #[test]
     fn what_is_wrong_with_the_ranks_is_named() {
         for (line, group, flag) in [
-            ("--mode low-latency", None, "--mode low-latency"),
+            ("--mode low-latency --nodes 2", None, "--nodes 2"),
             ("--mode intranode --nodes 2", None, "--nodes 2"),
             ("--mode internode --nodes 1", None, "--nodes 1"),
             ("--nodes 0", None, "--nodes 0"),

@@ -22,11 +22,11 @@ use epoxide_testing::roundtrip::{Case, Expected, compare_weights};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
-use crate::cases;
 use crate::options::{Defaults, Mode, RoundTripFlags, RowType, Setup};
 use crate::output::{Voice, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::stop::{Result, Stop};
+use crate::{cases, low_latency};
 
 const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
 /// How far a received element may be from the rank number it was sent as.
@@ -136,6 +136,9 @@ struct Times {
 
 /// Runs the test and prints the object, if that was asked for.
 pub fn run(args: Args) -> Result<()> {
+    if args.shared.json && args.shared.place.mode == Some(Mode::LowLatency) {
+        return Err(Stop::usage("--json: not with --mode low-latency in this version: leave it out"));
+    }
     let (report, outcome) = execute(&args);
     // Where the ranks are other processes, rank 0 has printed it.
     let ours = report.config.is_some() || (report.error.is_some() && ranks::speaks());
@@ -167,6 +170,16 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
             change(&mut report.lock().unwrap_or_else(PoisonError::into_inner));
         }
     };
+    if setup.mode == Mode::LowLatency {
+        let (iterations, random) = (args.iterations(), args.random);
+        let work = low_latency::Work {
+            iterations,
+            random,
+            graph_replays: args.graph_replays,
+            neighbour: args.neighbour,
+        };
+        return low_latency::roundtrip(rank, run, work, &voice);
+    }
     let mut clock = Clock(Instant::now());
 
     // An interpreter has no cycles to spare.

@@ -30,6 +30,8 @@ const FP8_ERROR: f32 = 16.1;
 pub struct LowLatencyCase {
     /// Who goes where.
     pub routing: Routing,
+    /// Most tokens of a rank: what the buffer was made for.
+    pub max_tokens: u32,
     /// Elements of a row.
     pub hidden: u32,
     /// What happens to rows on their way.
@@ -60,6 +62,7 @@ impl LowLatencyCase {
     /// BF16 rows along a routing, weighted, by expert.
     pub fn new(routing: Routing, hidden: u32) -> LowLatencyCase {
         LowLatencyCase {
+            max_tokens: routing.max_tokens().max(1),
             routing,
             hidden,
             quantise: Quantise::Not,
@@ -79,7 +82,7 @@ impl LowLatencyCase {
     /// The options of its buffers.
     pub fn options(&self) -> Options {
         let routing = &self.routing;
-        Options::new(routing.max_tokens().max(1), self.hidden.into(), routing.num_topk, routing.num_experts)
+        Options::new(self.max_tokens, self.hidden.into(), routing.num_topk, routing.num_experts)
             .places(self.places)
             .chunk_tokens(self.chunk_tokens)
             .timeout(PATIENCE)
@@ -143,7 +146,30 @@ impl LowLatencyCase {
         crate::harness::assert_no_failures(failures);
     }
 
-    fn step_by_step(&self, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
+    /// Runs it on one rank, and compares all that there is after each step. Collective.
+    ///
+    /// # Errors
+    /// Where anything differs from the oracle, and those of the calls.
+    pub fn verify(&self, rank: &mut LowLatencyRank) -> Result<()> {
+        match self.step_by_step(rank)?.into_iter().next() {
+            None => Ok(()),
+            Some(what) => Err(Error::os("verify", what)),
+        }
+    }
+
+    /// What a rank gives to the calls of the first round.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn inputs(&self, rank: &LowLatencyRank) -> Result<LowLatencyInputs> {
+        LowLatencyInputs::upload(self, &Data::new(self, 0), rank.buffer.rank(), &rank.stream)
+    }
+
+    /// The same; gives all that differs.
+    ///
+    /// # Errors
+    /// Those of the calls.
+    pub fn step_by_step(&self, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
         let mut places = self.places(&rank.buffer)?;
         let (data, inputs) = self.rounds(rank)?;
         let mut differing = Vec::new();
@@ -180,7 +206,11 @@ impl LowLatencyCase {
         self.check_all_sums(rank, &sums, &data)
     }
 
-    fn replayed(&self, rank: &mut LowLatencyRank, replays: u32) -> Result<Vec<String>> {
+    /// Captures all rounds as one step, and runs it so many times on one rank; gives what differs in the end. Collective.
+    ///
+    /// # Errors
+    /// Those of the calls.
+    pub fn replayed(&self, rank: &mut LowLatencyRank, replays: u32) -> Result<Vec<String>> {
         let mut places = self.places(&rank.buffer)?;
         let (data, inputs) = self.rounds(rank)?;
         let sums = self.sums(rank)?;
@@ -210,7 +240,7 @@ impl LowLatencyCase {
         places: &mut [Place],
         sums: &Tensor<'static>,
         index: usize,
-        inputs: &Inputs,
+        inputs: &LowLatencyInputs,
     ) -> Result<()> {
         let LowLatencyRank { buffer, stream, .. } = rank;
         let order = StreamOrder::on(stream);
@@ -234,10 +264,10 @@ impl LowLatencyCase {
     }
 
     /// What goes in, in the rounds that differ.
-    fn rounds(&self, rank: &LowLatencyRank) -> Result<(Vec<Data>, Vec<Inputs>)> {
+    fn rounds(&self, rank: &LowLatencyRank) -> Result<(Vec<Data>, Vec<LowLatencyInputs>)> {
         let data: Vec<Data> =
             (0..self.rounds.min(DIFFERENT_ROUNDS)).map(|round| Data::new(self, round)).collect();
-        let upload = |data| Inputs::upload(self, data, rank.buffer.rank(), &rank.stream);
+        let upload = |data| LowLatencyInputs::upload(self, data, rank.buffer.rank(), &rank.stream);
         let inputs = data.iter().map(upload).collect::<Result<Vec<_>>>()?;
         rank.group.barrier(PATIENCE * 4)?;
         Ok((data, inputs))
@@ -287,7 +317,7 @@ impl LowLatencyCase {
         rank: u32,
     ) -> Result<Vec<String>> {
         let routing = &self.routing;
-        let (plan, max_tokens) = (low_latency_plan(routing, rank), routing.max_tokens().max(1));
+        let (plan, max_tokens) = (low_latency_plan(routing, rank), self.max_tokens);
         let rows = routing.num_ranks() * max_tokens;
         let mut differing = Vec::new();
         let mut equal = |what: String, got: Vec<i64>, want: Vec<i64>| {
@@ -426,7 +456,7 @@ impl Data {
 
 /// What a rank gives to one round's calls.
 #[derive(Debug)]
-struct Inputs {
+pub struct LowLatencyInputs {
     x: Tensor<'static>,
     topk_idx: TypedTensor<'static, i64>,
     weights: Option<TypedTensor<'static, f32>>,
@@ -434,8 +464,8 @@ struct Inputs {
     by_row: Tensor<'static>,
 }
 
-impl Inputs {
-    fn upload(case: &LowLatencyCase, data: &Data, rank: u32, stream: &Stream) -> Result<Inputs> {
+impl LowLatencyInputs {
+    fn upload(case: &LowLatencyCase, data: &Data, rank: u32, stream: &Stream) -> Result<LowLatencyInputs> {
         let (routing, hidden) = (&case.routing, u64::from(case.hidden));
         let tokens = u64::from(routing.num_tokens(rank));
         let x = data.x[rank as usize].concat();
@@ -444,7 +474,7 @@ impl Inputs {
             .weighted
             .then(|| TypedTensor::from_host(stream, &entries, &data.weights[rank as usize].concat()))
             .transpose()?;
-        let (plan, max_tokens) = (low_latency_plan(routing, rank), routing.max_tokens().max(1));
+        let (plan, max_tokens) = (low_latency_plan(routing, rank), case.max_tokens);
         let rows = u64::from(routing.num_ranks() * max_tokens);
         let device = stream.device();
         let experts = u64::from(routing.local_experts());
@@ -472,7 +502,7 @@ impl Inputs {
                 }
             }
         }
-        Ok(Inputs {
+        Ok(LowLatencyInputs {
             x: Tensor::from_host(stream, DType::Bf16, &[tokens, hidden], &x)?,
             topk_idx: TypedTensor::from_host(stream, &entries, &routing.flat_topk_idx(rank))?,
             weights,
@@ -481,11 +511,13 @@ impl Inputs {
         })
     }
 
-    fn experts(&self, case: &LowLatencyCase) -> ExpertRows<'_> {
+    /// What its experts made.
+    pub fn experts(&self, case: &LowLatencyCase) -> ExpertRows<'_> {
         if case.by_expert { ExpertRows::ByExpert(&self.by_expert) } else { ExpertRows::ByRow(&self.by_row) }
     }
 
-    fn request(&self, quantise: Quantise) -> DispatchRequest<'_> {
+    /// What it dispatches.
+    pub fn request(&self, quantise: Quantise) -> DispatchRequest<'_> {
         let request = DispatchRequest::new(&self.x, &self.topk_idx).quantise(quantise);
         match &self.weights {
             Some(weights) => request.topk_weights(weights),

@@ -10,6 +10,8 @@ use crate::stop::{Result, Stop};
 
 /// Multiprocessors unless the user says otherwise: enough to fill the links of an H200.
 const DEFAULT_SMS: u32 = 24;
+/// Tokens of each rank unless the user says otherwise.
+const DEFAULT_TOKENS: u32 = 4096;
 
 /// Flags of `epoxide bench`.
 #[derive(Debug, Clone, clap::Args)]
@@ -23,9 +25,9 @@ pub struct Args {
     /// Where the kernels run; the virtual GPU's times are those of an interpreter.
     #[arg(long, value_enum, default_value = "virtual")]
     pub device: DeviceKind,
-    /// Tokens per rank.
-    #[arg(long, env = "EPOXIDE_BENCH_TOKENS", default_value_t = 4096)]
-    pub tokens: u32,
+    /// Tokens per rank [default: 4096; with --mode low-latency each of 1, 2, 4 .. 1024].
+    #[arg(long, env = "EPOXIDE_BENCH_TOKENS")]
+    pub tokens: Option<u32>,
     /// Elements per row.
     #[arg(long, env = "EPOXIDE_BENCH_HIDDEN", default_value_t = 7168)]
     pub hidden: u64,
@@ -74,7 +76,8 @@ pub struct Args {
     pub masked: f64,
     /// Measure replays of CUDA graphs too, of one graph for each phase and one for cached dispatch + combine in pool: each replay by
     /// itself between two events, devices aligned before, with L2 as the replay before left it and with L2 emptied; and CHAIN replays
-    /// one after the other between two events, over CHAIN [default without =CHAIN: 128]. Of each iteration the slowest rank counts.
+    /// one after the other between two events, over CHAIN [default without =CHAIN: 128]. Of each iteration the slowest rank counts. With --mode low-latency nothing but graphs is
+    /// measured, and CHAIN are the pairs of one.
     #[arg(long, value_name = "CHAIN", num_args = 0..=1, require_equals = true, default_missing_value = "128",
         value_parser = clap::value_parser!(u32).range(1..))]
     pub graph: Option<u32>,
@@ -103,6 +106,9 @@ pub struct Args {
     /// File of a sweep's points, one JSON line each; points that it holds already are not measured again.
     #[arg(long, value_name = "FILE", requires = "sweep")]
     pub out: Option<PathBuf>,
+    /// With --mode low-latency: tokens of a rank that are said to be complete together.
+    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..))]
+    pub chunk_tokens: Option<u32>,
     /// Launch shapes.
     #[command(flatten)]
     pub tuning: TuningFlags,
@@ -160,7 +166,7 @@ impl Args {
             is_virtual: self.device == DeviceKind::Virtual,
             transport: self.network.transport.kind(),
             queues: self.network.queues(self.device),
-            tokens: self.tokens,
+            tokens: self.tokens.unwrap_or(DEFAULT_TOKENS),
             hidden: self.hidden,
             experts: self.experts,
             topk: self.topk,

@@ -6,6 +6,7 @@
 mod args;
 mod compare;
 mod csv;
+mod low_latency;
 mod model;
 mod network;
 mod plot;
@@ -20,6 +21,7 @@ use epoxide_bench::{Plan, trace};
 pub use args::Args;
 
 use self::start::{launched, measure_points};
+use crate::options::Mode;
 use crate::output;
 use crate::ranks;
 use crate::stop::{Result, Stop};
@@ -60,6 +62,9 @@ pub fn run(bench: &Bench) -> Result<()> {
         Some(Tool::Wire(args)) => return network::run(args),
     }
     let args = &bench.args;
+    if args.place.mode == Some(Mode::LowLatency) {
+        return low_latency::run(args);
+    }
     let plan = args.plan()?;
     if let Some(path) = &args.plot {
         plot::check_path(path)?;

@@ -1,0 +1,132 @@
+//! `epoxide roundtrip --mode low-latency`.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use epoxide::driver::Stream;
+use epoxide::low_latency::{Buffer, Quantise};
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
+use epoxide_testing::neighbour::Neighbour;
+use epoxide_testing::oracle::{Routing, Style};
+use epoxide_testing::payload::rng_of;
+use rand::Rng;
+
+use crate::options::{RowType, Setup};
+use crate::output::Voice;
+use crate::ranks::{Rank, Run};
+use crate::stop::{Result, Stop};
+
+/// What there is to do, beside the first round trips.
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// Round trips with new routings and contents.
+    pub iterations: u64,
+    /// With random numbers of tokens.
+    pub random: bool,
+    /// Replays of a graph.
+    pub graph_replays: u64,
+    /// Beside threads that use the same devices.
+    pub neighbour: bool,
+}
+
+/// Dispatches and combines on every rank, every bit against the oracle.
+pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice) -> Result<()> {
+    let setup = &run.setup;
+    let pause = Duration::from_micros(if rank.device.info().is_virtual { 5_000 } else { 100 });
+    let neighbour = work.neighbour.then(|| Neighbour::start(&rank.device, pause));
+    let first = rank.agree(case(setup, 0, false))?;
+    voice.doing("making the buffer");
+    let mut low_latency = rank.agree(join(rank, setup, &first).map_err(Stop::from))?;
+    voice.line(format!(
+        "[cfg] mode=low-latency num_ranks={} tokens={} hidden={} experts={} topk={} dtype={} device={:?} seed={:#x} pool_bytes={}",
+        setup.ranks,
+        setup.tokens,
+        setup.hidden,
+        setup.experts,
+        setup.topk,
+        setup.dtype.dtype(),
+        rank.device.info().name,
+        setup.seed,
+        low_latency.buffer.pool_bytes(),
+    ));
+
+    voice.doing("every bit against the oracle");
+    for by_expert in [true, false] {
+        let case = LowLatencyCase { by_expert, rounds: 2, ..first.clone() };
+        rank.gather(case.verify(&mut low_latency).map_err(Stop::from))?;
+    }
+    voice.line("[verify] OK (rows by expert and summed already: contents, tables, counts, exact sums)");
+
+    if work.iterations > 0 {
+        voice.doing("round trips");
+        voice.count(work.iterations);
+        let start = Instant::now();
+        rank.gather(iterate(setup, &mut low_latency, work, voice))?;
+        let (kind, seconds) =
+            (if work.random { "random round trips" } else { "round trips" }, start.elapsed().as_secs_f64());
+        voice.line(format!("[iterations] OK ({} {kind}, 0 mismatches, {seconds:.1} s)", work.iterations));
+    }
+    if work.graph_replays > 0 {
+        voice.doing("replays of a graph");
+        let replays = u32::try_from(work.graph_replays).unwrap_or(u32::MAX);
+        let case = LowLatencyCase { rounds: 3, ..first };
+        let differing = case.replayed(&mut low_latency, replays).map_err(Stop::from);
+        rank.gather(differing.and_then(|differing| {
+            differing.into_iter().next().map_or(Ok(()), |what| Err(Stop::failed(what)))
+        }))?;
+        voice.line(format!("[graph] OK ({replays} replays of 3 pairs, exact sums)"));
+    }
+    if let Some(neighbour) = neighbour {
+        let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
+        voice.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
+    }
+    // No rank leaves while another still uses its pool.
+    rank.gather(Ok(()))?;
+    voice.line("PASS");
+    Ok(())
+}
+
+fn join(rank: &Rank, setup: &Setup, case: &LowLatencyCase) -> epoxide::Result<LowLatencyRank> {
+    let options = case.options().timeout(Duration::from_secs(setup.timeout));
+    let buffer = Buffer::new(rank.device.clone(), &*rank.group, options)?;
+    let stream = Arc::new(Stream::new(&rank.device, false)?);
+    Ok(LowLatencyRank { buffer, group: rank.group.clone(), stream })
+}
+
+/// A round trip of a setup; `random`: of any number of tokens on each rank up to the setup's. A different `number` is a different case.
+fn case(setup: &Setup, number: u64, random: bool) -> Result<LowLatencyCase> {
+    let mut rng = rng_of(&[setup.seed, number]);
+    let tokens = (0..setup.ranks)
+        .map(|_| if random { rng.random_range(0..=setup.tokens) } else { setup.tokens })
+        .collect::<Vec<_>>();
+    let style =
+        if number == 0 { Style::WithHoles } else { Style::ALL[rng.random_range(0..Style::ALL.len())] };
+    let routing = Routing::random(&mut rng, &tokens, setup.topk, setup.experts, style);
+    let hidden = u32::try_from(setup.hidden)
+        .map_err(|_| Stop::usage(format!("--hidden {}: too large", setup.hidden)))?;
+    let quantise = match (setup.dtype, number % 2) {
+        (RowType::Fp8, 0) => Quantise::Fp8,
+        (RowType::Fp8, _) => Quantise::Fp8PowerOfTwo,
+        _ => Quantise::Not,
+    };
+    Ok(LowLatencyCase {
+        max_tokens: setup.tokens.max(1),
+        quantise,
+        by_expert: number % 3 != 2,
+        chunk_tokens: 32,
+        seed: rng.random(),
+        ..LowLatencyCase::new(routing, hidden)
+    })
+}
+
+fn iterate(setup: &Setup, rank: &mut LowLatencyRank, work: Work, voice: &Voice) -> Result<()> {
+    let mut failure = None;
+    for number in 1..=work.iterations {
+        let case = case(setup, number, work.random)?;
+        let differing = case.step_by_step(rank).map_err(Stop::from)?;
+        // The others would wait for a rank that stops here.
+        failure = failure.or(differing.into_iter().next().map(|what| format!("iteration {number}: {what}")));
+        voice.step();
+    }
+    failure.map_or(Ok(()), |failure| Err(Stop::failed(failure)))
+}
