@@ -87,7 +87,7 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice) -> Result<()
 }
 
 fn join(rank: &Rank, setup: &Setup, case: &LowLatencyCase) -> epoxide::Result<LowLatencyRank> {
-    let options = case.options().timeout(Duration::from_secs(setup.timeout));
+    let options = case.options().timeout(Duration::from_secs(setup.timeout)).num_sms(setup.num_sms);
     let buffer = Buffer::new(rank.device.clone(), &*rank.group, options)?;
     let stream = Arc::new(Stream::new(&rank.device, false)?);
     Ok(LowLatencyRank { buffer, group: rank.group.clone(), stream })

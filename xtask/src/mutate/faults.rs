@@ -6,7 +6,7 @@ use std::fmt;
 use super::text::{Body, Line, Place};
 
 /// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
-pub const KERNELS: [&str; 10] = [
+pub const KERNELS: [&str; 12] = [
     "dispatch_layout",
     "notify",
     "dispatch",
@@ -17,6 +17,8 @@ pub const KERNELS: [&str; 10] = [
     "internode_notify",
     "internode_dispatch",
     "internode_combine",
+    "low_latency_dispatch",
+    "low_latency_combine",
 ];
 
 /// What is wrong in a faulty kernel.
@@ -377,7 +379,7 @@ fn polled(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
 fn compared(line: &Line, at: usize, operands: &[&str], carried: &HashSet<String>, sites: &mut Vec<Site>) {
     let &[predicate, left, right] = operands else { return };
     let opcode = line.opcode();
-    let bits = if opcode.ends_with("64") { 64 } else { 32 };
+    let bits = [64, 16].into_iter().find(|bits| opcode.ends_with(&bits.to_string())).unwrap_or(32);
     let seen = if carried.contains(left) { left } else { right };
     // A value compared with itself: equal, at least, not less, not other. Whichever way round the branch is, the wait is over.
     let ignored = format!("{opcode} {predicate}, {seen}, {seen};");

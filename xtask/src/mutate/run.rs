@@ -21,8 +21,8 @@ const PTX_VARIABLE: &str = "EPOXIDE_PTX";
 /// What makes a run small: the checks are the same for all sizes.
 const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-sms 4 --timeout 20";
 /// Round trips that together run every line that a round trip can: within a node, across mapped nodes and through queues, rows of one
-/// piece and of several, with scales, with sizes that differ between ranks, and replayed.
-const WORKLOADS: [&str; 7] = [
+/// piece and of several, with scales, with sizes that differ between ranks, and replayed; and low latency.
+const WORKLOADS: [&str; 9] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm",
@@ -30,6 +30,8 @@ const WORKLOADS: [&str; 7] = [
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --dtype fp8 --iterations 3 --random",
     "--mode intranode --ranks-per-node 2 --tokens 96 --hidden 6144 --graph-replays 3",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --tokens 96 --hidden 6144 --graph-replays 3",
+    "--mode low-latency --ranks-per-node 3 --iterations 4 --random",
+    "--mode low-latency --ranks-per-node 3 --dtype fp8 --iterations 2 --graph-replays 3",
 ];
 /// Bytes of output that are looked at.
 const LONGEST_OUTPUT: usize = 1 << 20;
