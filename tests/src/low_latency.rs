@@ -11,7 +11,9 @@ use epoxide::driver::{Device, Stream};
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
-use epoxide::low_latency::{Buffer, DispatchRequest, ExpertRows, Options, Place, Quantise, Received};
+use epoxide::low_latency::{
+    Buffer, Combined, DispatchRequest, ExpertRows, Options, Place, Quantise, Received,
+};
 use epoxide::{Error, Result};
 
 use crate::harness::PATIENCE;
@@ -40,6 +42,8 @@ pub struct LowLatencyCase {
     pub by_expert: bool,
     /// Whether tokens have weights, else 1.
     pub weighted: bool,
+    /// Whether each call is made in two halves.
+    pub halves: bool,
     /// Tokens of a chunk.
     pub chunk_tokens: u32,
     /// Multiprocessors of each device.
@@ -68,6 +72,7 @@ impl LowLatencyCase {
             quantise: Quantise::Not,
             by_expert: true,
             weighted: true,
+            halves: false,
             chunk_tokens: 4,
             sm_count: 3,
             rounds: 1,
@@ -177,10 +182,10 @@ impl LowLatencyCase {
             let LowLatencyRank { buffer, stream, .. } = &mut *rank;
             let order = StreamOrder::on(stream);
             let place = &mut places[index % self.places as usize];
-            let received = buffer.dispatch(place, inputs.request(self.quantise), order)?;
+            let received = self.dispatch(buffer, place, inputs, order)?;
             let mut note = self.check_received(&received, data, stream, buffer.rank())?;
             if self.is_answered(index) {
-                let combined = buffer.combine(received, inputs.experts(self), order)?;
+                let combined = self.combine(buffer, received, inputs, order)?;
                 let got: Vec<bf16> = combined.x.to_host(stream)?;
                 note.extend(self.check_sums(&got, data, buffer.rank()));
             }
@@ -245,14 +250,44 @@ impl LowLatencyCase {
         let LowLatencyRank { buffer, stream, .. } = rank;
         let order = StreamOrder::on(stream);
         let place = &mut places[index % self.places as usize];
-        let received = buffer.dispatch(place, inputs.request(self.quantise), order)?;
+        let received = self.dispatch(buffer, place, inputs, order)?;
         if !self.is_answered(index) {
             return Ok(());
         }
-        let combined = buffer.combine(received, inputs.experts(self), order)?;
+        let combined = self.combine(buffer, received, inputs, order)?;
         let bytes = combined.x.rows() * combined.x.row_bytes();
         // SAFETY: both tensors have so many bytes, and outlive the stream's work: memory goes back behind it.
         unsafe { stream.copy(sums.ptr().add(index as u64 * bytes), combined.x.ptr(), bytes) }
+    }
+
+    fn dispatch<'p>(
+        &self,
+        buffer: &mut Buffer,
+        place: &'p mut Place,
+        inputs: &LowLatencyInputs,
+        order: StreamOrder<'_>,
+    ) -> Result<Received<'p>> {
+        let request = inputs.request(self.quantise);
+        if self.halves {
+            buffer.dispatch_send(place, request, order)?.receive(order)
+        } else {
+            buffer.dispatch(place, request, order)
+        }
+    }
+
+    fn combine<'p>(
+        &self,
+        buffer: &mut Buffer,
+        received: Received<'p>,
+        inputs: &LowLatencyInputs,
+        order: StreamOrder<'_>,
+    ) -> Result<Combined<'p>> {
+        let rows = inputs.experts(self);
+        if self.halves {
+            buffer.combine_send(received, rows, order)?.receive(order)
+        } else {
+            buffer.combine(received, rows, order)
+        }
     }
 
     fn is_answered(&self, round: usize) -> bool {

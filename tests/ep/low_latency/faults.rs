@@ -191,6 +191,19 @@ fn an_expert_id_out_of_range_is_named() {
 }
 
 #[test]
+fn rows_that_were_sent_and_are_never_received() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+        let order = StreamOrder::on(&rank.stream);
+        drop(rank.buffer.dispatch_send(&mut place, request, order)?);
+        let error = rank.dispatch(&mut place).unwrap_err();
+        assert!(matches!(error, Error::Broken { call: "low-latency dispatch", .. }), "{error}");
+        rank.stream.synchronize()
+    });
+}
+
+#[test]
 fn arguments_that_do_not_fit() {
     run(|rank| {
         let mut place = rank.buffer.place(0)?;

@@ -29,19 +29,28 @@ fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatency
         1..=3u32,
         0..=3u32,
         1..=3u32,
-        any::<(bool, bool)>(),
+        any::<(bool, bool, bool)>(),
         any::<(u64, Option<u32>)>(),
     );
     (routing, row, settings).prop_map(
         |(
             routing,
             (hidden, quantise),
-            (chunk_tokens, sm_count, rounds, unanswered, places, (by_expert, weighted), (seed, schedule)),
+            (
+                chunk_tokens,
+                sm_count,
+                rounds,
+                unanswered,
+                places,
+                (by_expert, weighted, halves),
+                (seed, schedule),
+            ),
         )| {
             LowLatencyCase {
                 quantise,
                 by_expert,
                 weighted: weighted && by_expert,
+                halves,
                 chunk_tokens,
                 sm_count,
                 rounds,

@@ -16,6 +16,12 @@ fn a_thousand_pairs_without_the_host() {
 }
 
 #[test]
+fn calls_in_halves() {
+    LowLatencyCase { halves: true, ..case(200) }.check_chained();
+    LowLatencyCase { halves: true, places: 2, unanswered: 3, ..case(7) }.check_replayed(5);
+}
+
+#[test]
 fn several_places_in_turn() {
     LowLatencyCase { places: 3, ..case(100) }.check_chained();
     LowLatencyCase { places: 2, ..case(10) }.check();
@@ -51,6 +57,7 @@ fn the_checker_finds_nothing_in_many_rounds() {
                 checker: Some(Checker::new(config)),
                 schedule_seed,
                 unanswered: seed as u32 % 4,
+                halves: seed % 2 == 1,
                 ..small.clone()
             };
             case.check();

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use epoxide_gpu::kernels::{Kernel as _, LowLatencyCombine, LowLatencyDispatch};
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LOCAL_STATE, LocalState, LowLatencyArgs, LowLatencyCall, STATUS, Section, Status, phase,
+    Comm, DevicePtr, LOCAL_STATE, LocalState, LowLatencyArgs, LowLatencyCall, STATUS, Section, Status,
 };
 
 use super::layout::{OwnLayout, PoolLayout};
@@ -20,9 +20,6 @@ use crate::ep::tensor::Owner;
 use crate::ep::{StreamOrder, Topology};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-
-/// Threads of a block.
-pub(super) const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
 
 /// Moves decode-sized batches between the ranks of one node. One per rank; every method that says so is collective.
 ///
@@ -43,6 +40,8 @@ pub struct Buffer {
     pub(super) sequence: Arc<Sequence>,
     pub(super) activity: Arc<Activity>,
     captured_end: Event,
+    /// The operation whose rows have left and which nobody has received yet.
+    pub(super) sent: Option<&'static str>,
     /// What recordings use: nobody says when those end.
     kept: Vec<Owner>,
     pub(super) status: Arc<MappedMemory>,
@@ -117,6 +116,7 @@ impl Buffer {
             activity: Activity::list(id, &device, &sequence, &status),
             sequence,
             captured_end: Event::new(&device, false)?,
+            sent: None,
             kept: Vec::new(),
             status,
             device,
@@ -196,7 +196,7 @@ impl Buffer {
             num_topk: self.options.num_topk,
             local_experts: self.local_experts(),
             chunk_tokens: self.options.chunk_tokens,
-            phases: phase::SEND | phase::RECEIVE,
+            phases: 0,
         }
     }
 
@@ -216,6 +216,10 @@ impl Buffer {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
+        if let Some(call) = self.sent {
+            let reason = "its rows have left, but what it brings was not received".into();
+            return Err(Error::Broken { call, reason });
+        }
         self.check()?;
         let caller = order.caller;
         let capturing = caller.is_capturing()?;

@@ -3,11 +3,11 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use epoxide_gpu::kernels::{Kernel as _, LOW_LATENCY_SHARED_BYTES, LowLatencyCombine};
 use epoxide_gpu::layout::LowLatencyCombineArgs;
 
-use super::buffer::{Buffer, THREADS};
+use super::buffer::Buffer;
 use super::dispatch::Received;
+use super::halves::{Arguments, Halves, Operation, Pending};
 use super::place::{Lease, Place};
 use crate::driver::Event;
 use crate::ep::tensor::Owner;
@@ -33,7 +33,7 @@ pub struct Combined<'p> {
     pub x: Tensor<'p>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
-    place: PhantomData<&'p mut Place>,
+    pub(super) place: PhantomData<&'p mut Place>,
 }
 
 impl Buffer {
@@ -49,6 +49,31 @@ impl Buffer {
         rows: ExpertRows<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Combined<'p>> {
+        let (operation, combined) = self.prepare_combine(received, rows)?;
+        let event = self.launch(order, &operation, Halves::BOTH)?;
+        Ok(Combined { event, ..combined })
+    }
+
+    /// The first half of [`Buffer::combine`]: rows go back. The second, [`Pending::receive`], waits for those of the peers and sums; no
+    /// multiprocessor is held in between.
+    ///
+    /// # Errors
+    /// As [`Buffer::dispatch`].
+    pub fn combine_send<'b, 'p>(
+        &'b mut self,
+        received: Received<'p>,
+        rows: ExpertRows<'_>,
+        order: StreamOrder<'_>,
+    ) -> Result<Pending<'b, Combined<'p>>> {
+        let (operation, combined) = self.prepare_combine(received, rows)?;
+        self.send(order, operation, combined)
+    }
+
+    fn prepare_combine<'p>(
+        &self,
+        received: Received<'p>,
+        rows: ExpertRows<'_>,
+    ) -> Result<(Operation, Combined<'p>)> {
         let (num_tokens, place) = (received.num_local_tokens, received.lease.0.clone());
         self.check_place(&place)?;
         let hidden = self.options.hidden;
@@ -66,19 +91,18 @@ impl Buffer {
             row_bytes: (hidden * 2) as u32,
             by_expert,
         };
-        let grid = self.blocks_for(self.options.max_tokens * self.num_ranks());
         // Whoever was given the rows on other streams comes first: peers may overwrite them once this rank has entered the combine.
         drop(received);
-        let uses: Vec<Owner> = x.owner().cloned().into_iter().collect();
-        let event = self.run(order, "low-latency combine", &place, uses, |buffer, stream| {
-            // SAFETY: the rows go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
-            unsafe {
-                let call = LowLatencyCombine::call(args);
-                stream.call(&buffer.combine_kernel, grid, THREADS, LOW_LATENCY_SHARED_BYTES, call)
-            }
-        })?;
+        let operation = Operation {
+            name: "low-latency combine",
+            kernel: Arguments::Combine(args),
+            place: place.clone(),
+            send_blocks: self.options.max_tokens * self.num_ranks(),
+            receive_blocks: num_tokens,
+            uses: x.owner().cloned().into_iter().collect(),
+        };
         let owner = Arc::new(Lease(place.clone())) as Owner;
         let x = Tensor::in_memory(place.combined_x, DType::Bf16, &[num_tokens.into(), hidden], owner);
-        Ok(Combined { x, event, place: PhantomData })
+        Ok((operation, Combined { x, event: None, place: PhantomData }))
     }
 }

@@ -3,10 +3,10 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use epoxide_gpu::kernels::{Kernel as _, LOW_LATENCY_SHARED_BYTES, LowLatencyDispatch};
 use epoxide_gpu::layout::{self, DevicePtr, LowLatencyDispatchArgs, MAX_RANKS, SCALE_BLOCK, row_stride};
 
-use super::buffer::{Buffer, THREADS};
+use super::buffer::Buffer;
+use super::halves::{Arguments, Halves, Operation, Pending};
 use super::place::{Lease, Place};
 use crate::driver::Event;
 use crate::ep::tensor::Owner;
@@ -102,6 +102,31 @@ impl Buffer {
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
+        let (operation, received) = self.prepare_dispatch(place, request)?;
+        let event = self.launch(order, &operation, Halves::BOTH)?;
+        Ok(Received { event, ..received })
+    }
+
+    /// The first half of [`Buffer::dispatch`]: rows leave. The second, [`Pending::receive`], waits for those of the peers; no multiprocessor
+    /// is held in between.
+    ///
+    /// # Errors
+    /// As [`Buffer::dispatch`].
+    pub fn dispatch_send<'b, 'p>(
+        &'b mut self,
+        place: &'p mut Place,
+        request: DispatchRequest<'_>,
+        order: StreamOrder<'_>,
+    ) -> Result<Pending<'b, Received<'p>>> {
+        let (operation, received) = self.prepare_dispatch(place, request)?;
+        self.send(order, operation, received)
+    }
+
+    fn prepare_dispatch<'p>(
+        &self,
+        place: &'p mut Place,
+        request: DispatchRequest<'_>,
+    ) -> Result<(Operation, Received<'p>)> {
         let place = &place.0;
         self.check_place(place)?;
         let DispatchRequest { x, topk_idx, topk_weights, scales, quantise } = request;
@@ -158,21 +183,19 @@ impl Buffer {
             } as u32,
             reserved: 0,
         };
-        let grid = self.blocks_for(num_tokens.max(self.local_experts()));
         let uses = [x.owner(), topk_idx.owner()].into_iter();
         let uses = uses.chain([
             topk_weights.and_then(|weights| weights.owner()),
             scales.and_then(|scales| scales.owner()),
         ]);
-        let uses: Vec<Owner> = uses.flatten().cloned().collect();
-        let event = self.run(order, "low-latency dispatch", place, uses, |buffer, stream| {
-            // SAFETY: inputs go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
-            unsafe {
-                let call = LowLatencyDispatch::call(args);
-                stream.call(&buffer.dispatch_kernel, grid, THREADS, LOW_LATENCY_SHARED_BYTES, call)
-            }
-        })?;
-
+        let operation = Operation {
+            name: "low-latency dispatch",
+            kernel: Arguments::Dispatch(args),
+            place: place.clone(),
+            send_blocks: num_tokens,
+            receive_blocks: self.local_experts(),
+            uses: uses.flatten().cloned().collect(),
+        };
         let lease = Arc::new(Lease(place.clone()));
         let owner = || lease.clone() as Owner;
         let (rows, experts, ranks) =
@@ -181,7 +204,7 @@ impl Buffer {
         let tables = &place.tables;
         let x = Tensor::in_memory(pool.add(place.at.recv_x), dtype, &[rows, hidden], owner());
         let of_experts = |ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner());
-        Ok(Received {
+        let received = Received {
             x: x.with_row_stride(row_stride(row_bytes)),
             scales: with_scales
                 .then(|| TypedTensor::in_memory(pool.add(place.at.recv_scales), &[of_row, rows], owner())),
@@ -190,11 +213,12 @@ impl Buffer {
             expert_rows: of_experts(tables.expert_rows),
             src_info: of_experts(tables.src_info),
             layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner()),
-            event,
+            event: None,
             num_local_tokens: num_tokens,
             lease,
             place: PhantomData,
-        })
+        };
+        Ok((operation, received))
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {

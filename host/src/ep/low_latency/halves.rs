@@ -1,0 +1,136 @@
+//! The halves of an operation, and how they are launched.
+
+use std::sync::Arc;
+
+use epoxide_gpu::kernels::{Kernel as _, LOW_LATENCY_SHARED_BYTES, LowLatencyCombine, LowLatencyDispatch};
+use epoxide_gpu::layout::{LowLatencyCombineArgs, LowLatencyDispatchArgs, phase};
+
+use super::buffer::Buffer;
+use super::combine::Combined;
+use super::dispatch::Received;
+use super::place::PlaceState;
+use crate::driver::Event;
+use crate::ep::StreamOrder;
+use crate::ep::tensor::Owner;
+use crate::error::Result;
+
+/// Threads of a block.
+const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
+
+/// An operation that is ready to be launched.
+#[derive(Debug)]
+pub(super) struct Operation {
+    pub name: &'static str,
+    pub kernel: Arguments,
+    pub place: Arc<PlaceState>,
+    /// Pieces of work of either half: so many blocks have some.
+    pub send_blocks: u32,
+    pub receive_blocks: u32,
+    /// What must live as long as a recording of it.
+    pub uses: Vec<Owner>,
+}
+
+/// Of either kernel.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Arguments {
+    Dispatch(LowLatencyDispatchArgs),
+    Combine(LowLatencyCombineArgs),
+}
+
+/// Which halves of an operation a launch has.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Halves(u32);
+
+impl Halves {
+    pub const BOTH: Halves = Halves(phase::SEND | phase::RECEIVE);
+    const SEND: Halves = Halves(phase::SEND);
+    const RECEIVE: Halves = Halves(phase::RECEIVE);
+}
+
+/// What an operation will have brought when its second half has run: [`Pending::receive`] launches that. Nothing else can be done with the
+/// buffer before; dropped without it, the buffer is of no use, since the peers count on it.
+#[derive(Debug)]
+#[must_use = "the peers wait for its second half: call `receive`"]
+pub struct Pending<'b, T> {
+    buffer: &'b mut Buffer,
+    operation: Operation,
+    output: T,
+}
+
+impl<'p> Pending<'_, Received<'p>> {
+    /// Launches the second half: waits for the peers' rows, and says which expert has which.
+    ///
+    /// # Errors
+    /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
+    pub fn receive(self, order: StreamOrder<'_>) -> Result<Received<'p>> {
+        let (event, output) = self.launch(order)?;
+        Ok(Received { event, ..output })
+    }
+}
+
+impl<'p> Pending<'_, Combined<'p>> {
+    /// Launches the second half: waits for the peers' rows, and sums.
+    ///
+    /// # Errors
+    /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
+    pub fn receive(self, order: StreamOrder<'_>) -> Result<Combined<'p>> {
+        let (event, output) = self.launch(order)?;
+        Ok(Combined { event, ..output })
+    }
+}
+
+impl<T> Pending<'_, T> {
+    fn launch(self, order: StreamOrder<'_>) -> Result<(Option<Event>, T)> {
+        let sent = self.buffer.sent.take();
+        let event = self.buffer.launch(order, &self.operation, Halves::RECEIVE);
+        if event.is_err() {
+            self.buffer.sent = sent;
+        }
+        Ok((event?, self.output))
+    }
+}
+
+impl Buffer {
+    /// Launches the first half of an operation.
+    pub(super) fn send<T>(
+        &mut self,
+        order: StreamOrder<'_>,
+        operation: Operation,
+        output: T,
+    ) -> Result<Pending<'_, T>> {
+        self.launch(order, &operation, Halves::SEND)?;
+        self.sent = Some(operation.name);
+        Ok(Pending { buffer: self, operation, output })
+    }
+
+    /// Launches halves of an operation; gives the event of an asynchronous call.
+    pub(super) fn launch(
+        &mut self,
+        order: StreamOrder<'_>,
+        operation: &Operation,
+        halves: Halves,
+    ) -> Result<Option<Event>> {
+        let blocks = [(phase::SEND, operation.send_blocks), (phase::RECEIVE, operation.receive_blocks)];
+        let blocks = blocks.into_iter().filter(|(half, _)| halves.0 & half != 0).map(|(_, blocks)| blocks);
+        let grid = self.blocks_for(blocks.max().unwrap_or(1));
+        let uses = operation.uses.iter().cloned();
+        self.run(order, operation.name, &operation.place, uses, |buffer, stream| {
+            let shared = LOW_LATENCY_SHARED_BYTES;
+            // SAFETY: inputs go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
+            unsafe {
+                match operation.kernel {
+                    Arguments::Dispatch(mut args) => {
+                        args.common.phases = halves.0;
+                        let call = LowLatencyDispatch::call(args);
+                        stream.call(&buffer.dispatch_kernel, grid, THREADS, shared, call)
+                    }
+                    Arguments::Combine(mut args) => {
+                        args.common.phases = halves.0;
+                        let call = LowLatencyCombine::call(args);
+                        stream.call(&buffer.combine_kernel, grid, THREADS, shared, call)
+                    }
+                }
+            }
+        })
+    }
+}
