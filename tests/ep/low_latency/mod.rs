@@ -1,5 +1,6 @@
 //! Low latency on virtual GPUs, against the oracle.
 
+mod acceptance;
 mod faults;
 mod property;
 mod rounds;
