@@ -8,7 +8,7 @@ use super::exit::FirstFailure;
 use super::plan::Launch;
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
-use crate::group::{Store, TcpStore};
+use crate::group::{JobSecret, Store, TcpStore};
 
 /// How long the launchers wait for each other to come.
 const JOIN: Duration = Duration::from_secs(300);
@@ -75,13 +75,14 @@ impl Launchers {
     pub fn join(
         launch: &Launch,
         endpoint: &(String, u16),
+        secret: Option<&JobSecret>,
         signals: Option<&mut Signals>,
     ) -> Result<Launchers> {
         let (host, port) = endpoint;
         let (node, nodes) = (launch.nodes.rank, launch.nodes.count);
         let store = match node {
-            0 => TcpStore::host(*port, ANSWER, ANSWER)?,
-            _ => TcpStore::connect(host, *port, JOIN)?,
+            0 => TcpStore::host_at(host, *port, ANSWER, ANSWER, secret)?,
+            _ => TcpStore::connect_with_secret(host, *port, JOIN, secret)?,
         };
         let mut launchers = Launchers { store, node, nodes, run_id: launch.run_id.clone() };
         let shape = Shape { nodes, ranks_per_node: launch.ranks_per_node, max_restarts: launch.max_restarts };

@@ -10,8 +10,8 @@ use super::phase::Phase;
 use super::store_directory::StoreDirectory;
 use super::watched::{Process, Watched};
 use crate::error::{Error, Result};
-use crate::group::FileStore;
 use crate::group::env::{LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, STORE, WORLD_SIZE};
+use crate::group::{FileStore, JobSecret};
 
 /// How long a rank that was asked to end (SIGTERM) may take before it is killed.
 const TERMINATION: Duration = Duration::from_secs(1);
@@ -19,8 +19,8 @@ const TERMINATION: Duration = Duration::from_secs(1);
 /// Starts `size` ranks as processes and waits until all have ended.
 ///
 /// `command` makes each rank's command line; [`RANK`], [`WORLD_SIZE`], [`LOCAL_RANK`], [`LOCAL_WORLD_SIZE`] and
-/// [`STORE`] are added to its environment, so that the rank can call [`rendezvous`](crate::group::rendezvous). The store is a
-/// fresh directory, removed at the end.
+/// [`STORE`] are added to its environment, so that the rank can call [`rendezvous`](crate::group::rendezvous), and a
+/// [`JobSecret`], which is new unless this process's environment has one. The store is a fresh directory, removed at the end.
 ///
 /// When a rank fails, the store is given up, so that the others fail at their next call of the group; those still
 /// running after `grace` are sent SIGTERM, and a second later SIGKILL. All processes are waited for in every case,
@@ -35,6 +35,7 @@ pub fn spawn_ranks(
     }
     let directory = StoreDirectory::create()?;
     let store = FileStore::new(&directory.path)?;
+    let secret = JobSecret::from_env()?.map_or_else(JobSecret::generate, Ok)?;
     let mut ranks = Watched::default();
     for rank in 0..size {
         let mut command = command(rank)?;
@@ -44,6 +45,7 @@ pub fn spawn_ranks(
             .env(LOCAL_RANK, rank.to_string())
             .env(LOCAL_WORLD_SIZE, size.to_string())
             .env(STORE, format!("file://{}", directory.path.display()));
+        secret.give_to(&mut command);
         die_with_parent(&mut command);
         match command.spawn() {
             Ok(child) => ranks.0.push(Process::new(rank, 0, child, false)),

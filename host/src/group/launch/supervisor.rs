@@ -38,13 +38,21 @@ impl Launch {
         command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<LaunchEnd> {
         self.check()?;
+        let secret = self.job_secret()?;
         let launchers = match &self.nodes.endpoint {
             Some(endpoint) if self.nodes.count > 1 => {
-                Some(Launchers::join(self, endpoint, signals.as_deref_mut())?)
+                Some(Launchers::join(self, endpoint, secret.as_ref(), signals.as_deref_mut())?)
             }
             _ => None,
         };
         let launchers = launchers.as_ref();
+        let command = |environment: &RankEnvironment| {
+            let mut command = command(environment)?;
+            if let Some(secret) = &secret {
+                secret.give_to(&mut command);
+            }
+            Ok(command)
+        };
         for restarts in 0.. {
             let (failure, signal) = self.attempt(restarts, signals.as_deref_mut(), launchers, &command)?;
             match failure {
