@@ -16,7 +16,7 @@ use rustix::net::{
     sendmsg, socket_with,
 };
 
-use super::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
+use super::strangers::{ACCEPT_SLICE, BACKLOG, ConnectionLimits, Next, Strangers};
 use crate::error::{Error, Result};
 
 /// Most descriptors that one rank can give in one exchange; the kernel's limit per packet is 253.
@@ -62,8 +62,8 @@ impl Mailbox {
         let socket = open_socket()?;
         let name = SocketAddrUnix::new_abstract_name(&address[TOKEN_BYTES..]).map_err(os("bind"))?;
         bind(&socket, &name).map_err(os("bind"))?;
+        listen(&socket, BACKLOG).map_err(os("listen"))?;
         let strangers = Strangers::new("descriptor mailbox", limits, size as usize);
-        listen(&socket, strangers.backlog()).map_err(os("listen"))?;
         Ok(Mailbox { socket, address, strangers })
     }
 
@@ -249,6 +249,26 @@ mod tests {
         let received = mailbox.receive(0, 2, Duration::from_secs(10), || Ok(())).unwrap();
         let Received::All(all) = received else { panic!("{received:?}") };
         assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, 2]);
+    }
+
+    #[test]
+    fn the_silent_make_room() {
+        let limits = ConnectionLimits { strangers: 50, ..ConnectionLimits::default() };
+        let mailbox = Mailbox::open(2, &limits).unwrap();
+        let address = mailbox.address().to_vec();
+        let name = SocketAddrUnix::new_abstract_name(&address[TOKEN_BYTES..]).unwrap();
+        let silent: Vec<OwnedFd> = (0..300)
+            .map(|_| {
+                let socket = open_socket().unwrap();
+                connect(&socket, &name).unwrap();
+                socket
+            })
+            .collect();
+        send(&address, 1, 0, &[std::io::stdin().as_fd()], Duration::ZERO).unwrap();
+        let patient = |mailbox: Mailbox| mailbox.receive(0, 2, Duration::from_secs(60), || Ok(())).unwrap();
+        let Received::All(all) = patient(mailbox) else { panic!("nothing came") };
+        assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, 1]);
+        drop(silent);
     }
 
     #[test]

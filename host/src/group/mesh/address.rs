@@ -9,6 +9,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::group::strangers::BACKLOG;
 
 /// Variable with the network interface, or its address, that ranks of other hosts reach this one by.
 pub const SOCKET_IFNAME: &str = "EPOXIDE_SOCKET_IFNAME";
@@ -59,17 +60,18 @@ impl Listener {
         let token = hex(&random[..16]);
         let unix = format!("epoxide-mesh-{}-{}", std::process::id(), hex(&random[16..]));
 
-        let backlog = i32::try_from(size).unwrap_or(i32::MAX).max(16);
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
             .map_err(os("socket"))?;
         let name = SocketAddrUnix::new_abstract_name(unix.as_bytes()).map_err(os("bind"))?;
         rustix::net::bind(&socket, &name).map_err(os("bind"))?;
-        rustix::net::listen(&socket, backlog).map_err(os("listen"))?;
+        rustix::net::listen(&socket, BACKLOG).map_err(os("listen"))?;
 
         let ip = interface_address(interface)?;
         let tcp = TcpListener::bind((ip, 0)).and_then(|tcp| tcp.set_nonblocking(true).map(|()| tcp));
         let tcp = tcp.map_err(|error| Error::os("bind", format!("{ip}: {error}")))?;
+        // Once more, for the longer backlog.
+        rustix::net::listen(&tcp, BACKLOG).map_err(os("listen"))?;
         let tcp_address = tcp.local_addr().map_err(|error| Error::os("getsockname", error))?;
         let host = if sockets == Sockets::Tcp { String::new() } else { host_id() };
         let address = Address { size, token, host, unix, tcp: Some(tcp_address) };

@@ -10,6 +10,7 @@ use super::protocol::{
     INIT_KEY, KEY_PREFIX, MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Message, Query,
 };
 use crate::error::{Error, Result};
+use crate::group::ConnectionLimits;
 use crate::group::store::{Store, get_timed_out, store_error, wait_timed_out};
 
 /// How often the host looks whether all have joined.
@@ -55,7 +56,17 @@ impl TcpStore {
     /// Starts a server at `port` of this host (0 takes a free one; see [`TcpStore::port`]) and connects to it. The server
     /// ends with the store; `linger` is how long it then waits for the other clients to leave.
     pub fn host(port: u16, timeout: Duration, linger: Duration) -> Result<TcpStore> {
-        TcpStore::with_server(TcpStoreServer::bind_all(port)?, timeout, linger)
+        TcpStore::host_with_limits(port, timeout, linger, &ConnectionLimits::default())
+    }
+
+    /// Like [`TcpStore::host`], with other limits on what the clients may take than the default.
+    pub fn host_with_limits(
+        port: u16,
+        timeout: Duration,
+        linger: Duration,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStore> {
+        TcpStore::with_server(TcpStoreServer::bind_all_with_limits(port, limits)?, timeout, linger)
     }
 
     /// Like [`TcpStore::host`], with a server that runs already.
@@ -186,8 +197,8 @@ impl TcpStore {
                 )
             }
             ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => format!(
-                "{server} closed the connection; its process has ended, or it refused the request (as an add to a \
-                 key that holds bytes)"
+                "{server} closed the connection; its process has ended, or it refused the request, and its log says why (as an \
+                 add to a key that holds bytes, or more than ConnectionLimits of the process that serves it allows)"
             ),
             ErrorKind::InvalidData => format!("{server} does not speak the protocol: {error}"),
             _ => format!("{server}: {error}"),

@@ -10,7 +10,7 @@ use rustix::net::sockopt;
 use super::frame::{MAX_REASON, refusal, word32, word64};
 use super::wait::left;
 use crate::error::{Error, Result};
-use crate::group::strangers::{ACCEPT_SLICE, Next, Strangers};
+use crate::group::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
 use crate::group::{SOCKET_IFNAME, interface_address};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{LOOK, Setup};
@@ -122,7 +122,7 @@ impl Door {
         let open = || {
             let listener = TcpListener::bind((ip, 0))?;
             // All peers connect before any of them is accepted.
-            rustix::net::listen(&listener, strangers.backlog())?;
+            rustix::net::listen(&listener, BACKLOG)?;
             listener.set_nonblocking(true)?;
             let address = listener.local_addr()?;
             Ok(Door { listener, address, token, strangers })
