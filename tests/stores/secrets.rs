@@ -141,3 +141,36 @@ fn a_server_that_knows_no_challenge_is_named_in_time() {
     assert!(error.to_string().contains("as servers of PyTorch do"), "{error}");
     assert!(start.elapsed() < PATIENCE / 3, "{:?}", start.elapsed());
 }
+
+/// Where clients are told a loopback address, nobody else is listened to.
+#[test]
+fn a_store_for_loopback_listens_there_alone() {
+    let sockets = |port: u16| -> Vec<String> {
+        ["/proc/net/tcp", "/proc/net/tcp6"]
+            .iter()
+            .filter_map(|path| std::fs::read_to_string(path).ok())
+            .flat_map(|table| table.lines().map(str::to_owned).collect::<Vec<_>>())
+            .filter_map(|line| {
+                let fields: Vec<&str> = line.split_whitespace().collect();
+                let listens = fields.get(3) == Some(&"0A");
+                fields
+                    .get(1)
+                    .filter(|address| listens && address.ends_with(&format!(":{port:04X}")))
+                    .map(|address| (*address).to_owned())
+            })
+            .collect()
+    };
+    for host in ["127.0.0.1", "localhost", "elsewhere.invalid"] {
+        let held = epoxide::group::launch::HeldPort::any().unwrap();
+        let address = format!("tcp://{host}:{}?rank=0&world_size=1", held.number());
+        let rendezvous = epoxide::group::Rendezvous::at(&address, PATIENCE).unwrap();
+        let listening = sockets(held.number());
+        let loopback = format!("0100007F:{:04X}", held.number());
+        match host {
+            // Who is told another name comes by another address.
+            "elsewhere.invalid" => assert!(listening[0].starts_with("000000"), "{listening:?}"),
+            _ => assert_eq!(listening, [loopback]),
+        }
+        drop(rendezvous);
+    }
+}

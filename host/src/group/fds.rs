@@ -21,7 +21,7 @@ use rustix::net::{
 };
 
 use super::secret::{self, Initiator, OPENING, PROOF, Purpose, Responder};
-use super::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
+use super::strangers::{ACCEPT_SLICE, BACKLOG, ConnectionLimits, Next, Strangers};
 use super::{JobSecret, same_user};
 use crate::error::{Error, Result};
 
@@ -66,8 +66,8 @@ impl Mailbox {
         let socket = open_socket()?;
         let name = SocketAddrUnix::new_abstract_name(&address[TOKEN_BYTES..]).map_err(os("bind"))?;
         bind(&socket, &name).map_err(os("bind"))?;
+        listen(&socket, BACKLOG).map_err(os("listen"))?;
         let strangers = Strangers::new("descriptor mailbox", limits, size as usize);
-        listen(&socket, strangers.backlog()).map_err(os("listen"))?;
         Ok(Mailbox { socket, address, secret, strangers })
     }
 
@@ -340,6 +340,26 @@ mod tests {
         });
         let received = mailbox.receive(0, 2, Duration::from_millis(200), || Ok(())).unwrap();
         assert!(matches!(&received, Received::Missing(ranks) if *ranks == [1]), "{received:?}");
+    }
+
+    #[test]
+    fn the_silent_make_room() {
+        let limits = ConnectionLimits { strangers: 50, ..ConnectionLimits::default() };
+        let mailbox = Mailbox::open(2, &limits, None).unwrap();
+        let address = mailbox.address().to_vec();
+        let name = SocketAddrUnix::new_abstract_name(&address[TOKEN_BYTES..]).unwrap();
+        let silent: Vec<OwnedFd> = (0..300)
+            .map(|_| {
+                let socket = open_socket().unwrap();
+                connect(&socket, &name).unwrap();
+                socket
+            })
+            .collect();
+        send(&address, None, 1, 0, &[std::io::stdin().as_fd()], Duration::ZERO).unwrap();
+        let patient = |mailbox: Mailbox| mailbox.receive(0, 2, Duration::from_secs(60), || Ok(())).unwrap();
+        let Received::All(all) = patient(mailbox) else { panic!("nothing came") };
+        assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, 1]);
+        drop(silent);
     }
 
     #[test]

@@ -19,11 +19,14 @@ use super::{JobSecret, same_user};
 
 /// Connections taken from a listener before what is connected gets its turn.
 pub(crate) const ACCEPT_SLICE: usize = 64;
+/// Connections that may wait at a listener: all ranks of a job connect at the same time, perhaps behind strangers. They take no descriptor; the
+/// kernel may allow fewer.
+pub(crate) const BACKLOG: i32 = 4096;
 /// How long a listener rests after the system had nothing left for a new connection.
 const PAUSE: Duration = Duration::from_millis(50);
 /// No stranger is younger than this when it makes room for another: all ranks of a job connect at once, and their hellos are on the way.
 const GRACE: Duration = Duration::from_millis(100);
-/// How often a listener's troubles are logged.
+/// How long a burst of troubles is that is logged once.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// What the connections of a listener may take of this process.
@@ -176,20 +179,41 @@ pub(crate) struct Strangers {
     waiting: VecDeque<Stranger>,
     next: u64,
     accept_again: Option<Instant>,
+    complaints: Complaints,
+}
+
+/// Says what is wrong, once per burst: who makes the trouble could fill the log otherwise.
+#[derive(Debug, Default)]
+pub(crate) struct Complaints {
     quiet_until: Option<Instant>,
+}
+
+impl Complaints {
+    pub(crate) fn say(&mut self, trouble: std::fmt::Arguments<'_>) {
+        let now = Instant::now();
+        if self.quiet_until.is_none_or(|until| now >= until) {
+            tracing::warn!("{trouble}");
+            self.quiet_until = Some(now + QUIET);
+        } else {
+            tracing::debug!("{trouble}");
+        }
+    }
 }
 
 impl Strangers {
     /// None yet, of a listener that waits for `expected` connections.
     pub(crate) fn new(what: &'static str, limits: &ConnectionLimits, expected: usize) -> Strangers {
-        let most = expected + limits.strangers.min(descriptors(1)).max(1);
+        let most = expected.saturating_add(limits.strangers.min(descriptors(1)).max(1));
         let (waiting, patience) = (VecDeque::new(), limits.patience);
-        Strangers { what, most, patience, waiting, next: 0, accept_again: None, quiet_until: None }
-    }
-
-    /// Connections to have waiting at the listener: all that may be strangers at once, as far as the kernel allows.
-    pub(crate) fn backlog(&self) -> i32 {
-        i32::try_from(self.most).unwrap_or(i32::MAX)
+        Strangers {
+            what,
+            most,
+            patience,
+            waiting,
+            next: 0,
+            accept_again: None,
+            complaints: Complaints::default(),
+        }
     }
 
     /// Takes a connection from the listener. Ask again until it is [`Next::Nobody`], but no more than [`ACCEPT_SLICE`] times in a row.
@@ -330,14 +354,103 @@ impl Strangers {
 
     /// Logs what is wrong, once per burst.
     pub(crate) fn complain(&mut self, trouble: &str) {
-        let now = Instant::now();
-        if self.quiet_until.is_none_or(|until| now >= until) {
-            tracing::warn!("{}: {trouble}", self.what);
-            self.quiet_until = Some(now + QUIET);
-        }
+        self.complaints.say(format_args!("{}: {trouble}", self.what));
     }
 
     fn find(&self, id: u64) -> Option<usize> {
         self.waiting.binary_search_by_key(&id, |stranger| stranger.id).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    fn limits(strangers: usize, patience: Duration) -> ConnectionLimits {
+        ConnectionLimits { strangers, patience, ..ConnectionLimits::default() }
+    }
+
+    /// Has a connection come in; the other end, if it was taken.
+    fn come(strangers: &mut Strangers) -> (Next, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut ours = Some(OwnedFd::from(ours));
+        (strangers.accept_by(|| ours.take().ok_or(Errno::AGAIN)), theirs)
+    }
+
+    #[test]
+    fn the_oldest_makes_room_whoever_left_before() {
+        let mut strangers = Strangers::new("test", &limits(3, SOON), 1);
+        let mut ends: Vec<_> = (0..4).map(|_| come(&mut strangers)).collect();
+        assert!((0..).zip(&ends).all(|(id, (next, _))| *next == Next::Greet(id)), "{ends:?}");
+        // One that spoke leaves from the middle.
+        ends[1].1.write_all(b"hello").unwrap();
+        let spoke = strangers.wait_readable(&ends[0].1, SOON).unwrap().strangers;
+        assert_eq!(spoke, [1]);
+        assert!(strangers.get_mut(1).unwrap().read(3).unwrap());
+        assert_eq!(strangers.take(1).unwrap().hello, b"hel", "no more than was asked for");
+        assert_eq!(come(&mut strangers).0, Next::Greet(4));
+        // Hellos may be on the way.
+        assert_eq!(come(&mut strangers).0, Next::Nobody);
+        assert!(strangers.paused() && strangers.next_look().unwrap() <= GRACE);
+        std::thread::sleep(GRACE);
+        for oldest in [0, 2, 3] {
+            assert_eq!(come(&mut strangers).0, Next::LastLook(oldest));
+            strangers.close(oldest);
+            assert!(matches!(come(&mut strangers).0, Next::Greet(_)));
+        }
+    }
+
+    #[test]
+    fn no_failure_of_accept_is_the_end_or_a_busy_loop() {
+        let mut strangers = Strangers::new("test", &limits(9, SOON), 1);
+        let fail = |strangers: &mut Strangers, error| {
+            let mut calls = 0;
+            let next = strangers.accept_by(|| {
+                calls += 1;
+                Err(error)
+            });
+            assert!(calls <= ACCEPT_SLICE);
+            (next, strangers.paused())
+        };
+        for error in [Errno::CONNABORTED, Errno::INTR, Errno::PERM, Errno::PROTO, Errno::AGAIN] {
+            assert_eq!(fail(&mut strangers, error), (Next::Nobody, false), "{error}");
+        }
+        // One that broke does not hide the one behind it.
+        let mut outcomes = vec![Ok(UnixStream::pair().unwrap().0.into()), Err(Errno::CONNABORTED)];
+        assert_eq!(strangers.accept_by(|| outcomes.pop().unwrap()), Next::Greet(0));
+        std::thread::sleep(GRACE);
+        for error in [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INVAL] {
+            assert_eq!(fail(&mut strangers, error), (Next::LastLook(0), true), "{error}");
+            assert_eq!(fail(&mut strangers, error), (Next::Nobody, true), "it rests");
+            std::thread::sleep(PAUSE);
+        }
+        strangers.close(0);
+        assert_eq!(fail(&mut strangers, Errno::MFILE), (Next::Nobody, true), "nobody to give up");
+        std::thread::sleep(PAUSE);
+        assert_eq!(come(&mut strangers).0, Next::Greet(1));
+    }
+
+    #[test]
+    fn the_silent_are_overdue_in_their_order() {
+        let mut strangers = Strangers::new("test", &limits(9, Duration::from_millis(30)), 1);
+        let _ends: Vec<_> = (0..2).map(|_| come(&mut strangers)).collect();
+        assert!(strangers.overdue().is_none() && strangers.next_look().is_some());
+        std::thread::sleep(Duration::from_millis(40));
+        for oldest in 0..2 {
+            assert_eq!(strangers.overdue(), Some(oldest));
+            strangers.close(oldest);
+        }
+        assert!(strangers.overdue().is_none() && strangers.is_empty() && strangers.next_look().is_none());
+    }
+
+    #[test]
+    fn strangers_leave_the_process_its_descriptors() {
+        let strangers = Strangers::new("test", &limits(usize::MAX, SOON), 5);
+        assert_eq!(strangers.most, descriptors(1).saturating_add(5));
     }
 }

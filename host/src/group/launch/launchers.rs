@@ -8,7 +8,7 @@ use super::exit::FirstFailure;
 use super::plan::Launch;
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
-use crate::group::{JobSecret, Store, TcpStore};
+use crate::group::{ConnectionLimits, JobSecret, Store, TcpStore};
 
 /// How long the launchers wait for each other to come.
 const JOIN: Duration = Duration::from_secs(300);
@@ -81,7 +81,7 @@ impl Launchers {
         let (host, port) = endpoint;
         let (node, nodes) = (launch.nodes.rank, launch.nodes.count);
         let store = match node {
-            0 => TcpStore::host_at(host, *port, ANSWER, ANSWER, secret)?,
+            0 => TcpStore::host_at(host, *port, ANSWER, ANSWER, secret, &ConnectionLimits::default())?,
             _ => TcpStore::connect_with_secret(host, *port, JOIN, secret)?,
         };
         let mut launchers = Launchers { store, node, nodes, run_id: launch.run_id.clone() };

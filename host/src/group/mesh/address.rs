@@ -8,6 +8,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::group::strangers::BACKLOG;
 use crate::group::{JobSecret, same_user, secret};
 
 /// Variable with the network interface, or its address, that ranks of other hosts reach this one by.
@@ -78,7 +79,6 @@ pub(crate) struct Listener {
     /// What whoever connects has to know, and show.
     pub(super) secret: Option<JobSecret>,
     interface: Option<String>,
-    backlog: i32,
 }
 
 impl Listener {
@@ -93,19 +93,18 @@ impl Listener {
         let token = secret::hex(&secret::random::<16>()?);
         let unix = format!("epoxide-mesh-{}-{}", std::process::id(), secret::hex(&secret::random::<8>()?));
 
-        let backlog = i32::try_from(size).unwrap_or(i32::MAX).max(16);
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
             .map_err(os("socket"))?;
         let name = SocketAddrUnix::new_abstract_name(unix.as_bytes()).map_err(os("bind"))?;
         rustix::net::bind(&socket, &name).map_err(os("bind"))?;
-        rustix::net::listen(&socket, backlog).map_err(os("listen"))?;
+        rustix::net::listen(&socket, BACKLOG).map_err(os("listen"))?;
 
         let host = if sockets == Sockets::Tcp { String::new() } else { host_id() };
         let network = network || host.is_empty();
         let address = Address { size, token, host, unix, tcp: None, secret: secret.is_some() };
         let interface = interface.map(str::to_owned);
-        let mut listener = Listener { sockets: vec![socket], address, secret, interface, backlog };
+        let mut listener = Listener { sockets: vec![socket], address, secret, interface };
         if network {
             listener.open_network(None)?;
         }
@@ -125,7 +124,7 @@ impl Listener {
         let open = || {
             let socket = TcpListener::bind((ip, 0))?;
             socket.set_nonblocking(true)?;
-            rustix::net::listen(&socket, self.backlog)?;
+            rustix::net::listen(&socket, BACKLOG)?;
             Ok((socket.local_addr()?, socket))
         };
         let (address, socket) =

@@ -12,8 +12,8 @@ use super::protocol::{
 };
 use super::server::{listen_all, listen_for};
 use crate::error::{Error, Result};
-use crate::group::JobSecret;
 use crate::group::store::{Store, get_timed_out, store_error, wait_timed_out};
+use crate::group::{ConnectionLimits, JobSecret};
 
 /// How often the host looks whether all have joined.
 const JOIN_POLL: Duration = Duration::from_millis(10);
@@ -83,7 +83,20 @@ impl TcpStore {
     /// # Errors
     /// Where the port is taken, or the environment's secret is none.
     pub fn host(port: u16, timeout: Duration, linger: Duration) -> Result<TcpStore> {
-        TcpStore::host_with_secret(port, timeout, linger, JobSecret::from_env()?.as_ref())
+        TcpStore::host_with_limits(port, timeout, linger, &ConnectionLimits::default())
+    }
+
+    /// Like [`TcpStore::host`], with other limits on what the clients may take than the default.
+    ///
+    /// # Errors
+    /// As of [`TcpStore::host`].
+    pub fn host_with_limits(
+        port: u16,
+        timeout: Duration,
+        linger: Duration,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStore> {
+        TcpStore::serve(listen_all(port)?, timeout, linger, JobSecret::from_env()?.as_ref(), limits)
     }
 
     /// Like [`TcpStore::host`] with this secret, or none, whatever the environment has.
@@ -96,7 +109,7 @@ impl TcpStore {
         linger: Duration,
         secret: Option<&JobSecret>,
     ) -> Result<TcpStore> {
-        TcpStore::serve(listen_all(port)?, timeout, linger, secret)
+        TcpStore::serve(listen_all(port)?, timeout, linger, secret, &ConnectionLimits::default())
     }
 
     /// Like [`TcpStore::host_with_secret`] for clients that are told `host`: a loopback address is listened at alone.
@@ -106,8 +119,9 @@ impl TcpStore {
         timeout: Duration,
         linger: Duration,
         secret: Option<&JobSecret>,
+        limits: &ConnectionLimits,
     ) -> Result<TcpStore> {
-        TcpStore::serve(listen_for(host, port)?, timeout, linger, secret)
+        TcpStore::serve(listen_for(host, port)?, timeout, linger, secret, limits)
     }
 
     fn serve(
@@ -115,8 +129,9 @@ impl TcpStore {
         timeout: Duration,
         linger: Duration,
         secret: Option<&JobSecret>,
+        limits: &ConnectionLimits,
     ) -> Result<TcpStore> {
-        let server = TcpStoreServer::with_secret(listener, secret.cloned())?;
+        let server = TcpStoreServer::start(listener, secret.cloned(), limits)?;
         TcpStore::with_server(server, timeout, linger, secret)
     }
 
@@ -253,8 +268,8 @@ impl TcpStore {
                 )
             }
             ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => format!(
-                "{server} closed the connection; its process has ended, or it refused the request (as an add to a \
-                 key that holds bytes)"
+                "{server} closed the connection; its process has ended, or it refused the request, and its log says why (as an \
+                 add to a key that holds bytes, or more than ConnectionLimits of the process that serves it allows)"
             ),
             ErrorKind::InvalidData => format!("{server} does not speak the protocol: {error}"),
             _ => format!("{server}: {error}"),

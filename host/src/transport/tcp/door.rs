@@ -11,7 +11,7 @@ use super::frame::{MAX_REASON, refusal, word32, word64};
 use super::wait::left;
 use crate::error::{Error, Result};
 use crate::group::secret::{Initiator, OPENING, PROOF, Purpose, Responder, random};
-use crate::group::strangers::{ACCEPT_SLICE, Next, Strangers};
+use crate::group::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
 use crate::group::{JobSecret, SOCKET_IFNAME, interface_address, loopback};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{LOOK, Setup};
@@ -169,7 +169,7 @@ impl Door {
         let open = || {
             let listener = TcpListener::bind((ip, 0))?;
             // All peers connect before any of them is accepted.
-            rustix::net::listen(&listener, strangers.backlog())?;
+            rustix::net::listen(&listener, BACKLOG)?;
             listener.set_nonblocking(true)?;
             let address = listener.local_addr()?;
             Ok(Door { listener, address, token, secret: secret.clone(), strangers })

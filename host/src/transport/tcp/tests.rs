@@ -1,18 +1,21 @@
 //! One rank, with the test in the place of its peer.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::door::{HELLO, TOKEN, hello, read_answer};
 use super::frame::{header, word64};
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
+use crate::group::ConnectionLimits;
 use crate::group::launch::run_threads;
 use crate::group::secret::{Initiator, OPENING, PROOF, Purpose};
 use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions};
@@ -168,6 +171,80 @@ fn ranks_of_one_host_listen_at_loopback() {
         assert!(setup.group.shares_host());
         assert!(Door::open(setup).unwrap().address.ip().is_loopback());
     });
+}
+
+#[test]
+fn the_oldest_of_the_silent_makes_room_whoever_was_refused_before() {
+    alone(SOON, |setup| {
+        let limits = ConnectionLimits { strangers: 3, ..ConnectionLimits::default() };
+        let options = TransportOptions { limits, ..setup.options.clone() };
+        let setup = Setup { options: &options, ..*setup };
+        let mut door = Door::open(&setup).unwrap();
+        let (address, good) = (door.address, hello(VERSION, PHASE, &door.token, 1, 0, BYTES));
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let connect = || TcpStream::connect(address).unwrap();
+                let mut all: Vec<_> = (0..4).map(|_| connect()).collect();
+                all[0].write_all(&[0xee; HELLO]).unwrap();
+                assert!(read_to_end(&mut all[0]).contains("no hello"));
+                all.push(connect());
+                std::thread::sleep(Duration::from_millis(200));
+                // One too many: of 1, 2, 3 and 4 the first has to go.
+                let mut friend = connect();
+                assert_eq!(read_to_end(&mut all[1]), "");
+                for silent in &all[2..] {
+                    silent.set_nonblocking(true).unwrap();
+                    let error = (&*silent).read(&mut [0]).unwrap_err();
+                    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+                }
+                friend.write_all(&good).unwrap();
+                read_answer(&mut friend, deadline(SOON)).unwrap();
+            });
+            let accepted = door.accept(&setup, deadline(SOON)).unwrap();
+            assert!(accepted.keys().eq(&[(0, 1)]));
+        });
+    });
+}
+
+/// Makes `silent_connections_do_not_use_up_the_descriptors` the process that is attacked.
+const ATTACKED: &str = "EPOXIDE_TEST_ATTACKED";
+
+#[test]
+fn silent_connections_do_not_use_up_the_descriptors() {
+    if std::env::var_os(ATTACKED).is_some() {
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(256), ..limit }).unwrap();
+        return alone(SOON * 3, |setup| {
+            let mut door = Door::open(setup).unwrap();
+            let (address, good) = (door.address, hello(VERSION, PHASE, &door.token, 1, 0, BYTES));
+            eprintln!("door at {address}");
+            std::io::stdin().read_exact(&mut [0]).unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    let mut friend = TcpStream::connect(address).unwrap();
+                    friend.write_all(&good).unwrap();
+                    read_answer(&mut friend, deadline(SOON)).unwrap();
+                });
+                assert_eq!(door.accept(setup, deadline(SOON)).unwrap().len(), 1);
+            });
+        });
+    }
+    let path = "transport::tcp::tests::silent_connections_do_not_use_up_the_descriptors";
+    let mut attacked = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", path, "--nocapture"])
+        .env(ATTACKED, "1")
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(attacked.stderr.take().unwrap()).lines().map(|line| line.unwrap());
+    let address = lines.find_map(|line| line.strip_prefix("door at ").map(str::to_owned)).unwrap();
+    let silent: Vec<_> =
+        (0..300).map(|_| TcpStream::connect_timeout(&address.parse().unwrap(), SOON)).collect();
+    attacked.stdin.take().unwrap().write_all(b"g").unwrap();
+    let rest: Vec<String> = lines.collect();
+    assert!(attacked.wait().unwrap().success(), "{rest:?}");
+    drop(silent);
 }
 
 #[test]
