@@ -13,7 +13,10 @@ use crate::stop::{Result, Stop};
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Each rank finds the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..) and \
-                  EPOXIDE_STORE in its environment. The exit code is that of the first rank that failed; a signal is \
+                  EPOXIDE_STORE in its environment, and EPOXIDE_JOB_SECRET, without which nobody joins or ends the launch. On \
+                  one node the secret is new; on several give each the same one, in EPOXIDE_JOB_SECRET or in a file of \
+                  mode 0600 that EPOXIDE_JOB_SECRET_FILE names (`openssl rand -hex 32` makes one), or whoever reaches the \
+                  ports can take part, as with torchrun. The exit code is that of the first rank that failed; a signal is \
                   128 + its number."
 )]
 pub struct Args {

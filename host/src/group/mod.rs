@@ -5,6 +5,8 @@
 //! of another store. A [`ProcessGroup`] is built over it and offers the collectives that setting
 //! up a buffer takes. This is the control plane: tokens never go through it.
 //!
+//! Where the job has a [`JobSecret`], stores and groups let in only processes that know it.
+//!
 //! [`rendezvous`] joins the group that the environment names; [`launch`] starts the ranks, as processes or as threads.
 
 mod board;

@@ -254,6 +254,7 @@ fn os(call: &'static str) -> impl Fn(Errno) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::strangers::{ConnectionLimits, Next, Strangers};
 
     #[test]
     fn interfaces_by_name() {
@@ -285,5 +286,32 @@ mod tests {
         assert!(listener.address.tcp.unwrap().ip().is_loopback());
         assert_eq!(listener.sockets.len(), 2);
         assert!(Listener::open(2, Sockets::Tcp, Some("lo"), None, false).unwrap().address.on_network());
+    }
+
+    #[test]
+    fn another_user_connects_to_nobody() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("not root: another user is not tried");
+            return;
+        }
+        let listener = Listener::open(2, Sockets::Auto, None, None, false).unwrap();
+        let (address, limits) = (listener.address.clone(), ConnectionLimits::default());
+        let mut strangers = Strangers::new("test", &limits, 2);
+        let (theirs, socket) = same_user::tests::as_user(65534, || {
+            let name = SocketAddrUnix::new_abstract_name(address.unix.as_bytes()).unwrap();
+            let kind = SocketType::STREAM;
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+            rustix::net::connect(&socket, &name).unwrap();
+            (connect(&address, &address), socket)
+        });
+        // Ranks look whom they call.
+        let error = theirs.unwrap_err();
+        assert!(error.contains("of user 0; only processes of user 65534 are let in"), "{error}");
+        // The kernel let both through, and neither is heard.
+        assert_eq!(strangers.accept(&listener.sockets[0]), Next::Nobody);
+        assert!(strangers.is_empty());
+        drop(socket);
+        assert!(connect(&address, &address).unwrap().is_some());
+        assert!(matches!(strangers.accept(&listener.sockets[0]), Next::Greet(_)));
     }
 }
