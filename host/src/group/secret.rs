@@ -390,7 +390,7 @@ mod tests {
         };
         let file = (JOB_SECRET_FILE, path.to_str().unwrap().to_owned());
         assert_eq!(look(&[]).unwrap(), None);
-        assert_eq!(look(&[file.clone()]).unwrap().unwrap(), JobSecret::new(&text("f")).unwrap());
+        assert_eq!(look(std::slice::from_ref(&file)).unwrap().unwrap(), JobSecret::new(&text("f")).unwrap());
         let both = [file, (JOB_SECRET, text("e"))];
         assert_eq!(look(&both).unwrap().unwrap(), JobSecret::new(&text("e")).unwrap());
         assert!(look(&[(JOB_SECRET, "x".to_owned())]).is_err(), "never taken for none");

@@ -300,7 +300,8 @@ mod tests {
         let (theirs, socket) = same_user::tests::as_user(65534, || {
             let name = SocketAddrUnix::new_abstract_name(address.unix.as_bytes()).unwrap();
             let kind = SocketType::STREAM;
-            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+            let socket =
+                rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
             rustix::net::connect(&socket, &name).unwrap();
             (connect(&address, &address), socket)
         });
