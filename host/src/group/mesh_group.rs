@@ -11,7 +11,7 @@ use super::recorder::{Entry, Recorder, Writer};
 use super::store::store_error;
 use super::turns::Core;
 use super::work::Work;
-use super::{ProcessGroup, Store, fds};
+use super::{JobSecret, ProcessGroup, Store, fds};
 use crate::driver::virt::host_meets;
 use crate::error::{Error, Result};
 
@@ -38,6 +38,10 @@ pub struct MeshOptions {
     /// Network interface, or its address, that other hosts reach this rank by. Default: the environment's
     /// [`SOCKET_IFNAME`](super::SOCKET_IFNAME), else the interface of the default route.
     pub interface: Option<String>,
+    /// What the members know and nobody else does: only who shows that it knows it is let in. Default: the environment's
+    /// ([`JobSecret::from_env`]); where that has none either, a token that the store holds has to do, and so whoever may
+    /// read the store gets in.
+    pub secret: Option<JobSecret>,
     /// What the group is for, in words that people read.
     pub description: String,
     /// How many operations the flight recorder keeps.
@@ -55,6 +59,7 @@ impl Default for MeshOptions {
             connect: Connect::Lazy,
             sockets: Sockets::Auto,
             interface: None,
+            secret: None,
             description: String::new(),
             recorded: 1024,
             recorder: None,
@@ -69,6 +74,7 @@ impl std::fmt::Debug for MeshOptions {
             .field("connect", &self.connect)
             .field("sockets", &self.sockets)
             .field("interface", &self.interface)
+            .field("secret", &self.secret)
             .finish_non_exhaustive()
     }
 }

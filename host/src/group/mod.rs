@@ -21,6 +21,8 @@ mod prefix_store;
 mod process_group;
 pub(crate) mod recorder;
 mod rendezvous;
+pub(crate) mod same_user;
+pub(crate) mod secret;
 mod store;
 mod subgroups;
 pub(crate) mod tcp;
@@ -44,6 +46,7 @@ pub use process_group::ProcessGroup;
 #[doc(hidden)]
 pub use recorder::{FLIGHT_RECORDER, Writer};
 pub use rendezvous::{Member, Rendezvous, rendezvous};
+pub use secret::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
 pub use store::Store;
 pub use tcp::{DEFAULT_PORT, TcpStore};
 pub use typed::Collectives;

@@ -10,7 +10,7 @@ use super::heart::{self, Heart, Losses};
 use super::plan::Launch;
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
-use crate::group::{Store, TcpStore};
+use crate::group::{JobSecret, Store, TcpStore};
 
 /// How long the launchers wait for each other to come.
 const JOIN: Duration = Duration::from_secs(300);
@@ -127,20 +127,21 @@ impl Launchers {
     pub fn join(
         launch: &Launch,
         endpoint: &(String, u16),
+        secret: Option<&JobSecret>,
         mut signals: Option<&mut Signals>,
     ) -> Result<Launchers, Interrupted> {
         let (host, port) = endpoint;
         let (node, nodes) = (launch.nodes.rank, launch.nodes.count);
         let timeout = launch.node_timeout;
         let store = match node {
-            0 => TcpStore::host(*port, timeout, LINGER)?,
+            0 => TcpStore::host_at(host, *port, timeout, LINGER, secret)?,
             _ => {
                 let mut ended = None;
                 let stop = || {
                     ended = ending(&mut signals);
                     ended.is_some()
                 };
-                let store = TcpStore::connect_unless(host, *port, JOIN, timeout, stop);
+                let store = TcpStore::connect_unless(host, *port, secret, JOIN, timeout, stop);
                 match ended {
                     Some(signal) => return Err(Interrupted::Signal(signal)),
                     None => store?,

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::relay::Sinks;
 use crate::error::{Error, Result};
+use crate::group::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
 
 /// The shortest time after which a silent node may count as lost.
 const SHORTEST: Duration = Duration::from_millis(100);
@@ -71,6 +72,9 @@ pub struct Launch {
     pub run_id: String,
     /// Where output goes.
     pub sinks: Sinks,
+    /// What the processes of the launch know and nobody else does; every rank gets it in its environment. Default: the
+    /// environment's ([`JobSecret::from_env`]), else a new one on a single host, and none on several.
+    pub secret: Option<JobSecret>,
 }
 
 impl Launch {
@@ -90,6 +94,26 @@ impl Launch {
             prefix: true,
             run_id: format!("epoxide-{}", std::process::id()),
             sinks: Sinks::standard(),
+            secret: None,
+        }
+    }
+
+    /// The secret of this launch's processes, if they have one.
+    pub(super) fn job_secret(&self) -> Result<Option<JobSecret>> {
+        let given = match &self.secret {
+            Some(secret) => Some(secret.clone()),
+            None => JobSecret::from_env()?,
+        };
+        match given {
+            None if self.nodes.count == 1 => JobSecret::generate().map(Some),
+            None => {
+                self.sinks.say(&format!(
+                    "launch: no {JOB_SECRET} and no {JOB_SECRET_FILE}: whoever reaches the ports of this launch can take \
+                     part in it and end it, as with torchrun; give all nodes the same secret"
+                ));
+                Ok(None)
+            }
+            given => Ok(given),
         }
     }
 

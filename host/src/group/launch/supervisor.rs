@@ -51,9 +51,10 @@ impl Launch {
             }
             Interrupted::Error(error) => Err(error),
         };
+        let secret = self.job_secret()?;
         let launchers = match &self.nodes.endpoint {
             Some(endpoint) if self.nodes.count > 1 => {
-                match Launchers::join(self, endpoint, signals.as_deref_mut()) {
+                match Launchers::join(self, endpoint, secret.as_ref(), signals.as_deref_mut()) {
                     Ok(launchers) => Some(launchers),
                     Err(why) => return interrupted(why, 0),
                 }
@@ -61,6 +62,13 @@ impl Launch {
             _ => None,
         };
         let launchers = launchers.as_ref();
+        let command = |environment: &RankEnvironment| {
+            let mut command = command(environment)?;
+            if let Some(secret) = &secret {
+                secret.give_to(&mut command);
+            }
+            Ok(command)
+        };
         for restarts in 0.. {
             let ended = match self.attempt(restarts, signals.as_deref_mut(), launchers, &command) {
                 Ok(ended) => ended,

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::admission::{Admission, Step};
 use super::protocol::{
     Framer, MAGIC, MAX_MESSAGE_BYTES, Message, NOT_READY, READY, Request, STOP_WAITING, Violation,
     WAIT_CANCELED,
 };
 use crate::error::{Error, Result};
+use crate::group::JobSecret;
 use crate::group::board::Board;
 
 /// How long a connection may take to say that it speaks the protocol.
@@ -31,7 +33,8 @@ const BACKLOG: i32 = 4096;
 
 /// A server of the store protocol, for [`TcpStore`](super::TcpStore) and for PyTorch's clients.
 ///
-/// Anyone who reaches the port can read and write the store, as with PyTorch's. Dropping the server closes the port and
+/// Without a secret anyone who reaches the port can read and write the store, as with PyTorch's. With one
+/// ([`TcpStoreServer::with_secret`]) only a [`TcpStore`](super::TcpStore) that knows it can. Dropping the server closes the port and
 /// all connections, and ends its thread; [`TcpStoreServer::finish`] lets the clients leave first.
 #[derive(Debug)]
 pub struct TcpStoreServer {
@@ -46,31 +49,21 @@ pub struct TcpStoreServer {
 impl TcpStoreServer {
     /// A server at `address`, such as `("127.0.0.1", 0)`; port 0 takes a free one.
     pub fn bind(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<TcpStoreServer> {
-        let listener = TcpListener::bind(&address).map_err(|error| {
-            let remedy = match error.kind() {
-                ErrorKind::AddrInUse => {
-                    "; another store or an earlier run has the port: end it, or take another port"
-                }
-                ErrorKind::AddrNotAvailable => "; this host does not have the address",
-                ErrorKind::PermissionDenied => "; take a port above 1023",
-                _ => "",
-            };
-            Error::os("bind", format!("store server at {address:?}: {error}{remedy}"))
-        })?;
-        TcpStoreServer::from_listener(listener)
+        TcpStoreServer::from_listener(listen(address)?)
     }
 
     /// A server at `port` of all of this host's addresses; port 0 takes a free one.
     pub fn bind_all(port: u16) -> Result<TcpStoreServer> {
-        // IPv6 sockets take IPv4 as well, but not every host has IPv6.
-        match TcpListener::bind(("::", port)) {
-            Ok(listener) => TcpStoreServer::from_listener(listener),
-            Err(_) => TcpStoreServer::bind(("0.0.0.0", port)),
-        }
+        TcpStoreServer::from_listener(listen_all(port)?)
     }
 
     /// A server on a socket that listens already, for example one that was inherited.
     pub fn from_listener(listener: TcpListener) -> Result<TcpStoreServer> {
+        TcpStoreServer::with_secret(listener, None)
+    }
+
+    /// Like [`TcpStoreServer::from_listener`]; lets in only clients that know `secret`, where there is one.
+    pub fn with_secret(listener: TcpListener, secret: Option<JobSecret>) -> Result<TcpStoreServer> {
         let os = |call: &'static str| move |error: std::io::Error| Error::os(call, error);
         // Once more, for the longer backlog: all ranks of a job connect at the same time.
         rustix::net::listen(&listener, BACKLOG).map_err(|error| Error::os("listen", error))?;
@@ -80,6 +73,7 @@ impl TcpStoreServer {
         let until = Arc::new(Mutex::new(None));
         let server = Server {
             listener,
+            secret,
             woken,
             until: until.clone(),
             board: Board::default(),
@@ -128,9 +122,52 @@ impl Drop for TcpStoreServer {
     }
 }
 
+fn listen(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<TcpListener> {
+    TcpListener::bind(&address).map_err(|error| {
+        let remedy = match error.kind() {
+            ErrorKind::AddrInUse => {
+                "; another store or an earlier run has the port: end it, or take another port"
+            }
+            ErrorKind::AddrNotAvailable => "; this host does not have the address",
+            ErrorKind::PermissionDenied => "; take a port above 1023",
+            _ => "",
+        };
+        Error::os("bind", format!("store server at {address:?}: {error}{remedy}"))
+    })
+}
+
+/// Listens at `port` of all of this host's addresses.
+pub(super) fn listen_all(port: u16) -> Result<TcpListener> {
+    // IPv6 sockets take IPv4 as well, but not every host has IPv6.
+    match TcpListener::bind(("::", port)) {
+        Ok(listener) => Ok(listener),
+        Err(_) => listen(("0.0.0.0", port)),
+    }
+}
+
+/// Listens where clients come that were told `host`: at that address alone where it is one, at loopback alone where the
+/// name says so. Any other name may mean one address here and another elsewhere, and an address may be one that a network
+/// translates: then at all of this host's.
+pub(super) fn listen_for(host: &str, port: u16) -> Result<TcpListener> {
+    let addresses = match host.parse::<IpAddr>() {
+        Ok(ip) => vec![ip],
+        Err(_) if host.eq_ignore_ascii_case("localhost") => {
+            vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
+        }
+        Err(_) => return listen_all(port),
+    };
+    let elsewhere = |error: &std::io::Error| error.kind() == ErrorKind::AddrNotAvailable;
+    let not_here = |ip: &IpAddr| TcpListener::bind((*ip, 0)).is_err_and(|error| elsewhere(&error));
+    match addresses.into_iter().find(|ip| !not_here(ip)) {
+        Some(ip) => listen((ip, port)),
+        None => listen_all(port),
+    }
+}
+
 /// What the thread works on.
 struct Server {
     listener: TcpListener,
+    secret: Option<JobSecret>,
     woken: UnixStream,
     until: Arc<Mutex<Option<Instant>>>,
     board: Board,
@@ -148,6 +185,7 @@ struct Server {
 struct Connection {
     socket: TcpStream,
     since: Instant,
+    admission: Admission,
     validated: bool,
     closed: bool,
     /// Bytes received; those before `taken` have been dealt with.
@@ -164,10 +202,11 @@ struct Connection {
 }
 
 impl Connection {
-    fn new(socket: TcpStream) -> Connection {
+    fn new(socket: TcpStream, secret: Option<JobSecret>) -> Connection {
         Connection {
             socket,
             since: Instant::now(),
+            admission: Admission::Outside(secret),
             validated: false,
             closed: false,
             input: Vec::new(),
@@ -197,6 +236,29 @@ impl Connection {
             Ok(length) => self.input.extend_from_slice(&chunk[..length]),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(_) => self.closed = true,
+        }
+    }
+
+    /// Goes on with what comes before the first request.
+    fn admit(&mut self) {
+        while !self.closed && !self.admission.inside() {
+            let refused = match self.admission.advance(&self.input[self.taken..]) {
+                Ok(Step::Incomplete) => return,
+                Ok(Step::Taken(count, answer)) => {
+                    self.taken += count;
+                    self.output.extend_from_slice(&answer);
+                    continue;
+                }
+                Ok(Step::Refused(answer, reason)) => {
+                    self.output.extend_from_slice(&answer);
+                    reason.to_owned()
+                }
+                Err(Violation(reason)) => reason,
+            };
+            let peer = self.socket.peer_addr();
+            tracing::warn!("store server: closing the connection of {peer:?}: {refused}");
+            self.flush();
+            self.closed = true;
         }
     }
 
@@ -311,7 +373,7 @@ impl Server {
                     // Without these the connection would only be slower, or block the others.
                     let _ = socket.set_nodelay(true);
                     if socket.set_nonblocking(true).is_ok() {
-                        self.connections.insert(self.next, Connection::new(socket));
+                        self.connections.insert(self.next, Connection::new(socket, self.secret.clone()));
                         self.next += 1;
                     }
                 }
@@ -380,6 +442,13 @@ impl Server {
         let Some(connection) = self.connections.get_mut(&id) else {
             return;
         };
+        if !connection.admission.inside() {
+            self.changed.push(id);
+            connection.admit();
+            if !connection.admission.inside() {
+                return;
+            }
+        }
         // Out of the connection while the requests, which borrow it, change other connections.
         let input = std::mem::take(&mut connection.input);
         let mut framer = std::mem::take(&mut connection.framer);
