@@ -13,8 +13,10 @@ use crate::stop::{Result, Stop};
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Each rank finds the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..) and \
-                  EPOXIDE_STORE in its environment. The exit code is that of the first rank that failed; a signal is \
-                  128 + its number."
+                  EPOXIDE_STORE in its environment. The exit code is that of the first rank that failed, or 128 + the \
+                  number of the signal that ended it or the launch, also while it waits for other nodes: 130 after \
+                  Ctrl-C, 143 after SIGTERM. Started with SIGINT ignored, as a script's background job is, the \
+                  launcher ignores it; the ranks do not."
 )]
 pub struct Args {
     /// Ranks to start on each node.
