@@ -6,17 +6,17 @@
 
 use std::io::{IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
-    listen, recvmsg, sendmsg, socket_with,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, recvmsg,
+    sendmsg, socket_with,
 };
 
+use super::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
 use crate::error::{Error, Result};
 
 /// Most descriptors that one rank can give in one exchange; the kernel's limit per packet is 253.
@@ -33,6 +33,8 @@ pub(super) struct Mailbox {
     socket: OwnedFd,
     /// Token, then the socket's abstract name.
     address: Vec<u8>,
+    /// Accepted, packet not yet seen.
+    strangers: Strangers,
 }
 
 /// What a mailbox got.
@@ -46,7 +48,7 @@ pub(super) enum Received {
 
 impl Mailbox {
     /// A mailbox for the packets of a group of `size` ranks.
-    pub(super) fn open(size: u32) -> Result<Mailbox> {
+    pub(super) fn open(size: u32, limits: &ConnectionLimits) -> Result<Mailbox> {
         let mut random = [0; TOKEN_BYTES + 8];
         std::fs::File::open("/dev/urandom")
             .and_then(|mut source| source.read_exact(&mut random))
@@ -60,8 +62,9 @@ impl Mailbox {
         let socket = open_socket()?;
         let name = SocketAddrUnix::new_abstract_name(&address[TOKEN_BYTES..]).map_err(os("bind"))?;
         bind(&socket, &name).map_err(os("bind"))?;
-        listen(&socket, i32::try_from(size).unwrap_or(i32::MAX)).map_err(os("listen"))?;
-        Ok(Mailbox { socket, address })
+        let strangers = Strangers::new("descriptor mailbox", limits, size as usize);
+        listen(&socket, strangers.backlog()).map_err(os("listen"))?;
+        Ok(Mailbox { socket, address, strangers })
     }
 
     /// What [`send`] needs to reach this mailbox.
@@ -72,7 +75,7 @@ impl Mailbox {
     /// Takes one packet of every rank but `rank`; that entry stays empty. `alive` is asked now and then; its error ends
     /// the wait.
     pub(super) fn receive(
-        self,
+        mut self,
         rank: u32,
         size: u32,
         timeout: Duration,
@@ -81,8 +84,6 @@ impl Mailbox {
         let start = Instant::now();
         let mut received: Vec<Option<Vec<OwnedFd>>> = (0..size).map(|_| None).collect();
         received[rank as usize] = Some(Vec::new());
-        // Accepted, packet not yet seen.
-        let mut connections: Vec<OwnedFd> = Vec::new();
         while received.iter().any(Option::is_none) {
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
@@ -90,68 +91,83 @@ impl Mailbox {
                 return Ok(Received::Missing(missing.collect()));
             }
             alive()?;
-            let ready = wait_readable(&self.socket, &connections, left.min(HEALTH_CHECK))?;
-            // From the back, so that the indices stay right.
-            for index in ready.connections.into_iter().rev() {
-                let connection = connections.swap_remove(index);
-                if let Some((peer, fds)) = self.take_packet(&connection)? {
-                    match received.get_mut(peer as usize) {
-                        Some(slot @ None) => *slot = Some(fds),
-                        _ => {
-                            let reason = format!("a second packet of rank {peer}, or no such rank");
-                            return Err(Error::os("recvmsg", reason));
-                        }
-                    }
-                }
+            let ready =
+                self.strangers.wait_readable(&self.socket, left.min(HEALTH_CHECK)).map_err(os("poll"))?;
+            for id in ready.strangers {
+                self.hear(id, &mut received)?;
             }
-            if ready.listener {
-                match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                    Ok(connection) => connections.push(connection),
-                    Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
-                    Err(error) => return Err(os("accept")(error)),
+            while let Some(id) = self.strangers.overdue() {
+                self.hear(id, &mut received)?;
+            }
+            if !ready.listener {
+                continue;
+            }
+            for _ in 0..ACCEPT_SLICE {
+                match self.strangers.accept(&self.socket) {
+                    // Its packet is looked at when `poll` says that it is there.
+                    Next::Greet(_) => {}
+                    Next::LastLook(id) => self.hear(id, &mut received)?,
+                    Next::Nobody => break,
                 }
             }
         }
         Ok(Received::All(received.into_iter().flatten().collect()))
     }
 
-    /// Reads the packet of a connection that is readable. `None` when it is a stranger's.
-    fn take_packet(&self, connection: &OwnedFd) -> Result<Option<(u32, Vec<OwnedFd>)>> {
-        let mut packet = [0; PACKET_BYTES];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let message = match recvmsg(
-            connection,
-            &mut [IoSliceMut::new(&mut packet)],
-            &mut control,
-            RecvFlags::CMSG_CLOEXEC,
-        ) {
-            Ok(message) => message,
-            Err(_) => return Ok(None),
+    /// Takes what a connection has to say, which ends it.
+    fn hear(&mut self, id: u64, received: &mut [Option<Vec<OwnedFd>>]) -> Result<()> {
+        let packet = match self.strangers.get_mut(id) {
+            Some(stranger) => take_packet(&self.address, &stranger.socket),
+            None => Ok(None),
         };
-        let fds: Vec<OwnedFd> = control
-            .drain()
-            .filter_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-                _ => None,
-            })
-            .flatten()
-            .collect();
-        if message.bytes != PACKET_BYTES || packet[..TOKEN_BYTES] != self.address[..TOKEN_BYTES] {
-            return Ok(None);
+        self.strangers.close(id);
+        let Some((peer, fds)) = packet? else { return Ok(()) };
+        match received.get_mut(peer as usize) {
+            Some(slot @ None) => *slot = Some(fds),
+            _ => {
+                let reason = format!("a second packet of rank {peer}, or no such rank");
+                return Err(Error::os("recvmsg", reason));
+            }
         }
-        let word =
-            |at: usize| u32::from_le_bytes([packet[at], packet[at + 1], packet[at + 2], packet[at + 3]]);
-        let (peer, count) = (word(TOKEN_BYTES), word(TOKEN_BYTES + 4));
-        if message.flags.contains(ReturnFlags::CTRUNC) || fds.len() != count as usize {
-            let reason = format!(
-                "rank {peer} sent {count} descriptors, {} came through; raise the limit on open files (ulimit -n)",
-                fds.len()
-            );
-            return Err(Error::os("recvmsg", reason));
-        }
-        Ok(Some((peer, fds)))
+        Ok(())
     }
+}
+
+/// Reads the packet of a connection, if it is there. `None` when it is a stranger's.
+fn take_packet(address: &[u8], connection: &OwnedFd) -> Result<Option<(u32, Vec<OwnedFd>)>> {
+    let mut packet = [0; PACKET_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let message = match recvmsg(
+        connection,
+        &mut [IoSliceMut::new(&mut packet)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
+    ) {
+        Ok(message) => message,
+        Err(_) => return Ok(None),
+    };
+    let fds: Vec<OwnedFd> = control
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    if message.bytes != PACKET_BYTES || packet[..TOKEN_BYTES] != address[..TOKEN_BYTES] {
+        return Ok(None);
+    }
+    let word = |at: usize| u32::from_le_bytes([packet[at], packet[at + 1], packet[at + 2], packet[at + 3]]);
+    let (peer, count) = (word(TOKEN_BYTES), word(TOKEN_BYTES + 4));
+    if message.flags.contains(ReturnFlags::CTRUNC) || fds.len() != count as usize {
+        let reason = format!(
+            "rank {peer} sent {count} descriptors, {} came through; raise the limit on open files (ulimit -n)",
+            fds.len()
+        );
+        return Err(Error::os("recvmsg", reason));
+    }
+    Ok(Some((peer, fds)))
 }
 
 /// Sends duplicates of `fds` to the mailbox at `address`, which belongs to rank `peer`.
@@ -211,39 +227,19 @@ fn open_socket() -> Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(os("socket"))
 }
 
-/// What can be read without waiting.
-struct Ready {
-    listener: bool,
-    /// Indices of connections, ascending.
-    connections: Vec<usize>,
-}
-
-fn wait_readable(listener: &OwnedFd, connections: &[OwnedFd], timeout: Duration) -> Result<Ready> {
-    let mut polled: Vec<PollFd<'_>> = std::iter::once(listener)
-        .chain(connections)
-        .map(|fd| PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN))
-        .collect();
-    let timeout = Timespec::try_from(timeout).map_err(|error| Error::os("poll", error))?;
-    match poll(&mut polled, Some(&timeout)) {
-        Ok(_) | Err(Errno::INTR) => {}
-        Err(error) => return Err(os("poll")(error)),
-    }
-    let readable = |fd: &PollFd<'_>| !fd.revents().is_empty();
-    let connections = polled[1..].iter().enumerate().filter(|(_, fd)| readable(fd)).map(|(index, _)| index);
-    Ok(Ready { listener: readable(&polled[0]), connections: connections.collect() })
-}
-
 fn os(call: &'static str) -> impl Fn(Errno) -> Error {
     move |errno| Error::os(call, errno)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     #[test]
     fn strangers_are_ignored() {
-        let mailbox = Mailbox::open(2).unwrap();
+        let mailbox = Mailbox::open(2, &ConnectionLimits::default()).unwrap();
         let address = mailbox.address().to_vec();
         let mut forged = address.clone();
         forged[0] ^= 1;
@@ -257,7 +253,7 @@ mod tests {
 
     #[test]
     fn the_group_being_given_up_ends_the_wait() {
-        let mailbox = Mailbox::open(2).unwrap();
+        let mailbox = Mailbox::open(2, &ConnectionLimits::default()).unwrap();
         let start = Instant::now();
         let error = mailbox
             .receive(0, 2, Duration::from_secs(60), || Err(Error::os("test", "given up")))
@@ -267,7 +263,7 @@ mod tests {
 
     #[test]
     fn a_closed_mailbox_is_an_error_with_the_rank() {
-        let address = Mailbox::open(2).unwrap().address().to_vec();
+        let address = Mailbox::open(2, &ConnectionLimits::default()).unwrap().address().to_vec();
         let error = send(&address, 0, 1, &[], Duration::ZERO).unwrap_err();
         assert!(error.to_string().contains("rank 1"), "{error}");
     }

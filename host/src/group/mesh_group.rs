@@ -11,7 +11,7 @@ use super::recorder::{Entry, Recorder, Writer};
 use super::store::store_error;
 use super::turns::Core;
 use super::work::Work;
-use super::{JobSecret, ProcessGroup, Store, fds};
+use super::{ConnectionLimits, JobSecret, ProcessGroup, Store, fds};
 use crate::driver::virt::host_meets;
 use crate::error::{Error, Result};
 
@@ -44,6 +44,8 @@ pub struct MeshOptions {
     pub secret: Option<JobSecret>,
     /// What the group is for, in words that people read.
     pub description: String,
+    /// What connections of whoever reaches the group's sockets may take of this process.
+    pub limits: ConnectionLimits,
     /// How many operations the flight recorder keeps.
     pub recorded: usize,
     /// Gets the flight recorder's dumps, beside the file that [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER) names.
@@ -52,7 +54,7 @@ pub struct MeshOptions {
 }
 
 impl Default for MeshOptions {
-    /// 5 minutes, lazy, Unix sockets where possible, 1024 operations recorded.
+    /// 5 minutes, lazy, Unix sockets where possible, the default limits, 1024 operations recorded.
     fn default() -> MeshOptions {
         MeshOptions {
             timeout: Duration::from_secs(300),
@@ -61,6 +63,7 @@ impl Default for MeshOptions {
             interface: None,
             secret: None,
             description: String::new(),
+            limits: ConnectionLimits::default(),
             recorded: 1024,
             recorder: None,
         }
@@ -149,7 +152,11 @@ impl MeshGroup {
         members: Vec<u32>,
         options: MeshOptions,
     ) -> Result<MeshGroup> {
-        let mut engine = Engine::new(name, rank, listener, directory, store.clone(), Arc::new(Wake::new()?))?;
+        let wake = Arc::new(Wake::new()?);
+        // A rank that connects says who it is at once, or in its next operation.
+        let patience = options.limits.patience.max(options.timeout);
+        let limits = ConnectionLimits { patience, ..options.limits.clone() };
+        let mut engine = Engine::new(name, rank, listener, directory, store.clone(), wake, &limits)?;
         if options.connect == Connect::Eager
             && let Err(error) = engine.connect_all(options.timeout)
         {
@@ -235,7 +242,7 @@ impl ProcessGroup for MeshGroup {
                 if size == 1 {
                     return Ok(vec![Vec::new()]);
                 }
-                let mailbox = fds::Mailbox::open(size)?;
+                let mailbox = fds::Mailbox::open(size, &self.options.limits)?;
                 let addresses = run.all_gather(mailbox.address().to_owned())?;
                 let send = |(peer, address): (u32, &Vec<u8>)| {
                     fds::send(address, rank, peer, fds, left())

@@ -6,46 +6,43 @@ use std::os::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
-use super::frame::{HEADER, Header, Kind};
-use crate::error::{Error, Result};
+use super::frame::{HEADER, Header};
+use crate::error::Result;
 
 /// Largest piece of a payload that is reserved before its bytes come.
 const RESERVE: u64 = 64 << 20;
-/// Largest payload of a hello.
-const MAX_HELLO: u64 = 64;
 
 #[derive(Debug)]
 pub(crate) struct Conn {
     pub socket: OwnedFd,
-    /// The rank at the other end, once it has shown the token.
-    pub peer: Option<u32>,
+    /// The rank at the other end.
+    pub peer: u32,
     /// Not yet taken by the kernel: bytes from `sent` on.
     out: Vec<u8>,
     sent: usize,
-    header: Vec<u8>,
-    payload: Option<(Header, Vec<u8>)>,
+    frames: Frames,
     /// True once its goodbye came.
     pub farewell: bool,
-    /// True once a hello came, or where none is due.
-    greeted: bool,
     heard: bool,
 }
 
+/// The frame that has not come in full.
+#[derive(Debug, Default)]
+pub(crate) struct Frames {
+    header: Vec<u8>,
+    payload: Option<(Header, Vec<u8>)>,
+}
+
 impl Conn {
-    pub(crate) fn new(socket: OwnedFd, peer: Option<u32>) -> Conn {
-        let greeted = peer.is_some();
-        let header = Vec::with_capacity(HEADER);
-        Conn {
-            socket,
-            peer,
-            out: Vec::new(),
-            sent: 0,
-            header,
-            payload: None,
-            farewell: false,
-            greeted,
-            heard: false,
-        }
+    /// A connection that this rank opened to `peer`, which has not said anything.
+    pub(crate) fn opened(socket: OwnedFd, peer: u32) -> Conn {
+        let (out, frames) = (Vec::new(), Frames::default());
+        Conn { socket, peer, out, sent: 0, frames, farewell: false, heard: false }
+    }
+
+    /// A connection that `peer` opened, and has said its hello on.
+    pub(crate) fn accepted(socket: OwnedFd, peer: u32) -> Conn {
+        Conn { heard: true, ..Conn::opened(socket, peer) }
     }
 
     /// True when everything sent has been taken by the kernel.
@@ -110,7 +107,7 @@ impl Conn {
                 Ok((_, 0)) => return Ok(false),
                 Ok((_, count)) => {
                     self.heard = true;
-                    self.parse(&scratch[..count], frames).map_err(|error| error.to_string())?;
+                    self.frames.parse(&scratch[..count], frames).map_err(|error| error.to_string())?;
                     if count < scratch.len() {
                         return Ok(true);
                     }
@@ -121,8 +118,11 @@ impl Conn {
             }
         }
     }
+}
 
-    fn parse(&mut self, mut bytes: &[u8], frames: &mut Vec<(Header, Vec<u8>)>) -> Result<()> {
+impl Frames {
+    /// Takes bytes as they come, and gives the frames that they complete.
+    pub(crate) fn parse(&mut self, mut bytes: &[u8], frames: &mut Vec<(Header, Vec<u8>)>) -> Result<()> {
         loop {
             if let Some((header, payload)) = &mut self.payload {
                 let missing = header.len - payload.len() as u64;
@@ -143,10 +143,6 @@ impl Conn {
             let Ok(whole) = <&[u8; HEADER]>::try_from(self.header.as_slice()) else { return Ok(()) };
             let header = Header::decode(whole)?;
             self.header.clear();
-            if !self.greeted && (header.kind != Kind::Hello || header.len > MAX_HELLO) {
-                return Err(Error::os("recv", "a stranger's bytes"));
-            }
-            self.greeted = true;
             self.payload = Some((header, Vec::with_capacity(header.len.min(RESERVE) as usize)));
         }
     }

@@ -59,7 +59,7 @@ impl Engine {
                 return self.check_health(peer).map(|()| None);
             }
         };
-        let index = self.add(Conn::new(socket, Some(peer)))?;
+        let index = self.add(Conn::opened(socket, peer))?;
         self.peers[peer as usize].conns.push(index);
         let hello = Header::control(Kind::Hello, u64::from(self.rank), theirs.token.len());
         self.send_on(index, &hello, theirs.token.as_bytes());
@@ -77,6 +77,10 @@ impl Engine {
             let open = |peer: &u32| engine.peers[*peer as usize].conns.is_empty();
             let missing: Vec<u32> = (rank + 1..engine.size).filter(open).collect();
             engine.waiting = missing;
+            // Whoever is called knows this rank by its hello alone.
+            let unsent = (0..rank).filter(|peer| !engine.flushed(*peer));
+            let unsent: Vec<u32> = unsent.collect();
+            engine.waiting.extend(unsent);
             // A higher rank that died here shows as one that never came.
             for peer in engine.waiting.clone() {
                 engine.look_up(peer)?;
@@ -150,19 +154,20 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::group::HashStore;
     use crate::group::mesh::wake::Wake;
     use crate::group::mesh::{Listener, Sockets};
+    use crate::group::{ConnectionLimits, HashStore};
 
     #[test]
     fn a_goodbye_on_one_connection_waits_for_what_comes_on_the_other() {
         let listener = Listener::open(2, Sockets::Auto, None).unwrap();
         let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
-        let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake).unwrap();
+        let limits = ConnectionLimits::default();
+        let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake, &limits).unwrap();
         let mut connect = || {
             let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
             ours.set_nonblocking(true).unwrap();
-            let index = engine.add(Conn::new(ours.into(), Some(0))).unwrap();
+            let index = engine.add(Conn::opened(ours.into(), 0)).unwrap();
             engine.peers[0].conns.push(index);
             theirs
         };
@@ -190,7 +195,9 @@ mod tests {
         let engine = || {
             let listener = Listener::open(2, Sockets::Auto, None).unwrap();
             let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
-            let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake).unwrap();
+            let limits = ConnectionLimits::default();
+            let mut engine =
+                Engine::new("test", 1, listener, Directory::Store, store, wake, &limits).unwrap();
             engine.begin(Signature::new(Operation::AllGather), patience);
             engine
         };

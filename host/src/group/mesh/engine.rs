@@ -8,23 +8,26 @@ use std::time::{Duration, Instant};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
-use rustix::net::SocketFlags;
 
 use super::address::address_key;
 use super::address::{self, Address, Listener};
 use super::conn::Conn;
-use super::frame::{Header, Kind, Signature};
+use super::frame::{HEADER, Header, Kind, Signature};
 use super::peers::{Health, Peer};
 use super::wake::Wake;
 use crate::error::{Error, Result};
 use crate::group::Store;
 use crate::group::collectives::call::Message;
+use crate::group::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Stranger, Strangers};
 
-/// Epoll keys: the wake-up, the listeners, then connections by index.
+/// Epoll keys: the wake-up, the listeners, then connections by index; far from them the strangers by id.
 const WAKE: u64 = 0;
 const LISTENER: u64 = 1;
 const FIRST_CONN: u64 = 16;
+const FIRST_STRANGER: u64 = 1 << 63;
 const SCRATCH: usize = 256 << 10;
+/// Slices of connections taken where one may wait that says a goodbye.
+const MOST_SLICES: usize = 64;
 /// Operations whose signatures are remembered, for ranks that ask later.
 const HISTORY: usize = 16;
 
@@ -67,6 +70,9 @@ pub(crate) struct Engine {
     /// Where a rank that gave up leaves its reason, for those it has no connection with.
     pub(super) board: Arc<dyn Store>,
     listener: Option<Listener>,
+    /// False while the listeners rest.
+    listening: bool,
+    strangers: Strangers,
     pub(super) ours: Address,
     epoll: OwnedFd,
     pub wake: Arc<Wake>,
@@ -94,6 +100,7 @@ impl Engine {
         directory: Directory,
         board: Arc<dyn Store>,
         wake: Arc<Wake>,
+        limits: &ConnectionLimits,
     ) -> Result<Engine> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| Error::os("epoll", error))?;
         let add = |fd: &OwnedFd, key: u64| {
@@ -117,6 +124,8 @@ impl Engine {
             directory,
             board,
             listener: Some(listener),
+            listening: true,
+            strangers: Strangers::new("process group", limits, size as usize),
             ours,
             epoll,
             wake,
@@ -226,8 +235,10 @@ impl Engine {
     pub(crate) fn progress(&mut self, timeout: Duration) -> Result<()> {
         // Rounded up to the kernel's milliseconds, so that the last wait does not spin.
         let timeout = if timeout.is_zero() { timeout } else { timeout.max(Duration::from_millis(1)) };
+        let timeout = self.strangers.next_look().map_or(timeout, |look| look.min(timeout));
         let timeout = Timespec::try_from(timeout.min(Duration::from_secs(3600)))
             .map_err(|error| Error::os("epoll", error))?;
+        self.listen(!self.strangers.paused());
         let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 32];
         let count = match epoll::wait(&self.epoll, &mut events, Some(&timeout)) {
             Ok(count) => count,
@@ -238,13 +249,32 @@ impl Engine {
             let (key, flags) = (event.data.u64(), event.flags);
             if key == WAKE {
                 self.wake.clear();
+            } else if let Some(id) = key.checked_sub(FIRST_STRANGER) {
+                self.greet(id);
             } else if let Some(index) = key.checked_sub(FIRST_CONN) {
                 self.handle(index as usize, flags);
             } else {
-                self.accept((key - LISTENER) as usize)?;
+                self.accept((key - LISTENER) as usize);
             }
         }
+        while let Some(id) = self.strangers.overdue() {
+            self.look_last(id);
+        }
         Ok(())
+    }
+
+    /// Has the listeners woken this rank, or not.
+    fn listen(&mut self, listening: bool) {
+        if listening != self.listening
+            && let Some(listener) = &self.listener
+        {
+            self.listening = listening;
+            let flags = if listening { EventFlags::IN } else { EventFlags::empty() };
+            for (key, socket) in (LISTENER..).zip(&listener.sockets) {
+                // Cannot fail: the socket is open and in the set.
+                let _ = epoll::modify(&self.epoll, socket, EventData::new_u64(key), flags);
+            }
+        }
     }
 
     fn handle(&mut self, index: usize, flags: EventFlags) {
@@ -262,23 +292,64 @@ impl Engine {
         }
     }
 
-    fn accept(&mut self, which: usize) -> Result<()> {
-        loop {
+    /// Takes a slice of the connections that wait at a listener. False once there are no more.
+    fn accept(&mut self, which: usize) -> bool {
+        for _ in 0..ACCEPT_SLICE {
             let Some(socket) = self.listener.as_ref().and_then(|listener| listener.sockets.get(which)) else {
-                return Ok(());
+                return false;
             };
-            match rustix::net::accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                Ok(socket) => {
-                    address::no_delay(&socket);
-                    let index = self.add(Conn::new(socket, None))?;
-                    // The hello is there as a rule.
-                    self.read(index);
-                }
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR | Errno::CONNABORTED) => {}
-                Err(error) => return Err(Error::os("accept", error)),
+            match self.strangers.accept(socket) {
+                Next::Greet(id) => self.meet(id),
+                Next::LastLook(id) => self.look_last(id),
+                Next::Nobody => return false,
             }
         }
+        true
+    }
+
+    fn meet(&mut self, id: u64) {
+        let Some(stranger) = self.strangers.get_mut(id) else { return };
+        address::no_delay(&stranger.socket);
+        let key = EventData::new_u64(FIRST_STRANGER + id);
+        match epoll::add(&self.epoll, &stranger.socket, key, EventFlags::IN) {
+            // The hello is there as a rule.
+            Ok(()) => self.greet(id),
+            Err(error) => {
+                tracing::debug!("epoll: {error}");
+                self.strangers.close(id);
+            }
+        }
+    }
+
+    /// Hears who a stranger is. Nothing that stands behind a hello is read before the hello is found to be right.
+    fn greet(&mut self, id: u64) {
+        let token = self.ours.token.as_bytes();
+        let heard = self.strangers.get_mut(id).map(|stranger| hello(stranger, self.size, token));
+        match heard {
+            None | Some(Ok(None)) => {}
+            Some(Ok(Some(peer))) => self.welcome(id, peer),
+            Some(Err(reason)) => {
+                tracing::debug!("process group: refused a connection: {reason}");
+                self.strangers.close(id);
+            }
+        }
+    }
+
+    fn welcome(&mut self, id: u64, peer: u32) {
+        let Some(stranger) = self.strangers.take(id) else { return };
+        let index = self.conns.len();
+        let key = EventData::new_u64(FIRST_CONN + index as u64);
+        // Cannot fail: the socket is open and in the set.
+        let _ = epoll::modify(&self.epoll, &stranger.socket, key, EventFlags::IN);
+        self.conns.push(Some(Conn::accepted(stranger.socket, peer)));
+        self.peers[peer as usize].conns.push(index);
+        self.read(index);
+    }
+
+    /// Closes a stranger, unless its hello came in the meantime.
+    fn look_last(&mut self, id: u64) {
+        self.greet(id);
+        self.strangers.close(id);
     }
 
     fn read(&mut self, index: usize) {
@@ -288,21 +359,13 @@ impl Engine {
         let (mut asking, mut leaving) = (None, None);
         for (header, payload) in frames {
             let Some(Some(conn)) = self.conns.get_mut(index) else { return };
-            match conn.peer {
-                Some(peer) if header.kind == Kind::Goodbye => {
-                    conn.farewell = true;
-                    leaving = Some(peer);
-                }
-                Some(peer) => {
-                    asking = (header.kind == Kind::Query).then_some(peer).or(asking);
-                    self.receive(peer, header, payload);
-                }
-                None if header.tag < u64::from(self.size) && payload == self.ours.token.as_bytes() => {
-                    let peer = header.tag as u32;
-                    conn.peer = Some(peer);
-                    self.peers[peer as usize].conns.push(index);
-                }
-                None => return self.close(index, "a stranger"),
+            let peer = conn.peer;
+            if header.kind == Kind::Goodbye {
+                conn.farewell = true;
+                leaving = Some(peer);
+            } else {
+                asking = (header.kind == Kind::Query).then_some(peer).or(asking);
+                self.receive(peer, header, payload);
             }
         }
         if let Some(peer) = leaving {
@@ -325,9 +388,8 @@ impl Engine {
         self.peers[peer as usize].farewell = true;
         // A connection may still wait to be accepted.
         for which in 0..self.listener.as_ref().map_or(0, |listener| listener.sockets.len()) {
-            if let Err(error) = self.accept(which) {
-                tracing::debug!("{error}");
-            }
+            let mut slices = 0..MOST_SLICES;
+            while self.accept(which) && slices.next().is_some() {}
         }
         let state = &self.peers[peer as usize];
         let open = |index: &usize| self.conns[*index].as_ref().is_some_and(|conn| !conn.farewell);
@@ -347,7 +409,7 @@ impl Engine {
     fn close(&mut self, index: usize, reason: &str) {
         // Dropping the socket takes it out of the set.
         let Some(conn) = self.conns.get_mut(index).and_then(Option::take) else { return };
-        let Some(peer) = conn.peer else { return };
+        let peer = conn.peer;
         let state = &mut self.peers[peer as usize];
         state.conns.retain(|other| *other != index);
         if state.send_on == Some(index) && !state.conns.is_empty() {
@@ -411,9 +473,7 @@ impl Engine {
         let header = Header { sequence, ..Header::control(kind, 0, text.len()) };
         // On every connection: which of two is seen to end first is open.
         for index in 0..self.conns.len() {
-            if self.conns[index].as_ref().is_some_and(|conn| conn.peer.is_some()) {
-                self.send_on(index, &header, text.as_bytes());
-            }
+            self.send_on(index, &header, text.as_bytes());
         }
         let start = Instant::now();
         while self.conns.iter().flatten().any(|conn| !conn.flushed())
@@ -424,6 +484,7 @@ impl Engine {
             }
         }
         self.listener = None;
+        self.strangers.clear();
         self.conns.clear();
         for peer in &mut self.peers {
             peer.conns.clear();
@@ -446,5 +507,36 @@ impl Engine {
             let _ = self.board.delete(&address_key(&self.name, self.rank));
         }
         self.close_all(Kind::Goodbye, "");
+    }
+}
+
+/// The rank that a stranger says it is, once its hello is there and right.
+fn hello(stranger: &mut Stranger, size: u32, token: &[u8]) -> Result<Option<u32>, String> {
+    if !stranger.read(HEADER)? {
+        return Ok(None);
+    }
+    hello_header(&stranger.hello, size, token)?;
+    if !stranger.read(HEADER + token.len())? {
+        return Ok(None);
+    }
+    check_hello(&stranger.hello, size, token).map(Some)
+}
+
+fn hello_header(bytes: &[u8], size: u32, token: &[u8]) -> Result<u32, String> {
+    let header = bytes.first_chunk().ok_or("cut short")?;
+    let header = Header::decode(header).map_err(|error| error.to_string())?;
+    let rank = u32::try_from(header.tag).ok().filter(|rank| *rank < size);
+    let hello = header.kind == Kind::Hello && header.len == token.len() as u64;
+    rank.filter(|_| hello).ok_or_else(|| "no hello of a rank of this group".to_owned())
+}
+
+/// The rank that a whole hello is of, at a listener of `token` in a group of `size`.
+pub(super) fn check_hello(bytes: &[u8], size: u32, token: &[u8]) -> Result<u32, String> {
+    let rank = hello_header(bytes, size, token)?;
+    let shown = bytes.get(HEADER..).unwrap_or_default();
+    if shown == token {
+        Ok(rank)
+    } else {
+        Err("wrong token: it is meant for another rank or group".to_owned())
     }
 }

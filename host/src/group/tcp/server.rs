@@ -10,26 +10,25 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::admission::{Admission, Step};
+use super::admission::admit;
 use super::protocol::{
-    Framer, MAGIC, MAX_MESSAGE_BYTES, Message, NOT_READY, READY, Request, STOP_WAITING, Violation,
+    Framer, MAGIC, MAX_MESSAGE_BYTES, Message, NOT_READY, Query, READY, Request, STOP_WAITING, Violation,
     WAIT_CANCELED,
 };
 use crate::error::{Error, Result};
 use crate::group::JobSecret;
 use crate::group::board::Board;
+use crate::group::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Stranger, Strangers};
 
-/// How long a connection may take to say that it speaks the protocol.
-const VALIDATION: Duration = Duration::from_secs(30);
 /// Longer than anyone waits, and short enough to be added to the time.
 const MAX_LINGER: Duration = Duration::from_secs(24 * 3600);
-/// How long the server does not accept after the system had no descriptor left.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Bytes read from one connection before the others get their turn.
 const READ_BYTES: usize = 64 * 1024;
 /// No further request of a client is taken while more bytes than this wait for it to read them.
 const MAX_UNREAD_BYTES: usize = 1024 * 1024;
 const BACKLOG: i32 = 4096;
+/// How often a server that ends looks whether it may.
+const ENDING: Duration = Duration::from_millis(10);
 
 /// A server of the store protocol, for [`TcpStore`](super::TcpStore) and for PyTorch's clients.
 ///
@@ -59,11 +58,24 @@ impl TcpStoreServer {
 
     /// A server on a socket that listens already, for example one that was inherited.
     pub fn from_listener(listener: TcpListener) -> Result<TcpStoreServer> {
-        TcpStoreServer::with_secret(listener, None)
+        TcpStoreServer::start(listener, None, &ConnectionLimits::default())
     }
 
     /// Like [`TcpStoreServer::from_listener`]; lets in only clients that know `secret`, where there is one.
     pub fn with_secret(listener: TcpListener, secret: Option<JobSecret>) -> Result<TcpStoreServer> {
+        TcpStoreServer::start(listener, secret, &ConnectionLimits::default())
+    }
+
+    /// Like [`TcpStoreServer::from_listener`], with other limits than the default.
+    pub fn with_limits(listener: TcpListener, limits: &ConnectionLimits) -> Result<TcpStoreServer> {
+        TcpStoreServer::start(listener, None, limits)
+    }
+
+    fn start(
+        listener: TcpListener,
+        secret: Option<JobSecret>,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStoreServer> {
         let os = |call: &'static str| move |error: std::io::Error| Error::os(call, error);
         // Once more, for the longer backlog: all ranks of a job connect at the same time.
         rustix::net::listen(&listener, BACKLOG).map_err(|error| Error::os("listen", error))?;
@@ -81,7 +93,7 @@ impl TcpStoreServer {
             connections: BTreeMap::new(),
             next: 0,
             changed: Vec::new(),
-            accept_again: None,
+            strangers: Strangers::new("store server", limits, 0),
         };
         let thread = std::thread::Builder::new()
             .name("epoxide-store".to_owned())
@@ -178,15 +190,11 @@ struct Server {
     next: u64,
     /// Connections with something to send, or to be closed.
     changed: Vec<u64>,
-    /// When to accept again, after the system ran out of descriptors.
-    accept_again: Option<Instant>,
+    strangers: Strangers,
 }
 
 struct Connection {
     socket: TcpStream,
-    since: Instant,
-    admission: Admission,
-    validated: bool,
     closed: bool,
     /// Bytes received; those before `taken` have been dealt with.
     input: Vec<u8>,
@@ -202,12 +210,9 @@ struct Connection {
 }
 
 impl Connection {
-    fn new(socket: TcpStream, secret: Option<JobSecret>) -> Connection {
+    fn new(socket: TcpStream) -> Connection {
         Connection {
             socket,
-            since: Instant::now(),
-            admission: Admission::Outside(secret),
-            validated: false,
             closed: false,
             input: Vec::new(),
             taken: 0,
@@ -239,29 +244,6 @@ impl Connection {
         }
     }
 
-    /// Goes on with what comes before the first request.
-    fn admit(&mut self) {
-        while !self.closed && !self.admission.inside() {
-            let refused = match self.admission.advance(&self.input[self.taken..]) {
-                Ok(Step::Incomplete) => return,
-                Ok(Step::Taken(count, answer)) => {
-                    self.taken += count;
-                    self.output.extend_from_slice(&answer);
-                    continue;
-                }
-                Ok(Step::Refused(answer, reason)) => {
-                    self.output.extend_from_slice(&answer);
-                    reason.to_owned()
-                }
-                Err(Violation(reason)) => reason,
-            };
-            let peer = self.socket.peer_addr();
-            tracing::warn!("store server: closing the connection of {peer:?}: {refused}");
-            self.flush();
-            self.closed = true;
-        }
-    }
-
     /// Sends what the socket takes.
     fn flush(&mut self) {
         while self.unsent() > 0 {
@@ -288,6 +270,7 @@ impl Connection {
 struct Ready {
     woken: bool,
     listener: bool,
+    strangers: Vec<u64>,
     readable: Vec<u64>,
     writable: Vec<u64>,
 }
@@ -298,7 +281,9 @@ impl Server {
         loop {
             if ending {
                 let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
-                if self.connections.is_empty() || until.is_none_or(|until| Instant::now() >= until) {
+                if self.connections.is_empty() && self.strangers.is_empty()
+                    || until.is_none_or(|until| Instant::now() >= until)
+                {
                     return;
                 }
             }
@@ -312,17 +297,26 @@ impl Server {
             };
             ending |= ready.woken;
             for id in ready.readable {
-                if let Some(connection) = self.connections.get_mut(&id) {
-                    connection.receive();
-                    self.serve(id);
-                }
+                self.take_input(id);
             }
             self.changed.extend(ready.writable);
-            self.settle();
-            self.expire();
+            for id in ready.strangers {
+                self.greet(id);
+            }
+            while let Some(id) = self.strangers.overdue() {
+                self.look_last(id);
+            }
             if ready.listener {
                 self.accept();
             }
+            self.settle();
+        }
+    }
+
+    fn take_input(&mut self, id: u64) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.receive();
+            self.serve(id);
         }
     }
 
@@ -331,29 +325,34 @@ impl Server {
         // Once closed it would be readable for ever.
         let wake_events = if ending { PollFlags::empty() } else { PollFlags::IN };
         fds.push(PollFd::new(&self.woken, wake_events));
-        let accepting = self.accept_again.is_none_or(|when| Instant::now() >= when);
-        let accept_events = if accepting { PollFlags::IN } else { PollFlags::empty() };
+        // A listener that rests would be readable all the time.
+        let accept_events = if self.strangers.paused() { PollFlags::empty() } else { PollFlags::IN };
         fds.push(PollFd::new(&self.listener, accept_events));
+        fds.extend(self.strangers.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         for connection in self.connections.values() {
             let mut events = PollFlags::empty();
             events.set(PollFlags::IN, connection.takes_requests());
             events.set(PollFlags::OUT, connection.unsent() > 0);
             fds.push(PollFd::new(&connection.socket, events));
         }
-        // A look now and then suffices for the deadlines.
-        let pause = if ending || !accepting { 10 } else { 1000 };
-        let timed = ending || !accepting || self.connections.values().any(|connection| !connection.validated);
-        let timeout = Timespec { tv_sec: pause / 1000, tv_nsec: pause % 1000 * 1_000_000 };
+        let end = ending.then_some(ENDING);
+        let timeout = [end, self.strangers.next_look()].into_iter().flatten().min();
+        let timeout = timeout.map(|timeout| Timespec {
+            tv_sec: timeout.as_secs() as i64,
+            tv_nsec: timeout.subsec_nanos().into(),
+        });
         if ending {
             // The closed end is always ready: leave it out.
-            poll(&mut fds[1..], Some(&timeout))?;
+            poll(&mut fds[1..], timeout.as_ref())?;
         } else {
-            poll(&mut fds, timed.then_some(&timeout))?;
+            poll(&mut fds, timeout.as_ref())?;
         }
 
         let [wake, listener, sockets @ ..] = fds.as_slice() else {
             return Err(rustix::io::Errno::INVAL);
         };
+        let (strangers, sockets) = sockets.split_at(self.strangers.iter().len());
+        let spoke = self.strangers.iter().zip(strangers).filter(|(_, fd)| !fd.revents().is_empty());
         let having = |flags: PollFlags| {
             let ids = self.connections.keys().zip(sockets);
             ids.filter(move |(_, fd)| fd.revents().intersects(flags)).map(|(id, _)| *id).collect()
@@ -361,43 +360,50 @@ impl Server {
         Ok(Ready {
             woken: !ending && !wake.revents().is_empty(),
             listener: listener.revents().contains(PollFlags::IN),
+            strangers: spoke.map(|((id, _), _)| id).collect(),
             readable: having(PollFlags::IN | PollFlags::HUP | PollFlags::ERR),
             writable: having(PollFlags::OUT),
         })
     }
 
     fn accept(&mut self) {
-        loop {
-            match self.listener.accept() {
-                Ok((socket, _)) => {
-                    // Without these the connection would only be slower, or block the others.
-                    let _ = socket.set_nodelay(true);
-                    if socket.set_nonblocking(true).is_ok() {
-                        self.connections.insert(self.next, Connection::new(socket, self.secret.clone()));
-                        self.next += 1;
-                    }
-                }
-                Err(error) => match error.kind() {
-                    ErrorKind::WouldBlock => return,
-                    ErrorKind::Interrupted | ErrorKind::ConnectionAborted => {}
-                    _ => {
-                        tracing::warn!("store server: accept: {error}; trying again in {ACCEPT_PAUSE:?}");
-                        self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
-                        return;
-                    }
-                },
+        for _ in 0..ACCEPT_SLICE {
+            match self.strangers.accept(&self.listener) {
+                Next::Greet(id) => self.greet(id),
+                Next::LastLook(id) => self.look_last(id),
+                Next::Nobody => return,
             }
         }
     }
 
-    /// Closes connections that have not said that they speak the protocol.
-    fn expire(&mut self) {
-        for connection in self.connections.values_mut() {
-            if !connection.validated && connection.since.elapsed() > VALIDATION {
-                connection.closed = true;
+    /// Hears whether a stranger speaks the protocol. Of what it sends behind its first message nothing is read before that is known.
+    fn greet(&mut self, id: u64) {
+        let Some(stranger) = self.strangers.get_mut(id) else { return };
+        let heard = admit(stranger, self.secret.as_ref()).and_then(|inside| match inside {
+            true => validate(stranger),
+            false => Ok(false),
+        });
+        match heard {
+            Ok(false) => {}
+            Ok(true) => {
+                if let Some(stranger) = self.strangers.take(id) {
+                    let socket = TcpStream::from(stranger.socket);
+                    // Without this the connection would only be slower.
+                    let _ = socket.set_nodelay(true);
+                    let id = self.next;
+                    self.next += 1;
+                    self.connections.insert(id, Connection::new(socket));
+                    self.take_input(id);
+                }
             }
+            Err(reason) => self.strangers.refuse(id, &reason),
         }
-        self.remove_closed();
+    }
+
+    /// Closes a stranger, unless it has spoken in the meantime.
+    fn look_last(&mut self, id: u64) {
+        self.greet(id);
+        self.strangers.close(id);
     }
 
     /// Sends what is to be sent, which may let clients go on whose answers were waiting.
@@ -442,13 +448,6 @@ impl Server {
         let Some(connection) = self.connections.get_mut(&id) else {
             return;
         };
-        if !connection.admission.inside() {
-            self.changed.push(id);
-            connection.admit();
-            if !connection.admission.inside() {
-                return;
-            }
-        }
         // Out of the connection while the requests, which borrow it, change other connections.
         let input = std::mem::take(&mut connection.input);
         let mut framer = std::mem::take(&mut connection.framer);
@@ -499,12 +498,8 @@ impl Server {
             return Ok(None);
         };
         match request {
-            Request::Validate(MAGIC) => connection.validated = true,
-            Request::Validate(magic) => {
+            Request::Validate(magic) if magic != MAGIC => {
                 return Err(Violation(format!("{magic:#x} where {MAGIC:#x} is expected")));
-            }
-            _ if !connection.validated => {
-                return Err(Violation("a request before the connection was validated".to_owned()));
             }
             _ => {}
         }
@@ -666,5 +661,15 @@ impl Server {
                 !ids.is_empty()
             });
         }
+    }
+}
+
+/// Hears whether a stranger speaks the protocol. True once its first request has come.
+fn validate(stranger: &mut Stranger) -> std::result::Result<bool, String> {
+    let validate = Message::query(Query::Validate).word(MAGIC).0;
+    let all = stranger.read(validate.len())?;
+    match validate.starts_with(&stranger.hello) {
+        true => Ok(all),
+        false => Err("it does not speak the protocol".to_owned()),
     }
 }

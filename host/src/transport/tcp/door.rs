@@ -3,16 +3,14 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
 use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
 use rustix::net::sockopt;
 
 use super::frame::{MAX_REASON, refusal, word32, word64};
-use super::wait::{left, wait_for};
+use super::wait::left;
 use crate::error::{Error, Result};
+use crate::group::strangers::{ACCEPT_SLICE, Next, Strangers};
 use crate::group::{SOCKET_IFNAME, interface_address};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{LOOK, Setup};
@@ -20,8 +18,6 @@ use crate::transport::setup::{LOOK, Setup};
 pub(super) const TOKEN: usize = 16;
 /// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little endian.
 pub(super) const HELLO: usize = 48;
-/// Connections that have not said who they are, beside those expected.
-const STRANGERS: usize = 64;
 
 /// What a connection says first.
 pub(super) fn hello(
@@ -99,6 +95,7 @@ pub(super) struct Door {
     pub(super) address: SocketAddr,
     /// Keeps strangers out.
     pub(super) token: [u8; TOKEN],
+    strangers: Strangers,
 }
 
 /// What a hello deserves.
@@ -121,14 +118,14 @@ impl Door {
             .and_then(|mut source| source.read_exact(&mut token))
             .map_err(|error| Error::os("read /dev/urandom", error))?;
         let ip = interface_address(None)?;
-        let expected = setup.pairs().count();
+        let strangers = Strangers::new("tcp transport", &setup.options.limits, setup.pairs().count());
         let open = || {
             let listener = TcpListener::bind((ip, 0))?;
             // All peers connect before any of them is accepted.
-            rustix::net::listen(&listener, i32::try_from(expected + STRANGERS).unwrap_or(i32::MAX))?;
+            rustix::net::listen(&listener, strangers.backlog())?;
             listener.set_nonblocking(true)?;
             let address = listener.local_addr()?;
-            Ok(Door { listener, address, token })
+            Ok(Door { listener, address, token, strangers })
         };
         open().map_err(|error: std::io::Error| Error::os("listen", format!("{ip}: {error}")))
     }
@@ -139,13 +136,12 @@ impl Door {
 
     /// The connections of all peers' queues.
     pub(super) fn accept(
-        &self,
+        &mut self,
         setup: &Setup<'_>,
         deadline: Instant,
     ) -> Result<BTreeMap<(u32, u32), TcpStream>> {
         let expected = setup.pairs().count();
         let mut accepted = BTreeMap::new();
-        let mut pending: Vec<(TcpStream, Vec<u8>)> = Vec::new();
         while accepted.len() < expected {
             if Instant::now() >= deadline {
                 let missing: Vec<(u32, u32)> =
@@ -159,114 +155,111 @@ impl Door {
                 );
                 return Err(setup.ends(peer).error("connect", reason));
             }
-            for index in self.ready(&pending)?.into_iter().rev() {
-                let (socket, bytes) = &mut pending[index];
-                let verdict = match take_hello(socket, bytes) {
-                    Ok(()) => self.judge(setup, bytes, &accepted),
-                    Err(reason) => Verdict::Stranger(reason),
-                };
-                if matches!(verdict, Verdict::Incomplete) {
-                    continue;
-                }
-                let (mut socket, _) = pending.swap_remove(index);
-                match verdict {
-                    Verdict::Incomplete => {}
-                    Verdict::Welcome(queue, peer) => {
-                        let ready = socket.write_all(&[0; 4]).and_then(|()| socket.set_nonblocking(false));
-                        ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
-                        accepted.insert((queue, peer), socket);
-                    }
-                    Verdict::Stranger(reason) => {
-                        tracing::warn!("tcp transport: refused a connection: {reason}");
-                        let _ = socket.write_all(&refusal(&reason));
-                    }
-                    Verdict::Wrong(peer, reason) => {
-                        let _ = socket.write_all(&refusal(&reason));
-                        return Err(setup.ends(peer).error("connect", reason));
-                    }
-                }
+            let ready = self.strangers.wait_readable(&self.listener, LOOK);
+            let ready = ready.map_err(|error| Error::os("poll", error))?;
+            for id in ready.strangers {
+                self.greet(id, setup, &mut accepted)?;
             }
-            loop {
-                match self.listener.accept() {
-                    Ok((socket, _)) => {
-                        if socket.set_nonblocking(true).is_ok() {
-                            pending.push((socket, Vec::new()));
-                        }
-                        if pending.len() > expected + STRANGERS {
-                            // The one that has been silent for longest.
-                            pending.remove(0);
-                        }
-                    }
-                    Err(error) => match Errno::from_io_error(&error) {
-                        Some(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => break,
-                        _ => return Err(Error::os("accept", error)),
-                    },
+            while let Some(id) = self.strangers.overdue() {
+                self.look_last(id, setup, &mut accepted)?;
+            }
+            if !ready.listener {
+                continue;
+            }
+            for _ in 0..ACCEPT_SLICE {
+                match self.strangers.accept(&self.listener) {
+                    Next::Greet(id) => self.greet(id, setup, &mut accepted)?,
+                    Next::LastLook(id) => self.look_last(id, setup, &mut accepted)?,
+                    Next::Nobody => break,
                 }
             }
         }
         Ok(accepted)
     }
 
-    /// Waits a moment for any of the sockets; which of `pending` can be read, ascending.
-    fn ready(&self, pending: &[(TcpStream, Vec<u8>)]) -> Result<Vec<usize>> {
-        let sockets = pending.iter().map(|(socket, _)| socket.as_fd());
-        let mut polled: Vec<PollFd<'_>> = std::iter::once(self.listener.as_fd())
-            .chain(sockets)
-            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-            .collect();
-        wait_for(&mut polled, LOOK).map_err(|error| Error::os("poll", error))?;
-        let readable = polled[1..].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
-        Ok(readable.map(|(index, _)| index).collect())
+    /// Hears who a stranger is, and lets it in or tells it why not.
+    fn greet(
+        &mut self,
+        id: u64,
+        setup: &Setup<'_>,
+        accepted: &mut BTreeMap<(u32, u32), TcpStream>,
+    ) -> Result<()> {
+        let Some(stranger) = self.strangers.get_mut(id) else { return Ok(()) };
+        let verdict = match stranger.read(HELLO) {
+            Ok(_) => judge(&self.token, setup, &stranger.hello, accepted),
+            Err(reason) => Verdict::Stranger(reason),
+        };
+        if matches!(verdict, Verdict::Incomplete) {
+            return Ok(());
+        }
+        let Some(stranger) = self.strangers.take(id) else { return Ok(()) };
+        let mut socket = TcpStream::from(stranger.socket);
+        match verdict {
+            Verdict::Incomplete => {}
+            Verdict::Welcome(queue, peer) => {
+                let ready = socket.write_all(&[0; 4]).and_then(|()| socket.set_nonblocking(false));
+                ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
+                accepted.insert((queue, peer), socket);
+            }
+            Verdict::Stranger(reason) => {
+                tracing::debug!("tcp transport: refused a connection: {reason}");
+                let _ = socket.write_all(&refusal(&reason));
+            }
+            Verdict::Wrong(peer, reason) => {
+                let _ = socket.write_all(&refusal(&reason));
+                return Err(setup.ends(peer).error("connect", reason));
+            }
+        }
+        Ok(())
     }
 
-    fn judge(&self, setup: &Setup<'_>, bytes: &[u8], accepted: &BTreeMap<(u32, u32), TcpStream>) -> Verdict {
-        // The first words stay what they are in every version, however long its hello is.
-        if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
-            return Verdict::Stranger("no hello of epoxide's transport".into());
-        }
-        if bytes.len() >= 12 && word32(bytes, 8) != VERSION {
-            let theirs = word32(bytes, 8);
-            return Verdict::Stranger(format!("protocol version {theirs}; this rank has version {VERSION}"));
-        }
-        if bytes.len() < HELLO {
-            return Verdict::Incomplete;
-        }
-        if bytes[16..32] != self.token {
-            return Verdict::Stranger(
-                "wrong token: the connection is meant for another rank or group".into(),
-            );
-        }
-        let (phase, peer, queue, memory) =
-            (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
-        let own = setup.memory.bytes();
-        if phase != PHASE {
-            return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
-        }
-        if memory != own {
-            return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
-        }
-        if !setup.pairs().any(|pair| pair == (queue, peer)) || accepted.contains_key(&(queue, peer)) {
-            return Verdict::Wrong(
-                peer,
-                format!("queue {queue} of rank {peer} is not expected, or is there already"),
-            );
-        }
-        Verdict::Welcome(queue, peer)
+    /// Closes a stranger, unless its hello came in the meantime.
+    fn look_last(
+        &mut self,
+        id: u64,
+        setup: &Setup<'_>,
+        accepted: &mut BTreeMap<(u32, u32), TcpStream>,
+    ) -> Result<()> {
+        self.greet(id, setup, accepted)?;
+        self.strangers.close(id);
+        Ok(())
     }
 }
 
-/// Reads what there is of a hello. What is behind it stays in the socket.
-fn take_hello(socket: &mut TcpStream, bytes: &mut Vec<u8>) -> Result<(), String> {
-    let mut buffer = [0; HELLO];
-    match socket.read(&mut buffer[bytes.len()..]) {
-        Ok(0) => Err("closed before its hello".into()),
-        Ok(count) => {
-            bytes.extend_from_slice(&buffer[bytes.len()..][..count]);
-            Ok(())
-        }
-        Err(error) => match Errno::from_io_error(&error) {
-            Some(Errno::AGAIN | Errno::INTR) => Ok(()),
-            _ => Err(error.to_string()),
-        },
+fn judge(
+    token: &[u8; TOKEN],
+    setup: &Setup<'_>,
+    bytes: &[u8],
+    accepted: &BTreeMap<(u32, u32), TcpStream>,
+) -> Verdict {
+    // The first words stay what they are in every version, however long its hello is.
+    if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
+        return Verdict::Stranger("no hello of epoxide's transport".into());
     }
+    if bytes.len() >= 12 && word32(bytes, 8) != VERSION {
+        let theirs = word32(bytes, 8);
+        return Verdict::Stranger(format!("protocol version {theirs}; this rank has version {VERSION}"));
+    }
+    if bytes.len() < HELLO {
+        return Verdict::Incomplete;
+    }
+    if bytes[16..32] != *token {
+        return Verdict::Stranger("wrong token: the connection is meant for another rank or group".into());
+    }
+    let (phase, peer, queue, memory) =
+        (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
+    let own = setup.memory.bytes();
+    if phase != PHASE {
+        return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
+    }
+    if memory != own {
+        return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
+    }
+    if !setup.pairs().any(|pair| pair == (queue, peer)) || accepted.contains_key(&(queue, peer)) {
+        return Verdict::Wrong(
+            peer,
+            format!("queue {queue} of rank {peer} is not expected, or is there already"),
+        );
+    }
+    Verdict::Welcome(queue, peer)
 }

@@ -22,13 +22,17 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
         greeting::check_arguments(setup).and_then(|()| WireHost::of(setup)).and_then(|_| Door::open(setup));
     let address = door.as_ref().map(Door::address).map_err(Error::clone);
     let all = greeting::meet(setup, address)?;
-    let door = door?;
+    let mut door = door?;
     let (links, receivers) =
-        greeting::agree(setup.group, setup.options.kind, make_links(setup, &door, &all))?;
+        greeting::agree(setup.group, setup.options.kind, make_links(setup, &mut door, &all))?;
     Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(receivers)] })
 }
 
-fn make_links(setup: &Setup<'_>, door: &Door, all: &[greeting::Greeting]) -> Result<(Vec<Link>, Receivers)> {
+fn make_links(
+    setup: &Setup<'_>,
+    door: &mut Door,
+    all: &[greeting::Greeting],
+) -> Result<(Vec<Link>, Receivers)> {
     let deadline = deadline(setup.timeout);
     // Connect, accept, and only then wait for answers: no rank waits for one that waits.
     let mut outgoing = Vec::new();

@@ -49,7 +49,7 @@ fn read_to_end(socket: &mut TcpStream) -> String {
 #[test]
 fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
     alone(SOON, |setup| {
-        let door = Door::open(setup).unwrap();
+        let mut door = Door::open(setup).unwrap();
         let address = door.address;
         let token = door.token;
         let good = hello(VERSION, PHASE, &token, 1, 0, BYTES);
@@ -90,7 +90,7 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             (PHASE, 0, 8, "wire memory of 8 bytes; this rank has 1048576"),
             (PHASE, 5, BYTES, "queue 5 of rank 1 is not expected"),
         ] {
-            let door = Door::open(setup).unwrap();
+            let mut door = Door::open(setup).unwrap();
             let mut socket = TcpStream::connect(door.address).unwrap();
             socket.write_all(&hello(VERSION, phase, &door.token, 1, queue, memory)).unwrap();
             let error = door.accept(setup, deadline(SOON)).unwrap_err().to_string();
@@ -98,7 +98,7 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
             assert!(answer.starts_with("refused: ") && answer.contains(expected), "{answer}");
         }
-        let door = Door::open(setup).unwrap();
+        let mut door = Door::open(setup).unwrap();
         let error = door.accept(setup, deadline(Duration::from_millis(50))).unwrap_err().to_string();
         assert!(error.contains("with rank 1") && error.contains("did not connect within"), "{error}");
     });

@@ -1,0 +1,341 @@
+//! Connections that have not shown who they are: one policy for all listeners.
+//!
+//! Whoever reaches a listener can connect to it and say nothing, say it slowly, or come by the thousand. What such a stranger can take is bounded
+//! here, before anything of what it says is believed: its number and its age by [`ConnectionLimits`], its bytes by the length of a hello, since
+//! what stands behind the hello stays in the socket until the hello has been checked. No failure of `accept` ends a listener.
+
+use std::collections::VecDeque;
+use std::mem;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, SocketFlags};
+use rustix::process::{Resource, getrlimit};
+
+use super::JobSecret;
+use super::secret::{PROOF, Purpose, REPLY, Responder};
+
+/// Connections taken from a listener before what is connected gets its turn.
+pub(crate) const ACCEPT_SLICE: usize = 64;
+/// How long a listener rests after the system had nothing left for a new connection.
+const PAUSE: Duration = Duration::from_millis(50);
+/// No stranger is younger than this when it makes room for another: all ranks of a job connect at once, and their hellos are on the way.
+const GRACE: Duration = Duration::from_millis(100);
+/// How often a listener's troubles are logged.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// What the connections of a listener may take of this process.
+///
+/// A connection is a *stranger* until it has shown who it is: a rank by the token of the listener, a client of a store server by the
+/// protocol's first message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConnectionLimits {
+    /// How many strangers one listener has, beside the connections that it expects. One more, and the oldest is closed. Never more than an
+    /// eighth of the descriptors that the process may have (`ulimit -n`). Default: 256.
+    pub strangers: usize,
+    /// How long a stranger may take to show who it is; those of a [`MeshGroup`](super::MeshGroup) have at least the group's timeout, since a
+    /// rank only talks while it is in an operation. Default: 30 s.
+    pub patience: Duration,
+    /// How many clients a store server has. One more is refused, and those there stay: a client may idle for hours in a job. Never more than
+    /// three quarters of the descriptors that the process may have. Default: 16384.
+    pub clients: usize,
+    /// Bytes that a store server holds for its clients in all: requests that have not come in full, keys waited for, answers not yet read. When
+    /// there are more, the client that holds the most is closed. Default: 512 MiB.
+    pub client_bytes: usize,
+    /// Bytes that the keys and values of a store server may take, each counted with 64 more. A request that would exceed it closes its connection,
+    /// and the log says so. Default: 1 GiB.
+    pub store_bytes: usize,
+}
+
+impl Default for ConnectionLimits {
+    /// 256 strangers for 30 s, 16384 clients, 512 MiB for clients, 1 GiB for keys and values.
+    fn default() -> ConnectionLimits {
+        ConnectionLimits {
+            strangers: 256,
+            patience: Duration::from_secs(30),
+            clients: 16 << 10,
+            client_bytes: 512 << 20,
+            store_bytes: 1 << 30,
+        }
+    }
+}
+
+/// `parts` eighths of the descriptors that this process may have.
+pub(super) fn descriptors(parts: u64) -> usize {
+    let most = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(most / 8 * parts).unwrap_or(usize::MAX)
+}
+
+/// A connection that has not shown who it is.
+#[derive(Debug)]
+pub(crate) struct Stranger {
+    /// Never that of another of its listener; later ones have larger ones.
+    pub id: u64,
+    pub socket: OwnedFd,
+    since: Instant,
+    /// What it has said, as far as [`Stranger::read`] was asked for.
+    pub hello: Vec<u8>,
+    /// How far it has come with showing that it knows the job's secret.
+    pub challenge: Challenge,
+}
+
+/// How far a stranger has come with a challenge.
+#[derive(Debug)]
+pub(crate) enum Challenge {
+    /// Nobody has asked it.
+    Unasked,
+    /// Its proof is to come.
+    Asked(Responder),
+    /// It knows the secret, or there is none.
+    Passed,
+}
+
+impl Stranger {
+    /// Reads what there is of its first `want` bytes; what is behind them stays in the socket. True once they are there.
+    pub(crate) fn read(&mut self, want: usize) -> Result<bool, String> {
+        let mut buffer = [0; 256];
+        while self.hello.len() < want {
+            let missing = (want - self.hello.len()).min(buffer.len());
+            match rustix::net::recv(&self.socket, &mut buffer[..missing], RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => return Err("closed before its hello".to_owned()),
+                Ok((_, count)) => self.hello.extend_from_slice(&buffer[..count]),
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Sends what fits the buffer of a socket to which little was sent before.
+    pub(crate) fn send(&self, bytes: &[u8]) -> Result<(), String> {
+        match rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(count) if count == bytes.len() => Ok(()),
+            Ok(_) => Err("it does not take what it is sent".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Answers the opening that begins at `at` of its hello, which is dropped.
+    pub(crate) fn ask(
+        &mut self,
+        secret: &JobSecret,
+        purpose: Purpose,
+        claims: &[u8],
+        at: usize,
+    ) -> Result<[u8; REPLY], String> {
+        let opening =
+            self.hello.get(at..).and_then(<[u8]>::first_chunk).ok_or("a hello without an opening")?;
+        let (responder, reply) =
+            Responder::new(secret, purpose, claims, opening).map_err(|error| error.to_string())?;
+        self.hello.clear();
+        self.challenge = Challenge::Asked(responder);
+        Ok(reply)
+    }
+
+    /// Takes the proof that its hello begins with, which is dropped.
+    pub(crate) fn prove(&mut self) -> Result<(), String> {
+        let proof = self.hello.first_chunk::<PROOF>().ok_or("no proof")?;
+        match mem::replace(&mut self.challenge, Challenge::Unasked) {
+            Challenge::Asked(responder) => responder.check(proof).map_err(|wrong| wrong.to_string())?,
+            Challenge::Unasked | Challenge::Passed => return Err("a proof that nobody asked for".to_owned()),
+        }
+        self.hello.clear();
+        self.challenge = Challenge::Passed;
+        Ok(())
+    }
+}
+
+/// What to do next about a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// This stranger is new: its hello may be there.
+    Greet(u64),
+    /// This one has to go, unless its hello has come meanwhile: look, then [`Strangers::close`].
+    LastLook(u64),
+    /// Nobody waits, or the listener rests.
+    Nobody,
+}
+
+/// What can be read without waiting.
+#[derive(Debug)]
+pub(crate) struct Ready {
+    pub listener: bool,
+    /// Oldest first.
+    pub strangers: Vec<u64>,
+}
+
+/// The strangers of one listener.
+#[derive(Debug)]
+pub(crate) struct Strangers {
+    /// What listens, for the log.
+    what: &'static str,
+    most: usize,
+    patience: Duration,
+    /// Oldest first, by ascending id.
+    waiting: VecDeque<Stranger>,
+    next: u64,
+    accept_again: Option<Instant>,
+    quiet_until: Option<Instant>,
+}
+
+impl Strangers {
+    /// None yet, of a listener that waits for `expected` connections.
+    pub(crate) fn new(what: &'static str, limits: &ConnectionLimits, expected: usize) -> Strangers {
+        let most = expected + limits.strangers.min(descriptors(1)).max(1);
+        let (waiting, patience) = (VecDeque::new(), limits.patience);
+        Strangers { what, most, patience, waiting, next: 0, accept_again: None, quiet_until: None }
+    }
+
+    /// Connections to have waiting at the listener: all that may be strangers at once, as far as the kernel allows.
+    pub(crate) fn backlog(&self) -> i32 {
+        i32::try_from(self.most).unwrap_or(i32::MAX)
+    }
+
+    /// Takes a connection from the listener. Ask again until it is [`Next::Nobody`], but no more than [`ACCEPT_SLICE`] times in a row.
+    pub(crate) fn accept(&mut self, listener: impl AsFd) -> Next {
+        self.accept_by(|| {
+            rustix::net::accept_with(listener.as_fd(), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+        })
+    }
+
+    fn accept_by(&mut self, mut accept: impl FnMut() -> Result<OwnedFd, Errno>) -> Next {
+        if self.paused() {
+            return Next::Nobody;
+        }
+        if self.waiting.len() >= self.most
+            && let Some(oldest) = self.waiting.front()
+        {
+            let (id, age) = (oldest.id, oldest.since.elapsed());
+            if age < GRACE {
+                self.accept_again = Some(Instant::now() + (GRACE - age));
+                return Next::Nobody;
+            }
+            self.complain("too many connections; the oldest that has not said who it is makes room");
+            return Next::LastLook(id);
+        }
+        for _ in 0..ACCEPT_SLICE {
+            match accept() {
+                Ok(socket) => {
+                    let id = self.next;
+                    self.next += 1;
+                    let (since, hello, challenge) = (Instant::now(), Vec::new(), Challenge::Unasked);
+                    self.waiting.push_back(Stranger { id, socket, since, hello, challenge });
+                    return Next::Greet(id);
+                }
+                Err(Errno::AGAIN) => return Next::Nobody,
+                // This connection broke before it was taken, or a rule of the host forbids it; there may be others.
+                Err(
+                    Errno::INTR
+                    | Errno::CONNABORTED
+                    | Errno::PERM
+                    | Errno::PROTO
+                    | Errno::NOPROTOOPT
+                    | Errno::OPNOTSUPP
+                    | Errno::NETDOWN
+                    | Errno::NETUNREACH
+                    | Errno::HOSTDOWN
+                    | Errno::HOSTUNREACH
+                    | Errno::NONET,
+                ) => {}
+                // No descriptor or no memory: a stranger's is the first to be given up for another try.
+                Err(error) => {
+                    self.complain(&format!("accept: {error}; raise the limit on open files (ulimit -n)"));
+                    self.accept_again = Some(Instant::now() + PAUSE);
+                    let oldest = self.waiting.front().filter(|oldest| oldest.since.elapsed() >= GRACE);
+                    return oldest.map_or(Next::Nobody, |oldest| Next::LastLook(oldest.id));
+                }
+            }
+        }
+        Next::Nobody
+    }
+
+    /// The oldest, when its time is over: look at it once more, then [`Strangers::close`].
+    pub(crate) fn overdue(&self) -> Option<u64> {
+        let oldest = self.waiting.front()?;
+        (oldest.since.elapsed() > self.patience).then_some(oldest.id)
+    }
+
+    /// True while the listener rests; it is not to be waited for then.
+    pub(crate) fn paused(&self) -> bool {
+        self.accept_again.is_some_and(|when| Instant::now() < when)
+    }
+
+    /// When to look again though nothing comes in: the end of a rest, or of the oldest one's time.
+    pub(crate) fn next_look(&self) -> Option<Duration> {
+        let left = |when: Instant| when.saturating_duration_since(Instant::now());
+        let rest = self.accept_again.map(left).filter(|left| !left.is_zero());
+        let oldest = self.waiting.front().map(|oldest| self.patience.saturating_sub(oldest.since.elapsed()));
+        [rest, oldest].into_iter().flatten().min().map(|left| left.max(Duration::from_millis(1)))
+    }
+
+    pub(crate) fn get_mut(&mut self, id: u64) -> Option<&mut Stranger> {
+        let index = self.find(id)?;
+        self.waiting.get_mut(index)
+    }
+
+    /// Takes out one that has shown who it is.
+    pub(crate) fn take(&mut self, id: u64) -> Option<Stranger> {
+        let index = self.find(id)?;
+        self.waiting.remove(index)
+    }
+
+    /// Closes one, if it is still a stranger.
+    pub(crate) fn close(&mut self, id: u64) {
+        drop(self.take(id));
+        // Its descriptor may be what the listener lacked.
+        self.accept_again = None;
+    }
+
+    /// Closes one that is not let in.
+    pub(crate) fn refuse(&mut self, id: u64, reason: &str) {
+        self.complain(&format!("refused a connection: {reason}"));
+        self.close(id);
+    }
+
+    /// Waits until the listener or a stranger can be read.
+    pub(crate) fn wait_readable(&self, listener: impl AsFd, timeout: Duration) -> Result<Ready, Errno> {
+        // A listener that rests would be readable all the time.
+        let flags = if self.paused() { PollFlags::empty() } else { PollFlags::IN };
+        let mut polled = vec![PollFd::from_borrowed_fd(listener.as_fd(), flags)];
+        polled.extend(self.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        let timeout =
+            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
+        match poll(&mut polled, Some(&timeout)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+        let readable = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let strangers = self.iter().zip(&polled[1..]).filter(|(_, fd)| readable(fd));
+        Ok(Ready { listener: readable(&polled[0]), strangers: strangers.map(|((id, _), _)| id).collect() })
+    }
+
+    /// All, oldest first.
+    pub(crate) fn iter(&self) -> impl ExactSizeIterator<Item = (u64, BorrowedFd<'_>)> {
+        self.waiting.iter().map(|stranger| (stranger.id, stranger.socket.as_fd()))
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Closes all.
+    pub(crate) fn clear(&mut self) {
+        self.waiting.clear();
+    }
+
+    /// Logs what is wrong, once per burst.
+    fn complain(&mut self, trouble: &str) {
+        let now = Instant::now();
+        if self.quiet_until.is_none_or(|until| now >= until) {
+            tracing::warn!("{}: {trouble}", self.what);
+            self.quiet_until = Some(now + QUIET);
+        }
+    }
+
+    fn find(&self, id: u64) -> Option<usize> {
+        self.waiting.binary_search_by_key(&id, |stranger| stranger.id).ok()
+    }
+}
