@@ -817,7 +817,7 @@ fn a_proxy_in_a_call_that_does_not_return_is_named_and_left_behind() {
     let link = Link { peer: 1, index: 0, queue };
     let links = Links { links: vec![link], mapped: Vec::new(), receiving: Vec::new() };
     let mut proxies = Proxies::start(&device, links).unwrap();
-    assert_eq!(proxies.in_calls(), [String::new(); 0]);
+    assert!(proxies.in_calls().is_empty());
     let mut poster = Poster { ring: proxies.handle(0, 1).unwrap(), posted: 0 };
     poster.post_blindly(tiny(1));
     let named = ["the proxy of queue 0 to rank 1 is in ibv_post_send, which does not return"];

@@ -276,7 +276,7 @@ impl Launchers {
         &self,
         start: u32,
         grace: Duration,
-        mut signals: Option<&mut Signals>,
+        signals: Option<&mut Signals>,
     ) -> Result<Option<Trouble>, Interrupted> {
         let ends: Vec<String> = (0..self.nodes).map(|node| end_key(start, node)).collect();
         self.reach(self.store.set(&end_key(start, self.node), b""))?;
@@ -291,7 +291,7 @@ impl Launchers {
             None => Ok(()),
         };
         let what = "the other nodes' ranks to end";
-        if let Err(why) = self.wait(&ends, None, what, signals.as_deref_mut(), tick) {
+        if let Err(why) = self.wait(&ends, None, what, signals, tick) {
             self.leave(start, &why);
             return Err(why);
         }

@@ -70,7 +70,7 @@ impl Launch {
             Ok(command)
         };
         for restarts in 0.. {
-            let ended = match self.attempt(restarts, signals.as_deref_mut(), launchers, &command) {
+            let ended = match self.attempt(restarts, signals.as_deref_mut(), launchers, command) {
                 Ok(ended) => ended,
                 Err(why) => {
                     if let Some(launchers) = launchers {
