@@ -159,6 +159,12 @@ fn what_is_killed_at_any_moment_leaves_nothing() {
             std::thread::sleep(Duration::from_millis(200));
             let _ = kill_process(pid(launcher), Signal::TERM);
         }
+        // One that was killed before it came is waited for, up to five minutes, as one that is only late.
+        if matches!(what, What::Nodes) && ranks.is_empty() {
+            for other in launchers.iter().map(|child| child.id() as i32).filter(|other| *other != launcher) {
+                let _ = kill_process(pid(other), Signal::TERM);
+            }
+        }
         for launcher in &mut launchers {
             while launcher.try_wait().unwrap().is_none() {
                 if start.elapsed() > END {
