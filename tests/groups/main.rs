@@ -5,4 +5,5 @@ mod faults;
 mod harness;
 mod oracle;
 mod processes;
+mod secrets;
 mod subgroups;

@@ -70,6 +70,13 @@ impl Default for MeshOptions {
     }
 }
 
+impl MeshOptions {
+    /// The sockets of a member of a group of `size` ranks; those of other hosts reach it with `network`.
+    pub(super) fn listen(&self, size: u32, network: bool) -> Result<Listener> {
+        Listener::open(size, self.sockets, self.interface.as_deref(), self.secret.clone(), network)
+    }
+}
+
 impl std::fmt::Debug for MeshOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("MeshOptions")
@@ -100,6 +107,8 @@ pub struct MeshGroup {
     pub(super) store: Arc<dyn Store>,
     /// Groups made from this one so far; the same on every rank.
     pub(super) children: AtomicU64,
+    /// All members are known to be on one host.
+    shares_host: bool,
 }
 
 impl MeshGroup {
@@ -123,8 +132,11 @@ impl MeshGroup {
         rank: u32,
         name: &str,
         members: Vec<u32>,
-        options: MeshOptions,
+        mut options: MeshOptions,
     ) -> Result<MeshGroup> {
+        if options.secret.is_none() {
+            options.secret = JobSecret::from_env()?;
+        }
         let size = members.len() as u32;
         if rank >= size {
             return Err(Error::argument("rank", rank, format!("ranks of a group of {size} are 0..{size}")));
@@ -137,7 +149,9 @@ impl MeshGroup {
             );
             return Err(store_error("join", &key, reason));
         }
-        let listener = Listener::open(size, options.sockets, options.interface.as_deref())?;
+        // Ranks that connect while they join learn of each other's hosts first; others have to be ready for any.
+        let network = options.connect == Connect::Lazy;
+        let listener = options.listen(size, network)?;
         let address = serde_json::to_vec(&listener.address).map_err(|error| Error::os("serialise", error))?;
         store.set(&address_key(name, rank), &address)?;
         MeshGroup::assemble(listener, Directory::Store, store, rank, name, members, options)
@@ -164,8 +178,9 @@ impl MeshGroup {
             return Err(error);
         }
         let recorder = Recorder::new(name, rank, engine.size, options.recorded, options.recorder.clone());
+        let shares_host = !engine.on_network();
         let core = Arc::new(Core::new(engine, recorder));
-        Ok(MeshGroup { core, options, members, store, children: AtomicU64::new(0) })
+        Ok(MeshGroup { core, options, members, store, children: AtomicU64::new(0), shares_host })
     }
 
     /// The last operations, oldest first.
@@ -242,10 +257,11 @@ impl ProcessGroup for MeshGroup {
                 if size == 1 {
                     return Ok(vec![Vec::new()]);
                 }
-                let mailbox = fds::Mailbox::open(size, &self.options.limits)?;
+                let secret = self.options.secret.as_ref();
+                let mailbox = fds::Mailbox::open(size, &self.options.limits, secret.cloned())?;
                 let addresses = run.all_gather(mailbox.address().to_owned())?;
                 let send = |(peer, address): (u32, &Vec<u8>)| {
-                    fds::send(address, rank, peer, fds, left())
+                    fds::send(address, secret, rank, peer, fds, left())
                         .map_err(|error| (peer, format!("descriptors to rank {peer}: {error}")))
                 };
                 let mut others = (0u32..).zip(&addresses).filter(|(peer, _)| *peer != rank);
@@ -278,6 +294,14 @@ impl ProcessGroup for MeshGroup {
 
     fn description(&self) -> &str {
         &self.options.description
+    }
+
+    fn job_secret(&self) -> Result<Option<JobSecret>> {
+        Ok(self.options.secret.clone())
+    }
+
+    fn shares_host(&self) -> bool {
+        self.shares_host
     }
 
     fn global_rank(&self, rank: u32) -> Option<u32> {

@@ -40,7 +40,7 @@ pub use fds::MAX_FDS;
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
 pub use mesh::{SOCKET_IFNAME, Sockets};
-pub(crate) use mesh::{host_id, interface_address};
+pub(crate) use mesh::{host_id, interface_address, loopback};
 pub use mesh_group::{MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;
 pub use process_group::ProcessGroup;

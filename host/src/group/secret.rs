@@ -2,7 +2,8 @@
 //!
 //! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output: whoever owns a socket
 //! carries the bytes. The one that connects sends an *opening*, its nonce; the other answers with a *reply*, its own nonce
-//! and its proof; the first then sends its own *proof*. A proof is the HMAC-SHA256 of all that was said, and of:
+//! and its proof; the first then sends its own *proof*. Where the other's nonce is known beforehand the proof goes with the
+//! opening, and one message each way is enough. A proof is the HMAC-SHA256 of all that was said, and of:
 //! - who proves, so that no proof can be sent back to where it came from;
 //! - what the connection is for ([`Purpose`]), so that none is of use at another door;
 //! - both nonces, which are new for each connection, so that none is of use a second time;
@@ -154,15 +155,16 @@ impl JobSecret {
         command.env(JOB_SECRET, &*self.0).env_remove(JOB_SECRET_FILE);
     }
 
-    /// The proof of one side.
-    fn prove(&self, side: Side, purpose: Purpose, claims: &[u8], nonces: [&Nonce; 2]) -> HMAC {
+    /// The proof of one side; the nonces are the initiator's and the responder's.
+    fn prove(&self, side: Side, purpose: Purpose, claims: &[u8], nonces: [&[u8]; 2]) -> HMAC {
         let mut proof = HMAC::new(self.0.as_bytes());
-        // All that varies in length comes behind its length, so that no two conversations give the same bytes.
         proof.update(b"epoxide challenge 1");
         proof.update([side as u8, purpose as u8]);
-        nonces.into_iter().for_each(|nonce| proof.update(nonce));
-        proof.update((claims.len() as u64).to_le_bytes());
-        proof.update(claims);
+        // All that varies in length comes behind its length, so that no two conversations give the same bytes.
+        for part in [nonces[0], nonces[1], claims] {
+            proof.update((part.len() as u64).to_le_bytes());
+            proof.update(part);
+        }
         proof
     }
 }
@@ -234,13 +236,27 @@ impl Initiator {
     }
 
     /// Takes the reply; what to send then. From here on the other side is known to be of this job.
-    pub(crate) fn answer(self, reply: &[u8; REPLY]) -> Result<[u8; PROOF], WrongSecret> {
+    pub(crate) fn answer(&self, reply: &[u8; REPLY]) -> Result<[u8; PROOF], WrongSecret> {
         let (theirs, proof) = halves(reply);
-        let prove = |side| self.secret.prove(side, self.purpose, &self.claims, [&self.nonce, &theirs]);
-        if !prove(Side::Responder).finalize_verify(&proof) {
-            return Err(WrongSecret);
+        self.check(&theirs, &proof)?;
+        Ok(self.proof(&theirs))
+    }
+
+    /// The proof for a responder whose nonce is known beforehand, and as new as the connection: it goes with the opening.
+    pub(crate) fn proof(&self, theirs: &[u8]) -> [u8; PROOF] {
+        self.prove(Side::Initiator, theirs).finalize()
+    }
+
+    /// Takes the proof of a responder whose nonce is known beforehand.
+    pub(crate) fn check(&self, theirs: &[u8], proof: &[u8; PROOF]) -> Result<(), WrongSecret> {
+        match self.prove(Side::Responder, theirs).finalize_verify(proof) {
+            true => Ok(()),
+            false => Err(WrongSecret),
         }
-        Ok(prove(Side::Initiator).finalize())
+    }
+
+    fn prove(&self, side: Side, theirs: &[u8]) -> HMAC {
+        self.secret.prove(side, self.purpose, &self.claims, [&self.nonce, theirs])
     }
 }
 
@@ -265,11 +281,24 @@ impl Responder {
         opening: &[u8; OPENING],
     ) -> Result<(Responder, [u8; REPLY])> {
         let nonce: Nonce = random()?;
-        let prove = |side| secret.prove(side, purpose, claims, [opening, &nonce]);
+        let (responder, proof) = Responder::known(secret, purpose, claims, opening, &nonce);
         let mut reply = [0; REPLY];
         reply[..OPENING].copy_from_slice(&nonce);
-        reply[OPENING..].copy_from_slice(&prove(Side::Responder).finalize());
-        Ok((Responder { expected: prove(Side::Initiator) }, reply))
+        reply[OPENING..].copy_from_slice(&proof);
+        Ok((responder, reply))
+    }
+
+    /// With a nonce that the other side knows beforehand, and that is as new as the connection: the proof to send, and what
+    /// waits for the other's.
+    pub(crate) fn known(
+        secret: &JobSecret,
+        purpose: Purpose,
+        claims: &[u8],
+        opening: &[u8; OPENING],
+        nonce: &[u8],
+    ) -> (Responder, [u8; PROOF]) {
+        let prove = |side| secret.prove(side, purpose, claims, [opening, nonce]);
+        (Responder { expected: prove(Side::Initiator) }, prove(Side::Responder).finalize())
     }
 
     /// Takes the proof. From here on the other side is known to be of this job.
@@ -389,6 +418,28 @@ mod tests {
         let mut echo = [0; REPLY];
         echo[..OPENING].copy_from_slice(&initiator.opening());
         assert_eq!(initiator.answer(&echo), Err(WrongSecret));
+    }
+
+    #[test]
+    fn with_a_nonce_that_is_known_one_message_each_way_is_enough() {
+        let secret = secret(0);
+        let initiator = Initiator::new(&secret, Purpose::Transport, b"1 to 0".to_vec()).unwrap();
+        let known = |secret, nonce: &[u8]| {
+            Responder::known(secret, Purpose::Transport, b"1 to 0", &initiator.opening(), nonce)
+        };
+        let (responder, theirs) = known(&secret, b"nonce");
+        assert_eq!(responder.check(&initiator.proof(b"nonce")), Ok(()));
+        assert_eq!(initiator.check(b"nonce", &theirs), Ok(()));
+        // At another door, and with another secret.
+        assert_eq!(known(&secret, b"other").0.check(&initiator.proof(b"nonce")), Err(WrongSecret));
+        let other = JobSecret::new(&"o".repeat(32)).unwrap();
+        let (responder, theirs) = known(&other, b"nonce");
+        assert_eq!(responder.check(&initiator.proof(b"nonce")), Err(WrongSecret));
+        assert_eq!(initiator.check(b"nonce", &theirs), Err(WrongSecret));
+        // The proofs of the two sides are none of each other.
+        let (responder, theirs) = known(&secret, b"nonce");
+        assert_eq!(responder.check(&theirs), Err(WrongSecret));
+        assert_eq!(initiator.check(b"nonce", &initiator.proof(b"nonce")), Err(WrongSecret));
     }
 
     proptest! {

@@ -14,8 +14,8 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, SocketFlags};
 use rustix::process::{Resource, getrlimit};
 
-use super::JobSecret;
 use super::secret::{PROOF, Purpose, REPLY, Responder};
+use super::{JobSecret, same_user};
 
 /// Connections taken from a listener before what is connected gets its turn.
 pub(crate) const ACCEPT_SLICE: usize = 64;
@@ -118,7 +118,7 @@ impl Stranger {
         }
     }
 
-    /// Answers the opening that begins at `at` of its hello, which is dropped.
+    /// The reply to the opening that begins at `at` of its hello; its proof is to come.
     pub(crate) fn ask(
         &mut self,
         secret: &JobSecret,
@@ -130,19 +130,17 @@ impl Stranger {
             self.hello.get(at..).and_then(<[u8]>::first_chunk).ok_or("a hello without an opening")?;
         let (responder, reply) =
             Responder::new(secret, purpose, claims, opening).map_err(|error| error.to_string())?;
-        self.hello.clear();
         self.challenge = Challenge::Asked(responder);
         Ok(reply)
     }
 
-    /// Takes the proof that its hello begins with, which is dropped.
-    pub(crate) fn prove(&mut self) -> Result<(), String> {
-        let proof = self.hello.first_chunk::<PROOF>().ok_or("no proof")?;
+    /// Takes the proof that begins at `at` of what it has said.
+    pub(crate) fn prove(&mut self, at: usize) -> Result<(), String> {
+        let proof = self.hello.get(at..).and_then(<[u8]>::first_chunk::<PROOF>).ok_or("no proof")?;
         match mem::replace(&mut self.challenge, Challenge::Unasked) {
             Challenge::Asked(responder) => responder.check(proof).map_err(|wrong| wrong.to_string())?,
             Challenge::Unasked | Challenge::Passed => return Err("a proof that nobody asked for".to_owned()),
         }
-        self.hello.clear();
         self.challenge = Challenge::Passed;
         Ok(())
     }
@@ -219,6 +217,10 @@ impl Strangers {
         for _ in 0..ACCEPT_SLICE {
             match accept() {
                 Ok(socket) => {
+                    if let Err(reason) = same_user::check(&socket) {
+                        self.complain(&format!("refused a connection: {reason}"));
+                        continue;
+                    }
                     let id = self.next;
                     self.next += 1;
                     let (since, hello, challenge) = (Instant::now(), Vec::new(), Challenge::Unasked);
@@ -327,7 +329,7 @@ impl Strangers {
     }
 
     /// Logs what is wrong, once per burst.
-    fn complain(&mut self, trouble: &str) {
+    pub(crate) fn complain(&mut self, trouble: &str) {
         let now = Instant::now();
         if self.quiet_until.is_none_or(|until| now >= until) {
             tracing::warn!("{}: {trouble}", self.what);

@@ -7,7 +7,8 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
 use super::frame::{HEADER, Header};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::group::secret::{Initiator, REPLY};
 
 /// Largest piece of a payload that is reserved before its bytes come.
 const RESERVE: u64 = 64 << 20;
@@ -20,10 +21,25 @@ pub(crate) struct Conn {
     /// Not yet taken by the kernel: bytes from `sent` on.
     out: Vec<u8>,
     sent: usize,
+    /// Until it is answered nothing but the hello goes out.
+    challenge: Option<Initiator>,
+    /// What has come of the answer.
+    reply: Vec<u8>,
+    /// Frames that wait for the answer.
+    held: Vec<u8>,
     frames: Frames,
     /// True once its goodbye came.
     pub farewell: bool,
     heard: bool,
+}
+
+/// Why nothing more comes.
+#[derive(Debug)]
+pub(crate) enum Broken {
+    /// The connection broke.
+    Connection(String),
+    /// Who answers does not belong to the job.
+    Stranger(String),
 }
 
 /// The frame that has not come in full.
@@ -36,8 +52,23 @@ pub(crate) struct Frames {
 impl Conn {
     /// A connection that this rank opened to `peer`, which has not said anything.
     pub(crate) fn opened(socket: OwnedFd, peer: u32) -> Conn {
-        let (out, frames) = (Vec::new(), Frames::default());
-        Conn { socket, peer, out, sent: 0, frames, farewell: false, heard: false }
+        Conn {
+            socket,
+            peer,
+            out: Vec::new(),
+            sent: 0,
+            challenge: None,
+            reply: Vec::new(),
+            held: Vec::new(),
+            frames: Frames::default(),
+            farewell: false,
+            heard: false,
+        }
+    }
+
+    /// Holds back what is sent from now on until the other side has answered, as the hello that was sent asks it to.
+    pub(crate) fn challenge(&mut self, initiator: Initiator) {
+        self.challenge = Some(initiator);
     }
 
     /// A connection that `peer` opened, and has said its hello on.
@@ -47,19 +78,29 @@ impl Conn {
 
     /// True when everything sent has been taken by the kernel.
     pub(crate) fn flushed(&self) -> bool {
-        self.out.is_empty()
+        self.out.is_empty() && self.challenge.is_none()
     }
 
-    /// True when anything came.
+    /// True when bytes wait for the kernel to take them.
+    pub(crate) fn blocked(&self) -> bool {
+        !self.out.is_empty()
+    }
+
+    /// True when anything came but the answer to a challenge.
     pub(crate) fn heard(&self) -> bool {
         self.heard
     }
 
-    /// Sends a frame; what the kernel does not take now waits for [`Conn::flush`].
+    /// Sends a frame; what the kernel does not take now waits for [`Conn::flush`], and all of it for the answer to a challenge.
     pub(crate) fn send(&mut self, header: &Header, payload: &[u8]) -> Result<(), Errno> {
         let header = header.encode();
+        if self.challenge.is_some() {
+            self.held.extend_from_slice(&header);
+            self.held.extend_from_slice(payload);
+            return Ok(());
+        }
         let mut taken = 0;
-        if self.flushed() {
+        if !self.blocked() {
             let pieces = [IoSlice::new(&header), IoSlice::new(payload)];
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             taken =
@@ -101,22 +142,42 @@ impl Conn {
         &mut self,
         scratch: &mut [u8],
         frames: &mut Vec<(Header, Vec<u8>)>,
-    ) -> Result<bool, String> {
+    ) -> Result<bool, Broken> {
+        let broken = |error: Error| Broken::Connection(error.to_string());
         loop {
             match rustix::net::recv(&self.socket, &mut *scratch, RecvFlags::DONTWAIT) {
                 Ok((_, 0)) => return Ok(false),
                 Ok((_, count)) => {
-                    self.heard = true;
-                    self.frames.parse(&scratch[..count], frames).map_err(|error| error.to_string())?;
+                    let rest = self.take_reply(&scratch[..count])?;
+                    self.heard |= !rest.is_empty();
+                    self.frames.parse(rest, frames).map_err(broken)?;
                     if count < scratch.len() {
                         return Ok(true);
                     }
                 }
                 Err(Errno::AGAIN) => return Ok(true),
                 Err(Errno::INTR) => {}
-                Err(error) => return Err(error.to_string()),
+                Err(error) => return Err(Broken::Connection(error.to_string())),
             }
         }
+    }
+
+    /// Takes the answer to a challenge, if one is due, and lets go what waited for it. What is behind it.
+    fn take_reply<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8], Broken> {
+        if self.challenge.is_none() {
+            return Ok(bytes);
+        }
+        let (reply, rest) = bytes.split_at(bytes.len().min(REPLY - self.reply.len()));
+        self.reply.extend_from_slice(reply);
+        if let Some(whole) = self.reply.first_chunk()
+            && let Some(initiator) = self.challenge.take()
+        {
+            let proof = initiator.answer(whole).map_err(|wrong| Broken::Stranger(wrong.to_string()))?;
+            self.out.extend_from_slice(&proof);
+            self.out.append(&mut self.held);
+            self.flush().map_err(|error| Broken::Connection(error.to_string()))?;
+        }
+        Ok(rest)
     }
 }
 

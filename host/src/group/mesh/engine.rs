@@ -11,14 +11,15 @@ use rustix::io::Errno;
 
 use super::address::address_key;
 use super::address::{self, Address, Listener};
-use super::conn::Conn;
-use super::frame::{HEADER, Header, Kind, Signature};
+use super::conn::{Broken, Conn};
+use super::frame::{Header, Kind, Signature};
+use super::hello::Gate;
 use super::peers::{Health, Peer};
 use super::wake::Wake;
 use crate::error::{Error, Result};
-use crate::group::Store;
 use crate::group::collectives::call::Message;
-use crate::group::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Stranger, Strangers};
+use crate::group::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
+use crate::group::{JobSecret, Store};
 
 /// Epoll keys: the wake-up, the listeners, then connections by index; far from them the strangers by id.
 const WAKE: u64 = 0;
@@ -74,11 +75,13 @@ pub(crate) struct Engine {
     listening: bool,
     strangers: Strangers,
     pub(super) ours: Address,
+    /// What whoever connects has to know, and show.
+    pub(super) secret: Option<JobSecret>,
     epoll: OwnedFd,
     pub wake: Arc<Wake>,
     pub peers: Vec<Peer>,
     /// The connections, by epoll key; `None` once closed.
-    conns: Vec<Option<Conn>>,
+    pub(super) conns: Vec<Option<Conn>>,
     scratch: Vec<u8>,
     /// Messages of send and receive, as they came.
     pub messages: VecDeque<Message>,
@@ -111,7 +114,7 @@ impl Engine {
         for (key, socket) in (LISTENER..).zip(&listener.sockets) {
             add(socket, key)?;
         }
-        let ours = listener.address.clone();
+        let (ours, secret) = (listener.address.clone(), listener.secret.clone());
         let size = ours.size;
         let peers = match &directory {
             Directory::Known(all) => all.iter().map(|address| Peer::new(Some(address.clone()))).collect(),
@@ -127,6 +130,7 @@ impl Engine {
             listening: true,
             strangers: Strangers::new("process group", limits, size as usize),
             ours,
+            secret,
             epoll,
             wake,
             peers,
@@ -203,9 +207,9 @@ impl Engine {
 
     pub(super) fn send_on(&mut self, index: usize, header: &Header, payload: &[u8]) {
         let Some(Some(conn)) = self.conns.get_mut(index) else { return };
-        let waited = !conn.flushed();
+        let waited = conn.blocked();
         match conn.send(header, payload) {
-            Ok(()) if !waited && !conn.flushed() => self.watch(index, EventFlags::IN | EventFlags::OUT),
+            Ok(()) if !waited && conn.blocked() => self.watch(index, EventFlags::IN | EventFlags::OUT),
             Ok(()) => {}
             Err(error) => self.send_failed(index, error),
         }
@@ -263,6 +267,24 @@ impl Engine {
         Ok(())
     }
 
+    /// True where it takes connections from other hosts.
+    pub(crate) fn on_network(&self) -> bool {
+        self.ours.on_network()
+    }
+
+    /// Takes connections from the host of `theirs`, too.
+    pub(super) fn open_network(&mut self, theirs: &Address) -> Result<()> {
+        let Some(listener) = &mut self.listener else { return Ok(()) };
+        listener.open_network(Some(theirs))?;
+        self.ours = listener.address.clone();
+        let flags = if self.listening { EventFlags::IN } else { EventFlags::empty() };
+        for (key, socket) in (LISTENER..).zip(&listener.sockets).skip(1) {
+            epoll::add(&self.epoll, socket, EventData::new_u64(key), flags)
+                .map_err(|error| Error::os("epoll", error))?;
+        }
+        Ok(())
+    }
+
     /// Has the listeners woken this rank, or not.
     fn listen(&mut self, listening: bool) {
         if listening != self.listening
@@ -282,7 +304,7 @@ impl Engine {
             && let Some(Some(conn)) = self.conns.get_mut(index)
         {
             match conn.flush() {
-                Ok(()) if conn.flushed() => self.watch(index, EventFlags::IN),
+                Ok(()) if !conn.blocked() => self.watch(index, EventFlags::IN),
                 Ok(()) => {}
                 Err(error) => self.send_failed(index, error),
             }
@@ -323,15 +345,17 @@ impl Engine {
 
     /// Hears who a stranger is. Nothing that stands behind a hello is read before the hello is found to be right.
     fn greet(&mut self, id: u64) {
-        let token = self.ours.token.as_bytes();
-        let heard = self.strangers.get_mut(id).map(|stranger| hello(stranger, self.size, token));
-        match heard {
+        let gate = Gate {
+            name: &self.name,
+            rank: self.rank,
+            size: self.size,
+            address: &self.ours,
+            secret: self.secret.as_ref(),
+        };
+        match self.strangers.get_mut(id).map(|stranger| gate.hear(stranger)) {
             None | Some(Ok(None)) => {}
             Some(Ok(Some(peer))) => self.welcome(id, peer),
-            Some(Err(reason)) => {
-                tracing::debug!("process group: refused a connection: {reason}");
-                self.strangers.close(id);
-            }
+            Some(Err(reason)) => self.strangers.refuse(id, &reason),
         }
     }
 
@@ -355,7 +379,12 @@ impl Engine {
     fn read(&mut self, index: usize) {
         let Some(Some(conn)) = self.conns.get_mut(index) else { return };
         let mut frames = Vec::new();
+        let waited = conn.blocked();
         let outcome = conn.read(&mut self.scratch, &mut frames);
+        // The answer to a challenge lets go what waited for it.
+        if !waited && conn.blocked() {
+            self.watch(index, EventFlags::IN | EventFlags::OUT);
+        }
         let (mut asking, mut leaving) = (None, None);
         for (header, payload) in frames {
             let Some(Some(conn)) = self.conns.get_mut(index) else { return };
@@ -374,7 +403,13 @@ impl Engine {
         match outcome {
             Ok(true) => {}
             Ok(false) => self.close(index, "it closed its connection without saying goodbye"),
-            Err(reason) => self.close(index, &reason),
+            Err(Broken::Connection(reason)) => self.close(index, &reason),
+            Err(Broken::Stranger(reason)) => {
+                if let Some(Some(conn)) = self.conns.get(index) {
+                    self.peers[conn.peer as usize].health = Health::Stranger(reason.clone());
+                }
+                self.close(index, &reason);
+            }
         }
         // Only now: an answer that fails ends the connection, and a goodbye may have stood behind the question.
         if let Some(peer) = asking {
@@ -386,11 +421,13 @@ impl Engine {
     /// collective waits for, so the peer has left only once all have brought theirs.
     fn say_farewell(&mut self, peer: u32) {
         self.peers[peer as usize].farewell = true;
-        // A connection may still wait to be accepted.
+        // A connection may still wait to be accepted, or to show who it is.
         for which in 0..self.listener.as_ref().map_or(0, |listener| listener.sockets.len()) {
             let mut slices = 0..MOST_SLICES;
             while self.accept(which) && slices.next().is_some() {}
         }
+        let strangers: Vec<u64> = self.strangers.iter().map(|(id, _)| id).collect();
+        strangers.into_iter().for_each(|id| self.greet(id));
         let state = &self.peers[peer as usize];
         let open = |index: &usize| self.conns[*index].as_ref().is_some_and(|conn| !conn.farewell);
         if state.health == Health::Alive && !state.conns.iter().any(open) {
@@ -507,36 +544,5 @@ impl Engine {
             let _ = self.board.delete(&address_key(&self.name, self.rank));
         }
         self.close_all(Kind::Goodbye, "");
-    }
-}
-
-/// The rank that a stranger says it is, once its hello is there and right.
-fn hello(stranger: &mut Stranger, size: u32, token: &[u8]) -> Result<Option<u32>, String> {
-    if !stranger.read(HEADER)? {
-        return Ok(None);
-    }
-    hello_header(&stranger.hello, size, token)?;
-    if !stranger.read(HEADER + token.len())? {
-        return Ok(None);
-    }
-    check_hello(&stranger.hello, size, token).map(Some)
-}
-
-fn hello_header(bytes: &[u8], size: u32, token: &[u8]) -> Result<u32, String> {
-    let header = bytes.first_chunk().ok_or("cut short")?;
-    let header = Header::decode(header).map_err(|error| error.to_string())?;
-    let rank = u32::try_from(header.tag).ok().filter(|rank| *rank < size);
-    let hello = header.kind == Kind::Hello && header.len == token.len() as u64;
-    rank.filter(|_| hello).ok_or_else(|| "no hello of a rank of this group".to_owned())
-}
-
-/// The rank that a whole hello is of, at a listener of `token` in a group of `size`.
-pub(super) fn check_hello(bytes: &[u8], size: u32, token: &[u8]) -> Result<u32, String> {
-    let rank = hello_header(bytes, size, token)?;
-    let shown = bytes.get(HEADER..).unwrap_or_default();
-    if shown == token {
-        Ok(rank)
-    } else {
-        Err("wrong token: it is meant for another rank or group".to_owned())
     }
 }

@@ -53,13 +53,15 @@ pub(super) fn admit(stranger: &mut Stranger, secret: Option<&JobSecret>) -> Resu
                     return Ok(false);
                 }
                 let reply = stranger.ask(secret, Purpose::Store, CLAIMS, MARK.len())?;
+                stranger.hello.clear();
                 stranger.send(&answer(REPLY as u32, &reply))?;
             }
             (Challenge::Asked(_), _) => {
                 if !stranger.read(PROOF)? {
                     return Ok(false);
                 }
-                stranger.prove()?;
+                stranger.prove(0)?;
+                stranger.hello.clear();
             }
         }
     }

@@ -10,8 +10,9 @@ use rustix::net::sockopt;
 use super::frame::{MAX_REASON, refusal, word32, word64};
 use super::wait::left;
 use crate::error::{Error, Result};
+use crate::group::secret::{Initiator, OPENING, PROOF, Purpose, Responder, random};
 use crate::group::strangers::{ACCEPT_SLICE, Next, Strangers};
-use crate::group::{SOCKET_IFNAME, interface_address};
+use crate::group::{JobSecret, SOCKET_IFNAME, interface_address, loopback};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{LOOK, Setup};
 
@@ -39,14 +40,47 @@ pub(super) fn hello(
     bytes
 }
 
+/// What both ends of a connection take to be so: the group, who connects to whom, with which queue, and where.
+pub(super) fn claims(setup: &Setup<'_>, from: u32, to: u32, queue: u32, address: SocketAddr) -> Vec<u8> {
+    let mut claims = [PHASE, from, to, queue].map(u32::to_le_bytes).concat();
+    claims.extend_from_slice(&setup.memory.bytes().to_le_bytes());
+    for text in [setup.group.name(), &address.to_string()] {
+        claims.extend_from_slice(&(text.len() as u64).to_le_bytes());
+        claims.extend_from_slice(text.as_bytes());
+    }
+    claims
+}
+
+/// A connection to a peer that has been told who this is.
+#[derive(Debug)]
+pub(super) struct Dialed {
+    socket: TcpStream,
+    /// What the peer is to prove, where the job has a secret, and for which token.
+    challenge: Option<(Initiator, [u8; TOKEN])>,
+}
+
+impl Dialed {
+    /// Takes the answer to the hello.
+    pub(super) fn answered(mut self, deadline: Instant) -> Result<TcpStream, String> {
+        read_answer(&mut self.socket, deadline)?;
+        if let Some((initiator, token)) = &self.challenge {
+            let mut proof = [0; PROOF];
+            take(&mut self.socket, &mut proof, deadline).map_err(|error| format!("no proof: {error}"))?;
+            initiator.check(token, &proof).map_err(|wrong| wrong.to_string())?;
+        }
+        Ok(self.socket)
+    }
+}
+
 /// Connects to a peer and says who this is.
 pub(super) fn dial(
     setup: &Setup<'_>,
     address: &str,
+    secret: Option<&JobSecret>,
     queue: u32,
     peer: u32,
     deadline: Instant,
-) -> Result<TcpStream> {
+) -> Result<Dialed> {
     let fail = |reason: String| setup.ends(peer).error("connect", reason);
     let (token, socket_address) =
         parse_address(address).ok_or_else(|| fail(format!("it announced no address but {address:?}")))?;
@@ -61,24 +95,36 @@ pub(super) fn dial(
     let limit = u32::try_from(setup.options.timeout.as_millis()).unwrap_or(u32::MAX);
     let _ = sockopt::set_tcp_user_timeout(&socket, limit);
     socket.set_write_timeout(Some(left(deadline))).map_err(failed)?;
-    let hello = hello(VERSION, PHASE, &token, setup.group.rank(), queue, setup.memory.bytes());
+    let rank = setup.group.rank();
+    let mut hello = hello(VERSION, PHASE, &token, rank, queue, setup.memory.bytes()).to_vec();
+    let mut challenge = None;
+    if let Some(secret) = secret {
+        let claims = claims(setup, rank, peer, queue, socket_address);
+        // The token came over the group and is new, so that the proof can go with the opening: no rank waits for an answer
+        // before it has accepted.
+        let initiator = Initiator::new(secret, Purpose::Transport, claims)?;
+        hello.extend_from_slice(&initiator.opening());
+        hello.extend_from_slice(&initiator.proof(&token));
+        challenge = Some((initiator, token));
+    }
     socket.write_all(&hello).map_err(failed)?;
-    Ok(socket)
+    Ok(Dialed { socket, challenge })
+}
+
+fn take(socket: &mut TcpStream, bytes: &mut [u8], deadline: Instant) -> std::io::Result<()> {
+    socket.set_read_timeout(Some(left(deadline)))?;
+    socket.read_exact(bytes)
 }
 
 /// Takes the answer to a hello.
 pub(super) fn read_answer(socket: &mut TcpStream, deadline: Instant) -> Result<(), String> {
-    let mut take = |bytes: &mut [u8]| {
-        socket.set_read_timeout(Some(left(deadline)))?;
-        socket.read_exact(bytes)
-    };
     let mut len = [0; 4];
-    take(&mut len).map_err(|error| format!("no answer to the hello: {error}"))?;
+    take(socket, &mut len, deadline).map_err(|error| format!("no answer to the hello: {error}"))?;
     let mut text = vec![0; (u32::from_le_bytes(len) as usize).min(MAX_REASON)];
     if text.is_empty() {
         return Ok(());
     }
-    take(&mut text).map_err(|error| format!("refused, but did not say why: {error}"))?;
+    take(socket, &mut text, deadline).map_err(|error| format!("refused, but did not say why: {error}"))?;
     Err(format!("refused: {}", String::from_utf8_lossy(&text)))
 }
 
@@ -95,6 +141,8 @@ pub(super) struct Door {
     pub(super) address: SocketAddr,
     /// Keeps strangers out.
     pub(super) token: [u8; TOKEN],
+    /// What whoever connects has to know, and show.
+    pub(super) secret: Option<JobSecret>,
     strangers: Strangers,
 }
 
@@ -113,11 +161,10 @@ enum Verdict {
 
 impl Door {
     pub(super) fn open(setup: &Setup<'_>) -> Result<Door> {
-        let mut token = [0; TOKEN];
-        std::fs::File::open("/dev/urandom")
-            .and_then(|mut source| source.read_exact(&mut token))
-            .map_err(|error| Error::os("read /dev/urandom", error))?;
-        let ip = interface_address(None)?;
+        let (token, secret) = (random()?, setup.group.job_secret()?);
+        // An interface that was named is taken in any case.
+        let named = std::env::var_os(SOCKET_IFNAME).is_some_and(|name| !name.is_empty());
+        let ip = if setup.group.shares_host() && !named { loopback() } else { interface_address(None)? };
         let strangers = Strangers::new("tcp transport", &setup.options.limits, setup.pairs().count());
         let open = || {
             let listener = TcpListener::bind((ip, 0))?;
@@ -125,7 +172,7 @@ impl Door {
             rustix::net::listen(&listener, strangers.backlog())?;
             listener.set_nonblocking(true)?;
             let address = listener.local_addr()?;
-            Ok(Door { listener, address, token, strangers })
+            Ok(Door { listener, address, token, secret: secret.clone(), strangers })
         };
         open().map_err(|error: std::io::Error| Error::os("listen", format!("{ip}: {error}")))
     }
@@ -185,8 +232,13 @@ impl Door {
         accepted: &mut BTreeMap<(u32, u32), TcpStream>,
     ) -> Result<()> {
         let Some(stranger) = self.strangers.get_mut(id) else { return Ok(()) };
-        let verdict = match stranger.read(HELLO) {
-            Ok(_) => judge(&self.token, setup, &stranger.hello, accepted),
+        let length = HELLO + self.secret.as_ref().map_or(0, |_| OPENING + PROOF);
+        let mut answer = vec![0; 4];
+        let verdict = match stranger.read(length) {
+            Ok(_) => {
+                let proof = self.secret.as_ref().map(|secret| (secret, self.address));
+                judge(&self.token, proof, setup, &stranger.hello, accepted, &mut answer)
+            }
             Err(reason) => Verdict::Stranger(reason),
         };
         if matches!(verdict, Verdict::Incomplete) {
@@ -197,13 +249,13 @@ impl Door {
         match verdict {
             Verdict::Incomplete => {}
             Verdict::Welcome(queue, peer) => {
-                let ready = socket.write_all(&[0; 4]).and_then(|()| socket.set_nonblocking(false));
+                let ready = socket.write_all(&answer).and_then(|()| socket.set_nonblocking(false));
                 ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
                 accepted.insert((queue, peer), socket);
             }
             Verdict::Stranger(reason) => {
-                tracing::debug!("tcp transport: refused a connection: {reason}");
                 let _ = socket.write_all(&refusal(&reason));
+                self.strangers.complain(&format!("refused a connection: {reason}"));
             }
             Verdict::Wrong(peer, reason) => {
                 let _ = socket.write_all(&refusal(&reason));
@@ -226,11 +278,15 @@ impl Door {
     }
 }
 
+/// What a hello deserves; a proof of this end's is added to the answer, where the job has a secret, which stands with the
+/// address that the connection came in at.
 fn judge(
     token: &[u8; TOKEN],
+    secret: Option<(&JobSecret, SocketAddr)>,
     setup: &Setup<'_>,
     bytes: &[u8],
     accepted: &BTreeMap<(u32, u32), TcpStream>,
+    answer: &mut Vec<u8>,
 ) -> Verdict {
     // The first words stay what they are in every version, however long its hello is.
     if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
@@ -248,6 +304,19 @@ fn judge(
     }
     let (phase, peer, queue, memory) =
         (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
+    if let Some((secret, address)) = secret {
+        let shown = bytes[HELLO..].split_first_chunk::<OPENING>();
+        let Some((opening, Some(proof))) = shown.map(|(opening, proof)| (opening, proof.first_chunk()))
+        else {
+            return Verdict::Incomplete;
+        };
+        let claims = claims(setup, peer, setup.group.rank(), queue, address);
+        let (responder, own) = Responder::known(secret, Purpose::Transport, &claims, opening, token);
+        if let Err(wrong) = responder.check(proof) {
+            return Verdict::Stranger(wrong.to_string());
+        }
+        answer.extend_from_slice(&own);
+    }
     let own = setup.memory.bytes();
     if phase != PHASE {
         return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));

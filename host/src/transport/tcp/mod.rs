@@ -9,7 +9,7 @@ mod sender;
 mod tests;
 mod wait;
 
-use self::door::{Door, dial, read_answer};
+use self::door::{Door, dial};
 use self::receiver::Receivers;
 use self::sender::TcpQueue;
 use super::greeting;
@@ -38,13 +38,14 @@ fn make_links(
     let mut outgoing = Vec::new();
     for (queue, peer) in setup.pairs() {
         let address = all.get(peer as usize).and_then(|greeting| greeting.address.as_deref().ok());
-        outgoing.push((queue, peer, dial(setup, address.unwrap_or_default(), queue, peer, deadline)?));
+        let (address, secret) = (address.unwrap_or_default(), door.secret.as_ref());
+        outgoing.push((queue, peer, dial(setup, address, secret, queue, peer, deadline)?));
     }
     let incoming = door.accept(setup, deadline)?;
     let mut links = Vec::new();
-    for (index, peer, mut socket) in outgoing {
+    for (index, peer, dialed) in outgoing {
         let ends = setup.ends(peer);
-        read_answer(&mut socket, deadline).map_err(|reason| ends.error("connect", reason))?;
+        let socket = dialed.answered(deadline).map_err(|reason| ends.error("connect", reason))?;
         links.push(Link { peer, index, queue: Box::new(TcpQueue::new(setup, ends, socket)?) });
     }
     Ok((links, Receivers::start(setup, incoming)?))

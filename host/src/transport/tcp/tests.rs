@@ -8,12 +8,14 @@ use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 
-use super::door::{TOKEN, hello};
+use super::door::{HELLO, TOKEN, hello, read_answer};
 use super::frame::{header, word64};
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
 use crate::group::launch::run_threads;
+use crate::group::secret::{Initiator, OPENING, PROOF, Purpose};
+use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions};
 use crate::transport::greeting::{PHASE, VERSION};
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
@@ -64,7 +66,10 @@ fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
                 assert!(refused(&[0xee; 64]).contains("no hello of epoxide's"));
                 assert!(refused(b"GET / HTTP/1.1\r\n\r\n").contains("no hello of epoxide's"));
                 let old = refused(&hello(9, PHASE, &token, 1, 0, BYTES)[..12]);
-                assert!(old.contains("protocol version 9; this rank has version 1"), "{old}");
+                assert!(
+                    old.contains(&format!("protocol version 9; this rank has version {VERSION}")),
+                    "{old}"
+                );
                 let token = [7; TOKEN];
                 assert!(refused(&hello(VERSION, PHASE, &token, 1, 0, BYTES)).contains("wrong token"));
                 drop(TcpStream::connect(address).unwrap());
@@ -79,6 +84,89 @@ fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
             let accepted = door.accept(setup, deadline(SOON)).unwrap();
             assert!(accepted.keys().eq(&[(0, 1)]));
         });
+    });
+}
+
+/// Rank 0 of 2 of a job with a secret, which is `alone` but for that.
+fn alone_with_a_secret(test: impl Fn(&Setup<'_>)) {
+    let secret = Some(JobSecret::new(&"s".repeat(32)).unwrap());
+    let store = Arc::new(HashStore::new());
+    let options = MeshOptions { secret, ..MeshOptions::default() };
+    let group = MeshGroup::new(store, 0, 2, "alone", options).unwrap();
+    let device = VirtualGpu::new(VirtConfig::default());
+    let memory = Memory::alloc(&device, BYTES, MemoryKind::SharedHost, "wire").unwrap().into();
+    let options = TransportOptions { queues_per_peer: 1, ..TransportOptions::new(TransportKind::Tcp) };
+    test(&Setup { options: &options, memory: &memory, group: &group, peers: &[1], timeout: SOON });
+}
+
+#[test]
+fn who_has_the_token_and_not_the_secret_is_not_let_in() {
+    alone_with_a_secret(|setup| {
+        let (mut first, mut second) = (Door::open(setup).unwrap(), Door::open(setup).unwrap());
+        let claims = |to: &Door| super::door::claims(setup, 1, 0, 0, to.address);
+        let call = |door: &Door, secret: &JobSecret, claims: Vec<u8>| {
+            let initiator = Initiator::new(secret, Purpose::Transport, claims).unwrap();
+            let proof = initiator.proof(&door.token);
+            let hello = hello(VERSION, PHASE, &door.token, 1, 0, BYTES);
+            (initiator.opening(), [&hello, initiator.opening().as_slice(), &proof].concat(), initiator)
+        };
+        let secret = first.secret.clone().unwrap();
+        let other = JobSecret::new(&"o".repeat(32)).unwrap();
+        let (_, stranger, _) = call(&first, &other, claims(&first));
+        let (opening, good, initiator) = call(&first, &secret, claims(&first));
+        // What was overheard at one door, at another: with its own token in place of the first's.
+        let mut replayed = good.clone();
+        replayed[16..32].copy_from_slice(&second.token);
+        let connect = |door: &Door, bytes: &[u8]| {
+            let mut socket = TcpStream::connect(door.address).unwrap();
+            socket.write_all(bytes).unwrap();
+            socket
+        };
+        let silent = connect(&first, &hello(VERSION, PHASE, &first.token, 1, 0, BYTES));
+        let mut refused = [connect(&first, &stranger), connect(&second, &replayed)];
+        let mut friend = connect(&first, &good);
+        assert!(first.accept(setup, deadline(SOON)).unwrap().keys().eq(&[(0, 1)]));
+        assert!(
+            second.accept(setup, deadline(Duration::from_millis(200))).is_err(),
+            "a replay opens nothing"
+        );
+        for socket in &mut refused {
+            let said = read_to_end(socket);
+            assert!(said.contains("does not know this job's secret"), "{said}");
+        }
+        drop(silent);
+        // The rank that was called shows that it knows the secret, too, with a proof of its own.
+        read_answer(&mut friend, deadline(SOON)).unwrap();
+        let mut proof = [0; PROOF];
+        friend.read_exact(&mut proof).unwrap();
+        initiator.check(&first.token, &proof).unwrap();
+        assert_ne!(proof, initiator.proof(&first.token));
+        assert_ne!(opening, proof);
+    });
+}
+
+#[test]
+fn who_answers_without_the_secret_gets_no_frames() {
+    alone_with_a_secret(|setup| {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("{:032x}@{}", 7, listener.local_addr().unwrap());
+        let secret = setup.group.job_secret().unwrap();
+        let dialed = dial(setup, &address, secret.as_ref(), 0, 1, deadline(SOON)).unwrap();
+        let (mut impostor, _) = listener.accept().unwrap();
+        let mut hello = [0; HELLO + OPENING + PROOF];
+        impostor.read_exact(&mut hello).unwrap();
+        // Let in, with the proof that it got.
+        impostor.write_all(&[&[0; 4], &hello[HELLO + OPENING..]].concat()).unwrap();
+        let error = dialed.answered(deadline(SOON)).unwrap_err();
+        assert!(error.contains("does not know this job's secret"), "{error}");
+    });
+}
+
+#[test]
+fn ranks_of_one_host_listen_at_loopback() {
+    alone(SOON, |setup| {
+        assert!(setup.group.shares_host());
+        assert!(Door::open(setup).unwrap().address.ip().is_loopback());
     });
 }
 
