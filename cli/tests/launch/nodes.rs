@@ -1,10 +1,13 @@
 //! Launchers of several nodes, all of them on this host.
 
 use std::process::{Child, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use epoxide_testing::HeldPort;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::launcher::{launcher, lines, text};
+use crate::{Running, wait_gone};
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
@@ -79,6 +82,98 @@ fn launchers_that_differ_say_so() {
         assert_eq!(output.status.code(), Some(2));
         let said = text(&output.stderr);
         assert!(said.contains("disagree on the launch") && said.contains("ranks_per_node: 2"), "{said}");
+    }
+}
+
+/// Launchers of two nodes whose ranks run, each as the script says; node 0 first.
+fn two_running(script: &str) -> [Running; 2] {
+    let port = HeldPort::any().unwrap();
+    let endpoint = format!("127.0.0.1:{}", port.number());
+    let start = |node: u32| {
+        let node_text = node.to_string();
+        let flags = [
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            &node_text,
+            "--rdzv-endpoint",
+            &endpoint,
+        ];
+        let flags = [&flags[..], &["--node-timeout", "2", "--grace", "1"]].concat();
+        let mut launcher = launcher(&flags, &["sh", "-c", script]);
+        launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let [first, second] = [start(0), start(1)];
+    [Running::watch(first, 0..1), Running::watch(second, 1..2)]
+}
+
+#[test]
+fn a_node_that_vanishes_ends_the_others_by_name() {
+    // The ranks know nothing of each other: only the launchers can tell.
+    for (gone, how) in [(0, Signal::KILL), (1, Signal::KILL), (0, Signal::STOP), (1, Signal::STOP)] {
+        let mut running = two_running("echo $$; exec sleep 100").map(Some);
+        let [vanishing, other] = [gone, 1 - gone].map(|node| running[node].take().unwrap());
+        vanishing.signal(how);
+        let start = Instant::now();
+        let rank = other.said[0].clone();
+        let output = other.wait();
+        let took = start.elapsed();
+        // Two seconds of silence, one for the ranks to settle, and what a loaded machine takes.
+        assert!(took < Duration::from_secs(10), "{took:?}");
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let said = text(&output.stderr);
+        assert!(said.contains(&format!("the launcher of node {gone} ")), "node {gone}, {how:?}: {said}");
+        wait_gone(&rank);
+        if how == Signal::STOP {
+            vanishing.signal(Signal::CONT);
+            let said = text(&vanishing.wait().stderr);
+            assert!(said.contains("launch"), "{said}");
+        }
+    }
+}
+
+#[test]
+fn a_launcher_that_gives_up_says_so_to_the_others() {
+    let port = HeldPort::any().unwrap();
+    let endpoint = format!("127.0.0.1:{}", port.number());
+    let start = |node: &str, program: &str| {
+        let flags =
+            ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
+        let mut launcher = launcher(&flags, &[program, "100"]);
+        launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let begin = Instant::now();
+    let launchers = [start("0", "sleep"), start("1", "/no/such/program")];
+    let [first, second] = launchers.map(|launcher| launcher.wait_with_output().unwrap());
+    // Not by silence, which takes 30 s.
+    assert!(begin.elapsed() < Duration::from_secs(15), "{:?}", begin.elapsed());
+    for output in [&first, &second] {
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        assert!(text(&output.stderr).contains("/no/such/program"), "{output:?}");
+    }
+    assert!(text(&first.stderr).contains("the launcher of node 1 gave up"), "{first:?}");
+}
+
+#[test]
+fn a_signal_while_waiting_for_nodes_is_the_exit_code() {
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        // The first waits for the second at its own store; the second for a store that is not there.
+        for node in ["0", "1"] {
+            let port = HeldPort::any().unwrap();
+            let endpoint = format!("127.0.0.1:{}", port.number());
+            let flags =
+                ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
+            let launcher = launcher(&flags, &["true"]).stderr(Stdio::piped()).spawn().unwrap();
+            std::thread::sleep(Duration::from_millis(500));
+            kill_process(Pid::from_raw(launcher.id() as i32).unwrap(), signal).unwrap();
+            let start = Instant::now();
+            let output = launcher.wait_with_output().unwrap();
+            assert_eq!(output.status.code(), Some(code), "node {node}: {output:?}");
+            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+            assert!(text(&output.stderr).contains(&format!("ended by signal {}", signal.as_raw())));
+        }
     }
 }
 

@@ -158,6 +158,27 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
+    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and trying ends with an error once `stop` says so.
+    pub(crate) fn connect_unless(
+        host: &str,
+        port: u16,
+        secret: Option<&JobSecret>,
+        timeout: Duration,
+        answer: Duration,
+        stop: impl FnMut() -> bool,
+    ) -> Result<TcpStore> {
+        let address = Address { host: host.to_owned(), port, secret: secret.cloned() };
+        let connection = Connection::open_unless(&address, after(timeout), timeout, stop)?;
+        Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout: answer, server: None })
+    }
+
+    /// How long the server stays for the other clients when this store is dropped, where it is this store's own.
+    pub(crate) fn set_linger(&mut self, linger: Duration) {
+        if let Some(host) = &mut self.server {
+            host.linger = linger;
+        }
+    }
+
     /// The server's port.
     pub fn port(&self) -> u16 {
         self.address.port

@@ -52,6 +52,16 @@ pub(super) struct Connection {
 impl Connection {
     /// Connects and has the server answer once. Tries again, as the server may not be there yet, until `deadline`.
     pub fn open(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
+        Connection::open_unless(address, deadline, timeout, || false)
+    }
+
+    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed.
+    pub fn open_unless(
+        address: &Address,
+        deadline: Instant,
+        timeout: Duration,
+        mut stop: impl FnMut() -> bool,
+    ) -> Result<Connection> {
         let mut pause = FIRST_RETRY;
         let mut cause: Option<io::Error> = None;
         let mut closed = 0;
@@ -70,7 +80,7 @@ impl Connection {
             // What answers in another language will not be replaced by a store.
             let hopeless = kind == Some(ErrorKind::InvalidData) || closed >= CLOSED;
             let left = deadline.saturating_duration_since(Instant::now());
-            if hopeless || left.is_zero() {
+            if hopeless || left.is_zero() || stop() {
                 let cause = cause.map(|cause| cause.to_string()).unwrap_or_default();
                 let reason = format!(
                     "no store server at {address} within {timeout:?}: {cause}; the rank that hosts it may not have \
