@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use epoxide::group::launch::{Launch, Nodes, Signals, Sinks};
+use epoxide::group::launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
 
 use crate::stop::{Result, Stop};
 
@@ -13,8 +13,13 @@ use crate::stop::{Result, Stop};
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Each rank finds the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..) and \
-                  EPOXIDE_STORE in its environment. The exit code is that of the first rank that failed; a signal is \
-                  128 + its number."
+                  EPOXIDE_STORE in its environment, and EPOXIDE_JOB_SECRET, without which nobody joins or ends the launch. On \
+                  one node the secret is new; on several give each the same one, in EPOXIDE_JOB_SECRET or in a file of \
+                  mode 0600 that EPOXIDE_JOB_SECRET_FILE names (`openssl rand -hex 32` makes one), or whoever reaches the \
+                  ports can take part, as with torchrun. The exit code is that of the first rank that failed, or 128 + the \
+                  number of the signal that ended it or the launch, also while it waits for other nodes: 130 after \
+                  Ctrl-C, 143 after SIGTERM. Started with SIGINT ignored, as a script's background job is, the \
+                  launcher ignores it; the ranks do not."
 )]
 pub struct Args {
     /// Ranks to start on each node.
@@ -53,6 +58,16 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 5)]
     grace: u64,
 
+    /// Seconds that the launcher of another node may give no sign of life before the launch ends; the same on every node.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 30,
+        env = "EPOXIDE_NODE_TIMEOUT",
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    node_timeout: u64,
+
     /// The command of every rank.
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
@@ -87,6 +102,7 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
         nodes: Nodes { count: args.nnodes, rank: args.node_rank, endpoint: args.rdzv_endpoint },
         max_restarts: args.max_restarts,
         grace: Duration::from_secs(args.grace),
+        node_timeout: Duration::from_secs(args.node_timeout),
         log_dir: args.log_dir,
         prefix: !args.no_prefix,
         run_id: args.rdzv_id.unwrap_or(default.run_id),
@@ -103,8 +119,13 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
         (Some(failure), _) => format!("launch: {failure}"),
         (None, Some(signal)) => format!("launch: ended by signal {signal}"),
     };
+    Err(stop(&ended, said))
+}
+
+/// How a command ends whose launch did: with the code of that.
+pub fn stop(ended: &LaunchEnd, said: String) -> Stop {
     let failed = Stop::failed(said);
-    Err(Stop { code: u8::try_from(ended.code()).unwrap_or(failed.code), ..failed })
+    Stop { code: u8::try_from(ended.code()).unwrap_or(failed.code), ..failed }
 }
 
 #[cfg(test)]

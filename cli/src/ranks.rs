@@ -1,15 +1,17 @@
 //! How ranks run: as threads of this process, as processes that this one starts, or this process as one of them.
 
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::Device;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::group::launch::{RankExit, current_exe, run_threads, spawn_ranks};
+use epoxide::group::launch::{Launch, RankExit, Signals, current_exe, run_threads};
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::launch::stop;
 use crate::options::{Defaults, DeviceKind, RoundTripFlags, Setup};
 use crate::stop::{FAILED, Result, Stop};
 
@@ -151,19 +153,22 @@ pub fn run(
             let topology = shared.topology(defaults, None)?;
             let (setup, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
             require_devices(setup.device, ranks)?;
-            let outcome = spawn_ranks(ranks, GRACE, |_| {
+            let launch = Launch { settle: GRACE, relay: false, ..Launch::new(ranks) };
+            let mut signals = Signals::catch()?;
+            let ended = launch.run(Some(&mut signals), |_| {
                 let mut command = current_exe()?;
-                command.args(std::env::args_os().skip(1));
+                command.args(std::env::args_os().skip(1)).stdin(Stdio::null());
                 Ok(command)
             })?;
-            let Some(rank) = outcome.first_failure else {
-                return Ok(());
+            let (rank, exit) = match (&ended.failure, ended.signal) {
+                (None, None) => return Ok(()),
+                (Some(failure), _) => (failure.rank, failure.exit),
+                (None, Some(signal)) => return Err(stop(&ended, format!("ended by signal {signal}"))),
             };
-            match outcome.exits.get(rank as usize) {
+            match exit {
                 // The rank, or rank 0, has said why.
-                Some(RankExit::Code(code)) => Err(Stop::said(u8::try_from(*code).unwrap_or(FAILED))),
-                Some(exit) => Err(Stop::failed(format!("rank {rank} {exit}; the other ranks were ended"))),
-                None => Err(Stop::failed(format!("rank {rank} failed"))),
+                RankExit::Code(code) => Err(Stop::said(u8::try_from(code).unwrap_or(FAILED))),
+                exit => Err(stop(&ended, format!("rank {rank} {exit}; the other ranks were ended"))),
             }
         }
     }

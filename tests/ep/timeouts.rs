@@ -27,6 +27,7 @@ in_every_spread! {
     operations_queued_behind_an_expired_one_do_not_wait_again,
     a_slow_rank_is_waited_for,
     a_buffer_can_be_dropped_with_work_in_flight,
+    a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory,
     buffers_in_opposite_orders_name_each_other,
 }
 
@@ -326,6 +327,36 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
             });
             outcome.unwrap_or_else(|failure| panic!("{ranks:?}: {failure}"));
         }
+    }
+}
+
+/// The caller's stream is held up by a kernel that ends only when the buffer is long gone: dropping it does not wait for ever, and the kernels
+/// behind that one find their memory.
+fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spread) {
+    for ranks in Ranks::all(spread) {
+        let (turn, setup) = (ranks.turn(), ranks.setup().timeout(Duration::from_millis(300)));
+        let outcome = run_threads(ranks.count(), PATIENCE, |_, group| {
+            let mut rank = Rank::join(&setup, group.clone())?;
+            let inputs = Inputs::upload(&turn, &rank)?;
+            let gate = Gate::new(rank.device())?;
+            let mut place = rank.place()?;
+            group.barrier(PATIENCE)?;
+            gate.hold(&rank.stream)?;
+            let order = StreamOrder::on(&rank.stream);
+            let experts = turn.routing.num_experts;
+            let layout = rank.buffer.get_dispatch_layout(&inputs.topk_idx, experts, order)?;
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+            drop(rank.buffer.dispatch(&mut place, request, order)?);
+            drop((place, layout, inputs));
+            let Rank { stream, buffer, .. } = rank;
+            let start = Instant::now();
+            drop(buffer);
+            assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+            // Now all of it runs; a virtual GPU would say what memory is gone.
+            gate.open();
+            stream.synchronize()
+        });
+        outcome.unwrap_or_else(|failure| panic!("{ranks:?}: {failure}"));
     }
 }
 

@@ -3,6 +3,9 @@
 mod background;
 mod faults;
 mod harness;
+mod networks;
 mod oracle;
 mod processes;
+mod secrets;
+mod strangers;
 mod subgroups;

@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 use epoxide::group::{Store, TcpStore};
 use epoxide::internal::TcpStoreServer;
 
-const PATIENCE: Duration = Duration::from_secs(30);
-const SHORT: Duration = Duration::from_millis(200);
+pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const SHORT: Duration = Duration::from_millis(200);
 /// A client's greeting.
-const HELLO: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];
+pub const HELLO: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];
 
-fn server() -> TcpStoreServer {
+pub fn server() -> TcpStoreServer {
     TcpStoreServer::bind(("127.0.0.1", 0)).unwrap()
 }
 
-fn client(server: &TcpStoreServer) -> TcpStore {
+pub fn client(server: &TcpStoreServer) -> TcpStore {
     TcpStore::connect("127.0.0.1", server.port(), PATIENCE).unwrap()
 }
 

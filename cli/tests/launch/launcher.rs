@@ -2,11 +2,18 @@
 
 use std::process::{Command, Output, Stdio};
 
+use epoxide::group::launch::heed_interrupts;
+
+/// The command, which heeds SIGINT though these tests may be a script's background job, whose processes ignore it.
+pub fn epoxide(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_epoxide"));
+    command.args(arguments).env_remove("OMP_NUM_THREADS").stdin(Stdio::null());
+    heed_interrupts(&mut command);
+    command
+}
+
 pub fn launcher(flags: &[&str], command: &[&str]) -> Command {
-    let mut launcher = Command::new(env!("CARGO_BIN_EXE_epoxide"));
-    launcher.arg("launch").args(flags).arg("--").args(command);
-    launcher.env_remove("OMP_NUM_THREADS").stdin(Stdio::null());
-    launcher
+    epoxide(&[&["launch"], flags, &["--"], command].concat())
 }
 
 /// Runs a shell script on every rank.

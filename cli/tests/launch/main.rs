@@ -1,13 +1,15 @@
 //! `epoxide launch` as a user runs it.
 
+mod kills;
 mod launcher;
 mod nodes;
 
 use std::io::{BufRead, BufReader, Write};
+use std::ops::Range;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use launcher::{launcher, lines, script, text};
+use launcher::{epoxide, launcher, lines, script, text};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 /// Longer than anything here takes.
@@ -16,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// A launcher whose ranks run; its output so far was one line of each.
 struct Running {
     launcher: Child,
-    /// What each rank printed first, without the prefix; by rank.
+    /// What each rank of the host printed first, without the prefix.
     said: Vec<String>,
     out: BufReader<std::process::ChildStdout>,
 }
@@ -28,14 +30,19 @@ impl Running {
     }
 
     fn of(launcher: &mut Command, ranks: usize) -> Running {
-        let mut launcher = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let launcher = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        Running::watch(launcher, 0..ranks)
+    }
+
+    /// Of a launcher that was started, with pipes, and the ranks of its host.
+    fn watch(mut launcher: Child, ranks: Range<usize>) -> Running {
         let mut out = BufReader::new(launcher.stdout.take().unwrap());
-        let mut said = vec![String::new(); ranks];
-        for _ in 0..ranks {
+        let mut said = vec![String::new(); ranks.len()];
+        for _ in 0..ranks.len() {
             let mut line = String::new();
             out.read_line(&mut line).unwrap();
             let (rank, rest) = line.strip_prefix("[rank ").unwrap().split_once("] ").unwrap();
-            said[rank.parse::<usize>().unwrap()] = rest.trim().to_owned();
+            said[rank.parse::<usize>().unwrap() - ranks.start] = rest.trim().to_owned();
         }
         Running { launcher, said, out }
     }
@@ -208,17 +215,82 @@ fn a_second_signal_kills() {
     said.iter().for_each(|pid| wait_gone(pid));
 }
 
+/// How many entries a directory has.
+fn entries(directory: &tempfile::TempDir) -> usize {
+    std::fs::read_dir(directory.path()).unwrap().count()
+}
+
 #[test]
-fn ranks_die_with_a_killed_launcher() {
-    // Nobody is left to remove the directory of its store.
+fn ranks_die_with_a_killed_launcher_and_the_next_sweeps_the_rest() {
     let directory = tempfile::tempdir().unwrap();
-    let command = ["sh", "-c", "echo $$; exec sleep 100"];
-    let mut launcher = launcher(&["--nproc-per-node", "3"], &command);
-    let running = Running::of(launcher.env("TMPDIR", directory.path()), 3);
+    let begin = |script: &str| {
+        let mut launcher = launcher(&["--nproc-per-node", "2"], &["sh", "-c", script]);
+        Running::of(launcher.env("TMPDIR", directory.path()), 2)
+    };
+    // One of them runs on, and is no leftover.
+    let alive = begin("echo $$; exec sleep 100");
+    let running = begin("sleep 100 & echo $$ $!; wait");
     let said = running.said.clone();
     running.signal(Signal::KILL);
     running.wait();
-    said.iter().for_each(|pid| wait_gone(pid));
+    let pids = said.iter().map(|line| line.split_once(' ').unwrap());
+    for (rank, started) in pids.clone() {
+        wait_gone(rank);
+        // Nobody has told it to end.
+        test_kill_process(Pid::from_raw(started.parse().unwrap()).unwrap()).unwrap();
+    }
+    assert_eq!(entries(&directory), 2);
+    let mut next = launcher(&["--nproc-per-node", "1"], &["true"]);
+    assert!(next.env("TMPDIR", directory.path()).status().unwrap().success());
+    pids.for_each(|(_, started)| wait_gone(started));
+    assert_eq!(entries(&directory), 1);
+    for rank in &alive.said {
+        test_kill_process(Pid::from_raw(rank.parse().unwrap()).unwrap()).unwrap();
+    }
+    alive.signal(Signal::TERM);
+    assert_eq!(alive.wait().status.code(), Some(128 + 15));
+    assert_eq!(entries(&directory), 0);
+}
+
+#[test]
+fn ranks_heed_an_interrupt_that_their_launcher_ignores() {
+    // As a background job of a script that has no job control.
+    let launch =
+        "trap '' INT QUIT; exec \"$0\" launch --nproc-per-node 1 -- sh -c 'kill -INT $$; echo alive'";
+    let output = Command::new("sh").args(["-c", launch, env!("CARGO_BIN_EXE_epoxide")]).output().unwrap();
+    assert_eq!(output.status.code(), Some(128 + 2), "{output:?}");
+    assert!(text(&output.stderr).contains("rank 0 was ended by signal 2 (SIGINT)"), "{output:?}");
+}
+
+#[test]
+fn a_round_trip_of_processes_ends_with_its_signal_and_leaves_nothing() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let directory = tempfile::tempdir().unwrap();
+        let line =
+            ["roundtrip", "--processes", "--ranks-per-node", "2", "--tokens", "64", "--iterations", "100000"];
+        let mut command = epoxide(&line);
+        let command = command.env("TMPDIR", directory.path()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let running = command.spawn().unwrap();
+        let own = Pid::from_raw(running.id() as i32).unwrap();
+        let children = || {
+            let text = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", running.id())).unwrap();
+            text.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        let start = Instant::now();
+        while children().len() < 2 {
+            assert!(start.elapsed() < PATIENCE);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let ranks = children();
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(entries(&directory), 1);
+        kill_process(own, signal).unwrap();
+        let output = running.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(code), "{output:?}");
+        assert!(text(&output.stderr).contains(&format!("ended by signal {}", signal.as_raw())), "{output:?}");
+        assert_eq!(entries(&directory), 0);
+        ranks.iter().for_each(|rank| wait_gone(rank));
+    }
 }
 
 #[test]

@@ -1,10 +1,15 @@
 //! Launchers of several nodes, all of them on this host.
 
 use std::process::{Child, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use epoxide_testing::HeldPort;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::launcher::{launcher, lines, text};
+use crate::{Running, wait_gone};
+
+const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
 /// A launcher for each node, with these flags and this script.
 fn nodes(count: u32, flags: impl Fn(u32) -> Vec<&'static str>, script: &str) -> Vec<Output> {
@@ -17,7 +22,12 @@ fn nodes(count: u32, flags: impl Fn(u32) -> Vec<&'static str>, script: &str) -> 
         // Later flags win.
         all.extend(own);
         let mut launcher = launcher(&all, &["sh", "-c", script]);
-        launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        launcher
+            .env("EPOXIDE_JOB_SECRET", SECRET)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
     };
     // The first comes last: the others wait for it.
     let children: Vec<Child> = (0..count).rev().map(start).collect();
@@ -73,4 +83,172 @@ fn launchers_that_differ_say_so() {
         let said = text(&output.stderr);
         assert!(said.contains("disagree on the launch") && said.contains("ranks_per_node: 2"), "{said}");
     }
+}
+
+/// Launchers of two nodes whose ranks run, each as the script says; node 0 first.
+fn two_running(script: &str) -> [Running; 2] {
+    let port = HeldPort::any().unwrap();
+    let endpoint = format!("127.0.0.1:{}", port.number());
+    let start = |node: u32| {
+        let node_text = node.to_string();
+        let flags = [
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            &node_text,
+            "--rdzv-endpoint",
+            &endpoint,
+        ];
+        let flags = [&flags[..], &["--node-timeout", "2", "--grace", "1"]].concat();
+        let mut launcher = launcher(&flags, &["sh", "-c", script]);
+        launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let [first, second] = [start(0), start(1)];
+    [Running::watch(first, 0..1), Running::watch(second, 1..2)]
+}
+
+#[test]
+fn a_node_that_vanishes_ends_the_others_by_name() {
+    // The ranks know nothing of each other: only the launchers can tell.
+    for (gone, how) in [(0, Signal::KILL), (1, Signal::KILL), (0, Signal::STOP), (1, Signal::STOP)] {
+        let mut running = two_running("echo $$; exec sleep 100").map(Some);
+        let [vanishing, other] = [gone, 1 - gone].map(|node| running[node].take().unwrap());
+        vanishing.signal(how);
+        let start = Instant::now();
+        let rank = other.said[0].clone();
+        let output = other.wait();
+        let took = start.elapsed();
+        // Two seconds of silence, one for the ranks to settle, and what a loaded machine takes.
+        assert!(took < Duration::from_secs(10), "{took:?}");
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let said = text(&output.stderr);
+        assert!(said.contains(&format!("the launcher of node {gone} ")), "node {gone}, {how:?}: {said}");
+        wait_gone(&rank);
+        if how == Signal::STOP {
+            vanishing.signal(Signal::CONT);
+            let said = text(&vanishing.wait().stderr);
+            assert!(said.contains("launch"), "{said}");
+        }
+    }
+}
+
+#[test]
+fn a_launcher_that_gives_up_says_so_to_the_others() {
+    let port = HeldPort::any().unwrap();
+    let endpoint = format!("127.0.0.1:{}", port.number());
+    let start = |node: &str, program: &str| {
+        let flags =
+            ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
+        let mut launcher = launcher(&flags, &[program, "100"]);
+        launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let begin = Instant::now();
+    let launchers = [start("0", "sleep"), start("1", "/no/such/program")];
+    let [first, second] = launchers.map(|launcher| launcher.wait_with_output().unwrap());
+    // Not by silence, which takes 30 s.
+    assert!(begin.elapsed() < Duration::from_secs(15), "{:?}", begin.elapsed());
+    for output in [&first, &second] {
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        assert!(text(&output.stderr).contains("/no/such/program"), "{output:?}");
+    }
+    assert!(text(&first.stderr).contains("the launcher of node 1 gave up"), "{first:?}");
+}
+
+#[test]
+fn a_signal_while_waiting_for_nodes_is_the_exit_code() {
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        // The first waits for the second at its own store; the second for a store that is not there.
+        for node in ["0", "1"] {
+            let port = HeldPort::any().unwrap();
+            let endpoint = format!("127.0.0.1:{}", port.number());
+            let flags =
+                ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
+            let launcher = launcher(&flags, &["true"]).stderr(Stdio::piped()).spawn().unwrap();
+            std::thread::sleep(Duration::from_millis(500));
+            kill_process(Pid::from_raw(launcher.id() as i32).unwrap(), signal).unwrap();
+            let start = Instant::now();
+            let output = launcher.wait_with_output().unwrap();
+            assert_eq!(output.status.code(), Some(code), "node {node}: {output:?}");
+            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+            assert!(text(&output.stderr).contains(&format!("ended by signal {}", signal.as_raw())));
+        }
+    }
+}
+
+/// Two nodes whose ranks do what `script` says, the first of them with a secret in a file; what they say, once `attack` was
+/// tried on the port of their store.
+fn attacked(secret: bool, script: &str, attack: impl Fn(u16)) -> Vec<Output> {
+    use std::os::unix::fs::PermissionsExt as _;
+    let port = HeldPort::any().unwrap();
+    let endpoint = format!("127.0.0.1:{}", port.number());
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("secret");
+    std::fs::write(&file, format!("{SECRET}\n")).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let children = ["0", "1"].map(|node| {
+        let flags =
+            ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
+        let mut launcher = launcher(&flags, &["sh", "-c", script]);
+        match (secret, node) {
+            (false, _) => &mut launcher,
+            (true, "0") => launcher.env("EPOXIDE_JOB_SECRET_FILE", &file),
+            (true, _) => launcher.env("EPOXIDE_JOB_SECRET", SECRET),
+        };
+        launcher.env("READY", directory.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    });
+    while !["0", "1"].iter().all(|rank| directory.path().join(rank).exists()) {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    attack(port.number());
+    children.map(|child| child.wait_with_output().unwrap()).into()
+}
+
+#[test]
+fn a_stranger_at_the_launchers_store_ends_nothing() {
+    use epoxide::group::{Store, TcpStore};
+    // Longer than the launchers take to hear of trouble.
+    let script =
+        "touch $READY/$RANK; sleep 2; printf '%s %s\\n' $EPOXIDE_JOB_SECRET ${EPOXIDE_JOB_SECRET_FILE-none}";
+    let patience = std::time::Duration::from_secs(5);
+    let connect = |port| TcpStore::connect_with_secret("127.0.0.1", port, patience, None);
+    let outputs = attacked(true, script, |port| {
+        let error = connect(port).unwrap_err().to_string();
+        assert!(error.contains("lets in only who shows the job's secret"), "{error}");
+    });
+    for (rank, output) in outputs.iter().enumerate() {
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(lines(&output.stdout), [format!("[rank {rank}] {SECRET} none")]);
+        assert_eq!(text(&output.stderr), "");
+    }
+    // Without one: as with torchrun, and said once by each.
+    let outputs = attacked(false, "touch $READY/$RANK; exec sleep 100", |port| {
+        let trouble = br#"{"Signal":15}"#;
+        connect(port).unwrap().set("epoxide-launch.0.trouble", trouble).unwrap();
+    });
+    for output in outputs {
+        assert_eq!(output.status.code(), Some(128 + 15), "{output:?}");
+        let said = text(&output.stderr);
+        assert_eq!(said.matches("launch: no EPOXIDE_JOB_SECRET").count(), 1, "{said}");
+    }
+}
+
+#[test]
+fn nodes_with_different_secrets_say_so() {
+    let port = HeldPort::any().unwrap();
+    let endpoint = format!("127.0.0.1:{}", port.number());
+    let start = |node: &str, secret: &str| {
+        let flags =
+            ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
+        let mut launcher = launcher(&flags, &["true"]);
+        launcher.env("EPOXIDE_JOB_SECRET", secret).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let mut first = start("0", SECRET);
+    let second = start("1", "another secret, but as long as it has to be").wait_with_output().unwrap();
+    let said = text(&second.stderr);
+    assert_ne!(second.status.code(), Some(0));
+    assert!(said.contains("does not know this job's secret") && !said.contains("another secret"), "{said}");
+    first.kill().unwrap();
+    first.wait().unwrap();
 }

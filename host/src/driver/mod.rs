@@ -22,8 +22,8 @@ pub use device::Device;
 pub use fence::Fence;
 #[doc(hidden)]
 pub use owned::MappedMemory;
-pub(crate) use owned::shipped_ptx;
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
+pub(crate) use owned::{give_up, shipped_ptx};
 #[doc(hidden)]
 pub use raw::{CopyEnd, FabricHandle, RawMemory};
 pub use raw::{DeviceInfo, LaunchConfig, MemoryKind, RawStream, RdmaWriteOrder};

@@ -16,6 +16,20 @@ use super::staged_copy;
 use super::streams::{List, Listed, Streams};
 use crate::error::{Error, Result};
 
+/// Says that `what` of the device has not ended in `waited`, and that its owner goes all the same. Kernels that may still run, perhaps for
+/// ever, use memory and code that owners are about to give back: from now on nothing of the device is given back, nor the device itself,
+/// until the process ends. That costs memory of a device that is of little use any more; to free it would let a kernel write to what is
+/// somebody else's by then.
+pub(crate) fn give_up(device: &Arc<dyn Device>, what: &str, waited: Duration) {
+    if device.streams().give_up() {
+        let ordinal = device.info().ordinal;
+        tracing::error!(
+            "{what} of device {ordinal} has not ended in {waited:?}: nothing of the device is freed any more"
+        );
+        std::mem::forget(device.clone());
+    }
+}
+
 /// Device memory, peer memory or mapped host memory; freed or unmapped on drop.
 #[derive(Debug)]
 pub struct Memory {
@@ -141,7 +155,11 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: this owner frees once; users of the address hold a borrow or wait for their stream first.
+        if self.device.streams().are_given_up() {
+            return;
+        }
+        // SAFETY: this owner frees once; users of the address hold a borrow, or wait for their stream first and `give_up` where it takes
+        // too long.
         unsafe { self.device.free(&self.raw) }
     }
 }
@@ -273,6 +291,11 @@ impl Stream {
     /// True when all work is done.
     pub fn is_done(&self) -> Result<bool> {
         self.device.stream_query(self.handle)
+    }
+
+    /// Polls until all work is done or `timeout` is over; false means it is over.
+    pub(crate) fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
+        poll(&*self.device, timeout, || self.is_done())
     }
 
     /// Makes this stream wait for the event's last record.
@@ -426,6 +449,18 @@ fn depart(device: &dyn Device, list: &mut List, gone: u64) -> Result<()> {
     outcome
 }
 
+/// Polls until something is done or the time is over; false means it is over.
+fn poll(device: &dyn Device, timeout: Duration, is_done: impl Fn() -> Result<bool>) -> Result<bool> {
+    let start = Instant::now();
+    while !is_done()? {
+        if start.elapsed() > timeout {
+            return Ok(false);
+        }
+        device.make_progress();
+    }
+    Ok(true)
+}
+
 /// A point in a stream.
 #[derive(Debug)]
 pub struct Event {
@@ -461,14 +496,7 @@ impl Event {
 
     /// Polls until the last record has passed or `timeout` is over; false means it is over.
     pub fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
-        let start = Instant::now();
-        while !self.is_done()? {
-            if start.elapsed() > timeout {
-                return Ok(false);
-            }
-            self.device.make_progress();
-        }
-        Ok(true)
+        poll(&*self.device, timeout, || self.is_done())
     }
 
     /// Milliseconds from this event to `end`.
@@ -491,7 +519,10 @@ struct LoadedModule {
 
 impl Drop for LoadedModule {
     fn drop(&mut self) {
-        // SAFETY: every `Kernel` holds this `Arc`, and callers keep kernels alive while their stream runs them.
+        if self.device.streams().are_given_up() {
+            return;
+        }
+        // SAFETY: every `Kernel` holds this `Arc`, and callers keep kernels alive while their stream runs them, or `give_up`.
         unsafe { self.device.module_unload(self.handle) }
     }
 }

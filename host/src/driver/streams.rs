@@ -1,11 +1,15 @@
 //! The list of a device's streams.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The streams of a device that have an owner ([`Stream`](super::Stream)).
 #[derive(Debug, Default)]
-pub struct Streams(Mutex<List>);
+pub struct Streams {
+    list: Mutex<List>,
+    /// Somebody has stopped waiting for work of the device, which may still run.
+    given_up: AtomicBool,
+}
 
 #[derive(Debug, Default)]
 pub(super) struct List {
@@ -33,7 +37,17 @@ impl Streams {
     }
 
     pub(super) fn hold(&self) -> Still<'_> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether work may still run that somebody has stopped waiting for. What it uses is not known here, so nothing is freed any more.
+    pub(super) fn are_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Acquire)
+    }
+
+    /// Notes that somebody has stopped waiting. True for the first time.
+    pub(super) fn give_up(&self) -> bool {
+        !self.given_up.swap(true, Ordering::AcqRel)
     }
 
     pub(super) fn add(&self, stream: Listed) {

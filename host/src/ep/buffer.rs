@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
@@ -21,7 +22,7 @@ use super::tensor::Owner;
 use super::trace::Trace;
 use super::wire::{WireSide, wire_layout};
 use super::{Config, StreamOrder, Topology};
-use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
+use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream, give_up};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 
@@ -428,8 +429,13 @@ impl Drop for Buffer {
         // Kernels in flight hold addresses of the memory that goes next. Peers' mappings of this pool keep its memory
         // alive for them, so no barrier is needed. Errors have nowhere to go.
         self.sequence.close();
-        let _ = self.comm_stream.synchronize();
-        let _ = self.sequence.wait(self.options.timeout.saturating_mul(2));
+        let (start, limit) = (Instant::now(), self.options.timeout.saturating_mul(2));
+        let copies = self.comm_stream.wait_timeout(limit);
+        let last = self.sequence.wait(limit.saturating_sub(start.elapsed()));
+        // Our kernels end by their own deadlines, but not before what the caller's stream was given before them.
+        if matches!(copies, Ok(false)) || matches!(last, Ok(false)) {
+            give_up(&self.device, "the last operation of a buffer", limit);
+        }
         if let Some(side) = self.kernels.wire_side_mut() {
             side.close();
         }

@@ -88,8 +88,16 @@ fn check_status(buffer: &Buffer) -> Result<()> {
         seen,
         waited: Duration::from_nanos(status.waited_ns),
         // Asked once: later calls say the same.
-        beside: buffer.beside.get_or_init(|| buffer.activity.beside()).clone(),
+        beside: buffer.beside.get_or_init(|| beside(buffer)).clone(),
     })
+}
+
+/// What else may have held up a wait that has expired: other buffers, and proxies of this rank that are in a call of the system or of a
+/// card's driver.
+fn beside(buffer: &Buffer) -> String {
+    let calls = buffer.kernels.wire_side().map_or_else(Vec::new, |side| side.proxies.in_calls());
+    let calls = calls.iter().map(|call| format!("; here, {call}"));
+    calls.chain([buffer.activity.beside()]).collect()
 }
 
 /// The call that a ready word of the operation `epoch` names.

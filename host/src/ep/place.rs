@@ -9,7 +9,7 @@ use epoxide_gpu::layout::{PoolLayout, row_stride};
 use super::scratch::Arena;
 use super::tensor::{Owner, Scalar};
 use super::{DType, Tensor, TypedTensor};
-use crate::driver::{Fence, Memory, Stream};
+use crate::driver::{Fence, Memory, Stream, give_up};
 use crate::error::{Error, Result, Scope};
 
 /// Room in the pool for what one dispatch brings, and for the rows of its combine. A buffer has
@@ -64,8 +64,12 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         let ended = self.arena.fence().and_then(|fence| fence.wait_timeout(self.timeout));
-        if !matches!(ended, Ok(true)) {
-            tracing::warn!(?ended, "a pool is unmapped although work of its device has not ended");
+        match ended {
+            Ok(true) => {}
+            // What runs may write to it.
+            Ok(false) => give_up(self.memory.device(), "work that may use a pool", self.timeout),
+            // The device runs nothing any more.
+            Err(error) => tracing::warn!("a pool is unmapped although its device failed: {error}"),
         }
     }
 }

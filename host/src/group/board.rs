@@ -1,12 +1,98 @@
 //! What a store in memory holds: values, counters and queues by key.
 
+use std::borrow::Borrow;
 use std::collections::{HashMap, VecDeque};
+use std::hash::{Hash, Hasher};
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// What a key or value takes beside its bytes, about.
+pub(super) const OVERHEAD: usize = 64;
+/// Longest text of a counter.
+const MAX_COUNTER_TEXT: usize = 20;
 
 /// Values and queues by key. They have name spaces of their own, as in PyTorch.
 #[derive(Debug, Default)]
 pub(super) struct Board {
-    values: HashMap<Vec<u8>, Vec<u8>>,
-    queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
+    values: HashMap<Shared, Shared>,
+    queues: HashMap<Shared, VecDeque<Shared>>,
+    meter: Meter,
+}
+
+/// The bytes of a key or of a value. Answers that go out in slices hold them without copying them.
+#[derive(Debug, Clone)]
+pub(super) struct Shared(Arc<Metered>);
+
+#[derive(Debug)]
+struct Metered {
+    bytes: Vec<u8>,
+    meter: Meter,
+}
+
+/// What all that a board gave out takes, for as long as anyone holds it.
+#[derive(Debug, Clone, Default)]
+struct Meter(Arc<AtomicUsize>);
+
+impl Metered {
+    fn size(&self) -> usize {
+        self.bytes.capacity() + OVERHEAD
+    }
+}
+
+impl Drop for Metered {
+    fn drop(&mut self) {
+        self.meter.0.fetch_sub(self.size(), Ordering::Relaxed);
+    }
+}
+
+impl Shared {
+    fn new(bytes: &[u8], meter: &Meter) -> Shared {
+        let metered = Metered { bytes: bytes.to_vec(), meter: meter.clone() };
+        meter.0.fetch_add(metered.size(), Ordering::Relaxed);
+        Shared(Arc::new(metered))
+    }
+
+    /// Appends in place, unless an answer under way holds the bytes as they are.
+    fn append(&mut self, more: &[u8]) {
+        if Arc::get_mut(&mut self.0).is_none() {
+            *self = Shared::new(self, &self.0.meter);
+        }
+        if let Some(metered) = Arc::get_mut(&mut self.0) {
+            let before = metered.size();
+            metered.bytes.extend_from_slice(more);
+            metered.meter.0.fetch_add(metered.size() - before, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Deref for Shared {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0.bytes
+    }
+}
+
+impl Borrow<[u8]> for Shared {
+    fn borrow(&self) -> &[u8] {
+        self
+    }
+}
+
+impl PartialEq for Shared {
+    fn eq(&self, other: &Shared) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Shared {}
+
+impl Hash for Shared {
+    // As the slice does, which it is looked up by.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (**self).hash(state);
+    }
 }
 
 /// Why a counter could not be added to.
@@ -22,20 +108,31 @@ pub(super) enum CounterError {
 }
 
 impl Board {
+    /// Bytes that keys and values take, each with [`OVERHEAD`]; those that only answers under way still hold are among them.
+    pub(super) fn bytes(&self) -> usize {
+        self.meter.0.load(Ordering::Relaxed)
+    }
+
+    fn share(&self, bytes: &[u8]) -> Shared {
+        Shared::new(bytes, &self.meter)
+    }
+
     pub(super) fn set(&mut self, key: &[u8], value: &[u8]) {
+        let value = self.share(value);
         match self.values.get_mut(key) {
-            Some(old) => value.clone_into(old),
-            None => drop(self.values.insert(key.to_owned(), value.to_owned())),
+            Some(old) => *old = value,
+            None => drop(self.values.insert(self.share(key), value)),
         }
     }
 
-    pub(super) fn get(&self, key: &[u8]) -> Option<&[u8]> {
-        self.values.get(key).map(Vec::as_slice)
+    pub(super) fn get(&self, key: &[u8]) -> Option<&Shared> {
+        self.values.get(key)
     }
 
     pub(super) fn add(&mut self, key: &[u8], delta: i64) -> Result<i64, CounterError> {
         let value = match self.values.get(key) {
             None => 0,
+            Some(value) if value.len() > MAX_COUNTER_TEXT => return Err(CounterError::NotACounter),
             Some(value) => std::str::from_utf8(value)
                 .ok()
                 .and_then(|text| text.parse().ok())
@@ -48,18 +145,33 @@ impl Board {
 
     /// Sets `key` to `desired` if it holds `expected`, or is missing and `expected` is empty. Returns what the key holds
     /// then; for a missing key, `expected` (as PyTorch does).
-    pub(super) fn compare_set(&mut self, key: &[u8], expected: &[u8], desired: &[u8]) -> Vec<u8> {
+    pub(super) fn compare_set(&mut self, key: &[u8], expected: &[u8], desired: &[u8]) -> Shared {
         match self.values.get(key) {
-            Some(value) if value == expected => self.set(key, desired),
+            Some(value) if **value == *expected => self.set(key, desired),
             Some(value) => return value.clone(),
             None if expected.is_empty() => self.set(key, desired),
-            None => return expected.to_owned(),
+            None => return self.share(expected),
         }
-        desired.to_owned()
+        self.values.get(key).cloned().unwrap_or_else(|| self.share(desired))
     }
 
     pub(super) fn append(&mut self, key: &[u8], value: &[u8]) {
-        self.values.entry(key.to_owned()).or_default().extend_from_slice(value);
+        match self.values.get_mut(key) {
+            Some(old) => old.append(value),
+            None => self.set(key, value),
+        }
+    }
+
+    /// What appending to a key takes at most beside what there is: its memory may double, and is new where an answer holds the old.
+    pub(super) fn append_size(&self, key: &[u8], more: usize) -> usize {
+        let Some(value) = self.values.get(key) else { return key.len() + more + 2 * OVERHEAD };
+        let shared = Arc::strong_count(&value.0) > 1;
+        let (length, capacity) = (value.len(), value.0.bytes.capacity());
+        match shared {
+            true => length + length.max(more) + OVERHEAD,
+            false if length + more <= capacity => 0,
+            false => capacity.max(more),
+        }
     }
 
     /// True when the key has a value, or its queue an entry.
@@ -77,15 +189,19 @@ impl Board {
     }
 
     /// The keys that have values.
-    pub(super) fn keys(&self) -> impl Iterator<Item = &[u8]> {
-        self.values.keys().map(Vec::as_slice)
+    pub(super) fn keys(&self) -> impl Iterator<Item = &Shared> {
+        self.values.keys()
     }
 
     pub(super) fn push(&mut self, key: &[u8], value: &[u8]) {
-        self.queues.entry(key.to_owned()).or_default().push_back(value.to_owned());
+        let value = self.share(value);
+        match self.queues.get_mut(key) {
+            Some(queue) => queue.push_back(value),
+            None => drop(self.queues.insert(self.share(key), VecDeque::from([value]))),
+        }
     }
 
-    pub(super) fn pop(&mut self, key: &[u8]) -> Option<Vec<u8>> {
+    pub(super) fn pop(&mut self, key: &[u8]) -> Option<Shared> {
         let queue = self.queues.get_mut(key)?;
         let value = queue.pop_front();
         if queue.is_empty() {
@@ -96,5 +212,30 @@ impl Board {
 
     pub(super) fn queue_len(&self, key: &[u8]) -> usize {
         self.queues.get(key).map_or(0, VecDeque::len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_meter_counts_what_is_alive_and_nothing_else() {
+        let mut board = Board::default();
+        board.set(b"key", &[1; 1000]);
+        assert_eq!(board.bytes(), 3 + 1000 + 2 * OVERHEAD);
+        let held = board.get(b"key").cloned();
+        board.set(b"key", b"");
+        assert_eq!(board.bytes(), 3 + 1000 + 3 * OVERHEAD, "an answer holds the old value");
+        drop(held);
+        assert_eq!(board.bytes(), 3 + 2 * OVERHEAD);
+        let held = board.get(b"key").cloned();
+        (0..100).for_each(|_| board.append(b"key", &[2; 50]));
+        assert_eq!((held.unwrap().len(), board.get(b"key").unwrap().len()), (0, 5000));
+        assert!((5000..12_000).contains(&board.bytes()), "{}", board.bytes());
+        board.push(b"q", b"entry");
+        drop((board.pop(b"q"), board.compare_set(b"key", b"other", b"x")));
+        assert!(board.add(b"key", 1).is_err() && board.remove(b"key"));
+        assert_eq!(board.bytes(), 0);
     }
 }

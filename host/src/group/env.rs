@@ -19,6 +19,9 @@ pub const MASTER_PORT: &str = "MASTER_PORT";
 /// Variable with the number of restarts before this start.
 pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 
+/// Variable with the folder of the launch that a process is part of: by it, the next launch finds what is left of one whose launcher was killed.
+pub(crate) const LAUNCH: &str = "EPOXIDE_LAUNCH";
+
 /// A look at the environment, or what a test says is there. An empty variable counts as unset.
 pub(crate) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 

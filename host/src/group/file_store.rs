@@ -1,7 +1,8 @@
 //! The store of processes that share a directory.
 
-use std::fs::{self, File};
-use std::io::{self, ErrorKind};
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -28,9 +29,52 @@ const POISON_FILE: &str = "poison";
 ///
 /// Works across processes of one host, and across hosts where the file system has working `rename` and `flock`. The
 /// directory should be fresh for each run: keys of an earlier run would be taken for this one's.
+///
+/// What it makes is for this user alone: a new directory has mode 0700, files have mode 0600. Whoever may write in the
+/// directory can take any rank's place, so one that is another user's, or that all may write in, is refused; one that
+/// its group may write in is warned of. The directories above it are not looked at.
 #[derive(Debug)]
 pub struct FileStore {
     directory: PathBuf,
+}
+
+/// How files are opened that are for this user alone.
+fn own() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.mode(0o600);
+    options
+}
+
+/// Refuses a directory in which somebody else may write.
+fn check_owner(directory: &Path) -> Result<()> {
+    let fail = |reason: String| store_error("open", &directory.to_string_lossy(), reason);
+    let metadata = fs::metadata(directory).map_err(|error| fail(error.to_string()))?;
+    let user = rustix::process::geteuid().as_raw();
+    let mode = metadata.mode() & 0o7777;
+    if metadata.uid() != user {
+        let owner = metadata.uid();
+        let reason = format!(
+            "the directory is user {owner}'s, who could take any rank's place, and this process runs as user {user}; \
+             name one of your own, or one that does not exist yet"
+        );
+        return Err(fail(reason));
+    }
+    if mode & 0o002 != 0 {
+        let reason = format!(
+            "all users may write in the directory (mode {mode:04o}), and so take any rank's place; \
+             `chmod o-w` it, or name one that does not exist yet"
+        );
+        return Err(fail(reason));
+    }
+    if mode & 0o020 != 0 {
+        let group = metadata.gid();
+        tracing::warn!(
+            "store in {}: all of group {group} may write in it (mode {mode:04o}), and so take any rank's place; \
+             `chmod g-w` it if they are not to",
+            directory.display()
+        );
+    }
+    Ok(())
 }
 
 /// Distinguishes the temporary files of one process.
@@ -38,10 +82,19 @@ static NEXT_TEMPORARY: AtomicU64 = AtomicU64::new(0);
 
 impl FileStore {
     /// The store in `directory`, which is created if need be.
+    ///
+    /// # Errors
+    /// Where it cannot be created, is another user's, or may be written in by all.
     pub fn new(directory: impl Into<PathBuf>) -> Result<FileStore> {
         let directory = directory.into();
-        fs::create_dir_all(&directory)
+        // Without links: what has been looked at here must be what is used from now on.
+        let directory = DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&directory)
+            .and_then(|()| fs::canonicalize(&directory))
             .map_err(|error| store_error("open", &directory.to_string_lossy(), error))?;
+        check_owner(&directory)?;
         Ok(FileStore { directory })
     }
 
@@ -102,7 +155,12 @@ impl FileStore {
     fn replace(&self, operation: &'static str, key: &str, path: &Path, value: &[u8]) -> Result<()> {
         let number = NEXT_TEMPORARY.fetch_add(1, Ordering::Relaxed);
         let temporary = self.directory.join(format!("tmp.{}.{number}", std::process::id()));
-        fs::write(&temporary, value).and_then(|()| fs::rename(&temporary, path)).map_err(|error| {
+        let write = || {
+            let mut file = own().write(true).create(true).truncate(true).open(&temporary)?;
+            file.write_all(value)?;
+            fs::rename(&temporary, path)
+        };
+        write().map_err(|error| {
             let _ = fs::remove_file(&temporary);
             self.io_error(operation, key, error)
         })
@@ -118,7 +176,7 @@ impl FileStore {
 
     /// Takes the lock file; dropping the file gives it back.
     fn lock(&self, operation: &'static str, key: &str) -> Result<File> {
-        let file = File::options()
+        let file = own()
             .create(true)
             .append(true)
             .open(self.directory.join(LOCK_FILE))
@@ -407,6 +465,51 @@ mod tests {
             assert!(error.to_string().contains("rank 2 failed"), "{error}");
         });
         assert!(store.add("n", 1).is_err());
+    }
+
+    #[test]
+    fn another_user_reads_nothing_and_no_directory_of_others_is_taken() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("board");
+        let store = FileStore::new(&path).unwrap();
+        store.set("token", b"secret").unwrap();
+        store.add("count", 1).unwrap();
+        store.queue_push("queue", b"entry").unwrap();
+        store.poison("over").unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&path), 0o700);
+        for entry in fs::read_dir(&path).unwrap() {
+            let entry = entry.unwrap().path();
+            assert_eq!(mode(&entry), 0o600, "{}", entry.display());
+        }
+        // Files are closed to others even where the directory is not.
+        for open in [directory.path(), &path] {
+            fs::set_permissions(open, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        if rustix::process::geteuid().is_root() {
+            use std::os::unix::process::CommandExt as _;
+            let cat = |file: &str| {
+                std::process::Command::new("cat").arg(path.join(file)).uid(65534).gid(65534).output().unwrap()
+            };
+            assert!(!cat("k.token").status.success());
+            fs::write(path.join("open"), b"all").unwrap();
+            fs::set_permissions(path.join("open"), fs::Permissions::from_mode(0o644)).unwrap();
+            assert!(cat("open").status.success(), "the other user does get as far as the directory");
+            std::os::unix::fs::chown(&path, Some(65534), None).unwrap();
+            let error = FileStore::new(&path).unwrap_err().to_string();
+            assert!(error.contains("user 65534's") && error.contains("name one of your own"), "{error}");
+            std::os::unix::fs::chown(&path, Some(0), None).unwrap();
+        } else {
+            eprintln!("not root: what another user reads is not tried");
+        }
+        for mode in [0o777, 0o1777, 0o702] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let error = FileStore::new(&path).unwrap_err().to_string();
+            assert!(error.contains("chmod o-w"), "{mode:o}: {error}");
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o770)).unwrap();
+        FileStore::new(&path).unwrap();
     }
 
     #[test]

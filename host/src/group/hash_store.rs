@@ -108,7 +108,7 @@ impl Store for HashStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.wait_for("get", key, timeout, |board| board.get(key.as_bytes()).map(<[u8]>::to_vec))?
+        self.wait_for("get", key, timeout, |board| board.get(key.as_bytes()).map(|value| value.to_vec()))?
             .ok_or_else(|| get_timed_out(key, timeout))
     }
 
@@ -141,7 +141,7 @@ impl Store for HashStore {
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        self.change("compare_set", key, |board| board.compare_set(key.as_bytes(), expected, desired))
+        self.change("compare_set", key, |board| board.compare_set(key.as_bytes(), expected, desired).to_vec())
     }
 
     fn append(&self, key: &str, value: &[u8]) -> Result<()> {
@@ -164,7 +164,9 @@ impl Store for HashStore {
     }
 
     fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
-        self.wait_for("queue_pop", key, timeout, |board| board.pop(key.as_bytes()))
+        self.wait_for("queue_pop", key, timeout, |board| {
+            board.pop(key.as_bytes()).map(|value| value.to_vec())
+        })
     }
 
     fn queue_len(&self, key: &str) -> Result<u64> {

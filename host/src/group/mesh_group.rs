@@ -11,7 +11,7 @@ use super::recorder::{Entry, Recorder, Writer};
 use super::store::store_error;
 use super::turns::Core;
 use super::work::Work;
-use super::{ProcessGroup, Store, fds};
+use super::{ConnectionLimits, JobSecret, ProcessGroup, Store, fds};
 use crate::driver::virt::host_meets;
 use crate::error::{Error, Result};
 
@@ -38,8 +38,14 @@ pub struct MeshOptions {
     /// Network interface, or its address, that other hosts reach this rank by. Default: the environment's
     /// [`SOCKET_IFNAME`](super::SOCKET_IFNAME), else the interface of the default route.
     pub interface: Option<String>,
+    /// What the members know and nobody else does: only who shows that it knows it is let in. Default: the environment's
+    /// ([`JobSecret::from_env`]); where that has none either, a token that the store holds has to do, and so whoever may
+    /// read the store gets in.
+    pub secret: Option<JobSecret>,
     /// What the group is for, in words that people read.
     pub description: String,
+    /// What connections of whoever reaches the group's sockets may take of this process.
+    pub limits: ConnectionLimits,
     /// How many operations the flight recorder keeps.
     pub recorded: usize,
     /// Gets the flight recorder's dumps, beside the file that [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER) names.
@@ -48,17 +54,26 @@ pub struct MeshOptions {
 }
 
 impl Default for MeshOptions {
-    /// 5 minutes, lazy, Unix sockets where possible, 1024 operations recorded.
+    /// 5 minutes, lazy, Unix sockets where possible, the default limits, 1024 operations recorded.
     fn default() -> MeshOptions {
         MeshOptions {
             timeout: Duration::from_secs(300),
             connect: Connect::Lazy,
             sockets: Sockets::Auto,
             interface: None,
+            secret: None,
             description: String::new(),
+            limits: ConnectionLimits::default(),
             recorded: 1024,
             recorder: None,
         }
+    }
+}
+
+impl MeshOptions {
+    /// The sockets of a member of a group of `size` ranks; those of other hosts reach it with `network`.
+    pub(super) fn listen(&self, size: u32, network: bool) -> Result<Listener> {
+        Listener::open(size, self.sockets, self.interface.as_deref(), self.secret.clone(), network)
     }
 }
 
@@ -69,6 +84,7 @@ impl std::fmt::Debug for MeshOptions {
             .field("connect", &self.connect)
             .field("sockets", &self.sockets)
             .field("interface", &self.interface)
+            .field("secret", &self.secret)
             .finish_non_exhaustive()
     }
 }
@@ -91,6 +107,8 @@ pub struct MeshGroup {
     pub(super) store: Arc<dyn Store>,
     /// Groups made from this one so far; the same on every rank.
     pub(super) children: AtomicU64,
+    /// All members are known to be on one host.
+    shares_host: bool,
 }
 
 impl MeshGroup {
@@ -114,8 +132,11 @@ impl MeshGroup {
         rank: u32,
         name: &str,
         members: Vec<u32>,
-        options: MeshOptions,
+        mut options: MeshOptions,
     ) -> Result<MeshGroup> {
+        if options.secret.is_none() {
+            options.secret = JobSecret::from_env()?;
+        }
         let size = members.len() as u32;
         if rank >= size {
             return Err(Error::argument("rank", rank, format!("ranks of a group of {size} are 0..{size}")));
@@ -128,7 +149,9 @@ impl MeshGroup {
             );
             return Err(store_error("join", &key, reason));
         }
-        let listener = Listener::open(size, options.sockets, options.interface.as_deref())?;
+        // Ranks that connect while they join learn of each other's hosts first; others have to be ready for any.
+        let network = options.connect == Connect::Lazy;
+        let listener = options.listen(size, network)?;
         let address = serde_json::to_vec(&listener.address).map_err(|error| Error::os("serialise", error))?;
         store.set(&address_key(name, rank), &address)?;
         MeshGroup::assemble(listener, Directory::Store, store, rank, name, members, options)
@@ -143,7 +166,11 @@ impl MeshGroup {
         members: Vec<u32>,
         options: MeshOptions,
     ) -> Result<MeshGroup> {
-        let mut engine = Engine::new(name, rank, listener, directory, store.clone(), Arc::new(Wake::new()?))?;
+        let wake = Arc::new(Wake::new()?);
+        // A rank that connects says who it is at once, or in its next operation.
+        let patience = options.limits.patience.max(options.timeout);
+        let limits = ConnectionLimits { patience, ..options.limits.clone() };
+        let mut engine = Engine::new(name, rank, listener, directory, store.clone(), wake, &limits)?;
         if options.connect == Connect::Eager
             && let Err(error) = engine.connect_all(options.timeout)
         {
@@ -151,8 +178,9 @@ impl MeshGroup {
             return Err(error);
         }
         let recorder = Recorder::new(name, rank, engine.size, options.recorded, options.recorder.clone());
+        let shares_host = !engine.on_network();
         let core = Arc::new(Core::new(engine, recorder));
-        Ok(MeshGroup { core, options, members, store, children: AtomicU64::new(0) })
+        Ok(MeshGroup { core, options, members, store, children: AtomicU64::new(0), shares_host })
     }
 
     /// The last operations, oldest first.
@@ -229,10 +257,11 @@ impl ProcessGroup for MeshGroup {
                 if size == 1 {
                     return Ok(vec![Vec::new()]);
                 }
-                let mailbox = fds::Mailbox::open(size)?;
+                let secret = self.options.secret.as_ref();
+                let mailbox = fds::Mailbox::open(size, &self.options.limits, secret.cloned())?;
                 let addresses = run.all_gather(mailbox.address().to_owned())?;
                 let send = |(peer, address): (u32, &Vec<u8>)| {
-                    fds::send(address, rank, peer, fds, left())
+                    fds::send(address, secret, rank, peer, fds, left())
                         .map_err(|error| (peer, format!("descriptors to rank {peer}: {error}")))
                 };
                 let mut others = (0u32..).zip(&addresses).filter(|(peer, _)| *peer != rank);
@@ -265,6 +294,14 @@ impl ProcessGroup for MeshGroup {
 
     fn description(&self) -> &str {
         &self.options.description
+    }
+
+    fn job_secret(&self) -> Result<Option<JobSecret>> {
+        Ok(self.options.secret.clone())
+    }
+
+    fn shares_host(&self) -> bool {
+        self.shares_host
     }
 
     fn global_rank(&self, rank: u32) -> Option<u32> {

@@ -5,6 +5,8 @@
 //! of another store. A [`ProcessGroup`] is built over it and offers the collectives that setting
 //! up a buffer takes. This is the control plane: tokens never go through it.
 //!
+//! Where the job has a [`JobSecret`], stores and groups let in only processes that know it.
+//!
 //! [`rendezvous`] joins the group that the environment names; [`launch`] starts the ranks, as processes or as threads.
 
 mod board;
@@ -21,7 +23,10 @@ mod prefix_store;
 mod process_group;
 pub(crate) mod recorder;
 mod rendezvous;
+pub(crate) mod same_user;
+pub(crate) mod secret;
 mod store;
+pub(crate) mod strangers;
 mod subgroups;
 pub(crate) mod tcp;
 mod turns;
@@ -37,14 +42,16 @@ pub use fds::MAX_FDS;
 pub use file_store::FileStore;
 pub use hash_store::HashStore;
 pub use mesh::{SOCKET_IFNAME, Sockets};
-pub(crate) use mesh::{host_id, interface_address};
+pub(crate) use mesh::{host_id, interface_address, loopback};
 pub use mesh_group::{MeshGroup, MeshOptions};
 pub use prefix_store::PrefixStore;
 pub use process_group::ProcessGroup;
 #[doc(hidden)]
 pub use recorder::{FLIGHT_RECORDER, Writer};
 pub use rendezvous::{Member, Rendezvous, rendezvous};
+pub use secret::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
 pub use store::Store;
+pub use strangers::ConnectionLimits;
 pub use tcp::{DEFAULT_PORT, TcpStore};
 pub use typed::Collectives;
 pub use work::Work;

@@ -5,6 +5,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::JobSecret;
 use super::collectives::{Call, CallResult, blocks};
 use super::element;
 use super::work::Work;
@@ -63,6 +64,18 @@ pub trait ProcessGroup: Send + Sync + Debug {
     /// What it is for, in the words of who made it; may be empty.
     fn description(&self) -> &str {
         ""
+    }
+
+    /// What the members know and nobody else does, if anything: what is set up over the group lets in only who knows it. By
+    /// default the environment's ([`JobSecret::from_env`]).
+    fn job_secret(&self) -> Result<Option<JobSecret>> {
+        JobSecret::from_env()
+    }
+
+    /// True where all members are known to be on one host, so that nothing has to be reached from another. By default
+    /// false.
+    fn shares_host(&self) -> bool {
+        false
     }
 
     /// The rank of `rank` in the first group, which this one was made from; `None` outside the group.

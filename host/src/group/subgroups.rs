@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 
-use super::mesh::{Address, Directory, Listener};
+use super::mesh::{Address, Directory};
 use super::{MeshGroup, ProcessGroup};
 use crate::error::{Error, Result};
 
@@ -74,7 +74,8 @@ impl MeshGroup {
     ) -> Result<Option<MeshGroup>> {
         let options = &self.options;
         let listener = match color {
-            Some(_) => Some(Listener::open(self.size(), options.sockets, options.interface.as_deref())?),
+            // Where this group needs none, a part of it does not either.
+            Some(_) => Some(options.listen(self.size(), !self.shares_host())?),
             None => None,
         };
         let address = listener.as_ref().map(|listener| listener.address.clone());

@@ -10,7 +10,7 @@ use crate::group::ProcessGroup;
 /// Starts everything that a transport says first.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"epoxwire");
 /// The version of the greeting and of all that goes over the links.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 /// Tells these links from others that the same ranks set up, such as those within a node.
 pub(super) const PHASE: u32 = 1;
 
@@ -31,6 +31,8 @@ pub(super) struct Greeting {
     queues: u32,
     memory: u64,
     peers: Vec<u32>,
+    /// Whoever connects has to know the job's secret.
+    secret: bool,
     /// Where it can be reached, in the transport's own words; or why it cannot take part.
     pub address: Result<String, String>,
 }
@@ -55,6 +57,7 @@ pub(super) fn check_arguments(setup: &Setup<'_>) -> Result<()> {
 /// # Errors
 /// On every rank, where one of them cannot take part or two of them differ.
 pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Greeting>> {
+    let secret = setup.group.job_secret();
     let ours = Greeting {
         magic: MAGIC,
         version: VERSION,
@@ -63,12 +66,14 @@ pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Gre
         queues: setup.options.queues_per_peer,
         memory: setup.memory.bytes(),
         peers: setup.peers.to_vec(),
+        secret: secret.as_ref().is_ok_and(Option::is_some),
         address: address.as_ref().map_err(Error::to_string).cloned(),
     };
     let bytes = serde_json::to_vec(&ours).map_err(|error| Error::os("serialise", error))?;
     let all = setup.group.all_gather(&bytes)?;
     // Why this rank cannot take part says more than what the others make of it.
     address?;
+    secret?;
     let all: Vec<Greeting> =
         (0..).zip(&all).map(|(peer, bytes)| read(setup, peer, bytes)).collect::<Result<_>>()?;
     for (peer, theirs) in (0..).zip(&all) {
@@ -106,6 +111,7 @@ fn compare(setup: &Setup<'_>, peer: u32, ours: &Greeting, theirs: &Greeting) -> 
     same(setup, peer, "the phase that is being connected", ours.phase, theirs.phase)?;
     same(setup, peer, "the transport", &ours.kind, &theirs.kind)?;
     same(setup, peer, "queues_per_peer", ours.queues, theirs.queues)?;
+    same(setup, peer, "whether the job has a secret", ours.secret, theirs.secret)?;
     same(setup, peer, "the bytes of wire memory", ours.memory, theirs.memory)
 }
 
@@ -163,13 +169,16 @@ mod tests {
             read(&setup, 3, &bytes).unwrap_err().to_string()
         };
         let text = error(serde_json::json!({ "magic": MAGIC, "version": 7, "new": "field" }));
-        assert!(text.contains("rank 3") && text.contains("1 here, 7 there"), "{text}");
+        assert!(text.contains("rank 3") && text.contains(&format!("{VERSION} here, 7 there")), "{text}");
         assert!(error(serde_json::json!({ "magic": 5, "version": 1 })).contains("not one of epoxide's"));
         assert!(error(serde_json::json!([1])).contains("unreadable"));
 
         let differs = |theirs: Greeting| compare(&setup, 3, &ours, &theirs).unwrap_err().to_string();
         assert!(differs(Greeting { phase: 0, ..ours.clone() }).contains("phase"));
         assert!(differs(Greeting { queues: 2, ..ours.clone() }).contains("1 here, 2 there"));
+        assert!(
+            differs(Greeting { secret: true, ..ours.clone() }).contains("secret: false here, true there")
+        );
         assert!(differs(Greeting { memory: 8, ..ours.clone() }).contains("4096 here, 8 there"));
         assert!(differs(Greeting { address: Err("no door".into()), ..ours.clone() }).contains("no door"));
         compare(&setup, 3, &ours, &ours.clone()).unwrap();

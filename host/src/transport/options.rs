@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::shaping::Shaping;
 use super::verbs_options::VerbsOptions;
 use crate::error::{Error, Result};
+use crate::group::ConnectionLimits;
 
 /// What carries the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -80,6 +81,8 @@ pub struct TransportOptions {
     /// plays several hosts with it.
     #[doc(hidden)]
     pub host: Option<String>,
+    /// What connections of whoever reaches the sockets of [`TransportKind::Tcp`] may take of this process while ranks connect.
+    pub limits: ConnectionLimits,
     /// Of [`TransportKind::Verbs`]: which devices, and how. `None`: what the environment says ([`VerbsOptions::from_env`]).
     pub verbs: Option<VerbsOptions>,
 }
@@ -88,7 +91,7 @@ pub struct TransportOptions {
 pub const MAX_QUEUES: u32 = 64;
 
 impl TransportOptions {
-    /// Not shaped, 30 s, and as many queues as a fast network takes: eight where a processor moves the bytes, one where a card does.
+    /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes: eight where a processor moves the bytes, one where a card does.
     pub fn new(kind: TransportKind) -> TransportOptions {
         let queues_per_peer = match kind {
             TransportKind::Shm | TransportKind::Tcp | TransportKind::Auto => 8,
@@ -100,6 +103,7 @@ impl TransportOptions {
             shaping: None,
             timeout: Duration::from_secs(30),
             host: None,
+            limits: ConnectionLimits::default(),
             verbs: None,
         }
     }

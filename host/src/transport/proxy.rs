@@ -11,7 +11,7 @@ use epoxide_gpu::layout::{PutRequest, QUEUE_BYTES, QueueWords, RING_ENTRIES};
 
 use super::links::{Link, Links};
 use super::put::{Interrupt, Put, PutQueue};
-use super::setup::deadline;
+use super::setup::{JOIN, deadline};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 
@@ -19,6 +19,8 @@ use crate::error::{Error, Result};
 const BATCH: usize = 16;
 /// How long a proxy that is dropped may go on with what was posted. Who wants more waits before.
 const GRACE: Duration = Duration::from_millis(100);
+/// How far apart two looks at a call are that tell a call which does not return from one of many.
+const MOMENT: Duration = Duration::from_millis(20);
 
 /// What a proxy has carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -82,6 +84,28 @@ impl Proxies {
         self.proxies.iter().find_map(Proxy::failure).or_else(|| self.links.failure())
     }
 
+    /// The proxies that are in the same call of the system now and a moment later, and which: for the report of a wait that has expired.
+    pub fn in_calls(&self) -> Vec<String> {
+        let before: Vec<_> = self.proxies.iter().map(Proxy::call).collect();
+        if before.iter().all(Option::is_none) {
+            return Vec::new();
+        }
+        std::thread::sleep(MOMENT);
+        let still = self
+            .proxies
+            .iter()
+            .zip(before)
+            .filter(|(proxy, before)| before.is_some() && proxy.call() == *before);
+        let name = |(proxy, call): (&Proxy, Option<(&str, u64)>)| {
+            let call = call.map_or("", |(call, _)| call);
+            format!(
+                "the proxy of queue {} to rank {} is in {call}, which does not return",
+                proxy.queue, proxy.peer
+            )
+        };
+        still.map(name).collect()
+    }
+
     /// Sum over all proxies.
     pub fn stats(&self) -> QueueStats {
         self.proxies.iter().map(Proxy::stats).fold(QueueStats::default(), |sum, one| QueueStats {
@@ -125,7 +149,7 @@ impl Drop for Proxies {
 
 /// Ends the threads of all `proxies` at the same time.
 fn stop(proxies: &mut [Proxy], grace: Duration) {
-    let deadline = deadline(grace);
+    let until = deadline(grace);
     for proxy in proxies.iter() {
         proxy.shared.stop.store(true, Ordering::Release);
         if let Some(thread) = &proxy.thread {
@@ -133,7 +157,7 @@ fn stop(proxies: &mut [Proxy], grace: Duration) {
         }
     }
     let running = |proxy: &Proxy| proxy.thread.as_ref().is_some_and(|thread| !thread.is_finished());
-    while proxies.iter().any(running) && Instant::now() < deadline {
+    while proxies.iter().any(running) && Instant::now() < until {
         std::thread::sleep(Duration::from_micros(200));
     }
     for proxy in proxies.iter() {
@@ -142,10 +166,19 @@ fn stop(proxies: &mut [Proxy], grace: Duration) {
             thread.thread().unpark();
         }
     }
+    let until = deadline(JOIN);
+    while proxies.iter().any(running) && Instant::now() < until {
+        std::thread::sleep(Duration::from_micros(200));
+    }
     for proxy in proxies {
-        if let Some(thread) = proxy.thread.take()
-            && thread.join().is_err()
-        {
+        let Some(thread) = proxy.thread.take() else { continue };
+        if !thread.is_finished() {
+            // It keeps what it uses: the queue, with the wire memory that its bytes come from and go to, and the ring. So nothing is freed
+            // that it may yet touch; it ends when its call returns.
+            let error = proxy.stuck();
+            tracing::error!("left behind: {error}");
+            lock(&proxy.shared.failure).get_or_insert(error);
+        } else if thread.join().is_err() {
             tracing::error!("the proxy of queue {} to rank {} panicked", proxy.queue, proxy.peer);
         }
     }
@@ -231,6 +264,24 @@ impl Proxy {
             bytes: self.shared.bytes.load(Ordering::Relaxed),
             counter_puts: self.shared.counter_puts.load(Ordering::Relaxed),
         }
+    }
+
+    /// The call that it is in now, and its number.
+    fn call(&self) -> Option<(&'static str, u64)> {
+        self.interrupt.call()
+    }
+
+    /// The error of one that does not end.
+    fn stuck(&self) -> Error {
+        let what = match self.call() {
+            Some((call, _)) => format!("is in {call}"),
+            None => "is in no call of the system's".to_owned(),
+        };
+        let reason = format!(
+            "queue {} to rank {} {what} since it was told to end {JOIN:?} ago",
+            self.queue, self.peer
+        );
+        Error::os("proxy", reason)
     }
 
     /// Ends the thread. If all that was posted has left within `grace`, the proxy says goodbye; otherwise it is interrupted,

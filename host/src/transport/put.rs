@@ -2,7 +2,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::error::Result;
@@ -69,19 +69,61 @@ pub trait PutQueue: Send + Debug {
     }
 }
 
-/// Ends the waits of a queue, from any thread; clones are the same. The queue is of no use afterwards.
+/// Ends the waits of a queue, from any thread, and tells any thread which call the queue is in; clones are the same. The queue is of no use
+/// once it is raised.
 #[doc(hidden)]
 #[derive(Debug, Clone, Default)]
-pub struct Interrupt(Arc<AtomicBool>);
+pub struct Interrupt(Arc<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    raised: AtomicBool,
+    /// The call that the queue's thread is in; null outside of any.
+    call: AtomicPtr<&'static str>,
+    /// How many calls it has begun.
+    calls: AtomicU64,
+}
 
 impl Interrupt {
     /// Ends the current wait and all later ones.
     pub fn raise(&self) {
-        self.0.store(true, Ordering::Release);
+        self.0.raised.store(true, Ordering::Release);
     }
 
     /// Whether it was raised.
     pub fn is_raised(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.raised.load(Ordering::Acquire)
+    }
+
+    /// Makes a call of the system, or of a card's driver, of which nobody knows that it returns. Only the queue's own thread makes any.
+    pub fn during<T>(&self, call: &'static &'static str, make: impl FnOnce() -> T) -> T {
+        self.0.calls.fetch_add(1, Ordering::Relaxed);
+        self.0.call.store(std::ptr::from_ref(call).cast_mut(), Ordering::Relaxed);
+        let outcome = make();
+        self.0.call.store(std::ptr::null_mut(), Ordering::Relaxed);
+        outcome
+    }
+
+    /// The call that the queue's thread is in now, and its number.
+    pub fn call(&self) -> Option<(&'static str, u64)> {
+        let call = self.0.call.load(Ordering::Relaxed);
+        // SAFETY: null, or of a `&'static`, of which only addresses are stored. It is not written through.
+        let call = unsafe { call.as_ref() };
+        call.map(|call| (*call, self.0.calls.load(Ordering::Relaxed)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_tells_the_call_that_is_under_way() {
+        let interrupt = Interrupt::default();
+        let seen = interrupt.clone();
+        let outcome = interrupt.during(&"sendmsg", || seen.call());
+        assert_eq!(outcome, Some(("sendmsg", 1)));
+        assert_eq!(seen.call(), None);
+        assert_eq!(interrupt.during(&"poll", || seen.call()), Some(("poll", 2)));
     }
 }

@@ -9,6 +9,9 @@ use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
+/// How long a thread that was told to end may take. All that it waits for looks whether it was told; only a call of the system or of a card's
+/// driver that does not return takes longer, and then the thread is left behind, with the memory that it uses.
+pub(super) const JOIN: Duration = Duration::from_secs(5);
 /// How often a wait looks whether it was interrupted.
 pub(super) const LOOK: Duration = Duration::from_millis(20);
 

@@ -1,6 +1,6 @@
 //! Ranks as threads, with a host thread in the place of the kernel that posts.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -8,6 +8,7 @@ use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
+use super::setup::JOIN;
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Device, DevicePtr, MemoryKind};
@@ -774,6 +775,61 @@ fn a_proxy_that_calls_the_driver_makes_the_device_unusable() {
     eventually(|| proxy.failure().is_some());
     let fault = device.free_memory().unwrap_err().to_string();
     assert!(fault.contains("made by a proxy"), "{fault}");
+}
+
+/// A queue whose card's driver does not return until it is told to.
+#[derive(Debug)]
+struct Stuck {
+    interrupt: Interrupt,
+    released: Arc<AtomicBool>,
+}
+
+impl PutQueue for Stuck {
+    fn put_with_counter(&mut self, _puts: &[Put]) -> Result<()> {
+        self.interrupt.during(&"ibv_post_send", || {
+            while !self.released.load(Ordering::Acquire) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        Ok(())
+    }
+
+    fn completed(&mut self) -> Result<u64> {
+        Ok(0)
+    }
+
+    fn quiet(&mut self, _timeout: Duration) -> Result<()> {
+        Ok(())
+    }
+
+    fn close(&mut self) {}
+
+    fn interrupt(&self) -> Interrupt {
+        self.interrupt.clone()
+    }
+}
+
+#[test]
+fn a_proxy_in_a_call_that_does_not_return_is_named_and_left_behind() {
+    let device: Arc<dyn Device> = VirtualGpu::new(VirtConfig::default());
+    let released = Arc::<AtomicBool>::default();
+    let queue = Box::new(Stuck { interrupt: Interrupt::default(), released: released.clone() });
+    let link = Link { peer: 1, index: 0, queue };
+    let links = Links { links: vec![link], mapped: Vec::new(), receiving: Vec::new() };
+    let mut proxies = Proxies::start(&device, links).unwrap();
+    assert!(proxies.in_calls().is_empty());
+    let mut poster = Poster { ring: proxies.handle(0, 1).unwrap(), posted: 0 };
+    poster.post_blindly(tiny(1));
+    let named = ["the proxy of queue 0 to rank 1 is in ibv_post_send, which does not return"];
+    eventually(|| proxies.in_calls() == named);
+    let start = Instant::now();
+    proxies.close(Duration::ZERO);
+    assert!(start.elapsed() < 3 * JOIN, "{:?}", start.elapsed());
+    let failure = proxies.failure().unwrap().to_string();
+    assert!(failure.contains("queue 0 to rank 1 is in ibv_post_send"), "{failure}");
+    drop(proxies);
+    // What the thread uses is its own: it may go on when it likes.
+    released.store(true, Ordering::Release);
 }
 
 #[test]

@@ -27,3 +27,20 @@ pub fn die_with_parent(command: &mut Command) {
     // SAFETY: between fork and exec the closure makes two system calls; it neither allocates nor takes a lock.
     unsafe { command.pre_exec(prepare) };
 }
+
+/// Has the child end at SIGINT and SIGQUIT though this process may ignore them, as what a script starts in the background does: whoever
+/// sends these to a rank, which is no part of what a terminal's keys reach, means them.
+#[doc(hidden)]
+pub fn heed_interrupts(command: &mut Command) {
+    let prepare = || {
+        for signal in [libc::SIGINT, libc::SIGQUIT] {
+            // SAFETY: it may be called between fork and exec, takes no lock, and the default action needs no memory of anybody.
+            if unsafe { libc::signal(signal, libc::SIG_DFL) } == libc::SIG_ERR {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes two system calls; it neither allocates nor takes a lock.
+    unsafe { command.pre_exec(prepare) };
+}

@@ -3,7 +3,9 @@
 
 mod child;
 mod exit;
+mod heart;
 mod launchers;
+mod leftovers;
 mod phase;
 mod plan;
 mod port;
@@ -20,7 +22,7 @@ mod watched;
 
 pub use child::current_exe;
 #[doc(hidden)]
-pub use child::die_with_parent;
+pub use child::{die_with_parent, heed_interrupts};
 #[doc(hidden)]
 pub use exit::{FirstFailure, LaunchEnd};
 pub use exit::{RankExit, RankExits};

@@ -10,15 +10,18 @@ pub(super) enum Phase {
     Settling(Instant),
     /// They were asked to end and may take until then.
     Ending(Instant),
-    Killed,
+    /// They were killed, and must be gone by then.
+    Killed(Instant),
 }
 
 impl Phase {
     /// How long until something has to be done.
     pub fn left(self) -> Option<Duration> {
         match self {
-            Phase::Settling(end) | Phase::Ending(end) => Some(end.saturating_duration_since(Instant::now())),
-            Phase::Running | Phase::Killed => None,
+            Phase::Settling(end) | Phase::Ending(end) | Phase::Killed(end) => {
+                Some(end.saturating_duration_since(Instant::now()))
+            }
+            Phase::Running => None,
         }
     }
 }

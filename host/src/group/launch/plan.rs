@@ -5,6 +5,10 @@ use std::time::Duration;
 
 use super::relay::Sinks;
 use crate::error::{Error, Result};
+use crate::group::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
+
+/// The shortest time after which a silent node may count as lost.
+const SHORTEST: Duration = Duration::from_millis(100);
 
 /// The hosts of a launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,14 +31,16 @@ impl Nodes {
 
 /// A launch of ranks on this host, with the environment that torchrun gives them.
 ///
-/// Every rank is a process group of its own and finds the variables of [`RankEnvironment::variables`](super::RankEnvironment::variables) in its environment, with
-/// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset. Rank 0 of the host keeps the launcher's standard
-/// input unless that is a terminal; the others have none. What the ranks print is passed on by whole lines.
+/// Every rank finds the variables of [`RankEnvironment::variables`](super::RankEnvironment::variables) in its environment, with
+/// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset.
 ///
-/// When a rank fails, the store of the launch is given up and the other ranks get a second to end by themselves; those
+/// When a rank fails, the store of the launch is given up and the other ranks get [`Launch::settle`] to end by themselves; those
 /// still running are sent SIGTERM and, after [`Launch::grace`], SIGKILL, with all processes of their groups. Then, if
 /// restarts are left, all ranks are started again, on all hosts. The kernel kills the ranks (not what they have started) if the
 /// thread that called [`Launch::run`] dies.
+///
+/// With several hosts, a launcher that says nothing for [`Launch::node_timeout`] ends the launch on all others, with an error that names
+/// its node.
 #[derive(Debug, Clone)]
 pub struct Launch {
     /// Ranks of each host.
@@ -43,8 +49,21 @@ pub struct Launch {
     pub nodes: Nodes,
     /// How often all ranks are started again after a failure.
     pub max_restarts: u32,
-    /// How long a rank may take to end after SIGTERM.
+    /// How long the other ranks get to end by themselves when one has failed.
+    pub settle: Duration,
+    /// How long a rank may then take to end after SIGTERM.
     pub grace: Duration,
+    /// How long the kernel may take to end it after SIGKILL. One that is in a call of a driver that does not return is then left behind.
+    pub killed: Duration,
+    /// Each rank is a process group of its own, which ends with it where the launch does not end well. Else it shares the launcher's, so that
+    /// whoever signals that, as a terminal does, reaches it. One with a group of its own ends at SIGINT and SIGQUIT also where the launcher
+    /// ignores them, as a script's background jobs do.
+    pub groups: bool,
+    /// What the ranks print is passed on by whole lines; rank 0 of the host keeps the launcher's standard input unless that is a terminal,
+    /// the others have none. Else each has the streams that its command gives it.
+    pub relay: bool,
+    /// How long the launcher of another node may give no sign of life before the launch ends; the same on all nodes.
+    pub node_timeout: Duration,
     /// Where each rank's output is also written: `DIR/attempt_N/RANK/stdout.log` and `stderr.log`.
     pub log_dir: Option<PathBuf>,
     /// Begin each line with `[rank R] `.
@@ -53,6 +72,9 @@ pub struct Launch {
     pub run_id: String,
     /// Where output goes.
     pub sinks: Sinks,
+    /// What the processes of the launch know and nobody else does; every rank gets it in its environment. Default: the
+    /// environment's ([`JobSecret::from_env`]), else a new one on a single host, and none on several.
+    pub secret: Option<JobSecret>,
 }
 
 impl Launch {
@@ -62,11 +84,36 @@ impl Launch {
             ranks_per_node: ranks,
             nodes: Nodes::one(),
             max_restarts: 0,
+            settle: Duration::from_secs(1),
             grace: Duration::from_secs(5),
+            killed: Duration::from_secs(10),
+            groups: true,
+            relay: true,
+            node_timeout: Duration::from_secs(30),
             log_dir: None,
             prefix: true,
             run_id: format!("epoxide-{}", std::process::id()),
             sinks: Sinks::standard(),
+            secret: None,
+        }
+    }
+
+    /// The secret of this launch's processes, if they have one.
+    pub(super) fn job_secret(&self) -> Result<Option<JobSecret>> {
+        let given = match &self.secret {
+            Some(secret) => Some(secret.clone()),
+            None => JobSecret::from_env()?,
+        };
+        match given {
+            None if self.nodes.count == 1 => JobSecret::generate().map(Some),
+            None => {
+                self.sinks.say(&format!(
+                    "launch: no {JOB_SECRET} and no {JOB_SECRET_FILE}: whoever reaches the ports of this launch can take \
+                     part in it and end it, as with torchrun; give all nodes the same secret"
+                ));
+                Ok(None)
+            }
+            given => Ok(given),
         }
     }
 
@@ -83,6 +130,11 @@ impl Launch {
         if nodes.count > 1 && nodes.endpoint.is_none() {
             let rule = "several nodes need the host and port of the first, the same on every node";
             return Err(Error::argument("rendezvous endpoint", "none", rule));
+        }
+        if self.node_timeout < SHORTEST {
+            let rule =
+                format!("must be at least {SHORTEST:?}: signs of life go through a store on the first node");
+            return Err(Error::argument("node_timeout", format!("{:?}", self.node_timeout), rule));
         }
         if u64::from(nodes.count) * u64::from(self.ranks_per_node) > u64::from(u32::MAX) {
             return Err(Error::argument("ranks_per_node", self.ranks_per_node, "too many ranks in all"));

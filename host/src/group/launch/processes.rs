@@ -1,30 +1,29 @@
 //! Ranks that are processes of this host, without the rules of torchrun.
 
-use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::child::die_with_parent;
 use super::exit::RankExits;
-use super::phase::Phase;
-use super::store_directory::StoreDirectory;
-use super::watched::{Process, Watched};
+use super::plan::Launch;
 use crate::error::{Error, Result};
-use crate::group::FileStore;
-use crate::group::env::{LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, STORE, WORLD_SIZE};
 
 /// How long a rank that was asked to end (SIGTERM) may take before it is killed.
 const TERMINATION: Duration = Duration::from_secs(1);
 
 /// Starts `size` ranks as processes and waits until all have ended.
 ///
-/// `command` makes each rank's command line; [`RANK`], [`WORLD_SIZE`], [`LOCAL_RANK`], [`LOCAL_WORLD_SIZE`] and
-/// [`STORE`] are added to its environment, so that the rank can call [`rendezvous`](crate::group::rendezvous). The store is a
-/// fresh directory, removed at the end.
+/// `command` makes each rank's command line; [`RANK`](crate::group::RANK), [`WORLD_SIZE`](crate::group::WORLD_SIZE),
+/// [`LOCAL_RANK`](super::LOCAL_RANK), [`LOCAL_WORLD_SIZE`](super::LOCAL_WORLD_SIZE), [`STORE`](crate::group::STORE) and what else torchrun
+/// sets are added to its environment, so that the rank can call [`rendezvous`](crate::group::rendezvous), and a [`JobSecret`](crate::group::JobSecret),
+/// which is new unless this process's environment has one. The store is a fresh directory, removed at the end. What a process left that was killed here, the next one removes.
 ///
 /// When a rank fails, the store is given up, so that the others fail at their next call of the group; those still
 /// running after `grace` are sent SIGTERM, and a second later SIGKILL. All processes are waited for in every case,
-/// and the kernel kills them if the thread that called this dies.
+/// and the kernel kills them if the thread that called this dies. Signals are the caller's: ranks share its process group, so that a
+/// terminal's Ctrl-C reaches them too.
+///
+/// # Errors
+/// Where `size` is 0, a rank cannot be started, or one does not end within 10 s of SIGKILL, which can be if a driver does not return.
 pub fn spawn_ranks(
     size: u32,
     grace: Duration,
@@ -33,50 +32,8 @@ pub fn spawn_ranks(
     if size == 0 {
         return Err(Error::argument("size", size, "a group has at least one rank"));
     }
-    let directory = StoreDirectory::create()?;
-    let store = FileStore::new(&directory.path)?;
-    let mut ranks = Watched::default();
-    for rank in 0..size {
-        let mut command = command(rank)?;
-        command
-            .env(RANK, rank.to_string())
-            .env(WORLD_SIZE, size.to_string())
-            .env(LOCAL_RANK, rank.to_string())
-            .env(LOCAL_WORLD_SIZE, size.to_string())
-            .env(STORE, format!("file://{}", directory.path.display()));
-        die_with_parent(&mut command);
-        match command.spawn() {
-            Ok(child) => ranks.0.push(Process::new(rank, 0, child, false)),
-            Err(error) => {
-                let program = Path::new(command.get_program()).display();
-                return Err(Error::os("spawn", format!("rank {rank}, {program}: {error}")));
-            }
-        }
-    }
-
-    let mut first_failure = None;
-    let mut phase = Phase::Running;
-    while ranks.running() > 0 {
-        ranks.wait(None, phase.left())?;
-        if let Some(failure) = ranks.look()? {
-            tracing::error!(rank = failure.rank, "{}", failure.exit);
-            if first_failure.is_none() {
-                store.poison(&format!("rank {} {}", failure.rank, failure.exit))?;
-                first_failure = Some(failure.rank);
-                phase = Phase::Settling(Instant::now() + grace);
-            }
-        }
-        phase = match phase {
-            Phase::Settling(end) if Instant::now() >= end => {
-                ranks.signal(libc::SIGTERM);
-                Phase::Ending(Instant::now() + TERMINATION)
-            }
-            Phase::Ending(end) if Instant::now() >= end => {
-                ranks.signal(libc::SIGKILL);
-                Phase::Killed
-            }
-            phase => phase,
-        };
-    }
-    Ok(RankExits { exits: ranks.exits(), first_failure })
+    let launch =
+        Launch { settle: grace, grace: TERMINATION, groups: false, relay: false, ..Launch::new(size) };
+    let ended = launch.run(None, |environment| command(environment.rank()))?;
+    Ok(RankExits { exits: ended.exits, first_failure: ended.failure.map(|failure| failure.rank) })
 }

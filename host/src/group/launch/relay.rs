@@ -19,6 +19,8 @@ const TAIL_LINES: usize = 20;
 const TAIL_BYTES: usize = 4096;
 /// How long output is waited for after the ranks have ended: their own children may hold the pipe.
 const DRAIN: Duration = Duration::from_secs(1);
+/// How much longer whoever reads the output is waited for once the launch has been asked to end.
+const READER: Duration = Duration::from_secs(2);
 
 /// Where output goes. One lock for all of it, so that no line is written into another.
 #[derive(Clone)]
@@ -93,9 +95,20 @@ impl Relay {
         Ok(Relay { thread: thread.map_err(|error| Error::os("spawn thread", error))?, running })
     }
 
-    /// Passes on what is left; returns every rank's last lines.
-    pub fn finish(self) -> Vec<Tail> {
+    /// Passes on what is left; returns every rank's last lines. Whoever reads the output may take as long as they like, but once `hurry` says
+    /// so only a little longer: a thread that is in the middle of a write is then left behind, and nothing is returned.
+    pub fn finish(self, mut hurry: impl FnMut() -> bool) -> Vec<Tail> {
         drop(self.running);
+        let mut end = None;
+        while !self.thread.is_finished() {
+            if end.is_none() && hurry() {
+                end = Some(Instant::now() + READER);
+            }
+            if end.is_some_and(|end| Instant::now() >= end) {
+                return Vec::new();
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
         self.thread.join().unwrap_or_default()
     }
 }
@@ -258,9 +271,27 @@ mod tests {
         let relay = Relay::start(Kind::Out, vec![stream], sinks).unwrap();
         writer.write_all(b"a\nb").unwrap();
         // The writer is still open, as that of a rank's daemon would be.
-        assert_eq!(relay.finish()[0].clone().into_lines(), ["a", "b"]);
+        assert_eq!(relay.finish(|| false)[0].clone().into_lines(), ["a", "b"]);
         let mut bytes = [0; 8];
         passed.read_exact(&mut bytes).unwrap();
         assert_eq!(&bytes, b"> a\n> b\n");
+    }
+
+    #[test]
+    fn a_reader_that_stalls_does_not_hold_up_the_end() {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        // Nobody reads from it, and it takes 64 KiB.
+        let (_stalled, sink) = std::io::pipe().unwrap();
+        let sinks = Sinks::new(Box::new(sink), Box::new(std::io::sink()));
+        let stream = RankOutput { prefix: String::new(), pipe: reader.into(), log: None };
+        let relay = Relay::start(Kind::Out, vec![stream], sinks).unwrap();
+        let lines = std::thread::spawn(move || {
+            let _ = writer.write_all(&b"line\n".repeat(1 << 16));
+        });
+        let start = Instant::now();
+        assert!(relay.finish(|| start.elapsed() > Duration::from_millis(100)).is_empty());
+        assert!(start.elapsed() >= READER && start.elapsed() < 10 * READER);
+        drop(_stalled);
+        lines.join().unwrap();
     }
 }

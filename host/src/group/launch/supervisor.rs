@@ -7,9 +7,9 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::child::die_with_parent;
-use super::exit::{FirstFailure, LaunchEnd};
-use super::launchers::{Launchers, Trouble};
+use super::child::{die_with_parent, heed_interrupts};
+use super::exit::{FirstFailure, LaunchEnd, RankExit};
+use super::launchers::{Interrupted, Launchers, Trouble};
 use super::phase::Phase;
 use super::plan::Launch;
 use super::port::HeldPort;
@@ -20,55 +20,90 @@ use super::store_directory::StoreDirectory;
 use super::watched::{Process, Watched};
 use crate::error::{Error, Result};
 use crate::group::FileStore;
+use crate::group::env::LAUNCH;
 
-/// How long ranks get to end by themselves when another has failed, before they are asked to.
-const SETTLE: Duration = Duration::from_secs(1);
 /// How often the other nodes are asked how they are.
 const ASK: Duration = Duration::from_millis(100);
+
+/// How one start of the ranks ended.
+struct Attempt {
+    failure: Option<FirstFailure>,
+    signal: Option<i32>,
+    exits: Vec<RankExit>,
+}
 
 impl Launch {
     /// Starts the ranks and waits until all have ended, with restarts if need be; passes on the signals that `signals`
     /// catches. `command` makes the command line of each rank.
     ///
     /// # Errors
-    /// Where the launch is not well formed, or a rank cannot be started. A rank that fails is no error here.
+    /// Where the launch is not well formed, a rank cannot be started or does not end though it was killed, or another node's launcher is
+    /// lost. A rank that fails is no error here, nor is a signal that ends the launch, also while it waits for the other nodes.
     pub fn run(
         &self,
         mut signals: Option<&mut Signals>,
         command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<LaunchEnd> {
         self.check()?;
+        let interrupted = |why, restarts| match why {
+            Interrupted::Signal(signal) => {
+                Ok(LaunchEnd { failure: None, signal: Some(signal), restarts, exits: Vec::new() })
+            }
+            Interrupted::Error(error) => Err(error),
+        };
+        let secret = self.job_secret()?;
         let launchers = match &self.nodes.endpoint {
             Some(endpoint) if self.nodes.count > 1 => {
-                Some(Launchers::join(self, endpoint, signals.as_deref_mut())?)
+                match Launchers::join(self, endpoint, secret.as_ref(), signals.as_deref_mut()) {
+                    Ok(launchers) => Some(launchers),
+                    Err(why) => return interrupted(why, 0),
+                }
             }
             _ => None,
         };
         let launchers = launchers.as_ref();
+        let command = |environment: &RankEnvironment| {
+            let mut command = command(environment)?;
+            if let Some(secret) = &secret {
+                secret.give_to(&mut command);
+            }
+            Ok(command)
+        };
         for restarts in 0.. {
-            let (failure, signal) = self.attempt(restarts, signals.as_deref_mut(), launchers, &command)?;
-            match failure {
-                Some(failure) if signal.is_none() && restarts < self.max_restarts => {
+            let ended = match self.attempt(restarts, signals.as_deref_mut(), launchers, command) {
+                Ok(ended) => ended,
+                Err(why) => {
+                    if let Some(launchers) = launchers {
+                        launchers.leave(restarts, &why);
+                    }
+                    return interrupted(why, restarts);
+                }
+            };
+            match ended {
+                Attempt { failure: Some(failure), signal: None, .. } if restarts < self.max_restarts => {
                     let next = restarts + 1;
                     self.sinks.say(&format!("launch: restart {next} of {}: {failure}", self.max_restarts));
                 }
-                failure => return Ok(LaunchEnd { failure, signal, restarts }),
+                Attempt { failure, signal, exits } => {
+                    return Ok(LaunchEnd { failure, signal, restarts, exits });
+                }
             }
         }
         Err(Error::os("launch", "more restarts than can be counted"))
     }
 
-    /// Starts all ranks once. Returns the first failure and the signal that ended it.
+    /// Starts all ranks once.
     fn attempt(
         &self,
         restarts: u32,
         mut signals: Option<&mut Signals>,
         launchers: Option<&Launchers>,
         command: impl Fn(&RankEnvironment) -> Result<Command>,
-    ) -> Result<(Option<FirstFailure>, Option<i32>)> {
+    ) -> Result<Attempt, Interrupted> {
+        let directory = StoreDirectory::create()?;
         // With several hosts the ranks meet at rank 0's store alone.
-        let directory = (self.nodes.count == 1).then(StoreDirectory::create).transpose()?;
-        let store = directory.as_ref().map(|directory| FileStore::new(&directory.path)).transpose()?;
+        let board = (self.nodes.count == 1).then(|| directory.path.join("store"));
+        let store = board.as_ref().map(FileStore::new).transpose()?;
         // Rank 0's store needs a port here, unless it was given or rank 0 is elsewhere.
         let first = self.nodes.rank == 0 && (launchers.is_some() || self.nodes.endpoint.is_none());
         let port = first.then(HeldPort::any).transpose()?;
@@ -90,18 +125,23 @@ impl Launch {
                 nodes: self.nodes.count,
                 master_addr: master_addr.clone(),
                 master_port,
-                store: directory.as_ref().map(|directory| format!("file://{}", directory.path.display())),
+                store: board.as_ref().map(|board| format!("file://{}", board.display())),
                 restarts,
                 max_restarts: self.max_restarts,
                 run_id: launchers.map_or(&self.run_id, Launchers::run_id).clone(),
             };
-            let mut child = self.spawn(&environment, command(&environment)?)?;
+            let mut command = command(&environment)?;
+            command.env(LAUNCH, &directory.path);
+            let mut child = self.spawn(&environment, command)?;
+            if self.groups {
+                directory.note_group(child.id());
+            }
             let prefix = if self.prefix { format!("[rank {}] ", environment.rank()) } else { String::new() };
             let mut streams = [None, None];
             streams[0] = child.stdout.take().map(OwnedFd::from);
             streams[1] = child.stderr.take().map(OwnedFd::from);
             // The logs come last: a rank that runs must be watched whatever happens.
-            ranks.0.push(Process::new(environment.rank(), environment.node, child, true));
+            ranks.0.push(Process::new(environment.rank(), environment.node, child, self.groups));
             for (pipe, name, streams) in streams
                 .into_iter()
                 .zip([("stdout", &mut out), ("stderr", &mut err)])
@@ -127,34 +167,57 @@ impl Launch {
             || launchers.map_or(Ok(false), |launchers| Ok(launchers.trouble(restarts)?.is_some()));
         let asks = launchers.is_some().then_some(ASK);
         let watched = self.watch(&mut ranks, signals.as_deref_mut(), asks, report, elsewhere);
+        let exits = ranks.exits();
         drop(ranks);
-        out.finish();
-        let mut tails = err.finish();
+        // A signal that comes now is for whoever reads the output: the ranks have ended.
+        let mut late = None;
+        let mut hurry = || {
+            let caught = signals.as_deref_mut().map(Signals::take).unwrap_or_default();
+            late = late.or(caught.into_iter().find(|signal| ends(*signal)));
+            late.is_some() || !matches!(watched, Ok((_, None)))
+        };
+        out.finish(&mut hurry);
+        let mut tails = err.finish(&mut hurry);
         let (first, signal) = watched?;
         let own = first.map(|mut failure| {
             let index = failure.local_rank as usize;
             failure.stderr = tails.get_mut(index).map(std::mem::take).unwrap_or_default().into_lines();
             failure
         });
-        let Some(launchers) = launchers else { return Ok((own, signal)) };
+        let Some(launchers) = launchers else {
+            return Ok(Attempt { signal: signal.or(late.filter(|_| own.is_none())), failure: own, exits });
+        };
         // What came first on any node is what all report.
-        Ok(match launchers.end(restarts, self.grace, signals)? {
+        let trouble = launchers.end(restarts, self.grace, signals)?;
+        let (failure, signal) = match trouble {
             None => (None, None),
             Some(Trouble::Signal(signal)) => (None, Some(signal)),
             Some(Trouble::Rank(first)) => {
                 (Some(own.filter(|own| own.rank == first.rank).unwrap_or(first)), None)
             }
-        })
+            Some(lost @ Trouble::Lost { .. }) => {
+                // The ranks of a node that is gone go with it, and then those that talked to them.
+                let own = own.map(|own| format!("; here, {own}")).unwrap_or_default();
+                return Err(Error::os("launch", format!("{lost}{own}")).into());
+            }
+        };
+        Ok(Attempt { failure, signal, exits })
     }
 
     fn spawn(&self, environment: &RankEnvironment, mut command: Command) -> Result<Child> {
-        command.envs(environment.variables()).process_group(0);
+        command.envs(environment.variables());
         if self.ranks_per_node > 1 && std::env::var_os("OMP_NUM_THREADS").is_none() {
             command.env("OMP_NUM_THREADS", "1");
         }
-        let reads = environment.local_rank == 0 && !std::io::IsTerminal::is_terminal(&std::io::stdin());
-        command.stdin(if reads { Stdio::inherit() } else { Stdio::null() });
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        if self.groups {
+            command.process_group(0);
+            heed_interrupts(&mut command);
+        }
+        if self.relay {
+            let reads = environment.local_rank == 0 && !std::io::IsTerminal::is_terminal(&std::io::stdin());
+            command.stdin(if reads { Stdio::inherit() } else { Stdio::null() });
+            command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        }
         die_with_parent(&mut command);
         command.spawn().map_err(|error| {
             let program = Path::new(command.get_program()).display();
@@ -197,10 +260,10 @@ impl Launch {
                     ranks.signal(signal);
                     report(Trouble::Signal(signal))?;
                     phase = Phase::Ending(Instant::now() + self.grace);
-                } else {
+                } else if !matches!(phase, Phase::Killed(_)) {
                     // Whoever sends a second one does not want to wait.
                     ranks.signal(libc::SIGKILL);
-                    phase = Phase::Killed;
+                    phase = Phase::Killed(Instant::now() + self.killed);
                 }
             }
             if let Some(first) = ranks.look()?
@@ -208,13 +271,14 @@ impl Launch {
                 && ended_by.is_none()
                 && !ended_elsewhere
             {
+                tracing::info!(rank = first.rank, "{}", first.exit);
                 report(Trouble::Rank(first.clone()))?;
                 failure = Some(first);
-                phase = Phase::Settling(Instant::now() + SETTLE);
+                phase = Phase::Settling(Instant::now() + self.settle);
             }
             if matches!(phase, Phase::Running) && elsewhere()? {
                 ended_elsewhere = true;
-                phase = Phase::Settling(Instant::now() + SETTLE);
+                phase = Phase::Settling(Instant::now() + self.settle);
             }
             phase = match phase {
                 Phase::Settling(end) if Instant::now() >= end => {
@@ -225,7 +289,12 @@ impl Launch {
                 }
                 Phase::Ending(end) if Instant::now() >= end => {
                     ranks.signal(libc::SIGKILL);
-                    Phase::Killed
+                    Phase::Killed(Instant::now() + self.killed)
+                }
+                Phase::Killed(end) if Instant::now() >= end && ranks.running() > 0 => {
+                    let reason =
+                        format!("{:?} after SIGKILL there is still: {}", self.killed, ranks.give_up());
+                    return Err(Error::os("kill", reason));
                 }
                 phase => phase,
             };

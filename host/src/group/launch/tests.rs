@@ -143,3 +143,53 @@ fn a_panicking_thread_is_reported() {
     assert_eq!(failure.rank, 1);
     assert!(failure.to_string().contains("not mine"), "{failure}");
 }
+
+/// Where the test below and its launcher meet.
+const MEET: &str = "EPOXIDE_TEST_MEET";
+
+/// The launcher of the test below; does nothing as a test of its own.
+#[test]
+fn as_a_launcher() {
+    let Some(meet) = std::env::var_os(MEET) else { return };
+    let short = Duration::from_millis(500);
+    let launch = Launch { settle: short, grace: short, killed: short, relay: false, ..Launch::new(2) };
+    let error = launch.run(None, |environment| {
+        let mut command = Command::new("sh");
+        let script = match environment.rank() {
+            0 => "while [ ! -e $0/go ]; do sleep 0.02; done; exit 3",
+            _ => "echo $$ > $0/pid; trap '' TERM; while :; do sleep 0.05; done",
+        };
+        command.args(["-c", script]).arg(&meet);
+        Ok(command)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("500ms after SIGKILL there is still: rank 1 (process "), "{error}");
+    assert!(error.contains("in state Z"), "{error}");
+}
+
+/// A rank that the kernel does not end, as one in a call of a driver that does not return; played by one that has ended, but whose parent does
+/// not hear of it as long as its debugger, this process, has not.
+#[test]
+fn a_rank_that_does_not_end_though_killed_is_left_behind() {
+    let meet = tempfile::tempdir().unwrap();
+    let mut launcher = one_test("group::launch::tests::as_a_launcher");
+    let launcher =
+        launcher.env(MEET, meet.path()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let start = Instant::now();
+    let pid: i32 = loop {
+        let text = std::fs::read_to_string(meet.path().join("pid")).unwrap_or_default();
+        if let Ok(pid) = text.trim().parse() {
+            break pid;
+        }
+        assert!(start.elapsed() < TIMEOUT);
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    // SAFETY: of a process that this one's child has started; there are no addresses in it.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
+    let refused = std::io::Error::last_os_error();
+    assert_eq!(seized, 0, "ptrace, which the kernel lets a process do to what it has started: {refused}");
+    std::fs::write(meet.path().join("go"), "").unwrap();
+    let output = launcher.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    assert!(start.elapsed() < TIMEOUT, "{:?}", start.elapsed());
+}

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Child;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
@@ -15,6 +15,15 @@ use crate::error::{Error, Result};
 
 /// How often ranks are looked at where the kernel cannot wake us.
 const POLL: Duration = Duration::from_millis(10);
+/// How long a process that was killed is waited for when its [`Process`] is dropped. It takes a moment, unless it is in a call of a driver or
+/// a file system that does not return.
+const REAP: Duration = Duration::from_secs(10);
+
+/// Whether something can be read.
+fn readable(fd: &OwnedFd) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+}
 
 /// One of the standard signals.
 fn standard(signal: i32) -> Signal {
@@ -23,7 +32,8 @@ fn standard(signal: i32) -> Signal {
 }
 
 /// A process that is watched. It is reaped only when this is dropped, so that until then its number stays its own; dropping ends one
-/// that still runs, with what it has started where it has a process group of its own.
+/// that still runs, with what it has started where it has a process group of its own. One that does not end though it was killed is left
+/// behind after 10 s.
 #[derive(Debug)]
 pub struct Process {
     rank: u32,
@@ -32,6 +42,8 @@ pub struct Process {
     /// Readable once it has ended; none where the kernel does not have that.
     ended: Option<OwnedFd>,
     exit: Option<RankExit>,
+    /// It has been waited for long enough.
+    given_up: bool,
     /// It leads a process group.
     leads: bool,
 }
@@ -41,7 +53,7 @@ impl Process {
     pub fn new(rank: u32, node: u32, child: Child, leads: bool) -> Process {
         let pid = Pid::from_raw(child.id() as i32);
         let ended = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        Process { rank, node, child, ended, exit: None, leads }
+        Process { rank, node, child, ended, exit: None, given_up: false, leads }
     }
 
     /// Its number.
@@ -63,11 +75,32 @@ impl Process {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
         let status = waitid(WaitId::Pid(pid), options)
             .map_err(|error| Error::os("waitid", format!("rank {}: {error}", self.rank)))?;
+        if status.is_none() && self.ended.as_ref().is_some_and(readable) {
+            // It is dead, but a debugger has still to look at it: from here on it has to be asked.
+            self.ended = None;
+        }
         self.exit = status.map(|status| match (status.exit_status(), status.terminating_signal()) {
             (Some(code), _) => RankExit::Code(code),
             (None, signal) => RankExit::Signal(signal.unwrap_or_default()),
         });
         Ok(self.exit)
+    }
+
+    /// What is known of one that does not end.
+    fn stuck(&self) -> String {
+        let pid = self.child.id();
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        // The program's name stands in parentheses and may hold some itself.
+        let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next()).unwrap_or("?");
+        let meaning = match state {
+            "D" => " (it waits in the kernel, for a device or a file system)",
+            "Z" => " (it has ended, and a debugger holds it)",
+            _ => "",
+        };
+        format!(
+            "rank {} (process {pid}), killed, in state {state}{meaning}; see /proc/{pid}/stack",
+            self.rank
+        )
     }
 
     /// Sends to its process group, where it has one of its own, else to it alone.
@@ -87,7 +120,15 @@ impl Drop for Process {
         if self.exit.is_none() {
             self.signal(libc::SIGKILL);
         }
-        let _ = self.child.wait();
+        let end = Instant::now() + if self.given_up { Duration::ZERO } else { REAP };
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() >= end {
+                // Whoever inherits it reaps it when it ends; nothing of this process is its.
+                tracing::warn!("left behind: {}", self.stuck());
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
@@ -151,6 +192,16 @@ impl Watched {
     /// Signals the ranks that still run, with what they have started.
     pub fn signal(&self, signal: i32) {
         self.0.iter().filter(|process| process.exit.is_none()).for_each(|process| process.signal(signal));
+    }
+
+    /// Gives up those that still run though they were killed; says which.
+    pub fn give_up(&mut self) -> String {
+        let running = self.0.iter_mut().filter(|process| process.exit.is_none());
+        let stuck = running.map(|process| {
+            process.given_up = true;
+            process.stuck()
+        });
+        stuck.collect::<Vec<_>>().join("; ")
     }
 
     /// Kills all that is left of the ranks' process groups.

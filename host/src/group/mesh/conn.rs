@@ -6,63 +6,101 @@ use std::os::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
-use super::frame::{HEADER, Header, Kind};
+use super::frame::{HEADER, Header};
 use crate::error::{Error, Result};
+use crate::group::secret::{Initiator, REPLY};
 
 /// Largest piece of a payload that is reserved before its bytes come.
 const RESERVE: u64 = 64 << 20;
-/// Largest payload of a hello.
-const MAX_HELLO: u64 = 64;
 
 #[derive(Debug)]
 pub(crate) struct Conn {
     pub socket: OwnedFd,
-    /// The rank at the other end, once it has shown the token.
-    pub peer: Option<u32>,
+    /// The rank at the other end.
+    pub peer: u32,
     /// Not yet taken by the kernel: bytes from `sent` on.
     out: Vec<u8>,
     sent: usize,
-    header: Vec<u8>,
-    payload: Option<(Header, Vec<u8>)>,
+    /// Until it is answered nothing but the hello goes out.
+    challenge: Option<Initiator>,
+    /// What has come of the answer.
+    reply: Vec<u8>,
+    /// Frames that wait for the answer.
+    held: Vec<u8>,
+    frames: Frames,
     /// True once its goodbye came.
     pub farewell: bool,
-    /// True once a hello came, or where none is due.
-    greeted: bool,
     heard: bool,
 }
 
+/// Why nothing more comes.
+#[derive(Debug)]
+pub(crate) enum Broken {
+    /// The connection broke.
+    Connection(String),
+    /// Who answers does not belong to the job.
+    Stranger(String),
+}
+
+/// The frame that has not come in full.
+#[derive(Debug, Default)]
+pub(crate) struct Frames {
+    header: Vec<u8>,
+    payload: Option<(Header, Vec<u8>)>,
+}
+
 impl Conn {
-    pub(crate) fn new(socket: OwnedFd, peer: Option<u32>) -> Conn {
-        let greeted = peer.is_some();
-        let header = Vec::with_capacity(HEADER);
+    /// A connection that this rank opened to `peer`, which has not said anything.
+    pub(crate) fn opened(socket: OwnedFd, peer: u32) -> Conn {
         Conn {
             socket,
             peer,
             out: Vec::new(),
             sent: 0,
-            header,
-            payload: None,
+            challenge: None,
+            reply: Vec::new(),
+            held: Vec::new(),
+            frames: Frames::default(),
             farewell: false,
-            greeted,
             heard: false,
         }
     }
 
-    /// True when everything sent has been taken by the kernel.
-    pub(crate) fn flushed(&self) -> bool {
-        self.out.is_empty()
+    /// Holds back what is sent from now on until the other side has answered, as the hello that was sent asks it to.
+    pub(crate) fn challenge(&mut self, initiator: Initiator) {
+        self.challenge = Some(initiator);
     }
 
-    /// True when anything came.
+    /// A connection that `peer` opened, and has said its hello on.
+    pub(crate) fn accepted(socket: OwnedFd, peer: u32) -> Conn {
+        Conn { heard: true, ..Conn::opened(socket, peer) }
+    }
+
+    /// True when everything sent has been taken by the kernel.
+    pub(crate) fn flushed(&self) -> bool {
+        self.out.is_empty() && self.challenge.is_none()
+    }
+
+    /// True when bytes wait for the kernel to take them.
+    pub(crate) fn blocked(&self) -> bool {
+        !self.out.is_empty()
+    }
+
+    /// True when anything came but the answer to a challenge.
     pub(crate) fn heard(&self) -> bool {
         self.heard
     }
 
-    /// Sends a frame; what the kernel does not take now waits for [`Conn::flush`].
+    /// Sends a frame; what the kernel does not take now waits for [`Conn::flush`], and all of it for the answer to a challenge.
     pub(crate) fn send(&mut self, header: &Header, payload: &[u8]) -> Result<(), Errno> {
         let header = header.encode();
+        if self.challenge.is_some() {
+            self.held.extend_from_slice(&header);
+            self.held.extend_from_slice(payload);
+            return Ok(());
+        }
         let mut taken = 0;
-        if self.flushed() {
+        if !self.blocked() {
             let pieces = [IoSlice::new(&header), IoSlice::new(payload)];
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             taken =
@@ -104,25 +142,48 @@ impl Conn {
         &mut self,
         scratch: &mut [u8],
         frames: &mut Vec<(Header, Vec<u8>)>,
-    ) -> Result<bool, String> {
+    ) -> Result<bool, Broken> {
+        let broken = |error: Error| Broken::Connection(error.to_string());
         loop {
             match rustix::net::recv(&self.socket, &mut *scratch, RecvFlags::DONTWAIT) {
                 Ok((_, 0)) => return Ok(false),
                 Ok((_, count)) => {
-                    self.heard = true;
-                    self.parse(&scratch[..count], frames).map_err(|error| error.to_string())?;
+                    let rest = self.take_reply(&scratch[..count])?;
+                    self.heard |= !rest.is_empty();
+                    self.frames.parse(rest, frames).map_err(broken)?;
                     if count < scratch.len() {
                         return Ok(true);
                     }
                 }
                 Err(Errno::AGAIN) => return Ok(true),
                 Err(Errno::INTR) => {}
-                Err(error) => return Err(error.to_string()),
+                Err(error) => return Err(Broken::Connection(error.to_string())),
             }
         }
     }
 
-    fn parse(&mut self, mut bytes: &[u8], frames: &mut Vec<(Header, Vec<u8>)>) -> Result<()> {
+    /// Takes the answer to a challenge, if one is due, and lets go what waited for it. What is behind it.
+    fn take_reply<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8], Broken> {
+        if self.challenge.is_none() {
+            return Ok(bytes);
+        }
+        let (reply, rest) = bytes.split_at(bytes.len().min(REPLY - self.reply.len()));
+        self.reply.extend_from_slice(reply);
+        if let Some(whole) = self.reply.first_chunk()
+            && let Some(initiator) = self.challenge.take()
+        {
+            let proof = initiator.answer(whole).map_err(|wrong| Broken::Stranger(wrong.to_string()))?;
+            self.out.extend_from_slice(&proof);
+            self.out.append(&mut self.held);
+            self.flush().map_err(|error| Broken::Connection(error.to_string()))?;
+        }
+        Ok(rest)
+    }
+}
+
+impl Frames {
+    /// Takes bytes as they come, and gives the frames that they complete.
+    pub(crate) fn parse(&mut self, mut bytes: &[u8], frames: &mut Vec<(Header, Vec<u8>)>) -> Result<()> {
         loop {
             if let Some((header, payload)) = &mut self.payload {
                 let missing = header.len - payload.len() as u64;
@@ -143,10 +204,6 @@ impl Conn {
             let Ok(whole) = <&[u8; HEADER]>::try_from(self.header.as_slice()) else { return Ok(()) };
             let header = Header::decode(whole)?;
             self.header.clear();
-            if !self.greeted && (header.kind != Kind::Hello || header.len > MAX_HELLO) {
-                return Err(Error::os("recv", "a stranger's bytes"));
-            }
-            self.greeted = true;
             self.payload = Some((header, Vec::with_capacity(header.len.min(RESERVE) as usize)));
         }
     }

@@ -6,9 +6,11 @@ use super::address::{self, Address, address_key};
 use super::conn::Conn;
 use super::engine::{Current, Directory, Engine};
 use super::frame::{Header, Kind, Signature};
+use super::hello;
 use super::peers::Health;
 use crate::error::{Error, Result};
 use crate::group::collectives::call::Operation;
+use crate::group::secret::{Initiator, Purpose};
 
 /// What a rank does that looks for the others. Peers that are all connected may be in their first collective by then, so it
 /// has no number that could be taken for that one's.
@@ -47,8 +49,22 @@ impl Engine {
     /// Opens a connection to `peer` unless it has not joined yet.
     pub(crate) fn try_connect(&mut self, peer: u32) -> Result<Option<usize>> {
         let Some(theirs) = self.look_up(peer)? else { return Ok(None) };
-        if let Health::Dead(reason) = &self.peers[peer as usize].health {
-            return Err(self.error(vec![peer], format!("rank {peer} is dead: {reason}")));
+        match &self.peers[peer as usize].health {
+            Health::Dead(reason) => {
+                return Err(self.error(vec![peer], format!("rank {peer} is dead: {reason}")));
+            }
+            Health::Stranger(_) => return self.check_health(peer).map(|()| None),
+            _ => {}
+        }
+        let yes_or_no = |secret: bool| if secret { "yes" } else { "no" }.to_owned();
+        if theirs.secret != self.secret.is_some() {
+            return Err(Error::Mismatch {
+                rank: self.rank,
+                peer,
+                what: "whether the job has a secret (EPOXIDE_JOB_SECRET or EPOXIDE_JOB_SECRET_FILE)",
+                ours: yes_or_no(self.secret.is_some()),
+                theirs: yes_or_no(theirs.secret),
+            });
         }
         let socket = match address::connect(&theirs, &self.ours) {
             Ok(Some(socket)) => socket,
@@ -59,10 +75,19 @@ impl Engine {
                 return self.check_health(peer).map(|()| None);
             }
         };
-        let index = self.add(Conn::new(socket, Some(peer)))?;
+        let unix = theirs.shares_host(&self.ours);
+        let index = self.add(Conn::opened(socket, peer))?;
         self.peers[peer as usize].conns.push(index);
-        let hello = Header::control(Kind::Hello, u64::from(self.rank), theirs.token.len());
-        self.send_on(index, &hello, theirs.token.as_bytes());
+        let mut shown = theirs.token.as_bytes().to_vec();
+        let claims = hello::claims(&self.name, self.rank, peer, self.size, &theirs, unix);
+        let secret = self.secret.as_ref();
+        let challenge = secret.map(|secret| Initiator::new(secret, Purpose::Mesh, claims)).transpose()?;
+        shown.extend(challenge.iter().flat_map(Initiator::opening));
+        let hello = Header::control(Kind::Hello, u64::from(self.rank), shown.len());
+        self.send_on(index, &hello, &shown);
+        if let (Some(challenge), Some(Some(conn))) = (challenge, self.conns.get_mut(index)) {
+            conn.challenge(challenge);
+        }
         Ok(Some(index))
     }
 
@@ -74,9 +99,21 @@ impl Engine {
         }
         let rank = self.rank;
         self.wait(|engine| {
-            let open = |peer: &u32| engine.peers[*peer as usize].conns.is_empty();
-            let missing: Vec<u32> = (rank + 1..engine.size).filter(open).collect();
+            let mut missing = Vec::new();
+            for peer in (0..engine.size).filter(|peer| *peer != rank) {
+                match engine.peers[peer as usize].health {
+                    // Who left has been here.
+                    Health::Alive if peer < rank || !engine.peers[peer as usize].conns.is_empty() => {}
+                    Health::Alive => missing.push(peer),
+                    Health::Left => {}
+                    _ => engine.check_health(peer)?,
+                }
+            }
             engine.waiting = missing;
+            // Whoever is called knows this rank by its hello alone.
+            let unsent = (0..engine.size).filter(|peer| !engine.flushed(*peer));
+            let unsent: Vec<u32> = unsent.collect();
+            engine.waiting.extend(unsent);
             // A higher rank that died here shows as one that never came.
             for peer in engine.waiting.clone() {
                 engine.look_up(peer)?;
@@ -102,6 +139,16 @@ impl Engine {
         }
         let reason = self.board.get(&key, Duration::from_secs(1)).ok()?;
         Some(Health::GaveUp(String::from_utf8_lossy(&reason).into_owned()))
+    }
+
+    /// Takes connections from other hosts, and says so, once a rank of one is known.
+    fn join_network(&mut self, theirs: &Address) -> Result<()> {
+        if self.ours.on_network() {
+            return Ok(());
+        }
+        self.open_network(theirs)?;
+        let address = serde_json::to_vec(&self.ours).map_err(|error| Error::os("serialise", error))?;
+        self.board.set(&address_key(&self.name, self.rank), &address)
     }
 
     fn look_up(&mut self, peer: u32) -> Result<Option<Address>> {
@@ -136,6 +183,13 @@ impl Engine {
                         theirs: address.size.to_string(),
                     });
                 }
+                if !address.shares_host(&self.ours) {
+                    self.join_network(&address)?;
+                }
+                if !address.reachable(&self.ours) {
+                    // Until it knows of this host.
+                    return Ok(None);
+                }
                 Some(address)
             }
         };
@@ -150,19 +204,20 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::group::HashStore;
     use crate::group::mesh::wake::Wake;
     use crate::group::mesh::{Listener, Sockets};
+    use crate::group::{ConnectionLimits, HashStore};
 
     #[test]
     fn a_goodbye_on_one_connection_waits_for_what_comes_on_the_other() {
-        let listener = Listener::open(2, Sockets::Auto, None).unwrap();
+        let listener = Listener::open(2, Sockets::Auto, None, None, true).unwrap();
         let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
-        let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake).unwrap();
+        let limits = ConnectionLimits::default();
+        let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake, &limits).unwrap();
         let mut connect = || {
             let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
             ours.set_nonblocking(true).unwrap();
-            let index = engine.add(Conn::new(ours.into(), Some(0))).unwrap();
+            let index = engine.add(Conn::opened(ours.into(), 0)).unwrap();
             engine.peers[0].conns.push(index);
             theirs
         };
@@ -188,9 +243,11 @@ mod tests {
     fn a_question_of_a_rank_that_connects_is_not_taken_for_a_collective() {
         let patience = Duration::from_secs(5);
         let engine = || {
-            let listener = Listener::open(2, Sockets::Auto, None).unwrap();
+            let listener = Listener::open(2, Sockets::Auto, None, None, true).unwrap();
             let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
-            let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake).unwrap();
+            let limits = ConnectionLimits::default();
+            let mut engine =
+                Engine::new("test", 1, listener, Directory::Store, store, wake, &limits).unwrap();
             engine.begin(Signature::new(Operation::AllGather), patience);
             engine
         };

@@ -8,23 +8,27 @@ use std::time::{Duration, Instant};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
-use rustix::net::SocketFlags;
 
 use super::address::address_key;
 use super::address::{self, Address, Listener};
-use super::conn::Conn;
+use super::conn::{Broken, Conn};
 use super::frame::{Header, Kind, Signature};
+use super::hello::Gate;
 use super::peers::{Health, Peer};
 use super::wake::Wake;
 use crate::error::{Error, Result};
-use crate::group::Store;
 use crate::group::collectives::call::Message;
+use crate::group::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
+use crate::group::{JobSecret, Store};
 
-/// Epoll keys: the wake-up, the listeners, then connections by index.
+/// Epoll keys: the wake-up, the listeners, then connections by index; far from them the strangers by id.
 const WAKE: u64 = 0;
 const LISTENER: u64 = 1;
 const FIRST_CONN: u64 = 16;
+const FIRST_STRANGER: u64 = 1 << 63;
 const SCRATCH: usize = 256 << 10;
+/// Slices of connections taken where one may wait that says a goodbye.
+const MOST_SLICES: usize = 64;
 /// Operations whose signatures are remembered, for ranks that ask later.
 const HISTORY: usize = 16;
 
@@ -67,12 +71,17 @@ pub(crate) struct Engine {
     /// Where a rank that gave up leaves its reason, for those it has no connection with.
     pub(super) board: Arc<dyn Store>,
     listener: Option<Listener>,
+    /// False while the listeners rest.
+    listening: bool,
+    strangers: Strangers,
     pub(super) ours: Address,
+    /// What whoever connects has to know, and show.
+    pub(super) secret: Option<JobSecret>,
     epoll: OwnedFd,
     pub wake: Arc<Wake>,
     pub peers: Vec<Peer>,
     /// The connections, by epoll key; `None` once closed.
-    conns: Vec<Option<Conn>>,
+    pub(super) conns: Vec<Option<Conn>>,
     scratch: Vec<u8>,
     /// Messages of send and receive, as they came.
     pub messages: VecDeque<Message>,
@@ -94,6 +103,7 @@ impl Engine {
         directory: Directory,
         board: Arc<dyn Store>,
         wake: Arc<Wake>,
+        limits: &ConnectionLimits,
     ) -> Result<Engine> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| Error::os("epoll", error))?;
         let add = |fd: &OwnedFd, key: u64| {
@@ -104,7 +114,7 @@ impl Engine {
         for (key, socket) in (LISTENER..).zip(&listener.sockets) {
             add(socket, key)?;
         }
-        let ours = listener.address.clone();
+        let (ours, secret) = (listener.address.clone(), listener.secret.clone());
         let size = ours.size;
         let peers = match &directory {
             Directory::Known(all) => all.iter().map(|address| Peer::new(Some(address.clone()))).collect(),
@@ -117,7 +127,10 @@ impl Engine {
             directory,
             board,
             listener: Some(listener),
+            listening: true,
+            strangers: Strangers::new("process group", limits, size as usize),
             ours,
+            secret,
             epoll,
             wake,
             peers,
@@ -194,9 +207,9 @@ impl Engine {
 
     pub(super) fn send_on(&mut self, index: usize, header: &Header, payload: &[u8]) {
         let Some(Some(conn)) = self.conns.get_mut(index) else { return };
-        let waited = !conn.flushed();
+        let waited = conn.blocked();
         match conn.send(header, payload) {
-            Ok(()) if !waited && !conn.flushed() => self.watch(index, EventFlags::IN | EventFlags::OUT),
+            Ok(()) if !waited && conn.blocked() => self.watch(index, EventFlags::IN | EventFlags::OUT),
             Ok(()) => {}
             Err(error) => self.send_failed(index, error),
         }
@@ -226,8 +239,10 @@ impl Engine {
     pub(crate) fn progress(&mut self, timeout: Duration) -> Result<()> {
         // Rounded up to the kernel's milliseconds, so that the last wait does not spin.
         let timeout = if timeout.is_zero() { timeout } else { timeout.max(Duration::from_millis(1)) };
+        let timeout = self.strangers.next_look().map_or(timeout, |look| look.min(timeout));
         let timeout = Timespec::try_from(timeout.min(Duration::from_secs(3600)))
             .map_err(|error| Error::os("epoll", error))?;
+        self.listen(!self.strangers.paused());
         let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 32];
         let count = match epoll::wait(&self.epoll, &mut events, Some(&timeout)) {
             Ok(count) => count,
@@ -238,13 +253,50 @@ impl Engine {
             let (key, flags) = (event.data.u64(), event.flags);
             if key == WAKE {
                 self.wake.clear();
+            } else if let Some(id) = key.checked_sub(FIRST_STRANGER) {
+                self.greet(id);
             } else if let Some(index) = key.checked_sub(FIRST_CONN) {
                 self.handle(index as usize, flags);
             } else {
-                self.accept((key - LISTENER) as usize)?;
+                self.accept((key - LISTENER) as usize);
             }
         }
+        while let Some(id) = self.strangers.overdue() {
+            self.look_last(id);
+        }
         Ok(())
+    }
+
+    /// True where it takes connections from other hosts.
+    pub(crate) fn on_network(&self) -> bool {
+        self.ours.on_network()
+    }
+
+    /// Takes connections from the host of `theirs`, too.
+    pub(super) fn open_network(&mut self, theirs: &Address) -> Result<()> {
+        let Some(listener) = &mut self.listener else { return Ok(()) };
+        listener.open_network(Some(theirs))?;
+        self.ours = listener.address.clone();
+        let flags = if self.listening { EventFlags::IN } else { EventFlags::empty() };
+        for (key, socket) in (LISTENER..).zip(&listener.sockets).skip(1) {
+            epoll::add(&self.epoll, socket, EventData::new_u64(key), flags)
+                .map_err(|error| Error::os("epoll", error))?;
+        }
+        Ok(())
+    }
+
+    /// Has the listeners woken this rank, or not.
+    fn listen(&mut self, listening: bool) {
+        if listening != self.listening
+            && let Some(listener) = &self.listener
+        {
+            self.listening = listening;
+            let flags = if listening { EventFlags::IN } else { EventFlags::empty() };
+            for (key, socket) in (LISTENER..).zip(&listener.sockets) {
+                // Cannot fail: the socket is open and in the set.
+                let _ = epoll::modify(&self.epoll, socket, EventData::new_u64(key), flags);
+            }
+        }
     }
 
     fn handle(&mut self, index: usize, flags: EventFlags) {
@@ -252,7 +304,7 @@ impl Engine {
             && let Some(Some(conn)) = self.conns.get_mut(index)
         {
             match conn.flush() {
-                Ok(()) if conn.flushed() => self.watch(index, EventFlags::IN),
+                Ok(()) if !conn.blocked() => self.watch(index, EventFlags::IN),
                 Ok(()) => {}
                 Err(error) => self.send_failed(index, error),
             }
@@ -262,47 +314,87 @@ impl Engine {
         }
     }
 
-    fn accept(&mut self, which: usize) -> Result<()> {
-        loop {
+    /// Takes a slice of the connections that wait at a listener. False once there are no more.
+    fn accept(&mut self, which: usize) -> bool {
+        for _ in 0..ACCEPT_SLICE {
             let Some(socket) = self.listener.as_ref().and_then(|listener| listener.sockets.get(which)) else {
-                return Ok(());
+                return false;
             };
-            match rustix::net::accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                Ok(socket) => {
-                    address::no_delay(&socket);
-                    let index = self.add(Conn::new(socket, None))?;
-                    // The hello is there as a rule.
-                    self.read(index);
-                }
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR | Errno::CONNABORTED) => {}
-                Err(error) => return Err(Error::os("accept", error)),
+            match self.strangers.accept(socket) {
+                Next::Greet(id) => self.meet(id),
+                Next::LastLook(id) => self.look_last(id),
+                Next::Nobody => return false,
             }
         }
+        true
+    }
+
+    fn meet(&mut self, id: u64) {
+        let Some(stranger) = self.strangers.get_mut(id) else { return };
+        address::no_delay(&stranger.socket);
+        let key = EventData::new_u64(FIRST_STRANGER + id);
+        match epoll::add(&self.epoll, &stranger.socket, key, EventFlags::IN) {
+            // The hello is there as a rule.
+            Ok(()) => self.greet(id),
+            Err(error) => {
+                tracing::debug!("epoll: {error}");
+                self.strangers.close(id);
+            }
+        }
+    }
+
+    /// Hears who a stranger is. Nothing that stands behind a hello is read before the hello is found to be right.
+    fn greet(&mut self, id: u64) {
+        let gate = Gate {
+            name: &self.name,
+            rank: self.rank,
+            size: self.size,
+            address: &self.ours,
+            secret: self.secret.as_ref(),
+        };
+        match self.strangers.get_mut(id).map(|stranger| gate.hear(stranger)) {
+            None | Some(Ok(None)) => {}
+            Some(Ok(Some(peer))) => self.welcome(id, peer),
+            Some(Err(reason)) => self.strangers.refuse(id, &reason),
+        }
+    }
+
+    fn welcome(&mut self, id: u64, peer: u32) {
+        let Some(stranger) = self.strangers.take(id) else { return };
+        let index = self.conns.len();
+        let key = EventData::new_u64(FIRST_CONN + index as u64);
+        // Cannot fail: the socket is open and in the set.
+        let _ = epoll::modify(&self.epoll, &stranger.socket, key, EventFlags::IN);
+        self.conns.push(Some(Conn::accepted(stranger.socket, peer)));
+        self.peers[peer as usize].conns.push(index);
+        self.read(index);
+    }
+
+    /// Closes a stranger, unless its hello came in the meantime.
+    fn look_last(&mut self, id: u64) {
+        self.greet(id);
+        self.strangers.close(id);
     }
 
     fn read(&mut self, index: usize) {
         let Some(Some(conn)) = self.conns.get_mut(index) else { return };
         let mut frames = Vec::new();
+        let waited = conn.blocked();
         let outcome = conn.read(&mut self.scratch, &mut frames);
+        // The answer to a challenge lets go what waited for it.
+        if !waited && conn.blocked() {
+            self.watch(index, EventFlags::IN | EventFlags::OUT);
+        }
         let (mut asking, mut leaving) = (None, None);
         for (header, payload) in frames {
             let Some(Some(conn)) = self.conns.get_mut(index) else { return };
-            match conn.peer {
-                Some(peer) if header.kind == Kind::Goodbye => {
-                    conn.farewell = true;
-                    leaving = Some(peer);
-                }
-                Some(peer) => {
-                    asking = (header.kind == Kind::Query).then_some(peer).or(asking);
-                    self.receive(peer, header, payload);
-                }
-                None if header.tag < u64::from(self.size) && payload == self.ours.token.as_bytes() => {
-                    let peer = header.tag as u32;
-                    conn.peer = Some(peer);
-                    self.peers[peer as usize].conns.push(index);
-                }
-                None => return self.close(index, "a stranger"),
+            let peer = conn.peer;
+            if header.kind == Kind::Goodbye {
+                conn.farewell = true;
+                leaving = Some(peer);
+            } else {
+                asking = (header.kind == Kind::Query).then_some(peer).or(asking);
+                self.receive(peer, header, payload);
             }
         }
         if let Some(peer) = leaving {
@@ -311,7 +403,13 @@ impl Engine {
         match outcome {
             Ok(true) => {}
             Ok(false) => self.close(index, "it closed its connection without saying goodbye"),
-            Err(reason) => self.close(index, &reason),
+            Err(Broken::Connection(reason)) => self.close(index, &reason),
+            Err(Broken::Stranger(reason)) => {
+                if let Some(Some(conn)) = self.conns.get(index) {
+                    self.peers[conn.peer as usize].health = Health::Stranger(reason.clone());
+                }
+                self.close(index, &reason);
+            }
         }
         // Only now: an answer that fails ends the connection, and a goodbye may have stood behind the question.
         if let Some(peer) = asking {
@@ -323,12 +421,13 @@ impl Engine {
     /// collective waits for, so the peer has left only once all have brought theirs.
     fn say_farewell(&mut self, peer: u32) {
         self.peers[peer as usize].farewell = true;
-        // A connection may still wait to be accepted.
+        // A connection may still wait to be accepted, or to show who it is.
         for which in 0..self.listener.as_ref().map_or(0, |listener| listener.sockets.len()) {
-            if let Err(error) = self.accept(which) {
-                tracing::debug!("{error}");
-            }
+            let mut slices = 0..MOST_SLICES;
+            while self.accept(which) && slices.next().is_some() {}
         }
+        let strangers: Vec<u64> = self.strangers.iter().map(|(id, _)| id).collect();
+        strangers.into_iter().for_each(|id| self.greet(id));
         let state = &self.peers[peer as usize];
         let open = |index: &usize| self.conns[*index].as_ref().is_some_and(|conn| !conn.farewell);
         if state.health == Health::Alive && !state.conns.iter().any(open) {
@@ -347,7 +446,7 @@ impl Engine {
     fn close(&mut self, index: usize, reason: &str) {
         // Dropping the socket takes it out of the set.
         let Some(conn) = self.conns.get_mut(index).and_then(Option::take) else { return };
-        let Some(peer) = conn.peer else { return };
+        let peer = conn.peer;
         let state = &mut self.peers[peer as usize];
         state.conns.retain(|other| *other != index);
         if state.send_on == Some(index) && !state.conns.is_empty() {
@@ -411,9 +510,7 @@ impl Engine {
         let header = Header { sequence, ..Header::control(kind, 0, text.len()) };
         // On every connection: which of two is seen to end first is open.
         for index in 0..self.conns.len() {
-            if self.conns[index].as_ref().is_some_and(|conn| conn.peer.is_some()) {
-                self.send_on(index, &header, text.as_bytes());
-            }
+            self.send_on(index, &header, text.as_bytes());
         }
         let start = Instant::now();
         while self.conns.iter().flatten().any(|conn| !conn.flushed())
@@ -424,6 +521,7 @@ impl Engine {
             }
         }
         self.listener = None;
+        self.strangers.clear();
         self.conns.clear();
         for peer in &mut self.peers {
             peer.conns.clear();

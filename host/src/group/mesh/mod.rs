@@ -8,11 +8,12 @@ mod conn;
 mod connect;
 mod engine;
 mod frame;
+mod hello;
 mod peers;
 mod wait;
 mod wake;
 
-pub(crate) use address::{Address, Listener, address_key, host_id, interface_address};
+pub(crate) use address::{Address, Listener, address_key, host_id, interface_address, loopback};
 pub use address::{SOCKET_IFNAME, Sockets};
 pub(crate) use engine::{Current, Directory, Engine};
 pub(crate) use frame::Signature;

@@ -17,6 +17,8 @@ pub(crate) enum Health {
     GaveUp(String),
     /// Its connection broke, with this reason.
     Dead(String),
+    /// Who is at its address does not belong to the job.
+    Stranger(String),
 }
 
 #[derive(Debug)]

@@ -71,6 +71,9 @@ impl Engine {
         match &self.peers[peer as usize].health {
             Health::Alive => Ok(()),
             Health::Dead(reason) => Err(self.gone(peer, reason)),
+            Health::Stranger(reason) => {
+                Err(self.error(vec![peer], format!("rank {peer} is not let in: {reason}")))
+            }
             Health::GaveUp(reason) => {
                 Err(self.error(vec![peer], format!("rank {peer} gave the group up: {reason}")))
             }
@@ -84,7 +87,7 @@ impl Engine {
     /// A peer that died before it took what was sent cannot have done its part.
     fn check_sent(&self, peer: u32) -> Result<()> {
         match &self.peers[peer as usize].health {
-            Health::Dead(reason) => Err(self.gone(peer, reason)),
+            Health::Dead(_) | Health::Stranger(_) => self.check_health(peer),
             _ => Ok(()),
         }
     }
@@ -236,7 +239,8 @@ impl Engine {
 impl Engine {
     /// The ranks whose connections broke, and those that `error` blames.
     pub(crate) fn failed_ranks(&self, error: &Error) -> Vec<u32> {
-        let dead = |peer: &u32| matches!(self.peers[*peer as usize].health, Health::Dead(_));
+        let dead =
+            |peer: &u32| matches!(self.peers[*peer as usize].health, Health::Dead(_) | Health::Stranger(_));
         let mut ranks: Vec<u32> = (0..self.size).filter(dead).collect();
         // A rank that gave the group up told why, so it lives.
         if let (Error::Group { peers, .. }, None) = (error, &self.aborted) {

@@ -15,7 +15,7 @@ use site::Site;
 
 use super::env::{Lookup, environment};
 use super::mesh_group::Connect;
-use super::{FileStore, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
+use super::{ConnectionLimits, FileStore, JobSecret, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
 use crate::error::{Error, Result};
 
 /// How long rank 0, when it is done, stays with its server for the others.
@@ -37,6 +37,10 @@ pub struct Rendezvous {
     pub member: Member,
     /// Where the ranks meet. Keys of other programs on the same server cannot collide with these.
     pub store: Arc<dyn Store>,
+    /// What connections may take of this process: those of the groups made here.
+    pub limits: ConnectionLimits,
+    /// What the processes of the job know, if anything: the store and the groups let in only who knows it.
+    secret: Option<JobSecret>,
 }
 
 impl Rendezvous {
@@ -50,6 +54,9 @@ impl Rendezvous {
     /// - what Open MPI says of a directory that its job has, where all ranks are on one host;
     /// - Slurm's list of hosts: rank 0 serves the store on the first, at a port that follows from the job's number.
     ///
+    /// Where the environment has a job's secret ([`JobSecret::from_env`]), a store that a rank serves and the groups let in
+    /// only processes that know it. torchrun's own store is PyTorch's, which knows no secret.
+    ///
     /// Waits up to `timeout` for the store.
     pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
         Rendezvous::at("env://", timeout)
@@ -58,10 +65,30 @@ impl Rendezvous {
     /// Meets at an address: `env://` (see [`Rendezvous::from_env`]), `tcp://host:port?rank=R&world_size=N`, where rank 0 is
     /// the server, or `file:///directory?rank=R&world_size=N`. Without rank and size the environment has them.
     pub fn at(address: &str, timeout: Duration) -> Result<Rendezvous> {
-        Rendezvous::looking_up(address, timeout, &environment)
+        Rendezvous::with_limits(address, timeout, ConnectionLimits::default())
     }
 
-    fn looking_up(address: &str, timeout: Duration, variable: Lookup<'_>) -> Result<Rendezvous> {
+    /// Like [`Rendezvous::at`], with other limits than the default on what connections may take of this process: those of the store, where this
+    /// rank serves it, and those of the groups made here.
+    pub fn with_limits(address: &str, timeout: Duration, limits: ConnectionLimits) -> Result<Rendezvous> {
+        Rendezvous::looking_up(address, timeout, limits, JobSecret::from_env()?, &environment)
+    }
+
+    /// Like [`Rendezvous::at`] with this secret, whatever the environment has.
+    ///
+    /// # Errors
+    /// As of [`Rendezvous::at`].
+    pub fn with_secret(address: &str, timeout: Duration, secret: JobSecret) -> Result<Rendezvous> {
+        Rendezvous::looking_up(address, timeout, ConnectionLimits::default(), Some(secret), &environment)
+    }
+
+    fn looking_up(
+        address: &str,
+        timeout: Duration,
+        limits: ConnectionLimits,
+        secret: Option<JobSecret>,
+        variable: Lookup<'_>,
+    ) -> Result<Rendezvous> {
         let (member, site) = if address == "env://" {
             let member = Member::required(variable)?;
             let site = Site::from_variables(&member, variable)?;
@@ -69,26 +96,39 @@ impl Rendezvous {
         } else {
             Site::from_address(address, variable)?
         };
-        let store = open(&site, &member, timeout, variable)?;
+        let store = open(&site, &member, timeout, &limits, secret.as_ref(), variable)?;
         agree_on_size(&*store, &member)?;
-        Ok(Rendezvous { member, store })
+        Ok(Rendezvous { member, store, limits, secret })
     }
 
     /// A group of the ranks that met. Collectives wait up to `timeout`. Fails when another rank has joined with the same
     /// number and `name`.
     pub fn group(&self, name: &str, timeout: Duration) -> Result<MeshGroup> {
         // At once, since the store's host may leave first.
-        let options = MeshOptions { timeout, connect: Connect::Eager, ..MeshOptions::default() };
+        let (connect, limits, secret) = (Connect::Eager, self.limits.clone(), self.secret.clone());
+        let options = MeshOptions { timeout, connect, limits, secret, ..MeshOptions::default() };
         MeshGroup::new(self.store.clone(), self.member.rank, self.member.size, name, options)
     }
 }
 
-fn open(site: &Site, member: &Member, timeout: Duration, variable: Lookup<'_>) -> Result<Arc<dyn Store>> {
+fn open(
+    site: &Site,
+    member: &Member,
+    timeout: Duration,
+    limits: &ConnectionLimits,
+    secret: Option<&JobSecret>,
+    variable: Lookup<'_>,
+) -> Result<Arc<dyn Store>> {
     let store = match site {
         Site::Directory(path) => return Ok(Arc::new(FileStore::new(path)?)),
-        Site::Server { host, port } => TcpStore::connect(host, *port, timeout)?,
-        Site::Rank0 { port, .. } if member.rank == 0 => TcpStore::host(*port, timeout, LINGER.min(timeout))?,
-        Site::Rank0 { host, port } => TcpStore::connect(host, *port, timeout)?,
+        // PyTorch's, which knows no secret. The groups over it still demand one.
+        Site::Agent { host, port } => TcpStore::connect_with_secret(host, *port, timeout, None)?,
+        Site::Rank0 { host, port } if member.rank == 0 => {
+            TcpStore::host_at(host, *port, timeout, LINGER.min(timeout), secret, limits)?
+        }
+        Site::Server { host, port } | Site::Rank0 { host, port } => {
+            TcpStore::connect_with_secret(host, *port, timeout, secret)?
+        }
     };
     // A server of PyTorch may wait for as many to join.
     store.join()?;
@@ -124,7 +164,7 @@ mod tests {
     fn meet(address: &str, variables: &[(&str, &str)]) -> Result<Rendezvous> {
         let lookup =
             |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-        Rendezvous::looking_up(address, TIMEOUT, &lookup)
+        Rendezvous::looking_up(address, TIMEOUT, ConnectionLimits::default(), None, &lookup)
     }
 
     fn free_port() -> String {

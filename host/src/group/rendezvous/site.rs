@@ -24,6 +24,13 @@ pub(super) enum Site {
         /// Its port.
         port: u16,
     },
+    /// At torchrun's own server.
+    Agent {
+        /// Its host.
+        host: String,
+        /// Its port.
+        port: u16,
+    },
     /// At a server that rank 0 is to start.
     Rank0 {
         /// Rank 0's host.
@@ -132,7 +139,7 @@ fn server(host: String, port: u16, variable: Lookup<'_>) -> Site {
     let agent = variable(AGENT_STORE).is_some_and(|value| value == "True")
         && variable(MASTER_ADDR).is_some_and(|value| value == host)
         && variable(MASTER_PORT).is_some_and(|value| value == port.to_string());
-    if agent { Site::Server { host, port } } else { Site::Rank0 { host, port } }
+    if agent { Site::Agent { host, port } } else { Site::Rank0 { host, port } }
 }
 
 fn store_address(address: &str) -> Result<Site> {
@@ -224,8 +231,8 @@ mod tests {
         let slurm = "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_STEP_ID=1 SLURM_JOB_ID=2 SLURM_STEP_NODELIST=n[3-4]";
         let cases = [
             ("env://", master, Site::Rank0 { host: host(), port: 5 }),
-            ("env://", &*agent, Site::Server { host: host(), port: 5 }),
-            ("tcp://h:5", &*agent, Site::Server { host: host(), port: 5 }),
+            ("env://", &*agent, Site::Agent { host: host(), port: 5 }),
+            ("tcp://h:5", &*agent, Site::Agent { host: host(), port: 5 }),
             ("tcp://h:6", &*agent, Site::Rank0 { host: host(), port: 6 }),
             ("env://", "RANK=0 WORLD_SIZE=1 EPOXIDE_STORE=tcp://h:5", Site::Server { host: host(), port: 5 }),
             ("env://", "RANK=0 WORLD_SIZE=1 EPOXIDE_STORE=file:///d", Site::Directory("/d".into())),

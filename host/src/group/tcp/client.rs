@@ -1,6 +1,7 @@
 //! The client, and the host that is a client of its own server.
 
 use std::io::{self, ErrorKind};
+use std::net::TcpListener;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -9,8 +10,10 @@ use super::connection::{Address, Connection, after};
 use super::protocol::{
     INIT_KEY, KEY_PREFIX, MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Message, Query,
 };
+use super::server::{listen_all, listen_for};
 use crate::error::{Error, Result};
 use crate::group::store::{Store, get_timed_out, store_error, wait_timed_out};
+use crate::group::{ConnectionLimits, JobSecret};
 
 /// How often the host looks whether all have joined.
 const JOIN_POLL: Duration = Duration::from_millis(10);
@@ -48,32 +51,132 @@ impl Drop for Host {
 impl TcpStore {
     /// Connects to the server at `host` and `port`; tries until `timeout` is over, as the server may start later.
     /// `timeout` stays the time that the server may take to answer.
+    ///
+    /// Where the environment has a job's secret ([`JobSecret::from_env`]), server and client show each other that they
+    /// know it before anything else; else any server will do, PyTorch's among them.
+    ///
+    /// # Errors
+    /// Where no server answers in time; at once where only one of the two has a secret, or they have different ones.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<TcpStore> {
-        TcpStore::new(Address { host: host.to_owned(), port }, timeout, None)
+        TcpStore::connect_with_secret(host, port, timeout, JobSecret::from_env()?.as_ref())
+    }
+
+    /// Like [`TcpStore::connect`] with this secret, or none, whatever the environment has.
+    ///
+    /// # Errors
+    /// As of [`TcpStore::connect`].
+    pub fn connect_with_secret(
+        host: &str,
+        port: u16,
+        timeout: Duration,
+        secret: Option<&JobSecret>,
+    ) -> Result<TcpStore> {
+        TcpStore::new(Address { host: host.to_owned(), port, secret: secret.cloned() }, timeout, None)
     }
 
     /// Starts a server at `port` of this host (0 takes a free one; see [`TcpStore::port`]) and connects to it. The server
     /// ends with the store; `linger` is how long it then waits for the other clients to leave.
+    ///
+    /// Where the environment has a job's secret ([`JobSecret::from_env`]), only clients that know it are let in, and so
+    /// none of PyTorch's; else whoever reaches the port can read and write all keys.
+    ///
+    /// # Errors
+    /// Where the port is taken, or the environment's secret is none.
     pub fn host(port: u16, timeout: Duration, linger: Duration) -> Result<TcpStore> {
-        TcpStore::with_server(TcpStoreServer::bind_all(port)?, timeout, linger)
+        TcpStore::host_with_limits(port, timeout, linger, &ConnectionLimits::default())
     }
 
-    /// Like [`TcpStore::host`], with a server that runs already.
+    /// Like [`TcpStore::host`], with other limits on what the clients may take than the default.
+    ///
+    /// # Errors
+    /// As of [`TcpStore::host`].
+    pub fn host_with_limits(
+        port: u16,
+        timeout: Duration,
+        linger: Duration,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStore> {
+        TcpStore::serve(listen_all(port)?, timeout, linger, JobSecret::from_env()?.as_ref(), limits)
+    }
+
+    /// Like [`TcpStore::host`] with this secret, or none, whatever the environment has.
+    ///
+    /// # Errors
+    /// Where the port is taken.
+    pub fn host_with_secret(
+        port: u16,
+        timeout: Duration,
+        linger: Duration,
+        secret: Option<&JobSecret>,
+    ) -> Result<TcpStore> {
+        TcpStore::serve(listen_all(port)?, timeout, linger, secret, &ConnectionLimits::default())
+    }
+
+    /// Like [`TcpStore::host_with_secret`] for clients that are told `host`: a loopback address is listened at alone.
+    pub(crate) fn host_at(
+        host: &str,
+        port: u16,
+        timeout: Duration,
+        linger: Duration,
+        secret: Option<&JobSecret>,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStore> {
+        TcpStore::serve(listen_for(host, port)?, timeout, linger, secret, limits)
+    }
+
+    fn serve(
+        listener: TcpListener,
+        timeout: Duration,
+        linger: Duration,
+        secret: Option<&JobSecret>,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStore> {
+        let server = TcpStoreServer::start(listener, secret.cloned(), limits)?;
+        TcpStore::with_server(server, timeout, linger, secret)
+    }
+
+    /// Like [`TcpStore::host_with_secret`], with a server that runs already.
     #[doc(hidden)]
-    pub fn with_server(server: TcpStoreServer, timeout: Duration, linger: Duration) -> Result<TcpStore> {
+    pub fn with_server(
+        server: TcpStoreServer,
+        timeout: Duration,
+        linger: Duration,
+        secret: Option<&JobSecret>,
+    ) -> Result<TcpStore> {
         let address = server.address();
         let host = match address.ip() {
             ip if !ip.is_unspecified() => ip.to_string(),
             ip if ip.is_ipv4() => "127.0.0.1".to_owned(),
             _ => "::1".to_owned(),
         };
-        let address = Address { host, port: address.port() };
+        let address = Address { host, port: address.port(), secret: secret.cloned() };
         TcpStore::new(address, timeout, Some(Host { server: Some(server), linger }))
     }
 
     fn new(address: Address, timeout: Duration, server: Option<Host>) -> Result<TcpStore> {
         let connection = Connection::open(&address, after(timeout), timeout)?;
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
+    }
+
+    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and trying ends with an error once `stop` says so.
+    pub(crate) fn connect_unless(
+        host: &str,
+        port: u16,
+        secret: Option<&JobSecret>,
+        timeout: Duration,
+        answer: Duration,
+        stop: impl FnMut() -> bool,
+    ) -> Result<TcpStore> {
+        let address = Address { host: host.to_owned(), port, secret: secret.cloned() };
+        let connection = Connection::open_unless(&address, after(timeout), timeout, stop)?;
+        Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout: answer, server: None })
+    }
+
+    /// How long the server stays for the other clients when this store is dropped, where it is this store's own.
+    pub(crate) fn set_linger(&mut self, linger: Duration) {
+        if let Some(host) = &mut self.server {
+            host.linger = linger;
+        }
     }
 
     /// The server's port.
@@ -186,8 +289,8 @@ impl TcpStore {
                 )
             }
             ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => format!(
-                "{server} closed the connection; its process has ended, or it refused the request (as an add to a \
-                 key that holds bytes)"
+                "{server} closed the connection; its process has ended, or it refused the request, and its log says why (as an \
+                 add to a key that holds bytes, or more than ConnectionLimits of the process that serves it allows)"
             ),
             ErrorKind::InvalidData => format!("{server} does not speak the protocol: {error}"),
             _ => format!("{server}: {error}"),

@@ -4,8 +4,11 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
+use super::admission::{Answer, CLAIMS, MARK};
 use super::protocol::{MAGIC, MAX_MESSAGE_BYTES, Message, Query, READY, STOP_WAITING, WAIT_CANCELED};
 use crate::error::{Error, Result};
+use crate::group::JobSecret;
+use crate::group::secret::{Initiator, Purpose, REPLY};
 
 /// Waits between attempts to connect grow from this ...
 const FIRST_RETRY: Duration = Duration::from_millis(10);
@@ -15,13 +18,19 @@ const LAST_RETRY: Duration = Duration::from_millis(500);
 /// How long one attempt to connect may take.
 const CONNECT: Duration = Duration::from_secs(5);
 
+/// How often a server may close the connection when it is asked to show that it knows the secret. It may have ended just
+/// then, or be turning connections away; PyTorch's does it every time.
+const CLOSED: u32 = 8;
+
 /// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length says.
 const CHUNK_BYTES: usize = 1024 * 1024;
 
+/// Where a server is, and what it has to know.
 #[derive(Debug, Clone)]
 pub(super) struct Address {
     pub host: String,
     pub port: u16,
+    pub secret: Option<JobSecret>,
 }
 
 impl std::fmt::Display for Address {
@@ -43,8 +52,19 @@ pub(super) struct Connection {
 impl Connection {
     /// Connects and has the server answer once. Tries again, as the server may not be there yet, until `deadline`.
     pub fn open(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
+        Connection::open_unless(address, deadline, timeout, || false)
+    }
+
+    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed.
+    pub fn open_unless(
+        address: &Address,
+        deadline: Instant,
+        timeout: Duration,
+        mut stop: impl FnMut() -> bool,
+    ) -> Result<Connection> {
         let mut pause = FIRST_RETRY;
         let mut cause: Option<io::Error> = None;
+        let mut closed = 0;
         loop {
             match Connection::attempt(address, deadline) {
                 Ok(connection) => return Ok(connection),
@@ -52,10 +72,15 @@ impl Connection {
                 Err(error) if error.kind() == ErrorKind::TimedOut && cause.is_some() => {}
                 Err(error) => cause = Some(error),
             }
+            let kind = cause.as_ref().map(io::Error::kind);
+            closed += u32::from(kind == Some(ErrorKind::ConnectionAborted));
+            if let (Some(ErrorKind::PermissionDenied), Some(cause)) = (kind, &cause) {
+                return Err(Error::os("connect", format!("the store server at {address}: {cause}")));
+            }
             // What answers in another language will not be replaced by a store.
-            let hopeless = cause.as_ref().is_some_and(|cause| cause.kind() == ErrorKind::InvalidData);
+            let hopeless = kind == Some(ErrorKind::InvalidData) || closed >= CLOSED;
             let left = deadline.saturating_duration_since(Instant::now());
-            if hopeless || left.is_zero() {
+            if hopeless || left.is_zero() || stop() {
                 let cause = cause.map(|cause| cause.to_string()).unwrap_or_default();
                 let reason = format!(
                     "no store server at {address} within {timeout:?}: {cause}; the rank that hosts it may not have \
@@ -71,8 +96,9 @@ impl Connection {
     fn attempt(address: &Address, deadline: Instant) -> io::Result<Connection> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
         let addresses: Vec<SocketAddr> = (address.host.as_str(), address.port).to_socket_addrs()?.collect();
+        let secret = address.secret.as_ref();
         for address in addresses {
-            match Connection::attempt_at(address, deadline) {
+            match Connection::attempt_at(address, secret, deadline) {
                 Ok(connection) => return Ok(connection),
                 Err(error) => last = error,
             }
@@ -80,7 +106,11 @@ impl Connection {
         Err(last)
     }
 
-    fn attempt_at(address: SocketAddr, deadline: Instant) -> io::Result<Connection> {
+    fn attempt_at(
+        address: SocketAddr,
+        secret: Option<&JobSecret>,
+        deadline: Instant,
+    ) -> io::Result<Connection> {
         let stream = TcpStream::connect_timeout(&address, remaining(deadline)?.min(CONNECT))?;
         // A port of the range for clients may be connected to itself while nobody listens there.
         if stream.local_addr()? == stream.peer_addr()? {
@@ -91,9 +121,60 @@ impl Connection {
         let nonce = connection.nonce();
         let hello = Message::query(Query::Validate).word(MAGIC).then(Query::Ping).word(nonce);
         let deadline = deadline.min(after(CONNECT));
+        if let Some(secret) = secret {
+            connection.challenge(secret, deadline)?;
+        }
         connection.send(&hello, deadline)?;
         connection.expect_nonce(nonce, deadline)?;
         Ok(connection)
+    }
+
+    /// Has the server show that it knows the secret, and shows it the same.
+    fn challenge(&mut self, secret: &JobSecret, deadline: Instant) -> io::Result<()> {
+        let initiator = Initiator::new(secret, Purpose::Store, CLAIMS.to_vec())
+            .map_err(|error| io::Error::other(error.to_string()))?;
+        let opening = [MARK.as_slice(), &initiator.opening()].concat();
+        let asked = self.send(&Message(opening), deadline).and_then(|()| self.word(deadline));
+        let mark = asked.map_err(|error| match error.kind() {
+            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {
+                let reason = "it closed the connection when it was asked to show that it knows this job's secret, as \
+                              servers of PyTorch do: unset the secret here, or have epoxide serve the store";
+                io::Error::new(ErrorKind::ConnectionAborted, reason)
+            }
+            _ => error,
+        })?;
+        if mark != MARK {
+            return Err(denied(
+                "it does not know what a job's secret is; unset the secret here, or give it to both",
+            ));
+        }
+        if let Some(reason) = self.refusal(deadline)? {
+            return Err(denied(&reason));
+        }
+        let mut reply = [0; REPLY];
+        self.receive(&mut reply, deadline)?;
+        let proof = initiator.answer(&reply).map_err(|wrong| denied(&wrong.to_string()))?;
+        self.send(&Message(proof.to_vec()), deadline)
+    }
+
+    /// Takes the length of an answer that begins with the mark, and the reason where it is a refusal.
+    fn refusal(&mut self, deadline: Instant) -> io::Result<Option<String>> {
+        let length = u32::from_le_bytes(self.word(deadline)?);
+        match Answer::of(length) {
+            Some(Answer::Reply) => Ok(None),
+            Some(Answer::Reason(length)) => {
+                let mut text = vec![0; length];
+                self.receive(&mut text, deadline)?;
+                Ok(Some(String::from_utf8_lossy(&text).into_owned()))
+            }
+            None => Err(broken(format!("an answer of length {length:#x} to a challenge"))),
+        }
+    }
+
+    fn word(&mut self, deadline: Instant) -> io::Result<[u8; 4]> {
+        let mut bytes = [0; 4];
+        self.receive(&mut bytes, deadline)?;
+        Ok(bytes)
     }
 
     pub fn nonce(&mut self) -> u32 {
@@ -167,10 +248,13 @@ impl Connection {
     }
 
     pub fn expect_nonce(&mut self, nonce: u32, deadline: Instant) -> io::Result<()> {
-        let mut bytes = [0; 4];
-        self.receive(&mut bytes, deadline)?;
+        let bytes = self.word(deadline)?;
         match u32::from_le_bytes(bytes) {
             answer if answer == nonce => Ok(()),
+            _ if bytes == MARK => match self.refusal(deadline)? {
+                Some(reason) => Err(denied(&reason)),
+                None => Err(broken("answered a challenge that nobody gave".to_owned())),
+            },
             answer => Err(broken(format!("answered a ping of {nonce:#x} with {answer:#x}"))),
         }
     }
@@ -211,6 +295,10 @@ impl Connection {
 
 fn broken(what: String) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what)
+}
+
+fn denied(reason: &str) -> io::Error {
+    io::Error::new(ErrorKind::PermissionDenied, reason)
 }
 
 /// The time when `timeout` is over.

@@ -1,5 +1,6 @@
 //! The store over TCP, in the wire protocol of PyTorch's `TCPStore` (its libuv server, the default since 2.4).
 
+mod admission;
 mod client;
 mod connection;
 mod protocol;

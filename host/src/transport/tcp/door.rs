@@ -3,25 +3,22 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
 use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
 use rustix::net::sockopt;
 
 use super::frame::{MAX_REASON, refusal, word32, word64};
-use super::wait::{left, wait_for};
+use super::wait::left;
 use crate::error::{Error, Result};
-use crate::group::{SOCKET_IFNAME, interface_address};
+use crate::group::secret::{Initiator, OPENING, PROOF, Purpose, Responder, random};
+use crate::group::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
+use crate::group::{JobSecret, SOCKET_IFNAME, interface_address, loopback};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{LOOK, Setup};
 
 pub(super) const TOKEN: usize = 16;
 /// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little endian.
 pub(super) const HELLO: usize = 48;
-/// Connections that have not said who they are, beside those expected.
-const STRANGERS: usize = 64;
 
 /// What a connection says first.
 pub(super) fn hello(
@@ -43,14 +40,47 @@ pub(super) fn hello(
     bytes
 }
 
+/// What both ends of a connection take to be so: the group, who connects to whom, with which queue, and where.
+pub(super) fn claims(setup: &Setup<'_>, from: u32, to: u32, queue: u32, address: SocketAddr) -> Vec<u8> {
+    let mut claims = [PHASE, from, to, queue].map(u32::to_le_bytes).concat();
+    claims.extend_from_slice(&setup.memory.bytes().to_le_bytes());
+    for text in [setup.group.name(), &address.to_string()] {
+        claims.extend_from_slice(&(text.len() as u64).to_le_bytes());
+        claims.extend_from_slice(text.as_bytes());
+    }
+    claims
+}
+
+/// A connection to a peer that has been told who this is.
+#[derive(Debug)]
+pub(super) struct Dialed {
+    socket: TcpStream,
+    /// What the peer is to prove, where the job has a secret, and for which token.
+    challenge: Option<(Initiator, [u8; TOKEN])>,
+}
+
+impl Dialed {
+    /// Takes the answer to the hello.
+    pub(super) fn answered(mut self, deadline: Instant) -> Result<TcpStream, String> {
+        read_answer(&mut self.socket, deadline)?;
+        if let Some((initiator, token)) = &self.challenge {
+            let mut proof = [0; PROOF];
+            take(&mut self.socket, &mut proof, deadline).map_err(|error| format!("no proof: {error}"))?;
+            initiator.check(token, &proof).map_err(|wrong| wrong.to_string())?;
+        }
+        Ok(self.socket)
+    }
+}
+
 /// Connects to a peer and says who this is.
 pub(super) fn dial(
     setup: &Setup<'_>,
     address: &str,
+    secret: Option<&JobSecret>,
     queue: u32,
     peer: u32,
     deadline: Instant,
-) -> Result<TcpStream> {
+) -> Result<Dialed> {
     let fail = |reason: String| setup.ends(peer).error("connect", reason);
     let (token, socket_address) =
         parse_address(address).ok_or_else(|| fail(format!("it announced no address but {address:?}")))?;
@@ -65,24 +95,36 @@ pub(super) fn dial(
     let limit = u32::try_from(setup.options.timeout.as_millis()).unwrap_or(u32::MAX);
     let _ = sockopt::set_tcp_user_timeout(&socket, limit);
     socket.set_write_timeout(Some(left(deadline))).map_err(failed)?;
-    let hello = hello(VERSION, PHASE, &token, setup.group.rank(), queue, setup.memory.bytes());
+    let rank = setup.group.rank();
+    let mut hello = hello(VERSION, PHASE, &token, rank, queue, setup.memory.bytes()).to_vec();
+    let mut challenge = None;
+    if let Some(secret) = secret {
+        let claims = claims(setup, rank, peer, queue, socket_address);
+        // The token came over the group and is new, so that the proof can go with the opening: no rank waits for an answer
+        // before it has accepted.
+        let initiator = Initiator::new(secret, Purpose::Transport, claims)?;
+        hello.extend_from_slice(&initiator.opening());
+        hello.extend_from_slice(&initiator.proof(&token));
+        challenge = Some((initiator, token));
+    }
     socket.write_all(&hello).map_err(failed)?;
-    Ok(socket)
+    Ok(Dialed { socket, challenge })
+}
+
+fn take(socket: &mut TcpStream, bytes: &mut [u8], deadline: Instant) -> std::io::Result<()> {
+    socket.set_read_timeout(Some(left(deadline)))?;
+    socket.read_exact(bytes)
 }
 
 /// Takes the answer to a hello.
 pub(super) fn read_answer(socket: &mut TcpStream, deadline: Instant) -> Result<(), String> {
-    let mut take = |bytes: &mut [u8]| {
-        socket.set_read_timeout(Some(left(deadline)))?;
-        socket.read_exact(bytes)
-    };
     let mut len = [0; 4];
-    take(&mut len).map_err(|error| format!("no answer to the hello: {error}"))?;
+    take(socket, &mut len, deadline).map_err(|error| format!("no answer to the hello: {error}"))?;
     let mut text = vec![0; (u32::from_le_bytes(len) as usize).min(MAX_REASON)];
     if text.is_empty() {
         return Ok(());
     }
-    take(&mut text).map_err(|error| format!("refused, but did not say why: {error}"))?;
+    take(socket, &mut text, deadline).map_err(|error| format!("refused, but did not say why: {error}"))?;
     Err(format!("refused: {}", String::from_utf8_lossy(&text)))
 }
 
@@ -99,6 +141,9 @@ pub(super) struct Door {
     pub(super) address: SocketAddr,
     /// Keeps strangers out.
     pub(super) token: [u8; TOKEN],
+    /// What whoever connects has to know, and show.
+    pub(super) secret: Option<JobSecret>,
+    strangers: Strangers,
 }
 
 /// What a hello deserves.
@@ -116,19 +161,18 @@ enum Verdict {
 
 impl Door {
     pub(super) fn open(setup: &Setup<'_>) -> Result<Door> {
-        let mut token = [0; TOKEN];
-        std::fs::File::open("/dev/urandom")
-            .and_then(|mut source| source.read_exact(&mut token))
-            .map_err(|error| Error::os("read /dev/urandom", error))?;
-        let ip = interface_address(None)?;
-        let expected = setup.pairs().count();
+        let (token, secret) = (random()?, setup.group.job_secret()?);
+        // An interface that was named is taken in any case.
+        let named = std::env::var_os(SOCKET_IFNAME).is_some_and(|name| !name.is_empty());
+        let ip = if setup.group.shares_host() && !named { loopback() } else { interface_address(None)? };
+        let strangers = Strangers::new("tcp transport", &setup.options.limits, setup.pairs().count());
         let open = || {
             let listener = TcpListener::bind((ip, 0))?;
             // All peers connect before any of them is accepted.
-            rustix::net::listen(&listener, i32::try_from(expected + STRANGERS).unwrap_or(i32::MAX))?;
+            rustix::net::listen(&listener, BACKLOG)?;
             listener.set_nonblocking(true)?;
             let address = listener.local_addr()?;
-            Ok(Door { listener, address, token })
+            Ok(Door { listener, address, token, secret: secret.clone(), strangers })
         };
         open().map_err(|error: std::io::Error| Error::os("listen", format!("{ip}: {error}")))
     }
@@ -139,13 +183,12 @@ impl Door {
 
     /// The connections of all peers' queues.
     pub(super) fn accept(
-        &self,
+        &mut self,
         setup: &Setup<'_>,
         deadline: Instant,
     ) -> Result<BTreeMap<(u32, u32), TcpStream>> {
         let expected = setup.pairs().count();
         let mut accepted = BTreeMap::new();
-        let mut pending: Vec<(TcpStream, Vec<u8>)> = Vec::new();
         while accepted.len() < expected {
             if Instant::now() >= deadline {
                 let missing: Vec<(u32, u32)> =
@@ -159,114 +202,133 @@ impl Door {
                 );
                 return Err(setup.ends(peer).error("connect", reason));
             }
-            for index in self.ready(&pending)?.into_iter().rev() {
-                let (socket, bytes) = &mut pending[index];
-                let verdict = match take_hello(socket, bytes) {
-                    Ok(()) => self.judge(setup, bytes, &accepted),
-                    Err(reason) => Verdict::Stranger(reason),
-                };
-                if matches!(verdict, Verdict::Incomplete) {
-                    continue;
-                }
-                let (mut socket, _) = pending.swap_remove(index);
-                match verdict {
-                    Verdict::Incomplete => {}
-                    Verdict::Welcome(queue, peer) => {
-                        let ready = socket.write_all(&[0; 4]).and_then(|()| socket.set_nonblocking(false));
-                        ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
-                        accepted.insert((queue, peer), socket);
-                    }
-                    Verdict::Stranger(reason) => {
-                        tracing::warn!("tcp transport: refused a connection: {reason}");
-                        let _ = socket.write_all(&refusal(&reason));
-                    }
-                    Verdict::Wrong(peer, reason) => {
-                        let _ = socket.write_all(&refusal(&reason));
-                        return Err(setup.ends(peer).error("connect", reason));
-                    }
-                }
+            let ready = self.strangers.wait_readable(&self.listener, LOOK);
+            let ready = ready.map_err(|error| Error::os("poll", error))?;
+            for id in ready.strangers {
+                self.greet(id, setup, &mut accepted)?;
             }
-            loop {
-                match self.listener.accept() {
-                    Ok((socket, _)) => {
-                        if socket.set_nonblocking(true).is_ok() {
-                            pending.push((socket, Vec::new()));
-                        }
-                        if pending.len() > expected + STRANGERS {
-                            // The one that has been silent for longest.
-                            pending.remove(0);
-                        }
-                    }
-                    Err(error) => match Errno::from_io_error(&error) {
-                        Some(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => break,
-                        _ => return Err(Error::os("accept", error)),
-                    },
+            while let Some(id) = self.strangers.overdue() {
+                self.look_last(id, setup, &mut accepted)?;
+            }
+            if !ready.listener {
+                continue;
+            }
+            for _ in 0..ACCEPT_SLICE {
+                match self.strangers.accept(&self.listener) {
+                    Next::Greet(id) => self.greet(id, setup, &mut accepted)?,
+                    Next::LastLook(id) => self.look_last(id, setup, &mut accepted)?,
+                    Next::Nobody => break,
                 }
             }
         }
         Ok(accepted)
     }
 
-    /// Waits a moment for any of the sockets; which of `pending` can be read, ascending.
-    fn ready(&self, pending: &[(TcpStream, Vec<u8>)]) -> Result<Vec<usize>> {
-        let sockets = pending.iter().map(|(socket, _)| socket.as_fd());
-        let mut polled: Vec<PollFd<'_>> = std::iter::once(self.listener.as_fd())
-            .chain(sockets)
-            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-            .collect();
-        wait_for(&mut polled, LOOK).map_err(|error| Error::os("poll", error))?;
-        let readable = polled[1..].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
-        Ok(readable.map(|(index, _)| index).collect())
+    /// Hears who a stranger is, and lets it in or tells it why not.
+    fn greet(
+        &mut self,
+        id: u64,
+        setup: &Setup<'_>,
+        accepted: &mut BTreeMap<(u32, u32), TcpStream>,
+    ) -> Result<()> {
+        let Some(stranger) = self.strangers.get_mut(id) else { return Ok(()) };
+        let length = HELLO + self.secret.as_ref().map_or(0, |_| OPENING + PROOF);
+        let mut answer = vec![0; 4];
+        let verdict = match stranger.read(length) {
+            Ok(_) => {
+                let proof = self.secret.as_ref().map(|secret| (secret, self.address));
+                judge(&self.token, proof, setup, &stranger.hello, accepted, &mut answer)
+            }
+            Err(reason) => Verdict::Stranger(reason),
+        };
+        if matches!(verdict, Verdict::Incomplete) {
+            return Ok(());
+        }
+        let Some(stranger) = self.strangers.take(id) else { return Ok(()) };
+        let mut socket = TcpStream::from(stranger.socket);
+        match verdict {
+            Verdict::Incomplete => {}
+            Verdict::Welcome(queue, peer) => {
+                let ready = socket.write_all(&answer).and_then(|()| socket.set_nonblocking(false));
+                ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
+                accepted.insert((queue, peer), socket);
+            }
+            Verdict::Stranger(reason) => {
+                let _ = socket.write_all(&refusal(&reason));
+                self.strangers.complain(&format!("refused a connection: {reason}"));
+            }
+            Verdict::Wrong(peer, reason) => {
+                let _ = socket.write_all(&refusal(&reason));
+                return Err(setup.ends(peer).error("connect", reason));
+            }
+        }
+        Ok(())
     }
 
-    fn judge(&self, setup: &Setup<'_>, bytes: &[u8], accepted: &BTreeMap<(u32, u32), TcpStream>) -> Verdict {
-        // The first words stay what they are in every version, however long its hello is.
-        if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
-            return Verdict::Stranger("no hello of epoxide's transport".into());
-        }
-        if bytes.len() >= 12 && word32(bytes, 8) != VERSION {
-            let theirs = word32(bytes, 8);
-            return Verdict::Stranger(format!("protocol version {theirs}; this rank has version {VERSION}"));
-        }
-        if bytes.len() < HELLO {
-            return Verdict::Incomplete;
-        }
-        if bytes[16..32] != self.token {
-            return Verdict::Stranger(
-                "wrong token: the connection is meant for another rank or group".into(),
-            );
-        }
-        let (phase, peer, queue, memory) =
-            (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
-        let own = setup.memory.bytes();
-        if phase != PHASE {
-            return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
-        }
-        if memory != own {
-            return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
-        }
-        if !setup.pairs().any(|pair| pair == (queue, peer)) || accepted.contains_key(&(queue, peer)) {
-            return Verdict::Wrong(
-                peer,
-                format!("queue {queue} of rank {peer} is not expected, or is there already"),
-            );
-        }
-        Verdict::Welcome(queue, peer)
+    /// Closes a stranger, unless its hello came in the meantime.
+    fn look_last(
+        &mut self,
+        id: u64,
+        setup: &Setup<'_>,
+        accepted: &mut BTreeMap<(u32, u32), TcpStream>,
+    ) -> Result<()> {
+        self.greet(id, setup, accepted)?;
+        self.strangers.close(id);
+        Ok(())
     }
 }
 
-/// Reads what there is of a hello. What is behind it stays in the socket.
-fn take_hello(socket: &mut TcpStream, bytes: &mut Vec<u8>) -> Result<(), String> {
-    let mut buffer = [0; HELLO];
-    match socket.read(&mut buffer[bytes.len()..]) {
-        Ok(0) => Err("closed before its hello".into()),
-        Ok(count) => {
-            bytes.extend_from_slice(&buffer[bytes.len()..][..count]);
-            Ok(())
-        }
-        Err(error) => match Errno::from_io_error(&error) {
-            Some(Errno::AGAIN | Errno::INTR) => Ok(()),
-            _ => Err(error.to_string()),
-        },
+/// What a hello deserves; a proof of this end's is added to the answer, where the job has a secret, which stands with the
+/// address that the connection came in at.
+fn judge(
+    token: &[u8; TOKEN],
+    secret: Option<(&JobSecret, SocketAddr)>,
+    setup: &Setup<'_>,
+    bytes: &[u8],
+    accepted: &BTreeMap<(u32, u32), TcpStream>,
+    answer: &mut Vec<u8>,
+) -> Verdict {
+    // The first words stay what they are in every version, however long its hello is.
+    if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
+        return Verdict::Stranger("no hello of epoxide's transport".into());
     }
+    if bytes.len() >= 12 && word32(bytes, 8) != VERSION {
+        let theirs = word32(bytes, 8);
+        return Verdict::Stranger(format!("protocol version {theirs}; this rank has version {VERSION}"));
+    }
+    if bytes.len() < HELLO {
+        return Verdict::Incomplete;
+    }
+    if bytes[16..32] != *token {
+        return Verdict::Stranger("wrong token: the connection is meant for another rank or group".into());
+    }
+    let (phase, peer, queue, memory) =
+        (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
+    if let Some((secret, address)) = secret {
+        let shown = bytes[HELLO..].split_first_chunk::<OPENING>();
+        let Some((opening, Some(proof))) = shown.map(|(opening, proof)| (opening, proof.first_chunk()))
+        else {
+            return Verdict::Incomplete;
+        };
+        let claims = claims(setup, peer, setup.group.rank(), queue, address);
+        let (responder, own) = Responder::known(secret, Purpose::Transport, &claims, opening, token);
+        if let Err(wrong) = responder.check(proof) {
+            return Verdict::Stranger(wrong.to_string());
+        }
+        answer.extend_from_slice(&own);
+    }
+    let own = setup.memory.bytes();
+    if phase != PHASE {
+        return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
+    }
+    if memory != own {
+        return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
+    }
+    if !setup.pairs().any(|pair| pair == (queue, peer)) || accepted.contains_key(&(queue, peer)) {
+        return Verdict::Wrong(
+            peer,
+            format!("queue {queue} of rank {peer} is not expected, or is there already"),
+        );
+    }
+    Verdict::Welcome(queue, peer)
 }

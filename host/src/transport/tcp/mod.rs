@@ -9,7 +9,7 @@ mod sender;
 mod tests;
 mod wait;
 
-use self::door::{Door, dial, read_answer};
+use self::door::{Door, dial};
 use self::receiver::Receivers;
 use self::sender::TcpQueue;
 use super::greeting;
@@ -22,25 +22,30 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
         greeting::check_arguments(setup).and_then(|()| WireHost::of(setup)).and_then(|_| Door::open(setup));
     let address = door.as_ref().map(Door::address).map_err(Error::clone);
     let all = greeting::meet(setup, address)?;
-    let door = door?;
+    let mut door = door?;
     let (links, receivers) =
-        greeting::agree(setup.group, setup.options.kind, make_links(setup, &door, &all))?;
+        greeting::agree(setup.group, setup.options.kind, make_links(setup, &mut door, &all))?;
     Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(receivers)] })
 }
 
-fn make_links(setup: &Setup<'_>, door: &Door, all: &[greeting::Greeting]) -> Result<(Vec<Link>, Receivers)> {
+fn make_links(
+    setup: &Setup<'_>,
+    door: &mut Door,
+    all: &[greeting::Greeting],
+) -> Result<(Vec<Link>, Receivers)> {
     let deadline = deadline(setup.timeout);
     // Connect, accept, and only then wait for answers: no rank waits for one that waits.
     let mut outgoing = Vec::new();
     for (queue, peer) in setup.pairs() {
         let address = all.get(peer as usize).and_then(|greeting| greeting.address.as_deref().ok());
-        outgoing.push((queue, peer, dial(setup, address.unwrap_or_default(), queue, peer, deadline)?));
+        let (address, secret) = (address.unwrap_or_default(), door.secret.as_ref());
+        outgoing.push((queue, peer, dial(setup, address, secret, queue, peer, deadline)?));
     }
     let incoming = door.accept(setup, deadline)?;
     let mut links = Vec::new();
-    for (index, peer, mut socket) in outgoing {
+    for (index, peer, dialed) in outgoing {
         let ends = setup.ends(peer);
-        read_answer(&mut socket, deadline).map_err(|reason| ends.error("connect", reason))?;
+        let socket = dialed.answered(deadline).map_err(|reason| ends.error("connect", reason))?;
         links.push(Link { peer, index, queue: Box::new(TcpQueue::new(setup, ends, socket)?) });
     }
     Ok((links, Receivers::start(setup, incoming)?))

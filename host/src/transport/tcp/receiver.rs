@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -14,7 +15,7 @@ use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
-use crate::transport::setup::{LinkEnds, Setup, WireHost, store_counter};
+use crate::transport::setup::{JOIN, LinkEnds, Setup, WireHost, deadline, store_counter};
 
 /// All receiving ends of a rank.
 #[derive(Debug)]
@@ -67,8 +68,20 @@ impl Receiving for Receivers {
             // Ends the reader's wait.
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
+        let until = deadline(JOIN);
         for (_, thread) in self.readers.drain(..) {
-            let _ = thread.join();
+            while !thread.is_finished() && Instant::now() < until {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            if thread.is_finished() {
+                let _ = thread.join();
+            } else {
+                // It keeps the wire memory that it writes to, and its socket.
+                let name = thread.thread().name().unwrap_or_default();
+                tracing::error!(
+                    "left behind: the receiver {name:?} is in recv {JOIN:?} after its socket was shut down"
+                );
+            }
         }
     }
 }

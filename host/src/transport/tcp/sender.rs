@@ -86,9 +86,12 @@ impl TcpQueue {
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
             message.msg_iov = rest.as_mut_ptr().cast();
             message.msg_iovlen = rest.len() as _;
-            // SAFETY: `Bytes` is laid out like an iovec, and the caller vouches for what they point to. The kernel reads
-            // through the addresses, so that what a device writes at the same time makes for stale bytes, nothing worse.
-            let sent = unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+            let send = || {
+                // SAFETY: `Bytes` is laid out like an iovec, and the caller vouches for what they point to. The kernel reads through the
+                // addresses, so that what a device writes at the same time makes for stale bytes, nothing worse.
+                unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) }
+            };
+            let sent = self.interrupt.during(&"sendmsg", send);
             if sent >= 0 {
                 let mut sent = sent as usize;
                 while let Some(piece) = pieces.get_mut(first) {

@@ -1,19 +1,24 @@
 //! One rank, with the test in the place of its peer.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::door::{TOKEN, hello};
+use super::door::{HELLO, TOKEN, hello, read_answer};
 use super::frame::{header, word64};
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
+use crate::group::ConnectionLimits;
 use crate::group::launch::run_threads;
+use crate::group::secret::{Initiator, OPENING, PROOF, Purpose};
+use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions};
 use crate::transport::greeting::{PHASE, VERSION};
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
@@ -49,7 +54,7 @@ fn read_to_end(socket: &mut TcpStream) -> String {
 #[test]
 fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
     alone(SOON, |setup| {
-        let door = Door::open(setup).unwrap();
+        let mut door = Door::open(setup).unwrap();
         let address = door.address;
         let token = door.token;
         let good = hello(VERSION, PHASE, &token, 1, 0, BYTES);
@@ -64,7 +69,10 @@ fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
                 assert!(refused(&[0xee; 64]).contains("no hello of epoxide's"));
                 assert!(refused(b"GET / HTTP/1.1\r\n\r\n").contains("no hello of epoxide's"));
                 let old = refused(&hello(9, PHASE, &token, 1, 0, BYTES)[..12]);
-                assert!(old.contains("protocol version 9; this rank has version 1"), "{old}");
+                assert!(
+                    old.contains(&format!("protocol version 9; this rank has version {VERSION}")),
+                    "{old}"
+                );
                 let token = [7; TOKEN];
                 assert!(refused(&hello(VERSION, PHASE, &token, 1, 0, BYTES)).contains("wrong token"));
                 drop(TcpStream::connect(address).unwrap());
@@ -82,6 +90,163 @@ fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
     });
 }
 
+/// Rank 0 of 2 of a job with a secret, which is `alone` but for that.
+fn alone_with_a_secret(test: impl Fn(&Setup<'_>)) {
+    let secret = Some(JobSecret::new(&"s".repeat(32)).unwrap());
+    let store = Arc::new(HashStore::new());
+    let options = MeshOptions { secret, ..MeshOptions::default() };
+    let group = MeshGroup::new(store, 0, 2, "alone", options).unwrap();
+    let device = VirtualGpu::new(VirtConfig::default());
+    let memory = Memory::alloc(&device, BYTES, MemoryKind::SharedHost, "wire").unwrap().into();
+    let options = TransportOptions { queues_per_peer: 1, ..TransportOptions::new(TransportKind::Tcp) };
+    test(&Setup { options: &options, memory: &memory, group: &group, peers: &[1], timeout: SOON });
+}
+
+#[test]
+fn who_has_the_token_and_not_the_secret_is_not_let_in() {
+    alone_with_a_secret(|setup| {
+        let (mut first, mut second) = (Door::open(setup).unwrap(), Door::open(setup).unwrap());
+        let claims = |to: &Door| super::door::claims(setup, 1, 0, 0, to.address);
+        let call = |door: &Door, secret: &JobSecret, claims: Vec<u8>| {
+            let initiator = Initiator::new(secret, Purpose::Transport, claims).unwrap();
+            let proof = initiator.proof(&door.token);
+            let hello = hello(VERSION, PHASE, &door.token, 1, 0, BYTES);
+            (initiator.opening(), [&hello, initiator.opening().as_slice(), &proof].concat(), initiator)
+        };
+        let secret = first.secret.clone().unwrap();
+        let other = JobSecret::new(&"o".repeat(32)).unwrap();
+        let (_, stranger, _) = call(&first, &other, claims(&first));
+        let (opening, good, initiator) = call(&first, &secret, claims(&first));
+        // What was overheard at one door, at another: with its own token in place of the first's.
+        let mut replayed = good.clone();
+        replayed[16..32].copy_from_slice(&second.token);
+        let connect = |door: &Door, bytes: &[u8]| {
+            let mut socket = TcpStream::connect(door.address).unwrap();
+            socket.write_all(bytes).unwrap();
+            socket
+        };
+        let silent = connect(&first, &hello(VERSION, PHASE, &first.token, 1, 0, BYTES));
+        let mut refused = [connect(&first, &stranger), connect(&second, &replayed)];
+        let mut friend = connect(&first, &good);
+        assert!(first.accept(setup, deadline(SOON)).unwrap().keys().eq(&[(0, 1)]));
+        assert!(
+            second.accept(setup, deadline(Duration::from_millis(200))).is_err(),
+            "a replay opens nothing"
+        );
+        for socket in &mut refused {
+            let said = read_to_end(socket);
+            assert!(said.contains("does not know this job's secret"), "{said}");
+        }
+        drop(silent);
+        // The rank that was called shows that it knows the secret, too, with a proof of its own.
+        read_answer(&mut friend, deadline(SOON)).unwrap();
+        let mut proof = [0; PROOF];
+        friend.read_exact(&mut proof).unwrap();
+        initiator.check(&first.token, &proof).unwrap();
+        assert_ne!(proof, initiator.proof(&first.token));
+        assert_ne!(opening, proof);
+    });
+}
+
+#[test]
+fn who_answers_without_the_secret_gets_no_frames() {
+    alone_with_a_secret(|setup| {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("{:032x}@{}", 7, listener.local_addr().unwrap());
+        let secret = setup.group.job_secret().unwrap();
+        let dialed = dial(setup, &address, secret.as_ref(), 0, 1, deadline(SOON)).unwrap();
+        let (mut impostor, _) = listener.accept().unwrap();
+        let mut hello = [0; HELLO + OPENING + PROOF];
+        impostor.read_exact(&mut hello).unwrap();
+        // Let in, with the proof that it got.
+        impostor.write_all(&[&[0; 4], &hello[HELLO + OPENING..]].concat()).unwrap();
+        let error = dialed.answered(deadline(SOON)).unwrap_err();
+        assert!(error.contains("does not know this job's secret"), "{error}");
+    });
+}
+
+#[test]
+fn ranks_of_one_host_listen_at_loopback() {
+    alone(SOON, |setup| {
+        assert!(setup.group.shares_host());
+        assert!(Door::open(setup).unwrap().address.ip().is_loopback());
+    });
+}
+
+#[test]
+fn the_oldest_of_the_silent_makes_room_whoever_was_refused_before() {
+    alone(SOON, |setup| {
+        let limits = ConnectionLimits { strangers: 3, ..ConnectionLimits::default() };
+        let options = TransportOptions { limits, ..setup.options.clone() };
+        let setup = Setup { options: &options, ..*setup };
+        let mut door = Door::open(&setup).unwrap();
+        let (address, good) = (door.address, hello(VERSION, PHASE, &door.token, 1, 0, BYTES));
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let connect = || TcpStream::connect(address).unwrap();
+                let mut all: Vec<_> = (0..4).map(|_| connect()).collect();
+                all[0].write_all(&[0xee; HELLO]).unwrap();
+                assert!(read_to_end(&mut all[0]).contains("no hello"));
+                all.push(connect());
+                std::thread::sleep(Duration::from_millis(200));
+                // One too many: of 1, 2, 3 and 4 the first has to go.
+                let mut friend = connect();
+                assert_eq!(read_to_end(&mut all[1]), "");
+                for silent in &all[2..] {
+                    silent.set_nonblocking(true).unwrap();
+                    let error = (&*silent).read(&mut [0]).unwrap_err();
+                    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+                }
+                friend.write_all(&good).unwrap();
+                read_answer(&mut friend, deadline(SOON)).unwrap();
+            });
+            let accepted = door.accept(&setup, deadline(SOON)).unwrap();
+            assert!(accepted.keys().eq(&[(0, 1)]));
+        });
+    });
+}
+
+/// Makes `silent_connections_do_not_use_up_the_descriptors` the process that is attacked.
+const ATTACKED: &str = "EPOXIDE_TEST_ATTACKED";
+
+#[test]
+fn silent_connections_do_not_use_up_the_descriptors() {
+    if std::env::var_os(ATTACKED).is_some() {
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(256), ..limit }).unwrap();
+        return alone(SOON * 3, |setup| {
+            let mut door = Door::open(setup).unwrap();
+            let (address, good) = (door.address, hello(VERSION, PHASE, &door.token, 1, 0, BYTES));
+            eprintln!("door at {address}");
+            std::io::stdin().read_exact(&mut [0]).unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    let mut friend = TcpStream::connect(address).unwrap();
+                    friend.write_all(&good).unwrap();
+                    read_answer(&mut friend, deadline(SOON)).unwrap();
+                });
+                assert_eq!(door.accept(setup, deadline(SOON)).unwrap().len(), 1);
+            });
+        });
+    }
+    let path = "transport::tcp::tests::silent_connections_do_not_use_up_the_descriptors";
+    let mut attacked = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", path, "--nocapture"])
+        .env(ATTACKED, "1")
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(attacked.stderr.take().unwrap()).lines().map(|line| line.unwrap());
+    let address = lines.find_map(|line| line.strip_prefix("door at ").map(str::to_owned)).unwrap();
+    let silent: Vec<_> =
+        (0..300).map(|_| TcpStream::connect_timeout(&address.parse().unwrap(), SOON)).collect();
+    attacked.stdin.take().unwrap().write_all(b"g").unwrap();
+    let rest: Vec<String> = lines.collect();
+    assert!(attacked.wait().unwrap().success(), "{rest:?}");
+    drop(silent);
+}
+
 #[test]
 fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
     alone(SOON, |setup| {
@@ -90,7 +255,7 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             (PHASE, 0, 8, "wire memory of 8 bytes; this rank has 1048576"),
             (PHASE, 5, BYTES, "queue 5 of rank 1 is not expected"),
         ] {
-            let door = Door::open(setup).unwrap();
+            let mut door = Door::open(setup).unwrap();
             let mut socket = TcpStream::connect(door.address).unwrap();
             socket.write_all(&hello(VERSION, phase, &door.token, 1, queue, memory)).unwrap();
             let error = door.accept(setup, deadline(SOON)).unwrap_err().to_string();
@@ -98,7 +263,7 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
             assert!(answer.starts_with("refused: ") && answer.contains(expected), "{answer}");
         }
-        let door = Door::open(setup).unwrap();
+        let mut door = Door::open(setup).unwrap();
         let error = door.accept(setup, deadline(Duration::from_millis(50))).unwrap_err().to_string();
         assert!(error.contains("with rank 1") && error.contains("did not connect within"), "{error}");
     });

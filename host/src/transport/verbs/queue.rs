@@ -99,7 +99,8 @@ impl VerbsQueue {
         let id = last.id;
         self.wait(deadline, |queue| id - queue.retired <= queue.depth)?;
         let operation = format!("put #{} to rank {}", self.puts_posted, self.ends.peer);
-        self.end.post(&chain, &operation).map_err(|error| self.fail(error))?;
+        let post = || self.end.post(&chain, &operation);
+        self.interrupt.during(&"ibv_post_send", post).map_err(|error| self.fail(error))?;
         self.posted = id;
         self.marks.push_back((id, self.puts_posted));
         chain.clear();
@@ -109,7 +110,8 @@ impl VerbsQueue {
 
     /// Takes completions.
     fn poll(&mut self) -> Result<()> {
-        let completions = self.end.poll().map_err(|error| self.fail(error))?;
+        let completions =
+            self.interrupt.during(&"ibv_poll_cq", || self.end.poll()).map_err(|error| self.fail(error))?;
         for completion in completions {
             // The first to fail is the cause; those behind it are flushed.
             if let Some((status, vendor)) = completion.error {

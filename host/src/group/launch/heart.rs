@@ -1,0 +1,133 @@
+//! The signs of life of several nodes' launchers: each gives its own, and looks for those that it depends on.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::group::{Store, TcpStore};
+
+/// Signs in the time after which a launcher counts as lost: one that is late, or a store that is slow, is no loss.
+const SIGNS: u32 = 8;
+/// Signs are no further apart than this, however long that time is.
+const SLOWEST: Duration = Duration::from_secs(1);
+
+/// The nodes whose launchers are lost, and why they count as that.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Losses(Arc<Mutex<BTreeMap<u32, String>>>);
+
+impl Losses {
+    /// Notes that a launcher is lost. Returns why it counts as that: the first reason stays.
+    pub fn note(&self, node: u32, why: String) -> String {
+        self.lock().entry(node).or_insert(why).clone()
+    }
+
+    /// Why this node's launcher counts as lost, if it does.
+    pub fn of(&self, node: u32) -> Option<String> {
+        self.lock().get(&node).cloned()
+    }
+
+    /// All that are lost now.
+    pub fn all(&self) -> impl Iterator<Item = (u32, String)> + use<> {
+        self.lock().clone().into_iter()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, String>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A thread that gives signs of life. The first node's looks for all others, the others' for the first: the first tells them of each other.
+///
+/// It is a thread of its own because the launcher's may be held up for longer than a sign may be late: by a rank's executable that takes
+/// its time to load, or by whoever reads the output.
+#[derive(Debug)]
+pub(super) struct Heart {
+    /// Dropped to end the thread.
+    beats: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The key that a launcher counts its signs at.
+pub(super) fn key(node: u32) -> String {
+    format!("epoxide-launch.sign.{node}")
+}
+
+impl Heart {
+    /// Starts to give signs and to look for them. Every node must have given one before any begins to look, and the store must not take
+    /// longer for an answer than `silence`.
+    pub fn start(
+        store: Arc<TcpStore>,
+        node: u32,
+        nodes: u32,
+        silence: Duration,
+        losses: Losses,
+    ) -> Result<Heart> {
+        let (beats, ended) = channel();
+        let others = if node == 0 { (1..nodes).collect() } else { vec![0] };
+        let signs = Signs { store, node, others, silence, seen: BTreeMap::new(), losses };
+        let thread =
+            std::thread::Builder::new().name("epoxide-signs".to_owned()).spawn(move || signs.run(&ended));
+        let thread = thread.map_err(|error| Error::os("spawn thread", error))?;
+        Ok(Heart { beats: Some(beats), thread: Some(thread) })
+    }
+}
+
+impl Drop for Heart {
+    fn drop(&mut self) {
+        drop(self.beats.take());
+        if let Some(thread) = self.thread.take() {
+            // It is between two signs, or in a call of the store, which ends within the store's own time.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the thread works on.
+struct Signs {
+    store: Arc<TcpStore>,
+    node: u32,
+    others: Vec<u32>,
+    silence: Duration,
+    /// The last sign of each, and when it was first seen.
+    seen: BTreeMap<u32, (Vec<u8>, Instant)>,
+    losses: Losses,
+}
+
+impl Signs {
+    fn run(mut self, ended: &Receiver<()>) {
+        let pause = (self.silence / SIGNS).min(SLOWEST);
+        loop {
+            if let Err(error) = self.look() {
+                // The store is the first node's, so nothing can be learnt of anybody else either.
+                self.losses.note(0, format!("does not answer: {error}"));
+                return;
+            }
+            if ended.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+                return;
+            }
+        }
+    }
+
+    /// Gives a sign, then looks for those of the others. This order, so that a launcher that was itself stopped does not take what it had
+    /// seen before for the others' silence: what it reads is as new as its own sign.
+    fn look(&mut self) -> Result<()> {
+        self.store.add(&key(self.node), 1)?;
+        let keys: Vec<String> = self.others.iter().map(|node| key(*node)).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let signs = self.store.multi_get(&keys, Duration::ZERO)?;
+        let now = Instant::now();
+        for (node, sign) in self.others.iter().zip(signs) {
+            let (last, since) = self.seen.entry(*node).or_insert_with(|| (sign.clone(), now));
+            if *last != sign {
+                (*last, *since) = (sign, now);
+            } else if now.duration_since(*since) >= self.silence {
+                let why = format!("has given no sign of life for {:?}", self.silence);
+                self.losses.note(*node, why);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,478 @@
+//! The secret that the processes of a job share, and how two of them show each other that they know it.
+//!
+//! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output: whoever owns a socket
+//! carries the bytes. The one that connects sends an *opening*, its nonce; the other answers with a *reply*, its own nonce
+//! and its proof; the first then sends its own *proof*. Where the other's nonce is known beforehand the proof goes with the
+//! opening, and one message each way is enough. A proof is the HMAC-SHA256 of all that was said, and of:
+//! - who proves, so that no proof can be sent back to where it came from;
+//! - what the connection is for ([`Purpose`]), so that none is of use at another door;
+//! - both nonces, which are new for each connection, so that none is of use a second time;
+//! - what the two claim to be, such as ranks and the address that was called, so that none vouches for anything else.
+
+use std::fmt;
+use std::fs::OpenOptions;
+use std::io::Read;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use hmac_sha256::HMAC;
+
+use super::env::{Lookup, environment};
+use crate::error::{Error, Result};
+
+/// Variable with the job's secret: at least 32 characters, such as `openssl rand -hex 32` writes, the same for all
+/// processes of the job. `epoxide launch` gives it to the ranks.
+pub const JOB_SECRET: &str = "EPOXIDE_JOB_SECRET";
+/// Variable with the path of a file that holds the job's secret, of this user and closed to all others (mode 0600).
+/// [`JOB_SECRET`] goes before it.
+pub const JOB_SECRET_FILE: &str = "EPOXIDE_JOB_SECRET_FILE";
+
+/// Shortest secret, in bytes. Whoever connects gets a proof to try guesses on.
+const SHORTEST: usize = 32;
+/// Longest secret; a longer file is something else.
+const LONGEST: usize = 4096;
+
+/// Bytes that nobody can guess.
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(count) => filled += count,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(Error::os("getrandom", error)),
+        }
+    }
+    Ok(bytes)
+}
+
+/// Bytes as text.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What the processes of a job know and nobody else does. With it, ranks and stores let in only whoever knows it too.
+///
+/// It travels in the environment or in a file, never in an argument, which all users of a host can read; nothing here
+/// prints it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct JobSecret(Arc<str>);
+
+impl fmt::Debug for JobSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JobSecret(..)")
+    }
+}
+
+impl JobSecret {
+    /// The secret `text`, without white space around it.
+    ///
+    /// # Errors
+    /// Where it has fewer than 32 bytes, or more than 4096.
+    pub fn new(text: &str) -> Result<JobSecret> {
+        JobSecret::named(JOB_SECRET, text)
+    }
+
+    fn named(source: &'static str, text: &str) -> Result<JobSecret> {
+        let text = text.trim();
+        let length = text.len();
+        if !(SHORTEST..=LONGEST).contains(&length) || text.contains('\0') {
+            return Err(Error::argument(
+                source,
+                format!("{length} bytes, not shown"),
+                format!(
+                    "a job's secret has {SHORTEST} to {LONGEST} bytes and none of them is zero; \
+                     `openssl rand -hex 32` makes one"
+                ),
+            ));
+        }
+        Ok(JobSecret(text.into()))
+    }
+
+    /// A new secret: 256 random bits.
+    ///
+    /// # Errors
+    /// Where the system has no random numbers.
+    pub fn generate() -> Result<JobSecret> {
+        Ok(JobSecret(hex(&random::<32>()?).into()))
+    }
+
+    /// The secret in a file.
+    ///
+    /// # Errors
+    /// Where the file cannot be read, is another user's, may be read or written by others, or holds no secret.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<JobSecret> {
+        let path = path.as_ref();
+        let fail = |rule: String| Err(Error::argument(JOB_SECRET_FILE, path.display(), rule));
+        // Without waiting for the other end, should it be a pipe.
+        let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+        let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
+        // Looked at once it is open, so that it is this file that is read.
+        let (mut file, metadata) = match opened.and_then(|file| file.metadata().map(|data| (file, data))) {
+            Ok(opened) => opened,
+            Err(error) => return fail(format!("cannot be read: {error}")),
+        };
+        if !metadata.is_file() {
+            return fail("must be a file".to_owned());
+        }
+        let (owner, user) = (metadata.uid(), rustix::process::geteuid().as_raw());
+        if owner != user {
+            return fail(format!(
+                "is user {owner}'s, and must be that of user {user}, who runs this; `chown` it"
+            ));
+        }
+        let mode = metadata.mode() & 0o7777;
+        if mode & 0o077 != 0 {
+            return fail(format!("other users may use it (mode {mode:04o}); `chmod 600` it"));
+        }
+        let mut text = String::new();
+        match file.by_ref().take(LONGEST as u64 + 2).read_to_string(&mut text) {
+            Ok(_) => JobSecret::named(JOB_SECRET_FILE, &text),
+            Err(error) => fail(format!("cannot be read as text: {error}")),
+        }
+    }
+
+    /// The secret that the environment has, in [`JOB_SECRET`] or in the file that [`JOB_SECRET_FILE`] names, if any.
+    ///
+    /// # Errors
+    /// Where one of them is set and is no secret; see [`JobSecret::new`] and [`JobSecret::from_file`].
+    pub fn from_env() -> Result<Option<JobSecret>> {
+        JobSecret::from_variables(&environment)
+    }
+
+    pub(crate) fn from_variables(variable: Lookup<'_>) -> Result<Option<JobSecret>> {
+        match (variable(JOB_SECRET), variable(JOB_SECRET_FILE)) {
+            (Some(text), _) => JobSecret::new(&text).map(Some),
+            (None, Some(path)) => JobSecret::from_file(path).map(Some),
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// Gives it to a process that is to be started, and to nobody else.
+    #[doc(hidden)]
+    pub fn give_to(&self, command: &mut std::process::Command) {
+        command.env(JOB_SECRET, &*self.0).env_remove(JOB_SECRET_FILE);
+    }
+
+    /// The proof of one side; the nonces are the initiator's and the responder's.
+    fn prove(&self, side: Side, purpose: Purpose, claims: &[u8], nonces: [&[u8]; 2]) -> HMAC {
+        let mut proof = HMAC::new(self.0.as_bytes());
+        proof.update(b"epoxide challenge 1");
+        proof.update([side as u8, purpose as u8]);
+        // All that varies in length comes behind its length, so that no two conversations give the same bytes.
+        for part in [nonces[0], nonces[1], claims] {
+            proof.update((part.len() as u64).to_le_bytes());
+            proof.update(part);
+        }
+        proof
+    }
+}
+
+/// What a connection is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Purpose {
+    Store = 1,
+    Mesh = 2,
+    Transport = 3,
+    Descriptors = 4,
+}
+
+/// Who proves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+enum Side {
+    Initiator = 1,
+    Responder = 2,
+}
+
+/// Bytes of an opening: a nonce.
+pub(crate) const OPENING: usize = 32;
+/// Bytes of a proof.
+pub(crate) const PROOF: usize = 32;
+/// Bytes of a reply: a nonce and a proof.
+pub(crate) const REPLY: usize = OPENING + PROOF;
+
+type Nonce = [u8; OPENING];
+
+/// The other side does not know the secret.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct WrongSecret;
+
+impl fmt::Display for WrongSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "the other side does not know this job's secret; give all processes of the job the same {JOB_SECRET} or \
+             {JOB_SECRET_FILE}"
+        )
+    }
+}
+
+/// The side that connects.
+pub(crate) struct Initiator {
+    secret: JobSecret,
+    purpose: Purpose,
+    claims: Vec<u8>,
+    nonce: Nonce,
+}
+
+impl fmt::Debug for Initiator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Initiator").field("purpose", &self.purpose).finish_non_exhaustive()
+    }
+}
+
+impl Initiator {
+    /// Begins a challenge. `claims` is what both sides take to be so.
+    pub(crate) fn new(secret: &JobSecret, purpose: Purpose, claims: Vec<u8>) -> Result<Initiator> {
+        Ok(Initiator { secret: secret.clone(), purpose, claims, nonce: random()? })
+    }
+
+    /// What to send first.
+    pub(crate) fn opening(&self) -> [u8; OPENING] {
+        self.nonce
+    }
+
+    /// Takes the reply; what to send then. From here on the other side is known to be of this job.
+    pub(crate) fn answer(&self, reply: &[u8; REPLY]) -> Result<[u8; PROOF], WrongSecret> {
+        let (theirs, proof) = halves(reply);
+        self.check(&theirs, &proof)?;
+        Ok(self.proof(&theirs))
+    }
+
+    /// The proof for a responder whose nonce is known beforehand, and as new as the connection: it goes with the opening.
+    pub(crate) fn proof(&self, theirs: &[u8]) -> [u8; PROOF] {
+        self.prove(Side::Initiator, theirs).finalize()
+    }
+
+    /// Takes the proof of a responder whose nonce is known beforehand.
+    pub(crate) fn check(&self, theirs: &[u8], proof: &[u8; PROOF]) -> Result<(), WrongSecret> {
+        match self.prove(Side::Responder, theirs).finalize_verify(proof) {
+            true => Ok(()),
+            false => Err(WrongSecret),
+        }
+    }
+
+    fn prove(&self, side: Side, theirs: &[u8]) -> HMAC {
+        self.secret.prove(side, self.purpose, &self.claims, [&self.nonce, theirs])
+    }
+}
+
+/// The side that was connected to.
+pub(crate) struct Responder {
+    /// What the other side is to send.
+    expected: HMAC,
+}
+
+impl fmt::Debug for Responder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Responder(..)")
+    }
+}
+
+impl Responder {
+    /// Answers an opening: what to send, and what then waits for the other side's proof.
+    pub(crate) fn new(
+        secret: &JobSecret,
+        purpose: Purpose,
+        claims: &[u8],
+        opening: &[u8; OPENING],
+    ) -> Result<(Responder, [u8; REPLY])> {
+        let nonce: Nonce = random()?;
+        let (responder, proof) = Responder::known(secret, purpose, claims, opening, &nonce);
+        let mut reply = [0; REPLY];
+        reply[..OPENING].copy_from_slice(&nonce);
+        reply[OPENING..].copy_from_slice(&proof);
+        Ok((responder, reply))
+    }
+
+    /// With a nonce that the other side knows beforehand, and that is as new as the connection: the proof to send, and what
+    /// waits for the other's.
+    pub(crate) fn known(
+        secret: &JobSecret,
+        purpose: Purpose,
+        claims: &[u8],
+        opening: &[u8; OPENING],
+        nonce: &[u8],
+    ) -> (Responder, [u8; PROOF]) {
+        let prove = |side| secret.prove(side, purpose, claims, [opening, nonce]);
+        (Responder { expected: prove(Side::Initiator) }, prove(Side::Responder).finalize())
+    }
+
+    /// Takes the proof. From here on the other side is known to be of this job.
+    pub(crate) fn check(self, proof: &[u8; PROOF]) -> Result<(), WrongSecret> {
+        // In the same time whatever is wrong with it.
+        if self.expected.finalize_verify(proof) { Ok(()) } else { Err(WrongSecret) }
+    }
+}
+
+fn halves(reply: &[u8; REPLY]) -> (Nonce, [u8; PROOF]) {
+    let (mut nonce, mut proof) = ([0; OPENING], [0; PROOF]);
+    nonce.copy_from_slice(&reply[..OPENING]);
+    proof.copy_from_slice(&reply[OPENING..]);
+    (nonce, proof)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const PURPOSES: [Purpose; 4] = [Purpose::Store, Purpose::Mesh, Purpose::Transport, Purpose::Descriptors];
+
+    fn secret(byte: u8) -> JobSecret {
+        JobSecret::new(&char::from(b'a' + byte).to_string().repeat(40)).unwrap()
+    }
+
+    #[test]
+    fn it_is_never_printed() {
+        let secret = JobSecret::new("correct horse battery staple, and more of it").unwrap();
+        let initiator = Initiator::new(&secret, Purpose::Mesh, Vec::new()).unwrap();
+        let (responder, _) = Responder::new(&secret, Purpose::Mesh, b"", &initiator.opening()).unwrap();
+        let printed = format!("{secret:?} {initiator:?} {responder:?} {:#?}", Some(&secret));
+        assert!(!printed.contains("horse") && printed.contains("JobSecret(..)"), "{printed}");
+        let error = JobSecret::new("short horse").unwrap_err().to_string();
+        assert!(
+            !error.contains("horse") && error.contains("11 bytes") && error.contains("openssl"),
+            "{error}"
+        );
+        assert_ne!(JobSecret::generate().unwrap(), JobSecret::generate().unwrap());
+    }
+
+    #[test]
+    fn files_must_be_closed_to_others() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("secret");
+        let text = "0123456789abcdef0123456789abcdef";
+        std::fs::write(&path, format!("{text}\n")).unwrap();
+        let chmod = |mode| std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        for mode in [0o600, 0o400] {
+            chmod(mode);
+            assert_eq!(JobSecret::from_file(&path).unwrap(), JobSecret::new(text).unwrap());
+        }
+        for mode in [0o644, 0o640, 0o604, 0o620] {
+            chmod(mode);
+            let error = JobSecret::from_file(&path).unwrap_err().to_string();
+            assert!(error.contains("chmod 600"), "{mode:o}: {error}");
+        }
+        chmod(0o600);
+        std::fs::write(&path, "too short").unwrap();
+        assert!(JobSecret::from_file(&path).unwrap_err().to_string().contains("9 bytes, not shown"));
+        assert!(JobSecret::from_file(directory.path()).unwrap_err().to_string().contains("must be a file"));
+        let missing = JobSecret::from_file(directory.path().join("none")).unwrap_err().to_string();
+        assert!(missing.contains("cannot be read"), "{missing}");
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(&path, Some(65534), None).unwrap();
+            let error = JobSecret::from_file(&path).unwrap_err().to_string();
+            assert!(error.contains("user 65534's") && error.contains("chown"), "{error}");
+        } else {
+            eprintln!("not root: a file of another user is not tried");
+        }
+    }
+
+    #[test]
+    fn the_environment_goes_before_the_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("secret");
+        std::fs::write(&path, "f".repeat(32)).unwrap();
+        std::fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        let text = |character: &str| character.repeat(32);
+        let look = |variables: &[(&str, String)]| {
+            let find =
+                |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.clone());
+            JobSecret::from_variables(&find)
+        };
+        let file = (JOB_SECRET_FILE, path.to_str().unwrap().to_owned());
+        assert_eq!(look(&[]).unwrap(), None);
+        assert_eq!(look(std::slice::from_ref(&file)).unwrap().unwrap(), JobSecret::new(&text("f")).unwrap());
+        let both = [file, (JOB_SECRET, text("e"))];
+        assert_eq!(look(&both).unwrap().unwrap(), JobSecret::new(&text("e")).unwrap());
+        assert!(look(&[(JOB_SECRET, "x".to_owned())]).is_err(), "never taken for none");
+    }
+
+    #[test]
+    fn a_proof_that_is_sent_back_or_sent_again_is_refused() {
+        let secret = secret(0);
+        let initiator = Initiator::new(&secret, Purpose::Mesh, b"1 to 0".to_vec()).unwrap();
+        let opening = initiator.opening();
+        let (responder, reply) = Responder::new(&secret, Purpose::Mesh, b"1 to 0", &opening).unwrap();
+        let (_, theirs) = halves(&reply);
+        // Sent back: the responder's own proof is none of an initiator's.
+        assert_eq!(responder.check(&theirs), Err(WrongSecret));
+        let proof = initiator.answer(&reply).unwrap();
+        // Sent again: the same opening and proof at another connection, whose nonce is another.
+        let (again, other) = Responder::new(&secret, Purpose::Mesh, b"1 to 0", &opening).unwrap();
+        assert_ne!(other, reply);
+        assert_eq!(again.check(&proof), Err(WrongSecret));
+        // An old reply to a new opening.
+        let initiator = Initiator::new(&secret, Purpose::Mesh, b"1 to 0".to_vec()).unwrap();
+        assert_eq!(initiator.answer(&reply), Err(WrongSecret));
+        // A stranger that echoes what it gets has no proof of a responder.
+        let initiator = Initiator::new(&secret, Purpose::Mesh, Vec::new()).unwrap();
+        let mut echo = [0; REPLY];
+        echo[..OPENING].copy_from_slice(&initiator.opening());
+        assert_eq!(initiator.answer(&echo), Err(WrongSecret));
+    }
+
+    #[test]
+    fn with_a_nonce_that_is_known_one_message_each_way_is_enough() {
+        let secret = secret(0);
+        let initiator = Initiator::new(&secret, Purpose::Transport, b"1 to 0".to_vec()).unwrap();
+        let known = |secret, nonce: &[u8]| {
+            Responder::known(secret, Purpose::Transport, b"1 to 0", &initiator.opening(), nonce)
+        };
+        let (responder, theirs) = known(&secret, b"nonce");
+        assert_eq!(responder.check(&initiator.proof(b"nonce")), Ok(()));
+        assert_eq!(initiator.check(b"nonce", &theirs), Ok(()));
+        // At another door, and with another secret.
+        assert_eq!(known(&secret, b"other").0.check(&initiator.proof(b"nonce")), Err(WrongSecret));
+        let other = JobSecret::new(&"o".repeat(32)).unwrap();
+        let (responder, theirs) = known(&other, b"nonce");
+        assert_eq!(responder.check(&initiator.proof(b"nonce")), Err(WrongSecret));
+        assert_eq!(initiator.check(b"nonce", &theirs), Err(WrongSecret));
+        // The proofs of the two sides are none of each other.
+        let (responder, theirs) = known(&secret, b"nonce");
+        assert_eq!(responder.check(&theirs), Err(WrongSecret));
+        assert_eq!(initiator.check(b"nonce", &initiator.proof(b"nonce")), Err(WrongSecret));
+    }
+
+    proptest! {
+        /// Both sides succeed exactly where secret, purpose and claims are the same and no bit was changed on the way.
+        #[test]
+        fn both_sides_succeed_exactly_where_all_is_the_same(
+            secrets in (0u8..3, 0u8..3),
+            purposes in (0usize..4, 0usize..4),
+            ours in proptest::collection::vec(any::<u8>(), 0..4),
+            theirs in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..4)),
+            flip in proptest::option::of((0usize..OPENING + REPLY + PROOF, 0u8..8)),
+        ) {
+            let theirs = theirs.unwrap_or_else(|| ours.clone());
+            let same = secrets.0 == secrets.1 && purposes.0 == purposes.1 && ours == theirs;
+            let flipped = |at: usize, bytes: &mut [u8]| {
+                let Some((position, bit)) = flip else { return };
+                if let Some(byte) = position.checked_sub(at).and_then(|position| bytes.get_mut(position)) {
+                    *byte ^= 1 << bit;
+                }
+            };
+            let initiator = Initiator::new(&secret(secrets.0), PURPOSES[purposes.0], ours).unwrap();
+            let mut opening = initiator.opening();
+            flipped(0, &mut opening);
+            let (responder, mut reply) =
+                Responder::new(&secret(secrets.1), PURPOSES[purposes.1], &theirs, &opening).unwrap();
+            flipped(OPENING, &mut reply);
+            let answer = initiator.answer(&reply);
+            let early = flip.is_some_and(|(position, _)| position < OPENING + REPLY);
+            prop_assert_eq!(answer.is_ok(), same && !early);
+            if let Ok(mut proof) = answer {
+                flipped(OPENING + REPLY, &mut proof);
+                prop_assert_eq!(responder.check(&proof).is_ok(), flip.is_none());
+            }
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! The store over TCP under attack by whoever reaches its port: what one connection, and all together, can take is bounded, and the others go on.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use epoxide::group::{ConnectionLimits, Store, TcpStore};
+use epoxide::internal::TcpStoreServer;
+use epoxide_testing::alone::one_test;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::faults::{HELLO, PATIENCE, SHORT, client, server};
+
+const MIB: usize = 1 << 20;
+
+fn limited(limits: ConnectionLimits) -> TcpStoreServer {
+    TcpStoreServer::with_limits(TcpListener::bind(("127.0.0.1", 0)).unwrap(), &limits).unwrap()
+}
+
+/// A connection that has shown that it speaks the protocol.
+fn greeted(server: &TcpStoreServer) -> TcpStream {
+    let mut socket = TcpStream::connect(server.address()).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket.write_all(&HELLO).unwrap();
+    socket
+}
+
+fn number(number: usize) -> [u8; 8] {
+    (number as u64).to_le_bytes()
+}
+
+fn string(bytes: &[u8]) -> Vec<u8> {
+    [&number(bytes.len())[..], bytes].concat()
+}
+
+/// A request that lists keys: 6 waits for them, 10 gets their values.
+fn listing(request: u8, keys: &[Vec<u8>]) -> Vec<u8> {
+    let mut bytes = [&[request][..], &number(keys.len())].concat();
+    keys.iter().for_each(|key| bytes.extend_from_slice(&string(key)));
+    bytes
+}
+
+fn ping(socket: &mut TcpStream) {
+    socket.write_all(&[13, 1, 2, 3, 4]).unwrap();
+    let mut answer = [0; 4];
+    socket.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, [1, 2, 3, 4]);
+}
+
+/// True once the server has closed the connection.
+fn is_closed(mut socket: &TcpStream, within: Duration) -> bool {
+    socket.set_read_timeout(Some(within)).unwrap();
+    let mut answer = vec![0; MIB];
+    loop {
+        match socket.read(&mut answer) {
+            Ok(0) => return true,
+            Ok(_) => {}
+            Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
+        }
+    }
+}
+
+fn held(server: &TcpStoreServer) -> (usize, usize) {
+    let held = server.held();
+    (held.clients.load(Ordering::Relaxed), held.store.load(Ordering::Relaxed))
+}
+
+/// Waits until the server has looked at all that was sent to it.
+fn settle(store: &TcpStore) {
+    for _ in 0..3 {
+        store.check("settle").unwrap();
+    }
+}
+
+/// How long another client's calls take at most while `attack` goes on.
+fn worst_latency(server: &TcpStoreServer, attack: impl FnOnce() + Send) -> Duration {
+    let store = client(server);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let attacker = scope.spawn(|| {
+            attack();
+            over.store(true, Ordering::Relaxed);
+        });
+        let mut worst = Duration::ZERO;
+        while !over.load(Ordering::Relaxed) {
+            let start = Instant::now();
+            store.set("other", b"1").unwrap();
+            worst = worst.max(start.elapsed());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        attacker.join().unwrap();
+        worst
+    })
+}
+
+#[test]
+fn cancelled_waits_do_not_hold_up_the_others() {
+    let server = server();
+    let worst = worst_latency(&server, || {
+        // 10 MB of keys that somebody waits for, and then 65 KB of waits that are cancelled.
+        let mut waiter = greeted(&server);
+        let keys: Vec<Vec<u8>> = (0..100_000).map(|key| format!("/{key:092}").into_bytes()).collect();
+        waiter.write_all(&listing(6, &keys)).unwrap();
+        let mut canceller = greeted(&server);
+        let pair = [listing(6, &[b"/x".to_vec()]), vec![12]].concat();
+        let pairs = 65_000 / pair.len();
+        canceller.write_all(&pair.repeat(pairs)).unwrap();
+        let mut answers = vec![9; pairs];
+        canceller.read_exact(&mut answers).unwrap();
+        assert!(answers.iter().all(|answer| *answer == 1));
+        // One key as often as a request may name it.
+        canceller.write_all(&listing(6, &vec![b"/y".to_vec(); 128 << 10])).unwrap();
+        canceller.write_all(&[12]).unwrap();
+        canceller.read_exact(&mut [0]).unwrap();
+    });
+    assert!(worst < Duration::from_secs(2), "{worst:?}");
+}
+
+#[test]
+fn a_client_that_reads_fast_does_not_hold_up_the_others() {
+    let server = server();
+    client(&server).set("large", &vec![7; 8 * MIB]).unwrap();
+    let worst = worst_latency(&server, || {
+        let mut reader = greeted(&server);
+        let get = [&[3][..], &string(b"/large")].concat();
+        reader.write_all(&get.repeat(400)).unwrap();
+        let mut answers = vec![0; MIB];
+        let mut left = 400 * (8 + 8 * MIB);
+        while left > 0 {
+            left -= reader.read(&mut answers).unwrap();
+        }
+    });
+    assert!(worst < Duration::from_secs(1), "{worst:?}");
+}
+
+#[test]
+fn answers_of_many_values_are_made_as_they_are_read() {
+    let server = server();
+    let store = client(&server);
+    let keys: Vec<String> = (0..30).map(|key| format!("{key}")).collect();
+    for (index, key) in keys.iter().enumerate() {
+        store.set(key, &vec![index as u8; 8 * MIB]).unwrap();
+    }
+    let request = listing(10, &keys.iter().map(|key| format!("/{key}").into_bytes()).collect::<Vec<_>>());
+    let mut sockets: Vec<TcpStream> = (0..8).map(|_| greeted(&server)).collect();
+    for socket in &mut sockets {
+        // 3 KB that ask for 240 MiB each.
+        socket.write_all(&request.repeat(8)).unwrap();
+    }
+    settle(&store);
+    let (clients, values) = held(&server);
+    assert!(clients < 4 * MIB && values < 241 * MIB, "{clients}, {values}");
+    // They get what was there when they asked, and a value that only they hold is counted.
+    for key in &keys {
+        store.delete(key).unwrap();
+    }
+    settle(&store);
+    assert!(held(&server).1 > 239 * MIB, "{:?}", held(&server));
+    let mut answer = vec![0; 8 + 8 * MIB];
+    for index in 0..keys.len() {
+        sockets[0].read_exact(&mut answer).unwrap();
+        assert!(answer[..8] == number(8 * MIB) && answer[8..].iter().all(|byte| *byte == index as u8));
+    }
+    drop(sockets);
+    let start = Instant::now();
+    while held(&server).1 > MIB {
+        assert!(start.elapsed() < PATIENCE, "{:?}", held(&server));
+        settle(&store);
+    }
+}
+
+#[test]
+fn a_full_store_refuses_more_and_goes_on() {
+    let server = limited(ConnectionLimits { store_bytes: MIB, ..ConnectionLimits::default() });
+    let store = client(&server);
+    let mut set = 0;
+    let error = loop {
+        match store.set(&format!("key{set}"), &[1; 60_000]) {
+            Ok(()) => set += 1,
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(set == 17 && error.contains("ConnectionLimits") && error.contains("its log"), "{set}: {error}");
+    store.set("filler", &vec![2; MIB - held(&server).1 - 300]).unwrap();
+    let large = vec![3; 4096];
+    assert!(store.append("key0", &large).is_err());
+    assert!(store.append("new", &large).is_err());
+    assert!(store.queue_push("queue", &large).is_err());
+    assert!(store.compare_set("new", b"", &large).is_err());
+    assert!(store.multi_set(&[("a", &large), ("b", b"")]).is_err());
+    let add = |key: usize| store.add(&format!("{key}{}", "c".repeat(100)), 1);
+    assert!((0..3).any(|key| add(key).is_err()));
+    assert!(held(&server).1 <= MIB, "{:?}", held(&server));
+    // What is there stays, and may be replaced and counted on.
+    assert_eq!(store.get("key0", SHORT).unwrap(), [1; 60_000]);
+    store.set("key0", &[4; 60_000]).unwrap();
+    assert!(store.delete("key1").unwrap() && store.delete("key2").unwrap());
+    store.set("key1", &[5; 50_000]).unwrap();
+    store.append("key1", &large).unwrap();
+}
+
+#[test]
+fn names_of_keys_are_listed_in_slices() {
+    let server = server();
+    let store = client(&server);
+    let names: Vec<String> = (0..20_000).map(|key| format!("{key:01000}")).collect();
+    for names in names.chunks(5000) {
+        let entries: Vec<(&str, &[u8])> = names.iter().map(|name| (name.as_str(), &b""[..])).collect();
+        store.multi_set(&entries).unwrap();
+    }
+    let mut sockets: Vec<TcpStream> = (0..20).map(|_| greeted(&server)).collect();
+    for socket in &mut sockets {
+        socket.write_all(&[17; 1000]).unwrap();
+    }
+    settle(&store);
+    // 400 MB are asked for at once, and 400 GB in all.
+    assert!(held(&server).0 < 30 * MIB, "{:?}", held(&server));
+    let mut listed = store.list_keys().unwrap();
+    listed.sort();
+    assert!(listed == names);
+}
+
+#[test]
+fn who_has_not_shown_that_it_speaks_the_protocol_holds_nothing() {
+    let server = server();
+    let store = client(&server);
+    settle(&store);
+    let before = held(&server).0;
+    // The greeting without its last byte, and then a request of 240 MiB in place of that byte; and such a request at once.
+    let request = [&[11][..], &number(30), &string(b"k"), &number(8 * MIB), &vec![0; 2 * MIB]].concat();
+    for start in [&HELLO[..4], &[]] {
+        let mut socket = TcpStream::connect(server.address()).unwrap();
+        // It may be closed in the middle.
+        let _ = socket.write_all(start).and_then(|()| socket.write_all(&request));
+        settle(&store);
+        assert!(held(&server).0 <= before, "{:?}", held(&server));
+        assert!(is_closed(&socket, PATIENCE));
+    }
+}
+
+#[test]
+fn the_client_that_holds_the_most_is_closed() {
+    let server = limited(ConnectionLimits { client_bytes: 6 * MIB, ..ConnectionLimits::default() });
+    let store = client(&server);
+    let part = |bytes: usize| {
+        let mut socket = greeted(&server);
+        // The server may close it in the middle.
+        let _ = socket.write_all(&[&[1][..], &string(b"/k"), &number(8 * MIB), &vec![0; bytes]].concat());
+        settle(&store);
+        socket
+    };
+    let sockets: Vec<TcpStream> = (0..3).map(|_| part(MIB)).collect();
+    let most = part(4 * MIB);
+    assert!(is_closed(&most, PATIENCE));
+    assert!(held(&server).0 <= 6 * MIB, "{:?}", held(&server));
+    assert!(sockets.iter().all(|socket| !is_closed(socket, Duration::from_millis(20))));
+    // Keys that somebody waits for count as well.
+    let mut waiter = greeted(&server);
+    let keys: Vec<Vec<u8>> = (0..30_000).map(|key| format!("/{key:030}").into_bytes()).collect();
+    let _ = waiter.write_all(&listing(6, &keys));
+    assert!(is_closed(&waiter, PATIENCE));
+    store.set("still", b"there").unwrap();
+}
+
+#[test]
+fn no_more_clients_than_allowed_and_idle_ones_stay() {
+    let patience = Duration::from_millis(200);
+    let server = limited(ConnectionLimits { clients: 4, patience, ..ConnectionLimits::default() });
+    let mut silent = TcpStream::connect(server.address()).unwrap();
+    silent.write_all(&HELLO[..2]).unwrap();
+    let mut clients: Vec<TcpStream> = (0..4).map(|_| greeted(&server)).collect();
+    clients.iter_mut().for_each(ping);
+    assert!(is_closed(&greeted(&server), PATIENCE));
+    assert!(is_closed(&silent, PATIENCE), "it has not shown who it is");
+    std::thread::sleep(patience);
+    clients.iter_mut().for_each(ping);
+    drop(clients.pop());
+    let start = Instant::now();
+    while is_closed(&greeted(&server), Duration::from_millis(50)) {
+        assert!(start.elapsed() < PATIENCE);
+    }
+}
+
+/// What a client has asked for is done though it leaves at once.
+#[test]
+fn requests_of_a_client_that_has_left_are_done() {
+    let server = server();
+    let mut socket = greeted(&server);
+    let add = [&[4][..], &string(b"/n"), &number(1)].concat();
+    socket.write_all(&add.repeat(3000)).unwrap();
+    socket.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut answers = Vec::new();
+    socket.read_to_end(&mut answers).unwrap();
+    assert_eq!(answers.len(), 3000 * 8);
+    assert_eq!(client(&server).add("n", 0).unwrap(), 3000);
+}
+
+/// Makes `silent_connections_do_not_use_up_the_descriptors` the process that is attacked.
+const ATTACKED: &str = "EPOXIDE_TEST_ATTACKED";
+
+#[test]
+fn silent_connections_do_not_use_up_the_descriptors() {
+    if std::env::var_os(ATTACKED).is_some() {
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(256), ..limit }).unwrap();
+        let server = server();
+        eprintln!("server at {}", server.address());
+        std::io::stdin().read_exact(&mut [0]).unwrap();
+        assert!(std::fs::File::open("/dev/null").is_ok(), "the rest of the process has descriptors");
+        return;
+    }
+    let mut attacked = one_test("attacks::silent_connections_do_not_use_up_the_descriptors")
+        .env(ATTACKED, "1")
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(attacked.stderr.take().unwrap()).lines().map(|line| line.unwrap());
+    let address = lines.find_map(|line| line.strip_prefix("server at ").map(str::to_owned)).unwrap();
+    let address: SocketAddr = address.parse().unwrap();
+    let silent: Vec<_> = (0..300).map(|_| TcpStream::connect(address).unwrap()).collect();
+    // Those that speak the protocol and are idle are bounded as well.
+    let mut speaking: Vec<_> = (0..300).map(|_| TcpStream::connect(address).unwrap()).collect();
+    let first = TcpStore::connect("127.0.0.1", address.port(), PATIENCE).unwrap();
+    speaking.iter_mut().for_each(|socket| drop(socket.write_all(&HELLO)));
+    first.set("k", b"v").unwrap();
+    assert_eq!(first.get("k", SHORT).unwrap(), b"v");
+    attacked.stdin.take().unwrap().write_all(b"g").unwrap();
+    let rest: Vec<String> = lines.collect();
+    assert!(attacked.wait().unwrap().success(), "{rest:?}");
+    drop((silent, speaking));
+}

@@ -1,0 +1,176 @@
+//! Who is let in where the job has a secret: whoever knows it, and nobody else.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use epoxide::group::{JobSecret, Store, TcpStore};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+/// What PyTorch's clients begin with, and a request to set the key "k" behind it.
+const SET: [u8; 25] = *b"\0\xce\xf7\x85\x3c\x01\x02\0\0\0\0\0\0\0/k\x01\0\0\0\0\0\0\0v";
+
+fn secret(character: char) -> JobSecret {
+    JobSecret::new(&character.to_string().repeat(32)).unwrap()
+}
+
+fn host(secret: Option<&JobSecret>) -> TcpStore {
+    TcpStore::host_with_secret(0, PATIENCE, Duration::ZERO, secret).unwrap()
+}
+
+/// What the server says to these bytes until it closes the connection.
+fn said(port: u16, bytes: &[u8]) -> Vec<u8> {
+    let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket.write_all(bytes).unwrap();
+    let mut answer = Vec::new();
+    match socket.read_to_end(&mut answer) {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+    }
+    answer
+}
+
+#[test]
+fn whoever_knows_the_secret_uses_the_store() {
+    let secret = secret('a');
+    let host = host(Some(&secret));
+    let connect =
+        || TcpStore::connect_with_secret("127.0.0.1", host.port(), PATIENCE, Some(&secret)).unwrap();
+    let store = connect();
+    std::thread::scope(|scope| {
+        let late = scope.spawn(|| connect().get("key", PATIENCE));
+        store.set("key", &[7; 1 << 20]).unwrap();
+        assert_eq!(late.join().unwrap().unwrap(), [7; 1 << 20]);
+    });
+    assert_eq!(host.add("count", 3).unwrap(), 3);
+}
+
+#[test]
+fn a_stranger_changes_nothing_in_a_store_with_a_secret() {
+    let secret = secret('a');
+    let store = host(Some(&secret));
+    // As PyTorch's clients begin.
+    let answer = said(store.port(), &SET);
+    assert!(
+        String::from_utf8_lossy(&answer).contains("lets in only who shows the job's secret"),
+        "{answer:?}"
+    );
+    // With an opening, then without a proof, with a wrong one, and with the server's own sent back.
+    let opening = [b"EPXS".as_slice(), &[1; 32]].concat();
+    let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, store.port())).unwrap();
+    socket.write_all(&opening).unwrap();
+    let mut reply = [0; 8 + 64];
+    socket.read_exact(&mut reply).unwrap();
+    socket.write_all(&reply[8 + 32..]).unwrap();
+    let _ = socket.write_all(&SET);
+    let mut rest = Vec::new();
+    let _ = socket.read_to_end(&mut rest);
+    assert_eq!(rest, b"", "closed without a word");
+    let wrong = [&opening, [0; 32].as_slice(), &SET].concat();
+    assert_eq!(said(store.port(), &wrong).len(), 8 + 64, "the reply, and no more");
+    let skipped = [&opening, SET.as_slice(), &[0; 64]].concat();
+    assert_eq!(said(store.port(), &skipped).len(), 8 + 64);
+    assert!(!store.check("k").unwrap());
+    // The same bytes are a request where there is no secret.
+    let open = host(None);
+    let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, open.port())).unwrap();
+    socket.write_all(&SET).unwrap();
+    assert_eq!(open.get("k", PATIENCE).unwrap(), b"v");
+}
+
+#[test]
+fn a_proof_that_was_overheard_opens_no_second_connection() {
+    let secret = secret('a');
+    let store = host(Some(&secret));
+    // Between the client and the server, and listening.
+    let middle = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let (port, middle_port) = (store.port(), middle.local_addr().unwrap().port());
+    let overheard = std::thread::scope(|scope| {
+        let listener = scope.spawn(move || {
+            let (mut client, _) = middle.accept().unwrap();
+            let mut server = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+            let mut overheard = vec![0; 4 + 32];
+            client.read_exact(&mut overheard).unwrap();
+            server.write_all(&overheard).unwrap();
+            let mut reply = [0; 8 + 64];
+            server.read_exact(&mut reply).unwrap();
+            client.write_all(&reply).unwrap();
+            let mut proof = [0; 32];
+            client.read_exact(&mut proof).unwrap();
+            overheard.extend(proof);
+            overheard
+        });
+        let short = Duration::from_millis(300);
+        let client = TcpStore::connect_with_secret("127.0.0.1", middle_port, short, Some(&secret));
+        assert!(client.is_err(), "the one in the middle does not go on");
+        listener.join().unwrap()
+    });
+    let again = [overheard, SET.to_vec()].concat();
+    assert_eq!(said(port, &again).len(), 8 + 64, "the reply, and no more");
+    assert!(!store.check("k").unwrap());
+}
+
+#[test]
+fn who_has_no_secret_another_one_or_one_too_many_is_told_so_at_once() {
+    let (ours, other) = (secret('a'), secret('b'));
+    let (closed, open) = (host(Some(&ours)), host(None));
+    let cases = [
+        (closed.port(), None, "lets in only who shows the job's secret"),
+        (closed.port(), Some(&other), "does not know this job's secret"),
+        (open.port(), Some(&ours), "this store has no secret, and the client has one"),
+    ];
+    for (port, secret, reason) in cases {
+        let start = Instant::now();
+        let error =
+            TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, secret).unwrap_err().to_string();
+        assert!(error.contains(reason) && error.contains(&port.to_string()), "{error}");
+        assert!(error.contains("EPOXIDE_JOB_SECRET") || error.contains("give the process"), "{error}");
+        assert!(start.elapsed() < PATIENCE / 3, "{:?}", start.elapsed());
+    }
+}
+
+/// PyTorch's server closes a connection whose first byte is no request.
+#[test]
+fn a_server_that_knows_no_challenge_is_named_in_time() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || listener.incoming().for_each(drop));
+    let start = Instant::now();
+    let error = TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, Some(&secret('a'))).unwrap_err();
+    assert!(error.to_string().contains("as servers of PyTorch do"), "{error}");
+    assert!(start.elapsed() < PATIENCE / 3, "{:?}", start.elapsed());
+}
+
+/// Where clients are told a loopback address, nobody else is listened to.
+#[test]
+fn a_store_for_loopback_listens_there_alone() {
+    let sockets = |port: u16| -> Vec<String> {
+        ["/proc/net/tcp", "/proc/net/tcp6"]
+            .iter()
+            .filter_map(|path| std::fs::read_to_string(path).ok())
+            .flat_map(|table| table.lines().map(str::to_owned).collect::<Vec<_>>())
+            .filter_map(|line| {
+                let fields: Vec<&str> = line.split_whitespace().collect();
+                let listens = fields.get(3) == Some(&"0A");
+                fields
+                    .get(1)
+                    .filter(|address| listens && address.ends_with(&format!(":{port:04X}")))
+                    .map(|address| (*address).to_owned())
+            })
+            .collect()
+    };
+    for host in ["127.0.0.1", "localhost", "elsewhere.invalid"] {
+        let held = epoxide::group::launch::HeldPort::any().unwrap();
+        let address = format!("tcp://{host}:{}?rank=0&world_size=1", held.number());
+        let rendezvous = epoxide::group::Rendezvous::at(&address, PATIENCE).unwrap();
+        let listening = sockets(held.number());
+        let loopback = format!("0100007F:{:04X}", held.number());
+        match host {
+            // Who is told another name comes by another address.
+            "elsewhere.invalid" => assert!(listening[0].starts_with("000000"), "{listening:?}"),
+            _ => assert_eq!(listening, [loopback]),
+        }
+        drop(rendezvous);
+    }
+}
