@@ -186,7 +186,12 @@ impl Door {
     ) -> Result<()> {
         let Some(stranger) = self.strangers.get_mut(id) else { return Ok(()) };
         let verdict = match stranger.read(HELLO) {
-            Ok(_) => judge(&self.token, setup, &stranger.hello, accepted),
+            Ok(_) => {
+                let expects =
+                    |pair| setup.pairs().any(|other| other == pair) && !accepted.contains_key(&pair);
+                let rules = Rules { token: &self.token, memory: setup.memory.bytes(), expects: &expects };
+                judge(&rules, &stranger.hello)
+            }
             Err(reason) => Verdict::Stranger(reason),
         };
         if matches!(verdict, Verdict::Incomplete) {
@@ -226,12 +231,16 @@ impl Door {
     }
 }
 
-fn judge(
-    token: &[u8; TOKEN],
-    setup: &Setup<'_>,
-    bytes: &[u8],
-    accepted: &BTreeMap<(u32, u32), TcpStream>,
-) -> Verdict {
+/// What a rank lets in.
+struct Rules<'a> {
+    token: &'a [u8; TOKEN],
+    /// Bytes of its wire memory.
+    memory: u64,
+    /// Whether it waits for this (queue, peer).
+    expects: &'a dyn Fn((u32, u32)) -> bool,
+}
+
+fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
     // The first words stay what they are in every version, however long its hello is.
     if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
         return Verdict::Stranger("no hello of epoxide's transport".into());
@@ -243,23 +252,54 @@ fn judge(
     if bytes.len() < HELLO {
         return Verdict::Incomplete;
     }
-    if bytes[16..32] != *token {
+    if bytes[16..32] != *rules.token {
         return Verdict::Stranger("wrong token: the connection is meant for another rank or group".into());
     }
     let (phase, peer, queue, memory) =
         (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
-    let own = setup.memory.bytes();
+    let own = rules.memory;
     if phase != PHASE {
         return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
     }
     if memory != own {
         return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
     }
-    if !setup.pairs().any(|pair| pair == (queue, peer)) || accepted.contains_key(&(queue, peer)) {
+    if !(rules.expects)((queue, peer)) {
         return Verdict::Wrong(
             peer,
             format!("queue {queue} of rank {peer} is not expected, or is there already"),
         );
     }
     Verdict::Welcome(queue, peer)
+}
+
+const SAMPLE_TOKEN: [u8; TOKEN] = *b"0123456789abcdef";
+const SAMPLE_MEMORY: u64 = 1 << 20;
+
+/// Reads a hello as the door does: only who shows the token, and says what is expected, gets in, and who does not is told in a few words.
+pub fn fuzz_tcp_hello(bytes: &[u8]) {
+    let rules = Rules {
+        token: &SAMPLE_TOKEN,
+        memory: SAMPLE_MEMORY,
+        expects: &|(queue, peer)| queue < 2 && peer == 1,
+    };
+    let whole = &bytes[..bytes.len().min(HELLO)];
+    // Byte by byte: a verdict, once there is one, comes at one point.
+    let early = (0..whole.len()).map(|length| judge(&rules, &whole[..length]));
+    let early = early.into_iter().find(|verdict| !matches!(verdict, Verdict::Incomplete));
+    match early.unwrap_or_else(|| judge(&rules, whole)) {
+        Verdict::Incomplete => assert!(whole.len() < HELLO),
+        Verdict::Welcome(queue, peer) => {
+            assert_eq!(whole, hello(VERSION, PHASE, &SAMPLE_TOKEN, peer, queue, SAMPLE_MEMORY));
+        }
+        Verdict::Stranger(reason) => assert!(refusal(&reason).len() < 200),
+        Verdict::Wrong(_, reason) => {
+            assert!(whole[16..32] == SAMPLE_TOKEN && refusal(&reason).len() < 200);
+        }
+    }
+}
+
+/// A hello that is let in.
+pub fn sample_tcp_hello() -> Vec<Vec<u8>> {
+    vec![hello(VERSION, PHASE, &SAMPLE_TOKEN, 1, 1, SAMPLE_MEMORY).to_vec()]
 }
