@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use super::put::{Interrupt, Put, PutQueue};
 use super::setup::{LOOK, LinkEnds, deadline};
@@ -21,7 +21,7 @@ pub struct Shaped {
     ends: LinkEnds,
     interrupt: Interrupt,
     lag: Duration,
-    random: SmallRng,
+    random: ChaCha8Rng,
     /// When the bytes so far are through the narrow link.
     free_at: Instant,
     passed: u64,
@@ -40,7 +40,7 @@ impl Shaped {
             shaping: shaping.clone(),
             ends,
             lag,
-            random: SmallRng::seed_from_u64(shaping.seed ^ ends_bits.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+            random: ChaCha8Rng::seed_from_u64(shaping.seed ^ ends_bits.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
             free_at: Instant::now(),
             passed: 0,
             vanished: false,

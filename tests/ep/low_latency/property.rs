@@ -1,13 +1,12 @@
 //! Random routings, shapes and settings.
 
 use proptest::prelude::*;
-use rand::SeedableRng;
-use rand::rngs::SmallRng;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
+use epoxide_testing::payload::rng_of;
 
 fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatencyCase> {
     let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], 1..=most_ranks);
@@ -16,7 +15,7 @@ fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatency
     let routing =
         (tokens, topk, 1..=6u32, style, any::<u64>()).prop_map(|(tokens, topk, experts, style, seed)| {
             let num_experts = experts * tokens.len() as u32;
-            Routing::random(&mut SmallRng::seed_from_u64(seed), &tokens, topk, num_experts, style)
+            Routing::random(&mut rng_of(&[seed]), &tokens, topk, num_experts, style)
         });
     let row = prop_oneof![
         3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),

@@ -236,8 +236,18 @@ impl Door {
         let mut answer = vec![0; 4];
         let verdict = match stranger.read(length) {
             Ok(_) => {
-                let proof = self.secret.as_ref().map(|secret| (secret, self.address));
-                judge(&self.token, proof, setup, &stranger.hello, accepted, &mut answer)
+                let expects =
+                    |pair| setup.pairs().any(|other| other == pair) && !accepted.contains_key(&pair);
+                // Of the address that the connection came in at.
+                let (to, at) = (setup.group.rank(), self.address);
+                let claims = |peer, queue| claims(setup, peer, to, queue, at);
+                let rules = Rules {
+                    token: &self.token,
+                    memory: setup.memory.bytes(),
+                    expects: &expects,
+                    secret: self.secret.as_ref().map(|secret| (secret, &claims as _)),
+                };
+                judge(&rules, &stranger.hello, &mut answer)
             }
             Err(reason) => Verdict::Stranger(reason),
         };
@@ -278,16 +288,19 @@ impl Door {
     }
 }
 
-/// What a hello deserves; a proof of this end's is added to the answer, where the job has a secret, which stands with the
-/// address that the connection came in at.
-fn judge(
-    token: &[u8; TOKEN],
-    secret: Option<(&JobSecret, SocketAddr)>,
-    setup: &Setup<'_>,
-    bytes: &[u8],
-    accepted: &BTreeMap<(u32, u32), TcpStream>,
-    answer: &mut Vec<u8>,
-) -> Verdict {
+/// What a rank lets in.
+struct Rules<'a> {
+    token: &'a [u8; TOKEN],
+    /// Bytes of its wire memory.
+    memory: u64,
+    /// Whether it waits for this (queue, peer).
+    expects: &'a dyn Fn((u32, u32)) -> bool,
+    /// What whoever connects has to know, where the job has a secret, and what a (peer, queue) claims by its proof.
+    secret: Option<(&'a JobSecret, &'a dyn Fn(u32, u32) -> Vec<u8>)>,
+}
+
+/// What a hello deserves. Where the job has a secret, a proof of this end's is added to the answer.
+fn judge(rules: &Rules<'_>, bytes: &[u8], answer: &mut Vec<u8>) -> Verdict {
     // The first words stay what they are in every version, however long its hello is.
     if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
         return Verdict::Stranger("no hello of epoxide's transport".into());
@@ -299,36 +312,69 @@ fn judge(
     if bytes.len() < HELLO {
         return Verdict::Incomplete;
     }
-    if bytes[16..32] != *token {
+    if bytes[16..32] != *rules.token {
         return Verdict::Stranger("wrong token: the connection is meant for another rank or group".into());
     }
     let (phase, peer, queue, memory) =
         (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
-    if let Some((secret, address)) = secret {
+    if let Some((secret, claims)) = rules.secret {
         let shown = bytes[HELLO..].split_first_chunk::<OPENING>();
         let Some((opening, Some(proof))) = shown.map(|(opening, proof)| (opening, proof.first_chunk()))
         else {
             return Verdict::Incomplete;
         };
-        let claims = claims(setup, peer, setup.group.rank(), queue, address);
-        let (responder, own) = Responder::known(secret, Purpose::Transport, &claims, opening, token);
+        let claims = claims(peer, queue);
+        let (responder, own) = Responder::known(secret, Purpose::Transport, &claims, opening, rules.token);
         if let Err(wrong) = responder.check(proof) {
             return Verdict::Stranger(wrong.to_string());
         }
         answer.extend_from_slice(&own);
     }
-    let own = setup.memory.bytes();
+    let own = rules.memory;
     if phase != PHASE {
         return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
     }
     if memory != own {
         return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
     }
-    if !setup.pairs().any(|pair| pair == (queue, peer)) || accepted.contains_key(&(queue, peer)) {
+    if !(rules.expects)((queue, peer)) {
         return Verdict::Wrong(
             peer,
             format!("queue {queue} of rank {peer} is not expected, or is there already"),
         );
     }
     Verdict::Welcome(queue, peer)
+}
+
+const SAMPLE_TOKEN: [u8; TOKEN] = *b"0123456789abcdef";
+const SAMPLE_MEMORY: u64 = 1 << 20;
+
+/// Reads a hello as the door does: only who shows the token, and says what is expected, gets in, and who does not is told in a few words.
+pub fn fuzz_tcp_hello(bytes: &[u8]) {
+    let rules = Rules {
+        token: &SAMPLE_TOKEN,
+        memory: SAMPLE_MEMORY,
+        expects: &|(queue, peer)| queue < 2 && peer == 1,
+        secret: None,
+    };
+    let judge = |bytes: &[u8]| judge(&rules, bytes, &mut Vec::new());
+    let whole = &bytes[..bytes.len().min(HELLO)];
+    // Byte by byte: a verdict, once there is one, comes at one point.
+    let early = (0..whole.len()).map(|length| judge(&whole[..length]));
+    let early = early.into_iter().find(|verdict| !matches!(verdict, Verdict::Incomplete));
+    match early.unwrap_or_else(|| judge(whole)) {
+        Verdict::Incomplete => assert!(whole.len() < HELLO),
+        Verdict::Welcome(queue, peer) => {
+            assert_eq!(whole, hello(VERSION, PHASE, &SAMPLE_TOKEN, peer, queue, SAMPLE_MEMORY));
+        }
+        Verdict::Stranger(reason) => assert!(refusal(&reason).len() < 200),
+        Verdict::Wrong(_, reason) => {
+            assert!(whole[16..32] == SAMPLE_TOKEN && refusal(&reason).len() < 200);
+        }
+    }
+}
+
+/// A hello that is let in.
+pub fn sample_tcp_hello() -> Vec<Vec<u8>> {
+    vec![hello(VERSION, PHASE, &SAMPLE_TOKEN, 1, 1, SAMPLE_MEMORY).to_vec()]
 }
