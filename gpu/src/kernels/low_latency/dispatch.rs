@@ -136,7 +136,7 @@ unsafe fn send_ids(args: &LowLatencyDispatchArgs, token: u32, row: u32, sends: b
         }
         // Lane w has packet w, of the entries 2 w and 2 w + 1; lanes from 16 on have none, and their sources are any.
         let of_lane = if is_known { rank << 16 | local } else { u32::MAX };
-        let low = shfl_u32(of_lane, lane * 2 & 31);
+        let low = shfl_u32(of_lane, (lane * 2) & 31);
         let high = shfl_u32(of_lane, (lane * 2 + 1) & 31);
         if lane < id_packets(common) {
             unroll8!(RANK => {

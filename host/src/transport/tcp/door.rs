@@ -295,9 +295,12 @@ struct Rules<'a> {
     memory: u64,
     /// Whether it waits for this (queue, peer).
     expects: &'a dyn Fn((u32, u32)) -> bool,
-    /// What whoever connects has to know, where the job has a secret, and what a (peer, queue) claims by its proof.
-    secret: Option<(&'a JobSecret, &'a dyn Fn(u32, u32) -> Vec<u8>)>,
+    /// What whoever connects has to know, where the job has a secret, and what it claims by its proof.
+    secret: Option<(&'a JobSecret, &'a Claims<'a>)>,
 }
+
+/// What both ends take to be so of the connection of a (peer, queue).
+type Claims<'a> = dyn Fn(u32, u32) -> Vec<u8> + 'a;
 
 /// What a hello deserves. Where the job has a secret, a proof of this end's is added to the answer.
 fn judge(rules: &Rules<'_>, bytes: &[u8], answer: &mut Vec<u8>) -> Verdict {
