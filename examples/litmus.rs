@@ -18,8 +18,8 @@ use std::time::Instant;
 use clap::Parser;
 use epoxide::Error;
 use epoxide::driver::{Device, Kernel, LaunchConfig, Memory, MemoryKind, Module, Stream};
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use epoxide_testing::litmus::many;
 use epoxide_testing::litmus::program::{Form, Program};
@@ -266,7 +266,7 @@ impl<'a> Bench<'a> {
             shared_bytes: 0,
             cooperative: false,
         };
-        let mut draw = SmallRng::seed_from_u64(args.seed);
+        let mut draw = ChaCha8Rng::seed_from_u64(args.seed);
         for launch in 0..launches {
             let stride = many::STRIDE[draw.random_range(0..many::STRIDE.len())] as u32;
             let shift = draw.random_range(0..groups);

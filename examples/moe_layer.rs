@@ -25,8 +25,8 @@ use epoxide::{Error, Result};
 use epoxide_gpu::kernels::{Kernel as _, MoeExperts, MoeRouter};
 use epoxide_gpu::layout::{MoeExpertsArgs, MoeRouterArgs};
 use half::bf16;
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 /// Tokens of each rank.
 const TOKENS: usize = 64;
@@ -218,7 +218,7 @@ struct Model {
 
 impl Model {
     fn new() -> Model {
-        let mut rng = SmallRng::seed_from_u64(0x0e);
+        let mut rng = ChaCha8Rng::seed_from_u64(0x0e);
         let scale = 1.0 / (HIDDEN as f32).sqrt();
         let mut weight = || rng.random_range(-1.0f32..1.0) * scale;
         Model {
@@ -285,7 +285,7 @@ impl Element {
 
 /// This rank's tokens, `[TOKENS, HIDDEN]`.
 fn tokens_of(rank: u32) -> Vec<bf16> {
-    let mut rng = SmallRng::seed_from_u64(100 + u64::from(rank));
+    let mut rng = ChaCha8Rng::seed_from_u64(100 + u64::from(rank));
     (0..TOKENS * HIDDEN).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect()
 }
 

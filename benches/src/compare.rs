@@ -8,8 +8,8 @@
 
 use std::fmt::Write;
 
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use crate::results::{Point, percentile};
 use crate::{Error, Result};
@@ -201,7 +201,7 @@ fn erfc(x: f64) -> f64 {
 
 /// The 95% interval of the ratio of medians, B over A. The same samples give the same interval.
 fn bootstrap(a: &[f64], b: &[f64]) -> (f64, f64) {
-    let mut rng = SmallRng::seed_from_u64(1);
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
     let mut median = |samples: &[f64]| {
         let drawn: Vec<f64> = samples.iter().map(|_| samples[rng.random_range(0..samples.len())]).collect();
         percentile(&drawn, 0.5)
@@ -224,7 +224,7 @@ mod tests {
     }
 
     fn noisy(seed: u64, centre: f64) -> Vec<f64> {
-        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
         (0..20).map(|_| centre + rng.random_range(-5.0..5.0)).collect()
     }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use rand::Rng;
-use rand::rngs::SmallRng;
+use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 /// The six metrics of one phase for one rank: tokens as `u64`, means as `f64`, or bandwidths made of them.
@@ -152,11 +152,11 @@ fn chance_of_any(experts: u32, part: u32, topk: u32) -> f64 {
 }
 
 /// Ids of the `topk` best of `|normal| + 1` scores, for each token; each is replaced by -1 with probability `masked`.
-pub fn random_topk(rng: &mut SmallRng, tokens: u32, topk: u32, experts: u32, masked: f64) -> Vec<i64> {
+pub fn random_topk(rng: &mut ChaCha8Rng, tokens: u32, topk: u32, experts: u32, masked: f64) -> Vec<i64> {
     let mut ids = Vec::with_capacity((tokens * topk) as usize);
     for _ in 0..tokens {
         // Box-Muller; only the order of the scores matters.
-        let score = |rng: &mut SmallRng| {
+        let score = |rng: &mut ChaCha8Rng| {
             let (u, v): (f64, f64) = (rng.random_range(f64::MIN_POSITIVE..1.0), rng.random());
             ((-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()).abs() + 1.0
         };
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     fn routing(seed: u64, tokens: u32, sizes: Sizes, masked: f64) -> Vec<Vec<i64>> {
-        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
         (0..sizes.ranks).map(|_| random_topk(&mut rng, tokens, sizes.topk, sizes.experts, masked)).collect()
     }
 

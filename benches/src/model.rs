@@ -15,7 +15,7 @@
 use std::fmt::Write;
 
 use rand::SeedableRng;
-use rand::rngs::SmallRng;
+use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use crate::counts::{self, Sizes, TokenCounts, random_topk};
@@ -195,7 +195,7 @@ pub fn sampled(sample: u32, tokens: f64, sizes: Sizes) -> Result<(TokenCounts<f6
     }
     let ids: Vec<Vec<i64>> = (0..u64::from(sizes.ranks))
         .map(|rank| {
-            let mut rng = SmallRng::seed_from_u64(0xA1B2 + rank);
+            let mut rng = ChaCha8Rng::seed_from_u64(0xA1B2 + rank);
             random_topk(&mut rng, sample, sizes.topk, sizes.experts, 0.0)
         })
         .collect();

@@ -10,7 +10,7 @@ use epoxide_testing::oracle::Routing;
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
 use epoxide_testing::roundtrip::{Case, Scales};
 use rand::SeedableRng;
-use rand::rngs::SmallRng;
+use rand_chacha::ChaCha8Rng;
 
 use crate::counts::{Sizes, random_topk};
 use crate::results::{Key, PhaseName};
@@ -120,7 +120,7 @@ impl Plan {
         if let Some(ids) = &self.ids {
             return ids[rank as usize].clone();
         }
-        let mut rng = SmallRng::seed_from_u64(self.seed + u64::from(rank));
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed + u64::from(rank));
         random_topk(&mut rng, self.tokens, self.topk, self.experts, self.masked)
     }
 

@@ -422,6 +422,21 @@ impl Results {
         }
     }
 
+    /// Parses bytes as results, which are refused with a reason, or are the same when written and read again. For the fuzz target.
+    ///
+    /// # Panics
+    /// Where that does not hold.
+    #[doc(hidden)]
+    pub fn fuzz(bytes: &[u8]) {
+        match Results::parse(&String::from_utf8_lossy(bytes)) {
+            Ok(results) => {
+                let again = results.json().map(|text| Results::parse(&text));
+                assert!(matches!(&again, Ok(Ok(again)) if *again == results), "{results:?}, then {again:?}");
+            }
+            Err(reason) => assert!(!reason.is_empty()),
+        }
+    }
+
     /// The results as JSON.
     ///
     /// # Errors
@@ -492,6 +507,17 @@ mod tests {
         assert_eq!(slowest.samples_us, [3.0, 9.0, 2.0]);
         assert_eq!([slowest.min_us, slowest.p50_us, slowest.p99_us], [2.0, 3.0, 9.0]);
         assert_eq!(slowest.mean_us, 14.0 / 3.0);
+    }
+
+    #[test]
+    fn bytes_that_nobody_would_send() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/data/h200.json");
+        let points = Results::read(Path::new(path)).unwrap().points;
+        let few = Results { note: Some("two".to_owned()), ..Results::new(points[..2].to_vec()) };
+        let mut lines: Vec<Vec<u8>> =
+            points.iter().step_by(7).take(3).map(|point| serde_json::to_vec(point).unwrap()).collect();
+        lines.push(few.json().unwrap().into_bytes());
+        epoxide_testing::fuzz::run("results", &lines, Results::fuzz);
     }
 
     #[test]

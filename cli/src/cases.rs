@@ -4,7 +4,7 @@ use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use epoxide_testing::roundtrip::{Case, Scales};
 use rand::Rng;
-use rand::rngs::SmallRng;
+use rand_chacha::ChaCha8Rng;
 
 use crate::options::Setup;
 
@@ -47,7 +47,7 @@ pub fn random(setup: &Setup, number: u64) -> Case {
     draw(&mut rng, along(setup, routing, hidden))
 }
 
-fn draw(rng: &mut SmallRng, case: Case) -> Case {
+fn draw(rng: &mut ChaCha8Rng, case: Case) -> Case {
     let expert_alignment = [1, 1, 4, 16][rng.random_range(0..4)];
     Case { expert_alignment, seed: rng.random(), ..case }
 }

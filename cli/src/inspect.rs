@@ -14,7 +14,8 @@ use epoxide::ep::{
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
-use epoxide_gpu::layout::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
+use epoxide_gpu::layout::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS};
+use epoxide_testing::selections::Selections;
 use serde::Serialize;
 
 use crate::options::VirtualFlags;
@@ -96,50 +97,18 @@ fn read(path: &Path) -> Result<(String, String)> {
     Ok((name, text))
 }
 
-/// The ids of all tokens of all ranks, checked.
-#[derive(Debug, PartialEq, Eq)]
-struct Selections {
-    num_topk: usize,
-    ranks: Vec<Vec<Vec<i64>>>,
-}
-
 /// Reads and checks the ids; errors name the place.
 fn parse(args: &HandleArgs, name: &str, text: &str) -> Result<Selections> {
-    let ranks: Vec<Vec<Vec<i64>>> = serde_json::from_str(text).map_err(|error| {
-        Stop::usage(format!("--topk {name}: {error}; expected [[[ids of token 0], ..] of rank 0, ..]"))
-    })?;
-    let wrong = |place: String, rule: String| Err(Stop::usage(format!("--topk {name}: {place}: {rule}")));
     let (nodes, per_node) = (args.nodes, args.ranks_per_node);
-    if ranks.len() != args.num_ranks() as usize {
-        let rule = format!("--nodes {nodes} with --ranks-per-node {per_node} are {} ranks", args.num_ranks());
-        return wrong(format!("{} ranks", ranks.len()), rule);
+    let selections = Selections::parse(text, args.experts)
+        .map_err(|error| Stop::usage(format!("--topk {name}: {error}")))?;
+    match selections.ranks.len() {
+        ranks if ranks != args.num_ranks() as usize => Err(Stop::usage(format!(
+            "--topk {name}: {ranks} ranks: --nodes {nodes} with --ranks-per-node {per_node} are {} ranks",
+            args.num_ranks()
+        ))),
+        _ => Ok(selections),
     }
-    let mut first: Option<(usize, usize, usize)> = None;
-    for (rank, tokens) in ranks.iter().enumerate() {
-        for (token, ids) in tokens.iter().enumerate() {
-            let (first_rank, first_token, num_topk) = *first.get_or_insert((rank, token, ids.len()));
-            let place = format!("rank {rank}, token {token}");
-            if ids.is_empty() || ids.len() > MAX_TOPK as usize {
-                return wrong(
-                    place,
-                    format!("{} ids; a token has 1 to {MAX_TOPK}, -1 for no selection", ids.len()),
-                );
-            }
-            if ids.len() != num_topk {
-                let rule = format!(
-                    "{} ids, but {num_topk} at rank {first_rank}, token {first_token}; pad with -1",
-                    ids.len()
-                );
-                return wrong(place, rule);
-            }
-            if let Some(k) = ids.iter().position(|id| !(-1..i64::from(args.experts)).contains(id)) {
-                let rule =
-                    format!("{}; an expert id is -1 or 0 to {} (--experts - 1)", ids[k], args.experts - 1);
-                return wrong(format!("{place}, entry {k}"), rule);
-            }
-        }
-    }
-    Ok(Selections { num_topk: first.map_or(1, |(_, _, num_topk)| num_topk), ranks })
 }
 
 /// The object that is printed.

@@ -1,6 +1,8 @@
 //! What the other crates of this repository use of the library and its users have no need of: no interface, and nothing here is kept from one
 //! version to the next.
 
+pub mod fuzz;
+
 pub use epoxide_vgpu::Schedule;
 
 pub use crate::ep::ceiling::{CeilingShape, Direction};

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use rand::SeedableRng;
-use rand::rngs::SmallRng;
+use rand_chacha::ChaCha8Rng;
 
 use epoxide::ep::DType;
 use epoxide::internal::Tuning;
@@ -54,7 +54,7 @@ pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<Nodes>)>) -> impl Str
     let routing = (ranks, topk(), 1..=8u32, style, any::<u64>()).prop_map(
         |((tokens, nodes), topk, local_experts, style, seed)| {
             let experts = local_experts * tokens.len() as u32;
-            let mut rng = SmallRng::seed_from_u64(seed);
+            let mut rng = ChaCha8Rng::seed_from_u64(seed);
             (Routing::random(&mut rng, &tokens, topk, experts, style), nodes)
         },
     );

@@ -1,7 +1,7 @@
 //! Shapes at the edges of what is allowed, on one node and on several.
 
 use rand::SeedableRng;
-use rand::rngs::SmallRng;
+use rand_chacha::ChaCha8Rng;
 
 use epoxide::ep::DType;
 use epoxide::internal::Tuning;
@@ -32,7 +32,7 @@ in_every_spread! {
 }
 
 pub fn routing(tokens_per_rank: &[u32], num_topk: u32, num_experts: u32, style: Style) -> Routing {
-    Routing::random(&mut SmallRng::seed_from_u64(7), tokens_per_rank, num_topk, num_experts, style)
+    Routing::random(&mut ChaCha8Rng::seed_from_u64(7), tokens_per_rank, num_topk, num_experts, style)
 }
 
 /// Every token of every rank selects just these.

@@ -1,7 +1,7 @@
 //! A dispatch and a combine of small rows, known beforehand, that never make the host wait.
 
 use rand::SeedableRng;
-use rand::rngs::SmallRng;
+use rand_chacha::ChaCha8Rng;
 
 use epoxide::Result;
 use epoxide::driver::Stream;
@@ -31,7 +31,7 @@ pub struct Turn {
 impl Turn {
     /// `tokens` tokens per rank of small integers.
     pub fn random(seed: u64, tokens: &[u32], num_channels: u32) -> Turn {
-        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let style = Style::ALL[seed as usize % 4];
         let ranks = tokens.len() as u32;
         let routing = Routing::random(&mut rng, tokens, TOPK, 2 * ranks, style);

@@ -16,8 +16,8 @@ use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, FaultKind, Grid, GridConfig, Kernel, Memory, Module, Progress,
     Region, Schedule,
 };
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 /// Most steps of a run.
 const ROUNDS: usize = 100_000;
@@ -95,7 +95,7 @@ fn run(ready: &Ready, seed: u64, races: bool) -> RunOutcome {
         Grid::new(kernels[device][kernel].clone(), memories[device].clone(), &config, shape, &params)
             .unwrap_or_else(|e| panic!("{}: {e}", test.number))
     };
-    let mut order = SmallRng::seed_from_u64(seed);
+    let mut order = ChaCha8Rng::seed_from_u64(seed);
     // What runs on each device, and which of its kernels that is.
     let mut running: Vec<Option<(Grid, usize)>> =
         (0..program.devices.len()).map(|d| Some((launch(d, 0), 0))).collect();

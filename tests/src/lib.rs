@@ -4,10 +4,11 @@
 //! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing alone; [`payload`] makes
 //! rows that tell their tokens apart or whose sums are exact; [`lockstep`] runs ranks one at a time; [`roundtrip`] is the round trip that compares every bit, on the ranks of [`harness`]. [`ranks`] runs a test on
 //! several ranks, as threads or as processes; [`alone`] runs a test in a process of its own; [`neighbour`] is another library on their devices; [`litmus`] has the litmus tests of
-//! the PTX memory model, as text and as PTX.
+//! the PTX memory model, as text and as PTX; [`fuzz`] gives what reads the bytes of strangers bytes that nobody would send.
 
 pub mod alone;
 pub mod compare;
+pub mod fuzz;
 pub mod harness;
 pub mod litmus;
 pub mod lockstep;
@@ -16,6 +17,7 @@ pub mod oracle;
 pub mod payload;
 pub mod ranks;
 pub mod roundtrip;
+pub mod selections;
 
 pub use epoxide::group::launch::HeldPort;
 

@@ -101,8 +101,9 @@ fn cancelled_waits_do_not_hold_up_the_others() {
     let worst = worst_latency(&server, || {
         // 10 MB of keys that somebody waits for, and then 65 KB of waits that are cancelled.
         let mut waiter = greeted(&server);
-        let keys: Vec<Vec<u8>> = (0..100_000).map(|key| format!("/{key:092}").into_bytes()).collect();
+        let keys: Vec<Vec<u8>> = (0..128 << 10).map(|key| format!("/{key:070}").into_bytes()).collect();
         waiter.write_all(&listing(6, &keys)).unwrap();
+        ping(&mut waiter);
         let mut canceller = greeted(&server);
         let pair = [listing(6, &[b"/x".to_vec()]), vec![12]].concat();
         let pairs = 65_000 / pair.len();

@@ -5,8 +5,8 @@ mod common;
 
 use common::*;
 use epoxide_vgpu::{DeviceConfig, Module};
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 const REGISTERS: usize = 12;
 
@@ -32,7 +32,7 @@ const OPS: [(&str, Function); 5] = [
     ("shf.l.wrap.b32", |a, b| a.rotate_left(b)),
 ];
 
-fn program(rng: &mut SmallRng) -> Vec<Step> {
+fn program(rng: &mut ChaCha8Rng) -> Vec<Step> {
     let len = rng.random_range(10..40);
     let mut loops = 0;
     (0..len)
@@ -56,7 +56,7 @@ fn program(rng: &mut SmallRng) -> Vec<Step> {
         .collect()
 }
 
-fn register(rng: &mut SmallRng) -> usize {
+fn register(rng: &mut ChaCha8Rng) -> usize {
     rng.random_range(0..REGISTERS)
 }
 
@@ -134,7 +134,7 @@ fn expected(steps: &[Step], lane: u32) -> u64 {
 #[test]
 fn random_programs() {
     for seed in 0..400 {
-        let steps = program(&mut SmallRng::seed_from_u64(seed));
+        let steps = program(&mut ChaCha8Rng::seed_from_u64(seed));
         let text = ptx(&steps);
         let want: Vec<u64> = (0..48).map(|lane| expected(&steps, lane)).collect();
         for dev in

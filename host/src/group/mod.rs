@@ -17,7 +17,7 @@ mod fds;
 mod file_store;
 mod hash_store;
 pub mod launch;
-mod mesh;
+pub(crate) mod mesh;
 pub(crate) mod mesh_group;
 mod prefix_store;
 mod process_group;

@@ -23,7 +23,7 @@ mod setup;
 mod shaped;
 mod shaping;
 mod shm;
-mod tcp;
+pub(crate) mod tcp;
 #[cfg(test)]
 mod tests;
 #[cfg(feature = "rdma")]

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use super::setup::JOIN;
 use super::*;
@@ -159,13 +159,13 @@ const ALL: [TransportKind; 2] = [TransportKind::Shm, TransportKind::Tcp];
 /// What `from` sends from.
 fn source(from: u32) -> Vec<u8> {
     let mut data = vec![0; PART as usize];
-    SmallRng::seed_from_u64(u64::from(from) + 1000).fill(&mut data[..]);
+    ChaCha8Rng::seed_from_u64(u64::from(from) + 1000).fill(&mut data[..]);
     data
 }
 
 /// The puts of one queue: the same on both sides.
 fn puts(size: u32, from: u32, queue: u32, count: u64) -> impl Iterator<Item = Put> {
-    let mut random = SmallRng::seed_from_u64(u64::from(from * 64 + queue));
+    let mut random = ChaCha8Rng::seed_from_u64(u64::from(from * 64 + queue));
     (1..=count).map(move |value| {
         let most = if random.random_bool(0.2) { PART } else { 512 };
         let bytes = if random.random_bool(0.2) { 0 } else { random.random_range(1..=most) };

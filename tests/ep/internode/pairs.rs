@@ -5,8 +5,8 @@
 
 use std::time::Duration;
 
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use epoxide::Result;
 use epoxide::ep::{CombineRequest, DType, DispatchRequest, Tensor, TypedTensor};
@@ -52,7 +52,7 @@ impl Network {
     }
 
     fn run(&self, count: usize) {
-        let mut rng = SmallRng::seed_from_u64(count as u64);
+        let mut rng = ChaCha8Rng::seed_from_u64(count as u64);
         let pairs: Vec<_> = (0..count).map(|number| Pair::random(self, &mut rng, number)).collect();
         self.setup().run(|rank| {
             let memory = Memory::upload(rank, &pairs)?;
@@ -109,7 +109,7 @@ struct Inputs<'a> {
 }
 
 impl Pair {
-    fn random(network: &Network, rng: &mut SmallRng, number: usize) -> Pair {
+    fn random(network: &Network, rng: &mut ChaCha8Rng, number: usize) -> Pair {
         let tokens: Vec<u32> = (0..network.ranks())
             .map(|_| match rng.random_range(0..6) {
                 0 => 0,

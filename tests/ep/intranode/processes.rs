@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rand::SeedableRng;
-use rand::rngs::SmallRng;
+use rand_chacha::ChaCha8Rng;
 
 use epoxide::Error;
 use epoxide::ep::{DType, DispatchRequest, Tensor};
@@ -25,7 +25,7 @@ const DEAD: i32 = 3;
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 fn case() -> Case {
-    let mut rng = SmallRng::seed_from_u64(11);
+    let mut rng = ChaCha8Rng::seed_from_u64(11);
     let routing = Routing::random(&mut rng, &[17, 0, 30, 5], 4, 16, Style::WithHoles);
     Case { num_channels: 3, expert_alignment: 8, ..Case::new(routing, 112) }
 }

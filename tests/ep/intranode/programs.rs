@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use epoxide::Result;
 use epoxide::ep::{
@@ -44,7 +44,7 @@ impl Program {
         num_channels: u32,
         exact: bool,
     ) -> Program {
-        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut last: Option<(Box<Case>, Vec<Plan>)> = None;
         let mut kind = 0;
         let steps = (0..steps).map(|number| {
@@ -157,7 +157,7 @@ pub struct Inputs {
     topk_idx: Option<TypedTensor<'static, i64>>,
 }
 
-fn random_rows(rng: &mut SmallRng, routing: &Routing) -> Vec<Vec<Vec<u8>>> {
+fn random_rows(rng: &mut ChaCha8Rng, routing: &Routing) -> Vec<Vec<Vec<u8>>> {
     let tokens: Vec<u32> = (0..routing.num_ranks()).map(|rank| routing.num_tokens(rank)).collect();
     payload::distinct_rows(rng, &tokens, ROW as usize)
 }
@@ -193,7 +193,7 @@ fn operations_with_the_shortest_rings() {
 fn run(setup: &Setup, program: &Program) {
     setup.run(|rank| {
         let inputs = program.upload(rank)?;
-        let mut rng = SmallRng::seed_from_u64(rank.rank.into());
+        let mut rng = ChaCha8Rng::seed_from_u64(rank.rank.into());
         let kept = program.enqueue(rank, &inputs, || {
             if rng.random_bool(0.1) {
                 std::thread::sleep(Duration::from_micros(rng.random_range(0..2000)));

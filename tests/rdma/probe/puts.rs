@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use epoxide::Result;
 use epoxide::group::ProcessGroup as _;
 use epoxide::transport::{Put, PutQueue};
-use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use crate::rank::{Rank, Wire, wrong};
 
@@ -36,7 +36,7 @@ impl Plan {
     fn new(from: u32, to: u32, queue: u32, number: u64) -> Plan {
         let seed = [u64::from(from), to.into(), queue.into(), number];
         let seed = seed.iter().fold(0, |seed: u64, part| seed.wrapping_mul(1_000_003) ^ part);
-        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
         // Short, odd, empty and whole ones.
         let bytes = match rng.random_range(0..4) {
             0 => rng.random_range(0..16),
@@ -204,7 +204,7 @@ fn first_peer(own: u32, size: u32) -> u32 {
 fn large(rank: &Rank, wire: &Wire, at: u64, queue: &mut dyn PutQueue) -> Result<()> {
     let contents = |sender: u32| {
         let mut bytes = vec![0; 2 * LARGE as usize];
-        SmallRng::seed_from_u64(sender.into()).fill_bytes(&mut bytes);
+        ChaCha8Rng::seed_from_u64(sender.into()).fill_bytes(&mut bytes);
         bytes
     };
     let (into, from) = (at + WORDS, at + WORDS + 2 * LARGE);

@@ -5,8 +5,8 @@ use std::marker::PhantomData;
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, Fault, Grid, GridConfig, Memory, Module, Progress, Region,
 };
-use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 /// Round robin, and orders drawn from seeds; the last ones in check mode.
 const SCHEDULES: [(Option<u64>, bool); 6] = [
@@ -192,18 +192,18 @@ impl Gpu {
 }
 
 pub fn words(n: usize, seed: u64) -> Vec<u32> {
-    let mut rng = SmallRng::seed_from_u64(seed);
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
     (0..n).map(|_| rng.random()).collect()
 }
 
 pub fn longs(n: usize, seed: u64) -> Vec<i64> {
-    let mut rng = SmallRng::seed_from_u64(seed);
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
     (0..n).map(|_| rng.random()).collect()
 }
 
 /// Numbers between -10 and 10.
 pub fn floats(n: usize, seed: u64) -> Vec<f32> {
-    let mut rng = SmallRng::seed_from_u64(seed);
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
     (0..n).map(|_| rng.random_range(-10.0..10.0)).collect()
 }
 

@@ -1,7 +1,7 @@
 //! What the operands of an instruction are, and which values are worth trying.
 
 use rand::Rng;
-use rand::rngs::StdRng;
+use rand_chacha::ChaCha8Rng;
 
 /// What the bits of an operand or a result mean: this decides its register, and the values that it is tried with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,7 +106,7 @@ impl Kind {
     }
 
     /// A value that is likely to be at the edge of something.
-    pub fn value(self, rng: &mut StdRng) -> u64 {
+    pub fn value(self, rng: &mut ChaCha8Rng) -> u64 {
         match self {
             Kind::Pred => rng.random_range(0..2),
             Kind::Int(bits) | Kind::Bits(bits) => integer(bits, rng),
@@ -133,7 +133,7 @@ fn mask(bits: u32) -> u64 {
     u64::MAX >> (64 - bits)
 }
 
-fn integer(bits: u32, rng: &mut StdRng) -> u64 {
+fn integer(bits: u32, rng: &mut ChaCha8Rng) -> u64 {
     let power = 1u64 << rng.random_range(0..bits);
     let value = match rng.random_range(0..10) {
         0 => rng.random_range(0..4),
@@ -149,7 +149,7 @@ fn integer(bits: u32, rng: &mut StdRng) -> u64 {
     value & mask(bits)
 }
 
-fn float(format: Format, rng: &mut StdRng) -> u64 {
+fn float(format: Format, rng: &mut ChaCha8Rng) -> u64 {
     let (bits, mantissa) = format.bits();
     let top = mask(bits - 1);
     let infinity = top >> mantissa << mantissa;
@@ -190,7 +190,7 @@ fn float(format: Format, rng: &mut StdRng) -> u64 {
 }
 
 /// Operands that have something to do with each other: equal, opposite, or neighbours.
-pub fn relate(kind: Kind, other: u64, rng: &mut StdRng) -> u64 {
+pub fn relate(kind: Kind, other: u64, rng: &mut ChaCha8Rng) -> u64 {
     let top = 1u64 << (kind.bits() - 1);
     let value = match rng.random_range(0..4) {
         0 => other,

@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use super::forms::Form;
 use super::kind::{Kind, relate};
@@ -61,9 +61,9 @@ impl Module {
 
 /// The modules of a seed. Forms are dealt like cards: none comes a second time before all have come once.
 pub fn random(forms: &[Form], seed: u64, modules: usize) -> Vec<Module> {
-    let mut rng = StdRng::seed_from_u64(seed);
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut deck: Vec<usize> = Vec::new();
-    let mut deal = |rng: &mut StdRng| {
+    let mut deal = |rng: &mut ChaCha8Rng| {
         if deck.is_empty() {
             deck = (0..forms.len()).collect();
             deck.shuffle(rng);
@@ -82,7 +82,7 @@ pub fn random(forms: &[Form], seed: u64, modules: usize) -> Vec<Module> {
         .collect()
 }
 
-fn random_use(number: usize, form: &Form, rng: &mut StdRng) -> Use {
+fn random_use(number: usize, form: &Form, rng: &mut ChaCha8Rng) -> Use {
     let mut operands: Vec<Vec<u64>> = Vec::new();
     for kind in &form.operands {
         let alike = form.operands[0].bits() == kind.bits() && *kind != Kind::Pred;

@@ -8,6 +8,7 @@ mod conn;
 mod connect;
 mod engine;
 mod frame;
+mod fuzz;
 mod hello;
 mod peers;
 mod wait;
@@ -17,4 +18,5 @@ pub(crate) use address::{Address, Listener, address_key, host_id, interface_addr
 pub use address::{SOCKET_IFNAME, Sockets};
 pub(crate) use engine::{Current, Directory, Engine};
 pub(crate) use frame::Signature;
+pub use fuzz::{fuzz_frames, fuzz_hello, sample_frames, sample_hello};
 pub(crate) use wake::Wake;

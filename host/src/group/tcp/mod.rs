@@ -7,6 +7,7 @@ mod protocol;
 mod server;
 
 pub use client::TcpStore;
+pub use protocol::{fuzz_requests, sample_requests};
 pub use server::TcpStoreServer;
 
 /// The port that PyTorch's store listens on unless told otherwise.

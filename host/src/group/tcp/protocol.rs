@@ -342,6 +342,65 @@ impl Message {
     }
 }
 
+/// Reads bytes as the server does: whatever pieces they come in, the same requests are found, and each can be read.
+pub fn fuzz_requests(bytes: &[u8]) {
+    let find = |pieces: &mut dyn Iterator<Item = &[u8]>| {
+        let (mut framer, mut buffer, mut start, mut ends) = (Framer::default(), Vec::new(), 0, Vec::new());
+        for piece in pieces {
+            buffer.extend_from_slice(piece);
+            loop {
+                match framer.advance(&buffer[start..]) {
+                    Ok(Some(length)) => {
+                        assert!(length > 0 && start + length <= buffer.len());
+                        let request = Request::decode(&buffer[start..start + length]);
+                        assert!(request.is_ok(), "{request:?}");
+                        start += length;
+                        ends.push(start);
+                    }
+                    Ok(None) => break,
+                    Err(_) => return (ends, false),
+                }
+            }
+        }
+        (ends, true)
+    };
+    let in_pieces = find(&mut crate::internal::fuzz::pieces(bytes));
+    assert_eq!(in_pieces, find(&mut bytes.get(1..).into_iter()));
+    // What is no request is refused, and does no harm.
+    let _ = Request::decode(bytes);
+}
+
+/// A request of each kind.
+pub fn sample_requests() -> Vec<Vec<u8>> {
+    let key_value = |query| Message::query(query).key("k").string(b"value");
+    let keys = |query| Message::query(query).keys(&["a", "bc", ""]);
+    let all = [
+        Message::query(Query::Validate).word(MAGIC),
+        Message::query(Query::Ping).word(7),
+        key_value(Query::Set),
+        key_value(Query::CompareSet).string(b"desired"),
+        key_value(Query::Append),
+        key_value(Query::QueuePush),
+        Message::query(Query::Get).key("k"),
+        Message::query(Query::Add).key("n").number(-1),
+        Message::query(Query::Barrier).key("b").number(2),
+        keys(Query::Check),
+        keys(Query::Wait),
+        keys(Query::MultiGet),
+        Message::query(Query::MultiSet).count(2).key("a").string(b"1").key("b").string(b""),
+        Message::query(Query::CancelWait).then(Query::NumKeys).then(Query::ListKeys),
+        Message::query(Query::DeleteKey)
+            .key("k")
+            .then(Query::QueuePop)
+            .key("q")
+            .then(Query::QueueLen)
+            .key("q"),
+    ];
+    let whole: Vec<u8> = all.iter().flat_map(|message| message.0.clone()).collect();
+    // Behind the byte that says how long the pieces are.
+    all.into_iter().map(|message| message.0).chain([whole]).map(|bytes| [&[3], &bytes[..]].concat()).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -10,7 +10,7 @@ use rustix::net::sockopt;
 use super::frame::{MAX_REASON, refusal, word32, word64};
 use super::wait::left;
 use crate::error::{Error, Result};
-use crate::group::secret::{Initiator, OPENING, PROOF, Purpose, Responder, random};
+use crate::group::secret::{Initiator, OPENING, PROOF, Purpose, Responder, WrongSecret, random};
 use crate::group::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
 use crate::group::{JobSecret, SOCKET_IFNAME, interface_address, loopback};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
@@ -236,8 +236,27 @@ impl Door {
         let mut answer = vec![0; 4];
         let verdict = match stranger.read(length) {
             Ok(_) => {
-                let proof = self.secret.as_ref().map(|secret| (secret, self.address));
-                judge(&self.token, proof, setup, &stranger.hello, accepted, &mut answer)
+                let expects =
+                    |pair| setup.pairs().any(|other| other == pair) && !accepted.contains_key(&pair);
+                let rules = Rules { token: &self.token, memory: setup.memory.bytes(), expects: &expects };
+                let (hello, rest) = stranger.hello.split_at(stranger.hello.len().min(HELLO));
+                let verdict = judge(&rules, hello);
+                // Whoever does not know the secret says nothing of a rank, right or wrong.
+                match (&self.secret, &verdict) {
+                    (Some(secret), Verdict::Welcome(..) | Verdict::Wrong(..)) => {
+                        let (peer, queue) = (word32(hello, 32), word32(hello, 36));
+                        let claims = claims(setup, peer, setup.group.rank(), queue, self.address);
+                        match proven(secret, &claims, &self.token, rest) {
+                            Ok(Some(own)) => {
+                                answer.extend_from_slice(&own);
+                                verdict
+                            }
+                            Ok(None) => Verdict::Incomplete,
+                            Err(wrong) => Verdict::Stranger(wrong.to_string()),
+                        }
+                    }
+                    _ => verdict,
+                }
             }
             Err(reason) => Verdict::Stranger(reason),
         };
@@ -278,16 +297,31 @@ impl Door {
     }
 }
 
-/// What a hello deserves; a proof of this end's is added to the answer, where the job has a secret, which stands with the
-/// address that the connection came in at.
-fn judge(
+/// Looks at the opening and the proof that stand behind a hello: this end's own proof, once both have come.
+fn proven(
+    secret: &JobSecret,
+    claims: &[u8],
     token: &[u8; TOKEN],
-    secret: Option<(&JobSecret, SocketAddr)>,
-    setup: &Setup<'_>,
     bytes: &[u8],
-    accepted: &BTreeMap<(u32, u32), TcpStream>,
-    answer: &mut Vec<u8>,
-) -> Verdict {
+) -> Result<Option<[u8; PROOF]>, WrongSecret> {
+    let shown = bytes.split_first_chunk::<OPENING>();
+    let Some((opening, Some(proof))) = shown.map(|(opening, proof)| (opening, proof.first_chunk())) else {
+        return Ok(None);
+    };
+    let (responder, own) = Responder::known(secret, Purpose::Transport, claims, opening, token);
+    responder.check(proof).map(|()| Some(own))
+}
+
+/// What a rank lets in.
+struct Rules<'a> {
+    token: &'a [u8; TOKEN],
+    /// Bytes of its wire memory.
+    memory: u64,
+    /// Whether it waits for this (queue, peer).
+    expects: &'a dyn Fn((u32, u32)) -> bool,
+}
+
+fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
     // The first words stay what they are in every version, however long its hello is.
     if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
         return Verdict::Stranger("no hello of epoxide's transport".into());
@@ -299,36 +333,54 @@ fn judge(
     if bytes.len() < HELLO {
         return Verdict::Incomplete;
     }
-    if bytes[16..32] != *token {
+    if bytes[16..32] != *rules.token {
         return Verdict::Stranger("wrong token: the connection is meant for another rank or group".into());
     }
     let (phase, peer, queue, memory) =
         (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
-    if let Some((secret, address)) = secret {
-        let shown = bytes[HELLO..].split_first_chunk::<OPENING>();
-        let Some((opening, Some(proof))) = shown.map(|(opening, proof)| (opening, proof.first_chunk()))
-        else {
-            return Verdict::Incomplete;
-        };
-        let claims = claims(setup, peer, setup.group.rank(), queue, address);
-        let (responder, own) = Responder::known(secret, Purpose::Transport, &claims, opening, token);
-        if let Err(wrong) = responder.check(proof) {
-            return Verdict::Stranger(wrong.to_string());
-        }
-        answer.extend_from_slice(&own);
-    }
-    let own = setup.memory.bytes();
+    let own = rules.memory;
     if phase != PHASE {
         return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
     }
     if memory != own {
         return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
     }
-    if !setup.pairs().any(|pair| pair == (queue, peer)) || accepted.contains_key(&(queue, peer)) {
+    if !(rules.expects)((queue, peer)) {
         return Verdict::Wrong(
             peer,
             format!("queue {queue} of rank {peer} is not expected, or is there already"),
         );
     }
     Verdict::Welcome(queue, peer)
+}
+
+const SAMPLE_TOKEN: [u8; TOKEN] = *b"0123456789abcdef";
+const SAMPLE_MEMORY: u64 = 1 << 20;
+
+/// Reads a hello as the door does: only who shows the token, and says what is expected, gets in, and who does not is told in a few words.
+pub fn fuzz_tcp_hello(bytes: &[u8]) {
+    let rules = Rules {
+        token: &SAMPLE_TOKEN,
+        memory: SAMPLE_MEMORY,
+        expects: &|(queue, peer)| queue < 2 && peer == 1,
+    };
+    let whole = &bytes[..bytes.len().min(HELLO)];
+    // Byte by byte: a verdict, once there is one, comes at one point.
+    let early = (0..whole.len()).map(|length| judge(&rules, &whole[..length]));
+    let early = early.into_iter().find(|verdict| !matches!(verdict, Verdict::Incomplete));
+    match early.unwrap_or_else(|| judge(&rules, whole)) {
+        Verdict::Incomplete => assert!(whole.len() < HELLO),
+        Verdict::Welcome(queue, peer) => {
+            assert_eq!(whole, hello(VERSION, PHASE, &SAMPLE_TOKEN, peer, queue, SAMPLE_MEMORY));
+        }
+        Verdict::Stranger(reason) => assert!(refusal(&reason).len() < 200),
+        Verdict::Wrong(_, reason) => {
+            assert!(whole[16..32] == SAMPLE_TOKEN && refusal(&reason).len() < 200);
+        }
+    }
+}
+
+/// A hello that is let in.
+pub fn sample_tcp_hello() -> Vec<Vec<u8>> {
+    vec![hello(VERSION, PHASE, &SAMPLE_TOKEN, 1, 1, SAMPLE_MEMORY).to_vec()]
 }

@@ -22,6 +22,25 @@ pub(super) fn header(put: &Put) -> [u8; HEADER] {
     bytes
 }
 
+/// What a header says.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Frame {
+    Goodbye,
+    /// All of it lies in the receiver's memory.
+    Put(Put),
+}
+
+/// Reads a header at a receiver with `memory` bytes; an error says what does not fit.
+pub(super) fn read_header(header: &[u8; HEADER], memory: u64) -> Result<Frame, String> {
+    let [bytes, to, counter, value] = [0, 8, 16, 24].map(|at| word64(header, at));
+    if bytes == GOODBYE {
+        return Ok(Frame::Goodbye);
+    }
+    let put = Put { from: to, to, bytes, counter, value };
+    put.check(memory)?;
+    Ok(Frame::Put(put))
+}
+
 /// A refusal as it goes over the connection.
 pub(super) fn refusal(reason: &str) -> Vec<u8> {
     let text = &reason.as_bytes()[..reason.len().min(MAX_REASON)];
@@ -36,4 +55,38 @@ pub(super) fn word32(bytes: &[u8], at: usize) -> u32 {
 
 pub(super) fn word64(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].iter().take(8).rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
+}
+
+/// Reads bytes as a receiver does: no byte and no counter of a put lies outside of its memory, which is as long as the first two bytes say.
+pub fn fuzz_tcp_frames(bytes: &[u8]) {
+    let Some((length, mut rest)) = bytes.split_first_chunk::<2>() else { return };
+    let memory = u64::from(u16::from_le_bytes(*length));
+    while let Some((header, behind)) = rest.split_first_chunk() {
+        match read_header(header, memory) {
+            Ok(Frame::Put(put)) => {
+                let end = |at: u64, len: u64| u128::from(at) + u128::from(len);
+                assert!(put.bytes == 0 || end(put.to, put.bytes) <= memory.into());
+                assert!(end(put.counter, 8) <= memory.into());
+                assert!(put.counter.is_multiple_of(8));
+                rest = behind.get(put.bytes as usize..).unwrap_or_default();
+            }
+            Ok(Frame::Goodbye) => return,
+            Err(reason) => {
+                let refusal = refusal(&reason);
+                assert!(refusal.len() <= 4 + MAX_REASON && refusal.len() > 4);
+                return;
+            }
+        }
+    }
+}
+
+/// Puts and a goodbye, behind the length of the memory.
+pub fn sample_tcp_frames() -> Vec<Vec<u8>> {
+    let put = |to, bytes, counter| {
+        let put = Put { from: to, to, bytes, counter, value: 1 };
+        [&header(&put)[..], &vec![7; bytes as usize]].concat()
+    };
+    let goodbye = header(&Put { bytes: GOODBYE, ..Put::default() }).to_vec();
+    let all = [&1024u16.to_le_bytes()[..], &put(0, 64, 1016), &put(1000, 24, 0), &put(1024, 0, 8), &goodbye];
+    vec![all[..2].concat(), all.concat()]
 }

@@ -10,6 +10,8 @@ mod tests;
 mod wait;
 
 use self::door::{Door, dial};
+pub use self::door::{fuzz_tcp_hello, sample_tcp_hello};
+pub use self::frame::{fuzz_tcp_frames, sample_tcp_frames};
 use self::receiver::Receivers;
 use self::sender::TcpQueue;
 use super::greeting;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::frame::{FAREWELL, GOODBYE, HEADER, refusal, word64};
+use super::frame::{FAREWELL, Frame, HEADER, read_header, refusal};
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
 use crate::transport::links::Receiving;
@@ -110,17 +110,15 @@ impl Reader {
             let mut header = [0; HEADER];
             // SAFETY: the header is as long.
             unsafe { self.take(header.as_mut_ptr(), HEADER)? };
-            let [bytes, to, counter, value] = [0, 8, 16, 24].map(|at| word64(&header, at));
-            if bytes == GOODBYE {
-                return Ok(());
+            match read_header(&header, self.target.bytes()) {
+                Ok(Frame::Goodbye) => return Ok(()),
+                Ok(Frame::Put(put)) => self.store(&put)?,
+                Err(reason) => {
+                    let _ = rustix::net::send(self.socket.as_fd(), &refusal(&reason), send_flags());
+                    let _ = self.socket.shutdown(std::net::Shutdown::Both);
+                    return Err(self.ends.error("receive", format!("refused a frame of it: {reason}")));
+                }
             }
-            let put = Put { from: to, to, bytes, counter, value };
-            if let Err(reason) = put.check(self.target.bytes()) {
-                let _ = rustix::net::send(self.socket.as_fd(), &refusal(&reason), send_flags());
-                let _ = self.socket.shutdown(std::net::Shutdown::Both);
-                return Err(self.ends.error("receive", format!("refused a frame of it: {reason}")));
-            }
-            self.store(&put)?;
         }
     }
 

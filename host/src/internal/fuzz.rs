@@ -1,0 +1,19 @@
+//! What strangers' bytes are read with, each as a function of bytes: the fuzz targets and the tests that stand for them call these. None may panic, or
+//! take more memory than a few times its input.
+
+pub use crate::group::mesh::{fuzz_frames as mesh_frames, fuzz_hello as mesh_hello};
+pub use crate::group::tcp::fuzz_requests as store_requests;
+pub use crate::transport::tcp::{fuzz_tcp_frames as tcp_frames, fuzz_tcp_hello as tcp_hello};
+
+/// Cuts bytes into pieces of a length that the first of them gives, as a network may.
+pub(crate) fn pieces(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let (length, rest) = bytes.split_first().unwrap_or((&0, &[]));
+    rest.chunks(usize::from(*length) + 1)
+}
+
+/// Valid input for each, to be varied.
+pub mod samples {
+    pub use crate::group::mesh::{sample_frames as mesh_frames, sample_hello as mesh_hello};
+    pub use crate::group::tcp::sample_requests as store_requests;
+    pub use crate::transport::tcp::{sample_tcp_frames as tcp_frames, sample_tcp_hello as tcp_hello};
+}
