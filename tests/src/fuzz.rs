@@ -87,7 +87,7 @@ const EDGES: [u64; 12] = [
 fn vary(bytes: &mut Vec<u8>, samples: &[Vec<u8>], rng: &mut ChaCha8Rng) {
     let at = rng.random_range(0..=bytes.len());
     let end = rng.random_range(at..=bytes.len().min(at + 64));
-    match rng.random_range(0..8) {
+    match rng.random_range(0..10) {
         0 => bytes.truncate(at),
         1 => drop(bytes.drain(at..end)),
         2 => {
@@ -111,6 +111,21 @@ fn vary(bytes: &mut Vec<u8>, samples: &[Vec<u8>], rng: &mut ChaCha8Rng) {
             }
         }
         5 => bytes.insert(at, rng.random()),
+        6 => {
+            // The number in a text that is next, whole.
+            let Some(from) = bytes[at..].iter().position(u8::is_ascii_digit).map(|skip| at + skip) else {
+                return;
+            };
+            let digits = bytes[from..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+            let edge = EDGES.choose(rng).copied().unwrap_or_default();
+            bytes.splice(from..from + digits, edge.to_string().into_bytes());
+        }
+        7 => {
+            // Nests deeper than anybody would.
+            let Some(byte) = bytes.get(at).copied() else { return };
+            let deep = if rng.random_bool(0.02) { 20_000 } else { 20 };
+            bytes.splice(at..at, std::iter::repeat_n(byte, rng.random_range(0..deep)));
+        }
         _ => {
             if let Some(byte) = bytes.get_mut(at) {
                 *byte ^= 1 << rng.random_range(0..8);
@@ -215,7 +230,10 @@ mod tests {
                 .iter()
                 .fold(bytes.len() as u64, |sum, byte| sum.wrapping_mul(31).wrapping_add((*byte).into()))
         };
-        assert_eq!([2, 3, 1000].map(sum), [6_811_994, 330_782_769_026_721_673, 359_931_238_343_984_202]);
+        assert_eq!(
+            [2, 3, 1000].map(sum),
+            [9_507_687_575_967_143_479, 330_782_769_026_721_673, 16_886_062_154_435_823_768]
+        );
     }
 
     #[test]

@@ -10,12 +10,29 @@ use crate::lexer::{Tok, Token, error_at, tokenize};
 pub(crate) fn parse(text: &str) -> Result<File, PtxError> {
     let tokens = tokenize(text)?;
     let lines = text.lines().collect();
-    let mut p = Parser { text, lines, tokens, at: 0, file: File::default(), locs: Locs::default() };
+    let mut p = Parser {
+        variable_bytes: 0,
+        text,
+        lines,
+        tokens,
+        at: 0,
+        file: File::default(),
+        locs: Locs::default(),
+    };
     p.module()?;
     Ok(p.file)
 }
 
+/// Most bytes of a module's variables: a short text must not take all memory.
+const MAX_VARIABLE_BYTES: usize = 64 << 20;
+/// Largest alignment of a variable or a parameter.
+const MAX_ALIGN: usize = 1 << 16;
+/// Most nested braces of an initialiser.
+const MAX_DIMENSIONS: usize = 8;
+
 struct Parser<'a> {
+    /// Of the `.global` and `.const` variables so far.
+    variable_bytes: usize,
     text: &'a str,
     lines: Vec<&'a str>,
     tokens: Vec<Token<'a>>,
@@ -384,7 +401,7 @@ impl<'a> Parser<'a> {
                         size = n.saturating_mul(elem);
                     }
                     let align = align.unwrap_or(elem);
-                    if !align.is_power_of_two() || size > 1 << 20 {
+                    if !align.is_power_of_two() || align > MAX_ALIGN || size > 1 << 20 {
                         return self.error(pos, "bad parameter size or alignment");
                     }
                     return Ok(Param { name: name.to_string(), size, align });
@@ -428,8 +445,8 @@ impl<'a> Parser<'a> {
         let mut vars = vec![];
         loop {
             let pos = self.pos();
-            if !align.is_power_of_two() {
-                return self.error(pos, format!("alignment {align} is not a power of two"));
+            if !align.is_power_of_two() || align > MAX_ALIGN {
+                return self.error(pos, format!("alignment {align} is not a power of two up to {MAX_ALIGN}"));
             }
             let name = self.word("a variable name")?.to_string();
             let mut bytes = Some(elem * lanes);
@@ -442,15 +459,23 @@ impl<'a> Parser<'a> {
                     bytes = bytes.map(|b| b.saturating_mul(n));
                 }
             }
-            if bytes.is_some_and(|b| b > 1 << 32) {
-                return self.error(pos, format!("variable '{name}' is too large"));
+            if matches!(space, VarSpace::Global | VarSpace::Const) {
+                // What aligning it may skip counts as well.
+                self.variable_bytes =
+                    self.variable_bytes.saturating_add(bytes.unwrap_or(0)).saturating_add(align);
+            }
+            if bytes.is_some_and(|bytes| bytes > MAX_VARIABLE_BYTES)
+                || self.variable_bytes > MAX_VARIABLE_BYTES
+            {
+                let rule = format!("the variables of a module may have {MAX_VARIABLE_BYTES} bytes");
+                return self.error(pos, format!("variable '{name}' is too large: {rule}"));
             }
             let mut init = vec![];
             if self.eat('=') {
                 if matches!(space, VarSpace::Shared | VarSpace::Local) {
                     return self.error(pos, "only .global and .const variables can have an initialiser");
                 }
-                self.initializer(ty, elem, &mut init)?;
+                self.initializer(ty, elem, 0, &mut init)?;
                 let len = *bytes.get_or_insert(init.len());
                 if init.len() > len {
                     return self.error(pos, format!("initialiser of '{name}' is longer than the variable"));
@@ -466,10 +491,20 @@ impl<'a> Parser<'a> {
         Ok(vars)
     }
 
-    fn initializer(&mut self, ty: &str, elem: usize, out: &mut Vec<u8>) -> Result<(), PtxError> {
+    fn initializer(
+        &mut self,
+        ty: &str,
+        elem: usize,
+        depth: usize,
+        out: &mut Vec<u8>,
+    ) -> Result<(), PtxError> {
+        if depth > MAX_DIMENSIONS {
+            return self
+                .error(self.pos(), format!("an initialiser of more than {MAX_DIMENSIONS} dimensions"));
+        }
         if self.eat('{') {
             while !self.eat('}') {
-                self.initializer(ty, elem, out)?;
+                self.initializer(ty, elem, depth + 1, out)?;
                 if !self.eat(',') {
                     self.expect('}')?;
                     break;
@@ -627,6 +662,9 @@ impl<'a> Parser<'a> {
                 self.at += 1;
                 let mut items = vec![];
                 while !self.eat('}') {
+                    if self.peek().tok == Tok::Punct('{') {
+                        return self.unexpected("an element of a vector");
+                    }
                     items.push(self.operand()?.0);
                     if !self.eat(',') {
                         self.expect('}')?;

@@ -285,3 +285,32 @@ fn garbage_never_panics() {
         }
     }
 }
+
+/// Numbers and nesting in a short text must not take all memory or all of the stack.
+#[test]
+fn what_is_too_large_is_refused() {
+    let head = ".version 8.4\n.target sm_90\n.address_size 64\n";
+    let kernel = |body: &str| format!("{head}.visible .entry k(.param .u64 p) {{ {body} ret; }}");
+    let huge = ".local .b8 v[16000000]; .local .b8 w[16000000];";
+    for (text, what) in [
+        (format!("{head}.global .b8 words[4294967296] = {{1}};"), "too large"),
+        (format!("{head}.global .b8 a[40000000]; .global .b8 b[40000000];"), "too large"),
+        (
+            format!("{head}.global .b8 a[1]; .global .align 9223372036854775808 .b8 b[1];"),
+            "power of two up to",
+        ),
+        (format!("{head}.global .b8 a[1] = {}", "{".repeat(1_000_000)), "dimensions"),
+        (
+            format!("{head}.entry k(.param .b8 a, .param .align 4294967296 .b8 b[4]) {{ ret; }}"),
+            "bad parameter",
+        ),
+        (kernel(".reg .b32 %r<1000000>;"), "registers"),
+        (kernel(".reg .b32 %a<60000>; { .reg .b32 %b<60000>; }"), "registers"),
+        (kernel(huge), "too large"),
+        (kernel(&huge.replace("local", "shared")), "too large"),
+        (kernel(&format!("mov.b64 %rd1, {};", "{".repeat(1_000_000))), "vector"),
+    ] {
+        let error = Module::parse(&text).unwrap_err().to_string();
+        assert!(error.contains(what), "{what}: {}", &error[..error.len().min(300)]);
+    }
+}

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
+use rand_xoshiro::Xoshiro256PlusPlus;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 
 use super::put::{Interrupt, Put, PutQueue};
 use super::setup::{LOOK, LinkEnds, deadline};
@@ -21,7 +21,7 @@ pub struct Shaped {
     ends: LinkEnds,
     interrupt: Interrupt,
     lag: Duration,
-    random: ChaCha8Rng,
+    random: Xoshiro256PlusPlus,
     /// When the bytes so far are through the narrow link.
     free_at: Instant,
     passed: u64,
@@ -40,7 +40,9 @@ impl Shaped {
             shaping: shaping.clone(),
             ends,
             lag,
-            random: ChaCha8Rng::seed_from_u64(shaping.seed ^ ends_bits.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+            random: Xoshiro256PlusPlus::seed_from_u64(
+                shaping.seed ^ ends_bits.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+            ),
             free_at: Instant::now(),
             passed: 0,
             vanished: false,
@@ -75,7 +77,7 @@ impl PutQueue for Shaped {
         for put in puts {
             let mut start = deadline(self.lag);
             if !self.shaping.delay.is_zero() {
-                start += self.shaping.delay.mul_f64(self.random.random());
+                start += self.shaping.delay.mul_f64(fraction(self.random.next_u64()));
             }
             if let Some(bytes_per_second) = self.shaping.bytes_per_second {
                 let takes = Duration::try_from_secs_f64(put.bytes as f64 / bytes_per_second as f64);
@@ -120,4 +122,9 @@ impl PutQueue for Shaped {
     fn interrupt(&self) -> Interrupt {
         self.interrupt.clone()
     }
+}
+
+/// A number from 0 to below 1, from random bits.
+fn fraction(bits: u64) -> f64 {
+    (bits >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -7,6 +7,11 @@ use crate::exec::lanes::{self, Role, Sig, Spec};
 use crate::exec::shared::SHARED_BASE;
 use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Origin, SINK, Special, Timer};
 
+/// Most registers of a kernel: what is alive in each block is a set of them, and a short text must not take all memory.
+const MAX_REGISTERS: u32 = 1 << 16;
+/// Shared, or local, variables of a kernel have fewer bytes than this.
+const MAX_BYTES: u32 = 1 << 24;
+
 /// An error with its place; the text line is added at the end.
 pub(crate) type Lowered<T> = Result<T, (Pos, String)>;
 
@@ -152,6 +157,13 @@ impl<'a> Lower<'a> {
                 None => return Err((pos, format!("unknown register type '{ty}'"))),
             },
         };
+        let all = self.slots.iter().sum::<u32>().saturating_add(count.unwrap_or(1));
+        if all > MAX_REGISTERS {
+            return Err((
+                pos,
+                format!("more than {MAX_REGISTERS} registers, those of called functions included"),
+            ));
+        }
         self.declared.push((file, self.slots[file as usize], name.to_string(), count));
         match count {
             None => {
@@ -178,13 +190,14 @@ impl<'a> Lower<'a> {
             return Err((v.pos, format!("variable '{}' needs a length here", v.name)));
         };
         let too_large = || (v.pos, format!("variable '{}' is too large", v.name));
-        let bytes = u32::try_from(bytes).ok().filter(|&b| b < 1 << 24).ok_or_else(too_large)?;
+        let bytes = u32::try_from(bytes).map_err(|_| too_large())?;
         let align = v.align as u32;
         let binding = match v.space {
-            VarSpace::Shared => Binding::Shared { offset: self.place_shared(bytes, align) },
+            VarSpace::Shared => {
+                Binding::Shared { offset: self.place_shared(bytes, align).ok_or_else(too_large)? }
+            }
             VarSpace::Local => {
-                let offset = self.local_bytes.next_multiple_of(align.max(1));
-                self.local_bytes = offset + bytes;
+                let offset = place(&mut self.local_bytes, bytes, align).ok_or_else(too_large)?;
                 Binding::Local { offset: offset.into() }
             }
             _ => return Err((v.pos, "global variable inside of a kernel".into())),
@@ -192,10 +205,9 @@ impl<'a> Lower<'a> {
         self.bind(v.pos, &v.name, binding)
     }
 
-    pub(super) fn place_shared(&mut self, bytes: u32, align: u32) -> u64 {
-        let offset = self.shared_bytes.next_multiple_of(align.max(1));
-        self.shared_bytes = offset + bytes;
-        u64::from(SHARED_BASE + offset)
+    /// The address of a shared variable that is new; `None` where there is no room.
+    pub(super) fn place_shared(&mut self, bytes: u32, align: u32) -> Option<u64> {
+        place(&mut self.shared_bytes, bytes, align).map(|offset| u64::from(SHARED_BASE + offset))
     }
 
     pub(super) fn slot(&mut self, file: File) -> u32 {
@@ -233,10 +245,11 @@ impl<'a> Lower<'a> {
                     self.dynamic_align = self.dynamic_align.max(align).max(16);
                     Binding::DynamicShared
                 }
-                Some(bytes) if bytes < 1 << 24 => {
-                    Binding::Shared { offset: self.place_shared(bytes as u32, align) }
+                Some(bytes) => {
+                    let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+                    let too_large = || (pos, format!("shared variable '{name}' is too large"));
+                    Binding::Shared { offset: self.place_shared(bytes, align).ok_or_else(too_large)? }
                 }
-                Some(_) => return Err((pos, format!("shared variable '{name}' is too large"))),
             };
             self.shared_named.insert(name, binding.clone());
             return Ok(binding);
@@ -481,4 +494,11 @@ pub(super) fn timer_register(name: &str) -> Option<(Timer, u32)> {
         "%globaltimer_hi" => (Timer::GlobalHi, 32),
         _ => return None,
     })
+}
+
+/// Where a variable of `bytes` comes behind `used` others; `None` where they would be too many.
+fn place(used: &mut u32, bytes: u32, align: u32) -> Option<u32> {
+    let offset = used.checked_next_multiple_of(align.max(1))?;
+    *used = offset.checked_add(bytes).filter(|end| *end < MAX_BYTES)?;
+    Some(offset)
 }

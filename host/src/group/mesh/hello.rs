@@ -47,7 +47,7 @@ impl Gate<'_> {
         if !stranger.read(HEADER + length)? {
             return Ok(None);
         }
-        let peer = check_hello(&stranger.hello, self.size, token, length)?;
+        let peer = check_hello(&stranger.hello[..HEADER + length], self.size, token, length)?;
         let Some(secret) = self.secret else { return Ok(Some(peer)) };
         if matches!(stranger.challenge, Challenge::Unasked) {
             let unix = socket_domain(&stranger.socket).is_ok_and(|domain| domain == AddressFamily::UNIX);
@@ -74,7 +74,8 @@ fn hello_header(bytes: &[u8], size: u32, length: usize) -> Result<u32, String> {
 /// The rank that a hello with a payload of `length` is of, at a listener of `token` in a group of `size`.
 pub(super) fn check_hello(bytes: &[u8], size: u32, token: &[u8], length: usize) -> Result<u32, String> {
     let rank = hello_header(bytes, size, length)?;
-    if bytes.get(HEADER..HEADER + token.len()) == Some(token) {
+    let shown = bytes.get(HEADER..).filter(|shown| shown.len() == length);
+    if shown.and_then(|shown| shown.get(..token.len())) == Some(token) {
         Ok(rank)
     } else {
         Err("wrong token: it is meant for another rank or group".to_owned())

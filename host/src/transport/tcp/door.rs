@@ -10,7 +10,7 @@ use rustix::net::sockopt;
 use super::frame::{MAX_REASON, refusal, word32, word64};
 use super::wait::left;
 use crate::error::{Error, Result};
-use crate::group::secret::{Initiator, OPENING, PROOF, Purpose, Responder, random};
+use crate::group::secret::{Initiator, OPENING, PROOF, Purpose, Responder, WrongSecret, random};
 use crate::group::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
 use crate::group::{JobSecret, SOCKET_IFNAME, interface_address, loopback};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
@@ -238,16 +238,25 @@ impl Door {
             Ok(_) => {
                 let expects =
                     |pair| setup.pairs().any(|other| other == pair) && !accepted.contains_key(&pair);
-                // Of the address that the connection came in at.
-                let (to, at) = (setup.group.rank(), self.address);
-                let claims = |peer, queue| claims(setup, peer, to, queue, at);
-                let rules = Rules {
-                    token: &self.token,
-                    memory: setup.memory.bytes(),
-                    expects: &expects,
-                    secret: self.secret.as_ref().map(|secret| (secret, &claims as _)),
-                };
-                judge(&rules, &stranger.hello, &mut answer)
+                let rules = Rules { token: &self.token, memory: setup.memory.bytes(), expects: &expects };
+                let (hello, rest) = stranger.hello.split_at(stranger.hello.len().min(HELLO));
+                let verdict = judge(&rules, hello);
+                // Whoever does not know the secret says nothing of a rank, right or wrong.
+                match (&self.secret, &verdict) {
+                    (Some(secret), Verdict::Welcome(..) | Verdict::Wrong(..)) => {
+                        let (peer, queue) = (word32(hello, 32), word32(hello, 36));
+                        let claims = claims(setup, peer, setup.group.rank(), queue, self.address);
+                        match proven(secret, &claims, &self.token, rest) {
+                            Ok(Some(own)) => {
+                                answer.extend_from_slice(&own);
+                                verdict
+                            }
+                            Ok(None) => Verdict::Incomplete,
+                            Err(wrong) => Verdict::Stranger(wrong.to_string()),
+                        }
+                    }
+                    _ => verdict,
+                }
             }
             Err(reason) => Verdict::Stranger(reason),
         };
@@ -288,6 +297,21 @@ impl Door {
     }
 }
 
+/// Looks at the opening and the proof that stand behind a hello: this end's own proof, once both have come.
+fn proven(
+    secret: &JobSecret,
+    claims: &[u8],
+    token: &[u8; TOKEN],
+    bytes: &[u8],
+) -> Result<Option<[u8; PROOF]>, WrongSecret> {
+    let shown = bytes.split_first_chunk::<OPENING>();
+    let Some((opening, Some(proof))) = shown.map(|(opening, proof)| (opening, proof.first_chunk())) else {
+        return Ok(None);
+    };
+    let (responder, own) = Responder::known(secret, Purpose::Transport, claims, opening, token);
+    responder.check(proof).map(|()| Some(own))
+}
+
 /// What a rank lets in.
 struct Rules<'a> {
     token: &'a [u8; TOKEN],
@@ -295,15 +319,9 @@ struct Rules<'a> {
     memory: u64,
     /// Whether it waits for this (queue, peer).
     expects: &'a dyn Fn((u32, u32)) -> bool,
-    /// What whoever connects has to know, where the job has a secret, and what it claims by its proof.
-    secret: Option<(&'a JobSecret, &'a Claims<'a>)>,
 }
 
-/// What both ends take to be so of the connection of a (peer, queue).
-type Claims<'a> = dyn Fn(u32, u32) -> Vec<u8> + 'a;
-
-/// What a hello deserves. Where the job has a secret, a proof of this end's is added to the answer.
-fn judge(rules: &Rules<'_>, bytes: &[u8], answer: &mut Vec<u8>) -> Verdict {
+fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
     // The first words stay what they are in every version, however long its hello is.
     if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
         return Verdict::Stranger("no hello of epoxide's transport".into());
@@ -320,19 +338,6 @@ fn judge(rules: &Rules<'_>, bytes: &[u8], answer: &mut Vec<u8>) -> Verdict {
     }
     let (phase, peer, queue, memory) =
         (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
-    if let Some((secret, claims)) = rules.secret {
-        let shown = bytes[HELLO..].split_first_chunk::<OPENING>();
-        let Some((opening, Some(proof))) = shown.map(|(opening, proof)| (opening, proof.first_chunk()))
-        else {
-            return Verdict::Incomplete;
-        };
-        let claims = claims(peer, queue);
-        let (responder, own) = Responder::known(secret, Purpose::Transport, &claims, opening, rules.token);
-        if let Err(wrong) = responder.check(proof) {
-            return Verdict::Stranger(wrong.to_string());
-        }
-        answer.extend_from_slice(&own);
-    }
     let own = rules.memory;
     if phase != PHASE {
         return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
@@ -358,14 +363,12 @@ pub fn fuzz_tcp_hello(bytes: &[u8]) {
         token: &SAMPLE_TOKEN,
         memory: SAMPLE_MEMORY,
         expects: &|(queue, peer)| queue < 2 && peer == 1,
-        secret: None,
     };
-    let judge = |bytes: &[u8]| judge(&rules, bytes, &mut Vec::new());
     let whole = &bytes[..bytes.len().min(HELLO)];
     // Byte by byte: a verdict, once there is one, comes at one point.
-    let early = (0..whole.len()).map(|length| judge(&whole[..length]));
+    let early = (0..whole.len()).map(|length| judge(&rules, &whole[..length]));
     let early = early.into_iter().find(|verdict| !matches!(verdict, Verdict::Incomplete));
-    match early.unwrap_or_else(|| judge(whole)) {
+    match early.unwrap_or_else(|| judge(&rules, whole)) {
         Verdict::Incomplete => assert!(whole.len() < HELLO),
         Verdict::Welcome(queue, peer) => {
             assert_eq!(whole, hello(VERSION, PHASE, &SAMPLE_TOKEN, peer, queue, SAMPLE_MEMORY));
