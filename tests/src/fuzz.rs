@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::selections::Selections;
 
-/// How many inputs each target gets. Without it a target runs for [`TIME`].
+/// How many inputs each target gets. Without it a target runs for two seconds.
 pub const INPUTS: &str = "EPOXIDE_FUZZ_INPUTS";
 /// The number of the first input, to go on elsewhere or to replay one; default 0.
 pub const FIRST: &str = "EPOXIDE_FUZZ_FIRST";
