@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use epoxide::group::{JobSecret, Store, TcpStore};
+use epoxide::group::{ConnectionLimits, JobSecret, Store, TcpStore};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 /// What PyTorch's clients begin with, and a request to set the key "k" behind it.
@@ -15,7 +15,7 @@ fn secret(character: char) -> JobSecret {
 }
 
 fn host(secret: Option<&JobSecret>) -> TcpStore {
-    TcpStore::host_with_secret(0, PATIENCE, Duration::ZERO, secret).unwrap()
+    TcpStore::host_with(0, PATIENCE, Duration::ZERO, secret, &ConnectionLimits::default()).unwrap()
 }
 
 /// What the server says to these bytes until it closes the connection.

@@ -398,7 +398,8 @@ unsafe fn entries_of(
         let (mut entries, mut packet) = (0, 0);
         while packet < id_packets(common) {
             // A packet that does not come names no expert.
-            let pair = wait_packet(comm, ids + packet as u64 * 8, source, epoch, Wait::LowLatencyIds);
+            let at = ids + packet as u64 * 8;
+            let pair = wait_packet::<false>(comm, at, source, epoch, Wait::LowLatencyIds);
             let pair = pair.unwrap_or(u32::MAX);
             entries |= ((pair & 0xffff == expert) as u32) << (packet * 2);
             entries |= ((pair >> 16 == expert) as u32) << (packet * 2 + 1);

@@ -122,7 +122,7 @@ unsafe fn wait_calls(args: &LowLatencyArgs, shared: &Shared, epoch: u64) -> bool
             let mut tokens = 0;
             if thread < comm.num_ranks {
                 let packet = pool_of(comm, comm.rank) + call_offset(thread, epoch);
-                match wait_packet(comm, packet, thread, epoch, Wait::LowLatencyEnter) {
+                match wait_packet::<true>(comm, packet, thread, epoch, Wait::LowLatencyEnter) {
                     Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
                         tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
                     }
@@ -141,15 +141,21 @@ unsafe fn wait_calls(args: &LowLatencyArgs, shared: &Shared, epoch: u64) -> bool
     }
 }
 
-/// Waits for the packet at `packet` in the own pool; `None` when the wait expired.
+/// Waits for the packet at `packet` in the own pool; `None` when the wait expired. `ACQUIRE`: what it was released behind is visible after
+/// it; the data of any packet comes with it, and loads that order nothing are many times cheaper.
 #[inline(always)]
-unsafe fn wait_packet(comm: &Comm, packet: u64, peer: u32, epoch: u64, what: Wait) -> Option<u32> {
-    // SAFETY: the caller vouches for the address. What a call's packet was released behind is visible after it; the data of any packet came
-    // with it.
+unsafe fn wait_packet<const ACQUIRE: bool>(
+    comm: &Comm,
+    packet: u64,
+    peer: u32,
+    epoch: u64,
+    what: Wait,
+) -> Option<u32> {
+    // SAFETY: the caller vouches for the address.
     unsafe {
         let mut deadline = Deadline::start();
         loop {
-            let seen = ld_acquire_sys_u64(packet);
+            let seen = if ACQUIRE { ld_acquire_sys_u64(packet) } else { ld_relaxed_sys_u64(packet) };
             if (seen >> 32) as u32 == epoch as u32 {
                 return Some(seen as u32);
             }

@@ -65,21 +65,21 @@ impl Rendezvous {
     /// Meets at an address: `env://` (see [`Rendezvous::from_env`]), `tcp://host:port?rank=R&world_size=N`, where rank 0 is
     /// the server, or `file:///directory?rank=R&world_size=N`. Without rank and size the environment has them.
     pub fn at(address: &str, timeout: Duration) -> Result<Rendezvous> {
-        Rendezvous::with_limits(address, timeout, ConnectionLimits::default())
+        Rendezvous::at_with(address, timeout, JobSecret::from_env()?, ConnectionLimits::default())
     }
 
-    /// Like [`Rendezvous::at`], with other limits than the default on what connections may take of this process: those of the store, where this
-    /// rank serves it, and those of the groups made here.
-    pub fn with_limits(address: &str, timeout: Duration, limits: ConnectionLimits) -> Result<Rendezvous> {
-        Rendezvous::looking_up(address, timeout, limits, JobSecret::from_env()?, &environment)
-    }
-
-    /// Like [`Rendezvous::at`] with this secret, whatever the environment has.
+    /// Like [`Rendezvous::at`] with this secret, or none, whatever the environment has, and with these limits on what connections may take of
+    /// this process: those of the store, where this rank serves it, and those of the groups made here.
     ///
     /// # Errors
     /// As of [`Rendezvous::at`].
-    pub fn with_secret(address: &str, timeout: Duration, secret: JobSecret) -> Result<Rendezvous> {
-        Rendezvous::looking_up(address, timeout, ConnectionLimits::default(), Some(secret), &environment)
+    pub fn at_with(
+        address: &str,
+        timeout: Duration,
+        secret: Option<JobSecret>,
+        limits: ConnectionLimits,
+    ) -> Result<Rendezvous> {
+        Rendezvous::looking_up(address, timeout, limits, secret, &environment)
     }
 
     fn looking_up(

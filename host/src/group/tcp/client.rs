@@ -83,36 +83,26 @@ impl TcpStore {
     /// # Errors
     /// Where the port is taken, or the environment's secret is none.
     pub fn host(port: u16, timeout: Duration, linger: Duration) -> Result<TcpStore> {
-        TcpStore::host_with_limits(port, timeout, linger, &ConnectionLimits::default())
+        let secret = JobSecret::from_env()?;
+        TcpStore::host_with(port, timeout, linger, secret.as_ref(), &ConnectionLimits::default())
     }
 
-    /// Like [`TcpStore::host`], with other limits on what the clients may take than the default.
-    ///
-    /// # Errors
-    /// As of [`TcpStore::host`].
-    pub fn host_with_limits(
-        port: u16,
-        timeout: Duration,
-        linger: Duration,
-        limits: &ConnectionLimits,
-    ) -> Result<TcpStore> {
-        TcpStore::serve(listen_all(port)?, timeout, linger, JobSecret::from_env()?.as_ref(), limits)
-    }
-
-    /// Like [`TcpStore::host`] with this secret, or none, whatever the environment has.
+    /// Like [`TcpStore::host`] with this secret, or none, whatever the environment has, and with these limits on what
+    /// clients may take.
     ///
     /// # Errors
     /// Where the port is taken.
-    pub fn host_with_secret(
+    pub fn host_with(
         port: u16,
         timeout: Duration,
         linger: Duration,
         secret: Option<&JobSecret>,
+        limits: &ConnectionLimits,
     ) -> Result<TcpStore> {
-        TcpStore::serve(listen_all(port)?, timeout, linger, secret, &ConnectionLimits::default())
+        TcpStore::serve(listen_all(port)?, timeout, linger, secret, limits)
     }
 
-    /// Like [`TcpStore::host_with_secret`] for clients that are told `host`: a loopback address is listened at alone.
+    /// Like [`TcpStore::host_with`] for clients that are told `host`: a loopback address is listened at alone.
     pub(crate) fn host_at(
         host: &str,
         port: u16,
@@ -135,7 +125,7 @@ impl TcpStore {
         TcpStore::with_server(server, timeout, linger, secret)
     }
 
-    /// Like [`TcpStore::host_with_secret`], with a server that runs already.
+    /// Like [`TcpStore::host_with`], with a server that runs already.
     #[doc(hidden)]
     pub fn with_server(
         server: TcpStoreServer,
