@@ -15,6 +15,37 @@
 //!
 //! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be captured in a graph. Within one node; every
 //! rank makes the same calls in the same order.
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use epoxide::driver::Stream;
+//! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+//! use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+//! use epoxide::group::launch::run_threads;
+//! use epoxide::low_latency::{Buffer, DispatchRequest, ExpertRows, Options};
+//! use half::bf16;
+//!
+//! let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+//!     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+//!     let stream = Stream::new(&device, false)?;
+//!     // Up to 8 tokens of 64 elements from each rank, each for 2 of 4 experts: 0 and 1 are on rank 0, 2 and 3 on rank 1.
+//!     let mut buffer = Buffer::new(device, &*group, Options::new(8, 64, 2, 4))?;
+//!     let mut place = buffer.place(0)?;
+//!     let order = StreamOrder::on(&stream);
+//!
+//!     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+//!     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
+//!     let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
+//!     // The experts work on the rows of received.x here; these return them as they are.
+//!     let rows = received.x.clone();
+//!     let combined = buffer.combine(received, ExpertRows::ByRow(&rows), order)?;
+//!     combined.x.to_host::<bf16>(&stream)
+//! })?;
+//! // Token 0 went to both ranks and comes back as the sum of two rows, token 1 to one of them.
+//! assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (4.0, 2.0));
+//! # Ok::<(), epoxide::group::launch::RankFailure>(())
+//! ```
 
 mod buffer;
 mod combine;
