@@ -124,9 +124,9 @@ pub unsafe fn trace(comm: &Comm, phase: Phase) {
     }
 }
 
-/// The share of [`QUANTUM`] that block `b` of `n` adds; the shares of all blocks sum to it exactly.
+/// The share of [`QUANTUM`] that part `b` of `n` adds, such as a block of a grid; those of all parts sum to it exactly.
 #[inline(always)]
-fn share(b: u32, n: u32) -> u64 {
+pub(super) fn share(b: u32, n: u32) -> u64 {
     // 32-bit division on purpose: the 64-bit one is a routine of a hundred instructions.
     ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
 }

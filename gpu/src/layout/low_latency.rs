@@ -9,7 +9,7 @@ use bytemuck::{Pod, Zeroable};
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::limits::MAX_RANKS;
-use super::pool::{Comm, ControlWord, LocalState};
+use super::pool::{Comm, ControlWord};
 
 /// Start of every low-latency pool.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -94,10 +94,6 @@ pub struct LowLatencyTurns {
 }
 
 layout_assert!(LowLatencyTurns, size = 16, answered at 8);
-
-/// What only this rank's low-latency kernels touch. The running operation is `ticket / QUANTUM + 1`: a block has not added its share to the
-/// ticket while it asks.
-pub type LowLatencyLocal = LocalState;
 
 /// The halves of an operation.
 pub mod phase {

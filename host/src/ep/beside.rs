@@ -2,6 +2,7 @@
 //! orders, and both do not fit on the device, they wait for each other, which no look at one buffer tells.
 
 use std::mem::offset_of;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use epoxide_gpu::layout::Status;
@@ -14,6 +15,12 @@ static BUFFERS: Mutex<Vec<Weak<Activity>>> = Mutex::new(Vec::new());
 
 fn buffers() -> MutexGuard<'static, Vec<Weak<Activity>>> {
     BUFFERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The number of the next buffer of this process, whichever its mode.
+pub(super) fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// What tells whether operations of a buffer are in flight.

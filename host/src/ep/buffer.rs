@@ -1,16 +1,15 @@
 //! The buffer: a rank's pool, the mappings of its peers' pools, and what every operation shares.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
 
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
     PlanHeader, PoolLayout, STATUS, Section, Status, WireLayout,
 };
 
-use super::beside::Activity;
+use super::beside::{Activity, next_id};
 use super::captured::Captured;
+use super::enqueue::Enqueuer;
 use super::kernels::{Kernels, Loaded};
 use super::options::BufferOptions;
 use super::peers::Peers;
@@ -22,7 +21,7 @@ use super::tensor::Owner;
 use super::trace::Trace;
 use super::wire::{WireSide, wire_layout};
 use super::{Config, StreamOrder, Topology};
-use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream, give_up};
+use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 
@@ -42,7 +41,7 @@ pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 #[derive(Debug)]
 pub struct Buffer {
     // Dropped in this order: streams first, so that no kernel runs when memory goes.
-    comm_stream: Arc<Stream>,
+    enqueuer: Arc<Enqueuer>,
     pub(super) kernels: Kernels,
     pub(super) arena: Arc<Arena>,
     pub(super) host_counts: MappedMemory,
@@ -52,13 +51,10 @@ pub struct Buffer {
     _peers: Peers,
     /// The pools' addresses, u64 `[MAX_RANKS]`, then the [`LocalState`].
     tables: Memory,
-    start: Event,
     pub(super) sequence: Arc<Sequence>,
     pub(super) activity: Arc<Activity>,
     /// What else was in flight when a wait of this buffer was first seen to have expired.
     pub(super) beside: OnceLock<String>,
-    /// Where the last captured operation ends, in its recording.
-    captured_end: Event,
     /// The step that is being captured by [`Buffer::capture`].
     pub(super) captured: Option<Captured>,
     /// What recordings made otherwise use: nobody says when those end.
@@ -81,9 +77,6 @@ pub(super) struct RowBytes {
     pub recv: u64,
     pub combine: u64,
 }
-
-/// Tells buffers of this process apart.
-static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 impl Buffer {
     /// Makes the buffer and maps the peers' pools. Collective.
@@ -117,12 +110,13 @@ impl Buffer {
         pool.describe(&sections(&layouts, topology.nodes, row_bytes));
         let peers = Peers::map(&device, group, topology, &pool, layout.bytes)?;
 
-        let comm_stream = Arc::new(Stream::unfenced(&device, true)?);
+        let enqueuer = Enqueuer::new(&device)?;
+        let comm_stream = enqueuer.comm_stream();
         let local_at = size_of_val(&peers.addresses) as u64;
         let local_bytes = size_of::<LocalState>() as u64;
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
-        tables.write(&comm_stream, 0, bytemuck::bytes_of(&peers.addresses))?;
-        tables.write(&comm_stream, local_at, &vec![0; local_bytes as usize])?;
+        tables.write(comm_stream, 0, bytemuck::bytes_of(&peers.addresses))?;
+        tables.write(comm_stream, local_at, &vec![0; local_bytes as usize])?;
         tables.describe(&[
             Section::array("pools", MAX_RANKS as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
@@ -148,17 +142,17 @@ impl Buffer {
         };
         let wire = match topology.nodes {
             1 => None,
-            _ => Some(WireSide::new(&device, group, &comm_stream, topology, &options, wire_layout)?),
+            _ => Some(WireSide::new(&device, group, comm_stream, topology, &options, wire_layout)?),
         };
         let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
-        let (id, arena) = (NEXT_ID.fetch_add(1, Ordering::Relaxed), Arena::new(&device));
+        let (id, arena) = (next_id(), Arena::new(&device));
         let pool = Pool::new(pool, &arena, options.timeout);
         let place = |(index, layout): (usize, &PoolLayout)| {
             PlaceState::new(index as u32, id, *layout, largest, pool.clone(), arena.clone())
         };
-        let sequence = Sequence::new(&device)?;
+        let sequence = enqueuer.sequence().clone();
         let buffer = Buffer {
-            comm_stream,
+            enqueuer,
             kernels,
             places: layouts.iter().enumerate().map(place).collect(),
             arena,
@@ -169,9 +163,7 @@ impl Buffer {
             pool,
             _peers: peers,
             tables,
-            start: Event::new(&device, false)?,
             sequence,
-            captured_end: Event::new(&device, false)?,
             captured: None,
             kept: Vec::new(),
             device,
@@ -379,63 +371,25 @@ impl Buffer {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        let caller = order.caller;
-        let comm_stream = self.comm_stream.clone();
-        let stream = if order.on_comm_stream { &*comm_stream } else { caller };
-        match order.previous_event {
-            Some(event) => stream.wait(event)?,
-            None if order.on_comm_stream => {
-                self.start.record(caller)?;
-                stream.wait(&self.start)?;
+        self.enqueuer.clone().run(order, capturing, operation, |stream| {
+            if capturing {
+                match &mut self.captured {
+                    Some(captured) => captured.kept.extend(uses),
+                    None => self.kept.extend(uses),
+                }
+                self.arena.are_settled();
+            } else {
+                self.arena.come_before(stream)?;
             }
-            None => {}
-        }
-        let outcome = if capturing {
-            match &mut self.captured {
-                Some(captured) => captured.kept.extend(uses),
-                None => self.kept.extend(uses),
-            }
-            self.arena.are_settled();
-            let outcome = work(self, stream);
-            outcome.and(self.captured_end.record(stream))
-        } else {
-            let sequence = self.sequence.clone();
-            let turn = sequence.begin(stream, operation)?;
-            self.arena.come_before(stream)?;
-            let outcome = work(self, stream);
-            // After an error as well: kernels that were launched still run, and the memory they use is given back.
-            outcome.and(turn.end(stream))
-        };
-        if order.asynchronous && outcome.is_ok() {
-            return self.recorded(stream).map(Some);
-        }
-        if order.on_comm_stream {
-            let waits =
-                if capturing { caller.wait(&self.captured_end) } else { self.sequence.wait_on(caller) };
-            return outcome.and(waits).map(|()| None);
-        }
-        outcome.map(|()| None)
-    }
-
-    fn recorded(&self, stream: &Stream) -> Result<Event> {
-        let event = Event::new(&self.device, false)?;
-        event.record(stream)?;
-        Ok(event)
+            work(self, stream)
+        })
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Kernels in flight hold addresses of the memory that goes next. Peers' mappings of this pool keep its memory
-        // alive for them, so no barrier is needed. Errors have nowhere to go.
-        self.sequence.close();
-        let (start, limit) = (Instant::now(), self.options.timeout.saturating_mul(2));
-        let copies = self.comm_stream.wait_timeout(limit);
-        let last = self.sequence.wait(limit.saturating_sub(start.elapsed()));
-        // Our kernels end by their own deadlines, but not before what the caller's stream was given before them.
-        if matches!(copies, Ok(false)) || matches!(last, Ok(false)) {
-            give_up(&self.device, "the last operation of a buffer", limit);
-        }
+        // Peers' mappings of this pool keep its memory alive for them, so no barrier is needed.
+        self.enqueuer.close(self.options.timeout.saturating_mul(2));
         if let Some(side) = self.kernels.wire_side_mut() {
             side.close();
         }

@@ -17,6 +17,7 @@ pub(crate) mod ceiling;
 mod combine;
 mod config;
 mod dispatch;
+mod enqueue;
 mod fault;
 mod handle;
 mod kernels;

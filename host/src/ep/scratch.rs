@@ -50,8 +50,13 @@ impl Pieces {
         offset
     }
 
+    /// The pieces.
+    pub fn sections(&self) -> &[Section] {
+        &self.sections
+    }
+
     /// Bytes of all pieces.
-    fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.bytes.max(128)
     }
 }
@@ -81,7 +86,7 @@ impl Arena {
             None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs")?,
         };
         drop(shelves);
-        memory.describe(&pieces.sections);
+        memory.describe(pieces.sections());
         Ok(Block { ptr: memory.ptr(), memory: Some(memory), home: self.clone() })
     }
 

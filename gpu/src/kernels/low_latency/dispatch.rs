@@ -9,10 +9,10 @@ use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
-use super::super::epoch::{Phase, pool_of, record, trace, wait_at_least};
+use super::super::epoch::{Phase, pool_of, record, share, trace, wait_at_least};
 use super::{
-    Begun, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets, ids_offset, share,
-    tell_call, tokens_in_chunk, wait_calls, wait_packet, wait_ready,
+    Begun, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets, ids_offset, tell_call,
+    tokens_in_chunk, wait_calls, wait_packet, wait_ready,
 };
 use crate::layout::{
     LowLatencyDispatchArgs, LowLatencyTurns, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase,

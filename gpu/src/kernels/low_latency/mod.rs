@@ -10,7 +10,7 @@
 //! says that all kernels that they were given before have ended ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)). Returned
 //! rows are read within their combine, and between that and the next of the place lies a dispatch that all have entered.
 
-use super::epoch::{Deadline, Phase, aborted, pool_of, record, trace};
+use super::epoch::{Deadline, Phase, aborted, pool_of, record, share, trace};
 use crate::layout::{
     Comm, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, MAX_RANKS, QUANTUM, Wait, call_offset, ready_offset,
 };
@@ -44,14 +44,6 @@ impl Shared {
     }
 }
 
-/// The share of [`QUANTUM`] that part `b` of `n` adds, which is at least 1; those of all parts sum to it exactly.
-#[inline(always)]
-unsafe fn share(b: u32, n: u32) -> u64 {
-    // SAFETY: the caller has a part, so that there is one.
-    unsafe { core::hint::assert_unchecked(n >= 1) };
-    ((QUANTUM as u32 * (b + 1)) / n - (QUANTUM as u32 * b) / n) as u64
-}
-
 /// Adds a part's share to the word at `word`, behind all that the block has done, and says whether it was the last one; then all that the
 /// others did is visible. One warp calls it, behind a barrier of the block.
 #[inline(always)]
@@ -59,6 +51,8 @@ unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
     // SAFETY: the caller vouches for the word. What lane 0 acquires is passed on to the warp.
     unsafe {
         let mut last = false;
+        // Whoever has a part knows of one.
+        core::hint::assert_unchecked(parts >= 1);
         if laneid() == 0 {
             let share = share(part, parts);
             last = (atom_acq_rel_gpu_add_u64(word, share) + share).is_multiple_of(QUANTUM);

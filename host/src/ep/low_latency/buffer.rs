@@ -1,19 +1,18 @@
 //! The low-latency buffer: a rank's pool, the mappings of its peers' pools, and what both operations share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use epoxide_gpu::kernels::{Kernel as _, LowLatencyCombine, LowLatencyDispatch};
-use epoxide_gpu::layout::{
-    Comm, DevicePtr, LOCAL_STATE, LocalState, LowLatencyArgs, LowLatencyCall, STATUS, Section, Status,
-};
+use epoxide_gpu::layout::{Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, STATUS, Status};
 
-use super::layout::{OwnLayout, PoolLayout};
+use super::layout::{PoolLayout, TableLayout};
 use super::options::Options;
 use super::place::{Place, PlaceState};
 use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Module, Stream, shipped_ptx};
-use crate::ep::beside::Activity;
+use crate::ep::beside::{Activity, next_id};
+use crate::ep::enqueue::Enqueuer;
 use crate::ep::peers::Peers;
+use crate::ep::place::Pool;
 use crate::ep::scratch::Arena;
 use crate::ep::sequence::Sequence;
 use crate::ep::tensor::Owner;
@@ -30,16 +29,14 @@ use crate::group::ProcessGroup;
 #[derive(Debug)]
 pub struct Buffer {
     // Dropped in this order: streams first, so that no kernel runs when memory goes.
-    comm_stream: Arc<Stream>,
+    enqueuer: Arc<Enqueuer>,
     pub(super) dispatch_kernel: Kernel,
     pub(super) combine_kernel: Kernel,
     pub(super) places: Vec<Arc<PlaceState>>,
-    memory: Arc<[Memory; 2]>,
+    pool: Arc<Pool>,
     _peers: Peers,
-    start: Event,
     pub(super) sequence: Arc<Sequence>,
     pub(super) activity: Arc<Activity>,
-    captured_end: Event,
     /// The operation whose rows have left and which nobody has received yet.
     pub(super) sent: Option<&'static str>,
     /// What recordings use: nobody says when those end.
@@ -52,9 +49,6 @@ pub struct Buffer {
     pub(super) topology: Topology,
     id: u64,
 }
-
-/// Tells buffers of this process apart.
-static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 impl Buffer {
     /// Makes the buffer and maps the peers' pools. Collective.
@@ -69,18 +63,17 @@ impl Buffer {
         agree(group, &options)?;
         let ranks = topology.ranks();
         let layout = PoolLayout::new(&options, ranks);
-        let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "low-latency pool")?;
-        pool.describe(&layout.sections);
-        let peers = Peers::map(&device, group, topology, &pool, layout.bytes)?;
+        let pool = Memory::alloc(&device, layout.bytes(), MemoryKind::Shareable, "low-latency pool")?;
+        pool.describe(layout.pieces.sections());
+        let peers = Peers::map(&device, group, topology, &pool, layout.bytes())?;
 
-        let comm_stream = Arc::new(Stream::unfenced(&device, true)?);
-        let local = Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE);
-        let own_layout = OwnLayout::new(&options, ranks, local);
-        let own = Memory::alloc(&device, own_layout.bytes, MemoryKind::Device, "low-latency tables")?;
-        // SAFETY: the memory is this call's own, and outlives the stream's work, which is waited for.
-        unsafe { comm_stream.fill(own.ptr(), 0, own_layout.bytes)? };
-        comm_stream.synchronize()?;
-        own.describe(&own_layout.sections);
+        let enqueuer = Enqueuer::new(&device)?;
+        // Where nothing is, only to learn how much there is.
+        let bytes = TableLayout::new(&options, ranks, DevicePtr::NULL).pieces.bytes();
+        let tables = Memory::alloc(&device, bytes, MemoryKind::Device, "low-latency tables")?;
+        let table_layout = TableLayout::new(&options, ranks, tables.ptr());
+        tables.write(enqueuer.comm_stream(), 0, &vec![0; bytes as usize])?;
+        tables.describe(table_layout.pieces.sections());
         let status = Arc::new(MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?);
         status.describe(STATUS);
 
@@ -88,7 +81,7 @@ impl Buffer {
         let module = Module::load(&device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &names))?;
         let comm = Comm {
             pools: peers.addresses.map(DevicePtr),
-            local: own.ptr(),
+            local: tables.ptr(),
             status: status.ptr(),
             timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
             trace: DevicePtr::NULL,
@@ -98,24 +91,23 @@ impl Buffer {
             // Of a high-throughput buffer alone.
             pool: bytemuck::Zeroable::zeroed(),
         };
-        let (id, arena) = (NEXT_ID.fetch_add(1, Ordering::Relaxed), Arena::new(&device));
-        let tables = own_layout.at(own.ptr());
-        let memory = Arc::new([pool, own]);
-        let of_place = |(index, (at, tables))| {
-            PlaceState::new(index as u32, id, at, tables, memory.clone(), arena.clone())
+        let (id, arena) = (next_id(), Arena::new(&device));
+        let pool = Pool::new(pool, &arena, options.timeout);
+        let tables = Arc::new(tables);
+        let places = (0..).zip(layout.places.into_iter().zip(table_layout.places));
+        let place = |(index, (at, tables_at))| {
+            PlaceState::new(index, id, at, tables_at, (pool.clone(), tables.clone()), arena.clone())
         };
-        let sequence = Sequence::new(&device)?;
+        let sequence = enqueuer.sequence().clone();
         let buffer = Buffer {
-            comm_stream,
+            enqueuer,
             dispatch_kernel: module.kernel(names[0], 0)?,
             combine_kernel: module.kernel(names[1], 0)?,
-            places: layout.places.into_iter().zip(tables).enumerate().map(of_place).collect(),
-            memory,
+            places: places.map(place).collect(),
+            pool,
             _peers: peers,
-            start: Event::new(&device, false)?,
             activity: Activity::list(id, &device, &sequence, &status),
             sequence,
-            captured_end: Event::new(&device, false)?,
             sent: None,
             kept: Vec::new(),
             status,
@@ -153,7 +145,7 @@ impl Buffer {
 
     /// Device bytes of the pool, rounding included.
     pub fn pool_bytes(&self) -> u64 {
-        self.memory[0].footprint()
+        self.pool.memory().footprint()
     }
 
     /// Hands out the place of index `index`. It comes back when the [`Place`] is dropped.
@@ -221,49 +213,22 @@ impl Buffer {
             return Err(Error::Broken { call, reason });
         }
         self.check()?;
-        let caller = order.caller;
-        let capturing = caller.is_capturing()?;
-        let comm_stream = self.comm_stream.clone();
-        let stream = if order.on_comm_stream { &*comm_stream } else { caller };
-        match order.previous_event {
-            Some(event) => stream.wait(event)?,
-            None if order.on_comm_stream => {
-                self.start.record(caller)?;
-                stream.wait(&self.start)?;
+        let capturing = order.caller.is_capturing()?;
+        self.enqueuer.clone().run(order, capturing, Some(operation), |stream| {
+            if capturing {
+                self.kept.extend(uses);
+            } else {
+                place.come_behind_readers(stream)?;
             }
-            None => {}
-        }
-        let outcome = if capturing {
-            self.kept.extend(uses);
-            work(self, stream).and(self.captured_end.record(stream))
-        } else {
-            let sequence = self.sequence.clone();
-            let turn = sequence.begin(stream, Some(operation))?;
-            place.come_behind_readers(stream)?;
-            let outcome = work(self, stream);
-            outcome.and(turn.end(stream))
-        };
-        if order.asynchronous && outcome.is_ok() {
-            let event = Event::new(&self.device, false)?;
-            event.record(stream)?;
-            return Ok(Some(event));
-        }
-        if order.on_comm_stream {
-            let waits =
-                if capturing { caller.wait(&self.captured_end) } else { self.sequence.wait_on(caller) };
-            return outcome.and(waits).map(|()| None);
-        }
-        outcome.map(|()| None)
+            work(self, stream)
+        })
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Kernels in flight hold addresses of the memory that goes next. Peers' mappings of this pool keep its memory alive for them, so no
-        // barrier is needed. Errors have nowhere to go.
-        self.sequence.close();
-        let _ = self.comm_stream.synchronize();
-        let _ = self.sequence.wait(self.options.timeout.saturating_mul(2));
+        // Peers' mappings of this pool keep its memory alive for them, so no barrier is needed.
+        self.enqueuer.close(self.options.timeout.saturating_mul(2));
     }
 }
 

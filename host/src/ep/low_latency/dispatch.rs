@@ -200,7 +200,7 @@ impl Buffer {
         let owner = || lease.clone() as Owner;
         let (rows, experts, ranks) =
             (self.rows(), u64::from(self.local_experts()), u64::from(self.num_ranks()));
-        let pool = place.memory[0].ptr();
+        let pool = place.pool.memory().ptr();
         let tables = &place.tables;
         let x = Tensor::in_memory(pool.add(place.at.recv_x), dtype, &[rows, hidden], owner());
         let of_experts = |ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner());

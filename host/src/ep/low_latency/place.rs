@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use epoxide_gpu::layout::{DevicePtr, LowLatencyPlace, LowLatencyTables};
 
 use crate::driver::{Fence, Memory, Stream};
+use crate::ep::place::Pool;
 use crate::ep::scratch::Arena;
 use crate::error::Result;
 
@@ -38,8 +39,9 @@ pub(super) struct PlaceState {
     pub tables: LowLatencyTables,
     /// Where sums go.
     pub combined_x: DevicePtr,
-    /// The pool and the memory of the tables.
-    pub memory: Arc<[Memory; 2]>,
+    pub pool: Arc<Pool>,
+    /// The memory of the tables.
+    _tables: Arc<Memory>,
     arena: Arc<Arena>,
     taken: AtomicBool,
     /// Behind all that streams had been given when its rows or sums were last let go.
@@ -52,11 +54,11 @@ impl PlaceState {
         buffer: u64,
         at: LowLatencyPlace,
         (tables, combined_x): (LowLatencyTables, DevicePtr),
-        memory: Arc<[Memory; 2]>,
+        (pool, _tables): (Arc<Pool>, Arc<Memory>),
         arena: Arc<Arena>,
     ) -> Arc<PlaceState> {
         let (taken, ended) = (AtomicBool::new(false), Mutex::new(None));
-        Arc::new(PlaceState { index, buffer, at, tables, combined_x, memory, arena, taken, ended })
+        Arc::new(PlaceState { index, buffer, at, tables, combined_x, pool, _tables, arena, taken, ended })
     }
 
     /// Hands the place out, unless it is out already.
