@@ -22,7 +22,7 @@ use epoxide::ep::{
 };
 use epoxide::group::launch::run_threads;
 use epoxide::{Error, Result};
-use epoxide_gpu::kernels::{Kernel as _, MoeExperts, MoeRouter};
+use epoxide_gpu::kernels::{MoeExperts, MoeRouter};
 use epoxide_gpu::layout::{MoeExpertsArgs, MoeRouterArgs};
 use half::bf16;
 use rand::{Rng, SeedableRng};

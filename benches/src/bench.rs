@@ -10,9 +10,9 @@ use epoxide_testing::harness::Rank;
 use epoxide_testing::oracle;
 use epoxide_testing::roundtrip::Case;
 
-use crate::Plan;
 use crate::counts::{RankCounts, TokenCounts};
 use crate::measured::TracedCall;
+use crate::{Plan, Watch};
 
 /// Turns of the case: of the rows that are sent, and of those that are given back.
 pub(crate) const ROWS: u64 = 0;
@@ -85,10 +85,11 @@ pub(crate) struct Bench<'a> {
     pub nothing: DispatchHandle,
     pub flush: Option<Memory>,
     pub traced: Vec<TracedCall>,
+    pub watch: &'a dyn Watch,
 }
 
 impl<'a> Bench<'a> {
-    pub fn new(plan: &'a Plan, case: &Case, mut rig: Rank) -> Result<Self> {
+    pub fn new(plan: &'a Plan, case: &Case, mut rig: Rank, watch: &'a dyn Watch) -> Result<Self> {
         let (topk_idx, topk_weights) = rig.topk(case)?;
         let (x, scales) = rig.payload(case, ROWS)?;
         let (buffer, stream) = (&mut rig.buffer, &rig.stream);
@@ -105,7 +106,7 @@ impl<'a> Bench<'a> {
         };
         let hidden = plan.hidden;
         let calls = Calls { place, x, scales, topk_weights, layout, received, hidden, routing };
-        Ok(Bench { plan, rig, calls, no_rows, nothing, flush, traced: Vec::new() })
+        Ok(Bench { plan, rig, calls, no_rows, nothing, flush, traced: Vec::new(), watch })
     }
 
     /// Dispatches the rows, and none at all, with the buffer's present configuration: the two routings.

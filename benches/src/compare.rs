@@ -1,23 +1,40 @@
 //! Ratios of two results, with their spread, and whether they mean anything.
 //!
-//! The verdict is a two-sided Mann-Whitney U test on the iterations' times (normal approximation, corrected for ties and
-//! continuity): it asks whether one side's times rank above the other's, whatever their distributions look like, so a few
-//! slow iterations do not decide. The spread is the 95% interval of the ratio of medians over bootstrap resamples.
-//! Differences below a tolerance are noise whatever the test says: it knows the iterations of two runs, and runs of the
-//! same program drift by a little.
+//! The unit is the run: a buffer and rows of its own, warmed up and timed. Iterations of one run share what it happened to get (memory,
+//! clocks, neighbours), so that they agree with each other better than with those of the next run, and a test that counts them calls
+//! nearly every pair of runs different. Of a run, its median counts.
+//!
+//! Where runs of A and B alternated, the order within each pair drawn by lot, the test is the one that the lot itself gives: if A and B
+//! are the same, each pair might as well have come out the other way round, so every choice of signs of the pairs' log ratios is as likely
+//! as what was seen, whatever the noise is like and however it drifts from pair to pair. Where they did not alternate, runs are exchanged
+//! between the sides, which takes for granted that the machine did not change between them; of virtual GPUs, whose times are those of a
+//! machine with other work, nothing is concluded then.
+//!
+//! Phases of a run are compared together: an arrangement counts against a phase where *any* phase stands out as much in it, so that the
+//! chance of an alarm holds for the whole comparison, and phases that go up and down together are not punished for it (max T of Westfall and
+//! Young, in one step). Differences below a tolerance are noise whatever the test says.
 
 use std::fmt::Write;
 
+use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::results::{Point, percentile};
+use crate::results::{Key, Point, Run, percentile};
 use crate::{Error, Result};
 
-/// Chance of a false alarm that a verdict of a difference accepts.
-const ALPHA: f64 = 0.01;
-/// Fewer iterations a side say nothing at [`ALPHA`].
+/// Chance that a comparison of equal things calls any of its phases different.
+pub const ALPHA: f64 = 0.005;
+/// Fewer iterations a run have no median worth the name.
 const FEWEST_SAMPLES: usize = 5;
+/// Fewest pairs whose signs can be chosen in so many ways that all alike is less likely than [`ALPHA`].
+pub const FEWEST_PAIRS: usize = 9;
+/// The same of runs that did not alternate, on each side.
+pub const FEWEST_RUNS: usize = 6;
+/// Up to so many pairs, or runs of both sides, all arrangements are gone through.
+const EXACT: usize = 16;
+/// Otherwise so many are drawn.
+const DRAWN: usize = 20_000;
 /// Bootstrap resamples.
 const RESAMPLES: usize = 2000;
 
@@ -30,258 +47,606 @@ pub enum Verdict {
     Slower,
     /// Not to be told from chance, or below the tolerance.
     Noise,
-    /// There are no samples to tell by.
-    Unknown,
+    /// Runs of fewer iterations than it takes.
+    TooFewSamples(usize),
+    /// Fewer runs, or pairs of them, than it takes.
+    TooFewRuns(usize, usize),
+    /// Runs of virtual GPUs that did not alternate.
+    Apart,
 }
 
 impl Verdict {
-    fn text(self) -> &'static str {
+    fn text(self) -> String {
         match self {
-            Verdict::Faster => "faster",
-            Verdict::Slower => "slower",
-            Verdict::Noise => "noise",
-            Verdict::Unknown => "no samples",
+            Verdict::Faster => "faster".into(),
+            Verdict::Slower => "slower".into(),
+            Verdict::Noise => "noise".into(),
+            Verdict::TooFewSamples(have) => format!("too few samples ({have} < {FEWEST_SAMPLES})"),
+            Verdict::TooFewRuns(have, need) => format!("too few runs ({have} < {need})"),
+            Verdict::Apart => "not told: runs did not alternate".into(),
         }
+    }
+
+    /// Whether there is one.
+    pub fn is_told(self) -> bool {
+        matches!(self, Verdict::Faster | Verdict::Slower | Verdict::Noise)
     }
 }
 
-/// What is compared of a point: the calls of a phase, or replays of a step.
+/// One thing that both sides timed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Timed<'a> {
-    /// What was timed; the same on both sides of a comparison.
+pub struct Line {
+    /// The sizes.
+    pub key: Key,
+    /// What was timed.
     pub what: String,
-    /// Median over iterations.
-    pub median_us: f64,
-    /// The iterations.
-    pub samples_us: &'a [f64],
-}
-
-/// All that can be compared of a point.
-fn timed(point: &Point) -> Vec<Timed<'_>> {
-    let phases = point.phases.iter().map(|phase| Timed {
-        what: phase.name.text().into(),
-        median_us: phase.call.median_us,
-        samples_us: &phase.call.samples_us,
-    });
-    let replays = point.graph.iter().flat_map(|step| {
-        step.timings().into_iter().filter_map(move |(how, times)| {
-            let what = format!("{}, {how}", step.text());
-            times.map(|times| Timed { what, median_us: times.p50_us, samples_us: &times.samples_us })
-        })
-    });
-    phases.chain(replays).collect()
-}
-
-/// What was timed on side B against the same on side A.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Comparison {
-    /// Median of B over that of A.
+    /// Medians over all iterations of all runs, A and B.
+    pub median_us: (f64, f64),
+    /// B over A: the geometric mean over pairs, or over runs.
     pub ratio: f64,
-    /// 95% of the bootstrap's ratios lie here.
+    /// 95% of the bootstrap's ratios lie here; nothing of single runs.
     pub interval: Option<(f64, f64)>,
-    /// The chance of such a difference where there is none.
+    /// The chance that any line stands out as much where there is no difference.
     pub p: Option<f64>,
     /// What to make of it.
     pub verdict: Verdict,
+    /// Logarithms of the runs' medians, in order.
+    logs: (Vec<f64>, Vec<f64>),
+    /// Whether run i of A and run i of B are a pair.
+    paired: bool,
 }
 
-/// Compares the points that both have, as a table.
+/// All that both sides timed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Comparison {
+    /// Point by point, phase by phase.
+    pub lines: Vec<Line>,
+    /// Difference that counts as noise.
+    tolerance: f64,
+    /// Points of A and of B without a partner.
+    alone: (usize, usize),
+    is_virtual: bool,
+}
+
+/// What was timed: median over all iterations, and each run's.
+struct Timed {
+    what: String,
+    median_us: f64,
+    runs_us: Vec<f64>,
+    /// Iterations of a run.
+    samples: usize,
+}
+
+/// All that can be compared of a point.
+fn timed(point: &Point) -> Vec<Timed> {
+    let runs = point.runs.len();
+    let of = |what: String, median_us: f64, samples_us: &[f64]| {
+        let samples = samples_us.len() / runs;
+        let runs_us = match samples {
+            // Files without samples have the median alone.
+            0 => vec![median_us],
+            _ => samples_us.chunks_exact(samples).map(|run| percentile(run, 0.5)).collect(),
+        };
+        Timed { what, median_us, runs_us, samples }
+    };
+    let phases = point
+        .phases
+        .iter()
+        .map(|phase| of(phase.name.text().into(), phase.call.median_us, &phase.call.samples_us));
+    let replays = point.graph.iter().flat_map(|step| {
+        step.timings().into_iter().filter_map(move |(how, times)| {
+            times.map(|times| (format!("{}, {how}", step.text()), times.p50_us, &times.samples_us))
+        })
+    });
+    // Nothing of the baselines: whether another program became faster is no verdict on this one.
+    phases.chain(replays.map(|(what, median_us, samples)| of(what, median_us, samples))).collect()
+}
+
+/// The points with their runs: several of the same sizes are runs of one thing.
+fn gathered(points: &[Point]) -> Vec<Point> {
+    let mut gathered: Vec<Point> = Vec::new();
+    for point in points {
+        let mut point = point.clone();
+        if point.runs.is_empty() {
+            point.runs = vec![Run { started: 0.0 }];
+        }
+        let as_this = |other: &&mut Point| {
+            let runs = |point: &Point| (point.iters, point.shapes, point.is_virtual);
+            other.key == point.key && runs(other) == runs(&point)
+        };
+        match gathered.iter_mut().find(as_this) {
+            Some(other) => other.add_runs(point),
+            None => gathered.push(point),
+        }
+    }
+    gathered
+}
+
+/// Whether runs of A and B alternated, so that each two that follow each other are one of both.
+fn alternated(a: &[Run], b: &[Run]) -> bool {
+    let of = |runs: &[Run], side: bool| runs.iter().map(|run| (run.started, side)).collect::<Vec<_>>();
+    let mut all = [of(a, false), of(b, true)].concat();
+    all.sort_by(|x, y| x.0.total_cmp(&y.0));
+    let known = all.iter().all(|(started, _)| *started > 0.0);
+    known && all.len() > 2 && a.len() == b.len() && all.chunks(2).all(|pair| pair[0].1 != pair[1].1)
+}
+
+/// Compares the points that both have; a difference below `tolerance`, a share, is noise.
 ///
 /// # Errors
 /// Where there are none.
-pub fn text(a: &[Point], b: &[Point], tolerance: f64) -> Result<String> {
-    let mut pairs: Vec<(&Point, &Point)> = Vec::new();
-    for old in a {
-        if let Some(new) = b.iter().find(|new| new.key == old.key) {
-            if old.is_virtual != new.is_virtual {
-                return Err(Error::Usage(
-                    "compare: one side is of the virtual GPU, the other of hardware".into(),
-                ));
+pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
+    let (a, b) = (gathered(a), gathered(b));
+    let mut lines = Vec::new();
+    let (mut pairs, mut is_virtual) = (0, false);
+    for old in &a {
+        let Some(new) = b.iter().find(|new| new.key == old.key) else { continue };
+        if old.is_virtual != new.is_virtual {
+            return Err(Error::Usage(
+                "compare: one side is of the virtual GPU, the other of hardware".into(),
+            ));
+        }
+        if let (Some(ours), Some(theirs)) = (&old.routing_digest, &new.routing_digest)
+            && ours != theirs
+        {
+            return Err(Error::Usage(format!(
+                "compare: equal sizes, {} tokens on {} ranks, but different routings, {ours} and {theirs}: measure both with one version of \
+                 the program",
+                old.key.tokens, old.key.num_ranks
+            )));
+        }
+        (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual);
+        let paired = alternated(&old.runs, &new.runs);
+        let others = timed(new);
+        for one in timed(old) {
+            if let Some(other) = others.iter().find(|other| other.what == one.what) {
+                lines.push(line(old, &one, other, paired));
             }
-            pairs.push((old, new));
         }
     }
-    if let (true, [old], [new]) = (pairs.is_empty(), a, b) {
+    if let (0, [old], [new]) = (pairs, &a[..], &b[..]) {
         return Err(Error::Usage(format!("compare: different points: {:?} and {:?}", old.key, new.key)));
     }
-    if pairs.is_empty() {
+    if pairs == 0 {
         return Err(Error::Usage(
             "compare: the files have no point in common (same sizes, network, seed and SMs)".into(),
         ));
     }
-    let all = pairs.iter().flat_map(|(old, _)| timed(old));
-    let width = all.map(|timed| timed.what.len()).max().unwrap_or(0);
-    let mut out = format!(
-        "{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {:>10} {:>10} {:>7} {:>15} {:>8}  {}",
-        "nodes", "ranks", "tokens", "SMs", "dtype", "phase", "A us", "B us", "B / A", "95%", "p", "B is"
-    );
-    for (old, new) in &pairs {
-        let others = timed(new);
-        for one in timed(old) {
-            let Some(other) = others.iter().find(|other| other.what == one.what) else { continue };
-            let c = compare(&one, other, tolerance);
-            let interval = c.interval.map_or("-".into(), |(low, high)| format!("{low:.3} - {high:.3}"));
-            // Writing to a string cannot fail.
-            let _ = write!(
-                out,
-                "\n{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {:>10.1} {:>10.1} {:>7.3} {interval:>15} {:>8}  {}",
-                old.key.nodes,
-                old.key.num_ranks,
-                old.key.tokens,
-                old.key.num_sms,
-                old.key.dtype,
-                one.what,
-                one.median_us,
-                other.median_us,
-                c.ratio,
-                c.p.map_or("-".into(), |p| format!("{p:.4}")),
-                c.verdict.text()
-            );
+    judge(&mut lines, tolerance);
+    let alone = (a.len() - pairs, b.iter().filter(|new| !a.iter().any(|old| old.key == new.key)).count());
+    Ok(Comparison { lines, tolerance, alone, is_virtual })
+}
+
+/// A line without a verdict, or with the reason why there is none.
+fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
+    let logs = |timed: &Timed| timed.runs_us.iter().map(|us| us.ln()).collect::<Vec<f64>>();
+    let logs = (logs(a), logs(b));
+    let (samples, runs) = (a.samples.min(b.samples), logs.0.len().min(logs.1.len()));
+    let need = if paired { FEWEST_PAIRS } else { FEWEST_RUNS };
+    let verdict = match () {
+        () if samples < FEWEST_SAMPLES => Verdict::TooFewSamples(samples),
+        () if runs < need => Verdict::TooFewRuns(runs, need),
+        () if point.is_virtual && !paired => Verdict::Apart,
+        () => Verdict::Noise,
+    };
+    Line {
+        key: point.key.clone(),
+        what: a.what.clone(),
+        median_us: (a.median_us, b.median_us),
+        ratio: (mean(&logs.1) - mean(&logs.0)).exp(),
+        interval: (runs > 1).then(|| bootstrap(&logs.0, &logs.1, paired)),
+        p: None,
+        verdict,
+        logs,
+        paired,
+    }
+}
+
+/// Tests all lines together that have the same kind of runs.
+fn judge(lines: &mut [Line], tolerance: f64) {
+    let design = |line: &Line| (line.paired, line.logs.0.len(), line.logs.1.len());
+    let mut designs: Vec<_> = lines.iter().filter(|line| line.verdict.is_told()).map(design).collect();
+    designs.sort_unstable();
+    designs.dedup();
+    for of in &designs {
+        let group = || lines.iter().filter(|line| line.verdict.is_told() && design(line) == *of);
+        let ps = if of.0 {
+            let differences =
+                |line: &Line| line.logs.0.iter().zip(&line.logs.1).map(|(a, b)| b - a).collect();
+            exchange_in_pairs(&group().map(differences).collect::<Vec<Vec<f64>>>())
+        } else {
+            let all = |line: &Line| [&line.logs.0[..], &line.logs.1].concat();
+            exchange_between_sides(&group().map(all).collect::<Vec<Vec<f64>>>(), of.1)
+        };
+        let group = lines.iter_mut().filter(|line| line.verdict.is_told() && design(line) == *of);
+        for (line, p) in group.zip(ps) {
+            // Groups know nothing of each other.
+            let p = (p * designs.len() as f64).min(1.0);
+            line.p = Some(p);
+            line.verdict = match (p < ALPHA && (line.ratio - 1.0).abs() >= tolerance, line.ratio < 1.0) {
+                (false, _) => Verdict::Noise,
+                (true, true) => Verdict::Faster,
+                (true, false) => Verdict::Slower,
+            };
         }
     }
-    let _ = write!(
-        out,
-        "\nmedians; noise: p >= {ALPHA} (Mann-Whitney) or less than {:.1}% apart; {} points of A and {} of B have no partner",
-        tolerance * 100.0,
-        a.len() - pairs.len(),
-        b.iter().filter(|new| !a.iter().any(|old| old.key == new.key)).count()
-    );
-    if pairs.iter().any(|(old, _)| old.is_virtual) {
-        out += "\nVIRTUAL GPU: interpreter times, of no hardware";
-    }
-    Ok(out)
 }
 
-/// Compares two times of one thing.
-pub fn compare(a: &Timed<'_>, b: &Timed<'_>, tolerance: f64) -> Comparison {
-    let ratio = b.median_us / a.median_us;
-    let (a, b) = (a.samples_us, b.samples_us);
-    if a.len().min(b.len()) < FEWEST_SAMPLES {
-        return Comparison { ratio, interval: None, p: None, verdict: Verdict::Unknown };
-    }
-    let p = mann_whitney(a, b);
-    let verdict = match (p < ALPHA && (ratio - 1.0).abs() >= tolerance, ratio < 1.0) {
-        (false, _) => Verdict::Noise,
-        (true, true) => Verdict::Faster,
-        (true, false) => Verdict::Slower,
+/// For each line of differences, one a pair, how often any line is as far from 0 where signs are chosen at will.
+fn exchange_in_pairs(lines: &[Vec<f64>]) -> Vec<f64> {
+    let pairs = lines.first().map_or(0, Vec::len);
+    let seen = vec![false; pairs];
+    let value = |line: &[f64], exchanged: &[bool]| {
+        let sum = line.iter().zip(exchanged).map(|(d, &exchanged)| if exchanged { -d } else { *d }).sum();
+        standing_out(sum, line.iter().map(|d| d * d).sum())
     };
-    Comparison { ratio, interval: Some(bootstrap(a, b)), p: Some(p), verdict }
-}
-
-/// The two-sided p value that `a` and `b` come from one distribution.
-fn mann_whitney(a: &[f64], b: &[f64]) -> f64 {
-    let (n, m) = (a.len() as f64, b.len() as f64);
-    let mut all: Vec<(f64, bool)> =
-        a.iter().map(|&x| (x, true)).chain(b.iter().map(|&x| (x, false))).collect();
-    all.sort_by(|x, y| x.0.total_cmp(&y.0));
-    let (mut ranks_of_a, mut ties, mut start) = (0.0, 0.0, 0);
-    while start < all.len() {
-        let same = all[start..].iter().take_while(|x| x.0 == all[start].0).count();
-        let rank = start as f64 + (same as f64 + 1.0) / 2.0;
-        ranks_of_a += rank * all[start..start + same].iter().filter(|x| x.1).count() as f64;
-        ties += (same * same * same - same) as f64;
-        start += same;
+    let mut arrangements = Vec::new();
+    if pairs <= EXACT {
+        // All signs turned are as far from 0, so the last pair may stay.
+        let all = 0..1u32 << pairs.saturating_sub(1);
+        arrangements.extend(all.map(|bits| (0..pairs).map(|pair| bits >> pair & 1 != 0).collect()));
+    } else {
+        let mut rng = ChaCha8Rng::seed_from_u64(2);
+        arrangements.push(seen.clone());
+        arrangements.extend((0..DRAWN).map(|_| (0..pairs).map(|_| rng.random()).collect::<Vec<bool>>()));
     }
-    let total = n + m;
-    let u = ranks_of_a - n * (n + 1.0) / 2.0;
-    let variance = n * m / 12.0 * (total + 1.0 - ties / (total * (total - 1.0)));
-    if variance <= 0.0 {
-        return 1.0;
+    shares(lines, &seen, &arrangements, value)
+}
+
+/// For each line of runs, the first `of_a` of which are A's, how often any line's sides are as far apart where runs are dealt anew.
+fn exchange_between_sides(lines: &[Vec<f64>], of_a: usize) -> Vec<f64> {
+    let runs = lines.first().map_or(0, Vec::len);
+    let seen: Vec<bool> = (0..runs).map(|run| run < of_a).collect();
+    let centred: Vec<Vec<f64>> =
+        lines.iter().map(|line| line.iter().map(|value| value - mean(line)).collect()).collect();
+    let value = |line: &[f64], is_a: &[bool]| {
+        let sum = line.iter().zip(is_a).filter(|(_, is_a)| **is_a).map(|(value, _)| value).sum();
+        standing_out(sum, line.iter().map(|value| value * value).sum())
+    };
+    let mut arrangements: Vec<Vec<bool>> = Vec::new();
+    if runs <= EXACT {
+        let all = (0..1u32 << runs).filter(|bits| bits.count_ones() as usize == of_a);
+        arrangements.extend(all.map(|bits| (0..runs).map(|run| bits >> run & 1 != 0).collect()));
+    } else {
+        let mut rng = ChaCha8Rng::seed_from_u64(2);
+        arrangements.push(seen.clone());
+        for _ in 0..DRAWN {
+            let mut dealt = seen.clone();
+            dealt.shuffle(&mut rng);
+            arrangements.push(dealt);
+        }
     }
-    let z = ((u - n * m / 2.0).abs() - 0.5).max(0.0) / variance.sqrt();
-    erfc(z / std::f64::consts::SQRT_2).min(1.0)
+    shares(&centred, &seen, &arrangements, value)
 }
 
-/// The complementary error function for x >= 0 (Abramowitz and Stegun 7.1.26, to 1.5e-7).
-fn erfc(x: f64) -> f64 {
-    let t = 1.0 / (1.0 + 0.327_591_1 * x);
-    let series = [1.061_405_429, -1.453_152_027, 1.421_413_741, -0.284_496_736, 0.254_829_592];
-    series.into_iter().fold(0.0, |sum, term| (sum + term) * t) * (-x * x).exp()
+/// The square of a sum over the sum of squares, which no arrangement changes: it grows with Student's t, and alike for lines of as many
+/// runs, so that lines can be held against each other.
+fn standing_out(sum: f64, squares: f64) -> f64 {
+    if squares > 0.0 { sum * sum / squares } else { 0.0 }
 }
 
-/// The 95% interval of the ratio of medians, B over A. The same samples give the same interval.
-fn bootstrap(a: &[f64], b: &[f64]) -> (f64, f64) {
+/// For each line the share of arrangements in which any line stands out as much as this one was seen to.
+fn shares(
+    lines: &[Vec<f64>],
+    seen: &[bool],
+    arrangements: &[Vec<bool>],
+    value: impl Fn(&[f64], &[bool]) -> f64,
+) -> Vec<f64> {
+    let most =
+        |arrangement: &Vec<bool>| lines.iter().map(|line| value(line, arrangement)).fold(0.0, f64::max);
+    let most: Vec<f64> = arrangements.iter().map(most).collect();
+    let share = |line: &Vec<f64>| {
+        let own = value(line, seen) * (1.0 - 1e-9);
+        most.iter().filter(|most| **most >= own).count() as f64 / most.len() as f64
+    };
+    lines.iter().map(share).collect()
+}
+
+fn mean(values: &[f64]) -> f64 {
+    crate::results::mean(values)
+}
+
+/// The 95% interval of the ratio B over A over resampled pairs or runs. The same runs give the same interval.
+fn bootstrap(a: &[f64], b: &[f64], paired: bool) -> (f64, f64) {
     let mut rng = ChaCha8Rng::seed_from_u64(1);
-    let mut median = |samples: &[f64]| {
-        let drawn: Vec<f64> = samples.iter().map(|_| samples[rng.random_range(0..samples.len())]).collect();
-        percentile(&drawn, 0.5)
-    };
+    let mut draw = |runs: usize| -> Vec<usize> { (0..runs).map(|_| rng.random_range(0..runs)).collect() };
+    let of =
+        |logs: &[f64], drawn: &[usize]| drawn.iter().map(|&at| logs[at]).sum::<f64>() / drawn.len() as f64;
     let ratios: Vec<f64> = (0..RESAMPLES)
         .map(|_| {
-            let old = median(a);
-            median(b) / old
+            let drawn = draw(a.len());
+            let drawn_of_b = if paired { drawn.clone() } else { draw(b.len()) };
+            (of(b, &drawn_of_b) - of(a, &drawn)).exp()
         })
         .collect();
     (percentile(&ratios, 0.025), percentile(&ratios, 0.975))
 }
 
+impl Comparison {
+    /// What is said to be faster or slower.
+    pub fn differences(&self) -> impl Iterator<Item = &Line> {
+        self.lines.iter().filter(|line| matches!(line.verdict, Verdict::Faster | Verdict::Slower))
+    }
+
+    /// What is said to be slower, by at least this share.
+    ///
+    /// # Errors
+    /// Where there is no verdict on a line, with the reason and the remedy.
+    pub fn slower_by(&self, share: f64) -> Result<Vec<&Line>> {
+        if let Some(line) = self.lines.iter().find(|line| !line.verdict.is_told()) {
+            return Err(Error::Usage(format!(
+                "compare: no verdict on {}: {}; measure with `epoxide bench ab --repeat {FEWEST_PAIRS}` or more",
+                line.what,
+                line.verdict.text()
+            )));
+        }
+        let slower = self.differences().filter(|line| line.verdict == Verdict::Slower);
+        Ok(slower.filter(|line| line.ratio - 1.0 >= share).collect())
+    }
+
+    /// A table.
+    pub fn text(&self) -> String {
+        let width = self.lines.iter().map(|line| line.what.len()).max().unwrap_or(0);
+        let mut out = format!(
+            "{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {:>8} {:>10} {:>10} {:>7} {:>15} {:>8}  {}",
+            "nodes",
+            "ranks",
+            "tokens",
+            "SMs",
+            "dtype",
+            "phase",
+            "runs",
+            "A us",
+            "B us",
+            "B / A",
+            "95%",
+            "p",
+            "B is"
+        );
+        for line in &self.lines {
+            let interval = line.interval.map_or("-".into(), |(low, high)| format!("{low:.3} - {high:.3}"));
+            let runs = match (line.paired, line.logs.0.len(), line.logs.1.len()) {
+                (true, pairs, _) => format!("{pairs} pairs"),
+                (false, a, b) => format!("{a}, {b}"),
+            };
+            // Writing to a string cannot fail.
+            let _ = write!(
+                out,
+                "\n{:>5} {:>5} {:>7} {:>5} {:<5} {:<width$} {runs:>8} {:>10.1} {:>10.1} {:>7.3} {interval:>15} {:>8}  {}",
+                line.key.nodes,
+                line.key.num_ranks,
+                line.key.tokens,
+                line.key.num_sms,
+                line.key.dtype,
+                line.what,
+                line.median_us.0,
+                line.median_us.1,
+                line.ratio,
+                line.p.map_or("-".into(), |p| format!("{p:.4}")),
+                line.verdict.text()
+            );
+        }
+        let _ = write!(
+            out,
+            "\nmedians; B / A and its spread: over runs. Noise: p >= {ALPHA}, or less than {:.1}% apart. p: the chance that any line \
+             stands out as much where there is no difference",
+            self.tolerance * 100.0
+        );
+        let (a, b) = self.alone;
+        if a + b > 0 {
+            let _ = write!(out, "\n{a} points of A and {b} of B have no partner");
+        }
+        if self.lines.iter().any(|line| matches!(line.verdict, Verdict::TooFewRuns(..))) {
+            out += "\ntoo few runs: iterations of one run agree with each other better than with those of the next; measure with \
+                    `epoxide bench --repeat N`, or with `epoxide bench ab`, which alternates";
+        }
+        if self.lines.iter().any(|line| line.verdict == Verdict::Apart) {
+            out += "\nnot told: a virtual GPU is as fast as this machine's other work leaves it, so its runs must alternate: `epoxide bench ab`";
+        }
+        if self.is_virtual {
+            out += "\nVIRTUAL GPU: interpreter times, of no hardware";
+        }
+        out
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use super::*;
+    use crate::tests::h200;
 
-    fn of(samples_us: &[f64]) -> Timed<'_> {
-        Timed { what: String::new(), median_us: percentile(samples_us, 0.5), samples_us }
+    /// Runs of a noisy machine: it drifts, each run is off by a little of its own, some by a lot, and iterations scatter within a run.
+    struct Machine {
+        point: Point,
+        rng: ChaCha8Rng,
+        drift: f64,
+        noise: f64,
+        clock: f64,
     }
 
-    fn noisy(seed: u64, centre: f64) -> Vec<f64> {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        (0..20).map(|_| centre + rng.random_range(-5.0..5.0)).collect()
-    }
+    impl Machine {
+        fn new(seed: u64, noise: f64) -> Machine {
+            static POINT: LazyLock<Point> = LazyLock::new(|| h200().remove(0));
+            Machine {
+                point: POINT.clone(),
+                rng: ChaCha8Rng::seed_from_u64(seed),
+                drift: 0.0,
+                noise,
+                clock: 1e9,
+            }
+        }
 
-    #[test]
-    fn the_test_agrees_with_a_known_case() {
-        // Every value of one side below the other's: U = 0, z = (12.5 - 0.5) / sqrt(25 * 11 / 12).
-        let p = mann_whitney(&[1.0, 2.0, 3.0, 4.0, 5.0], &[6.0, 7.0, 8.0, 9.0, 10.0]);
-        assert!((p - 0.012_19).abs() < 1e-4, "{p}");
-        assert_eq!(mann_whitney(&[3.0; 9], &[3.0; 9]), 1.0);
-        let (a, b) = (noisy(1, 100.0), noisy(2, 101.0));
-        assert!((mann_whitney(&a, &b) - mann_whitney(&b, &a)).abs() < 1e-12);
-    }
+        fn bell(&mut self) -> f64 {
+            (0..12).map(|_| self.rng.random::<f64>()).sum::<f64>() - 6.0
+        }
 
-    #[test]
-    fn differences_are_told_from_noise() {
-        let base = noisy(1, 100.0);
-        let verdict = |samples: &[f64]| compare(&of(&base), &of(samples), 0.01).verdict;
-        assert_eq!(verdict(&noisy(1, 100.0)), Verdict::Noise);
-        assert_eq!(verdict(&noisy(2, 120.0)), Verdict::Slower);
-        assert_eq!(verdict(&noisy(3, 80.0)), Verdict::Faster);
-        // Sure, but smaller than what runs drift by.
-        let shifted: Vec<f64> = vec![100.0; 20];
-        let steady = compare(&of(&shifted), &of(&shifted.map_by(0.2)), 0.01);
-        assert_eq!(steady.verdict, Verdict::Noise);
-        assert!(steady.p.unwrap() < ALPHA);
-        assert_eq!(verdict(&[50.0; 3]), Verdict::Unknown);
-        // One slow iteration decides nothing.
-        let mut spiked = noisy(1, 100.0);
-        spiked[7] = 900.0;
-        assert_eq!(verdict(&spiked), Verdict::Noise);
-    }
+        /// A run of a point whose first phase takes `factor` times as long as it would.
+        fn run(&mut self, factor: f64) -> Point {
+            let mut point = self.point.clone();
+            self.drift += self.noise * self.bell();
+            let off = self.drift + self.noise * self.bell();
+            let off = if self.rng.random_bool(0.05) { off + 20.0 * self.noise } else { off };
+            for (at, phase) in point.phases.iter_mut().enumerate() {
+                let own = off + self.noise * self.bell();
+                let us = 100.0 * (at + 1) as f64 * own.exp() * if at == 0 { factor } else { 1.0 };
+                phase.call.samples_us =
+                    (0..9).map(|_| us * (1.0 + 0.1 * self.noise * self.rng.random::<f64>())).collect();
+            }
+            self.clock += 1.0;
+            (point.iters, point.runs) = (9, vec![Run { started: self.clock }]);
+            point
+        }
 
-    trait MapBy {
-        fn map_by(&self, by: f64) -> Vec<f64>;
-    }
-
-    impl MapBy for Vec<f64> {
-        fn map_by(&self, by: f64) -> Vec<f64> {
-            self.iter().map(|x| x + by).collect()
+        /// Runs of A and B in turn, the order within a pair drawn by lot.
+        fn ab(&mut self, pairs: usize, factor: f64) -> (Vec<Point>, Vec<Point>) {
+            let (mut a, mut b) = (Vec::new(), Vec::new());
+            for _ in 0..pairs {
+                if self.rng.random() {
+                    b.push(self.run(factor));
+                    a.push(self.run(1.0));
+                } else {
+                    a.push(self.run(1.0));
+                    b.push(self.run(factor));
+                }
+            }
+            (a, b)
         }
     }
 
     #[test]
-    fn same_distributions_seldom_alarm() {
-        let alarms = (0..200)
-            .filter(|&i| {
-                let (a, b) = (noisy(2 * i + 10, 100.0), noisy(2 * i + 11, 100.0));
-                compare(&of(&a), &of(&b), 0.0).verdict != Verdict::Noise
+    fn exchanged_pairs_agree_with_a_case_worked_by_hand() {
+        // Of 16 choices of signs two have a sum of 10 or -10, and two one of 8 or -8.
+        assert_eq!(exchange_in_pairs(&[vec![1.0, 2.0, 3.0, 4.0]]), [2.0 / 16.0]);
+        assert_eq!(exchange_in_pairs(&[vec![-1.0, 2.0, 3.0, 4.0]]), [4.0 / 16.0]);
+        assert_eq!(exchange_in_pairs(&[vec![0.0; 4]]), [1.0]);
+        // With another line that stands out as much in two more choices.
+        let two = exchange_in_pairs(&[vec![1.0, 1.0, 1.0, 1.0], vec![1.0, 1.0, 1.0, -1.0]]);
+        assert_eq!(two, [4.0 / 16.0, 1.0]);
+    }
+
+    #[test]
+    fn exchanged_sides_agree_with_a_case_worked_by_hand() {
+        // Two of 20 ways to deal six runs are as far apart.
+        assert_eq!(exchange_between_sides(&[vec![1.0, 2.0, 3.0, 11.0, 12.0, 13.0]], 3), [2.0 / 20.0]);
+        assert_eq!(exchange_between_sides(&[vec![5.0; 6]], 3), [1.0]);
+    }
+
+    #[test]
+    fn the_fewest_runs_are_the_fewest_that_can_tell() {
+        let told = |pairs: usize| exchange_in_pairs(&[vec![0.1; pairs]])[0] < ALPHA;
+        assert!(told(FEWEST_PAIRS) && !told(FEWEST_PAIRS - 1));
+        let told = |runs: usize| {
+            let line: Vec<f64> = (0..2 * runs).map(|run| f64::from(u8::from(run >= runs))).collect();
+            exchange_between_sides(&[line], runs)[0] < ALPHA
+        };
+        assert!(told(FEWEST_RUNS) && !told(FEWEST_RUNS - 1));
+        // Many are drawn, and agree.
+        assert!(exchange_in_pairs(&[vec![0.1; EXACT + 4]])[0] < ALPHA);
+        assert!(exchange_between_sides(&[(0..20).map(f64::from).collect()], 10)[0] < ALPHA);
+    }
+
+    #[test]
+    fn equal_things_are_seldom_called_different() {
+        // Two in a hundred would be too many: of a thousand five are expected.
+        let alarms = (0..1000)
+            .filter(|&seed| {
+                let (a, b) = Machine::new(seed, 0.03).ab(12, 1.0);
+                compare(&a, &b, 0.0).unwrap().differences().next().is_some()
             })
             .count();
-        assert!(alarms <= 6, "{alarms} false alarms of 200 at 1%");
+        assert!(alarms <= 12, "{alarms} false alarms of 1000");
+    }
+
+    #[test]
+    fn five_percent_of_one_phase_are_seen() {
+        let mut told = 0;
+        for seed in 0..200 {
+            let (a, b) = Machine::new(seed, 0.003).ab(12, 1.05);
+            let comparison = compare(&a, &b, 0.01).unwrap();
+            let lines: Vec<&Line> = comparison.differences().collect();
+            assert!(lines.iter().all(|line| line.what == "dispatch cached"), "{}", comparison.text());
+            told += u32::from(lines.iter().any(|line| line.verdict == Verdict::Slower));
+        }
+        assert!(told >= 195, "{told} of 200");
+    }
+
+    #[test]
+    fn what_cannot_be_told_is_not() {
+        let (a, b) = Machine::new(1, 0.001).ab(10, 1.2);
+        let verdict = |a: &[Point], b: &[Point]| compare(a, b, 0.01).unwrap().lines[0].verdict;
+        assert_eq!(verdict(&a, &b), Verdict::Slower);
+        assert_eq!(verdict(&b, &a), Verdict::Faster);
+        assert_eq!(verdict(&a[..1], &b[..1]), Verdict::TooFewRuns(1, FEWEST_RUNS));
+        assert_eq!(verdict(&a[..4], &b[..4]), Verdict::TooFewRuns(4, FEWEST_PAIRS));
+        // The same runs, not alternated: fewer will do, where the machine is taken to stay as it is.
+        let after = |points: &[Point]| -> Vec<Point> {
+            let mut points = points.to_vec();
+            points.iter_mut().for_each(|point| point.runs[0].started += 1e6);
+            points
+        };
+        assert_eq!(verdict(&a[..6], &after(&b[..6])), Verdict::Slower);
+        let of = |points: &[Point], change: &dyn Fn(&mut Point)| -> Vec<Point> {
+            let mut points = points.to_vec();
+            points.iter_mut().for_each(change);
+            points
+        };
+        let on_virtual = |points: &[Point]| of(points, &|point| point.is_virtual = true);
+        assert_eq!(verdict(&on_virtual(&a), &on_virtual(&b)), Verdict::Slower);
+        assert_eq!(verdict(&on_virtual(&a), &on_virtual(&after(&b))), Verdict::Apart);
+        assert_eq!(verdict(&on_virtual(&a[..1]), &on_virtual(&b[..1])), Verdict::TooFewRuns(1, FEWEST_RUNS));
+        let short = |points: &[Point]| {
+            of(points, &|point| point.phases.iter_mut().for_each(|phase| phase.call.samples_us.truncate(4)))
+        };
+        let text = compare(&short(&a), &short(&b), 0.01).unwrap().text();
+        assert!(text.contains("too few samples (4 < 5)"), "{text}");
+        // Sure, but smaller than what runs drift by.
+        let (a, b) = Machine::new(2, 0.0001).ab(10, 1.005);
+        let comparison = compare(&a, &b, 0.01).unwrap();
+        assert!(comparison.lines[0].p.unwrap() < ALPHA);
+        assert_eq!(comparison.lines[0].verdict, Verdict::Noise);
+    }
+
+    #[test]
+    fn a_gate_fails_where_something_is_slower_or_nothing_can_be_told() {
+        let (a, b) = Machine::new(3, 0.001).ab(10, 1.05);
+        let comparison = compare(&a, &b, 0.01).unwrap();
+        assert_eq!(comparison.slower_by(0.01).unwrap().len(), 1);
+        assert_eq!(comparison.slower_by(0.2).unwrap().len(), 0);
+        assert_eq!(compare(&b, &a, 0.01).unwrap().slower_by(0.01).unwrap().len(), 0);
+        let error = compare(&a[..2], &b[..2], 0.01).unwrap().slower_by(0.01).unwrap_err().to_string();
+        assert!(error.contains("too few runs (2 < 9)") && error.contains("bench ab"), "{error}");
     }
 
     #[test]
     fn the_interval_holds_the_ratio() {
-        let c = compare(&of(&noisy(4, 100.0)), &of(&noisy(5, 150.0)), 0.01);
-        let (low, high) = c.interval.unwrap();
-        assert!(low <= c.ratio && c.ratio <= high && low > 1.4 && high < 1.6, "{c:?}");
+        let (a, b) = Machine::new(4, 0.003).ab(10, 1.5);
+        let comparison = compare(&a, &b, 0.01).unwrap();
+        let line = &comparison.lines[0];
+        let (low, high) = line.interval.unwrap();
+        assert!(low <= line.ratio && line.ratio <= high && low > 1.4 && high < 1.6, "{line:?}");
+    }
+
+    #[test]
+    fn old_files_have_single_runs_and_no_verdict() {
+        let points = h200();
+        let comparison = compare(&points, &points, 0.01).unwrap();
+        assert!(comparison.lines.iter().all(|line| !line.verdict.is_told() && line.ratio == 1.0));
+        assert!(comparison.text().contains("too few samples (0 < 5)"));
+    }
+
+    #[test]
+    fn points_of_different_routings_are_not_compared() {
+        let with = |digest: Option<&str>| {
+            let mut point = h200().remove(0);
+            point.routing_digest = digest.map(str::to_owned);
+            [point]
+        };
+        let of = |a, b| compare(&with(a), &with(b), 0.01).map(drop);
+        // Files of before have none.
+        assert!(of(None, Some("1")).is_ok() && of(Some("1"), Some("1")).is_ok());
+        let error = of(Some("1"), Some("2")).unwrap_err().to_string();
+        assert!(error.contains("different routings, 1 and 2"), "{error}");
     }
 }

@@ -4,7 +4,7 @@
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a measurement did not come about.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 pub enum Error {
     /// What was asked for is wrong, or a file is not what it should be.
     #[error("{0}")]
@@ -18,6 +18,13 @@ pub enum Error {
     /// An operation failed.
     #[error(transparent)]
     Operation(epoxide::Error),
+}
+
+impl std::fmt::Debug for Error {
+    /// The text itself, for a `main` that returns it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl From<epoxide::Error> for Error {

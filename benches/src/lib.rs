@@ -4,10 +4,13 @@
 //! A [`Plan`] says what to measure, [`measure()`] does on threads of this process, and [`measure::rank`] on one rank of any group. What
 //! comes of it is [`results::Point`]s: everything that is printed, stored or drawn comes from those alone.
 
+mod baseline;
 mod bench;
 pub mod compare;
 pub mod counts;
+pub mod digest;
 mod error;
+mod estimate;
 pub mod low_latency;
 pub mod measure;
 mod measured;
@@ -21,31 +24,37 @@ pub mod results;
 mod shapes;
 pub mod sweep;
 pub mod trace;
+mod watch;
+pub mod ways;
 
 use std::sync::Arc;
 
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 
+pub use baseline::{Baseline, WaySamples};
 pub use error::{Error, Result};
-pub use plan::Plan;
+pub use estimate::Estimate;
+pub use plan::{Effort, Plan};
 pub use shapes::Shapes;
+pub use watch::Watch;
 
 /// Measures all that a plan asks for on ranks that are threads of this process; `open` makes the device of a rank. The points, and what
-/// each rank measured.
+/// each rank measured in the first run.
 ///
 /// # Errors
-/// [`Error::DoesNotFit`] for sizes that cannot be run here, and whatever the operations report.
+/// [`Error::Usage`] for sizes that cannot be, [`Error::DoesNotFit`] where there is no room for them here, and whatever the operations
+/// report.
 pub fn measure(
     plan: &Plan,
     open: impl Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync,
+    watch: &dyn Watch,
 ) -> Result<(Vec<results::Point>, Vec<measure::RankResult>)> {
     plan.check()?;
     let ranks = run_threads(plan.topology.ranks(), measure::TIMEOUT, |rank, group| {
-        measure::rank(plan, open(rank)?, &group)
+        measure::runs(plan, &open(rank)?, &group, watch)
     });
-    let ranks = ranks.map_err(|failure| failure.error)?;
-    Ok((points::points(plan, &ranks)?, ranks))
+    points::of_runs(plan, ranks.map_err(|failure| failure.error)?)
 }
 
 #[cfg(test)]

@@ -4,16 +4,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::{Device, Event, Graph, Stream};
-use epoxide::ep::StreamOrder;
+use epoxide::ep::{DType, StreamOrder};
 use epoxide::group::ProcessGroup;
-use epoxide::low_latency::{Buffer, Quantise};
-use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
+use epoxide::low_latency::{Buffer, Options, Place, Quantise};
+use epoxide_gpu::layout::BlockTrace;
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
+use epoxide_testing::sizes::Sizes;
 use serde::{Deserialize, Serialize};
 
 use crate::results::{SCHEMA_VERSION, Slowest, today};
-use crate::{Error, Result};
+use crate::{Error, Result, Watch, digest};
 
 /// Longest wait for a peer.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -33,10 +35,14 @@ pub struct LowLatencyPlan {
     pub topk: u32,
     /// What happens to rows on their way.
     pub quantise: Quantise,
+    /// What happens to them on their way back.
+    pub quantise_back: Quantise,
     /// Most multiprocessors; all without.
     pub num_sms: Option<u32>,
-    /// Tokens of a chunk; the library's own number without.
-    pub chunk_tokens: Option<u32>,
+    /// Tokens of a chunk.
+    pub chunk_tokens: u32,
+    /// Most tokens of a rank whose rows travel as packets.
+    pub packet_tokens: u32,
     /// Untimed iterations.
     pub warmup: u32,
     /// Timed iterations.
@@ -73,19 +79,46 @@ pub struct LowLatencyPoint {
     pub topk: u32,
     /// Type of dispatched rows: `bf16` or `fp8`.
     pub dtype: String,
+    /// Type of rows on their way back.
+    pub combine_dtype: String,
     /// Most multiprocessors.
     pub num_sms: u32,
+    /// Tokens of a rank that are said to be complete together.
+    pub chunk_tokens: u32,
+    /// Most tokens of a rank whose rows travel as packets: those of the point do where `tokens` is no larger.
+    pub packet_tokens: u32,
     /// A replay of a graph of one dispatch, between two events; of each iteration the slowest rank.
     pub dispatch: Slowest,
     /// The same of the combine that answers it.
     pub combine: Slowest,
     /// Both, per pair, where a graph has `chain` pairs.
     pub pair: Slowest,
+    /// Where the time of a dispatch's kernel goes.
+    pub dispatch_within: Within,
+    /// Where the time of a combine's kernel goes.
+    pub combine_within: Within,
     /// Pairs of that graph.
     pub chain: u32,
     /// Rows that a rank sends to others, mean over ranks: a token counts once for each.
     pub remote_rows: f64,
+    /// What tells routings apart ([`digest::of_routing`]).
+    pub routing_digest: String,
 }
+
+/// When the last block of a kernel has done something, from the start of the first one on; of each iteration the slowest rank. Pairs follow
+/// each other as single launches, the host waiting for nothing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Within {
+    /// Has sent its rows.
+    pub sent: Slowest,
+    /// Knows that all ranks have entered the operation.
+    pub entered: Slowest,
+    /// Has what it waits for, and has summed it.
+    pub done: Slowest,
+}
+
+/// The same of a rank: `[sent, entered, done]`, by iteration, in us.
+type WithinRank = [Vec<f64>; 3];
 
 /// What a rank measured at one number of tokens, in us.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -100,6 +133,10 @@ pub struct RankTimes {
     pub combine: Vec<f64>,
     /// Pairs of chained replays.
     pub pair: Vec<f64>,
+    /// Within the kernels of dispatches.
+    pub dispatch_within: WithinRank,
+    /// Within the kernels of combines.
+    pub combine_within: WithinRank,
 }
 
 impl LowLatencyPlan {
@@ -110,7 +147,13 @@ impl LowLatencyPlan {
 
     fn case(&self, tokens: u32) -> LowLatencyCase {
         let case = LowLatencyCase::new(self.routing(tokens), self.hidden);
-        LowLatencyCase { quantise: self.quantise, seed: self.seed, ..case }
+        LowLatencyCase { quantise: self.quantise, quantise_back: self.quantise_back, seed: self.seed, ..case }
+    }
+
+    /// Pairs of a dispatch and a combine, of which [`Watch`] is told.
+    pub fn steps(&self) -> u64 {
+        let chained = u64::from(self.warmup.min(2) + self.iters.min(20)) * u64::from(self.chain);
+        self.tokens.len() as u64 * (u64::from(self.warmup + self.iters) + chained)
     }
 
     /// Whether all sizes can be run.
@@ -118,27 +161,22 @@ impl LowLatencyPlan {
     /// # Errors
     /// [`Error::Usage`] that names the one that cannot.
     pub fn check(&self) -> Result<()> {
-        let refuse =
-            |flag: &str, value: u32, rule: String| Err(Error::Usage(format!("{flag} {value}: {rule}")));
-        if self.experts == 0 || !self.experts.is_multiple_of(self.ranks) {
-            return refuse(
-                "--experts",
-                self.experts,
-                format!("must be a positive multiple of the {} ranks", self.ranks),
-            );
-        }
-        if self.topk == 0 || self.topk > self.experts.min(32) {
-            return refuse("--topk", self.topk, format!("must be 1 to {}", self.experts.min(32)));
-        }
-        let unit = if self.quantise == Quantise::Not { 8 } else { 128 };
-        if self.hidden == 0 || !self.hidden.is_multiple_of(unit) {
-            return refuse("--hidden", self.hidden, format!("must be a positive multiple of {unit}"));
-        }
-        if let Some(&tokens) = self.tokens.iter().find(|tokens| !(1..=1024).contains(*tokens)) {
-            return refuse("--tokens", tokens, "must be 1 to 1024 with --mode low-latency".into());
+        let is_quantised = [self.quantise, self.quantise_back].iter().any(|it| *it != Quantise::Not);
+        for &tokens in &self.tokens {
+            let sizes = Sizes {
+                ranks: self.ranks,
+                low_latency: true,
+                tokens,
+                fewest_tokens: 1,
+                hidden: self.hidden.into(),
+                dtype: if is_quantised { DType::Fp8E4m3 } else { DType::Bf16 },
+                experts: self.experts,
+                topk: self.topk,
+            };
+            sizes.check().map_err(Error::Usage)?;
         }
         if self.iters == 0 {
-            return refuse("--iters", 0, "must be at least 1".into());
+            return Err(Error::Usage("--iters 0: must be at least 1".into()));
         }
         Ok(())
     }
@@ -152,8 +190,13 @@ pub fn rank(
     plan: &LowLatencyPlan,
     device: Arc<dyn Device>,
     group: &Arc<dyn ProcessGroup>,
+    watch: &dyn Watch,
 ) -> epoxide::Result<Vec<RankTimes>> {
-    plan.tokens.iter().map(|&tokens| one_size(plan, tokens, &device, group)).collect()
+    let one = |&tokens| {
+        watch.doing(group.rank(), &format!("{tokens} tokens"));
+        one_size(plan, tokens, &device, group, watch)
+    };
+    plan.tokens.iter().map(one).collect()
 }
 
 fn one_size(
@@ -161,48 +204,72 @@ fn one_size(
     tokens: u32,
     device: &Arc<dyn Device>,
     group: &Arc<dyn ProcessGroup>,
+    watch: &dyn Watch,
 ) -> epoxide::Result<RankTimes> {
     let case = plan.case(tokens);
-    let mut options = epoxide::low_latency::Options::new(tokens, plan.hidden.into(), plan.topk, plan.experts)
+    let mut options = Options::new(tokens, plan.hidden.into(), plan.topk, plan.experts)
+        .chunk_tokens(plan.chunk_tokens)
+        .packet_tokens(plan.packet_tokens)
         .timeout(PATIENCE);
     if let Some(num_sms) = plan.num_sms {
         options = options.num_sms(num_sms);
-    }
-    if let Some(chunk_tokens) = plan.chunk_tokens {
-        options = options.chunk_tokens(chunk_tokens);
     }
     let buffer = Buffer::new(device.clone(), &**group, options)?;
     let stream = Arc::new(Stream::new(device, false)?);
     let mut rank = LowLatencyRank { buffer, group: group.clone(), stream };
     // Right before it is fast, and still right behind it.
     case.verify(&mut rank)?;
-    let times = times(plan, &case, &mut rank)?;
+    let times = times(plan, &case, &mut rank, watch)?;
     case.verify(&mut rank)?;
     group.barrier(PATIENCE)?;
     Ok(times)
+}
+
+/// Graphs of one call each.
+pub(crate) struct Recorded {
+    /// A dispatch.
+    pub dispatch: Graph,
+    /// The combine that answers it.
+    pub combine: Graph,
+}
+
+impl Recorded {
+    /// Replays need the buffer, the inputs and the place for as long as they run.
+    pub fn new(
+        case: &LowLatencyCase,
+        rank: &mut LowLatencyRank,
+        inputs: &LowLatencyInputs,
+        place: &mut Place,
+    ) -> epoxide::Result<Recorded> {
+        let LowLatencyRank { buffer, stream, .. } = rank;
+        let order = StreamOrder::on(stream);
+        let mut received = None;
+        let dispatch = stream.capture(|| {
+            received = Some(buffer.dispatch(place, inputs.request(case.quantise), order)?);
+            Ok(())
+        })?;
+        let combine = stream.capture(|| match received.take() {
+            Some(received) => buffer.combine(received, inputs.experts(case), order).map(drop),
+            None => Err(epoxide::Error::Unavailable {
+                what: "combine".into(),
+                reason: "no dispatch before it".into(),
+            }),
+        })?;
+        Ok(Recorded { dispatch, combine })
+    }
 }
 
 fn times(
     plan: &LowLatencyPlan,
     case: &LowLatencyCase,
     rank: &mut LowLatencyRank,
+    watch: &dyn Watch,
 ) -> epoxide::Result<RankTimes> {
     let inputs = case.inputs(rank)?;
     let mut place = rank.buffer.place(0)?;
+    let Recorded { dispatch, combine } = Recorded::new(case, rank, &inputs, &mut place)?;
     let LowLatencyRank { buffer, group, stream } = rank;
     let order = StreamOrder::on(stream);
-    let mut received = None;
-    let dispatch = stream.capture(|| {
-        received = Some(buffer.dispatch(&mut place, inputs.request(case.quantise), order)?);
-        Ok(())
-    })?;
-    let combine = stream.capture(|| match received.take() {
-        Some(received) => buffer.combine(received, inputs.experts(case), order).map(drop),
-        None => Err(epoxide::Error::Unavailable {
-            what: "combine".into(),
-            reason: "no dispatch before it".into(),
-        }),
-    })?;
     let chain = stream.capture(|| {
         for _ in 0..plan.chain {
             let received = buffer.dispatch(&mut place, inputs.request(case.quantise), order)?;
@@ -227,6 +294,10 @@ fn times(
             events.push(end);
         }
     }
+    for pair in events[1..].chunks(2) {
+        pair[1].synchronize()?;
+        watch.step(group.rank());
+    }
     stream.synchronize()?;
     buffer.check()?;
     let spans =
@@ -242,18 +313,41 @@ fn times(
         launch(&chain)?;
         end.record(stream)?;
         stream.synchronize()?;
+        (0..plan.chain).for_each(|_| watch.step(group.rank()));
         if iteration >= plan.warmup.min(2) {
             pair.push(us(&start, &end)? / f64::from(plan.chain));
         }
     }
     buffer.check()?;
+
     let info = device.info();
+    group.barrier(PATIENCE)?;
+    let calls = u64::from(plan.warmup + plan.iters) * 2;
+    buffer.start_trace(calls * u64::from(info.sm_count))?;
+    for _ in 0..calls / 2 {
+        let received = buffer.dispatch(&mut place, inputs.request(case.quantise), order)?;
+        buffer.combine(received, inputs.experts(case), order)?;
+    }
+    let (launches, _) = buffer.take_trace(stream)?;
+    let (mut dispatch_within, mut combine_within) = (WithinRank::default(), WithinRank::default());
+    for launch in launches.iter().skip(2 * plan.warmup as usize) {
+        let start = launch.blocks.iter().map(|block| block.enter).min().unwrap_or(0);
+        let latest = |of: fn(&BlockTrace) -> u64| {
+            launch.blocks.iter().map(of).max().unwrap_or(0).saturating_sub(start) as f64 / 1e3
+        };
+        let within = if launch.operation == "dispatch" { &mut dispatch_within } else { &mut combine_within };
+        within[0].push(latest(|block| block.moved));
+        within[1].push(latest(|block| block.ready));
+        within[2].push(latest(|block| block.done));
+    }
     Ok(RankTimes {
         device: (info.name.clone(), info.is_virtual),
         sm_count: info.sm_count,
         dispatch: every_other(0),
         combine: every_other(1),
         pair,
+        dispatch_within,
+        combine_within,
     })
 }
 
@@ -262,6 +356,11 @@ pub fn points(plan: &LowLatencyPlan, ranks: &[Vec<RankTimes>]) -> Vec<LowLatency
     let point = |(index, &tokens): (usize, &u32)| {
         let slowest = |pick: &dyn Fn(&RankTimes) -> &Vec<f64>| {
             Slowest::new(&ranks.iter().map(|rank| pick(&rank[index]).as_slice()).collect::<Vec<_>>())
+        };
+        let within = |pick: &dyn Fn(&RankTimes) -> &WithinRank| Within {
+            sent: slowest(&|times| &pick(times)[0]),
+            entered: slowest(&|times| &pick(times)[1]),
+            done: slowest(&|times| &pick(times)[2]),
         };
         let first = &ranks[0][index];
         let routing = plan.routing(tokens);
@@ -282,16 +381,29 @@ pub fn points(plan: &LowLatencyPlan, ranks: &[Vec<RankTimes>]) -> Vec<LowLatency
             hidden: plan.hidden,
             experts: plan.experts,
             topk: plan.topk,
-            dtype: if plan.quantise == Quantise::Not { "bf16" } else { "fp8" }.into(),
+            dtype: travels_as(plan.quantise),
+            combine_dtype: travels_as(plan.quantise_back),
             num_sms: plan.num_sms.unwrap_or(first.sm_count),
+            chunk_tokens: plan.chunk_tokens,
+            packet_tokens: plan.packet_tokens,
             dispatch: slowest(&|times| &times.dispatch),
             combine: slowest(&|times| &times.combine),
             pair: slowest(&|times| &times.pair),
+            dispatch_within: within(&|times| &times.dispatch_within),
+            combine_within: within(&|times| &times.combine_within),
             chain: plan.chain,
             remote_rows: (0..plan.ranks).map(remote).sum::<f64>() / f64::from(plan.ranks),
+            routing_digest: {
+                let ids: Vec<Vec<i64>> = (0..plan.ranks).map(|rank| routing.flat_topk_idx(rank)).collect();
+                digest::of_routing(ids.iter().map(Vec::as_slice))
+            },
         }
     };
     plan.tokens.iter().enumerate().map(point).collect()
+}
+
+fn travels_as(quantise: Quantise) -> String {
+    if quantise == Quantise::Not { "bf16" } else { "fp8" }.into()
 }
 
 /// Points as JSON.

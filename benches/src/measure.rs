@@ -1,7 +1,7 @@
 //! One rank's part of a benchmark: check that the results are right, then time.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use epoxide::driver::{Device, Event, Stream};
 use epoxide::ep::{Buffer, BufferOptions, BufferShape, Counts, DType, Tensor};
@@ -11,11 +11,12 @@ use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::roundtrip::Case;
 
-use crate::Plan;
+use crate::baseline::Nccl;
 use crate::bench::Bench;
 pub use crate::measured::{RankResult, ReplayTimes, Samples, Times, TracedCall, WireCount};
 use crate::puts::Poster;
 use crate::results::PhaseName;
+use crate::{Baseline, Effort, Plan, Watch};
 
 /// Longest wait for a peer: the ranks of a virtual GPU share few processors.
 pub const TIMEOUT: Duration = Duration::from_secs(120);
@@ -24,8 +25,26 @@ const TRACED_PUTS: usize = 1 << 16;
 /// Calls of each phase that are traced, apart from the timed ones.
 const TRACED_CALLS: u32 = 3;
 
-/// Runs rank `group.rank()`.
-pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>) -> Result<RankResult> {
+/// All runs of rank `group.rank()`, one after the other. Collective.
+pub fn runs(
+    plan: &Plan,
+    device: &Arc<dyn Device>,
+    group: &Arc<dyn ProcessGroup>,
+    watch: &dyn Watch,
+) -> Result<Vec<RankResult>> {
+    (0..plan.repeat).map(|_| rank(plan, device.clone(), group, watch)).collect()
+}
+
+/// One run of rank `group.rank()`, with a buffer and rows of its own. Collective.
+pub fn rank(
+    plan: &Plan,
+    device: Arc<dyn Device>,
+    group: &Arc<dyn ProcessGroup>,
+    watch: &dyn Watch,
+) -> Result<RankResult> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let started = since.map_or(0.0, |since| since.as_secs_f64());
+    watch.doing(group.rank(), "making the buffer");
     let stream = Stream::new(&device, false)?;
     let shape = BufferShape {
         max_tokens_per_rank: plan.tokens,
@@ -34,6 +53,8 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
         max_scales: plan.num_scales() as u32,
     };
     let config = plan.config(plan.num_sms[0])?;
+    // First of all: what is missing is said before anything is made.
+    let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(&device, group)).transpose()?;
     let topology = plan.topology;
     group.barrier(group.timeout())?;
     let free_before = device.free_memory()?;
@@ -45,15 +66,25 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
         .ranks_per_node(topology.ranks_per_node)
         .transport(plan.transport_options(TIMEOUT));
     (options.num_nvl_bytes, options.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
+    options.ptx = plan.ptx.clone();
     let buffer = Buffer::new(device.clone(), &**group, options)?;
     let setup_ms = start.elapsed().as_secs_f64() * 1e3;
     let device_bytes = free_before.saturating_sub(device.free_memory()?);
 
     let mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
     let case = plan.case();
-    let mut bench = Bench::new(plan, &case, Rank::with(group.clone(), stream, buffer))?;
-    bench.verify(&case)?;
-    let transport_us = if mapped { Vec::new() } else { bench.transport_alone(&**group)? };
+    let mut bench = Bench::new(plan, &case, Rank::with(group.clone(), stream, buffer), watch)?;
+    let whole = plan.effort == Effort::Whole;
+    if whole {
+        bench.doing("every bit against the oracle");
+        bench.verify(&case)?;
+    }
+    let others = match &nccl {
+        Some(nccl) => bench.others(nccl, &case)?,
+        None => Vec::new(),
+    };
+    nccl.as_ref().map_or(Ok(()), Nccl::finalize)?;
+    let transport_us = if mapped || !whole { Vec::new() } else { bench.transport_alone(&**group)? };
     group.barrier(group.timeout())?;
     let mut times = Vec::new();
     for &num_sms in &plan.num_sms {
@@ -67,6 +98,7 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
     let (buffer, traced) = (&bench.rig.buffer, bench.traced);
     let info = device.info();
     Ok(RankResult {
+        started,
         device: info.name.clone(),
         is_virtual: info.is_virtual,
         driver_version: info.driver_version,
@@ -80,11 +112,17 @@ pub fn rank(plan: &Plan, device: Arc<dyn Device>, group: &Arc<dyn ProcessGroup>)
         mapped,
         transport_us,
         traced,
+        others,
         times,
     })
 }
 
 impl Bench<'_> {
+    /// Says what goes on now.
+    fn doing(&self, what: &str) {
+        self.watch.doing(self.rig.rank, what);
+    }
+
     /// What the transport alone takes for the rows of each phase: host code puts as many bytes to the same peers, in puts of as many
     /// rows, all ranks at once. Mean of iterations one after the other. Collective.
     fn transport_alone(&self, group: &dyn ProcessGroup) -> Result<Vec<(PhaseName, f64)>> {
@@ -92,6 +130,7 @@ impl Bench<'_> {
         if plan.topology.nodes == 1 || plan.no_ceiling {
             return Ok(Vec::new());
         }
+        self.doing("the transport alone");
         let options = plan.transport_options(TIMEOUT);
         let slot = PhaseName::DispatchUncached.slot_bytes(plan.combine_row_bytes(), plan.topk);
         let region = slot * u64::from(plan.tokens.max(plan.rdma_send));
@@ -126,6 +165,7 @@ impl Bench<'_> {
         name: PhaseName,
         call: impl FnMut(&mut Self) -> Result<()>,
     ) -> Result<Samples> {
+        self.doing(name.text());
         // An exact-size dispatch returns while its rows are on their way.
         self.rig.stream.synchronize()?;
         let before = self.wire_count();
@@ -150,11 +190,17 @@ impl Bench<'_> {
         let rows = Tensor::alloc(self.rig.buffer.device(), DType::Bf16, &shape)?;
         times.combine_staged =
             self.phase(&mut times, PhaseName::CombineStaged, |bench| bench.combine_staged(&rows))?;
+        if self.plan.effort == Effort::Phases {
+            return Ok(times);
+        }
+        self.doing("traces");
         self.trace(num_sms, PhaseName::DispatchCached, |bench| bench.dispatch_cached())?;
         self.trace(num_sms, PhaseName::DispatchUncached, uncached)?;
         self.trace(num_sms, PhaseName::CombineInPool, |bench| bench.combine().map(drop))?;
         self.trace(num_sms, PhaseName::CombineStaged, |bench| bench.combine_staged(&rows))?;
+        self.doing("exact-size dispatch");
         for iteration in 0..self.plan.warmup + self.plan.iters {
+            self.watch.step(self.rig.rank);
             self.barrier()?;
             self.rig.stream.synchronize()?;
             let start = Instant::now();
@@ -163,6 +209,7 @@ impl Bench<'_> {
                 times.dispatch_exact_host.push(start.elapsed().as_secs_f64() * 1e6);
             }
         }
+        self.doing("calls back to back");
         times.dispatch_stream = self.back_to_back(|bench| bench.dispatch_cached())?;
         if self.plan.topology.nodes > 1 {
             times.dispatch_exact_stream =
@@ -171,10 +218,17 @@ impl Bench<'_> {
         times.combine_stream = self.back_to_back(|bench| bench.combine().map(drop))?;
         let has_links = self.plan.topology.ranks_per_node > 1 || !self.rig.buffer.mapped_peers().is_empty();
         if !self.plan.no_ceiling && has_links && !self.rig.buffer.device().info().is_virtual {
+            self.doing("the links' ceiling");
             times.ceiling =
                 Some((self.ceiling(Direction::Push, num_sms)?, self.ceiling(Direction::Pull, num_sms)?));
         }
+        if self.plan.baseline.is_some() {
+            self.doing("pairs");
+            times.pair =
+                self.pairs(|bench| bench.dispatch_cached().and_then(|()| bench.combine().map(drop)))?;
+        }
         if let Some(chain) = self.plan.graph {
+            self.doing("replays of graphs");
             times.replays = self.replays(chain, case, &rows)?;
         }
         Ok(times)
@@ -218,10 +272,21 @@ impl Bench<'_> {
     pub(crate) fn isolated(
         &mut self,
         flushed: bool,
+        call: impl FnMut(&mut Self) -> Result<()>,
+    ) -> Result<Samples> {
+        self.isolated_behind(|_| Ok(()), flushed, call)
+    }
+
+    /// The same, with a call that is not timed in front of each iteration.
+    pub(crate) fn isolated_behind(
+        &mut self,
+        mut before: impl FnMut(&mut Self) -> Result<()>,
+        flushed: bool,
         mut call: impl FnMut(&mut Self) -> Result<()>,
     ) -> Result<Samples> {
         let mut pairs = Vec::new();
         for iteration in 0..self.plan.warmup + self.plan.iters {
+            before(self)?;
             if let (true, Some(flush)) = (flushed, &self.flush) {
                 // SAFETY: the memory lives as long as the bench, which synchronises below.
                 unsafe { self.rig.stream.fill(flush.ptr(), iteration as u8, flush.bytes())? };
@@ -234,6 +299,11 @@ impl Bench<'_> {
             pair.1.record(&self.rig.stream)?;
             pairs.push(pair);
         }
+        // The host has given the device all of it: it only looks on.
+        for pair in &pairs {
+            pair.1.synchronize()?;
+            self.watch.step(self.rig.rank);
+        }
         self.rig.stream.synchronize()?;
         self.rig.buffer.check()?;
         let timed = &pairs[self.plan.warmup as usize..];
@@ -241,11 +311,12 @@ impl Bench<'_> {
     }
 
     /// Mean microseconds of calls that follow each other directly: one pair of events around all of them.
-    fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
+    pub(crate) fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
         let (start, end) =
             (Event::new(self.rig.buffer.device(), true)?, Event::new(self.rig.buffer.device(), true)?);
         for _ in 0..self.plan.warmup {
             call(self)?;
+            self.watch.step(self.rig.rank);
         }
         self.barrier()?;
         start.record(&self.rig.stream)?;
@@ -254,6 +325,7 @@ impl Bench<'_> {
         }
         end.record(&self.rig.stream)?;
         self.rig.stream.synchronize()?;
+        (0..self.plan.iters).for_each(|_| self.watch.step(self.rig.rank));
         Ok(start.elapsed_ms(&end)? as f64 * 1e3 / self.plan.iters as f64)
     }
 

@@ -6,6 +6,7 @@ use epoxide::internal::TracedLaunch;
 use epoxide::transport::PutTrace;
 use serde::{Deserialize, Serialize};
 
+use crate::baseline::WaySamples;
 use crate::counts::RankCounts;
 use crate::results::PhaseName;
 
@@ -66,6 +67,8 @@ pub struct Times {
     pub wire: Vec<(PhaseName, WireCount)>,
     /// Replays of captured steps; nothing where none were asked for.
     pub replays: Vec<ReplayTimes>,
+    /// Cached dispatch and combine in the pool, pairs one after the other, the time of one; nothing without a baseline.
+    pub pair: Samples,
 }
 
 /// One rank's replays of one step.
@@ -102,6 +105,8 @@ pub struct WireCount {
 /// Everything that one rank measured.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RankResult {
+    /// When the run began, in seconds since 1970.
+    pub started: f64,
     /// The device's name.
     pub device: String,
     /// True for the virtual GPU.
@@ -129,6 +134,8 @@ pub struct RankResult {
     /// Traced calls; of ranks in other processes none.
     #[serde(skip)]
     pub traced: Vec<TracedCall>,
+    /// What the other ways took; nothing without a baseline.
+    pub others: Vec<WaySamples>,
     /// Times by number of multiprocessors.
     pub times: Vec<Times>,
 }

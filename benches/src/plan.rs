@@ -1,23 +1,35 @@
 //! What is measured.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use epoxide::ep::{Config, DType};
 use epoxide::internal::Topology;
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_TOPK};
 use epoxide_testing::oracle::Routing;
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
 use epoxide_testing::roundtrip::{Case, Scales};
+use epoxide_testing::sizes::Sizes;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-use crate::counts::{Sizes, random_topk};
+use crate::counts::{self, random_topk};
 use crate::results::{Key, PhaseName};
-use crate::{Error, Result, Shapes};
+use crate::{Baseline, Error, Result, Shapes};
 
+/// Steps that are captured and replayed.
+const REPLAYED_STEPS: u32 = 5;
 /// Fewest multiprocessors of a cached dispatch across nodes.
 const FEWEST_SMS_ACROSS: u32 = 4;
+
+/// How much of a measurement is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effort {
+    /// Results checked, everything timed.
+    Whole,
+    /// The calls of each phase alone: for further runs of what has been checked.
+    Phases,
+}
 
 /// Sizes and settings of a measurement.
 #[derive(Debug, Clone)]
@@ -58,12 +70,20 @@ pub struct Plan {
     pub warmup: u32,
     /// Timed iterations.
     pub iters: u32,
+    /// Runs, each with a buffer and rows of its own, whose times are kept apart.
+    pub repeat: u32,
+    /// How much of it is done.
+    pub effort: Effort,
+    /// A file with the kernels' PTX in place of the library's own.
+    pub ptx: Option<PathBuf>,
     /// Seed of routing and rows.
     pub seed: u64,
     /// Share of the entries that select no expert.
     pub masked: f64,
     /// Measures replays of captured graphs as well, in chains of so many too.
     pub graph: Option<u32>,
+    /// Measures this, and what else epoxide has, beside it.
+    pub baseline: Option<Baseline>,
     /// Leaves the links' own ceiling out.
     pub no_ceiling: bool,
     /// MiB written between iterations to empty the L2 cache; on the virtual GPU nothing is.
@@ -110,9 +130,9 @@ impl Plan {
     }
 
     /// What a count of the routing needs to know.
-    pub fn count_sizes(&self) -> Sizes {
+    pub fn count_sizes(&self) -> counts::Sizes {
         let (ranks, ranks_per_node) = (self.topology.ranks(), self.topology.ranks_per_node);
-        Sizes { ranks, ranks_per_node, experts: self.experts, topk: self.topk }
+        counts::Sizes { ranks, ranks_per_node, experts: self.experts, topk: self.topk }
     }
 
     /// The ids of rank `rank`.
@@ -138,47 +158,44 @@ impl Plan {
         }
     }
 
-    /// Sizes that cannot be run are a reason to skip, as in MSCCL++'s test.
+    /// The sizes.
+    pub(crate) fn sizes(&self) -> Sizes {
+        Sizes {
+            ranks: self.topology.ranks(),
+            low_latency: false,
+            tokens: self.tokens,
+            fewest_tokens: 1,
+            hidden: self.hidden,
+            dtype: self.dtype,
+            experts: self.experts,
+            topk: self.topk,
+        }
+    }
+
+    /// Whether all that it says can be run.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] that names what cannot.
     pub fn check(&self) -> Result<()> {
-        let (topology, experts, topk) = (self.topology, self.experts, self.topk);
+        let topology = self.topology;
         let ranks = topology.ranks();
-        if self.iters == 0 {
-            return Err(Error::Usage("bench: --iters must be at least 1".into()));
+        for (flag, value) in [("--iters", self.iters), ("--repeat", self.repeat)] {
+            if value == 0 {
+                return Err(Error::Usage(format!("{flag} 0: must be at least 1")));
+            }
         }
-        let skip = |why: String| Err(Error::DoesNotFit(format!("bench: {why}")));
-        if experts == 0 || !experts.is_multiple_of(ranks) {
-            return skip(format!("num_experts {experts} is not divisible by num_ranks {ranks}"));
-        }
-        if topk == 0 || topk > experts {
-            return skip(format!("num_topk {topk} is not 1 to num_experts {experts}"));
-        }
-        if topk > MAX_TOPK {
-            return skip(format!("num_topk {topk} does not fit: at most {MAX_TOPK}"));
-        }
-        if experts / ranks > MAX_LOCAL_EXPERTS {
-            let local = experts / ranks;
-            return skip(format!("{local} experts a rank do not fit: at most {MAX_LOCAL_EXPERTS}"));
-        }
-        let row_bytes = self.hidden * self.dtype.size();
-        if row_bytes == 0 || !row_bytes.is_multiple_of(16) || self.hidden > 1 << 24 {
-            return skip(format!(
-                "rows of {row_bytes} bytes do not fit: a positive multiple of 16 bytes, of at most 2^24 elements, is needed"
-            ));
-        }
-        if self.tokens == 0 {
-            return skip("no tokens to time".into());
-        }
+        self.sizes().check().map_err(Error::Usage)?;
         for &num_sms in &self.num_sms {
             let config = self.config(num_sms).map_err(|error| {
                 let flags = "--num-sms, --rdma-send, --rdma-recv, --nvl-send, --nvl-recv";
-                Error::Usage(format!("bench: {flags}: {error}"))
+                Error::Usage(format!("{flags}: {error}"))
             })?;
             if topology.nodes == 1 {
                 continue;
             }
             if num_sms < FEWEST_SMS_ACROSS {
                 return Err(Error::Usage(format!(
-                    "bench: --num-sms {num_sms}: a cached dispatch across nodes takes at least {FEWEST_SMS_ACROSS}"
+                    "--num-sms {num_sms}: a cached dispatch across nodes takes at least {FEWEST_SMS_ACROSS}"
                 )));
             }
             // The rule of MSCCL++'s test; it sizes its buffers by the hints.
@@ -190,11 +207,11 @@ impl Plan {
             let nvl = per_rank(self.nvl_bytes, Config::nvl_buffer_size_hint);
             let rdma = per_rank(self.rdma_bytes, Config::rdma_buffer_size_hint);
             if self.hidden * 2 > nvl.min(rdma) {
-                return skip(format!(
-                    "hidden {} x 2 bytes exceed the smaller of nvl_bytes / num_ranks = {nvl} and rdma_bytes / num_ranks = {rdma}; \
-                     raise --nvl-bytes or --rdma-bytes",
+                return Err(Error::Usage(format!(
+                    "--hidden {}: a row in combine, of 2 bytes an element, must not exceed the smaller of nvl_bytes / num_ranks = {nvl} \
+                     and rdma_bytes / num_ranks = {rdma}; raise --nvl-bytes or --rdma-bytes",
                     self.hidden
-                ));
+                )));
             }
         }
         Ok(())
@@ -218,6 +235,21 @@ impl Plan {
             queues: across.then_some(self.queues),
             rdma_send: across.then_some(self.rdma_send),
         }
+    }
+
+    /// Steps of a run, of which [`Watch`](crate::Watch) is told: calls, more or less.
+    pub fn steps(&self) -> u64 {
+        let calls = u64::from(self.warmup + self.iters);
+        let mut of_a_number = PhaseName::ALL.len() as u64 * calls;
+        if self.effort == Effort::Phases {
+            return of_a_number * self.num_sms.len() as u64;
+        }
+        // Exact dispatches one by one, and calls back to back.
+        of_a_number += if self.topology.nodes > 1 { 4 } else { 3 } * calls;
+        if let Some(chain) = self.graph {
+            of_a_number += u64::from(REPLAYED_STEPS) * calls * (1 + u64::from(chain));
+        }
+        of_a_number * self.num_sms.len() as u64 + self.baseline_steps()
     }
 
     /// The transport between nodes; `timeout` bounds a put.

@@ -1,12 +1,51 @@
 //! Turns the ranks' samples into points.
 
+use crate::baseline::CHAIN;
 use crate::counts::{self, RankCounts, TokenCounts};
 use crate::measure::{RankResult, ReplayTimes, Samples, Times, WireCount};
 use crate::results::{
-    Bandwidth, Distribution, MscclppBandwidth, OnWire, Phase, PhaseName, Point, Replays, SCHEMA_VERSION,
+    Bandwidth, Distribution, MscclppBandwidth, OnWire, Phase, PhaseName, Point, Replays, Run, SCHEMA_VERSION,
     Slowest, Spread, gbps, mean, today,
 };
-use crate::{Error, Plan, Result};
+use crate::ways::{Pairs, WayResult};
+use crate::{Effort, Error, Plan, Result, WaySamples, digest};
+
+/// The points of all runs of all ranks, `runs[rank][run]`, and what the ranks measured in the first.
+///
+/// # Errors
+/// As [`points`].
+pub fn of_runs(plan: &Plan, runs: Vec<Vec<RankResult>>) -> Result<(Vec<Point>, Vec<RankResult>)> {
+    let first = runs.iter().filter_map(|runs| runs.first().cloned()).collect();
+    Ok((join_runs(by_run(plan, runs)?), first))
+}
+
+/// The points of each run of all ranks, `runs[rank][run]`.
+///
+/// # Errors
+/// As [`points`].
+pub fn by_run(plan: &Plan, runs: Vec<Vec<RankResult>>) -> Result<Vec<Vec<Point>>> {
+    let mut ranks: Vec<_> = runs.into_iter().map(Vec::into_iter).collect();
+    let mut all = Vec::new();
+    loop {
+        let run: Vec<RankResult> = ranks.iter_mut().filter_map(Iterator::next).collect();
+        if run.is_empty() {
+            return Ok(all);
+        }
+        all.push(points(plan, &run)?);
+    }
+}
+
+/// One point of each, where `runs` have the same points in the same order.
+pub fn join_runs(runs: Vec<Vec<Point>>) -> Vec<Point> {
+    let mut runs = runs.into_iter();
+    let mut joined = runs.next().unwrap_or_default();
+    for run in runs {
+        for (point, more) in joined.iter_mut().zip(run) {
+            point.add_runs(more);
+        }
+    }
+    joined
+}
 
 /// Makes a point of every number of multiprocessors that `ranks`, in rank order, measured.
 ///
@@ -55,6 +94,10 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 counts_by_rank: by_rank.iter().map(|rank| rank.six).collect(),
                 remote_rows: shared.remote_rows,
                 phases: shared.phases(),
+                runs: vec![Run { started: first.started }],
+                routing_digest: Some(digest::of_routing(ranks.iter().map(|rank| rank.topk_idx.as_slice()))),
+                pair: shared.pair(),
+                baselines: shared.baselines(),
                 exact_dispatch_returns: shared.distribution(|times| &times.dispatch_exact_host),
                 graph: shared.replays(),
             }
@@ -116,9 +159,12 @@ impl Common<'_> {
         self.ranks.iter().map(|rank| &rank.times[self.index])
     }
 
+    fn samples(&self, samples: impl Fn(&Times) -> &Samples) -> Vec<&[f64]> {
+        self.times().map(|times| samples(times).as_slice()).collect()
+    }
+
     fn distribution(&self, samples: impl Fn(&Times) -> &Samples) -> Distribution {
-        let all: Vec<&[f64]> = self.times().map(|times| samples(times).as_slice()).collect();
-        Distribution::new(&all)
+        Distribution::new(&self.samples(samples))
     }
 
     fn spread(&self, value: impl Fn(&Times) -> f64) -> Spread {
@@ -126,7 +172,8 @@ impl Common<'_> {
     }
 
     fn phases(&self) -> Vec<Phase> {
-        let stream = |pick: fn(&Times) -> f64| Some(self.spread(pick));
+        let whole = self.plan.effort == Effort::Whole;
+        let stream = |pick: fn(&Times) -> f64| whole.then(|| self.spread(pick));
         let exact = if self.plan.topology.nodes > 1 { stream(|t| t.dispatch_exact_stream) } else { None };
         vec![
             self.phase(PhaseName::DispatchCached, |t| &t.dispatch_cached, stream(|t| t.dispatch_stream)),
@@ -158,26 +205,71 @@ impl Common<'_> {
     }
 
     fn phase(&self, name: PhaseName, samples: fn(&Times) -> &Samples, back_to_back: Option<Spread>) -> Phase {
-        let row_bytes = self.plan.row_bytes(name);
-        let call = self.distribution(samples);
+        let phase = self.whole_calls(name, &self.samples(samples), back_to_back);
+        let ceiling = self.ceiling(name);
+        let wire =
+            (self.plan.topology.nodes > 1).then(|| self.on_wire(name, phase.row_bytes, &phase.call, ceiling));
+        let put = wire.as_ref().map(|wire| (wire.rows * wire.slot_bytes as f64, wire.transport_us));
+        let bandwidth = phase.bandwidth.map(|bandwidth| Bandwidth {
+            wire: put.map(|(bytes, _)| gbps(bytes, phase.call.avg_us)),
+            wire_ceiling: put.and_then(|(bytes, us)| Some(gbps(bytes, us?))),
+            ..bandwidth
+        });
+        Phase { kernel_us: self.kernel_us(name), wire, bandwidth, ..phase }
+    }
+
+    /// The links' own speed with as many blocks, where that was measured.
+    fn ceiling(&self, name: PhaseName) -> Option<f64> {
         let ceilings: Option<Vec<f64>> = self
             .times()
             .map(|times| times.ceiling.map(|(push, pull)| if name.is_dispatch() { push } else { pull }))
             .collect();
-        let ceiling = ceilings.map(|ceilings| mean(&ceilings));
+        ceilings.map(|ceilings| mean(&ceilings))
+    }
+
+    /// What can be told of all ranks' times for a phase, whatever does its work.
+    fn whole_calls(&self, name: PhaseName, samples: &[&[f64]], back_to_back: Option<Spread>) -> Phase {
+        let row_bytes = self.plan.row_bytes(name);
+        let call = Distribution::new(samples);
         let rows = Rows { sent: self.counts, remote: self.remote_rows, tokens: f64::from(self.plan.tokens) };
-        let wire = (self.plan.topology.nodes > 1).then(|| self.on_wire(name, row_bytes, &call, ceiling));
-        let bandwidth = (!self.is_virtual).then(|| {
-            let ranks = self.ranks.len();
-            let bandwidth = bandwidth(name, &rows, row_bytes, ranks, &call, back_to_back, ceiling);
-            let put = wire.as_ref().map(|wire| (wire.rows * wire.slot_bytes as f64, wire.transport_us));
-            Bandwidth {
-                wire: put.map(|(bytes, _)| gbps(bytes, call.avg_us)),
-                wire_ceiling: put.and_then(|(bytes, us)| Some(gbps(bytes, us?))),
-                ..bandwidth
+        let ranks = self.ranks.len();
+        let bandwidth = (!self.is_virtual)
+            .then(|| bandwidth(name, &rows, row_bytes, ranks, &call, back_to_back, self.ceiling(name)));
+        let slowest = Some(Slowest::new(samples));
+        Phase { name, row_bytes, call, slowest, kernel_us: None, back_to_back, wire: None, bandwidth }
+    }
+
+    fn pair(&self) -> Option<Pairs> {
+        let period = || Slowest::new(&self.samples(|times| &times.pair));
+        self.plan.baseline.map(|_| Pairs { chain: CHAIN, period: period() })
+    }
+
+    /// All ranks measure the same ways in the same order.
+    fn baselines(&self) -> Vec<WayResult> {
+        let ways = self.ranks[0].others.iter().enumerate();
+        ways.map(|(at, first)| {
+            let of_ranks = || self.ranks.iter().map(|rank| &rank.others[at]);
+            let samples = |pick: fn(&WaySamples) -> &Samples| -> Vec<&[f64]> {
+                of_ranks().map(|way| pick(way).as_slice()).collect()
+            };
+            let stream = |pick: fn((f64, f64)) -> f64| {
+                let ranks: Option<Vec<f64>> = of_ranks().map(|way| way.stream.map(pick)).collect();
+                ranks.map(|ranks| Spread::new(&ranks))
+            };
+            let bytes = |pick: fn((u64, u64)) -> u64| {
+                mean(&of_ranks().map(|way| pick(way.link_bytes) as f64).collect::<Vec<f64>>())
+            };
+            let (dispatch, combine) = (samples(|way| &way.dispatch), samples(|way| &way.combine));
+            WayResult {
+                way: first.way,
+                dispatch: self.whole_calls(PhaseName::DispatchCached, &dispatch, stream(|of| of.0)),
+                combine: self.whole_calls(PhaseName::CombineInPool, &combine, stream(|of| of.1)),
+                pair: Pairs { chain: CHAIN, period: Slowest::new(&samples(|way| &way.pair)) },
+                dispatch_link_bytes: bytes(|of| of.0),
+                combine_link_bytes: bytes(|of| of.1),
             }
-        });
-        Phase { name, row_bytes, call, kernel_us: self.kernel_us(name), back_to_back, wire, bandwidth }
+        })
+        .collect()
     }
 
     fn on_wire(&self, name: PhaseName, row_bytes: u64, call: &Distribution, ceiling: Option<f64>) -> OnWire {

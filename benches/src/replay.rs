@@ -72,6 +72,8 @@ impl Bench<'_> {
         let alone = self.isolated(false, launch)?;
         let flushed = if self.flush.is_some() { Some(self.isolated(true, launch)?) } else { None };
         let mut chained = self.isolated(false, |_| (0..chain).try_for_each(|_| step.launch(&stream)))?;
+        let more = (chain - 1) * (self.plan.warmup + self.plan.iters);
+        (0..more).for_each(|_| self.watch.step(self.rig.rank));
         chained.iter_mut().for_each(|us| *us /= f64::from(chain));
         step.check(&self.rig.buffer, &stream)?;
         Ok(ReplayTimes { calls: names.to_vec(), chain, alone, flushed, chained })

@@ -6,6 +6,9 @@ use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 use serde::{Deserialize, Serialize};
 
 use crate::counts::TokenCounts;
+#[cfg(doc)]
+use crate::digest;
+use crate::ways::{Pairs, WayResult};
 use crate::{Error, Result, Shapes};
 
 /// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one is added.
@@ -62,6 +65,9 @@ pub struct Point {
     pub wire_bytes: u64,
     /// Device bytes of a rank's whole buffer.
     pub device_bytes: u64,
+    /// What tells routings apart ([`digest::of_routing`]): points of one digest measured the same. Missing in files of before.
+    #[serde(default)]
+    pub routing_digest: Option<String>,
     /// Token counts of a dispatch, means over ranks, as the devices' handles have them; combine's are swapped.
     pub counts: TokenCounts<f64>,
     /// The same by rank; empty in files converted from older ones.
@@ -75,6 +81,22 @@ pub struct Point {
     /// Replays of captured steps; empty where none were asked for.
     #[serde(default)]
     pub graph: Vec<Replays>,
+    /// Cached dispatch and combine in the pool, pair after pair; missing where no baseline was asked for.
+    #[serde(default)]
+    pub pair: Option<Pairs>,
+    /// What other ways took for the same, NCCL's and low latency; empty where no baseline was asked for.
+    #[serde(default)]
+    pub baselines: Vec<WayResult>,
+    /// The runs, whose samples follow each other, as many of each; empty in files of before, whose points are one run.
+    #[serde(default)]
+    pub runs: Vec<Run>,
+}
+
+/// One run: a buffer and rows of its own, warmed up and timed.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    /// When it began, in seconds since 1970.
+    pub started: f64,
 }
 
 /// What a point is of: points with equal keys can be compared.
@@ -131,6 +153,9 @@ pub struct Phase {
     pub row_bytes: u64,
     /// Whole calls, each by itself, L2 emptied before.
     pub call: Distribution,
+    /// The same calls, of each iteration the slowest rank; missing in files of before.
+    #[serde(default)]
+    pub slowest: Option<Slowest>,
     /// Mean time in the kernels, first block's start to last block's end, from their own clock; of traced calls apart.
     pub kernel_us: Option<f64>,
     /// Calls back to back, as MSCCL++'s test times them: one pair of events around all. Only of the two phases that it has.
@@ -264,12 +289,42 @@ impl Distribution {
             avg_us: spread.avg_us,
             min_rank_us: spread.min_us.unwrap_or_default(),
             max_rank_us: spread.max_us.unwrap_or_default(),
-            median_us: percentile(&samples, 0.5),
-            p90_us: Some(percentile(&samples, 0.9)),
-            p99_us: percentile(&samples, 0.99),
-            samples_us: samples,
+            ..Distribution::of(samples)
         }
     }
+
+    /// Of iterations alone.
+    fn of(samples_us: Vec<f64>) -> Distribution {
+        let avg_us = mean(&samples_us);
+        Distribution {
+            avg_us,
+            min_rank_us: avg_us,
+            max_rank_us: avg_us,
+            median_us: percentile(&samples_us, 0.5),
+            p90_us: Some(percentile(&samples_us, 0.9)),
+            p99_us: percentile(&samples_us, 0.99),
+            samples_us,
+        }
+    }
+
+    /// Of these iterations and those of another run; `of` is how many runs there are already.
+    fn with(&self, more: &Distribution, of: f64) -> Distribution {
+        Distribution {
+            min_rank_us: joined(self.min_rank_us, more.min_rank_us, of),
+            max_rank_us: joined(self.max_rank_us, more.max_rank_us, of),
+            ..Distribution::of([&self.samples_us[..], &more.samples_us].concat())
+        }
+    }
+}
+
+/// The mean over runs: of `of` runs, and of one more.
+fn joined(mean: f64, more: f64, of: f64) -> f64 {
+    (mean * of + more) / (of + 1.0)
+}
+
+/// The same of what either may lack.
+fn joined_if(mean: Option<f64>, more: Option<f64>, of: f64) -> Option<f64> {
+    Some(joined(mean?, more?, of))
 }
 
 /// Replays of one step: calls that were captured together as a CUDA graph.
@@ -308,6 +363,9 @@ impl Replays {
 pub struct Slowest {
     /// Median, nearest rank.
     pub p50_us: f64,
+    /// 90th percentile, nearest rank; missing in files of before.
+    #[serde(default)]
+    pub p90_us: Option<f64>,
     /// 99th percentile, nearest rank.
     pub p99_us: f64,
     /// Shortest iteration.
@@ -323,14 +381,23 @@ impl Slowest {
     pub fn new(ranks: &[&[f64]]) -> Slowest {
         let iterations = ranks.iter().map(|samples| samples.len()).min().unwrap_or(0);
         let slowest = |at| ranks.iter().map(|samples: &&[f64]| samples[at]).fold(0.0, f64::max);
-        let samples: Vec<f64> = (0..iterations).map(slowest).collect();
+        Slowest::of((0..iterations).map(slowest).collect())
+    }
+
+    fn of(samples: Vec<f64>) -> Slowest {
         Slowest {
             p50_us: percentile(&samples, 0.5),
+            p90_us: Some(percentile(&samples, 0.9)),
             p99_us: percentile(&samples, 0.99),
             min_us: percentile(&samples, 0.0),
             mean_us: mean(&samples),
             samples_us: samples,
         }
+    }
+
+    /// Of these iterations and those of another run.
+    pub(crate) fn with(&self, more: &Slowest) -> Slowest {
+        Slowest::of([&self.samples_us[..], &more.samples_us].concat())
     }
 }
 
@@ -373,9 +440,66 @@ impl Point {
         self.phases.iter().find(|phase| phase.name == name)
     }
 
+    /// Adds another run of the same measurement.
+    pub fn add_runs(&mut self, more: Point) {
+        let of = self.runs.len().max(1) as f64;
+        for (phase, more) in self.phases.iter_mut().zip(&more.phases) {
+            phase.add_run(more, of);
+        }
+        for (step, more) in self.graph.iter_mut().zip(&more.graph) {
+            step.alone = step.alone.with(&more.alone);
+            step.chained = step.chained.with(&more.chained);
+            step.flushed = step.flushed.as_ref().zip(more.flushed.as_ref()).map(|(a, b)| a.with(b));
+        }
+        self.pair = self.pair.as_ref().zip(more.pair.as_ref()).map(|(a, b)| a.with(b));
+        for (way, more) in self.baselines.iter_mut().zip(&more.baselines) {
+            way.add_run(more, of);
+        }
+        self.exact_dispatch_returns = self.exact_dispatch_returns.with(&more.exact_dispatch_returns, of);
+        self.setup_ms = self.setup_ms.max(more.setup_ms);
+        self.device_bytes = self.device_bytes.max(more.device_bytes);
+        self.runs.extend(more.runs);
+    }
+
     /// What every figure and drawing of it says where the times are not hardware's.
     pub fn caveat(&self) -> &'static str {
         if self.is_virtual { "VIRTUAL GPU: interpreter times, of no hardware" } else { "" }
+    }
+}
+
+impl Phase {
+    /// Adds another run; `of` is how many there are already. Bytes are the same in every run, so bandwidths follow the mean times.
+    pub(crate) fn add_run(&mut self, more: &Phase, of: f64) {
+        let before = (self.call.avg_us, self.back_to_back.map(|spread| spread.avg_us));
+        self.call = self.call.with(&more.call, of);
+        self.slowest = self.slowest.as_ref().zip(more.slowest.as_ref()).map(|(a, b)| a.with(b));
+        self.kernel_us = joined_if(self.kernel_us, more.kernel_us, of);
+        self.back_to_back = self.back_to_back.zip(more.back_to_back).map(|(a, b)| Spread {
+            avg_us: joined(a.avg_us, b.avg_us, of),
+            min_us: joined_if(a.min_us, b.min_us, of),
+            max_us: joined_if(a.max_us, b.max_us, of),
+        });
+        let call = before.0 / self.call.avg_us;
+        let back_to_back = before.1.zip(self.back_to_back).map(|(before, now)| before / now.avg_us);
+        if let Some((wire, more)) = self.wire.as_mut().zip(more.wire.as_ref()) {
+            wire.transport_us = joined_if(wire.transport_us, more.transport_us, of);
+            wire.nvlink_us = joined_if(wire.nvlink_us, more.nvlink_us, of);
+            wire.share = joined_if(wire.share, more.share, of);
+            wire.puts = joined(wire.puts, more.puts, of);
+        }
+        if let Some((bandwidth, more)) = self.bandwidth.as_mut().zip(more.bandwidth.as_ref()) {
+            bandwidth.links *= call;
+            bandwidth.deepep *= call;
+            bandwidth.wire = bandwidth.wire.map(|wire| wire * call);
+            bandwidth.nccl_ep = bandwidth.nccl_ep.map(|gbps| gbps * call);
+            bandwidth.link_ceiling = joined_if(bandwidth.link_ceiling, more.link_ceiling, of);
+            bandwidth.wire_ceiling = joined_if(bandwidth.wire_ceiling, more.wire_ceiling, of);
+            bandwidth.mscclpp = bandwidth.mscclpp.zip(back_to_back).map(|(test, by)| MscclppBandwidth {
+                per_rank: test.per_rank * by,
+                aggregate: test.aggregate * by,
+                six: test.six.map(|gbps| gbps * by),
+            });
+        }
     }
 }
 
@@ -390,10 +514,11 @@ impl Results {
     pub fn read(path: &Path) -> Result<Results> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| Error::Usage(format!("{}: {error}", path.display())))?;
-        Results::parse(&text).map_err(|why| Error::Usage(format!("{}: {why}", path.display())))
+        Results::of_text(&text).map_err(|why| Error::Usage(format!("{}: {why}", path.display())))
     }
 
-    fn parse(text: &str) -> std::result::Result<Results, String> {
+    /// The results that a text holds, or why it holds none.
+    pub fn of_text(text: &str) -> std::result::Result<Results, String> {
         #[derive(Deserialize)]
         struct Versioned {
             schema_version: u32,
@@ -428,9 +553,9 @@ impl Results {
     /// Where that does not hold.
     #[doc(hidden)]
     pub fn fuzz(bytes: &[u8]) {
-        match Results::parse(&String::from_utf8_lossy(bytes)) {
+        match Results::of_text(&String::from_utf8_lossy(bytes)) {
             Ok(results) => {
-                let again = results.json().map(|text| Results::parse(&text));
+                let again = results.json().map(|text| Results::of_text(&text));
                 assert!(matches!(&again, Ok(Ok(again)) if *again == results), "{results:?}, then {again:?}");
             }
             Err(reason) => assert!(!reason.is_empty()),
@@ -529,7 +654,7 @@ mod tests {
             ("{\"schema_version\": 1, \"points\": 3}", "not a results file"),
             ("nonsense", "not a results file"),
         ] {
-            let error = Results::parse(text).unwrap_err();
+            let error = Results::of_text(text).unwrap_err();
             assert!(error.contains(part), "{text}: {error}");
         }
     }

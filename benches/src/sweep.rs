@@ -10,7 +10,7 @@ use epoxide::driver::Device;
 use epoxide::internal::Topology;
 
 use crate::results::{PhaseName, Point, Results};
-use crate::{Error, Plan, Result};
+use crate::{Error, Plan, Result, Watch};
 
 /// The axes of a sweep; an empty one stays at the plan's value.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -92,6 +92,8 @@ pub struct Run<'a> {
     pub open: &'a (dyn Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync),
     /// Is told before each run what it is of, how many points are done, and how many there are.
     pub progress: &'a dyn Fn(&Plan, usize, usize),
+    /// Is told how far a run is.
+    pub watch: &'a dyn Watch,
 }
 
 /// What a sweep found.
@@ -99,8 +101,8 @@ pub struct Run<'a> {
 pub struct Swept {
     /// The points of this sweep, old and new.
     pub points: Vec<Point>,
-    /// Why some of its sizes could not be measured.
-    pub skipped: Vec<String>,
+    /// What could not be measured, and why.
+    pub left_out: Vec<(Plan, Error)>,
 }
 
 /// Measures what `out` does not hold yet.
@@ -121,23 +123,23 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swep
     let groups = groups(plan, sweep, how.topology)?;
     let total = groups.iter().map(|group| group.num_sms.len()).sum::<usize>();
     let mut done = 0;
-    let mut swept = Swept { points: Vec::new(), skipped: Vec::new() };
+    let mut swept = Swept { points: Vec::new(), left_out: Vec::new() };
     for group in groups {
         (how.progress)(&group, done, total);
         let mut missing = group.clone();
         missing.num_sms.retain(|&sms| find(&known, &group, sms).is_none());
         if !missing.num_sms.is_empty() {
-            match crate::measure(&missing, how.open) {
+            match crate::measure(&missing, how.open, how.watch) {
                 Ok((points, _)) => {
                     append(out, &points)?;
                     known.extend(points);
                 }
-                // One size that does not fit does not end the others.
+                // A combination that cannot be, or has no room here, does not end the others.
                 Err(
-                    reason @ (Error::DoesNotFit(_) | Error::Operation(epoxide::Error::Unavailable { .. })),
-                ) => {
-                    swept.skipped.push(reason.to_string());
-                }
+                    reason @ (Error::Usage(_)
+                    | Error::DoesNotFit(_)
+                    | Error::Operation(epoxide::Error::Unavailable { .. })),
+                ) => swept.left_out.push((group.clone(), reason)),
                 Err(error) => return Err(error),
             }
         }
@@ -172,7 +174,7 @@ fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topolog
         }
     }
     for (group, sms) in groups.iter().flat_map(|group| group.num_sms.iter().map(move |sms| (group, *sms))) {
-        group.config(sms).map_err(|error| Error::Usage(format!("bench: --sweep: {error}")))?;
+        group.config(sms).map_err(|error| Error::Usage(format!("--sweep: {error}")))?;
     }
     Ok(groups)
 }
@@ -184,6 +186,8 @@ fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
         point.key == key
             && point.is_virtual == plan.is_virtual
             && (point.warmup, point.iters, point.shapes) == (plan.warmup, plan.iters, plan.shapes)
+            && point.runs.len().max(1) == plan.repeat as usize
+            && (plan.baseline.is_none() || !point.baselines.is_empty())
             && plan.graph.is_none_or(|chain| point.graph.first().is_some_and(|step| step.chain == chain))
     })
 }
@@ -249,8 +253,12 @@ mod tests {
     use crate::tests::{open, plan, topology};
 
     fn sweep_of(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
-        let how = Run { topology: &topology, open: &open, progress: &|_, _, _| {} };
-        run(plan, sweep, out, &how).map(|swept| swept.points)
+        swept(plan, sweep, out).map(|swept| swept.points)
+    }
+
+    fn swept(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Swept> {
+        let how = Run { topology: &topology, open: &open, progress: &|_, _, _| {}, watch: &() };
+        run(plan, sweep, out, &how)
     }
 
     #[test]
@@ -296,8 +304,13 @@ mod tests {
         let other = plan("--tokens 4 --iters 3");
         assert!(find(&again, &other, 2).is_none() && find(&again, &asked, 2).is_some());
         assert!(find(&again, &plan("--tokens 4 --combine-warps 2"), 2).is_none());
+        assert!(find(&again, &plan("--tokens 4 --repeat 2"), 2).is_none());
         let sweep: Sweep = "sms=2,ranks=2,3".parse().unwrap();
-        assert_eq!(sweep_of(&asked, &sweep, &out).unwrap().len(), 1);
+        let Swept { points, left_out } = swept(&asked, &sweep, &out).unwrap();
+        assert_eq!((points.len(), left_out.len()), (1, 1));
+        let (plan, reason) = &left_out[0];
+        assert_eq!((plan.topology.ranks(), plan.tokens), (3, 4));
+        assert!(reason.to_string().starts_with("--experts 8: must be a positive multiple of the 3 ranks"));
     }
 
     #[test]

@@ -31,9 +31,13 @@ pub fn plan(line: &str) -> Plan {
         rdma_bytes: None,
         warmup: 1,
         iters: 2,
+        repeat: 1,
+        effort: Effort::Whole,
+        ptx: None,
         seed: 7,
         masked: 0.0,
         graph: None,
+        baseline: None,
         no_ceiling: false,
         flush_mib: 256,
         shapes: Shapes::default(),
@@ -61,6 +65,7 @@ pub fn plan(line: &str) -> Plan {
             "--num-sms" => plan.num_sms = pair[1].split(',').map(|sms| sms.parse().unwrap()).collect(),
             "--rdma-send" => plan.rdma_send = number(),
             "--iters" => plan.iters = number(),
+            "--repeat" => plan.repeat = number(),
             "--seed" => plan.seed = u64::from(number()),
             "--masked" => plan.masked = pair[1].parse().unwrap(),
             "--graph" => plan.graph = Some(number()),
@@ -83,7 +88,7 @@ pub fn topology(nodes: u32, ranks_per_node: u32) -> Result<Topology> {
 
 /// A run on the virtual GPU.
 pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
-    measure(&plan(line), open).unwrap()
+    measure(&plan(line), open, &()).unwrap()
 }
 
 /// The committed points of H200s.
@@ -110,7 +115,7 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
     .enumerate()
     {
         let plan = plan(&format!("{line} --seed {seed}"));
-        let (points, ranks) = measure(&plan, open).unwrap();
+        let (points, ranks) = measure(&plan, open, &()).unwrap();
         let ids: Vec<Vec<i64>> = (0..plan.topology.ranks()).map(|rank| plan.routing(rank)).collect();
         let serial = counts::serial(&ids, plan.count_sizes());
         let (point, sixes) = (&points[0], serial.iter().map(|rank| rank.six).collect::<Vec<_>>());
@@ -147,7 +152,7 @@ fn replays_of_every_step_are_right_and_timed() {
         "--nodes 2 --ranks-per-node 2 --num-sms 4 --transport shm",
     ] {
         let plan = plan(&format!("{line} --graph 3"));
-        let (points, ranks) = measure(&plan, open).unwrap();
+        let (points, ranks) = measure(&plan, open, &()).unwrap();
         for (index, point) in points.iter().enumerate() {
             let steps: Vec<String> = point.graph.iter().map(|step| step.text()).collect();
             assert_eq!(
@@ -184,7 +189,7 @@ fn replays_of_every_step_are_right_and_timed() {
 #[test]
 fn a_device_that_counts_wrongly_ends_the_benchmark() {
     let plan = plan("--tokens 8");
-    let (_, mut ranks) = measure(&plan, open).unwrap();
+    let (_, mut ranks) = measure(&plan, open, &()).unwrap();
     assert!(points::points(&plan, &ranks).is_ok());
     ranks[1].counts.six.recv_nvl += 1;
     let stop = points::points(&plan, &ranks).unwrap_err();
@@ -210,7 +215,7 @@ fn a_hypothetical_split_into_nodes_counts_serially() {
 #[test]
 fn bytes_on_the_wire_that_the_layout_does_not_predict_end_the_benchmark() {
     let plan = plan("--nodes 2 --ranks-per-node 1 --num-sms 4 --transport shm");
-    let (points, mut ranks) = measure(&plan, open).unwrap();
+    let (points, mut ranks) = measure(&plan, open, &()).unwrap();
     assert_eq!((points[0].mode.as_str(), points[0].key.transport.as_deref()), ("internode", Some("shm")));
     ranks[0].times[0].wire[2].1.bytes += 16;
     let message = points::points(&plan, &ranks).unwrap_err().to_string();

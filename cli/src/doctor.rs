@@ -70,6 +70,7 @@ pub fn run(args: Args) -> Result<()> {
     let mut findings = vec![virtual_gpu(), cores(), locked_memory(), open_files()];
     findings.extend(cuda());
     findings.extend(rdma());
+    findings.extend(nccl());
     let report = Report { version: env!("CARGO_PKG_VERSION"), findings };
     if args.json {
         output::json(&report)?;
@@ -181,7 +182,7 @@ fn open_files() -> Finding {
 }
 
 /// What a part of the library found out about itself.
-#[cfg(any(feature = "cuda", feature = "rdma"))]
+#[cfg(any(feature = "cuda", feature = "rdma", feature = "nccl"))]
 fn from_outcome((name, outcome): (String, std::result::Result<String, String>)) -> Finding {
     match outcome {
         Ok(detail) => Finding::new(name, State::Ok, detail),
@@ -215,6 +216,16 @@ fn cuda() -> Vec<Finding> {
 #[cfg(not(feature = "cuda"))]
 fn cuda() -> Vec<Finding> {
     vec![Finding::new("CUDA", State::Missing, crate::ranks::NO_CUDA)]
+}
+
+#[cfg(feature = "nccl")]
+fn nccl() -> Vec<Finding> {
+    epoxide::nccl::doctor().into_iter().map(from_outcome).collect()
+}
+
+#[cfg(not(feature = "nccl"))]
+fn nccl() -> Vec<Finding> {
+    vec![Finding::new("NCCL", State::Missing, "not built in; rebuild with `--features nccl`")]
 }
 
 #[cfg(test)]

@@ -14,8 +14,9 @@ use epoxide::ep::{
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
-use epoxide_gpu::layout::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS};
+use epoxide_gpu::layout::{MAX_CHANNELS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::selections::Selections;
+use epoxide_testing::sizes::check_experts;
 use serde::Serialize;
 
 use crate::options::VirtualFlags;
@@ -161,11 +162,7 @@ struct AcrossNodes {
 
 fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
     let (ranks, experts) = (args.num_ranks(), args.experts);
-    if experts == 0 || !experts.is_multiple_of(ranks) || experts / ranks > MAX_LOCAL_EXPERTS {
-        return Err(Stop::usage(format!(
-            "--experts {experts}: must be a positive multiple of the {ranks} ranks, at most {MAX_LOCAL_EXPERTS} for each"
-        )));
-    }
+    check_experts(experts, ranks).map_err(Stop::usage)?;
     let selections = parse(args, name, text)?;
     let most = selections.ranks.iter().map(Vec::len).max().unwrap_or(0);
     let max_tokens_per_rank = u32::try_from(most)

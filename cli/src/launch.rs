@@ -68,9 +68,18 @@ pub struct Args {
     )]
     node_timeout: u64,
 
+    /// A command that stands without `--` in front: refused, with what to write.
+    #[arg(hide = true, trailing_var_arg = true, value_name = "CMD", value_parser = stray)]
+    stray: Vec<OsString>,
+
     /// The command of every rank.
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
+}
+
+/// What to write in place of a command that follows the options at once.
+fn stray(text: &str) -> Result<OsString, String> {
+    Err(format!("the command of the ranks stands behind `--`: epoxide launch .. -- {text} .."))
 }
 
 /// Host and port; an IPv6 address stands in brackets.
@@ -167,6 +176,14 @@ mod tests {
         ] {
             assert!(parse::<Args>(["launch"].iter().chain(line)).is_err(), "{line:?}");
         }
+        for line in [&["sh", "-c", "true"][..], &["./program"], &["sh", "-c", "true", "--", "x"]] {
+            let line = [&["--nproc-per-node", "2"], line].concat();
+            let error = parse::<Args>(["launch"].iter().chain(&line)).unwrap_err().to_string();
+            assert!(error.contains(&format!("behind `--`: epoxide launch .. -- {} ..", line[2])), "{error}");
+        }
+        let error =
+            parse::<Args>(["launch", "--nproc-per-node", "2", "--nnodez", "1", "--", "true"]).unwrap_err();
+        assert!(error.to_string().contains("unexpected argument '--nnodez'"), "{error}");
         assert_eq!(launch(&["--nproc-per-node", "1", "--", "/no/such/program"]).unwrap_err().code, 1);
         for (line, named) in [
             (&["--nnodes", "2"][..], "rendezvous endpoint"),

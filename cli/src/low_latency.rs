@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::driver::Stream;
-use epoxide::low_latency::{Buffer, Quantise};
+use epoxide::low_latency::{Buffer, Options, Quantise};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::neighbour::Neighbour;
 use epoxide_testing::oracle::{Routing, Style};
@@ -14,6 +14,8 @@ use rand::Rng;
 use crate::options::{RowType, Setup};
 use crate::output::Voice;
 use crate::ranks::{Rank, Run};
+use crate::roundtrip::Clock;
+use crate::roundtrip::report::{ConfigReport, LowLatencyRankReport, Publish, Ranks};
 use crate::stop::{Result, Stop};
 
 /// What there is to do, beside the first round trips.
@@ -30,8 +32,8 @@ pub struct Work {
 }
 
 /// Dispatches and combines on every rank, every bit against the oracle.
-pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice) -> Result<()> {
-    let setup = &run.setup;
+pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Publish<'_>) -> Result<()> {
+    let (setup, mut clock) = (&run.setup, Clock(Instant::now()));
     let pause = Duration::from_micros(if rank.device.info().is_virtual { 5_000 } else { 100 });
     let neighbour = work.neighbour.then(|| Neighbour::start(&rank.device, pause));
     let first = rank.agree(case(setup, 0, false))?;
@@ -49,22 +51,37 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice) -> Result<()
         setup.seed,
         low_latency.buffer.pool_bytes(),
     ));
+    let config = ConfigReport::new(rank, run, low_latency.buffer.rows(), low_latency.buffer.pool_bytes());
+    let seconds = clock.lap();
+    publish(&|report| {
+        report.config = Some(config.clone());
+        report.times.setup_seconds = seconds;
+    });
 
     voice.doing("every bit against the oracle");
-    for by_expert in [true, false] {
-        let case = LowLatencyCase { by_expert, rounds: 2, ..first.clone() };
-        rank.gather(case.verify(&mut low_latency).map_err(Stop::from))?;
+    let reports = rank.gather(first_data(rank, &first, &mut low_latency))?;
+    let seconds = clock.lap();
+    publish(&|report| {
+        report.ranks = Ranks::LowLatency(reports.clone());
+        report.times.bit_for_bit_seconds = seconds;
+    });
+    for report in &reports {
+        if let Some(failure) = &report.failure {
+            return Err(Stop { agreed: true, ..Stop::failed(failure).on_rank(report.rank) });
+        }
     }
-    voice.line("[verify] OK (rows by expert and summed already: contents, tables, counts, exact sums)");
+    voice.line("[verify] OK (rows by expert and summed already: contents, tables, counts, expert-major copies, exact sums)");
 
     if work.iterations > 0 {
         voice.doing("round trips");
         voice.count(work.iterations);
-        let start = Instant::now();
         rank.gather(iterate(setup, &mut low_latency, work, voice))?;
-        let (kind, seconds) =
-            (if work.random { "random round trips" } else { "round trips" }, start.elapsed().as_secs_f64());
+        let (kind, seconds) = (if work.random { "random round trips" } else { "round trips" }, clock.lap());
         voice.line(format!("[iterations] OK ({} {kind}, 0 mismatches, {seconds:.1} s)", work.iterations));
+        publish(&|report| {
+            report.iterations = work.iterations;
+            report.times.iterations_seconds = seconds;
+        });
     }
     if work.graph_replays > 0 {
         voice.doing("replays of a graph");
@@ -74,7 +91,12 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice) -> Result<()
         rank.gather(differing.and_then(|differing| {
             differing.into_iter().next().map_or(Ok(()), |what| Err(Stop::failed(what)))
         }))?;
+        let seconds = clock.lap();
         voice.line(format!("[graph] OK ({replays} replays of 3 pairs, exact sums)"));
+        publish(&|report| {
+            report.graph_replays = replays.into();
+            report.times.graph_seconds = seconds;
+        });
     }
     if let Some(neighbour) = neighbour {
         let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
@@ -93,6 +115,27 @@ fn join(rank: &Rank, setup: &Setup, case: &LowLatencyCase) -> epoxide::Result<Lo
     Ok(LowLatencyRank { buffer, group: rank.group.clone(), stream })
 }
 
+/// Round trips of the first data, and what this rank found.
+fn first_data(
+    rank: &Rank,
+    first: &LowLatencyCase,
+    low_latency: &mut LowLatencyRank,
+) -> Result<LowLatencyRankReport> {
+    let (me, routing) = (rank.rank, &first.routing);
+    let mut report =
+        LowLatencyRankReport { rank: me, num_tokens: routing.num_tokens(me), ..Default::default() };
+    for by_expert in [true, false] {
+        let case = LowLatencyCase { by_expert, rounds: 2, ..first.clone() };
+        let differing = case.step_by_step(low_latency)?;
+        report.failure = report.failure.or(differing.into_iter().next());
+    }
+    // As many as have been compared.
+    let from =
+        |source| (0..routing.num_tokens(source)).filter(|&token| routing.hits(source, token, me)).count();
+    report.num_recv_tokens = (0..routing.num_ranks()).map(from).sum::<usize>() as u32;
+    Ok(report)
+}
+
 /// A round trip of a setup; `random`: of any number of tokens on each rank up to the setup's. A different `number` is a different case.
 fn case(setup: &Setup, number: u64, random: bool) -> Result<LowLatencyCase> {
     let mut rng = rng_of(&[setup.seed, number]);
@@ -109,11 +152,19 @@ fn case(setup: &Setup, number: u64, random: bool) -> Result<LowLatencyCase> {
         (RowType::Fp8, _) => Quantise::Fp8PowerOfTwo,
         _ => Quantise::Not,
     };
+    // Blocks of 128 elements have a scale.
+    let quantise_back = match number % 4 {
+        1 if hidden.is_multiple_of(128) => Quantise::Fp8,
+        3 if hidden.is_multiple_of(128) => Quantise::Fp8PowerOfTwo,
+        _ => Quantise::Not,
+    };
     Ok(LowLatencyCase {
         max_tokens: setup.tokens.max(1),
         quantise,
+        quantise_back,
         by_expert: number % 3 != 2,
-        chunk_tokens: 32,
+        chunk_tokens: Options::DEFAULT_CHUNK_TOKENS,
+        packet_tokens: Options::DEFAULT_PACKET_TOKENS,
         seed: rng.random(),
         ..LowLatencyCase::new(routing, hidden)
     })

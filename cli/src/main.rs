@@ -8,6 +8,9 @@ mod doctor;
 mod inspect;
 mod launch;
 mod low_latency;
+mod manual;
+#[cfg(feature = "nccl")]
+mod nccl_check;
 mod options;
 mod output;
 mod ranks;
@@ -41,8 +44,15 @@ enum Command {
     Launch(launch::Args),
     /// Print layouts and handles as JSON.
     Inspect(inspect::Args),
+    /// Check the NCCL communicator on the GPUs of this machine: operations, abort, a peer that is killed.
+    #[cfg(feature = "nccl")]
+    NcclCheck(nccl_check::Args),
     /// Say what this machine has and lacks, and the remedy.
     Doctor(doctor::Args),
+    /// Print what a shell needs to complete this command's words.
+    Completions(manual::CompletionArgs),
+    /// Print the manual page of this command.
+    Man(manual::ManArgs),
 }
 
 fn main() -> ExitCode {
@@ -51,7 +61,11 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Launch(args) => launch::run(args),
         Command::Inspect(args) => inspect::run(args),
+        #[cfg(feature = "nccl")]
+        Command::NcclCheck(args) => nccl_check::run(&args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Completions(args) => manual::completions(&args),
+        Command::Man(args) => manual::man(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -8,8 +8,9 @@ use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
 use epoxide::internal::Schedule;
 pub use epoxide::internal::Topology;
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
-use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_TOPK};
+use epoxide_gpu::layout::{MAX_NODES, MAX_RANKS};
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
+use epoxide_testing::sizes::Sizes;
 use serde::Serialize;
 
 use crate::stop::{Result, Stop};
@@ -388,33 +389,20 @@ impl RoundTripFlags {
 
     /// What the flags come to for these ranks.
     pub fn resolve(&self, topology: Topology, defaults: Defaults) -> Result<Setup> {
-        let wrong =
-            |flag: &str, value: u64, rule: String| Err(Stop::usage(format!("{flag} {value}: {rule}")));
         let (ranks, nodes) = (topology.ranks(), topology.nodes);
-        let hidden = self.hidden.unwrap_or(defaults.hidden);
-        let unit = 16 / self.dtype.dtype().size();
-        if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > 1 << 24 {
-            let rule = format!(
-                "must be a positive multiple of {unit} (rows are multiples of 16 bytes), at most {}",
-                1 << 24
-            );
-            return wrong("--hidden", hidden, rule);
-        }
         let experts = self.experts.unwrap_or(4 * ranks);
-        if experts == 0 || !experts.is_multiple_of(ranks) || experts / ranks > MAX_LOCAL_EXPERTS {
-            let rule = format!(
-                "must be a positive multiple of the {ranks} ranks, at most {MAX_LOCAL_EXPERTS} for each of them"
-            );
-            return wrong("--experts", u64::from(experts), rule);
-        }
-        let topk = self.topk.unwrap_or(4.min(ranks));
-        if topk == 0 || topk > MAX_TOPK || topk > experts {
-            let rule = format!(
-                "must be 1 to {} (at most {MAX_TOPK}, and at most the number of experts)",
-                MAX_TOPK.min(experts)
-            );
-            return wrong("--topk", u64::from(topk), rule);
-        }
+        let sizes = Sizes {
+            ranks,
+            low_latency: self.place.mode == Some(Mode::LowLatency),
+            tokens: self.tokens.unwrap_or(defaults.tokens),
+            fewest_tokens: 0,
+            hidden: self.hidden.unwrap_or(defaults.hidden),
+            dtype: self.dtype.dtype(),
+            experts,
+            topk: self.topk.unwrap_or(4.min(ranks)),
+        };
+        sizes.check().map_err(Stop::usage)?;
+        let Sizes { tokens, hidden, topk, .. } = sizes;
         // Across nodes, the settings of the test that `roundtrip` is taken from.
         let config = match nodes {
             1 => Config::with_sms(self.num_sms.unwrap_or(20)),
@@ -430,7 +418,7 @@ impl RoundTripFlags {
             },
             nodes,
             ranks,
-            tokens: self.tokens.unwrap_or(defaults.tokens),
+            tokens,
             hidden,
             experts,
             topk,

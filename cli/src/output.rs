@@ -3,8 +3,11 @@
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
+use epoxide_bench::Watch;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -16,10 +19,43 @@ pub fn complain(message: &str) {
     let _ = writeln!(std::io::stderr(), "epoxide: {message}");
 }
 
-/// Prints one JSON object.
+/// Prints one JSON object, a row on a line.
 pub fn json(value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value).map_err(|error| Stop::failed(format!("JSON: {error}")))?;
-    text_line(&text)
+    text_line(&rows_on_lines(&text))
+}
+
+/// Pretty JSON with each innermost array on one line.
+fn rows_on_lines(pretty: &str) -> String {
+    let (mut out, mut rest, mut in_string) = (String::with_capacity(pretty.len()), pretty, false);
+    while let Some(at) = rest.find(['[', '"', '\\']) {
+        let (before, from) = rest.split_at(at);
+        out += before;
+        // A character behind a backslash, a quote or a bracket in a string ends and begins nothing.
+        let taken = match from.as_bytes()[0] {
+            b'\\' => from.chars().take(2).map(char::len_utf8).sum(),
+            b'[' if !in_string => {
+                let inner = &from[1..];
+                match inner.find(['[', ']', '{', '"']) {
+                    Some(end) if inner.as_bytes()[end] == b']' => {
+                        let row: Vec<&str> = inner[..end].split_whitespace().collect();
+                        out += &format!("[{}]", row.join(" "));
+                        rest = &inner[end + 1..];
+                        continue;
+                    }
+                    _ => 1,
+                }
+            }
+            b'[' => 1,
+            _ => {
+                in_string = !in_string;
+                1
+            }
+        };
+        out += &from[..taken];
+        rest = &from[taken..];
+    }
+    out + rest
 }
 
 /// Prints text and a line end.
@@ -40,6 +76,150 @@ pub fn write_text(path: &Path, text: &str) -> Result<()> {
     }
     std::fs::write(path, format!("{text}\n"))
         .map_err(|error| Stop::failed(format!("{}: {error}", path.display())))
+}
+
+/// A time for people.
+pub fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s < 90.0 => format!("{} s", s.ceil().max(1.0)),
+        s if s < 5400.0 => format!("{:.0} min", s / 60.0),
+        s => format!("{:.1} h", s / 3600.0),
+    }
+}
+
+/// Bytes of memory that this machine can still give, where it says so.
+pub fn memory_left() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<f64>().ok()? * 1024.0)
+}
+
+/// How far something is, on standard error: on a terminal a bar, elsewhere a line every now and then, once it has taken two seconds.
+pub struct Progress {
+    shared: Arc<Shared>,
+    bar: Option<ProgressBar>,
+    writer: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+struct State {
+    what: String,
+    done: u64,
+    total: u64,
+    has_ended: bool,
+}
+
+impl Progress {
+    /// Nothing for the first seconds, then a line as often as this, where standard error is no terminal.
+    const QUIET: Duration = Duration::from_secs(2);
+    const PAUSE: Duration = Duration::from_secs(10);
+
+    /// Of so many steps, 0 where nobody knows; nothing is written unless `speaks`.
+    pub fn new(name: &'static str, total: u64, speaks: bool) -> Progress {
+        let state = State { what: String::new(), done: 0, total, has_ended: false };
+        let shared = Arc::new(Shared { state: Mutex::new(state), ended: Condvar::new() });
+        let on_terminal = std::io::stderr().is_terminal();
+        let bar = (speaks && on_terminal).then(|| {
+            let bar = ProgressBar::new(total);
+            let form = "{prefix}: {percent:>3} % {bar:20} {elapsed}, {eta} left: {msg}";
+            bar.set_prefix(name);
+            if let Ok(style) = ProgressStyle::with_template(form) {
+                bar.set_style(style);
+            }
+            bar.enable_steady_tick(Duration::from_millis(200));
+            bar
+        });
+        let writer = (speaks && !on_terminal).then(|| {
+            let shared = shared.clone();
+            std::thread::spawn(move || shared.write_lines(name))
+        });
+        Progress { shared, bar, writer }
+    }
+
+    /// So much of so much is done, and this goes on now.
+    pub fn reached(&self, what: String, done: u64, total: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+            bar.set_message(what.clone());
+        }
+        let mut state = self.shared.lock();
+        (state.what, state.done, state.total) = (what, done, total);
+    }
+
+    /// Prints a line of the result between those of the bar.
+    pub fn line(&self, text: &str) -> Result<()> {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| text_line(text)),
+            None => text_line(text),
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write_lines(&self, name: &str) {
+        let (start, mut pause) = (Instant::now(), Progress::QUIET);
+        let mut state = self.lock();
+        loop {
+            let (guard, timeout) = match self.ended.wait_timeout_while(state, pause, |state| !state.has_ended)
+            {
+                Ok(woken) => woken,
+                Err(poisoned) => poisoned.into_inner(),
+            };
+            state = guard;
+            if !timeout.timed_out() {
+                return;
+            }
+            pause = Progress::PAUSE;
+            let share = match state.total {
+                0 => String::new(),
+                total => format!("{} %, ", (100 * state.done / total).min(100)),
+            };
+            complain(&format!("{name}: {share}{}: {}", duration(start.elapsed().as_secs_f64()), state.what));
+        }
+    }
+}
+
+impl Watch for Progress {
+    fn doing(&self, rank: u32, what: &str) {
+        if rank == 0 {
+            if let Some(bar) = &self.bar {
+                bar.set_message(what.to_owned());
+            }
+            self.shared.lock().what = what.to_owned();
+        }
+    }
+
+    fn step(&self, rank: u32) {
+        if rank == 0 {
+            if let Some(bar) = &self.bar {
+                bar.inc(1);
+            }
+            self.shared.lock().done += 1;
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+        self.shared.lock().has_ended = true;
+        self.shared.ended.notify_all();
+        if let Some(writer) = self.writer.take() {
+            // It has only written lines.
+            let _ = writer.join();
+        }
+    }
 }
 
 /// Speaks for a group of ranks: lines on standard output and, on a terminal, a progress line under them.
@@ -105,5 +285,26 @@ impl Drop for Voice {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn innermost_arrays_are_rows_on_a_line() {
+        let value = serde_json::json!({"a": [[1, 2], [3, -4], []], "b": [], "c": [{"d": [5]}, "[1,\n2]", "\\", "\""], "e": "[ 1"});
+        let pretty = serde_json::to_string_pretty(&value).unwrap();
+        let text = rows_on_lines(&pretty);
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
+        for line in ["    [1, 2],", "    [3, -4],", "    []", "      \"d\": [5]", "  \"e\": \"[ 1\""] {
+            assert!(text.lines().any(|of_text| of_text == line), "{line}: {text}");
+        }
+    }
+
+    #[test]
+    fn times_are_for_people() {
+        assert_eq!([0.2, 12.0, 600.0, 9000.0].map(duration), ["1 s", "12 s", "10 min", "2.5 h"]);
     }
 }

@@ -266,13 +266,15 @@ pub fn open_device(kind: DeviceKind, ordinal: u32) -> Result<Arc<dyn Device>> {
 pub const NO_CUDA: &str =
     "this binary was built without CUDA; build with `cargo build --release --features cuda`";
 
+/// How many CUDA devices there are.
 #[cfg(feature = "cuda")]
-fn cuda_devices() -> Result<u32> {
+pub fn cuda_devices() -> Result<u32> {
     epoxide::driver::cuda::devices().map(|devices| devices.len() as u32).map_err(Stop::from)
 }
 
+/// How many CUDA devices there are.
 #[cfg(not(feature = "cuda"))]
-fn cuda_devices() -> Result<u32> {
+pub fn cuda_devices() -> Result<u32> {
     Err(Stop::skipped(NO_CUDA))
 }
 

@@ -20,13 +20,16 @@ use epoxide_testing::oracle::{Plan, Routing, Style};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Expected, compare_weights};
 use half::bf16;
-use serde::{Deserialize, Serialize};
 
 use crate::options::{Defaults, Mode, RoundTripFlags, RowType, Setup};
 use crate::output::{Voice, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::stop::{Result, Stop};
 use crate::{cases, low_latency};
+
+pub mod report;
+
+use report::{ConfigReport, HighThroughput, RankReport, Ranks, Report};
 
 const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
 /// How far a received element may be from the rank number it was sent as.
@@ -69,76 +72,8 @@ impl Args {
     }
 }
 
-/// What one rank found with the first data.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-struct RankReport {
-    rank: u32,
-    num_tokens: u32,
-    num_recv_tokens: u32,
-    combine_max_abs_difference: f32,
-    combine_max_abs_expected: f32,
-    layout_ms: f32,
-    dispatch_ms: f32,
-    combine_ms: f32,
-    /// What was wrong with the dispatched rows.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    dispatch_failure: Option<String>,
-    /// What was wrong with the sums.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    combine_failure: Option<String>,
-}
-
-/// The object of `--json`.
-#[derive(Debug, Default, Serialize)]
-struct Report {
-    command: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    config: Option<ConfigReport>,
-    ranks: Vec<RankReport>,
-    times: Times,
-    iterations: u64,
-    graph_replays: u64,
-    pass: bool,
-    exit_code: u8,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<String>,
-}
-
-/// Settings, and what follows from them.
-#[derive(Debug, Clone, Serialize)]
-struct ConfigReport {
-    #[serde(flatten)]
-    setup: Setup,
-    placement: Placement,
-    device_name: String,
-    /// True where times are those of the virtual GPU, and say nothing of hardware.
-    device_is_virtual: bool,
-    num_channels: u32,
-    num_max_nvl_chunked_send_tokens: u32,
-    num_max_nvl_chunked_recv_tokens: u32,
-    capacity_rows: u64,
-    pool_bytes: u64,
-    wire_bytes: u64,
-    nvl_buffer_size_hint: u64,
-    rdma_buffer_size_hint: u64,
-}
-
-/// Seconds of wall time.
-#[derive(Debug, Default, Clone, Serialize)]
-struct Times {
-    setup_seconds: f64,
-    first_data_seconds: f64,
-    bit_for_bit_seconds: f64,
-    iterations_seconds: f64,
-    graph_seconds: f64,
-    total_seconds: f64,
-}
-
 /// Runs the test and prints the object, if that was asked for.
 pub fn run(args: Args) -> Result<()> {
-    if args.shared.json && args.shared.place.mode == Some(Mode::LowLatency) {
-        return Err(Stop::usage("--json: not with --mode low-latency in this version: leave it out"));
-    }
     let (report, outcome) = execute(&args);
     // Where the ranks are other processes, rank 0 has printed it.
     let ours = report.config.is_some() || (report.error.is_some() && ranks::speaks());
@@ -178,7 +113,7 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
             graph_replays: args.graph_replays,
             neighbour: args.neighbour,
         };
-        return low_latency::roundtrip(rank, run, work, &voice);
+        return low_latency::roundtrip(rank, run, work, &voice, &publish);
     }
     let mut clock = Clock(Instant::now());
 
@@ -189,8 +124,12 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     voice.doing("making the buffer");
     let rig = Rig::new(rank.device.clone(), rank.group.clone(), setup.buffer_options());
     let mut rig = rank.agree(rig.map_err(Stop::from))?;
-    let config = describe(rank, run, &rig);
-    voice.line(cfg_line(&config));
+    let more = high_throughput(setup, &rig);
+    let config = ConfigReport {
+        high_throughput: Some(more.clone()),
+        ..ConfigReport::new(rank, run, rig.buffer.capacity(), rig.buffer.pool_bytes())
+    };
+    voice.line(cfg_line(&config, &more));
     let seconds = clock.lap();
     publish(&|report| {
         report.config = Some(config.clone());
@@ -201,7 +140,7 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     let reports = first_data(rank, setup, &mut rig, &voice)?;
     let seconds = clock.lap();
     publish(&|report| {
-        report.ranks.clone_from(&reports);
+        report.ranks = Ranks::HighThroughput(reports.clone());
         report.times.first_data_seconds = seconds;
     });
     say_first_data(&reports, &voice)?;
@@ -260,39 +199,33 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
 }
 
 /// Wall time between calls.
-struct Clock(Instant);
+pub struct Clock(pub Instant);
 
 impl Clock {
-    fn lap(&mut self) -> f64 {
+    /// Seconds since the last call, or the start.
+    pub fn lap(&mut self) -> f64 {
         let seconds = self.0.elapsed().as_secs_f64();
         self.0 = Instant::now();
         seconds
     }
 }
 
-fn describe(rank: &Rank, run: &Run, rig: &Rig) -> ConfigReport {
-    let (setup, info) = (run.setup.clone(), rank.device.info());
+fn high_throughput(setup: &Setup, rig: &Rig) -> HighThroughput {
     let row_bytes = setup.hidden * DType::Bf16.size();
     let hint = |hint: fn(&epoxide::ep::Config, u64, u32, u32) -> u64| {
         hint(&setup.config, row_bytes, setup.ranks, setup.ranks / setup.nodes)
     };
-    ConfigReport {
-        placement: run.placement,
-        device_name: info.name.clone(),
-        device_is_virtual: info.is_virtual,
+    HighThroughput {
         num_channels: setup.config.num_channels(),
         num_max_nvl_chunked_send_tokens: setup.config.num_max_nvl_chunked_send_tokens,
         num_max_nvl_chunked_recv_tokens: setup.config.num_max_nvl_chunked_recv_tokens,
-        capacity_rows: rig.buffer.capacity(),
-        pool_bytes: rig.buffer.pool_bytes(),
         wire_bytes: rig.buffer.wire_bytes(),
         nvl_buffer_size_hint: hint(epoxide::ep::Config::nvl_buffer_size_hint),
         rdma_buffer_size_hint: hint(epoxide::ep::Config::rdma_buffer_size_hint),
-        setup,
     }
 }
 
-fn cfg_line(config: &ConfigReport) -> String {
+fn cfg_line(config: &ConfigReport, more: &HighThroughput) -> String {
     let s = &config.setup;
     let placement = match config.placement {
         Placement::Threads => "threads",
@@ -316,13 +249,13 @@ fn cfg_line(config: &ConfigReport) -> String {
         " seed={:#x} num_sms={} channels={} nvl_send={} nvl_recv={} pool_bytes={} rows={} nvl_hint={} rdma_hint={}",
         s.seed,
         s.num_sms,
-        config.num_channels,
-        config.num_max_nvl_chunked_send_tokens,
-        config.num_max_nvl_chunked_recv_tokens,
+        more.num_channels,
+        more.num_max_nvl_chunked_send_tokens,
+        more.num_max_nvl_chunked_recv_tokens,
         config.pool_bytes,
         config.capacity_rows,
-        config.nvl_buffer_size_hint,
-        config.rdma_buffer_size_hint,
+        more.nvl_buffer_size_hint,
+        more.rdma_buffer_size_hint,
     );
     if s.nodes > 1 {
         let _ = write!(
@@ -332,7 +265,7 @@ fn cfg_line(config: &ConfigReport) -> String {
             s.queues,
             s.config.num_max_rdma_chunked_send_tokens,
             s.config.num_max_rdma_chunked_recv_tokens,
-            config.wire_bytes,
+            more.wire_bytes,
         );
     }
     line
@@ -704,6 +637,34 @@ mod tests {
         let largest = ranks[2]["combine_max_abs_expected"].as_f64().unwrap();
         assert!(largest > 0.0 && largest <= 6.0, "{largest}");
         assert_eq!(ranks[2]["combine_max_abs_difference"], 0.0);
+    }
+
+    #[test]
+    fn low_latency_reports_in_the_same_form() {
+        let line = "--mode low-latency --ranks-per-node 3 --tokens 6 --hidden 128 --dtype fp8 --iterations 2 --graph-replays 3";
+        let (report, outcome) = execute_line(line);
+        assert_eq!(outcome, Ok(()));
+        let value = serde_json::to_value(&report).unwrap();
+        let config = &value["config"];
+        assert_eq!((&config["mode"], &config["ranks"]), (&"low-latency".into(), &3.into()));
+        assert_eq!((&config["capacity_rows"], &config["device_is_virtual"]), (&18.into(), &true.into()));
+        assert!(config["pool_bytes"].as_u64() > Some(0) && config.get("num_channels").is_none(), "{config}");
+        assert_eq!((&value["iterations"], &value["graph_replays"]), (&2.into(), &3.into()));
+        assert_eq!((&value["pass"], &value["exit_code"]), (&true.into(), &0.into()));
+        let ranks = value["ranks"].as_array().unwrap();
+        assert_eq!(ranks.iter().map(|rank| &rank["num_tokens"]).collect::<Vec<_>>(), [&6, &6, &6]);
+        let rows: Vec<u64> = ranks.iter().filter_map(|rank| rank["num_recv_tokens"].as_u64()).collect();
+        assert!(rows.len() == 3 && rows.iter().all(|&rows| rows > 0 && rows <= 18), "{rows:?}");
+        for phase in ["setup", "bit_for_bit", "iterations", "graph"] {
+            assert!(value["times"][format!("{phase}_seconds")].as_f64() > Some(0.0), "{phase}");
+        }
+        // What goes wrong is said in it as well.
+        let (report, outcome) = execute_line("--mode low-latency --ranks-per-node 2 --tokens 2000");
+        assert!(
+            outcome.is_err()
+                && report.exit_code == 2
+                && report.error.is_some_and(|what| what.contains("2000"))
+        );
     }
 
     #[test]

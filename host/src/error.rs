@@ -1,5 +1,6 @@
 //! The one error type of the library. Every variant names what was wrong, with its value, and what to do about it.
 
+use std::fmt;
 use std::time::Duration;
 
 /// `Result` with [`Error`].
@@ -14,8 +15,9 @@ pub enum Scope {
     EveryRank,
 }
 
-/// Everything that can go wrong in epoxide.
-#[derive(Debug, Clone, thiserror::Error)]
+/// Everything that can go wrong in epoxide. `Debug` gives the same text as `Display`, so that a `main` that returns an error shows it as it
+/// is meant to be read.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An argument breaks a rule. Nothing was launched and nothing was written.
@@ -31,8 +33,8 @@ pub enum Error {
     /// A tensor has the wrong shape.
     #[error("{tensor} has shape {have:?}, expected {expected}")]
     Shape {
-        /// The tensor's name as the API spells it.
-        tensor: &'static str,
+        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::ep::Tensor::named)).
+        tensor: String,
         /// The shape that was passed.
         have: Vec<u64>,
         /// The shape that is required, with the names of its dimensions.
@@ -41,8 +43,8 @@ pub enum Error {
     /// A tensor has the wrong element type.
     #[error("{tensor} has dtype {have}, expected {expected}")]
     DType {
-        /// The tensor's name as the API spells it.
-        tensor: &'static str,
+        /// The tensor's name as the API spells it, with the one that it was given ([`Tensor::named`](crate::ep::Tensor::named)).
+        tensor: String,
         /// The dtype that was passed.
         have: String,
         /// The dtypes that are accepted.
@@ -154,6 +156,18 @@ pub enum Error {
         /// What to do, or the driver's log, with a leading separator; may be empty.
         detail: String,
     },
+    /// A call of NCCL failed. The communicator is of no use from then on.
+    #[error("{call} failed: {name} ({code}){detail}")]
+    Nccl {
+        /// The function of libnccl.
+        call: &'static str,
+        /// The `ncclResult_t` code.
+        code: i32,
+        /// NCCL's text for it.
+        name: String,
+        /// What NCCL said last, with a leading separator; may be empty.
+        detail: String,
+    },
     /// A call of the verbs library failed, or a write ended with an error. The queue is of no use from then on.
     #[error("{call} failed: {status} ({operation}{}){remedy}", peer.map(|peer| format!(", rank {peer}")).unwrap_or_default())]
     Verbs {
@@ -255,6 +269,12 @@ pub enum Error {
     },
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl Error {
     /// An [`Error::Argument`].
     #[doc(hidden)]
@@ -275,5 +295,18 @@ impl Error {
     #[doc(hidden)]
     pub fn os(call: &'static str, reason: impl ToString) -> Self {
         Error::Os { call, reason: reason.to_string() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_main_that_returns_an_error_shows_it_as_text() {
+        let error = Error::VirtualFault("out of bounds\n  in kernel 'dispatch'".into());
+        let text = "virtual GPU: out of bounds\n  in kernel 'dispatch'";
+        assert_eq!(format!("{error:?}"), text);
+        assert_eq!(format!("{:?}", Box::<dyn std::error::Error>::from(error)), text);
     }
 }

@@ -3,6 +3,76 @@
 //! Moves Mixture-of-Experts tokens between GPUs: **dispatch** sends each token to the ranks that hold its experts,
 //! **combine** brings the experts' outputs back and sums them. The kernels are written in Rust and shipped as PTX; the same
 //! PTX runs on NVIDIA GPUs and on a virtual GPU, so everything works, and is tested, without a GPU.
+//!
+//! # A layer
+//! Each rank has a device, a process group and a [`Buffer`](ep::Buffer). Here two ranks are threads; with [`group::rendezvous`] they are
+//! processes, of as many hosts as you like. Copy this into a `main.rs` and it runs.
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use epoxide::driver::Stream;
+//! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+//! use epoxide::ep::*;
+//! use epoxide::group::launch::run_threads;
+//! use epoxide::half::bf16;
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+//!         // With the feature `cuda`: driver::cuda::CudaDevice::open(rank)?
+//!         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+//!         let stream = Stream::new(&device, false)?;
+//!         let order = StreamOrder::on(&stream);
+//!         let shape = BufferShape { max_tokens_per_rank: 2, max_row_bytes: 128, max_topk: 2, max_scales: 0 };
+//!         let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape))?;
+//!         let mut place = buffer.place(0)?;
+//!
+//!         // Two tokens per rank and four experts: 0 and 1 on rank 0, 2 and 3 on rank 1. -1 selects nothing.
+//!         let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+//!         let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
+//!         let topk_weights = TypedTensor::from_host(&stream, &[2, 2], &[0.5f32, 0.5, 1.0, 0.0])?;
+//!
+//!         let layout = buffer.get_dispatch_layout(&topk_idx, 4, order)?;
+//!         let request = DispatchRequest::new(&x, &layout).topk_weights(&topk_weights);
+//!         let received = buffer.dispatch(&mut place, request, order)?;
+//!
+//!         // The experts work on received.recv_x here; these return it as it is.
+//!         let combined = buffer.combine(CombineRequest::new(&received.recv_x, &received.handle), order)?;
+//!         combined.combined_x.to_host::<bf16>(&stream)
+//!     })?;
+//!     // Token 0 went to both ranks and comes back as the sum of two rows, token 1 to one of them.
+//!     assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (4.0, 2.0));
+//!     Ok(())
+//! }
+//! ```
+//!
+//! # Where to go from here
+//!
+//! | you want | look at |
+//! |---|---|
+//! | ranks that are processes, started by `epoxide launch`, torchrun, mpirun or srun | [`group::rendezvous`] |
+//! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](ep::Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), [`gpu`] |
+//! | a tensor in memory that somebody else owns | [`Tensor::from_raw`](ep::Tensor::from_raw) |
+//! | the host never to wait, and CUDA graphs | [`Counts::OnDevice`](ep::Counts), [`Buffer::capture`](ep::Buffer::capture) |
+//! | experts that write where combine reads | [`DispatchOutput::combine_rows`](ep::DispatchOutput::combine_rows) |
+//! | communication beside computation | [`StreamOrder::comm`](ep::StreamOrder::comm) |
+//! | several nodes | [`BufferOptions::ranks_per_node`](ep::BufferOptions::ranks_per_node), [`TransportOptions`](transport::TransportOptions) |
+//! | decode-sized batches | [`low_latency`] |
+//! | the same routing again, for gradients or another tensor | [`Buffer::dispatch_cached`](ep::Buffer::dispatch_cached) |
+//!
+//! # What may be dropped when
+//! Everything, as soon as the call that took it has returned, though the work is only enqueued: inputs, outputs, layouts, handles, events. Their
+//! memory goes back behind all that the device's [`Stream`](driver::Stream)s have been given by then. The one thing that is overwritten while it is
+//! held is a [`Place`](ep::Place), by the next dispatch there, and the compiler refuses that while rows of it are in use.
+//!
+//! # Features
+//!
+//! | feature | |
+//! |---|---|
+//! | none | the virtual GPU; no system library |
+//! | `cuda` | NVIDIA GPUs: [`driver::cuda`]. Builds without a CUDA toolkit and starts without a driver |
+//! | `rdma` | the transport over ibverbs ([`TransportKind::Verbs`](transport::TransportKind)). Starts where `libibverbs.so.1` is |
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod driver;
 pub mod ep;
@@ -10,8 +80,15 @@ mod error;
 pub mod group;
 #[doc(hidden)]
 pub mod internal;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 pub mod transport;
 
 pub use ep::low_latency;
 
 pub use error::{Error, Result, Scope};
+
+/// The device side: kernels and how they are launched, the structs that they share with the host.
+pub use epoxide_gpu as gpu;
+/// The crate whose [`bf16`](half::bf16) tensors hold.
+pub use half;

@@ -26,5 +26,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     })?;
     assert_eq!(received, [[1; 4], [0; 4]]);
     println!("a token went each way");
+    #[cfg(feature = "cuda")]
+    match epoxide::driver::cuda::devices() {
+        Ok(devices) => println!("{} GPUs", devices.len()),
+        Err(error @ epoxide::Error::Unavailable { .. }) => println!("{error}"),
+        Err(error) => return Err(error.into()),
+    }
     Ok(())
 }

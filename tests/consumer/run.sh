@@ -1,12 +1,30 @@
 #!/usr/bin/env bash
-# What a user of the library gets: a crate outside of this repository, with the library as its only dependency and no toolchain file,
-# builds on an ordinary compiler, compiles few crates, and runs.
+# What a user of the library gets: the packages as they would be published, unpacked, and a crate outside of this repository with the library as
+# its only dependency and no toolchain file. It builds on an ordinary compiler, compiles few crates, and runs; so it does with the feature
+# `cuda`, without a toolkit and without a driver.
 #
 #     tests/consumer/run.sh [TOOLCHAIN]     # [stable, or else what rustup uses outside of this repository]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 # Crates that may be compiled, the consumer itself included.
 most=39
+# What is published, in this order.
+packages=(epoxide-macros epoxide-gpu epoxide-vgpu epoxide)
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+
+# With the compiler of the repository: what unpacks and builds below is the user's.
+flags=()
+for package in "${packages[@]}"; do flags+=(--package "$package"); done
+(cd "$root" && CARGO_TARGET_DIR="$folder/package" cargo package --quiet --no-verify --allow-dirty "${flags[@]}")
+mkdir "$folder/packages"
+for crate in "$folder"/package/package/*.crate; do tar -xzf "$crate" -C "$folder/packages"; done
+for package in "${packages[@]}"; do
+    for file in README.md LICENSE-MIT LICENSE-APACHE; do
+        test -s "$folder/packages/$package"-[0-9]*/"$file" || { printf '%s: no %s in the package\n' "$package" "$file" >&2; exit 1; }
+    done
+done
 
 if (($#)); then
     export RUSTUP_TOOLCHAIN=$1
@@ -14,24 +32,31 @@ elif rustup toolchain list 2>/dev/null | grep -q '^stable-'; then
     export RUSTUP_TOOLCHAIN=stable
 fi
 # Flags and folders of this repository's own builds are none of a user's.
-unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR
+unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR CUDA_LIBRARY_PATH
 
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-mkdir "$folder/src"
-cat >"$folder/Cargo.toml" <<END
+mkdir "$folder/consumer" "$folder/consumer/src"
+cd "$folder/consumer"
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -1)
+{
+    cat <<END
 [package]
 name = "consumer"
 version = "0.1.0"
 edition = "2024"
 
+[features]
+cuda = ["epoxide/cuda"]
+
 [dependencies]
-epoxide = { path = "$root/host" }
+epoxide = "$version"
+
+[patch.crates-io]
 END
-cp "$root/tests/consumer/main.rs" "$folder/src/main.rs"
+    for package in "${packages[@]}"; do printf '%s = { path = "../packages/%s-%s" }\n' "$package" "$package" "$version"; done
+} >Cargo.toml
+cp "$root/tests/consumer/main.rs" src/main.rs
 # The versions that everything else here is tested with.
-cp "$root/Cargo.lock" "$folder/Cargo.lock"
-cd "$folder"
+cp "$root/Cargo.lock" Cargo.lock
 cargo --version
 cargo fetch --quiet
 
@@ -41,4 +66,8 @@ printf 'built in %s s\n' $((SECONDS - start))
 crates=$(grep -c '^ *Compiling ' build.log)
 printf '%s crates compiled, at most %s may be\n' "$crates" "$most"
 ((crates <= most))
+target/debug/consumer
+
+# What the documentation of driver::cuda tells a crate without a toolkit.
+mkdir -p cuda/lib64 && echo 'INPUT(-lc)' >cuda/lib64/libcuda.so && CUDA_LIBRARY_PATH=$PWD/cuda cargo build --quiet --features cuda
 target/debug/consumer

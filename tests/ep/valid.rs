@@ -1,7 +1,7 @@
 //! Calls that are refused, between calls that are not.
 
 use epoxide::Result;
-use epoxide::ep::{DType, DispatchLayout, DispatchRequest, Place, Scalar, Tensor, TypedTensor};
+use epoxide::ep::{DType, DispatchLayout, DispatchRequest, Element, Place, Tensor, TypedTensor};
 
 use epoxide_testing::harness::{Rank, Setup, assert_names};
 
@@ -60,7 +60,7 @@ pub fn tensor(rank: &Rank, dtype: DType, shape: &[u64]) -> Tensor<'static> {
     Tensor::alloc(rank.device(), dtype, shape).expect("memory for a tensor")
 }
 
-pub fn typed<T: Scalar>(rank: &Rank, shape: &[u64]) -> TypedTensor<'static, T> {
+pub fn typed<T: Element>(rank: &Rank, shape: &[u64]) -> TypedTensor<'static, T> {
     tensor(rank, T::DTYPE, shape).typed().expect("a tensor of this type")
 }
 

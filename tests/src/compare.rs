@@ -195,14 +195,14 @@ pub fn tensor<T: Element + PartialEq + Display>(
     Ok(table(what, columns, &got.to_host::<T>(stream)?, expected))
 }
 
-/// Compares received rows byte by byte. `expected(source, token)` makes what a token carried, whose first bytes are
+/// Compares received rows byte by byte. `expected_of(source, token)` makes what a token carried, whose first bytes are
 /// source rank and token ([`Case::row`](crate::roundtrip::Case::row) stamps them), so that a row in the wrong place is recognised.
 pub fn rows(
     what: &str,
     got: &[u8],
     row_bytes: usize,
     sources: &[(u32, u32)],
-    expected: impl Fn(u32, u32) -> Vec<u8>,
+    expected_of: impl Fn(u32, u32) -> Vec<u8>,
 ) -> Difference {
     if got.len() != row_bytes * sources.len() {
         return Some(format!(
@@ -212,17 +212,25 @@ pub fn rows(
         ));
     }
     for (row, (got, &(source, token))) in got.chunks_exact(row_bytes).zip(sources).enumerate() {
-        let expected = expected(source, token);
+        let expected = expected_of(source, token);
         let Some(at) = got.iter().zip(&expected).position(|(got, expected)| got != expected) else {
             continue;
         };
         let stamp = |bytes: &[u8]| bytes.first_chunk().map_or(u32::MAX, |word| u32::from_le_bytes(*word));
         let (found_source, found_token) = (stamp(got), stamp(&got[4..]));
-        let belongs = format!("row {row} (token {token} of rank {source})");
-        return Some(if at < 8 && sources.contains(&(found_source, found_token)) {
-            format!("{what}, {belongs}: got token {found_token} of rank {found_source}")
+        // The stamp is believed of a token that was sent here, and of any other whose row this is as a whole.
+        let expected_there = sources.contains(&(found_source, found_token));
+        let is_token = || expected_of(found_source, found_token) == got;
+        return Some(if at < 8 && (expected_there || is_token()) {
+            let stray = if expected_there { "" } else { ", which was not sent here" };
+            format!(
+                "{what}: row {row} holds token {found_token} of rank {found_source}{stray}, expected token {token} of rank {source}"
+            )
         } else {
-            format!("{what}, {belongs}, byte {at}: expected {:#04x}, got {:#04x}", expected[at], got[at])
+            format!(
+                "{what}: row {row} is not token {token} of rank {source}: byte {at} is {:#04x}, expected {:#04x}",
+                got[at], expected[at]
+            )
         });
     }
     None
@@ -255,13 +263,23 @@ mod tests {
         let swapped = [make(2, 5), make(0, 3)].concat();
         assert_eq!(
             rows("x", &swapped, 16, &sources, make).unwrap(),
-            "x, row 0 (token 3 of rank 0): got token 5 of rank 2"
+            "x: row 0 holds token 5 of rank 2, expected token 3 of rank 0"
+        );
+        let stray = [make(1, 7), make(2, 5)].concat();
+        assert_eq!(
+            rows("x", &stray, 16, &sources, make).unwrap(),
+            "x: row 0 holds token 7 of rank 1, which was not sent here, expected token 3 of rank 0"
+        );
+        let spoilt = [&[0xa5; 16][..], &good[16..]].concat();
+        assert_eq!(
+            rows("x", &spoilt, 16, &sources, make).unwrap(),
+            "x: row 0 is not token 3 of rank 0: byte 0 is 0xa5, expected 0x00"
         );
         let mut torn = good.clone();
         torn[16 + 9] = 1;
         assert_eq!(
             rows("x", &torn, 16, &sources, make).unwrap(),
-            "x, row 1 (token 5 of rank 2), byte 9: expected 0x07, got 0x01"
+            "x: row 1 is not token 5 of rank 2: byte 9 is 0x01, expected 0x07"
         );
         assert_eq!(rows("x", &good[..16], 16, &sources, make).unwrap(), "x: expected 2 rows, got 1");
     }

@@ -9,8 +9,7 @@ use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, DevicePtr, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, Config, Counts,
-    DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, Place, Scalar, StreamOrder, Tensor,
-    TypedTensor,
+    DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, Place, StreamOrder, Tensor, TypedTensor,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
@@ -265,7 +264,7 @@ impl Rank {
     }
 
     /// A typed tensor `[rows, columns]` of these values.
-    pub fn upload_typed<T: Scalar>(
+    pub fn upload_typed<T: Element>(
         &self,
         columns: usize,
         rows: &[Vec<T>],

@@ -4,7 +4,7 @@
 //! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing alone; [`payload`] makes
 //! rows that tell their tokens apart or whose sums are exact; [`lockstep`] runs ranks one at a time; [`roundtrip`] is the round trip that compares every bit, on the ranks of [`harness`]. [`ranks`] runs a test on
 //! several ranks, as threads or as processes; [`alone`] runs a test in a process of its own; [`neighbour`] is another library on their devices; [`litmus`] has the litmus tests of
-//! the PTX memory model, as text and as PTX; [`fuzz`] gives what reads the bytes of strangers bytes that nobody would send.
+//! the PTX memory model, as text and as PTX; [`fuzz`] gives what reads the bytes of strangers bytes that nobody would send; [`sizes`] says which sizes can be run.
 
 pub mod alone;
 pub mod compare;
@@ -19,6 +19,7 @@ pub mod payload;
 pub mod ranks;
 pub mod roundtrip;
 pub mod selections;
+pub mod sizes;
 
 pub use epoxide::group::launch::HeldPort;
 
@@ -26,3 +27,25 @@ pub use epoxide::group::launch::HeldPort;
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 struct Readme;
+
+#[cfg(test)]
+mod tests {
+    /// The first block of Rust, without what stands before its lines.
+    fn example(text: &str, before: &str) -> Vec<String> {
+        let lines = text.lines().map(|line| line.strip_prefix(before).unwrap_or(line).trim_end());
+        let mut behind = lines.skip_while(|line| !matches!(*line, "```" | "```rust"));
+        behind.next();
+        behind.take_while(|line| *line != "```").map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn the_layer_of_the_readme_is_the_tested_one_of_the_documentation() {
+        let readme = include_str!("../../README.md");
+        let (_, library) = readme.split_once("## As a library").unwrap();
+        let shown = example(library, "");
+        assert!(shown.len() > 30);
+        let front = include_str!("../../host/src/lib.rs");
+        let spaced = front.lines().map(|line| if line == "//!" { "//! " } else { line });
+        assert_eq!(shown, example(&spaced.collect::<Vec<_>>().join("\n"), "//! "));
+    }
+}

@@ -12,13 +12,17 @@ use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
 use epoxide::low_latency::{
-    Buffer, Combined, DispatchRequest, ExpertRows, Options, Place, Quantise, Received,
+    Buffer, CombineRequest, Combined, DispatchRequest, Options, Place, Quantise, Received,
 };
 use epoxide::{Error, Result};
 
 use crate::harness::PATIENCE;
-use crate::oracle::{Routing, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised};
+use crate::oracle::{
+    Routing, Travel, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised, rounded,
+};
 use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16};
+
+mod gathered;
 
 /// Rounds whose inputs differ; those behind them have the same again, one after the other.
 const DIFFERENT_ROUNDS: u32 = 16;
@@ -26,6 +30,8 @@ const DIFFERENT_ROUNDS: u32 = 16;
 /// What an element may be off by, in scales, after it has been quantised: half of the largest e4m3 step, 32, and what rounding of the
 /// inverse adds.
 const FP8_ERROR: f32 = 16.1;
+/// What part of itself a scale may be off by.
+const SCALE_ERROR: f32 = 1e-6;
 
 /// One round trip, or several.
 #[derive(Debug, Clone)]
@@ -38,14 +44,20 @@ pub struct LowLatencyCase {
     pub hidden: u32,
     /// What happens to rows on their way.
     pub quantise: Quantise,
+    /// What happens to shares on their way back.
+    pub quantise_back: Quantise,
     /// Whether the experts' rows are given by expert, else summed already.
     pub by_expert: bool,
+    /// Whether the experts give the rows of the expert-major copy back as they are: bf16, by expert.
+    pub gathers: bool,
     /// Whether tokens have weights, else 1.
     pub weighted: bool,
     /// Whether each call is made in two halves.
     pub halves: bool,
     /// Tokens of a chunk.
     pub chunk_tokens: u32,
+    /// Most tokens of a rank whose rows travel as packets.
+    pub packet_tokens: u32,
     /// Multiprocessors of each device.
     pub sm_count: u32,
     /// Round trips behind each other.
@@ -70,10 +82,13 @@ impl LowLatencyCase {
             routing,
             hidden,
             quantise: Quantise::Not,
+            quantise_back: Quantise::Not,
             by_expert: true,
+            gathers: false,
             weighted: true,
             halves: false,
             chunk_tokens: 4,
+            packet_tokens: 4,
             sm_count: 3,
             rounds: 1,
             unanswered: 0,
@@ -84,12 +99,28 @@ impl LowLatencyCase {
         }
     }
 
+    /// The same where these ranks have no tokens and their experts do nothing.
+    pub fn without(&self, ranks: &[u32]) -> LowLatencyCase {
+        let mut case = self.clone();
+        for &rank in ranks {
+            case.routing.topk_idx[rank as usize].clear();
+        }
+        let owner = |expert: i64| self.routing.owner(expert);
+        for expert in case.routing.topk_idx.iter_mut().flatten().flatten() {
+            if owner(*expert).is_some_and(|owner| ranks.contains(&owner)) {
+                *expert = -1;
+            }
+        }
+        case
+    }
+
     /// The options of its buffers.
     pub fn options(&self) -> Options {
         let routing = &self.routing;
         Options::new(self.max_tokens, self.hidden.into(), routing.num_topk, routing.num_experts)
             .places(self.places)
             .chunk_tokens(self.chunk_tokens)
+            .packet_tokens(self.packet_tokens)
             .timeout(PATIENCE)
     }
 
@@ -184,6 +215,7 @@ impl LowLatencyCase {
             let place = &mut places[index % self.places as usize];
             let received = self.dispatch(buffer, place, inputs, order)?;
             let mut note = self.check_received(&received, data, stream, buffer.rank())?;
+            note.extend(self.check_gathered(buffer, &received, data, stream)?);
             if self.is_answered(index) {
                 let combined = self.combine(buffer, received, inputs, order)?;
                 let got: Vec<bf16> = combined.x.to_host(stream)?;
@@ -283,6 +315,9 @@ impl LowLatencyCase {
         order: StreamOrder<'_>,
     ) -> Result<Combined<'p>> {
         let rows = inputs.experts(self);
+        if self.gathers {
+            buffer.gather_by_expert(&received, &inputs.by_expert, None, order)?;
+        }
         if self.halves {
             buffer.combine_send(received, rows, order)?.receive(order)
         } else {
@@ -337,7 +372,25 @@ impl LowLatencyCase {
         }
         let at = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits())?;
         let (token, column) = (at / self.hidden as usize, at % self.hidden as usize);
-        Some(format!("combined[{token}][{column}] = {}, expected {}", got[at], want[at]))
+        let row = token * self.hidden as usize..(token + 1) * self.hidden as usize;
+        let differ: Vec<usize> = row
+            .clone()
+            .filter(|&at| got[at].to_bits() != want[at].to_bits())
+            .map(|at| at - row.start)
+            .collect();
+        let (count, last) = (differ.len(), differ.last().copied().unwrap_or(column));
+        Some(format!(
+            "combined[{token}][{column}] = {}, expected {}; {count} columns of the token differ, the last is {last}",
+            got[at], want[at]
+        ))
+    }
+
+    /// A row's bytes as it travels, and its scales if it has any.
+    fn as_it_travels(&self, x: &[bf16]) -> (Vec<u8>, Vec<f32>) {
+        match self.quantise {
+            Quantise::Not => (bytes_of(x), Vec::new()),
+            quantise => quantised(&numbers(x), quantise == Quantise::Fp8PowerOfTwo),
+        }
     }
 
     /// What of a dispatch differs from the oracle.
@@ -393,15 +446,12 @@ impl LowLatencyCase {
                 // SAFETY: the row is one of the tensor's.
                 unsafe { stream.read(&mut got, received.x.ptr().add(row * received.x.row_stride()))? };
                 let x = &data.x[source as usize][token as usize];
-                if self.quantise == Quantise::Not {
-                    if got != bytes_of(x) {
-                        differing.push(format!("row of token {token} of rank {source} differs"));
-                    }
-                    continue;
-                }
-                let (bytes, scales) = quantised(x, self.quantise == Quantise::Fp8PowerOfTwo);
+                let (bytes, scales) = self.as_it_travels(x);
                 if got != bytes {
-                    differing.push(format!("fp8 row of token {token} of rank {source} differs"));
+                    differing.push(format!("row of token {token} of rank {source} differs"));
+                }
+                if self.quantise == Quantise::Not {
+                    continue;
                 }
                 let tensor = received.scales.as_ref().ok_or_else(|| Error::os("check", "no scales"))?;
                 for (block, &scale) in scales.iter().enumerate() {
@@ -410,16 +460,14 @@ impl LowLatencyCase {
                     // SAFETY: it is one of the tensor's elements.
                     unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
                     let got = f32::from_le_bytes(got);
-                    if (got - scale).abs() > 1e-6 * scale {
+                    if (got - scale).abs() > SCALE_ERROR * scale {
                         differing.push(format!(
                             "scale {block} of token {token} of rank {source} is {got}, expected {scale}"
                         ));
                     }
                 }
-                let worst = x.iter().zip(&bytes).enumerate().map(|(at, (x, &byte))| {
-                    (x.to_f32() - from_e4m3(byte) * scales[at / 128]).abs() / scales[at / 128]
-                });
-                let worst = worst.fold(0.0, f32::max);
+                let values = bytes.iter().enumerate().map(|(at, &byte)| from_e4m3(byte) * scales[at / 128]);
+                let worst = worst_error(&numbers(x), &values.collect::<Vec<f32>>(), &scales);
                 // A power of two may be up to twice the scale: the step is the same in units of it.
                 if worst > FP8_ERROR {
                     differing.push(format!("token {token} of rank {source} is off by {worst} scales"));
@@ -428,6 +476,16 @@ impl LowLatencyCase {
         }
         Ok(differing)
     }
+}
+
+fn numbers(row: &[bf16]) -> Vec<f32> {
+    row.iter().map(|value| value.to_f32()).collect()
+}
+
+/// By how many scales of its block of 128 an element is off, at most.
+fn worst_error(row: &[f32], arrived: &[f32], scales: &[f32]) -> f32 {
+    let errors = row.iter().zip(arrived).enumerate();
+    errors.map(|(at, (row, arrived))| (row - arrived).abs() / scales[at / 128]).fold(0.0, f32::max)
 }
 
 /// A rank of a case.
@@ -466,23 +524,45 @@ impl Data {
 
     /// What an expert makes of a token: anything, as long as all ranks know it.
     fn output(&self, case: &LowLatencyCase, expert: i64, source: u32, token: u32) -> Vec<bf16> {
+        if case.gathers {
+            return self.x[source as usize][token as usize].clone();
+        }
         let mut rng = rng_of(&[self.seed, 3, expert as u64, source.into(), token.into()]);
         rough_bf16(&mut rng, case.hidden as usize)
     }
 
-    /// What a rank returns of a token.
-    fn share(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<bf16>> {
+    /// What a rank has of a token.
+    fn share(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
         let weights = &self.weights[source as usize][token as usize];
         low_latency_share(&case.routing, weights, source, token, dst, |expert| {
             self.output(case, expert, source, token)
         })
     }
 
+    /// What arrives of it.
+    fn returned(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
+        let share = self.share(case, source, token, dst)?;
+        // Rows that are summed already are given in bf16.
+        let share = if case.by_expert { share } else { Travel::Bf16.arrives(&share) };
+        let travel = match case.quantise_back {
+            Quantise::Not => Travel::Bf16,
+            Quantise::Fp8 => Travel::Fp8 { power_of_two: false },
+            Quantise::Fp8PowerOfTwo => Travel::Fp8 { power_of_two: true },
+        };
+        let arrives = travel.arrives(&share);
+        if case.quantise_back != Quantise::Not {
+            let (_, scales) = quantised(&share, case.quantise_back == Quantise::Fp8PowerOfTwo);
+            let worst = worst_error(&share, &arrives, &scales);
+            assert!(worst <= FP8_ERROR, "a share of token {token} of rank {source} is off by {worst} scales");
+        }
+        Some(arrives)
+    }
+
     /// What a rank has at the end.
     fn combined(&self, case: &LowLatencyCase, rank: u32) -> Vec<Vec<bf16>> {
         let ranks = 0..case.routing.num_ranks();
         let sum = |token: u32| {
-            let shares = ranks.clone().filter_map(|dst| self.share(case, rank, token, dst));
+            let shares = ranks.clone().filter_map(|dst| self.returned(case, rank, token, dst));
             low_latency_sum(shares, case.hidden as usize)
         };
         (0..case.routing.num_tokens(rank)).map(sum).collect()
@@ -521,7 +601,9 @@ impl LowLatencyInputs {
             // SAFETY: the row is one of the tensor's, which nobody else has yet.
             unsafe { stream.write(tensor.ptr().add(row * hidden * 2), bytemuck::cast_slice(values)) }
         };
-        if case.by_expert {
+        if case.gathers {
+            // The copy is what fills them.
+        } else if case.by_expert {
             for (expert, list) in (0..).zip(&plan.expert_rows) {
                 let id = i64::from(rank * routing.local_experts()) + expert as i64;
                 for (at, &(source, token)) in (0..).zip(list) {
@@ -532,7 +614,7 @@ impl LowLatencyInputs {
             for source in 0..routing.num_ranks() {
                 for token in 0..routing.num_tokens(source) {
                     if let Some(share) = data.share(case, source, token, rank) {
-                        write(&by_row, u64::from(source * max_tokens + token), &share)?;
+                        write(&by_row, u64::from(source * max_tokens + token), &rounded(&share))?;
                     }
                 }
             }
@@ -547,8 +629,13 @@ impl LowLatencyInputs {
     }
 
     /// What its experts made.
-    pub fn experts(&self, case: &LowLatencyCase) -> ExpertRows<'_> {
-        if case.by_expert { ExpertRows::ByExpert(&self.by_expert) } else { ExpertRows::ByRow(&self.by_row) }
+    pub fn experts(&self, case: &LowLatencyCase) -> CombineRequest<'_> {
+        let request = if case.by_expert {
+            CombineRequest::by_expert(&self.by_expert)
+        } else {
+            CombineRequest::by_row(&self.by_row)
+        };
+        request.quantise(case.quantise_back)
     }
 
     /// What it dispatches.

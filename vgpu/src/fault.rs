@@ -297,6 +297,18 @@ pub enum FaultKind {
         /// Lanes of the warp that have not exited.
         live: u32,
     },
+    /// A block barrier that is not aligned (`barrier.sync`) was reached by a warp whose lanes had gone different ways since they last met at
+    /// a `bar.warp.sync` or an aligned barrier.
+    ApartAtBarrier {
+        /// Barrier number.
+        barrier: u32,
+        /// Lanes that are sure to be together, of those at the barrier.
+        together: u32,
+        /// Lanes of the warp that have not exited.
+        live: u32,
+        /// Line in the PTX of the branch that last took lanes apart.
+        parted_on: usize,
+    },
     /// A barrier number or thread count that is not allowed, or more arrivals than it expects.
     BadBarrier {
         /// Barrier number.
@@ -379,6 +391,11 @@ impl fmt::Display for FaultKind {
             FaultKind::DivergentBarrier { barrier, lanes, live } => write!(
                 f,
                 "aligned barrier {barrier} reached by lanes {lanes:#010x} while lanes {live:#010x} are alive"
+            ),
+            FaultKind::ApartAtBarrier { barrier, together, live, parted_on } => write!(
+                f,
+                "barrier {barrier} reached by lanes {together:#010x} of a warp of which lanes {live:#010x} are alive and may be elsewhere \
+                 since PTX line {parted_on}: put `bar.warp.sync` of them all in front"
             ),
             FaultKind::BadBarrier { barrier, message } => write!(f, "barrier {barrier}: {message}"),
             FaultKind::BadMemberMask { mask, lanes } => {

@@ -172,7 +172,16 @@ pub(crate) struct Access {
     pub(crate) wide: bool,
     /// Sign-extend loaded elements.
     pub(crate) signed: bool,
+    /// The elements are the halves of one value of 128 bits, which is read and written whole.
+    pub(crate) whole: bool,
     pub(crate) regs: [u32; 4],
+}
+
+impl Access {
+    /// Bytes that are read or written at once.
+    pub(crate) fn unit(&self) -> u8 {
+        if self.whole { self.bytes * self.n } else { self.bytes }
+    }
 }
 
 /// Read-modify-write operations.

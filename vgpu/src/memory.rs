@@ -360,7 +360,9 @@ impl Memory {
         let addr = ptr.as_ptr() as u64;
         let label: Arc<str> = label.into();
         let shadow = match (self.checker(), backing) {
-            (Some(checker), Some(backing)) => checker.world().map(backing, filled),
+            (Some(checker), Some(backing)) => {
+                checker.world().map(backing, filled, (self.id(), label.clone()))
+            }
             _ => 0,
         };
         let entry = Entry { addr, bytes, label: label.clone(), shadow, mapping };

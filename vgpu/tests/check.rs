@@ -1435,3 +1435,59 @@ fn freed_memory_is_called_by_its_name() {
         assert!(error.to_string().ends_with("is in 'victim' + 0x8, which has been freed"), "{error}");
     }
 }
+
+/// Block 0 writes pairs of equal words one after the other; block 1 reads pairs, and notes in word 4 that it has seen one of two writes.
+const PAIRS: &str = "
+    .reg .b128 %q;
+    mov.u32 %r1, %ctaid.x;
+    mov.u64 %rd1, 0;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READ;
+WRITE:
+    add.s64 %rd1, %rd1, 1;
+    mov.b128 %q, {%rd1, %rd1};
+    st.relaxed.sys.global.b128 [%rd40], %q;
+    setp.lt.u64 %p2, %rd1, 12;
+    @%p2 bra WRITE;
+    bra END;
+READ:
+    add.s64 %rd1, %rd1, 1;
+    ld.relaxed.sys.global.b128 %q, [%rd40];
+    mov.b128 {%rd2, %rd3}, %q;
+    sub.s64 %rd4, %rd3, %rd2;
+    and.b64 %rd5, %rd4, 0xffffffff;
+    setp.ne.u64 %p3, %rd5, 0;
+    @%p3 st.global.u64 [%rd40+32], %rd4;
+    setp.lt.u64 %p2, %rd1, 12;
+    @%p2 bra READ;
+END:";
+
+#[test]
+fn what_is_written_whole_is_read_whole() {
+    let torn = |body: &str, seed: u64, checker: Checker| {
+        // In front of all writes the words are 0 and 1 << 32, whose low halves are equal too.
+        run(&parse(body), launch(2, 1), seed, Some(checker)).map(|words| words[4] != 4 << 32)
+    };
+    let weak =
+        |seed| Checker::new(CheckConfig { races: false, weak_memory: Some(seed), strict_exits: false });
+    for_each_seed(CORRECT, |seed| {
+        assert!(!torn(PAIRS, seed, races()).unwrap_or_else(|fault| panic!("{fault}")));
+        assert!(!torn(PAIRS, seed, weak(seed)).unwrap_or_else(|fault| panic!("{fault}")));
+    });
+    // A vector of two words is two accesses.
+    let vectors = PAIRS
+        .replace("    mov.b128 %q, {%rd1, %rd1};\n", "")
+        .replace("    mov.b128 {%rd2, %rd3}, %q;\n", "")
+        .replace(
+            "st.relaxed.sys.global.b128 [%rd40], %q",
+            "st.relaxed.sys.global.v2.b64 [%rd40], {%rd1, %rd1}",
+        )
+        .replace(
+            "ld.relaxed.sys.global.b128 %q, [%rd40]",
+            "ld.relaxed.sys.global.v2.b64 {%rd2, %rd3}, [%rd40]",
+        );
+    if !replaying() {
+        let seen = (0..CORRECT).filter(|&seed| torn(&vectors, seed, weak(seed)).unwrap()).count();
+        assert!(seen > 0, "no vector was ever seen in part");
+    }
+}

@@ -77,6 +77,27 @@ fn sinks_in_vectors_and_narrow_vectors() {
 }
 
 #[test]
+fn values_of_128_bits_are_moved_loaded_and_stored() {
+    let body = "
+        .reg .b128 %q, %s<3>;
+        mul.wide.u32 %rd5, %r40, 16; add.s64 %rd6, %rd40, %rd5;
+        ld.global.b128 %q, [%rd6]; mov.b128 %s1, %q; mov.b128 {%rd1, %rd2}, %s1;
+        add.s64 %rd1, %rd1, 1; mov.b128 %s2, {%rd2, %rd1};
+        st.global.b128 [%rd6+1024], %s2;";
+    for threads in [32, 17] {
+        let buf: Vec<u64> = (0..256).map(|i| if i < 128 { i * 0x1_0001_0001 } else { 0 }).collect();
+        let got = run_body("", body, threads, &buf);
+        for t in 0..threads as usize {
+            assert_eq!(got[128 + 2 * t..][..2], [buf[2 * t + 1], buf[2 * t] + 1], "thread {t} of {threads}");
+        }
+    }
+    // All 16 bytes at once, at an address for that.
+    let fault =
+        fault_kind("ld.relaxed.sys.global.b128 %q, [%rd40+8];".replace("ld", ".reg .b128 %q; ld").as_str());
+    assert!(format!("{fault:?}").contains("lign"), "{fault:?}");
+}
+
+#[test]
 fn every_cache_and_ordering_form_is_understood() {
     for ld in [
         "ld.global.nc.L1::no_allocate.L2::256B.u64",

@@ -83,7 +83,7 @@ fn all_blocks_of_a_grid_that_fits_are_resident() {
     SPIN:
         ld.acquire.gpu.global.u32 %r3, [%rd40]; setp.lt.u32 %p2, %r3, %r2; @%p2 bra SPIN;
     JOIN:
-        barrier.sync 0; red.relaxed.gpu.global.add.u64 [%rd40+8], 1;";
+        bar.warp.sync -1; barrier.sync 0; red.relaxed.gpu.global.add.u64 [%rd40+8], 1;";
     let preemptions = |seed| DeviceConfig { schedule: Schedule::Preemptions(3), ..seeded(seed) };
     for dev in (0..10).flat_map(|seed| [seeded(seed), preemptions(seed)]).chain([DeviceConfig::default()]) {
         let mut run = Run::new(&kernel("", body), &[0; 2], launch(132, 128), &dev);

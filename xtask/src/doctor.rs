@@ -32,14 +32,6 @@ pub fn run(ws: &Workspace) -> Result<()> {
         Err(missing) => println!("  {missing}"),
     }
 
-    println!("\nLinking `--features cuda` without CUDA:");
-    let stub = ws.target("cuda-stub").join("lib64/libcuda.so");
-    if stub.is_file() {
-        have("stub", &stub.display().to_string());
-    } else {
-        lack("stub", "not written", "cargo xtask stub-cuda");
-    }
-
     let channel = ws.pinned_channel()?;
     println!(
         "\nIf cargo stops with \"toolchain '{channel}' is not installed\": `rustup toolchain install {channel}`, or name one you have: \

@@ -23,7 +23,6 @@ mod ptxas;
 mod public_api;
 mod rdma_vm;
 mod sources;
-mod stub;
 mod toolchain;
 mod wheel;
 mod workspace;
@@ -80,8 +79,6 @@ enum Command {
     FetchPtxas,
     /// Fetch Rust-CUDA's back end and what it needs into target/nvvm, as far as this machine can
     FetchNvvm,
-    /// Write an empty libcuda.so into target/cuda-stub, so that `--features cuda` links without CUDA
-    StubCuda,
     /// Hold the virtual GPU against the PTX manual on random modules
     PtxFuzz(fuzz::Options),
     /// Run a program in virtual machines that have RDMA devices (Soft-RoCE)
@@ -165,7 +162,6 @@ fn run(command: Command) -> Result<ExitCode> {
             check::test_file(&ws, &job, &job.out, &selection)
         }
         Command::FetchNvvm => nvvm::fetch(&ws),
-        Command::StubCuda => stub::write(&ws),
         Command::PtxFuzz(options) => fuzz::run(&options),
         Command::RdmaVm(options) => return rdma_vm::run(&ws, options),
         Command::KernelCoverage(options) => coverage::run(&ws, &options),

@@ -31,11 +31,6 @@ impl Metadata {
         Ok(Self(serde_json::from_str(&json).context("cargo metadata wrote no JSON")?))
     }
 
-    /// The package of this name, if the graph has it.
-    pub fn package(&self, name: &str) -> Option<Package> {
-        self.packages().find(|package| package["name"] == name).and_then(describe)
-    }
-
     /// Everything compiled into `root`: itself and its normal dependencies, all levels. A procedural macro is listed, what the
     /// macro itself is built from is not.
     pub fn compiled_into(&self, root: &str) -> Result<BTreeSet<Package>> {
@@ -114,7 +109,9 @@ mod tests {
         let found = metadata.compiled_into("gpu").unwrap();
         let names: Vec<_> = found.iter().map(|package| package.name.as_str()).collect();
         assert_eq!(names, ["derive", "gpu", "half"]);
-        assert!(metadata.package("gpu").unwrap().local);
+        assert!(
+            metadata.packages().find(|package| package["name"] == "gpu").and_then(describe).unwrap().local
+        );
         assert!(metadata.compiled_into("none").is_err());
     }
 }

@@ -2,20 +2,98 @@
 
 use std::path::PathBuf;
 
+use epoxide::low_latency::{Options, Quantise};
+use epoxide_bench::low_latency::LowLatencyPlan;
 use epoxide_bench::sweep::Sweep;
-use epoxide_bench::{Plan, Shapes};
+use epoxide_bench::{Baseline, Effort, Plan, Shapes};
 
 use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
 use crate::stop::{Result, Stop};
 
-/// Multiprocessors unless the user says otherwise: enough to fill the links of an H200.
-const DEFAULT_SMS: u32 = 24;
-/// Tokens of each rank unless the user says otherwise.
-const DEFAULT_TOKENS: u32 = 4096;
+/// Sizes where neither flags nor environment give them.
+struct Defaults {
+    tokens: u32,
+    hidden: u64,
+    /// Experts of all ranks.
+    experts: u32,
+    topk: u32,
+    num_sms: u32,
+    warmup: u32,
+    iters: u32,
+}
+
+impl Defaults {
+    /// On GPUs, a layer of a large model, with multiprocessors that fill the links of an H200. An interpreter on a processor or two has
+    /// seconds for what such a layer would keep it busy with for ten minutes.
+    fn of(device: DeviceKind, ranks: u32) -> Defaults {
+        match device {
+            DeviceKind::Cuda => Defaults {
+                tokens: 4096,
+                hidden: 7168,
+                experts: 256,
+                topk: 8,
+                num_sms: 24,
+                warmup: 5,
+                iters: 20,
+            },
+            DeviceKind::Virtual => Defaults {
+                tokens: 64,
+                hidden: 1024,
+                experts: 8 * ranks,
+                topk: 8,
+                num_sms: 8,
+                warmup: 1,
+                iters: 10,
+            },
+        }
+    }
+}
 
 /// Flags of `epoxide bench`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
+    /// What is measured.
+    #[command(flatten)]
+    pub sizes: PlanFlags,
+    /// Runs, each with a buffer and rows of its own, whose times the results keep apart: what `bench compare` needs for a verdict.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub repeat: u32,
+    /// Measure beside it, on the same routing, what NCCL takes for the same by all-to-all and by all-gather + reduce-scatter (the exchange
+    /// alone, see docs/BENCHMARKS.md), and low latency where the sizes allow it; and say which way is the fastest. libnccl is found as
+    /// `epoxide doctor` says. `--sweep tokens=1..8192` makes a table of it.
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub baseline: Option<BaselineName>,
+    /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in place of the text.
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Write the results as CSV to this file, a line for each phase.
+    #[arg(long, value_name = "FILE")]
+    pub csv: Option<PathBuf>,
+    /// Draw the results, as `bench plot` does.
+    #[arg(long, value_name = "FILE.svg|png")]
+    pub plot: Option<PathBuf>,
+    /// Write a Chrome/Perfetto trace of some calls apart from the timed ones.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Measure all combinations, such as `tokens=128..8192,sms=4..48:4,ranks=2,4,8`: `a..b` doubles, `a..b:s` steps by s; the
+    /// axes are tokens, sms, ranks (of a node), nodes and rdma_send. Combinations that cannot be are left out, and named.
+    #[arg(long, value_name = "AXES", requires = "out", conflicts_with_all = ["trace", "json"])]
+    pub sweep: Option<Sweep>,
+    /// File of a sweep's points, one JSON line each; points that it holds already are not measured again.
+    #[arg(long, value_name = "FILE", requires = "sweep")]
+    pub out: Option<PathBuf>,
+}
+
+/// What can be measured beside epoxide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum BaselineName {
+    /// NVIDIA's collectives.
+    Nccl,
+}
+
+/// Flags that say what is measured.
+#[derive(Debug, Clone, clap::Args)]
+pub struct PlanFlags {
     /// Nodes and ranks.
     #[command(flatten)]
     pub place: WorldFlags,
@@ -25,23 +103,26 @@ pub struct Args {
     /// Where the kernels run; the virtual GPU's times are those of an interpreter.
     #[arg(long, value_enum, default_value = "virtual")]
     pub device: DeviceKind,
-    /// Tokens per rank [default: 4096; with --mode low-latency each of 1, 2, 4 .. 1024].
+    /// Tokens per rank [default: 4096; on the virtual GPU 64; with --mode low-latency each of 1, 2, 4 .. 1024, or 1 .. 8].
     #[arg(long, env = "EPOXIDE_BENCH_TOKENS")]
     pub tokens: Option<u32>,
-    /// Elements per row.
-    #[arg(long, env = "EPOXIDE_BENCH_HIDDEN", default_value_t = 7168)]
-    pub hidden: u64,
-    /// Experts of all ranks.
-    #[arg(long, env = "EPOXIDE_BENCH_EXPERTS", default_value_t = 256)]
-    pub experts: u32,
-    /// Experts per token.
-    #[arg(long, env = "EPOXIDE_BENCH_TOPK", default_value_t = 8)]
-    pub topk: u32,
-    /// Row type of dispatch; combine is BF16.
+    /// Elements per row [default: 7168; on the virtual GPU 1024].
+    #[arg(long, env = "EPOXIDE_BENCH_HIDDEN")]
+    pub hidden: Option<u64>,
+    /// Experts of all ranks [default: 256; on the virtual GPU 8 per rank].
+    #[arg(long, env = "EPOXIDE_BENCH_EXPERTS")]
+    pub experts: Option<u32>,
+    /// Experts per token [default: 8].
+    #[arg(long, env = "EPOXIDE_BENCH_TOPK")]
+    pub topk: Option<u32>,
+    /// Row type of dispatch; combine is BF16, if --combine-dtype does not say otherwise.
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: RowType,
+    /// With --mode low-latency: what rows travel as on the way back.
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub combine_dtype: RowType,
     /// Multiprocessors for each operation; several values make a table [env: across nodes EPOXIDE_NSM, else EPOXIDE_NUM_SMS]
-    /// [default: 24]
+    /// [default: 24, with --mode low-latency all; on the virtual GPU 8].
     #[arg(long, value_delimiter = ',')]
     pub num_sms: Vec<u32>,
     /// Rows that travel together in one put.
@@ -62,12 +143,12 @@ pub struct Args {
     /// Bytes to spend on wire memory instead of room for the worst case.
     #[arg(long, value_name = "BYTES")]
     pub rdma_bytes: Option<u64>,
-    /// Untimed iterations.
-    #[arg(long, env = "EPOXIDE_BENCH_WARMUP", default_value_t = 5)]
-    pub warmup: u32,
-    /// Timed iterations.
-    #[arg(long, env = "EPOXIDE_BENCH_ITERS", default_value_t = 20)]
-    pub iters: u32,
+    /// Untimed iterations [default: 5; on the virtual GPU 1].
+    #[arg(long, env = "EPOXIDE_BENCH_WARMUP")]
+    pub warmup: Option<u32>,
+    /// Timed iterations [default: 20; on the virtual GPU 10].
+    #[arg(long, env = "EPOXIDE_BENCH_ITERS")]
+    pub iters: Option<u32>,
     /// Seed of routing and rows.
     #[arg(long, default_value_t = 0xA1B2)]
     pub seed: u64,
@@ -76,8 +157,8 @@ pub struct Args {
     pub masked: f64,
     /// Measure replays of CUDA graphs too, of one graph for each phase and one for cached dispatch + combine in pool: each replay by
     /// itself between two events, devices aligned before, with L2 as the replay before left it and with L2 emptied; and CHAIN replays
-    /// one after the other between two events, over CHAIN [default without =CHAIN: 128]. Of each iteration the slowest rank counts. With --mode low-latency nothing but graphs is
-    /// measured, and CHAIN are the pairs of one.
+    /// one after the other between two events, over CHAIN [default without =CHAIN: 128]. Of each iteration the slowest rank counts. With
+    /// --mode low-latency nothing but graphs is measured, and CHAIN are the pairs of one [default: 128; on the virtual GPU 2].
     #[arg(long, value_name = "CHAIN", num_args = 0..=1, require_equals = true, default_missing_value = "128",
         value_parser = clap::value_parser!(u32).range(1..))]
     pub graph: Option<u32>,
@@ -87,28 +168,12 @@ pub struct Args {
     /// MiB written between iterations to empty the L2 cache; on the virtual GPU nothing is.
     #[arg(long, default_value_t = 256)]
     pub flush_mib: u64,
-    /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in place of the text.
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
-    /// Write the results as CSV to this file, a line for each phase.
-    #[arg(long, value_name = "FILE")]
-    pub csv: Option<PathBuf>,
-    /// Draw the results: bandwidth, and the distributions of the times.
-    #[arg(long, value_name = "FILE.svg|png")]
-    pub plot: Option<PathBuf>,
-    /// Write a Chrome/Perfetto trace of some calls apart from the timed ones.
-    #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
-    /// Measure all combinations, such as `tokens=128..8192,sms=4..48:4,ranks=2,4,8`: `a..b` doubles, `a..b:s` steps by s; the
-    /// axes are tokens, sms, ranks (of a node), nodes and rdma_send.
-    #[arg(long, value_name = "AXES", requires = "out", conflicts_with_all = ["trace", "json"])]
-    pub sweep: Option<Sweep>,
-    /// File of a sweep's points, one JSON line each; points that it holds already are not measured again.
-    #[arg(long, value_name = "FILE", requires = "sweep")]
-    pub out: Option<PathBuf>,
     /// With --mode low-latency: tokens of a rank that are said to be complete together.
-    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..))]
-    pub chunk_tokens: Option<u32>,
+    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..), default_value_t = Options::DEFAULT_CHUNK_TOKENS)]
+    pub chunk_tokens: u32,
+    /// With --mode low-latency: most tokens of a rank whose rows travel as packets instead of with a word for each chunk; 0 for none.
+    #[arg(long, value_name = "N", default_value_t = Options::DEFAULT_PACKET_TOKENS)]
+    pub packet_tokens: u32,
     /// Launch shapes.
     #[command(flatten)]
     pub tuning: TuningFlags,
@@ -146,9 +211,25 @@ pub struct TuningFlags {
 impl Args {
     /// What the flags and the environment come to.
     pub fn plan(&self) -> Result<Plan> {
+        let baseline = self.baseline.map(|BaselineName::Nccl| Baseline::Nccl);
+        Ok(Plan { repeat: self.repeat, baseline, ..self.sizes.plan()? })
+    }
+}
+
+impl PlanFlags {
+    /// What the flags and the environment come to, for one run.
+    pub fn plan(&self) -> Result<Plan> {
+        if self.combine_dtype != RowType::Bf16 {
+            return Err(Stop::usage(
+                "--combine-dtype: only with --mode low-latency; otherwise a combine is bf16",
+            ));
+        }
         let topology = self.place.topology(Mode::Intranode, super::launched()?)?;
+        let defaults = Defaults::of(self.device, topology.ranks());
         let num_sms = match self.num_sms.is_empty() {
-            true => sms_of_environment(topology.nodes > 1, |name| std::env::var(name).ok())?,
+            true => {
+                sms_of_environment(topology.nodes > 1, defaults.num_sms, |name| std::env::var(name).ok())?
+            }
             false => self.num_sms.clone(),
         };
         let TuningFlags {
@@ -166,10 +247,10 @@ impl Args {
             is_virtual: self.device == DeviceKind::Virtual,
             transport: self.network.transport.kind(),
             queues: self.network.queues(self.device),
-            tokens: self.tokens.unwrap_or(DEFAULT_TOKENS),
-            hidden: self.hidden,
-            experts: self.experts,
-            topk: self.topk,
+            tokens: self.tokens.unwrap_or(defaults.tokens),
+            hidden: self.hidden.unwrap_or(defaults.hidden),
+            experts: self.experts.unwrap_or(defaults.experts),
+            topk: self.topk.unwrap_or(defaults.topk),
             dtype: self.dtype.dtype(),
             num_sms,
             rdma_send: self.rdma_send,
@@ -178,11 +259,15 @@ impl Args {
             nvl_recv: self.nvl_recv,
             nvl_bytes: self.nvl_bytes,
             rdma_bytes: self.rdma_bytes,
-            warmup: self.warmup,
-            iters: self.iters,
+            warmup: self.warmup.unwrap_or(defaults.warmup),
+            iters: self.iters.unwrap_or(defaults.iters),
+            repeat: 1,
+            effort: Effort::Whole,
+            ptx: None,
             seed: self.seed,
             masked: self.masked,
             graph: self.graph,
+            baseline: None,
             no_ceiling: self.no_ceiling,
             flush_mib: self.flush_mib,
             shapes: Shapes {
@@ -198,18 +283,118 @@ impl Args {
             ids: None,
         })
     }
+
+    /// What the flags come to in low latency.
+    pub fn low_latency_plan(&self) -> Result<LowLatencyPlan> {
+        let topology = self.place.topology(Mode::LowLatency, super::launched()?)?;
+        let defaults = Defaults::of(self.device, topology.ranks());
+        let (most, chain, few_sms) = match self.device {
+            DeviceKind::Virtual => (8, 2, Some(defaults.num_sms)),
+            DeviceKind::Cuda => (1024, 128, None),
+        };
+        let ladder =
+            || std::iter::successors(Some(1), |tokens| Some(2 * tokens)).take_while(|&tokens| tokens <= most);
+        if self.num_sms.len() > 1 {
+            return Err(Stop::usage("--num-sms: one number with --mode low-latency"));
+        }
+        let plan = LowLatencyPlan {
+            ranks: topology.ranks(),
+            tokens: self.tokens.map_or_else(|| ladder().collect(), |tokens| vec![tokens]),
+            hidden: u32::try_from(self.hidden.unwrap_or(defaults.hidden)).unwrap_or(u32::MAX),
+            experts: self.experts.unwrap_or(defaults.experts),
+            topk: self.topk.unwrap_or(defaults.topk),
+            quantise: quantise(self.dtype),
+            quantise_back: quantise(self.combine_dtype),
+            // All of a GPU's; of an interpreter's, each costs as much as it does work.
+            num_sms: self.num_sms.first().copied().or(few_sms),
+            chunk_tokens: self.chunk_tokens,
+            packet_tokens: self.packet_tokens,
+            warmup: self.warmup.unwrap_or(defaults.warmup),
+            iters: self.iters.unwrap_or(defaults.iters),
+            chain: self.graph.unwrap_or(chain),
+            seed: self.seed,
+        };
+        plan.check()?;
+        Ok(plan)
+    }
+
+    /// Whether any size is the command's own choice.
+    pub fn leaves_sizes_open(&self) -> bool {
+        self.tokens.is_none() || self.hidden.is_none()
+    }
+}
+
+/// What makes rows travel so.
+fn quantise(dtype: RowType) -> Quantise {
+    if dtype == RowType::Fp8 { Quantise::Fp8 } else { Quantise::Not }
+}
+
+/// The flags that come to a plan, whatever the defaults and the environment of the program that is given them.
+pub fn flags_of(plan: &Plan) -> Vec<String> {
+    let mut flags: Vec<String> = Vec::new();
+    let mut flag = |name: &str, value: String| flags.push(format!("--{name}={value}"));
+    let device = if plan.is_virtual { "virtual" } else { "cuda" };
+    let sms: Vec<String> = plan.num_sms.iter().map(u32::to_string).collect();
+    flag("device", device.into());
+    flag("mode", plan.mode().into());
+    flag("nodes", plan.topology.nodes.to_string());
+    flag("ranks-per-node", plan.topology.ranks_per_node.to_string());
+    flag("transport", plan.transport.to_string());
+    flag("queues", plan.queues.to_string());
+    flag("tokens", plan.tokens.to_string());
+    flag("hidden", plan.hidden.to_string());
+    flag("experts", plan.experts.to_string());
+    flag("topk", plan.topk.to_string());
+    flag("dtype", if plan.dtype.size() == 1 { "fp8" } else { "bf16" }.into());
+    flag("num-sms", sms.join(","));
+    flag("rdma-send", plan.rdma_send.to_string());
+    flag("rdma-recv", plan.rdma_recv.to_string());
+    flag("nvl-send", plan.nvl_send.to_string());
+    flag("nvl-recv", plan.nvl_recv.to_string());
+    flag("warmup", plan.warmup.to_string());
+    flag("iters", plan.iters.to_string());
+    flag("seed", plan.seed.to_string());
+    flag("masked", plan.masked.to_string());
+    flag("flush-mib", plan.flush_mib.to_string());
+    let shapes = &plan.shapes;
+    let optional = [
+        ("nvl-bytes", plan.nvl_bytes),
+        ("rdma-bytes", plan.rdma_bytes),
+        ("graph", plan.graph.map(u64::from)),
+        ("dispatch-warps", shapes.dispatch_warps.map(u64::from)),
+        ("dispatch-metadata-warps", shapes.dispatch_metadata_warps.map(u64::from)),
+        ("dispatch-stages", shapes.dispatch_stages.map(u64::from)),
+        ("dispatch-stage-bytes", shapes.dispatch_stage_bytes.map(u64::from)),
+        ("combine-warps", shapes.combine_warps.map(u64::from)),
+        ("combine-slots", shapes.combine_slots.map(u64::from)),
+        ("combine-slot-bytes", shapes.combine_slot_bytes.map(u64::from)),
+        ("combine-stagers", shapes.combine_stagers.map(u64::from)),
+    ];
+    for (name, value) in optional {
+        if let Some(value) = value {
+            flag(name, value.to_string());
+        }
+    }
+    if plan.no_ceiling {
+        flags.push("--no-ceiling".into());
+    }
+    flags
 }
 
 /// Multiprocessors where no flag gives them: `EPOXIDE_NSM` across nodes, else `EPOXIDE_NUM_SMS`, both comma-separated.
-fn sms_of_environment(across: bool, variable: impl Fn(&str) -> Option<String>) -> Result<Vec<u32>> {
+fn sms_of_environment(
+    across: bool,
+    default: u32,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<Vec<u32>> {
     let names = if across { &["EPOXIDE_NSM", "EPOXIDE_NUM_SMS"][..] } else { &["EPOXIDE_NUM_SMS"] };
     let Some((name, text)) = names.iter().find_map(|name| Some((name, variable(name)?))) else {
-        return Ok(vec![DEFAULT_SMS]);
+        return Ok(vec![default]);
     };
     let values = text.split(',').map(|part| part.trim().parse::<u32>());
-    values.collect::<std::result::Result<_, _>>().map_err(|error| {
-        Stop::usage(format!("bench: {name}={text}: {error}; give even numbers, such as 16,24"))
-    })
+    values
+        .collect::<std::result::Result<_, _>>()
+        .map_err(|error| Stop::usage(format!("{name}={text}: {error}; give even numbers, such as 16,24")))
 }
 
 fn parse_share(text: &str) -> std::result::Result<f64, String> {
@@ -221,7 +406,9 @@ fn parse_share(text: &str) -> std::result::Result<f64, String> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::parse;
     use super::*;
+    use crate::testing;
 
     #[test]
     fn multiprocessors_come_from_the_environment_where_no_flag_gives_them() {
@@ -230,10 +417,37 @@ mod tests {
             "EPOXIDE_NUM_SMS" => Some("4".to_owned()),
             _ => None,
         };
-        assert_eq!(sms_of_environment(true, variable).unwrap(), [8, 16]);
-        assert_eq!(sms_of_environment(false, variable).unwrap(), [4]);
-        assert_eq!(sms_of_environment(true, |_| None).unwrap(), [DEFAULT_SMS]);
-        let stop = sms_of_environment(true, |_| Some("many".into())).unwrap_err();
+        assert_eq!(sms_of_environment(true, 24, variable).unwrap(), [8, 16]);
+        assert_eq!(sms_of_environment(false, 24, variable).unwrap(), [4]);
+        assert_eq!(sms_of_environment(true, 24, |_| None).unwrap(), [24]);
+        let stop = sms_of_environment(true, 24, |_| Some("many".into())).unwrap_err();
         assert!(stop.message.unwrap().contains("EPOXIDE_NSM=many"));
+    }
+
+    #[test]
+    fn sizes_suit_the_device() {
+        let of = |line: &str| parse(line).unwrap().plan().unwrap();
+        let sizes =
+            |plan: &Plan| (plan.tokens, plan.hidden, plan.experts, plan.topk, plan.num_sms[0], plan.iters);
+        assert_eq!(sizes(&of("bench --device cuda")), (4096, 7168, 256, 8, 24, 20));
+        assert_eq!(sizes(&of("bench")), (64, 1024, 64, 8, 8, 10));
+        assert_eq!(sizes(&of("bench --ranks-per-node 3 --tokens 7")), (7, 1024, 24, 8, 8, 10));
+        for line in ["bench", "bench --ranks-per-node 1", "bench --nodes 3 --ranks-per-node 5"] {
+            of(line).check().unwrap();
+        }
+    }
+
+    #[test]
+    fn flags_of_a_plan_come_to_that_plan() {
+        for line in [
+            "bench",
+            "bench --device cuda --dtype fp8 --num-sms 4,8 --no-ceiling --graph=3 --combine-warps 2 --seed 5",
+            "bench --nodes 2 --ranks-per-node 3 --transport shm --queues 2 --masked 0.25 --nvl-bytes 5 --combine-stagers 1",
+        ] {
+            let plan = parse(line).unwrap().plan().unwrap();
+            let words = ["bench".to_owned()].into_iter().chain(flags_of(&plan));
+            let again: Args = testing::parse(words).unwrap();
+            assert_eq!(format!("{:?}", again.plan().unwrap()), format!("{plan:?}"));
+        }
     }
 }

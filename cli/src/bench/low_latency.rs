@@ -2,26 +2,30 @@
 
 use std::fmt::Write;
 
-use epoxide::low_latency::Quantise;
 use epoxide_bench::low_latency::{self, LowLatencyPlan, LowLatencyPoint};
 
 use super::Args;
 use super::start::{launched, on_ranks};
-use crate::options::{Mode, RowType};
-use crate::output::{self, write_text};
+use crate::options::Mode;
+use crate::output::{self, Progress, write_text};
 use crate::ranks;
 use crate::stop::{Result, Stop};
-
-/// Pairs of a chained replay.
-const CHAIN: u32 = 128;
-/// Tokens where none are given: a ladder.
-const LADDER: [u32; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
 
 /// Measures, prints and stores.
 pub fn run(args: &Args) -> Result<()> {
     let plan = plan(args)?;
-    let topology = args.place.topology(Mode::LowLatency, launched()?)?;
-    let ranks = on_ranks(topology, args.device, |device, group| low_latency::rank(&plan, device, group))?;
+    let topology = args.sizes.place.topology(Mode::LowLatency, launched()?)?;
+    if ranks::speaks() {
+        let (ranks, hidden) = (plan.ranks, plan.hidden);
+        let tokens: Vec<String> = plan.tokens.iter().map(u32::to_string).collect();
+        let sizes = format!("{} tokens of {hidden} elements each", tokens.join(", "));
+        output::complain(&format!("bench: low latency, {ranks} ranks, {sizes}"));
+    }
+    let progress = Progress::new("bench", plan.steps(), ranks::speaks());
+    let ranks = on_ranks(topology, args.sizes.device, |device, group| {
+        low_latency::rank(&plan, device, group, &progress)
+    })?;
+    drop(progress);
     if !ranks::speaks() {
         return Ok(());
     }
@@ -37,35 +41,21 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// What the flags come to.
 fn plan(args: &Args) -> Result<LowLatencyPlan> {
-    let topology = args.place.topology(Mode::LowLatency, launched()?)?;
     let unused = [
         ("--csv", args.csv.is_some()),
         ("--plot", args.plot.is_some()),
         ("--trace", args.trace.is_some()),
         ("--sweep", args.sweep.is_some()),
+        ("--repeat", args.repeat != 1),
     ];
+    if args.baseline.is_some() {
+        let remedy = "leave the mode out: low latency is measured then, too";
+        return Err(Stop::usage(format!("--baseline: not with --mode low-latency; {remedy}")));
+    }
     if let Some((flag, _)) = unused.iter().find(|(_, given)| *given) {
-        return Err(Stop::usage(format!("bench: {flag}: not with --mode low-latency")));
+        return Err(Stop::usage(format!("{flag}: not with --mode low-latency")));
     }
-    if args.num_sms.len() > 1 {
-        return Err(Stop::usage("bench: --num-sms: one number with --mode low-latency"));
-    }
-    let plan = LowLatencyPlan {
-        ranks: topology.ranks(),
-        tokens: args.tokens.map_or(LADDER.to_vec(), |tokens| vec![tokens]),
-        hidden: u32::try_from(args.hidden).unwrap_or(u32::MAX),
-        experts: args.experts,
-        topk: args.topk,
-        quantise: if args.dtype == RowType::Fp8 { Quantise::Fp8 } else { Quantise::Not },
-        num_sms: args.num_sms.first().copied(),
-        chunk_tokens: args.chunk_tokens,
-        warmup: args.warmup,
-        iters: args.iters,
-        chain: args.graph.unwrap_or(CHAIN),
-        seed: args.seed,
-    };
-    plan.check()?;
-    Ok(plan)
+    args.sizes.low_latency_plan()
 }
 
 fn text(points: &[LowLatencyPoint]) -> String {
@@ -74,13 +64,17 @@ fn text(points: &[LowLatencyPoint]) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "[bench low-latency] num_ranks={} hidden={} experts={} topk={} dispatch={} combine=bf16 num_sms={} device={:?}; {}",
+        "[bench low-latency] num_ranks={} hidden={} experts={} topk={} dispatch={} combine={} num_sms={} chunk_tokens={} packet_tokens={} \
+         device={:?}; {}",
         first.num_ranks,
         first.hidden,
         first.experts,
         first.topk,
         first.dtype,
+        first.combine_dtype,
         first.num_sms,
+        first.chunk_tokens,
+        first.packet_tokens,
         first.device,
         first.date
     );
@@ -109,24 +103,49 @@ fn text(points: &[LowLatencyPoint]) -> String {
             pair.p99_us
         );
     }
+    let _ = writeln!(
+        out,
+        "  us from the start of a kernel's first block to the last that has sent its rows, knows of all ranks, is done; medians\n  {:>7} {:>8} \
+         {:>8} {:>8} {:>11} {:>8} {:>8}",
+        "tokens", "dispatch", "", "", "combine", "", ""
+    );
+    for point in points {
+        let (dispatch, combine) = (&point.dispatch_within, &point.combine_within);
+        let _ = writeln!(
+            out,
+            "  {:>7} {:>8.1} {:>8.1} {:>8.1} {:>11.1} {:>8.1} {:>8.1}",
+            point.tokens,
+            dispatch.sent.p50_us,
+            dispatch.entered.p50_us,
+            dispatch.done.p50_us,
+            combine.sent.p50_us,
+            combine.entered.p50_us,
+            combine.done.p50_us
+        );
+    }
     out.trim_end().to_owned()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::parse;
+    use super::super::testing::{Counted, parse};
     use super::*;
+    use crate::options::RowType;
 
     #[test]
     fn every_number_of_tokens_is_measured() {
         let args = parse("bench --mode low-latency --ranks-per-node 3 --tokens 5 --hidden 128 --experts 6 --topk 2 --warmup 1 --iters 2 --graph=3").unwrap();
-        for dtype in [RowType::Bf16, RowType::Fp8] {
-            let args = Args { dtype, ..args.clone() };
+        for (dtype, combine_dtype) in [(RowType::Bf16, RowType::Fp8), (RowType::Fp8, RowType::Bf16)] {
+            let mut args = args.clone();
+            (args.sizes.dtype, args.sizes.combine_dtype) = (dtype, combine_dtype);
             let plan = plan(&args).unwrap();
-            let topology = args.place.topology(Mode::LowLatency, None).unwrap();
-            let ranks =
-                on_ranks(topology, args.device, |device, group| low_latency::rank(&plan, device, group))
-                    .unwrap();
+            let topology = args.sizes.place.topology(Mode::LowLatency, None).unwrap();
+            let steps = Counted::default();
+            let ranks = on_ranks(topology, args.sizes.device, |device, group| {
+                low_latency::rank(&plan, device, group, &steps)
+            })
+            .unwrap();
+            assert_eq!(steps.of_rank_0(), plan.steps());
             let points = low_latency::points(&plan, &ranks);
             let [point] = &points[..] else { panic!("{points:?}") };
             assert_eq!(
@@ -137,9 +156,43 @@ mod tests {
                 ),
                 (2, 2, 2)
             );
+            for within in [&point.dispatch_within, &point.combine_within] {
+                let (sent, entered, done) = (&within.sent, &within.entered, &within.done);
+                assert_eq!(
+                    (sent.samples_us.len(), entered.samples_us.len(), done.samples_us.len()),
+                    (2, 2, 2)
+                );
+                assert!(sent.min_us > 0.0 && entered.min_us > 0.0, "{within:?}");
+                assert!(sent.p50_us.max(entered.p50_us) <= done.p50_us, "{within:?}");
+            }
             assert!(point.remote_rows > 0.0 && point.remote_rows <= 10.0, "{point:?}");
             assert!(text(&points).contains("VIRTUAL GPU"), "{}", text(&points));
             assert!(low_latency::json(&points).unwrap().contains("\"tokens\": 5"));
+            assert_ne!(point.dtype, point.combine_dtype);
+        }
+    }
+
+    #[test]
+    fn packets_and_words_are_both_measured() {
+        let line = "bench --mode low-latency --ranks-per-node 2 --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
+        for (flags, chunk_tokens, packet_tokens) in
+            [("", 1, 32), ("--packet-tokens 0 --chunk-tokens 2", 2, 0), ("--packet-tokens 3", 1, 3)]
+        {
+            let args = parse(&format!("{line} {flags}")).unwrap();
+            let plan = plan(&args).unwrap();
+            let topology = args.sizes.place.topology(Mode::LowLatency, None).unwrap();
+            let ranks = on_ranks(topology, args.sizes.device, |device, group| {
+                low_latency::rank(&plan, device, group, &Counted::default())
+            })
+            .unwrap();
+            let points = low_latency::points(&plan, &ranks);
+            let json: serde_json::Value = serde_json::from_str(&low_latency::json(&points).unwrap()).unwrap();
+            let point = &json["points"][0];
+            assert_eq!(
+                (&point["chunk_tokens"], &point["packet_tokens"]),
+                (&chunk_tokens.into(), &packet_tokens.into())
+            );
+            assert!(text(&points).contains(&format!("packet_tokens={packet_tokens}")), "{}", text(&points));
         }
     }
 
@@ -153,12 +206,15 @@ mod tests {
             ("--nodes 2", "--nodes 2"),
             ("--plot a.svg", "--plot"),
             ("--iters 0", "--iters 0"),
+            ("--tokens 0", "--tokens 0: must be 1 to 1024"),
+            ("--combine-dtype fp8 --hidden 64", "--hidden 64: must be a positive multiple of 128"),
+            ("--hidden 2", "--hidden 2: must be a positive multiple of 8 (rows are multiples of 16 bytes)"),
+            ("--repeat 3", "--repeat"),
+            ("--baseline nccl", "--baseline: not with --mode low-latency; leave the mode out"),
         ] {
-            let message = plan(&parse(&format!("bench --mode low-latency {line}")).unwrap())
-                .unwrap_err()
-                .message
-                .unwrap();
-            assert!(message.contains(part), "{message}");
+            let stop = plan(&parse(&format!("bench --mode low-latency {line}")).unwrap()).unwrap_err();
+            let message = stop.message.unwrap();
+            assert!(stop.code == crate::stop::USAGE && message.contains(part), "{message}");
         }
     }
 }

@@ -3,6 +3,7 @@
 //! One run gives [`results::Point`]s; everything that is printed, stored or drawn comes from those alone, so that stored
 //! results can be printed, drawn and compared later.
 
+mod ab;
 mod args;
 mod compare;
 mod csv;
@@ -16,13 +17,13 @@ mod sweep;
 
 use clap::Subcommand;
 use epoxide_bench::results::{Point, Results};
-use epoxide_bench::{Plan, trace};
+use epoxide_bench::{Plan, trace, ways};
 
 pub use args::Args;
 
-use self::start::{launched, measure_points};
+use self::start::{announce, launched, measure_points};
 use crate::options::Mode;
-use crate::output;
+use crate::output::{self, Progress};
 use crate::ranks;
 use crate::stop::{Result, Stop};
 
@@ -43,6 +44,8 @@ enum Tool {
     Plot(plot::Args),
     /// Compare stored results, and say which differences are noise.
     Compare(compare::Args),
+    /// Measure two programs, or two files of kernels, in turn, and compare.
+    Ab(Box<ab::Args>),
     /// Measure the network between nodes alone: bandwidth and latency of puts, by size and depth.
     Wire(network::Args),
     /// Predict times and bytes for sizes that no one here can run.
@@ -52,28 +55,34 @@ enum Tool {
 /// Runs the benchmark, or a tool on its results.
 ///
 /// # Errors
-/// Skips where the devices are missing or the sizes do not fit them, and whatever the operations report.
+/// Bad usage where sizes cannot be; skips where the devices are missing or have no room for them; and whatever the operations report.
 pub fn run(bench: &Bench) -> Result<()> {
     match &bench.tool {
         None => {}
         Some(Tool::Plot(args)) => return plot::run(args),
         Some(Tool::Compare(args)) => return compare::run(args),
+        Some(Tool::Ab(args)) => return ab::run(args),
         Some(Tool::Model(args)) => return model::run(args),
         Some(Tool::Wire(args)) => return network::run(args),
     }
     let args = &bench.args;
-    if args.place.mode == Some(Mode::LowLatency) {
+    if args.sizes.place.mode == Some(Mode::LowLatency) {
         return low_latency::run(args);
     }
     let plan = args.plan()?;
     if let Some(path) = &args.plot {
         plot::check_path(path)?;
     }
+    // Before anything is made: a sweep would leave out size after size.
+    if let Some(baseline) = plan.baseline {
+        baseline.check()?;
+    }
     if args.sweep.is_some() && launched()?.is_some() {
         let remedy = "start it without a launcher: its ranks are threads then";
-        return Err(Stop::usage(format!("bench: --sweep: not for ranks that a launcher started; {remedy}")));
+        return Err(Stop::usage(format!("--sweep: not for ranks that a launcher started; {remedy}")));
     }
     let points = match (&args.sweep, &args.out) {
+        // Each point says for itself whether it can be.
         (Some(sweep), Some(out)) => sweep::run(args, &plan, sweep, out)?,
         _ => single(args, &plan)?,
     };
@@ -84,18 +93,23 @@ pub fn run(bench: &Bench) -> Result<()> {
         csv::write(path, &points)?;
     }
     if let Some(path) = &args.plot {
-        plot::draw(&points, &plot::Choice::default(), path)?;
+        plot::draw_points(&points, path)?;
     }
     Ok(())
 }
 
 /// One run: text or JSON, and the trace.
 fn single(args: &Args, plan: &Plan) -> Result<Vec<Point>> {
-    let (points, results) = measure_points(plan)?;
+    plan.check()?;
+    announce(plan, args.sizes.leaves_sizes_open());
+    let progress = Progress::new("bench", u64::from(plan.repeat) * plan.steps(), ranks::speaks());
+    let (points, results) = measure_points(plan, &progress)?;
+    drop(progress);
     if !ranks::speaks() {
         return Ok(points);
     }
-    let text: Vec<String> = points.iter().map(report::text).collect();
+    let text = points.iter().map(report::text).chain(ways::summary(&points));
+    let text: Vec<String> = text.collect();
     match &args.json {
         Some(path) => {
             output::write_text(path, &Results::new(points.clone()).json()?)?;
@@ -111,6 +125,8 @@ fn single(args: &Args, plan: &Plan) -> Result<Vec<Point>> {
     Ok(points)
 }
 
+#[cfg(all(test, feature = "nccl"))]
+mod baseline_tests;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]

@@ -9,7 +9,7 @@ use epoxide_bench::sweep::parse_values;
 use super::csv;
 use super::start::{launched, on_ranks};
 use crate::options::{DeviceKind, Mode, NetworkFlags, WorldFlags};
-use crate::output::{self, write_text};
+use crate::output::{self, Progress, write_text};
 use crate::ranks;
 use crate::stop::{Result, Stop};
 
@@ -59,7 +59,10 @@ pub struct Args {
 
 /// Measures, prints and stores.
 pub fn run(args: &Args) -> Result<()> {
-    let points = measure(&args.plan()?, args.device)?;
+    let plan = args.plan()?;
+    let progress = Progress::new("bench wire", 0, ranks::speaks());
+    let points = measure(&plan, args.device)?;
+    drop(progress);
     if !ranks::speaks() {
         return Ok(());
     }

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use epoxide_bench::counts::TokenCounts;
-use epoxide_bench::results::{PhaseName, Point};
+use epoxide_bench::results::{Phase, PhaseName, Point};
 
 /// A point for people: the lines of MSCCL++'s test first.
 pub fn text(point: &Point) -> String {
@@ -14,6 +14,7 @@ pub fn text(point: &Point) -> String {
     let _ = distributions(&mut out, point);
     let _ = on_wire(&mut out, point);
     let _ = conventions(&mut out, point);
+    let _ = baselines(&mut out, point);
     out + &replays(std::slice::from_ref(point))
 }
 
@@ -77,8 +78,8 @@ fn mscclpp_lines(out: &mut String, point: &Point) -> std::fmt::Result {
     )?;
     // Across nodes MSCCL++'s test times the dispatch that exchanges counts, within one the cached one.
     let dispatch = if key.nodes > 1 { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
-    mscclpp_phase(out, point, "dispatch", dispatch)?;
-    mscclpp_phase(out, point, "combine ", PhaseName::CombineInPool)?;
+    mscclpp_phase(out, point, "dispatch", point.phase(dispatch))?;
+    mscclpp_phase(out, point, "combine ", point.phase(PhaseName::CombineInPool))?;
     let row_bytes = point.phase(PhaseName::DispatchCached).map_or(0, |phase| phase.row_bytes);
     let count = |tokens: f64| format!("{:.2} MB ({tokens:.1} tok)", tokens * row_bytes as f64 / 1e6);
     writeln!(
@@ -92,19 +93,25 @@ fn mscclpp_lines(out: &mut String, point: &Point) -> std::fmt::Result {
     match key.nodes {
         1 => Ok(()),
         // MSCCL++'s test has none; in its form.
-        _ => mscclpp_phase(out, point, "cached  ", PhaseName::DispatchCached),
+        _ => mscclpp_phase(out, point, "cached  ", point.phase(PhaseName::DispatchCached)),
     }
 }
 
-fn mscclpp_phase(out: &mut String, point: &Point, label: &str, name: PhaseName) -> std::fmt::Result {
-    let Some(phase) = point.phase(name) else { return Ok(()) };
+fn mscclpp_phase(out: &mut String, point: &Point, label: &str, phase: Option<&Phase>) -> std::fmt::Result {
+    let Some(phase) = phase else { return Ok(()) };
     let Some(time) = phase.back_to_back else { return Ok(()) };
-    let note = if point.is_virtual { "(VIRTUAL GPU: interpreter time, no BW)" } else { "(BW @ avg time)" };
+    if point.is_virtual {
+        let (avg, min, max) = (time.avg_us, figure(time.min_us), figure(time.max_us));
+        return writeln!(
+            out,
+            "  {label}: avg={avg:.2}us min={min}us max={max}us  (VIRTUAL GPU: interpreter time)"
+        );
+    }
     let mscclpp = phase.bandwidth.as_ref().and_then(|bandwidth| bandwidth.mscclpp);
     let six = |pick: fn(&TokenCounts<f64>) -> f64| figure(mscclpp.map(|test| pick(&test.six)));
     writeln!(
         out,
-        "  {label}: avg={:.2}us min={}us max={}us  per_rank_bw={} GB/s  agg_bw={} GB/s  {note}",
+        "  {label}: avg={:.2}us min={}us max={}us  per_rank_bw={} GB/s  agg_bw={} GB/s  (BW @ avg time)",
         time.avg_us,
         figure(time.min_us),
         figure(time.max_us),
@@ -125,7 +132,10 @@ fn mscclpp_phase(out: &mut String, point: &Point, label: &str, name: PhaseName) 
 
 fn setting(out: &mut String, point: &Point) -> std::fmt::Result {
     let key = &point.key;
-    writeln!(out, "\n  num_sms={} dtype={} seed={:#x}; {}", key.num_sms, key.dtype, key.seed, point.date)?;
+    let runs = if point.runs.len() > 1 { format!("; {} runs", point.runs.len()) } else { String::new() };
+    let (sms, dtype, seed) = (key.num_sms, &key.dtype, key.seed);
+    let routing = point.routing_digest.as_ref().map_or(String::new(), |digest| format!(" routing={digest}"));
+    writeln!(out, "\n  num_sms={sms} dtype={dtype} seed={seed:#x}{routing}; {}{runs}", point.date)?;
     match point.is_virtual {
         true => writeln!(out, "  device: {}", point.caveat())?,
         false => {
@@ -159,15 +169,23 @@ fn distributions(out: &mut String, point: &Point) -> std::fmt::Result {
     let unit = if point.is_virtual { "us of an interpreter" } else { "us" };
     writeln!(
         out,
-        "  {unit:<22} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} | {:>8} {:>8} {:>7}",
-        "avg", "median", "p90", "p99", "min rank", "max rank", "kernel", "links", "ceiling", "of it"
+        "  {unit:<22} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}{}",
+        "avg",
+        "median",
+        "p90",
+        "p99",
+        "min rank",
+        "max rank",
+        "kernel",
+        // Of an interpreter there are none.
+        if point.is_virtual { "" } else { " |    links  ceiling   of it" }
     )?;
     let optional = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
     for phase in &point.phases {
         let call = &phase.call;
         write!(
             out,
-            "  {:<22} {:>9.1} {:>9.1} {:>9} {:>9.1} {:>9.1} {:>9.1} {:>9} |",
+            "  {:<22} {:>9.1} {:>9.1} {:>9} {:>9.1} {:>9.1} {:>9.1} {:>9}",
             phase.name.text(),
             call.avg_us,
             call.median_us,
@@ -178,14 +196,14 @@ fn distributions(out: &mut String, point: &Point) -> std::fmt::Result {
             optional(phase.kernel_us)
         )?;
         match &phase.bandwidth {
-            None => writeln!(out, " no bandwidth: virtual GPU")?,
+            None => writeln!(out)?,
             Some(bandwidth) => {
                 let share = bandwidth
                     .link_ceiling
                     .map(|ceiling| format!("{:.1}%", 100.0 * bandwidth.links / ceiling));
                 writeln!(
                     out,
-                    " {:>8.1} {:>8} {:>7}",
+                    " | {:>8.1} {:>8} {:>7}",
                     bandwidth.links,
                     optional(bandwidth.link_ceiling),
                     share.unwrap_or("-".into())
@@ -238,7 +256,7 @@ fn on_wire(out: &mut String, point: &Point) -> std::fmt::Result {
 /// The same calls, cached dispatch and combine in the pool, as others count them.
 fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
     if point.is_virtual {
-        return writeln!(out, "  no table of conventions: no bandwidth comes of {}", point.caveat());
+        return Ok(());
     }
     writeln!(out, "\n  the same calls as others count them, GB/s at the mean call")?;
     writeln!(
@@ -266,6 +284,38 @@ fn conventions(out: &mut String, point: &Point) -> std::fmt::Result {
             six.recv_nvl,
             six.recv_rdma
         )?;
+    }
+    Ok(())
+}
+
+/// What other ways take for the same, in the lines of MSCCL++'s test and each call by itself. Bandwidths are of the rows that epoxide moves,
+/// so that the faster way has the higher one; what a way moves besides, its bytes say.
+fn baselines(out: &mut String, point: &Point) -> std::fmt::Result {
+    for of in &point.baselines {
+        let what = if of.way.is_ours() { "whole calls" } else { "the exchange alone" };
+        writeln!(out, "\n  [{}] {what}, on the same routing", of.way.text())?;
+        mscclpp_phase(out, point, "dispatch", Some(&of.dispatch))?;
+        mscclpp_phase(out, point, "combine ", Some(&of.combine))?;
+        let megabytes = |bytes: f64| format!("{:.2} MB", bytes / 1e6);
+        writeln!(
+            out,
+            "  bytes over links (per rank avg): dispatch={} combine={}",
+            megabytes(of.dispatch_link_bytes),
+            megabytes(of.combine_link_bytes)
+        )?;
+        for (label, phase) in [("dispatch", &of.dispatch), ("combine ", &of.combine)] {
+            let call = &phase.call;
+            let links =
+                phase.bandwidth.as_ref().map(|bandwidth| format!("  links={:.1} GB/s", bandwidth.links));
+            writeln!(
+                out,
+                "  {label} by itself: avg={:.1}us median={:.1}us p99={:.1}us{}",
+                call.avg_us,
+                call.median_us,
+                call.p99_us,
+                links.unwrap_or_default()
+            )?;
+        }
     }
     Ok(())
 }

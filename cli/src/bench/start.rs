@@ -8,11 +8,12 @@ use epoxide::group::launch::run_threads;
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
 use epoxide_bench::measure::{self, RankResult, TIMEOUT};
 use epoxide_bench::results::Point;
-use epoxide_bench::{Plan, points};
+use epoxide_bench::{Plan, Watch, points};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::options::{DeviceKind, Topology};
+use crate::output;
 use crate::ranks;
 use crate::stop::Result;
 
@@ -43,11 +44,47 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
 }
 
 /// Measures all that a plan asks for in one group of ranks.
-pub fn measure_points(plan: &Plan) -> Result<(Vec<Point>, Vec<RankResult>)> {
+pub fn measure_points(plan: &Plan, watch: &dyn Watch) -> Result<(Vec<Point>, Vec<RankResult>)> {
     plan.check()?;
-    let device = if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda };
-    let ranks = on_ranks(plan.topology, device, |device, group| measure::rank(plan, device, group))?;
-    Ok((points::points(plan, &ranks)?, ranks))
+    let ranks =
+        on_ranks(plan.topology, device_of(plan), |device, group| measure::runs(plan, &device, group, watch))?;
+    Ok(points::of_runs(plan, ranks)?)
+}
+
+/// Which GPUs a plan is for.
+pub fn device_of(plan: &Plan) -> DeviceKind {
+    if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda }
+}
+
+/// Says what a plan will take, before it begins; `open`: sizes were left to the command.
+pub fn announce(plan: &Plan, open: bool) {
+    if !ranks::speaks() {
+        return;
+    }
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let estimate = plan.estimate(processors);
+    let gigabytes = |bytes: f64| format!("{:.1} GB", (bytes / 1e9).max(0.1));
+    let mut text = format!(
+        "bench: {} ranks, {} tokens of {} elements each, {} of {} experts: ",
+        plan.topology.ranks(),
+        plan.tokens,
+        plan.hidden,
+        plan.topk,
+        plan.experts
+    );
+    text += &match estimate.seconds {
+        None => format!("about {} on each GPU", gigabytes(estimate.device_bytes)),
+        Some(seconds) => {
+            format!("about {} and {}", output::duration(seconds), gigabytes(estimate.host_bytes))
+        }
+    };
+    if let Some(left) = output::memory_left().filter(|left| plan.is_virtual && *left < estimate.host_bytes) {
+        text += &format!(", but {} are left on this machine", gigabytes(left));
+    }
+    if open && plan.is_virtual {
+        text += "; sizes for an interpreter, --tokens, --hidden and others give your own";
+    }
+    output::complain(&text);
 }
 
 /// How many ranks a launcher started, and how many of them on this host; nothing where it started none.

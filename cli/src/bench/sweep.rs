@@ -1,29 +1,21 @@
 //! `--sweep`: measures what is missing, with a progress line, and says which is best.
 
-use std::io::IsTerminal;
 use std::path::Path;
 
 use epoxide_bench::results::Point;
 use epoxide_bench::sweep::{self, Run, Sweep, summary};
-use epoxide_bench::{Error, Plan};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use epoxide_bench::{Error, Plan, ways};
 
 use super::Args;
 use super::report;
 use super::start::{launched, open};
 use crate::options::{Mode, WorldFlags};
-use crate::output;
+use crate::output::{self, Progress};
 use crate::stop::{Result, Stop};
 
 /// Measures what `out` does not hold yet; gives the points of this sweep, old and new.
 pub fn run(args: &Args, plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
-    let bar = ProgressBar::new(0);
-    if !std::io::stderr().is_terminal() {
-        bar.set_draw_target(ProgressDrawTarget::hidden());
-    }
-    if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} ({eta})") {
-        bar.set_style(style);
-    }
+    let bar = Progress::new("bench", 0, true);
     let launched = launched()?;
     let topology = |nodes, ranks_per_node| {
         let place = WorldFlags { mode: None, nodes: Some(nodes), ranks_per_node: Some(ranks_per_node) };
@@ -31,22 +23,32 @@ pub fn run(args: &Args, plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Po
         topology.map_err(|stop| Error::Usage(stop.message.unwrap_or_default()))
     };
     let progress = |group: &Plan, done: usize, total: usize| {
-        bar.set_length(total as u64);
-        bar.set_position(done as u64);
-        bar.set_message(format!("{} ranks, {} tokens", group.topology.ranks(), group.tokens));
+        bar.reached(
+            format!("{} ranks, {} tokens", group.topology.ranks(), group.tokens),
+            done as u64,
+            total as u64,
+        );
     };
-    let open = |rank| open(args.device, rank);
-    let swept = sweep::run(plan, sweep, out, &Run { topology: &topology, open: &open, progress: &progress });
-    bar.finish_and_clear();
+    let open = |rank| open(args.sizes.device, rank);
+    let how = Run { topology: &topology, open: &open, progress: &progress, watch: &() };
+    let swept = sweep::run(plan, sweep, out, &how);
+    drop(bar);
     let swept = swept?;
-    for reason in &swept.skipped {
-        output::complain(&format!("skipped: {reason}"));
+    for (left_out, reason) in &swept.left_out {
+        let (ranks, tokens) = (left_out.topology.ranks(), left_out.tokens);
+        output::complain(&format!("left out: {ranks} ranks, {tokens} tokens: {reason}"));
     }
     if swept.points.is_empty() {
-        return Err(Stop::skipped("bench: no point of the sweep can be run here"));
+        // Why none can be, the first of them says: bad usage, or a machine that lacks something.
+        let (_, reason) =
+            swept.left_out.into_iter().next().ok_or_else(|| Stop::usage("--sweep: no points"))?;
+        return Err(reason.into());
     }
     output::text_line(&summary(&swept.points))?;
-    if args.graph.is_some() {
+    if let Some(ways) = ways::summary(&swept.points) {
+        output::text_line(&ways)?;
+    }
+    if args.sizes.graph.is_some() {
         output::text_line(report::replays(&swept.points).trim_end())?;
     }
     Ok(swept.points)

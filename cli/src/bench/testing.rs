@@ -1,8 +1,10 @@
 //! Runs for tests, on the virtual GPU.
 
-use epoxide_bench::Plan;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use epoxide_bench::measure::RankResult;
 use epoxide_bench::results::{Point, Results};
+use epoxide_bench::{Plan, Watch};
 
 use super::args::Args;
 use super::start::measure_points;
@@ -34,11 +36,28 @@ pub fn arguments(line: &str) -> Plan {
 
 /// A run on the virtual GPU.
 pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
-    measure_points(&arguments(line)).unwrap()
+    measure_points(&arguments(line), &()).unwrap()
 }
 
 /// The committed points of H200s.
 pub fn h200() -> Vec<Point> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
     Results::read(path.as_ref()).unwrap().points
+}
+
+/// Counts the steps of rank 0.
+#[derive(Default)]
+pub struct Counted(AtomicU64);
+
+impl Counted {
+    /// So many so far.
+    pub fn of_rank_0(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Watch for Counted {
+    fn step(&self, rank: u32) {
+        self.0.fetch_add(u64::from(rank == 0), Ordering::Relaxed);
+    }
 }

@@ -29,17 +29,15 @@ fn passed_once(output: &str, ranks: u32) {
     assert!(output.contains(&format!("num_ranks={ranks} ")), "{output}");
 }
 
-#[test]
-fn under_torchrun() {
-    let Some(python) = python("under_torchrun") else { return };
+pub fn under_torchrun() {
+    let python = python();
     let mut command = torchrun(&python, &["--standalone", "--nproc-per-node", "3", epoxide()]);
     command.args(JOB);
     passed_once(&Running::start(command).succeed(), 3);
 }
 
-#[test]
-fn under_torchrun_with_a_static_rendezvous() {
-    let Some(python) = python("under_torchrun_with_a_static_rendezvous") else { return };
+pub fn under_torchrun_with_a_static_rendezvous() {
+    let python = python();
     let port = free_port().to_string();
     let flags = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", &port, epoxide()];
     let mut command = torchrun(&python, &flags);
@@ -47,9 +45,8 @@ fn under_torchrun_with_a_static_rendezvous() {
     passed_once(&Running::start(command).succeed(), 2);
 }
 
-#[test]
-fn under_torchrun_where_rank_0_serves() {
-    let Some(python) = python("under_torchrun_where_rank_0_serves") else { return };
+pub fn under_torchrun_where_rank_0_serves() {
+    let python = python();
     let mut command = torchrun(&python, &["--standalone", "--nproc-per-node", "2", "sh", "-c"]);
     command.env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1");
     let script =
@@ -58,9 +55,8 @@ fn under_torchrun_where_rank_0_serves() {
     passed_once(&Running::start(command).succeed(), 2);
 }
 
-#[test]
-fn an_error_of_a_rank_ends_torchrun() {
-    let Some(python) = python("an_error_of_a_rank_ends_torchrun") else { return };
+pub fn an_error_of_a_rank_ends_torchrun() {
+    let python = python();
     let mut command = torchrun(&python, &["--standalone", "--nproc-per-node", "2", "sh", "-c"]);
     // Rank 1 says that there are three.
     command.arg(format!(
@@ -73,9 +69,8 @@ fn an_error_of_a_rank_ends_torchrun() {
     assert!(output.contains(": the rank that came first says "), "{output}");
 }
 
-#[test]
-fn a_restart_of_torchrun_finds_a_clean_store() {
-    let Some(python) = python("a_restart_of_torchrun_finds_a_clean_store") else { return };
+pub fn a_restart_of_torchrun_finds_a_clean_store() {
+    let python = python();
     let flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "sh", "-c"];
     let mut command = torchrun(&python, &flags);
     // The first start runs to its end, and fails after that.
@@ -85,16 +80,14 @@ fn a_restart_of_torchrun_finds_a_clean_store() {
     assert_eq!(output.matches("PASS").count(), 2, "{output}");
 }
 
-#[test]
-fn under_mpirun() {
-    let Some(mut command) = mpirun("under_mpirun") else { return };
+pub fn under_mpirun() {
+    let mut command = mpirun();
     command.args(["-n", "4", epoxide()]).args(JOB);
     passed_once(&Running::start(command).succeed(), 4);
 }
 
-#[test]
-fn under_mpirun_where_rank_0_serves() {
-    let Some(mut command) = mpirun("under_mpirun_where_rank_0_serves") else { return };
+pub fn under_mpirun_where_rank_0_serves() {
+    let mut command = mpirun();
     let port = format!("MASTER_PORT={}", free_port());
     command.args(["-x", "MASTER_ADDR=127.0.0.1", "-x", &port, "-n", "3", epoxide()]).args(JOB);
     passed_once(&Running::start(command).succeed(), 3);

@@ -6,9 +6,8 @@ use epoxide::internal::TcpStoreServer;
 use crate::scenario::{PATIENCE, play};
 use crate::tools::{Running, python, scenario};
 
-#[test]
-fn our_clients_at_pytorchs_server() {
-    let Some(python) = python("our_clients_at_pytorchs_server") else { return };
+pub fn our_clients_at_pytorchs_server() {
+    let python = python();
     const SIZE: u32 = 5;
     let mut server = Running::start(scenario(&python, "server", "127.0.0.1", 0, 0, SIZE));
     let port: u16 = server.announced("port ").parse().unwrap();
@@ -25,9 +24,8 @@ fn our_clients_at_pytorchs_server() {
     assert!(output.contains("rank 0 is done"), "{output}");
 }
 
-#[test]
-fn our_error_when_pytorchs_server_ends() {
-    let Some(python) = python("our_error_when_pytorchs_server_ends") else { return };
+pub fn our_error_when_pytorchs_server_ends() {
+    let python = python();
     let mut server = Running::start(scenario(&python, "server", "127.0.0.1", 0, 0, 2));
     let port: u16 = server.announced("port ").parse().unwrap();
     let store = TcpStore::connect("127.0.0.1", port, std::time::Duration::from_secs(1)).unwrap();
@@ -43,9 +41,8 @@ fn our_error_when_pytorchs_server_ends() {
     assert!(error.contains("closed the connection") || error.contains("no store server"), "{error}");
 }
 
-#[test]
-fn pytorchs_clients_at_our_server() {
-    let Some(python) = python("pytorchs_clients_at_our_server") else { return };
+pub fn pytorchs_clients_at_our_server() {
+    let python = python();
     const SIZE: u32 = 4;
     let store = TcpStore::host(0, PATIENCE, PATIENCE).unwrap();
     let clients: Vec<_> = (1..SIZE)
@@ -70,9 +67,8 @@ fn pytorchs_clients_at_our_server() {
     outcome.unwrap();
 }
 
-#[test]
-fn a_process_group_of_pytorchs_over_our_server() {
-    let Some(python) = python("a_process_group_of_pytorchs_over_our_server") else { return };
+pub fn a_process_group_of_pytorchs_over_our_server() {
+    let python = python();
     let server = TcpStoreServer::bind(("127.0.0.1", 0)).unwrap();
     let ranks: Vec<_> = (0..3)
         .map(|rank| {

@@ -1,9 +1,11 @@
 //! What the tests run, if it is there.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+
+use crate::harness::skip;
 
 /// Set to 1 where a missing tool is an error.
 const REQUIRE: &str = "EPOXIDE_REQUIRE_INTEROP";
@@ -16,23 +18,21 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Says that `test` does not run, past the test harness, which would keep it to itself.
-fn skip(test: &str, reason: &str) {
+/// Ends the test, which does not run here, for this reason.
+fn lacking(reason: &str) -> ! {
     let required = std::env::var(REQUIRE).is_ok_and(|value| value == "1");
-    assert!(!required, "{test}: {reason}, and {REQUIRE}=1; run tests/interop/setup.sh");
-    let line = format!("SKIPPED {test}: {reason}; run tests/interop/setup.sh\n");
-    std::io::stderr().write_all(line.as_bytes()).unwrap();
+    assert!(!required, "{reason}, and {REQUIRE}=1; run tests/interop/setup.sh");
+    skip(reason.to_owned())
 }
 
-/// The interpreter that has PyTorch; `None`, with a word to the user, when there is none.
-pub fn python(test: &str) -> Option<PathBuf> {
+/// The interpreter that has PyTorch; without one the test is skipped.
+pub fn python() -> PathBuf {
     let venv = std::env::var_os(VENV).map_or_else(|| root().join("target/torch-venv"), PathBuf::from);
     let python = venv.join("bin/python");
     if !python.exists() {
-        skip(test, &format!("no PyTorch: {} is not there", python.display()));
-        return None;
+        lacking("no PyTorch");
     }
-    Some(python)
+    python
 }
 
 /// A command that runs a part of scenario.py.
@@ -43,20 +43,15 @@ pub fn scenario(python: &Path, part: &str, host: &str, port: u16, rank: u32, siz
     command
 }
 
-/// Open MPI's mpirun, if it is there.
-pub fn mpirun(test: &str) -> Option<Command> {
+/// Open MPI's mpirun; without it the test is skipped.
+pub fn mpirun() -> Command {
     let version = Command::new("mpirun").arg("--version").output();
-    match version {
-        Ok(output) if String::from_utf8_lossy(&output.stdout).contains("Open MPI") => {
-            let mut command = Command::new("mpirun");
-            command.args(["--allow-run-as-root", "--oversubscribe"]);
-            Some(command)
-        }
-        _ => {
-            skip(test, "no mpirun of Open MPI");
-            None
-        }
+    if !version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI")) {
+        lacking("no mpirun of Open MPI");
     }
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe"]);
+    command
 }
 
 /// A process whose output is kept, and which does not outlive this.

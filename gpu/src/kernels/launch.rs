@@ -36,25 +36,22 @@ pub struct KernelInfo {
     pub traps_allowed: u32,
 }
 
-/// A kernel that the host can call.
-pub trait Kernel {
+/// An entry of the PTX module: what `#[kernel]` makes a type of. The type's own `call(..)`, which takes what the kernel takes, checks its
+/// clauses and gives a [`Call`].
+pub trait Entry {
     /// Its argument struct.
     type Args: Pod;
     /// What its PTX must look like.
     const INFO: KernelInfo;
-    /// Checks the `requires` clauses against `args`.
-    fn call(args: Self::Args) -> Result<Call<Self>, ContractError>
-    where
-        Self: Sized;
 }
 
-/// A checked call of kernel `K`: only [`Kernel::call`] makes one.
-pub struct Call<K: Kernel> {
+/// A checked call of kernel `K`: only its `call` makes one.
+pub struct Call<K: Entry> {
     args: K::Args,
     kernel: PhantomData<K>,
 }
 
-impl<K: Kernel> Call<K> {
+impl<K: Entry> Call<K> {
     pub(super) fn new(args: K::Args) -> Self {
         Call { args, kernel: PhantomData }
     }
@@ -66,13 +63,13 @@ impl<K: Kernel> Call<K> {
 }
 
 /// A `requires` clause that does not hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct ContractError {
     /// The kernel.
     pub kernel: &'static str,
     /// The clause as written.
     pub clause: &'static str,
-    /// What its sides came to.
+    /// What the sides of a comparison came to; of another clause, the arguments that it looks at.
     pub values: String,
 }
 
@@ -82,4 +79,32 @@ impl fmt::Display for ContractError {
     }
 }
 
+impl fmt::Debug for ContractError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl std::error::Error for ContractError {}
+
+#[cfg(test)]
+mod tests {
+    use bytemuck::Zeroable;
+
+    use crate::kernels::{InternodeCount, StageCombine};
+    use crate::layout::{InternodeCountArgs, StageArgs};
+
+    #[test]
+    fn a_clause_that_does_not_hold_shows_its_values() {
+        let args = StageArgs { row_bytes: 24, ..StageArgs::zeroed() };
+        let error = StageCombine::call(args).err().unwrap();
+        let text = "kernel stage_combine requires args.row_bytes.is_multiple_of(16): args.row_bytes = 24";
+        assert_eq!((error.to_string(), format!("{error:?}")), (text.to_owned(), text.to_owned()));
+        let args =
+            InternodeCountArgs { num_channels: 1, num_ranks: 3, ranks_per_node: 2, ..Zeroable::zeroed() };
+        let error = InternodeCount::call(args).err().unwrap();
+        assert_eq!(error.values, "args.num_ranks = 3, args.ranks_per_node = 2");
+        let error = InternodeCount::call(InternodeCountArgs { num_channels: 0, ..args }).err().unwrap();
+        assert_eq!(error.values, "0 against 1");
+    }
+}

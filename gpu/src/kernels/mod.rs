@@ -14,6 +14,14 @@ macro_rules! unroll8 {
 macro_rules! unroll4 {
     ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2 3) };
 }
+/// The same from 0 to 2.
+macro_rules! unroll3 {
+    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2) };
+}
+/// The same from 0 to 1.
+macro_rules! unroll2 {
+    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1) };
+}
 // `unroll8` covers every possible rank.
 const _: () = assert!(crate::layout::MAX_RANKS == 8);
 
@@ -39,25 +47,6 @@ mod launch;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use launch::*;
 
-#[cfg(not(target_arch = "nvptx64"))]
-pub use example::{MoeExperts, MoeRouter};
-
-// The library's own, which its host launches.
-#[cfg(not(target_arch = "nvptx64"))]
-#[doc(hidden)]
-pub use {
-    ceiling::{CeilingPull, CeilingPush},
-    combine::{CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32, StageCombine},
-    dispatch::Dispatch,
-    internode_combine::InternodeCombine,
-    internode_count::InternodeCount,
-    internode_dispatch::InternodeDispatch,
-    internode_notify::InternodeNotify,
-    layout::DispatchLayout,
-    low_latency::{LowLatencyCombine, LowLatencyDispatch},
-    notify::Notify,
-};
-
 #[doc(hidden)]
 pub use {
     combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES, epoch::JOINED_BYTES,
@@ -65,28 +54,33 @@ pub use {
     low_latency::LOW_LATENCY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
 };
 
-/// Every kernel of the module, in the order of an operation; then the benchmark's and the example's.
-#[cfg(not(target_arch = "nvptx64"))]
-pub const MANIFEST: &[KernelInfo] = &[
-    DispatchLayout::INFO,
-    Notify::INFO,
-    Dispatch::INFO,
-    StageCombine::INFO,
-    CombineBf16::INFO,
-    CombineF32::INFO,
-    CombineStagedBf16::INFO,
-    CombineStagedF32::INFO,
-    InternodeCount::INFO,
-    InternodeNotify::INFO,
-    InternodeDispatch::INFO,
-    InternodeCombine::INFO,
-    LowLatencyDispatch::INFO,
-    LowLatencyCombine::INFO,
-    CeilingPush::INFO,
-    CeilingPull::INFO,
-    MoeRouter::INFO,
-    MoeExperts::INFO,
-];
+/// What the host launches: makes the kernels' types public there, and lists them for the PTX.
+macro_rules! kernels {
+    ($($(#[$hidden:meta])? $module:ident::{$($kernel:ident),*};)*) => {
+        $(#[cfg(not(target_arch = "nvptx64"))]
+        $(#[$hidden])?
+        pub use $module::{$($kernel),*};)*
+
+        /// Every kernel of the module.
+        #[cfg(not(target_arch = "nvptx64"))]
+        pub const MANIFEST: &[KernelInfo] = &[$($(<$kernel as Entry>::INFO),*),*];
+    };
+}
+
+// A kernel's type has its name in camel case. Hidden are the library's own, which its host launches.
+kernels! {
+    #[doc(hidden)] layout::{DispatchLayout};
+    #[doc(hidden)] notify::{Notify};
+    #[doc(hidden)] dispatch::{Dispatch};
+    #[doc(hidden)] combine::{StageCombine, CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32};
+    #[doc(hidden)] internode_count::{InternodeCount};
+    #[doc(hidden)] internode_notify::{InternodeNotify};
+    #[doc(hidden)] internode_dispatch::{InternodeDispatch};
+    #[doc(hidden)] internode_combine::{InternodeCombine};
+    #[doc(hidden)] low_latency::{LowLatencyDispatch, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyGather};
+    #[doc(hidden)] ceiling::{CeilingPush, CeilingPull};
+    example::{MoeRouter, MoeExperts};
+}
 
 #[cfg(test)]
 mod tests {

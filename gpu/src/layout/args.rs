@@ -220,9 +220,11 @@ pub struct StagedCombineArgs {
     pub step_rows: u32,
     /// Warps of a block that gather; in a block that copies all do.
     pub gather_warps: u32,
+    /// Parts of a channel's rows, which are dealt out row by row to blocks that copy. The same on all ranks.
+    pub parts: u64,
 }
 
-layout_assert!(StagedCombineArgs, size = 328, gather_warps at 324);
+layout_assert!(StagedCombineArgs, size = 336, parts at 328);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

@@ -42,17 +42,39 @@ pub struct LowLatencyPlace {
     /// Packets `[MAX_RANKS, max_tokens, num_topk / 2 rounded up]`: two local expert ids each, 16 bits, all ones where the expert is on
     /// another rank.
     pub ids: u64,
-    /// f32 `[MAX_RANKS, max_tokens, num_topk]`: the weights of the experts on this rank.
+    /// Packets `[MAX_RANKS, max_tokens, num_topk]`: the f32 weights of the experts on this rank.
     pub weights: u64,
     /// Received rows `[num_ranks * max_tokens]`.
     pub recv_x: u64,
     /// f32 `[num_scales, num_ranks * max_tokens]`.
     pub recv_scales: u64,
-    /// Returned rows, BF16 `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share of this rank's token t.
+    /// Returned rows `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share of this rank's token t, in BF16, or in e4m3
+    /// with its f32 scales behind it.
     pub returned_x: u64,
+    /// Received rows of ranks with few tokens, in [pieces](PIECE_BYTES): `[num_ranks * packet_tokens, pieces]`.
+    pub packets: u64,
+    /// Packets `[num_ranks * packet_tokens, num_scales]`: the f32 scales of those rows.
+    pub scale_packets: u64,
+    /// Returned rows of a rank with few tokens, in [pieces](PIECE_BYTES): `[num_ranks * packet_tokens, pieces]`.
+    pub returned_packets: u64,
+    /// Packets `[num_ranks * packet_tokens, num_scales]`: the f32 scales of those rows.
+    pub returned_scales: u64,
 }
 
-layout_assert!(LowLatencyPlace, size = 56, returned_x at 48);
+layout_assert!(LowLatencyPlace, size = 88, returned_scales at 80);
+
+/// Bytes of a row that travel together as packets: a lane of a warp has three vectors of 16 bytes, a warp's worth apart. The last piece of a
+/// row is filled up with zeros.
+pub const PIECE_BYTES: u32 = 3 * 32 * 16;
+/// Bytes of a piece's packets, `[4, 32]` of 16 bytes, which are written and read at once. The fourth word of each is the epoch; the others of
+/// a lane's first three packets are the first three words of its vectors, those of the last packet the fourth ones.
+pub const PIECE_PACKET_BYTES: u32 = 4 * 32 * 16;
+
+/// Pieces of a row.
+#[inline(always)]
+pub const fn pieces_of(row_bytes: u32) -> u32 {
+    row_bytes.div_ceil(PIECE_BYTES)
+}
 
 /// What a rank knows of a place's rows, in memory that only it touches. `rows` stands for `num_ranks * max_tokens`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -70,9 +92,11 @@ pub struct LowLatencyTables {
     pub src_info: DevicePtr,
     /// Out of a dispatch, receiver side: i64 `[local_experts, num_ranks]`, count in the low half, begin in the high one.
     pub layout_range: DevicePtr,
-    /// Out of a dispatch, receiver side: i32 `[rows, num_topk]`, where in `expert_rows` the entry is, from its start; unspecified where the
-    /// expert is on another rank.
+    /// Out of a dispatch, receiver side: i32 `[rows, num_topk]`, where in `expert_rows` the entry is, from its start; -1 where the expert is
+    /// on another rank.
     pub slots: DevicePtr,
+    /// Out of a dispatch, receiver side: f32 `[rows, num_topk]`, the weights of entries that have a slot.
+    pub weights: DevicePtr,
     /// u64 `[chunks]`: tokens of a chunk that have been sent, in shares of `QUANTUM`.
     pub sent: DevicePtr,
     /// u64 `[MAX_RANKS, chunks]`: rows of a rank's chunk that have been returned, in shares of `QUANTUM`.
@@ -81,7 +105,7 @@ pub struct LowLatencyTables {
     pub turns: DevicePtr,
 }
 
-layout_assert!(LowLatencyTables, size = 80, turns at 72);
+layout_assert!(LowLatencyTables, size = 88, turns at 80);
 
 /// How often a place was filled and emptied. Monotonic, never reset.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -125,9 +149,13 @@ pub struct LowLatencyArgs {
     pub chunk_tokens: u32,
     /// [`phase`] bits.
     pub phases: u32,
+    /// Ranks with so many tokens, or fewer, send rows as packets.
+    pub packet_tokens: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 160, phases at size_of::<Comm>() + 156);
+layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 208, reserved at size_of::<Comm>() + 204);
 
 /// Arguments of `low_latency_dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -155,7 +183,7 @@ pub struct LowLatencyDispatchArgs {
 
 layout_assert!(LowLatencyDispatchArgs, size = size_of::<LowLatencyArgs>() + 48, reserved at size_of::<LowLatencyArgs>() + 44);
 
-/// What a low-latency dispatch does to rows.
+/// What a low-latency operation does to rows on their way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Quantise {
@@ -170,7 +198,7 @@ pub enum Quantise {
 /// Elements that share a scale.
 pub const SCALE_BLOCK: u32 = 128;
 
-/// Arguments of `low_latency_combine`.
+/// Arguments of `low_latency_combine_bf16` and `low_latency_combine_fp8`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyCombineArgs {
@@ -182,19 +210,53 @@ pub struct LowLatencyCombineArgs {
     pub x_stride: u64,
     /// Out: BF16 rows `[num_tokens]`, contiguous.
     pub combined_x: DevicePtr,
-    /// Bytes of a row, a multiple of 16.
+    /// Bytes of a row as it travels, without scales, a multiple of 16.
     pub row_bytes: u32,
     /// 1 where the rows of `x` are by expert.
     pub by_expert: u32,
+    /// [`Quantise`]: what rows return as.
+    pub quantise: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(LowLatencyCombineArgs, size = size_of::<LowLatencyArgs>() + 32, by_expert at size_of::<LowLatencyArgs>() + 28);
+layout_assert!(LowLatencyCombineArgs, size = size_of::<LowLatencyArgs>() + 40, reserved at size_of::<LowLatencyArgs>() + 36);
+
+/// Arguments of `low_latency_gather`. `rows` stands for `num_ranks * max_tokens`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyGatherArgs {
+    /// In: i32 `[local_experts]`.
+    pub expert_counts: DevicePtr,
+    /// In: i32 `[local_experts, rows]`, the received row of each of an expert's.
+    pub expert_rows: DevicePtr,
+    /// In: received rows `[rows]`, [`row_stride`](super::row_stride) bytes apart.
+    pub recv_x: DevicePtr,
+    /// In, where rows have scales: f32 `[num_scales, rows]`.
+    pub recv_scales: DevicePtr,
+    /// Out: rows `[local_experts, rows]`, contiguous; as many of each expert's as it has.
+    pub x: DevicePtr,
+    /// Out, where rows have scales: f32 `[local_experts, num_scales, rows]`.
+    pub scales: DevicePtr,
+    /// Places for received rows.
+    pub rows: u32,
+    /// Experts of this rank.
+    pub local_experts: u32,
+    /// Bytes of a row, a multiple of 16.
+    pub row_bytes: u32,
+    /// Scales of a row, 0 for none.
+    pub num_scales: u32,
+}
+
+layout_assert!(LowLatencyGatherArgs, size = 64, num_scales at 60);
 
 /// What a rank says when it enters a low-latency operation, in the low half of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LowLatencyCall {
     /// Whether it is a combine.
     pub is_combine: bool,
+    /// Whether rows have scales.
+    pub has_scales: bool,
     /// The place's index, below 64.
     pub place: u32,
     /// Bytes of a row as it travels, a multiple of 16. Calls tell lengths apart that differ by less than 128 KiB.
@@ -212,7 +274,8 @@ impl LowLatencyCall {
     /// Its bits in a packet.
     #[inline(always)]
     pub const fn bits(self) -> u32 {
-        (self.is_combine as u32) << 30
+        (self.has_scales as u32) << 31
+            | (self.is_combine as u32) << 30
             | (self.place & 63) << 24
             | ((self.row_bytes / 16) & 0x1fff) << 11
             | self.num_tokens & Self::TOKEN_BITS
@@ -222,6 +285,7 @@ impl LowLatencyCall {
     pub const fn of(bits: u32) -> LowLatencyCall {
         LowLatencyCall {
             is_combine: bits >> 30 & 1 != 0,
+            has_scales: bits >> 31 != 0,
             place: bits >> 24 & 63,
             row_bytes: (bits >> 11 & 0x1fff) * 16,
             num_tokens: bits & Self::TOKEN_BITS,
@@ -235,9 +299,9 @@ mod tests {
 
     #[test]
     fn a_packet_holds_a_call() {
-        for is_combine in [false, true] {
+        for (is_combine, has_scales) in [(false, false), (false, true), (true, false)] {
             for (place, row_bytes, num_tokens) in [(0, 16, 0), (63, (1 << 17) - 16, 1024), (5, 14336, 128)] {
-                let call = LowLatencyCall { is_combine, place, row_bytes, num_tokens };
+                let call = LowLatencyCall { is_combine, has_scales, place, row_bytes, num_tokens };
                 assert_eq!(LowLatencyCall::of(call.bits()), call);
             }
         }

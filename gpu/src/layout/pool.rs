@@ -30,8 +30,8 @@ pub struct Control {
     /// `done[src] >= epoch * QUANTUM`: rank `src` has done its part towards this rank. In a dispatch all its rows have
     /// been written here; in a combine it has read all that it needed from here.
     pub done: [ControlWord; MAX_RANKS],
-    /// `staged[src][c]` is `epoch << 32 | rows`: of the rows that rank `src` returns to this rank in a combine, so many of channel c are in
-    /// its pool.
+    /// `staged[src][c * parts + p]` is `epoch << 32 | rows`: of the rows that rank `src` returns to this rank in a combine, so many of
+    /// channel c are in its pool, of those whose number in the channel leaves p when divided by `parts`.
     pub staged: [[u64; MAX_CHANNELS as usize]; MAX_RANKS],
 }
 
@@ -50,10 +50,10 @@ pub const fn done_offset(src: u32) -> u64 {
     (MAX_RANKS as u64 + src as u64) * size_of::<ControlWord>() as u64
 }
 
-/// Offset of `staged[src][channel]` in a pool, in bytes.
+/// Offset of `staged[src][place]` in a pool, in bytes.
 #[inline(always)]
-pub const fn staged_offset(src: u32, channel: u32) -> u64 {
-    done_offset(MAX_RANKS as u32) + (src * MAX_CHANNELS + channel) as u64 * 8
+pub const fn staged_offset(src: u32, place: u32) -> u64 {
+    done_offset(MAX_RANKS as u32) + (src * MAX_CHANNELS + place) as u64 * 8
 }
 
 /// What the signature words of a count message are, in order.
@@ -164,7 +164,7 @@ pub struct BlockTrace {
 
 layout_assert!(BlockTrace, size = 32, done at 24);
 
-/// State that only this rank's kernels touch. Monotonic, never reset.
+/// State that only this rank's kernels touch. Monotonic, never reset, but by the host where the ranks of a low-latency buffer regroup.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LocalState {
@@ -175,7 +175,8 @@ pub struct LocalState {
     /// Non-zero once a wait has expired or met another call: every later wait returns at once. Then the low bits of the operation's
     /// epoch, but 1 for 0.
     pub abort: u32,
-    _pad: u32,
+    /// Of a low-latency buffer: a bit for each rank that is left out. The host writes it, between operations.
+    pub left_out: u32,
     /// `epoch << 16 | blocks`: so many blocks of the operation have started, where they share its work by the order in which they do.
     pub started: u64,
 }
@@ -188,6 +189,8 @@ pub const LOCAL_EPOCH: u64 = 0;
 pub const LOCAL_TICKET: u64 = 8;
 /// Offset of [`LocalState::abort`].
 pub const LOCAL_ABORT: u64 = 16;
+/// Offset of [`LocalState::left_out`].
+pub const LOCAL_LEFT_OUT: u64 = 20;
 /// Offset of [`LocalState::started`].
 pub const LOCAL_STARTED: u64 = 24;
 /// Where the epoch begins in [`LocalState::started`].

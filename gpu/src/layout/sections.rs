@@ -98,7 +98,7 @@ pub const PLAN_HEADER: &[Section] = fields!(PlanHeader {
 });
 
 /// The fields of a [`LocalState`].
-pub const LOCAL_STATE: &[Section] = fields!(LocalState { epoch, ticket, abort, started });
+pub const LOCAL_STATE: &[Section] = fields!(LocalState { epoch, ticket, abort, left_out, started });
 
 /// The fields of a [`Status`].
 pub const STATUS: &[Section] = fields!(Status { code, peer, epoch, needed, seen, waited_ns });
@@ -324,7 +324,7 @@ mod tests {
         let named = |fields: &[Section]| fields.iter().map(|field| field.bytes).sum::<u64>();
         let structs = [
             (PLAN_HEADER, size_of::<PlanHeader>(), 0),
-            (LOCAL_STATE, size_of::<LocalState>(), 4),
+            (LOCAL_STATE, size_of::<LocalState>(), 0),
             (STATUS, size_of::<Status>(), 0),
             (QUEUE_HANDLE, size_of::<QueueHandle>(), 0),
             (NODE_PATH, size_of::<NodePath>(), 0),

@@ -27,6 +27,22 @@ device_fns! {
         r as u32
     }
 
+    /// Two e4m3 numbers as a pair of `f16`, exactly. `cvt.rn.f16x2.e4m3x2 r, v;`
+    pub fn unpack_e4m3x2(v: u16) -> u32 {
+        let r: u32;
+        // SAFETY: arithmetic on registers.
+        unsafe { asm!("cvt.rn.f16x2.e4m3x2 {r}, {v};", r = out(reg32) r, v = in(reg16) v, options(pure, nomem, nostack)) };
+        r
+    }
+
+    /// The low half of an `f16` pair, exactly. `cvt.f32.f16 r, v;`
+    pub fn f16x2_lo(v: u32) -> f32 {
+        let r: f32;
+        // SAFETY: arithmetic on registers.
+        unsafe { asm!("cvt.f32.f16 {r}, {v};", r = out(reg32) r, v = in(reg16) v as u16, options(pure, nomem, nostack)) };
+        r
+    }
+
     /// 2 to the power of `v`, to within 2 units in the last place. `ex2.approx.f32 r, v;`
     pub fn ex2_approx(v: f32) -> f32 {
         let r: f32;
@@ -34,6 +50,12 @@ device_fns! {
         unsafe { asm!("ex2.approx.f32 {r}, {v};", r = out(reg32) r, v = in(reg32) v, options(pure, nomem, nostack)) };
         r
     }
+}
+
+/// The high half of an `f16` pair, exactly.
+#[inline(always)]
+pub fn f16x2_hi(v: u32) -> f32 {
+    f16x2_lo(v >> 16)
 }
 
 /// The low half of a BF16 pair, exactly.

@@ -197,6 +197,37 @@ device_fns! {
         [a, b, c, d]
     }
 
+    /// 16 bytes at once, strong, without an order: never parts of two writes. `ld.relaxed.sys.global.b128 q, [p];`
+    ///
+    /// # Safety
+    /// `p` is a live global address, 16-byte aligned.
+    pub unsafe fn ld_relaxed_sys_b128(p: u64) -> [u32; 4] {
+        let (low, high): (u64, u64);
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!(
+                "{{ .reg .b128 q; ld.relaxed.sys.global.b128 q, [{p}]; mov.b128 {{{low}, {high}}}, q; }}",
+                low = out(reg64) low, high = out(reg64) high, p = in(reg64) p, options(nostack)
+            )
+        };
+        [low as u32, (low >> 32) as u32, high as u32, (high >> 32) as u32]
+    }
+
+    /// 16 bytes at once, strong, without an order: nobody reads a part. `st.relaxed.sys.global.b128 [p], q;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 16-byte aligned.
+    pub unsafe fn st_relaxed_sys_b128(p: u64, v: [u32; 4]) {
+        let (low, high) = (v[0] as u64 | (v[1] as u64) << 32, v[2] as u64 | (v[3] as u64) << 32);
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!(
+                "{{ .reg .b128 q; mov.b128 q, {{{low}, {high}}}; st.relaxed.sys.global.b128 [{p}], q; }}",
+                low = in(reg64) low, high = in(reg64) high, p = in(reg64) p, options(nostack)
+            )
+        };
+    }
+
     /// 16 bytes. `st.global.v4.b32 [p], {..};`
     ///
     /// # Safety

@@ -102,6 +102,13 @@ device_fns! {
         unsafe { asm!("red.relaxed.cta.shared.add.u32 [{s}], {v};", s = in(reg32) s, v = in(reg32) v, options(nostack)) };
     }
 
+    /// Orders what this thread did before, and what it has seen of others, before what it does next, for every device and the host: behind
+    /// it several relaxed stores release, of which each alone would wait. `fence.acq_rel.sys;`
+    pub fn fence_acq_rel_sys() {
+        // SAFETY: orders memory only.
+        unsafe { asm!("fence.acq_rel.sys;", options(nostack)) };
+    }
+
     /// Orders ordinary accesses and those of the bulk copy engine (the async proxy). `fence.proxy.async;`
     pub fn fence_proxy_async() {
         // SAFETY: orders memory only.
@@ -120,19 +127,38 @@ device_fns! {
         unsafe { asm!("fence.proxy.async.shared::cta;", options(nostack)) };
     }
 
-    /// Waits for all threads of the block and orders their memory accesses. The unaligned form, which stays legal
-    /// where the compiler has split the code path. `barrier.sync 0;`
+    /// Waits for all threads of the block and orders their memory accesses. `bar.warp.sync 0xffffffff; barrier.sync 0;`
+    ///
+    /// First the warp comes together, then the warps: the block's barrier alone does not hold back a warp that has diverged, of which some
+    /// lanes may go on while others still wait (docs/KERNELS.md has what was seen). The unaligned form, which stays legal where the compiler
+    /// has copied it.
     ///
     /// # Safety
     /// Every live thread of the block reaches it.
     pub unsafe fn barrier_sync() {
-        // SAFETY: the caller vouches for the arrival count.
+        // SAFETY: the caller vouches for the arrival count, and with it for the lanes of each warp.
         unsafe {
+            super::warp::syncwarp();
             #[cfg(epoxide_backend = "nvvm")]
             super::nvvm::barrier_sync();
             #[cfg(not(epoxide_backend = "nvvm"))]
             asm!("barrier.sync 0;", options(nostack));
         };
+    }
+
+    /// [`barrier_sync`], and whether `is` was true in any thread of the block. `barrier.red.or.pred p, 0, q;`
+    ///
+    /// # Safety
+    /// Every live thread of the block reaches it.
+    pub unsafe fn barrier_any(is: bool) -> bool {
+        let any: u32;
+        // SAFETY: the caller vouches for the arrival count, and with it for the lanes of each warp.
+        unsafe {
+            super::warp::syncwarp();
+            asm!("{{ .reg .pred q; setp.ne.u32 q, {is}, 0; barrier.red.or.pred q, 0, q; selp.u32 {any}, 1, 0, q; }}",
+                is = in(reg32) is as u32, any = out(reg32) any, options(nostack));
+        }
+        any != 0
     }
 
     /// Sleeps for up to about `ns` nanoseconds. `nanosleep.u32 ns;`

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use epoxide_gpu::layout::{DevicePtr, Section};
 
+use super::NoDriverCalls;
 use super::raw::{CopyEnd, DeviceInfo, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
 use super::staging::Staging;
 use super::streams::Streams;
@@ -30,6 +31,15 @@ pub trait Device: Send + Sync + Debug {
     /// where this process does not see that device.
     #[doc(hidden)]
     fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool>;
+
+    /// Runs `call` with this device current on the calling thread, as libraries beside the driver want it, which ask the CUDA runtime
+    /// which device they are to use.
+    #[doc(hidden)]
+    fn run_current(&self, call: &mut dyn FnMut()) -> Result<()> {
+        NoDriverCalls::check()?;
+        call();
+        Ok(())
+    }
 
     /// Bytes of device memory now free.
     fn free_memory(&self) -> Result<u64>;

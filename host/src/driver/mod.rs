@@ -5,7 +5,13 @@
 //! [`Stream`], [`Event`], [`Module`], [`Graph`]) own such a handle and give it back on drop; callers use those.
 
 #[cfg(feature = "cuda")]
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub mod cuda;
+/// NVIDIA GPUs, with the Cargo feature `cuda`: `CudaDevice::open(ordinal)` is a [`Device`], `devices()` lists what there is, `doctor()` says what
+/// this machine lacks. This page was made without the feature; `cargo doc --features cuda` has the rest.
+#[cfg(all(doc, not(feature = "cuda")))]
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+pub mod cuda {}
 mod device;
 mod fence;
 mod owned;

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -188,6 +189,14 @@ impl MappedMemory {
         self.0.describe(sections);
     }
 
+    /// Zeroes all of it, in the order of `stream`, and waits for that.
+    ///
+    /// # Errors
+    /// Whatever the driver reports.
+    pub fn clear(&self, stream: &Stream) -> Result<()> {
+        self.0.write(stream, 0, &vec![0; self.0.requested as usize])
+    }
+
     /// Loads the 8-byte word at `offset`, with acquire: what a kernel wrote before it released the word's value may be read then.
     ///
     /// # Errors
@@ -328,7 +337,7 @@ impl Stream {
     ///
     /// # Safety
     /// The addresses in the call's arguments are live, and as the argument struct says, until the kernel ends.
-    pub unsafe fn call<K: gpu::Kernel>(
+    pub unsafe fn call<K: gpu::Entry>(
         &self,
         kernel: &Kernel,
         grid: u32,
@@ -557,9 +566,9 @@ impl Module {
 /// Names a file with PTX to load instead of the embedded one. Development only.
 const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 
-/// The PTX of epoxide's kernels: the embedded one, or that of the file that `EPOXIDE_PTX` names.
-pub(crate) fn shipped_ptx() -> Result<Cow<'static, str>> {
-    ptx_of(std::env::var_os(PTX_OVERRIDE))
+/// The PTX of epoxide's kernels: the embedded one, or that of the file that is given or that `EPOXIDE_PTX` names.
+pub(crate) fn shipped_ptx(file: Option<&Path>) -> Result<Cow<'static, str>> {
+    ptx_of(file.map(OsString::from).or_else(|| std::env::var_os(PTX_OVERRIDE)))
 }
 
 fn ptx_of(file: Option<OsString>) -> Result<Cow<'static, str>> {
@@ -583,9 +592,9 @@ impl Kernel {
     ///
     /// # Errors
     /// If the device does not take the PTX, has less shared memory, or `EPOXIDE_PTX` names a file that cannot be read.
-    pub fn shipped<K: gpu::Kernel>(device: &Arc<dyn Device>, max_shared_bytes: u32) -> Result<Kernel> {
+    pub fn shipped<K: gpu::Entry>(device: &Arc<dyn Device>, max_shared_bytes: u32) -> Result<Kernel> {
         let name = K::INFO.name;
-        Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &[name]))?
+        Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx(None)?, &[name]))?
             .kernel(name, max_shared_bytes)
     }
 
@@ -621,7 +630,7 @@ impl Drop for Graph {
 
 #[cfg(test)]
 mod tests {
-    use epoxide_gpu::kernels::{CeilingPull, CeilingPush, Kernel as _};
+    use epoxide_gpu::kernels::{CeilingPull, CeilingPush};
     use epoxide_gpu::layout::CeilingArgs;
 
     use super::*;

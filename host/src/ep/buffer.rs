@@ -1,6 +1,7 @@
 //! The buffer: a rank's pool, the mappings of its peers' pools, and what every operation shares.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use epoxide_gpu::layout::{
     Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
@@ -38,6 +39,44 @@ pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 /// then. What other code enqueued in streams that no [`Stream`] stands for is not seen.
 ///
 /// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
+///
+/// # Example
+/// A forward pass and its gradients: the second dispatch goes the way of the first, into another place, so that both results are there at once.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use epoxide::driver::Stream;
+/// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+/// use epoxide::ep::*;
+/// use epoxide::group::launch::run_threads;
+///
+/// let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+///     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+///     let stream = Stream::new(&device, false)?;
+///     let order = StreamOrder::on(&stream);
+///     let shape = BufferShape { max_tokens_per_rank: 3, max_row_bytes: 32, max_topk: 1, max_scales: 0 };
+///     let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape).places(2))?;
+///     let (mut first, mut second) = (buffer.place(0)?, buffer.place(1)?);
+///
+///     // Three tokens of this rank, two experts, one on each rank.
+///     let topk_idx = TypedTensor::from_host(&stream, &[3, 1], &[0i64, 1, 1])?;
+///     let layout = buffer.get_dispatch_layout(&topk_idx, 2, order)?;
+///     let x = Tensor::from_host(&stream, DType::F32, &[3, 8], &[1.0f32; 24])?;
+///     let received = buffer.dispatch(&mut first, DispatchRequest::new(&x, &layout), order)?;
+///     assert_eq!(received.num_recv_tokens, Some([2, 4][rank as usize]));
+///
+///     let gradient = Tensor::from_host(&stream, DType::F32, &[3, 8], &[0.5f32; 24])?;
+///     let again = CachedDispatchRequest::new(&gradient, &received.handle);
+///     let gradients = buffer.dispatch_cached(&mut second, again, order)?;
+///     assert_eq!(gradients.recv_x.rows(), received.recv_x.rows());
+///
+///     let combined = buffer.combine(CombineRequest::new(&received.recv_x, &received.handle), order)?;
+///     combined.combined_x.to_host::<f32>(&stream)
+/// })?;
+/// assert_eq!(sums, [vec![1.0; 24], vec![1.0; 24]]);
+/// # Ok::<(), epoxide::group::launch::RankFailure>(())
+/// ```
 #[derive(Debug)]
 pub struct Buffer {
     // Dropped in this order: streams first, so that no kernel runs when memory goes.
@@ -101,8 +140,8 @@ impl Buffer {
 
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
         let loader = {
-            let device = device.clone();
-            std::thread::spawn(move || Loaded::new(&device, topology.nodes > 1))
+            let (device, ptx) = (device.clone(), options.ptx.clone());
+            std::thread::spawn(move || Loaded::new(&device, topology.nodes > 1, ptx))
         };
         let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
         let largest = options.shape.max_row_bytes;
@@ -133,7 +172,7 @@ impl Buffer {
             pools: peers.addresses.map(DevicePtr),
             local: tables.ptr().add(local_at),
             status: status.ptr(),
-            timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
+            timeout_ns: nanoseconds(options.timeout),
             trace: DevicePtr::NULL,
             rank: topology.index(rank),
             num_ranks: topology.ranks_per_node,
@@ -304,7 +343,17 @@ impl Buffer {
         // Token times rank count and row stride stay inside 31 bits in the kernels.
         const MOST: u64 = 1 << 27;
         match u32::try_from(tokens) {
-            Ok(fits) if tokens <= MOST => Ok(fits),
+            Ok(fits) if tokens <= MOST => {
+                let have = self.options.shape.max_tokens_per_rank;
+                self.check_column_capacity(
+                    "num_tokens",
+                    tokens,
+                    have.into(),
+                    "max_tokens_per_rank",
+                    "tokens",
+                )?;
+                Ok(fits)
+            }
             _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {MOST}"))),
         }
     }
@@ -443,6 +492,11 @@ fn agree(
         ("queues_per_peer", transport.queues_per_peer.to_string()),
     ];
     agree_on(group, &ours)
+}
+
+/// A deadline as kernels are told it.
+pub(super) fn nanoseconds(timeout: Duration) -> u64 {
+    timeout.as_nanos().try_into().unwrap_or(u64::MAX)
 }
 
 /// Checks that all ranks have the same values of the same names.

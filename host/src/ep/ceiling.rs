@@ -1,6 +1,6 @@
 //! The links' own speed, measured with the copies that dispatch and combine are made of.
 
-use epoxide_gpu::kernels::{CeilingPull, CeilingPush, Kernel as _};
+use epoxide_gpu::kernels::{CeilingPull, CeilingPush};
 use epoxide_gpu::layout::{CeilingArgs, ring_bytes};
 
 use super::Buffer;

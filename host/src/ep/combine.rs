@@ -2,7 +2,7 @@
 
 use epoxide_gpu::kernels::{
     CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32, InternodeCombine, JOINED_BYTES,
-    Kernel as _, PROGRESS_BYTES, StageCombine,
+    PROGRESS_BYTES, StageCombine,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, StagedCombineArgs,
@@ -209,6 +209,7 @@ impl Buffer {
                     blocks_per_channel: shape.blocks_per_channel,
                     step_rows: shape.step_rows,
                     gather_warps: ring.warps,
+                    parts: shape.parts as u64,
                 };
                 Some((args, shape.gatherers))
             }
@@ -269,9 +270,12 @@ impl Buffer {
                 }
             }
         })?;
-        let weights_out = |_| TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone());
+        let weights_out = |_| {
+            TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone())
+                .named("combined_topk_weights")
+        };
         Ok(CombineOutput {
-            combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone()),
+            combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone()).named("combined_x"),
             combined_topk_weights: request.topk_weights.map(weights_out),
             event,
         })

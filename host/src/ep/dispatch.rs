@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
     Dispatch, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount, InternodeDispatch, InternodeNotify,
-    JOINED_BYTES, Kernel as _, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
+    JOINED_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs,
@@ -251,13 +251,15 @@ impl Buffer {
         let columns = [rows, num_topk as u64];
         let with_topk = request.topk_weights.is_some();
         Ok(DispatchOutput {
-            recv_x: place.rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden),
+            recv_x: place.rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden).named("recv_x"),
             recv_x_scales: recv_scales(&payload, &lease, rows),
-            recv_topk_idx: with_topk.then(|| place.tensor(owner(), at.recv_topk_idx, &columns)),
-            recv_topk_weights: with_topk.then(|| place.tensor(owner(), at.recv_topk_weights, &columns)),
-            recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows])),
+            recv_topk_idx: with_topk
+                .then(|| place.tensor(owner(), at.recv_topk_idx, &columns).named("recv_topk_idx")),
+            recv_topk_weights: with_topk
+                .then(|| place.tensor(owner(), at.recv_topk_weights, &columns).named("recv_topk_weights")),
+            recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows]).named("recv_src_idx")),
             recv_src_meta: (self.topology.nodes > 1)
-                .then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2])),
+                .then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2]).named("recv_src_meta")),
             num_recv_tokens,
             num_recv_tokens_per_expert: counts,
             handle,
@@ -303,7 +305,9 @@ impl Buffer {
         let lease = self.captured_lease(lease, None)?;
         let rows = handle.0.output_rows();
         Ok(DispatchOutput {
-            recv_x: place.rows(lease.clone(), place.layout.recv_x, payload.dtype, rows, payload.hidden),
+            recv_x: place
+                .rows(lease.clone(), place.layout.recv_x, payload.dtype, rows, payload.hidden)
+                .named("recv_x"),
             recv_x_scales: recv_scales(&payload, &lease, rows),
             recv_topk_idx: None,
             recv_topk_weights: None,
@@ -605,7 +609,8 @@ fn recv_scales<'p>(payload: &Payload, lease: &Arc<Lease>, rows: u64) -> Option<T
     }
     let both = [rows, payload.num_scales as u64];
     let shape = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
-    Some(lease.place.tensor(lease.clone(), lease.place.layout.recv_scales, shape))
+    let scales = lease.place.tensor(lease.clone(), lease.place.layout.recv_scales, shape);
+    Some(scales.named("recv_x_scales"))
 }
 
 /// `capacity`: rows that the dispatch had room for.

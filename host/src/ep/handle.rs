@@ -189,19 +189,27 @@ impl DispatchHandle {
     /// Sender side, i32 `[num_tokens, num_ranks]`: the token's sequence number among those of its channel for that
     /// rank, or -1.
     pub fn send_head(&self) -> TypedTensor<'static, i32> {
-        self.matrix(self.0.places.send_head, self.0.num_tokens, self.0.num_ranks)
+        self.matrix("send_head", self.0.places.send_head, self.0.num_tokens, self.0.num_ranks)
     }
 
     /// Receiver side, i32 `[num_experts / num_ranks]`, on the device: selections of each local expert, each rounded up
     /// to the expert alignment.
     pub fn num_recv_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
-        self.tensor(self.0.places.num_recv_tokens_per_expert, &[self.0.local_experts as u64])
+        self.tensor(
+            "num_recv_tokens_per_expert",
+            self.0.places.num_recv_tokens_per_expert,
+            &[self.0.local_experts as u64],
+        )
     }
 
     /// Receiver side, i32 `[1]`, on the device: rows received.
     pub fn num_recv_tokens_on_device(&self) -> TypedTensor<'static, i32> {
         let header = self.0.places.header;
-        self.tensor(header.add(std::mem::offset_of!(PlanHeader, num_recv_tokens) as u64), &[1])
+        self.tensor(
+            "num_recv_tokens_on_device",
+            header.add(std::mem::offset_of!(PlanHeader, num_recv_tokens) as u64),
+            &[1],
+        )
     }
 
     /// Rows received: at once if the dispatch was exact-size, else `stream`, on which the dispatch ran or which waited
@@ -224,12 +232,18 @@ impl DispatchHandle {
         self.0.num_channels
     }
 
-    fn matrix(&self, ptr: DevicePtr, rows: u32, columns: u32) -> TypedTensor<'static, i32> {
-        self.tensor(ptr, &[rows as u64, columns as u64])
+    fn matrix(
+        &self,
+        name: &'static str,
+        ptr: DevicePtr,
+        rows: u32,
+        columns: u32,
+    ) -> TypedTensor<'static, i32> {
+        self.tensor(name, ptr, &[rows as u64, columns as u64])
     }
 
-    fn tensor(&self, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
-        TypedTensor::in_memory(ptr, shape, self.0.block.clone())
+    fn tensor(&self, name: &'static str, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
+        TypedTensor::in_memory(ptr, shape, self.0.block.clone()).named(name)
     }
 }
 
@@ -244,20 +258,30 @@ impl IntranodeHandle<'_> {
     /// i32 `[num_ranks, num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and with i to rank j.
     pub fn rank_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let ranks = self.handle.0.num_ranks;
-        self.handle.matrix(self.places.rank_prefix_matrix, ranks, ranks)
+        self.handle.matrix("rank_prefix_matrix", self.places.rank_prefix_matrix, ranks, ranks)
     }
 
     /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each destination rank in channels up to and with c.
     pub fn channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let handle = self.handle;
-        handle.matrix(self.places.channel_prefix_matrix, handle.0.num_ranks, handle.0.num_channels)
+        handle.matrix(
+            "channel_prefix_matrix",
+            self.places.channel_prefix_matrix,
+            handle.0.num_ranks,
+            handle.0.num_channels,
+        )
     }
 
     /// Receiver side, i32 `[num_ranks, num_channels]`: where channel c of source rank r starts in the block of rows of
     /// that source (exclusive, relative to the block).
     pub fn recv_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let handle = self.handle;
-        handle.matrix(self.places.recv_channel_prefix_matrix, handle.0.num_ranks, handle.0.num_channels)
+        handle.matrix(
+            "recv_channel_prefix_matrix",
+            self.places.recv_channel_prefix_matrix,
+            handle.0.num_ranks,
+            handle.0.num_channels,
+        )
     }
 }
 
@@ -272,40 +296,40 @@ pub struct InternodeHandle<'a> {
 impl InternodeHandle<'_> {
     /// Sender side, i32 `[num_nodes, num_channels]`: tokens for each node in channels up to and with c, each token once per node.
     pub fn rdma_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_node(self.places.route.rdma_channel_prefix_matrix)
+        self.by_node("rdma_channel_prefix_matrix", self.places.route.rdma_channel_prefix_matrix)
     }
 
     /// Sender side, i32 `[num_ranks, num_channels]`: tokens for each rank in channels up to and with c.
     pub fn gbl_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_rank(self.places.gbl_channel_prefix_matrix)
+        self.by_rank("gbl_channel_prefix_matrix", self.places.gbl_channel_prefix_matrix)
     }
 
     /// Forwarder side, i32 `[num_nodes, num_channels]`: tokens that this rank relays from each node, in channels up to and with c.
     pub fn recv_rdma_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_node(self.places.route.recv_rdma_channel_prefix_matrix)
+        self.by_node("recv_rdma_channel_prefix_matrix", self.places.route.recv_rdma_channel_prefix_matrix)
     }
 
     /// Forwarder side, i32 `[num_nodes]`: tokens that this rank relays from nodes up to and with n.
     pub fn recv_rdma_rank_prefix_sum(&self) -> TypedTensor<'static, i32> {
         let nodes = self.num_nodes() as u64;
-        self.handle.tensor(self.places.route.recv_rdma_rank_prefix_sum, &[nodes])
+        self.handle.tensor("recv_rdma_rank_prefix_sum", self.places.route.recv_rdma_rank_prefix_sum, &[nodes])
     }
 
     /// Receiver side, i32 `[num_ranks, num_channels]`: the row of `recv_x` where channel c of a source rank starts.
     pub fn recv_gbl_channel_prefix_matrix(&self) -> TypedTensor<'static, i32> {
-        self.by_rank(self.places.recv_gbl_channel_prefix_matrix)
+        self.by_rank("recv_gbl_channel_prefix_matrix", self.places.recv_gbl_channel_prefix_matrix)
     }
 
     /// Receiver side, i32 `[num_ranks]`: rows received from ranks up to and with r.
     pub fn recv_gbl_rank_prefix_sum(&self) -> TypedTensor<'static, i32> {
         let ranks = self.handle.0.num_ranks as u64;
-        self.handle.tensor(self.places.recv_gbl_rank_prefix_sum, &[ranks])
+        self.handle.tensor("recv_gbl_rank_prefix_sum", self.places.recv_gbl_rank_prefix_sum, &[ranks])
     }
 
     /// Sender side, i32 `[num_tokens, num_nodes]`: the token's sequence number among those of its channel for that node, or -1.
     pub fn send_rdma_head(&self) -> TypedTensor<'static, i32> {
         let tokens = self.handle.0.num_tokens;
-        self.handle.matrix(self.places.route.send_rdma_head, tokens, self.num_nodes())
+        self.handle.matrix("send_rdma_head", self.places.route.send_rdma_head, tokens, self.num_nodes())
     }
 
     /// Forwarder side, i32 `[num_rdma_recv_tokens, ranks_per_node]`: for each token that this rank relays (by source node, then in
@@ -313,7 +337,12 @@ impl InternodeHandle<'_> {
     /// for `stream` as [`Self::num_rdma_recv_tokens`] does, to know how many there are.
     pub fn send_nvl_head(&self, stream: &Stream) -> Result<TypedTensor<'static, i32>> {
         let rows = self.num_rdma_recv_tokens(stream)?;
-        Ok(self.handle.matrix(self.places.send_nvl_head, rows, self.handle.0.num_ranks / self.num_nodes()))
+        Ok(self.handle.matrix(
+            "send_nvl_head",
+            self.places.send_nvl_head,
+            rows,
+            self.handle.0.num_ranks / self.num_nodes(),
+        ))
     }
 
     /// Tokens that this rank relays, its own ones for its own node included: at once if the dispatch was exact-size, else
@@ -323,7 +352,7 @@ impl InternodeHandle<'_> {
             return Ok(known);
         }
         let at = std::mem::offset_of!(PlanHeader, num_rdma_recv_tokens) as u64;
-        let count = self.handle.tensor(self.handle.0.places.header.add(at), &[1]);
+        let count = self.handle.tensor("num_rdma_recv_tokens", self.handle.0.places.header.add(at), &[1]);
         Ok(count.to_host::<i32>(stream)?[0] as u32)
     }
 
@@ -331,11 +360,11 @@ impl InternodeHandle<'_> {
         self.handle.0.num_nodes
     }
 
-    fn by_node(&self, ptr: DevicePtr) -> TypedTensor<'static, i32> {
-        self.handle.matrix(ptr, self.num_nodes(), self.handle.0.num_channels)
+    fn by_node(&self, name: &'static str, ptr: DevicePtr) -> TypedTensor<'static, i32> {
+        self.handle.matrix(name, ptr, self.num_nodes(), self.handle.0.num_channels)
     }
 
-    fn by_rank(&self, ptr: DevicePtr) -> TypedTensor<'static, i32> {
-        self.handle.matrix(ptr, self.handle.0.num_ranks, self.handle.0.num_channels)
+    fn by_rank(&self, name: &'static str, ptr: DevicePtr) -> TypedTensor<'static, i32> {
+        self.handle.matrix(name, ptr, self.handle.0.num_ranks, self.handle.0.num_channels)
     }
 }

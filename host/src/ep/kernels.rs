@@ -1,5 +1,6 @@
 //! The loaded kernels, and how large their launches are.
 
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
@@ -22,6 +23,9 @@ const DISPATCH_WARPS: u32 = 150;
 const COMBINE_WARPS: u32 = 300;
 /// Blocks that stage rows at least where they are not asked for, though no multiprocessor is left for them: they come first.
 const LEAST_STAGERS: u32 = 16;
+/// Units of work that blocks which stage have at least, one for each rank, channel and part of its rows: so many of them keep up with those
+/// that gather.
+const LEAST_STAGED_UNITS: u32 = 32;
 /// About as many bytes a block stages before it says so: peers begin with the first of them.
 const STAGE_STEP_BYTES: u32 = 65536;
 
@@ -36,6 +40,9 @@ pub(super) struct StageShape {
     pub blocks_per_channel: u32,
     /// Rows that a block copies before it says so, of the first step of a channel.
     pub step_rows: u32,
+    /// Parts that a channel's rows are copied in, each by one block. Ranks may differ in all of the above, but not in this: it comes from
+    /// what they share.
+    pub parts: u32,
 }
 
 impl StageShape {
@@ -49,12 +56,14 @@ impl StageShape {
         row_bytes: u32,
     ) -> StageShape {
         let blocks_per_channel = (num_sms / channels).max(1);
+        let parts = LEAST_STAGED_UNITS.div_ceil(num_ranks * channels);
         let stagers = asked.unwrap_or(sm_count.saturating_sub(num_sms).max(LEAST_STAGERS));
         StageShape {
-            stagers: stagers.min(num_ranks * channels),
+            stagers: stagers.min(num_ranks * channels * parts),
             gatherers: (channels * blocks_per_channel).min(num_sms),
             blocks_per_channel,
             step_rows: (STAGE_STEP_BYTES / row_bytes).max(1),
+            parts,
         }
     }
 }
@@ -135,12 +144,12 @@ impl SeveralNodes {
 pub(super) struct Loaded {
     module: Module,
     shared_limit: u32,
+    ptx: Option<PathBuf>,
 }
 
 impl Loaded {
-    /// Loads what operations need of the embedded PTX: within one node, or across nodes.
-    pub fn new(device: &Arc<dyn Device>, several_nodes: bool) -> Result<Loaded> {
-        use gpu::Kernel as _;
+    /// Loads what operations need of the embedded PTX, or of a file's: within one node, or across nodes.
+    pub fn new(device: &Arc<dyn Device>, several_nodes: bool, ptx: Option<PathBuf>) -> Result<Loaded> {
         let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
         names.extend(if several_nodes {
             &[
@@ -159,13 +168,12 @@ impl Loaded {
                 CombineStagedF32::INFO.name,
             ][..]
         });
-        let module = Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &names))?;
-        Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block })
+        let module = Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx(ptx.as_deref())?, &names))?;
+        Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block, ptx })
     }
 
     /// What operations have, with a side of the network where there are several nodes.
     pub fn mode(&self, network: Option<(WireSide, Wire)>) -> Result<BufferMode> {
-        use gpu::Kernel as _;
         let kernel = |name, shared| self.module.kernel(name, shared);
         Ok(match network {
             None => {
@@ -205,6 +213,7 @@ pub(super) struct Kernels {
     ceiling_pull: OnceLock<Kernel>,
     device: Arc<dyn Device>,
     tuning: Tuning,
+    ptx: Option<PathBuf>,
 }
 
 impl Kernels {
@@ -215,7 +224,6 @@ impl Kernels {
         loaded: &Loaded,
         network: Option<(WireSide, Wire)>,
     ) -> Result<Kernels> {
-        use gpu::Kernel as _;
         Ok(Kernels {
             mode: loaded.mode(network)?,
             dispatch_layout: loaded.module.kernel(DispatchLayout::INFO.name, loaded.shared_limit)?,
@@ -224,6 +232,7 @@ impl Kernels {
             ceiling_pull: OnceLock::new(),
             device: device.clone(),
             tuning,
+            ptx: loaded.ptx.clone(),
         })
     }
 
@@ -251,18 +260,19 @@ impl Kernels {
     }
 
     pub fn ceiling_push(&self) -> Result<&Kernel> {
-        self.on_demand(&self.ceiling_push, <CeilingPush as gpu::Kernel>::INFO)
+        self.on_demand(&self.ceiling_push, <CeilingPush as gpu::Entry>::INFO)
     }
 
     pub fn ceiling_pull(&self) -> Result<&Kernel> {
-        self.on_demand(&self.ceiling_pull, <CeilingPull as gpu::Kernel>::INFO)
+        self.on_demand(&self.ceiling_pull, <CeilingPull as gpu::Entry>::INFO)
     }
 
     fn on_demand<'a>(&self, kernel: &'a OnceLock<Kernel>, info: gpu::KernelInfo) -> Result<&'a Kernel> {
         if let Some(loaded) = kernel.get() {
             return Ok(loaded);
         }
-        let module = Module::load(&self.device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &[info.name]))?;
+        let ptx = shipped_ptx(self.ptx.as_deref())?;
+        let module = Module::load(&self.device, &epoxide_gpu::only_kernels(&ptx, &[info.name]))?;
         let loaded = module.kernel(info.name, self.shared_limit())?;
         Ok(kernel.get_or_init(|| loaded))
     }
@@ -341,15 +351,17 @@ impl Kernels {
     /// A kernel that waits for rows keeps more in registers, and so does that across nodes, which is launched with a warp more.
     fn most_combine_warps(&self, is_staged: bool) -> u32 {
         match self.mode {
-            Mode::OneNode(..) if is_staged => <CombineStagedBf16 as gpu::Kernel>::INFO.max_threads / 32,
+            Mode::OneNode(..) if is_staged => <CombineStagedBf16 as gpu::Entry>::INFO.max_threads / 32,
             Mode::OneNode(..) => 16,
-            Mode::SeveralNodes(..) => <InternodeCombine as gpu::Kernel>::INFO.max_threads / 32 - 1,
+            Mode::SeveralNodes(..) => <InternodeCombine as gpu::Entry>::INFO.max_threads / 32 - 1,
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use epoxide_gpu::layout::{MAX_CHANNELS, MAX_RANKS};
+
     use super::*;
 
     const SHARED: u32 = 227 * 1024;
@@ -368,20 +380,30 @@ mod tests {
     #[test]
     fn as_many_blocks_stage_as_have_work_and_are_left() {
         let shape = |asked, ranks, channels, sms| StageShape::new(asked, ranks, channels, sms, 132, 14336);
-        let usual = StageShape { stagers: 48, gatherers: 24, blocks_per_channel: 2, step_rows: 4 };
+        let usual = StageShape { stagers: 48, gatherers: 24, blocks_per_channel: 2, step_rows: 4, parts: 1 };
         assert_eq!(shape(None, 4, 12, 24), usual);
         assert_eq!(shape(None, 8, 12, 24).stagers, 96);
         assert_eq!(shape(None, 8, 66, 132), StageShape { stagers: 16, gatherers: 132, ..usual });
-        assert_eq!(shape(None, 1, 1, 2), StageShape { stagers: 1, gatherers: 2, ..usual });
-        assert_eq!(shape(Some(1024), 2, 12, 24).stagers, 24);
+        // Few channels are copied in parts.
+        assert_eq!(shape(None, 4, 2, 4), StageShape { stagers: 32, gatherers: 4, parts: 4, ..usual });
+        assert_eq!(shape(None, 8, 3, 6), StageShape { stagers: 48, gatherers: 6, parts: 2, ..usual });
+        assert_eq!(shape(None, 1, 1, 2), StageShape { stagers: 32, gatherers: 2, parts: 32, ..usual });
+        assert_eq!(shape(Some(1024), 2, 12, 24).stagers, 48);
+        assert_eq!(shape(Some(1024), 4, 12, 24).stagers, 48);
         assert_eq!(shape(Some(20), 8, 12, 24).stagers, 20);
         // Of a handle that was made with other multiprocessors.
         assert_eq!(
             shape(Some(4), 2, 12, 8),
-            StageShape { stagers: 4, gatherers: 8, blocks_per_channel: 1, step_rows: 4 }
+            StageShape { stagers: 4, gatherers: 8, blocks_per_channel: 1, step_rows: 4, parts: 2 }
         );
         assert_eq!(shape(Some(4), 2, 12, 30).gatherers, 24);
         assert_eq!(StageShape::new(None, 2, 2, 4, 132, 1 << 20).step_rows, 1);
+        // There is a word for each part of each channel.
+        for (ranks, channels) in (1..=MAX_RANKS as u32).flat_map(|r| (1..=MAX_CHANNELS).map(move |c| (r, c)))
+        {
+            let parts = shape(None, ranks, channels, 2).parts;
+            assert!(parts >= 1 && parts * channels <= MAX_CHANNELS, "{ranks} ranks, {channels} channels");
+        }
     }
 
     #[test]

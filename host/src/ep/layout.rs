@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use epoxide_gpu::kernels::{DispatchLayout as Kernel, Kernel as _};
+use epoxide_gpu::kernels::DispatchLayout as Kernel;
 use epoxide_gpu::layout::{DevicePtr, LayoutArgs, MAX_TOPK, Section};
 
 use super::scratch::{Block, Pieces};
@@ -46,24 +46,26 @@ impl<'a> DispatchLayout<'a> {
 
     /// `[num_ranks]`: tokens for each rank, each token once per rank.
     pub fn num_tokens_per_rank(&self) -> TypedTensor<'static, i32> {
-        self.tensor(self.places.num_tokens_per_rank, &[self.num_ranks as u64])
+        self.tensor("num_tokens_per_rank", self.places.num_tokens_per_rank, &[self.num_ranks as u64])
     }
 
     /// `[num_nodes]`: tokens for each node, each token once per node, the own node included; `None` with one node.
     pub fn num_tokens_per_rdma_rank(&self) -> Option<TypedTensor<'static, i32>> {
         let shape = [self.num_nodes as u64];
-        (self.num_nodes > 1).then(|| self.tensor(self.places.num_tokens_per_rdma_rank, &shape))
+        (self.num_nodes > 1)
+            .then(|| self.tensor("num_tokens_per_rdma_rank", self.places.num_tokens_per_rdma_rank, &shape))
     }
 
     /// `[num_experts]`: selections of each expert.
     pub fn num_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
-        self.tensor(self.places.num_tokens_per_expert, &[self.num_experts as u64])
+        self.tensor("num_tokens_per_expert", self.places.num_tokens_per_expert, &[self.num_experts as u64])
     }
 
     /// bool `[num_tokens, num_ranks]`: whether a token has an expert on a rank.
     pub fn is_token_in_rank(&self) -> Tensor<'static> {
         let shape = [self.num_tokens as u64, self.num_ranks as u64];
         Tensor::in_memory(self.places.is_token_in_rank, DType::Bool, &shape, self.block.clone())
+            .named("is_token_in_rank")
     }
 
     /// Where an asynchronous call ends.
@@ -95,8 +97,8 @@ impl<'a> DispatchLayout<'a> {
         ))
     }
 
-    fn tensor(&self, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
-        TypedTensor::in_memory(ptr, shape, self.block.clone())
+    fn tensor(&self, name: &'static str, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
+        TypedTensor::in_memory(ptr, shape, self.block.clone()).named(name)
     }
 }
 
@@ -105,7 +107,8 @@ impl Buffer {
     /// each rank and how many selections to each expert. Local to this rank; does not wait for the host.
     ///
     /// # Errors
-    /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule. An id that is out of
+    /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`] where there are more tokens than
+    /// [`BufferShape::max_tokens_per_rank`](super::BufferShape::max_tokens_per_rank). An id that is out of
     /// range shows in [`DispatchLayout::validate`], and as an error of the dispatch on every rank.
     pub fn get_dispatch_layout<'a>(
         &mut self,

@@ -50,5 +50,5 @@ pub use order::StreamOrder;
 pub use place::{Place, PoolRows};
 pub use received::{Detached, DispatchOutput};
 pub use step::Step;
-pub use tensor::{DType, Element, Scalar, Tensor, TypedTensor};
+pub use tensor::{DType, Element, Tensor, TypedTensor};
 use topology::Topology;

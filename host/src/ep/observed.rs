@@ -5,7 +5,7 @@ use epoxide_gpu::layout::wire_message;
 use super::Buffer;
 use super::trace::{Trace, TracedLaunch};
 use crate::driver::Stream;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::transport::{PutTrace, QueueStats};
 
 impl Buffer {
@@ -29,13 +29,7 @@ impl Buffer {
     /// Whatever the driver reports.
     #[doc(hidden)]
     pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
-        let Some(trace) = self.trace.take() else {
-            return Ok((Vec::new(), 0));
-        };
-        if !self.sequence.wait(self.options.timeout.saturating_mul(2))? {
-            return Err(Error::os("take_trace", "the last operation has not ended"));
-        }
-        trace.read(stream)
+        Trace::take(&mut self.trace, &self.sequence, self.options.timeout, stream)
     }
 
     /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues lead to the others.

@@ -1,5 +1,6 @@
 //! How a buffer is made.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::config::Config;
@@ -9,7 +10,7 @@ use crate::transport::{TransportKind, TransportOptions};
 /// What a pool must hold. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BufferShape {
-    /// Most tokens that any rank sends; a pool has room for this many from every rank.
+    /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many from every rank.
     pub max_tokens_per_rank: u32,
     /// Largest row in bytes: hidden times element size.
     pub max_row_bytes: u64,
@@ -42,6 +43,9 @@ pub struct BufferOptions {
     pub transport: TransportOptions,
     #[doc(hidden)]
     pub num_rdma_bytes: Option<u64>,
+    /// A file with the kernels' PTX in place of the embedded one: what `EPOXIDE_PTX` is to a process, to one buffer.
+    #[doc(hidden)]
+    pub ptx: Option<PathBuf>,
 }
 
 impl BufferOptions {
@@ -57,6 +61,7 @@ impl BufferOptions {
             ranks_per_node: None,
             transport: TransportOptions::new(TransportKind::Auto),
             num_rdma_bytes: None,
+            ptx: None,
         }
     }
 

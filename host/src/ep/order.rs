@@ -27,7 +27,43 @@ impl<'a> StreamOrder<'a> {
     }
 
     /// Runs on the buffer's high-priority communication stream, after what `stream` holds now; `stream` then waits for
-    /// the end.
+    /// the end. With [`StreamOrder::asynchronous`] it does not wait, so that work of the caller's runs beside the communication, until it waits for
+    /// the event of the output.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+    /// # use epoxide::group::launch::run_threads;
+    /// use epoxide::driver::Stream;
+    /// use epoxide::ep::*;
+    ///
+    /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+    /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+    /// let stream = Stream::new(&device, false)?;
+    /// #     let shape = BufferShape { max_tokens_per_rank: 2, max_row_bytes: 64, max_topk: 1, max_scales: 0 };
+    /// #     let mut buffer = Buffer::new(device, &*group, BufferOptions::new(shape))?;
+    /// #     let mut place = buffer.place(0)?;
+    /// #     let x = Tensor::from_host(&stream, DType::F32, &[2, 16], &[rank as f32; 32])?;
+    /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 1], &[0i64, 1])?;
+    /// let layout = buffer.get_dispatch_layout(&topk_idx, 2, StreamOrder::on(&stream))?;
+    /// // How many rows come stays on the device, so that the host waits for nothing either.
+    /// let counts = Counts::OnDevice { capacity: buffer.capacity() };
+    /// let request = DispatchRequest::new(&x, &layout).counts(counts);
+    /// let received = buffer.dispatch(&mut place, request, StreamOrder::comm(&stream).asynchronous())?;
+    ///
+    /// // What is enqueued on `stream` here, such as the layer's shared experts, runs beside the dispatch.
+    ///
+    /// if let Some(arrived) = &received.event {
+    ///     stream.wait(arrived)?;
+    /// }
+    /// // From here on `stream` may read `received.recv_x`.
+    /// let request = CombineRequest::new(&received.recv_x, &received.handle);
+    /// let combined = buffer.combine(request, StreamOrder::comm(&stream))?;
+    /// #     combined.combined_x.to_host::<f32>(&stream)
+    /// # })?;
+    /// # assert_eq!(sums, [vec![0.0; 32], vec![1.0; 32]]);
+    /// # Ok::<(), epoxide::group::launch::RankFailure>(())
+    /// ```
     pub fn comm(stream: &'a Stream) -> Self {
         StreamOrder { on_comm_stream: true, ..StreamOrder::on(stream) }
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use epoxide_gpu::layout::{PoolLayout, row_stride};
 
 use super::scratch::Arena;
-use super::tensor::{Owner, Scalar};
+use super::tensor::{Element, Owner};
 use super::{DType, Tensor, TypedTensor};
 use crate::driver::{Fence, Memory, Stream, give_up};
 use crate::error::{Error, Result, Scope};
@@ -214,7 +214,7 @@ impl PlaceState {
     }
 
     /// A contiguous tensor in this place.
-    pub fn tensor<'p, T: Scalar>(&self, owner: Owner, offset: u64, shape: &[u64]) -> TypedTensor<'p, T> {
+    pub fn tensor<'p, T: Element>(&self, owner: Owner, offset: u64, shape: &[u64]) -> TypedTensor<'p, T> {
         TypedTensor::in_memory(self.pool.memory().ptr().add(offset), shape, owner)
     }
 
@@ -241,7 +241,7 @@ impl PlaceState {
             let rule = "its combine rows are given out already: drop those first";
             return Err(Error::argument("place", self.index, rule));
         }
-        let rows = self.rows(owner, self.layout.combine_x, dtype, rows, hidden);
+        let rows = self.rows(owner, self.layout.combine_x, dtype, rows, hidden).named("rows");
         Ok(PoolRows { rows, place: self.clone() })
     }
 }

@@ -52,7 +52,7 @@ impl<'p> DispatchOutput<'p> {
     /// Ends the borrow of the place, for callers that cannot carry lifetimes: what comes back says at use whether the rows are still there.
     pub fn detach(self) -> Detached {
         self.lease.detached.store(true, Ordering::Release);
-        fn free<T: super::Scalar>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
+        fn free<T: super::Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
             tensor.map(TypedTensor::outlive)
         }
         Detached(DispatchOutput {

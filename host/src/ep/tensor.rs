@@ -1,6 +1,7 @@
 //! Device tensors: an address with a dtype and a shape, checked before any launch.
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
@@ -58,39 +59,23 @@ impl fmt::Display for DType {
     }
 }
 
-/// A host type whose values can be copied to and from a tensor of some dtypes.
+/// A host type whose values can be copied to and from tensors: [`bf16`](half::bf16), `f32`, `i64` and `i32` of the dtypes of their names, the
+/// bits of a bf16 as `u16`, and fp8 and bool as `u8`.
 pub trait Element: Pod {
+    /// The dtype of a [`TypedTensor`] of this type.
+    const DTYPE: DType;
+
     /// Whether a tensor of `dtype` holds values of this type.
     #[doc(hidden)]
-    fn fits(dtype: DType) -> bool;
-}
-
-/// A host type that stands for exactly one dtype: what a [`TypedTensor`] can hold.
-pub trait Scalar: Element {
-    /// That dtype.
-    const DTYPE: DType;
-}
-
-macro_rules! scalars {
-    ($($ty:ty: $dtype:ident;)*) => {
-        $(impl Scalar for $ty {
-            const DTYPE: DType = DType::$dtype;
-        })*
-    };
-}
-scalars! {
-    half::bf16: Bf16;
-    f32: F32;
-    i64: I64;
-    i32: I32;
+    fn fits(dtype: DType) -> bool {
+        dtype == Self::DTYPE
+    }
 }
 
 macro_rules! elements {
-    ($($ty:ty: $($dtype:ident)|+;)*) => {
+    ($($ty:ty: $dtype:ident;)*) => {
         $(impl Element for $ty {
-            fn fits(dtype: DType) -> bool {
-                matches!(dtype, $(DType::$dtype)|+)
-            }
+            const DTYPE: DType = DType::$dtype;
         })*
     };
 }
@@ -98,9 +83,16 @@ elements! {
     half::bf16: Bf16;
     u16: Bf16;
     f32: F32;
-    u8: Fp8E4m3 | Bool;
     i64: I64;
     i32: I32;
+}
+
+impl Element for u8 {
+    const DTYPE: DType = DType::Fp8E4m3;
+
+    fn fits(dtype: DType) -> bool {
+        matches!(dtype, DType::Fp8E4m3 | DType::Bool)
+    }
 }
 
 /// What keeps the memory of a tensor alive.
@@ -114,19 +106,50 @@ pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 /// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`; those of a
 /// [`DispatchOutput`](super::DispatchOutput) borrow the [`Place`](super::Place) that they lie in, which the next dispatch there
 /// overwrites.
+///
+/// ```
+/// use epoxide::driver::Stream;
+/// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+/// use epoxide::ep::{DType, Tensor, TypedTensor};
+/// use epoxide::half::bf16;
+///
+/// let device = VirtualGpu::new(VirtConfig::default());
+/// let stream = Stream::new(&device, false)?;
+///
+/// let x = Tensor::from_host(&stream, DType::Bf16, &[2, 8], &[bf16::ONE; 16])?.named("x of layer 3");
+/// assert_eq!((x.rows(), x.columns(), x.row_bytes()), (2, 8, 16));
+/// assert_eq!(x.to_host::<bf16>(&stream)?, [bf16::ONE; 16]);
+/// // Read as something else, it says its name.
+/// let error = x.to_host::<f32>(&stream).unwrap_err().to_string();
+/// assert!(error.starts_with("x of layer 3 has dtype bf16"));
+///
+/// // Where the dtype is fixed, the type says it.
+/// let topk_idx = TypedTensor::from_host(&stream, &[2, 1], &[0i64, 3])?;
+/// assert_eq!(topk_idx.dtype(), DType::I64);
+/// # Ok::<(), epoxide::Error>(())
+/// ```
+///
+/// Rows in memory of a framework's, or of a kernel's own, are a tensor by [`Tensor::from_raw`]; [`Tensor::ptr`] is where a kernel finds them.
 #[derive(Clone)]
 pub struct Tensor<'a> {
     ptr: DevicePtr,
     dtype: DType,
     shape: Vec<u64>,
     row_stride: u64,
+    name: Cow<'static, str>,
     owner: Option<Owner>,
     place: PhantomData<&'a ()>,
 }
 
 impl fmt::Debug for Tensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tensor({} {:?} at {:#x})", self.dtype, self.shape, self.ptr.0)
+        let Tensor { name, dtype, shape, ptr, .. } = self;
+        write!(
+            f,
+            "Tensor({name}{}{dtype} {shape:?} at {:#x})",
+            if name.is_empty() { "" } else { ": " },
+            ptr.0
+        )
     }
 }
 
@@ -172,7 +195,32 @@ impl<'a> Tensor<'a> {
 
     fn new(ptr: DevicePtr, dtype: DType, shape: &[u64], owner: Option<Owner>) -> Tensor<'a> {
         let row_stride = shape.get(1).copied().unwrap_or(1) * dtype.size();
-        Tensor { ptr, dtype, shape: shape.to_vec(), row_stride, owner, place: PhantomData }
+        let (shape, name) = (shape.to_vec(), Cow::Borrowed(""));
+        Tensor { ptr, dtype, shape, row_stride, name, owner, place: PhantomData }
+    }
+
+    /// The same tensor with a name, which errors about it give. What a call brings has the name of its field, such as `recv_x`.
+    pub fn named(mut self, name: impl Into<Cow<'static, str>>) -> Tensor<'a> {
+        self.name = name.into();
+        self
+    }
+
+    /// The name it was given; empty without one.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What an error calls it.
+    fn called(&self) -> String {
+        if self.name.is_empty() { "tensor".into() } else { self.name.clone().into_owned() }
+    }
+
+    /// What an error calls it as this argument of a call.
+    fn called_as(&self, argument: &str) -> String {
+        if self.name.is_empty() || self.name == argument {
+            return argument.into();
+        }
+        format!("{argument} ({})", self.name)
     }
 
     /// The same with rows `row_stride` bytes apart.
@@ -188,20 +236,20 @@ impl<'a> Tensor<'a> {
 
     /// The same tensor, for whoever sees to it that it is used only while its elements are the holder's.
     pub(super) fn outlive(self) -> Tensor<'static> {
-        let Tensor { ptr, dtype, shape, row_stride, owner, place: _ } = self;
-        Tensor { ptr, dtype, shape, row_stride, owner, place: PhantomData }
+        let Tensor { ptr, dtype, shape, row_stride, name, owner, place: _ } = self;
+        Tensor { ptr, dtype, shape, row_stride, name, owner, place: PhantomData }
     }
 
     /// The same tensor as one whose dtype the type says.
     ///
     /// # Errors
     /// [`Error::DType`] where it has another one.
-    pub fn typed<T: Scalar>(self) -> Result<TypedTensor<'a, T>> {
+    pub fn typed<T: Element>(self) -> Result<TypedTensor<'a, T>> {
         if self.dtype == T::DTYPE {
             return Ok(TypedTensor(self, PhantomData));
         }
         let (have, expected) = (self.dtype.to_string(), T::DTYPE.to_string());
-        Err(Error::DType { tensor: "tensor", have, expected })
+        Err(Error::DType { tensor: self.called(), have, expected })
     }
 
     /// Address of the first element.
@@ -273,7 +321,7 @@ impl<'a> Tensor<'a> {
         self.check_element::<T>()?;
         if data.len() as u64 != self.rows() * self.columns() {
             return Err(Error::Shape {
-                tensor: "tensor",
+                tensor: self.called(),
                 have: self.shape.clone(),
                 expected: format!("{} elements, as the host data has", data.len()),
             });
@@ -298,7 +346,7 @@ impl<'a> Tensor<'a> {
             return Ok(());
         }
         Err(Error::DType {
-            tensor: "tensor",
+            tensor: self.called(),
             have: self.dtype.to_string(),
             expected: format!("one that host type {} fits", std::any::type_name::<T>()),
         })
@@ -328,7 +376,11 @@ impl<'a> Tensor<'a> {
     ) -> Result<()> {
         if !dtypes.contains(&self.dtype) {
             let expected = dtypes.iter().map(|d| d.name()).collect::<Vec<_>>().join(" or ");
-            return Err(Error::DType { tensor: name, have: self.dtype.to_string(), expected });
+            return Err(Error::DType {
+                tensor: self.called_as(name),
+                have: self.dtype.to_string(),
+                expected,
+            });
         }
         let fits = self.shape.len() == dims.len()
             && self.shape.iter().zip(dims).all(|(have, (_, want))| want.is_none_or(|want| want == *have));
@@ -338,7 +390,7 @@ impl<'a> Tensor<'a> {
                 None => label.to_string(),
             });
             let expected = format!("[{}]", expected.collect::<Vec<_>>().join(", "));
-            return Err(Error::Shape { tensor: name, have: self.shape.clone(), expected });
+            return Err(Error::Shape { tensor: self.called_as(name), have: self.shape.clone(), expected });
         }
         let align = self.dtype.size();
         if !self.ptr.0.is_multiple_of(align) {
@@ -396,7 +448,7 @@ impl<'a, T> From<TypedTensor<'a, T>> for Tensor<'a> {
     }
 }
 
-impl<T: Scalar> TypedTensor<'static, T> {
+impl<T: Element> TypedTensor<'static, T> {
     /// A tensor of its own memory with the values of `data`.
     ///
     /// # Errors
@@ -406,7 +458,7 @@ impl<T: Scalar> TypedTensor<'static, T> {
     }
 }
 
-impl<'a, T: Scalar> TypedTensor<'a, T> {
+impl<'a, T: Element> TypedTensor<'a, T> {
     /// [`Tensor::from_raw`] with the dtype of `T`.
     ///
     /// # Safety
@@ -414,6 +466,11 @@ impl<'a, T: Scalar> TypedTensor<'a, T> {
     pub unsafe fn from_raw(ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'a, T> {
         // SAFETY: passed on to the caller.
         TypedTensor(unsafe { Tensor::from_raw(ptr, T::DTYPE, shape) }, PhantomData)
+    }
+
+    /// [`Tensor::named`].
+    pub fn named(self, name: impl Into<Cow<'static, str>>) -> TypedTensor<'a, T> {
+        TypedTensor(self.0.named(name), PhantomData)
     }
 
     pub(crate) fn in_memory(ptr: DevicePtr, shape: &[u64], owner: Owner) -> TypedTensor<'a, T> {
@@ -427,5 +484,34 @@ impl<'a, T: Scalar> TypedTensor<'a, T> {
     /// Copies the elements to the host, row after row, and waits for it.
     pub fn values(&self, stream: &Stream) -> Result<Vec<T>> {
         self.to_host(stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+
+    #[test]
+    fn errors_give_the_name_of_a_tensor() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let stream = Stream::new(&device, false).unwrap();
+        let plain = Tensor::from_host(&stream, DType::F32, &[1, 4], &[1.0f32; 4]).unwrap();
+        let named = plain.clone().named("attention output");
+        let text = |error: Error| error.to_string();
+        assert!(text(plain.to_host::<i32>(&stream).unwrap_err()).starts_with("tensor has dtype f32, "));
+        assert!(
+            text(named.to_host::<i32>(&stream).unwrap_err()).starts_with("attention output has dtype f32, ")
+        );
+        let wants =
+            |tensor: &Tensor| text(tensor.expect("x", &[DType::Bf16], &[("rows", None)]).unwrap_err());
+        assert_eq!(wants(&plain), "x has dtype f32, expected bf16");
+        assert_eq!(wants(&named), "x (attention output) has dtype f32, expected bf16");
+        let shape = named.write(&stream, &[0.0f32; 3]).unwrap_err();
+        assert_eq!(
+            text(shape),
+            "attention output has shape [1, 4], expected 3 elements, as the host data has"
+        );
+        assert!(format!("{named:?}").starts_with("Tensor(attention output: f32 [1, 4] at "));
     }
 }

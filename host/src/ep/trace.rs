@@ -1,9 +1,11 @@
 //! A trace: when every block of every operation reached each phase, on the device's own clock.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use epoxide_gpu::layout::{BlockTrace, DevicePtr};
 
+use super::sequence::Sequence;
 use crate::driver::{Device, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 
@@ -38,8 +40,24 @@ impl Trace {
         Ok(Trace { memory, launches: Vec::new(), used: 0, dropped: 0 })
     }
 
+    /// Ends a buffer's trace, if there is one, behind the last operation of its `sequence`, and reads it.
+    pub fn take(
+        trace: &mut Option<Trace>,
+        sequence: &Sequence,
+        timeout: Duration,
+        stream: &Stream,
+    ) -> Result<(Vec<TracedLaunch>, u64)> {
+        let Some(trace) = trace.take() else {
+            return Ok((Vec::new(), 0));
+        };
+        if !sequence.wait(timeout.saturating_mul(2))? {
+            return Err(Error::os("take_trace", "the last operation has not ended"));
+        }
+        trace.read(stream)
+    }
+
     /// What has been written, and how many launches went untraced. The launches have ended; `stream` carries the copy.
-    pub fn read(self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
+    fn read(self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let mut launches = Vec::with_capacity(self.launches.len());
         let mut at = self.memory.ptr();
         for (operation, blocks) in self.launches {

@@ -31,7 +31,7 @@ mod subgroups;
 pub(crate) mod tcp;
 mod turns;
 mod typed;
-mod work;
+pub(crate) mod work;
 
 pub use collectives::Message;
 #[doc(hidden)]

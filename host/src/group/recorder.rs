@@ -50,6 +50,18 @@ pub struct Entry {
     pub error: Option<String>,
 }
 
+impl Entry {
+    /// Ends it, unless it has ended.
+    fn end(&mut self, error: Option<&str>) {
+        if self.state != State::Started {
+            return;
+        }
+        self.state = if error.is_some() { State::Failed } else { State::Completed };
+        self.ended_us = Some(now_us());
+        self.error = error.map(str::to_owned);
+    }
+}
+
 /// The ring of one group.
 pub(crate) struct Recorder {
     group: String,
@@ -117,10 +129,17 @@ impl Recorder {
     /// Ends the operation that started last.
     pub(crate) fn end(&self, error: Option<&str>) {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(entry) = entries.back_mut().filter(|entry| entry.state == State::Started) {
-            entry.state = if error.is_some() { State::Failed } else { State::Completed };
-            entry.ended_us = Some(now_us());
-            entry.error = error.map(str::to_owned);
+        if let Some(entry) = entries.back_mut() {
+            entry.end(error);
+        }
+    }
+
+    /// Ends the operation of this number, where several are under way.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn finish(&self, sequence: u64, error: Option<&str>) {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(entry) = entries.iter_mut().rev().find(|entry| entry.sequence == sequence) {
+            entry.end(error);
         }
     }
 

@@ -218,18 +218,30 @@ impl Strangers {
 
     /// Takes a connection from the listener. Ask again until it is [`Next::Nobody`], but no more than [`ACCEPT_SLICE`] times in a row.
     pub(crate) fn accept(&mut self, listener: impl AsFd) -> Next {
-        self.accept_by(|| {
-            rustix::net::accept_with(listener.as_fd(), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
-        })
+        let knocks = || {
+            let mut polled = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
+            // Where the system does not say, `accept` does.
+            poll(&mut polled, Some(&Timespec::default())).is_err() || !polled[0].revents().is_empty()
+        };
+        let accept = || rustix::net::accept_with(&listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+        self.accept_by(knocks, accept)
     }
 
-    fn accept_by(&mut self, mut accept: impl FnMut() -> Result<OwnedFd, Errno>) -> Next {
+    /// Takes what `accept` gives. `knocks` says whether it would give something: without that, nobody has to make room.
+    fn accept_by(
+        &mut self,
+        knocks: impl FnOnce() -> bool,
+        mut accept: impl FnMut() -> Result<OwnedFd, Errno>,
+    ) -> Next {
         if self.paused() {
             return Next::Nobody;
         }
         if self.waiting.len() >= self.most
             && let Some(oldest) = self.waiting.front()
         {
+            if !knocks() {
+                return Next::Nobody;
+            }
             let (id, age) = (oldest.id, oldest.since.elapsed());
             if age < GRACE {
                 self.accept_again = Some(Instant::now() + (GRACE - age));
@@ -379,7 +391,7 @@ mod tests {
     fn come(strangers: &mut Strangers) -> (Next, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut ours = Some(OwnedFd::from(ours));
-        (strangers.accept_by(|| ours.take().ok_or(Errno::AGAIN)), theirs)
+        (strangers.accept_by(|| true, || ours.take().ok_or(Errno::AGAIN)), theirs)
     }
 
     #[test]
@@ -403,6 +415,10 @@ mod tests {
             strangers.close(oldest);
             assert!(matches!(come(&mut strangers).0, Next::Greet(_)));
         }
+        std::thread::sleep(GRACE);
+        let nobody = strangers.accept_by(|| false, || unreachable!("nobody is there to be taken"));
+        assert_eq!(nobody, Next::Nobody, "nobody makes room for nobody");
+        assert!(!strangers.paused());
     }
 
     #[test]
@@ -410,10 +426,13 @@ mod tests {
         let mut strangers = Strangers::new("test", &limits(9, SOON), 1);
         let fail = |strangers: &mut Strangers, error| {
             let mut calls = 0;
-            let next = strangers.accept_by(|| {
-                calls += 1;
-                Err(error)
-            });
+            let next = strangers.accept_by(
+                || true,
+                || {
+                    calls += 1;
+                    Err(error)
+                },
+            );
             assert!(calls <= ACCEPT_SLICE);
             (next, strangers.paused())
         };
@@ -422,7 +441,7 @@ mod tests {
         }
         // One that broke does not hide the one behind it.
         let mut outcomes = vec![Ok(UnixStream::pair().unwrap().0.into()), Err(Errno::CONNABORTED)];
-        assert_eq!(strangers.accept_by(|| outcomes.pop().unwrap()), Next::Greet(0));
+        assert_eq!(strangers.accept_by(|| true, || outcomes.pop().unwrap()), Next::Greet(0));
         std::thread::sleep(GRACE);
         for error in [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INVAL] {
             assert_eq!(fail(&mut strangers, error), (Next::LastLook(0), true), "{error}");

@@ -1,22 +1,62 @@
 //! Handles of operations that go on in the background.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::collectives::CallResult;
 use crate::error::{Error, Result};
 
+/// Where an operation under way is looked at.
+pub(crate) trait Pending: Send + Sync {
+    /// How it ended, if it has.
+    fn outcome(&self) -> Option<Result<CallResult>>;
+
+    /// Whether it has.
+    fn is_over(&self) -> bool;
+
+    /// Blocks until it has ended, or until `until`.
+    fn wait(&self, until: Option<Instant>);
+}
+
+/// An operation of which a [`Promise`] says how it went.
 #[derive(Debug, Default)]
-struct WorkState {
+struct Promised {
     result: Mutex<Option<Result<CallResult>>>,
     ended: Condvar,
+}
+
+impl Promised {
+    fn result(&self) -> MutexGuard<'_, Option<Result<CallResult>>> {
+        self.result.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pending for Promised {
+    fn outcome(&self) -> Option<Result<CallResult>> {
+        self.result().clone()
+    }
+
+    fn is_over(&self) -> bool {
+        self.result().is_some()
+    }
+
+    fn wait(&self, until: Option<Instant>) {
+        let mut result = self.result();
+        while result.is_none() {
+            result = match until.map(|until| until.saturating_duration_since(Instant::now())) {
+                None => self.ended.wait(result).unwrap_or_else(PoisonError::into_inner),
+                Some(left) if left.is_zero() => return,
+                Some(left) => self.ended.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0,
+            };
+        }
+    }
 }
 
 /// An operation under way. Dropping it does not end the operation.
 #[must_use = "an operation's error shows in its handle only"]
 pub struct Work<T = CallResult> {
-    shared: Arc<WorkState>,
+    operation: Arc<dyn Pending>,
     convert: Box<dyn FnOnce(CallResult) -> Result<T> + Send>,
 }
 
@@ -27,17 +67,21 @@ impl<T> fmt::Debug for Work<T> {
 }
 
 impl Work {
+    /// The handle of an operation.
+    pub(crate) fn of(operation: Arc<dyn Pending>) -> Work {
+        Work { operation, convert: Box::new(Ok) }
+    }
+
     /// An operation that has ended.
     #[doc(hidden)]
     pub fn ready(result: Result<CallResult>) -> Work {
-        let shared = Arc::new(WorkState { result: Mutex::new(Some(result)), ended: Condvar::new() });
-        Work { shared, convert: Box::new(Ok) }
+        Work::of(Arc::new(Promised { result: Mutex::new(Some(result)), ended: Condvar::new() }))
     }
 
     /// An operation to come, and the end that says how it went.
     pub(crate) fn pending() -> (Work, Promise) {
-        let shared = Arc::new(WorkState::default());
-        (Work { shared: shared.clone(), convert: Box::new(Ok) }, Promise(shared))
+        let operation = Arc::new(Promised::default());
+        (Work::of(operation.clone()), Promise(operation))
     }
 }
 
@@ -46,55 +90,46 @@ impl<T: 'static> Work<T> {
     #[doc(hidden)]
     pub fn map<U>(self, convert: impl FnOnce(T) -> Result<U> + Send + 'static) -> Work<U> {
         let first = self.convert;
-        Work { shared: self.shared, convert: Box::new(move |outcome| convert(first(outcome)?)) }
+        Work { operation: self.operation, convert: Box::new(move |outcome| convert(first(outcome)?)) }
     }
 }
 
 impl<T> Work<T> {
     /// Waits for the end. The operation's own deadline bounds the wait.
     pub fn wait(self) -> Result<T> {
-        let mut result = self.shared.result.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let Some(result) = &*result {
-                let outcome = result.clone()?;
-                return (self.convert)(outcome);
+            if let Some(result) = self.operation.outcome() {
+                return (self.convert)(result?);
             }
-            result = self.shared.ended.wait(result).unwrap_or_else(PoisonError::into_inner);
+            self.operation.wait(None);
         }
     }
 
     /// Waits for the end up to `timeout`; true when it is over. The operation goes on in either case.
     pub fn wait_timeout(&self, timeout: Duration) -> bool {
-        let start = Instant::now();
-        let mut result = self.shared.result.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            let left = timeout.saturating_sub(start.elapsed());
-            if result.is_some() || left.is_zero() {
-                return result.is_some();
-            }
-            result = self.shared.ended.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        // A time too far away to be told is none.
+        self.operation.wait(Instant::now().checked_add(timeout));
+        self.is_completed()
     }
 
     /// True when it is over, well or not.
     pub fn is_completed(&self) -> bool {
-        self.shared.result.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.operation.is_over()
     }
 
     /// The error it ended with.
     pub fn error(&self) -> Option<Error> {
-        let result = self.shared.result.lock().unwrap_or_else(PoisonError::into_inner);
-        result.as_ref().and_then(|result| result.as_ref().err().cloned())
+        self.operation.outcome()?.err()
     }
 }
 
 /// The end of a [`Work`] that says how it went. Dropping it unused is an error there.
 #[derive(Debug)]
-pub(crate) struct Promise(Arc<WorkState>);
+pub(crate) struct Promise(Arc<Promised>);
 
 impl Promise {
     pub(crate) fn complete(&self, result: Result<CallResult>) {
-        self.0.result.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(result);
+        self.0.result().get_or_insert(result);
         self.0.ended.notify_all();
     }
 }

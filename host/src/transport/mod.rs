@@ -27,6 +27,7 @@ pub(crate) mod tcp;
 #[cfg(test)]
 mod tests;
 #[cfg(feature = "rdma")]
+#[cfg_attr(docsrs, doc(cfg(feature = "rdma")))]
 pub mod verbs;
 #[cfg(not(feature = "rdma"))]
 #[path = "no_verbs.rs"]

@@ -189,6 +189,9 @@ fn what_the_buffer_was_not_made_for_is_named_with_the_option() {
         let x = tensor(rank, DType::Bf16, &[TOKENS, 40]);
         let parts = ["hidden: needs 80 bytes, has 64 bytes", "max_row_bytes >= 80"];
         refused(rank.dispatch(place, valid.request_of(&x)), &parts);
+        let too_many = rank.upload_typed(2, &vec![vec![0i64, 3]; TOKENS as usize + 1])?;
+        let parts = ["num_tokens: needs 6 tokens, has 5 tokens", "max_tokens_per_rank >= 6"];
+        refused(rank.layout(&too_many, EXPERTS), &parts);
         let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, 16]);
         let scales = typed::<f32>(rank, &[TOKENS, 4]);
         let request = valid.request_of(&x).scales(&scales);

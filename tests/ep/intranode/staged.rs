@@ -31,6 +31,15 @@ fn fewer_rows_than_units() {
 }
 
 #[test]
+fn channels_in_parts() {
+    // One channel of four ranks is copied in eight parts; of one rank in 32, of which most have a row or none.
+    for stagers in [None, Some(3), Some(9)] {
+        check(&[40, 3, 17, 0], 1, 80, stagers);
+        check(&[37], 1, 80, stagers);
+    }
+}
+
+#[test]
 fn more_blocks_than_multiprocessors() {
     // All that there are gather, and the units are as many as there can be.
     check(&[90, 70], 66, 48, None);

@@ -5,7 +5,7 @@ use rand::Rng;
 
 use epoxide::Result;
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
-use epoxide::low_latency::{DispatchRequest, ExpertRows};
+use epoxide::low_latency::{CombineRequest, DispatchRequest};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::{Routing, Style, low_latency_plan};
 use epoxide_testing::payload::rng_of;
@@ -97,7 +97,8 @@ fn one_rank(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<Vec<Stri
             }
         }
     }
-    let combined = buffer.combine_send(received, ExpertRows::ByExpert(&by_expert), order)?.receive(order)?;
+    let combined =
+        buffer.combine_send(received, CombineRequest::by_expert(&by_expert), order)?.receive(order)?;
     let sums: Vec<bf16> = combined.x.to_host(stream)?;
     buffer.check()?;
     for token in 0..TOKENS as usize {

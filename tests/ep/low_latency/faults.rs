@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use epoxide::driver::Stream;
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::group::launch::run_threads;
-use epoxide::low_latency::{Buffer, DispatchRequest, ExpertRows, Options, Place, Received};
+use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Place, Quantise, Received};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::PATIENCE;
 use epoxide_testing::low_latency::LowLatencyCase;
@@ -35,7 +35,7 @@ impl Rank {
     }
 
     fn combine(&mut self, received: Received<'_>) -> Result<()> {
-        let rows = ExpertRows::ByRow(&self.experts);
+        let rows = CombineRequest::by_row(&self.experts);
         self.buffer.combine(received, rows, StreamOrder::on(&self.stream)).map(drop)
     }
 
@@ -220,12 +220,15 @@ fn arguments_that_do_not_fit() {
                 "{error}"
             );
         }
-        let quantise =
-            DispatchRequest::new(&rank.x, &rank.topk_idx).quantise(epoxide::low_latency::Quantise::Fp8);
+        let quantise = DispatchRequest::new(&rank.x, &rank.topk_idx).quantise(Quantise::Fp8);
         assert!(rank.buffer.dispatch(&mut place, quantise, order).unwrap_err().to_string().contains("128"));
         assert!(rank.buffer.place(0).unwrap_err().to_string().contains("handed out"));
         assert!(rank.buffer.place(1).is_err());
-        // Nothing was enqueued.
+        let received = rank.dispatch(&mut place)?;
+        let quantise = CombineRequest::by_row(&rank.experts).quantise(Quantise::Fp8PowerOfTwo);
+        let error = rank.buffer.combine(received, quantise, StreamOrder::on(&rank.stream)).unwrap_err();
+        assert!(error.to_string().contains("128"));
+        // Nothing of what was refused was enqueued.
         let received = rank.dispatch(&mut place)?;
         rank.combine(received)?;
         rank.outcome()

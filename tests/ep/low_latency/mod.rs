@@ -2,6 +2,9 @@
 
 mod acceptance;
 mod faults;
+mod gather;
+mod links;
 mod property;
+mod regroup;
 mod rounds;
 mod shapes;

@@ -8,7 +8,7 @@ use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 
-fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatencyCase> {
+pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatencyCase> {
     let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], 1..=most_ranks);
     let topk = prop_oneof![9 => 1..=8u32, 1 => 9..=32u32];
     let style = prop::sample::select(Style::ALL.to_vec());
@@ -19,38 +19,47 @@ fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatency
         });
     let row = prop_oneof![
         3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
+        // Of several pieces.
+        1 => (90..=220u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
         1 => (1..=5u32).prop_map(|block| (128 * block, Quantise::Fp8)),
-        1 => (1..=5u32).prop_map(|block| (128 * block, Quantise::Fp8PowerOfTwo)),
+        1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Fp8PowerOfTwo)),
+        1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Not)),
     ];
     let settings = (
-        1..=12u32,
+        (1..=12u32, prop::sample::select(vec![0, 3, 32])),
         1..=6u32,
         1..=3u32,
         0..=3u32,
         1..=3u32,
-        any::<(bool, bool, bool)>(),
-        any::<(u64, Option<u32>)>(),
+        any::<(bool, bool, bool, bool)>(),
+        (
+            any::<(u64, Option<u32>)>(),
+            prop::sample::select(vec![Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
+        ),
     );
     (routing, row, settings).prop_map(
         |(
             routing,
             (hidden, quantise),
             (
-                chunk_tokens,
+                (chunk_tokens, packet_tokens),
                 sm_count,
                 rounds,
                 unanswered,
                 places,
-                (by_expert, weighted, halves),
-                (seed, schedule),
+                (by_expert, weighted, halves, gathers),
+                ((seed, schedule), back),
             ),
         )| {
             LowLatencyCase {
                 quantise,
+                quantise_back: if hidden.is_multiple_of(128) { back } else { Quantise::Not },
                 by_expert,
+                gathers: gathers && by_expert && quantise == Quantise::Not,
                 weighted: weighted && by_expert,
                 halves,
                 chunk_tokens,
+                packet_tokens,
                 sm_count,
                 rounds,
                 unanswered,
@@ -63,7 +72,7 @@ fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatency
     )
 }
 
-fn config(cases: u32) -> ProptestConfig {
+pub(super) fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() }
 }
 

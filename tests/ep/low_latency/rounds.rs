@@ -48,7 +48,7 @@ fn the_checker_finds_nothing_in_many_rounds() {
         chunk_tokens: 2,
         ..LowLatencyCase::new(routing(&[3, 0, 2], 2, 6, Style::WithHoles), 16)
     };
-    for seed in 0..6 {
+    for seed in 0..8 {
         let races = CheckConfig::default();
         let weak = CheckConfig { races: false, weak_memory: Some(seed), ..CheckConfig::default() };
         for config in [races, weak] {
@@ -58,6 +58,9 @@ fn the_checker_finds_nothing_in_many_rounds() {
                 schedule_seed,
                 unanswered: seed as u32 % 4,
                 halves: seed % 2 == 1,
+                gathers: seed % 3 == 2,
+                // Rows of all ranks as packets, and of those with tokens in memory behind a word for each chunk.
+                packet_tokens: if seed < 4 { 4 } else { 1 },
                 ..small.clone()
             };
             case.check();

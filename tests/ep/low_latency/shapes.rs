@@ -36,6 +36,21 @@ fn quantised_on_the_way() {
 }
 
 #[test]
+fn quantised_on_the_way_back() {
+    for quantise_back in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
+        for (packet_tokens, by_expert) in [(0, true), (0, false), (8, true), (8, false)] {
+            LowLatencyCase {
+                quantise_back,
+                packet_tokens,
+                by_expert,
+                ..LowLatencyCase::new(routing(&[6, 5], 2, 4, Style::DistinctTopK), 1664)
+            }
+            .check();
+        }
+    }
+}
+
+#[test]
 fn many_rounds_in_one_place() {
     LowLatencyCase { rounds: 12, ..LowLatencyCase::new(routing(&[3, 5, 2], 3, 6, Style::WithHoles), 16) }
         .check();

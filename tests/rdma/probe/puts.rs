@@ -70,7 +70,9 @@ impl Lane<'_> {
     /// Sends up to a batch, as far as the receiver has room.
     fn send(&mut self, wire: &Wire, rank: u32, total: u64) -> Result<()> {
         let left = self.puts.completed()?;
-        while self.leaving.pop_front_if(|at| *at <= left).is_some() {}
+        while self.leaving.front().is_some_and(|at| *at <= left) {
+            self.leaving.pop_front();
+        }
         let taken = wire.counter(self.here + 64);
         // A slot is filled anew when its put has both been looked at there and left here: until then it may be sent again.
         let room = SLOTS - (self.sent - taken).max(self.leaving.len() as u64);

@@ -9,6 +9,9 @@ use super::memory::{LOCATIONS, NO_RESULT, PER_THREAD, RESULTS, Wanted};
 /// How often a guarded read is tried.
 const TRIES: u32 = 16;
 
+/// As the kernels have it: first the warp comes together, then the warps.
+const BLOCK_BARRIER: &str = "bar.warp.sync 0xffffffff;\nbarrier.sync 0;\n";
+
 /// Offsets in shared memory: the mbarrier, and `S`.
 const SHARED: &str = ".shared .align 16 .b8 SH[64];";
 const S: u64 = 16;
@@ -402,7 +405,7 @@ impl Writer<'_> {
                 let space = if *all { "" } else { ".shared::cta" };
                 let _ = writeln!(self.ptx, "fence.proxy.async{space};");
             }
-            Step::BlockBarrier => self.ptx.push_str("barrier.sync 0;\n"),
+            Step::BlockBarrier => self.ptx.push_str(BLOCK_BARRIER),
             Step::WarpBarrier | Step::KernelBoundary => unreachable!("these cut a thread in parts"),
         }
     }
@@ -533,7 +536,7 @@ impl Program {
                     let _ = writeln!(
                         ptx,
                         "st.shared.v4.u32 [SH+{S}], {{%r4, %r4, %r4, %r4}};\nmbarrier.init.shared::cta.b64 [SH], 1;\n\
-                         fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;\nREADY:\nbarrier.sync 0;"
+                         fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;\nREADY:\n{BLOCK_BARRIER}"
                     );
                 }
                 // Which thread this is, or 99.

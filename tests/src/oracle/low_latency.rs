@@ -34,8 +34,8 @@ pub fn low_latency_plan(routing: &Routing, rank: u32) -> LowLatencyPlan {
     LowLatencyPlan { expert_rows, layout_range }
 }
 
-/// What `dst` returns of a token of `rank`: the sum over the token's entries there, in their order, of weight times what `output` says that
-/// expert made of the token, in FP32, rounded once. `None` where the token has no expert there.
+/// What `dst` has of a token of `rank`: the sum over the token's entries there, in their order, of weight times what `output` says that
+/// expert made of the token, in FP32. `None` where the token has no expert there.
 pub fn low_latency_share(
     routing: &Routing,
     weights: &[f32],
@@ -43,7 +43,7 @@ pub fn low_latency_share(
     token: u32,
     dst: u32,
     output: impl Fn(i64) -> Vec<bf16>,
-) -> Option<Vec<bf16>> {
+) -> Option<Vec<f32>> {
     let mut sum: Option<Vec<f32>> = None;
     for (&expert, &weight) in routing.topk_idx[rank as usize][token as usize].iter().zip(weights) {
         if routing.owner(expert) != Some(dst) {
@@ -53,23 +53,51 @@ pub fn low_latency_share(
         let sum = sum.get_or_insert_with(|| vec![0.0; row.len()]);
         sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value.to_f32() * weight);
     }
-    sum.map(|sum| sum.into_iter().map(bf16::from_f32).collect())
+    sum
+}
+
+/// How rows travel: in bf16, or in e4m3 with scales, which may be powers of two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Travel {
+    /// Rounded to bf16.
+    Bf16,
+    /// [`quantised`].
+    Fp8 {
+        /// Whether scales are.
+        power_of_two: bool,
+    },
+}
+
+impl Travel {
+    /// What arrives of a row.
+    pub fn arrives(self, row: &[f32]) -> Vec<f32> {
+        let Travel::Fp8 { power_of_two } = self else {
+            return rounded(row).into_iter().map(f32::from).collect();
+        };
+        let (bytes, scales) = quantised(row, power_of_two);
+        bytes.iter().enumerate().map(|(at, &byte)| from_e4m3(byte) * scales[at / 128]).collect()
+    }
+}
+
+/// Numbers as bf16.
+pub fn rounded(row: &[f32]) -> Vec<bf16> {
+    row.iter().map(|&value| bf16::from_f32(value)).collect()
 }
 
 /// The sum of what ranks returned of a token, in their order, in FP32, rounded once; zeros where none did.
-pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<bf16>>, hidden: usize) -> Vec<bf16> {
+pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize) -> Vec<bf16> {
     let mut sum = vec![0.0f32; hidden];
     for share in shares {
-        sum.iter_mut().zip(share).for_each(|(sum, value)| *sum += value.to_f32());
+        sum.iter_mut().zip(share).for_each(|(sum, value)| *sum += value);
     }
-    sum.into_iter().map(bf16::from_f32).collect()
+    rounded(&sum)
 }
 
 /// A row as e4m3 with a scale for each 128 elements: `q * scale` stands for the element. The scale is the largest magnitude, at least 1e-4,
 /// over 448, or the next power of two from there on; elements are divided by it and rounded to nearest even.
-pub fn quantised(row: &[bf16], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
-    let block = |block: &[bf16]| {
-        let amax = block.iter().map(|value| value.to_f32().abs()).fold(1e-4f32, f32::max);
+pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
+    let block = |block: &[f32]| {
+        let amax = block.iter().map(|value| value.abs()).fold(1e-4f32, f32::max);
         let mut scale = amax / 448.0;
         let mut inverse = 448.0 / amax;
         if power_of_two {
@@ -77,7 +105,7 @@ pub fn quantised(row: &[bf16], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
             scale = powers.into_iter().find(|power| *power >= scale).unwrap_or(f32::INFINITY);
             inverse = 1.0 / scale;
         }
-        (block.iter().map(|value| e4m3(value.to_f32() * inverse)).collect::<Vec<u8>>(), scale)
+        (block.iter().map(|value| e4m3(value * inverse)).collect::<Vec<u8>>(), scale)
     };
     let (bytes, scales): (Vec<_>, Vec<_>) = row.chunks(128).map(block).unzip();
     (bytes.concat(), scales)
@@ -96,12 +124,23 @@ pub fn from_e4m3(byte: u8) -> f32 {
 
 /// The e4m3 byte nearest to a number, the even one of two; the largest where it is larger.
 fn e4m3(value: f32) -> u8 {
+    /// The largest.
+    const LARGEST: u8 = 0x7e;
     let magnitude = value.abs();
-    // Bytes order as their numbers do; 0x7e is the largest.
-    let nearest = (0..=0x7eu8).min_by(|&a, &b| {
-        let distance = |byte: u8| (from_e4m3(byte) - magnitude).abs();
-        distance(a).total_cmp(&distance(b)).then((a & 1).cmp(&(b & 1)))
-    });
+    // Bytes order as their numbers do: the nearest is the first that is no smaller, or the one before.
+    let (mut above, mut size) = (0, LARGEST);
+    while size > 0 {
+        let half = size / 2;
+        if from_e4m3(above + half) < magnitude {
+            (above, size) = (above + half + 1, size - half - 1);
+        } else {
+            size = half;
+        }
+    }
+    let distance = |byte: &u8| (from_e4m3(*byte) - magnitude).abs();
+    let nearest = [above.saturating_sub(1), above]
+        .into_iter()
+        .min_by(|a, b| distance(a).total_cmp(&distance(b)).then((a & 1).cmp(&(b & 1))));
     nearest.unwrap_or(0) | if value.is_sign_negative() { 0x80 } else { 0 }
 }
 
@@ -123,6 +162,19 @@ mod tests {
         assert!(cases.iter().all(|&(value, byte)| e4m3(value) == byte));
         assert_eq!((e4m3(3.0 * 2f32.powi(-10)), e4m3(17.0), e4m3(19.0)), (2, e4m3(16.0), e4m3(20.0)));
         assert!((0..=0x7eu8).all(|byte| e4m3(from_e4m3(byte)) == byte));
+        // Every number is nearest to the byte that a look at all of them finds.
+        let by_looking = |value: f32| {
+            let distance = |byte: &u8| (from_e4m3(*byte) - value).abs();
+            (0..=0x7eu8).min_by(|a, b| distance(a).total_cmp(&distance(b)).then((a & 1).cmp(&(b & 1))))
+        };
+        assert!(
+            (0..4000).map(|step| step as f32 * 0.125).all(|value| Some(e4m3(value)) == by_looking(value))
+        );
+        assert!(
+            (0..4000)
+                .map(|step| step as f32 * 2f32.powi(-15))
+                .all(|value| Some(e4m3(value)) == by_looking(value))
+        );
     }
 
     #[test]

@@ -15,6 +15,7 @@ pub use intranode::{
     recv_topk_weights,
 };
 pub use low_latency::{
-    LowLatencyPlan, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised,
+    LowLatencyPlan, Travel, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised,
+    rounded,
 };
 pub use routing::{Routing, Style};

@@ -132,12 +132,18 @@ impl Case {
         payload::rough_f32(&mut rng, self.scales.count() as usize)
     }
 
+    /// Bytes of a token's scales.
+    pub fn scale_bytes(&self) -> u64 {
+        u64::from(self.scales.count()) * 4
+    }
+
     /// The weights of a rank's tokens.
     pub fn weights(&self, rank: u32) -> Vec<Vec<f32>> {
         (0..self.routing.num_tokens(rank)).map(|token| self.token_weights(rank, token)).collect()
     }
 
-    pub(super) fn token_weights(&self, rank: u32, token: u32) -> Vec<f32> {
+    /// The weights of a token.
+    pub fn token_weights(&self, rank: u32, token: u32) -> Vec<f32> {
         if let Some(weight) = self.weight {
             return vec![weight; self.topk()];
         }

@@ -19,6 +19,7 @@
 //! | `block.rs` | what the lanes of a block know, and how they learn it |
 //! | `watch.rs`, `place.rs` | what the interpreter calls, and where an access goes |
 //! | `world.rs` | all of it together, and what the host does |
+//! | `stores.rs` | how many bytes kernels store where, for who counts them |
 //! | `history.rs` | by which reads an order was meant to come about |
 //! | `report.rs` | what was found, in words |
 
@@ -31,6 +32,7 @@ mod known;
 pub(crate) mod place;
 pub(crate) mod report;
 pub(crate) mod shadow;
+mod stores;
 pub(crate) mod watch;
 pub(crate) mod world;
 
@@ -42,11 +44,13 @@ use crate::rng::Rng;
 use grids::Grids;
 use history::History;
 use shadow::Shadow;
+use stores::Stores;
 use world::{ACTING, Host, World};
 
 pub use config::CheckConfig;
 pub(crate) use known::Known;
 pub use known::{Past, Timeline};
+pub use stores::Stored;
 
 /// Watches the memory of all devices that share it. Clones are the same checker.
 #[derive(Clone)]
@@ -72,6 +76,8 @@ impl Checker {
             config,
             grids: Grids::default(),
             shadows: vec![none],
+            stores: Stores::default(),
+            devices: HashMap::new(),
             backings: HashMap::new(),
             free_shadows: vec![],
             releases: HashMap::new(),

@@ -127,6 +127,8 @@ pub(crate) struct Shadow {
     pub(crate) filled: bool,
     /// What its parts are called, in reports.
     pub(crate) names: Option<Names>,
+    /// Identity of the device that it belongs to, and its label there.
+    pub(crate) origin: Option<(u64, Arc<str>)>,
 }
 
 /// Why an access is wrong.
@@ -327,11 +329,11 @@ impl Shadow {
 
     /// The value before the last write of each word of a range, if a reader may still see it: it neither knows the write nor comes
     /// after a strong read of it. None unless that holds for every word, and one write wrote them all.
-    pub(crate) fn stale(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<[u32; 2]> {
-        if self.hidden || !at.is_multiple_of(4) || !bytes.is_multiple_of(4) || bytes > 8 {
+    pub(crate) fn stale(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<[u32; 4]> {
+        if self.hidden || !at.is_multiple_of(4) || !bytes.is_multiple_of(4) || bytes > 16 {
             return None;
         }
-        let mut values = [0; 2];
+        let mut values = [0; 4];
         let mut writer = None;
         for (i, w) in (at / 4..(at + bytes) / 4).enumerate() {
             let word = self.word(w);

@@ -47,8 +47,8 @@ pub(crate) trait Watch {
     fn defers_load(&mut self) -> bool {
         false
     }
-    /// The older value that a load sees instead, if it does.
-    fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<u64> {
+    /// The older value that a load sees instead, if it does, with that of the 8 bytes behind it where they are read at once.
+    fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<[u64; 2]> {
         None
     }
     /// `now` is what the memory holds, `new` what it will. Gives whether a strong write stood there before.
@@ -167,15 +167,15 @@ impl Watch for Watcher<'_> {
         self.world.rng.below(4) == 0
     }
 
-    fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<u64> {
+    fn stale(&mut self, place: Place, bytes: u64, lane: usize, how: How) -> Option<[u64; 2]> {
         let record = self.record(lane, 0, how, false);
         let own = self.own(lane);
         let older = self.world.rng.below(3) == 0;
         let (shadow, grids, at, knows) = self.look(place, lane)?;
         let who = Accessor { record, own, published: None, knows };
-        let [low, high] = shadow.stale(grids, at, bytes, &who)?;
+        let words = shadow.stale(grids, at, bytes, &who)?;
         if older {
-            return Some(u64::from(low) | u64::from(high) << 32);
+            return Some([0, 2].map(|low| u64::from(words[low]) | u64::from(words[low + 1]) << 32));
         }
         if how.strong.is_some() {
             shadow.saw(grids, at, bytes, &who);
@@ -194,6 +194,7 @@ impl Watch for Watcher<'_> {
     ) -> Result<bool, Trouble> {
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
+        self.world.stores.add(own, place, now.len() as u64);
         let Some((shadow, grids, at, knows)) = self.look(place, lane) else { return Ok(false) };
         let who = Accessor { record, own, published: None, knows };
         let part =
@@ -328,6 +329,7 @@ impl Watch for Watcher<'_> {
                 ((clock::store_reads(warp, lane), group), (clock::store_writes(warp, lane), group))
             }
         };
+        self.world.stores.add(warp, dst, bytes);
         let how = How::BULK;
         let record = |(actor, tick)| Record { actor, tick, lanes: 0, pc, how, bytes: 0 };
         self.block.settle(self.warp, lane);
@@ -348,7 +350,7 @@ impl Watch for Watcher<'_> {
             let mut picks = vec![];
             if let Some((shadow, grids, at, _)) = self.look(src, lane) {
                 for o in (0..bytes).step_by(4) {
-                    if let Some([value, _]) = shadow.stale(grids, at + o, 4, &reader) {
+                    if let Some([value, ..]) = shadow.stale(grids, at + o, 4, &reader) {
                         picks.push((o, value));
                     }
                 }

@@ -12,6 +12,7 @@ use super::grids::{GridFacts, Grids};
 use super::history::History;
 use super::known::{Known, Knows, Timeline};
 use super::shadow::{Accessor, How, Record, Shadow, Trouble, Wrong};
+use super::stores::Stores;
 use crate::ir::{Scope, Sem};
 use crate::rng::Rng;
 
@@ -35,6 +36,9 @@ pub(crate) struct World {
     /// another address on every rank.
     pub(super) backings: HashMap<(u64, u64), (u32, u32)>,
     pub(super) free_shadows: Vec<u32>,
+    pub(super) stores: Stores,
+    /// Numbers of devices, by the identity of their memory.
+    pub(super) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
     pub(crate) releases: HashMap<(u32, u64), Releases>,
     /// Chains of releases so far: the number of the last.
@@ -58,13 +62,15 @@ thread_local! {
 }
 
 impl World {
-    /// A piece of memory is mapped. `filled`: what is in it already counts as written.
-    pub(crate) fn map(&mut self, backing: (u64, u64), filled: bool) -> u32 {
+    /// A piece of memory is mapped by the device of this identity, under this label. `filled`: what is in it already counts as written.
+    pub(crate) fn map(&mut self, backing: (u64, u64), filled: bool, by: (u64, Arc<str>)) -> u32 {
         if let Some((number, maps)) = self.backings.get_mut(&backing) {
             *maps += 1;
             return *number;
         }
-        let shadow = Shadow::new(false, filled);
+        // Whoever maps it first has made it.
+        let mut shadow = Shadow::new(false, filled);
+        shadow.origin = Some(by);
         let number = match self.free_shadows.pop() {
             Some(number) => {
                 self.shadows[number as usize] = shadow;
@@ -87,6 +93,7 @@ impl World {
             self.backings.remove(&backing);
             self.shadows[number as usize] = Shadow::default();
             self.releases.retain(|(shadow, _), _| *shadow != number);
+            self.stores.forget(number);
             self.free_shadows.push(number);
         }
     }

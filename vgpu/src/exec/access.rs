@@ -56,6 +56,73 @@ unsafe fn write(p: *mut u8, bytes: u8, v: u64, order: Ordering) {
     }
 }
 
+/// Accesses of 16 bytes at once.
+#[cfg(target_arch = "x86_64")]
+mod whole {
+    use std::arch::asm;
+    use std::arch::x86_64::{__m128i, _mm_cvtsi128_si64, _mm_set_epi64x, _mm_unpackhi_epi64};
+
+    /// Reads them as two halves.
+    ///
+    /// # Safety
+    /// `p` must be valid for 16 bytes and aligned to them.
+    pub(super) unsafe fn read(p: *mut u8) -> [u64; 2] {
+        let value: __m128i;
+        // SAFETY: passed on to the caller. Processors with AVX, which are all of the last ten years, do this access at once (Intel's manual,
+        // volume 3, 9.1.1; AMD's, volume 2, 7.3.2).
+        unsafe {
+            asm!("movdqa {v}, [{p}]", v = out(xmm_reg) value, p = in(reg) p, options(nostack, preserves_flags))
+        };
+        // SAFETY: every x86-64 processor has SSE2.
+        unsafe {
+            [_mm_cvtsi128_si64(value) as u64, _mm_cvtsi128_si64(_mm_unpackhi_epi64(value, value)) as u64]
+        }
+    }
+
+    /// Writes them.
+    ///
+    /// # Safety
+    /// As of [`read`].
+    pub(super) unsafe fn write(p: *mut u8, halves: [u64; 2]) {
+        // SAFETY: as in `read`.
+        unsafe {
+            let value = _mm_set_epi64x(halves[1] as i64, halves[0] as i64);
+            asm!("movdqa [{p}], {v}", v = in(xmm_reg) value, p = in(reg) p, options(nostack, preserves_flags));
+        }
+    }
+}
+
+/// Accesses of 16 bytes, at once as far as the threads of one process are concerned.
+#[cfg(not(target_arch = "x86_64"))]
+mod whole {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Mutex, PoisonError};
+
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+    /// Reads them as two halves.
+    ///
+    /// # Safety
+    /// `p` must be valid for 16 bytes and aligned to them.
+    pub(super) unsafe fn read(p: *mut u8) -> [u64; 2] {
+        let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: passed on to the caller.
+        [0, 8].map(|at| unsafe { AtomicU64::from_ptr(p.add(at).cast()) }.load(Ordering::SeqCst))
+    }
+
+    /// Writes them.
+    ///
+    /// # Safety
+    /// As of [`read`].
+    pub(super) unsafe fn write(p: *mut u8, halves: [u64; 2]) {
+        let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        for (at, half) in [0, 8].into_iter().zip(halves) {
+            // SAFETY: passed on to the caller.
+            unsafe { AtomicU64::from_ptr(p.add(at).cast()) }.store(half, Ordering::SeqCst);
+        }
+    }
+}
+
 /// The new value of a read-modify-write; `bytes` selects the width.
 fn modify(op: Rmw, bytes: u8, old: u64, a: u64, b: u64) -> u64 {
     let signed = |v: u64| if bytes == 4 { i64::from(v as u32 as i32) } else { v as i64 };
@@ -284,7 +351,7 @@ impl<W: Watch> Exec<'_, W> {
     pub(super) fn load(&mut self, a: &Access, m: u32) -> Run<Flow> {
         let addr = self.addresses(&a.addr);
         let size = u64::from(a.bytes) * u64::from(a.n);
-        let how = How::generic(a.sem, a.scope, a.bytes, false);
+        let how = How::generic(a.sem, a.scope, a.unit(), false);
         if W::ON {
             self.watch_load(a, &addr, size, how, m)?;
         }
@@ -355,7 +422,7 @@ impl<W: Watch> Exec<'_, W> {
     /// Brings the values of a load into its registers, lane by lane. Gives what the first lane has read and where, and a digest of all.
     fn take_values(&mut self, a: &Access, addr: &[u64; 32], m: u32) -> Run<(Option<(u64, u64)>, u64)> {
         let size = u64::from(a.bytes) * u64::from(a.n);
-        let how = How::generic(a.sem, a.scope, a.bytes, false);
+        let how = How::generic(a.sem, a.scope, a.unit(), false);
         let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
         let shift = 64 - 8 * u32::from(a.bytes);
         let (mut first, mut seen) = (None, 0u64);
@@ -363,16 +430,28 @@ impl<W: Watch> Exec<'_, W> {
         let mut fresh = if self.watch.weak_memory() { 0 } else { m };
         for i in lanes(m) {
             let p = self.pointer(LOADS, a.space, addr[i], size, i)?;
+            let mut halves = [0; 2];
             for e in 0..a.n as usize {
-                // SAFETY: `pointer` checked bounds and alignment of the whole vector.
-                let mut v = unsafe { read(p.add(e * a.bytes as usize), a.bytes, order) };
-                if W::ON && self.watch.weak_memory() {
-                    let at = addr[i] + e as u64 * u64::from(a.bytes);
-                    let place = self.place(LOADS, a.space, at);
-                    match self.watch.stale(place, u64::from(a.bytes), i, how) {
-                        Some(old) => v = old,
-                        None => fresh |= 1 << i,
+                // What is read at once is read at its first element.
+                let mut v = halves[1];
+                if !a.whole || e == 0 {
+                    // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+                    halves = unsafe {
+                        if a.whole {
+                            whole::read(p)
+                        } else {
+                            [read(p.add(e * a.bytes as usize), a.bytes, order), 0]
+                        }
+                    };
+                    if W::ON && self.watch.weak_memory() {
+                        let at = addr[i] + e as u64 * u64::from(a.bytes);
+                        let place = self.place(LOADS, a.space, at);
+                        match self.watch.stale(place, u64::from(a.unit()), i, how) {
+                            Some(old) => halves = old,
+                            None => fresh |= 1 << i,
+                        }
                     }
+                    v = halves[0];
                 }
                 if a.signed {
                     v = ((v << shift) as i64 >> shift) as u64;
@@ -452,7 +531,7 @@ impl<W: Watch> Exec<'_, W> {
 
     /// A store under watch, lane by lane: equal values by several lanes do no harm, so each must find what those before it have written.
     fn watched_store(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<()> {
-        let how = How::generic(a.sem, a.scope, a.bytes, false);
+        let how = How::generic(a.sem, a.scope, a.unit(), false);
         for i in lanes(m) {
             let p = self.pointer(STORES, a.space, addr[i], size, i)?;
             let place = self.place(STORES, a.space, addr[i]);
@@ -515,6 +594,11 @@ impl<W: Watch> Exec<'_, W> {
     /// `p` must be valid for the vector and aligned to it.
     #[inline(always)]
     unsafe fn store_lane(&self, a: &Access, p: *mut u8, i: usize) {
+        if a.whole {
+            let half = |e: usize| self.warp.regs.r64[a.regs[e] as usize][i];
+            // SAFETY: passed on to the caller.
+            return unsafe { whole::write(p, [half(0), half(1)]) };
+        }
         let order = if a.sem == Sem::Release { Ordering::Release } else { Ordering::Relaxed };
         for e in 0..a.n as usize {
             let slot = a.regs[e] as usize;

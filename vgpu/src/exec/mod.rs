@@ -14,6 +14,7 @@ pub(crate) mod shared;
 mod simd;
 mod state;
 mod sync;
+mod together;
 
 use std::sync::atomic::Ordering;
 
@@ -30,13 +31,6 @@ use state::{Flow, Poll, Run, stop};
 
 /// Instructions a group may run before it must let the other runnable groups of its warp run.
 const GROUP_FUEL: u32 = 4096;
-
-impl Inst {
-    /// A block barrier that all lanes of a warp come to together.
-    fn aligned(&self) -> bool {
-        matches!(self.op, Op::Barrier { aligned: true, .. })
-    }
-}
 
 impl<'a, W: Watch> Exec<'a, W> {
     pub(crate) fn new(env: &'a Env, block: &'a mut BlockState, warp: &'a mut Warp, watch: W) -> Self {
@@ -194,6 +188,7 @@ impl<'a, W: Watch> Exec<'a, W> {
     fn branch(&mut self, m: u32, target: u32) -> Flow {
         let fallthrough = self.pc + 1;
         if m != self.mask {
+            self.warp.together.part(m, self.pc);
             // Hardware promises nowhere that the arms join again by themselves.
             let one_in = self.env.apart_one_in;
             let draw = crate::rng::mix(self.env.poison ^ (self.env.executed + self.executed));
@@ -227,6 +222,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             };
             let same = lanes::lanes(todo).filter(|&i| row[i] == row[lane]).fold(0, |a, i| a | 1 << i);
             todo &= !same;
+            self.warp.together.part(same, self.pc);
             self.push(same, target, GroupState::Ready);
         }
         Ok(Flow::Gone)
@@ -243,7 +239,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             }
         }
         if !self.warp.groups.is_empty() {
-            self.none_waits_aligned(m)?;
+            self.none_waits(m)?;
             self.recount_barriers()?;
         }
         self.pc += 1;
@@ -287,6 +283,7 @@ impl<'a, W: Watch> Exec<'a, W> {
     /// Keeps the lanes `m` of the running group; the others go on at the next instruction.
     fn split_off(&mut self, m: u32) {
         if m != self.mask {
+            self.warp.together.part(m, self.pc);
             self.push(self.mask & !m, self.pc + 1, GroupState::Ready);
             self.mask = m;
         }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::bulk_queue::BulkQueue;
 use super::lanes;
 use super::shared::SharedMemory;
+use super::together::Together;
 use crate::device::Clock;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{Access, BARRIERS, Regs};
@@ -108,6 +109,7 @@ pub(crate) struct Warp {
     pub(crate) index: u32,
     /// Lanes that have not exited.
     pub(crate) live: u32,
+    pub(super) together: Together,
     pub(crate) regs: Regs,
     /// Local memory, lane after lane.
     pub(crate) local: Vec<u64>,
@@ -128,6 +130,7 @@ impl Warp {
     pub(crate) fn start(&mut self, index: u32, live: u32) {
         self.index = index;
         self.live = live;
+        self.together.start(live);
         self.groups.clear();
         self.groups.push(Group {
             mask: live,

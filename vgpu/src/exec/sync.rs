@@ -22,6 +22,9 @@ impl<W: Watch> Exec<'_, W> {
             let mask = masks[todo.trailing_zeros() as usize];
             let here = lanes(todo).filter(|&i| masks[i] == mask).fold(0, |a, i| a | 1 << i);
             todo &= !here;
+            if here != self.mask {
+                self.warp.together.part(here, self.pc);
+            }
             if here & !mask != 0 {
                 let kind = FaultKind::BadMemberMask { mask, lanes: here };
                 return stop(kind, lanes(here & !mask).next());
@@ -35,8 +38,11 @@ impl<W: Watch> Exec<'_, W> {
             if needed & !here == 0
                 || matches!(op, WarpOp::Sync) && self.release_elsewhere(needed & !here, mask)
             {
-                if W::ON && matches!(op, WarpOp::Sync) {
-                    self.watch.sync_warp(mask & self.warp.live);
+                if matches!(op, WarpOp::Sync) {
+                    self.warp.together.meet(here);
+                    if W::ON {
+                        self.watch.sync_warp(mask & self.warp.live);
+                    }
                 }
                 self.execute_warp_op(op, here, mask);
                 done |= here;
@@ -182,7 +188,11 @@ impl<W: Watch> Exec<'_, W> {
         if let Some(n) = threads.filter(|&n| n == 0 || n % 32 != 0) {
             return bad(format!("thread count {n} is not a positive multiple of 32"));
         }
-        self.one_aligned_barrier(number, aligned)?;
+        if aligned {
+            self.one_aligned_barrier(number)?;
+        } else {
+            self.comes_together(number)?;
+        }
         let arrive_only = kind == BarrierKind::Arrive;
         self.push(
             self.mask,
@@ -194,23 +204,32 @@ impl<W: Watch> Exec<'_, W> {
         Ok(Flow::Gone)
     }
 
+    /// A barrier that is not aligned is for warps whose lanes come to it together, and sure to: by the manual each lane waits, but on GPUs
+    /// lanes of a warp that had diverged were seen to go past it (docs/KERNELS.md). The assembler brings the warp together itself in front
+    /// of an aligned one.
+    fn comes_together(&self, barrier: u32) -> Run<()> {
+        let first = self.mask.trailing_zeros();
+        let (together, live) = (self.warp.together.with(first) & self.warp.live, self.warp.live);
+        if together == live {
+            return Ok(());
+        }
+        let parted_on = self.kernel.origin(self.warp.together.parted_at).0;
+        stop(FaultKind::ApartAtBarrier { barrier, together, live, parted_on }, Some(first as usize))
+    }
+
     /// An aligned barrier is one instruction for all lanes of the warp. Lanes may come to it late, for they may have
     /// waited for something else meanwhile, but none may come to another barrier.
-    fn one_aligned_barrier(&self, barrier: u32, aligned: bool) -> Run<()> {
-        let elsewhere =
-            |g: &super::Group| g.pc != self.pc && (aligned || self.kernel.code[g.pc as usize].aligned());
-        if self.warp.groups.iter().any(|g| g.waits_for_its_warp() && elsewhere(g)) {
+    fn one_aligned_barrier(&self, barrier: u32) -> Run<()> {
+        if self.warp.groups.iter().any(|g| g.waits_for_its_warp() && g.pc != self.pc) {
             let kind = FaultKind::DivergentBarrier { barrier, lanes: self.mask, live: self.warp.live };
             return stop(kind, lanes(self.mask).next());
         }
         Ok(())
     }
 
-    /// The lanes `leaving` exit. Others of the warp that already wait at an aligned barrier wait for them as well.
-    pub(super) fn none_waits_aligned(&mut self, leaving: u32) -> Run<()> {
-        let code = &self.kernel.code;
-        let waits = |g: &&super::Group| g.waits_for_its_warp() && code[g.pc as usize].aligned();
-        let Some(g) = self.warp.groups.iter().find(waits) else { return Ok(()) };
+    /// The lanes `leaving` exit. Others of the warp that already wait at a barrier, an aligned one therefore, wait for them as well.
+    pub(super) fn none_waits(&mut self, leaving: u32) -> Run<()> {
+        let Some(g) = self.warp.groups.iter().find(|g| g.waits_for_its_warp()) else { return Ok(()) };
         let GroupState::Barrier { id, .. } = g.state else { return Ok(()) };
         let kind = FaultKind::DivergentBarrier { barrier: id, lanes: g.mask, live: self.warp.live | leaving };
         let lane = lanes(g.mask).next();
@@ -234,6 +253,7 @@ impl<W: Watch> Exec<'_, W> {
         if union == 0 || union != self.warp.live {
             return Ok(());
         }
+        self.warp.together.meet(union);
         for g in &mut self.warp.groups {
             if here(g.state).is_none() {
                 continue;

@@ -120,6 +120,9 @@ fn indexed_branch(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
 }
 
 fn mov(m: &mut Mods) -> Result<Emit, String> {
+    if m.has("b128") {
+        return Ok(Box::new(move_wide));
+    }
     let ty = m.ty()?;
     let spec = match ty {
         Ty::Pred => crate::exec::lanes::op_pred(|a, _| a),
@@ -147,6 +150,33 @@ fn mov(m: &mut Mods) -> Result<Emit, String> {
             }
         }
     }))
+}
+
+/// `mov.b128`: between registers of 128 bits, and their halves.
+fn move_wide(l: &mut Lower, ops: &[(Operand, Pos)]) -> Lowered<()> {
+    l.count(ops, 2..=2)?;
+    if ops.iter().all(|op| matches!(op.0, Operand::Vector(_))) {
+        return l.error("one side is a 128-bit register");
+    }
+    let mut sides = [[SINK; 2]; 2];
+    for (side, (op, pos)) in ops.iter().enumerate() {
+        sides[side] = match op {
+            Operand::Vector(halves) if halves.len() == 2 => {
+                let mut slots = [SINK; 2];
+                for (slot, half) in slots.iter_mut().zip(halves) {
+                    let half = (half.clone(), *pos);
+                    *slot = if side == 0 { l.dest_of::<u64>(&half)? } else { l.source_of::<u64>(&half)? };
+                }
+                slots
+            }
+            _ => l.halves(&(op.clone(), *pos))?,
+        };
+    }
+    let spec = op1(|a: u64| a);
+    for (to, from) in sides[0].into_iter().zip(sides[1]) {
+        l.push_alu(spec.f, [to, from, from, 0, 0, 0], &spec.sig);
+    }
+    Ok(())
 }
 
 /// `mov.b64 {a, b}, r` (`role` of the parts: `Def`) and `mov.b64 r, {a, b}` (`Use`).

@@ -149,6 +149,7 @@ fn access(load: bool, space: Space, addr: Addr, bytes: u8, reg: u32) -> Op {
         n: 1,
         wide: false,
         signed: false,
+        whole: false,
         regs,
     };
     if load { Op::Ld(a) } else { Op::St(a) }

@@ -67,6 +67,8 @@ struct Shape {
     scope: Scope,
     n: u8,
     ty: Ty,
+    /// One value of 128 bits, in two halves.
+    whole: bool,
     /// A 64-bit cache policy operand comes last.
     policy: bool,
 }
@@ -82,16 +84,23 @@ fn shape(m: &mut Mods) -> Result<Shape, String> {
     let space = m.one_of(SPACES).unwrap_or(Space::Generic);
     m.ignore(CACHE_HINTS);
     let policy = m.has("L2::cache_hint");
+    if m.has("b128") {
+        return Ok(Shape { space, sem, scope, n: 2, ty: Ty::B64, whole: true, policy });
+    }
     let n = m.one_of(&[("v2", 2), ("v4", 4)]).unwrap_or(1);
     let ty = m.ty()?;
     if ty == Ty::Pred || matches!(ty, Ty::E4m3x2 | Ty::E5m2x2) || ty.bits() / 8 * n > 16 {
         return m.unsupported();
     }
-    Ok(Shape { space, sem, scope, n: n as u8, ty, policy })
+    Ok(Shape { space, sem, scope, n: n as u8, ty, whole: false, policy })
 }
 
 /// The registers of a load or store and whether they are 64 bits wide.
 fn registers(l: &mut Lower, op: &(Operand, Pos), s: &Shape, dest: bool) -> Lowered<(bool, [u32; 4])> {
+    if s.whole {
+        let [low, high] = if dest && op.0 == Operand::Sink { [SINK; 2] } else { l.halves(op)? };
+        return Ok((true, [low, high, SINK, SINK]));
+    }
     let single;
     let items = match &op.0 {
         Operand::Vector(v) => v.as_slice(),
@@ -110,6 +119,9 @@ fn registers(l: &mut Lower, op: &(Operand, Pos), s: &Shape, dest: bool) -> Lower
         let op = (item.clone(), op.1);
         match l.any_register(&op)? {
             Some((File::Pred, ..)) => return Err((op.1, "a predicate cannot be loaded or stored".into())),
+            Some((_, 128, _)) => {
+                return Err((op.1, format!("a 128-bit register holds .b128 alone, not {bits} bits")));
+            }
             Some((file, b, _)) if b < bits => {
                 return Err((op.1, format!("a {b}-bit register cannot hold {bits} bits ({file:?})")));
             }
@@ -149,6 +161,7 @@ fn access(l: &mut Lower, ops: &[(Operand, Pos)], s: &Shape, dest: bool) -> Lower
         n: s.n,
         wide,
         signed: s.ty.is_signed(),
+        whole: s.whole,
         regs,
     })
 }
@@ -217,6 +230,7 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
             n,
             wide: false,
             signed: false,
+            whole: false,
             regs,
         };
         if ops.len() == 3 + policy {

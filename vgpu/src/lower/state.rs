@@ -150,7 +150,7 @@ impl<'a> Lower<'a> {
     pub(super) fn registers(&mut self, pos: Pos, ty: &str, name: &str, count: Option<u32>) -> Lowered<()> {
         let (file, bits) = match ty {
             ".pred" => (File::Pred, 1),
-            ".b128" => return Err((pos, "128-bit registers are not supported".into())),
+            ".b128" => return self.wide_registers(pos, name, count),
             _ => match crate::parser::type_bytes(ty) {
                 Some(8) => (File::R64, 64),
                 Some(b) => (File::R32, b as u32 * 8),
@@ -174,6 +174,36 @@ impl<'a> Lower<'a> {
                 let slot = self.slot(file);
                 self.bind(pos, &format!("{name}{i}"), Binding::Reg { file, bits, slot })
             }),
+        }
+    }
+
+    /// Registers of 128 bits: two of 64 behind each other, which only moves, loads and stores of 128 bits take.
+    fn wide_registers(&mut self, pos: Pos, name: &str, count: Option<u32>) -> Lowered<()> {
+        let all = self.slots.iter().sum::<u32>().saturating_add(count.unwrap_or(1).saturating_mul(2));
+        if all > MAX_REGISTERS {
+            return Err((
+                pos,
+                format!("more than {MAX_REGISTERS} registers, those of called functions included"),
+            ));
+        }
+        let names = (0..count.unwrap_or(1)).map(|i| match count {
+            Some(_) => format!("{name}{i}"),
+            None => name.to_string(),
+        });
+        for name in names {
+            let slot = self.slot(File::R64);
+            self.slot(File::R64);
+            self.declared.push((File::R64, slot, name.clone(), None));
+            self.bind(pos, &name, Binding::Reg { file: File::R64, bits: 128, slot })?;
+        }
+        Ok(())
+    }
+
+    /// The halves of a register of 128 bits, the low one first.
+    pub(super) fn halves(&mut self, op: &(Operand, Pos)) -> Lowered<[u32; 2]> {
+        match self.any_register(op)? {
+            Some((_, 128, slot)) => Ok([slot, slot + 1]),
+            _ => Err((op.1, format!("{} is not a 128-bit register", describe(&op.0)))),
         }
     }
 
@@ -393,7 +423,7 @@ impl<'a> Lower<'a> {
         let (offset, pos) = (*offset, op.1);
         match &**base {
             Operand::Name(name) => match self.lookup(name, pos)? {
-                Binding::Reg { file: File::R64, slot, .. } => Ok(Addr { slot, wide: true, offset }),
+                Binding::Reg { file: File::R64, bits: 64, slot } => Ok(Addr { slot, wide: true, offset }),
                 Binding::Reg { file: File::R32, bits: 32, slot } => Ok(Addr { slot, wide: false, offset }),
                 Binding::Reg { .. } => Err((pos, format!("'{name}' cannot hold an address"))),
                 _ => {

@@ -6,7 +6,7 @@ use crate::ptx::{Module, Statement};
 
 const RULE: &str = "barriers";
 
-/// Refuses `bar.*` and aligned barriers, and counts `barrier.sync` per entry: compilers duplicate barriers into divergent branches.
+/// Refuses `bar.*` and aligned barriers, and counts those that wait per entry: compilers duplicate barriers into divergent branches.
 pub fn check(module: &Module, manifest: &[KernelInfo]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (_, statement) in module.instructions() {
@@ -23,7 +23,7 @@ pub fn check(module: &Module, manifest: &[KernelInfo]) -> Vec<Finding> {
         let count = entry.body.iter().filter(|statement| is_block_barrier(statement)).count();
         if count != kernel.barriers as usize {
             let message = format!(
-                "`{}` has {count} barrier.sync, its manifest says {}: the compiler duplicated or dropped one, or the \
+                "`{}` has {count} block barriers, its manifest says {}: the compiler duplicated or dropped one, or the \
                  source changed",
                 entry.name, kernel.barriers
             );
@@ -34,9 +34,9 @@ pub fn check(module: &Module, manifest: &[KernelInfo]) -> Vec<Finding> {
 }
 
 fn is_block_barrier(statement: &Statement) -> bool {
-    statement
-        .opcode()
-        .is_some_and(|opcode| opcode.starts_with("barrier.sync") || opcode.starts_with("barrier.cta.sync"))
+    statement.is("barrier")
+        && ["sync", "red"].iter().any(|what| statement.has_modifier(what))
+        && !statement.has_modifier("cluster")
 }
 
 #[cfg(test)]
@@ -59,6 +59,8 @@ mod tests {
     #[test]
     fn a_wrong_count_fails() {
         assert_one(&check(&entry("barrier.sync 0;\nbarrier.sync 0;"), &[kernel("copy")]), "has 2");
+        let votes = "barrier.sync 0;\nbarrier.cta.red.or.pred %p1, 0, %p1;";
+        assert_one(&check(&entry(votes), &[kernel("copy")]), "has 2");
         assert_one(&check(&entry("ret;"), &[kernel("copy")]), "has 0");
     }
 

@@ -140,6 +140,7 @@ mod tests {
             "ld.param.b64 %rd1, [copy_param_0];\nld.global.b32 %r1, [%rd1+8];\nsetp.eq.b32 %p1, %r1, 0;",
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nvote.sync.ballot.b32 %r2, %p2, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %laneid;\nshfl.sync.idx.b32 %r2, %r1, 3, 31, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",
+            "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nbarrier.red.or.pred %p1, 0, %p2;",
             // The warp's number, in three disguises.
             "mov.u32 %r1, %tid.x;\nshr.u32 %r2, %r1, 5;\nsetp.eq.b32 %p1, %r2, 3;",
             "mov.u32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 32;",

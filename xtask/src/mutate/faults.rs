@@ -6,7 +6,7 @@ use std::fmt;
 use super::text::{Body, Line, Place};
 
 /// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
-pub const KERNELS: [&str; 12] = [
+pub const KERNELS: [&str; 14] = [
     "dispatch_layout",
     "notify",
     "dispatch",
@@ -18,7 +18,9 @@ pub const KERNELS: [&str; 12] = [
     "internode_dispatch",
     "internode_combine",
     "low_latency_dispatch",
-    "low_latency_combine",
+    "low_latency_combine_bf16",
+    "low_latency_combine_fp8",
+    "low_latency_gather",
 ];
 
 /// What is wrong in a faulty kernel.

@@ -21,8 +21,9 @@ const PTX_VARIABLE: &str = "EPOXIDE_PTX";
 /// What makes a run small: the checks are the same for all sizes.
 const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-sms 4 --timeout 20";
 /// Round trips that together run every line that a round trip can: within a node, across mapped nodes and through queues, rows of one
-/// piece and of several, with scales, with sizes that differ between ranks, and replayed; and low latency.
-const WORKLOADS: [&str; 9] = [
+/// piece and of several, with scales, with sizes that differ between ranks, and replayed; and low latency, with few tokens, whose rows go as
+/// packets, and with many, more than a block has threads, for more experts than a rank has blocks.
+const WORKLOADS: [&str; 11] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm",
@@ -32,6 +33,8 @@ const WORKLOADS: [&str; 9] = [
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --tokens 96 --hidden 6144 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --iterations 4 --random",
     "--mode low-latency --ranks-per-node 3 --dtype fp8 --iterations 2 --graph-replays 3",
+    "--mode low-latency --ranks-per-node 3 --tokens 200 --experts 36 --iterations 2",
+    "--mode low-latency --ranks-per-node 2 --tokens 100 --hidden 1024 --dtype fp8 --iterations 2 --graph-replays 2",
 ];
 /// Bytes of output that are looked at.
 const LONGEST_OUTPUT: usize = 1 << 20;
@@ -245,7 +248,7 @@ const SIGNS: [(&str, &[&str]); 9] = [
     ("bounds", &["is outside of every region", "which has been freed", "valid are", "is not a multiple of"]),
     ("mbarrier", &["mbarrier at shared offset"]),
     ("bulk copy", &["bulk copy:"]),
-    ("barrier", &["aligned barrier", "member mask", "\nbarrier"]),
+    ("barrier", &["aligned barrier", "member mask", "may be elsewhere since", "\nbarrier"]),
     ("deadlock", &["deadlock", "livelock", "groups of lanes are alive"]),
     ("timeout", &["timed out", "has not", "did not", "waited"]),
 ];
@@ -378,6 +381,9 @@ mod tests {
         assert_eq!(what(None, ""), Some("hang"));
         assert_eq!(what(Some(1), "a data race\n of lanes in a deadlock"), Some("race"));
         assert_eq!(what(Some(1), "kernel 'k': 2 groups of lanes are alive"), Some("deadlock"));
+        let apart =
+            epoxide_vgpu::FaultKind::ApartAtBarrier { barrier: 0, together: 1, live: 3, parted_on: 7 };
+        assert_eq!(what(Some(1), &format!("rank 0: {apart}")), Some("barrier"));
         assert_eq!(what(Some(1), "row 3 differs"), Some("wrong result"));
         assert_eq!(what(Some(-1), ""), Some("crash"));
     }

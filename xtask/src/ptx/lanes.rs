@@ -149,6 +149,10 @@ impl<'a> Lanes<'a> {
         if is(&["vote", "redux"]) || statement.is("match") && statement.has_modifier("all") {
             return Value::Uniform;
         }
+        // Votes of the whole block.
+        if statement.is("barrier") && statement.has_modifier("red") {
+            return Value::Uniform;
+        }
         if statement.is("shfl") {
             let broadcast = statement.has_modifier("idx") && operands.get(1) == Some(&Value::Uniform);
             return if broadcast { Value::Uniform } else { Value::Differs };
@@ -302,7 +306,8 @@ fn registers(body: &[Statement]) -> Vec<Names<'_>> {
 fn writes_first(statement: &Statement, operand: &str) -> bool {
     const READ_ONLY: [&str; 11] =
         ["bra", "brx", "bar", "barrier", "fence", "membar", "cp", "nanosleep", "ret", "exit", "trap"];
-    !operand.starts_with('[') && !READ_ONLY.iter().any(|name| statement.is(name))
+    let votes = statement.is("barrier") && statement.has_modifier("red");
+    !operand.starts_with('[') && (votes || !READ_ONLY.iter().any(|name| statement.is(name)))
 }
 
 /// Names, registers and numbers; a special register keeps its dot.

@@ -15,7 +15,7 @@ use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, wait_r
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{CombineArgs, Wait, ring_bytes};
 use crate::simt::*;
-use sum::{Element, F32};
+use sum::{F32, Summand};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use stage::StageCombine;
@@ -68,7 +68,7 @@ pub unsafe fn combine_f32(args: CombineArgs) {
 }
 
 #[inline(always)]
-unsafe fn combine<E: Element>(args: &CombineArgs) {
+unsafe fn combine<E: Summand>(args: &CombineArgs) {
     // SAFETY: as the argument struct documents; rows were planned inside the pools.
     unsafe {
         let comm = &args.comm;

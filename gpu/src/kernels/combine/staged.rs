@@ -3,7 +3,7 @@
 //! What makes them sound: the own combine rows are written behind the end of the operation before, which no peer has left earlier than
 //! it had gathered all that it wanted from them. (Were operations to end without that wait, blocks that copy would have to wait here.) A
 //! row has one warp for each piece of it, and its rank says that it is there behind a barrier of the block that copied it, by a word
-//! that no other rank writes. It is read by whoever has acquired that word, with a proxy fence before the copy engine reads it.
+//! that no other block writes. It is read by whoever has acquired that word, with a proxy fence before the copy engine reads it.
 //! Blocks that copy wait for nobody, and are the first that start. Collectives stand where all lanes of a warp arrive: what a warp
 //! branches on around them is the same in all lanes.
 
@@ -12,7 +12,7 @@ use core::cell::Cell;
 use epoxide_macros::kernel;
 
 use super::stage::{IN_FLIGHT_BYTES, copy_bytes};
-use super::sum::{Bf16, Contributors, Element, F32, Gather, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, sum_rows};
+use super::sum::{Bf16, Contributors, F32, Gather, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Summand, sum_rows};
 use crate::kernels::epoch::{
     Deadline, Entry, Phase, current_epoch, leave, pool_of, record, tell_ready, trace, wait_ready,
     warp_aborted,
@@ -44,7 +44,8 @@ const LONGEST_STEP: u32 = 8;
         args.x_stride.is_multiple_of(16),
         args.stagers >= 1,
         args.channels >= 1,
-        args.channels <= MAX_CHANNELS,
+        args.parts >= 1,
+        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
         args.blocks_per_channel >= 1,
         args.step_rows >= 1,
         args.gather_warps >= 1,
@@ -71,7 +72,8 @@ pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
         args.x_stride.is_multiple_of(16),
         args.stagers >= 1,
         args.channels >= 1,
-        args.channels <= MAX_CHANNELS,
+        args.parts >= 1,
+        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
         args.blocks_per_channel >= 1,
         args.step_rows >= 1,
         args.gather_warps >= 1,
@@ -82,7 +84,7 @@ pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
 }
 
 #[inline(always)]
-unsafe fn combine_staged<E: Element>(args: &StagedCombineArgs) {
+unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
     // SAFETY: as the argument struct documents; rows were planned inside the pools.
     unsafe {
         let (rows, comm) = (&args.combine, &args.combine.comm);
@@ -160,36 +162,40 @@ unsafe fn returned(args: &StagedCombineArgs, from: u32, to: u32) -> (u32, u32) {
     }
 }
 
-/// A block that copies: its share of the channels of all ranks' rows, a step of each in turn, so that all come along evenly.
+/// A block that copies: its share of the parts of the channels of all ranks' rows, a step of each in turn, so that all come along evenly.
 #[inline(always)]
 unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
-    // SAFETY: rows were planned inside the pool. The words at the peers have this rank as their only writer, and the barrier makes the
-    // whole block's work happen before the release.
+    // SAFETY: rows were planned inside the pool. The words at the peers have this rank as their only writer, and of it this block; the
+    // barrier makes the whole block's work happen before the release.
     unsafe {
-        let (comm, channels) = (&args.combine.comm, args.channels);
+        let (comm, channels, parts) = (&args.combine.comm, args.channels, args.parts as u32);
+        core::hint::assert_unchecked(parts >= 1 && comm.num_ranks >= 1);
         // Short steps first, so that peers can begin, then longer ones: a release waits for all that its block has stored, and a device
         // does one after the other.
         let (mut staged, mut step_rows, mut more) = (0, args.step_rows, true);
         while more {
             more = false;
             let mut number = stager;
-            while number < channels * comm.num_ranks {
-                let (channel, source) = (number / comm.num_ranks, number % comm.num_ranks);
+            while number < channels * parts * comm.num_ranks {
+                let (place, source) = (number / comm.num_ranks, number % comm.num_ranks);
+                let (channel, part) = (place / parts, place % parts);
                 let (first, count) = returned(args, comm.rank, source);
                 let starts = args.recv_channel_prefix_matrix.0 + (source * channels + channel) as u64 * 4;
                 let begin = ld_u32(starts);
                 let end = if channel + 1 < channels { ld_u32(starts + 4) } else { count };
-                let rows = end - begin;
+                // Of the channel's rows every one whose number leaves `part` when divided by `parts`.
+                let rows = (end - begin + (parts - 1 - part)) / parts;
                 if staged < rows {
                     let step = step_rows.min(rows - staged);
-                    copy_rows(args, first + begin + staged, step);
+                    let now = staged + step;
+                    more |= now < rows;
+                    copy_rows(args, first + begin + part + staged * parts, step);
                     barrier_sync();
                     // The last warp is the one with least to copy.
                     if tid() + 32 == ntid() {
-                        let word = pool_of(comm, source) + staged_offset(comm.rank, channel);
-                        st_release_sys_u64(word, epoch << 32 | (staged + step) as u64);
+                        let word = pool_of(comm, source) + staged_offset(comm.rank, place);
+                        st_release_sys_u64(word, epoch << 32 | now as u64);
                     }
-                    more |= staged + step < rows;
                 }
                 number += args.stagers;
             }
@@ -199,20 +205,21 @@ unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
     }
 }
 
-/// Copies `count` rows from row `first` on, and their weights. The whole block calls it.
+/// Copies `count` rows of a part, and their weights: row `first` and every `parts`-th one behind it. The whole block calls it.
 #[inline(always)]
 unsafe fn copy_rows(args: &StagedCombineArgs, first: u32, count: u32) {
     // SAFETY: rows that the tensors lack are left out; the others have room in the pool.
     unsafe {
-        let (rows, comm) = (&args.combine, &args.combine.comm);
+        let (rows, comm, parts) = (&args.combine, &args.combine.comm, args.parts as u32);
         let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
-        let count = count.min(args.num_rows.max(first) - first);
+        core::hint::assert_unchecked(parts >= 1);
+        let count = count.min((args.num_rows.max(first) - first).div_ceil(parts));
         let pool = pool_of(comm, comm.rank);
         // A warp copies as much of a row at a time as it has in flight. A row is not empty.
         let pieces = (rows.row_bytes - 1) / IN_FLIGHT_BYTES + 1;
         let mut item = warp;
         while item < count * pieces {
-            let (row, at) = ((first + item / pieces) as u64, item % pieces * IN_FLIGHT_BYTES);
+            let (row, at) = ((first + item / pieces * parts) as u64, item % pieces * IN_FLIGHT_BYTES);
             let from = args.x.0 + row * args.x_stride + at as u64;
             let to = pool + comm.pool.combine_x + row * row_stride(rows.row_bytes as u64) + at as u64;
             copy_bytes(from, to, IN_FLIGHT_BYTES.min(rows.row_bytes - at));
@@ -221,7 +228,7 @@ unsafe fn copy_rows(args: &StagedCombineArgs, first: u32, count: u32) {
         let mut row = warp;
         while row < count && !args.weights.is_null() {
             if lane < rows.num_topk {
-                let entry = ((first + row) as u64 * rows.num_topk as u64 + lane as u64) * 4;
+                let entry = ((first + row * parts) as u64 * rows.num_topk as u64 + lane as u64) * 4;
                 st_f32(pool + comm.pool.combine_weights + entry, ld_f32(args.weights.0 + entry));
             }
             row += warps;
@@ -281,28 +288,32 @@ impl Contributors for Staged<'_> {
 unsafe fn wait_staged(args: &StagedCombineArgs, channel: u32, peer: u32, row: u32) -> u32 {
     // SAFETY: the word is in this rank's own pool.
     unsafe {
-        let comm = &args.combine.comm;
+        let (comm, parts) = (&args.combine.comm, args.parts as u32);
         let epoch = current_epoch(comm);
         let mut begin = returned(args, peer, comm.rank).0;
         if channel != 0 {
             let earlier = peer * args.channels + channel - 1;
             begin += ld_u32(args.channel_prefix_matrix.0 + earlier as u64 * 4);
         }
-        let word = pool_of(comm, comm.rank) + staged_offset(peer, channel);
+        let words = pool_of(comm, comm.rank) + staged_offset(peer, channel * parts);
         let needed = row - begin + 1;
         let mut deadline = Deadline::start();
-        loop {
-            let seen = ld_acquire_sys_u64(word);
-            let staged = if (seen >> 32) as u32 == epoch as u32 { seen as u32 } else { 0 };
-            if staged >= needed {
-                fence_proxy_async_global();
-                return begin + staged;
-            }
-            if deadline.expired(comm) {
-                let (needed, staged) = (needed as u64, staged as u64);
-                record(comm, deadline.waited, peer, epoch, needed, staged, Wait::Staged);
+        // So many of the channel's rows are there without a gap, by the parts so far.
+        let (mut staged, mut part) = (u32::MAX, 0);
+        while part < parts {
+            let seen = ld_acquire_sys_u64(words + part as u64 * 8);
+            let rows = if (seen >> 32) as u32 == epoch as u32 { seen as u32 } else { 0 };
+            let there = rows * parts + part;
+            if there >= needed {
+                staged = staged.min(there);
+                part += 1;
+            } else if deadline.expired(comm) {
+                let (needed, there) = (needed as u64, there as u64);
+                record(comm, deadline.waited, peer, epoch, needed, there, Wait::Staged);
                 return u32::MAX;
             }
         }
+        fence_proxy_async_global();
+        begin + staged
     }
 }

@@ -19,7 +19,7 @@ pub const MAX_SLOT_BYTES: u32 = 32 * 16 * VECTORS as u32;
 pub const MAX_WAITED_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
 
 /// What 16 bytes of a row hold.
-pub trait Element {
+pub trait Summand {
     /// Adds a vector to its sums.
     fn add(sum: &mut [f32; 8], vector: [u32; 4]);
     /// Rounds the sums to a vector.
@@ -29,7 +29,7 @@ pub trait Element {
 pub struct Bf16;
 pub struct F32;
 
-impl Element for Bf16 {
+impl Summand for Bf16 {
     #[inline(always)]
     fn add(sum: &mut [f32; 8], v: [u32; 4]) {
         sum[0] += bf16x2_lo(v[0]);
@@ -48,7 +48,7 @@ impl Element for Bf16 {
     }
 }
 
-impl Element for F32 {
+impl Summand for F32 {
     #[inline(always)]
     fn add(sum: &mut [f32; 8], v: [u32; 4]) {
         sum[0] += f32::from_bits(v[0]);
@@ -176,7 +176,7 @@ impl<const FEWER: bool> Sink for Outputs<'_, FEWER> {
 
 /// Sums the rows of a warp's share of tokens, those of `gather`, which has just started; all warps with a ring call it.
 #[inline(always)]
-pub unsafe fn sum_rows<E: Element, C: Contributors, S: Sink, const WHOLE: bool>(
+pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     args: &CombineArgs,
     ring: &Ring,
     turn: &mut Turn,

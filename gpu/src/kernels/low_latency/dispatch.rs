@@ -1,8 +1,9 @@
 //! Low-latency dispatch: every token's row goes to each rank that has one of its experts, once, at its final place.
 //!
-//! What makes it sound: a row, its weights and its packets have one block of one rank that writes them, and nobody reads them before that
-//! rank's word for their chunk, or, of a packet, before its epoch. A chunk's word is released by the block that sent the chunk's last token,
-//! which has acquired what the others did. An expert's tables have one block. The threads of a block meet at a barrier between the writers
+//! What makes it sound: a row has one block of one rank that writes it, and nobody reads it before that rank's word for its chunk, which is
+//! released by the block that sent the chunk's last token and has acquired what the others did. Packets, of ids, weights, scales or pieces of
+//! a row, have one warp of one rank that writes them, and are read with their epoch, all of each or nothing; a piece is put where it belongs by
+//! one warp, for kernels behind this one. An expert's tables have one block. The threads of a block meet at a barrier between the writers
 //! and readers of each word of shared memory; collectives stand where all lanes of a warp arrive.
 
 use core::mem::offset_of;
@@ -10,24 +11,17 @@ use core::mem::offset_of;
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, pool_of, record, share, trace, wait_at_least};
+use super::fp8::{from_bf16, quantised, scale_offset};
 use super::{
-    Begun, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets, ids_offset, tell_call,
-    tokens_in_chunk, wait_calls, wait_packet, wait_ready,
+    Begun, Piece, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
+    ids_offset, in_packets, load_packets, packet_seen, send_packets, tell_call, tokens_in_chunk, wait_calls,
+    wait_packet, wait_packets, wait_ready,
 };
 use crate::layout::{
     LowLatencyDispatchArgs, LowLatencyTurns, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase,
-    row_stride,
+    pieces_of, row_stride,
 };
 use crate::simt::*;
-
-/// Elements that a thread quantises: as many as make 16 bytes.
-const ELEMENTS: usize = 16;
-/// Lanes that quantise a block of elements together.
-const LANES_PER_SCALE: u32 = SCALE_BLOCK / ELEMENTS as u32;
-/// The largest e4m3 number.
-const E4M3_MAX: f32 = 448.0;
-/// The least magnitude that a scale is made for.
-const LEAST_AMAX: f32 = 1e-4;
 
 /// Sends rows, or waits for them and says which expert has which, or both.
 #[kernel(
@@ -47,59 +41,187 @@ const LEAST_AMAX: f32 = 1e-4;
 pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let comm = &args.common.comm;
     let shared = Shared::lay_out();
+    let sends = args.common.phases & phase::SEND != 0;
+    trace(comm, Phase::Enter);
+    let as_packets = in_packets(&args.common, args.common.num_tokens);
+    let first = Ahead::of(&args, ctaid(), sends & !as_packets);
+    let first_piece = PieceAhead::of(&args, Piece::first_of_warp(false), sends & as_packets);
+    let answered = ld_u64(args.common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64);
     let begun = begin(&args.common, &shared);
-    if args.common.phases & phase::SEND != 0 {
-        send(&args, &shared, &begun);
+    if sends {
+        send(&args, &begun, answered, first, first_piece);
         trace(comm, Phase::Moved);
     }
     if args.common.phases & phase::RECEIVE != 0 {
-        receive(&args, &shared, begun.epoch);
+        receive(&args, &shared, &begun);
         finish(comm);
     }
 }
 
-/// Sends this rank's tokens, a token to a block.
+/// What a thread reads of a token before it knows anything else: loads that are in flight together take the time of one.
+struct Ahead {
+    entry: Entry,
+    /// The thread's share of the first turn through the row.
+    pair: Pair,
+}
+
+impl Ahead {
+    /// Of token `token`; `is_there`: whether somebody will ask for it.
+    #[inline(always)]
+    unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> Ahead {
+        // SAFETY: inputs are there from the kernel's start.
+        unsafe {
+            let common = &args.common;
+            let is_there = is_there & (token < common.num_tokens);
+            Ahead { entry: Entry::of(args, token, is_there), pair: Pair::of(args, token, 0, is_there) }
+        }
+    }
+}
+
+/// The lane's entry of a token.
+struct Entry {
+    expert: i64,
+    weight: f32,
+}
+
+impl Entry {
+    #[inline(always)]
+    unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> Entry {
+        // SAFETY: inputs are there from the kernel's start.
+        unsafe {
+            let at = (token * args.common.num_topk + laneid()) as u64;
+            let mut entry = Entry { expert: -1, weight: 1.0 };
+            if is_there && laneid() < args.common.num_topk {
+                entry.expert = ld_i64(args.topk_idx.0 + at * 8);
+                if !args.topk_weights.is_null() {
+                    entry.weight = ld_f32(args.topk_weights.0 + at * 4);
+                }
+            }
+            entry
+        }
+    }
+}
+
+/// The same as [`Ahead`] for a piece of a row.
+struct PieceAhead {
+    entry: Entry,
+    /// The lane's vectors; of rows that are quantised first, both of each.
+    low: [[u32; 4]; 3],
+    high: [[u32; 4]; 3],
+}
+
+impl PieceAhead {
+    /// Of piece number `number`; `is_there`: whether somebody will ask for it.
+    #[inline(always)]
+    unsafe fn of(args: &LowLatencyDispatchArgs, number: u32, is_there: bool) -> PieceAhead {
+        // SAFETY: loads that are made lie in the row.
+        unsafe {
+            let piece = Piece::of(number, args.row_bytes, 1);
+            let is_there = is_there & (piece.token < args.common.num_tokens);
+            let entry = Entry::of(args, piece.token, is_there);
+            let is_quantised = args.quantise != Quantise::Not as u32;
+            let from = args.x.0 + piece.token as u64 * bytes_of_x(args) as u64;
+            let (mut low, mut high) = ([[0; 4]; 3], [[0; 4]; 3]);
+            unroll3!(J => {
+                let at = piece.at(J as u32);
+                let is_there = is_there & (at < args.row_bytes);
+                let from = from + if is_quantised { at * 2 } else { at } as u64;
+                low[J] = ld_stream_v4_if(is_there, from);
+                high[J] = ld_stream_v4_if(is_there & is_quantised, from + 16);
+            });
+            PieceAhead { entry, low, high }
+        }
+    }
+}
+
+/// A thread's two vectors of a turn through a row, 32 bytes for each thread of the block: as rows travel, a block's worth of 16 bytes apart,
+/// so that a warp's stores are whole lines; of rows that are quantised first, the two that make one.
+struct Pair {
+    first: [u32; 4],
+    second: [u32; 4],
+}
+
+impl Pair {
+    /// Offsets of the two in the row at `x`.
+    #[inline(always)]
+    fn offsets(args: &LowLatencyDispatchArgs, turn: u32) -> (u32, u32) {
+        let start = turn * ntid() * 32;
+        if args.quantise == Quantise::Not as u32 {
+            (start + tid() * 16, start + tid() * 16 + ntid() * 16)
+        } else {
+            (start + tid() * 32, start + tid() * 32 + 16)
+        }
+    }
+
+    /// Zeros where the row ends before them.
+    #[inline(always)]
+    unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, turn: u32, is_there: bool) -> Pair {
+        // SAFETY: loads that are made lie in the row.
+        unsafe {
+            let bytes = bytes_of_x(args);
+            let from = args.x.0 + token as u64 * bytes as u64;
+            let (first, second) = Pair::offsets(args, turn);
+            Pair {
+                first: ld_stream_v4_if(is_there & (first < bytes), from + first as u64),
+                second: ld_stream_v4_if(is_there & (second < bytes), from + second as u64),
+            }
+        }
+    }
+}
+
+/// Bytes of a row at `x`.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun) {
+fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
+    if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
+}
+
+/// Sends this rank's tokens, a token to a block. `answered`: how many dispatches there had been in the place when a combine answered one last.
+#[inline(always)]
+unsafe fn send(
+    args: &LowLatencyDispatchArgs,
+    begun: &Begun,
+    answered: u64,
+    first: Ahead,
+    first_piece: PieceAhead,
+) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
-        let (common, comm, epoch) = (&args.common, &args.common.comm, begun.epoch);
+        let (common, comm) = (&args.common, &args.common.comm);
         let (thread, warp, lane) = (tid(), tid() / 32, laneid());
         let mut takes_part = begun.takes_part;
         if takes_part {
-            tell_call(comm, epoch);
+            tell_call(comm, begun);
         }
         // A place that no combine has answered since its last dispatch may be in use: then all wait for all.
-        if begun.dispatches != ld_u64(common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64) {
-            if takes_part && warp == 0 && !wait_ready(comm, epoch) && lane == 0 {
-                st_shared_u32(shared.expired, 1);
-            }
-            barrier_sync();
-            takes_part = ld_shared_u32(shared.expired) == 0;
+        if begun.dispatches != answered {
+            let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
+            takes_part &= !barrier_any(!is_ready);
         }
-        let mut token = ctaid();
+        let as_packets = in_packets(common, common.num_tokens);
+        if as_packets && takes_part {
+            send_pieces(args, first_piece, begun);
+        }
+        takes_part &= !as_packets;
+        let (mut token, mut ahead, mut unsaid) = (ctaid(), first, 0);
         while token < common.num_tokens && takes_part {
             let row = comm.rank * common.max_tokens + token;
-            let mask = send_ids(args, token, row, warp == 0, epoch);
+            let mask = send_ids(args, token, row, &ahead.entry, warp == 0, begun);
             if thread == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
-            if args.quantise == Quantise::Not as u32 {
-                send_row(args, token, row, mask);
-            } else {
-                quantise_row(args, token, row, mask);
-            }
-            barrier_sync();
-            if warp == 0 {
-                let chunk = token / common.chunk_tokens;
-                let parts = tokens_in_chunk(common, common.num_tokens, chunk);
-                let word = common.tables.sent.0 + chunk as u64 * 8;
-                if completes(word, token - chunk * common.chunk_tokens, parts) && lane < comm.num_ranks {
-                    let word = pool_of(comm, lane) + common.place.arrived;
-                    st_release_sys_u64(word + chunk_offset(common, comm.rank, chunk), epoch);
+            send_row(args, token, row, mask, ahead.pair);
+            // On its way while the block waits below.
+            let next = token + nctaid();
+            ahead = Ahead::of(args, next, true);
+            unsaid += 1;
+            if unsaid == ROWS_AT_ONCE || next >= common.num_tokens {
+                barrier_sync();
+                if warp == 0 && lane < unsaid {
+                    say_sent(args, token - lane * nctaid(), begun);
                 }
+                unsaid = 0;
             }
-            token += nctaid();
+            token = next;
         }
         // The kernel that waits for rows may be another one, of another grid: the turn belongs to this half. All threads have read it in front
         // of a barrier.
@@ -109,27 +231,198 @@ unsafe fn send(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun) {
     }
 }
 
-/// The ranks that a token goes to, as bits. `sends`: tells them, and all others, which of their experts it is for, with its weights. The
-/// whole warp calls it.
+/// Adds a token that the block has sent to its chunk, and tells all members where it was the chunk's last.
 #[inline(always)]
-unsafe fn send_ids(args: &LowLatencyDispatchArgs, token: u32, row: u32, sends: bool, epoch: u64) -> u32 {
+unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
+    // SAFETY: passed on to the caller. The fence and each store behind it release what the block did in front of its barrier, and what the
+    // last of a chunk's blocks has acquired.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let chunk = token / common.chunk_tokens;
+        let parts = tokens_in_chunk(common, common.num_tokens, chunk);
+        let word = common.tables.sent.0 + chunk as u64 * 8;
+        if completes(word, token - chunk * common.chunk_tokens, parts) {
+            fence_acq_rel_sys();
+            let members = begun.members();
+            let word = common.place.arrived + chunk_offset(common, comm.rank, chunk);
+            unroll8!(RANK => {
+                if members >> RANK & 1 != 0 {
+                    st_relaxed_sys_u64(comm.pools[RANK].0 + word, begun.epoch);
+                }
+            });
+        }
+    }
+}
+
+/// Sends this rank's tokens as packets, a piece of a row to a warp.
+#[inline(always)]
+unsafe fn send_pieces(args: &LowLatencyDispatchArgs, first: PieceAhead, begun: &Begun) {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let lane = laneid();
-        let entry = (token * common.num_topk + lane) as u64;
-        let mut expert = -1;
-        if lane < common.num_topk {
-            expert = ld_i64(args.topk_idx.0 + entry * 8);
+        let epoch = begun.epoch;
+        let pieces = common.num_tokens * pieces_of(args.row_bytes);
+        let (mut number, mut ahead) = (Piece::first_of_warp(false), first);
+        while number < pieces {
+            let piece = Piece::of(number, args.row_bytes, 1);
+            let row = comm.rank * common.max_tokens + piece.token;
+            let mask = send_ids(args, piece.token, row, &ahead.entry, piece.index == 0, begun);
+            if piece.index == 0 && laneid() == 0 {
+                st_u32(common.tables.token_ranks.0 + piece.token as u64 * 4, mask);
+            }
+            let mut vectors = ahead.low;
+            unroll3!(J => {
+                let at = piece.at(J as u32);
+                let mut scale = 0.0;
+                if args.quantise != Quantise::Not as u32 {
+                    let numbers = [from_bf16(ahead.low[J]), from_bf16(ahead.high[J])];
+                    (vectors[J], scale) = quantised(&numbers, args.quantise);
+                }
+                if has_scales(args) && at < args.row_bytes && at.is_multiple_of(SCALE_BLOCK) {
+                    let index = at / SCALE_BLOCK;
+                    if args.quantise == Quantise::Not as u32 {
+                        scale = ld_f32(args.scales.0 + (piece.token * args.num_scales + index) as u64 * 4);
+                    }
+                    let packet = epoch << 32 | scale.to_bits() as u64;
+                    let offset = common.place.scale_packets + scale_offset(common, args.row_bytes, comm.rank, piece.token, index);
+                    unroll8!(RANK => {
+                        if mask >> RANK & 1 != 0 && RANK as u32 != comm.rank {
+                            st_relaxed_sys_u64(comm.pools[RANK].0 + offset, packet);
+                        }
+                    });
+                    if mask >> comm.rank & 1 != 0 {
+                        keep_scale(args, row, index, scale);
+                    }
+                }
+            });
+            let offset = common.place.packets + piece.offset(common, args.row_bytes, comm.rank);
+            unroll8!(RANK => {
+                if mask >> RANK & 1 != 0 && RANK as u32 != comm.rank {
+                    send_packets(comm.pools[RANK].0 + offset, &vectors, epoch);
+                }
+            });
+            // What stays is there with the end of the kernel.
+            if mask >> comm.rank & 1 != 0 {
+                keep_piece(args, row, &piece, &vectors);
+            }
+            number += nctaid() * (ntid() / 32);
+            ahead = PieceAhead::of(args, number, true);
         }
+    }
+}
+
+/// Whether rows travel with scales.
+#[inline(always)]
+fn has_scales(args: &LowLatencyDispatchArgs) -> bool {
+    args.quantise != Quantise::Not as u32 || args.num_scales != 0
+}
+
+/// Stores a scale of a received row where it belongs.
+#[inline(always)]
+unsafe fn keep_scale(args: &LowLatencyDispatchArgs, row: u32, index: u32, scale: f32) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let common = &args.common;
+        let rows = (common.comm.num_ranks * common.max_tokens) as u64;
+        let at = common.place.recv_scales + (index as u64 * rows + row as u64) * 4;
+        st_f32(pool_of(&common.comm, common.comm.rank) + at, scale);
+    }
+}
+
+/// Stores a piece of a received row where it belongs.
+#[inline(always)]
+unsafe fn keep_piece(args: &LowLatencyDispatchArgs, row: u32, piece: &Piece, vectors: &[[u32; 4]; 3]) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let common = &args.common;
+        let to = pool_of(&common.comm, common.comm.rank)
+            + common.place.recv_x
+            + row as u64 * row_stride(args.row_bytes as u64);
+        unroll3!(J => {
+            let at = piece.at(J as u32);
+            if at < args.row_bytes {
+                st_v4(to + at as u64, vectors[J]);
+            }
+        });
+    }
+}
+
+/// Waits for the rows that come as packets, and puts them where they belong, a piece to a warp.
+#[inline(always)]
+unsafe fn receive_pieces(args: &LowLatencyDispatchArgs, shared: &Shared, epoch: u64) {
+    // SAFETY: passed on to the kernel's caller. Packets are in this rank's own pool, and each has one writer.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let pool = pool_of(comm, comm.rank);
+        let mut most = 0;
+        unroll8!(SOURCE => {
+            let tokens = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
+            most = if in_packets(common, tokens) && SOURCE as u32 != comm.rank { tokens.max(most) } else { most };
+        });
+        let mut number = Piece::first_of_warp(true);
+        while number < most * comm.num_ranks * pieces_of(args.row_bytes) {
+            let piece = Piece::of(number, args.row_bytes, comm.num_ranks);
+            number += nctaid() * (ntid() / 32);
+            let (source, tokens) = (piece.rank, ld_shared_u32(shared.tokens + piece.rank * 4));
+            if source == comm.rank || piece.token >= tokens || !in_packets(common, tokens) {
+                continue;
+            }
+            let row = source * common.max_tokens + piece.token;
+            // The packets' first loads and those of the ids are in flight together.
+            let at = pool + common.place.packets + piece.offset(common, args.row_bytes, source);
+            let seen = load_packets(at);
+            let mut pair = u32::MAX;
+            if laneid() < id_packets(common) {
+                let ids = pool + common.place.ids + ids_offset(common, row) + laneid() as u64 * 8;
+                pair =
+                    wait_packet::<false>(comm, ids, source, epoch, Wait::LowLatencyIds).unwrap_or(u32::MAX);
+            }
+            if ballot(pair != u32::MAX) == 0 {
+                continue;
+            }
+            let Some(vectors) = wait_packets(comm, at, seen, source, epoch, Wait::LowLatencyRows) else {
+                return;
+            };
+            keep_piece(args, row, &piece, &vectors);
+            unroll3!(J => {
+                let at = piece.at(J as u32);
+                if has_scales(args) && at < args.row_bytes && at.is_multiple_of(SCALE_BLOCK) {
+                    let index = at / SCALE_BLOCK;
+                    let packet = pool + common.place.scale_packets + scale_offset(common, args.row_bytes, source, piece.token, index);
+                    let scale = wait_packet::<false>(comm, packet, source, epoch, Wait::LowLatencyRows);
+                    keep_scale(args, row, index, f32::from_bits(scale.unwrap_or(0)));
+                }
+            });
+        }
+    }
+}
+
+/// The ranks that a token goes to, as bits. `sends`: tells them, and all others, which of their experts it is for, with its weights. The
+/// whole warp calls it.
+#[inline(always)]
+unsafe fn send_ids(
+    args: &LowLatencyDispatchArgs,
+    token: u32,
+    row: u32,
+    entry: &Entry,
+    sends: bool,
+    begun: &Begun,
+) -> u32 {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let (lane, expert, epoch) = (laneid(), entry.expert, begun.epoch);
+        let members = begun.members();
         let experts = (common.local_experts * comm.num_ranks) as i64;
-        let is_known = expert >= 0 && expert < experts;
+        let is_id = expert >= 0 && expert < experts;
         if expert >= experts || expert < -1 {
             record(comm, 0, comm.rank, epoch, token as u64, expert as u64, Wait::LowLatencyExpert);
         }
         let expert = expert as u32;
         let rank = expert / common.local_experts;
         let local = expert - rank * common.local_experts;
+        // What a token's experts on ranks that are left out would add is missing.
+        let is_known = is_id && members >> (rank & 31) & 1 != 0;
         let mask = redux_or(if is_known { 1 << rank } else { 0 });
         if !sends {
             return mask;
@@ -140,7 +433,7 @@ unsafe fn send_ids(args: &LowLatencyDispatchArgs, token: u32, row: u32, sends: b
         let high = shfl_u32(of_lane, (lane * 2 + 1) & 31);
         if lane < id_packets(common) {
             unroll8!(RANK => {
-                if (RANK as u32) < comm.num_ranks {
+                if members >> RANK & 1 != 0 {
                     let id = |of: u32| if of >> 16 == RANK as u32 { of & 0xffff } else { 0xffff };
                     let packet = epoch << 32 | (id(high) << 16 | id(low)) as u64;
                     let at = comm.pools[RANK].0 + common.place.ids + ids_offset(common, row);
@@ -149,32 +442,33 @@ unsafe fn send_ids(args: &LowLatencyDispatchArgs, token: u32, row: u32, sends: b
             });
         }
         if is_known {
-            let weight =
-                if args.topk_weights.is_null() { 1.0 } else { ld_f32(args.topk_weights.0 + entry * 4) };
-            let at = pool_of(comm, rank) + common.place.weights;
-            st_f32(at + (row * common.num_topk + lane) as u64 * 4, weight);
+            let at = pool_of(comm, rank) + common.place.weights + (row * common.num_topk + lane) as u64 * 8;
+            st_relaxed_sys_u64(at, epoch << 32 | entry.weight.to_bits() as u64);
         }
         mask
     }
 }
 
-/// Sends a row as it is, with the scales it has, to the ranks of `mask`.
+/// Sends a row to the ranks of `mask`, as it is or quantised, with its scales. All threads of the block call it.
 #[inline(always)]
-unsafe fn send_row(args: &LowLatencyDispatchArgs, token: u32, row: u32, mask: u32) {
+unsafe fn send_row(args: &LowLatencyDispatchArgs, token: u32, row: u32, mask: u32, first: Pair) {
     // SAFETY: passed on to the caller.
     unsafe {
-        let from = args.x.0 + token as u64 * args.row_bytes as u64;
-        let mut at = tid() * 16;
-        while at < args.row_bytes {
-            // Two at a time, so that their loads are in flight together.
-            let next = at + ntid() * 16;
-            let first = ld_stream_v4(from + at as u64);
-            let second = ld_stream_v4_if(next < args.row_bytes, from + next as u64);
-            store(args, row, mask, at, first);
-            if next < args.row_bytes {
-                store(args, row, mask, next, second);
+        let (mut turn, mut pair) = (0, first);
+        while turn * ntid() * 32 < bytes_of_x(args) {
+            if args.quantise == Quantise::Not as u32 {
+                let (first, second) = Pair::offsets(args, turn);
+                if first < args.row_bytes {
+                    store(args, row, mask, first, pair.first);
+                }
+                if second < args.row_bytes {
+                    store(args, row, mask, second, pair.second);
+                }
+            } else {
+                quantise_pair(args, row, mask, Pair::offsets(args, turn).0 / 2, pair);
             }
-            at = next + ntid() * 16;
+            turn += 1;
+            pair = Pair::of(args, token, turn, true);
         }
         let mut scale = tid();
         while scale < args.num_scales {
@@ -214,73 +508,32 @@ unsafe fn store_scale(args: &LowLatencyDispatchArgs, row: u32, mask: u32, scale:
     }
 }
 
-/// Sends a BF16 row as e4m3, with a scale for each block of elements, to the ranks of `mask`. All threads of the block call it.
+/// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and a scale for each block of them, to the ranks of `mask`. The whole warp
+/// calls it.
 #[inline(always)]
-unsafe fn quantise_row(args: &LowLatencyDispatchArgs, token: u32, row: u32, mask: u32) {
+unsafe fn quantise_pair(args: &LowLatencyDispatchArgs, row: u32, mask: u32, at: u32, pair: Pair) {
     // SAFETY: passed on to the caller.
     unsafe {
-        let from = args.x.0 + token as u64 * args.row_bytes as u64 * 2;
-        let lane = laneid();
-        // Whole warps go on together, since lanes ask each other.
-        let mut first = tid() / 32 * 32;
-        while first * (ELEMENTS as u32) < args.row_bytes {
-            let at = (first + lane) * ELEMENTS as u32;
-            let is_there = at < args.row_bytes;
-            let low = ld_stream_v4_if(is_there, from + at as u64 * 2);
-            let high = ld_stream_v4_if(is_there, from + at as u64 * 2 + 16);
-            // Magnitudes of floats order as their bits do.
-            let mut amax = 0;
-            unroll4!(J => {
-                let largest = |pair: u32| (pair << 16 & 0x7fff_ffff).max(pair & 0x7fff_0000);
-                amax = amax.max(largest(low[J])).max(largest(high[J]));
-            });
-            let mut step = 1;
-            while step < LANES_PER_SCALE {
-                amax = amax.max(shfl_u32(amax, lane ^ step));
-                step *= 2;
+        let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
+        let (vector, scale) = quantised(&numbers, args.quantise);
+        if at < args.row_bytes {
+            store(args, row, mask, at, vector);
+            if at.is_multiple_of(SCALE_BLOCK) {
+                store_scale(args, row, mask, at / SCALE_BLOCK, scale);
             }
-            let (scale, inverse) = scales(f32::from_bits(amax), args.quantise);
-            if is_there {
-                let pack = |pair: u32| pack_e4m3x2(bf16x2_lo(pair) * inverse, bf16x2_hi(pair) * inverse);
-                let four = |from: [u32; 2]| pack(from[0]) | pack(from[1]) << 16;
-                let vector = [
-                    four([low[0], low[1]]),
-                    four([low[2], low[3]]),
-                    four([high[0], high[1]]),
-                    four([high[2], high[3]]),
-                ];
-                store(args, row, mask, at, vector);
-                if lane.is_multiple_of(LANES_PER_SCALE) {
-                    store_scale(args, row, mask, at / SCALE_BLOCK, scale);
-                }
-            }
-            first += ntid();
         }
     }
 }
 
-/// What e4m3 numbers of a block with this largest magnitude are multiplied with to give the numbers, and what these are to give those.
-#[inline(always)]
-fn scales(amax: f32, quantise: u32) -> (f32, f32) {
-    // Not `max`, which takes a NaN for a small number.
-    let amax = if amax < LEAST_AMAX { LEAST_AMAX } else { amax };
-    let scale = amax / E4M3_MAX;
-    if quantise == Quantise::Fp8PowerOfTwo as u32 {
-        // The next power of two: of a finite scale, the exponent is what counts; the inverse has the opposite one.
-        let exponent = (scale.to_bits() + 0x007f_ffff) >> 23;
-        return (f32::from_bits(exponent << 23), f32::from_bits((254 - exponent) << 23));
-    }
-    (scale, E4M3_MAX / amax)
-}
-
 /// Says which expert has which rows, and waits for them.
 #[inline(always)]
-unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, epoch: u64) {
+unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
-        if !wait_calls(common, shared, epoch) {
+        let epoch = begun.epoch;
+        if !wait_calls(common, shared, begun) {
             return;
         }
         if ctaid() == 0 && thread < MAX_RANKS as u32 {
@@ -291,13 +544,15 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, epoch: u64) {
             list_rows(args, shared, expert, epoch);
             expert += nctaid();
         }
+        receive_pieces(args, shared, epoch);
         // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
         let chunks = chunks_of(common, common.max_tokens);
         core::hint::assert_unchecked(chunks >= 1);
         let mut index = (nctaid() - 1 - ctaid()) * ntid() + thread;
         while index < comm.num_ranks * chunks {
             let (source, chunk) = (index / chunks, index % chunks);
-            if chunk < chunks_of(common, ld_shared_u32(shared.tokens + source * 4)) {
+            let tokens = ld_shared_u32(shared.tokens + source * 4);
+            if !in_packets(common, tokens) && chunk < chunks_of(common, tokens) {
                 let word =
                     pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
                 wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
@@ -333,9 +588,9 @@ unsafe fn list_rows(args: &LowLatencyDispatchArgs, shared: &Shared, expert: u32,
                 }
             });
             let row = source * common.max_tokens + token;
-            let mut entries = 0;
+            let (mut entries, mut of_others) = (0, 0);
             if is_there {
-                entries = entries_of(args, pool, row, source, expert, epoch);
+                (entries, of_others) = entries_of(args, pool, row, source, expert, epoch);
             }
             let hits = ballot(entries != 0);
             if lane == 0 {
@@ -353,12 +608,22 @@ unsafe fn list_rows(args: &LowLatencyDispatchArgs, shared: &Shared, expert: u32,
                 let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
                 st_i32(common.tables.expert_rows.0 + slot as u64 * 4, row as i32);
                 st_i32(common.tables.src_info.0 + slot as u64 * 4, token as i32);
-                let slots = common.tables.slots.0 + (row * common.num_topk) as u64 * 4;
                 while entries != 0 {
-                    st_i32(slots + entries.trailing_zeros() as u64 * 4, slot as i32);
+                    let entry = (row * common.num_topk + entries.trailing_zeros()) as u64;
+                    let packet = pool + common.place.weights + entry * 8;
+                    // A weight that does not come is an error, whatever it is taken for.
+                    let weight = wait_packet::<false>(comm, packet, source, epoch, Wait::LowLatencyIds);
+                    st_i32(common.tables.slots.0 + entry * 4, slot as i32);
+                    st_u32(common.tables.weights.0 + entry * 4, weight.unwrap_or(0));
                     entries &= entries - 1;
                 }
                 red_relaxed_cta_shared_add_u32(shared.of_source + source * 4, 1);
+            }
+            // The others' entries have no block of their own.
+            while expert == 0 && of_others != 0 {
+                let entry = (row * common.num_topk + of_others.trailing_zeros()) as u64;
+                st_i32(common.tables.slots.0 + entry * 4, -1);
+                of_others &= of_others - 1;
             }
             (first, found) = (first + ntid(), found + all);
             barrier_sync();
@@ -381,7 +646,8 @@ unsafe fn list_rows(args: &LowLatencyDispatchArgs, shared: &Shared, expert: u32,
     }
 }
 
-/// The entries of a row, as bits, that are for the local expert `expert`. 0 when a wait expired.
+/// The entries of a row, as bits, that are for the local expert `expert`, and those that are for no expert of this rank; also those of which
+/// a wait expired.
 #[inline(always)]
 unsafe fn entries_of(
     args: &LowLatencyDispatchArgs,
@@ -390,21 +656,38 @@ unsafe fn entries_of(
     source: u32,
     expert: u32,
     epoch: u64,
-) -> u32 {
+) -> (u32, u32) {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let ids = pool + common.place.ids + ids_offset(common, row);
-        let (mut entries, mut packet) = (0, 0);
-        while packet < id_packets(common) {
-            // A packet that does not come names no expert.
-            let at = ids + packet as u64 * 8;
-            let pair = wait_packet::<false>(comm, at, source, epoch, Wait::LowLatencyIds);
-            let pair = pair.unwrap_or(u32::MAX);
-            entries |= ((pair & 0xffff == expert) as u32) << (packet * 2);
-            entries |= ((pair >> 16 == expert) as u32) << (packet * 2 + 1);
-            packet += 1;
+        let (mut entries, mut of_others, mut first) = (0, 0, 0);
+        while first < id_packets(common) {
+            // Four at a time, so that their loads are in flight together; most are there by then.
+            let mut seen = [0; 4];
+            unroll4!(J => {
+                let packet = first + J as u32;
+                // A load of the first again where there is no such packet.
+                let packet = if packet < id_packets(common) { packet } else { first };
+                seen[J] = ld_relaxed_sys_u64(ids + packet as u64 * 8);
+            });
+            unroll4!(J => {
+                let packet = first + J as u32;
+                if packet < id_packets(common) {
+                    // A packet that does not come names no expert.
+                    let at = ids + packet as u64 * 8;
+                    let pair = packet_seen(comm, at, seen[J], source, epoch, Wait::LowLatencyIds);
+                    let pair = pair.unwrap_or(u32::MAX);
+                    let (low, high) = (pair & 0xffff, pair >> 16);
+                    entries |= ((low == expert) as u32) << (packet * 2);
+                    entries |= ((high == expert) as u32) << (packet * 2 + 1);
+                    of_others |= ((low == 0xffff) as u32) << (packet * 2);
+                    of_others |= ((high == 0xffff) as u32) << (packet * 2 + 1);
+                }
+            });
+            first += 4;
         }
-        entries
+        // An odd number of entries leaves the last packet's upper half without one.
+        (entries, of_others & (u32::MAX >> (32 - common.num_topk)))
     }
 }

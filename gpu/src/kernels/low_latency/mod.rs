@@ -4,26 +4,34 @@
 //! an operation each rank tells each other one that it has entered, with which call and how many tokens, and that a chunk of its tokens is
 //! complete. Nothing is zeroed: words say epochs, packets carry them.
 //!
-//! Why nothing is overwritten that somebody still reads. What a rank writes into a peer's place, rows, ids and weights, the peer reads until
-//! it says that it has returned the rows of their chunk, and a combine ends once all peers have said so of all chunks. So a dispatch into a
-//! place whose last dispatch a combine has answered waits for nobody; one into a place without an answer waits until all have entered, which
-//! says that all kernels that they were given before have ended ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)). Returned
-//! rows are read within their combine, and between that and the next of the place lies a dispatch that all have entered.
+//! Why nothing is overwritten that somebody still reads. Of what a rank writes into a peer's place, the peer reads all but the rows within the
+//! dispatch, and the rows before it enters the combine that answers it, but for those that it returns from where they are, whose owner waits
+//! for them. A combine ends once all peers have entered it. So a dispatch into a place whose last dispatch a combine has answered waits for
+//! nobody; one into a place without an answer waits until all have entered, which says that all kernels that they were given before have ended
+//! ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)). Returned rows are read within their combine, and between that and the
+//! next of the place lies a dispatch that all have entered.
 
 use super::epoch::{Deadline, Phase, aborted, pool_of, record, share, trace};
 use crate::layout::{
-    Comm, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, MAX_RANKS, QUANTUM, Wait, call_offset, ready_offset,
+    Comm, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, MAX_RANKS, PIECE_BYTES,
+    PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, pieces_of, ready_offset,
 };
 use crate::simt::*;
 
 mod combine;
 mod dispatch;
+mod fp8;
+mod gather;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub use {combine::LowLatencyCombine, dispatch::LowLatencyDispatch};
+pub use {
+    combine::{LowLatencyCombineBf16, LowLatencyCombineFp8},
+    dispatch::LowLatencyDispatch,
+    gather::LowLatencyGather,
+};
 
 /// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from each rank; rows of an expert that each
-/// warp has found; whether a wait expired.
+/// warp has found; the members.
 pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * MAX_RANKS as u32 + 32 + 1) * 4;
 
 /// The parts of shared memory, as offsets in the shared window.
@@ -31,7 +39,7 @@ struct Shared {
     tokens: u32,
     of_source: u32,
     of_warp: u32,
-    expired: u32,
+    members: u32,
 }
 
 impl Shared {
@@ -40,81 +48,108 @@ impl Shared {
         let tokens = dynamic_shared();
         let of_source = tokens + MAX_RANKS as u32 * 4;
         let of_warp = of_source + MAX_RANKS as u32 * 4;
-        Shared { tokens, of_source, of_warp, expired: of_warp + 32 * 4 }
+        Shared { tokens, of_source, of_warp, members: of_warp + 32 * 4 }
     }
 }
+
+/// Rows that a block moves before it says so: saying it takes a microsecond, in which the block's first warp moves nothing.
+const ROWS_AT_ONCE: u32 = 4;
 
 /// Adds a part's share to the word at `word`, behind all that the block has done, and says whether it was the last one; then all that the
-/// others did is visible. One warp calls it, behind a barrier of the block.
+/// others did is visible. Called behind a barrier of the block.
 #[inline(always)]
 unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
-    // SAFETY: the caller vouches for the word. What lane 0 acquires is passed on to the warp.
+    // Nobody else has a part: the barrier has said all.
+    if parts == 1 {
+        return true;
+    }
+    // SAFETY: the caller vouches for the word.
     unsafe {
-        let mut last = false;
         // Whoever has a part knows of one.
         core::hint::assert_unchecked(parts >= 1);
-        if laneid() == 0 {
-            let share = share(part, parts);
-            last = (atom_acq_rel_gpu_add_u64(word, share) + share).is_multiple_of(QUANTUM);
-        }
-        let last = ballot(last) != 0;
-        syncwarp();
-        last
+        let share = share(part, parts);
+        (atom_acq_rel_gpu_add_u64(word, share) + share).is_multiple_of(QUANTUM)
     }
 }
 
-/// Begins a block's part of the operation; all threads call it. Gives the epoch; the place's dispatches, where `turns` are its
-/// [`LowLatencyTurns`](crate::layout::LowLatencyTurns); and whether the rank takes part: one that gave up waiting in an operation before
-/// sends nothing any more, so that no peer takes what it left undone for done.
+/// Begins a block's part of the operation; all threads call it. A rank that gave up waiting in an operation before takes no part: it sends
+/// nothing any more, so that no peer takes what it left undone for done.
 #[inline(always)]
 unsafe fn begin(args: &LowLatencyArgs, shared: &Shared) -> Begun {
     // SAFETY: `local` and the place's turns are live. Thread 0 asks for the block, since a wait may expire meanwhile in another one.
     unsafe {
-        trace(&args.comm, Phase::Enter);
-        if tid() == 0 {
-            st_shared_u32(shared.expired, aborted(&args.comm) as u32);
-        }
         // Stable for a block until it has added its shares, which it does behind a barrier.
-        let epoch = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET) / QUANTUM + 1;
-        let dispatches = ld_relaxed_gpu_u64(args.tables.turns.0) / QUANTUM;
-        barrier_sync();
-        Begun { epoch, dispatches, takes_part: ld_shared_u32(shared.expired) == 0 }
+        let ticket = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET);
+        let turns = ld_relaxed_gpu_u64(args.tables.turns.0);
+        let mut has_given_up = false;
+        if tid() == 0 {
+            // Both loads are in flight together.
+            let left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
+            has_given_up = aborted(&args.comm);
+            st_shared_u32(shared.members, !(u32::MAX << args.comm.num_ranks) & !left_out);
+        }
+        let takes_part = !barrier_any(has_given_up);
+        Begun {
+            epoch: ticket / QUANTUM + 1,
+            dispatches: turns / QUANTUM,
+            takes_part,
+            members: shared.members,
+        }
     }
 }
 
 /// What [`begin`] says.
 struct Begun {
     epoch: u64,
+    /// Dispatches into the place before.
     dispatches: u64,
     takes_part: bool,
+    /// Where in shared memory the members are: registers are scarce.
+    members: u32,
 }
 
-/// Tells every rank that this one has entered the operation, with which call. The first warp of a block that has the least else to do calls
+impl Begun {
+    /// A bit for each rank that is not left out: nobody waits for the others, or sends them anything.
+    #[inline(always)]
+    unsafe fn members(&self) -> u32 {
+        // SAFETY: written in front of a barrier of `begin`, and never again.
+        unsafe { ld_shared_u32(self.members) }
+    }
+
+    /// Whether a rank, or any other number, is that of a member.
+    #[inline(always)]
+    unsafe fn has_member(&self, rank: u32) -> bool {
+        // SAFETY: passed on to the caller.
+        rank < MAX_RANKS as u32 && unsafe { self.members() } >> rank & 1 != 0
+    }
+}
+
+/// Tells every member that this one has entered the operation, with which call. The first warp of a block that has the least else to do calls
 /// it.
 #[inline(always)]
-unsafe fn tell_call(comm: &Comm, epoch: u64) {
+unsafe fn tell_call(comm: &Comm, begun: &Begun) {
     // SAFETY: pools are mapped; the packet has this rank as its only writer. It is released, since it also says that the kernels before
     // have ended.
     unsafe {
-        let lane = laneid();
-        if ctaid() == nctaid() - 1 && tid() < comm.num_ranks {
+        let (lane, epoch) = (laneid(), begun.epoch);
+        if ctaid() == nctaid() - 1 && begun.has_member(tid()) {
             let packet = epoch << 32 | comm.call;
             st_release_sys_u64(pool_of(comm, lane) + call_offset(comm.rank, epoch), packet);
         }
     }
 }
 
-/// Waits until every rank has entered the operation with the call of this one, and notes their numbers of tokens; all threads of the block
-/// call it. False when one has not: the same in all threads.
+/// Waits until every member has entered the operation with the call of this one, and notes their numbers of tokens, none of who is left
+/// out; all threads of the block call it. False when one has not: the same in all threads.
 #[inline(always)]
-unsafe fn wait_calls(args: &LowLatencyArgs, shared: &Shared, epoch: u64) -> bool {
+unsafe fn wait_calls(args: &LowLatencyArgs, shared: &Shared, begun: &Begun) -> bool {
     // SAFETY: packets are in this rank's own pool; each word of shared memory has one writer, and a barrier behind it.
     unsafe {
-        let comm = &args.comm;
-        let thread = tid();
+        let (comm, epoch) = (&args.comm, begun.epoch);
+        let (thread, mut failed) = (tid(), !begun.takes_part);
         if thread < MAX_RANKS as u32 {
             let mut tokens = 0;
-            if thread < comm.num_ranks {
+            if begun.has_member(thread) {
                 let packet = pool_of(comm, comm.rank) + call_offset(thread, epoch);
                 match wait_packet::<true>(comm, packet, thread, epoch, Wait::LowLatencyEnter) {
                     Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
@@ -122,16 +157,16 @@ unsafe fn wait_calls(args: &LowLatencyArgs, shared: &Shared, epoch: u64) -> bool
                     }
                     Some(call) => {
                         record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
-                        st_shared_u32(shared.expired, 1);
+                        failed = true;
                     }
-                    None => st_shared_u32(shared.expired, 1),
+                    None => failed = true,
                 }
             }
             st_shared_u32(shared.tokens + thread * 4, tokens);
         }
-        barrier_sync();
+        let failed = barrier_any(failed);
         trace(comm, Phase::Ready);
-        ld_shared_u32(shared.expired) == 0
+        !failed
     }
 }
 
@@ -161,15 +196,25 @@ unsafe fn wait_packet<const ACQUIRE: bool>(
     }
 }
 
-/// Waits until all ranks have entered a dispatch into a place that they may still use, having told them of this one. One warp of a block
+/// The same of a packet that `seen` was loaded from before, without acquiring.
+#[inline(always)]
+unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64, what: Wait) -> Option<u32> {
+    if (seen >> 32) as u32 == epoch as u32 {
+        return Some(seen as u32);
+    }
+    // SAFETY: the caller vouches for the address.
+    unsafe { wait_packet::<false>(comm, packet, peer, epoch, what) }
+}
+
+/// Waits until all members have entered a dispatch into a place that they may still use, having told them of this one. One warp of a block
 /// calls it, each block before it sends.
 #[inline(always)]
-unsafe fn wait_ready(comm: &Comm, epoch: u64) -> bool {
+unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
     // SAFETY: pools are mapped; the word at a peer has this rank as its only writer, whichever block stores it.
     unsafe {
-        let lane = laneid();
+        let (lane, epoch) = (laneid(), begun.epoch);
         let mut ready = true;
-        if lane < comm.num_ranks {
+        if begun.has_member(lane) {
             if ctaid() == 0 {
                 st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), epoch);
             }
@@ -177,6 +222,112 @@ unsafe fn wait_ready(comm: &Comm, epoch: u64) -> bool {
             ready = super::epoch::wait_at_least(comm, word, epoch, lane, epoch, Wait::LowLatencyReady);
         }
         ballot(!ready) == 0
+    }
+}
+
+/// Whether a rank with so many tokens sends its rows as packets, and gets them back as packets: then nobody waits for stores to arrive before
+/// a word can say so, and whoever has the packets has the rows.
+#[inline(always)]
+fn in_packets(args: &LowLatencyArgs, tokens: u32) -> bool {
+    tokens <= args.packet_tokens
+}
+
+/// A piece of a row: the warp that moves it needs no other.
+struct Piece {
+    /// A rank, and a token of it or for it.
+    rank: u32,
+    token: u32,
+    index: u32,
+}
+
+impl Piece {
+    /// Pieces of the grid's warps follow each other on different multiprocessors, from the last block on where the first ones have other work.
+    #[inline(always)]
+    fn first_of_warp(from_last: bool) -> u32 {
+        tid() / 32 * nctaid() + if from_last { nctaid() - 1 - ctaid() } else { ctaid() }
+    }
+
+    /// Piece number `number` of those of `ranks` ranks' tokens, all ranks' first tokens first.
+    #[inline(always)]
+    fn of(number: u32, row_bytes: u32, ranks: u32) -> Piece {
+        let pieces = pieces_of(row_bytes);
+        // SAFETY: a row has bytes, and a group ranks: the kernels' contracts.
+        unsafe { core::hint::assert_unchecked(pieces >= 1 && ranks >= 1) };
+        let row = number / pieces;
+        Piece { rank: row % ranks, token: row / ranks, index: number % pieces }
+    }
+
+    /// Where the lane's vector `vector`, 0 to 2, begins in the row, in bytes: behind its end where there is none.
+    #[inline(always)]
+    fn at(&self, vector: u32) -> u32 {
+        self.index * PIECE_BYTES + (vector * 32 + laneid()) * 16
+    }
+
+    /// Offset of its packets, in bytes from the start of an array `[num_ranks * packet_tokens, pieces]`.
+    #[inline(always)]
+    fn offset(&self, args: &LowLatencyArgs, row_bytes: u32, rank: u32) -> u64 {
+        let row = rank * args.packet_tokens + self.token;
+        (row * pieces_of(row_bytes) + self.index) as u64 * PIECE_PACKET_BYTES as u64
+    }
+}
+
+/// Stores a lane's packets of the piece at `at`.
+#[inline(always)]
+unsafe fn send_packets(at: u64, vectors: &[[u32; 4]; 3], epoch: u64) {
+    // SAFETY: the caller vouches for the address.
+    unsafe {
+        let (at, [a, b, c], epoch) = (at + laneid() as u64 * 16, vectors, epoch as u32);
+        st_relaxed_sys_b128(at, [a[0], a[1], a[2], epoch]);
+        st_relaxed_sys_b128(at + 512, [b[0], b[1], b[2], epoch]);
+        st_relaxed_sys_b128(at + 1024, [c[0], c[1], c[2], epoch]);
+        st_relaxed_sys_b128(at + 1536, [a[3], b[3], c[3], epoch]);
+    }
+}
+
+/// A lane's packets of the piece at `at`, as far as they are there.
+#[inline(always)]
+unsafe fn load_packets(at: u64) -> [[u32; 4]; 4] {
+    // SAFETY: the caller vouches for the address.
+    unsafe {
+        let at = at + laneid() as u64 * 16;
+        [
+            ld_relaxed_sys_b128(at),
+            ld_relaxed_sys_b128(at + 512),
+            ld_relaxed_sys_b128(at + 1024),
+            ld_relaxed_sys_b128(at + 1536),
+        ]
+    }
+}
+
+/// Waits until all packets of the piece at `at` are there, of which `seen` was loaded before, and gives the lane's vectors; `None` in all
+/// lanes when the wait expired. The whole warp calls it.
+#[inline(always)]
+unsafe fn wait_packets(
+    comm: &Comm,
+    at: u64,
+    seen: [[u32; 4]; 4],
+    peer: u32,
+    epoch: u64,
+    what: Wait,
+) -> Option<[[u32; 4]; 3]> {
+    // SAFETY: the caller vouches for the address.
+    unsafe {
+        let (mut packets, mut deadline) = (seen, Deadline::start());
+        loop {
+            let [a, b, c, d] = packets;
+            let late =
+                (a[3] ^ epoch as u32) | (b[3] ^ epoch as u32) | (c[3] ^ epoch as u32) | (d[3] ^ epoch as u32);
+            if ballot(late != 0) == 0 {
+                return Some([[a[0], a[1], a[2], d[0]], [b[0], b[1], b[2], d[1]], [c[0], c[1], c[2], d[2]]]);
+            }
+            if ballot(deadline.expired(comm)) != 0 {
+                if laneid() == 0 {
+                    record(comm, deadline.waited, peer, epoch, epoch, a[3] as u64, what);
+                }
+                return None;
+            }
+            packets = load_packets(at);
+        }
     }
 }
 

@@ -19,6 +19,12 @@ impl Device for CudaDevice {
         context::has_native_atomics(self.device, pci_bus_id)
     }
 
+    fn run_current(&self, call: &mut dyn FnMut()) -> Result<()> {
+        let _bound = self.bind()?;
+        call();
+        Ok(())
+    }
+
     fn free_memory(&self) -> Result<u64> {
         context::free_bytes(&self.bind()?.current)
     }

@@ -7,6 +7,7 @@ use cust::device::Device as CustDevice;
 
 use super::error::{from_cust, unavailable};
 use super::ffi::{self, CuContext, CuResult};
+use super::library;
 use crate::driver::{DeviceInfo, RdmaWriteOrder};
 use crate::error::{Error, Result};
 
@@ -30,6 +31,11 @@ pub(super) fn device_count() -> Result<u32> {
 /// `cuInit`, which may be called any number of times. Not `cust::init`: it turns the codes that tell a missing driver
 /// from a broken one into `UnknownError`.
 pub(super) fn initialise() -> Result<()> {
+    if let Err(reason) = library::library() {
+        let remedy =
+            "install the NVIDIA driver, R550 or newer, or in a container pass the GPUs in (`--gpus all`)";
+        return Err(unavailable("the CUDA driver", format!("it cannot be loaded: {reason}; {remedy}")));
+    }
     // SAFETY: no argument but the flags, which must be 0.
     let result = unsafe { ffi::cuInit(0) };
     match result.check("cuInit") {

@@ -48,7 +48,7 @@ impl CuResult {
             // SAFETY: on success the driver returns a NUL-terminated string that lives as long as the process.
             return unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
         }
-        // The stub answers no question, and a driver may not know codes of a newer one.
+        // A stub answers no question, and a driver may not know codes of a newer one.
         match self {
             CuResult::STUB_LIBRARY => "CUDA_ERROR_STUB_LIBRARY".into(),
             _ => "unnamed CUresult".into(),
@@ -60,7 +60,7 @@ impl CuResult {
         match self {
             CuResult::NOT_INITIALIZED => "no call before cuda::devices() or CudaDevice::open()",
             CuResult::STUB_LIBRARY => {
-                "libcuda.so.1 is the link-time stub, not a driver: remove its folder from LD_LIBRARY_PATH, or install \
+                "libcuda.so.1 is a stub of a CUDA toolkit, not a driver: remove its folder from LD_LIBRARY_PATH, or install \
                  the NVIDIA driver"
             }
             CuResult::DEVICE_UNAVAILABLE => {

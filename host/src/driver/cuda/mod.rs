@@ -7,7 +7,8 @@
 //! | file | concern |
 //! |---|---|
 //! | `ffi` | the driver's functions, structs and constants, as C has them |
-//! | `late` | functions newer than `cust_raw`, looked up at run time |
+//! | `library` | `libcuda.so.1`, found at run time: where the functions of `cust_raw` and `ffi` lead |
+//! | `late` | functions newer than `cust_raw`, which a driver may lack |
 //! | `error` | result codes, their names and remedies |
 //! | `context` | start-up, device facts, the primary context, made current on a thread |
 //! | `device` | [`CudaDevice`], and the binding of its context to the calling thread |
@@ -19,7 +20,16 @@
 //! | `stream`, `graph` | streams, events; capture and replay |
 //! | `doctor` | what this machine has and lacks |
 //!
-//! A binary with this feature links `libcuda.so.1` and does not start on a machine without it.
+//! A program with this feature starts on any machine: the first call of the driver loads `libcuda.so.1`, and where there is none, [`devices`] and
+//! [`CudaDevice::open`] say so ([`Error::Unavailable`](crate::Error::Unavailable)).
+//!
+//! Building it takes no CUDA toolkit either, but the build script of `cust_raw` looks for one and fails where it finds none. In epoxide's own
+//! repository `.cargo/config.toml` sees to that. A crate elsewhere sets `CUDA_LIBRARY_PATH` to a folder that has a folder `lib64` with a file
+//! `libcuda.so` whose only text is `INPUT(-lc)`: it sends the linker to the C library, which is linked anyway:
+//!
+//! ```sh
+//! mkdir -p cuda/lib64 && echo 'INPUT(-lc)' > cuda/lib64/libcuda.so && CUDA_LIBRARY_PATH=$PWD/cuda cargo build
+//! ```
 
 mod calls;
 mod context;
@@ -30,6 +40,7 @@ mod error;
 mod ffi;
 mod graph;
 mod late;
+mod library;
 mod memory;
 mod module;
 mod pool;

@@ -1,4 +1,4 @@
-//! What can be checked without a GPU. Where the link-time stub is loaded, every driver call answers 34.
+//! What can be checked without a GPU, and without a driver.
 
 use std::sync::Arc;
 
@@ -24,7 +24,9 @@ fn without_a_gpu_devices_are_unavailable_with_a_remedy() {
         Ok(found) => assert!(!found.is_empty(), "no device must be an error"),
         Err(Error::Unavailable { what, reason }) => {
             assert_eq!(what, "the CUDA driver");
-            assert!(reason.contains("cuInit says") && reason.contains(';'), "{reason}");
+            let found = super::library::library().is_ok();
+            let why = if found { "cuInit says" } else { "it cannot be loaded: libcuda.so.1: " };
+            assert!(reason.starts_with(why) && reason.contains(';'), "{reason}");
         }
         Err(other) => panic!("{other}"),
     }
@@ -148,4 +150,65 @@ fn jit_logs_end_at_the_first_nul() {
     assert_eq!(log_text(b"ptxas: line 3\n\0junk"), "ptxas: line 3");
     assert_eq!(log_text(b"no end"), "no end");
     assert_eq!(log_text(&[0; 8]), "");
+}
+
+/// A driver that says what it was given: codes of this test's own where arguments are not those that the test passes.
+const FAKE_DRIVER: &str = r#"
+use std::ffi::{c_uint, c_void};
+#[unsafe(no_mangle)]
+pub extern "C" fn cuLaunchKernel(f: usize, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint, shared: c_uint,
+    stream: usize, params: *mut *mut c_void, extra: *mut *mut c_void) -> i32 {
+    let all = [f, gx as usize, gy as usize, gz as usize, bx as usize, by as usize, bz as usize, shared as usize, stream,
+        params as usize, extra as usize];
+    for (i, value) in all.iter().enumerate() { if *value != 100 + i { return 1000 + i as i32; } }
+    7
+}
+#[unsafe(no_mangle)]
+pub extern "C" fn cuTexRefSetMipmapLevelClamp(texture: usize, least: f32, most: f32) -> i32 {
+    if texture == 1 && least == 2.5 && most == -3.5 { 8 } else { 1000 }
+}
+"#;
+
+/// Set in the process that has the fake driver.
+const CHILD: &str = "EPOXIDE_TEST_FAKE_DRIVER";
+
+#[test]
+fn the_driver_is_found_at_run_time_and_gets_its_arguments_as_they_are() {
+    use super::ffi;
+    unsafe extern "C" {
+        fn cuTexRefSetMipmapLevelClamp(texture: usize, least: f32, most: f32) -> CuResult;
+    }
+    if std::env::var_os(CHILD).is_some() {
+        let at = |address: usize| address as *mut std::ffi::c_void;
+        for _ in 0..2 {
+            // SAFETY: the fake driver compares its arguments and touches none of them.
+            let said = unsafe {
+                let (params, extra) = (at(109).cast(), at(110).cast());
+                ffi::cuLaunchKernel(at(100), 101, 102, 103, 104, 105, 106, 107, at(108), params, extra)
+            };
+            assert_eq!(said, CuResult(7));
+            // SAFETY: as above.
+            assert_eq!(unsafe { cuTexRefSetMipmapLevelClamp(1, 2.5, -3.5) }, CuResult(8));
+            // SAFETY: as above; it has no such function.
+            assert_eq!(unsafe { ffi::cuInit(0) }, CuResult::NOT_FOUND);
+        }
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (source, library) = (folder.path().join("fake.rs"), folder.path().join("libcuda.so.1"));
+    std::fs::write(&source, FAKE_DRIVER).unwrap();
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let mut compile = std::process::Command::new(rustc);
+    compile.args(["--edition=2024", "--crate-type=cdylib"]);
+    assert!(compile.arg("-o").arg(&library).arg(&source).status().unwrap().success());
+    let name = "driver::cuda::tests::the_driver_is_found_at_run_time_and_gets_its_arguments_as_they_are";
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    child.args([name, "--exact"]).env(CHILD, "1").env("LD_LIBRARY_PATH", folder.path());
+    let output = child.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
 }

@@ -69,7 +69,7 @@ mod work;
 
 #[doc(hidden)]
 pub use epoxide_vgpu::host_meets;
-pub use epoxide_vgpu::{CheckConfig, Checker};
+pub use epoxide_vgpu::{CheckConfig, Checker, Stored};
 
 #[doc(hidden)]
 pub use self::config::Executor;

@@ -37,9 +37,13 @@ pub(super) struct GpuCore {
 
 impl GpuCore {
     pub(super) fn new(info: DeviceInfo, config: DeviceConfig, checker: Option<Checker>) -> GpuCore {
+        let memory = Memory::checked(config.schedule_seed.unwrap_or(0), checker.clone());
+        if let Some(checker) = &checker {
+            checker.number_device(&memory, info.ordinal);
+        }
         GpuCore {
             info,
-            memory: Memory::checked(config.schedule_seed.unwrap_or(0), checker.clone()),
+            memory,
             checker,
             config,
             state: Mutex::default(),

@@ -1,21 +1,27 @@
 //! The low-latency buffer: a rank's pool, the mappings of its peers' pools, and what both operations share.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use epoxide_gpu::kernels::{Kernel as _, LowLatencyCombine, LowLatencyDispatch};
+use epoxide_gpu::kernels::{
+    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyDispatch, LowLatencyGather,
+};
 use epoxide_gpu::layout::{Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, STATUS, Status};
 
+use super::dispatch::Received;
 use super::layout::{PoolLayout, TableLayout};
 use super::options::Options;
 use super::place::{Place, PlaceState};
 use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Module, Stream, shipped_ptx};
 use crate::ep::beside::{Activity, next_id};
+use crate::ep::buffer::{agree_on, nanoseconds};
 use crate::ep::enqueue::Enqueuer;
 use crate::ep::peers::Peers;
 use crate::ep::place::Pool;
 use crate::ep::scratch::Arena;
 use crate::ep::sequence::Sequence;
 use crate::ep::tensor::Owner;
+use crate::ep::trace::{Trace, TracedLaunch};
 use crate::ep::{StreamOrder, Topology};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -29,18 +35,28 @@ use crate::group::ProcessGroup;
 #[derive(Debug)]
 pub struct Buffer {
     // Dropped in this order: streams first, so that no kernel runs when memory goes.
-    enqueuer: Arc<Enqueuer>,
+    pub(super) enqueuer: Arc<Enqueuer>,
     pub(super) dispatch_kernel: Kernel,
     pub(super) combine_kernel: Kernel,
+    pub(super) quantised_combine_kernel: Kernel,
+    pub(super) gather_kernel: Kernel,
     pub(super) places: Vec<Arc<PlaceState>>,
+    pub(super) tables: Arc<Memory>,
     pool: Arc<Pool>,
     _peers: Peers,
     pub(super) sequence: Arc<Sequence>,
     pub(super) activity: Arc<Activity>,
+    /// Where kernels write when their blocks reached each phase, while somebody wants to know.
+    pub(super) trace: Option<Trace>,
     /// The operation whose rows have left and which nobody has received yet.
     pub(super) sent: Option<&'static str>,
     /// What recordings use: nobody says when those end.
     kept: Vec<Owner>,
+    /// A bit for each rank that is left out.
+    pub(super) left_out: u32,
+    /// How often the ranks have regrouped.
+    pub(super) generation: u64,
+    pub(super) arena: Arc<Arena>,
     pub(super) status: Arc<MappedMemory>,
     pub(super) device: Arc<dyn Device>,
     comm: Comm,
@@ -77,13 +93,19 @@ impl Buffer {
         let status = Arc::new(MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?);
         status.describe(STATUS);
 
-        let names = [LowLatencyDispatch::INFO.name, LowLatencyCombine::INFO.name];
-        let module = Module::load(&device, &epoxide_gpu::only_kernels(&shipped_ptx()?, &names))?;
+        let kernels = [
+            LowLatencyDispatch::INFO,
+            LowLatencyCombineBf16::INFO,
+            LowLatencyCombineFp8::INFO,
+            LowLatencyGather::INFO,
+        ];
+        let names = kernels.map(|info| info.name);
+        let module = Module::load(&device, &epoxide_gpu::only_kernels(&shipped_ptx(None)?, &names))?;
         let comm = Comm {
             pools: peers.addresses.map(DevicePtr),
             local: tables.ptr(),
             status: status.ptr(),
-            timeout_ns: options.timeout.as_nanos().min(u64::MAX as u128) as u64,
+            timeout_ns: nanoseconds(options.timeout),
             trace: DevicePtr::NULL,
             rank,
             num_ranks: ranks,
@@ -103,13 +125,20 @@ impl Buffer {
             enqueuer,
             dispatch_kernel: module.kernel(names[0], 0)?,
             combine_kernel: module.kernel(names[1], 0)?,
+            quantised_combine_kernel: module.kernel(names[2], 0)?,
+            gather_kernel: module.kernel(names[3], 0)?,
             places: places.map(place).collect(),
+            tables,
             pool,
             _peers: peers,
             activity: Activity::list(id, &device, &sequence, &status),
             sequence,
+            trace: None,
             sent: None,
             kept: Vec::new(),
+            left_out: 0,
+            generation: 0,
+            arena,
             status,
             device,
             comm,
@@ -161,6 +190,29 @@ impl Buffer {
         state.hand_out().ok_or_else(|| Error::argument("place", index, rule))
     }
 
+    /// Has the kernels that follow write down when each of their blocks reached each phase, up to `blocks` blocks in all; launches beyond that
+    /// go untraced.
+    ///
+    /// A CUDA graph that was captured meanwhile keeps writing to the trace: end its use before [`Buffer::take_trace`].
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no blocks, [`Error::OutOfMemory`].
+    #[doc(hidden)]
+    pub fn start_trace(&mut self, blocks: u64) -> Result<()> {
+        self.trace = Some(Trace::new(&self.device, blocks)?);
+        Ok(())
+    }
+
+    /// Ends the trace and reads it: the launches in order, and how many went untraced. Waits for the last operation; `stream`
+    /// carries the copy. Empty without a trace.
+    ///
+    /// # Errors
+    /// Whatever the driver reports.
+    #[doc(hidden)]
+    pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
+        Trace::take(&mut self.trace, &self.sequence, self.options.timeout, stream)
+    }
+
     /// An error unless the place is one of this buffer's.
     pub(super) fn check_place(&self, place: &PlaceState) -> Result<()> {
         if place.buffer == self.id {
@@ -169,26 +221,36 @@ impl Buffer {
         Err(Error::argument("place", place.index, "it is of another buffer: use one that this buffer gave"))
     }
 
-    /// What both kernels are told.
+    /// Where the rows of a dispatch are; an error unless it was one of this buffer's, with the ranks that are its members still.
+    pub(super) fn place_of(&self, received: &Received<'_>) -> Result<Arc<PlaceState>> {
+        let place = received.lease.0.clone();
+        self.check_place(&place)?;
+        if received.generation != self.generation {
+            return Err(Error::StaleHandle("the ranks regrouped since its dispatch: dispatch again".into()));
+        }
+        Ok(place)
+    }
+
+    /// What kernels are told. `timeout`: the longest wait for a peer, if not the buffer's.
     pub(super) fn args(
         &self,
         place: &PlaceState,
-        num_tokens: u32,
-        is_combine: bool,
-        row_bytes: u64,
+        call: LowLatencyCall,
+        timeout: Option<Duration>,
     ) -> LowLatencyArgs {
-        let row_bytes = row_bytes as u32;
-        let call = LowLatencyCall { is_combine, place: place.index, row_bytes, num_tokens };
+        let timeout_ns = timeout.map_or(self.comm.timeout_ns, nanoseconds);
         LowLatencyArgs {
-            comm: Comm { call: call.bits().into(), ..self.comm },
+            comm: Comm { call: call.bits().into(), timeout_ns, ..self.comm },
             place: place.at,
             tables: place.tables,
-            num_tokens,
+            num_tokens: call.num_tokens,
             max_tokens: self.options.max_tokens,
             num_topk: self.options.num_topk,
             local_experts: self.local_experts(),
             chunk_tokens: self.options.chunk_tokens,
             phases: 0,
+            packet_tokens: self.options.most_in_packets(),
+            reserved: 0,
         }
     }
 
@@ -198,12 +260,12 @@ impl Buffer {
         pieces.clamp(1, self.options.num_sms.map_or(most, |num_sms| num_sms.min(most)))
     }
 
-    /// Runs `work` where `order` says, behind the operation before; gives the event of an asynchronous call. `uses`: what must live as long
-    /// as a recording of it.
+    /// Runs `work` where `order` says, behind the operation before; gives the event of an asynchronous call. `operation`: its name, where
+    /// it waits for peers; `uses`: what must live as long as a recording of it.
     pub(super) fn run(
         &mut self,
         order: StreamOrder<'_>,
-        operation: &'static str,
+        operation: Option<&'static str>,
         place: &PlaceState,
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
@@ -214,7 +276,7 @@ impl Buffer {
         }
         self.check()?;
         let capturing = order.caller.is_capturing()?;
-        self.enqueuer.clone().run(order, capturing, Some(operation), |stream| {
+        self.enqueuer.clone().run(order, capturing, operation, |stream| {
             if capturing {
                 self.kept.extend(uses);
             } else {
@@ -233,8 +295,8 @@ impl Drop for Buffer {
 }
 
 /// Checks that all ranks run the same version with the same options.
-fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
-    let ours: [(&'static str, String); 7] = [
+pub(super) fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
+    let ours: [(&'static str, String); 8] = [
         ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
         ("max_tokens", options.max_tokens.to_string()),
         ("hidden", options.hidden.to_string()),
@@ -242,6 +304,7 @@ fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
         ("num_experts", options.num_experts.to_string()),
         ("places", options.places.to_string()),
         ("chunk_tokens", options.chunk_tokens.to_string()),
+        ("packet_tokens", options.most_in_packets().to_string()),
     ];
-    crate::ep::buffer::agree_on(group, &ours)
+    agree_on(group, &ours)
 }

@@ -2,11 +2,12 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::Duration;
 
-use epoxide_gpu::layout::LowLatencyCombineArgs;
+use epoxide_gpu::layout::{LowLatencyCall, LowLatencyCombineArgs};
 
 use super::buffer::Buffer;
-use super::dispatch::Received;
+use super::dispatch::{Quantise, Received};
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::place::{Lease, Place};
 use crate::driver::Event;
@@ -14,14 +15,42 @@ use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor};
 use crate::error::Result;
 
-/// What the experts made of the rows that a dispatch brought. `rows` stands for `num_ranks * max_tokens`. The same kind on every rank.
+/// Arguments of [`Buffer::combine`]: what the experts made of the rows that a dispatch brought. `rows` stands for `num_ranks * max_tokens`.
+/// Everything but the values is the same on every rank.
 #[derive(Debug, Clone, Copy)]
-pub enum ExpertRows<'a> {
+pub struct CombineRequest<'a> {
+    x: &'a Tensor<'a>,
+    is_by_expert: bool,
+    quantise: Quantise,
+    timeout: Option<Duration>,
+}
+
+impl<'a> CombineRequest<'a> {
     /// bf16 `[local_experts * rows, hidden]`: row `e * rows + i` is what expert e made of row `expert_rows[e][i]`. The sum over a token's
     /// experts on this rank, each times its weight, is accumulated in FP32 in the order of its top-k entries and rounded once.
-    ByExpert(&'a Tensor<'a>),
+    pub fn by_expert(x: &'a Tensor<'a>) -> Self {
+        CombineRequest { x, is_by_expert: true, quantise: Quantise::Not, timeout: None }
+    }
+
     /// bf16 `[rows, hidden]`, in the order of [`Received::x`]: weighted and summed over this rank's experts already.
-    ByRow(&'a Tensor<'a>),
+    pub fn by_row(x: &'a Tensor<'a>) -> Self {
+        CombineRequest { is_by_expert: false, ..CombineRequest::by_expert(x) }
+    }
+
+    /// Has each rank's share of a token travel as e4m3 with a scale for each 128 elements, half the bytes; hidden must be a multiple of 128.
+    ///
+    /// The share is rounded once, from its FP32 sum: each element is off by 16 of its block's scales at most, where
+    /// [`Quantise`] says what a scale is, and a token's sum by no more than its shares together and the rounding to bf16.
+    pub fn quantise(mut self, quantise: Quantise) -> Self {
+        self.quantise = quantise;
+        self
+    }
+
+    /// Longest wait for a peer, instead of the buffer's.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
 }
 
 /// What a combine brings, in the place of the dispatch that it answers.
@@ -46,10 +75,10 @@ impl Buffer {
     pub fn combine<'p>(
         &mut self,
         received: Received<'p>,
-        rows: ExpertRows<'_>,
+        request: CombineRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Combined<'p>> {
-        let (operation, combined) = self.prepare_combine(received, rows)?;
+        let (operation, combined) = self.prepare_combine(received, request)?;
         let event = self.launch(order, &operation, Halves::BOTH)?;
         Ok(Combined { event, ..combined })
     }
@@ -62,34 +91,43 @@ impl Buffer {
     pub fn combine_send<'b, 'p>(
         &'b mut self,
         received: Received<'p>,
-        rows: ExpertRows<'_>,
+        request: CombineRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, Combined<'p>>> {
-        let (operation, combined) = self.prepare_combine(received, rows)?;
+        let (operation, combined) = self.prepare_combine(received, request)?;
         self.send(order, operation, combined)
     }
 
     fn prepare_combine<'p>(
         &self,
         received: Received<'p>,
-        rows: ExpertRows<'_>,
+        request: CombineRequest<'_>,
     ) -> Result<(Operation, Combined<'p>)> {
-        let (num_tokens, place) = (received.num_local_tokens, received.lease.0.clone());
-        self.check_place(&place)?;
+        let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let hidden = self.options.hidden;
-        let (x, expected, by_expert) = match rows {
-            ExpertRows::ByExpert(x) => (x, self.rows() * u64::from(self.local_experts()), 1),
-            ExpertRows::ByRow(x) => (x, self.rows(), 0),
-        };
+        let CombineRequest { x, is_by_expert, quantise, timeout } = request;
+        let expected = if is_by_expert { self.rows() * u64::from(self.local_experts()) } else { self.rows() };
         x.expect_strided("rows", &[DType::Bf16], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("rows")?;
+        quantise.check(hidden, x.dtype())?;
+        let is_quantised = quantise != Quantise::Not;
+        let row_bytes = hidden * if is_quantised { DType::Fp8E4m3 } else { DType::Bf16 }.size();
+        let call = LowLatencyCall {
+            is_combine: true,
+            has_scales: is_quantised,
+            place: place.index,
+            row_bytes: row_bytes as u32,
+            num_tokens,
+        };
         let args = LowLatencyCombineArgs {
-            common: self.args(&place, num_tokens, true, hidden * 2),
+            common: self.args(&place, call, timeout),
             x: x.ptr(),
             x_stride: x.row_stride(),
             combined_x: place.combined_x,
-            row_bytes: (hidden * 2) as u32,
-            by_expert,
+            row_bytes: row_bytes as u32,
+            by_expert: is_by_expert.into(),
+            quantise: quantise.on_device(),
+            reserved: 0,
         };
         // Whoever was given the rows on other streams comes first: peers may overwrite them once this rank has entered the combine.
         drop(received);
@@ -102,7 +140,8 @@ impl Buffer {
             uses: x.owner().cloned().into_iter().collect(),
         };
         let owner = Arc::new(Lease(place.clone())) as Owner;
-        let x = Tensor::in_memory(place.combined_x, DType::Bf16, &[num_tokens.into(), hidden], owner);
+        let x = Tensor::in_memory(place.combined_x, DType::Bf16, &[num_tokens.into(), hidden], owner)
+            .named("combined");
         Ok((operation, Combined { x, event: None, place: PhantomData }))
     }
 }

@@ -2,8 +2,11 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::Duration;
 
-use epoxide_gpu::layout::{self, DevicePtr, LowLatencyDispatchArgs, MAX_RANKS, SCALE_BLOCK, row_stride};
+use epoxide_gpu::layout::{
+    self, DevicePtr, LowLatencyCall, LowLatencyDispatchArgs, MAX_RANKS, SCALE_BLOCK, row_stride,
+};
 
 use super::buffer::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
@@ -13,7 +16,7 @@ use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
-/// What a dispatch does to BF16 rows.
+/// What an operation does to BF16 rows on their way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quantise {
     /// They travel as they are.
@@ -25,6 +28,27 @@ pub enum Quantise {
     Fp8PowerOfTwo,
 }
 
+impl Quantise {
+    /// An error unless rows of so many elements of the type can be quantised so.
+    pub(super) fn check(self, hidden: u64, dtype: DType) -> Result<()> {
+        let is_possible = dtype == DType::Bf16 && hidden.is_multiple_of(SCALE_BLOCK.into());
+        if self == Quantise::Not || is_possible {
+            return Ok(());
+        }
+        let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
+        Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
+    }
+
+    /// What kernels are told.
+    pub(super) fn on_device(self) -> u32 {
+        match self {
+            Quantise::Not => layout::Quantise::Not as u32,
+            Quantise::Fp8 => layout::Quantise::Fp8 as u32,
+            Quantise::Fp8PowerOfTwo => layout::Quantise::Fp8PowerOfTwo as u32,
+        }
+    }
+}
+
 /// Arguments of [`Buffer::dispatch`].
 #[derive(Debug, Clone, Copy)]
 pub struct DispatchRequest<'a> {
@@ -33,13 +57,21 @@ pub struct DispatchRequest<'a> {
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     scales: Option<&'a TypedTensor<'a, f32>>,
     quantise: Quantise,
+    timeout: Option<Duration>,
 }
 
 impl<'a> DispatchRequest<'a> {
     /// Rows `x` to send, `[num_tokens, hidden]`, bf16 or fp8, to the experts `topk_idx`, `[num_tokens, num_topk]`: global ids, or -1 for
     /// none. Weights are 1.
     pub fn new(x: &'a Tensor<'a>, topk_idx: &'a TypedTensor<'a, i64>) -> Self {
-        DispatchRequest { x, topk_idx, topk_weights: None, scales: None, quantise: Quantise::Not }
+        DispatchRequest {
+            x,
+            topk_idx,
+            topk_weights: None,
+            scales: None,
+            quantise: Quantise::Not,
+            timeout: None,
+        }
     }
 
     /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
@@ -59,6 +91,12 @@ impl<'a> DispatchRequest<'a> {
         self.quantise = quantise;
         self
     }
+
+    /// Longest wait for a peer, instead of the buffer's: microseconds where a step must not take longer.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
 }
 
 /// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow; [`Buffer::combine`] answers
@@ -76,6 +114,7 @@ pub struct Received<'p> {
     /// `[local_experts]`: rows of each local expert.
     pub expert_counts: TypedTensor<'p, i32>,
     /// `[local_experts, rows]`: the rows of each local expert, by source rank, then by token; behind as many as it has, anything.
+    /// [`Buffer::gather_by_expert`] copies them together.
     pub expert_rows: TypedTensor<'p, i32>,
     /// `[local_experts, rows]`: their tokens' indices on their source ranks.
     pub src_info: TypedTensor<'p, i32>,
@@ -85,6 +124,8 @@ pub struct Received<'p> {
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
     pub(super) num_local_tokens: u32,
+    /// Of the buffer, at the dispatch.
+    pub(super) generation: u64,
     pub(super) lease: Arc<Lease>,
     pub(super) place: PhantomData<&'p mut Place>,
 }
@@ -129,7 +170,7 @@ impl Buffer {
     ) -> Result<(Operation, Received<'p>)> {
         let place = &place.0;
         self.check_place(place)?;
-        let DispatchRequest { x, topk_idx, topk_weights, scales, quantise } = request;
+        let DispatchRequest { x, topk_idx, topk_weights, scales, quantise, timeout } = request;
         let (hidden, num_tokens) = (self.options.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
         x.expect("x", &[DType::Bf16, DType::Fp8E4m3], &[("num_tokens", tokens), ("hidden", Some(hidden))])?;
@@ -141,14 +182,7 @@ impl Buffer {
         }
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());
         let is_fp8 = x.dtype() == DType::Fp8E4m3;
-        if quantise != Quantise::Not && (is_fp8 || !hidden.is_multiple_of(SCALE_BLOCK.into())) {
-            let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
-            return Err(Error::argument(
-                "quantise",
-                format!("{quantise:?} of {hidden} x {}", x.dtype()),
-                rule,
-            ));
-        }
+        quantise.check(hidden, x.dtype())?;
         if let Some(scales) = scales {
             if !is_fp8 {
                 return Err(Error::argument(
@@ -167,20 +201,23 @@ impl Buffer {
         let with_scales = scales.is_some() || quantise != Quantise::Not;
         let row_bytes = hidden * dtype.size();
 
+        let call = LowLatencyCall {
+            is_combine: false,
+            has_scales: with_scales,
+            place: place.index,
+            row_bytes: row_bytes as u32,
+            num_tokens,
+        };
         let null = DevicePtr::NULL;
         let args = LowLatencyDispatchArgs {
-            common: self.args(place, num_tokens, false, row_bytes),
+            common: self.args(place, call, timeout),
             x: x.ptr(),
             scales: scales.map_or(null, |scales| scales.ptr()),
             topk_idx: topk_idx.ptr(),
             topk_weights: topk_weights.map_or(null, |weights| weights.ptr()),
             row_bytes: row_bytes as u32,
             num_scales: if scales.is_some() { of_row as u32 } else { 0 },
-            quantise: match quantise {
-                Quantise::Not => layout::Quantise::Not,
-                Quantise::Fp8 => layout::Quantise::Fp8,
-                Quantise::Fp8PowerOfTwo => layout::Quantise::Fp8PowerOfTwo,
-            } as u32,
+            quantise: quantise.on_device(),
             reserved: 0,
         };
         let uses = [x.owner(), topk_idx.owner()].into_iter();
@@ -203,18 +240,24 @@ impl Buffer {
         let pool = place.pool.memory().ptr();
         let tables = &place.tables;
         let x = Tensor::in_memory(pool.add(place.at.recv_x), dtype, &[rows, hidden], owner());
-        let of_experts = |ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner());
+        let of_experts = |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).named(name);
         let received = Received {
-            x: x.with_row_stride(row_stride(row_bytes)),
-            scales: with_scales
-                .then(|| TypedTensor::in_memory(pool.add(place.at.recv_scales), &[of_row, rows], owner())),
-            num_tokens: TypedTensor::in_memory(tables.num_tokens, &[MAX_RANKS as u64], owner()),
-            expert_counts: TypedTensor::in_memory(tables.expert_counts, &[experts], owner()),
-            expert_rows: of_experts(tables.expert_rows),
-            src_info: of_experts(tables.src_info),
-            layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner()),
+            x: x.with_row_stride(row_stride(row_bytes)).named("x"),
+            scales: with_scales.then(|| {
+                TypedTensor::in_memory(pool.add(place.at.recv_scales), &[of_row, rows], owner())
+                    .named("scales")
+            }),
+            num_tokens: TypedTensor::in_memory(tables.num_tokens, &[MAX_RANKS as u64], owner())
+                .named("num_tokens"),
+            expert_counts: TypedTensor::in_memory(tables.expert_counts, &[experts], owner())
+                .named("expert_counts"),
+            expert_rows: of_experts("expert_rows", tables.expert_rows),
+            src_info: of_experts("src_info", tables.src_info),
+            layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner())
+                .named("layout_range"),
             event: None,
             num_local_tokens: num_tokens,
+            generation: self.generation,
             lease,
             place: PhantomData,
         };

@@ -62,7 +62,8 @@ impl Buffer {
 
 /// The call that a packet says.
 fn describe(bits: u32) -> String {
-    let LowLatencyCall { is_combine, place, row_bytes, .. } = LowLatencyCall::of(bits);
+    let LowLatencyCall { is_combine, has_scales, place, row_bytes, .. } = LowLatencyCall::of(bits);
     let name = if is_combine { "combine" } else { "dispatch" };
-    format!("low-latency {name} in place {place} with {row_bytes} bytes per row")
+    let scales = if has_scales { " and scales" } else { "" };
+    format!("low-latency {name} in place {place} with {row_bytes} bytes per row{scales}")
 }

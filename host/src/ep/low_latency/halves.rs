@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use epoxide_gpu::kernels::{Kernel as _, LOW_LATENCY_SHARED_BYTES, LowLatencyCombine, LowLatencyDispatch};
-use epoxide_gpu::layout::{LowLatencyCombineArgs, LowLatencyDispatchArgs, phase};
+use epoxide_gpu::kernels::{
+    LOW_LATENCY_SHARED_BYTES, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyDispatch,
+};
+use epoxide_gpu::layout::{LowLatencyCombineArgs, LowLatencyDispatchArgs, Quantise, phase};
 
 use super::buffer::Buffer;
 use super::combine::Combined;
@@ -12,6 +14,7 @@ use super::place::PlaceState;
 use crate::driver::Event;
 use crate::ep::StreamOrder;
 use crate::ep::tensor::Owner;
+use crate::ep::trace::trace_place;
 use crate::error::Result;
 
 /// Threads of a block.
@@ -114,20 +117,27 @@ impl Buffer {
         let blocks = blocks.into_iter().filter(|(half, _)| halves.0 & half != 0).map(|(_, blocks)| blocks);
         let grid = self.blocks_for(blocks.max().unwrap_or(1));
         let uses = operation.uses.iter().cloned();
-        self.run(order, operation.name, &operation.place, uses, |buffer, stream| {
+        self.run(order, Some(operation.name), &operation.place, uses, |buffer, stream| {
             let shared = LOW_LATENCY_SHARED_BYTES;
             // SAFETY: inputs go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
             unsafe {
                 match operation.kernel {
                     Arguments::Dispatch(mut args) => {
                         args.common.phases = halves.0;
+                        args.common.comm.trace = trace_place(&mut buffer.trace, "dispatch", grid);
                         let call = LowLatencyDispatch::call(args);
                         stream.call(&buffer.dispatch_kernel, grid, THREADS, shared, call)
                     }
                     Arguments::Combine(mut args) => {
                         args.common.phases = halves.0;
-                        let call = LowLatencyCombine::call(args);
-                        stream.call(&buffer.combine_kernel, grid, THREADS, shared, call)
+                        args.common.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
+                        if args.quantise == Quantise::Not as u32 {
+                            let call = LowLatencyCombineBf16::call(args);
+                            stream.call(&buffer.combine_kernel, grid, THREADS, shared, call)
+                        } else {
+                            let call = LowLatencyCombineFp8::call(args);
+                            stream.call(&buffer.quantised_combine_kernel, grid, THREADS, shared, call)
+                        }
                     }
                 }
             }

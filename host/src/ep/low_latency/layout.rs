@@ -2,7 +2,7 @@
 
 use epoxide_gpu::layout::{
     ControlWord, DevicePtr, LOCAL_STATE, LocalState, LowLatencyControl, LowLatencyPlace, LowLatencyTables,
-    LowLatencyTurns, MAX_RANKS, Section, row_stride,
+    LowLatencyTurns, MAX_RANKS, PIECE_PACKET_BYTES, Section, pieces_of, row_stride,
 };
 
 use super::options::Options;
@@ -28,15 +28,21 @@ impl PoolLayout {
         let (tokens, topk) = (u64::from(options.max_tokens), u64::from(options.num_topk));
         let (rows, chunks) = (u64::from(num_ranks) * tokens, options.chunks());
         let stride = row_stride(options.hidden * 2);
+        let few = u64::from(num_ranks) * u64::from(options.most_in_packets());
+        let pieces = u64::from(pieces_of((options.hidden * 2) as u32) * PIECE_PACKET_BYTES);
         let mut array = |name, count, stride| pool.push(Section::array(name, count, stride));
         let mut place = || LowLatencyPlace {
             arrived: array("arrived", RANKS, chunks * 8),
             returned: array("returned", RANKS, chunks * 8),
             ids: array("ids", RANKS * tokens, topk.div_ceil(2) * 8),
-            weights: array("weights", RANKS * tokens, topk * 4),
+            weights: array("weights", RANKS * tokens, topk * 8),
             recv_x: array("recv_x", rows, stride),
             recv_scales: array("recv_scales", options.max_scales(), rows * 4),
             returned_x: array("returned_x", rows, stride),
+            packets: array("packets", few, pieces),
+            scale_packets: array("scale_packets", few, options.max_scales() * 8),
+            returned_packets: array("returned_packets", few, pieces),
+            returned_scales: array("returned_scales", few, options.max_scales() * 8),
         };
         PoolLayout { places: (0..options.places).map(|_| place()).collect(), pieces: pool }
     }
@@ -72,6 +78,7 @@ impl TableLayout {
                 src_info: array("src_info", experts, rows * 4),
                 layout_range: array("layout_range", experts, ranks * 8),
                 slots: array("slots", rows, topk * 4),
+                weights: array("row_weights", rows, topk * 4),
                 sent: array("sent", chunks, 8),
                 answered: array("answered", RANKS, chunks * 8),
                 turns: array("turns", 1, size_of::<LowLatencyTurns>() as u64),
@@ -102,7 +109,7 @@ mod tests {
             assert!(last.offset + last.bytes <= bytes);
         }
         let [first, second] = pool.places[..] else { panic!("{:?}", pool.places) };
-        assert!(first.returned_x < second.arrived);
+        assert!(first.returned_scales < second.arrived);
         let name = |at| Section::name_of(pool.pieces.sections(), at).unwrap();
         assert_eq!(name(second.recv_x + 7 * 128 + 4), "recv_x[7] + 0x4");
         assert_eq!(name(first.arrived + 3 * 8 + 8), "arrived[1] + 0x8");

@@ -4,14 +4,17 @@
 //! x, topk_idx, weights --dispatch--> Received { x, expert_rows, expert_counts, .. }
 //!                                        | experts run: rows of expert e are expert_rows[e][..expert_counts[e]]
 //!                                        v
-//!                       Combined <--combine(received, rows)
+//!                       Combined <--combine(received, request)
 //! ```
 //!
 //! A token's row travels once to each rank that has one of its experts, and lands at `source * max_tokens + token`, where it stays: nothing
-//! is counted first, nothing copied behind. Each rank says which of the rows each of its experts has. Combine sums what the experts of a rank
-//! made of a token there, weighted, and returns one row for each rank.
+//! is counted first, nothing copied behind. Each rank says which of the rows each of its experts has; for experts that want theirs together,
+//! [`Buffer::gather_by_expert`] copies them. Combine sums what the experts of a rank made of a token there, weighted, and returns one row for
+//! each rank. Rows travel in bf16 or, either way, as e4m3.
 //!
 //! Either is one kernel, or two halves between which it holds no multiprocessor ([`Buffer::dispatch_send`], [`Pending::receive`]).
+//!
+//! Where a rank is gone, operations end at their deadlines; the others may go on without it ([`Buffer::regroup`]).
 //!
 //! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be captured in a graph. Within one node; every
 //! rank makes the same calls in the same order.
@@ -23,7 +26,7 @@
 //! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 //! use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 //! use epoxide::group::launch::run_threads;
-//! use epoxide::low_latency::{Buffer, DispatchRequest, ExpertRows, Options};
+//! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
 //! use half::bf16;
 //!
 //! let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
@@ -39,7 +42,7 @@
 //!     let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
 //!     // The experts work on the rows of received.x here; these return them as they are.
 //!     let rows = received.x.clone();
-//!     let combined = buffer.combine(received, ExpertRows::ByRow(&rows), order)?;
+//!     let combined = buffer.combine(received, CombineRequest::by_row(&rows), order)?;
 //!     combined.x.to_host::<bf16>(&stream)
 //! })?;
 //! // Token 0 went to both ranks and comes back as the sum of two rows, token 1 to one of them.
@@ -51,13 +54,15 @@ mod buffer;
 mod combine;
 mod dispatch;
 mod fault;
+mod gather;
 mod halves;
 mod layout;
 mod options;
 mod place;
+mod regroup;
 
 pub use buffer::Buffer;
-pub use combine::{Combined, ExpertRows};
+pub use combine::{CombineRequest, Combined};
 pub use dispatch::{DispatchRequest, Quantise, Received};
 pub use halves::Pending;
 pub use options::Options;

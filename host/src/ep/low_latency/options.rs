@@ -7,8 +7,6 @@ use epoxide_gpu::layout::{LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_TOPK, SCALE_BLO
 use crate::ep::Topology;
 use crate::error::{Error, Result};
 
-/// Tokens that are complete together.
-const CHUNK_TOKENS: u32 = 32;
 /// Most places of a buffer.
 const MAX_PLACES: u32 = 64;
 
@@ -24,10 +22,16 @@ pub struct Options {
     pub(super) places: u32,
     pub(super) num_sms: Option<u32>,
     pub(super) chunk_tokens: u32,
+    packet_tokens: u32,
     pub(super) timeout: Duration,
 }
 
 impl Options {
+    /// [`Options::chunk_tokens`] where nothing else is said.
+    pub const DEFAULT_CHUNK_TOKENS: u32 = 1;
+    /// [`Options::packet_tokens`] where nothing else is said.
+    pub const DEFAULT_PACKET_TOKENS: u32 = 32;
+
     /// For up to `max_tokens` tokens of a rank, at most 1024, with `hidden` elements and `num_topk` entries each, of `num_experts` experts on
     /// all ranks together. One place, all multiprocessors, 30 s for a peer.
     pub fn new(max_tokens: u32, hidden: u64, num_topk: u32, num_experts: u32) -> Options {
@@ -38,7 +42,8 @@ impl Options {
             num_experts,
             places: 1,
             num_sms: None,
-            chunk_tokens: CHUNK_TOKENS,
+            chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
+            packet_tokens: Self::DEFAULT_PACKET_TOKENS,
             timeout: Duration::from_secs(30),
         }
     }
@@ -58,6 +63,13 @@ impl Options {
     /// Tokens of a rank that are said to be complete together, at least 1: with fewer, whoever waits for the first can begin earlier.
     pub fn chunk_tokens(mut self, tokens: u32) -> Options {
         self.chunk_tokens = tokens;
+        self
+    }
+
+    /// Most tokens of a rank whose rows travel as packets of 16 bytes with 12 of payload, 0 for none: they take a third more of the links, and
+    /// nobody waits for stores to arrive before a word can say so.
+    pub fn packet_tokens(mut self, tokens: u32) -> Options {
+        self.packet_tokens = tokens;
         self
     }
 
@@ -110,6 +122,11 @@ impl Options {
             return refuse("num_sms", 0, "must be at least 1".into());
         }
         Ok(())
+    }
+
+    /// Most tokens of a rank whose rows travel as packets.
+    pub(super) fn most_in_packets(&self) -> u32 {
+        self.packet_tokens.min(self.max_tokens)
     }
 
     /// Chunks of a rank with all its tokens.

@@ -26,11 +26,61 @@ const PREFIX: &str = "epoxide";
 const SIZE_KEY: &str = "world_size";
 
 /// Joins the group that the environment names; see [`Rendezvous::from_env`]. Collectives wait up to `timeout`.
+///
+/// A program of one rank, which `epoxide launch --nproc-per-node 8 -- ./program`, torchrun, mpirun or srun starts as many times as there are
+/// ranks:
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+/// use epoxide::ep::{Buffer, BufferOptions, BufferShape};
+/// use epoxide::group::{Collectives, ProcessGroup, rendezvous};
+///
+/// fn main() -> epoxide::Result<()> {
+///     let group = rendezvous(Duration::from_secs(60))?;
+///     let ranks: Vec<Vec<u32>> = group.all_gather_slices(&[group.rank()])?;
+///     assert_eq!(ranks.len(), group.size() as usize);
+///
+///     // The GPU of this rank's own: its number among the ranks of its host.
+///     let device = VirtualGpu::new(VirtConfig { ordinal: group.rank(), ..VirtConfig::default() });
+///     let shape = BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+///     let buffer = Buffer::new(device, &group, BufferOptions::new(shape))?;
+///     // .. then as if the ranks were threads.
+///     # drop(buffer);
+///     Ok(())
+/// }
+/// ```
 pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
     Rendezvous::from_env(timeout)?.group("world", timeout)
 }
 
 /// A rank that knows who it is and has reached the store: what a process group is made from.
+///
+/// With an address in the program's own words in place of the environment; here two ranks meet in a directory, as processes do:
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use epoxide::group::{ProcessGroup, Rendezvous};
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let directory = folder.path().join("run");
+/// let timeout = Duration::from_secs(60);
+/// let join = |rank: u32| -> epoxide::Result<u32> {
+///     let address = format!("file://{}?rank={rank}&world_size=2", directory.display());
+///     let rendezvous = Rendezvous::at(&address, timeout)?;
+///     let group = rendezvous.group("world", timeout)?;
+///     group.barrier(timeout)?;
+///     Ok(group.size())
+/// };
+/// std::thread::scope(|scope| {
+///     let other = scope.spawn(|| join(1));
+///     assert_eq!(join(0)?, 2);
+///     other.join().expect("no panic").map(drop)
+/// })?;
+/// # Ok::<(), epoxide::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Rendezvous {
     /// Who this rank is.

@@ -192,13 +192,13 @@ fn the_oldest_of_the_silent_makes_room_whoever_was_refused_before() {
                 // One too many: of 1, 2, 3 and 4 the first has to go.
                 let mut friend = connect();
                 assert_eq!(read_to_end(&mut all[1]), "");
+                friend.write_all(&good).unwrap();
+                read_answer(&mut friend, deadline(SOON)).unwrap();
                 for silent in &all[2..] {
                     silent.set_nonblocking(true).unwrap();
                     let error = (&*silent).read(&mut [0]).unwrap_err();
                     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
                 }
-                friend.write_all(&good).unwrap();
-                read_answer(&mut friend, deadline(SOON)).unwrap();
             });
             let accepted = door.accept(&setup, deadline(SOON)).unwrap();
             assert!(accepted.keys().eq(&[(0, 1)]));

@@ -121,7 +121,9 @@ impl VerbsQueue {
                 return Err(self.fail(error));
             }
             self.retired = completion.id;
-            while let Some((_, puts)) = self.marks.pop_front_if(|(id, _)| *id <= completion.id) {
+            while self.marks.front().is_some_and(|(id, _)| *id <= completion.id)
+                && let Some((_, puts)) = self.marks.pop_front()
+            {
                 self.puts_left = puts;
             }
         }

@@ -1,0 +1,98 @@
+//! Low-latency dispatch and combine as one of the ways.
+
+use epoxide::Result;
+use epoxide::driver::Stream;
+use epoxide::ep::DType;
+use epoxide::low_latency::{Buffer, Options, Place, Quantise};
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
+use epoxide_testing::roundtrip::Case;
+use epoxide_testing::sizes::Sizes;
+
+use super::{Exchange, link_rows};
+use crate::Plan;
+use crate::bench::Bench;
+use crate::low_latency::Recorded;
+use crate::measure::TIMEOUT;
+
+/// Rows of as many bytes or more do not go by low latency.
+const MOST_ROW_BYTES: u64 = 1 << 17;
+
+impl Plan {
+    /// Whether sizes and nodes are such that low latency can do it.
+    pub(crate) fn has_low_latency(&self) -> bool {
+        let sizes = Sizes { low_latency: true, ..self.sizes() };
+        self.topology.nodes == 1 && self.combine_row_bytes() < MOST_ROW_BYTES && sizes.check().is_ok()
+    }
+}
+
+/// A buffer beside the one that is measured, of the same ranks and stream, and graphs of one dispatch and one combine: an operation lends its
+/// place to the next, so that calls cannot be enqueued one by one from different functions.
+pub(crate) struct LowLatency {
+    // Graphs go before what they were recorded of.
+    recorded: Recorded,
+    _inputs: LowLatencyInputs,
+    _place: Place,
+    rank: LowLatencyRank,
+    link_bytes: (u64, u64),
+}
+
+impl LowLatency {
+    /// Ready to be timed: what a dispatch and a combine bring is what it should be. Collective.
+    pub fn checked(bench: &Bench<'_>, case: &Case) -> Result<LowLatency> {
+        let (plan, rig) = (bench.plan, &bench.rig);
+        let hidden = plan.hidden as u32;
+        let quantise = if plan.dtype == DType::Bf16 { Quantise::Not } else { Quantise::Fp8 };
+        // As in high throughput, experts' rank gives back a row for each token.
+        let case_of_it = LowLatencyCase {
+            quantise,
+            by_expert: false,
+            seed: plan.seed,
+            ..LowLatencyCase::new(case.routing.clone(), hidden)
+        };
+        let mut options = Options::new(plan.tokens, plan.hidden, plan.topk, plan.experts).timeout(TIMEOUT);
+        if plan.is_virtual {
+            // Of an interpreter's multiprocessors each costs as much as it does work.
+            options = options.num_sms(plan.num_sms[0]);
+        }
+        let buffer = Buffer::new(rig.device().clone(), &*rig.group, options)?;
+        let mut rank = LowLatencyRank { buffer, group: rig.group.clone(), stream: rig.stream.clone() };
+        case_of_it.verify(&mut rank)?;
+        let inputs = case_of_it.inputs(&rank)?;
+        let mut place = rank.buffer.place(0)?;
+        let recorded = Recorded::new(&case_of_it, &mut rank, &inputs, &mut place)?;
+        let (dispatched, combined) = link_rows(case, rig.rank);
+        let link_bytes = (dispatched * plan.dispatch_row_bytes(), combined * plan.combine_row_bytes());
+        Ok(LowLatency { recorded, _inputs: inputs, _place: place, rank, link_bytes })
+    }
+}
+
+impl Exchange for LowLatency {
+    fn dispatch(&self, stream: &Stream) -> Result<()> {
+        // SAFETY: what was recorded is of this value's fields, which live until the stream has been waited for: `Bench::settle`.
+        unsafe { self.recorded.dispatch.launch(stream) }
+    }
+
+    fn combine(&self, stream: &Stream) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.recorded.combine.launch(stream) }
+    }
+
+    fn in_pairs(&self) -> bool {
+        true
+    }
+
+    fn check(&self) -> Result<()> {
+        self.rank.buffer.check()
+    }
+
+    fn link_bytes(&self) -> (u64, u64) {
+        self.link_bytes
+    }
+}
+
+impl Drop for LowLatency {
+    fn drop(&mut self) {
+        // Where timing ended with an error, replays may be under way; what is wrong with the stream, that error says.
+        let _ = self.rank.stream.synchronize();
+    }
+}

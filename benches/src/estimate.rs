@@ -1,0 +1,95 @@
+//! What a measurement will take, before it begins: so that nobody waits for minutes to learn that it takes hours.
+
+use crate::results::PhaseName;
+use crate::{Effort, Plan, counts};
+
+/// Processor time of the interpreter, in nanoseconds, from measurements on the two cores that docs/BENCHMARKS.md speaks of: for each block
+/// of a call, and each peer that it waits for.
+const BLOCK_NS: f64 = 40_000.0;
+/// For each row that comes or goes.
+const ROW_NS: f64 = 2_300.0;
+/// For each byte of it.
+const BYTE_NS: f64 = 1.7;
+/// As much of the processors as ranks keep busy, which wait for each other.
+const BUSY: f64 = 0.75;
+/// Calls of a run beside those that are timed: results are checked, and some are traced.
+const OTHER_CALLS: f64 = 20.0;
+/// Seconds of a rank for a buffer and rows.
+const SETUP: f64 = 0.015;
+/// Bytes of a rank on a virtual GPU whatever the sizes, and for each multiprocessor.
+const RANK_BYTES: f64 = 6e6;
+const SM_BYTES: f64 = 2.8e6;
+/// Received rows are there so many times: in the pool, twice, and where they are made and compared with others.
+const COPIES: f64 = 6.0;
+
+/// What a measurement will take, roughly.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Estimate {
+    /// Bytes of a rank's pool and of what lies beside it on the device.
+    pub device_bytes: f64,
+    /// On virtual GPUs: bytes of this process. Their memory is the host's.
+    pub host_bytes: f64,
+    /// On virtual GPUs: seconds. Of hardware nothing is foretold.
+    pub seconds: Option<f64>,
+}
+
+impl Plan {
+    /// What it will take, with so many processors for the virtual GPUs.
+    pub fn estimate(&self, processors: usize) -> Estimate {
+        let ranks = f64::from(self.topology.ranks());
+        let received = counts::expected(f64::from(self.tokens), self.count_sizes()).recv_total;
+        let row = self.combine_row_bytes() as f64;
+        // The pool has room for all tokens of all ranks, once for rows that come and once for those that go back.
+        let pool = ranks * f64::from(self.tokens) * (2.0 * row + 16.0 * f64::from(self.topk));
+        let own = (f64::from(self.tokens) * 2.0 + received) * row;
+        let most_sms = self.num_sms.iter().copied().max().unwrap_or(0);
+        // An all-gather's rows and a reduce-scatter's, once on the device and once where they are made and compared.
+        let gathered = if self.baseline.is_some() { ranks * f64::from(self.tokens) * row * 2.0 } else { 0.0 };
+        let own = own + gathered;
+        let host =
+            ranks * (RANK_BYTES + SM_BYTES * f64::from(most_sms) + received * row * COPIES + 2.0 * gathered);
+        let seconds = self.is_virtual.then(|| {
+            let whole = self.effort == Effort::Whole;
+            let calls = self.steps() as f64 / self.num_sms.len().max(1) as f64;
+            let calls = calls + if whole { OTHER_CALLS } else { 2.0 };
+            let blocks = f64::from(self.num_sms.iter().sum::<u32>());
+            let bytes = PhaseName::ALL.map(|name| self.row_bytes(name) as f64).iter().sum::<f64>() / 4.0;
+            let rows = self.num_sms.len() as f64 * received;
+            let of_all_sms = blocks * ranks * BLOCK_NS + rows * (ROW_NS + bytes * BYTE_NS);
+            let busy = (processors.max(1) as f64).min(ranks) * BUSY;
+            f64::from(self.repeat) * ranks * (SETUP + calls * of_all_sms / 1e9) / busy.max(1.0)
+        });
+        Estimate { device_bytes: pool + own, host_bytes: host, seconds }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::tests::plan;
+
+    #[test]
+    fn larger_sizes_take_longer_and_more_room() {
+        let of = |line: &str| plan(line).estimate(2);
+        let small = of("");
+        for line in ["--tokens 800", "--hidden 64000", "--ranks-per-node 4", "--num-sms 24"] {
+            let large = of(line);
+            assert!(
+                large.seconds > small.seconds && large.host_bytes > small.host_bytes,
+                "{line}: {large:?}"
+            );
+        }
+        for line in ["--iters 20", "--repeat 3", "--num-sms 2,2", "--graph 3"] {
+            assert!(of(line).seconds > small.seconds, "{line}");
+        }
+        assert!(plan("").estimate(8).seconds <= small.seconds);
+        // A layer of a large model, of which 13 GB were measured.
+        let large = of(
+            "--ranks-per-node 8 --tokens 4096 --hidden 7168 --experts 256 --topk 8 --num-sms 24 --iters 20",
+        );
+        assert!(
+            (13e9..18e9).contains(&large.host_bytes) && large.seconds.is_some_and(|s| s > 300.0),
+            "{large:?}"
+        );
+        assert!((large.device_bytes / 1.3e9 - 1.0).abs() < 0.2, "{large:?}");
+    }
+}

@@ -1,0 +1,17 @@
+//! How far a measurement is.
+
+/// Is told how far a measurement is, by every rank of this process that measures.
+pub trait Watch: Sync {
+    /// Rank `rank` begins with this.
+    fn doing(&self, rank: u32, what: &str) {
+        let _ = (rank, what);
+    }
+
+    /// Rank `rank` has done one more of the measurement's steps.
+    fn step(&self, rank: u32) {
+        let _ = rank;
+    }
+}
+
+/// Nobody watches.
+impl Watch for () {}

@@ -1,0 +1,264 @@
+//! Ways to do what a dispatch and its combine do, and which of them is the fastest.
+
+use std::fmt::Write;
+
+use serde::{Deserialize, Serialize};
+
+use crate::results::{Phase, PhaseName, Point, Slowest};
+
+/// A way to bring tokens to the ranks of their experts and back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Way {
+    /// Cached dispatch, and combine of rows in the pool.
+    HighThroughput,
+    /// Low-latency dispatch, and combine of a row for each token.
+    LowLatency,
+    /// NCCL's sends and receives between all ranks, of counts that the host knows.
+    NcclAllToAll,
+    /// NCCL's all-gather of all tokens, and its reduce-scatter of a row for each of them.
+    NcclAllGather,
+}
+
+impl Way {
+    /// All, in order.
+    pub const ALL: [Way; 4] = [Way::HighThroughput, Way::LowLatency, Way::NcclAllToAll, Way::NcclAllGather];
+
+    /// The text that people read.
+    pub fn text(self) -> &'static str {
+        match self {
+            Way::HighThroughput => "epoxide high throughput",
+            Way::LowLatency => "epoxide low latency",
+            Way::NcclAllToAll => "NCCL all-to-all",
+            Way::NcclAllGather => "NCCL all-gather + reduce-scatter",
+        }
+    }
+
+    /// What it is called above a column.
+    fn short(self) -> &'static str {
+        match self {
+            Way::HighThroughput => "high throughput",
+            Way::LowLatency => "low latency",
+            Way::NcclAllToAll => "NCCL a2a",
+            Way::NcclAllGather => "NCCL ag + rs",
+        }
+    }
+
+    /// Whether it is epoxide's.
+    pub fn is_ours(self) -> bool {
+        matches!(self, Way::HighThroughput | Way::LowLatency)
+    }
+}
+
+/// What one way took, apart from the point's own, [`Way::HighThroughput`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WayResult {
+    /// The way.
+    pub way: Way,
+    /// Tokens to their experts' ranks; bandwidths are of the rows that epoxide counts, whatever the way moves.
+    pub dispatch: Phase,
+    /// And back.
+    pub combine: Phase,
+    /// Both, one pair after the other.
+    pub pair: Pairs,
+    /// Bytes that others send a rank in a dispatch, mean over ranks, at the least: what the way has to move, not what it gains.
+    pub dispatch_link_bytes: f64,
+    /// The same of a combine.
+    pub combine_link_bytes: f64,
+}
+
+/// Pairs of a dispatch and a combine, one after the other.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Pairs {
+    /// Pairs between the two events.
+    pub chain: u32,
+    /// The time between them over the number of pairs.
+    pub period: Slowest,
+}
+
+impl Pairs {
+    /// These and those of another run.
+    pub(crate) fn with(&self, more: &Pairs) -> Pairs {
+        Pairs { chain: self.chain, period: self.period.with(&more.period) }
+    }
+}
+
+impl WayResult {
+    /// Its dispatch or its combine, if that is held against this phase of the point's own.
+    pub fn phase(&self, name: PhaseName) -> Option<&Phase> {
+        [&self.dispatch, &self.combine].into_iter().find(|phase| phase.name == name)
+    }
+
+    /// Adds another run; `of` is how many there are already.
+    pub(crate) fn add_run(&mut self, more: &WayResult, of: f64) {
+        self.dispatch.add_run(&more.dispatch, of);
+        self.combine.add_run(&more.combine, of);
+        self.pair = self.pair.with(&more.pair);
+    }
+}
+
+/// The three things that every way does.
+pub const STEPS: [&str; 3] = ["dispatch", "combine", "pair"];
+
+impl Point {
+    /// What a way took for each of [`STEPS`], timed alike for all ways; nothing where it was not measured.
+    pub fn way(&self, way: Way) -> [Option<&Slowest>; 3] {
+        if way == Way::HighThroughput {
+            let phase = |name| self.phase(name)?.slowest.as_ref();
+            let pair = self.pair.as_ref().map(|pair| &pair.period);
+            return [phase(PhaseName::DispatchCached), phase(PhaseName::CombineInPool), pair];
+        }
+        match self.baselines.iter().find(|result| result.way == way) {
+            None => [None; 3],
+            Some(of) => [of.dispatch.slowest.as_ref(), of.combine.slowest.as_ref(), Some(&of.pair.period)],
+        }
+    }
+
+    /// The ways by their medians for one of [`STEPS`], fastest first.
+    pub fn ranking(&self, step: usize) -> Vec<(Way, f64)> {
+        let took = |way: Way| Some((way, self.way(way)[step]?.p50_us));
+        let mut ways: Vec<(Way, f64)> = Way::ALL.into_iter().filter_map(took).collect();
+        ways.sort_by(|a, b| a.1.total_cmp(&b.1));
+        ways
+    }
+}
+
+/// For each size, and each of dispatch, combine and pair, what every way took, which is the fastest, and by how much. Nothing where no
+/// baseline was measured.
+pub fn summary(points: &[Point]) -> Option<String> {
+    let measured: Vec<&Point> = points.iter().filter(|point| !point.baselines.is_empty()).collect();
+    let first = measured.first()?;
+    let unit = if first.is_virtual { first.caveat() } else { "us" };
+    let chain = first.pair.as_ref().map_or(0, |pair| pair.chain);
+    let mut out = format!(
+        "  ways, median of each iteration's slowest rank, {unit}; pair: {chain} one after the other, time of one\n  {:>5} {:>5} {:>7} {:>4} {:<8}",
+        "nodes", "ranks", "tokens", "SMs", ""
+    );
+    // Writing to a string cannot fail.
+    for way in Way::ALL {
+        let _ = write!(out, " {:>15}", way.short());
+    }
+    let _ = write!(out, " | {:>14} | fastest", "epoxide / NCCL");
+    for point in &measured {
+        let key = &point.key;
+        for (step, name) in STEPS.iter().enumerate() {
+            let _ = write!(
+                out,
+                "\n  {:>5} {:>5} {:>7} {:>4} {name:<8}",
+                key.nodes, key.num_ranks, key.tokens, key.num_sms
+            );
+            for way in Way::ALL {
+                let took = point.way(way)[step].map_or("-".into(), |times| format!("{:.1}", times.p50_us));
+                let _ = write!(out, " {took:>15}");
+            }
+            let ranking = point.ranking(step);
+            let best = |ours| ranking.iter().find(|(way, _)| way.is_ours() == ours).map(|(_, us)| *us);
+            let ratio = best(true).zip(best(false)).map(|(ours, theirs)| ours / theirs);
+            let ratio =
+                ratio.filter(|ratio| ratio.is_finite()).map_or("-".into(), |ratio| format!("{ratio:.2}"));
+            let _ = write!(out, " | {ratio:>14} | {}", fastest(&ranking));
+        }
+    }
+    if first.is_virtual {
+        out += "\n  what stands in for NCCL beside a virtual GPU works on the host, ahead of the stream: its times are of nothing";
+    }
+    Some(out)
+}
+
+fn fastest(ranking: &[(Way, f64)]) -> String {
+    match ranking {
+        [] => "-".into(),
+        [(way, _)] => way.text().into(),
+        [(way, us), (next, next_us), ..] if *us > 0.0 => {
+            format!("{}: {} takes {:.2} times as long", way.text(), next.text(), next_us / us)
+        }
+        [(way, _), ..] => way.text().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::h200;
+
+    fn slowest(us: f64) -> Slowest {
+        Slowest::new(&[&[us, us]])
+    }
+
+    /// A point whose ways took so long for dispatch, combine and pair.
+    fn point(tokens: u32, own: [f64; 3], others: &[(Way, [f64; 3])]) -> Point {
+        let mut point = h200().remove(0);
+        point.key.tokens = tokens;
+        let phase = |point: &Point, name, us| Phase {
+            slowest: Some(slowest(us)),
+            ..point.phase(name).cloned().unwrap()
+        };
+        let pairs = |us| Pairs { chain: 4, period: slowest(us) };
+        let result = |&(way, us): &(Way, [f64; 3])| WayResult {
+            way,
+            dispatch: phase(&point, PhaseName::DispatchCached, us[0]),
+            combine: phase(&point, PhaseName::CombineInPool, us[1]),
+            pair: pairs(us[2]),
+            dispatch_link_bytes: 1.0,
+            combine_link_bytes: 2.0,
+        };
+        let baselines = others.iter().map(result).collect();
+        for of in &mut point.phases {
+            let us = if of.name.is_dispatch() { own[0] } else { own[1] };
+            of.slowest = Some(slowest(us));
+        }
+        (point.pair, point.baselines) = (Some(pairs(own[2])), baselines);
+        point
+    }
+
+    #[test]
+    fn the_fastest_way_is_named_for_each_size_and_step() {
+        let (low, one, all) = (Way::LowLatency, Way::NcclAllToAll, Way::NcclAllGather);
+        let small = point(
+            1,
+            [12.0, 14.0, 20.0],
+            &[(low, [16.0, 10.0, 15.0]), (one, [30.0, 5.0, 60.0]), (all, [24.0, 25.0, 45.0])],
+        );
+        // Low latency has no sizes like that.
+        let large = point(
+            8192,
+            [800.0, 900.0, 1700.0],
+            &[(one, [1000.0, 990.0, 2000.0]), (all, [1200.0, 810.0, 1700.0])],
+        );
+        let without = h200().remove(0);
+        assert!(summary(std::slice::from_ref(&without)).is_none());
+        let table = summary(&[without, small.clone(), large]).unwrap();
+        let lines: Vec<Vec<&str>> =
+            table.lines().skip(2).map(|line| line.split('|').map(str::trim).collect()).collect();
+        let expected = [
+            ("dispatch", "0.50", "epoxide high throughput: epoxide low latency takes 1.33 times as long"),
+            ("combine", "2.00", "NCCL all-to-all: epoxide low latency takes 2.00 times as long"),
+            ("pair", "0.33", "epoxide low latency: epoxide high throughput takes 1.33 times as long"),
+            ("dispatch", "0.80", "epoxide high throughput: NCCL all-to-all takes 1.25 times as long"),
+            (
+                "combine",
+                "1.11",
+                "NCCL all-gather + reduce-scatter: epoxide high throughput takes 1.11 times as long",
+            ),
+            (
+                "pair",
+                "1.00",
+                "epoxide high throughput: NCCL all-gather + reduce-scatter takes 1.00 times as long",
+            ),
+        ];
+        assert_eq!(lines.len(), expected.len(), "{table}");
+        for (line, (step, ratio, fastest)) in lines.iter().zip(expected) {
+            assert!(line[0].contains(step) && line[1..] == [ratio, fastest], "{line:?}");
+        }
+        assert!(lines[3][0].contains(" - ") && !table.contains("VIRTUAL"), "{table}");
+        assert_eq!(
+            small.ranking(0).iter().map(|(way, _)| *way).collect::<Vec<_>>(),
+            [Way::HighThroughput, low, all, one]
+        );
+
+        // Another run's iterations follow.
+        let mut both = small.clone();
+        both.add_runs(small);
+        assert!(Way::ALL.iter().all(|way| both.way(*way).iter().all(|of| of.unwrap().samples_us.len() == 4)));
+    }
+}

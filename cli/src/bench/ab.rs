@@ -1,0 +1,364 @@
+//! `epoxide bench ab`: runs of two programs, or with two files of kernels, in turn, and what they come to.
+//!
+//! Which of two comes first is drawn by lot for each pair, since the test of the comparison rests on that. Runs that differ in the kernels
+//! alone happen in this process, where a device stays open and a run costs a buffer; other programs are started for each run.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use epoxide::driver::Device;
+use epoxide::group::launch::run_threads;
+use epoxide_bench::compare::{Comparison, Verdict};
+use epoxide_bench::measure::{self, TIMEOUT};
+use epoxide_bench::results::{Point, Results, Run, percentile};
+use epoxide_bench::{Effort, Error, Plan, Watch, points};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::args::{PlanFlags, flags_of};
+use super::compare::VerdictFlags;
+use super::start::{announce, device_of, launched, measure_points, open};
+use crate::options::Mode;
+use crate::output::{self, Progress, write_text};
+use crate::stop::{Result, SKIPPED, Stop, USAGE};
+
+/// Flags of `epoxide bench ab`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    sizes: PlanFlags,
+    /// Program of side A, another build of this one [default: this one].
+    #[arg(long, value_name = "PROGRAM")]
+    a: Option<PathBuf>,
+    /// Program of side B [default: this one].
+    #[arg(long, value_name = "PROGRAM")]
+    b: Option<PathBuf>,
+    /// Kernels of side A, in place of those that the program has.
+    #[arg(long, value_name = "FILE.ptx")]
+    a_ptx: Option<PathBuf>,
+    /// Kernels of side B.
+    #[arg(long, value_name = "FILE.ptx")]
+    b_ptx: Option<PathBuf>,
+    /// Runs of each side, in pairs; of fewer than 9 nothing can be told.
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    repeat: u32,
+    /// Compare so many times, with new runs each time, and say how often a difference was called.
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["json_a", "json_b", "fail_if_slower"])]
+    comparisons: u32,
+    /// Write the results of side A as JSON to this file.
+    #[arg(long, value_name = "FILE")]
+    json_a: Option<PathBuf>,
+    /// Write the results of side B as JSON to this file.
+    #[arg(long, value_name = "FILE")]
+    json_b: Option<PathBuf>,
+    #[command(flatten)]
+    verdict: VerdictFlags,
+}
+
+/// One side.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Side {
+    name: &'static str,
+    /// Where it is not this one.
+    program: Option<PathBuf>,
+    ptx: Option<PathBuf>,
+}
+
+/// Alternates, compares, and prints.
+pub fn run(args: &Args) -> Result<()> {
+    if launched()?.is_some() {
+        let remedy = "start it without one: its ranks are threads then";
+        return Err(Stop::usage(format!("ab: not for ranks that a launcher started; {remedy}")));
+    }
+    if args.sizes.place.mode == Some(Mode::LowLatency) {
+        return Err(Stop::usage("ab: --mode low-latency: not in this version"));
+    }
+    for (flag, value) in [("--repeat", args.repeat), ("--comparisons", args.comparisons)] {
+        if value == 0 {
+            return Err(Stop::usage(format!("{flag} 0: must be at least 1")));
+        }
+    }
+    let sides = args.sides()?;
+    let plan = Plan { no_ceiling: true, ..args.sizes.plan()? };
+    plan.check()?;
+    let runs = 2 * args.repeat * args.comparisons;
+    announce(&Plan { repeat: runs, effort: Effort::Phases, ..plan.clone() }, args.sizes.leaves_sizes_open());
+    let progress = Progress::new("bench ab", u64::from(runs), true);
+    let mut runner = Runner::new(plan, sides, &progress)?;
+    let mut tally = Tally::default();
+    for number in 1..=args.comparisons {
+        let [a, b] = runner.alternate(args.repeat)?;
+        let comparison = args.verdict.compare(&a, &b)?;
+        if args.comparisons == 1 {
+            drop(progress);
+            for (path, points) in [(&args.json_a, a), (&args.json_b, b)] {
+                if let Some(path) = path {
+                    write_text(path, &Results::new(points).json()?)?;
+                }
+            }
+            return args.verdict.say(&comparison);
+        }
+        if let Some(line) = tally.add(number, &comparison) {
+            progress.line(&line)?;
+        }
+    }
+    drop(progress);
+    output::text_line(&tally.text())
+}
+
+impl Args {
+    fn sides(&self) -> Result<[Side; 2]> {
+        let this = std::env::current_exe().and_then(std::fs::canonicalize);
+        let side = |name, program: &Option<PathBuf>, ptx: &Option<PathBuf>| -> Result<Side> {
+            let missing = |flag: &str, path: &Path, error: std::io::Error| {
+                Stop::usage(format!("ab: --{flag} {}: {error}", path.display()))
+            };
+            let program = match program {
+                None => None,
+                Some(path) => {
+                    let whole = std::fs::canonicalize(path).map_err(|error| missing(name, path, error))?;
+                    if this.as_ref().is_ok_and(|this| *this == whole) { None } else { Some(whole) }
+                }
+            };
+            if let Some(path) = ptx {
+                std::fs::read(path).map_err(|error| missing(&format!("{name}-ptx"), path, error))?;
+            }
+            Ok(Side { name, program, ptx: ptx.clone() })
+        };
+        Ok([side("a", &self.a, &self.a_ptx)?, side("b", &self.b, &self.b_ptx)?])
+    }
+}
+
+/// What makes runs.
+struct Runner<'a> {
+    plan: Plan,
+    sides: [Side; 2],
+    /// The ranks' devices, where runs are made in this process.
+    devices: Option<Vec<Arc<dyn Device>>>,
+    lot: ChaCha8Rng,
+    progress: &'a Progress,
+}
+
+impl<'a> Runner<'a> {
+    /// Ready to run: where runs are made here, each side's results have been checked.
+    fn new(plan: Plan, sides: [Side; 2], progress: &'a Progress) -> Result<Runner<'a>> {
+        let here = sides.iter().all(|side| side.program.is_none());
+        let devices = match here {
+            false => None,
+            true => {
+                progress.doing(0, "checking results");
+                for side in if sides[0].ptx == sides[1].ptx { &sides[..1] } else { &sides[..] } {
+                    let once = Plan { warmup: 0, iters: 1, graph: None, ..plan_of(&plan, side) };
+                    measure_points(&Plan { effort: Effort::Whole, ..once }, &())?;
+                }
+                let opened = (0..plan.topology.ranks()).map(|rank| open(device_of(&plan), rank));
+                Some(opened.collect::<epoxide::Result<Vec<_>>>().map_err(Error::from)?)
+            }
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
+        let lot = ChaCha8Rng::seed_from_u64(now ^ u64::from(std::process::id()) << 32);
+        Ok(Runner { plan, sides, devices, lot, progress })
+    }
+
+    /// So many pairs of runs, one of each side in an order drawn by lot: the points of A and of B.
+    fn alternate(&mut self, pairs: u32) -> Result<[Vec<Point>; 2]> {
+        let orders: Vec<[usize; 2]> =
+            (0..pairs).map(|_| if self.lot.random() { [1, 0] } else { [0, 1] }).collect();
+        let order = orders.concat();
+        let runs = match &self.devices {
+            Some(devices) => self.run_here(devices, &order)?,
+            None => order.iter().map(|&side| self.start(&self.sides[side])).collect::<Result<_>>()?,
+        };
+        let of = |side: usize| {
+            let runs = order.iter().zip(&runs).filter(|(of, _)| **of == side);
+            points::join_runs(runs.map(|(_, points)| points.clone()).collect())
+        };
+        Ok([of(0), of(1)])
+    }
+
+    fn run_here(&self, devices: &[Arc<dyn Device>], order: &[usize]) -> Result<Vec<Vec<Point>>> {
+        let plans = self.sides.each_ref().map(|side| plan_of(&self.plan, side));
+        let ranks = run_threads(self.plan.topology.ranks(), TIMEOUT, |rank, group| {
+            let run = |&side: &usize| {
+                self.progress.doing(rank, self.sides[side].name);
+                let result = measure::rank(&plans[side], devices[rank as usize].clone(), &group, &())?;
+                self.progress.step(rank);
+                Ok(result)
+            };
+            order.iter().map(run).collect::<epoxide::Result<Vec<_>>>()
+        });
+        Ok(points::by_run(&plans[0], ranks.map_err(|failure| Error::from(failure.error))?)?)
+    }
+
+    /// One run of a program.
+    fn start(&self, side: &Side) -> Result<Vec<Point>> {
+        self.progress.doing(0, side.name);
+        let this =
+            std::env::current_exe().map_err(|error| Stop::failed(format!("ab: this program: {error}")))?;
+        let program = side.program.clone().unwrap_or(this);
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        let mut command = Command::new(&program);
+        command.arg("bench").args(flags_of(&self.plan)).args(["--json", "-"]).stdin(Stdio::null());
+        if let Some(ptx) = &side.ptx {
+            command.env("EPOXIDE_PTX", ptx);
+        }
+        let name = || format!("ab: side {}: {}", side.name, program.display());
+        let output = command.output().map_err(|error| Stop::usage(format!("{}: {error}", name())))?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            let message = format!("{}: {}: {}", name(), output.status, said.lines().last().unwrap_or(""));
+            return Err(match output.status.code() {
+                Some(code) if code == i32::from(SKIPPED) => Stop::skipped(message),
+                Some(code) if code == i32::from(USAGE) => Stop::usage(message),
+                _ => Stop::failed(message),
+            });
+        }
+        let results = Results::of_text(&String::from_utf8_lossy(&output.stdout));
+        let mut points = results.map_err(|why| Stop::failed(format!("{}: {why}", name())))?.points;
+        // Programs from before do not say when they ran.
+        points.iter_mut().for_each(|point| point.runs = vec![Run { started }]);
+        self.progress.step(0);
+        Ok(points)
+    }
+}
+
+/// The plan of a run of a side in this process.
+fn plan_of(plan: &Plan, side: &Side) -> Plan {
+    Plan { effort: Effort::Phases, ptx: side.ptx.clone(), ..plan.clone() }
+}
+
+/// What many comparisons come to.
+#[derive(Default)]
+struct Tally {
+    comparisons: u32,
+    differing: u32,
+    lines: Vec<(String, Verdicts)>,
+}
+
+/// Of one line of all comparisons.
+#[derive(Default)]
+struct Verdicts {
+    faster: u32,
+    slower: u32,
+    untold: u32,
+    ratios: Vec<f64>,
+}
+
+impl Tally {
+    /// Counts a comparison; what to say of one that calls a difference.
+    fn add(&mut self, number: u32, comparison: &Comparison) -> Option<String> {
+        self.comparisons += 1;
+        for line in &comparison.lines {
+            let what = match self.sizes_differ(comparison) {
+                true => format!("{} tokens, {} SMs, {}", line.key.tokens, line.key.num_sms, line.what),
+                false => line.what.clone(),
+            };
+            let at = self.lines.iter().position(|(other, _)| *other == what).unwrap_or_else(|| {
+                self.lines.push((what, Verdicts::default()));
+                self.lines.len() - 1
+            });
+            let verdicts = &mut self.lines[at].1;
+            verdicts.ratios.push(line.ratio);
+            verdicts.faster += u32::from(line.verdict == Verdict::Faster);
+            verdicts.slower += u32::from(line.verdict == Verdict::Slower);
+            verdicts.untold += u32::from(!line.verdict.is_told());
+        }
+        let differences: Vec<String> =
+            comparison.differences().map(|line| format!("{} {:.3}", line.what, line.ratio)).collect();
+        if differences.is_empty() {
+            return None;
+        }
+        self.differing += 1;
+        Some(format!("comparison {number}: B / A differs: {}", differences.join(", ")))
+    }
+
+    fn sizes_differ(&self, comparison: &Comparison) -> bool {
+        comparison.lines.iter().any(|line| line.key != comparison.lines[0].key)
+    }
+
+    fn text(&self) -> String {
+        let width = self.lines.iter().map(|(what, _)| what.len()).max().unwrap_or(0);
+        let mut out = format!(
+            "{:<width$} {:>9} {:>9} {:>9} {:>9} | {:>9} {:>9} {:>9}\n",
+            "comparisons that call B", "slower", "faster", "noise", "not told", "B / A", "least", "most"
+        );
+        for (what, verdicts) in &self.lines {
+            let Verdicts { faster, slower, untold, ratios } = verdicts;
+            let noise = self.comparisons - faster - slower - untold;
+            let [median, least, most] = [0.5, 0.0, 1.0].map(|q| percentile(ratios, q));
+            out += &format!(
+                "{what:<width$} {slower:>9} {faster:>9} {noise:>9} {untold:>9} | {median:>9.3} {least:>9.3} {most:>9.3}\n"
+            );
+        }
+        out + &format!("{} of {} comparisons call a difference", self.differing, self.comparisons)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    fn args(line: &str) -> Args {
+        let small = "ab --ranks-per-node 2 --tokens 2 --hidden 64 --experts 4 --topk 2 --num-sms 2 --warmup 0 --iters 5";
+        testing::parse(small.split_whitespace().chain(line.split_whitespace())).unwrap()
+    }
+
+    #[test]
+    fn runs_alternate_and_are_kept_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str| folder.path().join(name);
+        let mut args = args("--repeat 3");
+        std::fs::write(file("same.ptx"), epoxide_gpu::PTX).unwrap();
+        (args.json_a, args.json_b) = (Some(file("a.json")), Some(file("b.json")));
+        args.b_ptx = Some(file("same.ptx"));
+        run(&args).unwrap();
+        let [a, b] = ["a.json", "b.json"].map(|name| Results::read(&file(name)).unwrap().points);
+        for point in [&a[0], &b[0]] {
+            assert_eq!(point.runs.len(), 3);
+            assert!(point.phases.iter().all(|phase| phase.call.samples_us.len() == 15));
+            assert!(
+                point.phases.iter().all(|phase| phase.back_to_back.is_none() && phase.kernel_us.is_none())
+            );
+        }
+        // As many pairs as there are runs, but too few of them.
+        let comparison = args.verdict.compare(&a, &b).unwrap();
+        assert!(comparison.text().contains("3 pairs") && comparison.text().contains("too few runs (3 < 9)"));
+    }
+
+    #[test]
+    fn equal_kernels_are_not_called_different() {
+        let progress = Progress::new("test", 0, false);
+        let args = args("");
+        let plan = args.sizes.plan().unwrap();
+        let mut runner = Runner::new(plan, args.sides().unwrap(), &progress).unwrap();
+        let mut tally = Tally::default();
+        for number in 1..=10 {
+            let [a, b] = runner.alternate(9).unwrap();
+            tally.add(number, &args.verdict.compare(&a, &b).unwrap());
+        }
+        assert!(tally.lines.len() == 4 && tally.lines.iter().all(|(_, verdicts)| verdicts.untold == 0));
+        // Of ten, one in twenty times so many; three never.
+        assert!(tally.differing <= 2, "{}", tally.text());
+        assert!(tally.text().ends_with("of 10 comparisons call a difference"));
+    }
+
+    #[test]
+    fn what_cannot_be_is_said() {
+        for (line, part) in [
+            ("--a /no/such/program", "--a /no/such/program"),
+            ("--b-ptx /no/such.ptx", "--b-ptx /no/such.ptx"),
+            ("--repeat 0", "--repeat 0"),
+            ("--mode low-latency", "--mode low-latency"),
+        ] {
+            let stop = run(&args(line)).unwrap_err();
+            assert_eq!(stop.code, USAGE);
+            assert!(stop.message.as_ref().is_some_and(|message| message.contains(part)), "{stop:?}");
+        }
+        let mut args = args("");
+        args.sizes.topk = Some(33);
+        assert!(run(&args).unwrap_err().message.unwrap().starts_with("--topk 33: must be 1 to 4"));
+    }
+}

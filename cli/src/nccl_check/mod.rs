@@ -1,0 +1,255 @@
+//! `epoxide nccl-check`: the communicator on the GPUs of this machine.
+//!
+//! Ranks are processes, one a GPU. They come three times: once for what works when all ranks live, and twice for a rank that is killed, over the
+//! ways that NCCL chooses and over sockets, since it is told of a death by its sockets. Each stage's outcomes meet in a store, where rank 0 reads
+//! and prints them: no stage needs what it checks in order to be reported.
+
+mod oracle;
+mod stages;
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitStatus};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use epoxide::driver::Device;
+use epoxide::group::launch::{current_exe, die_with_parent};
+use epoxide::group::{FileStore, Store};
+use epoxide::nccl::{DEBUG_INFO_FILE, Library};
+
+use crate::options::DeviceKind;
+use crate::output;
+use crate::ranks::{cuda_devices, open_device};
+use crate::stop::{FAILED, Result, Stop};
+
+/// Options of `epoxide nccl-check`.
+#[derive(Debug, Clone, clap::Args)]
+#[command(
+    after_help = "Prints a line for each stage, with what was checked and how long it took on the slowest rank, and PASS at the end. \
+                  Exit code 77 where there is no NCCL, or there are too few GPUs."
+)]
+pub struct Args {
+    /// Ranks, one a GPU [default: as many as there are GPUs, up to 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=64))]
+    ranks: Option<u32>,
+
+    /// The file of libnccl [default: what `epoxide doctor` finds]
+    #[arg(long, value_name = "FILE")]
+    library: Option<PathBuf>,
+
+    /// Seconds until a stage that is meant to hang is given up
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
+    deadline: u64,
+
+    /// Seconds that anything else may take
+    #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..))]
+    timeout: u64,
+
+    /// This process is a rank: what the command starts itself with
+    #[arg(long, hide = true, value_name = "ACT:RANK:SIZE:FOLDER")]
+    rank: Option<RankOf>,
+}
+
+/// What is done with one set of processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Act {
+    /// All ranks live.
+    Together,
+    /// The last rank is killed.
+    Killed,
+    /// The same, with all of NCCL's traffic on sockets.
+    KilledOverSockets,
+}
+
+impl Act {
+    const ALL: [Act; 3] = [Act::Together, Act::Killed, Act::KilledOverSockets];
+
+    fn name(self) -> &'static str {
+        match self {
+            Act::Together => "together",
+            Act::Killed => "killed",
+            Act::KilledOverSockets => "killed-over-sockets",
+        }
+    }
+
+    /// What NCCL is told by its environment.
+    fn variables(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Act::Together | Act::Killed => &[],
+            Act::KilledOverSockets => &[
+                ("NCCL_P2P_DISABLE", "1"),
+                ("NCCL_SHM_DISABLE", "1"),
+                ("NCCL_NET", "Socket"),
+                ("NCCL_SOCKET_IFNAME", "lo"),
+            ],
+        }
+    }
+}
+
+/// Which rank a process is.
+#[derive(Debug, Clone)]
+struct RankOf {
+    act: Act,
+    rank: u32,
+    size: u32,
+    folder: PathBuf,
+}
+
+impl std::str::FromStr for RankOf {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<RankOf, String> {
+        let parts: Vec<&str> = text.splitn(4, ':').collect();
+        let &[act, rank, size, folder] = &parts[..] else { return Err("is ACT:RANK:SIZE:FOLDER".into()) };
+        let number = |text: &str| text.parse().map_err(|error| format!("{text}: {error}"));
+        let act = Act::ALL.into_iter().find(|known| known.name() == act).ok_or("no such act")?;
+        Ok(RankOf { act, rank: number(rank)?, size: number(size)?, folder: folder.into() })
+    }
+}
+
+/// One rank with what it needs.
+struct Rank {
+    rank: u32,
+    size: u32,
+    act: Act,
+    store: Arc<dyn Store>,
+    library: Arc<Library>,
+    device: Arc<dyn Device>,
+    /// Until what is meant to hang is given up.
+    deadline: Duration,
+    /// What anything else may take.
+    timeout: Duration,
+    /// Ends this process without a word.
+    die: fn(),
+}
+
+/// Runs the command, or one of its ranks.
+pub fn run(args: &Args) -> Result<()> {
+    match &args.rank {
+        Some(rank) => run_rank(args, rank),
+        None => run_all(args),
+    }
+}
+
+fn library(args: &Args) -> Result<Arc<Library>> {
+    Ok(match &args.library {
+        Some(file) => Library::open(file)?,
+        None => Library::find()?,
+    })
+}
+
+fn run_all(args: &Args) -> Result<()> {
+    let library = library(args)?;
+    let have = cuda_devices()?;
+    let size = args.ranks.unwrap_or(have.min(4));
+    if have < size || size < 2 {
+        return Err(Stop::skipped(format!(
+            "{} ranks need as many GPUs, this machine has {have}",
+            size.max(2)
+        )));
+    }
+    let version = library.version_text();
+    output::text_line(&format!("NCCL {version} of {}, {size} ranks", library.path().display()))?;
+    for act in Act::ALL {
+        let folder =
+            tempfile::tempdir().map_err(|error| Stop::failed(format!("a folder for the store: {error}")))?;
+        let mut ranks = Ranks::start(args, act, size, folder.path())?;
+        // Each stage has its own deadlines; this is for a rank that does not keep them.
+        ranks.finish(act, Instant::now() + Duration::from_secs(args.timeout * 4 + args.deadline * 20))?;
+    }
+    output::text_line("PASS")?;
+    Ok(())
+}
+
+/// The processes of an act; killed on drop.
+struct Ranks(Vec<Child>);
+
+impl Ranks {
+    fn start(args: &Args, act: Act, size: u32, folder: &Path) -> Result<Ranks> {
+        let mut ranks = Ranks(Vec::new());
+        for rank in 0..size {
+            let mut command = current_exe()?;
+            die_with_parent(&mut command);
+            let place = format!("{}:{rank}:{size}:{}", act.name(), folder.display());
+            command.args(["nccl-check", "--rank", &place]);
+            command.args(["--deadline", &args.deadline.to_string(), "--timeout", &args.timeout.to_string()]);
+            if let Some(file) = &args.library {
+                command.arg("--library").arg(file);
+            }
+            command.env(DEBUG_INFO_FILE, folder.join("debug_info_"));
+            command.envs(act.variables().iter().copied());
+            let started = command.spawn().map_err(|error| Stop::failed(format!("rank {rank}: {error}")))?;
+            ranks.0.push(started);
+        }
+        Ok(ranks)
+    }
+
+    /// Waits for all of them; each must end as it is meant to.
+    fn finish(&mut self, act: Act, until: Instant) -> Result<()> {
+        let last = self.0.len() - 1;
+        let mut open: Vec<usize> = (0..self.0.len()).collect();
+        while let Some(&first) = open.first() {
+            for index in open.clone() {
+                let ended = self.0[index].try_wait();
+                let ended = ended.map_err(|error| Stop::failed(format!("rank {index}: {error}")))?;
+                let Some(status) = ended else { continue };
+                open.retain(|other| *other != index);
+                let killed = index == last && act != Act::Together;
+                if !as_meant(status, killed) {
+                    // It, or rank 0, has said why.
+                    return Err(Stop::failed(format!("{}: rank {index} ended with {status}", act.name())));
+                }
+            }
+            if Instant::now() > until {
+                let text =
+                    format!("{}: rank {first} has not ended in time; all ranks are killed", act.name());
+                return Err(Stop::failed(text));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+}
+
+fn as_meant(status: ExitStatus, killed: bool) -> bool {
+    if killed { status.signal() == Some(9) } else { status.success() }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for rank in &mut self.0 {
+            // One that has ended is none to kill.
+            let _ = rank.kill();
+            let _ = rank.wait();
+        }
+    }
+}
+
+fn run_rank(args: &Args, place: &RankOf) -> Result<()> {
+    let rank = Rank {
+        rank: place.rank,
+        size: place.size,
+        act: place.act,
+        store: Arc::new(FileStore::new(&place.folder)?),
+        library: library(args)?,
+        device: open_device(DeviceKind::Cuda, place.rank)?,
+        deadline: Duration::from_secs(args.deadline),
+        timeout: Duration::from_secs(args.timeout),
+        die: || {
+            // There is nobody to report to.
+            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+        },
+    };
+    // NCCL may still have threads in calls that were given up, which must not keep the process.
+    let outcome = stages::run(&rank, &place.folder);
+    if let Err(stop) = &outcome
+        && stop.code == FAILED
+    {
+        return Err(stop.clone().on_rank(place.rank));
+    }
+    outcome
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,55 @@
+//! The stages against the fake libnccl of the tests, with threads for processes and virtual GPUs.
+
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::group::HashStore;
+use epoxide_testing::alone;
+
+use super::*;
+use crate::testing::fake_nccl;
+
+#[test]
+fn the_stages_pass_where_all_is_well() {
+    // The watchdog dumps to where the environment says, which is a process's own.
+    if std::env::var_os(DEBUG_INFO_FILE).is_none() {
+        let dumps = tempfile::tempdir().unwrap();
+        let mut alone = alone::one_test("nccl_check::tests::the_stages_pass_where_all_is_well");
+        let ended = alone.env(DEBUG_INFO_FILE, dumps.path().join("debug_info_")).output().unwrap();
+        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+        let said = String::from_utf8_lossy(&ended.stdout);
+        assert_eq!(said.matches("ok   together: ").count(), 12, "{said}");
+        return;
+    }
+    let dumps = PathBuf::from(std::env::var_os(DEBUG_INFO_FILE).unwrap());
+    let (_folder, file) = fake_nccl(&[]);
+    let library = Library::open(&file).unwrap();
+    let store: Arc<dyn Store> = Arc::new(HashStore::new());
+    const SIZE: u32 = 3;
+    std::thread::scope(|scope| {
+        let start = |rank| {
+            let rank = Rank {
+                rank,
+                size: SIZE,
+                act: Act::Together,
+                store: store.clone(),
+                library: library.clone(),
+                device: VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() }),
+                deadline: Duration::from_secs(2),
+                timeout: Duration::from_secs(120),
+                die: || {},
+            };
+            let folder = dumps.parent().unwrap();
+            scope.spawn(move || stages::run(&rank, folder))
+        };
+        let ranks: Vec<_> = (0..SIZE).map(start).collect();
+        for ended in ranks {
+            ended.join().unwrap().unwrap();
+        }
+    });
+}
+
+#[test]
+fn ranks_are_told_who_they_are() {
+    let place: RankOf = "killed:1:4:/tmp/a:b".parse().unwrap();
+    assert_eq!((place.act, place.rank, place.size, place.folder), (Act::Killed, 1, 4, "/tmp/a:b".into()));
+    assert!("killed:1:4".parse::<RankOf>().is_err() && "gone:1:4:/tmp".parse::<RankOf>().is_err());
+}

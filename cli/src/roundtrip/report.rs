@@ -1,0 +1,126 @@
+//! The object of `roundtrip --json`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::options::Setup;
+use crate::ranks::{Placement, Rank, Run};
+
+/// The object.
+#[derive(Debug, Default, Serialize)]
+pub struct Report {
+    pub command: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config: Option<ConfigReport>,
+    pub ranks: Ranks,
+    pub times: Times,
+    pub iterations: u64,
+    pub graph_replays: u64,
+    pub pass: bool,
+    pub exit_code: u8,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Writes something into the report where rank 0 runs, and does nothing elsewhere.
+pub type Publish<'a> = &'a dyn Fn(&dyn Fn(&mut Report));
+
+/// Settings, and what follows from them.
+#[derive(Debug, Clone, Serialize)]
+pub struct ConfigReport {
+    #[serde(flatten)]
+    pub setup: Setup,
+    pub placement: Placement,
+    pub device_name: String,
+    /// True where times are those of the virtual GPU, and say nothing of hardware.
+    pub device_is_virtual: bool,
+    /// Rows that there is room for: those received at most, in low latency those of each place.
+    pub capacity_rows: u64,
+    pub pool_bytes: u64,
+    /// Nothing in low latency.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub high_throughput: Option<HighThroughput>,
+}
+
+/// What only high throughput has.
+#[derive(Debug, Clone, Serialize)]
+pub struct HighThroughput {
+    pub num_channels: u32,
+    pub num_max_nvl_chunked_send_tokens: u32,
+    pub num_max_nvl_chunked_recv_tokens: u32,
+    pub wire_bytes: u64,
+    pub nvl_buffer_size_hint: u64,
+    pub rdma_buffer_size_hint: u64,
+}
+
+impl ConfigReport {
+    /// Of either mode.
+    pub fn new(rank: &Rank, run: &Run, capacity_rows: u64, pool_bytes: u64) -> ConfigReport {
+        let info = rank.device.info();
+        ConfigReport {
+            setup: run.setup.clone(),
+            placement: run.placement,
+            device_name: info.name.clone(),
+            device_is_virtual: info.is_virtual,
+            capacity_rows,
+            pool_bytes,
+            high_throughput: None,
+        }
+    }
+}
+
+/// What each rank found, in rank order.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum Ranks {
+    HighThroughput(Vec<RankReport>),
+    LowLatency(Vec<LowLatencyRankReport>),
+}
+
+impl Default for Ranks {
+    fn default() -> Ranks {
+        Ranks::HighThroughput(Vec::new())
+    }
+}
+
+/// What one rank found with the first data.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct RankReport {
+    pub rank: u32,
+    pub num_tokens: u32,
+    pub num_recv_tokens: u32,
+    pub combine_max_abs_difference: f32,
+    pub combine_max_abs_expected: f32,
+    pub layout_ms: f32,
+    pub dispatch_ms: f32,
+    pub combine_ms: f32,
+    /// What was wrong with the dispatched rows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dispatch_failure: Option<String>,
+    /// What was wrong with the sums.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub combine_failure: Option<String>,
+}
+
+/// The same in low latency, whose first data is compared bit for bit: there is no difference to give.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct LowLatencyRankReport {
+    pub rank: u32,
+    pub num_tokens: u32,
+    /// Rows that the first dispatch brought.
+    pub num_recv_tokens: u32,
+    /// What was wrong with rows, tables or sums.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failure: Option<String>,
+}
+
+/// Seconds of wall time.
+#[derive(Debug, Default, Clone, Serialize)]
+pub struct Times {
+    pub setup_seconds: f64,
+    /// Nothing in low latency.
+    pub first_data_seconds: f64,
+    pub bit_for_bit_seconds: f64,
+    pub iterations_seconds: f64,
+    pub graph_seconds: f64,
+    pub total_seconds: f64,
+}

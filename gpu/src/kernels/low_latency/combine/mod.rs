@@ -1,0 +1,106 @@
+//! Low-latency combine: what the experts of a rank made of a token goes back as one row, and the token's owner sums those of all ranks.
+//!
+//! What makes it sound: a returned row has one block of one rank that writes it, and its owner reads it behind that rank's word for its
+//! chunk, released by the block that returned the chunk's last row, which has acquired what the others did. Threads meet at a barrier between
+//! the one that acquires and those that read. A row that returns as packets has a warp for each piece, and a packet, of a piece or of a scale,
+//! is read with its epoch, all of it or nothing. Sums have one block each, or one warp for each piece; collectives stand where all lanes of a
+//! warp arrive.
+
+use epoxide_macros::kernel;
+
+use super::super::epoch::{Phase, trace};
+use super::{Piece, Shared, begin, finish, wait_calls};
+use crate::layout::{LowLatencyCombineArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
+use crate::simt::*;
+
+mod receive;
+mod send;
+
+use self::receive::receive;
+use self::send::{Ahead, Most, send};
+
+/// Returns BF16 rows, or waits for them and sums, or both.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    requires(
+        args.common.comm.num_ranks >= 1,
+        args.common.comm.num_ranks <= MAX_RANKS as u32,
+        args.common.num_topk >= 1,
+        args.common.num_topk <= MAX_TOPK,
+        args.common.local_experts >= 1,
+        args.common.chunk_tokens >= 1,
+        args.common.num_tokens <= args.common.max_tokens,
+        args.row_bytes.is_multiple_of(16),
+        args.x_stride.is_multiple_of(16),
+        args.quantise == Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
+    combine::<false>(&args);
+}
+
+/// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    requires(
+        args.common.comm.num_ranks >= 1,
+        args.common.comm.num_ranks <= MAX_RANKS as u32,
+        args.common.num_topk >= 1,
+        args.common.num_topk <= MAX_TOPK,
+        args.common.local_experts >= 1,
+        args.common.chunk_tokens >= 1,
+        args.common.num_tokens <= args.common.max_tokens,
+        args.row_bytes.is_multiple_of(SCALE_BLOCK),
+        args.x_stride.is_multiple_of(16),
+        args.quantise != Quantise::Not as u32,
+    )
+)]
+pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
+    combine::<true>(&args);
+}
+
+/// `FP8`: whether rows return as e4m3.
+#[inline(always)]
+unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
+    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    unsafe {
+        let comm = &args.common.comm;
+        let shared = Shared::lay_out();
+        let sends = args.common.phases & phase::SEND != 0;
+        trace(comm, Phase::Enter);
+        let first = Ahead::of(args, ctaid(), sends);
+        let first_piece = Ahead::of_piece(args, Piece::first_of_warp(false), sends);
+        let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
+        let begun = begin(&args.common, &shared);
+        if sends && begun.takes_part {
+            send::<FP8>(args, &begun, most, first, first_piece);
+            trace(comm, Phase::Moved);
+        }
+        if args.common.phases & phase::RECEIVE != 0 {
+            if wait_calls(&args.common, &shared, &begun) {
+                receive::<FP8>(args, &begun);
+            }
+            finish(comm);
+        }
+    }
+}
+
+/// Bytes of a BF16 row, as experts made it and as it is summed.
+#[inline(always)]
+fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
+    if FP8 { args.row_bytes * 2 } else { args.row_bytes }
+}
+
+/// Adds eight numbers, `weight` times.
+#[inline(always)]
+fn add(sum: &mut [f32; 8], numbers: [f32; 8], weight: f32) {
+    unroll8!(J => { sum[J] += numbers[J] * weight });
+}
+
+/// Eight sums as BF16.
+#[inline(always)]
+fn round(sum: &[f32; 8]) -> [u32; 4] {
+    let mut vector = [0; 4];
+    unroll4!(J => { vector[J] = pack_bf16x2(sum[2 * J], sum[2 * J + 1]) });
+    vector
+}

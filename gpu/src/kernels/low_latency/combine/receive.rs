@@ -1,0 +1,217 @@
+//! A token's owner sums what has come back.
+
+use super::super::super::epoch::{pool_of, wait_at_least};
+use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
+use super::super::{Begun, Piece, chunk_offset, in_packets, load_packets, packet_seen, wait_packets};
+use super::{add, bf16_bytes, round};
+use crate::layout::{
+    LowLatencyCombineArgs, MAX_RANKS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
+};
+use crate::simt::*;
+
+/// Scales of a piece: a lane loads one.
+const PIECE_SCALES: u32 = PIECE_BYTES / SCALE_BLOCK;
+
+/// Sums what has come back, a token to a block.
+#[inline(always)]
+pub(super) unsafe fn receive<const FP8: bool>(args: &LowLatencyCombineArgs, begun: &Begun) {
+    // SAFETY: passed on to the kernel's caller; the head of the room says the rest.
+    unsafe {
+        let (common, comm, epoch) = (&args.common, &args.common.comm, begun.epoch);
+        if in_packets(common, common.num_tokens) {
+            return receive_pieces::<FP8>(args, epoch);
+        }
+        let thread = tid();
+        let pool = pool_of(comm, comm.rank);
+        let bytes = bf16_bytes::<FP8>(args);
+        let mut token = ctaid();
+        while token < common.num_tokens {
+            let mask = ld_u32(common.tables.token_ranks.0 + token as u64 * 4);
+            // Of every member, also of one that the token did not go to: its word is on its way as well.
+            let mut failed = false;
+            if begun.has_member(thread) {
+                let chunk = token / common.chunk_tokens;
+                let word = pool + common.place.returned + chunk_offset(common, thread, chunk);
+                failed = !wait_at_least(comm, word, epoch, thread, epoch, Wait::LowLatencyReturned);
+            }
+            if barrier_any(failed) {
+                return;
+            }
+            let rows = pool + common.place.returned_x + token as u64 * row_stride(bytes as u64);
+            let to = args.combined_x.0 + token as u64 * bytes as u64;
+            if FP8 {
+                sum_quantised(args, mask, rows, to);
+            } else {
+                sum(args, mask, rows, to);
+            }
+            token += nctaid();
+        }
+    }
+}
+
+/// Sums the ranks' BF16 rows of a token, the first rank's at `rows`. All threads of the block call it.
+#[inline(always)]
+unsafe fn sum(args: &LowLatencyCombineArgs, mask: u32, rows: u64, to: u64) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let of_rank = args.common.max_tokens as u64 * row_stride(args.row_bytes as u64);
+        let mut at = tid() * 16;
+        while at < args.row_bytes {
+            let next = at + ntid() * 16;
+            let (mut vectors, mut vectors_next) = ([[0; 4]; MAX_RANKS], [[0; 4]; MAX_RANKS]);
+            unroll8!(RANK => {
+                let row = rows + RANK as u64 * of_rank;
+                let is_there = mask >> RANK & 1 != 0;
+                vectors[RANK] = ld_stream_v4_if(is_there, row + at as u64);
+                vectors_next[RANK] = ld_stream_v4_if(is_there & (next < args.row_bytes), row + next as u64);
+            });
+            let (mut sum, mut sum_next) = ([0.0; 8], [0.0; 8]);
+            // What is not there adds zeros.
+            unroll8!(RANK => { add(&mut sum, from_bf16(vectors[RANK]), 1.0) });
+            unroll8!(RANK => { add(&mut sum_next, from_bf16(vectors_next[RANK]), 1.0) });
+            st_v4(to + at as u64, round(&sum));
+            if next < args.row_bytes {
+                st_v4(to + next as u64, round(&sum_next));
+            }
+            at = next + ntid() * 16;
+        }
+    }
+}
+
+/// The same of e4m3 rows, which have their scales behind them.
+#[inline(always)]
+unsafe fn sum_quantised(args: &LowLatencyCombineArgs, mask: u32, rows: u64, to: u64) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let of_rank = args.common.max_tokens as u64 * row_stride(bf16_bytes::<true>(args) as u64);
+        let mut at = tid() * 16;
+        while at < args.row_bytes {
+            let (mut vectors, mut scales) = ([[0; 4]; MAX_RANKS], [0.0; MAX_RANKS]);
+            unroll8!(RANK => {
+                if mask >> RANK & 1 != 0 {
+                    let row = rows + RANK as u64 * of_rank;
+                    vectors[RANK] = ld_stream_v4(row + at as u64);
+                    scales[RANK] = ld_f32(row + (args.row_bytes + at / SCALE_BLOCK * 4) as u64);
+                }
+            });
+            let mut sums = [[0.0; 8]; 2];
+            unroll8!(RANK => {
+                // What is not there adds zeros.
+                let [low, high] = from_e4m3(vectors[RANK]);
+                add(&mut sums[0], low, scales[RANK]);
+                add(&mut sums[1], high, scales[RANK]);
+            });
+            let to = to + at as u64 * 2;
+            st_v4(to, round(&sums[0]));
+            st_v4(to + 16, round(&sums[1]));
+            at += ntid() * 16;
+        }
+    }
+}
+
+/// Sums what has come back as packets, a piece of a token to a warp.
+#[inline(always)]
+unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, epoch: u64) {
+    // SAFETY: passed on to the kernel's caller. Packets are in this rank's own pool, and each has one writer.
+    unsafe {
+        let common = &args.common;
+        let mut number = Piece::first_of_warp(true);
+        while number < common.num_tokens * pieces_of(args.row_bytes) {
+            let piece = Piece::of(number, args.row_bytes, 1);
+            number += nctaid() * (ntid() / 32);
+            let mask = ld_u32(common.tables.token_ranks.0 + piece.token as u64 * 4);
+            let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
+            let is_done = if FP8 {
+                sum_quantised_pieces(args, &piece, mask, to, epoch)
+            } else {
+                sum_pieces(args, &piece, mask, to, epoch)
+            };
+            if !is_done {
+                return;
+            }
+        }
+    }
+}
+
+/// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait expired: the same in all lanes. The whole
+/// warp calls it.
+#[inline(always)]
+unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to: u64, epoch: u64) -> bool {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
+        let (mut sums, mut left) = ([[0.0; 8]; 3], mask);
+        while left != 0 {
+            let from = left.trailing_zeros();
+            left &= left - 1;
+            let at = packets + piece.offset(common, args.row_bytes, from);
+            let seen = load_packets(at);
+            let Some(vectors) = wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) else {
+                return false;
+            };
+            unroll3!(V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
+        }
+        unroll3!(V => {
+            let at = piece.at(V as u32);
+            if at < args.row_bytes {
+                st_v4(to + at as u64, round(&sums[V]));
+            }
+        });
+        true
+    }
+}
+
+/// The same of e4m3 rows, whose scales come as packets of their own.
+#[inline(always)]
+unsafe fn sum_quantised_pieces(
+    args: &LowLatencyCombineArgs,
+    piece: &Piece,
+    mask: u32,
+    to: u64,
+    epoch: u64,
+) -> bool {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let pool = pool_of(comm, comm.rank);
+        let (mut sums, mut left) = ([[[0.0; 8]; 2]; 3], mask);
+        while left != 0 {
+            let from = left.trailing_zeros();
+            left &= left - 1;
+            // All first loads are in flight together.
+            let at = pool + common.place.returned_packets + piece.offset(common, args.row_bytes, from);
+            let seen = load_packets(at);
+            let index = piece.index * PIECE_SCALES + laneid();
+            let is_there = laneid() < PIECE_SCALES && index * SCALE_BLOCK < args.row_bytes;
+            let of_scale = pool
+                + common.place.returned_scales
+                + scale_offset(common, args.row_bytes, from, piece.token, index);
+            let mut scale = if is_there { ld_relaxed_sys_u64(of_scale) } else { 0 };
+            let Some(vectors) = wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) else {
+                return false;
+            };
+            if is_there {
+                // A scale that does not come is an error, whatever it is taken for.
+                let packet = packet_seen(comm, of_scale, scale, from, epoch, Wait::LowLatencyReturned);
+                scale = packet.unwrap_or(0) as u64;
+            }
+            unroll3!(V => {
+                let block = V as u32 * (PIECE_SCALES / 3) + laneid() / LANES_PER_SCALE;
+                let scale = f32::from_bits(shfl_u32(scale as u32, block));
+                let [low, high] = from_e4m3(vectors[V]);
+                add(&mut sums[V][0], low, scale);
+                add(&mut sums[V][1], high, scale);
+            });
+        }
+        unroll3!(V => {
+            let at = piece.at(V as u32);
+            if at < args.row_bytes {
+                let to = to + at as u64 * 2;
+                st_v4(to, round(&sums[V][0]));
+                st_v4(to + 16, round(&sums[V][1]));
+            }
+        });
+        true
+    }
+}

@@ -1,0 +1,342 @@
+//! What a rank's experts made of the tokens that it received goes back.
+
+use core::mem::offset_of;
+
+use super::super::super::epoch::pool_of;
+use super::super::fp8::{Sixteen, from_bf16, quantised, scale_offset};
+use super::super::{
+    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, send_packets, tell_call, tokens_in_chunk,
+};
+use super::{add, bf16_bytes, round};
+use crate::layout::{LowLatencyCombineArgs, LowLatencyTurns, SCALE_BLOCK, pieces_of, row_stride};
+use crate::simt::*;
+
+/// Bytes of a row as it travels that a warp writes at a time.
+const WARP_BYTES: u32 = 512;
+
+/// What a lane reads of a received row before it knows anything else: loads that are in flight together take the time of one.
+pub(super) struct Ahead {
+    /// Tokens of the row's source.
+    tokens: u32,
+    /// Of the lane's entry: where it is, negative where the expert is on another rank, and its weight, which then says nothing.
+    slot: i32,
+    weight: f32,
+}
+
+impl Ahead {
+    /// Of the row of index `index` in the order in which they return; `is_there`: whether somebody will ask for it.
+    #[inline(always)]
+    pub(super) unsafe fn of(args: &LowLatencyCombineArgs, index: u32, is_there: bool) -> Ahead {
+        let ranks = args.common.comm.num_ranks;
+        // SAFETY: passed on to the caller.
+        unsafe { Ahead::of_row(args, index % ranks, index / ranks, is_there) }
+    }
+
+    /// Of the row that piece number `number` is of.
+    #[inline(always)]
+    pub(super) unsafe fn of_piece(args: &LowLatencyCombineArgs, number: u32, is_there: bool) -> Ahead {
+        let piece = Piece::of(number, args.row_bytes, args.common.comm.num_ranks);
+        // SAFETY: passed on to the caller.
+        unsafe { Ahead::of_row(args, piece.rank, piece.token, is_there) }
+    }
+
+    #[inline(always)]
+    unsafe fn of_row(args: &LowLatencyCombineArgs, source: u32, token: u32, is_there: bool) -> Ahead {
+        // SAFETY: tables have all rows; a dispatch that an earlier kernel has completed wrote what says something.
+        unsafe {
+            let common = &args.common;
+            let mut ahead = Ahead { tokens: 0, slot: -1, weight: 0.0 };
+            if is_there & (token < common.max_tokens) {
+                let (lane, row) = (laneid(), source * common.max_tokens + token);
+                ahead.tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
+                if lane < common.num_topk {
+                    let entry = (row * common.num_topk + lane) as u64;
+                    ahead.slot = ld_i32(common.tables.slots.0 + entry * 4);
+                    ahead.weight = ld_f32(common.tables.weights.0 + entry * 4);
+                }
+            }
+            ahead
+        }
+    }
+}
+
+/// The most tokens of a rank, of those to which words say that rows are there, and of those that get packets.
+pub(super) struct Most {
+    pub(super) words: u32,
+    pub(super) packets: u32,
+}
+
+impl Most {
+    #[inline(always)]
+    pub(super) unsafe fn of(args: &LowLatencyCombineArgs) -> Most {
+        // SAFETY: a dispatch that an earlier kernel has completed wrote the table.
+        unsafe {
+            let table = args.common.tables.num_tokens.0;
+            let (low, high) = (ld_v4(table), ld_v4(table + 16));
+            let mut most = Most { words: 0, packets: 0 };
+            let mut count = |tokens: u32| {
+                if in_packets(&args.common, tokens) {
+                    most.packets = tokens.max(most.packets);
+                } else {
+                    most.words = tokens.max(most.words);
+                }
+            };
+            unroll4!(J => { count(low[J]) });
+            unroll4!(J => { count(high[J]) });
+            most
+        }
+    }
+}
+
+/// Returns what this rank has of the tokens that it received, a row to a block: all sources' first tokens first, since their owners wait
+/// for them in that order.
+#[inline(always)]
+pub(super) unsafe fn send<const FP8: bool>(
+    args: &LowLatencyCombineArgs,
+    begun: &Begun,
+    most: Most,
+    first: Ahead,
+    first_piece: Ahead,
+) {
+    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    unsafe {
+        let (common, comm, epoch) = (&args.common, &args.common.comm, begun.epoch);
+        let (warp, lane) = (tid() / 32, laneid());
+        tell_call(comm, begun);
+        if ctaid() == 0 && tid() == 0 {
+            let answered = common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64;
+            st_u64(answered, begun.dispatches);
+        }
+        return_pieces::<FP8>(args, most.packets, first_piece, epoch);
+        let (rows, mut unsaid) = (most.words * comm.num_ranks, 0);
+        let (mut index, mut ahead) = (ctaid(), first);
+        while index < rows {
+            // On its way while the rows of this one are.
+            let next = index + nctaid();
+            let after = Ahead::of(args, next, true);
+            let (token, source) = (index / comm.num_ranks, index % comm.num_ranks);
+            if token < ahead.tokens && !in_packets(common, ahead.tokens) {
+                return_row::<FP8>(args, source, token, ahead);
+            }
+            unsaid += 1;
+            if unsaid == ROWS_AT_ONCE || next >= rows {
+                barrier_sync();
+                if warp == 0 && lane < unsaid {
+                    say_returned(args, index - lane * nctaid(), epoch);
+                }
+                unsaid = 0;
+            }
+            (index, ahead) = (next, after);
+        }
+    }
+}
+
+/// Adds the row of index `index`, if there is one, to those of its chunk that have returned, and tells the owner where it was the last.
+#[inline(always)]
+unsafe fn say_returned(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
+    // SAFETY: passed on to the caller. The store releases what the block did in front of its barrier, and what the last of a chunk's blocks
+    // has acquired.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let (token, source) = (index / comm.num_ranks, index % comm.num_ranks);
+        let tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
+        if token >= tokens || in_packets(common, tokens) {
+            return;
+        }
+        let chunk = token / common.chunk_tokens;
+        let parts = tokens_in_chunk(common, tokens, chunk);
+        let word = common.tables.answered.0 + chunk_offset(common, source, chunk);
+        if completes(word, token - chunk * common.chunk_tokens, parts) {
+            let word = pool_of(comm, source) + common.place.returned;
+            st_release_sys_u64(word + chunk_offset(common, comm.rank, chunk), epoch);
+        }
+    }
+}
+
+/// Writes this rank's share of a token of `source` into that one's pool, if it has one. All threads of the block call it.
+#[inline(always)]
+unsafe fn return_row<const FP8: bool>(args: &LowLatencyCombineArgs, source: u32, token: u32, ahead: Ahead) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let share = Share::of(args, source * common.max_tokens + token, ahead);
+        let (lane, bytes) = (laneid(), bf16_bytes::<FP8>(args));
+        let to = pool_of(comm, source)
+            + common.place.returned_x
+            + (comm.rank * common.max_tokens + token) as u64 * row_stride(bytes as u64);
+        // Whole warps go on together, since lanes ask each other; a lane has two vectors of each entry, so that their loads are in flight
+        // together: a turn's and those of another one, or the two that make one of e4m3.
+        let (mut turn, warps) = (tid() / 32, ntid() / 32);
+        while turn * WARP_BYTES < args.row_bytes && share.entries != 0 {
+            let own = turn * WARP_BYTES + lane * 16;
+            let at = if FP8 { own * 2 } else { own };
+            let next = if FP8 { at + 16 } else { at + warps * WARP_BYTES };
+            turn += if FP8 { warps } else { 2 * warps };
+            let sums = share.sum::<FP8>(args, at, next);
+            if FP8 {
+                let (vector, scale) = quantised(&sums, args.quantise);
+                if own < args.row_bytes {
+                    st_v4(to + own as u64, vector);
+                    if own.is_multiple_of(SCALE_BLOCK) {
+                        st_f32(to + (args.row_bytes + own / SCALE_BLOCK * 4) as u64, scale);
+                    }
+                }
+            } else {
+                if at < bytes {
+                    st_v4(to + at as u64, round(&sums[0]));
+                }
+                if next < bytes {
+                    st_v4(to + next as u64, round(&sums[1]));
+                }
+            }
+        }
+    }
+}
+
+/// Returns the rows of ranks that get them as packets, a piece to a warp. `most`: tokens of such a rank.
+#[inline(always)]
+unsafe fn return_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, most: u32, first: Ahead, epoch: u64) {
+    // SAFETY: passed on to the kernel's caller.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let pieces = most * comm.num_ranks * pieces_of(args.row_bytes);
+        let (mut number, mut ahead) = (Piece::first_of_warp(false), first);
+        while number < pieces {
+            let next = number + nctaid() * (ntid() / 32);
+            let after = Ahead::of_piece(args, next, true);
+            let piece = Piece::of(number, args.row_bytes, comm.num_ranks);
+            let is_there = piece.token < ahead.tokens && in_packets(common, ahead.tokens);
+            let share = Share::of(args, piece.rank * common.max_tokens + piece.token, ahead);
+            if is_there && share.entries != 0 {
+                let pool = pool_of(comm, piece.rank);
+                let vectors = if FP8 {
+                    let (vectors, scales) = quantised_piece_of_row(args, &piece, &share);
+                    unroll3!(V => {
+                        let at = piece.at(V as u32);
+                        if at < args.row_bytes && at.is_multiple_of(SCALE_BLOCK) {
+                            let index = at / SCALE_BLOCK;
+                            let at = scale_offset(common, args.row_bytes, comm.rank, piece.token, index);
+                            let packet = epoch << 32 | scales[V].to_bits() as u64;
+                            st_relaxed_sys_u64(pool + common.place.returned_scales + at, packet);
+                        }
+                    });
+                    vectors
+                } else {
+                    piece_of_row(args, &piece, &share)
+                };
+                let at = common.place.returned_packets + piece.offset(common, args.row_bytes, comm.rank);
+                send_packets(pool + at, &vectors, epoch);
+            }
+            (number, ahead) = (next, after);
+        }
+    }
+}
+
+/// A lane's vectors of this rank's share of a token; zeros behind the row's end. The whole warp calls it.
+#[inline(always)]
+unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Share) -> [[u32; 4]; 3] {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (mut sums, mut left) = ([[0.0; 8]; 3], share.entries);
+        while left != 0 {
+            // Two rows at a time, so that their loads are in flight together.
+            let (mut loaded, mut weights) = ([[[0; 4]; 3]; 2], [0.0; 2]);
+            unroll2!(J => {
+                let (is_there, from, weight) = share.next_entry(args, &mut left);
+                weights[J] = weight;
+                unroll3!(V => {
+                    let at = piece.at(V as u32);
+                    loaded[J][V] = ld_stream_v4_if(is_there & (at < args.row_bytes), from + at as u64);
+                });
+            });
+            // What is not there adds zeros.
+            unroll3!(V => {
+                add(&mut sums[V], from_bf16(loaded[0][V]), weights[0]);
+                add(&mut sums[V], from_bf16(loaded[1][V]), weights[1]);
+            });
+        }
+        let mut vectors = [[0; 4]; 3];
+        unroll3!(V => { vectors[V] = round(&sums[V]) });
+        vectors
+    }
+}
+
+/// The same as e4m3, with the scale of each vector's block. The whole warp calls it.
+#[inline(always)]
+unsafe fn quantised_piece_of_row(
+    args: &LowLatencyCombineArgs,
+    piece: &Piece,
+    share: &Share,
+) -> ([[u32; 4]; 3], [f32; 3]) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (mut vectors, mut scales) = ([[0; 4]; 3], [0.0; 3]);
+        // A vector at a time: the sums of all three leave no registers for loads in flight.
+        unroll3!(V => {
+            let at = piece.at(V as u32);
+            let sums = share.sum::<true>(args, at * 2, at * 2 + 16);
+            (vectors[V], scales[V]) = quantised(&sums, args.quantise);
+        });
+        (vectors, scales)
+    }
+}
+
+/// What of a received row returns.
+struct Share {
+    /// The entries whose experts' rows are summed, as bits; rows that are summed already are one entry's.
+    entries: u32,
+    /// Of the lane's entry: where its expert's row is, and its weight.
+    slot: i32,
+    weight: f32,
+}
+
+impl Share {
+    /// Of the row `row`. The whole warp calls it.
+    #[inline(always)]
+    unsafe fn of(args: &LowLatencyCombineArgs, row: u32, ahead: Ahead) -> Share {
+        // SAFETY: the caller says that all lanes are here.
+        let entries = unsafe { ballot(ahead.slot >= 0) };
+        if args.by_expert == 0 {
+            return Share { entries: (entries != 0) as u32, slot: row as i32, weight: 1.0 };
+        }
+        Share { entries, slot: ahead.slot, weight: ahead.weight }
+    }
+
+    /// The sums of a lane's vectors from the bytes `at` and `next` of the experts' rows on; zeros behind a row's end. The whole warp calls it.
+    #[inline(always)]
+    unsafe fn sum<const FP8: bool>(&self, args: &LowLatencyCombineArgs, at: u32, next: u32) -> Sixteen {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let bytes = bf16_bytes::<FP8>(args);
+            let (mut sums, mut left) = ([[0.0; 8]; 2], self.entries);
+            while left != 0 {
+                let (mut vectors, mut vectors_next, mut weights) = ([[0; 4]; 4], [[0; 4]; 4], [0.0; 4]);
+                unroll4!(J => {
+                    let (is_there, from, weight) = self.next_entry(args, &mut left);
+                    weights[J] = weight;
+                    vectors[J] = ld_stream_v4_if(is_there & (at < bytes), from + at as u64);
+                    vectors_next[J] = ld_stream_v4_if(is_there & (next < bytes), from + next as u64);
+                });
+                // What is not there adds zeros.
+                unroll4!(J => { add(&mut sums[0], from_bf16(vectors[J]), weights[J]) });
+                unroll4!(J => { add(&mut sums[1], from_bf16(vectors_next[J]), weights[J]) });
+            }
+            sums
+        }
+    }
+
+    /// Takes the first of the entries `left`: whether there was one, where its row is, and its weight; 0 where there was none. The whole warp
+    /// calls it.
+    #[inline(always)]
+    unsafe fn next_entry(&self, args: &LowLatencyCombineArgs, left: &mut u32) -> (bool, u64, f32) {
+        // SAFETY: the caller says that all lanes are here.
+        unsafe {
+            let is_there = *left != 0;
+            let entry = left.trailing_zeros() & 31;
+            *left &= left.wrapping_sub(1);
+            let slot = shfl_u32(self.slot as u32, entry);
+            let weight = f32::from_bits(shfl_u32(self.weight.to_bits(), entry));
+            (is_there, args.x.0 + slot as u64 * args.x_stride, if is_there { weight } else { 0.0 })
+        }
+    }
+}

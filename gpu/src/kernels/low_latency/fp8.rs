@@ -1,0 +1,92 @@
+//! e4m3 with a scale for each block of elements: how rows are quantised on their way, and what they stand for.
+
+use crate::layout::{LowLatencyArgs, Quantise, SCALE_BLOCK};
+use crate::simt::*;
+
+/// Lanes that quantise a block of elements together: each has as many as make 16 bytes.
+pub(super) const LANES_PER_SCALE: u32 = SCALE_BLOCK / 16;
+/// The largest e4m3 number.
+const E4M3_MAX: f32 = 448.0;
+/// The least magnitude that a scale is made for.
+const LEAST_AMAX: f32 = 1e-4;
+
+/// Numbers of 16 bytes of e4m3.
+pub(super) type Sixteen = [[f32; 8]; 2];
+
+/// The numbers of 16 bytes of BF16.
+#[inline(always)]
+pub(super) fn from_bf16(vector: [u32; 4]) -> [f32; 8] {
+    let mut numbers = [0.0; 8];
+    unroll4!(J => {
+        numbers[2 * J] = bf16x2_lo(vector[J]);
+        numbers[2 * J + 1] = bf16x2_hi(vector[J]);
+    });
+    numbers
+}
+
+/// The numbers of 16 bytes of e4m3, without their scale.
+#[inline(always)]
+pub(super) fn from_e4m3(vector: [u32; 4]) -> Sixteen {
+    let mut numbers = [[0.0; 8]; 2];
+    unroll4!(J => {
+        let (low, high) = (unpack_e4m3x2(vector[J] as u16), unpack_e4m3x2((vector[J] >> 16) as u16));
+        let half = &mut numbers[J / 2];
+        let at = J % 2 * 4;
+        half[at] = f16x2_lo(low);
+        half[at + 1] = f16x2_hi(low);
+        half[at + 2] = f16x2_lo(high);
+        half[at + 3] = f16x2_hi(high);
+    });
+    numbers
+}
+
+/// 16 numbers as e4m3, and the scale of the block that the lanes of eight such have together. The whole warp calls it, with whole blocks one
+/// after the other.
+#[inline(always)]
+pub(super) unsafe fn quantised(numbers: &Sixteen, quantise: u32) -> ([u32; 4], f32) {
+    // SAFETY: the caller says that all lanes are here.
+    unsafe {
+        let lane = laneid();
+        // Magnitudes of floats order as their bits do.
+        let mut amax = 0;
+        unroll8!(J => {
+            let magnitude = |number: f32| number.to_bits() & 0x7fff_ffff;
+            amax = amax.max(magnitude(numbers[0][J])).max(magnitude(numbers[1][J]));
+        });
+        let mut step = 1;
+        while step < LANES_PER_SCALE {
+            amax = amax.max(shfl_u32(amax, lane ^ step));
+            step *= 2;
+        }
+        let (scale, inverse) = scales(f32::from_bits(amax), quantise);
+        let mut vector = [0; 4];
+        unroll4!(J => {
+            let half = &numbers[J / 2];
+            let at = J % 2 * 4;
+            let pack = |at: usize| pack_e4m3x2(half[at] * inverse, half[at + 1] * inverse);
+            vector[J] = pack(at) | pack(at + 2) << 16;
+        });
+        (vector, scale)
+    }
+}
+
+/// What e4m3 numbers of a block with this largest magnitude are multiplied with to give the numbers, and what these are to give those.
+#[inline(always)]
+fn scales(amax: f32, quantise: u32) -> (f32, f32) {
+    // Not `max`, which takes a NaN for a small number.
+    let amax = if amax < LEAST_AMAX { LEAST_AMAX } else { amax };
+    let scale = amax / E4M3_MAX;
+    if quantise == Quantise::Fp8PowerOfTwo as u32 {
+        // The next power of two: of a finite scale, the exponent is what counts; the inverse has the opposite one.
+        let exponent = (scale.to_bits() + 0x007f_ffff) >> 23;
+        return (f32::from_bits(exponent << 23), f32::from_bits((254 - exponent) << 23));
+    }
+    (scale, E4M3_MAX / amax)
+}
+
+/// Offset of the packet of a scale, in bytes from the start of an array `[num_ranks * packet_tokens, row_bytes / 128 rounded up]`.
+#[inline(always)]
+pub(super) fn scale_offset(args: &LowLatencyArgs, row_bytes: u32, rank: u32, token: u32, index: u32) -> u64 {
+    let of_row = row_bytes.div_ceil(SCALE_BLOCK);
+    ((rank * args.packet_tokens + token) * of_row + index) as u64 * 8
+}

@@ -1,0 +1,118 @@
+//! The expert-major copy of received rows.
+
+use epoxide_gpu::kernels::LowLatencyGather;
+use epoxide_gpu::layout::{DevicePtr, LowLatencyGatherArgs, SCALE_BLOCK};
+
+use super::buffer::Buffer;
+use super::dispatch::Received;
+use crate::driver::Event;
+use crate::ep::tensor::Owner;
+use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use crate::error::{Error, Result};
+
+impl Buffer {
+    /// Copies received rows together by expert, as DeepEP's low-latency dispatch gives them: row `e * rows + i` of `x` is row
+    /// `expert_rows[e][i]` of [`Received::x`], for the `expert_counts[e]` rows that expert e has; behind those, `x` and `scales` stay as they
+    /// are. `rows` stands for `num_ranks * max_tokens`. Counts, [`Received::src_info`] and [`Received::layout_range`] are those of the copy, and
+    /// what the experts make of its rows, in the same order, is what [`CombineRequest::by_expert`](super::CombineRequest::by_expert) takes.
+    ///
+    /// * `x`: `[local_experts * rows, hidden]`, of the dtype of the received rows.
+    /// * `scales`, where the received rows have any: `[local_experts * (hidden / 128 rounded up), rows]`; those of row i of expert e are column i
+    ///   of the expert's part.
+    ///
+    /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call can be captured. An asynchronous one gives the
+    /// event at its end. A grouped GEMM that finds its rows by [`Received::expert_rows`] does without the copy, and without its time.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use epoxide::driver::Stream;
+    /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+    /// # use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+    /// # use epoxide::group::launch::run_threads;
+    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+    /// # use half::bf16;
+    /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+    /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+    /// #     let stream = Stream::new(&device, false)?;
+    /// #     let mut buffer = Buffer::new(device, &*group, Options::new(8, 64, 2, 4))?;
+    /// #     let mut place = buffer.place(0)?;
+    /// #     let order = StreamOrder::on(&stream);
+    /// #     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+    /// #     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
+    /// let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
+    /// let shape = [u64::from(buffer.local_experts()) * buffer.rows(), 64];
+    /// let by_expert = Tensor::alloc(stream.device(), DType::Bf16, &shape)?;
+    /// buffer.gather_by_expert(&received, &by_expert, None, order)?;
+    /// // The experts work on the rows of `by_expert` here, in place.
+    /// let combined = buffer.combine(received, CombineRequest::by_expert(&by_expert), order)?;
+    /// #     combined.x.to_host::<bf16>(&stream)
+    /// # })?;
+    /// # assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (4.0, 2.0));
+    /// # Ok::<(), epoxide::group::launch::RankFailure>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a tensor is not what it should be, scales included that are missing or
+    /// have nothing to hold; what [`Buffer::check`] reports; whatever the driver reports. Nothing has been enqueued then.
+    pub fn gather_by_expert(
+        &mut self,
+        received: &Received<'_>,
+        x: &Tensor<'_>,
+        scales: Option<&TypedTensor<'_, f32>>,
+        order: StreamOrder<'_>,
+    ) -> Result<Option<Event>> {
+        let place = self.place_of(received)?;
+        let (rows, hidden) = (self.rows(), self.options.hidden);
+        let experts = u64::from(self.local_experts());
+        let of_row = hidden.div_ceil(SCALE_BLOCK.into());
+        let dtype = received.x.dtype();
+        // Fields are the caller's to replace; where rows lie is not among them.
+        let received_shape = [("rows", Some(rows)), ("hidden", Some(hidden))];
+        received.x.expect_strided("received.x", &[DType::Bf16, DType::Fp8E4m3], &received_shape)?;
+        x.expect("x", &[dtype], &[("local_experts * rows", Some(experts * rows)), ("hidden", Some(hidden))])?;
+        x.expect_rows_of_16("x")?;
+        let num_scales = match (scales, &received.scales) {
+            (Some(scales), Some(_)) => {
+                let shape =
+                    [("local_experts * (hidden / 128)", Some(experts * of_row)), ("rows", Some(rows))];
+                scales.expect("scales", &[DType::F32], &shape)?;
+                of_row as u32
+            }
+            (None, None) => 0,
+            (None, Some(_)) => {
+                let rule = format!("the received rows have some: give f32 [{}, {rows}]", experts * of_row);
+                return Err(Error::argument("scales", "none", rule));
+            }
+            (Some(_), None) => {
+                return Err(Error::argument(
+                    "scales",
+                    "given",
+                    "the received rows have none: leave them out",
+                ));
+            }
+        };
+        let pool = place.pool.memory().ptr();
+        let args = LowLatencyGatherArgs {
+            expert_counts: place.tables.expert_counts,
+            expert_rows: place.tables.expert_rows,
+            recv_x: pool.add(place.at.recv_x),
+            recv_scales: pool.add(place.at.recv_scales),
+            x: x.ptr(),
+            scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
+            rows: rows as u32,
+            local_experts: experts as u32,
+            row_bytes: (hidden * dtype.size()) as u32,
+            num_scales,
+        };
+        // A row of each expert that a token can have, of every token that there can be.
+        let most_rows = rows * experts.min(self.options.num_topk.into());
+        let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX));
+        let uses: [Option<&Owner>; 2] = [x.owner(), scales.and_then(|scales| scales.owner())];
+        let uses = uses.into_iter().flatten().cloned();
+        self.run(order, None, &place, uses, |buffer, stream| {
+            let call = LowLatencyGather::call(args);
+            // SAFETY: the tensors go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
+            unsafe { stream.call(&buffer.gather_kernel, blocks, LowLatencyGather::INFO.max_threads, 0, call) }
+        })
+    }
+}

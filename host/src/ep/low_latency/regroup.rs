@@ -1,0 +1,148 @@
+//! Going on without ranks that are gone, and with them again.
+
+use bytemuck::{Pod, Zeroable};
+use epoxide_gpu::layout::{DevicePtr, LocalState, LowLatencyTurns, MAX_RANKS, QUANTUM};
+
+use super::buffer::{Buffer, agree};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+
+/// Epochs that a rank may have used beyond those that the kernels of another one have ended: it is at most one operation ahead, and a first
+/// half may have run without its second.
+const AHEAD: u64 = 2;
+
+/// What each rank tells the others.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Proposal {
+    /// Of the buffer's ranks, not of the group's.
+    rank: u64,
+    /// Operations that have ended.
+    epoch: u64,
+}
+
+impl Buffer {
+    /// The ranks that operations have to do with, in their order: all of them, unless a [`Buffer::regroup`] has left some out.
+    pub fn members(&self) -> Vec<u32> {
+        (0..self.num_ranks()).filter(|rank| self.left_out >> rank & 1 == 0).collect()
+    }
+
+    /// Goes on with the ranks that make this call, and without all others. Collective over `group`, which these ranks have made for it and which
+    /// numbers them as it likes; what of the buffer's ranks they are, they tell each other.
+    ///
+    /// Nobody waits for a rank that is left out, or sends it anything: it has no tokens ([`Received::num_tokens`](super::Received::num_tokens)
+    /// says 0), and what its experts would have added to a token is missing in the sum. Weights are as they were given. Errors that
+    /// [`Buffer::check`] has reported are gone, and so is what had been sent and not received. A rank that was left out is taken in again by a
+    /// call that it makes as well, if it still has its buffer; a new process needs new buffers on all ranks.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use epoxide::driver::Stream;
+    /// # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+    /// # use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+    /// # use epoxide::group::launch::run_threads;
+    /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+    /// # use half::bf16;
+    /// let sums = run_threads(3, Duration::from_secs(60), |rank, group| {
+    ///     # let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+    ///     # let stream = Stream::new(&device, false)?;
+    ///     # let order = StreamOrder::on(&stream);
+    ///     let options = Options::new(8, 64, 2, 3).timeout(Duration::from_millis(100));
+    ///     let mut buffer = Buffer::new(device, &*group, options)?;
+    ///     // Who goes on is for the job to find out; here, all but rank 2.
+    ///     let survivors = group.split((rank == 2).into())?;
+    ///     if rank == 2 {
+    ///         return Ok(0.0);
+    ///     }
+    ///     let mut place = buffer.place(0)?;
+    ///     let x = Tensor::from_host(&stream, DType::Bf16, &[1, 64], &[bf16::ONE; 64])?;
+    ///     // To expert 0, which is on rank 0, and to expert 2, which is on rank 2.
+    ///     let topk_idx = TypedTensor::from_host(&stream, &[1, 2], &[0i64, 2])?;
+    ///     let request = DispatchRequest::new(&x, &topk_idx);
+    ///     drop(buffer.dispatch(&mut place, request, order)?);
+    ///     stream.synchronize()?;
+    ///     assert!(buffer.check().is_err(), "rank 2 does not come");
+    ///
+    ///     buffer.regroup(&*survivors)?;
+    ///     assert_eq!(buffer.members(), [0, 1]);
+    ///     let received = buffer.dispatch(&mut place, request, order)?;
+    ///     let rows = received.x.clone();
+    ///     let combined = buffer.combine(received, CombineRequest::by_row(&rows), order)?;
+    ///     Ok(combined.x.to_host::<bf16>(&stream)?[0].to_f32())
+    /// })?;
+    /// assert_eq!(sums, [1.0, 1.0, 0.0]);
+    /// # Ok::<(), epoxide::group::launch::RankFailure>(())
+    /// ```
+    ///
+    /// Waits for all that streams of the device have been given, and for the ranks. What dispatches brought before can no longer be combined;
+    /// graphs that were captured before are good, each of them as a whole.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where two ranks say that they are the same one, [`Error::Mismatch`] where their buffers have different options, what
+    /// the group reports, and [`Error::Os`] where the device does not come to an end within twice the buffer's deadline. Then the buffer is as it
+    /// was, or of no use until a call that succeeds.
+    pub fn regroup(&mut self, group: &dyn ProcessGroup) -> Result<()> {
+        self.sequence.check()?;
+        agree(group, &self.options)?;
+        if !self.arena.fence()?.wait_timeout(self.options.timeout.saturating_mul(2))? {
+            return Err(Error::os("regroup", "what the device's streams were given has not ended"));
+        }
+        let mut own = LocalState::zeroed();
+        let stream = self.enqueuer.comm_stream();
+        self.tables.read(stream, 0, bytemuck::bytes_of_mut(&mut own))?;
+        let ours = Proposal { rank: self.rank.into(), epoch: own.ticket / QUANTUM };
+        let (members, epoch) = settle(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
+
+        let left_out = !members & ((1 << self.num_ranks()) - 1);
+        let ticket = (epoch + AHEAD) * QUANTUM;
+        let state = LocalState { ticket, left_out, ..LocalState::zeroed() };
+        self.tables.write(stream, 0, bytemuck::bytes_of(&state))?;
+        let offset = |at: DevicePtr| at.0 - self.tables.ptr().0;
+        let chunks = self.options.chunks() as usize;
+        // Whether its last dispatch was answered, members may see differently: as if it was not, so that the next one waits until all are there.
+        let turns = LowLatencyTurns { dispatches: 0, answered: u64::MAX };
+        for place in &self.places {
+            let tables = &place.tables;
+            // Chunks may have been left half sent.
+            self.tables.write(stream, offset(tables.sent), &vec![0; chunks * 8])?;
+            self.tables.write(stream, offset(tables.answered), &vec![0; MAX_RANKS * chunks * 8])?;
+            self.tables.write(stream, offset(tables.turns), bytemuck::bytes_of(&turns))?;
+        }
+        self.status.clear(stream)?;
+        self.left_out = left_out;
+        self.generation += 1;
+        self.sent = None;
+        // Nobody may be told of an operation before it has forgotten the others.
+        group.barrier(group.timeout())
+    }
+}
+
+/// The members, as bits, and the last epoch that one of them has ended.
+fn settle(proposals: &[Vec<u8>], num_ranks: u32) -> Result<(u32, u64)> {
+    let (mut members, mut last) = (0, 0);
+    for bytes in proposals {
+        let read = bytemuck::try_pod_read_unaligned::<Proposal>(bytes);
+        let Proposal { rank, epoch } = read.map_err(|error| Error::os("regroup", error))?;
+        if rank >= num_ranks.into() || members >> rank & 1 != 0 {
+            let rule = format!("must be 0 to {}, and one for each rank of the group", num_ranks - 1);
+            return Err(Error::argument("rank of the buffer", rank, rule));
+        }
+        members |= 1 << rank;
+        last = epoch.max(last);
+    }
+    Ok((members, last))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_settle_on_the_last_epoch() {
+        let say = |rank, epoch| bytemuck::bytes_of(&Proposal { rank, epoch }).to_vec();
+        assert_eq!(settle(&[say(3, 5), say(0, 7)], 4).unwrap(), (0b1001, 7));
+        for wrong in [[say(3, 5), say(3, 5)], [say(4, 5), say(0, 5)], [say(1, 5), vec![0; 3]]] {
+            settle(&wrong, 4).unwrap_err();
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Where a watchdog writes what is known about a communicator that it gives up.
+//!
+//! The variables are PyTorch's, so that what collects the dumps of a job finds ours too. What is in them is JSON, and not a pickle.
+
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::PathBuf;
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
+use serde::Serialize;
+
+use super::core::Core;
+use crate::group::recorder::Entry;
+
+/// Variable with the start of the path of a watchdog's dumps; the rank is appended. A named pipe may be there: the dump goes to whoever reads
+/// it, or to nobody.
+pub const DEBUG_INFO_FILE: &str = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE";
+/// Variable with the start of the path of a named pipe that a watchdog makes; the rank and `.pipe` are appended. Whoever writes anything to it
+/// gets a dump, while the communicator goes on.
+pub const DEBUG_INFO_PIPE: &str = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE";
+
+/// One dump.
+#[derive(Serialize)]
+struct Report<'a> {
+    group: &'a str,
+    rank: u32,
+    size: u32,
+    reason: &'a str,
+    /// What the communicator and NCCL say.
+    nccl: std::collections::BTreeMap<String, String>,
+    /// The last operations, oldest first.
+    operations: Vec<Entry>,
+}
+
+fn named(variable: &str, suffix: String) -> Option<PathBuf> {
+    let mut path = std::env::var_os(variable).filter(|path| !path.is_empty())?;
+    path.push(suffix);
+    Some(path.into())
+}
+
+/// Writes a dump to where the environment wants it, if anywhere; a failure to do so is only logged.
+pub(super) fn write(core: &Core, reason: &str) {
+    let Some(path) = named(DEBUG_INFO_FILE, core.identity.rank.to_string()) else { return };
+    let report = Report {
+        group: &core.identity.name,
+        rank: core.identity.rank,
+        size: core.identity.size,
+        reason,
+        nccl: core.dump(),
+        operations: core.recorder.entries(),
+    };
+    let outcome = serde_json::to_vec_pretty(&report).map_err(std::io::Error::from).and_then(|text| {
+        let is_pipe = path.metadata().is_ok_and(|about| about.file_type().is_fifo());
+        let mut options = OpenOptions::new();
+        // A pipe that nobody reads must not hold up the watchdog: neither when it is opened nor when it is full.
+        match is_pipe {
+            true => options.write(true).custom_flags(libc::O_NONBLOCK),
+            false => options.write(true).create(true).truncate(true),
+        };
+        options.open(&path)?.write_all(&text)
+    });
+    if let Err(error) = outcome {
+        tracing::warn!("debug info: {}: {error}", path.display());
+    }
+}
+
+/// The pipe that asks for dumps.
+#[derive(Debug)]
+pub(super) struct Pipe {
+    path: PathBuf,
+    file: File,
+}
+
+impl Pipe {
+    /// The pipe that the environment names, made anew, if it names one; a failure to make it is only logged.
+    pub fn open(rank: u32) -> Option<Pipe> {
+        let path = named(DEBUG_INFO_PIPE, format!("{rank}.pipe"))?;
+        let make = || -> std::io::Result<File> {
+            // Of an earlier process, which left no reader.
+            match std::fs::symlink_metadata(&path) {
+                Ok(about) if about.file_type().is_fifo() => std::fs::remove_file(&path)?,
+                Ok(_) => {
+                    return Err(std::io::Error::new(ErrorKind::AlreadyExists, "something else is there"));
+                }
+                Err(_) => {}
+            }
+            mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
+            // Opened for both, so that a writer that goes is no end of the file, which would have to be told from no news.
+            let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
+            OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)
+        };
+        match make() {
+            Ok(file) => Some(Pipe { path, file }),
+            Err(error) => {
+                tracing::warn!("debug info: {}: {error}", path.display());
+                None
+            }
+        }
+    }
+
+    /// Whether somebody has asked since the last look.
+    pub fn asked(&mut self) -> bool {
+        let mut bytes = [0; 512];
+        let mut asked = false;
+        while self.file.read(&mut bytes).is_ok_and(|count| count > 0) {
+            asked = true;
+        }
+        asked
+    }
+}
+
+impl Drop for Pipe {
+    fn drop(&mut self) {
+        // Somebody else may have removed it.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}

@@ -1,0 +1,71 @@
+//! NVIDIA's collective library beside ours: a communicator that cannot leak or hang.
+//!
+//! Programs that use this library use NCCL for the rest of their traffic. [`Library`] finds it when the program runs: nothing is linked, and a
+//! program with the feature `nccl` builds and starts on machines without it. [`Communicator`] is NCCL's communicator as a Rust value: made
+//! with a deadline, given up from any thread, given back in every case. Its operations on device tensors give [`Work`](crate::group::Work)
+//! handles like those of [`group`](crate::group), and [`NcclGroup`] is a process group whose device tensors go over it.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//!
+//! use epoxide::driver::{Device, Stream};
+//! use epoxide::ep::{DType, Tensor};
+//! use epoxide::group::{ProcessGroup, ReduceOp};
+//! use epoxide::nccl::{Communicator, Config, Library, Watchdog};
+//!
+//! /// Sums a tensor over all ranks.
+//! fn sum(device: &Arc<dyn Device>, group: &dyn ProcessGroup) -> epoxide::Result<Vec<f32>> {
+//!     let library = Library::find()?;
+//!     let config = Config {
+//!         timeout: Duration::from_secs(60),
+//!         watchdog: Some(Watchdog::default()),
+//!         ..Config::named("gradients")
+//!     };
+//!     let communicator = Communicator::over_group(&library, device, group, config)?;
+//!     let stream = Stream::new(device, false)?;
+//!     let tensor = Tensor::from_host(&stream, DType::F32, &[1024], &[1.0f32; 1024])?;
+//!     let work = communicator.all_reduce(&tensor, ReduceOp::Sum, &stream)?;
+//!     // Kernels that use the tensor can be launched into the stream now. The host waits here, up to the deadline.
+//!     work.wait()?;
+//!     let sums = tensor.to_host(&stream)?;
+//!     communicator.finalize()?;
+//!     Ok(sums)
+//! }
+//! ```
+//!
+//! | file | concern |
+//! |---|---|
+//! | `places`, `library` | where libnccl may be; loading it and checking what it has |
+//! | `ffi` | NCCL's types and functions as C has them |
+//! | `config`, `unique_id` | what a communicator is made from |
+//! | `core` | its state, the turn, and its end: the one place that gives it back |
+//! | `communicator` | what callers see of that |
+//! | `collectives`, `in_flight`, `registration` | operations, and what follows them to their end; registered memory |
+//! | `watchdog`, `debug_info` | giving up what hangs; the dumps |
+//! | `group` | the process group |
+
+mod collectives;
+mod communicator;
+mod config;
+mod core;
+mod debug_info;
+mod ffi;
+mod group;
+mod in_flight;
+mod library;
+mod places;
+mod registration;
+mod unique_id;
+mod watchdog;
+
+pub use collectives::P2p;
+pub use communicator::Communicator;
+pub use config::Config;
+pub use debug_info::{DEBUG_INFO_FILE, DEBUG_INFO_PIPE};
+pub use group::NcclGroup;
+pub use library::{Library, doctor};
+pub use places::NCCL_LIBRARY;
+pub use registration::Registration;
+pub use unique_id::UniqueId;
+pub use watchdog::Watchdog;

@@ -1,0 +1,116 @@
+//! What the ranks of a communicator know it by before it is there.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::ffi::{Code, Id};
+use super::library::Library;
+use crate::error::{Error, Result};
+use crate::group::{Collectives, ProcessGroup, Store};
+
+/// What the ranks of a communicator know it by (`ncclUniqueId`). One rank makes it and all ranks get it; it is good for one communicator.
+///
+/// It holds an address that rank 0 is reached by, and whoever knows it can take part: it is shared like a secret.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct UniqueId([u8; UniqueId::BYTES]);
+
+impl fmt::Debug for UniqueId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("UniqueId(..)")
+    }
+}
+
+impl UniqueId {
+    /// How long it is.
+    pub const BYTES: usize = 128;
+
+    /// A new one, of this process.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`], such as where NCCL finds no network interface.
+    pub fn new(library: &Library) -> Result<UniqueId> {
+        let mut id = Id([0; UniqueId::BYTES]);
+        // SAFETY: the out pointer is valid.
+        let code = unsafe { (library.functions.ncclGetUniqueId)(&mut id) };
+        if code != Code::SUCCESS {
+            return Err(library.error("ncclGetUniqueId", code));
+        }
+        Ok(UniqueId(id.0))
+    }
+
+    /// The one of these bytes, as another rank's [`UniqueId::bytes`] gave them.
+    pub fn from_bytes(bytes: [u8; UniqueId::BYTES]) -> UniqueId {
+        UniqueId(bytes)
+    }
+
+    /// Its bytes.
+    pub fn bytes(&self) -> &[u8; UniqueId::BYTES] {
+        &self.0
+    }
+
+    /// The one that rank 0 makes, over `store`. `name` is of one communicator alone: another of the same store takes another name.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where rank 0 does not come within `timeout`; what kept it from making one, on all ranks.
+    pub fn over_store(
+        library: &Arc<Library>,
+        store: &dyn Store,
+        name: &str,
+        rank: u32,
+        timeout: Duration,
+    ) -> Result<UniqueId> {
+        let key = format!("{name}/nccl_unique_id");
+        if rank == 0 {
+            let made = UniqueId::new(library);
+            store.set(&key, &Message::encode(&made))?;
+            return made;
+        }
+        Message::decode(&store.get(&key, timeout)?)
+    }
+
+    /// The one that rank 0 makes, over `group`. Collective.
+    ///
+    /// # Errors
+    /// The group's; what kept rank 0 from making one, on all ranks.
+    pub fn over_group(library: &Arc<Library>, group: &dyn ProcessGroup) -> Result<UniqueId> {
+        if group.rank() == 0 {
+            let made = UniqueId::new(library);
+            group.broadcast_object(0, &Message::encode(&made))?;
+            return made;
+        }
+        Message::decode(&group.broadcast_object(0, &Vec::new())?)
+    }
+
+    pub(super) fn raw(&self) -> Id {
+        Id(self.0)
+    }
+}
+
+/// What rank 0 tells the others: the bytes, or why there are none.
+struct Message;
+
+impl Message {
+    const MADE: u8 = 1;
+    const FAILED: u8 = 0;
+
+    fn encode(made: &Result<UniqueId>) -> Vec<u8> {
+        match made {
+            Ok(id) => [&[Message::MADE][..], &id.0].concat(),
+            Err(error) => [&[Message::FAILED][..], error.to_string().as_bytes()].concat(),
+        }
+    }
+
+    fn decode(message: &[u8]) -> Result<UniqueId> {
+        let reason = match message.split_first() {
+            Some((&Message::MADE, bytes)) if bytes.len() == UniqueId::BYTES => {
+                let mut id = [0; UniqueId::BYTES];
+                id.copy_from_slice(bytes);
+                return Ok(UniqueId(id));
+            }
+            Some((&Message::FAILED, reason)) => String::from_utf8_lossy(reason).into_owned(),
+            _ => format!("{} bytes came that are no unique id", message.len()),
+        };
+        Err(Error::os("ncclGetUniqueId on rank 0", reason))
+    }
+}

@@ -1,0 +1,81 @@
+//! The watchdog: gives a communicator up when an operation passes its deadline or NCCL has failed, while nobody else looks.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::core::{Core, Phase};
+use super::debug_info::{self, Pipe};
+use crate::error::{Error, Result};
+
+/// A thread that looks after a communicator: see [`Config::watchdog`](super::Config::watchdog).
+///
+/// When an operation passes its deadline, or NCCL reports an error, it writes what the flight recorder and NCCL know to where
+/// [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE) says, and aborts the communicator. Where [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a
+/// pipe, it also writes that whenever somebody asks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Watchdog {
+    /// How often it looks.
+    pub interval: Duration,
+}
+
+impl Default for Watchdog {
+    /// Ten times a second.
+    fn default() -> Watchdog {
+        Watchdog { interval: Duration::from_millis(100) }
+    }
+}
+
+/// The thread; told to end, and joined, on drop.
+#[derive(Debug)]
+pub(super) struct Guard {
+    stop: Arc<(Mutex<bool>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Guard {
+    pub fn start(core: &Arc<Core>, watchdog: &Watchdog) -> Result<Guard> {
+        let stop = Arc::new((Mutex::new(false), Condvar::new()));
+        let (weak, told, interval) = (core.weak(), stop.clone(), watchdog.interval);
+        let rank = core.identity.rank;
+        let thread = std::thread::Builder::new()
+            .name("epoxide-nccl-watchdog".into())
+            .spawn(move || watch(&weak, &told, interval, rank))
+            .map_err(|error| Error::os("spawn", error))?;
+        Ok(Guard { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.stop.1.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // It may be in an abort, which ends by its own deadline. A panic of it has been printed.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn watch(core: &Weak<Core>, stop: &(Mutex<bool>, Condvar), interval: Duration, rank: u32) {
+    let mut pipe = Pipe::open(rank);
+    loop {
+        let told = stop.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let told = stop.1.wait_timeout_while(told, interval, |told| !*told);
+        if *told.unwrap_or_else(PoisonError::into_inner).0 {
+            return;
+        }
+        let Some(core) = core.upgrade() else { return };
+        if pipe.as_mut().is_some_and(Pipe::asked) {
+            debug_info::write(&core, "somebody asked through the pipe");
+        }
+        if let Phase::Aborted(_) | Phase::Finalized = core.phase() {
+            continue;
+        }
+        // Each of them gives the communicator up where it has failed or takes too long.
+        core.in_flight().iter().for_each(|operation| drop(operation.poll()));
+        if let Err(error) = core.check_async() {
+            core.fail(error);
+        }
+    }
+}

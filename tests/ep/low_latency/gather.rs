@@ -1,0 +1,122 @@
+//! The expert-major copy. Every round trip that is compared step by step compares it as well; here are its own cases.
+
+use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::low_latency::Quantise;
+use epoxide::{Error, Result};
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
+use epoxide_testing::oracle::{Routing, Style};
+
+use crate::shapes::routing;
+
+fn gathers(routing: Routing, hidden: u32) -> LowLatencyCase {
+    LowLatencyCase { gathers: true, ..LowLatencyCase::new(routing, hidden) }
+}
+
+#[test]
+fn experts_give_back_what_they_were_given() {
+    gathers(routing(&[9, 5, 0, 12], 3, 8, Style::WithHoles), 24).check();
+    // Rows of several pieces, the last one short.
+    gathers(routing(&[3, 4], 2, 4, Style::DistinctTopK), 1024 + 2048 + 8).check();
+    LowLatencyCase { rounds: 60, places: 2, ..gathers(routing(&[3, 5, 2], 3, 6, Style::Repeats), 40) }
+        .check_chained();
+}
+
+#[test]
+fn more_experts_than_a_warp_has_lanes() {
+    for style in [Style::DistinctTopK, Style::Skewed] {
+        gathers(routing(&[40, 31], 6, 2 * 75, style), 16).check();
+    }
+    let quantise = Quantise::Fp8;
+    LowLatencyCase { quantise, ..LowLatencyCase::new(routing(&[7, 9], 8, 2 * 64, Style::WithHoles), 2304) }
+        .check();
+}
+
+#[test]
+fn a_captured_step_with_the_copy_run_many_times() {
+    gathers(routing(&[3, 5, 0, 2], 3, 8, Style::WithHoles), 16).check_replayed(30);
+    LowLatencyCase {
+        rounds: 3,
+        places: 2,
+        halves: true,
+        ..gathers(routing(&[6, 2], 2, 6, Style::WithHoles), 16)
+    }
+    .check_replayed(5);
+}
+
+#[test]
+fn a_copy_beside_other_work() {
+    let case = gathers(routing(&[4, 6], 2, 4, Style::DistinctTopK), 64);
+    case.on_threads(|rank| {
+        let inputs = case.inputs(rank)?;
+        let LowLatencyRank { buffer, stream, .. } = rank;
+        let mut place = buffer.place(0)?;
+        let received =
+            buffer.dispatch(&mut place, inputs.request(Quantise::Not), StreamOrder::comm(stream))?;
+        let shape = [u64::from(buffer.local_experts()) * buffer.rows(), 64];
+        let x = Tensor::alloc(stream.device(), DType::Bf16, &shape)?;
+        let event = buffer.gather_by_expert(&received, &x, None, StreamOrder::comm(stream).asynchronous())?;
+        let none = buffer.gather_by_expert(&received, &x, None, StreamOrder::on(stream))?;
+        assert!(event.is_some() && none.is_none());
+        stream.synchronize()?;
+        buffer.check()?;
+        Ok(Vec::new())
+    });
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused() {
+    let bf16 = LowLatencyCase::new(routing(&[4, 6], 2, 4, Style::DistinctTopK), 256);
+    for case in [LowLatencyCase { quantise: Quantise::Fp8, ..bf16.clone() }, bf16] {
+        case.on_threads(|rank| refusals(&case, rank));
+    }
+}
+
+fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<Vec<String>> {
+    let inputs = case.inputs(rank)?;
+    let LowLatencyRank { buffer, stream, .. } = rank;
+    let order = StreamOrder::on(stream);
+    let mut place = buffer.place(0)?;
+    let mut received = buffer.dispatch(&mut place, inputs.request(case.quantise), order)?;
+    let (experts, rows, hidden) = (u64::from(buffer.local_experts()), buffer.rows(), u64::from(case.hidden));
+    let tensor = |dtype, shape: [u64; 2]| Tensor::alloc(stream.device(), dtype, &shape);
+    let of_scales =
+        |shape: [u64; 2]| TypedTensor::from_host(stream, &shape, &vec![0f32; (shape[0] * shape[1]) as usize]);
+    let (dtype, other, has_scales) = match case.quantise {
+        Quantise::Not => (DType::Bf16, DType::Fp8E4m3, false),
+        _ => (DType::Fp8E4m3, DType::Bf16, true),
+    };
+    let x = tensor(dtype, [experts * rows, hidden])?;
+    let scales = of_scales([experts * hidden / 128, rows])?;
+    let fitting = has_scales.then_some(&scales);
+    let mut refused = |x: &Tensor<'_>, scales: Option<&TypedTensor<'_, f32>>, part: &str| {
+        let error = buffer.gather_by_expert(&received, x, scales, order).unwrap_err();
+        assert!(error.to_string().contains(part), "{error}");
+        error
+    };
+    let too_few = tensor(dtype, [experts * rows - 1, hidden])?;
+    assert!(matches!(refused(&too_few, fitting, "local_experts * rows"), Error::Shape { .. }));
+    assert!(matches!(
+        refused(&tensor(dtype, [experts * rows, hidden * 2])?, fitting, "hidden"),
+        Error::Shape { .. }
+    ));
+    assert!(matches!(
+        refused(&tensor(other, [experts * rows, hidden])?, fitting, "x has dtype"),
+        Error::DType { .. }
+    ));
+    let error = refused(&x, if has_scales { None } else { Some(&scales) }, "scales");
+    assert!(matches!(error, Error::Argument { .. }), "{error}");
+    if has_scales {
+        let error = refused(&x, Some(&of_scales([experts, rows])?), "local_experts * (hidden / 128)");
+        assert!(matches!(error, Error::Shape { .. }), "{error}");
+    }
+    // What stands in the fields is not what says where rows are: what does not fit there is refused as well.
+    let kept = std::mem::replace(&mut received.x, tensor(dtype, [rows, hidden / 2])?);
+    let error = buffer.gather_by_expert(&received, &x, fitting, order).unwrap_err();
+    assert!(error.to_string().contains("received.x"), "{error}");
+    received.x = kept;
+    // Nothing was enqueued, and nothing is broken.
+    buffer.gather_by_expert(&received, &x, fitting, order)?;
+    stream.synchronize()?;
+    buffer.check()?;
+    Ok(Vec::new())
+}

@@ -1,0 +1,164 @@
+//! What travels over each link: as many rows as tokens have ranks, and of everything else what the protocol says.
+
+use std::collections::BTreeMap;
+
+use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::low_latency::Quantise;
+use epoxide_gpu::layout::{PIECE_PACKET_BYTES, pieces_of};
+use epoxide_testing::low_latency::LowLatencyCase;
+use epoxide_testing::oracle::{Routing, Style};
+
+use crate::shapes::routing;
+
+const DISPATCH: &str = "low_latency_dispatch";
+
+/// Bytes by kernel, sending rank, receiving rank and part of the receiver's pool; parts with none are left out.
+type Links = BTreeMap<(&'static str, u32, u32, &'static str), u64>;
+
+/// What the ranks of a case send each other in one round trip, by the routing alone.
+fn predicted(case: &LowLatencyCase) -> Links {
+    let routing = &case.routing;
+    let ranks = 0..routing.num_ranks();
+    let links = ranks.clone().flat_map(|from| ranks.clone().map(move |to| (from, to)));
+    let mut all = Links::new();
+    for (from, to) in links.filter(|(from, to)| from != to) {
+        let mut add = |kernel, part, bytes: u64| {
+            if bytes > 0 {
+                all.insert((kernel, from, to, part), bytes);
+            }
+        };
+        // A token's row goes to a rank once, whichever of its experts it has there.
+        let tokens = u64::from(routing.num_tokens(from));
+        let rows = rows_between(routing, from, to);
+        let is_fp8 = case.quantise != Quantise::Not;
+        let row_bytes = case.hidden * if is_fp8 { 1 } else { 2 };
+        let scales = if is_fp8 { u64::from(case.hidden / 128) } else { 0 };
+        let chunks = |tokens: u64| tokens.div_ceil(case.chunk_tokens.into());
+        let in_packets = |tokens: u64| tokens <= case.packet_tokens.min(case.max_tokens).into();
+        let packets = |bytes: u32| u64::from(pieces_of(bytes) * PIECE_PACKET_BYTES);
+        if in_packets(tokens) {
+            add(DISPATCH, "packets", rows * packets(row_bytes));
+            add(DISPATCH, "scale_packets", rows * scales * 8);
+        } else {
+            add(DISPATCH, "recv_x", rows * u64::from(row_bytes));
+            add(DISPATCH, "recv_scales", rows * scales * 4);
+            add(DISPATCH, "arrived", chunks(tokens) * 8);
+        }
+        add(DISPATCH, "control.calls", 8);
+        // The ids of all tokens, two to a packet, and a weight for each entry that is for the receiver.
+        add(DISPATCH, "ids", tokens * u64::from(routing.num_topk.div_ceil(2)) * 8);
+        let entries = routing.topk_idx[from as usize].iter().flatten();
+        add(
+            DISPATCH,
+            "weights",
+            entries.filter(|&&expert| routing.owner(expert) == Some(to)).count() as u64 * 8,
+        );
+
+        // A combine returns one row for each that came, in the form that its owner's number of tokens asks for.
+        let (rows, tokens) = (rows_between(routing, to, from), u64::from(routing.num_tokens(to)));
+        let (combine, row_bytes, scales) = travels_back(case);
+        if in_packets(tokens) {
+            add(combine, "returned_packets", rows * packets(row_bytes));
+            add(combine, "returned_scales", rows * scales * 8);
+        } else {
+            // Scales stand behind their row.
+            add(combine, "returned_x", rows * (u64::from(row_bytes) + scales * 4));
+            add(combine, "returned", chunks(tokens) * 8);
+        }
+        add(combine, "control.calls", 8);
+    }
+    all
+}
+
+/// The kernel that returns rows, the bytes of a row without scales, and its scales.
+fn travels_back(case: &LowLatencyCase) -> (&'static str, u32, u64) {
+    match case.quantise_back {
+        Quantise::Not => ("low_latency_combine_bf16", case.hidden * 2, 0),
+        _ => ("low_latency_combine_fp8", case.hidden, u64::from(case.hidden / 128)),
+    }
+}
+
+/// Tokens of one rank that have an expert on another.
+fn rows_between(routing: &Routing, from: u32, to: u32) -> u64 {
+    (0..routing.num_tokens(from)).filter(|&token| routing.hits(from, token, to)).count() as u64
+}
+
+/// Runs a case, every bit of it against the oracle, and compares what its kernels stored in peers' pools with the prediction.
+fn check(case: &LowLatencyCase) {
+    let checker = Checker::new(CheckConfig::default());
+    checker.count_stores();
+    let case = LowLatencyCase { checker: Some(checker.clone()), ..case.clone() };
+    let counted = std::sync::Mutex::new(Vec::new());
+    case.on_threads(|rank| {
+        let differing = case.step_by_step(rank)?;
+        // Nobody's pool is gone yet, and all have stored what they will.
+        rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
+        if rank.buffer.rank() == 0 {
+            *counted.lock().unwrap() = checker.stores();
+        }
+        rank.group.barrier(epoxide_testing::harness::PATIENCE)?;
+        Ok(differing)
+    });
+    let counted = counted.into_inner().unwrap();
+    let on_links = counted.iter().filter(|stored| stored.by != stored.on);
+    let got: BTreeMap<_, u64> = on_links
+        .map(|stored| {
+            assert_eq!(stored.memory, "low-latency pool", "{stored:?}");
+            ((stored.kernel.as_str(), stored.by, stored.on, stored.part.as_str()), stored.bytes)
+        })
+        .collect();
+    let want = predicted(&case);
+    let keys = got.keys().chain(want.keys());
+    let differing: Vec<_> = keys
+        .filter(|&key| got.get(key) != want.get(key))
+        .map(|key| format!("{key:?}: {:?}, predicted {:?}", got.get(key), want.get(key)))
+        .collect();
+    assert!(differing.is_empty(), "{}\n{case:?}", differing.join("\n"));
+}
+
+/// Kinds of rows: bf16 and both kinds of fp8, either way.
+fn each_kind(case: &LowLatencyCase) {
+    for quantise in [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
+        check(&LowLatencyCase { quantise, ..case.clone() });
+    }
+    for quantise_back in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
+        check(&LowLatencyCase { quantise_back, ..case.clone() });
+    }
+}
+
+#[test]
+fn rows_with_words_go_to_each_rank_once() {
+    let case = LowLatencyCase::new(routing(&[9, 6, 0, 7], 5, 8, Style::WithHoles), 256);
+    each_kind(&LowLatencyCase { packet_tokens: 0, ..case.clone() });
+    each_kind(&LowLatencyCase { packet_tokens: 0, chunk_tokens: 1, by_expert: false, ..case });
+}
+
+#[test]
+fn rows_in_packets_go_to_each_rank_once() {
+    let case = LowLatencyCase::new(routing(&[3, 8, 0, 5], 4, 12, Style::DistinctTopK), 1024);
+    each_kind(&LowLatencyCase { packet_tokens: 8, ..case.clone() });
+    // Some ranks with packets, some with words.
+    each_kind(&LowLatencyCase { packet_tokens: 5, ..case });
+}
+
+#[test]
+fn experts_that_share_a_rank_cost_no_row_more() {
+    // All entries of a token on one rank, or the same expert again and again.
+    for style in [Style::Skewed, Style::Repeats] {
+        let case = LowLatencyCase::new(routing(&[7, 5, 6], 8, 24, style), 128);
+        let (routing, entries) = (&case.routing, case.routing.num_topk * (7 + 5 + 6));
+        let ranks = 0..routing.num_ranks();
+        let rows: u64 = ranks
+            .clone()
+            .flat_map(|from| ranks.clone().map(move |to| (from, to)))
+            .map(|(from, to)| rows_between(routing, from, to))
+            .sum();
+        assert!(
+            rows * 2 < entries.into(),
+            "{rows} rows of {entries} entries: no example of what it is to show"
+        );
+        for packet_tokens in [0, 32] {
+            check(&LowLatencyCase { packet_tokens, ..case.clone() });
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! Ranks that are left out, and taken in again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use epoxide::driver::Stream;
+use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest};
+use epoxide::{Error, Result};
+use epoxide_testing::harness::PATIENCE;
+use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
+use epoxide_testing::oracle::Style;
+use half::bf16;
+use proptest::prelude::*;
+
+use super::property::{case as random_case, config};
+use crate::shapes::routing;
+
+const DEADLINE: Duration = Duration::from_millis(150);
+
+/// At which call those that go stop.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Gone {
+    BeforeDispatch,
+    /// Before a dispatch of which the others have launched the first half, and launch no more.
+    BetweenHalves,
+    BeforeCombine,
+}
+
+const ALL: [Gone; 3] = [Gone::BeforeDispatch, Gone::BetweenHalves, Gone::BeforeCombine];
+
+/// One pair of calls of a member, of which the call that waits for those who are gone runs into its deadline.
+fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: bool) -> Result<()> {
+    let inputs = case.inputs(rank)?;
+    let mut place = rank.buffer.place(0)?;
+    let order = StreamOrder::on(&rank.stream);
+    if is_gone && gone != Gone::BeforeCombine {
+        return Ok(());
+    }
+    let request = inputs.request(case.quantise).timeout(DEADLINE);
+    if gone == Gone::BetweenHalves {
+        drop(rank.buffer.dispatch_send(&mut place, request, order)?);
+        let error = rank.buffer.dispatch(&mut place, request, order).unwrap_err();
+        assert!(matches!(error, Error::Broken { .. }), "{error}");
+        return Ok(());
+    }
+    let received = rank.buffer.dispatch(&mut place, request, order)?;
+    rank.stream.synchronize()?;
+    if gone == Gone::BeforeCombine && !is_gone {
+        rank.buffer.combine(received, inputs.experts(case).timeout(DEADLINE), order)?;
+        rank.stream.synchronize()?;
+    }
+    if is_gone {
+        return rank.buffer.check();
+    }
+    let error = rank.buffer.check().unwrap_err();
+    let Error::PeerTimeout { waited, .. } = &error else { panic!("{error}") };
+    assert!(*waited >= DEADLINE, "{error}");
+    Ok(())
+}
+
+/// Runs `case` with all, then without those who are `gone`, then with all again; everything is compared with the oracle.
+fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
+    let without = case.without(gone);
+    case.on_threads(|rank| {
+        case.verify(rank)?;
+        let number = rank.buffer.rank();
+        let (all, is_gone) = (rank.group.clone(), gone.contains(&number));
+        let part = all.split(is_gone.into())?;
+        all.barrier(PATIENCE)?;
+        fail(rank, case, when, is_gone)?;
+        if !is_gone {
+            rank.group = part;
+            rank.buffer.regroup(&*rank.group.clone())?;
+            rank.buffer.check()?;
+            assert!(rank.buffer.members().iter().all(|member| !gone.contains(member)));
+            without.verify(rank)?;
+        }
+        all.barrier(PATIENCE)?;
+        rank.group = all;
+        rank.buffer.regroup(&*rank.group.clone())?;
+        assert_eq!(rank.buffer.members().len(), case.routing.num_ranks() as usize);
+        case.step_by_step(rank)
+    });
+}
+
+fn case(packet_tokens: u32) -> LowLatencyCase {
+    LowLatencyCase {
+        packet_tokens,
+        rounds: 3,
+        places: 2,
+        ..LowLatencyCase::new(routing(&[6, 5, 7, 3], 4, 8, Style::WithHoles), 256)
+    }
+}
+
+#[test]
+fn the_others_go_on_and_take_it_in_again() {
+    for when in ALL {
+        for packet_tokens in [0, 5, 8] {
+            leave_out_and_take_in(&case(packet_tokens), &[1], when);
+        }
+    }
+}
+
+#[test]
+fn one_goes_on_alone() {
+    leave_out_and_take_in(&case(4), &[0, 1, 3], Gone::BeforeCombine);
+}
+
+#[test]
+fn the_checker_finds_nothing_while_ranks_come_and_go() {
+    for weak_memory in [None, Some(7)] {
+        let config = CheckConfig { races: weak_memory.is_none(), weak_memory, ..CheckConfig::default() };
+        let case = LowLatencyCase { checker: Some(Checker::new(config)), schedule_seed: Some(3), ..case(5) };
+        ALL.iter().for_each(|&when| leave_out_and_take_in(&case, &[2], when));
+    }
+}
+
+/// Whatever operations have come to when their waits expire, nothing of it is left.
+#[test]
+fn deadlines_that_nobody_keeps_leave_nothing_behind() {
+    for seed in 0..6 {
+        let case = LowLatencyCase { schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
+        case.on_threads(|rank| {
+            let (inputs, group) = (case.inputs(rank)?, rank.group.clone());
+            for _ in 0..4 {
+                let mut place = rank.buffer.place(0)?;
+                let order = StreamOrder::on(&rank.stream);
+                let at_once = Duration::from_nanos(1);
+                let request = inputs.request(case.quantise).timeout(at_once);
+                let received = rank.buffer.dispatch(&mut place, request, order)?;
+                // The dispatch's wait may have expired by now.
+                let combined = rank.buffer.combine(received, inputs.experts(&case).timeout(at_once), order);
+                let known = matches!(&combined, Ok(_) | Err(Error::PeerTimeout { .. }));
+                assert!(known, "{:?}", combined.map(drop));
+                rank.stream.synchronize()?;
+                rank.buffer.regroup(&*group)?;
+            }
+            case.step_by_step(rank)
+        });
+    }
+}
+
+proptest! {
+    #![proptest_config(config(16))]
+
+    #[test]
+    fn any_ranks_may_go(
+        case in random_case(6, 6),
+        gone in prop::collection::vec(any::<bool>(), 6),
+        when in prop::sample::select(ALL.to_vec()),
+    ) {
+        let ranks = case.routing.num_ranks();
+        // One of those that are there goes on at least, and one goes.
+        let gone: Vec<u32> = (1..ranks).filter(|&rank| gone[rank as usize] || rank == 1).collect();
+        prop_assume!(!gone.is_empty());
+        leave_out_and_take_in(&case, &gone, when);
+    }
+}
+
+/// Two entries for each token, with rows of ones for all that experts make: a sum is the number of ranks that a token went to.
+struct Ones {
+    x: Tensor<'static>,
+    topk_idx: TypedTensor<'static, i64>,
+    shares: Tensor<'static>,
+}
+
+const TOKENS: u64 = 4;
+const HIDDEN: u64 = 16;
+
+impl Ones {
+    fn new(buffer: &Buffer, stream: &Stream, topk_idx: &[i64]) -> Result<Ones> {
+        let ones = |rows: u64| {
+            let values = vec![bf16::ONE; (rows * HIDDEN) as usize];
+            Tensor::from_host(stream, DType::Bf16, &[rows, HIDDEN], &values)
+        };
+        Ok(Ones {
+            x: ones(TOKENS)?,
+            topk_idx: TypedTensor::from_host(stream, &[TOKENS, 2], topk_idx)?,
+            shares: ones(buffer.rows())?,
+        })
+    }
+}
+
+#[test]
+fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
+    let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);
+    case.on_threads(|rank| {
+        let number = rank.buffer.rank();
+        let part = rank.group.split((number == 2).into())?;
+        // The first token of each rank goes to ranks 0 and 2, the second to rank 2 alone, the third to 1, the last nowhere.
+        let ones = Ones::new(&rank.buffer, &rank.stream, &[0, 4, 4, 5, 2, 3, -1, -1])?;
+        let mut place = rank.buffer.place(0)?;
+        let sums = Tensor::alloc(rank.stream.device(), DType::Bf16, &[TOKENS, HIDDEN])?;
+        let (stream, buffer) = (rank.stream.clone(), &mut rank.buffer);
+        let step = stream.capture(|| {
+            let order = StreamOrder::on(&stream);
+            let received =
+                buffer.dispatch(&mut place, DispatchRequest::new(&ones.x, &ones.topk_idx), order)?;
+            let combined = buffer.combine(received, CombineRequest::by_row(&ones.shares), order)?;
+            // SAFETY: both have so many bytes, and live until the last replay has ended.
+            unsafe { stream.copy(sums.ptr(), combined.x.ptr(), TOKENS * HIDDEN * 2) }
+        })?;
+        let replay = |buffer: &Buffer| -> Result<Vec<f32>> {
+            for _ in 0..3 {
+                // SAFETY: what was recorded is this function's, which waits below.
+                unsafe { step.launch(&stream)? };
+            }
+            stream.synchronize()?;
+            buffer.check()?;
+            let all = sums.to_host::<bf16>(&stream)?;
+            Ok(all.chunks(HIDDEN as usize).map(|row| row[0].to_f32()).collect())
+        };
+        assert_eq!(replay(buffer)?, [2.0, 1.0, 1.0, 0.0]);
+        let order = StreamOrder::on(&stream);
+        let stale = buffer.dispatch(&mut place, DispatchRequest::new(&ones.x, &ones.topk_idx), order)?;
+        stream.synchronize()?;
+        if number != 2 {
+            buffer.regroup(&*part)?;
+            let error = buffer.combine(stale, CombineRequest::by_row(&ones.shares), order).unwrap_err();
+            assert!(matches!(error, Error::StaleHandle(_)), "{error}");
+            assert_eq!(replay(buffer)?, [1.0, 0.0, 1.0, 0.0]);
+        }
+        let all: Arc<_> = rank.group.clone();
+        buffer.regroup(&*all)?;
+        assert_eq!(replay(buffer)?, [2.0, 1.0, 1.0, 0.0]);
+        Ok(Vec::new())
+    });
+}

@@ -1,0 +1,132 @@
+//! The watchdog and its dumps. Each test is alone in its process, since the environment says where they go.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use epoxide::driver::virt::{Executor, Machine, VirtConfig, VirtualGpu};
+use epoxide::group::ReduceOp;
+use epoxide::nccl::{Communicator, Config, DEBUG_INFO_FILE, DEBUG_INFO_PIPE, Watchdog};
+use epoxide_testing::alone;
+
+use super::fake::{Fake, PATIENCE, REMOTE, patient, reason, tensor};
+
+fn watched(timeout: Duration) -> Config {
+    let watchdog = Some(Watchdog { interval: Duration::from_millis(10) });
+    Config { timeout, watchdog, ..patient() }
+}
+
+/// In the process that has the variables: `test`. Elsewhere starts that process, and gives what is to be found in the folder.
+fn with_folder(path: &str, test: impl FnOnce(&std::path::Path)) {
+    const FOLDER: &str = "NCCL_TEST_FOLDER";
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        return test(folder.as_ref());
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let ended = alone::one_test(path)
+        .env(FOLDER, folder.path())
+        .env(DEBUG_INFO_FILE, folder.path().join("info_"))
+        .env(DEBUG_INFO_PIPE, folder.path().join("ask_"))
+        .env("EPOXIDE_FLIGHT_RECORDER", folder.path().join("flight"))
+        .output()
+        .unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+}
+
+fn dump(folder: &std::path::Path) -> serde_json::Value {
+    let file = folder.join("info_0");
+    let start = Instant::now();
+    loop {
+        // It may not be there yet, or half.
+        let text = std::fs::read(&file).unwrap_or_default();
+        if let Ok(dump) = serde_json::from_slice(&text) {
+            std::fs::remove_file(&file).unwrap();
+            return dump;
+        }
+        assert!(start.elapsed() < PATIENCE, "no dump");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn gives_up_what_hangs_on_the_device_and_dumps() {
+    with_folder("watchdog::gives_up_what_hangs_on_the_device_and_dumps", |folder| {
+        let fake = Fake::new();
+        // A device that stands still unless it is driven: what is in its streams then is under way.
+        let machine = Machine::new(1);
+        let config = VirtConfig { executor: Executor::Manual(machine.clone()), ..VirtConfig::default() };
+        let device = VirtualGpu::new(config);
+        let config = watched(Duration::from_secs(1));
+        let communicator = Communicator::new(&fake.library, &device, &fake.id(), 0, 1, config).unwrap();
+        let (stream, data) = tensor(&device, &[1.0]);
+        let done = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
+        stream.synchronize().unwrap();
+        done.wait().unwrap();
+        // Nobody waits for this one, and the device does not come to what is in front of its event.
+        // SAFETY: the tensor's four bytes, which stay until the stream is synchronised.
+        unsafe { stream.fill(data.ptr(), 0, 4) }.unwrap();
+        let work = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
+
+        let dump = dump(folder);
+        assert!(dump["reason"].as_str().unwrap().contains("has not ended within 1s"), "{dump}");
+        assert_eq!((&dump["rank"], &dump["size"]), (&0.into(), &1.into()));
+        assert_eq!(dump["operations"][0]["state"], "completed");
+        assert_eq!(dump["operations"][1]["state"], "started");
+        assert_eq!(dump["operations"][1]["operation"], "all_reduce");
+        assert_eq!(dump["operations"][1]["reduction"], "f32 sum");
+        assert_eq!(dump["nccl"]["operations_under_way"], "all_reduce #1");
+        let error = work.wait().unwrap_err();
+        assert!(reason(&error).contains("has not ended within 1s"), "{error}");
+        assert!(folder.join("flight.test.rank0.json").exists());
+        stream.synchronize().unwrap();
+        // Whoever waits learns the reason before NCCL has been called; the drop waits for that.
+        drop(communicator);
+        assert_eq!(fake.calls("ncclCommAbort"), 1);
+        fake.assert_clean();
+    });
+}
+
+#[test]
+fn gives_up_what_hangs_in_a_call_of_nccl() {
+    with_folder("watchdog::gives_up_what_hangs_in_a_call_of_nccl", |folder| {
+        let fake = Fake::new();
+        let config = Config {
+            close_timeout: Duration::from_secs(2),
+            blocking: true,
+            ..watched(Duration::from_secs(1))
+        };
+        let communicator = fake.single(config);
+        let (stream, data) = tensor(communicator.device(), &[1.0]);
+        fake.set("ncclAllReduce", super::fake::HANG);
+        let error = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap_err();
+        assert!(reason(&error).contains("has not ended within 1s"), "{error}");
+        assert!(dump(folder)["reason"].as_str().unwrap().contains("all_reduce"));
+        drop(communicator);
+        fake.assert_clean();
+    });
+}
+
+#[test]
+fn gives_up_when_nccls_threads_fail_and_dumps_when_asked() {
+    with_folder("watchdog::gives_up_when_nccls_threads_fail_and_dumps_when_asked", |folder| {
+        let fake = Fake::new();
+        let communicator = fake.single(watched(PATIENCE));
+        let pipe = folder.join("ask_0.pipe");
+        let start = Instant::now();
+        while !pipe.exists() {
+            assert!(start.elapsed() < PATIENCE, "no pipe");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        for _ in 0..2 {
+            std::fs::OpenOptions::new().write(true).open(&pipe).unwrap().write_all(b"1").unwrap();
+            assert_eq!(dump(folder)["nccl"]["state"], "ready");
+        }
+        communicator.check().unwrap();
+        fake.fail_all(REMOTE);
+        let reported = dump(folder);
+        assert!(reported["reason"].as_str().unwrap().contains("remote process exited"), "{reported}");
+        assert!(reason(&communicator.check().unwrap_err()).contains("remote process exited"));
+        drop(communicator);
+        assert!(!pipe.exists());
+        fake.assert_clean();
+    });
+}

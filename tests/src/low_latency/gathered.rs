@@ -1,0 +1,74 @@
+//! The expert-major copy, against the oracle.
+
+use epoxide::Result;
+use epoxide::driver::Stream;
+use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::low_latency::{Buffer, Received};
+
+use super::{Data, LowLatencyCase, SCALE_ERROR};
+use crate::oracle::low_latency_plan;
+
+/// What the copy's memory holds before: rows behind those of an expert must hold it still.
+const BEFORE: u8 = 0xa5;
+
+impl LowLatencyCase {
+    /// What of the expert-major copy of a dispatch differs from the oracle.
+    ///
+    /// # Errors
+    /// Those of the calls.
+    pub(super) fn check_gathered(
+        &self,
+        buffer: &mut Buffer,
+        received: &Received<'_>,
+        data: &Data,
+        stream: &Stream,
+    ) -> Result<Vec<String>> {
+        let (experts, rows, hidden) =
+            (u64::from(buffer.local_experts()), buffer.rows(), u64::from(self.hidden));
+        let of_row = hidden.div_ceil(128);
+        let filled = |dtype: DType, shape: [u64; 2]| {
+            let tensor = Tensor::alloc(stream.device(), dtype, &shape)?;
+            let bytes = vec![BEFORE; (tensor.rows() * tensor.row_bytes()) as usize];
+            // SAFETY: the tensor was just made, and has so many bytes.
+            unsafe { stream.write(tensor.ptr(), &bytes)? };
+            Ok::<_, epoxide::Error>(tensor)
+        };
+        let x = filled(received.x.dtype(), [experts * rows, hidden])?;
+        let scales: Option<TypedTensor<'_, f32>> = match &received.scales {
+            Some(_) => Some(filled(DType::F32, [experts * of_row, rows])?.typed()?),
+            None => None,
+        };
+        buffer.gather_by_expert(received, &x, scales.as_ref(), StreamOrder::on(stream))?;
+        let mut got = vec![0u8; (x.rows() * x.row_bytes()) as usize];
+        // SAFETY: the tensor has so many bytes.
+        unsafe { stream.read(&mut got, x.ptr())? };
+        let got_scales = scales.map_or(Ok(Vec::new()), |scales| scales.values(stream))?;
+
+        let plan = low_latency_plan(&self.routing, buffer.rank());
+        let (row_bytes, rows) = (x.row_bytes() as usize, rows as usize);
+        let untouched = f32::from_bits(u32::from_ne_bytes([BEFORE; 4]));
+        let mut differing = Vec::new();
+        for (expert, list) in plan.expert_rows.iter().enumerate() {
+            for index in 0..rows {
+                let row = expert * rows + index;
+                let token = list.get(index).map(|&(source, token)| &data.x[source as usize][token as usize]);
+                let (bytes, want) = token.map_or_else(
+                    || (vec![BEFORE; row_bytes], vec![untouched; of_row as usize]),
+                    |x| self.as_it_travels(x),
+                );
+                if got[row * row_bytes..][..row_bytes] != bytes {
+                    let of = list.get(index);
+                    differing.push(format!("row {index} of expert {expert} is not as that of {of:?} came"));
+                }
+                for (block, want) in want.iter().enumerate().filter(|_| !got_scales.is_empty()) {
+                    let got = got_scales[(expert * of_row as usize + block) * rows + index];
+                    if (got - want).abs() > SCALE_ERROR * want.abs() {
+                        let of = format!("scale {block} of row {index} of expert {expert}");
+                        differing.push(format!("{of} is {got}, expected {want}"));
+                    }
+                }
+            }
+        }
+        Ok(differing)
+    }
+}

@@ -1,0 +1,135 @@
+//! Which sizes can be run: one rule, and one text of what is wrong, for every command that takes them.
+
+use epoxide::ep::DType;
+use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_TOPK};
+
+use crate::payload::ELEMENTS_PER_SCALE;
+
+/// Most elements of a row.
+const MOST_ELEMENTS: u64 = 1 << 24;
+/// Most tokens of a rank in low latency.
+const MOST_TOKENS: u32 = 1024;
+
+/// Sizes of what is dispatched and combined, as a command line gives them.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    /// Ranks of all nodes.
+    pub ranks: u32,
+    /// Whether the kernels are those of low latency.
+    pub low_latency: bool,
+    /// Tokens of each rank.
+    pub tokens: u32,
+    /// Fewest tokens that make sense: 0, or 1 where something is timed.
+    pub fewest_tokens: u32,
+    /// Elements of a row.
+    pub hidden: u64,
+    /// Element type of dispatched rows.
+    pub dtype: DType,
+    /// Experts of all ranks.
+    pub experts: u32,
+    /// Experts that a token selects.
+    pub topk: u32,
+}
+
+impl Sizes {
+    /// Whether they can be run.
+    ///
+    /// # Errors
+    /// The flag, its value, and the rule that it breaks.
+    pub fn check(&self) -> Result<(), String> {
+        let Sizes { ranks, tokens, fewest_tokens: fewest, hidden, experts, topk, .. } = *self;
+        if tokens < fewest && !self.low_latency {
+            return wrong("--tokens", tokens, format!("must be at least {fewest}"));
+        }
+        if self.low_latency && !(fewest..=MOST_TOKENS).contains(&tokens) {
+            return wrong(
+                "--tokens",
+                tokens,
+                format!("must be {fewest} to {MOST_TOKENS} with --mode low-latency"),
+            );
+        }
+        let (unit, why) = match self.low_latency && self.dtype.size() == 1 {
+            true => (ELEMENTS_PER_SCALE, format!("a scale is that of {ELEMENTS_PER_SCALE} elements")),
+            // In low latency rows come as BF16 and may leave as FP8.
+            false if self.low_latency => (8, "rows are multiples of 16 bytes".into()),
+            false => (16 / self.dtype.size(), "rows are multiples of 16 bytes".into()),
+        };
+        if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > MOST_ELEMENTS {
+            let rule = format!("must be a positive multiple of {unit} ({why}), at most {MOST_ELEMENTS}");
+            return wrong("--hidden", hidden, rule);
+        }
+        check_experts(experts, ranks)?;
+        if topk == 0 || topk > MAX_TOPK.min(experts) {
+            let rule = format!(
+                "must be 1 to {} (at most {MAX_TOPK}, and at most the number of experts)",
+                MAX_TOPK.min(experts)
+            );
+            return wrong("--topk", topk, rule);
+        }
+        Ok(())
+    }
+}
+
+/// Whether so many experts can be spread over so many ranks.
+///
+/// # Errors
+/// The flag, its value, and the rule that it breaks.
+pub fn check_experts(experts: u32, ranks: u32) -> Result<(), String> {
+    if experts == 0 || !experts.is_multiple_of(ranks) || experts / ranks > MAX_LOCAL_EXPERTS {
+        let rule = format!(
+            "must be a positive multiple of the {ranks} ranks, at most {MAX_LOCAL_EXPERTS} for each of them"
+        );
+        return wrong("--experts", experts, rule);
+    }
+    Ok(())
+}
+
+fn wrong(flag: &str, value: impl Into<u64>, rule: String) -> Result<(), String> {
+    Err(format!("{flag} {}: {rule}", value.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let right = Sizes {
+            ranks: 8,
+            low_latency: false,
+            tokens: 1,
+            fewest_tokens: 1,
+            hidden: 64,
+            dtype: DType::Bf16,
+            experts: 16,
+            topk: 8,
+        };
+        assert_eq!(right.check(), Ok(()));
+        let low_latency = Sizes { low_latency: true, ..right };
+        let quantised = Sizes { dtype: DType::Fp8E4m3, hidden: 256, ..low_latency };
+        assert_eq!((low_latency.check(), quantised.check()), (Ok(()), Ok(())));
+        for (sizes, text) in [
+            (Sizes { tokens: 0, ..right }, "--tokens 0: must be at least 1"),
+            (
+                Sizes { tokens: 1025, ..low_latency },
+                "--tokens 1025: must be 1 to 1024 with --mode low-latency",
+            ),
+            (Sizes { hidden: 2, ..right }, "--hidden 2: must be a positive multiple of 8 (rows"),
+            (
+                Sizes { hidden: 72, dtype: DType::Fp8E4m3, ..right },
+                "--hidden 72: must be a positive multiple of 16 (rows",
+            ),
+            (Sizes { hidden: 144, ..quantised }, "--hidden 144: must be a positive multiple of 128 (a scale"),
+            (Sizes { hidden: 1 << 25, ..right }, "--hidden 33554432: must be a positive multiple of 8"),
+            (Sizes { experts: 15, ..right }, "--experts 15: must be a positive multiple of the 8 ranks"),
+            (Sizes { experts: 0, ..low_latency }, "--experts 0: must be"),
+            (Sizes { experts: 8 * MAX_LOCAL_EXPERTS + 8, ..right }, "--experts 8200: must be"),
+            (Sizes { topk: 33, experts: 64, ..right }, "--topk 33: must be 1 to 32 (at most 32"),
+            (Sizes { topk: 17, ..right }, "--topk 17: must be 1 to 16 (at most 32"),
+            (Sizes { topk: 0, ..low_latency }, "--topk 0: must be 1 to 16"),
+        ] {
+            let error = sizes.check().unwrap_err();
+            assert!(error.starts_with(text), "{error}");
+        }
+    }
+}
