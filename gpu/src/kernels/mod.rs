@@ -51,7 +51,7 @@ pub use launch::*;
 pub use {
     combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES, epoch::JOINED_BYTES,
     internode_combine::MAX_INTERNODE_SLOT_BYTES, internode_notify::INTERNODE_NOTIFY_SHARED_BYTES,
-    low_latency::LOW_LATENCY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
+    low_latency::LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency::LOW_LATENCY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
 };
 
 /// What the host launches: makes the kernels' types public there, and lists them for the PTX.
@@ -77,7 +77,10 @@ kernels! {
     #[doc(hidden)] internode_notify::{InternodeNotify};
     #[doc(hidden)] internode_dispatch::{InternodeDispatch};
     #[doc(hidden)] internode_combine::{InternodeCombine};
-    #[doc(hidden)] low_latency::{LowLatencyDispatch, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyGather};
+    #[doc(hidden)] low_latency::{
+        LowLatencyDispatch, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyGather, LowLatencyInternodeDispatch,
+        LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8
+    };
     #[doc(hidden)] ceiling::{CeilingPush, CeilingPull};
     example::{MoeRouter, MoeExperts};
 }

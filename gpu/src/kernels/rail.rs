@@ -150,14 +150,28 @@ unsafe fn post(
     delivery: Delivery,
     operation: Operation,
 ) -> Posted {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        post_to(comm, queue_of(comm, wire, node, channel), node, delivery, operation)
+    }
+}
+
+/// The same on a queue of which its memory and the count of what was posted are given; `peer`: whom a wait for its proxy names.
+#[inline(always)]
+pub unsafe fn post_to(
+    comm: &Comm,
+    (queue, posted): (u64, u64),
+    peer: u32,
+    delivery: Delivery,
+    operation: Operation,
+) -> Posted {
     // SAFETY: the queue's memory is mapped. The position is this caller's alone, and its entry free once the proxy has
     // taken the request that had it before.
     unsafe {
-        let (queue, posted) = queue_of(comm, wire, node, channel);
         let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
         let taken = queue + offset_of!(QueueWords, taken) as u64;
         if ticket > RING_ENTRIES
-            && !wait_at_least(comm, taken, ticket - RING_ENTRIES, node, operation.epoch, operation.queue_wait)
+            && !wait_at_least(comm, taken, ticket - RING_ENTRIES, peer, operation.epoch, operation.queue_wait)
         {
             return Posted::NONE;
         }

@@ -11,6 +11,7 @@ mod example;
 mod handle;
 mod limits;
 mod low_latency;
+mod low_latency_internode;
 mod pool;
 mod ring;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -30,6 +31,8 @@ pub use call::*;
 pub use handle::*;
 #[doc(hidden)]
 pub use low_latency::*;
+#[doc(hidden)]
+pub use low_latency_internode::*;
 #[doc(hidden)]
 pub use pool::*;
 #[doc(hidden)]

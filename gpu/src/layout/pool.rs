@@ -268,4 +268,6 @@ pub enum Wait {
     LowLatencyOtherCall = 23,
     /// Nothing: an expert id is out of range.
     LowLatencyExpert = 24,
+    /// The proxy of a queue, in a low-latency operation.
+    LowLatencyQueue = 25,
 }

@@ -47,7 +47,7 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let first = Ahead::of(&args, ctaid(), sends & !as_packets);
     let first_piece = PieceAhead::of(&args, Piece::first_of_warp(false), sends & as_packets);
     let answered = ld_u64(args.common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64);
-    let begun = begin(&args.common, &shared);
+    let begun = begin(&args.common, shared.members);
     if sends {
         send(&args, &begun, answered, first, first_piece);
         trace(comm, Phase::Moved);
@@ -79,14 +79,14 @@ impl Ahead {
 }
 
 /// The lane's entry of a token.
-struct Entry {
-    expert: i64,
-    weight: f32,
+pub(super) struct Entry {
+    pub(super) expert: i64,
+    pub(super) weight: f32,
 }
 
 impl Entry {
     #[inline(always)]
-    unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> Entry {
+    pub(super) unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> Entry {
         // SAFETY: inputs are there from the kernel's start.
         unsafe {
             let at = (token * args.common.num_topk + laneid()) as u64;
@@ -136,15 +136,15 @@ impl PieceAhead {
 
 /// A thread's two vectors of a turn through a row, 32 bytes for each thread of the block: as rows travel, a block's worth of 16 bytes apart,
 /// so that a warp's stores are whole lines; of rows that are quantised first, the two that make one.
-struct Pair {
-    first: [u32; 4],
-    second: [u32; 4],
+pub(super) struct Pair {
+    pub(super) first: [u32; 4],
+    pub(super) second: [u32; 4],
 }
 
 impl Pair {
     /// Offsets of the two in the row at `x`.
     #[inline(always)]
-    fn offsets(args: &LowLatencyDispatchArgs, turn: u32) -> (u32, u32) {
+    pub(super) fn offsets(args: &LowLatencyDispatchArgs, turn: u32) -> (u32, u32) {
         let start = turn * ntid() * 32;
         if args.quantise == Quantise::Not as u32 {
             (start + tid() * 16, start + tid() * 16 + ntid() * 16)
@@ -155,7 +155,7 @@ impl Pair {
 
     /// Zeros where the row ends before them.
     #[inline(always)]
-    unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, turn: u32, is_there: bool) -> Pair {
+    pub(super) unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, turn: u32, is_there: bool) -> Pair {
         // SAFETY: loads that are made lie in the row.
         unsafe {
             let bytes = bytes_of_x(args);
@@ -171,7 +171,7 @@ impl Pair {
 
 /// Bytes of a row at `x`.
 #[inline(always)]
-fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
+pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 

@@ -13,7 +13,7 @@
 
 use super::epoch::{Deadline, Phase, aborted, pool_of, record, share, trace};
 use crate::layout::{
-    Comm, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, MAX_RANKS, PIECE_BYTES,
+    Comm, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, MAX_MEMBERS, MAX_RANKS, PIECE_BYTES,
     PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, pieces_of, ready_offset,
 };
 use crate::simt::*;
@@ -22,13 +22,16 @@ mod combine;
 mod dispatch;
 mod fp8;
 mod gather;
+mod internode;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
     combine::{LowLatencyCombineBf16, LowLatencyCombineFp8},
     dispatch::LowLatencyDispatch,
     gather::LowLatencyGather,
+    internode::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch},
 };
+pub use internode::LOW_LATENCY_INTERNODE_SHARED_BYTES;
 
 /// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from each rank; rows of an expert that each
 /// warp has found; the members.
@@ -73,9 +76,9 @@ unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
 }
 
 /// Begins a block's part of the operation; all threads call it. A rank that gave up waiting in an operation before takes no part: it sends
-/// nothing any more, so that no peer takes what it left undone for done.
+/// nothing any more, so that no peer takes what it left undone for done. `members`: a word of shared memory for the members.
 #[inline(always)]
-unsafe fn begin(args: &LowLatencyArgs, shared: &Shared) -> Begun {
+unsafe fn begin(args: &LowLatencyArgs, members: u32) -> Begun {
     // SAFETY: `local` and the place's turns are live. Thread 0 asks for the block, since a wait may expire meanwhile in another one.
     unsafe {
         // Stable for a block until it has added its shares, which it does behind a barrier.
@@ -86,14 +89,16 @@ unsafe fn begin(args: &LowLatencyArgs, shared: &Shared) -> Begun {
             // Both loads are in flight together.
             let left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
             has_given_up = aborted(&args.comm);
-            st_shared_u32(shared.members, !(u32::MAX << args.comm.num_ranks) & !left_out);
+            // A group has ranks, and no more than bits.
+            let all = u32::MAX >> ((32 - args.comm.num_ranks) & 31);
+            st_shared_u32(members, all & !left_out);
         }
         let takes_part = !barrier_any(has_given_up);
         Begun {
             epoch: ticket / QUANTUM + 1,
             dispatches: turns / QUANTUM,
             takes_part,
-            members: shared.members,
+            members,
         }
     }
 }
@@ -120,7 +125,7 @@ impl Begun {
     #[inline(always)]
     unsafe fn has_member(&self, rank: u32) -> bool {
         // SAFETY: passed on to the caller.
-        rank < MAX_RANKS as u32 && unsafe { self.members() } >> rank & 1 != 0
+        rank < MAX_MEMBERS as u32 && unsafe { self.members() } >> rank & 1 != 0
     }
 }
 

@@ -17,7 +17,8 @@ mod receive;
 mod send;
 
 use self::receive::receive;
-use self::send::{Ahead, Most, send};
+pub(super) use self::send::{Ahead, return_row};
+use self::send::{Most, send};
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
@@ -71,7 +72,7 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
         let first = Ahead::of(args, ctaid(), sends);
         let first_piece = Ahead::of_piece(args, Piece::first_of_warp(false), sends);
         let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
-        let begun = begin(&args.common, &shared);
+        let begun = begin(&args.common, shared.members);
         if sends && begun.takes_part {
             send::<FP8>(args, &begun, most, first, first_piece);
             trace(comm, Phase::Moved);
@@ -87,19 +88,19 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
 
 /// Bytes of a BF16 row, as experts made it and as it is summed.
 #[inline(always)]
-fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
+pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
 }
 
 /// Adds eight numbers, `weight` times.
 #[inline(always)]
-fn add(sum: &mut [f32; 8], numbers: [f32; 8], weight: f32) {
+pub(super) fn add(sum: &mut [f32; 8], numbers: [f32; 8], weight: f32) {
     unroll8!(J => { sum[J] += numbers[J] * weight });
 }
 
 /// Eight sums as BF16.
 #[inline(always)]
-fn round(sum: &[f32; 8]) -> [u32; 4] {
+pub(super) fn round(sum: &[f32; 8]) -> [u32; 4] {
     let mut vector = [0; 4];
     unroll4!(J => { vector[J] = pack_bf16x2(sum[2 * J], sum[2 * J + 1]) });
     vector

@@ -15,7 +15,7 @@ use crate::simt::*;
 const WARP_BYTES: u32 = 512;
 
 /// What a lane reads of a received row before it knows anything else: loads that are in flight together take the time of one.
-pub(super) struct Ahead {
+pub(in super::super) struct Ahead {
     /// Tokens of the row's source.
     tokens: u32,
     /// Of the lane's entry: where it is, negative where the expert is on another rank, and its weight, which then says nothing.
@@ -41,7 +41,7 @@ impl Ahead {
     }
 
     #[inline(always)]
-    unsafe fn of_row(args: &LowLatencyCombineArgs, source: u32, token: u32, is_there: bool) -> Ahead {
+    pub(in super::super) unsafe fn of_row(args: &LowLatencyCombineArgs, source: u32, token: u32, is_there: bool) -> Ahead {
         // SAFETY: tables have all rows; a dispatch that an earlier kernel has completed wrote what says something.
         unsafe {
             let common = &args.common;
@@ -116,7 +116,10 @@ pub(super) unsafe fn send<const FP8: bool>(
             let after = Ahead::of(args, next, true);
             let (token, source) = (index / comm.num_ranks, index % comm.num_ranks);
             if token < ahead.tokens && !in_packets(common, ahead.tokens) {
-                return_row::<FP8>(args, source, token, ahead);
+                let to = pool_of(comm, source)
+                    + common.place.returned_x
+                    + (comm.rank * common.max_tokens + token) as u64 * row_stride(bf16_bytes::<FP8>(args) as u64);
+                return_row::<FP8>(args, source * common.max_tokens + token, ahead, to);
             }
             unsaid += 1;
             if unsaid == ROWS_AT_ONCE || next >= rows {
@@ -153,17 +156,18 @@ unsafe fn say_returned(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
     }
 }
 
-/// Writes this rank's share of a token of `source` into that one's pool, if it has one. All threads of the block call it.
+/// Writes this rank's share of the received row `row` to `to`, if it has one. All threads of the block call it.
 #[inline(always)]
-unsafe fn return_row<const FP8: bool>(args: &LowLatencyCombineArgs, source: u32, token: u32, ahead: Ahead) {
+pub(in super::super) unsafe fn return_row<const FP8: bool>(
+    args: &LowLatencyCombineArgs,
+    row: u32,
+    ahead: Ahead,
+    to: u64,
+) {
     // SAFETY: passed on to the caller.
     unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let share = Share::of(args, source * common.max_tokens + token, ahead);
+        let share = Share::of(args, row, ahead);
         let (lane, bytes) = (laneid(), bf16_bytes::<FP8>(args));
-        let to = pool_of(comm, source)
-            + common.place.returned_x
-            + (comm.rank * common.max_tokens + token) as u64 * row_stride(bytes as u64);
         // Whole warps go on together, since lanes ask each other; a lane has two vectors of each entry, so that their loads are in flight
         // together: a turn's and those of another one, or the two that make one of e4m3.
         let (mut turn, warps) = (tid() / 32, ntid() / 32);

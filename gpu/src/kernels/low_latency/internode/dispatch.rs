@@ -1,0 +1,473 @@
+//! Low-latency dispatch across nodes: the rows of the tokens that another rank gets travel behind each other, in one message.
+//!
+//! What makes it sound: a slot has one block of one rank that writes it; the message's packet is released by the block that wrote the rank's
+//! last token, which has acquired what the others did, and nobody reads a message before its packet. An expert's tables have one block, a
+//! received row one warp. The threads of a block meet at a barrier between the writers and readers of each word of shared memory; collectives
+//! stand where all lanes of a warp arrive.
+
+use core::mem::offset_of;
+
+use epoxide_macros::kernel;
+
+use super::super::super::epoch::{Phase, record, share, trace};
+use super::super::dispatch::{Entry, Pair, bytes_of_x};
+use super::super::fp8::{from_bf16, quantised};
+use super::super::{Begun, begin, completes, finish};
+use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
+use crate::layout::{
+    DISPATCH_HEADER, LowLatencyInternodeDispatchArgs, LowLatencySlot, LowLatencyTurns, MAX_MEMBERS, MAX_TOPK,
+    Quantise, SCALE_BLOCK, Wait, phase, row_stride,
+};
+use crate::simt::*;
+
+/// Sends rows, or waits for them and says which expert has which, or both.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 12, registers = 128,
+    requires(
+        args.dispatch.common.comm.num_ranks >= 1,
+        args.dispatch.common.comm.num_ranks <= MAX_MEMBERS as u32,
+        args.dispatch.common.num_topk >= 1,
+        args.dispatch.common.num_topk <= MAX_TOPK,
+        args.dispatch.common.local_experts >= 1,
+        args.dispatch.common.num_tokens <= args.dispatch.common.max_tokens,
+        args.dispatch.row_bytes.is_multiple_of(16),
+        args.dispatch.quantise == Quantise::Not as u32 || args.dispatch.row_bytes.is_multiple_of(SCALE_BLOCK),
+    )
+)]
+pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchArgs) {
+    let common = &args.dispatch.common;
+    let shared = Shared::lay_out();
+    trace(&common.comm, Phase::Enter);
+    let answered = ld_u64(common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64);
+    let begun = begin(common, shared.members);
+    if common.phases & phase::SEND != 0 {
+        send(&args, &shared, &begun, answered);
+        trace(&common.comm, Phase::Moved);
+    }
+    if common.phases & phase::RECEIVE != 0 {
+        receive(&args, &shared, &begun);
+        finish(&common.comm);
+    }
+}
+
+/// Scales of a row as it travels.
+#[inline(always)]
+fn scales_of(args: &LowLatencyInternodeDispatchArgs) -> u32 {
+    if args.dispatch.quantise == Quantise::Not as u32 {
+        args.dispatch.num_scales
+    } else {
+        args.dispatch.row_bytes / SCALE_BLOCK
+    }
+}
+
+#[inline(always)]
+fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
+    LowLatencySlot::new(args.dispatch.row_bytes, scales_of(args), args.dispatch.common.num_topk)
+}
+
+/// Writes this rank's tokens into the messages, a token to a block. `answered`: how many dispatches there had been in the place when a combine
+/// answered one last.
+#[inline(always)]
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun, answered: u64) {
+    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    unsafe {
+        let (common, messages) = (&args.dispatch.common, &args.messages);
+        let (thread, warp) = (tid(), tid() / 32);
+        let mut takes_part = begun.takes_part;
+        if begun.dispatches != answered {
+            let is_ready = !takes_part || warp != 0 || wait_ready(common, messages, begun);
+            takes_part &= !barrier_any(!is_ready);
+        }
+        if takes_part {
+            if thread < MEMBERS {
+                st_shared_u32(shared.of_rank + thread * 4, 0);
+            }
+            let (mut token, mut counted) = (ctaid(), 0);
+            while token < common.num_tokens {
+                // What the token before needed of shared memory has been read.
+                barrier_sync();
+                count(args, shared, counted, token, begun);
+                counted = token;
+                barrier_sync();
+                if thread < common.comm.num_ranks {
+                    let position = ld_shared_u32(shared.of_rank + thread * 4);
+                    st_u32(messages.positions.0 + (token * MEMBERS + thread) as u64 * 4, position);
+                    let at = DISPATCH_HEADER as u64 + position as u64 * slot_of(args).bytes as u64;
+                    shared.set_address(thread, Route::to(messages, thread).written(Kind::Dispatch) + at);
+                }
+                barrier_sync();
+                let mask = write_entries(args, shared, token, begun);
+                if thread == 0 {
+                    st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
+                }
+                write_row(args, shared, token, mask);
+                barrier_sync();
+                if warp == 0 {
+                    say_written(args, token, begun);
+                }
+                token += nctaid();
+            }
+            if common.num_tokens == 0 && ctaid() == 0 && warp == 0 {
+                send_messages(args, begun);
+            }
+        }
+        // As within a node: all threads have read it in front of a barrier.
+        if thread == 0 {
+            red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
+        }
+    }
+}
+
+/// Adds the tokens from `from` to `to` to those that each rank has in its message. All threads of the block call it.
+#[inline(always)]
+unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u32, to: u32, begun: &Begun) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (lane, mut turn, mut own) = (laneid(), tid() / 32, 0);
+        while from + turn * 32 < to {
+            let token = from + turn * 32 + lane;
+            own += votes_of(args, if token < to { ranks_of(args, token, begun) } else { 0 });
+            turn += ntid() / 32;
+        }
+        if lane < args.dispatch.common.comm.num_ranks {
+            red_relaxed_cta_shared_add_u32(shared.of_rank + lane * 4, own);
+        }
+    }
+}
+
+/// In lane r, of how many lanes the mask has bit r. The whole warp calls it.
+#[inline(always)]
+unsafe fn votes_of(args: &LowLatencyInternodeDispatchArgs, mask: u32) -> u32 {
+    // SAFETY: the caller says that all lanes are here.
+    unsafe {
+        syncwarp();
+        let (lane, mut rank, mut own) = (laneid(), 0, 0);
+        while rank < args.dispatch.common.comm.num_ranks {
+            let votes = ballot(mask >> rank & 1 != 0).count_ones();
+            own += if lane == rank { votes } else { 0 };
+            rank += 1;
+        }
+        own
+    }
+}
+
+/// The member that a global expert id is of, with the id on that rank.
+#[inline(always)]
+unsafe fn owner_of(args: &LowLatencyInternodeDispatchArgs, expert: i64, begun: &Begun) -> Option<(u32, u32)> {
+    let common = &args.dispatch.common;
+    if expert < 0 || expert >= (common.local_experts * common.comm.num_ranks) as i64 {
+        return None;
+    }
+    let (rank, local) = (expert as u32 / common.local_experts, expert as u32 % common.local_experts);
+    // SAFETY: passed on to the caller. What a token's experts on ranks that are left out would add is missing.
+    unsafe { begun.has_member(rank).then_some((rank, local)) }
+}
+
+/// The ranks that a token goes to, as bits, by one thread alone.
+#[inline(always)]
+unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &Begun) -> u32 {
+    // SAFETY: inputs are there from the kernel's start.
+    unsafe {
+        let topk = args.dispatch.common.num_topk;
+        let (mut entry, mut mask) = (0, 0);
+        while entry < topk {
+            let expert = ld_i64(args.dispatch.topk_idx.0 + (token * topk + entry) as u64 * 8);
+            if let Some((rank, _)) = owner_of(args, expert, begun) {
+                mask |= 1 << rank;
+            }
+            entry += 1;
+        }
+        mask
+    }
+}
+
+/// The ranks that a token goes to, as bits; writes its index and its entries into their slots. All threads of the block call it.
+#[inline(always)]
+unsafe fn write_entries(
+    args: &LowLatencyInternodeDispatchArgs,
+    shared: &Shared,
+    token: u32,
+    begun: &Begun,
+) -> u32 {
+    // SAFETY: passed on to the kernel's caller. The first warp alone writes.
+    unsafe {
+        let common = &args.dispatch.common;
+        let entry = Entry::of(&args.dispatch, token, true);
+        let experts = (common.local_experts * common.comm.num_ranks) as i64;
+        if entry.expert >= experts || entry.expert < -1 {
+            let (peer, expert) = (common.comm.rank, entry.expert as u64);
+            record(&common.comm, 0, peer, begun.epoch, token as u64, expert, Wait::LowLatencyExpert);
+        }
+        let (rank, local) = owner_of(args, entry.expert, begun).unwrap_or((u32::MAX, 0));
+        let mask = redux_or(if rank < MEMBERS { 1 << rank } else { 0 });
+        let (slot, lane, mut left) = (slot_of(args), laneid(), mask);
+        while left != 0 && tid() < 32 {
+            let to = left.trailing_zeros();
+            left &= left - 1;
+            let at = shared.address(to);
+            if lane == 0 {
+                st_u32(at + slot.token as u64, token);
+            }
+            if lane < common.num_topk {
+                let at = at + slot.entries as u64 + lane as u64 * 8;
+                st_u32(at, if rank == to { local } else { u32::MAX });
+                st_f32(at + 4, entry.weight);
+            }
+        }
+        mask
+    }
+}
+
+/// Writes a token's row, as it is or quantised, and its scales into the slots of the ranks of `mask`. All threads of the block call it.
+#[inline(always)]
+unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, token: u32, mask: u32) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let dispatch = &args.dispatch;
+        let mut turn = 0;
+        while turn * ntid() * 32 < bytes_of_x(dispatch) {
+            let pair = Pair::of(dispatch, token, turn, true);
+            let (first, second) = Pair::offsets(dispatch, turn);
+            if dispatch.quantise == Quantise::Not as u32 {
+                let mut left = mask;
+                while left != 0 {
+                    let at = shared.address(left.trailing_zeros());
+                    left &= left - 1;
+                    if first < dispatch.row_bytes {
+                        st_v4(at + first as u64, pair.first);
+                    }
+                    if second < dispatch.row_bytes {
+                        st_v4(at + second as u64, pair.second);
+                    }
+                }
+            } else {
+                let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
+                let (vector, scale) = quantised(&numbers, dispatch.quantise);
+                let (at, mut left) = (first / 2, mask);
+                while left != 0 && at < dispatch.row_bytes {
+                    let slot = shared.address(left.trailing_zeros());
+                    left &= left - 1;
+                    st_v4(slot + at as u64, vector);
+                    if at.is_multiple_of(SCALE_BLOCK) {
+                        st_f32(slot + (dispatch.row_bytes + at / SCALE_BLOCK * 4) as u64, scale);
+                    }
+                }
+            }
+            turn += 1;
+        }
+        let mut scale = tid();
+        while scale < dispatch.num_scales {
+            let value = ld_f32(dispatch.scales.0 + (token * dispatch.num_scales + scale) as u64 * 4);
+            let mut left = mask;
+            while left != 0 {
+                let slot = shared.address(left.trailing_zeros());
+                left &= left - 1;
+                st_f32(slot + (dispatch.row_bytes + scale * 4) as u64, value);
+            }
+            scale += ntid();
+        }
+    }
+}
+
+/// Adds a token that the block has written, and sends all messages where it was the rank's last. A warp calls it, behind a barrier of the
+/// block.
+#[inline(always)]
+unsafe fn say_written(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &Begun) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let is_last =
+            laneid() == 0 && completes(args.messages.written.0, token, args.dispatch.common.num_tokens);
+        if ballot(is_last) != 0 {
+            // What the first lane acquired.
+            syncwarp();
+            send_messages(args, begun);
+        }
+    }
+}
+
+/// Sends each member the message for it. A warp calls it, behind all that was written.
+#[inline(always)]
+unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
+    // SAFETY: passed on to the caller. A message's header has this lane as its only writer.
+    unsafe {
+        let (common, lane) = (&args.dispatch.common, laneid());
+        let (mut first, mut slots) = (0, 0);
+        while first < common.num_tokens {
+            let token = first + lane;
+            let is_there = token < common.num_tokens;
+            let at = common.tables.token_ranks.0 + if is_there { token as u64 * 4 } else { 0 };
+            let mask = ld_u32(at);
+            slots += votes_of(args, if is_there { mask } else { 0 });
+            first += 32;
+        }
+        if begun.has_member(lane) {
+            let route = Route::to(&args.messages, lane);
+            st_u32(route.written(Kind::Dispatch), slots);
+            let bytes = DISPATCH_HEADER as u64 + slots as u64 * slot_of(args).bytes as u64;
+            deliver(common, route, lane, Kind::Dispatch, bytes, begun.epoch);
+        }
+    }
+}
+
+/// Waits for the messages, says which expert has which of their rows, and puts these where they belong.
+#[inline(always)]
+unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
+    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
+    unsafe {
+        let (common, messages, thread) = (&args.dispatch.common, &args.messages, tid());
+        if !wait_messages::<true>(common, messages, shared, begun) {
+            return;
+        }
+        if ctaid() == 0 && thread < MEMBERS {
+            let at = thread as u64 * 4;
+            st_u32(common.tables.num_tokens.0 + at, ld_shared_u32(shared.tokens + thread * 4));
+            st_u32(messages.num_slots.0 + at, ld_shared_u32(shared.slots + thread * 4));
+        }
+        let all = shared.all_slots(common.comm.num_ranks);
+        let mut expert = ctaid();
+        while expert < common.local_experts {
+            list_rows(args, shared, expert, all);
+            expert += nctaid();
+        }
+        let mut number = tid() / 32 * nctaid() + (nctaid() - 1 - ctaid());
+        while number < all {
+            let (source, index) = shared.slot(common.comm.num_ranks, number);
+            take_row(args, source, index);
+            number += nctaid() * (ntid() / 32);
+        }
+    }
+}
+
+/// Where a slot of a rank's message is.
+#[inline(always)]
+unsafe fn arrived(args: &LowLatencyInternodeDispatchArgs, source: u32, index: u32) -> u64 {
+    // SAFETY: passed on to the caller.
+    let message = unsafe { Route::to(&args.messages, source).arrives(Kind::Dispatch) };
+    message + DISPATCH_HEADER as u64 + index as u64 * slot_of(args).bytes as u64
+}
+
+/// The index of a slot's token on its rank.
+#[inline(always)]
+unsafe fn token_of(args: &LowLatencyInternodeDispatchArgs, slot: u64) -> u32 {
+    // SAFETY: passed on to the caller. Whatever a peer says, it is an index.
+    unsafe { ld_u32(slot + slot_of(args).token as u64).min(args.dispatch.common.max_tokens - 1) }
+}
+
+/// Puts a row and its scales where they belong. The whole warp calls it.
+#[inline(always)]
+unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, source: u32, index: u32) {
+    // SAFETY: passed on to the caller; a token is in its source's message once.
+    unsafe {
+        let (dispatch, common, messages) = (&args.dispatch, &args.dispatch.common, &args.messages);
+        let slot = arrived(args, source, index);
+        let (first, lane) = (source * common.max_tokens, laneid());
+        let token = token_of(args, slot);
+        let row = first + token;
+        if lane == 0 {
+            st_u32(messages.slot_tokens.0 + (first + index) as u64 * 4, token);
+        }
+        let to = messages.recv_x.0 + row as u64 * row_stride(dispatch.row_bytes as u64);
+        let mut at = lane * 16;
+        while at < dispatch.row_bytes {
+            // Four at a time, so that their loads are in flight together.
+            let mut vectors = [[0; 4]; 4];
+            unroll4!(J => {
+                let at = at + J as u32 * 512;
+                vectors[J] = ld_stream_v4_if(at < dispatch.row_bytes, slot + at as u64);
+            });
+            unroll4!(J => {
+                let at = at + J as u32 * 512;
+                if at < dispatch.row_bytes {
+                    st_v4(to + at as u64, vectors[J]);
+                }
+            });
+            at += 2048;
+        }
+        let rows = (common.comm.num_ranks * common.max_tokens) as u64;
+        let mut scale = lane;
+        while scale < scales_of(args) {
+            let value = ld_f32(slot + (dispatch.row_bytes + scale * 4) as u64);
+            st_f32(messages.recv_scales.0 + (scale as u64 * rows + row as u64) * 4, value);
+            scale += 32;
+        }
+    }
+}
+
+/// Lists the rows of a local expert, by source rank, then by token. All threads of the block call it; `all`: slots of all messages.
+#[inline(always)]
+unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, expert: u32, all: u32) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (common, comm) = (&args.dispatch.common, &args.dispatch.common.comm);
+        let (thread, warp, lane) = (tid(), tid() / 32, laneid());
+        let rows = comm.num_ranks * common.max_tokens;
+        if thread < MEMBERS {
+            st_shared_u32(shared.of_rank + thread * 4, 0);
+        }
+        let (mut first, mut found) = (0, 0);
+        while first < all {
+            let (source, index) = shared.slot(comm.num_ranks, first + thread);
+            let (mut entries, mut token, mut at) = (0, 0, 0);
+            if source < comm.num_ranks {
+                let slot = arrived(args, source, index);
+                (token, at) = (token_of(args, slot), slot + slot_of(args).entries as u64);
+                let mut entry = 0;
+                while entry < common.num_topk {
+                    let of = ld_u32(at + entry as u64 * 8);
+                    entries |= ((of == expert) as u32) << entry;
+                    if expert == 0 && of >= common.local_experts {
+                        // The others' entries have no block of their own.
+                        let row = source * common.max_tokens + token;
+                        st_i32(common.tables.slots.0 + (row * common.num_topk + entry) as u64 * 4, -1);
+                    }
+                    entry += 1;
+                }
+            }
+            syncwarp();
+            let hits = ballot(entries != 0);
+            if lane == 0 {
+                st_shared_u32(shared.of_warp + warp * 4, hits.count_ones());
+            }
+            barrier_sync();
+            let (mut before, mut hit, mut other) = (0, 0, 0);
+            while other < ntid() / 32 {
+                let count = ld_shared_u32(shared.of_warp + other * 4);
+                before += if other < warp { count } else { 0 };
+                hit += count;
+                other += 1;
+            }
+            if entries != 0 {
+                let row = source * common.max_tokens + token;
+                let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
+                st_i32(common.tables.expert_rows.0 + slot as u64 * 4, row as i32);
+                st_i32(common.tables.src_info.0 + slot as u64 * 4, token as i32);
+                while entries != 0 {
+                    let entry = entries.trailing_zeros();
+                    entries &= entries - 1;
+                    let of_row = (row * common.num_topk + entry) as u64 * 4;
+                    st_i32(common.tables.slots.0 + of_row, slot as i32);
+                    st_f32(common.tables.weights.0 + of_row, ld_f32(at + entry as u64 * 8 + 4));
+                }
+                red_relaxed_cta_shared_add_u32(shared.of_rank + source * 4, 1);
+            }
+            (first, found) = (first + ntid(), found + hit);
+            barrier_sync();
+        }
+        barrier_sync();
+        if thread < comm.num_ranks {
+            let (mut begin, mut source) = (0, 0);
+            while source < thread {
+                begin += ld_shared_u32(shared.of_rank + source * 4);
+                source += 1;
+            }
+            let count = ld_shared_u32(shared.of_rank + thread * 4);
+            let range = common.tables.layout_range.0 + (expert * comm.num_ranks + thread) as u64 * 8;
+            st_u64(range, (begin as u64) << 32 | count as u64);
+        }
+        if thread == 0 {
+            st_u32(common.tables.expert_counts.0 + expert as u64 * 4, found);
+        }
+        // The words are the next expert's.
+        barrier_sync();
+    }
+}

@@ -1,0 +1,262 @@
+//! Low latency across nodes: each rank sends each one message in a dispatch and one in a combine. Where the receiver's memory is mapped,
+//! within a node or across, the message is written there; elsewhere it is written where one put takes it from. All ranks are alike, but for
+//! that.
+//!
+//! The packet that says which call a rank has entered comes behind its message, so that whoever has seen all packets has all rows. Messages of
+//! a dispatch are of no fixed length: their rows are put where they belong by the receiver, each token's to the row of its number as within a
+//! node.
+//!
+//! Why nothing is overwritten that somebody still reads: as within a node. A message of a dispatch may be written, here for a put or there,
+//! once a combine has answered the last one in its place, for then the answer of each rank has come, or once all have entered the dispatch; a
+//! message of a combine once a dispatch into its place has come from each rank, which had ended the combine before.
+
+use core::mem::offset_of;
+
+use super::super::epoch::{Phase, record, trace, wait_at_least};
+use super::super::rail::{Delivery, Operation, post_to};
+use super::{Begun, wait_packet};
+use crate::layout::{
+    LowLatencyArgs, LowLatencyCall, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencyWords,
+    MAX_MEMBERS, QueueHandle, Wait,
+};
+use crate::simt::*;
+
+mod combine;
+mod dispatch;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub use {
+    combine::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8},
+    dispatch::LowLatencyInternodeDispatch,
+};
+
+const MEMBERS: u32 = MAX_MEMBERS as u32;
+
+/// Shared memory of these kernels, in bytes: the low and the high halves of an address for each rank; tokens and slots of each rank; how many
+/// of an expert's rows are of each rank, or of a token's message before it; how many each warp has found; the members.
+pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = (5 * MEMBERS + 32 + 1) * 4;
+
+/// The parts of shared memory, as offsets in the shared window.
+struct Shared {
+    low: u32,
+    high: u32,
+    tokens: u32,
+    slots: u32,
+    of_rank: u32,
+    of_warp: u32,
+    members: u32,
+}
+
+impl Shared {
+    #[inline(always)]
+    fn lay_out() -> Shared {
+        let low = dynamic_shared();
+        let high = low + MEMBERS * 4;
+        let tokens = high + MEMBERS * 4;
+        let slots = tokens + MEMBERS * 4;
+        let of_rank = slots + MEMBERS * 4;
+        let of_warp = of_rank + MEMBERS * 4;
+        Shared { low, high, tokens, slots, of_rank, of_warp, members: of_warp + 32 * 4 }
+    }
+
+    /// Notes an address for a rank.
+    #[inline(always)]
+    unsafe fn set_address(&self, rank: u32, address: u64) {
+        // SAFETY: the word is the block's; the caller sees to barriers.
+        unsafe {
+            st_shared_u32(self.low + rank * 4, address as u32);
+            st_shared_u32(self.high + rank * 4, (address >> 32) as u32);
+        }
+    }
+
+    /// The address that was noted for a rank.
+    #[inline(always)]
+    unsafe fn address(&self, rank: u32) -> u64 {
+        // SAFETY: the word is the block's; the caller sees to barriers.
+        unsafe { (ld_shared_u32(self.high + rank * 4) as u64) << 32 | ld_shared_u32(self.low + rank * 4) as u64 }
+    }
+
+    /// Which rank's slot the one of number `number` is, all ranks' slots behind each other, and its number there; the number of ranks where
+    /// there is no such slot.
+    #[inline(always)]
+    unsafe fn slot(&self, num_ranks: u32, number: u32) -> (u32, u32) {
+        let (mut of, mut index, mut rank) = (0, number, 0);
+        while rank < num_ranks {
+            // SAFETY: the word is the block's; the caller sees to barriers.
+            let slots = unsafe { ld_shared_u32(self.slots + rank * 4) };
+            if of == rank && index >= slots {
+                (of, index) = (of + 1, index - slots);
+            }
+            rank += 1;
+        }
+        (of, index)
+    }
+
+    /// Slots of all ranks.
+    #[inline(always)]
+    unsafe fn all_slots(&self, num_ranks: u32) -> u32 {
+        let (mut all, mut rank) = (0, 0);
+        while rank < num_ranks {
+            // SAFETY: the word is the block's; the caller sees to barriers.
+            all += unsafe { ld_shared_u32(self.slots + rank * 4) };
+            rank += 1;
+        }
+        all
+    }
+}
+
+/// A route of the table, by its address.
+#[derive(Clone, Copy)]
+struct Route(u64);
+
+impl Route {
+    #[inline(always)]
+    fn to(messages: &LowLatencyMessages, rank: u32) -> Route {
+        Route(messages.routes.0 + rank as u64 * size_of::<LowLatencyRoute>() as u64)
+    }
+
+    /// The u64 of a [`LowLatencyRoute`] at this offset.
+    #[inline(always)]
+    unsafe fn field(&self, offset: usize) -> u64 {
+        // SAFETY: the table has an entry for every rank, which the host wrote.
+        unsafe { ld_u64(self.0 + offset as u64) }
+    }
+
+    #[inline(always)]
+    unsafe fn words_in(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { self.field(offset_of!(LowLatencyRoute, words_in)) }
+    }
+
+    /// A field of a message, of which both offsets are given.
+    #[inline(always)]
+    unsafe fn written(&self, kind: Kind) -> u64 {
+        // SAFETY: as above.
+        unsafe { self.field(kind as usize + offset_of!(LowLatencyMessage, written)) }
+    }
+
+    #[inline(always)]
+    unsafe fn arrives(&self, kind: Kind) -> u64 {
+        // SAFETY: as above.
+        unsafe { self.field(kind as usize + offset_of!(LowLatencyMessage, arrives)) }
+    }
+}
+
+/// A kind of message, as its offset in a [`LowLatencyRoute`].
+#[derive(Clone, Copy)]
+#[repr(usize)]
+enum Kind {
+    Dispatch = offset_of!(LowLatencyRoute, dispatch),
+    Answer = offset_of!(LowLatencyRoute, answer),
+}
+
+/// Offset of the packet of an operation in [`LowLatencyWords`].
+#[inline(always)]
+fn call_at(epoch: u64) -> u64 {
+    offset_of!(LowLatencyWords, calls) as u64 + (epoch & 1) * 8
+}
+
+/// Tells a rank that this one has entered the operation, with which call, behind `bytes` bytes of the message for it. Any one lane calls it;
+/// what it has seen written comes before the packet.
+#[inline(always)]
+unsafe fn deliver(args: &LowLatencyArgs, route: Route, rank: u32, kind: Kind, bytes: u64, epoch: u64) {
+    // SAFETY: the offsets are those of a message, which the host laid out.
+    unsafe {
+        let from = route.field(kind as usize + offset_of!(LowLatencyMessage, from));
+        let to = route.field(kind as usize + offset_of!(LowLatencyMessage, to));
+        let packet = epoch << 32 | args.comm.call;
+        tell(args, route, rank, (from, to, bytes), call_at(epoch), packet, epoch);
+    }
+}
+
+/// Stores `value` in the word at `word` of those that this rank writes for another one, behind the bytes of a put: from, to and how many.
+#[inline(always)]
+unsafe fn tell(
+    args: &LowLatencyArgs,
+    route: Route,
+    rank: u32,
+    (from, to, bytes): (u64, u64, u64),
+    word: u64,
+    value: u64,
+    epoch: u64,
+) {
+    // SAFETY: the words have this rank as their only writer, through its one queue to the peer where they are not mapped.
+    unsafe {
+        let words = route.field(offset_of!(LowLatencyRoute, words_out));
+        if words != 0 {
+            st_release_sys_u64(words + word, value);
+            return;
+        }
+        let counter = route.field(offset_of!(LowLatencyRoute, words_to)) + word;
+        let queue = offset_of!(LowLatencyRoute, queue);
+        let queue =
+            (route.field(queue), route.field(queue + offset_of!(QueueHandle, posted)));
+        let delivery = Delivery { from, to, bytes, counter, value };
+        let operation = Operation { epoch, ready: 0, queue_wait: Wait::LowLatencyQueue };
+        post_to(&args.comm, queue, rank, delivery, operation);
+    }
+}
+
+/// As within a node: waits until all members have entered a dispatch into a place that they may still use, having told them of this one.
+#[inline(always)]
+unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun: &Begun) -> bool {
+    // SAFETY: the words that are waited for are in this rank's memory.
+    unsafe {
+        let (lane, epoch) = (laneid(), begun.epoch);
+        let mut ready = true;
+        if begun.has_member(lane) {
+            let (route, word) = (Route::to(messages, lane), offset_of!(LowLatencyWords, ready) as u64);
+            if ctaid() == 0 {
+                tell(args, route, lane, (0, 0, 0), word, epoch, epoch);
+            }
+            let word = route.words_in() + word;
+            ready = wait_at_least(&args.comm, word, epoch, lane, epoch, Wait::LowLatencyReady);
+        }
+        ballot(!ready) == 0
+    }
+}
+
+/// Waits until every member's message has come, with the call of this rank, and notes how many tokens each has; all threads of the block
+/// call it. `DISPATCH`: notes as well how many slots are in each message, which are in `shared` already in a combine. False when one has not
+/// come: the same in all threads.
+#[inline(always)]
+unsafe fn wait_messages<const DISPATCH: bool>(
+    args: &LowLatencyArgs,
+    messages: &LowLatencyMessages,
+    shared: &Shared,
+    begun: &Begun,
+) -> bool {
+    // SAFETY: packets are in this rank's memory, and acquire what they came behind; each word of shared memory has one writer, and a barrier
+    // behind it.
+    unsafe {
+        let (comm, epoch) = (&args.comm, begun.epoch);
+        let (thread, mut failed) = (tid(), !begun.takes_part);
+        if thread < MEMBERS {
+            let (mut tokens, mut slots) = (0, 0);
+            if begun.has_member(thread) && begun.takes_part {
+                let route = Route::to(messages, thread);
+                let packet = route.words_in() + call_at(epoch);
+                match wait_packet::<true>(comm, packet, thread, epoch, Wait::LowLatencyEnter) {
+                    Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
+                        tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
+                        if DISPATCH {
+                            slots = ld_u32(route.arrives(Kind::Dispatch)).min(tokens);
+                        }
+                    }
+                    Some(call) => {
+                        record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
+                        failed = true;
+                    }
+                    None => failed = true,
+                }
+            }
+            if DISPATCH {
+                st_shared_u32(shared.tokens + thread * 4, tokens);
+                st_shared_u32(shared.slots + thread * 4, slots);
+            }
+        }
+        let failed = barrier_any(failed);
+        trace(comm, Phase::Ready);
+        !failed
+    }
+}
