@@ -14,7 +14,7 @@ use epoxide::ep::{
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
 use epoxide::internal::Tuning;
-use epoxide::transport::TransportKind;
+use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{Error, Result};
 
 use crate::payload::{bytes_of, values_of};
@@ -46,6 +46,18 @@ pub struct Nodes {
     pub transport: TransportKind,
     /// Queues to each peer.
     pub queues: u32,
+}
+
+impl Nodes {
+    /// What joins a rank to other nodes.
+    pub fn transport_of(&self, rank: u32) -> TransportOptions {
+        let mut options =
+            TransportOptions { queues_per_peer: self.queues, ..TransportOptions::new(self.transport) };
+        if self.transport == TransportKind::Auto {
+            options.host = Some(format!("host {}", rank / self.ranks_per_node.max(1) / 2));
+        }
+        options
+    }
 }
 
 /// How the ranks of a test are made.

@@ -16,7 +16,7 @@ use epoxide::low_latency::{
 };
 use epoxide::{Error, Result};
 
-use crate::harness::PATIENCE;
+use crate::harness::{Nodes, PATIENCE};
 use crate::oracle::{
     Routing, Travel, from_e4m3, low_latency_plan, low_latency_share, low_latency_sum, quantised, rounded,
 };
@@ -38,6 +38,8 @@ const SCALE_ERROR: f32 = 1e-6;
 pub struct LowLatencyCase {
     /// Who goes where.
     pub routing: Routing,
+    /// How ranks are spread over nodes; `None`: they are one.
+    pub nodes: Option<Nodes>,
     /// Most tokens of a rank: what the buffer was made for.
     pub max_tokens: u32,
     /// Elements of a row.
@@ -80,6 +82,7 @@ impl LowLatencyCase {
         LowLatencyCase {
             max_tokens: routing.max_tokens().max(1),
             routing,
+            nodes: None,
             hidden,
             quantise: Quantise::Not,
             quantise_back: Quantise::Not,
@@ -114,14 +117,19 @@ impl LowLatencyCase {
         case
     }
 
-    /// The options of its buffers.
-    pub fn options(&self) -> Options {
+    /// The options of a rank's buffer.
+    pub fn options(&self, rank: u32) -> Options {
         let routing = &self.routing;
-        Options::new(self.max_tokens, self.hidden.into(), routing.num_topk, routing.num_experts)
-            .places(self.places)
-            .chunk_tokens(self.chunk_tokens)
-            .packet_tokens(self.packet_tokens)
-            .timeout(PATIENCE)
+        let options =
+            Options::new(self.max_tokens, self.hidden.into(), routing.num_topk, routing.num_experts)
+                .places(self.places)
+                .chunk_tokens(self.chunk_tokens)
+                .packet_tokens(self.packet_tokens)
+                .timeout(PATIENCE);
+        match self.nodes {
+            None => options,
+            Some(nodes) => options.ranks_per_node(nodes.ranks_per_node).transport(nodes.transport_of(rank)),
+        }
     }
 
     /// A device of a rank.
@@ -170,7 +178,7 @@ impl LowLatencyCase {
         let outcome = run_threads(self.routing.num_ranks(), PATIENCE, |rank, group| {
             let device = self.device(rank);
             let stream = Stream::new(&device, false)?;
-            let buffer = Buffer::new(device, &*group, self.options())?;
+            let buffer = Buffer::new(device, &*group, self.options(rank))?;
             let mut rank = LowLatencyRank { buffer, group, stream: Arc::new(stream) };
             let number = rank.buffer.rank();
             let failures = main(&mut rank).inspect_err(|error| eprintln!("rank {number} failed: {error}"))?;
@@ -417,8 +425,8 @@ impl LowLatencyCase {
         let counts = received.expert_counts.values(stream)?;
         let (of_expert, info) = (received.expert_rows.values(stream)?, received.src_info.values(stream)?);
         let ranges = received.layout_range.values(stream)?;
-        let want =
-            (0..8).map(|rank| if rank < routing.num_ranks() { routing.num_tokens(rank).into() } else { 0 });
+        let want = (0..num_tokens.len() as u32)
+            .map(|rank| if rank < routing.num_ranks() { routing.num_tokens(rank).into() } else { 0 });
         equal("num_tokens".into(), num_tokens.iter().map(|&tokens| tokens.into()).collect(), want.collect());
         for (expert, want) in plan.expert_rows.iter().enumerate() {
             equal(format!("expert_counts[{expert}]"), vec![counts[expert].into()], vec![want.len() as i64]);

@@ -51,7 +51,8 @@ pub use launch::*;
 pub use {
     combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES, epoch::JOINED_BYTES,
     internode_combine::MAX_INTERNODE_SLOT_BYTES, internode_notify::INTERNODE_NOTIFY_SHARED_BYTES,
-    low_latency::LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency::LOW_LATENCY_SHARED_BYTES, notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
+    low_latency::LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency::LOW_LATENCY_SHARED_BYTES,
+    notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
 };
 
 /// What the host launches: makes the kernels' types public there, and lists them for the PTX.

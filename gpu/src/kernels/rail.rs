@@ -151,9 +151,7 @@ unsafe fn post(
     operation: Operation,
 ) -> Posted {
     // SAFETY: passed on to the caller.
-    unsafe {
-        post_to(comm, queue_of(comm, wire, node, channel), node, delivery, operation)
-    }
+    unsafe { post_to(comm, queue_of(comm, wire, node, channel), node, delivery, operation) }
 }
 
 /// The same on a queue of which its memory and the count of what was posted are given; `peer`: whom a wait for its proxy names.

@@ -3,6 +3,7 @@
 mod acceptance;
 mod faults;
 mod gather;
+mod internode;
 mod links;
 mod property;
 mod regroup;

@@ -24,6 +24,7 @@ mod fp8;
 mod gather;
 mod internode;
 
+pub use internode::LOW_LATENCY_INTERNODE_SHARED_BYTES;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
     combine::{LowLatencyCombineBf16, LowLatencyCombineFp8},
@@ -31,7 +32,6 @@ pub use {
     gather::LowLatencyGather,
     internode::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch},
 };
-pub use internode::LOW_LATENCY_INTERNODE_SHARED_BYTES;
 
 /// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from each rank; rows of an expert that each
 /// warp has found; the members.
@@ -94,12 +94,7 @@ unsafe fn begin(args: &LowLatencyArgs, members: u32) -> Begun {
             st_shared_u32(members, all & !left_out);
         }
         let takes_part = !barrier_any(has_given_up);
-        Begun {
-            epoch: ticket / QUANTUM + 1,
-            dispatches: turns / QUANTUM,
-            takes_part,
-            members,
-        }
+        Begun { epoch: ticket / QUANTUM + 1, dispatches: turns / QUANTUM, takes_part, members }
     }
 }
 

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
     LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyDispatch, LowLatencyGather,
+    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, STATUS, Status};
 
 use super::dispatch::Received;
+use super::internode::{MessageLayout, Network};
 use super::layout::{PoolLayout, TableLayout};
 use super::options::Options;
 use super::place::{Place, PlaceState};
@@ -26,7 +29,7 @@ use crate::ep::{StreamOrder, Topology};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
-/// Moves decode-sized batches between the ranks of one node. One per rank; every method that says so is collective.
+/// Moves decode-sized batches between ranks, of one node or of several. One per rank; every method that says so is collective.
 ///
 /// Operations take what they need: tensors that were given may be dropped as soon as a call has returned. What they bring lies in a
 /// [`Place`], and is there until the next dispatch to that place.
@@ -36,10 +39,9 @@ use crate::group::ProcessGroup;
 pub struct Buffer {
     // Dropped in this order: streams first, so that no kernel runs when memory goes.
     pub(super) enqueuer: Arc<Enqueuer>,
-    pub(super) dispatch_kernel: Kernel,
-    pub(super) combine_kernel: Kernel,
-    pub(super) quantised_combine_kernel: Kernel,
-    pub(super) gather_kernel: Kernel,
+    pub(super) kernels: Kernels,
+    /// Where there are several nodes. Its proxies end before memory goes.
+    pub(super) network: Option<Network>,
     pub(super) places: Vec<Arc<PlaceState>>,
     pub(super) tables: Arc<Memory>,
     pool: Arc<Pool>,
@@ -66,6 +68,39 @@ pub struct Buffer {
     id: u64,
 }
 
+/// The kernels within a node, or those across nodes.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    pub dispatch: Kernel,
+    pub combine: Kernel,
+    pub quantised_combine: Kernel,
+    pub gather: Kernel,
+}
+
+impl Kernels {
+    fn load(device: &Arc<dyn Device>, nodes: u32) -> Result<Kernels> {
+        let infos = if nodes == 1 {
+            [LowLatencyDispatch::INFO, LowLatencyCombineBf16::INFO, LowLatencyCombineFp8::INFO]
+        } else {
+            [
+                LowLatencyInternodeDispatch::INFO,
+                LowLatencyInternodeCombineBf16::INFO,
+                LowLatencyInternodeCombineFp8::INFO,
+            ]
+        };
+        let [dispatch, combine, quantised_combine] = infos.map(|info| info.name);
+        let gather = LowLatencyGather::INFO.name;
+        let names = [dispatch, combine, quantised_combine, gather];
+        let module = Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx(None)?, &names))?;
+        Ok(Kernels {
+            dispatch: module.kernel(dispatch, 0)?,
+            combine: module.kernel(combine, 0)?,
+            quantised_combine: module.kernel(quantised_combine, 0)?,
+            gather: module.kernel(gather, 0)?,
+        })
+    }
+}
+
 impl Buffer {
     /// Makes the buffer and maps the peers' pools. Collective.
     ///
@@ -74,33 +109,34 @@ impl Buffer {
     /// GPUs are linked without native atomics (PCIe), [`Error::OutOfMemory`], and whatever the driver or the group reports.
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
-        let topology = Topology::new(group.size(), None)?;
+        let topology = Topology::new(group.size(), options.ranks_per_node)?;
         options.validate(topology)?;
         agree(group, &options)?;
         let ranks = topology.ranks();
-        let layout = PoolLayout::new(&options, ranks);
-        let pool = Memory::alloc(&device, layout.bytes(), MemoryKind::Shareable, "low-latency pool")?;
-        pool.describe(layout.pieces.sections());
-        let peers = Peers::map(&device, group, topology, &pool, layout.bytes())?;
+        // Within a node a pool holds the places; across nodes, the messages of the ranks of this one.
+        let layout = (topology.nodes == 1).then(|| PoolLayout::new(&options, ranks));
+        let messages = MessageLayout::new(&options, topology.ranks_per_node, false);
+        let pieces = layout.as_ref().map_or(&messages.pieces, |layout| &layout.pieces);
+        let pool = Memory::alloc(&device, pieces.bytes(), MemoryKind::Shareable, "low-latency pool")?;
+        pool.describe(pieces.sections());
+        let peers = Peers::map(&device, group, topology, &pool, pieces.bytes())?;
 
         let enqueuer = Enqueuer::new(&device)?;
         // Where nothing is, only to learn how much there is.
-        let bytes = TableLayout::new(&options, ranks, DevicePtr::NULL).pieces.bytes();
+        let bytes = TableLayout::new(&options, topology, DevicePtr::NULL).pieces.bytes();
         let tables = Memory::alloc(&device, bytes, MemoryKind::Device, "low-latency tables")?;
-        let table_layout = TableLayout::new(&options, ranks, tables.ptr());
+        let table_layout = TableLayout::new(&options, topology, tables.ptr());
         tables.write(enqueuer.comm_stream(), 0, &vec![0; bytes as usize])?;
         tables.describe(table_layout.pieces.sections());
         let status = Arc::new(MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?);
         status.describe(STATUS);
 
-        let kernels = [
-            LowLatencyDispatch::INFO,
-            LowLatencyCombineBf16::INFO,
-            LowLatencyCombineFp8::INFO,
-            LowLatencyGather::INFO,
-        ];
-        let names = kernels.map(|info| info.name);
-        let module = Module::load(&device, &epoxide_gpu::only_kernels(&shipped_ptx(None)?, &names))?;
+        let kernels = Kernels::load(&device, topology.nodes)?;
+        let stream = enqueuer.comm_stream();
+        let within = (pool.ptr(), &messages, &peers);
+        let network = (topology.nodes > 1)
+            .then(|| Network::new(&device, group, stream, topology, &options, within))
+            .transpose()?;
         let comm = Comm {
             pools: peers.addresses.map(DevicePtr),
             local: tables.ptr(),
@@ -111,23 +147,28 @@ impl Buffer {
             num_ranks: ranks,
             call: 0,
             // Of a high-throughput buffer alone.
-            pool: bytemuck::Zeroable::zeroed(),
+            pool: Zeroable::zeroed(),
         };
         let (id, arena) = (next_id(), Arena::new(&device));
         let pool = Pool::new(pool, &arena, options.timeout);
         let tables = Arc::new(tables);
-        let places = (0..).zip(layout.places.into_iter().zip(table_layout.places));
-        let place = |(index, (at, tables_at))| {
-            PlaceState::new(index, id, at, tables_at, (pool.clone(), tables.clone()), arena.clone())
+        let place = |(index, (tables_at, spot)): (u32, (_, _))| {
+            PlaceState::new(index, id, spot, tables_at, (pool.clone(), tables.clone()), arena.clone())
         };
+        let places = match (&layout, &network) {
+            (Some(layout), _) => layout.places.iter().map(|at| (*at, None)).collect(),
+            (None, Some(network)) => {
+                network.messages.iter().map(|messages| (Zeroable::zeroed(), Some(*messages))).collect()
+            }
+            (None, None) => Vec::new(),
+        };
+        let places = (0..).zip(table_layout.places.into_iter().zip(places)).map(place).collect();
         let sequence = enqueuer.sequence().clone();
         let buffer = Buffer {
             enqueuer,
-            dispatch_kernel: module.kernel(names[0], 0)?,
-            combine_kernel: module.kernel(names[1], 0)?,
-            quantised_combine_kernel: module.kernel(names[2], 0)?,
-            gather_kernel: module.kernel(names[3], 0)?,
-            places: places.map(place).collect(),
+            kernels,
+            network,
+            places,
             tables,
             pool,
             _peers: peers,
@@ -291,12 +332,15 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // Peers' mappings of this pool keep its memory alive for them, so no barrier is needed.
         self.enqueuer.close(self.options.timeout.saturating_mul(2));
+        if let Some(network) = &mut self.network {
+            network.close();
+        }
     }
 }
 
 /// Checks that all ranks run the same version with the same options.
 pub(super) fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
-    let ours: [(&'static str, String); 8] = [
+    let ours: [(&'static str, String); 10] = [
         ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
         ("max_tokens", options.max_tokens.to_string()),
         ("hidden", options.hidden.to_string()),
@@ -305,6 +349,8 @@ pub(super) fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
         ("places", options.places.to_string()),
         ("chunk_tokens", options.chunk_tokens.to_string()),
         ("packet_tokens", options.most_in_packets().to_string()),
+        ("ranks_per_node", options.ranks_per_node.unwrap_or(group.size()).to_string()),
+        ("transport", options.transport.kind.to_string()),
     ];
     agree_on(group, &ours)
 }

@@ -4,12 +4,11 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use epoxide_gpu::layout::{
-    self, DevicePtr, LowLatencyCall, LowLatencyDispatchArgs, MAX_RANKS, SCALE_BLOCK, row_stride,
-};
+use epoxide_gpu::layout::{self, DevicePtr, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride};
 
 use super::buffer::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
+use super::layout::most_ranks;
 use super::place::{Lease, Place};
 use crate::driver::Event;
 use crate::ep::tensor::Owner;
@@ -109,7 +108,7 @@ pub struct Received<'p> {
     pub x: Tensor<'p>,
     /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column.
     pub scales: Option<TypedTensor<'p, f32>>,
-    /// `[8]`: tokens of each rank.
+    /// `[8]`, across nodes `[32]`: tokens of each rank.
     pub num_tokens: TypedTensor<'p, i32>,
     /// `[local_experts]`: rows of each local expert.
     pub expert_counts: TypedTensor<'p, i32>,
@@ -230,24 +229,21 @@ impl Buffer {
             kernel: Arguments::Dispatch(args),
             place: place.clone(),
             send_blocks: num_tokens,
-            receive_blocks: self.local_experts(),
+            receive_blocks: self.receive_blocks(),
             uses: uses.flatten().cloned().collect(),
         };
         let lease = Arc::new(Lease(place.clone()));
         let owner = || lease.clone() as Owner;
         let (rows, experts, ranks) =
             (self.rows(), u64::from(self.local_experts()), u64::from(self.num_ranks()));
-        let pool = place.pool.memory().ptr();
         let tables = &place.tables;
-        let x = Tensor::in_memory(pool.add(place.at.recv_x), dtype, &[rows, hidden], owner());
+        let x = Tensor::in_memory(place.recv_x, dtype, &[rows, hidden], owner());
         let of_experts = |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).named(name);
         let received = Received {
             x: x.with_row_stride(row_stride(row_bytes)).named("x"),
-            scales: with_scales.then(|| {
-                TypedTensor::in_memory(pool.add(place.at.recv_scales), &[of_row, rows], owner())
-                    .named("scales")
-            }),
-            num_tokens: TypedTensor::in_memory(tables.num_tokens, &[MAX_RANKS as u64], owner())
+            scales: with_scales
+                .then(|| TypedTensor::in_memory(place.recv_scales, &[of_row, rows], owner()).named("scales")),
+            num_tokens: TypedTensor::in_memory(tables.num_tokens, &[most_ranks(self.topology)], owner())
                 .named("num_tokens"),
             expert_counts: TypedTensor::in_memory(tables.expert_counts, &[experts], owner())
                 .named("expert_counts"),
@@ -262,6 +258,14 @@ impl Buffer {
             place: PhantomData,
         };
         Ok((operation, received))
+    }
+
+    /// Pieces of work in the second half: experts whose rows are listed, and across nodes rows that are put where they belong, some to a block.
+    fn receive_blocks(&self) -> u32 {
+        const ROWS_OF_BLOCK: u32 = 16;
+        let rows = self.num_ranks() * self.options.max_tokens;
+        let blocks = if self.topology.nodes == 1 { 0 } else { rows.div_ceil(ROWS_OF_BLOCK) };
+        blocks.max(self.local_experts())
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {

@@ -37,15 +37,20 @@ impl Buffer {
             let (ours, theirs) = (describe(needed as u32), describe(seen as u32));
             return Err(Error::OtherCall { rank, peer, epoch, ours, theirs });
         }
-        const WAITS: [(Wait, &str); 5] = [
+        const WAITS: [(Wait, &str); 6] = [
             (Wait::LowLatencyReady, "ready"),
             (Wait::LowLatencyEnter, "its call"),
             (Wait::LowLatencyIds, "expert ids"),
             (Wait::LowLatencyRows, "rows"),
             (Wait::LowLatencyReturned, "returned rows"),
+            (Wait::LowLatencyQueue, "the queue to it"),
         ];
         let known = WAITS.iter().find(|(wait, _)| *wait as u64 == code);
         let (_, word) = known.copied().unwrap_or((Wait::LowLatencyEnter, "unknown"));
+        // The reason may be known: a connection that broke, say.
+        if let Some(failure) = self.network.as_ref().and_then(|network| network.proxies.failure()) {
+            tracing::warn!(rank, "{failure}");
+        }
         Err(Error::PeerTimeout {
             rank,
             peer,

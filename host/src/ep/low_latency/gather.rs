@@ -91,12 +91,11 @@ impl Buffer {
                 ));
             }
         };
-        let pool = place.pool.memory().ptr();
         let args = LowLatencyGatherArgs {
             expert_counts: place.tables.expert_counts,
             expert_rows: place.tables.expert_rows,
-            recv_x: pool.add(place.at.recv_x),
-            recv_scales: pool.add(place.at.recv_scales),
+            recv_x: place.recv_x,
+            recv_scales: place.recv_scales,
             x: x.ptr(),
             scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
             rows: rows as u32,
@@ -110,9 +109,9 @@ impl Buffer {
         let uses: [Option<&Owner>; 2] = [x.owner(), scales.and_then(|scales| scales.owner())];
         let uses = uses.into_iter().flatten().cloned();
         self.run(order, None, &place, uses, |buffer, stream| {
-            let call = LowLatencyGather::call(args);
+            let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
             // SAFETY: the tensors go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
-            unsafe { stream.call(&buffer.gather_kernel, blocks, LowLatencyGather::INFO.max_threads, 0, call) }
+            unsafe { stream.call(&buffer.kernels.gather, blocks, threads, 0, call) }
         })
     }
 }

@@ -3,11 +3,16 @@
 use std::sync::Arc;
 
 use epoxide_gpu::kernels::{
-    LOW_LATENCY_SHARED_BYTES, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyDispatch,
+    LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES, LowLatencyCombineBf16,
+    LowLatencyCombineFp8, LowLatencyDispatch, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
+    LowLatencyInternodeDispatch,
 };
-use epoxide_gpu::layout::{LowLatencyCombineArgs, LowLatencyDispatchArgs, Quantise, phase};
+use epoxide_gpu::layout::{
+    LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyInternodeCombineArgs,
+    LowLatencyInternodeDispatchArgs, Quantise, phase,
+};
 
-use super::buffer::Buffer;
+use super::buffer::{Buffer, Kernels};
 use super::combine::Combined;
 use super::dispatch::Received;
 use super::place::PlaceState;
@@ -116,27 +121,46 @@ impl Buffer {
         let blocks = [(phase::SEND, operation.send_blocks), (phase::RECEIVE, operation.receive_blocks)];
         let blocks = blocks.into_iter().filter(|(half, _)| halves.0 & half != 0).map(|(_, blocks)| blocks);
         let grid = self.blocks_for(blocks.max().unwrap_or(1));
-        let uses = operation.uses.iter().cloned();
+        let (uses, mut args) = (operation.uses.iter().cloned(), operation.kernel);
         self.run(order, Some(operation.name), &operation.place, uses, |buffer, stream| {
-            let shared = LOW_LATENCY_SHARED_BYTES;
-            // SAFETY: inputs go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
+            let (name, common) = match &mut args {
+                Arguments::Dispatch(args) => ("dispatch", &mut args.common),
+                Arguments::Combine(args) => ("combine", &mut args.common),
+            };
+            common.phases = halves.0;
+            common.comm.trace = trace_place(&mut buffer.trace, name, grid);
+            let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
+            let Kernels { dispatch, combine, quantised_combine, .. } = &buffer.kernels;
+            // SAFETY: inputs go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's. Which
+            // kernels there are and whether the place has messages goes by whether there are several nodes, both.
             unsafe {
-                match operation.kernel {
-                    Arguments::Dispatch(mut args) => {
-                        args.common.phases = halves.0;
-                        args.common.comm.trace = trace_place(&mut buffer.trace, "dispatch", grid);
-                        let call = LowLatencyDispatch::call(args);
-                        stream.call(&buffer.dispatch_kernel, grid, THREADS, shared, call)
+                match (args, operation.place.messages) {
+                    (Arguments::Dispatch(args), None) => {
+                        stream.call(dispatch, grid, THREADS, within, LowLatencyDispatch::call(args))
                     }
-                    Arguments::Combine(mut args) => {
-                        args.common.phases = halves.0;
-                        args.common.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
-                        if args.quantise == Quantise::Not as u32 {
-                            let call = LowLatencyCombineBf16::call(args);
-                            stream.call(&buffer.combine_kernel, grid, THREADS, shared, call)
+                    (Arguments::Dispatch(dispatch_args), Some(messages)) => {
+                        let args = LowLatencyInternodeDispatchArgs { dispatch: dispatch_args, messages };
+                        stream.call(dispatch, grid, THREADS, across, LowLatencyInternodeDispatch::call(args))
+                    }
+                    (Arguments::Combine(args), None) if args.quantise == Quantise::Not as u32 => {
+                        stream.call(combine, grid, THREADS, within, LowLatencyCombineBf16::call(args))
+                    }
+                    (Arguments::Combine(args), None) => stream.call(
+                        quantised_combine,
+                        grid,
+                        THREADS,
+                        within,
+                        LowLatencyCombineFp8::call(args),
+                    ),
+                    (Arguments::Combine(args), Some(messages)) => {
+                        let is_quantised = args.quantise != Quantise::Not as u32;
+                        let args = LowLatencyInternodeCombineArgs { combine: args, messages };
+                        if is_quantised {
+                            let call = LowLatencyInternodeCombineFp8::call(args);
+                            stream.call(quantised_combine, grid, THREADS, across, call)
                         } else {
-                            let call = LowLatencyCombineFp8::call(args);
-                            stream.call(&buffer.quantised_combine_kernel, grid, THREADS, shared, call)
+                            let call = LowLatencyInternodeCombineBf16::call(args);
+                            stream.call(combine, grid, THREADS, across, call)
                         }
                     }
                 }

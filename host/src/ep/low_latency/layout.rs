@@ -2,10 +2,11 @@
 
 use epoxide_gpu::layout::{
     ControlWord, DevicePtr, LOCAL_STATE, LocalState, LowLatencyControl, LowLatencyPlace, LowLatencyTables,
-    LowLatencyTurns, MAX_RANKS, PIECE_PACKET_BYTES, Section, pieces_of, row_stride,
+    LowLatencyTurns, MAX_MEMBERS, MAX_RANKS, PIECE_PACKET_BYTES, Section, pieces_of, row_stride,
 };
 
 use super::options::Options;
+use crate::ep::Topology;
 use crate::ep::scratch::Pieces;
 
 const RANKS: u64 = MAX_RANKS as u64;
@@ -46,11 +47,11 @@ impl PoolLayout {
         };
         PoolLayout { places: (0..options.places).map(|_| place()).collect(), pieces: pool }
     }
+}
 
-    /// Bytes of a pool.
-    pub fn bytes(&self) -> u64 {
-        self.pieces.bytes()
-    }
+/// As many ranks as kernels reckon with.
+pub(super) fn most_ranks(topology: Topology) -> u64 {
+    if topology.nodes == 1 { RANKS } else { MAX_MEMBERS as u64 }
 }
 
 /// What a rank keeps to itself: the [`LocalState`] first, then of each place what kernels are told, and where its sums are.
@@ -62,16 +63,17 @@ pub(super) struct TableLayout {
 
 impl TableLayout {
     /// In memory at `base`.
-    pub fn new(options: &Options, num_ranks: u32, base: DevicePtr) -> TableLayout {
+    pub fn new(options: &Options, topology: Topology, base: DevicePtr) -> TableLayout {
         let mut tables = Pieces::default();
         tables.push(Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE));
         let (tokens, topk) = (u64::from(options.max_tokens), u64::from(options.num_topk));
-        let (ranks, chunks) = (u64::from(num_ranks), options.chunks());
+        let (ranks, chunks) = (u64::from(topology.ranks()), options.chunks());
+        let members = most_ranks(topology);
         let (rows, experts) = (ranks * tokens, u64::from(options.num_experts) / ranks);
         let mut array = |name, count, stride| base.add(tables.push(Section::array(name, count, stride)));
         let mut place = || {
             let tables = LowLatencyTables {
-                num_tokens: array("num_tokens", RANKS, 4),
+                num_tokens: array("num_tokens", members, 4),
                 token_ranks: array("token_ranks", tokens, 4),
                 expert_counts: array("expert_counts", experts, 4),
                 expert_rows: array("expert_rows", experts, rows * 4),
@@ -98,7 +100,10 @@ mod tests {
     #[test]
     fn nothing_overlaps_and_everything_has_a_name() {
         let options = Options::new(5, 24, 3, 12).places(2).chunk_tokens(2);
-        let (pool, own) = (PoolLayout::new(&options, 3), TableLayout::new(&options, 3, DevicePtr::NULL));
+        let (pool, own) = (
+            PoolLayout::new(&options, 3),
+            TableLayout::new(&options, Topology::new(3, None).unwrap(), DevicePtr::NULL),
+        );
         for pieces in [&pool.pieces, &own.pieces] {
             let (sections, bytes) = (pieces.sections(), pieces.bytes());
             for pair in sections.windows(2) {

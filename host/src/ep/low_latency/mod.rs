@@ -16,8 +16,11 @@
 //!
 //! Where a rank is gone, operations end at their deadlines; the others may go on without it ([`Buffer::regroup`]).
 //!
-//! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be captured in a graph. Within one node; every
-//! rank makes the same calls in the same order.
+//! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be captured in a graph. Every rank makes the
+//! same calls in the same order.
+//!
+//! Across nodes ([`Options::ranks_per_node`]) the calls are the same, and so is what they bring. A rank then sends each other one message in
+//! a dispatch and one in a combine, over a transport or into memory that is mapped, and received rows are copied to their places from it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -56,6 +59,7 @@ mod dispatch;
 mod fault;
 mod gather;
 mod halves;
+mod internode;
 mod layout;
 mod options;
 mod place;

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use epoxide_gpu::layout::{LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_TOPK, SCALE_BLOCK};
+use epoxide_gpu::layout::{LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK};
 
 use crate::ep::Topology;
 use crate::error::{Error, Result};
+use crate::transport::{TransportKind, TransportOptions};
 
 /// Most places of a buffer.
 const MAX_PLACES: u32 = 64;
@@ -24,6 +25,8 @@ pub struct Options {
     pub(super) chunk_tokens: u32,
     packet_tokens: u32,
     pub(super) timeout: Duration,
+    pub(super) ranks_per_node: Option<u32>,
+    pub(super) transport: TransportOptions,
 }
 
 impl Options {
@@ -45,6 +48,8 @@ impl Options {
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
             packet_tokens: Self::DEFAULT_PACKET_TOKENS,
             timeout: Duration::from_secs(30),
+            ranks_per_node: None,
+            transport: TransportOptions::new(TransportKind::Auto),
         }
     }
 
@@ -79,10 +84,28 @@ impl Options {
         self
     }
 
+    /// Ranks of a node, 1 to 8, that map each other's memory; nodes talk through [`Options::transport`], and there are up to 32 ranks. Without:
+    /// all ranks are one node.
+    pub fn ranks_per_node(mut self, ranks: u32) -> Options {
+        self.ranks_per_node = Some(ranks);
+        self
+    }
+
+    /// What joins nodes, without which it says nothing. There is one queue to each rank of another node, whatever
+    /// [`TransportOptions::queues_per_peer`] says: an operation has one message for it.
+    pub fn transport(mut self, transport: TransportOptions) -> Options {
+        self.transport = transport;
+        self
+    }
+
     /// An error where an option breaks a rule.
     pub(super) fn validate(&self, topology: Topology) -> Result<()> {
         let refuse = |argument, value: u64, rule: String| Err(Error::argument(argument, value, rule));
         let ranks = topology.ranks();
+        if ranks > MAX_MEMBERS as u32 {
+            let rule = format!("low latency has at most {MAX_MEMBERS} ranks");
+            return refuse("group size", ranks.into(), rule);
+        }
         if self.max_tokens == 0 || self.max_tokens > LowLatencyCall::MAX_TOKENS {
             let most = LowLatencyCall::MAX_TOKENS;
             let rule =

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use epoxide_gpu::layout::{DevicePtr, LowLatencyPlace, LowLatencyTables};
+use epoxide_gpu::layout::{DevicePtr, LowLatencyMessages, LowLatencyPlace, LowLatencyTables};
 
 use crate::driver::{Fence, Memory, Stream};
 use crate::ep::place::Pool;
@@ -33,14 +33,19 @@ impl Drop for Place {
 pub(super) struct PlaceState {
     pub index: u32,
     pub buffer: u64,
-    /// Where it is in every pool.
+    /// Where it is in every pool; nowhere across nodes.
     pub at: LowLatencyPlace,
+    /// Received rows, and their scales.
+    pub recv_x: DevicePtr,
+    pub recv_scales: DevicePtr,
+    /// What kernels are told of it across nodes.
+    pub messages: Option<LowLatencyMessages>,
     /// What this rank keeps of it.
     pub tables: LowLatencyTables,
     /// Where sums go.
     pub combined_x: DevicePtr,
-    pub pool: Arc<Pool>,
-    /// The memory of the tables.
+    /// What its rows and its tables are in.
+    _pool: Arc<Pool>,
     _tables: Arc<Memory>,
     arena: Arc<Arena>,
     taken: AtomicBool,
@@ -52,13 +57,32 @@ impl PlaceState {
     pub fn new(
         index: u32,
         buffer: u64,
-        at: LowLatencyPlace,
+        (at, messages): (LowLatencyPlace, Option<LowLatencyMessages>),
         (tables, combined_x): (LowLatencyTables, DevicePtr),
-        (pool, _tables): (Arc<Pool>, Arc<Memory>),
+        (_pool, _tables): (Arc<Pool>, Arc<Memory>),
         arena: Arc<Arena>,
     ) -> Arc<PlaceState> {
         let (taken, ended) = (AtomicBool::new(false), Mutex::new(None));
-        Arc::new(PlaceState { index, buffer, at, tables, combined_x, pool, _tables, arena, taken, ended })
+        let in_pool = |offset| _pool.memory().ptr().add(offset);
+        let (recv_x, recv_scales) = match messages {
+            Some(messages) => (messages.recv_x, messages.recv_scales),
+            None => (in_pool(at.recv_x), in_pool(at.recv_scales)),
+        };
+        Arc::new(PlaceState {
+            index,
+            buffer,
+            at,
+            recv_x,
+            recv_scales,
+            messages,
+            tables,
+            combined_x,
+            _pool,
+            _tables,
+            arena,
+            taken,
+            ended,
+        })
     }
 
     /// Hands the place out, unless it is out already.

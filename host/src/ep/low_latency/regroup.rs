@@ -93,7 +93,7 @@ impl Buffer {
         let ours = Proposal { rank: self.rank.into(), epoch: own.ticket / QUANTUM };
         let (members, epoch) = settle(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
 
-        let left_out = !members & ((1 << self.num_ranks()) - 1);
+        let left_out = !members & (u32::MAX >> (32 - self.num_ranks()));
         let ticket = (epoch + AHEAD) * QUANTUM;
         let state = LocalState { ticket, left_out, ..LocalState::zeroed() };
         self.tables.write(stream, 0, bytemuck::bytes_of(&state))?;
@@ -107,6 +107,9 @@ impl Buffer {
             self.tables.write(stream, offset(tables.sent), &vec![0; chunks * 8])?;
             self.tables.write(stream, offset(tables.answered), &vec![0; MAX_RANKS * chunks * 8])?;
             self.tables.write(stream, offset(tables.turns), bytemuck::bytes_of(&turns))?;
+        }
+        if let Some(network) = &self.network {
+            network.forget_unfinished(stream)?;
         }
         self.status.clear(stream)?;
         self.left_out = left_out;

@@ -41,7 +41,12 @@ impl Ahead {
     }
 
     #[inline(always)]
-    pub(in super::super) unsafe fn of_row(args: &LowLatencyCombineArgs, source: u32, token: u32, is_there: bool) -> Ahead {
+    pub(in super::super) unsafe fn of_row(
+        args: &LowLatencyCombineArgs,
+        source: u32,
+        token: u32,
+        is_there: bool,
+    ) -> Ahead {
         // SAFETY: tables have all rows; a dispatch that an earlier kernel has completed wrote what says something.
         unsafe {
             let common = &args.common;
@@ -118,7 +123,8 @@ pub(super) unsafe fn send<const FP8: bool>(
             if token < ahead.tokens && !in_packets(common, ahead.tokens) {
                 let to = pool_of(comm, source)
                     + common.place.returned_x
-                    + (comm.rank * common.max_tokens + token) as u64 * row_stride(bf16_bytes::<FP8>(args) as u64);
+                    + (comm.rank * common.max_tokens + token) as u64
+                        * row_stride(bf16_bytes::<FP8>(args) as u64);
                 return_row::<FP8>(args, source * common.max_tokens + token, ahead, to);
             }
             unsaid += 1;

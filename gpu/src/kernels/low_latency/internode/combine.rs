@@ -109,7 +109,8 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
             most = a.max(b).max(c.max(d)).max(most);
         });
         // Who sent no row has no block of its own.
-        if ctaid() == nctaid() - 1 && begun.has_member(tid()) && ld_shared_u32(shared.slots + tid() * 4) == 0 {
+        if ctaid() == nctaid() - 1 && begun.has_member(tid()) && ld_shared_u32(shared.slots + tid() * 4) == 0
+        {
             deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch);
         }
         let (rows, mut turn, mut number) = (most * num_ranks, 0, ctaid());
@@ -120,7 +121,12 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
                 let token = ld_u32(messages.slot_tokens.0 + (first + index) as u64 * 4);
                 let ahead = Ahead::of_row(&args.combine, source, token, true);
                 let to = Route::to(messages, source).written(Kind::Answer);
-                return_row::<FP8>(&args.combine, first + token, ahead, to + index as u64 * stride::<FP8>(args));
+                return_row::<FP8>(
+                    &args.combine,
+                    first + token,
+                    ahead,
+                    to + index as u64 * stride::<FP8>(args),
+                );
             }
             let unsaid = turn % ROWS_AT_ONCE + 1;
             if unsaid == ROWS_AT_ONCE || number + nctaid() >= rows {

@@ -73,7 +73,9 @@ impl Shared {
     #[inline(always)]
     unsafe fn address(&self, rank: u32) -> u64 {
         // SAFETY: the word is the block's; the caller sees to barriers.
-        unsafe { (ld_shared_u32(self.high + rank * 4) as u64) << 32 | ld_shared_u32(self.low + rank * 4) as u64 }
+        unsafe {
+            (ld_shared_u32(self.high + rank * 4) as u64) << 32 | ld_shared_u32(self.low + rank * 4) as u64
+        }
     }
 
     /// Which rank's slot the one of number `number` is, all ranks' slots behind each other, and its number there; the number of ranks where
@@ -189,8 +191,7 @@ unsafe fn tell(
         }
         let counter = route.field(offset_of!(LowLatencyRoute, words_to)) + word;
         let queue = offset_of!(LowLatencyRoute, queue);
-        let queue =
-            (route.field(queue), route.field(queue + offset_of!(QueueHandle, posted)));
+        let queue = (route.field(queue), route.field(queue + offset_of!(QueueHandle, posted)));
         let delivery = Delivery { from, to, bytes, counter, value };
         let operation = Operation { epoch, ready: 0, queue_wait: Wait::LowLatencyQueue };
         post_to(&args.comm, queue, rank, delivery, operation);

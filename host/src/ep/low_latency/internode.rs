@@ -1,0 +1,268 @@
+//! Low latency across nodes: where the messages of each pair of ranks are, and what carries them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use epoxide_gpu::layout::{
+    DISPATCH_HEADER, DevicePtr, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencySlot,
+    LowLatencyWords, MAX_MEMBERS, QueueHandle, Section, answer_slot_bytes, row_stride,
+};
+
+use super::options::Options;
+use crate::driver::{Device, Memory, MemoryKind, Stream};
+use crate::ep::Topology;
+use crate::ep::peers::Peers;
+use crate::ep::scratch::Pieces;
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+use crate::transport::{self, Proxies, TransportOptions, Way};
+
+/// How long queues may go on with what was posted when the buffer goes.
+const GRACE: Duration = Duration::from_millis(200);
+
+/// Messages of a place in one memory, `[peers]` of each kind: offsets in bytes.
+#[derive(Debug, Clone, Copy)]
+struct PlaceMessages {
+    /// Those that arrive.
+    dispatch_in: u64,
+    answer_in: u64,
+    /// Those that puts take from here, where there are any.
+    dispatch_out: u64,
+    answer_out: u64,
+}
+
+/// Where words and messages are in a memory that so many peers write to.
+#[derive(Debug)]
+pub(super) struct MessageLayout {
+    words: u64,
+    places: Vec<PlaceMessages>,
+    dispatch_bytes: u64,
+    answer_bytes: u64,
+    pub pieces: Pieces,
+}
+
+impl MessageLayout {
+    /// `has_puts`: whether messages leave from here, too.
+    pub fn new(options: &Options, peers: u32, has_puts: bool) -> MessageLayout {
+        let (tokens, topk) = (u64::from(options.max_tokens), options.num_topk);
+        let (bf16, fp8) = ((options.hidden * 2) as u32, options.hidden as u32);
+        let scales = options.max_scales() as u32;
+        let slot = |row, scales| u64::from(LowLatencySlot::new(row, scales, topk).bytes);
+        let dispatch_bytes = u64::from(DISPATCH_HEADER) + tokens * slot(bf16, 0).max(slot(fp8, scales));
+        let answer = |row, scales| u64::from(answer_slot_bytes(row, scales));
+        let answer_bytes = tokens * answer(bf16, 0).max(answer(fp8, scales));
+        let mut pieces = Pieces::default();
+        let mut array = |name, count: u64, stride| pieces.push(Section::array(name, count, stride));
+        let (all, leaving) = (u64::from(peers), u64::from(if has_puts { peers } else { 0 }));
+        let words = array("words", all, size_of::<LowLatencyWords>() as u64);
+        let place = |_| PlaceMessages {
+            dispatch_in: array("dispatch_in", all, dispatch_bytes),
+            answer_in: array("answer_in", all, answer_bytes),
+            dispatch_out: array("dispatch_out", leaving, dispatch_bytes),
+            answer_out: array("answer_out", leaving, answer_bytes),
+        };
+        let places = (0..options.places).map(place).collect();
+        MessageLayout { words, places, dispatch_bytes, answer_bytes, pieces }
+    }
+
+    fn words(&self, peer: u32) -> u64 {
+        self.words + u64::from(peer) * size_of::<LowLatencyWords>() as u64
+    }
+
+    fn dispatch(&self, begin: u64, peer: u32) -> u64 {
+        begin + u64::from(peer) * self.dispatch_bytes
+    }
+
+    fn answer(&self, begin: u64, peer: u32) -> u64 {
+        begin + u64::from(peer) * self.answer_bytes
+    }
+}
+
+/// The number of `peer` among those that write to the wire memory of `owner`: the ranks of other nodes.
+fn among_others(topology: Topology, owner: u32, peer: u32) -> u32 {
+    let of_owner = topology.node(owner);
+    if topology.node(peer) < of_owner { peer } else { peer - topology.ranks_per_node }
+}
+
+/// A place's arrays that the rank keeps to itself: offsets in bytes.
+#[derive(Debug, Clone, Copy)]
+struct PlaceTables {
+    routes: u64,
+    recv_x: u64,
+    recv_scales: u64,
+    num_slots: u64,
+    slot_tokens: u64,
+    positions: u64,
+    written: u64,
+    returned: u64,
+}
+
+/// A buffer's side of the network.
+#[derive(Debug)]
+pub(super) struct Network {
+    // The proxies go first: they use the rest.
+    pub proxies: Proxies,
+    /// Memories, this rank's and the peers'.
+    _ways: Vec<Way>,
+    tables: Memory,
+    /// What kernels are told, by place.
+    pub messages: Vec<LowLatencyMessages>,
+}
+
+impl Network {
+    /// Finds a way to each rank of the other nodes, and lays out the tables. `pool`: this rank's, laid out for the ranks of its node. Collective.
+    pub fn new(
+        device: &Arc<dyn Device>,
+        group: &dyn ProcessGroup,
+        stream: &Stream,
+        topology: Topology,
+        options: &Options,
+        (pool, layout, mapped): (DevicePtr, &MessageLayout, &Peers),
+    ) -> Result<Network> {
+        let (rank, ranks) = (group.rank(), topology.ranks());
+        let others: Vec<u32> =
+            (0..ranks).filter(|&peer| topology.node(peer) != topology.node(rank)).collect();
+        let wire = MessageLayout::new(options, others.len() as u32, true);
+        // An operation has one message for each peer, and one queue keeps its words in order.
+        let transport = TransportOptions { queues_per_peer: 1, ..options.transport.clone() };
+        let (ways, links) =
+            transport::open(&transport, device, group, wire.pieces.bytes(), &others, group.timeout())?;
+        ways.iter().for_each(|way| way.memory.describe(wire.pieces.sections()));
+        let proxies = Proxies::start(device, links)?;
+
+        let (tokens, rows) = (u64::from(options.max_tokens), u64::from(ranks * options.max_tokens));
+        let members = MAX_MEMBERS as u64;
+        let mut pieces = Pieces::default();
+        let mut array = |name, count: u64, stride| pieces.push(Section::array(name, count, stride));
+        let posted = array("posted", u64::from(ranks), 8);
+        let place = |_| PlaceTables {
+            routes: array("routes", u64::from(ranks), size_of::<LowLatencyRoute>() as u64),
+            num_slots: array("num_slots", members, 4),
+            slot_tokens: array("slot_tokens", rows, 4),
+            positions: array("positions", tokens, members * 4),
+            written: array("written", 1, 8),
+            returned: array("returned", members, 8),
+            recv_x: array("recv_x", rows, row_stride(options.hidden * 2)),
+            recv_scales: array("recv_scales", options.max_scales(), rows * 4),
+        };
+        let places: Vec<PlaceTables> = (0..options.places).map(place).collect();
+        let tables = Memory::alloc(device, pieces.bytes(), MemoryKind::Device, "low-latency messages")?;
+        tables.describe(pieces.sections());
+        tables.write(stream, posted, &vec![0; ranks as usize * 8])?;
+        for (index, place) in places.iter().enumerate() {
+            let route = |peer: u32| {
+                if topology.node(peer) == topology.node(rank) {
+                    let (own, its) = (topology.index(rank), topology.index(peer));
+                    let there = (DevicePtr(mapped.addresses[its as usize]), own);
+                    return Ok(direct_route(layout, index, (pool, its), there));
+                }
+                let way = ways.iter().find(|way| way.peer == peer);
+                let way = way.ok_or_else(|| Error::os("connect", format!("no way to rank {peer}")));
+                // What each calls the other in its own memory.
+                let (its, own) = (among_others(topology, rank, peer), among_others(topology, peer, rank));
+                way.map(|way| match (&way.mapped, proxies.handle(0, peer)) {
+                    (Some(memory), _) => {
+                        Ok(direct_route(&wire, index, (way.memory.ptr(), its), (memory.ptr(), own)))
+                    }
+                    (None, Some(queue)) => {
+                        let posted = tables.ptr().add(posted + u64::from(peer) * 8);
+                        Ok(queued_route(
+                            &wire,
+                            index,
+                            (way.memory.ptr(), its),
+                            own,
+                            QueueHandle { queue, posted },
+                        ))
+                    }
+                    (None, None) => Err(Error::os("connect", format!("no queue to rank {peer}"))),
+                })?
+            };
+            let routes = (0..ranks).map(route).collect::<Result<Vec<LowLatencyRoute>>>()?;
+            tables.write(stream, place.routes, bytemuck::cast_slice(&routes))?;
+            tables.write(stream, place.num_slots, &vec![0; MAX_MEMBERS * 4])?;
+        }
+        let at = |offset| tables.ptr().add(offset);
+        let messages = places.iter().map(|place| LowLatencyMessages {
+            routes: at(place.routes),
+            recv_x: at(place.recv_x),
+            recv_scales: at(place.recv_scales),
+            num_slots: at(place.num_slots),
+            slot_tokens: at(place.slot_tokens),
+            positions: at(place.positions),
+            written: at(place.written),
+            returned: at(place.returned),
+        });
+        let messages = messages.collect();
+        let network = Network { proxies, _ways: ways, tables, messages };
+        network.forget_unfinished(stream)?;
+        Ok(network)
+    }
+
+    /// Forgets which tokens of an operation had been written, and which rows returned.
+    pub fn forget_unfinished(&self, stream: &Stream) -> Result<()> {
+        for messages in &self.messages {
+            let offset = |at: DevicePtr| at.0 - self.tables.ptr().0;
+            self.tables.write(stream, offset(messages.written), &[0; 8])?;
+            self.tables.write(stream, offset(messages.returned), &[0; MAX_MEMBERS * 8])?;
+        }
+        Ok(())
+    }
+
+    /// Lets the queues finish, says goodbye and ends all threads.
+    pub fn close(&mut self) {
+        self.proxies.close(GRACE);
+    }
+}
+
+/// The route to a peer whose memory is mapped. Of either memory: where it is, and the other rank's number in it.
+fn direct_route(
+    layout: &MessageLayout,
+    place: usize,
+    (own, its): (DevicePtr, u32),
+    (peer, ours): (DevicePtr, u32),
+) -> LowLatencyRoute {
+    let at = layout.places[place];
+    let message = |of: &dyn Fn(u32) -> u64| LowLatencyMessage {
+        written: peer.add(of(ours)),
+        arrives: own.add(of(its)),
+        ..LowLatencyMessage::default()
+    };
+    LowLatencyRoute {
+        words_in: own.add(layout.words(its)),
+        words_out: peer.add(layout.words(ours)),
+        dispatch: message(&|peer| layout.dispatch(at.dispatch_in, peer)),
+        answer: message(&|peer| layout.answer(at.answer_in, peer)),
+        ..LowLatencyRoute::default()
+    }
+}
+
+/// The route to a peer that puts go to, `ours` being this rank's number in its memory.
+fn queued_route(
+    layout: &MessageLayout,
+    place: usize,
+    (own, its): (DevicePtr, u32),
+    ours: u32,
+    queue: QueueHandle,
+) -> LowLatencyRoute {
+    let at = layout.places[place];
+    let message = |from: u64, arrives: u64, to: u64| LowLatencyMessage {
+        written: own.add(from),
+        arrives: own.add(arrives),
+        from,
+        to,
+    };
+    let dispatch = |begin, peer| layout.dispatch(begin, peer);
+    let answer = |begin, peer| layout.answer(begin, peer);
+    LowLatencyRoute {
+        words_in: own.add(layout.words(its)),
+        words_out: DevicePtr::NULL,
+        words_to: layout.words(ours),
+        dispatch: message(
+            dispatch(at.dispatch_out, its),
+            dispatch(at.dispatch_in, its),
+            dispatch(at.dispatch_in, ours),
+        ),
+        answer: message(answer(at.answer_out, its), answer(at.answer_in, its), answer(at.answer_in, ours)),
+        queue,
+    }
+}
