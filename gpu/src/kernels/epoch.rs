@@ -431,7 +431,7 @@ impl Deadline {
 
     /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`] polls.
     #[inline(always)]
-    fn is_long(&self) -> bool {
+    pub(super) fn is_long(&self) -> bool {
         self.polls.is_multiple_of(POLLS_PER_CHECK)
     }
 

@@ -17,7 +17,7 @@ pub const MAX_MEMBERS: usize = 32;
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyWords {
-    /// As [`super::LowLatencyControl::ready`].
+    /// As [`super::LowLatencyControl::ready`], as a packet with the call.
     pub ready: u64,
     /// As [`super::LowLatencyControl::calls`], and the message of that operation is here.
     pub calls: [u64; 2],

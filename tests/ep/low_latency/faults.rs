@@ -6,6 +6,7 @@ use epoxide::driver::Stream;
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::group::launch::run_threads;
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Place, Quantise, Received};
+use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::PATIENCE;
 use epoxide_testing::low_latency::LowLatencyCase;
@@ -46,8 +47,14 @@ impl Rank {
     }
 }
 
-/// Runs `main` on ranks whose waits are short.
+/// Runs `main` on ranks whose waits are short, of one node and of three.
 fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
+    run_on(|options| options, &main);
+    let transport = TransportOptions::new(TransportKind::Tcp);
+    run_on(|options| options.ranks_per_node(1).transport(transport.clone()), &main);
+}
+
+fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Rank) -> Result<()> + Sync)) {
     let case = LowLatencyCase::new(
         routing(&[TOKENS as u32; RANKS as usize], 2, 6, Style::DistinctTopK),
         HIDDEN as u32,
@@ -56,7 +63,7 @@ fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
         let device = case.device(number);
         let stream = Stream::new(&device, false)?;
         let options = Options::new(TOKENS as u32, HIDDEN, 2, 6).timeout(DEADLINE);
-        let buffer = Buffer::new(device.clone(), &*group, options)?;
+        let buffer = Buffer::new(device.clone(), &*group, spread(options))?;
         let x = vec![half::bf16::ONE; (TOKENS * HIDDEN) as usize];
         let mut rank = Rank {
             number,
@@ -252,6 +259,8 @@ fn options_that_break_a_rule() {
         fails(Options::new(1, 8, 1, 1).places(0), "places");
         fails(Options::new(1, 8, 1, 1).chunk_tokens(0), "chunk_tokens");
         fails(Options::new(1, 8, 1, 1).num_sms(0), "num_sms");
+        fails(Options::new(1, 8, 1, 1).ranks_per_node(0), "ranks_per_node");
+        fails(Options::new(1, 8, 1, 1).ranks_per_node(2), "ranks_per_node");
         Ok(())
     });
     outcome.unwrap_or_else(|failure| panic!("{failure}"));

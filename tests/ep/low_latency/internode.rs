@@ -1,8 +1,10 @@
 //! Low latency across nodes: the same calls and the same results, whatever joins the nodes.
 
-use epoxide::low_latency::Quantise;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::group::launch::run_threads;
+use epoxide::low_latency::{Buffer, Options, Quantise};
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::Nodes;
+use epoxide_testing::harness::{Nodes, PATIENCE};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 
@@ -30,5 +32,60 @@ fn quantised_either_way() {
             case.check();
             LowLatencyCase { by_expert: false, ..case }.check();
         }
+    }
+}
+
+#[test]
+fn many_ranks() {
+    // More than fit in one node, and as many as there may be.
+    for (ranks, ranks_per_node) in [(12, 4), (16, 8), (32, 8), (32, 1)] {
+        let tokens: Vec<u32> = (0..ranks).map(|rank| rank % 4).collect();
+        let case = LowLatencyCase::new(routing(&tokens, 5, 2 * ranks, Style::WithHoles), 16);
+        LowLatencyCase { nodes: nodes(ranks_per_node, TransportKind::Direct), sm_count: 1, ..case }.check();
+    }
+}
+
+#[test]
+fn more_ranks_than_there_may_be() {
+    let outcome = run_threads(33, PATIENCE, |rank, group| {
+        let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+        let options = Options::new(1, 8, 1, 33).ranks_per_node(3);
+        let error = Buffer::new(device, &*group, options).unwrap_err().to_string();
+        assert!(error.contains("at most 32 ranks"), "{error}");
+        Ok(())
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+/// Each operation has one put to each rank of another node: as many rows as the rank gets, and nothing else but what stands with them.
+#[test]
+fn one_put_for_each_peer_and_operation() {
+    let (hidden, topk, max_tokens) = (256, 4, 9);
+    let case = LowLatencyCase::new(routing(&[9, 6, 0, 7], topk, 12, Style::WithHoles), hidden);
+    for (quantise, quantise_back) in [(Quantise::Not, Quantise::Fp8), (Quantise::Fp8, Quantise::Not)] {
+        let nodes = nodes(2, TransportKind::Shm);
+        let case = LowLatencyCase { nodes, max_tokens, quantise, quantise_back, ..case.clone() };
+        case.on_threads(|rank| {
+            let differing = case.step_by_step(rank)?;
+            // A combine ends when the peers' messages are here, not when the own ones have been counted.
+            rank.group.barrier(PATIENCE)?;
+            let number = rank.buffer.rank();
+            let rows = |from: u32, to: u32| {
+                (0..case.routing.num_tokens(from)).filter(|&token| case.routing.hits(from, token, to)).count()
+            };
+            let bytes =
+                |quantise| if quantise == Quantise::Not { 2 * hidden } else { hidden + hidden / 128 * 4 };
+            let slot = |bytes: u32| u64::from(bytes.next_multiple_of(128));
+            let entries = 16 + topk * 8;
+            for (peer, stats) in rank.buffer.wire_stats() {
+                assert_ne!(peer / 2, number / 2);
+                let there =
+                    128 + rows(number, peer) as u64 * slot(bytes(quantise).next_multiple_of(16) + entries);
+                let back = rows(peer, number) as u64 * slot(bytes(quantise_back));
+                assert_eq!((stats.puts, stats.bytes), (2, there + back), "rank {number} to {peer}");
+            }
+            assert_eq!(rank.buffer.wire_stats().len(), 2);
+            Ok(differing)
+        });
     }
 }

@@ -4,6 +4,8 @@ use proptest::prelude::*;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
+use epoxide::transport::TransportKind;
+use epoxide_testing::harness::Nodes;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
@@ -36,6 +38,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
             any::<(u64, Option<u32>)>(),
             prop::sample::select(vec![Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
         ),
+        prop_oneof![1 => Just(None), 1 => (any::<prop::sample::Index>(), transport()).prop_map(Some)],
     );
     (routing, row, settings).prop_map(
         |(
@@ -49,9 +52,16 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 places,
                 (by_expert, weighted, halves, gathers),
                 ((seed, schedule), back),
+                spread,
             ),
         )| {
+            let ranks = routing.num_ranks();
+            let nodes = spread.map(|(index, transport)| {
+                let divisors: Vec<u32> = (1..=ranks.min(8)).filter(|of| ranks.is_multiple_of(*of)).collect();
+                Nodes { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
+            });
             LowLatencyCase {
+                nodes,
                 quantise,
                 quantise_back: if hidden.is_multiple_of(128) { back } else { Quantise::Not },
                 by_expert,
@@ -70,6 +80,11 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
             }
         },
     )
+}
+
+fn transport() -> impl Strategy<Value = TransportKind> {
+    use TransportKind::{Auto, Direct, Shm, Tcp};
+    prop::sample::select(vec![Auto, Direct, Shm, Tcp])
 }
 
 pub(super) fn config(cases: u32) -> ProptestConfig {

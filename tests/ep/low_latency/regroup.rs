@@ -7,8 +7,9 @@ use epoxide::driver::Stream;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest};
+use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
-use epoxide_testing::harness::PATIENCE;
+use epoxide_testing::harness::{Nodes, PATIENCE};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::Style;
 use half::bf16;
@@ -105,15 +106,33 @@ fn the_others_go_on_and_take_it_in_again() {
 
 #[test]
 fn one_goes_on_alone() {
-    leave_out_and_take_in(&case(4), &[0, 1, 3], Gone::BeforeCombine);
+    for case in [case(4), LowLatencyCase { nodes: two_nodes(TransportKind::Shm), ..case(4) }] {
+        leave_out_and_take_in(&case, &[0, 1, 3], Gone::BeforeCombine);
+    }
+}
+
+fn two_nodes(transport: TransportKind) -> Option<Nodes> {
+    Some(Nodes { ranks_per_node: 2, transport, queues: 1 })
+}
+
+#[test]
+fn ranks_of_this_node_and_of_another_one_go_and_come_again() {
+    for when in ALL {
+        for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
+            leave_out_and_take_in(&LowLatencyCase { nodes: two_nodes(transport), ..case(0) }, &[1, 2], when);
+        }
+    }
 }
 
 #[test]
 fn the_checker_finds_nothing_while_ranks_come_and_go() {
     for weak_memory in [None, Some(7)] {
         let config = CheckConfig { races: weak_memory.is_none(), weak_memory, ..CheckConfig::default() };
-        let case = LowLatencyCase { checker: Some(Checker::new(config)), schedule_seed: Some(3), ..case(5) };
-        ALL.iter().for_each(|&when| leave_out_and_take_in(&case, &[2], when));
+        for nodes in [None, two_nodes(TransportKind::Direct)] {
+            let checker = Some(Checker::new(config));
+            let case = LowLatencyCase { nodes, checker, schedule_seed: Some(3), ..case(5) };
+            ALL.iter().for_each(|&when| leave_out_and_take_in(&case, &[2], when));
+        }
     }
 }
 
@@ -121,7 +140,8 @@ fn the_checker_finds_nothing_while_ranks_come_and_go() {
 #[test]
 fn deadlines_that_nobody_keeps_leave_nothing_behind() {
     for seed in 0..6 {
-        let case = LowLatencyCase { schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
+        let nodes = if seed % 2 == 0 { None } else { two_nodes(TransportKind::Shm) };
+        let case = LowLatencyCase { nodes, schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
         case.on_threads(|rank| {
             let (inputs, group) = (case.inputs(rank)?, rank.group.clone());
             for _ in 0..4 {

@@ -1,43 +1,59 @@
 //! Many round trips behind each other: the host waits for nothing, and no rank for another but where the protocol has it wait.
 
+use epoxide::transport::TransportKind;
+use epoxide_testing::harness::Nodes;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 
 use crate::shapes::routing;
 
-/// A round trip of few short rows.
-fn case(rounds: u32) -> LowLatencyCase {
-    LowLatencyCase { rounds, ..LowLatencyCase::new(routing(&[3, 5, 0, 2], 3, 8, Style::WithHoles), 16) }
+/// Round trips of few short rows, of four ranks of one node and of two.
+fn cases(rounds: u32) -> [LowLatencyCase; 3] {
+    let case =
+        LowLatencyCase { rounds, ..LowLatencyCase::new(routing(&[3, 5, 0, 2], 3, 8, Style::WithHoles), 16) };
+    let across = |transport| LowLatencyCase {
+        nodes: Some(Nodes { ranks_per_node: 2, transport, queues: 1 }),
+        ..case.clone()
+    };
+    [case.clone(), across(TransportKind::Direct), across(TransportKind::Shm)]
 }
 
 #[test]
 fn a_thousand_pairs_without_the_host() {
-    case(1000).check_chained();
+    cases(1000).iter().for_each(LowLatencyCase::check_chained);
 }
 
 #[test]
 fn calls_in_halves() {
-    LowLatencyCase { halves: true, ..case(200) }.check_chained();
-    LowLatencyCase { halves: true, places: 2, unanswered: 3, ..case(7) }.check_replayed(5);
+    for case in cases(200) {
+        LowLatencyCase { halves: true, ..case.clone() }.check_chained();
+        LowLatencyCase { rounds: 7, halves: true, places: 2, unanswered: 3, ..case }.check_replayed(5);
+    }
 }
 
 #[test]
 fn several_places_in_turn() {
-    LowLatencyCase { places: 3, ..case(100) }.check_chained();
-    LowLatencyCase { places: 2, ..case(10) }.check();
+    for case in cases(100) {
+        LowLatencyCase { places: 3, ..case.clone() }.check_chained();
+        LowLatencyCase { rounds: 10, places: 2, ..case }.check();
+    }
 }
 
 #[test]
 fn dispatches_that_no_combine_answers() {
-    LowLatencyCase { unanswered: 2, ..case(12) }.check();
-    LowLatencyCase { unanswered: 1, ..case(12) }.check();
-    LowLatencyCase { unanswered: 3, places: 2, ..case(100) }.check_chained();
+    for case in cases(12) {
+        LowLatencyCase { unanswered: 2, ..case.clone() }.check();
+        LowLatencyCase { unanswered: 1, ..case.clone() }.check();
+        LowLatencyCase { rounds: 100, unanswered: 3, places: 2, ..case }.check_chained();
+    }
 }
 
 #[test]
 fn a_captured_step_run_many_times() {
-    case(1).check_replayed(50);
-    LowLatencyCase { places: 2, unanswered: 3, ..case(7) }.check_replayed(10);
+    for case in cases(1) {
+        case.check_replayed(50);
+        LowLatencyCase { rounds: 7, places: 2, unanswered: 3, ..case }.check_replayed(10);
+    }
 }
 
 #[test]
@@ -59,6 +75,11 @@ fn the_checker_finds_nothing_in_many_rounds() {
                 unanswered: seed as u32 % 4,
                 halves: seed % 2 == 1,
                 gathers: seed % 3 == 2,
+                nodes: (seed % 3 == 1).then_some(Nodes {
+                    ranks_per_node: 1,
+                    transport: if seed < 4 { TransportKind::Direct } else { TransportKind::Shm },
+                    queues: 1,
+                }),
                 // Rows of all ranks as packets, and of those with tokens in memory behind a word for each chunk.
                 packet_tokens: if seed < 4 { 4 } else { 1 },
                 ..small.clone()

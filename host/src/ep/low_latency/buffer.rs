@@ -28,6 +28,7 @@ use crate::ep::trace::{Trace, TracedLaunch};
 use crate::ep::{StreamOrder, Topology};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::transport::QueueStats;
 
 /// Moves decode-sized batches between ranks, of one node or of several. One per rank; every method that says so is collective.
 ///
@@ -252,6 +253,14 @@ impl Buffer {
     #[doc(hidden)]
     pub fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         Trace::take(&mut self.trace, &self.sequence, self.options.timeout, stream)
+    }
+
+    /// What the proxies have put on the wire so far: (peer, what), in ascending order of peers. Empty with one node, and where all peers are
+    /// mapped.
+    #[doc(hidden)]
+    pub fn wire_stats(&self) -> Vec<(u32, QueueStats)> {
+        let proxies = self.network.iter().flat_map(|network| network.proxies.all());
+        proxies.map(|proxy| (proxy.peer(), proxy.stats())).collect()
     }
 
     /// An error unless the place is one of this buffer's.

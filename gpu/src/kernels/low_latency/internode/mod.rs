@@ -12,9 +12,9 @@
 
 use core::mem::offset_of;
 
-use super::super::epoch::{Phase, record, trace, wait_at_least};
+use super::super::epoch::{Deadline, Phase, record, trace, wait_at_least};
 use super::super::rail::{Delivery, Operation, post_to};
-use super::{Begun, wait_packet};
+use super::Begun;
 use crate::layout::{
     LowLatencyArgs, LowLatencyCall, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencyWords,
     MAX_MEMBERS, QueueHandle, Wait,
@@ -208,12 +208,39 @@ unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun
         if begun.has_member(lane) {
             let (route, word) = (Route::to(messages, lane), offset_of!(LowLatencyWords, ready) as u64);
             if ctaid() == 0 {
-                tell(args, route, lane, (0, 0, 0), word, epoch, epoch);
+                tell(args, route, lane, (0, 0, 0), word, epoch << 32 | args.comm.call, epoch);
             }
             let word = route.words_in() + word;
-            ready = wait_at_least(&args.comm, word, epoch, lane, epoch, Wait::LowLatencyReady);
+            ready = wait_at_least(&args.comm, word, epoch << 32, lane, epoch, Wait::LowLatencyReady);
         }
         ballot(!ready) == 0
+    }
+}
+
+/// Waits until a rank's message has come, and says with which call; `None` when the wait expired. Where the rank waits for this one first, in
+/// a call that is another one, it will not come: then that call is said.
+#[inline(always)]
+unsafe fn wait_call(args: &LowLatencyArgs, route: Route, rank: u32, epoch: u64) -> Option<u32> {
+    // SAFETY: the words are in this rank's memory. What the ready word says is compared, and nothing is read behind it.
+    unsafe {
+        let (comm, words, mut deadline) = (&args.comm, route.words_in(), Deadline::start());
+        loop {
+            let seen = ld_acquire_sys_u64(words + call_at(epoch));
+            if (seen >> 32) as u32 == epoch as u32 {
+                return Some(seen as u32);
+            }
+            if deadline.expired(comm) {
+                record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyEnter);
+                return None;
+            }
+            if deadline.is_long() {
+                let ready = ld_relaxed_sys_u64(words + offset_of!(LowLatencyWords, ready) as u64);
+                let is_other = (ready ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
+                if (ready >> 32) as u32 == epoch as u32 && is_other {
+                    return Some(ready as u32);
+                }
+            }
+        }
     }
 }
 
@@ -236,8 +263,7 @@ unsafe fn wait_messages<const DISPATCH: bool>(
             let (mut tokens, mut slots) = (0, 0);
             if begun.has_member(thread) && begun.takes_part {
                 let route = Route::to(messages, thread);
-                let packet = route.words_in() + call_at(epoch);
-                match wait_packet::<true>(comm, packet, thread, epoch, Wait::LowLatencyEnter) {
+                match wait_call(args, route, thread, epoch) {
                     Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
                         tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
                         if DISPATCH {
