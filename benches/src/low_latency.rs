@@ -7,6 +7,7 @@ use epoxide::driver::{Device, Event, Graph, Stream};
 use epoxide::ep::{DType, StreamOrder};
 use epoxide::group::ProcessGroup;
 use epoxide::low_latency::{Buffer, Options, Place, Quantise};
+use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_gpu::layout::BlockTrace;
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 use epoxide_testing::oracle::{Routing, Style};
@@ -25,6 +26,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub struct LowLatencyPlan {
     /// Ranks.
     pub ranks: u32,
+    /// Nodes that they are spread over.
+    pub nodes: u32,
+    /// What joins nodes.
+    pub transport: TransportKind,
     /// Tokens of each rank, one point for each; the buffer is made for as many.
     pub tokens: Vec<u32>,
     /// Elements of a row.
@@ -69,6 +74,10 @@ pub struct LowLatencyPoint {
     pub date: String,
     /// Ranks.
     pub num_ranks: u32,
+    /// Nodes.
+    pub nodes: u32,
+    /// What joins nodes; `null` where there is one.
+    pub transport: Option<String>,
     /// Tokens of each rank.
     pub tokens: u32,
     /// Elements of a row.
@@ -210,6 +219,8 @@ fn one_size(
     let mut options = Options::new(tokens, plan.hidden.into(), plan.topk, plan.experts)
         .chunk_tokens(plan.chunk_tokens)
         .packet_tokens(plan.packet_tokens)
+        .ranks_per_node(plan.ranks / plan.nodes)
+        .transport(TransportOptions::new(plan.transport))
         .timeout(PATIENCE);
     if let Some(num_sms) = plan.num_sms {
         options = options.num_sms(num_sms);
@@ -377,6 +388,8 @@ pub fn points(plan: &LowLatencyPlan, ranks: &[Vec<RankTimes>]) -> Vec<LowLatency
             is_virtual: first.device.1,
             date: today(),
             num_ranks: plan.ranks,
+            nodes: plan.nodes,
+            transport: (plan.nodes > 1).then(|| plan.transport.to_string()),
             tokens,
             hidden: plan.hidden,
             experts: plan.experts,

@@ -40,8 +40,10 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Pub
     voice.doing("making the buffer");
     let mut low_latency = rank.agree(join(rank, setup, &first).map_err(Stop::from))?;
     voice.line(format!(
-        "[cfg] mode=low-latency num_ranks={} tokens={} hidden={} experts={} topk={} dtype={} device={:?} seed={:#x} pool_bytes={}",
+        "[cfg] mode=low-latency nodes={} num_ranks={}{} tokens={} hidden={} experts={} topk={} dtype={} device={:?} seed={:#x} pool_bytes={}",
+        setup.nodes,
         setup.ranks,
+        if setup.nodes == 1 { String::new() } else { format!(" transport={}", setup.transport.kind()) },
         setup.tokens,
         setup.hidden,
         setup.experts,
@@ -109,7 +111,12 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Pub
 }
 
 fn join(rank: &Rank, setup: &Setup, case: &LowLatencyCase) -> epoxide::Result<LowLatencyRank> {
-    let options = case.options().timeout(Duration::from_secs(setup.timeout)).num_sms(setup.num_sms);
+    let options = case
+        .options(rank.rank)
+        .timeout(Duration::from_secs(setup.timeout))
+        .num_sms(setup.num_sms)
+        .ranks_per_node(setup.ranks / setup.nodes)
+        .transport(setup.network());
     let buffer = Buffer::new(rank.device.clone(), &*rank.group, options)?;
     let stream = Arc::new(Stream::new(&rank.device, false)?);
     Ok(LowLatencyRank { buffer, group: rank.group.clone(), stream })

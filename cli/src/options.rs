@@ -202,9 +202,6 @@ impl WorldFlags {
             (Some(Mode::Intranode), Some(nodes)) if nodes != 1 => {
                 return usage("--nodes", nodes, "--mode intranode has one node".into());
             }
-            (Some(Mode::LowLatency), Some(nodes)) if nodes != 1 => {
-                return usage("--nodes", nodes, "--mode low-latency has one node in this version".into());
-            }
             (Some(Mode::Internode), Some(1)) | (_, Some(0)) => {
                 let nodes = self.nodes.unwrap_or(0);
                 return usage("--nodes", nodes, "must be at least 2, or 1 with --mode intranode".into());
@@ -212,6 +209,7 @@ impl WorldFlags {
             _ => {}
         }
         let one_node = match (self.mode, self.nodes) {
+            (Some(Mode::LowLatency), nodes) => nodes.is_none_or(|nodes| nodes == 1),
             (Some(mode), _) => mode != Mode::Internode,
             (None, Some(nodes)) => nodes == 1,
             // A group that cannot be cut in two is one node.
@@ -443,13 +441,17 @@ impl Setup {
             max_topk: self.topk,
             max_scales: self.dtype.num_scales(self.hidden) as u32,
         };
-        let timeout = Duration::from_secs(self.timeout);
-        let network = NetworkFlags { transport: self.transport, queues: Some(self.queues) };
         BufferOptions::new(shape)
             .config(self.config)
-            .timeout(timeout)
+            .timeout(Duration::from_secs(self.timeout))
             .ranks_per_node(self.ranks / self.nodes)
-            .transport(network.options(self.device, timeout))
+            .transport(self.network())
+    }
+
+    /// What joins nodes.
+    pub fn network(&self) -> TransportOptions {
+        let flags = NetworkFlags { transport: self.transport, queues: Some(self.queues) };
+        flags.options(self.device, Duration::from_secs(self.timeout))
     }
 }
 
@@ -517,6 +519,10 @@ mod tests {
             ("--ranks-per-node 2", DEFAULTS, Some((6, None)), 3, 2),
             ("--nodes 3", DEFAULTS, Some((6, None)), 3, 2),
             ("--mode intranode", DEFAULTS, Some((6, Some(3))), 1, 6),
+            ("--mode low-latency", DEFAULTS, None, 1, 8),
+            ("--mode low-latency --nodes 3 --ranks-per-node 2", DEFAULTS, None, 3, 2),
+            ("--mode low-latency", DEFAULTS, Some((6, Some(3))), 1, 6),
+            ("--mode low-latency --nodes 2", DEFAULTS, Some((6, Some(3))), 2, 3),
         ] {
             let topology = parse(line).topology(defaults, group).unwrap();
             assert_eq!(topology, Topology { nodes, ranks_per_node }, "{line:?} {group:?}");
@@ -526,7 +532,8 @@ mod tests {
     #[test]
     fn what_is_wrong_with_the_ranks_is_named() {
         for (line, group, flag) in [
-            ("--mode low-latency --nodes 2", None, "--nodes 2"),
+            ("--mode low-latency --nodes 0", None, "--nodes 0"),
+            ("--mode low-latency --nodes 4", Some((6, None)), "--nodes 4"),
             ("--mode intranode --nodes 2", None, "--nodes 2"),
             ("--mode internode --nodes 1", None, "--nodes 1"),
             ("--nodes 0", None, "--nodes 0"),

@@ -299,6 +299,8 @@ impl PlanFlags {
         }
         let plan = LowLatencyPlan {
             ranks: topology.ranks(),
+            nodes: topology.nodes,
+            transport: self.network.transport.kind(),
             tokens: self.tokens.map_or_else(|| ladder().collect(), |tokens| vec![tokens]),
             hidden: u32::try_from(self.hidden.unwrap_or(defaults.hidden)).unwrap_or(u32::MAX),
             experts: self.experts.unwrap_or(defaults.experts),

@@ -64,9 +64,13 @@ fn text(points: &[LowLatencyPoint]) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "[bench low-latency] num_ranks={} hidden={} experts={} topk={} dispatch={} combine={} num_sms={} chunk_tokens={} packet_tokens={} \
+        "[bench low-latency] num_ranks={}{} hidden={} experts={} topk={} dispatch={} combine={} num_sms={} chunk_tokens={} packet_tokens={} \
          device={:?}; {}",
         first.num_ranks,
+        first
+            .transport
+            .as_ref()
+            .map_or_else(String::new, |transport| format!(" nodes={} transport={transport}", first.nodes)),
         first.hidden,
         first.experts,
         first.topk,
@@ -170,6 +174,23 @@ mod tests {
             assert!(low_latency::json(&points).unwrap().contains("\"tokens\": 5"));
             assert_ne!(point.dtype, point.combine_dtype);
         }
+    }
+
+    #[test]
+    fn nodes_are_measured() {
+        let line = "bench --mode low-latency --nodes 2 --ranks-per-node 2 --transport shm --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
+        let args = parse(line).unwrap();
+        let plan = plan(&args).unwrap();
+        let topology = args.sizes.place.topology(Mode::LowLatency, None).unwrap();
+        let ranks = on_ranks(topology, args.sizes.device, |device, group| {
+            low_latency::rank(&plan, device, group, &Counted::default())
+        })
+        .unwrap();
+        let points = low_latency::points(&plan, &ranks);
+        assert_eq!((points[0].nodes, points[0].transport.as_deref()), (2, Some("shm")));
+        assert!(text(&points).contains("num_ranks=4 nodes=2 transport=shm"), "{}", text(&points));
+        let within = &points[0].combine_within;
+        assert!(within.sent.min_us > 0.0 && within.entered.p50_us <= within.done.p50_us, "{within:?}");
     }
 
     #[test]

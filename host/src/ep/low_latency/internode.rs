@@ -179,7 +179,7 @@ impl Network {
             };
             let routes = (0..ranks).map(route).collect::<Result<Vec<LowLatencyRoute>>>()?;
             tables.write(stream, place.routes, bytemuck::cast_slice(&routes))?;
-            tables.write(stream, place.num_slots, &vec![0; MAX_MEMBERS * 4])?;
+            tables.write(stream, place.num_slots, &[0; MAX_MEMBERS * 4])?;
         }
         let at = |offset| tables.ptr().add(offset);
         let messages = places.iter().map(|place| LowLatencyMessages {
