@@ -23,7 +23,7 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// Round trips that together run every line that a round trip can: within a node, across mapped nodes and through queues, rows of one
 /// piece and of several, with scales, with sizes that differ between ranks, and replayed; and low latency, with few tokens, whose rows go as
 /// packets, and with many, more than a block has threads, for more experts than a rank has blocks.
-const WORKLOADS: [&str; 11] = [
+const WORKLOADS: [&str; 14] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm",
@@ -35,6 +35,9 @@ const WORKLOADS: [&str; 11] = [
     "--mode low-latency --ranks-per-node 3 --dtype fp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --tokens 200 --experts 36 --iterations 2",
     "--mode low-latency --ranks-per-node 2 --tokens 100 --hidden 1024 --dtype fp8 --iterations 2 --graph-replays 2",
+    "--mode low-latency --nodes 2 --ranks-per-node 2 --transport direct --iterations 4 --random",
+    "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --dtype fp8 --iterations 3 --graph-replays 3",
+    "--mode low-latency --nodes 3 --ranks-per-node 1 --transport direct --tokens 200 --experts 36 --hidden 1024 --iterations 2",
 ];
 /// Bytes of output that are looked at.
 const LONGEST_OUTPUT: usize = 1 << 20;

@@ -12,6 +12,7 @@ use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, pool_of, record, share, trace, wait_at_least};
 use super::fp8::{from_bf16, quantised, scale_offset};
+use super::list::{Listed, Words};
 use super::{
     Begun, Piece, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
     ids_offset, in_packets, load_packets, packet_seen, send_packets, tell_call, tokens_in_chunk, wait_calls,
@@ -562,87 +563,35 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
     }
 }
 
-/// Lists the rows of a local expert, by source rank, then by token. All threads of the block call it.
+/// Lists the rows of a local expert. All threads of the block call it.
 #[inline(always)]
 unsafe fn list_rows(args: &LowLatencyDispatchArgs, shared: &Shared, expert: u32, epoch: u64) {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let (thread, warp, lane) = (tid(), tid() / 32, laneid());
-        let rows = comm.num_ranks * common.max_tokens;
         let pool = pool_of(comm, comm.rank);
-        if thread < MAX_RANKS as u32 {
-            st_shared_u32(shared.of_source + thread * 4, 0);
-        }
         let mut total = 0;
         unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
-        let (mut first, mut found) = (0, 0);
-        while first < total {
-            // The token `first + thread` of all sources' behind each other.
-            let (mut source, mut token) = (0, first + thread);
-            let is_there = token < total;
+        let words = Words { of_source: shared.of_source, of_warp: shared.of_warp };
+        let look = |number: u32| {
+            let (mut source, mut token) = (0, number);
             unroll8!(SOURCE => {
                 let of_source = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
                 if source == SOURCE as u32 && token >= of_source {
                     (source, token) = (source + 1, token - of_source);
                 }
             });
-            let row = source * common.max_tokens + token;
-            let (mut entries, mut of_others) = (0, 0);
-            if is_there {
-                (entries, of_others) = entries_of(args, pool, row, source, expert, epoch);
-            }
-            let hits = ballot(entries != 0);
-            if lane == 0 {
-                st_shared_u32(shared.of_warp + warp * 4, hits.count_ones());
-            }
-            barrier_sync();
-            let (mut before, mut all, mut other) = (0, 0, 0);
-            while other < ntid() / 32 {
-                let count = ld_shared_u32(shared.of_warp + other * 4);
-                before += if other < warp { count } else { 0 };
-                all += count;
-                other += 1;
-            }
-            if entries != 0 {
-                let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
-                st_i32(common.tables.expert_rows.0 + slot as u64 * 4, row as i32);
-                st_i32(common.tables.src_info.0 + slot as u64 * 4, token as i32);
-                while entries != 0 {
-                    let entry = (row * common.num_topk + entries.trailing_zeros()) as u64;
-                    let packet = pool + common.place.weights + entry * 8;
-                    // A weight that does not come is an error, whatever it is taken for.
-                    let weight = wait_packet::<false>(comm, packet, source, epoch, Wait::LowLatencyIds);
-                    st_i32(common.tables.slots.0 + entry * 4, slot as i32);
-                    st_u32(common.tables.weights.0 + entry * 4, weight.unwrap_or(0));
-                    entries &= entries - 1;
-                }
-                red_relaxed_cta_shared_add_u32(shared.of_source + source * 4, 1);
-            }
-            // The others' entries have no block of their own.
-            while expert == 0 && of_others != 0 {
-                let entry = (row * common.num_topk + of_others.trailing_zeros()) as u64;
-                st_i32(common.tables.slots.0 + entry * 4, -1);
-                of_others &= of_others - 1;
-            }
-            (first, found) = (first + ntid(), found + all);
-            barrier_sync();
-        }
-        barrier_sync();
-        if thread < comm.num_ranks {
-            let mut begin = 0;
-            unroll8!(SOURCE => {
-                begin += if (SOURCE as u32) < thread { ld_shared_u32(shared.of_source + SOURCE as u32 * 4) } else { 0 };
-            });
-            let count = ld_shared_u32(shared.of_source + thread * 4);
-            let range = common.tables.layout_range.0 + (expert * comm.num_ranks + thread) as u64 * 8;
-            st_u64(range, (begin as u64) << 32 | count as u64);
-        }
-        if thread == 0 {
-            st_u32(common.tables.expert_counts.0 + expert as u64 * 4, found);
-        }
-        // The words are the next expert's.
-        barrier_sync();
+            let listed = Listed { source, token, ..Listed::NONE };
+            let (entries, of_others) = entries_of(args, pool, listed.row(common), source, expert, epoch);
+            let weights = pool + common.place.weights + (listed.row(common) * common.num_topk) as u64 * 8;
+            Listed { entries, of_others, weights, ..listed }
+        };
+        let weight = |listed: &Listed, entry: u32| {
+            let packet = listed.weights + entry as u64 * 8;
+            // A weight that does not come is an error, whatever it is taken for.
+            wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
+        };
+        super::list::list_rows::<false>(common, words, expert, total, look, weight);
     }
 }
 

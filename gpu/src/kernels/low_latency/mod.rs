@@ -23,6 +23,7 @@ mod dispatch;
 mod fp8;
 mod gather;
 mod internode;
+mod list;
 
 pub use internode::LOW_LATENCY_INTERNODE_SHARED_BYTES;
 #[cfg(not(target_arch = "nvptx64"))]

@@ -12,6 +12,7 @@ use epoxide_macros::kernel;
 use super::super::super::epoch::{Phase, record, share, trace};
 use super::super::dispatch::{Entry, Pair, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
+use super::super::list::{Listed, Words};
 use super::super::{Begun, begin, completes, finish};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
 use crate::layout::{
@@ -393,81 +394,28 @@ unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, source: u32, index: u
     }
 }
 
-/// Lists the rows of a local expert, by source rank, then by token. All threads of the block call it; `all`: slots of all messages.
+/// Lists the rows of a local expert; `all`: slots of all messages. All threads of the block call it.
 #[inline(always)]
 unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, expert: u32, all: u32) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: passed on to the caller; the messages are here.
     unsafe {
-        let (common, comm) = (&args.dispatch.common, &args.dispatch.common.comm);
-        let (thread, warp, lane) = (tid(), tid() / 32, laneid());
-        let rows = comm.num_ranks * common.max_tokens;
-        if thread < MEMBERS {
-            st_shared_u32(shared.of_rank + thread * 4, 0);
-        }
-        let (mut first, mut found) = (0, 0);
-        while first < all {
-            let (source, index) = shared.slot(comm.num_ranks, first + thread);
-            let (mut entries, mut token, mut at) = (0, 0, 0);
-            if source < comm.num_ranks {
-                let slot = arrived(args, source, index);
-                (token, at) = (token_of(args, slot), slot + slot_of(args).entries as u64);
-                let mut entry = 0;
-                while entry < common.num_topk {
-                    let of = ld_u32(at + entry as u64 * 8);
-                    entries |= ((of == expert) as u32) << entry;
-                    if expert == 0 && of >= common.local_experts {
-                        // The others' entries have no block of their own.
-                        let row = source * common.max_tokens + token;
-                        st_i32(common.tables.slots.0 + (row * common.num_topk + entry) as u64 * 4, -1);
-                    }
-                    entry += 1;
-                }
+        let common = &args.dispatch.common;
+        let words = Words { of_source: shared.of_rank, of_warp: shared.of_warp };
+        let look = |number: u32| {
+            let (source, index) = shared.slot(common.comm.num_ranks, number);
+            let slot = arrived(args, source, index);
+            let weights = slot + slot_of(args).entries as u64 + 4;
+            let mut listed = Listed { source, token: token_of(args, slot), weights, ..Listed::NONE };
+            let mut entry = 0;
+            while entry < common.num_topk {
+                let of = ld_u32(weights - 4 + entry as u64 * 8);
+                listed.entries |= ((of == expert) as u32) << entry;
+                listed.of_others |= ((of >= common.local_experts) as u32) << entry;
+                entry += 1;
             }
-            syncwarp();
-            let hits = ballot(entries != 0);
-            if lane == 0 {
-                st_shared_u32(shared.of_warp + warp * 4, hits.count_ones());
-            }
-            barrier_sync();
-            let (mut before, mut hit, mut other) = (0, 0, 0);
-            while other < ntid() / 32 {
-                let count = ld_shared_u32(shared.of_warp + other * 4);
-                before += if other < warp { count } else { 0 };
-                hit += count;
-                other += 1;
-            }
-            if entries != 0 {
-                let row = source * common.max_tokens + token;
-                let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
-                st_i32(common.tables.expert_rows.0 + slot as u64 * 4, row as i32);
-                st_i32(common.tables.src_info.0 + slot as u64 * 4, token as i32);
-                while entries != 0 {
-                    let entry = entries.trailing_zeros();
-                    entries &= entries - 1;
-                    let of_row = (row * common.num_topk + entry) as u64 * 4;
-                    st_i32(common.tables.slots.0 + of_row, slot as i32);
-                    st_f32(common.tables.weights.0 + of_row, ld_f32(at + entry as u64 * 8 + 4));
-                }
-                red_relaxed_cta_shared_add_u32(shared.of_rank + source * 4, 1);
-            }
-            (first, found) = (first + ntid(), found + hit);
-            barrier_sync();
-        }
-        barrier_sync();
-        if thread < comm.num_ranks {
-            let (mut begin, mut source) = (0, 0);
-            while source < thread {
-                begin += ld_shared_u32(shared.of_rank + source * 4);
-                source += 1;
-            }
-            let count = ld_shared_u32(shared.of_rank + thread * 4);
-            let range = common.tables.layout_range.0 + (expert * comm.num_ranks + thread) as u64 * 8;
-            st_u64(range, (begin as u64) << 32 | count as u64);
-        }
-        if thread == 0 {
-            st_u32(common.tables.expert_counts.0 + expert as u64 * 4, found);
-        }
-        // The words are the next expert's.
-        barrier_sync();
+            listed
+        };
+        let weight = |listed: &Listed, entry: u32| ld_u32(listed.weights + entry as u64 * 8);
+        super::super::list::list_rows::<true>(common, words, expert, all, look, weight);
     }
 }

@@ -1,0 +1,119 @@
+//! Which expert has which of the received rows.
+
+use crate::layout::{LowLatencyArgs, MAX_MEMBERS, MAX_RANKS};
+use crate::simt::*;
+
+/// A token of a source rank, and what it has here.
+pub(super) struct Listed {
+    pub(super) source: u32,
+    pub(super) token: u32,
+    /// Its entries for the expert, as bits.
+    pub(super) entries: u32,
+    /// Those that are for no expert of this rank.
+    pub(super) of_others: u32,
+    /// Where `weight` finds the weights of its entries.
+    pub(super) weights: u64,
+}
+
+impl Listed {
+    /// A thread without a token.
+    pub(super) const NONE: Listed = Listed { source: 0, token: 0, entries: 0, of_others: 0, weights: 0 };
+
+    /// Where a received row is that has it.
+    #[inline(always)]
+    pub(super) fn row(&self, args: &LowLatencyArgs) -> u32 {
+        self.source * args.max_tokens + self.token
+    }
+}
+
+/// Words of shared memory: rows of each source, and of each warp, of which a block has as many as lanes.
+pub(super) struct Words {
+    pub(super) of_source: u32,
+    pub(super) of_warp: u32,
+}
+
+/// Lists the rows of a local expert, by source rank, then by token. All threads of the block call it. `total`: tokens of all sources; `look`
+/// says what the one of that number has, by source, then by token; `weight` gives the bits of the weight of an entry, and is asked for those
+/// of the expert. `MANY`: whether there may be more than [`MAX_RANKS`] ranks.
+#[inline(always)]
+pub(super) unsafe fn list_rows<const MANY: bool>(
+    args: &LowLatencyArgs,
+    words: Words,
+    expert: u32,
+    total: u32,
+    look: impl Fn(u32) -> Listed,
+    weight: impl Fn(&Listed, u32) -> u32,
+) {
+    // SAFETY: passed on to the caller: an expert's tables are one block's, and so is shared memory.
+    unsafe {
+        let num_ranks = args.comm.num_ranks;
+        let (thread, warp, lane) = (tid(), tid() / 32, laneid());
+        let rows = num_ranks * args.max_tokens;
+        if thread < if MANY { MAX_MEMBERS } else { MAX_RANKS } as u32 {
+            st_shared_u32(words.of_source + thread * 4, 0);
+        }
+        let (mut first, mut found) = (0, 0);
+        while first < total {
+            let is_there = first + thread < total;
+            let mut listed = if is_there { look(first + thread) } else { Listed::NONE };
+            let hits = ballot(listed.entries != 0);
+            if lane == 0 {
+                st_shared_u32(words.of_warp + warp * 4, hits.count_ones());
+            }
+            barrier_sync();
+            let (mut before, mut all, mut other) = (0, 0, 0);
+            while other < ntid() / 32 {
+                let count = ld_shared_u32(words.of_warp + other * 4);
+                before += if other < warp { count } else { 0 };
+                all += count;
+                other += 1;
+            }
+            let row = listed.row(args);
+            if listed.entries != 0 {
+                let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
+                st_i32(args.tables.expert_rows.0 + slot as u64 * 4, row as i32);
+                st_i32(args.tables.src_info.0 + slot as u64 * 4, listed.token as i32);
+                red_relaxed_cta_shared_add_u32(words.of_source + listed.source * 4, 1);
+                while listed.entries != 0 {
+                    let entry = listed.entries.trailing_zeros();
+                    let of_row = (row * args.num_topk + entry) as u64 * 4;
+                    st_i32(args.tables.slots.0 + of_row, slot as i32);
+                    st_u32(args.tables.weights.0 + of_row, weight(&listed, entry));
+                    listed.entries &= listed.entries - 1;
+                }
+            }
+            // The others' entries have no block of their own.
+            while expert == 0 && listed.of_others != 0 {
+                let entry = listed.of_others.trailing_zeros();
+                st_i32(args.tables.slots.0 + (row * args.num_topk + entry) as u64 * 4, -1);
+                listed.of_others &= listed.of_others - 1;
+            }
+            (first, found) = (first + ntid(), found + all);
+            barrier_sync();
+        }
+        barrier_sync();
+        if thread < num_ranks {
+            let mut begin = 0;
+            if MANY {
+                let mut source = 0;
+                while source < thread {
+                    begin += ld_shared_u32(words.of_source + source * 4);
+                    source += 1;
+                }
+            } else {
+                unroll8!(SOURCE => {
+                    let count = ld_shared_u32(words.of_source + SOURCE as u32 * 4);
+                    begin += if (SOURCE as u32) < thread { count } else { 0 };
+                });
+            }
+            let count = ld_shared_u32(words.of_source + thread * 4);
+            let range = args.tables.layout_range.0 + (expert * num_ranks + thread) as u64 * 8;
+            st_u64(range, (begin as u64) << 32 | count as u64);
+        }
+        if thread == 0 {
+            st_u32(args.tables.expert_counts.0 + expert as u64 * 4, found);
+        }
+        // The words are the next expert's.
+        barrier_sync();
+    }
+}
