@@ -97,6 +97,18 @@ pub fn h200() -> Vec<Point> {
     Results::read(path.as_ref()).unwrap().points
 }
 
+/// No fault of what was asked for: the rank that saw it says what is wrong.
+#[test]
+fn kernels_that_sum_wrongly_are_not_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let ptx = folder.path().join("wrong.ptx");
+    std::fs::write(&ptx, epoxide_gpu::PTX.replace("add.rn.f32", "sub.rn.f32")).unwrap();
+    let plan = Plan { ptx: Some(ptx), ..plan("--ranks-per-node 2 --topk 4") };
+    let error = measure(&plan, open, &()).unwrap_err();
+    let Error::Operation(epoxide::Error::Os { call: "verify", reason }) = &error else { panic!("{error}") };
+    assert!(reason.starts_with("rank ") && reason.contains("combine"), "{reason}");
+}
+
 #[test]
 fn counts_of_the_devices_are_those_of_a_serial_count() {
     for (seed, line) in [
