@@ -15,7 +15,7 @@ struct Harmless {
     why: &'static str,
 }
 
-const HARMLESS: [Harmless; 11] = [
+const HARMLESS: [Harmless; 12] = [
     Harmless {
         kinds: &[Kind::DeviceToBlock],
         kernel: "",
@@ -92,6 +92,13 @@ const HARMLESS: [Harmless; 11] = [
         opcode: "atom.relaxed.gpu.",
         source: "posted = deliver(",
         why: "one warp alone posts to the queue in this kernel",
+    },
+    Harmless {
+        kinds: &[Kind::DeviceToBlock],
+        kernel: "",
+        opcode: "atom.relaxed.gpu.",
+        source: "post_to(&args.comm",
+        why: "a queue leads to one rank, which gets one message in a kernel",
     },
 ];
 

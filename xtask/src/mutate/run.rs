@@ -37,7 +37,7 @@ const WORKLOADS: [&str; 14] = [
     "--mode low-latency --ranks-per-node 2 --tokens 100 --hidden 1024 --dtype fp8 --iterations 2 --graph-replays 2",
     "--mode low-latency --nodes 2 --ranks-per-node 2 --transport direct --iterations 4 --random",
     "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --dtype fp8 --iterations 3 --graph-replays 3",
-    "--mode low-latency --nodes 3 --ranks-per-node 1 --transport direct --tokens 200 --experts 36 --hidden 1024 --iterations 2",
+    "--mode low-latency --nodes 3 --ranks-per-node 1 --transport direct --tokens 300 --experts 36 --hidden 1024 --iterations 2",
 ];
 /// Bytes of output that are looked at.
 const LONGEST_OUTPUT: usize = 1 << 20;

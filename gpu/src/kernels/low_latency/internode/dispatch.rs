@@ -141,7 +141,6 @@ unsafe fn count(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, from: u
 unsafe fn votes_of(args: &LowLatencyInternodeDispatchArgs, mask: u32) -> u32 {
     // SAFETY: the caller says that all lanes are here.
     unsafe {
-        syncwarp();
         let (lane, mut rank, mut own) = (laneid(), 0, 0);
         while rank < args.dispatch.common.comm.num_ranks {
             let votes = ballot(mask >> rank & 1 != 0).count_ones();
