@@ -107,7 +107,8 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Argument`] where an option breaks a rule, [`Error::Mismatch`] where ranks give different ones, [`Error::Unavailable`] where
-    /// GPUs are linked without native atomics (PCIe), [`Error::OutOfMemory`], and whatever the driver or the group reports.
+    /// GPUs of a node are linked without native atomics (PCIe) or the transport is not there, [`Error::Transport`] where ranks of different
+    /// nodes cannot be joined, [`Error::OutOfMemory`], and whatever the driver or the group reports.
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
         let topology = Topology::new(group.size(), options.ranks_per_node)?;

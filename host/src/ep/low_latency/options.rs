@@ -65,14 +65,15 @@ impl Options {
         self
     }
 
-    /// Tokens of a rank that are said to be complete together, at least 1: with fewer, whoever waits for the first can begin earlier.
+    /// Tokens of a rank that are said to be complete together, at least 1: with fewer, whoever waits for the first can begin earlier. Says
+    /// nothing across nodes, where all of a rank's tokens for another are one message.
     pub fn chunk_tokens(mut self, tokens: u32) -> Options {
         self.chunk_tokens = tokens;
         self
     }
 
     /// Most tokens of a rank whose rows travel as packets of 16 bytes with 12 of payload, 0 for none: they take a third more of the links, and
-    /// nobody waits for stores to arrive before a word can say so.
+    /// nobody waits for stores to arrive before a word can say so. Says nothing across nodes.
     pub fn packet_tokens(mut self, tokens: u32) -> Options {
         self.packet_tokens = tokens;
         self
