@@ -680,6 +680,45 @@ fn the_host_reads_what_was_released_to_it() {
     });
 }
 
+/// Memory that host code writes as well is not watched; but what host code says that it takes must have been released to it.
+#[test]
+fn the_host_takes_what_was_released_to_it() {
+    let body = "
+    mov.u64 %rd1, 7;
+    st.global.u64 [%rd40], %rd1;
+    st.release.sys.global.u64 [%rd40+8], %rd1;";
+    let takes = |body: &str, seed: u64, polls: bool| -> Result<(), String> {
+        let module = parse(body);
+        let checker = races();
+        let memory = Memory::checked(seed, Some(checker.clone()));
+        let buf = memory.alloc_host(64, "request").unwrap();
+        // Nobody is told of this, and it is no kernel's.
+        // SAFETY: aligned, and mapped for as long as `buf` lives.
+        unsafe { (buf.addr() as *mut u64).add(2).write_volatile(1) };
+        let mut grid = start_in(&checker, &module, &memory, &buf, &checker.host_past(), seed);
+        finish(&mut [&mut grid], seed).map_err(|fault| fault.to_string())?;
+        let error = |error: epoxide_vgpu::MemoryError| error.to_string();
+        if polls {
+            assert_eq!(memory.load_acquire(buf.addr() + 8).map_err(error)?, 7);
+        }
+        memory.host_reads(buf.addr() + 16, 48).map_err(error)?;
+        memory.host_reads(buf.addr(), 8).map_err(error)
+    };
+    for_each_seed(CORRECT, |seed| {
+        takes(body, seed, true).unwrap();
+        let early = "
+    mov.u64 %rd1, 7;
+    st.release.sys.global.u64 [%rd40+8], %rd1;
+    st.global.u64 [%rd40], %rd1;";
+        let unheard = takes(body, seed, false);
+        let others = [body.replace("st.release", "st.relaxed"), body.replace(".sys", ".gpu"), early.into()];
+        for wrong in others.iter().map(|body| takes(body, seed, true)).chain([unheard]) {
+            let error = wrong.unwrap_err();
+            assert!(error.contains("at 'request' + 0x0: a read by the host"), "{error}");
+        }
+    });
+}
+
 #[test]
 fn a_race_names_the_part_on_every_device_that_maps_it() {
     let checker = races();

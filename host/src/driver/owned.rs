@@ -45,6 +45,24 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
+    /// The host goes by the word at `offset`, which it has loaded: a device that checks takes what was released there for known to the calling
+    /// thread. An error where there is no such word of host memory.
+    pub(crate) fn host_has_loaded(&self, offset: u64) -> Result<()> {
+        if self.raw.host.is_null() || !offset.is_multiple_of(8) || offset + 8 > self.requested {
+            return Err(Error::argument("offset", offset, "must be that of a word of host memory"));
+        }
+        // SAFETY: just checked; the memory is this owner's.
+        unsafe { self.device.host_load(&self.raw, offset) }.map(drop)
+    }
+
+    /// The host is about to take `bytes` bytes at `offset` by itself. An error where a device that checks finds that a kernel wrote there
+    /// without having released it to a word that this thread has gone by.
+    pub(crate) fn host_takes(&self, offset: u64, bytes: u64) -> Result<()> {
+        let is_there = offset.checked_add(bytes).is_some_and(|end| end <= self.requested);
+        // What reaches beyond is refused by whoever would do it.
+        if is_there { self.device.host_reads(&self.raw, offset, bytes) } else { Ok(()) }
+    }
+
     /// Allocates `bytes`; `label` names the memory in errors. Its contents are zero, those of [`MemoryKind::Device`] and
     /// [`MemoryKind::Unpooled`] unspecified.
     pub fn alloc(device: &Arc<dyn Device>, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {

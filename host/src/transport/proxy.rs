@@ -326,8 +326,8 @@ impl Worker {
         loop {
             // Before the ring is looked at: what was posted before the order to stop is seen.
             let stop = self.shared.stop.load(Ordering::Acquire);
-            self.take(&mut batch);
-            if healthy && let Err(error) = self.carry_out(&batch) {
+            let taken = self.take(&mut batch);
+            if healthy && let Err(error) = taken.and_then(|()| self.carry_out(&batch)) {
                 healthy = false;
                 tracing::debug!("proxy of queue {} to rank {}: {error}", self.index, self.peer);
                 lock(&self.shared.failure).get_or_insert(error);
@@ -349,8 +349,9 @@ impl Worker {
         }
     }
 
-    /// Reads the requests that are there, up to a batch, and gives their entries back.
-    fn take(&mut self, batch: &mut Vec<Put>) {
+    /// Reads the requests that are there, up to a batch, and gives their entries back. An error where a device that checks finds that a kernel
+    /// posted one before it had written it, or the bytes that it is for.
+    fn take(&mut self, batch: &mut Vec<Put>) -> Result<()> {
         batch.clear();
         while batch.len() < BATCH {
             let entry =
@@ -359,19 +360,28 @@ impl Worker {
             if word(offset_of!(PutRequest, ticket)).load(Ordering::Acquire) != self.taken + 1 {
                 break;
             }
+            self.ring.host_has_loaded(entry + offset_of!(PutRequest, ticket) as u64)?;
+            // The rest of the entry.
+            const TICKET: u64 = offset_of!(PutRequest, from) as u64;
+            self.ring.host_takes(entry + TICKET, size_of::<PutRequest>() as u64 - TICKET)?;
             let field = |field: usize| word(field).load(Ordering::Relaxed);
-            batch.push(Put {
+            let put = Put {
                 from: field(offset_of!(PutRequest, from)),
                 to: field(offset_of!(PutRequest, to)),
                 bytes: field(offset_of!(PutRequest, bytes)),
                 counter: field(offset_of!(PutRequest, counter)),
                 value: field(offset_of!(PutRequest, value)),
-            });
+            };
+            if let Some(source) = self.queue.source() {
+                source.host_takes(put.from, put.bytes)?;
+            }
+            batch.push(put);
             self.taken += 1;
         }
         if !batch.is_empty() {
             self.word(offset_of!(QueueWords, taken) as u64).store(self.taken, Ordering::Release);
         }
+        Ok(())
     }
 
     fn carry_out(&mut self, batch: &[Put]) -> Result<()> {

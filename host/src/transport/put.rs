@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::driver::Memory;
 use crate::error::Result;
 
 /// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes from the start of wire memory.
@@ -61,6 +62,11 @@ pub trait PutQueue: Send + Debug {
 
     /// Says goodbye: nothing is put after it. A queue that is dropped without it looks to the peer like one whose rank died.
     fn close(&mut self);
+
+    /// The wire memory that bytes come from.
+    fn source(&self) -> Option<&Memory> {
+        None
+    }
 
     /// Ends the waits of the thread that uses the queue. A queue that waits looks at it every few milliseconds; one that
     /// never does can do with this default.

@@ -8,6 +8,7 @@ use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use super::put::{Interrupt, Put, PutQueue};
 use super::setup::{LOOK, LinkEnds, deadline};
 use super::shaping::Shaping;
+use crate::driver::Memory;
 use crate::error::{Error, Result};
 
 /// Longest time that a put takes on a narrow link.
@@ -110,6 +111,10 @@ impl PutQueue for Shaped {
             return Err(self.interrupted("quiet"));
         }
         Err(self.ends.error("quiet", format!("puts did not leave within {timeout:?}")))
+    }
+
+    fn source(&self) -> Option<&Memory> {
+        self.queue.source()
     }
 
     fn close(&mut self) {

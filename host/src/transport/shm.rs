@@ -11,6 +11,7 @@ use super::links::{Link, Links, Receiving};
 use super::presence::{Life, Presence};
 use super::put::{Put, PutQueue};
 use super::setup::{LinkEnds, Setup, WireHost, store_counter};
+use crate::driver::Memory;
 use crate::error::{Error, Result};
 
 pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
@@ -166,6 +167,10 @@ impl PutQueue for ShmQueue {
             Some(error) => Err(error.clone()),
             None => Ok(()),
         }
+    }
+
+    fn source(&self) -> Option<&Memory> {
+        Some(&self.source.memory)
     }
 
     fn close(&mut self) {

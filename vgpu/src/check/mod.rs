@@ -8,7 +8,8 @@
 //!
 //! One [`Checker`] watches the memory of all devices of a process; [`Memory::checked`](crate::Memory::checked) joins a device to it.
 //! Memory that other processes or plain host code access is hidden from it ([`Region::hide`](crate::Region::hide)). Host code that reads
-//! by [`Memory::load_acquire`](crate::Memory::load_acquire) and [`Memory::host_reads`](crate::Memory::host_reads) is watched like a kernel.
+//! by [`Memory::load_acquire`](crate::Memory::load_acquire) and [`Memory::host_reads`](crate::Memory::host_reads) is watched like a kernel; of
+//! hidden memory it is told whether kernels released to it what it reads.
 //!
 //! | file | |
 //! |---|---|

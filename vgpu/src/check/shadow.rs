@@ -121,7 +121,8 @@ pub(crate) struct Shadow {
     /// Lanes that have observed the last write of a word, by a morally strong read, and when: the write comes before whatever comes after
     /// one of these reads, though nothing else of its thread does.
     seen: HashMap<u64, Vec<(Key, u32)>>,
-    /// Others access it in ways that nobody tells: nothing is checked but read-modify-writes against each other.
+    /// Others access it in ways that nobody tells: nothing is checked but read-modify-writes against each other, and whether host code that
+    /// says so may take what kernels wrote.
     pub(crate) hidden: bool,
     /// Whoever wrote here is long gone: what was never seen written counts as written.
     pub(crate) filled: bool,
@@ -267,6 +268,22 @@ impl Shadow {
         Ok(())
     }
 
+    /// Host code takes `bytes` bytes at `at` of memory that is hidden: it must come after whatever kernels wrote there. Nothing is noted.
+    pub(crate) fn take(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Result<(), Trouble> {
+        let mut fine = NOBODY;
+        for (w, mask) in Self::words(at, bytes) {
+            let last = self.word(w).write;
+            if last.actor == 0 || last.bytes & mask == 0 || last == fine {
+                continue;
+            }
+            if !who.after(grids, last.actor, &last) {
+                return Err((4 * w, Wrong::Race { other: last, wrote: true }));
+            }
+            fine = last;
+        }
+        Ok(())
+    }
+
     /// Notes a write of `bytes` bytes at `at`. `unchanged` tells whether a word of memory holds already what is written there: weak
     /// writes of equal values do no harm. `before` gives the word as it is, where it can be told. Gives whether a strong write stood there.
     pub(crate) fn write(
@@ -278,14 +295,17 @@ impl Shadow {
         unchanged: impl Fn(u64) -> bool,
         before: impl Fn(u64) -> Option<u32>,
     ) -> Result<bool, (u64, Wrong)> {
-        if self.hidden && !who.record.how.rmw {
-            return Ok(true);
-        }
         let mut fine = NOBODY;
         let mut strong_before = false;
         for (w, mask) in Self::words(at, bytes) {
             let mut me = who.record;
             me.bytes = mask;
+            if self.hidden && !(me.how.rmw && self.word(w).write.how.rmw) {
+                let word = self.word(w);
+                (word.write, word.read, word.written) = (me, NOBODY, word.written | mask);
+                strong_before = true;
+                continue;
+            }
             let this = Accessor { record: me, ..*who };
             let word = self.word(w);
             let (last, read, crowded, seen) = (word.write, word.read, word.crowded, word.seen);

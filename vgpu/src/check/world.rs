@@ -176,10 +176,14 @@ impl World {
     pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), Trouble> {
         self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, false))?;
         self.host().loaded = Some((number, at));
-        let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
         let mut learnt = Known::default();
-        // A narrower scope takes in nobody but the device.
-        releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| learnt.join(&r.known));
+        if self.shadows.get(number as usize).is_some_and(|shadow| shadow.hidden) {
+            learnt.join(&self.outside);
+        } else {
+            let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
+            // A narrower scope takes in nobody but the device.
+            releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| learnt.join(&r.known));
+        }
         let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.known.join(&learnt)));
         if acted.is_none() {
             self.host_learns(&learnt);
@@ -214,7 +218,10 @@ impl World {
         let who = Accessor { record, own: timeline, published: None, knows: Knows::all(&known) };
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
-        let result = if write {
+        let result = if shadow.hidden {
+            // What it writes there nobody is told of otherwise, and its polls are of words that it knows to be polled.
+            if write || how.strong.is_some() { Ok(()) } else { shadow.take(grids, at, bytes, &who) }
+        } else if write {
             shadow.write(grids, at, bytes, &who, |_| false, |_| None).map(drop)
         } else {
             shadow.read(grids, at, bytes, &who)

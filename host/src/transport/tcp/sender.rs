@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 use super::frame::{FAREWELL, GOODBYE, HEADER, MAX_REASON, header, word32};
 use super::wait::{left, wait_for};
+use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::transport::put::{Interrupt, Put, PutQueue};
 use crate::transport::setup::{LOOK, LinkEnds, Setup, WireHost, deadline};
@@ -192,6 +193,10 @@ impl PutQueue for TcpQueue {
             Some(error) => Err(error.clone()),
             None => Ok(()),
         }
+    }
+
+    fn source(&self) -> Option<&Memory> {
+        Some(&self.source.memory)
     }
 
     fn close(&mut self) {

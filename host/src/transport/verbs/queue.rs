@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::end::End;
 use super::raw::{self, From, Write};
+use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::transport::put::{Interrupt, Put, PutQueue};
 use crate::transport::setup::{LinkEnds, deadline};
@@ -217,6 +218,10 @@ impl PutQueue for VerbsQueue {
     fn quiet(&mut self, timeout: Duration) -> Result<()> {
         self.usable()?;
         self.wait(deadline(timeout), |queue| queue.retired == queue.posted)
+    }
+
+    fn source(&self) -> Option<&Memory> {
+        Some(self.end.region.memory())
     }
 
     fn close(&mut self) {

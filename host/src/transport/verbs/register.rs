@@ -114,6 +114,11 @@ pub(super) struct Region {
 }
 
 impl Region {
+    /// The memory.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
     /// Registers all of the memory.
     pub fn new(pd: &Arc<Pd>, memory: &Arc<Memory>) -> Result<Region> {
         let is_host = memory.device().info().is_virtual || !memory.host_ptr().is_null();
