@@ -156,26 +156,17 @@ impl Network {
                     let there = (DevicePtr(mapped.addresses[its as usize]), own);
                     return Ok(direct_route(layout, index, (pool, its), there));
                 }
-                let way = ways.iter().find(|way| way.peer == peer);
-                let way = way.ok_or_else(|| Error::os("connect", format!("no way to rank {peer}")));
+                let no_way = || Error::os("connect", format!("no way to rank {peer}"));
+                let way = ways.iter().find(|way| way.peer == peer).ok_or_else(no_way)?;
                 // What each calls the other in its own memory.
                 let (its, own) = (among_others(topology, rank, peer), among_others(topology, peer, rank));
-                way.map(|way| match (&way.mapped, proxies.handle(0, peer)) {
-                    (Some(memory), _) => {
-                        Ok(direct_route(&wire, index, (way.memory.ptr(), its), (memory.ptr(), own)))
-                    }
-                    (None, Some(queue)) => {
-                        let posted = tables.ptr().add(posted + u64::from(peer) * 8);
-                        Ok(queued_route(
-                            &wire,
-                            index,
-                            (way.memory.ptr(), its),
-                            own,
-                            QueueHandle { queue, posted },
-                        ))
-                    }
-                    (None, None) => Err(Error::os("connect", format!("no queue to rank {peer}"))),
-                })?
+                let here = (way.memory.ptr(), its);
+                if let Some(memory) = &way.mapped {
+                    return Ok(direct_route(&wire, index, here, (memory.ptr(), own)));
+                }
+                let queue = proxies.handle(0, peer).ok_or_else(no_way)?;
+                let posted = tables.ptr().add(posted + u64::from(peer) * 8);
+                Ok(queued_route(&wire, index, here, own, QueueHandle { queue, posted }))
             };
             let routes = (0..ranks).map(route).collect::<Result<Vec<LowLatencyRoute>>>()?;
             tables.write(stream, place.routes, bytemuck::cast_slice(&routes))?;
