@@ -51,6 +51,7 @@
 //! | you want | look at |
 //! |---|---|
 //! | ranks that are processes, started by `epoxide launch`, torchrun, mpirun or srun | [`group::rendezvous`] |
+//! | to know which experts a received row is for | [`DispatchOutput`](ep::DispatchOutput): `recv_topk_idx` has the ids of this rank's experts, -1 for others. A token comes once, however many of them it has: add what they make of it, weighted, before combine, which sums the ranks' rows and weighs nothing |
 //! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](ep::Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), [`gpu`] |
 //! | a tensor in memory that somebody else owns | [`Tensor::from_raw`](ep::Tensor::from_raw) |
 //! | the host never to wait, and CUDA graphs | [`Counts::OnDevice`](ep::Counts), [`Buffer::capture`](ep::Buffer::capture) |

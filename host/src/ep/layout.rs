@@ -104,7 +104,8 @@ impl<'a> DispatchLayout<'a> {
 
 impl Buffer {
     /// Counts, for `topk_idx` `[num_tokens, num_topk]` with entries -1 or below `num_experts`, how many tokens go to
-    /// each rank and how many selections to each expert. Local to this rank; does not wait for the host.
+    /// each rank and how many selections to each expert. Experts are spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and
+    /// `num_experts` must be a multiple of the number of ranks. Local to this rank; does not wait for the host.
     ///
     /// # Errors
     /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`] where there are more tokens than

@@ -419,7 +419,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// A [`Tensor`] whose dtype its type says.
+/// A [`Tensor`] whose dtype its type says; [`TypedTensor::values`] brings its elements to the host.
 pub struct TypedTensor<'a, T>(Tensor<'a>, PhantomData<T>);
 
 impl<'a, T> Clone for TypedTensor<'a, T> {
