@@ -18,7 +18,7 @@ use crate::transport::{self, Proxies, Way};
 /// Regions start at multiples of this many bytes.
 const ALIGN: u64 = 128;
 /// How long queues may go on with what was posted when the buffer goes.
-const GRACE: Duration = Duration::from_millis(200);
+pub(super) const GRACE: Duration = Duration::from_millis(200);
 
 /// A buffer's side of the network.
 #[derive(Debug)]

@@ -116,9 +116,9 @@ impl Buffer {
         agree(group, &options)?;
         let ranks = topology.ranks();
         // Within a node a pool holds the places; across nodes, the messages of the ranks of this one.
-        let layout = (topology.nodes == 1).then(|| PoolLayout::new(&options, ranks));
+        let layout = PoolLayout::new(&options, ranks);
         let messages = MessageLayout::new(&options, topology.ranks_per_node, false);
-        let pieces = layout.as_ref().map_or(&messages.pieces, |layout| &layout.pieces);
+        let pieces = if topology.nodes == 1 { &layout.pieces } else { &messages.pieces };
         let pool = Memory::alloc(&device, pieces.bytes(), MemoryKind::Shareable, "low-latency pool")?;
         pool.describe(pieces.sections());
         let peers = Peers::map(&device, group, topology, &pool, pieces.bytes())?;
@@ -157,14 +157,13 @@ impl Buffer {
         let place = |(index, (tables_at, spot)): (u32, (_, _))| {
             PlaceState::new(index, id, spot, tables_at, (pool.clone(), tables.clone()), arena.clone())
         };
-        let places = match (&layout, &network) {
-            (Some(layout), _) => layout.places.iter().map(|at| (*at, None)).collect(),
-            (None, Some(network)) => {
+        let spots: Vec<_> = match &network {
+            None => layout.places.iter().map(|at| (*at, None)).collect(),
+            Some(network) => {
                 network.messages.iter().map(|messages| (Zeroable::zeroed(), Some(*messages))).collect()
             }
-            (None, None) => Vec::new(),
         };
-        let places = (0..).zip(table_layout.places.into_iter().zip(places)).map(place).collect();
+        let places = (0..).zip(table_layout.places.into_iter().zip(spots)).map(place).collect();
         let sequence = enqueuer.sequence().clone();
         let buffer = Buffer {
             enqueuer,

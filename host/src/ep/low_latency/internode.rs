@@ -1,7 +1,6 @@
 //! Low latency across nodes: where the messages of each pair of ranks are, and what carries them.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use epoxide_gpu::layout::{
     DISPATCH_HEADER, DevicePtr, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencySlot,
@@ -13,12 +12,10 @@ use crate::driver::{Device, Memory, MemoryKind, Stream};
 use crate::ep::Topology;
 use crate::ep::peers::Peers;
 use crate::ep::scratch::Pieces;
+use crate::ep::wire::GRACE;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::transport::{self, Proxies, TransportOptions, Way};
-
-/// How long queues may go on with what was posted when the buffer goes.
-const GRACE: Duration = Duration::from_millis(200);
 
 /// Messages of a place in one memory, `[peers]` of each kind: offsets in bytes.
 #[derive(Debug, Clone, Copy)]
