@@ -10,11 +10,11 @@ use epoxide_gpu::kernels::{
 };
 use epoxide_gpu::layout::{Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, STATUS, Status};
 
-use super::dispatch::Received;
 use super::internode::{MessageLayout, Network};
 use super::layout::{PoolLayout, TableLayout};
 use super::options::Options;
 use super::place::{Place, PlaceState};
+use super::results::Received;
 use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Module, Stream, shipped_ptx};
 use crate::ep::beside::{Activity, next_id};
 use crate::ep::buffer::{agree_on, nanoseconds};

@@ -7,10 +7,10 @@ use std::time::Duration;
 use epoxide_gpu::layout::{LowLatencyCall, LowLatencyCombineArgs};
 
 use super::buffer::Buffer;
-use super::dispatch::{Quantise, Received};
 use super::halves::{Arguments, Halves, Operation, Pending};
-use super::place::{Lease, Place};
-use crate::driver::Event;
+use super::place::Lease;
+use super::quantise::Quantise;
+use super::results::{Combined, Received};
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor};
 use crate::error::Result;
@@ -51,18 +51,6 @@ impl<'a> CombineRequest<'a> {
         self.timeout = Some(timeout);
         self
     }
-}
-
-/// What a combine brings, in the place of the dispatch that it answers.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct Combined<'p> {
-    /// bf16 `[num_tokens, hidden]`: the sum over the ranks that the token went to, accumulated in FP32 in rank order and rounded once, so bit
-    /// for bit reproducible. 0 for a token that went nowhere.
-    pub x: Tensor<'p>,
-    /// Where an asynchronous call ends.
-    pub event: Option<Event>,
-    pub(super) place: PhantomData<&'p mut Place>,
 }
 
 impl Buffer {

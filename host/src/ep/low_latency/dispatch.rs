@@ -4,49 +4,17 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use epoxide_gpu::layout::{self, DevicePtr, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride};
+use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride};
 
 use super::buffer::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::layout::most_ranks;
 use super::place::{Lease, Place};
-use crate::driver::Event;
+use super::quantise::Quantise;
+use super::results::Received;
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
-
-/// What an operation does to BF16 rows on their way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Quantise {
-    /// They travel as they are.
-    Not,
-    /// They travel as e4m3. Each 128 elements have a scale of their own, their largest magnitude (at least 1e-4) over 448, that they are to be
-    /// multiplied with.
-    Fp8,
-    /// The same, with the next larger power of two as scale.
-    Fp8PowerOfTwo,
-}
-
-impl Quantise {
-    /// An error unless rows of so many elements of the type can be quantised so.
-    pub(super) fn check(self, hidden: u64, dtype: DType) -> Result<()> {
-        let is_possible = dtype == DType::Bf16 && hidden.is_multiple_of(SCALE_BLOCK.into());
-        if self == Quantise::Not || is_possible {
-            return Ok(());
-        }
-        let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
-        Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
-    }
-
-    /// What kernels are told.
-    pub(super) fn on_device(self) -> u32 {
-        match self {
-            Quantise::Not => layout::Quantise::Not as u32,
-            Quantise::Fp8 => layout::Quantise::Fp8 as u32,
-            Quantise::Fp8PowerOfTwo => layout::Quantise::Fp8PowerOfTwo as u32,
-        }
-    }
-}
 
 /// Arguments of [`Buffer::dispatch`].
 #[derive(Debug, Clone, Copy)]
@@ -96,37 +64,6 @@ impl<'a> DispatchRequest<'a> {
         self.timeout = Some(timeout);
         self
     }
-}
-
-/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow; [`Buffer::combine`] answers
-/// it. `rows` stands for `num_ranks * max_tokens`.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct Received<'p> {
-    /// `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`, where it came here; other rows hold anything. Rows are
-    /// `row_stride()` bytes apart, a multiple of 128.
-    pub x: Tensor<'p>,
-    /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column.
-    pub scales: Option<TypedTensor<'p, f32>>,
-    /// `[8]`, across nodes `[32]`: tokens of each rank.
-    pub num_tokens: TypedTensor<'p, i32>,
-    /// `[local_experts]`: rows of each local expert.
-    pub expert_counts: TypedTensor<'p, i32>,
-    /// `[local_experts, rows]`: the rows of each local expert, by source rank, then by token; behind as many as it has, anything.
-    /// [`Buffer::gather_by_expert`] copies them together.
-    pub expert_rows: TypedTensor<'p, i32>,
-    /// `[local_experts, rows]`: their tokens' indices on their source ranks.
-    pub src_info: TypedTensor<'p, i32>,
-    /// `[local_experts, num_ranks]`: of each source rank the number of an expert's rows in the low 32 bits, and in the high ones where in
-    /// `expert_rows[expert]` they begin.
-    pub layout_range: TypedTensor<'p, i64>,
-    /// Where an asynchronous call ends.
-    pub event: Option<Event>,
-    pub(super) num_local_tokens: u32,
-    /// Of the buffer, at the dispatch.
-    pub(super) generation: u64,
-    pub(super) lease: Arc<Lease>,
-    pub(super) place: PhantomData<&'p mut Place>,
 }
 
 impl Buffer {

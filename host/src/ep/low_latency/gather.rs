@@ -4,7 +4,7 @@ use epoxide_gpu::kernels::LowLatencyGather;
 use epoxide_gpu::layout::{DevicePtr, LowLatencyGatherArgs, SCALE_BLOCK};
 
 use super::buffer::Buffer;
-use super::dispatch::Received;
+use super::results::Received;
 use crate::driver::Event;
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};

@@ -13,9 +13,8 @@ use epoxide_gpu::layout::{
 };
 
 use super::buffer::{Buffer, Kernels};
-use super::combine::Combined;
-use super::dispatch::Received;
 use super::place::PlaceState;
+use super::results::{Combined, Received};
 use crate::driver::Event;
 use crate::ep::StreamOrder;
 use crate::ep::tensor::Owner;

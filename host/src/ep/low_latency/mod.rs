@@ -63,11 +63,15 @@ mod internode;
 mod layout;
 mod options;
 mod place;
+mod quantise;
 mod regroup;
+mod results;
 
 pub use buffer::Buffer;
-pub use combine::{CombineRequest, Combined};
-pub use dispatch::{DispatchRequest, Quantise, Received};
+pub use combine::CombineRequest;
+pub use dispatch::DispatchRequest;
 pub use halves::Pending;
 pub use options::Options;
 pub use place::Place;
+pub use quantise::Quantise;
+pub use results::{Combined, Received};
