@@ -73,6 +73,7 @@
 //! | none | the virtual GPU; no system library |
 //! | `cuda` | NVIDIA GPUs: [`driver::cuda`]. Builds without a CUDA toolkit and starts without a driver |
 //! | `rdma` | the transport over ibverbs ([`TransportKind::Verbs`](transport::TransportKind)). Starts where `libibverbs.so.1` is |
+//! | `nccl` | a communicator of NVIDIA's NCCL for whatever else is to be sent, with deadlines and abort: the module `nccl`. Starts without libnccl |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod driver;
@@ -81,11 +82,10 @@ mod error;
 pub mod group;
 #[doc(hidden)]
 pub mod internal;
+pub mod low_latency;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 pub mod transport;
-
-pub use ep::low_latency;
 
 pub use error::{Error, Result, Scope};
 

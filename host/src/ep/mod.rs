@@ -22,7 +22,7 @@ mod fault;
 mod handle;
 mod kernels;
 mod layout;
-pub mod low_latency;
+pub(crate) mod low_latency;
 mod observed;
 mod options;
 mod order;

@@ -1,0 +1,58 @@
+//! Low latency: dispatch and combine for decode-sized batches, where waiting is what takes time.
+//!
+//! ```text
+//! x, topk_idx, weights --dispatch--> Received { x, expert_rows, expert_counts, .. }
+//!                                        | experts run: rows of expert e are expert_rows[e][..expert_counts[e]]
+//!                                        v
+//!                       Combined <--combine(received, request)
+//! ```
+//!
+//! A token's row travels once to each rank that has one of its experts, and lands at `source * max_tokens + token`, where it stays: nothing
+//! is counted first, nothing copied behind. Each rank says which of the rows each of its experts has; for experts that want theirs together,
+//! [`Buffer::gather_by_expert`] copies them. Combine sums what the experts of a rank made of a token there, weighted, and returns one row for
+//! each rank. Rows travel in bf16 or, either way, as e4m3.
+//!
+//! Either is one kernel, or two halves between which it holds no multiprocessor ([`Buffer::dispatch_send`], [`Pending::receive`]).
+//!
+//! Where a rank is gone, operations end at their deadlines; the others may go on without it ([`Buffer::regroup`]).
+//!
+//! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be captured in a graph. Every rank makes the
+//! same calls in the same order.
+//!
+//! Across nodes ([`Options::ranks_per_node`]) the calls are the same, and so is what they bring. A rank then sends each other one message in
+//! a dispatch and one in a combine, over a transport or into memory that is mapped, and received rows are copied to their places from it.
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use epoxide::driver::Stream;
+//! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+//! use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+//! use epoxide::group::launch::run_threads;
+//! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+//! use half::bf16;
+//!
+//! let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+//!     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+//!     let stream = Stream::new(&device, false)?;
+//!     // Up to 8 tokens of 64 elements from each rank, each for 2 of 4 experts: 0 and 1 are on rank 0, 2 and 3 on rank 1.
+//!     let mut buffer = Buffer::new(device, &*group, Options::new(8, 64, 2, 4))?;
+//!     let mut place = buffer.place(0)?;
+//!     let order = StreamOrder::on(&stream);
+//!
+//!     let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+//!     let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
+//!     let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
+//!     // The experts work on the rows of received.x here; these return them as they are.
+//!     let rows = received.x.clone();
+//!     let combined = buffer.combine(received, CombineRequest::by_row(&rows), order)?;
+//!     combined.x.to_host::<bf16>(&stream)
+//! })?;
+//! // Token 0 went to both ranks and comes back as the sum of two rows, token 1 to one of them.
+//! assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (4.0, 2.0));
+//! # Ok::<(), epoxide::group::launch::RankFailure>(())
+//! ```
+
+pub use crate::ep::low_latency::{
+    Buffer, CombineRequest, Combined, DispatchRequest, Options, Pending, Place, Quantise, Received,
+};
