@@ -46,7 +46,7 @@ pub struct LowLatencyPlan {
     pub num_sms: Option<u32>,
     /// Tokens of a chunk.
     pub chunk_tokens: u32,
-    /// Most tokens of a rank whose rows travel as packets.
+    /// Most tokens of a rank whose rows return as packets.
     pub packet_tokens: u32,
     /// Untimed iterations.
     pub warmup: u32,
@@ -94,7 +94,7 @@ pub struct LowLatencyPoint {
     pub num_sms: u32,
     /// Tokens of a rank that are said to be complete together.
     pub chunk_tokens: u32,
-    /// Most tokens of a rank whose rows travel as packets: those of the point do where `tokens` is no larger.
+    /// Most tokens of a rank whose rows return as packets: those of the point do where `tokens` is no larger.
     pub packet_tokens: u32,
     /// A replay of a graph of one dispatch, between two events; of each iteration the slowest rank.
     pub dispatch: Slowest,

@@ -58,7 +58,7 @@ pub struct LowLatencyCase {
     pub halves: bool,
     /// Tokens of a chunk.
     pub chunk_tokens: u32,
-    /// Most tokens of a rank whose rows travel as packets.
+    /// Most tokens of a rank whose rows return as packets.
     pub packet_tokens: u32,
     /// Multiprocessors of each device.
     pub sm_count: u32,

@@ -171,7 +171,7 @@ pub struct PlanFlags {
     /// With --mode low-latency: tokens of a rank that are said to be complete together.
     #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..), default_value_t = Options::DEFAULT_CHUNK_TOKENS)]
     pub chunk_tokens: u32,
-    /// With --mode low-latency: most tokens of a rank whose rows travel as packets instead of with a word for each chunk; 0 for none.
+    /// With --mode low-latency: most tokens of a rank whose rows return as packets instead of with a word for each chunk; 0 for none.
     #[arg(long, value_name = "N", default_value_t = Options::DEFAULT_PACKET_TOKENS)]
     pub packet_tokens: u32,
     /// Launch shapes.

@@ -51,17 +51,13 @@ pub struct LowLatencyPlace {
     /// Returned rows `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share of this rank's token t, in BF16, or in e4m3
     /// with its f32 scales behind it.
     pub returned_x: u64,
-    /// Received rows of ranks with few tokens, in [pieces](PIECE_BYTES): `[num_ranks * packet_tokens, pieces]`.
-    pub packets: u64,
-    /// Packets `[num_ranks * packet_tokens, num_scales]`: the f32 scales of those rows.
-    pub scale_packets: u64,
     /// Returned rows of a rank with few tokens, in [pieces](PIECE_BYTES): `[num_ranks * packet_tokens, pieces]`.
     pub returned_packets: u64,
     /// Packets `[num_ranks * packet_tokens, num_scales]`: the f32 scales of those rows.
     pub returned_scales: u64,
 }
 
-layout_assert!(LowLatencyPlace, size = 88, returned_scales at 80);
+layout_assert!(LowLatencyPlace, size = 72, returned_scales at 64);
 
 /// Bytes of a row that travel together as packets: a lane of a warp has three vectors of 16 bytes, a warp's worth apart. The last piece of a
 /// row is filled up with zeros.
@@ -149,13 +145,13 @@ pub struct LowLatencyArgs {
     pub chunk_tokens: u32,
     /// [`phase`] bits.
     pub phases: u32,
-    /// Ranks with so many tokens, or fewer, send rows as packets.
+    /// Ranks with so many tokens, or fewer, get their rows back as packets.
     pub packet_tokens: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 208, reserved at size_of::<Comm>() + 204);
+layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 192, reserved at size_of::<Comm>() + 188);
 
 /// Arguments of `low_latency_dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

@@ -10,6 +10,8 @@ unsafe extern "C" {
     fn bar_warp_sync(mask: u32);
     #[link_name = "llvm.nvvm.barrier.sync"]
     fn barrier_sync_all(barrier: u32);
+    #[link_name = "llvm.nvvm.barrier.sync.cnt"]
+    fn barrier_sync_cnt(barrier: u32, threads: u32);
 }
 
 /// Says what libNVVM's LLVM 7 does not find out by itself, so that a division by it would have a trap. rustc's LLVM does, and is told
@@ -51,4 +53,15 @@ pub(super) unsafe fn stay() {
 pub(super) unsafe fn barrier_sync() {
     // SAFETY: the caller vouches for the arrival count.
     unsafe { barrier_sync_all(0) };
+}
+
+/// `barrier.sync barrier, threads;`, as an intrinsic.
+///
+/// # Safety
+/// Every live thread of so many warps reaches it.
+#[cfg(epoxide_backend = "nvvm")]
+#[inline(always)]
+pub(super) unsafe fn barrier_sync_part(barrier: u32, threads: u32) {
+    // SAFETY: the caller vouches for the arrival count.
+    unsafe { barrier_sync_cnt(barrier, threads) };
 }

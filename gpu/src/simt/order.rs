@@ -161,6 +161,37 @@ device_fns! {
         any != 0
     }
 
+    /// [`barrier_sync`] of the threads of some warps alone, `threads` of them, at barrier `BARRIER`: 1 to 15, one for each group of warps.
+    /// `bar.warp.sync 0xffffffff; barrier.sync BARRIER, threads;`
+    ///
+    /// # Safety
+    /// Every live thread of those warps reaches it, and no other.
+    pub unsafe fn barrier_sync_part<const BARRIER: u32>(threads: u32) {
+        // SAFETY: the caller vouches for the arrival count, and with it for the lanes of each warp.
+        unsafe {
+            super::warp::syncwarp();
+            #[cfg(epoxide_backend = "nvvm")]
+            super::nvvm::barrier_sync_part(BARRIER, threads);
+            #[cfg(not(epoxide_backend = "nvvm"))]
+            asm!("barrier.sync {b}, {n};", b = const BARRIER, n = in(reg32) threads, options(nostack));
+        };
+    }
+
+    /// [`barrier_sync_part`], and whether `is` was true in any of those threads. `barrier.red.or.pred p, BARRIER, threads, q;`
+    ///
+    /// # Safety
+    /// Every live thread of those warps reaches it, and no other.
+    pub unsafe fn barrier_any_part<const BARRIER: u32>(threads: u32, is: bool) -> bool {
+        let any: u32;
+        // SAFETY: the caller vouches for the arrival count, and with it for the lanes of each warp.
+        unsafe {
+            super::warp::syncwarp();
+            asm!("{{ .reg .pred q; setp.ne.u32 q, {is}, 0; barrier.red.or.pred q, {b}, {n}, q; selp.u32 {any}, 1, 0, q; }}",
+                is = in(reg32) is as u32, any = out(reg32) any, b = const BARRIER, n = in(reg32) threads, options(nostack));
+        }
+        any != 0
+    }
+
     /// Sleeps for up to about `ns` nanoseconds. `nanosleep.u32 ns;`
     pub fn nanosleep(ns: u32) {
         // SAFETY: touches no memory; the clobber keeps polling loops honest.

@@ -34,16 +34,9 @@ fn predicted(case: &LowLatencyCase) -> Links {
         let row_bytes = case.hidden * if is_fp8 { 1 } else { 2 };
         let scales = if is_fp8 { u64::from(case.hidden / 128) } else { 0 };
         let chunks = |tokens: u64| tokens.div_ceil(case.chunk_tokens.into());
-        let in_packets = |tokens: u64| tokens <= case.packet_tokens.min(case.max_tokens).into();
-        let packets = |bytes: u32| u64::from(pieces_of(bytes) * PIECE_PACKET_BYTES);
-        if in_packets(tokens) {
-            add(DISPATCH, "packets", rows * packets(row_bytes));
-            add(DISPATCH, "scale_packets", rows * scales * 8);
-        } else {
-            add(DISPATCH, "recv_x", rows * u64::from(row_bytes));
-            add(DISPATCH, "recv_scales", rows * scales * 4);
-            add(DISPATCH, "arrived", chunks(tokens) * 8);
-        }
+        add(DISPATCH, "recv_x", rows * u64::from(row_bytes));
+        add(DISPATCH, "recv_scales", rows * scales * 4);
+        add(DISPATCH, "arrived", chunks(tokens) * 8);
         add(DISPATCH, "control.calls", 8);
         // The ids of all tokens, two to a packet, and a weight for each entry that is for the receiver.
         add(DISPATCH, "ids", tokens * u64::from(routing.num_topk.div_ceil(2)) * 8);
@@ -57,8 +50,9 @@ fn predicted(case: &LowLatencyCase) -> Links {
         // A combine returns one row for each that came, in the form that its owner's number of tokens asks for.
         let (rows, tokens) = (rows_between(routing, to, from), u64::from(routing.num_tokens(to)));
         let (combine, row_bytes, scales) = travels_back(case);
-        if in_packets(tokens) {
-            add(combine, "returned_packets", rows * packets(row_bytes));
+        if tokens <= case.packet_tokens.min(case.max_tokens).into() {
+            let packets = u64::from(pieces_of(row_bytes) * PIECE_PACKET_BYTES);
+            add(combine, "returned_packets", rows * packets);
             add(combine, "returned_scales", rows * scales * 8);
         } else {
             // Scales stand behind their row.

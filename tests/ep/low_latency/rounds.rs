@@ -80,7 +80,7 @@ fn the_checker_finds_nothing_in_many_rounds() {
                     transport: if seed < 4 { TransportKind::Direct } else { TransportKind::Shm },
                     queues: 1,
                 }),
-                // Rows of all ranks as packets, and of those with tokens in memory behind a word for each chunk.
+                // Rows return to all ranks as packets, and to those with tokens into memory behind a word for each chunk.
                 packet_tokens: if seed < 4 { 4 } else { 1 },
                 ..small.clone()
             };

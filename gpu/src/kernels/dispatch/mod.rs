@@ -12,11 +12,11 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Entry, Phase, current_epoch, leave, pool_of, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
-use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes};
+use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride};
 use crate::simt::*;
 use metadata::{Metadata, tokens_at_once};
 
-pub use rows::{Cursor, Staged, Tail, copy_scales, load_piece, load_stage, refill, scale_place, store_plain};
+pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.
 ///
@@ -109,14 +109,31 @@ pub unsafe fn dispatch(args: DispatchArgs) {
                     copy_scales(args.scales.0 + send.token as u64 * scale_bytes, args.num_scales, to);
                 }
             }
-            let piece =
-                Staged { buffer: ring.buffer(turn.slot), offset: send.offset, bytes: send.bytes(&args) };
+            let (bytes, buffer) = (send.bytes(&args), ring.buffer(turn.slot));
+            let row_offset = comm.pool.recv_x + send.offset as u64;
+            let stride = row_stride(args.row_bytes as u64);
             ring.wait(&turn);
-            piece.send(&args, peer, row, lane != comm.rank);
+            if row >= 0 {
+                if lane != comm.rank {
+                    bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
+                }
+                let scale_bytes = bulk_scale_bytes(args.num_scales);
+                if scale_bytes != 0 && send.offset == 0 {
+                    bulk_store(scale_place(&args, peer, row), buffer + args.piece_bytes, scale_bytes);
+                }
+            }
             bulk_commit();
-            piece.keep(&args, own, shfl_u32(row as u32, comm.rank) as i32);
-            if send.piece >= 1 {
-                refill(&ring, &args, &mut load, end, previous);
+            let own_row = shfl_u32(row as u32, comm.rank) as i32;
+            if own_row >= 0 {
+                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+            }
+
+            // Refill the stage before this one: its store has had a whole turn to read it.
+            if load.token < end && send.piece >= 1 {
+                bulk_wait_read::<1>();
+                syncwarp();
+                load_piece(&ring, &args, &load, previous);
+                load.advance(&args);
             }
             previous = turn.slot;
             turn.advance(&ring);

@@ -1,7 +1,7 @@
 //! What dispatch does within a node and across nodes: rows and their scales come into stages of shared memory and go out of them.
 
 use crate::kernels::ring::Ring;
-use crate::layout::{DispatchArgs, bulk_scale_bytes, row_stride};
+use crate::layout::{DispatchArgs, bulk_scale_bytes};
 use crate::simt::*;
 
 /// A warp's place in its sequence of pieces: rows, or parts of rows that are longer than a stage.
@@ -91,67 +91,6 @@ pub unsafe fn load_stage(
             if tail_bytes != 0 {
                 ring.load_at(stage, Tail::offset(args), tail.from, tail_bytes);
             }
-        }
-    }
-}
-
-/// A piece of a row that has landed in a stage.
-#[derive(Clone, Copy)]
-pub struct Staged {
-    /// The stage: the piece, and with a row's first its scales, where the copy engine moves them.
-    pub buffer: u32,
-    /// Where in its row the piece begins.
-    pub offset: u32,
-    pub bytes: u32,
-}
-
-impl Staged {
-    /// Starts the bulk stores to row `row` of the pool that the lane names, none if it is -1: of the piece where `with_piece` says so, and of
-    /// the scales.
-    #[inline(always)]
-    pub unsafe fn send(&self, args: &DispatchArgs, pool: u64, row: i32, with_piece: bool) {
-        // SAFETY: the row was planned inside the pool.
-        unsafe {
-            if row >= 0 {
-                if with_piece {
-                    bulk_store(self.place(args, pool, row), self.buffer, self.bytes);
-                }
-                let scale_bytes = bulk_scale_bytes(args.num_scales);
-                if scale_bytes != 0 && self.offset == 0 {
-                    bulk_store(scale_place(args, pool, row), self.buffer + args.piece_bytes, scale_bytes);
-                }
-            }
-        }
-    }
-
-    /// The whole warp copies the piece to row `row` of this rank's pool, unless it is -1.
-    #[inline(always)]
-    pub unsafe fn keep(&self, args: &DispatchArgs, own_pool: u64, row: i32) {
-        // SAFETY: the row was planned inside the pool.
-        unsafe {
-            if row >= 0 {
-                store_plain(self.place(args, own_pool, row), self.buffer, self.bytes, laneid());
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn place(&self, args: &DispatchArgs, pool: u64, row: i32) -> u64 {
-        pool + args.comm.pool.recv_x + self.offset as u64 + row as u64 * row_stride(args.row_bytes as u64)
-    }
-}
-
-/// Loads the next piece into `stage`, the one before the stage at hand, if there is such a piece: stores from there have had a whole turn to
-/// read it. The whole warp calls it.
-#[inline(always)]
-pub unsafe fn refill(ring: &Ring, args: &DispatchArgs, load: &mut Cursor, end: u32, stage: u32) {
-    // SAFETY: all bulk stores but the last turn's have read their stages.
-    unsafe {
-        if load.token < end {
-            bulk_wait_read::<1>();
-            syncwarp();
-            load_piece(ring, args, load, stage);
-            load.advance(args);
         }
     }
 }

@@ -4,11 +4,11 @@ use super::metadata::Metadata;
 use super::route::{
     FORWARD_ROW_BYTES, forward_row, forward_start, note_rows, relayed_before, send_source, slot_shape,
 };
-use crate::kernels::dispatch::{Staged, Tail, copy_scales, load_stage, scale_place};
+use crate::kernels::dispatch::{Tail, copy_scales, load_stage, scale_place};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::rail::{Path, arrival_word, channel_rows, rows_arrived, wait_rows};
 use crate::kernels::ring::{Ring, Turn};
-use crate::layout::{InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes};
+use crate::layout::{InternodeDispatchArgs, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes, row_stride};
 use crate::simt::*;
 
 /// A warp's place among the pieces of what arrives on a channel: chunk after chunk, and of each chunk node after node, so that
@@ -175,12 +175,11 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
             }
 
             let offset = sent.offset;
-            let bytes = (rows.row_bytes - offset).min(rows.piece_bytes);
-            let piece = Staged { buffer: ring.buffer(turn.slot), offset, bytes };
+            let (bytes, buffer) = ((rows.row_bytes - offset).min(rows.piece_bytes), ring.buffer(turn.slot));
             ring.wait(&turn);
             if offset == 0 {
                 let entry = shfl_u32(entries, sent.node) + sent.row;
-                let tail = piece.buffer + Tail::offset(rows);
+                let tail = buffer + Tail::offset(rows);
                 row = -1;
                 if rows.with_metadata != 0 {
                     if sent.node != start_node && lane < comm.num_ranks {
@@ -212,7 +211,14 @@ pub unsafe fn forward(args: &InternodeDispatchArgs, ring: &Ring, channel: u32, w
                     copy_scales(scales, rows.num_scales, scale_place(rows, peer, row));
                 }
             }
-            piece.send(rows, peer, row, true);
+            if row >= 0 {
+                let stride = row_stride(rows.row_bytes as u64);
+                bulk_store(peer + comm.pool.recv_x + offset as u64 + row as u64 * stride, buffer, bytes);
+                let scale_bytes = if offset == 0 { bulk_scale_bytes(rows.num_scales) } else { 0 };
+                if scale_bytes != 0 {
+                    bulk_store(scale_place(rows, peer, row), buffer + rows.piece_bytes, scale_bytes);
+                }
+            }
             bulk_commit();
             // The stage before this one has been read: it is free for the next load.
             bulk_wait_read::<1>();

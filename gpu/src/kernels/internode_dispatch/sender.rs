@@ -2,12 +2,12 @@
 
 use super::metadata::Metadata;
 use super::route::{forward_start, note_rows, relayed_before, send_source, slot_shape};
-use crate::kernels::dispatch::{Cursor, Staged, copy_scales, load_piece, refill, scale_place, store_plain};
+use crate::kernels::dispatch::{Cursor, copy_scales, load_piece, scale_place, store_plain};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::progress::Progress;
 use crate::kernels::rail::{Path, channel_rows};
 use crate::kernels::ring::{Ring, Turn, channel_range};
-use crate::layout::{InternodeDispatchArgs, MAX_RANKS, SlotShape, bulk_scale_bytes};
+use crate::layout::{InternodeDispatchArgs, MAX_RANKS, SlotShape, bulk_scale_bytes, row_stride};
 use crate::simt::*;
 
 /// Pieces that a worker warp of the sender may have under way when it says how far it has come: enough to keep the links busy.
@@ -149,16 +149,24 @@ pub unsafe fn send(
                     );
                 }
             }
-            let piece =
-                Staged { buffer: ring.buffer(turn.slot), offset: sent.offset, bytes: sent.bytes(rows) };
+            let (bytes, buffer) = (sent.bytes(rows), ring.buffer(turn.slot));
+            let row_offset = comm.pool.recv_x + sent.offset as u64;
+            let stride = row_stride(rows.row_bytes as u64);
             let scale_bytes = if sent.offset == 0 { bulk_scale_bytes(rows.num_scales) } else { 0 };
             ring.wait(&turn);
             let row = token.metadata.row;
-            piece.send(rows, peer, row, lane != comm.rank);
-            if slot != 0 && mapped {
-                bulk_store(slot + sent.offset as u64, piece.buffer, piece.bytes);
+            if row >= 0 {
+                if lane != comm.rank {
+                    bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
+                }
                 if scale_bytes != 0 {
-                    bulk_store(slot + shape.scales as u64, piece.buffer + rows.piece_bytes, scale_bytes);
+                    bulk_store(scale_place(rows, peer, row), buffer + rows.piece_bytes, scale_bytes);
+                }
+            }
+            if slot != 0 && mapped {
+                bulk_store(slot + sent.offset as u64, buffer, bytes);
+                if scale_bytes != 0 {
+                    bulk_store(slot + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes);
                 }
             }
             bulk_commit();
@@ -168,14 +176,22 @@ pub unsafe fn send(
             while on_host != 0 {
                 let to = shfl_u64(slot, on_host.trailing_zeros());
                 on_host &= on_host - 1;
-                store_plain(to + sent.offset as u64, piece.buffer, piece.bytes, lane);
+                store_plain(to + sent.offset as u64, buffer, bytes, lane);
                 if scale_bytes != 0 {
-                    store_plain(to + shape.scales as u64, piece.buffer + rows.piece_bytes, scale_bytes, lane);
+                    store_plain(to + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes, lane);
                 }
             }
-            piece.keep(rows, own, shfl_u32(row as u32, comm.rank) as i32);
-            if sent.piece >= 1 {
-                refill(ring, rows, &mut load, end, previous);
+            let own_row = shfl_u32(row as u32, comm.rank) as i32;
+            if own_row >= 0 {
+                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+            }
+
+            // Refill the stage before this one: its store has had a whole turn to read it.
+            if load.token < end && sent.piece >= 1 {
+                bulk_wait_read::<1>();
+                syncwarp();
+                load_piece(ring, rows, &load, previous);
+                load.advance(rows);
             }
             previous = turn.slot;
             turn.advance(ring);

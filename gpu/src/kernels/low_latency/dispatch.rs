@@ -1,26 +1,26 @@
 //! Low-latency dispatch: every token's row goes to each rank that has one of its experts, once, at its final place.
 //!
 //! What makes it sound: a row has one block of one rank that writes it, and nobody reads it before that rank's word for its chunk, which is
-//! released by the block that sent the chunk's last token and has acquired what the others did. Packets, of ids, weights, scales or pieces of
-//! a row, have one warp of one rank that writes them, and are read with their epoch, all of each or nothing; a piece is put where it belongs by
-//! one warp, for kernels behind this one. An expert's tables have one block. The threads of a block meet at a barrier between the writers
-//! and readers of each word of shared memory; collectives stand where all lanes of a warp arrive.
+//! released by the block that sent the chunk's last token and has acquired what the others did. Packets, of ids or weights, have one warp of one
+//! rank that writes them, and are read with their epoch, all of each or nothing. An expert's tables have one block. The warps of a block meet
+//! at a barrier between the writers and readers of each word of shared memory, all of them or those that receive; collectives stand where all
+//! lanes of a warp arrive.
 
 use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, pool_of, record, share, trace, wait_at_least};
-use super::fp8::{from_bf16, quantised, scale_offset};
+use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words};
+use super::team::Team;
 use super::{
-    Begun, Piece, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
-    ids_offset, in_packets, load_packets, packet_seen, send_packets, tell_call, tokens_in_chunk, wait_calls,
-    wait_packet, wait_packets, wait_ready,
+    Begun, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets, ids_offset,
+    packet_seen, tell_call, tokens_in_chunk, wait_calls, wait_packet, wait_ready,
 };
 use crate::layout::{
     LowLatencyDispatchArgs, LowLatencyTurns, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase,
-    pieces_of, row_stride,
+    row_stride,
 };
 use crate::simt::*;
 
@@ -44,13 +44,11 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let shared = Shared::lay_out();
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
-    let as_packets = in_packets(&args.common, args.common.num_tokens);
-    let first = Ahead::of(&args, ctaid(), sends & !as_packets);
-    let first_piece = PieceAhead::of(&args, Piece::first_of_warp(false), sends & as_packets);
+    let first = Ahead::of(&args, ctaid(), sends);
     let answered = ld_u64(args.common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64);
     let begun = begin(&args.common, shared.members);
     if sends {
-        send(&args, &begun, answered, first, first_piece);
+        send(&args, &begun, answered, first);
         trace(comm, Phase::Moved);
     }
     if args.common.phases & phase::RECEIVE != 0 {
@@ -103,38 +101,6 @@ impl Entry {
     }
 }
 
-/// The same as [`Ahead`] for a piece of a row.
-struct PieceAhead {
-    entry: Entry,
-    /// The lane's vectors; of rows that are quantised first, both of each.
-    low: [[u32; 4]; 3],
-    high: [[u32; 4]; 3],
-}
-
-impl PieceAhead {
-    /// Of piece number `number`; `is_there`: whether somebody will ask for it.
-    #[inline(always)]
-    unsafe fn of(args: &LowLatencyDispatchArgs, number: u32, is_there: bool) -> PieceAhead {
-        // SAFETY: loads that are made lie in the row.
-        unsafe {
-            let piece = Piece::of(number, args.row_bytes, 1);
-            let is_there = is_there & (piece.token < args.common.num_tokens);
-            let entry = Entry::of(args, piece.token, is_there);
-            let is_quantised = args.quantise != Quantise::Not as u32;
-            let from = args.x.0 + piece.token as u64 * bytes_of_x(args) as u64;
-            let (mut low, mut high) = ([[0; 4]; 3], [[0; 4]; 3]);
-            unroll3!(J => {
-                let at = piece.at(J as u32);
-                let is_there = is_there & (at < args.row_bytes);
-                let from = from + if is_quantised { at * 2 } else { at } as u64;
-                low[J] = ld_stream_v4_if(is_there, from);
-                high[J] = ld_stream_v4_if(is_there & is_quantised, from + 16);
-            });
-            PieceAhead { entry, low, high }
-        }
-    }
-}
-
 /// A thread's two vectors of a turn through a row, 32 bytes for each thread of the block: as rows travel, a block's worth of 16 bytes apart,
 /// so that a warp's stores are whole lines; of rows that are quantised first, the two that make one.
 pub(super) struct Pair {
@@ -178,13 +144,7 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
 
 /// Sends this rank's tokens, a token to a block. `answered`: how many dispatches there had been in the place when a combine answered one last.
 #[inline(always)]
-unsafe fn send(
-    args: &LowLatencyDispatchArgs,
-    begun: &Begun,
-    answered: u64,
-    first: Ahead,
-    first_piece: PieceAhead,
-) {
+unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, first: Ahead) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
@@ -198,11 +158,6 @@ unsafe fn send(
             let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
             takes_part &= !barrier_any(!is_ready);
         }
-        let as_packets = in_packets(common, common.num_tokens);
-        if as_packets && takes_part {
-            send_pieces(args, first_piece, begun);
-        }
-        takes_part &= !as_packets;
         let (mut token, mut ahead, mut unsaid) = (ctaid(), first, 0);
         while token < common.num_tokens && takes_part {
             let row = comm.rank * common.max_tokens + token;
@@ -217,7 +172,7 @@ unsafe fn send(
             unsaid += 1;
             if unsaid == ROWS_AT_ONCE || next >= common.num_tokens {
                 barrier_sync();
-                if warp == 0 && lane < unsaid {
+                if warp == reporter() && lane < unsaid {
                     say_sent(args, token - lane * nctaid(), begun);
                 }
                 unsaid = 0;
@@ -230,6 +185,13 @@ unsafe fn send(
             red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
         }
     }
+}
+
+/// The warp that says what its block has sent: it waits until all of it has arrived, which takes as long as the links do. It does nothing else
+/// from the block's last row on, and the others do not wait for it.
+#[inline(always)]
+fn reporter() -> u32 {
+    ntid() / 32 - 1
 }
 
 /// Adds a token that the block has sent to its chunk, and tells all members where it was the chunk's last.
@@ -249,149 +211,6 @@ unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
             unroll8!(RANK => {
                 if members >> RANK & 1 != 0 {
                     st_relaxed_sys_u64(comm.pools[RANK].0 + word, begun.epoch);
-                }
-            });
-        }
-    }
-}
-
-/// Sends this rank's tokens as packets, a piece of a row to a warp.
-#[inline(always)]
-unsafe fn send_pieces(args: &LowLatencyDispatchArgs, first: PieceAhead, begun: &Begun) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let epoch = begun.epoch;
-        let pieces = common.num_tokens * pieces_of(args.row_bytes);
-        let (mut number, mut ahead) = (Piece::first_of_warp(false), first);
-        while number < pieces {
-            let piece = Piece::of(number, args.row_bytes, 1);
-            let row = comm.rank * common.max_tokens + piece.token;
-            let mask = send_ids(args, piece.token, row, &ahead.entry, piece.index == 0, begun);
-            if piece.index == 0 && laneid() == 0 {
-                st_u32(common.tables.token_ranks.0 + piece.token as u64 * 4, mask);
-            }
-            let mut vectors = ahead.low;
-            unroll3!(J => {
-                let at = piece.at(J as u32);
-                let mut scale = 0.0;
-                if args.quantise != Quantise::Not as u32 {
-                    let numbers = [from_bf16(ahead.low[J]), from_bf16(ahead.high[J])];
-                    (vectors[J], scale) = quantised(&numbers, args.quantise);
-                }
-                if has_scales(args) && at < args.row_bytes && at.is_multiple_of(SCALE_BLOCK) {
-                    let index = at / SCALE_BLOCK;
-                    if args.quantise == Quantise::Not as u32 {
-                        scale = ld_f32(args.scales.0 + (piece.token * args.num_scales + index) as u64 * 4);
-                    }
-                    let packet = epoch << 32 | scale.to_bits() as u64;
-                    let offset = common.place.scale_packets + scale_offset(common, args.row_bytes, comm.rank, piece.token, index);
-                    unroll8!(RANK => {
-                        if mask >> RANK & 1 != 0 && RANK as u32 != comm.rank {
-                            st_relaxed_sys_u64(comm.pools[RANK].0 + offset, packet);
-                        }
-                    });
-                    if mask >> comm.rank & 1 != 0 {
-                        keep_scale(args, row, index, scale);
-                    }
-                }
-            });
-            let offset = common.place.packets + piece.offset(common, args.row_bytes, comm.rank);
-            unroll8!(RANK => {
-                if mask >> RANK & 1 != 0 && RANK as u32 != comm.rank {
-                    send_packets(comm.pools[RANK].0 + offset, &vectors, epoch);
-                }
-            });
-            // What stays is there with the end of the kernel.
-            if mask >> comm.rank & 1 != 0 {
-                keep_piece(args, row, &piece, &vectors);
-            }
-            number += nctaid() * (ntid() / 32);
-            ahead = PieceAhead::of(args, number, true);
-        }
-    }
-}
-
-/// Whether rows travel with scales.
-#[inline(always)]
-fn has_scales(args: &LowLatencyDispatchArgs) -> bool {
-    args.quantise != Quantise::Not as u32 || args.num_scales != 0
-}
-
-/// Stores a scale of a received row where it belongs.
-#[inline(always)]
-unsafe fn keep_scale(args: &LowLatencyDispatchArgs, row: u32, index: u32, scale: f32) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let common = &args.common;
-        let rows = (common.comm.num_ranks * common.max_tokens) as u64;
-        let at = common.place.recv_scales + (index as u64 * rows + row as u64) * 4;
-        st_f32(pool_of(&common.comm, common.comm.rank) + at, scale);
-    }
-}
-
-/// Stores a piece of a received row where it belongs.
-#[inline(always)]
-unsafe fn keep_piece(args: &LowLatencyDispatchArgs, row: u32, piece: &Piece, vectors: &[[u32; 4]; 3]) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let common = &args.common;
-        let to = pool_of(&common.comm, common.comm.rank)
-            + common.place.recv_x
-            + row as u64 * row_stride(args.row_bytes as u64);
-        unroll3!(J => {
-            let at = piece.at(J as u32);
-            if at < args.row_bytes {
-                st_v4(to + at as u64, vectors[J]);
-            }
-        });
-    }
-}
-
-/// Waits for the rows that come as packets, and puts them where they belong, a piece to a warp.
-#[inline(always)]
-unsafe fn receive_pieces(args: &LowLatencyDispatchArgs, shared: &Shared, epoch: u64) {
-    // SAFETY: passed on to the kernel's caller. Packets are in this rank's own pool, and each has one writer.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let pool = pool_of(comm, comm.rank);
-        let mut most = 0;
-        unroll8!(SOURCE => {
-            let tokens = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
-            most = if in_packets(common, tokens) && SOURCE as u32 != comm.rank { tokens.max(most) } else { most };
-        });
-        let mut number = Piece::first_of_warp(true);
-        while number < most * comm.num_ranks * pieces_of(args.row_bytes) {
-            let piece = Piece::of(number, args.row_bytes, comm.num_ranks);
-            number += nctaid() * (ntid() / 32);
-            let (source, tokens) = (piece.rank, ld_shared_u32(shared.tokens + piece.rank * 4));
-            if source == comm.rank || piece.token >= tokens || !in_packets(common, tokens) {
-                continue;
-            }
-            let row = source * common.max_tokens + piece.token;
-            // The packets' first loads and those of the ids are in flight together.
-            let at = pool + common.place.packets + piece.offset(common, args.row_bytes, source);
-            let seen = load_packets(at);
-            let mut pair = u32::MAX;
-            if laneid() < id_packets(common) {
-                let ids = pool + common.place.ids + ids_offset(common, row) + laneid() as u64 * 8;
-                pair =
-                    wait_packet::<false>(comm, ids, source, epoch, Wait::LowLatencyIds).unwrap_or(u32::MAX);
-            }
-            if ballot(pair != u32::MAX) == 0 {
-                continue;
-            }
-            let Some(vectors) = wait_packets(comm, at, seen, source, epoch, Wait::LowLatencyRows) else {
-                return;
-            };
-            keep_piece(args, row, &piece, &vectors);
-            unroll3!(J => {
-                let at = piece.at(J as u32);
-                if has_scales(args) && at < args.row_bytes && at.is_multiple_of(SCALE_BLOCK) {
-                    let index = at / SCALE_BLOCK;
-                    let packet = pool + common.place.scale_packets + scale_offset(common, args.row_bytes, source, piece.token, index);
-                    let scale = wait_packet::<false>(comm, packet, source, epoch, Wait::LowLatencyRows);
-                    keep_scale(args, row, index, f32::from_bits(scale.unwrap_or(0)));
                 }
             });
         }
@@ -534,7 +353,8 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
         let epoch = begun.epoch;
-        if !wait_calls(common, shared, begun) {
+        let team = Team::<1> { threads: reporter() * 32 };
+        if !team.has_this_warp() || !wait_calls(common, team, shared, begun) {
             return;
         }
         if ctaid() == 0 && thread < MAX_RANKS as u32 {
@@ -542,30 +362,29 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
         }
         let mut expert = ctaid();
         while expert < common.local_experts {
-            list_rows(args, shared, expert, epoch);
+            list_rows(args, team, shared, expert, epoch);
             expert += nctaid();
         }
-        receive_pieces(args, shared, epoch);
         // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
         let chunks = chunks_of(common, common.max_tokens);
         core::hint::assert_unchecked(chunks >= 1);
-        let mut index = (nctaid() - 1 - ctaid()) * ntid() + thread;
+        let mut index = (nctaid() - 1 - ctaid()) * team.threads + thread;
         while index < comm.num_ranks * chunks {
             let (source, chunk) = (index / chunks, index % chunks);
             let tokens = ld_shared_u32(shared.tokens + source * 4);
-            if !in_packets(common, tokens) && chunk < chunks_of(common, tokens) {
+            if chunk < chunks_of(common, tokens) {
                 let word =
                     pool_of(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
                 wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
             }
-            index += nctaid() * ntid();
+            index += nctaid() * team.threads;
         }
     }
 }
 
-/// Lists the rows of a local expert. All threads of the block call it.
+/// Lists the rows of a local expert. All threads of the team call it.
 #[inline(always)]
-unsafe fn list_rows(args: &LowLatencyDispatchArgs, shared: &Shared, expert: u32, epoch: u64) {
+unsafe fn list_rows(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, expert: u32, epoch: u64) {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
@@ -591,7 +410,7 @@ unsafe fn list_rows(args: &LowLatencyDispatchArgs, shared: &Shared, expert: u32,
             // A weight that does not come is an error, whatever it is taken for.
             wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
         };
-        super::list::list_rows::<false>(common, words, expert, total, look, weight);
+        super::list::list_rows::<false, 1>(common, team, words, expert, total, look, weight);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Which expert has which of the received rows.
 
+use super::team::Team;
 use crate::layout::{LowLatencyArgs, MAX_MEMBERS, MAX_RANKS};
 use crate::simt::*;
 
@@ -32,12 +33,13 @@ pub(super) struct Words {
     pub(super) of_warp: u32,
 }
 
-/// Lists the rows of a local expert, by source rank, then by token. All threads of the block call it. `total`: tokens of all sources; `look`
+/// Lists the rows of a local expert, by source rank, then by token. All threads of the team call it. `total`: tokens of all sources; `look`
 /// says what the one of that number has, by source, then by token; `weight` gives the bits of the weight of an entry, and is asked for those
 /// of the expert. `MANY`: whether there may be more than [`MAX_RANKS`] ranks.
 #[inline(always)]
-pub(super) unsafe fn list_rows<const MANY: bool>(
+pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     args: &LowLatencyArgs,
+    team: Team<BARRIER>,
     words: Words,
     expert: u32,
     total: u32,
@@ -60,9 +62,9 @@ pub(super) unsafe fn list_rows<const MANY: bool>(
             if lane == 0 {
                 st_shared_u32(words.of_warp + warp * 4, hits.count_ones());
             }
-            barrier_sync();
+            team.sync();
             let (mut before, mut all, mut other) = (0, 0, 0);
-            while other < ntid() / 32 {
+            while other < team.threads / 32 {
                 let count = ld_shared_u32(words.of_warp + other * 4);
                 before += if other < warp { count } else { 0 };
                 all += count;
@@ -88,10 +90,10 @@ pub(super) unsafe fn list_rows<const MANY: bool>(
                 st_i32(args.tables.slots.0 + (row * args.num_topk + entry) as u64 * 4, -1);
                 listed.of_others &= listed.of_others - 1;
             }
-            (first, found) = (first + ntid(), found + all);
-            barrier_sync();
+            (first, found) = (first + team.threads, found + all);
+            team.sync();
         }
-        barrier_sync();
+        team.sync();
         if thread < num_ranks {
             let mut begin = 0;
             if MANY {
@@ -114,6 +116,6 @@ pub(super) unsafe fn list_rows<const MANY: bool>(
             st_u32(args.tables.expert_counts.0 + expert as u64 * 4, found);
         }
         // The words are the next expert's.
-        barrier_sync();
+        team.sync();
     }
 }

@@ -11,6 +11,7 @@
 //! ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)). Returned rows are read within their combine, and between that and the
 //! next of the place lies a dispatch that all have entered.
 
+use self::team::Team;
 use super::epoch::{Deadline, Phase, aborted, pool_of, record, share, trace};
 use crate::layout::{
     Comm, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, MAX_MEMBERS, MAX_RANKS, PIECE_BYTES,
@@ -24,6 +25,7 @@ mod fp8;
 mod gather;
 mod internode;
 mod list;
+mod team;
 
 pub use internode::LOW_LATENCY_INTERNODE_SHARED_BYTES;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -141,9 +143,14 @@ unsafe fn tell_call(comm: &Comm, begun: &Begun) {
 }
 
 /// Waits until every member has entered the operation with the call of this one, and notes their numbers of tokens, none of who is left
-/// out; all threads of the block call it. False when one has not: the same in all threads.
+/// out; all threads of the team call it. False when one has not: the same in all threads.
 #[inline(always)]
-unsafe fn wait_calls(args: &LowLatencyArgs, shared: &Shared, begun: &Begun) -> bool {
+unsafe fn wait_calls<const BARRIER: u32>(
+    args: &LowLatencyArgs,
+    team: Team<BARRIER>,
+    shared: &Shared,
+    begun: &Begun,
+) -> bool {
     // SAFETY: packets are in this rank's own pool; each word of shared memory has one writer, and a barrier behind it.
     unsafe {
         let (comm, epoch) = (&args.comm, begun.epoch);
@@ -165,7 +172,7 @@ unsafe fn wait_calls(args: &LowLatencyArgs, shared: &Shared, begun: &Begun) -> b
             }
             st_shared_u32(shared.tokens + thread * 4, tokens);
         }
-        let failed = barrier_any(failed);
+        let failed = team.any(failed);
         trace(comm, Phase::Ready);
         !failed
     }
@@ -226,8 +233,8 @@ unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
     }
 }
 
-/// Whether a rank with so many tokens sends its rows as packets, and gets them back as packets: then nobody waits for stores to arrive before
-/// a word can say so, and whoever has the packets has the rows.
+/// Whether a rank with so many tokens gets its rows back as packets: then nobody waits for stores to arrive before a word can say so, and
+/// whoever has the packets has the rows.
 #[inline(always)]
 fn in_packets(args: &LowLatencyArgs, tokens: u32) -> bool {
     tokens <= args.packet_tokens

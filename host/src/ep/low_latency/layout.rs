@@ -40,8 +40,6 @@ impl PoolLayout {
             recv_x: array("recv_x", rows, stride),
             recv_scales: array("recv_scales", options.max_scales(), rows * 4),
             returned_x: array("returned_x", rows, stride),
-            packets: array("packets", few, pieces),
-            scale_packets: array("scale_packets", few, options.max_scales() * 8),
             returned_packets: array("returned_packets", few, pieces),
             returned_scales: array("returned_scales", few, options.max_scales() * 8),
         };

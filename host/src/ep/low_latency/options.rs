@@ -72,8 +72,8 @@ impl Options {
         self
     }
 
-    /// Most tokens of a rank whose rows travel as packets of 16 bytes with 12 of payload, 0 for none: they take a third more of the links, and
-    /// nobody waits for stores to arrive before a word can say so. Says nothing across nodes.
+    /// Most tokens of a rank whose rows return, in a combine, as packets of 16 bytes with 12 of payload, 0 for none: they take a third more of
+    /// the links, and nobody waits for stores to arrive before a word can say so. Says nothing across nodes.
     pub fn packet_tokens(mut self, tokens: u32) -> Options {
         self.packet_tokens = tokens;
         self
@@ -148,7 +148,7 @@ impl Options {
         Ok(())
     }
 
-    /// Most tokens of a rank whose rows travel as packets.
+    /// Most tokens of a rank whose rows return as packets.
     pub(super) fn most_in_packets(&self) -> u32 {
         self.packet_tokens.min(self.max_tokens)
     }

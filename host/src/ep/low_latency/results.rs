@@ -3,13 +3,11 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-#[cfg(doc)]
-use super::buffer::Buffer;
 use super::place::{Lease, Place};
 use crate::driver::Event;
 use crate::ep::{Tensor, TypedTensor};
 
-/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow; [`Buffer::combine`] answers
+/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow; [`Buffer::combine`](super::Buffer::combine) answers
 /// it. `rows` stands for `num_ranks * max_tokens`.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -24,7 +22,7 @@ pub struct Received<'p> {
     /// `[local_experts]`: rows of each local expert.
     pub expert_counts: TypedTensor<'p, i32>,
     /// `[local_experts, rows]`: the rows of each local expert, by source rank, then by token; behind as many as it has, anything.
-    /// [`Buffer::gather_by_expert`] copies them together.
+    /// [`Buffer::gather_by_expert`](super::Buffer::gather_by_expert) copies them together.
     pub expert_rows: TypedTensor<'p, i32>,
     /// `[local_experts, rows]`: their tokens' indices on their source ranks.
     pub src_info: TypedTensor<'p, i32>,

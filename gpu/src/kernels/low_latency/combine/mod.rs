@@ -9,6 +9,7 @@
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, trace};
+use super::team::Team;
 use super::{Piece, Shared, begin, finish, wait_calls};
 use crate::layout::{LowLatencyCombineArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
@@ -78,7 +79,7 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
             trace(comm, Phase::Moved);
         }
         if args.common.phases & phase::RECEIVE != 0 {
-            if wait_calls(&args.common, &shared, &begun) {
+            if wait_calls(&args.common, Team::block(), &shared, &begun) {
                 receive::<FP8>(args, &begun);
             }
             finish(comm);

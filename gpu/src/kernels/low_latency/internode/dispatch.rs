@@ -13,6 +13,7 @@ use super::super::super::epoch::{Phase, record, share, trace};
 use super::super::dispatch::{Entry, Pair, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
+use super::super::team::Team;
 use super::super::{Begun, begin, completes, finish};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
 use crate::layout::{
@@ -415,6 +416,6 @@ unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, exp
             listed
         };
         let weight = |listed: &Listed, entry: u32| ld_u32(listed.weights + entry as u64 * 8);
-        super::super::list::list_rows::<true>(common, words, expert, all, look, weight);
+        super::super::list::list_rows::<true, 0>(common, Team::block(), words, expert, all, look, weight);
     }
 }
