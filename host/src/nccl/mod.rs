@@ -61,11 +61,10 @@ mod watchdog;
 
 pub use collectives::P2p;
 pub use communicator::Communicator;
-pub use config::Config;
+pub use config::{Config, Watchdog};
 pub use debug_info::{DEBUG_INFO_FILE, DEBUG_INFO_PIPE};
 pub use group::NcclGroup;
 pub use library::{Library, doctor};
 pub use places::NCCL_LIBRARY;
 pub use registration::Registration;
 pub use unique_id::UniqueId;
-pub use watchdog::Watchdog;

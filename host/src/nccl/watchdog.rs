@@ -4,27 +4,10 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use super::config::Watchdog;
 use super::core::{Core, Phase};
 use super::debug_info::{self, Pipe};
 use crate::error::{Error, Result};
-
-/// A thread that looks after a communicator: see [`Config::watchdog`](super::Config::watchdog).
-///
-/// When an operation passes its deadline, or NCCL reports an error, it writes what the flight recorder and NCCL know to where
-/// [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE) says, and aborts the communicator. Where [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a
-/// pipe, it also writes that whenever somebody asks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Watchdog {
-    /// How often it looks.
-    pub interval: Duration,
-}
-
-impl Default for Watchdog {
-    /// Ten times a second.
-    fn default() -> Watchdog {
-        Watchdog { interval: Duration::from_millis(100) }
-    }
-}
 
 /// The thread; told to end, and joined, on drop.
 #[derive(Debug)]
