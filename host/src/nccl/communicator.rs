@@ -95,24 +95,17 @@ impl Communicator {
                     return Err(core.fail(library.error("ncclCommInitRankConfig", code)));
                 }
             }
-            Some(create) => create_blocking(
-                &core,
-                move |_, comm, prepared| {
-                    let raw = prepared.map_or(std::ptr::null_mut(), |prepared| &mut prepared.raw);
-                    // SAFETY: valid out and in pointers.
-                    unsafe { create(comm, size, id, rank, raw) }
-                },
-                Some(prepared),
-            )?,
+            Some(create) => create_blocking(&core, move |_, comm| {
+                // All of it goes to the other thread, with the texts that it points to.
+                let mut prepared = prepared;
+                // SAFETY: valid out and in pointers.
+                unsafe { create(comm, size, id, rank, &mut prepared.raw) }
+            })?,
             // Before 2.14 there was no configuration, and all calls blocked.
-            None => create_blocking(
-                &core,
-                move |functions, comm, _| {
-                    // SAFETY: a valid out pointer.
-                    unsafe { (functions.ncclCommInitRank)(comm, size, id, rank) }
-                },
-                None,
-            )?,
+            None => create_blocking(&core, move |functions, comm| {
+                // SAFETY: a valid out pointer.
+                unsafe { (functions.ncclCommInitRank)(comm, size, id, rank) }
+            })?,
         }
         Communicator::assemble(core, config)
     }

@@ -9,7 +9,6 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::config::Prepared;
 use super::debug_info;
 use super::ffi::{Code, Comm, Functions};
 use super::in_flight::InFlight;
@@ -598,13 +597,12 @@ impl Turn<'_> {
 /// Makes NCCL's communicator in a call that blocks: on a thread of its own, which is left behind where it does not end.
 pub(super) fn create_blocking(
     core: &Arc<Core>,
-    create: impl FnOnce(&Functions, *mut *mut Comm, Option<&mut Prepared>) -> Code + Send + 'static,
-    mut prepared: Option<Prepared>,
+    create: impl FnOnce(&Functions, *mut *mut Comm) -> Code + Send + 'static,
 ) -> Result<()> {
     let core = core.clone();
     let run = move || {
         let mut comm = std::ptr::null_mut();
-        let made = core.on_device(|| create(core.functions(), &mut comm, prepared.as_mut()));
+        let made = core.on_device(|| create(core.functions(), &mut comm));
         let failure = match made {
             Ok(Code::SUCCESS) => {
                 if !core.adopt(comm) {
