@@ -4,12 +4,13 @@
 //! be the same on every rank, in the same order. The state is under a lock that nobody holds during a call, so that `abort` gets it at once. A
 //! thread that waits for NCCL's progress does so on the state's condition variable and leaves as soon as the communicator is given up.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::debug_info;
+use super::debug_info::{self, Report};
 use super::ffi::{Code, Comm, Functions};
 use super::in_flight::InFlight;
 use super::library::Library;
@@ -280,7 +281,7 @@ impl Core {
     }
 
     /// What NCCL says about the communicator, where it can be asked.
-    pub fn async_code(&self) -> Option<Code> {
+    fn async_code(&self) -> Option<Code> {
         let state = self.state();
         let comm = self.comm();
         if comm.is_null() || state.inside.is_some() {
@@ -290,8 +291,10 @@ impl Core {
         Some(unsafe { self.ask(comm) })
     }
 
+    // ---- What can be told ----
+
     /// NCCL's account of its device memory, where its version has one and it can be asked.
-    pub fn memory_statistics(&self) -> Vec<(&'static str, u64)> {
+    fn memory_statistics(&self) -> Vec<(&'static str, u64)> {
         let names = [
             "nccl_memory_suspendable",
             "nccl_memory_suspended",
@@ -313,6 +316,47 @@ impl Core {
             }
         }
         found
+    }
+
+    /// What can be told about the communicator: by this library, and by NCCL as far as its version can tell.
+    pub fn dump(&self) -> BTreeMap<String, String> {
+        let phase = match self.phase() {
+            Phase::Aborted(reason) => format!("aborted: {reason}"),
+            phase => format!("{phase:?}").to_lowercase(),
+        };
+        let mut dump = BTreeMap::from([
+            ("name".to_owned(), self.identity.name.clone()),
+            ("rank".to_owned(), self.identity.rank.to_string()),
+            ("size".to_owned(), self.identity.size.to_string()),
+            ("state".to_owned(), phase),
+            ("device".to_owned(), format!("{} {}", self.device.info().name, self.device.info().ordinal)),
+            ("nccl_version".to_owned(), self.library.version_text()),
+            ("nccl_library".to_owned(), self.library.path().display().to_string()),
+            ("splits".to_owned(), self.splits().to_string()),
+            ("registrations".to_owned(), self.registered_memory().len().to_string()),
+            ("operations_under_way".to_owned(), {
+                let each = self.in_flight().into_iter();
+                each.map(|it| format!("{} #{}", it.operation.name(), it.sequence))
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            }),
+            ("nccl_last_error".to_owned(), self.library.last_error(std::ptr::null_mut())),
+        ]);
+        if let Some(code) = self.async_code() {
+            dump.insert("nccl_async_error".to_owned(), self.library.code_text(code));
+        }
+        for (name, bytes) in self.memory_statistics() {
+            dump.insert(name.to_owned(), bytes.to_string());
+        }
+        dump
+    }
+
+    /// Writes what is known about the communicator to where the environment wants it, if anywhere.
+    pub fn write_debug_info(&self, reason: &str) {
+        let Identity { name, rank, size, .. } = &self.identity;
+        let Some(path) = debug_info::path(*rank) else { return };
+        let (nccl, operations) = (self.dump(), self.recorder.entries());
+        Report { group: name, rank: *rank, size: *size, reason, nccl, operations }.write(&path);
     }
 
     // ---- Operations under way ----
@@ -382,8 +426,13 @@ impl Core {
         self.give_up(reason, true)
     }
 
+    /// [`Core::abort`] of a communicator that nobody needs any more, which is nothing to report.
+    pub fn end(self: &Arc<Core>, reason: &str) -> Result<()> {
+        self.give_up(reason, false)
+    }
+
     /// [`Core::abort`]; with `report` what is known about the communicator is written to where it is wanted.
-    pub fn give_up(self: &Arc<Core>, reason: &str, report: bool) -> Result<()> {
+    fn give_up(self: &Arc<Core>, reason: &str, report: bool) -> Result<()> {
         {
             let mut state = self.state();
             match state.phase {
@@ -397,7 +446,7 @@ impl Core {
         if report {
             self.recorder.dump(reason);
             if self.identity.writes_debug_info {
-                debug_info::write(self, reason);
+                self.write_debug_info(reason);
             }
         }
         self.release(Release::Abort)

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::config::Watchdog;
 use super::core::{Core, Phase};
-use super::debug_info::{self, Pipe};
+use super::debug_info::Pipe;
 use crate::error::{Error, Result};
 
 /// The thread; told to end, and joined, on drop.
@@ -50,7 +50,7 @@ fn watch(core: &Weak<Core>, stop: &(Mutex<bool>, Condvar), interval: Duration, r
         }
         let Some(core) = core.upgrade() else { return };
         if pipe.as_mut().is_some_and(Pipe::asked) {
-            debug_info::write(&core, "somebody asked through the pipe");
+            core.write_debug_info("somebody asked through the pipe");
         }
         if let Phase::Aborted(_) | Phase::Finalized = core.phase() {
             continue;
