@@ -1,18 +1,19 @@
-//! [`Communicator`]: made, split, given up, given back.
+//! [`Communicator`]: made, split, with memory registered, given up, given back.
 
 use std::collections::BTreeMap;
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::AtomicPtr;
 use std::time::{Duration, Instant};
 
-use super::UniqueId;
 use super::config::{Config, Prepared};
 use super::core::{Core, Identity, Phase, create_blocking};
 use super::ffi::{Code, Comm, NO_COLOR};
 use super::library::Library;
+use super::registration::{Handle, Registration};
+use super::unique_id::UniqueId;
 use super::watchdog::Guard;
-use crate::driver::Device;
+use crate::driver::{Device, Memory};
 use crate::error::{Error, Result};
 use crate::group::{ProcessGroup, Store};
 
@@ -245,6 +246,47 @@ impl Communicator {
         self.core.splits()
     }
 
+    /// Registers memory, so that NCCL can use it without copying it. The communicator holds it until it is deregistered.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with NCCL before 2.19; [`Error::Argument`] for another device's memory; NCCL's, which ends the communicator.
+    pub fn register(&self, memory: &Arc<Memory>) -> Result<Registration> {
+        let core = &self.core;
+        let register = core.library.require(core.functions().ncclCommRegister, "ncclCommRegister")?;
+        core.library.require(core.functions().ncclCommDeregister, "ncclCommDeregister")?;
+        self.check_device("memory", memory.device())?;
+        self.wait_ready()?;
+        core.with_turn("register", Instant::now() + core.identity.timeout, |turn| {
+            let mut handle = std::ptr::null_mut();
+            turn.call("ncclCommRegister", |_, comm| {
+                // SAFETY: a live communicator, memory that the registration keeps alive, and a valid out pointer.
+                unsafe { register(comm, memory.ptr().0 as *mut c_void, memory.bytes() as usize, &mut handle) }
+            })?;
+            Ok(core.registrations.keep(Handle(handle), memory.clone()))
+        })
+    }
+
+    /// Ends a registration.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a registration of another communicator; NCCL's, which ends the communicator.
+    pub fn deregister(&self, registration: Registration) -> Result<()> {
+        let core = &self.core;
+        let deregister = core.library.require(core.functions().ncclCommDeregister, "ncclCommDeregister")?;
+        core.with_turn("deregister", Instant::now() + core.identity.timeout, |turn| {
+            let registered = core.registrations.take(registration)?;
+            turn.call("ncclCommDeregister", |_, comm| {
+                // SAFETY: a live communicator, and a handle that it gave and that is given back once.
+                unsafe { deregister(comm, registered.handle.0) }
+            })
+        })
+    }
+
+    /// The memory that is registered, in the order of registration.
+    pub fn registered(&self) -> Vec<Arc<Memory>> {
+        self.core.registrations.memory()
+    }
+
     /// Gives the communicator up: operations under way here end with an error that has `reason`, in other threads and on the device, and later
     /// uses fail with it. Other ranks notice by NCCL's own means, or by their deadlines. The first reason stays.
     ///
@@ -281,12 +323,12 @@ impl Communicator {
     fn drain(&self, until: Instant) -> Result<()> {
         let mut pause = Duration::from_micros(50);
         loop {
-            for operation in self.core.in_flight() {
-                if let Some(result) = operation.poll() {
+            for operation in self.core.under_way.all() {
+                if let Some(result) = self.core.poll(&operation) {
                     result?;
                 }
             }
-            if self.core.in_flight().is_empty() {
+            if self.core.under_way.all().is_empty() {
                 return Ok(());
             }
             if Instant::now() >= until {
@@ -371,9 +413,9 @@ impl Drop for Communicator {
                 tracing::error!("{left_behind}");
             }
         }
-        for operation in core.in_flight() {
+        for operation in core.under_way.all() {
             // Its handle may still be asked.
-            drop(operation.poll());
+            drop(core.poll(&operation));
         }
     }
 }

@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use super::debug_info::{self, Report};
 use super::ffi::{Code, Comm, Functions};
-use super::in_flight::InFlight;
+use super::in_flight::UnderWay;
 use super::library::Library;
-use super::registration::Registered;
-use crate::driver::{Device, Memory};
+use super::registration::Registrations;
+use crate::driver::Device;
 use crate::error::{Error, Result};
 use crate::group::recorder::Recorder;
 
@@ -48,10 +48,7 @@ struct State {
     phase: Phase,
     /// What the thread that holds the turn is in, if any does.
     inside: Option<&'static str>,
-    sequence: u64,
     splits: u64,
-    in_flight: Vec<Arc<InFlight>>,
-    registrations: Vec<Registered>,
 }
 
 /// Who a communicator is, and how patient.
@@ -71,6 +68,8 @@ pub(super) struct Core {
     pub device: Arc<dyn Device>,
     pub identity: Identity,
     pub recorder: Recorder,
+    pub under_way: UnderWay,
+    pub registrations: Registrations,
     /// NCCL's handle; null before there is one, and once it was given back.
     comm: AtomicPtr<Comm>,
     state: Mutex<State>,
@@ -126,16 +125,11 @@ impl Core {
             library,
             device,
             recorder,
+            under_way: UnderWay::default(),
+            registrations: Registrations::default(),
             identity,
             comm: AtomicPtr::new(comm),
-            state: Mutex::new(State {
-                phase,
-                inside: None,
-                sequence: 0,
-                splits: 0,
-                in_flight: Vec::new(),
-                registrations: Vec::new(),
-            }),
+            state: Mutex::new(State { phase, inside: None, splits: 0 }),
             changed: Condvar::new(),
         })
     }
@@ -333,9 +327,9 @@ impl Core {
             ("nccl_version".to_owned(), self.library.version_text()),
             ("nccl_library".to_owned(), self.library.path().display().to_string()),
             ("splits".to_owned(), self.splits().to_string()),
-            ("registrations".to_owned(), self.registered_memory().len().to_string()),
+            ("registrations".to_owned(), self.registrations.memory().len().to_string()),
             ("operations_under_way".to_owned(), {
-                let each = self.in_flight().into_iter();
+                let each = self.under_way.all().into_iter();
                 each.map(|it| format!("{} #{}", it.operation.name(), it.sequence))
                     .collect::<Vec<_>>()
                     .join(", ")
@@ -359,25 +353,6 @@ impl Core {
         Report { group: name, rank: *rank, size: *size, reason, nccl, operations }.write(&path);
     }
 
-    // ---- Operations under way ----
-
-    /// Lists an operation, with the number it gets.
-    pub fn list(&self, make: impl FnOnce(u64) -> Arc<InFlight>) -> Arc<InFlight> {
-        let mut state = self.state();
-        let operation = make(state.sequence);
-        state.sequence += 1;
-        state.in_flight.push(operation.clone());
-        operation
-    }
-
-    pub fn unlist(&self, operation: &InFlight) {
-        self.state().in_flight.retain(|other| !std::ptr::eq(&**other, operation));
-    }
-
-    pub fn in_flight(&self) -> Vec<Arc<InFlight>> {
-        self.state().in_flight.clone()
-    }
-
     pub fn count_split(&self) {
         self.state().splits += 1;
     }
@@ -386,25 +361,11 @@ impl Core {
         self.state().splits
     }
 
-    // ---- Registrations ----
-
-    pub fn keep_registration(&self, registered: Registered) {
-        self.state().registrations.push(registered);
-    }
-
-    pub fn take_registration(&self, id: u64) -> Option<Registered> {
-        let registrations = &mut self.state().registrations;
-        let at = registrations.iter().position(|registered| registered.id == id)?;
-        Some(registrations.remove(at))
-    }
-
-    pub fn registered_memory(&self) -> Vec<Arc<Memory>> {
-        self.state().registrations.iter().map(|registered| registered.memory.clone()).collect()
-    }
+    // ---- Ends ----
 
     /// Releases all registrations, in the order they were made. For whoever is alone with the communicator.
     pub fn release_registrations(&self, comm: *mut Comm) {
-        let registrations = std::mem::take(&mut self.state().registrations);
+        let registrations = self.registrations.take_all();
         let Some(deregister) = self.functions().ncclCommDeregister else { return };
         for registered in registrations {
             // SAFETY: the communicator is live, and the handle is one that it gave and that was not given back.
@@ -414,8 +375,6 @@ impl Core {
             }
         }
     }
-
-    // ---- Ends ----
 
     /// Gives the communicator up for `reason`: every operation under way here ends with an error, and later ones fail. The first reason
     /// stays; a second call waits for nothing.

@@ -56,7 +56,7 @@ fn watch(core: &Weak<Core>, stop: &(Mutex<bool>, Condvar), interval: Duration, r
             continue;
         }
         // Each of them gives the communicator up where it has failed or takes too long.
-        core.in_flight().iter().for_each(|operation| drop(operation.poll()));
+        core.under_way.all().iter().for_each(|operation| drop(core.poll(operation)));
         if let Err(error) = core.check_async() {
             core.fail(error);
         }
