@@ -3,6 +3,7 @@
 mod admission;
 mod client;
 mod connection;
+mod listen;
 mod protocol;
 mod server;
 
