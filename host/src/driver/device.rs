@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use epoxide_gpu::layout::{DevicePtr, Section};
 
-use super::NoDriverCalls;
 use super::raw::{CopyEnd, DeviceInfo, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
+use super::rule::NoDriverCalls;
 use super::staging::Staging;
 use super::streams::Streams;
 use crate::error::Result;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::collectives::{Call, CallResult, Operation, within};
+use super::call::{Call, CallResult, Operation};
+use super::collectives::within;
 use super::mesh::{Directory, Engine, Listener, Signature, Sockets, Wake, address_key};
 use super::recorder::{Entry, Recorder, Writer};
 use super::store::store_error;

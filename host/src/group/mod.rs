@@ -10,6 +10,7 @@
 //! [`rendezvous`] joins the group that the environment names; [`launch`] starts the ranks, as processes or as threads.
 
 mod board;
+mod call;
 mod collectives;
 mod element;
 mod env;
@@ -33,9 +34,9 @@ mod turns;
 mod typed;
 pub(crate) mod work;
 
-pub use collectives::Message;
+pub use call::Message;
 #[doc(hidden)]
-pub use collectives::{Call, CallResult, Operation, P2p};
+pub use call::{Call, CallResult, Operation, P2p};
 pub use element::{ReduceOp, Reducible};
 pub use env::{RANK, STORE, WORLD_SIZE};
 pub use fds::MAX_FDS;

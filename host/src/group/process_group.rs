@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::JobSecret;
-use super::collectives::{Call, CallResult, blocks};
+use super::call::{Call, CallResult};
+use super::collectives::blocks;
 use super::element;
 use super::work::Work;
 use crate::error::{Error, Result};

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
-use super::collectives::call::Operation;
+use super::call::Operation;
 
 /// Variable with the start of the path of the dumps; `.GROUP.rankR.json` is appended.
 pub const FLIGHT_RECORDER: &str = "EPOXIDE_FLIGHT_RECORDER";

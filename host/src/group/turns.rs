@@ -5,7 +5,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::collectives::{self, Call, P2p};
+use super::call::{Call, CallResult, P2p};
+use super::collectives;
 use super::mesh::{Engine, Wake};
 use super::recorder::Recorder;
 use super::work::{Promise, Work};
@@ -134,7 +135,7 @@ impl Core {
     }
 
     /// Runs a checked call in the calling thread.
-    pub(crate) fn call(&self, call: Call, timeout: Duration) -> Result<collectives::CallResult> {
+    pub(crate) fn call(&self, call: Call, timeout: Duration) -> Result<CallResult> {
         let Call::P2p(list) = call else {
             return self.run(|engine, recorder| collectives::perform(engine, recorder, call, timeout));
         };
@@ -144,7 +145,7 @@ impl Core {
             let done = |_, outcome| result = Some(outcome);
             collectives::p2p::run(engine, recorder, sequence, (0, list), timeout, Vec::new, done)
         })?;
-        Ok(result.unwrap_or(collectives::CallResult::Done))
+        Ok(result.unwrap_or(CallResult::Done))
     }
 
     fn message_number(&self) -> u64 {

@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::ProcessGroup;
-use super::collectives::{Call, CallResult, Message, P2p};
+use super::call::{Call, CallResult, Message, P2p};
 use super::element::{ReduceOp, Reducible};
 use super::work::Work;
 use crate::error::{Error, Result};

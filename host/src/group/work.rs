@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::collectives::CallResult;
+use super::call::CallResult;
 use crate::error::{Error, Result};
 
 /// Where an operation under way is looked at.

@@ -1,10 +1,12 @@
 //! The operations on device tensors.
 
 use std::ffi::{c_int, c_void};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::communicator::Communicator;
 use super::ffi::{Code, Comm, Functions, Stream as RawStream};
+use super::follow::Followed;
 use super::in_flight::InFlight;
 use crate::driver::{Event, Stream};
 use crate::ep::{DType, Tensor};
@@ -375,14 +377,14 @@ impl Communicator {
         }
         self.wait_ready()?;
         // What has ended and nobody has looked at.
-        core.in_flight().iter().for_each(|earlier| earlier.reap());
+        core.under_way.all().iter().for_each(|earlier| core.reap(earlier));
         let timeout = self.config().timeout;
         let deadline = Instant::now() + timeout;
         let mut listed = None;
         let outcome = core.with_turn(name, deadline, |turn| {
-            let started = core.list(|sequence| {
+            let started = core.under_way.list(|sequence| {
                 core.recorder.start(sequence, operation, bytes, root, reduction);
-                InFlight::new(core, sequence, operation, timeout)
+                InFlight::new(sequence, operation, timeout)
             });
             listed = Some(started.clone());
             turn.call(function(operation), |nccl, comm| enqueue(nccl, comm, stream.raw().0))?;
@@ -393,8 +395,8 @@ impl Communicator {
             Ok(started)
         });
         match (outcome, listed) {
-            (Ok(started), _) => Ok(Work::of(started).map(|_| Ok(()))),
-            (Err(error), Some(started)) => started.end(core, Err(error)).and_then(|()| {
+            (Ok(started), _) => Ok(Work::of(Arc::new(Followed::new(core, started))).map(|_| Ok(()))),
+            (Err(error), Some(started)) => core.end_operation(&started, Err(error)).and_then(|()| {
                 // It had ended by itself, before the call came back with an error.
                 Err(core.error(name, started.sequence, "it ended while it was started"))
             }),

@@ -1,18 +1,19 @@
-//! [`Communicator`]: made, split, given up, given back.
+//! [`Communicator`]: made, split, with memory registered, given up, given back.
 
 use std::collections::BTreeMap;
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::AtomicPtr;
 use std::time::{Duration, Instant};
 
-use super::UniqueId;
 use super::config::{Config, Prepared};
 use super::core::{Core, Identity, Phase, create_blocking};
 use super::ffi::{Code, Comm, NO_COLOR};
 use super::library::Library;
+use super::registration::{Handle, Registration};
+use super::unique_id::UniqueId;
 use super::watchdog::Guard;
-use crate::driver::Device;
+use crate::driver::{Device, Memory};
 use crate::error::{Error, Result};
 use crate::group::{ProcessGroup, Store};
 
@@ -95,24 +96,17 @@ impl Communicator {
                     return Err(core.fail(library.error("ncclCommInitRankConfig", code)));
                 }
             }
-            Some(create) => create_blocking(
-                &core,
-                move |_, comm, prepared| {
-                    let raw = prepared.map_or(std::ptr::null_mut(), |prepared| &mut prepared.raw);
-                    // SAFETY: valid out and in pointers.
-                    unsafe { create(comm, size, id, rank, raw) }
-                },
-                Some(prepared),
-            )?,
+            Some(create) => create_blocking(&core, move |_, comm| {
+                // All of it goes to the other thread, with the texts that it points to.
+                let mut prepared = prepared;
+                // SAFETY: valid out and in pointers.
+                unsafe { create(comm, size, id, rank, &mut prepared.raw) }
+            })?,
             // Before 2.14 there was no configuration, and all calls blocked.
-            None => create_blocking(
-                &core,
-                move |functions, comm, _| {
-                    // SAFETY: a valid out pointer.
-                    unsafe { (functions.ncclCommInitRank)(comm, size, id, rank) }
-                },
-                None,
-            )?,
+            None => create_blocking(&core, move |functions, comm| {
+                // SAFETY: a valid out pointer.
+                unsafe { (functions.ncclCommInitRank)(comm, size, id, rank) }
+            })?,
         }
         Communicator::assemble(core, config)
     }
@@ -252,6 +246,47 @@ impl Communicator {
         self.core.splits()
     }
 
+    /// Registers memory, so that NCCL can use it without copying it. The communicator holds it until it is deregistered.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with NCCL before 2.19; [`Error::Argument`] for another device's memory; NCCL's, which ends the communicator.
+    pub fn register(&self, memory: &Arc<Memory>) -> Result<Registration> {
+        let core = &self.core;
+        let register = core.library.require(core.functions().ncclCommRegister, "ncclCommRegister")?;
+        core.library.require(core.functions().ncclCommDeregister, "ncclCommDeregister")?;
+        self.check_device("memory", memory.device())?;
+        self.wait_ready()?;
+        core.with_turn("register", Instant::now() + core.identity.timeout, |turn| {
+            let mut handle = std::ptr::null_mut();
+            turn.call("ncclCommRegister", |_, comm| {
+                // SAFETY: a live communicator, memory that the registration keeps alive, and a valid out pointer.
+                unsafe { register(comm, memory.ptr().0 as *mut c_void, memory.bytes() as usize, &mut handle) }
+            })?;
+            Ok(core.registrations.keep(Handle(handle), memory.clone()))
+        })
+    }
+
+    /// Ends a registration.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a registration of another communicator; NCCL's, which ends the communicator.
+    pub fn deregister(&self, registration: Registration) -> Result<()> {
+        let core = &self.core;
+        let deregister = core.library.require(core.functions().ncclCommDeregister, "ncclCommDeregister")?;
+        core.with_turn("deregister", Instant::now() + core.identity.timeout, |turn| {
+            let registered = core.registrations.take(registration)?;
+            turn.call("ncclCommDeregister", |_, comm| {
+                // SAFETY: a live communicator, and a handle that it gave and that is given back once.
+                unsafe { deregister(comm, registered.handle.0) }
+            })
+        })
+    }
+
+    /// The memory that is registered, in the order of registration.
+    pub fn registered(&self) -> Vec<Arc<Memory>> {
+        self.core.registrations.memory()
+    }
+
     /// Gives the communicator up: operations under way here end with an error that has `reason`, in other threads and on the device, and later
     /// uses fail with it. Other ranks notice by NCCL's own means, or by their deadlines. The first reason stays.
     ///
@@ -288,12 +323,12 @@ impl Communicator {
     fn drain(&self, until: Instant) -> Result<()> {
         let mut pause = Duration::from_micros(50);
         loop {
-            for operation in self.core.in_flight() {
-                if let Some(result) = operation.poll() {
+            for operation in self.core.under_way.all() {
+                if let Some(result) = self.core.poll(&operation) {
                     result?;
                 }
             }
-            if self.core.in_flight().is_empty() {
+            if self.core.under_way.all().is_empty() {
                 return Ok(());
             }
             if Instant::now() >= until {
@@ -378,9 +413,9 @@ impl Drop for Communicator {
                 tracing::error!("{left_behind}");
             }
         }
-        for operation in core.in_flight() {
+        for operation in core.under_way.all() {
             // Its handle may still be asked.
-            drop(operation.poll());
+            drop(core.poll(&operation));
         }
     }
 }
@@ -413,44 +448,4 @@ fn ask_place(core: &Core, comm: *mut Comm) -> Result<(u32, u32)> {
         }
     }
     Ok((rank as u32, size as u32))
-}
-
-impl Core {
-    /// [`Core::abort`] of a communicator that nobody needs any more, which is nothing to report.
-    fn end(self: &Arc<Core>, reason: &str) -> Result<()> {
-        self.give_up(reason, false)
-    }
-
-    /// See [`Communicator::dump`].
-    pub(super) fn dump(&self) -> BTreeMap<String, String> {
-        let phase = match self.phase() {
-            Phase::Aborted(reason) => format!("aborted: {reason}"),
-            phase => format!("{phase:?}").to_lowercase(),
-        };
-        let mut dump = BTreeMap::from([
-            ("name".to_owned(), self.identity.name.clone()),
-            ("rank".to_owned(), self.identity.rank.to_string()),
-            ("size".to_owned(), self.identity.size.to_string()),
-            ("state".to_owned(), phase),
-            ("device".to_owned(), format!("{} {}", self.device.info().name, self.device.info().ordinal)),
-            ("nccl_version".to_owned(), self.library.version_text()),
-            ("nccl_library".to_owned(), self.library.path().display().to_string()),
-            ("splits".to_owned(), self.splits().to_string()),
-            ("registrations".to_owned(), self.registered_memory().len().to_string()),
-            ("operations_under_way".to_owned(), {
-                let each = self.in_flight().into_iter();
-                each.map(|it| format!("{} #{}", it.operation.name(), it.sequence))
-                    .collect::<Vec<_>>()
-                    .join(", ")
-            }),
-            ("nccl_last_error".to_owned(), self.library.last_error(std::ptr::null_mut())),
-        ]);
-        if let Some(code) = self.async_code() {
-            dump.insert("nccl_async_error".to_owned(), self.library.code_text(code));
-        }
-        for (name, bytes) in self.memory_statistics() {
-            dump.insert(name.to_owned(), bytes.to_string());
-        }
-        dump
-    }
 }

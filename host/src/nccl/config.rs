@@ -5,8 +5,25 @@ use std::time::Duration;
 
 use super::ffi::RawConfig;
 use super::library::Library;
-use super::watchdog::Watchdog;
 use crate::error::{Error, Result};
+
+/// A thread that looks after a communicator: see [`Config::watchdog`].
+///
+/// When an operation passes its deadline, or NCCL reports an error, it writes what the flight recorder and NCCL know to where
+/// [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE) says, and aborts the communicator. Where [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a
+/// pipe, it also writes that whenever somebody asks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Watchdog {
+    /// How often it looks.
+    pub interval: Duration,
+}
+
+impl Default for Watchdog {
+    /// Ten times a second.
+    fn default() -> Watchdog {
+        Watchdog { interval: Duration::from_millis(100) }
+    }
+}
 
 /// How a [`Communicator`](super::Communicator) works. What is `None` is NCCL's own choice.
 #[derive(Debug, Clone)]

@@ -4,18 +4,18 @@
 //! be the same on every rank, in the same order. The state is under a lock that nobody holds during a call, so that `abort` gets it at once. A
 //! thread that waits for NCCL's progress does so on the state's condition variable and leaves as soon as the communicator is given up.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::config::Prepared;
-use super::debug_info;
+use super::debug_info::{self, Report};
 use super::ffi::{Code, Comm, Functions};
-use super::in_flight::InFlight;
+use super::in_flight::UnderWay;
 use super::library::Library;
-use super::registration::Registered;
-use crate::driver::{Device, Memory};
+use super::registration::Registrations;
+use crate::driver::Device;
 use crate::error::{Error, Result};
 use crate::group::recorder::Recorder;
 
@@ -48,10 +48,7 @@ struct State {
     phase: Phase,
     /// What the thread that holds the turn is in, if any does.
     inside: Option<&'static str>,
-    sequence: u64,
     splits: u64,
-    in_flight: Vec<Arc<InFlight>>,
-    registrations: Vec<Registered>,
 }
 
 /// Who a communicator is, and how patient.
@@ -71,6 +68,8 @@ pub(super) struct Core {
     pub device: Arc<dyn Device>,
     pub identity: Identity,
     pub recorder: Recorder,
+    pub under_way: UnderWay,
+    pub registrations: Registrations,
     /// NCCL's handle; null before there is one, and once it was given back.
     comm: AtomicPtr<Comm>,
     state: Mutex<State>,
@@ -126,16 +125,11 @@ impl Core {
             library,
             device,
             recorder,
+            under_way: UnderWay::default(),
+            registrations: Registrations::default(),
             identity,
             comm: AtomicPtr::new(comm),
-            state: Mutex::new(State {
-                phase,
-                inside: None,
-                sequence: 0,
-                splits: 0,
-                in_flight: Vec::new(),
-                registrations: Vec::new(),
-            }),
+            state: Mutex::new(State { phase, inside: None, splits: 0 }),
             changed: Condvar::new(),
         })
     }
@@ -281,7 +275,7 @@ impl Core {
     }
 
     /// What NCCL says about the communicator, where it can be asked.
-    pub fn async_code(&self) -> Option<Code> {
+    fn async_code(&self) -> Option<Code> {
         let state = self.state();
         let comm = self.comm();
         if comm.is_null() || state.inside.is_some() {
@@ -291,8 +285,10 @@ impl Core {
         Some(unsafe { self.ask(comm) })
     }
 
+    // ---- What can be told ----
+
     /// NCCL's account of its device memory, where its version has one and it can be asked.
-    pub fn memory_statistics(&self) -> Vec<(&'static str, u64)> {
+    fn memory_statistics(&self) -> Vec<(&'static str, u64)> {
         let names = [
             "nccl_memory_suspendable",
             "nccl_memory_suspended",
@@ -316,23 +312,45 @@ impl Core {
         found
     }
 
-    // ---- Operations under way ----
-
-    /// Lists an operation, with the number it gets.
-    pub fn list(&self, make: impl FnOnce(u64) -> Arc<InFlight>) -> Arc<InFlight> {
-        let mut state = self.state();
-        let operation = make(state.sequence);
-        state.sequence += 1;
-        state.in_flight.push(operation.clone());
-        operation
+    /// What can be told about the communicator: by this library, and by NCCL as far as its version can tell.
+    pub fn dump(&self) -> BTreeMap<String, String> {
+        let phase = match self.phase() {
+            Phase::Aborted(reason) => format!("aborted: {reason}"),
+            phase => format!("{phase:?}").to_lowercase(),
+        };
+        let mut dump = BTreeMap::from([
+            ("name".to_owned(), self.identity.name.clone()),
+            ("rank".to_owned(), self.identity.rank.to_string()),
+            ("size".to_owned(), self.identity.size.to_string()),
+            ("state".to_owned(), phase),
+            ("device".to_owned(), format!("{} {}", self.device.info().name, self.device.info().ordinal)),
+            ("nccl_version".to_owned(), self.library.version_text()),
+            ("nccl_library".to_owned(), self.library.path().display().to_string()),
+            ("splits".to_owned(), self.splits().to_string()),
+            ("registrations".to_owned(), self.registrations.memory().len().to_string()),
+            ("operations_under_way".to_owned(), {
+                let each = self.under_way.all().into_iter();
+                each.map(|it| format!("{} #{}", it.operation.name(), it.sequence))
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            }),
+            ("nccl_last_error".to_owned(), self.library.last_error(std::ptr::null_mut())),
+        ]);
+        if let Some(code) = self.async_code() {
+            dump.insert("nccl_async_error".to_owned(), self.library.code_text(code));
+        }
+        for (name, bytes) in self.memory_statistics() {
+            dump.insert(name.to_owned(), bytes.to_string());
+        }
+        dump
     }
 
-    pub fn unlist(&self, operation: &InFlight) {
-        self.state().in_flight.retain(|other| !std::ptr::eq(&**other, operation));
-    }
-
-    pub fn in_flight(&self) -> Vec<Arc<InFlight>> {
-        self.state().in_flight.clone()
+    /// Writes what is known about the communicator to where the environment wants it, if anywhere.
+    pub fn write_debug_info(&self, reason: &str) {
+        let Identity { name, rank, size, .. } = &self.identity;
+        let Some(path) = debug_info::path(*rank) else { return };
+        let (nccl, operations) = (self.dump(), self.recorder.entries());
+        Report { group: name, rank: *rank, size: *size, reason, nccl, operations }.write(&path);
     }
 
     pub fn count_split(&self) {
@@ -343,25 +361,11 @@ impl Core {
         self.state().splits
     }
 
-    // ---- Registrations ----
-
-    pub fn keep_registration(&self, registered: Registered) {
-        self.state().registrations.push(registered);
-    }
-
-    pub fn take_registration(&self, id: u64) -> Option<Registered> {
-        let registrations = &mut self.state().registrations;
-        let at = registrations.iter().position(|registered| registered.id == id)?;
-        Some(registrations.remove(at))
-    }
-
-    pub fn registered_memory(&self) -> Vec<Arc<Memory>> {
-        self.state().registrations.iter().map(|registered| registered.memory.clone()).collect()
-    }
+    // ---- Ends ----
 
     /// Releases all registrations, in the order they were made. For whoever is alone with the communicator.
     pub fn release_registrations(&self, comm: *mut Comm) {
-        let registrations = std::mem::take(&mut self.state().registrations);
+        let registrations = self.registrations.take_all();
         let Some(deregister) = self.functions().ncclCommDeregister else { return };
         for registered in registrations {
             // SAFETY: the communicator is live, and the handle is one that it gave and that was not given back.
@@ -372,8 +376,6 @@ impl Core {
         }
     }
 
-    // ---- Ends ----
-
     /// Gives the communicator up for `reason`: every operation under way here ends with an error, and later ones fail. The first reason
     /// stays; a second call waits for nothing.
     ///
@@ -383,8 +385,13 @@ impl Core {
         self.give_up(reason, true)
     }
 
+    /// [`Core::abort`] of a communicator that nobody needs any more, which is nothing to report.
+    pub fn end(self: &Arc<Core>, reason: &str) -> Result<()> {
+        self.give_up(reason, false)
+    }
+
     /// [`Core::abort`]; with `report` what is known about the communicator is written to where it is wanted.
-    pub fn give_up(self: &Arc<Core>, reason: &str, report: bool) -> Result<()> {
+    fn give_up(self: &Arc<Core>, reason: &str, report: bool) -> Result<()> {
         {
             let mut state = self.state();
             match state.phase {
@@ -398,7 +405,7 @@ impl Core {
         if report {
             self.recorder.dump(reason);
             if self.identity.writes_debug_info {
-                debug_info::write(self, reason);
+                self.write_debug_info(reason);
             }
         }
         self.release(Release::Abort)
@@ -598,13 +605,12 @@ impl Turn<'_> {
 /// Makes NCCL's communicator in a call that blocks: on a thread of its own, which is left behind where it does not end.
 pub(super) fn create_blocking(
     core: &Arc<Core>,
-    create: impl FnOnce(&Functions, *mut *mut Comm, Option<&mut Prepared>) -> Code + Send + 'static,
-    mut prepared: Option<Prepared>,
+    create: impl FnOnce(&Functions, *mut *mut Comm) -> Code + Send + 'static,
 ) -> Result<()> {
     let core = core.clone();
     let run = move || {
         let mut comm = std::ptr::null_mut();
-        let made = core.on_device(|| create(core.functions(), &mut comm, prepared.as_mut()));
+        let made = core.on_device(|| create(core.functions(), &mut comm));
         let failure = match made {
             Ok(Code::SUCCESS) => {
                 if !core.adopt(comm) {

@@ -1,16 +1,16 @@
-//! Where a watchdog writes what is known about a communicator that it gives up.
+//! The dumps of a communicator that a watchdog looks after: what is in them, where they go, and the pipe that asks for them.
 //!
 //! The variables are PyTorch's, so that what collects the dumps of a job finds ours too. What is in them is JSON, and not a pickle.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
 use serde::Serialize;
 
-use super::core::Core;
 use crate::group::recorder::Entry;
 
 /// Variable with the start of the path of a watchdog's dumps; the rank is appended. A named pipe may be there: the dump goes to whoever reads
@@ -20,48 +20,46 @@ pub const DEBUG_INFO_FILE: &str = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE";
 /// gets a dump, while the communicator goes on.
 pub const DEBUG_INFO_PIPE: &str = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE";
 
-/// One dump.
-#[derive(Serialize)]
-struct Report<'a> {
-    group: &'a str,
-    rank: u32,
-    size: u32,
-    reason: &'a str,
-    /// What the communicator and NCCL say.
-    nccl: std::collections::BTreeMap<String, String>,
-    /// The last operations, oldest first.
-    operations: Vec<Entry>,
-}
-
 fn named(variable: &str, suffix: String) -> Option<PathBuf> {
     let mut path = std::env::var_os(variable).filter(|path| !path.is_empty())?;
     path.push(suffix);
     Some(path.into())
 }
 
-/// Writes a dump to where the environment wants it, if anywhere; a failure to do so is only logged.
-pub(super) fn write(core: &Core, reason: &str) {
-    let Some(path) = named(DEBUG_INFO_FILE, core.identity.rank.to_string()) else { return };
-    let report = Report {
-        group: &core.identity.name,
-        rank: core.identity.rank,
-        size: core.identity.size,
-        reason,
-        nccl: core.dump(),
-        operations: core.recorder.entries(),
-    };
-    let outcome = serde_json::to_vec_pretty(&report).map_err(std::io::Error::from).and_then(|text| {
-        let is_pipe = path.metadata().is_ok_and(|about| about.file_type().is_fifo());
-        let mut options = OpenOptions::new();
-        // A pipe that nobody reads must not hold up the watchdog: neither when it is opened nor when it is full.
-        match is_pipe {
-            true => options.write(true).custom_flags(libc::O_NONBLOCK),
-            false => options.write(true).create(true).truncate(true),
-        };
-        options.open(&path)?.write_all(&text)
-    });
-    if let Err(error) = outcome {
-        tracing::warn!("debug info: {}: {error}", path.display());
+/// Where the environment wants the dumps of a rank, if anywhere.
+pub(super) fn path(rank: u32) -> Option<PathBuf> {
+    named(DEBUG_INFO_FILE, rank.to_string())
+}
+
+/// One dump.
+#[derive(Serialize)]
+pub(super) struct Report<'a> {
+    pub group: &'a str,
+    pub rank: u32,
+    pub size: u32,
+    pub reason: &'a str,
+    /// What the communicator and NCCL say.
+    pub nccl: BTreeMap<String, String>,
+    /// The last operations, oldest first.
+    pub operations: Vec<Entry>,
+}
+
+impl Report<'_> {
+    /// Writes it to a file or a pipe; a failure to do so is only logged.
+    pub fn write(&self, path: &Path) {
+        let outcome = serde_json::to_vec_pretty(self).map_err(std::io::Error::from).and_then(|text| {
+            let is_pipe = path.metadata().is_ok_and(|about| about.file_type().is_fifo());
+            let mut options = OpenOptions::new();
+            // A pipe that nobody reads must not hold up the watchdog: neither when it is opened nor when it is full.
+            match is_pipe {
+                true => options.write(true).custom_flags(libc::O_NONBLOCK),
+                false => options.write(true).create(true).truncate(true),
+            };
+            options.open(path)?.write_all(&text)
+        });
+        if let Err(error) = outcome {
+            tracing::warn!("debug info: {}: {error}", path.display());
+        }
     }
 }
 

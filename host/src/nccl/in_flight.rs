@@ -1,20 +1,15 @@
-//! Operations under way.
+//! The record of operations under way.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::core::{Core, Phase};
 use crate::driver::Event;
-use crate::error::{Error, Result};
-use crate::group::work::Pending;
-use crate::group::{CallResult, Operation};
+use crate::error::Result;
+use crate::group::Operation;
 
-/// The first pause between two looks of a thread that waits; each is twice as long, up to [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_micros(20);
-const LONGEST_PAUSE: Duration = Duration::from_millis(2);
-
+/// How far an operation is.
 #[derive(Debug, Clone)]
-enum Progress {
+pub(super) enum Progress {
     /// NCCL has not put it into the stream yet.
     Enqueuing,
     /// It is over when the event has passed.
@@ -26,112 +21,80 @@ enum Progress {
 /// An operation under way, and how it ended.
 #[derive(Debug)]
 pub(super) struct InFlight {
-    core: Weak<Core>,
     pub sequence: u64,
     pub operation: Operation,
-    timeout: Duration,
-    deadline: Instant,
+    pub timeout: Duration,
+    pub deadline: Instant,
     progress: Mutex<Progress>,
 }
 
 impl InFlight {
-    pub fn new(core: &Arc<Core>, sequence: u64, operation: Operation, timeout: Duration) -> Arc<InFlight> {
+    pub fn new(sequence: u64, operation: Operation, timeout: Duration) -> Arc<InFlight> {
         let deadline = Instant::now() + timeout;
         let progress = Mutex::new(Progress::Enqueuing);
-        Arc::new(InFlight { core: core.weak(), sequence, operation, timeout, deadline, progress })
+        Arc::new(InFlight { sequence, operation, timeout, deadline, progress })
     }
 
-    fn progress(&self) -> MutexGuard<'_, Progress> {
+    fn lock(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How far it is. A copy: the driver is not asked about an event under the lock.
+    pub fn progress(&self) -> Progress {
+        self.lock().clone()
     }
 
     /// It is in the stream, in front of `event`.
     pub fn enqueued(&self, event: Event) {
-        *self.progress() = Progress::Enqueued(Arc::new(event));
+        *self.lock() = Progress::Enqueued(Arc::new(event));
     }
 
-    /// Ends it, unless it has ended.
-    pub fn end(&self, core: &Core, result: Result<()>) -> Result<()> {
-        let result = {
-            let mut progress = self.progress();
-            if let Progress::Ended(result) = &*progress {
-                return result.clone();
+    /// Ends it with `result`. Where it has ended before, that stays, and is what this gives.
+    pub fn end(&self, result: &Result<()>) -> Option<Result<()>> {
+        let before = {
+            let mut progress = self.lock();
+            if let Progress::Ended(earlier) = &*progress {
+                return Some(earlier.clone());
             }
-            *progress = Progress::Ended(result.clone());
-            result
+            std::mem::replace(&mut *progress, Progress::Ended(result.clone()))
         };
-        let error = result.as_ref().err().map(Error::to_string);
-        core.recorder.finish(self.sequence, error.as_deref());
-        core.unlist(self);
-        result
-    }
-
-    /// Ends it if its event has passed. Asks nobody else, and gives nothing up.
-    pub fn reap(&self) {
-        // Looked at first, and not under the lock: the end takes it again.
-        let progress = self.progress().clone();
-        if let Progress::Enqueued(event) = progress
-            && let (Some(core), Ok(true)) = (self.core.upgrade(), event.is_done())
-        {
-            let _ = self.end(&core, Ok(()));
-        }
-    }
-
-    /// Looks how far it is. What has gone wrong, or takes too long, ends the communicator.
-    pub fn poll(&self) -> Option<Result<()>> {
-        let progress = self.progress().clone();
-        if let Progress::Ended(result) = progress {
-            return Some(result);
-        }
-        let name = self.operation.name();
-        let Some(core) = self.core.upgrade() else {
-            return Some(Err(Error::os(name, "the communicator was dropped before the operation had ended")));
-        };
-        if let Progress::Enqueued(event) = &progress {
-            match event.is_done() {
-                Ok(false) => {}
-                Ok(true) => return Some(self.end(&core, Ok(()))),
-                Err(error) => return Some(self.end(&core, Err(core.fail(error)))),
-            }
-        }
-        let phase = core.phase();
-        if let Phase::Aborted(reason) = &phase {
-            let reason = format!("the communicator was aborted: {reason}");
-            return Some(self.end(&core, Err(core.error(name, self.sequence, reason))));
-        }
-        if let Err(error) = core.check_async() {
-            return Some(self.end(&core, Err(core.fail(error))));
-        }
-        if Instant::now() >= self.deadline {
-            let reason = format!(
-                "it has not ended within {:?}; a peer may not have made the call, hang or have died",
-                self.timeout
-            );
-            let error = core.error(name, self.sequence, reason);
-            return Some(self.end(&core, Err(core.fail(error))));
-        }
+        // Its event goes back to the driver, and not under the lock.
+        drop(before);
         None
     }
 }
 
-impl Pending for InFlight {
-    fn outcome(&self) -> Option<Result<CallResult>> {
-        self.poll().map(|result| result.map(|()| CallResult::Done))
+/// The operations of a communicator that are under way.
+#[derive(Debug, Default)]
+pub(super) struct UnderWay(Mutex<List>);
+
+#[derive(Debug, Default)]
+struct List {
+    /// The number of the next operation.
+    next: u64,
+    operations: Vec<Arc<InFlight>>,
+}
+
+impl UnderWay {
+    fn lock(&self) -> MutexGuard<'_, List> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn is_over(&self) -> bool {
-        self.poll().is_some()
+    /// Lists an operation, with the number it gets.
+    pub fn list(&self, make: impl FnOnce(u64) -> Arc<InFlight>) -> Arc<InFlight> {
+        let mut list = self.lock();
+        let operation = make(list.next);
+        list.next += 1;
+        list.operations.push(operation.clone());
+        operation
     }
 
-    fn wait(&self, until: Option<Instant>) {
-        let mut pause = FIRST_PAUSE;
-        while !self.is_over() {
-            let left = until.map_or(pause, |until| until.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
-                return;
-            }
-            std::thread::sleep(pause.min(left));
-            pause = (pause * 2).min(LONGEST_PAUSE);
-        }
+    pub fn unlist(&self, operation: &InFlight) {
+        self.lock().operations.retain(|other| !std::ptr::eq(&**other, operation));
+    }
+
+    /// All of them, in the order of their numbers.
+    pub fn all(&self) -> Vec<Arc<InFlight>> {
+        self.lock().operations.clone()
     }
 }

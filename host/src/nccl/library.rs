@@ -53,7 +53,7 @@ impl Library {
         let reason = format!(
             "{}; install it (`pip install nvidia-nccl-cu12`, or the distribution's libnccl2), or name the file in {}",
             tried.join("; "),
-            super::NCCL_LIBRARY
+            places::NCCL_LIBRARY
         );
         Err(Error::Unavailable { what: "NCCL".into(), reason })
     }

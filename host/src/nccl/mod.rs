@@ -39,10 +39,10 @@
 //! | `places`, `library` | where libnccl may be; loading it and checking what it has |
 //! | `ffi` | NCCL's types and functions as C has them |
 //! | `config`, `unique_id` | what a communicator is made from |
-//! | `core` | its state, the turn, and its end: the one place that gives it back |
-//! | `communicator` | what callers see of that |
-//! | `collectives`, `in_flight`, `registration` | operations, and what follows them to their end; registered memory |
-//! | `watchdog`, `debug_info` | giving up what hangs; the dumps |
+//! | `in_flight`, `registration`, `debug_info` | the records: operations under way, registered memory; the dumps |
+//! | `core` | a communicator's state, the turn, and its end: the one place that gives it back |
+//! | `follow`, `watchdog` | following operations to their end; giving up what hangs |
+//! | `communicator`, `collectives` | what callers see of that; the operations |
 //! | `group` | the process group |
 
 mod collectives;
@@ -51,6 +51,7 @@ mod config;
 mod core;
 mod debug_info;
 mod ffi;
+mod follow;
 mod group;
 mod in_flight;
 mod library;
@@ -61,11 +62,10 @@ mod watchdog;
 
 pub use collectives::P2p;
 pub use communicator::Communicator;
-pub use config::Config;
+pub use config::{Config, Watchdog};
 pub use debug_info::{DEBUG_INFO_FILE, DEBUG_INFO_PIPE};
 pub use group::NcclGroup;
 pub use library::{Library, doctor};
 pub use places::NCCL_LIBRARY;
 pub use registration::Registration;
 pub use unique_id::UniqueId;
-pub use watchdog::Watchdog;

@@ -4,27 +4,10 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use super::config::Watchdog;
 use super::core::{Core, Phase};
-use super::debug_info::{self, Pipe};
+use super::debug_info::Pipe;
 use crate::error::{Error, Result};
-
-/// A thread that looks after a communicator: see [`Config::watchdog`](super::Config::watchdog).
-///
-/// When an operation passes its deadline, or NCCL reports an error, it writes what the flight recorder and NCCL know to where
-/// [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE) says, and aborts the communicator. Where [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a
-/// pipe, it also writes that whenever somebody asks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Watchdog {
-    /// How often it looks.
-    pub interval: Duration,
-}
-
-impl Default for Watchdog {
-    /// Ten times a second.
-    fn default() -> Watchdog {
-        Watchdog { interval: Duration::from_millis(100) }
-    }
-}
 
 /// The thread; told to end, and joined, on drop.
 #[derive(Debug)]
@@ -67,13 +50,13 @@ fn watch(core: &Weak<Core>, stop: &(Mutex<bool>, Condvar), interval: Duration, r
         }
         let Some(core) = core.upgrade() else { return };
         if pipe.as_mut().is_some_and(Pipe::asked) {
-            debug_info::write(&core, "somebody asked through the pipe");
+            core.write_debug_info("somebody asked through the pipe");
         }
         if let Phase::Aborted(_) | Phase::Finalized = core.phase() {
             continue;
         }
         // Each of them gives the communicator up where it has failed or takes too long.
-        core.in_flight().iter().for_each(|operation| drop(operation.poll()));
+        core.under_way.all().iter().for_each(|operation| drop(core.poll(operation)));
         if let Err(error) = core.check_async() {
             core.fail(error);
         }

@@ -1,18 +1,16 @@
 //! The collectives over the mesh: trees for what has a root, doubling for what is small, rings for what is large.
 
 pub(super) mod blocks;
-pub(crate) mod call;
 mod exchange;
 pub(crate) mod p2p;
 mod reductions;
 mod rooted;
 mod run;
 
-pub use call::{Call, CallResult, Message, Operation, P2p};
-
 use std::time::Duration;
 
 use self::run::Run;
+use super::call::{Call, CallResult};
 use super::mesh::{Engine, Signature};
 use super::recorder::Recorder;
 use crate::error::{Error, Result};

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::{CallResult, Message, Operation, P2p};
 use crate::error::Result;
+use crate::group::call::{CallResult, Message, Operation, P2p};
 use crate::group::mesh::{Current, Engine, Signature};
 use crate::group::recorder::Recorder;
 

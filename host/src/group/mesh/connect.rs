@@ -9,7 +9,7 @@ use super::frame::{Header, Kind, Signature};
 use super::hello;
 use super::peers::Health;
 use crate::error::{Error, Result};
-use crate::group::collectives::call::Operation;
+use crate::group::call::Operation;
 use crate::group::secret::{Initiator, Purpose};
 
 /// What a rank does that looks for the others. Peers that are all connected may be in their first collective by then, so it

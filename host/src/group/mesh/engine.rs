@@ -17,7 +17,7 @@ use super::hello::Gate;
 use super::peers::{Health, Peer};
 use super::wake::Wake;
 use crate::error::{Error, Result};
-use crate::group::collectives::call::Message;
+use crate::group::call::Message;
 use crate::group::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
 use crate::group::{JobSecret, Store};
 

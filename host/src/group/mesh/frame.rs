@@ -1,7 +1,7 @@
 //! What travels between two ranks: a fixed header, then a payload.
 
 use crate::error::{Error, Result};
-use crate::group::collectives::call::Operation;
+use crate::group::call::Operation;
 use crate::group::element::{ElementType, ReduceOp};
 
 /// Bytes of a header.

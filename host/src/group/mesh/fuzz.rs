@@ -3,7 +3,7 @@
 use super::conn::Frames;
 use super::frame::{HEADER, Header, Kind, Signature};
 use super::hello::check_hello;
-use crate::group::collectives::call::Operation;
+use crate::group::call::Operation;
 use crate::internal::fuzz::pieces;
 
 const SIZE: u32 = 4;

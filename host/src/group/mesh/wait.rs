@@ -6,7 +6,7 @@ use super::engine::Engine;
 use super::frame::{Header, Kind, Signature};
 use super::peers::Health;
 use crate::error::{Error, Result};
-use crate::group::collectives::call::Message;
+use crate::group::call::Message;
 
 impl Engine {
     /// Fails when the group was given up, here or by a peer, or when a mismatch was seen.

@@ -9,7 +9,6 @@ mod slurm;
 use std::sync::Arc;
 use std::time::Duration;
 
-use member::Launcher;
 pub use member::Member;
 use site::Site;
 

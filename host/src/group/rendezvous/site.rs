@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Launcher, Member, slurm};
+use super::member::{Launcher, Member};
+use super::slurm;
 use crate::error::{Error, Result};
 use crate::group::env::{Lookup, MASTER_ADDR, MASTER_PORT, STORE};
 

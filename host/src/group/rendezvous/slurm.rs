@@ -1,5 +1,7 @@
 //! Slurm's lists of hosts.
 
+use crate::group::DEFAULT_PORT;
+
 /// Ports that follow from a job's number lie from here ...
 const FIRST_PORT: u64 = 15000;
 /// ... on; below the range that systems give out by themselves.
@@ -25,7 +27,7 @@ pub(super) fn first_host(list: &str) -> Option<String> {
 /// The port that all ranks of a step compute alike.
 pub(super) fn port(job: u64, step: u64) -> u16 {
     let port = FIRST_PORT + (job.wrapping_mul(31).wrapping_add(step)) % PORTS;
-    u16::try_from(port).unwrap_or(super::super::DEFAULT_PORT)
+    u16::try_from(port).unwrap_or(DEFAULT_PORT)
 }
 
 #[cfg(test)]

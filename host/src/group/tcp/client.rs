@@ -5,12 +5,12 @@ use std::net::TcpListener;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::TcpStoreServer;
 use super::connection::{Address, Connection, after};
+use super::listen::{listen_all, listen_for};
 use super::protocol::{
     INIT_KEY, KEY_PREFIX, MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Message, Query,
 };
-use super::server::{listen_all, listen_for};
+use super::server::TcpStoreServer;
 use crate::error::{Error, Result};
 use crate::group::store::{Store, get_timed_out, store_error, wait_timed_out};
 use crate::group::{ConnectionLimits, JobSecret};

@@ -3,12 +3,10 @@
 mod admission;
 mod client;
 mod connection;
+mod listen;
 mod protocol;
 mod server;
 
 pub use client::TcpStore;
-pub use protocol::{fuzz_requests, sample_requests};
+pub use protocol::{DEFAULT_PORT, fuzz_requests, sample_requests};
 pub use server::TcpStoreServer;
-
-/// The port that PyTorch's store listens on unless told otherwise.
-pub const DEFAULT_PORT: u16 = 29500;

@@ -5,6 +5,8 @@
 //! answers each client's requests in order, except that a wait is answered once it is over. The first request of a
 //! connection is `VALIDATE`. Client keys begin with `/`; only the counter of arrivals, [`INIT_KEY`], does not.
 
+/// The port that PyTorch's store listens on unless told otherwise.
+pub const DEFAULT_PORT: u16 = 29500;
 /// What a `VALIDATE` request carries.
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;
 /// Comes before each key of a client.

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 
-use super::super::protocol::{Framer, Violation};
 use crate::group::board::Shared;
+use crate::group::tcp::protocol::{Framer, Violation};
 
 /// Bytes read from one connection, and bytes made ready for it, before the others get their turn.
 pub(super) const SLICE: usize = 64 * 1024;

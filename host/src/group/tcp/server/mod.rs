@@ -1,13 +1,11 @@
 //! The server: one thread, all sockets in one `poll`. It works in slices, so that no client holds up the others: each turn it reads, does and
 //! sends a bounded part of what each wants.
 
-mod answers;
+mod clients;
 mod end;
 mod waits;
 
-use std::collections::BTreeMap;
-use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,13 +15,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
+use self::clients::Clients;
 use self::end::End;
-use self::waits::Waits;
 use super::admission::admit;
+use super::listen::{listen, listen_all};
 use super::protocol::{MAGIC, Message, Query, Request, Violation};
 use crate::error::{Error, Result};
 use crate::group::JobSecret;
-use crate::group::board::Board;
 use crate::group::strangers::{
     ACCEPT_SLICE, BACKLOG, Complaints, ConnectionLimits, Next, Stranger, Strangers, descriptors,
 };
@@ -107,15 +105,11 @@ impl TcpStoreServer {
             secret,
             woken,
             until: until.clone(),
-            board: Board::default(),
-            waits: Waits::default(),
-            connections: BTreeMap::new(),
+            clients: Clients::new(limits.store_bytes),
             next: 0,
-            changed: Vec::new(),
             strangers: Strangers::new("store server", limits, 0),
             most_clients: limits.clients.min(descriptors(6)),
             client_bytes: limits.client_bytes,
-            store_bytes: limits.store_bytes,
             held: held.clone(),
             complaints: Complaints::default(),
         };
@@ -163,37 +157,18 @@ impl Drop for TcpStoreServer {
     }
 }
 
-fn listen(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<TcpListener> {
-    TcpListener::bind(&address).map_err(|error| {
-        let remedy = match error.kind() {
-            ErrorKind::AddrInUse => {
-                "; another store or an earlier run has the port: end it, or take another port"
-            }
-            ErrorKind::AddrNotAvailable => "; this host does not have the address",
-            ErrorKind::PermissionDenied => "; take a port above 1023",
-            _ => "",
-        };
-        Error::os("bind", format!("store server at {address:?}: {error}{remedy}"))
-    })
-}
-
 /// What the thread works on.
 struct Server {
     listener: TcpListener,
     secret: Option<JobSecret>,
     woken: UnixStream,
     until: Arc<Mutex<Option<Instant>>>,
-    board: Board,
-    waits: Waits,
-    connections: BTreeMap<u64, End>,
+    clients: Clients,
     /// The next connection's number.
     next: u64,
-    /// Connections with something to send, or to be closed.
-    changed: Vec<u64>,
     strangers: Strangers,
     most_clients: usize,
     client_bytes: usize,
-    store_bytes: usize,
     held: Arc<Held>,
     complaints: Complaints,
 }
@@ -213,7 +188,7 @@ impl Server {
         loop {
             if ending {
                 let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
-                let alone = self.connections.is_empty() && self.strangers.is_empty();
+                let alone = self.clients.connections.is_empty() && self.strangers.is_empty();
                 if alone || until.is_none_or(|until| Instant::now() >= until) {
                     return;
                 }
@@ -228,7 +203,7 @@ impl Server {
             };
             ending |= ready.woken;
             for id in ready.readable {
-                if let Some(connection) = self.connections.get_mut(&id) {
+                if let Some(connection) = self.clients.connections.get_mut(&id) {
                     // One that has gone while its answers wait for it to read them cannot be read.
                     if connection.takes_requests() { connection.receive() } else { connection.closed = true }
                 }
@@ -246,14 +221,15 @@ impl Server {
             if ready.listener {
                 self.accept();
             }
-            self.changed.extend(ready.writable);
+            self.clients.changed.extend(ready.writable);
             self.settle();
             self.bound();
         }
     }
 
     fn poll(&self, ending: bool) -> rustix::io::Result<Ready> {
-        let mut fds = Vec::with_capacity(2 + self.strangers.iter().len() + self.connections.len());
+        let connections = &self.clients.connections;
+        let mut fds = Vec::with_capacity(2 + self.strangers.iter().len() + connections.len());
         // Once closed it would be readable for ever.
         let wake_events = if ending { PollFlags::empty() } else { PollFlags::IN };
         fds.push(PollFd::new(&self.woken, wake_events));
@@ -261,13 +237,13 @@ impl Server {
         let accept_events = if self.strangers.paused() { PollFlags::empty() } else { PollFlags::IN };
         fds.push(PollFd::new(&self.listener, accept_events));
         fds.extend(self.strangers.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        for connection in self.connections.values() {
+        for connection in connections.values() {
             let mut events = PollFlags::empty();
             events.set(PollFlags::IN, connection.reads());
             events.set(PollFlags::OUT, connection.sends());
             fds.push(PollFd::new(&connection.socket, events));
         }
-        let busy = self.connections.values().any(|connection| connection.busy && connection.takes_requests());
+        let busy = connections.values().any(|connection| connection.busy && connection.takes_requests());
         let now = busy.then_some(Duration::ZERO);
         let end = ending.then_some(ENDING);
         let timeout = [now, end, self.strangers.next_look()].into_iter().flatten().min();
@@ -288,7 +264,7 @@ impl Server {
         let (strangers, sockets) = sockets.split_at(self.strangers.iter().len());
         let spoke = self.strangers.iter().zip(strangers).filter(|(_, fd)| !fd.revents().is_empty());
         let having = |flags: PollFlags| {
-            let ids = self.connections.keys().zip(sockets);
+            let ids = connections.keys().zip(sockets);
             ids.filter(move |(_, fd)| fd.revents().intersects(flags)).map(|(id, _)| *id).collect()
         };
         Ok(Ready {
@@ -319,11 +295,11 @@ impl Server {
         });
         match heard {
             Ok(false) => {}
-            Ok(true) if self.connections.len() >= self.most_clients => {
+            Ok(true) if self.clients.connections.len() >= self.most_clients => {
                 self.strangers.close(id);
                 self.complaints.say(format_args!(
                     "store server: {} clients are connected, and no more are taken; raise ConnectionLimits::clients, or the limit on open files (ulimit -n)",
-                    self.connections.len()
+                    self.clients.connections.len()
                 ));
             }
             Ok(true) => {
@@ -354,25 +330,25 @@ impl Server {
         let mut connection = End::new(socket);
         // The first request is there as a rule.
         connection.receive();
-        self.connections.insert(id, connection);
+        self.clients.connections.insert(id, connection);
         self.serve(id);
     }
 
     /// Connections with requests that have come in full and wait for their turn.
     fn busy(&self) -> Vec<u64> {
-        let busy = self.connections.iter().filter(|(_, connection)| connection.busy);
+        let busy = self.clients.connections.iter().filter(|(_, connection)| connection.busy);
         busy.map(|(id, _)| *id).collect()
     }
 
     /// Answers a slice of the requests that a connection has sent in full.
     fn serve(&mut self, id: u64) {
-        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let Some(connection) = self.clients.connections.get_mut(&id) else { return };
         // Out of the connection while the requests, which borrow it, change other connections.
         let mut input = connection.take_input();
         let mut requests = 0;
         let outcome = loop {
             if requests == REQUESTS
-                || self.connections.get(&id).is_none_or(|connection| !connection.takes_requests())
+                || self.clients.connections.get(&id).is_none_or(|connection| !connection.takes_requests())
             {
                 break Ok(true);
             }
@@ -382,12 +358,12 @@ impl Server {
                 Ok(None) => break Ok(false),
                 Err(violation) => break Err(violation),
             };
-            if let Err(violation) = request.and_then(|request| self.answer(id, request)) {
+            if let Err(violation) = request.and_then(|request| self.clients.answer(id, request)) {
                 break Err(violation);
             }
         };
-        self.changed.push(id);
-        let Some(connection) = self.connections.get_mut(&id) else { return };
+        self.clients.changed.push(id);
+        let Some(connection) = self.clients.connections.get_mut(&id) else { return };
         connection.put_back(input);
         match outcome {
             Ok(busy) => {
@@ -410,13 +386,13 @@ impl Server {
         loop {
             // Which may wake others.
             self.remove_closed();
-            if self.changed.is_empty() {
+            if self.clients.changed.is_empty() {
                 return;
             }
-            for id in std::mem::take(&mut self.changed) {
-                if let Some(connection) = self.connections.get_mut(&id) {
+            for id in std::mem::take(&mut self.clients.changed) {
+                if let Some(connection) = self.clients.connections.get_mut(&id) {
                     connection.flush();
-                    let bytes = connection.bytes() + self.waits.bytes(id);
+                    let bytes = connection.bytes() + self.clients.waits.bytes(id);
                     let before = std::mem::replace(&mut connection.counted, bytes);
                     let total = self.held.clients.load(Ordering::Relaxed);
                     self.held.clients.store(total - before + bytes, Ordering::Relaxed);
@@ -427,9 +403,10 @@ impl Server {
 
     /// Closes those that hold the most while all hold too much.
     fn bound(&mut self) {
-        self.held.store.store(self.board.bytes(), Ordering::Relaxed);
+        self.held.store.store(self.clients.board.bytes(), Ordering::Relaxed);
         while self.held.clients.load(Ordering::Relaxed) > self.client_bytes
-            && let Some(most) = self.connections.values_mut().max_by_key(|connection| connection.counted)
+            && let Some(most) =
+                self.clients.connections.values_mut().max_by_key(|connection| connection.counted)
         {
             most.closed = true;
             let (bytes, peer) = (most.counted, most.socket.peer_addr());
@@ -443,50 +420,12 @@ impl Server {
     }
 
     fn remove_closed(&mut self) {
-        let closed: Vec<u64> =
-            self.connections.iter().filter(|(_, connection)| connection.closed).map(|(id, _)| *id).collect();
-        for id in closed {
-            self.waits.forget(id);
-            if let Some(connection) = self.connections.remove(&id) {
+        let closed = self.clients.connections.iter().filter(|(_, connection)| connection.closed);
+        for id in closed.map(|(id, _)| *id).collect::<Vec<_>>() {
+            if let Some(connection) = self.clients.remove(id) {
                 self.held.clients.fetch_sub(connection.counted, Ordering::Relaxed);
-                self.pass_on(connection.woken_for);
             }
         }
-    }
-
-    /// Wakes the next one for a queue whose entry a woken client was to take, and has not.
-    fn pass_on(&mut self, queue: Option<Vec<u8>>) {
-        if let Some(key) = queue.filter(|key| self.board.queue_len(key) > 0) {
-            self.wake(&key, true);
-        }
-    }
-}
-
-/// Listens at `port` of all of this host's addresses.
-pub(super) fn listen_all(port: u16) -> Result<TcpListener> {
-    // IPv6 sockets take IPv4 as well, but not every host has IPv6.
-    match TcpListener::bind(("::", port)) {
-        Ok(listener) => Ok(listener),
-        Err(_) => listen(("0.0.0.0", port)),
-    }
-}
-
-/// Listens where clients come that were told `host`: at that address alone where it is one, at loopback alone where the
-/// name says so. Any other name may mean one address here and another elsewhere, and an address may be one that a network
-/// translates: then at all of this host's.
-pub(super) fn listen_for(host: &str, port: u16) -> Result<TcpListener> {
-    let addresses = match host.parse::<IpAddr>() {
-        Ok(ip) => vec![ip],
-        Err(_) if host.eq_ignore_ascii_case("localhost") => {
-            vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
-        }
-        Err(_) => return listen_all(port),
-    };
-    let elsewhere = |error: &std::io::Error| error.kind() == ErrorKind::AddrNotAvailable;
-    let not_here = |ip: &IpAddr| TcpListener::bind((*ip, 0)).is_err_and(|error| elsewhere(&error));
-    match addresses.into_iter().find(|ip| !not_here(ip)) {
-        Some(ip) => listen((ip, port)),
-        None => listen_all(port),
     }
 }
 

@@ -1,15 +1,47 @@
-//! What each request does.
+//! The clients, the store they share, and what each request of theirs does.
 
-use super::super::protocol::{
+use std::collections::BTreeMap;
+
+use super::end::End;
+use super::waits::Waits;
+use crate::group::board::{Board, OVERHEAD, Shared};
+use crate::group::tcp::protocol::{
     MAGIC, MAX_MESSAGE_BYTES, Message, NOT_READY, READY, Request, STOP_WAITING, Violation, WAIT_CANCELED,
 };
-use super::Server;
-use crate::group::board::{OVERHEAD, Shared};
 
 /// Most keys that are listed in one answer.
 const MAX_LISTED_KEYS: usize = 1 << 20;
 
-impl Server {
+/// The clients by the numbers of their connections, and what they share.
+pub(super) struct Clients {
+    pub(super) connections: BTreeMap<u64, End>,
+    /// Connections with something to send, or to be closed.
+    pub(super) changed: Vec<u64>,
+    pub(super) waits: Waits,
+    pub(super) board: Board,
+    /// Most bytes of keys and values.
+    store_bytes: usize,
+}
+
+impl Clients {
+    pub(super) fn new(store_bytes: usize) -> Clients {
+        Clients {
+            connections: BTreeMap::new(),
+            changed: Vec::new(),
+            waits: Waits::default(),
+            board: Board::default(),
+            store_bytes,
+        }
+    }
+
+    /// Takes out a client that leaves.
+    pub(super) fn remove(&mut self, id: u64) -> Option<End> {
+        self.waits.forget(id);
+        let mut connection = self.connections.remove(&id)?;
+        self.pass_on(connection.woken_for.take());
+        Some(connection)
+    }
+
     /// Does what a request asks for. Those that wait are answered later.
     pub(super) fn answer(&mut self, id: u64, request: Request<'_>) -> Result<(), Violation> {
         let message = Message::default();
@@ -203,8 +235,15 @@ impl Server {
         Ok(())
     }
 
+    /// Wakes the next one for a queue whose entry a woken client was to take, and has not.
+    fn pass_on(&mut self, queue: Option<Vec<u8>>) {
+        if let Some(key) = queue.filter(|key| self.board.queue_len(key) > 0) {
+            self.wake(&key, true);
+        }
+    }
+
     /// Tells those who wait for `key` that it is there. An entry of a queue is for one of them only.
-    pub(super) fn wake(&mut self, key: &[u8], one: bool) {
+    fn wake(&mut self, key: &[u8], one: bool) {
         for id in self.waits.come(key, one) {
             if let Some(connection) = self.connections.get_mut(&id) {
                 connection.woken_for = one.then(|| key.to_owned());
