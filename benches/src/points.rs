@@ -4,10 +4,9 @@ use crate::baseline::CHAIN;
 use crate::counts::{self, RankCounts, TokenCounts};
 use crate::measure::{RankResult, ReplayTimes, Samples, Times, WireCount};
 use crate::results::{
-    Bandwidth, Distribution, MscclppBandwidth, OnWire, Phase, PhaseName, Point, Replays, Run, SCHEMA_VERSION,
-    Slowest, Spread, gbps, mean, today,
+    Bandwidth, Distribution, MscclppBandwidth, OnWire, Pairs, Phase, PhaseName, Point, Replays, Run,
+    SCHEMA_VERSION, Slowest, Spread, WayResult, gbps, mean, today,
 };
-use crate::ways::{Pairs, WayResult};
 use crate::{Effort, Error, Plan, Result, WaySamples, digest};
 
 /// The points of all runs of all ranks, `runs[rank][run]`, and what the ranks measured in the first.

@@ -20,7 +20,7 @@ pub(crate) use self::nccl::Nccl;
 use crate::Plan;
 use crate::bench::Bench;
 use crate::measured::Samples;
-use crate::ways::Way;
+use crate::results::Way;
 
 /// Pairs of a dispatch and a combine that follow each other where pairs are timed. Few: NCCL is launched call by call, which takes the host
 /// about as long as the smallest calls take a device, and has to be done while the L2 cache is emptied in front of them.
