@@ -7,7 +7,6 @@ mod cases;
 mod doctor;
 mod inspect;
 mod launch;
-mod low_latency;
 mod manual;
 #[cfg(feature = "nccl")]
 mod nccl_check;
