@@ -20,7 +20,7 @@ mod testing;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// Expert parallelism in Rust: moves Mixture-of-Experts tokens between GPUs, real or virtual.
 #[derive(Debug, Parser)]
@@ -63,8 +63,8 @@ fn main() -> ExitCode {
         #[cfg(feature = "nccl")]
         Command::NcclCheck(args) => nccl_check::run(&args),
         Command::Doctor(args) => doctor::run(args),
-        Command::Completions(args) => manual::completions(&args),
-        Command::Man(args) => manual::man(&args),
+        Command::Completions(args) => manual::completions(&args, Cli::command()),
+        Command::Man(args) => manual::man(&args, Cli::command()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -79,8 +79,6 @@ fn main() -> ExitCode {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
