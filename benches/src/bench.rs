@@ -109,6 +109,11 @@ impl<'a> Bench<'a> {
         Ok(Bench { plan, rig, calls, no_rows, nothing, flush, traced: Vec::new(), watch })
     }
 
+    /// Says what goes on now.
+    pub fn doing(&self, what: &str) {
+        self.watch.doing(self.rig.rank, what);
+    }
+
     /// Dispatches the rows, and none at all, with the buffer's present configuration: the two routings.
     fn route(
         plan: &Plan,

@@ -13,7 +13,7 @@ mod error;
 mod estimate;
 pub mod low_latency;
 pub mod measure;
-mod measured;
+pub mod measured;
 pub mod model;
 pub mod network;
 mod plan;
@@ -23,6 +23,7 @@ mod replay;
 pub mod results;
 mod shapes;
 pub mod sweep;
+mod timing;
 pub mod trace;
 mod watch;
 pub mod ways;
@@ -32,10 +33,9 @@ use std::sync::Arc;
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 
-pub use baseline::{Baseline, WaySamples};
 pub use error::{Error, Result};
 pub use estimate::Estimate;
-pub use plan::{Effort, Plan};
+pub use plan::{Baseline, Effort, Plan, TIMEOUT};
 pub use shapes::Shapes;
 pub use watch::Watch;
 
@@ -49,9 +49,9 @@ pub fn measure(
     plan: &Plan,
     open: impl Fn(u32) -> epoxide::Result<Arc<dyn Device>> + Sync,
     watch: &dyn Watch,
-) -> Result<(Vec<results::Point>, Vec<measure::RankResult>)> {
+) -> Result<(Vec<results::Point>, Vec<measured::RankResult>)> {
     plan.check()?;
-    let ranks = run_threads(plan.topology.ranks(), measure::TIMEOUT, |rank, group| {
+    let ranks = run_threads(plan.topology.ranks(), TIMEOUT, |rank, group| {
         measure::runs(plan, &open(rank)?, &group, watch)
     });
     points::of_runs(plan, ranks.map_err(|failure| failure.error)?)

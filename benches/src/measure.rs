@@ -1,9 +1,9 @@
 //! One rank's part of a benchmark: check that the results are right, then time.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use epoxide::driver::{Device, Event, Stream};
+use epoxide::driver::{Device, Stream};
 use epoxide::ep::{Buffer, BufferOptions, BufferShape, Counts, DType, Tensor};
 use epoxide::group::ProcessGroup;
 use epoxide::internal::{CeilingShape, Direction};
@@ -13,13 +13,11 @@ use epoxide_testing::roundtrip::Case;
 
 use crate::baseline::Nccl;
 use crate::bench::Bench;
-pub use crate::measured::{RankResult, ReplayTimes, Samples, Times, TracedCall, WireCount};
+use crate::measured::{RankResult, Samples, Times, TracedCall, WireCount};
 use crate::puts::Poster;
 use crate::results::PhaseName;
-use crate::{Baseline, Effort, Plan, Watch};
+use crate::{Baseline, Effort, Plan, TIMEOUT, Watch};
 
-/// Longest wait for a peer: the ranks of a virtual GPU share few processors.
-pub const TIMEOUT: Duration = Duration::from_secs(120);
 /// Puts that a trace has room for, of each queue.
 const TRACED_PUTS: usize = 1 << 16;
 /// Calls of each phase that are traced, apart from the timed ones.
@@ -118,11 +116,6 @@ pub fn rank(
 }
 
 impl Bench<'_> {
-    /// Says what goes on now.
-    fn doing(&self, what: &str) {
-        self.watch.doing(self.rig.rank, what);
-    }
-
     /// What the transport alone takes for the rows of each phase: host code puts as many bytes to the same peers, in puts of as many
     /// rows, all ranks at once. Mean of iterations one after the other. Collective.
     fn transport_alone(&self, group: &dyn ProcessGroup) -> Result<Vec<(PhaseName, f64)>> {
@@ -265,68 +258,6 @@ impl Bench<'_> {
             self.traced.push(TracedCall { phase, num_sms, barrier, launches, puts, host });
         }
         self.rig.buffer.check()
-    }
-
-    /// Times every iteration by itself: L2 emptied if `flushed`, devices aligned, then one call between two events. All of it is
-    /// enqueued ahead, so that the host's own delays stay out.
-    pub(crate) fn isolated(
-        &mut self,
-        flushed: bool,
-        call: impl FnMut(&mut Self) -> Result<()>,
-    ) -> Result<Samples> {
-        self.isolated_behind(|_| Ok(()), flushed, call)
-    }
-
-    /// The same, with a call that is not timed in front of each iteration.
-    pub(crate) fn isolated_behind(
-        &mut self,
-        mut before: impl FnMut(&mut Self) -> Result<()>,
-        flushed: bool,
-        mut call: impl FnMut(&mut Self) -> Result<()>,
-    ) -> Result<Samples> {
-        let mut pairs = Vec::new();
-        for iteration in 0..self.plan.warmup + self.plan.iters {
-            before(self)?;
-            if let (true, Some(flush)) = (flushed, &self.flush) {
-                // SAFETY: the memory lives as long as the bench, which synchronises below.
-                unsafe { self.rig.stream.fill(flush.ptr(), iteration as u8, flush.bytes())? };
-            }
-            self.barrier()?;
-            let pair =
-                (Event::new(self.rig.buffer.device(), true)?, Event::new(self.rig.buffer.device(), true)?);
-            pair.0.record(&self.rig.stream)?;
-            call(self)?;
-            pair.1.record(&self.rig.stream)?;
-            pairs.push(pair);
-        }
-        // The host has given the device all of it: it only looks on.
-        for pair in &pairs {
-            pair.1.synchronize()?;
-            self.watch.step(self.rig.rank);
-        }
-        self.rig.stream.synchronize()?;
-        self.rig.buffer.check()?;
-        let timed = &pairs[self.plan.warmup as usize..];
-        timed.iter().map(|(start, end)| Ok(start.elapsed_ms(end)? as f64 * 1e3)).collect()
-    }
-
-    /// Mean microseconds of calls that follow each other directly: one pair of events around all of them.
-    pub(crate) fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
-        let (start, end) =
-            (Event::new(self.rig.buffer.device(), true)?, Event::new(self.rig.buffer.device(), true)?);
-        for _ in 0..self.plan.warmup {
-            call(self)?;
-            self.watch.step(self.rig.rank);
-        }
-        self.barrier()?;
-        start.record(&self.rig.stream)?;
-        for _ in 0..self.plan.iters {
-            call(self)?;
-        }
-        end.record(&self.rig.stream)?;
-        self.rig.stream.synchronize()?;
-        (0..self.plan.iters).for_each(|_| self.watch.step(self.rig.rank));
-        Ok(start.elapsed_ms(&end)? as f64 * 1e3 / self.plan.iters as f64)
     }
 
     /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.

@@ -6,9 +6,8 @@ use epoxide::internal::TracedLaunch;
 use epoxide::transport::PutTrace;
 use serde::{Deserialize, Serialize};
 
-use crate::baseline::WaySamples;
 use crate::counts::RankCounts;
-use crate::results::PhaseName;
+use crate::results::{PhaseName, Way};
 
 /// One traced call.
 #[derive(Debug, Clone)]
@@ -100,6 +99,23 @@ pub struct WireCount {
     pub bytes: u64,
     /// Puts that carried bytes.
     pub puts: u64,
+}
+
+/// What a rank measured of a way.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct WaySamples {
+    /// The way.
+    pub way: Way,
+    /// Dispatches, each by itself.
+    pub dispatch: Samples,
+    /// Combines.
+    pub combine: Samples,
+    /// Dispatches and combines back to back, mean per call; missing where a combine goes with one dispatch alone.
+    pub stream: Option<(f64, f64)>,
+    /// Pairs one after the other, the time of one.
+    pub pair: Samples,
+    /// Bytes that others send this rank in a dispatch and in a combine, at the least.
+    pub link_bytes: (u64, u64),
 }
 
 /// Everything that one rank measured.

@@ -10,10 +10,9 @@ use epoxide::internal::Topology;
 use epoxide::transport::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
-use crate::measure::TIMEOUT;
 use crate::puts::Poster;
 use crate::results::{Distribution, SCHEMA_VERSION, gbps, mean, today};
-use crate::{Error, Result};
+use crate::{Error, Result, TIMEOUT};
 
 /// Fewest and most puts that a bandwidth is measured with, on each queue.
 const PUTS: std::ops::RangeInclusive<u64> = 32..=4096;

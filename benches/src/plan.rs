@@ -15,12 +15,17 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::counts::{self, random_topk};
 use crate::results::{Key, PhaseName};
-use crate::{Baseline, Error, Result, Shapes};
+use crate::{Error, Result, Shapes};
+
+/// Longest wait for a peer: the ranks of a virtual GPU share few processors.
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Steps that are captured and replayed.
 const REPLAYED_STEPS: u32 = 5;
 /// Fewest multiprocessors of a cached dispatch across nodes.
 const FEWEST_SMS_ACROSS: u32 = 4;
+/// Rows of as many bytes or more do not go by low latency.
+const MOST_ROW_BYTES: u64 = 1 << 17;
 
 /// How much of a measurement is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +34,13 @@ pub enum Effort {
     Whole,
     /// The calls of each phase alone: for further runs of what has been checked.
     Phases,
+}
+
+/// What can be measured beside epoxide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Baseline {
+    /// NCCL, by all-to-all and by all-gather + reduce-scatter.
+    Nccl,
 }
 
 /// Sizes and settings of a measurement.
@@ -250,6 +262,25 @@ impl Plan {
             of_a_number += u64::from(REPLAYED_STEPS) * calls * (1 + u64::from(chain));
         }
         of_a_number * self.num_sms.len() as u64 + self.baseline_steps()
+    }
+
+    /// Steps of the baseline and of what else is measured beside it, and those of pairs of the point's own way.
+    fn baseline_steps(&self) -> u64 {
+        let calls = u64::from(self.warmup + self.iters);
+        match self.baseline {
+            None => 0,
+            // Dispatch, combine and pair each; back to back, too, where that can be.
+            Some(Baseline::Nccl) => {
+                let low_latency = if self.has_low_latency() { 3 } else { 0 };
+                calls * (self.num_sms.len() as u64 + low_latency + 2 * 5)
+            }
+        }
+    }
+
+    /// Whether sizes and nodes are such that low latency can do it, too.
+    pub(crate) fn has_low_latency(&self) -> bool {
+        let sizes = Sizes { low_latency: true, ..self.sizes() };
+        self.topology.nodes == 1 && self.combine_row_bytes() < MOST_ROW_BYTES && sizes.check().is_ok()
     }
 
     /// The transport between nodes; `timeout` bounds a put.

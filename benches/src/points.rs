@@ -1,14 +1,13 @@
 //! Turns the ranks' samples into points.
 
-use crate::baseline::CHAIN;
 use crate::counts::{self, RankCounts, TokenCounts};
-use crate::measure::{RankResult, ReplayTimes, Samples, Times, WireCount};
+use crate::measured::{RankResult, ReplayTimes, Samples, Times, WaySamples, WireCount};
 use crate::results::{
-    Bandwidth, Distribution, MscclppBandwidth, OnWire, Phase, PhaseName, Point, Replays, Run, SCHEMA_VERSION,
-    Slowest, Spread, gbps, mean, today,
+    Bandwidth, Distribution, MscclppBandwidth, OnWire, Pairs, Phase, PhaseName, Point, Replays, Run,
+    SCHEMA_VERSION, Slowest, Spread, WayResult, gbps, mean, today,
 };
-use crate::ways::{Pairs, WayResult};
-use crate::{Effort, Error, Plan, Result, WaySamples, digest};
+use crate::timing::CHAIN;
+use crate::{Effort, Error, Plan, Result, digest};
 
 /// The points of all runs of all ranks, `runs[rank][run]`, and what the ranks measured in the first.
 ///

@@ -6,7 +6,7 @@ use epoxide::internal::Topology;
 use epoxide::transport::TransportKind;
 
 use super::counts::Sizes;
-use super::measure::RankResult;
+use super::measured::RankResult;
 use super::results::{PhaseName, Point, Results};
 use super::*;
 

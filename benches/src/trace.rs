@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use crate::measure::{RankResult, TracedCall};
+use crate::measured::{RankResult, TracedCall};
 
 /// Track of the kernels; block b is track b + 1.
 const KERNELS: u64 = 0;

@@ -1,39 +1,10 @@
-//! Ways to do what a dispatch and its combine do, and which of them is the fastest.
+//! Which way to do what a dispatch and its combine do is the fastest.
 
 use std::fmt::Write;
 
-use serde::{Deserialize, Serialize};
-
-use crate::results::{Phase, PhaseName, Point, Slowest};
-
-/// A way to bring tokens to the ranks of their experts and back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Way {
-    /// Cached dispatch, and combine of rows in the pool.
-    HighThroughput,
-    /// Low-latency dispatch, and combine of a row for each token.
-    LowLatency,
-    /// NCCL's sends and receives between all ranks, of counts that the host knows.
-    NcclAllToAll,
-    /// NCCL's all-gather of all tokens, and its reduce-scatter of a row for each of them.
-    NcclAllGather,
-}
+use crate::results::{PhaseName, Point, Slowest, Way};
 
 impl Way {
-    /// All, in order.
-    pub const ALL: [Way; 4] = [Way::HighThroughput, Way::LowLatency, Way::NcclAllToAll, Way::NcclAllGather];
-
-    /// The text that people read.
-    pub fn text(self) -> &'static str {
-        match self {
-            Way::HighThroughput => "epoxide high throughput",
-            Way::LowLatency => "epoxide low latency",
-            Way::NcclAllToAll => "NCCL all-to-all",
-            Way::NcclAllGather => "NCCL all-gather + reduce-scatter",
-        }
-    }
-
     /// What it is called above a column.
     fn short(self) -> &'static str {
         match self {
@@ -42,58 +13,6 @@ impl Way {
             Way::NcclAllToAll => "NCCL a2a",
             Way::NcclAllGather => "NCCL ag + rs",
         }
-    }
-
-    /// Whether it is epoxide's.
-    pub fn is_ours(self) -> bool {
-        matches!(self, Way::HighThroughput | Way::LowLatency)
-    }
-}
-
-/// What one way took, apart from the point's own, [`Way::HighThroughput`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct WayResult {
-    /// The way.
-    pub way: Way,
-    /// Tokens to their experts' ranks; bandwidths are of the rows that epoxide counts, whatever the way moves.
-    pub dispatch: Phase,
-    /// And back.
-    pub combine: Phase,
-    /// Both, one pair after the other.
-    pub pair: Pairs,
-    /// Bytes that others send a rank in a dispatch, mean over ranks, at the least: what the way has to move, not what it gains.
-    pub dispatch_link_bytes: f64,
-    /// The same of a combine.
-    pub combine_link_bytes: f64,
-}
-
-/// Pairs of a dispatch and a combine, one after the other.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Pairs {
-    /// Pairs between the two events.
-    pub chain: u32,
-    /// The time between them over the number of pairs.
-    pub period: Slowest,
-}
-
-impl Pairs {
-    /// These and those of another run.
-    pub(crate) fn with(&self, more: &Pairs) -> Pairs {
-        Pairs { chain: self.chain, period: self.period.with(&more.period) }
-    }
-}
-
-impl WayResult {
-    /// Its dispatch or its combine, if that is held against this phase of the point's own.
-    pub fn phase(&self, name: PhaseName) -> Option<&Phase> {
-        [&self.dispatch, &self.combine].into_iter().find(|phase| phase.name == name)
-    }
-
-    /// Adds another run; `of` is how many there are already.
-    pub(crate) fn add_run(&mut self, more: &WayResult, of: f64) {
-        self.dispatch.add_run(&more.dispatch, of);
-        self.combine.add_run(&more.combine, of);
-        self.pair = self.pair.with(&more.pair);
     }
 }
 
@@ -179,6 +98,7 @@ fn fastest(ranking: &[(Way, f64)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::results::{Pairs, Phase, WayResult};
     use crate::tests::h200;
 
     fn slowest(us: f64) -> Slowest {

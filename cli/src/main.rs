@@ -7,7 +7,6 @@ mod cases;
 mod doctor;
 mod inspect;
 mod launch;
-mod low_latency;
 mod manual;
 #[cfg(feature = "nccl")]
 mod nccl_check;
@@ -21,7 +20,7 @@ mod testing;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// Expert parallelism in Rust: moves Mixture-of-Experts tokens between GPUs, real or virtual.
 #[derive(Debug, Parser)]
@@ -64,8 +63,8 @@ fn main() -> ExitCode {
         #[cfg(feature = "nccl")]
         Command::NcclCheck(args) => nccl_check::run(&args),
         Command::Doctor(args) => doctor::run(args),
-        Command::Completions(args) => manual::completions(&args),
-        Command::Man(args) => manual::man(&args),
+        Command::Completions(args) => manual::completions(&args, Cli::command()),
+        Command::Man(args) => manual::man(&args, Cli::command()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -80,8 +79,6 @@ fn main() -> ExitCode {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]

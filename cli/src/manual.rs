@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::CommandFactory;
+use clap::Command;
 use clap_complete::Shell;
 
-use crate::Cli;
 use crate::output;
 use crate::stop::{Result, Stop};
 
@@ -24,23 +23,23 @@ pub struct ManArgs {
     out: Option<PathBuf>,
 }
 
-/// Prints the script.
-pub fn completions(args: &CompletionArgs) -> Result<()> {
+/// Prints the script that completes the words of `command`.
+pub fn completions(args: &CompletionArgs, mut command: Command) -> Result<()> {
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut Cli::command(), "epoxide", &mut script);
+    clap_complete::generate(args.shell, &mut command, "epoxide", &mut script);
     output::text_line(String::from_utf8_lossy(&script).trim_end())
 }
 
-/// Prints or writes the pages.
-pub fn man(args: &ManArgs) -> Result<()> {
+/// Prints or writes the pages of `command`.
+pub fn man(args: &ManArgs, command: Command) -> Result<()> {
     match &args.out {
         None => {
             let mut page = Vec::new();
-            let made = clap_mangen::Man::new(Cli::command()).render(&mut page);
+            let made = clap_mangen::Man::new(command).render(&mut page);
             made.map_err(|error| Stop::failed(format!("man: {error}")))?;
             output::text_line(String::from_utf8_lossy(&page).trim_end())
         }
-        Some(folder) => clap_mangen::generate_to(Cli::command(), folder).map_err(|error| {
+        Some(folder) => clap_mangen::generate_to(command, folder).map_err(|error| {
             Stop::usage(format!("--out {}: {error}; give a folder that is there", folder.display()))
         }),
     }
@@ -48,19 +47,22 @@ pub fn man(args: &ManArgs) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
+    use crate::Cli;
 
     #[test]
     fn every_command_has_a_page_and_is_completed() {
         let folder = tempfile::tempdir().unwrap();
-        man(&ManArgs { out: Some(folder.path().to_owned()) }).unwrap();
+        man(&ManArgs { out: Some(folder.path().to_owned()) }, Cli::command()).unwrap();
         for name in
             ["epoxide.1", "epoxide-roundtrip.1", "epoxide-bench.1", "epoxide-bench-ab.1", "epoxide-doctor.1"]
         {
             let page = std::fs::read_to_string(folder.path().join(name)).unwrap();
             assert!(page.contains(".SH") && page.contains("epoxide"), "{name}");
         }
-        let stop = man(&ManArgs { out: Some("/no/such/folder".into()) }).unwrap_err();
+        let stop = man(&ManArgs { out: Some("/no/such/folder".into()) }, Cli::command()).unwrap_err();
         assert!(stop.code == crate::stop::USAGE && stop.message.unwrap().contains("/no/such/folder"));
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             let mut script = Vec::new();

@@ -21,14 +21,17 @@ use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Expected, compare_weights};
 use half::bf16;
 
+use crate::cases;
 use crate::options::{Defaults, Mode, RoundTripFlags, RowType, Setup};
 use crate::output::{Voice, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::stop::{Result, Stop};
-use crate::{cases, low_latency};
 
-pub mod report;
+mod clock;
+mod low_latency;
+mod report;
 
+use clock::Clock;
 use report::{ConfigReport, HighThroughput, RankReport, Ranks, Report};
 
 const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
@@ -196,18 +199,6 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     rank.gather(Ok(()))?;
     voice.line("PASS");
     Ok(())
-}
-
-/// Wall time between calls.
-pub struct Clock(pub Instant);
-
-impl Clock {
-    /// Seconds since the last call, or the start.
-    pub fn lap(&mut self) -> f64 {
-        let seconds = self.0.elapsed().as_secs_f64();
-        self.0 = Instant::now();
-        seconds
-    }
 }
 
 fn high_throughput(setup: &Setup, rig: &Rig) -> HighThroughput {

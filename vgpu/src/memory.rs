@@ -503,6 +503,13 @@ impl Memory {
     }
 }
 
+impl Checker {
+    /// Gives a device the number that [`Stored`](crate::Stored) has for it; 0 otherwise.
+    pub fn number_device(&self, memory: &Memory, number: u32) {
+        self.world().devices.insert(memory.id(), number);
+    }
+}
+
 /// A piece of device memory. Dropping it frees it.
 pub struct Region {
     memory: Memory,

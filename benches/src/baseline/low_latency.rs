@@ -6,24 +6,11 @@ use epoxide::ep::DType;
 use epoxide::low_latency::{Buffer, Options, Place, Quantise};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyInputs, LowLatencyRank};
 use epoxide_testing::roundtrip::Case;
-use epoxide_testing::sizes::Sizes;
 
-use super::{Exchange, link_rows};
-use crate::Plan;
+use super::exchange::{Exchange, link_rows};
+use crate::TIMEOUT;
 use crate::bench::Bench;
 use crate::low_latency::Recorded;
-use crate::measure::TIMEOUT;
-
-/// Rows of as many bytes or more do not go by low latency.
-const MOST_ROW_BYTES: u64 = 1 << 17;
-
-impl Plan {
-    /// Whether sizes and nodes are such that low latency can do it.
-    pub(crate) fn has_low_latency(&self) -> bool {
-        let sizes = Sizes { low_latency: true, ..self.sizes() };
-        self.topology.nodes == 1 && self.combine_row_bytes() < MOST_ROW_BYTES && sizes.check().is_ok()
-    }
-}
 
 /// A buffer beside the one that is measured, of the same ranks and stream, and graphs of one dispatch and one combine: an operation lends its
 /// place to the next, so that calls cannot be enqueued one by one from different functions.

@@ -13,9 +13,9 @@ use epoxide_testing::payload::{bytes_of, mix};
 use epoxide_testing::roundtrip::Case;
 use half::bf16;
 
-use super::{Exchange, link_rows};
+use super::exchange::{Exchange, link_rows};
+use crate::TIMEOUT;
 use crate::bench::{RETURNED, ROWS};
-use crate::measure::TIMEOUT;
 
 /// Whole numbers up to here are exact in BF16, and so are sums that stay below.
 const EXACT: u64 = 256;

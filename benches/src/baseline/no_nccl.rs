@@ -9,7 +9,7 @@ use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::roundtrip::Case;
 
-use super::Exchange;
+use super::exchange::Exchange;
 
 fn missing() -> Error {
     let reason = "this program was built without it; build with --features nccl".into();

@@ -11,9 +11,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 use epoxide_bench::compare::{Comparison, Verdict};
-use epoxide_bench::measure::{self, TIMEOUT};
 use epoxide_bench::results::{Point, Results, Run, percentile};
-use epoxide_bench::{Effort, Error, Plan, Watch, points};
+use epoxide_bench::{Effort, Error, Plan, TIMEOUT, Watch, measure, points};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

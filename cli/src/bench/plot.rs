@@ -14,8 +14,7 @@ use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, ValueFormatte
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 
-use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results};
-use epoxide_bench::ways::{Way, WayResult};
+use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results, Way, WayResult};
 
 use crate::stop::{Result, Stop};
 

@@ -6,9 +6,9 @@ use epoxide::driver::Device;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::launch::run_threads;
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
-use epoxide_bench::measure::{self, RankResult, TIMEOUT};
+use epoxide_bench::measured::RankResult;
 use epoxide_bench::results::Point;
-use epoxide_bench::{Plan, Watch, points};
+use epoxide_bench::{Plan, TIMEOUT, Watch, measure, points};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use epoxide_bench::measure::RankResult;
+use epoxide_bench::measured::RankResult;
 use epoxide_bench::results::{Point, Results};
 use epoxide_bench::{Plan, Watch};
 

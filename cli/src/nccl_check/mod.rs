@@ -5,6 +5,7 @@
 //! and prints them: no stage needs what it checks in order to be reported.
 
 mod oracle;
+mod rank;
 mod stages;
 
 use std::os::unix::process::ExitStatusExt;
@@ -13,11 +14,11 @@ use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use epoxide::driver::Device;
+use epoxide::group::FileStore;
 use epoxide::group::launch::{current_exe, die_with_parent};
-use epoxide::group::{FileStore, Store};
 use epoxide::nccl::{DEBUG_INFO_FILE, Library};
 
+use self::rank::{Act, Rank};
 use crate::options::DeviceKind;
 use crate::output;
 use crate::ranks::{cuda_devices, open_device};
@@ -51,42 +52,6 @@ pub struct Args {
     rank: Option<RankOf>,
 }
 
-/// What is done with one set of processes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Act {
-    /// All ranks live.
-    Together,
-    /// The last rank is killed.
-    Killed,
-    /// The same, with all of NCCL's traffic on sockets.
-    KilledOverSockets,
-}
-
-impl Act {
-    const ALL: [Act; 3] = [Act::Together, Act::Killed, Act::KilledOverSockets];
-
-    fn name(self) -> &'static str {
-        match self {
-            Act::Together => "together",
-            Act::Killed => "killed",
-            Act::KilledOverSockets => "killed-over-sockets",
-        }
-    }
-
-    /// What NCCL is told by its environment.
-    fn variables(self) -> &'static [(&'static str, &'static str)] {
-        match self {
-            Act::Together | Act::Killed => &[],
-            Act::KilledOverSockets => &[
-                ("NCCL_P2P_DISABLE", "1"),
-                ("NCCL_SHM_DISABLE", "1"),
-                ("NCCL_NET", "Socket"),
-                ("NCCL_SOCKET_IFNAME", "lo"),
-            ],
-        }
-    }
-}
-
 /// Which rank a process is.
 #[derive(Debug, Clone)]
 struct RankOf {
@@ -106,22 +71,6 @@ impl std::str::FromStr for RankOf {
         let act = Act::ALL.into_iter().find(|known| known.name() == act).ok_or("no such act")?;
         Ok(RankOf { act, rank: number(rank)?, size: number(size)?, folder: folder.into() })
     }
-}
-
-/// One rank with what it needs.
-struct Rank {
-    rank: u32,
-    size: u32,
-    act: Act,
-    store: Arc<dyn Store>,
-    library: Arc<Library>,
-    device: Arc<dyn Device>,
-    /// Until what is meant to hang is given up.
-    deadline: Duration,
-    /// What anything else may take.
-    timeout: Duration,
-    /// Ends this process without a word.
-    die: fn(),
 }
 
 /// Runs the command, or one of its ranks.

@@ -10,7 +10,7 @@ use epoxide::group::{MeshGroup, MeshOptions, ProcessGroup, ReduceOp};
 use epoxide::nccl::{Communicator, Config, NcclGroup, Watchdog};
 
 use super::oracle::Check;
-use super::{Act, Rank};
+use super::rank::{Act, Rank};
 use crate::output;
 use crate::stop::{Result, Stop};
 

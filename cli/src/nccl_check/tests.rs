@@ -1,7 +1,7 @@
 //! The stages against the fake libnccl of the tests, with threads for processes and virtual GPUs.
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::group::HashStore;
+use epoxide::group::{HashStore, Store};
 use epoxide_testing::alone;
 
 use super::*;

@@ -5,7 +5,8 @@ use epoxide::driver::Stream;
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::low_latency::{Buffer, Received};
 
-use super::{Data, LowLatencyCase, SCALE_ERROR};
+use super::case::LowLatencyCase;
+use super::data::{Data, SCALE_ERROR};
 use crate::oracle::low_latency_plan;
 
 /// What the copy's memory holds before: rows behind those of an expert must hold it still.

@@ -1,7 +1,7 @@
 //! All that a checker knows, and what the host and its streams do to memory.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::thread::ThreadId;
 
@@ -12,7 +12,7 @@ use super::grids::{GridFacts, Grids};
 use super::history::History;
 use super::known::{Known, Knows, Timeline};
 use super::shadow::{Accessor, How, Record, Shadow, Trouble, Wrong};
-use super::stores::Stores;
+use super::stores::{Stored, Stores};
 use crate::ir::{Scope, Sem};
 use crate::rng::Rng;
 
@@ -38,7 +38,7 @@ pub(crate) struct World {
     pub(super) free_shadows: Vec<u32>,
     pub(super) stores: Stores,
     /// Numbers of devices, by the identity of their memory.
-    pub(super) devices: HashMap<u64, u32>,
+    pub(crate) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
     pub(crate) releases: HashMap<(u32, u64), Releases>,
     /// Chains of releases so far: the number of the last.
@@ -62,6 +62,30 @@ thread_local! {
 }
 
 impl World {
+    /// A world in which nothing has happened yet.
+    pub(super) fn new(config: CheckConfig) -> World {
+        let none = Shadow::new(true, false);
+        World {
+            config,
+            grids: Grids::default(),
+            shadows: vec![none],
+            stores: Stores::default(),
+            devices: HashMap::new(),
+            backings: HashMap::new(),
+            free_shadows: vec![],
+            releases: HashMap::new(),
+            chains: 0,
+            outside: Known::default(),
+            history: History::default(),
+            fences: HashMap::new(),
+            hosts: HashMap::new(),
+            meeting: Known::default(),
+            timelines: 0,
+            ticks: 0,
+            rng: Rng::new(config.weak_memory.unwrap_or(0)),
+        }
+    }
+
     /// A piece of memory is mapped by the device of this identity, under this label. `filled`: what is in it already counts as written.
     pub(crate) fn map(&mut self, backing: (u64, u64), filled: bool, by: (u64, Arc<str>)) -> u32 {
         if let Some((number, maps)) = self.backings.get_mut(&backing) {
@@ -159,6 +183,40 @@ impl World {
     pub(crate) fn part(&self, number: u32, at: u64) -> String {
         let names = self.shadows.get(number as usize).and_then(|shadow| shadow.names.as_ref());
         names.and_then(|names| (names.0)(at)).unwrap_or_default()
+    }
+
+    /// What kernels have stored since somebody wanted to know, in memory that is still there.
+    pub(super) fn stored(&self) -> Vec<Stored> {
+        let mut all: BTreeMap<_, u64> = BTreeMap::new();
+        for ((grid, shadow, offset), bytes) in self.stores.counted() {
+            if let Some((by, kernel)) = self.kernel_of(grid)
+                && let Some((on, memory)) = self.origin_of(shadow)
+            {
+                let part = self.part(shadow, offset);
+                let part = part.split(['[', ' ']).next().unwrap_or_default().to_owned();
+                *all.entry((by, on, memory, kernel, part)).or_default() += bytes;
+            }
+        }
+        let stored = |((by, on, memory, kernel, part), bytes)| Stored { by, on, memory, kernel, part, bytes };
+        all.into_iter().map(stored).collect()
+    }
+
+    /// The number that a device was given.
+    fn device_number(&self, device: u64) -> u32 {
+        self.devices.get(&device).copied().unwrap_or_default()
+    }
+
+    /// The device of a grid, and the kernel.
+    fn kernel_of(&self, grid: u32) -> Option<(u32, String)> {
+        // Numbers begin with 1.
+        let facts = self.grids.0.get((grid as usize).checked_sub(1)?)?;
+        Some((self.device_number(facts.device), facts.kernel.name().to_owned()))
+    }
+
+    /// The device that a piece of memory belongs to, and its label there.
+    fn origin_of(&self, shadow: u32) -> Option<(u32, String)> {
+        let (device, label) = self.shadows.get(shadow as usize)?.origin.as_ref()?;
+        Some((self.device_number(*device), label.to_string()))
     }
 
     /// An access by the host or a stream to `bytes` bytes of shadow `number` at `at`.

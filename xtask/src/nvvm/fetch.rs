@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use super::parts::{self, Missing, MissingParts, Part, Places};
-use super::{TOOLCHAIN, rustup_run};
+use super::toolchain::{TOOLCHAIN, rustup_run};
 use crate::toolchain::rustup;
 use crate::workspace::{self, Workspace, capture};
 use crate::{debs, wheel};

@@ -5,25 +5,21 @@
 
 mod fetch;
 mod parts;
+mod toolchain;
 
 use std::path::PathBuf;
 use std::process::Command;
 
-use anyhow::Result;
-
+use self::parts::BACKEND_VAR;
+use self::toolchain::rustup_run;
 use crate::backend::Arch;
 use crate::job::{Job, TARGET};
 use crate::sources;
-use crate::workspace::{Workspace, capture};
+use crate::workspace::Workspace;
 
 pub use fetch::fetch;
 pub use parts::{MissingParts, Parts};
-
-/// The toolchain that the back end is written for.
-const TOOLCHAIN: &str = "nightly-2026-04-02";
-
-/// Names the back end's library.
-const BACKEND_VAR: &str = "RUSTC_CODEGEN_NVVM";
+pub use toolchain::compiler_version;
 
 /// Flags that decide what the PTX says, without the back end's own path and `-arch`.
 const CODEGEN: [&str; 8] = [
@@ -66,28 +62,9 @@ pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>) -> Command {
     command
 }
 
-/// rustup's proxy, because the back end works with one toolchain only, the whole of it; without the settings of the cargo that runs
-/// us.
-fn rustup_run(ws: &Workspace) -> Command {
-    let mut command = Command::new("rustup");
-    for (key, value) in ws.cargo().get_envs() {
-        match value {
-            Some(value) => command.env(key, value),
-            None => command.env_remove(key),
-        };
-    }
-    command.args(["run", TOOLCHAIN]);
-    command
-}
-
 /// The file that the build leaves.
 pub fn product(ws: &Workspace, job: &Job) -> PathBuf {
     job.target_dir(ws).join(TARGET).join("release/epoxide_gpu.ptx")
-}
-
-/// What the back end's rustc says to `-V`.
-pub fn compiler_version() -> Result<String> {
-    capture(Command::new("rustup").args(["run", TOOLCHAIN, "rustc", "-V"]).env_remove("RUSTUP_TOOLCHAIN"))
 }
 
 #[cfg(test)]

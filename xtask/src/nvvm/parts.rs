@@ -8,8 +8,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{BACKEND_VAR, TOOLCHAIN};
+use super::toolchain::{TOOLCHAIN, has_toolchain};
 use crate::workspace::{self, Workspace, capture, env_path};
+
+/// Names the back end's library.
+pub const BACKEND_VAR: &str = "RUSTC_CODEGEN_NVVM";
 
 /// What a build of the kernels takes.
 #[derive(Debug)]
@@ -257,24 +260,6 @@ pub fn library_path(folders: &[PathBuf]) -> OsString {
 pub fn unpacked_libraries(root: &Path) -> impl Iterator<Item = PathBuf> {
     let multiarch = format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH);
     [root.join(multiarch), root.join("usr/lib/llvm-7/lib")].into_iter()
-}
-
-fn has_toolchain() -> bool {
-    let sysroot = capture(
-        Command::new("rustup")
-            .args(["run", TOOLCHAIN, "rustc", "--print", "sysroot"])
-            .env_remove("RUSTUP_TOOLCHAIN"),
-    );
-    let Ok(sysroot) = sysroot else { return false };
-    let rustlib = Path::new(&sysroot).join("lib/rustlib");
-    // The compiler's own crates are what rustc-dev brings.
-    let compiler = rustlib.join(format!("{}-unknown-linux-gnu/lib", std::env::consts::ARCH));
-    let has_compiler = workspace::files(&compiler, "rmeta").is_ok_and(|files| {
-        files.iter().any(|file| {
-            file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("librustc_middle"))
-        })
-    });
-    rustlib.join("src/rust/library/core/Cargo.toml").is_file() && has_compiler
 }
 
 fn has_libnvvm(root: &Path) -> bool {

@@ -11,11 +11,11 @@ use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use rand::Rng;
 
+use super::clock::Clock;
+use super::report::{ConfigReport, LowLatencyRankReport, Publish, Ranks};
 use crate::options::{RowType, Setup};
 use crate::output::Voice;
 use crate::ranks::{Rank, Run};
-use crate::roundtrip::Clock;
-use crate::roundtrip::report::{ConfigReport, LowLatencyRankReport, Publish, Ranks};
 use crate::stop::{Result, Stop};
 
 /// What there is to do, beside the first round trips.

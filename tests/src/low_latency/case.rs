@@ -1,0 +1,124 @@
+//! What a low-latency round trip is of.
+
+use std::sync::Arc;
+
+use epoxide::driver::Device;
+use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
+use epoxide::low_latency::{Options, Quantise};
+
+use crate::harness::{Nodes, PATIENCE};
+use crate::oracle::Routing;
+
+/// One round trip, or several.
+#[derive(Debug, Clone)]
+pub struct LowLatencyCase {
+    /// Who goes where.
+    pub routing: Routing,
+    /// How ranks are spread over nodes; `None`: they are one.
+    pub nodes: Option<Nodes>,
+    /// Most tokens of a rank: what the buffer was made for.
+    pub max_tokens: u32,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// What happens to rows on their way.
+    pub quantise: Quantise,
+    /// What happens to shares on their way back.
+    pub quantise_back: Quantise,
+    /// Whether the experts' rows are given by expert, else summed already.
+    pub by_expert: bool,
+    /// Whether the experts give the rows of the expert-major copy back as they are: bf16, by expert.
+    pub gathers: bool,
+    /// Whether tokens have weights, else 1.
+    pub weighted: bool,
+    /// Whether each call is made in two halves.
+    pub halves: bool,
+    /// Tokens of a chunk.
+    pub chunk_tokens: u32,
+    /// Most tokens of a rank whose rows return as packets.
+    pub packet_tokens: u32,
+    /// Multiprocessors of each device.
+    pub sm_count: u32,
+    /// Round trips behind each other.
+    pub rounds: u32,
+    /// Every so manieth dispatch is not answered by a combine; 0: all are.
+    pub unanswered: u32,
+    /// Places that they go round.
+    pub places: u32,
+    /// Where rows and weights come from.
+    pub seed: u64,
+    /// Draws the order of warps.
+    pub schedule_seed: Option<u64>,
+    /// Watches the ranks' memory.
+    pub checker: Option<Checker>,
+}
+
+impl LowLatencyCase {
+    /// BF16 rows along a routing, weighted, by expert.
+    pub fn new(routing: Routing, hidden: u32) -> LowLatencyCase {
+        LowLatencyCase {
+            max_tokens: routing.max_tokens().max(1),
+            routing,
+            nodes: None,
+            hidden,
+            quantise: Quantise::Not,
+            quantise_back: Quantise::Not,
+            by_expert: true,
+            gathers: false,
+            weighted: true,
+            halves: false,
+            chunk_tokens: 4,
+            packet_tokens: 4,
+            sm_count: 3,
+            rounds: 1,
+            unanswered: 0,
+            places: 1,
+            seed: 1,
+            schedule_seed: None,
+            checker: None,
+        }
+    }
+
+    /// The same where these ranks have no tokens and their experts do nothing.
+    pub fn without(&self, ranks: &[u32]) -> LowLatencyCase {
+        let mut case = self.clone();
+        for &rank in ranks {
+            case.routing.topk_idx[rank as usize].clear();
+        }
+        let owner = |expert: i64| self.routing.owner(expert);
+        for expert in case.routing.topk_idx.iter_mut().flatten().flatten() {
+            if owner(*expert).is_some_and(|owner| ranks.contains(&owner)) {
+                *expert = -1;
+            }
+        }
+        case
+    }
+
+    /// The options of a rank's buffer.
+    pub fn options(&self, rank: u32) -> Options {
+        let routing = &self.routing;
+        let options =
+            Options::new(self.max_tokens, self.hidden.into(), routing.num_topk, routing.num_experts)
+                .places(self.places)
+                .chunk_tokens(self.chunk_tokens)
+                .packet_tokens(self.packet_tokens)
+                .timeout(PATIENCE);
+        match self.nodes {
+            None => options,
+            Some(nodes) => options.ranks_per_node(nodes.ranks_per_node).transport(nodes.transport_of(rank)),
+        }
+    }
+
+    /// A device of a rank.
+    pub fn device(&self, rank: u32) -> Arc<dyn Device> {
+        let schedule_seed = self.schedule_seed.map(|seed| seed + u64::from(rank));
+        let checker = self.checker.clone();
+        let config = VirtConfig {
+            ordinal: rank,
+            sm_count: self.sm_count,
+            schedule_seed,
+            checker,
+            ..VirtConfig::default()
+        };
+        VirtualGpu::new(config)
+    }
+}

@@ -1,0 +1,106 @@
+//! The rows of a round, as they are sent, as they travel and as they come back, by the oracle.
+
+use half::bf16;
+use rand::Rng;
+
+use epoxide::low_latency::Quantise;
+
+use super::case::LowLatencyCase;
+use crate::oracle::{Travel, low_latency_share, low_latency_sum, quantised};
+use crate::payload::{PerToken, bytes_of, per_token, rng_of, rough_bf16};
+
+/// What an element may be off by, in scales, after it has been quantised: half of the largest e4m3 step, 32, and what rounding of the
+/// inverse adds.
+pub(super) const FP8_ERROR: f32 = 16.1;
+/// What part of itself a scale may be off by.
+pub(super) const SCALE_ERROR: f32 = 1e-6;
+
+impl LowLatencyCase {
+    /// A row's bytes as it travels, and its scales if it has any.
+    pub(super) fn as_it_travels(&self, x: &[bf16]) -> (Vec<u8>, Vec<f32>) {
+        match self.quantise {
+            Quantise::Not => (bytes_of(x), Vec::new()),
+            quantise => quantised(&numbers(x), quantise == Quantise::Fp8PowerOfTwo),
+        }
+    }
+}
+
+pub(super) fn numbers(row: &[bf16]) -> Vec<f32> {
+    row.iter().map(|value| value.to_f32()).collect()
+}
+
+/// By how many scales of its block of 128 an element is off, at most.
+pub(super) fn worst_error(row: &[f32], arrived: &[f32], scales: &[f32]) -> f32 {
+    let errors = row.iter().zip(arrived).enumerate();
+    errors.map(|(at, (row, arrived))| (row - arrived).abs() / scales[at / 128]).fold(0.0, f32::max)
+}
+
+/// What all ranks send and what all experts make of it, in one round.
+#[derive(Debug)]
+pub(super) struct Data {
+    pub(super) x: PerToken<Vec<bf16>>,
+    pub(super) weights: PerToken<Vec<f32>>,
+    seed: u64,
+}
+
+impl Data {
+    pub(super) fn new(case: &LowLatencyCase, round: u32) -> Data {
+        let routing = &case.routing;
+        let tokens: Vec<u32> = (0..routing.num_ranks()).map(|rank| routing.num_tokens(rank)).collect();
+        let seed = case.seed ^ u64::from(round) << 32;
+        let mut rng = rng_of(&[seed, 1]);
+        let mut of_weights = rng_of(&[seed, 2]);
+        let mut weight = || if case.weighted { of_weights.random_range(-2.0f32..2.0) } else { 1.0 };
+        Data {
+            x: per_token(&tokens, |_, _| rough_bf16(&mut rng, case.hidden as usize)),
+            weights: per_token(&tokens, |_, _| (0..routing.num_topk).map(|_| weight()).collect()),
+            seed,
+        }
+    }
+
+    /// What an expert makes of a token: anything, as long as all ranks know it.
+    pub(super) fn output(&self, case: &LowLatencyCase, expert: i64, source: u32, token: u32) -> Vec<bf16> {
+        if case.gathers {
+            return self.x[source as usize][token as usize].clone();
+        }
+        let mut rng = rng_of(&[self.seed, 3, expert as u64, source.into(), token.into()]);
+        rough_bf16(&mut rng, case.hidden as usize)
+    }
+
+    /// What a rank has of a token.
+    pub(super) fn share(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
+        let weights = &self.weights[source as usize][token as usize];
+        low_latency_share(&case.routing, weights, source, token, dst, |expert| {
+            self.output(case, expert, source, token)
+        })
+    }
+
+    /// What arrives of it.
+    fn returned(&self, case: &LowLatencyCase, source: u32, token: u32, dst: u32) -> Option<Vec<f32>> {
+        let share = self.share(case, source, token, dst)?;
+        // Rows that are summed already are given in bf16.
+        let share = if case.by_expert { share } else { Travel::Bf16.arrives(&share) };
+        let travel = match case.quantise_back {
+            Quantise::Not => Travel::Bf16,
+            Quantise::Fp8 => Travel::Fp8 { power_of_two: false },
+            Quantise::Fp8PowerOfTwo => Travel::Fp8 { power_of_two: true },
+        };
+        let arrives = travel.arrives(&share);
+        if case.quantise_back != Quantise::Not {
+            let (_, scales) = quantised(&share, case.quantise_back == Quantise::Fp8PowerOfTwo);
+            let worst = worst_error(&share, &arrives, &scales);
+            assert!(worst <= FP8_ERROR, "a share of token {token} of rank {source} is off by {worst} scales");
+        }
+        Some(arrives)
+    }
+
+    /// What a rank has at the end.
+    pub(super) fn combined(&self, case: &LowLatencyCase, rank: u32) -> Vec<Vec<bf16>> {
+        let ranks = 0..case.routing.num_ranks();
+        let sum = |token: u32| {
+            let shares = ranks.clone().filter_map(|dst| self.returned(case, rank, token, dst));
+            low_latency_sum(shares, case.hidden as usize)
+        };
+        (0..case.routing.num_tokens(rank)).map(sum).collect()
+    }
+}

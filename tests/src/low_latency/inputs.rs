@@ -1,0 +1,96 @@
+//! The tensors that a rank gives to a round's calls.
+
+use half::bf16;
+
+use epoxide::Result;
+use epoxide::driver::Stream;
+use epoxide::ep::{DType, Tensor, TypedTensor};
+use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise};
+
+use super::case::LowLatencyCase;
+use super::data::Data;
+use crate::oracle::{low_latency_plan, rounded};
+
+/// What a rank gives to one round's calls.
+#[derive(Debug)]
+pub struct LowLatencyInputs {
+    x: Tensor<'static>,
+    topk_idx: TypedTensor<'static, i64>,
+    weights: Option<TypedTensor<'static, f32>>,
+    pub(super) by_expert: Tensor<'static>,
+    by_row: Tensor<'static>,
+}
+
+impl LowLatencyInputs {
+    pub(super) fn upload(
+        case: &LowLatencyCase,
+        data: &Data,
+        rank: u32,
+        stream: &Stream,
+    ) -> Result<LowLatencyInputs> {
+        let (routing, hidden) = (&case.routing, u64::from(case.hidden));
+        let tokens = u64::from(routing.num_tokens(rank));
+        let x = data.x[rank as usize].concat();
+        let entries = [tokens, routing.num_topk.into()];
+        let weights = case
+            .weighted
+            .then(|| TypedTensor::from_host(stream, &entries, &data.weights[rank as usize].concat()))
+            .transpose()?;
+        let (plan, max_tokens) = (low_latency_plan(routing, rank), case.max_tokens);
+        let rows = u64::from(routing.num_ranks() * max_tokens);
+        let device = stream.device();
+        let experts = u64::from(routing.local_experts());
+        // Rows that are not there hold what they hold.
+        let by_expert =
+            Tensor::alloc(device, DType::Bf16, &[if case.by_expert { experts * rows } else { 1 }, hidden])?;
+        let by_row = Tensor::alloc(device, DType::Bf16, &[if case.by_expert { 1 } else { rows }, hidden])?;
+        let write = |tensor: &Tensor<'_>, row: u64, values: &[bf16]| {
+            // SAFETY: the row is one of the tensor's, which nobody else has yet.
+            unsafe { stream.write(tensor.ptr().add(row * hidden * 2), bytemuck::cast_slice(values)) }
+        };
+        if case.gathers {
+            // The copy is what fills them.
+        } else if case.by_expert {
+            for (expert, list) in (0..).zip(&plan.expert_rows) {
+                let id = i64::from(rank * routing.local_experts()) + expert as i64;
+                for (at, &(source, token)) in (0..).zip(list) {
+                    write(&by_expert, expert * rows + at, &data.output(case, id, source, token))?;
+                }
+            }
+        } else {
+            for source in 0..routing.num_ranks() {
+                for token in 0..routing.num_tokens(source) {
+                    if let Some(share) = data.share(case, source, token, rank) {
+                        write(&by_row, u64::from(source * max_tokens + token), &rounded(&share))?;
+                    }
+                }
+            }
+        }
+        Ok(LowLatencyInputs {
+            x: Tensor::from_host(stream, DType::Bf16, &[tokens, hidden], &x)?,
+            topk_idx: TypedTensor::from_host(stream, &entries, &routing.flat_topk_idx(rank))?,
+            weights,
+            by_expert,
+            by_row,
+        })
+    }
+
+    /// What its experts made.
+    pub fn experts(&self, case: &LowLatencyCase) -> CombineRequest<'_> {
+        let request = if case.by_expert {
+            CombineRequest::by_expert(&self.by_expert)
+        } else {
+            CombineRequest::by_row(&self.by_row)
+        };
+        request.quantise(case.quantise_back)
+    }
+
+    /// What it dispatches.
+    pub fn request(&self, quantise: Quantise) -> DispatchRequest<'_> {
+        let request = DispatchRequest::new(&self.x, &self.topk_idx).quantise(quantise);
+        match &self.weights {
+            Some(weights) => request.topk_weights(weights),
+            None => request,
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! What a program calls: the checker of its devices, and what its threads tell it.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::config::CheckConfig;
+use super::known::{Past, Timeline};
+use super::stores::Stored;
+use super::world::{ACTING, Host, World};
+
+/// Watches the memory of all devices that share it. Clones are the same checker.
+#[derive(Clone)]
+pub struct Checker(Arc<Mutex<World>>);
+
+impl std::fmt::Debug for Checker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Checker").field("config", &self.world().config).finish_non_exhaustive()
+    }
+}
+
+thread_local! {
+    /// The checker that this thread has last enqueued work under.
+    static WATCHED_BY: RefCell<Option<Checker>> = const { RefCell::new(None) };
+}
+
+impl Checker {
+    /// A checker that has seen nothing yet.
+    #[must_use]
+    pub fn new(config: CheckConfig) -> Self {
+        Self(Arc::new(Mutex::new(World::new(config))))
+    }
+
+    pub(crate) fn world(&self) -> MutexGuard<'_, World> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A new stream of work.
+    #[must_use]
+    pub fn timeline(&self) -> Timeline {
+        Timeline(self.world().new_timeline())
+    }
+
+    /// What the calling thread knows to have happened: what it did itself, and what it waited for.
+    #[must_use]
+    pub fn host_past(&self) -> Past {
+        WATCHED_BY.with_borrow_mut(|checker| {
+            // The latest one: those of earlier worlds have nothing to tell here.
+            if !checker.as_ref().is_some_and(|c| Arc::ptr_eq(&c.0, &self.0)) {
+                *checker = Some(self.clone());
+            }
+        });
+        Past(self.world().host_known())
+    }
+
+    /// The calling thread has waited for `past`.
+    pub fn host_waited(&self, past: &Past) {
+        self.world().host_learns(&past.0);
+    }
+
+    /// Runs `f`, which accesses memory as work of the stream `timeline` does that comes after `past`; afterwards `past` has it too.
+    pub fn act<T>(&self, timeline: Timeline, past: &mut Past, f: impl FnOnce() -> T) -> T {
+        let acting = Host { timeline: timeline.0, known: std::mem::take(&mut past.0), loaded: None };
+        let before = ACTING.replace(Some(acting));
+        let result = f();
+        if let Some(host) = ACTING.replace(before) {
+            past.0 = host.known;
+        }
+        result
+    }
+
+    /// Has stores counted from here on, for [`Checker::stores`].
+    pub fn count_stores(&self) {
+        self.world().stores.count();
+    }
+
+    /// What kernels have stored since [`Checker::count_stores`], in memory that is still there.
+    #[must_use]
+    pub fn stores(&self) -> Vec<Stored> {
+        self.world().stored()
+    }
+}
+
+/// The calling thread is about to meet other threads, or just has, by a barrier or a message that no checker sees: it tells what it knows
+/// to have happened, and learns what others have told. Does nothing for a thread without work under a checker.
+pub fn host_meets() {
+    let Some(checker) = WATCHED_BY.with_borrow(Clone::clone) else { return };
+    let mut world = checker.world();
+    let known = world.host().known.clone();
+    world.meeting.join(&known);
+    let meeting = world.meeting.clone();
+    world.host().known.join(&meeting);
+}
