@@ -113,9 +113,11 @@ pub struct LowLatencyMessages {
     pub written: DevicePtr,
     /// u64 `[MAX_MEMBERS]`: rows of a rank that have been returned, in shares of `QUANTUM`.
     pub returned: DevicePtr,
+    /// u64 `[MAX_MEMBERS]`: of ranks whose words are in the host's memory, the packet of the last operation, where one block has copied it.
+    pub calls: DevicePtr,
 }
 
-layout_assert!(LowLatencyMessages, size = 64, returned at 56);
+layout_assert!(LowLatencyMessages, size = 72, calls at 64);
 
 /// Arguments of `low_latency_internode_dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

@@ -177,21 +177,6 @@ device_fns! {
         };
     }
 
-    /// [`barrier_sync_part`], and whether `is` was true in any of those threads. `barrier.red.or.pred p, BARRIER, threads, q;`
-    ///
-    /// # Safety
-    /// Every live thread of those warps reaches it, and no other.
-    pub unsafe fn barrier_any_part<const BARRIER: u32>(threads: u32, is: bool) -> bool {
-        let any: u32;
-        // SAFETY: the caller vouches for the arrival count, and with it for the lanes of each warp.
-        unsafe {
-            super::warp::syncwarp();
-            asm!("{{ .reg .pred q; setp.ne.u32 q, {is}, 0; barrier.red.or.pred q, {b}, {n}, q; selp.u32 {any}, 1, 0, q; }}",
-                is = in(reg32) is as u32, any = out(reg32) any, b = const BARRIER, n = in(reg32) threads, options(nostack));
-        }
-        any != 0
-    }
-
     /// Sleeps for up to about `ns` nanoseconds. `nanosleep.u32 ns;`
     pub fn nanosleep(ns: u32) {
         // SAFETY: touches no memory; the clobber keeps polling loops honest.

@@ -142,6 +142,9 @@ unsafe fn tell_call(comm: &Comm, begun: &Begun) {
     }
 }
 
+/// In the place of the tokens of a member that has not entered the operation with the same call.
+const ABSENT: u32 = u32::MAX;
+
 /// Waits until every member has entered the operation with the call of this one, and notes their numbers of tokens, none of who is left
 /// out; all threads of the team call it. False when one has not: the same in all threads.
 #[inline(always)]
@@ -154,7 +157,7 @@ unsafe fn wait_calls<const BARRIER: u32>(
     // SAFETY: packets are in this rank's own pool; each word of shared memory has one writer, and a barrier behind it.
     unsafe {
         let (comm, epoch) = (&args.comm, begun.epoch);
-        let (thread, mut failed) = (tid(), !begun.takes_part);
+        let thread = tid();
         if thread < MAX_RANKS as u32 {
             let mut tokens = 0;
             if begun.has_member(thread) {
@@ -165,16 +168,18 @@ unsafe fn wait_calls<const BARRIER: u32>(
                     }
                     Some(call) => {
                         record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
-                        failed = true;
+                        tokens = ABSENT;
                     }
-                    None => failed = true,
+                    None => tokens = ABSENT,
                 }
             }
             st_shared_u32(shared.tokens + thread * 4, tokens);
         }
-        let failed = team.any(failed);
+        team.sync();
         trace(comm, Phase::Ready);
-        !failed
+        let mut are_here = begun.takes_part;
+        unroll8!(RANK => { are_here &= ld_shared_u32(shared.tokens + RANK as u32 * 4) != ABSENT });
+        are_here
     }
 }
 

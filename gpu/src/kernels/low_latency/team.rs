@@ -34,11 +34,4 @@ impl<const BARRIER: u32> Team<BARRIER> {
             }
         }
     }
-
-    /// The same, and whether `is` was true in any thread of the team.
-    #[inline(always)]
-    pub(super) unsafe fn any(&self, is: bool) -> bool {
-        // SAFETY: the caller says that the whole team calls it.
-        unsafe { if BARRIER == 0 { barrier_any(is) } else { barrier_any_part::<BARRIER>(self.threads, is) } }
-    }
 }
