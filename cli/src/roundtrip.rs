@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use epoxide::driver::Event;
 use epoxide::ep::{
@@ -15,7 +15,6 @@ use epoxide::ep::{
 };
 use epoxide_testing::compare;
 use epoxide_testing::harness::Rank as Rig;
-use epoxide_testing::neighbour::Neighbour;
 use epoxide_testing::oracle::{Plan, Routing, Style};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Expected, compare_weights};
@@ -27,10 +26,12 @@ use crate::output::{Voice, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::stop::{Result, Stop};
 
+mod beside;
 mod clock;
 mod low_latency;
 mod report;
 
+use beside::Beside;
 use clock::Clock;
 use report::{ConfigReport, HighThroughput, RankReport, Ranks, Report};
 
@@ -120,9 +121,7 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     }
     let mut clock = Clock(Instant::now());
 
-    // An interpreter has no cycles to spare.
-    let pause = Duration::from_micros(if rank.device.info().is_virtual { 5_000 } else { 100 });
-    let neighbour = args.neighbour.then(|| Neighbour::start(&rank.device, pause));
+    let beside = Beside::start(rank, args.neighbour);
 
     voice.doing("making the buffer");
     let rig = Rig::new(rank.device.clone(), rank.group.clone(), setup.buffer_options());
@@ -190,15 +189,7 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
         });
     }
 
-    if let Some(neighbour) = neighbour {
-        let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
-        voice.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
-    }
-
-    // No rank leaves while another still reads its pool.
-    rank.gather(Ok(()))?;
-    voice.line("PASS");
-    Ok(())
+    beside.end(rank, &voice)
 }
 
 fn high_throughput(setup: &Setup, rig: &Rig) -> HighThroughput {

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use epoxide::driver::Stream;
 use epoxide::low_latency::{Buffer, Options, Quantise};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
-use epoxide_testing::neighbour::Neighbour;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use rand::Rng;
 
+use super::beside::Beside;
 use super::clock::Clock;
 use super::report::{ConfigReport, LowLatencyRankReport, Publish, Ranks};
 use crate::options::{RowType, Setup};
@@ -34,8 +34,7 @@ pub struct Work {
 /// Dispatches and combines on every rank, every bit against the oracle.
 pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Publish<'_>) -> Result<()> {
     let (setup, mut clock) = (&run.setup, Clock(Instant::now()));
-    let pause = Duration::from_micros(if rank.device.info().is_virtual { 5_000 } else { 100 });
-    let neighbour = work.neighbour.then(|| Neighbour::start(&rank.device, pause));
+    let beside = Beside::start(rank, work.neighbour);
     let first = rank.agree(case(setup, 0, false))?;
     voice.doing("making the buffer");
     let mut low_latency = rank.agree(join(rank, setup, &first).map_err(Stop::from))?;
@@ -100,14 +99,7 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Pub
             report.times.graph_seconds = seconds;
         });
     }
-    if let Some(neighbour) = neighbour {
-        let calls = rank.gather(neighbour.stop().map_err(Stop::from))?.iter().sum::<u64>();
-        voice.line(format!("[neighbour] OK ({calls} rounds of its threads beside all of this)"));
-    }
-    // No rank leaves while another still uses its pool.
-    rank.gather(Ok(()))?;
-    voice.line("PASS");
-    Ok(())
+    beside.end(rank, voice)
 }
 
 fn join(rank: &Rank, setup: &Setup, case: &LowLatencyCase) -> epoxide::Result<LowLatencyRank> {
