@@ -118,7 +118,7 @@ pub struct LowLatencyPoint {
 /// each other as single launches, the host waiting for nothing.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Within {
-    /// Has sent its rows.
+    /// Has sent its rows, as its first warp sees it: in a dispatch within a node, another warp waits until they have arrived.
     pub sent: Slowest,
     /// Knows that all ranks have entered the operation.
     pub entered: Slowest,
