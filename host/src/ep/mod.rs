@@ -7,8 +7,8 @@
 //!                                              CombineOutput <--combine(rows, handle)
 //! ```
 //!
-//! Operations are collective unless they say that they are local: each rank of the group makes the same calls in the same order. Work is enqueued on a
-//! stream ([`StreamOrder`]); only an exact-size dispatch makes the host wait, for the counts.
+//! Operations are collective unless they say that they are local: each rank of the group makes the same calls in the same order. Work is
+//! enqueued on a stream ([`StreamOrder`]); only an exact-size dispatch makes the host wait, for the counts.
 
 mod beside;
 mod buffer;

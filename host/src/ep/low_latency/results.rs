@@ -7,8 +7,8 @@ use super::place::{Lease, Place};
 use crate::driver::Event;
 use crate::ep::{Tensor, TypedTensor};
 
-/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow; [`Buffer::combine`](super::Buffer::combine) answers
-/// it. `rows` stands for `num_ranks * max_tokens`.
+/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow;
+/// [`Buffer::combine`](super::Buffer::combine) answers it. `rows` stands for `num_ranks * max_tokens`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Received<'p> {
