@@ -4,7 +4,8 @@
 //! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing alone; [`payload`] makes
 //! rows that tell their tokens apart or whose sums are exact; [`lockstep`] runs ranks one at a time; [`roundtrip`] is the round trip that compares every bit, on the ranks of [`harness`]. [`ranks`] runs a test on
 //! several ranks, as threads or as processes; [`alone`] runs a test in a process of its own; [`neighbour`] is another library on their devices; [`litmus`] has the litmus tests of
-//! the PTX memory model, as text and as PTX; [`fuzz`] gives what reads the bytes of strangers bytes that nobody would send; [`sizes`] says which sizes can be run.
+//! the PTX memory model, as text and as PTX; [`fuzz`] gives what reads the bytes of strangers bytes that nobody would send; [`sizes`] says which sizes can be run; [`tier`] how
+//! much a test tries.
 
 pub mod alone;
 pub mod compare;
@@ -20,6 +21,7 @@ pub mod ranks;
 pub mod roundtrip;
 pub mod selections;
 pub mod sizes;
+pub mod tier;
 
 pub use epoxide::group::launch::HeldPort;
 

@@ -1,0 +1,16 @@
+//! How much a test tries: the default tier is for every day, the long tier for CI and for anyone who has the time.
+
+/// The variable that names the tier: `default` or `long`.
+pub const TIER: &str = "EPOXIDE_TIER";
+
+/// Returns `default` in the default tier and `long` in the long tier.
+///
+/// # Panics
+/// Where [`TIER`] names neither.
+pub fn pick<T>(default: T, long: T) -> T {
+    match std::env::var(TIER).as_deref() {
+        Err(_) | Ok("default") => default,
+        Ok("long") => long,
+        Ok(other) => panic!("{TIER} = {other:?}, but the tiers are \"default\" and \"long\""),
+    }
+}
