@@ -12,3 +12,4 @@ pub use crate::ep::tuning::Tuning;
 pub use crate::group::mesh_group::Connect;
 pub use crate::group::recorder::{Entry, State};
 pub use crate::group::tcp::TcpStoreServer;
+pub use crate::virtual_time::{Membership, VirtualTime, as_member};

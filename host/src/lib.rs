@@ -86,6 +86,7 @@ pub mod low_latency;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 pub mod transport;
+mod virtual_time;
 
 pub use error::{Error, Result, Scope};
 

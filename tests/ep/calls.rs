@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use std::time::Instant;
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchHandle, DispatchRequest, Place};
@@ -165,14 +164,15 @@ fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
         let outcome = run_threads(ranks, PATIENCE, |number, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
             let (mut places, known) = prepare(&mut rank, &turn)?;
-            let start = Instant::now();
+            let start = rank.now();
             for call in calls_of(number) {
                 // The one before may have been found out by now.
                 let _ = call.make(&mut rank, &mut places, &known);
             }
             rank.stream.synchronize()?;
             let error = rank.buffer.check().expect_err("calls that differ");
-            assert!(start.elapsed() < SOON, "noticed after {:?}: {error}", start.elapsed());
+            let took = rank.now() - start;
+            assert!(took < SOON, "noticed after {took:?}: {error}");
             assert_eq!(error.scope(), Scope::ThisRank);
             // From now on every call says the same.
             for later in [
@@ -303,7 +303,7 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
             let error =
                 rank.dispatch(&mut place, request).map(drop).expect_err("the driver refuses the launch");
             assert!(error.to_string().contains(REFUSAL), "{error}");
-            let start = Instant::now();
+            let start = rank.now();
             let rows = place.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
             let combine = rank.combine(CombineRequest::new(&rows, &handle)).map(drop);
             drop(rows);
@@ -318,7 +318,7 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
                 let Error::Broken { call, reason } = &later else { panic!("{later}") };
                 assert_eq!((*call, reason.contains(REFUSAL)), ("dispatch", true), "{later}");
             }
-            assert!(start.elapsed() < SOON, "later calls do not wait");
+            assert!(rank.now() - start < SOON, "later calls do not wait");
         }
         group.barrier(PATIENCE)
     });

@@ -8,6 +8,7 @@ use epoxide::driver::{
     CopyEnd, Device, DeviceInfo, DevicePtr, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
     Staging, Streams,
 };
+use epoxide::internal::VirtualTime;
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::Section;
 
@@ -189,6 +190,10 @@ impl Device for FailingDevice {
     unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         // SAFETY: as above.
         unsafe { self.inner.fill(stream, dst, value, bytes) }
+    }
+
+    fn time(&self) -> Option<VirtualTime> {
+        self.inner.time()
     }
 
     fn make_progress(&self) {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use epoxide::driver::{Event, Stream};
 use epoxide::ep::{CombineOutput, CombineRequest, Counts, DType, DispatchRequest, StreamOrder, Tensor};
 use epoxide::group::launch::run_threads;
+use epoxide::internal::{VirtualTime, as_member};
 use epoxide::{Error, Result, Scope};
 use epoxide_testing::harness::{PATIENCE, POISON, Rank, Setup, assert_names};
 use epoxide_testing::payload::values_of;
@@ -35,10 +36,11 @@ fn event(stream: &Stream) -> Result<Event> {
 /// Does what waits for work that a gate holds up, and opens that meanwhile.
 fn while_held(gate: &Gate, work: impl FnOnce()) {
     std::thread::scope(|scope| {
-        scope.spawn(|| {
+        // A member of the ranks' clock: no deadline passes while it sleeps.
+        scope.spawn(as_member(VirtualTime::of_this_thread(), || {
             std::thread::sleep(WHILE);
             gate.open();
-        });
+        }));
         work();
     });
 }

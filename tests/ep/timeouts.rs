@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use epoxide::ep::{
     CachedDispatchRequest, DispatchHandle, DispatchOutput, DispatchRequest, Place, StreamOrder,
@@ -10,7 +10,7 @@ use epoxide::ep::{
 use epoxide::group::launch::run_threads;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names, now};
 
 use crate::gate::Gate;
 use crate::spread::{Spread, in_every_spread};
@@ -31,11 +31,16 @@ in_every_spread! {
     buffers_in_opposite_orders_name_each_other,
 }
 
-/// Long enough for ranks that do come, on a busy machine.
+/// How long kernels wait for a rank that does not come, on the clock of the ranks.
 pub const TIMEOUT: Duration = Duration::from_millis(1500);
 /// Within this a wait must have been given up.
 pub const SOON: Duration = Duration::from_secs(10);
 const TOKENS: [u32; 4] = [6, 4, 5, 3];
+
+/// Blocks a rank's thread on the clock of the ranks.
+fn sleep(rank: &Rank, duration: Duration) {
+    rank.device().time().expect("a virtual GPU of a rank that is a thread").sleep(duration);
+}
 
 /// The ranks of a test: three of one node, or two nodes of two. The last one is the one that does not come.
 #[derive(Debug, Clone, Copy)]
@@ -129,13 +134,13 @@ fn without_the_last(
             let handle = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?.0.handle;
             rank.synchronize()?;
             if number != ranks.lost() {
-                let start = Instant::now();
+                let start = rank.now();
                 let error = call(&mut rank, &mut place, &turn, &inputs, &handle);
                 let error = error.expect_err("a rank did not come");
-                let took = start.elapsed();
+                let took = rank.now() - start;
                 assert!((TIMEOUT..SOON).contains(&took), "noticed after {took:?}");
                 // From now on every call says the same, at once.
-                let start = Instant::now();
+                let start = rank.now();
                 for later in [
                     rank.buffer.check().expect_err("the buffer is of no use"),
                     dispatch(&mut rank, &mut place, &turn, &inputs).expect_err("the buffer is of no use"),
@@ -145,7 +150,7 @@ fn without_the_last(
                 ] {
                     assert_eq!(later.to_string(), error.to_string());
                 }
-                assert!(start.elapsed() < TIMEOUT, "later calls do not wait");
+                assert!(rank.now() - start < TIMEOUT, "later calls do not wait");
                 rank.stream.synchronize()?;
                 errors.lock().unwrap().insert(number, error);
             } else if lost == Lost::Dies {
@@ -281,11 +286,11 @@ fn operations_queued_behind_an_expired_one_do_not_wait_again(spread: Spread) {
 fn a_slow_rank_is_waited_for(spread: Spread) {
     for ranks in Ranks::all(spread) {
         let turn = ranks.turn();
-        ranks.setup().timeout(10 * TIMEOUT).run(|rank| {
+        ranks.setup().run(|rank| {
             let inputs = Inputs::upload(&turn, rank)?;
             rank.synchronize()?;
             if rank.rank == ranks.lost() {
-                std::thread::sleep(TIMEOUT / 2);
+                sleep(rank, TIMEOUT * 3 / 4);
             }
             let mut place = rank.place()?;
             let output = dispatch(rank, &mut place, &turn, &inputs)?;
@@ -349,9 +354,10 @@ fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spre
             drop(rank.buffer.dispatch(&mut place, request, order)?);
             drop((place, layout, inputs));
             let Rank { stream, buffer, .. } = rank;
-            let start = Instant::now();
+            let start = now(&**stream.device());
             drop(buffer);
-            assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+            let took = now(&**stream.device()) - start;
+            assert!(took < SOON, "{took:?}");
             // Now all of it runs; a virtual GPU would say what memory is gone.
             gate.open();
             stream.synchronize()
@@ -384,13 +390,13 @@ fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
         let mut place = later.place()?;
         echo(&mut later, &mut place, &inputs, turn.routing.num_experts)?;
 
-        let start = Instant::now();
+        let start = earlier.now();
         let error = loop {
             match earlier.buffer.check() {
                 Err(error) => break error,
-                Ok(()) => assert!(start.elapsed() < SOON, "the wait has not ended"),
+                Ok(()) => assert!(earlier.now() - start < SOON, "the wait has not ended"),
             }
-            std::thread::sleep(Duration::from_millis(1));
+            sleep(&earlier, TIMEOUT / 4);
         };
         let names = |rank: &Rank| format!("buffer {} of this process has a combine", rank.buffer.id());
         let order = "in the same order on every rank";

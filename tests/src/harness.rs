@@ -2,8 +2,8 @@
 //! one wrong value does not leave its peers waiting.
 
 use std::fmt::Debug;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, DevicePtr, Stream};
@@ -19,8 +19,9 @@ use epoxide::{Error, Result};
 
 use crate::payload::{bytes_of, values_of};
 
-/// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
-pub const PATIENCE: Duration = Duration::from_secs(15);
+/// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout. A group waits in real time, on a
+/// machine that may be busy.
+pub const PATIENCE: Duration = Duration::from_secs(300);
 /// What outputs hold before an operation writes them.
 pub const POISON: u8 = 0x5e;
 
@@ -34,6 +35,12 @@ fn open_device(setup: &Setup, rank: u32) -> Result<Arc<dyn Device>> {
         return epoxide::driver::cuda::CudaDevice::open(rank);
     }
     Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..setup.device.clone() }))
+}
+
+/// The time by which the deadlines of a device's kernels pass: on a virtual GPU of a rank that is a thread, the clock of all ranks.
+pub fn now(device: &dyn Device) -> Duration {
+    static START: OnceLock<Instant> = OnceLock::new();
+    device.time().map_or_else(|| START.get_or_init(Instant::now).elapsed(), |time| time.now())
 }
 
 /// How ranks are spread over nodes, and what connects these. With [`TransportKind::Auto`] there are two nodes to a host, so that those of
@@ -95,10 +102,10 @@ impl Setup {
         self
     }
 
-    /// Longest wait for a peer.
+    /// Longest wait of a kernel for a peer. Transports, which wait in real time, keep [`PATIENCE`].
     pub fn timeout(mut self, timeout: Duration) -> Setup {
         self.options.timeout = timeout;
-        self.options.transport.timeout = timeout;
+        self.options.transport.timeout = PATIENCE;
         self
     }
 
@@ -227,6 +234,11 @@ impl Rank {
     /// Its GPU.
     pub fn device(&self) -> &Arc<dyn Device> {
         self.stream.device()
+    }
+
+    /// The time by which its kernels' deadlines pass.
+    pub fn now(&self) -> Duration {
+        now(&**self.device())
     }
 
     /// Waits for the stream, then for the other ranks.

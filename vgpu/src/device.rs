@@ -12,6 +12,9 @@ pub enum Clock {
     /// A counter in nanoseconds that advances by [`VIRTUAL_NS_PER_WARP_INSTRUCTION`] per warp instruction of every
     /// device that shares it, so that runs can be repeated exactly.
     Virtual(Arc<AtomicU64>),
+    /// A counter in nanoseconds that only its owner advances: a deadline then passes when the owner finds that nobody
+    /// can do anything before, however long the machine takes.
+    Stepped(Arc<AtomicU64>),
 }
 
 /// How far [`Clock::Virtual`] advances per warp instruction, in nanoseconds.
@@ -26,7 +29,7 @@ impl Clock {
                 let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
                 (t.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(t.tv_nsec as u64)
             }
-            Clock::Virtual(ns) => ns.load(Ordering::Relaxed),
+            Clock::Virtual(ns) | Clock::Stepped(ns) => ns.load(Ordering::Relaxed),
         }
     }
 

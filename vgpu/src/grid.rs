@@ -6,7 +6,7 @@ use crate::check::block::BlockCheck;
 use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
 use crate::check::watch::{Watch, Watcher};
 use crate::check::{Checker, Known, Past, Timeline};
-use crate::device::{DeviceConfig, GridConfig, Schedule};
+use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
 use crate::exec::bulk_queue::BulkQueue;
 use crate::exec::shared::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
@@ -287,6 +287,18 @@ impl Grid {
     #[must_use]
     pub fn past(&self) -> Past {
         self.check.as_ref().map(|check| Past::of(check.end.clone())).unwrap_or_default()
+    }
+
+    /// Whether each warp that waits, and has read a [`Clock::Stepped`] in its wait, has read what that shows now. Until
+    /// then a deadline may have passed that no warp has noticed.
+    #[must_use]
+    pub fn has_read_the_clock(&self) -> bool {
+        let Clock::Stepped(_) = &self.env.clock else { return true };
+        let now = self.env.clock.now_ns();
+        let warps = self.blocks.iter().flat_map(|block| &block.warps);
+        warps
+            .filter(|warp| !warp.groups.is_empty())
+            .all(|warp| warp.clock_seen.is_none_or(|seen| seen == now))
     }
 
     /// Hash of the sequence of scheduling decisions (block, warp, length of slice). Two runs with the same digest

@@ -11,6 +11,7 @@ use super::rule::NoDriverCalls;
 use super::staging::Staging;
 use super::streams::Streams;
 use crate::error::Result;
+use crate::virtual_time::VirtualTime;
 
 /// The raw driver of one device. Handles are opaque; asynchronous calls return at once and run in stream order.
 ///
@@ -212,6 +213,12 @@ pub trait Device: Send + Sync + Debug {
     /// The range is live until the stream has passed the call.
     #[doc(hidden)]
     unsafe fn fill(&self, stream: u64, dst: DevicePtr, value: u8, bytes: u64) -> Result<()>;
+
+    /// The clock that deadlines of the device's kernels pass by; `None` where that is the real one.
+    #[doc(hidden)]
+    fn time(&self) -> Option<VirtualTime> {
+        None
+    }
 
     /// Called in every host-side polling loop. Gives the processor away; on a virtual GPU that is driven by hand it
     /// also runs device work.

@@ -16,6 +16,7 @@ use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, Raw
 use super::staged_copy;
 use super::streams::{List, Listed, Streams};
 use crate::error::{Error, Result};
+use crate::virtual_time::{Poller, VirtualTime};
 
 /// Says that `what` of the device has not ended in `waited`, and that its owner goes all the same. Kernels that may still run, perhaps for
 /// ever, use memory and code that owners are about to give back: from now on nothing of the device is given back, nor the device itself,
@@ -476,14 +477,25 @@ fn depart(device: &dyn Device, list: &mut List, gone: u64) -> Result<()> {
     outcome
 }
 
-/// Polls until something is done or the time is over; false means it is over.
-fn poll(device: &dyn Device, timeout: Duration, is_done: impl Fn() -> Result<bool>) -> Result<bool> {
-    let start = Instant::now();
+/// Polls until something is done or `timeout` of the device's time is over; false means it is over.
+pub(crate) fn poll(
+    device: &dyn Device,
+    timeout: Duration,
+    mut is_done: impl FnMut() -> Result<bool>,
+) -> Result<bool> {
+    let time = device.time();
+    let (start, began) = (Instant::now(), time.as_ref().map(VirtualTime::now));
+    let elapsed = || match (&time, began) {
+        (Some(time), Some(began)) => time.now().saturating_sub(began),
+        _ => start.elapsed(),
+    };
+    let poller = Poller::new(time.as_ref());
     while !is_done()? {
-        if start.elapsed() > timeout {
+        if elapsed() > timeout {
             return Ok(false);
         }
         device.make_progress();
+        poller.pause();
     }
     Ok(true)
 }

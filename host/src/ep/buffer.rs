@@ -25,6 +25,7 @@ use super::{Config, StreamOrder, Topology};
 use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
+use crate::virtual_time::spawn;
 
 /// Where expert counts start in the host's copy of the counts.
 pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
@@ -141,7 +142,8 @@ impl Buffer {
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
         let loader = {
             let (device, ptx) = (device.clone(), options.ptx.clone());
-            std::thread::spawn(move || Loaded::new(&device, topology.nodes > 1, ptx))
+            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology.nodes > 1, ptx))
+                .map_err(|error| Error::os("spawn thread", error))?
         };
         let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
         let largest = options.shape.max_row_bytes;

@@ -10,7 +10,7 @@ use epoxide_gpu::layout::{
 use super::Buffer;
 use super::pool::pool_bytes;
 use super::wire::{WireSide, wire_bytes};
-use crate::driver::Stream;
+use crate::driver::{Stream, poll};
 use crate::error::{Error, Result, Scope};
 
 /// How often a waiting host asks the stream whether it has failed.
@@ -204,10 +204,12 @@ impl Buffer {
     pub(super) fn wait_counts(&self, stream: &Stream, tag: u64) -> Result<PlanHeader> {
         // The tag is released after all the rest.
         let seen = || self.host_counts.load(offset_of!(PlanHeader, tag) as u64);
-        let start = Instant::now();
-        let mut last_check = start;
-        while seen()? != tag {
-            self.device.make_progress();
+        let mut last_check = Instant::now();
+        let limit = self.options.timeout.saturating_mul(HOST_PATIENCE);
+        let answered = poll(&*self.device, limit, || {
+            if seen()? == tag {
+                return Ok(true);
+            }
             if last_check.elapsed() > STREAM_CHECK {
                 last_check = Instant::now();
                 // A fault of the device ends the wait; so does a peer's silence, which the kernel records.
@@ -216,14 +218,12 @@ impl Buffer {
                     check_status(self)?;
                     return Err(Error::os("notify", "the stream is done but no counts came"));
                 }
-                if start.elapsed() > self.options.timeout.saturating_mul(HOST_PATIENCE) {
-                    check_status(self)?;
-                    return Err(Error::os(
-                        "notify",
-                        format!("no answer of the device in {:?}", start.elapsed()),
-                    ));
-                }
             }
+            Ok(false)
+        })?;
+        if !answered {
+            check_status(self)?;
+            return Err(Error::os("notify", format!("no answer of the device in {limit:?}")));
         }
         self.host_counts.read(0)
     }

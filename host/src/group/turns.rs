@@ -11,6 +11,7 @@ use super::mesh::{Engine, Wake};
 use super::recorder::Recorder;
 use super::work::{Promise, Work};
 use crate::error::{Error, Result};
+use crate::virtual_time::spawn;
 
 /// What the handles and the worker of a group share.
 #[derive(Debug)]
@@ -167,7 +168,7 @@ impl Core {
         if turns.worker.is_none() {
             let core = self.clone();
             let name = format!("epoxide-group-{}", self.rank);
-            match std::thread::Builder::new().name(name).spawn(move || core.work()) {
+            match spawn(name, move || core.work()) {
                 Ok(worker) => turns.worker = Some(worker),
                 Err(error) => return Work::ready(Err(Error::os("spawn", error))),
             }

@@ -14,6 +14,7 @@ use super::put::{Interrupt, Put, PutQueue};
 use super::setup::{JOIN, deadline};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
+use crate::virtual_time::{Poller, spawn};
 
 /// Most puts that are given to a queue at once.
 const BATCH: usize = 16;
@@ -227,13 +228,11 @@ impl Proxy {
             completed: 0,
             traced: VecDeque::new(),
         };
-        let thread = std::thread::Builder::new()
-            .name(format!("to {peer} q{index}"))
-            .spawn(move || {
-                let _rule = NoDriverCalls::new("a proxy");
-                worker.run();
-            })
-            .map_err(|error| Error::os("spawn thread", error))?;
+        let thread = spawn(format!("to {peer} q{index}"), move || {
+            let _rule = NoDriverCalls::new("a proxy");
+            worker.run(&Poller::of_this_thread());
+        })
+        .map_err(|error| Error::os("spawn thread", error))?;
         Ok(Proxy { peer, queue: index, ring, shared, interrupt, thread: Some(thread) })
     }
 
@@ -320,13 +319,17 @@ struct Worker {
 }
 
 impl Worker {
-    fn run(&mut self) {
+    fn run(&mut self, poller: &Poller) {
         let mut batch = Vec::with_capacity(BATCH);
         let mut healthy = true;
         loop {
             // Before the ring is looked at: what was posted before the order to stop is seen.
             let stop = self.shared.stop.load(Ordering::Acquire);
             let taken = self.take(&mut batch);
+            if !batch.is_empty() {
+                poller.acts();
+            }
+            let completed = self.completed;
             if healthy && let Err(error) = taken.and_then(|()| self.carry_out(&batch)) {
                 healthy = false;
                 tracing::debug!("proxy of queue {} to rank {}: {error}", self.index, self.peer);
@@ -340,6 +343,11 @@ impl Worker {
                 if !healthy || self.interrupt.is_raised() {
                     return;
                 }
+            }
+            if self.completed != completed {
+                poller.acts();
+            } else if batch.is_empty() {
+                poller.found_nothing();
             }
             if batch.is_empty() {
                 self.idle.wait(self.completed < self.posted);

@@ -1,7 +1,7 @@
 //! Peers that do not come, or come late, in ways that are of one node alone.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use epoxide::Error;
 use epoxide::driver::virt::{Executor, Machine};
@@ -92,13 +92,7 @@ fn on_a_machine_a_deadline_passes_in_virtual_time() {
         });
         errors.collect::<Vec<_>>()
     };
-    let start = Instant::now();
     let errors = run();
-    assert!(
-        start.elapsed() < VIRTUAL_TIMEOUT,
-        "{VIRTUAL_TIMEOUT:?} of virtual time took {:?}",
-        start.elapsed()
-    );
     for (number, error) in (0..).zip(&errors) {
         let &Error::PeerTimeout { rank, peer, waited, .. } = error else { panic!("{error}") };
         assert_eq!((rank, peer), (number, 2));

@@ -32,6 +32,9 @@ use state::{Flow, Poll, Run, stop};
 /// Instructions a group may run before it must let the other runnable groups of its warp run.
 const GROUP_FUEL: u32 = 4096;
 
+/// Stands for the clock among the addresses that a warp polls.
+const TIMER: u64 = u64::MAX;
+
 impl<'a, W: Watch> Exec<'a, W> {
     pub(crate) fn new(env: &'a Env, block: &'a mut BlockState, warp: &'a mut Warp, watch: W) -> Self {
         Exec {
@@ -259,6 +262,14 @@ impl<'a, W: Watch> Exec<'a, W> {
                 if what == Timer::GlobalHi { ns >> 32 } else { ns }
             }
         };
+        let is_global = matches!(what, Timer::Global | Timer::GlobalLo | Timer::GlobalHi);
+        if is_global && let Clock::Stepped(ns) = &self.env.clock {
+            self.warp.clock_seen = Some(ns.load(Ordering::Relaxed));
+            // A loop that looks at nothing but a clock that stands waits for its owner.
+            if self.warp.polls.iter().all(|p| p.addr == TIMER) {
+                self.poll(TIMER, value);
+            }
+        }
         let wide = what.is_wide();
         for i in lanes::lanes(m) {
             if wide {
@@ -362,6 +373,7 @@ impl<'a, W: Watch> Exec<'a, W> {
             self.warp.polls.clear();
         }
         self.warp.spinning = false;
+        self.warp.clock_seen = None;
         self.warp.waiting = None;
     }
 

@@ -117,6 +117,8 @@ pub(crate) struct Warp {
     pub(super) polls: Vec<Poll>,
     /// The last look at memory found what was there before, and nothing was changed since.
     pub(super) spinning: bool,
+    /// What a clock that stands showed last, since anything was changed.
+    pub(crate) clock_seen: Option<u64>,
     /// What it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
     pub(crate) trace: RecentSteps,
@@ -142,6 +144,7 @@ impl Warp {
         });
         self.polls.clear();
         self.spinning = false;
+        self.clock_seen = None;
         self.waiting = None;
         self.trace.steps.clear();
         self.late.clear();

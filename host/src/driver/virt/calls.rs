@@ -17,6 +17,7 @@ use crate::driver::{
     CopyEnd, Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RawStream, Staging, Streams,
 };
 use crate::error::{Error, Result};
+use crate::virtual_time::VirtualTime;
 
 /// The unit of allocation, in bytes.
 const PAGE: u64 = 4096;
@@ -409,6 +410,10 @@ impl Device for VirtualGpu {
         }
         self.check_range("dst", dst, bytes)?;
         self.transfer(stream, entered, Transfer::Fill { target: dst.0, value, bytes })
+    }
+
+    fn time(&self) -> Option<VirtualTime> {
+        self.time.clone()
     }
 
     fn make_progress(&self) {

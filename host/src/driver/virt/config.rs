@@ -14,6 +14,18 @@ pub enum Executor {
     Manual(Machine),
 }
 
+/// Where a virtual GPU's `%globaltimer` comes from, and with it every deadline of its kernels.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Time {
+    /// The clock of all ranks of [`run_threads`](crate::group::launch::run_threads) where the device is made by such a
+    /// rank, else [`Time::Real`]. The ranks' clock passes only while none of them can do anything, so that a deadline
+    /// passes at once when a rank does not come, and never because the machine is busy. Events keep measuring real time.
+    #[default]
+    OfRanks,
+    /// The system's monotonic clock: for ranks of several processes, and for traces that show how long kernels take.
+    Real,
+}
+
 /// What a virtual GPU is like.
 #[derive(Debug, Clone)]
 pub struct VirtConfig {
@@ -32,6 +44,8 @@ pub struct VirtConfig {
     /// Who runs the work.
     #[doc(hidden)]
     pub executor: Executor,
+    /// Source of `%globaltimer`. A [`Machine`] has its own.
+    pub time: Time,
     /// Runs kernels in check mode and watches the device's memory, together with that of other devices of this process that have the
     /// same one. What other processes do stays out of its sight, so all ranks should be threads of this process.
     pub checker: Option<Checker>,
@@ -49,6 +63,7 @@ impl Default for VirtConfig {
             schedule_seed: None,
             schedule: Schedule::Random,
             executor: Executor::Threaded,
+            time: Time::OfRanks,
             checker: None,
             native_atomics: true,
         }

@@ -4,17 +4,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use epoxide_vgpu::{Grid, Past, Progress, Timeline};
+use epoxide_vgpu::{Clock, Grid, Past, Progress, Timeline};
 
 use super::coverage;
 use super::state::{GpuCore, State};
 use super::stream::Op;
 use super::work::{Launch, Transfer};
+use crate::virtual_time::{Poller, VirtualTime};
 
 /// Warp instructions that a grid runs before the next one has its turn.
 const SLICE: u64 = 64 * 1024;
 /// Warp instructions per warp within which a grid that only spins is found to do so: every warp has had a turn.
 const PROBE_PER_WARP: u64 = 256;
+/// Most turns of a grid that only spins until its warps have read the clock.
+const CLOCK_PROBES: u32 = 256;
 /// How often the engine gives its time slice away before it sleeps, when all grids spin.
 const YIELDS: u32 = 16;
 /// Longest sleep of the engine when all grids spin: what they wait for comes from another thread or process.
@@ -60,7 +63,14 @@ impl Work {
                 self.turn(shared, slice, order)
             }
             Work::Grid(grid, _) => {
-                let progress = grid.step(slice);
+                let mut progress = grid.step(slice);
+                // Warps look at the clock once in many polls.
+                for _ in 0..CLOCK_PROBES {
+                    if !matches!(progress, Ok(Progress::Spinning)) || grid.has_read_the_clock() {
+                        break;
+                    }
+                    progress = grid.step(slice);
+                }
                 if !matches!(progress, Ok(Progress::Running | Progress::Spinning)) {
                     coverage::note(grid.kernel());
                 }
@@ -176,7 +186,11 @@ impl Engine {
         }
         let jobs_before = self.jobs.len();
         let mut any_passed = false;
-        let now_ns = self.shared.config.clock.now_ns();
+        // Events measure how long the work takes.
+        let now_ns = match &self.shared.config.clock {
+            Clock::Stepped(_) => Clock::Real.now_ns(),
+            clock => clock.now_ns(),
+        };
         loop {
             let mut passed = false;
             for (id, queue) in &mut state.queues {
@@ -239,9 +253,9 @@ impl Engine {
     }
 
     /// The engine's thread: runs until the device is dropped. A panic in here becomes the device's fault.
-    pub(super) fn run_thread(mut self) {
+    pub(super) fn run_thread(mut self, time: Option<&VirtualTime>) {
         let shared = self.shared.clone();
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run())) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run(&Poller::new(time)))) {
             let text = panic
                 .downcast_ref::<String>()
                 .map(String::as_str)
@@ -251,10 +265,10 @@ impl Engine {
         }
     }
 
-    fn run(&mut self) {
+    fn run(&mut self, poller: &Poller) {
         // Rounds in a row in which all grids only span.
         let mut spins = 0;
-        while self.await_work(&mut spins) {
+        while self.await_work(&mut spins, poller) {
             let mut progress = false;
             let mut index = 0;
             while index < self.jobs.len() {
@@ -268,12 +282,25 @@ impl Engine {
                     OpProgress::Done(_) | OpProgress::Fault => progress = true,
                 }
             }
-            spins = if progress { 0 } else { spins + 1 };
+            if progress {
+                spins = 0;
+                poller.acts();
+            } else {
+                spins += 1;
+                poller.found_nothing();
+            }
+            if poller.is_stuck() {
+                let report = self.stuck_report();
+                self.shared.fail(&format!(
+                    "kernels of every rank have only waited for an hour of their clock, and no thread has done anything; a kernel \
+                     waits for something that no other one, nor the host, will do{report}"
+                ));
+            }
         }
     }
 
     /// Returns when there are jobs to run; false when the device is being dropped.
-    fn await_work(&mut self, spins: &mut u32) -> bool {
+    fn await_work(&mut self, spins: &mut u32, poller: &Poller) -> bool {
         let shared = self.shared.clone();
         let mut state = shared.lock();
         loop {
@@ -281,6 +308,9 @@ impl Engine {
                 return false;
             }
             let changed = self.collect_locked(&mut state);
+            if changed || self.jobs.is_empty() {
+                poller.acts();
+            }
             if self.jobs.is_empty() {
                 state = shared.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
@@ -295,7 +325,9 @@ impl Engine {
                 // New work ends the nap early.
                 let woken = shared.work.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner);
                 state = woken.0;
-                self.collect_locked(&mut state);
+                if self.collect_locked(&mut state) {
+                    poller.acts();
+                }
             }
             return true;
         }

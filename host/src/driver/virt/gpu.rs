@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Region};
 
 use super::capture::Step;
-use super::config::{Executor, VirtConfig};
+use super::config::{Executor, Time, VirtConfig};
 use super::engine::Engine;
 use super::machine::Machine;
 use super::mix::mix;
@@ -17,6 +17,7 @@ use crate::driver::{
     Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RdmaWriteOrder, Staging, Streams,
 };
 use crate::error::{Error, Result};
+use crate::virtual_time::{VirtualTime, as_member};
 
 /// Most shared memory of a block, in bytes, as on an H100 or H200.
 const MAX_SHARED_BYTES: u32 = 227 * 1024;
@@ -31,6 +32,8 @@ pub(super) const PAGEABLE_AT_ONCE_BYTES: u64 = 1 << 20;
 pub struct VirtualGpu {
     pub(super) shared: Arc<GpuCore>,
     pub(super) runner: Runner,
+    /// What its kernels' deadlines pass by; `None` with the real clock, and on a machine.
+    pub(super) time: Option<VirtualTime>,
     pub(super) staging: Staging,
     pub(super) streams: Streams,
     pub(super) native_atomics: bool,
@@ -58,8 +61,14 @@ impl VirtualGpu {
     }
 
     pub(super) fn start(config: VirtConfig) -> VirtualGpu {
+        let time = match (&config.executor, config.time) {
+            (Executor::Threaded, Time::OfRanks) => VirtualTime::of_this_thread(),
+            _ => None,
+        };
         let (clock, seed) = match &config.executor {
-            Executor::Threaded => (Clock::Real, config.schedule_seed),
+            Executor::Threaded => {
+                (time.as_ref().map_or(Clock::Real, VirtualTime::clock), config.schedule_seed)
+            }
             Executor::Manual(machine) => (machine.clock(), config.schedule_seed.or(Some(machine.seed()))),
         };
         let info = DeviceInfo {
@@ -85,9 +94,9 @@ impl VirtualGpu {
         let shared = Arc::new(GpuCore::new(info, device_config, config.checker));
         let runner = match config.executor {
             Executor::Threaded => {
-                let engine = Engine::new(shared.clone());
+                let (engine, on) = (Engine::new(shared.clone()), time.clone());
                 let builder = std::thread::Builder::new().name(format!("virtual GPU {}", config.ordinal));
-                let thread = builder.spawn(move || engine.run_thread());
+                let thread = builder.spawn(as_member(time.clone(), move || engine.run_thread(on.as_ref())));
                 Runner::Thread(
                     thread.map_err(|error| shared.fail(&format!("no thread for it: {error}"))).ok(),
                 )
@@ -100,6 +109,7 @@ impl VirtualGpu {
         VirtualGpu {
             shared,
             runner,
+            time,
             staging: Staging::default(),
             streams: Streams::default(),
             native_atomics: config.native_atomics,

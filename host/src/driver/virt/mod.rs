@@ -73,7 +73,7 @@ pub use epoxide_vgpu::{CheckConfig, Checker, Stored};
 
 #[doc(hidden)]
 pub use self::config::Executor;
-pub use self::config::VirtConfig;
+pub use self::config::{Time, VirtConfig};
 pub use self::gpu::VirtualGpu;
 #[doc(hidden)]
 pub use self::machine::{Drive, Machine};

@@ -8,6 +8,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::group::mesh_group::Connect;
 use crate::group::{HashStore, MeshGroup, MeshOptions, ProcessGroup};
+use crate::virtual_time::{VirtualTime, as_member};
 
 /// Why [`run_threads`] failed: the first rank that did, and how.
 #[derive(Debug, Clone)]
@@ -80,12 +81,14 @@ where
             })
             .ok()
     };
+    // Where the system does not tell which threads are blocked, devices have the real clock.
+    let time = VirtualTime::of_this_thread().or_else(VirtualTime::new);
     let results = std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for rank in 0..size {
             let run = &run;
             let builder = std::thread::Builder::new().name(format!("rank {rank}"));
-            match builder.spawn_scoped(scope, move || run(rank)) {
+            match builder.spawn_scoped(scope, as_member(time.clone(), move || run(rank))) {
                 Ok(thread) => threads.push(thread),
                 Err(error) => {
                     report(rank, Error::os("spawn thread", error));

@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
 use crate::transport::setup::{JOIN, LinkEnds, Setup, WireHost, deadline, store_counter};
+use crate::virtual_time::spawn;
 
 /// All receiving ends of a rank.
 #[derive(Debug)]
@@ -48,7 +49,7 @@ impl Receivers {
                     shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                 }
             };
-            let thread = std::thread::Builder::new().name(format!("from {peer} q{queue}")).spawn(run);
+            let thread = spawn(format!("from {peer} q{queue}"), run);
             receivers.readers.push((socket, thread.map_err(|error| Error::os("spawn thread", error))?));
         }
         Ok(receivers)

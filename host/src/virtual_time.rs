@@ -1,0 +1,410 @@
+//! One clock for ranks that are threads of one process, which passes only while none of them can do anything.
+//!
+//! Deadlines on virtual GPUs are read from this clock, so that no result depends on how fast the machine is: a busy
+//! machine runs the ranks later, and their clock later too. The invariant: the clock moves forward only after a moment
+//! at which every member thread was blocked or had found nothing to do.
+//!
+//! A *member* is a rank's thread ([`VirtualTime::join`]) or a thread that the library started for it ([`spawn`]). The
+//! system says of each member whether it is blocked (`/proc/self/task`), so that any kind of wait counts: a condition
+//! variable, a socket, a file. A member in `sleep` counts as busy, because it goes on by itself. A member that polls
+//! memory is never blocked for long; it reports each round in which it found nothing ([`Poller`]).
+//!
+//! An attempt to move the clock takes two looks at all members. It succeeds when no member has reported work in
+//! between, every blocked member has not run in between, and every polling member has completed two empty rounds in
+//! between: one that may have begun before the first look, and one that began behind it. Everything that was in memory
+//! at the first look has then been seen by every member that could act on it.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use epoxide_vgpu::Clock;
+
+/// What a new clock shows, in nanoseconds.
+const START_NS: u64 = 1_000_000_000;
+/// The first step of the clock after something has happened, in nanoseconds.
+const FIRST_STEP_NS: u64 = 50_000;
+/// The longest step, in nanoseconds.
+const LONGEST_STEP_NS: u64 = 10_000_000_000;
+/// A step is this part of the time in which nothing has happened: a deadline is noticed late by so much at most.
+const STEP_PART: u64 = 2;
+/// Virtual time in which nothing happens until nothing ever will.
+const STUCK_NS: u64 = 3_600_000_000_000;
+/// Real time between two looks at the members.
+const LOOK: Duration = Duration::from_micros(250);
+/// The longest real time between two looks while attempts fail.
+const LONGEST_LOOK: Duration = Duration::from_millis(4);
+/// How long a polling host thread pauses between two rounds.
+const ROUND: Duration = Duration::from_micros(50);
+
+/// The clock and its members. Clones are the same clock.
+#[derive(Debug, Clone)]
+pub struct VirtualTime {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    now_ns: Arc<AtomicU64>,
+    /// Counts what members have done that others may wait for.
+    activity: AtomicU64,
+    /// One more than the `activity` at which [`STUCK_NS`] were over.
+    stuck: AtomicU64,
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    members: BTreeMap<i32, Arc<Member>>,
+    /// Threads that have been started and have not joined yet.
+    starting: u64,
+    /// Times at which a member goes on.
+    wakes: Vec<u64>,
+    attempt: Option<Attempt>,
+    /// `activity` at the last step, and virtual time since it last changed.
+    quiet: (u64, u64),
+    next_look: Option<Instant>,
+    failed: u32,
+}
+
+/// What one thread has reported.
+#[derive(Debug, Default)]
+struct Member {
+    /// Empty rounds since the thread began to poll; 0 while it does not.
+    rounds: AtomicU64,
+}
+
+/// The first look of an attempt.
+#[derive(Debug)]
+struct Attempt {
+    activity: u64,
+    seen: BTreeMap<i32, Seen>,
+}
+
+/// A member at a look.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Seen {
+    /// Empty rounds so far.
+    Polling(u64),
+    /// Blocked, after so much time on a processor.
+    Blocked(u64),
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<(VirtualTime, Arc<Member>)>> = const { RefCell::new(None) };
+}
+
+fn current() -> Option<(VirtualTime, Arc<Member>)> {
+    CURRENT.with_borrow(Clone::clone)
+}
+
+impl VirtualTime {
+    /// A clock without members; `None` where the system does not tell which threads are blocked.
+    pub fn new() -> Option<VirtualTime> {
+        // Clocks that have just begun are rare, and kernels may take 0 for no time at all.
+        let inner = Inner { now_ns: Arc::new(AtomicU64::new(START_NS)), ..Inner::default() };
+        look_at(thread_id()).known.then(|| VirtualTime { inner: Arc::new(inner) })
+    }
+
+    /// The clock that the calling thread is a member of.
+    pub fn of_this_thread() -> Option<VirtualTime> {
+        current().map(|(time, _)| time)
+    }
+
+    /// What the clock shows.
+    pub fn now(&self) -> Duration {
+        Duration::from_nanos(self.inner.now_ns.load(Ordering::Acquire))
+    }
+
+    /// The clock of virtual GPUs.
+    pub(crate) fn clock(&self) -> Clock {
+        Clock::Stepped(self.inner.now_ns.clone())
+    }
+
+    /// Makes the calling thread a member until the guard is dropped, on the same thread.
+    pub fn join(&self) -> Membership {
+        let (id, member) = (thread_id(), Arc::new(Member::default()));
+        let mut table = self.table();
+        table.attempt = None;
+        let replaced = table.members.insert(id, member.clone());
+        drop(table);
+        let before = CURRENT.replace(Some((self.clone(), member)));
+        Membership { time: self.clone(), id, replaced, before, _here: std::marker::PhantomData }
+    }
+
+    /// Blocks the calling thread, a member or not, until `duration` has passed on this clock.
+    pub fn sleep(&self, duration: Duration) {
+        let until = self.now() + duration;
+        let until_ns = u64::try_from(until.as_nanos()).unwrap_or(u64::MAX);
+        self.table().wakes.push(until_ns);
+        let poller = Poller::new(Some(self));
+        while self.now() < until {
+            poller.pause();
+        }
+        drop(poller);
+        let mut table = self.table();
+        if let Some(at) = table.wakes.iter().position(|wake| *wake == until_ns) {
+            table.wakes.swap_remove(at);
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.inner.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn act(&self) {
+        self.inner.activity.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Moves the clock if no member can do anything; called by members behind an empty round.
+    fn try_to_step(&self) {
+        // Whoever holds the table looks already.
+        let Ok(mut table) = self.inner.table.try_lock() else { return };
+        let now = Instant::now();
+        if table.next_look.is_some_and(|next| now < next) {
+            return;
+        }
+        let activity = self.inner.activity.load(Ordering::Acquire);
+        if let Some(attempt) = table.attempt.take_if(|attempt| attempt.activity == activity) {
+            match table.compare(&attempt) {
+                Compared::Wait => {
+                    table.attempt = Some(attempt);
+                    table.next_look = Some(now + LOOK);
+                    return;
+                }
+                Compared::Changed => table.failed += 1,
+                // A member may have begun to act during the second look.
+                Compared::Quiet(_) if self.inner.activity.load(Ordering::Acquire) != activity => {}
+                Compared::Quiet(seen) => {
+                    self.step(&mut table, activity);
+                    table.failed = 0;
+                    table.attempt = Some(Attempt { activity, seen });
+                    table.next_look = Some(now + LOOK);
+                    return;
+                }
+            }
+        }
+        let seen = table.look();
+        if seen.is_none() {
+            table.failed += 1;
+        }
+        table.attempt = seen.map(|seen| Attempt { activity, seen });
+        table.next_look = Some(now + LONGEST_LOOK.min(LOOK * (1 << table.failed.min(4))));
+    }
+
+    fn step(&self, table: &mut Table, activity: u64) {
+        if table.quiet.0 != activity {
+            table.quiet = (activity, 0);
+        }
+        let now_ns = self.inner.now_ns.load(Ordering::Acquire);
+        let next_wake = table.wakes.iter().filter(|wake| **wake > now_ns).min();
+        let step = (table.quiet.1 / STEP_PART).clamp(FIRST_STEP_NS, LONGEST_STEP_NS);
+        let step = next_wake.map_or(step, |wake| step.min(wake - now_ns));
+        table.quiet.1 += step;
+        if table.quiet.1 >= STUCK_NS {
+            self.inner.stuck.store(activity + 1, Ordering::Release);
+        }
+        self.inner.now_ns.fetch_add(step, Ordering::AcqRel);
+    }
+}
+
+enum Compared {
+    /// A polling member has not completed its rounds yet.
+    Wait,
+    Changed,
+    /// The second look is the first one of the next attempt.
+    Quiet(BTreeMap<i32, Seen>),
+}
+
+impl Table {
+    /// All members; `None` where one of them runs or is about to.
+    fn look(&self) -> Option<BTreeMap<i32, Seen>> {
+        if self.starting > 0 {
+            return None;
+        }
+        let look = |(&id, member): (&i32, &Arc<Member>)| match member.rounds.load(Ordering::Acquire) {
+            0 => look_at(id).blocked_after.map(|ran| (id, Seen::Blocked(ran))),
+            rounds => Some((id, Seen::Polling(rounds))),
+        };
+        self.members.iter().map(look).collect()
+    }
+
+    fn compare(&self, attempt: &Attempt) -> Compared {
+        let rounds =
+            |id: &i32| self.members.get(id).map_or(0, |member| member.rounds.load(Ordering::Acquire));
+        for (id, seen) in &attempt.seen {
+            if let Seen::Polling(before) = seen {
+                match rounds(id) {
+                    0 => return Compared::Changed,
+                    now if now < before + 2 => return Compared::Wait,
+                    _ => {}
+                }
+            }
+        }
+        let Some(now) = self.look() else { return Compared::Changed };
+        let same = now.len() == attempt.seen.len()
+            && now.iter().zip(&attempt.seen).all(|((id, now), (id_before, before))| {
+                let polls = matches!((now, before), (Seen::Polling(_), Seen::Polling(_)));
+                id == id_before && (polls || now == before)
+            });
+        if same { Compared::Quiet(now) } else { Compared::Changed }
+    }
+}
+
+/// A thread's membership, which ends with it.
+#[derive(Debug)]
+pub struct Membership {
+    time: VirtualTime,
+    id: i32,
+    replaced: Option<Arc<Member>>,
+    before: Option<(VirtualTime, Arc<Member>)>,
+    /// It is of one thread.
+    _here: std::marker::PhantomData<*const ()>,
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        CURRENT.set(self.before.take());
+        let mut table = self.time.table();
+        table.attempt = None;
+        match self.replaced.take() {
+            Some(replaced) => table.members.insert(self.id, replaced),
+            None => table.members.remove(&self.id),
+        };
+        drop(table);
+        self.time.act();
+    }
+}
+
+/// Starts a thread that has the name and is a member of the calling thread's clock, if that has one.
+pub(crate) fn spawn<T: Send + 'static>(
+    name: String,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> std::io::Result<JoinHandle<T>> {
+    std::thread::Builder::new().name(name).spawn(as_member(VirtualTime::of_this_thread(), work))
+}
+
+/// Work for another thread, which then is a member of the clock.
+pub fn as_member<T>(time: Option<VirtualTime>, work: impl FnOnce() -> T) -> impl FnOnce() -> T {
+    let starting = time.map(Starting::new);
+    move || {
+        let _member = starting.as_ref().map(|starting| starting.0.join());
+        drop(starting);
+        work()
+    }
+}
+
+/// A thread that is being started.
+struct Starting(VirtualTime);
+
+impl Starting {
+    fn new(time: VirtualTime) -> Starting {
+        time.table().starting += 1;
+        Starting(time)
+    }
+}
+
+impl Drop for Starting {
+    fn drop(&mut self) {
+        self.0.table().starting -= 1;
+    }
+}
+
+/// A thread that polls memory, on whatever clock. Dropping it ends the polling.
+#[derive(Debug)]
+pub(crate) struct Poller {
+    time: Option<VirtualTime>,
+    member: Option<Arc<Member>>,
+    /// The membership of a thread that was no member before.
+    _joined: Option<Membership>,
+}
+
+impl Poller {
+    /// The calling thread polls for something that happens by the clock `time`.
+    pub fn new(time: Option<&VirtualTime>) -> Poller {
+        let Some(time) = time else { return Poller { time: None, member: None, _joined: None } };
+        let is_this = |(theirs, _): &(VirtualTime, _)| Arc::ptr_eq(&theirs.inner, &time.inner);
+        let joined = (!current().as_ref().is_some_and(is_this)).then(|| time.join());
+        let member = current().map(|(_, member)| member);
+        Poller { time: Some(time.clone()), member, _joined: joined }
+    }
+
+    /// A poller on the clock that the calling thread is a member of.
+    pub fn of_this_thread() -> Poller {
+        Poller::new(VirtualTime::of_this_thread().as_ref())
+    }
+
+    /// The thread has looked at all that it polls, and found nothing to do.
+    pub fn found_nothing(&self) {
+        if let (Some(time), Some(member)) = (&self.time, &self.member) {
+            member.rounds.fetch_add(1, Ordering::AcqRel);
+            time.try_to_step();
+        }
+    }
+
+    /// The thread has found something to do, or goes to wait in another way. Call it before what was done can be seen
+    /// by others to have been done.
+    pub fn acts(&self) {
+        if let (Some(time), Some(member)) = (&self.time, &self.member)
+            && member.rounds.swap(0, Ordering::AcqRel) != 0
+        {
+            time.act();
+        }
+    }
+
+    /// Nothing has happened for so long that nothing ever will.
+    pub fn is_stuck(&self) -> bool {
+        let is_stuck = |time: &VirtualTime| {
+            let activity = time.inner.activity.load(Ordering::Acquire);
+            time.inner.stuck.load(Ordering::Acquire) == activity + 1
+        };
+        self.time.as_ref().is_some_and(is_stuck)
+    }
+
+    /// Ends a round that found nothing, and pauses where there is a clock.
+    pub fn pause(&self) {
+        if self.time.is_some() {
+            self.found_nothing();
+            std::thread::sleep(ROUND);
+        }
+    }
+}
+
+impl Drop for Poller {
+    fn drop(&mut self) {
+        self.acts();
+    }
+}
+
+/// What the system says of a thread.
+struct Look {
+    /// It can be said of every thread.
+    known: bool,
+    /// Nanoseconds on a processor, of a thread that waits for others.
+    blocked_after: Option<u64>,
+}
+
+fn thread_id() -> i32 {
+    rustix::thread::gettid().as_raw_nonzero().get()
+}
+
+/// Reads whether a thread of this process is blocked, from `syscall` (proc(5)): the number of the call that it is
+/// blocked in, or `running` of a thread that runs or could, or -1 of a thread that is blocked in no call. The first
+/// field of `schedstat` is its time on a processor in nanoseconds.
+fn look_at(id: i32) -> Look {
+    let read = |file: &str| std::fs::read_to_string(format!("/proc/self/task/{id}/{file}")).ok();
+    let first = |text: &str| text.split_ascii_whitespace().next().map(str::to_owned);
+    let (Some(call), Some(ran)) = (
+        read("syscall").as_deref().and_then(first),
+        read("schedstat").as_deref().and_then(first).and_then(|ran| ran.parse().ok()),
+    ) else {
+        return Look { known: false, blocked_after: None };
+    };
+    // A thread that sleeps goes on by itself.
+    let waits = |call: i64| call >= 0 && call != libc::SYS_clock_nanosleep && call != libc::SYS_nanosleep;
+    let blocked = call.parse().is_ok_and(waits);
+    Look { known: true, blocked_after: blocked.then_some(ran) }
+}
