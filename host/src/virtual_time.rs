@@ -408,3 +408,152 @@ fn look_at(id: i32) -> Look {
     let blocked = call.parse().is_ok_and(waits);
     Look { known: true, blocked_after: blocked.then_some(ran) }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    /// Real time for which a clock that must stand is watched.
+    const WATCHED: Duration = Duration::from_millis(30);
+
+    /// Polls for so much virtual time; false where the clock stood for [`WATCHED`] before.
+    fn passes(time: &VirtualTime, duration: Duration) -> bool {
+        let (poller, began, start) = (Poller::new(Some(time)), time.now(), Instant::now());
+        while time.now() - began < duration {
+            if start.elapsed() > WATCHED && time.now() == began {
+                return false;
+            }
+            poller.pause();
+        }
+        true
+    }
+
+    #[test]
+    fn the_clock_stands_while_a_member_runs_or_sleeps() {
+        let time = VirtualTime::new().unwrap();
+        let _member = time.join();
+        for sleeps in [false, true] {
+            let (stop, stopped) = channel::<()>();
+            let ready = Arc::new(Barrier::new(2));
+            let thread = {
+                let ready = ready.clone();
+                let busy = move || {
+                    ready.wait();
+                    while stopped.try_recv().is_err() {
+                        if sleeps {
+                            std::thread::sleep(Duration::from_millis(1));
+                        }
+                    }
+                };
+                spawn("busy".into(), busy).unwrap()
+            };
+            ready.wait();
+            assert!(!passes(&time, Duration::from_millis(1)), "sleeps: {sleeps}");
+            stop.send(()).unwrap();
+            thread.join().unwrap();
+        }
+        assert!(passes(&time, Duration::from_secs(100)));
+    }
+
+    #[test]
+    fn the_clock_passes_while_members_are_blocked_and_stands_once_they_go_on() {
+        let time = VirtualTime::new().unwrap();
+        let _member = time.join();
+        let (wake, woken) = channel::<()>();
+        let (stop, stopped) = channel::<()>();
+        let work = move || {
+            woken.recv().unwrap();
+            while stopped.try_recv().is_err() {
+                std::hint::spin_loop();
+            }
+        };
+        let thread = spawn("blocked".into(), work).unwrap();
+        assert!(passes(&time, Duration::from_secs(10)));
+        wake.send(()).unwrap();
+        assert!(!passes(&time, Duration::from_millis(1)));
+        stop.send(()).unwrap();
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_member_that_polls_must_have_looked_twice() {
+        let time = VirtualTime::new().unwrap();
+        let (step, steps) = channel::<()>();
+        let (polled, polls) = channel::<()>();
+        let on = time.clone();
+        // Ends a round when it is told to, and is blocked in between: a look that is late.
+        let work = move || {
+            let poller = Poller::new(Some(&on));
+            for () in steps {
+                poller.found_nothing();
+                polled.send(()).unwrap();
+            }
+        };
+        let thread = std::thread::spawn(as_member(Some(time.clone()), work));
+        let round = || {
+            step.send(()).unwrap();
+            polls.recv().unwrap();
+        };
+        round();
+        assert!(!passes(&time, Duration::from_millis(1)));
+        let rounds = std::thread::scope(|scope| {
+            let passed = scope.spawn(|| passes(&time, Duration::from_micros(50)));
+            // This thread is no member, or the clock would stand while it is busy here.
+            let mut rounds = 0;
+            while !passed.is_finished() {
+                round();
+                rounds += 1;
+            }
+            passed.join().unwrap().then_some(rounds)
+        });
+        assert!(rounds.is_some_and(|rounds| rounds >= 2), "{rounds:?}");
+        drop(step);
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn sleepers_wake_in_order_and_on_time() {
+        let time = VirtualTime::new().unwrap();
+        let began = time.now();
+        let woken = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            let (time, woken) = (&time, &woken);
+            for milliseconds in [70, 10, 400, 11] {
+                let sleep = as_member(Some(time.clone()), move || {
+                    time.sleep(Duration::from_millis(milliseconds));
+                    woken.lock().unwrap().push((milliseconds, time.now() - began));
+                });
+                scope.spawn(sleep);
+            }
+        });
+        let woken = woken.into_inner().unwrap();
+        assert_eq!(woken.iter().map(|(asked, _)| *asked).collect::<Vec<_>>(), [10, 11, 70, 400]);
+        for (asked, at) in woken {
+            // The clock stops at the time that a sleeper asked for, and the others' first steps are short.
+            let (asked, at) = (Duration::from_millis(asked), at);
+            assert!(at >= asked && at < asked + Duration::from_millis(60), "{asked:?}: {at:?}");
+        }
+    }
+
+    #[test]
+    fn a_clock_by_which_nothing_happens_says_so() {
+        let time = VirtualTime::new().unwrap();
+        let poller = Poller::new(Some(&time));
+        while !poller.is_stuck() {
+            poller.pause();
+        }
+        assert!(time.now() > Duration::from_nanos(STUCK_NS));
+        poller.acts();
+        assert!(!poller.is_stuck());
+    }
+
+    #[test]
+    fn without_a_clock_nothing_is_counted() {
+        let poller = Poller::of_this_thread();
+        poller.pause();
+        assert!(!poller.is_stuck() && VirtualTime::of_this_thread().is_none());
+    }
+}

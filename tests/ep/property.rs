@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::Nodes;
+use epoxide_testing::tier;
 
 use crate::cases::case;
 
@@ -34,7 +35,12 @@ fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
 }
 
 fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() }
+    ProptestConfig {
+        cases: tier::pick(cases / 4, cases),
+        max_shrink_iters: 40,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
 }
 
 mod intranode {

@@ -1,8 +1,9 @@
 //! Ranks that die or stall: every other rank says whom it waited for, and on what. On one node and on several.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use epoxide::ep::{
     CachedDispatchRequest, DispatchHandle, DispatchOutput, DispatchRequest, Place, StreamOrder,
@@ -26,6 +27,8 @@ in_every_spread! {
     a_rank_that_dies_before_a_combine_is_named,
     operations_queued_behind_an_expired_one_do_not_wait_again,
     a_slow_rank_is_waited_for,
+    a_rank_that_computes_for_long_is_waited_for,
+    a_deadline_that_is_not_kept_is_noticed,
     a_buffer_can_be_dropped_with_work_in_flight,
     a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory,
     buffers_in_opposite_orders_name_each_other,
@@ -298,6 +301,81 @@ fn a_slow_rank_is_waited_for(spread: Spread) {
             rank.equal("recv_x", &got, &turn.recv(rank.rank));
             Ok(())
         });
+    }
+}
+
+/// Deadlines do not pass while a rank's thread has work, however long it takes in real time.
+fn a_rank_that_computes_for_long_is_waited_for(spread: Spread) {
+    const SHORT: Duration = Duration::from_millis(5);
+    for ranks in Ranks::all(spread) {
+        let turn = ranks.turn();
+        ranks.setup().timeout(SHORT).run(|rank| {
+            let inputs = Inputs::upload(&turn, rank)?;
+            rank.synchronize()?;
+            if rank.rank == ranks.lost() {
+                let start = Instant::now();
+                while start.elapsed() < 20 * SHORT {
+                    std::hint::spin_loop();
+                }
+            }
+            let mut place = rank.place()?;
+            let output = dispatch(rank, &mut place, &turn, &inputs)?;
+            let got = rank.row_bytes(&output.recv_x)?;
+            rank.equal("recv_x", &got, &turn.recv(rank.rank));
+            Ok(())
+        });
+    }
+}
+
+/// Kernels whose clock stands, so that no wait of theirs ever expires.
+fn without_a_clock(ptx: &str) -> String {
+    let mutated = ptx.replace(", %globaltimer;", ", 1;");
+    assert_ne!(mutated, ptx, "no kernel reads the clock");
+    mutated
+}
+
+/// What the first rank finds while the last one makes no dispatch, with these kernels; and how long it took on the clock of the ranks.
+fn wait_for_a_lost_rank(ranks: Ranks, ptx: &Path) -> (Error, Duration) {
+    let (turn, mut setup) = (ranks.turn(), ranks.setup());
+    setup.options.ptx = Some(ptx.to_owned());
+    let outcome = run_threads(ranks.count(), PATIENCE, |number, group| {
+        let mut rank = Rank::join(&setup, group.clone())?;
+        let inputs = Inputs::upload(&turn, &rank)?;
+        rank.synchronize()?;
+        let mut found = None;
+        if number != ranks.lost() {
+            let (start, mut place) = (rank.now(), rank.place()?);
+            let error = dispatch(&mut rank, &mut place, &turn, &inputs).map(drop);
+            found = Some((error.expect_err("a rank does not come"), rank.now() - start));
+        }
+        group.barrier(PATIENCE)?;
+        Ok(found)
+    });
+    outcome
+        .unwrap_or_else(|failure| panic!("{ranks:?}: {failure}"))
+        .swap_remove(0)
+        .expect("rank 0 is not lost")
+}
+
+/// The tests of this file can fail: with kernels that keep no deadline the wait is found to be endless.
+fn a_deadline_that_is_not_kept_is_noticed(spread: Spread) {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str, ptx: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, ptx).unwrap();
+        path
+    };
+    let sound = file("sound.ptx", epoxide_gpu::PTX);
+    let mutated = file("mutated.ptx", &without_a_clock(epoxide_gpu::PTX));
+    for ranks in Ranks::all(spread) {
+        let (error, took) = wait_for_a_lost_rank(ranks, &sound);
+        check_timeout(0, &error, "notify");
+        assert!((TIMEOUT..2 * TIMEOUT).contains(&took), "{took:?}");
+        // The host gives the wait for the counts up, after 20 deadlines.
+        let (error, took) = wait_for_a_lost_rank(ranks, &mutated);
+        assert!(matches!(error, Error::Os { .. }), "{error}");
+        assert!(took >= 20 * TIMEOUT, "{took:?}");
+        assert_names(&error, &["no answer of the device in 30s"]);
     }
 }
 

@@ -37,6 +37,12 @@ impl Module {
         self.kernels.values()
     }
 
+    /// Whether it has variables of its own, of which each load of the module has a copy.
+    #[must_use]
+    pub fn has_globals(&self) -> bool {
+        self.kernels.values().any(|kernel| kernel.globals.is_some())
+    }
+
     /// `.version`: major, minor.
     #[must_use]
     pub fn version(&self) -> (u32, u32) {

@@ -17,10 +17,9 @@ use epoxide_testing::payload::{self, PerToken, bytes_of};
 
 use epoxide_testing::harness::{Nodes, Rank, Setup};
 use epoxide_testing::roundtrip::{Case, Return};
+use epoxide_testing::tier;
 
-/// How many pairs [`pairs_without_a_host_wait`] makes.
-const PAIRS: usize = 500;
-/// Says so instead, to a process of its own.
+/// Says how many pairs [`pairs_without_a_host_wait`] makes, to a process of its own.
 pub const PAIRS_VARIABLE: &str = "EPOXIDE_TEST_PAIRS";
 const MOST_TOKENS: u32 = 13;
 const TOPK: u32 = 3;
@@ -218,7 +217,8 @@ impl Memory {
 
 #[test]
 fn pairs_without_a_host_wait() {
-    let count = std::env::var(PAIRS_VARIABLE).map_or(PAIRS, |count| count.parse().expect("a number"));
+    let count =
+        std::env::var(PAIRS_VARIABLE).map_or(tier::pick(80, 500), |count| count.parse().expect("a number"));
     let place = Nodes { ranks_per_node: 2, transport: TransportKind::Shm, queues: QUEUES };
     Network { nodes: 3, place, late: 1 }.run(count);
 }

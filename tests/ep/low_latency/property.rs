@@ -9,6 +9,7 @@ use epoxide_testing::harness::Nodes;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
+use epoxide_testing::tier;
 
 pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value = LowLatencyCase> {
     let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], 1..=most_ranks);
@@ -88,7 +89,12 @@ fn transport() -> impl Strategy<Value = TransportKind> {
 }
 
 pub(super) fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() }
+    ProptestConfig {
+        cases: tier::pick(cases / 4, cases),
+        max_shrink_iters: 40,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
 }
 
 proptest! {

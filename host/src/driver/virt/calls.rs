@@ -4,12 +4,13 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use epoxide_gpu::layout::Section;
-use epoxide_vgpu::{Module, PtxError, Region};
+use epoxide_vgpu::{PtxError, Region};
 
 use super::capture::{Capture, RecordedGraph, Step};
 use super::coverage;
 use super::gpu::{Runner, VirtualGpu, memory_error};
 use super::machine::Drive;
+use super::modules;
 use super::state::{Allocation, EventState, LastRecord, LoadedKernel, new_handle};
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::{HostPtr, Source, Target, Transfer};
@@ -151,7 +152,7 @@ impl Device for VirtualGpu {
         state.forbid_while_capturing("loading a module")?;
         let (_held, ended) = self.hold("module_load", state);
         ended?;
-        let module = Module::parse(ptx).map_err(|error| {
+        let module = modules::parsed(ptx).map_err(|error| {
             let PtxError { line, column, message, source_line } = error;
             Error::Ptx(format!("line {line}, column {column}: {message}\n  | {}", source_line.trim_end()))
         })?;

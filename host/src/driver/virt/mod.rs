@@ -61,6 +61,7 @@ mod engine;
 mod gpu;
 mod machine;
 mod mix;
+mod modules;
 mod state;
 mod stream;
 #[cfg(test)]

@@ -139,7 +139,7 @@ impl GpuCore {
     }
 
     pub(super) fn module<'a>(&self, state: &'a State, module: u64) -> Result<&'a Module> {
-        state.modules.get(&module).ok_or_else(|| self.unknown("module", module))
+        state.modules.get(&module).map(Arc::as_ref).ok_or_else(|| self.unknown("module", module))
     }
 
     pub(super) fn kernel<'a>(&self, state: &'a State, kernel: u64) -> Result<&'a LoadedKernel> {
@@ -249,7 +249,7 @@ pub(super) struct State {
     pub(super) events: HashMap<u64, EventState>,
     pub(super) captures: HashMap<u64, Capture>,
     pub(super) graphs: HashMap<u64, RecordedGraph>,
-    pub(super) modules: HashMap<u64, Module>,
+    pub(super) modules: HashMap<u64, Arc<Module>>,
     pub(super) kernels: HashMap<u64, LoadedKernel>,
     pub(super) allocations: HashMap<u64, Allocation>,
     /// Freed while work was queued: each goes when the queues have done what they held then, in the order of streams.

@@ -1,0 +1,49 @@
+//! Parsed modules, each parsed once a process: every rank that is a thread loads the same kernels for every buffer.
+
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+
+use epoxide_vgpu::{Module, PtxError};
+
+/// Texts that are kept. A program that loads more of them begins anew.
+const KEPT: usize = 32;
+
+type Parsed = Arc<OnceLock<Result<Arc<Module>, PtxError>>>;
+
+static MODULES: LazyLock<Mutex<HashMap<String, Parsed>>> = LazyLock::new(Mutex::default);
+
+/// The module of a PTX text. One with variables of its own is parsed at each call, since loads must not share these.
+pub(super) fn parsed(ptx: &str) -> Result<Arc<Module>, PtxError> {
+    let cell = {
+        let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+        match modules.get(ptx) {
+            Some(cell) => cell.clone(),
+            None => {
+                if modules.len() >= KEPT {
+                    modules.clear();
+                }
+                modules.entry(ptx.to_owned()).or_default().clone()
+            }
+        }
+    };
+    // Without the lock: other texts are not held up, and who wants this one waits.
+    let module = cell.get_or_init(|| Module::parse(ptx).map(Arc::new)).clone()?;
+    if module.has_globals() { Module::parse(ptx).map(Arc::new) } else { Ok(module) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEAD: &str = ".version 7.8\n.target sm_90\n.address_size 64\n";
+
+    #[test]
+    fn a_text_is_parsed_once_unless_it_has_variables() {
+        let kernel = |body: &str| format!("{HEAD}{body}.visible .entry once()\n{{\n    ret;\n}}\n");
+        let same = |ptx: &str| Arc::ptr_eq(&parsed(ptx).unwrap(), &parsed(ptx).unwrap());
+        assert!(same(&kernel("")));
+        assert!(!same(&kernel(".visible .global .u32 counter;\n")));
+        let wrong = kernel("").replace("ret", "no such instruction");
+        assert_eq!(parsed(&wrong).unwrap_err(), parsed(&wrong).unwrap_err());
+    }
+}
