@@ -8,11 +8,11 @@ use epoxide_testing::neighbour::Neighbour;
 
 use crate::turns::{Inputs, ROW, Turn, echo};
 use epoxide_testing::harness::{Nodes, Setup};
+use epoxide_testing::tier;
 
 const RANKS: u32 = 4;
 const TOKENS: [u32; RANKS as usize] = [6, 4, 5, 3];
 const CHANNELS: u32 = 2;
-const PAIRS: u64 = 40;
 /// Between two calls of each of its threads; an interpreter's processors have other things to do as well.
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -21,7 +21,7 @@ fn pairs_beside_a_neighbour(nodes: Option<Nodes>) {
     let rounds = setup.run(|rank| {
         let neighbour = Neighbour::start(rank.device(), PAUSE);
         let mut place = rank.place()?;
-        for seed in 0..PAIRS {
+        for seed in 0..tier::pick(12, 40) {
             let turn = Turn::random(seed, &TOKENS, CHANNELS);
             let inputs = Inputs::upload(&turn, rank)?;
             let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;

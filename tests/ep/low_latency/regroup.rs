@@ -12,6 +12,7 @@ use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, PATIENCE};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::Style;
+use epoxide_testing::tier;
 use half::bf16;
 use proptest::prelude::*;
 
@@ -126,12 +127,15 @@ fn ranks_of_this_node_and_of_another_one_go_and_come_again() {
 
 #[test]
 fn the_checker_finds_nothing_while_ranks_come_and_go() {
+    let mut moments = ALL.into_iter().cycle();
     for weak_memory in [None, Some(7)] {
         let config = CheckConfig { races: weak_memory.is_none(), weak_memory, ..CheckConfig::default() };
         for nodes in [None, two_nodes(TransportKind::Direct)] {
             let checker = Some(Checker::new(config));
             let case = LowLatencyCase { nodes, checker, schedule_seed: Some(3), ..case(5) };
-            ALL.iter().for_each(|&when| leave_out_and_take_in(&case, &[2], when));
+            for when in tier::pick(vec![moments.next().unwrap()], ALL.to_vec()) {
+                leave_out_and_take_in(&case, &[2], when);
+            }
         }
     }
 }
