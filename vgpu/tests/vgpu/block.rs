@@ -1,9 +1,8 @@
 //! Block barriers, mbarriers, bulk copies.
 
-mod common;
-
-use common::*;
 use epoxide_vgpu::{DeviceConfig, FaultKind, Progress, StuckWarp, WaitingFor};
+
+use crate::common::*;
 
 fn seeded(seed: u64) -> DeviceConfig {
     DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() }

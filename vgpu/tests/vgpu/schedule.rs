@@ -1,15 +1,14 @@
 //! The scheduler: progress, replay, spinning, launches, sharing between grids and threads.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use common::*;
 use epoxide_vgpu::{
     Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, Memory, Module, Progress, Schedule,
     WaitingFor,
 };
+
+use crate::common::*;
 
 fn seeded(seed: u64) -> DeviceConfig {
     DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() }

@@ -30,7 +30,7 @@ pub struct Gpu {
 /// Runs a test on a fresh device for every schedule, and for the optimised and, where there is one, the plain
 /// translation of a source. `file` is the name of the PTX without its end.
 pub fn on_every_schedule(file: &str, test: impl Fn(&Gpu)) {
-    let folder = format!("{}/tests/foreign/ptx", env!("CARGO_MANIFEST_DIR"));
+    let folder = format!("{}/tests/vgpu/foreign/ptx", env!("CARGO_MANIFEST_DIR"));
     let read = |path: &str| std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"));
     let optimised = read(&format!("{folder}/{file}.ptx")).unwrap();
     let plain = read(&format!("{folder}/unoptimised/{file}.ptx")).ok();

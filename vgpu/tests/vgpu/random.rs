@@ -1,12 +1,11 @@
 //! Random programs with guards, divergent branches and loops, against a scalar interpreter written here. What it is
 //! after: register allocation, reconvergence, and the partial-mask paths.
 
-mod common;
-
-use common::*;
 use epoxide_vgpu::{DeviceConfig, Module};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+use crate::common::*;
 
 const REGISTERS: usize = 12;
 

@@ -5,13 +5,12 @@
 //! seed, and the broken one must be reported under every seed: which of the two accesses comes second depends on the schedule, so a case
 //! names both. What would have ordered them is part of the report, and of the case.
 
-mod common;
-
-use common::{kernel, launch};
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Launch, LaunchError, Memory,
     MemoryError, Module, Past, Progress, Region, Schedule, Trace, for_each_seed,
 };
+
+use crate::common::{kernel, launch};
 
 /// Seeds that a correct kernel must pass, and that a broken one must fail.
 const CORRECT: u64 = 200;

@@ -1,7 +1,5 @@
 //! Helpers: run a snippet of PTX over the lanes of a warp, or a whole kernel, and look at the results.
 
-#![allow(dead_code)] // Each test binary uses some of them.
-
 use epoxide_vgpu::{
     DeviceConfig, Fault, FaultKind, Grid, GridConfig, Memory, Module, Progress, PtxError, Region,
 };
