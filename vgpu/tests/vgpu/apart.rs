@@ -28,7 +28,7 @@ fn fault_seen(meeting: &str) -> String {
 /// The default schedule and some that a seed draws.
 fn schedules() -> impl Iterator<Item = DeviceConfig> {
     let seeded = |seed| DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() };
-    std::iter::once(DeviceConfig::default()).chain((0..20).map(seeded))
+    std::iter::once(DeviceConfig::default()).chain((0..tier(20, 200)).map(seeded))
 }
 
 #[test]

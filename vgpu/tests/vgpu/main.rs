@@ -1,6 +1,6 @@
 //! Tests of the virtual GPU, in one binary: `cargo test --release --test vgpu`.
 //!
-//! A module tests one part. `common` runs snippets and kernels, and holds how many seeds the tiers try.
+//! A module tests one part. `common` runs snippets and kernels, and picks how much a tier tries.
 
 mod apart;
 mod arithmetic;

@@ -132,7 +132,7 @@ fn expected(steps: &[Step], lane: u32) -> u64 {
 
 #[test]
 fn random_programs() {
-    for seed in 0..400 {
+    for seed in 0..tier(400, 4000) {
         let steps = program(&mut ChaCha8Rng::seed_from_u64(seed));
         let text = ptx(&steps);
         let want: Vec<u64> = (0..48).map(|lane| expected(&steps, lane)).collect();
