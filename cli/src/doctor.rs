@@ -182,7 +182,6 @@ fn open_files() -> Finding {
 }
 
 /// What a part of the library found out about itself.
-#[cfg(any(feature = "cuda", feature = "rdma", feature = "nccl"))]
 fn from_outcome((name, outcome): (String, std::result::Result<String, String>)) -> Finding {
     match outcome {
         Ok(detail) => Finding::new(name, State::Ok, detail),
@@ -218,14 +217,8 @@ fn cuda() -> Vec<Finding> {
     vec![Finding::new("CUDA", State::Missing, crate::ranks::NO_CUDA)]
 }
 
-#[cfg(feature = "nccl")]
 fn nccl() -> Vec<Finding> {
     epoxide::nccl::doctor().into_iter().map(from_outcome).collect()
-}
-
-#[cfg(not(feature = "nccl"))]
-fn nccl() -> Vec<Finding> {
-    vec![Finding::new("NCCL", State::Missing, "not built in; rebuild with `--features nccl`")]
 }
 
 #[cfg(test)]

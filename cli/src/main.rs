@@ -8,7 +8,6 @@ mod doctor;
 mod inspect;
 mod launch;
 mod manual;
-#[cfg(feature = "nccl")]
 mod nccl_check;
 mod options;
 mod output;
@@ -44,13 +43,12 @@ enum Command {
     /// Print layouts and handles as JSON.
     Inspect(inspect::Args),
     /// Check the NCCL communicator on the GPUs of this machine: operations, abort, a peer that is killed.
-    #[cfg(feature = "nccl")]
     NcclCheck(nccl_check::Args),
     /// Say what this machine has and lacks, and the remedy.
     Doctor(doctor::Args),
-    /// Print what a shell needs to complete this command's words.
+    /// Print what a shell needs to complete this command's words (built with `--features manual`).
     Completions(manual::CompletionArgs),
-    /// Print the manual page of this command.
+    /// Print the manual page of this command (built with `--features manual`).
     Man(manual::ManArgs),
 }
 
@@ -60,7 +58,6 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Launch(args) => launch::run(args),
         Command::Inspect(args) => inspect::run(args),
-        #[cfg(feature = "nccl")]
         Command::NcclCheck(args) => nccl_check::run(&args),
         Command::Doctor(args) => doctor::run(args),
         Command::Completions(args) => manual::completions(&args, Cli::command()),

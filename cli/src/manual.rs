@@ -1,10 +1,14 @@
-//! `epoxide completions` and `epoxide man`: made from the definition of the command line, so that they cannot fall behind it.
+//! `epoxide completions` and `epoxide man`: made from the definition of the command line, so that
+//! they cannot fall behind it.
+//!
+//! The feature `manual` brings the crates that make them. Without it both commands are bad usage;
+//! `--help` lists them in any case.
 
 use std::path::PathBuf;
 
 use clap::Command;
-use clap_complete::Shell;
 
+#[cfg(feature = "manual")]
 use crate::output;
 use crate::stop::{Result, Stop};
 
@@ -12,7 +16,18 @@ use crate::stop::{Result, Stop};
 #[derive(Debug, clap::Args)]
 pub struct CompletionArgs {
     /// The shell: `epoxide completions bash > /etc/bash_completion.d/epoxide`, say
-    shell: Shell,
+    shell: ShellName,
+}
+
+/// Shells whose words can be completed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[value(rename_all = "lower")]
+enum ShellName {
+    Bash,
+    Elvish,
+    Fish,
+    PowerShell,
+    Zsh,
 }
 
 /// Options of `epoxide man`.
@@ -24,13 +39,27 @@ pub struct ManArgs {
 }
 
 /// Prints the script that completes the words of `command`.
-pub fn completions(args: &CompletionArgs, mut command: Command) -> Result<()> {
+#[cfg(feature = "manual")]
+pub fn completions(args: &CompletionArgs, command: Command) -> Result<()> {
+    output::text_line(script(args.shell, command).trim_end())
+}
+
+#[cfg(feature = "manual")]
+fn script(shell: ShellName, mut command: Command) -> String {
+    let shell = match shell {
+        ShellName::Bash => clap_complete::Shell::Bash,
+        ShellName::Elvish => clap_complete::Shell::Elvish,
+        ShellName::Fish => clap_complete::Shell::Fish,
+        ShellName::PowerShell => clap_complete::Shell::PowerShell,
+        ShellName::Zsh => clap_complete::Shell::Zsh,
+    };
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut command, "epoxide", &mut script);
-    output::text_line(String::from_utf8_lossy(&script).trim_end())
+    clap_complete::generate(shell, &mut command, "epoxide", &mut script);
+    String::from_utf8_lossy(&script).into_owned()
 }
 
 /// Prints or writes the pages of `command`.
+#[cfg(feature = "manual")]
 pub fn man(args: &ManArgs, command: Command) -> Result<()> {
     match &args.out {
         None => {
@@ -45,13 +74,27 @@ pub fn man(args: &ManArgs, command: Command) -> Result<()> {
     }
 }
 
+/// Bad usage: the feature is off.
+#[cfg(not(feature = "manual"))]
+pub fn completions(_: &CompletionArgs, _: Command) -> Result<()> {
+    Err(Stop::without_feature("completions", "manual"))
+}
+
+/// Bad usage: the feature is off.
+#[cfg(not(feature = "manual"))]
+pub fn man(_: &ManArgs, _: Command) -> Result<()> {
+    Err(Stop::without_feature("man", "manual"))
+}
+
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
+    use clap::{CommandFactory, ValueEnum};
 
     use super::*;
     use crate::Cli;
+    use crate::stop::USAGE;
 
+    #[cfg(feature = "manual")]
     #[test]
     fn every_command_has_a_page_and_is_completed() {
         let folder = tempfile::tempdir().unwrap();
@@ -63,12 +106,30 @@ mod tests {
             assert!(page.contains(".SH") && page.contains("epoxide"), "{name}");
         }
         let stop = man(&ManArgs { out: Some("/no/such/folder".into()) }, Cli::command()).unwrap_err();
-        assert!(stop.code == crate::stop::USAGE && stop.message.unwrap().contains("/no/such/folder"));
-        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
-            let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "epoxide", &mut script);
-            let script = String::from_utf8(script).unwrap();
-            assert!(script.contains("fail-if-slower") && script.contains("ranks-per-node"), "{shell}");
+        assert!(stop.code == USAGE && stop.message.unwrap().contains("/no/such/folder"));
+        for shell in ShellName::value_variants() {
+            let script = script(*shell, Cli::command());
+            assert!(script.contains("fail-if-slower") && script.contains("ranks-per-node"), "{shell:?}");
         }
+    }
+
+    #[cfg(not(feature = "manual"))]
+    #[test]
+    fn without_the_feature_a_page_is_bad_usage_and_says_how_to_get_it() {
+        let of_page = man(&ManArgs { out: None }, Cli::command()).unwrap_err();
+        let of_script = completions(&CompletionArgs { shell: ShellName::Bash }, Cli::command()).unwrap_err();
+        for (stop, command) in [(of_page, "man"), (of_script, "completions")] {
+            let message = stop.message.unwrap();
+            assert_eq!(stop.code, USAGE, "{message}");
+            let remedy = format!("`cargo run --release --features manual -- {command} ..`");
+            assert!(message.contains(&remedy), "{message}");
+        }
+    }
+
+    #[test]
+    fn shells_have_their_usual_names() {
+        let names = ShellName::value_variants().iter().map(|shell| shell.to_possible_value().unwrap());
+        let names: Vec<String> = names.map(|name| name.get_name().to_owned()).collect();
+        assert_eq!(names, ["bash", "elvish", "fish", "powershell", "zsh"]);
     }
 }

@@ -41,6 +41,13 @@ impl Stop {
         Stop::new(USAGE, message)
     }
 
+    /// `command` needs a feature of this package that is off: bad usage, with the command line that builds it in.
+    #[cfg(not(all(feature = "plots", feature = "manual")))]
+    pub fn without_feature(command: &str, feature: &str) -> Stop {
+        let remedy = format!("`cargo run --release --features {feature} -- {command} ..` builds it in");
+        Stop::usage(format!("{command}: this program was built without the feature {feature}; {remedy}"))
+    }
+
     /// This machine lacks what was asked for.
     pub fn skipped(message: impl Into<String>) -> Stop {
         Stop::new(SKIPPED, format!("skipped: {}", message.into()))

@@ -18,7 +18,6 @@ pub fn parse<A: clap::Args>(
 }
 
 /// The fake libnccl of the tests, compiled with these flags besides, and the folder that it is in.
-#[cfg(feature = "nccl")]
 pub fn fake_nccl(flags: &[&str]) -> (tempfile::TempDir, std::path::PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("libnccl.so.2");

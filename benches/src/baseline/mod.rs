@@ -6,10 +6,6 @@
 
 mod exchange;
 mod low_latency;
-#[cfg(feature = "nccl")]
-mod nccl;
-#[cfg(not(feature = "nccl"))]
-#[path = "no_nccl.rs"]
 mod nccl;
 
 use epoxide::Result;

@@ -69,7 +69,7 @@ pub struct Args {
     /// Write the results as CSV to this file, a line for each phase.
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
-    /// Draw the results, as `bench plot` does.
+    /// Draw the results, as `bench plot` does (built with `--features plots`).
     #[arg(long, value_name = "FILE.svg|png")]
     pub plot: Option<PathBuf>,
     /// Write a Chrome/Perfetto trace of some calls apart from the timed ones.

@@ -40,7 +40,7 @@ pub struct Bench {
 /// What can be done with results.
 #[derive(Debug, Subcommand)]
 enum Tool {
-    /// Draw stored results.
+    /// Draw stored results (built with `--features plots`).
     Plot(plot::Args),
     /// Compare stored results, and say which differences are noise.
     Compare(compare::Args),
@@ -125,7 +125,7 @@ fn single(args: &Args, plan: &Plan) -> Result<Vec<Point>> {
     Ok(points)
 }
 
-#[cfg(all(test, feature = "nccl"))]
+#[cfg(test)]
 mod baseline_tests;
 #[cfg(test)]
 mod testing;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use epoxide_bench::measured::RankResult;
-use epoxide_bench::results::{Point, Results};
+use epoxide_bench::results::Point;
 use epoxide_bench::{Plan, Watch};
 
 use super::args::Args;
@@ -40,9 +40,10 @@ pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
 }
 
 /// The committed points of H200s.
+#[cfg(feature = "plots")]
 pub fn h200() -> Vec<Point> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
-    Results::read(path.as_ref()).unwrap().points
+    epoxide_bench::results::Results::read(path.as_ref()).unwrap().points
 }
 
 /// Counts the steps of rank 0.

@@ -5,17 +5,22 @@
 //! seed, and the broken one must be reported under every seed: which of the two accesses comes second depends on the schedule, so a case
 //! names both. What would have ordered them is part of the report, and of the case.
 
-mod common;
-
-use common::{kernel, launch};
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Launch, LaunchError, Memory,
     MemoryError, Module, Past, Progress, Region, Schedule, Trace, for_each_seed,
 };
 
-/// Seeds that a correct kernel must pass, and that a broken one must fail.
-const CORRECT: u64 = 200;
-const BROKEN: u64 = 24;
+use crate::common::{kernel, launch, tier};
+
+/// Returns how many seeds a correct kernel must pass.
+fn correct_seeds() -> u64 {
+    tier(200, 2000)
+}
+
+/// Returns how many seeds of a broken kernel must each be reported.
+fn broken_seeds() -> u64 {
+    tier(24, 240)
+}
 
 /// 8-byte words of every test's buffer.
 const WORDS: usize = 64;
@@ -134,7 +139,7 @@ impl Case {
         let shape = launch(shape.0, shape.1);
         assert_eq!(body.matches(edit.0).count(), 1, "{name}: the edit fits once");
         let correct = parse(body);
-        for_each_seed(CORRECT, |seed| {
+        for_each_seed(correct_seeds(), |seed| {
             let got =
                 run(&correct, shape, seed, Some(races())).unwrap_or_else(|f| panic!("{name}, correct: {f}"));
             for &(word, value) in result {
@@ -143,7 +148,7 @@ impl Case {
         });
         let mutant = body.replace(edit.0, edit.1);
         let (ptx, broken) = (kernel(SHARED, &mutant), parse(&mutant));
-        for_each_seed(BROKEN, |seed| {
+        for_each_seed(broken_seeds(), |seed| {
             let fault = *run(&broken, shape, seed, Some(races())).expect_err(name);
             assert_race(name, &fault, between, missing);
             // The numbers of the lines are those of the text.
@@ -528,7 +533,7 @@ const INCREMENT: &str = "ld.global.u64 %rd1, [%rd40]; add.u64 %rd1, %rd1, 1; st.
 #[test]
 fn the_end_of_a_kernel_orders_what_is_launched_after_it() {
     let module = parse(INCREMENT);
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         let memory = Memory::checked(seed, Some(races()));
         let buf = numbered(&memory);
         for _ in 0..3 {
@@ -541,7 +546,7 @@ fn the_end_of_a_kernel_orders_what_is_launched_after_it() {
 #[test]
 fn kernels_of_two_streams_race_without_an_event() {
     let module = parse(INCREMENT);
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         for event in [true, false] {
             let checker = races();
             let memory = Memory::checked(seed, Some(checker.clone()));
@@ -607,9 +612,9 @@ READER:
     st.global.u64 [%rd40+16], %rd2;";
     let [wide_writer, wide_reader] = [writer, reader].map(parse);
     let [gpu_writer, gpu_reader] = [writer, reader].map(|body| parse(&body.replace(".sys", ".gpu")));
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         assert_eq!(between_devices(&wide_writer, &wide_reader, seed).unwrap()[2], 7);
-        if seed < BROKEN {
+        if seed < broken_seeds() {
             for (name, w, r) in [
                 ("release of scope .gpu", &gpu_writer, &wide_reader),
                 ("acquire of scope .gpu", &wide_writer, &gpu_reader),
@@ -653,9 +658,9 @@ fn the_host_reads_what_was_released_to_it() {
     mov.u64 %rd1, 7;
     st.global.u64 [%rd40], %rd1;
     st.release.sys.global.u64 [%rd40+8], %rd1;";
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         assert_eq!(answers_the_host(body, seed, true, 0).unwrap(), 7);
-        if seed >= BROKEN {
+        if seed >= broken_seeds() {
             return;
         }
         let relaxed = body.replace("st.release", "st.relaxed");
@@ -704,7 +709,7 @@ fn the_host_takes_what_was_released_to_it() {
         memory.host_reads(buf.addr() + 16, 48).map_err(error)?;
         memory.host_reads(buf.addr(), 8).map_err(error)
     };
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         takes(body, seed, true).unwrap();
         let early = "
     mov.u64 %rd1, 7;
@@ -742,7 +747,7 @@ fn fault_of(body: &str, threads: u32, config: CheckConfig) -> Fault {
 
 fn clean(body: &str, shape: (u32, u32), config: CheckConfig) {
     let module = parse(body);
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         run(&module, launch(shape.0, shape.1), seed, Some(Checker::new(config)))
             .unwrap_or_else(|f| panic!("{f}\n{body}"));
     });
@@ -822,7 +827,7 @@ fn a_block_must_not_end_before_its_bulk_copies() {
         let module = parse(&body);
         for checker in [None, Some(races())] {
             let mut caught = 0;
-            for_each_seed(CORRECT, |seed| {
+            for_each_seed(correct_seeds(), |seed| {
                 // The fault is there whenever the hardware may be late. A seed may let the copy be in time.
                 if let Err(fault) = run(&module, launch(1, 1), seed, checker.as_ref().map(|_| races())) {
                     let FaultKind::BulkCopy { message } = &fault.kind else { panic!("{fault}") };
@@ -831,7 +836,11 @@ fn a_block_must_not_end_before_its_bulk_copies() {
                     caught += 1;
                 }
             });
-            assert!(caught > CORRECT / 2 || replaying(), "{what}: {caught} of {CORRECT} seeds");
+            assert!(
+                caught > correct_seeds() / 2 || replaying(),
+                "{what}: {caught} of {} seeds",
+                correct_seeds()
+            );
         }
     }
     clean(
@@ -862,9 +871,9 @@ JOIN:
     cvt.u64.u32 %rd1, %r4;
     st.global.u64 [%rd42], %rd1;";
     let right = |got: &[u64]| got[..32].iter().all(|&v| v == 7);
-    assert_eq!(wrong_without_checks(body, 32, CORRECT, right), 0);
+    assert_eq!(wrong_without_checks(body, 32, correct_seeds(), right), 0);
     let broken = body.replace("bar.warp.sync -1;", "");
-    let wrong = wrong_without_checks(&broken, 32, CORRECT, right);
+    let wrong = wrong_without_checks(&broken, 32, correct_seeds(), right);
     assert!(wrong > 0, "it never shows");
     check_all(&[Case {
         name: "implicit reconvergence",
@@ -941,7 +950,7 @@ fn collectives_name_only_lanes_that_are_there() {
         let (broken, absent) =
             (format!("{exits} {op}"), if threads == 32 { 0xfff0_0000 } else { 0xffff_ff00u32 });
         let module = parse(&broken);
-        for_each_seed(BROKEN, |seed| {
+        for_each_seed(broken_seeds(), |seed| {
             let fault = run(&module, launch(1, threads), seed, Some(races())).expect_err(op);
             assert!(
                 matches!(fault.kind, FaultKind::AbsentMembers { mask: u32::MAX, absent: a } if a == absent),
@@ -963,7 +972,7 @@ fn strict_exits_report_barriers_that_some_warps_never_reach() {
     let body = "setp.gt.u32 %p1, %r40, 31; @%p1 bra END; bar.sync 0; END:";
     let strict = CheckConfig { strict_exits: true, ..CheckConfig::default() };
     let module = parse(body);
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         let fault = run(&module, launch(1, 96), seed, Some(Checker::new(strict))).unwrap_err();
         let FaultKind::BadBarrier { barrier: 0, message } = &fault.kind else { panic!("{fault}") };
         assert!(message.contains("waits for all threads of the block"), "{fault}");
@@ -1161,7 +1170,7 @@ fn a_counter_that_a_kernel_resets_is_not_for_two_streams_at_a_time() {
     st.global.u32 [%rd40], %r4; // reset
 END:",
     );
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         for event in [true, false] {
             let checker = races();
             let memory = Memory::checked(seed, Some(checker.clone()));
@@ -1194,7 +1203,7 @@ fn groups_that_share_a_signal_word_by_mistake_are_found() {
     let correct = parse(TWO_GROUPS);
     let aliased = parse(&TWO_GROUPS.replace("mul.lo.u32 %r3, %r2, 8;", "mul.lo.u32 %r3, %r2, 0;"));
     let mut caught = 0;
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         let got = run(&correct, launch(4, 1), seed, Some(races())).unwrap();
         assert_eq!([got[8], got[9], got[16], got[17]], [7; 4]);
         // A reader may be lucky and see the flag only after its own writer has set it.
@@ -1208,7 +1217,7 @@ fn groups_that_share_a_signal_word_by_mistake_are_found() {
             caught += 1;
         }
     });
-    assert!(caught > CORRECT / 2 || replaying(), "{caught} of {CORRECT}");
+    assert!(caught > correct_seeds() / 2 || replaying(), "{caught} of {} seeds", correct_seeds());
 }
 
 #[test]
@@ -1223,7 +1232,7 @@ WAIT:
     setp.eq.u32 %p1, %r3, 0;
     @%p1 bra WAIT;",
     );
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         let checker = races();
         let [ours, theirs] = [seed, seed + 1].map(|seed| Memory::checked(seed, Some(checker.clone())));
         let signals = ours.alloc(4096, "signals").unwrap();
@@ -1282,7 +1291,7 @@ fn a_race_names_what_was_to_order_its_accesses() {
         let body = MESSAGE.replace("st.release.gpu.global.u32 [%rd40+8], %r2;", late).replace(from, to);
         let module = parse(&body);
         let mut named = 0;
-        for seed in 0..BROKEN {
+        for seed in 0..broken_seeds() {
             let Err(fault) = run(&module, launch(2, 1), seed, Some(races())) else { continue };
             let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
             // Where the reader has come first, nobody has read the flag as it should be.
@@ -1408,7 +1417,7 @@ fn a_fault_tells_what_its_warps_did_last() {
     let module = parse(&body);
     let read = |fault: &Fault| fault.ptx_text.contains("ld.");
     let run = |seed| run(&module, launch(2, 1), seed, Some(races())).unwrap_err();
-    let fault = (0..BROKEN).map(run).find(|fault| read(fault)).expect("a report by the reader");
+    let fault = (0..broken_seeds()).map(run).find(|fault| read(fault)).expect("a report by the reader");
     let texts = |trace: &Trace| trace.steps.iter().map(|step| step.ptx_text.clone()).collect::<Vec<_>>();
     let [reader, ..] = fault.traces.as_slice() else { panic!("{fault}") };
     assert_eq!((reader.block, reader.warp), ([1, 0, 0], 0));
@@ -1509,7 +1518,7 @@ fn what_is_written_whole_is_read_whole() {
     };
     let weak =
         |seed| Checker::new(CheckConfig { races: false, weak_memory: Some(seed), strict_exits: false });
-    for_each_seed(CORRECT, |seed| {
+    for_each_seed(correct_seeds(), |seed| {
         assert!(!torn(PAIRS, seed, races()).unwrap_or_else(|fault| panic!("{fault}")));
         assert!(!torn(PAIRS, seed, weak(seed)).unwrap_or_else(|fault| panic!("{fault}")));
     });
@@ -1526,7 +1535,7 @@ fn what_is_written_whole_is_read_whole() {
             "ld.relaxed.sys.global.v2.b64 {%rd2, %rd3}, [%rd40]",
         );
     if !replaying() {
-        let seen = (0..CORRECT).filter(|&seed| torn(&vectors, seed, weak(seed)).unwrap()).count();
+        let seen = (0..correct_seeds()).filter(|&seed| torn(&vectors, seed, weak(seed)).unwrap()).count();
         assert!(seen > 0, "no vector was ever seen in part");
     }
 }

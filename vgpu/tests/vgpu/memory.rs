@@ -1,9 +1,8 @@
 //! Loads, stores, atomics, address spaces, and the faults they raise.
 
-mod common;
-
-use common::*;
 use epoxide_vgpu::{DeviceConfig, FaultKind, GridConfig};
+
+use crate::common::*;
 
 #[test]
 fn scalar_widths_and_extension() {

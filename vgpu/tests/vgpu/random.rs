@@ -1,12 +1,11 @@
 //! Random programs with guards, divergent branches and loops, against a scalar interpreter written here. What it is
 //! after: register allocation, reconvergence, and the partial-mask paths.
 
-mod common;
-
-use common::*;
 use epoxide_vgpu::{DeviceConfig, Module};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+use crate::common::*;
 
 const REGISTERS: usize = 12;
 
@@ -133,7 +132,7 @@ fn expected(steps: &[Step], lane: u32) -> u64 {
 
 #[test]
 fn random_programs() {
-    for seed in 0..400 {
+    for seed in 0..tier(400, 4000) {
         let steps = program(&mut ChaCha8Rng::seed_from_u64(seed));
         let text = ptx(&steps);
         let want: Vec<u64> = (0..48).map(|lane| expected(&steps, lane)).collect();

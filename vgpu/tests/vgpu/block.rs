@@ -1,9 +1,8 @@
 //! Block barriers, mbarriers, bulk copies.
 
-mod common;
-
-use common::*;
 use epoxide_vgpu::{DeviceConfig, FaultKind, Progress, StuckWarp, WaitingFor};
+
+use crate::common::*;
 
 fn seeded(seed: u64) -> DeviceConfig {
     DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() }
@@ -12,7 +11,7 @@ fn seeded(seed: u64) -> DeviceConfig {
 /// Runs with the fast scheduler and with a number of seeds; the results must agree.
 fn run_all(globals: &str, body: &str, threads: u32, buf: &[u64]) -> Vec<u64> {
     let want = run_body(globals, body, threads, buf);
-    for seed in 0..20 {
+    for seed in 0..tier(20, 200) {
         let mut run = Run::new(&kernel(globals, body), buf, launch(1, threads), &seeded(seed));
         run.finish().unwrap_or_else(|f| panic!("seed {seed}: {f}"));
         assert_eq!(run.words(), want, "seed {seed}");
@@ -295,26 +294,28 @@ fn bulk_copies() {
     }
 }
 
-/// How many of 40 seeds give something other than what a correct kernel gives, faults included.
-fn wrong_runs(body: &str, buf: &[u64], want: &[u64]) -> usize {
-    (0..40)
+/// Returns how many of `seeds` runs end in a fault or in other words than a correct kernel's.
+fn wrong_runs(seeds: u64, body: &str, buf: &[u64], want: &[u64]) -> u64 {
+    (0..seeds)
         .filter(|&seed| {
             let mut run = Run::new(&kernel(BAR, body), buf, launch(1, 32), &seeded(seed));
             run.finish().is_err() || run.words() != want
         })
-        .count()
+        .count() as u64
 }
 
 #[test]
 fn missing_waits_show_under_a_seed() {
     let buf: Vec<u64> = (0..64).map(|i| if i < 32 { i * 3 + 1 } else { 0 }).collect();
     let want: Vec<u64> = (0..64).map(|i| if i < 32 { i * 3 + 1 } else { (i - 32) * 3 + 2 }).collect();
+    let seeds = tier(40, 400);
+    let wrong = |wait_load, wait_store| wrong_runs(seeds, &bulk_body(wait_load, wait_store), &buf, &want);
     let all = "cp.async.bulk.wait_group.read 0;";
-    assert_eq!(wrong_runs(&bulk_body(WAIT_LOAD, all), &buf, &want), 0);
-    assert!(wrong_runs(&bulk_body("", all), &buf, &want) > 20, "no wait for the load");
-    assert!(wrong_runs(&bulk_body(WAIT_LOAD, ""), &buf, &want) > 10, "no wait for the store");
+    assert_eq!(wrong(WAIT_LOAD, all), 0);
+    assert!(wrong("", all) > seeds / 2, "no wait for the load");
+    assert!(wrong(WAIT_LOAD, "") > seeds / 4, "no wait for the store");
     // One group may still be under way: the second half is at risk.
-    assert!(wrong_runs(&bulk_body(WAIT_LOAD, "cp.async.bulk.wait_group.read 1;"), &buf, &want) > 10);
+    assert!(wrong(WAIT_LOAD, "cp.async.bulk.wait_group.read 1;") > seeds / 4);
 }
 
 #[test]

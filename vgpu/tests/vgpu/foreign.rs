@@ -4,7 +4,6 @@
 //! several schedules. Integers are compared exactly, floats too where the kernel fixes the order of its operations;
 //! elsewhere the test states its bound.
 
-#[path = "foreign/host.rs"]
 mod host;
 
 use epoxide_vgpu::FaultKind;

@@ -1,9 +1,8 @@
 //! Divergence, reconvergence, warp-wide instructions, special registers.
 
-mod common;
-
-use common::*;
 use epoxide_vgpu::{DeviceConfig, FaultKind, GridConfig, WaitingFor};
+
+use crate::common::*;
 
 fn lanes(f: impl Fn(u64) -> u64) -> Vec<u64> {
     (0..32).map(f).collect()

@@ -1,9 +1,8 @@
 //! Counting what kernels store: by device, kernel, memory and part.
 
-mod common;
-
-use common::{kernel, launch};
 use epoxide_vgpu::{CheckConfig, Checker, DeviceConfig, Grid, Memory, Module, Progress, Region, Stored};
+
+use crate::common::{kernel, launch};
 
 /// 32 lanes store 8 bytes each from the buffer's start on; one adds 4 bytes behind them, and 16 more leave by a bulk copy.
 const BODY: &str = "

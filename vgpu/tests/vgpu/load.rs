@@ -1,9 +1,8 @@
 //! Loading: what is refused, where the error points, how names resolve.
 
-mod common;
-
-use common::*;
 use epoxide_vgpu::{DeviceConfig, Module, supported_opcode};
+
+use crate::common::*;
 
 #[test]
 fn unknown_things_are_errors_with_their_place() {
@@ -241,7 +240,7 @@ fn registers_that_nothing_has_written_are_found() {
 fn no_compiler_leaves_a_register_unwritten() {
     let root = env!("CARGO_MANIFEST_DIR");
     let mut kernels = 0;
-    for folder in ["../gpu/ptx", "tests/foreign/ptx", "tests/foreign/ptx/unoptimised"] {
+    for folder in ["../gpu/ptx", "tests/vgpu/foreign/ptx", "tests/vgpu/foreign/ptx/unoptimised"] {
         for entry in std::fs::read_dir(format!("{root}/{folder}")).unwrap() {
             let path = entry.unwrap().path();
             if path.extension().is_none_or(|end| end != "ptx") {

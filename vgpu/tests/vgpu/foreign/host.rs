@@ -1,6 +1,9 @@
 //! The host's side of the tests of foreign PTX: loads a file, launches its kernels, and compares.
 
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::marker::PhantomData;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, Fault, Grid, GridConfig, Memory, Module, Progress, Region,
@@ -8,21 +11,40 @@ use epoxide_vgpu::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Round robin, and orders drawn from seeds; the last ones in check mode.
-const SCHEDULES: [(Option<u64>, bool); 6] = [
-    (None, false),
-    (Some(1), false),
-    (Some(2), false),
-    (Some(0x5eed), false),
-    (Some(3), true),
-    (Some(4), true),
-];
+use crate::common::tier;
+
+/// Returns the schedules to run: a seed, or none for round robin, and whether check mode is on.
+fn schedules() -> impl Iterator<Item = (Option<u64>, bool)> {
+    let fast = [None, Some(1), Some(2), Some(0x5eed)].map(|seed| (seed, false));
+    let checked = [Some(3), Some(4)].map(|seed| (seed, true));
+    let more = (0..tier(0, 20)).map(|seed| (Some(100 + seed), seed % 2 == 0));
+    fast.into_iter().chain(checked).chain(more)
+}
+
+/// Returns the module of `ptx/{name}.ptx`, or none where that file does not exist.
+/// A file is parsed once a process, because 61 tests on all their schedules share 29 files.
+/// Devices can share a module, because each memory has its own copy of the module's variables.
+fn module(name: &str) -> Option<Arc<Module>> {
+    static MODULES: Mutex<BTreeMap<String, Arc<Module>>> = Mutex::new(BTreeMap::new());
+    let parsed = || MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(module) = parsed().get(name) {
+        return Some(module.clone());
+    }
+    let path = format!("{}/tests/vgpu/foreign/ptx/{name}.ptx", env!("CARGO_MANIFEST_DIR"));
+    let ptx = match std::fs::read_to_string(&path) {
+        Ok(ptx) => ptx,
+        Err(e) if e.kind() == ErrorKind::NotFound => return None,
+        Err(e) => panic!("{path}: {e}"),
+    };
+    let module = Arc::new(Module::parse(&ptx).unwrap_or_else(|e| panic!("{path}: {e}")));
+    Some(parsed().entry(name.to_string()).or_insert(module).clone())
+}
 
 /// A device on which one file of PTX is loaded.
 pub struct Gpu {
     memory: Memory,
     config: DeviceConfig,
-    module: Module,
+    module: Arc<Module>,
     /// What the PTX calls it, for messages.
     kind: &'static str,
 }
@@ -30,18 +52,15 @@ pub struct Gpu {
 /// Runs a test on a fresh device for every schedule, and for the optimised and, where there is one, the plain
 /// translation of a source. `file` is the name of the PTX without its end.
 pub fn on_every_schedule(file: &str, test: impl Fn(&Gpu)) {
-    let folder = format!("{}/tests/foreign/ptx", env!("CARGO_MANIFEST_DIR"));
-    let read = |path: &str| std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"));
-    let optimised = read(&format!("{folder}/{file}.ptx")).unwrap();
-    let plain = read(&format!("{folder}/unoptimised/{file}.ptx")).ok();
-    for (kind, ptx) in [("optimised", Some(optimised)), ("unoptimised", plain)] {
-        let Some(ptx) = ptx else { continue };
-        for (schedule_seed, check) in SCHEDULES {
-            let module = Module::parse(&ptx).unwrap_or_else(|e| panic!("{file}, {kind}: {e}"));
+    let optimised = module(file).unwrap_or_else(|| panic!("no PTX '{file}'"));
+    let plain = module(&format!("unoptimised/{file}"));
+    for (kind, module) in [("optimised", Some(optimised)), ("unoptimised", plain)] {
+        let Some(module) = module else { continue };
+        for (schedule_seed, check) in schedules() {
             let config = DeviceConfig { schedule_seed, ..DeviceConfig::default() };
             let checker = check.then(|| Checker::new(CheckConfig::default()));
             let memory = Memory::checked(schedule_seed.unwrap_or(0), checker);
-            test(&Gpu { memory, config, module, kind });
+            test(&Gpu { memory, config, module: module.clone(), kind });
         }
     }
 }

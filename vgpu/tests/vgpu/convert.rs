@@ -1,9 +1,6 @@
 //! `cvt` against the PTX manual: extension, saturation, rounding, packing order.
 
-mod common;
-
-use common::{check, d, f};
-
+use crate::common::{check, d, f, reject};
 const M: u64 = u32::MAX as u64;
 
 #[test]
@@ -154,7 +151,7 @@ fn illegal_conversions_are_rejected() {
         "cvt.u32.u16 %r0, %r1, %r2;",       // Three operands.
         "cvt.u64.u32 %r0, %r1;",            // Destination too narrow.
     ] {
-        let e = common::reject(op);
+        let e = reject(op);
         assert!(e.source_line.contains("cvt"), "{op}: {e}");
     }
 }

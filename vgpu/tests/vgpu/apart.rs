@@ -1,10 +1,9 @@
 //! Block barriers and warps whose lanes may be apart. By the manual every lane waits at `barrier.sync` for itself; an H200 did not hold lanes
 //! of a warp back of which others still waited in a loop (docs/KERNELS.md). So a program must bring the warp together first.
 
-mod common;
-
-use common::*;
 use epoxide_vgpu::{DeviceConfig, Fault, FaultKind};
+
+use crate::common::*;
 
 /// Lane 0 waits for a word and the others have nothing to wait for; all read what the word stands for behind `meeting`. Warp 1 writes it.
 fn fault_seen(meeting: &str) -> String {
@@ -29,7 +28,7 @@ fn fault_seen(meeting: &str) -> String {
 /// The default schedule and some that a seed draws.
 fn schedules() -> impl Iterator<Item = DeviceConfig> {
     let seeded = |seed| DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() };
-    std::iter::once(DeviceConfig::default()).chain((0..20).map(seeded))
+    std::iter::once(DeviceConfig::default()).chain((0..tier(20, 200)).map(seeded))
 }
 
 #[test]

@@ -1,10 +1,24 @@
-//! Helpers: run a snippet of PTX over the lanes of a warp, or a whole kernel, and look at the results.
-
-#![allow(dead_code)] // Each test binary uses some of them.
+//! Helpers that run a snippet of PTX over the lanes of a warp, or a whole kernel.
+//! `tier` picks how much a test tries.
 
 use epoxide_vgpu::{
     DeviceConfig, Fault, FaultKind, Grid, GridConfig, Memory, Module, Progress, PtxError, Region,
 };
+
+/// The variable that names the tier: `default` or `long`. tests/src/tier.rs reads the same one.
+const TIER: &str = "EPOXIDE_TIER";
+
+/// Returns `default` in the default tier and `long` in the long tier.
+///
+/// # Panics
+/// Where the variable names neither.
+pub fn tier<T>(default: T, long: T) -> T {
+    match std::env::var(TIER).as_deref() {
+        Err(_) | Ok("default") => default,
+        Ok("long") => long,
+        Ok(other) => panic!("{TIER} = {other:?}, but the tiers are \"default\" and \"long\""),
+    }
+}
 
 /// What every test module starts with.
 pub const HEAD: &str = ".version 8.4\n.target sm_90\n.address_size 64\n";

@@ -1,9 +1,6 @@
 //! Every arithmetic instruction against values worked out by hand from the PTX manual.
 
-mod common;
-
-use common::{check, d, f};
-
+use crate::common::{check, d, f, reject};
 const M: u64 = u32::MAX as u64;
 const MIN: u64 = 0x8000_0000;
 
@@ -358,7 +355,7 @@ fn directed_rounding() {
     check("sqrt.rm.f64 %rd0, %rd1;", &[d(2.0)], d(2f64.sqrt()) - 1);
     check("fma.rm.f64 %rd0, %rd1, %rd2, %rd3;", &[d(1.0), d(1.0), d(-1e-300)], d(1.0) - 1);
     for op in ["add.rz.f16 %h0, %h1, %h2;", "ex2.approx.rz.f32 %r0, %r1;", "add.rz.u32 %r0, %r1, %r2;"] {
-        common::reject(op);
+        reject(op);
     }
 }
 

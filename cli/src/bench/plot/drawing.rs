@@ -1,0 +1,992 @@
+//! Drawings of results: small panels in a grid, of bandwidth and of times against tokens, multiprocessors or ranks, or of
+//! the distributions of times where there is one configuration.
+//!
+//! A panel is of one operation; what else differs between points than the axis makes more panels. Each file is a series of its own.
+//! Results of the virtual GPU are drawn as interpreter times, under a title that says so, never as a bandwidth.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Once;
+
+use clap::ValueEnum;
+use plotters::coord::Shift;
+use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, ValueFormatter};
+use plotters::prelude::*;
+use plotters::style::{FontStyle, register_font};
+
+use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results, Way, WayResult};
+
+use super::{Args, Axis, Choice, What, check_path};
+use crate::stop::{Result, Stop};
+
+/// The text of every drawing: DejaVu Sans, cut down to the characters that are used (font/README.md).
+const FONT: &[u8] = include_bytes!("../font/DejaVuSans-subset.ttf");
+const FAMILY: &str = "sans-serif";
+
+/// As wide as a page shows it, so that text keeps its size.
+const WIDTH: u32 = 960;
+const MARGIN: u32 = 18;
+/// Text: title, what is below it, and panels.
+const TITLE_SIZE: u32 = 22;
+const TEXT_SIZE: u32 = 15;
+const LINE_HEIGHT: u32 = 23;
+/// Points that lines of distributions may be of: more cannot be told apart.
+const MOST_DISTRIBUTIONS: usize = 8;
+
+/// Results of one file, and what to call them.
+pub struct File {
+    /// The name in the legend.
+    pub label: String,
+    /// What was measured.
+    pub points: Vec<Point>,
+}
+
+impl Axis {
+    const ALL: [Axis; 5] = [Axis::Tokens, Axis::Sms, Axis::Ranks, Axis::Nodes, Axis::RdmaSend];
+
+    fn of(self, key: &Key) -> u32 {
+        match self {
+            Axis::Sms => key.num_sms,
+            Axis::Tokens => key.tokens,
+            Axis::Ranks => key.num_ranks,
+            Axis::Nodes => key.nodes,
+            Axis::RdmaSend => key.rdma_send.unwrap_or(0),
+        }
+    }
+
+    fn flag(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+
+    fn label(self) -> &'static str {
+        match self {
+            Axis::Sms => "multiprocessors (SMs)",
+            Axis::Tokens => "tokens per rank",
+            Axis::Ranks => "ranks",
+            Axis::Nodes => "nodes",
+            Axis::RdmaSend => "rows of a put between nodes",
+        }
+    }
+}
+
+/// What a point is of, for people, part by part: what all points have in common goes below the title, the rest into those of panels.
+fn parts(key: &Key, axis: Option<Axis>) -> Vec<String> {
+    let per_node = key.num_ranks / key.nodes.max(1);
+    let unless = |these: &[Axis], text: String| {
+        if axis.is_some_and(|axis| these.contains(&axis)) { String::new() } else { text }
+    };
+    let ranks = match (key.nodes, axis) {
+        (1, Some(Axis::Nodes)) | (2.., _) => format!("{per_node} ranks a node"),
+        _ => format!("{per_node} ranks"),
+    };
+    let share = if key.masked > 0.0 { format!("{} masked", key.masked) } else { String::new() };
+    vec![
+        unless(&[Axis::Nodes], if key.nodes > 1 { format!("{} nodes", key.nodes) } else { String::new() }),
+        unless(&[Axis::Ranks], ranks),
+        unless(&[Axis::Tokens], format!("{} tokens", key.tokens)),
+        unless(&[Axis::Sms], format!("{} SMs", key.num_sms)),
+        key.network(true, true).unwrap_or_default(),
+        unless(
+            &[Axis::RdmaSend],
+            key.rdma_send.map_or_else(String::new, |rows| format!("{rows} rows a put")),
+        ),
+        format!("hidden {}", key.hidden),
+        format!("top-{} of {}", key.topk, key.experts),
+        format!("seed {:#x}", key.seed),
+        share,
+    ]
+}
+
+/// One drawing in the grid.
+struct Panel {
+    title: String,
+    x_label: String,
+    y_label: String,
+    /// Where the x axis has labels, and which.
+    ticks: Vec<(f64, String)>,
+    x_range: (f64, f64),
+    y_ticks: Vec<(f64, String)>,
+    y_range: (f64, f64),
+    /// A dot on each point.
+    dots: bool,
+    series: Vec<Series>,
+}
+
+struct Series {
+    style: Style,
+    points: Vec<(f64, f64)>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+struct Style {
+    color: RGBColor,
+    dashed: bool,
+}
+
+/// All panels, and what they have in common.
+struct Drawing {
+    title: String,
+    subtitle: String,
+    legend: Vec<(String, Style)>,
+    columns: usize,
+    panels: Vec<Panel>,
+}
+
+const BLUE_: RGBColor = RGBColor(0x1f, 0x5f, 0xb4);
+const GREEN_: RGBColor = RGBColor(0x2a, 0x8c, 0x3c);
+const ORANGE: RGBColor = RGBColor(0xd9, 0x6a, 0x0b);
+const PURPLE: RGBColor = RGBColor(0x86, 0x4c, 0xb0);
+const GREY: RGBColor = RGBColor(0x70, 0x70, 0x70);
+/// Colors of files.
+const COLORS: [RGBColor; 8] = [
+    BLUE_,
+    ORANGE,
+    GREEN_,
+    PURPLE,
+    RGBColor(0xb8, 0x2e, 0x2e),
+    RGBColor(0x1a, 0x93, 0xa0),
+    RGBColor(0xa0, 0x7a, 0x10),
+    RGBColor(0x30, 0x30, 0x30),
+];
+
+/// Draws stored results.
+pub fn run(args: &Args) -> Result<()> {
+    let mut files = Vec::new();
+    for path in &args.files {
+        let label =
+            path.file_stem().map_or_else(|| path.display().to_string(), |stem| stem.to_string_lossy().into());
+        files.push(File { label, points: Results::read(path)?.points });
+    }
+    // Files of one name in different folders.
+    for at in 0..files.len() {
+        if files.iter().filter(|file| file.label == files[at].label).count() > 1 {
+            files[at].label = args.files[at].display().to_string();
+        }
+    }
+    draw(&files, &args.choice, &args.out)
+}
+
+/// Draws the points of one run to a file.
+pub fn draw_points(points: &[Point], path: &Path) -> Result<()> {
+    let file = File { label: String::new(), points: points.to_vec() };
+    draw(&[file], &Choice::default(), path)
+}
+
+/// Draws files to a file.
+pub fn draw(files: &[File], choice: &Choice, path: &Path) -> Result<()> {
+    check_path(path)?;
+    let drawing = Drawing::new(files, choice).map_err(|why| Stop::usage(format!("plot: {why}")))?;
+    static REGISTER: Once = Once::new();
+    REGISTER.call_once(|| {
+        // The file is part of the program; a test draws with it.
+        let _ = register_font(FAMILY, FontStyle::Normal, FONT);
+    });
+    let size = drawing.size();
+    let broken = |why: String| Stop::failed(format!("{}: {why}", path.display()));
+    match path.extension().is_some_and(|extension| extension == "svg") {
+        true => drawing.paint(&SVGBackend::new(path, size).into_drawing_area()),
+        false => drawing.paint(&BitMapBackend::new(path, size).into_drawing_area()),
+    }
+    .map_err(broken)
+}
+
+/// A point and where it comes from: the file, and which of the file's points of the same kind it is.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    point: &'a Point,
+    entry: usize,
+}
+
+/// What has a color of its own where there is more than one: a file, or the n-th measurement of the same thing in it.
+fn sources(files: &[File]) -> (Vec<String>, Vec<Source<'_>>) {
+    let (mut labels, mut sources): (Vec<String>, Vec<Source<'_>>) = (Vec::new(), Vec::new());
+    for file in files {
+        let first = labels.len();
+        for (at, point) in file.points.iter().enumerate() {
+            let again = file.points[..at].iter().filter(|other| other.key == point.key).count();
+            while labels.len() <= first + again {
+                let nth = labels.len() - first;
+                labels.push(if nth == 0 {
+                    file.label.clone()
+                } else {
+                    format!("{} ({})", file.label, nth + 1).trim().into()
+                });
+            }
+            sources.push(Source { point, entry: first + again });
+        }
+    }
+    (labels, sources)
+}
+
+/// The two phases of an operation, and what legends call them.
+const OPERATIONS: [(&str, [(PhaseName, &str); 2]); 2] = [
+    ("dispatch", [(PhaseName::DispatchCached, "cached"), (PhaseName::DispatchUncached, "uncached")]),
+    ("combine", [(PhaseName::CombineInPool, "in pool"), (PhaseName::CombineStaged, "staged")]),
+];
+
+fn baseline(point: &Point, way: Way) -> Option<&WayResult> {
+    point.baselines.iter().find(|result| result.way == way)
+}
+
+/// What was measured beside the points of each label: its number, and the way.
+fn baselines(labels: &[String], sources: &[Source<'_>]) -> Vec<(usize, Way)> {
+    let has = |entry: usize, way: Way| {
+        sources.iter().any(|source| source.entry == entry && baseline(source.point, way).is_some())
+    };
+    let of =
+        |entry: usize| Way::ALL.into_iter().filter(move |&way| has(entry, way)).map(move |way| (entry, way));
+    (0..labels.len()).flat_map(of).collect()
+}
+
+/// What is drawn of a phase at a point.
+#[derive(Clone, Copy, PartialEq)]
+enum Metric {
+    Bandwidth,
+    Time,
+}
+
+impl Metric {
+    fn of(self, phase: &Phase) -> Option<f64> {
+        match self {
+            Metric::Time => Some(phase.call.median_us),
+            Metric::Bandwidth => phase.bandwidth.as_ref().map(|bandwidth| bandwidth.links),
+        }
+    }
+
+    fn ceiling(self, point: &Point, name: PhaseName) -> Option<f64> {
+        match self {
+            Metric::Time => None,
+            Metric::Bandwidth => point.phase(name)?.bandwidth.as_ref()?.link_ceiling,
+        }
+    }
+}
+
+impl Drawing {
+    fn new(files: &[File], choice: &Choice) -> std::result::Result<Drawing, String> {
+        let (labels, sources) = sources(files);
+        let keys = || sources.iter().map(|source| &source.point.key);
+        let values = |axis: Axis| keys().map(|key| axis.of(key)).collect::<BTreeSet<u32>>();
+        let longest = || {
+            let axes = Axis::ALL.into_iter().filter(|axis| values(*axis).len() > 1);
+            // Of those with as many values, the first.
+            axes.rev().max_by_key(|axis| values(*axis).len())
+        };
+        if let Some((axis, only)) = choice.x.and_then(|axis| Some((axis, single(&values(axis))?))) {
+            return Err(format!("--x {}: every point has {only}; an axis needs two values", axis.flag()));
+        }
+        let axis = choice.x.or_else(longest);
+        let is_virtual = sources.iter().any(|source| source.point.is_virtual);
+        let has_bandwidth = sources.iter().any(|source| {
+            let phases = &source.point.phases;
+            phases.iter().any(|phase| phase.bandwidth.is_some())
+        });
+        let mut metrics = match choice.what {
+            What::Auto if axis == Some(Axis::Tokens) => vec![Metric::Time, Metric::Bandwidth],
+            What::Auto if has_bandwidth => vec![Metric::Bandwidth],
+            What::Auto | What::Latency => vec![Metric::Time],
+            What::Bandwidth => vec![Metric::Bandwidth],
+            What::Distribution => Vec::new(),
+        };
+        metrics.retain(|metric| *metric == Metric::Time || has_bandwidth);
+        let of_times = match (choice.what, axis) {
+            (What::Distribution, _) | (What::Auto, None) => true,
+            (_, None) => return Err(
+                "there is one configuration, so nothing to draw against; --what distribution draws its times"
+                    .into(),
+            ),
+            _ => false,
+        };
+        if metrics.is_empty() && !of_times {
+            return Err("these results have no bandwidth: times of the virtual GPU are an interpreter's; --what latency draws them".into());
+        }
+        let mut drawing = Drawing {
+            title: title(&sources),
+            subtitle: String::new(),
+            legend: Vec::new(),
+            columns: 1,
+            panels: Vec::new(),
+        };
+        if of_times {
+            drawing.distributions(&labels, &sources)?;
+        } else if let Some(axis) = axis {
+            drawing.against(axis, &metrics, &labels, &sources);
+        }
+        if is_virtual {
+            for label in drawing.panels.iter_mut().flat_map(|panel| [&mut panel.x_label, &mut panel.y_label])
+            {
+                *label = label.replace(", us", ", interpreter us");
+            }
+        }
+        Ok(drawing)
+    }
+
+    /// Panels over an axis: a column for each operation and type of rows, a row for each of what else differs.
+    fn against(&mut self, axis: Axis, metrics: &[Metric], labels: &[String], sources: &[Source<'_>]) {
+        let of = |source: &Source<'_>| parts(&source.point.key, Some(axis));
+        let (common, differing) = split(&sources.iter().map(of).collect::<Vec<_>>());
+        let dtypes: BTreeSet<&str> = sources.iter().map(|source| source.point.key.dtype.as_str()).collect();
+        self.subtitle = common.join(", ");
+        if let Some(dtype) = single(&dtypes) {
+            self.subtitle += &format!(", dispatch in {}", dtype.to_uppercase());
+        }
+        let rest = |source: &Source<'_>| {
+            let parts = of(source);
+            differing
+                .iter()
+                .map(|&at| parts[at].clone())
+                .filter(|part| !part.is_empty())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        // In the order of the numbers, not of their texts.
+        let mut rests: Vec<String> = Vec::new();
+        let mut sorted: Vec<&Source<'_>> = sources.iter().collect();
+        let numbers =
+            |key: &Key| (key.nodes, key.num_ranks, key.tokens, key.num_sms, key.rdma_send, key.hidden);
+        sorted.sort_by_key(|source| numbers(&source.point.key));
+        for source in sorted {
+            let rest = rest(source);
+            if !rests.contains(&rest) {
+                rests.push(rest);
+            }
+        }
+        let mut ticks: Vec<u32> = sources.iter().map(|source| axis.of(&source.point.key)).collect();
+        ticks.sort_unstable();
+        ticks.dedup();
+        // What a combine takes does not depend on the type of dispatched rows.
+        let kinds: Vec<(usize, &str)> =
+            dtypes.iter().map(|dtype| (0, *dtype)).chain([(1, *dtypes.first().unwrap_or(&""))]).collect();
+        let mut ceiling = false;
+        let drawn = baselines(labels, sources);
+        for &metric in metrics {
+            let mut panels = Vec::new();
+            for rest_of in &rests {
+                for &(operation, dtype) in &kinds {
+                    let members: Vec<Source<'_>> = sources
+                        .iter()
+                        .filter(|source| rest(source) == *rest_of && source.point.key.dtype == dtype)
+                        .copied()
+                        .collect();
+                    let (name, phases) = OPERATIONS[operation];
+                    let typed = if operation == 0 && dtypes.len() > 1 {
+                        format!(" {}", dtype.to_uppercase())
+                    } else {
+                        String::new()
+                    };
+                    let title = [format!("{name}{typed}"), rest_of.clone()];
+                    let title: Vec<String> = title.into_iter().filter(|part| !part.is_empty()).collect();
+                    let mut panel = Panel {
+                        title: title.join(", "),
+                        x_label: axis.label().into(),
+                        y_label: if metric == Metric::Time {
+                            "median call, us"
+                        } else {
+                            "over the links, GB/s"
+                        }
+                        .into(),
+                        ticks: ticks
+                            .iter()
+                            .enumerate()
+                            .map(|(at, tick)| (at as f64, tick.to_string()))
+                            .collect(),
+                        x_range: (-0.35, ticks.len() as f64 - 0.65),
+                        y_ticks: Vec::new(),
+                        y_range: (0.0, 0.0),
+                        dots: true,
+                        series: Vec::new(),
+                    };
+                    let place = |point: &Point| {
+                        ticks.iter().position(|&tick| tick == axis.of(&point.key)).unwrap_or(0) as f64
+                    };
+                    let mut add = |style: Style,
+                                   entry: Option<usize>,
+                                   value: &dyn Fn(&Point) -> Option<f64>| {
+                        let members =
+                            members.iter().filter(|source| entry.is_none_or(|entry| source.entry == entry));
+                        let mut line: Vec<(f64, f64)> = members
+                            .filter_map(|source| Some((place(source.point), value(source.point)?)))
+                            .collect();
+                        line.sort_by(|a, b| a.0.total_cmp(&b.0));
+                        if entry.is_none() {
+                            line.dedup_by(|a, b| a.0 == b.0);
+                        }
+                        let any = !line.is_empty();
+                        if any {
+                            panel.series.push(Series { style, points: line });
+                        }
+                        any
+                    };
+                    for (second, (phase, _)) in phases.into_iter().enumerate() {
+                        for entry in 0..labels.len() {
+                            add(style(operation, second, entry, labels.len()), Some(entry), &|point| {
+                                metric.of(point.phase(phase)?)
+                            });
+                        }
+                    }
+                    for (nth, &(entry, way)) in drawn.iter().enumerate() {
+                        add(way_style(labels.len(), nth), Some(entry), &|point| {
+                            metric.of(baseline(point, way)?.phase(phases[0].0)?)
+                        });
+                    }
+                    // One for all: what the links give does not depend on the file.
+                    ceiling |= add(CEILING, None, &|point| metric.ceiling(point, phases[0].0));
+                    if !panel.series.is_empty() {
+                        panels.push(panel);
+                    }
+                }
+            }
+            share_y(&mut panels, metric);
+            self.panels.extend(panels);
+        }
+        self.columns = match (kinds.len(), rests.len()) {
+            (2, 5..) => 4,
+            (kinds, _) => kinds,
+        };
+        self.legend = legend(labels, &[0, 1], ceiling);
+        self.legend.extend(drawn.iter().enumerate().map(|(nth, &(entry, way))| {
+            let label = [labels[entry].as_str(), way.text()].into_iter().filter(|part| !part.is_empty());
+            let label =
+                if labels.len() > 1 { label.collect::<Vec<_>>().join(", ") } else { way.text().into() };
+            (label, way_style(labels.len(), nth))
+        }));
+    }
+
+    /// What share of the iterations took at most so long: a panel for each phase, a line for each file.
+    fn distributions(
+        &mut self,
+        labels: &[String],
+        sources: &[Source<'_>],
+    ) -> std::result::Result<(), String> {
+        let sampled: Vec<&Source<'_>> = sources
+            .iter()
+            .filter(|source| source.point.phases.iter().any(|phase| phase.call.samples_us.len() > 1))
+            .collect();
+        if sampled.is_empty() {
+            return Err("these results hold no samples, so there is nothing of that kind to draw".into());
+        }
+        if sampled.len() > MOST_DISTRIBUTIONS {
+            let (have, most) = (sampled.len(), MOST_DISTRIBUTIONS);
+            return Err(format!("{have} points are too many to draw the distributions of; at most {most}"));
+        }
+        let (common, differing) =
+            split(&sampled.iter().map(|source| parts(&source.point.key, None)).collect::<Vec<_>>());
+        self.subtitle = common.join(", ");
+        let label = |source: &Source<'_>| {
+            let parts = parts(&source.point.key, None);
+            let own = differing.iter().map(|&at| parts[at].clone());
+            let dtype = source.point.key.dtype.to_uppercase();
+            [labels[source.entry].clone(), dtype]
+                .into_iter()
+                .chain(own)
+                .filter(|part| !part.is_empty())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        let mut ways: Vec<(String, &WayResult)> = Vec::new();
+        for source in &sampled {
+            for result in &source.point.baselines {
+                ways.push((format!("{}, {}", label(source), result.way.text()), result));
+            }
+        }
+        for name in PhaseName::ALL {
+            let mut panel = Panel {
+                title: name.text().into(),
+                x_label: "time of a call, us".into(),
+                y_label: "share of the calls".into(),
+                ticks: Vec::new(),
+                x_range: (f64::MAX, 0.0),
+                y_ticks: (0..=4)
+                    .map(|quarter| (25.0 * f64::from(quarter), format!("{}%", 25 * quarter)))
+                    .collect(),
+                y_range: (0.0, 104.0),
+                dots: false,
+                series: Vec::new(),
+            };
+            let own = sampled.iter().enumerate().map(|(at, source)| (at, source.point.phase(name)));
+            let others =
+                ways.iter().enumerate().map(|(nth, (_, result))| (sampled.len() + nth, result.phase(name)));
+            for (at, phase) in own.chain(others) {
+                let Some(phase) = phase else { continue };
+                let mut samples = phase.call.samples_us.clone();
+                samples.sort_by(f64::total_cmp);
+                let step = 100.0 / samples.len() as f64;
+                let both = |(i, &us): (usize, &f64)| [(us, step * i as f64), (us, step * (i + 1) as f64)];
+                panel.x_range.0 = samples.iter().copied().fold(panel.x_range.0, f64::min);
+                panel.x_range.1 = samples.iter().copied().fold(panel.x_range.1, f64::max);
+                let style = Style { color: COLORS[at % COLORS.len()], dashed: false };
+                panel
+                    .series
+                    .push(Series { style, points: samples.iter().enumerate().flat_map(both).collect() });
+            }
+            if panel.series.is_empty() {
+                continue;
+            }
+            let (low, high) = panel.x_range;
+            let margin = ((high - low) * 0.05).max(high * 0.01);
+            panel.x_range = ((low - margin).max(0.0), high + margin);
+            panel.ticks = round_ticks(panel.x_range, 5);
+            self.panels.push(panel);
+        }
+        self.columns = 2;
+        let labels =
+            sampled.iter().map(|source| label(source)).chain(ways.iter().map(|(label, _)| label.clone()));
+        let labels = labels.enumerate();
+        self.legend = labels
+            .map(|(at, label)| (label, Style { color: COLORS[at % COLORS.len()], dashed: false }))
+            .collect();
+        Ok(())
+    }
+}
+
+/// The only value, if there is only one.
+fn single<T: Clone + Ord>(values: &BTreeSet<T>) -> Option<T> {
+    if values.len() == 1 { values.first().cloned() } else { None }
+}
+
+/// The parts that all lists have in common, and the indices of the others.
+fn split(lists: &[Vec<String>]) -> (Vec<String>, Vec<usize>) {
+    let Some(first) = lists.first() else { return (Vec::new(), Vec::new()) };
+    let (same, differing): (Vec<usize>, Vec<usize>) =
+        (0..first.len()).partition(|&at| lists.iter().all(|list| list[at] == first[at]));
+    (same.into_iter().map(|at| first[at].clone()).filter(|part| !part.is_empty()).collect(), differing)
+}
+
+const CEILING: Style = Style { color: GREY, dashed: true };
+
+/// One file has a color for each phase; of several each has a color, and the second phase of an operation is dashed.
+fn style(operation: usize, second: usize, entry: usize, entries: usize) -> Style {
+    match entries {
+        1 => Style { color: [[BLUE_, ORANGE], [GREEN_, PURPLE]][operation][second], dashed: false },
+        _ => Style { color: COLORS[entry % COLORS.len()], dashed: second == 1 },
+    }
+}
+
+/// A color that none of so many labels has, as long as there are any.
+fn way_style(labels: usize, nth: usize) -> Style {
+    // A single label takes four, one a phase.
+    let taken = if labels == 1 { 4 } else { labels };
+    Style { color: COLORS[(taken + nth) % COLORS.len()], dashed: false }
+}
+
+fn legend(labels: &[String], operations: &[usize], ceiling: bool) -> Vec<(String, Style)> {
+    let mut legend = Vec::new();
+    if labels.len() == 1 {
+        for &operation in operations {
+            let (name, phases) = OPERATIONS[operation];
+            for (second, (_, text)) in phases.iter().enumerate() {
+                legend.push((format!("{name} {text}"), style(operation, second, 0, 1)));
+            }
+        }
+    } else {
+        for (entry, label) in labels.iter().enumerate() {
+            legend.push((label.clone(), style(0, 0, entry, labels.len())));
+        }
+        legend.push(("cached, in pool".into(), Style { color: BLACK, dashed: false }));
+        legend.push(("uncached, staged".into(), Style { color: BLACK, dashed: true }));
+    }
+    if ceiling {
+        legend.push(("link ceiling".into(), CEILING));
+    }
+    legend
+}
+
+fn title(sources: &[Source<'_>]) -> String {
+    let points = || sources.iter().map(|source| source.point);
+    if let Some(point) = points().find(|point| point.is_virtual) {
+        return format!("epoxide on the {}", point.caveat());
+    }
+    let dates: BTreeSet<&str> = points().map(|point| point.date.as_str()).collect();
+    let devices: BTreeSet<&str> = points().map(|point| point.device.as_str()).collect();
+    let devices: Vec<&str> = devices.into_iter().collect();
+    let when = match (dates.first(), dates.last()) {
+        (Some(from), Some(to)) if from != to => format!("{from} to {to}"),
+        (from, _) => from.copied().unwrap_or("").to_owned(),
+    };
+    format!("epoxide, {}, {when}", devices.join(" and "))
+}
+
+/// The same y axis for all panels of a kind, so that they can be held against each other: from 0, or by factors where times differ by many.
+fn share_y(panels: &mut [Panel], metric: Metric) {
+    let all = || {
+        panels.iter().flat_map(|panel| &panel.series).flat_map(|series| &series.points).map(|point| point.1)
+    };
+    let (low, high) = (all().fold(f64::MAX, f64::min), all().fold(0.0, f64::max));
+    let by_factors = metric == Metric::Time && low > 0.0 && high > 12.0 * low;
+    let (range, ticks) = if by_factors {
+        let range = (low.log10() - 0.08, high.log10() + 0.08);
+        let decades = (range.0.floor() as i32)..=(range.1.ceil() as i32);
+        let ticks = decades.flat_map(|decade| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(decade)));
+        let ticks: Vec<(f64, String)> = ticks.map(|tick| (tick.log10(), number(tick))).collect();
+        (range, ticks.into_iter().filter(|(at, _)| range.0 <= *at && *at <= range.1).collect())
+    } else {
+        let range = (0.0, high * 1.08);
+        (range, round_ticks(range, 6))
+    };
+    for panel in panels {
+        (panel.y_range, panel.y_ticks) = (range, ticks.clone());
+        if by_factors {
+            panel
+                .series
+                .iter_mut()
+                .flat_map(|series| &mut series.points)
+                .for_each(|point| point.1 = point.1.log10());
+        }
+    }
+}
+
+/// About so many round numbers within a range.
+fn round_ticks(range: (f64, f64), about: u32) -> Vec<(f64, String)> {
+    let rough = (range.1 - range.0) / f64::from(about);
+    let decade = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].map(|digit| digit * decade).into_iter().find(|step| *step >= rough);
+    let step = step.unwrap_or(rough);
+    let first = (range.0 / step).ceil() as i64;
+    let at = (first..).map(|n| n as f64 * step).take_while(|at| *at <= range.1);
+    at.map(|at| (at, if step < 1.0 { format!("{at:.2}") } else { number(at) })).collect()
+}
+
+fn number(value: f64) -> String {
+    let digits = if value >= 1.0 || value == 0.0 { 0 } else { 2 };
+    format!("{value:.digits$}")
+}
+
+type Area<DB> = DrawingArea<DB, Shift>;
+
+/// About as wide as a text is.
+fn width_of(text: &str) -> u32 {
+    text.chars().count() as u32 * TEXT_SIZE * 3 / 5
+}
+
+impl Drawing {
+    /// Text below the title cut into lines that fit.
+    fn subtitle_lines(&self) -> Vec<String> {
+        let mut lines: Vec<String> = Vec::new();
+        for part in self.subtitle.split(", ").filter(|part| !part.is_empty()) {
+            match lines.last_mut() {
+                Some(line) if width_of(line) + width_of(part) + 2 * MARGIN < WIDTH => {
+                    *line += &format!(", {part}")
+                }
+                _ => lines.push(part.to_owned()),
+            }
+        }
+        lines
+    }
+
+    /// Where the legend's entries go, in lines below each other.
+    fn legend_places(&self) -> Vec<(u32, u32)> {
+        let (mut x, mut line, mut places) = (MARGIN, 0, Vec::new());
+        for (label, _) in &self.legend {
+            let width = 34 + width_of(label) + 22;
+            if x > MARGIN && x + width > WIDTH {
+                (x, line) = (MARGIN, line + 1);
+            }
+            places.push((x, line));
+            x += width;
+        }
+        places
+    }
+
+    fn head_height(&self) -> u32 {
+        let legend = self.legend_places().last().map_or(0, |(_, line)| line + 1);
+        46 + LINE_HEIGHT * (self.subtitle_lines().len() as u32 + legend) + 6
+    }
+
+    fn rows(&self) -> u32 {
+        self.panels.len().div_ceil(self.columns.max(1)) as u32
+    }
+
+    fn size(&self) -> (u32, u32) {
+        let height = match (self.columns, self.rows()) {
+            (1, _) => 430,
+            (2, ..=2) => 330,
+            (2 | 3, _) => 275,
+            _ => 240,
+        };
+        (WIDTH, self.head_height() + self.rows() * height + 6)
+    }
+
+    fn paint<DB: DrawingBackend>(&self, area: &Area<DB>) -> std::result::Result<(), String> {
+        let text = |error: DrawingAreaErrorKind<DB::ErrorType>| error.to_string();
+        area.fill(&WHITE).map_err(text)?;
+        let (head, body) = area.split_vertically(self.head_height());
+        let of_size = |size: u32| (FAMILY, size).into_font().color(&BLACK);
+        let margin = MARGIN as i32;
+        head.draw_text(&self.title, &of_size(TITLE_SIZE), (margin, 14)).map_err(text)?;
+        let mut y = 46;
+        for line in self.subtitle_lines() {
+            head.draw_text(&line, &of_size(TEXT_SIZE), (margin, y)).map_err(text)?;
+            y += LINE_HEIGHT as i32;
+        }
+        for ((x, line), (label, style)) in self.legend_places().into_iter().zip(&self.legend) {
+            let (x, y) = (x as i32, y + (line * LINE_HEIGHT) as i32);
+            let dash = if style.dashed { 10 } else { 26 };
+            for from in if style.dashed { &[0, 16][..] } else { &[0] } {
+                let line = [(x + from, y + 8), (x + from + dash, y + 8)];
+                head.draw(&PathElement::new(line, style.color.stroke_width(3))).map_err(text)?;
+            }
+            head.draw_text(label, &of_size(TEXT_SIZE), (x + 34, y)).map_err(text)?;
+        }
+        let grid = body.split_evenly((self.rows() as usize, self.columns));
+        for (area, panel) in grid.iter().zip(&self.panels) {
+            panel.paint(area, self.columns).map_err(text)?;
+        }
+        area.present().map_err(text)
+    }
+}
+
+/// An axis with labels where they are wanted.
+struct Ticked<'a> {
+    range: (f64, f64),
+    ticks: &'a [(f64, String)],
+}
+
+impl Ranged for Ticked<'_> {
+    type FormatOption = NoDefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, value: &f64, limit: (i32, i32)) -> i32 {
+        let share = (value - self.range.0) / (self.range.1 - self.range.0);
+        limit.0 + (share * f64::from(limit.1 - limit.0)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, _: Hint) -> Vec<f64> {
+        self.ticks.iter().map(|(at, _)| *at).collect()
+    }
+
+    fn range(&self) -> std::ops::Range<f64> {
+        self.range.0..self.range.1
+    }
+}
+
+impl ValueFormatter<f64> for Ticked<'_> {
+    fn format_ext(&self, value: &f64) -> String {
+        self.ticks.iter().find(|(at, _)| at == value).map_or_else(String::new, |(_, text)| text.clone())
+    }
+}
+
+impl Panel {
+    fn paint<DB: DrawingBackend>(
+        &self,
+        area: &Area<DB>,
+        columns: usize,
+    ) -> std::result::Result<(), DrawingAreaErrorKind<DB::ErrorType>> {
+        // Labels that would touch each other are left out, every other one.
+        let room = WIDTH as usize / columns - 90;
+        let widest = self.ticks.iter().map(|(_, text)| text.len()).max().unwrap_or(1);
+        let every = (self.ticks.len() * (widest * 9 + 8)).div_ceil(room.max(1)).max(1);
+        let ticks: Vec<(f64, String)> = self.ticks.iter().step_by(every).cloned().collect();
+        let (text, caption) = if columns > 3 { (12, 13) } else { (14, 16) };
+        let mut chart = ChartBuilder::on(area)
+            .caption(&self.title, (FAMILY, caption))
+            .margin(8)
+            .margin_right(16)
+            .x_label_area_size(if columns > 3 { 36 } else { 42 })
+            .y_label_area_size(if columns > 3 { 58 } else { 62 })
+            .build_cartesian_2d(
+                Ticked { range: self.x_range, ticks: &ticks },
+                Ticked { range: self.y_range, ticks: &self.y_ticks },
+            )?;
+        chart
+            .configure_mesh()
+            .x_desc(&self.x_label)
+            .y_desc(&self.y_label)
+            .axis_desc_style((FAMILY, text))
+            .label_style((FAMILY, text))
+            .light_line_style(TRANSPARENT)
+            .bold_line_style(RGBColor(0xdd, 0xdd, 0xdd))
+            .x_labels(ticks.len().max(1))
+            .y_labels(self.y_ticks.len().max(1))
+            .draw()?;
+        for series in &self.series {
+            let style = series.style.color.stroke_width(2);
+            let points = || series.points.iter().copied();
+            match series.style.dashed {
+                true => drop(chart.draw_series(DashedLineSeries::new(points(), 6, 4, style))?),
+                false => drop(chart.draw_series(LineSeries::new(points(), style))?),
+            }
+            if self.dots && series.style != CEILING {
+                chart.draw_series(points().map(|at| Circle::new(at, 3, series.style.color.filled())))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::testing::h200 as measured;
+
+    fn file(label: &str, points: Vec<Point>) -> File {
+        File { label: label.into(), points }
+    }
+
+    /// Points of a sweep, from one that was measured.
+    fn swept(tokens: &[u32], sms: &[u32]) -> Vec<Point> {
+        let one = measured().remove(0);
+        let point = |tokens: u32, sms: u32| {
+            let mut point = one.clone();
+            (point.key.tokens, point.key.num_sms) = (tokens, sms);
+            point
+        };
+        tokens
+            .iter()
+            .flat_map(|&tokens| sms.iter().map(move |&sms| (tokens, sms)))
+            .map(|(t, s)| point(t, s))
+            .collect()
+    }
+
+    fn text_of(files: &[File], choice: &Choice) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.svg");
+        draw(files, choice, &path).unwrap();
+        std::fs::read_to_string(&path).unwrap()
+    }
+
+    #[test]
+    fn drawings_have_axes_units_and_every_series() {
+        let svg = text_of(&[file("h200", measured())], &Choice::default());
+        for text in [
+            "over the links, GB/s",
+            "multiprocessors (SMs)",
+            "dispatch cached",
+            "dispatch uncached",
+            "combine in pool",
+            "combine staged",
+            "dispatch BF16",
+            "dispatch FP8",
+            "link ceiling",
+            "4096 tokens, hidden 7168, top-8 of 256",
+            "dispatch BF16, 4 ranks",
+            "combine, 8 ranks",
+            "NVIDIA H200, 2026-11-20",
+            "132",
+        ] {
+            assert!(svg.contains(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn two_files_of_one_configuration_are_two_series() {
+        let points = || vec![swept(&[128, 256], &[8]), swept(&[128, 256], &[8])];
+        let mut files: Vec<File> =
+            points().into_iter().zip(["old", "new"]).map(|(points, label)| file(label, points)).collect();
+        let drawing = Drawing::new(&files, &Choice::default()).unwrap();
+        // Times and bandwidth of dispatch and combine; two phases of each file, and the ceiling.
+        assert_eq!(drawing.panels.iter().map(|panel| panel.series.len()).collect::<Vec<_>>(), [4, 4, 5, 5]);
+        let svg = text_of(&files, &Choice::default());
+        for text in ["old", "new", "cached, in pool", "uncached, staged", "median call, us"] {
+            assert!(svg.contains(text), "{text}");
+        }
+        // And so are two measurements in one file.
+        let (second, first) = (files.pop().unwrap(), files.pop().unwrap());
+        let both = file("both", [first.points, second.points].concat());
+        let drawing = Drawing::new(&[both], &Choice::default()).unwrap();
+        assert_eq!(
+            drawing.legend[..2].iter().map(|(text, _)| text.as_str()).collect::<Vec<_>>(),
+            ["both", "both (2)"]
+        );
+        assert_eq!(drawing.panels[0].series.len(), 4);
+    }
+
+    #[test]
+    fn a_large_sweep_is_a_grid_of_panels_that_fits_a_page() {
+        let points = swept(&[128, 256, 512, 1024, 2048, 4096], &[4, 8, 16, 24]);
+        let choice = Choice { what: What::Latency, x: None };
+        let drawing = Drawing::new(&[file("sweep", points)], &choice).unwrap();
+        assert_eq!((drawing.columns, drawing.panels.len()), (2, 8));
+        assert!(drawing.size().0 <= 960 && drawing.size().1 <= 1500, "{:?}", drawing.size());
+        let titles: Vec<&str> = drawing.panels.iter().map(|panel| panel.title.as_str()).collect();
+        assert_eq!(titles[..4], ["dispatch, 4 SMs", "combine, 4 SMs", "dispatch, 8 SMs", "combine, 8 SMs"]);
+        // Every point is there, from left to right.
+        for panel in &drawing.panels {
+            for series in &panel.series {
+                assert_eq!(
+                    series.points.iter().map(|point| point.0).collect::<Vec<_>>(),
+                    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn an_axis_has_two_values_at_least() {
+        let points = swept(&[128], &[4, 8]);
+        let of = |x, what| {
+            Drawing::new(&[file("", points.clone())], &Choice { x, what }).map(|drawing| drawing.panels.len())
+        };
+        assert_eq!(of(None, What::Auto), Ok(2));
+        let error = of(Some(Axis::Tokens), What::Auto).unwrap_err();
+        assert!(error.contains("--x tokens: every point has 128"), "{error}");
+    }
+
+    #[test]
+    fn one_configuration_is_drawn_as_distributions_of_every_file() {
+        let point = crate::bench::testing::measured("--iters 6").0.remove(0);
+        let files = [file("a", vec![point.clone()]), file("b", vec![point])];
+        let drawing = Drawing::new(&files, &Choice::default()).unwrap();
+        assert_eq!(drawing.panels.iter().map(|panel| panel.series.len()).collect::<Vec<_>>(), [2; 4]);
+        assert!(
+            drawing.panels.iter().all(|panel| panel.series.iter().all(|series| series.points.len() == 12))
+        );
+        let svg = text_of(&files, &Choice::default());
+        assert!(
+            svg.contains("VIRTUAL GPU: interpreter times")
+                && svg.contains("a, BF16")
+                && !svg.contains("GB/s")
+        );
+    }
+
+    #[test]
+    fn bitmaps_are_drawn_with_the_font_of_the_program() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.png");
+        draw_points(&measured(), &path).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        assert!(bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000);
+        assert!(register_font("again", FontStyle::Normal, FONT).is_ok());
+    }
+
+    #[test]
+    fn nodes_and_rows_of_a_put_are_axes() {
+        let point = |line: &str| crate::bench::testing::measured(line).0.remove(0);
+        let points = [
+            point("--nodes 2 --ranks-per-node 1 --num-sms 4 --experts 12 --transport shm"),
+            point("--nodes 3 --ranks-per-node 1 --num-sms 4 --experts 12 --transport shm"),
+            point("--nodes 2 --ranks-per-node 1 --num-sms 4 --experts 12 --transport shm --rdma-send 4"),
+        ];
+        for (x, points, texts) in [
+            (
+                Axis::Nodes,
+                &points[..2],
+                ["nodes", "1 ranks a node, 8 tokens, 4 SMs, shm, queues 1, 16 rows a put"],
+            ),
+            (
+                Axis::RdmaSend,
+                &[points[0].clone(), points[2].clone()],
+                ["rows of a put between nodes", "2 nodes, 1 ranks a node"],
+            ),
+        ] {
+            let svg = text_of(&[file("", points.to_vec())], &Choice { what: What::Latency, x: Some(x) });
+            for text in texts {
+                assert!(svg.contains(text), "{text}");
+            }
+            assert!(svg.contains("VIRTUAL GPU") && !svg.contains("GB/s"));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_drawn_is_said() {
+        let files = [file("", measured())];
+        assert!(check_path("a.pdf".as_ref()).is_err());
+        let of = |points: Vec<Point>, what| {
+            Drawing::new(&[file("", points)], &Choice { what, x: None }).map(drop).unwrap_err()
+        };
+        // The old results have no samples.
+        assert!(of(measured(), What::Distribution).contains("no samples"));
+        assert!(of(measured()[..1].to_vec(), What::Bandwidth).contains("one configuration"));
+        let virtual_points = crate::bench::testing::measured("--num-sms 2,4").0;
+        assert!(of(virtual_points, What::Bandwidth).contains("no bandwidth"));
+        assert!(draw(&files, &Choice::default(), "/nowhere/a.svg".as_ref()).is_err());
+    }
+}

@@ -1,0 +1,17 @@
+//! Tests of the virtual GPU, in one binary: `cargo test --release --test vgpu`.
+//!
+//! A module tests one part. `common` runs snippets and kernels, and picks how much a tier tries.
+
+mod apart;
+mod arithmetic;
+mod block;
+mod check;
+mod common;
+mod convert;
+mod foreign;
+mod load;
+mod memory;
+mod random;
+mod schedule;
+mod stores;
+mod warp;
