@@ -21,7 +21,7 @@ pub fn parse<A: clap::Args>(
 pub fn fake_nccl(flags: &[&str]) -> (tempfile::TempDir, std::path::PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("libnccl.so.2");
-    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/nccl/fake/lib.rs");
+    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/host/nccl/fake/lib.rs");
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let made = std::process::Command::new(rustc)
         .args(["--edition=2024", "--crate-type=cdylib", "--crate-name=nccl", "-Copt-level=1"])

@@ -18,6 +18,25 @@ pub fn one_test(path: &str) -> Command {
     command
 }
 
+/// Names the test that a process was started for by [`run`].
+const ALONE: &str = "EPOXIDE_TEST_ALONE";
+
+/// Runs `test`, the body of the test at `path`, in a process that runs nothing else: tests that count descriptors, threads or memory of their
+/// process need one.
+///
+/// # Panics
+/// Where that process fails, with what it printed.
+#[track_caller]
+pub fn run(path: &str, test: impl FnOnce()) {
+    if std::env::var_os(ALONE).is_some_and(|named| named == path) {
+        return test();
+    }
+    let ended = one_test(path).env(ALONE, path).output().expect("this test binary starts");
+    let [out, err] = [&ended.stdout, &ended.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+    assert!(ended.status.success(), "{path}, alone in its process: {}\n{out}\n{err}", ended.status);
+    print!("{out}");
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -28,5 +47,20 @@ mod tests {
         for path in ["alone::tests::renamed", "alone::tests::a_test", "alone"] {
             assert!(std::panic::catch_unwind(|| one_test(path)).is_err(), "{path}");
         }
+    }
+
+    #[test]
+    fn a_test_that_fails_alone_fails() {
+        let own = std::process::id();
+        let path = "alone::tests::a_test_that_fails_alone_fails";
+        let failed = std::panic::catch_unwind(|| {
+            run(path, || panic!("process {}, alone", std::process::id()));
+        });
+        if std::env::var_os(ALONE).is_some() {
+            // This process is the one that is alone, and fails.
+            std::panic::resume_unwind(failed.unwrap_err());
+        }
+        let message = *failed.unwrap_err().downcast::<String>().unwrap();
+        assert!(message.contains("alone\n") && !message.contains(&format!("process {own},")), "{message}");
     }
 }

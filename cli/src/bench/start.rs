@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use epoxide::driver::Device;
-use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::driver::virt::{Time, VirtConfig, VirtualGpu};
 use epoxide::group::launch::run_threads;
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
 use epoxide_bench::measured::RankResult;
@@ -94,7 +94,11 @@ pub fn launched() -> Result<Option<(u32, Option<u32>)>> {
 
 pub fn open(device: DeviceKind, rank: u32) -> epoxide::Result<Arc<dyn Device>> {
     match device {
-        DeviceKind::Virtual => Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() })),
+        DeviceKind::Virtual => {
+            // What is measured is real time.
+            let config = VirtConfig { ordinal: rank, time: Time::Real, ..VirtConfig::default() };
+            Ok(VirtualGpu::new(config))
+        }
         DeviceKind::Cuda => open_cuda(rank),
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use epoxide::group::{Collectives, ProcessGroup, ReduceOp};
 
-use crate::harness::{PATIENCE, options, threads};
+use super::harness::{PATIENCE, options, threads};
 
 #[test]
 fn work_runs_in_order_and_mixes_with_calls() {

@@ -9,7 +9,7 @@ use epoxide::group::{
 use epoxide::internal::Connect;
 use half::bf16;
 
-use crate::harness::{PATIENCE, options, threads};
+use super::harness::{PATIENCE, options, threads};
 
 /// Small whole numbers, so that no order of operations rounds differently.
 trait Sample: Reducible + PartialEq + std::fmt::Debug {

@@ -49,7 +49,7 @@ fn dump(folder: &std::path::Path) -> serde_json::Value {
 
 #[test]
 fn gives_up_what_hangs_on_the_device_and_dumps() {
-    with_folder("watchdog::gives_up_what_hangs_on_the_device_and_dumps", |folder| {
+    with_folder("nccl::watchdog::gives_up_what_hangs_on_the_device_and_dumps", |folder| {
         let fake = Fake::new();
         // A device that stands still unless it is driven: what is in its streams then is under way.
         let machine = Machine::new(1);
@@ -87,7 +87,7 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
 
 #[test]
 fn gives_up_what_hangs_in_a_call_of_nccl() {
-    with_folder("watchdog::gives_up_what_hangs_in_a_call_of_nccl", |folder| {
+    with_folder("nccl::watchdog::gives_up_what_hangs_in_a_call_of_nccl", |folder| {
         let fake = Fake::new();
         let config = Config {
             close_timeout: Duration::from_secs(2),
@@ -107,7 +107,7 @@ fn gives_up_what_hangs_in_a_call_of_nccl() {
 
 #[test]
 fn gives_up_when_nccls_threads_fail_and_dumps_when_asked() {
-    with_folder("watchdog::gives_up_when_nccls_threads_fail_and_dumps_when_asked", |folder| {
+    with_folder("nccl::watchdog::gives_up_when_nccls_threads_fail_and_dumps_when_asked", |folder| {
         let fake = Fake::new();
         let communicator = fake.single(watched(PATIENCE));
         let pipe = folder.join("ask_0.pipe");

@@ -5,7 +5,7 @@ use std::time::Duration;
 use epoxide::Error;
 use epoxide::group::{Collectives, ProcessGroup};
 
-use crate::harness::{PATIENCE, options, threads};
+use super::harness::{PATIENCE, options, threads};
 
 #[test]
 fn subgroups_have_their_own_ranks() {

@@ -13,7 +13,7 @@ use epoxide::group::{
 use epoxide_testing::alone::one_test;
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
-use crate::harness::options;
+use super::harness::options;
 
 /// Variable that turns `rank_process` into a rank: `RANK SIZE MODE SIGNAL`.
 const RANK_PROCESS: &str = "EPOXIDE_TEST_RANK";
@@ -131,7 +131,7 @@ impl Drop for Rank {
 }
 
 fn spawn(rank: u32, size: u32, mode: &str, signal: &str, directory: &Path) -> Rank {
-    let child = one_test("processes::rank_process")
+    let child = one_test("groups::processes::rank_process")
         .env(RANK_PROCESS, format!("{rank} {size} {mode} {signal}"))
         .env(DIRECTORY, directory)
         .env(FLIGHT_RECORDER, directory.join("flight"))

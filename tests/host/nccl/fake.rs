@@ -43,7 +43,7 @@ pub struct Fake {
 fn built(version: Version) -> &'static Path {
     static FILES: [OnceLock<PathBuf>; 4] = [const { OnceLock::new() }; 4];
     FILES[version as usize].get_or_init(|| {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("nccl/fake/lib.rs");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("host/nccl/fake/lib.rs");
         // Test binaries may run at the same time.
         let name = format!("libnccl-{version:?}-{}.so", std::process::id());
         let output = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);

@@ -27,12 +27,10 @@ fn assert_back_to(before: (usize, usize), what: &str) {
 
 #[test]
 fn nothing_stays() {
-    const ALONE: &str = "NCCL_TEST_ALONE";
-    if std::env::var_os(ALONE).is_none() {
-        let ended = alone::one_test("leaks::nothing_stays").env(ALONE, "1").output().unwrap();
-        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
-        return;
-    }
+    alone::run("nccl::leaks::nothing_stays", leak_nothing);
+}
+
+fn leak_nothing() {
     let fake = Fake::new();
     let soon = Config { timeout: SOON, ..patient() };
     let watched = Config { watchdog: Some(Watchdog::default()), ..patient() };

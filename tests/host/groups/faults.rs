@@ -10,7 +10,7 @@ use epoxide::group::{
 };
 use epoxide::internal::Connect;
 
-use crate::harness::{PATIENCE, options, threads};
+use super::harness::{PATIENCE, options, threads};
 
 const SHORT: Duration = Duration::from_millis(500);
 

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use epoxide::group::{Store, TcpStore};
 use epoxide::internal::TcpStoreServer;
+use epoxide_testing::alone;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -14,6 +15,10 @@ fn open() -> (usize, usize) {
 
 #[test]
 fn no_thread_and_no_socket_stays() {
+    alone::run("store_leaks::no_thread_and_no_socket_stays", leave_nothing);
+}
+
+fn leave_nothing() {
     let before = open();
     for round in 0..20 {
         let server = TcpStoreServer::bind(("127.0.0.1", 0)).unwrap();

@@ -8,7 +8,7 @@ use epoxide::group::{ConnectionLimits, FileStore, MeshGroup, MeshOptions, Proces
 use epoxide_testing::alone::one_test;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::harness::{PATIENCE, options};
+use super::harness::{PATIENCE, options};
 
 /// Directory of the store; makes `silent_connections_do_not_use_up_the_descriptors` the rank that is attacked.
 const ATTACKED: &str = "EPOXIDE_TEST_ATTACKED";
@@ -42,7 +42,7 @@ fn silent_connections_do_not_use_up_the_descriptors() {
     }
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().to_str().unwrap();
-    let mut attacked = one_test("strangers::silent_connections_do_not_use_up_the_descriptors")
+    let mut attacked = one_test("groups::strangers::silent_connections_do_not_use_up_the_descriptors")
         .env(ATTACKED, path)
         .spawn()
         .unwrap();

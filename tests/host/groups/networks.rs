@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use epoxide::group::{HashStore, MeshGroup, MeshOptions, ProcessGroup, Sockets, Store, TcpStore};
 
-use crate::harness::{PATIENCE, options, threads};
+use super::harness::{PATIENCE, options, threads};
 
 /// Makes a test the process in the name space.
 const INSIDE: &str = "EPOXIDE_TEST_NETWORK";
@@ -43,7 +43,7 @@ fn hosts_without_ipv4() {
     let six = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo; ip link add six0 type veth peer name six1
         ip link set six1 up; ip addr add 2001:db8:1::5/64 dev six0 nodad; ip link set six0 up
         ip -6 route add default dev six0";
-    if !inside("networks::hosts_without_ipv4", six) {
+    if !inside("groups::networks::hosts_without_ipv4", six) {
         return;
     }
     let tcp = MeshOptions { sockets: Sockets::Tcp, ..options(PATIENCE) };
@@ -68,7 +68,7 @@ fn hosts_without_a_way_out() {
     // An address, and no route beyond its network.
     let alone = "ip link set lo up; ip link add far0 type veth peer name far1; ip link set far1 up
         ip addr add 10.7.0.5/24 dev far0; ip link set far0 up";
-    if !inside("networks::hosts_without_a_way_out", alone) {
+    if !inside("groups::networks::hosts_without_a_way_out", alone) {
         return;
     }
     let tcp = MeshOptions { sockets: Sockets::Tcp, ..options(PATIENCE) };

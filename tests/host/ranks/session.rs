@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use epoxide::Result;
 use epoxide_testing::ranks::{Kind, Outcome, SkipCode};
 
-use crate::common::{PATIENCE, processes, sum_of_ranks, threads};
+use super::common::{PATIENCE, processes, sum_of_ranks, threads};
 
 #[test]
 fn ranks_and_their_group_stay() {

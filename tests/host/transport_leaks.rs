@@ -9,6 +9,7 @@ use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Memory, MemoryKind};
 use epoxide::group::launch::run_threads;
 use epoxide::transport::{Proxies, Shaping, TransportKind, TransportOptions, connect};
+use epoxide_testing::alone;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -47,6 +48,13 @@ fn with_proxies(ranks: u32, options: &TransportOptions, test: impl Fn(u32, &Prox
 
 #[test]
 fn nothing_stays_and_idle_proxies_cost_little() {
+    alone::run("transport_leaks::nothing_stays_and_idle_proxies_cost_little", || {
+        leave_nothing();
+        idle();
+    });
+}
+
+fn leave_nothing() {
     let before = open();
     for kind in [TransportKind::Shm, TransportKind::Tcp] {
         for shaping in [None, Some(Shaping::new(0).cut_after(1, 0))] {
@@ -73,7 +81,9 @@ fn nothing_stays_and_idle_proxies_cost_little() {
         }
         assert_eq!(open(), before, "descriptors and threads, {kind}");
     }
+}
 
+fn idle() {
     // 48 proxies: 4 ranks with 3 peers and 4 queues each.
     let options = TransportOptions { queues_per_peer: 4, ..TransportOptions::new(TransportKind::Shm) };
     with_proxies(4, &options, |rank, proxies| {

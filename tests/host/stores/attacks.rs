@@ -11,7 +11,7 @@ use epoxide::internal::TcpStoreServer;
 use epoxide_testing::alone::one_test;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::faults::{HELLO, PATIENCE, SHORT, client, server};
+use super::faults::{HELLO, PATIENCE, SHORT, client, server};
 
 const MIB: usize = 1 << 20;
 
@@ -312,7 +312,7 @@ fn silent_connections_do_not_use_up_the_descriptors() {
         assert!(std::fs::File::open("/dev/null").is_ok(), "the rest of the process has descriptors");
         return;
     }
-    let mut attacked = one_test("attacks::silent_connections_do_not_use_up_the_descriptors")
+    let mut attacked = one_test("stores::attacks::silent_connections_do_not_use_up_the_descriptors")
         .env(ATTACKED, "1")
         .stdin(Stdio::piped())
         .stderr(Stdio::piped())

@@ -10,7 +10,7 @@ use epoxide::Error;
 use epoxide::group::{HashStore, JobSecret, MeshGroup, MeshOptions, ProcessGroup, Sockets, Store};
 use epoxide::internal::Connect;
 
-use crate::harness::{PATIENCE, options, threads};
+use super::harness::{PATIENCE, options, threads};
 
 const SHORT: Duration = Duration::from_millis(500);
 

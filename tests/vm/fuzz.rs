@@ -30,7 +30,7 @@ fn tcp_frames() {
 
 #[test]
 fn ptx_text() {
-    let module = include_str!("../gpu/ptx/epoxide.sm_90.ptx");
+    let module = include_str!("../../gpu/ptx/epoxide.sm_90.ptx");
     let samples = sample_ptx(module);
     samples.iter().for_each(|sample| {
         let text = String::from_utf8_lossy(sample);

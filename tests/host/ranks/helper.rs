@@ -2,7 +2,7 @@
 
 use epoxide_testing::ranks::{Outcome, Run};
 
-use crate::common::{PATIENCE, sum_of_ranks, threads};
+use super::common::{PATIENCE, sum_of_ranks, threads};
 
 /// Runs on processes from a place of its own.
 fn group_of(size: u32) -> Outcome {
