@@ -215,14 +215,17 @@ fn a_grid_that_computes_does_not_count_as_spinning() {
 
 #[test]
 fn two_grids_on_two_threads_and_two_mappings_play_ping_pong() {
+    // A turn costs a switch between threads, which takes long where other programs run.
+    let turns = tier(20, 200);
     let ptx = kernel(
         "",
-        "ld.global.u64 %rd1, [%rd40+8]; mov.u64 %rd2, 0;
+        &"ld.global.u64 %rd1, [%rd40+8]; mov.u64 %rd2, 0;
          // %rd1: the address of the ball in this device; even or odd turn in [buf].
          ld.global.u64 %rd3, [%rd40];
      L:  ld.acquire.sys.u64 %rd4, [%rd1]; and.b64 %rd5, %rd4, 1; setp.ne.u64 %p1, %rd5, %rd3; @%p1 bra L;
          add.u64 %rd4, %rd4, 1; st.release.sys.u64 [%rd1], %rd4;
-         add.u64 %rd2, %rd2, 1; setp.lt.u64 %p2, %rd2, 200; @%p2 bra L;",
+         add.u64 %rd2, %rd2, 1; setp.lt.u64 %p2, %rd2, TURNS; @%p2 bra L;"
+            .replace("TURNS", &turns.to_string()),
     );
     let owner = Memory::new();
     let ball = owner.alloc(8, "ball").unwrap();
@@ -257,7 +260,7 @@ fn two_grids_on_two_threads_and_two_mappings_play_ping_pong() {
     });
     let mut out = [0; 8];
     owner.read(ball.addr(), &mut out).unwrap();
-    assert_eq!(u64::from_ne_bytes(out), 400);
+    assert_eq!(u64::from_ne_bytes(out), 2 * turns);
 }
 
 #[test]
