@@ -1,6 +1,6 @@
 //! Tests of whole measurements, on the virtual GPU.
 
-use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::driver::virt::{Time, VirtConfig, VirtualGpu};
 use epoxide::ep::DType;
 use epoxide::internal::Topology;
 use epoxide::transport::TransportKind;
@@ -78,7 +78,8 @@ pub fn plan(line: &str) -> Plan {
 
 /// The device of a rank.
 pub fn open(rank: u32) -> epoxide::Result<Arc<dyn Device>> {
-    Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() }))
+    // What is measured is real time.
+    Ok(VirtualGpu::new(VirtConfig { ordinal: rank, time: Time::Real, ..VirtConfig::default() }))
 }
 
 /// Where ranks of threads are.

