@@ -2,10 +2,9 @@
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::{HashStore, Store};
-use epoxide_testing::alone;
+use epoxide_testing::{alone, fake_nccl};
 
 use super::*;
-use crate::testing::fake_nccl;
 
 #[test]
 fn the_stages_pass_where_all_is_well() {
@@ -20,8 +19,7 @@ fn the_stages_pass_where_all_is_well() {
         return;
     }
     let dumps = PathBuf::from(std::env::var_os(DEBUG_INFO_FILE).unwrap());
-    let (_folder, file) = fake_nccl(&[]);
-    let library = Library::open(&file).unwrap();
+    let library = Library::open(&fake_nccl::built(&[])).unwrap();
     let store: Arc<dyn Store> = Arc::new(HashStore::new());
     const SIZE: u32 = 3;
     std::thread::scope(|scope| {
