@@ -31,7 +31,8 @@ fn the_stages_pass_where_all_is_well() {
                 store: store.clone(),
                 library: library.clone(),
                 device: VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() }),
-                deadline: Duration::from_secs(2),
+                // The first operation with that deadline has to end before it.
+                deadline: Duration::from_secs(4),
                 timeout: Duration::from_secs(120),
                 die: || {},
             };
