@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn a_failure_of_one_rank_is_agreed_on_by_all() {
-        let outcomes = run_threads(3, Duration::from_secs(30), |rank, group| {
+        let outcomes = run_threads(3, Duration::from_secs(120), |rank, group| {
             let outcome = if rank == 1 { Err(Stop::failed("broke")) } else { Ok(rank) };
             Ok((agree(&*group, outcome), gather(&*group, Ok(rank))))
         })

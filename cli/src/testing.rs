@@ -16,21 +16,3 @@ pub fn parse<A: clap::Args>(
 ) -> Result<A, clap::Error> {
     Line::try_parse_from(words).map(|line| line.args)
 }
-
-/// The fake libnccl of the tests, compiled with these flags besides, and the folder that it is in.
-pub fn fake_nccl(flags: &[&str]) -> (tempfile::TempDir, std::path::PathBuf) {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("libnccl.so.2");
-    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/host/nccl/fake/lib.rs");
-    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-    let made = std::process::Command::new(rustc)
-        .args(["--edition=2024", "--crate-type=cdylib", "--crate-name=nccl", "-Copt-level=1"])
-        .args(flags)
-        .arg("-o")
-        .arg(&file)
-        .arg(source)
-        .output()
-        .unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    (folder, file)
-}

@@ -1,6 +1,9 @@
 //! One test of this test binary, in a process of its own.
 
+use std::collections::HashSet;
+use std::path::PathBuf;
 use std::process::Command;
+use std::sync::OnceLock;
 
 /// The command that runs the test at `path`, as `cargo test -- --list` prints it, alone and with what it prints shown.
 ///
@@ -8,14 +11,25 @@ use std::process::Command;
 /// Where this binary does not have exactly that test: asked to run a test that is not there, it would run none and succeed.
 #[track_caller]
 pub fn one_test(path: &str) -> Command {
-    let exe = std::env::current_exe().expect("this test binary");
-    let listed = Command::new(&exe).args(["--exact", path, "--list", "--format", "terse"]).output();
-    let listed = listed.expect("this test binary lists its tests");
-    let text = String::from_utf8_lossy(&listed.stdout);
-    assert_eq!(text.trim(), format!("{path}: test"), "the tests of this binary at {path}");
-    let mut command = Command::new(exe);
+    assert!(tests().contains(path), "this test binary has no test {path}");
+    let mut command = Command::new(this_binary());
     command.args(["--exact", path, "--nocapture", "--test-threads=1"]);
     command
+}
+
+/// The paths of this binary's tests.
+fn tests() -> &'static HashSet<String> {
+    static TESTS: OnceLock<HashSet<String>> = OnceLock::new();
+    TESTS.get_or_init(|| {
+        let listed = Command::new(this_binary()).args(["--list", "--format", "terse"]).output();
+        let listed = listed.expect("this test binary lists its tests");
+        let text = String::from_utf8_lossy(&listed.stdout);
+        text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect()
+    })
+}
+
+fn this_binary() -> PathBuf {
+    std::env::current_exe().expect("this test binary")
 }
 
 /// Names the test that a process was started for by [`run`].

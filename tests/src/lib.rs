@@ -3,12 +3,13 @@
 //!
 //! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing alone; [`payload`] makes
 //! rows that tell their tokens apart or whose sums are exact; [`lockstep`] runs ranks one at a time; [`roundtrip`] is the round trip that compares every bit, on the ranks of [`harness`]. [`ranks`] runs a test on
-//! several ranks, as threads or as processes; [`alone`] runs a test in a process of its own; [`neighbour`] is another library on their devices; [`litmus`] has the litmus tests of
+//! several ranks, as threads or as processes; [`alone`] runs a test in a process of its own; [`fake_nccl`] compiles a stand-in for NCCL; [`neighbour`] is another library on their devices; [`litmus`] has the litmus tests of
 //! the PTX memory model, as text and as PTX; [`fuzz`] gives what reads the bytes of strangers bytes that nobody would send; [`sizes`] says which sizes can be run; [`tier`] how
 //! much a test tries.
 
 pub mod alone;
 pub mod compare;
+pub mod fake_nccl;
 pub mod fuzz;
 pub mod harness;
 pub mod litmus;

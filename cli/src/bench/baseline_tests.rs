@@ -3,20 +3,18 @@
 use epoxide::nccl::NCCL_LIBRARY;
 use epoxide_bench::results::{Results, Way};
 use epoxide_bench::ways;
-use epoxide_testing::alone;
+use epoxide_testing::{alone, fake_nccl};
 
 use super::testing::{Counted, flags};
 use super::*;
 use crate::stop::{FAILED, SKIPPED};
-use crate::testing::fake_nccl;
 
 /// True where this process has a libnccl, or goes without one that is meant to be missing; else the test has run in such a process.
 fn alone_with(test: &str, flags: Option<&[&str]>) -> bool {
     if std::env::var_os(NCCL_LIBRARY).is_some() {
         return true;
     }
-    let made = flags.map(fake_nccl);
-    let file = made.as_ref().map_or("/nowhere/libnccl.so.2".into(), |(_, file)| file.clone());
+    let file = flags.map_or("/nowhere/libnccl.so.2".into(), fake_nccl::built);
     let ended =
         alone::one_test(&format!("bench::baseline_tests::{test}")).env(NCCL_LIBRARY, file).output().unwrap();
     let said = [ended.stdout, ended.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());

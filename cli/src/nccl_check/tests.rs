@@ -2,10 +2,9 @@
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::{HashStore, Store};
-use epoxide_testing::alone;
+use epoxide_testing::{alone, fake_nccl};
 
 use super::*;
-use crate::testing::fake_nccl;
 
 #[test]
 fn the_stages_pass_where_all_is_well() {
@@ -20,8 +19,7 @@ fn the_stages_pass_where_all_is_well() {
         return;
     }
     let dumps = PathBuf::from(std::env::var_os(DEBUG_INFO_FILE).unwrap());
-    let (_folder, file) = fake_nccl(&[]);
-    let library = Library::open(&file).unwrap();
+    let library = Library::open(&fake_nccl::built(&[])).unwrap();
     let store: Arc<dyn Store> = Arc::new(HashStore::new());
     const SIZE: u32 = 3;
     std::thread::scope(|scope| {
@@ -33,7 +31,8 @@ fn the_stages_pass_where_all_is_well() {
                 store: store.clone(),
                 library: library.clone(),
                 device: VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() }),
-                deadline: Duration::from_secs(2),
+                // The first operation with that deadline has to end before it.
+                deadline: Duration::from_secs(4),
                 timeout: Duration::from_secs(120),
                 die: || {},
             };

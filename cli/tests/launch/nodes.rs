@@ -7,7 +7,7 @@ use epoxide_testing::HeldPort;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::launcher::{launcher, lines, text};
-use crate::{Running, wait_gone};
+use crate::{PATIENCE, Running, wait_gone};
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
@@ -58,7 +58,7 @@ fn a_failure_ends_all_nodes_and_all_start_again() {
     let script = r#"echo $TORCHELASTIC_RESTART_COUNT
         if [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then
             if [ $RANK = 3 ]; then echo why >&2; exit 7; fi
-            exec sleep 100
+            exec sleep 1000
         fi"#;
     let outputs = nodes(2, |_| vec!["--nproc-per-node", "2", "--max-restarts", "1"], script);
     for (node, output) in outputs.iter().enumerate() {
@@ -101,7 +101,8 @@ fn two_running(script: &str) -> [Running; 2] {
             "--rdzv-endpoint",
             &endpoint,
         ];
-        let flags = [&flags[..], &["--node-timeout", "2", "--grace", "1"]].concat();
+        // A launcher that is not lost gives a sign before that, on a machine with much else to do.
+        let flags = [&flags[..], &["--node-timeout", "6", "--grace", "1"]].concat();
         let mut launcher = launcher(&flags, &["sh", "-c", script]);
         launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
@@ -112,16 +113,12 @@ fn two_running(script: &str) -> [Running; 2] {
 #[test]
 fn a_node_that_vanishes_ends_the_others_by_name() {
     // The ranks know nothing of each other: only the launchers can tell.
-    for (gone, how) in [(0, Signal::KILL), (1, Signal::KILL), (0, Signal::STOP), (1, Signal::STOP)] {
-        let mut running = two_running("echo $$; exec sleep 100").map(Some);
+    let vanish = |gone: usize, how| {
+        let mut running = two_running("echo $$; exec sleep 1000").map(Some);
         let [vanishing, other] = [gone, 1 - gone].map(|node| running[node].take().unwrap());
         vanishing.signal(how);
-        let start = Instant::now();
         let rank = other.said[0].clone();
         let output = other.wait();
-        let took = start.elapsed();
-        // Two seconds of silence, one for the ranks to settle, and what a loaded machine takes.
-        assert!(took < Duration::from_secs(10), "{took:?}");
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         let said = text(&output.stderr);
         assert!(said.contains(&format!("the launcher of node {gone} ")), "node {gone}, {how:?}: {said}");
@@ -131,7 +128,13 @@ fn a_node_that_vanishes_ends_the_others_by_name() {
             let said = text(&vanishing.wait().stderr);
             assert!(said.contains("launch"), "{said}");
         }
-    }
+    };
+    // All at once, since most of it is waiting.
+    std::thread::scope(|scope| {
+        for (gone, how) in [(0, Signal::KILL), (1, Signal::KILL), (0, Signal::STOP), (1, Signal::STOP)] {
+            scope.spawn(move || vanish(gone, how));
+        }
+    });
 }
 
 #[test]
@@ -141,19 +144,27 @@ fn a_launcher_that_gives_up_says_so_to_the_others() {
     let start = |node: &str, program: &str| {
         let flags =
             ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
-        let mut launcher = launcher(&flags, &[program, "100"]);
+        // Longer than this test may take: the first launcher does not learn it by silence.
+        let flags = [&flags[..], &["--node-timeout", "600"]].concat();
+        let mut launcher = launcher(&flags, &[program, "1000"]);
         launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let begin = Instant::now();
     let launchers = [start("0", "sleep"), start("1", "/no/such/program")];
     let [first, second] = launchers.map(|launcher| launcher.wait_with_output().unwrap());
-    // Not by silence, which takes 30 s.
-    assert!(begin.elapsed() < Duration::from_secs(15), "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
     for output in [&first, &second] {
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         assert!(text(&output.stderr).contains("/no/such/program"), "{output:?}");
     }
     assert!(text(&first.stderr).contains("the launcher of node 1 gave up"), "{first:?}");
+}
+
+/// Whether a process has a handler for the signal.
+fn catches(process: u32, signal: Signal) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+    u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
 }
 
 #[test]
@@ -166,12 +177,16 @@ fn a_signal_while_waiting_for_nodes_is_the_exit_code() {
             let flags =
                 ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
             let launcher = launcher(&flags, &["true"]).stderr(Stdio::piped()).spawn().unwrap();
-            std::thread::sleep(Duration::from_millis(500));
-            kill_process(Pid::from_raw(launcher.id() as i32).unwrap(), signal).unwrap();
             let start = Instant::now();
+            while !catches(launcher.id(), signal) {
+                assert!(start.elapsed() < PATIENCE, "the launcher does not catch signals");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // It comes to wait for the other.
+            std::thread::sleep(Duration::from_millis(300));
+            kill_process(Pid::from_raw(launcher.id() as i32).unwrap(), signal).unwrap();
             let output = launcher.wait_with_output().unwrap();
             assert_eq!(output.status.code(), Some(code), "node {node}: {output:?}");
-            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
             assert!(text(&output.stderr).contains(&format!("ended by signal {}", signal.as_raw())));
         }
     }
@@ -211,8 +226,7 @@ fn a_stranger_at_the_launchers_store_ends_nothing() {
     // Longer than the launchers take to hear of trouble.
     let script =
         "touch $READY/$RANK; sleep 2; printf '%s %s\\n' $EPOXIDE_JOB_SECRET ${EPOXIDE_JOB_SECRET_FILE-none}";
-    let patience = std::time::Duration::from_secs(5);
-    let connect = |port| TcpStore::connect_with_secret("127.0.0.1", port, patience, None);
+    let connect = |port| TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, None);
     let outputs = attacked(true, script, |port| {
         let error = connect(port).unwrap_err().to_string();
         assert!(error.contains("lets in only who shows the job's secret"), "{error}");
@@ -223,7 +237,7 @@ fn a_stranger_at_the_launchers_store_ends_nothing() {
         assert_eq!(text(&output.stderr), "");
     }
     // Without one: as with torchrun, and said once by each.
-    let outputs = attacked(false, "touch $READY/$RANK; exec sleep 100", |port| {
+    let outputs = attacked(false, "touch $READY/$RANK; exec sleep 1000", |port| {
         let trouble = br#"{"Signal":15}"#;
         connect(port).unwrap().set("epoxide-launch.0.trouble", trouble).unwrap();
     });

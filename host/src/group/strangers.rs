@@ -175,6 +175,10 @@ pub(crate) struct Strangers {
     what: &'static str,
     most: usize,
     patience: Duration,
+    /// How long a stranger keeps its place: [`GRACE`], and other times in tests.
+    grace: Duration,
+    /// How long the listener rests: [`PAUSE`], and other times in tests.
+    pause: Duration,
     /// Oldest first, by ascending id.
     waiting: VecDeque<Stranger>,
     next: u64,
@@ -209,6 +213,8 @@ impl Strangers {
             what,
             most,
             patience,
+            grace: GRACE,
+            pause: PAUSE,
             waiting,
             next: 0,
             accept_again: None,
@@ -243,8 +249,8 @@ impl Strangers {
                 return Next::Nobody;
             }
             let (id, age) = (oldest.id, oldest.since.elapsed());
-            if age < GRACE {
-                self.accept_again = Some(Instant::now() + (GRACE - age));
+            if age < self.grace {
+                self.accept_again = Some(Instant::now() + (self.grace - age));
                 return Next::Nobody;
             }
             self.complain("too many connections; the oldest that has not said who it is makes room");
@@ -281,8 +287,8 @@ impl Strangers {
                 // No descriptor or no memory: a stranger's is the first to be given up for another try.
                 Err(error) => {
                     self.complain(&format!("accept: {error}; raise the limit on open files (ulimit -n)"));
-                    self.accept_again = Some(Instant::now() + PAUSE);
-                    let oldest = self.waiting.front().filter(|oldest| oldest.since.elapsed() >= GRACE);
+                    self.accept_again = Some(Instant::now() + self.pause);
+                    let oldest = self.waiting.front().filter(|oldest| oldest.since.elapsed() >= self.grace);
                     return oldest.map_or(Next::Nobody, |oldest| Next::LastLook(oldest.id));
                 }
             }
@@ -381,7 +387,24 @@ mod tests {
 
     use super::*;
 
-    const SOON: Duration = Duration::from_secs(10);
+    /// Longer than a test takes: what waits for it does not happen.
+    const LONG: Duration = Duration::from_secs(600);
+
+    /// Strangers of a listener that rests for long, and whose strangers are young for long.
+    fn young(strangers: usize) -> Strangers {
+        Strangers { grace: LONG, pause: LONG, ..Strangers::new("test", &limits(strangers, LONG), 1) }
+    }
+
+    /// The listener's rest is over.
+    fn rested(strangers: &mut Strangers) {
+        strangers.accept_again = Some(Instant::now());
+    }
+
+    /// The listener's rest is over, and its strangers are old.
+    fn grow_old(strangers: &mut Strangers) {
+        strangers.grace = Duration::ZERO;
+        rested(strangers);
+    }
 
     fn limits(strangers: usize, patience: Duration) -> ConnectionLimits {
         ConnectionLimits { strangers, patience, ..ConnectionLimits::default() }
@@ -396,26 +419,25 @@ mod tests {
 
     #[test]
     fn the_oldest_makes_room_whoever_left_before() {
-        let mut strangers = Strangers::new("test", &limits(3, SOON), 1);
+        let mut strangers = young(3);
         let mut ends: Vec<_> = (0..4).map(|_| come(&mut strangers)).collect();
         assert!((0..).zip(&ends).all(|(id, (next, _))| *next == Next::Greet(id)), "{ends:?}");
         // One that spoke leaves from the middle.
         ends[1].1.write_all(b"hello").unwrap();
-        let spoke = strangers.wait_readable(&ends[0].1, SOON).unwrap().strangers;
+        let spoke = strangers.wait_readable(&ends[0].1, LONG).unwrap().strangers;
         assert_eq!(spoke, [1]);
         assert!(strangers.get_mut(1).unwrap().read(3).unwrap());
         assert_eq!(strangers.take(1).unwrap().hello, b"hel", "no more than was asked for");
         assert_eq!(come(&mut strangers).0, Next::Greet(4));
         // Hellos may be on the way.
         assert_eq!(come(&mut strangers).0, Next::Nobody);
-        assert!(strangers.paused() && strangers.next_look().unwrap() <= GRACE);
-        std::thread::sleep(GRACE);
+        assert!(strangers.paused() && strangers.next_look().unwrap() <= LONG);
+        grow_old(&mut strangers);
         for oldest in [0, 2, 3] {
             assert_eq!(come(&mut strangers).0, Next::LastLook(oldest));
             strangers.close(oldest);
             assert!(matches!(come(&mut strangers).0, Next::Greet(_)));
         }
-        std::thread::sleep(GRACE);
         let nobody = strangers.accept_by(|| false, || unreachable!("nobody is there to be taken"));
         assert_eq!(nobody, Next::Nobody, "nobody makes room for nobody");
         assert!(!strangers.paused());
@@ -423,7 +445,7 @@ mod tests {
 
     #[test]
     fn no_failure_of_accept_is_the_end_or_a_busy_loop() {
-        let mut strangers = Strangers::new("test", &limits(9, SOON), 1);
+        let mut strangers = young(9);
         let fail = |strangers: &mut Strangers, error| {
             let mut calls = 0;
             let next = strangers.accept_by(
@@ -442,24 +464,24 @@ mod tests {
         // One that broke does not hide the one behind it.
         let mut outcomes = vec![Ok(UnixStream::pair().unwrap().0.into()), Err(Errno::CONNABORTED)];
         assert_eq!(strangers.accept_by(|| true, || outcomes.pop().unwrap()), Next::Greet(0));
-        std::thread::sleep(GRACE);
+        grow_old(&mut strangers);
         for error in [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INVAL] {
             assert_eq!(fail(&mut strangers, error), (Next::LastLook(0), true), "{error}");
             assert_eq!(fail(&mut strangers, error), (Next::Nobody, true), "it rests");
-            std::thread::sleep(PAUSE);
+            rested(&mut strangers);
         }
         strangers.close(0);
         assert_eq!(fail(&mut strangers, Errno::MFILE), (Next::Nobody, true), "nobody to give up");
-        std::thread::sleep(PAUSE);
+        rested(&mut strangers);
         assert_eq!(come(&mut strangers).0, Next::Greet(1));
     }
 
     #[test]
     fn the_silent_are_overdue_in_their_order() {
-        let mut strangers = Strangers::new("test", &limits(9, Duration::from_millis(30)), 1);
+        let mut strangers = young(9);
         let _ends: Vec<_> = (0..2).map(|_| come(&mut strangers)).collect();
         assert!(strangers.overdue().is_none() && strangers.next_look().is_some());
-        std::thread::sleep(Duration::from_millis(40));
+        strangers.patience = Duration::ZERO;
         for oldest in 0..2 {
             assert_eq!(strangers.overdue(), Some(oldest));
             strangers.close(oldest);
@@ -469,7 +491,7 @@ mod tests {
 
     #[test]
     fn strangers_leave_the_process_its_descriptors() {
-        let strangers = Strangers::new("test", &limits(usize::MAX, SOON), 5);
+        let strangers = Strangers::new("test", &limits(usize::MAX, LONG), 5);
         assert_eq!(strangers.most, descriptors(1).saturating_add(5));
     }
 }

@@ -160,7 +160,7 @@ mod tests {
         let store = std::sync::Arc::new(HashStore::new());
         let group = MeshGroup::new(store, 0, 1, "alone", MeshOptions::default()).unwrap();
         let options = TransportOptions { queues_per_peer: 1, ..TransportOptions::new(TransportKind::Tcp) };
-        let timeout = Duration::from_secs(1);
+        let timeout = Duration::from_secs(120);
         let setup = Setup { options: &options, memory: &memory, group: &group, peers: &[], timeout };
         let ours = meet(&setup, Ok("here".into())).unwrap().remove(0);
 

@@ -15,7 +15,8 @@ use crate::driver::{Device, DevicePtr, MemoryKind};
 use crate::error::Error;
 use crate::group::launch::run_threads;
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+/// Longer than anything takes that is meant to end, on a machine with much else to do.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A rank's wire memory: counters, then a part to send from, then parts that puts arrive in, one per queue of each peer.
 const COUNTERS: u64 = 4096;
@@ -51,7 +52,7 @@ impl Rank {
     }
 
     fn connect(&self, options: &TransportOptions) -> Result<Links> {
-        connect(options, &self.memory, &*self.group, &self.peers, Duration::from_secs(10))
+        connect(options, &self.memory, &*self.group, &self.peers, TIMEOUT)
     }
 
     fn proxies(&self, options: &TransportOptions) -> Proxies {
@@ -146,15 +147,17 @@ impl Poster {
 }
 
 fn options(kind: TransportKind, queues: u32) -> TransportOptions {
-    TransportOptions {
-        queues_per_peer: queues,
-        timeout: Duration::from_secs(20),
-        ..TransportOptions::new(kind)
-    }
+    TransportOptions { queues_per_peer: queues, timeout: TIMEOUT, ..TransportOptions::new(kind) }
 }
 
 /// The transports whose bytes the host moves.
 const ALL: [TransportKind; 2] = [TransportKind::Shm, TransportKind::Tcp];
+
+/// Runs `test` with each of [`ALL`] at the same time, since most of it is waiting.
+fn each_at_once(test: impl Fn(TransportKind) + Sync) {
+    let test = &test;
+    std::thread::scope(|scope| ALL.map(|kind| drop(scope.spawn(move || test(kind)))));
+}
 
 /// What `from` sends from.
 fn source(from: u32) -> Vec<u8> {
@@ -294,48 +297,55 @@ fn tiny(value: u64) -> Put {
 
 #[test]
 fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
-    for kind in ALL {
+    each_at_once(|kind| {
         run_threads(2, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(2));
-            let slow = Shaping::new(1).lag(1, 0, Duration::from_millis(30));
+            // The whole ring takes more than four minutes.
+            let lag = Duration::from_secs(1);
             let mut options = options(kind, 1);
-            options.shaping = Some(slow);
-            let proxies = it.proxies(&options);
+            options.shaping = Some(Shaping::new(1).lag(1, 0, lag));
+            let start = Instant::now();
+            // As many puts as may have left by now.
+            let most = || (start.elapsed().as_nanos() / lag.as_nanos()) as u64;
+            let mut proxies = it.proxies(&options);
             if rank == 0 {
                 let mut poster = Poster::new(&proxies, 0, 1);
                 for value in 1..=RING_ENTRIES {
                     poster.post_blindly(tiny(value));
                 }
                 // One batch is in the queue's hands, the rest stays in the ring.
+                eventually(|| poster.taken() > 0);
                 std::thread::sleep(Duration::from_millis(20));
-                assert!(poster.taken() <= 32, "{} taken", poster.taken());
-                assert_eq!(poster.completed(), 0);
-                it.group.all_gather(b"looked").unwrap();
+                let (taken, completed) = (poster.taken(), poster.completed());
+                assert!(taken <= most() + 16, "{taken} taken");
+                assert!(completed <= most(), "{completed} completed");
             } else {
-                it.group.all_gather(b"").unwrap();
-                it.wait(counter(2, 0, 0), 16);
-                assert!(it.word(counter(2, 0, 0)).load(Ordering::Acquire) < RING_ENTRIES);
+                it.wait(counter(2, 0, 0), 1);
+                let arrived = it.word(counter(2, 0, 0)).load(Ordering::Acquire);
+                assert!(arrived <= most(), "{arrived} arrived");
             }
             it.barrier();
-            let start = Instant::now();
-            drop(proxies);
-            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+            proxies.close(Duration::from_millis(100));
+            // The put that lags is interrupted; a proxy that had to be left behind would say so.
+            let failure = proxies.failure().map(|error| error.to_string());
+            assert_eq!(failure.is_some_and(|failure| failure.contains("interrupted")), rank == 0);
             Ok(())
         })
         .unwrap();
-    }
+    });
 }
 
 #[test]
 fn a_lagging_queue_is_overtaken_by_others_and_keeps_its_own_order() {
-    for kind in ALL {
+    each_at_once(|kind| {
         run_threads(2, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(4));
             let mut options = options(kind, 2);
-            let lag = Duration::from_millis(20);
+            let lag = Duration::from_millis(300);
             options.shaping = Some(Shaping::new(5).lag(1, 0, lag).delay_up_to(Duration::from_millis(2)));
+            let start = Instant::now();
             let proxies = it.proxies(&options);
-            const COUNT: u64 = 20;
+            const COUNT: u64 = 10;
             let [slow, fast] = [0, 1].map(|queue| counter(2, queue, 0));
             if rank == 0 {
                 let mut posters = [0, 1].map(|queue| Poster::new(&proxies, queue, 1));
@@ -351,19 +361,22 @@ fn a_lagging_queue_is_overtaken_by_others_and_keeps_its_own_order() {
                 eventually(|| {
                     let now = it.word(slow).load(Ordering::Acquire);
                     assert!(now >= last, "{now} after {last}");
+                    assert!(start.elapsed() >= lag * now as u32, "{now} after {:?}", start.elapsed());
                     steps += u64::from(now > last);
                     last = now;
-                    overtaken |= now < COUNT / 2 && it.word(fast).load(Ordering::Acquire) == COUNT;
+                    overtaken |= it.word(fast).load(Ordering::Acquire) == COUNT
+                        && it.word(slow).load(Ordering::Acquire) < COUNT;
                     now == COUNT
                 });
+                // The slow queue takes three seconds, in which this thread has looked at least once.
                 assert!(overtaken, "the fast queue never was ahead");
-                assert!(steps > COUNT / 2, "{steps} steps: the puts came in one lump");
+                assert!(steps > 1, "{steps} steps: the puts came in one lump");
             }
             it.barrier();
             Ok(())
         })
         .unwrap();
-    }
+    });
 }
 
 #[test]
@@ -397,7 +410,7 @@ fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
             let mut options = options(kind, 1);
             let shaping = Shaping::new(0).cut_after(1, 3);
             options.shaping = Some(shaping.clone());
-            let proxies = it.proxies(&options);
+            let mut proxies = it.proxies(&options);
             if rank == 0 {
                 let mut posters = [1, 2].map(|peer| Poster::new(&proxies, 0, peer));
                 for value in 1..=10 {
@@ -415,9 +428,9 @@ fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
             std::thread::sleep(Duration::from_millis(20));
             let arrived = it.word(counter(2, 0, 0)).load(Ordering::Acquire);
             assert_eq!(arrived, [0, 3, 10][rank as usize]);
-            let start = Instant::now();
-            drop(proxies);
-            assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+            // No proxy has to be left behind.
+            proxies.close(Duration::from_millis(100));
+            assert!(proxies.failure().is_none(), "{:?}", proxies.failure());
             it.barrier();
             Ok(())
         })
@@ -824,7 +837,7 @@ fn a_proxy_in_a_call_that_does_not_return_is_named_and_left_behind() {
     eventually(|| proxies.in_calls() == named);
     let start = Instant::now();
     proxies.close(Duration::ZERO);
-    assert!(start.elapsed() < 3 * JOIN, "{:?}", start.elapsed());
+    assert!((JOIN..TIMEOUT).contains(&start.elapsed()), "{:?}", start.elapsed());
     let failure = proxies.failure().unwrap().to_string();
     assert!(failure.contains("queue 0 to rank 1 is in ibv_post_send"), "{failure}");
     drop(proxies);
@@ -887,9 +900,7 @@ fn proxies_batch_publish_completion_and_say_goodbye_only_when_drained() {
         if drained {
             completed.store(100, Ordering::Release);
         }
-        let start = Instant::now();
-        proxy.stop(Duration::from_millis(300));
-        assert!(start.elapsed() < Duration::from_secs(3));
+        proxy.stop(if drained { TIMEOUT } else { Duration::from_millis(300) });
         assert_eq!(closed.load(Ordering::Acquire), u64::from(drained));
         let batches = puts.lock().unwrap();
         assert!(batches.iter().all(|batch| (1..=16).contains(&batch.len())));

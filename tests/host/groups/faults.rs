@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use epoxide::Error;
 use epoxide::group::{
@@ -10,8 +10,9 @@ use epoxide::group::{
 };
 use epoxide::internal::Connect;
 
-use super::harness::{PATIENCE, options, threads};
+use super::harness::{LATE, PATIENCE, options, threads};
 
+/// A deadline that is meant to pass, of a rank that waits for one that never comes.
 const SHORT: Duration = Duration::from_millis(500);
 
 #[track_caller]
@@ -23,13 +24,11 @@ fn blames(error: &Error, rank: u32, operation: &str) {
 #[test]
 fn a_rank_that_does_not_come_is_named_by_all() {
     let meet = std::sync::Barrier::new(6);
-    let errors = threads(6, options(SHORT), |group| {
+    let errors = threads(6, options(LATE), |group| {
         group.barrier(PATIENCE).unwrap();
-        let start = Instant::now();
         let error = (group.rank() != 4).then(|| {
             let error = group.all_reduce(&mut [1.0f32], ReduceOp::Sum).unwrap_err();
-            assert!(start.elapsed() < SHORT * 3, "{:?}", start.elapsed());
-            // Broken from now on, at once.
+            // Broken from now on: the reason is another than that the others do not come.
             assert!(group.barrier(PATIENCE).unwrap_err().to_string().contains("shrink"));
             error
         });
@@ -47,7 +46,7 @@ fn a_monitored_barrier_names_all_that_are_missing() {
     let errors = threads(5, options(PATIENCE), |group| {
         group.barrier(PATIENCE).unwrap();
         let missing = [1, 3].contains(&group.rank());
-        let error = (!missing).then(|| group.monitored_barrier(SHORT).unwrap_err());
+        let error = (!missing).then(|| group.monitored_barrier(LATE).unwrap_err());
         meet.wait();
         error
     });
@@ -80,13 +79,11 @@ fn mismatches_name_both_sides() {
         }),
     ];
     for (what, call) in cases {
-        let start = Instant::now();
-        let errors = threads(4, options(Duration::from_secs(10)), |group| {
+        let errors = threads(4, options(PATIENCE), |group| {
             let first = call(&group, group.rank() == 1);
             // A root that only sends may be through before anyone can tell it.
             first.and_then(|()| group.barrier(PATIENCE)).unwrap_err()
         });
-        assert!(start.elapsed() < Duration::from_secs(5), "{what}: {:?}", start.elapsed());
         let direct = |error: &Error| matches!(error, Error::Mismatch { what: w, .. } if *w == what);
         assert!(errors.iter().any(direct), "{what}: {errors:#?}");
         assert!(errors.iter().all(|error| error.to_string().contains("disagree")), "{what}: {errors:#?}");
@@ -95,7 +92,6 @@ fn mismatches_name_both_sides() {
 
 #[test]
 fn an_abort_ends_everyone_with_its_reason() {
-    let start = Instant::now();
     let errors = threads(4, options(PATIENCE), |group| {
         group.barrier(PATIENCE).unwrap();
         if group.rank() != 2 {
@@ -109,7 +105,6 @@ fn an_abort_ends_everyone_with_its_reason() {
             waiting.join().unwrap()
         })
     });
-    assert!(start.elapsed() < Duration::from_secs(5));
     assert!(errors.iter().all(|error| error.to_string().contains("the reactor is hot")), "{errors:#?}");
 }
 
@@ -144,14 +139,14 @@ fn ranks_that_leave_first() {
 fn joining_wrong() {
     let store: Arc<dyn Store> = Arc::new(HashStore::new());
     let eager = |timeout| MeshOptions { connect: Connect::Eager, ..options(timeout) };
-    let first = MeshGroup::new(store.clone(), 0, 2, "g", options(SHORT)).unwrap();
-    let error = MeshGroup::new(store.clone(), 0, 2, "g", options(SHORT)).unwrap_err();
+    let first = MeshGroup::new(store.clone(), 0, 2, "g", options(PATIENCE)).unwrap();
+    let error = MeshGroup::new(store.clone(), 0, 2, "g", options(PATIENCE)).unwrap_err();
     assert!(error.to_string().contains("taken"), "{error}");
-    let error = MeshGroup::new(store.clone(), 1, 3, "g", eager(SHORT)).unwrap_err();
+    let error = MeshGroup::new(store.clone(), 1, 3, "g", eager(PATIENCE)).unwrap_err();
     assert!(matches!(error, Error::Mismatch { what: "the number of ranks", peer: 0, .. }), "{error}");
-    let error = first.barrier(SHORT).unwrap_err();
+    let error = first.barrier(PATIENCE).unwrap_err();
     assert!(matches!(error, Error::Mismatch { what: "the number of ranks", peer: 1, .. }), "{error}");
-    assert!(MeshGroup::new(store.clone(), 2, 2, "h", options(SHORT)).is_err());
+    assert!(MeshGroup::new(store.clone(), 2, 2, "h", options(PATIENCE)).is_err());
     let error = MeshGroup::new(store, 0, 2, "i", eager(SHORT)).unwrap_err();
     assert!(error.to_string().contains("rank 1"), "{error}");
 }
@@ -164,7 +159,7 @@ fn strangers_are_turned_away() {
         let groups: Vec<_> =
             (0..2).map(|rank| MeshGroup::new(store.clone(), rank, 2, "g", tcp.clone()).unwrap()).collect();
         let address: serde_json::Value =
-            serde_json::from_slice(&store.get("g/mesh/0", SHORT).unwrap()).unwrap();
+            serde_json::from_slice(&store.get("g/mesh/0", PATIENCE).unwrap()).unwrap();
         let address = address["tcp"].as_str().unwrap().to_owned();
         let mut strangers = Vec::new();
         for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], b"EPXG", b""] {

@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use epoxide::group::{HashStore, MeshGroup, MeshOptions, Store};
 
-/// Long enough for any operation of a healthy group on a busy machine.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Long enough for any operation of a healthy group on a machine with much else to do.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+/// A deadline that is meant to pass, once all ranks but the late ones have come: they may be a second apart.
+pub const LATE: Duration = Duration::from_secs(3);
 
 pub fn options(timeout: Duration) -> MeshOptions {
     MeshOptions { timeout, ..MeshOptions::default() }

@@ -13,13 +13,14 @@ use epoxide::group::{
 use epoxide_testing::alone::one_test;
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
-use super::harness::options;
+use super::harness::{PATIENCE, options};
 
 /// Variable that turns `rank_process` into a rank: `RANK SIZE MODE SIGNAL`.
 const RANK_PROCESS: &str = "EPOXIDE_TEST_RANK";
 const DIRECTORY: &str = "EPOXIDE_TEST_DIRECTORY";
 const VICTIM: u32 = 2;
-const TIMEOUT: Duration = Duration::from_millis(1500);
+/// The deadline that shows a stopped rank. A rank that is killed shows at once, by its connections.
+const STOPPED: Duration = Duration::from_secs(5);
 const MODES: [&str; 13] = [
     "barrier",
     "monitored_barrier",
@@ -80,7 +81,7 @@ fn rank_process() {
     let directory = std::env::var(DIRECTORY).unwrap();
     let store: Arc<dyn Store> = Arc::new(FileStore::new(&directory).unwrap());
     if mode == "many" {
-        let group = MeshGroup::new(store, rank, size, "many", options(Duration::from_secs(60))).unwrap();
+        let group = MeshGroup::new(store, rank, size, "many", options(PATIENCE)).unwrap();
         let mut sum = vec![rank; 1000];
         group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
         assert_eq!(sum, vec![size * (size - 1) / 2; 1000]);
@@ -94,8 +95,9 @@ fn rank_process() {
     }
 
     let before = (open_files(), running_threads());
-    let group = MeshGroup::new(store, rank, size, mode, options(TIMEOUT)).unwrap();
-    group.barrier(Duration::from_secs(30)).unwrap();
+    let timeout = if fields[3] == "kill" { PATIENCE } else { STOPPED };
+    let group = MeshGroup::new(store, rank, size, mode, options(timeout)).unwrap();
+    group.barrier(PATIENCE).unwrap();
     if rank == VICTIM {
         let signal = if fields[3] == "kill" { Signal::KILL } else { Signal::STOP };
         std::thread::spawn(move || {
@@ -140,16 +142,13 @@ fn spawn(rank: u32, size: u32, mode: &str, signal: &str, directory: &Path) -> Ra
     Rank(child.unwrap())
 }
 
-/// The victim of 4 ranks gets the signal in the middle of each operation.
+/// The victim of 4 ranks gets the signal in the middle of each operation. All of them at once, since most of it is waiting.
 fn faults(signal: &str) {
-    for modes in MODES.chunks(4) {
-        // A few at a time.
-        std::thread::scope(|scope| {
-            for mode in modes {
-                scope.spawn(move || fault(mode, signal));
-            }
-        });
-    }
+    std::thread::scope(|scope| {
+        for mode in MODES {
+            scope.spawn(move || fault(mode, signal));
+        }
+    });
 }
 
 fn fault(mode: &str, signal: &str) {
@@ -161,7 +160,7 @@ fn fault(mode: &str, signal: &str) {
             continue;
         }
         while process.0.try_wait().unwrap().is_none() {
-            assert!(start.elapsed() < Duration::from_secs(30), "{mode} {signal}: rank {rank} still runs");
+            assert!(start.elapsed() < PATIENCE, "{mode} {signal}: rank {rank} still runs");
             std::thread::sleep(Duration::from_millis(5));
         }
         let report = std::fs::read_to_string(directory.path().join(format!("report.{rank}"))).unwrap();

@@ -4,15 +4,12 @@ use std::io::{Read, Write};
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use epoxide::Error;
 use epoxide::group::{HashStore, JobSecret, MeshGroup, MeshOptions, ProcessGroup, Sockets, Store};
 use epoxide::internal::Connect;
 
 use super::harness::{PATIENCE, options, threads};
-
-const SHORT: Duration = Duration::from_millis(500);
 
 fn secret(character: &str) -> Option<JobSecret> {
     Some(JobSecret::new(&character.repeat(32)).unwrap())
@@ -44,7 +41,8 @@ fn abort() -> Vec<u8> {
 
 /// The token of rank 0, and where it listens.
 fn rank_0(store: &dyn Store) -> (String, SocketAddr) {
-    let address: serde_json::Value = serde_json::from_slice(&store.get("g/mesh/0", SHORT).unwrap()).unwrap();
+    let address: serde_json::Value =
+        serde_json::from_slice(&store.get("g/mesh/0", PATIENCE).unwrap()).unwrap();
     let text = |name: &str| address[name].as_str().unwrap().to_owned();
     (text("token"), SocketAddr::from_abstract_name(text("unix")).unwrap())
 }
@@ -75,7 +73,6 @@ fn whoever_knows_the_secret_takes_part() {
 #[test]
 fn ranks_with_different_secrets_part_with_the_reason() {
     for sockets in [Sockets::Auto, Sockets::Tcp] {
-        let start = Instant::now();
         let store = store();
         let errors: Vec<Error> = std::thread::scope(|scope| {
             let join = |(rank, character)| {
@@ -92,7 +89,6 @@ fn ranks_with_different_secrets_part_with_the_reason() {
             assert!(error.contains("does not know this job's secret"), "{error}");
             assert!(error.contains("EPOXIDE_JOB_SECRET") && !error.contains("aaaa"), "{error}");
         }
-        assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
     }
 }
 
@@ -220,7 +216,7 @@ fn ranks_of_one_host_have_no_network_socket() {
             scope.spawn(move || {
                 let group = MeshGroup::new(store.clone(), rank, 3, "g", options).unwrap();
                 assert!(group.shares_host());
-                let address = store.get(&format!("g/mesh/{rank}"), SHORT).unwrap();
+                let address = store.get(&format!("g/mesh/{rank}"), PATIENCE).unwrap();
                 let address: serde_json::Value = serde_json::from_slice(&address).unwrap();
                 assert!(address["tcp"].is_null(), "{address}");
                 let part = group.split_group(Some(0), 0).unwrap().unwrap();

@@ -1,7 +1,5 @@
 //! Groups of groups.
 
-use std::time::Duration;
-
 use epoxide::Error;
 use epoxide::group::{Collectives, ProcessGroup};
 
@@ -50,7 +48,7 @@ fn different_plans_are_a_mismatch() {
 
 #[test]
 fn survivors_shrink_and_go_on() {
-    threads(5, options(Duration::from_secs(20)), |world| {
+    threads(5, options(PATIENCE), |world| {
         world.barrier(PATIENCE).unwrap();
         let rank = world.rank();
         if rank == 1 || rank == 3 {

@@ -1,7 +1,7 @@
 //! How communicators end: in order, given up, failed, dropped, in every state and from other threads.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use epoxide::Error;
 use epoxide::driver::{Memory, MemoryKind, Stream};
@@ -10,7 +10,8 @@ use epoxide::group::ReduceOp;
 use epoxide::nccl::{Communicator, Config};
 
 use super::fake::{
-    Fake, HANG, HANG_FOR_GOOD, PATIENCE, REMOTE, SOON, device, impatient, patient, reason, tensor,
+    Fake, HANG, HANG_FOR_GOOD, HELD, PATIENCE, REMOTE, SOON, device, hurried, impatient, patient, reason,
+    tensor,
 };
 
 /// What every use of a communicator that was given up says.
@@ -73,9 +74,10 @@ fn creation_that_fails_says_why() {
     assert!(matches!(epoxide::nccl::UniqueId::new(&fake.library), Err(Error::Nccl { code: 3, .. })));
 }
 
-/// Two ranks, of which the second has come and makes no call; `test` runs on the first.
+/// Two ranks with `config`, of which the second has come and makes no call; `test` runs on the first.
 fn with_a_silent_peer(fake: &Fake, config: &Config, test: impl Fn(&Communicator) + Sync) {
-    fake.ranks(2, config, |communicator| {
+    fake.ranks(2, &patient(), |parent| {
+        let communicator = hurried(&parent, config);
         if communicator.rank() == 0 {
             test(&communicator);
         }
@@ -87,7 +89,7 @@ fn with_a_silent_peer(fake: &Fake, config: &Config, test: impl Fn(&Communicator)
 fn an_operation_whose_peer_never_comes_ends_at_the_deadline() {
     let fake = Fake::new();
     with_a_silent_peer(&fake, &patient(), |_| {});
-    let config = Config { timeout: Duration::from_secs(1), ..patient() };
+    let config = Config { timeout: SOON, ..patient() };
     with_a_silent_peer(&fake, &config, |communicator| {
         let (stream, data) = tensor(communicator.device(), &[1.0]);
         let error = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap_err();
@@ -107,9 +109,10 @@ fn abort_during_a_collective_from_another_thread() {
                 communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap_err()
             });
             fake.await_call("ncclAllReduce");
+            // The thread inside leaves at once, so that nothing is waited for until a deadline.
             let start = Instant::now();
             communicator.abort("the job ends").unwrap();
-            assert!(start.elapsed() < PATIENCE / 4, "the thread inside leaves at once");
+            assert!(start.elapsed() < PATIENCE / 4, "{:?}", start.elapsed());
             assert!(reason(&working.join().unwrap()).contains("the job ends"));
         });
         assert_ended(communicator, "the job ends");
@@ -119,9 +122,9 @@ fn abort_during_a_collective_from_another_thread() {
 
 #[test]
 fn abort_of_a_thread_that_a_call_of_nccl_holds() {
-    for blocking in [false, true] {
+    let held = |blocking| {
         let fake = Fake::new();
-        let config = Config { blocking, close_timeout: Duration::from_secs(2), ..patient() };
+        let config = Config { blocking, close_timeout: HELD, ..patient() };
         with_a_silent_peer(&fake, &config, |communicator| {
             fake.set("ncclAllReduce", HANG);
             std::thread::scope(|scope| {
@@ -136,7 +139,8 @@ fn abort_of_a_thread_that_a_call_of_nccl_holds() {
             assert_ended(communicator, "stuck");
         });
         fake.assert_clean();
-    }
+    };
+    std::thread::scope(|scope| [false, true].map(|blocking| drop(scope.spawn(move || held(blocking)))));
 }
 
 #[test]
@@ -187,7 +191,7 @@ fn a_parent_that_was_given_up_is_not_split() {
 #[test]
 fn a_split_whose_peer_never_comes_ends_at_the_deadline() {
     let fake = Fake::new();
-    let config = Config { timeout: Duration::from_secs(1), ..patient() };
+    let config = Config { timeout: SOON, ..patient() };
     with_a_silent_peer(&fake, &config, |communicator| {
         let error = communicator.split(Some(0), 0, None).unwrap_err();
         assert!(reason(&error).contains("at the deadline"), "{error}");
@@ -275,7 +279,8 @@ fn finalized_is_an_end_too() {
 #[test]
 fn finalize_that_never_ends_becomes_an_abort() {
     let fake = Fake::new();
-    let communicator = fake.single(Config { timeout: Duration::from_secs(1), ..patient() });
+    let parent = fake.single(patient());
+    let communicator = hurried(&parent, &Config { timeout: SOON, ..patient() });
     // In progress, for as long as the peer that it waits for does not come.
     fake.set("ncclCommFinalize", 7);
     fake.set("ncclCommGetAsyncError", 7);
@@ -284,6 +289,7 @@ fn finalize_that_never_ends_becomes_an_abort() {
     fake.set("ncclCommGetAsyncError", 0);
     drop(communicator);
     assert_eq!(fake.calls("ncclCommAbort"), 1);
+    drop(parent);
     fake.assert_clean();
 }
 

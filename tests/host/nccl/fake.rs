@@ -1,20 +1,22 @@
-//! Building and steering the fake libnccl.
+//! Steering the fake libnccl.
 
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::{Arc, OnceLock};
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Stream};
 use epoxide::ep::{DType, Tensor};
 use epoxide::nccl::{Communicator, Config, Library, UniqueId};
+use epoxide_testing::fake_nccl;
 
 /// Long enough for whatever does not hang, on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// A deadline that is meant to pass.
+/// A deadline that is meant to pass, where nothing else has to happen before it does.
 pub const SOON: Duration = Duration::from_millis(200);
+/// How long closing may take where a call of NCCL holds a thread: a quarter of it is waited for that thread, the rest is for NCCL's abort.
+pub const HELD: Duration = Duration::from_secs(8);
 
 /// [`Fake::set`]: the function hangs until the communicator is aborted.
 pub const HANG: c_int = -1;
@@ -39,28 +41,14 @@ pub struct Fake {
     _folder: tempfile::TempDir,
 }
 
-/// The file of a version, built once.
-fn built(version: Version) -> &'static Path {
-    static FILES: [OnceLock<PathBuf>; 4] = [const { OnceLock::new() }; 4];
-    FILES[version as usize].get_or_init(|| {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("host/nccl/fake/lib.rs");
-        // Test binaries may run at the same time.
-        let name = format!("libnccl-{version:?}-{}.so", std::process::id());
-        let output = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-        let mut command = Command::new(rustc);
-        command.args(["--edition=2024", "--crate-type=cdylib", "--crate-name=nccl", "-Copt-level=1"]);
-        command.arg("--check-cfg=cfg(old, broken, foreign, wrong, values(none(), \"ncclRecv\", \"ncclAllGather\", \"ncclReduceScatter\"))");
-        match version {
-            Version::New => {}
-            Version::Old => drop(command.arg("--cfg=old")),
-            Version::Broken => drop(command.arg("--cfg=broken")),
-            Version::Foreign => drop(command.arg("--cfg=foreign")),
-        }
-        let made = command.arg("-o").arg(&output).arg(source).output().expect("rustc runs");
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        output
-    })
+/// The file of a version.
+fn built(version: Version) -> PathBuf {
+    match version {
+        Version::New => fake_nccl::built(&[]),
+        Version::Old => fake_nccl::built(&["--cfg=old"]),
+        Version::Broken => fake_nccl::built(&["--cfg=broken"]),
+        Version::Foreign => fake_nccl::built(&["--cfg=foreign"]),
+    }
 }
 
 /// A copy of a version's file: the loader takes it for another library.
@@ -202,6 +190,11 @@ pub fn patient() -> Config {
 /// Gives up soon, and waits for the end of that.
 pub fn impatient() -> Config {
     Config { timeout: SOON, close_timeout: PATIENCE, ..Config::named("test") }
+}
+
+/// A communicator of the ranks of `parent` with `config`, whose deadline is meant to pass. Making it has the time of `parent`. Collective.
+pub fn hurried(parent: &Communicator, config: &Config) -> Communicator {
+    parent.split(Some(0), parent.rank() as i32, Some(config.clone())).unwrap().unwrap()
 }
 
 /// A stream and a tensor with these values.

@@ -8,7 +8,7 @@ use epoxide::group::ReduceOp;
 use epoxide::nccl::{Communicator, Config, Watchdog};
 use epoxide_testing::alone;
 
-use super::fake::{Fake, HANG, HANG_FOR_GOOD, PATIENCE, SOON, device, patient, tensor};
+use super::fake::{Fake, HANG, HANG_FOR_GOOD, HELD, PATIENCE, SOON, device, hurried, patient, tensor};
 
 fn open() -> (usize, usize) {
     let count = |directory: &str| std::fs::read_dir(directory).unwrap().count();
@@ -45,7 +45,8 @@ fn leak_nothing() {
             drop(Communicator::start(&fake.library, &device(), &fake.id(), 0, 2, watched.clone()).unwrap());
         }),
         ("a collective that never ends", &|| {
-            fake.ranks(2, &Config { timeout: Duration::from_secs(1), ..watched.clone() }, |communicator| {
+            fake.ranks(2, &patient(), |parent| {
+                let communicator = hurried(&parent, &Config { timeout: SOON, ..watched.clone() });
                 if communicator.rank() == 0 {
                     let (stream, data) = tensor(communicator.device(), &[1.0]);
                     drop(communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap_err());
@@ -64,8 +65,7 @@ fn leak_nothing() {
             let _registration = communicator.register(&Arc::new(memory)).unwrap();
         }),
         ("a call that hangs", &|| {
-            let config = Config { close_timeout: Duration::from_secs(1), ..patient() };
-            let communicator = fake.single(config);
+            let communicator = fake.single(Config { close_timeout: HELD, ..patient() });
             fake.set("ncclAllReduce", HANG);
             std::thread::scope(|scope| {
                 let (communicator, working) = (&communicator, fake.calls("ncclAllReduce"));

@@ -8,7 +8,7 @@ use epoxide::group::ReduceOp;
 use epoxide::nccl::{Communicator, Config, DEBUG_INFO_FILE, DEBUG_INFO_PIPE, Watchdog};
 use epoxide_testing::alone;
 
-use super::fake::{Fake, PATIENCE, REMOTE, patient, reason, tensor};
+use super::fake::{Fake, HELD, PATIENCE, REMOTE, SOON, hurried, patient, reason, tensor};
 
 fn watched(timeout: Duration) -> Config {
     let watchdog = Some(Watchdog { interval: Duration::from_millis(10) });
@@ -55,8 +55,9 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
         let machine = Machine::new(1);
         let config = VirtConfig { executor: Executor::Manual(machine.clone()), ..VirtConfig::default() };
         let device = VirtualGpu::new(config);
-        let config = watched(Duration::from_secs(1));
-        let communicator = Communicator::new(&fake.library, &device, &fake.id(), 0, 1, config).unwrap();
+        let parent = Communicator::new(&fake.library, &device, &fake.id(), 0, 1, patient()).unwrap();
+        // The first operation has to end before that.
+        let communicator = hurried(&parent, &watched(Duration::from_secs(3)));
         let (stream, data) = tensor(&device, &[1.0]);
         let done = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
         stream.synchronize().unwrap();
@@ -67,7 +68,7 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
         let work = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
 
         let dump = dump(folder);
-        assert!(dump["reason"].as_str().unwrap().contains("has not ended within 1s"), "{dump}");
+        assert!(dump["reason"].as_str().unwrap().contains("has not ended within 3s"), "{dump}");
         assert_eq!((&dump["rank"], &dump["size"]), (&0.into(), &1.into()));
         assert_eq!(dump["operations"][0]["state"], "completed");
         assert_eq!(dump["operations"][1]["state"], "started");
@@ -75,12 +76,13 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
         assert_eq!(dump["operations"][1]["reduction"], "f32 sum");
         assert_eq!(dump["nccl"]["operations_under_way"], "all_reduce #1");
         let error = work.wait().unwrap_err();
-        assert!(reason(&error).contains("has not ended within 1s"), "{error}");
+        assert!(reason(&error).contains("has not ended within 3s"), "{error}");
         assert!(folder.join("flight.test.rank0.json").exists());
         stream.synchronize().unwrap();
         // Whoever waits learns the reason before NCCL has been called; the drop waits for that.
         drop(communicator);
         assert_eq!(fake.calls("ncclCommAbort"), 1);
+        drop(parent);
         fake.assert_clean();
     });
 }
@@ -89,18 +91,15 @@ fn gives_up_what_hangs_on_the_device_and_dumps() {
 fn gives_up_what_hangs_in_a_call_of_nccl() {
     with_folder("nccl::watchdog::gives_up_what_hangs_in_a_call_of_nccl", |folder| {
         let fake = Fake::new();
-        let config = Config {
-            close_timeout: Duration::from_secs(2),
-            blocking: true,
-            ..watched(Duration::from_secs(1))
-        };
-        let communicator = fake.single(config);
+        let config = Config { close_timeout: HELD, blocking: true, ..watched(SOON) };
+        let parent = fake.single(patient());
+        let communicator = hurried(&parent, &config);
         let (stream, data) = tensor(communicator.device(), &[1.0]);
         fake.set("ncclAllReduce", super::fake::HANG);
         let error = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap_err();
-        assert!(reason(&error).contains("has not ended within 1s"), "{error}");
+        assert!(reason(&error).contains("has not ended within 200ms"), "{error}");
         assert!(dump(folder)["reason"].as_str().unwrap().contains("all_reduce"));
-        drop(communicator);
+        drop((communicator, parent));
         fake.assert_clean();
     });
 }

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use epoxide::Result;
-use epoxide_testing::ranks::{Context, Run};
+use epoxide_testing::ranks::{Context, Run, Session};
 
 /// Longer than anything here takes unless it hangs.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn processes(size: u32) -> Run {
     Run::new(size).processes().timeout(PATIENCE)
@@ -14,6 +14,14 @@ pub fn processes(size: u32) -> Run {
 
 pub fn threads(size: u32) -> Run {
     Run::new(size).threads().timeout(PATIENCE)
+}
+
+/// Returns ranks that have joined their group. Their tests have `timeout`, which is meant to expire; joining has all of [`PATIENCE`].
+pub fn hurried(run: Run, timeout: Duration) -> Session {
+    let mut session = run.session();
+    let _ = session.test("join", sum_of_ranks);
+    session.set_timeout(timeout);
+    session
 }
 
 pub fn sum_of_ranks(ctx: &Context) -> Result<()> {

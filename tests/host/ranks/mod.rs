@@ -6,7 +6,7 @@ mod session;
 
 use std::time::{Duration, Instant};
 
-use self::common::{PATIENCE, processes, sum_of_ranks, threads};
+use self::common::{PATIENCE, hurried, processes, sum_of_ranks, threads};
 use epoxide::group::launch::RankExit;
 use epoxide::{Error, Result};
 use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, SkipCode};
@@ -56,7 +56,7 @@ fn a_panic_is_reported_with_its_backtrace() {
     for run in [processes(3), threads(3)] {
         let start = Instant::now();
         let failed = run.try_run(fails).unwrap_err();
-        assert!(start.elapsed() < PATIENCE / 2);
+        assert!(start.elapsed() < PATIENCE);
         assert_eq!(failed.kind, Kind::Failed);
         let first = &failed.ranks[0];
         assert_eq!((first.rank, first.operation.as_str()), (1, "failing"), "{failed}");
@@ -102,7 +102,7 @@ fn hangs_here() {
 #[test]
 fn a_hang_is_reported_with_backtraces_and_operations() {
     for run in [processes(3), threads(3)] {
-        let failed = run.timeout(Duration::from_secs(2)).try_run(|ctx| {
+        let failed = hurried(run, Duration::from_secs(3)).try_test("hangs", |ctx| {
             let group = ctx.group()?;
             match ctx.rank() {
                 0 => group.barrier(PATIENCE),
@@ -116,14 +116,14 @@ fn a_hang_is_reported_with_backtraces_and_operations() {
         });
         let failed = failed.unwrap_err();
         assert_eq!(failed.kind, Kind::TimedOut);
-        assert!(failed.summary.contains("rank 0, 1 not through after 2s"), "{failed}");
+        assert!(failed.summary.contains("rank 0, 1 not through after 3s"), "{failed}");
         let trace = |rank| match &of(&failed, rank).end {
             End::Unfinished { trace } => trace.clone(),
             other => panic!("{other}"),
         };
         assert_eq!(of(&failed, 1).operation, "hanging");
         assert!(trace(1).contains("hangs_here") && trace(1).contains("<- the rank"), "{}", trace(1));
-        assert_eq!(of(&failed, 0).operation, "barrier (call 0 of the group)");
+        assert_eq!(of(&failed, 0).operation, "barrier (call 1 of the group)");
         assert!(trace(0).contains("barrier"), "{}", trace(0));
         assert_eq!(of(&failed, 2).end, End::Passed);
     }
@@ -131,7 +131,7 @@ fn a_hang_is_reported_with_backtraces_and_operations() {
 
 #[test]
 fn a_stopped_rank_is_reported() {
-    let failed = processes(2).timeout(Duration::from_secs(1)).try_run(|ctx| {
+    let failed = hurried(processes(2), Duration::from_secs(3)).try_test("stops", |ctx| {
         if ctx.rank() == 1 {
             ctx.doing("stopping");
             let own = rustix::process::getpid();
@@ -226,7 +226,7 @@ fn no_process_is_left() {
     };
     let _ = processes(2).try_run(|ctx| {
         // Something that would outlive its rank.
-        let started = std::process::Command::new("sh").args(["-c", "sleep 100 &"]).status();
+        let started = std::process::Command::new("sh").args(["-c", "sleep 1000 &"]).status();
         assert!(started.unwrap().success());
         assert_eq!(ctx.rank(), 0, "fail");
     });

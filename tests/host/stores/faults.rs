@@ -1,4 +1,4 @@
-//! The store over TCP when things go wrong: an error or a clean end, in time, and nothing left behind.
+//! The store over TCP when things go wrong: an error or a clean end, and nothing left behind.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -7,8 +7,13 @@ use std::time::{Duration, Instant};
 
 use epoxide::group::{Store, TcpStore};
 use epoxide::internal::TcpStoreServer;
+use epoxide_testing::{HeldPort, alone};
 
-pub const PATIENCE: Duration = Duration::from_secs(30);
+use super::attacks::settle;
+
+/// Long enough for whatever ends, on a machine with much else to do.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+/// A time that is meant to pass.
 pub const SHORT: Duration = Duration::from_millis(200);
 /// A client's greeting.
 pub const HELLO: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];
@@ -24,7 +29,7 @@ pub fn client(server: &TcpStoreServer) -> TcpStore {
 /// Sends bytes to the server; true when it then closes the connection.
 fn closes(server: &TcpStoreServer, bytes: &[u8]) -> bool {
     let mut socket = TcpStream::connect(server.address()).unwrap();
-    socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
     // The server may have closed it in the middle.
     let _ = socket.write_all(bytes);
     let mut answer = [0; 64];
@@ -40,10 +45,7 @@ fn closes(server: &TcpStoreServer, bytes: &[u8]) -> bool {
 #[test]
 fn a_server_that_goes_away() {
     let server = server();
-    let stores: Vec<TcpStore> = (0..4)
-        .map(|_| TcpStore::connect("127.0.0.1", server.port(), Duration::from_secs(1)).unwrap())
-        .collect();
-    let start = Instant::now();
+    let mut stores: Vec<TcpStore> = (0..4).map(|_| client(&server)).collect();
     std::thread::scope(|scope| {
         let waits: Vec<_> = stores.iter().map(|store| scope.spawn(|| store.get("never", PATIENCE))).collect();
         std::thread::sleep(SHORT);
@@ -53,22 +55,20 @@ fn a_server_that_goes_away() {
             assert!(error.contains("closed the connection"), "{error}");
         }
     });
-    for store in &stores {
+    for store in &mut stores {
+        store.set_timeout(SHORT);
         let error = store.set("k", b"").unwrap_err().to_string();
         assert!(error.contains("no store server at 127.0.0.1"), "{error}");
     }
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
 #[test]
 fn a_server_that_stops_answering() {
     // Takes connections, and says nothing.
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let start = Instant::now();
     let port = listener.local_addr().unwrap().port();
     let error = TcpStore::connect("127.0.0.1", port, SHORT).unwrap_err().to_string();
     assert!(error.contains(&port.to_string()), "{error}");
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
 /// A server that answers a greeting, sends `answer` after the next request, and then reads what comes.
@@ -92,14 +92,13 @@ fn impostor(answer: &'static [u8]) -> (u16, std::thread::JoinHandle<()>) {
 fn a_server_that_stops_in_the_middle() {
     for wait in [false, true] {
         let (port, thread) = impostor(&[]);
-        let store = TcpStore::connect("127.0.0.1", port, SHORT).unwrap();
-        let start = Instant::now();
+        let mut store = TcpStore::connect("127.0.0.1", port, PATIENCE).unwrap();
+        store.set_timeout(SHORT);
         let error = match wait {
             true => store.barrier("b", 2, SHORT).unwrap_err(),
             false => store.add("n", 1).unwrap_err(),
         };
         assert!(error.to_string().contains("did not answer within 200ms"), "{error}");
-        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
         drop(store);
         thread.join().unwrap();
     }
@@ -111,10 +110,10 @@ fn answers_that_break_the_protocol() {
     let cases: [&[u8]; 3] = [&[0xff; 9], &[0, 0, 0, 0, 0, 0, 0, 0, 0x10], &[7]];
     for (index, answer) in cases.into_iter().enumerate() {
         let (port, thread) = impostor(answer);
-        let store = TcpStore::connect("127.0.0.1", port, SHORT).unwrap();
+        let store = TcpStore::connect("127.0.0.1", port, PATIENCE).unwrap();
         let error = match index {
-            2 => store.barrier("b", 2, SHORT).unwrap_err(),
-            _ => store.get("k", SHORT).unwrap_err(),
+            2 => store.barrier("b", 2, PATIENCE).unwrap_err(),
+            _ => store.get("k", PATIENCE).unwrap_err(),
         };
         assert!(error.to_string().contains("does not speak the protocol"), "{error}");
         drop(store);
@@ -132,22 +131,24 @@ fn endless_timeouts() {
 
 #[test]
 fn no_server() {
-    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+    let port = HeldPort::any().unwrap();
+    // The first attempt has to be over before that.
+    let timeout = Duration::from_secs(2);
     let start = Instant::now();
-    let error = TcpStore::connect("127.0.0.1", port, SHORT).unwrap_err().to_string();
-    assert!(error.contains("refused") && error.contains("200ms"), "{error}");
-    assert!(start.elapsed() >= SHORT && start.elapsed() < Duration::from_secs(5));
-    let error = TcpStore::connect("no-such-host.invalid", port, SHORT).unwrap_err().to_string();
+    let error = TcpStore::connect("127.0.0.1", port.number(), timeout).unwrap_err().to_string();
+    assert!(error.contains("refused") && error.contains("2s"), "{error}");
+    assert!(start.elapsed() >= timeout);
+    let error = TcpStore::connect("no-such-host.invalid", port.number(), SHORT).unwrap_err().to_string();
     assert!(error.contains("no-such-host.invalid"), "{error}");
 }
 
 #[test]
 fn a_server_that_starts_late() {
-    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+    let port = HeldPort::any().unwrap();
     std::thread::scope(|scope| {
-        let client = scope.spawn(|| TcpStore::connect("127.0.0.1", port, PATIENCE));
+        let client = scope.spawn(|| TcpStore::connect("127.0.0.1", port.number(), PATIENCE));
         std::thread::sleep(SHORT);
-        let _server = TcpStoreServer::bind(("127.0.0.1", port)).unwrap();
+        let _server = TcpStoreServer::bind(("127.0.0.1", port.number())).unwrap();
         client.join().unwrap().unwrap().set("k", b"v").unwrap();
     });
 }
@@ -203,11 +204,16 @@ fn garbage_closes_its_connection_only() {
 
 #[test]
 fn answers_that_nobody_reads_do_not_pile_up() {
+    // The memory is the process's.
+    alone::run("stores::faults::answers_that_nobody_reads_do_not_pile_up", ask_and_read_nothing);
+}
+
+fn ask_and_read_nothing() {
     let server = server();
     let store = client(&server);
     store.set("large", &vec![7; 8 << 20]).unwrap();
     let mut socket = TcpStream::connect(server.address()).unwrap();
-    socket.set_write_timeout(Some(Duration::from_secs(2))).unwrap();
+    socket.set_write_timeout(Some(PATIENCE)).unwrap();
     let mut request = HELLO.to_vec();
     for _ in 0..1000 {
         request.push(3);
@@ -303,7 +309,8 @@ fn an_entry_is_not_lost_with_the_client_that_was_woken_for_it() {
     let mut waiter = TcpStream::connect(server.address()).unwrap();
     let wait = [&HELLO[..], &[6], &1u64.to_le_bytes(), &2u64.to_le_bytes(), b"/q"].concat();
     waiter.write_all(&wait).unwrap();
-    std::thread::sleep(SHORT);
+    // It waits before the other does.
+    settle(&store);
     std::thread::scope(|scope| {
         let other = scope.spawn(|| client(&server).queue_pop("q", PATIENCE).unwrap());
         std::thread::sleep(SHORT);
@@ -318,9 +325,9 @@ fn an_entry_is_not_lost_with_the_client_that_was_woken_for_it() {
 
 #[test]
 fn the_host_stays_for_the_others() {
-    let host = TcpStore::host(0, PATIENCE, PATIENCE).unwrap();
-    let port = host.port();
-    let late = TcpStore::connect("localhost", port, PATIENCE).unwrap();
+    let port = HeldPort::any().unwrap();
+    let host = TcpStore::host(port.number(), PATIENCE, PATIENCE).unwrap();
+    let late = TcpStore::connect("localhost", port.number(), PATIENCE).unwrap();
     std::thread::scope(|scope| {
         let end = scope.spawn(move || drop(host));
         std::thread::sleep(SHORT);
@@ -328,14 +335,15 @@ fn the_host_stays_for_the_others() {
         drop(late);
         end.join().unwrap();
     });
-    assert!(TcpStore::connect("localhost", port, SHORT).is_err());
+    assert!(TcpStore::connect("localhost", port.number(), SHORT).is_err());
 
     // It does not wait for ever.
     let host = TcpStore::host(0, PATIENCE, SHORT).unwrap();
-    let late = TcpStore::connect("localhost", host.port(), Duration::from_secs(1)).unwrap();
+    let mut late = TcpStore::connect("localhost", host.port(), PATIENCE).unwrap();
     let start = Instant::now();
     drop(host);
-    assert!(start.elapsed() >= SHORT && start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!((SHORT..PATIENCE).contains(&start.elapsed()), "{:?}", start.elapsed());
+    late.set_timeout(SHORT);
     assert!(late.set("gone", b"").is_err());
 }
 

@@ -17,8 +17,8 @@ use super::threads::Threads;
 use super::trace;
 use super::verdict::{IntoVerdict, judge};
 
-/// How long the others get to end when a rank has failed.
-const SETTLE: Duration = Duration::from_secs(3);
+/// How long the others get to end when a rank has failed: they end as soon as they see it, also on a machine with much else to do.
+const SETTLE: Duration = Duration::from_secs(30);
 /// How long the others get to skip a test that a rank has skipped, before the group is given up.
 const SKIP_SETTLE: Duration = Duration::from_secs(1);
 
@@ -108,6 +108,11 @@ impl Session {
             Threads::start(run.size, run.timeout).map(|ranks| Box::new(ranks) as _)
         };
         started.map(|ranks| session(Inner::Parent(ranks))).map_err(|error| Failed::to_start(&name, error))
+    }
+
+    /// From now on a test may take as long as `timeout`.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
     /// Runs a test on every rank.

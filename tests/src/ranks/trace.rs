@@ -21,7 +21,7 @@ use epoxide::{Error, Result};
 /// What asks for a backtrace.
 const ASK: i32 = libc::SIGUSR2;
 /// How long all ranks together are waited for. Reading the debug information of a large binary takes a while.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Ends a backtrace in the file.
 const END: &str = "\n--- end of backtrace\n";
 

@@ -19,7 +19,7 @@ use crate::driver::{
 use crate::error::{Error, Result};
 
 /// Long enough for whatever does not wait, on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 /// What has not happened by then is taken to wait.
 const WHILE: Duration = Duration::from_millis(60);
 

@@ -290,7 +290,7 @@ mod tests {
         });
         let start = Instant::now();
         assert!(relay.finish(|| start.elapsed() > Duration::from_millis(100)).is_empty());
-        assert!(start.elapsed() >= READER && start.elapsed() < 10 * READER);
+        assert!(start.elapsed() >= READER);
         drop(_stalled);
         lines.join().unwrap();
     }

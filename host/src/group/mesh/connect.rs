@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn a_question_of_a_rank_that_connects_is_not_taken_for_a_collective() {
-        let patience = Duration::from_secs(5);
+        let patience = Duration::from_secs(120);
         let engine = || {
             let listener = Listener::open(2, Sockets::Auto, None, None, true).unwrap();
             let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));

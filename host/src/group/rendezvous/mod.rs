@@ -206,19 +206,15 @@ fn agree_on_size(store: &dyn Store, member: &Member) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::launch::HeldPort;
     use crate::group::{ProcessGroup, RANK, STORE, WORLD_SIZE};
 
-    const TIMEOUT: Duration = Duration::from_secs(10);
+    const TIMEOUT: Duration = Duration::from_secs(120);
 
     fn meet(address: &str, variables: &[(&str, &str)]) -> Result<Rendezvous> {
         let lookup =
             |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
         Rendezvous::looking_up(address, TIMEOUT, ConnectionLimits::default(), None, &lookup)
-    }
-
-    fn free_port() -> String {
-        let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        listener.local_addr().unwrap().port().to_string()
     }
 
     #[test]
@@ -236,7 +232,8 @@ mod tests {
 
     #[test]
     fn rank_0_serves() {
-        let port = free_port();
+        let held = HeldPort::any().unwrap();
+        let port = held.number().to_string();
         let meetings = std::thread::scope(|scope| {
             let ranks: Vec<_> = ["0", "1", "2"]
                 .map(|rank| {

@@ -169,6 +169,12 @@ impl TcpStore {
         }
     }
 
+    /// How long the server may take to answer from now on; for tests whose server does not.
+    #[doc(hidden)]
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
     /// The server's port.
     pub fn port(&self) -> u16 {
         self.address.port

@@ -26,7 +26,13 @@ use crate::transport::setup::deadline;
 use crate::transport::{Proxy, PutQueue, TransportKind, TransportOptions};
 
 const BYTES: u64 = 1 << 20;
-const SOON: Duration = Duration::from_secs(10);
+/// Long enough for whatever happens, on a machine with much else to do.
+const SOON: Duration = Duration::from_secs(120);
+
+/// A deadline that is meant to pass.
+const STALLS: Duration = Duration::from_millis(300);
+/// One that is not.
+const NEVER: Duration = Duration::from_secs(600);
 
 /// Rank 0 of 2 by itself, with a test in the place of rank 1.
 fn alone(timeout: Duration, test: impl Fn(&Setup<'_>) + Sync) {
@@ -126,17 +132,26 @@ fn who_has_the_token_and_not_the_secret_is_not_let_in() {
             socket
         };
         let silent = connect(&first, &hello(VERSION, PHASE, &first.token, 1, 0, BYTES));
-        let mut refused = [connect(&first, &stranger), connect(&second, &replayed)];
+        let refused = |mut socket: TcpStream| {
+            let said = read_to_end(&mut socket);
+            assert!(said.contains("does not know this job's secret"), "{said}");
+        };
+        let (stranger, replayed) = (connect(&first, &stranger), connect(&second, &replayed));
         let mut friend = connect(&first, &good);
         assert!(first.accept(setup, deadline(SOON)).unwrap().keys().eq(&[(0, 1)]));
-        assert!(
-            second.accept(setup, deadline(Duration::from_millis(200))).is_err(),
-            "a replay opens nothing"
-        );
-        for socket in &mut refused {
-            let said = read_to_end(socket);
-            assert!(said.contains("does not know this job's secret"), "{said}");
-        }
+        refused(stranger);
+        // A replay opens nothing: the door stays open for the rank itself.
+        let (_, own, _) = call(&second, &secret, claims(&second));
+        let address = second.address;
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                refused(replayed);
+                let mut friend = TcpStream::connect(address).unwrap();
+                friend.write_all(&own).unwrap();
+                read_answer(&mut friend, deadline(SOON)).unwrap();
+            });
+            assert!(second.accept(setup, deadline(SOON)).unwrap().keys().eq(&[(0, 1)]));
+        });
         drop(silent);
         // The rank that was called shows that it knows the secret, too, with a proof of its own.
         read_answer(&mut friend, deadline(SOON)).unwrap();
@@ -372,7 +387,7 @@ fn a_goodbye_is_no_failure_and_a_missing_one_is() {
 
 #[test]
 fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
-    alone(Duration::from_millis(300), |setup| {
+    alone(STALLS, |setup| {
         let big = Put { bytes: BYTES, ..Put::default() };
         let fill = |queue: &mut TcpQueue| loop {
             if let Err(error) = queue.put_with_counter(&[big; 16]) {
@@ -381,14 +396,12 @@ fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
         };
         let (_theirs, ours) = pair();
         let mut queue = TcpQueue::new(setup, setup.ends(1), ours).unwrap();
-        let start = Instant::now();
         let error = fill(&mut queue);
         assert!(error.contains("rank 1: it did not take all bytes within 300ms"), "{error}");
-        assert!(start.elapsed() < SOON);
 
         let (_theirs, ours) = pair();
         let mut queue = TcpQueue::new(setup, setup.ends(1), ours).unwrap();
-        queue.timeout = Duration::from_secs(600);
+        queue.timeout = NEVER;
         let interrupt = queue.interrupt();
         std::thread::scope(|scope| {
             scope.spawn(move || {
@@ -398,18 +411,18 @@ fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
             let start = Instant::now();
             let error = fill(&mut queue);
             assert!(error.contains("interrupted"), "{error}");
-            assert!(start.elapsed() < SOON);
+            assert!(start.elapsed() < NEVER);
         });
     });
 }
 
 #[test]
 fn a_proxy_ends_promptly_though_its_peer_stalls() {
-    alone(Duration::from_secs(600), |setup| {
+    alone(NEVER, |setup| {
         let (_theirs, ours) = pair();
         let queue = Box::new(TcpQueue::new(setup, setup.ends(1), ours).unwrap());
         let link = Link { peer: 1, index: 0, queue };
-        let proxy = Proxy::start(setup.memory.device(), link).unwrap();
+        let mut proxy = Proxy::start(setup.memory.device(), link).unwrap();
         let ring = proxy.handle().0;
         for index in 0..RING_ENTRIES {
             let entry = ring + size_of::<QueueWords>() as u64 + index * size_of::<PutRequest>() as u64;
@@ -421,8 +434,9 @@ fn a_proxy_ends_promptly_though_its_peer_stalls() {
         }
         std::thread::sleep(Duration::from_millis(300));
         assert!(proxy.stats().puts < RING_ENTRIES && proxy.failure().is_none(), "it stalls");
-        let start = Instant::now();
-        drop(proxy);
-        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+        proxy.stop(Duration::from_millis(100));
+        // By the interrupt; one that had to be left behind would say so.
+        let error = proxy.failure().unwrap().to_string();
+        assert!(error.contains("interrupted"), "{error}");
     });
 }
