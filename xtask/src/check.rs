@@ -9,7 +9,7 @@ use crate::build::{self, Builder};
 use crate::header::Header;
 use crate::job::Job;
 use crate::lint::lint_file;
-use crate::workspace::{Workspace, env_path, read, run as run_command, write};
+use crate::workspace::{Workspace, read, run as run_command, write};
 use crate::{postprocess, sources};
 
 /// How many differing lines to show.
@@ -95,10 +95,7 @@ pub fn test_file(ws: &Workspace, job: &Job, file: &Path, selection: &[String]) -
     // The tests run in other folders.
     let file = file.canonicalize().with_context(|| format!("cannot read {}", file.display()))?;
     lint_file(ws, job, &file, &read(&file)?)?;
-    let mut tests = ws.cargo();
-    if let Some(target_dir) = env_path("CARGO_TARGET_DIR") {
-        tests.env("CARGO_TARGET_DIR", target_dir);
-    }
+    let mut tests = ws.cargo_in_callers_target();
     tests.env("EPOXIDE_PTX", &file).args(["test", "--release"]);
     match selection {
         [] => tests.args(ALL),

@@ -9,6 +9,9 @@ mod check;
 mod coverage;
 mod debs;
 mod doctor;
+#[cfg(test)]
+mod features;
+mod flaky;
 mod fuzz;
 mod header;
 mod job;
@@ -20,6 +23,8 @@ mod nvvm;
 mod postprocess;
 mod ptx;
 mod ptxas;
+// Without its feature, the command starts xtask again with it, and only tests call the rest.
+#[cfg_attr(not(feature = "public-api"), allow(dead_code))]
 mod public_api;
 mod rdma_vm;
 mod sources;
@@ -89,6 +94,11 @@ enum Command {
     Mutate(mutate::Options),
     /// Write the list of the library's public items, docs/PUBLIC-API.txt, or check it
     PublicApi(public_api::Options),
+    /// Run the tests many times beside busy processes, and say which fail how often
+    Flaky(flaky::Options),
+    /// Keep one processor busy until standard input ends
+    #[command(hide = true)]
+    Spin,
     /// Say what this machine has for building PTX, and the remedy for what it lacks
     Doctor,
 }
@@ -166,7 +176,9 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::RdmaVm(options) => return rdma_vm::run(&ws, options),
         Command::KernelCoverage(options) => coverage::run(&ws, &options),
         Command::Mutate(options) => mutate::run(&ws, &options),
-        Command::PublicApi(options) => public_api::run(&ws, &options),
+        Command::PublicApi(options) => return public_api::run(&ws, &options),
+        Command::Flaky(options) => return flaky::run(&ws, &options),
+        Command::Spin => flaky::spin(),
         Command::Doctor => doctor::run(&ws),
     }
     .map(|()| ExitCode::SUCCESS)

@@ -5,10 +5,10 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use public_api::Builder;
 
 use crate::workspace::{self, Workspace};
 
@@ -29,18 +29,36 @@ pub struct Options {
     check: bool,
 }
 
+/// Starts xtask again with the feature `public-api`, whose crates take longer to compile than the rest
+/// of xtask and are needed here only. Returns the exit code of that process.
+#[cfg(not(feature = "public-api"))]
+pub fn run(ws: &Workspace, options: &Options) -> Result<ExitCode> {
+    let mut again = ws.cargo_in_callers_target();
+    again.args(["run", "--quiet", "--release", "--package", "xtask", "--bin", "xtask"]);
+    again.args(["--features", "public-api", "--", "public-api"]);
+    if options.check {
+        again.arg("--check");
+    }
+    let status = again.status().with_context(|| format!("cannot start `{}`", workspace::describe(&again)))?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
 /// Writes the list, or compares it.
-pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
-    let list = list(ws)?;
+#[cfg(feature = "public-api")]
+pub fn run(ws: &Workspace, options: &Options) -> Result<ExitCode> {
+    write_or_check(ws, options, &list(ws)?).map(|()| ExitCode::SUCCESS)
+}
+
+fn write_or_check(ws: &Workspace, options: &Options, list: &str) -> Result<()> {
     let path = ws.root.join(FILE);
     let items = list.lines().filter(|line| !line.starts_with("# ")).count();
     if !options.check {
-        workspace::write(&path, &list)?;
+        workspace::write(&path, list)?;
         println!("wrote {FILE} ({items} items)");
         return Ok(());
     }
     let committed = if path.exists() { workspace::read(&path)? } else { String::new() };
-    let changes = changes(&committed, &list);
+    let changes = changes(&committed, list);
     if changes.is_empty() && committed == list {
         println!("{FILE} is up to date ({items} items)");
         return Ok(());
@@ -52,10 +70,11 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
 }
 
 /// The list as the sources give it.
+#[cfg(feature = "public-api")]
 fn list(ws: &Workspace) -> Result<String> {
     let json = rustdoc_json(ws)?;
     check_format(&workspace::read(&json)?)?;
-    let api = Builder::from_rustdoc_json(&json)
+    let api = public_api::Builder::from_rustdoc_json(&json)
         .omit_blanket_impls(true)
         .omit_auto_trait_impls(true)
         .omit_auto_derived_impls(true)

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use sha2::{Digest, Sha256};
+use hmac_sha256::Hash;
 
 use crate::metadata::Metadata;
 use crate::workspace::Workspace;
@@ -22,7 +22,7 @@ pub fn fingerprint(ws: &Workspace, metadata: &Metadata) -> Result<String> {
         collect(&ws.root.join(input), &mut files)?;
     }
     files.sort();
-    let mut hasher = Sha256::new();
+    let mut hasher = Hash::new();
     for file in &files {
         let name = file.strip_prefix(&ws.root).unwrap_or(file).to_string_lossy().replace('\\', "/");
         let contents = std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
@@ -39,7 +39,7 @@ pub fn fingerprint(ws: &Workspace, metadata: &Metadata) -> Result<String> {
 }
 
 /// Hashes a length before the bytes, so that two neighbours cannot trade bytes unnoticed.
-fn absorb(hasher: &mut Sha256, bytes: &[u8]) {
+fn absorb(hasher: &mut Hash, bytes: &[u8]) {
     hasher.update((bytes.len() as u64).to_le_bytes());
     hasher.update(bytes);
 }

@@ -54,6 +54,15 @@ impl Workspace {
         strip_cargo_env(&mut command);
         command
     }
+
+    /// The same, with the build directory of the cargo that runs us, so that both share what is built.
+    pub fn cargo_in_callers_target(&self) -> Command {
+        let mut command = self.cargo();
+        if let Some(target_dir) = env_path("CARGO_TARGET_DIR") {
+            command.env("CARGO_TARGET_DIR", target_dir);
+        }
+        command
+    }
 }
 
 /// Reads a text file; the error names it.

@@ -1,7 +1,9 @@
-//! `epoxide bench plot` and `--plot`: the flags. The feature `plots` brings what draws, in drawing.rs.
+//! `epoxide bench plot` and `--plot`: the flags. The feature `plots` brings what draws, in
+//! drawing.rs.
 //!
-//! The feature is off by default: its crates compile for a sixth of the time that the rest takes, and
-//! a round trip needs none of them. The flags are there in any case, so that `--help` lists them.
+//! The feature is off by default: its crates compile for a sixth of the time that the rest takes,
+//! and a round trip needs none of them. The flags are there in any case, so that `--help` lists
+//! them.
 
 #[cfg(feature = "plots")]
 mod drawing;
@@ -35,7 +37,8 @@ pub struct Choice {
     /// What lies on the x axis [default: that of which the points have the most values].
     #[arg(long, value_enum)]
     x: Option<Axis>,
-    /// What is drawn: bandwidth, and against tokens the times of calls, too; distributions of times where there is one configuration.
+    /// What is drawn: bandwidth, and against tokens the times of calls, too; distributions of
+    /// times where there is one configuration.
     #[arg(long, value_enum, default_value = "auto")]
     what: What,
 }
@@ -72,8 +75,8 @@ enum What {
 /// Rejects a drawing that cannot be made, before anything is measured for it.
 ///
 /// # Errors
-/// Bad usage in a program without the feature `plots`, and for a file name that is neither `.svg` nor
-/// `.png`.
+/// Bad usage in a program without the feature `plots`, and for a file name that is neither `.svg`
+/// nor `.png`.
 pub fn check_path(path: &Path) -> Result<()> {
     #[cfg(not(feature = "plots"))]
     without::reject("bench --plot")?;

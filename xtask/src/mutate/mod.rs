@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
+use hmac_sha256::Hash;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
 use crate::workspace::{self, Workspace};
 use faults::{Fault, KERNELS};
@@ -156,7 +156,7 @@ fn build(ws: &Workspace) -> Result<PathBuf> {
 
 /// What outcomes depend on, but for the program itself: who changes that starts with a new file.
 fn hash(text: &str, options: &Options) -> String {
-    let mut hasher = Sha256::new();
+    let mut hasher = Hash::new();
     hasher.update(text);
     hasher.update([u8::from(options.plain)]);
     hasher.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {

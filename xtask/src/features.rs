@@ -1,0 +1,51 @@
+//! Tests that one build of the crates that packages share serves `cargo run`, `cargo test` and
+//! `cargo xtask`.
+//!
+//! Cargo compiles a crate once for each set of features that its users ask for. Which packages a
+//! command line selects decides who asks, so one feature that only some of them ask for makes cargo
+//! compile the crate, and all that depend on it, again.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::workspace::{Workspace, capture};
+
+/// The features of each package that cargo compiles for `selection`. A package has several sets
+/// where cargo compiles it both for the program and for its macros.
+fn features(ws: &Workspace, selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
+    let mut command = ws.cargo();
+    command.args(["tree", "--quiet", "--locked", "--prefix", "none", "--format", "{p};{f}"]).args(selection);
+    let mut features: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for line in capture(&mut command).unwrap().lines() {
+        if let Some((package, of_package)) = line.trim_end_matches(" (*)").split_once(';') {
+            features.entry(package.to_owned()).or_default().insert(of_package.trim().to_owned());
+        }
+    }
+    features
+}
+
+#[test]
+fn commands_share_one_build_of_every_crate() {
+    let ws = Workspace::find().unwrap();
+    let build = ["--edges", "normal,build"];
+    let of_command = features(&ws, &[&["--package", "epoxide-cli"], &build[..]].concat());
+    let mut of_tests = features(&ws, &["--workspace", "--edges", "normal,build,dev"]);
+    // What only tests compile is not shared, and neither is the command itself.
+    of_tests.retain(|package, _| of_command.contains_key(package) && !package.starts_with("epoxide-cli "));
+    assert!(of_tests.keys().any(|package| package.starts_with("epoxide-vgpu ")), "{of_tests:?}");
+    for (command, selection) in [
+        ("cargo run --release", &["--workspace"][..]),
+        ("cargo run --release -p epoxide-cli", &["--package", "epoxide-cli"]),
+        ("cargo run --release --features plots,manual", &["--workspace", "--features", "plots,manual"]),
+        ("cargo xtask", &["--package", "xtask"]),
+    ] {
+        for (package, asked) in features(&ws, &[selection, &build].concat()) {
+            if let Some(shared) = of_tests.get(&package) {
+                assert!(
+                    asked.is_subset(shared),
+                    "`{command}` compiles {package} with the features {asked:?}, `cargo test --release` with \
+                     {shared:?}: name those that are missing in cli/Cargo.toml and xtask/Cargo.toml"
+                );
+            }
+        }
+    }
+}
