@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The verbs transport on a real verbs stack, Soft-RoCE in virtual machines: right results, faults, bandwidth. Non-zero where anything
-# fails; 77 where this machine cannot have the VMs. With arguments, only the tests of those names.
+# The verbs transport on a real verbs stack, Soft-RoCE in virtual machines: right results and faults. Non-zero where anything fails; 77
+# where this machine cannot have the VMs. With arguments, only the tests of those names. `bandwidth` is a measurement, which runs only
+# where it is named: it fails where `bench wire` does not reach 0.9 of perftest, which says nothing on a busy machine.
 #
 #     tests/rdma/setup.sh && tests/rdma/run.sh [NAME..]
 set -uo pipefail
@@ -77,7 +78,9 @@ check goodbye --devices 2 -- "$probe" goodbye
 check wrong-key --devices 2 -- "$probe" wrong-key
 check small-region --devices 2 -- "$probe" small-region
 check peer-killed --devices 2 "${impatient[@]}" -- "$probe" peer-killed --ranks 3
-check bandwidth --devices 2 --timeout 300 --with "$bin/epoxide" -- tests/rdma/bandwidth.sh
+if [[ " ${only[*]} " == *" bandwidth "* ]]; then
+    check bandwidth --devices 2 --timeout 300 --with "$bin/epoxide" -- tests/rdma/bandwidth.sh
+fi
 
 if ((passed + ${#failed[@]} == 0)); then
     printf 'no test is called %s\n' "$*"

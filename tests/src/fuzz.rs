@@ -9,28 +9,30 @@ use rand::{Rng as _, RngCore as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
 use crate::selections::Selections;
+use crate::tier;
 
-/// How many inputs each target gets. Without it a target runs for two seconds.
+/// How many inputs each target gets. Without it the tier decides.
 pub const INPUTS: &str = "EPOXIDE_FUZZ_INPUTS";
 /// The number of the first input, to go on elsewhere or to replay one; default 0.
 pub const FIRST: &str = "EPOXIDE_FUZZ_FIRST";
+/// How long a target runs in the long tier.
 const TIME: Duration = Duration::from_secs(2);
 /// Longest input that is not made from a longer sample.
 const MAX_RANDOM: usize = 512;
 
 /// Gives `target` samples, variations of them and random bytes, and prints how many it was and the most memory that the process had. Input i is the
-/// same in every run and on every machine.
+/// same in every run and on every machine. The default tier has `inputs` of them.
 ///
 /// # Panics
 /// Where the target does, having said how to replay that input; where a variable holds no number.
-pub fn run(name: &str, samples: &[Vec<u8>], target: impl Fn(&[u8])) {
+pub fn run(name: &str, inputs: u64, samples: &[Vec<u8>], target: impl Fn(&[u8])) {
     let number = |variable| {
         std::env::var(variable).ok().map(|text| match text.parse::<u64>() {
             Ok(number) => number,
             Err(error) => panic!("{variable}={text}: {error}"),
         })
     };
-    let (first, most) = (number(FIRST).unwrap_or(0), number(INPUTS));
+    let (first, most) = (number(FIRST).unwrap_or(0), number(INPUTS).or(tier::pick(Some(inputs), None)));
     let start = Instant::now();
     let mut done = 0;
     while most.map_or_else(|| start.elapsed() < TIME, |most| done < most) {
@@ -240,7 +242,7 @@ mod tests {
     fn a_target_that_panics_is_told_with_its_input() {
         let seen = RefCell::new(0);
         let panic = catch_unwind(AssertUnwindSafe(|| {
-            run("test", &[b"fine".to_vec(), b"bad".to_vec()], |bytes| {
+            run("test", 2, &[b"fine".to_vec(), b"bad".to_vec()], |bytes| {
                 *seen.borrow_mut() += 1;
                 assert_ne!(bytes, b"bad");
             });

@@ -102,7 +102,7 @@ fn two_running(script: &str) -> [Running; 2] {
             &endpoint,
         ];
         // A launcher that is not lost gives a sign before that, on a machine with much else to do.
-        let flags = [&flags[..], &["--node-timeout", "6", "--grace", "1"]].concat();
+        let flags = [&flags[..], &["--node-timeout", "4", "--grace", "1"]].concat();
         let mut launcher = launcher(&flags, &["sh", "-c", script]);
         launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };

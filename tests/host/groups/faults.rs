@@ -9,6 +9,7 @@ use epoxide::group::{
     Collectives, HashStore, MeshGroup, MeshOptions, ProcessGroup, ReduceOp, Sockets, Store,
 };
 use epoxide::internal::Connect;
+use epoxide_testing::tier;
 
 use super::harness::{LATE, PATIENCE, options, threads};
 
@@ -238,8 +239,8 @@ fn a_store_that_goes_away_after_an_eager_join() {
 /// took, or be asking it something.
 #[test]
 fn leaving_right_after_a_barrier_is_not_dying() {
-    let rounds =
-        std::env::var("EPOXIDE_SOAK").map_or(60, |rounds| rounds.parse().expect("a number of rounds"));
+    let rounds = std::env::var("EPOXIDE_SOAK")
+        .map_or_else(|_| tier::pick(60, 600), |rounds| rounds.parse().expect("a number of rounds"));
     for connect in [Connect::Lazy, Connect::Eager] {
         for _ in 0..rounds {
             let outcomes = threads(6, MeshOptions { connect, ..options(PATIENCE) }, |group| {
@@ -273,7 +274,7 @@ fn leaving_a_late_rank_with_a_question_is_not_dying() {
             }
         }
     };
-    for _ in 0..3 {
+    for _ in 0..tier::pick(1, 3) {
         std::thread::scope(|scope| (0..40).for_each(|_| drop(scope.spawn(one))));
     }
 }
