@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-cargo build --release --package epoxide-cli --package epoxide-testing --features rdma --bin epoxide --example rdma_probe || exit 1
+cargo build --release --features "${EPOXIDE_FEATURES:-rdma}" --bin epoxide --example rdma_probe || exit 1
 bin=${CARGO_TARGET_DIR:-target}/release
 probe=$bin/examples/rdma_probe
 only=("$@")
