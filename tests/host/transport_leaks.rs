@@ -82,7 +82,8 @@ struct Work {
 
 const PROXIES: usize = 48;
 
-fn work_of_proxies() -> Work {
+/// None while a proxy has not begun: a thread takes its name when it does.
+fn work_of_proxies() -> Option<Work> {
     let (mut sleeps, mut processor) = (Vec::new(), Duration::ZERO);
     for task in std::fs::read_dir("/proc/self/task").unwrap() {
         let task = task.unwrap().path();
@@ -97,7 +98,7 @@ fn work_of_proxies() -> Work {
         let times = read("schedstat");
         processor += Duration::from_nanos(times.split(' ').next().unwrap().parse().unwrap());
     }
-    Work { sleeps: sleeps.try_into().unwrap(), processor }
+    Some(Work { sleeps: sleeps.try_into().ok()?, processor })
 }
 
 /// Idle proxies sleep, and come to sleep for 4 ms at a time. Sleeps are counted, not time: a machine with much else to do makes them fewer.
@@ -113,10 +114,14 @@ fn idle() {
             return Ok(());
         }
         let begin = Instant::now();
+        while work_of_proxies().is_none() {
+            assert!(begin.elapsed() < PATIENCE / 2, "a proxy has not begun");
+            std::thread::sleep(Duration::from_millis(10));
+        }
         loop {
-            let (start, before) = (Instant::now(), work_of_proxies());
+            let (start, before) = (Instant::now(), work_of_proxies().unwrap());
             std::thread::sleep(Duration::from_secs(1));
-            let after = work_of_proxies();
+            let after = work_of_proxies().unwrap();
             let most = (start.elapsed().as_nanos() / SLEEP.as_nanos()) as u64 + 2;
             let slept: Vec<u64> =
                 after.sleeps.iter().zip(before.sleeps).map(|(now, then)| now - then).collect();
