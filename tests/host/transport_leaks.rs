@@ -82,7 +82,7 @@ struct Work {
 
 const PROXIES: usize = 48;
 
-/// `None` before each of their threads has begun: a thread names itself.
+/// None while a proxy has not begun: a thread takes its name when it does.
 fn work_of_proxies() -> Option<Work> {
     let (mut sleeps, mut processor) = (Vec::new(), Duration::ZERO);
     for task in std::fs::read_dir("/proc/self/task").unwrap() {
@@ -114,11 +114,14 @@ fn idle() {
             return Ok(());
         }
         let begin = Instant::now();
+        while work_of_proxies().is_none() {
+            assert!(begin.elapsed() < PATIENCE / 2, "a proxy has not begun");
+            std::thread::sleep(Duration::from_millis(10));
+        }
         loop {
-            let start = Instant::now();
-            let Some(before) = work_of_proxies() else { continue };
+            let (start, before) = (Instant::now(), work_of_proxies().unwrap());
             std::thread::sleep(Duration::from_secs(1));
-            let after = work_of_proxies().expect("the proxies of a moment ago");
+            let after = work_of_proxies().unwrap();
             let most = (start.elapsed().as_nanos() / SLEEP.as_nanos()) as u64 + 2;
             let slept: Vec<u64> =
                 after.sleeps.iter().zip(before.sleeps).map(|(now, then)| now - then).collect();

@@ -19,7 +19,7 @@ fn the_stages_pass_where_all_is_well() {
         return;
     }
     let dumps = PathBuf::from(std::env::var_os(DEBUG_INFO_FILE).unwrap());
-    let library = Library::open(&fake_nccl::built(&[])).unwrap();
+    let library = Library::open(fake_nccl::built(&[])).unwrap();
     let store: Arc<dyn Store> = Arc::new(HashStore::new());
     const SIZE: u32 = 3;
     std::thread::scope(|scope| {

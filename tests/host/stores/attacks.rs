@@ -1,6 +1,6 @@
 //! The store over TCP under attack by whoever reaches its port: what one connection, and all together, can take is bounded, and the others go on.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -62,7 +62,9 @@ fn is_closed(mut socket: &TcpStream, within: Duration) -> bool {
         match socket.read(&mut answer) {
             Ok(0) => return true,
             Ok(_) => {}
-            Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
+            // As after a stop.
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return error.kind() == ErrorKind::ConnectionReset,
         }
     }
 }

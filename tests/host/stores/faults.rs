@@ -1,6 +1,6 @@
 //! The store over TCP when things go wrong: an error or a clean end, and nothing left behind.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -37,7 +37,9 @@ fn closes(server: &TcpStoreServer, bytes: &[u8]) -> bool {
         match socket.read(&mut answer) {
             Ok(0) => return true,
             Ok(_) => {}
-            Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
+            // As after a stop.
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return error.kind() == ErrorKind::ConnectionReset,
         }
     }
 }

@@ -88,6 +88,8 @@ pub(crate) struct Engine {
     pub current: Option<Current>,
     /// Ranks that the operation waits for now.
     pub waiting: Vec<u32>,
+    /// When this rank last began to wait for its sockets. It learns nothing while its thread does not run.
+    pub(super) looked: Option<Instant>,
     history: VecDeque<(u64, Signature)>,
     pub next_sequence: u64,
     /// The abort that a peer announced: who, in which operation, why.
@@ -139,6 +141,7 @@ impl Engine {
             messages: VecDeque::new(),
             current: None,
             waiting: Vec::new(),
+            looked: None,
             history: VecDeque::new(),
             next_sequence: 0,
             aborted: None,

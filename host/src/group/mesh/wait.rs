@@ -143,6 +143,7 @@ impl Engine {
                 asked = Some(Instant::now());
                 self.ask()?;
             }
+            self.looked = Some(Instant::now());
             self.progress(left.min(beat.saturating_sub(since)).max(Duration::from_millis(1)))?;
         }
     }
@@ -167,13 +168,14 @@ impl Engine {
         Ok(())
     }
 
-    /// The ranks at the root of this rank's wait: those it waits for, or those that they wait for.
+    /// The ranks at the root of this rank's wait: those it waits for, or those that they wait for. An answer counts where it was fresh when
+    /// this rank last looked: a rank whose thread has not run for a while does not blame the others for its own silence.
     pub(crate) fn culprits(&self) -> Vec<u32> {
-        let fresh = self.beat() * 3;
+        let (fresh, looked) = (self.beat() * 3, self.looked.unwrap_or_else(Instant::now));
         let mut ranks = Vec::new();
         for peer in &self.waiting {
             match &self.peers[*peer as usize].status {
-                Some((when, theirs)) if when.elapsed() < fresh => {
+                Some((when, theirs)) if looked.saturating_duration_since(*when) < fresh => {
                     ranks.extend(theirs.iter().copied().filter(|rank| *rank != self.rank));
                 }
                 _ => ranks.push(*peer),
@@ -252,5 +254,35 @@ impl Engine {
         ranks.sort_unstable();
         ranks.dedup();
         ranks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::group::call::Operation;
+    use crate::group::mesh::engine::Directory;
+    use crate::group::mesh::wake::Wake;
+    use crate::group::mesh::{Listener, Sockets};
+    use crate::group::{ConnectionLimits, HashStore};
+
+    #[test]
+    fn an_answer_is_as_old_as_it_was_when_this_rank_last_looked() {
+        let listener = Listener::open(3, Sockets::Auto, None, None, true).unwrap();
+        let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
+        let limits = ConnectionLimits::default();
+        let mut engine = Engine::new("test", 0, listener, Directory::Store, store, wake, &limits).unwrap();
+        engine.begin(Signature::new(Operation::Barrier), Duration::from_secs(60));
+        engine.waiting = vec![1];
+        assert_eq!(engine.culprits(), [1], "it has not answered");
+        // Rank 1 waits for rank 2.
+        let answered = Instant::now();
+        engine.peers[1].status = Some((answered, vec![2]));
+        for (looked, culprit) in [(0, 2), (500, 2), (1000, 1)] {
+            engine.looked = Some(answered + Duration::from_millis(looked));
+            assert_eq!(engine.culprits(), [culprit], "{looked} ms later");
+        }
     }
 }
