@@ -1,7 +1,7 @@
 //! Queues over ibverbs: reliable connections, RDMA writes, and a counter written behind the data on the same connection. No
 //! atomics of the card are used.
 //!
-//! A rank uses one card (device, port and GID), or several ([`VerbsOptions::devices`]): queue q to a peer is on card q mod their
+//! A rank uses one card (device, port and GID), or several ([`VerbsOptions::devices`](super::VerbsOptions::devices)): queue q to a peer is on card q mod their
 //! number. Wire memory is registered whole, with each. Each queue is a connection with a completion queue of its own, so that a
 //! queue that fails takes no other with it.
 
