@@ -722,7 +722,7 @@ mod tests {
         let mut lines: Vec<Vec<u8>> =
             points.iter().step_by(7).take(3).map(|point| serde_json::to_vec(point).unwrap()).collect();
         lines.push(few.json().unwrap().into_bytes());
-        epoxide_testing::fuzz::run("results", 2_000, &lines, Results::fuzz);
+        epoxide_testing::fuzz::run("results", 5_000, &lines, Results::fuzz);
     }
 
     #[test]

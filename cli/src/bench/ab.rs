@@ -297,6 +297,8 @@ impl Tally {
 
 #[cfg(test)]
 mod tests {
+    use epoxide_testing::tier;
+
     use super::*;
     use crate::testing;
 
@@ -334,14 +336,15 @@ mod tests {
         let plan = args.sizes.plan().unwrap();
         let mut runner = Runner::new(plan, args.sides().unwrap(), &progress).unwrap();
         let mut tally = Tally::default();
-        for number in 1..=2 {
+        let comparisons = tier::pick(5, 10);
+        for number in 1..=comparisons {
             let [a, b] = runner.alternate(9).unwrap();
             tally.add(number, &args.verdict.compare(&a, &b).unwrap());
         }
         assert!(tally.lines.len() == 4 && tally.lines.iter().all(|(_, verdicts)| verdicts.untold == 0));
-        // How often equal things are called different is a matter of chance and of the machine: `compare.rs` has a
-        // machine whose noise is drawn.
-        assert!(tally.text().ends_with("of 2 comparisons call a difference"));
+        // A comparison calls a difference once in two hundred times, however noisy the machine is: the order in a pair is drawn by lot.
+        assert!(tally.differing <= tier::pick(2, 3), "{}", tally.text());
+        assert!(tally.text().ends_with(&format!("of {comparisons} comparisons call a difference")));
     }
 
     #[test]
