@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn two_sides_are_measured_in_turn_and_compared() {
+    fn equal_kernels_are_not_called_different() {
         let progress = Progress::new("test", 0, false);
         let args = args("");
         let plan = args.sizes.plan().unwrap();
