@@ -1,8 +1,9 @@
 //! Rust ranks that torchrun and mpirun start.
 
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
+
+use epoxide_testing::HeldPort;
 
 use crate::tools::{Running, mpirun, python};
 
@@ -11,10 +12,6 @@ const JOB: [&str; 5] = ["roundtrip", "--tokens", "16", "--hidden", "256"];
 
 fn epoxide() -> &'static str {
     env!("CARGO_BIN_EXE_epoxide")
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
 fn torchrun(python: &Path, flags: &[&str]) -> Command {
@@ -38,7 +35,8 @@ pub fn under_torchrun() {
 
 pub fn under_torchrun_with_a_static_rendezvous() {
     let python = python();
-    let port = free_port().to_string();
+    let held = HeldPort::any().unwrap();
+    let port = held.number().to_string();
     let flags = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", &port, epoxide()];
     let mut command = torchrun(&python, &flags);
     command.args(JOB);
@@ -60,7 +58,7 @@ pub fn an_error_of_a_rank_ends_torchrun() {
     let mut command = torchrun(&python, &["--standalone", "--nproc-per-node", "2", "sh", "-c"]);
     // Rank 1 says that there are three.
     command.arg(format!(
-        r#"[ "$RANK" = 0 ] || WORLD_SIZE=3; export WORLD_SIZE; exec {} {} --timeout 5"#,
+        r#"[ "$RANK" = 0 ] || WORLD_SIZE=3; export WORLD_SIZE; exec {} {} --timeout 60"#,
         epoxide(),
         JOB.join(" ")
     ));
@@ -88,7 +86,8 @@ pub fn under_mpirun() {
 
 pub fn under_mpirun_where_rank_0_serves() {
     let mut command = mpirun();
-    let port = format!("MASTER_PORT={}", free_port());
+    let held = HeldPort::any().unwrap();
+    let port = format!("MASTER_PORT={}", held.number());
     command.args(["-x", "MASTER_ADDR=127.0.0.1", "-x", &port, "-n", "3", epoxide()]).args(JOB);
     passed_once(&Running::start(command).succeed(), 3);
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use epoxide::group::{Store, TcpStore};
 
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Plays rank `rank` of `size`.
 pub fn play(store: &TcpStore, rank: u32, size: u32) {

@@ -28,7 +28,7 @@ pub fn our_error_when_pytorchs_server_ends() {
     let python = python();
     let mut server = Running::start(scenario(&python, "server", "127.0.0.1", 0, 0, 2));
     let port: u16 = server.announced("port ").parse().unwrap();
-    let store = TcpStore::connect("127.0.0.1", port, std::time::Duration::from_secs(1)).unwrap();
+    let mut store = TcpStore::connect("127.0.0.1", port, PATIENCE).unwrap();
     std::thread::scope(|scope| {
         let wait = scope.spawn(|| store.get("never", PATIENCE));
         std::thread::sleep(std::time::Duration::from_millis(200));
@@ -37,6 +37,7 @@ pub fn our_error_when_pytorchs_server_ends() {
         let error = wait.join().unwrap().unwrap_err().to_string();
         assert!(error.contains("closed the connection"), "{error}");
     });
+    store.set_timeout(std::time::Duration::from_secs(1));
     let error = store.set("k", b"").unwrap_err().to_string();
     assert!(error.contains("closed the connection") || error.contains("no store server"), "{error}");
 }

@@ -12,7 +12,7 @@ const REQUIRE: &str = "EPOXIDE_REQUIRE_INTEROP";
 /// The virtual environment that setup.sh made.
 const VENV: &str = "EPOXIDE_TORCH_VENV";
 /// How long one run of a tool may take: PyTorch alone takes seconds to load on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(180);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")

@@ -114,12 +114,18 @@ fn remote_access(rank: &Rank, bytes: u64, group: &Liar<'_>, put: Put) -> Result<
 pub fn peer_killed(rank: &Rank) -> Result<()> {
     let wire = rank.wire_memory(BYTES)?;
     let mut links = rank.connect(&wire, &rank.group, 1)?;
+    // Not before the others are connected: without rank 1 they could not be.
+    let connected = |rank: u32| format!("connected/{rank}");
     if rank.rank() == 1 {
+        for peer in rank.peers() {
+            rank.group.store().get(&connected(peer), rank.timeout)?;
+        }
         for value in 1..=20 {
             links.queues()[0].queue.put_with_counter(&[Put { value, ..PUT }])?;
         }
         return Err(die());
     }
+    rank.group.store().set(&connected(rank.rank()), b"")?;
     let (dead, alive): (Vec<_>, Vec<_>) = links.queues().iter_mut().partition(|link| link.peer == 1);
     for link in dead {
         let (error, posted) = put_until_error(rank, &mut *link.queue)?;

@@ -43,7 +43,7 @@ impl From<RankFailure> for Error {
 /// use std::time::Duration;
 /// use epoxide::group::launch::run_threads;
 ///
-/// let gathered = run_threads(3, Duration::from_secs(10), |rank, group| {
+/// let gathered = run_threads(3, Duration::from_secs(60), |rank, group| {
 ///     Ok(group.all_gather(&[10 * rank as u8])?.concat())
 /// })?;
 /// assert_eq!(gathered, [[0, 10, 20]; 3]);
