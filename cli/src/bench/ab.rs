@@ -342,9 +342,8 @@ mod tests {
             tally.add(number, &args.verdict.compare(&a, &b).unwrap());
         }
         assert!(tally.lines.len() == 4 && tally.lines.iter().all(|(_, verdicts)| verdicts.untold == 0));
-        // A comparison of equal kernels calls a difference once in two hundred times. That holds on
-        // a noisy machine too, because the order within a pair is drawn at random.
-        assert!(tally.differing <= 2, "{}", tally.text());
+        // A comparison calls a difference once in two hundred times, however noisy the machine is: the order in a pair is drawn by lot.
+        assert!(tally.differing <= tier::pick(2, 3), "{}", tally.text());
         assert!(tally.text().ends_with(&format!("of {comparisons} comparisons call a difference")));
     }
 
