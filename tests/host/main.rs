@@ -1,4 +1,5 @@
-//! What runs on the host alone: process groups, their stores, ranks as threads and processes, NCCL, and what all of these leave behind.
+//! Tests of host code: process groups, stores, ranks as threads and processes, NCCL, and leaks of
+//! stores and transports.
 
 mod groups;
 mod nccl;

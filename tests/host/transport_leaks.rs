@@ -1,4 +1,5 @@
-//! What links leave behind: nothing; and what idle proxies cost: little. Alone in its process, as it counts threads and descriptors.
+//! Links leak no thread and no descriptor, and idle proxies sleep. The test runs alone in its
+//! process, because it counts threads and descriptors.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -82,7 +83,7 @@ struct Work {
 
 const PROXIES: usize = 48;
 
-/// None while a proxy has not begun: a thread takes its name when it does.
+/// Returns `None` until all proxies run, because a thread sets its name when it begins.
 fn work_of_proxies() -> Option<Work> {
     let (mut sleeps, mut processor) = (Vec::new(), Duration::ZERO);
     for task in std::fs::read_dir("/proc/self/task").unwrap() {
@@ -101,10 +102,12 @@ fn work_of_proxies() -> Option<Work> {
     Some(Work { sleeps: sleeps.try_into().ok()?, processor })
 }
 
-/// Idle proxies sleep, and come to sleep for 4 ms at a time. Sleeps are counted, not time: a machine with much else to do makes them fewer.
+/// Idle proxies sleep for 4 ms at a time after their first second. The test counts sleeps, not
+/// time, because a busy machine can only make the sleeps fewer.
 fn idle() {
     const SLEEP: Duration = Duration::from_millis(4);
-    /// Enough to tell spinning from sleeping by; what a proxy does between two sleeps takes some microseconds.
+    /// Most processor time between two sleeps. A proxy takes some microseconds; one that spins
+    /// takes the whole time.
     const AWAKE: Duration = Duration::from_millis(1);
     // 4 ranks with 3 peers and 4 queues each.
     let options = TransportOptions { queues_per_peer: 4, ..TransportOptions::new(TransportKind::Shm) };

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# The verbs transport on a real verbs stack, Soft-RoCE in virtual machines: right results and faults. Non-zero where anything fails; 77
-# where this machine cannot have the VMs. With arguments, only the tests of those names. `bandwidth` is a measurement, which runs only
-# where it is named: it fails where `bench wire` does not reach 0.9 of perftest, which says nothing on a busy machine.
+# The verbs transport on a real verbs stack, Soft-RoCE in virtual machines: right results and
+# faults. Exits with non-zero where anything fails, and with 77 where this machine cannot have the
+# VMs. With arguments, only the tests of those names run.
+#
+# `tests/rdma/run.sh bandwidth` is a measurement and runs only where it is named. It fails where
+# `bench wire` does not reach 0.9 of perftest, so run it on an idle machine.
 #
 #     tests/rdma/setup.sh && tests/rdma/run.sh [NAME..]
 set -uo pipefail

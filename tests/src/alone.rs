@@ -35,8 +35,8 @@ fn this_binary() -> PathBuf {
 /// Names the test that a process was started for by [`run`].
 const ALONE: &str = "EPOXIDE_TEST_ALONE";
 
-/// Runs `test`, the body of the test at `path`, in a process that runs nothing else: tests that count descriptors, threads or memory of their
-/// process need one.
+/// Runs `test`, the body of the test at `path`, in a process that runs nothing else. Tests that
+/// count descriptors, threads or memory of their process need one.
 ///
 /// # Panics
 /// Where that process fails, with what it printed.

@@ -1,11 +1,13 @@
-//! The fake libnccl of the tests (`tests/host/nccl/fake/lib.rs`), which a test process compiles where no earlier one has.
+//! The fake libnccl of the tests (`tests/host/nccl/fake/lib.rs`). The first test process compiles
+//! it, and later ones use the file.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-/// Returns the library compiled with `flags`. It lies beside the test binary, under a name that depends on the source and the flags.
+/// Returns the library compiled with `flags`. The file lies beside the test binary, and its name
+/// depends on the source and the flags.
 ///
 /// # Panics
 /// Where it does not compile.

@@ -1,7 +1,8 @@
 //! Litmus tests of the PTX memory model: check mode must report the races that the model sees and no others, and weak memory must show
 //! what the model allows and never what it forbids.
 //!
-//! `EPOXIDE_LITMUS_RUNS` is the number of runs of each test, which differ by seed. Without it the tier decides.
+//! `EPOXIDE_LITMUS_RUNS` is the number of runs of each test, which differ by seed. Without it the
+//! tier decides.
 
 use std::sync::Arc;
 
@@ -33,12 +34,13 @@ enum RunOutcome {
     Race,
 }
 
-/// Runs of a test that are to show nothing, and of one that is to show something.
+/// How often a test runs.
 #[derive(Clone, Copy)]
 struct Runs {
+    /// Where an outcome must not show.
     nothing: u64,
-    /// Far more than the rarest outcome takes, a bulk store that lands between two steps of another block, which is not resident from the
-    /// start in a quarter of the runs. The first run that shows it is the last.
+    /// Where an outcome must show; the first run that shows it is the last. The rarest outcome
+    /// takes 729 runs: a bulk store that lands between two steps of another block.
     something: u64,
 }
 

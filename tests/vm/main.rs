@@ -1,4 +1,5 @@
-//! The virtual machine: kernels by themselves, litmus tests of its memory, and input that nobody would give it or the parsers beside it.
+//! Tests of the virtual GPU: kernels by themselves and litmus tests of its memory; and the fuzz
+//! targets, of its PTX parser and of the other parsers.
 
 mod fuzz;
 mod kernels;

@@ -15,7 +15,8 @@ use crate::launcher::{epoxide, launcher};
 const COUNT: &str = "EPOXIDE_TEST_KILLS";
 /// Tells the processes of a launch from all others.
 const MARK: &str = "EPOXIDE_TEST_MARK";
-/// Nothing is left so long after the launcher's end, on a machine with much else to do. What would be left stays for longer.
+/// Longest time from the launcher's end until nothing is left, on a busy machine. Processes that
+/// leak stay for longer.
 const LEFT: Duration = Duration::from_secs(60);
 /// No launcher takes longer to end: a rank's failure takes the others 5 s to notice, then 5 s to end.
 const END: Duration = Duration::from_secs(120);

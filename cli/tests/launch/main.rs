@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use launcher::{epoxide, launcher, lines, script, text};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
-/// Longer than anything here takes, on a machine with much else to do.
+/// Longer than anything here takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A launcher whose ranks run; its output so far was one line of each.
@@ -150,7 +150,8 @@ fn only_rank_0_reads_standard_input() {
 
 #[test]
 fn a_failure_ends_the_rest_and_is_told() {
-    // Rank 1 fails, rank 2 ends when asked, which may take it seconds, rank 0 only when killed; what they started goes as well.
+    // Rank 1 fails. Rank 2 ends at SIGTERM, which may take seconds on a busy machine, and rank 0
+    // only at SIGKILL. The processes that they started end as well.
     let fail = r#"case $RANK in
         1) while [ ! -e $READY/0 ] || [ ! -e $READY/2 ]; do sleep 0.01; done; echo one >&2; echo two >&2; exit 7;;
         2) trap 'echo asked; exit 0' TERM; sleep 1000 & touch $READY/2; wait;;

@@ -101,7 +101,7 @@ fn two_running(script: &str) -> [Running; 2] {
             "--rdzv-endpoint",
             &endpoint,
         ];
-        // A launcher that is not lost gives a sign before that, on a machine with much else to do.
+        // Longer than a launcher takes to give a sign of life on a busy machine.
         let flags = [&flags[..], &["--node-timeout", "4", "--grace", "1"]].concat();
         let mut launcher = launcher(&flags, &["sh", "-c", script]);
         launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()

@@ -15,7 +15,7 @@ use crate::driver::{Device, DevicePtr, MemoryKind};
 use crate::error::Error;
 use crate::group::launch::run_threads;
 
-/// Longer than anything takes that is meant to end, on a machine with much else to do.
+/// Longer than anything takes on a busy machine that is meant to end.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A rank's wire memory: counters, then a part to send from, then parts that puts arrive in, one per queue of each peer.
@@ -368,7 +368,7 @@ fn a_lagging_queue_is_overtaken_by_others_and_keeps_its_own_order() {
                         && it.word(slow).load(Ordering::Acquire) < COUNT;
                     now == COUNT
                 });
-                // The slow queue takes three seconds, in which this thread has looked at least once.
+                // The slow queue takes three seconds, so this thread has looked before its end.
                 assert!(overtaken, "the fast queue never was ahead");
                 assert!(steps > 1, "{steps} steps: the puts came in one lump");
             }

@@ -13,7 +13,7 @@ use epoxide_testing::tier;
 
 use super::harness::{LATE, PATIENCE, options, threads};
 
-/// A deadline that is meant to pass, of a rank that waits for one that never comes.
+/// A deadline that is meant to expire, of a rank that waits for a rank that never comes.
 const SHORT: Duration = Duration::from_millis(500);
 
 #[track_caller]

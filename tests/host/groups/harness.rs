@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use epoxide::group::{HashStore, MeshGroup, MeshOptions, Store};
 
-/// Long enough for any operation of a healthy group on a machine with much else to do.
+/// Longer than any operation of a healthy group takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(120);
-/// A deadline that is meant to pass, once all ranks but the late ones have come: they may be a second apart.
+/// A deadline that is meant to expire after all ranks but the late ones have entered the operation.
+/// On a busy machine they enter up to a second apart.
 pub const LATE: Duration = Duration::from_secs(3);
 
 pub fn options(timeout: Duration) -> MeshOptions {

@@ -19,7 +19,8 @@ use super::harness::{PATIENCE, options};
 const RANK_PROCESS: &str = "EPOXIDE_TEST_RANK";
 const DIRECTORY: &str = "EPOXIDE_TEST_DIRECTORY";
 const VICTIM: u32 = 2;
-/// The deadline that shows a stopped rank. A rank that is killed shows at once, by its connections.
+/// The deadline by which a stopped rank is found. A killed rank is found at once, because its
+/// connections break.
 const STOPPED: Duration = Duration::from_secs(5);
 const MODES: [&str; 13] = [
     "barrier",
@@ -142,7 +143,8 @@ fn spawn(rank: u32, size: u32, mode: &str, signal: &str, directory: &Path) -> Ra
     Rank(child.unwrap())
 }
 
-/// The victim of 4 ranks gets the signal in the middle of each operation. All of them at once, since most of it is waiting.
+/// Sends the signal to the victim of 4 ranks in the middle of each operation. The operations are
+/// tried at the same time, because the tests mostly wait.
 fn faults(signal: &str) {
     std::thread::scope(|scope| {
         for mode in MODES {

@@ -74,7 +74,7 @@ fn creation_that_fails_says_why() {
     assert!(matches!(epoxide::nccl::UniqueId::new(&fake.library), Err(Error::Nccl { code: 3, .. })));
 }
 
-/// Two ranks with `config`, of which the second has come and makes no call; `test` runs on the first.
+/// Joins two ranks with `config`. The second makes no call; `test` runs on the first.
 fn with_a_silent_peer(fake: &Fake, config: &Config, test: impl Fn(&Communicator) + Sync) {
     fake.ranks(2, &patient(), |parent| {
         let communicator = hurried(&parent, config);

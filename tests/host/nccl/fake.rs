@@ -13,9 +13,10 @@ use epoxide_testing::fake_nccl;
 
 /// Long enough for whatever does not hang, on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// A deadline that is meant to pass, where nothing else has to happen before it does.
+/// A deadline that is meant to expire, where nothing else has to happen before.
 pub const SOON: Duration = Duration::from_millis(200);
-/// How long closing may take where a call of NCCL holds a thread: a quarter of it is waited for that thread, the rest is for NCCL's abort.
+/// The close timeout where a call of NCCL holds a thread. A quarter of it passes in waiting for
+/// that thread; the rest is for NCCL's abort.
 pub const HELD: Duration = Duration::from_secs(8);
 
 /// [`Fake::set`]: the function hangs until the communicator is aborted.
@@ -192,7 +193,8 @@ pub fn impatient() -> Config {
     Config { timeout: SOON, close_timeout: PATIENCE, ..Config::named("test") }
 }
 
-/// A communicator of the ranks of `parent` with `config`, whose deadline is meant to pass. Making it has the time of `parent`. Collective.
+/// Returns a communicator of the ranks of `parent` with `config`, whose deadline is meant to
+/// expire. Creation has the deadline of `parent`. Collective.
 pub fn hurried(parent: &Communicator, config: &Config) -> Communicator {
     parent.split(Some(0), parent.rank() as i32, Some(config.clone())).unwrap().unwrap()
 }

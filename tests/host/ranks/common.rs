@@ -16,7 +16,8 @@ pub fn threads(size: u32) -> Run {
     Run::new(size).threads().timeout(PATIENCE)
 }
 
-/// Returns ranks that have joined their group. Their tests have `timeout`, which is meant to expire; joining has all of [`PATIENCE`].
+/// Returns ranks that have joined their group within [`PATIENCE`]. Their tests have `timeout`,
+/// which is meant to expire.
 pub fn hurried(run: Run, timeout: Duration) -> Session {
     let mut session = run.session();
     let _ = session.test("join", sum_of_ranks);

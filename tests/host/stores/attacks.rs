@@ -49,7 +49,7 @@ fn ping(socket: &mut TcpStream) {
     assert_eq!(answer, [1, 2, 3, 4]);
 }
 
-/// Whether the server has let in a connection that has shown that it speaks the protocol: it answers, or closes it.
+/// Returns true if the server serves the connection, and false if it closes it.
 fn is_let_in(mut socket: TcpStream) -> bool {
     socket.write_all(&[13, 1, 2, 3, 4]).and_then(|()| socket.read_exact(&mut [0; 4])).is_ok()
 }
@@ -84,7 +84,7 @@ pub fn settle(store: &TcpStore) {
 /// Processor time of this process so far.
 fn processor_time() -> Duration {
     let mut usage = std::mem::MaybeUninit::uninit();
-    // SAFETY: the out pointer is valid, and filled where the call succeeds, as it does with this constant.
+    // SAFETY: the out pointer is valid, and the call fills it where it succeeds, which is checked.
     let usage: libc::rusage = unsafe {
         assert_eq!(libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()), 0);
         usage.assume_init()
@@ -93,8 +93,8 @@ fn processor_time() -> Duration {
     time(usage.ru_utime) + time(usage.ru_stime)
 }
 
-/// A server does one thing at a time, so a cancelled wait holds up the others by the processor time that it takes. That must not grow with
-/// the waits of others, nor with the square of its own keys.
+/// The server has one thread, so a cancelled wait delays the other clients by its processor time.
+/// That time must not grow with the waits of others, nor with the square of the request's keys.
 #[test]
 fn cancelled_waits_do_not_hold_up_the_others() {
     // The processor time is the process's.
@@ -103,7 +103,8 @@ fn cancelled_waits_do_not_hold_up_the_others() {
 
 fn cancel_waits() {
     const PAIRS: usize = 30_000;
-    /// A cost that grows as it should is within this factor, whatever caches and clocks do; one that does not is beyond it by far.
+    /// Caches and clocks change a cost by less than this factor. A scan of all waits or keys
+    /// changes it by far more.
     const FACTOR: u32 = 20;
     let server = server();
     let mut canceller = greeted(&server);
@@ -137,7 +138,8 @@ fn cancel_waits() {
     assert!(same < different * FACTOR, "{same:?} for one key that often, {different:?} for different keys");
 }
 
-/// The reader could be served for as long as it likes: others come to their turn before it has had `MOST` bytes.
+/// The reader never stops asking. The calls of another client end before the reader has had `MOST`
+/// bytes.
 #[test]
 fn a_client_that_reads_fast_does_not_hold_up_the_others() {
     const MOST: usize = 16 << 30;
@@ -309,7 +311,7 @@ fn the_client_that_holds_the_most_is_closed() {
 
 #[test]
 fn no_more_clients_than_allowed_and_idle_ones_stay() {
-    // Long enough for a client to greet on a machine with much else to do.
+    // Longer than a client takes to greet on a busy machine.
     let patience = Duration::from_secs(3);
     let server = limited(ConnectionLimits { clients: 4, patience, ..ConnectionLimits::default() });
     let mut silent = TcpStream::connect(server.address()).unwrap();

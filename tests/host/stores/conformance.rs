@@ -7,7 +7,7 @@ use epoxide::group::{FileStore, HashStore, PrefixStore, Store, TcpStore};
 use epoxide::internal::TcpStoreServer;
 
 const PATIENCE: Duration = Duration::from_secs(120);
-/// A time that is meant to pass.
+/// A deadline that is meant to expire.
 const SHORT: Duration = Duration::from_millis(60);
 
 /// Each kind of store, as `clients` handles of the same one.

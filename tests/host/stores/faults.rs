@@ -11,9 +11,9 @@ use epoxide_testing::{HeldPort, alone};
 
 use super::attacks::settle;
 
-/// Long enough for whatever ends, on a machine with much else to do.
+/// Longer than anything takes on a busy machine that is meant to end.
 pub const PATIENCE: Duration = Duration::from_secs(120);
-/// A time that is meant to pass.
+/// A deadline that is meant to expire.
 pub const SHORT: Duration = Duration::from_millis(200);
 /// A client's greeting.
 pub const HELLO: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];

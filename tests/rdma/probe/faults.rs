@@ -114,7 +114,7 @@ fn remote_access(rank: &Rank, bytes: u64, group: &Liar<'_>, put: Put) -> Result<
 pub fn peer_killed(rank: &Rank) -> Result<()> {
     let wire = rank.wire_memory(BYTES)?;
     let mut links = rank.connect(&wire, &rank.group, 1)?;
-    // Not before the others are connected: without rank 1 they could not be.
+    // Rank 1 dies after the others are connected, because they cannot connect without it.
     let connected = |rank: u32| format!("connected/{rank}");
     if rank.rank() == 1 {
         for peer in rank.peers() {
@@ -222,7 +222,8 @@ pub fn interface_down() -> Result<()> {
     }
 }
 
-/// Leaves once those that are alive are through, so that none of them is taken for dead. Rank 1 is not.
+/// Closes the links after a barrier of the ranks but rank 1, which is dead: a rank that leaves
+/// early looks dead to the others.
 fn leave_without_1(links: Links, rank: &Rank) -> Result<()> {
     if rank.group.size() == 2 {
         return Ok(());

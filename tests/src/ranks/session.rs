@@ -17,7 +17,8 @@ use super::threads::Threads;
 use super::trace;
 use super::verdict::{IntoVerdict, judge};
 
-/// How long the others get to end when a rank has failed: they end as soon as they see it, also on a machine with much else to do.
+/// How long the other ranks get to end after a rank has failed. They end as soon as they see it, so
+/// only ranks that hang take this long.
 const SETTLE: Duration = Duration::from_secs(30);
 /// How long the others get to skip a test that a rank has skipped, before the group is given up.
 const SKIP_SETTLE: Duration = Duration::from_secs(1);

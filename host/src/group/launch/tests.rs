@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::group::env::RANK;
 use crate::group::{MeshGroup, ProcessGroup, rendezvous};
 
-/// Longer than anything takes that is meant to end, on a machine with much else to do.
+/// Longer than anything takes on a busy machine that is meant to end.
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Tells a re-execution of this test binary what to do.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";

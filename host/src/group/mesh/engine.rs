@@ -88,7 +88,7 @@ pub(crate) struct Engine {
     pub current: Option<Current>,
     /// Ranks that the operation waits for now.
     pub waiting: Vec<u32>,
-    /// When this rank last began to wait for its sockets. It learns nothing while its thread does not run.
+    /// When this rank last began to wait for its sockets: messages of peers are read after that.
     pub(super) looked: Option<Instant>,
     history: VecDeque<(u64, Signature)>,
     pub next_sequence: u64,

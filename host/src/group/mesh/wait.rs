@@ -168,8 +168,9 @@ impl Engine {
         Ok(())
     }
 
-    /// The ranks at the root of this rank's wait: those it waits for, or those that they wait for. An answer counts where it was fresh when
-    /// this rank last looked: a rank whose thread has not run for a while does not blame the others for its own silence.
+    /// The ranks at the root of this rank's wait: those it waits for, or those that they wait for.
+    /// The age of an answer is taken when this rank last looked at its sockets, because answers are
+    /// not read while the machine does not run its thread.
     pub(crate) fn culprits(&self) -> Vec<u32> {
         let (fresh, looked) = (self.beat() * 3, self.looked.unwrap_or_else(Instant::now));
         let mut ranks = Vec::new();

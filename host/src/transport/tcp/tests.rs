@@ -26,7 +26,7 @@ use crate::transport::setup::deadline;
 use crate::transport::{Proxy, PutQueue, TransportKind, TransportOptions};
 
 const BYTES: u64 = 1 << 20;
-/// Long enough for whatever happens, on a machine with much else to do.
+/// Longer than anything takes on a busy machine that is meant to happen.
 const SOON: Duration = Duration::from_secs(120);
 
 /// A deadline that is meant to pass.
