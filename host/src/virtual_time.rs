@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use epoxide_vgpu::Clock;
 
-/// What a new clock shows, in nanoseconds.
+/// The time of a new clock, in nanoseconds.
 const START_NS: u64 = 1_000_000_000;
 /// The first step of the clock after something has happened, in nanoseconds.
 const FIRST_STEP_NS: u64 = 50_000;
@@ -70,7 +70,7 @@ struct Table {
     failed: u32,
 }
 
-/// What one thread has reported.
+/// The reports of one thread.
 #[derive(Debug, Default)]
 struct Member {
     /// Empty rounds since the thread began to poll; 0 while it does not.
@@ -161,7 +161,7 @@ impl VirtualTime {
 
     /// Moves the clock if no member can do anything; called by members behind an empty round.
     fn try_to_step(&self) {
-        // Whoever holds the table looks already.
+        // Another member holds the table, and looks already.
         let Ok(mut table) = self.inner.table.try_lock() else { return };
         let now = Instant::now();
         if table.next_look.is_some_and(|next| now < next) {
@@ -345,8 +345,8 @@ impl Poller {
         }
     }
 
-    /// The thread has found something to do, or goes to wait in another way. Call it before what was done can be seen
-    /// by others to have been done.
+    /// The thread has found something to do, or goes to wait in another way. Call it before the next empty round is
+    /// reported: until then the thread's rounds keep an attempt from succeeding.
     pub fn acts(&self) {
         if let (Some(time), Some(member)) = (&self.time, &self.member)
             && member.rounds.swap(0, Ordering::AcqRel) != 0

@@ -95,7 +95,7 @@ pub fn launched() -> Result<Option<(u32, Option<u32>)>> {
 pub fn open(device: DeviceKind, rank: u32) -> epoxide::Result<Arc<dyn Device>> {
     match device {
         DeviceKind::Virtual => {
-            // What is measured is real time.
+            // Benchmarks and traces show real time.
             let config = VirtConfig { ordinal: rank, time: Time::Real, ..VirtConfig::default() };
             Ok(VirtualGpu::new(config))
         }

@@ -117,7 +117,7 @@ pub(crate) struct Warp {
     pub(super) polls: Vec<Poll>,
     /// The last look at memory found what was there before, and nothing was changed since.
     pub(super) spinning: bool,
-    /// What a clock that stands showed last, since anything was changed.
+    /// The last reading of a clock that stands, since anything was changed.
     pub(crate) clock_seen: Option<u64>,
     /// What it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
