@@ -4,6 +4,7 @@ use epoxide::driver::virt::{Time, VirtConfig, VirtualGpu};
 use epoxide::ep::DType;
 use epoxide::internal::Topology;
 use epoxide::transport::TransportKind;
+use epoxide_testing::tier;
 
 use super::counts::Sizes;
 use super::measured::RankResult;
@@ -112,7 +113,7 @@ fn kernels_that_sum_wrongly_are_not_measured() {
 
 #[test]
 fn counts_of_the_devices_are_those_of_a_serial_count() {
-    for (seed, line) in [
+    for (seed, line) in tier::sample([
         "--ranks-per-node 1 --topk 3",
         "--ranks-per-node 2 --tokens 33 --masked 0.5",
         "--ranks-per-node 3 --experts 9 --topk 4",
@@ -123,10 +124,7 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
         "--nodes 3 --ranks-per-node 2 --experts 12 --topk 3 --num-sms 4 --transport direct",
         "--nodes 2 --ranks-per-node 3 --experts 12 --topk 5 --num-sms 4 --dtype fp8 --hidden 256 --transport shm",
         "--nodes 2 --ranks-per-node 1 --num-sms 4 --masked 1.0",
-    ]
-    .into_iter()
-    .enumerate()
-    {
+    ].into_iter().enumerate()) {
         let plan = plan(&format!("{line} --seed {seed}"));
         let (points, ranks) = measure(&plan, open, &()).unwrap();
         let ids: Vec<Vec<i64>> = (0..plan.topology.ranks()).map(|rank| plan.routing(rank)).collect();
@@ -159,11 +157,11 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
 
 #[test]
 fn replays_of_every_step_are_right_and_timed() {
-    for line in [
+    for line in tier::sample([
         "--ranks-per-node 3 --experts 9 --tokens 5 --dtype fp8 --hidden 256 --masked 0.3",
         "--num-sms 2,4 --masked 1.0",
         "--nodes 2 --ranks-per-node 2 --num-sms 4 --transport shm",
-    ] {
+    ]) {
         let plan = plan(&format!("{line} --graph 3"));
         let (points, ranks) = measure(&plan, open, &()).unwrap();
         for (index, point) in points.iter().enumerate() {

@@ -555,6 +555,8 @@ impl Marks {
 
 #[cfg(test)]
 mod tests {
+    use epoxide_testing::tier;
+
     use super::*;
     use crate::testing::parse;
 
@@ -566,7 +568,7 @@ mod tests {
 
     #[test]
     fn small_shapes_pass() {
-        for line in [
+        for line in tier::sample([
             "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8",
             "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2",
             "--nodes 1 --ranks-per-node 4 --tokens 5 --hidden 144 --dtype fp8 --topk 7 --experts 12",
@@ -580,7 +582,7 @@ mod tests {
             "--nodes 3 --ranks-per-node 1 --tokens 5 --hidden 72 --num-sms 4 --transport shm --queues 2 --graph-replays 4",
             "--nodes 2 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 4 --transport tcp --iterations 3 --neighbour",
             "--nodes 1 --ranks-per-node 2 --tokens 7 --hidden 72 --iterations 3 --neighbour",
-        ] {
+        ]) {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome, Ok(()), "{line}");
             assert!(report.pass && report.exit_code == 0 && report.error.is_none(), "{line}");
@@ -589,14 +591,14 @@ mod tests {
 
     #[test]
     fn small_shapes_pass_in_check_mode() {
-        for line in [
+        for line in tier::sample([
             "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2 --check",
             "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 4 --check --preemptions 5",
             "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2 --check=weak",
             "--nodes 2 --ranks-per-node 1 --tokens 7 --hidden 72 --num-sms 4 --transport direct --check",
             "--nodes 2 --ranks-per-node 2 --tokens 5 --hidden 72 --num-sms 4 --transport shm --check",
             "--nodes 2 --ranks-per-node 2 --tokens 5 --hidden 72 --num-sms 4 --transport direct --check=weak",
-        ] {
+        ]) {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome, Ok(()), "{line}");
             assert!(report.pass, "{line}");

@@ -40,7 +40,7 @@ pub fn only_kernels(ptx: &str, names: &[&str]) -> String {
         if name.is_some_and(|name| names.contains(&name)) {
             text.push_str(kernel);
         } else {
-            text.extend(kernel.matches('\n'));
+            text.push_str(&"\n".repeat(kernel.bytes().filter(|byte| *byte == b'\n').count()));
         }
     }
     text.push_str(&ptx[tail..]);

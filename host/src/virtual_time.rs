@@ -6,7 +6,8 @@
 //!
 //! A *member* is a rank's thread ([`VirtualTime::join`]) or a thread that the library started for it ([`spawn`]). The
 //! system says of each member whether it is blocked (`/proc/self/task`), so that any kind of wait counts: a condition
-//! variable, a socket, a file. A member in `sleep` counts as busy, because it goes on by itself. A member that polls
+//! variable, a socket, another process. A member that waits for a mutex is not taken to be blocked for [`MUTEX`]: the
+//! thread that holds it may be no member, as where threads of several clocks allocate memory, and goes on by itself. A member in `sleep` counts as busy, because it goes on by itself. A member that polls
 //! memory is never blocked for long; it reports each round in which it found nothing ([`Poller`]).
 //!
 //! An attempt to move the clock takes two looks at all members. It succeeds when no member has reported work in
@@ -28,15 +29,21 @@ const START_NS: u64 = 1_000_000_000;
 /// The first step of the clock after something has happened, in nanoseconds.
 const FIRST_STEP_NS: u64 = 50_000;
 /// The longest step, in nanoseconds.
-const LONGEST_STEP_NS: u64 = 10_000_000_000;
+const LONGEST_STEP_NS: u64 = 100_000_000_000;
 /// A step is this part of the time in which nothing has happened: a deadline is noticed late by so much at most.
 const STEP_PART: u64 = 2;
 /// Virtual time in which nothing happens until nothing ever will.
 const STUCK_NS: u64 = 3_600_000_000_000;
 /// Real time between two looks at the members.
 const LOOK: Duration = Duration::from_micros(250);
-/// The longest real time between two looks while attempts fail.
+/// The longest real time between two looks: while attempts fail, and once [`LONG_NS`] have passed.
 const LONGEST_LOOK: Duration = Duration::from_millis(4);
+/// Virtual time without anything from which on the clock is in no hurry. A thread that is no member may hold what
+/// members wait for, and a busy machine may keep it from its processor.
+const LONG_NS: u64 = 1_000_000_000;
+/// How long a member waits for a mutex until it counts as blocked. It is longer than a busy machine keeps the holder
+/// from a processor. It is not endless, because some other waits look like that for a mutex.
+const MUTEX: Duration = Duration::from_millis(200);
 /// How long a polling host thread pauses between two rounds.
 const ROUND: Duration = Duration::from_micros(50);
 
@@ -64,6 +71,8 @@ struct Table {
     /// Times at which a member goes on.
     wakes: Vec<u64>,
     attempt: Option<Attempt>,
+    /// Members that wait for a mutex: their time on a processor, and since when.
+    at_mutex: BTreeMap<i32, (u64, Instant)>,
     /// `activity` at the last step, and virtual time since it last changed.
     quiet: (u64, u64),
     next_look: Option<Instant>,
@@ -106,7 +115,7 @@ impl VirtualTime {
     pub fn new() -> Option<VirtualTime> {
         // Clocks that have just begun are rare, and kernels may take 0 for no time at all.
         let inner = Inner { now_ns: Arc::new(AtomicU64::new(START_NS)), ..Inner::default() };
-        look_at(thread_id()).known.then(|| VirtualTime { inner: Arc::new(inner) })
+        look_at(thread_id()).map(|_| VirtualTime { inner: Arc::new(inner) })
     }
 
     /// The clock that the calling thread is a member of.
@@ -133,6 +142,12 @@ impl VirtualTime {
         drop(table);
         let before = CURRENT.replace(Some((self.clone(), member)));
         Membership { time: self.clone(), id, replaced, before, _here: std::marker::PhantomData }
+    }
+
+    /// The same; `None` if the thread is a member already.
+    pub(crate) fn join_as_guest(&self) -> Option<Membership> {
+        let is_member = current().is_some_and(|(time, _)| Arc::ptr_eq(&time.inner, &self.inner));
+        (!is_member).then(|| self.join())
     }
 
     /// Blocks the calling thread, a member or not, until `duration` has passed on this clock.
@@ -182,7 +197,8 @@ impl VirtualTime {
                     self.step(&mut table, activity);
                     table.failed = 0;
                     table.attempt = Some(Attempt { activity, seen });
-                    table.next_look = Some(now + LOOK);
+                    let pause = if table.quiet.1 < LONG_NS { LOOK } else { LONGEST_LOOK };
+                    table.next_look = Some(now + pause);
                     return;
                 }
             }
@@ -221,18 +237,32 @@ enum Compared {
 
 impl Table {
     /// All members; `None` where one of them runs or is about to.
-    fn look(&self) -> Option<BTreeMap<i32, Seen>> {
+    fn look(&mut self) -> Option<BTreeMap<i32, Seen>> {
         if self.starting > 0 {
             return None;
         }
+        let at_mutex = &mut self.at_mutex;
+        let mut is_blocked = |id: i32, wait: Wait, ran: u64| match wait {
+            Wait::None => false,
+            Wait::Other => true,
+            Wait::Mutex => {
+                let since = at_mutex.entry(id).or_insert((ran, Instant::now()));
+                if since.0 != ran {
+                    *since = (ran, Instant::now());
+                }
+                since.1.elapsed() >= MUTEX
+            }
+        };
         let look = |(&id, member): (&i32, &Arc<Member>)| match member.rounds.load(Ordering::Acquire) {
-            0 => look_at(id).blocked_after.map(|ran| (id, Seen::Blocked(ran))),
+            0 => look_at(id)
+                .filter(|look| is_blocked(id, look.wait, look.ran_ns))
+                .map(|look| (id, Seen::Blocked(look.ran_ns))),
             rounds => Some((id, Seen::Polling(rounds))),
         };
         self.members.iter().map(look).collect()
     }
 
-    fn compare(&self, attempt: &Attempt) -> Compared {
+    fn compare(&mut self, attempt: &Attempt) -> Compared {
         let rounds =
             |id: &i32| self.members.get(id).map_or(0, |member| member.rounds.load(Ordering::Acquire));
         for (id, seen) in &attempt.seen {
@@ -274,6 +304,7 @@ impl Drop for Membership {
             Some(replaced) => table.members.insert(self.id, replaced),
             None => table.members.remove(&self.id),
         };
+        table.at_mutex.remove(&self.id);
         drop(table);
         self.time.act();
     }
@@ -326,8 +357,7 @@ impl Poller {
     /// The calling thread polls for something that happens by the clock `time`.
     pub fn new(time: Option<&VirtualTime>) -> Poller {
         let Some(time) = time else { return Poller { time: None, member: None, _joined: None } };
-        let is_this = |(theirs, _): &(VirtualTime, _)| Arc::ptr_eq(&theirs.inner, &time.inner);
-        let joined = (!current().as_ref().is_some_and(is_this)).then(|| time.join());
+        let joined = time.join_as_guest();
         let member = current().map(|(_, member)| member);
         Poller { time: Some(time.clone()), member, _joined: joined }
     }
@@ -381,32 +411,71 @@ impl Drop for Poller {
 
 /// What the system says of a thread.
 struct Look {
-    /// It can be said of every thread.
-    known: bool,
-    /// Nanoseconds on a processor, of a thread that waits for others.
-    blocked_after: Option<u64>,
+    wait: Wait,
+    /// Its time on a processor, in nanoseconds.
+    ran_ns: u64,
+}
+
+/// What a thread is blocked in.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Wait {
+    /// Nothing, or something that ends by itself: sleep, a page fault, a call that changes mappings.
+    None,
+    Mutex,
+    Other,
 }
 
 fn thread_id() -> i32 {
     rustix::thread::gettid().as_raw_nonzero().get()
 }
 
-/// Reads whether a thread of this process is blocked, from `syscall` (proc(5)): the number of the call that it is
-/// blocked in, or `running` of a thread that runs or could, or -1 of a thread that is blocked in no call. The first
-/// field of `schedstat` is its time on a processor in nanoseconds.
-fn look_at(id: i32) -> Look {
+/// Reads what a thread of this process is blocked in, from `syscall` (proc(5)): the number and the arguments of the
+/// call, or `running` of a thread that runs or could, or -1 of a thread that is blocked in no call. The first field of
+/// `schedstat` is its time on a processor in nanoseconds. `None` where the system does not say.
+fn look_at(id: i32) -> Option<Look> {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/self/task/{id}/{file}")).ok();
-    let first = |text: &str| text.split_ascii_whitespace().next().map(str::to_owned);
-    let (Some(call), Some(ran)) = (
-        read("syscall").as_deref().and_then(first),
-        read("schedstat").as_deref().and_then(first).and_then(|ran| ran.parse().ok()),
-    ) else {
-        return Look { known: false, blocked_after: None };
-    };
-    // A thread that sleeps goes on by itself.
-    let waits = |call: i64| call >= 0 && call != libc::SYS_clock_nanosleep && call != libc::SYS_nanosleep;
-    let blocked = call.parse().is_ok_and(waits);
-    Look { known: true, blocked_after: blocked.then_some(ran) }
+    let wait = wait_of(&read("syscall")?);
+    let ran_ns = read("schedstat")?.split_ascii_whitespace().next()?.parse().ok()?;
+    Some(Look { wait, ran_ns })
+}
+
+fn wait_of(syscall: &str) -> Wait {
+    let mut fields = syscall.split_ascii_whitespace();
+    let Some(Ok(call)) = fields.next().map(str::parse::<i64>) else { return Wait::None };
+    let argument =
+        |at| fields.clone().nth(at).and_then(|text| u64::from_str_radix(text.strip_prefix("0x")?, 16).ok());
+    match call {
+        // The third argument is what the word held when the wait began: 2 is a mutex of std or glibc that others wait
+        // for, 5 a `Once` of std that runs, and one of the two highest bits a `RwLock`. A thread that is parked has all.
+        libc::SYS_futex => match argument(2).map(|value| value as u32) {
+            Some(2 | 5) => Wait::Mutex,
+            Some(value) if value >= 1 << 30 && value != u32::MAX => Wait::Mutex,
+            _ => Wait::Other,
+        },
+        libc::SYS_poll
+        | libc::SYS_ppoll
+        | libc::SYS_select
+        | libc::SYS_pselect6
+        | libc::SYS_epoll_wait
+        | libc::SYS_epoll_pwait
+        | libc::SYS_epoll_pwait2
+        | libc::SYS_accept
+        | libc::SYS_accept4
+        | libc::SYS_connect
+        | libc::SYS_read
+        | libc::SYS_readv
+        | libc::SYS_recvfrom
+        | libc::SYS_recvmsg
+        | libc::SYS_write
+        | libc::SYS_writev
+        | libc::SYS_sendto
+        | libc::SYS_sendmsg
+        | libc::SYS_wait4
+        | libc::SYS_waitid
+        | libc::SYS_flock
+        | libc::SYS_fcntl => Wait::Other,
+        _ => Wait::None,
+    }
 }
 
 #[cfg(test)]
@@ -476,6 +545,38 @@ mod tests {
         assert!(!passes(&time, Duration::from_millis(1)));
         stop.send(()).unwrap();
         thread.join().unwrap();
+    }
+
+    /// A thread that is no member holds a mutex: the allocator's, say.
+    #[test]
+    fn the_clock_stands_while_a_member_waits_for_a_mutex() {
+        let time = VirtualTime::new().unwrap();
+        let _member = time.join();
+        let mutex = Arc::new(Mutex::new(()));
+        let held = mutex.lock().unwrap();
+        let wants = mutex.clone();
+        let thread = spawn("wants".into(), move || drop(wants.lock())).unwrap();
+        assert!(!passes(&time, Duration::from_millis(1)));
+        drop(held);
+        thread.join().unwrap();
+        assert!(passes(&time, Duration::from_secs(10)));
+    }
+
+    #[test]
+    fn waits_are_told_apart() {
+        for (text, wait) in [
+            ("running", Wait::None),
+            ("-1 0x7ffd 0x7f3c", Wait::None),
+            ("202 0x7f00 0x80 0x2 0x0 0x0 0x0 0x7ffd 0x7f3c", Wait::Mutex),
+            ("202 0x7f00 0x89 0x40000001 0x0 0x0 0xffffffff 0x7ffd 0x7f3c", Wait::Mutex),
+            ("202 0x7f00 0x89 0x11 0x0 0x0 0xffffffff 0x7ffd 0x7f3c", Wait::Other),
+            ("202 0x7f00 0x89 0xffffffff 0x0 0x0 0xffffffff 0x7ffd 0x7f3c", Wait::Other),
+            ("45 0x5 0x7f00 0x8 0x0 0x0 0x0 0x7ffd 0x7f3c", Wait::Other),
+            ("35 0x7f00 0x7f00 0x0 0x0 0x0 0x0 0x7ffd 0x7f3c", Wait::None),
+            ("11 0x7f00 0x1000 0x0 0x0 0x0 0x0 0x7ffd 0x7f3c", Wait::None),
+        ] {
+            assert_eq!(wait_of(text), wait, "{text}");
+        }
     }
 
     #[test]

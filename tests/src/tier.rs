@@ -3,6 +3,11 @@
 /// The variable that names the tier: `default` or `long`.
 pub const TIER: &str = "EPOXIDE_TIER";
 
+/// Returns every third case in the default tier, from the first on, and all in the long tier.
+pub fn sample<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    cases.into_iter().step_by(pick(3, 1))
+}
+
 /// Returns `default` in the default tier and `long` in the long tier.
 ///
 /// # Panics

@@ -128,8 +128,8 @@ pub struct Grid {
     idle: usize,
     fault: Option<Fault>,
     globals: Option<Arc<Region>>,
-    /// What each warp of a block begins with, but for what tells blocks apart.
-    registers: Vec<Regs>,
+    /// What each warp begins with, but for what tells warps apart.
+    registers: Option<Regs>,
     /// Blocks with bulk copies under way.
     copying: Vec<u32>,
 }
@@ -264,7 +264,7 @@ impl Grid {
             idle: 0,
             fault: None,
             globals,
-            registers: vec![],
+            registers: None,
             copying: vec![],
         };
         (0..first).for_each(|_| grid.admit());
@@ -373,21 +373,18 @@ impl Grid {
             sm_count: self.sm_count,
             globals: self.globals.as_ref().map_or(0, |r| r.addr()),
         };
-        if self.registers.is_empty() {
-            let poisoned = poisoned_registers(kernel.slots, self.env.poison);
-            self.registers = vec![poisoned; b.warps.len()];
-            for (w, regs) in self.registers.iter_mut().enumerate() {
-                kernel.inits.iter().for_each(|init| around.initialise(regs, kernel, w as u32, init));
-            }
-        }
-        for (w, (warp, regs)) in b.warps.iter_mut().zip(&self.registers).enumerate() {
-            let w = w as u32;
+        let regs = self.registers.get_or_insert_with(|| {
+            let mut regs = poisoned_registers(kernel.slots, self.env.poison);
+            kernel.inits.iter().for_each(|init| around.initialise(&mut regs, kernel, 0, init));
+            regs
+        });
+        for (w, warp) in (0..).zip(&mut b.warps) {
             let lanes = (threads - w * 32).min(32);
             let live = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
             warp.regs.r32.clone_from(&regs.r32);
             warp.regs.r64.clone_from(&regs.r64);
             warp.regs.pred.clone_from(&regs.pred);
-            let own = kernel.inits.iter().filter(|(_, _, init)| init.tells_blocks_apart());
+            let own = kernel.inits.iter().filter(|(_, _, init)| init.tells_warps_apart());
             own.for_each(|init| around.initialise(&mut warp.regs, kernel, w, init));
             warp.local.clear();
             warp.local.resize(kernel.local_bytes as usize * 32 / 8, self.env.poison);
@@ -893,17 +890,17 @@ impl Surroundings {
         warp: u32,
         &(file, reg, init): &(File, u32, Init),
     ) {
-        let value = |lane: usize| match init {
-            Init::Bits(v) => v,
-            Init::GlobalAddress(offset) => self.globals + offset,
-            Init::DynamicShared(tag) => tag + u64::from(dynamic_shared_offset(kernel)),
-            Init::Special(s) => special(s, warp, lane as u32, self),
+        let values = match init {
+            Init::Bits(v) => [v; 32],
+            Init::GlobalAddress(offset) => [self.globals + offset; 32],
+            Init::DynamicShared(tag) => [tag + u64::from(dynamic_shared_offset(kernel)); 32],
+            Init::Special(s) => std::array::from_fn(|lane| special(s, warp, lane as u32, self)),
         };
         let row = reg as usize;
         match file {
-            File::R32 => regs.r32[row] = std::array::from_fn(|i| value(i) as u32),
-            File::R64 => regs.r64[row] = std::array::from_fn(value),
-            File::Pred => regs.pred[row] = if value(0) != 0 { u32::MAX } else { 0 },
+            File::R32 => regs.r32[row] = values.map(|v| v as u32),
+            File::R64 => regs.r64[row] = values,
+            File::Pred => regs.pred[row] = if values[0] != 0 { u32::MAX } else { 0 },
         }
     }
 }

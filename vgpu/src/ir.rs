@@ -53,9 +53,9 @@ pub(crate) enum Init {
 }
 
 impl Init {
-    /// It is not the same in the warps of two blocks.
-    pub(crate) fn tells_blocks_apart(self) -> bool {
-        matches!(self, Init::Special(Special::Ctaid(_) | Special::SmId))
+    /// Its value is not the same in all warps of a grid.
+    pub(crate) fn tells_warps_apart(self) -> bool {
+        matches!(self, Init::Special(Special::Tid(_) | Special::WarpId | Special::Ctaid(_) | Special::SmId))
     }
 }
 

@@ -3,7 +3,7 @@
 use epoxide::nccl::NCCL_LIBRARY;
 use epoxide_bench::results::{Results, Way};
 use epoxide_bench::ways;
-use epoxide_testing::{alone, fake_nccl};
+use epoxide_testing::{alone, fake_nccl, tier};
 
 use super::testing::{Counted, flags};
 use super::*;
@@ -32,13 +32,13 @@ fn every_way_is_measured_checked_and_stored() {
     if !alone_with("every_way_is_measured_checked_and_stored", Some(&[])) {
         return;
     }
-    for (line, low_latency) in [
+    for (line, low_latency) in tier::sample([
         ("--num-sms 2,4 --repeat 2", true),
         ("--ranks-per-node 3 --experts 9 --tokens 5 --dtype fp8 --hidden 256 --masked 0.3", true),
         ("--ranks-per-node 3 --experts 9 --masked 1.0", true),
         ("--nodes 2 --num-sms 4 --transport shm", false),
         ("--ranks-per-node 1", true),
-    ] {
+    ]) {
         let plan = beside(line).plan().unwrap();
         let steps = Counted::default();
         let (points, _) = measure_points(&plan, &steps).unwrap();

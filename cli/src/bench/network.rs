@@ -201,6 +201,8 @@ fn record(point: &WirePoint) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use epoxide_testing::tier;
+
     use super::*;
     use crate::testing::parse;
 
@@ -211,13 +213,13 @@ mod tests {
 
     #[test]
     fn every_transport_is_measured_at_every_size_and_depth() {
-        for line in [
+        for line in tier::sample([
             "--transport shm --sizes 16,65536 --depths 1,256",
             "--transport tcp --sizes 4096..16384 --depths 4 --queues 2",
             "--transport shm --sizes 1024 --depths 8 --nodes 3 --ranks-per-node 2",
             "--transport tcp --sizes 1024 --depths 8 --nodes 3 --one-way",
             "--transport direct --sizes 16,65536 --depths 1,16 --nodes 3",
-        ] {
+        ]) {
             let args = arguments(line);
             let plan = args.plan().unwrap();
             let points = measure(&plan, args.device).unwrap();

@@ -477,7 +477,9 @@ impl Idle {
                 _ => Duration::from_millis(4),
             };
             // An order to stop ends it.
-            std::thread::park_timeout((elapsed / 8).clamp(Duration::from_micros(20), longest));
+            std::thread::park_timeout(
+                (elapsed / 8).clamp(Duration::from_micros(if self.is_virtual { 100 } else { 20 }), longest),
+            );
         }
     }
 }

@@ -4,6 +4,7 @@ use epoxide::transport::TransportKind;
 use epoxide_testing::harness::Nodes;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::roundtrip::Case;
+use epoxide_testing::tier;
 
 use crate::shapes::routing;
 
@@ -20,7 +21,7 @@ fn on(ranks_per_node: u32, routing: Routing, row_bytes: u32) -> Case {
 fn world(nodes: u32, ranks_per_node: u32) {
     let ranks = nodes * ranks_per_node;
     let tokens: Vec<u32> = (0..ranks).map(|rank| [7, 0, 13, 1, 5][rank as usize % 5]).collect();
-    for transport in TRANSPORTS {
+    for transport in tier::sample(TRANSPORTS) {
         let case = on(ranks_per_node, routing(&tokens, 4, 2 * ranks, Style::WithHoles), 48);
         let nodes = Some(Nodes { ranks_per_node, transport, queues: 2 });
         Case { nodes, ..case }.check();

@@ -11,7 +11,7 @@ use epoxide::ep::{
 };
 use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{self, Plan, Routing, Style};
-use epoxide_testing::payload;
+use epoxide_testing::{payload, tier};
 
 use epoxide_testing::harness::{Rank, Setup};
 use epoxide_testing::roundtrip::{Case, Return};
@@ -170,7 +170,7 @@ fn two_hundred_operations_without_a_host_wait() {
 
 #[test]
 fn operations_that_wait_for_counts_between_those_that_do_not() {
-    let program = Program::random(2, 100, 9, 3, 1, true);
+    let program = Program::random(2, tier::pick(40, 100), 9, 3, 1, true);
     run(&Setup::new(3, 1, 9, ROW.into()), &program);
 }
 

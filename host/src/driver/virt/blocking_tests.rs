@@ -17,6 +17,7 @@ use crate::driver::{
     RawMemory, RawStream, Stream,
 };
 use crate::error::{Error, Result};
+use crate::virtual_time::{Poller, VirtualTime};
 
 /// Long enough for whatever does not wait, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -558,4 +559,29 @@ fn a_single_thread_makes_room_on_a_machine_by_running_it() {
     }
     rig.stream.synchronize().unwrap();
     assert_eq!(word(&words, 0).load(Ordering::Acquire), 2000);
+}
+
+/// Found on a busy machine: deadlines of 300 s expired while a thread that freed memory was kept from its processor.
+#[test]
+fn the_clock_of_ranks_stands_while_any_thread_holds_the_lock() {
+    let time = VirtualTime::new().unwrap();
+    let _member = time.join();
+    let gpu = VirtualGpu::start(VirtConfig::default());
+    std::thread::scope(|scope| {
+        let holder = scope.spawn(|| {
+            let (lock, ended) = gpu.hold("test", gpu.shared.enter().unwrap());
+            ended.unwrap();
+            let (start, began) = (Instant::now(), time.now());
+            while start.elapsed() < WHILE {
+                std::hint::spin_loop();
+            }
+            assert_eq!(time.now(), began);
+            drop(lock);
+        });
+        let poller = Poller::new(Some(&time));
+        while !holder.is_finished() {
+            poller.pause();
+        }
+    });
+    time.sleep(Duration::from_secs(300));
 }

@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use epoxide_gpu::layout::Section;
 use epoxide_vgpu::{PtxError, Region};
@@ -23,6 +24,8 @@ use crate::virtual_time::VirtualTime;
 /// The unit of allocation, in bytes.
 const PAGE: u64 = 4096;
 
+/// How long a thread that polls leaves its processor to the engine's.
+const NAP: Duration = Duration::from_micros(50);
 /// Warp instructions that one [`Device::make_progress`] runs.
 const PROGRESS_SLICE: u64 = 16 * 1024;
 
@@ -418,12 +421,12 @@ impl Device for VirtualGpu {
     }
 
     fn make_progress(&self) {
-        if let Runner::Machine(machine) = &self.runner
-            && machine.drive(PROGRESS_SLICE) == Drive::Ran
-        {
-            return;
+        match &self.runner {
+            Runner::Machine(machine) if machine.drive(PROGRESS_SLICE) == Drive::Ran => {}
+            // Whoever polls by the ranks' clock pauses for it.
+            Runner::Thread(_) if self.time.is_none() => std::thread::sleep(NAP),
+            _ => std::thread::yield_now(),
         }
-        std::thread::yield_now();
     }
 
     fn stream_is_capturing(&self, stream: u64) -> Result<bool> {

@@ -19,9 +19,9 @@ const PROBE_PER_WARP: u64 = 256;
 /// Most turns of a grid that only spins until its warps have read the clock.
 const CLOCK_PROBES: u32 = 256;
 /// How often the engine gives its time slice away before it sleeps, when all grids spin.
-const YIELDS: u32 = 16;
+const YIELDS: u32 = 4;
 /// Longest sleep of the engine when all grids spin: what they wait for comes from another thread or process.
-const LONGEST_NAP: Duration = Duration::from_micros(50);
+const LONGEST_NAP: Duration = Duration::from_micros(500);
 
 /// Work that has begun.
 struct Job {

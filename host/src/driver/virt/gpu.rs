@@ -167,7 +167,7 @@ impl VirtualGpu {
         call: &'static str,
         mut state: MutexGuard<'a, State>,
     ) -> (Held<'a>, Result<()>) {
-        let held = Held::new(&self.shared, &mut state);
+        let held = Held::new(&self.shared, &mut state, self.time.as_ref());
         let until = state.enqueued();
         drop(state);
         (held, self.wait_until(call, |state| state.has_reached(&until)))

@@ -14,6 +14,7 @@ use super::stream::{Mark, Op, StreamQueue};
 use super::work::Launch;
 use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
+use crate::virtual_time::{Membership, VirtualTime};
 
 /// The next handle. Handles are unique in the process, so that one device's handle never names a thing of another.
 pub(super) fn new_handle() -> u64 {
@@ -217,20 +218,25 @@ impl GpuCore {
 }
 
 /// The context's lock, held by the thread that has this. Until it is dropped, calls of other threads wait where they begin.
-pub(super) struct Held<'a>(&'a GpuCore);
+///
+/// The thread is a member of the device's clock meanwhile: a deadline must not pass because this thread is kept from its processor.
+pub(super) struct Held<'a> {
+    shared: &'a GpuCore,
+    _member: Option<Membership>,
+}
 
 impl<'a> Held<'a> {
-    /// Takes the lock for a call that has begun.
-    pub(super) fn new(shared: &'a GpuCore, state: &mut State) -> Held<'a> {
+    /// Takes the lock for a call that has begun, of a device with the clock `time`.
+    pub(super) fn new(shared: &'a GpuCore, state: &mut State, time: Option<&VirtualTime>) -> Held<'a> {
         state.held = true;
-        Held(shared)
+        Held { shared, _member: time.and_then(VirtualTime::join_as_guest) }
     }
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.0.lock().held = false;
-        self.0.done.notify_all();
+        self.shared.lock().held = false;
+        self.shared.done.notify_all();
     }
 }
 
