@@ -6,8 +6,9 @@ use epoxide::driver::{Event, Stream};
 use epoxide::ep::{CombineOutput, CombineRequest, Counts, DType, DispatchRequest, StreamOrder, Tensor};
 use epoxide::group::launch::run_threads;
 use epoxide::internal::{VirtualTime, as_member};
+use epoxide::transport::TransportKind;
 use epoxide::{Error, Result, Scope};
-use epoxide_testing::harness::{PATIENCE, POISON, Rank, Setup, assert_names};
+use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names};
 use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
 
@@ -229,6 +230,37 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
         }
         Ok(())
     });
+}
+
+/// What the run before left would pass for results.
+#[test]
+fn a_step_does_not_run_again_once_a_peer_has_gone() {
+    let [turn] = turns();
+    let across = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 };
+    for nodes in [None, Some(across)] {
+        setup().nodes(nodes).run(|rank| {
+            let stream = rank.stream.clone();
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let experts = turn.routing.num_experts;
+            let step = rank.buffer.capture(&stream, |buffer, order| {
+                Ok(echo_on(buffer, &mut place, order, &stream, &inputs, experts)?.1)
+            })?;
+            step.launch(&stream)?;
+            step.check(&rank.buffer, &stream)?;
+            check_sums(rank, "combined_x", step.output(), &turn)?;
+            if rank.rank == 1 {
+                return Ok(());
+            }
+            // This run is the first that finds nobody there.
+            step.launch(&stream)?;
+            stream.synchronize()?;
+            for _ in 0..3 {
+                let error = step.launch(&stream).expect_err("rank 1 has gone");
+                assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+            }
+            Ok(())
+        });
+    }
 }
 
 /// Rows in use are not overwritten behind the back of who uses them.

@@ -11,6 +11,7 @@ use epoxide_gpu::layout::{
 use super::beside::{Activity, next_id};
 use super::captured::Captured;
 use super::enqueue::Enqueuer;
+use super::fault::Faults;
 use super::kernels::{Kernels, Loaded};
 use super::options::BufferOptions;
 use super::peers::Peers;
@@ -85,16 +86,13 @@ pub struct Buffer {
     pub(super) kernels: Kernels,
     pub(super) arena: Arc<Arena>,
     pub(super) host_counts: MappedMemory,
-    pub(super) status: Arc<MappedMemory>,
+    pub(super) faults: Arc<Faults>,
     pub(super) places: Vec<Arc<PlaceState>>,
     pool: Arc<Pool>,
     _peers: Peers,
     /// The pools' addresses, u64 `[MAX_RANKS]`, then the [`LocalState`].
     tables: Memory,
     pub(super) sequence: Arc<Sequence>,
-    pub(super) activity: Arc<Activity>,
-    /// What else was in flight when a wait of this buffer was first seen to have expired.
-    pub(super) beside: OnceLock<String>,
     /// The step that is being captured by [`Buffer::capture`].
     pub(super) captured: Option<Captured>,
     /// What recordings made otherwise use: nobody says when those end.
@@ -192,15 +190,15 @@ impl Buffer {
             PlaceState::new(index as u32, id, *layout, largest, pool.clone(), arena.clone())
         };
         let sequence = enqueuer.sequence().clone();
+        let activity = Activity::list(id, &device, &sequence, &status);
+        let faults = Faults { status, activity, rank, topology, beside: OnceLock::new() };
         let buffer = Buffer {
             enqueuer,
             kernels,
             places: layouts.iter().enumerate().map(place).collect(),
             arena,
             host_counts,
-            activity: Activity::list(id, &device, &sequence, &status),
-            beside: OnceLock::new(),
-            status,
+            faults: Arc::new(faults),
             pool,
             _peers: peers,
             tables,

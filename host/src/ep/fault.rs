@@ -1,6 +1,7 @@
 //! Turns what kernels recorded into errors.
 
 use std::mem::offset_of;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{
@@ -8,88 +9,116 @@ use epoxide_gpu::layout::{
 };
 
 use super::Buffer;
+use super::beside::Activity;
 use super::pool::pool_bytes;
+use super::topology::Topology;
 use super::wire::{WireSide, wire_bytes};
-use crate::driver::{Stream, poll};
+use crate::driver::{MappedMemory, Stream, poll};
 use crate::error::{Error, Result, Scope};
 
 /// How often a waiting host asks the stream whether it has failed.
 const STREAM_CHECK: Duration = Duration::from_millis(2);
 
-/// The record of the first wait that expired, or met another call, if one has.
+/// What kernels of a buffer record of the first wait that fails. Shared with the steps that were captured with it.
+#[derive(Debug)]
+pub(super) struct Faults {
+    pub status: Arc<MappedMemory>,
+    pub activity: Arc<Activity>,
+    pub rank: u32,
+    pub topology: Topology,
+    /// What else was in flight when a wait was first seen to have expired.
+    pub beside: OnceLock<String>,
+}
+
+impl Faults {
+    /// Whether a wait has failed.
+    fn is_recorded(&self) -> Result<bool> {
+        // The device stores `code` with release after the rest, and this load acquires it.
+        Ok(self.status.load(offset_of!(Status, code) as u64)? != 0)
+    }
+
+    /// The error of the first wait that expired, or met another call, if one has.
+    pub fn check(&self) -> Result<()> {
+        if self.is_recorded()? { Err(self.error(&self.status.read(0)?)) } else { Ok(()) }
+    }
+
+    fn error(&self, status: &Status) -> Error {
+        let (topology, rank, code) = (self.topology, self.rank, status.code);
+        let (node, recorded) = (topology.node(rank), status.peer as u32);
+        // The ways in which a kernel numbers whom it waits for.
+        let of_this_node = topology.rank(node, recorded);
+        let of_node = topology.rank(recorded, topology.index(rank));
+        let relay = topology.rank(node, topology.index(recorded));
+        if code == Wait::OtherCall as u64 || code == Wait::OtherNodeCall as u64 {
+            return Error::OtherCall {
+                rank,
+                peer: if code == Wait::OtherCall as u64 { of_this_node } else { of_node },
+                epoch: status.epoch,
+                ours: describe_call(status.needed, status.epoch),
+                theirs: describe_call(status.seen, status.epoch),
+            };
+        }
+        const WAITS: [(Wait, &str, &str); 15] = [
+            (Wait::Counts, "notify", "counts"),
+            (Wait::DispatchReady, "dispatch", "ready"),
+            (Wait::DispatchDone, "dispatch", "done"),
+            (Wait::CombineReady, "combine", "ready"),
+            (Wait::CombineDone, "combine", "done"),
+            (Wait::NodeCounts, "notify", "counts of the node"),
+            (Wait::RelayedCounts, "notify", "counts that it relays"),
+            (Wait::DispatchNodeReady, "dispatch", "ready of the node"),
+            (Wait::DispatchArrival, "dispatch", "rows of the node"),
+            (Wait::CombineNodeReady, "combine", "ready of the node"),
+            (Wait::CombineArrival, "combine", "sums of the node"),
+            (Wait::NotifyQueue, "notify", "the queue to it"),
+            (Wait::DispatchQueue, "dispatch", "the queue to it"),
+            (Wait::CombineQueue, "combine", "the queue to it"),
+            (Wait::Staged, "combine", "staged rows"),
+        ];
+        let known = WAITS.iter().find(|(wait, ..)| *wait as u64 == code);
+        let &(wait, operation, word) = known.unwrap_or(&(Wait::CombineDone, "unknown", "unknown"));
+        let peer = match wait {
+            Wait::Counts
+            | Wait::DispatchReady
+            | Wait::DispatchDone
+            | Wait::CombineReady
+            | Wait::CombineDone
+            | Wait::Staged => of_this_node,
+            Wait::RelayedCounts => relay,
+            _ => of_node,
+        };
+        let seen = match wait {
+            Wait::DispatchReady | Wait::CombineReady | Wait::DispatchNodeReady | Wait::CombineNodeReady => {
+                ready_epoch(status.seen, status.epoch)
+            }
+            _ => status.seen,
+        };
+        Error::PeerTimeout {
+            rank,
+            peer,
+            operation,
+            word,
+            epoch: status.epoch,
+            needed: status.needed,
+            seen,
+            waited: Duration::from_nanos(status.waited_ns),
+            // Asked once: later calls say the same.
+            beside: self.beside.get_or_init(|| self.activity.beside()).clone(),
+        }
+    }
+}
+
+/// As [`Faults::check`], with what the buffer alone knows: what its proxies do.
 fn check_status(buffer: &Buffer) -> Result<()> {
-    // The device stores `code` with release after the rest, and this load acquires it.
-    let code = buffer.status.load(offset_of!(Status, code) as u64)?;
-    if code == 0 {
+    if !buffer.faults.is_recorded()? {
         return Ok(());
     }
-    let status: Status = buffer.status.read(0)?;
-    let (topology, node) = (buffer.topology, buffer.node());
-    let recorded = status.peer as u32;
-    // The ways in which a kernel numbers whom it waits for.
-    let of_this_node = topology.rank(node, recorded);
-    let of_node = topology.rank(recorded, topology.index(buffer.rank));
-    let relay = topology.rank(node, topology.index(recorded));
-    if code == Wait::OtherCall as u64 || code == Wait::OtherNodeCall as u64 {
-        return Err(Error::OtherCall {
-            rank: buffer.rank,
-            peer: if code == Wait::OtherCall as u64 { of_this_node } else { of_node },
-            epoch: status.epoch,
-            ours: describe_call(status.needed, status.epoch),
-            theirs: describe_call(status.seen, status.epoch),
-        });
-    }
-    const WAITS: [(Wait, &str, &str); 15] = [
-        (Wait::Counts, "notify", "counts"),
-        (Wait::DispatchReady, "dispatch", "ready"),
-        (Wait::DispatchDone, "dispatch", "done"),
-        (Wait::CombineReady, "combine", "ready"),
-        (Wait::CombineDone, "combine", "done"),
-        (Wait::NodeCounts, "notify", "counts of the node"),
-        (Wait::RelayedCounts, "notify", "counts that it relays"),
-        (Wait::DispatchNodeReady, "dispatch", "ready of the node"),
-        (Wait::DispatchArrival, "dispatch", "rows of the node"),
-        (Wait::CombineNodeReady, "combine", "ready of the node"),
-        (Wait::CombineArrival, "combine", "sums of the node"),
-        (Wait::NotifyQueue, "notify", "the queue to it"),
-        (Wait::DispatchQueue, "dispatch", "the queue to it"),
-        (Wait::CombineQueue, "combine", "the queue to it"),
-        (Wait::Staged, "combine", "staged rows"),
-    ];
-    let known = WAITS.iter().find(|(wait, ..)| *wait as u64 == code);
-    let &(wait, operation, word) = known.unwrap_or(&(Wait::CombineDone, "unknown", "unknown"));
-    let peer = match wait {
-        Wait::Counts
-        | Wait::DispatchReady
-        | Wait::DispatchDone
-        | Wait::CombineReady
-        | Wait::CombineDone
-        | Wait::Staged => of_this_node,
-        Wait::RelayedCounts => relay,
-        _ => of_node,
-    };
-    let seen = match wait {
-        Wait::DispatchReady | Wait::CombineReady | Wait::DispatchNodeReady | Wait::CombineNodeReady => {
-            ready_epoch(status.seen, status.epoch)
-        }
-        _ => status.seen,
-    };
     // The reason may be known: a connection that broke, say.
     if let Some(failure) = buffer.kernels.wire_side().and_then(WireSide::failure) {
         tracing::warn!(rank = buffer.rank, "{failure}");
     }
-    Err(Error::PeerTimeout {
-        rank: buffer.rank,
-        peer,
-        operation,
-        word,
-        epoch: status.epoch,
-        needed: status.needed,
-        seen,
-        waited: Duration::from_nanos(status.waited_ns),
-        // Asked once: later calls say the same.
-        beside: buffer.beside.get_or_init(|| beside(buffer)).clone(),
-    })
+    buffer.faults.beside.get_or_init(|| beside(buffer));
+    buffer.faults.check()
 }
 
 /// What else may have held up a wait that has expired: other buffers, and proxies of this rank that are in a call of the system or of a
@@ -97,7 +126,7 @@ fn check_status(buffer: &Buffer) -> Result<()> {
 fn beside(buffer: &Buffer) -> String {
     let calls = buffer.kernels.wire_side().map_or_else(Vec::new, |side| side.proxies.in_calls());
     let calls = calls.iter().map(|call| format!("; here, {call}"));
-    calls.chain([buffer.activity.beside()]).collect()
+    calls.chain([buffer.faults.activity.beside()]).collect()
 }
 
 /// The call that a ready word of the operation `epoch` names.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::captured::Captured;
+use super::fault::Faults;
 use super::sequence::Sequence;
 use super::{Buffer, StreamOrder};
 use crate::driver::{Graph, Stream};
@@ -16,6 +17,7 @@ pub struct Step<T> {
     output: T,
     captured: Captured,
     sequence: Arc<Sequence>,
+    faults: Arc<Faults>,
 }
 
 impl<T> Step<T> {
@@ -23,10 +25,12 @@ impl<T> Step<T> {
     /// Whoever reads what its run before left, on another stream, has `stream` wait for that. Collective; does not wait for the host.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`](crate::Error::StaleHandle) where the buffer was dropped, [`Error::Argument`](crate::Error::Argument) where
-    /// rows of one of its places are in use by an eager dispatch, and whatever the driver reports. A peer's silence shows in
-    /// [`Step::check`].
+    /// The error of an operation that has failed by now, a run before this one included: [`Error::PeerTimeout`](crate::Error::PeerTimeout) or
+    /// [`Error::OtherCall`](crate::Error::OtherCall). Also [`Error::StaleHandle`](crate::Error::StaleHandle) where the buffer was dropped,
+    /// [`Error::Argument`](crate::Error::Argument) where rows of one of its places are in use by an eager dispatch, and whatever the driver
+    /// reports. What goes wrong in this run shows in [`Step::check`], and in the next launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
+        self.faults.check()?;
         let turn = self.sequence.begin(stream, Some("step"))?;
         for lease in &self.captured.leases {
             lease.begin_again(stream)?;
@@ -84,6 +88,6 @@ impl Buffer {
         let Some(output) = output else {
             return Err(crate::Error::os("capture", "nothing was recorded"));
         };
-        Ok(Step { graph, output, captured, sequence: self.sequence.clone() })
+        Ok(Step { graph, output, captured, sequence: self.sequence.clone(), faults: self.faults.clone() })
     }
 }
