@@ -272,10 +272,11 @@ impl Buffer {
         })?;
         let weights_out = |_| {
             TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone())
-                .named("combined_topk_weights")
+                .result("combined_topk_weights", &self.faults)
         };
         Ok(CombineOutput {
-            combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone()).named("combined_x"),
+            combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone())
+                .result("combined_x", &self.faults),
             combined_topk_weights: request.topk_weights.map(weights_out),
             event,
         })

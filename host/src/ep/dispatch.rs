@@ -12,7 +12,7 @@ use epoxide_gpu::layout::{
 };
 
 use super::buffer::{HOST_EXPERTS, RowBytes};
-use super::fault::check_plan;
+use super::fault::{Faults, check_plan};
 use super::handle::{DispatchHandle, HandleShape, Inner, Places};
 use super::kernels::{Mode, RingShape};
 use super::place::{Lease, Place, PlaceState};
@@ -251,15 +251,24 @@ impl Buffer {
         let columns = [rows, num_topk as u64];
         let with_topk = request.topk_weights.is_some();
         Ok(DispatchOutput {
-            recv_x: place.rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden).named("recv_x"),
-            recv_x_scales: recv_scales(&payload, &lease, rows),
-            recv_topk_idx: with_topk
-                .then(|| place.tensor(owner(), at.recv_topk_idx, &columns).named("recv_topk_idx")),
-            recv_topk_weights: with_topk
-                .then(|| place.tensor(owner(), at.recv_topk_weights, &columns).named("recv_topk_weights")),
-            recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows]).named("recv_src_idx")),
-            recv_src_meta: (self.topology.nodes > 1)
-                .then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2]).named("recv_src_meta")),
+            recv_x: place
+                .rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden)
+                .result("recv_x", &self.faults),
+            recv_x_scales: recv_scales(&payload, &lease, rows, &self.faults),
+            recv_topk_idx: with_topk.then(|| {
+                place.tensor(owner(), at.recv_topk_idx, &columns).result("recv_topk_idx", &self.faults)
+            }),
+            recv_topk_weights: with_topk.then(|| {
+                place
+                    .tensor(owner(), at.recv_topk_weights, &columns)
+                    .result("recv_topk_weights", &self.faults)
+            }),
+            recv_src_idx: Some(
+                place.tensor(owner(), at.recv_src_idx, &[rows]).result("recv_src_idx", &self.faults),
+            ),
+            recv_src_meta: (self.topology.nodes > 1).then(|| {
+                place.tensor(owner(), at.recv_src_meta, &[rows, 2]).result("recv_src_meta", &self.faults)
+            }),
             num_recv_tokens,
             num_recv_tokens_per_expert: counts,
             handle,
@@ -307,8 +316,8 @@ impl Buffer {
         Ok(DispatchOutput {
             recv_x: place
                 .rows(lease.clone(), place.layout.recv_x, payload.dtype, rows, payload.hidden)
-                .named("recv_x"),
-            recv_x_scales: recv_scales(&payload, &lease, rows),
+                .result("recv_x", &self.faults),
+            recv_x_scales: recv_scales(&payload, &lease, rows, &self.faults),
             recv_topk_idx: None,
             recv_topk_weights: None,
             recv_src_idx: None,
@@ -603,14 +612,19 @@ impl Buffer {
     }
 }
 
-fn recv_scales<'p>(payload: &Payload, lease: &Arc<Lease>, rows: u64) -> Option<TypedTensor<'p, f32>> {
+fn recv_scales<'p>(
+    payload: &Payload,
+    lease: &Arc<Lease>,
+    rows: u64,
+    faults: &Arc<Faults>,
+) -> Option<TypedTensor<'p, f32>> {
     if payload.scales.is_null() {
         return None;
     }
     let both = [rows, payload.num_scales as u64];
     let shape = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
     let scales = lease.place.tensor(lease.clone(), lease.place.layout.recv_scales, shape);
-    Some(scales.named("recv_x_scales"))
+    Some(scales.result("recv_x_scales", faults))
 }
 
 /// `capacity`: rows that the dispatch had room for.

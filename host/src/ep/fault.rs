@@ -11,6 +11,7 @@ use epoxide_gpu::layout::{
 use super::Buffer;
 use super::beside::Activity;
 use super::pool::pool_bytes;
+use super::tensor::Outcome;
 use super::topology::Topology;
 use super::wire::{WireSide, wire_bytes};
 use crate::driver::{MappedMemory, Stream, poll};
@@ -30,16 +31,18 @@ pub(super) struct Faults {
     pub beside: OnceLock<String>,
 }
 
+impl Outcome for Faults {
+    /// The error of the first wait that expired, or met another call.
+    fn check(&self) -> Result<()> {
+        if self.is_recorded()? { Err(self.error(&self.status.read(0)?)) } else { Ok(()) }
+    }
+}
+
 impl Faults {
     /// Whether a wait has failed.
     fn is_recorded(&self) -> Result<bool> {
         // The device stores `code` with release after the rest, and this load acquires it.
         Ok(self.status.load(offset_of!(Status, code) as u64)? != 0)
-    }
-
-    /// The error of the first wait that expired, or met another call, if one has.
-    pub fn check(&self) -> Result<()> {
-        if self.is_recorded()? { Err(self.error(&self.status.read(0)?)) } else { Ok(()) }
     }
 
     fn error(&self, status: &Status) -> Error {

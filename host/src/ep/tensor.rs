@@ -98,6 +98,12 @@ impl Element for u8 {
 /// What keeps the memory of a tensor alive.
 pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
+/// Operations that results come from. Whoever reads a result on the host gets their error instead, if there was one.
+pub(crate) trait Outcome: Send + Sync {
+    /// The error of the first operation that has failed.
+    fn check(&self) -> Result<()>;
+}
+
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone frees it, unless it was
 /// made by [`Tensor::from_raw`].
 ///
@@ -138,6 +144,7 @@ pub struct Tensor<'a> {
     row_stride: u64,
     name: Cow<'static, str>,
     owner: Option<Owner>,
+    outcome: Option<Arc<dyn Outcome>>,
     place: PhantomData<&'a ()>,
 }
 
@@ -196,13 +203,18 @@ impl<'a> Tensor<'a> {
     fn new(ptr: DevicePtr, dtype: DType, shape: &[u64], owner: Option<Owner>) -> Tensor<'a> {
         let row_stride = shape.get(1).copied().unwrap_or(1) * dtype.size();
         let (shape, name) = (shape.to_vec(), Cow::Borrowed(""));
-        Tensor { ptr, dtype, shape, row_stride, name, owner, place: PhantomData }
+        Tensor { ptr, dtype, shape, row_stride, name, owner, outcome: None, place: PhantomData }
     }
 
     /// The same tensor with a name, which errors about it give. What a call brings has the name of its field, such as `recv_x`.
     pub fn named(mut self, name: impl Into<Cow<'static, str>>) -> Tensor<'a> {
         self.name = name.into();
         self
+    }
+
+    /// The same tensor as what operations give in the field `name`.
+    pub(crate) fn result(self, name: &'static str, of: &Arc<impl Outcome + 'static>) -> Tensor<'a> {
+        Tensor { outcome: Some(of.clone()), ..self.named(name) }
     }
 
     /// The name it was given; empty without one.
@@ -236,8 +248,8 @@ impl<'a> Tensor<'a> {
 
     /// The same tensor, for whoever sees to it that it is used only while its elements are the holder's.
     pub(super) fn outlive(self) -> Tensor<'static> {
-        let Tensor { ptr, dtype, shape, row_stride, name, owner, place: _ } = self;
-        Tensor { ptr, dtype, shape, row_stride, name, owner, place: PhantomData }
+        let Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, place: _ } = self;
+        Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, place: PhantomData }
     }
 
     /// The same tensor as one whose dtype the type says.
@@ -293,13 +305,18 @@ impl<'a> Tensor<'a> {
     }
 
     /// Copies the elements to the host, row after row, and waits for it.
+    ///
+    /// # Errors
+    /// For what an operation of a buffer gave: the error of an operation of that buffer that has failed by then, such as
+    /// [`Error::PeerTimeout`], since the elements may be those of an operation before. [`Error::DType`] where `T` does not fit, and
+    /// whatever the driver reports.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
         let (rows, row_bytes) = (self.rows() as usize, self.row_bytes() as usize);
         let mut out = vec![T::zeroed(); rows * self.columns() as usize];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out);
         if bytes.is_empty() {
-            return Ok(out);
+            return self.outcome.as_ref().map_or(Ok(()), |outcome| outcome.check()).map(|()| out);
         }
         if self.is_contiguous() {
             // SAFETY: a tensor's memory is live, and holds its elements.
@@ -313,7 +330,8 @@ impl<'a> Tensor<'a> {
                 to.copy_from_slice(&from[..row_bytes]);
             }
         }
-        Ok(out)
+        // The stream has passed what wrote them.
+        self.outcome.as_ref().map_or(Ok(()), |outcome| outcome.check()).map(|()| out)
     }
 
     /// Copies elements from the host, row after row, and waits for it.
@@ -471,6 +489,11 @@ impl<'a, T: Element> TypedTensor<'a, T> {
     /// [`Tensor::named`].
     pub fn named(self, name: impl Into<Cow<'static, str>>) -> TypedTensor<'a, T> {
         TypedTensor(self.0.named(name), PhantomData)
+    }
+
+    /// [`Tensor::result`].
+    pub(crate) fn result(self, name: &'static str, of: &Arc<impl Outcome + 'static>) -> TypedTensor<'a, T> {
+        TypedTensor(self.0.result(name, of), PhantomData)
     }
 
     pub(crate) fn in_memory(ptr: DevicePtr, shape: &[u64], owner: Owner) -> TypedTensor<'a, T> {

@@ -129,6 +129,31 @@ fn a_rank_that_is_gone_between_dispatch_and_combine() {
     });
 }
 
+/// What the round before left would pass for results.
+#[test]
+fn what_a_failed_dispatch_left_is_not_read() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?;
+        received.x.to_host::<half::bf16>(&rank.stream)?;
+        rank.combine(received)?;
+        rank.outcome()?;
+        if rank.number == 1 {
+            return Ok(());
+        }
+        let received = rank.dispatch(&mut place)?;
+        let reads = [
+            received.x.to_host::<half::bf16>(&rank.stream).map(drop),
+            received.expert_counts.to_host::<i32>(&rank.stream).map(drop),
+        ];
+        for read in reads {
+            let error = read.expect_err("rank 1 has gone");
+            assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn a_rank_that_is_gone_after_some_rounds() {
     run(|rank| {

@@ -10,6 +10,7 @@ use epoxide_gpu::kernels::{
 };
 use epoxide_gpu::layout::{Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, STATUS, Status};
 
+use super::fault::Faults;
 use super::internode::{MessageLayout, Network};
 use super::layout::{PoolLayout, TableLayout};
 use super::options::Options;
@@ -48,7 +49,6 @@ pub struct Buffer {
     pool: Arc<Pool>,
     _peers: Peers,
     pub(super) sequence: Arc<Sequence>,
-    pub(super) activity: Arc<Activity>,
     /// Where kernels write when their blocks reached each phase, while somebody wants to know.
     pub(super) trace: Option<Trace>,
     /// The operation whose rows have left and which nobody has received yet.
@@ -60,7 +60,7 @@ pub struct Buffer {
     /// How often the ranks have regrouped.
     pub(super) generation: u64,
     pub(super) arena: Arc<Arena>,
-    pub(super) status: Arc<MappedMemory>,
+    pub(super) faults: Arc<Faults>,
     pub(super) device: Arc<dyn Device>,
     comm: Comm,
     pub(super) options: Options,
@@ -165,6 +165,9 @@ impl Buffer {
         };
         let places = (0..).zip(table_layout.places.into_iter().zip(spots)).map(place).collect();
         let sequence = enqueuer.sequence().clone();
+        let activity = Activity::list(id, &device, &sequence, &status);
+        let num_experts = options.num_experts;
+        let faults = Faults { status, activity, sequence: sequence.clone(), rank, num_experts };
         let buffer = Buffer {
             enqueuer,
             kernels,
@@ -173,7 +176,6 @@ impl Buffer {
             tables,
             pool,
             _peers: peers,
-            activity: Activity::list(id, &device, &sequence, &status),
             sequence,
             trace: None,
             sent: None,
@@ -181,7 +183,7 @@ impl Buffer {
             left_out: 0,
             generation: 0,
             arena,
-            status,
+            faults: Arc::new(faults),
             device,
             comm,
             options,

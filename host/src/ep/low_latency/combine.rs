@@ -129,7 +129,7 @@ impl Buffer {
         };
         let owner = Arc::new(Lease(place.clone())) as Owner;
         let x = Tensor::in_memory(place.combined_x, DType::Bf16, &[num_tokens.into(), hidden], owner)
-            .named("combined");
+            .result("combined", &self.faults);
         Ok((operation, Combined { x, event: None, place: PhantomData }))
     }
 }

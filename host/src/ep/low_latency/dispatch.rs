@@ -175,19 +175,22 @@ impl Buffer {
             (self.rows(), u64::from(self.local_experts()), u64::from(self.num_ranks()));
         let tables = &place.tables;
         let x = Tensor::in_memory(place.recv_x, dtype, &[rows, hidden], owner());
-        let of_experts = |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).named(name);
+        let of_experts =
+            |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &self.faults);
         let received = Received {
-            x: x.with_row_stride(row_stride(row_bytes)).named("x"),
-            scales: with_scales
-                .then(|| TypedTensor::in_memory(place.recv_scales, &[of_row, rows], owner()).named("scales")),
+            x: x.with_row_stride(row_stride(row_bytes)).result("x", &self.faults),
+            scales: with_scales.then(|| {
+                TypedTensor::in_memory(place.recv_scales, &[of_row, rows], owner())
+                    .result("scales", &self.faults)
+            }),
             num_tokens: TypedTensor::in_memory(tables.num_tokens, &[most_ranks(self.topology)], owner())
-                .named("num_tokens"),
+                .result("num_tokens", &self.faults),
             expert_counts: TypedTensor::in_memory(tables.expert_counts, &[experts], owner())
-                .named("expert_counts"),
+                .result("expert_counts", &self.faults),
             expert_rows: of_experts("expert_rows", tables.expert_rows),
             src_info: of_experts("src_info", tables.src_info),
             layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner())
-                .named("layout_range"),
+                .result("layout_range", &self.faults),
             event: None,
             num_local_tokens: num_tokens,
             generation: self.generation,

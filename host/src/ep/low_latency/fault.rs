@@ -1,11 +1,16 @@
 //! Turns what low-latency kernels recorded into errors.
 
 use std::mem::offset_of;
+use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{LowLatencyCall, Status, Wait};
 
 use super::buffer::Buffer;
+use crate::driver::MappedMemory;
+use crate::ep::beside::Activity;
+use crate::ep::sequence::Sequence;
+use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
 impl Buffer {
@@ -13,11 +18,30 @@ impl Buffer {
     /// found the peer in another call ([`Error::OtherCall`]), or of an expert id out of range. It shows once the stream has passed the
     /// operation; a captured one records it at each replay as well.
     pub fn check(&self) -> Result<()> {
-        self.check_status()?;
+        let outcome = self.faults.check();
+        if matches!(outcome, Err(Error::PeerTimeout { .. }))
+            && let Some(failure) = self.network.as_ref().and_then(|network| network.proxies.failure())
+        {
+            // The reason: a connection that broke, say.
+            tracing::warn!(rank = self.rank, "{failure}");
+        }
+        outcome?;
         self.sequence.check()
     }
+}
 
-    fn check_status(&self) -> Result<()> {
+/// What kernels of a buffer record of the first wait that fails.
+#[derive(Debug)]
+pub(super) struct Faults {
+    pub status: Arc<MappedMemory>,
+    pub activity: Arc<Activity>,
+    pub sequence: Arc<Sequence>,
+    pub rank: u32,
+    pub num_experts: u32,
+}
+
+impl Outcome for Faults {
+    fn check(&self) -> Result<()> {
         // The device stores `code` with release after the rest, and this load acquires it.
         let code = self.status.load(offset_of!(Status, code) as u64)?;
         if code == 0 {
@@ -29,7 +53,7 @@ impl Buffer {
             let value = format!("{} of token {needed}", seen as i64);
             let rule = format!(
                 "must be -1 or an expert's id, 0 to {}; peers got none of the token for it, and the buffer is of no use after it",
-                self.options.num_experts - 1
+                self.num_experts - 1
             );
             return Err(Error::argument("topk_idx", value, rule));
         }
@@ -47,10 +71,6 @@ impl Buffer {
         ];
         let known = WAITS.iter().find(|(wait, _)| *wait as u64 == code);
         let (_, word) = known.copied().unwrap_or((Wait::LowLatencyEnter, "unknown"));
-        // The reason may be known: a connection that broke, say.
-        if let Some(failure) = self.network.as_ref().and_then(|network| network.proxies.failure()) {
-            tracing::warn!(rank, "{failure}");
-        }
         Err(Error::PeerTimeout {
             rank,
             peer,
