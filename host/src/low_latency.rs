@@ -14,7 +14,9 @@
 //!
 //! Either is one kernel, or two halves between which it holds no multiprocessor ([`Buffer::dispatch_send`], [`Pending::receive`]).
 //!
-//! Where a rank is gone, operations end at their deadlines; the others may go on without it ([`Buffer::regroup`]).
+//! Where a rank is gone, operations end at their deadlines, and reading what they would have brought gives the error
+//! ([`Tensor::to_host`](crate::ep::Tensor::to_host)). Results that only kernels read: [`Buffer::check`] behind their stream. The others may
+//! go on without the rank ([`Buffer::regroup`]).
 //!
 //! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be captured in a graph. Every rank makes the
 //! same calls in the same order.
@@ -30,7 +32,7 @@
 //! use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
 //! use epoxide::group::launch::run_threads;
 //! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
-//! use half::bf16;
+//! use epoxide::half::bf16;
 //!
 //! let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
 //!     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });

@@ -30,7 +30,7 @@ impl Buffer {
     /// # use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
     /// # use epoxide::group::launch::run_threads;
     /// # use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
-    /// # use half::bf16;
+    /// # use epoxide::half::bf16;
     /// # let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
     /// #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
     /// #     let stream = Stream::new(&device, false)?;
