@@ -123,7 +123,7 @@ impl VirtualTime {
         current().map(|(time, _)| time)
     }
 
-    /// What the clock shows.
+    /// The time since an origin before the clock began.
     pub fn now(&self) -> Duration {
         Duration::from_nanos(self.inner.now_ns.load(Ordering::Acquire))
     }
@@ -409,14 +409,14 @@ impl Drop for Poller {
     }
 }
 
-/// What the system says of a thread.
+/// The state of a thread, as the system tells it.
 struct Look {
     wait: Wait,
     /// Its time on a processor, in nanoseconds.
     ran_ns: u64,
 }
 
-/// What a thread is blocked in.
+/// The kind of wait that a thread is blocked in.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Wait {
     /// Nothing, or something that ends by itself: sleep, a page fault, a call that changes mappings.
@@ -439,6 +439,7 @@ fn look_at(id: i32) -> Option<Look> {
     Some(Look { wait, ran_ns })
 }
 
+/// Reads the text of `syscall`.
 fn wait_of(syscall: &str) -> Wait {
     let mut fields = syscall.split_ascii_whitespace();
     let Some(Ok(call)) = fields.next().map(str::parse::<i64>) else { return Wait::None };

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use epoxide::driver::{Event, Stream};
-use epoxide::ep::{CombineOutput, CombineRequest, Counts, DType, DispatchRequest, StreamOrder, Tensor};
+use epoxide::ep::{
+    CombineOutput, CombineRequest, Counts, DType, DispatchRequest, Place, Step, StreamOrder, Tensor,
+};
 use epoxide::group::launch::run_threads;
 use epoxide::internal::{VirtualTime, as_member};
 use epoxide::transport::TransportKind;
@@ -192,6 +194,18 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
     }
 }
 
+/// A step that dispatches and combines; its output is the sums.
+fn captured_echo(
+    rank: &mut Rank,
+    place: &mut Place,
+    inputs: &Inputs,
+    experts: u32,
+) -> Result<Step<CombineOutput>> {
+    let stream = rank.stream.clone();
+    rank.buffer
+        .capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs, experts)?.1))
+}
+
 #[test]
 fn a_step_needs_nothing_that_its_caller_keeps() {
     let [first, second] = turns();
@@ -232,7 +246,7 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
     });
 }
 
-/// What the run before left would pass for results.
+/// Sums of the run before would pass for results.
 #[test]
 fn a_step_does_not_run_again_once_a_peer_has_gone() {
     let [turn] = turns();
@@ -242,9 +256,7 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
             let experts = turn.routing.num_experts;
-            let step = rank.buffer.capture(&stream, |buffer, order| {
-                Ok(echo_on(buffer, &mut place, order, &stream, &inputs, experts)?.1)
-            })?;
+            let step = captured_echo(rank, &mut place, &inputs, experts)?;
             step.launch(&stream)?;
             step.check(&rank.buffer, &stream)?;
             check_sums(rank, "combined_x", step.output(), &turn)?;
@@ -272,9 +284,7 @@ fn a_step_does_not_run_while_rows_in_its_place_are_borrowed() {
         let stream = rank.stream.clone();
         let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
         let experts = turn.routing.num_experts;
-        let step = rank.buffer.capture(&stream, |buffer, order| {
-            Ok(echo_on(buffer, &mut place, order, &stream, &inputs, experts)?.1)
-        })?;
+        let step = captured_echo(rank, &mut place, &inputs, experts)?;
         let (output, _) = echo(rank, &mut place, &inputs, experts)?;
         refused(step.launch(&stream), &["place = 0", "in use", "drop or detach them"]);
         drop(output);

@@ -128,7 +128,7 @@ pub struct Grid {
     idle: usize,
     fault: Option<Fault>,
     globals: Option<Arc<Region>>,
-    /// What each warp begins with, but for what tells warps apart.
+    /// Registers that each warp begins with, but for those that tell warps apart.
     registers: Option<Regs>,
     /// Blocks with bulk copies under way.
     copying: Vec<u32>,

@@ -9,6 +9,7 @@ use epoxide_gpu::layout::Status;
 
 use super::sequence::Sequence;
 use crate::driver::{Device, MappedMemory};
+use crate::error::Result;
 
 /// All buffers of this process, and some that are gone.
 static BUFFERS: Mutex<Vec<Weak<Activity>>> = Mutex::new(Vec::new());
@@ -28,8 +29,8 @@ pub(super) fn next_id() -> u64 {
 pub(super) struct Activity {
     id: u64,
     device: Arc<dyn Device>,
-    sequence: Arc<Sequence>,
-    status: Arc<MappedMemory>,
+    pub sequence: Arc<Sequence>,
+    pub status: Arc<MappedMemory>,
 }
 
 impl Activity {
@@ -75,9 +76,15 @@ impl Activity {
         Arc::ptr_eq(&self.device, device) || (!own.is_empty() && own == other)
     }
 
+    /// Whether a kernel of the buffer has recorded that a wait failed.
+    pub fn has_failed(&self) -> Result<bool> {
+        // The device stores `code` with release after the rest, and this load acquires it.
+        Ok(self.status.load(offset_of!(Status, code) as u64)? != 0)
+    }
+
     fn unfinished(&self) -> Option<String> {
         let (id, operation) = (self.id, self.sequence.last_operation()?);
-        if self.status.load(offset_of!(Status, code) as u64).is_ok_and(|code| code != 0) {
+        if self.has_failed().is_ok_and(|failed| failed) {
             return Some(format!("buffer {id} of this process has a {operation} that failed as well"));
         }
         // Where the driver cannot say, nothing is claimed.

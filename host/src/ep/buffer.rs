@@ -191,7 +191,7 @@ impl Buffer {
         };
         let sequence = enqueuer.sequence().clone();
         let activity = Activity::list(id, &device, &sequence, &status);
-        let faults = Faults { status, activity, rank, topology, beside: OnceLock::new() };
+        let faults = Faults { activity, rank, topology, beside: OnceLock::new() };
         let buffer = Buffer {
             enqueuer,
             kernels,

@@ -14,37 +14,30 @@ use super::pool::pool_bytes;
 use super::tensor::Outcome;
 use super::topology::Topology;
 use super::wire::{WireSide, wire_bytes};
-use crate::driver::{MappedMemory, Stream, poll};
+use crate::driver::{Stream, poll};
 use crate::error::{Error, Result, Scope};
 
 /// How often a waiting host asks the stream whether it has failed.
 const STREAM_CHECK: Duration = Duration::from_millis(2);
 
-/// What kernels of a buffer record of the first wait that fails. Shared with the steps that were captured with it.
+/// The first failed wait of a buffer's kernels, as they record it. Shared with the steps that were captured with it.
 #[derive(Debug)]
 pub(super) struct Faults {
-    pub status: Arc<MappedMemory>,
     pub activity: Arc<Activity>,
     pub rank: u32,
     pub topology: Topology,
-    /// What else was in flight when a wait was first seen to have expired.
+    /// Names other work that was in flight when a wait was first seen to have expired.
     pub beside: OnceLock<String>,
 }
 
 impl Outcome for Faults {
     /// The error of the first wait that expired, or met another call.
     fn check(&self) -> Result<()> {
-        if self.is_recorded()? { Err(self.error(&self.status.read(0)?)) } else { Ok(()) }
+        if self.activity.has_failed()? { Err(self.error(&self.activity.status.read(0)?)) } else { Ok(()) }
     }
 }
 
 impl Faults {
-    /// Whether a wait has failed.
-    fn is_recorded(&self) -> Result<bool> {
-        // The device stores `code` with release after the rest, and this load acquires it.
-        Ok(self.status.load(offset_of!(Status, code) as u64)? != 0)
-    }
-
     fn error(&self, status: &Status) -> Error {
         let (topology, rank, code) = (self.topology, self.rank, status.code);
         let (node, recorded) = (topology.node(rank), status.peer as u32);
@@ -113,7 +106,7 @@ impl Faults {
 
 /// As [`Faults::check`], with what the buffer alone knows: what its proxies do.
 fn check_status(buffer: &Buffer) -> Result<()> {
-    if !buffer.faults.is_recorded()? {
+    if !buffer.faults.activity.has_failed()? {
         return Ok(());
     }
     // The reason may be known: a connection that broke, say.

@@ -129,7 +129,7 @@ fn a_rank_that_is_gone_between_dispatch_and_combine() {
     });
 }
 
-/// What the round before left would pass for results.
+/// Rows of the round before would pass for results.
 #[test]
 fn what_a_failed_dispatch_left_is_not_read() {
     run(|rank| {

@@ -34,7 +34,7 @@ pub struct Options {
     selection: Vec<String>,
 }
 
-/// What one run gave.
+/// The outcome of one run.
 struct Run {
     took: Duration,
     failures: Vec<Failure>,

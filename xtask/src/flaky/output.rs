@@ -42,7 +42,7 @@ pub fn failures(printed: &str, cargo: Result<(), String>) -> Vec<Failure> {
     failures.into_iter().collect()
 }
 
-/// What a program has printed so far.
+/// The output of a program so far.
 #[derive(Debug, Default)]
 struct Program {
     /// As [`Failure::program`] has it; empty before the first program.
@@ -81,7 +81,7 @@ impl Program {
         } else if let (true, Some(ended)) =
             (self.has_failed, line.trim().strip_prefix("process didn't exit successfully: "))
         {
-            // What it was comes first, in backquotes.
+            // Its name comes first, in backquotes.
             let how = ended.rsplit_once("` (").map_or(ended, |(_, how)| how.trim_end_matches(')'));
             self.ended = Some(how.to_owned());
         }

@@ -69,7 +69,8 @@ impl Axis {
     }
 }
 
-/// What a point is of, for people, part by part: what all points have in common goes below the title, the rest into those of panels.
+/// Names the sizes and settings of a point for people, part by part. Parts that all points share go below
+/// the title, the rest into the titles of panels.
 fn parts(key: &Key, axis: Option<Axis>) -> Vec<String> {
     let per_node = key.num_ranks / key.nodes.max(1);
     let unless = |these: &[Axis], text: String| {
@@ -197,7 +198,8 @@ struct Source<'a> {
     entry: usize,
 }
 
-/// What has a color of its own where there is more than one: a file, or the n-th measurement of the same thing in it.
+/// A thing with a color of its own where there is more than one: a file, or the n-th measurement of the
+/// same thing in it.
 fn sources(files: &[File]) -> (Vec<String>, Vec<Source<'_>>) {
     let (mut labels, mut sources): (Vec<String>, Vec<Source<'_>>) = (Vec::new(), Vec::new());
     for file in files {
@@ -238,7 +240,7 @@ fn baselines(labels: &[String], sources: &[Source<'_>]) -> Vec<(usize, Way)> {
     (0..labels.len()).flat_map(of).collect()
 }
 
-/// What is drawn of a phase at a point.
+/// The drawn figures of a phase at a point.
 #[derive(Clone, Copy, PartialEq)]
 enum Metric {
     Bandwidth,

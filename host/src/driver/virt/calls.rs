@@ -423,7 +423,7 @@ impl Device for VirtualGpu {
     fn make_progress(&self) {
         match &self.runner {
             Runner::Machine(machine) if machine.drive(PROGRESS_SLICE) == Drive::Ran => {}
-            // Whoever polls by the ranks' clock pauses for it.
+            // With a clock of the ranks, `Poller::pause` sleeps.
             Runner::Thread(_) if self.time.is_none() => std::thread::sleep(NAP),
             _ => std::thread::yield_now(),
         }

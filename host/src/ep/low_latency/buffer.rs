@@ -167,7 +167,7 @@ impl Buffer {
         let sequence = enqueuer.sequence().clone();
         let activity = Activity::list(id, &device, &sequence, &status);
         let num_experts = options.num_experts;
-        let faults = Faults { status, activity, sequence: sequence.clone(), rank, num_experts };
+        let faults = Faults { activity, rank, num_experts };
         let buffer = Buffer {
             enqueuer,
             kernels,

@@ -1,15 +1,12 @@
 //! Turns what low-latency kernels recorded into errors.
 
-use std::mem::offset_of;
 use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{LowLatencyCall, Status, Wait};
 
 use super::buffer::Buffer;
-use crate::driver::MappedMemory;
 use crate::ep::beside::Activity;
-use crate::ep::sequence::Sequence;
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
 
@@ -30,24 +27,20 @@ impl Buffer {
     }
 }
 
-/// What kernels of a buffer record of the first wait that fails.
+/// The first failed wait of a buffer's kernels, as they record it.
 #[derive(Debug)]
 pub(super) struct Faults {
-    pub status: Arc<MappedMemory>,
     pub activity: Arc<Activity>,
-    pub sequence: Arc<Sequence>,
     pub rank: u32,
     pub num_experts: u32,
 }
 
 impl Outcome for Faults {
     fn check(&self) -> Result<()> {
-        // The device stores `code` with release after the rest, and this load acquires it.
-        let code = self.status.load(offset_of!(Status, code) as u64)?;
-        if code == 0 {
+        if !self.activity.has_failed()? {
             return Ok(());
         }
-        let Status { peer, epoch, needed, seen, waited_ns, .. } = self.status.read(0)?;
+        let Status { code, peer, epoch, needed, seen, waited_ns, .. } = self.activity.status.read(0)?;
         let (rank, peer) = (self.rank, peer as u32);
         if code == Wait::LowLatencyExpert as u64 {
             let value = format!("{} of token {needed}", seen as i64);
@@ -74,7 +67,7 @@ impl Outcome for Faults {
         Err(Error::PeerTimeout {
             rank,
             peer,
-            operation: self.sequence.last_operation().unwrap_or("low latency"),
+            operation: self.activity.sequence.last_operation().unwrap_or("low latency"),
             word,
             epoch,
             needed,

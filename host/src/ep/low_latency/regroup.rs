@@ -111,7 +111,7 @@ impl Buffer {
         if let Some(network) = &self.network {
             network.forget_unfinished(stream)?;
         }
-        self.faults.status.clear(stream)?;
+        self.faults.activity.status.clear(stream)?;
         self.left_out = left_out;
         self.generation += 1;
         self.sent = None;
