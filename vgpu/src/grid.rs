@@ -289,16 +289,22 @@ impl Grid {
         self.check.as_ref().map(|check| Past::of(check.end.clone())).unwrap_or_default()
     }
 
-    /// Whether each warp that waits, and has read a [`Clock::Stepped`] in its wait, has read what that shows now. Until
-    /// then a deadline may have passed that no warp has noticed.
+    /// Whether each lane that has read a [`Clock::Stepped`] before it waits, or in its wait, has
+    /// read what that shows now. Until then a deadline may have passed that no lane has noticed.
     #[must_use]
     pub fn has_read_the_clock(&self) -> bool {
         let Clock::Stepped(_) = &self.env.clock else { return true };
         let now = self.env.clock.now_ns();
-        let warps = self.blocks.iter().flat_map(|block| &block.warps);
-        warps
-            .filter(|warp| !warp.groups.is_empty())
-            .all(|warp| warp.clock_seen.is_none_or(|seen| seen == now))
+        self.blocks.iter().flat_map(|block| &block.warps).all(|warp| warp.behind_the_clock(now) == 0)
+    }
+
+    /// Takes it that lanes which have not read what the clock shows now wait for something without
+    /// a deadline. [`Grid::has_read_the_clock`] counts them again once they have read the clock.
+    pub fn expect_no_more_readings(&mut self) {
+        let now = self.env.clock.now_ns();
+        for warp in self.blocks.iter_mut().flat_map(|block| &mut block.warps) {
+            warp.clock_readers &= !warp.behind_the_clock(now);
+        }
     }
 
     /// Hash of the sequence of scheduling decisions (block, warp, length of slice). Two runs with the same digest

@@ -264,7 +264,10 @@ impl<'a, W: Watch> Exec<'a, W> {
         };
         let is_global = matches!(what, Timer::Global | Timer::GlobalLo | Timer::GlobalHi);
         if is_global && let Clock::Stepped(ns) = &self.env.clock {
-            self.warp.clock_seen = Some(ns.load(Ordering::Relaxed));
+            let now = ns.load(Ordering::Relaxed);
+            let seen = if self.warp.clock_seen.0 == now { self.warp.clock_seen.1 } else { 0 };
+            self.warp.clock_seen = (now, seen | m);
+            self.warp.clock_readers |= m;
             // A loop that looks at nothing but a clock that stands waits for its owner.
             if self.warp.polls.iter().all(|p| p.addr == TIMER) {
                 self.poll(TIMER, value);
@@ -373,7 +376,6 @@ impl<'a, W: Watch> Exec<'a, W> {
             self.warp.polls.clear();
         }
         self.warp.spinning = false;
-        self.warp.clock_seen = None;
         self.warp.waiting = None;
     }
 

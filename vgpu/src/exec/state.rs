@@ -117,8 +117,10 @@ pub(crate) struct Warp {
     pub(super) polls: Vec<Poll>,
     /// The last look at memory found what was there before, and nothing was changed since.
     pub(super) spinning: bool,
-    /// The last reading of a clock that stands, since anything was changed.
-    pub(crate) clock_seen: Option<u64>,
+    /// Lanes that have read a clock that stands, and are taken to do so again in their wait.
+    pub(crate) clock_readers: u32,
+    /// The last reading of that clock, and the lanes that have seen it.
+    pub(crate) clock_seen: (u64, u32),
     /// What it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
     pub(crate) trace: RecentSteps,
@@ -144,11 +146,20 @@ impl Warp {
         });
         self.polls.clear();
         self.spinning = false;
-        self.clock_seen = None;
+        self.clock_readers = 0;
+        self.clock_seen = (0, 0);
         self.waiting = None;
         self.trace.steps.clear();
         self.late.clear();
         self.since_switch = 0;
+    }
+
+    /// Lanes that run, read a clock in their wait, and have not seen that it shows `now`.
+    pub(crate) fn behind_the_clock(&self, now: u64) -> u32 {
+        let ready = self.groups.iter().filter(|group| group.state == GroupState::Ready);
+        let running = ready.fold(0, |lanes, group| lanes | group.mask);
+        let seen = if self.clock_seen.0 == now { self.clock_seen.1 } else { 0 };
+        self.clock_readers & running & !seen
     }
 
     /// Lets groups go that wait at barrier `id`. Returns their lanes.

@@ -294,6 +294,48 @@ fn virtual_time_is_exact() {
     assert_eq!(now, 1000 + run.grid.stats().warp_instructions);
 }
 
+/// Each lane waits for its word, looks at the clock at its first poll and then at every 64th, and
+/// stores the word, or how long it has waited, if that is more than 1000 ns.
+const WAIT_WITH_DEADLINE: &str = "
+    mov.u32 %r1, 0; mov.u64 %rd1, 0;
+    POLL: ld.relaxed.sys.global.u64 %rd2, [%rd42];
+    setp.ne.u64 %p1, %rd2, 0; @%p1 bra END;
+    and.b32 %r2, %r1, 63; add.u32 %r1, %r1, 1; setp.ne.u32 %p2, %r2, 0; @%p2 bra POLL;
+    mov.u64 %rd3, %globaltimer;
+    setp.ne.u64 %p3, %rd1, 0; @%p3 bra LATER;
+    mov.u64 %rd1, %rd3; bra POLL;
+    LATER: sub.u64 %rd2, %rd3, %rd1; setp.le.u64 %p4, %rd2, 1000; @%p4 bra POLL;
+    END: st.global.u64 [%rd42+16], %rd2;";
+
+/// The other lane has just stored a word, so that all polls count anew: that the waiting one looks
+/// at the clock is known from before.
+#[test]
+fn a_clock_that_stands_is_read_before_its_owner_moves_it_again() {
+    let time = Arc::new(AtomicU64::new(1_000));
+    let dev = DeviceConfig { clock: Clock::Stepped(time.clone()), ..DeviceConfig::default() };
+    let mut run = Run::new(&kernel("", WAIT_WITH_DEADLINE), &[0; 4], launch(1, 2), &dev);
+    let step = |run: &mut Run| assert_ne!(run.grid.step(10_000).unwrap(), Progress::Running);
+    step(&mut run);
+    // Both have begun to wait at 1000 ns.
+    for _ in 0..64 {
+        step(&mut run);
+    }
+    run.memory.write(run.buf.addr(), &7u64.to_ne_bytes()).unwrap();
+    step(&mut run);
+    assert_eq!(run.words(), [7, 0, 7, 0]);
+    time.store(3_000, std::sync::atomic::Ordering::Relaxed);
+    let mut steps = 0;
+    loop {
+        step(&mut run);
+        steps += 1;
+        if run.grid.has_read_the_clock() {
+            break;
+        }
+        assert!(steps < 256);
+    }
+    assert_eq!(run.words(), [7, 0, 7, 2_000], "after {steps} steps");
+}
+
 #[test]
 fn launches_are_checked() {
     let ptx = kernel(".shared .align 4 .b8 S[1000];", "st.shared.u32 [S], 1;")

@@ -71,6 +71,9 @@ impl Work {
                     }
                     progress = grid.step(slice);
                 }
+                if matches!(progress, Ok(Progress::Spinning)) {
+                    grid.expect_no_more_readings();
+                }
                 if !matches!(progress, Ok(Progress::Running | Progress::Spinning)) {
                     coverage::note(grid.kernel());
                 }
