@@ -1,4 +1,6 @@
-//! Shadow memory: for every word of memory, who wrote it last and who has read it since.
+//! Shadow memory: for every word of memory, who wrote it last and who has read it since. A word of
+//! which an access had only some bytes is split: each of its bytes then has a history of its own,
+//! until a write has the whole word again.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -52,25 +54,55 @@ impl How {
 
 const NOBODY: Record = Record { actor: 0, tick: 0, lanes: 0, pc: 0, how: How::WEAK, bytes: 0 };
 
+/// The history of a word, or of a byte of a split word.
 #[derive(Clone, Copy, Debug)]
-struct Word {
+struct Cell {
     write: Record,
     read: Record,
-    /// Bytes that were ever written.
-    written: u8,
+    /// Somebody wrote it.
+    written: bool,
+    /// The word is split: its bytes are in `Shadow::split`, and nothing else here counts.
+    split: bool,
     /// More readers than one are in `Shadow::readers`.
     crowded: bool,
     /// Strong reads of the last write are in `Shadow::seen`.
     seen: bool,
-    /// Value before the last write, where it is known.
+    /// Value of the word before the last write, where it is known.
     before: Option<u32>,
 }
 
-const UNTOUCHED: Word =
-    Word { write: NOBODY, read: NOBODY, written: 0, crowded: false, seen: false, before: None };
+const UNTOUCHED: Cell = Cell {
+    write: NOBODY,
+    read: NOBODY,
+    written: false,
+    split: false,
+    crowded: false,
+    seen: false,
+    before: None,
+};
 
-/// The readers of a word, by warp.
-#[derive(Debug, Default)]
+/// A piece of memory with a history: a word that is not split, or a byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Unit {
+    word: u64,
+    /// Which byte, of a split word.
+    byte: Option<u8>,
+}
+
+impl Unit {
+    /// Where it begins.
+    fn at(self) -> u64 {
+        4 * self.word + u64::from(self.byte.unwrap_or(0))
+    }
+}
+
+/// The bytes of a word that are set in `mask`, as units.
+fn bytes_of(word: u64, mask: u8) -> impl Iterator<Item = Unit> {
+    (0..4).filter(move |byte| mask >> byte & 1 == 1).map(move |byte| Unit { word, byte: Some(byte) })
+}
+
+/// The readers of a unit, by warp.
+#[derive(Clone, Debug, Default)]
 struct Readers {
     by_actor: HashMap<Key, Vec<Record>>,
     count: usize,
@@ -82,7 +114,7 @@ impl Readers {
     fn add(&mut self, grids: &Grids, me: Record, who: &Accessor) {
         let mine = self.by_actor.entry(me.actor).or_default();
         // Later reads of a lane stand for its earlier ones.
-        if let Some(reader) = mine.iter_mut().find(|r| r.lanes & !me.lanes == 0 && r.bytes & !me.bytes == 0) {
+        if let Some(reader) = mine.iter_mut().find(|r| r.lanes & !me.lanes == 0) {
             *reader = me;
             return;
         }
@@ -91,9 +123,7 @@ impl Readers {
         if self.count > self.limit.max(64) {
             // Whoever comes after this read comes after what it knows too.
             self.by_actor.retain(|_, records| {
-                records.retain(|r| {
-                    r.bytes & !me.bytes != 0 || !by_lane(r).all(|key| who.after(grids, key, r)) || *r == me
-                });
+                records.retain(|r| !by_lane(r).all(|key| who.after(grids, key, r)) || *r == me);
                 !records.is_empty()
             });
             self.count = self.by_actor.values().map(Vec::len).sum();
@@ -115,12 +145,15 @@ impl std::fmt::Debug for Names {
 /// The shadow of one piece of memory.
 #[derive(Debug, Default)]
 pub(crate) struct Shadow {
-    pages: Vec<Option<Box<[Word]>>>,
-    /// Where a word has several readers that nothing orders.
-    readers: HashMap<u64, Readers>,
-    /// Lanes that have observed the last write of a word, by a morally strong read, and when: the write comes before whatever comes after
-    /// one of these reads, though nothing else of its thread does.
-    seen: HashMap<u64, Vec<(Key, u32)>>,
+    pages: Vec<Option<Box<[Cell]>>>,
+    /// The bytes of split words.
+    split: HashMap<u64, [Cell; 4]>,
+    /// Where a unit has several readers that nothing orders.
+    readers: HashMap<Unit, Readers>,
+    /// Lanes that have observed the last write of a unit, by a morally strong read, and when: the
+    /// write comes before whatever comes after one of these reads, though nothing else of its
+    /// thread does.
+    seen: HashMap<Unit, Vec<(Key, u32)>>,
     /// Others access it in ways that nobody tells: nothing is checked but read-modify-writes against each other, and whether host code that
     /// says so may take what kernels wrote.
     pub(crate) hidden: bool,
@@ -198,18 +231,57 @@ impl Shadow {
         Self { hidden, filled, ..Self::default() }
     }
 
-    fn word(&mut self, index: u64) -> &mut Word {
+    fn word(&mut self, index: u64) -> &mut Cell {
         let page = (index / PAGE_WORDS) as usize;
         if page >= self.pages.len() {
             self.pages.resize_with(page + 1, || None);
         }
-        let fresh = Word { written: if self.filled { 15 } else { 0 }, ..UNTOUCHED };
+        let fresh = Cell { written: self.filled, ..UNTOUCHED };
         let page =
             self.pages[page].get_or_insert_with(|| vec![fresh; PAGE_WORDS as usize].into_boxed_slice());
         &mut page[(index % PAGE_WORDS) as usize]
     }
 
-    /// Calls `f` with each word of a range and the bytes of it that the range has.
+    fn cell(&mut self, unit: Unit) -> &mut Cell {
+        match unit.byte {
+            None => self.word(unit.word),
+            Some(byte) => &mut self.split.entry(unit.word).or_insert([UNTOUCHED; 4])[usize::from(byte)],
+        }
+    }
+
+    /// The units of the bytes `mask` of a word, which is split where these are not all of it.
+    fn units(&mut self, word: u64, mask: u8) -> impl Iterator<Item = Unit> + use<> {
+        if mask != 15 {
+            self.split(word);
+        }
+        let whole = mask == 15 && !self.word(word).split;
+        // The mask of a whole word has one bit too many for a byte.
+        let mut left = if whole { 16 } else { mask };
+        std::iter::from_fn(move || {
+            let byte = left.trailing_zeros() as u8;
+            left &= left.wrapping_sub(1);
+            (byte < 8).then_some(Unit { word, byte: (byte < 4).then_some(byte) })
+        })
+    }
+
+    /// Gives each byte of a word a history of its own, which begins with the word's.
+    fn split(&mut self, word: u64) {
+        let whole = Unit { word, byte: None };
+        let cell = *self.word(word);
+        if cell.split {
+            return;
+        }
+        self.word(word).split = true;
+        self.split.insert(word, [cell; 4]);
+        if let Some(readers) = self.readers.remove(&whole) {
+            self.readers.extend(bytes_of(word, 15).map(|unit| (unit, readers.clone())));
+        }
+        if let Some(seen) = self.seen.remove(&whole) {
+            self.seen.extend(bytes_of(word, 15).map(|unit| (unit, seen.clone())));
+        }
+    }
+
+    /// Each word of a range, and the bytes of it that the range has.
     fn words(at: u64, bytes: u64) -> impl Iterator<Item = (u64, u8)> {
         let end = at + bytes;
         (at / 4..end.div_ceil(4)).map(move |w| {
@@ -232,37 +304,39 @@ impl Shadow {
         // Neighbouring words mostly have the same history.
         let (mut fine, mut replaceable) = (NOBODY, NOBODY);
         for (w, mask) in Self::words(at, bytes) {
-            let mut word = self.word(w);
-            if word.written & mask != mask {
-                return Err((4 * w, Wrong::Unwritten));
-            }
             let mut me = who.record;
             me.bytes = mask;
-            let last = word.write;
-            if last.actor != 0 && last.bytes & mask != 0 && last != fine {
-                let this = Accessor { record: me, ..*who };
-                if this.gets_on_with(grids, last.actor, &last) {
-                    fine = last;
-                } else if word.seen && self.observed(grids, w, who) {
-                    // Says nothing of other words that the same thread wrote.
-                    word = self.word(w);
-                } else {
-                    return Err((4 * w, Wrong::Race { other: last, wrote: true }));
+            for unit in self.units(w, mask) {
+                let mut cell = self.cell(unit);
+                if !cell.written {
+                    return Err((unit.at(), Wrong::Unwritten));
                 }
-            }
-            let old = word.read;
-            let same = |o: &Record| o.actor == me.actor && o.how == me.how && o.pc == me.pc;
-            if old.actor == 0 || old == replaceable {
-                word.read = me;
-            } else if same(&old) && old.tick == me.tick {
-                word.read = Record { lanes: old.lanes | me.lanes, bytes: old.bytes | me.bytes, ..me };
-            } else if old.bytes & !mask == 0 && by_lane(&old).all(|key| who.after(grids, key, &old)) {
-                // Whoever comes after this read comes after that one too.
-                replaceable = old;
-                word.read = me;
-            } else {
-                word.crowded = true;
-                self.readers.entry(w).or_default().add(grids, me, who);
+                let last = cell.write;
+                if last.actor != 0 && last != fine {
+                    let this = Accessor { record: me, ..*who };
+                    if this.gets_on_with(grids, last.actor, &last) {
+                        fine = last;
+                    } else if cell.seen && self.observed(grids, unit, who) {
+                        // Says nothing of other words that the same thread wrote.
+                        cell = self.cell(unit);
+                    } else {
+                        return Err((unit.at(), Wrong::Race { other: last, wrote: true }));
+                    }
+                }
+                let old = cell.read;
+                let same = |o: &Record| o.actor == me.actor && o.how == me.how && o.pc == me.pc;
+                if old.actor == 0 || old == replaceable {
+                    cell.read = me;
+                } else if same(&old) && old.tick == me.tick && old.bytes == me.bytes {
+                    cell.read = Record { lanes: old.lanes | me.lanes, ..me };
+                } else if by_lane(&old).all(|key| who.after(grids, key, &old)) {
+                    // An access behind this read is behind that one too.
+                    replaceable = old;
+                    cell.read = me;
+                } else {
+                    cell.crowded = true;
+                    self.readers.entry(unit).or_default().add(grids, me, who);
+                }
             }
         }
         Ok(())
@@ -272,14 +346,16 @@ impl Shadow {
     pub(crate) fn take(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Result<(), Trouble> {
         let mut fine = NOBODY;
         for (w, mask) in Self::words(at, bytes) {
-            let last = self.word(w).write;
-            if last.actor == 0 || last.bytes & mask == 0 || last == fine {
-                continue;
+            for unit in self.units(w, mask) {
+                let last = self.cell(unit).write;
+                if last.actor == 0 || last == fine {
+                    continue;
+                }
+                if !who.after(grids, last.actor, &last) {
+                    return Err((unit.at(), Wrong::Race { other: last, wrote: true }));
+                }
+                fine = last;
             }
-            if !who.after(grids, last.actor, &last) {
-                return Err((4 * w, Wrong::Race { other: last, wrote: true }));
-            }
-            fine = last;
         }
         Ok(())
     }
@@ -300,51 +376,58 @@ impl Shadow {
         for (w, mask) in Self::words(at, bytes) {
             let mut me = who.record;
             me.bytes = mask;
-            if self.hidden && !(me.how.rmw && self.word(w).write.how.rmw) {
-                let word = self.word(w);
-                (word.write, word.read, word.written) = (me, NOBODY, word.written | mask);
-                strong_before = true;
-                continue;
-            }
             let this = Accessor { record: me, ..*who };
-            let word = self.word(w);
-            let (last, read, crowded, seen) = (word.write, word.read, word.crowded, word.seen);
-            strong_before |= last.how.strong.is_some();
-            word.before = if mask == 15 { before(4 * w) } else { None };
-            word.write = me;
-            word.read = NOBODY;
-            word.crowded = false;
-            word.seen = false;
-            word.written |= mask;
-            if last.actor != 0
-                && last.bytes & mask != 0
-                && last != fine
-                && !this.gets_on_with(grids, last.actor, &last)
-                && !(!last.how.rmw && !me.how.rmw && unchanged(4 * w))
-            {
-                if !(seen && self.observed(grids, w, who)) {
-                    return Err((4 * w, Wrong::Race { other: last, wrote: true }));
+            let value_before = if mask == 15 && !self.hidden { before(4 * w) } else { None };
+            for unit in self.units(w, mask) {
+                let cell = self.cell(unit);
+                let (last, read, crowded, seen) = (cell.write, cell.read, cell.crowded, cell.seen);
+                (cell.write, cell.read, cell.before) = (me, NOBODY, value_before);
+                (cell.written, cell.crowded, cell.seen) = (true, false, false);
+                if self.hidden && !(me.how.rmw && last.how.rmw) {
+                    strong_before = true;
+                    continue;
                 }
-            } else {
-                fine = last;
-            }
-            let clash = |r: &Record| {
-                r.actor != 0 && r.bytes & mask != 0 && by_lane(r).any(|key| !this.gets_on_with(grids, key, r))
-            };
-            if clash(&read) {
-                return Err((4 * w, Wrong::Race { other: read, wrote: false }));
-            }
-            if crowded {
-                let readers = self.readers.remove(&w).unwrap_or_default();
-                if let Some(other) = readers.by_actor.into_values().flatten().find(clash) {
-                    return Err((4 * w, Wrong::Race { other, wrote: false }));
+                strong_before |= last.how.strong.is_some();
+                if last.actor != 0
+                    && last != fine
+                    && !this.gets_on_with(grids, last.actor, &last)
+                    && !(!last.how.rmw && !me.how.rmw && unchanged(4 * w))
+                {
+                    if !(seen && self.observed(grids, unit, who)) {
+                        return Err((unit.at(), Wrong::Race { other: last, wrote: true }));
+                    }
+                } else {
+                    fine = last;
+                }
+                let clash =
+                    |r: &Record| r.actor != 0 && by_lane(r).any(|key| !this.gets_on_with(grids, key, r));
+                if clash(&read) {
+                    return Err((unit.at(), Wrong::Race { other: read, wrote: false }));
+                }
+                if crowded {
+                    let readers = self.readers.remove(&unit).unwrap_or_default();
+                    if let Some(other) = readers.by_actor.into_values().flatten().find(clash) {
+                        return Err((unit.at(), Wrong::Race { other, wrote: false }));
+                    }
+                }
+                if seen {
+                    self.seen.remove(&unit);
                 }
             }
-            if seen {
-                self.seen.remove(&w);
+            if mask == 15 {
+                self.join(w);
             }
         }
         Ok(strong_before)
+    }
+
+    /// A write had all bytes of a word: they have one history again.
+    fn join(&mut self, word: u64) {
+        if self.word(word).split
+            && let Some([cell, ..]) = self.split.remove(&word)
+        {
+            *self.word(word) = cell;
+        }
     }
 
     /// The value before the last write of each word of a range, if a reader may still see it: it neither knows the write nor comes
@@ -356,19 +439,17 @@ impl Shadow {
         let mut values = [0; 4];
         let mut writer = None;
         for (i, w) in (at / 4..(at + bytes) / 4).enumerate() {
-            let word = self.word(w);
-            let write = word.write;
-            let one = *writer.get_or_insert((write.actor, write.tick, write.pc));
-            if write.actor == 0
-                || one != (write.actor, write.tick, write.pc)
-                || who.after(grids, write.actor, &write)
-            {
-                return None;
-            }
-            values[i] = word.before?;
-            let word_seen = word.seen;
-            if word_seen && self.observed(grids, w, who) {
-                return None;
+            for unit in self.units(w, 15) {
+                let Cell { write, before, seen, .. } = *self.cell(unit);
+                let one = *writer.get_or_insert((write.actor, write.tick, write.pc));
+                if write.actor == 0
+                    || one != (write.actor, write.tick, write.pc)
+                    || who.after(grids, write.actor, &write)
+                    || seen && self.observed(grids, unit, who)
+                {
+                    return None;
+                }
+                values[i] = before?;
             }
         }
         Some(values)
@@ -380,25 +461,28 @@ impl Shadow {
             let mut me = who.record;
             me.bytes = mask;
             let this = Accessor { record: me, ..*who };
-            let word = self.word(w);
-            let last = word.write;
-            if last.actor == 0
-                || this.after(grids, last.actor, &last)
-                || !this.morally_strong(grids, last.actor, &last)
-            {
-                continue;
-            }
-            word.seen = true;
-            let seen = self.seen.entry(w).or_default();
-            if !seen.iter().any(|s| s.0 == who.own) {
-                seen.push((who.own, me.tick));
+            for unit in self.units(w, mask) {
+                let cell = self.cell(unit);
+                let last = cell.write;
+                if last.actor == 0
+                    || this.after(grids, last.actor, &last)
+                    || !this.morally_strong(grids, last.actor, &last)
+                {
+                    continue;
+                }
+                cell.seen = true;
+                let seen = self.seen.entry(unit).or_default();
+                if !seen.iter().any(|s| s.0 == who.own) {
+                    seen.push((who.own, me.tick));
+                }
             }
         }
     }
 
-    /// Whether an access comes after a strong read of the last write of a word, so after that write.
-    fn observed(&self, grids: &Grids, word: u64, who: &Accessor) -> bool {
-        self.seen.get(&word).is_some_and(|seen| {
+    /// Whether an access comes after a strong read of the last write of a unit, so after that
+    /// write.
+    fn observed(&self, grids: &Grids, unit: Unit, who: &Accessor) -> bool {
+        self.seen.get(&unit).is_some_and(|seen| {
             seen.iter().any(|&(key, tick)| key == who.own || who.after_tick(grids, key, tick))
         })
     }
@@ -406,10 +490,14 @@ impl Shadow {
     /// Forgets who touched a range: nobody has written it.
     pub(crate) fn renew(&mut self, at: u64, bytes: u64) {
         for (w, mask) in Self::words(at, bytes) {
-            let word = self.word(w);
-            *word = Word { written: word.written & !mask, ..UNTOUCHED };
-            self.readers.remove(&w);
-            self.seen.remove(&w);
+            for unit in self.units(w, mask) {
+                *self.cell(unit) = UNTOUCHED;
+                self.readers.remove(&unit);
+                self.seen.remove(&unit);
+            }
+            if mask == 15 {
+                self.join(w);
+            }
         }
     }
 }

@@ -305,6 +305,156 @@ fn lanes_and_warps_need_barriers() {
     ]);
 }
 
+/// Every thread adds 1 to an element of 2 bytes, in place.
+const IN_PLACE: &str = "
+    mul.wide.u32 %rd1, %r40, 2;
+    add.s64 %rd2, %rd40, %rd1;
+    ld.global.u16 %h1, [%rd2];
+    add.u16 %h1, %h1, 1;
+    st.global.u16 [%rd2], %h1;";
+
+/// Two blocks write neighbouring bytes of a word, a third reads one that nobody writes.
+const NEIGHBOURS: &str = "
+    mov.u32 %r1, %ctaid.x;
+    mov.u16 %h1, 7;
+    setp.eq.u32 %p1, %r1, 2;
+    @%p1 bra READER;
+    cvt.u64.u32 %rd1, %r1;
+    add.s64 %rd2, %rd40, %rd1;
+    st.global.u8 [%rd2], %h1;
+    ret;
+READER:
+    ld.global.u8 %h2, [%rd40+2];";
+
+/// A byte of a word is published, while its neighbour is written by another block.
+const BYTE_MESSAGE: &str = "
+    mov.u32 %r1, %ctaid.x;
+    mov.u16 %h1, 7;
+    setp.eq.u32 %p1, %r1, 1;
+    @%p1 bra READER;
+    setp.eq.u32 %p2, %r1, 2;
+    @%p2 bra NEIGHBOUR;
+    mov.u32 %r2, 1;
+    st.global.u8 [%rd40], %h1;
+    st.release.gpu.global.u32 [%rd40+8], %r2;
+    ret;
+NEIGHBOUR:
+    st.global.u8 [%rd40+1], %h1;
+    ret;
+READER:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p3, %r3, 0;
+    @%p3 bra READER;
+    ld.global.u8 %h2, [%rd40];
+    cvt.u64.u16 %rd2, %h2;
+    st.global.u64 [%rd40+16], %rd2;";
+
+#[test]
+fn each_byte_of_a_word_has_its_own_history() {
+    let in_place = Case {
+        name: "an element of 2 bytes that another lane changes",
+        shape: (1, 64),
+        body: IN_PLACE,
+        edit: ("st.global.u16 [%rd2]", "st.global.u16 [%rd2+2]"),
+        between: ["ld.global.u16", "st.global.u16"],
+        missing: "bar.warp.sync between the lanes",
+        // Words 0 and 1 held 0 and 1 << 32.
+        result: &[(0, 0x1_0001_0001_0001), (1, 0x1_0002_0001_0001)],
+    };
+    check_all(&[
+        in_place,
+        Case {
+            name: "an element of 1 byte that another lane changes",
+            shape: (1, 32),
+            body: "
+    cvt.u64.u32 %rd1, %r40;
+    add.s64 %rd2, %rd40, %rd1;
+    ld.global.u8 %h1, [%rd2];
+    add.u16 %h1, %h1, 1;
+    st.global.u8 [%rd2], %h1;",
+            edit: ("st.global.u8 [%rd2]", "st.global.u8 [%rd2+1]"),
+            between: ["ld.global.u8", "st.global.u8"],
+            result: &[(0, 0x0101_0101_0101_0101)],
+            ..in_place
+        },
+        Case {
+            name: "a byte whose neighbour is written after it",
+            shape: (3, 1),
+            body: NEIGHBOURS,
+            edit: ("ld.global.u8 %h2, [%rd40+2]", "ld.global.u8 %h2, [%rd40]"),
+            between: ["st.global.u8 [%rd2]", "ld.global.u8"],
+            missing: "release and acquire of scope .gpu or wider",
+            result: &[(0, 0x0707)],
+        },
+        Case {
+            name: "a half whose neighbour is written after it",
+            body: "
+    mov.u32 %r1, %ctaid.x;
+    mov.u16 %h1, 7;
+    setp.eq.u32 %p1, %r1, 2;
+    @%p1 bra READER;
+    mul.wide.u32 %rd1, %r1, 2;
+    add.s64 %rd2, %rd40, %rd1;
+    st.global.u16 [%rd2], %h1;
+    ret;
+READER:
+    ld.global.u8 %h2, [%rd40+4];",
+            edit: ("ld.global.u8 %h2, [%rd40+4]", "ld.global.u8 %h2, [%rd40+1]"),
+            between: ["st.global.u16 [%rd2]", "ld.global.u8"],
+            result: &[(0, 0x7_0007)],
+            ..Case {
+                name: "",
+                shape: (3, 1),
+                body: NEIGHBOURS,
+                edit: ("", ""),
+                between: ["", ""],
+                missing: "release and acquire of scope .gpu or wider",
+                result: &[],
+            }
+        },
+        Case {
+            name: "a published byte",
+            shape: (3, 1),
+            body: BYTE_MESSAGE,
+            edit: ("st.release.gpu", "st.relaxed.gpu"),
+            between: ["st.global.u8 [%rd40],", "ld.global.u8"],
+            missing: "release and acquire of scope .gpu or wider",
+            result: &[(0, 0x0707), (2, 7)],
+        },
+    ]);
+}
+
+/// A word that was written by halves and is then read and written whole has one history again.
+#[test]
+fn a_word_written_by_halves_is_read_whole() {
+    let message = "
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READER;
+    mov.u16 %h1, 7;
+    mov.u32 %r2, 1;
+    st.global.u16 [%rd40], %h1;
+    st.global.u16 [%rd40+2], %h1;
+    st.release.gpu.global.u32 [%rd40+8], %r2;
+    ret;
+READER:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra READER;
+    ld.global.u32 %r4, [%rd40];
+    add.u32 %r4, %r4, 1;
+    st.global.u32 [%rd40], %r4;";
+    check_all(&[Case {
+        name: "halves behind a weak flag",
+        shape: (2, 1),
+        body: message,
+        edit: ("st.release.gpu", "st.relaxed.gpu"),
+        between: ["st.global.u16 [%rd40", "ld.global.u32"],
+        missing: "release and acquire of scope .gpu or wider",
+        result: &[(0, 0x7_0008)],
+    }]);
+}
+
 /// One thread writes 16 bytes of shared memory and stores them by a bulk copy.
 const BULK_STORE: &str = "
     mov.u32 %r1, DATA;
