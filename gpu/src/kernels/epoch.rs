@@ -473,6 +473,7 @@ pub(super) unsafe fn record(
             st_relaxed_sys_u64(status + 24, needed);
             st_relaxed_sys_u64(status + 32, seen);
             st_relaxed_sys_u64(status + 40, waited);
+            st_relaxed_sys_u64(status + 48, comm.call);
             st_release_sys_u64(status, what as u64);
         }
     }

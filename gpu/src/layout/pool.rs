@@ -212,9 +212,11 @@ pub struct Status {
     pub seen: u64,
     /// How long, in ns.
     pub waited_ns: u64,
+    /// The call that the kernel was given, [`Comm::call`](super::Comm::call).
+    pub call: u64,
 }
 
-layout_assert!(Status, size = 48, waited_ns at 40);
+layout_assert!(Status, size = 56, waited_ns at 40);
 
 /// What a kernel can wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

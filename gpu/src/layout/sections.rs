@@ -101,7 +101,7 @@ pub const PLAN_HEADER: &[Section] = fields!(PlanHeader {
 pub const LOCAL_STATE: &[Section] = fields!(LocalState { epoch, ticket, abort, left_out, started });
 
 /// The fields of a [`Status`].
-pub const STATUS: &[Section] = fields!(Status { code, peer, epoch, needed, seen, waited_ns });
+pub const STATUS: &[Section] = fields!(Status { code, peer, epoch, needed, seen, waited_ns, call });
 
 /// The fields of a [`QueueHandle`].
 pub const QUEUE_HANDLE: &[Section] = fields!(QueueHandle { queue, posted });

@@ -4,11 +4,10 @@ use std::time::Duration;
 
 use epoxide::driver::Stream;
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
-use epoxide::group::launch::run_threads;
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Place, Quantise, Received};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{PATIENCE, now};
+use epoxide_testing::harness::{PATIENCE, now, run_ranks};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 
@@ -64,7 +63,7 @@ fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Rank)
         routing(&[TOKENS as u32; RANKS as usize], 2, 6, Style::DistinctTopK),
         HIDDEN as u32,
     );
-    let outcome = run_threads(RANKS, PATIENCE, |number, group| {
+    let outcome = run_ranks(RANKS, |number, group| {
         let device = case.device(number);
         let stream = Stream::new(&device, false)?;
         let options = Options::new(TOKENS as u32, HIDDEN, 2, 6).timeout(DEADLINE);
@@ -125,6 +124,21 @@ fn a_rank_that_is_gone_between_dispatch_and_combine() {
         let start = rank.now();
         rank.combine(received)?;
         expect_timeout(rank, "low-latency combine", start);
+        Ok(())
+    });
+}
+
+/// The host has enqueued the combine by the time that the dispatch gives up.
+#[test]
+fn a_timeout_names_the_operation_that_waited() {
+    run(|rank| {
+        if rank.number == 1 {
+            return Ok(());
+        }
+        let (start, mut place) = (rank.now(), rank.buffer.place(0)?);
+        let received = rank.dispatch(&mut place)?;
+        drop(rank.combine(received));
+        expect_timeout(rank, "low-latency dispatch", start);
         Ok(())
     });
 }
@@ -274,7 +288,7 @@ fn arguments_that_do_not_fit() {
 
 #[test]
 fn options_that_break_a_rule() {
-    let outcome = run_threads(1, PATIENCE, |rank, group| {
+    let outcome = run_ranks(1, |rank, group| {
         let device = LowLatencyCase::new(routing(&[1], 1, 1, Style::DistinctTopK), 8).device(rank);
         let fails = |options: Options, what: &str| {
             let error = Buffer::new(device.clone(), &*group, options).unwrap_err().to_string();

@@ -6,6 +6,7 @@ use std::time::Duration;
 use epoxide_gpu::layout::{LowLatencyCall, Status, Wait};
 
 use super::buffer::Buffer;
+use crate::driver::Stream;
 use crate::ep::beside::Activity;
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
@@ -36,11 +37,17 @@ pub(super) struct Faults {
 }
 
 impl Outcome for Faults {
+    fn check_behind(&self, _: &Stream) -> Result<()> {
+        self.check()
+    }
+}
+
+impl Faults {
     fn check(&self) -> Result<()> {
         if !self.activity.has_failed()? {
             return Ok(());
         }
-        let Status { code, peer, epoch, needed, seen, waited_ns, .. } = self.activity.status.read(0)?;
+        let Status { code, peer, epoch, needed, seen, waited_ns, call } = self.activity.status.read(0)?;
         let (rank, peer) = (self.rank, peer as u32);
         if code == Wait::LowLatencyExpert as u64 {
             let value = format!("{} of token {needed}", seen as i64);
@@ -67,7 +74,7 @@ impl Outcome for Faults {
         Err(Error::PeerTimeout {
             rank,
             peer,
-            operation: self.activity.sequence.last_operation().unwrap_or("low latency"),
+            operation: name_of(LowLatencyCall::of(call as u32)),
             word,
             epoch,
             needed,
@@ -78,10 +85,14 @@ impl Outcome for Faults {
     }
 }
 
+fn name_of(call: LowLatencyCall) -> &'static str {
+    if call.is_combine { "low-latency combine" } else { "low-latency dispatch" }
+}
+
 /// The call that a packet says.
 fn describe(bits: u32) -> String {
-    let LowLatencyCall { is_combine, has_scales, place, row_bytes, .. } = LowLatencyCall::of(bits);
-    let name = if is_combine { "combine" } else { "dispatch" };
+    let call = LowLatencyCall::of(bits);
+    let LowLatencyCall { has_scales, place, row_bytes, .. } = call;
     let scales = if has_scales { " and scales" } else { "" };
-    format!("low-latency {name} in place {place} with {row_bytes} bytes per row{scales}")
+    format!("{} in place {place} with {row_bytes} bytes per row{scales}", name_of(call))
 }
