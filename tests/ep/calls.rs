@@ -5,10 +5,9 @@ use std::sync::Mutex;
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchHandle, DispatchRequest, Place};
-use epoxide::group::launch::run_threads;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result, Scope};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
 
 use crate::failing::{FailingDevice, REFUSAL};
 use crate::spread::{Spread, in_every_spread};
@@ -161,7 +160,7 @@ fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
         let calls_of = |rank: u32| if is_other(rank) { theirs } else { ours };
         let (setup, turn) = (setup(ranks, nodes), Turn::random(1, &[5, 6, 3, 4][..ranks as usize], 2));
         let errors = Mutex::new(BTreeMap::new());
-        let outcome = run_threads(ranks, PATIENCE, |number, group| {
+        let outcome = run_ranks(ranks, |number, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
             let (mut places, known) = prepare(&mut rank, &turn)?;
             let start = rank.now();
@@ -281,7 +280,7 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
         Spread::SeveralNodes => Ranks::on_nodes(TransportKind::Shm),
     };
     let (turn, setup) = (ranks.turn(), ranks.setup());
-    let outcome = run_threads(ranks.lost() + 1, PATIENCE, |number, group| {
+    let outcome = run_ranks(ranks.lost() + 1, |number, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: number, ..setup.device.clone() });
         let device = FailingDevice::new(device, &["dispatch", "internode_dispatch"]);
         let mut rank = Rank::new(device.clone(), group.clone(), setup.options.clone())?;

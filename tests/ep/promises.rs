@@ -6,11 +6,10 @@ use epoxide::driver::{Event, Stream};
 use epoxide::ep::{
     CombineOutput, CombineRequest, Counts, DType, DispatchRequest, Place, Step, StreamOrder, Tensor,
 };
-use epoxide::group::launch::run_threads;
 use epoxide::internal::{VirtualTime, as_member};
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result, Scope};
-use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names};
+use epoxide_testing::harness::{Nodes, PATIENCE, POISON, Rank, Setup, assert_names, run_ranks};
 use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
 
@@ -20,6 +19,10 @@ use crate::valid::{EXPERTS, RANKS, TOKENS, refused, tensor, then_dispatch};
 
 /// What has not happened by then is taken to wait.
 const WHILE: Duration = Duration::from_millis(60);
+
+/// Two ranks on one node, and on two.
+const SPREADS: [Option<Nodes>; 2] =
+    [None, Some(Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 })];
 
 fn setup() -> Setup {
     Setup::new(2, 1, 8, ROW)
@@ -250,8 +253,7 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
 #[test]
 fn a_step_does_not_run_again_once_a_peer_has_gone() {
     let [turn] = turns();
-    let across = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 };
-    for nodes in [None, Some(across)] {
+    for nodes in SPREADS {
         setup().nodes(nodes).run(|rank| {
             let stream = rank.stream.clone();
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
@@ -271,6 +273,67 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
                 let error = outcome.expect_err("rank 1 has gone");
                 assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
             }
+            Ok(())
+        });
+    }
+}
+
+/// Sums and rows of the turn before would pass for results.
+#[test]
+fn what_a_dispatch_without_a_plan_left_is_not_read() {
+    let [turn] = turns();
+    for nodes in SPREADS {
+        setup().nodes(nodes).run(|rank| {
+            let stream = rank.stream.clone();
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let experts = turn.routing.num_experts;
+            drop(echo(rank, &mut place, &inputs, experts)?);
+
+            let mut ids = turn.routing.topk_idx[rank.rank as usize].clone();
+            if rank.rank == 1 {
+                ids[0][0] = experts.into();
+            }
+            let ids = rank.upload_typed(TOPK as usize, &ids)?;
+            let layout = rank.layout(&ids, experts)?;
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+            let output = rank.dispatch(&mut place, request)?;
+            let back = rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
+            let sources = output.recv_src_idx.as_ref().expect("the dispatch was not cached");
+            let reads = [
+                output.recv_x.to_host::<u16>(&stream).map(drop),
+                sources.values(&stream).map(drop),
+                output.handle.num_recv_tokens(&stream).map(drop),
+                output.handle.send_head().values(&stream).map(drop),
+                back.combined_x.to_host::<u16>(&stream).map(drop),
+            ];
+            for read in reads {
+                let error = read.expect_err("rank 1 has an id out of range");
+                assert!(matches!(error, Error::InvalidExpert { rank: 1 }), "{error}");
+            }
+            drop((output, back));
+
+            let (_output, back) = echo(rank, &mut place, &inputs, experts)?;
+            check_sums(rank, "combined_x of the next turn", &back, &turn)
+        });
+    }
+}
+
+#[test]
+fn sums_of_fewer_rows_than_came_are_not_read() {
+    let [turn] = turns();
+    for nodes in SPREADS {
+        setup().nodes(nodes).run(|rank| {
+            let stream = rank.stream.clone();
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+            let output = rank.dispatch(&mut place, request)?;
+            let received = output.handle.num_recv_tokens(&stream)?;
+            let few = tensor(rank, DType::Bf16, &[u64::from(received) - 1, HIDDEN as u64]);
+            let back = rank.combine(CombineRequest::new(&few, &output.handle))?;
+            let read = back.combined_x.to_host::<u16>(&stream).map(drop);
+            let (given, brought) = (received - 1, format!("brought {received} rows"));
+            refused(read, &[&format!("num_recv_tokens = {given}"), &brought]);
             Ok(())
         });
     }
@@ -433,7 +496,7 @@ fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
 fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
     let [first, second] = turns();
     let setup = setup();
-    let outcome = run_threads(2, PATIENCE, |_, group| {
+    let outcome = run_ranks(2, |_, group| {
         let mut rank = Rank::join(&setup, group)?;
         let gate = Gate::new(rank.device())?;
         let inputs = [Inputs::upload(&first, &rank)?, Inputs::upload(&second, &rank)?];

@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 use epoxide::ep::{
     CachedDispatchRequest, DispatchHandle, DispatchOutput, DispatchRequest, Place, StreamOrder,
 };
-use epoxide::group::launch::run_threads;
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names, now};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names, now, run_ranks};
 
 use crate::gate::Gate;
 use crate::spread::{Spread, in_every_spread};
@@ -130,7 +129,7 @@ fn without_the_last(
     for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup());
         let errors = Mutex::new(BTreeMap::new());
-        let outcome = run_threads(ranks.count(), PATIENCE, |number, group| {
+        let outcome = run_ranks(ranks.count(), |number, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
             let inputs = Inputs::upload(&turn, &rank)?;
             let mut place = rank.place()?;
@@ -338,7 +337,7 @@ fn without_a_clock(ptx: &str) -> String {
 fn wait_for_a_lost_rank(ranks: Ranks, ptx: &Path) -> (Error, Duration) {
     let (turn, mut setup) = (ranks.turn(), ranks.setup());
     setup.options.ptx = Some(ptx.to_owned());
-    let outcome = run_threads(ranks.count(), PATIENCE, |number, group| {
+    let outcome = run_ranks(ranks.count(), |number, group| {
         let mut rank = Rank::join(&setup, group.clone())?;
         let inputs = Inputs::upload(&turn, &rank)?;
         rank.synchronize()?;
@@ -384,7 +383,7 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
     for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup().timeout(PATIENCE));
         for on_comm_stream in [Some(false), Some(true), None] {
-            let outcome = run_threads(ranks.count(), PATIENCE, |_, group| {
+            let outcome = run_ranks(ranks.count(), |_, group| {
                 let mut rank = Rank::join(&setup, group)?;
                 let inputs = Inputs::upload(&turn, &rank)?;
                 let mut place = rank.place()?;
@@ -418,7 +417,7 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
 fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spread) {
     for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup().timeout(Duration::from_millis(300)));
-        let outcome = run_threads(ranks.count(), PATIENCE, |_, group| {
+        let outcome = run_ranks(ranks.count(), |_, group| {
             let mut rank = Rank::join(&setup, group.clone())?;
             let inputs = Inputs::upload(&turn, &rank)?;
             let gate = Gate::new(rank.device())?;
@@ -449,7 +448,7 @@ fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spre
 fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
     let turn = Turn::random(1, &TOKENS[..2], 2);
     let setup = Setup::new(2, 2, 6, ROW).nodes(spread.nodes(1)).timeout(TIMEOUT);
-    let outcome = run_threads(2, PATIENCE, |number, group| {
+    let outcome = run_ranks(2, |number, group| {
         let mut first = Rank::join(&setup, group.clone())?;
         let mut second = Rank::new(first.device().clone(), group.clone(), setup.options.clone())?;
         second.stream = first.stream.clone();

@@ -11,7 +11,7 @@ use epoxide_gpu::layout::{
 use super::beside::{Activity, next_id};
 use super::captured::Captured;
 use super::enqueue::Enqueuer;
-use super::fault::Faults;
+use super::fault::{Faults, Limits};
 use super::kernels::{Kernels, Loaded};
 use super::options::BufferOptions;
 use super::peers::Peers;
@@ -191,7 +191,13 @@ impl Buffer {
         };
         let sequence = enqueuer.sequence().clone();
         let activity = Activity::list(id, &device, &sequence, &status);
-        let faults = Faults { activity, rank, topology, beside: OnceLock::new() };
+        let limits = Limits {
+            shape: options.shape,
+            places: options.places,
+            rows: layout.rows,
+            slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
+        };
+        let faults = Faults { activity, rank, topology, limits, beside: OnceLock::new() };
         let buffer = Buffer {
             enqueuer,
             kernels,

@@ -10,13 +10,14 @@ use epoxide_gpu::layout::{
 };
 
 use super::buffer::RowBytes;
+use super::handle::Inner;
 use super::kernels::Mode;
 use super::place::PoolRows;
 use super::scratch::Pieces;
-use super::tensor::Owner;
+use super::tensor::{Outcome, Owner};
 use super::trace::trace_place;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
-use crate::driver::Event;
+use crate::driver::{Event, Stream};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
@@ -82,6 +83,29 @@ pub struct CombineOutput {
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
+}
+
+/// What the sums of a combine come from.
+struct Sums {
+    plan: Arc<Inner>,
+    /// Rows of the tensors that it was given, if it was given any.
+    given: Option<u64>,
+}
+
+impl Outcome for Sums {
+    fn check_behind(&self, stream: &Stream) -> Result<()> {
+        self.plan.check_behind(stream)?;
+        // Where the host knows how many rows came, the call has compared.
+        let (None, Some(given)) = (self.plan.num_recv_tokens.get(), self.given) else { return Ok(()) };
+        let received = u64::from(self.plan.header(stream)?.num_recv_tokens);
+        if given >= received {
+            return Ok(());
+        }
+        let rule = format!(
+            "the dispatch brought {received} rows, so that the sums lack some: combine a tensor of at least as many"
+        );
+        Err(Error::argument("num_recv_tokens", given, rule))
+    }
 }
 
 impl Buffer {
@@ -270,13 +294,14 @@ impl Buffer {
                 }
             }
         })?;
+        let sums = Arc::new(Sums { plan: handle.clone(), given });
         let weights_out = |_| {
             TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone())
-                .result("combined_topk_weights", &self.faults)
+                .result("combined_topk_weights", &sums)
         };
         Ok(CombineOutput {
             combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone())
-                .result("combined_x", &self.faults),
+                .result("combined_x", &sums),
             combined_topk_weights: request.topk_weights.map(weights_out),
             event,
         })

@@ -12,7 +12,6 @@ use epoxide_gpu::layout::{
 };
 
 use super::buffer::{HOST_EXPERTS, RowBytes};
-use super::fault::{Faults, check_plan};
 use super::handle::{DispatchHandle, HandleShape, Inner, Places};
 use super::kernels::{Mode, RingShape};
 use super::place::{Lease, Place, PlaceState};
@@ -136,10 +135,12 @@ impl Buffer {
     /// Collective.
     ///
     /// # Errors
-    /// On this rank alone: arguments that break a rule, and [`Error::PeerTimeout`] where a peer does not come. On every rank, before any
-    /// row moved: [`Error::Mismatch`], [`Error::InvalidExpert`], and [`Error::Capacity`] where a rank would receive too many rows;
-    /// [`Error::scope`] tells. Where the host does not wait for the counts ([`Counts::OnDevice`]) these show in
-    /// [`Buffer::check_dispatch`].
+    /// On this rank alone: arguments that break a rule, and [`Error::PeerTimeout`] where a peer
+    /// does not come. On every rank, before any row moved: [`Error::Mismatch`],
+    /// [`Error::InvalidExpert`], and [`Error::Capacity`] where a rank would receive too many rows;
+    /// [`Error::scope`] tells. Where the host does not wait for the counts ([`Counts::OnDevice`]),
+    /// whoever reads on the host what the dispatch brought, or the sums of its combines, gets these
+    /// instead; [`Buffer::check_dispatch`] gives them to whoever reads in kernels.
     pub fn dispatch<'p>(
         &mut self,
         place: &'p mut Place,
@@ -221,7 +222,8 @@ impl Buffer {
             if exact {
                 // Rows are already on their way while the host waits.
                 header = buffer.wait_counts(stream, counts.tag)?;
-                check_status_then_plan(buffer, &header, capacity)?;
+                buffer.check()?;
+                buffer.faults.check_plan(&header, capacity)?;
             }
             Ok(())
         })?;
@@ -244,7 +246,9 @@ impl Buffer {
             capacity,
             num_recv_tokens: num_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
             num_rdma_recv_tokens: num_rdma_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
+            faults: self.faults.clone(),
         }));
+        let plan = &handle.0;
         let lease = self.captured_lease(lease, Some(&handle))?;
         let owner = || lease.clone() as Owner;
         let at = place.layout;
@@ -253,25 +257,19 @@ impl Buffer {
         Ok(DispatchOutput {
             recv_x: place
                 .rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden)
-                .result("recv_x", &self.faults),
-            recv_x_scales: recv_scales(&payload, &lease, rows, &self.faults),
-            recv_topk_idx: with_topk.then(|| {
-                place.tensor(owner(), at.recv_topk_idx, &columns).result("recv_topk_idx", &self.faults)
-            }),
+                .result("recv_x", plan),
+            recv_x_scales: recv_scales(&payload, &lease, rows, plan),
+            recv_topk_idx: with_topk
+                .then(|| place.tensor(owner(), at.recv_topk_idx, &columns).result("recv_topk_idx", plan)),
             recv_topk_weights: with_topk.then(|| {
-                place
-                    .tensor(owner(), at.recv_topk_weights, &columns)
-                    .result("recv_topk_weights", &self.faults)
+                place.tensor(owner(), at.recv_topk_weights, &columns).result("recv_topk_weights", plan)
             }),
-            recv_src_idx: Some(
-                place.tensor(owner(), at.recv_src_idx, &[rows]).result("recv_src_idx", &self.faults),
-            ),
-            recv_src_meta: (self.topology.nodes > 1).then(|| {
-                place.tensor(owner(), at.recv_src_meta, &[rows, 2]).result("recv_src_meta", &self.faults)
-            }),
+            recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows]).result("recv_src_idx", plan)),
+            recv_src_meta: (self.topology.nodes > 1)
+                .then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2]).result("recv_src_meta", plan)),
             num_recv_tokens,
             num_recv_tokens_per_expert: counts,
-            handle,
+            handle: handle.clone(),
             event,
             lease,
         })
@@ -316,8 +314,8 @@ impl Buffer {
         Ok(DispatchOutput {
             recv_x: place
                 .rows(lease.clone(), place.layout.recv_x, payload.dtype, rows, payload.hidden)
-                .result("recv_x", &self.faults),
-            recv_x_scales: recv_scales(&payload, &lease, rows, &self.faults),
+                .result("recv_x", &handle.0),
+            recv_x_scales: recv_scales(&payload, &lease, rows, &handle.0),
             recv_topk_idx: None,
             recv_topk_weights: None,
             recv_src_idx: None,
@@ -347,10 +345,9 @@ impl Buffer {
     /// Checks, after `stream` has passed the dispatch, what an exact-size dispatch would have returned as an error.
     pub fn check_dispatch(&self, handle: &DispatchHandle, stream: &Stream) -> Result<()> {
         self.check_handle(handle)?;
-        let mut header = PlanHeader::default();
-        // SAFETY: the handle's block holds its header.
-        unsafe { stream.read(bytemuck::bytes_of_mut(&mut header), handle.0.places.header)? };
-        check_status_then_plan(self, &header, handle.0.capacity)
+        let header = handle.0.header(stream)?;
+        self.check()?;
+        self.faults.check_plan(&header, handle.0.capacity)
     }
 
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
@@ -616,7 +613,7 @@ fn recv_scales<'p>(
     payload: &Payload,
     lease: &Arc<Lease>,
     rows: u64,
-    faults: &Arc<Faults>,
+    plan: &Arc<Inner>,
 ) -> Option<TypedTensor<'p, f32>> {
     if payload.scales.is_null() {
         return None;
@@ -624,11 +621,5 @@ fn recv_scales<'p>(
     let both = [rows, payload.num_scales as u64];
     let shape = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
     let scales = lease.place.tensor(lease.clone(), lease.place.layout.recv_scales, shape);
-    Some(scales.result("recv_x_scales", faults))
-}
-
-/// `capacity`: rows that the dispatch had room for.
-fn check_status_then_plan(buffer: &Buffer, header: &PlanHeader, capacity: u64) -> Result<()> {
-    buffer.check()?;
-    check_plan(header, buffer, capacity)
+    Some(scales.result("recv_x_scales", plan))
 }

@@ -8,12 +8,12 @@ use epoxide_gpu::layout::{
     Call, CallKind, PlanHeader, PlanStatus, SIGNATURE_NAMES, Status, Wait, ready_epoch, ready_plan,
 };
 
-use super::Buffer;
 use super::beside::Activity;
 use super::pool::pool_bytes;
 use super::tensor::Outcome;
 use super::topology::Topology;
 use super::wire::{WireSide, wire_bytes};
+use super::{Buffer, BufferShape};
 use crate::driver::{Stream, poll};
 use crate::error::{Error, Result, Scope};
 
@@ -26,18 +26,34 @@ pub(super) struct Faults {
     pub activity: Arc<Activity>,
     pub rank: u32,
     pub topology: Topology,
+    pub limits: Limits,
     /// Names other work that was in flight when a wait was first seen to have expired.
     pub beside: OnceLock<String>,
 }
 
+/// What the plans of a buffer's dispatches must fit in.
+#[derive(Debug)]
+pub(super) struct Limits {
+    pub shape: BufferShape,
+    pub places: u32,
+    /// Rows that a rank can receive in one dispatch.
+    pub rows: u64,
+    /// Slots of wire memory for each node; 0 with one node.
+    pub slots: u64,
+}
+
 impl Outcome for Faults {
-    /// The error of the first wait that expired, or met another call.
-    fn check(&self) -> Result<()> {
-        if self.activity.has_failed()? { Err(self.error(&self.activity.status.read(0)?)) } else { Ok(()) }
+    fn check_behind(&self, _: &Stream) -> Result<()> {
+        self.check()
     }
 }
 
 impl Faults {
+    /// The error of the first wait that expired, or met another call.
+    pub fn check(&self) -> Result<()> {
+        if self.activity.has_failed()? { Err(self.error(&self.activity.status.read(0)?)) } else { Ok(()) }
+    }
+
     fn error(&self, status: &Status) -> Error {
         let (topology, rank, code) = (self.topology, self.rank, status.code);
         let (node, recorded) = (topology.node(rank), status.peer as u32);
@@ -102,6 +118,63 @@ impl Faults {
             beside: self.beside.get_or_init(|| self.activity.beside()).clone(),
         }
     }
+
+    /// The error of a plan, if it is not ready. `capacity`: rows that the dispatch had room for.
+    pub fn check_plan(&self, header: &PlanHeader, capacity: u64) -> Result<()> {
+        let (status, limits) = (header.status, &self.limits);
+        if status == PlanStatus::Ready as u32 {
+            return Ok(());
+        }
+        if status == PlanStatus::Slots as u32 {
+            let needed = header.detail as u64;
+            return Err(Error::Capacity {
+                what: "wire memory",
+                needed,
+                have: limits.slots,
+                unit: "slots for each node",
+                remedy: format!(
+                    "rank {} has {needed} tokens for one node: create the buffer with max_tokens_per_rank >= {needed}, and with \
+                     num_rdma_bytes >= {} or none",
+                    header.peer,
+                    wire_bytes(&limits.shape, self.topology, needed)
+                ),
+                scope: Scope::EveryRank,
+            });
+        }
+        if status == PlanStatus::Capacity as u32 {
+            let needed = header.detail as u64;
+            let remedy = if needed <= limits.rows {
+                format!("dispatch with capacity >= {needed}, or with exact counts")
+            } else {
+                format!(
+                    "create the buffer with max_tokens_per_rank >= {} or with num_nvl_bytes >= {}",
+                    needed.div_ceil(self.topology.ranks() as u64),
+                    pool_bytes(&limits.shape, self.topology, limits.places, needed)
+                )
+            };
+            return Err(Error::Capacity {
+                what: "receive pool",
+                needed,
+                have: capacity,
+                unit: "rows",
+                remedy: format!("rank {} would receive {needed} rows: {remedy}", header.peer),
+                scope: Scope::EveryRank,
+            });
+        }
+        if status == PlanStatus::InvalidExpert as u32 {
+            return Err(Error::InvalidExpert { rank: header.peer });
+        }
+        if status == PlanStatus::Mismatch as u32 {
+            let (what, ours, theirs) = mismatch(header);
+            let (ours, theirs) = (ours.to_string(), theirs.to_string());
+            return Err(Error::Mismatch { rank: self.rank, peer: header.peer, what, ours, theirs });
+        }
+        Err(Error::StaleHandle(if status == PlanStatus::Timeout as u32 {
+            "its count exchange timed out".into()
+        } else {
+            "its dispatch has not run yet".into()
+        }))
+    }
 }
 
 /// As [`Faults::check`], with what the buffer alone knows: what its proxies do.
@@ -140,63 +213,6 @@ fn describe_call(word: u64, epoch: u64) -> String {
     format!(
         "{name} in place {place} with the handle of operation {along}, {row_bytes} bytes and {columns} {of_columns} per row"
     )
-}
-
-/// The error of a plan, if it is not ready. `capacity`: rows that the dispatch had room for.
-pub(super) fn check_plan(header: &PlanHeader, buffer: &Buffer, capacity: u64) -> Result<()> {
-    let status = header.status;
-    if status == PlanStatus::Ready as u32 {
-        return Ok(());
-    }
-    if status == PlanStatus::Slots as u32 {
-        let (needed, shape) = (header.detail as u64, &buffer.options.shape);
-        return Err(Error::Capacity {
-            what: "wire memory",
-            needed,
-            have: buffer.kernels.wire().map_or(0, |wire| wire.layout.slots),
-            unit: "slots for each node",
-            remedy: format!(
-                "rank {} has {needed} tokens for one node: create the buffer with max_tokens_per_rank >= {needed}, and with \
-                 num_rdma_bytes >= {} or none",
-                header.peer,
-                wire_bytes(shape, buffer.topology, needed)
-            ),
-            scope: Scope::EveryRank,
-        });
-    }
-    if status == PlanStatus::Capacity as u32 {
-        let needed = header.detail as u64;
-        let remedy = if needed <= buffer.capacity() {
-            format!("dispatch with capacity >= {needed}, or with exact counts")
-        } else {
-            format!(
-                "create the buffer with max_tokens_per_rank >= {} or with num_nvl_bytes >= {}",
-                needed.div_ceil(buffer.topology.ranks() as u64),
-                pool_bytes(&buffer.options.shape, buffer.topology, buffer.options.places, needed)
-            )
-        };
-        return Err(Error::Capacity {
-            what: "receive pool",
-            needed,
-            have: capacity,
-            unit: "rows",
-            remedy: format!("rank {} would receive {needed} rows: {remedy}", header.peer),
-            scope: Scope::EveryRank,
-        });
-    }
-    if status == PlanStatus::InvalidExpert as u32 {
-        return Err(Error::InvalidExpert { rank: header.peer });
-    }
-    if status == PlanStatus::Mismatch as u32 {
-        let (what, ours, theirs) = mismatch(header);
-        let (ours, theirs) = (ours.to_string(), theirs.to_string());
-        return Err(Error::Mismatch { rank: buffer.rank, peer: header.peer, what, ours, theirs });
-    }
-    Err(Error::StaleHandle(if status == PlanStatus::Timeout as u32 {
-        "its count exchange timed out".into()
-    } else {
-        "its dispatch has not run yet".into()
-    }))
 }
 
 /// What differs between two ranks' signatures, and how. The word of the columns is taken apart.

@@ -5,8 +5,10 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::layout::{DevicePtr, PLAN_HEADER, PlanHeader, Route, SEND_ROW_STRIDE, Section};
 
 use super::TypedTensor;
+use super::fault::Faults;
 use super::kernels::{BufferMode, Mode};
 use super::scratch::{Arena, Block, Pieces};
+use super::tensor::Outcome;
 use crate::driver::Stream;
 use crate::error::Result;
 
@@ -37,6 +39,19 @@ pub(super) struct Inner {
     pub num_recv_tokens: OnceLock<u32>,
     /// Tokens relayed, once the host knows.
     pub num_rdma_recv_tokens: OnceLock<u32>,
+    /// The faults of its buffer.
+    pub faults: Arc<Faults>,
+}
+
+impl Outcome for Inner {
+    /// The buffer's fault. Where the host did not wait for the counts, the plan's as well.
+    fn check_behind(&self, stream: &Stream) -> Result<()> {
+        self.faults.check()?;
+        if self.num_recv_tokens.get().is_some() {
+            return Ok(());
+        }
+        self.faults.check_plan(&self.header(stream)?, self.capacity)
+    }
 }
 
 /// Where the parts of a handle's block are.
@@ -163,6 +178,14 @@ impl Places {
 }
 
 impl Inner {
+    /// The plan's header, as it is behind what `stream` has been given. Waits for that.
+    pub fn header(&self, stream: &Stream) -> Result<PlanHeader> {
+        let mut header = PlanHeader::default();
+        // SAFETY: the block holds the header, and lives as long as this.
+        unsafe { stream.read(bytemuck::bytes_of_mut(&mut header), self.places.header)? };
+        Ok(header)
+    }
+
     /// Rows of a dispatch's outputs: as many as came, or where the host does not know, as many as there was room for.
     pub fn output_rows(&self) -> u64 {
         self.num_recv_tokens.get().map_or(self.capacity, |&rows| rows as u64)
@@ -243,7 +266,7 @@ impl DispatchHandle {
     }
 
     fn tensor(&self, name: &'static str, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
-        TypedTensor::in_memory(ptr, shape, self.0.block.clone()).named(name)
+        TypedTensor::in_memory(ptr, shape, self.0.block.clone()).result(name, &self.0)
     }
 }
 

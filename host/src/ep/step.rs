@@ -5,7 +5,6 @@ use std::sync::Arc;
 use super::captured::Captured;
 use super::fault::Faults;
 use super::sequence::Sequence;
-use super::tensor::Outcome;
 use super::{Buffer, StreamOrder};
 use crate::driver::{Graph, Stream};
 use crate::error::Result;

@@ -100,8 +100,8 @@ pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
 /// Operations that results come from. Whoever reads a result on the host gets their error instead, if there was one.
 pub(crate) trait Outcome: Send + Sync {
-    /// The error of the first operation that has failed.
-    fn check(&self) -> Result<()>;
+    /// The error of the first of them that has failed. `stream` has passed them.
+    fn check_behind(&self, stream: &Stream) -> Result<()>;
 }
 
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone frees it, unless it was
@@ -307,16 +307,19 @@ impl<'a> Tensor<'a> {
     /// Copies the elements to the host, row after row, and waits for it.
     ///
     /// # Errors
-    /// For what an operation of a buffer gave: the error of an operation of that buffer that has failed by then, such as
-    /// [`Error::PeerTimeout`], since the elements may be those of an operation before. [`Error::DType`] where `T` does not fit, and
-    /// whatever the driver reports.
+    /// For what an operation of a buffer gave: the error of an operation of that buffer that has
+    /// failed by then, such as [`Error::PeerTimeout`], since the elements may be those of an
+    /// operation before. Of a dispatch whose counts stay on the device, and of its combines, also
+    /// what [`Buffer::check_dispatch`](super::Buffer::check_dispatch) gives; [`Error::Argument`]
+    /// for sums of fewer rows than the dispatch brought to this rank. [`Error::DType`] where `T`
+    /// does not fit, and whatever the driver reports.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
         let (rows, row_bytes) = (self.rows() as usize, self.row_bytes() as usize);
         let mut out = vec![T::zeroed(); rows * self.columns() as usize];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out);
         if bytes.is_empty() {
-            return self.outcome.as_ref().map_or(Ok(()), |outcome| outcome.check()).map(|()| out);
+            return self.check_outcome(stream).map(|()| out);
         }
         if self.is_contiguous() {
             // SAFETY: a tensor's memory is live, and holds its elements.
@@ -331,7 +334,12 @@ impl<'a> Tensor<'a> {
             }
         }
         // The stream has passed what wrote them.
-        self.outcome.as_ref().map_or(Ok(()), |outcome| outcome.check()).map(|()| out)
+        self.check_outcome(stream).map(|()| out)
+    }
+
+    /// The error of the operations that it is a result of. `stream` has passed them.
+    fn check_outcome(&self, stream: &Stream) -> Result<()> {
+        self.outcome.as_ref().map_or(Ok(()), |outcome| outcome.check_behind(stream))
     }
 
     /// Copies elements from the host, row after row, and waits for it.
