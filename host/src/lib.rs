@@ -62,6 +62,23 @@
 //! | to know whether what is enqueued went well | [`Tensor::to_host`](ep::Tensor::to_host) of a result gives the operation's error instead of numbers; [`Buffer::check`](ep::Buffer::check) asks for it behind a stream, for results that only kernels read |
 //! | the same routing again, for gradients or another tensor | [`Buffer::dispatch_cached`](ep::Buffer::dispatch_cached) |
 //!
+//! # What operations give
+//! `tokens` are this rank's, `received` the rows that came to it; `rows` stands for
+//! `num_ranks * max_tokens`.
+//!
+//! | | high throughput: [`DispatchOutput`](ep::DispatchOutput), [`CombineOutput`](ep::CombineOutput) | low latency: [`Received`](low_latency::Received), [`Combined`](low_latency::Combined) |
+//! |---|---|---|
+//! | rows | `recv_x` `[received, hidden]`, by source rank, then by token, without gaps | `x` `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`; other rows hold anything |
+//! | how often a token comes | once to each rank that has an expert of it | the same |
+//! | scales of fp8 rows | `recv_x_scales` f32 `[received, num_scales]` | `scales` f32 `[hidden / 128 rounded up, rows]` |
+//! | its experts here | `recv_topk_idx` i64 `[received, num_topk]`: local ids, -1 for those of other ranks | `expert_rows` i32 `[local_experts, rows]`: the rows of each expert |
+//! | its weights | `recv_topk_weights` f32 `[received, num_topk]`, 0 beside -1 | stay on the device, for the combine |
+//! | counts of experts | `num_recv_tokens_per_expert`: *selections*, so that a token which names an expert twice counts twice; each count is rounded up to `expert_alignment`, and no row is added for that | `expert_counts` i32 `[local_experts]`: *rows*, so that such a token counts once |
+//! | tokens of rows | `recv_src_idx` i32 `[received]` | `src_info` i32 `[local_experts, rows]` |
+//! | what combine weighs | nothing: give it rows that are weighted and summed over this rank's experts | `by_expert`: each expert's row times the weight of each entry that names it; `by_row`: nothing, as in the other mode |
+//! | sums | `combined_x` `[tokens, hidden]`, bf16 or f32, in FP32 in rank order, 0 for a token that went nowhere | `x` `[tokens, hidden]`, bf16, the same way |
+//! | valid until | rows: the next dispatch to their [`Place`](ep::Place); handle and sums: dropped | rows: their combine; sums: the next dispatch to their [`Place`](low_latency::Place) |
+//!
 //! # What may be dropped when
 //! Everything, as soon as the call that took it has returned, though the work is only enqueued: inputs, outputs, layouts, handles, events. Their
 //! memory goes back behind all that the device's [`Stream`](driver::Stream)s have been given by then. The one thing that is overwritten while it is
@@ -72,9 +89,18 @@
 //! | feature | |
 //! |---|---|
 //! | none | the virtual GPU; no system library |
-//! | `cuda` | NVIDIA GPUs: [`driver::cuda`]. Builds without a CUDA toolkit and starts without a driver |
+//! | `cuda` | NVIDIA GPUs: `driver::cuda`. Starts without a driver, and builds without a CUDA toolkit once `CUDA_LIBRARY_PATH` is set as below |
 //! | `rdma` | the transport over ibverbs ([`TransportKind::Verbs`](transport::TransportKind)). Starts where `libibverbs.so.1` is |
 //! | `nccl` | a communicator of NVIDIA's NCCL for whatever else is to be sent, with deadlines and abort: the module `nccl`. Starts without libnccl |
+//!
+//! Without a CUDA toolkit the feature `cuda` builds with these lines, in the folder of your crate.
+//! They give the linker a file that sends it to the C library; the driver is found when the program
+//! runs.
+//!
+//! ```sh
+//! mkdir -p cuda/lib64 && echo 'INPUT(-lc)' > cuda/lib64/libcuda.so
+//! CUDA_LIBRARY_PATH=$PWD/cuda cargo build
+//! ```
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod driver;

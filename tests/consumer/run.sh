@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a user of the library gets: the packages as they would be published, unpacked, and a crate outside of this repository with the library as
-# its only dependency and no toolchain file. It builds on an ordinary compiler, compiles few crates, and runs; so it does with the feature
-# `cuda`, without a toolkit and without a driver.
+# its only dependency and no toolchain file. It is the program of the README, and one that looks for GPUs. It builds on an ordinary compiler,
+# compiles few crates, and runs; so it does with the features `cuda` and `nccl`, by the lines of the README, without a toolkit and a driver.
 #
 #     tests/consumer/run.sh [TOOLCHAIN]     # [stable, or else what rustup uses outside of this repository]
 set -euo pipefail
@@ -34,7 +34,7 @@ fi
 # Flags and folders of this repository's own builds are none of a user's.
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR CUDA_LIBRARY_PATH
 
-mkdir "$folder/consumer" "$folder/consumer/src"
+mkdir -p "$folder/consumer/src/bin"
 cd "$folder/consumer"
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -1)
 {
@@ -45,7 +45,8 @@ version = "0.1.0"
 edition = "2024"
 
 [features]
-cuda = ["epoxide/cuda"]
+cuda = ["epoxide/cuda", "epoxide/nccl"]
+default = []
 
 [dependencies]
 epoxide = "$version"
@@ -54,7 +55,12 @@ epoxide = "$version"
 END
     for package in "${packages[@]}"; do printf '%s = { path = "../packages/%s-%s" }\n' "$package" "$package" "$version"; done
 } >Cargo.toml
-cp "$root/tests/consumer/main.rs" src/main.rs
+# The part of the README about the library: its program, and what it says of the feature `cuda`.
+sed -n '/^## As a library/,/^## [^A]/p' "$root/README.md" >library.md
+sed -n '/^```rust/,/^```$/p' library.md | sed '/^```/d' >src/main.rs
+sed -n '/^```sh/,/^```$/p' library.md | sed '/^```/d' >cuda.sh
+test -s src/main.rs && test -s cuda.sh
+cp "$root/tests/consumer/main.rs" src/bin/gpus.rs
 # The versions that everything else here is tested with.
 cp "$root/Cargo.lock" Cargo.lock
 cargo --version
@@ -67,7 +73,8 @@ crates=$(grep -c '^ *Compiling ' build.log)
 printf '%s crates compiled, at most %s may be\n' "$crates" "$most"
 ((crates <= most))
 target/debug/consumer
+target/debug/gpus
 
-# What the documentation of driver::cuda tells a crate without a toolkit.
-mkdir -p cuda/lib64 && echo 'INPUT(-lc)' >cuda/lib64/libcuda.so && CUDA_LIBRARY_PATH=$PWD/cuda cargo build --quiet --features cuda
-target/debug/consumer
+sed -i 's/^default = .*/default = ["cuda"]/' Cargo.toml
+bash -e cuda.sh
+target/debug/gpus
