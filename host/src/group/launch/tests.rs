@@ -33,7 +33,7 @@ pub(crate) fn one_test(path: &str) -> Command {
 /// This test binary again, as a rank that runs [`as_a_rank`] in `role`.
 fn rank_command(role: &str) -> Result<Command> {
     let mut command = one_test("group::launch::tests::as_a_rank");
-    command.env(ROLE, role).stdout(Stdio::null()).stderr(Stdio::null());
+    command.env(ROLE, role).stdout(Stdio::null());
     Ok(command)
 }
 

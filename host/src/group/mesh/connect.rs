@@ -71,7 +71,7 @@ impl Engine {
             Ok(None) => return Ok(None),
             Err(reason) => {
                 let reason = format!("it takes no connections, it may have died or left: {reason}");
-                self.peers[peer as usize].health = self.last_words(peer).unwrap_or(Health::Dead(reason));
+                self.peers[peer as usize].health = self.last_words(peer, &reason);
                 return self.check_health(peer).map(|()| None);
             }
         };
@@ -128,17 +128,26 @@ impl Engine {
         format!("{}/gone/{peer}", self.name)
     }
 
-    /// How `peer` went, if the store tells: it gave up and said why, or it left.
-    pub(super) fn last_words(&self, peer: u32) -> Option<Health> {
-        let key = self.gone_key(peer);
-        if !self.board.check(&key).ok()? {
-            // A rank that leaves takes its address back; one that is killed does not.
-            let left = matches!(self.directory, Directory::Store)
-                && !self.board.check(&address_key(&self.name, peer)).ok()?;
-            return left.then_some(Health::Left);
+    /// How `peer` went, whose connection ended for `reason`. The store tells whether it gave up or left;
+    /// else it died. A store that a launcher gave up tells nothing of `peer`, but which rank failed first.
+    pub(super) fn last_words(&self, peer: u32, reason: &str) -> Health {
+        match self.left_in_store(peer) {
+            Ok(Some(words)) => words,
+            Ok(None) => Health::Dead(reason.to_owned()),
+            Err(error) => Health::Dead(format!("{reason}; {error}")),
         }
-        let reason = self.board.get(&key, Duration::from_secs(1)).ok()?;
-        Some(Health::GaveUp(String::from_utf8_lossy(&reason).into_owned()))
+    }
+
+    fn left_in_store(&self, peer: u32) -> Result<Option<Health>> {
+        let key = self.gone_key(peer);
+        if self.board.check(&key)? {
+            let reason = self.board.get(&key, Duration::from_secs(1))?;
+            return Ok(Some(Health::GaveUp(String::from_utf8_lossy(&reason).into_owned())));
+        }
+        // A rank that leaves takes its address back; one that is killed does not.
+        let left = matches!(self.directory, Directory::Store)
+            && !self.board.check(&address_key(&self.name, peer))?;
+        Ok(left.then_some(Health::Left))
     }
 
     /// Takes connections from other hosts, and says so, once a rank of one is known.
@@ -201,6 +210,7 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
     use std::sync::Arc;
 
     use super::*;
@@ -208,46 +218,72 @@ mod tests {
     use crate::group::mesh::{Listener, Sockets};
     use crate::group::{ConnectionLimits, HashStore};
 
+    /// Rank 1 of two, which `progress` drives.
+    fn engine(store: Arc<HashStore>) -> Engine {
+        let listener = Listener::open(2, Sockets::Auto, None, None, true).unwrap();
+        let wake = Arc::new(Wake::new().unwrap());
+        let limits = ConnectionLimits::default();
+        Engine::new("test", 1, listener, Directory::Store, store, wake, &limits).unwrap()
+    }
+
+    /// A connection that the engine takes for one of rank 0's; returns rank 0's end.
+    fn connect(engine: &mut Engine) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let index = engine.add(Conn::opened(ours.into(), 0)).unwrap();
+        engine.peers[0].conns.push(index);
+        theirs
+    }
+
+    /// Until the engine has as many connections as that. A child that another test starts holds a closed
+    /// socket open until it runs its own program.
+    fn until_connections(engine: &mut Engine, count: usize) {
+        let start = Instant::now();
+        while engine.peers[0].conns.len() != count {
+            assert!(start.elapsed() < Duration::from_secs(120));
+            engine.progress(Duration::from_millis(100)).unwrap();
+        }
+    }
+
     #[test]
     fn a_goodbye_on_one_connection_waits_for_what_comes_on_the_other() {
-        let listener = Listener::open(2, Sockets::Auto, None, None, true).unwrap();
-        let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
-        let limits = ConnectionLimits::default();
-        let mut engine = Engine::new("test", 1, listener, Directory::Store, store, wake, &limits).unwrap();
-        let mut connect = || {
-            let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-            ours.set_nonblocking(true).unwrap();
-            let index = engine.add(Conn::opened(ours.into(), 0)).unwrap();
-            engine.peers[0].conns.push(index);
-            theirs
-        };
-        let (mut first, mut second) = (connect(), connect());
+        let mut engine = engine(Arc::new(HashStore::new()));
+        let (mut first, mut second) = (connect(&mut engine), connect(&mut engine));
         let goodbye = Header::control(Kind::Goodbye, 0, 0).encode();
         first.write_all(&goodbye).unwrap();
         drop(first);
-        engine.progress(Duration::from_millis(100)).unwrap();
+        until_connections(&mut engine, 1);
         assert_eq!(engine.peers[0].health, Health::Alive);
         let step = Header { kind: Kind::Collective, ..Header::control(Kind::Collective, 0, 0) };
         second.write_all(&step.encode()).unwrap();
         second.write_all(&goodbye).unwrap();
-        engine.progress(Duration::from_millis(100)).unwrap();
+        engine.progress(Duration::from_secs(120)).unwrap();
         assert_eq!((engine.peers[0].inbox.len(), engine.peers[0].health.clone()), (1, Health::Left));
         // A connection that breaks once the peer has said goodbye somewhere is no death either.
         engine.peers[0].health = Health::Alive;
         drop(second);
-        engine.progress(Duration::from_millis(100)).unwrap();
+        until_connections(&mut engine, 0);
         assert_eq!(engine.peers[0].health, Health::Left);
+    }
+
+    #[test]
+    fn a_connection_that_ends_after_the_store_was_given_up_tells_which_rank_failed() {
+        let store = Arc::new(HashStore::new());
+        let mut engine = engine(store.clone());
+        let theirs = connect(&mut engine);
+        // As a launcher does; rank 0 has then no place for its own reason.
+        store.poison("rank 2 exited with code 7");
+        drop(theirs);
+        until_connections(&mut engine, 0);
+        let error = engine.check_health(0).unwrap_err().to_string();
+        assert!(error.contains("rank 2 exited with code 7"), "{error}");
     }
 
     #[test]
     fn a_question_of_a_rank_that_connects_is_not_taken_for_a_collective() {
         let patience = Duration::from_secs(120);
         let engine = || {
-            let listener = Listener::open(2, Sockets::Auto, None, None, true).unwrap();
-            let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
-            let limits = ConnectionLimits::default();
-            let mut engine =
-                Engine::new("test", 1, listener, Directory::Store, store, wake, &limits).unwrap();
+            let mut engine = engine(Arc::new(HashStore::new()));
             engine.begin(Signature::new(Operation::AllGather), patience);
             engine
         };

@@ -465,8 +465,9 @@ impl Engine {
         let state = &self.peers[peer as usize];
         if state.health == Health::Alive && state.conns.is_empty() {
             // It may have gone with this connection still in its queue.
-            let words = if conn.heard() { None } else { self.last_words(peer) };
-            self.peers[peer as usize].health = words.unwrap_or(Health::Dead(reason.to_owned()));
+            let dead = || Health::Dead(reason.to_owned());
+            let health = if conn.heard() { dead() } else { self.last_words(peer, reason) };
+            self.peers[peer as usize].health = health;
         }
     }
 
