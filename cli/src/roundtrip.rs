@@ -572,16 +572,16 @@ mod tests {
             "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8",
             "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2",
             "--nodes 1 --ranks-per-node 4 --tokens 5 --hidden 144 --dtype fp8 --topk 7 --experts 12",
-            "--nodes 1 --ranks-per-node 3 --tokens 7 --hidden 64 --random --iterations 5",
+            "--nodes 1 --ranks-per-node 3 --tokens 7 --hidden 64 --num-sms 4 --random --iterations 5",
             "--nodes 1 --ranks-per-node 2 --tokens 3 --hidden 32 --iterations 2 --seed 9",
             "--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 40 --graph-replays 7",
-            "--nodes 1 --ranks-per-node 2 --tokens 5 --hidden 144 --dtype fp8 --graph-replays 6",
+            "--nodes 1 --ranks-per-node 2 --tokens 5 --hidden 144 --dtype fp8 --num-sms 4 --graph-replays 6",
             "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8 --graph-replays 1",
             "--nodes 2 --ranks-per-node 1 --tokens 0 --hidden 8 --num-sms 4",
             "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 6 --random --iterations 3",
             "--nodes 3 --ranks-per-node 1 --tokens 5 --hidden 72 --num-sms 4 --transport shm --queues 2 --graph-replays 4",
             "--nodes 2 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 4 --transport tcp --iterations 3 --neighbour",
-            "--nodes 1 --ranks-per-node 2 --tokens 7 --hidden 72 --iterations 3 --neighbour",
+            "--nodes 1 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 2 --iterations 3 --neighbour",
         ]) {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome, Ok(()), "{line}");

@@ -36,7 +36,7 @@ fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
 
 fn config(cases: u32) -> ProptestConfig {
     ProptestConfig {
-        cases: tier::pick(cases / 8, cases),
+        cases: tier::pick(cases / 16, cases),
         max_shrink_iters: 40,
         failure_persistence: None,
         ..ProptestConfig::default()

@@ -2,7 +2,7 @@
 //! one wrong value does not leave its peers waiting.
 
 use std::fmt::Debug;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
@@ -12,7 +12,7 @@ use epoxide::ep::{
     DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, Place, StreamOrder, Tensor, TypedTensor,
 };
 use epoxide::group::ProcessGroup;
-use epoxide::group::launch::run_threads;
+use epoxide::group::launch::{RankFailure, run_threads};
 use epoxide::internal::Tuning;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{Error, Result};
@@ -28,6 +28,46 @@ pub const POISON: u8 = 0x5e;
 /// `cuda`: the ranks of a test use GPUs instead of virtual ones, rank r GPU r. For tests that know of no devices but these.
 #[cfg(feature = "cuda")]
 const DEVICE: &str = "EPOXIDE_TEST_DEVICE";
+
+/// Groups of ranks that [`run_ranks`] runs now.
+static RUNNING: Mutex<usize> = Mutex::new(0);
+static ENDED: Condvar = Condvar::new();
+
+/// A place among the groups that run, given back on drop.
+struct Slot;
+
+impl Slot {
+    /// Waits until fewer groups run than the machine has processors, and one.
+    fn wait() -> Slot {
+        let most = std::thread::available_parallelism().map_or(1, |processors| processors.get()) + 1;
+        let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running =
+            ENDED.wait_while(running, |running| *running >= most).unwrap_or_else(PoisonError::into_inner);
+        *running += 1;
+        Slot
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        *RUNNING.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        ENDED.notify_one();
+    }
+}
+
+/// Runs `main(rank, group)` on threads as [`run_threads`] does, with [`PATIENCE`]. Few groups of a
+/// process run at a time: their virtual GPUs compute without a pause, and more of them would only
+/// share the processors. `main` must not call this.
+///
+/// # Errors
+/// As [`run_threads`].
+pub fn run_ranks<T: Send>(
+    count: u32,
+    main: impl Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,
+) -> Result<Vec<T>, RankFailure> {
+    let _slot = Slot::wait();
+    run_threads(count, PATIENCE, main)
+}
 
 fn open_device(setup: &Setup, rank: u32) -> Result<Arc<dyn Device>> {
     #[cfg(feature = "cuda")]
@@ -138,7 +178,7 @@ impl Setup {
     /// # Panics
     /// Where a rank returns an error, panics, or has noted a failed check.
     pub fn run<T: Send>(&self, main: impl Fn(&mut Rank) -> Result<T> + Sync) -> Vec<T> {
-        let outcome = run_threads(self.ranks, PATIENCE, |_, group| {
+        let outcome = run_ranks(self.ranks, |_, group| {
             let mut rank = Rank::join(self, group)?;
             let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
             // Peers may take long to notice; until then, this says what they wait for.

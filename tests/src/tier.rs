@@ -8,6 +8,11 @@ pub fn sample<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> 
     cases.into_iter().step_by(pick(3, 1))
 }
 
+/// Returns whether this is the long tier: for a test that cannot be made smaller.
+pub fn is_long() -> bool {
+    pick(false, true)
+}
+
 /// Returns `default` in the default tier and `long` in the long tier.
 ///
 /// # Panics

@@ -3,6 +3,7 @@
 use epoxide_bench::counts::ACROSS_NODES;
 use epoxide_bench::points;
 use epoxide_bench::results::{PhaseName, Results};
+use epoxide_testing::tier;
 
 use super::testing::{Counted, arguments, flags, measured, parse};
 use super::*;
@@ -110,7 +111,7 @@ fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
 fn replays_are_printed_stored_compared_and_swept() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name);
-    let mut args = flags("--iters 5");
+    let mut args = flags(tier::pick("--iters 2", "--iters 5"));
     let (plain, _) = measure_points(&args.plan().unwrap(), &()).unwrap();
     (args.sizes.graph, args.json) = (Some(3), Some(file("a.json")));
     let points = single(&args, &args.plan().unwrap()).unwrap();
@@ -205,7 +206,8 @@ fn what_has_no_room_on_the_device_is_skipped() {
 
 #[test]
 fn every_step_of_a_plan_is_told() {
-    for line in ["--num-sms 2,4", "--graph=3 --repeat 2", "--nodes 2 --num-sms 4 --transport shm"] {
+    let lines = ["--graph=3 --repeat 2", "--num-sms 2,4", "--nodes 2 --num-sms 4 --transport shm"];
+    for line in tier::sample(lines) {
         let args: Args = parse(&format!(
             "bench --ranks-per-node 2 --tokens 8 --hidden 64 --experts 8 --topk 2 --warmup 1 --iters 2 {}{line}",
             if line.contains("--num-sms") { "" } else { "--num-sms 2 " }

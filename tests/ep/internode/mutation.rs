@@ -5,6 +5,7 @@ use std::process::Output;
 
 use epoxide_gpu::layout::ARRIVAL_SHIFT;
 use epoxide_testing::alone::one_test;
+use epoxide_testing::tier;
 
 use super::pairs::PAIRS_VARIABLE;
 
@@ -44,7 +45,7 @@ fn pairs(directory: &Path, ptx: &str) -> Output {
     std::fs::write(&file, ptx).unwrap();
     one_test("internode::pairs::pairs_without_a_host_wait")
         .env(PTX, &file)
-        .env(PAIRS_VARIABLE, "30")
+        .env(PAIRS_VARIABLE, tier::pick("12", "30"))
         .output()
         .unwrap()
 }

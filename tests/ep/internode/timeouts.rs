@@ -2,9 +2,8 @@
 
 use epoxide::Error;
 use epoxide::ep::{DType, DispatchRequest, Tensor};
-use epoxide::group::launch::run_threads;
 use epoxide::transport::{Shaping, TransportKind};
-use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
 
 use crate::timeouts::TIMEOUT;
 use crate::turns::{HIDDEN, ROW, combine_in_pool};
@@ -20,7 +19,7 @@ fn a_link_that_breaks_is_named_with_what_it_lost() {
         (2, "dispatch", "rows of the node"),
         (4, "combine", "sums of the node"),
     ] {
-        let outcome = run_threads(2, PATIENCE, |number, group| {
+        let outcome = run_ranks(2, |number, group| {
             let mut setup = Setup::new(2, 1, 2, ROW).nodes(Some(nodes)).timeout(TIMEOUT);
             if number == 1 {
                 setup.options.transport.shaping = Some(Shaping::new(1).cut_after(0, puts));

@@ -6,8 +6,7 @@ use std::time::Duration;
 use epoxide::Error;
 use epoxide::driver::virt::{Executor, Machine};
 use epoxide::group::ProcessGroup;
-use epoxide::group::launch::run_threads;
-use epoxide_testing::harness::{PATIENCE, Rank};
+use epoxide_testing::harness::{PATIENCE, Rank, run_ranks};
 use epoxide_testing::lockstep;
 
 use crate::timeouts::{Ranks, check_timeout, dispatch};
@@ -49,7 +48,7 @@ fn a_rank_that_comes_too_late_is_not_given_rows_that_never_came() {
 fn a_rank_that_goes_away_does_not_break_the_others() {
     let turn = Ranks::of_one_node().turn();
     let setup = Ranks::of_one_node().setup();
-    let outcome = run_threads(3, PATIENCE, |_, group: Arc<dyn ProcessGroup>| {
+    let outcome = run_ranks(3, |_, group: Arc<dyn ProcessGroup>| {
         let mut rank = Rank::join(&setup, group.clone())?;
         let inputs = Inputs::upload(&turn, &rank)?;
         if rank.rank == 2 {

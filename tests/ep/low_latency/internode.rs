@@ -1,10 +1,9 @@
 //! Low latency across nodes: the same calls and the same results, whatever joins the nodes.
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::group::launch::run_threads;
 use epoxide::low_latency::{Buffer, Options, Quantise};
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::{Nodes, PATIENCE};
+use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 
@@ -47,7 +46,7 @@ fn many_ranks() {
 
 #[test]
 fn more_ranks_than_there_may_be() {
-    let outcome = run_threads(33, PATIENCE, |rank, group| {
+    let outcome = run_ranks(33, |rank, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
         let options = Options::new(1, 8, 1, 33).ranks_per_node(3);
         let error = Buffer::new(device, &*group, options).unwrap_err().to_string();

@@ -7,6 +7,7 @@ use epoxide::low_latency::Quantise;
 use epoxide_gpu::layout::{PIECE_PACKET_BYTES, pieces_of};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
+use epoxide_testing::tier;
 
 use crate::shapes::routing;
 
@@ -112,10 +113,10 @@ fn check(case: &LowLatencyCase) {
 
 /// Kinds of rows: bf16 and both kinds of fp8, either way.
 fn each_kind(case: &LowLatencyCase) {
-    for quantise in [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
+    for quantise in tier::sample([Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]) {
         check(&LowLatencyCase { quantise, ..case.clone() });
     }
-    for quantise_back in [Quantise::Fp8, Quantise::Fp8PowerOfTwo] {
+    for quantise_back in tier::sample([Quantise::Fp8, Quantise::Fp8PowerOfTwo]) {
         check(&LowLatencyCase { quantise_back, ..case.clone() });
     }
 }

@@ -129,9 +129,8 @@ fn ranks_of_this_node_and_of_another_one_go_and_come_again() {
 fn the_checker_finds_nothing_while_ranks_come_and_go() {
     let mut moments = ALL.into_iter().cycle();
     let across = two_nodes(TransportKind::Direct);
-    for (weak_memory, nodes) in
-        tier::sample([(None, None), (Some(7), None), (None, across), (Some(7), across)])
-    {
+    let all = [(Some(7), across), (None, across), (Some(7), None), (None, None)];
+    for (weak_memory, nodes) in all.into_iter().take(tier::pick(1, 4)) {
         let config = CheckConfig { races: weak_memory.is_none(), weak_memory, ..CheckConfig::default() };
         let checker = Some(Checker::new(config));
         let case = LowLatencyCase { nodes, checker, schedule_seed: Some(3), ..case(5) };

@@ -21,12 +21,12 @@ fn cases(rounds: u32) -> [LowLatencyCase; 3] {
 
 #[test]
 fn many_pairs_without_the_host() {
-    cases(tier::pick(80, 1000)).iter().for_each(LowLatencyCase::check_chained);
+    cases(tier::pick(25, 1000)).iter().for_each(LowLatencyCase::check_chained);
 }
 
 #[test]
 fn calls_in_halves() {
-    for case in cases(tier::pick(20, 200)) {
+    for case in cases(tier::pick(6, 200)) {
         LowLatencyCase { halves: true, ..case.clone() }.check_chained();
         LowLatencyCase { rounds: 7, halves: true, places: 2, unanswered: 3, ..case }.check_replayed(5);
     }
@@ -34,7 +34,7 @@ fn calls_in_halves() {
 
 #[test]
 fn several_places_in_turn() {
-    for case in cases(tier::pick(15, 100)) {
+    for case in cases(tier::pick(6, 100)) {
         LowLatencyCase { places: 3, ..case.clone() }.check_chained();
         LowLatencyCase { rounds: 10, places: 2, ..case }.check();
     }
@@ -45,14 +45,14 @@ fn dispatches_that_no_combine_answers() {
     for case in cases(12) {
         LowLatencyCase { unanswered: 2, ..case.clone() }.check();
         LowLatencyCase { unanswered: 1, ..case.clone() }.check();
-        LowLatencyCase { rounds: tier::pick(15, 100), unanswered: 3, places: 2, ..case }.check_chained();
+        LowLatencyCase { rounds: tier::pick(6, 100), unanswered: 3, places: 2, ..case }.check_chained();
     }
 }
 
 #[test]
 fn a_captured_step_run_many_times() {
     for case in cases(1) {
-        case.check_replayed(tier::pick(15, 50));
+        case.check_replayed(tier::pick(5, 50));
         LowLatencyCase { rounds: 7, places: 2, unanswered: 3, ..case }.check_replayed(tier::pick(5, 10));
     }
 }

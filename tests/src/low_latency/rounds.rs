@@ -9,14 +9,13 @@ use rand::Rng;
 use epoxide::driver::Stream;
 use epoxide::ep::{DType, StreamOrder, Tensor};
 use epoxide::group::ProcessGroup;
-use epoxide::group::launch::run_threads;
 use epoxide::low_latency::{Buffer, Combined, Place, Received};
 use epoxide::{Error, Result};
 
 use super::case::LowLatencyCase;
 use super::data::Data;
 use super::inputs::LowLatencyInputs;
-use crate::harness::{PATIENCE, assert_no_failures};
+use crate::harness::{PATIENCE, assert_no_failures, run_ranks};
 use crate::payload::rng_of;
 
 /// Rounds whose inputs differ; those behind them have the same again, one after the other.
@@ -63,7 +62,7 @@ impl LowLatencyCase {
     /// # Panics
     /// Where a rank fails, or says that something differs.
     pub fn on_threads(&self, main: impl Fn(&mut LowLatencyRank) -> Result<Vec<String>> + Sync) {
-        let outcome = run_threads(self.routing.num_ranks(), PATIENCE, |rank, group| {
+        let outcome = run_ranks(self.routing.num_ranks(), |rank, group| {
             let device = self.device(rank);
             let stream = Stream::new(&device, false)?;
             let buffer = Buffer::new(device, &*group, self.options(rank))?;

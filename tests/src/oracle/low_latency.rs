@@ -1,5 +1,7 @@
 //! What low-latency dispatch and combine must give, from the routing of all ranks.
 
+use std::sync::LazyLock;
+
 use half::bf16;
 
 use super::Routing;
@@ -126,18 +128,21 @@ pub fn from_e4m3(byte: u8) -> f32 {
 fn e4m3(value: f32) -> u8 {
     /// The largest.
     const LARGEST: u8 = 0x7e;
+    static NUMBERS: LazyLock<[f32; LARGEST as usize + 1]> =
+        LazyLock::new(|| std::array::from_fn(|byte| from_e4m3(byte as u8)));
+    let number = |byte: u8| NUMBERS[byte as usize];
     let magnitude = value.abs();
     // Bytes order as their numbers do: the nearest is the first that is no smaller, or the one before.
     let (mut above, mut size) = (0, LARGEST);
     while size > 0 {
         let half = size / 2;
-        if from_e4m3(above + half) < magnitude {
+        if number(above + half) < magnitude {
             (above, size) = (above + half + 1, size - half - 1);
         } else {
             size = half;
         }
     }
-    let distance = |byte: &u8| (from_e4m3(*byte) - magnitude).abs();
+    let distance = |byte: &u8| (number(*byte) - magnitude).abs();
     let nearest = [above.saturating_sub(1), above]
         .into_iter()
         .min_by(|a, b| distance(a).total_cmp(&distance(b)).then((a & 1).cmp(&(b & 1))));
