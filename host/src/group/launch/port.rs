@@ -51,15 +51,33 @@ impl HeldPort {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::net::{Ipv6Addr, TcpListener, TcpStream};
+    use std::io::ErrorKind;
+    use std::net::{Ipv6Addr, TcpListener, TcpStream, ToSocketAddrs};
+    use std::time::{Duration, Instant};
 
     use super::*;
+
+    /// Binds an address that another server had. A child of another test holds that server's socket open
+    /// until it runs its own program.
+    fn bind_again(address: impl ToSocketAddrs + Copy) -> TcpListener {
+        let start = Instant::now();
+        loop {
+            match TcpListener::bind(address) {
+                Err(error)
+                    if error.kind() == ErrorKind::AddrInUse && start.elapsed() < Duration::from_secs(120) =>
+                {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                server => return server.unwrap(),
+            }
+        }
+    }
 
     #[test]
     fn a_held_port_serves_one_server_after_another() {
         let port = HeldPort::any().unwrap();
         for _ in 0..3 {
-            let server = TcpListener::bind((Ipv4Addr::LOCALHOST, port.number())).unwrap();
+            let server = bind_again((Ipv4Addr::LOCALHOST, port.number()));
             let client = TcpStream::connect((Ipv4Addr::LOCALHOST, port.number())).unwrap();
             // The server's side closes first, so that the port is left in TIME_WAIT.
             drop(server.accept().unwrap());
@@ -67,7 +85,7 @@ mod tests {
         }
         // Hosts without IPv6 have nothing to show here.
         if TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok() {
-            TcpListener::bind((Ipv6Addr::UNSPECIFIED, port.number())).unwrap();
+            bind_again((Ipv6Addr::UNSPECIFIED, port.number()));
         }
     }
 
