@@ -75,7 +75,7 @@ impl Bench<'_> {
         let more = (chain - 1) * (self.plan.warmup + self.plan.iters);
         (0..more).for_each(|_| self.watch.step(self.rig.rank));
         chained.iter_mut().for_each(|us| *us /= f64::from(chain));
-        step.check(&self.rig.buffer, &stream)?;
+        step.check(&stream)?;
         Ok(ReplayTimes { calls: names.to_vec(), chain, alone, flushed, chained })
     }
 
@@ -111,7 +111,7 @@ impl Bench<'_> {
             }
         }
         (0..replays).try_for_each(|_| step.launch(&rig.stream))?;
-        step.check(&rig.buffer, &rig.stream)?;
+        step.check(&rig.stream)?;
         for (name, output) in names.iter().zip(step.output()) {
             let what = format!("{} of {replays} replays", name.text());
             match output {

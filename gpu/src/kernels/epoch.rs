@@ -4,13 +4,17 @@
 use core::mem::offset_of;
 
 use crate::layout::{
-    BlockTrace, Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, PlanHeader, PlanStatus, QUANTUM,
-    READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
+    BlockTrace, Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_RECORDED, LOCAL_TICKET, MAX_RANKS, PlanHeader,
+    PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset,
+    message_offset, ready_offset,
 };
 use crate::simt::*;
 
 /// Polls between two looks at the clock and the abort word.
 const POLLS_PER_CHECK: u32 = 64;
+/// The same where the deadline is so short, in ns, that as many polls would take a good part of it.
+const POLLS_OF_SHORT: u32 = 4;
+const SHORT_NS: u64 = 2_000_000;
 
 /// The address of rank `rank`'s pool; 0 where there is no such rank. It is chosen among parameters of the launch without a branch: an index
 /// that is not known to the compiler would take them to local memory, and a branch would part the lanes.
@@ -416,7 +420,8 @@ pub unsafe fn send_packet_at(comm: &Comm, peer: u32, offset: u64, value: u32, ep
     }
 }
 
-/// When a wait began. The clock is read on the first miss and then every [`POLLS_PER_CHECK`] polls.
+/// When a wait began. The clock is read on the first miss, and then every [`POLLS_PER_CHECK`] polls or,
+/// with a short deadline, every [`POLLS_OF_SHORT`].
 pub(super) struct Deadline {
     start: u64,
     pub(super) waited: u64,
@@ -440,7 +445,8 @@ impl Deadline {
         // SAFETY: reads the clock and the abort word.
         unsafe {
             self.polls += 1;
-            if self.polls % POLLS_PER_CHECK != 1 {
+            let polls = if comm.timeout_ns < SHORT_NS { POLLS_OF_SHORT } else { POLLS_PER_CHECK };
+            if self.polls & (polls - 1) != 1 {
                 return false;
             }
             if self.start == 0 {
@@ -453,7 +459,7 @@ impl Deadline {
     }
 }
 
-/// Records the first wait that expired, or met another call, and raises the abort word, so that all other waits of this rank end.
+/// Records a wait that expired or met another call, and raises the abort word, which ends all other waits of this rank.
 #[inline(always)]
 pub(super) unsafe fn record(
     comm: &Comm,
@@ -464,9 +470,28 @@ pub(super) unsafe fn record(
     seen: u64,
     what: Wait,
 ) {
-    // SAFETY: the winner of the swap is the record's only writer; `code` is released last.
+    // SAFETY: `local` is live.
     unsafe {
         if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {
+            note(comm, waited, peer, epoch, needed, seen, what);
+        }
+    }
+}
+
+/// Records a failure, unless another one is recorded, and ends nothing.
+#[inline(always)]
+pub(super) unsafe fn note(
+    comm: &Comm,
+    waited: u64,
+    peer: u32,
+    epoch: u64,
+    needed: u64,
+    seen: u64,
+    what: Wait,
+) {
+    // SAFETY: the winner of the swap is the record's only writer; `code` is released last.
+    unsafe {
+        if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_RECORDED, 0, 1) == 0 {
             let status = comm.status.0;
             st_relaxed_sys_u64(status + 8, peer as u64);
             st_relaxed_sys_u64(status + 16, epoch);

@@ -16,8 +16,8 @@ use super::combine::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VEC
 use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{
-    Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, rows_arrived,
-    tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
+    Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, is_in_vain,
+    rows_arrived, tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
 };
 use super::ring::{Ring, Turn, channel_range};
 use crate::layout::{InternodeCombineArgs, MAX_NODES, SEND_ROW_STRIDE, Wait, combine_slot_bytes, ring_bytes};
@@ -339,7 +339,8 @@ unsafe fn post_sums(
         let path = Path::of_lane(wire);
         let order = Order::new(args, channel);
         let (mut posted, mut sent) = (Posted::NONE, 0);
-        while ballot(sent < order.count) != 0 {
+        let mut turns = 0;
+        while ballot(sent < order.count) != 0 && !is_in_vain(comm, &mut turns) {
             let ready = order.before(progress.slowest());
             if ready - sent >= wire.chunk || (ready == order.count && ready != sent) {
                 let bytes = args.slot_bytes as u64;

@@ -480,14 +480,16 @@ impl<'a> Exchange<'a> {
         unsafe {
             let args = self.args;
             let word_of = |index: u32| ld_shared_u32(word(VERDICT + index));
+            let (peer, detail) = (word_of(1), word_of(2));
+            let verdict = Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) };
             let write = |to: u64| {
-                let (peer, detail) = (word_of(1), word_of(2));
-                let verdict = Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) };
                 verdict.write(to, received, self.epoch);
                 st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed);
             };
             write(args.header.0);
-            if !args.host.is_null() {
+            if args.host.is_null() {
+                verdict.report(&args.comm, received, self.epoch);
+            } else {
                 write(args.host.0);
                 st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
             }

@@ -308,7 +308,9 @@ pub unsafe fn notify(args: NotifyArgs) {
             }
             let verdict = Verdict { status, ..verdict };
             verdict.write(args.header.0, receives, epoch);
-            if !args.host.is_null() {
+            if args.host.is_null() {
+                verdict.report(comm, receives, epoch);
+            } else {
                 verdict.write(args.host.0, receives, epoch);
                 st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);
             }

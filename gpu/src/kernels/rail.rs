@@ -281,6 +281,15 @@ pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, wh
     }
 }
 
+/// Whether a wait of this rank has expired, asked now and then by a warp that waits for others of its block: those
+/// may have seen that, and do nothing. The whole warp calls it, in each turn of its loop; `turns` counts them.
+#[inline(always)]
+pub unsafe fn is_in_vain(comm: &Comm, turns: &mut u32) -> bool {
+    *turns += 1;
+    // SAFETY: the caller says that all lanes are here.
+    unsafe { turns.is_multiple_of(64) && warp_aborted(comm) }
+}
+
 /// Offset of a node's word in an array of control words that starts at `base`.
 #[inline(always)]
 pub fn node_word(base: u64, node: u32) -> u64 {

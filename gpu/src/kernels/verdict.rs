@@ -3,7 +3,7 @@
 
 use core::mem::offset_of;
 
-use crate::layout::{PlanHeader, PlanStatus};
+use crate::layout::{Comm, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, Status};
 use crate::simt::*;
 
 /// A verdict, in the words of a [`PlanHeader`]; [`PlanStatus`] says what each of them means.
@@ -44,6 +44,26 @@ impl Verdict {
             st_u32(header + offset_of!(PlanHeader, theirs) as u64, self.theirs);
             st_u32(header + offset_of!(PlanHeader, ours) as u64, self.ours);
             st_u32(header + offset_of!(PlanHeader, epoch) as u64, epoch as u32);
+        }
+    }
+
+    /// Where the plan is not ready, tells the host so, which does not wait for this dispatch. A wait that
+    /// expired has told it already. One thread of the grid calls it.
+    #[inline(always)]
+    pub unsafe fn report(&self, comm: &Comm, rows: u32, epoch: u64) {
+        if self.status == PlanStatus::Ready as u32 || self.status == PlanStatus::Timeout as u32 {
+            return;
+        }
+        // SAFETY: the record lies behind the status. Operations of a buffer follow each other, so this
+        // thread is its only writer.
+        unsafe {
+            let record = comm.status.0 + size_of::<Status>() as u64;
+            let count = ld_relaxed_sys_u64(record);
+            let plans = record + offset_of!(FailedPlans, plans) as u64;
+            let plan = plans + count % KEPT_PLANS as u64 * size_of::<FailedPlan>() as u64;
+            self.write(plan, rows, epoch);
+            st_u64(plan + offset_of!(FailedPlan, capacity) as u64, comm.pool.rows);
+            st_release_sys_u64(record, count + 1);
         }
     }
 }

@@ -138,6 +138,8 @@ layout_assert!(DispatchArgs, size = 296, reserved at 292);
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct StageArgs {
+    /// The peers.
+    pub comm: Comm,
     /// In, or null: rows of `row_bytes`, `x_stride` bytes apart.
     pub x: DevicePtr,
     /// Bytes from one row of `x` to the next, a multiple of 16.
@@ -150,15 +152,15 @@ pub struct StageArgs {
     pub weight_rows: DevicePtr,
     /// In: [`super::PlanHeader`], for the number of rows.
     pub header: DevicePtr,
-    /// Rows there is room for.
-    pub capacity: u64,
+    /// Rows of the tensors.
+    pub num_rows: u64,
     /// Bytes per row, a multiple of 16.
     pub row_bytes: u32,
     /// Entries per row.
     pub num_topk: u32,
 }
 
-layout_assert!(StageArgs, size = 64, num_topk at 60);
+layout_assert!(StageArgs, size = 264, num_topk at 260);
 
 /// Arguments of `combine_bf16` and `combine_f32`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

@@ -5,6 +5,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
+use super::handle::PlanHeader;
 use super::limits::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS};
 
 /// What every finished operation adds to each `done` word and to the ticket. Blocks add shares of it, so the target of
@@ -179,9 +180,11 @@ pub struct LocalState {
     pub left_out: u32,
     /// `epoch << 16 | blocks`: so many blocks of the operation have started, where they share its work by the order in which they do.
     pub started: u64,
+    /// Non-zero once a block has taken it on itself to write the [`Status`].
+    pub recorded: u64,
 }
 
-layout_assert!(LocalState, size = 32, started at 24);
+layout_assert!(LocalState, size = 40, recorded at 32);
 
 /// Offset of [`LocalState::epoch`].
 pub const LOCAL_EPOCH: u64 = 0;
@@ -193,10 +196,12 @@ pub const LOCAL_ABORT: u64 = 16;
 pub const LOCAL_LEFT_OUT: u64 = 20;
 /// Offset of [`LocalState::started`].
 pub const LOCAL_STARTED: u64 = 24;
+/// Offset of [`LocalState::recorded`].
+pub const LOCAL_RECORDED: u64 = 32;
 /// Where the epoch begins in [`LocalState::started`].
 pub const STARTED_SHIFT: u32 = 16;
 
-/// The record of the first wait that expired or met another call, in mapped host memory. `code` is stored last.
+/// The record of the first failure of a kernel, in mapped host memory. `code` is stored last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Status {
@@ -217,6 +222,33 @@ pub struct Status {
 }
 
 layout_assert!(Status, size = 56, waited_ns at 40);
+
+/// A plan that is not ready, of a dispatch whose counts stay on the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct FailedPlan {
+    /// The header of the dispatch's handle, but for its tag and the relayed tokens.
+    pub header: PlanHeader,
+    /// Rows that the dispatch had room for.
+    pub capacity: u64,
+}
+
+layout_assert!(FailedPlan, size = 48, capacity at 40);
+
+/// The last failed plans of a buffer, behind its [`Status`] in mapped host memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct FailedPlans {
+    /// How many there were. Stored last.
+    pub count: u64,
+    /// Number `n` is at `n % KEPT_PLANS`.
+    pub plans: [FailedPlan; KEPT_PLANS],
+}
+
+layout_assert!(FailedPlans, size = 200, plans at 8);
+
+/// Plans that [`FailedPlans`] has room for.
+pub const KEPT_PLANS: usize = 4;
 
 /// What a kernel can wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -272,4 +304,10 @@ pub enum Wait {
     LowLatencyExpert = 24,
     /// The proxy of a queue, in a low-latency operation.
     LowLatencyQueue = 25,
+    /// Nothing: a combine was given fewer rows (`seen`) than came (`needed`).
+    MissingRows = 26,
+    /// Nothing: a low-latency combine found no dispatch into its place since the combine before.
+    LowLatencyUnpaired = 27,
+    /// Nothing: a low-latency combine is of other tokens (`seen`) than the dispatch into its place (`needed`).
+    LowLatencyTokens = 28,
 }

@@ -3,8 +3,8 @@
 use core::mem::offset_of;
 
 use super::{
-    ControlWord, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD, NodePath,
-    PlanHeader, PoolLayout, QueueHandle, SIGNATURE_NAMES, Status, WireLayout, done_offset, message,
+    ControlWord, FailedPlans, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD,
+    NodePath, PlanHeader, PoolLayout, QueueHandle, SIGNATURE_NAMES, Status, WireLayout, done_offset, message,
     message_offset, ready_offset, relay_message, row_stride, staged_offset, wire_message,
 };
 
@@ -98,10 +98,13 @@ pub const PLAN_HEADER: &[Section] = fields!(PlanHeader {
 });
 
 /// The fields of a [`LocalState`].
-pub const LOCAL_STATE: &[Section] = fields!(LocalState { epoch, ticket, abort, left_out, started });
+pub const LOCAL_STATE: &[Section] = fields!(LocalState { epoch, ticket, abort, left_out, started, recorded });
 
 /// The fields of a [`Status`].
 pub const STATUS: &[Section] = fields!(Status { code, peer, epoch, needed, seen, waited_ns, call });
+
+/// The fields of [`FailedPlans`], behind a [`Status`].
+pub const FAILED_PLANS: &[Section] = fields!(FailedPlans { count, plans });
 
 /// The fields of a [`QueueHandle`].
 pub const QUEUE_HANDLE: &[Section] = fields!(QueueHandle { queue, posted });
@@ -326,6 +329,7 @@ mod tests {
             (PLAN_HEADER, size_of::<PlanHeader>(), 0),
             (LOCAL_STATE, size_of::<LocalState>(), 0),
             (STATUS, size_of::<Status>(), 0),
+            (FAILED_PLANS, size_of::<FailedPlans>(), 0),
             (QUEUE_HANDLE, size_of::<QueueHandle>(), 0),
             (NODE_PATH, size_of::<NodePath>(), 0),
         ];

@@ -1,11 +1,12 @@
 //! The buffer: a rank's pool, the mappings of its peers' pools, and what every operation shares.
 
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
-    PlanHeader, PoolLayout, STATUS, Section, Status, WireLayout,
+    Call, Comm, DevicePtr, FAILED_PLANS, FailedPlans, LOCAL_STATE, LocalState, MAX_CHANNELS,
+    MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER, PlanHeader, PoolLayout, STATUS, Section, Status, WireLayout,
 };
 
 use super::beside::{Activity, next_id};
@@ -15,7 +16,7 @@ use super::fault::{Faults, Limits};
 use super::kernels::{Kernels, Loaded};
 use super::options::BufferOptions;
 use super::peers::Peers;
-use super::place::{Place, PlaceState, Pool};
+use super::place::{Place, PlaceState, Pool, Room};
 use super::pool::pool_layouts;
 use super::scratch::Arena;
 use super::sequence::Sequence;
@@ -87,7 +88,7 @@ pub struct Buffer {
     pub(super) arena: Arc<Arena>,
     pub(super) host_counts: MappedMemory,
     pub(super) faults: Arc<Faults>,
-    pub(super) places: Vec<Arc<PlaceState>>,
+    pub(super) places: Vec<Arc<PlaceState<Room>>>,
     pool: Arc<Pool>,
     _peers: Peers,
     /// The pools' addresses, u64 `[MAX_RANKS]`, then the [`LocalState`].
@@ -160,8 +161,12 @@ impl Buffer {
             Section::array("pools", MAX_RANKS as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
         ]);
-        let status = Arc::new(MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?);
-        status.describe(STATUS);
+        let (status_bytes, plans_bytes) = (size_of::<Status>() as u64, size_of::<FailedPlans>() as u64);
+        let status = Arc::new(MappedMemory::alloc(&device, status_bytes + plans_bytes, "status")?);
+        status.describe(&[
+            Section::one("wait", status_bytes).of(STATUS),
+            Section::one("failed_plans", plans_bytes).of(FAILED_PLANS).at(status_bytes),
+        ]);
         let experts =
             Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
         let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
@@ -187,7 +192,8 @@ impl Buffer {
         let (id, arena) = (next_id(), Arena::new(&device));
         let pool = Pool::new(pool, &arena, options.timeout);
         let place = |(index, layout): (usize, &PoolLayout)| {
-            PlaceState::new(index as u32, id, *layout, largest, pool.clone(), arena.clone())
+            let room = Room { layout: *layout, max_row_bytes: largest, rows_given: AtomicBool::new(false) };
+            PlaceState::new(index as u32, id, room, pool.clone(), arena.clone())
         };
         let sequence = enqueuer.sequence().clone();
         let activity = Activity::list(id, &device, &sequence, &status);
@@ -197,7 +203,8 @@ impl Buffer {
             rows: layout.rows,
             slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
         };
-        let faults = Faults { activity, rank, topology, limits, beside: OnceLock::new() };
+        let faults =
+            Faults { activity, rank, topology, limits, told: AtomicU64::new(0), beside: OnceLock::new() };
         let buffer = Buffer {
             enqueuer,
             kernels,
@@ -280,12 +287,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
     pub fn place(&self, index: u32) -> Result<Place> {
-        let Some(state) = self.places.get(index as usize) else {
-            let rule = format!("the buffer has {}: create it with more places", self.places.len());
-            return Err(Error::argument("place", index, rule));
-        };
-        let rule = "it is handed out already: drop that Place first";
-        state.hand_out().ok_or_else(|| Error::argument("place", index, rule))
+        PlaceState::hand_out(&self.places, index).map(Place)
     }
 
     /// Nodes of the group.
@@ -312,14 +314,14 @@ impl Buffer {
     pub(super) fn describe_rows(&mut self, row_bytes: RowBytes) {
         if row_bytes != self.row_bytes {
             self.row_bytes = row_bytes;
-            let layouts: Vec<PoolLayout> = self.places.iter().map(|place| place.layout).collect();
+            let layouts: Vec<PoolLayout> = self.places.iter().map(|place| place.room.layout).collect();
             self.pool.memory().describe(&sections(&layouts, self.topology.nodes, row_bytes));
         }
     }
 
     /// What the kernels of an operation in this place are told.
-    pub(super) fn comm_in(&self, place: &PlaceState, call: Call) -> Comm {
-        Comm { pool: place.layout, call: call.bits(), ..self.comm }
+    pub(super) fn comm_in(&self, place: &PlaceState<Room>, call: Call) -> Comm {
+        Comm { pool: place.room.layout, call: call.bits(), ..self.comm }
     }
 
     /// Device table of the pools' addresses.
@@ -338,7 +340,7 @@ impl Buffer {
     }
 
     /// An error unless the place is one of this buffer's.
-    pub(super) fn check_place(&self, place: &PlaceState) -> Result<()> {
+    pub(super) fn check_place(&self, place: &PlaceState<Room>) -> Result<()> {
         if place.buffer == self.id {
             return Ok(());
         }
@@ -411,7 +413,8 @@ impl Buffer {
 
     /// Begins an operation: an error where an earlier one has failed. Says whether this one is only recorded.
     pub(super) fn begin(&self, order: StreamOrder<'_>) -> Result<bool> {
-        self.check()?;
+        // A plan that failed is no reason: peers, whose devices may be behind, make the call.
+        self.check_usable()?;
         order.caller.is_capturing()
     }
 

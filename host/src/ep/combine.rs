@@ -10,14 +10,13 @@ use epoxide_gpu::layout::{
 };
 
 use super::buffer::RowBytes;
-use super::handle::Inner;
 use super::kernels::Mode;
 use super::place::PoolRows;
 use super::scratch::Pieces;
-use super::tensor::{Outcome, Owner};
+use super::tensor::Owner;
 use super::trace::trace_place;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
-use crate::driver::{Event, Stream};
+use crate::driver::Event;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
@@ -30,8 +29,10 @@ const STAGED_THREADS: u32 = CombineStagedBf16::INFO.max_threads;
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
     /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into the pool, on multiprocessors that the
-    /// configuration leaves. Within one node peers gather meanwhile what has been copied; across nodes they do when all has. Where the host does not know how many rows came, the tensor may have fewer than there was room
-    /// for, but not fewer than came: rows that are missing are not returned.
+    /// configuration leaves. Within one node peers gather meanwhile what has been copied; across nodes they do when all has.
+    ///
+    /// Where the host does not know how many rows came, the tensor may have fewer than there was room
+    /// for, but not fewer than came: the buffer then has failed ([`Error::Broken`]), on its peers too.
     Tensor(&'a Tensor<'a>),
     /// Rows that are in the place already that the dispatch was given: nothing is copied.
     InPool(&'a PoolRows<'a>),
@@ -83,29 +84,6 @@ pub struct CombineOutput {
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
-}
-
-/// What the sums of a combine come from.
-struct Sums {
-    plan: Arc<Inner>,
-    /// Rows of the tensors that it was given, if it was given any.
-    given: Option<u64>,
-}
-
-impl Outcome for Sums {
-    fn check_behind(&self, stream: &Stream) -> Result<()> {
-        self.plan.check_behind(stream)?;
-        // Where the host knows how many rows came, the call has compared.
-        let (None, Some(given)) = (self.plan.num_recv_tokens.get(), self.given) else { return Ok(()) };
-        let received = u64::from(self.plan.header(stream)?.num_recv_tokens);
-        if given >= received {
-            return Ok(());
-        }
-        let rule = format!(
-            "the dispatch brought {received} rows, so that the sums lack some: combine a tensor of at least as many"
-        );
-        Err(Error::argument("num_recv_tokens", given, rule))
-    }
 }
 
 impl Buffer {
@@ -187,13 +165,14 @@ impl Buffer {
         let weights = request.topk_weights.map(|weights| &**weights);
         let given = in_tensor.into_iter().chain(weights).map(Tensor::rows).min();
         let stage = StageArgs {
+            comm,
             x: in_tensor.map_or(null, Tensor::ptr),
             x_stride: in_tensor.map_or(0, Tensor::row_stride),
             rows: pool.add(comm.pool.combine_x),
             weights: weights.map_or(null, Tensor::ptr),
             weight_rows: pool.add(comm.pool.combine_weights),
             header: handle.places.header,
-            capacity: given.unwrap_or(0).min(comm.pool.rows),
+            num_rows: given.unwrap_or(0).min(comm.pool.rows),
             row_bytes: row_bytes as u32,
             num_topk,
         };
@@ -227,7 +206,7 @@ impl Buffer {
                     rank_prefix_matrix: places.rank_prefix_matrix,
                     channel_prefix_matrix: places.channel_prefix_matrix,
                     recv_channel_prefix_matrix: places.recv_channel_prefix_matrix,
-                    num_rows: stage.capacity as u32,
+                    num_rows: stage.num_rows as u32,
                     stagers: shape.stagers,
                     channels,
                     blocks_per_channel: shape.blocks_per_channel,
@@ -294,14 +273,13 @@ impl Buffer {
                 }
             }
         })?;
-        let sums = Arc::new(Sums { plan: handle.clone(), given });
         let weights_out = |_| {
             TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone())
-                .result("combined_topk_weights", &sums)
+                .result("combined_topk_weights", handle)
         };
         Ok(CombineOutput {
             combined_x: Tensor::in_memory(x_at, dtype, &[tokens, hidden], block.clone())
-                .result("combined_x", &sums),
+                .result("combined_x", handle),
             combined_topk_weights: request.topk_weights.map(weights_out),
             event,
         })

@@ -14,9 +14,9 @@ use epoxide_gpu::layout::{
 use super::buffer::{HOST_EXPERTS, RowBytes};
 use super::handle::{DispatchHandle, HandleShape, Inner, Places};
 use super::kernels::{Mode, RingShape};
-use super::place::{Lease, Place, PlaceState};
+use super::place::{Lease, Place, PlaceState, Room};
 use super::received::DispatchOutput;
-use super::tensor::Owner;
+use super::tensor::{Outcome, Owner};
 use super::trace::trace_place;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use crate::driver::Stream;
@@ -140,7 +140,7 @@ impl Buffer {
     /// [`Error::InvalidExpert`], and [`Error::Capacity`] where a rank would receive too many rows;
     /// [`Error::scope`] tells. Where the host does not wait for the counts ([`Counts::OnDevice`]),
     /// whoever reads on the host what the dispatch brought, or the sums of its combines, gets these
-    /// instead; [`Buffer::check_dispatch`] gives them to whoever reads in kernels.
+    /// instead; for results that only kernels read, [`Buffer::check`] gives them.
     pub fn dispatch<'p>(
         &mut self,
         place: &'p mut Place,
@@ -208,7 +208,7 @@ impl Buffer {
             .cloned()
             .chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
-            lease = Some(place.begin((!capturing).then_some(stream))?);
+            lease = Some(buffer.begin_in(place, stream, capturing)?);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
                 buffer.launch_notify(stream, &counts, &payload, place, &places)?;
@@ -222,7 +222,7 @@ impl Buffer {
             if exact {
                 // Rows are already on their way while the host waits.
                 header = buffer.wait_counts(stream, counts.tag)?;
-                buffer.check()?;
+                buffer.check_usable()?;
                 buffer.faults.check_plan(&header, capacity)?;
             }
             Ok(())
@@ -251,7 +251,7 @@ impl Buffer {
         let plan = &handle.0;
         let lease = self.captured_lease(lease, Some(&handle))?;
         let owner = || lease.clone() as Owner;
-        let at = place.layout;
+        let at = place.room.layout;
         let columns = [rows, num_topk as u64];
         let with_topk = request.topk_weights.is_some();
         Ok(DispatchOutput {
@@ -305,7 +305,7 @@ impl Buffer {
             .cloned()
             .chain([handle.0.block.clone() as Owner]);
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
-            lease = Some(place.begin((!capturing).then_some(stream))?);
+            lease = Some(buffer.begin_in(place, stream, capturing)?);
             // SAFETY: as in `dispatch`.
             unsafe { buffer.launch_dispatch(stream, args, ring, places) }
         })?;
@@ -313,7 +313,7 @@ impl Buffer {
         let rows = handle.0.output_rows();
         Ok(DispatchOutput {
             recv_x: place
-                .rows(lease.clone(), place.layout.recv_x, payload.dtype, rows, payload.hidden)
+                .rows(lease.clone(), place.room.layout.recv_x, payload.dtype, rows, payload.hidden)
                 .result("recv_x", &handle.0),
             recv_x_scales: recv_scales(&payload, &lease, rows, &handle.0),
             recv_topk_idx: None,
@@ -328,16 +328,30 @@ impl Buffer {
         })
     }
 
+    /// Begins a dispatch in a place. Unless `stream` is being captured, it comes behind whoever reads what is there.
+    fn begin_in(
+        &self,
+        place: &Arc<PlaceState<Room>>,
+        stream: &Stream,
+        capturing: bool,
+    ) -> Result<Arc<Lease<Room>>> {
+        let lease = place.begin()?;
+        if !capturing {
+            place.come_before(stream)?;
+        }
+        Ok(lease)
+    }
+
     /// The lease of a dispatch that has been enqueued; a step that is being captured gets it and the handle as well.
     fn captured_lease(
         &mut self,
-        lease: Option<Arc<Lease>>,
+        lease: Option<Arc<Lease<Room>>>,
         handle: Option<&DispatchHandle>,
-    ) -> Result<Arc<Lease>> {
+    ) -> Result<Arc<Lease<Room>>> {
         let lease = lease.ok_or_else(|| Error::os("dispatch", "nothing was enqueued"))?;
         if let Some(captured) = &mut self.captured {
-            captured.leases.push(lease.clone());
-            captured.handles.extend(handle.cloned());
+            captured.fills(&lease);
+            captured.plans.extend(handle.map(|handle| handle.0.clone() as Arc<dyn Outcome>));
         }
         Ok(lease)
     }
@@ -346,7 +360,7 @@ impl Buffer {
     pub fn check_dispatch(&self, handle: &DispatchHandle, stream: &Stream) -> Result<()> {
         self.check_handle(handle)?;
         let header = handle.0.header(stream)?;
-        self.check()?;
+        self.check_usable()?;
         self.faults.check_plan(&header, handle.0.capacity)
     }
 
@@ -422,7 +436,7 @@ impl Buffer {
     fn dispatch_args(
         &self,
         payload: &Payload,
-        place: &PlaceState,
+        place: &PlaceState<Room>,
         places: &Places,
         num_tokens: u32,
         metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
@@ -473,14 +487,14 @@ impl Buffer {
         stream: &Stream,
         counts: &CountExchange<'_>,
         payload: &Payload,
-        place: &PlaceState,
+        place: &PlaceState<Room>,
         places: &Places,
     ) -> Result<()> {
         let layout = counts.layout;
         let (num_channels, num_ranks) = (self.config.num_channels(), self.topology.ranks());
         let local_experts = layout.num_experts / num_ranks;
         let columns = place.index << 24 | counts.num_topk << 16 | payload.num_scales;
-        let mut comm = Comm { pool: place.layout, ..self.comm };
+        let mut comm = Comm { pool: place.room.layout, ..self.comm };
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
         unsafe {
@@ -611,7 +625,7 @@ impl Buffer {
 
 fn recv_scales<'p>(
     payload: &Payload,
-    lease: &Arc<Lease>,
+    lease: &Arc<Lease<Room>>,
     rows: u64,
     plan: &Arc<Inner>,
 ) -> Option<TypedTensor<'p, f32>> {
@@ -620,6 +634,6 @@ fn recv_scales<'p>(
     }
     let both = [rows, payload.num_scales as u64];
     let shape = if payload.scales_one_dimensional { &both[..1] } else { &both[..] };
-    let scales = lease.place.tensor(lease.clone(), lease.place.layout.recv_scales, shape);
+    let scales = lease.place.tensor(lease.clone(), lease.place.room.layout.recv_scales, shape);
     Some(scales.result("recv_x_scales", plan))
 }

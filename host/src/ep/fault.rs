@@ -1,11 +1,13 @@
 //! Turns what kernels recorded into errors.
 
 use std::mem::offset_of;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{
-    Call, CallKind, PlanHeader, PlanStatus, SIGNATURE_NAMES, Status, Wait, ready_epoch, ready_plan,
+    Call, CallKind, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, SIGNATURE_NAMES, Status,
+    Wait, ready_epoch, ready_plan,
 };
 
 use super::beside::Activity;
@@ -27,6 +29,8 @@ pub(super) struct Faults {
     pub rank: u32,
     pub topology: Topology,
     pub limits: Limits,
+    /// Failed plans that [`Faults::check_plans`] has told of.
+    pub told: AtomicU64,
     /// Names other work that was in flight when a wait was first seen to have expired.
     pub beside: OnceLock<String>,
 }
@@ -69,6 +73,12 @@ impl Faults {
                 ours: describe_call(status.needed, status.epoch),
                 theirs: describe_call(status.seen, status.epoch),
             };
+        }
+        if code == Wait::MissingRows as u64 {
+            let (came, given) = (status.needed, status.seen);
+            let reason =
+                format!("{came} rows came, and it was given {given}; combine a tensor of as many as came");
+            return Error::Broken { call: "combine", reason };
         }
         const WAITS: [(Wait, &str, &str); 15] = [
             (Wait::Counts, "notify", "counts"),
@@ -116,6 +126,29 @@ impl Faults {
             waited: Duration::from_nanos(status.waited_ns),
             // Asked once: later calls say the same.
             beside: self.beside.get_or_init(|| self.activity.beside()).clone(),
+        }
+    }
+
+    /// The error of the last plan that failed, of those that no call has told of yet. Of dispatches whose
+    /// counts stay on the device, since others give their plan's error themselves.
+    pub fn check_plans(&self) -> Result<()> {
+        const RECORD: u64 = size_of::<Status>() as u64;
+        let memory = &self.activity.status;
+        // The device stores the count with release after the plan, and this load acquires it.
+        let mut count = memory.load(RECORD)?;
+        if self.told.swap(count, Ordering::Relaxed) == count {
+            return Ok(());
+        }
+        loop {
+            let index = (count - 1) % KEPT_PLANS as u64;
+            let at = offset_of!(FailedPlans, plans) as u64 + index * size_of::<FailedPlan>() as u64;
+            let plan: FailedPlan = memory.read(RECORD + at)?;
+            // Unless others have taken its place meanwhile.
+            let now = memory.load(RECORD)?;
+            if now - count < KEPT_PLANS as u64 - 1 {
+                return self.check_plan(&plan.header, plan.capacity);
+            }
+            count = now;
         }
     }
 
@@ -177,7 +210,7 @@ impl Faults {
     }
 }
 
-/// As [`Faults::check`], with what the buffer alone knows: what its proxies do.
+/// The same as [`Faults::check`], with the state of the buffer's proxies.
 fn check_status(buffer: &Buffer) -> Result<()> {
     if !buffer.faults.activity.has_failed()? {
         return Ok(());
@@ -233,10 +266,25 @@ fn mismatch(header: &PlanHeader) -> (&'static str, u32, u32) {
 const HOST_PATIENCE: u32 = 20;
 
 impl Buffer {
-    /// The error after which the buffer is of no use, if there was one: of the first wait for a peer that expired
-    /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), or of a dispatch that failed half way
-    /// ([`Error::Broken`]). Errors of calls that do not wait for the host show here, once their stream has passed.
+    /// The error of an operation, if one has failed: ask for it behind the stream of operations that do
+    /// not wait for the host.
+    ///
+    /// # Errors
+    /// These end the buffer, and are given from then on: the first wait for a peer that expired
+    /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), and a call that
+    /// failed half way ([`Error::Broken`]).
+    ///
+    /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row gives its error
+    /// once, on every rank, and the buffer goes on: [`Error::InvalidExpert`], [`Error::Capacity`] or
+    /// [`Error::Mismatch`]. Where several did since the last call, the last one's is given;
+    /// [`Buffer::check_dispatch`] tells of each.
     pub fn check(&self) -> Result<()> {
+        self.check_usable()?;
+        self.faults.check_plans()
+    }
+
+    /// The error after which the buffer is of no use, if there was one.
+    pub(super) fn check_usable(&self) -> Result<()> {
         check_status(self)?;
         self.sequence.check()
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::{PoolLayout, row_stride};
 
+use super::captured::Overwrites;
 use super::scratch::Arena;
 use super::tensor::{Element, Owner};
 use super::{DType, Tensor, TypedTensor};
@@ -18,7 +19,7 @@ use crate::error::{Error, Result, Scope};
 /// A dispatch borrows its place mutably, and what it brings holds on to that borrow: a second dispatch there does not compile while
 /// the first one's rows are in use. All ranks give a dispatch the place of the same index.
 #[derive(Debug)]
-pub struct Place(pub(super) Arc<PlaceState>);
+pub struct Place(pub(super) Arc<PlaceState<Room>>);
 
 impl Place {
     /// Its index in the buffer.
@@ -39,7 +40,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.taken.store(false, Ordering::Release);
+        self.0.take_back();
     }
 }
 
@@ -74,113 +75,131 @@ impl Drop for Pool {
     }
 }
 
-/// What is known of a place.
+/// A place of either mode. `R`: what there is in it.
 #[derive(Debug)]
-pub(super) struct PlaceState {
+pub(super) struct PlaceState<R> {
     pub index: u32,
     pub buffer: u64,
-    /// The pool's layout with the rows of this place.
-    pub layout: PoolLayout,
-    pub max_row_bytes: u64,
+    pub room: R,
     pool: Arc<Pool>,
     arena: Arc<Arena>,
     /// Handed out to the caller.
     taken: AtomicBool,
-    /// The combine rows are given out.
-    rows_given: AtomicBool,
     /// Which dispatch's rows are there.
     generation: AtomicU64,
-    lease: Mutex<LastLease>,
+    lease: Mutex<LastLease<R>>,
 }
 
-#[derive(Debug, Default)]
-struct LastLease {
+/// Rows of a dispatch, and those of its combine.
+#[derive(Debug)]
+pub(super) struct Room {
+    /// The pool's layout with the rows of this place.
+    pub layout: PoolLayout,
+    pub max_row_bytes: u64,
+    /// The combine rows are given out.
+    pub rows_given: AtomicBool,
+}
+
+#[derive(Debug)]
+struct LastLease<R> {
     dispatches: u64,
-    last: Weak<Lease>,
+    last: Weak<Lease<R>>,
     /// Behind all that streams had been given when the last lease ended.
     ended: Option<Fence>,
 }
 
-/// The right to the rows of one dispatch, shared by its tensors. When the last of them goes, streams may still read the rows: the next
-/// dispatch comes behind what they have been given by then.
+/// The right to what one dispatch brought, or its combine, shared by the tensors. When the last of them goes, streams may still read: the
+/// next operation here comes behind what they have been given by then.
 #[derive(Debug)]
-pub(super) struct Lease {
-    pub place: Arc<PlaceState>,
-    generation: u64,
-    /// Its rows are no longer borrowed: they say at use whether they are still there.
+pub(super) struct Lease<R> {
+    pub place: Arc<PlaceState<R>>,
+    pub generation: u64,
+    /// Nothing is borrowed any more: it says at use whether what it was for is still there.
     pub detached: AtomicBool,
 }
 
-impl PlaceState {
-    /// Hands the place out, unless it is out already.
-    pub fn hand_out(self: &Arc<Self>) -> Option<Place> {
-        (!self.taken.swap(true, Ordering::AcqRel)).then(|| Place(self.clone()))
-    }
-
-    pub fn new(
-        index: u32,
-        buffer: u64,
-        layout: PoolLayout,
-        max_row_bytes: u64,
-        pool: Arc<Pool>,
-        arena: Arc<Arena>,
-    ) -> Arc<PlaceState> {
+impl<R> PlaceState<R> {
+    pub fn new(index: u32, buffer: u64, room: R, pool: Arc<Pool>, arena: Arc<Arena>) -> Arc<PlaceState<R>> {
         Arc::new(PlaceState {
             index,
             buffer,
-            layout,
-            max_row_bytes,
+            room,
             pool,
             arena,
             taken: AtomicBool::new(false),
-            rows_given: AtomicBool::new(false),
             generation: AtomicU64::new(0),
-            lease: Mutex::default(),
+            lease: Mutex::new(LastLease { dispatches: 0, last: Weak::new(), ended: None }),
         })
     }
 
-    fn last_lease(&self) -> MutexGuard<'_, LastLease> {
+    /// Hands out the place of index `index`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where there is no such place, or it is out already.
+    pub fn hand_out(places: &[Arc<Self>], index: u32) -> Result<Arc<Self>> {
+        let Some(place) = places.get(index as usize) else {
+            let rule = format!("the buffer has {}: create it with more places", places.len());
+            return Err(Error::argument("place", index, rule));
+        };
+        if place.taken.swap(true, Ordering::AcqRel) {
+            return Err(Error::argument("place", index, "it is handed out already: drop that Place first"));
+        }
+        Ok(place.clone())
+    }
+
+    pub fn take_back(&self) {
+        self.taken.store(false, Ordering::Release);
+    }
+
+    fn last_lease(&self) -> MutexGuard<'_, LastLease<R>> {
         self.lease.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a dispatch here: what is there is overwritten from now on. Unless `stream` is being captured, it waits for whoever still
-    /// reads what the dispatch before brought.
-    pub fn begin(self: &Arc<Self>, stream: Option<&Stream>) -> Result<Arc<Lease>> {
-        if let Some(stream) = stream {
-            self.come_before(stream)?;
-        }
-        let mut state = self.last_lease();
-        state.dispatches += 1;
-        let generation = state.dispatches;
-        let lease = Arc::new(Lease { place: self.clone(), generation, detached: AtomicBool::new(false) });
-        state.last = Arc::downgrade(&lease);
+    /// Begins a dispatch here, which overwrites what is there. It comes behind whoever reads that; see [`PlaceState::come_before`].
+    pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
+        self.settle()?;
+        let generation = {
+            let mut state = self.last_lease();
+            state.dispatches += 1;
+            state.dispatches
+        };
         self.generation.store(generation, Ordering::Release);
-        Ok(lease)
+        Ok(self.lease(generation))
     }
 
-    /// Makes `stream` wait for all that streams had been given while they could read what is here now.
-    fn come_before(&self, stream: &Stream) -> Result<()> {
+    /// The right to what the dispatch `generation` brought, which nobody else has.
+    pub fn lease(self: &Arc<Self>, generation: u64) -> Arc<Lease<R>> {
+        let lease = Arc::new(Lease { place: self.clone(), generation, detached: AtomicBool::new(false) });
+        self.last_lease().last = Arc::downgrade(&lease);
+        lease
+    }
+
+    /// Notes what streams have been given by now where a lease has not ended: it is detached, and its tensors may be in use.
+    fn settle(&self) -> Result<()> {
         let mut state = self.last_lease();
-        let ended = match (state.ended.take(), state.last.strong_count()) {
-            (ended, 0) => ended,
-            // Detached: its tensors may be in use still.
-            (ended, _) => {
-                ended.into_iter().for_each(|fence| self.arena.give_back(fence));
-                Some(self.arena.fence()?)
+        if state.last.strong_count() != 0 {
+            let fence = self.arena.fence()?;
+            if let Some(before) = state.ended.replace(fence) {
+                self.arena.give_back(before);
             }
-        };
-        let Some(fence) = ended else { return Ok(()) };
+        }
+        Ok(())
+    }
+
+    /// Makes `stream` wait for all that streams had been given while they could read what was here.
+    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+        let Some(fence) = self.last_lease().ended.take() else { return Ok(()) };
         let outcome = fence.come_before(stream);
         self.arena.give_back(fence);
         outcome
     }
 
     /// An error where rows here are borrowed that a run of a captured step would overwrite.
-    fn check_free(&self, own: &Arc<Lease>) -> Result<()> {
+    fn check_free(&self, own: &Arc<Lease<R>>) -> Result<()> {
         // Not under the lock, which the lease takes when it goes.
         let last = self.last_lease().last.clone().upgrade();
         let is_borrowed =
-            |lease: &Arc<Lease>| !Arc::ptr_eq(lease, own) && !lease.detached.load(Ordering::Acquire);
+            |lease: &Arc<Lease<R>>| !Arc::ptr_eq(lease, own) && !lease.detached.load(Ordering::Acquire);
         if last.as_ref().is_some_and(is_borrowed) {
             let rule = "rows of a dispatch there are in use: drop or detach them before the step that was captured with this place runs";
             return Err(Error::argument("place", self.index, rule));
@@ -192,10 +211,12 @@ impl PlaceState {
     pub fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
+}
 
+impl PlaceState<Room> {
     /// An error where a combine would stage its rows over those that the caller is writing.
     pub fn check_rows_free(&self) -> Result<()> {
-        if self.rows_given.load(Ordering::Acquire) {
+        if self.room.rows_given.load(Ordering::Acquire) {
             let rule = "its combine rows are given out (PoolRows): combine those, or drop them first";
             return Err(Error::argument("place", self.index, rule));
         }
@@ -229,36 +250,38 @@ impl PlaceState {
             Err(Error::Capacity { what, needed, have, unit, remedy: remedy.into(), scope: Scope::ThisRank })
         };
         let row_bytes = hidden.saturating_mul(dtype.size());
-        if row_bytes > self.max_row_bytes {
+        if row_bytes > self.room.max_row_bytes {
             let remedy = format!("create the buffer with max_row_bytes >= {row_bytes}");
-            return too_large("hidden", row_bytes, self.max_row_bytes, "bytes", &remedy);
+            return too_large("hidden", row_bytes, self.room.max_row_bytes, "bytes", &remedy);
         }
-        if rows > self.layout.rows {
+        if rows > self.room.layout.rows {
             let remedy = "ask for as many as the dispatch received";
-            return too_large("combine rows", rows, self.layout.rows, "rows", remedy);
+            return too_large("combine rows", rows, self.room.layout.rows, "rows", remedy);
         }
-        if self.rows_given.swap(true, Ordering::AcqRel) {
+        if self.room.rows_given.swap(true, Ordering::AcqRel) {
             let rule = "its combine rows are given out already: drop those first";
             return Err(Error::argument("place", self.index, rule));
         }
-        let rows = self.rows(owner, self.layout.combine_x, dtype, rows, hidden).named("rows");
+        let rows = self.rows(owner, self.room.layout.combine_x, dtype, rows, hidden).named("rows");
         Ok(PoolRows { rows, place: self.clone() })
     }
 }
 
-impl Lease {
-    /// Begins a run of the captured dispatch that this lease was made for.
-    pub fn begin_again(self: &Arc<Lease>, stream: &Stream) -> Result<()> {
-        self.place.check_free(self)?;
+impl<R: Send + Sync + std::fmt::Debug> Overwrites for Lease<R> {
+    fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()> {
+        self.place.check_free(&self)?;
         // Who reads what the run before left on another stream has this one wait for it.
         if self.check_current().is_err() {
+            self.place.settle()?;
             self.place.come_before(stream)?;
         }
-        self.place.last_lease().last = Arc::downgrade(self);
+        self.place.last_lease().last = Arc::downgrade(&self);
         self.place.generation.store(self.generation, Ordering::Release);
         Ok(())
     }
+}
 
+impl<R> Lease<R> {
     /// An error where a later dispatch has overwritten the rows.
     pub fn check_current(&self) -> Result<()> {
         if self.place.generation() == self.generation {
@@ -273,7 +296,7 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl<R> Drop for Lease<R> {
     fn drop(&mut self) {
         let fence = self.place.arena.fence();
         let mut state = self.place.last_lease();
@@ -291,7 +314,7 @@ impl Drop for Lease {
 #[derive(Debug)]
 pub struct PoolRows<'p> {
     rows: Tensor<'p>,
-    pub(super) place: Arc<PlaceState>,
+    pub(super) place: Arc<PlaceState<Room>>,
 }
 
 impl<'p> PoolRows<'p> {
@@ -303,6 +326,6 @@ impl<'p> PoolRows<'p> {
 
 impl Drop for PoolRows<'_> {
     fn drop(&mut self) {
-        self.place.rows_given.store(false, Ordering::Release);
+        self.place.room.rows_given.store(false, Ordering::Release);
     }
 }

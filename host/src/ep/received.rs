@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::place::{Lease, Place, PoolRows};
+use super::place::{Lease, Place, PoolRows, Room};
 use super::tensor::Owner;
 use super::{DType, DispatchHandle, Tensor, TypedTensor};
 use crate::driver::Event;
@@ -37,7 +37,7 @@ pub struct DispatchOutput<'p> {
     pub handle: DispatchHandle,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
-    pub(super) lease: Arc<Lease>,
+    pub(super) lease: Arc<Lease<Room>>,
 }
 
 impl<'p> DispatchOutput<'p> {

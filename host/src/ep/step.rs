@@ -1,23 +1,25 @@
-//! Steps: operations that are recorded once and run any number of times.
+//! Steps: operations of either mode that are recorded once and run any number of times.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::captured::Captured;
-use super::fault::Faults;
+use super::scratch::Arena;
 use super::sequence::Sequence;
+use super::tensor::Outcome;
 use super::{Buffer, StreamOrder};
 use crate::driver::{Graph, Stream};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
-/// Operations that were captured by [`Buffer::capture`], as a CUDA graph. It owns what its kernels use: inputs, outputs and routing live as
-/// long as it does, whether or not the caller keeps them.
+/// Operations that were captured by [`Buffer::capture`], or that of [`low_latency`](crate::low_latency::Buffer::capture), as a CUDA graph. It
+/// owns what its kernels use: inputs, outputs and routing live as long as it does, whether or not the caller keeps them.
 #[derive(Debug)]
 pub struct Step<T> {
     graph: Graph,
     output: T,
     captured: Captured,
     sequence: Arc<Sequence>,
-    faults: Arc<Faults>,
+    faults: Arc<dyn Outcome>,
 }
 
 impl<T> Step<T> {
@@ -25,16 +27,13 @@ impl<T> Step<T> {
     /// Whoever reads what its run before left, on another stream, has `stream` wait for that. Collective; does not wait for the host.
     ///
     /// # Errors
-    /// The error of an operation that has failed by now, a run before this one included: [`Error::PeerTimeout`](crate::Error::PeerTimeout) or
-    /// [`Error::OtherCall`](crate::Error::OtherCall). Also [`Error::StaleHandle`](crate::Error::StaleHandle) where the buffer was dropped,
-    /// [`Error::Argument`](crate::Error::Argument) where rows of one of its places are in use by an eager dispatch, and whatever the driver
-    /// reports. What goes wrong in this run shows in [`Step::check`], and in the next launch behind it.
+    /// The error of an operation that has failed by now, a run before this one included: [`Error::PeerTimeout`] or [`Error::OtherCall`]. Also
+    /// [`Error::StaleHandle`] where the buffer was dropped, [`Error::Argument`] where rows of one of its places are in use by an eager dispatch,
+    /// and whatever the driver reports. What goes wrong in this run shows in [`Step::check`], and in the next launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
-        self.faults.check()?;
+        self.faults.check_behind(stream)?;
         let turn = self.sequence.begin(stream, Some("step"))?;
-        for lease in &self.captured.leases {
-            lease.begin_again(stream)?;
-        }
+        self.captured.begin_again(stream)?;
         // SAFETY: the step holds what was recorded, and the turn says that the buffer is not gone: its end waits for this run.
         let outcome = unsafe { self.graph.launch(stream) };
         outcome.and(turn.end(stream))
@@ -49,11 +48,65 @@ impl<T> Step<T> {
     /// found more rows than it has room for.
     ///
     /// # Errors
-    /// As [`Buffer::check_dispatch`].
-    pub fn check(&self, buffer: &Buffer, stream: &Stream) -> Result<()> {
+    /// As of the buffer's `check`; of high throughput also as [`Buffer::check_dispatch`].
+    pub fn check(&self, stream: &Stream) -> Result<()> {
         stream.synchronize()?;
-        buffer.check()?;
-        self.captured.handles.iter().try_for_each(|handle| buffer.check_dispatch(handle, stream))
+        self.faults.check_behind(stream)?;
+        self.captured.plans.iter().try_for_each(|plan| plan.check_behind(stream))
+    }
+}
+
+/// A buffer of either mode, while steps are made with it.
+pub(super) trait Captures: Sized {
+    fn captured(&mut self) -> &mut Option<Captured>;
+    fn arena(&self) -> &Arena;
+    /// The longest wait of its kernels.
+    fn timeout(&self) -> Duration;
+    fn sequence(&self) -> &Arc<Sequence>;
+    fn faults(&self) -> Arc<dyn Outcome>;
+
+    /// Runs `work` once, and once more to record it.
+    fn record<T>(
+        &mut self,
+        stream: &Stream,
+        mut work: impl FnMut(&mut Self, StreamOrder<'_>) -> Result<T>,
+    ) -> Result<Step<T>> {
+        let order = StreamOrder::on(stream);
+        drop(work(self, order)?);
+        self.arena().settle(self.timeout().saturating_mul(2))?;
+        *self.captured() = Some(Captured::default());
+        let mut output = None;
+        let graph = stream.capture(|| {
+            output = Some(work(self, order)?);
+            Ok(())
+        });
+        let captured = self.captured().take().unwrap_or_default();
+        let graph = graph?;
+        let output = output.ok_or_else(|| Error::os("capture", "nothing was recorded"))?;
+        let (sequence, faults) = (self.sequence().clone(), self.faults());
+        Ok(Step { graph, output, captured, sequence, faults })
+    }
+}
+
+impl Captures for Buffer {
+    fn captured(&mut self) -> &mut Option<Captured> {
+        &mut self.captured
+    }
+
+    fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    fn timeout(&self) -> Duration {
+        self.options.timeout
+    }
+
+    fn sequence(&self) -> &Arc<Sequence> {
+        &self.sequence
+    }
+
+    fn faults(&self) -> Arc<dyn Outcome> {
+        self.faults.clone()
     }
 }
 
@@ -72,22 +125,8 @@ impl Buffer {
     pub fn capture<T>(
         &mut self,
         stream: &Stream,
-        mut work: impl FnMut(&mut Buffer, StreamOrder<'_>) -> Result<T>,
+        work: impl FnMut(&mut Buffer, StreamOrder<'_>) -> Result<T>,
     ) -> Result<Step<T>> {
-        let order = StreamOrder::on(stream);
-        drop(work(self, order)?);
-        self.arena.settle(self.options.timeout.saturating_mul(2))?;
-        self.captured = Some(Captured::default());
-        let mut output = None;
-        let graph = stream.capture(|| {
-            output = Some(work(self, order)?);
-            Ok(())
-        });
-        let captured = self.captured.take().unwrap_or_default();
-        let graph = graph?;
-        let Some(output) = output else {
-            return Err(crate::Error::os("capture", "nothing was recorded"));
-        };
-        Ok(Step { graph, output, captured, sequence: self.sequence.clone(), faults: self.faults.clone() })
+        self.record(stream, work)
     }
 }

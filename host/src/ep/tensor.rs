@@ -99,7 +99,7 @@ impl Element for u8 {
 pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
 /// Operations that results come from. Whoever reads a result on the host gets their error instead, if there was one.
-pub(crate) trait Outcome: Send + Sync {
+pub(crate) trait Outcome: fmt::Debug + Send + Sync {
     /// The error of the first of them that has failed. `stream` has passed them.
     fn check_behind(&self, stream: &Stream) -> Result<()>;
 }
@@ -310,9 +310,8 @@ impl<'a> Tensor<'a> {
     /// For what an operation of a buffer gave: the error of an operation of that buffer that has
     /// failed by then, such as [`Error::PeerTimeout`], since the elements may be those of an
     /// operation before. Of a dispatch whose counts stay on the device, and of its combines, also
-    /// what [`Buffer::check_dispatch`](super::Buffer::check_dispatch) gives; [`Error::Argument`]
-    /// for sums of fewer rows than the dispatch brought to this rank. [`Error::DType`] where `T`
-    /// does not fit, and whatever the driver reports.
+    /// what [`Buffer::check_dispatch`](super::Buffer::check_dispatch) gives. [`Error::DType`] where
+    /// `T` does not fit, and whatever the driver reports.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
         let (rows, row_bytes) = (self.rows() as usize, self.row_bytes() as usize);

@@ -11,7 +11,7 @@ use epoxide_gpu::layout::DevicePtr;
 use epoxide_testing::oracle::Routing;
 
 use crate::turns::{HIDDEN, Inputs, ROW, Turn, echo};
-use crate::valid::{EXPERTS, RANKS, TOKENS, bytes_in_pool, refused, tensor, then_dispatch, typed};
+use crate::valid::{EXPERTS, RANKS, TOKENS, Valid, bytes_in_pool, refused, tensor, then_dispatch, typed};
 use epoxide_testing::harness::{POISON, Rank, Setup, assert_names};
 use epoxide_testing::roundtrip::Case;
 
@@ -149,17 +149,25 @@ fn dtypes_are_checked() {
 
 #[test]
 fn a_combine_without_known_counts_reads_no_more_rows_than_it_is_given() {
-    then_dispatch(setup(), |rank, valid, place| {
-        let counts = Counts::OnDevice { capacity: 10 };
-        let output = rank.dispatch(place, valid.request().counts(counts))?;
-        // 10 rows came. A virtual GPU faults on what lies behind these tensors' pages.
-        let rows = rank.upload_rows(DType::Bf16, 8, &vec![vec![0; 16]; 3])?;
-        let weights = rank.upload_typed(2, &vec![vec![1.0f32, 2.0]; 2])?;
-        rank.combine(CombineRequest::new(&rows, &output.handle))?;
-        let in_pool = output.combine_rows(DType::Bf16, 8)?;
-        rank.combine(CombineRequest::new(&in_pool, &output.handle).topk_weights(&weights))?;
-        rank.stream.synchronize()
-    });
+    // 10 rows come. A virtual GPU faults on what lies behind these tensors' pages.
+    for given in ["3 rows", "2 weights"] {
+        setup().run(|rank| {
+            let (valid, mut place) = (Valid::new(rank)?, rank.place()?);
+            let counts = Counts::OnDevice { capacity: 10 };
+            let output = rank.dispatch(&mut place, valid.request().counts(counts))?;
+            let rows = rank.upload_rows(DType::Bf16, 8, &vec![vec![0; 16]; 3])?;
+            let weights = rank.upload_typed(2, &vec![vec![1.0f32, 2.0]; 2])?;
+            if given == "3 rows" {
+                rank.combine(CombineRequest::new(&rows, &output.handle))?;
+            } else {
+                let in_pool = output.combine_rows(DType::Bf16, 8)?;
+                rank.combine(CombineRequest::new(&in_pool, &output.handle).topk_weights(&weights))?;
+            }
+            rank.stream.synchronize()?;
+            refused(rank.buffer.check(), &[&format!("10 rows came, and it was given {}", &given[..1])]);
+            Ok(())
+        });
+    }
 }
 
 #[test]

@@ -1,9 +1,11 @@
 //! Ranks that do not come, make another call, or give wrong arguments.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use epoxide::driver::Stream;
+use epoxide::driver::{Graph, Stream};
 use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use epoxide::group::ProcessGroup;
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Place, Quantise, Received};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{Error, Result};
@@ -14,22 +16,26 @@ use epoxide_testing::oracle::Style;
 use crate::shapes::routing;
 
 const RANKS: u32 = 3;
-const TOKENS: u64 = 4;
-const HIDDEN: u64 = 16;
+pub(super) const TOKENS: u64 = 4;
+pub(super) const HIDDEN: u64 = 16;
 const DEADLINE: Duration = Duration::from_millis(150);
 
 /// A rank with valid inputs.
-struct Rank {
-    number: u32,
-    buffer: Buffer,
-    stream: Stream,
-    x: Tensor<'static>,
-    topk_idx: TypedTensor<'static, i64>,
-    experts: Tensor<'static>,
+pub(super) struct Rank {
+    pub number: u32,
+    pub buffer: Buffer,
+    pub group: Arc<dyn ProcessGroup>,
+    pub options: Options,
+    pub stream: Arc<Stream>,
+    /// Ones, `[TOKENS, HIDDEN]`.
+    pub x: Tensor<'static>,
+    pub topk_idx: TypedTensor<'static, i64>,
+    /// Ones: what experts make of rows.
+    pub experts: Tensor<'static>,
 }
 
 impl Rank {
-    fn dispatch<'p>(&mut self, place: &'p mut Place) -> Result<Received<'p>> {
+    pub fn dispatch<'p>(&mut self, place: &'p mut Place) -> Result<Received<'p>> {
         let request = DispatchRequest::new(&self.x, &self.topk_idx);
         self.buffer.dispatch(place, request, StreamOrder::on(&self.stream))
     }
@@ -45,14 +51,14 @@ impl Rank {
     }
 
     /// Waits for the stream; the error that the device has recorded.
-    fn outcome(&self) -> Result<()> {
+    pub fn outcome(&self) -> Result<()> {
         self.stream.synchronize()?;
         self.buffer.check()
     }
 }
 
 /// Runs `main` on ranks whose waits are short, of one node and of three.
-fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
+pub(super) fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
     run_on(|options| options, &main);
     let transport = TransportOptions::new(TransportKind::Tcp);
     run_on(|options| options.ranks_per_node(1).transport(transport.clone()), &main);
@@ -65,13 +71,16 @@ fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Rank)
     );
     let outcome = run_ranks(RANKS, |number, group| {
         let device = case.device(number);
-        let stream = Stream::new(&device, false)?;
+        let stream = Arc::new(Stream::new(&device, false)?);
         let options = Options::new(TOKENS as u32, HIDDEN, 2, 6).timeout(DEADLINE);
-        let buffer = Buffer::new(device.clone(), &*group, spread(options))?;
+        let options = spread(options);
+        let buffer = Buffer::new(device.clone(), &*group, options.clone())?;
         let x = vec![half::bf16::ONE; (TOKENS * HIDDEN) as usize];
         let mut rank = Rank {
             number,
             buffer,
+            group: group.clone(),
+            options,
             x: Tensor::from_host(&stream, DType::Bf16, &[TOKENS, HIDDEN], &x)?,
             topk_idx: TypedTensor::from_host(&stream, &[TOKENS, 2], &case.routing.flat_topk_idx(number))?,
             experts: Tensor::from_host(&stream, DType::Bf16, &[3 * TOKENS, HIDDEN], &x.repeat(3))?,
@@ -211,11 +220,57 @@ fn ranks_that_make_different_calls() {
         let error = rank.buffer.check().unwrap_err();
         let named = match &error {
             Error::OtherCall { ours, theirs, .. } => (ours.contains("dispatch"), theirs.contains("combine")),
-            // Whose place may still be in use waits for all before it looks at their calls.
-            Error::PeerTimeout { .. } if rank.number == 1 => return Ok(()),
             other => panic!("{other}"),
         };
         assert_eq!(named, (rank.number == 1, rank.number == 1), "{error}");
+        Ok(())
+    });
+}
+
+/// The combine of `received`, as a graph.
+fn captured_combine(rank: &mut Rank, received: Received<'_>) -> Result<Graph> {
+    let stream = rank.stream.clone();
+    stream.capture(|| rank.combine(received))
+}
+
+/// Peers may still sum what the first one returned.
+#[test]
+fn a_combine_that_is_replayed_without_a_dispatch_fails() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?;
+        let graph = captured_combine(rank, received)?;
+        // SAFETY: what was recorded is the rank's, which waits for the stream.
+        unsafe { graph.launch(&rank.stream)? };
+        rank.outcome()?;
+        // SAFETY: as above.
+        unsafe { graph.launch(&rank.stream)? };
+        let error = rank.outcome().unwrap_err();
+        assert!(matches!(error, Error::Broken { call: "low-latency combine", .. }), "{error}");
+        assert!(error.to_string().contains("no dispatch came to its place"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_combine_that_is_replayed_behind_a_dispatch_of_other_tokens_fails() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?;
+        let graph = captured_combine(rank, received)?;
+        let half = TOKENS / 2;
+        let few = vec![half::bf16::ONE; (half * HIDDEN) as usize];
+        rank.x = Tensor::from_host(&rank.stream, DType::Bf16, &[half, HIDDEN], &few)?;
+        rank.topk_idx = TypedTensor::from_host(&rank.stream, &[half, 2], &vec![0; half as usize * 2])?;
+        drop(rank.dispatch(&mut place)?);
+        rank.outcome()?;
+        // SAFETY: what was recorded is the rank's, which waits for the stream.
+        unsafe { graph.launch(&rank.stream)? };
+        let error = rank.outcome().unwrap_err();
+        assert!(matches!(error, Error::Broken { call: "low-latency combine", .. }), "{error}");
+        let parts =
+            format!("captured for {TOKENS} tokens of this rank, and the dispatch into its place had {half}");
+        assert!(error.to_string().contains(&parts), "{error}");
         Ok(())
     });
 }

@@ -9,3 +9,4 @@ mod property;
 mod regroup;
 mod rounds;
 mod shapes;
+mod steps;

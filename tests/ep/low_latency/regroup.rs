@@ -207,6 +207,22 @@ impl Ones {
     }
 }
 
+/// After so many operations the low half of their number wraps, which is what most words and packets hold.
+#[test]
+fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
+    let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);
+    let direct = Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 };
+    let shm = Nodes { transport: TransportKind::Shm, ..direct };
+    for nodes in [None, Some(direct), Some(shm)] {
+        let case = LowLatencyCase { rounds: 10, unanswered: 2, nodes, ..case.clone() };
+        case.on_threads(|rank| {
+            let all: Arc<_> = rank.group.clone();
+            rank.buffer.regroup_ahead(&*all, (1 << 32) - 8)?;
+            case.step_by_step(rank)
+        });
+    }
+}
+
 #[test]
 fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
     let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);

@@ -131,7 +131,8 @@ impl LowLatencyCase {
             if rng.random_bool(0.1) {
                 std::thread::sleep(Duration::from_micros(rng.random_range(0..300)));
             }
-            self.enqueue(rank, &mut places, &sums, index, inputs)?;
+            let LowLatencyRank { buffer, stream, .. } = &mut *rank;
+            self.enqueue(buffer, stream, &mut places, &sums, index, inputs)?;
         }
         rank.stream.synchronize()?;
         rank.buffer.check()?;
@@ -147,16 +148,16 @@ impl LowLatencyCase {
         let (data, inputs) = self.rounds(rank)?;
         let sums = self.sums(rank)?;
         let stream = rank.stream.clone();
-        let graph = stream.capture(|| {
+        let step = rank.buffer.capture(&stream, |buffer, _| {
             let mut all = self.in_turn(inputs.iter());
-            all.try_for_each(|(index, inputs)| self.enqueue(rank, &mut places, &sums, index, inputs))
+            all.try_for_each(|(index, inputs)| {
+                self.enqueue(buffer, &stream, &mut places, &sums, index, inputs)
+            })
         })?;
         for _ in 0..replays {
-            // SAFETY: what was recorded is this function's, which waits for the stream before it goes.
-            unsafe { graph.launch(&rank.stream)? };
+            step.launch(&stream)?;
         }
-        rank.stream.synchronize()?;
-        rank.buffer.check()?;
+        step.check(&stream)?;
         self.check_all_sums(rank, &sums, &data)
     }
 
@@ -168,13 +169,13 @@ impl LowLatencyCase {
     /// Enqueues a round, and the copy of its sums.
     fn enqueue(
         &self,
-        rank: &mut LowLatencyRank,
+        buffer: &mut Buffer,
+        stream: &Stream,
         places: &mut [Place],
         sums: &Tensor<'static>,
         index: usize,
         inputs: &LowLatencyInputs,
     ) -> Result<()> {
-        let LowLatencyRank { buffer, stream, .. } = rank;
         let order = StreamOrder::on(stream);
         let place = &mut places[index % self.places as usize];
         let received = self.dispatch(buffer, place, inputs, order)?;

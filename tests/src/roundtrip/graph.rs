@@ -63,7 +63,7 @@ impl Rank {
             let expected = self.expect(&case);
             self.prepare(&case, 2 * replay, &expected, &place)?;
             recorded.launch(&self.stream)?;
-            recorded.check(&self.buffer, &self.stream)?;
+            recorded.check(&self.stream)?;
             let what = format!("replay {replay}");
             self.verify(&case, 2 * replay, &expected, &place, recorded.output(), &what)?;
 

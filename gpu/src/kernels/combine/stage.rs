@@ -7,7 +7,8 @@ use core::mem::offset_of;
 
 use epoxide_macros::kernel;
 
-use crate::layout::{PlanHeader, PlanStatus, StageArgs, row_stride};
+use crate::kernels::epoch::{current_epoch, record};
+use crate::layout::{Comm, PlanHeader, PlanStatus, StageArgs, Wait, row_stride};
 use crate::simt::*;
 
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
@@ -20,8 +21,11 @@ pub unsafe fn stage_combine(args: StageArgs) {
     if ld_u32(args.header.0) != PlanStatus::Ready as u32 {
         return;
     }
-    let rows =
-        ld_u32(args.header.0 + offset_of!(PlanHeader, num_recv_tokens) as u64).min(args.capacity as u32);
+    let (rows, given) = (rows_of_plan(args.header.0), args.num_rows as u32);
+    if rows > given {
+        note_missing(&args.comm, rows, given, current_epoch(&args.comm));
+        return;
+    }
     let mut row = ctaid() * warps + tid() / 32;
     while row < rows {
         if !args.x.is_null() {
@@ -34,6 +38,25 @@ pub unsafe fn stage_combine(args: StageArgs) {
             st_f32(args.weight_rows.0 + entry, ld_f32(args.weights.0 + entry));
         }
         row += nctaid() * warps;
+    }
+}
+
+/// How many rows came, by the plan at `header`.
+#[inline(always)]
+pub(super) unsafe fn rows_of_plan(header: u64) -> u32 {
+    // SAFETY: the caller vouches for a live header, which an earlier kernel of the stream wrote.
+    unsafe { ld_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64) }
+}
+
+/// Records that the caller's tensors have fewer rows than came. This rank then does not end the combine,
+/// nor do its peers, whose sums would lack the rows. All threads of a block call it.
+#[inline(always)]
+pub(super) unsafe fn note_missing(comm: &Comm, came: u32, given: u32, epoch: u64) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        if tid() == 0 {
+            record(comm, 0, comm.rank, epoch, came as u64, given as u64, Wait::MissingRows);
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use core::cell::Cell;
 
 use epoxide_macros::kernel;
 
-use super::stage::{IN_FLIGHT_BYTES, copy_bytes};
+use super::stage::{IN_FLIGHT_BYTES, copy_bytes, note_missing, rows_of_plan};
 use super::sum::{Bf16, Contributors, F32, Gather, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Summand, sum_rows};
 use crate::kernels::epoch::{
     Deadline, Entry, Phase, current_epoch, leave, pool_of, record, tell_ready, trace, wait_ready,
@@ -97,9 +97,12 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
             tell_ready(comm, ready);
         }
         let planned = entry.is_planned();
+        let mut came = 0;
         if turn < args.stagers {
             trace(comm, Phase::Ready);
-            if planned {
+            // Where rows are missing, nothing is staged for peers to wait for.
+            came = rows_of_plan(rows.header.0);
+            if planned && came <= args.num_rows {
                 stage(args, turn, epoch);
             }
         } else {
@@ -123,6 +126,9 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
                     channel += (nctaid() - args.stagers) / each;
                 }
             }
+        }
+        if planned && came > args.num_rows && turn == 0 {
+            note_missing(comm, came, args.num_rows, epoch);
         }
         // A wait that expired, in whichever warp, keeps the block from saying that it has done its part.
         barrier_sync();
@@ -208,12 +214,11 @@ unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
 /// Copies `count` rows of a part, and their weights: row `first` and every `parts`-th one behind it. The whole block calls it.
 #[inline(always)]
 unsafe fn copy_rows(args: &StagedCombineArgs, first: u32, count: u32) {
-    // SAFETY: rows that the tensors lack are left out; the others have room in the pool.
+    // SAFETY: the tensors have all rows that came, which have room in the pool.
     unsafe {
         let (rows, comm, parts) = (&args.combine, &args.combine.comm, args.parts as u32);
         let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
         core::hint::assert_unchecked(parts >= 1);
-        let count = count.min((args.num_rows.max(first) - first).div_ceil(parts));
         let pool = pool_of(comm, comm.rank);
         // A warp copies as much of a row at a time as it has in flight. A row is not empty.
         let pieces = (rows.row_bytes - 1) / IN_FLIGHT_BYTES + 1;

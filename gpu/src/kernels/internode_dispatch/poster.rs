@@ -2,8 +2,8 @@
 
 use crate::kernels::progress::Progress;
 use crate::kernels::rail::{
-    Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, wait_node_ready,
-    wait_quiet,
+    Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, is_in_vain,
+    wait_node_ready, wait_quiet,
 };
 use crate::kernels::ring::channel_range;
 use crate::layout::{InternodeDispatchArgs, Wait};
@@ -36,7 +36,8 @@ pub unsafe fn post_channel(
         }
         let (mut seen, mut packed, mut sent) = (begin, 0, 0);
         let mut posted = Posted::NONE;
-        while seen < end {
+        let mut turns = 0;
+        while seen < end && !is_in_vain(comm, &mut turns) {
             let upto = (begin + progress.slowest()).min(end);
             if serves {
                 // The last of the new tokens that goes to this node says how many do.

@@ -6,11 +6,9 @@
 //! at a barrier between the writers and readers of each word of shared memory, all of them or those that receive; collectives stand where all
 //! lanes of a warp arrive.
 
-use core::mem::offset_of;
-
 use epoxide_macros::kernel;
 
-use super::super::epoch::{Phase, pool_of, record, share, trace, wait_at_least};
+use super::super::epoch::{Phase, note, pool_of, share, trace, wait_at_least};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words};
 use super::team::Team;
@@ -19,8 +17,7 @@ use super::{
     packet_seen, tell_call, tokens_in_chunk, wait_calls, wait_packet, wait_ready,
 };
 use crate::layout::{
-    LowLatencyDispatchArgs, LowLatencyTurns, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase,
-    row_stride,
+    LowLatencyDispatchArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
 };
 use crate::simt::*;
 
@@ -45,10 +42,9 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let first = Ahead::of(&args, ctaid(), sends);
-    let answered = ld_u64(args.common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64);
-    let begun = begin(&args.common, shared.members);
+    let begun = begin::<false>(&args.common, shared.members);
     if sends {
-        send(&args, &begun, answered, first);
+        send(&args, &begun, first);
         trace(comm, Phase::Moved);
     }
     if args.common.phases & phase::RECEIVE != 0 {
@@ -142,9 +138,9 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
-/// Sends this rank's tokens, a token to a block. `answered`: how many dispatches there had been in the place when a combine answered one last.
+/// Sends this rank's tokens, a token to a block.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, first: Ahead) {
+unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
@@ -154,7 +150,7 @@ unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, firs
             tell_call(comm, begun);
         }
         // A place that no combine has answered since its last dispatch may be in use: then all wait for all.
-        if begun.dispatches != answered {
+        if !begun.is_answered {
             let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
             takes_part &= !barrier_any(!is_ready);
         }
@@ -236,7 +232,8 @@ unsafe fn send_ids(
         let experts = (common.local_experts * comm.num_ranks) as i64;
         let is_id = expert >= 0 && expert < experts;
         if expert >= experts || expert < -1 {
-            record(comm, 0, comm.rank, epoch, token as u64, expert as u64, Wait::LowLatencyExpert);
+            // Peers get the token's other entries, and the tokens of blocks that begin later.
+            note(comm, 0, comm.rank, epoch, token as u64, expert as u64, Wait::LowLatencyExpert);
         }
         let expert = expert as u32;
         let rank = expert / common.local_experts;

@@ -11,11 +11,13 @@
 //! ([`LowLatencyControl::ready`](crate::layout::LowLatencyControl)). Returned rows are read within their combine, and between that and the
 //! next of the place lies a dispatch that all have entered.
 
+use core::mem::offset_of;
+
 use self::team::Team;
-use super::epoch::{Deadline, Phase, aborted, pool_of, record, share, trace};
+use super::epoch::{Deadline, Phase, aborted, pool_of, record, share, trace, wait_at_least_unless};
 use crate::layout::{
-    Comm, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, MAX_MEMBERS, MAX_RANKS, PIECE_BYTES,
-    PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, pieces_of, ready_offset,
+    Comm, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, LowLatencyTurns, MAX_MEMBERS,
+    MAX_RANKS, PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, pieces_of, ready_offset,
 };
 use crate::simt::*;
 
@@ -79,25 +81,53 @@ unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
 }
 
 /// Begins a block's part of the operation; all threads call it. A rank that gave up waiting in an operation before takes no part: it sends
-/// nothing any more, so that no peer takes what it left undone for done. `members`: a word of shared memory for the members.
+/// nothing any more, so that no peer takes what it left undone for done. Nor does a combine that no dispatch has filled the place for, or one
+/// of as many tokens: graphs may be replayed in any order. `members`: a word of shared memory for the members.
 #[inline(always)]
-unsafe fn begin(args: &LowLatencyArgs, members: u32) -> Begun {
+unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, members: u32) -> Begun {
     // SAFETY: `local` and the place's turns are live. Thread 0 asks for the block, since a wait may expire meanwhile in another one.
     unsafe {
         // Stable for a block until it has added its shares, which it does behind a barrier.
         let ticket = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET);
         let turns = ld_relaxed_gpu_u64(args.tables.turns.0);
+        let answered = ld_relaxed_gpu_u64(args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64);
+        let (epoch, dispatches) = (ticket / QUANTUM + 1, turns / QUANTUM);
+        let is_answered = dispatches as u32 == answered as u32;
         let mut has_given_up = false;
         if tid() == 0 {
-            // Both loads are in flight together.
+            // All loads are in flight together.
             let left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
+            let mut tokens = args.num_tokens;
+            if COMBINE {
+                tokens = ld_u32(args.tables.num_tokens.0 + args.comm.rank as u64 * 4);
+            }
             has_given_up = aborted(&args.comm);
+            if COMBINE && !has_given_up {
+                // By this combine itself, another block has said so already.
+                let is_unpaired = is_answered && (answered >> 32) as u32 != epoch as u32;
+                has_given_up = is_unpaired || tokens != args.num_tokens;
+                if has_given_up {
+                    let what = if is_unpaired { Wait::LowLatencyUnpaired } else { Wait::LowLatencyTokens };
+                    let (needed, seen) = (tokens as u64, args.num_tokens as u64);
+                    record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
+                }
+            }
             // A group has ranks, and no more than bits.
             let all = u32::MAX >> ((32 - args.comm.num_ranks) & 31);
             st_shared_u32(members, all & !left_out);
         }
         let takes_part = !barrier_any(has_given_up);
-        Begun { epoch: ticket / QUANTUM + 1, dispatches: turns / QUANTUM, takes_part, members }
+        Begun { epoch, dispatches, is_answered, takes_part, members }
+    }
+}
+
+/// Says that a combine answers the dispatch in its place. One thread of the grid calls it.
+#[inline(always)]
+unsafe fn note_answer(args: &LowLatencyArgs, begun: &Begun) {
+    // SAFETY: the place's turns are live. Other blocks of this operation may read the word before or after.
+    unsafe {
+        let answered = args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64;
+        st_relaxed_sys_u64(answered, begun.epoch << 32 | (begun.dispatches as u32) as u64);
     }
 }
 
@@ -106,6 +136,8 @@ struct Begun {
     epoch: u64,
     /// Dispatches into the place before.
     dispatches: u64,
+    /// A combine has answered the last of them.
+    is_answered: bool,
     takes_part: bool,
     /// Where in shared memory the members are: registers are scarce.
     members: u32,
@@ -231,10 +263,29 @@ unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
             if ctaid() == 0 {
                 st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), epoch);
             }
-            let word = pool_of(comm, comm.rank) + ready_offset(lane);
-            ready = super::epoch::wait_at_least(comm, word, epoch, lane, epoch, Wait::LowLatencyReady);
+            let pool = pool_of(comm, comm.rank);
+            let is_in_other_call = || is_other_call(comm, pool + call_offset(lane, epoch), lane, epoch);
+            let word = pool + ready_offset(lane);
+            let what = Wait::LowLatencyReady;
+            ready = wait_at_least_unless(comm, word, epoch, lane, epoch, what, is_in_other_call);
         }
         ballot(!ready) == 0
+    }
+}
+
+/// Whether the packet at `packet` of rank `peer` says that it is in the operation `epoch` with another call; that is recorded.
+#[inline(always)]
+unsafe fn is_other_call(comm: &Comm, packet: u64, peer: u32, epoch: u64) -> bool {
+    // SAFETY: the caller vouches for the address. Nothing is read by what it says, so it needs no acquire.
+    unsafe {
+        let seen = ld_relaxed_sys_u64(packet);
+        let differs = (seen ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
+        let is_other = (seen >> 32) as u32 == epoch as u32 && differs;
+        if is_other {
+            let theirs = seen as u32 as u64;
+            record(comm, 0, peer, epoch, comm.call, theirs, Wait::LowLatencyOtherCall);
+        }
+        is_other
     }
 }
 

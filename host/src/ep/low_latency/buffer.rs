@@ -8,17 +8,20 @@ use epoxide_gpu::kernels::{
     LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyDispatch, LowLatencyGather,
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
 };
-use epoxide_gpu::layout::{Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, STATUS, Status};
+use epoxide_gpu::layout::{
+    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace, STATUS, Status,
+};
 
 use super::fault::Faults;
 use super::internode::{MessageLayout, Network};
 use super::layout::{PoolLayout, TableLayout};
 use super::options::Options;
-use super::place::{Place, PlaceState};
+use super::place::{Place, PlaceState, Room};
 use super::results::Received;
 use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Module, Stream, shipped_ptx};
 use crate::ep::beside::{Activity, next_id};
 use crate::ep::buffer::{agree_on, nanoseconds};
+use crate::ep::captured::Captured;
 use crate::ep::enqueue::Enqueuer;
 use crate::ep::peers::Peers;
 use crate::ep::place::Pool;
@@ -53,7 +56,9 @@ pub struct Buffer {
     pub(super) trace: Option<Trace>,
     /// The operation whose rows have left and which nobody has received yet.
     pub(super) sent: Option<&'static str>,
-    /// What recordings use: nobody says when those end.
+    /// The step that is being captured by [`Buffer::capture`].
+    pub(super) captured: Option<Captured>,
+    /// What recordings made otherwise use: nobody says when those end.
     kept: Vec<Owner>,
     /// A bit for each rank that is left out.
     pub(super) left_out: u32,
@@ -154,14 +159,20 @@ impl Buffer {
         let (id, arena) = (next_id(), Arena::new(&device));
         let pool = Pool::new(pool, &arena, options.timeout);
         let tables = Arc::new(tables);
-        let place = |(index, (tables_at, spot)): (u32, (_, _))| {
-            PlaceState::new(index, id, spot, tables_at, (pool.clone(), tables.clone()), arena.clone())
+        let at_pool = |offset| pool.memory().ptr().add(offset);
+        let within = |at: LowLatencyPlace| (at, None, at_pool(at.recv_x), at_pool(at.recv_scales));
+        let across = |messages: LowLatencyMessages| {
+            (Zeroable::zeroed(), Some(messages), messages.recv_x, messages.recv_scales)
         };
         let spots: Vec<_> = match &network {
-            None => layout.places.iter().map(|at| (*at, None)).collect(),
-            Some(network) => {
-                network.messages.iter().map(|messages| (Zeroable::zeroed(), Some(*messages))).collect()
-            }
+            None => layout.places.iter().copied().map(within).collect(),
+            Some(network) => network.messages.iter().copied().map(across).collect(),
+        };
+        let place = |(index, ((at_tables, combined_x), spot)): (u32, (_, _))| {
+            let (at, messages, recv_x, recv_scales) = spot;
+            let _tables = tables.clone();
+            let room = Room { at, recv_x, recv_scales, messages, tables: at_tables, combined_x, _tables };
+            PlaceState::new(index, id, room, pool.clone(), arena.clone())
         };
         let places = (0..).zip(table_layout.places.into_iter().zip(spots)).map(place).collect();
         let sequence = enqueuer.sequence().clone();
@@ -179,6 +190,7 @@ impl Buffer {
             sequence,
             trace: None,
             sent: None,
+            captured: None,
             kept: Vec::new(),
             left_out: 0,
             generation: 0,
@@ -226,12 +238,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
     pub fn place(&self, index: u32) -> Result<Place> {
-        let Some(state) = self.places.get(index as usize) else {
-            let rule = format!("the buffer has {}: create it with more places", self.places.len());
-            return Err(Error::argument("place", index, rule));
-        };
-        let rule = "it is handed out already: drop that Place first";
-        state.hand_out().ok_or_else(|| Error::argument("place", index, rule))
+        PlaceState::hand_out(&self.places, index).map(Place)
     }
 
     /// Has the kernels that follow write down when each of their blocks reached each phase, up to `blocks` blocks in all; launches beyond that
@@ -275,7 +282,7 @@ impl Buffer {
 
     /// Where the rows of a dispatch are; an error unless it was one of this buffer's, with the ranks that are its members still.
     pub(super) fn place_of(&self, received: &Received<'_>) -> Result<Arc<PlaceState>> {
-        let place = received.lease.0.clone();
+        let place = received.lease.place.clone();
         self.check_place(&place)?;
         if received.generation != self.generation {
             return Err(Error::StaleHandle("the ranks regrouped since its dispatch: dispatch again".into()));
@@ -293,8 +300,8 @@ impl Buffer {
         let timeout_ns = timeout.map_or(self.comm.timeout_ns, nanoseconds);
         LowLatencyArgs {
             comm: Comm { call: call.bits().into(), timeout_ns, ..self.comm },
-            place: place.at,
-            tables: place.tables,
+            place: place.room.at,
+            tables: place.room.tables,
             num_tokens: call.num_tokens,
             max_tokens: self.options.max_tokens,
             num_topk: self.options.num_topk,
@@ -330,9 +337,13 @@ impl Buffer {
         let capturing = order.caller.is_capturing()?;
         self.enqueuer.clone().run(order, capturing, operation, |stream| {
             if capturing {
-                self.kept.extend(uses);
+                match &mut self.captured {
+                    Some(captured) => captured.kept.extend(uses),
+                    None => self.kept.extend(uses),
+                }
+                self.arena.are_settled();
             } else {
-                place.come_behind_readers(stream)?;
+                place.come_before(stream)?;
             }
             work(self, stream)
         })

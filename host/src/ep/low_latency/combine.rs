@@ -1,14 +1,12 @@
 //! Low-latency combine: every token's owner sums the rows that came back.
 
 use std::marker::PhantomData;
-use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{LowLatencyCall, LowLatencyCombineArgs};
 
 use super::buffer::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
-use super::place::Lease;
 use super::quantise::Quantise;
 use super::results::{Combined, Received};
 use crate::ep::tensor::Owner;
@@ -92,6 +90,7 @@ impl Buffer {
         request: CombineRequest<'_>,
     ) -> Result<(Operation, Combined<'p>)> {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
+        let dispatch = received.lease.generation;
         let hidden = self.options.hidden;
         let CombineRequest { x, is_by_expert, quantise, timeout } = request;
         let expected = if is_by_expert { self.rows() * u64::from(self.local_experts()) } else { self.rows() };
@@ -111,7 +110,7 @@ impl Buffer {
             common: self.args(&place, call, timeout),
             x: x.ptr(),
             x_stride: x.row_stride(),
-            combined_x: place.combined_x,
+            combined_x: place.room.combined_x,
             row_bytes: row_bytes as u32,
             by_expert: is_by_expert.into(),
             quantise: quantise.on_device(),
@@ -125,11 +124,17 @@ impl Buffer {
             place: place.clone(),
             send_blocks: self.options.max_tokens * self.num_ranks(),
             receive_blocks: num_tokens,
+            fills: None,
             uses: x.owner().cloned().into_iter().collect(),
         };
-        let owner = Arc::new(Lease(place.clone())) as Owner;
-        let x = Tensor::in_memory(place.combined_x, DType::Bf16, &[num_tokens.into(), hidden], owner)
-            .result("combined", &self.faults);
-        Ok((operation, Combined { x, event: None, place: PhantomData }))
+        let lease = place.lease(dispatch);
+        let x = Tensor::in_memory(
+            place.room.combined_x,
+            DType::Bf16,
+            &[num_tokens.into(), hidden],
+            lease.clone() as Owner,
+        )
+        .result("combined", &self.faults);
+        Ok((operation, Combined { x, event: None, lease, place: PhantomData }))
     }
 }

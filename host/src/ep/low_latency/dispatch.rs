@@ -1,7 +1,6 @@
 //! Low-latency dispatch: rows go to the ranks that hold their experts.
 
 use std::marker::PhantomData;
-use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride};
@@ -9,7 +8,7 @@ use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyDispatchArgs, SCA
 use super::buffer::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::layout::most_ranks;
-use super::place::{Lease, Place};
+use super::place::Place;
 use super::quantise::Quantise;
 use super::results::Received;
 use crate::ep::tensor::Owner;
@@ -161,26 +160,27 @@ impl Buffer {
             topk_weights.and_then(|weights| weights.owner()),
             scales.and_then(|scales| scales.owner()),
         ]);
+        let lease = place.begin()?;
         let operation = Operation {
             name: "low-latency dispatch",
             kernel: Arguments::Dispatch(args),
             place: place.clone(),
             send_blocks: num_tokens,
             receive_blocks: self.receive_blocks(),
+            fills: Some(lease.clone()),
             uses: uses.flatten().cloned().collect(),
         };
-        let lease = Arc::new(Lease(place.clone()));
         let owner = || lease.clone() as Owner;
         let (rows, experts, ranks) =
             (self.rows(), u64::from(self.local_experts()), u64::from(self.num_ranks()));
-        let tables = &place.tables;
-        let x = Tensor::in_memory(place.recv_x, dtype, &[rows, hidden], owner());
+        let tables = &place.room.tables;
+        let x = Tensor::in_memory(place.room.recv_x, dtype, &[rows, hidden], owner());
         let of_experts =
             |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &self.faults);
         let received = Received {
             x: x.with_row_stride(row_stride(row_bytes)).result("x", &self.faults),
             scales: with_scales.then(|| {
-                TypedTensor::in_memory(place.recv_scales, &[of_row, rows], owner())
+                TypedTensor::in_memory(place.room.recv_scales, &[of_row, rows], owner())
                     .result("scales", &self.faults)
             }),
             num_tokens: TypedTensor::in_memory(tables.num_tokens, &[most_ranks(self.topology)], owner())

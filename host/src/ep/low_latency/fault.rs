@@ -61,6 +61,18 @@ impl Faults {
             let (ours, theirs) = (describe(needed as u32), describe(seen as u32));
             return Err(Error::OtherCall { rank, peer, epoch, ours, theirs });
         }
+        if code == Wait::LowLatencyUnpaired as u64 || code == Wait::LowLatencyTokens as u64 {
+            let reason = if code == Wait::LowLatencyUnpaired as u64 {
+                "no dispatch came to its place since the combine before; replay a dispatch in front of it"
+                    .into()
+            } else {
+                format!(
+                    "it was captured for {seen} tokens of this rank, and the dispatch into its place had {needed}; \
+                     replay the one that it was captured behind"
+                )
+            };
+            return Err(Error::Broken { call: "low-latency combine", reason });
+        }
         const WAITS: [(Wait, &str); 6] = [
             (Wait::LowLatencyReady, "ready"),
             (Wait::LowLatencyEnter, "its call"),

@@ -92,10 +92,10 @@ impl Buffer {
             }
         };
         let args = LowLatencyGatherArgs {
-            expert_counts: place.tables.expert_counts,
-            expert_rows: place.tables.expert_rows,
-            recv_x: place.recv_x,
-            recv_scales: place.recv_scales,
+            expert_counts: place.room.tables.expert_counts,
+            expert_rows: place.room.tables.expert_rows,
+            recv_x: place.room.recv_x,
+            recv_scales: place.room.recv_scales,
             x: x.ptr(),
             scales: scales.map_or(DevicePtr::NULL, |scales| scales.ptr()),
             rows: rows as u32,

@@ -13,7 +13,7 @@ use epoxide_gpu::layout::{
 };
 
 use super::buffer::{Buffer, Kernels};
-use super::place::PlaceState;
+use super::place::{Lease, PlaceState};
 use super::results::{Combined, Received};
 use crate::driver::Event;
 use crate::ep::StreamOrder;
@@ -33,6 +33,8 @@ pub(super) struct Operation {
     /// Pieces of work of either half: so many blocks have some.
     pub send_blocks: u32,
     pub receive_blocks: u32,
+    /// Of a dispatch: the right to what it brings.
+    pub fills: Option<Arc<Lease>>,
     /// What must live as long as a recording of it.
     pub uses: Vec<Owner>,
 }
@@ -126,6 +128,9 @@ impl Buffer {
                 Arguments::Dispatch(args) => ("dispatch", &mut args.common),
                 Arguments::Combine(args) => ("combine", &mut args.common),
             };
+            if let (Some(captured), Some(lease)) = (&mut buffer.captured, &operation.fills) {
+                captured.fills(lease);
+            }
             common.phases = halves.0;
             common.comm.trace = trace_place(&mut buffer.trace, name, grid);
             let (within, across) = (LOW_LATENCY_SHARED_BYTES, LOW_LATENCY_INTERNODE_SHARED_BYTES);
@@ -133,7 +138,7 @@ impl Buffer {
             // SAFETY: inputs go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's. Which
             // kernels there are and whether the place has messages goes by whether there are several nodes, both.
             unsafe {
-                match (args, operation.place.messages) {
+                match (args, operation.place.room.messages) {
                     (Arguments::Dispatch(args), None) => {
                         stream.call(dispatch, grid, THREADS, within, LowLatencyDispatch::call(args))
                     }

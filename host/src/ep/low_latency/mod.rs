@@ -13,6 +13,7 @@ mod place;
 mod quantise;
 mod regroup;
 mod results;
+mod step;
 
 pub use buffer::Buffer;
 pub use combine::CombineRequest;
@@ -21,4 +22,4 @@ pub use halves::Pending;
 pub use options::Options;
 pub use place::Place;
 pub use quantise::Quantise;
-pub use results::{Combined, Received};
+pub use results::{Combined, Detached, Received};

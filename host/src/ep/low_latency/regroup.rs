@@ -82,6 +82,15 @@ impl Buffer {
     /// the group reports, and [`Error::Os`] where the device does not come to an end within twice the buffer's deadline. Then the buffer is as it
     /// was, or of no use until a call that succeeds.
     pub fn regroup(&mut self, group: &dyn ProcessGroup) -> Result<()> {
+        self.regroup_ahead(group, AHEAD)
+    }
+
+    /// The same, as after so many operations more; the same number on every rank. For tests of long runs.
+    ///
+    /// # Errors
+    /// As of [`Buffer::regroup`].
+    #[doc(hidden)]
+    pub fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
         self.sequence.check()?;
         agree(group, &self.options)?;
         if !self.arena.fence()?.wait_timeout(self.options.timeout.saturating_mul(2))? {
@@ -94,7 +103,7 @@ impl Buffer {
         let (members, epoch) = settle(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
 
         let left_out = !members & (u32::MAX >> (32 - self.num_ranks()));
-        let ticket = (epoch + AHEAD) * QUANTUM;
+        let ticket = (epoch + ahead) * QUANTUM;
         let state = LocalState { ticket, left_out, ..LocalState::zeroed() };
         self.tables.write(stream, 0, bytemuck::bytes_of(&state))?;
         let offset = |at: DevicePtr| at.0 - self.tables.ptr().0;
@@ -102,7 +111,7 @@ impl Buffer {
         // Whether its last dispatch was answered, members may see differently: as if it was not, so that the next one waits until all are there.
         let turns = LowLatencyTurns { dispatches: 0, answered: u64::MAX };
         for place in &self.places {
-            let tables = &place.tables;
+            let tables = &place.room.tables;
             // Chunks may have been left half sent.
             self.tables.write(stream, offset(tables.sent), &vec![0; chunks * 8])?;
             self.tables.write(stream, offset(tables.answered), &vec![0; MAX_RANKS * chunks * 8])?;

@@ -2,10 +2,12 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::place::{Lease, Place};
 use crate::driver::Event;
 use crate::ep::{Tensor, TypedTensor};
+use crate::error::{Error, Result};
 
 /// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow;
 /// [`Buffer::combine`](super::Buffer::combine) answers it. `rows` stands for `num_ranks * max_tokens`.
@@ -47,5 +49,81 @@ pub struct Combined<'p> {
     pub x: Tensor<'p>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
+    pub(super) lease: Arc<Lease>,
     pub(super) place: PhantomData<&'p mut Place>,
+}
+
+impl Received<'_> {
+    /// Ends the borrow of the place, for callers that cannot carry lifetimes and for steps, each run of which brings new rows: what comes
+    /// back says at use whether the rows are still there.
+    pub fn detach(self) -> Detached<Received<'static>> {
+        let lease = self.lease.clone();
+        lease.detached.store(true, Ordering::Release);
+        Detached {
+            results: Received {
+                x: self.x.outlive(),
+                scales: self.scales.map(TypedTensor::outlive),
+                num_tokens: self.num_tokens.outlive(),
+                expert_counts: self.expert_counts.outlive(),
+                expert_rows: self.expert_rows.outlive(),
+                src_info: self.src_info.outlive(),
+                layout_range: self.layout_range.outlive(),
+                event: self.event,
+                num_local_tokens: self.num_local_tokens,
+                generation: self.generation,
+                lease: self.lease,
+                place: PhantomData,
+            },
+            lease,
+        }
+    }
+}
+
+impl Combined<'_> {
+    /// Ends the borrow of the place, as [`Received::detach`] does.
+    pub fn detach(self) -> Detached<Combined<'static>> {
+        let lease = self.lease.clone();
+        lease.detached.store(true, Ordering::Release);
+        let results =
+            Combined { x: self.x.outlive(), event: self.event, lease: self.lease, place: PhantomData };
+        Detached { results, lease }
+    }
+}
+
+/// What an operation brought, without a borrow of its place. A later dispatch there overwrites it; it comes behind what streams have been
+/// given by then.
+#[derive(Debug)]
+pub struct Detached<T> {
+    results: T,
+    lease: Arc<Lease>,
+}
+
+impl<T> Detached<T> {
+    fn check(&self, place: &Place) -> Result<()> {
+        if !Arc::ptr_eq(&self.lease.place, &place.0) {
+            let rule = format!("the results lie in place {} of their buffer", self.lease.place.index);
+            return Err(Error::argument("place", place.index(), rule));
+        }
+        self.lease.check_current()
+    }
+}
+
+impl Detached<Received<'static>> {
+    /// The rows, for as long as `place` is borrowed.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`] where a later dispatch has overwritten them, [`Error::Argument`] where they lie in another place.
+    pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
+        self.check(place).map(|()| &self.results)
+    }
+}
+
+impl Detached<Combined<'static>> {
+    /// The sums, for as long as `place` is borrowed.
+    ///
+    /// # Errors
+    /// As of received rows: [`Error::StaleHandle`] and [`Error::Argument`].
+    pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Combined<'p>> {
+        self.check(place).map(|()| &self.results)
+    }
 }

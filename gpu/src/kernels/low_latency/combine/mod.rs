@@ -73,7 +73,7 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
         let first = Ahead::of(args, ctaid(), sends);
         let first_piece = Ahead::of_piece(args, Piece::first_of_warp(false), sends);
         let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
-        let begun = begin(&args.common, shared.members);
+        let begun = begin::<true>(&args.common, shared.members);
         if sends && begun.takes_part {
             send::<FP8>(args, &begun, most, first, first_piece);
             trace(comm, Phase::Moved);

@@ -1,14 +1,13 @@
 //! What a rank's experts made of the tokens that it received goes back.
 
-use core::mem::offset_of;
-
 use super::super::super::epoch::pool_of;
 use super::super::fp8::{Sixteen, from_bf16, quantised, scale_offset};
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, send_packets, tell_call, tokens_in_chunk,
+    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, note_answer, send_packets, tell_call,
+    tokens_in_chunk,
 };
 use super::{add, bf16_bytes, round};
-use crate::layout::{LowLatencyCombineArgs, LowLatencyTurns, SCALE_BLOCK, pieces_of, row_stride};
+use crate::layout::{LowLatencyCombineArgs, SCALE_BLOCK, pieces_of, row_stride};
 use crate::simt::*;
 
 /// Bytes of a row as it travels that a warp writes at a time.
@@ -109,8 +108,7 @@ pub(super) unsafe fn send<const FP8: bool>(
         let (warp, lane) = (tid() / 32, laneid());
         tell_call(comm, begun);
         if ctaid() == 0 && tid() == 0 {
-            let answered = common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64;
-            st_u64(answered, begun.dispatches);
+            note_answer(common, begun);
         }
         return_pieces::<FP8>(args, most.packets, first_piece, epoch);
         let (rows, mut unsaid) = (most.words * comm.num_ranks, 0);

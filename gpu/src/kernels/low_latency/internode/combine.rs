@@ -5,18 +5,15 @@
 //! last row, which has acquired what the others did, and its owner reads it behind that packet. Sums have one block each. The threads of a
 //! block meet at a barrier between the writers and readers of each word of shared memory; collectives stand where all lanes of a warp arrive.
 
-use core::mem::offset_of;
-
 use epoxide_macros::kernel;
 
 use super::super::super::epoch::{Phase, trace};
 use super::super::combine::{Ahead, add, bf16_bytes, return_row, round};
 use super::super::fp8::{from_bf16, from_e4m3};
-use super::super::{Begun, ROWS_AT_ONCE, begin, completes, finish};
+use super::super::{Begun, ROWS_AT_ONCE, begin, completes, finish, note_answer};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages};
 use crate::layout::{
-    LowLatencyInternodeCombineArgs, LowLatencyTurns, MAX_MEMBERS, MAX_TOPK, Quantise, SCALE_BLOCK,
-    answer_slot_bytes, phase,
+    LowLatencyInternodeCombineArgs, MAX_MEMBERS, MAX_TOPK, Quantise, SCALE_BLOCK, answer_slot_bytes, phase,
 };
 use crate::simt::*;
 
@@ -70,7 +67,7 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
             // Of the dispatch that is answered, which an earlier kernel has completed; read behind the barrier of `begin`.
             st_shared_u32(shared.slots + thread * 4, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
         }
-        let begun = begin(common, shared.members);
+        let begun = begin::<true>(common, shared.members);
         if common.phases & phase::SEND != 0 && begun.takes_part {
             send::<FP8>(args, &shared, &begun);
             trace(&common.comm, Phase::Moved);
@@ -100,8 +97,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
         let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
         core::hint::assert_unchecked(num_ranks >= 1);
         if ctaid() == 0 && tid() == 0 {
-            let answered = common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64;
-            st_u64(answered, begun.dispatches);
+            note_answer(common, begun);
         }
         let mut most = 0;
         unroll8!(J => {

@@ -5,11 +5,9 @@
 //! received row one warp. The threads of a block meet at a barrier between the writers and readers of each word of shared memory; collectives
 //! stand where all lanes of a warp arrive.
 
-use core::mem::offset_of;
-
 use epoxide_macros::kernel;
 
-use super::super::super::epoch::{Phase, record, share, trace};
+use super::super::super::epoch::{Phase, note, share, trace};
 use super::super::dispatch::{Entry, Pair, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
@@ -17,8 +15,8 @@ use super::super::team::Team;
 use super::super::{Begun, begin, completes, finish};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
 use crate::layout::{
-    DISPATCH_HEADER, LowLatencyInternodeDispatchArgs, LowLatencySlot, LowLatencyTurns, MAX_MEMBERS, MAX_TOPK,
-    Quantise, SCALE_BLOCK, Wait, phase, row_stride,
+    DISPATCH_HEADER, LowLatencyInternodeDispatchArgs, LowLatencySlot, MAX_MEMBERS, MAX_TOPK, Quantise,
+    SCALE_BLOCK, Wait, phase, row_stride,
 };
 use crate::simt::*;
 
@@ -40,10 +38,9 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
     let common = &args.dispatch.common;
     let shared = Shared::lay_out();
     trace(&common.comm, Phase::Enter);
-    let answered = ld_u64(common.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64);
-    let begun = begin(common, shared.members);
+    let begun = begin::<false>(common, shared.members);
     if common.phases & phase::SEND != 0 {
-        send(&args, &shared, &begun, answered);
+        send(&args, &shared, &begun);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
@@ -67,16 +64,15 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
     LowLatencySlot::new(args.dispatch.row_bytes, scales_of(args), args.dispatch.common.num_topk)
 }
 
-/// Writes this rank's tokens into the messages, a token to a block. `answered`: how many dispatches there had been in the place when a combine
-/// answered one last.
+/// Writes this rank's tokens into the messages, a token to a block.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun, answered: u64) {
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, messages) = (&args.dispatch.common, &args.messages);
         let (thread, warp) = (tid(), tid() / 32);
         let mut takes_part = begun.takes_part;
-        if begun.dispatches != answered {
+        if !begun.is_answered {
             let is_ready = !takes_part || warp != 0 || wait_ready(common, messages, begun);
             takes_part &= !barrier_any(!is_ready);
         }
@@ -197,7 +193,7 @@ unsafe fn write_entries(
         let experts = (common.local_experts * common.comm.num_ranks) as i64;
         if entry.expert >= experts || entry.expert < -1 {
             let (peer, expert) = (common.comm.rank, entry.expert as u64);
-            record(&common.comm, 0, peer, begun.epoch, token as u64, expert, Wait::LowLatencyExpert);
+            note(&common.comm, 0, peer, begun.epoch, token as u64, expert, Wait::LowLatencyExpert);
         }
         let (rank, local) = owner_of(args, entry.expert, begun).unwrap_or((u32::MAX, 0));
         let mask = redux_or(if rank < MEMBERS { 1 << rank } else { 0 });

@@ -12,12 +12,12 @@
 
 use core::mem::offset_of;
 
-use super::super::epoch::{Deadline, Phase, record, trace, wait_at_least};
+use super::super::epoch::{Deadline, Phase, record, trace};
 use super::super::rail::{Delivery, Operation, post_to};
-use super::Begun;
+use super::{Begun, is_other_call};
 use crate::layout::{
-    LowLatencyArgs, LowLatencyCall, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencyWords,
-    MAX_MEMBERS, QueueHandle, Wait,
+    Comm, LowLatencyArgs, LowLatencyCall, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute,
+    LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait,
 };
 use crate::simt::*;
 
@@ -210,10 +210,33 @@ unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun
             if ctaid() == 0 {
                 tell(args, route, lane, (0, 0, 0), word, epoch << 32 | args.comm.call, epoch);
             }
-            let word = route.words_in() + word;
-            ready = wait_at_least(&args.comm, word, epoch << 32, lane, epoch, Wait::LowLatencyReady);
+            ready = wait_entered(&args.comm, route.words_in(), lane, epoch);
         }
         ballot(!ready) == 0
+    }
+}
+
+/// Waits until the ready word of a rank, among its words at `words`, says that it has entered this operation; false when the wait expired, and
+/// when the rank came with another call. The word has the low half of the epoch, which wraps. The rank may have entered the next operation,
+/// and then waits there for this one.
+#[inline(always)]
+unsafe fn wait_entered(comm: &Comm, words: u64, rank: u32, epoch: u64) -> bool {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let mut deadline = Deadline::start();
+        loop {
+            let seen = ld_acquire_sys_u64(words + offset_of!(LowLatencyWords, ready) as u64);
+            if ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
+                return true;
+            }
+            if deadline.expired(comm) {
+                record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyReady);
+                return false;
+            }
+            if deadline.is_long() && is_other_call(comm, words + call_at(epoch), rank, epoch) {
+                return false;
+            }
+        }
     }
 }
 
