@@ -47,11 +47,11 @@ nodes=(--timeout 300 --with "$bin/epoxide" -- tests/rdma/nodes.sh)
 check doctor --devices 2 -- "$bin/epoxide" doctor
 
 # Whole round trips: dispatch, combine and cached dispatch, every bit.
-check roundtrip-two-devices --devices 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --random --iterations 50
+check roundtrip-two-devices --devices 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --random --iterations 12
 check roundtrip-fp8 --devices 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --dtype fp8 --queues 3
 check roundtrip-low-latency --devices 2 "${nodes[@]}" 2 roundtrip --mode low-latency --transport verbs --timeout 120 --tokens 16 --hidden 256 --num-sms 4 \
     --nodes 2 --random --iterations 10
-check roundtrip-two-cards --devices 2 --env CARDS=2 "${nodes[@]}" 1 "${roundtrip[@]}" --nodes 2 --queues 2 --random --iterations 10
+check roundtrip-two-cards --devices 2 --env CARDS=2 "${nodes[@]}" 1 "${roundtrip[@]}" --nodes 2 --queues 2 --random --iterations 5
 check roundtrip-two-vms --vms 2 "${nodes[@]}" 2 "${roundtrip[@]}" --nodes 2 --queues 2
 check roundtrip-four-vms --vms 4 --cpus 1 -- "$bin/epoxide" "${roundtrip[@]}" --nodes 4
 check roundtrip-loss --devices 2 "${quick[@]}" --with "$bin/epoxide" --with tests/rdma/nodes.sh -- \

@@ -61,6 +61,9 @@ pub struct Options {
     /// A file to put beside the program; may be repeated
     #[arg(long, value_name = "FILE")]
     with: Vec<PathBuf>,
+    /// Fetch what the VMs are made of, and run nothing
+    #[arg(long, conflicts_with = "program")]
+    fetch: bool,
     /// The program and its arguments: a file of this machine where its name has a `/`, else a program of the guest
     #[arg(last = true, default_value = "ibv_devinfo")]
     program: Vec<String>,
@@ -94,6 +97,9 @@ fn boot_and_wait(ws: &Workspace, options: Options) -> Result<Vec<Option<u8>>> {
         with: options.with.clone(),
     };
     let parts = Parts::find_or_fetch(ws)?;
+    if options.fetch {
+        return Ok(Vec::new());
+    }
     let scratch = Scratch::new()?;
     let initrd = scratch.0.join("initrd");
     let archive = image::build(&parts, &job)?;
