@@ -356,6 +356,8 @@ impl Exchange {
             slots: COMBINE_SLOTS,
             slot_bytes: ROW_BYTES,
             pieces: 1,
+            spoils: 1,
+            reserved: 0,
         };
         let shared = ring_bytes(COMBINE_WARPS, COMBINE_SLOTS, ROW_BYTES) + JOINED_BYTES;
         self.grid(CombineBf16::call(args)?, shape(BLOCKS, COMBINE_WARPS * 32, shared))

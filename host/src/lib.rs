@@ -59,7 +59,7 @@
 //! | communication beside computation | [`StreamOrder::comm`](ep::StreamOrder::comm) |
 //! | several nodes | [`BufferOptions::ranks_per_node`](ep::BufferOptions::ranks_per_node), [`TransportOptions`](transport::TransportOptions) |
 //! | decode-sized batches | [`low_latency`] |
-//! | to know whether what is enqueued went well | [`Tensor::to_host`](ep::Tensor::to_host) of a result gives the operation's error instead of numbers; [`Buffer::check`](ep::Buffer::check) asks for it behind a stream, for results that only kernels read |
+//! | to know whether what is enqueued went well | [`Tensor::to_host`](ep::Tensor::to_host) of a result gives the operation's error instead of numbers; [`Buffer::check`](ep::Buffer::check) asks for it behind a stream, for results that only kernels read, whose sums are NaN then |
 //! | the same routing again, for gradients or another tensor | [`Buffer::dispatch_cached`](ep::Buffer::dispatch_cached) |
 //!
 //! # What operations give

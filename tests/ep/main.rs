@@ -2,6 +2,7 @@
 
 mod calls;
 mod cases;
+mod deaths;
 mod errors;
 mod failing;
 mod gate;

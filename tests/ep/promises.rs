@@ -52,7 +52,7 @@ fn while_held(gate: &Gate, work: impl FnOnce()) {
 }
 
 /// A copy of a tensor's first rows as `stream` comes to them.
-fn keep_on(stream: &Stream, tensor: &Tensor<'_>, rows: usize) -> Result<Tensor<'static>> {
+pub fn keep_on(stream: &Stream, tensor: &Tensor<'_>, rows: usize) -> Result<Tensor<'static>> {
     let copy = Tensor::alloc(stream.device(), tensor.dtype(), &[rows as u64, tensor.columns()])?;
     let bytes = tensor.row_bytes();
     for row in 0..rows as u64 {
@@ -61,6 +61,11 @@ fn keep_on(stream: &Stream, tensor: &Tensor<'_>, rows: usize) -> Result<Tensor<'
         unsafe { stream.copy(to, from, bytes)? };
     }
     Ok(copy)
+}
+
+/// Whether a row is what a combine leaves that failed.
+pub fn is_nan(row: &[u8]) -> bool {
+    row.chunks(2).all(|number| number == [0xff, 0x7f])
 }
 
 /// Notes a failed check where a stream comes to its end although it should wait for what a gate holds up.
@@ -380,6 +385,41 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
                 assert!(matches!(read, Err(Error::PeerTimeout { peer: 1, .. })), "{read:?}");
             }
             assert!(rank.buffer.check().is_err());
+            Ok(())
+        });
+    }
+}
+
+/// Kernels that read sums see no error.
+#[test]
+fn what_a_failed_combine_leaves_is_nan_or_right() {
+    let [turn] = turns();
+    for (nodes, in_pool) in SPREADS.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
+        let mut setup = setup().nodes(nodes);
+        setup.options.timeout = Duration::from_millis(200);
+        setup.run(|rank| {
+            let stream = rank.stream.clone();
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let output = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?;
+            if rank.rank == 1 {
+                return Ok(());
+            }
+            let rows = output.combine_rows(DType::Bf16, HIDDEN as u64)?;
+            let request = if in_pool {
+                CombineRequest::new(&rows, &output.handle)
+            } else {
+                drop(rows);
+                CombineRequest::new(&output.recv_x, &output.handle)
+            };
+            let back = rank.combine(request)?;
+            let kept = keep_on(&stream, &back.combined_x, turn.sums[0].len())?;
+            let got = rank.row_bytes(&kept)?;
+            assert!(matches!(rank.buffer.check(), Err(Error::PeerTimeout { peer: 1, .. })));
+            assert!(got.iter().any(|row| is_nan(row)), "in_pool: {in_pool}, {got:?}");
+            for (got, want) in got.iter().zip(&turn.sums[0]) {
+                assert!(is_nan(got) || got == want, "in_pool: {in_pool}, {got:?}, {want:?}");
+            }
             Ok(())
         });
     }

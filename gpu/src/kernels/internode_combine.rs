@@ -12,7 +12,9 @@ use core::cell::Cell;
 
 use epoxide_macros::kernel;
 
-use super::combine::{Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, sum_rows, vectors_of};
+use super::combine::{
+    Bf16, Contributors, Gather, Item, Outputs, Ranks, Sink, VECTORS, spoil, sum_rows, vectors_of,
+};
 use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{Progress, workers};
 use super::rail::{
@@ -93,7 +95,12 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
-    leave(comm, epoch, joined & !warp_aborted(comm), Wait::CombineDone);
+    let is_sound = joined & !warp_aborted(comm);
+    leave(comm, epoch, is_sound, Wait::CombineDone);
+    if rows.spoils != 0 && finishes && tid() / 32 != workers && !(is_sound && planned) {
+        let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
+        spoil::<true>(rows, begin, end, tid() / 32, workers);
+    }
 }
 
 /// A number that is divided by again and again: by a multiplication, as a division takes dozens of instructions.

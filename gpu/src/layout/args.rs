@@ -188,9 +188,13 @@ pub struct CombineArgs {
     pub slot_bytes: u32,
     /// Pieces per row: row bytes over slot bytes, rounded up.
     pub pieces: u32,
+    /// 1 where what is not summed is to be NaN, [`NAN_BITS`](super::NAN_BITS).
+    pub spoils: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(CombineArgs, size = 256, pieces at 252);
+layout_assert!(CombineArgs, size = 264, reserved at 260);
 
 /// Arguments of `combine_staged_bf16` and `combine_staged_f32`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -226,7 +230,7 @@ pub struct StagedCombineArgs {
     pub parts: u64,
 }
 
-layout_assert!(StagedCombineArgs, size = 336, parts at 328);
+layout_assert!(StagedCombineArgs, size = 344, parts at 336);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -395,4 +399,4 @@ pub struct InternodeCombineArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeCombineArgs, size = 432, reserved at 428);
+layout_assert!(InternodeCombineArgs, size = 440, reserved at 436);

@@ -212,11 +212,11 @@ pub struct LowLatencyCombineArgs {
     pub by_expert: u32,
     /// [`Quantise`]: what rows return as.
     pub quantise: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// 1 where what is not summed is to be NaN, [`NAN_BITS`](super::NAN_BITS).
+    pub spoils: u32,
 }
 
-layout_assert!(LowLatencyCombineArgs, size = size_of::<LowLatencyArgs>() + 40, reserved at size_of::<LowLatencyArgs>() + 36);
+layout_assert!(LowLatencyCombineArgs, size = size_of::<LowLatencyArgs>() + 40, spoils at size_of::<LowLatencyArgs>() + 36);
 
 /// Arguments of `low_latency_gather`. `rows` stands for `num_ranks * max_tokens`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

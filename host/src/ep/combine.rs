@@ -192,6 +192,8 @@ impl Buffer {
             slots: ring.count,
             slot_bytes: ring.bytes,
             pieces: (row_bytes as u32).div_ceil(ring.bytes),
+            spoils: self.options.nan_on_failure.into(),
+            reserved: 0,
         };
         let staged = match &handle.places.routing {
             Mode::OneNode(_, places) if is_staged => {

@@ -36,6 +36,8 @@ pub struct BufferOptions {
     #[doc(hidden)]
     pub timeout: Duration,
     #[doc(hidden)]
+    pub nan_on_failure: bool,
+    #[doc(hidden)]
     pub tuning: Tuning,
     #[doc(hidden)]
     pub ranks_per_node: Option<u32>,
@@ -57,6 +59,7 @@ impl BufferOptions {
             num_nvl_bytes: None,
             config: Config::default(),
             timeout: Duration::from_secs(30),
+            nan_on_failure: true,
             tuning: Tuning::default(),
             ranks_per_node: None,
             transport: TransportOptions::new(TransportKind::Auto),
@@ -87,6 +90,13 @@ impl BufferOptions {
     /// Longest wait for a peer.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        self
+    }
+
+    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and see no
+    /// error; else what was there before. It does, unless this says otherwise.
+    pub fn nan_on_failure(mut self, nan: bool) -> Self {
+        self.nan_on_failure = nan;
         self
     }
 

@@ -65,25 +65,34 @@ pub(super) fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
 }
 
 fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Rank) -> Result<()> + Sync)) {
+    run_of(HIDDEN, spread, main);
+}
+
+/// The same with rows of so many elements.
+fn run_of(
+    hidden: u64,
+    spread: impl Fn(Options) -> Options + Sync,
+    main: &(impl Fn(&mut Rank) -> Result<()> + Sync),
+) {
     let case = LowLatencyCase::new(
         routing(&[TOKENS as u32; RANKS as usize], 2, 6, Style::DistinctTopK),
-        HIDDEN as u32,
+        hidden as u32,
     );
     let outcome = run_ranks(RANKS, |number, group| {
         let device = case.device(number);
         let stream = Arc::new(Stream::new(&device, false)?);
-        let options = Options::new(TOKENS as u32, HIDDEN, 2, 6).timeout(DEADLINE);
+        let options = Options::new(TOKENS as u32, hidden, 2, 6).timeout(DEADLINE);
         let options = spread(options);
         let buffer = Buffer::new(device.clone(), &*group, options.clone())?;
-        let x = vec![half::bf16::ONE; (TOKENS * HIDDEN) as usize];
+        let x = vec![half::bf16::ONE; (TOKENS * hidden) as usize];
         let mut rank = Rank {
             number,
             buffer,
             group: group.clone(),
             options,
-            x: Tensor::from_host(&stream, DType::Bf16, &[TOKENS, HIDDEN], &x)?,
+            x: Tensor::from_host(&stream, DType::Bf16, &[TOKENS, hidden], &x)?,
             topk_idx: TypedTensor::from_host(&stream, &[TOKENS, 2], &case.routing.flat_topk_idx(number))?,
-            experts: Tensor::from_host(&stream, DType::Bf16, &[3 * TOKENS, HIDDEN], &x.repeat(3))?,
+            experts: Tensor::from_host(&stream, DType::Bf16, &[3 * TOKENS, hidden], &x.repeat(3))?,
             stream,
         };
         group.barrier(PATIENCE)?;
@@ -175,6 +184,38 @@ fn what_a_failed_dispatch_left_is_not_read() {
         }
         Ok(())
     });
+}
+
+/// Kernels that read sums see no error.
+#[test]
+fn what_a_failed_combine_leaves_is_nan() {
+    let combine = |rank: &mut Rank, quantise: Quantise, is_nan: bool| -> Result<()> {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?;
+        rank.outcome()?;
+        if rank.number == 1 {
+            return Ok(());
+        }
+        let rows = CombineRequest::by_row(&rank.experts).quantise(quantise);
+        let combined = rank.buffer.combine(received, rows, StreamOrder::on(&rank.stream))?;
+        // As a kernel would, past the check of the tensor.
+        let sums = Tensor::alloc(rank.stream.device(), DType::Bf16, combined.x.shape())?;
+        // SAFETY: both have so many bytes, and live until the copy has been read.
+        unsafe { rank.stream.copy(sums.ptr(), combined.x.ptr(), sums.rows() * sums.row_bytes())? };
+        let sums = sums.to_host::<half::bf16>(&rank.stream)?;
+        assert_eq!(sums.iter().all(|sum| sum.is_nan()), is_nan, "{sums:?}");
+        assert!(matches!(rank.buffer.check(), Err(Error::PeerTimeout { peer: 1, .. })));
+        Ok(())
+    };
+    let transport = TransportOptions::new(TransportKind::Direct);
+    for quantise in [Quantise::Not, Quantise::Fp8] {
+        let is_nan = |rank: &mut Rank| combine(rank, quantise, true);
+        run_of(128, |options| options, &is_nan);
+        // Rows that come back with words, and not as packets.
+        run_of(128, |options| options.packet_tokens(0), &is_nan);
+        run_of(128, |options| options.ranks_per_node(1).transport(transport.clone()), &is_nan);
+    }
+    run_on(|options| options.nan_on_failure(false), &|rank: &mut Rank| combine(rank, Quantise::Not, false));
 }
 
 #[test]

@@ -23,7 +23,7 @@ pub use stage::StageCombine;
 pub use staged::{CombineStagedBf16, CombineStagedF32};
 pub use sum::{
     Bf16, Contributors, Gather, Item, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Sink, VECTORS,
-    sum_rows, vectors_of,
+    spoil, sum_rows, vectors_of,
 };
 
 /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
@@ -96,5 +96,8 @@ unsafe fn combine<E: Summand>(args: &CombineArgs) {
             sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, gather);
         }
         leave(comm, epoch, joined, Wait::CombineDone);
+        if args.spoils != 0 && !(joined && planned) {
+            spoil::<false>(args, begin, end, warp, warps);
+        }
     }
 }

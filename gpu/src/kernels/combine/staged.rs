@@ -12,7 +12,9 @@ use core::cell::Cell;
 use epoxide_macros::kernel;
 
 use super::stage::{IN_FLIGHT_BYTES, copy_bytes, note_missing, rows_of_plan};
-use super::sum::{Bf16, Contributors, F32, Gather, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Summand, sum_rows};
+use super::sum::{
+    Bf16, Contributors, F32, Gather, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Summand, spoil, sum_rows,
+};
 use crate::kernels::epoch::{
     Deadline, Entry, Phase, current_epoch, leave, pool_of, record, tell_ready, trace, wait_ready,
     warp_aborted,
@@ -132,7 +134,31 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
         }
         // A wait that expired, in whichever warp, keeps the block from saying that it has done its part.
         barrier_sync();
-        leave(comm, epoch, !warp_aborted(comm), Wait::CombineDone);
+        let is_sound = !warp_aborted(comm);
+        leave(comm, epoch, is_sound, Wait::CombineDone);
+        if rows.spoils != 0
+            && !(is_sound && planned)
+            && turn >= args.stagers
+            && tid() / 32 < args.gather_warps
+        {
+            spoil_share(args, turn - args.stagers);
+        }
+    }
+}
+
+/// Leaves NaN in the tokens of a block that gathers, those that it shares with others of the channel in turn.
+#[inline(always)]
+unsafe fn spoil_share(args: &StagedCombineArgs, gatherer: u32) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (rows, each, warps) = (&args.combine, args.blocks_per_channel, args.gather_warps);
+        core::hint::assert_unchecked(each >= 1);
+        let mut channel = gatherer / each;
+        while channel < args.channels {
+            let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
+            spoil::<false>(rows, begin, end, gatherer % each * warps + tid() / 32, each * warps);
+            channel += (nctaid() - args.stagers) / each;
+        }
     }
 }
 

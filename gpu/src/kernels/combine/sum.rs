@@ -2,7 +2,7 @@
 
 use crate::kernels::epoch::pool_of;
 use crate::kernels::ring::{Ring, Turn};
-use crate::layout::{CombineArgs, MAX_RANKS, SEND_ROW_STRIDE, row_stride};
+use crate::layout::{CombineArgs, MAX_RANKS, NAN_BITS, SEND_ROW_STRIDE, row_stride};
 use crate::simt::*;
 
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
@@ -242,6 +242,30 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     }
 }
 
+/// Leaves NaN where [`sum_rows`] of the same share, of a kernel that gave up or had no plan, may have stored no sum or a wrong one. The whole
+/// warp calls it.
+#[inline(always)]
+pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32, nth: u32, of: u32) {
+    // SAFETY: the outputs have room for every token. This warp alone writes the item, and has done so before.
+    unsafe {
+        let (mut item, step) = Item::share::<WHOLE>(args, begin, nth, of);
+        while item.token < end {
+            let row = args.combined_x.0 + item.token as u64 * args.row_bytes as u64;
+            let (to, bytes) = (row + (item.piece * args.slot_bytes) as u64, item.bytes(args));
+            let mut at = laneid() * 16;
+            while at < bytes {
+                st_v4(to + at as u64, [NAN_BITS; 4]);
+                at += 512;
+            }
+            if item.piece == 0 && laneid() < args.num_topk && !args.combined_weights.is_null() {
+                let entry = item.token as u64 * args.num_topk as u64 + laneid() as u64;
+                st_f32(args.combined_weights.0 + entry * 4, f32::from_bits(NAN_BITS));
+            }
+            item = item.next::<WHOLE>(args, step);
+        }
+    }
+}
+
 /// A piece of a token's row. A warp takes every n-th item of its block, so that pieces, not rows, are what is spread.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Item {
@@ -254,6 +278,15 @@ impl Item {
     #[inline(always)]
     fn nth(args: &CombineArgs, token: u32, n: u32) -> Self {
         Item { token: token + n / args.pieces, piece: n % args.pieces }
+    }
+
+    /// The first item of the `nth` of `of` warps from `begin` on, and the step to its next.
+    #[inline(always)]
+    fn share<const WHOLE: bool>(args: &CombineArgs, begin: u32, nth: u32, of: u32) -> (Item, Item) {
+        if WHOLE {
+            return (Item { token: begin + nth, piece: 0 }, Item { token: of, piece: 0 });
+        }
+        (Item::nth(args, begin, nth), Item::nth(args, 0, of))
     }
 
     /// The warp's next item: the next piece of the row, or of pieces the one `step` further on.
@@ -309,11 +342,7 @@ impl<const WHOLE: bool> Gather<WHOLE> {
     ) -> Self {
         // SAFETY: the caller vouches for the range; the whole warp is here.
         unsafe {
-            let (first, step) = if WHOLE {
-                (Item { token: begin + nth, piece: 0 }, Item { token: of, piece: 0 })
-            } else {
-                (Item::nth(args, begin, nth), Item::nth(args, 0, of))
-            };
+            let (first, step) = Item::share::<WHOLE>(args, begin, nth, of);
             let next_row = row_before(from, first.token, end);
             let mut gather =
                 Gather { first, item: first, next: first, step, end, bits: 0, row: -1, next_row };

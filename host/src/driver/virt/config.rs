@@ -1,5 +1,8 @@
 //! What a virtual GPU is like, and who runs it.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use epoxide_vgpu::{Checker, Schedule};
 
 use super::machine::Machine;
@@ -26,6 +29,49 @@ pub enum Time {
     Real,
 }
 
+/// Has a virtual GPU execute no instruction any more, as that of a process which is stopped. Copies go on.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Stop {
+    ordinal: u32,
+    /// Warp instructions until then.
+    left: AtomicU64,
+}
+
+impl Stop {
+    /// For the device of this number, which goes on until [`Stop::after`].
+    pub fn of(ordinal: u32) -> Arc<Stop> {
+        Arc::new(Stop { ordinal, left: AtomicU64::new(u64::MAX) })
+    }
+
+    /// Stops the device after about so many warp instructions more.
+    pub fn after(&self, warp_instructions: u64) {
+        self.left.store(warp_instructions, Ordering::Relaxed);
+    }
+
+    /// Has the device go on.
+    pub fn go_on(&self) {
+        self.after(u64::MAX);
+    }
+
+    /// The warp instructions that are left; `u64::MAX`, less those executed, where it does not stop.
+    pub fn left(&self) -> u64 {
+        self.left.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_of(&self, ordinal: u32) -> bool {
+        self.ordinal == ordinal
+    }
+
+    /// Notes that so many have been executed.
+    pub(super) fn executed(&self, warp_instructions: u64) {
+        // Cannot fail: there is always a next value.
+        let _ = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+            Some(left.saturating_sub(warp_instructions))
+        });
+    }
+}
+
 /// What a virtual GPU is like.
 #[derive(Debug, Clone)]
 pub struct VirtConfig {
@@ -49,6 +95,9 @@ pub struct VirtConfig {
     /// Runs kernels in check mode and watches the device's memory, together with that of other devices of this process that have the
     /// same one. What other processes do stays out of its sight, so all ranks should be threads of this process.
     pub checker: Option<Checker>,
+    /// Stops the device of its number in the middle of a kernel.
+    #[doc(hidden)]
+    pub stop: Option<Arc<Stop>>,
     /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them; the memory is the host's either way.
     #[doc(hidden)]
     pub native_atomics: bool,
@@ -65,6 +114,7 @@ impl Default for VirtConfig {
             executor: Executor::Threaded,
             time: Time::OfRanks,
             checker: None,
+            stop: None,
             native_atomics: true,
         }
     }

@@ -63,13 +63,23 @@ impl Work {
                 self.turn(shared, slice, order)
             }
             Work::Grid(grid, _) => {
-                let mut progress = grid.step(slice);
+                let left = shared.stop.as_ref().map_or(u64::MAX, |stop| stop.left());
+                if left == 0 {
+                    // The clock of the ranks does not wait for its warps to read it.
+                    grid.expect_no_more_readings();
+                    return Ok(OpProgress::Spinning);
+                }
+                let before = grid.stats().warp_instructions;
+                let mut progress = grid.step(slice.min(left));
                 // Warps look at the clock once in many polls.
                 for _ in 0..CLOCK_PROBES {
                     if !matches!(progress, Ok(Progress::Spinning)) || grid.has_read_the_clock() {
                         break;
                     }
                     progress = grid.step(slice);
+                }
+                if let Some(stop) = &shared.stop {
+                    stop.executed(grid.stats().warp_instructions - before);
                 }
                 if matches!(progress, Ok(Progress::Spinning)) {
                     grid.expect_no_more_readings();

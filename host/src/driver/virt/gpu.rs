@@ -91,7 +91,7 @@ impl VirtualGpu {
             clock,
             ..DeviceConfig::default()
         };
-        let shared = Arc::new(GpuCore::new(info, device_config, config.checker));
+        let shared = Arc::new(GpuCore::new(info, device_config, config.checker, config.stop));
         let runner = match config.executor {
             Executor::Threaded => {
                 let (engine, on) = (Engine::new(shared.clone()), time.clone());

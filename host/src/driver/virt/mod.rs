@@ -74,6 +74,8 @@ pub use epoxide_vgpu::{CheckConfig, Checker, Stored};
 
 #[doc(hidden)]
 pub use self::config::Executor;
+#[doc(hidden)]
+pub use self::config::Stop;
 pub use self::config::{Time, VirtConfig};
 pub use self::gpu::VirtualGpu;
 #[doc(hidden)]

@@ -9,6 +9,7 @@ use epoxide_vgpu::{
 };
 
 use super::capture::{Capture, RecordedGraph, Step};
+use super::config::Stop;
 use super::mix::mix;
 use super::stream::{Mark, Op, StreamQueue};
 use super::work::Launch;
@@ -29,6 +30,8 @@ pub(super) struct GpuCore {
     /// Watches the memory, and what comes before what.
     pub(super) checker: Option<Checker>,
     pub(super) config: DeviceConfig,
+    /// Stops this device.
+    pub(super) stop: Option<Arc<Stop>>,
     state: Mutex<State>,
     /// Signalled when there may be work for the engine.
     pub(super) work: Condvar,
@@ -37,16 +40,23 @@ pub(super) struct GpuCore {
 }
 
 impl GpuCore {
-    pub(super) fn new(info: DeviceInfo, config: DeviceConfig, checker: Option<Checker>) -> GpuCore {
+    pub(super) fn new(
+        info: DeviceInfo,
+        config: DeviceConfig,
+        checker: Option<Checker>,
+        stop: Option<Arc<Stop>>,
+    ) -> GpuCore {
         let memory = Memory::checked(config.schedule_seed.unwrap_or(0), checker.clone());
         if let Some(checker) = &checker {
             checker.number_device(&memory, info.ordinal);
         }
+        let stop = stop.filter(|stop| stop.is_of(info.ordinal));
         GpuCore {
             info,
             memory,
             checker,
             config,
+            stop,
             state: Mutex::default(),
             work: Condvar::new(),
             done: Condvar::new(),

@@ -114,7 +114,7 @@ impl Buffer {
             row_bytes: row_bytes as u32,
             by_expert: is_by_expert.into(),
             quantise: quantise.on_device(),
-            reserved: 0,
+            spoils: self.options.nan_on_failure.into(),
         };
         // Whoever was given the rows on other streams comes first: peers may overwrite them once this rank has entered the combine.
         drop(received);

@@ -25,6 +25,7 @@ pub struct Options {
     pub(super) chunk_tokens: u32,
     packet_tokens: u32,
     pub(super) timeout: Duration,
+    pub(super) nan_on_failure: bool,
     pub(super) ranks_per_node: Option<u32>,
     pub(super) transport: TransportOptions,
 }
@@ -48,6 +49,7 @@ impl Options {
             chunk_tokens: Self::DEFAULT_CHUNK_TOKENS,
             packet_tokens: Self::DEFAULT_PACKET_TOKENS,
             timeout: Duration::from_secs(30),
+            nan_on_failure: true,
             ranks_per_node: None,
             transport: TransportOptions::new(TransportKind::Auto),
         }
@@ -82,6 +84,13 @@ impl Options {
     /// Longest wait for a peer.
     pub fn timeout(mut self, timeout: Duration) -> Options {
         self.timeout = timeout;
+        self
+    }
+
+    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and see no
+    /// error; else what was there before. It does, unless this says otherwise.
+    pub fn nan_on_failure(mut self, nan: bool) -> Options {
+        self.nan_on_failure = nan;
         self
     }
 

@@ -17,7 +17,8 @@ use crate::simt::*;
 mod receive;
 mod send;
 
-use self::receive::receive;
+pub(super) use self::receive::spoil_rows;
+use self::receive::{receive, spoil};
 pub(super) use self::send::{Ahead, return_row};
 use self::send::{Most, send};
 
@@ -81,6 +82,8 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
         if args.common.phases & phase::RECEIVE != 0 {
             if wait_calls(&args.common, Team::block(), &shared, &begun) {
                 receive::<FP8>(args, &begun);
+            } else {
+                spoil::<FP8>(args);
             }
             finish(comm);
         }

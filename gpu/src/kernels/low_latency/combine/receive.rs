@@ -5,7 +5,7 @@ use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
 use super::super::{Begun, Piece, chunk_offset, in_packets, load_packets, packet_seen, wait_packets};
 use super::{add, bf16_bytes, round};
 use crate::layout::{
-    LowLatencyCombineArgs, MAX_RANKS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
+    LowLatencyCombineArgs, MAX_RANKS, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };
 use crate::simt::*;
 
@@ -35,7 +35,7 @@ pub(super) unsafe fn receive<const FP8: bool>(args: &LowLatencyCombineArgs, begu
                 failed = !wait_at_least(comm, word, epoch, thread, epoch, Wait::LowLatencyReturned);
             }
             if barrier_any(failed) {
-                return;
+                return spoil_rows::<FP8>(args, token);
             }
             let rows = pool + common.place.returned_x + token as u64 * row_stride(bytes as u64);
             let to = args.combined_x.0 + token as u64 * bytes as u64;
@@ -118,7 +118,6 @@ unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, epoch: u
         let mut number = Piece::first_of_warp(true);
         while number < common.num_tokens * pieces_of(args.row_bytes) {
             let piece = Piece::of(number, args.row_bytes, 1);
-            number += nctaid() * (ntid() / 32);
             let mask = ld_u32(common.tables.token_ranks.0 + piece.token as u64 * 4);
             let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
             let is_done = if FP8 {
@@ -127,8 +126,61 @@ unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, epoch: u
                 sum_pieces(args, &piece, mask, to, epoch)
             };
             if !is_done {
-                return;
+                return spoil_pieces::<FP8>(args, number);
             }
+            number += nctaid() * (ntid() / 32);
+        }
+    }
+}
+
+/// Leaves NaN in what this block would have summed: a rank has not come.
+#[inline(always)]
+pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
+    // SAFETY: passed on to the kernel's caller.
+    unsafe {
+        if in_packets(&args.common, args.common.num_tokens) {
+            spoil_pieces::<FP8>(args, Piece::first_of_warp(true));
+        } else {
+            spoil_rows::<FP8>(args, ctaid());
+        }
+    }
+}
+
+/// The same in the block's tokens from `token` on. All threads of the block call it.
+#[inline(always)]
+pub(in super::super) unsafe fn spoil_rows<const FP8: bool>(args: &LowLatencyCombineArgs, mut token: u32) {
+    // SAFETY: the sums have room for every token.
+    unsafe {
+        let bytes = bf16_bytes::<FP8>(args);
+        while token < args.common.num_tokens && args.spoils != 0 {
+            let mut at = tid() * 16;
+            while at < bytes {
+                st_v4(args.combined_x.0 + token as u64 * bytes as u64 + at as u64, [NAN_BITS; 4]);
+                at += ntid() * 16;
+            }
+            token += nctaid();
+        }
+    }
+}
+
+/// The same in the warp's pieces from the one of number `number` on. The whole warp calls it.
+#[inline(always)]
+unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, mut number: u32) {
+    // SAFETY: the sums have room for every token.
+    unsafe {
+        let bytes = bf16_bytes::<FP8>(args);
+        // Elements are twice as long as they travelled.
+        let scale = if FP8 { 2 } else { 1 };
+        while number < args.common.num_tokens * pieces_of(args.row_bytes) && args.spoils != 0 {
+            let piece = Piece::of(number, args.row_bytes, 1);
+            let row = args.combined_x.0 + piece.token as u64 * bytes as u64;
+            let end = ((piece.index + 1) * PIECE_BYTES * scale).min(bytes);
+            let mut at = piece.index * PIECE_BYTES * scale + laneid() * 16;
+            while at < end {
+                st_v4(row + at as u64, [NAN_BITS; 4]);
+                at += 512;
+            }
+            number += nctaid() * (ntid() / 32);
         }
     }
 }
@@ -191,10 +243,13 @@ unsafe fn sum_quantised_pieces(
             let Some(vectors) = wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) else {
                 return false;
             };
+            let mut is_missing = false;
             if is_there {
-                // A scale that does not come is an error, whatever it is taken for.
                 let packet = packet_seen(comm, of_scale, scale, from, epoch, Wait::LowLatencyReturned);
-                scale = packet.unwrap_or(0) as u64;
+                (scale, is_missing) = (packet.unwrap_or(0) as u64, packet.is_none());
+            }
+            if ballot(is_missing) != 0 {
+                return false;
             }
             unroll3!(V => {
                 let block = V as u32 * (PIECE_SCALES / 3) + laneid() / LANES_PER_SCALE;

@@ -8,7 +8,7 @@
 use epoxide_macros::kernel;
 
 use super::super::super::epoch::{Phase, trace};
-use super::super::combine::{Ahead, add, bf16_bytes, return_row, round};
+use super::super::combine::{Ahead, add, bf16_bytes, return_row, round, spoil_rows};
 use super::super::fp8::{from_bf16, from_e4m3};
 use super::super::{Begun, ROWS_AT_ONCE, begin, completes, finish, note_answer};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages};
@@ -75,6 +75,8 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
         if common.phases & phase::RECEIVE != 0 {
             if wait_messages::<false>(common, &args.messages, &shared, &begun) {
                 receive::<FP8>(args, &shared);
+            } else {
+                spoil_rows::<FP8>(&args.combine, ctaid());
             }
             finish(&common.comm);
         }
