@@ -13,8 +13,8 @@ use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words};
 use super::team::Team;
 use super::{
-    Begun, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets, ids_offset,
-    packet_seen, tell_call, tokens_in_chunk, wait_calls, wait_packet, wait_ready,
+    Begun, ROWS_AT_ONCE, Shared, answered_at, begin, chunk_offset, chunks_of, completes, finish, id_packets,
+    ids_offset, packet_seen, tell_call, tokens_in_chunk, wait_calls, wait_packet, wait_ready,
 };
 use crate::layout::{
     LowLatencyDispatchArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
@@ -42,9 +42,10 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let first = Ahead::of(&args, ctaid(), sends);
+    let answered = ld_u64(answered_at(&args.common));
     let begun = begin::<false>(&args.common, shared.members);
     if sends {
-        send(&args, &begun, first);
+        send(&args, &begun, answered, first);
         trace(comm, Phase::Moved);
     }
     if args.common.phases & phase::RECEIVE != 0 {
@@ -138,9 +139,9 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
-/// Sends this rank's tokens, a token to a block.
+/// Sends this rank's tokens, a token to a block. `answered`: what stood at [`answered_at`].
 #[inline(always)]
-unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
+unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, first: Ahead) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
@@ -150,7 +151,7 @@ unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
             tell_call(comm, begun);
         }
         // A place that no combine has answered since its last dispatch may be in use: then all wait for all.
-        if !begun.is_answered {
+        if !begun.is_answered(answered) {
             let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
             takes_part &= !barrier_any(!is_ready);
         }

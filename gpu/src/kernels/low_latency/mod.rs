@@ -90,20 +90,20 @@ unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, members: u32) -> Beg
         // Stable for a block until it has added its shares, which it does behind a barrier.
         let ticket = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET);
         let turns = ld_relaxed_gpu_u64(args.tables.turns.0);
-        let answered = ld_relaxed_gpu_u64(args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64);
         let (epoch, dispatches) = (ticket / QUANTUM + 1, turns / QUANTUM);
-        let is_answered = dispatches as u32 == answered as u32;
         let mut has_given_up = false;
         if tid() == 0 {
-            // All loads are in flight together.
+            // All loads are in flight together; one thread makes them, since they go to L2.
             let left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
-            let mut tokens = args.num_tokens;
+            let (mut answered, mut tokens) = (0, 0);
             if COMBINE {
+                answered = ld_relaxed_gpu_u64(answered_at(args));
                 tokens = ld_u32(args.tables.num_tokens.0 + args.comm.rank as u64 * 4);
             }
             has_given_up = aborted(&args.comm);
             if COMBINE && !has_given_up {
                 // By this combine itself, another block has said so already.
+                let is_answered = dispatches as u32 == answered as u32;
                 let is_unpaired = is_answered && (answered >> 32) as u32 != epoch as u32;
                 has_given_up = is_unpaired || tokens != args.num_tokens;
                 if has_given_up {
@@ -117,8 +117,14 @@ unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, members: u32) -> Beg
             st_shared_u32(members, all & !left_out);
         }
         let takes_part = !barrier_any(has_given_up);
-        Begun { epoch, dispatches, is_answered, takes_part, members }
+        Begun { epoch, dispatches, takes_part, members }
     }
+}
+
+/// Where the place says which dispatch was answered last, [`LowLatencyTurns::answered`].
+#[inline(always)]
+fn answered_at(args: &LowLatencyArgs) -> u64 {
+    args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64
 }
 
 /// Says that a combine answers the dispatch in its place. One thread of the grid calls it.
@@ -126,8 +132,7 @@ unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, members: u32) -> Beg
 unsafe fn note_answer(args: &LowLatencyArgs, begun: &Begun) {
     // SAFETY: the place's turns are live. Other blocks of this operation may read the word before or after.
     unsafe {
-        let answered = args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64;
-        st_relaxed_sys_u64(answered, begun.epoch << 32 | (begun.dispatches as u32) as u64);
+        st_relaxed_sys_u64(answered_at(args), begun.epoch << 32 | (begun.dispatches as u32) as u64);
     }
 }
 
@@ -136,14 +141,18 @@ struct Begun {
     epoch: u64,
     /// Dispatches into the place before.
     dispatches: u64,
-    /// A combine has answered the last of them.
-    is_answered: bool,
     takes_part: bool,
     /// Where in shared memory the members are: registers are scarce.
     members: u32,
 }
 
 impl Begun {
+    /// Whether a combine has answered the last dispatch into the place, by what stood at [`answered_at`] ahead of a dispatch.
+    #[inline(always)]
+    fn is_answered(&self, answered: u64) -> bool {
+        self.dispatches as u32 == answered as u32
+    }
+
     /// A bit for each rank that is not left out: nobody waits for the others, or sends them anything.
     #[inline(always)]
     unsafe fn members(&self) -> u32 {

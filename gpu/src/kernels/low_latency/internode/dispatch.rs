@@ -12,7 +12,7 @@ use super::super::dispatch::{Entry, Pair, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
 use super::super::team::Team;
-use super::super::{Begun, begin, completes, finish};
+use super::super::{Begun, answered_at, begin, completes, finish};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
 use crate::layout::{
     DISPATCH_HEADER, LowLatencyInternodeDispatchArgs, LowLatencySlot, MAX_MEMBERS, MAX_TOPK, Quantise,
@@ -38,9 +38,10 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
     let common = &args.dispatch.common;
     let shared = Shared::lay_out();
     trace(&common.comm, Phase::Enter);
+    let answered = ld_u64(answered_at(common));
     let begun = begin::<false>(common, shared.members);
     if common.phases & phase::SEND != 0 {
-        send(&args, &shared, &begun);
+        send(&args, &shared, &begun, answered);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
@@ -64,15 +65,15 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
     LowLatencySlot::new(args.dispatch.row_bytes, scales_of(args), args.dispatch.common.num_topk)
 }
 
-/// Writes this rank's tokens into the messages, a token to a block.
+/// Writes this rank's tokens into the messages, a token to a block. `answered`: what stood at [`answered_at`].
 #[inline(always)]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun, answered: u64) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, messages) = (&args.dispatch.common, &args.messages);
         let (thread, warp) = (tid(), tid() / 32);
         let mut takes_part = begun.takes_part;
-        if !begun.is_answered {
+        if !begun.is_answered(answered) {
             let is_ready = !takes_part || warp != 0 || wait_ready(common, messages, begun);
             takes_part &= !barrier_any(!is_ready);
         }
