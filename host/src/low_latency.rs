@@ -18,8 +18,9 @@
 //! ([`Tensor::to_host`](crate::ep::Tensor::to_host)). Results that only kernels read: [`Buffer::check`] behind their stream. The others may
 //! go on without the rank ([`Buffer::regroup`]).
 //!
-//! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be captured: [`Buffer::capture`] gives a
-//! [`Step`](crate::ep::Step), which is launched any number of times. Every rank makes the same calls in the same order.
+//! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be
+//! captured: [`Buffer::capture`] gives a [`Step`](crate::ep::Step), which is launched any number of
+//! times. Every rank makes the same calls in the same order.
 //!
 //! Across nodes ([`Options::ranks_per_node`]) the calls are the same, and so is what they bring. A rank then sends each other one message in
 //! a dispatch and one in a combine, over a transport or into memory that is mapped, and received rows are copied to their places from it.

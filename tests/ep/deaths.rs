@@ -1,5 +1,5 @@
-//! A rank that stops anywhere in an operation. The other one gets an error that names it, and reads no
-//! number that is wrong: neither on the host, nor as a kernel does that sees no error.
+//! A rank that stops anywhere in an operation. The other one gets an error that names it, and reads
+//! no number that is wrong: neither on the host, nor as a kernel does that sees no error.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,8 +22,8 @@ const DEADLINE: Duration = Duration::from_millis(100);
 const ROUNDS: usize = 2;
 const ALL_ROUNDS: usize = 4;
 
-/// Runs `round_trips` with the stop of rank 1 at points that are spread over its rounds; it gives whether
-/// rank 0 was told. `EPOXIDE_DEATHS` says how many points.
+/// Runs `round_trips` with the stop of rank 1 at points that are spread over its rounds; it gives
+/// whether rank 0 was told. `EPOXIDE_DEATHS` says how many points.
 fn sweep(round_trips: impl Fn(&Arc<Stop>, Option<u64>) -> bool) {
     let counting = Stop::of(1);
     round_trips(&counting, None);

@@ -420,8 +420,8 @@ pub unsafe fn send_packet_at(comm: &Comm, peer: u32, offset: u64, value: u32, ep
     }
 }
 
-/// When a wait began. The clock is read on the first miss, and then every [`POLLS_PER_CHECK`] polls or,
-/// with a short deadline, every [`POLLS_OF_SHORT`].
+/// When a wait began. The clock is read on the first miss, and then every [`POLLS_PER_CHECK`] polls
+/// or, with a short deadline, every [`POLLS_OF_SHORT`].
 pub(super) struct Deadline {
     start: u64,
     pub(super) waited: u64,
@@ -459,7 +459,8 @@ impl Deadline {
     }
 }
 
-/// Records a wait that expired or met another call, and raises the abort word, which ends all other waits of this rank.
+/// Records a wait that expired or met another call, and raises the abort word, which ends all other
+/// waits of this rank.
 #[inline(always)]
 pub(super) unsafe fn record(
     comm: &Comm,

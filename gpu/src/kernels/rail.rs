@@ -281,8 +281,9 @@ pub unsafe fn wait_node_ready(comm: &Comm, wire: &Wire, operation: Operation, wh
     }
 }
 
-/// Whether a wait of this rank has expired, asked now and then by a warp that waits for others of its block: those
-/// may have seen that, and do nothing. The whole warp calls it, in each turn of its loop; `turns` counts them.
+/// Whether a wait of this rank has expired, asked now and then by a warp that waits for others of
+/// its block: those may have seen that, and do nothing. The whole warp calls it, in each turn of
+/// its loop; `turns` counts them.
 #[inline(always)]
 pub unsafe fn is_in_vain(comm: &Comm, turns: &mut u32) -> bool {
     *turns += 1;

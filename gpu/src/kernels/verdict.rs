@@ -47,15 +47,15 @@ impl Verdict {
         }
     }
 
-    /// Where the plan is not ready, tells the host so, which does not wait for this dispatch. A wait that
-    /// expired has told it already. One thread of the grid calls it.
+    /// Where the plan is not ready, tells the host so, which does not wait for this dispatch. A
+    /// wait that expired has told it already. One thread of the grid calls it.
     #[inline(always)]
     pub unsafe fn report(&self, comm: &Comm, rows: u32, epoch: u64) {
         if self.status == PlanStatus::Ready as u32 || self.status == PlanStatus::Timeout as u32 {
             return;
         }
-        // SAFETY: the record lies behind the status. Operations of a buffer follow each other, so this
-        // thread is its only writer.
+        // SAFETY: the record lies behind the status. Operations of a buffer follow each other, so
+        // this thread is its only writer.
         unsafe {
             let record = comm.status.0 + size_of::<Status>() as u64;
             let count = ld_relaxed_sys_u64(record);

@@ -308,6 +308,7 @@ pub enum Wait {
     MissingRows = 26,
     /// Nothing: a low-latency combine found no dispatch into its place since the combine before.
     LowLatencyUnpaired = 27,
-    /// Nothing: a low-latency combine is of other tokens (`seen`) than the dispatch into its place (`needed`).
+    /// Nothing: a low-latency combine is of other tokens (`seen`) than the dispatch into its place
+    /// (`needed`).
     LowLatencyTokens = 28,
 }

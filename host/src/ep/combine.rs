@@ -28,11 +28,13 @@ const STAGED_THREADS: u32 = CombineStagedBf16::INFO.max_threads;
 /// Where combine finds the rows that this rank returns, in `recv_x` order. Within one node the same on every rank.
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
-    /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into the pool, on multiprocessors that the
-    /// configuration leaves. Within one node peers gather meanwhile what has been copied; across nodes they do when all has.
+    /// Any tensor `[num_recv_tokens, hidden]`, bf16 or f32, `recv_x` itself included: copied into
+    /// the pool, on multiprocessors that the configuration leaves. Within one node peers gather
+    /// meanwhile what has been copied; across nodes they do when all has.
     ///
-    /// Where the host does not know how many rows came, the tensor may have fewer than there was room
-    /// for, but not fewer than came: the buffer then has failed ([`Error::Broken`]), on its peers too.
+    /// Where the host does not know how many rows came, the tensor may have fewer than there was
+    /// room for, but not fewer than came: the buffer then has failed ([`Error::Broken`]), on its
+    /// peers too.
     Tensor(&'a Tensor<'a>),
     /// Rows that are in the place already that the dispatch was given: nothing is copied.
     InPool(&'a PoolRows<'a>),

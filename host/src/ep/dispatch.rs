@@ -328,7 +328,8 @@ impl Buffer {
         })
     }
 
-    /// Begins a dispatch in a place. Unless `stream` is being captured, it comes behind whoever reads what is there.
+    /// Begins a dispatch in a place. Unless `stream` is being captured, it comes behind whoever
+    /// reads what is there.
     fn begin_in(
         &self,
         place: &Arc<PlaceState<Room>>,

@@ -129,8 +129,8 @@ impl Faults {
         }
     }
 
-    /// The error of the last plan that failed, of those that no call has told of yet. Of dispatches whose
-    /// counts stay on the device, since others give their plan's error themselves.
+    /// The error of the last plan that failed, of those that no call has told of yet. Of dispatches
+    /// whose counts stay on the device, since others give their plan's error themselves.
     pub fn check_plans(&self) -> Result<()> {
         const RECORD: u64 = size_of::<Status>() as u64;
         let memory = &self.activity.status;
@@ -266,18 +266,18 @@ fn mismatch(header: &PlanHeader) -> (&'static str, u32, u32) {
 const HOST_PATIENCE: u32 = 20;
 
 impl Buffer {
-    /// The error of an operation, if one has failed: ask for it behind the stream of operations that do
-    /// not wait for the host.
+    /// The error of an operation, if one has failed: ask for it behind the stream of operations
+    /// that do not wait for the host.
     ///
     /// # Errors
     /// These end the buffer, and are given from then on: the first wait for a peer that expired
     /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), and a call that
     /// failed half way ([`Error::Broken`]).
     ///
-    /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row gives its error
-    /// once, on every rank, and the buffer goes on: [`Error::InvalidExpert`], [`Error::Capacity`] or
-    /// [`Error::Mismatch`]. Where several did since the last call, the last one's is given;
-    /// [`Buffer::check_dispatch`] tells of each.
+    /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row gives its
+    /// error once, on every rank, and the buffer goes on: [`Error::InvalidExpert`],
+    /// [`Error::Capacity`] or [`Error::Mismatch`]. Where several did since the last call, the last
+    /// one's is given; [`Buffer::check_dispatch`] tells of each.
     pub fn check(&self) -> Result<()> {
         self.check_usable()?;
         self.faults.check_plans()

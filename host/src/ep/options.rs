@@ -93,8 +93,8 @@ impl BufferOptions {
         self
     }
 
-    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and see no
-    /// error; else what was there before. It does, unless this says otherwise.
+    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and
+    /// see no error; else what was there before. It does, unless this says otherwise.
     pub fn nan_on_failure(mut self, nan: bool) -> Self {
         self.nan_on_failure = nan;
         self

@@ -108,8 +108,9 @@ struct LastLease<R> {
     ended: Option<Fence>,
 }
 
-/// The right to what one dispatch brought, or its combine, shared by the tensors. When the last of them goes, streams may still read: the
-/// next operation here comes behind what they have been given by then.
+/// The right to what one dispatch brought, or its combine, shared by the tensors. When the last of
+/// them goes, streams may still read: the next operation here comes behind what they have been
+/// given by then.
 #[derive(Debug)]
 pub(super) struct Lease<R> {
     pub place: Arc<PlaceState<R>>,
@@ -155,7 +156,8 @@ impl<R> PlaceState<R> {
         self.lease.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a dispatch here, which overwrites what is there. It comes behind whoever reads that; see [`PlaceState::come_before`].
+    /// Begins a dispatch here, which overwrites what is there. It comes behind whoever reads that;
+    /// see [`PlaceState::come_before`].
     pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
         self.settle()?;
         let generation = {
@@ -174,7 +176,8 @@ impl<R> PlaceState<R> {
         lease
     }
 
-    /// Notes what streams have been given by now where a lease has not ended: it is detached, and its tensors may be in use.
+    /// Notes what streams have been given by now where a lease has not ended: it is detached, and
+    /// its tensors may be in use.
     fn settle(&self) -> Result<()> {
         let mut state = self.last_lease();
         if state.last.strong_count() != 0 {

@@ -11,8 +11,9 @@ use super::{Buffer, StreamOrder};
 use crate::driver::{Graph, Stream};
 use crate::error::{Error, Result};
 
-/// Operations that were captured by [`Buffer::capture`], or that of [`low_latency`](crate::low_latency::Buffer::capture), as a CUDA graph. It
-/// owns what its kernels use: inputs, outputs and routing live as long as it does, whether or not the caller keeps them.
+/// Operations that were captured by [`Buffer::capture`], or that of
+/// [`low_latency`](crate::low_latency::Buffer::capture), as a CUDA graph. It owns what its kernels
+/// use: inputs, outputs and routing live as long as it does, whether or not the caller keeps them.
 #[derive(Debug)]
 pub struct Step<T> {
     graph: Graph,

@@ -207,7 +207,8 @@ impl Ones {
     }
 }
 
-/// After so many operations the low half of their number wraps, which is what most words and packets hold.
+/// After so many operations the low half of their number wraps, which is what most words and
+/// packets hold.
 #[test]
 fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
     let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);

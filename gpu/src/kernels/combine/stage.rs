@@ -48,8 +48,8 @@ pub(super) unsafe fn rows_of_plan(header: u64) -> u32 {
     unsafe { ld_u32(header + offset_of!(PlanHeader, num_recv_tokens) as u64) }
 }
 
-/// Records that the caller's tensors have fewer rows than came. This rank then does not end the combine,
-/// nor do its peers, whose sums would lack the rows. All threads of a block call it.
+/// Records that the caller's tensors have fewer rows than came. This rank then does not end the
+/// combine, nor do its peers, whose sums would lack the rows. All threads of a block call it.
 #[inline(always)]
 pub(super) unsafe fn note_missing(comm: &Comm, came: u32, given: u32, epoch: u64) {
     // SAFETY: passed on to the caller.

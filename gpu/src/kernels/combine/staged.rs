@@ -146,7 +146,8 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
     }
 }
 
-/// Leaves NaN in the tokens of a block that gathers, those that it shares with others of the channel in turn.
+/// Leaves NaN in the tokens of a block that gathers, those that it shares with others of the
+/// channel in turn.
 #[inline(always)]
 unsafe fn spoil_share(args: &StagedCombineArgs, gatherer: u32) {
     // SAFETY: passed on to the caller.

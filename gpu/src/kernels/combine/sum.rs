@@ -242,11 +242,12 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     }
 }
 
-/// Leaves NaN where [`sum_rows`] of the same share, of a kernel that gave up or had no plan, may have stored no sum or a wrong one. The whole
-/// warp calls it.
+/// Leaves NaN where [`sum_rows`] of the same share, of a kernel that gave up or had no plan, may
+/// have stored no sum or a wrong one. The whole warp calls it.
 #[inline(always)]
 pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32, nth: u32, of: u32) {
-    // SAFETY: the outputs have room for every token. This warp alone writes the item, and has done so before.
+    // SAFETY: the outputs have room for every token. This warp alone writes the item, and has done
+    // so before.
     unsafe {
         let (mut item, step) = Item::share::<WHOLE>(args, begin, nth, of);
         while item.token < end {

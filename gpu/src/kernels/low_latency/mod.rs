@@ -80,9 +80,11 @@ unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
     }
 }
 
-/// Begins a block's part of the operation; all threads call it. A rank that gave up waiting in an operation before takes no part: it sends
-/// nothing any more, so that no peer takes what it left undone for done. Nor does a combine that no dispatch has filled the place for, or one
-/// of as many tokens: graphs may be replayed in any order. `members`: a word of shared memory for the members.
+/// Begins a block's part of the operation; all threads call it. A rank that gave up waiting in an
+/// operation before takes no part: it sends nothing any more, so that no peer takes what it left
+/// undone for done. Nor does a combine that no dispatch has filled the place for, or one of other
+/// tokens than the dispatch: graphs may be replayed in any order. `members`: a word of shared
+/// memory for the members.
 #[inline(always)]
 unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, members: u32) -> Begun {
     // SAFETY: `local` and the place's turns are live. Thread 0 asks for the block, since a wait may expire meanwhile in another one.
@@ -130,7 +132,8 @@ fn answered_at(args: &LowLatencyArgs) -> u64 {
 /// Says that a combine answers the dispatch in its place. One thread of the grid calls it.
 #[inline(always)]
 unsafe fn note_answer(args: &LowLatencyArgs, begun: &Begun) {
-    // SAFETY: the place's turns are live. Other blocks of this operation may read the word before or after.
+    // SAFETY: the place's turns are live. Other blocks of this operation may read the word before
+    // or after.
     unsafe {
         st_relaxed_sys_u64(answered_at(args), begun.epoch << 32 | (begun.dispatches as u32) as u64);
     }
@@ -147,7 +150,8 @@ struct Begun {
 }
 
 impl Begun {
-    /// Whether a combine has answered the last dispatch into the place, by what stood at [`answered_at`] ahead of a dispatch.
+    /// Whether a combine has answered the last dispatch into the place, by what stood at
+    /// [`answered_at`] ahead of a dispatch.
     #[inline(always)]
     fn is_answered(&self, answered: u64) -> bool {
         self.dispatches as u32 == answered as u32
@@ -282,10 +286,12 @@ unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
     }
 }
 
-/// Whether the packet at `packet` of rank `peer` says that it is in the operation `epoch` with another call; that is recorded.
+/// Whether the packet at `packet` of rank `peer` says that it is in the operation `epoch` with
+/// another call; that is recorded.
 #[inline(always)]
 unsafe fn is_other_call(comm: &Comm, packet: u64, peer: u32, epoch: u64) -> bool {
-    // SAFETY: the caller vouches for the address. Nothing is read by what it says, so it needs no acquire.
+    // SAFETY: the caller vouches for the address. Nothing is read by what it says, so it needs no
+    // acquire.
     unsafe {
         let seen = ld_relaxed_sys_u64(packet);
         let differs = (seen ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;

@@ -29,7 +29,8 @@ pub enum Time {
     Real,
 }
 
-/// Has a virtual GPU execute no instruction any more, as that of a process which is stopped. Copies go on.
+/// Has a virtual GPU execute no instruction any more, as that of a process which is stopped. Copies
+/// go on.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct Stop {
@@ -54,7 +55,8 @@ impl Stop {
         self.after(u64::MAX);
     }
 
-    /// The warp instructions that are left; `u64::MAX`, less those executed, where it does not stop.
+    /// The warp instructions that are left; `u64::MAX`, less those executed, where it does not
+    /// stop.
     pub fn left(&self) -> u64 {
         self.left.load(Ordering::Relaxed)
     }

@@ -87,8 +87,8 @@ impl Options {
         self
     }
 
-    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and see no
-    /// error; else what was there before. It does, unless this says otherwise.
+    /// Whether a combine that fails leaves NaN where it has no sum, for kernels that read sums and
+    /// see no error; else what was there before. It does, unless this says otherwise.
     pub fn nan_on_failure(mut self, nan: bool) -> Options {
         self.nan_on_failure = nan;
         self

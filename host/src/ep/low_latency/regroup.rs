@@ -85,7 +85,8 @@ impl Buffer {
         self.regroup_ahead(group, AHEAD)
     }
 
-    /// The same, as after so many operations more; the same number on every rank. For tests of long runs.
+    /// The same, as after so many operations more; the same number on every rank. For tests of long
+    /// runs.
     ///
     /// # Errors
     /// As of [`Buffer::regroup`].

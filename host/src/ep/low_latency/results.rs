@@ -54,8 +54,8 @@ pub struct Combined<'p> {
 }
 
 impl Received<'_> {
-    /// Ends the borrow of the place, for callers that cannot carry lifetimes and for steps, each run of which brings new rows: what comes
-    /// back says at use whether the rows are still there.
+    /// Ends the borrow of the place, for callers that cannot carry lifetimes and for steps, each
+    /// run of which brings new rows: what comes back says at use whether the rows are still there.
     pub fn detach(self) -> Detached<Received<'static>> {
         let lease = self.lease.clone();
         lease.detached.store(true, Ordering::Release);
@@ -90,8 +90,8 @@ impl Combined<'_> {
     }
 }
 
-/// What an operation brought, without a borrow of its place. A later dispatch there overwrites it; it comes behind what streams have been
-/// given by then.
+/// What an operation brought, without a borrow of its place. A later dispatch there overwrites it;
+/// it comes behind what streams have been given by then.
 #[derive(Debug)]
 pub struct Detached<T> {
     results: T,

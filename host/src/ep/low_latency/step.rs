@@ -36,14 +36,17 @@ impl Captures for Buffer {
 }
 
 impl Buffer {
-    /// Captures what `work` enqueues on `stream`, dispatches with their combines. It is called twice: once to run, so that recording loads
-    /// nothing, and once to be recorded. Collective, as the calls in it are.
+    /// Captures what `work` enqueues on `stream`, dispatches with their combines. It is called
+    /// twice: once to run, so that recording loads nothing, and once to be recorded. Collective, as
+    /// the calls in it are.
     ///
     /// What is returned from `work` is detached ([`Received::detach`](super::Received::detach),
-    /// [`Combined::detach`](super::Combined::detach)), since every run of the step brings new rows and sums.
+    /// [`Combined::detach`](super::Combined::detach)), since every run of the step brings new rows
+    /// and sums.
     ///
-    /// A step is ordered with the buffer's other operations on whatever streams they run, and says when one has failed. A recording that was
-    /// made otherwise, whose launch is `unsafe`, is neither: it keeps its inputs for as long as the buffer lives.
+    /// A step is ordered with the buffer's other operations on whatever streams they run, and says
+    /// when one has failed. A recording that was made otherwise, whose launch is `unsafe`, is
+    /// neither: it keeps its inputs for as long as the buffer lives.
     ///
     /// # Errors
     /// What `work` returns, and whatever the driver reports.

@@ -65,7 +65,8 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
     LowLatencySlot::new(args.dispatch.row_bytes, scales_of(args), args.dispatch.common.num_topk)
 }
 
-/// Writes this rank's tokens into the messages, a token to a block. `answered`: what stood at [`answered_at`].
+/// Writes this rank's tokens into the messages, a token to a block. `answered`: what stood at
+/// [`answered_at`].
 #[inline(always)]
 unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun, answered: u64) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.

@@ -216,9 +216,10 @@ unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun
     }
 }
 
-/// Waits until the ready word of a rank, among its words at `words`, says that it has entered this operation; false when the wait expired, and
-/// when the rank came with another call. The word has the low half of the epoch, which wraps. The rank may have entered the next operation,
-/// and then waits there for this one.
+/// Waits until the ready word of a rank, among its words at `words`, says that it has entered this
+/// operation; false when the wait expired, and when the rank came with another call. The word has
+/// the low half of the epoch, which wraps. The rank may have entered the next operation, and then
+/// waits there for this one.
 #[inline(always)]
 unsafe fn wait_entered(comm: &Comm, words: u64, rank: u32, epoch: u64) -> bool {
     // SAFETY: passed on to the caller.
