@@ -94,7 +94,7 @@
 //! | `nccl` | a communicator of NVIDIA's NCCL for whatever else is to be sent, with deadlines and abort: the module `nccl`. Starts without libnccl |
 //!
 //! Without a CUDA toolkit the feature `cuda` builds with these lines, in the folder of your crate.
-//! They give the linker a file that sends it to the C library; the driver is found when the program
+//! The lines give the linker a file that sends it to the C library; the driver is found when the program
 //! runs.
 //!
 //! ```sh

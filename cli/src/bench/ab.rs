@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn equal_kernels_are_not_called_different() {
-        // What compares has tests of its own; this one needs many runs.
+        // The comparison has tests of its own; this one needs many runs.
         if !tier::is_long() {
             return;
         }

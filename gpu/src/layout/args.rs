@@ -214,7 +214,7 @@ pub struct StagedCombineArgs {
     pub channel_prefix_matrix: DevicePtr,
     /// In, of notify, receiver side: i32 `[num_ranks, num_channels]`, exclusive, relative to the source's block.
     pub recv_channel_prefix_matrix: DevicePtr,
-    /// Rows of `x`, and of `weights`; those that are missing are not copied.
+    /// Rows of `x`, and of `weights`.
     pub num_rows: u32,
     /// Blocks of the grid that copy; the others gather.
     pub stagers: u32,

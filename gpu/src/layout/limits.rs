@@ -11,7 +11,7 @@ pub const MAX_CHANNELS: u32 = 256;
 /// Rows in a pool start at multiples of this many bytes.
 pub const ROW_ALIGN: u64 = 128;
 
-/// What is left in place of sums that a combine did not make: two NaN of BF16, one of FP32.
+/// The bits in place of sums that a failed combine did not make: two NaN of BF16, one of FP32.
 pub const NAN_BITS: u32 = 0x7fff_7fff;
 
 /// Bytes from one row to the next in a pool, for rows of `row_bytes`.

@@ -109,7 +109,7 @@ layout_assert!(LowLatencyTables, size = 88, turns at 80);
 pub struct LowLatencyTurns {
     /// Blocks of a dispatch add shares of `QUANTUM`.
     pub dispatches: u64,
-    /// Of the last combine: its epoch, and in the low half how many dispatches there had been.
+    /// The last combine: its epoch, and in the low half how many dispatches there had been.
     pub answered: u64,
 }
 

@@ -10,7 +10,7 @@ use epoxide_gpu::layout::{
 };
 
 use super::beside::{Activity, next_id};
-use super::captured::Captured;
+use super::captured::Recordings;
 use super::enqueue::Enqueuer;
 use super::fault::{Faults, Limits};
 use super::kernels::{Kernels, Loaded};
@@ -94,10 +94,7 @@ pub struct Buffer {
     /// The pools' addresses, u64 `[MAX_RANKS]`, then the [`LocalState`].
     tables: Memory,
     pub(super) sequence: Arc<Sequence>,
-    /// The step that is being captured by [`Buffer::capture`].
-    pub(super) captured: Option<Captured>,
-    /// What recordings made otherwise use: nobody says when those end.
-    kept: Vec<Owner>,
+    pub(super) recordings: Recordings,
     pub(super) device: Arc<dyn Device>,
     pub(super) comm: Comm,
     pub(super) config: Config,
@@ -216,8 +213,7 @@ impl Buffer {
             _peers: peers,
             tables,
             sequence,
-            captured: None,
-            kept: Vec::new(),
+            recordings: Recordings::default(),
             device,
             comm,
             config,
@@ -431,10 +427,7 @@ impl Buffer {
     ) -> Result<Option<Event>> {
         self.enqueuer.clone().run(order, capturing, operation, |stream| {
             if capturing {
-                match &mut self.captured {
-                    Some(captured) => captured.kept.extend(uses),
-                    None => self.kept.extend(uses),
-                }
+                self.recordings.keep(uses);
                 self.arena.are_settled();
             } else {
                 self.arena.come_before(stream)?;

@@ -1,4 +1,4 @@
-//! What a capture keeps, in either mode.
+//! The things that recordings of a buffer keep, in either mode.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -9,11 +9,30 @@ use super::tensor::{Outcome, Owner};
 use crate::driver::Stream;
 use crate::error::Result;
 
-/// What is known of a step while it is captured.
+/// The recordings that are made with a buffer.
+#[derive(Debug, Default)]
+pub(super) struct Recordings {
+    /// The step that is being captured.
+    pub step: Option<Captured>,
+    /// Inputs and outputs of recordings made otherwise: nobody says when those end.
+    kept: Vec<Owner>,
+}
+
+impl Recordings {
+    /// Keeps inputs and outputs of a call that is recorded, for as long as the recording may run.
+    pub fn keep(&mut self, uses: impl IntoIterator<Item = Owner>) {
+        match &mut self.step {
+            Some(step) => step.kept.extend(uses),
+            None => self.kept.extend(uses),
+        }
+    }
+}
+
+/// A step while it is captured, and then as long as it may run.
 #[derive(Debug, Default)]
 pub(super) struct Captured {
-    /// What its kernels use.
-    pub kept: Vec<Owner>,
+    /// Inputs and outputs of its kernels.
+    kept: Vec<Owner>,
     /// The places that it overwrites.
     leases: Vec<Arc<dyn Overwrites>>,
     /// The plans of its dispatches.

@@ -208,7 +208,7 @@ impl Buffer {
             .cloned()
             .chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
-            lease = Some(buffer.begin_in(place, stream, capturing)?);
+            lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
                 buffer.launch_notify(stream, &counts, &payload, place, &places)?;
@@ -305,7 +305,7 @@ impl Buffer {
             .cloned()
             .chain([handle.0.block.clone() as Owner]);
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
-            lease = Some(buffer.begin_in(place, stream, capturing)?);
+            lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
             unsafe { buffer.launch_dispatch(stream, args, ring, places) }
         })?;
@@ -328,21 +328,6 @@ impl Buffer {
         })
     }
 
-    /// Begins a dispatch in a place. Unless `stream` is being captured, it comes behind whoever
-    /// reads what is there.
-    fn begin_in(
-        &self,
-        place: &Arc<PlaceState<Room>>,
-        stream: &Stream,
-        capturing: bool,
-    ) -> Result<Arc<Lease<Room>>> {
-        let lease = place.begin()?;
-        if !capturing {
-            place.come_before(stream)?;
-        }
-        Ok(lease)
-    }
-
     /// The lease of a dispatch that has been enqueued; a step that is being captured gets it and the handle as well.
     fn captured_lease(
         &mut self,
@@ -350,9 +335,9 @@ impl Buffer {
         handle: Option<&DispatchHandle>,
     ) -> Result<Arc<Lease<Room>>> {
         let lease = lease.ok_or_else(|| Error::os("dispatch", "nothing was enqueued"))?;
-        if let Some(captured) = &mut self.captured {
-            captured.fills(&lease);
-            captured.plans.extend(handle.map(|handle| handle.0.clone() as Arc<dyn Outcome>));
+        if let Some(step) = &mut self.recordings.step {
+            step.fills(&lease);
+            step.plans.extend(handle.map(|handle| handle.0.clone() as Arc<dyn Outcome>));
         }
         Ok(lease)
     }

@@ -35,7 +35,7 @@ pub(super) struct Faults {
     pub beside: OnceLock<String>,
 }
 
-/// What the plans of a buffer's dispatches must fit in.
+/// Limits that the plans of a buffer's dispatches must keep.
 #[derive(Debug)]
 pub(super) struct Limits {
     pub shape: BufferShape,
@@ -270,7 +270,7 @@ impl Buffer {
     /// that do not wait for the host.
     ///
     /// # Errors
-    /// These end the buffer, and are given from then on: the first wait for a peer that expired
+    /// Errors that end the buffer are given from then on: the first wait for a peer that expired
     /// ([`Error::PeerTimeout`]) or found the peer in another call ([`Error::OtherCall`]), and a call that
     /// failed half way ([`Error::Broken`]).
     ///

@@ -169,6 +169,13 @@ impl<R> PlaceState<R> {
         Ok(self.lease(generation))
     }
 
+    /// The same, with `stream` behind whoever reads what is there.
+    pub fn begin_on(self: &Arc<Self>, stream: &Stream) -> Result<Arc<Lease<R>>> {
+        let lease = self.begin()?;
+        self.come_before(stream)?;
+        Ok(lease)
+    }
+
     /// The right to what the dispatch `generation` brought, which nobody else has.
     pub fn lease(self: &Arc<Self>, generation: u64) -> Arc<Lease<R>> {
         let lease = Arc::new(Lease { place: self.clone(), generation, detached: AtomicBool::new(false) });

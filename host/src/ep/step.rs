@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::captured::Captured;
+use super::captured::{Captured, Recordings};
 use super::scratch::Arena;
 use super::sequence::Sequence;
 use super::tensor::Outcome;
@@ -57,57 +57,38 @@ impl<T> Step<T> {
     }
 }
 
-/// A buffer of either mode, while steps are made with it.
-pub(super) trait Captures: Sized {
-    fn captured(&mut self) -> &mut Option<Captured>;
-    fn arena(&self) -> &Arena;
-    /// The longest wait of its kernels.
-    fn timeout(&self) -> Duration;
-    fn sequence(&self) -> &Arc<Sequence>;
-    fn faults(&self) -> Arc<dyn Outcome>;
-
-    /// Runs `work` once, and once more to record it.
-    fn record<T>(
-        &mut self,
-        stream: &Stream,
-        mut work: impl FnMut(&mut Self, StreamOrder<'_>) -> Result<T>,
-    ) -> Result<Step<T>> {
-        let order = StreamOrder::on(stream);
-        drop(work(self, order)?);
-        self.arena().settle(self.timeout().saturating_mul(2))?;
-        *self.captured() = Some(Captured::default());
-        let mut output = None;
-        let graph = stream.capture(|| {
-            output = Some(work(self, order)?);
-            Ok(())
-        });
-        let captured = self.captured().take().unwrap_or_default();
-        let graph = graph?;
-        let output = output.ok_or_else(|| Error::os("capture", "nothing was recorded"))?;
-        let (sequence, faults) = (self.sequence().clone(), self.faults());
-        Ok(Step { graph, output, captured, sequence, faults })
-    }
+/// The parts of a buffer, of either mode, that its steps share or wait for.
+pub(super) struct Recorder {
+    pub arena: Arc<Arena>,
+    /// The longest wait of the buffer's kernels.
+    pub timeout: Duration,
+    pub sequence: Arc<Sequence>,
+    pub faults: Arc<dyn Outcome>,
 }
 
-impl Captures for Buffer {
-    fn captured(&mut self) -> &mut Option<Captured> {
-        &mut self.captured
-    }
-
-    fn arena(&self) -> &Arena {
-        &self.arena
-    }
-
-    fn timeout(&self) -> Duration {
-        self.options.timeout
-    }
-
-    fn sequence(&self) -> &Arc<Sequence> {
-        &self.sequence
-    }
-
-    fn faults(&self) -> Arc<dyn Outcome> {
-        self.faults.clone()
+impl Recorder {
+    /// Runs `work` once, and once more to record it. `recordings`: those of the buffer.
+    pub fn record<B, T>(
+        self,
+        buffer: &mut B,
+        recordings: fn(&mut B) -> &mut Recordings,
+        stream: &Stream,
+        mut work: impl FnMut(&mut B, StreamOrder<'_>) -> Result<T>,
+    ) -> Result<Step<T>> {
+        let Recorder { arena, timeout, sequence, faults } = self;
+        let order = StreamOrder::on(stream);
+        drop(work(buffer, order)?);
+        arena.settle(timeout.saturating_mul(2))?;
+        recordings(buffer).step = Some(Captured::default());
+        let mut output = None;
+        let graph = stream.capture(|| {
+            output = Some(work(buffer, order)?);
+            Ok(())
+        });
+        let captured = recordings(buffer).step.take().unwrap_or_default();
+        let graph = graph?;
+        let output = output.ok_or_else(|| Error::os("capture", "nothing was recorded"))?;
+        Ok(Step { graph, output, captured, sequence, faults })
     }
 }
 
@@ -128,6 +109,12 @@ impl Buffer {
         stream: &Stream,
         work: impl FnMut(&mut Buffer, StreamOrder<'_>) -> Result<T>,
     ) -> Result<Step<T>> {
-        self.record(stream, work)
+        let recorder = Recorder {
+            arena: self.arena.clone(),
+            timeout: self.options.timeout,
+            sequence: self.sequence.clone(),
+            faults: self.faults.clone(),
+        };
+        recorder.record(self, |buffer| &mut buffer.recordings, stream, work)
     }
 }

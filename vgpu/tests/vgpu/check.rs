@@ -361,8 +361,18 @@ fn each_byte_of_a_word_has_its_own_history() {
         // Words 0 and 1 held 0 and 1 << 32.
         result: &[(0, 0x1_0001_0001_0001), (1, 0x1_0002_0001_0001)],
     };
+    let neighbours = Case {
+        name: "a byte whose neighbour is written after it",
+        shape: (3, 1),
+        body: NEIGHBOURS,
+        edit: ("ld.global.u8 %h2, [%rd40+2]", "ld.global.u8 %h2, [%rd40]"),
+        between: ["st.global.u8 [%rd2]", "ld.global.u8"],
+        missing: "release and acquire of scope .gpu or wider",
+        result: &[(0, 0x0707)],
+    };
     check_all(&[
         in_place,
+        neighbours,
         Case {
             name: "an element of 1 byte that another lane changes",
             shape: (1, 32),
@@ -376,15 +386,6 @@ fn each_byte_of_a_word_has_its_own_history() {
             between: ["ld.global.u8", "st.global.u8"],
             result: &[(0, 0x0101_0101_0101_0101)],
             ..in_place
-        },
-        Case {
-            name: "a byte whose neighbour is written after it",
-            shape: (3, 1),
-            body: NEIGHBOURS,
-            edit: ("ld.global.u8 %h2, [%rd40+2]", "ld.global.u8 %h2, [%rd40]"),
-            between: ["st.global.u8 [%rd2]", "ld.global.u8"],
-            missing: "release and acquire of scope .gpu or wider",
-            result: &[(0, 0x0707)],
         },
         Case {
             name: "a half whose neighbour is written after it",
@@ -402,24 +403,15 @@ READER:
             edit: ("ld.global.u8 %h2, [%rd40+4]", "ld.global.u8 %h2, [%rd40+1]"),
             between: ["st.global.u16 [%rd2]", "ld.global.u8"],
             result: &[(0, 0x7_0007)],
-            ..Case {
-                name: "",
-                shape: (3, 1),
-                body: NEIGHBOURS,
-                edit: ("", ""),
-                between: ["", ""],
-                missing: "release and acquire of scope .gpu or wider",
-                result: &[],
-            }
+            ..neighbours
         },
         Case {
             name: "a published byte",
-            shape: (3, 1),
             body: BYTE_MESSAGE,
             edit: ("st.release.gpu", "st.relaxed.gpu"),
             between: ["st.global.u8 [%rd40],", "ld.global.u8"],
-            missing: "release and acquire of scope .gpu or wider",
             result: &[(0, 0x0707), (2, 7)],
+            ..neighbours
         },
     ]);
 }

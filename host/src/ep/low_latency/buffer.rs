@@ -21,7 +21,7 @@ use super::results::Received;
 use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Module, Stream, shipped_ptx};
 use crate::ep::beside::{Activity, next_id};
 use crate::ep::buffer::{agree_on, nanoseconds};
-use crate::ep::captured::Captured;
+use crate::ep::captured::Recordings;
 use crate::ep::enqueue::Enqueuer;
 use crate::ep::peers::Peers;
 use crate::ep::place::Pool;
@@ -56,10 +56,7 @@ pub struct Buffer {
     pub(super) trace: Option<Trace>,
     /// The operation whose rows have left and which nobody has received yet.
     pub(super) sent: Option<&'static str>,
-    /// The step that is being captured by [`Buffer::capture`].
-    pub(super) captured: Option<Captured>,
-    /// What recordings made otherwise use: nobody says when those end.
-    kept: Vec<Owner>,
+    pub(super) recordings: Recordings,
     /// A bit for each rank that is left out.
     pub(super) left_out: u32,
     /// How often the ranks have regrouped.
@@ -190,8 +187,7 @@ impl Buffer {
             sequence,
             trace: None,
             sent: None,
-            captured: None,
-            kept: Vec::new(),
+            recordings: Recordings::default(),
             left_out: 0,
             generation: 0,
             arena,
@@ -337,11 +333,7 @@ impl Buffer {
         let capturing = order.caller.is_capturing()?;
         self.enqueuer.clone().run(order, capturing, operation, |stream| {
             if capturing {
-                match &mut self.captured {
-                    Some(captured) => captured.kept.extend(uses),
-                    None => self.kept.extend(uses),
-                }
-                self.arena.are_settled();
+                self.recordings.keep(uses);
             } else {
                 place.come_before(stream)?;
             }

@@ -33,7 +33,7 @@ pub(super) struct Operation {
     /// Pieces of work of either half: so many blocks have some.
     pub send_blocks: u32,
     pub receive_blocks: u32,
-    /// Of a dispatch: the right to what it brings.
+    /// The right to the results, where it is a dispatch.
     pub fills: Option<Arc<Lease>>,
     /// What must live as long as a recording of it.
     pub uses: Vec<Owner>,
@@ -128,8 +128,8 @@ impl Buffer {
                 Arguments::Dispatch(args) => ("dispatch", &mut args.common),
                 Arguments::Combine(args) => ("combine", &mut args.common),
             };
-            if let (Some(captured), Some(lease)) = (&mut buffer.captured, &operation.fills) {
-                captured.fills(lease);
+            if let (Some(step), Some(lease)) = (&mut buffer.recordings.step, &operation.fills) {
+                step.fills(lease);
             }
             common.phases = halves.0;
             common.comm.trace = trace_place(&mut buffer.trace, name, grid);

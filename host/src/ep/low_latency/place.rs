@@ -42,6 +42,6 @@ pub(super) struct Room {
     pub tables: LowLatencyTables,
     /// Where sums go.
     pub combined_x: DevicePtr,
-    /// What its tables are in.
+    /// The memory of its tables.
     pub _tables: Arc<Memory>,
 }

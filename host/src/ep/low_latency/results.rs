@@ -90,7 +90,7 @@ impl Combined<'_> {
     }
 }
 
-/// What an operation brought, without a borrow of its place. A later dispatch there overwrites it;
+/// Results of an operation, without a borrow of its place. A later dispatch there overwrites it;
 /// it comes behind what streams have been given by then.
 #[derive(Debug)]
 pub struct Detached<T> {
