@@ -121,10 +121,19 @@ pub struct Program {
     pub packed: u32,
 }
 
+/// Where a location lies, in bytes from the start of an instance's memory.
 fn location(name: &str) -> u64 {
-    let name = if name.starts_with('p') { "p" } else { name };
-    let index = LOCATIONS.iter().position(|l| *l == name);
-    index.unwrap_or_else(|| panic!("no location '{name}'")) as u64 * 16
+    let (part, index) = name.split_once('.').unwrap_or((name, "0"));
+    let within = u64::from(bits(name)) / 8 * index.parse::<u64>().expect(name);
+    let whole = if part.starts_with('p') { "p" } else { part };
+    let index = LOCATIONS.iter().position(|l| *l == whole);
+    index.unwrap_or_else(|| panic!("no location '{name}'")) as u64 * 16 + within
+}
+
+/// Width of a scalar access to a location.
+fn bits(name: &str) -> u32 {
+    let part = name.split('.').next().unwrap_or(name);
+    part.strip_prefix('p').and_then(|bits| bits.parse().ok()).unwrap_or(32)
 }
 
 fn value(text: &str) -> Value {
@@ -321,7 +330,7 @@ impl Writer<'_> {
                         self.ptx,
                         "mov.b64 %rd2, {{%r{a}, %r{b}}};\nst{how}.{space}.u64 {address}, %rd2;"
                     ),
-                    (_, [a]) => writeln!(self.ptx, "st{how}.{space}.u32 {address}, %r{a};"),
+                    (_, [a]) => writeln!(self.ptx, "st{how}.{space}.u{} {address}, %r{a};", bits(at)),
                     _ => panic!("{step:?}"),
                 };
             }
@@ -341,7 +350,7 @@ impl Writer<'_> {
                         self.ptx,
                         "ld{how}.{space}.u64 %rd2, {address};\nmov.b64 {{%r{a}, %r{b}}}, %rd2;"
                     ),
-                    (_, [a]) => writeln!(self.ptx, "ld{how}.{space}.u32 %r{a}, {address};"),
+                    (_, [a]) => writeln!(self.ptx, "ld{how}.{space}.u{} %r{a}, {address};", bits(at)),
                     _ => panic!("{step:?}"),
                 };
                 if let (Some(tries), Some(Value::Number(v))) = (tries, values.first()) {

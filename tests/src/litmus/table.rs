@@ -44,7 +44,7 @@ const fn t(
 }
 
 /// All of them.
-pub static TESTS: [Test; 68] = [
+pub static TESTS: [Test; 80] = [
     t(1, "g:Ww.x=1;Wrg.f=1‖Rag.f=1?;Rw.x=0", F, "causality", "=Proxy-MP-gpu1"),
     t(2, "g:Ww.x=1;Wrc.f=1‖Rac.f=1?;Rw.x=0", R, "scope", "=MP-cta"),
     t(3, "c:Ww.x=1;Wrc.f=1‖Rag.f=1?;Rw.x=0", F, "mutual scope", "=MP-cta-gpu"),
@@ -137,6 +137,19 @@ pub static TESTS: [Test; 68] = [
     t(66, "g:Wxg.x=1‖Rxg.x=1?;Wxg.f=1‖Rxg.f=1?;Rw.x=0", R, "observations do not chain", ""),
     t(67, "g:Ww.x=1;Wrg.f=1;Wrg.f=2‖Rag.f=1?;Rw.x=0", F, "an older release brings what came with it", ""),
     t(68, "g:Rxg.x=1;Wxg.y=1‖Rxg.y=1;Wxg.x=1", A, "relaxed accesses order nothing else", ""),
+    // Parts of a word.
+    t(69, "g:Ww.p8=1‖Ww.p8.1=1;p=1", F, "bytes of a word are locations of their own", ""),
+    t(70, "g:Rw.p16=0;Ww.p16=1‖Rw.p16.1=0;Ww.p16.1=1;p=1", F, "in place, beside a neighbour", ""),
+    t(71, "c:Rw.p8=0;Ww.p8=1;b‖Rw.p8.1=0;Ww.p8.1=1;b;p=1", F, "in place, beside a lane", ""),
+    t(72, "g:Ww.p8=1;Wrg.p8.1=1‖Rag.p8.1=1?;Rw.p8=0", F, "causality within a word", ""),
+    t(73, "g:Ww.p8=1;Wxg.p8.1=1‖Rxg.p8.1=1?;Rw.p8=0", R, "no pattern within a word", ""),
+    t(74, "s:Ww.p16.1=1;Wrs.p16=1‖Ras.p16=1?;Rw.p16.1=0", F, "causality within a word", ""),
+    t(75, "g:Ww.p8=1;Wrg.f=1‖Rag.f=1?;Rw.p16=0", F, "causality, a wider read", ""),
+    t(76, "c:Ww.p8=1;B;Rw.p8.1=0‖Ww.p8.1=1;B;Rw.p8=0", F, "barrier", ""),
+    t(77, "g:Wrg.p16=1‖Rw.p16=1;Rw.p16=0", R, "weak", ""),
+    t(78, "g:Wxg.p8=1‖Rxg.p8=1;Rxg.p8=0", F, "SC per location", ""),
+    t(79, "g:Wxg.p16=257‖Rxg.p8.1=0", R, "8.7.2: a race of mixed size, any value", ""),
+    t(80, "g:Ww.p8=2‖Ww.p16=257;p=258", R, "mixed sizes, no order", ""),
 ];
 
 /// Programs that have a race in executions other than the one in question.

@@ -67,7 +67,7 @@ struct Cell {
     crowded: bool,
     /// Strong reads of the last write are in `Shadow::seen`.
     seen: bool,
-    /// Value of the word before the last write, where it is known.
+    /// The word before the last write, where it is known; of a byte, that byte of it counts.
     before: Option<u32>,
 }
 
@@ -361,7 +361,7 @@ impl Shadow {
     }
 
     /// Notes a write of `bytes` bytes at `at`. `unchanged` tells whether a word of memory holds already what is written there: weak
-    /// writes of equal values do no harm. `before` gives the word as it is, where it can be told. Gives whether a strong write stood there.
+    /// writes of equal values do no harm. `before` gives the written bytes of the word as they are, in their place, where it can be told. Gives whether a strong write stood there.
     pub(crate) fn write(
         &mut self,
         grids: &Grids,
@@ -377,7 +377,7 @@ impl Shadow {
             let mut me = who.record;
             me.bytes = mask;
             let this = Accessor { record: me, ..*who };
-            let value_before = if mask == 15 && !self.hidden { before(4 * w) } else { None };
+            let value_before = if self.hidden { None } else { before(4 * w) };
             for unit in self.units(w, mask) {
                 let cell = self.cell(unit);
                 let (last, read, crowded, seen) = (cell.write, cell.read, cell.crowded, cell.seen);
@@ -430,16 +430,17 @@ impl Shadow {
         }
     }
 
-    /// The value before the last write of each word of a range, if a reader may still see it: it neither knows the write nor comes
-    /// after a strong read of it. None unless that holds for every word, and one write wrote them all.
+    /// The value before the last write of a range, as little-endian words, if a reader may still see
+    /// it: the reader neither knows the write nor comes after a strong read of it. None unless that
+    /// holds for every byte, and one write wrote them all.
     pub(crate) fn stale(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<[u32; 4]> {
-        if self.hidden || !at.is_multiple_of(4) || !bytes.is_multiple_of(4) || bytes > 16 {
+        if self.hidden || bytes > 16 {
             return None;
         }
         let mut values = [0; 4];
         let mut writer = None;
-        for (i, w) in (at / 4..(at + bytes) / 4).enumerate() {
-            for unit in self.units(w, 15) {
+        for (i, (w, mask)) in Self::words(at, bytes).enumerate() {
+            for unit in self.units(w, mask) {
                 let Cell { write, before, seen, .. } = *self.cell(unit);
                 let one = *writer.get_or_insert((write.actor, write.tick, write.pc));
                 if write.actor == 0
@@ -449,9 +450,12 @@ impl Shadow {
                 {
                     return None;
                 }
-                values[i] = before?;
+                let of_unit = unit.byte.map_or(u32::MAX, |byte| 0xff << (8 * byte));
+                *values.get_mut(i)? |= before? & of_unit;
             }
         }
+        // Accesses are aligned: one that does not begin with a word is within one.
+        values[0] >>= 8 * (at % 4);
         Some(values)
     }
 

@@ -199,7 +199,13 @@ impl Watch for Watcher<'_> {
         let who = Accessor { record, own, published: None, knows };
         let part =
             |word: u64| (word.max(at) - at) as usize..((word + 4).min(at + now.len() as u64) - at) as usize;
-        let before = |word: u64| now.get(part(word)).and_then(|b| b.try_into().ok()).map(u32::from_ne_bytes);
+        let before = |word: u64| {
+            let mut bytes = [0; 4];
+            let old = now.get(part(word))?;
+            let from = (word.max(at) - word) as usize;
+            bytes.get_mut(from..from + old.len())?.copy_from_slice(old);
+            Some(u32::from_le_bytes(bytes))
+        };
         let result = shadow.write(
             grids,
             at,
