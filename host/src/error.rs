@@ -77,7 +77,8 @@ pub enum Error {
     /// A peer did not do its part before the deadline. The device context is intact.
     #[error(
         "rank {rank} waited {waited:?} in {operation} (epoch {epoch}) for {word} of rank {peer}: needed {needed}, saw {seen}; \
-         rank {peer} may have died, hang, or not have made the same call{beside}"
+         rank {peer} may have died, hang, or not have made the same call{beside}; \
+         ask the group's missing_ranks() which ranks are gone, shrink the group by them and make a new buffer"
     )]
     PeerTimeout {
         /// The rank that waited.

@@ -329,6 +329,10 @@ impl ProcessGroup for MeshGroup {
         }
     }
 
+    fn missing_ranks(&self, wait: Duration) -> Result<Vec<u32>> {
+        self.core.missing_ranks(wait)
+    }
+
     fn abort(&self, reason: &str) {
         self.core.abort(reason);
     }

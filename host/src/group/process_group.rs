@@ -14,9 +14,10 @@ use crate::error::{Error, Result};
 
 /// Ranks that make the same calls in the same order.
 ///
-/// Every method but the getters is collective: each rank of the group makes the same call, and none returns before
-/// the ranks it needs data from have made it. A call that fails on one rank leaves the group unusable there, since
-/// the ranks no longer agree on which call comes next; the error says so from then on.
+/// Every method but the getters and [`ProcessGroup::missing_ranks`] is collective: each rank of the
+/// group makes the same call, and none returns before the ranks it needs data from have made it. A
+/// call that fails on one rank leaves the group unusable there, since the ranks no longer agree on
+/// which call comes next; the error says so from then on.
 pub trait ProcessGroup: Send + Sync + Debug {
     /// This rank, `0..size()`.
     fn rank(&self) -> u32;
@@ -103,6 +104,25 @@ pub trait ProcessGroup: Send + Sync + Debug {
     #[doc(hidden)]
     fn start(&self, call: Call, timeout: Duration) -> Work {
         Work::ready(self.call(call, timeout))
+    }
+
+    /// The ranks that have died or left, or have not joined. Not collective: only this rank looks, for `wait`,
+    /// once the calls ahead of this one have ended. Meant for the time behind an error such as
+    /// [`Error::PeerTimeout`], which names one rank; what it returns is what
+    /// [`MeshGroup::shrink_group`](super::MeshGroup::shrink_group) takes.
+    ///
+    /// A rank that hangs, or that was stopped, is there. So is a rank whose host lost its network or its power,
+    /// until the system gives up the connection. Once a call of the group has failed, the ranks are those of
+    /// [`MeshGroup::failed_ranks`](super::MeshGroup::failed_ranks), and `wait` is not waited for.
+    ///
+    /// # Errors
+    /// By default [`Error::Unavailable`]: not every group knows. Else the error of the store or of a socket;
+    /// the group works as before.
+    fn missing_ranks(&self, _wait: Duration) -> Result<Vec<u32>> {
+        Err(Error::Unavailable {
+            what: format!("the missing ranks of group {:?}", self.name()),
+            reason: format!("its backend, {}, does not know them; use a MeshGroup", self.backend()),
+        })
     }
 
     /// Gives the group up: operations under way here and on the other ranks end with an error that has `reason`, and

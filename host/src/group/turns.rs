@@ -283,6 +283,14 @@ impl Core {
         self.turns().failed.clone()
     }
 
+    /// Ranks that are not there any more, or not yet. Does not break the group.
+    pub(crate) fn missing_ranks(&self, wait: Duration) -> Result<Vec<u32>> {
+        if self.is_broken() {
+            return Ok(self.failed_ranks());
+        }
+        self.run(|engine, _| Ok(engine.missing(wait)))?
+    }
+
     pub(crate) fn is_broken(&self) -> bool {
         self.turns().broken.is_some()
     }

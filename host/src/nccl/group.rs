@@ -108,6 +108,10 @@ impl ProcessGroup for NcclGroup {
         Ok(Arc::new(self.split_group(color)?))
     }
 
+    fn missing_ranks(&self, wait: Duration) -> Result<Vec<u32>> {
+        self.host.missing_ranks(wait)
+    }
+
     fn name(&self) -> &str {
         self.host.name()
     }

@@ -59,6 +59,28 @@ fn a_monitored_barrier_names_all_that_are_missing() {
 }
 
 #[test]
+fn ranks_that_left_or_never_joined_are_missing() {
+    let (store, patience) = (Arc::new(HashStore::new()), options(PATIENCE));
+    let join = |rank, name| MeshGroup::new(store.clone(), rank, 2, name, patience.clone()).unwrap();
+    let missing = |group: &MeshGroup| group.missing_ranks(Duration::from_millis(1)).unwrap();
+    let early = join(0, "early");
+    assert_eq!(missing(&early), [1]);
+    let late = join(1, "early");
+    assert_eq!((missing(&early), missing(&late)), (vec![], vec![]));
+    drop(late);
+    let start = std::time::Instant::now();
+    while missing(&early) != [1] {
+        assert!(start.elapsed() < PATIENCE, "rank 1 has left");
+    }
+    // A call that failed knows of the rank that it blames.
+    let (first, second) = (join(0, "failed"), join(1, "failed"));
+    assert_eq!(missing(&first), Vec::<u32>::new());
+    drop(second);
+    first.barrier(PATIENCE).unwrap_err();
+    assert_eq!(first.missing_ranks(PATIENCE).unwrap(), first.failed_ranks());
+}
+
+#[test]
 fn mismatches_name_both_sides() {
     type Call = fn(&MeshGroup, bool) -> Result<(), Error>;
     let cases: [(&str, Call); 6] = [

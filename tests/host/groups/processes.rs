@@ -95,6 +95,10 @@ fn rank_process() {
         return;
     }
 
+    if mode == "missing" {
+        return shrink_by_the_missing(store, rank, size, &directory);
+    }
+
     let before = (open_files(), running_threads());
     let timeout = if fields[3] == "kill" { PATIENCE } else { STOPPED };
     let group = MeshGroup::new(store, rank, size, mode, options(timeout)).unwrap();
@@ -121,6 +125,44 @@ fn rank_process() {
     drop(group);
     let after = (open_files(), running_threads());
     std::fs::write(format!("{directory}/report.{rank}"), format!("{error}\n{before:?} {after:?}\n")).unwrap();
+}
+
+/// Ranks that die between calls, whom no call of the group has failed for.
+const LOST: [u32; 2] = [1, VICTIM];
+
+fn shrink_by_the_missing(store: Arc<dyn Store>, rank: u32, size: u32, directory: &str) {
+    let group = MeshGroup::new(store, rank, size, "missing", options(PATIENCE)).unwrap();
+    group.barrier(PATIENCE).unwrap();
+    assert_eq!(group.missing_ranks(Duration::ZERO).unwrap(), Vec::<u32>::new());
+    group.barrier(PATIENCE).unwrap();
+    if LOST.contains(&rank) {
+        kill_process(getpid(), Signal::KILL).unwrap();
+    }
+    let start = Instant::now();
+    let missing = loop {
+        let missing = group.missing_ranks(Duration::from_millis(100)).unwrap();
+        assert!(start.elapsed() < PATIENCE, "rank {rank} misses {missing:?}");
+        if missing.len() >= LOST.len() {
+            break missing;
+        }
+    };
+    let left = group.shrink_group(&missing).unwrap();
+    left.barrier(PATIENCE).unwrap();
+    std::fs::write(format!("{directory}/report.{rank}"), format!("{missing:?} {}", left.size())).unwrap();
+}
+
+#[test]
+fn all_that_were_killed_are_missing_without_a_call_that_fails() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut ranks: Vec<_> = (0..4).map(|rank| spawn(rank, 4, "missing", "none", directory.path())).collect();
+    for (rank, process) in (0u32..).zip(&mut ranks) {
+        let status = process.0.wait().unwrap();
+        if !LOST.contains(&rank) {
+            assert!(status.success(), "rank {rank}");
+            let report = std::fs::read_to_string(directory.path().join(format!("report.{rank}"))).unwrap();
+            assert_eq!(report, "[1, 2] 2", "rank {rank}");
+        }
+    }
 }
 
 /// A rank; killed and waited for when dropped.

@@ -8,6 +8,9 @@ use super::peers::Health;
 use crate::error::{Error, Result};
 use crate::group::call::Message;
 
+/// How often a rank that has not joined is looked for.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
 impl Engine {
     /// Fails when the group was given up, here or by a peer, or when a mismatch was seen.
     pub(crate) fn check_given_up(&self) -> Result<()> {
@@ -240,6 +243,40 @@ impl Engine {
 }
 
 impl Engine {
+    /// The ranks that are not there: looks for up to `wait`, and connects to those that this rank has no
+    /// connection with. A connection shows whether a process lives, whatever it does at the moment.
+    pub(crate) fn missing(&mut self, wait: Duration) -> Result<Vec<u32>> {
+        let start = Instant::now();
+        loop {
+            for peer in (0..self.size).filter(|peer| *peer != self.rank).collect::<Vec<_>>() {
+                let state = &self.peers[peer as usize];
+                if state.health != Health::Alive || !state.conns.is_empty() {
+                    continue;
+                }
+                if let Err(error) = self.try_connect(peer)
+                    && self.peers[peer as usize].health == Health::Alive
+                {
+                    return Err(error);
+                }
+            }
+            let left = wait.saturating_sub(start.elapsed());
+            self.progress(left.min(LOOK_AGAIN))?;
+            if left.is_zero() {
+                break;
+            }
+        }
+        let missing = |peer: &u32| {
+            let state = &self.peers[*peer as usize];
+            match state.health {
+                Health::Alive => *peer != self.rank && state.conns.is_empty(),
+                // It told why, so it lives.
+                Health::GaveUp(_) => false,
+                Health::Left | Health::Dead(_) | Health::Stranger(_) => true,
+            }
+        };
+        Ok((0..self.size).filter(missing).collect())
+    }
+
     /// The ranks whose connections broke, and those that `error` blames.
     pub(crate) fn failed_ranks(&self, error: &Error) -> Vec<u32> {
         let dead =
