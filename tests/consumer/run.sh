@@ -2,6 +2,7 @@
 # What a user of the library gets: the packages as they would be published, unpacked, and a crate outside of this repository with the library as
 # its only dependency and no toolchain file. It is the program of the README, and one that looks for GPUs. It builds on an ordinary compiler,
 # compiles few crates, and runs; so it does with the features `cuda` and `nccl`, by the lines of the README, without a toolkit and a driver.
+# With these features it compiles every example of the library's documentation, too.
 # With a TOOLCHAIN it is only checked.
 #
 #     tests/consumer/run.sh [TOOLCHAIN]     # [builds with stable, or else what rustup uses outside of this repository]
@@ -19,6 +20,14 @@ trap 'rm -rf "$folder"' EXIT
 flags=()
 for package in "${packages[@]}"; do flags+=(--package "$package"); done
 (cd "$root" && CARGO_TARGET_DIR="$folder/package" cargo package --quiet --no-verify --allow-dirty "${flags[@]}")
+# The examples, as JSON. In a folder of its own, which `cargo xtask public-api` shares: builds for which
+# RUSTC_BOOTSTRAP is set are not those of other commands.
+(($#)) || (
+    cd "$root"
+    RUSTC_BOOTSTRAP=1 cargo rustdoc --quiet --package epoxide --lib --features nccl \
+        --target-dir "${CARGO_TARGET_DIR:-target}/public-api" \
+        -- -Z unstable-options --output-format doctest --cap-lints allow
+) >"$folder/examples.json"
 mkdir "$folder/packages"
 for crate in "$folder"/package/package/*.crate; do tar -xzf "$crate" -C "$folder/packages"; done
 for package in "${packages[@]}"; do
@@ -87,3 +96,20 @@ target/debug/gpus
 sed -i 's/^default = .*/default = ["cuda"]/' Cargo.toml
 bash -e cuda.sh
 target/debug/gpus
+
+# A program of each example, by rustdoc's rules: with the function main around it, unless it has one.
+python3 - "$folder/examples.json" src/bin <<'END'
+import json, pathlib, sys
+
+examples = [e for e in json.load(open(sys.argv[1]))["doctests"] if e["doctest_attributes"]["rust"]]
+compiled = [e for e in examples if not e["doctest_attributes"]["compile_fail"]]
+for number, example in enumerate(compiled):
+    parts = example["doctest_code"]
+    wrapper = parts["wrapper"] or {"before": "", "after": ""}
+    program = "".join([parts["crate_level"], wrapper["before"], parts["code"], wrapper["after"]])
+    text = f"// {example['name']}\n{program}\n"
+    pathlib.Path(sys.argv[2], f"example_{number}.rs").write_text(text)
+assert len(compiled) >= 10, f"only {len(compiled)} examples were found"
+print(f"{len(compiled)} examples of the documentation")
+END
+sed 's/cargo build/cargo check --bins/' cuda.sh | bash -e

@@ -63,8 +63,7 @@ pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
 ///
 /// use epoxide::group::{ProcessGroup, Rendezvous};
 ///
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let directory = folder.path().join("run");
+/// let directory = std::env::temp_dir().join(format!("run-{}", std::process::id()));
 /// let timeout = Duration::from_secs(60);
 /// let join = |rank: u32| -> epoxide::Result<u32> {
 ///     let address = format!("file://{}?rank={rank}&world_size=2", directory.display());
@@ -78,6 +77,7 @@ pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
 ///     assert_eq!(join(0)?, 2);
 ///     other.join().expect("no panic").map(drop)
 /// })?;
+/// # std::fs::remove_dir_all(&directory).unwrap();
 /// # Ok::<(), epoxide::Error>(())
 /// ```
 #[derive(Debug, Clone)]
