@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use epoxide::driver::{Event, Stream};
+use epoxide::driver::{DevicePtr, Event, Stream};
 use epoxide::ep::{
     CombineOutput, CombineRequest, Counts, DType, DispatchRequest, Place, Step, StreamOrder, Tensor,
 };
@@ -61,6 +61,15 @@ pub fn keep_on(stream: &Stream, tensor: &Tensor<'_>, rows: usize) -> Result<Tens
         unsafe { stream.copy(to, from, bytes)? };
     }
     Ok(copy)
+}
+
+/// The status of a buffer as a kernel behind what `stream` has in flight finds it.
+pub fn status(stream: &Stream, ptr: DevicePtr) -> Result<i64> {
+    let copy = Tensor::alloc(stream.device(), DType::I64, &[1, 2])?;
+    // SAFETY: the status has 8 bytes, and stays as long as the buffer that the caller has; the copy has
+    // more, and is live until it has been read.
+    unsafe { stream.copy(copy.ptr(), ptr, 8)? };
+    Ok(copy.to_host::<i64>(stream)?[0])
 }
 
 /// Whether a row is what a combine leaves that failed.
@@ -267,11 +276,13 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
             step.launch(&stream)?;
             step.check(&stream)?;
             check_sums(rank, "combined_x", step.output(), &turn)?;
+            assert_eq!(status(&stream, rank.buffer.status_ptr())?, 0);
             if rank.rank == 1 {
                 return Ok(());
             }
             // This run is the first that finds nobody there.
             step.launch(&stream)?;
+            assert_ne!(status(&stream, rank.buffer.status_ptr())?, 0);
             let read = step.output().combined_x.to_host::<u16>(&stream).map(drop);
             let launched = [step.launch(&stream), step.launch(&stream)];
             for outcome in launched.into_iter().chain([read]) {

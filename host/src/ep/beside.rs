@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use epoxide_gpu::layout::Status;
 
 use super::sequence::Sequence;
-use crate::driver::{Device, MappedMemory};
+use crate::driver::{Device, DevicePtr, MappedMemory};
 use crate::error::Result;
 
 /// All buffers of this process, and some that are gone.
@@ -80,6 +80,11 @@ impl Activity {
     pub fn has_failed(&self) -> Result<bool> {
         // The device stores `code` with release after the rest, and this load acquires it.
         Ok(self.status.load(offset_of!(Status, code) as u64)? != 0)
+    }
+
+    /// Device address of the word that is not 0 once a wait has failed.
+    pub fn status_ptr(&self) -> DevicePtr {
+        self.status.ptr().add(offset_of!(Status, code) as u64)
     }
 
     fn unfinished(&self) -> Option<String> {

@@ -16,7 +16,7 @@ use super::tensor::Outcome;
 use super::topology::Topology;
 use super::wire::{WireSide, wire_bytes};
 use super::{Buffer, BufferShape};
-use crate::driver::{Stream, poll};
+use crate::driver::{DevicePtr, Stream, poll};
 use crate::error::{Error, Result, Scope};
 
 /// How often a waiting host asks the stream whether it has failed.
@@ -281,6 +281,19 @@ impl Buffer {
     pub fn check(&self) -> Result<()> {
         self.check_usable()?;
         self.faults.check_plans()
+    }
+
+    /// Device address of the buffer's status, 8 bytes in mapped host memory: 0 until an operation fails in a
+    /// way after which the buffer is of no use, some other number from then on. A kernel of the caller's own
+    /// that runs behind an operation tells by it whether that operation gave results, also in a replayed graph;
+    /// [`Buffer::check`] gives the error on the host.
+    ///
+    /// Read it with `ld.acquire.sys` of 8 bytes. The address stays valid, and the same, as long as the buffer.
+    ///
+    /// It stays 0 where the plan of a dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) fails,
+    /// which ends that dispatch alone.
+    pub fn status_ptr(&self) -> DevicePtr {
+        self.faults.activity.status_ptr()
     }
 
     /// The error after which the buffer is of no use, if there was one.

@@ -13,6 +13,7 @@ use epoxide_testing::harness::{PATIENCE, now, run_ranks};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 
+use crate::promises::status;
 use crate::shapes::routing;
 
 const RANKS: u32 = 3;
@@ -193,6 +194,7 @@ fn what_a_failed_combine_leaves_is_nan() {
         let mut place = rank.buffer.place(0)?;
         let received = rank.dispatch(&mut place)?;
         rank.outcome()?;
+        assert_eq!(status(&rank.stream, rank.buffer.status_ptr())?, 0);
         if rank.number == 1 {
             return Ok(());
         }
@@ -204,6 +206,7 @@ fn what_a_failed_combine_leaves_is_nan() {
         unsafe { rank.stream.copy(sums.ptr(), combined.x.ptr(), sums.rows() * sums.row_bytes())? };
         let sums = sums.to_host::<half::bf16>(&rank.stream)?;
         assert_eq!(sums.iter().all(|sum| sum.is_nan()), is_nan, "{sums:?}");
+        assert_ne!(status(&rank.stream, rank.buffer.status_ptr())?, 0);
         assert!(matches!(rank.buffer.check(), Err(Error::PeerTimeout { peer: 1, .. })));
         Ok(())
     };

@@ -6,7 +6,7 @@ use std::time::Duration;
 use epoxide_gpu::layout::{LowLatencyCall, Status, Wait};
 
 use super::buffer::Buffer;
-use crate::driver::Stream;
+use crate::driver::{DevicePtr, Stream};
 use crate::ep::beside::Activity;
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
@@ -25,6 +25,16 @@ impl Buffer {
         }
         outcome?;
         self.sequence.check()
+    }
+
+    /// Device address of the buffer's status, 8 bytes in mapped host memory: 0 until an operation fails in a
+    /// way after which the buffer is of no use, some other number from then on. A kernel of the caller's own
+    /// that runs behind an operation tells by it whether that operation gave results, also in a replayed graph;
+    /// [`Buffer::check`] gives the error on the host.
+    ///
+    /// Read it with `ld.acquire.sys` of 8 bytes. The address stays valid, and the same, as long as the buffer.
+    pub fn status_ptr(&self) -> DevicePtr {
+        self.faults.activity.status_ptr()
     }
 }
 
