@@ -313,8 +313,23 @@ impl<'a> Poster<'a> {
                 return Ok(());
             }
             self.pause(&mut wait).map_err(|error| match error {
-                Error::PeerTimeout { rank, operation, word, epoch, needed, waited, beside, .. } => {
-                    Error::PeerTimeout { rank, peer, operation, word, epoch, needed, seen, waited, beside }
+                Error::PeerTimeout {
+                    rank, operation, place, word, epoch, needed, waited, beside, ..
+                } => {
+                    let late = [peer].into();
+                    Error::PeerTimeout {
+                        rank,
+                        peer,
+                        operation,
+                        place,
+                        late,
+                        word,
+                        epoch,
+                        needed,
+                        seen,
+                        waited,
+                        beside,
+                    }
                 }
                 error => error,
             })?;
@@ -348,16 +363,19 @@ impl<'a> Poster<'a> {
             return Ok(());
         }
         let rank = self.group.rank();
+        let peer = self.lanes.first().map_or(rank, |lane| lane.peer);
         Err(Error::PeerTimeout {
             rank,
-            peer: self.lanes.first().map_or(rank, |lane| lane.peer),
+            peer,
             operation: "put without a kernel",
+            place: None,
+            late: [peer].into(),
             word: "the puts",
             epoch: self.round,
             needed: self.round,
             seen: 0,
             waited: wait.longest,
-            beside: String::new(),
+            beside: "".into(),
         })
     }
 

@@ -76,9 +76,10 @@ pub enum Error {
     },
     /// A peer did not do its part before the deadline. The device context is intact.
     #[error(
-        "rank {rank} waited {waited:?} in {operation} (epoch {epoch}) for {word} of rank {peer}: needed {needed}, saw {seen}; \
-         rank {peer} may have died, hang, or not have made the same call{beside}; \
-         ask the group's missing_ranks() which ranks are gone, shrink the group by them and make a new buffer"
+        "rank {rank} waited {waited:?} in {operation}{} (epoch {epoch}) for {word} of rank {peer}: needed {needed}, saw {seen}; \
+         {} may have died, hang, or not have made the same call{beside}; \
+         ask the group's missing_ranks() which ranks are gone, shrink the group by them and make a new buffer",
+        in_place(*place), ranks(late)
     )]
     PeerTimeout {
         /// The rank that waited.
@@ -87,6 +88,12 @@ pub enum Error {
         peer: u32,
         /// The operation: `notify`, `dispatch`, `combine`, ...
         operation: &'static str,
+        /// The place of the operation, where it is known: none for a count exchange.
+        place: Option<u32>,
+        /// All ranks that had not entered the operation when the wait expired or, where all had, those of
+        /// which something else had not come; and `peer`, in any case. In ascending order. A rank that
+        /// has entered and itself waits for another one may be late for that reason.
+        late: Box<[u32]>,
         /// The control word it waited on.
         word: &'static str,
         /// The epoch of the operation.
@@ -99,7 +106,7 @@ pub enum Error {
         waited: Duration,
         /// Other buffers of this process with operations in flight on the same device, and what that may mean, with a leading separator; may
         /// be empty.
-        beside: String,
+        beside: Box<str>,
     },
     /// Ranks made calls that do not fit together.
     #[error(
@@ -268,6 +275,21 @@ pub enum Error {
         /// The system's error text.
         reason: String,
     },
+}
+
+/// ` in place P`, which follows the name of an operation, or nothing.
+fn in_place(place: Option<u32>) -> String {
+    place.map_or_else(String::new, |place| format!(" in place {place}"))
+}
+
+/// Ranks as the subject of a sentence.
+fn ranks(ranks: &[u32]) -> String {
+    let list: Vec<_> = ranks.iter().map(u32::to_string).collect();
+    match list.split_last() {
+        Some((last, [])) => format!("rank {last}"),
+        Some((last, others)) => format!("ranks {} and {last}", others.join(", ")),
+        None => "no rank".into(),
+    }
 }
 
 impl fmt::Debug for Error {

@@ -427,10 +427,85 @@ fn what_a_failed_combine_leaves_is_nan_or_right() {
             let kept = keep_on(&stream, &back.combined_x, turn.sums[0].len())?;
             let got = rank.row_bytes(&kept)?;
             assert!(matches!(rank.buffer.check(), Err(Error::PeerTimeout { peer: 1, .. })));
-            assert!(got.iter().any(|row| is_nan(row)), "in_pool: {in_pool}, {got:?}");
-            for (got, want) in got.iter().zip(&turn.sums[0]) {
-                assert!(is_nan(got) || got == want, "in_pool: {in_pool}, {got:?}, {want:?}");
+            let missing = rank.buffer.missing_tokens()?;
+            assert!(!missing.is_empty(), "in_pool: {in_pool}, {got:?}");
+            for (token, (got, want)) in (0..).zip(got.iter().zip(&turn.sums[0])) {
+                let is_right = if missing.contains(&token) { is_nan(got) } else { got == want };
+                assert!(is_right, "in_pool: {in_pool}, token {token} of {missing:?}: {got:?}, {want:?}");
             }
+            Ok(())
+        });
+    }
+}
+
+/// A graph that is replayed once a peer has gone: the sums that it leaves are those of the run
+/// before, and which they are is told to kernels and to the host.
+#[test]
+fn tokens_that_a_replay_leaves_without_sums_are_noted() {
+    let [turn] = turns();
+    for nodes in SPREADS {
+        let mut setup = setup().nodes(nodes);
+        setup.options.nan_on_failure = false;
+        setup.run(|rank| {
+            let stream = rank.stream.clone();
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let step = captured_echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+            step.launch(&stream)?;
+            step.check(&stream)?;
+            assert!(rank.buffer.missing_tokens()?.is_empty());
+            if rank.rank == 1 {
+                return Ok(());
+            }
+            step.launch(&stream)?;
+            let tokens = turn.sums[0].len();
+            let mask = Tensor::alloc(stream.device(), DType::I64, &[1, 2])?;
+            // SAFETY: the mask has a byte for each token that the buffer is for, and stays as long as it.
+            unsafe { stream.copy(mask.ptr(), rank.buffer.missing_ptr(), tokens as u64)? };
+            let mask: Vec<u8> =
+                mask.to_host::<i64>(&stream)?.into_iter().flat_map(i64::to_le_bytes).collect();
+            assert_eq!(mask[..tokens], [1].repeat(tokens));
+            assert_eq!(rank.buffer.missing_tokens()?, (0..tokens as u32).collect::<Vec<_>>());
+            let kept = keep_on(&stream, &step.output().combined_x, tokens)?;
+            assert_eq!(rank.row_bytes(&kept)?, turn.sums[0]);
+            Ok(())
+        });
+    }
+}
+
+/// A group that shrinks by one of two dead ranks waits a whole time-out for the other one.
+#[test]
+fn a_timeout_names_all_ranks_that_did_not_come() {
+    const GONE: [u32; 2] = [1, 3];
+    let turn = Turn::random(0, &[8, 5, 7, 6], 1);
+    let each = |transport| Some(Nodes { ranks_per_node: 1, transport, queues: 1 });
+    let spreads = [None, each(TransportKind::Direct), each(TransportKind::Shm)];
+    for (nodes, is_combine) in spreads.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
+        let mut setup = Setup::new(4, 1, 8, ROW).nodes(nodes);
+        setup.options.timeout = Duration::from_millis(200);
+        setup.run(|rank| {
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+            let is_gone = GONE.contains(&rank.rank);
+            if !is_combine && is_gone {
+                return Ok(());
+            }
+            let output = rank.dispatch(&mut place, request)?;
+            if is_combine {
+                rank.stream.synchronize()?;
+                if is_gone {
+                    return Ok(());
+                }
+                rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
+            }
+            rank.stream.synchronize()?;
+            let error = rank.buffer.check().expect_err("two ranks have gone");
+            let Error::PeerTimeout { peer, place, late, .. } = &error else { panic!("{error}") };
+            // The wait that expired first may be for one that has entered, and waits as long itself.
+            let late: Vec<u32> = late.iter().copied().filter(|r| GONE.contains(r) || r != peer).collect();
+            assert_eq!(late, GONE, "{error}");
+            assert_eq!(*place, is_combine.then_some(0), "{error}");
+            assert!(!GONE.contains(peer) || error.to_string().contains("ranks 1 and 3 may"), "{error}");
             Ok(())
         });
     }

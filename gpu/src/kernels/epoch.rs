@@ -4,9 +4,9 @@
 use core::mem::offset_of;
 
 use crate::layout::{
-    BlockTrace, Comm, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_RECORDED, LOCAL_TICKET, MAX_RANKS, PlanHeader,
-    PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset,
-    message_offset, ready_offset,
+    BlockTrace, Comm, LATE_PEERS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_RECORDED, LOCAL_TICKET, MAX_RANKS,
+    MAX_WORLD, MISSING_TOKENS, PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS,
+    READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -362,26 +362,45 @@ pub unsafe fn wait_packets(comm: &Comm, word: u32, epoch: u64) -> Option<[u32; M
                 seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(PEER as u32, word));
             }
         });
+        // One deadline for all, so that each of those that do not come is noted as late.
+        let (mut deadline, mut have_come) = (Deadline::start(), true);
         let mut values = [0u32; MAX_RANKS];
         unroll8!(PEER => {
             if (PEER as u32) < comm.num_ranks {
                 values[PEER] = seen[PEER] as u32;
                 if (seen[PEER] >> 32) as u32 != epoch as u32 {
-                    values[PEER] = wait_packet(comm, PEER as u32, word, epoch)?;
+                    let (peer, offset) = (PEER as u32, message_offset(PEER as u32, word));
+                    match wait_packet_until(&mut deadline, comm, offset, peer, epoch, Wait::Counts) {
+                        Some(value) => values[PEER] = value,
+                        None => have_come = false,
+                    }
                 }
             }
         });
-        Some(values)
+        have_come.then_some(values)
     }
 }
 
 /// Waits for the packet at `offset` of the messages in the own pool; `None` when the wait expired.
 #[inline(always)]
 pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, what: Wait) -> Option<u32> {
+    // SAFETY: passed on to the caller.
+    unsafe { wait_packet_until(&mut Deadline::start(), comm, offset, peer, epoch, what) }
+}
+
+/// The same until a deadline that other waits of this thread may share.
+#[inline(always)]
+unsafe fn wait_packet_until(
+    deadline: &mut Deadline,
+    comm: &Comm,
+    offset: u64,
+    peer: u32,
+    epoch: u64,
+    what: Wait,
+) -> Option<u32> {
     // SAFETY: the packet is in this rank's own pool. Data and flag are one atomic word, so no acquire is needed.
     unsafe {
         let packet = pool_of(comm, comm.rank) + comm.pool.messages + offset;
-        let mut deadline = Deadline::start();
         loop {
             let seen = ld_relaxed_sys_u64(packet);
             if (seen >> 32) as u32 == epoch as u32 {
@@ -473,10 +492,32 @@ pub(super) unsafe fn record(
 ) {
     // SAFETY: `local` is live.
     unsafe {
+        note_late(comm, waited, peer, what);
         if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {
             note(comm, waited, peer, epoch, needed, seen, what);
         }
     }
+}
+
+/// Notes that the words of `peer` have not come, for which a wait of `waited` ns was: unless it
+/// began shortly before another one ended it, which says nothing about the peer.
+#[inline(always)]
+pub(super) unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
+    // SAFETY: each peer has two words.
+    unsafe {
+        if waited > comm.timeout_ns / 2 {
+            let entry = if what.is_for_entry() { peer } else { MAX_WORLD as u32 + peer };
+            st_relaxed_sys_u64(comm.status.0 + LATE_PEERS + entry as u64 * 8, what as u64);
+        }
+    }
+}
+
+/// Notes that a combine may leave a token without its sum, or a part of it.
+#[inline(always)]
+pub(super) unsafe fn note_missing_token(comm: &Comm, token: u32) {
+    // SAFETY: the caller says that the token is one of this rank, each of which has a byte. All
+    // writers of a byte store the same value.
+    unsafe { st_relaxed_sys_u8(comm.status.0 + MISSING_TOKENS + token as u64, 1) }
 }
 
 /// Records a failure, unless another one is recorded, and ends nothing.

@@ -97,7 +97,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     barrier_sync();
     let is_sound = joined & !warp_aborted(comm);
     leave(comm, epoch, is_sound, Wait::CombineDone);
-    if rows.spoils != 0 && finishes && tid() / 32 != workers && !(is_sound && planned) {
+    if finishes && tid() / 32 != workers && !(is_sound && planned) {
         let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
         spoil::<true>(rows, begin, end, tid() / 32, workers);
     }

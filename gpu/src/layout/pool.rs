@@ -7,6 +7,7 @@ use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::handle::PlanHeader;
 use super::limits::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS};
+use super::wire::MAX_WORLD;
 
 /// What every finished operation adds to each `done` word and to the ticket. Blocks add shares of it, so the target of
 /// a waiter is `epoch * QUANTUM` whatever grid the writer ran.
@@ -247,6 +248,15 @@ pub struct FailedPlans {
 
 layout_assert!(FailedPlans, size = 200, plans at 8);
 
+/// Offset, in the mapped host memory of a [`Status`], of two words of each peer, u64 `[2, MAX_WORLD]`,
+/// by the numbers that [`Status::peer`] has: the [`Wait`] for it that lasted at least half of the
+/// deadline until this one or another one expired, else 0. Waits that a peer enters come first.
+pub const LATE_PEERS: u64 = (size_of::<Status>() + size_of::<FailedPlans>()) as u64;
+
+/// Offset, behind those, of a byte of each token, `[max_tokens]`: 1 where a combine may have left
+/// it without its sum or a part of it, else 0.
+pub const MISSING_TOKENS: u64 = LATE_PEERS + 2 * MAX_WORLD as u64 * 8;
+
 /// Plans that [`FailedPlans`] has room for.
 pub const KEPT_PLANS: usize = 4;
 
@@ -311,4 +321,23 @@ pub enum Wait {
     /// Nothing: a low-latency combine is of other tokens (`seen`) than the dispatch into its place
     /// (`needed`).
     LowLatencyTokens = 28,
+}
+
+impl Wait {
+    /// Whether it is for the first word of a peer in an operation, which the peer says without waiting
+    /// for others. One that has said it may be late because it waits itself.
+    #[inline(always)]
+    pub const fn is_for_entry(self) -> bool {
+        matches!(
+            self,
+            Wait::Counts
+                | Wait::DispatchReady
+                | Wait::CombineReady
+                | Wait::NodeCounts
+                | Wait::DispatchNodeReady
+                | Wait::CombineNodeReady
+                | Wait::LowLatencyReady
+                | Wait::LowLatencyEnter
+        )
+    }
 }

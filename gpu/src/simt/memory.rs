@@ -143,6 +143,17 @@ device_fns! {
         unsafe { asm!("st.global.u8 [{p}], {v};", v = in(reg32) v, p = in(reg64) p, options(nostack)) };
     }
 
+    /// One byte, relaxed at system scope; the low eight bits of `v`. `st.relaxed.sys.global.u8 [p], v;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address.
+    pub unsafe fn st_relaxed_sys_u8(p: u64, v: u32) {
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!("st.relaxed.sys.global.u8 [{p}], {v};", v = in(reg32) v, p = in(reg64) p, options(nostack))
+        };
+    }
+
     /// A weak load where `active`, else 0.0, with no branch, so that several can be in flight.
     /// `@active ld.global.b32 r, [p];`
     ///

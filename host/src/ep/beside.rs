@@ -1,15 +1,23 @@
-//! The buffers of this process, for the report of a wait that has expired: where ranks launch the operations of two of them in different
-//! orders, and both do not fit on the device, they wait for each other, which no look at one buffer tells.
+//! The buffers of this process, and the mapped host memory in which kernels record a buffer's
+//! failures, in both modes alike.
+//!
+//! The report of a wait that has expired lists the other buffers. Ranks that launch the operations
+//! of two buffers in different orders wait for each other if both do not fit on the device, which
+//! the state of one buffer does not show.
 
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
-use epoxide_gpu::layout::Status;
+use epoxide_gpu::layout::{
+    FAILED_PLANS, FailedPlans, LATE_PEERS, MAX_WORLD, MISSING_TOKENS, STATUS, Section, Status,
+};
 
+use super::scratch::Arena;
 use super::sequence::Sequence;
 use crate::driver::{Device, DevicePtr, MappedMemory};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// All buffers of this process, and some that are gone.
 static BUFFERS: Mutex<Vec<Weak<Activity>>> = Mutex::new(Vec::new());
@@ -34,6 +42,20 @@ pub(super) struct Activity {
 }
 
 impl Activity {
+    /// The memory in which kernels record how operations of a buffer failed, of so many tokens.
+    pub fn alloc_status(device: &Arc<dyn Device>, max_tokens: u32) -> Result<Arc<MappedMemory>> {
+        let (status_bytes, plans_bytes) = (size_of::<Status>() as u64, size_of::<FailedPlans>() as u64);
+        let bytes = MISSING_TOKENS + u64::from(max_tokens);
+        let status = MappedMemory::alloc(device, bytes, "status")?;
+        status.describe(&[
+            Section::one("wait", status_bytes).of(STATUS),
+            Section::one("failed_plans", plans_bytes).of(FAILED_PLANS).at(status_bytes),
+            Section::array("late_peers", 2 * MAX_WORLD as u64, 8).at(LATE_PEERS),
+            Section::array("missing_tokens", max_tokens.into(), 1).at(MISSING_TOKENS),
+        ]);
+        Ok(Arc::new(status))
+    }
+
     /// Of a buffer, as long as the buffer holds it.
     pub fn list(
         id: u64,
@@ -85,6 +107,45 @@ impl Activity {
     /// Device address of the word that is not 0 once a wait has failed.
     pub fn status_ptr(&self) -> DevicePtr {
         self.status.ptr().add(offset_of!(Status, code) as u64)
+    }
+
+    /// The ranks whose words had not come when waits expired, in ascending order: `peer`, which the
+    /// record names, and all that had not entered the operation, or where all had, those of which
+    /// something else had not come. `rank_of` gives the rank by what was waited for, a
+    /// [`Wait`](epoxide_gpu::layout::Wait), and its number there. A kernel may still be about to note
+    /// one.
+    pub fn late_ranks(&self, peer: u32, rank_of: impl Fn(u64, u32) -> u32) -> Result<Vec<u32>> {
+        let mut late = Vec::new();
+        for entry in 0..2 * MAX_WORLD as u32 {
+            if entry == MAX_WORLD as u32 && !late.is_empty() {
+                break;
+            }
+            let what = self.status.load(LATE_PEERS + u64::from(entry) * 8)?;
+            late.extend((what != 0).then(|| rank_of(what, entry % MAX_WORLD as u32)));
+        }
+        late.push(peer);
+        late.sort_unstable();
+        late.dedup();
+        Ok(late)
+    }
+
+    /// Device address of the bytes that [`Activity::missing_tokens`] reads.
+    pub fn missing_ptr(&self) -> DevicePtr {
+        self.status.ptr().add(MISSING_TOKENS)
+    }
+
+    /// The tokens, of at most `max_tokens`, that a combine which gave up may have left without their
+    /// sums, in ascending order. Behind all that the streams of the device were given.
+    pub fn missing_tokens(&self, arena: &Arena, max_tokens: u32, timeout: Duration) -> Result<Vec<u32>> {
+        let fence = arena.fence()?;
+        let have_ended = fence.wait_timeout(timeout)?;
+        arena.give_back(fence);
+        if !have_ended {
+            let reason = format!("what the device's streams were given has not ended in {timeout:?}");
+            return Err(Error::os("missing_tokens", reason));
+        }
+        let missing = self.status.read_all::<u8>(MISSING_TOKENS, max_tokens)?;
+        Ok((0..).zip(missing).filter_map(|(token, is_missing)| (is_missing != 0).then_some(token)).collect())
     }
 
     fn unfinished(&self) -> Option<String> {

@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Call, Comm, DevicePtr, FAILED_PLANS, FailedPlans, LOCAL_STATE, LocalState, MAX_CHANNELS,
-    MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER, PlanHeader, PoolLayout, STATUS, Section, Status, WireLayout,
+    Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
+    PlanHeader, PoolLayout, Section, WireLayout,
 };
 
 use super::beside::{Activity, next_id};
@@ -158,12 +158,7 @@ impl Buffer {
             Section::array("pools", MAX_RANKS as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
         ]);
-        let (status_bytes, plans_bytes) = (size_of::<Status>() as u64, size_of::<FailedPlans>() as u64);
-        let status = Arc::new(MappedMemory::alloc(&device, status_bytes + plans_bytes, "status")?);
-        status.describe(&[
-            Section::one("wait", status_bytes).of(STATUS),
-            Section::one("failed_plans", plans_bytes).of(FAILED_PLANS).at(status_bytes),
-        ]);
+        let status = Activity::alloc_status(&device, options.shape.max_tokens_per_rank)?;
         let experts =
             Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
         let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;

@@ -55,20 +55,42 @@ impl Outcome for Faults {
 impl Faults {
     /// The error of the first wait that expired, or met another call.
     pub fn check(&self) -> Result<()> {
-        if self.activity.has_failed()? { Err(self.error(&self.activity.status.read(0)?)) } else { Ok(()) }
+        if self.activity.has_failed()? {
+            let status: Status = self.activity.status.read(0)?;
+            let peer = self.rank_of(status.code, status.peer as u32);
+            let late = self.activity.late_ranks(peer, |code, number| self.rank_of(code, number))?;
+            return Err(self.error(&status, peer, late));
+        }
+        Ok(())
     }
 
-    fn error(&self, status: &Status) -> Error {
-        let (topology, rank, code) = (self.topology, self.rank, status.code);
-        let (node, recorded) = (topology.node(rank), status.peer as u32);
-        // The ways in which a kernel numbers whom it waits for.
-        let of_this_node = topology.rank(node, recorded);
-        let of_node = topology.rank(recorded, topology.index(rank));
-        let relay = topology.rank(node, topology.index(recorded));
+    /// The rank that a kernel calls `number` where it waits for what `code` says.
+    fn rank_of(&self, code: u64, number: u32) -> u32 {
+        const OF_THIS_NODE: [Wait; 7] = [
+            Wait::Counts,
+            Wait::DispatchReady,
+            Wait::DispatchDone,
+            Wait::CombineReady,
+            Wait::CombineDone,
+            Wait::Staged,
+            Wait::OtherCall,
+        ];
+        let (topology, node) = (self.topology, self.topology.node(self.rank));
+        if OF_THIS_NODE.iter().any(|&wait| wait as u64 == code) {
+            return topology.rank(node, number);
+        }
+        if code == Wait::RelayedCounts as u64 {
+            return topology.rank(node, topology.index(number));
+        }
+        topology.rank(number, topology.index(self.rank))
+    }
+
+    fn error(&self, status: &Status, peer: u32, late: Vec<u32>) -> Error {
+        let (rank, code) = (self.rank, status.code);
         if code == Wait::OtherCall as u64 || code == Wait::OtherNodeCall as u64 {
             return Error::OtherCall {
                 rank,
-                peer: if code == Wait::OtherCall as u64 { of_this_node } else { of_node },
+                peer,
                 epoch: status.epoch,
                 ours: describe_call(status.needed, status.epoch),
                 theirs: describe_call(status.seen, status.epoch),
@@ -99,33 +121,26 @@ impl Faults {
         ];
         let known = WAITS.iter().find(|(wait, ..)| *wait as u64 == code);
         let &(wait, operation, word) = known.unwrap_or(&(Wait::CombineDone, "unknown", "unknown"));
-        let peer = match wait {
-            Wait::Counts
-            | Wait::DispatchReady
-            | Wait::DispatchDone
-            | Wait::CombineReady
-            | Wait::CombineDone
-            | Wait::Staged => of_this_node,
-            Wait::RelayedCounts => relay,
-            _ => of_node,
-        };
         let seen = match wait {
             Wait::DispatchReady | Wait::CombineReady | Wait::DispatchNodeReady | Wait::CombineNodeReady => {
                 ready_epoch(status.seen, status.epoch)
             }
             _ => status.seen,
         };
+        let call = Call::of(status.call);
         Error::PeerTimeout {
             rank,
             peer,
             operation,
+            place: (call.kind != CallKind::Dispatch).then_some(call.place),
+            late: late.into(),
             word,
             epoch: status.epoch,
             needed: status.needed,
             seen,
             waited: Duration::from_nanos(status.waited_ns),
             // Asked once: later calls say the same.
-            beside: self.beside.get_or_init(|| self.activity.beside()).clone(),
+            beside: self.beside.get_or_init(|| self.activity.beside()).as_str().into(),
         }
     }
 
@@ -294,6 +309,29 @@ impl Buffer {
     /// which ends that dispatch alone.
     pub fn status_ptr(&self) -> DevicePtr {
         self.faults.activity.status_ptr()
+    }
+
+    /// Device address of the tokens that a combine has left without their sums, u8
+    /// `[max_tokens_per_rank]` in mapped host memory: 1 for each token of which a combine that gave up
+    /// may not have made the sum, 0 for the others. A kernel of the caller's own reads it behind the
+    /// combine, where [`Buffer::status_ptr`] tells of a failure, also in a replayed graph.
+    ///
+    /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) whose plan fails leaves the bytes
+    /// as they are: no sum of it is made.
+    pub fn missing_ptr(&self) -> DevicePtr {
+        self.faults.activity.missing_ptr()
+    }
+
+    /// The tokens that a combine has left without their sums, by number in ascending order, as
+    /// [`Buffer::missing_ptr`] has them on the device; empty as long as no operation has failed. The
+    /// sums of all others are right. It waits for all that the device's streams were given.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where that has not ended after twice the buffer's timeout.
+    pub fn missing_tokens(&self) -> Result<Vec<u32>> {
+        let (options, faults) = (&self.options, &self.faults);
+        let timeout = options.timeout.saturating_mul(2);
+        faults.activity.missing_tokens(&self.arena, options.shape.max_tokens_per_rank, timeout)
     }
 
     /// The error after which the buffer is of no use, if there was one.

@@ -162,6 +162,34 @@ fn a_timeout_names_the_operation_that_waited() {
     });
 }
 
+/// A group that shrinks by one of two dead ranks waits a whole time-out for the other one.
+#[test]
+fn a_timeout_names_all_ranks_that_did_not_come() {
+    for is_combine in [false, true] {
+        run(|rank| {
+            let is_gone = rank.number != 2;
+            let mut place = rank.buffer.place(0)?;
+            if !is_combine && is_gone {
+                return Ok(());
+            }
+            let received = rank.dispatch(&mut place)?;
+            if is_combine {
+                rank.outcome()?;
+                if is_gone {
+                    return Ok(());
+                }
+                rank.combine(received)?;
+            }
+            let error = rank.outcome().expect_err("two ranks have gone");
+            let Error::PeerTimeout { place, late, .. } = &error else { panic!("{error}") };
+            assert_eq!((late[..].to_vec(), *place), (vec![0, 1], Some(0)), "{error}");
+            assert!(error.to_string().contains("combine in place 0") == is_combine, "{error}");
+            assert!(error.to_string().contains("ranks 0 and 1 may have died"), "{error}");
+            Ok(())
+        });
+    }
+}
+
 /// Rows of the round before would pass for results.
 #[test]
 fn what_a_failed_dispatch_left_is_not_read() {
@@ -207,6 +235,7 @@ fn what_a_failed_combine_leaves_is_nan() {
         let sums = sums.to_host::<half::bf16>(&rank.stream)?;
         assert_eq!(sums.iter().all(|sum| sum.is_nan()), is_nan, "{sums:?}");
         assert_ne!(status(&rank.stream, rank.buffer.status_ptr())?, 0);
+        assert_eq!(rank.buffer.missing_tokens()?, (0..TOKENS as u32).collect::<Vec<_>>());
         assert!(matches!(rank.buffer.check(), Err(Error::PeerTimeout { peer: 1, .. })));
         Ok(())
     };
@@ -331,6 +360,7 @@ fn an_expert_id_out_of_range_is_named() {
         if rank.number != 2 {
             return outcome;
         }
+        assert_eq!(rank.buffer.missing_tokens()?, [2]);
         let error = outcome.unwrap_err();
         assert!(
             matches!(&error, Error::Argument { .. }) && error.to_string().contains("6 of token 2"),

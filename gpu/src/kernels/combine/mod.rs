@@ -94,7 +94,7 @@ unsafe fn combine<E: Summand>(args: &CombineArgs) {
             fence_proxy_async_global();
             let mut sums = Outputs::<false>::new(args);
             sum_rows::<E, _, _, false>(args, &ring, &mut Turn::first(), &ranks, &mut sums, gather);
-        } else if args.spoils != 0 {
+        } else {
             spoil::<false>(args, begin, end, warp, warps);
         }
         leave(comm, epoch, joined, Wait::CombineDone);

@@ -136,11 +136,7 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
         barrier_sync();
         let is_sound = !warp_aborted(comm);
         leave(comm, epoch, is_sound, Wait::CombineDone);
-        if rows.spoils != 0
-            && !(is_sound && planned)
-            && turn >= args.stagers
-            && tid() / 32 < args.gather_warps
-        {
+        if !(is_sound && planned) && turn >= args.stagers && tid() / 32 < args.gather_warps {
             spoil_share(args, turn - args.stagers);
         }
     }

@@ -1,6 +1,6 @@
 //! How rows are summed: gathered by bulk loads into a ring of slots, from whatever contributes to a token, added in registers, and handed on.
 
-use crate::kernels::epoch::pool_of;
+use crate::kernels::epoch::{aborted, note_missing_token, pool_of};
 use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{CombineArgs, MAX_RANKS, NAN_BITS, SEND_ROW_STRIDE, row_stride};
 use crate::simt::*;
@@ -242,23 +242,30 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
     }
 }
 
-/// Leaves NaN where [`sum_rows`] of the same share, of a kernel that gave up or had no plan, may
-/// have stored no sum or a wrong one. The whole warp calls it.
+/// Notes the tokens of which [`sum_rows`] of the same share, of a kernel that gave up or had no
+/// plan, may have stored no sum or a wrong one, and leaves NaN there if it is to. The whole warp
+/// calls it.
 #[inline(always)]
 pub unsafe fn spoil<const WHOLE: bool>(args: &CombineArgs, begin: u32, end: u32, nth: u32, of: u32) {
     // SAFETY: the outputs have room for every token. This warp alone writes the item, and has done
     // so before.
     unsafe {
+        // A plan that failed ends its dispatch alone.
+        let is_missing = laneid() == 0 && aborted(&args.comm);
         let (mut item, step) = Item::share::<WHOLE>(args, begin, nth, of);
         while item.token < end {
             let row = args.combined_x.0 + item.token as u64 * args.row_bytes as u64;
             let (to, bytes) = (row + (item.piece * args.slot_bytes) as u64, item.bytes(args));
             let mut at = laneid() * 16;
-            while at < bytes {
+            while at < bytes && args.spoils != 0 {
                 st_v4(to + at as u64, [NAN_BITS; 4]);
                 at += 512;
             }
-            if item.piece == 0 && laneid() < args.num_topk && !args.combined_weights.is_null() {
+            if is_missing {
+                note_missing_token(&args.comm, item.token);
+            }
+            let has_weights = laneid() < args.num_topk && !args.combined_weights.is_null();
+            if item.piece == 0 && has_weights && args.spoils != 0 {
                 let entry = item.token as u64 * args.num_topk as u64 + laneid() as u64;
                 st_f32(args.combined_weights.0 + entry * 4, f32::from_bits(NAN_BITS));
             }

@@ -8,7 +8,7 @@
 
 use epoxide_macros::kernel;
 
-use super::super::epoch::{Phase, note, pool_of, share, trace, wait_at_least};
+use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, wait_at_least};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words};
 use super::team::Team;
@@ -235,6 +235,7 @@ unsafe fn send_ids(
         if expert >= experts || expert < -1 {
             // Peers get the token's other entries, and the tokens of blocks that begin later.
             note(comm, 0, comm.rank, epoch, token as u64, expert as u64, Wait::LowLatencyExpert);
+            note_missing_token(comm, token);
         }
         let expert = expert as u32;
         let rank = expert / common.local_experts;

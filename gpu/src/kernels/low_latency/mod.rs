@@ -378,8 +378,18 @@ unsafe fn load_packets(at: u64) -> [[u32; 4]; 4] {
     }
 }
 
-/// Waits until all packets of the piece at `at` are there, of which `seen` was loaded before, and gives the lane's vectors; `None` in all
-/// lanes when the wait expired. The whole warp calls it.
+/// Whether a packet of the piece that `packets` are of has not come. The whole warp calls it.
+#[inline(always)]
+unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u64) -> bool {
+    let epoch = epoch as u32;
+    let late = (a[3] ^ epoch) | (b[3] ^ epoch) | (c[3] ^ epoch) | (d[3] ^ epoch);
+    // SAFETY: the caller says that all lanes are here.
+    unsafe { ballot(late != 0) != 0 }
+}
+
+/// Waits until all packets of the piece at `at` are there, of which `seen` was loaded before, and
+/// gives the lane's vectors; in all lanes the ns that it waited when the wait expired. The whole
+/// warp calls it.
 #[inline(always)]
 unsafe fn wait_packets(
     comm: &Comm,
@@ -388,22 +398,20 @@ unsafe fn wait_packets(
     peer: u32,
     epoch: u64,
     what: Wait,
-) -> Option<[[u32; 4]; 3]> {
+) -> Result<[[u32; 4]; 3], u64> {
     // SAFETY: the caller vouches for the address.
     unsafe {
         let (mut packets, mut deadline) = (seen, Deadline::start());
         loop {
             let [a, b, c, d] = packets;
-            let late =
-                (a[3] ^ epoch as u32) | (b[3] ^ epoch as u32) | (c[3] ^ epoch as u32) | (d[3] ^ epoch as u32);
-            if ballot(late != 0) == 0 {
-                return Some([[a[0], a[1], a[2], d[0]], [b[0], b[1], b[2], d[1]], [c[0], c[1], c[2], d[2]]]);
+            if !is_piece_late(packets, epoch) {
+                return Ok([[a[0], a[1], a[2], d[0]], [b[0], b[1], b[2], d[1]], [c[0], c[1], c[2], d[2]]]);
             }
             if ballot(deadline.expired(comm)) != 0 {
                 if laneid() == 0 {
                     record(comm, deadline.waited, peer, epoch, epoch, a[3] as u64, what);
                 }
-                return None;
+                return Err(deadline.waited);
             }
             packets = load_packets(at);
         }

@@ -9,7 +9,7 @@ use epoxide_gpu::kernels::{
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace, STATUS, Status,
+    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
 use super::fault::Faults;
@@ -18,7 +18,7 @@ use super::layout::{PoolLayout, TableLayout};
 use super::options::Options;
 use super::place::{Place, PlaceState, Room};
 use super::results::Received;
-use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Module, Stream, shipped_ptx};
+use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream, shipped_ptx};
 use crate::ep::beside::{Activity, next_id};
 use crate::ep::buffer::{agree_on, nanoseconds};
 use crate::ep::captured::Recordings;
@@ -132,8 +132,7 @@ impl Buffer {
         let table_layout = TableLayout::new(&options, topology, tables.ptr());
         tables.write(enqueuer.comm_stream(), 0, &vec![0; bytes as usize])?;
         tables.describe(table_layout.pieces.sections());
-        let status = Arc::new(MappedMemory::alloc(&device, size_of::<Status>() as u64, "status")?);
-        status.describe(STATUS);
+        let status = Activity::alloc_status(&device, options.max_tokens)?;
 
         let kernels = Kernels::load(&device, topology.nodes)?;
         let stream = enqueuer.comm_stream();

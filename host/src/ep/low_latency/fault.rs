@@ -36,6 +36,30 @@ impl Buffer {
     pub fn status_ptr(&self) -> DevicePtr {
         self.faults.activity.status_ptr()
     }
+
+    /// Device address of the tokens that a combine has left without their sums, u8 `[max_tokens]` in
+    /// mapped host memory: 1 for each token of which a combine that gave up may not have made the sum,
+    /// 0 for the others. A kernel of the caller's own reads it behind the combine, where
+    /// [`Buffer::status_ptr`] tells of a failure, also in a replayed graph. [`Buffer::regroup`] sets
+    /// all bytes to 0.
+    ///
+    /// A token with an expert id out of range has a 1 as well, from its dispatch on. Shares of experts
+    /// on ranks that a regroup left out are not counted: they are those that are not among
+    /// [`Buffer::members`].
+    pub fn missing_ptr(&self) -> DevicePtr {
+        self.faults.activity.missing_ptr()
+    }
+
+    /// The tokens that a combine has left without their sums, by number in ascending order, as
+    /// [`Buffer::missing_ptr`] has them on the device; empty as long as no operation has failed. The
+    /// sums of all others are right. It waits for all that the device's streams were given.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where that has not ended after twice the buffer's timeout.
+    pub fn missing_tokens(&self) -> Result<Vec<u32>> {
+        let timeout = self.options.timeout.saturating_mul(2);
+        self.faults.activity.missing_tokens(&self.arena, self.options.max_tokens, timeout)
+    }
 }
 
 /// The first failed wait of a buffer's kernels, as they record it.
@@ -58,7 +82,7 @@ impl Faults {
             return Ok(());
         }
         let Status { code, peer, epoch, needed, seen, waited_ns, call } = self.activity.status.read(0)?;
-        let (rank, peer) = (self.rank, peer as u32);
+        let (rank, peer, call) = (self.rank, peer as u32, LowLatencyCall::of(call as u32));
         if code == Wait::LowLatencyExpert as u64 {
             let value = format!("{} of token {needed}", seen as i64);
             let rule = format!(
@@ -96,13 +120,15 @@ impl Faults {
         Err(Error::PeerTimeout {
             rank,
             peer,
-            operation: name_of(LowLatencyCall::of(call as u32)),
+            operation: name_of(call),
+            place: Some(call.place),
+            late: self.activity.late_ranks(peer, |_, number| number)?.into(),
             word,
             epoch,
             needed,
             seen,
             waited: Duration::from_nanos(waited_ns),
-            beside: self.activity.beside(),
+            beside: self.activity.beside().into(),
         })
     }
 }

@@ -1,8 +1,10 @@
 //! A token's owner sums what has come back.
 
-use super::super::super::epoch::{pool_of, wait_at_least};
+use super::super::super::epoch::{note_late, note_missing_token, pool_of, wait_at_least};
 use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
-use super::super::{Begun, Piece, chunk_offset, in_packets, load_packets, packet_seen, wait_packets};
+use super::super::{
+    Begun, Piece, chunk_offset, in_packets, is_piece_late, load_packets, packet_seen, wait_packets,
+};
 use super::{add, bf16_bytes, round};
 use crate::layout::{
     LowLatencyCombineArgs, MAX_RANKS, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
@@ -133,6 +135,31 @@ unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, epoch: u
     }
 }
 
+/// Notes the ranks of `left` of which the piece has not come either, behind a wait of `waited` ns
+/// that expired. The whole warp calls it.
+#[inline(always)]
+unsafe fn note_late_pieces(
+    args: &LowLatencyCombineArgs,
+    piece: &Piece,
+    mut left: u32,
+    waited: u64,
+    epoch: u64,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
+        while left != 0 {
+            let from = left.trailing_zeros();
+            left &= left - 1;
+            let seen = load_packets(packets + piece.offset(common, args.row_bytes, from));
+            if is_piece_late(seen, epoch) && laneid() == 0 {
+                note_late(comm, waited, from, Wait::LowLatencyReturned);
+            }
+        }
+    }
+}
+
 /// Leaves NaN in what this block would have summed: a rank has not come.
 #[inline(always)]
 pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
@@ -146,15 +173,19 @@ pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
     }
 }
 
-/// The same in the block's tokens from `token` on. All threads of the block call it.
+/// The same in the block's tokens from `token` on, if it is to, and notes them. All threads of the
+/// block call it.
 #[inline(always)]
 pub(in super::super) unsafe fn spoil_rows<const FP8: bool>(args: &LowLatencyCombineArgs, mut token: u32) {
     // SAFETY: the sums have room for every token.
     unsafe {
         let bytes = bf16_bytes::<FP8>(args);
-        while token < args.common.num_tokens && args.spoils != 0 {
+        while token < args.common.num_tokens {
+            if tid() == 0 {
+                note_missing_token(&args.common.comm, token);
+            }
             let mut at = tid() * 16;
-            while at < bytes {
+            while at < bytes && args.spoils != 0 {
                 st_v4(args.combined_x.0 + token as u64 * bytes as u64 + at as u64, [NAN_BITS; 4]);
                 at += ntid() * 16;
             }
@@ -171,12 +202,15 @@ unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, mut number
         let bytes = bf16_bytes::<FP8>(args);
         // Elements are twice as long as they travelled.
         let scale = if FP8 { 2 } else { 1 };
-        while number < args.common.num_tokens * pieces_of(args.row_bytes) && args.spoils != 0 {
+        while number < args.common.num_tokens * pieces_of(args.row_bytes) {
             let piece = Piece::of(number, args.row_bytes, 1);
+            if laneid() == 0 {
+                note_missing_token(&args.common.comm, piece.token);
+            }
             let row = args.combined_x.0 + piece.token as u64 * bytes as u64;
             let end = ((piece.index + 1) * PIECE_BYTES * scale).min(bytes);
             let mut at = piece.index * PIECE_BYTES * scale + laneid() * 16;
-            while at < end {
+            while at < end && args.spoils != 0 {
                 st_v4(row + at as u64, [NAN_BITS; 4]);
                 at += 512;
             }
@@ -199,8 +233,12 @@ unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to:
             left &= left - 1;
             let at = packets + piece.offset(common, args.row_bytes, from);
             let seen = load_packets(at);
-            let Some(vectors) = wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) else {
-                return false;
+            let vectors = match wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) {
+                Ok(vectors) => vectors,
+                Err(waited) => {
+                    note_late_pieces(args, piece, left, waited, epoch);
+                    return false;
+                }
             };
             unroll3!(V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
         }
@@ -240,8 +278,12 @@ unsafe fn sum_quantised_pieces(
                 + common.place.returned_scales
                 + scale_offset(common, args.row_bytes, from, piece.token, index);
             let mut scale = if is_there { ld_relaxed_sys_u64(of_scale) } else { 0 };
-            let Some(vectors) = wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) else {
-                return false;
+            let vectors = match wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) {
+                Ok(vectors) => vectors,
+                Err(waited) => {
+                    note_late_pieces(args, piece, left, waited, epoch);
+                    return false;
+                }
             };
             let mut is_missing = false;
             if is_there {

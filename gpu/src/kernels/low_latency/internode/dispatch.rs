@@ -7,7 +7,7 @@
 
 use epoxide_macros::kernel;
 
-use super::super::super::epoch::{Phase, note, share, trace};
+use super::super::super::epoch::{Phase, note, note_missing_token, share, trace};
 use super::super::dispatch::{Entry, Pair, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
@@ -196,6 +196,7 @@ unsafe fn write_entries(
         if entry.expert >= experts || entry.expert < -1 {
             let (peer, expert) = (common.comm.rank, entry.expert as u64);
             note(&common.comm, 0, peer, begun.epoch, token as u64, expert, Wait::LowLatencyExpert);
+            note_missing_token(&common.comm, token);
         }
         let (rank, local) = owner_of(args, entry.expert, begun).unwrap_or((u32::MAX, 0));
         let mask = redux_or(if rank < MEMBERS { 1 << rank } else { 0 });
