@@ -12,6 +12,7 @@ use epoxide::{Error, Result};
 use epoxide_testing::harness::{PATIENCE, now, run_ranks};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
+use epoxide_testing::tier;
 
 use crate::promises::status;
 use crate::shapes::routing;
@@ -66,19 +67,19 @@ pub(super) fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
 }
 
 fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Rank) -> Result<()> + Sync)) {
-    run_of(HIDDEN, spread, main);
+    run_of(HIDDEN, None, spread, main);
 }
 
-/// The same with rows of so many elements.
+/// The same with rows of so many elements, and warps in the order that a seed draws.
 fn run_of(
     hidden: u64,
+    seed: Option<u64>,
     spread: impl Fn(Options) -> Options + Sync,
     main: &(impl Fn(&mut Rank) -> Result<()> + Sync),
 ) {
-    let case = LowLatencyCase::new(
-        routing(&[TOKENS as u32; RANKS as usize], 2, 6, Style::DistinctTopK),
-        hidden as u32,
-    );
+    let routing = routing(&[TOKENS as u32; RANKS as usize], 2, 6, Style::DistinctTopK);
+    let mut case = LowLatencyCase::new(routing, hidden as u32);
+    case.schedule_seed = seed;
     let outcome = run_ranks(RANKS, |number, group| {
         let device = case.device(number);
         let stream = Arc::new(Stream::new(&device, false)?);
@@ -242,10 +243,10 @@ fn what_a_failed_combine_leaves_is_nan() {
     let transport = TransportOptions::new(TransportKind::Direct);
     for quantise in [Quantise::Not, Quantise::Fp8] {
         let is_nan = |rank: &mut Rank| combine(rank, quantise, true);
-        run_of(128, |options| options, &is_nan);
+        run_of(128, None, |options| options, &is_nan);
         // Rows that come back with words, and not as packets.
-        run_of(128, |options| options.packet_tokens(0), &is_nan);
-        run_of(128, |options| options.ranks_per_node(1).transport(transport.clone()), &is_nan);
+        run_of(128, None, |options| options.packet_tokens(0), &is_nan);
+        run_of(128, None, |options| options.ranks_per_node(1).transport(transport.clone()), &is_nan);
     }
     run_on(|options| options.nan_on_failure(false), &|rank: &mut Rank| combine(rank, Quantise::Not, false));
 }
@@ -368,6 +369,29 @@ fn an_expert_id_out_of_range_is_named() {
         );
         Ok(())
     });
+}
+
+/// Of the blocks that begin after the one with the id, all send their tokens.
+#[test]
+fn an_expert_id_out_of_range_holds_no_other_token_back() {
+    let main = |rank: &mut Rank| {
+        let mut place = rank.buffer.place(0)?;
+        if rank.number == 2 {
+            rank.topk_idx = TypedTensor::from_host(&rank.stream, &[TOKENS, 2], &[6, 0, 2, 1, 4, 0, 2, 5])?;
+        }
+        drop(rank.dispatch(&mut place)?);
+        let outcome = rank.outcome();
+        if rank.number != 2 {
+            return outcome;
+        }
+        assert!(matches!(outcome, Err(Error::Argument { .. })), "{outcome:?}");
+        Ok(())
+    };
+    let tcp = TransportOptions::new(TransportKind::Tcp);
+    for seed in 0..tier::pick(8, 100) {
+        run_of(HIDDEN, Some(seed), |options| options, &main);
+        run_of(HIDDEN, Some(seed), |options| options.ranks_per_node(1).transport(tcp.clone()), &main);
+    }
 }
 
 #[test]
