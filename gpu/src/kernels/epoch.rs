@@ -352,55 +352,53 @@ pub unsafe fn wait_packet(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Opti
 /// Waits for packet `word` of the count messages of all ranks: 0 where there is no such rank; `None` when a wait expired.
 #[inline(always)]
 pub unsafe fn wait_packets(comm: &Comm, word: u32, epoch: u64) -> Option<[u32; MAX_RANKS]> {
-    // SAFETY: as for one packet.
+    // SAFETY: the packets are in this rank's own pool. Data and flag are one atomic word.
     unsafe {
-        // Usually all have come, so that one look at each, in flight together, is enough.
         let messages = pool_of(comm, comm.rank) + comm.pool.messages;
-        let mut seen = [0u64; MAX_RANKS];
-        unroll8!(PEER => {
-            if (PEER as u32) < comm.num_ranks {
-                seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(PEER as u32, word));
-            }
-        });
-        // One deadline for all, so that each of those that do not come is noted as late.
-        let (mut deadline, mut have_come) = (Deadline::start(), true);
-        let mut values = [0u32; MAX_RANKS];
-        unroll8!(PEER => {
-            if (PEER as u32) < comm.num_ranks {
-                values[PEER] = seen[PEER] as u32;
-                if (seen[PEER] >> 32) as u32 != epoch as u32 {
-                    let (peer, offset) = (PEER as u32, message_offset(PEER as u32, word));
-                    match wait_packet_until(&mut deadline, comm, offset, peer, epoch, Wait::Counts) {
-                        Some(value) => values[PEER] = value,
-                        None => have_come = false,
-                    }
+        let mut deadline = Deadline::start();
+        let (mut seen, mut late) = ([0u64; MAX_RANKS], (1u32 << comm.num_ranks) - 1);
+        loop {
+            unroll8!(PEER => {
+                if late >> PEER & 1 != 0 {
+                    seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(PEER as u32, word));
                 }
+            });
+            unroll8!(PEER => {
+                if (seen[PEER] >> 32) as u32 == epoch as u32 {
+                    late &= !(1 << PEER);
+                }
+            });
+            if late == 0 {
+                return Some(seen.map(|packet| packet as u32));
             }
-        });
-        have_come.then_some(values)
+            let first = late.trailing_zeros();
+            if deadline.expired(comm) {
+                let mut last = 0;
+                unroll8!(PEER => {
+                    if late >> PEER & 1 != 0 {
+                        note_late(comm, deadline.waited, PEER as u32, Wait::Counts);
+                    }
+                    if PEER as u32 == first {
+                        last = seen[PEER] >> 32;
+                    }
+                });
+                record(comm, deadline.waited, first, epoch, epoch, last, Wait::Counts);
+                return None;
+            }
+            if deadline.is_long() && is_sender_in_other_call(comm, first, epoch) {
+                return None;
+            }
+        }
     }
 }
 
 /// Waits for the packet at `offset` of the messages in the own pool; `None` when the wait expired.
 #[inline(always)]
 pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, what: Wait) -> Option<u32> {
-    // SAFETY: passed on to the caller.
-    unsafe { wait_packet_until(&mut Deadline::start(), comm, offset, peer, epoch, what) }
-}
-
-/// The same until a deadline that other waits of this thread may share.
-#[inline(always)]
-unsafe fn wait_packet_until(
-    deadline: &mut Deadline,
-    comm: &Comm,
-    offset: u64,
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-) -> Option<u32> {
     // SAFETY: the packet is in this rank's own pool. Data and flag are one atomic word, so no acquire is needed.
     unsafe {
         let packet = pool_of(comm, comm.rank) + comm.pool.messages + offset;
+        let mut deadline = Deadline::start();
         loop {
             let seen = ld_relaxed_sys_u64(packet);
             if (seen >> 32) as u32 == epoch as u32 {
@@ -410,16 +408,24 @@ unsafe fn wait_packet_until(
                 record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
                 return None;
             }
-            if deadline.is_long() {
-                // Of several nodes: the rank of this one that hands the message on.
-                core::hint::assert_unchecked(comm.num_ranks >= 1);
-                let from = peer % comm.num_ranks;
-                let word = pool_of(comm, comm.rank) + ready_offset(from);
-                if is_in_other_call(comm, word, from, epoch, Wait::OtherCall) {
-                    return None;
-                }
+            if deadline.is_long() && is_sender_in_other_call(comm, peer, epoch) {
+                return None;
             }
         }
+    }
+}
+
+/// Whether the rank of this node that sends the counts of `peer` is in another call, which is then
+/// recorded.
+#[inline(always)]
+unsafe fn is_sender_in_other_call(comm: &Comm, peer: u32, epoch: u64) -> bool {
+    // SAFETY: the word is in this rank's own pool.
+    unsafe {
+        // Of several nodes: the rank of this one that hands the message on.
+        core::hint::assert_unchecked(comm.num_ranks >= 1);
+        let from = peer % comm.num_ranks;
+        let word = pool_of(comm, comm.rank) + ready_offset(from);
+        is_in_other_call(comm, word, from, epoch, Wait::OtherCall)
     }
 }
 

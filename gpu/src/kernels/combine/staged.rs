@@ -92,6 +92,8 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
         let (rows, comm) = (&args.combine, &args.combine.comm);
         trace(comm, Phase::Enter);
         let entry = Entry::read(comm, rows.header.0);
+        // Loaded with the entry's words, so that a stager does not wait for it.
+        let came = rows_of_plan(rows.header.0);
         let epoch = current_epoch(comm);
         let ready = entry.ready_word(comm, epoch);
         let turn = starting_order(comm, epoch);
@@ -99,11 +101,9 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
             tell_ready(comm, ready);
         }
         let planned = entry.is_planned();
-        let mut came = 0;
         if turn < args.stagers {
             trace(comm, Phase::Ready);
             // Where rows are missing, nothing is staged for peers to wait for.
-            came = rows_of_plan(rows.header.0);
             if planned && came <= args.num_rows {
                 stage(args, turn, epoch);
             }
