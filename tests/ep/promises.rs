@@ -337,6 +337,37 @@ fn what_a_dispatch_without_a_plan_left_is_not_read() {
     }
 }
 
+/// An engine that waits for an event reads what it likes behind it.
+#[test]
+fn the_event_of_a_failed_operation_gives_its_error() {
+    let [turn] = turns();
+    for nodes in SPREADS {
+        setup().nodes(nodes).run(|rank| {
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let stream = rank.stream.clone();
+            let order = StreamOrder::on(&stream).asynchronous();
+            let (output, back) =
+                echo_on(&mut rank.buffer, &mut place, order, &stream, &inputs, turn.routing.num_experts)?;
+            let event = back.event.as_ref().expect("the call is asynchronous");
+            event.synchronize()?;
+            assert!(event.is_done()?);
+            if rank.rank == 1 {
+                return Ok(());
+            }
+            let request = CombineRequest::new(&output.recv_x, &output.handle);
+            let back = rank.buffer.combine(request, order)?;
+            let event = back.event.as_ref().expect("the call is asynchronous");
+            let waits =
+                [event.synchronize(), event.is_done().map(drop), event.wait_timeout(PATIENCE).map(drop)];
+            for wait in waits {
+                let error = wait.expect_err("rank 1 has gone");
+                assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+            }
+            Ok(())
+        });
+    }
+}
+
 /// Steps whose plans fail, more often than the record of failed plans has room for.
 #[test]
 fn the_plans_of_steps_that_failed_are_told_of() {

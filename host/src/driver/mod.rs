@@ -29,7 +29,7 @@ pub use fence::Fence;
 #[doc(hidden)]
 pub use owned::MappedMemory;
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
-pub(crate) use owned::{give_up, poll, shipped_ptx};
+pub(crate) use owned::{Report, give_up, poll, shipped_ptx};
 #[doc(hidden)]
 pub use raw::{CopyEnd, FabricHandle, RawMemory};
 pub use raw::{DeviceInfo, LaunchConfig, MemoryKind, RawStream, RdmaWriteOrder};

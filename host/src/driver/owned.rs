@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::ffi::OsString;
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -500,17 +501,34 @@ pub(crate) fn poll(
     Ok(true)
 }
 
+/// How the work in front of an event has ended, for the host that waits for the event.
+pub(crate) trait Report: fmt::Debug + Send + Sync {
+    /// The error of the work, if it has failed.
+    fn report(&self) -> Result<()>;
+}
+
 /// A point in a stream.
+///
+/// The event of an operation of a buffer also knows the operation's outcome: [`Event::synchronize`],
+/// [`Event::is_done`] and [`Event::wait_timeout`] give the error of a failed operation instead of
+/// `Ok`, once the event has passed.
 #[derive(Debug)]
 pub struct Event {
     device: Arc<dyn Device>,
     handle: u64,
+    of: Option<Arc<dyn Report>>,
 }
 
 impl Event {
     /// A new event; with `timing` it can be used in [`Event::elapsed_ms`].
     pub fn new(device: &Arc<dyn Device>, timing: bool) -> Result<Event> {
-        Ok(Event { device: device.clone(), handle: device.event_create(timing)? })
+        Ok(Event { device: device.clone(), handle: device.event_create(timing)?, of: None })
+    }
+
+    /// The same event, of work whose outcome `report` knows.
+    pub(crate) fn of(mut self, report: Arc<dyn Report>) -> Event {
+        self.of = Some(report);
+        self
     }
 
     /// Records the event in the stream of this handle.
@@ -524,16 +542,34 @@ impl Event {
     }
 
     /// Blocks until the last record has passed.
+    ///
+    /// # Errors
+    /// The error of the operation that the event is of, if it has failed.
     pub fn synchronize(&self) -> Result<()> {
-        self.device.event_synchronize(self.handle)
+        self.device.event_synchronize(self.handle)?;
+        self.report()
     }
 
     /// True when the last record has passed.
+    ///
+    /// # Errors
+    /// As for [`Event::synchronize`].
     pub fn is_done(&self) -> Result<bool> {
-        self.device.event_query(self.handle)
+        let is_done = self.device.event_query(self.handle)?;
+        if is_done {
+            self.report()?;
+        }
+        Ok(is_done)
+    }
+
+    fn report(&self) -> Result<()> {
+        self.of.as_ref().map_or(Ok(()), |of| of.report())
     }
 
     /// Polls until the last record has passed or `timeout` is over; false means it is over.
+    ///
+    /// # Errors
+    /// As for [`Event::synchronize`].
     pub fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
         poll(&*self.device, timeout, || self.is_done())
     }

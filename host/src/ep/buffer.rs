@@ -420,7 +420,7 @@ impl Buffer {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        self.enqueuer.clone().run(order, capturing, operation, |stream| {
+        let event = self.enqueuer.clone().run(order, capturing, operation, |stream| {
             if capturing {
                 self.recordings.keep(uses);
                 self.arena.are_settled();
@@ -428,7 +428,8 @@ impl Buffer {
                 self.arena.come_before(stream)?;
             }
             work(self, stream)
-        })
+        })?;
+        Ok(event.map(|event| event.of(self.faults.clone())))
     }
 }
 

@@ -16,7 +16,7 @@ use super::tensor::Outcome;
 use super::topology::Topology;
 use super::wire::{WireSide, wire_bytes};
 use super::{Buffer, BufferShape};
-use crate::driver::{DevicePtr, Stream, poll};
+use crate::driver::{DevicePtr, Report, Stream, poll};
 use crate::error::{Error, Result, Scope};
 
 /// How often a waiting host asks the stream whether it has failed.
@@ -44,6 +44,12 @@ pub(super) struct Limits {
     pub rows: u64,
     /// Slots of wire memory for each node; 0 with one node.
     pub slots: u64,
+}
+
+impl Report for Faults {
+    fn report(&self) -> Result<()> {
+        self.check()
+    }
 }
 
 impl Outcome for Faults {

@@ -216,6 +216,27 @@ fn what_a_failed_dispatch_left_is_not_read() {
     });
 }
 
+/// An engine that waits for an event reads what it likes behind it.
+#[test]
+fn the_event_of_a_failed_operation_gives_its_error() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        if rank.number == 1 {
+            return Ok(());
+        }
+        let order = StreamOrder::on(&rank.stream).asynchronous();
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+        let received = rank.buffer.dispatch(&mut place, request, order)?;
+        let event = received.event.as_ref().expect("the call is asynchronous");
+        let waits = [event.synchronize(), event.is_done().map(drop), event.wait_timeout(PATIENCE).map(drop)];
+        for wait in waits {
+            let error = wait.expect_err("rank 1 has gone");
+            assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+        }
+        Ok(())
+    });
+}
+
 /// Kernels that read sums see no error.
 #[test]
 fn what_a_failed_combine_leaves_is_nan() {

@@ -330,14 +330,15 @@ impl Buffer {
         }
         self.check()?;
         let capturing = order.caller.is_capturing()?;
-        self.enqueuer.clone().run(order, capturing, operation, |stream| {
+        let event = self.enqueuer.clone().run(order, capturing, operation, |stream| {
             if capturing {
                 self.recordings.keep(uses);
             } else {
                 place.come_before(stream)?;
             }
             work(self, stream)
-        })
+        })?;
+        Ok(event.map(|event| event.of(self.faults.clone())))
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use epoxide_gpu::layout::{LowLatencyCall, Status, Wait};
 
 use super::buffer::Buffer;
-use crate::driver::{DevicePtr, Stream};
+use crate::driver::{DevicePtr, Report, Stream};
 use crate::ep::beside::Activity;
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
@@ -68,6 +68,12 @@ pub(super) struct Faults {
     pub activity: Arc<Activity>,
     pub rank: u32,
     pub num_experts: u32,
+}
+
+impl Report for Faults {
+    fn report(&self) -> Result<()> {
+        self.check()
+    }
 }
 
 impl Outcome for Faults {
