@@ -22,7 +22,7 @@ fn one_rank_a_node() -> Option<Nodes> {
     Some(Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })
 }
 
-/// Points of the operations at which a deadline passes, in the long tier.
+/// Points of the operations at which a deadline passes: some of them in each tier.
 const POINTS: u64 = 1000;
 
 /// A round trip of each rank, all enqueued. `interrupt` then runs with the machine at its
@@ -82,7 +82,7 @@ fn length(nodes: Option<Nodes>) -> u64 {
 fn wherever_a_deadline_passes(nodes: Option<Nodes>) {
     let length = length(nodes);
     // With kernels whose posters waited for workers alone, point 237 did not end across nodes.
-    for point in (0..POINTS).filter(|point| point % tier::pick(25, 1) == tier::pick(12, 0)) {
+    for point in (0..POINTS).filter(|point| point % tier::pick(25, 5) == 2 + tier::pick(10, 0)) {
         let interrupt = |machine: &Machine| {
             machine.drive(length * point / POINTS);
             machine.advance(2 * DEADLINE);
