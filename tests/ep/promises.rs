@@ -407,7 +407,7 @@ fn the_plans_of_steps_that_failed_are_told_of() {
 #[test]
 fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
     let [turn] = turns();
-    for nodes in SPREADS {
+    for (nodes, in_pool) in SPREADS.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
         let mut setup = setup().nodes(nodes);
         setup.options.timeout = Duration::from_millis(200);
         setup.run(|rank| {
@@ -418,8 +418,15 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
             let output = rank.dispatch(&mut place, request)?;
             let received = output.handle.num_recv_tokens(&stream)?;
             let given = received - u32::from(rank.rank == 1);
-            let rows = tensor(rank, DType::Bf16, &[given.into(), HIDDEN as u64]);
-            let back = rank.combine(CombineRequest::new(&rows, &output.handle))?;
+            let handle = output.handle.clone();
+            drop(output);
+            let back = if in_pool {
+                let rows = place.combine_rows(DType::Bf16, given.into(), HIDDEN as u64)?;
+                rank.combine(CombineRequest::new(&rows, &handle))?
+            } else {
+                let rows = tensor(rank, DType::Bf16, &[given.into(), HIDDEN as u64]);
+                rank.combine(CombineRequest::new(&rows, &handle))?
+            };
             let read = back.combined_x.to_host::<u16>(&stream).map(drop);
             if rank.rank == 1 {
                 refused(read, &[&format!("{received} rows came, and it was given {given};")]);
@@ -427,6 +434,60 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
                 assert!(matches!(read, Err(Error::PeerTimeout { peer: 1, .. })), "{read:?}");
             }
             assert!(rank.buffer.check().is_err());
+            Ok(())
+        });
+    }
+}
+
+/// A read on a stream that has not waited for the operation.
+#[test]
+fn results_are_read_behind_their_operations_on_any_stream() {
+    let [turn] = turns();
+    for nodes in SPREADS {
+        setup().nodes(nodes).run(|rank| {
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let (stream, other) = (rank.stream.clone(), Stream::new(rank.stream.device(), false)?);
+            let experts = turn.routing.num_experts;
+            let want = turn.sums[rank.rank as usize].concat();
+            for order in [StreamOrder::on(&stream), StreamOrder::comm(&stream).asynchronous()] {
+                let (output, back) = echo_on(&mut rank.buffer, &mut place, order, &stream, &inputs, experts)?;
+                let sums = back.combined_x.to_host::<u16>(&other)?;
+                assert_eq!(sums.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>(), want);
+                drop(output);
+            }
+            let step = captured_echo(rank, &mut place, &inputs, experts)?;
+            for turn in 0..2 {
+                if turn == 1 && rank.rank == 1 {
+                    return Ok(());
+                }
+                step.launch(&stream)?;
+                let sums = step.output().combined_x.to_host::<u16>(&other);
+                let sums = sums.map(|sums| sums.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>());
+                if turn == 0 {
+                    assert_eq!(sums?, want);
+                } else {
+                    assert!(matches!(sums, Err(Error::PeerTimeout { peer: 1, .. })), "{sums:?}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Rows of one byte count and different types.
+#[test]
+fn ranks_whose_rows_have_different_types_are_told() {
+    let [turn] = turns();
+    for nodes in SPREADS {
+        setup().nodes(nodes).run(|rank| {
+            let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
+            let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+            let floats = tensor(rank, DType::F32, &[inputs.x.rows(), HIDDEN as u64 / 2]);
+            let x = if rank.rank == 1 { &floats } else { &inputs.x };
+            let error = rank.dispatch(&mut place, DispatchRequest::new(x, &layout)).unwrap_err();
+            let Error::Mismatch { what: "dtype", ours, theirs, .. } = &error else { panic!("{error}") };
+            let [one, two] = if rank.rank == 1 { ["f32", "bf16"] } else { ["bf16", "f32"] };
+            assert_eq!((ours.as_str(), theirs.as_str()), (one, two), "{error}");
             Ok(())
         });
     }

@@ -74,7 +74,6 @@ const NONE: u32 = u32::MAX;
         args.local_experts >= 1,
         args.local_experts <= MAX_LOCAL_EXPERTS,
         args.expert_alignment >= 1,
-        args.row_bytes.is_multiple_of(16),
     )
 )]
 pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
@@ -500,7 +499,7 @@ impl<'a> Exchange<'a> {
     #[inline(always)]
     fn signature(&self, index: u32) -> u32 {
         match index {
-            0 => self.args.row_bytes,
+            0 => self.args.row_signature,
             1 => self.args.columns,
             2 => self.local_experts * self.ranks,
             3 => self.channels,

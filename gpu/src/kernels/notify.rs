@@ -37,7 +37,7 @@ const TOGETHER: usize = 4;
 /// What must agree between ranks, in the order of `SIGNATURE_NAMES`.
 #[inline(always)]
 fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
-    [args.row_bytes, args.columns, args.num_experts, args.num_channels, args.comm.pool.rows as u32]
+    [args.row_signature, args.columns, args.num_experts, args.num_channels, args.comm.pool.rows as u32]
 }
 
 /// Exchanges counts and plans where rows go. One block per channel.
@@ -52,7 +52,6 @@ fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
         args.num_experts.is_multiple_of(args.comm.num_ranks),
         args.num_experts / args.comm.num_ranks <= MAX_LOCAL_EXPERTS,
         args.expert_alignment >= 1,
-        args.row_bytes.is_multiple_of(16),
     )
 )]
 pub unsafe fn notify(args: NotifyArgs) {

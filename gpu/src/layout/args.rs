@@ -79,8 +79,9 @@ pub struct NotifyArgs {
     pub num_experts: u32,
     /// Expert counts are rounded up to multiples of this.
     pub expert_alignment: u32,
-    /// Bytes per row; signature word 0.
-    pub row_bytes: u32,
+    /// Bytes per row, a multiple of 16, and in the low four bits the code of their elements' type;
+    /// signature word 0.
+    pub row_signature: u32,
     /// Top-k and scales per row, as `num_topk << 16 | num_scales`; signature word 1.
     pub columns: u32,
 }
@@ -325,8 +326,9 @@ pub struct InternodeNotifyArgs {
     pub local_experts: u32,
     /// Expert counts are rounded up to multiples of this.
     pub expert_alignment: u32,
-    /// Bytes per row; signature word 0.
-    pub row_bytes: u32,
+    /// Bytes per row, a multiple of 16, and in the low four bits the code of their elements' type;
+    /// signature word 0.
+    pub row_signature: u32,
     /// Top-k and scales per row, as `num_topk << 16 | num_scales`; signature word 1.
     pub columns: u32,
     /// Zero.

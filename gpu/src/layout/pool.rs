@@ -60,7 +60,7 @@ pub const fn staged_offset(src: u32, place: u32) -> u64 {
 
 /// What the signature words of a count message are, in order.
 pub const SIGNATURE_NAMES: [&str; 5] = [
-    "bytes per row",
+    "bytes per row | dtype",
     "place << 24 | num_topk << 16 | num_scales",
     "num_experts",
     "channels",

@@ -16,7 +16,7 @@ use epoxide_gpu::layout::{
 
 use super::scratch::Arena;
 use super::sequence::Sequence;
-use crate::driver::{Device, DevicePtr, MappedMemory};
+use crate::driver::{Device, DevicePtr, MappedMemory, Stream};
 use crate::error::{Error, Result};
 
 /// All buffers of this process, and some that are gone.
@@ -127,6 +127,11 @@ impl Activity {
         late.sort_unstable();
         late.dedup();
         Ok(late)
+    }
+
+    /// Has `stream` wait for the last operation of the buffer.
+    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+        self.sequence.come_before(stream)
     }
 
     /// Device address of the bytes that [`Activity::missing_tokens`] reads.

@@ -165,7 +165,13 @@ impl Buffer {
         let comm = self.comm_in(&self.places[handle.place as usize], call);
         let null = DevicePtr::NULL;
         let weights = request.topk_weights.map(|weights| &**weights);
-        let given = in_tensor.into_iter().chain(weights).map(Tensor::rows).min();
+        let rows = match request.rows {
+            CombineRows::InPool(given) => given.tensor().rows(),
+            CombineRows::Tensor(x) => x.rows(),
+        };
+        // The device holds the rows against those that came, where the host does not know how many.
+        let may_be_short = received.is_none() && rows < handle.capacity;
+        let given = weights.map_or(rows, |weights| weights.rows().min(rows));
         let stage = StageArgs {
             comm,
             x: in_tensor.map_or(null, Tensor::ptr),
@@ -174,7 +180,7 @@ impl Buffer {
             weights: weights.map_or(null, Tensor::ptr),
             weight_rows: pool.add(comm.pool.combine_weights),
             header: handle.places.header,
-            num_rows: given.unwrap_or(0).min(comm.pool.rows),
+            num_rows: given.min(comm.pool.rows),
             row_bytes: row_bytes as u32,
             num_topk,
         };
@@ -243,7 +249,7 @@ impl Buffer {
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
             // them. The last combine ended when every peer had gathered, so the rows may be written.
             unsafe {
-                if staged.is_none() && (!stage.x.is_null() || !stage.weights.is_null()) {
+                if staged.is_none() && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
                     let call = StageCombine::call(stage);
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
                 }

@@ -506,7 +506,7 @@ impl Buffer {
                         num_channels,
                         num_experts: layout.num_experts,
                         expert_alignment: counts.expert_alignment,
-                        row_bytes: payload.row_bytes,
+                        row_signature: payload.row_bytes | payload.dtype.code(),
                         columns,
                     };
                     let call = Notify::call(args);
@@ -545,7 +545,7 @@ impl Buffer {
                         num_channels,
                         local_experts,
                         expert_alignment: counts.expert_alignment,
-                        row_bytes: payload.row_bytes,
+                        row_signature: payload.row_bytes | payload.dtype.code(),
                         columns,
                         reserved: 0,
                     };

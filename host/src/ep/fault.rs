@@ -12,7 +12,7 @@ use epoxide_gpu::layout::{
 
 use super::beside::Activity;
 use super::pool::pool_bytes;
-use super::tensor::Outcome;
+use super::tensor::{DType, Outcome};
 use super::topology::Topology;
 use super::wire::{WireSide, wire_bytes};
 use super::{Buffer, BufferShape};
@@ -53,6 +53,10 @@ impl Report for Faults {
 }
 
 impl Outcome for Faults {
+    fn come_before(&self, stream: &Stream) -> Result<()> {
+        self.activity.come_before(stream)
+    }
+
     fn check_behind(&self, _: &Stream) -> Result<()> {
         self.check()
     }
@@ -220,7 +224,6 @@ impl Faults {
         }
         if status == PlanStatus::Mismatch as u32 {
             let (what, ours, theirs) = mismatch(header);
-            let (ours, theirs) = (ours.to_string(), theirs.to_string());
             return Err(Error::Mismatch { rank: self.rank, peer: header.peer, what, ours, theirs });
         }
         Err(Error::StaleHandle(if status == PlanStatus::Timeout as u32 {
@@ -269,17 +272,29 @@ fn describe_call(word: u64, epoch: u64) -> String {
     )
 }
 
-/// What differs between two ranks' signatures, and how. The word of the columns is taken apart.
-fn mismatch(header: &PlanHeader) -> (&'static str, u32, u32) {
+/// The argument that differs between two ranks' signatures, and its values. Words that hold several
+/// arguments are taken apart.
+fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
+    const ROWS: u32 = 0;
     const COLUMNS: u32 = 1;
     let (ours, theirs) = (header.ours, header.theirs);
     let whole = SIGNATURE_NAMES.get(header.detail as usize).copied().unwrap_or("an argument");
-    if header.detail != COLUMNS {
-        return (whole, ours, theirs);
-    }
-    let parts = [("place", 24, 0xff), ("num_topk", 16, 0xff), ("num_scales", 0, 0xffff)];
-    let parts = parts.map(|(what, shift, mask)| (what, ours >> shift & mask, theirs >> shift & mask));
-    parts.into_iter().find(|(_, ours, theirs)| ours != theirs).unwrap_or((whole, ours, theirs))
+    let parts: &[(&str, u32, u32)] = match header.detail {
+        ROWS => &[("bytes per row", 4, u32::MAX >> 4), ("dtype", 0, 0xf)],
+        COLUMNS => &[("place", 24, 0xff), ("num_topk", 16, 0xff), ("num_scales", 0, 0xffff)],
+        _ => &[],
+    };
+    let part = |word: u32, shift: u32, mask: u32| word >> shift & mask;
+    let differs = |&&(_, shift, mask): &&(_, u32, u32)| part(ours, shift, mask) != part(theirs, shift, mask);
+    let Some(&(what, shift, mask)) = parts.iter().find(differs) else {
+        return (whole, ours.to_string(), theirs.to_string());
+    };
+    let value = |word| match (what, part(word, shift, mask)) {
+        ("bytes per row", sixteenths) => (sixteenths * 16).to_string(),
+        ("dtype", code) => DType::of_code(code).map_or_else(|| code.to_string(), |dtype| dtype.to_string()),
+        (_, value) => value.to_string(),
+    };
+    (what, value(ours), value(theirs))
 }
 
 /// The host gives up after this many timeouts: work that the caller queued before, and operations that expire one after the

@@ -44,6 +44,10 @@ pub(super) struct Inner {
 }
 
 impl Outcome for Inner {
+    fn come_before(&self, stream: &Stream) -> Result<()> {
+        self.faults.come_before(stream)
+    }
+
     /// The buffer's fault. Where the host did not wait for the counts, the plan's as well.
     fn check_behind(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;

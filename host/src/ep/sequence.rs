@@ -77,6 +77,14 @@ impl Sequence {
         stream.wait(&self.end)
     }
 
+    /// Makes `stream` wait for the end of the last operation, unless that ran on this stream.
+    pub fn come_before(&self, stream: &Stream) -> Result<()> {
+        match self.last.try_lock() {
+            Ok(last) if last.stream.is_none_or(|id| id == stream.id()) => Ok(()),
+            _ => stream.wait(&self.end),
+        }
+    }
+
     fn operation(&self) -> MutexGuard<'_, Option<&'static str>> {
         self.operation.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
@@ -30,6 +30,18 @@ pub enum DType {
 }
 
 impl DType {
+    const ALL: [DType; 6] = [DType::Bf16, DType::F32, DType::Fp8E4m3, DType::I64, DType::I32, DType::Bool];
+
+    /// A number below 16, by which ranks compare what they send.
+    pub(super) const fn code(self) -> u32 {
+        self as u32
+    }
+
+    /// The type of this code.
+    pub(super) fn of_code(code: u32) -> Option<DType> {
+        DType::ALL.into_iter().find(|dtype| dtype.code() == code)
+    }
+
     /// Bytes per element.
     pub const fn size(self) -> u64 {
         match self {
@@ -100,6 +112,9 @@ pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
 /// Operations that results come from. Whoever reads a result on the host gets their error instead, if there was one.
 pub(crate) trait Outcome: fmt::Debug + Send + Sync {
+    /// Has `stream` wait for the last operation of their buffer, on whichever stream it runs.
+    fn come_before(&self, stream: &Stream) -> Result<()>;
+
     /// The error of the first of them that has failed. `stream` has passed them.
     fn check_behind(&self, stream: &Stream) -> Result<()>;
 }
@@ -145,8 +160,12 @@ pub struct Tensor<'a> {
     name: Cow<'static, str>,
     owner: Option<Owner>,
     outcome: Option<Arc<dyn Outcome>>,
+    filled: Filled,
     place: PhantomData<&'a ()>,
 }
+
+/// The operation that has filled a tensor of the caller's, if one has: the same for all its clones.
+type Filled = Option<Arc<Mutex<Option<Arc<dyn Outcome>>>>>;
 
 impl fmt::Debug for Tensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -165,7 +184,8 @@ impl Tensor<'static> {
     pub fn alloc(device: &Arc<dyn Device>, dtype: DType, shape: &[u64]) -> Result<Tensor<'static>> {
         let bytes = shape.iter().product::<u64>() * dtype.size();
         let memory = Memory::alloc(device, bytes.max(1), MemoryKind::Device, "tensor")?;
-        Ok(Tensor::in_memory(memory.ptr(), dtype, shape, Arc::new(memory)))
+        let tensor = Tensor::in_memory(memory.ptr(), dtype, shape, Arc::new(memory));
+        Ok(Tensor { filled: Some(Arc::default()), ..tensor })
     }
 
     /// A tensor of its own memory with the values of `data`.
@@ -192,7 +212,7 @@ impl<'a> Tensor<'a> {
     /// The memory is live, on the device that the tensor is used on, and holds `shape` contiguous elements of `dtype`,
     /// for `'a` and until the streams that use the tensor meanwhile have passed.
     pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor<'a> {
-        Tensor::new(ptr, dtype, shape, None)
+        Tensor { filled: Some(Arc::default()), ..Tensor::new(ptr, dtype, shape, None) }
     }
 
     /// A contiguous tensor inside memory that `owner` keeps alive.
@@ -203,7 +223,7 @@ impl<'a> Tensor<'a> {
     fn new(ptr: DevicePtr, dtype: DType, shape: &[u64], owner: Option<Owner>) -> Tensor<'a> {
         let row_stride = shape.get(1).copied().unwrap_or(1) * dtype.size();
         let (shape, name) = (shape.to_vec(), Cow::Borrowed(""));
-        Tensor { ptr, dtype, shape, row_stride, name, owner, outcome: None, place: PhantomData }
+        Tensor { ptr, dtype, shape, row_stride, name, owner, outcome: None, filled: None, place: PhantomData }
     }
 
     /// The same tensor with a name, which errors about it give. What a call brings has the name of its field, such as `recv_x`.
@@ -215,6 +235,24 @@ impl<'a> Tensor<'a> {
     /// The same tensor as what operations give in the field `name`.
     pub(crate) fn result(self, name: &'static str, of: &Arc<impl Outcome + 'static>) -> Tensor<'a> {
         Tensor { outcome: Some(of.clone()), ..self.named(name) }
+    }
+
+    /// Notes that operations of a buffer fill this tensor of the caller's.
+    pub(crate) fn is_filled_by(&self, of: &Arc<impl Outcome + 'static>) {
+        self.set_filled(Some(of.clone()));
+    }
+
+    fn set_filled(&self, by: Option<Arc<dyn Outcome>>) {
+        if let Some(filled) = &self.filled {
+            *filled.lock().unwrap_or_else(PoisonError::into_inner) = by;
+        }
+    }
+
+    /// The operations that the elements come from.
+    fn outcomes(&self) -> impl Iterator<Item = Arc<dyn Outcome>> {
+        let filled = self.filled.as_ref().map(|filled| filled.lock().unwrap_or_else(PoisonError::into_inner));
+        let filled = filled.and_then(|filled| filled.clone());
+        self.outcome.clone().into_iter().chain(filled)
     }
 
     /// The name it was given; empty without one.
@@ -248,8 +286,8 @@ impl<'a> Tensor<'a> {
 
     /// The same tensor, for whoever sees to it that it is used only while its elements are the holder's.
     pub(super) fn outlive(self) -> Tensor<'static> {
-        let Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, place: _ } = self;
-        Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, place: PhantomData }
+        let Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: _ } = self;
+        Tensor { ptr, dtype, shape, row_stride, name, owner, outcome, filled, place: PhantomData }
     }
 
     /// The same tensor as one whose dtype the type says.
@@ -304,7 +342,9 @@ impl<'a> Tensor<'a> {
         self.row_stride == self.row_bytes() || self.rows() <= 1
     }
 
-    /// Copies the elements to the host, row after row, and waits for it.
+    /// Copies the elements to the host, row after row, and waits for it. Where an operation of a
+    /// buffer gave them, `stream` first waits for the last operation of that buffer, on whichever
+    /// stream it runs.
     ///
     /// # Errors
     /// For what an operation of a buffer gave: the error of an operation of that buffer that has
@@ -314,6 +354,9 @@ impl<'a> Tensor<'a> {
     /// `T` does not fit, and whatever the driver reports.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
+        for outcome in self.outcomes() {
+            outcome.come_before(stream)?;
+        }
         let (rows, row_bytes) = (self.rows() as usize, self.row_bytes() as usize);
         let mut out = vec![T::zeroed(); rows * self.columns() as usize];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out);
@@ -338,7 +381,7 @@ impl<'a> Tensor<'a> {
 
     /// The error of the operations that it is a result of. `stream` has passed them.
     fn check_outcome(&self, stream: &Stream) -> Result<()> {
-        self.outcome.as_ref().map_or(Ok(()), |outcome| outcome.check_behind(stream))
+        self.outcomes().try_for_each(|outcome| outcome.check_behind(stream))
     }
 
     /// Copies elements from the host, row after row, and waits for it.
@@ -351,6 +394,7 @@ impl<'a> Tensor<'a> {
                 expected: format!("{} elements, as the host data has", data.len()),
             });
         }
+        self.set_filled(None);
         let bytes: &[u8] = bytemuck::cast_slice(data);
         if bytes.is_empty() {
             return Ok(());
@@ -511,7 +555,10 @@ impl<'a, T: Element> TypedTensor<'a, T> {
         TypedTensor(self.0.outlive(), PhantomData)
     }
 
-    /// Copies the elements to the host, row after row, and waits for it.
+    /// [`Tensor::to_host`] with the elements' own type.
+    ///
+    /// # Errors
+    /// See there.
     pub fn values(&self, stream: &Stream) -> Result<Vec<T>> {
         self.to_host(stream)
     }

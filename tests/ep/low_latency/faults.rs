@@ -216,6 +216,85 @@ fn what_a_failed_dispatch_left_is_not_read() {
     });
 }
 
+/// The copy's tensor is the caller's, and the rows in it are the dispatch's.
+#[test]
+fn an_expert_major_copy_of_a_failed_dispatch_is_not_read() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let rows = u64::from(rank.buffer.local_experts()) * rank.buffer.rows();
+        let by_expert = Tensor::alloc(rank.stream.device(), DType::Bf16, &[rows, HIDDEN])?;
+        let earlier_clone = by_expert.clone();
+        for turn in 0..2 {
+            if turn == 1 && rank.number == 1 {
+                return Ok(());
+            }
+            let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+            let order = StreamOrder::on(&rank.stream);
+            let received = rank.buffer.dispatch(&mut place, request, order)?;
+            rank.buffer.gather_by_expert(&received, &by_expert, None, order)?;
+            for copy in [&by_expert, &earlier_clone] {
+                let read = copy.to_host::<half::bf16>(&rank.stream);
+                if turn == 0 {
+                    read?;
+                } else {
+                    assert!(matches!(read, Err(Error::PeerTimeout { peer: 1, .. })), "{read:?}");
+                }
+            }
+            if turn == 0 {
+                rank.combine(received)?;
+            }
+        }
+        let zeros = vec![half::bf16::ZERO; (rows * HIDDEN) as usize];
+        by_expert.write(&rank.stream, &zeros)?;
+        assert_eq!(by_expert.to_host::<half::bf16>(&rank.stream)?, zeros);
+        Ok(())
+    });
+}
+
+/// A read on a stream that has not waited for the operation, and of a failed one once the ranks have
+/// regrouped.
+#[test]
+fn results_are_read_behind_their_operations_on_any_stream_and_stay_failed() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let other = Stream::new(rank.stream.device(), false)?;
+        let part = rank.group.split((rank.number == 1).into())?;
+        for turn in 0..2 {
+            if turn == 1 && rank.number == 1 {
+                return Ok(());
+            }
+            let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+            let order = StreamOrder::comm(&rank.stream).asynchronous();
+            let received = rank.buffer.dispatch(&mut place, request, order)?;
+            let counts = received.expert_counts.values(&other);
+            if turn == 0 {
+                rank.stream.synchronize()?;
+                let all = rank.group.all_gather(bytemuck::cast_slice(&counts?))?.concat();
+                let all: Vec<i32> = bytemuck::pod_collect_to_vec(&all);
+                assert_eq!(all.iter().sum::<i32>(), RANKS as i32 * TOKENS as i32 * 2);
+                continue;
+            }
+            assert!(matches!(counts, Err(Error::PeerTimeout { peer: 1, .. })), "{counts:?}");
+            let received = received.detach();
+            rank.stream.synchronize()?;
+            rank.buffer.regroup(&*part)?;
+            let received = received.at(&place)?;
+            for read in [
+                received.expert_counts.values(&rank.stream).map(drop),
+                received.x.to_host::<half::bf16>(&rank.stream).map(drop),
+            ] {
+                let error = read.expect_err("the dispatch has failed");
+                assert!(matches!(error, Error::PeerTimeout { peer: 1, .. }), "{error}");
+            }
+        }
+        // What comes behind is read as ever.
+        let received = rank.dispatch(&mut place)?;
+        received.expert_counts.values(&rank.stream)?;
+        rank.combine(received)?;
+        rank.outcome()
+    });
+}
+
 /// An engine that waits for an event reads what it likes behind it.
 #[test]
 fn the_event_of_a_failed_operation_gives_its_error() {

@@ -1,6 +1,6 @@
 //! The low-latency buffer: a rank's pool, the mappings of its peers' pools, and what both operations share.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytemuck::Zeroable;
@@ -174,7 +174,7 @@ impl Buffer {
         let sequence = enqueuer.sequence().clone();
         let activity = Activity::list(id, &device, &sequence, &status);
         let num_experts = options.num_experts;
-        let faults = Faults { activity, rank, num_experts };
+        let faults = Faults { activity, rank, num_experts, past: Mutex::default() };
         let buffer = Buffer {
             enqueuer,
             kernels,
@@ -338,7 +338,8 @@ impl Buffer {
             }
             work(self, stream)
         })?;
-        Ok(event.map(|event| event.of(self.faults.clone())))
+        let outcomes = self.outcomes(order)?;
+        Ok(event.map(|event| event.of(outcomes)))
     }
 }
 

@@ -64,7 +64,7 @@ impl Buffer {
         request: CombineRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Combined<'p>> {
-        let (operation, combined) = self.prepare_combine(received, request)?;
+        let (operation, combined) = self.prepare_combine(received, request, order)?;
         let event = self.launch(order, &operation, Halves::BOTH)?;
         Ok(Combined { event, ..combined })
     }
@@ -80,7 +80,7 @@ impl Buffer {
         request: CombineRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, Combined<'p>>> {
-        let (operation, combined) = self.prepare_combine(received, request)?;
+        let (operation, combined) = self.prepare_combine(received, request, order)?;
         self.send(order, operation, combined)
     }
 
@@ -88,7 +88,9 @@ impl Buffer {
         &self,
         received: Received<'p>,
         request: CombineRequest<'_>,
+        order: StreamOrder<'_>,
     ) -> Result<(Operation, Combined<'p>)> {
+        let outcomes = self.outcomes(order)?;
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let dispatch = received.lease.generation;
         let hidden = self.options.hidden;
@@ -134,7 +136,7 @@ impl Buffer {
             &[num_tokens.into(), hidden],
             lease.clone() as Owner,
         )
-        .result("combined", &self.faults);
+        .result("combined", &outcomes);
         Ok((operation, Combined { x, event: None, lease, place: PhantomData }))
     }
 }

@@ -78,7 +78,7 @@ impl Buffer {
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
-        let (operation, received) = self.prepare_dispatch(place, request)?;
+        let (operation, received) = self.prepare_dispatch(place, request, order)?;
         let event = self.launch(order, &operation, Halves::BOTH)?;
         Ok(Received { event, ..received })
     }
@@ -94,7 +94,7 @@ impl Buffer {
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, Received<'p>>> {
-        let (operation, received) = self.prepare_dispatch(place, request)?;
+        let (operation, received) = self.prepare_dispatch(place, request, order)?;
         self.send(order, operation, received)
     }
 
@@ -102,7 +102,9 @@ impl Buffer {
         &self,
         place: &'p mut Place,
         request: DispatchRequest<'_>,
+        order: StreamOrder<'_>,
     ) -> Result<(Operation, Received<'p>)> {
+        let outcomes = self.outcomes(order)?;
         let place = &place.0;
         self.check_place(place)?;
         let DispatchRequest { x, topk_idx, topk_weights, scales, quantise, timeout } = request;
@@ -176,21 +178,21 @@ impl Buffer {
         let tables = &place.room.tables;
         let x = Tensor::in_memory(place.room.recv_x, dtype, &[rows, hidden], owner());
         let of_experts =
-            |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &self.faults);
+            |name, ptr| TypedTensor::in_memory(ptr, &[experts, rows], owner()).result(name, &outcomes);
         let received = Received {
-            x: x.with_row_stride(row_stride(row_bytes)).result("x", &self.faults),
+            x: x.with_row_stride(row_stride(row_bytes)).result("x", &outcomes),
             scales: with_scales.then(|| {
                 TypedTensor::in_memory(place.room.recv_scales, &[of_row, rows], owner())
-                    .result("scales", &self.faults)
+                    .result("scales", &outcomes)
             }),
             num_tokens: TypedTensor::in_memory(tables.num_tokens, &[most_ranks(self.topology)], owner())
-                .result("num_tokens", &self.faults),
+                .result("num_tokens", &outcomes),
             expert_counts: TypedTensor::in_memory(tables.expert_counts, &[experts], owner())
-                .result("expert_counts", &self.faults),
+                .result("expert_counts", &outcomes),
             expert_rows: of_experts("expert_rows", tables.expert_rows),
             src_info: of_experts("src_info", tables.src_info),
             layout_range: TypedTensor::in_memory(tables.layout_range, &[experts, ranks], owner())
-                .result("layout_range", &self.faults),
+                .result("layout_range", &outcomes),
             event: None,
             num_local_tokens: num_tokens,
             generation: self.generation,

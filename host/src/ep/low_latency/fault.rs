@@ -1,12 +1,14 @@
 //! Turns what low-latency kernels recorded into errors.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{LowLatencyCall, Status, Wait};
 
 use super::buffer::Buffer;
 use crate::driver::{DevicePtr, Report, Stream};
+use crate::ep::StreamOrder;
 use crate::ep::beside::Activity;
 use crate::ep::tensor::Outcome;
 use crate::error::{Error, Result};
@@ -35,6 +37,12 @@ impl Buffer {
     /// Read it with `ld.acquire.sys` of 8 bytes. The address stays valid, and the same, as long as the buffer.
     pub fn status_ptr(&self) -> DevicePtr {
         self.faults.activity.status_ptr()
+    }
+
+    /// The outcome of an operation that begins now, where `order` says.
+    pub(super) fn outcomes(&self, order: StreamOrder<'_>) -> Result<Arc<Outcomes>> {
+        let generation = if order.caller.is_capturing()? { None } else { Some(self.generation) };
+        Ok(Arc::new(Outcomes { faults: self.faults.clone(), generation }))
     }
 
     /// Device address of the tokens that a combine has left without their sums, u8 `[max_tokens]` in
@@ -68,21 +76,64 @@ pub(super) struct Faults {
     pub activity: Arc<Activity>,
     pub rank: u32,
     pub num_experts: u32,
+    /// The error of each generation that failed before a regroup.
+    pub past: Mutex<BTreeMap<u64, Error>>,
 }
 
-impl Report for Faults {
+impl Outcome for Faults {
+    fn come_before(&self, stream: &Stream) -> Result<()> {
+        self.activity.come_before(stream)
+    }
+
+    fn check_behind(&self, _: &Stream) -> Result<()> {
+        self.check()
+    }
+}
+
+/// The outcome of the operations between two regroups. [`Buffer::regroup`] clears the status, and
+/// what operations before it have left stays what it is.
+#[derive(Debug)]
+pub(super) struct Outcomes {
+    faults: Arc<Faults>,
+    /// Number of regroups before; `None` for a recording, whose replays follow the buffer.
+    generation: Option<u64>,
+}
+
+impl Outcomes {
+    fn check(&self) -> Result<()> {
+        let past = self.generation.and_then(|generation| self.faults.past(generation));
+        past.map_or_else(|| self.faults.check(), Err)
+    }
+}
+
+impl Report for Outcomes {
     fn report(&self) -> Result<()> {
         self.check()
     }
 }
 
-impl Outcome for Faults {
+impl Outcome for Outcomes {
+    fn come_before(&self, stream: &Stream) -> Result<()> {
+        self.faults.come_before(stream)
+    }
+
     fn check_behind(&self, _: &Stream) -> Result<()> {
         self.check()
     }
 }
 
 impl Faults {
+    fn past(&self, generation: u64) -> Option<Error> {
+        self.past.lock().unwrap_or_else(PoisonError::into_inner).get(&generation).cloned()
+    }
+
+    /// Keeps the error of a generation, if it has failed, which a regroup ends.
+    pub fn end_generation(&self, generation: u64) {
+        if let Err(error) = self.check() {
+            self.past.lock().unwrap_or_else(PoisonError::into_inner).insert(generation, error);
+        }
+    }
+
     fn check(&self) -> Result<()> {
         if !self.activity.has_failed()? {
             return Ok(());

@@ -51,6 +51,9 @@ impl Buffer {
     /// # Ok::<(), epoxide::group::launch::RankFailure>(())
     /// ```
     ///
+    /// Reading `x` or `scales` on the host gives the error of the dispatch or of the copy, if one has
+    /// failed, until [`Tensor::write`] fills them.
+    ///
     /// # Errors
     /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a tensor is not what it should be, scales included that are missing or
     /// have nothing to hold; what [`Buffer::check`] reports; whatever the driver reports. Nothing has been enqueued then.
@@ -108,10 +111,16 @@ impl Buffer {
         let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX));
         let uses: [Option<&Owner>; 2] = [x.owner(), scales.and_then(|scales| scales.owner())];
         let uses = uses.into_iter().flatten().cloned();
-        self.run(order, None, &place, uses, |buffer, stream| {
+        let outcomes = self.outcomes(order)?;
+        let event = self.run(order, None, &place, uses, |buffer, stream| {
             let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
             // SAFETY: the tensors go back behind all that streams have been given, and a recording keeps them; the rest is the buffer's.
             unsafe { stream.call(&buffer.kernels.gather, blocks, threads, 0, call) }
-        })
+        })?;
+        x.is_filled_by(&outcomes);
+        if let Some(scales) = scales {
+            scales.is_filled_by(&outcomes);
+        }
+        Ok(event)
     }
 }

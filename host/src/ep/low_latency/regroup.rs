@@ -121,6 +121,7 @@ impl Buffer {
         if let Some(network) = &self.network {
             network.forget_unfinished(stream)?;
         }
+        self.faults.end_generation(self.generation);
         self.faults.activity.status.clear(stream)?;
         self.left_out = left_out;
         self.generation += 1;
