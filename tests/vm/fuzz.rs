@@ -10,6 +10,11 @@ fn store_requests() {
 }
 
 #[test]
+fn store_records() {
+    run("store records", 50_000, &samples::store_records(), fuzz::store_records);
+}
+
+#[test]
 fn mesh_hello() {
     run("mesh hello", 300_000, &samples::mesh_hello(), fuzz::mesh_hello);
 }

@@ -2,7 +2,7 @@
 //! take more memory than a few times its input.
 
 pub use crate::group::mesh::{fuzz_frames as mesh_frames, fuzz_hello as mesh_hello};
-pub use crate::group::tcp::fuzz_requests as store_requests;
+pub use crate::group::tcp::{fuzz_records as store_records, fuzz_requests as store_requests};
 pub use crate::transport::tcp::{fuzz_tcp_frames as tcp_frames, fuzz_tcp_hello as tcp_hello};
 
 /// Cuts bytes into pieces of a length that the first of them gives, as a network may.
@@ -14,6 +14,6 @@ pub(crate) fn pieces(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
 /// Valid input for each, to be varied.
 pub mod samples {
     pub use crate::group::mesh::{sample_frames as mesh_frames, sample_hello as mesh_hello};
-    pub use crate::group::tcp::sample_requests as store_requests;
+    pub use crate::group::tcp::{sample_records as store_records, sample_requests as store_requests};
     pub use crate::transport::tcp::{sample_tcp_frames as tcp_frames, sample_tcp_hello as tcp_hello};
 }

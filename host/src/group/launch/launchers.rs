@@ -134,7 +134,7 @@ impl Launchers {
         let (node, nodes) = (launch.nodes.rank, launch.nodes.count);
         let timeout = launch.node_timeout;
         let store = match node {
-            0 => TcpStore::host_at(host, *port, timeout, LINGER, secret, &ConnectionLimits::default())?,
+            0 => TcpStore::host_at("", host, *port, timeout, LINGER, secret, &ConnectionLimits::default())?,
             _ => {
                 let mut ended = None;
                 let stop = || {

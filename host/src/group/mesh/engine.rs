@@ -368,7 +368,7 @@ impl Engine {
         let key = EventData::new_u64(FIRST_CONN + index as u64);
         // Cannot fail: the socket is open and in the set.
         let _ = epoll::modify(&self.epoll, &stranger.socket, key, EventFlags::IN);
-        self.conns.push(Some(Conn::accepted(stranger.socket, peer)));
+        self.conns.push(Some(Conn::accepted(stranger.socket, peer, stranger.keys)));
         self.peers[peer as usize].conns.push(index);
         self.read(index);
     }

@@ -168,24 +168,24 @@ fn open(
     secret: Option<&JobSecret>,
     variable: Lookup<'_>,
 ) -> Result<Arc<dyn Store>> {
+    // torchrun's own store outlives a start of the ranks.
+    let run = variable("TORCHELASTIC_RUN_ID").map_or(String::new(), |run| {
+        let restarts = variable("TORCHELASTIC_RESTART_COUNT");
+        format!("/{run}/{}", restarts.as_deref().unwrap_or("0"))
+    });
+    let start = format!("{PREFIX}{run}");
     let store = match site {
         Site::Directory(path) => return Ok(Arc::new(FileStore::new(path)?)),
         // PyTorch's, which knows no secret. The groups over it still demand one.
         Site::Agent { host, port } => TcpStore::connect_with_secret(host, *port, timeout, None)?,
         Site::Rank0 { host, port } if member.rank == 0 => {
-            TcpStore::host_at(host, *port, timeout, LINGER.min(timeout), secret, limits)?
+            TcpStore::host_at(&run, host, *port, timeout, LINGER.min(timeout), secret, limits)?
         }
-        Site::Server { host, port } | Site::Rank0 { host, port } => {
-            TcpStore::connect_with_secret(host, *port, timeout, secret)?
-        }
+        Site::Rank0 { host, port } => TcpStore::connect_to_run(&run, host, *port, timeout, secret)?,
+        Site::Server { host, port } => TcpStore::connect_with_secret(host, *port, timeout, secret)?,
     };
     // A server of PyTorch may wait for as many to join.
     store.join()?;
-    // torchrun's own store outlives a start of the ranks.
-    let start = match (variable("TORCHELASTIC_RUN_ID"), variable("TORCHELASTIC_RESTART_COUNT")) {
-        (None, _) => PREFIX.to_owned(),
-        (Some(run), restarts) => format!("{PREFIX}/{run}/{}", restarts.as_deref().unwrap_or("0")),
-    };
     Ok(Arc::new(PrefixStore::new(start, Arc::new(store))))
 }
 

@@ -4,11 +4,13 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use super::admission::{Answer, CLAIMS, MARK};
-use super::protocol::{MAGIC, MAX_MESSAGE_BYTES, Message, Query, READY, STOP_WAITING, WAIT_CANCELED};
+use super::admission::{Answer, MARK, Terms, claims};
+use super::protocol::{
+    MAGIC, MAX_MESSAGE_BYTES, Message, Query, READY, STOP_WAITING, Violation, WAIT_CANCELED,
+};
+use super::record::{Opener, seal};
 use crate::error::{Error, Result};
-use crate::group::JobSecret;
-use crate::group::secret::{Initiator, Purpose, REPLY};
+use crate::group::secret::{Initiator, Purpose, REPLY, Signer};
 
 /// Waits between attempts to connect grow from this ...
 const FIRST_RETRY: Duration = Duration::from_millis(10);
@@ -24,13 +26,15 @@ const CLOSED: u32 = 8;
 
 /// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length says.
 const CHUNK_BYTES: usize = 1024 * 1024;
+/// Bytes of records read at a time.
+const RECORD_BYTES: usize = 32 * 1024;
 
 /// Where a server is, and what it has to know.
 #[derive(Debug, Clone)]
 pub(super) struct Address {
     pub host: String,
     pub port: u16,
-    pub secret: Option<JobSecret>,
+    pub terms: Terms,
 }
 
 impl std::fmt::Display for Address {
@@ -47,6 +51,33 @@ impl std::fmt::Display for Address {
 pub(super) struct Connection {
     stream: TcpStream,
     nonce: u32,
+    /// Where the job has a secret: signs requests and checks answers.
+    signed: Option<Signed>,
+}
+
+struct Signed {
+    send: Signer,
+    receive: Opener,
+    /// Checked, and not used before `used`.
+    plain: Vec<u8>,
+    used: usize,
+}
+
+impl std::fmt::Debug for Signed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Signed").field("send", &self.send).finish_non_exhaustive()
+    }
+}
+
+impl Signed {
+    /// Moves what there is into `buffer`. How much that is.
+    fn take(&mut self, buffer: &mut [u8]) -> usize {
+        let rest = &self.plain[self.used..];
+        let length = rest.len().min(buffer.len());
+        buffer[..length].copy_from_slice(&rest[..length]);
+        self.used += length;
+        length
+    }
 }
 
 impl Connection {
@@ -96,9 +127,8 @@ impl Connection {
     fn attempt(address: &Address, deadline: Instant) -> io::Result<Connection> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
         let addresses: Vec<SocketAddr> = (address.host.as_str(), address.port).to_socket_addrs()?.collect();
-        let secret = address.secret.as_ref();
-        for address in addresses {
-            match Connection::attempt_at(address, secret, deadline) {
+        for served in addresses {
+            match Connection::attempt_at(served, &address.terms, deadline) {
                 Ok(connection) => return Ok(connection),
                 Err(error) => last = error,
             }
@@ -106,32 +136,29 @@ impl Connection {
         Err(last)
     }
 
-    fn attempt_at(
-        address: SocketAddr,
-        secret: Option<&JobSecret>,
-        deadline: Instant,
-    ) -> io::Result<Connection> {
+    fn attempt_at(address: SocketAddr, terms: &Terms, deadline: Instant) -> io::Result<Connection> {
         let stream = TcpStream::connect_timeout(&address, remaining(deadline)?.min(CONNECT))?;
         // A port of the range for clients may be connected to itself while nobody listens there.
         if stream.local_addr()? == stream.peer_addr()? {
             return Err(ErrorKind::ConnectionRefused.into());
         }
         stream.set_nodelay(true)?;
-        let mut connection = Connection { stream, nonce: std::process::id() };
+        let mut connection = Connection { stream, nonce: std::process::id(), signed: None };
         let nonce = connection.nonce();
         let hello = Message::query(Query::Validate).word(MAGIC).then(Query::Ping).word(nonce);
         let deadline = deadline.min(after(CONNECT));
-        if let Some(secret) = secret {
-            connection.challenge(secret, deadline)?;
+        if terms.secret.is_some() {
+            connection.challenge(terms, address, deadline)?;
         }
         connection.send(&hello, deadline)?;
         connection.expect_nonce(nonce, deadline)?;
         Ok(connection)
     }
 
-    /// Has the server show that it knows the secret, and shows it the same.
-    fn challenge(&mut self, secret: &JobSecret, deadline: Instant) -> io::Result<()> {
-        let initiator = Initiator::new(secret, Purpose::Store, CLAIMS.to_vec())
+    /// Has the server at `served` show that it knows the secret, and shows it the same.
+    fn challenge(&mut self, terms: &Terms, served: SocketAddr, deadline: Instant) -> io::Result<()> {
+        let Some(secret) = &terms.secret else { return Ok(()) };
+        let initiator = Initiator::new(secret, Purpose::Store, claims(&terms.run, served))
             .map_err(|error| io::Error::other(error.to_string()))?;
         let opening = [MARK.as_slice(), &initiator.opening()].concat();
         let asked = self.send(&Message(opening), deadline).and_then(|()| self.word(deadline));
@@ -153,8 +180,16 @@ impl Connection {
         }
         let mut reply = [0; REPLY];
         self.receive(&mut reply, deadline)?;
-        let proof = initiator.answer(&reply).map_err(|wrong| denied(&wrong.to_string()))?;
-        self.send(&Message(proof.to_vec()), deadline)
+        let (proof, keys) = initiator.answer(&reply).map_err(|wrong| {
+            denied(&format!(
+                "{wrong}. Or it is not what takes connections at {served}: something forwards them or translates \
+                 addresses, or it serves another run; connect to an address that the server's host has itself"
+            ))
+        })?;
+        self.send(&Message(proof.to_vec()), deadline)?;
+        let receive = Opener::new(keys.receive);
+        self.signed = Some(Signed { send: keys.send, receive, plain: Vec::new(), used: 0 });
+        Ok(())
     }
 
     /// Takes the length of an answer that begins with the mark, and the reason where it is a refusal.
@@ -183,7 +218,12 @@ impl Connection {
     }
 
     pub fn send(&mut self, message: &Message, deadline: Instant) -> io::Result<()> {
+        let mut records = Vec::new();
         let mut rest = message.0.as_slice();
+        if let Some(signed) = &mut self.signed {
+            seal(&mut signed.send, rest, &mut records);
+            rest = &records;
+        }
         while !rest.is_empty() {
             self.stream.set_write_timeout(Some(remaining(deadline)?))?;
             match self.stream.write(rest) {
@@ -200,15 +240,42 @@ impl Connection {
     fn receive(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
         let mut filled = 0;
         while filled < buffer.len() {
-            self.stream.set_read_timeout(Some(remaining(deadline)?))?;
-            match self.stream.read(&mut buffer[filled..]) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(length) => filled += length,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+            if let Some(signed) = &mut self.signed {
+                filled += signed.take(&mut buffer[filled..]);
+                if filled < buffer.len() {
+                    self.receive_records(deadline)?;
+                }
+                continue;
             }
+            filled += self.read(deadline, |stream| stream.read(&mut buffer[filled..]))?;
         }
         Ok(())
+    }
+
+    /// Takes what there is of records; all that was checked before has been used.
+    fn receive_records(&mut self, deadline: Instant) -> io::Result<()> {
+        let mut chunk = [0; RECORD_BYTES];
+        let length = self.read(deadline, |stream| stream.read(&mut chunk))?;
+        let Some(signed) = &mut self.signed else { return Ok(()) };
+        signed.plain.clear();
+        signed.used = 0;
+        signed.receive.open(&chunk[..length], &mut signed.plain).map_err(|Violation(reason)| broken(reason))
+    }
+
+    /// Reads once, and again where a signal came first.
+    fn read(
+        &mut self,
+        deadline: Instant,
+        mut read: impl FnMut(&mut TcpStream) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        loop {
+            self.stream.set_read_timeout(Some(remaining(deadline)?))?;
+            match read(&mut self.stream) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                outcome => return outcome,
+            }
+        }
     }
 
     pub fn byte(&mut self, deadline: Instant) -> io::Result<u8> {
