@@ -112,6 +112,7 @@ pub mod internal;
 pub mod low_latency;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+mod own_file;
 pub mod transport;
 mod virtual_time;
 

@@ -321,6 +321,32 @@ fn logs_hold_what_ranks_print() {
 }
 
 #[test]
+fn logs_are_for_this_user_alone_and_follow_no_link() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let directory = tempfile::tempdir().unwrap();
+    let (victim, logs) = (directory.path().join("victim"), directory.path().join("logs"));
+    std::fs::write(&victim, "of somebody else").unwrap();
+    let flags = ["--nproc-per-node", "1", "--log-dir", logs.to_str().unwrap()];
+    assert!(script(&flags, "echo hello").status.success());
+    let file = logs.join("attempt_0/0/stdout.log");
+    for (path, mode) in [(logs.clone(), 0o700), (logs.join("attempt_0/0"), 0o700), (file.clone(), 0o600)] {
+        let metadata = std::fs::metadata(&path).unwrap();
+        assert_eq!(metadata.permissions().mode() & 0o7777, mode, "{}", path.display());
+    }
+    std::fs::remove_file(&file).unwrap();
+    std::os::unix::fs::symlink(&victim, &file).unwrap();
+    let output = script(&flags, "echo hello");
+    assert!(!output.status.success());
+    let said = text(&output.stderr);
+    assert!(said.contains("stdout.log: a link is there, which is not followed"), "{said}");
+    assert_eq!(std::fs::read(&victim).unwrap(), b"of somebody else");
+    std::fs::remove_file(&file).unwrap();
+    std::fs::set_permissions(&logs, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let said = text(&script(&flags, "echo hello").stderr);
+    assert!(said.contains("all users may replace files in the folder (mode 0777)"), "{said}");
+}
+
+#[test]
 fn a_reader_that_leaves_ends_the_launch() {
     let mut child = launcher(&["--nproc-per-node", "2"], &["yes"])
         .stdout(Stdio::piped())

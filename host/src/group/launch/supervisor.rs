@@ -1,6 +1,6 @@
 //! Starting the ranks of this host, watching them, ending them in order, and starting them again.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -21,6 +21,7 @@ use super::watched::{Process, Watched};
 use crate::error::{Error, Result};
 use crate::group::FileStore;
 use crate::group::env::LAUNCH;
+use crate::own_file;
 
 /// How often the other nodes are asked how they are.
 const ASK: Duration = Duration::from_millis(100);
@@ -231,7 +232,12 @@ impl Launch {
         let directory =
             directory.join(format!("attempt_{}", environment.restarts)).join(environment.rank().to_string());
         let path = directory.join(format!("{name}.log"));
-        let file = fs::create_dir_all(&directory).and_then(|()| File::create(&path));
+        // Each, since whoever owns one of them can replace what is in it.
+        let folders = directory.ancestors().take(3).collect::<Vec<_>>().into_iter().rev();
+        let file = folders
+            .map(own_file::create_folder)
+            .collect::<std::io::Result<()>>()
+            .and_then(|()| own_file::create(&path));
         file.map(Some).map_err(|error| {
             Error::os("open", format!("{}: {error}; name a writable log directory", path.display()))
         })
