@@ -106,6 +106,7 @@
 pub mod driver;
 pub mod ep;
 mod error;
+mod foreign;
 pub mod group;
 #[doc(hidden)]
 pub mod internal;

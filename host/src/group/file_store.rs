@@ -11,6 +11,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::store::{Store, get_timed_out, parse_counter, poisoned, store_error, sum_counter, wait_timed_out};
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 use crate::own_file;
 
 /// How long what changes a value in place waits for the lock file. A holder keeps it for microseconds.
@@ -143,7 +144,7 @@ impl FileStore {
 
     fn ensure_usable(&self, operation: &'static str, key: &str) -> Result<()> {
         match own_file::read(&self.directory.join(POISON_FILE)) {
-            Ok(reason) => Err(poisoned(operation, key, &String::from_utf8_lossy(&reason))),
+            Ok(reason) => Err(poisoned(operation, key, &escaped(&reason))),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             Err(error) => Err(store_error(operation, key, error)),
         }

@@ -98,6 +98,42 @@ fn who_has_no_secret_another_one_or_one_too_many_is_told_so_at_once() {
     }
 }
 
+/// What sets a terminal's title and its clipboard, and begins a line of its own.
+const FORGED: &[u8] = b"\x1b]0;owned\x07\x1b]52;c;Y3VybA==\x07 \"quoted\"\nPASS\r\x1b[2J";
+
+#[test]
+fn a_strangers_refusal_is_shown_as_its_words_without_control_characters() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for mut socket in listener.incoming().map_while(Result::ok) {
+            let length = (1u32 << 31 | FORGED.len() as u32).to_le_bytes();
+            let _ = socket.write_all(&[b"EPXS", length.as_slice(), FORGED].concat());
+            let _ = socket.read(&mut [0; 256]);
+        }
+    });
+    for secret in [None, Some(secret('a'))] {
+        let error = TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, secret.as_ref()).unwrap_err();
+        let error = error.to_string();
+        assert!(!error.chars().any(char::is_control), "{error:?}");
+        assert!(error.contains("what answers there, without a proof"), "{error}");
+        assert!(error.contains(r#"says "\u{1b}]0;owned\u{7}"#), "{error}");
+        assert!(error.contains(r#" \"quoted\"\nPASS\r\u{1b}[2J""#), "{error}");
+    }
+}
+
+#[test]
+fn values_of_a_store_without_a_secret_are_shown_without_control_characters() {
+    let store = host(None);
+    let address = format!("tcp://127.0.0.1:{}?rank=1&world_size=2", store.port());
+    store.set("epoxide/world_size", FORGED).unwrap();
+    let limits = ConnectionLimits::default();
+    let error = epoxide::group::Rendezvous::at_with(&address, PATIENCE, None, limits).unwrap_err();
+    let error = error.to_string();
+    assert!(!error.chars().any(char::is_control), "{error:?}");
+    assert!(error.contains("the rank that came first says") && error.contains("nPASS"), "{error}");
+}
+
 /// PyTorch's server closes a connection whose first byte is no request.
 #[test]
 fn a_server_that_knows_no_challenge_is_named_in_time() {

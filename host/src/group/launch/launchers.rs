@@ -10,6 +10,7 @@ use super::heart::{self, Heart, Losses};
 use super::plan::Launch;
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 use crate::group::{ConnectionLimits, JobSecret, Store, TcpStore};
 
 /// How long the launchers wait for each other to come.
@@ -40,8 +41,9 @@ impl std::fmt::Display for Trouble {
             Trouble::Signal(signal) => write!(f, "signal {signal} ended the launch"),
             Trouble::Lost { node, why } => write!(
                 f,
-                "the launcher of node {node} {why}; see what it said, and whether its host and the network to it are up \
-                 (a node may be silent for --node-timeout)"
+                "the launcher of node {node} {}; see what it said, and whether its host and the network to it are up \
+                 (a node may be silent for --node-timeout)",
+                escaped(why.as_bytes())
             ),
         }
     }
@@ -189,7 +191,8 @@ impl Launchers {
                 }));
             }
         }
-        self.run_id = String::from_utf8_lossy(&self.store.get(run, self.timeout)?).into_owned();
+        // It becomes a variable of the ranks' environment and part of what they print.
+        self.run_id = escaped(&self.store.get(run, self.timeout)?);
         self.heart = Some(Heart::start(self.store.clone(), node, nodes, self.timeout, self.losses.clone())?);
         Ok(())
     }

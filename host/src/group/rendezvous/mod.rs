@@ -16,6 +16,7 @@ use super::env::{Lookup, environment};
 use super::mesh_group::Connect;
 use super::{ConnectionLimits, FileStore, JobSecret, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 
 /// How long rank 0, when it is done, stays with its server for the others.
 const LINGER: Duration = Duration::from_secs(10);
@@ -198,7 +199,7 @@ fn agree_on_size(store: &dyn Store, member: &Member) -> Result<()> {
     }
     let rule = format!(
         "the rank that came first says {}; all ranks need the same, and a store of their own for each run",
-        String::from_utf8_lossy(&theirs)
+        escaped(&theirs)
     );
     Err(Error::argument(member.size_name, ours, rule))
 }

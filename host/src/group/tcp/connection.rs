@@ -10,6 +10,7 @@ use super::protocol::{
 };
 use super::record::{Opener, seal};
 use crate::error::{Error, Result};
+use crate::foreign::quoted;
 use crate::group::secret::{Initiator, Purpose, REPLY, Signer};
 
 /// Waits between attempts to connect grow from this ...
@@ -200,7 +201,10 @@ impl Connection {
             Some(Answer::Reason(length)) => {
                 let mut text = vec![0; length];
                 self.receive(&mut text, deadline)?;
-                Ok(Some(String::from_utf8_lossy(&text).into_owned()))
+                Ok(Some(format!(
+                    "what answers there, without a proof that it knows the secret, says {}",
+                    quoted(&text)
+                )))
             }
             None => Err(broken(format!("an answer of length {length:#x} to a challenge"))),
         }

@@ -11,6 +11,7 @@ use super::frame::{MAX_REASON, refusal, word32, word64};
 use super::receiver::Incoming;
 use super::wait::left;
 use crate::error::{Error, Result};
+use crate::foreign::quoted;
 use crate::group::secret::{
     Initiator, Keys, OPENING, PROOF, Purpose, Responder, Signer, WrongSecret, random,
 };
@@ -129,7 +130,7 @@ pub(super) fn read_answer(socket: &mut TcpStream, deadline: Instant) -> Result<(
         return Ok(());
     }
     take(socket, &mut text, deadline).map_err(|error| format!("refused, but did not say why: {error}"))?;
-    Err(format!("refused: {}", String::from_utf8_lossy(&text)))
+    Err(format!("refused; what answers there says {}", quoted(&text)))
 }
 
 fn parse_address(text: &str) -> Option<([u8; TOKEN], SocketAddr)> {

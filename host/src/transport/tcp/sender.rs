@@ -12,6 +12,7 @@ use super::frame::{FAREWELL, GOODBYE, MAX_REASON, signed_header, word32};
 use super::wait::{left, wait_for};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
+use crate::foreign::quoted;
 use crate::group::secret::Signer;
 use crate::transport::put::{Interrupt, Put, PutQueue};
 use crate::transport::setup::{LOOK, LinkEnds, Setup, WireHost, deadline};
@@ -176,7 +177,7 @@ impl TcpQueue {
                 return Some("it said goodbye before; close only after a barrier".into());
             }
             if self.farewell.len() - 4 >= len as usize || !ended.is_empty() {
-                return Some(format!("it refused a frame: {}", String::from_utf8_lossy(&self.farewell[4..])));
+                return Some(format!("it refused a frame, and says {}", quoted(&self.farewell[4..])));
             }
         }
         Some(ended).filter(|reason| !reason.is_empty())

@@ -277,7 +277,10 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             let error = door.accept(setup, deadline(SOON)).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("with rank 1"), "{error}");
             let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
-            assert!(answer.starts_with("refused: ") && answer.contains(expected), "{answer}");
+            assert!(
+                answer.starts_with("refused; what answers there says \"") && answer.contains(expected),
+                "{answer}"
+            );
         }
         let mut door = Door::open(setup).unwrap();
         let error = door.accept(setup, deadline(Duration::from_millis(50))).unwrap_err().to_string();
@@ -361,7 +364,7 @@ fn frames_out_of_range_are_refused_and_the_sender_is_told() {
             assert!(error.contains("with rank 1: refused a frame of it"), "{error}");
             let mut queue = TcpQueue::new(setup, setup.ends(1), theirs, None).unwrap();
             let told = queue.put_with_counter(&[good]).unwrap_err().to_string();
-            assert!(told.contains("it refused a frame: ") && told.contains("must be"), "{told}");
+            assert!(told.contains("it refused a frame, and says \"") && told.contains("must be"), "{told}");
         }
         let mut arrived = [0u8; 80];
         // SAFETY: within the memory of a virtual GPU; its receivers have ended.
