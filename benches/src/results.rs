@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use epoxide::internal::{JSON, read_text_file};
 use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 use serde::{Deserialize, Serialize};
 
@@ -592,7 +593,7 @@ impl Results {
 
     /// Reads a results file, or the JSON lines of a sweep.
     pub fn read(path: &Path) -> Result<Results> {
-        let text = std::fs::read_to_string(path)
+        let text = read_text_file(path, JSON)
             .map_err(|error| Error::Usage(format!("{}: {error}", path.display())))?;
         Results::of_text(&text).map_err(|why| Error::Usage(format!("{}: {why}", path.display())))
     }

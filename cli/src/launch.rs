@@ -23,11 +23,11 @@ use crate::stop::{Result, Stop};
 )]
 pub struct Args {
     /// Ranks to start on each node.
-    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..=1024))]
     nproc_per_node: u32,
 
     /// Nodes; run the command once on each.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
     nnodes: u32,
 
     /// The number of this node, from 0.

@@ -359,6 +359,60 @@ fn a_reader_that_leaves_ends_the_launch() {
     assert!(!child.wait().unwrap().success());
 }
 
+/// As where the file system of TMPDIR is full: the launcher cannot leave the reason in the ranks' store.
+#[test]
+fn a_store_that_takes_nothing_does_not_hide_why_a_rank_failed() {
+    let fail =
+        r#"[ $RANK = 0 ] && exec sleep 1000; echo the reason >&2; rm -rf "${EPOXIDE_STORE#file://}"; exit 7"#;
+    let output = script(&["--nproc-per-node", "2", "--grace", "1"], fail);
+    assert_eq!(output.status.code(), Some(7), "{output:?}");
+    let said = text(&output.stderr);
+    assert!(said.contains("launch: rank 1 exited with code 7; its last lines"), "{said}");
+    assert!(said.ends_with("  the reason\n") && said.contains("the other ranks cannot be told"), "{said}");
+}
+
+#[test]
+fn output_to_a_full_device_is_an_error() {
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let flags = ["--tokens", "3", "--hidden", "64", "--num-sms", "4", "--ranks-per-node", "2"];
+    let mut roundtrip = epoxide(&[&["roundtrip"], &flags[..]].concat());
+    let mut processes = epoxide(&[&["roundtrip", "--processes"], &flags[..]].concat());
+    let (mut help, mut version) = (epoxide(&["--help"]), epoxide(&["--version"]));
+    let mut doctor = epoxide(&["doctor"]);
+    let mut launch = launcher(&["--nproc-per-node", "2"], &["echo", "hello"]);
+    let commands = [&mut roundtrip, &mut processes, &mut help, &mut version, &mut doctor, &mut launch];
+    for command in commands {
+        let output = command.stdout(full()).stderr(Stdio::piped()).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{command:?}: {said}");
+        assert!(said.contains("standard output: No space left on device"), "{command:?}: {said}");
+    }
+}
+
+#[test]
+fn numbers_that_no_host_has_and_files_without_an_end_are_refused() {
+    let cases: [(&[&str], &str); 4] = [
+        (&["launch", "--nproc-per-node", "4294967295", "--", "true"], "1..=1024"),
+        (&["launch", "--nproc-per-node", "1", "--nnodes", "4294967295", "--", "true"], "1..=65536"),
+        (
+            &["inspect", "handle", "--topk", "/dev/zero", "--experts", "8", "--ranks-per-node", "2"],
+            "more than 268435456 bytes",
+        ),
+        (&["bench", "compare", "/dev/zero", "/dev/zero"], "more than 268435456 bytes"),
+    ];
+    for (arguments, reason) in cases {
+        let output = epoxide(arguments).output().unwrap();
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains(reason), "{arguments:?}: {said}");
+    }
+    let arguments = ["roundtrip", "--tokens", "3", "--hidden", "64", "--num-sms", "4"];
+    let output = epoxide(&arguments).env("EPOXIDE_PTX", "/dev/zero").output().unwrap();
+    assert!(text(&output.stderr).contains("more than 67108864 bytes"), "{output:?}");
+    let output = epoxide(&arguments).env("RANK", "0").env("WORLD_SIZE", "4294967295").output().unwrap();
+    let said = text(&output.stderr);
+    assert!(said.contains("WORLD_SIZE = 4294967295: a group has at most 65536 ranks"), "{said}");
+}
+
 #[test]
 fn roundtrip_runs_under_it_unchanged() {
     let exe = env!("CARGO_BIN_EXE_epoxide");

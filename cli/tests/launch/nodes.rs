@@ -1,5 +1,6 @@
 //! Launchers of several nodes, all of them on this host.
 
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -166,6 +167,36 @@ fn catches(process: u32, signal: Signal) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
     let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
     u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
+}
+
+/// A name that does not resolve may be that of a host that is still being set up, so the launch goes on trying; it says so.
+#[test]
+fn a_name_that_does_not_resolve_is_named_before_the_launch_gives_up() {
+    let flags = [
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--rdzv-endpoint",
+        "no-host.invalid:29500",
+    ];
+    let mut launcher = launcher(&flags, &["true"]);
+    let mut child = launcher.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    // Without a secret it says first that it is open to all.
+    let warning = loop {
+        let mut line = String::new();
+        assert!(said.read_line(&mut line).unwrap() > 0, "it has ended without a warning");
+        if line.contains("no-host.invalid") {
+            break line;
+        }
+    };
+    assert!(warning.starts_with("launch: no store server at no-host.invalid:29500 yet: "), "{warning}");
+    assert!(warning.contains("resolve") || warning.contains("address"), "{warning}");
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(128 + Signal::TERM.as_raw()));
 }
 
 #[test]

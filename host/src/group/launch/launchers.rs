@@ -139,7 +139,10 @@ impl Launchers {
             0 => TcpStore::host_at("", host, *port, timeout, LINGER, secret, &ConnectionLimits::default())?,
             _ => {
                 let mut ended = None;
-                let stop = || {
+                let stop = |warning: Option<&str>| {
+                    if let Some(warning) = warning {
+                        launch.sinks.say(&format!("launch: {warning}"));
+                    }
                     ended = ending(&mut signals);
                     ended.is_some()
                 };

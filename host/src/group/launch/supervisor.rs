@@ -118,7 +118,16 @@ impl Launch {
         };
         let mut ranks = Watched::default();
         let (mut out, mut err) = (Vec::new(), Vec::new());
+        // Signals that came while ranks were started, which may take long where there are many.
+        let mut early: Vec<i32> = Vec::new();
         for local_rank in 0..self.ranks_per_node {
+            early.extend(signals.as_deref_mut().map(Signals::take).unwrap_or_default());
+            if let Some(signal) = early.iter().copied().find(|signal| ends(*signal)) {
+                if local_rank == 0 {
+                    return Err(Interrupted::Signal(signal));
+                }
+                break;
+            }
             let environment = RankEnvironment {
                 local_rank,
                 local_size: self.ranks_per_node,
@@ -167,7 +176,7 @@ impl Launch {
         let elsewhere =
             || launchers.map_or(Ok(false), |launchers| Ok(launchers.trouble(restarts)?.is_some()));
         let asks = launchers.is_some().then_some(ASK);
-        let watched = self.watch(&mut ranks, signals.as_deref_mut(), asks, report, elsewhere);
+        let watched = self.watch(&mut ranks, early, signals.as_deref_mut(), asks, report, elsewhere);
         let exits = ranks.exits();
         drop(ranks);
         // A signal that comes now is for whoever reads the output: the ranks have ended.
@@ -177,9 +186,16 @@ impl Launch {
             late = late.or(caught.into_iter().find(|signal| ends(*signal)));
             late.is_some() || !matches!(watched, Ok((_, None)))
         };
-        out.finish(&mut hurry);
-        let mut tails = err.finish(&mut hurry);
+        let out = out.finish(&mut hurry);
+        let err = err.finish(&mut hurry);
+        let mut tails = err.tails;
         let (first, signal) = watched?;
+        let lost = [("standard output", out.lost), ("standard error", err.lost)];
+        if let Some((stream, error)) = lost.into_iter().find_map(|(stream, lost)| Some((stream, lost?))) {
+            let cause = first.map(|failure| format!("; then {failure}")).unwrap_or_default();
+            let reason = format!("{stream}: {error}; what the ranks print is lost{cause}");
+            return Err(Error::os("write", reason).into());
+        }
         let own = first.map(|mut failure| {
             let index = failure.local_rank as usize;
             failure.stderr = tails.get_mut(index).map(std::mem::take).unwrap_or_default().into_lines();
@@ -243,10 +259,12 @@ impl Launch {
         })
     }
 
-    /// Waits until all ranks have ended, and sees to it that they do once one has failed or a signal says so.
+    /// Waits until all ranks have ended, and sees to it that they do once one has failed or a signal says so. `early` are
+    /// signals that have been taken already.
     fn watch(
         &self,
         ranks: &mut Watched,
+        mut early: Vec<i32>,
         mut signals: Option<&mut Signals>,
         asks: Option<Duration>,
         report: impl Fn(Trouble) -> Result<()>,
@@ -255,16 +273,25 @@ impl Launch {
         let mut failure: Option<FirstFailure> = None;
         let (mut ended_by, mut ended_elsewhere) = (None, false);
         let mut phase = Phase::Running;
+        // Other ranks that cannot be told find out by the signal that ends them. The cause stays what it is.
+        let report = |trouble| {
+            if let Err(error) = report(trouble) {
+                self.sinks.say(&format!("launch: the other ranks cannot be told, and are ended: {error}"));
+            }
+        };
         while ranks.running() > 0 {
             let timeout = [phase.left(), asks].into_iter().flatten().min();
-            ranks.wait(signals.as_deref(), timeout)?;
-            for signal in signals.as_deref_mut().map(Signals::take).unwrap_or_default() {
+            if early.is_empty() {
+                ranks.wait(signals.as_deref(), timeout)?;
+            }
+            early.extend(signals.as_deref_mut().map(Signals::take).unwrap_or_default());
+            for signal in std::mem::take(&mut early) {
                 tracing::info!(signal, "passing a signal on");
                 if !ends(signal) {
                     ranks.pass(signal);
                 } else if ended_by.replace(signal).is_none() {
                     ranks.signal(signal);
-                    report(Trouble::Signal(signal))?;
+                    report(Trouble::Signal(signal));
                     phase = Phase::Ending(Instant::now() + self.grace);
                 } else if !matches!(phase, Phase::Killed(_)) {
                     // Whoever sends a second one does not want to wait.
@@ -278,7 +305,7 @@ impl Launch {
                 && !ended_elsewhere
             {
                 tracing::info!(rank = first.rank, "{}", first.exit);
-                report(Trouble::Rank(first.clone()))?;
+                report(Trouble::Rank(first.clone()));
                 failure = Some(first);
                 phase = Phase::Settling(Instant::now() + self.settle);
             }

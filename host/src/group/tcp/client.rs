@@ -182,14 +182,15 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
-    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and trying ends with an error once `stop` says so.
+    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and trying ends with an error once `stop` says so,
+    /// which is told once why it takes long.
     pub(crate) fn connect_unless(
         host: &str,
         port: u16,
         secret: Option<&JobSecret>,
         timeout: Duration,
         answer: Duration,
-        stop: impl FnMut() -> bool,
+        stop: impl FnMut(Option<&str>) -> bool,
     ) -> Result<TcpStore> {
         let terms = Terms { secret: secret.cloned(), run: String::new() };
         let address = Address { host: host.to_owned(), port, terms };

@@ -1,7 +1,8 @@
 //! One connection of a client: finding the server, and what goes over the wire.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::admission::{Answer, MARK, Terms, claims};
@@ -18,8 +19,10 @@ const FIRST_RETRY: Duration = Duration::from_millis(10);
 /// ... to this.
 const LAST_RETRY: Duration = Duration::from_millis(500);
 
-/// How long one attempt to connect may take.
+/// How long one attempt to connect may take, and to resolve a name.
 const CONNECT: Duration = Duration::from_secs(5);
+/// After how long without success a warning says why.
+const WARN: Duration = Duration::from_secs(5);
 
 /// How often a server may close the connection when it is asked to show that it knows the secret. It may have ended just
 /// then, or be turning connections away; PyTorch's does it every time.
@@ -84,16 +87,19 @@ impl Signed {
 impl Connection {
     /// Connects and has the server answer once. Tries again, as the server may not be there yet, until `deadline`.
     pub fn open(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
-        Connection::open_unless(address, deadline, timeout, || false)
+        Connection::open_unless(address, deadline, timeout, |_| false)
     }
 
-    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed.
+    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed. Once [`WARN`] is over, it is
+    /// told why, once.
     pub fn open_unless(
         address: &Address,
         deadline: Instant,
         timeout: Duration,
-        mut stop: impl FnMut() -> bool,
+        mut stop: impl FnMut(Option<&str>) -> bool,
     ) -> Result<Connection> {
+        let start = Instant::now();
+        let mut warned = false;
         let mut pause = FIRST_RETRY;
         let mut cause: Option<io::Error> = None;
         let mut closed = 0;
@@ -112,7 +118,17 @@ impl Connection {
             // What answers in another language will not be replaced by a store.
             let hopeless = kind == Some(ErrorKind::InvalidData) || closed >= CLOSED;
             let left = deadline.saturating_duration_since(Instant::now());
-            if hopeless || left.is_zero() || stop() {
+            let warning = match &cause {
+                Some(cause) if !warned && start.elapsed() >= WARN => {
+                    warned = true;
+                    let warning =
+                        format!("no store server at {address} yet: {cause}; trying for {left:.0?} more");
+                    tracing::warn!("{warning}");
+                    Some(warning)
+                }
+                _ => None,
+            };
+            if hopeless || left.is_zero() || stop(warning.as_deref()) {
                 let cause = cause.map(|cause| cause.to_string()).unwrap_or_default();
                 let reason = format!(
                     "no store server at {address} within {timeout:?}: {cause}; the rank that hosts it may not have \
@@ -127,7 +143,7 @@ impl Connection {
 
     fn attempt(address: &Address, deadline: Instant) -> io::Result<Connection> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
-        let addresses: Vec<SocketAddr> = (address.host.as_str(), address.port).to_socket_addrs()?.collect();
+        let addresses = resolve(&address.host, address.port, deadline.min(after(CONNECT)))?;
         for served in addresses {
             match Connection::attempt_at(served, &address.terms, deadline) {
                 Ok(connection) => return Ok(connection),
@@ -362,6 +378,27 @@ impl Connection {
             _ => self.string(deadline).map(Some),
         }
     }
+}
+
+/// The addresses of a host. The system may take long for a name, and knows no deadline: a thread that is still at it
+/// then is left behind.
+fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(vec![(ip, port).into()]);
+    }
+    let (found, addresses) = mpsc::channel();
+    let name = host.to_owned();
+    let resolve = move || {
+        let addresses = (name.as_str(), port).to_socket_addrs().map(Iterator::collect);
+        // Nobody listens any more where it took too long.
+        let _ = found.send(addresses);
+    };
+    std::thread::Builder::new().name("epoxide-resolve".to_owned()).spawn(resolve)?;
+    let outcome = addresses.recv_timeout(remaining(deadline)?);
+    outcome.unwrap_or_else(|_| {
+        let reason = format!("the name {host:?} did not resolve within {CONNECT:?}");
+        Err(io::Error::new(ErrorKind::NotFound, reason))
+    })
 }
 
 fn broken(what: String) -> io::Error {
