@@ -1055,7 +1055,8 @@ mod tests {
         let error = of(&[file("panels", points)], What::Latency).unwrap_err();
         assert!(error.contains("40000 panels") && error.contains("--x chooses"), "{error}");
         // Files.
-        let files: Vec<File> = (0..5000).map(|at| file(&at.to_string(), swept(&[1, 2], &[8]))).collect();
+        let points = light(swept(&[1, 2], &[8]));
+        let files: Vec<File> = (0..5000).map(|at| file(&at.to_string(), points.clone())).collect();
         assert!(of(&files, What::Latency).unwrap_err().contains("draw fewer files"));
         assert!(start.elapsed() < std::time::Duration::from_secs(120), "{:?}", start.elapsed());
     }
