@@ -38,14 +38,14 @@ fn nodes(count: u32, flags: impl Fn(u32) -> Vec<&'static str>, script: &str) -> 
 #[test]
 fn ranks_count_through_the_nodes() {
     let print = "echo $RANK $LOCAL_RANK $WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR \
-                 ${EPOXIDE_STORE-none}; echo $MASTER_PORT $TORCHELASTIC_RUN_ID >&2";
+                 ${EPOXIDE_STORE%%:*}; echo $EPOXIDE_STORE $MASTER_PORT $TORCHELASTIC_RUN_ID >&2";
     let outputs = nodes(3, |_| vec!["--nproc-per-node", "2"], print);
     let mut meeting = Vec::new();
     for (node, output) in outputs.iter().enumerate() {
         let (first, second) = (2 * node, 2 * node + 1);
         let expected = [
-            format!("[rank {first}] {first} 0 6 {node} 3 127.0.0.1 none"),
-            format!("[rank {second}] {second} 1 6 {node} 3 127.0.0.1 none"),
+            format!("[rank {first}] {first} 0 6 {node} 3 127.0.0.1 tcp"),
+            format!("[rank {second}] {second} 1 6 {node} 3 127.0.0.1 tcp"),
         ];
         assert_eq!(lines(&output.stdout), expected, "{output:?}");
         meeting.extend(lines(&output.stderr).iter().map(|line| line.split_once("] ").unwrap().1.to_owned()));
@@ -74,6 +74,39 @@ fn a_failure_ends_all_nodes_and_all_start_again() {
     let outputs = nodes(2, |_| vec!["--nproc-per-node", "2"], script);
     assert_eq!(outputs.iter().map(|output| output.status.code()).collect::<Vec<_>>(), [Some(7); 2]);
     assert!(text(&outputs[1].stderr).ends_with("standard error:\n  why\n"), "{outputs:?}");
+}
+
+/// Another user takes the port that was chosen for rank 0 before it listens there. Ranks of this library meet elsewhere.
+#[test]
+fn a_port_that_is_taken_from_rank_0_does_not_keep_ranks_from_meeting() {
+    let directory = tempfile::tempdir().unwrap();
+    let ready = directory.path().to_str().unwrap().to_owned();
+    let program = env!("CARGO_BIN_EXE_epoxide");
+    let script = format!(
+        "echo $MASTER_PORT > {ready}/port.$RANK; while [ ! -e {ready}/taken ]; do sleep 0.02; done; \
+         exec {program} roundtrip --mode intranode --tokens 3 --hidden 64 --num-sms 4"
+    );
+    let path = directory.path().to_owned();
+    let attacker = std::thread::spawn(move || {
+        let start = Instant::now();
+        loop {
+            let text = std::fs::read_to_string(path.join("port.0")).unwrap_or_default();
+            if let Ok(port) = text.trim().parse::<u16>() {
+                let taken = std::net::TcpListener::bind(("0.0.0.0", port)).unwrap();
+                std::fs::write(path.join("taken"), "").unwrap();
+                return taken;
+            }
+            assert!(start.elapsed() < PATIENCE);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    });
+    let outputs = nodes(2, |_| vec!["--nproc-per-node", "1"], &script);
+    let taken = attacker.join().unwrap();
+    for output in &outputs {
+        assert!(output.status.success(), "{output:?}");
+    }
+    assert!(text(&outputs[0].stdout).contains("PASS"), "{outputs:?}");
+    drop(taken);
 }
 
 #[test]

@@ -102,10 +102,18 @@ impl Launch {
         command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<Attempt, Interrupted> {
         let directory = StoreDirectory::create()?;
-        // With several hosts the ranks meet at rank 0's store alone.
+        // With several hosts the ranks meet at the store of the first node's launcher: it listens already, so that nobody
+        // can have its port.
         let board = (self.nodes.count == 1).then(|| directory.path.join("store"));
         let store = board.as_ref().map(FileStore::new).transpose()?;
-        // Rank 0's store needs a port here, unless it was given or rank 0 is elsewhere.
+        let meet = match (&board, &self.nodes.endpoint) {
+            (Some(board), _) => Some(format!("file://{}", board.display())),
+            (None, Some((host, port))) if host.contains(':') => Some(format!("tcp://[{host}]:{port}")),
+            (None, Some((host, port))) => Some(format!("tcp://{host}:{port}")),
+            (None, None) => None,
+        };
+        // For programs that have rank 0 serve a store of their own, as PyTorch's: a port here, unless it was given or rank 0
+        // is elsewhere.
         let first = self.nodes.rank == 0 && (launchers.is_some() || self.nodes.endpoint.is_none());
         let port = first.then(HeldPort::any).transpose()?;
         let held = port.as_ref().map(HeldPort::number);
@@ -135,7 +143,7 @@ impl Launch {
                 nodes: self.nodes.count,
                 master_addr: master_addr.clone(),
                 master_port,
-                store: board.as_ref().map(|board| format!("file://{}", board.display())),
+                store: meet.clone(),
                 restarts,
                 max_restarts: self.max_restarts,
                 run_id: launchers.map_or(&self.run_id, Launchers::run_id).clone(),
