@@ -1,5 +1,7 @@
 //! `epoxide launch` as a user runs it.
 
+#![forbid(unsafe_code)]
+
 mod kills;
 mod launcher;
 mod nodes;
