@@ -229,23 +229,12 @@ impl FileStore {
     }
 
     /// The entries of a queue's file.
-    fn entries<'a>(&self, operation: &'static str, key: &str, mut bytes: &'a [u8]) -> Result<Vec<&'a [u8]>> {
-        let mut entries = Vec::new();
-        while !bytes.is_empty() {
-            let entry = bytes.split_first_chunk().and_then(|(length, rest)| {
-                rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)
-            });
-            let Some((entry, rest)) = entry else {
-                let reason = format!(
-                    "the queue's file in {} is damaged; use a fresh directory",
-                    self.directory.display()
-                );
-                return Err(store_error(operation, key, reason));
-            };
-            entries.push(entry);
-            bytes = rest;
-        }
-        Ok(entries)
+    fn entries<'a>(&self, operation: &'static str, key: &str, bytes: &'a [u8]) -> Result<Vec<&'a [u8]>> {
+        split_entries(bytes).ok_or_else(|| {
+            let reason =
+                format!("the queue's file in {} is damaged; use a fresh directory", self.directory.display());
+            store_error(operation, key, reason)
+        })
     }
 
     fn io_error(&self, operation: &'static str, key: &str, error: io::Error) -> Error {
@@ -379,6 +368,40 @@ impl Store for FileStore {
         let all = self.read("queue_len", key, &path)?.unwrap_or_default();
         Ok(self.entries("queue_len", key, &all)?.len() as u64)
     }
+}
+
+/// The entries that a queue's file holds, unless it is damaged.
+fn split_entries(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
+    let mut entries = Vec::new();
+    while !bytes.is_empty() {
+        let (length, rest) = bytes.split_first_chunk()?;
+        let (entry, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+        entries.push(entry);
+        bytes = rest;
+    }
+    Some(entries)
+}
+
+/// Reads the files of a store: a queue's, whose entries are all of it, and a counter's.
+pub fn fuzz_store_files(bytes: &[u8]) {
+    if let Some(entries) = split_entries(bytes) {
+        let again = entries.iter().flat_map(|entry| [&(entry.len() as u64).to_le_bytes(), *entry].concat());
+        assert!(again.eq(bytes.iter().copied()));
+    }
+    if let Ok(value) = parse_counter("key", bytes) {
+        let sum = sum_counter("key", value, 1);
+        assert_eq!(sum.ok(), value.checked_add(1));
+    }
+}
+
+/// A queue's file and a counter's.
+pub fn sample_store_files() -> Vec<Vec<u8>> {
+    let entry = |bytes: &[u8]| [&(bytes.len() as u64).to_le_bytes(), bytes].concat();
+    vec![
+        [entry(b"first"), entry(b""), entry(&[3; 40])].concat(),
+        b"-42".to_vec(),
+        i64::MAX.to_string().into(),
+    ]
 }
 
 /// Sleeps that grow from 20 µs to 5 ms.

@@ -51,6 +51,25 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
+/// Reads the file of a secret: what is no secret is refused, and neither is ever shown.
+pub fn fuzz_secret_file(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let shown = match JobSecret::named(JOB_SECRET_FILE, &text) {
+        Ok(secret) => {
+            assert!((SHORTEST..=LONGEST).contains(&secret.0.len()) && !secret.0.contains('\0'));
+            format!("{secret:?}")
+        }
+        Err(error) => error.to_string(),
+    };
+    let words = text.split_whitespace().filter(|word| word.len() >= SHORTEST);
+    words.for_each(|word| assert!(!shown.contains(word), "{shown}"));
+}
+
+/// A secret, and texts that are none.
+pub fn sample_secret_files() -> Vec<Vec<u8>> {
+    vec![[b"0123456789abcdef".repeat(2), b"\n".to_vec()].concat(), b"short".to_vec(), vec![b'x'; LONGEST + 1]]
+}
+
 /// Bytes as text.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()

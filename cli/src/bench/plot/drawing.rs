@@ -1021,6 +1021,23 @@ mod tests {
         }
     }
 
+    #[test]
+    fn results_that_nobody_would_measure_are_drawn_or_refused() {
+        let points = measured();
+        let samples: Vec<Vec<u8>> = [&points[..1], &points[..2], &swept(&[1, 2], &[8])[..]]
+            .map(|points| Results::new(points.to_vec()).json().unwrap().into_bytes())
+            .to_vec();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.svg");
+        epoxide_testing::fuzz::run("drawings", 300, &samples, |bytes| {
+            let Ok(results) = Results::of_text(&String::from_utf8_lossy(bytes)) else { return };
+            for what in [What::Auto, What::Latency, What::Distribution] {
+                let files = [file("a", results.points.clone()), file("b", results.points.clone())];
+                let _ = draw(&files, &Choice { x: None, what }, &path);
+            }
+        });
+    }
+
     /// Their numbers are such that what takes the square of them would take minutes.
     #[test]
     fn tens_of_thousands_of_points_and_series_are_drawn_or_refused_at_once() {

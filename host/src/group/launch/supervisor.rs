@@ -257,11 +257,8 @@ impl Launch {
             directory.join(format!("attempt_{}", environment.restarts)).join(environment.rank().to_string());
         let path = directory.join(format!("{name}.log"));
         // Each, since whoever owns one of them can replace what is in it.
-        let folders = directory.ancestors().take(3).collect::<Vec<_>>().into_iter().rev();
-        let file = folders
-            .map(own_file::create_folder)
-            .collect::<std::io::Result<()>>()
-            .and_then(|()| own_file::create(&path));
+        let mut folders = directory.ancestors().take(3).collect::<Vec<_>>().into_iter().rev();
+        let file = folders.try_for_each(own_file::create_folder).and_then(|()| own_file::create(&path));
         file.map(Some).map_err(|error| {
             Error::os("open", format!("{}: {error}; name a writable log directory", path.display()))
         })

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 pub use member::Member;
 use site::Site;
+pub use site::{fuzz_addresses, sample_addresses};
 
 use super::env::{Lookup, environment};
 use super::mesh_group::Connect;

@@ -135,6 +135,37 @@ impl Site {
     }
 }
 
+/// Reads an address that a user gives: it names a place, or the error names what is wrong with it.
+pub fn fuzz_addresses(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    for site in [Site::from_address(&text, &|_| None).map(|(_, site)| site), store_address(&text)] {
+        match site {
+            Ok(Site::Directory(path)) => assert!(path.is_absolute()),
+            Ok(Site::Server { host, port } | Site::Agent { host, port } | Site::Rank0 { host, port }) => {
+                assert!(!host.is_empty() && port > 0);
+            }
+            Err(error) => assert!(matches!(error, Error::Argument { .. }), "{error}"),
+        }
+    }
+    // Lists of hosts as Slurm writes them.
+    if let Some(host) = slurm::first_host(&text) {
+        assert!(host.len() <= text.len());
+    }
+}
+
+/// Addresses of each kind.
+pub fn sample_addresses() -> Vec<Vec<u8>> {
+    let all = [
+        "tcp://host:29500?rank=0&world_size=2",
+        "tcp://[::1]:5?rank=1&world_size=2",
+        "file:///tmp/run1?rank=0&world_size=1",
+        "tcp://node1:29500",
+        "file:///tmp/run1",
+        "n[003-5,7]-ib,other",
+    ];
+    all.map(|text| text.as_bytes().to_vec()).to_vec()
+}
+
 /// The server at an address where rank 0 starts it, unless torchrun has.
 fn server(host: String, port: u16, variable: Lookup<'_>) -> Site {
     let agent = variable(AGENT_STORE).is_some_and(|value| value == "True")
