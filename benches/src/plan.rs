@@ -106,7 +106,8 @@ pub struct Plan {
     pub ids: Option<Vec<Vec<i64>>>,
 }
 
-/// Most repetitions of anything: each sample is kept, and what is counted in products of them stays countable.
+/// Most repetitions of anything: each sample is kept, and what is counted in products of them stays
+/// countable.
 const MOST_REPETITIONS: u32 = 100_000;
 
 /// Rejects a number of repetitions that is too small or that nobody waits for.

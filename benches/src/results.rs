@@ -670,8 +670,8 @@ impl Results {
         }
     }
 
-    /// Parses bytes as results and does with them what the command does with files: compares them, and holds them against the
-    /// model. Either gives a text or a reason. For the fuzz target.
+    /// Parses bytes as results and does with them what the command does with files: compares them,
+    /// and holds them against the model. Either gives a text or a reason. For the fuzz target.
     #[doc(hidden)]
     pub fn fuzz_uses(bytes: &[u8]) {
         let Ok(results) = Results::of_text(&String::from_utf8_lossy(bytes)) else { return };

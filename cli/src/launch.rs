@@ -34,7 +34,8 @@ pub struct Args {
     #[arg(long, value_name = "R", default_value_t = 0)]
     node_rank: u32,
 
-    /// Host and port of the first node, the same on every node: its launcher listens there, on one node rank 0 may [default: any free port, on one node]
+    /// Host and port of the first node, the same on every node: its launcher listens there, on one
+    /// node rank 0 may [default: any free port, on one node]
     #[arg(long, value_name = "H:P", value_parser = endpoint)]
     rdzv_endpoint: Option<(String, u16)>,
 

@@ -254,8 +254,9 @@ impl Voice {
         Voice { lines: speaks && lines, bar }
     }
 
-    /// Prints a line. A reader that has gone away must not stop one rank of many, so nothing comes of it. A line that is
-    /// lost for another reason is the command's error at its end, by [`check_lost`].
+    /// Prints a line. A reader that has gone away must not stop one rank of many, so nothing comes
+    /// of it. A line that is lost for another reason is the command's error at its end, by
+    /// [`check_lost`].
     pub fn line(&self, text: impl Display) {
         if !self.lines {
             return;

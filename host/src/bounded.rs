@@ -1,4 +1,5 @@
-//! Reading what a user names, but no more than it can be: a device or a wrong file must not take all memory.
+//! Reading what a user names, but no more than it can be: a device or a wrong file must not take
+//! all memory.
 
 use std::fs::File;
 use std::io::{self, Error, ErrorKind, Read};

@@ -17,8 +17,9 @@ pub enum Scope {
     EveryRank,
 }
 
-/// Everything that can go wrong in epoxide. Text that another process chose is shown without control characters. `Debug` gives the same text as `Display`, so that a `main` that returns an error shows it as it
-/// is meant to be read.
+/// Everything that can go wrong in epoxide. Text that another process chose is shown without
+/// control characters. `Debug` gives the same text as `Display`, so that a `main` that returns an
+/// error shows it as it is meant to be read.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -1,8 +1,8 @@
 //! Text of other processes, made fit to be shown.
 //!
-//! A stranger that answers at a port of the job, or that writes to a store without a secret, chooses text that ends up in
-//! errors and logs. Control characters in it would set a terminal's title or its clipboard, and a line end would begin a
-//! line that looks like one of this program's.
+//! A stranger that answers at a port of the job, or that writes to a store without a secret,
+//! chooses text that ends up in errors and logs. Control characters in it would set a terminal's
+//! title or its clipboard, and a line end would begin a line that looks like one of this program's.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -10,7 +10,8 @@ use std::fmt::Write as _;
 /// Most bytes of another process's text that are shown.
 const MOST: usize = 4096;
 
-/// Whether a character may be shown as it is: not a control character, and none that is invisible or turns text around.
+/// Whether a character may be shown as it is: not a control character, and none that is invisible
+/// or turns text around.
 fn is_plain(c: char) -> bool {
     matches!(c, '"' | '\'' | '\\') || c.escape_debug().len() == 1
 }

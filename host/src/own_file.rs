@@ -1,8 +1,8 @@
 //! Files and folders that hold what a job does, wherever the user has them: for this user alone.
 //!
-//! Other users may write in the folder that a file is to be in, such as `/tmp`. They may have put a link, a pipe or a file
-//! of theirs in its place. Nothing here follows a link in a file's own name, and what is opened is looked at before it is
-//! written to or believed.
+//! Other users may write in the folder that a file is to be in, such as `/tmp`. They may have put a
+//! link, a pipe or a file of theirs in its place. Nothing here follows a link in a file's own name,
+//! and what is opened is looked at before it is written to or believed.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Error, ErrorKind, Read};
@@ -81,7 +81,8 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
 /// Makes a folder and those above it that are missing, for this user alone.
 ///
 /// # Errors
-/// Where the folder is another user's (root's may be used), or where all users may replace what is in it.
+/// Where the folder is another user's (root's may be used), or where all users may replace what is
+/// in it.
 pub(crate) fn create_folder(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)?;
     let folder = OpenOptions::new().read(true).custom_flags(OFlags::DIRECTORY.bits() as i32).open(path)?;

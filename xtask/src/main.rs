@@ -102,7 +102,8 @@ enum Command {
     /// Keep one processor busy until standard input ends
     #[command(hide = true)]
     Spin,
-    /// Check licences, sources and versions of all crates that anything here is built from (deny.toml)
+    /// Check licences, sources and versions of all crates that anything here is built from
+    /// (deny.toml)
     Deny,
     /// Say what this machine has for building PTX, and the remedy for what it lacks
     Doctor,

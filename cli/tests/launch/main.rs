@@ -361,7 +361,8 @@ fn a_reader_that_leaves_ends_the_launch() {
     assert!(!child.wait().unwrap().success());
 }
 
-/// As where the file system of TMPDIR is full: the launcher cannot leave the reason in the ranks' store.
+/// As where the file system of TMPDIR is full: the launcher cannot leave the reason in the ranks'
+/// store.
 #[test]
 fn a_store_that_takes_nothing_does_not_hide_why_a_rank_failed() {
     let fail =

@@ -76,7 +76,8 @@ fn a_failure_ends_all_nodes_and_all_start_again() {
     assert!(text(&outputs[1].stderr).ends_with("standard error:\n  why\n"), "{outputs:?}");
 }
 
-/// Another user takes the port that was chosen for rank 0 before it listens there. Ranks of this library meet elsewhere.
+/// Another user takes the port that was chosen for rank 0 before it listens there. Ranks of this
+/// library meet elsewhere.
 #[test]
 fn a_port_that_is_taken_from_rank_0_does_not_keep_ranks_from_meeting() {
     let directory = tempfile::tempdir().unwrap();
@@ -202,7 +203,8 @@ fn catches(process: u32, signal: Signal) -> bool {
     u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
 }
 
-/// A name that does not resolve may be that of a host that is still being set up, so the launch goes on trying; it says so.
+/// A name that does not resolve may be that of a host that is still being set up, so the launch
+/// goes on trying; it says so.
 #[test]
 fn a_name_that_does_not_resolve_is_named_before_the_launch_gives_up() {
     let flags = [

@@ -22,7 +22,8 @@ pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 /// Variable with the folder of the launch that a process is part of: by it, the next launch finds what is left of one whose launcher was killed.
 pub(crate) const LAUNCH: &str = "EPOXIDE_LAUNCH";
 
-/// Most ranks of a group. Each keeps something for every other, so that a number that is a mistake would take all memory.
+/// Most ranks of a group. Each keeps something for every other, so that a number that is a mistake
+/// would take all memory.
 pub(crate) const MAX_RANKS: u32 = 1 << 16;
 /// Most ranks that a launch starts on a host.
 pub(crate) const MAX_RANKS_PER_NODE: u32 = 1024;

@@ -11,8 +11,8 @@ use serde::Serialize;
 use super::call::Operation;
 use crate::own_file;
 
-/// Variable with the start of the path of the dumps; `.GROUP.rankR.json` is appended. Dumps are for this user alone (mode
-/// 0600), and no link or file of another user in their place is written to.
+/// Variable with the start of the path of the dumps; `.GROUP.rankR.json` is appended. Dumps are for
+/// this user alone (mode 0600), and no link or file of another user in their place is written to.
 pub const FLIGHT_RECORDER: &str = "EPOXIDE_FLIGHT_RECORDER";
 
 /// Takes the dumps, each a JSON document.

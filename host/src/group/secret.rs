@@ -9,9 +9,10 @@
 //! - both nonces, which are new for each connection, so that none is of use a second time;
 //! - what the two claim to be, such as ranks and the address that was called, so that none vouches for anything else.
 //!
-//! The same values give the [`Keys`] of the connection. With them each side signs every message that follows: a
-//! [`Signer`] signs one direction and numbers its messages. A process between the two that forwards the challenge can
-//! therefore not add, change, repeat, drop or reorder a message without being noticed.
+//! The same values give the [`Keys`] of the connection. With them each side signs every message
+//! that follows: a [`Signer`] signs one direction and numbers its messages. A process between the
+//! two that forwards the challenge can therefore not add, change, repeat, drop or reorder a message
+//! without being noticed.
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -287,7 +288,8 @@ impl Signer {
 
     fn next(&mut self, message: &[u8]) -> HMAC {
         let mut mac = self.keyed.clone();
-        // Of a fixed length, so that the message is all that follows. A connection never sends 2^64 messages.
+        // Of a fixed length, so that the message is all that follows. A connection never sends 2^64
+        // messages.
         mac.update(self.sequence.to_le_bytes());
         mac.update(message);
         self.sequence = self.sequence.wrapping_add(1);
@@ -295,7 +297,8 @@ impl Signer {
     }
 }
 
-/// What one side of a connection signs its messages with, and what it checks those of the other side with.
+/// What one side of a connection signs its messages with, and what it checks those of the other
+/// side with.
 #[derive(Debug)]
 pub(crate) struct Keys {
     pub(crate) send: Signer,
@@ -346,8 +349,8 @@ impl Initiator {
         self.nonce
     }
 
-    /// Takes the reply; what to send then, and what signs all that follows. From here on the other side is known to be of
-    /// this job.
+    /// Takes the reply; what to send then, and what signs all that follows. From here on the other
+    /// side is known to be of this job.
     pub(crate) fn answer(&self, reply: &[u8; REPLY]) -> Result<([u8; PROOF], Keys), WrongSecret> {
         let (theirs, proof) = halves(reply);
         let keys = self.check(&theirs, &proof)?;
@@ -417,7 +420,8 @@ impl Responder {
         (Responder { expected: prove(Side::Initiator), keys }, prove(Side::Responder).finalize())
     }
 
-    /// Takes the proof; what signs all that follows. From here on the other side is known to be of this job.
+    /// Takes the proof; what signs all that follows. From here on the other side is known to be of
+    /// this job.
     pub(crate) fn check(self, proof: &[u8; PROOF]) -> Result<Keys, WrongSecret> {
         // In the same time whatever is wrong with it.
         if self.expected.finalize_verify(proof) { Ok(self.keys) } else { Err(WrongSecret) }

@@ -60,12 +60,14 @@ impl Report<'_> {
     }
 }
 
-/// The named pipe at a path, if one is there: this user's, or root's, since whoever owns it gets what is written.
+/// The named pipe at a path, if one is there: this user's, or root's, since whoever owns it gets
+/// what is written.
 fn open_pipe(path: &Path) -> std::io::Result<Option<File>> {
     if !std::fs::symlink_metadata(path).is_ok_and(|about| about.file_type().is_fifo()) {
         return Ok(None);
     }
-    // A pipe that nobody reads must not hold up the watchdog: neither when it is opened nor when it is full.
+    // A pipe that nobody reads must not hold up the watchdog: neither when it is opened nor when it
+    // is full.
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
     let file = OpenOptions::new().write(true).custom_flags(flags).open(path)?;
     let about = file.metadata()?;

@@ -1,5 +1,5 @@
-//! A local process that listens where clients try first, and forwards what it gets to the store: with a secret it learns
-//! nothing and changes nothing.
+//! A local process that listens where clients try first, and forwards what it gets to the store:
+//! with a secret it learns nothing and changes nothing.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -73,7 +73,8 @@ impl Relay {
     }
 }
 
-/// Listens at `port` of an IPv6 address and leaves that port of IPv4 addresses to others, as a local user can.
+/// Listens at `port` of an IPv6 address and leaves that port of IPv4 addresses to others, as a
+/// local user can.
 fn listen_v6(ip: Ipv6Addr, port: u16) -> Option<TcpListener> {
     let socket = socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None).ok()?;
     set_ipv6_v6only(&socket, true).unwrap();
@@ -87,7 +88,8 @@ fn listen_v6(ip: Ipv6Addr, port: u16) -> Option<TcpListener> {
     Some(TcpListener::from(socket))
 }
 
-/// A server at `ip` alone that lets in who knows the secret, and a relay at [::1] with the same port.
+/// A server at `ip` alone that lets in who knows the secret, and a relay at [::1] with the same
+/// port.
 fn relayed(ip: IpAddr) -> Option<(TcpStore, Relay)> {
     let server = TcpListener::bind((ip, 0)).unwrap();
     let port = server.local_addr().unwrap().port();
@@ -99,7 +101,8 @@ fn relayed(ip: IpAddr) -> Option<(TcpStore, Relay)> {
     Some((store.unwrap(), Relay::start(listener, (Ipv4Addr::LOCALHOST, port).into())))
 }
 
-/// Clients are told `localhost`, try [::1] first, and the relay is there; the server is at 127.0.0.1.
+/// Clients are told `localhost`, try [::1] first, and the relay is there; the server is at
+/// 127.0.0.1.
 #[test]
 fn a_relay_at_the_other_loopback_address_learns_and_changes_nothing() {
     let Some((store, relay)) = relayed(Ipv4Addr::LOCALHOST.into()) else { return };
@@ -117,7 +120,8 @@ fn a_relay_at_the_other_loopback_address_learns_and_changes_nothing() {
     assert_eq!(store.num_keys().unwrap(), 2);
 }
 
-/// A process has the port of IPv6 before the server comes. The server must not go on with IPv4 alone.
+/// A process has the port of IPv6 before the server comes. The server must not go on with IPv4
+/// alone.
 #[test]
 fn a_store_for_a_host_name_does_not_fall_back_to_ipv4() {
     let Some(listener) = listen_v6(Ipv6Addr::UNSPECIFIED, 0) else {
@@ -148,7 +152,8 @@ fn a_relay_in_front_of_an_ipv4_server_learns_and_changes_nothing() {
     assert_eq!(store.num_keys().unwrap(), 1);
 }
 
-/// Ranks with `MASTER_ADDR=localhost`: rank 0 serves both loopback addresses, so that nobody else can have either.
+/// Ranks with `MASTER_ADDR=localhost`: rank 0 serves both loopback addresses, so that nobody else
+/// can have either.
 #[test]
 fn ranks_at_localhost_leave_no_loopback_address_to_a_relay() {
     let Some(listener) = listen_v6(Ipv6Addr::LOCALHOST, 0) else {

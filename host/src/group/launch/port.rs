@@ -12,13 +12,15 @@ use crate::error::{Error, Result};
 
 /// A free TCP port of this host, held until this is dropped.
 ///
-/// The port is bound but not listened on. While it is, the kernel gives it to nobody who asks for any port, neither to
-/// bind nor to connect from; a server that asks for this very port with `SO_REUSEADDR`, as the servers of Rust's
-/// standard library, PyTorch and libuv do, gets it, and the port can be used again after the server has gone.
+/// The port is bound but not listened on. While it is, the kernel gives it to nobody who asks for
+/// any port, neither to bind nor to connect from; a server that asks for this very port with
+/// `SO_REUSEADDR`, as the servers of Rust's standard library, PyTorch and libuv do, gets it, and
+/// the port can be used again after the server has gone.
 ///
-/// So no program comes by the port by chance. A process that tries all ports with `SO_REUSEADDR` can take it, whoever's
-/// it is, as long as nobody listens: the server then fails with "address in use". What must not fail listens at once and
-/// hands on the socket or serves itself, as the launcher of several nodes does for its ranks.
+/// So no program comes by the port by chance. A process that tries all ports with `SO_REUSEADDR`
+/// can take it, whoever's it is, as long as nobody listens: the server then fails with "address in
+/// use". What must not fail listens at once and hands on the socket or serves itself, as the
+/// launcher of several nodes does for its ranks.
 ///
 /// ```
 /// let port = epoxide::group::launch::HeldPort::any()?;

@@ -19,8 +19,8 @@ pub struct RankEnvironment {
     pub master_addr: String,
     /// A port on that host that a program may have rank 0 serve a store of its own at.
     pub master_port: u16,
-    /// Where the ranks meet: the `file://` address of a directory on one host, the `tcp://` address of the first launcher's
-    /// store with several.
+    /// Where the ranks meet: the `file://` address of a directory on one host, the `tcp://` address
+    /// of the first launcher's store with several.
     pub store: Option<String>,
     /// Restarts before this start.
     pub restarts: u32,

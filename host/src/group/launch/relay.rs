@@ -104,8 +104,9 @@ impl Relay {
         Ok(Relay { thread: thread.map_err(|error| Error::os("spawn thread", error))?, running })
     }
 
-    /// Passes on what is left. Whoever reads the output may take as long as they like, but once `hurry` says
-    /// so only a little longer: a thread that is in the middle of a write is then left behind, and nothing is returned.
+    /// Passes on what is left. Whoever reads the output may take as long as they like, but once
+    /// `hurry` says so only a little longer: a thread that is in the middle of a write is then left
+    /// behind, and nothing is returned.
     pub fn finish(self, mut hurry: impl FnMut() -> bool) -> Relayed {
         drop(self.running);
         let mut end = None;

@@ -102,8 +102,8 @@ impl Launch {
         command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<Attempt, Interrupted> {
         let directory = StoreDirectory::create()?;
-        // With several hosts the ranks meet at the store of the first node's launcher: it listens already, so that nobody
-        // can have its port.
+        // With several hosts the ranks meet at the store of the first node's launcher: it listens
+        // already, so that nobody can have its port.
         let board = (self.nodes.count == 1).then(|| directory.path.join("store"));
         let store = board.as_ref().map(FileStore::new).transpose()?;
         let meet = match (&board, &self.nodes.endpoint) {
@@ -112,8 +112,8 @@ impl Launch {
             (None, Some((host, port))) => Some(format!("tcp://{host}:{port}")),
             (None, None) => None,
         };
-        // For programs that have rank 0 serve a store of their own, as PyTorch's: a port here, unless it was given or rank 0
-        // is elsewhere.
+        // For programs that have rank 0 serve a store of their own, as PyTorch's: a port here,
+        // unless it was given or rank 0 is elsewhere.
         let first = self.nodes.rank == 0 && (launchers.is_some() || self.nodes.endpoint.is_none());
         let port = first.then(HeldPort::any).transpose()?;
         let held = port.as_ref().map(HeldPort::number);
@@ -264,8 +264,8 @@ impl Launch {
         })
     }
 
-    /// Waits until all ranks have ended, and sees to it that they do once one has failed or a signal says so. `early` are
-    /// signals that have been taken already.
+    /// Waits until all ranks have ended, and sees to it that they do once one has failed or a
+    /// signal says so. `early` are signals that have been taken already.
     fn watch(
         &self,
         ranks: &mut Watched,
@@ -278,7 +278,8 @@ impl Launch {
         let mut failure: Option<FirstFailure> = None;
         let (mut ended_by, mut ended_elsewhere) = (None, false);
         let mut phase = Phase::Running;
-        // Other ranks that cannot be told find out by the signal that ends them. The cause stays what it is.
+        // Other ranks that cannot be told find out by the signal that ends them. The cause stays
+        // what it is.
         let report = |trouble| {
             if let Err(error) = report(trouble) {
                 self.sinks.say(&format!("launch: the other ranks cannot be told, and are ended: {error}"));

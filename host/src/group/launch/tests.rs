@@ -148,7 +148,8 @@ fn a_panicking_thread_is_reported() {
 /// How many ranks of the launch below have been started.
 const STARTED: &str = "EPOXIDE_TEST_STARTED";
 
-/// The launcher of the test below, which ends itself while it starts its ranks; does nothing as a test of its own.
+/// The launcher of the test below, which ends itself while it starts its ranks; does nothing as a
+/// test of its own.
 #[test]
 fn as_an_interrupted_launcher() {
     let Some(path) = std::env::var_os(STARTED) else { return };

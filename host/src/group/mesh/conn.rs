@@ -1,7 +1,8 @@
 //! One connection: bytes in and out without waiting.
 //!
-//! Where the job has a secret, each header and each payload is followed by its signature. A header is believed only once
-//! its signature has been checked, and a frame is handed on only once both have been.
+//! Where the job has a secret, each header and each payload is followed by its signature. A header
+//! is believed only once its signature has been checked, and a frame is handed on only once both
+//! have been.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -79,7 +80,8 @@ impl Conn {
         self.challenge = Some(initiator);
     }
 
-    /// A connection that `peer` opened, and has said its hello on; frames are signed with `keys` where the job has a secret.
+    /// A connection that `peer` opened, and has said its hello on; frames are signed with `keys`
+    /// where the job has a secret.
     pub(crate) fn accepted(socket: OwnedFd, peer: u32, keys: Option<Keys>) -> Conn {
         let mut conn = Conn { heard: true, ..Conn::opened(socket, peer) };
         if let Some(keys) = keys {

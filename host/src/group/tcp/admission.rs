@@ -1,10 +1,11 @@
 //! What comes before the first byte of PyTorch's protocol where the job has a secret: the challenge.
 //!
-//! The client begins with [`MARK`], which no request begins with, and its opening. The server answers with the mark, a
-//! length of 4 bytes, and as many bytes: its reply, or, where nobody is let in, the reason as text, behind a length whose
-//! highest bit is set. The client's proof follows. A client that begins with a request is told why it is not let in in the
-//! same way, and so is one that begins with the mark at a server without a secret. Behind the proof both sides send
-//! [signed records](super::record) alone.
+//! The client begins with [`MARK`], which no request begins with, and its opening. The server
+//! answers with the mark, a length of 4 bytes, and as many bytes: its reply, or, where nobody is
+//! let in, the reason as text, behind a length whose highest bit is set. The client's proof
+//! follows. A client that begins with a request is told why it is not let in in the same way, and
+//! so is one that begins with the mark at a server without a secret. Behind the proof both sides
+//! send [signed records](super::record) alone.
 
 use std::net::SocketAddr;
 
@@ -21,9 +22,10 @@ const REFUSED: u32 = 1 << 31;
 /// Longest reason that a client takes.
 const MAX_REASON: u32 = 1024;
 
-/// What both sides take to be so: the run, if it has a name, and where the server takes the connection. An address that
-/// means another host elsewhere has its host named. A process that listens at another address and forwards what it gets is
-/// thereby found out before the client has proved or asked anything.
+/// What both sides take to be so: the run, if it has a name, and where the server takes the
+/// connection. An address that means another host elsewhere has its host named. A process that
+/// listens at another address and forwards what it gets is thereby found out before the client has
+/// proved or asked anything.
 pub(super) fn claims(run: &str, served: SocketAddr) -> Vec<u8> {
     // An IPv4 client of an IPv6 socket has called an IPv4 address.
     let ip = served.ip().to_canonical();

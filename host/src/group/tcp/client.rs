@@ -75,7 +75,8 @@ impl TcpStore {
         TcpStore::connect_to_run("", host, port, timeout, secret)
     }
 
-    /// Like [`TcpStore::connect_with_secret`], to a server of a run with this name alone, where there is a secret.
+    /// Like [`TcpStore::connect_with_secret`], to a server of a run with this name alone, where
+    /// there is a secret.
     pub(crate) fn connect_to_run(
         run: &str,
         host: &str,
@@ -129,8 +130,8 @@ impl TcpStore {
         TcpStore::serve(vec![listener], timeout, linger, terms, limits)
     }
 
-    /// Like [`TcpStore::host_with`] for clients of a run with this name that are told `host`: a loopback address is
-    /// listened at alone.
+    /// Like [`TcpStore::host_with`] for clients of a run with this name that are told `host`: a
+    /// loopback address is listened at alone.
     pub(crate) fn host_at(
         run: &str,
         host: &str,
@@ -182,8 +183,8 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
-    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and trying ends with an error once `stop` says so,
-    /// which is told once why it takes long.
+    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and
+    /// trying ends with an error once `stop` says so, which is told once why it takes long.
     pub(crate) fn connect_unless(
         host: &str,
         port: u16,

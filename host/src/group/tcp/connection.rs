@@ -90,8 +90,8 @@ impl Connection {
         Connection::open_unless(address, deadline, timeout, |_| false)
     }
 
-    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed. Once [`WARN`] is over, it is
-    /// told why, once.
+    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed. Once
+    /// [`WARN`] is over, it is told why, once.
     pub fn open_unless(
         address: &Address,
         deadline: Instant,
@@ -380,8 +380,8 @@ impl Connection {
     }
 }
 
-/// The addresses of a host. The system may take long for a name, and knows no deadline: a thread that is still at it
-/// then is left behind.
+/// The addresses of a host. The system may take long for a name, and knows no deadline: a thread
+/// that is still at it then is left behind.
 fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(vec![(ip, port).into()]);

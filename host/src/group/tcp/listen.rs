@@ -27,17 +27,18 @@ const TRIES: u32 = 64;
 
 /// Listens at `port` of all of this host's addresses.
 pub(super) fn listen_all(port: u16) -> Result<TcpListener> {
-    // IPv6 sockets take IPv4 as well, but not every host has IPv6. Any other failure is one: with IPv4 alone, whoever has
-    // the port of IPv6 would get the clients that try it first.
+    // IPv6 sockets take IPv4 as well, but not every host has IPv6. Any other failure is one: with
+    // IPv4 alone, whoever has the port of IPv6 would get the clients that try it first.
     match has(Ipv6Addr::UNSPECIFIED.into()) {
         true => listen((Ipv6Addr::UNSPECIFIED, port)),
         false => listen((Ipv4Addr::UNSPECIFIED, port)),
     }
 }
 
-/// Listens where clients come that were told `host`: at that address alone where it is one, at both loopback addresses where
-/// the name says so, since clients may try either first. Any other name may mean one address here and another elsewhere, and
-/// an address may be one that a network translates: then at all of this host's.
+/// Listens where clients come that were told `host`: at that address alone where it is one, at both
+/// loopback addresses where the name says so, since clients may try either first. Any other name
+/// may mean one address here and another elsewhere, and an address may be one that a network
+/// translates: then at all of this host's.
 pub(super) fn listen_for(host: &str, port: u16) -> Result<Vec<TcpListener>> {
     if host.eq_ignore_ascii_case("localhost") {
         return listen_loopback(port);
@@ -68,7 +69,8 @@ fn listen_loopback(port: u16) -> Result<Vec<TcpListener>> {
     }
 }
 
-/// True where this host has the address. An address that cannot be had for another reason counts as there.
+/// True where this host has the address. An address that cannot be had for another reason counts as
+/// there.
 fn has(ip: IpAddr) -> bool {
     !TcpListener::bind((ip, 0)).is_err_and(|error| is_missing(&error))
 }

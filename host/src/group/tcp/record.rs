@@ -1,12 +1,14 @@
 //! Signed records: what goes over a connection behind the challenge where the job has a secret.
 //!
-//! A record is a length of 4 bytes, as many bytes of PyTorch's protocol (1 to [`MOST`]), and their signature. Requests
-//! and answers are split into records as it comes; nothing of a record is used before its signature has been checked.
+//! A record is a length of 4 bytes, as many bytes of PyTorch's protocol (1 to [`MOST`]), and their
+//! signature. Requests and answers are split into records as it comes; nothing of a record is used
+//! before its signature has been checked.
 
 use super::protocol::Violation;
 use crate::group::secret::{Signer, TAG};
 
-/// Most bytes of a record without length and signature: what a side holds of one that it has not checked.
+/// Most bytes of a record without length and signature: what a side holds of one that it has not
+/// checked.
 pub(super) const MOST: usize = 64 * 1024;
 const LENGTH: usize = 4;
 
@@ -70,7 +72,8 @@ impl Opener {
     }
 }
 
-/// Reads bytes as records: whatever pieces they come in, the same is found, and nothing that is not signed.
+/// Reads bytes as records: whatever pieces they come in, the same is found, and nothing that is not
+/// signed.
 pub fn fuzz_records(bytes: &[u8]) {
     let find = |mut pieces: Box<dyn Iterator<Item = &[u8]> + '_>| {
         let (mut opener, mut plain) = (Opener::new(Signer::fixed()), Vec::new());

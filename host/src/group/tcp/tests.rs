@@ -1,4 +1,5 @@
-//! What a process between client and server gains that forwards a challenge unchanged: nothing behind it.
+//! What a process between client and server gains that forwards a challenge unchanged: nothing
+//! behind it.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};

@@ -64,7 +64,8 @@ pub(super) struct Dialed {
 }
 
 impl Dialed {
-    /// Takes the answer to the hello. The connection, and what signs its headers where the job has a secret.
+    /// Takes the answer to the hello. The connection, and what signs its headers where the job has
+    /// a secret.
     pub(super) fn answered(mut self, deadline: Instant) -> Result<(TcpStream, Option<Signer>), String> {
         read_answer(&mut self.socket, deadline)?;
         let mut signer = None;
@@ -304,8 +305,8 @@ impl Door {
     }
 }
 
-/// Looks at the opening and the proof that stand behind a hello: this end's own proof and keys, once both
-/// have come.
+/// Looks at the opening and the proof that stand behind a hello: this end's own proof and keys,
+/// once both have come.
 fn proven(
     secret: &JobSecret,
     claims: &[u8],

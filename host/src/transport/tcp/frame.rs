@@ -4,8 +4,9 @@
 //! (bytes, to, counter, value), and the bytes. The other way there is at most a farewell: the receiver's goodbye, or why it
 //! refused a frame.
 //!
-//! Where the job has a secret, each header is followed by its signature, so that nobody between the ranks adds, repeats,
-//! drops or redirects a put. The bytes of a put are not signed, since they go into wire memory as they come, as with RDMA.
+//! Where the job has a secret, each header is followed by its signature, so that nobody between the
+//! ranks adds, repeats, drops or redirects a put. The bytes of a put are not signed, since they go
+//! into wire memory as they come, as with RDMA.
 
 use crate::group::secret::{Signer, TAG};
 use crate::transport::put::Put;

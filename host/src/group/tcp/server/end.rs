@@ -65,7 +65,8 @@ enum Piece {
 }
 
 impl End {
-    /// The end of a client's connection, whose messages are signed with `keys` where the job has a secret.
+    /// The end of a client's connection, whose messages are signed with `keys` where the job has a
+    /// secret.
     pub(super) fn new(socket: TcpStream, keys: Option<Keys>) -> End {
         let (signer, opener) = keys.map(|keys| (keys.send, Opener::new(keys.receive))).unzip();
         End {

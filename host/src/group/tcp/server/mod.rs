@@ -86,8 +86,8 @@ impl TcpStoreServer {
         TcpStoreServer::start(vec![listener], Terms::default(), limits)
     }
 
-    /// A server that lets in only clients that know the secret of `terms`, where there is one. It listens at all of
-    /// `listeners`; its address is that of the first.
+    /// A server that lets in only clients that know the secret of `terms`, where there is one. It
+    /// listens at all of `listeners`; its address is that of the first.
     pub(super) fn start(
         listeners: Vec<TcpListener>,
         terms: Terms,
@@ -304,8 +304,8 @@ impl Server {
         }
     }
 
-    /// Hears whether a stranger speaks the protocol, or knows the secret where there is one. Of what it sends behind its first
-    /// message nothing is read before that is known.
+    /// Hears whether a stranger speaks the protocol, or knows the secret where there is one. Of
+    /// what it sends behind its first message nothing is read before that is known.
     fn greet(&mut self, id: u64) {
         let Some(stranger) = self.strangers.get_mut(id) else { return };
         let heard = admit(stranger, &self.terms).and_then(|inside| match inside {
