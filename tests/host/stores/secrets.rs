@@ -44,6 +44,11 @@ fn whoever_knows_the_secret_uses_the_store() {
         assert_eq!(late.join().unwrap().unwrap(), [7; 1 << 20]);
     });
     assert_eq!(host.add("count", 3).unwrap(), 3);
+    // By every address of the host that means it.
+    for address in ["localhost", "0.0.0.0", "127.0.0.1", "127.8.7.6"] {
+        let store = TcpStore::connect_with_secret(address, host.port(), PATIENCE, Some(&secret));
+        store.unwrap_or_else(|error| panic!("{address}: {error}")).set(address, b"").unwrap();
+    }
 }
 
 #[test]

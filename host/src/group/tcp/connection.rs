@@ -165,7 +165,9 @@ impl Connection {
         let hello = Message::query(Query::Validate).word(MAGIC).then(Query::Ping).word(nonce);
         let deadline = deadline.min(after(CONNECT));
         if terms.secret.is_some() {
-            connection.challenge(terms, address, deadline)?;
+            // Not what was asked for: 0.0.0.0 means a loopback address.
+            let served = connection.stream.peer_addr()?;
+            connection.challenge(terms, served, deadline)?;
         }
         connection.send(&hello, deadline)?;
         connection.expect_nonce(nonce, deadline)?;
