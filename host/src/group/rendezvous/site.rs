@@ -197,7 +197,8 @@ fn absolute(argument: &'static str, address: &str, path: &str) -> Result<PathBuf
 
 fn host_and_port(argument: &'static str, address: &str, authority: &str) -> Result<(String, u16)> {
     let authority = authority.trim_end_matches('/');
-    let parts = authority.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.ends_with(':'));
+    let is_host = |host: &str| !matches!(host, "" | "[]") && !host.ends_with(':');
+    let parts = authority.rsplit_once(':').filter(|(host, _)| is_host(host));
     let Some((host, port)) = parts else {
         let rule = "must have a host and a port, such as tcp://node1:29500 or tcp://[::1]:29500";
         return Err(Error::argument(argument, address, rule));
@@ -301,6 +302,7 @@ mod tests {
             ("tcp://h:5?rank=0&rank=0&world_size=1", "", ADDRESS),
             ("tcp://h:5?rank=0&world_size=1&color=2", "", ADDRESS),
             ("tcp://:5?rank=0&world_size=1", "", ADDRESS),
+            ("tcp://[]:5?rank=0&world_size=1", "", ADDRESS),
             ("file://d?rank=0&world_size=1", "", ADDRESS),
             ("udp://h:5?rank=0&world_size=1", "", ADDRESS),
         ];
