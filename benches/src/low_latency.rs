@@ -15,6 +15,7 @@ use epoxide_testing::payload::rng_of;
 use epoxide_testing::sizes::Sizes;
 use serde::{Deserialize, Serialize};
 
+use crate::plan::check_count;
 use crate::results::{SCHEMA_VERSION, Slowest, today};
 use crate::{Error, Result, Watch, digest};
 
@@ -184,10 +185,9 @@ impl LowLatencyPlan {
             };
             sizes.check().map_err(Error::Usage)?;
         }
-        if self.iters == 0 {
-            return Err(Error::Usage("--iters 0: must be at least 1".into()));
-        }
-        Ok(())
+        check_count("--iters", self.iters, 1)?;
+        check_count("--warmup", self.warmup, 0)?;
+        check_count("--graph", self.chain, 1)
     }
 }
 

@@ -10,6 +10,7 @@ use epoxide::internal::Topology;
 use epoxide::transport::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
+use crate::plan::check_count;
 use crate::puts::Poster;
 use crate::results::{Distribution, SCHEMA_VERSION, gbps, mean, today};
 use crate::{Error, Result, TIMEOUT};
@@ -143,16 +144,14 @@ impl NetworkPlan {
             let rule = format!("must be 1 to {}, the entries of a queue's ring", Poster::DEEPEST);
             return Err(Error::Usage(format!("bench wire: --depths {depth}: {rule}")));
         }
-        match self.iters {
-            0 => Err(Error::Usage("bench wire: --iters must be at least 1".into())),
-            _ => Ok(()),
-        }
+        check_count("bench wire: --iters", self.iters, 1)?;
+        check_count("bench wire: --warmup", self.warmup, 0)
     }
 
     /// Puts of a rank to each peer.
     fn puts_of(&self, size: u64) -> u64 {
         let queues = u64::from(self.queues);
-        ((self.mib << 20) / size).clamp(PUTS.start() * queues, PUTS.end() * queues)
+        (self.mib.saturating_mul(1 << 20) / size).clamp(PUTS.start() * queues, PUTS.end() * queues)
     }
 }
 

@@ -106,6 +106,21 @@ pub struct Plan {
     pub ids: Option<Vec<Vec<i64>>>,
 }
 
+/// Most repetitions of anything: each sample is kept, and what is counted in products of them stays
+/// countable.
+const MOST_REPETITIONS: u32 = 100_000;
+
+/// Rejects a number of repetitions that is too small or that nobody waits for.
+pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
+    if value < least {
+        return Err(Error::Usage(format!("{flag} {value}: must be at least {least}")));
+    }
+    if value > MOST_REPETITIONS {
+        return Err(Error::Usage(format!("{flag} {value}: must be at most {MOST_REPETITIONS}")));
+    }
+    Ok(())
+}
+
 impl Plan {
     /// How tokens travel, as results name it.
     pub fn mode(&self) -> &'static str {
@@ -152,7 +167,7 @@ impl Plan {
         if let Some(ids) = &self.ids {
             return ids[rank as usize].clone();
         }
-        let mut rng = ChaCha8Rng::seed_from_u64(self.seed + u64::from(rank));
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed.wrapping_add(u64::from(rank)));
         random_topk(&mut rng, self.tokens, self.topk, self.experts, self.masked)
     }
 
@@ -191,11 +206,10 @@ impl Plan {
     pub fn check(&self) -> Result<()> {
         let topology = self.topology;
         let ranks = topology.ranks();
-        for (flag, value) in [("--iters", self.iters), ("--repeat", self.repeat)] {
-            if value == 0 {
-                return Err(Error::Usage(format!("{flag} 0: must be at least 1")));
-            }
-        }
+        check_count("--iters", self.iters, 1)?;
+        check_count("--repeat", self.repeat, 1)?;
+        check_count("--warmup", self.warmup, 0)?;
+        check_count("--graph", self.graph.unwrap_or(1), 1)?;
         self.sizes().check().map_err(Error::Usage)?;
         for &num_sms in &self.num_sms {
             let config = self.config(num_sms).map_err(|error| {

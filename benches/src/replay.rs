@@ -72,7 +72,7 @@ impl Bench<'_> {
         let alone = self.isolated(false, launch)?;
         let flushed = if self.flush.is_some() { Some(self.isolated(true, launch)?) } else { None };
         let mut chained = self.isolated(false, |_| (0..chain).try_for_each(|_| step.launch(&stream)))?;
-        let more = (chain - 1) * (self.plan.warmup + self.plan.iters);
+        let more = u64::from(chain - 1) * u64::from(self.plan.warmup + self.plan.iters);
         (0..more).for_each(|_| self.watch.step(self.rig.rank));
         chained.iter_mut().for_each(|us| *us /= f64::from(chain));
         step.check(&stream)?;

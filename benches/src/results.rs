@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use epoxide::internal::{JSON, read_text_file};
 use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 use serde::{Deserialize, Serialize};
 
@@ -130,6 +131,30 @@ pub struct Key {
     /// Rows of a put; likewise.
     #[serde(default)]
     pub rdma_send: Option<u32>,
+}
+
+impl Key {
+    /// What of it cannot be, in a file that was not written by this program.
+    fn broken(&self) -> Option<String> {
+        let counts = [
+            ("nodes", u64::from(self.nodes)),
+            ("num_ranks", self.num_ranks.into()),
+            ("tokens", self.tokens.into()),
+            ("hidden", self.hidden),
+            ("experts", self.experts.into()),
+            ("topk", self.topk.into()),
+        ];
+        if let Some((name, _)) = counts.iter().find(|(_, value)| *value == 0) {
+            return Some(format!("a point has {name} 0, and must have at least 1"));
+        }
+        if !self.num_ranks.is_multiple_of(self.nodes) {
+            let (ranks, nodes) = (self.num_ranks, self.nodes);
+            return Some(format!(
+                "a point has num_ranks {ranks}, and must have a multiple of its {nodes} nodes"
+            ));
+        }
+        None
+    }
 }
 
 impl Key {
@@ -592,7 +617,7 @@ impl Results {
 
     /// Reads a results file, or the JSON lines of a sweep.
     pub fn read(path: &Path) -> Result<Results> {
-        let text = std::fs::read_to_string(path)
+        let text = read_text_file(path, JSON)
             .map_err(|error| Error::Usage(format!("{}: {error}", path.display())))?;
         Results::of_text(&text).map_err(|why| Error::Usage(format!("{}: {why}", path.display())))
     }
@@ -621,6 +646,9 @@ impl Results {
                 false => points.push(serde_json::from_value(value).map_err(broken)?),
             }
         }
+        if let Some(why) = points.iter().find_map(|point: &Point| point.key.broken()) {
+            return Err(format!("not a results file: {why}"));
+        }
         match points.is_empty() {
             true => Err("holds no points".into()),
             false => Ok(Results::new(points)),
@@ -640,6 +668,20 @@ impl Results {
             }
             Err(reason) => assert!(!reason.is_empty()),
         }
+    }
+
+    /// Parses bytes as results and does with them what the command does with files: compares them,
+    /// and holds them against the model. Either gives a text or a reason. For the fuzz target.
+    #[doc(hidden)]
+    pub fn fuzz_uses(bytes: &[u8]) {
+        let Ok(results) = Results::of_text(&String::from_utf8_lossy(bytes)) else { return };
+        if let Ok(comparison) = crate::compare::compare(&results.points, &results.points, 0.01) {
+            assert!(!comparison.text().is_empty());
+            let _ = comparison.slower_by(0.01);
+        }
+        let figures = crate::model::Figures::h200(50.0, 5.0);
+        let _ = crate::model::check_text(&crate::model::check(&results.points, &figures));
+        let _ = figures.with_ceilings_of(&results.points);
     }
 
     /// The results as JSON.
@@ -726,6 +768,15 @@ mod tests {
     }
 
     #[test]
+    fn results_that_nobody_would_measure() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/data/h200.json");
+        let points = Results::read(Path::new(path)).unwrap().points;
+        let lines: Vec<Vec<u8>> =
+            points.iter().step_by(5).take(4).map(|point| serde_json::to_vec(point).unwrap()).collect();
+        epoxide_testing::fuzz::run("uses of results", 10_000, &lines, Results::fuzz_uses);
+    }
+
+    #[test]
     fn files_that_are_not_results_are_named_as_such() {
         for (text, part) in [
             ("", "no points"),
@@ -736,6 +787,22 @@ mod tests {
         ] {
             let error = Results::of_text(text).unwrap_err();
             assert!(error.contains(part), "{text}: {error}");
+        }
+        // Whatever is worked out from a point divides by these.
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/data/h200.json");
+        let results = Results::read(Path::new(path)).unwrap();
+        for (change, part) in [
+            ((|key| key.nodes = 0) as fn(&mut Key), "nodes 0, and must have at least 1"),
+            (|key| key.topk = 0, "topk 0"),
+            (
+                |key| (key.nodes, key.num_ranks) = (3, 8),
+                "num_ranks 8, and must have a multiple of its 3 nodes",
+            ),
+        ] {
+            let mut point = results.points[0].clone();
+            change(&mut point.key);
+            let error = Results::of_text(&serde_json::to_string(&point).unwrap()).unwrap_err();
+            assert!(error.contains(part), "{error}");
         }
     }
 }

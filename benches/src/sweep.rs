@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use epoxide::driver::Device;
-use epoxide::internal::Topology;
+use epoxide::internal::{JSON, Topology, read_text_file};
 
 use crate::results::{PhaseName, Point, Results};
 use crate::{Error, Plan, Result, Watch};
@@ -195,7 +195,7 @@ fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
 /// Cuts off a last line that was being written when the sweep was ended.
 fn mend(out: &Path) -> Result<()> {
     let broken = |error: std::io::Error| Error::Failed(format!("{}: {error}", out.display()));
-    let text = std::fs::read_to_string(out).map_err(broken)?;
+    let text = read_text_file(out, JSON).map_err(broken)?;
     if text.ends_with('\n') {
         return Ok(());
     }

@@ -1,6 +1,5 @@
 //! `epoxide inspect`: what layout and dispatch make of a routing, as JSON, computed by the kernels on the virtual GPU.
 
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +13,7 @@ use epoxide::ep::{
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
+use epoxide::internal::{JSON, read_text, read_text_file};
 use epoxide_gpu::layout::{MAX_CHANNELS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::selections::Selections;
 use epoxide_testing::sizes::check_experts;
@@ -89,10 +89,9 @@ pub fn run(args: Args) -> Result<()> {
 /// The text of the file, and what to call it in errors.
 fn read(path: &Path) -> Result<(String, String)> {
     let (name, text) = if path == Path::new("-") {
-        let mut text = String::new();
-        ("standard input".to_owned(), std::io::stdin().read_to_string(&mut text).map(|_| text))
+        ("standard input".to_owned(), read_text(std::io::stdin(), JSON))
     } else {
-        (path.display().to_string(), std::fs::read_to_string(path))
+        (path.display().to_string(), read_text_file(path, JSON))
     };
     let text = text.map_err(|error| Stop::usage(format!("--topk {name}: {error}")))?;
     Ok((name, text))

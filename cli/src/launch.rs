@@ -23,18 +23,19 @@ use crate::stop::{Result, Stop};
 )]
 pub struct Args {
     /// Ranks to start on each node.
-    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..=1024))]
     nproc_per_node: u32,
 
     /// Nodes; run the command once on each.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
     nnodes: u32,
 
     /// The number of this node, from 0.
     #[arg(long, value_name = "R", default_value_t = 0)]
     node_rank: u32,
 
-    /// Host and port that rank 0 listens at, the same on every node [default: any free port, on one node]
+    /// Host and port of the first node, the same on every node: its launcher listens there, on one
+    /// node rank 0 may [default: any free port, on one node]
     #[arg(long, value_name = "H:P", value_parser = endpoint)]
     rdzv_endpoint: Option<(String, u16)>,
 

@@ -53,7 +53,11 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(said) => return say(&said),
+    };
+    let outcome = match cli.command {
         Command::Roundtrip(args) => roundtrip::run(args),
         Command::Bench(args) => bench::run(&args),
         Command::Launch(args) => launch::run(args),
@@ -63,7 +67,7 @@ fn main() -> ExitCode {
         Command::Completions(args) => manual::completions(&args, Cli::command()),
         Command::Man(args) => manual::man(&args, Cli::command()),
     };
-    match outcome {
+    match outcome.and_then(|()| output::check_lost()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(stop) => {
             if let Some(message) = stop.message {
@@ -71,6 +75,17 @@ fn main() -> ExitCode {
             }
             ExitCode::from(stop.code)
         }
+    }
+}
+
+/// Prints what clap has to say: help, the version, or what is wrong with the arguments.
+fn say(said: &clap::Error) -> ExitCode {
+    match said.print() {
+        Err(error) if !said.use_stderr() && error.kind() != std::io::ErrorKind::BrokenPipe => {
+            output::complain(&format!("standard output: {error}"));
+            ExitCode::from(stop::FAILED)
+        }
+        _ => ExitCode::from(u8::try_from(said.exit_code()).unwrap_or(stop::USAGE)),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,21 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::stop::{Result, Stop};
+
+/// Why lines were lost, unless whoever read them left.
+static LOST: OnceLock<String> = OnceLock::new();
+
+/// An error where a line that was printed is lost, as on a full device.
+pub fn check_lost() -> Result<()> {
+    // What stands in its buffer still is written here, where it is not a terminal.
+    match std::io::stdout().flush() {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            let _ = LOST.set(format!("standard output: {error}"));
+        }
+        _ => {}
+    }
+    LOST.get().map_or(Ok(()), |lost| Err(Stop::failed(lost)))
+}
 
 /// Prints an error, on one line of standard error.
 pub fn complain(message: &str) {
@@ -239,13 +254,19 @@ impl Voice {
         Voice { lines: speaks && lines, bar }
     }
 
-    /// Prints a line. A reader that has gone away must not stop one rank of many, so nothing comes of it.
+    /// Prints a line. A reader that has gone away must not stop one rank of many, so nothing comes
+    /// of it. A line that is lost for another reason is the command's error at its end, by
+    /// [`check_lost`].
     pub fn line(&self, text: impl Display) {
         if !self.lines {
             return;
         }
         let print = || {
-            let _ = writeln!(std::io::stdout(), "{text}");
+            if let Err(error) = writeln!(std::io::stdout(), "{text}")
+                && error.kind() != std::io::ErrorKind::BrokenPipe
+            {
+                let _ = LOST.set(format!("standard output: {error}"));
+            }
         };
         match &self.bar {
             Some(bar) => bar.suspend(print),

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::foreign::printable;
+
 /// `Result` with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -15,8 +17,9 @@ pub enum Scope {
     EveryRank,
 }
 
-/// Everything that can go wrong in epoxide. `Debug` gives the same text as `Display`, so that a `main` that returns an error shows it as it
-/// is meant to be read.
+/// Everything that can go wrong in epoxide. Text that another process chose is shown without
+/// control characters. `Debug` gives the same text as `Display`, so that a `main` that returns an
+/// error shows it as it is meant to be read.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -110,7 +113,8 @@ pub enum Error {
     },
     /// Ranks made calls that do not fit together.
     #[error(
-        "rank {rank} and rank {peer} disagree on {what}: {ours} here, {theirs} there; collective calls need the same on every rank"
+        "rank {rank} and rank {peer} disagree on {what}: {ours} here, {} there; collective calls need the same on every rank",
+        printable(theirs)
     )]
     Mismatch {
         /// This rank.
@@ -127,8 +131,9 @@ pub enum Error {
     /// Ranks made different calls, each as its operation number `epoch`. Every rank that talks to one with another call says so, the others
     /// wait for those until their deadline. The device context is intact, and the buffer is of no use after it.
     #[error(
-        "operation {epoch} is a {ours} on rank {rank} and a {theirs} on rank {peer}; collective calls must be the same on every rank, in \
-         the same order: make a new buffer"
+        "operation {epoch} is a {ours} on rank {rank} and a {} on rank {peer}; collective calls must be the same on every rank, in \
+         the same order: make a new buffer",
+        printable(theirs)
     )]
     OtherCall {
         /// This rank.
@@ -223,7 +228,7 @@ pub enum Error {
         rule: String,
     },
     /// The rendezvous store failed or timed out.
-    #[error("store: {operation} of key {key:?}: {reason}")]
+    #[error("store: {operation} of key {key:?}: {}", printable(reason))]
     Store {
         /// `get`, `set`, `wait`, ...
         operation: &'static str,
@@ -233,7 +238,7 @@ pub enum Error {
         reason: String,
     },
     /// An operation of a process group failed: a peer died, left, hung, or gave the group up.
-    #[error("group {group:?}, rank {rank}, {operation} #{sequence}: {reason}")]
+    #[error("group {group:?}, rank {rank}, {operation} #{sequence}: {}", printable(reason))]
     Group {
         /// The group's name.
         group: String,
@@ -250,7 +255,8 @@ pub enum Error {
     },
     /// What moves bytes between nodes failed. Its link to that peer is of no use from then on.
     #[error(
-        "{transport} transport: {operation}, rank {rank} with rank {peer}: {reason}; see what rank {peer} reported, then connect anew"
+        "{transport} transport: {operation}, rank {rank} with rank {peer}: {}; see what rank {peer} reported, then connect anew",
+        printable(reason)
     )]
     Transport {
         /// `shm`, `tcp`, ...
@@ -268,7 +274,7 @@ pub enum Error {
     #[error("stale handle: {0}")]
     StaleHandle(String),
     /// The operating system refused something.
-    #[error("{call}: {reason}")]
+    #[error("{call}: {}", printable(reason))]
     Os {
         /// The call.
         call: &'static str,

@@ -103,15 +103,18 @@
 //! ```
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod bounded;
 pub mod driver;
 pub mod ep;
 mod error;
+mod foreign;
 pub mod group;
 #[doc(hidden)]
 pub mod internal;
 pub mod low_latency;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+mod own_file;
 pub mod transport;
 mod virtual_time;
 

@@ -61,6 +61,7 @@ impl Drop for Slot {
 ///
 /// # Errors
 /// As [`run_threads`].
+#[allow(clippy::result_large_err)] // As of `run_threads`.
 pub fn run_ranks<T: Send>(
     count: u32,
     main: impl Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,

@@ -10,6 +10,26 @@ fn store_requests() {
 }
 
 #[test]
+fn store_records() {
+    run("store records", 50_000, &samples::store_records(), fuzz::store_records);
+}
+
+#[test]
+fn store_files() {
+    run("store files", 200_000, &samples::store_files(), fuzz::store_files);
+}
+
+#[test]
+fn secret_file() {
+    run("secret file", 50_000, &samples::secret_file(), fuzz::secret_file);
+}
+
+#[test]
+fn addresses() {
+    run("addresses", 50_000, &samples::addresses(), fuzz::addresses);
+}
+
+#[test]
 fn mesh_hello() {
     run("mesh hello", 300_000, &samples::mesh_hello(), fuzz::mesh_hello);
 }

@@ -3,11 +3,14 @@
 //! Nothing here is needed to *use* epoxide: the host crate embeds the committed PTX. These commands rebuild that PTX from
 //! the kernels in `gpu/`, check it and the virtual GPU that runs it, and prepare machines that lack CUDA.
 
+#![forbid(unsafe_code)]
+
 mod backend;
 mod build;
 mod check;
 mod coverage;
 mod debs;
+mod deny;
 mod doctor;
 #[cfg(test)]
 mod features;
@@ -99,6 +102,9 @@ enum Command {
     /// Keep one processor busy until standard input ends
     #[command(hide = true)]
     Spin,
+    /// Check licences, sources and versions of all crates that anything here is built from
+    /// (deny.toml)
+    Deny,
     /// Say what this machine has for building PTX, and the remedy for what it lacks
     Doctor,
 }
@@ -179,6 +185,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::PublicApi(options) => return public_api::run(&ws, &options),
         Command::Flaky(options) => return flaky::run(&ws, &options),
         Command::Spin => flaky::spin(),
+        Command::Deny => deny::run(&ws),
         Command::Doctor => doctor::run(&ws),
     }
     .map(|()| ExitCode::SUCCESS)

@@ -1,4 +1,5 @@
-//! Python wheels: NVIDIA publishes its tools as such.
+//! Python wheels with programs in them: NVIDIA publishes its tools as such, and others publish
+//! theirs.
 
 use std::path::Path;
 use std::process::Command;

@@ -10,6 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
+use epoxide::internal::{PTX, read_text_file};
 use epoxide_bench::compare::{Comparison, Verdict};
 use epoxide_bench::results::{Point, Results, Run, percentile};
 use epoxide_bench::{Effort, Error, Plan, TIMEOUT, Watch, measure, points};
@@ -122,7 +123,7 @@ impl Args {
                 }
             };
             if let Some(path) = ptx {
-                std::fs::read(path).map_err(|error| missing(&format!("{name}-ptx"), path, error))?;
+                read_text_file(path, PTX).map_err(|error| missing(&format!("{name}-ptx"), path, error))?;
             }
             Ok(Side { name, program, ptx: ptx.clone() })
         };

@@ -177,6 +177,16 @@ mod tests {
     }
 
     #[test]
+    fn repetitions_have_bounds() {
+        for flag in ["--iters", "--warmup", "--graph"] {
+            let line =
+                format!("bench --mode low-latency --ranks-per-node 2 --experts 4 --topk 2 {flag}=4294967295");
+            let message = plan(&parse(&line).unwrap()).unwrap_err().message.unwrap();
+            assert_eq!(message, format!("{flag} 4294967295: must be at most 100000"));
+        }
+    }
+
+    #[test]
     fn nodes_are_measured() {
         let line = "bench --mode low-latency --nodes 2 --ranks-per-node 2 --transport shm --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
         let args = parse(line).unwrap();

@@ -246,6 +246,8 @@ mod tests {
             ("--depths 257", "--depths 257: must be 1 to 256"),
             ("--nodes 1", "--nodes 1"),
             ("--iters 0", "--iters"),
+            ("--iters 4294967295", "--iters 4294967295: must be at most 100000"),
+            ("--warmup 4294967295", "--warmup 4294967295: must be at most 100000"),
         ] {
             // Of two of a flag the last one counts.
             let words = ["wire"].into_iter().chain(line.split_whitespace());

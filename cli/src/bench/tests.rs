@@ -158,6 +158,10 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
         ("--experts 9", "--experts 9: must be a positive multiple of the 2 ranks"),
         ("--tokens 0", "--tokens 0: must be at least 1"),
         ("--iters 0", "--iters 0: must be at least 1"),
+        ("--iters 4294967295", "--iters 4294967295: must be at most 100000"),
+        ("--warmup 4294967295", "--warmup 4294967295: must be at most 100000"),
+        ("--repeat 4294967295", "--repeat 4294967295: must be at most 100000"),
+        ("--graph=4294967295", "--graph 4294967295: must be at most 100000"),
         ("--topk 9", "--topk 9: must be 1 to 8 (at most 32, and at most the number of experts)"),
         ("--hidden 2", "--hidden 2: must be a positive multiple of 8 (rows are multiples of 16 bytes)"),
         ("--experts 80 --topk 40", "--topk 40: must be 1 to 32"),
@@ -176,7 +180,9 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
         assert_eq!(stop.code, USAGE, "{line}: {message}");
         assert!(message.starts_with(reason), "{line}: {message}");
         // A round trip says the same; it has no iterations to time, and tokens may be none.
-        if line.split_whitespace().count() == 2 && !line.contains("--iters") && !line.contains("--tokens") {
+        if line.split_whitespace().count() == 2
+            && !["--iters", "--warmup", "--repeat", "--tokens"].iter().any(|flag| line.contains(flag))
+        {
             let words = format!("roundtrip --ranks-per-node 2 --nodes 1 --experts 8 {line}");
             let mut words: Vec<&str> = words.split_whitespace().collect();
             if line.contains("--experts") {

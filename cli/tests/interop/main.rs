@@ -3,6 +3,8 @@
 //! `tests/interop/setup.sh` installs what is needed. Without it these tests are skipped, as their lines and the last one say;
 //! with `EPOXIDE_REQUIRE_INTEROP=1` they fail instead.
 
+#![forbid(unsafe_code)]
+
 mod harness;
 mod launchers;
 mod scenario;

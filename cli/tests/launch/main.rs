@@ -1,5 +1,7 @@
 //! `epoxide launch` as a user runs it.
 
+#![forbid(unsafe_code)]
+
 mod kills;
 mod launcher;
 mod nodes;
@@ -321,6 +323,32 @@ fn logs_hold_what_ranks_print() {
 }
 
 #[test]
+fn logs_are_for_this_user_alone_and_follow_no_link() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let directory = tempfile::tempdir().unwrap();
+    let (victim, logs) = (directory.path().join("victim"), directory.path().join("logs"));
+    std::fs::write(&victim, "of somebody else").unwrap();
+    let flags = ["--nproc-per-node", "1", "--log-dir", logs.to_str().unwrap()];
+    assert!(script(&flags, "echo hello").status.success());
+    let file = logs.join("attempt_0/0/stdout.log");
+    for (path, mode) in [(logs.clone(), 0o700), (logs.join("attempt_0/0"), 0o700), (file.clone(), 0o600)] {
+        let metadata = std::fs::metadata(&path).unwrap();
+        assert_eq!(metadata.permissions().mode() & 0o7777, mode, "{}", path.display());
+    }
+    std::fs::remove_file(&file).unwrap();
+    std::os::unix::fs::symlink(&victim, &file).unwrap();
+    let output = script(&flags, "echo hello");
+    assert!(!output.status.success());
+    let said = text(&output.stderr);
+    assert!(said.contains("stdout.log: a link is there, which is not followed"), "{said}");
+    assert_eq!(std::fs::read(&victim).unwrap(), b"of somebody else");
+    std::fs::remove_file(&file).unwrap();
+    std::fs::set_permissions(&logs, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let said = text(&script(&flags, "echo hello").stderr);
+    assert!(said.contains("all users may replace files in the folder (mode 0777)"), "{said}");
+}
+
+#[test]
 fn a_reader_that_leaves_ends_the_launch() {
     let mut child = launcher(&["--nproc-per-node", "2"], &["yes"])
         .stdout(Stdio::piped())
@@ -331,6 +359,61 @@ fn a_reader_that_leaves_ends_the_launch() {
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("[rank "));
     assert!(!child.wait().unwrap().success());
+}
+
+/// As where the file system of TMPDIR is full: the launcher cannot leave the reason in the ranks'
+/// store.
+#[test]
+fn a_store_that_takes_nothing_does_not_hide_why_a_rank_failed() {
+    let fail =
+        r#"[ $RANK = 0 ] && exec sleep 1000; echo the reason >&2; rm -rf "${EPOXIDE_STORE#file://}"; exit 7"#;
+    let output = script(&["--nproc-per-node", "2", "--grace", "1"], fail);
+    assert_eq!(output.status.code(), Some(7), "{output:?}");
+    let said = text(&output.stderr);
+    assert!(said.contains("launch: rank 1 exited with code 7; its last lines"), "{said}");
+    assert!(said.ends_with("  the reason\n") && said.contains("the other ranks cannot be told"), "{said}");
+}
+
+#[test]
+fn output_to_a_full_device_is_an_error() {
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let flags = ["--tokens", "3", "--hidden", "64", "--num-sms", "4", "--ranks-per-node", "2"];
+    let mut roundtrip = epoxide(&[&["roundtrip"], &flags[..]].concat());
+    let mut processes = epoxide(&[&["roundtrip", "--processes"], &flags[..]].concat());
+    let (mut help, mut version) = (epoxide(&["--help"]), epoxide(&["--version"]));
+    let mut doctor = epoxide(&["doctor"]);
+    let mut launch = launcher(&["--nproc-per-node", "2"], &["echo", "hello"]);
+    let commands = [&mut roundtrip, &mut processes, &mut help, &mut version, &mut doctor, &mut launch];
+    for command in commands {
+        let output = command.stdout(full()).stderr(Stdio::piped()).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{command:?}: {said}");
+        assert!(said.contains("standard output: No space left on device"), "{command:?}: {said}");
+    }
+}
+
+#[test]
+fn numbers_that_no_host_has_and_files_without_an_end_are_refused() {
+    let cases: [(&[&str], &str); 4] = [
+        (&["launch", "--nproc-per-node", "4294967295", "--", "true"], "1..=1024"),
+        (&["launch", "--nproc-per-node", "1", "--nnodes", "4294967295", "--", "true"], "1..=65536"),
+        (
+            &["inspect", "handle", "--topk", "/dev/zero", "--experts", "8", "--ranks-per-node", "2"],
+            "more than 268435456 bytes",
+        ),
+        (&["bench", "compare", "/dev/zero", "/dev/zero"], "more than 268435456 bytes"),
+    ];
+    for (arguments, reason) in cases {
+        let output = epoxide(arguments).output().unwrap();
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains(reason), "{arguments:?}: {said}");
+    }
+    let arguments = ["roundtrip", "--tokens", "3", "--hidden", "64", "--num-sms", "4"];
+    let output = epoxide(&arguments).env("EPOXIDE_PTX", "/dev/zero").output().unwrap();
+    assert!(text(&output.stderr).contains("more than 67108864 bytes"), "{output:?}");
+    let output = epoxide(&arguments).env("RANK", "0").env("WORLD_SIZE", "4294967295").output().unwrap();
+    let said = text(&output.stderr);
+    assert!(said.contains("WORLD_SIZE = 4294967295: a group has at most 65536 ranks"), "{said}");
 }
 
 #[test]

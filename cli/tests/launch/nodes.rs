@@ -1,5 +1,6 @@
 //! Launchers of several nodes, all of them on this host.
 
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -37,14 +38,14 @@ fn nodes(count: u32, flags: impl Fn(u32) -> Vec<&'static str>, script: &str) -> 
 #[test]
 fn ranks_count_through_the_nodes() {
     let print = "echo $RANK $LOCAL_RANK $WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR \
-                 ${EPOXIDE_STORE-none}; echo $MASTER_PORT $TORCHELASTIC_RUN_ID >&2";
+                 ${EPOXIDE_STORE%%:*}; echo $EPOXIDE_STORE $MASTER_PORT $TORCHELASTIC_RUN_ID >&2";
     let outputs = nodes(3, |_| vec!["--nproc-per-node", "2"], print);
     let mut meeting = Vec::new();
     for (node, output) in outputs.iter().enumerate() {
         let (first, second) = (2 * node, 2 * node + 1);
         let expected = [
-            format!("[rank {first}] {first} 0 6 {node} 3 127.0.0.1 none"),
-            format!("[rank {second}] {second} 1 6 {node} 3 127.0.0.1 none"),
+            format!("[rank {first}] {first} 0 6 {node} 3 127.0.0.1 tcp"),
+            format!("[rank {second}] {second} 1 6 {node} 3 127.0.0.1 tcp"),
         ];
         assert_eq!(lines(&output.stdout), expected, "{output:?}");
         meeting.extend(lines(&output.stderr).iter().map(|line| line.split_once("] ").unwrap().1.to_owned()));
@@ -73,6 +74,40 @@ fn a_failure_ends_all_nodes_and_all_start_again() {
     let outputs = nodes(2, |_| vec!["--nproc-per-node", "2"], script);
     assert_eq!(outputs.iter().map(|output| output.status.code()).collect::<Vec<_>>(), [Some(7); 2]);
     assert!(text(&outputs[1].stderr).ends_with("standard error:\n  why\n"), "{outputs:?}");
+}
+
+/// Another user takes the port that was chosen for rank 0 before it listens there. Ranks of this
+/// library meet elsewhere.
+#[test]
+fn a_port_that_is_taken_from_rank_0_does_not_keep_ranks_from_meeting() {
+    let directory = tempfile::tempdir().unwrap();
+    let ready = directory.path().to_str().unwrap().to_owned();
+    let program = env!("CARGO_BIN_EXE_epoxide");
+    let script = format!(
+        "echo $MASTER_PORT > {ready}/port.$RANK; while [ ! -e {ready}/taken ]; do sleep 0.02; done; \
+         exec {program} roundtrip --mode intranode --tokens 3 --hidden 64 --num-sms 4"
+    );
+    let path = directory.path().to_owned();
+    let attacker = std::thread::spawn(move || {
+        let start = Instant::now();
+        loop {
+            let text = std::fs::read_to_string(path.join("port.0")).unwrap_or_default();
+            if let Ok(port) = text.trim().parse::<u16>() {
+                let taken = std::net::TcpListener::bind(("0.0.0.0", port)).unwrap();
+                std::fs::write(path.join("taken"), "").unwrap();
+                return taken;
+            }
+            assert!(start.elapsed() < PATIENCE);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    });
+    let outputs = nodes(2, |_| vec!["--nproc-per-node", "1"], &script);
+    let taken = attacker.join().unwrap();
+    for output in &outputs {
+        assert!(output.status.success(), "{output:?}");
+    }
+    assert!(text(&outputs[0].stdout).contains("PASS"), "{outputs:?}");
+    drop(taken);
 }
 
 #[test]
@@ -166,6 +201,37 @@ fn catches(process: u32, signal: Signal) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
     let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
     u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
+}
+
+/// A name that does not resolve may be that of a host that is still being set up, so the launch
+/// goes on trying; it says so.
+#[test]
+fn a_name_that_does_not_resolve_is_named_before_the_launch_gives_up() {
+    let flags = [
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--rdzv-endpoint",
+        "no-host.invalid:29500",
+    ];
+    let mut launcher = launcher(&flags, &["true"]);
+    let mut child = launcher.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    // Without a secret it says first that it is open to all.
+    let warning = loop {
+        let mut line = String::new();
+        assert!(said.read_line(&mut line).unwrap() > 0, "it has ended without a warning");
+        if line.contains("no-host.invalid") {
+            break line;
+        }
+    };
+    assert!(warning.starts_with("launch: no store server at no-host.invalid:29500 yet: "), "{warning}");
+    assert!(warning.contains("resolve") || warning.contains("address"), "{warning}");
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(128 + Signal::TERM.as_raw()));
 }
 
 #[test]

@@ -13,6 +13,8 @@
 //! A kernel of one parameter takes it as it is, a `#[repr(C)]` struct that is `Pod`: several kernels can share one so. Of several parameters,
 //! which are `DevicePtr` or numbers of 4 or 8 bytes, the attribute makes such a struct.
 
+#![forbid(unsafe_code)]
+
 use proc_macro::TokenStream;
 use quote::{format_ident, quote};
 use syn::parse::{Parse, ParseStream};

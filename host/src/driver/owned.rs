@@ -16,6 +16,7 @@ use super::device::Device;
 use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
 use super::staged_copy;
 use super::streams::{List, Listed, Streams};
+use crate::bounded::{self, read_text_file};
 use crate::error::{Error, Result};
 use crate::virtual_time::{Poller, VirtualTime};
 
@@ -639,7 +640,7 @@ pub(crate) fn shipped_ptx(file: Option<&Path>) -> Result<Cow<'static, str>> {
 
 fn ptx_of(file: Option<OsString>) -> Result<Cow<'static, str>> {
     let Some(file) = file else { return Ok(Cow::Borrowed(epoxide_gpu::PTX)) };
-    std::fs::read_to_string(&file).map(Cow::Owned).map_err(|error| {
+    read_text_file(Path::new(&file), bounded::PTX).map(Cow::Owned).map_err(|error| {
         Error::argument(PTX_OVERRIDE, file.to_string_lossy(), format!("cannot be read: {error}"))
     })
 }

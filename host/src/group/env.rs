@@ -22,6 +22,17 @@ pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 /// Variable with the folder of the launch that a process is part of: by it, the next launch finds what is left of one whose launcher was killed.
 pub(crate) const LAUNCH: &str = "EPOXIDE_LAUNCH";
 
+/// Most ranks of a group. Each keeps something for every other, so that a number that is a mistake
+/// would take all memory.
+pub(crate) const MAX_RANKS: u32 = 1 << 16;
+/// Most ranks that a launch starts on a host.
+pub(crate) const MAX_RANKS_PER_NODE: u32 = 1024;
+
+/// The rule that a number of ranks breaks, and the remedy.
+pub(crate) fn too_many_ranks() -> String {
+    format!("a group has at most {MAX_RANKS} ranks; give the number of ranks of the whole job")
+}
+
 /// A look at the environment, or what a test says is there. An empty variable counts as unset.
 pub(crate) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 

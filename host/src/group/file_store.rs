@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::store::{Store, get_timed_out, parse_counter, poisoned, store_error, sum_counter, wait_timed_out};
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
+use crate::own_file;
 
 /// How long what changes a value in place waits for the lock file. A holder keeps it for microseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
@@ -30,25 +32,23 @@ const POISON_FILE: &str = "poison";
 /// Works across processes of one host, and across hosts where the file system has working `rename` and `flock`. The
 /// directory should be fresh for each run: keys of an earlier run would be taken for this one's.
 ///
-/// What it makes is for this user alone: a new directory has mode 0700, files have mode 0600. Whoever may write in the
-/// directory can take any rank's place, so one that is another user's, or that all may write in, is refused; one that
-/// its group may write in is warned of. The directories above it are not looked at.
+/// What it makes is for this user alone: a new directory has mode 0700, files have mode 0600.
+/// Whoever may write in the directory can take any rank's place, so one that is another user's, or
+/// that all may write in, is refused; one that its group may write in is warned of. Links and files
+/// of other users in it are errors, never followed or read. The directories above it are not looked
+/// at.
 #[derive(Debug)]
 pub struct FileStore {
     directory: PathBuf,
 }
 
-/// How files are opened that are for this user alone.
-fn own() -> OpenOptions {
-    let mut options = OpenOptions::new();
-    options.mode(0o600);
-    options
-}
-
 /// Refuses a directory in which somebody else may write.
 fn check_owner(directory: &Path) -> Result<()> {
     let fail = |reason: String| store_error("open", &directory.to_string_lossy(), reason);
-    let metadata = fs::metadata(directory).map_err(|error| fail(error.to_string()))?;
+    // Without links, as it was resolved: somebody may have put one there in between.
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW;
+    let opened = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(directory);
+    let metadata = opened.and_then(|file| file.metadata()).map_err(|error| fail(error.to_string()))?;
     let user = rustix::process::geteuid().as_raw();
     let mode = metadata.mode() & 0o7777;
     if metadata.uid() != user {
@@ -144,8 +144,8 @@ impl FileStore {
     }
 
     fn ensure_usable(&self, operation: &'static str, key: &str) -> Result<()> {
-        match fs::read(self.directory.join(POISON_FILE)) {
-            Ok(reason) => Err(poisoned(operation, key, &String::from_utf8_lossy(&reason))),
+        match own_file::read(&self.directory.join(POISON_FILE)) {
+            Ok(reason) => Err(poisoned(operation, key, &escaped(&reason))),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             Err(error) => Err(store_error(operation, key, error)),
         }
@@ -156,7 +156,7 @@ impl FileStore {
         let number = NEXT_TEMPORARY.fetch_add(1, Ordering::Relaxed);
         let temporary = self.directory.join(format!("tmp.{}.{number}", std::process::id()));
         let write = || {
-            let mut file = own().write(true).create(true).truncate(true).open(&temporary)?;
+            let mut file = own_file::create(&temporary)?;
             file.write_all(value)?;
             fs::rename(&temporary, path)
         };
@@ -167,7 +167,7 @@ impl FileStore {
     }
 
     fn read(&self, operation: &'static str, key: &str, path: &Path) -> Result<Option<Vec<u8>>> {
-        match fs::read(path) {
+        match own_file::read(path) {
             Ok(value) => Ok(Some(value)),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(self.io_error(operation, key, error)),
@@ -176,10 +176,7 @@ impl FileStore {
 
     /// Takes the lock file; dropping the file gives it back.
     fn lock(&self, operation: &'static str, key: &str) -> Result<File> {
-        let file = own()
-            .create(true)
-            .append(true)
-            .open(self.directory.join(LOCK_FILE))
+        let file = own_file::open_or_create(&self.directory.join(LOCK_FILE))
             .map_err(|error| self.io_error(operation, key, error))?;
         let start = Instant::now();
         let mut backoff = Backoff::new();
@@ -233,23 +230,12 @@ impl FileStore {
     }
 
     /// The entries of a queue's file.
-    fn entries<'a>(&self, operation: &'static str, key: &str, mut bytes: &'a [u8]) -> Result<Vec<&'a [u8]>> {
-        let mut entries = Vec::new();
-        while !bytes.is_empty() {
-            let entry = bytes.split_first_chunk().and_then(|(length, rest)| {
-                rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)
-            });
-            let Some((entry, rest)) = entry else {
-                let reason = format!(
-                    "the queue's file in {} is damaged; use a fresh directory",
-                    self.directory.display()
-                );
-                return Err(store_error(operation, key, reason));
-            };
-            entries.push(entry);
-            bytes = rest;
-        }
-        Ok(entries)
+    fn entries<'a>(&self, operation: &'static str, key: &str, bytes: &'a [u8]) -> Result<Vec<&'a [u8]>> {
+        split_entries(bytes).ok_or_else(|| {
+            let reason =
+                format!("the queue's file in {} is damaged; use a fresh directory", self.directory.display());
+            store_error(operation, key, reason)
+        })
     }
 
     fn io_error(&self, operation: &'static str, key: &str, error: io::Error) -> Error {
@@ -385,6 +371,40 @@ impl Store for FileStore {
     }
 }
 
+/// The entries that a queue's file holds, unless it is damaged.
+fn split_entries(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
+    let mut entries = Vec::new();
+    while !bytes.is_empty() {
+        let (length, rest) = bytes.split_first_chunk()?;
+        let (entry, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+        entries.push(entry);
+        bytes = rest;
+    }
+    Some(entries)
+}
+
+/// Reads the files of a store: a queue's, whose entries are all of it, and a counter's.
+pub fn fuzz_store_files(bytes: &[u8]) {
+    if let Some(entries) = split_entries(bytes) {
+        let again = entries.iter().flat_map(|entry| [&(entry.len() as u64).to_le_bytes(), *entry].concat());
+        assert!(again.eq(bytes.iter().copied()));
+    }
+    if let Ok(value) = parse_counter("key", bytes) {
+        let sum = sum_counter("key", value, 1);
+        assert_eq!(sum.ok(), value.checked_add(1));
+    }
+}
+
+/// A queue's file and a counter's.
+pub fn sample_store_files() -> Vec<Vec<u8>> {
+    let entry = |bytes: &[u8]| [&(bytes.len() as u64).to_le_bytes(), bytes].concat();
+    vec![
+        [entry(b"first"), entry(b""), entry(&[3; 40])].concat(),
+        b"-42".to_vec(),
+        i64::MAX.to_string().into(),
+    ]
+}
+
 /// Sleeps that grow from 20 µs to 5 ms.
 struct Backoff {
     next: Duration,
@@ -510,6 +530,30 @@ mod tests {
         }
         fs::set_permissions(&path, fs::Permissions::from_mode(0o770)).unwrap();
         FileStore::new(&path).unwrap();
+    }
+
+    #[test]
+    fn links_in_the_directory_are_neither_read_nor_written() {
+        let (directory, store) = store();
+        let victim = directory.path().join("victim");
+        fs::write(&victim, "of somebody else").unwrap();
+        // Somebody of the directory's group may have put them there.
+        let link = |name: &str| std::os::unix::fs::symlink(&victim, store.directory().join(name)).unwrap();
+        link("k.linked");
+        link("tmp.0.0");
+        link(LOCK_FILE);
+        let linked = |error: Error| {
+            let error = error.to_string();
+            assert!(error.contains("a link is there, which is not followed"), "{error}");
+        };
+        linked(store.get("linked", Duration::ZERO).unwrap_err());
+        linked(store.add("count", 1).unwrap_err());
+        // A value is put in a link's place.
+        store.set("linked", b"value").unwrap();
+        assert_eq!(store.get("linked", Duration::ZERO).unwrap(), b"value");
+        link(POISON_FILE);
+        linked(store.check("linked").unwrap_err());
+        assert_eq!(fs::read(&victim).unwrap(), b"of somebody else");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::call::{Call, CallResult, Operation};
 use super::collectives::within;
+use super::env::{MAX_RANKS, too_many_ranks};
 use super::mesh::{Directory, Engine, Listener, Signature, Sockets, Wake, address_key};
 use super::recorder::{Entry, Recorder, Writer};
 use super::store::store_error;
@@ -125,6 +126,9 @@ impl MeshGroup {
         name: &str,
         options: MeshOptions,
     ) -> Result<MeshGroup> {
+        if size > MAX_RANKS {
+            return Err(Error::argument("size", size, too_many_ranks()));
+        }
         MeshGroup::join(store, rank, name, (0..size).collect(), options)
     }
 

@@ -2,14 +2,17 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::io::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
 use super::call::Operation;
+use crate::own_file;
 
-/// Variable with the start of the path of the dumps; `.GROUP.rankR.json` is appended.
+/// Variable with the start of the path of the dumps; `.GROUP.rankR.json` is appended. Dumps are for
+/// this user alone (mode 0600), and no link or file of another user in their place is written to.
 pub const FLIGHT_RECORDER: &str = "EPOXIDE_FLIGHT_RECORDER";
 
 /// Takes the dumps, each a JSON document.
@@ -168,8 +171,9 @@ impl Recorder {
             let name: String =
                 group.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
             path.push(format!(".{name}.rank{rank}.json"));
-            if let Err(error) = std::fs::write(&path, text) {
-                tracing::warn!("flight recorder: {}: {error}", path.display());
+            let write = || own_file::create(path.as_ref())?.write_all(text.as_bytes());
+            if let Err(error) = write() {
+                tracing::warn!("flight recorder: {}: {error}", std::path::Path::new(&path).display());
             }
         }
     }

@@ -8,6 +8,11 @@
 //! - what the connection is for ([`Purpose`]), so that none is of use at another door;
 //! - both nonces, which are new for each connection, so that none is of use a second time;
 //! - what the two claim to be, such as ranks and the address that was called, so that none vouches for anything else.
+//!
+//! The same values give the [`Keys`] of the connection. With them each side signs every message
+//! that follows: a [`Signer`] signs one direction and numbers its messages. A process between the
+//! two that forwards the challenge can therefore not add, change, repeat, drop or reorder a message
+//! without being noticed.
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -45,6 +50,25 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
         }
     }
     Ok(bytes)
+}
+
+/// Reads the file of a secret: what is no secret is refused, and neither is ever shown.
+pub fn fuzz_secret_file(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let shown = match JobSecret::named(JOB_SECRET_FILE, &text) {
+        Ok(secret) => {
+            assert!((SHORTEST..=LONGEST).contains(&secret.0.len()) && !secret.0.contains('\0'));
+            format!("{secret:?}")
+        }
+        Err(error) => error.to_string(),
+    };
+    let words = text.split_whitespace().filter(|word| word.len() >= SHORTEST);
+    words.for_each(|word| assert!(!shown.contains(word), "{shown}"));
+}
+
+/// A secret, and texts that are none.
+pub fn sample_secret_files() -> Vec<Vec<u8>> {
+    vec![[b"0123456789abcdef".repeat(2), b"\n".to_vec()].concat(), b"short".to_vec(), vec![b'x'; LONGEST + 1]]
 }
 
 /// Bytes as text.
@@ -157,15 +181,25 @@ impl JobSecret {
 
     /// The proof of one side; the nonces are the initiator's and the responder's.
     fn prove(&self, side: Side, purpose: Purpose, claims: &[u8], nonces: [&[u8]; 2]) -> HMAC {
-        let mut proof = HMAC::new(self.0.as_bytes());
-        proof.update(b"epoxide challenge 1");
-        proof.update([side as u8, purpose as u8]);
+        self.derive(b"epoxide challenge 1", side, purpose, claims, nonces)
+    }
+
+    /// What signs the messages of one side behind the same challenge.
+    fn signer(&self, side: Side, purpose: Purpose, claims: &[u8], nonces: [&[u8]; 2]) -> Signer {
+        let key = self.derive(b"epoxide messages 1", side, purpose, claims, nonces).finalize();
+        Signer { keyed: HMAC::new(key), sequence: 0 }
+    }
+
+    fn derive(&self, label: &[u8], side: Side, purpose: Purpose, claims: &[u8], nonces: [&[u8]; 2]) -> HMAC {
+        let mut mac = HMAC::new(self.0.as_bytes());
+        mac.update(label);
+        mac.update([side as u8, purpose as u8]);
         // All that varies in length comes behind its length, so that no two conversations give the same bytes.
         for part in [nonces[0], nonces[1], claims] {
-            proof.update((part.len() as u64).to_le_bytes());
-            proof.update(part);
+            mac.update((part.len() as u64).to_le_bytes());
+            mac.update(part);
         }
-        proof
+        mac
     }
 }
 
@@ -210,6 +244,86 @@ impl fmt::Display for WrongSecret {
     }
 }
 
+/// Bytes of a message's signature.
+pub(crate) const TAG: usize = 32;
+
+/// A message that its signature does not fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Forged;
+
+impl fmt::Display for Forged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "a message that is not signed with this connection's key: something between the two sides added, changed or \
+             dropped bytes"
+        )
+    }
+}
+
+/// Signs the messages of one direction of a connection, or checks them, in their order.
+pub(crate) struct Signer {
+    /// Has taken the key and nothing else.
+    keyed: HMAC,
+    /// The number of the next message.
+    sequence: u64,
+}
+
+impl fmt::Debug for Signer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Signer").field("sequence", &self.sequence).finish_non_exhaustive()
+    }
+}
+
+impl Signer {
+    /// The signature of the next message.
+    pub(crate) fn sign(&mut self, message: &[u8]) -> [u8; TAG] {
+        self.next(message).finalize()
+    }
+
+    /// Checks the signature of the next message.
+    pub(crate) fn check(&mut self, message: &[u8], tag: &[u8; TAG]) -> Result<(), Forged> {
+        if self.next(message).finalize_verify(tag) { Ok(()) } else { Err(Forged) }
+    }
+
+    fn next(&mut self, message: &[u8]) -> HMAC {
+        let mut mac = self.keyed.clone();
+        // Of a fixed length, so that the message is all that follows. A connection never sends 2^64
+        // messages.
+        mac.update(self.sequence.to_le_bytes());
+        mac.update(message);
+        self.sequence = self.sequence.wrapping_add(1);
+        mac
+    }
+}
+
+/// What one side of a connection signs its messages with, and what it checks those of the other
+/// side with.
+#[derive(Debug)]
+pub(crate) struct Keys {
+    pub(crate) send: Signer,
+    pub(crate) receive: Signer,
+}
+
+impl Signer {
+    /// With a key that everybody knows: for fuzzing.
+    pub(crate) fn fixed() -> Signer {
+        Signer { keyed: HMAC::new(b"fuzz"), sequence: 0 }
+    }
+}
+
+#[cfg(test)]
+impl Keys {
+    /// The keys of the two sides of a connection.
+    pub(crate) fn pair() -> (Keys, Keys) {
+        let secret = JobSecret::generate().unwrap();
+        let initiator = Initiator::new(&secret, Purpose::Store, Vec::new()).unwrap();
+        let (responder, reply) = Responder::new(&secret, Purpose::Store, b"", &initiator.opening()).unwrap();
+        let (proof, ours) = initiator.answer(&reply).unwrap();
+        (ours, responder.check(&proof).unwrap())
+    }
+}
+
 /// The side that connects.
 pub(crate) struct Initiator {
     secret: JobSecret,
@@ -235,11 +349,12 @@ impl Initiator {
         self.nonce
     }
 
-    /// Takes the reply; what to send then. From here on the other side is known to be of this job.
-    pub(crate) fn answer(&self, reply: &[u8; REPLY]) -> Result<[u8; PROOF], WrongSecret> {
+    /// Takes the reply; what to send then, and what signs all that follows. From here on the other
+    /// side is known to be of this job.
+    pub(crate) fn answer(&self, reply: &[u8; REPLY]) -> Result<([u8; PROOF], Keys), WrongSecret> {
         let (theirs, proof) = halves(reply);
-        self.check(&theirs, &proof)?;
-        Ok(self.proof(&theirs))
+        let keys = self.check(&theirs, &proof)?;
+        Ok((self.proof(&theirs), keys))
     }
 
     /// The proof for a responder whose nonce is known beforehand, and as new as the connection: it goes with the opening.
@@ -248,11 +363,12 @@ impl Initiator {
     }
 
     /// Takes the proof of a responder whose nonce is known beforehand.
-    pub(crate) fn check(&self, theirs: &[u8], proof: &[u8; PROOF]) -> Result<(), WrongSecret> {
-        match self.prove(Side::Responder, theirs).finalize_verify(proof) {
-            true => Ok(()),
-            false => Err(WrongSecret),
+    pub(crate) fn check(&self, theirs: &[u8], proof: &[u8; PROOF]) -> Result<Keys, WrongSecret> {
+        if !self.prove(Side::Responder, theirs).finalize_verify(proof) {
+            return Err(WrongSecret);
         }
+        let signer = |side| self.secret.signer(side, self.purpose, &self.claims, [&self.nonce, theirs]);
+        Ok(Keys { send: signer(Side::Initiator), receive: signer(Side::Responder) })
     }
 
     fn prove(&self, side: Side, theirs: &[u8]) -> HMAC {
@@ -264,6 +380,7 @@ impl Initiator {
 pub(crate) struct Responder {
     /// What the other side is to send.
     expected: HMAC,
+    keys: Keys,
 }
 
 impl fmt::Debug for Responder {
@@ -298,13 +415,16 @@ impl Responder {
         nonce: &[u8],
     ) -> (Responder, [u8; PROOF]) {
         let prove = |side| secret.prove(side, purpose, claims, [opening, nonce]);
-        (Responder { expected: prove(Side::Initiator) }, prove(Side::Responder).finalize())
+        let signer = |side| secret.signer(side, purpose, claims, [opening, nonce]);
+        let keys = Keys { send: signer(Side::Responder), receive: signer(Side::Initiator) };
+        (Responder { expected: prove(Side::Initiator), keys }, prove(Side::Responder).finalize())
     }
 
-    /// Takes the proof. From here on the other side is known to be of this job.
-    pub(crate) fn check(self, proof: &[u8; PROOF]) -> Result<(), WrongSecret> {
+    /// Takes the proof; what signs all that follows. From here on the other side is known to be of
+    /// this job.
+    pub(crate) fn check(self, proof: &[u8; PROOF]) -> Result<Keys, WrongSecret> {
         // In the same time whatever is wrong with it.
-        if self.expected.finalize_verify(proof) { Ok(()) } else { Err(WrongSecret) }
+        if self.expected.finalize_verify(proof) { Ok(self.keys) } else { Err(WrongSecret) }
     }
 }
 
@@ -404,20 +524,20 @@ mod tests {
         let (responder, reply) = Responder::new(&secret, Purpose::Mesh, b"1 to 0", &opening).unwrap();
         let (_, theirs) = halves(&reply);
         // Sent back: the responder's own proof is none of an initiator's.
-        assert_eq!(responder.check(&theirs), Err(WrongSecret));
-        let proof = initiator.answer(&reply).unwrap();
+        assert_eq!(responder.check(&theirs).unwrap_err(), WrongSecret);
+        let (proof, _) = initiator.answer(&reply).unwrap();
         // Sent again: the same opening and proof at another connection, whose nonce is another.
         let (again, other) = Responder::new(&secret, Purpose::Mesh, b"1 to 0", &opening).unwrap();
         assert_ne!(other, reply);
-        assert_eq!(again.check(&proof), Err(WrongSecret));
+        assert_eq!(again.check(&proof).unwrap_err(), WrongSecret);
         // An old reply to a new opening.
         let initiator = Initiator::new(&secret, Purpose::Mesh, b"1 to 0".to_vec()).unwrap();
-        assert_eq!(initiator.answer(&reply), Err(WrongSecret));
+        assert_eq!(initiator.answer(&reply).unwrap_err(), WrongSecret);
         // A stranger that echoes what it gets has no proof of a responder.
         let initiator = Initiator::new(&secret, Purpose::Mesh, Vec::new()).unwrap();
         let mut echo = [0; REPLY];
         echo[..OPENING].copy_from_slice(&initiator.opening());
-        assert_eq!(initiator.answer(&echo), Err(WrongSecret));
+        assert_eq!(initiator.answer(&echo).unwrap_err(), WrongSecret);
     }
 
     #[test]
@@ -428,18 +548,42 @@ mod tests {
             Responder::known(secret, Purpose::Transport, b"1 to 0", &initiator.opening(), nonce)
         };
         let (responder, theirs) = known(&secret, b"nonce");
-        assert_eq!(responder.check(&initiator.proof(b"nonce")), Ok(()));
-        assert_eq!(initiator.check(b"nonce", &theirs), Ok(()));
+        let mut receiver = responder.check(&initiator.proof(b"nonce")).unwrap();
+        let mut sender = initiator.check(b"nonce", &theirs).unwrap();
+        let tag = sender.send.sign(b"first");
+        assert_eq!(receiver.receive.check(b"first", &tag), Ok(()));
         // At another door, and with another secret.
-        assert_eq!(known(&secret, b"other").0.check(&initiator.proof(b"nonce")), Err(WrongSecret));
+        assert_eq!(known(&secret, b"other").0.check(&initiator.proof(b"nonce")).unwrap_err(), WrongSecret);
         let other = JobSecret::new(&"o".repeat(32)).unwrap();
         let (responder, theirs) = known(&other, b"nonce");
-        assert_eq!(responder.check(&initiator.proof(b"nonce")), Err(WrongSecret));
-        assert_eq!(initiator.check(b"nonce", &theirs), Err(WrongSecret));
+        assert_eq!(responder.check(&initiator.proof(b"nonce")).unwrap_err(), WrongSecret);
+        assert_eq!(initiator.check(b"nonce", &theirs).unwrap_err(), WrongSecret);
         // The proofs of the two sides are none of each other.
         let (responder, theirs) = known(&secret, b"nonce");
-        assert_eq!(responder.check(&theirs), Err(WrongSecret));
-        assert_eq!(initiator.check(b"nonce", &initiator.proof(b"nonce")), Err(WrongSecret));
+        assert_eq!(responder.check(&theirs).unwrap_err(), WrongSecret);
+        assert_eq!(initiator.check(b"nonce", &initiator.proof(b"nonce")).unwrap_err(), WrongSecret);
+    }
+
+    #[test]
+    fn a_signature_is_for_one_message_at_one_place_of_one_direction() {
+        let (mut ours, mut theirs) = Keys::pair();
+        let mut sign = |message: &[u8]| ours.send.sign(message);
+        let (first, second, third) = (sign(b"set"), sign(b"set"), sign(b"get"));
+        assert_ne!(first, second, "the same bytes are another message");
+        assert_eq!(theirs.receive.check(b"set", &first), Ok(()));
+        // Repeated and changed.
+        assert_eq!(theirs.receive.check(b"set", &first), Err(Forged));
+        assert_eq!(theirs.receive.check(b"get", &third), Ok(()));
+        assert_eq!(theirs.receive.check(b"sets", &sign(b"set")), Err(Forged));
+        // Sent back.
+        assert_eq!(ours.receive.check(b"set", &first), Err(Forged));
+        // With one before it left out.
+        let (mut ours, mut theirs) = Keys::pair();
+        let _ = ours.send.sign(b"set");
+        assert_eq!(theirs.receive.check(b"get", &ours.send.sign(b"get")), Err(Forged));
+        // Of another connection with the same secret.
+        let (_, mut others) = Keys::pair();
+        assert_eq!(others.receive.check(b"set", &first), Err(Forged));
     }
 
     proptest! {
@@ -469,7 +613,7 @@ mod tests {
             let answer = initiator.answer(&reply);
             let early = flip.is_some_and(|(position, _)| position < OPENING + REPLY);
             prop_assert_eq!(answer.is_ok(), same && !early);
-            if let Ok(mut proof) = answer {
+            if let Ok((mut proof, _)) = answer {
                 flipped(OPENING + REPLY, &mut proof);
                 prop_assert_eq!(responder.check(&proof).is_ok(), flip.is_none());
             }

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, SocketFlags};
 use rustix::process::{Resource, getrlimit};
 
-use super::secret::{PROOF, Purpose, REPLY, Responder};
+use super::secret::{Keys, PROOF, Purpose, REPLY, Responder};
 use super::{JobSecret, same_user};
 
 /// Connections taken from a listener before what is connected gets its turn.
@@ -82,6 +82,8 @@ pub(crate) struct Stranger {
     pub hello: Vec<u8>,
     /// How far it has come with showing that it knows the job's secret.
     pub challenge: Challenge,
+    /// What signs all that follows, once it has shown that it knows the job's secret.
+    pub keys: Option<Keys>,
 }
 
 /// How far a stranger has come with a challenge.
@@ -90,7 +92,7 @@ pub(crate) enum Challenge {
     /// Nobody has asked it.
     Unasked,
     /// Its proof is to come.
-    Asked(Responder),
+    Asked(Box<Responder>),
     /// It knows the secret, or there is none.
     Passed,
 }
@@ -133,7 +135,7 @@ impl Stranger {
             self.hello.get(at..).and_then(<[u8]>::first_chunk).ok_or("a hello without an opening")?;
         let (responder, reply) =
             Responder::new(secret, purpose, claims, opening).map_err(|error| error.to_string())?;
-        self.challenge = Challenge::Asked(responder);
+        self.challenge = Challenge::Asked(Box::new(responder));
         Ok(reply)
     }
 
@@ -141,7 +143,9 @@ impl Stranger {
     pub(crate) fn prove(&mut self, at: usize) -> Result<(), String> {
         let proof = self.hello.get(at..).and_then(<[u8]>::first_chunk::<PROOF>).ok_or("no proof")?;
         match mem::replace(&mut self.challenge, Challenge::Unasked) {
-            Challenge::Asked(responder) => responder.check(proof).map_err(|wrong| wrong.to_string())?,
+            Challenge::Asked(responder) => {
+                self.keys = Some(responder.check(proof).map_err(|wrong| wrong.to_string())?);
+            }
             Challenge::Unasked | Challenge::Passed => return Err("a proof that nobody asked for".to_owned()),
         }
         self.challenge = Challenge::Passed;
@@ -266,7 +270,7 @@ impl Strangers {
                     let id = self.next;
                     self.next += 1;
                     let (since, hello, challenge) = (Instant::now(), Vec::new(), Challenge::Unasked);
-                    self.waiting.push_back(Stranger { id, socket, since, hello, challenge });
+                    self.waiting.push_back(Stranger { id, socket, since, hello, challenge, keys: None });
                     return Next::Greet(id);
                 }
                 Err(Errno::AGAIN) => return Next::Nobody,

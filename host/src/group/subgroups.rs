@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::mesh::{Address, Directory};
 use super::{MeshGroup, ProcessGroup};
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 
 /// What each rank of the parent tells the others when groups are made from it.
 #[derive(Debug, Serialize, Deserialize)]
@@ -165,7 +166,7 @@ impl MeshGroup {
                     peer: *peer,
                     what: "the dead ranks",
                     ours: plan,
-                    theirs: String::from_utf8_lossy(&theirs).into_owned(),
+                    theirs: escaped(&theirs),
                 });
             }
         }

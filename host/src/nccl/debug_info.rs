@@ -5,13 +5,14 @@
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt as _, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
 use serde::Serialize;
 
 use crate::group::recorder::Entry;
+use crate::own_file;
 
 /// Variable with the start of the path of a watchdog's dumps; the rank is appended. A named pipe may be there: the dump goes to whoever reads
 /// it, or to nobody.
@@ -48,19 +49,34 @@ impl Report<'_> {
     /// Writes it to a file or a pipe; a failure to do so is only logged.
     pub fn write(&self, path: &Path) {
         let outcome = serde_json::to_vec_pretty(self).map_err(std::io::Error::from).and_then(|text| {
-            let is_pipe = path.metadata().is_ok_and(|about| about.file_type().is_fifo());
-            let mut options = OpenOptions::new();
-            // A pipe that nobody reads must not hold up the watchdog: neither when it is opened nor when it is full.
-            match is_pipe {
-                true => options.write(true).custom_flags(libc::O_NONBLOCK),
-                false => options.write(true).create(true).truncate(true),
-            };
-            options.open(path)?.write_all(&text)
+            match open_pipe(path)? {
+                Some(mut pipe) => pipe.write_all(&text),
+                None => own_file::create(path)?.write_all(&text),
+            }
         });
         if let Err(error) = outcome {
             tracing::warn!("debug info: {}: {error}", path.display());
         }
     }
+}
+
+/// The named pipe at a path, if one is there: this user's, or root's, since whoever owns it gets
+/// what is written.
+fn open_pipe(path: &Path) -> std::io::Result<Option<File>> {
+    if !std::fs::symlink_metadata(path).is_ok_and(|about| about.file_type().is_fifo()) {
+        return Ok(None);
+    }
+    // A pipe that nobody reads must not hold up the watchdog: neither when it is opened nor when it
+    // is full.
+    let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
+    let file = OpenOptions::new().write(true).custom_flags(flags).open(path)?;
+    let about = file.metadata()?;
+    let (owner, user) = (about.uid(), rustix::process::geteuid().as_raw());
+    if !about.file_type().is_fifo() || (owner != user && owner != 0) {
+        let reason = format!("what is there is user {owner}'s, and no pipe of user {user}; remove it");
+        return Err(std::io::Error::new(ErrorKind::PermissionDenied, reason));
+    }
+    Ok(Some(file))
 }
 
 /// The pipe that asks for dumps.

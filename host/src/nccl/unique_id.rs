@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::ffi::{Code, Id};
 use super::library::Library;
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 use crate::group::{Collectives, ProcessGroup, Store};
 
 /// What the ranks of a communicator know it by (`ncclUniqueId`). One rank makes it and all ranks get it; it is good for one communicator.
@@ -108,7 +109,7 @@ impl Message {
                 id.copy_from_slice(bytes);
                 return Ok(UniqueId(id));
             }
-            Some((&Message::FAILED, reason)) => String::from_utf8_lossy(reason).into_owned(),
+            Some((&Message::FAILED, reason)) => escaped(reason),
             _ => format!("{} bytes came that are no unique id", message.len()),
         };
         Err(Error::os("ncclGetUniqueId on rank 0", reason))

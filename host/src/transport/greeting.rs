@@ -5,12 +5,13 @@ use serde::{Deserialize, Serialize};
 use super::options::{MAX_QUEUES, TransportKind};
 use super::setup::{LinkEnds, Setup};
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 use crate::group::ProcessGroup;
 
 /// Starts everything that a transport says first.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"epoxwire");
 /// The version of the greeting and of all that goes over the links.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 /// Tells these links from others that the same ranks set up, such as those within a node.
 pub(super) const PHASE: u32 = 1;
 
@@ -106,7 +107,9 @@ fn read(setup: &Setup<'_>, peer: u32, bytes: &[u8]) -> Result<Greeting> {
 
 fn compare(setup: &Setup<'_>, peer: u32, ours: &Greeting, theirs: &Greeting) -> Result<()> {
     if let Err(reason) = &theirs.address {
-        return Err(setup.ends(peer).error("connect", format!("rank {peer} cannot take part: {reason}")));
+        return Err(setup
+            .ends(peer)
+            .error("connect", format!("rank {peer} cannot take part: {}", escaped(reason.as_bytes()))));
     }
     same(setup, peer, "the phase that is being connected", ours.phase, theirs.phase)?;
     same(setup, peer, "the transport", &ours.kind, &theirs.kind)?;
@@ -137,7 +140,7 @@ pub(super) fn agree<T>(group: &dyn ProcessGroup, kind: TransportKind, outcome: R
     match (0u32..).zip(&all?).find(|(_, text)| !text.is_empty()) {
         None => Ok(value),
         Some((peer, text)) => {
-            let reason = format!("rank {peer} failed: {}", String::from_utf8_lossy(text));
+            let reason = format!("rank {peer} failed: {}", escaped(text));
             Err(LinkEnds { transport: kind.name(), rank: group.rank(), peer }.error("connect", reason))
         }
     }

@@ -126,6 +126,25 @@ fn who_has_the_store_ends_a_group_without_a_secret() {
     assert!(error.contains("rank 1 gave the group up"), "{error}");
 }
 
+/// A reason that a stranger has written to the store, which keeps no secret.
+#[test]
+fn the_reason_of_a_rank_that_is_gone_is_shown_without_control_characters() {
+    let store = store();
+    store.set("g/gone/1", b"\x1b]0;owned\x07\nPASS").unwrap();
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let closed = listener.local_addr().unwrap().to_string();
+    drop(listener);
+    let impostor = serde_json::json!({
+        "size": 2, "token": "t".repeat(32), "host": "elsewhere", "unix": "none", "tcp": closed,
+        "secret": std::env::var_os(epoxide::group::JOB_SECRET).is_some(),
+    });
+    store.set("g/mesh/1", impostor.to_string().as_bytes()).unwrap();
+    let group = MeshGroup::new(store, 0, 2, "g", options(PATIENCE)).unwrap();
+    let error = group.barrier(PATIENCE).unwrap_err().to_string();
+    assert!(error.contains(r"\u{1b}]0;owned\u{7}\nPASS"), "{error}");
+    assert!(!error.chars().any(char::is_control), "{error:?}");
+}
+
 /// A stranger that reads and writes the store, as torchrun's lets everybody, and so has the token of every rank.
 #[test]
 fn who_has_the_store_alone_takes_no_ranks_place() {

@@ -3,4 +3,5 @@
 mod attacks;
 mod conformance;
 mod faults;
+mod relays;
 mod secrets;

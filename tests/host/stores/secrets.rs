@@ -44,6 +44,11 @@ fn whoever_knows_the_secret_uses_the_store() {
         assert_eq!(late.join().unwrap().unwrap(), [7; 1 << 20]);
     });
     assert_eq!(host.add("count", 3).unwrap(), 3);
+    // By every address of the host that means it.
+    for address in ["localhost", "0.0.0.0", "127.0.0.1", "127.8.7.6"] {
+        let store = TcpStore::connect_with_secret(address, host.port(), PATIENCE, Some(&secret));
+        store.unwrap_or_else(|error| panic!("{address}: {error}")).set(address, b"").unwrap();
+    }
 }
 
 #[test]
@@ -80,39 +85,6 @@ fn a_stranger_changes_nothing_in_a_store_with_a_secret() {
 }
 
 #[test]
-fn a_proof_that_was_overheard_opens_no_second_connection() {
-    let secret = secret('a');
-    let store = host(Some(&secret));
-    // Between the client and the server, and listening.
-    let middle = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let (port, middle_port) = (store.port(), middle.local_addr().unwrap().port());
-    let overheard = std::thread::scope(|scope| {
-        let listener = scope.spawn(move || {
-            let (mut client, _) = middle.accept().unwrap();
-            let mut server = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
-            let mut overheard = vec![0; 4 + 32];
-            client.read_exact(&mut overheard).unwrap();
-            server.write_all(&overheard).unwrap();
-            let mut reply = [0; 8 + 64];
-            server.read_exact(&mut reply).unwrap();
-            client.write_all(&reply).unwrap();
-            let mut proof = [0; 32];
-            client.read_exact(&mut proof).unwrap();
-            // No answer of a server, so that the client does not try again.
-            client.write_all(&[0xff; 4]).unwrap();
-            overheard.extend(proof);
-            overheard
-        });
-        let client = TcpStore::connect_with_secret("127.0.0.1", middle_port, PATIENCE, Some(&secret));
-        assert!(client.is_err(), "the one in the middle does not go on");
-        listener.join().unwrap()
-    });
-    let again = [overheard, SET.to_vec()].concat();
-    assert_eq!(said(port, &again).len(), 8 + 64, "the reply, and no more");
-    assert!(!store.check("k").unwrap());
-}
-
-#[test]
 fn who_has_no_secret_another_one_or_one_too_many_is_told_so_at_once() {
     let (ours, other) = (secret('a'), secret('b'));
     let (closed, open) = (host(Some(&ours)), host(None));
@@ -129,6 +101,42 @@ fn who_has_no_secret_another_one_or_one_too_many_is_told_so_at_once() {
         assert!(error.contains("EPOXIDE_JOB_SECRET") || error.contains("give the process"), "{error}");
         assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
     }
+}
+
+/// What sets a terminal's title and its clipboard, and begins a line of its own.
+const FORGED: &[u8] = b"\x1b]0;owned\x07\x1b]52;c;Y3VybA==\x07 \"quoted\"\nPASS\r\x1b[2J";
+
+#[test]
+fn a_strangers_refusal_is_shown_as_its_words_without_control_characters() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for mut socket in listener.incoming().map_while(Result::ok) {
+            let length = (1u32 << 31 | FORGED.len() as u32).to_le_bytes();
+            let _ = socket.write_all(&[b"EPXS", length.as_slice(), FORGED].concat());
+            let _ = socket.read(&mut [0; 256]);
+        }
+    });
+    for secret in [None, Some(secret('a'))] {
+        let error = TcpStore::connect_with_secret("127.0.0.1", port, PATIENCE, secret.as_ref()).unwrap_err();
+        let error = error.to_string();
+        assert!(!error.chars().any(char::is_control), "{error:?}");
+        assert!(error.contains("what answers there, without a proof"), "{error}");
+        assert!(error.contains(r#"says "\u{1b}]0;owned\u{7}"#), "{error}");
+        assert!(error.contains(r#" \"quoted\"\nPASS\r\u{1b}[2J""#), "{error}");
+    }
+}
+
+#[test]
+fn values_of_a_store_without_a_secret_are_shown_without_control_characters() {
+    let store = host(None);
+    let address = format!("tcp://127.0.0.1:{}?rank=1&world_size=2", store.port());
+    store.set("epoxide/world_size", FORGED).unwrap();
+    let limits = ConnectionLimits::default();
+    let error = epoxide::group::Rendezvous::at_with(&address, PATIENCE, None, limits).unwrap_err();
+    let error = error.to_string();
+    assert!(!error.chars().any(char::is_control), "{error:?}");
+    assert!(error.contains("the rank that came first says") && error.contains("nPASS"), "{error}");
 }
 
 /// PyTorch's server closes a connection whose first byte is no request.
@@ -170,6 +178,10 @@ fn a_store_for_loopback_listens_there_alone() {
         match host {
             // Who is told another name comes by another address.
             "elsewhere.invalid" => assert!(listening[0].starts_with("000000"), "{listening:?}"),
+            "localhost" if listening.len() > 1 => {
+                let loopback6 = format!("00000000000000000000000001000000:{:04X}", held.number());
+                assert_eq!(listening, [loopback, loopback6]);
+            }
             _ => assert_eq!(listening, [loopback]),
         }
         drop(rendezvous);

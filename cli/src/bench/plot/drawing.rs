@@ -4,7 +4,7 @@
 //! A panel is of one operation; what else differs between points than the axis makes more panels. Each file is a series of its own.
 //! Results of the virtual GPU are drawn as interpreter times, under a title that says so, never as a bandwidth.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::Once;
 
@@ -32,6 +32,12 @@ const TEXT_SIZE: u32 = 15;
 const LINE_HEIGHT: u32 = 23;
 /// Points that lines of distributions may be of: more cannot be told apart.
 const MOST_DISTRIBUTIONS: usize = 8;
+/// Files, and measurements of the same thing in a file, that may be series: the legend names each.
+const MOST_LABELS: usize = 200;
+/// Panels of a drawing; a bitmap of them takes 200 MB.
+const MOST_PANELS: usize = 1000;
+/// Longest time that is drawn, in microseconds: ten years. Results with a longer one are damaged.
+const LONGEST_US: f64 = 3.2e14;
 
 /// Results of one file, and what to call them.
 pub struct File {
@@ -159,9 +165,11 @@ pub fn run(args: &Args) -> Result<()> {
         files.push(File { label, points: Results::read(path)?.points });
     }
     // Files of one name in different folders.
-    for at in 0..files.len() {
-        if files.iter().filter(|file| file.label == files[at].label).count() > 1 {
-            files[at].label = args.files[at].display().to_string();
+    let mut named: HashMap<String, usize> = HashMap::new();
+    files.iter().for_each(|file| *named.entry(file.label.clone()).or_default() += 1);
+    for (file, path) in files.iter_mut().zip(&args.files) {
+        if named.get(&file.label).is_some_and(|count| *count > 1) {
+            file.label = path.display().to_string();
         }
     }
     draw(&files, &args.choice, &args.out)
@@ -204,8 +212,12 @@ fn sources(files: &[File]) -> (Vec<String>, Vec<Source<'_>>) {
     let (mut labels, mut sources): (Vec<String>, Vec<Source<'_>>) = (Vec::new(), Vec::new());
     for file in files {
         let first = labels.len();
-        for (at, point) in file.points.iter().enumerate() {
-            let again = file.points[..at].iter().filter(|other| other.key == point.key).count();
+        let mut seen: HashMap<String, usize> = HashMap::new();
+        for point in &file.points {
+            // Its text has all that keys are compared by.
+            let count = seen.entry(format!("{:?}", point.key)).or_default();
+            let again = *count;
+            *count += 1;
             while labels.len() <= first + again {
                 let nth = labels.len() - first;
                 labels.push(if nth == 0 {
@@ -232,12 +244,22 @@ fn baseline(point: &Point, way: Way) -> Option<&WayResult> {
 
 /// What was measured beside the points of each label: its number, and the way.
 fn baselines(labels: &[String], sources: &[Source<'_>]) -> Vec<(usize, Way)> {
-    let has = |entry: usize, way: Way| {
-        sources.iter().any(|source| source.entry == entry && baseline(source.point, way).is_some())
+    let position = |way: Way| Way::ALL.into_iter().position(|other| other == way);
+    let of = |source: &Source<'_>| {
+        let entry = source.entry;
+        source
+            .point
+            .baselines
+            .iter()
+            .filter_map(move |result| Some((entry, position(result.way)?)))
+            .collect::<Vec<_>>()
     };
-    let of =
-        |entry: usize| Way::ALL.into_iter().filter(move |&way| has(entry, way)).map(move |way| (entry, way));
-    (0..labels.len()).flat_map(of).collect()
+    let there: BTreeSet<(usize, usize)> = sources.iter().flat_map(of).collect();
+    there
+        .into_iter()
+        .filter(|(entry, _)| *entry < labels.len())
+        .map(|(entry, at)| (entry, Way::ALL[at]))
+        .collect()
 }
 
 /// The drawn figures of a phase at a point.
@@ -266,6 +288,14 @@ impl Metric {
 impl Drawing {
     fn new(files: &[File], choice: &Choice) -> std::result::Result<Drawing, String> {
         let (labels, sources) = sources(files);
+        check_times(&sources)?;
+        if labels.len() > MOST_LABELS {
+            return Err(format!(
+                "{} files or measurements of the same thing are too many for a legend; at most {MOST_LABELS}: draw \
+                 fewer files",
+                labels.len()
+            ));
+        }
         let keys = || sources.iter().map(|source| &source.point.key);
         let values = |axis: Axis| keys().map(|key| axis.of(key)).collect::<BTreeSet<u32>>();
         let longest = || {
@@ -311,7 +341,7 @@ impl Drawing {
         if of_times {
             drawing.distributions(&labels, &sources)?;
         } else if let Some(axis) = axis {
-            drawing.against(axis, &metrics, &labels, &sources);
+            drawing.against(axis, &metrics, &labels, &sources)?;
         }
         if is_virtual {
             for label in drawing.panels.iter_mut().flat_map(|panel| [&mut panel.x_label, &mut panel.y_label])
@@ -323,7 +353,13 @@ impl Drawing {
     }
 
     /// Panels over an axis: a column for each operation and type of rows, a row for each of what else differs.
-    fn against(&mut self, axis: Axis, metrics: &[Metric], labels: &[String], sources: &[Source<'_>]) {
+    fn against(
+        &mut self,
+        axis: Axis,
+        metrics: &[Metric],
+        labels: &[String],
+        sources: &[Source<'_>],
+    ) -> std::result::Result<(), String> {
         let of = |source: &Source<'_>| parts(&source.point.key, Some(axis));
         let (common, differing) = split(&sources.iter().map(of).collect::<Vec<_>>());
         let dtypes: BTreeSet<&str> = sources.iter().map(|source| source.point.key.dtype.as_str()).collect();
@@ -342,15 +378,21 @@ impl Drawing {
         };
         // In the order of the numbers, not of their texts.
         let mut rests: Vec<String> = Vec::new();
+        let mut known: BTreeSet<String> = BTreeSet::new();
         let mut sorted: Vec<&Source<'_>> = sources.iter().collect();
         let numbers =
             |key: &Key| (key.nodes, key.num_ranks, key.tokens, key.num_sms, key.rdma_send, key.hidden);
         sorted.sort_by_key(|source| numbers(&source.point.key));
         for source in sorted {
             let rest = rest(source);
-            if !rests.contains(&rest) {
+            if known.insert(rest.clone()) {
                 rests.push(rest);
             }
+        }
+        // The points of each panel, in the order they came in.
+        let mut groups: BTreeMap<(String, &str), Vec<Source<'_>>> = BTreeMap::new();
+        for source in sources {
+            groups.entry((rest(source), source.point.key.dtype.as_str())).or_default().push(*source);
         }
         let mut ticks: Vec<u32> = sources.iter().map(|source| axis.of(&source.point.key)).collect();
         ticks.sort_unstable();
@@ -360,15 +402,19 @@ impl Drawing {
             dtypes.iter().map(|dtype| (0, *dtype)).chain([(1, *dtypes.first().unwrap_or(&""))]).collect();
         let mut ceiling = false;
         let drawn = baselines(labels, sources);
+        let count = metrics.len() * rests.len() * kinds.len();
+        if count > MOST_PANELS {
+            return Err(format!(
+                "{count} panels are too many for a drawing; at most {MOST_PANELS}: --x chooses another axis, and files \
+                 with fewer configurations have fewer"
+            ));
+        }
         for &metric in metrics {
             let mut panels = Vec::new();
             for rest_of in &rests {
                 for &(operation, dtype) in &kinds {
-                    let members: Vec<Source<'_>> = sources
-                        .iter()
-                        .filter(|source| rest(source) == *rest_of && source.point.key.dtype == dtype)
-                        .copied()
-                        .collect();
+                    let members: &[Source<'_>] =
+                        groups.get(&(rest_of.clone(), dtype)).map_or(&[], Vec::as_slice);
                     let (name, phases) = OPERATIONS[operation];
                     let typed = if operation == 0 && dtypes.len() > 1 {
                         format!(" {}", dtype.to_uppercase())
@@ -397,9 +443,7 @@ impl Drawing {
                         dots: true,
                         series: Vec::new(),
                     };
-                    let place = |point: &Point| {
-                        ticks.iter().position(|&tick| tick == axis.of(&point.key)).unwrap_or(0) as f64
-                    };
+                    let place = |point: &Point| ticks.binary_search(&axis.of(&point.key)).unwrap_or(0) as f64;
                     let mut add = |style: Style,
                                    entry: Option<usize>,
                                    value: &dyn Fn(&Point) -> Option<f64>| {
@@ -451,6 +495,7 @@ impl Drawing {
                 if labels.len() > 1 { label.collect::<Vec<_>>().join(", ") } else { way.text().into() };
             (label, way_style(labels.len(), nth))
         }));
+        Ok(())
     }
 
     /// What share of the iterations took at most so long: a panel for each phase, a line for each file.
@@ -525,7 +570,7 @@ impl Drawing {
             }
             let (low, high) = panel.x_range;
             let margin = ((high - low) * 0.05).max(high * 0.01);
-            panel.x_range = ((low - margin).max(0.0), high + margin);
+            panel.x_range = with_width(((low - margin).max(0.0), high + margin));
             panel.ticks = round_ticks(panel.x_range, 5);
             self.panels.push(panel);
         }
@@ -621,7 +666,7 @@ fn share_y(panels: &mut [Panel], metric: Metric) {
         let ticks: Vec<(f64, String)> = ticks.map(|tick| (tick.log10(), number(tick))).collect();
         (range, ticks.into_iter().filter(|(at, _)| range.0 <= *at && *at <= range.1).collect())
     } else {
-        let range = (0.0, high * 1.08);
+        let range = with_width((0.0, high * 1.08));
         (range, round_ticks(range, 6))
     };
     for panel in panels {
@@ -636,14 +681,43 @@ fn share_y(panels: &mut [Panel], metric: Metric) {
     }
 }
 
-/// About so many round numbers within a range.
+/// Rejects times that no clock has measured, and that no axis has room for.
+fn check_times(sources: &[Source<'_>]) -> std::result::Result<(), String> {
+    for Source { point, .. } in sources {
+        let phases = PhaseName::ALL.into_iter().flat_map(|name| {
+            let own = point.phase(name).into_iter();
+            own.chain(point.baselines.iter().filter_map(move |result| result.phase(name)))
+        });
+        for phase in phases {
+            let bandwidth = phase.bandwidth.as_ref();
+            let times = phase.call.samples_us.iter().chain([&phase.call.median_us]);
+            let figures = bandwidth.map(|bandwidth| bandwidth.links).into_iter();
+            let figures = figures.chain(bandwidth.and_then(|bandwidth| bandwidth.link_ceiling));
+            let wrong = times.copied().chain(figures).find(|value| !(0.0..=LONGEST_US).contains(value));
+            if let Some(wrong) = wrong {
+                return Err(format!(
+                    "{wrong} is no time in us and no bandwidth; the results are damaged, measure them again"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The range, or one of the same beginning with a width, where all that is drawn is 0.
+fn with_width((low, high): (f64, f64)) -> (f64, f64) {
+    if high - low > f64::MIN_POSITIVE { (low, high) } else { (low, low + 1.0) }
+}
+
+/// About so many round numbers within a range that has a width.
 fn round_ticks(range: (f64, f64), about: u32) -> Vec<(f64, String)> {
     let rough = (range.1 - range.0) / f64::from(about);
     let decade = 10f64.powf(rough.log10().floor());
     let step = [1.0, 2.0, 5.0, 10.0].map(|digit| digit * decade).into_iter().find(|step| *step >= rough);
     let step = step.unwrap_or(rough);
     let first = (range.0 / step).ceil() as i64;
-    let at = (first..).map(|n| n as f64 * step).take_while(|at| *at <= range.1);
+    // The number of them is bounded whatever the range is.
+    let at = (first..).map(|n| n as f64 * step).take(4 * about as usize).take_while(|at| *at <= range.1);
     at.map(|at| (at, if step < 1.0 { format!("{at:.2}") } else { number(at) })).collect()
 }
 
@@ -909,6 +983,99 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn samples_that_are_all_0_are_drawn() {
+        let zero = |mut point: Point| {
+            for phase in &mut point.phases {
+                phase.call.samples_us = vec![0.0; 20];
+                phase.call.median_us = 0.0;
+                phase.bandwidth = None;
+            }
+            point.baselines.clear();
+            point
+        };
+        let one = zero(measured().remove(0));
+        for what in [What::Auto, What::Distribution] {
+            let svg = text_of(&[file("zero", vec![one.clone()])], &Choice { x: None, what });
+            assert!(svg.contains("share of the calls") && svg.len() < 1 << 20, "{}", svg.len());
+        }
+        let points = swept(&[128, 256], &[8]).into_iter().map(zero).collect();
+        let svg = text_of(&[file("zero", points)], &Choice { x: None, what: What::Latency });
+        assert!(svg.contains("median call, us") && svg.len() < 1 << 20);
+        for range in [(0.0, 0.0), (5.0, 5.0), (0.0, f64::MIN_POSITIVE / 4.0), (1e14, 1e14)] {
+            let ticks = round_ticks(with_width(range), 5);
+            assert!((1..=20).contains(&ticks.len()), "{range:?}: {ticks:?}");
+        }
+    }
+
+    #[test]
+    fn times_that_no_clock_has_measured_are_refused() {
+        for wrong in [-1.0, 1e300, f64::MAX, f64::INFINITY, f64::NAN] {
+            let mut point = measured().remove(0);
+            point.phases[0].call.samples_us = vec![1.0, wrong];
+            let choice = Choice { x: None, what: What::Distribution };
+            let error = Drawing::new(&[file("", vec![point])], &choice).map(|_| ()).unwrap_err();
+            assert!(error.contains("measure them again"), "{error}");
+        }
+    }
+
+    #[test]
+    fn results_that_nobody_would_measure_are_drawn_or_refused() {
+        let points = measured();
+        let samples: Vec<Vec<u8>> = [&points[..1], &points[..2], &swept(&[1, 2], &[8])[..]]
+            .map(|points| Results::new(points.to_vec()).json().unwrap().into_bytes())
+            .to_vec();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.svg");
+        epoxide_testing::fuzz::run("drawings", 300, &samples, |bytes| {
+            let Ok(results) = Results::of_text(&String::from_utf8_lossy(bytes)) else { return };
+            for what in [What::Auto, What::Latency, What::Distribution] {
+                let files = [file("a", results.points.clone()), file("b", results.points.clone())];
+                let _ = draw(&files, &Choice { x: None, what }, &path);
+            }
+        });
+    }
+
+    /// Their numbers are such that what takes the square of them would take minutes.
+    #[test]
+    fn tens_of_thousands_of_points_and_series_are_drawn_or_refused_at_once() {
+        let start = std::time::Instant::now();
+        let of = |files: &[File], what| {
+            Drawing::new(files, &Choice { x: None, what }).map(|drawing| drawing.panels.len())
+        };
+        let light = |mut points: Vec<Point>| {
+            points
+                .iter_mut()
+                .flat_map(|point| &mut point.phases)
+                .for_each(|phase| phase.call.samples_us.clear());
+            points
+        };
+        // Points of one line.
+        let tokens: Vec<u32> = (1..=20_000).collect();
+        assert_eq!(of(&[file("long", light(swept(&tokens, &[8])))], What::Latency), Ok(2));
+        // The same thing over and over: each a series.
+        let again = vec![light(measured()).remove(0); 50_000];
+        let error = of(&[file("again", again)], What::Latency).unwrap_err();
+        assert!(error.contains("50000 files or measurements of the same thing"), "{error}");
+        // Panels.
+        let sms: Vec<u32> = (1..=20_000).collect();
+        let points: Vec<Point> = swept(&[1], &sms)
+            .into_iter()
+            .zip(1..)
+            .map(|(mut point, seed)| {
+                point.key.seed = seed;
+                point
+            })
+            .collect();
+        let error = of(&[file("panels", points)], What::Latency).unwrap_err();
+        assert!(error.contains("40000 panels") && error.contains("--x chooses"), "{error}");
+        // Files.
+        let points = light(swept(&[1, 2], &[8]));
+        let files: Vec<File> = (0..5000).map(|at| file(&at.to_string(), points.clone())).collect();
+        assert!(of(&files, What::Latency).unwrap_err().contains("draw fewer files"));
+        assert!(start.elapsed() < std::time::Duration::from_secs(120), "{:?}", start.elapsed());
     }
 
     #[test]

@@ -26,7 +26,7 @@ impl RankExit {
     pub fn code(self) -> i32 {
         match self {
             RankExit::Code(code) => code,
-            RankExit::Signal(signal) => 128 + signal,
+            RankExit::Signal(signal) => 128i32.saturating_add(signal),
         }
     }
 }
@@ -83,6 +83,7 @@ pub struct FirstFailure {
     /// How it ended.
     pub exit: RankExit,
     /// The last lines of its standard error; only its own host has them.
+    #[serde(skip)]
     pub stderr: Vec<String>,
 }
 
@@ -114,7 +115,7 @@ impl LaunchEnd {
     pub fn code(&self) -> i32 {
         match (&self.failure, self.signal) {
             (Some(failure), _) => failure.exit.code(),
-            (None, Some(signal)) => 128 + signal,
+            (None, Some(signal)) => 128i32.saturating_add(signal),
             (None, None) => 0,
         }
     }

@@ -10,6 +10,7 @@ use super::heart::{self, Heart, Losses};
 use super::plan::Launch;
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 use crate::group::{ConnectionLimits, JobSecret, Store, TcpStore};
 
 /// How long the launchers wait for each other to come.
@@ -40,8 +41,9 @@ impl std::fmt::Display for Trouble {
             Trouble::Signal(signal) => write!(f, "signal {signal} ended the launch"),
             Trouble::Lost { node, why } => write!(
                 f,
-                "the launcher of node {node} {why}; see what it said, and whether its host and the network to it are up \
-                 (a node may be silent for --node-timeout)"
+                "the launcher of node {node} {}; see what it said, and whether its host and the network to it are up \
+                 (a node may be silent for --node-timeout)",
+                escaped(why.as_bytes())
             ),
         }
     }
@@ -134,10 +136,13 @@ impl Launchers {
         let (node, nodes) = (launch.nodes.rank, launch.nodes.count);
         let timeout = launch.node_timeout;
         let store = match node {
-            0 => TcpStore::host_at(host, *port, timeout, LINGER, secret, &ConnectionLimits::default())?,
+            0 => TcpStore::host_at("", host, *port, timeout, LINGER, secret, &ConnectionLimits::default())?,
             _ => {
                 let mut ended = None;
-                let stop = || {
+                let stop = |warning: Option<&str>| {
+                    if let Some(warning) = warning {
+                        launch.sinks.say(&format!("launch: {warning}"));
+                    }
                     ended = ending(&mut signals);
                     ended.is_some()
                 };
@@ -189,7 +194,8 @@ impl Launchers {
                 }));
             }
         }
-        self.run_id = String::from_utf8_lossy(&self.store.get(run, self.timeout)?).into_owned();
+        // It becomes a variable of the ranks' environment and part of what they print.
+        self.run_id = escaped(&self.store.get(run, self.timeout)?);
         self.heart = Some(Heart::start(self.store.clone(), node, nodes, self.timeout, self.losses.clone())?);
         Ok(())
     }

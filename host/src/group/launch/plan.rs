@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::relay::Sinks;
 use crate::error::{Error, Result};
+use crate::group::env::{MAX_RANKS, MAX_RANKS_PER_NODE, too_many_ranks};
 use crate::group::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
 
 /// The shortest time after which a silent node may count as lost.
@@ -123,6 +124,10 @@ impl Launch {
         if self.ranks_per_node == 0 {
             return Err(Error::argument("ranks_per_node", 0, "a host has at least one rank"));
         }
+        if self.ranks_per_node > MAX_RANKS_PER_NODE {
+            let rule = format!("a host has at most {MAX_RANKS_PER_NODE} ranks; give the number of its GPUs");
+            return Err(Error::argument("ranks_per_node", self.ranks_per_node, rule));
+        }
         if nodes.rank >= nodes.count {
             let rule = format!("must be below the number of nodes, which is {}", nodes.count);
             return Err(Error::argument("node rank", nodes.rank, rule));
@@ -136,8 +141,10 @@ impl Launch {
                 format!("must be at least {SHORTEST:?}: signs of life go through a store on the first node");
             return Err(Error::argument("node_timeout", format!("{:?}", self.node_timeout), rule));
         }
-        if u64::from(nodes.count) * u64::from(self.ranks_per_node) > u64::from(u32::MAX) {
-            return Err(Error::argument("ranks_per_node", self.ranks_per_node, "too many ranks in all"));
+        let all = u64::from(nodes.count) * u64::from(self.ranks_per_node);
+        if all > u64::from(MAX_RANKS) {
+            let value = format!("{} on each of {} nodes", self.ranks_per_node, nodes.count);
+            return Err(Error::argument("ranks_per_node", value, too_many_ranks()));
         }
         Ok(())
     }

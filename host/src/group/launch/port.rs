@@ -1,19 +1,26 @@
-//! TCP ports that are free and stay so.
+//! TCP ports that no other program comes by.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::OwnedFd;
 
 use rustix::net::sockopt::set_socket_reuseaddr;
-use rustix::net::{AddressFamily, SocketAddrAny, SocketFlags, SocketType, bind, getsockname, socket_with};
+use rustix::net::{
+    AddressFamily, SocketAddrAny, SocketFlags, SocketType, bind, getsockname, listen, socket_with,
+};
 
 use crate::error::{Error, Result};
 
 /// A free TCP port of this host, held until this is dropped.
 ///
-/// The port is bound but not listened on. While it is, the kernel gives it to nobody who asks for any port, neither to
-/// bind nor to connect from; a server that asks for this very port with `SO_REUSEADDR`, as the servers of Rust's
-/// standard library, PyTorch and libuv do, gets it. So no other process slips in between the choice and the use, and
+/// The port is bound but not listened on. While it is, the kernel gives it to nobody who asks for
+/// any port, neither to bind nor to connect from; a server that asks for this very port with
+/// `SO_REUSEADDR`, as the servers of Rust's standard library, PyTorch and libuv do, gets it, and
 /// the port can be used again after the server has gone.
+///
+/// So no program comes by the port by chance. A process that tries all ports with `SO_REUSEADDR`
+/// can take it, whoever's it is, as long as nobody listens: the server then fails with "address in
+/// use". What must not fail listens at once and hands on the socket or serves itself, as the
+/// launcher of several nodes does for its ranks.
 ///
 /// ```
 /// let port = epoxide::group::launch::HeldPort::any()?;
@@ -28,8 +35,32 @@ pub struct HeldPort {
 }
 
 impl HeldPort {
-    /// Takes any free port.
+    /// Takes any free port at which nobody listens, not even somebody who took it just now.
     pub fn any() -> Result<HeldPort> {
+        for _ in 0..TRIES {
+            let port = HeldPort::next()?;
+            if port.is_free() {
+                return Ok(port);
+            }
+        }
+        let reason = format!(
+            "{TRIES} ports in a row were taken as soon as they were chosen; who listens, `ss -tlp` says"
+        );
+        Err(Error::os("bind", reason))
+    }
+
+    /// True where a server could listen at the port now.
+    pub fn is_free(&self) -> bool {
+        let probe = || -> rustix::io::Result<()> {
+            let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+            set_socket_reuseaddr(&socket, true)?;
+            bind(&socket, &SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, self.number))?;
+            listen(&socket, 1)
+        };
+        probe().is_ok()
+    }
+
+    fn next() -> Result<HeldPort> {
         let error = |error: rustix::io::Errno| {
             Error::os("bind", format!("no free TCP port: {error}; see net.ipv4.ip_local_port_range"))
         };
@@ -47,6 +78,9 @@ impl HeldPort {
         self.number
     }
 }
+
+/// Ports tried before giving up.
+const TRIES: u32 = 64;
 
 #[cfg(test)]
 mod tests {
@@ -87,6 +121,16 @@ mod tests {
         if TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok() {
             bind_again((Ipv6Addr::UNSPECIFIED, port.number()));
         }
+    }
+
+    #[test]
+    fn a_port_that_was_taken_is_known_to_be() {
+        let port = HeldPort::any().unwrap();
+        assert!(port.is_free() && port.is_free(), "looking takes nothing");
+        // As any user can.
+        let server = bind_again((Ipv4Addr::UNSPECIFIED, port.number()));
+        assert!(!port.is_free());
+        drop(server);
     }
 
     #[test]

@@ -17,9 +17,10 @@ pub struct RankEnvironment {
     pub nodes: u32,
     /// The host that rank 0 is on.
     pub master_addr: String,
-    /// The port on that host that rank 0 serves the store at.
+    /// A port on that host that a program may have rank 0 serve a store of its own at.
     pub master_port: u16,
-    /// `file://` address of the directory that the ranks of one host meet at; none with several hosts.
+    /// Where the ranks meet: the `file://` address of a directory on one host, the `tcp://` address
+    /// of the first launcher's store with several.
     pub store: Option<String>,
     /// Restarts before this start.
     pub restarts: u32,

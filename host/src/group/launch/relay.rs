@@ -80,9 +80,18 @@ pub(super) struct RankOutput {
     pub log: Option<File>,
 }
 
+/// What is left of a relay.
+#[derive(Debug, Default)]
+pub(super) struct Relayed {
+    /// Every rank's last lines.
+    pub tails: Vec<Tail>,
+    /// Why output was lost, unless whoever read it left.
+    pub lost: Option<std::io::Error>,
+}
+
 /// A thread that passes on one kind of output of all ranks of this host.
 pub(super) struct Relay {
-    thread: JoinHandle<Vec<Tail>>,
+    thread: JoinHandle<Relayed>,
     /// Closed when the ranks have ended.
     running: PipeWriter,
 }
@@ -95,9 +104,10 @@ impl Relay {
         Ok(Relay { thread: thread.map_err(|error| Error::os("spawn thread", error))?, running })
     }
 
-    /// Passes on what is left; returns every rank's last lines. Whoever reads the output may take as long as they like, but once `hurry` says
-    /// so only a little longer: a thread that is in the middle of a write is then left behind, and nothing is returned.
-    pub fn finish(self, mut hurry: impl FnMut() -> bool) -> Vec<Tail> {
+    /// Passes on what is left. Whoever reads the output may take as long as they like, but once
+    /// `hurry` says so only a little longer: a thread that is in the middle of a write is then left
+    /// behind, and nothing is returned.
+    pub fn finish(self, mut hurry: impl FnMut() -> bool) -> Relayed {
         drop(self.running);
         let mut end = None;
         while !self.thread.is_finished() {
@@ -105,7 +115,7 @@ impl Relay {
                 end = Some(Instant::now() + READER);
             }
             if end.is_some_and(|end| Instant::now() >= end) {
-                return Vec::new();
+                return Relayed::default();
             }
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -113,12 +123,13 @@ impl Relay {
     }
 }
 
-fn pump(kind: Kind, streams: Vec<RankOutput>, sinks: &Sinks, ended: &PipeReader) -> Vec<Tail> {
+fn pump(kind: Kind, streams: Vec<RankOutput>, sinks: &Sinks, ended: &PipeReader) -> Relayed {
     let mut lines: Vec<Lines> = streams.iter().map(|stream| Lines::new(&stream.prefix)).collect();
     let mut streams: Vec<Option<RankOutput>> = streams.into_iter().map(Some).collect();
     let mut chunk = vec![0; 1 << 16];
     let mut out = Vec::new();
     let mut deadline: Option<Instant> = None;
+    let mut lost = None;
     loop {
         let open: Vec<usize> = (0..streams.len()).filter(|index| streams[*index].is_some()).collect();
         if open.is_empty() || deadline.is_some_and(|deadline| Instant::now() > deadline) {
@@ -154,7 +165,10 @@ fn pump(kind: Kind, streams: Vec<RankOutput>, sinks: &Sinks, ended: &PipeReader)
                 }
             }
         }
-        if !out.is_empty() && sinks.write(kind, &out).is_err() {
+        if !out.is_empty()
+            && let Err(error) = sinks.write(kind, &out)
+        {
+            lost = Some(error);
             // Whoever read is gone. The ranks find out as they would without a launcher: by SIGPIPE.
             streams.iter_mut().for_each(|stream| *stream = None);
         }
@@ -164,8 +178,11 @@ fn pump(kind: Kind, streams: Vec<RankOutput>, sinks: &Sinks, ended: &PipeReader)
         }
     }
     lines.iter_mut().for_each(|lines| lines.end(&mut out));
-    let _ = sinks.write(kind, &out);
-    lines.into_iter().map(|lines| lines.tail).collect()
+    if lost.is_none() {
+        lost = sinks.write(kind, &out).err();
+    }
+    let lost = lost.filter(|error| error.kind() != std::io::ErrorKind::BrokenPipe);
+    Relayed { tails: lines.into_iter().map(|lines| lines.tail).collect(), lost }
 }
 
 /// Cuts bytes into lines behind a prefix.
@@ -271,7 +288,7 @@ mod tests {
         let relay = Relay::start(Kind::Out, vec![stream], sinks).unwrap();
         writer.write_all(b"a\nb").unwrap();
         // The writer is still open, as that of a rank's daemon would be.
-        assert_eq!(relay.finish(|| false)[0].clone().into_lines(), ["a", "b"]);
+        assert_eq!(relay.finish(|| false).tails[0].clone().into_lines(), ["a", "b"]);
         let mut bytes = [0; 8];
         passed.read_exact(&mut bytes).unwrap();
         assert_eq!(&bytes, b"> a\n> b\n");
@@ -289,7 +306,7 @@ mod tests {
             let _ = writer.write_all(&b"line\n".repeat(1 << 16));
         });
         let start = Instant::now();
-        assert!(relay.finish(|| start.elapsed() > Duration::from_millis(100)).is_empty());
+        assert!(relay.finish(|| start.elapsed() > Duration::from_millis(100)).tails.is_empty());
         assert!(start.elapsed() >= READER);
         drop(_stalled);
         lines.join().unwrap();

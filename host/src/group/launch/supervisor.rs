@@ -1,6 +1,6 @@
 //! Starting the ranks of this host, watching them, ending them in order, and starting them again.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -21,6 +21,7 @@ use super::watched::{Process, Watched};
 use crate::error::{Error, Result};
 use crate::group::FileStore;
 use crate::group::env::LAUNCH;
+use crate::own_file;
 
 /// How often the other nodes are asked how they are.
 const ASK: Duration = Duration::from_millis(100);
@@ -101,10 +102,18 @@ impl Launch {
         command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<Attempt, Interrupted> {
         let directory = StoreDirectory::create()?;
-        // With several hosts the ranks meet at rank 0's store alone.
+        // With several hosts the ranks meet at the store of the first node's launcher: it listens
+        // already, so that nobody can have its port.
         let board = (self.nodes.count == 1).then(|| directory.path.join("store"));
         let store = board.as_ref().map(FileStore::new).transpose()?;
-        // Rank 0's store needs a port here, unless it was given or rank 0 is elsewhere.
+        let meet = match (&board, &self.nodes.endpoint) {
+            (Some(board), _) => Some(format!("file://{}", board.display())),
+            (None, Some((host, port))) if host.contains(':') => Some(format!("tcp://[{host}]:{port}")),
+            (None, Some((host, port))) => Some(format!("tcp://{host}:{port}")),
+            (None, None) => None,
+        };
+        // For programs that have rank 0 serve a store of their own, as PyTorch's: a port here,
+        // unless it was given or rank 0 is elsewhere.
         let first = self.nodes.rank == 0 && (launchers.is_some() || self.nodes.endpoint.is_none());
         let port = first.then(HeldPort::any).transpose()?;
         let held = port.as_ref().map(HeldPort::number);
@@ -117,7 +126,16 @@ impl Launch {
         };
         let mut ranks = Watched::default();
         let (mut out, mut err) = (Vec::new(), Vec::new());
+        // Signals that came while ranks were started, which may take long where there are many.
+        let mut early: Vec<i32> = Vec::new();
         for local_rank in 0..self.ranks_per_node {
+            early.extend(signals.as_deref_mut().map(Signals::take).unwrap_or_default());
+            if let Some(signal) = early.iter().copied().find(|signal| ends(*signal)) {
+                if local_rank == 0 {
+                    return Err(Interrupted::Signal(signal));
+                }
+                break;
+            }
             let environment = RankEnvironment {
                 local_rank,
                 local_size: self.ranks_per_node,
@@ -125,7 +143,7 @@ impl Launch {
                 nodes: self.nodes.count,
                 master_addr: master_addr.clone(),
                 master_port,
-                store: board.as_ref().map(|board| format!("file://{}", board.display())),
+                store: meet.clone(),
                 restarts,
                 max_restarts: self.max_restarts,
                 run_id: launchers.map_or(&self.run_id, Launchers::run_id).clone(),
@@ -166,7 +184,7 @@ impl Launch {
         let elsewhere =
             || launchers.map_or(Ok(false), |launchers| Ok(launchers.trouble(restarts)?.is_some()));
         let asks = launchers.is_some().then_some(ASK);
-        let watched = self.watch(&mut ranks, signals.as_deref_mut(), asks, report, elsewhere);
+        let watched = self.watch(&mut ranks, early, signals.as_deref_mut(), asks, report, elsewhere);
         let exits = ranks.exits();
         drop(ranks);
         // A signal that comes now is for whoever reads the output: the ranks have ended.
@@ -176,9 +194,16 @@ impl Launch {
             late = late.or(caught.into_iter().find(|signal| ends(*signal)));
             late.is_some() || !matches!(watched, Ok((_, None)))
         };
-        out.finish(&mut hurry);
-        let mut tails = err.finish(&mut hurry);
+        let out = out.finish(&mut hurry);
+        let err = err.finish(&mut hurry);
+        let mut tails = err.tails;
         let (first, signal) = watched?;
+        let lost = [("standard output", out.lost), ("standard error", err.lost)];
+        if let Some((stream, error)) = lost.into_iter().find_map(|(stream, lost)| Some((stream, lost?))) {
+            let cause = first.map(|failure| format!("; then {failure}")).unwrap_or_default();
+            let reason = format!("{stream}: {error}; what the ranks print is lost{cause}");
+            return Err(Error::os("write", reason).into());
+        }
         let own = first.map(|mut failure| {
             let index = failure.local_rank as usize;
             failure.stderr = tails.get_mut(index).map(std::mem::take).unwrap_or_default().into_lines();
@@ -231,16 +256,20 @@ impl Launch {
         let directory =
             directory.join(format!("attempt_{}", environment.restarts)).join(environment.rank().to_string());
         let path = directory.join(format!("{name}.log"));
-        let file = fs::create_dir_all(&directory).and_then(|()| File::create(&path));
+        // Each, since whoever owns one of them can replace what is in it.
+        let mut folders = directory.ancestors().take(3).collect::<Vec<_>>().into_iter().rev();
+        let file = folders.try_for_each(own_file::create_folder).and_then(|()| own_file::create(&path));
         file.map(Some).map_err(|error| {
             Error::os("open", format!("{}: {error}; name a writable log directory", path.display()))
         })
     }
 
-    /// Waits until all ranks have ended, and sees to it that they do once one has failed or a signal says so.
+    /// Waits until all ranks have ended, and sees to it that they do once one has failed or a
+    /// signal says so. `early` are signals that have been taken already.
     fn watch(
         &self,
         ranks: &mut Watched,
+        mut early: Vec<i32>,
         mut signals: Option<&mut Signals>,
         asks: Option<Duration>,
         report: impl Fn(Trouble) -> Result<()>,
@@ -249,16 +278,26 @@ impl Launch {
         let mut failure: Option<FirstFailure> = None;
         let (mut ended_by, mut ended_elsewhere) = (None, false);
         let mut phase = Phase::Running;
+        // Other ranks that cannot be told find out by the signal that ends them. The cause stays
+        // what it is.
+        let report = |trouble| {
+            if let Err(error) = report(trouble) {
+                self.sinks.say(&format!("launch: the other ranks cannot be told, and are ended: {error}"));
+            }
+        };
         while ranks.running() > 0 {
             let timeout = [phase.left(), asks].into_iter().flatten().min();
-            ranks.wait(signals.as_deref(), timeout)?;
-            for signal in signals.as_deref_mut().map(Signals::take).unwrap_or_default() {
+            if early.is_empty() {
+                ranks.wait(signals.as_deref(), timeout)?;
+            }
+            early.extend(signals.as_deref_mut().map(Signals::take).unwrap_or_default());
+            for signal in std::mem::take(&mut early) {
                 tracing::info!(signal, "passing a signal on");
                 if !ends(signal) {
                     ranks.pass(signal);
                 } else if ended_by.replace(signal).is_none() {
                     ranks.signal(signal);
-                    report(Trouble::Signal(signal))?;
+                    report(Trouble::Signal(signal));
                     phase = Phase::Ending(Instant::now() + self.grace);
                 } else if !matches!(phase, Phase::Killed(_)) {
                     // Whoever sends a second one does not want to wait.
@@ -272,7 +311,7 @@ impl Launch {
                 && !ended_elsewhere
             {
                 tracing::info!(rank = first.rank, "{}", first.exit);
-                report(Trouble::Rank(first.clone()))?;
+                report(Trouble::Rank(first.clone()));
                 failure = Some(first);
                 phase = Phase::Settling(Instant::now() + self.settle);
             }

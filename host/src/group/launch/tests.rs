@@ -145,6 +145,60 @@ fn a_panicking_thread_is_reported() {
     assert!(failure.to_string().contains("not mine"), "{failure}");
 }
 
+/// How many ranks of the launch below have been started.
+const STARTED: &str = "EPOXIDE_TEST_STARTED";
+
+/// The launcher of the test below, which ends itself while it starts its ranks; does nothing as a
+/// test of its own.
+#[test]
+fn as_an_interrupted_launcher() {
+    let Some(path) = std::env::var_os(STARTED) else { return };
+    let mut signals = Signals::catch().unwrap();
+    let launch = Launch { relay: false, ..Launch::new(200) };
+    let started = std::cell::Cell::new(0);
+    let ended = launch.run(Some(&mut signals), |environment| {
+        started.set(started.get() + 1);
+        if environment.rank() == 1 {
+            rustix::process::kill_process(rustix::process::getpid(), Signal::TERM).unwrap();
+        }
+        // Starting a rank takes its time.
+        std::thread::sleep(Duration::from_millis(10));
+        let mut command = Command::new("sleep");
+        command.arg("1000");
+        Ok(command)
+    });
+    let ended = ended.unwrap();
+    assert_eq!((ended.signal, ended.code()), (Some(Signal::TERM.as_raw()), 128 + Signal::TERM.as_raw()));
+    assert_eq!(ended.exits.len(), started.get());
+    std::fs::write(path, started.get().to_string()).unwrap();
+}
+
+#[test]
+fn a_signal_that_comes_while_ranks_are_started_ends_the_launch_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("started");
+    let mut launcher = one_test("group::launch::tests::as_an_interrupted_launcher");
+    let output = launcher.env(STARTED, &path).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    let started: u32 = std::fs::read_to_string(path).unwrap().parse().unwrap();
+    assert!((2..200).contains(&started), "{started} ranks were started");
+}
+
+#[test]
+fn numbers_of_ranks_have_bounds() {
+    for (nodes, ranks, named) in [(1, 1025, "ranks_per_node = 1025"), (65, 1024, "1024 on each of 65 nodes")]
+    {
+        let endpoint = (nodes > 1).then(|| ("h".to_owned(), 5));
+        let nodes = Nodes { count: nodes, rank: 0, endpoint };
+        let launch = Launch { nodes, ..Launch::new(ranks) };
+        let error = launch.run(None, |_| Ok(Command::new("/no/such/program"))).unwrap_err().to_string();
+        assert!(error.contains(named) && error.contains("give the number of"), "{error}");
+    }
+    let store = std::sync::Arc::new(crate::group::HashStore::new());
+    let error = MeshGroup::new(store, 0, u32::MAX, "g", crate::group::MeshOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("a group has at most 65536 ranks"), "{error}");
+}
+
 /// Where the test below and its launcher meet.
 const MEET: &str = "EPOXIDE_TEST_MEET";
 

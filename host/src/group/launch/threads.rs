@@ -49,6 +49,7 @@ impl From<RankFailure> for Error {
 /// assert_eq!(gathered, [[0, 10, 20]; 3]);
 /// # Ok::<(), epoxide::group::launch::RankFailure>(())
 /// ```
+#[allow(clippy::result_large_err)] // Once per run at most, and plain to match on.
 pub fn run_threads<T, F>(size: u32, timeout: Duration, rank_main: F) -> Result<Vec<T>, RankFailure>
 where
     T: Send,

@@ -1,4 +1,8 @@
 //! One connection: bytes in and out without waiting.
+//!
+//! Where the job has a secret, each header and each payload is followed by its signature. A header
+//! is believed only once its signature has been checked, and a frame is handed on only once both
+//! have been.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -8,7 +12,7 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
 use super::frame::{HEADER, Header};
 use crate::error::{Error, Result};
-use crate::group::secret::{Initiator, REPLY};
+use crate::group::secret::{Forged, Initiator, Keys, REPLY, Signer, TAG};
 
 /// Largest piece of a payload that is reserved before its bytes come.
 const RESERVE: u64 = 64 << 20;
@@ -26,7 +30,9 @@ pub(crate) struct Conn {
     /// What has come of the answer.
     reply: Vec<u8>,
     /// Frames that wait for the answer.
-    held: Vec<u8>,
+    held: Vec<(Header, Vec<u8>)>,
+    /// Where the job has a secret: signs what is sent.
+    signer: Option<Signer>,
     frames: Frames,
     /// True once its goodbye came.
     pub farewell: bool,
@@ -45,6 +51,8 @@ pub(crate) enum Broken {
 /// The frame that has not come in full.
 #[derive(Debug, Default)]
 pub(crate) struct Frames {
+    /// Where the job has a secret: checks what comes.
+    signer: Option<Signer>,
     header: Vec<u8>,
     payload: Option<(Header, Vec<u8>)>,
 }
@@ -60,6 +68,7 @@ impl Conn {
             challenge: None,
             reply: Vec::new(),
             held: Vec::new(),
+            signer: None,
             frames: Frames::default(),
             farewell: false,
             heard: false,
@@ -71,9 +80,20 @@ impl Conn {
         self.challenge = Some(initiator);
     }
 
-    /// A connection that `peer` opened, and has said its hello on.
-    pub(crate) fn accepted(socket: OwnedFd, peer: u32) -> Conn {
-        Conn { heard: true, ..Conn::opened(socket, peer) }
+    /// A connection that `peer` opened, and has said its hello on; frames are signed with `keys`
+    /// where the job has a secret.
+    pub(crate) fn accepted(socket: OwnedFd, peer: u32, keys: Option<Keys>) -> Conn {
+        let mut conn = Conn { heard: true, ..Conn::opened(socket, peer) };
+        if let Some(keys) = keys {
+            conn.sign(keys);
+        }
+        conn
+    }
+
+    /// Signs and checks all frames from now on.
+    fn sign(&mut self, keys: Keys) {
+        self.signer = Some(keys.send);
+        self.frames.signer = Some(keys.receive);
     }
 
     /// True when everything sent has been taken by the kernel.
@@ -93,15 +113,14 @@ impl Conn {
 
     /// Sends a frame; what the kernel does not take now waits for [`Conn::flush`], and all of it for the answer to a challenge.
     pub(crate) fn send(&mut self, header: &Header, payload: &[u8]) -> Result<(), Errno> {
-        let header = header.encode();
         if self.challenge.is_some() {
-            self.held.extend_from_slice(&header);
-            self.held.extend_from_slice(payload);
+            self.held.push((*header, payload.to_vec()));
             return Ok(());
         }
+        let (head, tail) = self.around(header, payload);
         let mut taken = 0;
         if !self.blocked() {
-            let pieces = [IoSlice::new(&header), IoSlice::new(payload)];
+            let pieces = [IoSlice::new(&head), IoSlice::new(payload), IoSlice::new(&tail)];
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             taken =
                 match rustix::net::sendmsg(&self.socket, &pieces, &mut SendAncillaryBuffer::default(), flags)
@@ -111,11 +130,20 @@ impl Conn {
                     Err(error) => return Err(error),
                 };
         }
-        if taken < HEADER {
-            self.out.extend_from_slice(&header[taken..]);
+        for piece in [&head, payload, &tail] {
+            self.out.extend_from_slice(&piece[taken.min(piece.len())..]);
+            taken = taken.saturating_sub(piece.len());
         }
-        self.out.extend_from_slice(&payload[taken.saturating_sub(HEADER)..]);
         Ok(())
+    }
+
+    /// What goes before a payload and behind it: header and signatures.
+    fn around(&mut self, header: &Header, payload: &[u8]) -> (Vec<u8>, Vec<u8>) {
+        let mut head = header.encode().to_vec();
+        let Some(signer) = &mut self.signer else { return (head, Vec::new()) };
+        head.extend_from_slice(&signer.sign(&header.encode()));
+        let tail = if payload.is_empty() { Vec::new() } else { signer.sign(payload).to_vec() };
+        (head, tail)
     }
 
     /// Hands the kernel as much as it takes.
@@ -172,9 +200,14 @@ impl Conn {
         if let Some(whole) = self.reply.first_chunk()
             && let Some(initiator) = self.challenge.take()
         {
-            let proof = initiator.answer(whole).map_err(|wrong| Broken::Stranger(wrong.to_string()))?;
+            let (proof, keys) =
+                initiator.answer(whole).map_err(|wrong| Broken::Stranger(wrong.to_string()))?;
             self.out.extend_from_slice(&proof);
-            self.out.append(&mut self.held);
+            self.sign(keys);
+            for (header, payload) in std::mem::take(&mut self.held) {
+                let (head, tail) = self.around(&header, &payload);
+                [head, payload, tail].iter().for_each(|piece| self.out.extend_from_slice(piece));
+            }
             self.flush().map_err(|error| Broken::Connection(error.to_string()))?;
         }
         Ok(rest)
@@ -184,27 +217,105 @@ impl Conn {
 impl Frames {
     /// Takes bytes as they come, and gives the frames that they complete.
     pub(crate) fn parse(&mut self, mut bytes: &[u8], frames: &mut Vec<(Header, Vec<u8>)>) -> Result<()> {
+        let tag = if self.signer.is_some() { TAG } else { 0 };
         loop {
             if let Some((header, payload)) = &mut self.payload {
-                let missing = header.len - payload.len() as u64;
+                let whole = if header.len == 0 { 0 } else { header.len + tag as u64 };
+                let missing = whole - payload.len() as u64;
                 let take = usize::try_from(missing).unwrap_or(usize::MAX).min(bytes.len());
                 payload.extend_from_slice(&bytes[..take]);
                 bytes = &bytes[take..];
-                if (payload.len() as u64) < header.len {
+                if (payload.len() as u64) < whole {
                     return Ok(());
+                }
+                if let (Some(signer), 1..) = (&mut self.signer, whole) {
+                    check(signer, payload)?;
                 }
                 frames.extend(self.payload.take());
             }
             if bytes.is_empty() {
                 return Ok(());
             }
-            let take = (HEADER - self.header.len()).min(bytes.len());
+            let take = (HEADER + tag - self.header.len()).min(bytes.len());
             self.header.extend_from_slice(&bytes[..take]);
             bytes = &bytes[take..];
+            if self.header.len() < HEADER + tag {
+                return Ok(());
+            }
+            if let Some(signer) = &mut self.signer {
+                check(signer, &mut self.header)?;
+            }
             let Ok(whole) = <&[u8; HEADER]>::try_from(self.header.as_slice()) else { return Ok(()) };
             let header = Header::decode(whole)?;
             self.header.clear();
-            self.payload = Some((header, Vec::with_capacity(header.len.min(RESERVE) as usize)));
+            let reserve = header.len.min(RESERVE) as usize;
+            self.payload = Some((header, Vec::with_capacity(reserve + tag)));
         }
+    }
+}
+
+/// Checks the signature at the end of `bytes`, and takes it off.
+fn check(signer: &mut Signer, bytes: &mut Vec<u8>) -> Result<()> {
+    let forged = |forged: Forged| Error::os("recv", forged);
+    let (message, tag) = bytes.split_last_chunk::<TAG>().ok_or(Forged).map_err(forged)?;
+    signer.check(message, tag).map_err(forged)?;
+    bytes.truncate(bytes.len() - TAG);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::group::mesh::frame::Kind;
+
+    /// The frames that a rank sends, as they go over its connection.
+    fn sent(keys: Keys, payloads: &[&[u8]]) -> Vec<u8> {
+        let (socket, _) = UnixStream::pair().unwrap();
+        let mut conn = Conn::accepted(socket.into(), 1, Some(keys));
+        let mut bytes = Vec::new();
+        for payload in payloads {
+            let header = Header::control(Kind::Message, 7, payload.len());
+            let (head, tail) = conn.around(&header, payload);
+            bytes.extend([&head, *payload, &tail].concat());
+        }
+        bytes
+    }
+
+    /// What of these bytes another rank takes for frames, in pieces, and whether it took all.
+    fn taken(keys: Keys, bytes: &[u8], piece: usize) -> (Vec<Vec<u8>>, bool) {
+        let mut reader = Frames { signer: Some(keys.receive), ..Frames::default() };
+        let mut frames = Vec::new();
+        let all = bytes.chunks(piece).all(|piece| reader.parse(piece, &mut frames).is_ok());
+        (frames.into_iter().map(|(_, payload)| payload).collect(), all)
+    }
+
+    #[test]
+    fn nothing_of_a_frame_that_was_changed_is_handed_on() {
+        let payloads: [&[u8]; 3] = [b"first", b"", b"third"];
+        for piece in [1, 7, 1000] {
+            let (ours, theirs) = Keys::pair();
+            let (frames, all) = taken(theirs, &sent(ours, &payloads), piece);
+            assert!(all && frames == payloads, "{frames:?}");
+        }
+        let length = sent(Keys::pair().0, &payloads).len();
+        for at in 0..length {
+            let (ours, theirs) = Keys::pair();
+            let mut bytes = sent(ours, &payloads);
+            bytes[at] ^= 1;
+            let (frames, all) = taken(theirs, &bytes, 1000);
+            let (one, two) = (HEADER + 5 + 2 * TAG, 2 * HEADER + 5 + 3 * TAG);
+            let kept = usize::from(at >= one) + usize::from(at >= two);
+            assert_eq!((frames.as_slice(), all), (&payloads.map(<[u8]>::to_vec)[..kept], false), "byte {at}");
+        }
+        // Left out, repeated, and of another connection.
+        let one = HEADER + 5 + 2 * TAG;
+        let (ours, theirs) = Keys::pair();
+        assert!(!taken(theirs, &sent(ours, &payloads)[one..], 1000).1);
+        let (ours, theirs) = Keys::pair();
+        let bytes = sent(ours, &payloads);
+        assert!(!taken(theirs, &[&bytes[..one], &bytes].concat(), 1000).1);
+        assert!(taken(Keys::pair().1, &bytes, 1000).0.is_empty());
     }
 }

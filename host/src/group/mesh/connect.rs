@@ -9,6 +9,7 @@ use super::frame::{Header, Kind, Signature};
 use super::hello;
 use super::peers::Health;
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 use crate::group::call::Operation;
 use crate::group::secret::{Initiator, Purpose};
 
@@ -142,7 +143,7 @@ impl Engine {
         let key = self.gone_key(peer);
         if self.board.check(&key)? {
             let reason = self.board.get(&key, Duration::from_secs(1))?;
-            return Ok(Some(Health::GaveUp(String::from_utf8_lossy(&reason).into_owned())));
+            return Ok(Some(Health::GaveUp(escaped(&reason))));
         }
         // A rank that leaves takes its address back; one that is killed does not.
         let left = matches!(self.directory, Directory::Store)

@@ -17,6 +17,7 @@ use super::hello::Gate;
 use super::peers::{Health, Peer};
 use super::wake::Wake;
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 use crate::group::call::Message;
 use crate::group::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
 use crate::group::{JobSecret, Store};
@@ -368,7 +369,7 @@ impl Engine {
         let key = EventData::new_u64(FIRST_CONN + index as u64);
         // Cannot fail: the socket is open and in the set.
         let _ = epoll::modify(&self.epoll, &stranger.socket, key, EventFlags::IN);
-        self.conns.push(Some(Conn::accepted(stranger.socket, peer)));
+        self.conns.push(Some(Conn::accepted(stranger.socket, peer, stranger.keys)));
         self.peers[peer as usize].conns.push(index);
         self.read(index);
     }
@@ -495,7 +496,7 @@ impl Engine {
                 peer.status = Some((Instant::now(), ranks.filter(|rank| *rank < self.size).collect()));
             }
             Kind::Abort => {
-                let reason = String::from_utf8_lossy(&payload).into_owned();
+                let reason = escaped(&payload);
                 peer.health = Health::GaveUp(reason.clone());
                 self.aborted.get_or_insert((from, header.sequence, reason));
             }

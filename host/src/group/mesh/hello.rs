@@ -1,8 +1,10 @@
 //! What a connection between two ranks begins with.
 //!
-//! A hello: a frame whose tag is the rank that connects, and whose payload is the token of the rank that it calls. Where the job has a
-//! secret, an opening of a challenge follows in the same payload; the rank called answers with its reply, and the one that
-//! connects with its proof, both without a header. What that one sends meanwhile waits for the answer.
+//! A hello: a frame whose tag is the rank that connects, and whose payload is the token of the rank
+//! that it calls. Where the job has a secret, an opening of a challenge follows in the same
+//! payload; the rank called answers with its reply, and the one that connects with its proof, both
+//! without a header. What that one sends meanwhile waits for the answer. All frames behind the
+//! proof are signed.
 
 use rustix::net::AddressFamily;
 use rustix::net::sockopt::socket_domain;

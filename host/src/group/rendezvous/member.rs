@@ -176,6 +176,9 @@ impl Member {
         if size == 0 {
             return Err(Error::argument(size_name, size, "a group has at least one rank"));
         }
+        if size > env::MAX_RANKS {
+            return Err(Error::argument(size_name, size, env::too_many_ranks()));
+        }
         if rank >= size {
             return Err(Error::argument(
                 rank_name,
@@ -261,6 +264,8 @@ mod tests {
             ("RANK=0", WORLD_SIZE),
             ("RANK=0 WORLD_SIZE=two", WORLD_SIZE),
             ("RANK=0 WORLD_SIZE=0", WORLD_SIZE),
+            ("RANK=0 WORLD_SIZE=65537", WORLD_SIZE),
+            ("RANK=0 WORLD_SIZE=4294967295", WORLD_SIZE),
             ("RANK=2 WORLD_SIZE=2", RANK),
             ("RANK=-1 WORLD_SIZE=2", RANK),
             ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=x", LOCAL_RANK),

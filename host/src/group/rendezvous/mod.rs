@@ -11,11 +11,13 @@ use std::time::Duration;
 
 pub use member::Member;
 use site::Site;
+pub use site::{fuzz_addresses, sample_addresses};
 
 use super::env::{Lookup, environment};
 use super::mesh_group::Connect;
 use super::{ConnectionLimits, FileStore, JobSecret, MeshGroup, MeshOptions, PrefixStore, Store, TcpStore};
 use crate::error::{Error, Result};
+use crate::foreign::escaped;
 
 /// How long rank 0, when it is done, stays with its server for the others.
 const LINGER: Duration = Duration::from_secs(10);
@@ -168,24 +170,24 @@ fn open(
     secret: Option<&JobSecret>,
     variable: Lookup<'_>,
 ) -> Result<Arc<dyn Store>> {
+    // torchrun's own store outlives a start of the ranks.
+    let run = variable("TORCHELASTIC_RUN_ID").map_or(String::new(), |run| {
+        let restarts = variable("TORCHELASTIC_RESTART_COUNT");
+        format!("/{run}/{}", restarts.as_deref().unwrap_or("0"))
+    });
+    let start = format!("{PREFIX}{run}");
     let store = match site {
         Site::Directory(path) => return Ok(Arc::new(FileStore::new(path)?)),
         // PyTorch's, which knows no secret. The groups over it still demand one.
         Site::Agent { host, port } => TcpStore::connect_with_secret(host, *port, timeout, None)?,
         Site::Rank0 { host, port } if member.rank == 0 => {
-            TcpStore::host_at(host, *port, timeout, LINGER.min(timeout), secret, limits)?
+            TcpStore::host_at(&run, host, *port, timeout, LINGER.min(timeout), secret, limits)?
         }
-        Site::Server { host, port } | Site::Rank0 { host, port } => {
-            TcpStore::connect_with_secret(host, *port, timeout, secret)?
-        }
+        Site::Rank0 { host, port } => TcpStore::connect_to_run(&run, host, *port, timeout, secret)?,
+        Site::Server { host, port } => TcpStore::connect_with_secret(host, *port, timeout, secret)?,
     };
     // A server of PyTorch may wait for as many to join.
     store.join()?;
-    // torchrun's own store outlives a start of the ranks.
-    let start = match (variable("TORCHELASTIC_RUN_ID"), variable("TORCHELASTIC_RESTART_COUNT")) {
-        (None, _) => PREFIX.to_owned(),
-        (Some(run), restarts) => format!("{PREFIX}/{run}/{}", restarts.as_deref().unwrap_or("0")),
-    };
     Ok(Arc::new(PrefixStore::new(start, Arc::new(store))))
 }
 
@@ -198,7 +200,7 @@ fn agree_on_size(store: &dyn Store, member: &Member) -> Result<()> {
     }
     let rule = format!(
         "the rank that came first says {}; all ranks need the same, and a store of their own for each run",
-        String::from_utf8_lossy(&theirs)
+        escaped(&theirs)
     );
     Err(Error::argument(member.size_name, ours, rule))
 }

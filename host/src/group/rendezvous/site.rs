@@ -135,6 +135,37 @@ impl Site {
     }
 }
 
+/// Reads an address that a user gives: it names a place, or the error names what is wrong with it.
+pub fn fuzz_addresses(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    for site in [Site::from_address(&text, &|_| None).map(|(_, site)| site), store_address(&text)] {
+        match site {
+            Ok(Site::Directory(path)) => assert!(path.is_absolute()),
+            Ok(Site::Server { host, port } | Site::Agent { host, port } | Site::Rank0 { host, port }) => {
+                assert!(!host.is_empty() && port > 0);
+            }
+            Err(error) => assert!(matches!(error, Error::Argument { .. }), "{error}"),
+        }
+    }
+    // Lists of hosts as Slurm writes them.
+    if let Some(host) = slurm::first_host(&text) {
+        assert!(host.len() <= text.len());
+    }
+}
+
+/// Addresses of each kind.
+pub fn sample_addresses() -> Vec<Vec<u8>> {
+    let all = [
+        "tcp://host:29500?rank=0&world_size=2",
+        "tcp://[::1]:5?rank=1&world_size=2",
+        "file:///tmp/run1?rank=0&world_size=1",
+        "tcp://node1:29500",
+        "file:///tmp/run1",
+        "n[003-5,7]-ib,other",
+    ];
+    all.map(|text| text.as_bytes().to_vec()).to_vec()
+}
+
 /// The server at an address where rank 0 starts it, unless torchrun has.
 fn server(host: String, port: u16, variable: Lookup<'_>) -> Site {
     let agent = variable(AGENT_STORE).is_some_and(|value| value == "True")
@@ -166,7 +197,8 @@ fn absolute(argument: &'static str, address: &str, path: &str) -> Result<PathBuf
 
 fn host_and_port(argument: &'static str, address: &str, authority: &str) -> Result<(String, u16)> {
     let authority = authority.trim_end_matches('/');
-    let parts = authority.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.ends_with(':'));
+    let is_host = |host: &str| !matches!(host, "" | "[]") && !host.ends_with(':');
+    let parts = authority.rsplit_once(':').filter(|(host, _)| is_host(host));
     let Some((host, port)) = parts else {
         let rule = "must have a host and a port, such as tcp://node1:29500 or tcp://[::1]:29500";
         return Err(Error::argument(argument, address, rule));
@@ -270,6 +302,7 @@ mod tests {
             ("tcp://h:5?rank=0&rank=0&world_size=1", "", ADDRESS),
             ("tcp://h:5?rank=0&world_size=1&color=2", "", ADDRESS),
             ("tcp://:5?rank=0&world_size=1", "", ADDRESS),
+            ("tcp://[]:5?rank=0&world_size=1", "", ADDRESS),
             ("file://d?rank=0&world_size=1", "", ADDRESS),
             ("udp://h:5?rank=0&world_size=1", "", ADDRESS),
         ];

@@ -1,30 +1,60 @@
 //! What comes before the first byte of PyTorch's protocol where the job has a secret: the challenge.
 //!
-//! The client begins with [`MARK`], which no request begins with, and its opening. The server answers with the mark, a
-//! length of 4 bytes, and as many bytes: its reply, or, where nobody is let in, the reason as text, behind a length whose
-//! highest bit is set. The client's proof follows, and its first request right behind that. A client that begins with a
-//! request is told why it is not let in in the same way, and so is one that begins with the mark at a server without a secret.
+//! The client begins with [`MARK`], which no request begins with, and its opening. The server
+//! answers with the mark, a length of 4 bytes, and as many bytes: its reply, or, where nobody is
+//! let in, the reason as text, behind a length whose highest bit is set. The client's proof
+//! follows. A client that begins with a request is told why it is not let in in the same way, and
+//! so is one that begins with the mark at a server without a secret. Behind the proof both sides
+//! send [signed records](super::record) alone.
 
-use crate::group::JobSecret;
+use std::net::SocketAddr;
+
+use rustix::net::getsockname;
+
 use crate::group::secret::{OPENING, PROOF, Purpose, REPLY};
 use crate::group::strangers::{Challenge, Stranger};
+use crate::group::{JobSecret, host_id};
 
 /// Begins what is none of PyTorch's.
 pub(super) const MARK: [u8; 4] = *b"EPXS";
-/// What both sides take to be so.
-pub(super) const CLAIMS: &[u8] = b"store 1";
 /// In the length of an answer: it is a reason.
 const REFUSED: u32 = 1 << 31;
 /// Longest reason that a client takes.
 const MAX_REASON: u32 = 1024;
 
+/// What both sides take to be so: the run, if it has a name, and where the server takes the
+/// connection. An address that means another host elsewhere has its host named. A process that
+/// listens at another address and forwards what it gets is thereby found out before the client has
+/// proved or asked anything.
+pub(super) fn claims(run: &str, served: SocketAddr) -> Vec<u8> {
+    // An IPv4 client of an IPv6 socket has called an IPv4 address.
+    let ip = served.ip().to_canonical();
+    let host = if ip.is_loopback() { host_id() } else { String::new() };
+    let mut claims = b"store 2".to_vec();
+    claims.extend_from_slice(&served.port().to_le_bytes());
+    for text in [&*ip.to_string(), &host, run] {
+        claims.extend_from_slice(&(text.len() as u64).to_le_bytes());
+        claims.extend_from_slice(text.as_bytes());
+    }
+    claims
+}
+
+/// What a server lets in.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Terms {
+    /// What clients have to know, if anything.
+    pub secret: Option<JobSecret>,
+    /// The run that the server is of, as far as it has a name.
+    pub run: String,
+}
+
 /// Goes on with what comes before the first request. True once requests may come, which are left in the socket.
 ///
 /// # Errors
 /// The reason where it is not let in; it has been told where it can do something about it.
-pub(super) fn admit(stranger: &mut Stranger, secret: Option<&JobSecret>) -> Result<bool, String> {
+pub(super) fn admit(stranger: &mut Stranger, terms: &Terms) -> Result<bool, String> {
     loop {
-        match (&stranger.challenge, secret) {
+        match (&stranger.challenge, &terms.secret) {
             (Challenge::Passed, _) => return Ok(true),
             (Challenge::Unasked, None) => {
                 if !stranger.read(1)? {
@@ -52,7 +82,10 @@ pub(super) fn admit(stranger: &mut Stranger, secret: Option<&JobSecret>) -> Resu
                 if !whole? {
                     return Ok(false);
                 }
-                let reply = stranger.ask(secret, Purpose::Store, CLAIMS, MARK.len())?;
+                let served = getsockname(&stranger.socket).map_err(|error| error.to_string())?;
+                let served = SocketAddr::try_from(served).map_err(|error| error.to_string())?;
+                let claims = claims(&terms.run, served);
+                let reply = stranger.ask(secret, Purpose::Store, &claims, MARK.len())?;
                 stranger.hello.clear();
                 stranger.send(&answer(REPLY as u32, &reply))?;
             }
@@ -99,6 +132,28 @@ impl Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn claims_differ_by_address_port_and_run() {
+        let claims = |run, address: &str| claims(run, address.parse().unwrap());
+        let all = [
+            claims("", "127.0.0.1:5"),
+            claims("", "[::1]:5"),
+            claims("", "127.0.0.1:6"),
+            claims("", "10.0.0.1:5"),
+            claims("r", "10.0.0.1:5"),
+        ];
+        for (at, one) in all.iter().enumerate() {
+            assert!(!all[..at].contains(one), "{at}");
+        }
+        assert_eq!(claims("", "127.0.0.1:5"), claims("", "[::ffff:127.0.0.1]:5"));
+        // A loopback address is one of a host, any other is one everywhere.
+        let host = host_id();
+        let names_host =
+            |claims: &[u8]| claims.windows(host.len().max(1)).any(|part| part == host.as_bytes());
+        assert!(host.is_empty() || names_host(&claims("", "[::1]:5")));
+        assert!(!names_host(&claims("", "10.0.0.1:5")));
+    }
 
     #[test]
     fn an_answer_is_a_reply_or_a_reason() {

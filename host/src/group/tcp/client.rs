@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::admission::Terms;
 use super::connection::{Address, Connection, after};
 use super::listen::{listen_all, listen_for};
 use super::protocol::{
@@ -71,7 +72,20 @@ impl TcpStore {
         timeout: Duration,
         secret: Option<&JobSecret>,
     ) -> Result<TcpStore> {
-        TcpStore::new(Address { host: host.to_owned(), port, secret: secret.cloned() }, timeout, None)
+        TcpStore::connect_to_run("", host, port, timeout, secret)
+    }
+
+    /// Like [`TcpStore::connect_with_secret`], to a server of a run with this name alone, where
+    /// there is a secret.
+    pub(crate) fn connect_to_run(
+        run: &str,
+        host: &str,
+        port: u16,
+        timeout: Duration,
+        secret: Option<&JobSecret>,
+    ) -> Result<TcpStore> {
+        let terms = Terms { secret: secret.cloned(), run: run.to_owned() };
+        TcpStore::new(Address { host: host.to_owned(), port, terms }, timeout, None)
     }
 
     /// Starts a server at `port` of this host (0 takes a free one; see [`TcpStore::port`]) and connects to it. The server
@@ -99,11 +113,27 @@ impl TcpStore {
         secret: Option<&JobSecret>,
         limits: &ConnectionLimits,
     ) -> Result<TcpStore> {
-        TcpStore::serve(listen_all(port)?, timeout, linger, secret, limits)
+        let terms = Terms { secret: secret.cloned(), run: String::new() };
+        TcpStore::serve(vec![listen_all(port)?], timeout, linger, terms, limits)
     }
 
-    /// Like [`TcpStore::host_with`] for clients that are told `host`: a loopback address is listened at alone.
+    /// Like [`TcpStore::host_with`], on a socket that listens already.
+    #[doc(hidden)]
+    pub fn host_on(
+        listener: TcpListener,
+        timeout: Duration,
+        linger: Duration,
+        secret: Option<&JobSecret>,
+        limits: &ConnectionLimits,
+    ) -> Result<TcpStore> {
+        let terms = Terms { secret: secret.cloned(), run: String::new() };
+        TcpStore::serve(vec![listener], timeout, linger, terms, limits)
+    }
+
+    /// Like [`TcpStore::host_with`] for clients of a run with this name that are told `host`: a
+    /// loopback address is listened at alone.
     pub(crate) fn host_at(
+        run: &str,
         host: &str,
         port: u16,
         timeout: Duration,
@@ -111,18 +141,19 @@ impl TcpStore {
         secret: Option<&JobSecret>,
         limits: &ConnectionLimits,
     ) -> Result<TcpStore> {
-        TcpStore::serve(listen_for(host, port)?, timeout, linger, secret, limits)
+        let terms = Terms { secret: secret.cloned(), run: run.to_owned() };
+        TcpStore::serve(listen_for(host, port)?, timeout, linger, terms, limits)
     }
 
     fn serve(
-        listener: TcpListener,
+        listeners: Vec<TcpListener>,
         timeout: Duration,
         linger: Duration,
-        secret: Option<&JobSecret>,
+        terms: Terms,
         limits: &ConnectionLimits,
     ) -> Result<TcpStore> {
-        let server = TcpStoreServer::start(listener, secret.cloned(), limits)?;
-        TcpStore::with_server(server, timeout, linger, secret)
+        let server = TcpStoreServer::start(listeners, terms.clone(), limits)?;
+        TcpStore::to_own(server, timeout, linger, terms)
     }
 
     /// Like [`TcpStore::host_with`], with a server that runs already.
@@ -133,13 +164,17 @@ impl TcpStore {
         linger: Duration,
         secret: Option<&JobSecret>,
     ) -> Result<TcpStore> {
+        TcpStore::to_own(server, timeout, linger, Terms { secret: secret.cloned(), run: String::new() })
+    }
+
+    fn to_own(server: TcpStoreServer, timeout: Duration, linger: Duration, terms: Terms) -> Result<TcpStore> {
         let address = server.address();
         let host = match address.ip() {
             ip if !ip.is_unspecified() => ip.to_string(),
             ip if ip.is_ipv4() => "127.0.0.1".to_owned(),
             _ => "::1".to_owned(),
         };
-        let address = Address { host, port: address.port(), secret: secret.cloned() };
+        let address = Address { host, port: address.port(), terms };
         TcpStore::new(address, timeout, Some(Host { server: Some(server), linger }))
     }
 
@@ -148,16 +183,18 @@ impl TcpStore {
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
-    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and trying ends with an error once `stop` says so.
+    /// Like [`TcpStore::connect_with_secret`], but the server may take `answer` to answer, and
+    /// trying ends with an error once `stop` says so, which is told once why it takes long.
     pub(crate) fn connect_unless(
         host: &str,
         port: u16,
         secret: Option<&JobSecret>,
         timeout: Duration,
         answer: Duration,
-        stop: impl FnMut() -> bool,
+        stop: impl FnMut(Option<&str>) -> bool,
     ) -> Result<TcpStore> {
-        let address = Address { host: host.to_owned(), port, secret: secret.cloned() };
+        let terms = Terms { secret: secret.cloned(), run: String::new() };
+        let address = Address { host: host.to_owned(), port, terms };
         let connection = Connection::open_unless(&address, after(timeout), timeout, stop)?;
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout: answer, server: None })
     }

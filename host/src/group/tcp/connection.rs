@@ -1,22 +1,28 @@
 //! One connection of a client: finding the server, and what goes over the wire.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::admission::{Answer, CLAIMS, MARK};
-use super::protocol::{MAGIC, MAX_MESSAGE_BYTES, Message, Query, READY, STOP_WAITING, WAIT_CANCELED};
+use super::admission::{Answer, MARK, Terms, claims};
+use super::protocol::{
+    MAGIC, MAX_MESSAGE_BYTES, Message, Query, READY, STOP_WAITING, Violation, WAIT_CANCELED,
+};
+use super::record::{Opener, seal};
 use crate::error::{Error, Result};
-use crate::group::JobSecret;
-use crate::group::secret::{Initiator, Purpose, REPLY};
+use crate::foreign::quoted;
+use crate::group::secret::{Initiator, Purpose, REPLY, Signer};
 
 /// Waits between attempts to connect grow from this ...
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 /// ... to this.
 const LAST_RETRY: Duration = Duration::from_millis(500);
 
-/// How long one attempt to connect may take.
+/// How long one attempt to connect may take, and to resolve a name.
 const CONNECT: Duration = Duration::from_secs(5);
+/// After how long without success a warning says why.
+const WARN: Duration = Duration::from_secs(5);
 
 /// How often a server may close the connection when it is asked to show that it knows the secret. It may have ended just
 /// then, or be turning connections away; PyTorch's does it every time.
@@ -24,13 +30,15 @@ const CLOSED: u32 = 8;
 
 /// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length says.
 const CHUNK_BYTES: usize = 1024 * 1024;
+/// Bytes of records read at a time.
+const RECORD_BYTES: usize = 32 * 1024;
 
 /// Where a server is, and what it has to know.
 #[derive(Debug, Clone)]
 pub(super) struct Address {
     pub host: String,
     pub port: u16,
-    pub secret: Option<JobSecret>,
+    pub terms: Terms,
 }
 
 impl std::fmt::Display for Address {
@@ -47,21 +55,51 @@ impl std::fmt::Display for Address {
 pub(super) struct Connection {
     stream: TcpStream,
     nonce: u32,
+    /// Where the job has a secret: signs requests and checks answers.
+    signed: Option<Signed>,
+}
+
+struct Signed {
+    send: Signer,
+    receive: Opener,
+    /// Checked, and not used before `used`.
+    plain: Vec<u8>,
+    used: usize,
+}
+
+impl std::fmt::Debug for Signed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Signed").field("send", &self.send).finish_non_exhaustive()
+    }
+}
+
+impl Signed {
+    /// Moves what there is into `buffer`. How much that is.
+    fn take(&mut self, buffer: &mut [u8]) -> usize {
+        let rest = &self.plain[self.used..];
+        let length = rest.len().min(buffer.len());
+        buffer[..length].copy_from_slice(&rest[..length]);
+        self.used += length;
+        length
+    }
 }
 
 impl Connection {
     /// Connects and has the server answer once. Tries again, as the server may not be there yet, until `deadline`.
     pub fn open(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
-        Connection::open_unless(address, deadline, timeout, || false)
+        Connection::open_unless(address, deadline, timeout, |_| false)
     }
 
-    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed.
+    /// The same, unless `stop` says otherwise, which is asked after every attempt that failed. Once
+    /// [`WARN`] is over, it is told why, once.
     pub fn open_unless(
         address: &Address,
         deadline: Instant,
         timeout: Duration,
-        mut stop: impl FnMut() -> bool,
+        mut stop: impl FnMut(Option<&str>) -> bool,
     ) -> Result<Connection> {
+        let start = Instant::now();
+        let mut warned = false;
         let mut pause = FIRST_RETRY;
         let mut cause: Option<io::Error> = None;
         let mut closed = 0;
@@ -80,7 +118,17 @@ impl Connection {
             // What answers in another language will not be replaced by a store.
             let hopeless = kind == Some(ErrorKind::InvalidData) || closed >= CLOSED;
             let left = deadline.saturating_duration_since(Instant::now());
-            if hopeless || left.is_zero() || stop() {
+            let warning = match &cause {
+                Some(cause) if !warned && start.elapsed() >= WARN => {
+                    warned = true;
+                    let warning =
+                        format!("no store server at {address} yet: {cause}; trying for {left:.0?} more");
+                    tracing::warn!("{warning}");
+                    Some(warning)
+                }
+                _ => None,
+            };
+            if hopeless || left.is_zero() || stop(warning.as_deref()) {
                 let cause = cause.map(|cause| cause.to_string()).unwrap_or_default();
                 let reason = format!(
                     "no store server at {address} within {timeout:?}: {cause}; the rank that hosts it may not have \
@@ -95,10 +143,9 @@ impl Connection {
 
     fn attempt(address: &Address, deadline: Instant) -> io::Result<Connection> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
-        let addresses: Vec<SocketAddr> = (address.host.as_str(), address.port).to_socket_addrs()?.collect();
-        let secret = address.secret.as_ref();
-        for address in addresses {
-            match Connection::attempt_at(address, secret, deadline) {
+        let addresses = resolve(&address.host, address.port, deadline.min(after(CONNECT)))?;
+        for served in addresses {
+            match Connection::attempt_at(served, &address.terms, deadline) {
                 Ok(connection) => return Ok(connection),
                 Err(error) => last = error,
             }
@@ -106,32 +153,31 @@ impl Connection {
         Err(last)
     }
 
-    fn attempt_at(
-        address: SocketAddr,
-        secret: Option<&JobSecret>,
-        deadline: Instant,
-    ) -> io::Result<Connection> {
+    fn attempt_at(address: SocketAddr, terms: &Terms, deadline: Instant) -> io::Result<Connection> {
         let stream = TcpStream::connect_timeout(&address, remaining(deadline)?.min(CONNECT))?;
         // A port of the range for clients may be connected to itself while nobody listens there.
         if stream.local_addr()? == stream.peer_addr()? {
             return Err(ErrorKind::ConnectionRefused.into());
         }
         stream.set_nodelay(true)?;
-        let mut connection = Connection { stream, nonce: std::process::id() };
+        let mut connection = Connection { stream, nonce: std::process::id(), signed: None };
         let nonce = connection.nonce();
         let hello = Message::query(Query::Validate).word(MAGIC).then(Query::Ping).word(nonce);
         let deadline = deadline.min(after(CONNECT));
-        if let Some(secret) = secret {
-            connection.challenge(secret, deadline)?;
+        if terms.secret.is_some() {
+            // Not what was asked for: 0.0.0.0 means a loopback address.
+            let served = connection.stream.peer_addr()?;
+            connection.challenge(terms, served, deadline)?;
         }
         connection.send(&hello, deadline)?;
         connection.expect_nonce(nonce, deadline)?;
         Ok(connection)
     }
 
-    /// Has the server show that it knows the secret, and shows it the same.
-    fn challenge(&mut self, secret: &JobSecret, deadline: Instant) -> io::Result<()> {
-        let initiator = Initiator::new(secret, Purpose::Store, CLAIMS.to_vec())
+    /// Has the server at `served` show that it knows the secret, and shows it the same.
+    fn challenge(&mut self, terms: &Terms, served: SocketAddr, deadline: Instant) -> io::Result<()> {
+        let Some(secret) = &terms.secret else { return Ok(()) };
+        let initiator = Initiator::new(secret, Purpose::Store, claims(&terms.run, served))
             .map_err(|error| io::Error::other(error.to_string()))?;
         let opening = [MARK.as_slice(), &initiator.opening()].concat();
         let asked = self.send(&Message(opening), deadline).and_then(|()| self.word(deadline));
@@ -153,8 +199,16 @@ impl Connection {
         }
         let mut reply = [0; REPLY];
         self.receive(&mut reply, deadline)?;
-        let proof = initiator.answer(&reply).map_err(|wrong| denied(&wrong.to_string()))?;
-        self.send(&Message(proof.to_vec()), deadline)
+        let (proof, keys) = initiator.answer(&reply).map_err(|wrong| {
+            denied(&format!(
+                "{wrong}. Or it is not what takes connections at {served}: something forwards them or translates \
+                 addresses, or it serves another run; connect to an address that the server's host has itself"
+            ))
+        })?;
+        self.send(&Message(proof.to_vec()), deadline)?;
+        let receive = Opener::new(keys.receive);
+        self.signed = Some(Signed { send: keys.send, receive, plain: Vec::new(), used: 0 });
+        Ok(())
     }
 
     /// Takes the length of an answer that begins with the mark, and the reason where it is a refusal.
@@ -165,7 +219,10 @@ impl Connection {
             Some(Answer::Reason(length)) => {
                 let mut text = vec![0; length];
                 self.receive(&mut text, deadline)?;
-                Ok(Some(String::from_utf8_lossy(&text).into_owned()))
+                Ok(Some(format!(
+                    "what answers there, without a proof that it knows the secret, says {}",
+                    quoted(&text)
+                )))
             }
             None => Err(broken(format!("an answer of length {length:#x} to a challenge"))),
         }
@@ -183,7 +240,12 @@ impl Connection {
     }
 
     pub fn send(&mut self, message: &Message, deadline: Instant) -> io::Result<()> {
+        let mut records = Vec::new();
         let mut rest = message.0.as_slice();
+        if let Some(signed) = &mut self.signed {
+            seal(&mut signed.send, rest, &mut records);
+            rest = &records;
+        }
         while !rest.is_empty() {
             self.stream.set_write_timeout(Some(remaining(deadline)?))?;
             match self.stream.write(rest) {
@@ -200,15 +262,42 @@ impl Connection {
     fn receive(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
         let mut filled = 0;
         while filled < buffer.len() {
-            self.stream.set_read_timeout(Some(remaining(deadline)?))?;
-            match self.stream.read(&mut buffer[filled..]) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(length) => filled += length,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+            if let Some(signed) = &mut self.signed {
+                filled += signed.take(&mut buffer[filled..]);
+                if filled < buffer.len() {
+                    self.receive_records(deadline)?;
+                }
+                continue;
             }
+            filled += self.read(deadline, |stream| stream.read(&mut buffer[filled..]))?;
         }
         Ok(())
+    }
+
+    /// Takes what there is of records; all that was checked before has been used.
+    fn receive_records(&mut self, deadline: Instant) -> io::Result<()> {
+        let mut chunk = [0; RECORD_BYTES];
+        let length = self.read(deadline, |stream| stream.read(&mut chunk))?;
+        let Some(signed) = &mut self.signed else { return Ok(()) };
+        signed.plain.clear();
+        signed.used = 0;
+        signed.receive.open(&chunk[..length], &mut signed.plain).map_err(|Violation(reason)| broken(reason))
+    }
+
+    /// Reads once, and again where a signal came first.
+    fn read(
+        &mut self,
+        deadline: Instant,
+        mut read: impl FnMut(&mut TcpStream) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        loop {
+            self.stream.set_read_timeout(Some(remaining(deadline)?))?;
+            match read(&mut self.stream) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                outcome => return outcome,
+            }
+        }
     }
 
     pub fn byte(&mut self, deadline: Instant) -> io::Result<u8> {
@@ -291,6 +380,27 @@ impl Connection {
             _ => self.string(deadline).map(Some),
         }
     }
+}
+
+/// The addresses of a host. The system may take long for a name, and knows no deadline: a thread
+/// that is still at it then is left behind.
+fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(vec![(ip, port).into()]);
+    }
+    let (found, addresses) = mpsc::channel();
+    let name = host.to_owned();
+    let resolve = move || {
+        let addresses = (name.as_str(), port).to_socket_addrs().map(Iterator::collect);
+        // Nobody listens any more where it took too long.
+        let _ = found.send(addresses);
+    };
+    std::thread::Builder::new().name("epoxide-resolve".to_owned()).spawn(resolve)?;
+    let outcome = addresses.recv_timeout(remaining(deadline)?);
+    outcome.unwrap_or_else(|_| {
+        let reason = format!("the name {host:?} did not resolve within {CONNECT:?}");
+        Err(io::Error::new(ErrorKind::NotFound, reason))
+    })
 }
 
 fn broken(what: String) -> io::Error {

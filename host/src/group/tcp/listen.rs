@@ -1,7 +1,9 @@
 //! Where a server listens.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, ToSocketAddrs};
+
+use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 
@@ -20,30 +22,63 @@ pub(super) fn listen(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<Tc
     })
 }
 
+/// Ports tried where one is needed that is free at two addresses.
+const TRIES: u32 = 64;
+
 /// Listens at `port` of all of this host's addresses.
 pub(super) fn listen_all(port: u16) -> Result<TcpListener> {
-    // IPv6 sockets take IPv4 as well, but not every host has IPv6.
-    match TcpListener::bind(("::", port)) {
-        Ok(listener) => Ok(listener),
-        Err(_) => listen(("0.0.0.0", port)),
+    // IPv6 sockets take IPv4 as well, but not every host has IPv6. Any other failure is one: with
+    // IPv4 alone, whoever has the port of IPv6 would get the clients that try it first.
+    match has(Ipv6Addr::UNSPECIFIED.into()) {
+        true => listen((Ipv6Addr::UNSPECIFIED, port)),
+        false => listen((Ipv4Addr::UNSPECIFIED, port)),
     }
 }
 
-/// Listens where clients come that were told `host`: at that address alone where it is one, at loopback alone where the
-/// name says so. Any other name may mean one address here and another elsewhere, and an address may be one that a network
+/// Listens where clients come that were told `host`: at that address alone where it is one, at both
+/// loopback addresses where the name says so, since clients may try either first. Any other name
+/// may mean one address here and another elsewhere, and an address may be one that a network
 /// translates: then at all of this host's.
-pub(super) fn listen_for(host: &str, port: u16) -> Result<TcpListener> {
-    let addresses = match host.parse::<IpAddr>() {
-        Ok(ip) => vec![ip],
-        Err(_) if host.eq_ignore_ascii_case("localhost") => {
-            vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
-        }
-        Err(_) => return listen_all(port),
-    };
-    let elsewhere = |error: &std::io::Error| error.kind() == ErrorKind::AddrNotAvailable;
-    let not_here = |ip: &IpAddr| TcpListener::bind((*ip, 0)).is_err_and(|error| elsewhere(&error));
-    match addresses.into_iter().find(|ip| !not_here(ip)) {
-        Some(ip) => listen((ip, port)),
-        None => listen_all(port),
+pub(super) fn listen_for(host: &str, port: u16) -> Result<Vec<TcpListener>> {
+    if host.eq_ignore_ascii_case("localhost") {
+        return listen_loopback(port);
     }
+    match host.parse::<IpAddr>() {
+        Ok(ip) if has(ip) => Ok(vec![listen((ip, port))?]),
+        _ => Ok(vec![listen_all(port)?]),
+    }
+}
+
+/// Listens at both loopback addresses, as far as this host has them.
+fn listen_loopback(port: u16) -> Result<Vec<TcpListener>> {
+    let mut ips: Vec<IpAddr> = vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+    ips.retain(|ip| has(*ip));
+    let Some((first, others)) = ips.split_first() else { return Ok(vec![listen_all(port)?]) };
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let listener = listen((*first, port))?;
+        let taken = listener.local_addr().map_err(|error| Error::os("getsockname", error))?.port();
+        let rest: Result<Vec<TcpListener>> = others.iter().map(|ip| listen((*ip, taken))).collect();
+        match rest {
+            Ok(rest) => return Ok([listener].into_iter().chain(rest).collect()),
+            // A port that is free at one address need not be at the other.
+            Err(_) if port == 0 && tries < TRIES => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// True where this host has the address. An address that cannot be had for another reason counts as
+/// there.
+fn has(ip: IpAddr) -> bool {
+    !TcpListener::bind((ip, 0)).is_err_and(|error| is_missing(&error))
+}
+
+/// True of what `bind` says where the host lacks an address or its family.
+fn is_missing(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT | Errno::PROTONOSUPPORT)
+    )
 }

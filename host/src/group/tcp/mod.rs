@@ -5,8 +5,12 @@ mod client;
 mod connection;
 mod listen;
 mod protocol;
+mod record;
 mod server;
+#[cfg(test)]
+mod tests;
 
 pub use client::TcpStore;
 pub use protocol::{DEFAULT_PORT, fuzz_requests, sample_requests};
+pub use record::{fuzz_records, sample_records};
 pub use server::TcpStoreServer;

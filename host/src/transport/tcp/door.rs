@@ -8,9 +8,13 @@ use std::time::Instant;
 use rustix::net::sockopt;
 
 use super::frame::{MAX_REASON, refusal, word32, word64};
+use super::receiver::Incoming;
 use super::wait::left;
 use crate::error::{Error, Result};
-use crate::group::secret::{Initiator, OPENING, PROOF, Purpose, Responder, WrongSecret, random};
+use crate::foreign::quoted;
+use crate::group::secret::{
+    Initiator, Keys, OPENING, PROOF, Purpose, Responder, Signer, WrongSecret, random,
+};
 use crate::group::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
 use crate::group::{JobSecret, SOCKET_IFNAME, interface_address, loopback};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
@@ -60,15 +64,17 @@ pub(super) struct Dialed {
 }
 
 impl Dialed {
-    /// Takes the answer to the hello.
-    pub(super) fn answered(mut self, deadline: Instant) -> Result<TcpStream, String> {
+    /// Takes the answer to the hello. The connection, and what signs its headers where the job has
+    /// a secret.
+    pub(super) fn answered(mut self, deadline: Instant) -> Result<(TcpStream, Option<Signer>), String> {
         read_answer(&mut self.socket, deadline)?;
+        let mut signer = None;
         if let Some((initiator, token)) = &self.challenge {
             let mut proof = [0; PROOF];
             take(&mut self.socket, &mut proof, deadline).map_err(|error| format!("no proof: {error}"))?;
-            initiator.check(token, &proof).map_err(|wrong| wrong.to_string())?;
+            signer = Some(initiator.check(token, &proof).map_err(|wrong| wrong.to_string())?.send);
         }
-        Ok(self.socket)
+        Ok((self.socket, signer))
     }
 }
 
@@ -125,7 +131,7 @@ pub(super) fn read_answer(socket: &mut TcpStream, deadline: Instant) -> Result<(
         return Ok(());
     }
     take(socket, &mut text, deadline).map_err(|error| format!("refused, but did not say why: {error}"))?;
-    Err(format!("refused: {}", String::from_utf8_lossy(&text)))
+    Err(format!("refused; what answers there says {}", quoted(&text)))
 }
 
 fn parse_address(text: &str) -> Option<([u8; TOKEN], SocketAddr)> {
@@ -186,7 +192,7 @@ impl Door {
         &mut self,
         setup: &Setup<'_>,
         deadline: Instant,
-    ) -> Result<BTreeMap<(u32, u32), TcpStream>> {
+    ) -> Result<BTreeMap<(u32, u32), Incoming>> {
         let expected = setup.pairs().count();
         let mut accepted = BTreeMap::new();
         while accepted.len() < expected {
@@ -229,11 +235,12 @@ impl Door {
         &mut self,
         id: u64,
         setup: &Setup<'_>,
-        accepted: &mut BTreeMap<(u32, u32), TcpStream>,
+        accepted: &mut BTreeMap<(u32, u32), Incoming>,
     ) -> Result<()> {
         let Some(stranger) = self.strangers.get_mut(id) else { return Ok(()) };
         let length = HELLO + self.secret.as_ref().map_or(0, |_| OPENING + PROOF);
         let mut answer = vec![0; 4];
+        let mut signer = None;
         let verdict = match stranger.read(length) {
             Ok(_) => {
                 let expects =
@@ -247,8 +254,9 @@ impl Door {
                         let (peer, queue) = (word32(hello, 32), word32(hello, 36));
                         let claims = claims(setup, peer, setup.group.rank(), queue, self.address);
                         match proven(secret, &claims, &self.token, rest) {
-                            Ok(Some(own)) => {
+                            Ok(Some((own, keys))) => {
                                 answer.extend_from_slice(&own);
+                                signer = Some(keys.receive);
                                 verdict
                             }
                             Ok(None) => Verdict::Incomplete,
@@ -270,7 +278,7 @@ impl Door {
             Verdict::Welcome(queue, peer) => {
                 let ready = socket.write_all(&answer).and_then(|()| socket.set_nonblocking(false));
                 ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
-                accepted.insert((queue, peer), socket);
+                accepted.insert((queue, peer), Incoming { socket, signer });
             }
             Verdict::Stranger(reason) => {
                 let _ = socket.write_all(&refusal(&reason));
@@ -289,7 +297,7 @@ impl Door {
         &mut self,
         id: u64,
         setup: &Setup<'_>,
-        accepted: &mut BTreeMap<(u32, u32), TcpStream>,
+        accepted: &mut BTreeMap<(u32, u32), Incoming>,
     ) -> Result<()> {
         self.greet(id, setup, accepted)?;
         self.strangers.close(id);
@@ -297,19 +305,20 @@ impl Door {
     }
 }
 
-/// Looks at the opening and the proof that stand behind a hello: this end's own proof, once both have come.
+/// Looks at the opening and the proof that stand behind a hello: this end's own proof and keys,
+/// once both have come.
 fn proven(
     secret: &JobSecret,
     claims: &[u8],
     token: &[u8; TOKEN],
     bytes: &[u8],
-) -> Result<Option<[u8; PROOF]>, WrongSecret> {
+) -> Result<Option<([u8; PROOF], Keys)>, WrongSecret> {
     let shown = bytes.split_first_chunk::<OPENING>();
     let Some((opening, Some(proof))) = shown.map(|(opening, proof)| (opening, proof.first_chunk())) else {
         return Ok(None);
     };
     let (responder, own) = Responder::known(secret, Purpose::Transport, claims, opening, token);
-    responder.check(proof).map(|()| Some(own))
+    responder.check(proof).map(|keys| Some((own, keys)))
 }
 
 /// What a rank lets in.

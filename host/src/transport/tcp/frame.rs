@@ -3,7 +3,12 @@
 //! A connection starts with a hello and the peer's answer. Then frames go one way: a header of four u64, little endian
 //! (bytes, to, counter, value), and the bytes. The other way there is at most a farewell: the receiver's goodbye, or why it
 //! refused a frame.
+//!
+//! Where the job has a secret, each header is followed by its signature, so that nobody between the
+//! ranks adds, repeats, drops or redirects a put. The bytes of a put are not signed, since they go
+//! into wire memory as they come, as with RDMA.
 
+use crate::group::secret::{Signer, TAG};
 use crate::transport::put::Put;
 
 pub(super) const HEADER: usize = 32;
@@ -20,6 +25,18 @@ pub(super) fn header(put: &Put) -> [u8; HEADER] {
         word.copy_from_slice(&value.to_le_bytes());
     }
     bytes
+}
+
+/// A header as it goes over the connection: with its signature where there is one.
+pub(super) fn signed_header(put: &Put, signer: Option<&mut Signer>) -> Vec<u8> {
+    let header = header(put);
+    let tag = signer.map(|signer| signer.sign(&header));
+    header.into_iter().chain(tag.into_iter().flatten()).collect()
+}
+
+/// Bytes of a header with its signature, where there is one.
+pub(super) fn header_length(signer: Option<&Signer>) -> usize {
+    HEADER + signer.map_or(0, |_| TAG)
 }
 
 /// What a header says.

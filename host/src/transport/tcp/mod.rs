@@ -47,8 +47,8 @@ fn make_links(
     let mut links = Vec::new();
     for (index, peer, dialed) in outgoing {
         let ends = setup.ends(peer);
-        let socket = dialed.answered(deadline).map_err(|reason| ends.error("connect", reason))?;
-        links.push(Link { peer, index, queue: Box::new(TcpQueue::new(setup, ends, socket)?) });
+        let (socket, signer) = dialed.answered(deadline).map_err(|reason| ends.error("connect", reason))?;
+        links.push(Link { peer, index, queue: Box::new(TcpQueue::new(setup, ends, socket, signer)?) });
     }
     Ok((links, Receivers::start(setup, incoming)?))
 }

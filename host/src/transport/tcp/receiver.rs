@@ -10,13 +10,22 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::frame::{FAREWELL, Frame, HEADER, read_header, refusal};
+use super::frame::{FAREWELL, Frame, HEADER, header_length, read_header, refusal};
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
+use crate::group::secret::{Signer, TAG};
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
 use crate::transport::setup::{JOIN, LinkEnds, Setup, WireHost, deadline, store_counter};
 use crate::virtual_time::spawn;
+
+/// A connection of a peer that has been let in.
+#[derive(Debug)]
+pub(super) struct Incoming {
+    pub(super) socket: TcpStream,
+    /// Where the job has a secret: checks the headers.
+    pub(super) signer: Option<Signer>,
+}
 
 /// All receiving ends of a rank.
 #[derive(Debug)]
@@ -33,16 +42,16 @@ struct ReceiverState {
 }
 
 impl Receivers {
-    pub(super) fn start(setup: &Setup<'_>, incoming: BTreeMap<(u32, u32), TcpStream>) -> Result<Receivers> {
+    pub(super) fn start(setup: &Setup<'_>, incoming: BTreeMap<(u32, u32), Incoming>) -> Result<Receivers> {
         let mut receivers = Receivers { readers: Vec::new(), shared: Arc::default() };
-        for ((queue, peer), socket) in incoming {
+        for ((queue, peer), Incoming { socket, mut signer }) in incoming {
             let socket = Arc::new(socket);
             let target = WireHost::of(setup)?;
             let reader = Reader { ends: setup.ends(peer), socket: socket.clone(), target };
             let shared = receivers.shared.clone();
             let run = move || {
                 let _rule = NoDriverCalls::new("a receiver");
-                if let Err(error) = reader.run()
+                if let Err(error) = reader.run(signer.as_mut())
                     && !shared.closing.load(Ordering::Acquire)
                 {
                     tracing::debug!("queue {queue}: {error}");
@@ -97,6 +106,20 @@ fn send_flags() -> rustix::net::SendFlags {
     rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT
 }
 
+/// Reads a header, and where there is a `signer` the signature behind it.
+fn checked_header(
+    bytes: &[u8; HEADER + TAG],
+    signer: Option<&mut Signer>,
+    memory: u64,
+) -> Result<Frame, String> {
+    let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or("cut short")?;
+    if let Some(signer) = signer {
+        let tag = rest.first_chunk::<TAG>().ok_or("cut short")?;
+        signer.check(header, tag).map_err(|forged| forged.to_string())?;
+    }
+    read_header(header, memory)
+}
+
 /// The receiving end of a queue.
 struct Reader {
     ends: LinkEnds,
@@ -106,12 +129,13 @@ struct Reader {
 
 impl Reader {
     /// Takes puts until the peer says goodbye.
-    fn run(&self) -> Result<()> {
+    fn run(&self, mut signer: Option<&mut Signer>) -> Result<()> {
+        let length = header_length(signer.as_deref());
         loop {
-            let mut header = [0; HEADER];
-            // SAFETY: the header is as long.
-            unsafe { self.take(header.as_mut_ptr(), HEADER)? };
-            match read_header(&header, self.target.bytes()) {
+            let mut bytes = [0; HEADER + TAG];
+            // SAFETY: `bytes` is at least as long.
+            unsafe { self.take(bytes.as_mut_ptr(), length)? };
+            match checked_header(&bytes, signer.as_deref_mut(), self.target.bytes()) {
                 Ok(Frame::Goodbye) => return Ok(()),
                 Ok(Frame::Put(put)) => self.store(&put)?,
                 Err(reason) => {

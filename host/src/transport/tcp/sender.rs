@@ -8,10 +8,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::frame::{FAREWELL, GOODBYE, HEADER, MAX_REASON, header, word32};
+use super::frame::{FAREWELL, GOODBYE, MAX_REASON, signed_header, word32};
 use super::wait::{left, wait_for};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
+use crate::foreign::quoted;
+use crate::group::secret::Signer;
 use crate::transport::put::{Interrupt, Put, PutQueue};
 use crate::transport::setup::{LOOK, LinkEnds, Setup, WireHost, deadline};
 
@@ -26,6 +28,8 @@ pub(super) struct TcpQueue {
     ends: LinkEnds,
     /// Does not block.
     socket: TcpStream,
+    /// Where the job has a secret: signs the headers.
+    signer: Option<Signer>,
     source: WireHost,
     pub(super) timeout: Duration,
     interrupt: Interrupt,
@@ -36,11 +40,17 @@ pub(super) struct TcpQueue {
 }
 
 impl TcpQueue {
-    pub(super) fn new(setup: &Setup<'_>, ends: LinkEnds, socket: TcpStream) -> Result<TcpQueue> {
+    pub(super) fn new(
+        setup: &Setup<'_>,
+        ends: LinkEnds,
+        socket: TcpStream,
+        signer: Option<Signer>,
+    ) -> Result<TcpQueue> {
         socket.set_nonblocking(true).map_err(|error| ends.error("connect", error.to_string()))?;
         Ok(TcpQueue {
             ends,
             socket,
+            signer,
             source: WireHost::of(setup)?,
             timeout: setup.options.timeout,
             interrupt: Interrupt::default(),
@@ -59,10 +69,11 @@ impl TcpQueue {
             put.check(self.source.bytes()).map_err(|reason| self.ends.error("put", reason))?;
         }
         for batch in puts.chunks(WRITE_PUTS) {
-            let headers: Vec<[u8; HEADER]> = batch.iter().map(header).collect();
+            let sign = |put| signed_header(put, self.signer.as_mut());
+            let headers: Vec<Vec<u8>> = batch.iter().map(sign).collect();
             let mut pieces = Vec::with_capacity(2 * batch.len());
             for (put, header) in batch.iter().zip(&headers) {
-                pieces.push(Bytes { start: header.as_ptr(), len: HEADER });
+                pieces.push(Bytes { start: header.as_ptr(), len: header.len() });
                 if put.bytes > 0 {
                     let start = self.source.at(put.from).cast_const();
                     pieces.push(Bytes { start, len: put.bytes as usize });
@@ -166,7 +177,7 @@ impl TcpQueue {
                 return Some("it said goodbye before; close only after a barrier".into());
             }
             if self.farewell.len() - 4 >= len as usize || !ended.is_empty() {
-                return Some(format!("it refused a frame: {}", String::from_utf8_lossy(&self.farewell[4..])));
+                return Some(format!("it refused a frame, and says {}", quoted(&self.farewell[4..])));
             }
         }
         Some(ended).filter(|reason| !reason.is_empty())
@@ -201,8 +212,9 @@ impl PutQueue for TcpQueue {
 
     fn close(&mut self) {
         if self.failed.is_none() {
-            let goodbye = header(&Put { bytes: GOODBYE, ..Put::default() });
-            let mut piece = [Bytes { start: goodbye.as_ptr(), len: HEADER }];
+            let put = Put { bytes: GOODBYE, ..Put::default() };
+            let goodbye = signed_header(&put, self.signer.as_mut());
+            let mut piece = [Bytes { start: goodbye.as_ptr(), len: goodbye.len() }];
             // SAFETY: the header outlives the call.
             if let Err(error) = unsafe { self.send(&mut piece, deadline(GOODBYE_TIME)) } {
                 tracing::debug!("goodbye: {error}");

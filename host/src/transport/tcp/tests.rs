@@ -11,13 +11,14 @@ use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::door::{HELLO, TOKEN, hello, read_answer};
-use super::frame::{header, word64};
+use super::frame::{header, signed_header, word64};
+use super::receiver::Incoming;
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
 use crate::group::ConnectionLimits;
 use crate::group::launch::run_threads;
-use crate::group::secret::{Initiator, OPENING, PROOF, Purpose};
+use crate::group::secret::{Initiator, Keys, OPENING, PROOF, Purpose};
 use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions};
 use crate::transport::greeting::{PHASE, VERSION};
 use crate::transport::links::Receiving;
@@ -276,7 +277,10 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
             let error = door.accept(setup, deadline(SOON)).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("with rank 1"), "{error}");
             let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
-            assert!(answer.starts_with("refused: ") && answer.contains(expected), "{answer}");
+            assert!(
+                answer.starts_with("refused; what answers there says \"") && answer.contains(expected),
+                "{answer}"
+            );
         }
         let mut door = Door::open(setup).unwrap();
         let error = door.accept(setup, deadline(Duration::from_millis(50))).unwrap_err().to_string();
@@ -302,6 +306,44 @@ fn wait_for_failure(receivers: &Receivers) -> String {
     }
 }
 
+/// The connection of rank 1, as a door lets it in where the job has no secret.
+fn incoming(socket: TcpStream) -> BTreeMap<(u32, u32), Incoming> {
+    BTreeMap::from([((0, 1), Incoming { socket, signer: None })])
+}
+
+#[test]
+fn a_put_that_the_rank_has_not_signed_is_refused() {
+    let first = Put { from: 0, to: 64, bytes: 8, counter: 8, value: 1 };
+    let second = Put { to: 72, counter: 16, ..first };
+    alone(SOON, |setup| {
+        for attack in ["unsigned", "changed", "repeated", "left out", "another's"] {
+            let (mut theirs, ours) = pair();
+            let (sender, receiver) = Keys::pair();
+            let (mut signer, mut other) = (sender.send, Keys::pair().0.send);
+            let ours = Incoming { socket: ours, signer: Some(receiver.receive) };
+            let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
+            let good = signed_header(&first, Some(&mut signer));
+            let mut next = signed_header(&second, Some(&mut signer));
+            match attack {
+                "unsigned" => next = [header(&second).as_slice(), &[0; 32]].concat(),
+                "changed" => next[8] ^= 8,
+                "repeated" => next.clone_from(&good),
+                "left out" => next = signed_header(&second, Some(&mut signer)),
+                _ => next = signed_header(&second, Some(&mut other)),
+            }
+            let (before, after) = (good, [next, vec![9; 8]].concat());
+            theirs.write_all(&[before, vec![3; 8], after].concat()).unwrap();
+            let error = wait_for_failure(&receivers);
+            assert!(error.contains("not signed with this connection's key"), "{attack}: {error}");
+        }
+        let mut arrived = [0u8; 80];
+        // SAFETY: within the memory of a virtual GPU; its receivers have ended.
+        unsafe { std::ptr::copy_nonoverlapping(setup.memory.ptr().0 as *const u8, arrived.as_mut_ptr(), 80) };
+        let words = [8, 16, 64, 72].map(|at| word64(&arrived, at));
+        assert_eq!(words, [1, 0, 0x0303_0303_0303_0303, 0], "the first put, and nothing of the second");
+    });
+}
+
 #[test]
 fn frames_out_of_range_are_refused_and_the_sender_is_told() {
     alone(SOON, |setup| {
@@ -314,15 +356,15 @@ fn frames_out_of_range_are_refused_and_the_sender_is_told() {
             Put { counter: BYTES, bytes: 0, ..good },
         ] {
             let (mut theirs, ours) = pair();
-            let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
+            let receivers = Receivers::start(setup, incoming(ours)).unwrap();
             theirs.write_all(&header(&good)).unwrap();
             theirs.write_all(&[3; 8]).unwrap();
             theirs.write_all(&header(&put)).unwrap();
             let error = wait_for_failure(&receivers);
             assert!(error.contains("with rank 1: refused a frame of it"), "{error}");
-            let mut queue = TcpQueue::new(setup, setup.ends(1), theirs).unwrap();
+            let mut queue = TcpQueue::new(setup, setup.ends(1), theirs, None).unwrap();
             let told = queue.put_with_counter(&[good]).unwrap_err().to_string();
-            assert!(told.contains("it refused a frame: ") && told.contains("must be"), "{told}");
+            assert!(told.contains("it refused a frame, and says \"") && told.contains("must be"), "{told}");
         }
         let mut arrived = [0u8; 80];
         // SAFETY: within the memory of a virtual GPU; its receivers have ended.
@@ -340,7 +382,7 @@ fn a_peer_that_dies_is_named_on_both_sides() {
         // In a frame, and between frames.
         for bytes in [&[9; 20][..], &[]] {
             let (mut theirs, ours) = pair();
-            let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
+            let receivers = Receivers::start(setup, incoming(ours)).unwrap();
             theirs.write_all(bytes).unwrap();
             drop(theirs);
             let error = wait_for_failure(&receivers);
@@ -350,7 +392,7 @@ fn a_peer_that_dies_is_named_on_both_sides() {
             );
         }
         let (theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.ends(1), ours).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.ends(1), ours, None).unwrap();
         let put = Put { bytes: 1024, ..Put::default() };
         queue.put_with_counter(&[put]).unwrap();
         drop(theirs);
@@ -370,8 +412,8 @@ fn a_peer_that_dies_is_named_on_both_sides() {
 fn a_goodbye_is_no_failure_and_a_missing_one_is() {
     alone(SOON, |setup| {
         let (theirs, ours) = pair();
-        let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
-        let mut queue = TcpQueue::new(setup, setup.ends(1), theirs).unwrap();
+        let receivers = Receivers::start(setup, incoming(ours)).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.ends(1), theirs, None).unwrap();
         queue.put_with_counter(&[Put { counter: 24, value: 5, ..Put::default() }]).unwrap();
         queue.close();
         assert!(queue.put_with_counter(&[]).is_err(), "closed");
@@ -395,12 +437,12 @@ fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
             }
         };
         let (_theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.ends(1), ours).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.ends(1), ours, None).unwrap();
         let error = fill(&mut queue);
         assert!(error.contains("rank 1: it did not take all bytes within 300ms"), "{error}");
 
         let (_theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.ends(1), ours).unwrap();
+        let mut queue = TcpQueue::new(setup, setup.ends(1), ours, None).unwrap();
         queue.timeout = NEVER;
         let interrupt = queue.interrupt();
         std::thread::scope(|scope| {
@@ -420,7 +462,7 @@ fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
 fn a_proxy_ends_promptly_though_its_peer_stalls() {
     alone(NEVER, |setup| {
         let (_theirs, ours) = pair();
-        let queue = Box::new(TcpQueue::new(setup, setup.ends(1), ours).unwrap());
+        let queue = Box::new(TcpQueue::new(setup, setup.ends(1), ours, None).unwrap());
         let link = Link { peer: 1, index: 0, queue };
         let mut proxy = Proxy::start(setup.memory.device(), link).unwrap();
         let ring = proxy.handle().0;

@@ -5,7 +5,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 
 use crate::group::board::Shared;
+use crate::group::secret::{Keys, Signer};
 use crate::group::tcp::protocol::{Framer, Violation};
+use crate::group::tcp::record::{Opener, seal};
 
 /// Bytes read from one connection, and bytes made ready for it, before the others get their turn.
 pub(super) const SLICE: usize = 64 * 1024;
@@ -26,6 +28,8 @@ pub(super) struct End {
     pub(super) woken_for: Option<Vec<u8>>,
     /// Bytes that it was last found to hold.
     pub(super) counted: usize,
+    /// Where the job has a secret: checks what comes.
+    opener: Option<Opener>,
     input: Input,
     output: Output,
 }
@@ -46,6 +50,11 @@ struct Output {
     rest: VecDeque<Piece>,
     /// How much of the first piece has been made ready.
     ready: usize,
+    /// Where the job has a secret: signs what is sent.
+    signer: Option<Signer>,
+    /// Signed; those before `signed_sent` are gone.
+    signed: Vec<u8>,
+    signed_sent: usize,
 }
 
 #[derive(Debug)]
@@ -56,7 +65,10 @@ enum Piece {
 }
 
 impl End {
-    pub(super) fn new(socket: TcpStream) -> End {
+    /// The end of a client's connection, whose messages are signed with `keys` where the job has a
+    /// secret.
+    pub(super) fn new(socket: TcpStream, keys: Option<Keys>) -> End {
+        let (signer, opener) = keys.map(|keys| (keys.send, Opener::new(keys.receive))).unzip();
         End {
             socket,
             closed: false,
@@ -64,8 +76,9 @@ impl End {
             busy: false,
             woken_for: None,
             counted: 0,
+            opener,
             input: Input::default(),
-            output: Output::default(),
+            output: Output { signer, ..Output::default() },
         }
     }
 
@@ -81,25 +94,32 @@ impl End {
 
     /// True while there is something to send.
     pub(super) fn sends(&self) -> bool {
-        self.output.unsent() > 0 || !self.output.rest.is_empty()
+        self.output.unsent() > 0 || !self.output.rest.is_empty() || self.output.unsent_records() > 0
     }
 
     /// Bytes that it holds. The values of answers under way are the store's.
     pub(super) fn bytes(&self) -> usize {
         let rest = self.output.rest.capacity() * size_of::<Piece>();
         let woken_for = self.woken_for.as_ref().map_or(0, Vec::len);
-        self.input.bytes.capacity() + self.output.bytes.capacity() + rest + woken_for
+        let records = self.output.signed.capacity() + self.opener.as_ref().map_or(0, Opener::bytes);
+        self.input.bytes.capacity() + self.output.bytes.capacity() + records + rest + woken_for
     }
 
     /// Takes a slice of what has come.
-    pub(super) fn receive(&mut self) {
+    pub(super) fn receive(&mut self) -> Result<(), Violation> {
         let mut chunk = [0; SLICE];
-        match self.socket.read(&mut chunk) {
-            Ok(0) => self.ended = true,
-            Ok(length) => self.input.add(&chunk[..length]),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            Err(_) => self.closed = true,
+        match (self.socket.read(&mut chunk), &mut self.opener) {
+            (Ok(0), _) => self.ended = true,
+            (Ok(length), None) => self.input.add(&chunk[..length]),
+            (Ok(length), Some(opener)) => {
+                let mut plain = Vec::with_capacity(length);
+                opener.open(&chunk[..length], &mut plain)?;
+                self.input.add(&plain);
+            }
+            (Err(error), _) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            (Err(_), _) => self.closed = true,
         }
+        Ok(())
     }
 
     /// The input, while its requests, which borrow it, change this and other connections; it is to be put back.
@@ -135,14 +155,11 @@ impl End {
     pub(super) fn flush(&mut self) {
         let mut left = SEND_BYTES;
         while left > 0 && !self.closed {
-            if self.output.unsent() == 0 && !self.output.refill() {
-                return;
-            }
-            let ready = &self.output.bytes[self.output.sent..];
+            let Some((ready, sent)) = self.output.next() else { return };
             match self.socket.write(&ready[..ready.len().min(left)]) {
                 Ok(0) => self.closed = true,
                 Ok(length) => {
-                    self.output.sent += length;
+                    *sent += length;
                     left -= length;
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -192,6 +209,29 @@ impl Input {
 impl Output {
     fn unsent(&self) -> usize {
         self.bytes.len() - self.sent
+    }
+
+    fn unsent_records(&self) -> usize {
+        self.signed.len() - self.signed_sent
+    }
+
+    /// What is to be sent next, and where to count what was. `None` when there is nothing.
+    fn next(&mut self) -> Option<(&[u8], &mut usize)> {
+        if self.unsent_records() == 0 && self.unsent() == 0 && !self.refill() {
+            return None;
+        }
+        let Some(signer) = &mut self.signer else {
+            return Some((&self.bytes[self.sent..], &mut self.sent));
+        };
+        if self.signed.len() == self.signed_sent {
+            self.signed.clear();
+            self.signed_sent = 0;
+            let part = &self.bytes[self.sent..];
+            let part = &part[..part.len().min(SLICE)];
+            seal(signer, part, &mut self.signed);
+            self.sent += part.len();
+        }
+        Some((&self.signed[self.signed_sent..], &mut self.signed_sent))
     }
 
     /// Makes the next slice ready once the last is gone. False when there is none.

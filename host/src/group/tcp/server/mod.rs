@@ -17,11 +17,11 @@ use rustix::net::sockopt;
 
 use self::clients::Clients;
 use self::end::End;
-use super::admission::admit;
+use super::admission::{Terms, admit};
 use super::listen::{listen, listen_all};
 use super::protocol::{MAGIC, Message, Query, Request, Violation};
 use crate::error::{Error, Result};
-use crate::group::JobSecret;
+use crate::group::secret::Keys;
 use crate::group::strangers::{
     ACCEPT_SLICE, BACKLOG, Complaints, ConnectionLimits, Next, Stranger, Strangers, descriptors,
 };
@@ -83,26 +83,30 @@ impl TcpStoreServer {
 
     /// Like [`TcpStoreServer::from_listener`], with other limits than the default.
     pub fn with_limits(listener: TcpListener, limits: &ConnectionLimits) -> Result<TcpStoreServer> {
-        TcpStoreServer::start(listener, None, limits)
+        TcpStoreServer::start(vec![listener], Terms::default(), limits)
     }
 
-    /// A server that lets in only clients that know `secret`, where there is one.
+    /// A server that lets in only clients that know the secret of `terms`, where there is one. It
+    /// listens at all of `listeners`; its address is that of the first.
     pub(super) fn start(
-        listener: TcpListener,
-        secret: Option<JobSecret>,
+        listeners: Vec<TcpListener>,
+        terms: Terms,
         limits: &ConnectionLimits,
     ) -> Result<TcpStoreServer> {
         let os = |call: &'static str| move |error: std::io::Error| Error::os(call, error);
-        // Once more, for the longer backlog: all ranks of a job connect at the same time.
-        rustix::net::listen(&listener, BACKLOG).map_err(|error| Error::os("listen", error))?;
-        listener.set_nonblocking(true).map_err(os("set_nonblocking"))?;
-        let address = listener.local_addr().map_err(os("getsockname"))?;
+        for listener in &listeners {
+            // Once more, for the longer backlog: all ranks of a job connect at the same time.
+            rustix::net::listen(listener, BACKLOG).map_err(|error| Error::os("listen", error))?;
+            listener.set_nonblocking(true).map_err(os("set_nonblocking"))?;
+        }
+        let first = listeners.first().ok_or_else(|| Error::os("listen", "no address to listen at"))?;
+        let address = first.local_addr().map_err(os("getsockname"))?;
         let (wake, woken) = UnixStream::pair().map_err(os("socketpair"))?;
         let until = Arc::new(Mutex::new(None));
         let held = Arc::new(Held::default());
         let server = Server {
-            listener,
-            secret,
+            listeners,
+            terms,
             woken,
             until: until.clone(),
             clients: Clients::new(limits.store_bytes),
@@ -159,8 +163,8 @@ impl Drop for TcpStoreServer {
 
 /// What the thread works on.
 struct Server {
-    listener: TcpListener,
-    secret: Option<JobSecret>,
+    listeners: Vec<TcpListener>,
+    terms: Terms,
     woken: UnixStream,
     until: Arc<Mutex<Option<Instant>>>,
     clients: Clients,
@@ -176,7 +180,8 @@ struct Server {
 /// What `poll` says.
 struct Ready {
     woken: bool,
-    listener: bool,
+    /// The listeners with connections, by index.
+    listeners: Vec<usize>,
     strangers: Vec<u64>,
     readable: Vec<u64>,
     writable: Vec<u64>,
@@ -197,7 +202,10 @@ impl Server {
                 Ok(ready) => ready,
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::NOMEM) => continue,
                 Err(error) => {
-                    tracing::error!("store server at {:?}: poll: {error}", self.listener.local_addr());
+                    tracing::error!(
+                        "store server at {:?}: poll: {error}",
+                        self.listeners.first().map(TcpListener::local_addr)
+                    );
                     return;
                 }
             };
@@ -205,7 +213,11 @@ impl Server {
             for id in ready.readable {
                 if let Some(connection) = self.clients.connections.get_mut(&id) {
                     // One that has gone while its answers wait for it to read them cannot be read.
-                    if connection.takes_requests() { connection.receive() } else { connection.closed = true }
+                    if !connection.takes_requests() {
+                        connection.closed = true;
+                    } else if let Err(Violation(reason)) = connection.receive() {
+                        self.reject(id, &reason);
+                    }
                 }
                 self.serve(id);
             }
@@ -218,8 +230,8 @@ impl Server {
             while let Some(id) = self.strangers.overdue() {
                 self.look_last(id);
             }
-            if ready.listener {
-                self.accept();
+            for index in ready.listeners {
+                self.accept(index);
             }
             self.clients.changed.extend(ready.writable);
             self.settle();
@@ -229,13 +241,13 @@ impl Server {
 
     fn poll(&self, ending: bool) -> rustix::io::Result<Ready> {
         let connections = &self.clients.connections;
-        let mut fds = Vec::with_capacity(2 + self.strangers.iter().len() + connections.len());
+        let mut fds = Vec::with_capacity(3 + self.strangers.iter().len() + connections.len());
         // Once closed it would be readable for ever.
         let wake_events = if ending { PollFlags::empty() } else { PollFlags::IN };
         fds.push(PollFd::new(&self.woken, wake_events));
         // A listener that rests would be readable all the time.
         let accept_events = if self.strangers.paused() { PollFlags::empty() } else { PollFlags::IN };
-        fds.push(PollFd::new(&self.listener, accept_events));
+        fds.extend(self.listeners.iter().map(|listener| PollFd::new(listener, accept_events)));
         fds.extend(self.strangers.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         for connection in connections.values() {
             let mut events = PollFlags::empty();
@@ -258,9 +270,10 @@ impl Server {
             poll(&mut fds, timeout.as_ref())?;
         }
 
-        let [wake, listener, sockets @ ..] = fds.as_slice() else {
+        let [wake, sockets @ ..] = fds.as_slice() else {
             return Err(rustix::io::Errno::INVAL);
         };
+        let (listeners, sockets) = sockets.split_at(self.listeners.len());
         let (strangers, sockets) = sockets.split_at(self.strangers.iter().len());
         let spoke = self.strangers.iter().zip(strangers).filter(|(_, fd)| !fd.revents().is_empty());
         let having = |flags: PollFlags| {
@@ -269,16 +282,21 @@ impl Server {
         };
         Ok(Ready {
             woken: !ending && !wake.revents().is_empty(),
-            listener: listener.revents().contains(PollFlags::IN),
+            listeners: (0..)
+                .zip(listeners)
+                .filter(|(_, fd)| fd.revents().contains(PollFlags::IN))
+                .map(|(index, _)| index)
+                .collect(),
             strangers: spoke.map(|((id, _), _)| id).collect(),
             readable: having(PollFlags::IN | PollFlags::HUP | PollFlags::ERR),
             writable: having(PollFlags::OUT),
         })
     }
 
-    fn accept(&mut self) {
+    fn accept(&mut self, index: usize) {
         for _ in 0..ACCEPT_SLICE {
-            match self.strangers.accept(&self.listener) {
+            let Some(listener) = self.listeners.get(index) else { return };
+            match self.strangers.accept(listener) {
                 Next::Greet(id) => self.greet(id),
                 Next::LastLook(id) => self.look_last(id),
                 Next::Nobody => return,
@@ -286,10 +304,12 @@ impl Server {
         }
     }
 
-    /// Hears whether a stranger speaks the protocol. Of what it sends behind its first message nothing is read before that is known.
+    /// Hears whether a stranger speaks the protocol, or knows the secret where there is one. Of
+    /// what it sends behind its first message nothing is read before that is known.
     fn greet(&mut self, id: u64) {
         let Some(stranger) = self.strangers.get_mut(id) else { return };
-        let heard = admit(stranger, self.secret.as_ref()).and_then(|inside| match inside {
+        let heard = admit(stranger, &self.terms).and_then(|inside| match inside {
+            true if stranger.keys.is_some() => Ok(true),
             true => validate(stranger),
             false => Ok(false),
         });
@@ -304,7 +324,7 @@ impl Server {
             }
             Ok(true) => {
                 if let Some(stranger) = self.strangers.take(id) {
-                    self.welcome(TcpStream::from(stranger.socket));
+                    self.welcome(TcpStream::from(stranger.socket), stranger.keys);
                 }
             }
             Err(reason) => self.strangers.refuse(id, &reason),
@@ -317,7 +337,7 @@ impl Server {
         self.strangers.close(id);
     }
 
-    fn welcome(&mut self, socket: TcpStream) {
+    fn welcome(&mut self, socket: TcpStream, keys: Option<Keys>) {
         // Without this the connection would only be slower ...
         let _ = socket.set_nodelay(true);
         // ... and without these stay when the client's host vanishes.
@@ -327,10 +347,13 @@ impl Server {
         let _ = sockopt::set_socket_keepalive(&socket, true);
         let id = self.next;
         self.next += 1;
-        let mut connection = End::new(socket);
+        let mut connection = End::new(socket, keys);
         // The first request is there as a rule.
-        connection.receive();
+        let received = connection.receive();
         self.clients.connections.insert(id, connection);
+        if let Err(Violation(reason)) = received {
+            self.reject(id, &reason);
+        }
         self.serve(id);
     }
 
@@ -371,14 +394,17 @@ impl Server {
                 // All that it has asked for is done.
                 connection.closed |= connection.ended && !busy;
             }
-            Err(Violation(reason)) => {
-                let peer = connection.socket.peer_addr();
-                connection.flush();
-                connection.closed = true;
-                self.complaints
-                    .say(format_args!("store server: closing the connection of {peer:?}: {reason}"));
-            }
+            Err(Violation(reason)) => self.reject(id, &reason),
         }
+    }
+
+    /// Closes the connection of a client that breaks the protocol.
+    fn reject(&mut self, id: u64, reason: &str) {
+        let Some(connection) = self.clients.connections.get_mut(&id) else { return };
+        let peer = connection.socket.peer_addr();
+        connection.flush();
+        connection.closed = true;
+        self.complaints.say(format_args!("store server: closing the connection of {peer:?}: {reason}"));
     }
 
     /// Sends what is to be sent.
