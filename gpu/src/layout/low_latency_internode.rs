@@ -113,7 +113,8 @@ pub struct LowLatencyMessages {
     pub written: DevicePtr,
     /// u64 `[MAX_MEMBERS]`: rows of a rank that have been returned, in shares of `QUANTUM`.
     pub returned: DevicePtr,
-    /// u64 `[MAX_MEMBERS]`: of ranks whose words are in the host's memory, the packet of the last operation, where one block has copied it.
+    /// u64 `[2, MAX_MEMBERS]`: copies of the last packet and the last ready word of each rank whose
+    /// words are in host memory. One block writes them, and the others poll them.
     pub calls: DevicePtr,
 }
 

@@ -140,7 +140,7 @@ impl Network {
             positions: array("positions", tokens, members * 4),
             written: array("written", 1, 8),
             returned: array("returned", members, 8),
-            calls: array("calls", members, 8),
+            calls: array("calls", 2 * members, 8),
             recv_x: array("recv_x", rows, row_stride(options.hidden * 2)),
             recv_scales: array("recv_scales", options.max_scales(), rows * 4),
         };
@@ -170,7 +170,7 @@ impl Network {
             let routes = (0..ranks).map(route).collect::<Result<Vec<LowLatencyRoute>>>()?;
             tables.write(stream, place.routes, bytemuck::cast_slice(&routes))?;
             tables.write(stream, place.num_slots, &[0; MAX_MEMBERS * 4])?;
-            tables.write(stream, place.calls, &[0; MAX_MEMBERS * 8])?;
+            tables.write(stream, place.calls, &[0; 2 * MAX_MEMBERS * 8])?;
         }
         let at = |offset| tables.ptr().add(offset);
         let messages = places.iter().map(|place| LowLatencyMessages {

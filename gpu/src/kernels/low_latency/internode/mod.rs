@@ -152,6 +152,9 @@ enum Kind {
     Answer = offset_of!(LowLatencyRoute, answer),
 }
 
+/// Offset of the ready word in [`LowLatencyWords`].
+const READY: u64 = offset_of!(LowLatencyWords, ready) as u64;
+
 /// Offset of the packet of an operation in [`LowLatencyWords`].
 #[inline(always)]
 fn call_at(epoch: u64) -> u64 {
@@ -198,6 +201,68 @@ unsafe fn tell(
     }
 }
 
+/// The words that a rank writes for this one, as a block of this rank polls them.
+///
+/// Block 0 alone polls words in host memory. It publishes what it finds in copies in device memory,
+/// which all other blocks poll: 132 blocks that poll host memory take 240 us, as if the device
+/// served one warp after the other.
+struct Incoming {
+    /// [`LowLatencyWords`].
+    words: u64,
+    /// Copies of its packet and, [`MEMBERS`] words behind it, of its ready word.
+    copies: u64,
+    is_on_host: bool,
+}
+
+impl Incoming {
+    #[inline(always)]
+    unsafe fn of(messages: &LowLatencyMessages, rank: u32) -> Incoming {
+        // SAFETY: the table of routes and the copies have an entry for every rank.
+        unsafe {
+            let route = Route::to(messages, rank);
+            Incoming {
+                words: route.words_in(),
+                copies: messages.calls.0 + rank as u64 * 8,
+                is_on_host: route.field(offset_of!(LowLatencyRoute, words_out)) == 0,
+            }
+        }
+    }
+
+    /// Whether this block polls copies. It must not load from `words` then.
+    #[inline(always)]
+    fn is_copied(&self) -> bool {
+        self.is_on_host && ctaid() != 0
+    }
+
+    /// Where this block polls the packet of an operation.
+    #[inline(always)]
+    fn call(&self, epoch: u64) -> u64 {
+        if self.is_copied() { self.copies } else { self.words + call_at(epoch) }
+    }
+
+    /// Where this block polls the ready word.
+    #[inline(always)]
+    fn ready(&self) -> u64 {
+        if self.is_copied() { self.copy_of_ready() } else { self.words + READY }
+    }
+
+    #[inline(always)]
+    fn copy_of_ready(&self) -> u64 {
+        self.copies + MEMBERS as u64 * 8
+    }
+
+    /// Publishes a word that this block has acquired to the blocks that poll its copy.
+    #[inline(always)]
+    unsafe fn publish(&self, copy: u64, seen: u64) {
+        // SAFETY: a copy is written by one lane of block 0 alone, which has this rank.
+        unsafe {
+            if self.is_on_host && !self.is_copied() {
+                st_release_sys_u64(copy, seen);
+            }
+        }
+    }
+}
+
 /// As within a node: waits until all members have entered a dispatch into a place that they may still use, having told them of this one.
 #[inline(always)]
 unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun: &Begun) -> bool {
@@ -206,35 +271,39 @@ unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun
         let (lane, epoch) = (laneid(), begun.epoch);
         let mut ready = true;
         if begun.has_member(lane) {
-            let (route, word) = (Route::to(messages, lane), offset_of!(LowLatencyWords, ready) as u64);
             if ctaid() == 0 {
-                tell(args, route, lane, (0, 0, 0), word, epoch << 32 | args.comm.call, epoch);
+                let route = Route::to(messages, lane);
+                tell(args, route, lane, (0, 0, 0), READY, epoch << 32 | args.comm.call, epoch);
             }
-            ready = wait_entered(&args.comm, route.words_in(), lane, epoch);
+            ready = wait_entered(&args.comm, &Incoming::of(messages, lane), lane, epoch);
         }
         ballot(!ready) == 0
     }
 }
 
-/// Waits until the ready word of a rank, among its words at `words`, says that it has entered this
-/// operation; false when the wait expired, and when the rank came with another call. The word has
-/// the low half of the epoch, which wraps. The rank may have entered the next operation, and then
-/// waits there for this one.
+/// Waits until the ready word of a rank says that it has entered this operation; false when the wait
+/// expired, and when the rank came with another call. The word has the low half of the epoch, which
+/// wraps. The rank may have entered the next operation, and then waits there for this one.
 #[inline(always)]
-unsafe fn wait_entered(comm: &Comm, words: u64, rank: u32, epoch: u64) -> bool {
-    // SAFETY: passed on to the caller.
+unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
+    // SAFETY: the words and their copies are in this rank's memory.
     unsafe {
         let mut deadline = Deadline::start();
         loop {
-            let seen = ld_acquire_sys_u64(words + offset_of!(LowLatencyWords, ready) as u64);
+            let seen = ld_acquire_sys_u64(incoming.ready());
             if ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
+                incoming.publish(incoming.copy_of_ready(), seen);
                 return true;
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyReady);
                 return false;
             }
-            if deadline.is_long() && is_other_call(comm, words + call_at(epoch), rank, epoch) {
+            // Other blocks end by the abort word that block 0 raises.
+            if deadline.is_long()
+                && !incoming.is_copied()
+                && is_other_call(comm, incoming.call(epoch), rank, epoch)
+            {
                 return false;
             }
         }
@@ -243,40 +312,27 @@ unsafe fn wait_entered(comm: &Comm, words: u64, rank: u32, epoch: u64) -> bool {
 
 /// Waits until a rank's message has come, and says with which call; `None` when the wait expired. Where the rank waits for this one first, in
 /// a call that is another one, it will not come: then that call is said.
-///
-/// Words in the host's memory are for the first block alone, which copies what it finds for the others: 132 blocks that all acquired there
-/// took 240 us for what one block does in a few, as if the device served one warp after the other.
 #[inline(always)]
-unsafe fn wait_call(
-    args: &LowLatencyArgs,
-    messages: &LowLatencyMessages,
-    rank: u32,
-    epoch: u64,
-) -> Option<u32> {
-    // SAFETY: the words are in this rank's memory, and their copy has the first block as its only writer. What the ready word says is compared,
-    // and nothing is read behind it.
+unsafe fn wait_call(comm: &Comm, messages: &LowLatencyMessages, rank: u32, epoch: u64) -> Option<u32> {
+    // SAFETY: the words and their copies are in this rank's memory. What the ready word says is
+    // compared, and nothing is read behind it.
     unsafe {
-        let route = Route::to(messages, rank);
-        let (comm, words, mut deadline) = (&args.comm, route.words_in(), Deadline::start());
-        let copy = messages.calls.0 + rank as u64 * 8;
-        let is_on_host = route.field(offset_of!(LowLatencyRoute, words_out)) == 0;
-        let is_copied = is_on_host && ctaid() != 0;
+        let (incoming, mut deadline) = (Incoming::of(messages, rank), Deadline::start());
         loop {
-            let seen = ld_acquire_sys_u64(if is_copied { copy } else { words + call_at(epoch) });
+            let seen = ld_acquire_sys_u64(incoming.call(epoch));
             if (seen >> 32) as u32 == epoch as u32 {
-                if is_on_host && !is_copied {
-                    st_release_sys_u64(copy, seen);
-                }
+                incoming.publish(incoming.copies, seen);
                 return Some(seen as u32);
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyEnter);
                 return None;
             }
-            if deadline.is_long() {
-                let ready = ld_relaxed_sys_u64(words + offset_of!(LowLatencyWords, ready) as u64);
+            if deadline.is_long() && !incoming.is_copied() {
+                let ready = ld_relaxed_sys_u64(incoming.words + READY);
                 let is_other = (ready ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
                 if (ready >> 32) as u32 == epoch as u32 && is_other {
+                    incoming.publish(incoming.copies, ready);
                     return Some(ready as u32);
                 }
             }
@@ -303,7 +359,7 @@ unsafe fn wait_messages<const DISPATCH: bool>(
             let (mut tokens, mut slots) = (0, 0);
             if begun.has_member(thread) && begun.takes_part {
                 let route = Route::to(messages, thread);
-                match wait_call(args, messages, thread, epoch) {
+                match wait_call(comm, messages, thread, epoch) {
                     Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
                         tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
                         if DISPATCH {
