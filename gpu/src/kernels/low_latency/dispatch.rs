@@ -13,8 +13,9 @@ use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words};
 use super::team::Team;
 use super::{
-    Begun, ROWS_AT_ONCE, Shared, answered_at, begin, chunk_offset, chunks_of, completes, finish, id_packets,
-    ids_offset, packet_seen, tell_call, tokens_in_chunk, wait_calls, wait_packet, wait_ready,
+    Begun, Opening, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
+    ids_offset, last_warp, packet_seen, publish_call, publishes_call, tokens_in_chunk, wait_calls,
+    wait_packet, wait_ready,
 };
 use crate::layout::{
     LowLatencyDispatchArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
@@ -41,11 +42,15 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let shared = Shared::lay_out();
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
+    let publishes = publishes_call(&args.common);
+    let opening = Opening::load::<false>(&args.common, tid() == 0 || publishes);
     let first = Ahead::of(&args, ctaid(), sends);
-    let answered = ld_u64(answered_at(&args.common));
-    let begun = begin::<false>(&args.common, shared.members);
+    if publishes {
+        publish_call::<false>(&args.common, &opening);
+    }
+    let begun = begin::<false>(&args.common, &opening, shared.begun);
     if sends {
-        send(&args, &begun, answered, first);
+        send(&args, &begun, first);
         trace(comm, Phase::Moved);
     }
     if args.common.phases & phase::RECEIVE != 0 {
@@ -139,19 +144,16 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
-/// Sends this rank's tokens, a token to a block. `answered`: what stood at [`answered_at`].
+/// Sends this rank's tokens, a token to a block.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, first: Ahead) {
+unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let (thread, warp, lane) = (tid(), tid() / 32, laneid());
-        let mut takes_part = begun.takes_part;
-        if takes_part {
-            tell_call(comm, begun);
-        }
+        let mut takes_part = begun.takes_part();
         // A place that no combine has answered since its last dispatch may be in use: then all wait for all.
-        if !begun.is_answered(answered) {
+        if !begun.is_answered() {
             let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
             takes_part &= !barrier_any(!is_ready);
         }
@@ -169,7 +171,7 @@ unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, firs
             unsaid += 1;
             if unsaid == ROWS_AT_ONCE || next >= common.num_tokens {
                 barrier_sync();
-                if warp == reporter() && lane < unsaid {
+                if warp == last_warp() && lane < unsaid {
                     say_sent(args, token - lane * nctaid(), begun);
                 }
                 unsaid = 0;
@@ -184,14 +186,9 @@ unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, firs
     }
 }
 
-/// The warp that says what its block has sent: it waits until all of it has arrived, which takes as long as the links do. It does nothing else
-/// from the block's last row on, and the others do not wait for it.
-#[inline(always)]
-fn reporter() -> u32 {
-    ntid() / 32 - 1
-}
-
-/// Adds a token that the block has sent to its chunk, and tells all members where it was the chunk's last.
+/// Adds a token that the block has sent to its chunk, and tells all members where it was the chunk's
+/// last. The last warp calls it, which waits until all of it has arrived: that takes as long as the
+/// links do. The warp does nothing else from the block's last row on, and the others do not wait for it.
 #[inline(always)]
 unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
     // SAFETY: passed on to the caller. The fence and each store behind it release what the block did in front of its barrier, and what the
@@ -203,11 +200,11 @@ unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
         let word = common.tables.sent.0 + chunk as u64 * 8;
         if completes(word, token - chunk * common.chunk_tokens, parts) {
             fence_acq_rel_sys();
-            let members = begun.members();
+            let (members, epoch) = (begun.members(), begun.epoch());
             let word = common.place.arrived + chunk_offset(common, comm.rank, chunk);
             unroll8!(RANK => {
                 if members >> RANK & 1 != 0 {
-                    st_relaxed_sys_u64(comm.pools[RANK].0 + word, begun.epoch);
+                    st_relaxed_sys_u64(comm.pools[RANK].0 + word, epoch);
                 }
             });
         }
@@ -228,7 +225,7 @@ unsafe fn send_ids(
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let (lane, expert, epoch) = (laneid(), entry.expert, begun.epoch);
+        let (lane, expert, epoch) = (laneid(), entry.expert, begun.epoch());
         let members = begun.members();
         let experts = (common.local_experts * comm.num_ranks) as i64;
         let is_id = expert >= 0 && expert < experts;
@@ -351,8 +348,8 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
-        let epoch = begun.epoch;
-        let team = Team::<1> { threads: reporter() * 32 };
+        let epoch = begun.epoch();
+        let team = Team::<1> { threads: last_warp() * 32 };
         if !team.has_this_warp() || !wait_calls(common, team, shared, begun) {
             return;
         }

@@ -10,7 +10,7 @@ use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, trace};
 use super::team::Team;
-use super::{Piece, Shared, begin, finish, wait_calls};
+use super::{Opening, Piece, Shared, begin, finish, note_answer, publish_call, publishes_call, wait_calls};
 use crate::layout::{LowLatencyCombineArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
@@ -71,11 +71,19 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
         let shared = Shared::lay_out();
         let sends = args.common.phases & phase::SEND != 0;
         trace(comm, Phase::Enter);
+        let publishes = publishes_call(&args.common);
+        let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
         let first = Ahead::of(args, ctaid(), sends);
         let first_piece = Ahead::of_piece(args, Piece::first_of_warp(false), sends);
         let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
-        let begun = begin::<true>(&args.common, shared.members);
-        if sends && begun.takes_part {
+        if publishes {
+            publish_call::<true>(&args.common, &opening);
+        }
+        let begun = begin::<true>(&args.common, &opening, shared.begun);
+        if sends && begun.takes_part() {
+            if ctaid() == 0 && tid() == 0 {
+                note_answer(&args.common, &opening);
+            }
             send::<FP8>(args, &begun, most, first, first_piece);
             trace(comm, Phase::Moved);
         }

@@ -19,9 +19,9 @@ const PIECE_SCALES: u32 = PIECE_BYTES / SCALE_BLOCK;
 pub(super) unsafe fn receive<const FP8: bool>(args: &LowLatencyCombineArgs, begun: &Begun) {
     // SAFETY: passed on to the kernel's caller; the head of the room says the rest.
     unsafe {
-        let (common, comm, epoch) = (&args.common, &args.common.comm, begun.epoch);
+        let (common, comm) = (&args.common, &args.common.comm);
         if in_packets(common, common.num_tokens) {
-            return receive_pieces::<FP8>(args, epoch);
+            return receive_pieces::<FP8>(args, begun.epoch());
         }
         let thread = tid();
         let pool = pool_of(comm, comm.rank);
@@ -34,6 +34,7 @@ pub(super) unsafe fn receive<const FP8: bool>(args: &LowLatencyCombineArgs, begu
             if begun.has_member(thread) {
                 let chunk = token / common.chunk_tokens;
                 let word = pool + common.place.returned + chunk_offset(common, thread, chunk);
+                let epoch = begun.epoch();
                 failed = !wait_at_least(comm, word, epoch, thread, epoch, Wait::LowLatencyReturned);
             }
             if barrier_any(failed) {

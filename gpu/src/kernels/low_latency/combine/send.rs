@@ -3,8 +3,7 @@
 use super::super::super::epoch::pool_of;
 use super::super::fp8::{Sixteen, from_bf16, quantised, scale_offset};
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, note_answer, send_packets, tell_call,
-    tokens_in_chunk,
+    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, send_packets, tokens_in_chunk,
 };
 use super::{add, bf16_bytes, round};
 use crate::layout::{LowLatencyCombineArgs, SCALE_BLOCK, pieces_of, row_stride};
@@ -104,13 +103,9 @@ pub(super) unsafe fn send<const FP8: bool>(
 ) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
-        let (common, comm, epoch) = (&args.common, &args.common.comm, begun.epoch);
+        let (common, comm) = (&args.common, &args.common.comm);
         let (warp, lane) = (tid() / 32, laneid());
-        tell_call(comm, begun);
-        if ctaid() == 0 && tid() == 0 {
-            note_answer(common, begun);
-        }
-        return_pieces::<FP8>(args, most.packets, first_piece, epoch);
+        return_pieces::<FP8>(args, most.packets, first_piece, begun.epoch());
         let (rows, mut unsaid) = (most.words * comm.num_ranks, 0);
         let (mut index, mut ahead) = (ctaid(), first);
         while index < rows {
@@ -129,7 +124,7 @@ pub(super) unsafe fn send<const FP8: bool>(
             if unsaid == ROWS_AT_ONCE || next >= rows {
                 barrier_sync();
                 if warp == 0 && lane < unsaid {
-                    say_returned(args, index - lane * nctaid(), epoch);
+                    say_returned(args, index - lane * nctaid(), begun.epoch());
                 }
                 unsaid = 0;
             }

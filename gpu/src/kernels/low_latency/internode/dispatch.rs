@@ -12,7 +12,7 @@ use super::super::dispatch::{Entry, Pair, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
 use super::super::team::Team;
-use super::super::{Begun, answered_at, begin, completes, finish};
+use super::super::{Begun, Opening, begin, completes, finish};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
 use crate::layout::{
     DISPATCH_HEADER, LowLatencyInternodeDispatchArgs, LowLatencySlot, MAX_MEMBERS, MAX_TOPK, Quantise,
@@ -38,10 +38,10 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
     let common = &args.dispatch.common;
     let shared = Shared::lay_out();
     trace(&common.comm, Phase::Enter);
-    let answered = ld_u64(answered_at(common));
-    let begun = begin::<false>(common, shared.members);
+    let opening = Opening::load::<false>(common, tid() == 0);
+    let begun = begin::<false>(common, &opening, shared.begun);
     if common.phases & phase::SEND != 0 {
-        send(&args, &shared, &begun, answered);
+        send(&args, &shared, &begun);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
@@ -65,16 +65,15 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
     LowLatencySlot::new(args.dispatch.row_bytes, scales_of(args), args.dispatch.common.num_topk)
 }
 
-/// Writes this rank's tokens into the messages, a token to a block. `answered`: what stood at
-/// [`answered_at`].
+/// Writes this rank's tokens into the messages, a token to a block.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun, answered: u64) {
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, messages) = (&args.dispatch.common, &args.messages);
         let (thread, warp) = (tid(), tid() / 32);
-        let mut takes_part = begun.takes_part;
-        if !begun.is_answered(answered) {
+        let mut takes_part = begun.takes_part();
+        if !begun.is_answered() {
             let is_ready = !takes_part || warp != 0 || wait_ready(common, messages, begun);
             takes_part &= !barrier_any(!is_ready);
         }
@@ -195,7 +194,7 @@ unsafe fn write_entries(
         let experts = (common.local_experts * common.comm.num_ranks) as i64;
         if entry.expert >= experts || entry.expert < -1 {
             let (peer, expert) = (common.comm.rank, entry.expert as u64);
-            note(&common.comm, 0, peer, begun.epoch, token as u64, expert, Wait::LowLatencyExpert);
+            note(&common.comm, 0, peer, begun.epoch(), token as u64, expert, Wait::LowLatencyExpert);
             note_missing_token(&common.comm, token);
         }
         let (rank, local) = owner_of(args, entry.expert, begun).unwrap_or((u32::MAX, 0));
@@ -304,7 +303,7 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
             let route = Route::to(&args.messages, lane);
             st_u32(route.written(Kind::Dispatch), slots);
             let bytes = DISPATCH_HEADER as u64 + slots as u64 * slot_of(args).bytes as u64;
-            deliver(common, route, lane, Kind::Dispatch, bytes, begun.epoch);
+            deliver(common, route, lane, Kind::Dispatch, bytes, begun.epoch());
         }
     }
 }

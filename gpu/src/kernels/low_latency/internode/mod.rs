@@ -33,8 +33,8 @@ pub use {
 const MEMBERS: u32 = MAX_MEMBERS as u32;
 
 /// Shared memory of these kernels, in bytes: the low and the high halves of an address for each rank; tokens and slots of each rank; how many
-/// of an expert's rows are of each rank, or of a token's message before it; how many each warp has found; the members.
-pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = (5 * MEMBERS + 32 + 1) * 4;
+/// of an expert's rows are of each rank, or of a token's message before it; how many each warp has found; four words of `begin`.
+pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = (5 * MEMBERS + 32 + 4) * 4;
 
 /// The parts of shared memory, as offsets in the shared window.
 struct Shared {
@@ -44,7 +44,7 @@ struct Shared {
     slots: u32,
     of_rank: u32,
     of_warp: u32,
-    members: u32,
+    begun: u32,
 }
 
 impl Shared {
@@ -56,7 +56,7 @@ impl Shared {
         let slots = tokens + MEMBERS * 4;
         let of_rank = slots + MEMBERS * 4;
         let of_warp = of_rank + MEMBERS * 4;
-        Shared { low, high, tokens, slots, of_rank, of_warp, members: of_warp + 32 * 4 }
+        Shared { low, high, tokens, slots, of_rank, of_warp, begun: of_warp + 32 * 4 }
     }
 
     /// Notes an address for a rank.
@@ -268,7 +268,7 @@ impl Incoming {
 unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun: &Begun) -> bool {
     // SAFETY: the words that are waited for are in this rank's memory.
     unsafe {
-        let (lane, epoch) = (laneid(), begun.epoch);
+        let (lane, epoch) = (laneid(), begun.epoch());
         let mut ready = true;
         if begun.has_member(lane) {
             if ctaid() == 0 {
@@ -353,11 +353,11 @@ unsafe fn wait_messages<const DISPATCH: bool>(
     // SAFETY: packets are in this rank's memory, and acquire what they came behind; each word of shared memory has one writer, and a barrier
     // behind it.
     unsafe {
-        let (comm, epoch) = (&args.comm, begun.epoch);
-        let (thread, mut failed) = (tid(), !begun.takes_part);
+        let (comm, epoch) = (&args.comm, begun.epoch());
+        let (thread, mut failed) = (tid(), !begun.takes_part());
         if thread < MEMBERS {
             let (mut tokens, mut slots) = (0, 0);
-            if begun.has_member(thread) && begun.takes_part {
+            if begun.has_member(thread) {
                 let route = Route::to(messages, thread);
                 match wait_call(comm, messages, thread, epoch) {
                     Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
