@@ -268,6 +268,45 @@ unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Ope
     }
 }
 
+/// Waits until a rank has entered the operation with the call of this one, and gives its number of
+/// tokens; `None` where the wait expired or the rank came with another call, which is recorded.
+#[inline(always)]
+unsafe fn wait_call(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32> {
+    // SAFETY: packets are in this rank's own pool.
+    unsafe {
+        let comm = &args.comm;
+        let packet = pool_of(comm, comm.rank) + call_offset(rank, epoch);
+        let call = wait_packet::<true>(comm, packet, rank, epoch, Wait::LowLatencyEnter)?;
+        if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 {
+            return Some((call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens));
+        }
+        record(comm, 0, rank, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
+        None
+    }
+}
+
+/// Waits until every member has entered the operation with the call of this one; false, in all
+/// lanes, when one has not. The whole warp calls it.
+#[inline(always)]
+unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
+    // SAFETY: the caller says that all lanes are here.
+    unsafe {
+        let lane = laneid();
+        let is_here = lane >= MAX_RANKS as u32
+            || !begun.has_member(lane)
+            || wait_call(args, lane, begun.epoch()).is_some();
+        ballot(!is_here) == 0
+    }
+}
+
+/// What a rank whose rows do not come is late with: they, or its entry into the operation.
+#[inline(always)]
+unsafe fn late_with(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
+    // SAFETY: packets are in this rank's own pool. Nothing is read by what this one says.
+    let seen = unsafe { ld_relaxed_sys_u64(pool_of(comm, comm.rank) + call_offset(rank, epoch)) };
+    if (seen >> 32) as u32 == epoch as u32 { rows } else { Wait::LowLatencyEnter }
+}
+
 /// In the place of the tokens of a member that has not entered the operation with the same call.
 const ABSENT: u32 = u32::MAX;
 
@@ -287,17 +326,7 @@ unsafe fn wait_calls<const BARRIER: u32>(
         if thread < MAX_RANKS as u32 {
             let mut tokens = 0;
             if begun.has_member(thread) {
-                let packet = pool_of(comm, comm.rank) + call_offset(thread, epoch);
-                match wait_packet::<true>(comm, packet, thread, epoch, Wait::LowLatencyEnter) {
-                    Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
-                        tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
-                    }
-                    Some(call) => {
-                        record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
-                        tokens = ABSENT;
-                    }
-                    None => tokens = ABSENT,
-                }
+                tokens = wait_call(args, thread, epoch).unwrap_or(ABSENT);
             }
             st_shared_u32(shared.tokens + thread * 4, tokens);
         }
@@ -461,25 +490,17 @@ unsafe fn load_packets(at: u64) -> [[u32; 4]; 4] {
 
 /// Whether a packet of the piece that `packets` are of has not come. The whole warp calls it.
 #[inline(always)]
-unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u64) -> bool {
-    let epoch = epoch as u32;
+unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u32) -> bool {
     let late = (a[3] ^ epoch) | (b[3] ^ epoch) | (c[3] ^ epoch) | (d[3] ^ epoch);
     // SAFETY: the caller says that all lanes are here.
     unsafe { ballot(late != 0) != 0 }
 }
 
 /// Waits until all packets of the piece at `at` are there, of which `seen` was loaded before, and
-/// gives the lane's vectors; in all lanes the ns that it waited when the wait expired. The whole
-/// warp calls it.
+/// gives the lane's vectors; in all lanes the ns that it waited when the wait expired, which the
+/// caller records. The whole warp calls it.
 #[inline(always)]
-unsafe fn wait_packets(
-    comm: &Comm,
-    at: u64,
-    seen: [[u32; 4]; 4],
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-) -> Result<[[u32; 4]; 3], u64> {
+unsafe fn wait_packets(comm: &Comm, at: u64, seen: [[u32; 4]; 4], epoch: u32) -> Result<[[u32; 4]; 3], u64> {
     // SAFETY: the caller vouches for the address.
     unsafe {
         let (mut packets, mut deadline) = (seen, Deadline::start());
@@ -489,9 +510,6 @@ unsafe fn wait_packets(
                 return Ok([[a[0], a[1], a[2], d[0]], [b[0], b[1], b[2], d[1]], [c[0], c[1], c[2], d[2]]]);
             }
             if ballot(deadline.expired(comm)) != 0 {
-                if laneid() == 0 {
-                    record(comm, deadline.waited, peer, epoch, epoch, a[3] as u64, what);
-                }
                 return Err(deadline.waited);
             }
             packets = load_packets(at);
@@ -502,9 +520,19 @@ unsafe fn wait_packets(
 /// Ends a block's part of the operation; all threads call it.
 #[inline(always)]
 unsafe fn finish(comm: &Comm) {
-    // SAFETY: `local` is live. The end of the kernel publishes the ticket to the next one.
+    // SAFETY: the caller says that all threads are here.
     unsafe {
         barrier_sync();
+        add_share(comm);
+    }
+}
+
+/// Adds the block's share to the ticket. All threads call it, behind a barrier with which the block's
+/// part of the operation ends.
+#[inline(always)]
+unsafe fn add_share(comm: &Comm) {
+    // SAFETY: `local` is live. The end of the kernel publishes the ticket to the next one.
+    unsafe {
         trace(comm, Phase::Done);
         if tid_now() == 0 {
             red_relaxed_gpu_add_u64(comm.local.0 + LOCAL_TICKET, share(ctaid(), nctaid()));
