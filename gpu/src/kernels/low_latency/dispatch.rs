@@ -160,14 +160,15 @@ unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
         let (mut token, mut ahead, mut unsaid) = (ctaid(), first, 0);
         while token < common.num_tokens && takes_part {
             let row = comm.rank * common.max_tokens + token;
+            // In front of the stores of this token: behind them the loads would wait for a full link.
+            let next = token + nctaid();
+            let after = Ahead::of(args, next, true);
             let mask = send_ids(args, token, row, &ahead.entry, warp == 0, begun);
             if thread == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
             send_row(args, token, row, mask, ahead.pair);
-            // On its way while the block waits below.
-            let next = token + nctaid();
-            ahead = Ahead::of(args, next, true);
+            ahead = after;
             unsaid += 1;
             if unsaid == ROWS_AT_ONCE || next >= common.num_tokens {
                 barrier_sync();
