@@ -295,20 +295,30 @@ unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to:
         let (common, comm) = (&args.common, &args.common.comm);
         let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
         let epoch = begun.epoch() as u32;
+        let piece_of = |from: u32| packets + piece.offset(common, args.row_bytes, from);
         let (mut sums, mut left) = ([[0.0; 8]; 3], mask);
+        let (mut from, mut seen) = (0, [[0; 4]; 4]);
+        if left != 0 {
+            from = left.trailing_zeros();
+            seen = load_packets(piece_of(from));
+        }
         while left != 0 {
-            let from = left.trailing_zeros();
             left &= left - 1;
-            let at = packets + piece.offset(common, args.row_bytes, from);
-            let seen = load_packets(at);
-            let vectors = match wait_packets(comm, at, seen, epoch) {
+            // The next rank's are on their way while this one's are waited for.
+            let (this, next) = (from, left.trailing_zeros());
+            let mut seen_next = seen;
+            if left != 0 {
+                seen_next = load_packets(piece_of(next));
+            }
+            let vectors = match wait_packets(comm, piece_of(this), seen, epoch) {
                 Ok(vectors) => vectors,
                 Err(waited) => {
-                    record_late_piece(args, piece, from, left, waited, begun.epoch());
+                    record_late_piece(args, piece, this, left, waited, begun.epoch());
                     return false;
                 }
             };
             unroll3!(V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
+            (from, seen) = (next, seen_next);
         }
         unroll3!(V => {
             let at = piece.at(V as u32);

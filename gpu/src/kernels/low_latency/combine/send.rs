@@ -242,9 +242,9 @@ unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Shar
     unsafe {
         let (mut sums, mut left) = ([[0.0; 8]; 3], share.entries);
         while left != 0 {
-            // Two rows at a time, so that their loads are in flight together.
-            let (mut loaded, mut weights) = ([[[0; 4]; 3]; 2], [0.0; 2]);
-            unroll2!(J => {
+            // Four rows at a time, so that their loads are in flight together.
+            let (mut loaded, mut weights) = ([[[0; 4]; 3]; 4], [0.0; 4]);
+            unroll4!(J => {
                 let (is_there, from, weight) = share.next_entry(args, &mut left);
                 weights[J] = weight;
                 unroll3!(V => {
@@ -253,9 +253,10 @@ unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Shar
                 });
             });
             // What is not there adds zeros.
-            unroll3!(V => {
-                add(&mut sums[V], from_bf16(loaded[0][V]), weights[0]);
-                add(&mut sums[V], from_bf16(loaded[1][V]), weights[1]);
+            unroll4!(J => {
+                add(&mut sums[0], from_bf16(loaded[J][0]), weights[J]);
+                add(&mut sums[1], from_bf16(loaded[J][1]), weights[J]);
+                add(&mut sums[2], from_bf16(loaded[J][2]), weights[J]);
             });
         }
         let mut vectors = [[0; 4]; 3];
