@@ -6,6 +6,7 @@ use super::super::{
     Begun, Piece, Shared, chunk_offset, have_all_entered, in_packets, is_piece_late, last_warp, late_with,
     load_packets, packet_seen, wait_packets,
 };
+use super::send::{Ahead, return_row};
 use super::{add, bf16_bytes, round};
 use crate::layout::{
     Comm, LowLatencyCombineArgs, MAX_RANKS, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
@@ -59,22 +60,26 @@ pub(super) unsafe fn receive<const FP8: bool>(
             }
             return failed;
         }
-        let pool = pool_of(comm, comm.rank);
-        let bytes = bf16_bytes::<FP8>(args);
         let mut token = ctaid();
         while token < common.num_tokens {
-            // Of every member, also of one that the token did not go to: its word is on its way as well.
-            if begun.has_member(thread) {
+            // The own share is summed while the others' are on their way, and nobody is told: the
+            // barrier below orders it before the sum of all.
+            let own = Ahead::of_row(args, comm.rank, token, true);
+            let to = returned_row::<FP8>(args, comm.rank, token);
+            return_row::<FP8>(args, comm.rank * common.max_tokens + token, own, to);
+            // Of every other member, also of one that the token did not go to: its word is on its way as well.
+            if thread != comm.rank && begun.has_member(thread) {
                 let chunk = token / common.chunk_tokens;
-                let word = pool + common.place.returned + chunk_offset(common, thread, chunk);
+                let word = common.place.returned + chunk_offset(common, thread, chunk);
+                let word = pool_of(comm, comm.rank) + word;
                 failed |= !wait_returned(comm, word, thread, begun.epoch());
             }
             if barrier_any(failed) {
                 spoil_rows::<FP8>(args, token);
                 return false;
             }
-            let rows = pool + common.place.returned_x + token as u64 * row_stride(bytes as u64);
-            let to = args.combined_x.0 + token as u64 * bytes as u64;
+            let rows = returned_row::<FP8>(args, 0, token);
+            let to = args.combined_x.0 + token as u64 * bf16_bytes::<FP8>(args) as u64;
             if FP8 {
                 sum_quantised(args, mask, rows, to);
             } else {
@@ -85,6 +90,14 @@ pub(super) unsafe fn receive<const FP8: bool>(
         }
         failed
     }
+}
+
+/// Where rank `rank`'s row of an own token comes back.
+#[inline(always)]
+fn returned_row<const FP8: bool>(args: &LowLatencyCombineArgs, rank: u32, token: u32) -> u64 {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let stride = row_stride(bf16_bytes::<FP8>(args) as u64);
+    pool_of(comm, comm.rank) + common.place.returned_x + (rank * common.max_tokens + token) as u64 * stride
 }
 
 /// Waits until a rank has returned a chunk, by the word at `word`; false when the wait expired.
