@@ -3,7 +3,7 @@
 //! What makes it sound: a row has one block of one rank that writes it, and nobody reads it before that rank's word for its chunk, which is
 //! released by the block that sent the chunk's last token and has acquired what the others did. Packets, of ids or weights, have one warp of one
 //! rank that writes them, and are read with their epoch, all of each or nothing. An expert's tables
-//! have one block or, of few tokens, one warp. The warps of a block meet at a barrier between the
+//! have one block or one warp. The warps of a block meet at a barrier between the
 //! writers and readers of each word of shared memory, all of them or those that receive; collectives
 //! stand where all lanes of a warp arrive.
 
@@ -360,12 +360,17 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
         }
         let mut total = 0;
         unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
-        if total <= ROWS_OF_WARP {
-            let warps = team.threads / 32;
+        // Rounds of loads that a warp, or a block, makes one after the other.
+        let (experts, blocks, threads) = (common.local_experts, nctaid(), team.threads);
+        let warps = threads / 32 * blocks;
+        core::hint::assert_unchecked(warps >= 1 && blocks >= 1 && threads >= 1);
+        let of_warps = total.div_ceil(32) * experts.div_ceil(warps);
+        let of_blocks = total.div_ceil(threads) * experts.div_ceil(blocks);
+        if of_warps <= 2 * of_blocks {
             let mut expert = thread / 32 * nctaid() + ctaid();
             while expert < common.local_experts {
-                list_few_rows(args, shared, expert, total, epoch);
-                expert += nctaid() * warps;
+                list_rows_of_warp(args, shared, expert, total, epoch);
+                expert += warps;
             }
         } else {
             let mut expert = ctaid();
@@ -391,12 +396,15 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
     }
 }
 
-/// Most tokens of all sources of which a warp lists an expert's by itself: more take a block.
-const ROWS_OF_WARP: u32 = 64;
-
-/// Lists the rows of a local expert where there are few, without a barrier. The whole warp calls it.
+/// Lists the rows of a local expert without a barrier. The whole warp calls it.
 #[inline(always)]
-unsafe fn list_few_rows(args: &LowLatencyDispatchArgs, shared: &Shared, expert: u32, total: u32, epoch: u64) {
+unsafe fn list_rows_of_warp(
+    args: &LowLatencyDispatchArgs,
+    shared: &Shared,
+    expert: u32,
+    total: u32,
+    epoch: u64,
+) {
     // SAFETY: passed on to the caller: an expert's tables are one warp's.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
@@ -425,7 +433,7 @@ unsafe fn list_few_rows(args: &LowLatencyDispatchArgs, shared: &Shared, expert: 
             // A weight that does not come is an error, whatever it is taken for.
             packet_seen(comm, at, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
         };
-        super::list::list_few_rows(common, expert, total, look, weight);
+        super::list::list_rows_of_warp(common, expert, total, look, weight);
     }
 }
 

@@ -124,7 +124,7 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
 /// most. `look` gives beside a token what `weight` finds the weights of its entries in. The whole warp
 /// calls it.
 #[inline(always)]
-pub(super) unsafe fn list_few_rows<W>(
+pub(super) unsafe fn list_rows_of_warp<W>(
     args: &LowLatencyArgs,
     expert: u32,
     total: u32,
