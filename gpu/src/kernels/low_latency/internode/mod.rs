@@ -12,12 +12,12 @@
 
 use core::mem::offset_of;
 
-use super::super::epoch::{Deadline, Phase, record, trace};
+use super::super::epoch::{Deadline, Phase, aborted, record, trace};
 use super::super::rail::{Delivery, Operation, post_to};
 use super::{Begun, is_other_call};
 use crate::layout::{
-    Comm, LowLatencyArgs, LowLatencyCall, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute,
-    LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait,
+    Comm, LowLatencyArgs, LowLatencyCall, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages,
+    LowLatencyRoute, LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait, low_latency_head_bytes,
 };
 use crate::simt::*;
 
@@ -209,8 +209,9 @@ unsafe fn tell(
 struct Incoming {
     /// [`LowLatencyWords`].
     words: u64,
-    /// Copies of its packet and, [`MEMBERS`] words behind it, of its ready word.
-    copies: u64,
+    /// The copy of its packet.
+    copy_of_call: u64,
+    copy_of_ready: u64,
     is_on_host: bool,
 }
 
@@ -220,9 +221,11 @@ impl Incoming {
         // SAFETY: the table of routes and the copies have an entry for every rank.
         unsafe {
             let route = Route::to(messages, rank);
+            let copy = messages.copies.0 + rank as u64 * 8;
             Incoming {
                 words: route.words_in(),
-                copies: messages.calls.0 + rank as u64 * 8,
+                copy_of_call: copy + offset_of!(LowLatencyCopies, calls) as u64,
+                copy_of_ready: copy + offset_of!(LowLatencyCopies, ready) as u64,
                 is_on_host: route.field(offset_of!(LowLatencyRoute, words_out)) == 0,
             }
         }
@@ -237,18 +240,13 @@ impl Incoming {
     /// Where this block polls the packet of an operation.
     #[inline(always)]
     fn call(&self, epoch: u64) -> u64 {
-        if self.is_copied() { self.copies } else { self.words + call_at(epoch) }
+        if self.is_copied() { self.copy_of_call } else { self.words + call_at(epoch) }
     }
 
     /// Where this block polls the ready word.
     #[inline(always)]
     fn ready(&self) -> u64 {
-        if self.is_copied() { self.copy_of_ready() } else { self.words + READY }
-    }
-
-    #[inline(always)]
-    fn copy_of_ready(&self) -> u64 {
-        self.copies + MEMBERS as u64 * 8
+        if self.is_copied() { self.copy_of_ready } else { self.words + READY }
     }
 
     /// Publishes a word that this block has acquired to the blocks that poll its copy.
@@ -261,6 +259,17 @@ impl Incoming {
             }
         }
     }
+}
+
+/// Whether block 0 has given up waiting, asked in each of the `polls` of a copy. Block 0 has the
+/// deadline and names who is late: it raises the abort word wherever it does not publish. A copy that
+/// is not there says nothing about its peer, since packets of a dispatch are published when all have
+/// come.
+#[inline(always)]
+unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
+    *polls += 1;
+    // SAFETY: passed on to the caller.
+    unsafe { polls.is_multiple_of(4) && aborted(comm) }
 }
 
 /// As within a node: waits until all members have entered a dispatch into a place that they may still use, having told them of this one.
@@ -288,51 +297,57 @@ unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun
 unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
     // SAFETY: the words and their copies are in this rank's memory.
     unsafe {
-        let mut deadline = Deadline::start();
+        let (mut deadline, mut polls) = (Deadline::start(), 0);
         loop {
             let seen = ld_acquire_sys_u64(incoming.ready());
             if ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
-                incoming.publish(incoming.copy_of_ready(), seen);
+                incoming.publish(incoming.copy_of_ready, seen);
                 return true;
+            }
+            if incoming.is_copied() {
+                if is_given_up(comm, &mut polls) {
+                    return false;
+                }
+                continue;
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyReady);
                 return false;
             }
-            // Other blocks end by the abort word that block 0 raises.
-            if deadline.is_long()
-                && !incoming.is_copied()
-                && is_other_call(comm, incoming.call(epoch), rank, epoch)
-            {
+            if deadline.is_long() && is_other_call(comm, incoming.call(epoch), rank, epoch) {
                 return false;
             }
         }
     }
 }
 
-/// Waits until a rank's message has come, and says with which call; `None` when the wait expired. Where the rank waits for this one first, in
+/// Waits until a rank's message has come, and says with which call, which the caller publishes; `None` when the wait expired. Where the rank waits for this one first, in
 /// a call that is another one, it will not come: then that call is said.
 #[inline(always)]
-unsafe fn wait_call(comm: &Comm, messages: &LowLatencyMessages, rank: u32, epoch: u64) -> Option<u32> {
+unsafe fn wait_call(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
     // SAFETY: the words and their copies are in this rank's memory. What the ready word says is
     // compared, and nothing is read behind it.
     unsafe {
-        let (incoming, mut deadline) = (Incoming::of(messages, rank), Deadline::start());
+        let (mut deadline, mut polls) = (Deadline::start(), 0);
         loop {
             let seen = ld_acquire_sys_u64(incoming.call(epoch));
             if (seen >> 32) as u32 == epoch as u32 {
-                incoming.publish(incoming.copies, seen);
                 return Some(seen as u32);
+            }
+            if incoming.is_copied() {
+                if is_given_up(comm, &mut polls) {
+                    return None;
+                }
+                continue;
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyEnter);
                 return None;
             }
-            if deadline.is_long() && !incoming.is_copied() {
+            if deadline.is_long() {
                 let ready = ld_relaxed_sys_u64(incoming.words + READY);
                 let is_other = (ready ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
                 if (ready >> 32) as u32 == epoch as u32 && is_other {
-                    incoming.publish(incoming.copies, ready);
                     return Some(ready as u32);
                 }
             }
@@ -340,8 +355,11 @@ unsafe fn wait_call(comm: &Comm, messages: &LowLatencyMessages, rank: u32, epoch
     }
 }
 
+/// Marks the address of the copies of a message's heads, in place of the message's.
+const COPIED: u64 = 1;
+
 /// Waits until every member's message has come, with the call of this rank, and notes how many tokens each has; all threads of the block
-/// call it. `DISPATCH`: notes as well how many slots are in each message, which are in `shared` already in a combine. False when one has not
+/// call it. `DISPATCH`: notes as well where each message is, or the copies of its heads, and how many slots it has, which are in `shared` already in a combine. False when one has not
 /// come: the same in all threads.
 #[inline(always)]
 unsafe fn wait_messages<const DISPATCH: bool>(
@@ -358,19 +376,30 @@ unsafe fn wait_messages<const DISPATCH: bool>(
         if thread < MEMBERS {
             let (mut tokens, mut slots) = (0, 0);
             if begun.has_member(thread) {
-                let route = Route::to(messages, thread);
-                match wait_call(comm, messages, thread, epoch) {
-                    Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
+                let incoming = Incoming::of(messages, thread);
+                let call = wait_call(comm, &incoming, thread, epoch);
+                let is_same =
+                    call.is_some_and(|call| (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0);
+                if let Some(call) = call {
+                    // A dispatch publishes it behind the heads of the message.
+                    if !(DISPATCH && is_same) {
+                        incoming.publish(incoming.copy_of_call, epoch << 32 | call as u64);
+                    }
+                    if is_same {
                         tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
-                        if DISPATCH {
-                            slots = ld_u32(route.arrives(Kind::Dispatch)).min(tokens);
-                        }
-                    }
-                    Some(call) => {
+                    } else {
                         record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
-                        failed = true;
                     }
-                    None => failed = true,
+                }
+                failed = !is_same;
+                if DISPATCH && is_same {
+                    let header = Route::to(messages, thread).arrives(Kind::Dispatch);
+                    let copied = messages.num_slots.0 + thread as u64 * 4;
+                    slots = ld_u32(if incoming.is_copied() { copied } else { header }).min(tokens);
+                    let heads = messages.copies.0
+                        + size_of::<LowLatencyCopies>() as u64
+                        + (thread * args.max_tokens * low_latency_head_bytes(args.num_topk)) as u64;
+                    shared.set_address(thread, if incoming.is_on_host { heads | COPIED } else { header });
                 }
             }
             if DISPATCH {
