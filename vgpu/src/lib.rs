@@ -65,7 +65,7 @@ mod parser;
 mod rng;
 mod seeds;
 
-pub use check::{CheckConfig, Checker, Past, Stored, Timeline, host_meets};
+pub use check::{CheckConfig, Checker, Loaded, Past, Stored, Timeline, host_meets};
 pub use device::{
     CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION,
 };

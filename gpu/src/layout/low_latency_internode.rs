@@ -87,6 +87,25 @@ impl LowLatencySlot {
     }
 }
 
+/// Bytes of the copy of a slot's head: the index of its token, on 8 bytes, and its entries.
+#[inline(always)]
+pub const fn low_latency_head_bytes(num_topk: u32) -> u32 {
+    8 + num_topk * 8
+}
+
+/// Copies of the words of each rank whose words are in host memory. One block writes them, and the
+/// others poll them.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct LowLatencyCopies {
+    /// The last packet. That of a dispatch comes behind the copies of its message's heads.
+    pub calls: [u64; MAX_MEMBERS],
+    /// The last ready word.
+    pub ready: [u64; MAX_MEMBERS],
+}
+
+layout_assert!(LowLatencyCopies, size = 16 * MAX_MEMBERS, ready at 8 * MAX_MEMBERS);
+
 /// Bytes of a returned row and its scales in a combine's message.
 #[inline(always)]
 pub const fn answer_slot_bytes(row_bytes: u32, num_scales: u32) -> u32 {
@@ -113,11 +132,12 @@ pub struct LowLatencyMessages {
     pub written: DevicePtr,
     /// u64 `[MAX_MEMBERS]`: rows of a rank that have been returned, in shares of `QUANTUM`.
     pub returned: DevicePtr,
-    /// u64 `[MAX_MEMBERS]`: of ranks whose words are in the host's memory, the packet of the last operation, where one block has copied it.
-    pub calls: DevicePtr,
+    /// [`LowLatencyCopies`] and behind them heads, `[num_ranks * max_tokens]`, of
+    /// [`low_latency_head_bytes`]: copies of what ranks write in host memory. One block writes them.
+    pub copies: DevicePtr,
 }
 
-layout_assert!(LowLatencyMessages, size = 72, calls at 64);
+layout_assert!(LowLatencyMessages, size = 72, copies at 64);
 
 /// Arguments of `low_latency_internode_dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

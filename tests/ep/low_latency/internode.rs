@@ -1,6 +1,9 @@
 //! Low latency across nodes: the same calls and the same results, whatever joins the nodes.
 
-use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Buffer, Options, Quantise};
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
@@ -54,6 +57,50 @@ fn more_ranks_than_there_may_be() {
         Ok(())
     });
     outcome.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+/// Words in host memory are polled by block 0 of a kernel alone, however long it waits, and of messages
+/// there others load rows alone: each load from there takes the device microseconds, one after the other.
+#[test]
+fn only_the_first_block_polls_host_memory() {
+    let checker = Checker::new(CheckConfig { races: false, ..CheckConfig::default() });
+    checker.count_loads();
+    let case = LowLatencyCase::new(routing(&[9, 5, 3], 3, 6, Style::DistinctTopK), 16);
+    let case = LowLatencyCase {
+        nodes: nodes(1, TransportKind::Shm),
+        sm_count: 6,
+        rounds: 5,
+        unanswered: 2,
+        checker: Some(checker.clone()),
+        ..case
+    };
+    case.on_threads(|rank| {
+        // The peers wait for this rank in each operation, so long that they look for other calls.
+        if rank.buffer.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(1000));
+        }
+        let differing = case.step_by_step(rank)?;
+        rank.group.barrier(PATIENCE)?;
+        if rank.buffer.rank() == 0 {
+            let is_word = |loaded: &Loaded| loaded.memory == "wire memory" && loaded.part == "words";
+            let mut loads = checker.loads();
+            loads.retain(is_word);
+            let kernels = loads.iter().map(|loaded| loaded.kernel.as_str());
+            assert_eq!(kernels.collect::<BTreeSet<_>>().len(), 2, "dispatches and combines: {loads:?}");
+            loads.retain(|loaded| loaded.block != 0);
+            assert!(loads.is_empty(), "{loads:?}");
+            // A row is two vectors. Heads of 14 slots at most would be 100 loads and more for each expert.
+            let mut of_rows = 0;
+            for loaded in checker.loads() {
+                let is_row = loaded.memory == "wire memory" && loaded.part == "dispatch_in";
+                of_rows += if is_row && loaded.block != 0 { loaded.loads } else { 0 };
+            }
+            let (ranks, rounds, most_rows) = (3, 5, 9 + 5 + 3);
+            assert!(of_rows <= ranks * rounds * most_rows * 2, "{of_rows} loads from messages");
+        }
+        rank.group.barrier(PATIENCE)?;
+        Ok(differing)
+    });
 }
 
 /// Each operation has one put to each rank of another node: as many rows as the rank gets, and nothing else but what stands with them.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::config::CheckConfig;
 use super::known::{Past, Timeline};
-use super::stores::Stored;
+use super::stores::{Loaded, Stored};
 use super::world::{ACTING, Host, World};
 
 /// Watches the memory of all devices that share it. Clones are the same checker.
@@ -77,6 +77,17 @@ impl Checker {
     #[must_use]
     pub fn stores(&self) -> Vec<Stored> {
         self.world().stored()
+    }
+
+    /// Has loads counted from here on, for [`Checker::loads`].
+    pub fn count_loads(&self) {
+        self.world().loads.count();
+    }
+
+    /// What each block has loaded since [`Checker::count_loads`], from memory that is still there.
+    #[must_use]
+    pub fn loads(&self) -> Vec<Loaded> {
+        self.world().loaded()
     }
 }
 

@@ -21,7 +21,7 @@
 //! | `watch.rs`, `place.rs` | what the interpreter calls, and where an access goes |
 //! | `world.rs` | all of it together, and what the host does |
 //! | `checker.rs` | what a program calls |
-//! | `stores.rs` | how many bytes kernels store where, for who counts them |
+//! | `stores.rs` | how many bytes kernels store and how often they load, where, for tests that count |
 //! | `history.rs` | by which reads an order was meant to come about |
 //! | `report.rs` | what was found, in words |
 
@@ -43,4 +43,4 @@ pub use checker::{Checker, host_meets};
 pub use config::CheckConfig;
 pub(crate) use known::Known;
 pub use known::{Past, Timeline};
-pub use stores::Stored;
+pub use stores::{Loaded, Stored};

@@ -1,4 +1,5 @@
-//! How many bytes kernels store, and where: what a protocol sends over each link, for tests that predict it.
+//! What kernels store and load, and where, for tests that predict it: what a protocol sends over each
+//! link, and which blocks load from which memory.
 
 use std::collections::HashMap;
 
@@ -22,32 +23,54 @@ pub struct Stored {
     pub bytes: u64,
 }
 
-/// Bytes by grid, piece of memory and offset, once somebody wants to know.
-#[derive(Debug, Default)]
-pub(crate) struct Stores(Option<HashMap<(u32, u32, u64), u64>>);
+/// Loads by the lanes of one block, of the kernels of one name on one device, from one part of a
+/// piece of memory. Atomics and bulk copies are not counted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loaded {
+    /// The number of the device whose kernels loaded
+    /// ([`Checker::number_device`](crate::Checker::number_device)).
+    pub by: u32,
+    /// The number of the device that the memory belongs to.
+    pub on: u32,
+    /// Label of the memory there.
+    pub memory: String,
+    /// Name of the kernel.
+    pub kernel: String,
+    /// What lies there, as in [`Stored::part`].
+    pub part: String,
+    /// The block within its grid.
+    pub block: u32,
+    /// How many loads.
+    pub loads: u64,
+}
 
-impl Stores {
+/// Counts by grid, block within it, piece of memory and offset, from the time when they are asked for.
+#[derive(Debug, Default)]
+pub(crate) struct Counts(Option<HashMap<(u32, u32, u32, u64), u64>>);
+
+impl Counts {
     /// Counts from here on.
     pub(super) fn count(&mut self) {
         self.0.get_or_insert_default();
     }
 
-    /// A store of `bytes` bytes by the actor `by`.
-    pub(super) fn add(&mut self, by: Key, place: Place, bytes: u64) {
-        if let (Some(stores), Place::Global { shadow, offset }) = (&mut self.0, place) {
-            *stores.entry((clock::grid_of(by), shadow, offset)).or_default() += bytes;
+    /// `more` bytes or loads by the actor `by`.
+    pub(super) fn add(&mut self, by: Key, place: Place, more: u64) {
+        if let (Some(counts), Place::Global { shadow, offset }) = (&mut self.0, place) {
+            let block = clock::place_of(by).map_or(0, |(block, _)| block as u32);
+            *counts.entry((clock::grid_of(by), block, shadow, offset)).or_default() += more;
         }
     }
 
     /// A piece of memory is gone.
     pub(super) fn forget(&mut self, number: u32) {
-        if let Some(stores) = &mut self.0 {
-            stores.retain(|(_, shadow, _), _| *shadow != number);
+        if let Some(counts) = &mut self.0 {
+            counts.retain(|(_, _, shadow, _), _| *shadow != number);
         }
     }
 
-    /// Grid, piece of memory and offset, with the bytes.
-    pub(super) fn counted(&self) -> impl Iterator<Item = ((u32, u32, u64), u64)> {
-        self.0.iter().flatten().map(|(&place, &bytes)| (place, bytes))
+    /// Grid, block, piece of memory and offset, with the count.
+    pub(super) fn counted(&self) -> impl Iterator<Item = ((u32, u32, u32, u64), u64)> {
+        self.0.iter().flatten().map(|(&place, &count)| (place, count))
     }
 }

@@ -153,6 +153,7 @@ impl Watch for Watcher<'_> {
     fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), Trouble> {
         let record = self.record(lane, pc, how, false);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
+        self.world.loads.add(own, place, 1);
         let Some((shadow, grids, at, knows)) = self.look(place, lane) else { return Ok(()) };
         let who = Accessor { record, own, published: None, knows };
         let result = shadow.read(grids, at, bytes, &who);

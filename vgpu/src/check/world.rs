@@ -12,7 +12,7 @@ use super::grids::{GridFacts, Grids};
 use super::history::History;
 use super::known::{Known, Knows, Timeline};
 use super::shadow::{Accessor, How, Record, Shadow, Trouble, Wrong};
-use super::stores::{Stored, Stores};
+use super::stores::{Counts, Loaded, Stored};
 use crate::ir::{Scope, Sem};
 use crate::rng::Rng;
 
@@ -36,7 +36,8 @@ pub(crate) struct World {
     /// another address on every rank.
     pub(super) backings: HashMap<(u64, u64), (u32, u32)>,
     pub(super) free_shadows: Vec<u32>,
-    pub(super) stores: Stores,
+    pub(super) stores: Counts,
+    pub(super) loads: Counts,
     /// Numbers of devices, by the identity of their memory.
     pub(crate) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
@@ -69,7 +70,8 @@ impl World {
             config,
             grids: Grids::default(),
             shadows: vec![none],
-            stores: Stores::default(),
+            stores: Counts::default(),
+            loads: Counts::default(),
             devices: HashMap::new(),
             backings: HashMap::new(),
             free_shadows: vec![],
@@ -118,6 +120,7 @@ impl World {
             self.shadows[number as usize] = Shadow::default();
             self.releases.retain(|(shadow, _), _| *shadow != number);
             self.stores.forget(number);
+            self.loads.forget(number);
             self.free_shadows.push(number);
         }
     }
@@ -188,17 +191,42 @@ impl World {
     /// What kernels have stored since somebody wanted to know, in memory that is still there.
     pub(super) fn stored(&self) -> Vec<Stored> {
         let mut all: BTreeMap<_, u64> = BTreeMap::new();
-        for ((grid, shadow, offset), bytes) in self.stores.counted() {
-            if let Some((by, kernel)) = self.kernel_of(grid)
-                && let Some((on, memory)) = self.origin_of(shadow)
-            {
-                let part = self.part(shadow, offset);
-                let part = part.split(['[', ' ']).next().unwrap_or_default().to_owned();
-                *all.entry((by, on, memory, kernel, part)).or_default() += bytes;
+        for ((grid, _, shadow, offset), bytes) in self.stores.counted() {
+            if let Some(of) = self.by_name(grid, shadow, offset) {
+                *all.entry(of).or_default() += bytes;
             }
         }
         let stored = |((by, on, memory, kernel, part), bytes)| Stored { by, on, memory, kernel, part, bytes };
         all.into_iter().map(stored).collect()
+    }
+
+    /// What blocks have loaded since [`Counts::count`], from memory that is still there.
+    pub(super) fn loaded(&self) -> Vec<Loaded> {
+        let mut all: BTreeMap<_, u64> = BTreeMap::new();
+        for ((grid, block, shadow, offset), loads) in self.loads.counted() {
+            if let Some(of) = self.by_name(grid, shadow, offset) {
+                *all.entry((of, block)).or_default() += loads;
+            }
+        }
+        let loaded = |(((by, on, memory, kernel, part), block), loads)| Loaded {
+            by,
+            on,
+            memory,
+            kernel,
+            part,
+            block,
+            loads,
+        };
+        all.into_iter().map(loaded).collect()
+    }
+
+    /// The device of a grid, that of a piece of memory, its label, the kernel, and what lies there.
+    fn by_name(&self, grid: u32, shadow: u32, offset: u64) -> Option<(u32, u32, String, String, String)> {
+        let (by, kernel) = self.kernel_of(grid)?;
+        let (on, memory) = self.origin_of(shadow)?;
+        let part = self.part(shadow, offset);
+        let part = part.split(['[', ' ']).next().unwrap_or_default().to_owned();
+        Some((by, on, memory, kernel, part))
     }
 
     /// The number that a device was given.

@@ -1,6 +1,8 @@
-//! Counting what kernels store: by device, kernel, memory and part.
+//! Counting what kernels store and load: by device, kernel, memory and part.
 
-use epoxide_vgpu::{CheckConfig, Checker, DeviceConfig, Grid, Memory, Module, Progress, Region, Stored};
+use epoxide_vgpu::{
+    CheckConfig, Checker, DeviceConfig, Grid, Loaded, Memory, Module, Progress, Region, Stored,
+};
 
 use crate::common::{kernel, launch};
 
@@ -21,9 +23,13 @@ const BODY: &str = "
 END:";
 
 fn run(memory: &Memory, buf: &Region) {
-    let module = Module::parse(&kernel(".shared .align 128 .b8 DATA[16];", BODY)).unwrap();
+    run_blocks(memory, buf, BODY, 1);
+}
+
+fn run_blocks(memory: &Memory, buf: &Region, body: &str, blocks: u32) {
+    let module = Module::parse(&kernel(".shared .align 128 .b8 DATA[16];", body)).unwrap();
     let params = buf.addr().to_ne_bytes();
-    let shape = launch(1, 32);
+    let shape = launch(blocks, 32);
     let mut grid =
         Grid::new(module.kernel("k").unwrap(), memory.clone(), &DeviceConfig::default(), shape, &params)
             .unwrap();
@@ -62,4 +68,32 @@ fn bytes_are_counted_by_device_memory_and_part() {
     run(&second, &next);
     let stored: Vec<_> = checker.stores().into_iter().map(|s| (s.by, s.on, s.memory, s.bytes)).collect();
     assert_eq!(stored, [(9, 9, "next".into(), 256 + 20)]);
+}
+
+#[test]
+fn loads_are_counted_by_block() {
+    // 32 lanes of each block load a word each; of block 1 one lane loads another word as well.
+    let body = "
+    ld.global.u64 %rd1, [%rd42];
+    setp.ne.u32 %p1, %r40, 0;
+    @%p1 bra END;
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, 1;
+    @%p1 bra END;
+    ld.relaxed.sys.global.u32 %r2, [%rd40+256];
+END:";
+    let checker = Checker::new(CheckConfig { races: false, ..CheckConfig::default() });
+    let memory = Memory::checked(0, Some(checker.clone()));
+    checker.number_device(&memory, 3);
+    let words = memory.alloc_zeroed(4096, "words").unwrap();
+    words.name_parts(|at| (at < 256).then(|| format!("rows[{}]", at / 64)));
+    run_blocks(&memory, &words, body, 2);
+    assert_eq!(checker.loads(), [], "nobody asked");
+    checker.count_loads();
+    run_blocks(&memory, &words, body, 2);
+    let loaded = |part: &str, block, loads| {
+        let (memory, kernel, part) = ("words".into(), "k".into(), part.into());
+        Loaded { by: 3, on: 3, memory, kernel, part, block, loads }
+    };
+    assert_eq!(checker.loads(), [loaded("", 1, 1), loaded("rows", 0, 32), loaded("rows", 1, 32)]);
 }

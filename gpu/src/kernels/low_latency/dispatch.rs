@@ -2,9 +2,10 @@
 //!
 //! What makes it sound: a row has one block of one rank that writes it, and nobody reads it before that rank's word for its chunk, which is
 //! released by the block that sent the chunk's last token and has acquired what the others did. Packets, of ids or weights, have one warp of one
-//! rank that writes them, and are read with their epoch, all of each or nothing. An expert's tables have one block. The warps of a block meet
-//! at a barrier between the writers and readers of each word of shared memory, all of them or those that receive; collectives stand where all
-//! lanes of a warp arrive.
+//! rank that writes them, and are read with their epoch, all of each or nothing. An expert's tables
+//! have one block or one warp. The warps of a block meet at a barrier between the
+//! writers and readers of each word of shared memory, all of them or those that receive; collectives
+//! stand where all lanes of a warp arrive.
 
 use epoxide_macros::kernel;
 
@@ -13,8 +14,9 @@ use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words};
 use super::team::Team;
 use super::{
-    Begun, ROWS_AT_ONCE, Shared, answered_at, begin, chunk_offset, chunks_of, completes, finish, id_packets,
-    ids_offset, packet_seen, tell_call, tokens_in_chunk, wait_calls, wait_packet, wait_ready,
+    Begun, Opening, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
+    ids_offset, last_warp, packet_seen, publish_call, publishes_call, tokens_in_chunk, wait_calls,
+    wait_packet, wait_ready,
 };
 use crate::layout::{
     LowLatencyDispatchArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
@@ -41,11 +43,15 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let shared = Shared::lay_out();
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
+    let publishes = publishes_call(&args.common);
+    let opening = Opening::load::<false>(&args.common, tid() == 0 || publishes);
     let first = Ahead::of(&args, ctaid(), sends);
-    let answered = ld_u64(answered_at(&args.common));
-    let begun = begin::<false>(&args.common, shared.members);
+    if publishes {
+        publish_call::<false>(&args.common, &opening);
+    }
+    let begun = begin::<false>(&args.common, &opening, shared.begun);
     if sends {
-        send(&args, &begun, answered, first);
+        send(&args, &begun, first);
         trace(comm, Phase::Moved);
     }
     if args.common.phases & phase::RECEIVE != 0 {
@@ -139,37 +145,35 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
-/// Sends this rank's tokens, a token to a block. `answered`: what stood at [`answered_at`].
+/// Sends this rank's tokens, a token to a block.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, first: Ahead) {
+unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let (thread, warp, lane) = (tid(), tid() / 32, laneid());
-        let mut takes_part = begun.takes_part;
-        if takes_part {
-            tell_call(comm, begun);
-        }
+        let mut takes_part = begun.takes_part();
         // A place that no combine has answered since its last dispatch may be in use: then all wait for all.
-        if !begun.is_answered(answered) {
+        if !begun.is_answered() {
             let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
             takes_part &= !barrier_any(!is_ready);
         }
         let (mut token, mut ahead, mut unsaid) = (ctaid(), first, 0);
         while token < common.num_tokens && takes_part {
             let row = comm.rank * common.max_tokens + token;
+            // In front of the stores of this token: behind them the loads would wait for a full link.
+            let next = token + nctaid();
+            let after = Ahead::of(args, next, true);
             let mask = send_ids(args, token, row, &ahead.entry, warp == 0, begun);
             if thread == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
             send_row(args, token, row, mask, ahead.pair);
-            // On its way while the block waits below.
-            let next = token + nctaid();
-            ahead = Ahead::of(args, next, true);
+            ahead = after;
             unsaid += 1;
             if unsaid == ROWS_AT_ONCE || next >= common.num_tokens {
                 barrier_sync();
-                if warp == reporter() && lane < unsaid {
+                if warp == last_warp() && lane < unsaid {
                     say_sent(args, token - lane * nctaid(), begun);
                 }
                 unsaid = 0;
@@ -184,14 +188,9 @@ unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, answered: u64, firs
     }
 }
 
-/// The warp that says what its block has sent: it waits until all of it has arrived, which takes as long as the links do. It does nothing else
-/// from the block's last row on, and the others do not wait for it.
-#[inline(always)]
-fn reporter() -> u32 {
-    ntid() / 32 - 1
-}
-
-/// Adds a token that the block has sent to its chunk, and tells all members where it was the chunk's last.
+/// Adds a token that the block has sent to its chunk, and tells all members where it was the chunk's
+/// last. The last warp calls it, which waits until all of it has arrived: that takes as long as the
+/// links do. The warp does nothing else from the block's last row on, and the others do not wait for it.
 #[inline(always)]
 unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
     // SAFETY: passed on to the caller. The fence and each store behind it release what the block did in front of its barrier, and what the
@@ -203,11 +202,11 @@ unsafe fn say_sent(args: &LowLatencyDispatchArgs, token: u32, begun: &Begun) {
         let word = common.tables.sent.0 + chunk as u64 * 8;
         if completes(word, token - chunk * common.chunk_tokens, parts) {
             fence_acq_rel_sys();
-            let members = begun.members();
+            let (members, epoch) = (begun.members(), begun.epoch());
             let word = common.place.arrived + chunk_offset(common, comm.rank, chunk);
             unroll8!(RANK => {
                 if members >> RANK & 1 != 0 {
-                    st_relaxed_sys_u64(comm.pools[RANK].0 + word, begun.epoch);
+                    st_relaxed_sys_u64(comm.pools[RANK].0 + word, epoch);
                 }
             });
         }
@@ -228,7 +227,7 @@ unsafe fn send_ids(
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let (lane, expert, epoch) = (laneid(), entry.expert, begun.epoch);
+        let (lane, expert, epoch) = (laneid(), entry.expert, begun.epoch());
         let members = begun.members();
         let experts = (common.local_experts * comm.num_ranks) as i64;
         let is_id = expert >= 0 && expert < experts;
@@ -351,18 +350,34 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
-        let epoch = begun.epoch;
-        let team = Team::<1> { threads: reporter() * 32 };
+        let epoch = begun.epoch();
+        let team = Team::<1> { threads: last_warp() * 32 };
         if !team.has_this_warp() || !wait_calls(common, team, shared, begun) {
             return;
         }
         if ctaid() == 0 && thread < MAX_RANKS as u32 {
             st_u32(common.tables.num_tokens.0 + thread as u64 * 4, ld_shared_u32(shared.tokens + thread * 4));
         }
-        let mut expert = ctaid();
-        while expert < common.local_experts {
-            list_rows(args, team, shared, expert, epoch);
-            expert += nctaid();
+        let mut total = 0;
+        unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
+        // Rounds of loads that a warp, or a block, makes one after the other.
+        let (experts, blocks, threads) = (common.local_experts, nctaid(), team.threads);
+        let warps = threads / 32 * blocks;
+        core::hint::assert_unchecked(warps >= 1 && blocks >= 1 && threads >= 1);
+        let of_warps = total.div_ceil(32) * experts.div_ceil(warps);
+        let of_blocks = total.div_ceil(threads) * experts.div_ceil(blocks);
+        if of_warps <= 2 * of_blocks {
+            let mut expert = thread / 32 * nctaid() + ctaid();
+            while expert < common.local_experts {
+                list_rows_of_warp(args, shared, expert, total, epoch);
+                expert += warps;
+            }
+        } else {
+            let mut expert = ctaid();
+            while expert < common.local_experts {
+                list_rows(args, team, shared, expert, total, epoch);
+                expert += nctaid();
+            }
         }
         // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
         let chunks = chunks_of(common, common.max_tokens);
@@ -381,24 +396,78 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
     }
 }
 
+/// Lists the rows of a local expert without a barrier. The whole warp calls it.
+#[inline(always)]
+unsafe fn list_rows_of_warp(
+    args: &LowLatencyDispatchArgs,
+    shared: &Shared,
+    expert: u32,
+    total: u32,
+    epoch: u64,
+) {
+    // SAFETY: passed on to the caller: an expert's tables are one warp's.
+    unsafe {
+        let (common, comm) = (&args.common, &args.common.comm);
+        let pool = pool_of(comm, comm.rank);
+        let look = |number: u32| {
+            let (source, token) = token_of(shared, number);
+            let listed = Listed { source, token, ..Listed::NONE };
+            let row = listed.row(common);
+            let weights = pool + common.place.weights + (row * common.num_topk) as u64 * 8;
+            // With the ids, so that all loads are in flight together. Others are loaded when they are
+            // known to be needed.
+            let mut seen = [!(epoch << 32); 8];
+            unroll8!(J => {
+                if (J as u32) < common.num_topk {
+                    seen[J] = ld_relaxed_sys_u64(weights + J as u64 * 8);
+                }
+            });
+            let (entries, of_others) = entries_of(args, pool, row, source, expert, epoch);
+            (Listed { entries, of_others, weights, ..listed }, seen)
+        };
+        let weight = |listed: &Listed, seen: &[u64; 8], entry: u32| {
+            // Chosen by masks: the compiler would part the lanes.
+            let mut packet = !(epoch << 32) & ((entry >= 8) as u64).wrapping_neg();
+            unroll8!(J => { packet |= seen[J] & ((entry == J as u32) as u64).wrapping_neg() });
+            let at = listed.weights + entry as u64 * 8;
+            // A weight that does not come is an error, whatever it is taken for.
+            packet_seen(comm, at, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
+        };
+        super::list::list_rows_of_warp(common, expert, total, look, weight);
+    }
+}
+
+/// Source and index there of token number `number`, by source, then by token.
+#[inline(always)]
+unsafe fn token_of(shared: &Shared, number: u32) -> (u32, u32) {
+    let (mut source, mut token) = (0, number);
+    unroll8!(SOURCE => {
+        // SAFETY: the word is the block's, and has been written in front of a barrier.
+        let of_source = unsafe { ld_shared_u32(shared.tokens + SOURCE as u32 * 4) };
+        if source == SOURCE as u32 && token >= of_source {
+            (source, token) = (source + 1, token - of_source);
+        }
+    });
+    (source, token)
+}
+
 /// Lists the rows of a local expert. All threads of the team call it.
 #[inline(always)]
-unsafe fn list_rows(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, expert: u32, epoch: u64) {
+unsafe fn list_rows(
+    args: &LowLatencyDispatchArgs,
+    team: Team<1>,
+    shared: &Shared,
+    expert: u32,
+    total: u32,
+    epoch: u64,
+) {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let pool = pool_of(comm, comm.rank);
-        let mut total = 0;
-        unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
         let words = Words { of_source: shared.of_source, of_warp: shared.of_warp };
         let look = |number: u32| {
-            let (mut source, mut token) = (0, number);
-            unroll8!(SOURCE => {
-                let of_source = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
-                if source == SOURCE as u32 && token >= of_source {
-                    (source, token) = (source + 1, token - of_source);
-                }
-            });
+            let (source, token) = token_of(shared, number);
             let listed = Listed { source, token, ..Listed::NONE };
             let (entries, of_others) = entries_of(args, pool, listed.row(common), source, expert, epoch);
             let weights = pool + common.place.weights + (listed.row(common) * common.num_topk) as u64 * 8;

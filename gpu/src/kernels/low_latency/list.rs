@@ -119,3 +119,62 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
         team.sync();
     }
 }
+
+/// Lists the rows of a local expert as [`list_rows`] does, by one warp, of [`MAX_RANKS`] ranks at
+/// most. `look` gives beside a token what `weight` finds the weights of its entries in. The whole warp
+/// calls it.
+#[inline(always)]
+pub(super) unsafe fn list_rows_of_warp<W>(
+    args: &LowLatencyArgs,
+    expert: u32,
+    total: u32,
+    look: impl Fn(u32) -> (Listed, W),
+    weight: impl Fn(&Listed, &W, u32) -> u32,
+) {
+    // SAFETY: passed on to the caller: an expert's tables are one warp's.
+    unsafe {
+        let (num_ranks, lane) = (args.comm.num_ranks, laneid());
+        let rows = num_ranks * args.max_tokens;
+        // Rows of the source of the lane's number, and of those before it.
+        let (mut first, mut found, mut count, mut begin) = (0, 0, 0, 0);
+        while first < total {
+            let is_there = first + lane < total;
+            // The last token again where there is none: what it has is left out.
+            let (mut listed, weights) = look(if is_there { first + lane } else { total - 1 });
+            listed.entries = if is_there { listed.entries } else { 0 };
+            let hits = ballot(listed.entries != 0);
+            unroll8!(SOURCE => {
+                let of_source = hits & ballot(listed.source == SOURCE as u32);
+                count += if lane == SOURCE as u32 { of_source.count_ones() } else { 0 };
+                begin += if lane > SOURCE as u32 { of_source.count_ones() } else { 0 };
+            });
+            let row = listed.row(args);
+            if listed.entries != 0 {
+                let slot = expert * rows + found + (hits & lanemask_lt()).count_ones();
+                st_i32(args.tables.expert_rows.0 + slot as u64 * 4, row as i32);
+                st_i32(args.tables.src_info.0 + slot as u64 * 4, listed.token as i32);
+                while listed.entries != 0 {
+                    let entry = listed.entries.trailing_zeros();
+                    let of_row = (row * args.num_topk + entry) as u64 * 4;
+                    st_i32(args.tables.slots.0 + of_row, slot as i32);
+                    st_u32(args.tables.weights.0 + of_row, weight(&listed, &weights, entry));
+                    listed.entries &= listed.entries - 1;
+                }
+            }
+            // The others' entries have no warp of their own.
+            while expert == 0 && is_there && listed.of_others != 0 {
+                let entry = listed.of_others.trailing_zeros();
+                st_i32(args.tables.slots.0 + (row * args.num_topk + entry) as u64 * 4, -1);
+                listed.of_others &= listed.of_others - 1;
+            }
+            (first, found) = (first + 32, found + hits.count_ones());
+        }
+        if lane < num_ranks {
+            let range = args.tables.layout_range.0 + (expert * num_ranks + lane) as u64 * 8;
+            st_u64(range, (begin as u64) << 32 | count as u64);
+        }
+        if lane == 0 {
+            st_u32(args.tables.expert_counts.0 + expert as u64 * 4, found);
+        }
+    }
+}

@@ -14,10 +14,11 @@
 use core::mem::offset_of;
 
 use self::team::Team;
-use super::epoch::{Deadline, Phase, aborted, pool_of, record, share, trace, wait_at_least_unless};
+use super::epoch::{Deadline, Phase, pool_of, record, share, trace, wait_at_least_unless};
 use crate::layout::{
-    Comm, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, LowLatencyTurns, MAX_MEMBERS,
-    MAX_RANKS, PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, pieces_of, ready_offset,
+    Comm, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, LowLatencyTurns,
+    MAX_MEMBERS, MAX_RANKS, PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase, pieces_of,
+    ready_offset,
 };
 use crate::simt::*;
 
@@ -39,15 +40,15 @@ pub use {
 };
 
 /// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from each rank; rows of an expert that each
-/// warp has found; the members.
-pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * MAX_RANKS as u32 + 32 + 1) * 4;
+/// warp has found; four words of [`begin`].
+pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * MAX_RANKS as u32 + 32 + 4) * 4;
 
 /// The parts of shared memory, as offsets in the shared window.
 struct Shared {
     tokens: u32,
     of_source: u32,
     of_warp: u32,
-    members: u32,
+    begun: u32,
 }
 
 impl Shared {
@@ -56,7 +57,7 @@ impl Shared {
         let tokens = dynamic_shared();
         let of_source = tokens + MAX_RANKS as u32 * 4;
         let of_warp = of_source + MAX_RANKS as u32 * 4;
-        Shared { tokens, of_source, of_warp, members: of_warp + 32 * 4 }
+        Shared { tokens, of_source, of_warp, begun: of_warp + 32 * 4 }
     }
 }
 
@@ -80,46 +81,99 @@ unsafe fn completes(word: u64, part: u32, parts: u32) -> bool {
     }
 }
 
-/// Begins a block's part of the operation; all threads call it. A rank that gave up waiting in an
-/// operation before takes no part: it sends nothing any more, so that no peer takes what it left
-/// undone for done. Nor does a combine that no dispatch has filled the place for, or one of other
-/// tokens than the dispatch: graphs may be replayed in any order. `members`: a word of shared
-/// memory for the members.
-#[inline(always)]
-unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, members: u32) -> Begun {
-    // SAFETY: `local` and the place's turns are live. Thread 0 asks for the block, since a wait may expire meanwhile in another one.
-    unsafe {
-        // Stable for a block until it has added its shares, which it does behind a barrier.
-        let ticket = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET);
-        let turns = ld_relaxed_gpu_u64(args.tables.turns.0);
-        let (epoch, dispatches) = (ticket / QUANTUM + 1, turns / QUANTUM);
-        let mut has_given_up = false;
-        if tid() == 0 {
-            // All loads are in flight together; one thread makes them, since they go to L2.
-            let left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
-            let (mut answered, mut tokens) = (0, 0);
-            if COMBINE {
-                answered = ld_relaxed_gpu_u64(answered_at(args));
-                tokens = ld_u32(args.tables.num_tokens.0 + args.comm.rank as u64 * 4);
-            }
-            has_given_up = aborted(&args.comm);
-            if COMBINE && !has_given_up {
-                // By this combine itself, another block has said so already.
-                let is_answered = dispatches as u32 == answered as u32;
-                let is_unpaired = is_answered && (answered >> 32) as u32 != epoch as u32;
-                has_given_up = is_unpaired || tokens != args.num_tokens;
-                if has_given_up {
-                    let what = if is_unpaired { Wait::LowLatencyUnpaired } else { Wait::LowLatencyTokens };
-                    let (needed, seen) = (tokens as u64, args.num_tokens as u64);
-                    record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
+/// The words of device memory that decide how an operation begins. One thread loads them for its
+/// block, ahead of everything else, since the loads of all 512 threads would queue up in L2.
+struct Opening {
+    ticket: u64,
+    /// Dispatches into the place before, in shares of `QUANTUM`.
+    turns: u64,
+    /// What stands at [`answered_at`].
+    answered: u64,
+    left_out: u32,
+    abort: u32,
+    /// Tokens of this rank in the dispatch that a combine answers.
+    tokens: u32,
+}
+
+impl Opening {
+    /// Loads the words where `is_needed`: in thread 0, and in the warp that publishes the call.
+    #[inline(always)]
+    unsafe fn load<const COMBINE: bool>(args: &LowLatencyArgs, is_needed: bool) -> Opening {
+        let mut it = Opening { ticket: 0, turns: 0, answered: 0, left_out: 0, abort: 0, tokens: 0 };
+        if is_needed {
+            // SAFETY: `local`, the place's turns and its tables are live. Other blocks add to the
+            // ticket and the turns meanwhile, which makes both loads strong; the quotients do not
+            // change before this block has added its shares.
+            unsafe {
+                it.ticket = ld_relaxed_gpu_u64(args.comm.local.0 + LOCAL_TICKET);
+                it.turns = ld_relaxed_gpu_u64(args.tables.turns.0);
+                it.answered = ld_relaxed_gpu_u64(answered_at(args));
+                it.abort = ld_relaxed_gpu_u32(args.comm.local.0 + LOCAL_ABORT);
+                it.left_out = ld_u32(args.comm.local.0 + LOCAL_LEFT_OUT);
+                if COMBINE {
+                    it.tokens = ld_u32(args.tables.num_tokens.0 + args.comm.rank as u64 * 4);
                 }
             }
-            // A group has ranks, and no more than bits.
-            let all = u32::MAX >> ((32 - args.comm.num_ranks) & 31);
-            st_shared_u32(members, all & !left_out);
         }
-        let takes_part = !barrier_any(has_given_up);
-        Begun { epoch, dispatches, takes_part, members }
+        it
+    }
+
+    #[inline(always)]
+    fn epoch(&self) -> u64 {
+        self.ticket / QUANTUM + 1
+    }
+
+    /// Dispatches into the place before, modulo 2^32.
+    #[inline(always)]
+    fn dispatches(&self) -> u32 {
+        (self.turns / QUANTUM) as u32
+    }
+
+    /// Whether a combine has answered the last dispatch into the place.
+    #[inline(always)]
+    fn is_answered(&self) -> bool {
+        self.dispatches() == self.answered as u32
+    }
+
+    /// Whether no dispatch came to the place of this combine. Another block of the combine may have
+    /// stored its answer already.
+    #[inline(always)]
+    fn is_unpaired(&self) -> bool {
+        self.is_answered() & ((self.answered >> 32) as u32 != self.epoch() as u32)
+    }
+
+    /// Bits of the ranks that take part: none where this rank takes no part itself. A rank that gave
+    /// up waiting in an operation before sends nothing any more, so that no peer takes what it left
+    /// undone for done. Nor does a combine that no dispatch has filled the place for, or one of other
+    /// tokens than the dispatch: graphs may be replayed in any order.
+    #[inline(always)]
+    fn members<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> u32 {
+        let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
+        // A group has ranks, and no more than bits.
+        let all = u32::MAX >> ((32 - args.comm.num_ranks) & 31);
+        if is_wrong | (self.abort != 0) { 0 } else { all & !self.left_out }
+    }
+}
+
+/// Begins a block's part of the operation; all threads call it. Thread 0 decides for the block by
+/// `opening`, since a wait may expire meanwhile in another one. `words`: four words of shared memory.
+#[inline(always)]
+unsafe fn begin<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening, words: u32) -> Begun {
+    // SAFETY: thread 0 writes the words in front of the barrier, and nobody writes them again.
+    unsafe {
+        if tid() == 0 {
+            let (epoch, members) = (opening.epoch(), opening.members::<COMBINE>(args));
+            if COMBINE && members == 0 && opening.abort == 0 {
+                let is_unpaired = opening.is_unpaired();
+                let what = if is_unpaired { Wait::LowLatencyUnpaired } else { Wait::LowLatencyTokens };
+                let (needed, seen) = (opening.tokens as u64, args.num_tokens as u64);
+                record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
+            }
+            let is_answered = opening.is_answered() as u32;
+            st_shared_v4(words, [epoch as u32, (epoch >> 32) as u32, is_answered, members]);
+        }
+        barrier_sync();
+        Begun { words }
     }
 }
 
@@ -129,39 +183,51 @@ fn answered_at(args: &LowLatencyArgs) -> u64 {
     args.tables.turns.0 + offset_of!(LowLatencyTurns, answered) as u64
 }
 
-/// Says that a combine answers the dispatch in its place. One thread of the grid calls it.
+/// Says that a combine answers the dispatch in its place. Thread 0 of the grid calls it, which has
+/// loaded `opening`.
 #[inline(always)]
-unsafe fn note_answer(args: &LowLatencyArgs, begun: &Begun) {
+unsafe fn note_answer(args: &LowLatencyArgs, opening: &Opening) {
     // SAFETY: the place's turns are live. Other blocks of this operation may read the word before
     // or after.
     unsafe {
-        st_relaxed_sys_u64(answered_at(args), begun.epoch << 32 | (begun.dispatches as u32) as u64);
+        st_relaxed_sys_u64(answered_at(args), opening.epoch() << 32 | opening.dispatches() as u64);
     }
 }
 
-/// What [`begin`] says.
+/// What [`begin`] says: the same in all threads of the block. It stays in shared memory, since
+/// registers are scarce.
+#[derive(Clone, Copy)]
 struct Begun {
-    epoch: u64,
-    /// Dispatches into the place before.
-    dispatches: u64,
-    takes_part: bool,
-    /// Where in shared memory the members are: registers are scarce.
-    members: u32,
+    /// The low and the high half of the epoch, whether the place is answered, and the members.
+    words: u32,
 }
 
 impl Begun {
-    /// Whether a combine has answered the last dispatch into the place, by what stood at
-    /// [`answered_at`] ahead of a dispatch.
     #[inline(always)]
-    fn is_answered(&self, answered: u64) -> bool {
-        self.dispatches as u32 == answered as u32
+    unsafe fn epoch(&self) -> u64 {
+        // SAFETY: written in front of a barrier of `begin`, and never again.
+        unsafe { (ld_shared_u32(self.words + 4) as u64) << 32 | ld_shared_u32(self.words) as u64 }
+    }
+
+    /// Whether a combine had answered the last dispatch into the place.
+    #[inline(always)]
+    unsafe fn is_answered(&self) -> bool {
+        // SAFETY: as above.
+        unsafe { ld_shared_u32(self.words + 8) != 0 }
     }
 
     /// A bit for each rank that is not left out: nobody waits for the others, or sends them anything.
+    /// None where this block takes no part.
     #[inline(always)]
     unsafe fn members(&self) -> u32 {
-        // SAFETY: written in front of a barrier of `begin`, and never again.
-        unsafe { ld_shared_u32(self.members) }
+        // SAFETY: as above.
+        unsafe { ld_shared_u32(self.words + 12) }
+    }
+
+    #[inline(always)]
+    unsafe fn takes_part(&self) -> bool {
+        // SAFETY: as above.
+        unsafe { self.members() != 0 }
     }
 
     /// Whether a rank, or any other number, is that of a member.
@@ -172,19 +238,73 @@ impl Begun {
     }
 }
 
-/// Tells every member that this one has entered the operation, with which call. The first warp of a block that has the least else to do calls
-/// it.
+/// Whether this warp publishes the call of the operation: the last one of the last block, since it
+/// has the least else to do.
 #[inline(always)]
-unsafe fn tell_call(comm: &Comm, begun: &Begun) {
-    // SAFETY: pools are mapped; the packet has this rank as its only writer. It is released, since it also says that the kernels before
-    // have ended.
+fn publishes_call(args: &LowLatencyArgs) -> bool {
+    args.phases & phase::SEND != 0 && ctaid() == nctaid() - 1 && tid() / 32 == last_warp()
+}
+
+/// The last warp of a block.
+#[inline(always)]
+fn last_warp() -> u32 {
+    ntid() / 32 - 1
+}
+
+/// Publishes to every member that this rank has entered the operation, with which call. The warp of
+/// [`publishes_call`] calls it ahead of the block's first barrier, by what it has loaded itself, so
+/// that the fence runs while the loads are in flight.
+#[inline(always)]
+unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening) {
+    // SAFETY: pools are mapped; the packet has this rank as its only writer. Fence and store release
+    // it, since it also says that the kernels before have ended.
     unsafe {
-        let (lane, epoch) = (laneid(), begun.epoch);
-        if ctaid() == nctaid() - 1 && begun.has_member(tid()) {
+        let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
+        fence_acq_rel_sys();
+        if lane < MAX_RANKS as u32 && opening.members::<COMBINE>(args) >> lane & 1 != 0 {
             let packet = epoch << 32 | comm.call;
-            st_release_sys_u64(pool_of(comm, lane) + call_offset(comm.rank, epoch), packet);
+            st_relaxed_sys_u64(pool_of(comm, lane) + call_offset(comm.rank, epoch), packet);
         }
     }
+}
+
+/// Waits until a rank has entered the operation with the call of this one, and gives its number of
+/// tokens; `None` where the wait expired or the rank came with another call, which is recorded.
+#[inline(always)]
+unsafe fn wait_call(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32> {
+    // SAFETY: packets are in this rank's own pool.
+    unsafe {
+        let comm = &args.comm;
+        let packet = pool_of(comm, comm.rank) + call_offset(rank, epoch);
+        let call = wait_packet::<true>(comm, packet, rank, epoch, Wait::LowLatencyEnter)?;
+        if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 {
+            return Some((call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens));
+        }
+        record(comm, 0, rank, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
+        None
+    }
+}
+
+/// Waits until every member has entered the operation with the call of this one; false, in all
+/// lanes, when one has not. The whole warp calls it.
+#[inline(always)]
+unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
+    // SAFETY: the caller says that all lanes are here.
+    unsafe {
+        let lane = laneid();
+        let is_here = lane >= MAX_RANKS as u32
+            || !begun.has_member(lane)
+            || wait_call(args, lane, begun.epoch()).is_some();
+        ballot(!is_here) == 0
+    }
+}
+
+/// What a rank whose rows do not come is late with: they, or its entry into the operation.
+#[inline(always)]
+unsafe fn late_with(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
+    // SAFETY: packets are in this rank's own pool. Nothing is read by what this one says.
+    let seen = unsafe { ld_relaxed_sys_u64(pool_of(comm, comm.rank) + call_offset(rank, epoch)) };
+    if (seen >> 32) as u32 == epoch as u32 { rows } else { Wait::LowLatencyEnter }
 }
 
 /// In the place of the tokens of a member that has not entered the operation with the same call.
@@ -201,28 +321,18 @@ unsafe fn wait_calls<const BARRIER: u32>(
 ) -> bool {
     // SAFETY: packets are in this rank's own pool; each word of shared memory has one writer, and a barrier behind it.
     unsafe {
-        let (comm, epoch) = (&args.comm, begun.epoch);
+        let (comm, epoch) = (&args.comm, begun.epoch());
         let thread = tid();
         if thread < MAX_RANKS as u32 {
             let mut tokens = 0;
             if begun.has_member(thread) {
-                let packet = pool_of(comm, comm.rank) + call_offset(thread, epoch);
-                match wait_packet::<true>(comm, packet, thread, epoch, Wait::LowLatencyEnter) {
-                    Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
-                        tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
-                    }
-                    Some(call) => {
-                        record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
-                        tokens = ABSENT;
-                    }
-                    None => tokens = ABSENT,
-                }
+                tokens = wait_call(args, thread, epoch).unwrap_or(ABSENT);
             }
             st_shared_u32(shared.tokens + thread * 4, tokens);
         }
         team.sync();
         trace(comm, Phase::Ready);
-        let mut are_here = begun.takes_part;
+        let mut are_here = begun.takes_part();
         unroll8!(RANK => { are_here &= ld_shared_u32(shared.tokens + RANK as u32 * 4) != ABSENT });
         are_here
     }
@@ -270,7 +380,7 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
 unsafe fn wait_ready(comm: &Comm, begun: &Begun) -> bool {
     // SAFETY: pools are mapped; the word at a peer has this rank as its only writer, whichever block stores it.
     unsafe {
-        let (lane, epoch) = (laneid(), begun.epoch);
+        let (lane, epoch) = (laneid(), begun.epoch());
         let mut ready = true;
         if begun.has_member(lane) {
             if ctaid() == 0 {
@@ -380,25 +490,17 @@ unsafe fn load_packets(at: u64) -> [[u32; 4]; 4] {
 
 /// Whether a packet of the piece that `packets` are of has not come. The whole warp calls it.
 #[inline(always)]
-unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u64) -> bool {
-    let epoch = epoch as u32;
+unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u32) -> bool {
     let late = (a[3] ^ epoch) | (b[3] ^ epoch) | (c[3] ^ epoch) | (d[3] ^ epoch);
     // SAFETY: the caller says that all lanes are here.
     unsafe { ballot(late != 0) != 0 }
 }
 
 /// Waits until all packets of the piece at `at` are there, of which `seen` was loaded before, and
-/// gives the lane's vectors; in all lanes the ns that it waited when the wait expired. The whole
-/// warp calls it.
+/// gives the lane's vectors; in all lanes the ns that it waited when the wait expired, which the
+/// caller records. The whole warp calls it.
 #[inline(always)]
-unsafe fn wait_packets(
-    comm: &Comm,
-    at: u64,
-    seen: [[u32; 4]; 4],
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-) -> Result<[[u32; 4]; 3], u64> {
+unsafe fn wait_packets(comm: &Comm, at: u64, seen: [[u32; 4]; 4], epoch: u32) -> Result<[[u32; 4]; 3], u64> {
     // SAFETY: the caller vouches for the address.
     unsafe {
         let (mut packets, mut deadline) = (seen, Deadline::start());
@@ -408,9 +510,6 @@ unsafe fn wait_packets(
                 return Ok([[a[0], a[1], a[2], d[0]], [b[0], b[1], b[2], d[1]], [c[0], c[1], c[2], d[2]]]);
             }
             if ballot(deadline.expired(comm)) != 0 {
-                if laneid() == 0 {
-                    record(comm, deadline.waited, peer, epoch, epoch, a[3] as u64, what);
-                }
                 return Err(deadline.waited);
             }
             packets = load_packets(at);
@@ -421,9 +520,19 @@ unsafe fn wait_packets(
 /// Ends a block's part of the operation; all threads call it.
 #[inline(always)]
 unsafe fn finish(comm: &Comm) {
-    // SAFETY: `local` is live. The end of the kernel publishes the ticket to the next one.
+    // SAFETY: the caller says that all threads are here.
     unsafe {
         barrier_sync();
+        add_share(comm);
+    }
+}
+
+/// Adds the block's share to the ticket. All threads call it, behind a barrier with which the block's
+/// part of the operation ends.
+#[inline(always)]
+unsafe fn add_share(comm: &Comm) {
+    // SAFETY: `local` is live. The end of the kernel publishes the ticket to the next one.
+    unsafe {
         trace(comm, Phase::Done);
         if tid_now() == 0 {
             red_relaxed_gpu_add_u64(comm.local.0 + LOCAL_TICKET, share(ctaid(), nctaid()));

@@ -70,7 +70,7 @@ mod work;
 
 #[doc(hidden)]
 pub use epoxide_vgpu::host_meets;
-pub use epoxide_vgpu::{CheckConfig, Checker, Stored};
+pub use epoxide_vgpu::{CheckConfig, Checker, Loaded, Stored};
 
 #[doc(hidden)]
 pub use self::config::Executor;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use epoxide_gpu::layout::{
-    DISPATCH_HEADER, DevicePtr, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencySlot,
-    LowLatencyWords, MAX_MEMBERS, QueueHandle, Section, answer_slot_bytes, row_stride,
+    DISPATCH_HEADER, DevicePtr, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute,
+    LowLatencySlot, LowLatencyWords, MAX_MEMBERS, QueueHandle, Section, answer_slot_bytes,
+    low_latency_head_bytes, row_stride,
 };
 
 use super::options::Options;
@@ -92,7 +93,9 @@ struct PlaceTables {
     positions: u64,
     written: u64,
     returned: u64,
-    calls: u64,
+    copies: u64,
+    /// Right behind the copies.
+    _heads: u64,
 }
 
 /// A buffer's side of the network.
@@ -140,7 +143,8 @@ impl Network {
             positions: array("positions", tokens, members * 4),
             written: array("written", 1, 8),
             returned: array("returned", members, 8),
-            calls: array("calls", members, 8),
+            copies: array("copies", 1, size_of::<LowLatencyCopies>() as u64),
+            _heads: array("heads", rows, u64::from(low_latency_head_bytes(options.num_topk))),
             recv_x: array("recv_x", rows, row_stride(options.hidden * 2)),
             recv_scales: array("recv_scales", options.max_scales(), rows * 4),
         };
@@ -170,7 +174,7 @@ impl Network {
             let routes = (0..ranks).map(route).collect::<Result<Vec<LowLatencyRoute>>>()?;
             tables.write(stream, place.routes, bytemuck::cast_slice(&routes))?;
             tables.write(stream, place.num_slots, &[0; MAX_MEMBERS * 4])?;
-            tables.write(stream, place.calls, &[0; MAX_MEMBERS * 8])?;
+            tables.write(stream, place.copies, &[0; size_of::<LowLatencyCopies>()])?;
         }
         let at = |offset| tables.ptr().add(offset);
         let messages = places.iter().map(|place| LowLatencyMessages {
@@ -182,7 +186,7 @@ impl Network {
             positions: at(place.positions),
             written: at(place.written),
             returned: at(place.returned),
-            calls: at(place.calls),
+            copies: at(place.copies),
         });
         let messages = messages.collect();
         let network = Network { proxies, _ways: ways, tables, messages };

@@ -9,8 +9,7 @@
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, trace};
-use super::team::Team;
-use super::{Piece, Shared, begin, finish, wait_calls};
+use super::{Opening, Piece, Shared, add_share, begin, note_answer, publish_call, publishes_call};
 use crate::layout::{LowLatencyCombineArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
@@ -18,13 +17,13 @@ mod receive;
 mod send;
 
 pub(super) use self::receive::spoil_rows;
-use self::receive::{receive, spoil};
+use self::receive::{first_ranks, receive, spoil};
 pub(super) use self::send::{Ahead, return_row};
 use self::send::{Most, send};
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 4, registers = 128,
     requires(
         args.common.comm.num_ranks >= 1,
         args.common.comm.num_ranks <= MAX_RANKS as u32,
@@ -44,7 +43,7 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 4, registers = 128,
     requires(
         args.common.comm.num_ranks >= 1,
         args.common.comm.num_ranks <= MAX_RANKS as u32,
@@ -71,21 +70,35 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
         let shared = Shared::lay_out();
         let sends = args.common.phases & phase::SEND != 0;
         trace(comm, Phase::Enter);
+        let receives = args.common.phases & phase::RECEIVE != 0;
+        let publishes = publishes_call(&args.common);
+        let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
         let first = Ahead::of(args, ctaid(), sends);
         let first_piece = Ahead::of_piece(args, Piece::first_of_warp(false), sends);
         let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
-        let begun = begin::<true>(&args.common, shared.members);
-        if sends && begun.takes_part {
+        let ranks = first_ranks(args, receives);
+        if publishes {
+            publish_call::<true>(&args.common, &opening);
+        }
+        if laneid() == 0 {
+            st_shared_u32(shared.of_warp + tid() / 32 * 4, ranks);
+        }
+        let begun = begin::<true>(&args.common, &opening, shared.begun);
+        if sends && begun.takes_part() {
+            if ctaid() == 0 && tid() == 0 {
+                note_answer(&args.common, &opening);
+            }
             send::<FP8>(args, &begun, most, first, first_piece);
             trace(comm, Phase::Moved);
         }
-        if args.common.phases & phase::RECEIVE != 0 {
-            if wait_calls(&args.common, Team::block(), &shared, &begun) {
-                receive::<FP8>(args, &begun);
-            } else {
+        if receives {
+            // The operation must not end before all members have entered it: the place's next
+            // dispatch overwrites what they read before that. Sums need not wait for it.
+            let is_given_up = if begun.takes_part() { receive::<FP8>(args, &shared, begun) } else { true };
+            if barrier_any(is_given_up) {
                 spoil::<FP8>(args);
             }
-            finish(comm);
+            add_share(comm);
         }
     }
 }

@@ -1,52 +1,121 @@
 //! A token's owner sums what has come back.
 
-use super::super::super::epoch::{note_late, note_missing_token, pool_of, wait_at_least};
+use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_of, record};
 use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
 use super::super::{
-    Begun, Piece, chunk_offset, in_packets, is_piece_late, load_packets, packet_seen, wait_packets,
+    Begun, Piece, Shared, chunk_offset, have_all_entered, in_packets, is_piece_late, last_warp, late_with,
+    load_packets, packet_seen, wait_packets,
 };
+use super::send::{Ahead, return_row};
 use super::{add, bf16_bytes, round};
 use crate::layout::{
-    LowLatencyCombineArgs, MAX_RANKS, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
+    Comm, LowLatencyCombineArgs, MAX_RANKS, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };
 use crate::simt::*;
 
 /// Scales of a piece: a lane loads one.
 const PIECE_SCALES: u32 = PIECE_BYTES / SCALE_BLOCK;
 
-/// Sums what has come back, a token to a block.
+/// The ranks that a token went to, as bits; none where there is no such token.
 #[inline(always)]
-pub(super) unsafe fn receive<const FP8: bool>(args: &LowLatencyCombineArgs, begun: &Begun) {
-    // SAFETY: passed on to the kernel's caller; the head of the room says the rest.
+unsafe fn ranks_of(args: &LowLatencyCombineArgs, token: u32) -> u32 {
+    if token >= args.common.num_tokens {
+        return 0;
+    }
+    // SAFETY: a dispatch that an earlier kernel has completed wrote the table.
+    unsafe { ld_u32(args.common.tables.token_ranks.0 + token as u64 * 4) }
+}
+
+/// The ranks that the first token went to of which the warp sums a row or a piece; none where not
+/// `receives`. [`receive`] finds them in the warp's word of shared memory: registers are scarce.
+#[inline(always)]
+pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -> u32 {
+    let token = if in_packets(&args.common, args.common.num_tokens) {
+        Piece::of(Piece::first_of_warp(true), args.row_bytes, 1).token
+    } else {
+        ctaid()
+    };
+    // SAFETY: passed on to the caller.
+    unsafe { ranks_of(args, if receives { token } else { u32::MAX }) }
+}
+
+/// Sums what has come back, a token to a block, while the last warp waits until all members have
+/// entered the combine. Gives whether one has not and sums are to be spoiled.
+#[inline(always)]
+pub(super) unsafe fn receive<const FP8: bool>(
+    args: &LowLatencyCombineArgs,
+    shared: &Shared,
+    begun: Begun,
+) -> bool {
+    // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
-        let (common, comm, epoch) = (&args.common, &args.common.comm, begun.epoch);
-        if in_packets(common, common.num_tokens) {
-            return receive_pieces::<FP8>(args, epoch);
-        }
+        let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
-        let pool = pool_of(comm, comm.rank);
-        let bytes = bf16_bytes::<FP8>(args);
+        let mut failed = thread / 32 == last_warp() && !have_all_entered(common, begun);
+        // The same in all lanes, which the compiler is to know.
+        let mut mask = redux_or(ld_shared_u32(shared.of_warp + thread / 32 * 4));
+        if in_packets(common, common.num_tokens) {
+            if !failed {
+                receive_pieces::<FP8>(args, mask, begun);
+            }
+            return failed;
+        }
         let mut token = ctaid();
         while token < common.num_tokens {
-            let mask = ld_u32(common.tables.token_ranks.0 + token as u64 * 4);
-            // Of every member, also of one that the token did not go to: its word is on its way as well.
-            let mut failed = false;
-            if begun.has_member(thread) {
+            // The own share is summed while the others' are on their way, and nobody is told: the
+            // barrier below orders it before the sum of all.
+            let own = Ahead::of_row(args, comm.rank, token, true);
+            let to = returned_row::<FP8>(args, comm.rank, token);
+            return_row::<FP8>(args, comm.rank * common.max_tokens + token, own, to);
+            // Of every other member, also of one that the token did not go to: its word is on its way as well.
+            if thread != comm.rank && begun.has_member(thread) {
                 let chunk = token / common.chunk_tokens;
-                let word = pool + common.place.returned + chunk_offset(common, thread, chunk);
-                failed = !wait_at_least(comm, word, epoch, thread, epoch, Wait::LowLatencyReturned);
+                let word = common.place.returned + chunk_offset(common, thread, chunk);
+                let word = pool_of(comm, comm.rank) + word;
+                failed |= !wait_returned(comm, word, thread, begun.epoch());
             }
             if barrier_any(failed) {
-                return spoil_rows::<FP8>(args, token);
+                spoil_rows::<FP8>(args, token);
+                return false;
             }
-            let rows = pool + common.place.returned_x + token as u64 * row_stride(bytes as u64);
-            let to = args.combined_x.0 + token as u64 * bytes as u64;
+            let rows = returned_row::<FP8>(args, 0, token);
+            let to = args.combined_x.0 + token as u64 * bf16_bytes::<FP8>(args) as u64;
             if FP8 {
                 sum_quantised(args, mask, rows, to);
             } else {
                 sum(args, mask, rows, to);
             }
             token += nctaid();
+            mask = ranks_of(args, token);
+        }
+        failed
+    }
+}
+
+/// Where rank `rank`'s row of an own token comes back.
+#[inline(always)]
+fn returned_row<const FP8: bool>(args: &LowLatencyCombineArgs, rank: u32, token: u32) -> u64 {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let stride = row_stride(bf16_bytes::<FP8>(args) as u64);
+    pool_of(comm, comm.rank) + common.place.returned_x + (rank * common.max_tokens + token) as u64 * stride
+}
+
+/// Waits until a rank has returned a chunk, by the word at `word`; false when the wait expired.
+#[inline(always)]
+unsafe fn wait_returned(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
+    // SAFETY: the word is in this rank's own pool.
+    unsafe {
+        let mut deadline = Deadline::start();
+        loop {
+            let seen = ld_acquire_sys_u64(word);
+            if seen >= epoch {
+                return true;
+            }
+            if deadline.expired(comm) {
+                let what = late_with(comm, rank, epoch, Wait::LowLatencyReturned);
+                record(comm, deadline.waited, rank, epoch, epoch, seen, what);
+                return false;
+            }
         }
     }
 }
@@ -111,36 +180,38 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, mask: u32, rows: u64, to: 
     }
 }
 
-/// Sums what has come back as packets, a piece of a token to a warp.
+/// Sums what has come back as packets, a piece of a token to a warp. `first_mask`: the ranks of its
+/// first one.
 #[inline(always)]
-unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, epoch: u64) {
+unsafe fn receive_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, first_mask: u32, begun: Begun) {
     // SAFETY: passed on to the kernel's caller. Packets are in this rank's own pool, and each has one writer.
     unsafe {
         let common = &args.common;
-        let mut number = Piece::first_of_warp(true);
+        let (mut number, mut mask) = (Piece::first_of_warp(true), first_mask);
         while number < common.num_tokens * pieces_of(args.row_bytes) {
             let piece = Piece::of(number, args.row_bytes, 1);
-            let mask = ld_u32(common.tables.token_ranks.0 + piece.token as u64 * 4);
             let to = args.combined_x.0 + piece.token as u64 * bf16_bytes::<FP8>(args) as u64;
             let is_done = if FP8 {
-                sum_quantised_pieces(args, &piece, mask, to, epoch)
+                sum_quantised_pieces(args, &piece, mask, to, begun)
             } else {
-                sum_pieces(args, &piece, mask, to, epoch)
+                sum_pieces(args, &piece, mask, to, begun)
             };
             if !is_done {
                 return spoil_pieces::<FP8>(args, number);
             }
             number += nctaid() * (ntid() / 32);
+            mask = ranks_of(args, Piece::of(number, args.row_bytes, 1).token);
         }
     }
 }
 
-/// Notes the ranks of `left` of which the piece has not come either, behind a wait of `waited` ns
-/// that expired. The whole warp calls it.
+/// Records that the piece of rank `from` has not come behind a wait of `waited` ns that expired, and
+/// notes the ranks of `left` that are late as well. The whole warp calls it.
 #[inline(always)]
-unsafe fn note_late_pieces(
+unsafe fn record_late_piece(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
+    mut from: u32,
     mut left: u32,
     waited: u64,
     epoch: u64,
@@ -149,13 +220,22 @@ unsafe fn note_late_pieces(
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
-        while left != 0 {
-            let from = left.trailing_zeros();
-            left &= left - 1;
+        let mut is_first = true;
+        loop {
             let seen = load_packets(packets + piece.offset(common, args.row_bytes, from));
-            if is_piece_late(seen, epoch) && laneid() == 0 {
-                note_late(comm, waited, from, Wait::LowLatencyReturned);
+            if (is_piece_late(seen, epoch as u32) || is_first) && laneid() == 0 {
+                let what = late_with(comm, from, epoch, Wait::LowLatencyReturned);
+                if is_first {
+                    record(comm, waited, from, epoch, epoch, seen[0][3] as u64, what);
+                } else {
+                    note_late(comm, waited, from, what);
+                }
             }
+            if left == 0 {
+                return;
+            }
+            (from, is_first) = (left.trailing_zeros(), false);
+            left &= left - 1;
         }
     }
 }
@@ -222,25 +302,36 @@ unsafe fn spoil_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, mut number
 /// Sums the ranks' pieces of a BF16 row, and stores the sum in the row at `to`. False when a wait expired: the same in all lanes. The whole
 /// warp calls it.
 #[inline(always)]
-unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to: u64, epoch: u64) -> bool {
+unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to: u64, begun: Begun) -> bool {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
+        let epoch = begun.epoch() as u32;
+        let piece_of = |from: u32| packets + piece.offset(common, args.row_bytes, from);
         let (mut sums, mut left) = ([[0.0; 8]; 3], mask);
+        let (mut from, mut seen) = (0, [[0; 4]; 4]);
+        if left != 0 {
+            from = left.trailing_zeros();
+            seen = load_packets(piece_of(from));
+        }
         while left != 0 {
-            let from = left.trailing_zeros();
             left &= left - 1;
-            let at = packets + piece.offset(common, args.row_bytes, from);
-            let seen = load_packets(at);
-            let vectors = match wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) {
+            // The next rank's are on their way while this one's are waited for.
+            let (this, next) = (from, left.trailing_zeros());
+            let mut seen_next = seen;
+            if left != 0 {
+                seen_next = load_packets(piece_of(next));
+            }
+            let vectors = match wait_packets(comm, piece_of(this), seen, epoch) {
                 Ok(vectors) => vectors,
                 Err(waited) => {
-                    note_late_pieces(args, piece, left, waited, epoch);
+                    record_late_piece(args, piece, this, left, waited, begun.epoch());
                     return false;
                 }
             };
             unroll3!(V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
+            (from, seen) = (next, seen_next);
         }
         unroll3!(V => {
             let at = piece.at(V as u32);
@@ -259,12 +350,13 @@ unsafe fn sum_quantised_pieces(
     piece: &Piece,
     mask: u32,
     to: u64,
-    epoch: u64,
+    begun: Begun,
 ) -> bool {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let pool = pool_of(comm, comm.rank);
+        let epoch = begun.epoch() as u32;
         let (mut sums, mut left) = ([[[0.0; 8]; 2]; 3], mask);
         while left != 0 {
             let from = left.trailing_zeros();
@@ -278,15 +370,16 @@ unsafe fn sum_quantised_pieces(
                 + common.place.returned_scales
                 + scale_offset(common, args.row_bytes, from, piece.token, index);
             let mut scale = if is_there { ld_relaxed_sys_u64(of_scale) } else { 0 };
-            let vectors = match wait_packets(comm, at, seen, from, epoch, Wait::LowLatencyReturned) {
+            let vectors = match wait_packets(comm, at, seen, epoch) {
                 Ok(vectors) => vectors,
                 Err(waited) => {
-                    note_late_pieces(args, piece, left, waited, epoch);
+                    record_late_piece(args, piece, from, left, waited, begun.epoch());
                     return false;
                 }
             };
             let mut is_missing = false;
             if is_there {
+                let epoch = begun.epoch();
                 let packet = packet_seen(comm, of_scale, scale, from, epoch, Wait::LowLatencyReturned);
                 (scale, is_missing) = (packet.unwrap_or(0) as u64, packet.is_none());
             }

@@ -10,7 +10,7 @@ use epoxide_macros::kernel;
 use super::super::super::epoch::{Phase, trace};
 use super::super::combine::{Ahead, add, bf16_bytes, return_row, round, spoil_rows};
 use super::super::fp8::{from_bf16, from_e4m3};
-use super::super::{Begun, ROWS_AT_ONCE, begin, completes, finish, note_answer};
+use super::super::{Begun, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages};
 use crate::layout::{
     LowLatencyInternodeCombineArgs, MAX_MEMBERS, MAX_TOPK, Quantise, SCALE_BLOCK, answer_slot_bytes, phase,
@@ -63,12 +63,16 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
         let (common, thread) = (&args.combine.common, tid());
         let shared = Shared::lay_out();
         trace(&common.comm, Phase::Enter);
+        let opening = Opening::load::<true>(common, thread == 0);
         if thread < MEMBERS {
             // Of the dispatch that is answered, which an earlier kernel has completed; read behind the barrier of `begin`.
             st_shared_u32(shared.slots + thread * 4, ld_u32(args.messages.num_slots.0 + thread as u64 * 4));
         }
-        let begun = begin::<true>(common, shared.members);
-        if common.phases & phase::SEND != 0 && begun.takes_part {
+        let begun = begin::<true>(common, &opening, shared.begun);
+        if common.phases & phase::SEND != 0 && begun.takes_part() {
+            if ctaid() == 0 && thread == 0 {
+                note_answer(common, &opening);
+            }
             send::<FP8>(args, &shared, &begun);
             trace(&common.comm, Phase::Moved);
         }
@@ -98,9 +102,6 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
         let (common, messages) = (&args.combine.common, &args.messages);
         let (num_ranks, warp, lane) = (common.comm.num_ranks, tid() / 32, laneid());
         core::hint::assert_unchecked(num_ranks >= 1);
-        if ctaid() == 0 && tid() == 0 {
-            note_answer(common, begun);
-        }
         let mut most = 0;
         unroll8!(J => {
             let [a, b, c, d] = ld_v4(messages.num_slots.0 + J as u64 * 16);
@@ -109,7 +110,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
         // Who sent no row has no block of its own.
         if ctaid() == nctaid() - 1 && begun.has_member(tid()) && ld_shared_u32(shared.slots + tid() * 4) == 0
         {
-            deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch);
+            deliver(common, Route::to(messages, tid()), tid(), Kind::Answer, 0, begun.epoch());
         }
         let (rows, mut turn, mut number) = (most * num_ranks, 0, ctaid());
         while number < rows {
@@ -130,7 +131,7 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
             if unsaid == ROWS_AT_ONCE || number + nctaid() >= rows {
                 barrier_sync();
                 if warp == 0 && lane < unsaid {
-                    say_returned::<FP8>(args, shared, number - lane * nctaid(), begun.epoch);
+                    say_returned::<FP8>(args, shared, number - lane * nctaid(), begun.epoch());
                 }
             }
             turn += 1;

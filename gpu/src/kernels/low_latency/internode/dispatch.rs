@@ -12,17 +12,17 @@ use super::super::dispatch::{Entry, Pair, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
 use super::super::team::Team;
-use super::super::{Begun, answered_at, begin, completes, finish};
-use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
+use super::super::{Begun, Opening, begin, completes, finish};
+use super::{COPIED, Incoming, Kind, MEMBERS, Route, Shared, deliver, wait_messages, wait_ready};
 use crate::layout::{
-    DISPATCH_HEADER, LowLatencyInternodeDispatchArgs, LowLatencySlot, MAX_MEMBERS, MAX_TOPK, Quantise,
-    SCALE_BLOCK, Wait, phase, row_stride,
+    DISPATCH_HEADER, LowLatencyCall, LowLatencyInternodeDispatchArgs, LowLatencySlot, MAX_MEMBERS, MAX_TOPK,
+    Quantise, SCALE_BLOCK, Wait, low_latency_head_bytes, phase, row_stride,
 };
 use crate::simt::*;
 
 /// Sends rows, or waits for them and says which expert has which, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 12, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 13, registers = 128,
     requires(
         args.dispatch.common.comm.num_ranks >= 1,
         args.dispatch.common.comm.num_ranks <= MAX_MEMBERS as u32,
@@ -38,10 +38,10 @@ pub unsafe fn low_latency_internode_dispatch(args: LowLatencyInternodeDispatchAr
     let common = &args.dispatch.common;
     let shared = Shared::lay_out();
     trace(&common.comm, Phase::Enter);
-    let answered = ld_u64(answered_at(common));
-    let begun = begin::<false>(common, shared.members);
+    let opening = Opening::load::<false>(common, tid() == 0);
+    let begun = begin::<false>(common, &opening, shared.begun);
     if common.phases & phase::SEND != 0 {
-        send(&args, &shared, &begun, answered);
+        send(&args, &shared, &begun);
         trace(&common.comm, Phase::Moved);
     }
     if common.phases & phase::RECEIVE != 0 {
@@ -65,16 +65,15 @@ fn slot_of(args: &LowLatencyInternodeDispatchArgs) -> LowLatencySlot {
     LowLatencySlot::new(args.dispatch.row_bytes, scales_of(args), args.dispatch.common.num_topk)
 }
 
-/// Writes this rank's tokens into the messages, a token to a block. `answered`: what stood at
-/// [`answered_at`].
+/// Writes this rank's tokens into the messages, a token to a block.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun, answered: u64) {
+unsafe fn send(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun: &Begun) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, messages) = (&args.dispatch.common, &args.messages);
         let (thread, warp) = (tid(), tid() / 32);
-        let mut takes_part = begun.takes_part;
-        if !begun.is_answered(answered) {
+        let mut takes_part = begun.takes_part();
+        if !begun.is_answered() {
             let is_ready = !takes_part || warp != 0 || wait_ready(common, messages, begun);
             takes_part &= !barrier_any(!is_ready);
         }
@@ -195,7 +194,7 @@ unsafe fn write_entries(
         let experts = (common.local_experts * common.comm.num_ranks) as i64;
         if entry.expert >= experts || entry.expert < -1 {
             let (peer, expert) = (common.comm.rank, entry.expert as u64);
-            note(&common.comm, 0, peer, begun.epoch, token as u64, expert, Wait::LowLatencyExpert);
+            note(&common.comm, 0, peer, begun.epoch(), token as u64, expert, Wait::LowLatencyExpert);
             note_missing_token(&common.comm, token);
         }
         let (rank, local) = owner_of(args, entry.expert, begun).unwrap_or((u32::MAX, 0));
@@ -304,7 +303,7 @@ unsafe fn send_messages(args: &LowLatencyInternodeDispatchArgs, begun: &Begun) {
             let route = Route::to(&args.messages, lane);
             st_u32(route.written(Kind::Dispatch), slots);
             let bytes = DISPATCH_HEADER as u64 + slots as u64 * slot_of(args).bytes as u64;
-            deliver(common, route, lane, Kind::Dispatch, bytes, begun.epoch);
+            deliver(common, route, lane, Kind::Dispatch, bytes, begun.epoch());
         }
     }
 }
@@ -324,6 +323,16 @@ unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun
             st_u32(messages.num_slots.0 + at, ld_shared_u32(shared.slots + thread * 4));
         }
         let all = shared.all_slots(common.comm.num_ranks);
+        if ctaid() == 0 {
+            copy_heads(args, shared, all);
+            barrier_sync();
+            if begun.has_member(thread) {
+                let tokens = ld_shared_u32(shared.tokens + thread * 4);
+                let call = common.comm.call as u32 & !LowLatencyCall::TOKEN_BITS | tokens;
+                let incoming = Incoming::of(messages, thread);
+                incoming.publish(incoming.copy_of_call, begun.epoch() << 32 | call as u64);
+            }
+        }
         let mut expert = ctaid();
         while expert < common.local_experts {
             list_rows(args, shared, expert, all);
@@ -332,7 +341,7 @@ unsafe fn receive(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, begun
         let mut number = tid() / 32 * nctaid() + (nctaid() - 1 - ctaid());
         while number < all {
             let (source, index) = shared.slot(common.comm.num_ranks, number);
-            take_row(args, source, index);
+            take_row(args, shared, source, index);
             number += nctaid() * (ntid() / 32);
         }
     }
@@ -346,22 +355,68 @@ unsafe fn arrived(args: &LowLatencyInternodeDispatchArgs, source: u32, index: u3
     message + DISPATCH_HEADER as u64 + index as u64 * slot_of(args).bytes as u64
 }
 
-/// The index of a slot's token on its rank.
+/// Copies the heads of messages in host memory, [`COPIED`], for the other blocks: each would load
+/// them from there. All threads of the first block call it.
 #[inline(always)]
-unsafe fn token_of(args: &LowLatencyInternodeDispatchArgs, slot: u64) -> u32 {
+unsafe fn copy_heads(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, all: u32) {
+    // SAFETY: passed on to the caller; the messages are here, and a copy has one writer.
+    unsafe {
+        let (common, layout) = (&args.dispatch.common, slot_of(args));
+        // The token's index, and the entries.
+        let words = common.num_topk + 1;
+        let mut item = tid();
+        while item < all * words {
+            let (word, (source, index)) = (item % words, shared.slot(common.comm.num_ranks, item / words));
+            let (token, entries) = head(args, shared, source, index);
+            if shared.address(source) & COPIED != 0 {
+                let slot = arrived(args, source, index);
+                if word == 0 {
+                    st_u32(token, ld_u32(slot + layout.token as u64));
+                } else {
+                    let entry = (word - 1) as u64 * 8;
+                    st_u64(entries + entry, ld_u64(slot + layout.entries as u64 + entry));
+                }
+            }
+            item += ntid();
+        }
+    }
+}
+
+/// Where a slot's head is, copied or not: the token's index, and the entries.
+#[inline(always)]
+unsafe fn head(
+    args: &LowLatencyInternodeDispatchArgs,
+    shared: &Shared,
+    source: u32,
+    index: u32,
+) -> (u64, u64) {
+    // SAFETY: `wait_messages` has set the addresses.
+    let address = unsafe { shared.address(source) };
+    if address & COPIED != 0 {
+        let bytes = low_latency_head_bytes(args.dispatch.common.num_topk);
+        let at = (address ^ COPIED) + (index * bytes) as u64;
+        return (at, at + 8);
+    }
+    let slot = address + DISPATCH_HEADER as u64 + index as u64 * slot_of(args).bytes as u64;
+    (slot + slot_of(args).token as u64, slot + slot_of(args).entries as u64)
+}
+
+/// The index at `at` of a slot's token on its rank.
+#[inline(always)]
+unsafe fn token_of(args: &LowLatencyInternodeDispatchArgs, at: u64) -> u32 {
     // SAFETY: passed on to the caller. Whatever a peer says, it is an index.
-    unsafe { ld_u32(slot + slot_of(args).token as u64).min(args.dispatch.common.max_tokens - 1) }
+    unsafe { ld_u32(at).min(args.dispatch.common.max_tokens - 1) }
 }
 
 /// Puts a row and its scales where they belong. The whole warp calls it.
 #[inline(always)]
-unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, source: u32, index: u32) {
+unsafe fn take_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, source: u32, index: u32) {
     // SAFETY: passed on to the caller; a token is in its source's message once.
     unsafe {
         let (dispatch, common, messages) = (&args.dispatch, &args.dispatch.common, &args.messages);
         let slot = arrived(args, source, index);
         let (first, lane) = (source * common.max_tokens, laneid());
-        let token = token_of(args, slot);
+        let token = token_of(args, head(args, shared, source, index).0);
         let row = first + token;
         if lane == 0 {
             st_u32(messages.slot_tokens.0 + (first + index) as u64 * 4, token);
@@ -402,15 +457,26 @@ unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, exp
         let words = Words { of_source: shared.of_rank, of_warp: shared.of_warp };
         let look = |number: u32| {
             let (source, index) = shared.slot(common.comm.num_ranks, number);
-            let slot = arrived(args, source, index);
-            let weights = slot + slot_of(args).entries as u64 + 4;
-            let mut listed = Listed { source, token: token_of(args, slot), weights, ..Listed::NONE };
-            let mut entry = 0;
-            while entry < common.num_topk {
-                let of = ld_u32(weights - 4 + entry as u64 * 8);
-                listed.entries |= ((of == expert) as u32) << entry;
-                listed.of_others |= ((of >= common.local_experts) as u32) << entry;
-                entry += 1;
+            let (token, entries) = head(args, shared, source, index);
+            let weights = entries + 4;
+            let mut listed = Listed { source, token: token_of(args, token), weights, ..Listed::NONE };
+            let mut first = 0;
+            while first < common.num_topk {
+                // Eight at a time, so that their loads are in flight together.
+                let mut of = [0; 8];
+                unroll8!(J => {
+                    let entry = first + J as u32;
+                    // A load of the first again where there is no such entry.
+                    let entry = if entry < common.num_topk { entry } else { first };
+                    of[J] = ld_u32(entries + entry as u64 * 8);
+                });
+                unroll8!(J => {
+                    let entry = first + J as u32;
+                    let is_there = entry < common.num_topk;
+                    listed.entries |= ((is_there & (of[J] == expert)) as u32) << (entry & 31);
+                    listed.of_others |= ((is_there & (of[J] >= common.local_experts)) as u32) << (entry & 31);
+                });
+                first += 8;
             }
             listed
         };

@@ -12,12 +12,12 @@
 
 use core::mem::offset_of;
 
-use super::super::epoch::{Deadline, Phase, record, trace};
+use super::super::epoch::{Deadline, Phase, aborted, record, trace};
 use super::super::rail::{Delivery, Operation, post_to};
 use super::{Begun, is_other_call};
 use crate::layout::{
-    Comm, LowLatencyArgs, LowLatencyCall, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute,
-    LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait,
+    Comm, LowLatencyArgs, LowLatencyCall, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages,
+    LowLatencyRoute, LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait, low_latency_head_bytes,
 };
 use crate::simt::*;
 
@@ -33,8 +33,8 @@ pub use {
 const MEMBERS: u32 = MAX_MEMBERS as u32;
 
 /// Shared memory of these kernels, in bytes: the low and the high halves of an address for each rank; tokens and slots of each rank; how many
-/// of an expert's rows are of each rank, or of a token's message before it; how many each warp has found; the members.
-pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = (5 * MEMBERS + 32 + 1) * 4;
+/// of an expert's rows are of each rank, or of a token's message before it; how many each warp has found; four words of `begin`.
+pub const LOW_LATENCY_INTERNODE_SHARED_BYTES: u32 = (5 * MEMBERS + 32 + 4) * 4;
 
 /// The parts of shared memory, as offsets in the shared window.
 struct Shared {
@@ -44,7 +44,7 @@ struct Shared {
     slots: u32,
     of_rank: u32,
     of_warp: u32,
-    members: u32,
+    begun: u32,
 }
 
 impl Shared {
@@ -56,7 +56,7 @@ impl Shared {
         let slots = tokens + MEMBERS * 4;
         let of_rank = slots + MEMBERS * 4;
         let of_warp = of_rank + MEMBERS * 4;
-        Shared { low, high, tokens, slots, of_rank, of_warp, members: of_warp + 32 * 4 }
+        Shared { low, high, tokens, slots, of_rank, of_warp, begun: of_warp + 32 * 4 }
     }
 
     /// Notes an address for a rank.
@@ -152,6 +152,9 @@ enum Kind {
     Answer = offset_of!(LowLatencyRoute, answer),
 }
 
+/// Offset of the ready word in [`LowLatencyWords`].
+const READY: u64 = offset_of!(LowLatencyWords, ready) as u64;
+
 /// Offset of the packet of an operation in [`LowLatencyWords`].
 #[inline(always)]
 fn call_at(epoch: u64) -> u64 {
@@ -198,83 +201,151 @@ unsafe fn tell(
     }
 }
 
+/// The words that a rank writes for this one, as a block of this rank polls them.
+///
+/// Block 0 alone polls words in host memory. It publishes what it finds in copies in device memory,
+/// which all other blocks poll: 132 blocks that poll host memory take 240 us, as if the device
+/// served one warp after the other.
+struct Incoming {
+    /// [`LowLatencyWords`].
+    words: u64,
+    /// The copy of its packet.
+    copy_of_call: u64,
+    copy_of_ready: u64,
+    is_on_host: bool,
+}
+
+impl Incoming {
+    #[inline(always)]
+    unsafe fn of(messages: &LowLatencyMessages, rank: u32) -> Incoming {
+        // SAFETY: the table of routes and the copies have an entry for every rank.
+        unsafe {
+            let route = Route::to(messages, rank);
+            let copy = messages.copies.0 + rank as u64 * 8;
+            Incoming {
+                words: route.words_in(),
+                copy_of_call: copy + offset_of!(LowLatencyCopies, calls) as u64,
+                copy_of_ready: copy + offset_of!(LowLatencyCopies, ready) as u64,
+                is_on_host: route.field(offset_of!(LowLatencyRoute, words_out)) == 0,
+            }
+        }
+    }
+
+    /// Whether this block polls copies. It must not load from `words` then.
+    #[inline(always)]
+    fn is_copied(&self) -> bool {
+        self.is_on_host && ctaid() != 0
+    }
+
+    /// Where this block polls the packet of an operation.
+    #[inline(always)]
+    fn call(&self, epoch: u64) -> u64 {
+        if self.is_copied() { self.copy_of_call } else { self.words + call_at(epoch) }
+    }
+
+    /// Where this block polls the ready word.
+    #[inline(always)]
+    fn ready(&self) -> u64 {
+        if self.is_copied() { self.copy_of_ready } else { self.words + READY }
+    }
+
+    /// Publishes a word that this block has acquired to the blocks that poll its copy.
+    #[inline(always)]
+    unsafe fn publish(&self, copy: u64, seen: u64) {
+        // SAFETY: a copy is written by one lane of block 0 alone, which has this rank.
+        unsafe {
+            if self.is_on_host && !self.is_copied() {
+                st_release_sys_u64(copy, seen);
+            }
+        }
+    }
+}
+
+/// Whether block 0 has given up waiting, asked in each of the `polls` of a copy. Block 0 has the
+/// deadline and names who is late: it raises the abort word wherever it does not publish. A copy that
+/// is not there says nothing about its peer, since packets of a dispatch are published when all have
+/// come.
+#[inline(always)]
+unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
+    *polls += 1;
+    // SAFETY: passed on to the caller.
+    unsafe { polls.is_multiple_of(4) && aborted(comm) }
+}
+
 /// As within a node: waits until all members have entered a dispatch into a place that they may still use, having told them of this one.
 #[inline(always)]
 unsafe fn wait_ready(args: &LowLatencyArgs, messages: &LowLatencyMessages, begun: &Begun) -> bool {
     // SAFETY: the words that are waited for are in this rank's memory.
     unsafe {
-        let (lane, epoch) = (laneid(), begun.epoch);
+        let (lane, epoch) = (laneid(), begun.epoch());
         let mut ready = true;
         if begun.has_member(lane) {
-            let (route, word) = (Route::to(messages, lane), offset_of!(LowLatencyWords, ready) as u64);
             if ctaid() == 0 {
-                tell(args, route, lane, (0, 0, 0), word, epoch << 32 | args.comm.call, epoch);
+                let route = Route::to(messages, lane);
+                tell(args, route, lane, (0, 0, 0), READY, epoch << 32 | args.comm.call, epoch);
             }
-            ready = wait_entered(&args.comm, route.words_in(), lane, epoch);
+            ready = wait_entered(&args.comm, &Incoming::of(messages, lane), lane, epoch);
         }
         ballot(!ready) == 0
     }
 }
 
-/// Waits until the ready word of a rank, among its words at `words`, says that it has entered this
-/// operation; false when the wait expired, and when the rank came with another call. The word has
-/// the low half of the epoch, which wraps. The rank may have entered the next operation, and then
-/// waits there for this one.
+/// Waits until the ready word of a rank says that it has entered this operation; false when the wait
+/// expired, and when the rank came with another call. The word has the low half of the epoch, which
+/// wraps. The rank may have entered the next operation, and then waits there for this one.
 #[inline(always)]
-unsafe fn wait_entered(comm: &Comm, words: u64, rank: u32, epoch: u64) -> bool {
-    // SAFETY: passed on to the caller.
+unsafe fn wait_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
+    // SAFETY: the words and their copies are in this rank's memory.
     unsafe {
-        let mut deadline = Deadline::start();
+        let (mut deadline, mut polls) = (Deadline::start(), 0);
         loop {
-            let seen = ld_acquire_sys_u64(words + offset_of!(LowLatencyWords, ready) as u64);
+            let seen = ld_acquire_sys_u64(incoming.ready());
             if ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
+                incoming.publish(incoming.copy_of_ready, seen);
                 return true;
+            }
+            if incoming.is_copied() {
+                if is_given_up(comm, &mut polls) {
+                    return false;
+                }
+                continue;
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyReady);
                 return false;
             }
-            if deadline.is_long() && is_other_call(comm, words + call_at(epoch), rank, epoch) {
+            if deadline.is_long() && is_other_call(comm, incoming.call(epoch), rank, epoch) {
                 return false;
             }
         }
     }
 }
 
-/// Waits until a rank's message has come, and says with which call; `None` when the wait expired. Where the rank waits for this one first, in
+/// Waits until a rank's message has come, and says with which call, which the caller publishes; `None` when the wait expired. Where the rank waits for this one first, in
 /// a call that is another one, it will not come: then that call is said.
-///
-/// Words in the host's memory are for the first block alone, which copies what it finds for the others: 132 blocks that all acquired there
-/// took 240 us for what one block does in a few, as if the device served one warp after the other.
 #[inline(always)]
-unsafe fn wait_call(
-    args: &LowLatencyArgs,
-    messages: &LowLatencyMessages,
-    rank: u32,
-    epoch: u64,
-) -> Option<u32> {
-    // SAFETY: the words are in this rank's memory, and their copy has the first block as its only writer. What the ready word says is compared,
-    // and nothing is read behind it.
+unsafe fn wait_call(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
+    // SAFETY: the words and their copies are in this rank's memory. What the ready word says is
+    // compared, and nothing is read behind it.
     unsafe {
-        let route = Route::to(messages, rank);
-        let (comm, words, mut deadline) = (&args.comm, route.words_in(), Deadline::start());
-        let copy = messages.calls.0 + rank as u64 * 8;
-        let is_on_host = route.field(offset_of!(LowLatencyRoute, words_out)) == 0;
-        let is_copied = is_on_host && ctaid() != 0;
+        let (mut deadline, mut polls) = (Deadline::start(), 0);
         loop {
-            let seen = ld_acquire_sys_u64(if is_copied { copy } else { words + call_at(epoch) });
+            let seen = ld_acquire_sys_u64(incoming.call(epoch));
             if (seen >> 32) as u32 == epoch as u32 {
-                if is_on_host && !is_copied {
-                    st_release_sys_u64(copy, seen);
-                }
                 return Some(seen as u32);
+            }
+            if incoming.is_copied() {
+                if is_given_up(comm, &mut polls) {
+                    return None;
+                }
+                continue;
             }
             if deadline.expired(comm) {
                 record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyEnter);
                 return None;
             }
             if deadline.is_long() {
-                let ready = ld_relaxed_sys_u64(words + offset_of!(LowLatencyWords, ready) as u64);
+                let ready = ld_relaxed_sys_u64(incoming.words + READY);
                 let is_other = (ready ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
                 if (ready >> 32) as u32 == epoch as u32 && is_other {
                     return Some(ready as u32);
@@ -284,8 +355,11 @@ unsafe fn wait_call(
     }
 }
 
+/// Marks the address of the copies of a message's heads, in place of the message's.
+const COPIED: u64 = 1;
+
 /// Waits until every member's message has come, with the call of this rank, and notes how many tokens each has; all threads of the block
-/// call it. `DISPATCH`: notes as well how many slots are in each message, which are in `shared` already in a combine. False when one has not
+/// call it. `DISPATCH`: notes as well where each message is, or the copies of its heads, and how many slots it has, which are in `shared` already in a combine. False when one has not
 /// come: the same in all threads.
 #[inline(always)]
 unsafe fn wait_messages<const DISPATCH: bool>(
@@ -297,24 +371,35 @@ unsafe fn wait_messages<const DISPATCH: bool>(
     // SAFETY: packets are in this rank's memory, and acquire what they came behind; each word of shared memory has one writer, and a barrier
     // behind it.
     unsafe {
-        let (comm, epoch) = (&args.comm, begun.epoch);
-        let (thread, mut failed) = (tid(), !begun.takes_part);
+        let (comm, epoch) = (&args.comm, begun.epoch());
+        let (thread, mut failed) = (tid(), !begun.takes_part());
         if thread < MEMBERS {
             let (mut tokens, mut slots) = (0, 0);
-            if begun.has_member(thread) && begun.takes_part {
-                let route = Route::to(messages, thread);
-                match wait_call(args, messages, thread, epoch) {
-                    Some(call) if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 => {
+            if begun.has_member(thread) {
+                let incoming = Incoming::of(messages, thread);
+                let call = wait_call(comm, &incoming, thread, epoch);
+                let is_same =
+                    call.is_some_and(|call| (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0);
+                if let Some(call) = call {
+                    // A dispatch publishes it behind the heads of the message.
+                    if !(DISPATCH && is_same) {
+                        incoming.publish(incoming.copy_of_call, epoch << 32 | call as u64);
+                    }
+                    if is_same {
                         tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
-                        if DISPATCH {
-                            slots = ld_u32(route.arrives(Kind::Dispatch)).min(tokens);
-                        }
-                    }
-                    Some(call) => {
+                    } else {
                         record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
-                        failed = true;
                     }
-                    None => failed = true,
+                }
+                failed = !is_same;
+                if DISPATCH && is_same {
+                    let header = Route::to(messages, thread).arrives(Kind::Dispatch);
+                    let copied = messages.num_slots.0 + thread as u64 * 4;
+                    slots = ld_u32(if incoming.is_copied() { copied } else { header }).min(tokens);
+                    let heads = messages.copies.0
+                        + size_of::<LowLatencyCopies>() as u64
+                        + (thread * args.max_tokens * low_latency_head_bytes(args.num_topk)) as u64;
+                    shared.set_address(thread, if incoming.is_on_host { heads | COPIED } else { header });
                 }
             }
             if DISPATCH {
