@@ -115,13 +115,20 @@ pub enum Phase {
     Done = offset_of!(BlockTrace, done) as u64,
 }
 
-/// Notes when this block reached `phase`, where somebody wants to know; thread 0 of the block does it. The address is a
-/// parameter of the launch, so without a trace this is one uniform branch on a constant.
+/// Notes when this block reached `phase`, where somebody wants to know; thread 0 of the block does it.
 #[inline(always)]
 pub unsafe fn trace(comm: &Comm, phase: Phase) {
+    // SAFETY: passed on to the caller.
+    unsafe { trace_by(comm, phase, || tid_now() == 0) }
+}
+
+/// The same by the thread for which `is_tracer` holds: one of a block. The address is a parameter of
+/// the launch, so without a trace this is one uniform branch on a constant.
+#[inline(always)]
+pub unsafe fn trace_by(comm: &Comm, phase: Phase, is_tracer: impl FnOnce() -> bool) {
     // SAFETY: the trace has an entry for every block of the grid.
     unsafe {
-        if !comm.trace.is_null() && tid_now() == 0 {
+        if !comm.trace.is_null() && is_tracer() {
             let entry = comm.trace.0 + ctaid() as u64 * size_of::<BlockTrace>() as u64;
             st_u64(entry + phase as u64, globaltimer());
         }

@@ -14,7 +14,7 @@
 use core::mem::offset_of;
 
 use self::team::Team;
-use super::epoch::{Deadline, Phase, pool_of, record, share, trace, wait_at_least_unless};
+use super::epoch::{Deadline, Phase, pool_of, record, share, trace, trace_by, wait_at_least_unless};
 use crate::layout::{
     Comm, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, LowLatencyTurns,
     MAX_MEMBERS, MAX_RANKS, PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase, pieces_of,
@@ -295,7 +295,9 @@ unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
         let is_here = lane >= MAX_RANKS as u32
             || !begun.has_member(lane)
             || wait_call(args, lane, begun.epoch()).is_some();
-        ballot(!is_here) == 0
+        let are_here = ballot(!is_here) == 0;
+        trace_by(&args.comm, Phase::Ready, || lane == 0);
+        are_here
     }
 }
 
