@@ -8,6 +8,7 @@ mod failing;
 mod gate;
 mod promises;
 mod spread;
+mod survivors;
 mod turns;
 mod valid;
 
