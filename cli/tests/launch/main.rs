@@ -1,6 +1,7 @@
 //! `epoxide launch` as a user runs it.
 
 mod kills;
+mod larger;
 mod launcher;
 mod nodes;
 
