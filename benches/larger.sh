@@ -179,6 +179,12 @@ all_runs() {
         done
     fi
 
+    # Low latency of both programs, 128 tokens there and back.
+    if [[ $before || $list ]]; then
+        run ab-ll 120 "$program" bench ab "${device[@]}" "${ll[@]}" "${small[@]}" --iters "$iters" --repeat "$repeat" \
+            --a "$before" --json-a "$work/ab-ll-a.json" --json-b "$work/ab-ll-b.json"
+    fi
+
     # Nodes that map each other's memory.
     for type in bf16 fp8; do
         bench direct-2-$type 60 "${two_nodes[@]}" --transport direct "${large[@]}" --num-sms "${some_sms%%,*}" --iters "$iters" --dtype $type

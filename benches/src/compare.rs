@@ -20,7 +20,8 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::results::{Key, Point, Run, percentile};
+use crate::low_latency::LowLatencyPoint;
+use crate::results::{Key, Point, Run, Slowest, percentile};
 use crate::{Error, Result};
 
 /// Chance that a comparison of equal things calls any of its phases different.
@@ -117,10 +118,163 @@ struct Timed {
     samples: usize,
 }
 
-/// All that can be compared of a point.
-fn timed(point: &Point) -> Vec<Timed> {
-    let runs = point.runs.len();
-    let of = |what: String, median_us: f64, samples_us: &[f64]| {
+/// Something that a point timed.
+#[derive(Debug)]
+pub struct Times<'a> {
+    /// Equal in the points of both sides.
+    pub what: String,
+    /// Median over all iterations of all runs.
+    pub median_us: f64,
+    /// Iterations of all runs, as many of each.
+    pub samples_us: &'a [f64],
+}
+
+/// A point of either mode.
+pub trait Compared: Clone {
+    /// The sizes, for people.
+    fn key(&self) -> Key;
+    /// Whether the other point has the same sizes.
+    fn is_like(&self, other: &Self) -> bool;
+    /// Whether the other point, of the same sizes, is another run of the same measurement.
+    fn joins(&self, other: &Self) -> bool;
+    /// Its runs; empty in files of before.
+    fn runs(&self) -> &[Run];
+    /// The same, to be set.
+    fn runs_mut(&mut self) -> &mut Vec<Run>;
+    /// Whether an interpreter ran the kernels.
+    fn is_virtual(&self) -> bool;
+    /// What tells routings apart, if the file has it.
+    fn routing_digest(&self) -> Option<&str>;
+    /// Adds another run.
+    fn add_runs(&mut self, more: Self);
+    /// All that can be compared.
+    fn times(&self) -> Vec<Times<'_>>;
+}
+
+impl Compared for Point {
+    fn key(&self) -> Key {
+        self.key.clone()
+    }
+
+    fn is_like(&self, other: &Self) -> bool {
+        self.key == other.key
+    }
+
+    fn joins(&self, other: &Self) -> bool {
+        let runs = |point: &Point| (point.iters, point.shapes, point.is_virtual);
+        runs(self) == runs(other)
+    }
+
+    fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    fn runs_mut(&mut self) -> &mut Vec<Run> {
+        &mut self.runs
+    }
+
+    fn is_virtual(&self) -> bool {
+        self.is_virtual
+    }
+
+    fn routing_digest(&self) -> Option<&str> {
+        self.routing_digest.as_deref()
+    }
+
+    fn add_runs(&mut self, more: Self) {
+        Point::add_runs(self, more);
+    }
+
+    // Nothing of the baselines: whether another program became faster is no verdict on this one.
+    fn times(&self) -> Vec<Times<'_>> {
+        let phases = self.phases.iter().map(|phase| {
+            let (what, call) = (phase.name.text().into(), &phase.call);
+            Times { what, median_us: call.median_us, samples_us: &call.samples_us }
+        });
+        let replays = self.graph.iter().flat_map(|step| {
+            let timings = step.timings().into_iter();
+            timings
+                .filter_map(move |(how, times)| Some(of_slowest(format!("{}, {how}", step.text()), times?)))
+        });
+        phases.chain(replays).collect()
+    }
+}
+
+impl Compared for LowLatencyPoint {
+    fn key(&self) -> Key {
+        Key {
+            nodes: self.nodes,
+            num_ranks: self.num_ranks,
+            tokens: self.tokens,
+            hidden: self.hidden.into(),
+            experts: self.experts,
+            topk: self.topk,
+            dtype: self.dtype.clone(),
+            seed: 0,
+            masked: 0.0,
+            num_sms: self.num_sms,
+            transport: self.transport.clone(),
+            queues: None,
+            rdma_send: None,
+        }
+    }
+
+    fn is_like(&self, other: &Self) -> bool {
+        let rest = |point: &LowLatencyPoint| {
+            (point.combine_dtype.clone(), point.chunk_tokens, point.packet_tokens, point.chain)
+        };
+        self.key() == other.key() && rest(self) == rest(other)
+    }
+
+    fn joins(&self, other: &Self) -> bool {
+        let runs = |point: &LowLatencyPoint| {
+            (point.dispatch.samples_us.len() / point.runs.len().max(1), point.is_virtual)
+        };
+        runs(self) == runs(other)
+    }
+
+    fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    fn runs_mut(&mut self) -> &mut Vec<Run> {
+        &mut self.runs
+    }
+
+    fn is_virtual(&self) -> bool {
+        self.is_virtual
+    }
+
+    fn routing_digest(&self) -> Option<&str> {
+        Some(&self.routing_digest)
+    }
+
+    fn add_runs(&mut self, more: Self) {
+        LowLatencyPoint::add_runs(self, more);
+    }
+
+    fn times(&self) -> Vec<Times<'_>> {
+        let back =
+            if self.combine_dtype == "bf16" { String::new() } else { format!(" {}", self.combine_dtype) };
+        vec![
+            of_slowest("dispatch".into(), &self.dispatch),
+            of_slowest(format!("combine{back}"), &self.combine),
+            of_slowest(format!("pair of {}", self.chain), &self.pair),
+            of_slowest("kernel of dispatch".into(), &self.dispatch_within.done),
+            of_slowest(format!("kernel of combine{back}"), &self.combine_within.done),
+        ]
+    }
+}
+
+fn of_slowest(what: String, times: &Slowest) -> Times<'_> {
+    Times { what, median_us: times.p50_us, samples_us: &times.samples_us }
+}
+
+/// All that can be compared of a point whose runs are known.
+fn timed(point: &impl Compared) -> Vec<Timed> {
+    let runs = point.runs().len();
+    let of = |times: Times<'_>| {
+        let Times { what, median_us, samples_us } = times;
         let samples = samples_us.len() / runs;
         let runs_us = match samples {
             // Files without samples have the median alone.
@@ -129,32 +283,18 @@ fn timed(point: &Point) -> Vec<Timed> {
         };
         Timed { what, median_us, runs_us, samples }
     };
-    let phases = point
-        .phases
-        .iter()
-        .map(|phase| of(phase.name.text().into(), phase.call.median_us, &phase.call.samples_us));
-    let replays = point.graph.iter().flat_map(|step| {
-        step.timings().into_iter().filter_map(move |(how, times)| {
-            times.map(|times| (format!("{}, {how}", step.text()), times.p50_us, &times.samples_us))
-        })
-    });
-    // Nothing of the baselines: whether another program became faster is no verdict on this one.
-    phases.chain(replays.map(|(what, median_us, samples)| of(what, median_us, samples))).collect()
+    point.times().into_iter().map(of).collect()
 }
 
 /// The points with their runs: several of the same sizes are runs of one thing.
-fn gathered(points: &[Point]) -> Vec<Point> {
-    let mut gathered: Vec<Point> = Vec::new();
+fn gathered<P: Compared>(points: &[P]) -> Vec<P> {
+    let mut gathered: Vec<P> = Vec::new();
     for point in points {
         let mut point = point.clone();
-        if point.runs.is_empty() {
-            point.runs = vec![Run { started: 0.0 }];
+        if point.runs().is_empty() {
+            *point.runs_mut() = vec![Run { started: 0.0 }];
         }
-        let as_this = |other: &&mut Point| {
-            let runs = |point: &Point| (point.iters, point.shapes, point.is_virtual);
-            other.key == point.key && runs(other) == runs(&point)
-        };
-        match gathered.iter_mut().find(as_this) {
+        match gathered.iter_mut().find(|other| other.is_like(&point) && other.joins(&point)) {
             Some(other) => other.add_runs(point),
             None => gathered.push(point),
         }
@@ -175,28 +315,29 @@ fn alternated(a: &[Run], b: &[Run]) -> bool {
 ///
 /// # Errors
 /// Where there are none.
-pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
+pub fn compare<P: Compared>(a: &[P], b: &[P], tolerance: f64) -> Result<Comparison> {
     let (a, b) = (gathered(a), gathered(b));
     let mut lines = Vec::new();
     let (mut pairs, mut is_virtual) = (0, false);
     for old in &a {
-        let Some(new) = b.iter().find(|new| new.key == old.key) else { continue };
-        if old.is_virtual != new.is_virtual {
+        let Some(new) = b.iter().find(|new| new.is_like(old)) else { continue };
+        if old.is_virtual() != new.is_virtual() {
             return Err(Error::Usage(
                 "compare: one side is of the virtual GPU, the other of hardware".into(),
             ));
         }
-        if let (Some(ours), Some(theirs)) = (&old.routing_digest, &new.routing_digest)
+        if let (Some(ours), Some(theirs)) = (old.routing_digest(), new.routing_digest())
             && ours != theirs
         {
             return Err(Error::Usage(format!(
                 "compare: equal sizes, {} tokens on {} ranks, but different routings, {ours} and {theirs}: measure both with one version of \
                  the program",
-                old.key.tokens, old.key.num_ranks
+                old.key().tokens,
+                old.key().num_ranks
             )));
         }
-        (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual);
-        let paired = alternated(&old.runs, &new.runs);
+        (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual());
+        let paired = alternated(old.runs(), new.runs());
         let others = timed(new);
         for one in timed(old) {
             if let Some(other) = others.iter().find(|other| other.what == one.what) {
@@ -205,7 +346,7 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         }
     }
     if let (0, [old], [new]) = (pairs, &a[..], &b[..]) {
-        return Err(Error::Usage(format!("compare: different points: {:?} and {:?}", old.key, new.key)));
+        return Err(Error::Usage(format!("compare: different points: {:?} and {:?}", old.key(), new.key())));
     }
     if pairs == 0 {
         return Err(Error::Usage(
@@ -213,12 +354,12 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         ));
     }
     judge(&mut lines, tolerance);
-    let alone = (a.len() - pairs, b.iter().filter(|new| !a.iter().any(|old| old.key == new.key)).count());
+    let alone = (a.len() - pairs, b.iter().filter(|new| !a.iter().any(|old| old.is_like(new))).count());
     Ok(Comparison { lines, tolerance, alone, is_virtual })
 }
 
 /// A line without a verdict, or with the reason why there is none.
-fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
+fn line(point: &impl Compared, a: &Timed, b: &Timed, paired: bool) -> Line {
     let logs = |timed: &Timed| timed.runs_us.iter().map(|us| us.ln()).collect::<Vec<f64>>();
     let logs = (logs(a), logs(b));
     let (samples, runs) = (a.samples.min(b.samples), logs.0.len().min(logs.1.len()));
@@ -226,11 +367,11 @@ fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
     let verdict = match () {
         () if samples < FEWEST_SAMPLES => Verdict::TooFewSamples(samples),
         () if runs < need => Verdict::TooFewRuns(runs, need),
-        () if point.is_virtual && !paired => Verdict::Apart,
+        () if point.is_virtual() && !paired => Verdict::Apart,
         () => Verdict::Noise,
     };
     Line {
-        key: point.key.clone(),
+        key: point.key(),
         what: a.what.clone(),
         median_us: (a.median_us, b.median_us),
         ratio: (mean(&logs.1) - mean(&logs.0)).exp(),

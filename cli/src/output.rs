@@ -151,6 +151,15 @@ impl Progress {
         (state.what, state.done, state.total) = (what, done, total);
     }
 
+    /// Writes nothing from now on, so that results can be printed.
+    pub fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+        self.shared.lock().has_ended = true;
+        self.shared.ended.notify_all();
+    }
+
     /// Prints a line of the result between those of the bar.
     pub fn line(&self, text: &str) -> Result<()> {
         match &self.bar {
@@ -210,11 +219,7 @@ impl Watch for Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-        self.shared.lock().has_ended = true;
-        self.shared.ended.notify_all();
+        self.end();
         if let Some(writer) = self.writer.take() {
             // It has only written lines.
             let _ = writer.join();

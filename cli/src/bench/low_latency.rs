@@ -21,15 +21,16 @@ pub fn run(args: &Args) -> Result<()> {
         let sizes = format!("{} tokens of {hidden} elements each", tokens.join(", "));
         output::complain(&format!("bench: low latency, {ranks} ranks, {sizes}"));
     }
-    let progress = Progress::new("bench", plan.steps(), ranks::speaks());
-    let ranks = on_ranks(topology, args.sizes.device, |device, group| {
-        low_latency::rank(&plan, device, group, &progress)
+    let progress = Progress::new("bench", u64::from(args.repeat) * plan.steps(), ranks::speaks());
+    let runs = on_ranks(topology, args.sizes.device, |device, group| {
+        let run = |_| low_latency::rank(&plan, device.clone(), group, &progress);
+        (0..args.repeat).map(run).collect::<epoxide::Result<Vec<_>>>()
     })?;
     drop(progress);
     if !ranks::speaks() {
         return Ok(());
     }
-    let points = low_latency::points(&plan, &ranks);
+    let points = low_latency::of_runs(&plan, &runs);
     if let Some(path) = &args.json {
         write_text(path, &low_latency::json(&points)?)?;
         if path.as_os_str() == "-" {
@@ -46,7 +47,6 @@ fn plan(args: &Args) -> Result<LowLatencyPlan> {
         ("--plot", args.plot.is_some()),
         ("--trace", args.trace.is_some()),
         ("--sweep", args.sweep.is_some()),
-        ("--repeat", args.repeat != 1),
     ];
     if args.baseline.is_some() {
         let remedy = "leave the mode out: low latency is measured then, too";
@@ -54,6 +54,9 @@ fn plan(args: &Args) -> Result<LowLatencyPlan> {
     }
     if let Some((flag, _)) = unused.iter().find(|(_, given)| *given) {
         return Err(Stop::usage(format!("{flag}: not with --mode low-latency")));
+    }
+    if args.repeat == 0 {
+        return Err(Stop::usage("--repeat 0: must be at least 1"));
     }
     args.sizes.low_latency_plan()
 }
@@ -231,7 +234,7 @@ mod tests {
             ("--tokens 0", "--tokens 0: must be 1 to 1024"),
             ("--combine-dtype fp8 --hidden 64", "--hidden 64: must be a positive multiple of 128"),
             ("--hidden 2", "--hidden 2: must be a positive multiple of 8 (rows are multiples of 16 bytes)"),
-            ("--repeat 3", "--repeat"),
+            ("--repeat 0", "--repeat 0: must be at least 1"),
             ("--baseline nccl", "--baseline: not with --mode low-latency; leave the mode out"),
         ] {
             let stop = plan(&parse(&format!("bench --mode low-latency {line}")).unwrap()).unwrap_err();
