@@ -37,6 +37,8 @@ pub(crate) struct World {
     pub(super) backings: HashMap<(u64, u64), (u32, u32)>,
     pub(super) free_shadows: Vec<u32>,
     pub(super) stores: Stores,
+    /// Reads and writes of lanes so far.
+    pub(crate) accesses: u64,
     /// Numbers of devices, by the identity of their memory.
     pub(crate) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
@@ -70,6 +72,7 @@ impl World {
             grids: Grids::default(),
             shadows: vec![none],
             stores: Stores::default(),
+            accesses: 0,
             devices: HashMap::new(),
             backings: HashMap::new(),
             free_shadows: vec![],
