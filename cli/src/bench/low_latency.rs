@@ -3,9 +3,10 @@
 use std::fmt::Write;
 
 use epoxide_bench::low_latency::{self, LowLatencyPlan, LowLatencyPoint};
+use epoxide_bench::results::Slowest;
 
-use super::Args;
 use super::start::{launched, on_ranks};
+use super::{Args, csv};
 use crate::options::Mode;
 use crate::output::{self, Progress, write_text};
 use crate::ranks;
@@ -31,6 +32,9 @@ pub fn run(args: &Args) -> Result<()> {
         return Ok(());
     }
     let points = low_latency::of_runs(&plan, &runs);
+    if let Some(path) = &args.csv {
+        csv::write_lines(path, &COLUMNS, points.iter().flat_map(records))?;
+    }
     if let Some(path) = &args.json {
         write_text(path, &low_latency::json(&points)?)?;
         if path.as_os_str() == "-" {
@@ -40,10 +44,67 @@ pub fn run(args: &Args) -> Result<()> {
     output::text_line(&text(&points))
 }
 
+/// The columns of the CSV: a line for each point and thing that was timed.
+const COLUMNS: [&str; 21] = [
+    "mode",
+    "device",
+    "virtual",
+    "date",
+    "nodes",
+    "num_ranks",
+    "transport",
+    "tokens",
+    "hidden",
+    "experts",
+    "topk",
+    "dtype",
+    "combine_dtype",
+    "num_sms",
+    "chunk_tokens",
+    "packet_tokens",
+    "timed",
+    "p50_us",
+    "p99_us",
+    "min_us",
+    "mean_us",
+];
+
+fn records(point: &LowLatencyPoint) -> Vec<Vec<String>> {
+    let sizes = [
+        point.mode.clone(),
+        point.device.clone(),
+        point.is_virtual.to_string(),
+        point.date.clone(),
+        point.nodes.to_string(),
+        point.num_ranks.to_string(),
+        point.transport.clone().unwrap_or_default(),
+        point.tokens.to_string(),
+        point.hidden.to_string(),
+        point.experts.to_string(),
+        point.topk.to_string(),
+        point.dtype.clone(),
+        point.combine_dtype.clone(),
+        point.num_sms.to_string(),
+        point.chunk_tokens.to_string(),
+        point.packet_tokens.to_string(),
+    ];
+    let timed = [
+        ("dispatch", &point.dispatch),
+        ("combine", &point.combine),
+        ("pair", &point.pair),
+        ("dispatch_kernel", &point.dispatch_within.done),
+        ("combine_kernel", &point.combine_within.done),
+    ];
+    let record = |(name, times): (&str, &Slowest)| {
+        let times = [times.p50_us, times.p99_us, times.min_us, times.mean_us].map(|us| us.to_string());
+        [&sizes[..], &[name.to_owned()], &times].concat()
+    };
+    timed.into_iter().map(record).collect()
+}
+
 /// What the flags come to.
 fn plan(args: &Args) -> Result<LowLatencyPlan> {
     let unused = [
-        ("--csv", args.csv.is_some()),
         ("--plot", args.plot.is_some()),
         ("--trace", args.trace.is_some()),
         ("--sweep", args.sweep.is_some()),
@@ -177,6 +238,24 @@ mod tests {
             assert!(low_latency::json(&points).unwrap().contains("\"tokens\": 5"));
             assert_ne!(point.dtype, point.combine_dtype);
         }
+    }
+
+    #[test]
+    fn several_runs_are_stored_as_json_and_csv() {
+        let folder = tempfile::tempdir().unwrap();
+        let [json, table] = ["low.json", "low.csv"].map(|name| folder.path().join(name));
+        let line = "bench --mode low-latency --ranks-per-node 2 --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 2 --graph=1";
+        let mut args = parse(&format!("{line} --repeat 3")).unwrap();
+        (args.json, args.csv) = (Some(json.clone()), Some(table.clone()));
+        run(&args).unwrap();
+        let points = low_latency::of_text(&std::fs::read_to_string(json).unwrap()).unwrap();
+        assert_eq!((points[0].runs.len(), points[0].pair.samples_us.len()), (3, 6));
+        let table = std::fs::read_to_string(table).unwrap();
+        let lines: Vec<Vec<&str>> = table.lines().map(|line| line.split(',').collect()).collect();
+        assert!(lines.len() == 6 && lines.iter().all(|line| line.len() == COLUMNS.len()), "{table}");
+        let at = |name| COLUMNS.iter().position(|column| *column == name).unwrap();
+        assert_eq!((lines[3][at("timed")], lines[3][at("tokens")]), ("pair", "3"));
+        assert_eq!(lines[3][at("p50_us")], points[0].pair.p50_us.to_string());
     }
 
     #[test]
