@@ -277,7 +277,7 @@ impl Exchange {
             num_channels: CHANNELS,
             num_experts: EXPERTS,
             expert_alignment: 1,
-            row_bytes: ROW_BYTES,
+            row_signature: ROW_BYTES,
             columns: TOPK << 16,
         };
         let mut rng = ChaCha8Rng::seed_from_u64(comm.rank.into());

@@ -20,7 +20,8 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::results::{Key, Point, Run, percentile};
+use crate::low_latency::LowLatencyPoint;
+use crate::results::{Key, Point, Run, Slowest, percentile};
 use crate::{Error, Result};
 
 /// Chance that a comparison of equal things calls any of its phases different.
@@ -35,6 +36,8 @@ pub const FEWEST_RUNS: usize = 6;
 const EXACT: usize = 16;
 /// Otherwise so many are drawn.
 const DRAWN: usize = 20_000;
+/// An interval whose ends are further apart than by this factor tells of no equality either.
+const WIDEST: f64 = 1.1;
 /// Bootstrap resamples.
 const RESAMPLES: usize = 2000;
 
@@ -47,6 +50,8 @@ pub enum Verdict {
     Slower,
     /// Not to be told from chance, or below the tolerance.
     Noise,
+    /// Not to be told from chance, but the ratio may be anything in a wide interval.
+    TooWide,
     /// Runs of fewer iterations than it takes.
     TooFewSamples(usize),
     /// Fewer runs, or pairs of them, than it takes.
@@ -61,6 +66,9 @@ impl Verdict {
             Verdict::Faster => "faster".into(),
             Verdict::Slower => "slower".into(),
             Verdict::Noise => "noise".into(),
+            Verdict::TooWide => {
+                format!("not told: the interval is wider than {:.0}%", (WIDEST - 1.0) * 100.0)
+            }
             Verdict::TooFewSamples(have) => format!("too few samples ({have} < {FEWEST_SAMPLES})"),
             Verdict::TooFewRuns(have, need) => format!("too few runs ({have} < {need})"),
             Verdict::Apart => "not told: runs did not alternate".into(),
@@ -80,9 +88,9 @@ pub struct Line {
     pub key: Key,
     /// What was timed.
     pub what: String,
-    /// Medians over all iterations of all runs, A and B.
+    /// The runs' medians, of A and of B: their geometric mean over runs.
     pub median_us: (f64, f64),
-    /// B over A: the geometric mean over pairs, or over runs.
+    /// B over A: the one median over the other, which is the geometric mean of the pairs' ratios where there are pairs.
     pub ratio: f64,
     /// 95% of the bootstrap's ratios lie here; nothing of single runs.
     pub interval: Option<(f64, f64)>,
@@ -108,53 +116,191 @@ pub struct Comparison {
     is_virtual: bool,
 }
 
-/// What was timed: median over all iterations, and each run's.
+/// What was timed: the median of each run.
 struct Timed {
     what: String,
-    median_us: f64,
     runs_us: Vec<f64>,
     /// Iterations of a run.
     samples: usize,
 }
 
-/// All that can be compared of a point.
-fn timed(point: &Point) -> Vec<Timed> {
-    let runs = point.runs.len();
-    let of = |what: String, median_us: f64, samples_us: &[f64]| {
+/// Something that a point timed.
+#[derive(Debug)]
+pub struct Times<'a> {
+    /// Equal in the points of both sides.
+    pub what: String,
+    /// Median over all iterations of all runs.
+    pub median_us: f64,
+    /// Iterations of all runs, as many of each.
+    pub samples_us: &'a [f64],
+}
+
+/// A point of either mode.
+pub trait Compared: Clone {
+    /// The sizes, for people.
+    fn key(&self) -> Key;
+    /// Whether the other point has the same sizes.
+    fn is_like(&self, other: &Self) -> bool;
+    /// Whether the other point, of the same sizes, is another run of the same measurement.
+    fn joins(&self, other: &Self) -> bool;
+    /// Its runs; empty in files of before.
+    fn runs(&self) -> &[Run];
+    /// The same, to be set.
+    fn runs_mut(&mut self) -> &mut Vec<Run>;
+    /// Whether an interpreter ran the kernels.
+    fn is_virtual(&self) -> bool;
+    /// What tells routings apart, if the file has it.
+    fn routing_digest(&self) -> Option<&str>;
+    /// Adds another run.
+    fn add_runs(&mut self, more: Self);
+    /// All that can be compared.
+    fn times(&self) -> Vec<Times<'_>>;
+}
+
+impl Compared for Point {
+    fn key(&self) -> Key {
+        self.key.clone()
+    }
+
+    fn is_like(&self, other: &Self) -> bool {
+        self.key == other.key
+    }
+
+    fn joins(&self, other: &Self) -> bool {
+        let runs = |point: &Point| (point.iters, point.shapes, point.is_virtual);
+        runs(self) == runs(other)
+    }
+
+    fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    fn runs_mut(&mut self) -> &mut Vec<Run> {
+        &mut self.runs
+    }
+
+    fn is_virtual(&self) -> bool {
+        self.is_virtual
+    }
+
+    fn routing_digest(&self) -> Option<&str> {
+        self.routing_digest.as_deref()
+    }
+
+    fn add_runs(&mut self, more: Self) {
+        Point::add_runs(self, more);
+    }
+
+    // Nothing of the baselines: whether another program became faster is no verdict on this one.
+    fn times(&self) -> Vec<Times<'_>> {
+        let phases = self.phases.iter().map(|phase| {
+            let (what, call) = (phase.name.text().into(), &phase.call);
+            Times { what, median_us: call.median_us, samples_us: &call.samples_us }
+        });
+        let replays = self.graph.iter().flat_map(|step| {
+            let timings = step.timings().into_iter();
+            timings
+                .filter_map(move |(how, times)| Some(of_slowest(format!("{}, {how}", step.text()), times?)))
+        });
+        phases.chain(replays).collect()
+    }
+}
+
+impl Compared for LowLatencyPoint {
+    fn key(&self) -> Key {
+        Key {
+            nodes: self.nodes,
+            num_ranks: self.num_ranks,
+            tokens: self.tokens,
+            hidden: self.hidden.into(),
+            experts: self.experts,
+            topk: self.topk,
+            dtype: self.dtype.clone(),
+            seed: 0,
+            masked: 0.0,
+            num_sms: self.num_sms,
+            transport: self.transport.clone(),
+            queues: None,
+            rdma_send: None,
+        }
+    }
+
+    fn is_like(&self, other: &Self) -> bool {
+        let rest = |point: &LowLatencyPoint| {
+            (point.combine_dtype.clone(), point.chunk_tokens, point.packet_tokens, point.chain)
+        };
+        self.key() == other.key() && rest(self) == rest(other)
+    }
+
+    fn joins(&self, other: &Self) -> bool {
+        let runs = |point: &LowLatencyPoint| {
+            (point.dispatch.samples_us.len() / point.runs.len().max(1), point.is_virtual)
+        };
+        runs(self) == runs(other)
+    }
+
+    fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    fn runs_mut(&mut self) -> &mut Vec<Run> {
+        &mut self.runs
+    }
+
+    fn is_virtual(&self) -> bool {
+        self.is_virtual
+    }
+
+    fn routing_digest(&self) -> Option<&str> {
+        Some(&self.routing_digest)
+    }
+
+    fn add_runs(&mut self, more: Self) {
+        LowLatencyPoint::add_runs(self, more);
+    }
+
+    fn times(&self) -> Vec<Times<'_>> {
+        let back =
+            if self.combine_dtype == "bf16" { String::new() } else { format!(" {}", self.combine_dtype) };
+        vec![
+            of_slowest("dispatch".into(), &self.dispatch),
+            of_slowest(format!("combine{back}"), &self.combine),
+            of_slowest(format!("pair of {}", self.chain), &self.pair),
+            of_slowest("kernel of dispatch".into(), &self.dispatch_within.done),
+            of_slowest(format!("kernel of combine{back}"), &self.combine_within.done),
+        ]
+    }
+}
+
+fn of_slowest(what: String, times: &Slowest) -> Times<'_> {
+    Times { what, median_us: times.p50_us, samples_us: &times.samples_us }
+}
+
+/// All that can be compared of a point whose runs are known.
+fn timed(point: &impl Compared) -> Vec<Timed> {
+    let runs = point.runs().len();
+    let of = |times: Times<'_>| {
+        let Times { what, median_us, samples_us } = times;
         let samples = samples_us.len() / runs;
         let runs_us = match samples {
             // Files without samples have the median alone.
             0 => vec![median_us],
             _ => samples_us.chunks_exact(samples).map(|run| percentile(run, 0.5)).collect(),
         };
-        Timed { what, median_us, runs_us, samples }
+        Timed { what, runs_us, samples }
     };
-    let phases = point
-        .phases
-        .iter()
-        .map(|phase| of(phase.name.text().into(), phase.call.median_us, &phase.call.samples_us));
-    let replays = point.graph.iter().flat_map(|step| {
-        step.timings().into_iter().filter_map(move |(how, times)| {
-            times.map(|times| (format!("{}, {how}", step.text()), times.p50_us, &times.samples_us))
-        })
-    });
-    // Nothing of the baselines: whether another program became faster is no verdict on this one.
-    phases.chain(replays.map(|(what, median_us, samples)| of(what, median_us, samples))).collect()
+    point.times().into_iter().map(of).collect()
 }
 
 /// The points with their runs: several of the same sizes are runs of one thing.
-fn gathered(points: &[Point]) -> Vec<Point> {
-    let mut gathered: Vec<Point> = Vec::new();
+fn gathered<P: Compared>(points: &[P]) -> Vec<P> {
+    let mut gathered: Vec<P> = Vec::new();
     for point in points {
         let mut point = point.clone();
-        if point.runs.is_empty() {
-            point.runs = vec![Run { started: 0.0 }];
+        if point.runs().is_empty() {
+            *point.runs_mut() = vec![Run { started: 0.0 }];
         }
-        let as_this = |other: &&mut Point| {
-            let runs = |point: &Point| (point.iters, point.shapes, point.is_virtual);
-            other.key == point.key && runs(other) == runs(&point)
-        };
-        match gathered.iter_mut().find(as_this) {
+        match gathered.iter_mut().find(|other| other.is_like(&point) && other.joins(&point)) {
             Some(other) => other.add_runs(point),
             None => gathered.push(point),
         }
@@ -175,28 +321,29 @@ fn alternated(a: &[Run], b: &[Run]) -> bool {
 ///
 /// # Errors
 /// Where there are none.
-pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
+pub fn compare<P: Compared>(a: &[P], b: &[P], tolerance: f64) -> Result<Comparison> {
     let (a, b) = (gathered(a), gathered(b));
     let mut lines = Vec::new();
     let (mut pairs, mut is_virtual) = (0, false);
     for old in &a {
-        let Some(new) = b.iter().find(|new| new.key == old.key) else { continue };
-        if old.is_virtual != new.is_virtual {
+        let Some(new) = b.iter().find(|new| new.is_like(old)) else { continue };
+        if old.is_virtual() != new.is_virtual() {
             return Err(Error::Usage(
                 "compare: one side is of the virtual GPU, the other of hardware".into(),
             ));
         }
-        if let (Some(ours), Some(theirs)) = (&old.routing_digest, &new.routing_digest)
+        if let (Some(ours), Some(theirs)) = (old.routing_digest(), new.routing_digest())
             && ours != theirs
         {
             return Err(Error::Usage(format!(
                 "compare: equal sizes, {} tokens on {} ranks, but different routings, {ours} and {theirs}: measure both with one version of \
                  the program",
-                old.key.tokens, old.key.num_ranks
+                old.key().tokens,
+                old.key().num_ranks
             )));
         }
-        (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual);
-        let paired = alternated(&old.runs, &new.runs);
+        (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual());
+        let paired = alternated(old.runs(), new.runs());
         let others = timed(new);
         for one in timed(old) {
             if let Some(other) = others.iter().find(|other| other.what == one.what) {
@@ -205,7 +352,7 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         }
     }
     if let (0, [old], [new]) = (pairs, &a[..], &b[..]) {
-        return Err(Error::Usage(format!("compare: different points: {:?} and {:?}", old.key, new.key)));
+        return Err(Error::Usage(format!("compare: different points: {:?} and {:?}", old.key(), new.key())));
     }
     if pairs == 0 {
         return Err(Error::Usage(
@@ -213,12 +360,12 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         ));
     }
     judge(&mut lines, tolerance);
-    let alone = (a.len() - pairs, b.iter().filter(|new| !a.iter().any(|old| old.key == new.key)).count());
+    let alone = (a.len() - pairs, b.iter().filter(|new| !a.iter().any(|old| old.is_like(new))).count());
     Ok(Comparison { lines, tolerance, alone, is_virtual })
 }
 
 /// A line without a verdict, or with the reason why there is none.
-fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
+fn line(point: &impl Compared, a: &Timed, b: &Timed, paired: bool) -> Line {
     let logs = |timed: &Timed| timed.runs_us.iter().map(|us| us.ln()).collect::<Vec<f64>>();
     let logs = (logs(a), logs(b));
     let (samples, runs) = (a.samples.min(b.samples), logs.0.len().min(logs.1.len()));
@@ -226,13 +373,13 @@ fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
     let verdict = match () {
         () if samples < FEWEST_SAMPLES => Verdict::TooFewSamples(samples),
         () if runs < need => Verdict::TooFewRuns(runs, need),
-        () if point.is_virtual && !paired => Verdict::Apart,
+        () if point.is_virtual() && !paired => Verdict::Apart,
         () => Verdict::Noise,
     };
     Line {
-        key: point.key.clone(),
+        key: point.key(),
         what: a.what.clone(),
-        median_us: (a.median_us, b.median_us),
+        median_us: (mean(&logs.0).exp(), mean(&logs.1).exp()),
         ratio: (mean(&logs.1) - mean(&logs.0)).exp(),
         interval: (runs > 1).then(|| bootstrap(&logs.0, &logs.1, paired)),
         p: None,
@@ -263,10 +410,12 @@ fn judge(lines: &mut [Line], tolerance: f64) {
             // Groups know nothing of each other.
             let p = (p * designs.len() as f64).min(1.0);
             line.p = Some(p);
-            line.verdict = match (p < ALPHA && (line.ratio - 1.0).abs() >= tolerance, line.ratio < 1.0) {
-                (false, _) => Verdict::Noise,
-                (true, true) => Verdict::Faster,
-                (true, false) => Verdict::Slower,
+            let is_wide = line.interval.is_some_and(|(low, high)| high > WIDEST * low);
+            line.verdict = match () {
+                () if p >= ALPHA && is_wide => Verdict::TooWide,
+                () if p >= ALPHA || (line.ratio - 1.0).abs() < tolerance => Verdict::Noise,
+                () if line.ratio < 1.0 => Verdict::Faster,
+                () => Verdict::Slower,
             };
         }
     }
@@ -428,8 +577,8 @@ impl Comparison {
         }
         let _ = write!(
             out,
-            "\nmedians; B / A and its spread: over runs. Noise: p >= {ALPHA}, or less than {:.1}% apart. p: the chance that any line \
-             stands out as much where there is no difference",
+            "\nA us, B us: geometric means of the runs' medians; B / A is their ratio, 95% its interval over runs. p: the chance that \
+             any line stands out as much where there is no difference. Noise: p >= {ALPHA}, or less than {:.1}% apart",
             self.tolerance * 100.0
         );
         let (a, b) = self.alone;
@@ -442,6 +591,10 @@ impl Comparison {
         }
         if self.lines.iter().any(|line| line.verdict == Verdict::Apart) {
             out += "\nnot told: a virtual GPU is as fast as this machine's other work leaves it, so its runs must alternate: `epoxide bench ab`";
+        }
+        if self.lines.iter().any(|line| line.verdict == Verdict::TooWide) {
+            out += "\nnot told: the runs differ by so much that the sides may be equal or far apart; make more runs (--repeat), of more \
+                    iterations, or on a machine without other work";
         }
         if self.is_virtual {
             out += "\nVIRTUAL GPU: interpreter times, of no hardware";
@@ -609,6 +762,37 @@ mod tests {
         let comparison = compare(&a, &b, 0.01).unwrap();
         assert!(comparison.lines[0].p.unwrap() < ALPHA);
         assert_eq!(comparison.lines[0].verdict, Verdict::Noise);
+    }
+
+    #[test]
+    fn the_ratio_is_that_of_the_medians_that_are_printed() {
+        let (a, b) = Machine::new(5, 0.003).ab(10, 1.2);
+        for line in compare(&a, &b, 0.01).unwrap().lines {
+            let (a, b) = line.median_us;
+            assert!((b / a / line.ratio - 1.0).abs() < 1e-9, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn a_wide_interval_is_not_called_noise() {
+        let (mut told, mut wide) = (0, 0);
+        for seed in 0..20 {
+            let (a, b) = Machine::new(seed, 0.2).ab(9, 1.0);
+            let comparison = compare(&a, &b, 0.01).unwrap();
+            for line in &comparison.lines {
+                let (low, high) = line.interval.unwrap();
+                let is_wide = high / low > WIDEST;
+                assert!(!(is_wide && line.verdict == Verdict::Noise), "{line:?}");
+                assert!(is_wide || line.verdict != Verdict::TooWide, "{line:?}");
+                wide += u32::from(line.verdict == Verdict::TooWide);
+            }
+            told += u32::from(comparison.text().contains("not told: the interval is wider than 10%"));
+            assert_eq!(comparison.slower_by(0.01).is_err(), comparison.text().contains("not told"));
+        }
+        assert!(told >= 18 && wide > told, "{told} comparisons, {wide} lines");
+        // Runs that agree are noise.
+        let (a, b) = Machine::new(7, 0.001).ab(10, 1.0);
+        assert!(compare(&a, &b, 0.01).unwrap().lines.iter().all(|line| line.verdict == Verdict::Noise));
     }
 
     #[test]

@@ -16,7 +16,7 @@ use epoxide_testing::sizes::Sizes;
 use serde::{Deserialize, Serialize};
 
 use crate::plan::check_count;
-use crate::results::{SCHEMA_VERSION, Slowest, today};
+use crate::results::{self, Run, SCHEMA_VERSION, Slowest, today};
 use crate::{Error, Result, Watch, digest};
 
 /// Longest wait for a peer.
@@ -113,6 +113,21 @@ pub struct LowLatencyPoint {
     pub remote_rows: f64,
     /// What tells routings apart ([`digest::of_routing`]).
     pub routing_digest: String,
+    /// The runs, whose samples follow each other, as many of each; empty in files of before, whose points are one run.
+    #[serde(default)]
+    pub runs: Vec<Run>,
+}
+
+impl LowLatencyPoint {
+    /// Adds another run of the same measurement.
+    pub fn add_runs(&mut self, more: LowLatencyPoint) {
+        self.dispatch = self.dispatch.with(&more.dispatch);
+        self.combine = self.combine.with(&more.combine);
+        self.pair = self.pair.with(&more.pair);
+        self.dispatch_within = self.dispatch_within.with(&more.dispatch_within);
+        self.combine_within = self.combine_within.with(&more.combine_within);
+        self.runs.extend(more.runs);
+    }
 }
 
 /// When the last block of a kernel has done something, from the start of the first one on; of each iteration the slowest rank. Pairs follow
@@ -127,6 +142,17 @@ pub struct Within {
     pub done: Slowest,
 }
 
+impl Within {
+    /// Of these iterations and those of another run.
+    fn with(&self, more: &Within) -> Within {
+        Within {
+            sent: self.sent.with(&more.sent),
+            entered: self.entered.with(&more.entered),
+            done: self.done.with(&more.done),
+        }
+    }
+}
+
 /// The same of a rank: `[sent, entered, done]`, by iteration, in us.
 type WithinRank = [Vec<f64>; 3];
 
@@ -137,6 +163,8 @@ pub struct RankTimes {
     pub device: (String, bool),
     /// Multiprocessors of the device.
     pub sm_count: u32,
+    /// When the run began, in seconds since 1970.
+    pub started: f64,
     /// Replays of the dispatch.
     pub dispatch: Vec<f64>,
     /// Replays of the combine.
@@ -215,6 +243,7 @@ fn one_size(
     group: &Arc<dyn ProcessGroup>,
     watch: &dyn Watch,
 ) -> epoxide::Result<RankTimes> {
+    let started = results::seconds_since_1970();
     let case = plan.case(tokens);
     let mut options = Options::new(tokens, plan.hidden.into(), plan.topk, plan.experts)
         .chunk_tokens(plan.chunk_tokens)
@@ -233,7 +262,7 @@ fn one_size(
     let times = times(plan, &case, &mut rank, watch)?;
     case.verify(&mut rank)?;
     group.barrier(PATIENCE)?;
-    Ok(times)
+    Ok(RankTimes { started, ..times })
 }
 
 /// Graphs of one call each.
@@ -354,6 +383,7 @@ fn times(
     Ok(RankTimes {
         device: (info.name.clone(), info.is_virtual),
         sm_count: info.sm_count,
+        started: 0.0,
         dispatch: every_other(0),
         combine: every_other(1),
         pair,
@@ -410,6 +440,7 @@ pub fn points(plan: &LowLatencyPlan, ranks: &[Vec<RankTimes>]) -> Vec<LowLatency
                 let ids: Vec<Vec<i64>> = (0..plan.ranks).map(|rank| routing.flat_topk_idx(rank)).collect();
                 digest::of_routing(ids.iter().map(Vec::as_slice))
             },
+            runs: vec![Run { started: first.started }],
         }
     };
     plan.tokens.iter().enumerate().map(point).collect()
@@ -417,6 +448,29 @@ pub fn points(plan: &LowLatencyPlan, ranks: &[Vec<RankTimes>]) -> Vec<LowLatency
 
 fn travels_as(quantise: Quantise) -> String {
     if quantise == Quantise::Not { "bf16" } else { "fp8" }.into()
+}
+
+/// The points of all runs of all ranks, `runs[rank][run]`: a point for each number of tokens.
+pub fn of_runs(plan: &LowLatencyPlan, runs: &[Vec<Vec<RankTimes>>]) -> Vec<LowLatencyPoint> {
+    let count = runs.iter().map(Vec::len).min().unwrap_or(0);
+    let of = |run: usize| points(plan, &runs.iter().map(|runs| runs[run].clone()).collect::<Vec<_>>());
+    join_runs((0..count).map(of).collect())
+}
+
+/// One point of each, where `runs` have the same points in the same order.
+pub fn join_runs(runs: Vec<Vec<LowLatencyPoint>>) -> Vec<LowLatencyPoint> {
+    let mut runs = runs.into_iter();
+    let mut joined = runs.next().unwrap_or_default();
+    for (point, more) in runs.flat_map(|run| run.into_iter().enumerate()) {
+        joined[point].add_runs(more);
+    }
+    joined
+}
+
+/// The points that a text holds, or why it holds none.
+pub fn of_text(text: &str) -> std::result::Result<Vec<LowLatencyPoint>, String> {
+    let broken = |error: serde_json::Error| format!("not a results file of low latency: {error}");
+    results::values_of(text)?.into_iter().map(|value| serde_json::from_value(value).map_err(broken)).collect()
 }
 
 /// Points as JSON.

@@ -624,35 +624,16 @@ impl Results {
 
     /// The results that a text holds, or why it holds none.
     pub fn of_text(text: &str) -> std::result::Result<Results, String> {
-        #[derive(Deserialize)]
-        struct Versioned {
-            schema_version: u32,
-        }
-        // A results file is one value, a sweep's are many: both are a stream.
-        let mut points = Vec::new();
-        for value in serde_json::Deserializer::from_str(text).into_iter::<serde_json::Value>() {
-            let value = value.map_err(|error| format!("not a results file: {error}"))?;
-            let Ok(Versioned { schema_version }) = serde_json::from_value(value.clone()) else {
-                return Err("has no schema_version: not a results file".into());
-            };
-            if schema_version != SCHEMA_VERSION {
-                return Err(format!(
-                    "schema_version {schema_version}; this epoxide reads {SCHEMA_VERSION} (docs/BENCH-SCHEMA.md)"
-                ));
-            }
-            let broken = |error: serde_json::Error| format!("not a results file: {error}");
-            match value.get("points").is_some() {
-                true => points.extend(serde_json::from_value::<Results>(value).map_err(broken)?.points),
-                false => points.push(serde_json::from_value(value).map_err(broken)?),
-            }
-        }
-        if let Some(why) = points.iter().find_map(|point: &Point| point.key.broken()) {
+        let broken = |error: serde_json::Error| format!("not a results file: {error}");
+        let points = values_of(text)?.into_iter().map(|value| match is_low_latency(&value) {
+            true => Err("is of low latency, and results of high throughput are wanted".into()),
+            false => serde_json::from_value(value).map_err(broken),
+        });
+        let points = points.collect::<std::result::Result<Vec<Point>, String>>()?;
+        if let Some(why) = points.iter().find_map(|point| point.key.broken()) {
             return Err(format!("not a results file: {why}"));
         }
-        match points.is_empty() {
-            true => Err("holds no points".into()),
-            false => Ok(Results::new(points)),
-        }
+        Ok(Results::new(points))
     }
 
     /// Parses bytes as results, which are refused with a reason, or are the same when written and read again. For the fuzz target.
@@ -691,6 +672,48 @@ impl Results {
     pub fn json(&self) -> Result<String> {
         serde_json::to_string_pretty(self).map_err(|error| Error::Failed(format!("JSON: {error}")))
     }
+}
+
+/// The points that a text holds, of either mode, or why it holds none.
+pub fn values_of(text: &str) -> std::result::Result<Vec<serde_json::Value>, String> {
+    #[derive(Deserialize)]
+    struct Versioned {
+        schema_version: u32,
+    }
+    #[derive(Deserialize)]
+    struct File {
+        points: Vec<serde_json::Value>,
+    }
+    let broken = |error: serde_json::Error| format!("not a results file: {error}");
+    // A results file is one value, a sweep's are many: both are a stream.
+    let mut points = Vec::new();
+    for value in serde_json::Deserializer::from_str(text).into_iter::<serde_json::Value>() {
+        let value = value.map_err(broken)?;
+        let Ok(Versioned { schema_version }) = serde_json::from_value(value.clone()) else {
+            return Err("has no schema_version: not a results file".into());
+        };
+        if schema_version != SCHEMA_VERSION {
+            return Err(format!(
+                "schema_version {schema_version}; this epoxide reads {SCHEMA_VERSION} (docs/BENCH-SCHEMA.md)"
+            ));
+        }
+        match value.get("points").is_some() {
+            true => points.extend(serde_json::from_value::<File>(value).map_err(broken)?.points),
+            false => points.push(value),
+        }
+    }
+    if points.is_empty() { Err("holds no points".into()) } else { Ok(points) }
+}
+
+/// Whether a point of [`values_of`] is of low latency.
+pub fn is_low_latency(point: &serde_json::Value) -> bool {
+    point.get("mode").is_some_and(|mode| mode == "low-latency")
+}
+
+/// Now, in seconds since 1970.
+pub fn seconds_since_1970() -> f64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0.0, |since| since.as_secs_f64())
 }
 
 /// The mean; 0 of nothing.

@@ -166,6 +166,15 @@ impl Progress {
         (state.what, state.done, state.total) = (what, done, total);
     }
 
+    /// Writes nothing from now on, so that results can be printed.
+    pub fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+        self.shared.lock().has_ended = true;
+        self.shared.ended.notify_all();
+    }
+
     /// Prints a line of the result between those of the bar.
     pub fn line(&self, text: &str) -> Result<()> {
         match &self.bar {
@@ -225,11 +234,7 @@ impl Watch for Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-        self.shared.lock().has_ended = true;
-        self.shared.ended.notify_all();
+        self.end();
         if let Some(writer) = self.writer.take() {
             // It has only written lines.
             let _ = writer.join();
@@ -240,7 +245,10 @@ impl Drop for Progress {
 /// Speaks for a group of ranks: lines on standard output and, on a terminal, a progress line under them.
 pub struct Voice {
     lines: bool,
+    speaks: bool,
     bar: Option<ProgressBar>,
+    /// Where there is no terminal, and a run takes long.
+    progress: Option<Progress>,
 }
 
 impl Voice {
@@ -251,7 +259,13 @@ impl Voice {
             bar.enable_steady_tick(Duration::from_millis(100));
             bar
         });
-        Voice { lines: speaks && lines, bar }
+        Voice { lines: speaks && lines, speaks, bar, progress: None }
+    }
+
+    /// Writes progress where standard error is no terminal, too: a line each ten seconds.
+    pub fn with_progress(mut self, name: &'static str) -> Voice {
+        self.progress = (self.speaks && self.bar.is_none()).then(|| Progress::new(name, 0, true));
+        self
     }
 
     /// Prints a line. A reader that has gone away must not stop one rank of many, so nothing comes
@@ -279,10 +293,16 @@ impl Voice {
         if let Some(bar) = &self.bar {
             bar.set_message(what);
         }
+        if let Some(progress) = &self.progress {
+            progress.reached(what.to_owned(), 0, 0);
+        }
     }
 
     /// Counts up to `total` from now on.
     pub fn count(&self, total: u64) {
+        if let Some(progress) = &self.progress {
+            progress.shared.lock().total = total;
+        }
         if let Some(bar) = &self.bar {
             bar.set_length(total);
             bar.set_position(0);
@@ -297,6 +317,9 @@ impl Voice {
     pub fn step(&self) {
         if let Some(bar) = &self.bar {
             bar.inc(1);
+        }
+        if let Some(progress) = &self.progress {
+            progress.shared.lock().done += 1;
         }
     }
 }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::Device;
-use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::group::launch::{Launch, RankExit, Signals, current_exe, run_threads};
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::launch::stop;
-use crate::options::{Defaults, DeviceKind, RoundTripFlags, Setup};
+use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Setup};
 use crate::stop::{FAILED, Result, Stop};
 
 /// How long the other ranks get to end when one has failed.
@@ -77,6 +77,8 @@ pub struct Run {
     pub setup: Setup,
     /// Where the ranks are.
     pub placement: Placement,
+    /// What watches the devices in check mode, and for what.
+    pub checker: Option<(Check, Checker)>,
 }
 
 impl Rank {
@@ -131,7 +133,7 @@ pub fn run(
             let local_rank = Ok(meeting.member.local_rank.unwrap_or(meeting.member.rank));
             let outcome = one_rank(&group, local_rank, &main, open, || {
                 let topology = shared.topology(defaults, Some((group.size(), meeting.member.local_size)))?;
-                Ok(Run { setup: shared.resolve(topology, defaults)?, placement })
+                Ok(Run { setup: shared.resolve(topology, defaults)?, placement, checker: None })
             });
             outcome.map_err(|stop| said_by(stop, group.rank()))
         }
@@ -140,7 +142,13 @@ pub fn run(
             let (setup, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
             require_devices(setup.device, ranks)?;
             let ended = run_threads(ranks, group_timeout, |rank, group| {
-                Ok(one_rank(&group, Ok(rank), &main, open, || Ok(Run { setup: setup.clone(), placement })))
+                Ok(one_rank(&group, Ok(rank), &main, open, || {
+                    Ok(Run {
+                        setup: setup.clone(),
+                        placement,
+                        checker: shared.virtual_gpu.check.zip(checker.clone()),
+                    })
+                }))
             });
             let outcomes = match ended {
                 Ok(outcomes) => outcomes,

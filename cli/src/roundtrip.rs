@@ -21,7 +21,7 @@ use epoxide_testing::roundtrip::{Case, Expected, compare_weights};
 use half::bf16;
 
 use crate::cases;
-use crate::options::{Defaults, Mode, RoundTripFlags, RowType, Setup};
+use crate::options::{Check, Defaults, Mode, RoundTripFlags, RowType, Setup};
 use crate::output::{Voice, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::stop::{Result, Stop};
@@ -33,7 +33,7 @@ mod report;
 
 use beside::Beside;
 use clock::Clock;
-use report::{ConfigReport, HighThroughput, RankReport, Ranks, Report};
+use report::{ConfigReport, HighThroughput, Publish, RankReport, Ranks, Report};
 
 const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
 /// How far a received element may be from the rank number it was sent as.
@@ -104,6 +104,7 @@ fn execute(args: &Args) -> (Report, Result<()>) {
 fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Result<()> {
     let setup = &run.setup;
     let voice = Voice::new(rank.is_root(), !args.shared.json);
+    let voice = if run.checker.is_some() { voice.with_progress("roundtrip --check") } else { voice };
     let publish = |change: &dyn Fn(&mut Report)| {
         if rank.is_root() {
             change(&mut report.lock().unwrap_or_else(PoisonError::into_inner));
@@ -189,7 +190,35 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
         });
     }
 
+    say_checked(rank, run, &voice, &publish)?;
     beside.end(rank, &voice)
+}
+
+/// Says what check mode has looked at, once all ranks are through: anything that it finds ends a run before.
+fn say_checked(rank: &Rank, run: &Run, voice: &Voice, publish: Publish<'_>) -> Result<()> {
+    if let Some((check, checker)) = &run.checker {
+        rank.gather(Ok(()))?;
+        let accesses = checker.accesses();
+        voice.line(checked_line(*check, accesses));
+        publish(&|report| report.checked_accesses = Some(accesses));
+    }
+    Ok(())
+}
+
+fn checked_line(check: Check, accesses: u64) -> String {
+    let found = match check {
+        Check::Weak => "0 wrong results of weak memory",
+        Check::Races => "0 races and 0 reads of memory that nobody wrote",
+    };
+    format!("[check] {found} in {} of kernels' lanes", count_of(accesses))
+}
+
+/// A number of accesses, for people.
+fn count_of(accesses: u64) -> String {
+    match accesses {
+        0..1_000_000 => format!("{accesses} accesses"),
+        _ => format!("{:.1} M accesses", accesses as f64 / 1e6),
+    }
 }
 
 fn high_throughput(setup: &Setup, rig: &Rig) -> HighThroughput {
@@ -590,6 +619,17 @@ mod tests {
     }
 
     #[test]
+    fn what_was_checked_is_said() {
+        let races = checked_line(Check::Races, 999_999);
+        assert_eq!(
+            races,
+            "[check] 0 races and 0 reads of memory that nobody wrote in 999999 accesses of kernels' lanes"
+        );
+        let weak = checked_line(Check::Weak, 12_345_678);
+        assert_eq!(weak, "[check] 0 wrong results of weak memory in 12.3 M accesses of kernels' lanes");
+    }
+
+    #[test]
     fn small_shapes_pass_in_check_mode() {
         for line in tier::sample([
             "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 72 --num-sms 2 --check",
@@ -601,6 +641,7 @@ mod tests {
         ]) {
             let (report, outcome) = execute_line(line);
             assert_eq!(outcome, Ok(()), "{line}");
+            assert!(report.checked_accesses.is_some_and(|accesses| accesses > 100), "{line}");
             assert!(report.pass, "{line}");
         }
     }

@@ -9,6 +9,7 @@ mod failing;
 mod gate;
 mod promises;
 mod spread;
+mod survivors;
 mod turns;
 mod valid;
 

@@ -26,8 +26,33 @@ pub const PATIENCE: Duration = Duration::from_secs(300);
 pub const POISON: u8 = 0x5e;
 
 /// `cuda`: the ranks of a test use GPUs instead of virtual ones, rank r GPU r. For tests that know of no devices but these.
-#[cfg(feature = "cuda")]
 const DEVICE: &str = "EPOXIDE_TEST_DEVICE";
+/// Ranks of those tests that run with any number from 2 on, such as the number of GPUs.
+const RANKS: &str = "EPOXIDE_TEST_RANKS";
+
+/// Whether the ranks of tests use GPUs instead of virtual ones.
+///
+/// # Panics
+/// Where `EPOXIDE_TEST_DEVICE` is neither `cuda` nor `virtual`, or the tests were built without the feature `cuda`.
+pub fn on_gpus() -> bool {
+    let Ok(device) = std::env::var(DEVICE) else { return false };
+    match device.as_str() {
+        "virtual" => false,
+        "cuda" if cfg!(feature = "cuda") => true,
+        "cuda" => panic!("{DEVICE}=cuda: these tests have no GPUs; build them with --features cuda"),
+        other => panic!("{DEVICE}={other}: must be cuda or virtual"),
+    }
+}
+
+/// The number of ranks of a test that runs with any: `EPOXIDE_TEST_RANKS`, or `default`.
+///
+/// # Panics
+/// Where the variable is no number of at least 2.
+pub fn num_ranks(default: u32) -> u32 {
+    let Ok(text) = std::env::var(RANKS) else { return default };
+    let number = text.parse().ok().filter(|&number| number >= 2);
+    number.unwrap_or_else(|| panic!("{RANKS}={text}: must be a number of at least 2"))
+}
 
 /// Groups of ranks that [`run_ranks`] runs now.
 static RUNNING: Mutex<usize> = Mutex::new(0);
@@ -70,12 +95,18 @@ pub fn run_ranks<T: Send>(
     run_threads(count, PATIENCE, main)
 }
 
-fn open_device(setup: &Setup, rank: u32) -> Result<Arc<dyn Device>> {
+/// A virtual GPU, or in its place the GPU of the same number where [`on_gpus`] holds.
+///
+/// # Errors
+/// Where there is no such GPU.
+pub fn open_device(config: VirtConfig) -> Result<Arc<dyn Device>> {
     #[cfg(feature = "cuda")]
-    if std::env::var(DEVICE).is_ok_and(|device| device == "cuda") {
-        return epoxide::driver::cuda::CudaDevice::open(rank);
+    if on_gpus() {
+        return epoxide::driver::cuda::CudaDevice::open(config.ordinal);
     }
-    Ok(VirtualGpu::new(VirtConfig { ordinal: rank, ..setup.device.clone() }))
+    #[cfg(not(feature = "cuda"))]
+    let _: bool = on_gpus();
+    Ok(VirtualGpu::new(config))
 }
 
 /// The time by which the deadlines of a device's kernels pass: on a virtual GPU of a rank that is a thread, the clock of all ranks.
@@ -238,7 +269,7 @@ pub struct Rank {
 impl Rank {
     /// Makes the device, the stream and the buffer. Collective.
     pub fn join(setup: &Setup, group: Arc<dyn ProcessGroup>) -> Result<Rank> {
-        let device = open_device(setup, group.rank())?;
+        let device = open_device(VirtConfig { ordinal: group.rank(), ..setup.device.clone() })?;
         let mut options = setup.options.clone();
         if let (TransportKind::Auto, Some(ranks_per_node)) = (options.transport.kind, options.ranks_per_node)
         {

@@ -1,7 +1,7 @@
 //! `epoxide bench ab`: runs of two programs, or with two files of kernels, in turn, and what they come to.
 //!
 //! Which of two comes first is drawn by lot for each pair, since the test of the comparison rests on that. Runs that differ in the kernels
-//! alone happen in this process, where a device stays open and a run costs a buffer; other programs are started for each run.
+//! alone happen in this process, where a device stays open and a run costs a buffer; other programs, and low latency, are started for each run.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,13 +11,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 use epoxide::internal::{PTX, read_text_file};
-use epoxide_bench::compare::{Comparison, Verdict};
-use epoxide_bench::results::{Point, Results, Run, percentile};
+use epoxide_bench::compare::{Compared, Comparison, Verdict};
+use epoxide_bench::low_latency::{self, LowLatencyPoint};
+use epoxide_bench::results::{Point, Results, Run, percentile, seconds_since_1970};
 use epoxide_bench::{Effort, Error, Plan, TIMEOUT, Watch, measure, points};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::args::{PlanFlags, flags_of};
+use super::args::{PlanFlags, flags_of, low_latency_flags};
 use super::compare::VerdictFlags;
 use super::start::{announce, device_of, launched, measure_points, open};
 use crate::options::Mode;
@@ -41,7 +42,7 @@ pub struct Args {
     /// Kernels of side B.
     #[arg(long, value_name = "FILE.ptx")]
     b_ptx: Option<PathBuf>,
-    /// Runs of each side, in pairs; of fewer than 9 nothing can be told.
+    /// Runs of each side, in pairs; of fewer than 9 nothing can be told. Runs of low latency are processes of their own.
     #[arg(long, value_name = "N", default_value_t = 12)]
     repeat: u32,
     /// Compare so many times, with new runs each time, and say how often a difference was called.
@@ -72,43 +73,158 @@ pub fn run(args: &Args) -> Result<()> {
         let remedy = "start it without one: its ranks are threads then";
         return Err(Stop::usage(format!("ab: not for ranks that a launcher started; {remedy}")));
     }
-    if args.sizes.place.mode == Some(Mode::LowLatency) {
-        return Err(Stop::usage("ab: --mode low-latency: not in this version"));
-    }
     for (flag, value) in [("--repeat", args.repeat), ("--comparisons", args.comparisons)] {
         if value == 0 {
             return Err(Stop::usage(format!("{flag} 0: must be at least 1")));
         }
     }
     let sides = args.sides()?;
+    let runs = 2 * args.repeat * args.comparisons;
+    let progress = || Progress::new("bench ab", u64::from(runs), true);
+    if args.sizes.place.mode == Some(Mode::LowLatency) {
+        let plan = args.sizes.low_latency_plan()?;
+        let flags = low_latency_flags(&plan, args.sizes.device);
+        let progress = progress();
+        let mut lot = lot();
+        let start = |side: &Side| {
+            let started = seconds_since_1970();
+            let text = side.measure(&flags, &progress)?;
+            let points = low_latency::of_text(&text).map_err(|why| side.failed(&why))?;
+            Ok(began(points, started))
+        };
+        let mut alternate = || {
+            let order = order(&mut lot, args.repeat);
+            let runs = order.iter().map(|&at| start(&sides[at])).collect::<Result<Vec<_>>>()?;
+            Ok(by_side(&order, &runs, low_latency::join_runs))
+        };
+        let json = |points: Vec<LowLatencyPoint>| Ok(low_latency::json(&points)?);
+        return args.compare(&sides, &mut alternate, &progress, json);
+    }
     let plan = Plan { no_ceiling: true, ..args.sizes.plan()? };
     plan.check()?;
-    let runs = 2 * args.repeat * args.comparisons;
     announce(&Plan { repeat: runs, effort: Effort::Phases, ..plan.clone() }, args.sizes.leaves_sizes_open());
-    let progress = Progress::new("bench ab", u64::from(runs), true);
-    let mut runner = Runner::new(plan, sides, &progress)?;
-    let mut tally = Tally::default();
-    for number in 1..=args.comparisons {
-        let [a, b] = runner.alternate(args.repeat)?;
-        let comparison = args.verdict.compare(&a, &b)?;
-        if args.comparisons == 1 {
-            drop(progress);
-            for (path, points) in [(&args.json_a, a), (&args.json_b, b)] {
-                if let Some(path) = path {
-                    write_text(path, &Results::new(points).json()?)?;
-                }
+    let progress = progress();
+    let mut runner = Runner::new(plan, sides.clone(), &progress)?;
+    let mut alternate = || runner.alternate(args.repeat);
+    args.compare(&sides, &mut alternate, &progress, |points| Ok(Results::new(points).json()?))
+}
+
+/// What draws the order within each pair.
+fn lot() -> ChaCha8Rng {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
+    ChaCha8Rng::seed_from_u64(now ^ u64::from(std::process::id()) << 32)
+}
+
+/// Which side each run is of: so many pairs, one run of each side in an order drawn by lot.
+fn order(lot: &mut ChaCha8Rng, pairs: u32) -> Vec<usize> {
+    (0..pairs).flat_map(|_| if lot.random() { [1, 0] } else { [0, 1] }).collect()
+}
+
+/// The points of A and of B.
+fn by_side<P: Clone>(order: &[usize], runs: &[Vec<P>], join: fn(Vec<Vec<P>>) -> Vec<P>) -> [Vec<P>; 2] {
+    [0, 1].map(|side| {
+        let runs = order.iter().zip(runs).filter(|(of, _)| **of == side);
+        join(runs.map(|(_, points)| points.clone()).collect())
+    })
+}
+
+/// Points of a run that began then: programs from before do not record it.
+fn began<P: Compared>(mut points: Vec<P>, started: f64) -> Vec<P> {
+    points.iter_mut().for_each(|point| *point.runs_mut() = vec![Run { started }]);
+    points
+}
+
+impl Side {
+    /// The program, for people.
+    fn program(&self) -> Result<PathBuf> {
+        match &self.program {
+            Some(program) => Ok(program.clone()),
+            None => {
+                std::env::current_exe().map_err(|error| Stop::failed(format!("ab: this program: {error}")))
             }
-            return args.verdict.say(&comparison);
-        }
-        if let Some(line) = tally.add(number, &comparison) {
-            progress.line(&line)?;
         }
     }
-    drop(progress);
-    output::text_line(&tally.text())
+
+    /// What is measured: program and kernels.
+    fn text(&self) -> String {
+        let side = self.name.to_uppercase();
+        let program = match &self.program {
+            None => "this program".into(),
+            Some(program) => program.display().to_string(),
+        };
+        let kernels = match &self.ptx {
+            None => match std::env::var_os("EPOXIDE_PTX") {
+                None => "its own kernels".into(),
+                Some(ptx) => format!("kernels of {} (EPOXIDE_PTX)", Path::new(&ptx).display()),
+            },
+            Some(ptx) => format!("kernels of {}", ptx.display()),
+        };
+        format!("{side}: {program}, {kernels}")
+    }
+
+    fn failed(&self, why: &str) -> Stop {
+        let program = self.program().unwrap_or_default();
+        Stop::failed(format!("ab: side {}: {}: {why}", self.name, program.display()))
+    }
+
+    /// What a run of its program prints, as JSON.
+    fn measure(&self, flags: &[String], progress: &Progress) -> Result<String> {
+        progress.doing(0, self.name);
+        let program = self.program()?;
+        let mut command = Command::new(&program);
+        command.arg("bench").args(flags).args(["--json", "-"]).stdin(Stdio::null());
+        if let Some(ptx) = &self.ptx {
+            command.env("EPOXIDE_PTX", ptx);
+        }
+        let name = || format!("ab: side {}: {}", self.name, program.display());
+        let output = command.output().map_err(|error| Stop::usage(format!("{}: {error}", name())))?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            let message = format!("{}: {}: {}", name(), output.status, said.lines().last().unwrap_or(""));
+            return Err(match output.status.code() {
+                Some(code) if code == i32::from(SKIPPED) => Stop::skipped(message),
+                Some(code) if code == i32::from(USAGE) => Stop::usage(message),
+                _ => Stop::failed(message),
+            });
+        }
+        progress.step(0);
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
 }
 
 impl Args {
+    /// Compares what `alternate` gives, as often as was asked for, and prints.
+    fn compare<P: Compared>(
+        &self,
+        sides: &[Side; 2],
+        alternate: &mut dyn FnMut() -> Result<[Vec<P>; 2]>,
+        progress: &Progress,
+        json: impl Fn(Vec<P>) -> Result<String>,
+    ) -> Result<()> {
+        let mut tally = Tally::default();
+        for number in 1..=self.comparisons {
+            let [a, b] = alternate()?;
+            let comparison = self.verdict.compare(&a, &b)?;
+            if self.comparisons == 1 {
+                progress.end();
+                for (path, points) in [(&self.json_a, a), (&self.json_b, b)] {
+                    if let Some(path) = path {
+                        write_text(path, &json(points)?)?;
+                    }
+                }
+                for side in sides {
+                    output::text_line(&side.text())?;
+                }
+                return self.verdict.say(&comparison);
+            }
+            if let Some(line) = tally.add(number, &comparison) {
+                progress.line(&line)?;
+            }
+        }
+        progress.end();
+        output::text_line(&tally.text())
+    }
+
     fn sides(&self) -> Result<[Side; 2]> {
         let this = std::env::current_exe().and_then(std::fs::canonicalize);
         let side = |name, program: &Option<PathBuf>, ptx: &Option<PathBuf>| -> Result<Side> {
@@ -157,25 +273,17 @@ impl<'a> Runner<'a> {
                 Some(opened.collect::<epoxide::Result<Vec<_>>>().map_err(Error::from)?)
             }
         };
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
-        let lot = ChaCha8Rng::seed_from_u64(now ^ u64::from(std::process::id()) << 32);
-        Ok(Runner { plan, sides, devices, lot, progress })
+        Ok(Runner { plan, sides, devices, lot: lot(), progress })
     }
 
     /// So many pairs of runs, one of each side in an order drawn by lot: the points of A and of B.
     fn alternate(&mut self, pairs: u32) -> Result<[Vec<Point>; 2]> {
-        let orders: Vec<[usize; 2]> =
-            (0..pairs).map(|_| if self.lot.random() { [1, 0] } else { [0, 1] }).collect();
-        let order = orders.concat();
+        let order = order(&mut self.lot, pairs);
         let runs = match &self.devices {
             Some(devices) => self.run_here(devices, &order)?,
             None => order.iter().map(|&side| self.start(&self.sides[side])).collect::<Result<_>>()?,
         };
-        let of = |side: usize| {
-            let runs = order.iter().zip(&runs).filter(|(of, _)| **of == side);
-            points::join_runs(runs.map(|(_, points)| points.clone()).collect())
-        };
-        Ok([of(0), of(1)])
+        Ok(by_side(&order, &runs, points::join_runs))
     }
 
     fn run_here(&self, devices: &[Arc<dyn Device>], order: &[usize]) -> Result<Vec<Vec<Point>>> {
@@ -194,33 +302,9 @@ impl<'a> Runner<'a> {
 
     /// One run of a program.
     fn start(&self, side: &Side) -> Result<Vec<Point>> {
-        self.progress.doing(0, side.name);
-        let this =
-            std::env::current_exe().map_err(|error| Stop::failed(format!("ab: this program: {error}")))?;
-        let program = side.program.clone().unwrap_or(this);
-        let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        let mut command = Command::new(&program);
-        command.arg("bench").args(flags_of(&self.plan)).args(["--json", "-"]).stdin(Stdio::null());
-        if let Some(ptx) = &side.ptx {
-            command.env("EPOXIDE_PTX", ptx);
-        }
-        let name = || format!("ab: side {}: {}", side.name, program.display());
-        let output = command.output().map_err(|error| Stop::usage(format!("{}: {error}", name())))?;
-        if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
-            let message = format!("{}: {}: {}", name(), output.status, said.lines().last().unwrap_or(""));
-            return Err(match output.status.code() {
-                Some(code) if code == i32::from(SKIPPED) => Stop::skipped(message),
-                Some(code) if code == i32::from(USAGE) => Stop::usage(message),
-                _ => Stop::failed(message),
-            });
-        }
-        let results = Results::of_text(&String::from_utf8_lossy(&output.stdout));
-        let mut points = results.map_err(|why| Stop::failed(format!("{}: {why}", name())))?.points;
-        // Programs from before do not say when they ran.
-        points.iter_mut().for_each(|point| point.runs = vec![Run { started }]);
-        self.progress.step(0);
-        Ok(points)
+        let started = seconds_since_1970();
+        let text = side.measure(&flags_of(&self.plan), self.progress)?;
+        Ok(began(Results::of_text(&text).map_err(|why| side.failed(&why))?.points, started))
     }
 }
 
@@ -331,6 +415,53 @@ mod tests {
     }
 
     #[test]
+    fn low_latency_runs_alternate_by_sides() {
+        let (mut lot, pairs) = (lot(), 40);
+        let order = order(&mut lot, pairs);
+        assert!(order.chunks(2).all(|pair| pair[0] + pair[1] == 1));
+        // Equal 40 times in a row: once in 10^12.
+        assert!(order.chunks(2).any(|pair| pair == [0, 1]) && order.chunks(2).any(|pair| pair == [1, 0]));
+
+        let args = crate::bench::testing::parse(
+            "bench --mode low-latency --ranks-per-node 2 --tokens 2 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 5 --graph=1",
+        );
+        let sizes = args.unwrap().sizes;
+        let (plan, device) = (sizes.low_latency_plan().unwrap(), sizes.device);
+        let topology = sizes.place.topology(Mode::LowLatency, None).unwrap();
+        let mut clock = 1.0;
+        let mut run = |_: &usize| {
+            clock += 1.0;
+            let ranks = crate::bench::start::on_ranks(topology, device, |device, group| {
+                low_latency::rank(&plan, device, group, &())
+            });
+            // Stored and read again, as what another program prints is.
+            let text = low_latency::json(&low_latency::points(&plan, &ranks.unwrap())).unwrap();
+            began(low_latency::of_text(&text).unwrap(), clock)
+        };
+        let order = &order[..6];
+        let runs: Vec<_> = order.iter().map(&mut run).collect();
+        let [a, b] = by_side(order, &runs, low_latency::join_runs);
+        assert_eq!((a[0].runs.len(), b[0].runs.len(), a[0].dispatch.samples_us.len()), (3, 3, 15));
+        let text = super::super::compare::tests::verdict("").compare(&a, &b).unwrap().text();
+        for part in ["3 pairs", "pair of 1", "kernel of combine", "too few runs (3 < 9)"] {
+            assert!(text.contains(part), "{part} is not in {text}");
+        }
+    }
+
+    #[test]
+    fn sides_are_named_with_their_kernels() {
+        let folder = tempfile::tempdir().unwrap();
+        let ptx = folder.path().join("same.ptx");
+        std::fs::write(&ptx, epoxide_gpu::PTX).unwrap();
+        let ptx = ptx.display();
+        let [a, b] = args(&format!("--a /bin/sh --b-ptx {ptx}")).sides().unwrap();
+        let own =
+            if std::env::var_os("EPOXIDE_PTX").is_none() { "sh, its own kernels" } else { "sh, kernels of" };
+        assert!(a.text().starts_with("A: /") && a.text().contains(own), "{}", a.text());
+        assert_eq!(b.text(), format!("B: this program, kernels of {ptx}"));
+    }
+
+    #[test]
     fn equal_kernels_are_not_called_different() {
         // The comparison has tests of its own; this one needs many runs.
         if !tier::is_long() {
@@ -346,7 +477,7 @@ mod tests {
             let [a, b] = runner.alternate(9).unwrap();
             tally.add(number, &args.verdict.compare(&a, &b).unwrap());
         }
-        assert!(tally.lines.len() == 4 && tally.lines.iter().all(|(_, verdicts)| verdicts.untold == 0));
+        assert_eq!(tally.lines.len(), 4);
         // A comparison calls a difference once in two hundred times, however noisy the machine is: the order in a pair is drawn by lot.
         assert!(tally.differing <= 3, "{}", tally.text());
         assert!(tally.text().ends_with(&format!("of {comparisons} comparisons call a difference")));
@@ -358,7 +489,7 @@ mod tests {
             ("--a /no/such/program", "--a /no/such/program"),
             ("--b-ptx /no/such.ptx", "--b-ptx /no/such.ptx"),
             ("--repeat 0", "--repeat 0"),
-            ("--mode low-latency", "--mode low-latency"),
+            ("--mode low-latency --combine-dtype fp8", "--hidden 64: must be a positive multiple of 128"),
         ] {
             let stop = run(&args(line)).unwrap_err();
             assert_eq!(stop.code, USAGE);

@@ -383,6 +383,36 @@ pub fn flags_of(plan: &Plan) -> Vec<String> {
     flags
 }
 
+/// The same of a low-latency plan: its tokens are one number, or those that the program chooses itself.
+pub fn low_latency_flags(plan: &LowLatencyPlan, device: DeviceKind) -> Vec<String> {
+    let mut flags: Vec<String> = Vec::new();
+    let mut flag = |name: &str, value: String| flags.push(format!("--{name}={value}"));
+    let type_of = |quantise: Quantise| if quantise == Quantise::Not { "bf16" } else { "fp8" }.to_owned();
+    flag("device", if device == DeviceKind::Virtual { "virtual" } else { "cuda" }.into());
+    flag("mode", "low-latency".into());
+    flag("nodes", plan.nodes.to_string());
+    flag("ranks-per-node", (plan.ranks / plan.nodes).to_string());
+    flag("transport", plan.transport.to_string());
+    if let [tokens] = plan.tokens[..] {
+        flag("tokens", tokens.to_string());
+    }
+    flag("hidden", plan.hidden.to_string());
+    flag("experts", plan.experts.to_string());
+    flag("topk", plan.topk.to_string());
+    flag("dtype", type_of(plan.quantise));
+    flag("combine-dtype", type_of(plan.quantise_back));
+    if let Some(num_sms) = plan.num_sms {
+        flag("num-sms", num_sms.to_string());
+    }
+    flag("chunk-tokens", plan.chunk_tokens.to_string());
+    flag("packet-tokens", plan.packet_tokens.to_string());
+    flag("warmup", plan.warmup.to_string());
+    flag("iters", plan.iters.to_string());
+    flag("graph", plan.chain.to_string());
+    flag("seed", plan.seed.to_string());
+    flags
+}
+
 /// Multiprocessors where no flag gives them: `EPOXIDE_NSM` across nodes, else `EPOXIDE_NUM_SMS`, both comma-separated.
 fn sms_of_environment(
     across: bool,
@@ -450,6 +480,17 @@ mod tests {
             let words = ["bench".to_owned()].into_iter().chain(flags_of(&plan));
             let again: Args = testing::parse(words).unwrap();
             assert_eq!(format!("{:?}", again.plan().unwrap()), format!("{plan:?}"));
+        }
+        for line in [
+            "bench --mode low-latency",
+            "bench --mode low-latency --device cuda --dtype fp8 --combine-dtype fp8 --num-sms 4 --graph=3 --seed 5",
+            "bench --mode low-latency --nodes 2 --ranks-per-node 3 --transport shm --tokens 5 --chunk-tokens 2 --packet-tokens 0",
+        ] {
+            let sizes = parse(line).unwrap().sizes;
+            let plan = sizes.low_latency_plan().unwrap();
+            let words = ["bench".to_owned()].into_iter().chain(low_latency_flags(&plan, sizes.device));
+            let again: Args = testing::parse(words).unwrap();
+            assert_eq!(format!("{:?}", again.sizes.low_latency_plan().unwrap()), format!("{plan:?}"));
         }
     }
 }

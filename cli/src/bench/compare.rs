@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use epoxide_bench::compare::{Comparison, compare};
-use epoxide_bench::results::{Point, Results};
+use epoxide_bench::compare::{Compared, Comparison, compare};
+use epoxide_bench::low_latency;
+use epoxide_bench::results::{Results, is_low_latency, values_of};
 
 use crate::output;
 use crate::stop::{Result, Stop};
@@ -34,13 +35,39 @@ pub struct VerdictFlags {
 
 /// Compares and prints.
 pub fn run(args: &Args) -> Result<()> {
-    let (a, b) = (Results::read(&args.a)?, Results::read(&args.b)?);
-    args.verdict.say(&args.verdict.compare(&a.points, &b.points)?)
+    let read = |path: &PathBuf| {
+        std::fs::read_to_string(path).map_err(|error| Stop::usage(format!("{}: {error}", path.display())))
+    };
+    let texts = [read(&args.a)?, read(&args.b)?];
+    let wrong = |side: usize| {
+        let path = [&args.a, &args.b][side];
+        move |why: String| Stop::usage(format!("{}: {why}", path.display()))
+    };
+    let [a, b] = [0, 1].map(|side| -> Result<bool> {
+        let points = values_of(&texts[side]).map_err(wrong(side))?;
+        Ok(points.iter().all(is_low_latency))
+    });
+    let comparison = match (a?, b?) {
+        (true, true) => {
+            let of = |side: usize| low_latency::of_text(&texts[side]).map_err(wrong(side));
+            args.verdict.compare(&of(0)?, &of(1)?)?
+        }
+        (false, false) => {
+            let of = |side: usize| Results::of_text(&texts[side]).map_err(wrong(side));
+            args.verdict.compare(&of(0)?.points, &of(1)?.points)?
+        }
+        _ => {
+            let rule = "one is of low latency, the other is not; compare results of one mode";
+            let (a, b) = (args.a.display(), args.b.display());
+            return Err(Stop::usage(format!("compare: {a} and {b}: {rule}")));
+        }
+    };
+    args.verdict.say(&comparison)
 }
 
 impl VerdictFlags {
     /// Compares.
-    pub fn compare(&self, a: &[Point], b: &[Point]) -> Result<Comparison> {
+    pub fn compare<P: Compared>(&self, a: &[P], b: &[P]) -> Result<Comparison> {
         // What is to be failed for is no noise.
         let tolerance = self.fail_if_slower.map_or(self.tolerance, |percent| percent.min(self.tolerance));
         Ok(compare(a, b, tolerance / 100.0)?)
@@ -73,16 +100,38 @@ fn parse_percent(text: &str) -> std::result::Result<f64, String> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
+    use epoxide_bench::results::Point;
+
     use super::*;
     use crate::bench::testing::measured;
     use crate::stop::{FAILED, USAGE};
     use crate::testing::parse;
 
+    pub fn verdict(line: &str) -> VerdictFlags {
+        parse(format!("compare {line}").split_whitespace()).unwrap()
+    }
+
+    #[test]
+    fn files_of_two_modes_are_not_compared() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let high = file("high.json", &Results::new(measured("--iters 5").0).json().unwrap());
+        let low = file("low.json", "{\"schema_version\": 1, \"points\": [{\"mode\": \"low-latency\"}]}");
+        let compare = |a: &PathBuf, b: &PathBuf| {
+            let (a, b, verdict) = (a.clone(), b.clone(), verdict(""));
+            super::run(&Args { a, b, verdict }).unwrap_err().message.unwrap()
+        };
+        assert!(compare(&high, &low).contains("compare results of one mode"));
+        assert!(compare(&low, &low).contains("low.json: not a results file of low latency: missing field"));
+    }
+
     #[test]
     fn a_gate_has_exit_codes() {
-        let verdict =
-            |line: &str| -> VerdictFlags { parse(format!("compare {line}").split_whitespace()).unwrap() };
         let point = measured("--iters 5").0.remove(0);
         let runs = |factor: f64, first: f64| -> Vec<Point> {
             let run = |at: u32| {

@@ -3,9 +3,10 @@
 use std::fmt::Write;
 
 use epoxide_bench::low_latency::{self, LowLatencyPlan, LowLatencyPoint};
+use epoxide_bench::results::Slowest;
 
-use super::Args;
 use super::start::{launched, on_ranks};
+use super::{Args, csv};
 use crate::options::Mode;
 use crate::output::{self, Progress, write_text};
 use crate::ranks;
@@ -21,15 +22,19 @@ pub fn run(args: &Args) -> Result<()> {
         let sizes = format!("{} tokens of {hidden} elements each", tokens.join(", "));
         output::complain(&format!("bench: low latency, {ranks} ranks, {sizes}"));
     }
-    let progress = Progress::new("bench", plan.steps(), ranks::speaks());
-    let ranks = on_ranks(topology, args.sizes.device, |device, group| {
-        low_latency::rank(&plan, device, group, &progress)
+    let progress = Progress::new("bench", u64::from(args.repeat) * plan.steps(), ranks::speaks());
+    let runs = on_ranks(topology, args.sizes.device, |device, group| {
+        let run = |_| low_latency::rank(&plan, device.clone(), group, &progress);
+        (0..args.repeat).map(run).collect::<epoxide::Result<Vec<_>>>()
     })?;
     drop(progress);
     if !ranks::speaks() {
         return Ok(());
     }
-    let points = low_latency::points(&plan, &ranks);
+    let points = low_latency::of_runs(&plan, &runs);
+    if let Some(path) = &args.csv {
+        csv::write_lines(path, &COLUMNS, points.iter().flat_map(records))?;
+    }
     if let Some(path) = &args.json {
         write_text(path, &low_latency::json(&points)?)?;
         if path.as_os_str() == "-" {
@@ -39,14 +44,70 @@ pub fn run(args: &Args) -> Result<()> {
     output::text_line(&text(&points))
 }
 
+/// The columns of the CSV: a line for each point and thing that was timed.
+const COLUMNS: [&str; 21] = [
+    "mode",
+    "device",
+    "virtual",
+    "date",
+    "nodes",
+    "num_ranks",
+    "transport",
+    "tokens",
+    "hidden",
+    "experts",
+    "topk",
+    "dtype",
+    "combine_dtype",
+    "num_sms",
+    "chunk_tokens",
+    "packet_tokens",
+    "timed",
+    "p50_us",
+    "p99_us",
+    "min_us",
+    "mean_us",
+];
+
+fn records(point: &LowLatencyPoint) -> Vec<Vec<String>> {
+    let sizes = [
+        point.mode.clone(),
+        point.device.clone(),
+        point.is_virtual.to_string(),
+        point.date.clone(),
+        point.nodes.to_string(),
+        point.num_ranks.to_string(),
+        point.transport.clone().unwrap_or_default(),
+        point.tokens.to_string(),
+        point.hidden.to_string(),
+        point.experts.to_string(),
+        point.topk.to_string(),
+        point.dtype.clone(),
+        point.combine_dtype.clone(),
+        point.num_sms.to_string(),
+        point.chunk_tokens.to_string(),
+        point.packet_tokens.to_string(),
+    ];
+    let timed = [
+        ("dispatch", &point.dispatch),
+        ("combine", &point.combine),
+        ("pair", &point.pair),
+        ("dispatch_kernel", &point.dispatch_within.done),
+        ("combine_kernel", &point.combine_within.done),
+    ];
+    let record = |(name, times): (&str, &Slowest)| {
+        let times = [times.p50_us, times.p99_us, times.min_us, times.mean_us].map(|us| us.to_string());
+        [&sizes[..], &[name.to_owned()], &times].concat()
+    };
+    timed.into_iter().map(record).collect()
+}
+
 /// What the flags come to.
 fn plan(args: &Args) -> Result<LowLatencyPlan> {
     let unused = [
-        ("--csv", args.csv.is_some()),
         ("--plot", args.plot.is_some()),
         ("--trace", args.trace.is_some()),
         ("--sweep", args.sweep.is_some()),
-        ("--repeat", args.repeat != 1),
     ];
     if args.baseline.is_some() {
         let remedy = "leave the mode out: low latency is measured then, too";
@@ -54,6 +115,9 @@ fn plan(args: &Args) -> Result<LowLatencyPlan> {
     }
     if let Some((flag, _)) = unused.iter().find(|(_, given)| *given) {
         return Err(Stop::usage(format!("{flag}: not with --mode low-latency")));
+    }
+    if args.repeat == 0 {
+        return Err(Stop::usage("--repeat 0: must be at least 1"));
     }
     args.sizes.low_latency_plan()
 }
@@ -187,6 +251,24 @@ mod tests {
     }
 
     #[test]
+    fn several_runs_are_stored_as_json_and_csv() {
+        let folder = tempfile::tempdir().unwrap();
+        let [json, table] = ["low.json", "low.csv"].map(|name| folder.path().join(name));
+        let line = "bench --mode low-latency --ranks-per-node 2 --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 2 --graph=1";
+        let mut args = parse(&format!("{line} --repeat 3")).unwrap();
+        (args.json, args.csv) = (Some(json.clone()), Some(table.clone()));
+        run(&args).unwrap();
+        let points = low_latency::of_text(&std::fs::read_to_string(json).unwrap()).unwrap();
+        assert_eq!((points[0].runs.len(), points[0].pair.samples_us.len()), (3, 6));
+        let table = std::fs::read_to_string(table).unwrap();
+        let lines: Vec<Vec<&str>> = table.lines().map(|line| line.split(',').collect()).collect();
+        assert!(lines.len() == 6 && lines.iter().all(|line| line.len() == COLUMNS.len()), "{table}");
+        let at = |name| COLUMNS.iter().position(|column| *column == name).unwrap();
+        assert_eq!((lines[3][at("timed")], lines[3][at("tokens")]), ("pair", "3"));
+        assert_eq!(lines[3][at("p50_us")], points[0].pair.p50_us.to_string());
+    }
+
+    #[test]
     fn nodes_are_measured() {
         let line = "bench --mode low-latency --nodes 2 --ranks-per-node 2 --transport shm --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
         let args = parse(line).unwrap();
@@ -241,7 +323,7 @@ mod tests {
             ("--tokens 0", "--tokens 0: must be 1 to 1024"),
             ("--combine-dtype fp8 --hidden 64", "--hidden 64: must be a positive multiple of 128"),
             ("--hidden 2", "--hidden 2: must be a positive multiple of 8 (rows are multiples of 16 bytes)"),
-            ("--repeat 3", "--repeat"),
+            ("--repeat 0", "--repeat 0: must be at least 1"),
             ("--baseline nccl", "--baseline: not with --mode low-latency; leave the mode out"),
         ] {
             let stop = plan(&parse(&format!("bench --mode low-latency {line}")).unwrap()).unwrap_err();

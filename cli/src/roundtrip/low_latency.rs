@@ -99,6 +99,7 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Pub
             report.times.graph_seconds = seconds;
         });
     }
+    super::say_checked(rank, run, voice, publish)?;
     beside.end(rank, voice)
 }
 

@@ -15,6 +15,9 @@ pub struct Report {
     pub times: Times,
     pub iterations: u64,
     pub graph_replays: u64,
+    /// Reads and writes of kernels' lanes that check mode has looked at.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checked_accesses: Option<u64>,
     pub pass: bool,
     pub exit_code: u8,
     #[serde(skip_serializing_if = "Option::is_none")]

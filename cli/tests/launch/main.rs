@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod kills;
+mod larger;
 mod launcher;
 mod nodes;
 

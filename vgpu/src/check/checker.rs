@@ -68,6 +68,12 @@ impl Checker {
         result
     }
 
+    /// Reads and writes of kernels' lanes that were checked so far, an atomic operation and each piece of a vector once.
+    #[must_use]
+    pub fn accesses(&self) -> u64 {
+        self.world().accesses
+    }
+
     /// Has stores counted from here on, for [`Checker::stores`].
     pub fn count_stores(&self) {
         self.world().stores.count();

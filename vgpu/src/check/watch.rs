@@ -151,6 +151,7 @@ impl Watch for Watcher<'_> {
     }
 
     fn read(&mut self, place: Place, bytes: u64, lane: usize, pc: u32, how: How) -> Result<(), Trouble> {
+        self.world.accesses += 1;
         let record = self.record(lane, pc, how, false);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.loads.add(own, place, 1);
@@ -193,6 +194,7 @@ impl Watch for Watcher<'_> {
         now: &[u8],
         new: &[u8],
     ) -> Result<bool, Trouble> {
+        self.world.accesses += 1;
         let record = self.record(lane, pc, how, true);
         let (own, weak_memory) = (self.own(lane), self.weak_memory());
         self.world.stores.add(own, place, now.len() as u64);

@@ -38,6 +38,8 @@ pub(crate) struct World {
     pub(super) free_shadows: Vec<u32>,
     pub(super) stores: Counts,
     pub(super) loads: Counts,
+    /// Reads and writes of lanes so far.
+    pub(crate) accesses: u64,
     /// Numbers of devices, by the identity of their memory.
     pub(crate) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
@@ -72,6 +74,7 @@ impl World {
             shadows: vec![none],
             stores: Counts::default(),
             loads: Counts::default(),
+            accesses: 0,
             devices: HashMap::new(),
             backings: HashMap::new(),
             free_shadows: vec![],

@@ -1,0 +1,64 @@
+//! `benches/larger.sh`, which measures on machines that have no cargo: each of its command lines is one that this command accepts.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use super::launcher::text;
+
+fn larger(arguments: &[&str]) -> Output {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benches/larger.sh");
+    Command::new("bash").arg(script).args(arguments).output().unwrap()
+}
+
+#[test]
+fn every_run_passes_on_virtual_gpus() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().to_str().unwrap();
+    let output = larger(&["--virtual", "--program", env!("CARGO_BIN_EXE_epoxide"), "--out", out]);
+    let printed = text(&output.stdout);
+    assert!(output.status.success(), "{printed}{}", text(&output.stderr));
+    assert!(printed.contains(" 0 failed, 0 left out, "), "{printed}");
+
+    // Of all that can run here: not those that need another program or NVIDIA's tools.
+    let listed = text(&larger(&["--list", "--gpus", "2"]).stdout);
+    let needs_more = ["survivors", "killed", "ab-", "sanitizer"];
+    let runs = listed.lines().filter(|name| !needs_more.iter().any(|word| name.contains(word)));
+    for name in runs {
+        assert!(printed.contains(&format!("\n-- {name}\n")), "{name} is missing in {printed}");
+    }
+    let summary = std::fs::read_to_string(folder.path().join("summary.txt")).unwrap();
+    assert!(summary.contains("combine in pool"), "{summary}");
+    let packed = Command::new("tar").arg("-tzf").arg(folder.path().join("results.tar.gz")).output().unwrap();
+    let packed = text(&packed.stdout);
+    for file in ["ht-bf16.json", "ll-fp8.json", "trips-bf16.txt"] {
+        assert!(packed.contains(file), "{file} is missing in {packed}");
+    }
+}
+
+#[test]
+fn a_limit_leaves_runs_out_and_says_where_to_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().to_str().unwrap();
+    let all = ["--virtual", "--program", env!("CARGO_BIN_EXE_epoxide"), "--out", out, "--limit", "1"];
+    let output = larger(&all);
+    let printed = text(&output.stdout);
+    assert!(output.status.success() && printed.contains("0 runs, 0 failed"), "{printed}");
+    assert!(printed.contains("go on with: --from ll-fp8"), "{printed}");
+}
+
+#[test]
+fn arguments_that_are_wrong_are_named() {
+    let program = env!("CARGO_BIN_EXE_epoxide");
+    let cases: [(&[&str], &str); 5] = [
+        (&["--out", "x"], "--program: missing"),
+        (&["--program", program], "--out: missing"),
+        (&["--program", program, "--out", "x", "--gpus", "3"], "--gpus 3: must be 2, 4 or 8"),
+        (&["--program", program, "--out", "x", "--virtual", "--from", "ht"], "ht: no run has this name"),
+        (&["--fast"], "--fast: no such option"),
+    ];
+    for (arguments, expected) in cases {
+        let output = larger(arguments);
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains(expected), "{arguments:?}: {said}");
+    }
+}

@@ -1,0 +1,514 @@
+//! A rank stops before a dispatch or before a combine. The others, its survivors, get an error that
+//! names it, read no number that is wrong, and go on without it in the same context.
+//!
+//! These tests also run on GPUs: `EPOXIDE_TEST_DEVICE=cuda EPOXIDE_TEST_RANKS=2`, one at a time
+//! (docs/BENCHMARKS.md, "Larger machines").
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use epoxide::driver::Stream;
+use epoxide::driver::virt::VirtConfig;
+use epoxide::ep::{
+    CombineOutput, CombineRequest, Counts, DType, DispatchRequest, Place, Step, StreamOrder, Tensor,
+    TypedTensor,
+};
+use epoxide::group::ProcessGroup;
+use epoxide::low_latency;
+use epoxide::transport::{TransportKind, TransportOptions};
+use epoxide::{Error, Result};
+use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, num_ranks, on_gpus, open_device, run_ranks};
+use epoxide_testing::payload::values_of;
+use half::bf16;
+
+use crate::promises::{is_nan, keep_on, status};
+use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo, echo_on};
+
+/// The rank that stops.
+const GONE: u32 = 1;
+/// Rounds ahead of the one in which it does.
+const COMPLETE: usize = 3;
+
+/// Before which call of its last round the rank stops.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Before {
+    Dispatch,
+    Combine,
+}
+
+/// How the survivors call.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Calls {
+    /// One by one; the host waits for the counts of a dispatch.
+    Exact,
+    /// One by one; counts stay on the device.
+    Eager,
+    /// As replays of a step that has run before.
+    Replayed,
+}
+
+/// What a combine that fails leaves for a token without a sum.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Leaves {
+    Nan,
+    /// What was there.
+    Anything,
+}
+
+/// The longest wait for the rank that stops. On GPUs it passes in real time, so that ranks that do come must keep it.
+fn deadline() -> Duration {
+    Duration::from_millis(if on_gpus() { 3000 } else { 200 })
+}
+
+/// One node, and nodes of one rank that map each other's memory.
+fn spreads() -> [Option<Nodes>; 2] {
+    [None, Some(Nodes { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })]
+}
+
+#[track_caller]
+fn expect_gone<T>(what: &str, outcome: Result<T>) {
+    match outcome {
+        Err(Error::PeerTimeout { peer, ref late, .. }) if peer == GONE || late.contains(&GONE) => {}
+        Err(error) => panic!("{what}: not a time-out that names rank {GONE}: {error}"),
+        Ok(_) => panic!("{what}: gave a result, although rank {GONE} has stopped"),
+    }
+}
+
+/// Checks sums as a kernel reads them, which sees no error: they are right, or their tokens are noted as missing.
+#[track_caller]
+fn check_sums(what: &str, leaves: Leaves, got: &[Vec<u8>], want: &[Vec<u8>], missing: &[u32]) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    assert!(!missing.is_empty(), "{what}: no token is missing");
+    for (token, (got, want)) in (0..).zip(got.iter().zip(want)) {
+        let is_missing = missing.contains(&token);
+        let holds = if is_missing { leaves == Leaves::Anything || is_nan(got) } else { got == want };
+        assert!(holds, "{what}: token {token}, missing {missing:?}: {got:?}, expected {want:?}");
+    }
+}
+
+/// Tokens of each rank.
+fn tokens(ranks: u32) -> Vec<u32> {
+    let most = if on_gpus() { 200 } else { 8 };
+    (0..ranks).map(|rank| most - rank % 3).collect()
+}
+
+fn setup(ranks: u32, nodes: Option<Nodes>) -> Setup {
+    Setup::new(ranks, 1, *tokens(ranks).iter().max().unwrap(), ROW).max_topk(TOPK).nodes(nodes)
+}
+
+fn captured_echo(
+    rank: &mut Rank,
+    place: &mut Place,
+    inputs: &Inputs,
+    experts: u32,
+) -> Result<Step<CombineOutput>> {
+    let stream = rank.stream.clone();
+    rank.buffer
+        .capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs, experts)?.1))
+}
+
+/// The sums of a round in which the rank that stops is still there.
+fn check_complete(rank: &Rank, back: &CombineOutput, turn: &Turn) -> Result<()> {
+    let want = &turn.sums[rank.rank as usize];
+    assert_eq!(rank.row_bytes(&back.combined_x)?[..want.len()], want[..]);
+    assert!(rank.buffer.missing_tokens()?.is_empty());
+    rank.buffer.check()
+}
+
+/// The round in which it stops, of a survivor.
+fn failed_round(
+    rank: &mut Rank,
+    place: &mut Place,
+    (inputs, turn): (&Inputs, &Turn),
+    step: &Step<CombineOutput>,
+    (before, calls, leaves): (Before, Calls, Leaves),
+) -> Result<()> {
+    let (stream, want) = (rank.stream.clone(), &turn.sums[rank.rank as usize]);
+    let what = format!("rank {}, {before:?}, {calls:?}, {leaves:?}", rank.rank);
+    let combined = |rank: &Rank, back: &CombineOutput| -> Result<()> {
+        let kept = rank.row_bytes(&keep_on(&stream, &back.combined_x, want.len())?)?;
+        check_sums(&what, leaves, &kept, want, &rank.buffer.missing_tokens()?);
+        expect_gone(&format!("{what}: combined_x"), back.combined_x.to_host::<u16>(&stream));
+        Ok(())
+    };
+    if calls == Calls::Replayed {
+        step.launch(&stream)?;
+        combined(rank, step.output())?;
+        expect_gone(&format!("{what}: the step's check"), step.check(&stream));
+    } else {
+        let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+        let request = DispatchRequest::new(&inputs.x, &layout);
+        let request = if calls == Calls::Exact { request } else { request.counts(rank.on_device()) };
+        let output = rank.dispatch(place, request);
+        if calls == Calls::Exact && before == Before::Dispatch {
+            expect_gone(&format!("{what}: a dispatch that waits for counts"), output);
+        } else {
+            let output = output?;
+            if before == Before::Combine {
+                let (received, want) = (rank.row_bytes(&output.recv_x)?, turn.recv(rank.rank));
+                assert_eq!(received[..want.len()], want[..], "{what}");
+                rank.buffer.check()?;
+            }
+            let rows = output.combine_rows(DType::Bf16, HIDDEN as u64)?;
+            let to = rows.tensor();
+            // SAFETY: both are in the pool, which lives as long as the buffer.
+            unsafe { stream.copy(to.ptr(), output.recv_x.ptr(), to.rows() * to.row_stride())? };
+            match rank.combine(CombineRequest::new(&rows, &output.handle)) {
+                Ok(back) => combined(rank, &back)?,
+                // The dispatch may have given up by then.
+                refused => {
+                    assert_eq!(before, Before::Dispatch, "{what}");
+                    expect_gone(&format!("{what}: the combine behind it"), refused);
+                }
+            }
+            if before == Before::Dispatch {
+                expect_gone(&format!("{what}: recv_x"), output.recv_x.to_host::<u16>(&stream));
+                expect_gone(&format!("{what}: counts"), output.handle.num_recv_tokens(&stream));
+            }
+        }
+    }
+    assert_ne!(status(&stream, rank.buffer.status_ptr())?, 0, "{what}");
+    expect_gone(&format!("{what}: check"), rank.buffer.check());
+    // The buffer is of no use any more.
+    for _ in 0..2 {
+        expect_gone(&format!("{what}: a launch behind it"), step.launch(&stream));
+        let next = rank.layout(&inputs.topk_idx, turn.routing.num_experts).and_then(|layout| {
+            let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
+            rank.dispatch(place, request)
+        });
+        expect_gone(&format!("{what}: a dispatch behind it"), next);
+    }
+    Ok(())
+}
+
+/// The survivors of a group make a buffer of their own on the same devices.
+fn go_on(rank: &Rank, part: Arc<dyn ProcessGroup>, nodes: Option<Nodes>) -> Result<()> {
+    let survivors = setup(part.size(), nodes);
+    let turn = Turn::random(9, &tokens(part.size()), 1);
+    let mut rank = Rank::new(rank.device().clone(), part, survivors.options)?;
+    let (inputs, mut place) = (Inputs::upload(&turn, &rank)?, rank.place()?);
+    for _ in 0..3 {
+        let (output, back) = echo(&mut rank, &mut place, &inputs, turn.routing.num_experts)?;
+        let want = turn.recv(rank.rank);
+        assert_eq!(rank.row_bytes(&output.recv_x)?[..want.len()], want[..]);
+        check_complete(&rank, &back, &turn)?;
+    }
+    rank.synchronize()
+}
+
+fn high_throughput(before: Before, calls: Calls) {
+    let ranks = num_ranks(3);
+    let turns: Vec<Turn> = (0..=COMPLETE as u64).map(|seed| Turn::random(seed, &tokens(ranks), 1)).collect();
+    for (nodes, leaves) in
+        spreads().into_iter().flat_map(|nodes| [(nodes, Leaves::Nan), (nodes, Leaves::Anything)])
+    {
+        let mut setup = setup(ranks, nodes);
+        setup.options.timeout = deadline();
+        setup.options.nan_on_failure = leaves == Leaves::Nan;
+        setup.run(|rank| {
+            let (stream, group) = (rank.stream.clone(), rank.group.clone());
+            let part = group.split((rank.rank == GONE).into())?;
+            let (inputs, mut place) = (Inputs::upload(&turns[0], rank)?, rank.place()?);
+            group.barrier(PATIENCE)?;
+            let step = captured_echo(rank, &mut place, &inputs, turns[0].routing.num_experts)?;
+            for (index, turn) in turns.iter().enumerate() {
+                let mine = rank.rank as usize;
+                inputs.topk_idx.write(&stream, &turn.routing.topk_idx[mine].concat())?;
+                inputs.x.write(&stream, &values_of::<u16>(&turn.x[mine].concat()))?;
+                stream.synchronize()?;
+                group.barrier(PATIENCE)?;
+                if index < COMPLETE {
+                    // Both ways, so that either may have left what a later round must not show.
+                    step.launch(&stream)?;
+                    step.check(&stream)?;
+                    check_complete(rank, step.output(), turn)?;
+                    let (_, back) = echo(rank, &mut place, &inputs, turn.routing.num_experts)?;
+                    check_complete(rank, &back, turn)?;
+                } else if rank.rank != GONE {
+                    failed_round(rank, &mut place, (&inputs, turn), &step, (before, calls, leaves))?;
+                } else if before == Before::Combine {
+                    let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
+                    let request = DispatchRequest::new(&inputs.x, &layout);
+                    // A dispatch that waits for counts compares calls on the host: all ranks make the same one.
+                    let counts = if calls == Calls::Exact { Counts::Exact } else { rank.on_device() };
+                    rank.dispatch(&mut place, request.counts(counts))?;
+                    stream.synchronize()?;
+                    rank.buffer.check()?;
+                }
+            }
+            if rank.rank != GONE {
+                go_on(rank, part, nodes)?;
+            }
+            group.barrier(PATIENCE)
+        });
+    }
+}
+
+#[test]
+fn a_rank_stops_before_a_dispatch() {
+    high_throughput(Before::Dispatch, Calls::Eager);
+}
+
+#[test]
+fn a_rank_stops_before_a_dispatch_that_waits_for_counts() {
+    high_throughput(Before::Dispatch, Calls::Exact);
+}
+
+#[test]
+fn a_rank_stops_before_a_dispatch_of_a_step() {
+    high_throughput(Before::Dispatch, Calls::Replayed);
+}
+
+#[test]
+fn a_rank_stops_before_a_combine() {
+    high_throughput(Before::Combine, Calls::Eager);
+    high_throughput(Before::Combine, Calls::Exact);
+}
+
+#[test]
+fn a_rank_stops_before_the_combine_of_a_step() {
+    high_throughput(Before::Combine, Calls::Replayed);
+}
+
+/// A low-latency rank, whose tokens are ones.
+struct Few {
+    number: u32,
+    stream: Arc<Stream>,
+    group: Arc<dyn ProcessGroup>,
+    buffer: low_latency::Buffer,
+    x: Tensor<'static>,
+    topk_idx: TypedTensor<'static, i64>,
+    /// Its values on the host: two for each token.
+    ids: Vec<i64>,
+    /// All of the same number: what experts make of rows.
+    experts: Tensor<'static>,
+}
+
+const EXPERTS_OF_A_RANK: u32 = 2;
+const FEW_HIDDEN: u64 = 128;
+
+impl Few {
+    fn tokens() -> u32 {
+        if on_gpus() { 100 } else { 6 }
+    }
+
+    /// Collective.
+    fn new(
+        stream: &Arc<Stream>,
+        group: &Arc<dyn ProcessGroup>,
+        change: &dyn Fn(low_latency::Options) -> low_latency::Options,
+    ) -> Result<Few> {
+        let (device, tokens) = (stream.device(), Few::tokens());
+        let num_experts = EXPERTS_OF_A_RANK * group.size();
+        let options = change(low_latency::Options::new(tokens, FEW_HIDDEN, 2, num_experts));
+        let buffer = low_latency::Buffer::new(device.clone(), &**group, options)?;
+        let experts = i64::from(num_experts);
+        // Each expert by itself and beside another one; every fifth token goes nowhere.
+        let ids = (0..i64::from(tokens)).flat_map(|token| match token % 5 {
+            4 => [-1, -1],
+            _ => [(token * 3 + 1) % experts, if token % 2 == 0 { -1 } else { (token * 3 + 2) % experts }],
+        });
+        let ids: Vec<i64> = ids.collect();
+        let ones = vec![bf16::ONE; u64::from(tokens) as usize * FEW_HIDDEN as usize];
+        Ok(Few {
+            number: group.rank(),
+            x: Tensor::from_host(stream, DType::Bf16, &[tokens.into(), FEW_HIDDEN], &ones)?,
+            topk_idx: TypedTensor::from_host(stream, &[tokens.into(), 2], &ids)?,
+            ids,
+            experts: Tensor::alloc(device, DType::Bf16, &[buffer.rows(), FEW_HIDDEN])?,
+            stream: stream.clone(),
+            group: group.clone(),
+            buffer,
+        })
+    }
+
+    fn set_experts(&self, value: f32) -> Result<()> {
+        let values = vec![bf16::from_f32(value); (self.buffer.rows() * FEW_HIDDEN) as usize];
+        self.experts.write(&self.stream, &values)
+    }
+
+    /// A token's sum: the experts' number from each rank that has one of its experts.
+    fn sums(&self, value: f32) -> Vec<Vec<u8>> {
+        let rank_of = |id: i64| (id >= 0).then_some(id / i64::from(EXPERTS_OF_A_RANK));
+        let sums = self.ids.chunks(2).map(|ids| {
+            let [first, second] = [rank_of(ids[0]), rank_of(ids[1])];
+            let ranks = u8::from(first.is_some()) + u8::from(second.is_some() && second != first);
+            let sum = bf16::from_f32(value * f32::from(ranks));
+            sum.to_le_bytes().repeat(FEW_HIDDEN as usize)
+        });
+        sums.collect()
+    }
+
+    fn dispatch<'p>(&mut self, place: &'p mut low_latency::Place) -> Result<low_latency::Received<'p>> {
+        let request = low_latency::DispatchRequest::new(&self.x, &self.topk_idx);
+        self.buffer.dispatch(place, request, StreamOrder::on(&self.stream))
+    }
+
+    fn combine<'p>(&mut self, received: low_latency::Received<'p>) -> Result<low_latency::Combined<'p>> {
+        let request = low_latency::CombineRequest::by_row(&self.experts);
+        self.buffer.combine(received, request, StreamOrder::on(&self.stream))
+    }
+
+    /// Sums as a kernel reads them, past the check of the tensor.
+    fn kept(&self, sums: &Tensor<'_>) -> Result<Vec<Vec<u8>>> {
+        let kept = Tensor::alloc(self.stream.device(), DType::Bf16, sums.shape())?;
+        let bytes = sums.rows() * sums.row_bytes();
+        // SAFETY: both have so many bytes, and live until the copy has been read.
+        unsafe { self.stream.copy(kept.ptr(), sums.ptr(), bytes)? };
+        let words = kept.to_host::<u16>(&self.stream)?;
+        let rows = words.chunks(FEW_HIDDEN as usize);
+        Ok(rows.map(|row| row.iter().flat_map(|word| word.to_le_bytes()).collect()).collect())
+    }
+
+    /// A round of all ranks of the group.
+    fn complete_round(&mut self, place: &mut low_latency::Place, value: f32) -> Result<()> {
+        self.set_experts(value)?;
+        let received = self.dispatch(place)?;
+        let combined = self.combine(received)?;
+        assert_eq!(self.kept(&combined.x)?, self.sums(value));
+        assert!(self.buffer.missing_tokens()?.is_empty());
+        self.buffer.check()
+    }
+}
+
+type FewStep = Step<low_latency::Detached<low_latency::Combined<'static>>>;
+
+fn captured_pair(few: &mut Few, place: &mut low_latency::Place) -> Result<FewStep> {
+    let Few { buffer, stream, x, topk_idx, experts, .. } = few;
+    buffer.capture(stream, |buffer, order| {
+        let received = buffer.dispatch(place, low_latency::DispatchRequest::new(x, topk_idx), order)?;
+        Ok(buffer.combine(received, low_latency::CombineRequest::by_row(experts), order)?.detach())
+    })
+}
+
+/// The round in which the rank stops, of a survivor.
+fn failed_few(
+    few: &mut Few,
+    place: &mut low_latency::Place,
+    step: &FewStep,
+    (before, calls, leaves): (Before, Calls, Leaves),
+    value: f32,
+) -> Result<()> {
+    let (stream, want) = (few.stream.clone(), few.sums(value));
+    let what = format!("rank {}, low latency, {before:?}, {calls:?}, {leaves:?}", few.number);
+    if calls == Calls::Replayed {
+        step.launch(&stream)?;
+        let combined = step.output().at(place)?;
+        check_sums(&what, leaves, &few.kept(&combined.x)?, &want, &few.buffer.missing_tokens()?);
+        expect_gone(&format!("{what}: x"), combined.x.to_host::<bf16>(&stream));
+        expect_gone(&format!("{what}: the step's check"), step.check(&stream));
+    } else {
+        let received = few.dispatch(place)?;
+        if before == Before::Dispatch {
+            expect_gone(&format!("{what}: rows"), received.x.to_host::<bf16>(&stream));
+            expect_gone(&format!("{what}: counts"), received.expert_counts.to_host::<i32>(&stream));
+        } else {
+            received.expert_counts.to_host::<i32>(&stream)?;
+            few.buffer.check()?;
+            let combined = few.combine(received)?;
+            check_sums(&what, leaves, &few.kept(&combined.x)?, &want, &few.buffer.missing_tokens()?);
+            expect_gone(&format!("{what}: x"), combined.x.to_host::<bf16>(&stream));
+        }
+    }
+    assert_ne!(status(&stream, few.buffer.status_ptr())?, 0, "{what}");
+    expect_gone(&format!("{what}: check"), few.buffer.check());
+    for _ in 0..2 {
+        expect_gone(&format!("{what}: a launch behind it"), step.launch(&stream));
+        expect_gone(&format!("{what}: a dispatch behind it"), few.dispatch(place));
+    }
+    Ok(())
+}
+
+/// The survivors go on with the same buffer, then with one of their own.
+fn go_on_with_few(few: &mut Few, place: &mut low_latency::Place, part: &Arc<dyn ProcessGroup>) -> Result<()> {
+    let gone = i64::from(GONE * EXPERTS_OF_A_RANK)..i64::from((GONE + 1) * EXPERTS_OF_A_RANK);
+    for id in few.ids.iter_mut().filter(|id| gone.contains(id)) {
+        *id = -1;
+    }
+    few.topk_idx.write(&few.stream, &few.ids)?;
+    few.buffer.regroup(&**part)?;
+    for value in [2.0, 11.0] {
+        few.complete_round(place, value)?;
+    }
+    few.stream.synchronize()?;
+    part.barrier(PATIENCE)
+}
+
+fn low_latency_calls(before: Before, calls: Calls) {
+    let mut variants = Vec::new();
+    for nodes in spreads() {
+        for packet_tokens in [0, 1024] {
+            variants.extend([Leaves::Nan, Leaves::Anything].map(|leaves| (nodes, packet_tokens, leaves)));
+        }
+    }
+    for (nodes, packet_tokens, leaves) in variants {
+        let spread = |options: low_latency::Options| match nodes {
+            None => options,
+            Some(nodes) => {
+                options.ranks_per_node(nodes.ranks_per_node).transport(TransportOptions::new(nodes.transport))
+            }
+        };
+        let outcome = run_ranks(num_ranks(3), |number, group| {
+            let config = VirtConfig { ordinal: number, sm_count: 4, ..VirtConfig::default() };
+            let stream = Arc::new(Stream::new(&open_device(config)?, false)?);
+            let part = group.split((number == GONE).into())?;
+            let mut few = Few::new(&stream, &group, &|options| {
+                let nan = leaves == Leaves::Nan;
+                spread(options).packet_tokens(packet_tokens).nan_on_failure(nan).timeout(deadline())
+            })?;
+            let mut place = few.buffer.place(0)?;
+            few.set_experts(1.0)?;
+            stream.synchronize()?;
+            group.barrier(PATIENCE)?;
+            let step = captured_pair(&mut few, &mut place)?;
+            for value in [3.0, 5.0, 9.0] {
+                few.set_experts(value)?;
+                stream.synchronize()?;
+                group.barrier(PATIENCE)?;
+                step.launch(&stream)?;
+                step.check(&stream)?;
+                assert_eq!(few.kept(&step.output().at(&place)?.x)?, few.sums(value));
+                few.complete_round(&mut place, value + 1.0)?;
+            }
+            few.set_experts(17.0)?;
+            stream.synchronize()?;
+            group.barrier(PATIENCE)?;
+            if number != GONE {
+                failed_few(&mut few, &mut place, &step, (before, calls, leaves), 17.0)?;
+                drop(step);
+                go_on_with_few(&mut few, &mut place, &part)?;
+                let mut few = Few::new(&stream, &part, &|options| spread(options).timeout(PATIENCE))?;
+                let mut place = few.buffer.place(0)?;
+                few.complete_round(&mut place, 7.0)?;
+                stream.synchronize()?;
+                part.barrier(PATIENCE)?;
+            } else if before == Before::Combine {
+                drop(few.dispatch(&mut place)?);
+                stream.synchronize()?;
+                few.buffer.check()?;
+            }
+            few.group.barrier(PATIENCE)
+        });
+        outcome.unwrap_or_else(|failure| panic!("{nodes:?}, {packet_tokens}, {leaves:?}: {failure}"));
+    }
+}
+
+#[test]
+fn low_latency_a_rank_stops_before_a_dispatch() {
+    low_latency_calls(Before::Dispatch, Calls::Eager);
+}
+
+#[test]
+fn low_latency_a_rank_stops_before_a_dispatch_of_a_step() {
+    low_latency_calls(Before::Dispatch, Calls::Replayed);
+}
+
+#[test]
+fn low_latency_a_rank_stops_before_a_combine() {
+    low_latency_calls(Before::Combine, Calls::Eager);
+}
+
+#[test]
+fn low_latency_a_rank_stops_before_the_combine_of_a_step() {
+    low_latency_calls(Before::Combine, Calls::Replayed);
+}
