@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use epoxide::internal::{JSON, read_text_file};
 use epoxide_bench::compare::{Compared, Comparison, compare};
 use epoxide_bench::low_latency;
 use epoxide_bench::results::{Results, is_low_latency, values_of};
@@ -36,7 +37,7 @@ pub struct VerdictFlags {
 /// Compares and prints.
 pub fn run(args: &Args) -> Result<()> {
     let read = |path: &PathBuf| {
-        std::fs::read_to_string(path).map_err(|error| Stop::usage(format!("{}: {error}", path.display())))
+        read_text_file(path, JSON).map_err(|error| Stop::usage(format!("{}: {error}", path.display())))
     };
     let texts = [read(&args.a)?, read(&args.b)?];
     let wrong = |side: usize| {
