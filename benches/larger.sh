@@ -159,7 +159,7 @@ all_runs() {
 
     # Low latency: both types of rows there and back.
     for type in fp8 bf16; do
-        bench ll-$type 60 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type
+        bench ll-$type 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type
     done
     # High throughput: cached, uncached, in the pool, of a tensor. On eight GPUs with all numbers of multiprocessors.
     local sms=$some_sms
@@ -191,7 +191,7 @@ all_runs() {
         if ((gpus > 2)); then
             bench direct-1-$type 60 "${single_nodes[@]}" --transport direct "${large[@]}" --num-sms "${some_sms%%,*}" --iters "$iters" --dtype $type
         fi
-        bench ll-direct-$type 60 "${ll_nodes[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type
+        bench ll-direct-$type 120 "${ll_nodes[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type
     done
     if ((gpus == 8)); then
         bench direct-4x2 60 --mode internode --nodes 4 --ranks-per-node 2 --transport direct "${large[@]}" --num-sms 24 --iters "$iters"
@@ -203,10 +203,10 @@ all_runs() {
 
     # A return path of FP8, and up to which number of tokens packets are the faster way back.
     for type in fp8 bf16; do
-        bench ll-$type-fp8 60 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type --combine-dtype fp8
+        bench ll-$type-fp8 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type --combine-dtype fp8
     done
     for way in 0 1024; do
-        bench packets-$way 60 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --packet-tokens $way
+        bench packets-$way 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --packet-tokens $way
     done
 
     # Random round trips, alone and beside a neighbour, and replays.

@@ -69,7 +69,8 @@ pub enum Error {
         /// What is too small for the call of this rank alone, or for that of all of them.
         scope: Scope,
     },
-    /// A rank's top-k ids hold one that is neither -1 nor the id of an expert. Raised on every rank, before any row moved.
+    /// A rank's top-k ids hold one that is neither -1 nor the id of an expert. High throughput raises
+    /// it on every rank, before any row moved.
     #[error(
         "topk_idx of rank {rank}: every expert id must be -1 or 0 to num_experts - 1; DispatchLayout::validate on that rank names the token"
     )]

@@ -36,7 +36,8 @@
 //!         let request = DispatchRequest::new(&x, &layout).topk_weights(&topk_weights);
 //!         let received = buffer.dispatch(&mut place, request, order)?;
 //!
-//!         // The experts work on received.recv_x here; these return it as it is.
+//!         // The experts work on received.recv_x here; these return it as it is. Combine weighs nothing:
+//!         // experts multiply by received.recv_topk_weights.
 //!         let combined = buffer.combine(CombineRequest::new(&received.recv_x, &received.handle), order)?;
 //!         combined.combined_x.to_host::<bf16>(&stream)
 //!     })?;
@@ -59,7 +60,7 @@
 //! | communication beside computation | [`StreamOrder::comm`](ep::StreamOrder::comm) |
 //! | several nodes | [`BufferOptions::ranks_per_node`](ep::BufferOptions::ranks_per_node), [`TransportOptions`](transport::TransportOptions) |
 //! | decode-sized batches | [`low_latency`] |
-//! | to know whether what is enqueued went well | [`Tensor::to_host`](ep::Tensor::to_host) of a result gives the operation's error instead of numbers; [`Buffer::check`](ep::Buffer::check) asks for it behind a stream, for results that only kernels read, whose sums are NaN then |
+//! | to know whether what is enqueued went well | [`Tensor::to_host`](ep::Tensor::to_host) of a result gives the operation's error instead of numbers, and so does the event of an asynchronous call; [`Buffer::check`](ep::Buffer::check), once the stream has been synchronised, for results that only kernels read, whose sums are NaN then |
 //! | the same routing again, for gradients or another tensor | [`Buffer::dispatch_cached`](ep::Buffer::dispatch_cached) |
 //!
 //! # What operations give

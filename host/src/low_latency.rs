@@ -15,8 +15,9 @@
 //! Either is one kernel, or two halves between which it holds no multiprocessor ([`Buffer::dispatch_send`], [`Pending::receive`]).
 //!
 //! Where a rank is gone, operations end at their deadlines, and reading what they would have brought gives the error
-//! ([`Tensor::to_host`](crate::ep::Tensor::to_host)). Results that only kernels read: [`Buffer::check`] behind their stream. The others may
-//! go on without the rank ([`Buffer::regroup`]).
+//! ([`Tensor::to_host`](crate::ep::Tensor::to_host)). For results that only kernels read, synchronise
+//! their stream and call [`Buffer::check`]. The other ranks may go on without the one that is gone
+//! ([`Buffer::regroup`]).
 //!
 //! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be
 //! captured: [`Buffer::capture`] gives a [`Step`](crate::ep::Step), which is launched any number of

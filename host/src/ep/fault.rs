@@ -302,8 +302,8 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
 const HOST_PATIENCE: u32 = 20;
 
 impl Buffer {
-    /// The error of an operation, if one has failed: ask for it behind the stream of operations
-    /// that do not wait for the host.
+    /// The error of an operation, if one has failed by now. It does not wait: synchronise the stream
+    /// of operations that do not wait for the host first.
     ///
     /// # Errors
     /// Errors that end the buffer are given from then on: the first wait for a peer that expired

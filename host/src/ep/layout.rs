@@ -44,7 +44,8 @@ impl<'a> DispatchLayout<'a> {
         &self.topk_idx
     }
 
-    /// `[num_ranks]`: tokens for each rank, each token once per rank.
+    /// `[num_ranks]`: tokens for each rank, each token once per rank. Ids out of range are not
+    /// counted; [`DispatchLayout::validate`] reports them.
     pub fn num_tokens_per_rank(&self) -> TypedTensor<'static, i32> {
         self.tensor("num_tokens_per_rank", self.places.num_tokens_per_rank, &[self.num_ranks as u64])
     }
@@ -56,7 +57,8 @@ impl<'a> DispatchLayout<'a> {
             .then(|| self.tensor("num_tokens_per_rdma_rank", self.places.num_tokens_per_rdma_rank, &shape))
     }
 
-    /// `[num_experts]`: selections of each expert.
+    /// `[num_experts]`: selections of each expert. Ids out of range are not counted;
+    /// [`DispatchLayout::validate`] reports them.
     pub fn num_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
         self.tensor("num_tokens_per_expert", self.places.num_tokens_per_expert, &[self.num_experts as u64])
     }

@@ -87,7 +87,9 @@ impl BufferOptions {
         self
     }
 
-    /// Longest wait for a peer.
+    /// Longest wait for a peer. On virtual GPUs of [`run_threads`](crate::group::launch::run_threads)
+    /// the ranks' own clock counts, which stands while any of them is at work
+    /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self

@@ -131,11 +131,17 @@ fn rank_process() {
 const LOST: [u32; 2] = [1, VICTIM];
 
 fn shrink_by_the_missing(store: Arc<dyn Store>, rank: u32, size: u32, directory: &str) {
-    let group = MeshGroup::new(store, rank, size, "missing", options(PATIENCE)).unwrap();
+    let group = MeshGroup::new(store.clone(), rank, size, "missing", options(PATIENCE)).unwrap();
     group.barrier(PATIENCE).unwrap();
     assert_eq!(group.missing_ranks(Duration::ZERO).unwrap(), Vec::<u32>::new());
     group.barrier(PATIENCE).unwrap();
+    // A rank that has passed the barrier dies only once all others have passed it, too.
+    let passed = |rank: u32| format!("passed/{rank}");
+    store.set(&passed(rank), b"1").unwrap();
     if LOST.contains(&rank) {
+        let all: Vec<String> = (0..size).map(passed).collect();
+        let all: Vec<&str> = all.iter().map(String::as_str).collect();
+        store.wait(&all, PATIENCE).unwrap();
         kill_process(getpid(), Signal::KILL).unwrap();
     }
     let start = Instant::now();

@@ -14,7 +14,8 @@ use crate::ep::{DType, StreamOrder, Tensor};
 use crate::error::Result;
 
 /// Arguments of [`Buffer::combine`]: what the experts made of the rows that a dispatch brought. `rows` stands for `num_ranks * max_tokens`.
-/// Everything but the values is the same on every rank.
+/// Everything but the values is the same on every rank, but that one may give rows `by_expert` and
+/// another one `by_row`.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineRequest<'a> {
     x: &'a Tensor<'a>,
@@ -30,7 +31,8 @@ impl<'a> CombineRequest<'a> {
         CombineRequest { x, is_by_expert: true, quantise: Quantise::Not, timeout: None }
     }
 
-    /// bf16 `[rows, hidden]`, in the order of [`Received::x`]: weighted and summed over this rank's experts already.
+    /// bf16 `[rows, hidden]`, in the order of [`Received::x`]: weighted and summed over this rank's
+    /// experts already. Weights of the dispatch are not applied.
     pub fn by_row(x: &'a Tensor<'a>) -> Self {
         CombineRequest { is_by_expert: false, ..CombineRequest::by_expert(x) }
     }

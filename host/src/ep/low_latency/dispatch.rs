@@ -71,7 +71,9 @@ impl Buffer {
     ///
     /// # Errors
     /// Arguments that break a rule, on this rank alone; its peers then wait for it until their deadlines. What shows on the device shows in
-    /// [`Buffer::check`] once the stream has passed: a peer that did not come or made another call, an expert id out of range.
+    /// [`Buffer::check`] once the stream has passed: a peer that did not come or made another call, an
+    /// expert id out of range. This one the rank that gave it is told of; others may run into
+    /// [`Error::PeerTimeout`](crate::Error::PeerTimeout) for that rank in a later call.
     pub fn dispatch<'p>(
         &mut self,
         place: &'p mut Place,

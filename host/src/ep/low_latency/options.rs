@@ -81,7 +81,9 @@ impl Options {
         self
     }
 
-    /// Longest wait for a peer.
+    /// Longest wait for a peer. On virtual GPUs of [`run_threads`](crate::group::launch::run_threads)
+    /// the ranks' own clock counts, which stands while any of them is at work
+    /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
     pub fn timeout(mut self, timeout: Duration) -> Options {
         self.timeout = timeout;
         self

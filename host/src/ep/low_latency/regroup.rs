@@ -77,6 +77,10 @@ impl Buffer {
     /// Waits for all that streams of the device have been given, and for the ranks. What dispatches brought before can no longer be combined;
     /// graphs that were captured before are good, each of them as a whole.
     ///
+    /// Reading what failed operations left keeps giving their error. The output of a step is the
+    /// exception until its next launch: [`Step::check`](crate::ep::Step::check) and
+    /// [`Buffer::missing_tokens`] begin anew as well.
+    ///
     /// # Errors
     /// [`Error::Argument`] where two ranks say that they are the same one, [`Error::Mismatch`] where their buffers have different options, what
     /// the group reports, and [`Error::Os`] where the device does not come to an end within twice the buffer's deadline. Then the buffer is as it

@@ -15,7 +15,8 @@ use crate::error::{Error, Result};
 #[non_exhaustive]
 pub struct Received<'p> {
     /// `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`, where it came here; other rows hold anything. Rows are
-    /// `row_stride()` bytes apart, a multiple of 128.
+    /// `row_stride()` bytes apart, a multiple of 128. A clone can be read until the combine: peers may
+    /// overwrite the rows behind it.
     pub x: Tensor<'p>,
     /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column.
     pub scales: Option<TypedTensor<'p, f32>>,
