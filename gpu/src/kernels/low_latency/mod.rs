@@ -40,7 +40,7 @@ pub use {
 };
 
 /// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from each rank; rows of an expert that each
-/// warp has found; four words of [`begin`].
+/// warp has found; four words of the opening.
 pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * MAX_RANKS as u32 + 32 + 4) * 4;
 
 /// The parts of shared memory, as offsets in the shared window.
