@@ -18,6 +18,10 @@ macro_rules! unroll4 {
 macro_rules! unroll3 {
     ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1 2) };
 }
+/// The same from 0 to 1.
+macro_rules! unroll2 {
+    ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1) };
+}
 // `unroll8` covers every possible rank.
 const _: () = assert!(crate::layout::MAX_RANKS == 8);
 

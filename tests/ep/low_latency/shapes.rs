@@ -18,17 +18,6 @@ fn entries_without_an_expert_and_experts_twice() {
     }
 }
 
-/// Some tokens for the warps that list an expert, more for the blocks that do, and entries whose weights
-/// are loaded when they are needed.
-#[test]
-fn experts_with_few_and_many_rows() {
-    for tokens in [[20, 1, 11], [40, 0, 31], [190, 170, 160]] {
-        let case = LowLatencyCase::new(routing(&tokens, 9, 9, Style::WithHoles), 8);
-        case.check();
-        LowLatencyCase { sm_count: 1, ..case }.check();
-    }
-}
-
 #[test]
 fn rows_that_are_summed_already() {
     LowLatencyCase {

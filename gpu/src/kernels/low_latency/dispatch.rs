@@ -2,10 +2,9 @@
 //!
 //! What makes it sound: a row has one block of one rank that writes it, and nobody reads it before that rank's word for its chunk, which is
 //! released by the block that sent the chunk's last token and has acquired what the others did. Packets, of ids or weights, have one warp of one
-//! rank that writes them, and are read with their epoch, all of each or nothing. An expert's tables
-//! have one block or one warp. The warps of a block meet at a barrier between the
-//! writers and readers of each word of shared memory, all of them or those that receive; collectives
-//! stand where all lanes of a warp arrive.
+//! rank that writes them, and are read with their epoch, all of each or nothing. An expert's tables have one block. The warps of a block meet
+//! at a barrier between the writers and readers of each word of shared memory, all of them or those that receive; collectives stand where all
+//! lanes of a warp arrive.
 
 use epoxide_macros::kernel;
 
@@ -161,15 +160,14 @@ unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
         let (mut token, mut ahead, mut unsaid) = (ctaid(), first, 0);
         while token < common.num_tokens && takes_part {
             let row = comm.rank * common.max_tokens + token;
-            // In front of the stores of this token: behind them the loads would wait for a full link.
-            let next = token + nctaid();
-            let after = Ahead::of(args, next, true);
             let mask = send_ids(args, token, row, &ahead.entry, warp == 0, begun);
             if thread == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
             send_row(args, token, row, mask, ahead.pair);
-            ahead = after;
+            // On its way while the block waits below.
+            let next = token + nctaid();
+            ahead = Ahead::of(args, next, true);
             unsaid += 1;
             if unsaid == ROWS_AT_ONCE || next >= common.num_tokens {
                 barrier_sync();
@@ -358,26 +356,10 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
         if ctaid() == 0 && thread < MAX_RANKS as u32 {
             st_u32(common.tables.num_tokens.0 + thread as u64 * 4, ld_shared_u32(shared.tokens + thread * 4));
         }
-        let mut total = 0;
-        unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
-        // Rounds of loads that a warp, or a block, makes one after the other.
-        let (experts, blocks, threads) = (common.local_experts, nctaid(), team.threads);
-        let warps = threads / 32 * blocks;
-        core::hint::assert_unchecked(warps >= 1 && blocks >= 1 && threads >= 1);
-        let of_warps = total.div_ceil(32) * experts.div_ceil(warps);
-        let of_blocks = total.div_ceil(threads) * experts.div_ceil(blocks);
-        if of_warps <= 2 * of_blocks {
-            let mut expert = thread / 32 * nctaid() + ctaid();
-            while expert < common.local_experts {
-                list_rows_of_warp(args, shared, expert, total, epoch);
-                expert += warps;
-            }
-        } else {
-            let mut expert = ctaid();
-            while expert < common.local_experts {
-                list_rows(args, team, shared, expert, total, epoch);
-                expert += nctaid();
-            }
+        let mut expert = ctaid();
+        while expert < common.local_experts {
+            list_rows(args, team, shared, expert, epoch);
+            expert += nctaid();
         }
         // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
         let chunks = chunks_of(common, common.max_tokens);
@@ -396,78 +378,24 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
     }
 }
 
-/// Lists the rows of a local expert without a barrier. The whole warp calls it.
-#[inline(always)]
-unsafe fn list_rows_of_warp(
-    args: &LowLatencyDispatchArgs,
-    shared: &Shared,
-    expert: u32,
-    total: u32,
-    epoch: u64,
-) {
-    // SAFETY: passed on to the caller: an expert's tables are one warp's.
-    unsafe {
-        let (common, comm) = (&args.common, &args.common.comm);
-        let pool = pool_of(comm, comm.rank);
-        let look = |number: u32| {
-            let (source, token) = token_of(shared, number);
-            let listed = Listed { source, token, ..Listed::NONE };
-            let row = listed.row(common);
-            let weights = pool + common.place.weights + (row * common.num_topk) as u64 * 8;
-            // With the ids, so that all loads are in flight together. Others are loaded when they are
-            // known to be needed.
-            let mut seen = [!(epoch << 32); 8];
-            unroll8!(J => {
-                if (J as u32) < common.num_topk {
-                    seen[J] = ld_relaxed_sys_u64(weights + J as u64 * 8);
-                }
-            });
-            let (entries, of_others) = entries_of(args, pool, row, source, expert, epoch);
-            (Listed { entries, of_others, weights, ..listed }, seen)
-        };
-        let weight = |listed: &Listed, seen: &[u64; 8], entry: u32| {
-            // Chosen by masks: the compiler would part the lanes.
-            let mut packet = !(epoch << 32) & ((entry >= 8) as u64).wrapping_neg();
-            unroll8!(J => { packet |= seen[J] & ((entry == J as u32) as u64).wrapping_neg() });
-            let at = listed.weights + entry as u64 * 8;
-            // A weight that does not come is an error, whatever it is taken for.
-            packet_seen(comm, at, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
-        };
-        super::list::list_rows_of_warp(common, expert, total, look, weight);
-    }
-}
-
-/// Source and index there of token number `number`, by source, then by token.
-#[inline(always)]
-unsafe fn token_of(shared: &Shared, number: u32) -> (u32, u32) {
-    let (mut source, mut token) = (0, number);
-    unroll8!(SOURCE => {
-        // SAFETY: the word is the block's, and has been written in front of a barrier.
-        let of_source = unsafe { ld_shared_u32(shared.tokens + SOURCE as u32 * 4) };
-        if source == SOURCE as u32 && token >= of_source {
-            (source, token) = (source + 1, token - of_source);
-        }
-    });
-    (source, token)
-}
-
 /// Lists the rows of a local expert. All threads of the team call it.
 #[inline(always)]
-unsafe fn list_rows(
-    args: &LowLatencyDispatchArgs,
-    team: Team<1>,
-    shared: &Shared,
-    expert: u32,
-    total: u32,
-    epoch: u64,
-) {
+unsafe fn list_rows(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, expert: u32, epoch: u64) {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let pool = pool_of(comm, comm.rank);
+        let mut total = 0;
+        unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
         let words = Words { of_source: shared.of_source, of_warp: shared.of_warp };
         let look = |number: u32| {
-            let (source, token) = token_of(shared, number);
+            let (mut source, mut token) = (0, number);
+            unroll8!(SOURCE => {
+                let of_source = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
+                if source == SOURCE as u32 && token >= of_source {
+                    (source, token) = (source + 1, token - of_source);
+                }
+            });
             let listed = Listed { source, token, ..Listed::NONE };
             let (entries, of_others) = entries_of(args, pool, listed.row(common), source, expert, epoch);
             let weights = pool + common.place.weights + (listed.row(common) * common.num_topk) as u64 * 8;

@@ -169,9 +169,8 @@ impl Buffer {
             name: "low-latency dispatch",
             kernel: Arguments::Dispatch(args),
             place: place.clone(),
-            // One more than tokens: it publishes the call before any row has been loaded.
-            send_blocks: num_tokens + 1,
-            receive_blocks: self.receive_blocks(num_tokens),
+            send_blocks: num_tokens,
+            receive_blocks: self.receive_blocks(),
             fills: Some(lease.clone()),
             uses: uses.flatten().cloned().collect(),
         };
@@ -205,20 +204,12 @@ impl Buffer {
         Ok((operation, received))
     }
 
-    /// Blocks for the second half. Within a node a block lists an expert's rows or, where ranks have
-    /// as few tokens as this one, a warp does: a small grid starts and ends sooner. Across nodes there
-    /// is one for some rows that are put where they belong, too.
-    fn receive_blocks(&self, num_tokens: u32) -> u32 {
-        /// Warps of a block that list rows.
-        const WARPS: u32 = 15;
-        /// Tokens of all ranks up to which a warp lists as fast as a block.
-        const FEW_TOKENS: u32 = 64;
+    /// Pieces of work in the second half: experts whose rows are listed, and across nodes rows that are put where they belong, some to a block.
+    fn receive_blocks(&self) -> u32 {
         const ROWS_OF_BLOCK: u32 = 16;
-        let (ranks, experts) = (self.num_ranks(), self.local_experts());
-        if self.topology.nodes > 1 {
-            return (ranks * self.options.max_tokens).div_ceil(ROWS_OF_BLOCK).max(experts);
-        }
-        if num_tokens * ranks <= FEW_TOKENS { experts.div_ceil(WARPS) } else { experts }
+        let rows = self.num_ranks() * self.options.max_tokens;
+        let blocks = if self.topology.nodes == 1 { 0 } else { rows.div_ceil(ROWS_OF_BLOCK) };
+        blocks.max(self.local_experts())
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {

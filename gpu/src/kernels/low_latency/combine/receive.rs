@@ -6,7 +6,6 @@ use super::super::{
     Begun, Piece, Shared, chunk_offset, have_all_entered, in_packets, is_piece_late, last_warp, late_with,
     load_packets, packet_seen, wait_packets,
 };
-use super::send::{Ahead, return_row};
 use super::{add, bf16_bytes, round};
 use crate::layout::{
     Comm, LowLatencyCombineArgs, MAX_RANKS, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
@@ -60,26 +59,22 @@ pub(super) unsafe fn receive<const FP8: bool>(
             }
             return failed;
         }
+        let pool = pool_of(comm, comm.rank);
+        let bytes = bf16_bytes::<FP8>(args);
         let mut token = ctaid();
         while token < common.num_tokens {
-            // The own share is summed while the others' are on their way, and nobody is told: the
-            // barrier below orders it before the sum of all.
-            let own = Ahead::of_row(args, comm.rank, token, true);
-            let to = returned_row::<FP8>(args, comm.rank, token);
-            return_row::<FP8>(args, comm.rank * common.max_tokens + token, own, to);
-            // Of every other member, also of one that the token did not go to: its word is on its way as well.
-            if thread != comm.rank && begun.has_member(thread) {
+            // Of every member, also of one that the token did not go to: its word is on its way as well.
+            if begun.has_member(thread) {
                 let chunk = token / common.chunk_tokens;
-                let word = common.place.returned + chunk_offset(common, thread, chunk);
-                let word = pool_of(comm, comm.rank) + word;
+                let word = pool + common.place.returned + chunk_offset(common, thread, chunk);
                 failed |= !wait_returned(comm, word, thread, begun.epoch());
             }
             if barrier_any(failed) {
                 spoil_rows::<FP8>(args, token);
                 return false;
             }
-            let rows = returned_row::<FP8>(args, 0, token);
-            let to = args.combined_x.0 + token as u64 * bf16_bytes::<FP8>(args) as u64;
+            let rows = pool + common.place.returned_x + token as u64 * row_stride(bytes as u64);
+            let to = args.combined_x.0 + token as u64 * bytes as u64;
             if FP8 {
                 sum_quantised(args, mask, rows, to);
             } else {
@@ -90,14 +85,6 @@ pub(super) unsafe fn receive<const FP8: bool>(
         }
         failed
     }
-}
-
-/// Where rank `rank`'s row of an own token comes back.
-#[inline(always)]
-fn returned_row<const FP8: bool>(args: &LowLatencyCombineArgs, rank: u32, token: u32) -> u64 {
-    let (common, comm) = (&args.common, &args.common.comm);
-    let stride = row_stride(bf16_bytes::<FP8>(args) as u64);
-    pool_of(comm, comm.rank) + common.place.returned_x + (rank * common.max_tokens + token) as u64 * stride
 }
 
 /// Waits until a rank has returned a chunk, by the word at `word`; false when the wait expired.
@@ -308,30 +295,20 @@ unsafe fn sum_pieces(args: &LowLatencyCombineArgs, piece: &Piece, mask: u32, to:
         let (common, comm) = (&args.common, &args.common.comm);
         let packets = pool_of(comm, comm.rank) + common.place.returned_packets;
         let epoch = begun.epoch() as u32;
-        let piece_of = |from: u32| packets + piece.offset(common, args.row_bytes, from);
         let (mut sums, mut left) = ([[0.0; 8]; 3], mask);
-        let (mut from, mut seen) = (0, [[0; 4]; 4]);
-        if left != 0 {
-            from = left.trailing_zeros();
-            seen = load_packets(piece_of(from));
-        }
         while left != 0 {
+            let from = left.trailing_zeros();
             left &= left - 1;
-            // The next rank's are on their way while this one's are waited for.
-            let (this, next) = (from, left.trailing_zeros());
-            let mut seen_next = seen;
-            if left != 0 {
-                seen_next = load_packets(piece_of(next));
-            }
-            let vectors = match wait_packets(comm, piece_of(this), seen, epoch) {
+            let at = packets + piece.offset(common, args.row_bytes, from);
+            let seen = load_packets(at);
+            let vectors = match wait_packets(comm, at, seen, epoch) {
                 Ok(vectors) => vectors,
                 Err(waited) => {
-                    record_late_piece(args, piece, this, left, waited, begun.epoch());
+                    record_late_piece(args, piece, from, left, waited, begun.epoch());
                     return false;
                 }
             };
             unroll3!(V => { add(&mut sums[V], from_bf16(vectors[V]), 1.0) });
-            (from, seen) = (next, seen_next);
         }
         unroll3!(V => {
             let at = piece.at(V as u32);

@@ -25,9 +25,9 @@ impl Ahead {
     /// Of the row of index `index` in the order in which they return; `is_there`: whether somebody will ask for it.
     #[inline(always)]
     pub(super) unsafe fn of(args: &LowLatencyCombineArgs, index: u32, is_there: bool) -> Ahead {
-        let (source, token) = row_of(args, index);
+        let ranks = args.common.comm.num_ranks;
         // SAFETY: passed on to the caller.
-        unsafe { Ahead::of_row(args, source, token, is_there) }
+        unsafe { Ahead::of_row(args, index % ranks, index / ranks, is_there) }
     }
 
     /// Of the row that piece number `number` is of.
@@ -63,19 +63,6 @@ impl Ahead {
     }
 }
 
-/// Source and token of the row of index `index` in the order in which rows return: from all ranks
-/// but this one, which sums its own share where it receives, from the one behind it on.
-#[inline(always)]
-fn row_of(args: &LowLatencyCombineArgs, index: u32) -> (u32, u32) {
-    let comm = &args.common.comm;
-    // A rank alone returns nothing, whatever its indices are divided by.
-    let others = (comm.num_ranks - 1).max(1);
-    // SAFETY: as above.
-    unsafe { core::hint::assert_unchecked(others >= 1) };
-    let source = comm.rank + 1 + index % others;
-    (if source >= comm.num_ranks { source - comm.num_ranks } else { source }, index / others)
-}
-
 /// The most tokens of a rank, of those to which words say that rows are there, and of those that get packets.
 pub(super) struct Most {
     pub(super) words: u32,
@@ -90,23 +77,22 @@ impl Most {
             let table = args.common.tables.num_tokens.0;
             let (low, high) = (ld_v4(table), ld_v4(table + 16));
             let mut most = Most { words: 0, packets: 0 };
-            let mut count = |tokens: u32, is_own: bool| {
+            let mut count = |tokens: u32| {
                 if in_packets(&args.common, tokens) {
                     most.packets = tokens.max(most.packets);
                 } else {
-                    most.words = if is_own { 0 } else { tokens }.max(most.words);
+                    most.words = tokens.max(most.words);
                 }
             };
-            let own = args.common.comm.rank;
-            unroll4!(J => { count(low[J], own == J as u32) });
-            unroll4!(J => { count(high[J], own == J as u32 + 4) });
+            unroll4!(J => { count(low[J]) });
+            unroll4!(J => { count(high[J]) });
             most
         }
     }
 }
 
-/// Returns what this rank has of the tokens that it received, a row to a block: all other sources'
-/// first tokens first, since their owners wait for them in that order.
+/// Returns what this rank has of the tokens that it received, a row to a block: all sources' first tokens first, since their owners wait
+/// for them in that order.
 #[inline(always)]
 pub(super) unsafe fn send<const FP8: bool>(
     args: &LowLatencyCombineArgs,
@@ -120,13 +106,13 @@ pub(super) unsafe fn send<const FP8: bool>(
         let (common, comm) = (&args.common, &args.common.comm);
         let (warp, lane) = (tid() / 32, laneid());
         return_pieces::<FP8>(args, most.packets, first_piece, begun.epoch());
-        let (rows, mut unsaid) = (most.words * (comm.num_ranks - 1), 0);
+        let (rows, mut unsaid) = (most.words * comm.num_ranks, 0);
         let (mut index, mut ahead) = (ctaid(), first);
         while index < rows {
             // On its way while the rows of this one are.
             let next = index + nctaid();
             let after = Ahead::of(args, next, true);
-            let (source, token) = row_of(args, index);
+            let (token, source) = (index / comm.num_ranks, index % comm.num_ranks);
             if token < ahead.tokens && !in_packets(common, ahead.tokens) {
                 let to = pool_of(comm, source)
                     + common.place.returned_x
@@ -154,7 +140,7 @@ unsafe fn say_returned(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
     // has acquired.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let (source, token) = row_of(args, index);
+        let (token, source) = (index / comm.num_ranks, index % comm.num_ranks);
         let tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
         if token >= tokens || in_packets(common, tokens) {
             return;
@@ -256,9 +242,9 @@ unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Shar
     unsafe {
         let (mut sums, mut left) = ([[0.0; 8]; 3], share.entries);
         while left != 0 {
-            // Four rows at a time, so that their loads are in flight together.
-            let (mut loaded, mut weights) = ([[[0; 4]; 3]; 4], [0.0; 4]);
-            unroll4!(J => {
+            // Two rows at a time, so that their loads are in flight together.
+            let (mut loaded, mut weights) = ([[[0; 4]; 3]; 2], [0.0; 2]);
+            unroll2!(J => {
                 let (is_there, from, weight) = share.next_entry(args, &mut left);
                 weights[J] = weight;
                 unroll3!(V => {
@@ -267,10 +253,9 @@ unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Shar
                 });
             });
             // What is not there adds zeros.
-            unroll4!(J => {
-                add(&mut sums[0], from_bf16(loaded[J][0]), weights[J]);
-                add(&mut sums[1], from_bf16(loaded[J][1]), weights[J]);
-                add(&mut sums[2], from_bf16(loaded[J][2]), weights[J]);
+            unroll3!(V => {
+                add(&mut sums[V], from_bf16(loaded[0][V]), weights[0]);
+                add(&mut sums[V], from_bf16(loaded[1][V]), weights[1]);
             });
         }
         let mut vectors = [[0; 4]; 3];
