@@ -116,7 +116,7 @@ pub struct Comparison {
     is_virtual: bool,
 }
 
-/// What was timed: the median of each run.
+/// A timed phase: the median of each run.
 struct Timed {
     what: String,
     runs_us: Vec<f64>,

@@ -71,7 +71,7 @@ pub(crate) fn open_or_create(path: &Path) -> io::Result<File> {
     checked(opened(options().append(true).create(true), path)?)
 }
 
-/// What a file of this user's holds.
+/// The contents of a file of this user's.
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     checked(opened(options().read(true), path)?)?.read_to_end(&mut bytes)?;

@@ -145,7 +145,7 @@ impl Side {
         }
     }
 
-    /// What is measured: program and kernels.
+    /// The measured program and its kernels.
     fn text(&self) -> String {
         let side = self.name.to_uppercase();
         let program = match &self.program {
@@ -167,7 +167,7 @@ impl Side {
         Stop::failed(format!("ab: side {}: {}: {why}", self.name, program.display()))
     }
 
-    /// What a run of its program prints, as JSON.
+    /// The JSON that a run of the program prints.
     fn measure(&self, flags: &[String], progress: &Progress) -> Result<String> {
         progress.doing(0, self.name);
         let program = self.program()?;

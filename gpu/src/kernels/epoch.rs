@@ -428,7 +428,7 @@ pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, wh
 unsafe fn is_sender_in_other_call(comm: &Comm, peer: u32, epoch: u64) -> bool {
     // SAFETY: the word is in this rank's own pool.
     unsafe {
-        // Of several nodes: the rank of this one that hands the message on.
+        // With several nodes, a rank of this node hands the message on.
         core::hint::assert_unchecked(comm.num_ranks >= 1);
         let from = peer % comm.num_ranks;
         let word = pool_of(comm, comm.rank) + ready_offset(from);

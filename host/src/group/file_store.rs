@@ -32,8 +32,8 @@ const POISON_FILE: &str = "poison";
 /// Works across processes of one host, and across hosts where the file system has working `rename` and `flock`. The
 /// directory should be fresh for each run: keys of an earlier run would be taken for this one's.
 ///
-/// What it makes is for this user alone: a new directory has mode 0700, files have mode 0600.
-/// Whoever may write in the directory can take any rank's place, so one that is another user's, or
+/// New directories have mode 0700 and files mode 0600, so that they are for this user alone.
+/// A user who may write in the directory can take any rank's place, so one that is another user's, or
 /// that all may write in, is refused; one that its group may write in is warned of. Links and files
 /// of other users in it are errors, never followed or read. The directories above it are not looked
 /// at.

@@ -288,7 +288,7 @@ impl Signer {
 
     fn next(&mut self, message: &[u8]) -> HMAC {
         let mut mac = self.keyed.clone();
-        // Of a fixed length, so that the message is all that follows. A connection never sends 2^64
+        // The number has a fixed length, so that the message is all that follows. A connection never sends 2^64
         // messages.
         mac.update(self.sequence.to_le_bytes());
         mac.update(message);
@@ -297,8 +297,8 @@ impl Signer {
     }
 }
 
-/// What one side of a connection signs its messages with, and what it checks those of the other
-/// side with.
+/// The keys with which one side of a connection signs its messages, and checks those of the other
+/// side.
 #[derive(Debug)]
 pub(crate) struct Keys {
     pub(crate) send: Signer,

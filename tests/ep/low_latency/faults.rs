@@ -471,7 +471,7 @@ fn an_expert_id_out_of_range_is_named() {
     });
 }
 
-/// Of the blocks that begin after the one with the id, all send their tokens.
+/// Blocks that begin after the one with the id send their tokens, too.
 #[test]
 fn an_expert_id_out_of_range_holds_no_other_token_back() {
     let main = |rank: &mut Rank| {

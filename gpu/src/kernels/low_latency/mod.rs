@@ -301,7 +301,7 @@ unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
     }
 }
 
-/// What a rank whose rows do not come is late with: they, or its entry into the operation.
+/// The wait that a rank whose rows do not come is late for: its entry into the operation, or `rows`.
 #[inline(always)]
 unsafe fn late_with(comm: &Comm, rank: u32, epoch: u64, rows: Wait) -> Wait {
     // SAFETY: packets are in this rank's own pool. Nothing is read by what this one says.

@@ -80,7 +80,7 @@ pub(super) struct RankOutput {
     pub log: Option<File>,
 }
 
-/// What is left of a relay.
+/// The rest of a relay.
 #[derive(Debug, Default)]
 pub(super) struct Relayed {
     /// Every rank's last lines.

@@ -39,7 +39,7 @@ pub(super) fn claims(run: &str, served: SocketAddr) -> Vec<u8> {
     claims
 }
 
-/// What a server lets in.
+/// The rule by which a server lets clients in.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Terms {
     /// What clients have to know, if anything.

@@ -392,7 +392,7 @@ fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAdd
     let name = host.to_owned();
     let resolve = move || {
         let addresses = (name.as_str(), port).to_socket_addrs().map(Iterator::collect);
-        // Nobody listens any more where it took too long.
+        // The caller has given up where it took too long.
         let _ = found.send(addresses);
     };
     std::thread::Builder::new().name("epoxide-resolve".to_owned()).spawn(resolve)?;

@@ -25,7 +25,7 @@ pub(super) fn seal(signer: &mut Signer, bytes: &[u8], records: &mut Vec<u8>) {
 #[derive(Debug)]
 pub(super) struct Opener {
     signer: Signer,
-    /// Of the record that has not come in full.
+    /// Bytes of the record that has not come in full.
     partial: Vec<u8>,
 }
 
@@ -83,7 +83,7 @@ pub fn fuzz_records(bytes: &[u8]) {
     };
     let (plain, whole) = find(Box::new(crate::internal::fuzz::pieces(bytes)));
     assert_eq!((&plain, whole), (&find(Box::new(bytes.get(1..).into_iter())).0, whole));
-    // Whoever signs the same bytes record by record gets the same records.
+    // Signing the same bytes record by record gives the same records.
     let (mut rest, mut signer) = (bytes.get(1..).unwrap_or_default(), Signer::fixed());
     let mut found = 0;
     while found < plain.len() {

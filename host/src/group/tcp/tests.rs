@@ -1,5 +1,4 @@
-//! What a process between client and server gains that forwards a challenge unchanged: nothing
-//! behind it.
+//! A process between client and server that forwards a challenge unchanged gains nothing behind it.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};

@@ -215,7 +215,7 @@ impl Output {
         self.signed.len() - self.signed_sent
     }
 
-    /// What is to be sent next, and where to count what was. `None` when there is nothing.
+    /// The bytes to be sent next, and the count of those sent. `None` when there are none.
     fn next(&mut self) -> Option<(&[u8], &mut usize)> {
         if self.unsent_records() == 0 && self.unsent() == 0 && !self.refill() {
             return None;
