@@ -288,8 +288,8 @@ impl Signer {
 
     fn next(&mut self, message: &[u8]) -> HMAC {
         let mut mac = self.keyed.clone();
-        // The number has a fixed length, so that the message is all that follows. A connection never sends 2^64
-        // messages.
+        // The number has a fixed length, so that the message is all that follows. A connection never
+        // sends 2^64 messages.
         mac.update(self.sequence.to_le_bytes());
         mac.update(message);
         self.sequence = self.sequence.wrapping_add(1);
