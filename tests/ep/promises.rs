@@ -212,7 +212,7 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
 }
 
 /// A step that dispatches and combines; its output is the sums.
-fn captured_echo(
+pub fn captured_echo(
     rank: &mut Rank,
     place: &mut Place,
     inputs: &Inputs,

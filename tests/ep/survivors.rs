@@ -21,8 +21,8 @@ use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, num_ranks, on_gpus,
 use epoxide_testing::payload::values_of;
 use half::bf16;
 
-use crate::promises::{is_nan, keep_on, status};
-use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo, echo_on};
+use crate::promises::{captured_echo, is_nan, keep_on, status};
+use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
 
 /// The rank that stops.
 const GONE: u32 = 1;
@@ -47,11 +47,11 @@ enum Calls {
     Replayed,
 }
 
-/// What a combine that fails leaves for a token without a sum.
+/// The value that a failed combine leaves for a token without a sum.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Leaves {
     Nan,
-    /// What was there.
+    /// The value of before.
     Anything,
 }
 
@@ -94,17 +94,6 @@ fn tokens(ranks: u32) -> Vec<u32> {
 
 fn setup(ranks: u32, nodes: Option<Nodes>) -> Setup {
     Setup::new(ranks, 1, *tokens(ranks).iter().max().unwrap(), ROW).max_topk(TOPK).nodes(nodes)
-}
-
-fn captured_echo(
-    rank: &mut Rank,
-    place: &mut Place,
-    inputs: &Inputs,
-    experts: u32,
-) -> Result<Step<CombineOutput>> {
-    let stream = rank.stream.clone();
-    rank.buffer
-        .capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs, experts)?.1))
 }
 
 /// The sums of a round in which the rank that stops is still there.
