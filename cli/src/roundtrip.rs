@@ -35,7 +35,10 @@ use beside::Beside;
 use clock::Clock;
 use report::{ConfigReport, HighThroughput, Publish, RankReport, Ranks, Report};
 
-const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
+const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024, num_sms: None };
+/// The same in check mode, in which kernels take ten to fifty times as long.
+const CHECK_DEFAULTS: Defaults =
+    Defaults { mode: Mode::Internode, tokens: 32, hidden: 256, num_sms: Some(8) };
 /// How far a received element may be from the rank number it was sent as.
 const RECV_TOLERANCE: f32 = 1e-3;
 /// The fp8 (e4m3) byte of its largest number, 448: scaled, it stands for any rank number.
@@ -91,7 +94,8 @@ pub fn run(args: Args) -> Result<()> {
 fn execute(args: &Args) -> (Report, Result<()>) {
     let start = Instant::now();
     let report = Mutex::new(Report { command: "roundtrip", ..Report::default() });
-    let outcome = ranks::run(&args.shared, DEFAULTS, |rank, run| roundtrip(rank, run, args, &report));
+    let defaults = if args.shared.virtual_gpu.check.is_some() { CHECK_DEFAULTS } else { DEFAULTS };
+    let outcome = ranks::run(&args.shared, defaults, |rank, run| roundtrip(rank, run, args, &report));
     let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
     report.times.total_seconds = start.elapsed().as_secs_f64();
     report.pass = outcome.is_ok();
