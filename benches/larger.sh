@@ -150,7 +150,7 @@ test_program() {
     fi
     local place=cuda
     [[ ! $virtual ]] || place=virtual
-    run "$name" "$most" env EPOXIDE_TEST_DEVICE=$place EPOXIDE_TEST_RANKS="$gpus" EPOXIDE_TIER="${tier-short}" \
+    run "$name" "$most" env EPOXIDE_TEST_DEVICE=$place EPOXIDE_TEST_RANKS="$gpus" EPOXIDE_TIER="${tier-default}" \
         "$tests" --test-threads 1 "$@"
 }
 
@@ -168,7 +168,7 @@ all_runs() {
         bench ht-$type 100 "${one_node[@]}" "${large[@]}" --num-sms "$sms" --iters "$most_iters" --dtype $type
     done
     # What survivors of a rank that stops see, and of a process that is killed.
-    test_program survivors 120 survivors
+    test_program survivors 300 survivors
     tier=long test_program killed 120 internode::processes
 
     if [[ $before || $list ]]; then
