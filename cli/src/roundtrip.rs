@@ -733,6 +733,19 @@ mod tests {
     }
 
     #[test]
+    fn the_readme_has_the_counts_that_the_defaults_give() {
+        let args: Args = crate::testing::parse(["roundtrip"]).unwrap();
+        let topology = args.shared.topology(DEFAULTS, None).unwrap();
+        let setup = args.shared.resolve(topology, DEFAULTS).unwrap();
+        let tokens = vec![setup.tokens; setup.ranks as usize];
+        let mut rng = rng_of(&[setup.seed]);
+        let routing = Routing::random(&mut rng, &tokens, setup.topk, setup.experts, Style::DistinctTopK);
+        let to_first = |source| (0..setup.tokens).filter(|&token| routing.hits(source, token, 0)).count();
+        let line = format!("[dispatch] OK (recv {} tokens)", (0..setup.ranks).map(to_first).sum::<usize>());
+        assert!(include_str!("../../README.md").contains(&line), "{line}");
+    }
+
+    #[test]
     fn check_mode_says_beforehand_what_it_takes() {
         let of = |line: &str| {
             let words = format!("roundtrip --check {line}");

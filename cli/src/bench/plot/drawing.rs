@@ -591,7 +591,7 @@ impl Drawing {
                     };
                     for (second, (text, line)) in operation.lines.iter().enumerate() {
                         for entry in 0..labels.len() {
-                            let style = style(number, second, *text, entry, labels.len());
+                            let style = style(number, second, text, entry, labels.len());
                             add(style, Some(entry), &|point| line(point, metric));
                         }
                     }
@@ -1152,8 +1152,8 @@ impl Panel {
                 let values = series.points.iter().map(|&(x, y)| {
                     let value = if y < 100.0 { format!("{y:.1}") } else { number(y) };
                     // Above the bar, and centered.
-                    let left = -(value.len() as i32) * text as i32 / 4;
-                    EmptyElement::at((x, y)) + Text::new(value, (left, -(text as i32) - 2), font.clone())
+                    let left = -(value.len() as i32) * text / 4;
+                    EmptyElement::at((x, y)) + Text::new(value, (left, -text - 2), font.clone())
                 });
                 chart.draw_series(values)?;
                 continue;
