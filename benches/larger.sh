@@ -269,7 +269,7 @@ figures() {
         survivors | killed) grep '^test result' "$output" ;;
         ll-* | packets-*)
             echo '   tokens dispatch      p99  combine      p99     pair'
-            awk '/^ +[0-9]/ && NF == 9 { printf "%9s %8s %8s %8s %8s %8s\n", $1, $3, $4, $5, $6, $8 }' "$output"
+            awk '/^ +[0-9]/ && NF == 10 { printf "%9s %8s %8s %8s %8s %8s\n", $2, $4, $5, $6, $7, $9 }' "$output"
             ;;
         *) awk '/^ +num_sms=/ { print "  " $1 "                 median       p99   of the ceiling" }
                 NF == 0 { in_times = 0 }

@@ -14,14 +14,15 @@
 //! chance of an alarm holds for the whole comparison, and phases that go up and down together are not punished for it (max T of Westfall and
 //! Young, in one step). Differences below a tolerance are noise whatever the test says.
 
+use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::low_latency::LowLatencyPoint;
-use crate::results::{Key, Point, Run, Slowest, percentile};
+use crate::results::{Key, Phase, Point, Run, Slowest, percentile};
 use crate::{Error, Result};
 
 /// Chance that a comparison of equal things calls any of its phases different.
@@ -113,6 +114,8 @@ pub struct Comparison {
     tolerance: f64,
     /// Points of A and of B without a partner.
     alone: (usize, usize),
+    /// The kernels of A and of B, for people.
+    kernels: [String; 2],
     is_virtual: bool,
 }
 
@@ -124,163 +127,60 @@ struct Timed {
     samples: usize,
 }
 
-/// Something that a point timed.
-#[derive(Debug)]
-pub struct Times<'a> {
-    /// Equal in the points of both sides.
-    pub what: String,
-    /// Median over all iterations of all runs.
-    pub median_us: f64,
-    /// Iterations of all runs, as many of each.
-    pub samples_us: &'a [f64],
+/// What a point timed, with the median over all runs, and the iterations of all runs, as many of each.
+type Times<'a> = (String, f64, &'a [f64]);
+
+/// Whether two points have the same sizes.
+fn is_like(a: &Point, b: &Point) -> bool {
+    let (mut a, mut b) = (Cow::Borrowed(&a.key), Cow::Borrowed(&b.key));
+    if a.chunk_tokens.is_some() {
+        // Low latency of schema version 1 has no seed: there the digest of the routing decides.
+        (a.to_mut().seed, b.to_mut().seed) = (0, 0);
+    }
+    a == b
 }
 
-/// A point of either mode.
-pub trait Compared: Clone {
-    /// The sizes, for people.
-    fn key(&self) -> Key;
-    /// Whether the other point has the same sizes.
-    fn is_like(&self, other: &Self) -> bool;
-    /// Whether the other point, of the same sizes, is another run of the same measurement.
-    fn joins(&self, other: &Self) -> bool;
-    /// Its runs; empty in files of before.
-    fn runs(&self) -> &[Run];
-    /// The same, to be set.
-    fn runs_mut(&mut self) -> &mut Vec<Run>;
-    /// Whether an interpreter ran the kernels.
-    fn is_virtual(&self) -> bool;
-    /// What tells routings apart, if the file has it.
-    fn routing_digest(&self) -> Option<&str>;
-    /// Adds another run.
-    fn add_runs(&mut self, more: Self);
-    /// All that can be compared.
-    fn times(&self) -> Vec<Times<'_>>;
+/// Whether two points of the same sizes are runs of the same measurement.
+fn are_runs_of_one(a: &Point, b: &Point) -> bool {
+    let settings = |point: &Point| (point.iters, point.shapes, point.is_virtual);
+    settings(a) == settings(b)
 }
 
-impl Compared for Point {
-    fn key(&self) -> Key {
-        self.key.clone()
-    }
-
-    fn is_like(&self, other: &Self) -> bool {
-        self.key == other.key
-    }
-
-    fn joins(&self, other: &Self) -> bool {
-        let runs = |point: &Point| (point.iters, point.shapes, point.is_virtual);
-        runs(self) == runs(other)
-    }
-
-    fn runs(&self) -> &[Run] {
-        &self.runs
-    }
-
-    fn runs_mut(&mut self) -> &mut Vec<Run> {
-        &mut self.runs
-    }
-
-    fn is_virtual(&self) -> bool {
-        self.is_virtual
-    }
-
-    fn routing_digest(&self) -> Option<&str> {
-        self.routing_digest.as_deref()
-    }
-
-    fn add_runs(&mut self, more: Self) {
-        Point::add_runs(self, more);
-    }
-
-    // Nothing of the baselines: whether another program became faster is no verdict on this one.
-    fn times(&self) -> Vec<Times<'_>> {
-        let phases = self.phases.iter().map(|phase| {
-            let (what, call) = (phase.name.text().into(), &phase.call);
-            Times { what, median_us: call.median_us, samples_us: &call.samples_us }
-        });
-        let replays = self.graph.iter().flat_map(|step| {
-            let timings = step.timings().into_iter();
-            timings
-                .filter_map(move |(how, times)| Some(of_slowest(format!("{}, {how}", step.text()), times?)))
-        });
-        phases.chain(replays).collect()
-    }
-}
-
-impl Compared for LowLatencyPoint {
-    fn key(&self) -> Key {
-        Key {
-            nodes: self.nodes,
-            num_ranks: self.num_ranks,
-            tokens: self.tokens,
-            hidden: self.hidden.into(),
-            experts: self.experts,
-            topk: self.topk,
-            dtype: self.dtype.clone(),
-            seed: 0,
-            masked: 0.0,
-            num_sms: self.num_sms,
-            transport: self.transport.clone(),
-            queues: None,
-            rdma_send: None,
-        }
-    }
-
-    fn is_like(&self, other: &Self) -> bool {
-        let rest = |point: &LowLatencyPoint| {
-            (point.combine_dtype.clone(), point.chunk_tokens, point.packet_tokens, point.chain)
+/// All that can be compared. Nothing of the baselines: whether another program became faster is no verdict on this one.
+fn times(point: &Point) -> Vec<Times<'_>> {
+    let of_slowest = |what: String, times| {
+        let Slowest { p50_us, samples_us, .. }: &Slowest = times;
+        (what, *p50_us, samples_us.as_slice())
+    };
+    if point.is_low_latency() {
+        let back = point.key.combine_dtype.as_deref().filter(|dtype| *dtype != "bf16");
+        let name = |phase: &Phase| match back.filter(|_| !phase.name.is_dispatch()) {
+            Some(dtype) => format!("{} {dtype}", phase.name.text()),
+            None => phase.name.text().to_owned(),
         };
-        self.key() == other.key() && rest(self) == rest(other)
+        let phases = point.phases.iter().filter_map(|phase| Some((name(phase), phase.slowest.as_ref()?)));
+        let pair = point.pair.iter().map(|pair| (format!("pair of {}", pair.chain), &pair.period));
+        let kernels = point
+            .phases
+            .iter()
+            .filter_map(|phase| Some((format!("kernel of {}", name(phase)), &phase.within.as_ref()?.done)));
+        return phases.chain(pair).chain(kernels).map(|(what, times)| of_slowest(what, times)).collect();
     }
-
-    fn joins(&self, other: &Self) -> bool {
-        let runs = |point: &LowLatencyPoint| {
-            (point.dispatch.samples_us.len() / point.runs.len().max(1), point.is_virtual)
-        };
-        runs(self) == runs(other)
-    }
-
-    fn runs(&self) -> &[Run] {
-        &self.runs
-    }
-
-    fn runs_mut(&mut self) -> &mut Vec<Run> {
-        &mut self.runs
-    }
-
-    fn is_virtual(&self) -> bool {
-        self.is_virtual
-    }
-
-    fn routing_digest(&self) -> Option<&str> {
-        Some(&self.routing_digest)
-    }
-
-    fn add_runs(&mut self, more: Self) {
-        LowLatencyPoint::add_runs(self, more);
-    }
-
-    fn times(&self) -> Vec<Times<'_>> {
-        let back =
-            if self.combine_dtype == "bf16" { String::new() } else { format!(" {}", self.combine_dtype) };
-        vec![
-            of_slowest("dispatch".into(), &self.dispatch),
-            of_slowest(format!("combine{back}"), &self.combine),
-            of_slowest(format!("pair of {}", self.chain), &self.pair),
-            of_slowest("kernel of dispatch".into(), &self.dispatch_within.done),
-            of_slowest(format!("kernel of combine{back}"), &self.combine_within.done),
-        ]
-    }
-}
-
-fn of_slowest(what: String, times: &Slowest) -> Times<'_> {
-    Times { what, median_us: times.p50_us, samples_us: &times.samples_us }
+    let phases = point.phases.iter().map(|phase| {
+        let (what, call) = (phase.name.text().to_owned(), &phase.call);
+        (what, call.median_us, call.samples_us.as_slice())
+    });
+    let replays = point.graph.iter().flat_map(|step| {
+        let timings = step.timings().into_iter();
+        timings.filter_map(move |(how, times)| Some(of_slowest(format!("{}, {how}", step.text()), times?)))
+    });
+    phases.chain(replays).collect()
 }
 
 /// All that can be compared of a point whose runs are known.
-fn timed(point: &impl Compared) -> Vec<Timed> {
-    let runs = point.runs().len();
-    let of = |times: Times<'_>| {
-        let Times { what, median_us, samples_us } = times;
+fn timed(point: &Point) -> Vec<Timed> {
+    let runs = point.runs.len();
+    let of = |(what, median_us, samples_us): Times<'_>| {
         let samples = samples_us.len() / runs;
         let runs_us = match samples {
             // Files without samples have the median alone.
@@ -289,18 +189,18 @@ fn timed(point: &impl Compared) -> Vec<Timed> {
         };
         Timed { what, runs_us, samples }
     };
-    point.times().into_iter().map(of).collect()
+    times(point).into_iter().map(of).collect()
 }
 
 /// The points with their runs: several of the same sizes are runs of one thing.
-fn gathered<P: Compared>(points: &[P]) -> Vec<P> {
-    let mut gathered: Vec<P> = Vec::new();
+fn gathered(points: &[Point]) -> Vec<Point> {
+    let mut gathered: Vec<Point> = Vec::new();
     for point in points {
         let mut point = point.clone();
-        if point.runs().is_empty() {
-            *point.runs_mut() = vec![Run { started: 0.0 }];
+        if point.runs.is_empty() {
+            point.runs = vec![Run { started: 0.0 }];
         }
-        match gathered.iter_mut().find(|other| other.is_like(&point) && other.joins(&point)) {
+        match gathered.iter_mut().find(|other| is_like(other, &point) && are_runs_of_one(other, &point)) {
             Some(other) => other.add_runs(point),
             None => gathered.push(point),
         }
@@ -321,29 +221,28 @@ fn alternated(a: &[Run], b: &[Run]) -> bool {
 ///
 /// # Errors
 /// Where there are none.
-pub fn compare<P: Compared>(a: &[P], b: &[P], tolerance: f64) -> Result<Comparison> {
+pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
     let (a, b) = (gathered(a), gathered(b));
     let mut lines = Vec::new();
     let (mut pairs, mut is_virtual) = (0, false);
     for old in &a {
-        let Some(new) = b.iter().find(|new| new.is_like(old)) else { continue };
-        if old.is_virtual() != new.is_virtual() {
+        let Some(new) = b.iter().find(|new| is_like(new, old)) else { continue };
+        if old.is_virtual != new.is_virtual {
             return Err(Error::Usage(
                 "compare: one side is of the virtual GPU, the other of hardware".into(),
             ));
         }
-        if let (Some(ours), Some(theirs)) = (old.routing_digest(), new.routing_digest())
+        if let (Some(ours), Some(theirs)) = (&old.routing_digest, &new.routing_digest)
             && ours != theirs
         {
             return Err(Error::Usage(format!(
                 "compare: equal sizes, {} tokens on {} ranks, but different routings, {ours} and {theirs}: measure both with one version of \
                  the program",
-                old.key().tokens,
-                old.key().num_ranks
+                old.key.tokens, old.key.num_ranks
             )));
         }
-        (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual());
-        let paired = alternated(old.runs(), new.runs());
+        (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual);
+        let paired = alternated(&old.runs, &new.runs);
         let others = timed(new);
         for one in timed(old) {
             if let Some(other) = others.iter().find(|other| other.what == one.what) {
@@ -352,7 +251,7 @@ pub fn compare<P: Compared>(a: &[P], b: &[P], tolerance: f64) -> Result<Comparis
         }
     }
     if let (0, [old], [new]) = (pairs, &a[..], &b[..]) {
-        return Err(Error::Usage(format!("compare: different points: {:?} and {:?}", old.key(), new.key())));
+        return Err(Error::Usage(format!("compare: different points: {:?} and {:?}", old.key, new.key)));
     }
     if pairs == 0 {
         return Err(Error::Usage(
@@ -360,12 +259,16 @@ pub fn compare<P: Compared>(a: &[P], b: &[P], tolerance: f64) -> Result<Comparis
         ));
     }
     judge(&mut lines, tolerance);
-    let alone = (a.len() - pairs, b.iter().filter(|new| !a.iter().any(|old| old.is_like(new))).count());
-    Ok(Comparison { lines, tolerance, alone, is_virtual })
+    let alone = (a.len() - pairs, b.iter().filter(|new| !a.iter().any(|old| is_like(old, new))).count());
+    let kernels = [&a, &b].map(|points| {
+        let texts: BTreeSet<String> = points.iter().map(Point::kernels_text).collect();
+        texts.into_iter().collect::<Vec<_>>().join("; ")
+    });
+    Ok(Comparison { lines, tolerance, alone, kernels, is_virtual })
 }
 
 /// A line without a verdict, or with the reason why there is none.
-fn line(point: &impl Compared, a: &Timed, b: &Timed, paired: bool) -> Line {
+fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
     let logs = |timed: &Timed| timed.runs_us.iter().map(|us| us.ln()).collect::<Vec<f64>>();
     let logs = (logs(a), logs(b));
     let (samples, runs) = (a.samples.min(b.samples), logs.0.len().min(logs.1.len()));
@@ -373,11 +276,11 @@ fn line(point: &impl Compared, a: &Timed, b: &Timed, paired: bool) -> Line {
     let verdict = match () {
         () if samples < FEWEST_SAMPLES => Verdict::TooFewSamples(samples),
         () if runs < need => Verdict::TooFewRuns(runs, need),
-        () if point.is_virtual() && !paired => Verdict::Apart,
+        () if point.is_virtual && !paired => Verdict::Apart,
         () => Verdict::Noise,
     };
     Line {
-        key: point.key(),
+        key: point.key.clone(),
         what: a.what.clone(),
         median_us: (mean(&logs.0).exp(), mean(&logs.1).exp()),
         ratio: (mean(&logs.1) - mean(&logs.0)).exp(),
@@ -581,6 +484,11 @@ impl Comparison {
              any line stands out as much where there is no difference. Noise: p >= {ALPHA}, or less than {:.1}% apart",
             self.tolerance * 100.0
         );
+        let [of_a, of_b] = &self.kernels;
+        let _ = match of_a == of_b {
+            true => write!(out, "\nkernels of both: {of_a}"),
+            false => write!(out, "\nkernels of A: {of_a}\nkernels of B: {of_b}"),
+        };
         let (a, b) = self.alone;
         if a + b > 0 {
             let _ = write!(out, "\n{a} points of A and {b} of B have no partner");

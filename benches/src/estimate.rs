@@ -1,6 +1,5 @@
 //! What a measurement will take, before it begins: so that nobody waits for minutes to learn that it takes hours.
 
-use crate::results::PhaseName;
 use crate::{Effort, Plan, counts};
 
 /// Processor time of the interpreter, in nanoseconds, from measurements on the two cores that docs/BENCHMARKS.md speaks of: for each block
@@ -50,10 +49,15 @@ impl Plan {
             ranks * (RANK_BYTES + SM_BYTES * f64::from(most_sms) + received * row * COPIES + 2.0 * gathered);
         let seconds = self.is_virtual.then(|| {
             let whole = self.effort == Effort::Whole;
-            let calls = self.steps() as f64 / self.num_sms.len().max(1) as f64;
+            let mut calls = self.steps() as f64 / self.num_sms.len().max(1) as f64;
+            if self.low_latency.is_some() {
+                // Steps are pairs, and those that are not chained are made once more for the trace.
+                calls = 2.0 * (calls + f64::from(self.warmup + self.iters));
+            }
             let calls = calls + if whole { OTHER_CALLS } else { 2.0 };
             let blocks = f64::from(self.num_sms.iter().sum::<u32>());
-            let bytes = PhaseName::ALL.map(|name| self.row_bytes(name) as f64).iter().sum::<f64>() / 4.0;
+            let row_bytes = self.phases().iter().map(|&name| self.row_bytes(name) as f64);
+            let bytes = row_bytes.sum::<f64>() / self.phases().len() as f64;
             let rows = self.num_sms.len() as f64 * received;
             let of_all_sms = blocks * ranks * BLOCK_NS + rows * (ROW_NS + bytes * BYTE_NS);
             let busy = (processors.max(1) as f64).min(ranks) * BUSY;

@@ -11,7 +11,8 @@ pub mod counts;
 pub mod digest;
 mod error;
 mod estimate;
-pub mod low_latency;
+pub mod figures;
+mod low_latency;
 pub mod measure;
 pub mod measured;
 pub mod model;
@@ -25,6 +26,7 @@ mod shapes;
 pub mod sweep;
 mod timing;
 pub mod trace;
+mod version_1;
 mod watch;
 pub mod ways;
 
@@ -35,7 +37,7 @@ use epoxide::group::launch::run_threads;
 
 pub use error::{Error, Result};
 pub use estimate::Estimate;
-pub use plan::{Baseline, Effort, Plan, TIMEOUT};
+pub use plan::{Baseline, Effort, LowLatency, Plan, TIMEOUT};
 pub use shapes::Shapes;
 pub use watch::Watch;
 

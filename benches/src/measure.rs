@@ -1,12 +1,12 @@
 //! One rank's part of a benchmark: check that the results are right, then time.
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use epoxide::driver::{Device, Stream};
 use epoxide::ep::{Buffer, BufferOptions, BufferShape, Counts, DType, Tensor};
 use epoxide::group::ProcessGroup;
-use epoxide::internal::{CeilingShape, Direction};
+use epoxide::internal::{CeilingShape, Direction, shipped_ptx};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::roundtrip::Case;
@@ -15,13 +15,13 @@ use crate::baseline::Nccl;
 use crate::bench::Bench;
 use crate::measured::{RankResult, Samples, Times, TracedCall, WireCount};
 use crate::puts::Poster;
-use crate::results::PhaseName;
-use crate::{Baseline, Effort, Plan, TIMEOUT, Watch};
+use crate::results::{Kernels, PhaseName, seconds_since_1970};
+use crate::{Baseline, Effort, Plan, TIMEOUT, Watch, low_latency};
 
 /// Puts that a trace has room for, of each queue.
 const TRACED_PUTS: usize = 1 << 16;
 /// Calls of each phase that are traced, apart from the timed ones.
-const TRACED_CALLS: u32 = 3;
+pub(crate) const TRACED_CALLS: u32 = 3;
 
 /// All runs of rank `group.rank()`, one after the other. Collective.
 pub fn runs(
@@ -40,10 +40,49 @@ pub fn rank(
     group: &Arc<dyn ProcessGroup>,
     watch: &dyn Watch,
 ) -> Result<RankResult> {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    let started = since.map_or(0.0, |since| since.as_secs_f64());
+    let info = device.info();
+    let mut result = RankResult {
+        kernels: Kernels::of_ptx(&shipped_ptx(plan.ptx.as_deref())?, info.is_virtual),
+        started: seconds_since_1970(),
+        device: info.name.clone(),
+        is_virtual: info.is_virtual,
+        driver_version: info.driver_version,
+        ..RankResult::default()
+    };
     watch.doing(group.rank(), "making the buffer");
-    let stream = Stream::new(&device, false)?;
+    match plan.low_latency {
+        Some(low) => low_latency::measure(plan, low, &device, group, watch, &mut result)?,
+        None => high_throughput(plan, &device, group, watch, &mut result)?,
+    }
+    // Behind the buffer: sizes that have no room have a routing that takes minutes to draw.
+    result.topk_idx = plan.routing(group.rank());
+    Ok(result)
+}
+
+/// Makes a buffer, on all ranks at once, and notes what it took.
+pub(crate) fn made<B>(
+    device: &Arc<dyn Device>,
+    group: &Arc<dyn ProcessGroup>,
+    result: &mut RankResult,
+    make: impl FnOnce() -> Result<B>,
+) -> Result<B> {
+    group.barrier(group.timeout())?;
+    let free_before = device.free_memory()?;
+    let start = Instant::now();
+    let buffer = make()?;
+    result.setup_ms = result.setup_ms.max(start.elapsed().as_secs_f64() * 1e3);
+    result.device_bytes = result.device_bytes.max(free_before.saturating_sub(device.free_memory()?));
+    Ok(buffer)
+}
+
+fn high_throughput(
+    plan: &Plan,
+    device: &Arc<dyn Device>,
+    group: &Arc<dyn ProcessGroup>,
+    watch: &dyn Watch,
+    result: &mut RankResult,
+) -> Result<()> {
+    let stream = Stream::new(device, false)?;
     let shape = BufferShape {
         max_tokens_per_rank: plan.tokens,
         max_row_bytes: plan.combine_row_bytes(),
@@ -52,11 +91,8 @@ pub fn rank(
     };
     let config = plan.config(plan.num_sms[0])?;
     // First of all: what is missing is said before anything is made.
-    let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(&device, group)).transpose()?;
+    let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(device, group)).transpose()?;
     let topology = plan.topology;
-    group.barrier(group.timeout())?;
-    let free_before = device.free_memory()?;
-    let start = Instant::now();
     let mut options = BufferOptions::new(shape)
         .config(config)
         .tuning(plan.shapes.tuning())
@@ -65,11 +101,9 @@ pub fn rank(
         .transport(plan.transport_options(TIMEOUT));
     (options.num_nvl_bytes, options.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
     options.ptx = plan.ptx.clone();
-    let buffer = Buffer::new(device.clone(), &**group, options)?;
-    let setup_ms = start.elapsed().as_secs_f64() * 1e3;
-    let device_bytes = free_before.saturating_sub(device.free_memory()?);
+    let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
 
-    let mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
+    result.mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
     let case = plan.case();
     let mut bench = Bench::new(plan, &case, Rank::with(group.clone(), stream, buffer), watch)?;
     let whole = plan.effort == Effort::Whole;
@@ -77,42 +111,28 @@ pub fn rank(
         bench.doing("every bit against the oracle");
         bench.verify(&case)?;
     }
-    let others = match &nccl {
-        Some(nccl) => bench.others(nccl, &case)?,
-        None => Vec::new(),
-    };
+    if let Some(nccl) = &nccl {
+        result.others = bench.others(nccl, &case)?;
+    }
     nccl.as_ref().map_or(Ok(()), Nccl::finalize)?;
-    let transport_us = if mapped || !whole { Vec::new() } else { bench.transport_alone(&**group)? };
+    if whole && !result.mapped {
+        result.transport_us = bench.transport_alone(&**group)?;
+    }
     group.barrier(group.timeout())?;
-    let mut times = Vec::new();
     for &num_sms in &plan.num_sms {
         bench.rig.buffer.set_config(plan.config(num_sms)?)?;
         (bench.calls.routing, bench.nothing) = bench.routings()?;
-        times.push(bench.time(num_sms, &case)?);
+        result.times.push(bench.time(num_sms, &case)?);
         group.barrier(group.timeout())?;
     }
-    let counts = bench.counts()?;
+    result.counts = bench.counts()?;
     bench.rig.buffer.check()?;
-    let (buffer, traced) = (&bench.rig.buffer, bench.traced);
-    let info = device.info();
-    Ok(RankResult {
-        started,
-        device: info.name.clone(),
-        is_virtual: info.is_virtual,
-        driver_version: info.driver_version,
-        setup_ms,
-        pool_bytes: buffer.pool_bytes(),
-        wire_bytes: buffer.wire_bytes(),
-        message_bytes: u64::from(topology.nodes - 1) * buffer.count_message_bytes(plan.experts),
-        device_bytes,
-        topk_idx: plan.routing(group.rank()),
-        counts,
-        mapped,
-        transport_us,
-        traced,
-        others,
-        times,
-    })
+    let buffer = &bench.rig.buffer;
+    result.pool_bytes = buffer.pool_bytes();
+    result.wire_bytes = buffer.wire_bytes();
+    result.message_bytes = u64::from(topology.nodes - 1) * buffer.count_message_bytes(plan.experts);
+    result.traced = bench.traced;
+    Ok(())
 }
 
 impl Bench<'_> {
@@ -255,7 +275,8 @@ impl Bench<'_> {
                 return Err(Error::os("trace", format!("{dropped} launches had no room")));
             };
             let launches = launches.collect();
-            self.traced.push(TracedCall { phase, num_sms, barrier, launches, puts, host });
+            let (tokens, barrier) = (self.plan.tokens, Some(barrier));
+            self.traced.push(TracedCall { phase, num_sms, tokens, barrier, launches, puts, host });
         }
         self.rig.buffer.check()
     }

@@ -7,7 +7,7 @@ use epoxide::transport::PutTrace;
 use serde::{Deserialize, Serialize};
 
 use crate::counts::RankCounts;
-use crate::results::{PhaseName, Way};
+use crate::results::{Kernels, PhaseName, Way};
 
 /// One traced call.
 #[derive(Debug, Clone)]
@@ -16,8 +16,10 @@ pub struct TracedCall {
     pub phase: PhaseName,
     /// Multiprocessors.
     pub num_sms: u32,
-    /// The launch of the barrier before it.
-    pub barrier: TracedLaunch,
+    /// Tokens per rank.
+    pub tokens: u32,
+    /// The launch of the barrier before it; missing in low latency, which has none.
+    pub barrier: Option<TracedLaunch>,
     /// Its own launches, in order.
     pub launches: Vec<TracedLaunch>,
     /// What the proxies put meanwhile.
@@ -66,8 +68,23 @@ pub struct Times {
     pub wire: Vec<(PhaseName, WireCount)>,
     /// Replays of captured steps; nothing where none were asked for.
     pub replays: Vec<ReplayTimes>,
-    /// Cached dispatch and combine in the pool, pairs one after the other, the time of one; nothing without a baseline.
+    /// Pairs one after the other, the time of one: low latency's, else cached dispatch and combine in the pool where there is a baseline.
     pub pair: Samples,
+    /// What low latency took; nothing in the other modes.
+    pub low_latency: Vec<(PhaseName, LowLatencyTimes)>,
+}
+
+/// One rank's replays of a low-latency operation.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct LowLatencyTimes {
+    /// Each replay by itself.
+    pub replays: Samples,
+    /// Traced kernels until the last block has sent its rows.
+    pub sent: Samples,
+    /// Until it knows of all ranks.
+    pub entered: Samples,
+    /// Until it is done.
+    pub done: Samples,
 }
 
 /// One rank's replays of one step.
@@ -86,6 +103,11 @@ pub struct ReplayTimes {
 }
 
 impl Times {
+    /// What low latency took for an operation.
+    pub fn low_latency(&self, name: PhaseName) -> Option<&LowLatencyTimes> {
+        self.low_latency.iter().find(|(phase, _)| *phase == name).map(|(_, times)| times)
+    }
+
     /// What the proxies put in all calls of a phase.
     pub fn wire_of(&self, name: PhaseName) -> Option<WireCount> {
         self.wire.iter().find(|(phase, _)| *phase == name).map(|(_, count)| *count)
@@ -119,8 +141,10 @@ pub struct WaySamples {
 }
 
 /// Everything that one rank measured.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RankResult {
+    /// What was measured.
+    pub kernels: Kernels,
     /// When the run began, in seconds since 1970.
     pub started: f64,
     /// The device's name.
@@ -129,7 +153,7 @@ pub struct RankResult {
     pub is_virtual: bool,
     /// CUDA version of the driver.
     pub driver_version: u32,
-    /// Milliseconds that [`Buffer::new`](epoxide::ep::Buffer::new) took, on the host's clock.
+    /// Milliseconds that the buffer took, on the host's clock.
     pub setup_ms: f64,
     /// Bytes of the pool.
     pub pool_bytes: u64,

@@ -12,6 +12,7 @@
 //! passes it on over NVLink; combine is the same backwards with sums on the way. [`check`] holds the model against measurements of
 //! hardware, of one node and of several; those that exist are of one.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use rand::SeedableRng;
@@ -21,6 +22,10 @@ use serde::Serialize;
 use crate::counts::{self, Sizes, TokenCounts, random_topk};
 use crate::results::{PhaseName, Point};
 use crate::{Error, Result};
+
+/// Which kernels the figures are of.
+pub const FITTED: &str =
+    "the model's constants are of the kernels of 2026-11-20 on 8 and 4 H200, not of this program's";
 
 /// Measured figures of a machine. GB/s are 1e9 bytes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -279,6 +284,11 @@ pub fn check_text(checked: &[Checked<'_>]) -> String {
     }
     let worst = checked.iter().map(|c| c.error().abs()).fold(0.0, f64::max);
     let _ = write!(out, "\n{} points, largest error {:.1}%", checked.len(), 100.0 * worst);
+    let kernels: BTreeSet<String> = checked.iter().map(|c| c.point.kernels_text()).collect();
+    for kernels in kernels {
+        let _ = write!(out, "\nmeasured kernels: {kernels}");
+    }
+    let _ = write!(out, "\n{FITTED}");
     out
 }
 

@@ -6,15 +6,15 @@ use std::time::Duration;
 use epoxide::ep::{Config, DType};
 use epoxide::internal::Topology;
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide_testing::oracle::Routing;
-use epoxide_testing::payload::ELEMENTS_PER_SCALE;
+use epoxide_testing::oracle::{Routing, Style};
+use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::sizes::Sizes;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
 use crate::counts::{self, random_topk};
-use crate::results::{Key, PhaseName};
+use crate::results::{Key, LOW_LATENCY, PhaseName};
 use crate::{Error, Result, Shapes};
 
 /// Longest wait for a peer: the ranks of a virtual GPU share few processors.
@@ -43,9 +43,22 @@ pub enum Baseline {
     Nccl,
 }
 
+/// What only a measurement of low latency has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LowLatency {
+    /// Row type of combine: BF16 or FP8.
+    pub combine_dtype: DType,
+    /// Tokens of a rank that are complete together.
+    pub chunk_tokens: u32,
+    /// Most tokens of a rank whose rows return as packets.
+    pub packet_tokens: u32,
+}
+
 /// Sizes and settings of a measurement.
 #[derive(Debug, Clone)]
 pub struct Plan {
+    /// Low latency is measured; missing: high throughput.
+    pub low_latency: Option<LowLatency>,
     /// Nodes and ranks.
     pub topology: Topology,
     /// Whether the devices are virtual: points of theirs are no points of hardware.
@@ -62,9 +75,10 @@ pub struct Plan {
     pub experts: u32,
     /// Experts per token.
     pub topk: u32,
-    /// Row type of dispatch; combine is BF16.
+    /// Row type of dispatch; combine is BF16 in high throughput.
     pub dtype: DType,
-    /// Multiprocessors for each operation: one point for each number.
+    /// Multiprocessors for each operation: one point for each number. [`Plan::ALL_SMS`] in low latency
+    /// is all that the device has.
     pub num_sms: Vec<u32>,
     /// Rows that travel together in one put.
     pub rdma_send: u32,
@@ -92,7 +106,8 @@ pub struct Plan {
     pub seed: u64,
     /// Share of the entries that select no expert.
     pub masked: f64,
-    /// Measures replays of captured graphs as well, in chains of so many too.
+    /// Measures replays of captured graphs as well, in chains of so many too. Low latency measures
+    /// nothing else, and this is the number of pairs of a graph.
     pub graph: Option<u32>,
     /// Measures this, and what else epoxide has, beside it.
     pub baseline: Option<Baseline>,
@@ -121,10 +136,37 @@ pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
     Ok(())
 }
 
+/// Untimed and timed replays of chained pairs, each of which is many calls.
+pub(crate) fn chains_of(warmup: u32, iters: u32) -> [u32; 2] {
+    [warmup.min(2), iters.min(20)]
+}
+
 impl Plan {
+    /// All multiprocessors of the device, in [`Plan::num_sms`].
+    pub const ALL_SMS: u32 = 0;
+
     /// How tokens travel, as results name it.
     pub fn mode(&self) -> &'static str {
-        if self.topology.nodes > 1 { "internode" } else { "intranode" }
+        match self.low_latency {
+            Some(_) => LOW_LATENCY,
+            None if self.topology.nodes > 1 => "internode",
+            None => "intranode",
+        }
+    }
+
+    /// What is timed.
+    pub fn phases(&self) -> &'static [PhaseName] {
+        if self.low_latency.is_some() { &PhaseName::LOW_LATENCY } else { &PhaseName::HIGH_THROUGHPUT }
+    }
+
+    /// Bytes of a row of low latency, scales included.
+    pub(crate) fn low_latency_row_bytes(hidden: u64, is_bf16: bool) -> u64 {
+        if is_bf16 { hidden * 2 } else { hidden + hidden.div_ceil(ELEMENTS_PER_SCALE) * 4 }
+    }
+
+    /// Pairs of a graph of low latency.
+    pub(crate) fn chain(&self) -> u32 {
+        self.graph.unwrap_or(1)
     }
 
     /// The configuration with `num_sms` multiprocessors.
@@ -153,6 +195,10 @@ impl Plan {
 
     /// Bytes of a row in `phase`, scales included.
     pub fn row_bytes(&self, phase: PhaseName) -> u64 {
+        if let Some(low) = &self.low_latency {
+            let dtype = if phase.is_dispatch() { self.dtype } else { low.combine_dtype };
+            return Plan::low_latency_row_bytes(self.hidden, dtype == DType::Bf16);
+        }
         if phase.is_dispatch() { self.dispatch_row_bytes() } else { self.combine_row_bytes() }
     }
 
@@ -167,8 +213,18 @@ impl Plan {
         if let Some(ids) = &self.ids {
             return ids[rank as usize].clone();
         }
+        if self.low_latency.is_some() {
+            return self.low_latency_routing().flat_topk_idx(rank);
+        }
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed.wrapping_add(u64::from(rank)));
         random_topk(&mut rng, self.tokens, self.topk, self.experts, self.masked)
+    }
+
+    /// The routing of low latency.
+    pub(crate) fn low_latency_routing(&self) -> Routing {
+        let tokens = vec![self.tokens; self.topology.ranks() as usize];
+        let mut rng = rng_of(&[self.seed]);
+        Routing::random(&mut rng, &tokens, self.topk, self.experts, Style::DistinctTopK)
     }
 
     /// All that the ranks send, and what must come of it.
@@ -187,13 +243,14 @@ impl Plan {
 
     /// The sizes.
     pub(crate) fn sizes(&self) -> Sizes {
+        let combine_dtype = self.low_latency.map_or(DType::Bf16, |low| low.combine_dtype);
         Sizes {
             ranks: self.topology.ranks(),
-            low_latency: false,
+            low_latency: self.low_latency.is_some(),
             tokens: self.tokens,
             fewest_tokens: 1,
             hidden: self.hidden,
-            dtype: self.dtype,
+            dtype: if self.dtype == DType::Bf16 { combine_dtype } else { self.dtype },
             experts: self.experts,
             topk: self.topk,
         }
@@ -211,6 +268,9 @@ impl Plan {
         check_count("--warmup", self.warmup, 0)?;
         check_count("--graph", self.graph.unwrap_or(1), 1)?;
         self.sizes().check().map_err(Error::Usage)?;
+        if self.low_latency.is_some() {
+            return Ok(());
+        }
         for &num_sms in &self.num_sms {
             let config = self.config(num_sms).map_err(|error| {
                 let flags = "--num-sms, --rdma-send, --rdma-recv, --nvl-send, --nvl-recv";
@@ -246,6 +306,7 @@ impl Plan {
     /// The key of a point with `num_sms` multiprocessors.
     pub fn key(&self, num_sms: u32) -> Key {
         let across = self.topology.nodes > 1;
+        let (low, has_queues) = (self.low_latency, across && self.low_latency.is_none());
         Key {
             nodes: self.topology.nodes,
             num_ranks: self.topology.ranks(),
@@ -258,15 +319,22 @@ impl Plan {
             masked: self.masked,
             num_sms,
             transport: across.then(|| self.transport.to_string()),
-            queues: across.then_some(self.queues),
-            rdma_send: across.then_some(self.rdma_send),
+            queues: has_queues.then_some(self.queues),
+            rdma_send: has_queues.then_some(self.rdma_send),
+            combine_dtype: low.map(|low| low.combine_dtype.name().to_string()),
+            chunk_tokens: low.map(|low| low.chunk_tokens),
+            packet_tokens: low.map(|low| low.packet_tokens),
         }
     }
 
     /// Steps of a run, of which [`Watch`](crate::Watch) is told: calls, more or less.
     pub fn steps(&self) -> u64 {
         let calls = u64::from(self.warmup + self.iters);
-        let mut of_a_number = PhaseName::ALL.len() as u64 * calls;
+        if self.low_latency.is_some() {
+            let chains = u64::from(chains_of(self.warmup, self.iters).iter().sum::<u32>());
+            return (calls + chains * u64::from(self.chain())) * self.num_sms.len() as u64;
+        }
+        let mut of_a_number = self.phases().len() as u64 * calls;
         if self.effort == Effort::Phases {
             return of_a_number * self.num_sms.len() as u64;
         }

@@ -1,13 +1,13 @@
 //! Turns the ranks' samples into points.
 
 use crate::counts::{self, RankCounts, TokenCounts};
-use crate::measured::{RankResult, ReplayTimes, Samples, Times, WaySamples, WireCount};
+use crate::measured::{LowLatencyTimes, RankResult, ReplayTimes, Samples, Times, WaySamples, WireCount};
 use crate::results::{
     Bandwidth, Distribution, MscclppBandwidth, OnWire, Pairs, Phase, PhaseName, Point, Replays, Run,
-    SCHEMA_VERSION, Slowest, Spread, WayResult, gbps, mean, today,
+    SCHEMA_VERSION, Slowest, Spread, WayResult, Within, gbps, mean, today,
 };
 use crate::timing::CHAIN;
-use crate::{Effort, Error, Plan, Result, digest};
+use crate::{Effort, Error, Plan, Result, digest, low_latency};
 
 /// The points of all runs of all ranks, `runs[rank][run]`, and what the ranks measured in the first.
 ///
@@ -53,6 +53,7 @@ pub fn join_runs(runs: Vec<Vec<Point>>) -> Vec<Point> {
 pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
     let by_rank = checked_counts(plan, ranks)?;
     check_wire(plan, ranks, &by_rank)?;
+    let low_latency_rows = plan.low_latency.map(|_| low_latency::remote_rows(plan));
     let first = &ranks[0];
     let mean_of = |pick: &dyn Fn(&RankCounts) -> u64| {
         mean(&by_rank.iter().map(|rank| pick(rank) as f64).collect::<Vec<f64>>())
@@ -66,7 +67,7 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 index,
                 is_virtual: first.is_virtual,
                 counts: counts::mean(&by_rank),
-                remote_rows: mean_of(&|rank| rank.linked),
+                remote_rows: low_latency_rows.unwrap_or_else(|| mean_of(&|rank| rank.linked)),
                 relayed: mean_of(&|rank| rank.relayed),
             };
             Point {
@@ -74,13 +75,10 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 mode: plan.mode().into(),
                 device: first.device.clone(),
                 is_virtual: first.is_virtual,
-                clock: if first.is_virtual {
-                    "virtual GPU: time of an interpreter".into()
-                } else {
-                    "CUDA events".into()
-                },
+                clock: Point::clock_of(first.is_virtual).into(),
                 driver_version: if first.is_virtual { 0 } else { first.driver_version },
                 date: today(),
+                kernels: Some(first.kernels.clone()),
                 key: plan.key(first.times[index].num_sms),
                 shapes: plan.shapes,
                 warmup: plan.warmup,
@@ -108,6 +106,10 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
 fn checked_counts(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<RankCounts>> {
     let ids: Vec<Vec<i64>> = ranks.iter().map(|rank| rank.topk_idx.clone()).collect();
     let expected = counts::serial(&ids, plan.count_sizes());
+    if plan.low_latency.is_some() {
+        // Its tables were compared with the oracle.
+        return Ok(expected);
+    }
     for (number, (rank, serial)) in ranks.iter().zip(&expected).enumerate() {
         let device = rank.counts;
         if device != *serial {
@@ -121,9 +123,14 @@ fn checked_counts(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<RankCounts>> 
 
 /// Holds what the proxies put against what the layout of wire memory makes of the serial counts.
 fn check_wire(plan: &Plan, ranks: &[RankResult], counts: &[RankCounts]) -> Result<()> {
+    if plan.low_latency.is_some() {
+        return Ok(());
+    }
     let calls = u64::from(plan.warmup + plan.iters);
     for (number, (rank, counts)) in ranks.iter().zip(counts).enumerate() {
-        for (times, name) in rank.times.iter().flat_map(|times| PhaseName::ALL.map(|name| (times, name))) {
+        for (times, name) in
+            rank.times.iter().flat_map(|times| PhaseName::HIGH_THROUGHPUT.map(|name| (times, name)))
+        {
             let rows = if name.is_dispatch() { counts.six.send_rdma } else { counts.relayed };
             let messages = if name == PhaseName::DispatchUncached { rank.message_bytes } else { 0 };
             // What kernels write themselves is not put.
@@ -171,6 +178,9 @@ impl Common<'_> {
     }
 
     fn phases(&self) -> Vec<Phase> {
+        if self.plan.low_latency.is_some() {
+            return PhaseName::LOW_LATENCY.into_iter().filter_map(|name| self.low_latency(name)).collect();
+        }
         let whole = self.plan.effort == Effort::Whole;
         let stream = |pick: fn(&Times) -> f64| whole.then(|| self.spread(pick));
         let exact = if self.plan.topology.nodes > 1 { stream(|t| t.dispatch_exact_stream) } else { None };
@@ -180,6 +190,29 @@ impl Common<'_> {
             self.phase(PhaseName::CombineInPool, |t| &t.combine, stream(|t| t.combine_stream)),
             self.phase(PhaseName::CombineStaged, |t| &t.combine_staged, None),
         ]
+    }
+
+    fn low_latency(&self, name: PhaseName) -> Option<Phase> {
+        let ranks: Vec<&LowLatencyTimes> = self.times().filter_map(|times| times.low_latency(name)).collect();
+        let samples = |pick: fn(&LowLatencyTimes) -> &Samples| -> Vec<&[f64]> {
+            ranks.iter().map(|times| pick(times).as_slice()).collect()
+        };
+        let (replays, done) = (samples(|times| &times.replays), samples(|times| &times.done));
+        (!ranks.is_empty()).then(|| Phase {
+            name,
+            row_bytes: self.plan.row_bytes(name),
+            call: Distribution::new(&replays),
+            slowest: Some(Slowest::new(&replays)),
+            kernel_us: Some(Distribution::new(&done).avg_us),
+            back_to_back: None,
+            wire: None,
+            bandwidth: None,
+            within: Some(Within {
+                sent: Slowest::new(&samples(|times| &times.sent)),
+                entered: Slowest::new(&samples(|times| &times.entered)),
+                done: Slowest::new(&done),
+            }),
+        })
     }
 
     /// All ranks replay the same steps in the same order.
@@ -235,12 +268,15 @@ impl Common<'_> {
         let bandwidth = (!self.is_virtual)
             .then(|| bandwidth(name, &rows, row_bytes, ranks, &call, back_to_back, self.ceiling(name)));
         let slowest = Some(Slowest::new(samples));
-        Phase { name, row_bytes, call, slowest, kernel_us: None, back_to_back, wire: None, bandwidth }
+        let (kernel_us, wire, within) = (None, None, None);
+        Phase { name, row_bytes, call, slowest, kernel_us, back_to_back, wire, bandwidth, within }
     }
 
     fn pair(&self) -> Option<Pairs> {
         let period = || Slowest::new(&self.samples(|times| &times.pair));
-        self.plan.baseline.map(|_| Pairs { chain: CHAIN, period: period() })
+        let of_low_latency = self.plan.low_latency.map(|_| self.plan.chain());
+        let chain = of_low_latency.or(self.plan.baseline.map(|_| CHAIN));
+        chain.map(|chain| Pairs { chain, period: period() })
     }
 
     /// All ranks measure the same ways in the same order.

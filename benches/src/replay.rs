@@ -1,7 +1,7 @@
 //! Replays of captured steps: what a server that decodes through CUDA graphs sees.
 
-use epoxide::Result;
 use epoxide::ep::{Buffer, Counts, DType, Detached, Step, StreamOrder, Tensor};
+use epoxide::{Error, Result};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::oracle;
 use epoxide_testing::roundtrip::Case;
@@ -43,6 +43,12 @@ impl Calls {
             }
             PhaseName::CombineInPool => Output::Sums(self.combine(buffer, order)?),
             PhaseName::CombineStaged => Output::Sums(self.combine_of(staged.into(), buffer, order)?),
+            PhaseName::LowLatencyDispatch | PhaseName::LowLatencyCombine => {
+                return Err(Error::Unavailable {
+                    what: name.text().into(),
+                    reason: "low latency has a buffer of its own".into(),
+                });
+            }
         })
     }
 }

@@ -7,12 +7,15 @@ use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 use serde::{Deserialize, Serialize};
 
 use crate::counts::TokenCounts;
-#[cfg(doc)]
-use crate::digest;
-use crate::{Error, Result, Shapes};
+use crate::version_1::LowLatencyV1;
+use crate::{Error, Result, Shapes, digest};
 
 /// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one is added.
-pub const SCHEMA_VERSION: u32 = 1;
+pub const SCHEMA_VERSION: u32 = 2;
+/// The oldest version that is read. Its points of low latency had a form of their own.
+const OLDEST_VERSION: u32 = 1;
+/// The mode of low-latency points.
+pub const LOW_LATENCY: &str = "low-latency";
 
 /// A results file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -33,7 +36,7 @@ pub struct Results {
 pub struct Point {
     /// Version of the form of this line: sweeps write points alone.
     pub schema_version: u32,
-    /// `intranode` or `internode`.
+    /// `intranode`, `internode` or [`LOW_LATENCY`].
     pub mode: String,
     /// The device's name.
     pub device: String,
@@ -46,6 +49,9 @@ pub struct Point {
     pub driver_version: u32,
     /// Day of the measurement, UTC, `YYYY-MM-DD`.
     pub date: String,
+    /// What was measured; missing in files of version 1.
+    #[serde(default)]
+    pub kernels: Option<Kernels>,
     /// Sizes and settings.
     #[serde(flatten)]
     pub key: Key,
@@ -131,6 +137,57 @@ pub struct Key {
     /// Rows of a put; likewise.
     #[serde(default)]
     pub rdma_send: Option<u32>,
+    /// Low latency: row type of combine; missing in the other modes, as the next two.
+    #[serde(default)]
+    pub combine_dtype: Option<String>,
+    /// Tokens of a rank that are complete together.
+    #[serde(default)]
+    pub chunk_tokens: Option<u32>,
+    /// Most tokens of a rank whose rows return as packets.
+    #[serde(default)]
+    pub packet_tokens: Option<u32>,
+}
+
+/// The measured program and kernels.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kernels {
+    /// Commit of the program, with `-dirty` where measured code had changed since; `unknown` where it
+    /// was not built in a repository.
+    pub commit: String,
+    /// Digest of the PTX ([`digest::of_text`]).
+    pub ptx: String,
+    /// Version of the driver; missing on the virtual GPU.
+    pub driver: Option<String>,
+}
+
+impl Kernels {
+    /// Of this program, with the kernels of a text of PTX.
+    pub(crate) fn of_ptx(ptx: &str, is_virtual: bool) -> Kernels {
+        let driver = if is_virtual { None } else { loaded_driver() };
+        Kernels { commit: env!("EPOXIDE_COMMIT").into(), ptx: digest::of_text(ptx), driver }
+    }
+
+    /// The kernels, for people.
+    pub fn text(&self) -> String {
+        let driver = self.driver.as_ref().map_or_else(String::new, |driver| format!(", driver {driver}"));
+        let other = match self.ptx == digest::of_text(epoxide_gpu::PTX) {
+            true => "",
+            false => " (not those of this program)",
+        };
+        format!("PTX {}{other}, commit {}{driver}", self.ptx, self.commit)
+    }
+}
+
+/// The version of the NVIDIA driver that the system has loaded.
+fn loaded_driver() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
+    driver_of(&text)
+}
+
+/// The first word of a driver's first line that is a version.
+fn driver_of(text: &str) -> Option<String> {
+    let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    text.lines().next()?.split_whitespace().find(is_version).map(str::to_owned)
 }
 
 impl Key {
@@ -160,11 +217,11 @@ impl Key {
 impl Key {
     /// Nodes and what joins them, for people, without what is said elsewhere; nothing within one node.
     pub fn network(&self, without_nodes: bool, without_chunk: bool) -> Option<String> {
-        let (transport, queues, chunk) = (self.transport.as_ref()?, self.queues?, self.rdma_send?);
+        let transport = self.transport.clone()?;
         let nodes = (!without_nodes).then(|| format!("{} nodes", self.nodes));
-        let chunk = (!without_chunk).then(|| format!("{chunk} rows a put"));
-        let network = Some(format!("{transport}, queues {queues}"));
-        Some([nodes, network, chunk].into_iter().flatten().collect::<Vec<_>>().join(", "))
+        let queues = self.queues.map(|queues| format!("queues {queues}"));
+        let chunk = self.rdma_send.filter(|_| !without_chunk).map(|rows| format!("{rows} rows a put"));
+        Some([nodes, Some(transport), queues, chunk].into_iter().flatten().collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -187,8 +244,34 @@ pub struct Phase {
     /// What it puts on the wire; `null` within one node.
     #[serde(default)]
     pub wire: Option<OnWire>,
-    /// Bandwidths; `null` on the virtual GPU.
+    /// Bandwidths; `null` on the virtual GPU and in low latency.
     pub bandwidth: Option<Bandwidth>,
+    /// Where the time of a kernel goes, in low latency.
+    #[serde(default)]
+    pub within: Option<Within>,
+}
+
+/// When the last block of a low-latency kernel has done something, from the start of the first one on; of
+/// each iteration the slowest rank. Pairs follow each other as single launches, the host waiting for nothing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Within {
+    /// Has sent its rows, as its first warp sees it: in a dispatch within a node, another warp waits until they have arrived.
+    pub sent: Slowest,
+    /// Knows that all ranks have entered the operation.
+    pub entered: Slowest,
+    /// Has what it waits for, and has summed it.
+    pub done: Slowest,
+}
+
+impl Within {
+    /// Of these iterations and those of another run.
+    fn with(&self, more: &Within) -> Within {
+        Within {
+            sent: self.sent.with(&more.sent),
+            entered: self.entered.with(&more.entered),
+            done: self.done.with(&more.done),
+        }
+    }
 }
 
 /// What a phase puts on the wire for each rank and call, means over ranks, and what the transport alone takes for it.
@@ -223,16 +306,27 @@ pub enum PhaseName {
     CombineInPool,
     /// Combine of rows that are copied into the pool first.
     CombineStaged,
+    /// Low-latency dispatch: replays of a graph of one.
+    LowLatencyDispatch,
+    /// The combine that answers it.
+    LowLatencyCombine,
 }
 
 impl PhaseName {
-    /// All, in order.
-    pub const ALL: [PhaseName; 4] = [
+    /// Those of high throughput, in order.
+    pub const HIGH_THROUGHPUT: [PhaseName; 4] = [
         PhaseName::DispatchCached,
         PhaseName::DispatchUncached,
         PhaseName::CombineInPool,
         PhaseName::CombineStaged,
     ];
+    /// Those of low latency.
+    pub const LOW_LATENCY: [PhaseName; 2] = [PhaseName::LowLatencyDispatch, PhaseName::LowLatencyCombine];
+
+    /// All, in order.
+    pub fn all() -> impl Iterator<Item = PhaseName> {
+        Self::HIGH_THROUGHPUT.into_iter().chain(Self::LOW_LATENCY)
+    }
 
     /// Bytes on the wire of a row of `row_bytes`, scales included, with what else its slot holds.
     pub fn slot_bytes(self, row_bytes: u64, topk: u32) -> u64 {
@@ -241,6 +335,8 @@ impl PhaseName {
             PhaseName::DispatchCached => SlotShape::new(row_bytes, 0, None).bytes,
             PhaseName::DispatchUncached => SlotShape::new(row_bytes, 0, Some(topk)).bytes,
             PhaseName::CombineInPool | PhaseName::CombineStaged => combine_slot_bytes(row_bytes, 0),
+            // Its messages have no slots.
+            PhaseName::LowLatencyDispatch | PhaseName::LowLatencyCombine => row_bytes,
         })
     }
 
@@ -251,12 +347,15 @@ impl PhaseName {
             PhaseName::DispatchUncached => "dispatch uncached",
             PhaseName::CombineInPool => "combine in pool",
             PhaseName::CombineStaged => "combine staged",
+            PhaseName::LowLatencyDispatch => "dispatch",
+            PhaseName::LowLatencyCombine => "combine",
         }
     }
 
-    /// True for the two dispatches.
+    /// True for dispatches.
     pub fn is_dispatch(self) -> bool {
-        matches!(self, PhaseName::DispatchCached | PhaseName::DispatchUncached)
+        use PhaseName::{DispatchCached, DispatchUncached, LowLatencyDispatch};
+        matches!(self, DispatchCached | DispatchUncached | LowLatencyDispatch)
     }
 }
 
@@ -352,7 +451,7 @@ impl Distribution {
     }
 
     /// Of iterations alone.
-    fn of(samples_us: Vec<f64>) -> Distribution {
+    pub(crate) fn of(samples_us: Vec<f64>) -> Distribution {
         let avg_us = mean(&samples_us);
         Distribution {
             avg_us,
@@ -545,6 +644,21 @@ impl Point {
         self.runs.extend(more.runs);
     }
 
+    /// What the times are.
+    pub(crate) fn clock_of(is_virtual: bool) -> &'static str {
+        if is_virtual { "virtual GPU: time of an interpreter" } else { "CUDA events" }
+    }
+
+    /// Whether it is of low latency.
+    pub fn is_low_latency(&self) -> bool {
+        self.mode == LOW_LATENCY
+    }
+
+    /// The kernels, for people. Files of version 1 have none: the day is all that is known.
+    pub fn kernels_text(&self) -> String {
+        self.kernels.as_ref().map_or_else(|| format!("unknown, of {}", self.date), Kernels::text)
+    }
+
     /// What every figure and drawing of it says where the times are not hardware's.
     pub fn caveat(&self) -> &'static str {
         if self.is_virtual { "VIRTUAL GPU: interpreter times, of no hardware" } else { "" }
@@ -558,6 +672,7 @@ impl Phase {
         self.call = self.call.with(&more.call, of);
         self.slowest = self.slowest.as_ref().zip(more.slowest.as_ref()).map(|(a, b)| a.with(b));
         self.kernel_us = joined_if(self.kernel_us, more.kernel_us, of);
+        self.within = self.within.as_ref().zip(more.within.as_ref()).map(|(a, b)| a.with(b));
         self.back_to_back = self.back_to_back.zip(more.back_to_back).map(|(a, b)| Spread {
             avg_us: joined(a.avg_us, b.avg_us, of),
             min_us: joined_if(a.min_us, b.min_us, of),
@@ -624,11 +739,7 @@ impl Results {
 
     /// The results that a text holds, or why it holds none.
     pub fn of_text(text: &str) -> std::result::Result<Results, String> {
-        let broken = |error: serde_json::Error| format!("not a results file: {error}");
-        let points = values_of(text)?.into_iter().map(|value| match is_low_latency(&value) {
-            true => Err("is of low latency, and results of high throughput are wanted".into()),
-            false => serde_json::from_value(value).map_err(broken),
-        });
+        let points = values_of(text)?.into_iter().map(point_of);
         let points = points.collect::<std::result::Result<Vec<Point>, String>>()?;
         if let Some(why) = points.iter().find_map(|point| point.key.broken()) {
             return Err(format!("not a results file: {why}"));
@@ -674,8 +785,19 @@ impl Results {
     }
 }
 
-/// The points that a text holds, of either mode, or why it holds none.
-pub fn values_of(text: &str) -> std::result::Result<Vec<serde_json::Value>, String> {
+/// The point that a value holds, in the form of this version.
+fn point_of(value: serde_json::Value) -> std::result::Result<Point, String> {
+    let broken = |error: serde_json::Error| format!("not a results file: {error}");
+    let is = |name: &str, wanted: &serde_json::Value| value.get(name) == Some(wanted);
+    if is("mode", &LOW_LATENCY.into()) && is("schema_version", &OLDEST_VERSION.into()) {
+        return serde_json::from_value::<LowLatencyV1>(value).map(Point::from).map_err(broken);
+    }
+    let point: Point = serde_json::from_value(value).map_err(broken)?;
+    Ok(Point { schema_version: SCHEMA_VERSION, ..point })
+}
+
+/// The values of points that a text holds, or why it holds none.
+fn values_of(text: &str) -> std::result::Result<Vec<serde_json::Value>, String> {
     #[derive(Deserialize)]
     struct Versioned {
         schema_version: u32,
@@ -692,9 +814,9 @@ pub fn values_of(text: &str) -> std::result::Result<Vec<serde_json::Value>, Stri
         let Ok(Versioned { schema_version }) = serde_json::from_value(value.clone()) else {
             return Err("has no schema_version: not a results file".into());
         };
-        if schema_version != SCHEMA_VERSION {
+        if !(OLDEST_VERSION..=SCHEMA_VERSION).contains(&schema_version) {
             return Err(format!(
-                "schema_version {schema_version}; this epoxide reads {SCHEMA_VERSION} (docs/BENCH-SCHEMA.md)"
+                "schema_version {schema_version}; this epoxide reads {OLDEST_VERSION} and {SCHEMA_VERSION} (docs/BENCH-SCHEMA.md)"
             ));
         }
         match value.get("points").is_some() {
@@ -703,11 +825,6 @@ pub fn values_of(text: &str) -> std::result::Result<Vec<serde_json::Value>, Stri
         }
     }
     if points.is_empty() { Err("holds no points".into()) } else { Ok(points) }
-}
-
-/// Whether a point of [`values_of`] is of low latency.
-pub fn is_low_latency(point: &serde_json::Value) -> bool {
-    point.get("mode").is_some_and(|mode| mode == "low-latency")
 }
 
 /// Now, in seconds since 1970.

@@ -22,6 +22,16 @@ pub struct Sweep {
     rdma_send: Vec<u32>,
 }
 
+impl Sweep {
+    /// With these numbers of tokens, unless tokens are an axis already.
+    pub fn or_tokens(mut self, tokens: Vec<u32>) -> Sweep {
+        if self.tokens.is_empty() {
+            self.tokens = tokens;
+        }
+        self
+    }
+}
+
 impl FromStr for Sweep {
     type Err = String;
 
@@ -120,7 +130,12 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Run<'_>) -> Result<Swep
     } else {
         Vec::new()
     };
-    let groups = groups(plan, sweep, how.topology)?;
+    let mut plan = plan.clone();
+    if plan.num_sms.contains(&Plan::ALL_SMS) {
+        // Points have the number itself, by which they are found again.
+        plan.num_sms = vec![(how.open)(0)?.info().sm_count];
+    }
+    let groups = groups(&plan, sweep, how.topology)?;
     let total = groups.iter().map(|group| group.num_sms.len()).sum::<usize>();
     let mut done = 0;
     let mut swept = Swept { points: Vec::new(), left_out: Vec::new() };
@@ -157,8 +172,9 @@ fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topolog
     let mut groups = Vec::new();
     for nodes in or(&sweep.nodes, plan.topology.nodes) {
         for ranks_per_node in or(&sweep.ranks, plan.topology.ranks_per_node) {
-            // Within one node nothing is put.
-            let chunks = if nodes == 1 { &[][..] } else { &sweep.rdma_send };
+            // Within one node nothing is put, and low latency has one message for each rank.
+            let has_chunks = nodes > 1 && plan.low_latency.is_none();
+            let chunks = if has_chunks { &sweep.rdma_send[..] } else { &[] };
             for rdma_send in or(chunks, plan.rdma_send) {
                 for tokens in or(&sweep.tokens, plan.tokens) {
                     let topology = place(nodes, ranks_per_node)?;
@@ -172,6 +188,9 @@ fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topolog
                 }
             }
         }
+    }
+    if plan.low_latency.is_some() {
+        return Ok(groups);
     }
     for (group, sms) in groups.iter().flat_map(|group| group.num_sms.iter().map(move |sms| (group, *sms))) {
         group.config(sms).map_err(|error| Error::Usage(format!("--sweep: {error}")))?;
@@ -188,7 +207,12 @@ fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
             && (point.warmup, point.iters, point.shapes) == (plan.warmup, plan.iters, plan.shapes)
             && point.runs.len().max(1) == plan.repeat as usize
             && (plan.baseline.is_none() || !point.baselines.is_empty())
-            && plan.graph.is_none_or(|chain| point.graph.first().is_some_and(|step| step.chain == chain))
+            && plan.graph.is_none_or(|chain| {
+                let pairs = point.pair.iter().map(|pair| pair.chain);
+                let steps = point.graph.iter().map(|step| step.chain);
+                let chains = if point.is_low_latency() { pairs.min() } else { steps.min() };
+                chains == Some(chain)
+            })
     })
 }
 
@@ -220,7 +244,7 @@ pub fn summary(points: &[Point]) -> String {
         "{:<18} {:>5} {:>5} {:>7} {:>5} {:>5} {:>11} {:>11}",
         "best of the sweep", "nodes", "ranks", "tokens", "SMs", "chunk", "mean us", "links GB/s"
     )];
-    for name in [PhaseName::DispatchCached, PhaseName::DispatchUncached, PhaseName::CombineInPool] {
+    for name in PhaseName::all().filter(|name| *name != PhaseName::CombineStaged) {
         let size = |point: &Point| (point.key.nodes, point.key.num_ranks, point.key.tokens);
         let mut sizes: Vec<(u32, u32, u32)> = points.iter().map(size).collect();
         sizes.sort_unstable();

@@ -14,6 +14,7 @@ use super::*;
 /// Small sizes, then what `line` says, in the words of the command's flags.
 pub fn plan(line: &str) -> Plan {
     let mut plan = Plan {
+        low_latency: None,
         topology: Topology { nodes: 1, ranks_per_node: 2 },
         is_virtual: true,
         transport: TransportKind::Auto,

@@ -10,6 +10,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use crate::measured::{RankResult, TracedCall};
+use crate::results::PhaseName;
 
 /// Track of the kernels; block b is track b + 1.
 const KERNELS: u64 = 0;
@@ -75,11 +76,11 @@ fn events(ranks: &[RankResult]) -> Value {
         }
         for call in &rank.traced {
             for (index, launch) in launches(call).enumerate() {
-                let label = match index {
-                    0 => "barrier".to_owned(),
-                    _ => format!("{} ({})", launch.operation, call.phase.text()),
+                let label = match call.barrier.is_some() && index == 0 {
+                    true => "barrier".to_owned(),
+                    false => format!("{} ({})", launch.operation, call.phase.text()),
                 };
-                push_launch(&mut events, number, &label, call.num_sms, launch, us);
+                push_launch(&mut events, number, &label, call, launch, us);
             }
         }
     }
@@ -154,14 +155,15 @@ fn push_launch(
     events: &mut Vec<Value>,
     rank: usize,
     label: &str,
-    num_sms: u32,
+    call: &TracedCall,
     launch: &TracedLaunch,
     us: impl Fn(u64) -> f64,
 ) {
+    let args = json!({"num_sms": call.num_sms, "tokens": call.tokens});
     let mut push = |name: &str, track: u64, from: u64, to: u64| {
         events.push(json!({
             "ph": "X", "name": name, "cat": label, "pid": rank, "tid": track,
-            "ts": us(from), "dur": to.saturating_sub(from) as f64 / 1e3, "args": {"num_sms": num_sms},
+            "ts": us(from), "dur": to.saturating_sub(from) as f64 / 1e3, "args": args,
         }));
     };
     let starts = launch.blocks.iter().map(|block| block.enter);
@@ -170,14 +172,23 @@ fn push_launch(
         push(label, KERNELS, start, end);
     }
     for (track, block) in (1..).zip(&launch.blocks) {
-        push("enter", track, block.enter, block.ready);
-        push("move", track, block.ready, block.moved);
-        push("done", track, block.moved, block.done);
+        // A low-latency block sends before it knows of all ranks, or behind that.
+        let low_latency = PhaseName::LOW_LATENCY.contains(&call.phase);
+        let names = if low_latency { ["send", "enter", "receive"] } else { ["move", "enter", "done"] };
+        let mut marks = [(block.ready, names[1]), (block.moved, names[0])];
+        if low_latency {
+            marks.sort_unstable();
+        }
+        let mut from = block.enter;
+        for (to, name) in marks.into_iter().chain([(block.done, names[2])]) {
+            push(name, track, from, to);
+            from = to;
+        }
     }
 }
 
 fn launches(call: &TracedCall) -> impl Iterator<Item = &TracedLaunch> {
-    std::iter::once(&call.barrier).chain(&call.launches)
+    call.barrier.iter().chain(&call.launches)
 }
 
 fn all_launches(ranks: &[RankResult]) -> impl Iterator<Item = &TracedLaunch> {
@@ -187,7 +198,6 @@ fn all_launches(ranks: &[RankResult]) -> impl Iterator<Item = &TracedLaunch> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::results::PhaseName;
     use crate::tests::measured;
 
     #[test]
@@ -206,7 +216,7 @@ mod tests {
                     _ => assert_eq!(names, ["combine"]),
                 }
                 // Nobody has a token.
-                assert_eq!(call.barrier.blocks.len(), 1);
+                assert_eq!(call.barrier.as_ref().unwrap().blocks.len(), 1);
                 for launch in &call.launches {
                     let blocks = match (launch.operation, call.phase) {
                         ("notify", _) => call.num_sms / 2,

@@ -334,6 +334,8 @@ pub struct Defaults {
     pub tokens: u32,
     /// Elements of a row.
     pub hidden: u64,
+    /// Multiprocessors; missing: those of the test that the round trip is taken from.
+    pub num_sms: Option<u32>,
 }
 
 /// What the flags come to: checked, and complete.
@@ -401,11 +403,11 @@ impl RoundTripFlags {
         };
         sizes.check().map_err(Stop::usage)?;
         let Sizes { tokens, hidden, topk, .. } = sizes;
+        let num_sms = self.num_sms.or(defaults.num_sms);
         // Across nodes, the settings of the test that `roundtrip` is taken from.
         let config = match nodes {
-            1 => Config::with_sms(self.num_sms.unwrap_or(20)),
-            _ => Config::new(self.num_sms.unwrap_or(152), 8, 256, 16, 128)
-                .map(|config| config.for_nodes(nodes)),
+            1 => Config::with_sms(num_sms.unwrap_or(20)),
+            _ => Config::new(num_sms.unwrap_or(152), 8, 256, 16, 128).map(|config| config.for_nodes(nodes)),
         };
         let config = config.map_err(|error| Stop::usage(format!("--num-sms: {error}")))?;
         Ok(Setup {
@@ -468,7 +470,7 @@ mod tests {
     use super::*;
     use crate::testing;
 
-    const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
+    const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024, num_sms: None };
 
     fn one_node(ranks: u32) -> Topology {
         Topology { nodes: 1, ranks_per_node: ranks }

@@ -310,7 +310,7 @@ mod tests {
         let placement = |line: &str, rank: Option<&str>| {
             let words = ["epoxide"].into_iter().chain(line.split_whitespace());
             let shared = testing::parse(words).unwrap();
-            let defaults = Defaults { mode: Mode::Intranode, tokens: 1, hidden: 8 };
+            let defaults = Defaults { mode: Mode::Intranode, tokens: 1, hidden: 8, num_sms: None };
             Placement::of(&shared, defaults, |name| rank.filter(|_| name == RANK).map(str::to_owned))
         };
         assert_eq!(placement("", None), Placement::Threads);

@@ -22,7 +22,7 @@ use half::bf16;
 
 use crate::cases;
 use crate::options::{Check, Defaults, Mode, RoundTripFlags, RowType, Setup};
-use crate::output::{Voice, json};
+use crate::output::{Voice, complain, duration, json};
 use crate::ranks::{self, Placement, Rank, Run};
 use crate::stop::{Result, Stop};
 
@@ -35,7 +35,10 @@ use beside::Beside;
 use clock::Clock;
 use report::{ConfigReport, HighThroughput, Publish, RankReport, Ranks, Report};
 
-const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024 };
+const DEFAULTS: Defaults = Defaults { mode: Mode::Internode, tokens: 128, hidden: 1024, num_sms: None };
+/// The same in check mode, in which kernels take ten to fifty times as long.
+const CHECK_DEFAULTS: Defaults =
+    Defaults { mode: Mode::Internode, tokens: 32, hidden: 256, num_sms: Some(8) };
 /// How far a received element may be from the rank number it was sent as.
 const RECV_TOLERANCE: f32 = 1e-3;
 /// The fp8 (e4m3) byte of its largest number, 448: scaled, it stands for any rank number.
@@ -91,7 +94,8 @@ pub fn run(args: Args) -> Result<()> {
 fn execute(args: &Args) -> (Report, Result<()>) {
     let start = Instant::now();
     let report = Mutex::new(Report { command: "roundtrip", ..Report::default() });
-    let outcome = ranks::run(&args.shared, DEFAULTS, |rank, run| roundtrip(rank, run, args, &report));
+    let defaults = if args.shared.virtual_gpu.check.is_some() { CHECK_DEFAULTS } else { DEFAULTS };
+    let outcome = ranks::run(&args.shared, defaults, |rank, run| roundtrip(rank, run, args, &report));
     let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
     report.times.total_seconds = start.elapsed().as_secs_f64();
     report.pass = outcome.is_ok();
@@ -105,6 +109,9 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
     let setup = &run.setup;
     let voice = Voice::new(rank.is_root(), !args.shared.json);
     let voice = if run.checker.is_some() { voice.with_progress("roundtrip --check") } else { voice };
+    if run.checker.is_some() && rank.is_root() {
+        complain(&before_check(setup, args));
+    }
     let publish = |change: &dyn Fn(&mut Report)| {
         if rank.is_root() {
             change(&mut report.lock().unwrap_or_else(PoisonError::into_inner));
@@ -192,6 +199,39 @@ fn roundtrip(rank: &Rank, run: &Run, args: &Args, report: &Mutex<Report>) -> Res
 
     say_checked(rank, run, &voice, &publish)?;
     beside.end(rank, &voice)
+}
+
+/// What check mode will take, and what gives other sizes.
+fn before_check(setup: &Setup, args: &Args) -> String {
+    let trips = args.iterations() + args.graph_replays;
+    let (ranks, tokens, hidden, sms) = (setup.ranks, setup.tokens, setup.hidden, setup.num_sms);
+    let seconds = duration(check_seconds(setup, trips));
+    let shared = &args.shared;
+    let open = [shared.tokens.is_none(), shared.hidden.is_none(), shared.num_sms.is_none()];
+    let remedy = match open.contains(&true) {
+        true => "; sizes for check mode, --tokens, --hidden and --num-sms give your own",
+        false => "",
+    };
+    format!(
+        "roundtrip --check: {ranks} ranks, {tokens} tokens of {hidden} elements each, {sms} multiprocessors: about {seconds}{remedy}"
+    )
+}
+
+/// About how long check mode takes, which runs one warp at a time, with so many round trips behind the first ones: fitted to runs on
+/// the two cores that docs/BENCHMARKS.md speaks of, which it meets within a half.
+fn check_seconds(setup: &Setup, trips: u64) -> f64 {
+    // Of a rank: seconds, and those of a multiprocessor, of a token, and of an element of it.
+    let (fixed, of_sm, of_token, of_element) = match (setup.mode, setup.nodes) {
+        (Mode::LowLatency, _) => (0.1, 0.032, 4.4e-3, 38e-6),
+        (_, 1) => (0.44, 0.021, 3.7e-3, 3.9e-6),
+        _ => (0.6, 0.025, 7.4e-3, 7.8e-6),
+    };
+    let tokens = f64::from(setup.tokens);
+    // Blocks without tokens end at once.
+    let sms = f64::from(setup.num_sms.min(setup.tokens.max(2)));
+    let copies = 0.5 + f64::from(setup.topk.min(setup.ranks)) / 8.0;
+    let rows = tokens * copies * (of_token + of_element * setup.hidden as f64);
+    f64::from(setup.ranks) * (fixed + of_sm * sms + rows) * (1.0 + 0.3 * trips as f64)
 }
 
 /// Says what check mode has looked at, once all ranks are through: anything that it finds ends a run before.
@@ -690,6 +730,42 @@ mod tests {
                 && report.exit_code == 2
                 && report.error.is_some_and(|what| what.contains("2000"))
         );
+    }
+
+    #[test]
+    fn the_readme_has_the_counts_that_the_defaults_give() {
+        let args: Args = crate::testing::parse(["roundtrip"]).unwrap();
+        let topology = args.shared.topology(DEFAULTS, None).unwrap();
+        let setup = args.shared.resolve(topology, DEFAULTS).unwrap();
+        let tokens = vec![setup.tokens; setup.ranks as usize];
+        let mut rng = rng_of(&[setup.seed]);
+        let routing = Routing::random(&mut rng, &tokens, setup.topk, setup.experts, Style::DistinctTopK);
+        let to_first = |source| (0..setup.tokens).filter(|&token| routing.hits(source, token, 0)).count();
+        let line = format!("[dispatch] OK (recv {} tokens)", (0..setup.ranks).map(to_first).sum::<usize>());
+        assert!(include_str!("../../README.md").contains(&line), "{line}");
+    }
+
+    #[test]
+    fn check_mode_says_beforehand_what_it_takes() {
+        let of = |line: &str| {
+            let words = format!("roundtrip --check {line}");
+            let args: Args = crate::testing::parse(words.split_whitespace()).unwrap();
+            let topology = args.shared.topology(CHECK_DEFAULTS, None).unwrap();
+            let setup = args.shared.resolve(topology, CHECK_DEFAULTS).unwrap();
+            (check_seconds(&setup, args.iterations()), before_check(&setup, &args))
+        };
+        // The defaults fit into a minute, even on a machine that is two times slower.
+        for line in ["", "--mode intranode", "--mode low-latency", "--dtype fp8", "--nodes 2 --transport tcp"]
+        {
+            let (seconds, text) = of(line);
+            assert!(seconds < 30.0 && text.contains("about ") && text.contains("give your own"), "{text}");
+        }
+        let (seconds, text) = of("--mode intranode --tokens 32 --hidden 256 --num-sms 8 --iterations 10");
+        let words = "8 ranks, 32 tokens of 256 elements each, 8 multiprocessors: about ";
+        assert!(text.contains(words) && !text.contains("give your own"), "{text}");
+        for longer in ["--iterations 20", "--iterations 10 --tokens 256", "--iterations 10 --hidden 65536"] {
+            assert!(of(&format!("--mode intranode {longer}")).0 > seconds, "{longer}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ pub mod fuzz;
 pub use epoxide_vgpu::Schedule;
 
 pub use crate::bounded::{JSON, PTX, read_text, read_text_file};
+pub use crate::driver::shipped_ptx;
 pub use crate::ep::ceiling::{CeilingShape, Direction};
 pub use crate::ep::topology::Topology;
 pub use crate::ep::trace::TracedLaunch;

@@ -11,17 +11,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use epoxide::driver::Device;
 use epoxide::group::launch::run_threads;
 use epoxide::internal::{PTX, read_text_file};
-use epoxide_bench::compare::{Compared, Comparison, Verdict};
-use epoxide_bench::low_latency::{self, LowLatencyPoint};
+use epoxide_bench::compare::{Comparison, Verdict};
 use epoxide_bench::results::{Point, Results, Run, percentile, seconds_since_1970};
 use epoxide_bench::{Effort, Error, Plan, TIMEOUT, Watch, measure, points};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::args::{PlanFlags, flags_of, low_latency_flags};
+use super::args::{PlanFlags, flags_of};
 use super::compare::VerdictFlags;
 use super::start::{announce, device_of, launched, measure_points, open};
-use crate::options::Mode;
 use crate::output::{self, Progress, write_text};
 use crate::stop::{Result, SKIPPED, Stop, USAGE};
 
@@ -80,33 +78,14 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let sides = args.sides()?;
     let runs = 2 * args.repeat * args.comparisons;
-    let progress = || Progress::new("bench ab", u64::from(runs), true);
-    if args.sizes.place.mode == Some(Mode::LowLatency) {
-        let plan = args.sizes.low_latency_plan()?;
-        let flags = low_latency_flags(&plan, args.sizes.device);
-        let progress = progress();
-        let mut lot = lot();
-        let start = |side: &Side| {
-            let started = seconds_since_1970();
-            let text = side.measure(&flags, &progress)?;
-            let points = low_latency::of_text(&text).map_err(|why| side.failed(&why))?;
-            Ok(began(points, started))
-        };
-        let mut alternate = || {
-            let order = order(&mut lot, args.repeat);
-            let runs = order.iter().map(|&at| start(&sides[at])).collect::<Result<Vec<_>>>()?;
-            Ok(by_side(&order, &runs, low_latency::join_runs))
-        };
-        let json = |points: Vec<LowLatencyPoint>| Ok(low_latency::json(&points)?);
-        return args.compare(&sides, &mut alternate, &progress, json);
-    }
-    let plan = Plan { no_ceiling: true, ..args.sizes.plan()? };
-    plan.check()?;
-    announce(&Plan { repeat: runs, effort: Effort::Phases, ..plan.clone() }, args.sizes.leaves_sizes_open());
-    let progress = progress();
-    let mut runner = Runner::new(plan, sides.clone(), &progress)?;
-    let mut alternate = || runner.alternate(args.repeat);
-    args.compare(&sides, &mut alternate, &progress, |points| Ok(Results::new(points).json()?))
+    let plans = args.sizes.plans()?.into_iter();
+    let plans: Vec<Plan> = plans.map(|plan| Plan { no_ceiling: true, ..plan }).collect();
+    plans.iter().try_for_each(Plan::check)?;
+    let all_runs = |plan: &Plan| Plan { repeat: runs, effort: Effort::Phases, ..plan.clone() };
+    announce(&plans.iter().map(all_runs).collect::<Vec<_>>(), args.sizes.leaves_sizes_open());
+    let progress = Progress::new("bench ab", u64::from(runs), true);
+    let mut runner = Runner::new(plans, sides.clone(), &progress)?;
+    args.compare(&sides, &mut || runner.alternate(args.repeat), &progress)
 }
 
 /// What draws the order within each pair.
@@ -121,17 +100,18 @@ fn order(lot: &mut ChaCha8Rng, pairs: u32) -> Vec<usize> {
 }
 
 /// The points of A and of B.
-fn by_side<P: Clone>(order: &[usize], runs: &[Vec<P>], join: fn(Vec<Vec<P>>) -> Vec<P>) -> [Vec<P>; 2] {
+fn by_side(order: &[usize], runs: &[Vec<Point>]) -> [Vec<Point>; 2] {
     [0, 1].map(|side| {
         let runs = order.iter().zip(runs).filter(|(of, _)| **of == side);
-        join(runs.map(|(_, points)| points.clone()).collect())
+        points::join_runs(runs.map(|(_, points)| points.clone()).collect())
     })
 }
 
-/// Points of a run that began then: programs from before do not record it.
-fn began<P: Compared>(mut points: Vec<P>, started: f64) -> Vec<P> {
-    points.iter_mut().for_each(|point| *point.runs_mut() = vec![Run { started }]);
-    points
+/// The points of a run that began then: programs from before do not record it.
+fn began(text: &str, started: f64) -> std::result::Result<Vec<Point>, String> {
+    let mut points = Results::of_text(text)?.points;
+    points.iter_mut().for_each(|point| point.runs = vec![Run { started }]);
+    Ok(points)
 }
 
 impl Side {
@@ -194,12 +174,11 @@ impl Side {
 
 impl Args {
     /// Compares what `alternate` gives, as often as was asked for, and prints.
-    fn compare<P: Compared>(
+    fn compare(
         &self,
         sides: &[Side; 2],
-        alternate: &mut dyn FnMut() -> Result<[Vec<P>; 2]>,
+        alternate: &mut dyn FnMut() -> Result<[Vec<Point>; 2]>,
         progress: &Progress,
-        json: impl Fn(Vec<P>) -> Result<String>,
     ) -> Result<()> {
         let mut tally = Tally::default();
         for number in 1..=self.comparisons {
@@ -209,7 +188,7 @@ impl Args {
                 progress.end();
                 for (path, points) in [(&self.json_a, a), (&self.json_b, b)] {
                     if let Some(path) = path {
-                        write_text(path, &json(points)?)?;
+                        write_text(path, &Results::new(points).json()?)?;
                     }
                 }
                 for side in sides {
@@ -249,7 +228,8 @@ impl Args {
 
 /// What makes runs.
 struct Runner<'a> {
-    plan: Plan,
+    /// One, or those of low latency: one for each number of tokens.
+    plans: Vec<Plan>,
     sides: [Side; 2],
     /// The ranks' devices, where runs are made in this process.
     devices: Option<Vec<Arc<dyn Device>>>,
@@ -259,21 +239,20 @@ struct Runner<'a> {
 
 impl<'a> Runner<'a> {
     /// Ready to run: where runs are made here, each side's results have been checked.
-    fn new(plan: Plan, sides: [Side; 2], progress: &'a Progress) -> Result<Runner<'a>> {
-        let here = sides.iter().all(|side| side.program.is_none());
-        let devices = match here {
-            false => None,
-            true => {
+    fn new(plans: Vec<Plan>, sides: [Side; 2], progress: &'a Progress) -> Result<Runner<'a>> {
+        let devices = match &plans[..] {
+            [plan] if plan.low_latency.is_none() && sides.iter().all(|side| side.program.is_none()) => {
                 progress.doing(0, "checking results");
                 for side in if sides[0].ptx == sides[1].ptx { &sides[..1] } else { &sides[..] } {
-                    let once = Plan { warmup: 0, iters: 1, graph: None, ..plan_of(&plan, side) };
-                    measure_points(&Plan { effort: Effort::Whole, ..once }, &())?;
+                    let once = Plan { warmup: 0, iters: 1, graph: None, ..plan_of(plan, side) };
+                    measure_points(&[Plan { effort: Effort::Whole, ..once }], &())?;
                 }
-                let opened = (0..plan.topology.ranks()).map(|rank| open(device_of(&plan), rank));
+                let opened = (0..plan.topology.ranks()).map(|rank| open(device_of(plan), rank));
                 Some(opened.collect::<epoxide::Result<Vec<_>>>().map_err(Error::from)?)
             }
+            _ => None,
         };
-        Ok(Runner { plan, sides, devices, lot: lot(), progress })
+        Ok(Runner { plans, sides, devices, lot: lot(), progress })
     }
 
     /// So many pairs of runs, one of each side in an order drawn by lot: the points of A and of B.
@@ -283,12 +262,12 @@ impl<'a> Runner<'a> {
             Some(devices) => self.run_here(devices, &order)?,
             None => order.iter().map(|&side| self.start(&self.sides[side])).collect::<Result<_>>()?,
         };
-        Ok(by_side(&order, &runs, points::join_runs))
+        Ok(by_side(&order, &runs))
     }
 
     fn run_here(&self, devices: &[Arc<dyn Device>], order: &[usize]) -> Result<Vec<Vec<Point>>> {
-        let plans = self.sides.each_ref().map(|side| plan_of(&self.plan, side));
-        let ranks = run_threads(self.plan.topology.ranks(), TIMEOUT, |rank, group| {
+        let plans = self.sides.each_ref().map(|side| plan_of(&self.plans[0], side));
+        let ranks = run_threads(plans[0].topology.ranks(), TIMEOUT, |rank, group| {
             let run = |&side: &usize| {
                 self.progress.doing(rank, self.sides[side].name);
                 let result = measure::rank(&plans[side], devices[rank as usize].clone(), &group, &())?;
@@ -303,8 +282,8 @@ impl<'a> Runner<'a> {
     /// One run of a program.
     fn start(&self, side: &Side) -> Result<Vec<Point>> {
         let started = seconds_since_1970();
-        let text = side.measure(&flags_of(&self.plan), self.progress)?;
-        Ok(began(Results::of_text(&text).map_err(|why| side.failed(&why))?.points, started))
+        let text = side.measure(&flags_of(&self.plans), self.progress)?;
+        began(&text, started).map_err(|why| side.failed(&why))
     }
 }
 
@@ -425,23 +404,19 @@ mod tests {
         let args = crate::bench::testing::parse(
             "bench --mode low-latency --ranks-per-node 2 --tokens 2 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 5 --graph=1",
         );
-        let sizes = args.unwrap().sizes;
-        let (plan, device) = (sizes.low_latency_plan().unwrap(), sizes.device);
-        let topology = sizes.place.topology(Mode::LowLatency, None).unwrap();
+        let plans = args.unwrap().plans().unwrap();
         let mut clock = 1.0;
         let mut run = |_: &usize| {
             clock += 1.0;
-            let ranks = crate::bench::start::on_ranks(topology, device, |device, group| {
-                low_latency::rank(&plan, device, group, &())
-            });
             // Stored and read again, as what another program prints is.
-            let text = low_latency::json(&low_latency::points(&plan, &ranks.unwrap())).unwrap();
-            began(low_latency::of_text(&text).unwrap(), clock)
+            let text = Results::new(measure_points(&plans, &()).unwrap().0).json().unwrap();
+            began(&text, clock).unwrap()
         };
         let order = &order[..6];
         let runs: Vec<_> = order.iter().map(&mut run).collect();
-        let [a, b] = by_side(order, &runs, low_latency::join_runs);
-        assert_eq!((a[0].runs.len(), b[0].runs.len(), a[0].dispatch.samples_us.len()), (3, 3, 15));
+        let [a, b] = by_side(order, &runs);
+        let samples = |point: &Point| point.phases[0].call.samples_us.len();
+        assert_eq!((a[0].runs.len(), b[0].runs.len(), samples(&a[0])), (3, 3, 15));
         let text = super::super::compare::tests::verdict("").compare(&a, &b).unwrap().text();
         for part in ["3 pairs", "pair of 1", "kernel of combine", "too few runs (3 < 9)"] {
             assert!(text.contains(part), "{part} is not in {text}");
@@ -469,8 +444,8 @@ mod tests {
         }
         let progress = Progress::new("test", 0, false);
         let args = args("");
-        let plan = args.sizes.plan().unwrap();
-        let mut runner = Runner::new(plan, args.sides().unwrap(), &progress).unwrap();
+        let plans = args.sizes.plans().unwrap();
+        let mut runner = Runner::new(plans, args.sides().unwrap(), &progress).unwrap();
         let mut tally = Tally::default();
         let comparisons = 10;
         for number in 1..=comparisons {

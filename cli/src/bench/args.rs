@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use epoxide::low_latency::{Options, Quantise};
-use epoxide_bench::low_latency::LowLatencyPlan;
+use epoxide::ep::DType;
+use epoxide::low_latency::Options;
 use epoxide_bench::sweep::Sweep;
-use epoxide_bench::{Baseline, Effort, Plan, Shapes};
+use epoxide_bench::{Baseline, Effort, LowLatency, Plan, Shapes};
 
 use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
 use crate::stop::{Result, Stop};
@@ -49,6 +49,16 @@ impl Defaults {
     }
 }
 
+// The headings of `--help`.
+const RANKS: &str = "Ranks and network";
+const SIZES: &str = "Sizes and types";
+const TIMING: &str = "Timing";
+const OUTPUT: &str = "Output";
+const SWEEP: &str = "Sweeps";
+const LOW: &str = "Low latency alone";
+const HINTS: &str = "Puts and size hints between nodes";
+const SHAPES: &str = "Launch shapes";
+
 /// Flags of `epoxide bench`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
@@ -56,31 +66,31 @@ pub struct Args {
     #[command(flatten)]
     pub sizes: PlanFlags,
     /// Runs, each with a buffer and rows of its own, whose times the results keep apart: what `bench compare` needs for a verdict.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = TIMING)]
     pub repeat: u32,
     /// Measure beside it, on the same routing, what NCCL takes for the same by all-to-all and by all-gather + reduce-scatter (the exchange
     /// alone, see docs/BENCHMARKS.md), and low latency where the sizes allow it; and say which way is the fastest. libnccl is found as
     /// `epoxide doctor` says. `--sweep tokens=1..8192` makes a table of it.
-    #[arg(long, value_enum, value_name = "WHAT")]
+    #[arg(long, value_enum, value_name = "WHAT", help_heading = TIMING)]
     pub baseline: Option<BaselineName>,
     /// Write the results as JSON to this file (docs/BENCH-SCHEMA.md); `-` for standard output, in place of the text.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub json: Option<PathBuf>,
     /// Write the results as CSV to this file, a line for each phase.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub csv: Option<PathBuf>,
     /// Draw the results, as `bench plot` does (built with `--features plots`).
-    #[arg(long, value_name = "FILE.svg|png")]
+    #[arg(long, value_name = "FILE.svg|png", help_heading = OUTPUT)]
     pub plot: Option<PathBuf>,
     /// Write a Chrome/Perfetto trace of some calls apart from the timed ones.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     pub trace: Option<PathBuf>,
     /// Measure all combinations, such as `tokens=128..8192,sms=4..48:4,ranks=2,4,8`: `a..b` doubles, `a..b:s` steps by s; the
     /// axes are tokens, sms, ranks (of a node), nodes and rdma_send. Combinations that cannot be are left out, and named.
-    #[arg(long, value_name = "AXES", requires = "out", conflicts_with_all = ["trace", "json"])]
+    #[arg(long, value_name = "AXES", requires = "out", conflicts_with_all = ["trace", "json"], help_heading = SWEEP)]
     pub sweep: Option<Sweep>,
     /// File of a sweep's points, one JSON line each; points that it holds already are not measured again.
-    #[arg(long, value_name = "FILE", requires = "sweep")]
+    #[arg(long, value_name = "FILE", requires = "sweep", help_heading = SWEEP)]
     pub out: Option<PathBuf>,
 }
 
@@ -95,84 +105,84 @@ pub enum BaselineName {
 #[derive(Debug, Clone, clap::Args)]
 pub struct PlanFlags {
     /// Nodes and ranks.
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = RANKS)]
     pub place: WorldFlags,
     /// What joins the nodes.
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = RANKS)]
     pub network: NetworkFlags,
     /// Where the kernels run; the virtual GPU's times are those of an interpreter.
-    #[arg(long, value_enum, default_value = "virtual")]
+    #[arg(long, value_enum, default_value = "virtual", help_heading = SIZES)]
     pub device: DeviceKind,
     /// Tokens per rank [default: 4096; on the virtual GPU 64; with --mode low-latency each of 1, 2, 4 .. 1024, or 1 .. 8].
-    #[arg(long, env = "EPOXIDE_BENCH_TOKENS")]
+    #[arg(long, env = "EPOXIDE_BENCH_TOKENS", help_heading = SIZES)]
     pub tokens: Option<u32>,
     /// Elements per row [default: 7168; on the virtual GPU 1024].
-    #[arg(long, env = "EPOXIDE_BENCH_HIDDEN")]
+    #[arg(long, env = "EPOXIDE_BENCH_HIDDEN", help_heading = SIZES)]
     pub hidden: Option<u64>,
     /// Experts of all ranks [default: 256; on the virtual GPU 8 per rank].
-    #[arg(long, env = "EPOXIDE_BENCH_EXPERTS")]
+    #[arg(long, env = "EPOXIDE_BENCH_EXPERTS", help_heading = SIZES)]
     pub experts: Option<u32>,
     /// Experts per token [default: 8].
-    #[arg(long, env = "EPOXIDE_BENCH_TOPK")]
+    #[arg(long, env = "EPOXIDE_BENCH_TOPK", help_heading = SIZES)]
     pub topk: Option<u32>,
     /// Row type of dispatch; combine is BF16, if --combine-dtype does not say otherwise.
-    #[arg(long, value_enum, default_value = "bf16")]
+    #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub dtype: RowType,
     /// With --mode low-latency: what rows travel as on the way back.
-    #[arg(long, value_enum, default_value = "bf16")]
+    #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub combine_dtype: RowType,
     /// Multiprocessors for each operation; several values make a table [env: across nodes EPOXIDE_NSM, else EPOXIDE_NUM_SMS]
     /// [default: 24, with --mode low-latency all; on the virtual GPU 8].
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', help_heading = SIZES)]
     pub num_sms: Vec<u32>,
     /// Rows that travel together in one put.
-    #[arg(long, env = "EPOXIDE_RDMA_SEND", default_value_t = 16)]
+    #[arg(long, env = "EPOXIDE_RDMA_SEND", default_value_t = 16, help_heading = HINTS)]
     pub rdma_send: u32,
     /// Rows of the ring between nodes that the original interface's size hints assume; nothing here has one.
-    #[arg(long, env = "EPOXIDE_RDMA_RECV", default_value_t = 128)]
+    #[arg(long, env = "EPOXIDE_RDMA_RECV", default_value_t = 128, help_heading = HINTS)]
     pub rdma_recv: u32,
     /// Rows of a chunk within a node, of which the same is true.
-    #[arg(long, env = "EPOXIDE_NVL_SEND", default_value_t = 8)]
+    #[arg(long, env = "EPOXIDE_NVL_SEND", default_value_t = 8, help_heading = HINTS)]
     pub nvl_send: u32,
     /// Rows of the ring within a node, of which the same is true.
-    #[arg(long, env = "EPOXIDE_NVL_RECV", default_value_t = 256)]
+    #[arg(long, env = "EPOXIDE_NVL_RECV", default_value_t = 256, help_heading = HINTS)]
     pub nvl_recv: u32,
     /// Bytes to spend on the pool instead of room for the worst case.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", help_heading = HINTS)]
     pub nvl_bytes: Option<u64>,
     /// Bytes to spend on wire memory instead of room for the worst case.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", help_heading = HINTS)]
     pub rdma_bytes: Option<u64>,
     /// Untimed iterations [default: 5; on the virtual GPU 1].
-    #[arg(long, env = "EPOXIDE_BENCH_WARMUP")]
+    #[arg(long, env = "EPOXIDE_BENCH_WARMUP", help_heading = TIMING)]
     pub warmup: Option<u32>,
     /// Timed iterations [default: 20; on the virtual GPU 10].
-    #[arg(long, env = "EPOXIDE_BENCH_ITERS")]
+    #[arg(long, env = "EPOXIDE_BENCH_ITERS", help_heading = TIMING)]
     pub iters: Option<u32>,
     /// Seed of routing and rows.
-    #[arg(long, default_value_t = 0xA1B2)]
+    #[arg(long, default_value_t = 0xA1B2, help_heading = SIZES)]
     pub seed: u64,
     /// Share of the entries that select no expert.
-    #[arg(long, default_value_t = 0.0, value_parser = parse_share)]
+    #[arg(long, default_value_t = 0.0, value_parser = parse_share, help_heading = SIZES)]
     pub masked: f64,
     /// Measure replays of CUDA graphs too, of one graph for each phase and one for cached dispatch + combine in pool: each replay by
     /// itself between two events, devices aligned before, with L2 as the replay before left it and with L2 emptied; and CHAIN replays
     /// one after the other between two events, over CHAIN [default without =CHAIN: 128]. Of each iteration the slowest rank counts. With
     /// --mode low-latency nothing but graphs is measured, and CHAIN are the pairs of one [default: 128; on the virtual GPU 2].
     #[arg(long, value_name = "CHAIN", num_args = 0..=1, require_equals = true, default_missing_value = "128",
-        value_parser = clap::value_parser!(u32).range(1..))]
+        value_parser = clap::value_parser!(u32).range(1..), help_heading = TIMING)]
     pub graph: Option<u32>,
     /// Leave the links' own ceiling out.
-    #[arg(long)]
+    #[arg(long, help_heading = TIMING)]
     pub no_ceiling: bool,
     /// MiB written between iterations to empty the L2 cache; on the virtual GPU nothing is.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, help_heading = TIMING)]
     pub flush_mib: u64,
     /// With --mode low-latency: tokens of a rank that are said to be complete together.
-    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..), default_value_t = Options::DEFAULT_CHUNK_TOKENS)]
+    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..), default_value_t = Options::DEFAULT_CHUNK_TOKENS, help_heading = LOW)]
     pub chunk_tokens: u32,
     /// With --mode low-latency: most tokens of a rank whose rows return as packets instead of with a word for each chunk; 0 for none.
-    #[arg(long, value_name = "N", default_value_t = Options::DEFAULT_PACKET_TOKENS)]
+    #[arg(long, value_name = "N", default_value_t = Options::DEFAULT_PACKET_TOKENS, help_heading = LOW)]
     pub packet_tokens: u32,
     /// Launch shapes.
     #[command(flatten)]
@@ -183,55 +193,88 @@ pub struct PlanFlags {
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct TuningFlags {
     /// Warps per block in dispatch.
-    #[arg(long)]
+    #[arg(long, help_heading = SHAPES)]
     pub dispatch_warps: Option<u32>,
     /// Warps per block that send metadata, in dispatch within one node.
-    #[arg(long)]
+    #[arg(long, help_heading = SHAPES)]
     pub dispatch_metadata_warps: Option<u32>,
     /// Most stages per warp in dispatch.
-    #[arg(long)]
+    #[arg(long, help_heading = SHAPES)]
     pub dispatch_stages: Option<u32>,
     /// Largest stage in dispatch, in bytes.
-    #[arg(long)]
+    #[arg(long, help_heading = SHAPES)]
     pub dispatch_stage_bytes: Option<u32>,
     /// Warps per block in combine.
-    #[arg(long)]
+    #[arg(long, help_heading = SHAPES)]
     pub combine_warps: Option<u32>,
     /// Most slots per warp in combine.
-    #[arg(long)]
+    #[arg(long, help_heading = SHAPES)]
     pub combine_slots: Option<u32>,
     /// Largest slot in combine, in bytes.
-    #[arg(long)]
+    #[arg(long, help_heading = SHAPES)]
     pub combine_slot_bytes: Option<u32>,
     /// Blocks that copy rows into the pool during a combine of a tensor.
-    #[arg(long)]
+    #[arg(long, help_heading = SHAPES)]
     pub combine_stagers: Option<u32>,
 }
 
 impl Args {
-    /// What the flags and the environment come to.
-    pub fn plan(&self) -> Result<Plan> {
+    /// What the flags and the environment come to: a plan for each number of tokens.
+    pub fn plans(&self) -> Result<Vec<Plan>> {
         let baseline = self.baseline.map(|BaselineName::Nccl| Baseline::Nccl);
-        Ok(Plan { repeat: self.repeat, baseline, ..self.sizes.plan()? })
+        if baseline.is_some() && self.sizes.is_low_latency() {
+            let remedy = "leave the mode out: low latency is measured then, too";
+            return Err(Stop::usage(format!("--baseline: not with --mode low-latency; {remedy}")));
+        }
+        let plans = self.sizes.plans()?.into_iter();
+        Ok(plans.map(|plan| Plan { repeat: self.repeat, baseline, ..plan }).collect())
     }
 }
 
 impl PlanFlags {
-    /// What the flags and the environment come to, for one run.
+    /// Whether low latency is asked for.
+    pub fn is_low_latency(&self) -> bool {
+        self.place.mode == Some(Mode::LowLatency)
+    }
+
+    /// A plan for each number of tokens: where none is given, low latency is measured with many.
+    pub fn plans(&self) -> Result<Vec<Plan>> {
+        let plan = self.plan()?;
+        let most = match self.device {
+            _ if self.tokens.is_some() || !self.is_low_latency() => plan.tokens,
+            DeviceKind::Virtual => 8,
+            DeviceKind::Cuda => 1024,
+        };
+        let ladder = std::iter::successors(Some(plan.tokens), |tokens| tokens.checked_mul(2));
+        let of = |tokens| Plan { tokens, ..plan.clone() };
+        // No tokens stay no tokens, which is an error of its own.
+        Ok(ladder.take_while(|&tokens| tokens <= most).take(11).map(of).collect())
+    }
+
+    /// What the flags and the environment come to, for one run and the least number of tokens.
     pub fn plan(&self) -> Result<Plan> {
-        if self.combine_dtype != RowType::Bf16 {
+        let is_low_latency = self.is_low_latency();
+        if self.combine_dtype != RowType::Bf16 && !is_low_latency {
             return Err(Stop::usage(
                 "--combine-dtype: only with --mode low-latency; otherwise a combine is bf16",
             ));
         }
-        let topology = self.place.topology(Mode::Intranode, super::launched()?)?;
+        if self.num_sms.contains(&0) {
+            return Err(Stop::usage("--num-sms 0: must be at least 1"));
+        }
+        let mode = if is_low_latency { Mode::LowLatency } else { Mode::Intranode };
+        let topology = self.place.topology(mode, super::launched()?)?;
         let defaults = Defaults::of(self.device, topology.ranks());
-        let num_sms = match self.num_sms.is_empty() {
-            true => {
+        let num_sms = match (self.num_sms.is_empty(), is_low_latency, self.device) {
+            (false, ..) => self.num_sms.clone(),
+            // All of a GPU's; of an interpreter's, each costs as much as it does work.
+            (true, true, DeviceKind::Cuda) => vec![Plan::ALL_SMS],
+            (true, true, DeviceKind::Virtual) => vec![defaults.num_sms],
+            (true, false, _) => {
                 sms_of_environment(topology.nodes > 1, defaults.num_sms, |name| std::env::var(name).ok())?
             }
-            false => self.num_sms.clone(),
         };
+        let chain = if self.device == DeviceKind::Virtual { 2 } else { 128 };
         let TuningFlags {
             dispatch_warps,
             dispatch_metadata_warps,
@@ -242,12 +285,17 @@ impl PlanFlags {
             combine_slot_bytes,
             combine_stagers,
         } = self.tuning;
-        Ok(Plan {
+        let plan = Plan {
+            low_latency: is_low_latency.then(|| LowLatency {
+                combine_dtype: self.combine_dtype.dtype(),
+                chunk_tokens: self.chunk_tokens,
+                packet_tokens: self.packet_tokens,
+            }),
             topology,
             is_virtual: self.device == DeviceKind::Virtual,
             transport: self.network.transport.kind(),
             queues: self.network.queues(self.device),
-            tokens: self.tokens.unwrap_or(defaults.tokens),
+            tokens: self.tokens.unwrap_or(if is_low_latency { 1 } else { defaults.tokens }),
             hidden: self.hidden.unwrap_or(defaults.hidden),
             experts: self.experts.unwrap_or(defaults.experts),
             topk: self.topk.unwrap_or(defaults.topk),
@@ -266,7 +314,7 @@ impl PlanFlags {
             ptx: None,
             seed: self.seed,
             masked: self.masked,
-            graph: self.graph,
+            graph: self.graph.or(is_low_latency.then_some(chain)),
             baseline: None,
             no_ceiling: self.no_ceiling,
             flush_mib: self.flush_mib,
@@ -281,42 +329,10 @@ impl PlanFlags {
                 combine_stagers,
             },
             ids: None,
-        })
-    }
-
-    /// What the flags come to in low latency.
-    pub fn low_latency_plan(&self) -> Result<LowLatencyPlan> {
-        let topology = self.place.topology(Mode::LowLatency, super::launched()?)?;
-        let defaults = Defaults::of(self.device, topology.ranks());
-        let (most, chain, few_sms) = match self.device {
-            DeviceKind::Virtual => (8, 2, Some(defaults.num_sms)),
-            DeviceKind::Cuda => (1024, 128, None),
         };
-        let ladder =
-            || std::iter::successors(Some(1), |tokens| Some(2 * tokens)).take_while(|&tokens| tokens <= most);
-        if self.num_sms.len() > 1 {
-            return Err(Stop::usage("--num-sms: one number with --mode low-latency"));
+        if is_low_latency {
+            plan.check()?;
         }
-        let plan = LowLatencyPlan {
-            ranks: topology.ranks(),
-            nodes: topology.nodes,
-            transport: self.network.transport.kind(),
-            tokens: self.tokens.map_or_else(|| ladder().collect(), |tokens| vec![tokens]),
-            hidden: u32::try_from(self.hidden.unwrap_or(defaults.hidden)).unwrap_or(u32::MAX),
-            experts: self.experts.unwrap_or(defaults.experts),
-            topk: self.topk.unwrap_or(defaults.topk),
-            quantise: quantise(self.dtype),
-            quantise_back: quantise(self.combine_dtype),
-            // All of a GPU's; of an interpreter's, each costs as much as it does work.
-            num_sms: self.num_sms.first().copied().or(few_sms),
-            chunk_tokens: self.chunk_tokens,
-            packet_tokens: self.packet_tokens,
-            warmup: self.warmup.unwrap_or(defaults.warmup),
-            iters: self.iters.unwrap_or(defaults.iters),
-            chain: self.graph.unwrap_or(chain),
-            seed: self.seed,
-        };
-        plan.check()?;
         Ok(plan)
     }
 
@@ -326,43 +342,51 @@ impl PlanFlags {
     }
 }
 
-/// What makes rows travel so.
-fn quantise(dtype: RowType) -> Quantise {
-    if dtype == RowType::Fp8 { Quantise::Fp8 } else { Quantise::Not }
-}
-
-/// The flags that come to a plan, whatever the defaults and the environment of the program that is given them.
-pub fn flags_of(plan: &Plan) -> Vec<String> {
+/// The flags that come to these plans, whatever the defaults and the environment of the program that is given them: one of
+/// before as well. Plans of several numbers of tokens are those that such a program chooses itself.
+pub fn flags_of(plans: &[Plan]) -> Vec<String> {
+    let Some(plan) = plans.first() else { return Vec::new() };
     let mut flags: Vec<String> = Vec::new();
     let mut flag = |name: &str, value: String| flags.push(format!("--{name}={value}"));
     let device = if plan.is_virtual { "virtual" } else { "cuda" };
-    let sms: Vec<String> = plan.num_sms.iter().map(u32::to_string).collect();
     flag("device", device.into());
     flag("mode", plan.mode().into());
     flag("nodes", plan.topology.nodes.to_string());
     flag("ranks-per-node", plan.topology.ranks_per_node.to_string());
     flag("transport", plan.transport.to_string());
-    flag("queues", plan.queues.to_string());
-    flag("tokens", plan.tokens.to_string());
+    if plans.len() == 1 {
+        flag("tokens", plan.tokens.to_string());
+    }
     flag("hidden", plan.hidden.to_string());
     flag("experts", plan.experts.to_string());
     flag("topk", plan.topk.to_string());
-    flag("dtype", if plan.dtype.size() == 1 { "fp8" } else { "bf16" }.into());
-    flag("num-sms", sms.join(","));
+    flag("dtype", row_type(plan.dtype));
+    if !plan.num_sms.contains(&Plan::ALL_SMS) {
+        flag("num-sms", plan.num_sms.iter().map(u32::to_string).collect::<Vec<_>>().join(","));
+    }
+    flag("warmup", plan.warmup.to_string());
+    flag("iters", plan.iters.to_string());
+    flag("seed", plan.seed.to_string());
+    if let Some(chain) = plan.graph {
+        flag("graph", chain.to_string());
+    }
+    if let Some(low) = &plan.low_latency {
+        flag("combine-dtype", row_type(low.combine_dtype));
+        flag("chunk-tokens", low.chunk_tokens.to_string());
+        flag("packet-tokens", low.packet_tokens.to_string());
+        return flags;
+    }
+    flag("queues", plan.queues.to_string());
     flag("rdma-send", plan.rdma_send.to_string());
     flag("rdma-recv", plan.rdma_recv.to_string());
     flag("nvl-send", plan.nvl_send.to_string());
     flag("nvl-recv", plan.nvl_recv.to_string());
-    flag("warmup", plan.warmup.to_string());
-    flag("iters", plan.iters.to_string());
-    flag("seed", plan.seed.to_string());
     flag("masked", plan.masked.to_string());
     flag("flush-mib", plan.flush_mib.to_string());
     let shapes = &plan.shapes;
     let optional = [
         ("nvl-bytes", plan.nvl_bytes),
         ("rdma-bytes", plan.rdma_bytes),
-        ("graph", plan.graph.map(u64::from)),
         ("dispatch-warps", shapes.dispatch_warps.map(u64::from)),
         ("dispatch-metadata-warps", shapes.dispatch_metadata_warps.map(u64::from)),
         ("dispatch-stages", shapes.dispatch_stages.map(u64::from)),
@@ -383,34 +407,8 @@ pub fn flags_of(plan: &Plan) -> Vec<String> {
     flags
 }
 
-/// The same of a low-latency plan: its tokens are one number, or those that the program chooses itself.
-pub fn low_latency_flags(plan: &LowLatencyPlan, device: DeviceKind) -> Vec<String> {
-    let mut flags: Vec<String> = Vec::new();
-    let mut flag = |name: &str, value: String| flags.push(format!("--{name}={value}"));
-    let type_of = |quantise: Quantise| if quantise == Quantise::Not { "bf16" } else { "fp8" }.to_owned();
-    flag("device", if device == DeviceKind::Virtual { "virtual" } else { "cuda" }.into());
-    flag("mode", "low-latency".into());
-    flag("nodes", plan.nodes.to_string());
-    flag("ranks-per-node", (plan.ranks / plan.nodes).to_string());
-    flag("transport", plan.transport.to_string());
-    if let [tokens] = plan.tokens[..] {
-        flag("tokens", tokens.to_string());
-    }
-    flag("hidden", plan.hidden.to_string());
-    flag("experts", plan.experts.to_string());
-    flag("topk", plan.topk.to_string());
-    flag("dtype", type_of(plan.quantise));
-    flag("combine-dtype", type_of(plan.quantise_back));
-    if let Some(num_sms) = plan.num_sms {
-        flag("num-sms", num_sms.to_string());
-    }
-    flag("chunk-tokens", plan.chunk_tokens.to_string());
-    flag("packet-tokens", plan.packet_tokens.to_string());
-    flag("warmup", plan.warmup.to_string());
-    flag("iters", plan.iters.to_string());
-    flag("graph", plan.chain.to_string());
-    flag("seed", plan.seed.to_string());
-    flags
+fn row_type(dtype: DType) -> String {
+    if dtype == DType::Bf16 { "bf16" } else { "fp8" }.into()
 }
 
 /// Multiprocessors where no flag gives them: `EPOXIDE_NSM` across nodes, else `EPOXIDE_NUM_SMS`, both comma-separated.
@@ -457,8 +455,22 @@ mod tests {
     }
 
     #[test]
+    fn help_has_headings() {
+        use clap::Args as _;
+        let command = Args::augment_args(clap::Command::new("bench"));
+        let without = command.get_arguments().filter(|arg| arg.get_help_heading().is_none());
+        assert_eq!(without.map(clap::Arg::get_id).collect::<Vec<_>>(), Vec::<&clap::Id>::new());
+        let heading = |id: &str| {
+            command.get_arguments().find(|arg| arg.get_id() == id).and_then(clap::Arg::get_help_heading)
+        };
+        for (id, expected) in [("nodes", RANKS), ("tokens", SIZES), ("iters", TIMING), ("csv", OUTPUT)] {
+            assert_eq!(heading(id), Some(expected), "{id}");
+        }
+    }
+
+    #[test]
     fn sizes_suit_the_device() {
-        let of = |line: &str| parse(line).unwrap().plan().unwrap();
+        let of = |line: &str| parse(line).unwrap().sizes.plan().unwrap();
         let sizes =
             |plan: &Plan| (plan.tokens, plan.hidden, plan.experts, plan.topk, plan.num_sms[0], plan.iters);
         assert_eq!(sizes(&of("bench --device cuda")), (4096, 7168, 256, 8, 24, 20));
@@ -475,22 +487,14 @@ mod tests {
             "bench",
             "bench --device cuda --dtype fp8 --num-sms 4,8 --no-ceiling --graph=3 --combine-warps 2 --seed 5",
             "bench --nodes 2 --ranks-per-node 3 --transport shm --queues 2 --masked 0.25 --nvl-bytes 5 --combine-stagers 1",
-        ] {
-            let plan = parse(line).unwrap().plan().unwrap();
-            let words = ["bench".to_owned()].into_iter().chain(flags_of(&plan));
-            let again: Args = testing::parse(words).unwrap();
-            assert_eq!(format!("{:?}", again.plan().unwrap()), format!("{plan:?}"));
-        }
-        for line in [
             "bench --mode low-latency",
             "bench --mode low-latency --device cuda --dtype fp8 --combine-dtype fp8 --num-sms 4 --graph=3 --seed 5",
             "bench --mode low-latency --nodes 2 --ranks-per-node 3 --transport shm --tokens 5 --chunk-tokens 2 --packet-tokens 0",
         ] {
-            let sizes = parse(line).unwrap().sizes;
-            let plan = sizes.low_latency_plan().unwrap();
-            let words = ["bench".to_owned()].into_iter().chain(low_latency_flags(&plan, sizes.device));
+            let plans = parse(line).unwrap().plans().unwrap();
+            let words = ["bench".to_owned()].into_iter().chain(flags_of(&plans));
             let again: Args = testing::parse(words).unwrap();
-            assert_eq!(format!("{:?}", again.sizes.low_latency_plan().unwrap()), format!("{plan:?}"));
+            assert_eq!(format!("{:?}", again.plans().unwrap()), format!("{plans:?}"));
         }
     }
 }

@@ -39,9 +39,9 @@ fn every_way_is_measured_checked_and_stored() {
         ("--nodes 2 --num-sms 4 --transport shm", false),
         ("--ranks-per-node 1", true),
     ]) {
-        let plan = beside(line).plan().unwrap();
+        let plan = beside(line).plans().unwrap().remove(0);
         let steps = Counted::default();
-        let (points, _) = measure_points(&plan, &steps).unwrap();
+        let (points, _) = measure_points(std::slice::from_ref(&plan), &steps).unwrap();
         assert_eq!(steps.of_rank_0(), u64::from(plan.repeat) * plan.steps(), "{line}");
         for point in &points {
             let measured: Vec<Way> = point.baselines.iter().map(|result| result.way).collect();
@@ -78,7 +78,7 @@ fn results_with_a_baseline_are_printed_stored_drawn_and_compared() {
     let file = |name: &str| folder.path().join(name);
     let mut args = beside("");
     args.json = Some(file("a.json"));
-    let points = single(&args, &args.plan().unwrap()).unwrap();
+    let points = single(&args, &args.plans().unwrap()).unwrap();
     let text = report::text(&points[0]);
     for part in [
         "[epoxide low latency] whole calls",
@@ -158,12 +158,12 @@ fn a_sweep_of_sizes_says_which_way_is_fastest_at_each() {
     let asked = asked.parse().unwrap();
     // A point without the baseline does not stand for one with it.
     let plain = flags("");
-    let points = sweep::run(&plain, &plain.plan().unwrap(), &asked, &out).unwrap();
+    let points = sweep::run(&plain, &plain.plans().unwrap(), &asked, &out).unwrap();
     assert!(points.iter().all(|point| point.baselines.is_empty()) && ways::summary(&points).is_none());
     let args = beside("");
-    let points = sweep::run(&args, &args.plan().unwrap(), &asked, &out).unwrap();
+    let points = sweep::run(&args, &args.plans().unwrap(), &asked, &out).unwrap();
     assert!(points.iter().all(|point| point.baselines.len() == 3));
-    assert_eq!(sweep::run(&args, &args.plan().unwrap(), &asked, &out).unwrap(), points);
+    assert_eq!(sweep::run(&args, &args.plans().unwrap(), &asked, &out).unwrap(), points);
     let table = ways::summary(&points).unwrap();
     let sizes: Vec<&str> = table.lines().skip(2).filter_map(|line| line.split_whitespace().nth(2)).collect();
     let expected: Vec<&str> = tokens.iter().flat_map(|tokens| [*tokens; 3]).collect();
@@ -175,7 +175,7 @@ fn wrong_bytes(test: &str, name: &str, operation: &str) {
     if !alone_with(test, Some(&[&format!("--cfg=wrong=\"{name}\"")])) {
         return;
     }
-    let stop = measure_points(&beside("").plan().unwrap(), &()).unwrap_err();
+    let stop = measure_points(&beside("").plans().unwrap(), &()).unwrap_err();
     let message = stop.message.unwrap();
     assert_eq!(stop.code, FAILED, "{message}");
     assert!(message.contains(operation) && message.contains("byte 0 of row"), "{message}");

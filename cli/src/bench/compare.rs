@@ -2,10 +2,8 @@
 
 use std::path::PathBuf;
 
-use epoxide::internal::{JSON, read_text_file};
-use epoxide_bench::compare::{Compared, Comparison, compare};
-use epoxide_bench::low_latency;
-use epoxide_bench::results::{Results, is_low_latency, values_of};
+use epoxide_bench::compare::{Comparison, compare};
+use epoxide_bench::results::{Point, Results};
 
 use crate::output;
 use crate::stop::{Result, Stop};
@@ -36,39 +34,14 @@ pub struct VerdictFlags {
 
 /// Compares and prints.
 pub fn run(args: &Args) -> Result<()> {
-    let read = |path: &PathBuf| {
-        read_text_file(path, JSON).map_err(|error| Stop::usage(format!("{}: {error}", path.display())))
-    };
-    let texts = [read(&args.a)?, read(&args.b)?];
-    let wrong = |side: usize| {
-        let path = [&args.a, &args.b][side];
-        move |why: String| Stop::usage(format!("{}: {why}", path.display()))
-    };
-    let [a, b] = [0, 1].map(|side| -> Result<bool> {
-        let points = values_of(&texts[side]).map_err(wrong(side))?;
-        Ok(points.iter().all(is_low_latency))
-    });
-    let comparison = match (a?, b?) {
-        (true, true) => {
-            let of = |side: usize| low_latency::of_text(&texts[side]).map_err(wrong(side));
-            args.verdict.compare(&of(0)?, &of(1)?)?
-        }
-        (false, false) => {
-            let of = |side: usize| Results::of_text(&texts[side]).map_err(wrong(side));
-            args.verdict.compare(&of(0)?.points, &of(1)?.points)?
-        }
-        _ => {
-            let rule = "one is of low latency, the other is not; compare results of one mode";
-            let (a, b) = (args.a.display(), args.b.display());
-            return Err(Stop::usage(format!("compare: {a} and {b}: {rule}")));
-        }
-    };
+    let [a, b] = [&args.a, &args.b].map(|path| Results::read(path));
+    let comparison = args.verdict.compare(&a?.points, &b?.points)?;
     args.verdict.say(&comparison)
 }
 
 impl VerdictFlags {
     /// Compares.
-    pub fn compare<P: Compared>(&self, a: &[P], b: &[P]) -> Result<Comparison> {
+    pub fn compare(&self, a: &[Point], b: &[Point]) -> Result<Comparison> {
         // What is to be failed for is no noise.
         let tolerance = self.fail_if_slower.map_or(self.tolerance, |percent| percent.min(self.tolerance));
         Ok(compare(a, b, tolerance / 100.0)?)
@@ -102,8 +75,6 @@ fn parse_percent(text: &str) -> std::result::Result<f64, String> {
 
 #[cfg(test)]
 pub mod tests {
-    use epoxide_bench::results::Point;
-
     use super::*;
     use crate::bench::testing::measured;
     use crate::stop::{FAILED, USAGE};
@@ -122,13 +93,18 @@ pub mod tests {
             path
         };
         let high = file("high.json", &Results::new(measured("--iters 5").0).json().unwrap());
-        let low = file("low.json", "{\"schema_version\": 1, \"points\": [{\"mode\": \"low-latency\"}]}");
+        let line = "bench --mode low-latency --ranks-per-node 2 --tokens 2 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
+        let plans = crate::bench::testing::parse(line).unwrap().plans().unwrap();
+        let points = crate::bench::start::measure_points(&plans, &()).unwrap().0;
+        let low = file("low.json", &Results::new(points).json().unwrap());
+        let broken =
+            file("broken.json", "{\"schema_version\": 1, \"points\": [{\"mode\": \"low-latency\"}]}");
         let compare = |a: &PathBuf, b: &PathBuf| {
             let (a, b, verdict) = (a.clone(), b.clone(), verdict(""));
             super::run(&Args { a, b, verdict }).unwrap_err().message.unwrap()
         };
-        assert!(compare(&high, &low).contains("compare results of one mode"));
-        assert!(compare(&low, &low).contains("low.json: not a results file of low latency: missing field"));
+        assert!(compare(&high, &low).contains("compare: different points"));
+        assert!(compare(&low, &broken).contains("broken.json: not a results file: missing field"));
     }
 
     #[test]

@@ -1,14 +1,14 @@
-//! Results as CSV: one line for each point and phase.
+//! Results as CSV: one line for each point and phase, and one for the point's pairs.
 
 use std::path::Path;
 
-use epoxide_bench::results::{Phase, Point};
+use epoxide_bench::results::{Phase, Point, Slowest};
 
 use crate::output::write_text;
 use crate::stop::{Result, Stop};
 
 /// The columns, in order. An empty field is a value that there is not: every bandwidth on the virtual GPU.
-pub const COLUMNS: [&str; 42] = [
+pub const COLUMNS: [&str; 52] = [
     "mode",
     "device",
     "virtual",
@@ -51,21 +51,34 @@ pub const COLUMNS: [&str; 42] = [
     "wire_share",
     "wire_gbps",
     "wire_ceiling_gbps",
+    "slowest_p50_us",
+    "slowest_p99_us",
+    "slowest_min_us",
+    "slowest_mean_us",
+    "combine_dtype",
+    "chunk_tokens",
+    "packet_tokens",
+    "commit",
+    "ptx_digest",
+    "driver",
 ];
 
 /// Writes all points.
 pub fn write(path: &Path, points: &[Point]) -> Result<()> {
-    let phases = points.iter().flat_map(|point| point.phases.iter().map(move |phase| (point, phase)));
-    write_lines(path, &COLUMNS, phases.map(|(point, phase)| record(point, phase).to_vec()))
+    let lines = points.iter().flat_map(|point| {
+        let phases = point.phases.iter().map(|phase| record(point, Some(phase), phase.slowest.as_ref()));
+        phases.chain(point.pair.iter().map(|pair| record(point, None, Some(&pair.period))))
+    });
+    write_lines(path, &COLUMNS, lines.map(Vec::from))
 }
 
 /// Writes a table.
 pub fn write_lines(path: &Path, columns: &[&str], lines: impl Iterator<Item = Vec<String>>) -> Result<()> {
-    let text = text(columns, lines).map_err(|error| Stop::failed(format!("CSV: {error}")))?;
+    let text = table(columns, lines).map_err(|error| Stop::failed(format!("CSV: {error}")))?;
     write_text(path, text.trim_end())
 }
 
-fn text(
+fn table(
     columns: &[&str],
     lines: impl Iterator<Item = Vec<String>>,
 ) -> std::result::Result<String, Box<dyn std::error::Error>> {
@@ -77,12 +90,20 @@ fn text(
     Ok(String::from_utf8(csv.into_inner()?)?)
 }
 
-fn record(point: &Point, phase: &Phase) -> [String; COLUMNS.len()] {
-    let (key, call) = (&point.key, &phase.call);
-    let (bandwidth, wire) = (phase.bandwidth.as_ref(), phase.wire.as_ref());
+/// The line of a phase, or of the point's pairs.
+fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> [String; COLUMNS.len()] {
+    fn text(value: Option<impl ToString>) -> String {
+        value.map_or_else(String::new, |value| value.to_string())
+    }
+    let (key, call) = (&point.key, phase.map(|phase| &phase.call));
+    let (bandwidth, wire) =
+        (phase.and_then(|phase| phase.bandwidth.as_ref()), phase.and_then(|phase| phase.wire.as_ref()));
     let mscclpp = bandwidth.and_then(|bandwidth| bandwidth.mscclpp);
-    let six = if phase.name.is_dispatch() { point.counts } else { point.counts.swapped() };
-    let optional = |value: Option<f64>| value.map_or_else(String::new, |value| value.to_string());
+    let six = phase.map(|phase| match phase.name.is_dispatch() {
+        true => point.counts,
+        false => point.counts.swapped(),
+    });
+    let kernels = point.kernels.as_ref();
     [
         point.mode.clone(),
         point.device.clone(),
@@ -97,34 +118,44 @@ fn record(point: &Point, phase: &Phase) -> [String; COLUMNS.len()] {
         key.topk.to_string(),
         key.dtype.clone(),
         key.num_sms.to_string(),
-        key.transport.clone().unwrap_or_default(),
-        key.queues.map_or_else(String::new, |queues| queues.to_string()),
-        key.rdma_send.map_or_else(String::new, |rows| rows.to_string()),
-        phase.name.text().into(),
-        phase.row_bytes.to_string(),
-        call.avg_us.to_string(),
-        call.median_us.to_string(),
-        optional(call.p90_us),
-        call.p99_us.to_string(),
-        call.min_rank_us.to_string(),
-        call.max_rank_us.to_string(),
-        optional(phase.kernel_us),
-        optional(phase.back_to_back.map(|spread| spread.avg_us)),
-        six.send_total.to_string(),
-        six.recv_total.to_string(),
-        optional(bandwidth.map(|bandwidth| bandwidth.links)),
-        optional(bandwidth.and_then(|bandwidth| bandwidth.link_ceiling)),
-        optional(bandwidth.map(|bandwidth| bandwidth.deepep)),
-        optional(bandwidth.map(|bandwidth| bandwidth.nccl_ep.recv_total)),
-        optional(mscclpp.map(|test| test.per_rank)),
-        optional(mscclpp.map(|test| test.aggregate)),
-        optional(wire.map(|wire| wire.rows)),
-        wire.map_or_else(String::new, |wire| wire.slot_bytes.to_string()),
-        optional(wire.map(|wire| wire.bytes)),
-        optional(wire.and_then(|wire| wire.transport_us)),
-        optional(wire.and_then(|wire| wire.nvlink_us)),
-        optional(wire.and_then(|wire| wire.share)),
-        optional(bandwidth.and_then(|bandwidth| bandwidth.wire)),
-        optional(bandwidth.and_then(|bandwidth| bandwidth.wire_ceiling)),
+        text(key.transport.as_ref()),
+        text(key.queues),
+        text(key.rdma_send),
+        phase.map_or("pair", |phase| phase.name.text()).into(),
+        text(phase.map(|phase| phase.row_bytes)),
+        text(call.map(|call| call.avg_us)),
+        text(call.map(|call| call.median_us)),
+        text(call.and_then(|call| call.p90_us)),
+        text(call.map(|call| call.p99_us)),
+        text(call.map(|call| call.min_rank_us)),
+        text(call.map(|call| call.max_rank_us)),
+        text(phase.and_then(|phase| phase.kernel_us)),
+        text(phase.and_then(|phase| phase.back_to_back).map(|spread| spread.avg_us)),
+        text(six.map(|six| six.send_total)),
+        text(six.map(|six| six.recv_total)),
+        text(bandwidth.map(|bandwidth| bandwidth.links)),
+        text(bandwidth.and_then(|bandwidth| bandwidth.link_ceiling)),
+        text(bandwidth.map(|bandwidth| bandwidth.deepep)),
+        text(bandwidth.map(|bandwidth| bandwidth.nccl_ep.recv_total)),
+        text(mscclpp.map(|test| test.per_rank)),
+        text(mscclpp.map(|test| test.aggregate)),
+        text(wire.map(|wire| wire.rows)),
+        text(wire.map(|wire| wire.slot_bytes)),
+        text(wire.map(|wire| wire.bytes)),
+        text(wire.and_then(|wire| wire.transport_us)),
+        text(wire.and_then(|wire| wire.nvlink_us)),
+        text(wire.and_then(|wire| wire.share)),
+        text(bandwidth.and_then(|bandwidth| bandwidth.wire)),
+        text(bandwidth.and_then(|bandwidth| bandwidth.wire_ceiling)),
+        text(slowest.map(|times| times.p50_us)),
+        text(slowest.map(|times| times.p99_us)),
+        text(slowest.map(|times| times.min_us)),
+        text(slowest.map(|times| times.mean_us)),
+        text(key.combine_dtype.as_ref()),
+        text(key.chunk_tokens),
+        text(key.packet_tokens),
+        text(kernels.map(|kernels| &kernels.commit)),
+        text(kernels.map(|kernels| &kernels.ptx)),
+        text(kernels.and_then(|kernels| kernels.driver.as_ref())),
     ]
 }

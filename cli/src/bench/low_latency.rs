@@ -1,243 +1,167 @@
-//! `epoxide bench --mode low-latency`: times decode-sized batches, by number of tokens.
+//! Points of low latency as text.
 
 use std::fmt::Write;
 
-use epoxide_bench::low_latency::{self, LowLatencyPlan, LowLatencyPoint};
-use epoxide_bench::results::Slowest;
+use epoxide_bench::results::{Phase, PhaseName, Point};
 
-use super::start::{launched, on_ranks};
-use super::{Args, csv};
-use crate::options::Mode;
-use crate::output::{self, Progress, write_text};
-use crate::ranks;
-use crate::stop::{Result, Stop};
-
-/// Measures, prints and stores.
-pub fn run(args: &Args) -> Result<()> {
-    let plan = plan(args)?;
-    let topology = args.sizes.place.topology(Mode::LowLatency, launched()?)?;
-    if ranks::speaks() {
-        let (ranks, hidden) = (plan.ranks, plan.hidden);
-        let tokens: Vec<String> = plan.tokens.iter().map(u32::to_string).collect();
-        let sizes = format!("{} tokens of {hidden} elements each", tokens.join(", "));
-        output::complain(&format!("bench: low latency, {ranks} ranks, {sizes}"));
-    }
-    let progress = Progress::new("bench", u64::from(args.repeat) * plan.steps(), ranks::speaks());
-    let runs = on_ranks(topology, args.sizes.device, |device, group| {
-        let run = |_| low_latency::rank(&plan, device.clone(), group, &progress);
-        (0..args.repeat).map(run).collect::<epoxide::Result<Vec<_>>>()
-    })?;
-    drop(progress);
-    if !ranks::speaks() {
-        return Ok(());
-    }
-    let points = low_latency::of_runs(&plan, &runs);
-    if let Some(path) = &args.csv {
-        csv::write_lines(path, &COLUMNS, points.iter().flat_map(records))?;
-    }
-    if let Some(path) = &args.json {
-        write_text(path, &low_latency::json(&points)?)?;
-        if path.as_os_str() == "-" {
-            return Ok(());
-        }
-    }
-    output::text_line(&text(&points))
-}
-
-/// The columns of the CSV: a line for each point and thing that was timed.
-const COLUMNS: [&str; 21] = [
-    "mode",
-    "device",
-    "virtual",
-    "date",
-    "nodes",
-    "num_ranks",
-    "transport",
-    "tokens",
-    "hidden",
-    "experts",
-    "topk",
-    "dtype",
-    "combine_dtype",
-    "num_sms",
-    "chunk_tokens",
-    "packet_tokens",
-    "timed",
-    "p50_us",
-    "p99_us",
-    "min_us",
-    "mean_us",
-];
-
-fn records(point: &LowLatencyPoint) -> Vec<Vec<String>> {
-    let sizes = [
-        point.mode.clone(),
-        point.device.clone(),
-        point.is_virtual.to_string(),
-        point.date.clone(),
-        point.nodes.to_string(),
-        point.num_ranks.to_string(),
-        point.transport.clone().unwrap_or_default(),
-        point.tokens.to_string(),
-        point.hidden.to_string(),
-        point.experts.to_string(),
-        point.topk.to_string(),
-        point.dtype.clone(),
-        point.combine_dtype.clone(),
-        point.num_sms.to_string(),
-        point.chunk_tokens.to_string(),
-        point.packet_tokens.to_string(),
-    ];
-    let timed = [
-        ("dispatch", &point.dispatch),
-        ("combine", &point.combine),
-        ("pair", &point.pair),
-        ("dispatch_kernel", &point.dispatch_within.done),
-        ("combine_kernel", &point.combine_within.done),
-    ];
-    let record = |(name, times): (&str, &Slowest)| {
-        let times = [times.p50_us, times.p99_us, times.min_us, times.mean_us].map(|us| us.to_string());
-        [&sizes[..], &[name.to_owned()], &times].concat()
-    };
-    timed.into_iter().map(record).collect()
-}
-
-/// What the flags come to.
-fn plan(args: &Args) -> Result<LowLatencyPlan> {
-    let unused = [
-        ("--plot", args.plot.is_some()),
-        ("--trace", args.trace.is_some()),
-        ("--sweep", args.sweep.is_some()),
-    ];
-    if args.baseline.is_some() {
-        let remedy = "leave the mode out: low latency is measured then, too";
-        return Err(Stop::usage(format!("--baseline: not with --mode low-latency; {remedy}")));
-    }
-    if let Some((flag, _)) = unused.iter().find(|(_, given)| *given) {
-        return Err(Stop::usage(format!("{flag}: not with --mode low-latency")));
-    }
-    if args.repeat == 0 {
-        return Err(Stop::usage("--repeat 0: must be at least 1"));
-    }
-    args.sizes.low_latency_plan()
-}
-
-fn text(points: &[LowLatencyPoint]) -> String {
+/// Points of one configuration for people, by numbers of tokens.
+pub fn text(points: &[Point]) -> String {
     let mut out = String::new();
-    let Some(first) = points.first() else { return out };
     // Writing to a string cannot fail.
-    let _ = writeln!(
+    let _ = setting(&mut out, points);
+    let _ = replays(&mut out, points);
+    let _ = kernels(&mut out, points);
+    out += "  words: rows to links: rows that a rank sends to others; sum: of both medians; pair: a dispatch and its combine, in a graph\n  \
+            of many, so that launches and waits overlap; the events around a single replay take 4 to 5 us of it on an H200\n";
+    out.trim_end().to_owned()
+}
+
+fn setting(out: &mut String, points: &[Point]) -> std::fmt::Result {
+    let Some(first) = points.first() else { return Ok(()) };
+    let key = &first.key;
+    let transport = key.transport.as_ref();
+    let nodes = transport.map(|transport| format!(" nodes={} transport={transport}", key.nodes));
+    let number = |value: Option<u32>| value.unwrap_or_default();
+    writeln!(
         out,
         "[bench low-latency] num_ranks={}{} hidden={} experts={} topk={} dispatch={} combine={} num_sms={} chunk_tokens={} packet_tokens={} \
          device={:?}; {}",
-        first.num_ranks,
-        first
-            .transport
-            .as_ref()
-            .map_or_else(String::new, |transport| format!(" nodes={} transport={transport}", first.nodes)),
-        first.hidden,
-        first.experts,
-        first.topk,
-        first.dtype,
-        first.combine_dtype,
-        first.num_sms,
-        first.chunk_tokens,
-        first.packet_tokens,
+        key.num_ranks,
+        nodes.unwrap_or_default(),
+        key.hidden,
+        key.experts,
+        key.topk,
+        key.dtype,
+        key.combine_dtype.as_deref().unwrap_or_default(),
+        key.num_sms,
+        number(key.chunk_tokens),
+        number(key.packet_tokens),
         first.device,
         first.date
-    );
+    )?;
+    writeln!(out, "  kernels: {}", first.kernels_text())?;
     if first.is_virtual {
-        let _ = writeln!(out, "  VIRTUAL GPU: times of an interpreter, of no hardware");
+        writeln!(out, "  {}", first.caveat())?;
     }
-    let _ = writeln!(
+    Ok(())
+}
+
+fn phases(points: &[Point]) -> impl Iterator<Item = (&Point, &Phase, &Phase)> {
+    points.iter().filter_map(|point| {
+        let [dispatch, combine] = PhaseName::LOW_LATENCY.map(|name| point.phase(name));
+        Some((point, dispatch?, combine?))
+    })
+}
+
+fn replays(out: &mut String, points: &[Point]) -> std::fmt::Result {
+    let chain = points.iter().filter_map(|point| point.pair.as_ref()).map(|pair| pair.chain).next();
+    writeln!(
         out,
-        "  us; of each iteration the slowest rank: replays of a graph each between two events, and per pair of {} in one graph\n  {:>7} \
-         {:>13} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8}",
-        first.chain, "tokens", "rows to links", "dispatch", "p99", "combine", "p99", "sum", "pair", "p99"
-    );
-    for point in points {
-        let (dispatch, combine, pair) = (&point.dispatch, &point.combine, &point.pair);
-        let _ = writeln!(
+        "  us; of each iteration the slowest rank: replays of a graph each between two events, and per pair of {} in one graph\n  {:>5} \
+         {:>7} {:>13} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8}",
+        chain.unwrap_or_default(),
+        "SMs",
+        "tokens",
+        "rows to links",
+        "dispatch",
+        "p99",
+        "combine",
+        "p99",
+        "sum",
+        "pair",
+        "p99"
+    )?;
+    for (point, dispatch, combine) in phases(points) {
+        let (Some(dispatch), Some(combine), Some(pair)) = (&dispatch.slowest, &combine.slowest, &point.pair)
+        else {
+            continue;
+        };
+        writeln!(
             out,
-            "  {:>7} {:>13.1} {:>8.1} {:>8.1} {:>8.1} {:>8.1} {:>9.1} {:>8.1} {:>8.1}",
-            point.tokens,
+            "  {:>5} {:>7} {:>13.1} {:>8.1} {:>8.1} {:>8.1} {:>8.1} {:>9.1} {:>8.1} {:>8.1}",
+            point.key.num_sms,
+            point.key.tokens,
             point.remote_rows,
             dispatch.p50_us,
             dispatch.p99_us,
             combine.p50_us,
             combine.p99_us,
             dispatch.p50_us + combine.p50_us,
-            pair.p50_us,
-            pair.p99_us
-        );
+            pair.period.p50_us,
+            pair.period.p99_us
+        )?;
     }
-    let _ = writeln!(
+    Ok(())
+}
+
+fn kernels(out: &mut String, points: &[Point]) -> std::fmt::Result {
+    writeln!(
         out,
-        "  us from the start of a kernel's first block to the last that has sent its rows, knows of all ranks, is done; medians\n  {:>7} {:>8} \
-         {:>8} {:>8} {:>11} {:>8} {:>8}",
-        "tokens", "dispatch", "", "", "combine", "", ""
-    );
-    for point in points {
-        let (dispatch, combine) = (&point.dispatch_within, &point.combine_within);
-        let _ = writeln!(
+        "  us from the start of a kernel's first block to the last that has sent its rows, knows of all ranks, is done; medians\n  {:>5} {:>7} \
+         {:>8} {:>8} {:>8} {:>11} {:>8} {:>8}",
+        "SMs", "tokens", "dispatch", "", "", "combine", "", ""
+    )?;
+    for (point, dispatch, combine) in phases(points) {
+        let (Some(dispatch), Some(combine)) = (&dispatch.within, &combine.within) else { continue };
+        writeln!(
             out,
-            "  {:>7} {:>8.1} {:>8.1} {:>8.1} {:>11.1} {:>8.1} {:>8.1}",
-            point.tokens,
+            "  {:>5} {:>7} {:>8.1} {:>8.1} {:>8.1} {:>11.1} {:>8.1} {:>8.1}",
+            point.key.num_sms,
+            point.key.tokens,
             dispatch.sent.p50_us,
             dispatch.entered.p50_us,
             dispatch.done.p50_us,
             combine.sent.p50_us,
             combine.entered.p50_us,
             combine.done.p50_us
-        );
+        )?;
     }
-    out.trim_end().to_owned()
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use epoxide_bench::results::Results;
+
+    use super::super::start::measure_points;
     use super::super::testing::{Counted, parse};
+    use super::super::{Bench, csv, run};
     use super::*;
-    use crate::options::RowType;
+
+    const SMALL: &str = "bench --mode low-latency --ranks-per-node 2 --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
+
+    fn measured(line: &str) -> Vec<Point> {
+        measure_points(&parse(line).unwrap().plans().unwrap(), &()).unwrap().0
+    }
 
     #[test]
     fn every_number_of_tokens_is_measured() {
-        let args = parse("bench --mode low-latency --ranks-per-node 3 --tokens 5 --hidden 128 --experts 6 --topk 2 --warmup 1 --iters 2 --graph=3").unwrap();
-        for (dtype, combine_dtype) in [(RowType::Bf16, RowType::Fp8), (RowType::Fp8, RowType::Bf16)] {
-            let mut args = args.clone();
-            (args.sizes.dtype, args.sizes.combine_dtype) = (dtype, combine_dtype);
-            let plan = plan(&args).unwrap();
-            let topology = args.sizes.place.topology(Mode::LowLatency, None).unwrap();
+        for types in ["bf16 --combine-dtype fp8", "fp8 --combine-dtype bf16"] {
+            let line = "bench --mode low-latency --ranks-per-node 3 --tokens 5 --hidden 128 --experts 6 --topk 2 --warmup 1 --iters 2 --graph=3";
+            let plans = parse(&format!("{line} --dtype {types}")).unwrap().plans().unwrap();
             let steps = Counted::default();
-            let ranks = on_ranks(topology, args.sizes.device, |device, group| {
-                low_latency::rank(&plan, device, group, &steps)
-            })
-            .unwrap();
-            assert_eq!(steps.of_rank_0(), plan.steps());
-            let points = low_latency::points(&plan, &ranks);
+            let (points, _) = measure_points(&plans, &steps).unwrap();
+            assert_eq!(steps.of_rank_0(), plans[0].steps());
             let [point] = &points[..] else { panic!("{points:?}") };
-            assert_eq!(
-                (
-                    point.dispatch.samples_us.len(),
-                    point.combine.samples_us.len(),
-                    point.pair.samples_us.len()
-                ),
-                (2, 2, 2)
-            );
-            for within in [&point.dispatch_within, &point.combine_within] {
+            assert_eq!(point.pair.as_ref().unwrap().period.samples_us.len(), 2);
+            for phase in &point.phases {
+                let (replays, within) = (phase.slowest.as_ref().unwrap(), phase.within.as_ref().unwrap());
                 let (sent, entered, done) = (&within.sent, &within.entered, &within.done);
-                assert_eq!(
-                    (sent.samples_us.len(), entered.samples_us.len(), done.samples_us.len()),
-                    (2, 2, 2)
-                );
+                assert!([replays, sent, entered, done].iter().all(|times| times.samples_us.len() == 2));
                 assert!(sent.min_us > 0.0 && entered.min_us > 0.0, "{within:?}");
                 assert!(sent.p50_us.max(entered.p50_us) <= done.p50_us, "{within:?}");
             }
             assert!(point.remote_rows > 0.0 && point.remote_rows <= 10.0, "{point:?}");
             assert!(text(&points).contains("VIRTUAL GPU"), "{}", text(&points));
-            assert!(low_latency::json(&points).unwrap().contains("\"tokens\": 5"));
-            assert_ne!(point.dtype, point.combine_dtype);
+            assert!(Results::new(points.clone()).json().unwrap().contains("\"tokens\": 5"));
+            assert_ne!(Some(&point.key.dtype), point.key.combine_dtype.as_ref());
+            assert_eq!(plans[0].row_bytes(PhaseName::LowLatencyDispatch) == 256, types.starts_with("bf16"));
         }
+        let tokens = |line: &str| -> Vec<u32> {
+            parse(line).unwrap().plans().unwrap().iter().map(|plan| plan.tokens).collect()
+        };
+        assert_eq!(tokens("bench --mode low-latency"), [1, 2, 4, 8]);
+        assert_eq!(tokens("bench --mode low-latency --device cuda").last(), Some(&1024));
     }
 
     #[test]
@@ -245,66 +169,102 @@ mod tests {
         for flag in ["--iters", "--warmup", "--graph"] {
             let line =
                 format!("bench --mode low-latency --ranks-per-node 2 --experts 4 --topk 2 {flag}=4294967295");
-            let message = plan(&parse(&line).unwrap()).unwrap_err().message.unwrap();
+            let message = parse(&line).unwrap().plans().unwrap_err().message.unwrap();
             assert_eq!(message, format!("{flag} 4294967295: must be at most 100000"));
         }
     }
 
     #[test]
-    fn several_runs_are_stored_as_json_and_csv() {
+    fn several_runs_are_stored_as_json_csv_and_trace() {
         let folder = tempfile::tempdir().unwrap();
-        let [json, table] = ["low.json", "low.csv"].map(|name| folder.path().join(name));
-        let line = "bench --mode low-latency --ranks-per-node 2 --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 2 --graph=1";
-        let mut args = parse(&format!("{line} --repeat 3")).unwrap();
-        (args.json, args.csv) = (Some(json.clone()), Some(table.clone()));
-        run(&args).unwrap();
-        let points = low_latency::of_text(&std::fs::read_to_string(json).unwrap()).unwrap();
-        assert_eq!((points[0].runs.len(), points[0].pair.samples_us.len()), (3, 6));
+        let [json, table, trace] = ["low.json", "low.csv", "low.trace"].map(|name| folder.path().join(name));
+        let mut args = parse(&format!("{SMALL} --repeat 3 --num-sms 2,3")).unwrap();
+        (args.json, args.csv, args.trace) = (Some(json.clone()), Some(table.clone()), Some(trace.clone()));
+        run(&Bench { tool: None, args }).unwrap();
+        let points = Results::read(&json).unwrap().points;
+        assert_eq!(points.iter().map(|point| point.key.num_sms).collect::<Vec<_>>(), [2, 3]);
+        let pair = &points[0].pair.as_ref().unwrap().period;
+        assert_eq!((points[0].runs.len(), pair.samples_us.len()), (3, 3));
         let table = std::fs::read_to_string(table).unwrap();
         let lines: Vec<Vec<&str>> = table.lines().map(|line| line.split(',').collect()).collect();
-        assert!(lines.len() == 6 && lines.iter().all(|line| line.len() == COLUMNS.len()), "{table}");
-        let at = |name| COLUMNS.iter().position(|column| *column == name).unwrap();
-        assert_eq!((lines[3][at("timed")], lines[3][at("tokens")]), ("pair", "3"));
-        assert_eq!(lines[3][at("p50_us")], points[0].pair.p50_us.to_string());
+        // Dispatch, combine and pair of two points.
+        assert!(lines.len() == 7 && lines.iter().all(|line| line.len() == csv::COLUMNS.len()), "{table}");
+        let at = |name| csv::COLUMNS.iter().position(|column| *column == name).unwrap();
+        assert_eq!((lines[3][at("phase")], lines[3][at("tokens")]), ("pair", "3"));
+        assert_eq!(lines[3][at("slowest_p50_us")], pair.p50_us.to_string());
+        assert_eq!((lines[2][at("phase")], lines[2][at("packet_tokens")]), ("combine", "32"));
+        assert!(!lines[2][at("kernel_us")].is_empty() && lines[3][at("kernel_us")].is_empty());
+        let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        for name in ["send", "enter", "receive"] {
+            assert!(events.iter().any(|event| event["name"] == name), "{name}");
+        }
+        let spans = events.iter().filter(|event| event["ph"] == "X");
+        assert!(spans.clone().count() > 0 && spans.clone().all(|span| span["dur"].as_f64().unwrap() >= 0.0));
+    }
+
+    #[test]
+    fn a_sweep_goes_on_where_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("low.jsonl");
+        let mut args = parse(SMALL).unwrap();
+        (args.sweep, args.out) = (Some("tokens=1..4,ranks=1,2".parse().unwrap()), Some(out.clone()));
+        run(&Bench { tool: None, args: args.clone() }).unwrap();
+        let lines = std::fs::read_to_string(&out).unwrap();
+        let points = Results::read(&out).unwrap().points;
+        let of = |point: &Point| (point.mode.clone(), point.key.num_ranks, point.key.tokens);
+        let sizes = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)];
+        let sizes = sizes.map(|(ranks, tokens)| ("low-latency".to_owned(), ranks, tokens));
+        assert_eq!(points.iter().map(of).collect::<Vec<_>>(), sizes);
+        run(&Bench { tool: None, args: args.clone() }).unwrap();
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), lines);
+        // Chains of another length are another measurement.
+        args.sizes.graph = Some(2);
+        run(&Bench { tool: None, args }).unwrap();
+        assert_eq!(Results::read(&out).unwrap().points.len(), 12);
+    }
+
+    #[test]
+    fn points_of_version_1_are_read() {
+        let times = |us: f64| serde_json::json!({"p50_us": us, "p99_us": us, "min_us": us, "mean_us": us, "samples_us": [us, us]});
+        let within = serde_json::json!({"sent": times(1.0), "entered": times(2.0), "done": times(3.0)});
+        let old = serde_json::json!({
+            "schema_version": 1, "mode": "low-latency", "device": "GPU", "virtual": false, "date": "2026-11-23",
+            "num_ranks": 2, "nodes": 1, "transport": null, "tokens": 8, "hidden": 256, "experts": 8, "topk": 2,
+            "dtype": "fp8", "combine_dtype": "bf16", "num_sms": 4, "chunk_tokens": 1, "packet_tokens": 32,
+            "dispatch": times(11.0), "combine": times(12.0), "pair": times(13.0), "dispatch_within": within,
+            "combine_within": within, "chain": 128, "remote_rows": 4.5, "routing_digest": "1", "runs": [{"started": 1.0}],
+        });
+        let points = Results::of_text(&old.to_string()).unwrap().points;
+        let [point] = &points[..] else { panic!("{points:?}") };
+        assert_eq!((point.schema_version, point.iters, point.phases[0].row_bytes), (2, 2, 256 + 8));
+        assert_eq!(point.pair.as_ref().map(|pair| (pair.chain, pair.period.p50_us)), Some((128, 13.0)));
+        let text = text(&points);
+        assert!(text.contains("kernels: unknown, of 2026-11-23") && text.contains("     11.0"), "{text}");
+        // And compared with points of today, whatever their seed is.
+        let mut new = point.clone();
+        new.key.seed = 7;
+        let compared = epoxide_bench::compare::compare(&points, &[new], 0.01).unwrap().text();
+        assert!(compared.contains("pair of 128") && compared.contains("kernel of dispatch"), "{compared}");
     }
 
     #[test]
     fn nodes_are_measured() {
-        let line = "bench --mode low-latency --nodes 2 --ranks-per-node 2 --transport shm --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
-        let args = parse(line).unwrap();
-        let plan = plan(&args).unwrap();
-        let topology = args.sizes.place.topology(Mode::LowLatency, None).unwrap();
-        let ranks = on_ranks(topology, args.sizes.device, |device, group| {
-            low_latency::rank(&plan, device, group, &Counted::default())
-        })
-        .unwrap();
-        let points = low_latency::points(&plan, &ranks);
-        assert_eq!((points[0].nodes, points[0].transport.as_deref()), (2, Some("shm")));
+        let points = measured(&format!("{SMALL} --nodes 2 --transport shm"));
+        assert_eq!((points[0].key.nodes, points[0].key.transport.as_deref()), (2, Some("shm")));
         assert!(text(&points).contains("num_ranks=4 nodes=2 transport=shm"), "{}", text(&points));
-        let within = &points[0].combine_within;
+        let within = points[0].phases[1].within.as_ref().unwrap();
         assert!(within.sent.min_us > 0.0 && within.entered.p50_us <= within.done.p50_us, "{within:?}");
     }
 
     #[test]
     fn packets_and_words_are_both_measured() {
-        let line = "bench --mode low-latency --ranks-per-node 2 --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
         for (flags, chunk_tokens, packet_tokens) in
             [("", 1, 32), ("--packet-tokens 0 --chunk-tokens 2", 2, 0), ("--packet-tokens 3", 1, 3)]
         {
-            let args = parse(&format!("{line} {flags}")).unwrap();
-            let plan = plan(&args).unwrap();
-            let topology = args.sizes.place.topology(Mode::LowLatency, None).unwrap();
-            let ranks = on_ranks(topology, args.sizes.device, |device, group| {
-                low_latency::rank(&plan, device, group, &Counted::default())
-            })
-            .unwrap();
-            let points = low_latency::points(&plan, &ranks);
-            let json: serde_json::Value = serde_json::from_str(&low_latency::json(&points).unwrap()).unwrap();
-            let point = &json["points"][0];
-            assert_eq!(
-                (&point["chunk_tokens"], &point["packet_tokens"]),
-                (&chunk_tokens.into(), &packet_tokens.into())
-            );
+            let points = measured(&format!("{SMALL} {flags}"));
+            let key = &points[0].key;
+            assert_eq!((key.chunk_tokens, key.packet_tokens), (Some(chunk_tokens), Some(packet_tokens)));
             assert!(text(&points).contains(&format!("packet_tokens={packet_tokens}")), "{}", text(&points));
         }
     }
@@ -318,7 +278,7 @@ mod tests {
             ("--hidden 100", "--hidden 100"),
             ("--nodes 0", "--nodes 0"),
             ("--nodes 5 --ranks-per-node 8", "40 ranks in all, and low latency has at most 32"),
-            ("--plot a.svg", "--plot"),
+            ("--num-sms 0", "--num-sms 0: must be at least 1"),
             ("--iters 0", "--iters 0"),
             ("--tokens 0", "--tokens 0: must be 1 to 1024"),
             ("--combine-dtype fp8 --hidden 64", "--hidden 64: must be a positive multiple of 128"),
@@ -326,7 +286,8 @@ mod tests {
             ("--repeat 0", "--repeat 0: must be at least 1"),
             ("--baseline nccl", "--baseline: not with --mode low-latency; leave the mode out"),
         ] {
-            let stop = plan(&parse(&format!("bench --mode low-latency {line}")).unwrap()).unwrap_err();
+            let args = parse(&format!("bench --mode low-latency {line}")).unwrap();
+            let stop = run(&Bench { tool: None, args }).unwrap_err();
             let message = stop.message.unwrap();
             assert!(stop.code == crate::stop::USAGE && message.contains(part), "{message}");
         }

@@ -22,7 +22,6 @@ use epoxide_bench::{Plan, trace, ways};
 pub use args::Args;
 
 use self::start::{announce, launched, measure_points};
-use crate::options::Mode;
 use crate::output::{self, Progress};
 use crate::ranks;
 use crate::stop::{Result, Stop};
@@ -66,10 +65,8 @@ pub fn run(bench: &Bench) -> Result<()> {
         Some(Tool::Wire(args)) => return network::run(args),
     }
     let args = &bench.args;
-    if args.sizes.place.mode == Some(Mode::LowLatency) {
-        return low_latency::run(args);
-    }
-    let plan = args.plan()?;
+    let plans = args.plans()?;
+    let Some(plan) = plans.first() else { return Ok(()) };
     if let Some(path) = &args.plot {
         plot::check_path(path)?;
     }
@@ -83,8 +80,8 @@ pub fn run(bench: &Bench) -> Result<()> {
     }
     let points = match (&args.sweep, &args.out) {
         // Each point says for itself whether it can be.
-        (Some(sweep), Some(out)) => sweep::run(args, &plan, sweep, out)?,
-        _ => single(args, &plan)?,
+        (Some(sweep), Some(out)) => sweep::run(args, &plans, sweep, out)?,
+        _ => single(args, &plans)?,
     };
     if !ranks::speaks() {
         return Ok(());
@@ -99,17 +96,23 @@ pub fn run(bench: &Bench) -> Result<()> {
 }
 
 /// One run: text or JSON, and the trace.
-fn single(args: &Args, plan: &Plan) -> Result<Vec<Point>> {
-    plan.check()?;
-    announce(plan, args.sizes.leaves_sizes_open());
-    let progress = Progress::new("bench", u64::from(plan.repeat) * plan.steps(), ranks::speaks());
-    let (points, results) = measure_points(plan, &progress)?;
+fn single(args: &Args, plans: &[Plan]) -> Result<Vec<Point>> {
+    plans.iter().try_for_each(Plan::check)?;
+    announce(plans, args.sizes.leaves_sizes_open());
+    let steps = plans.iter().map(|plan| u64::from(plan.repeat) * plan.steps()).sum();
+    let progress = Progress::new("bench", steps, ranks::speaks());
+    let (points, results) = measure_points(plans, &progress)?;
     drop(progress);
     if !ranks::speaks() {
         return Ok(points);
     }
-    let text = points.iter().map(report::text).chain(ways::summary(&points));
-    let text: Vec<String> = text.collect();
+    let text: Vec<String> = match plans.iter().any(|plan| plan.low_latency.is_some()) {
+        true => vec![low_latency::text(&points)],
+        false => {
+            let tables = points.iter().map(report::text).chain(ways::summary(&points));
+            tables.chain([report::legend(&points)]).collect()
+        }
+    };
     match &args.json {
         Some(path) => {
             output::write_text(path, &Results::new(points.clone()).json()?)?;

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 
 use epoxide_bench::counts::{self, Sizes, TokenCounts};
-use epoxide_bench::model::{Case, Figures, Prediction, check, check_text, sampled};
+use epoxide_bench::model::{Case, FITTED, Figures, Prediction, check, check_text, sampled};
 use epoxide_bench::results::{PhaseName, Results, SCHEMA_VERSION, gbps};
 
 use crate::options::RowType;
@@ -81,7 +81,7 @@ pub fn run(args: &Args) -> Result<()> {
         }
     };
     let predictions: Vec<Prediction> =
-        PhaseName::ALL.iter().map(|&phase| case.predict(phase, six, &figures)).collect();
+        PhaseName::HIGH_THROUGHPUT.iter().map(|&phase| case.predict(phase, six, &figures)).collect();
     let text = text(args, six, busiest, &predictions);
     if let Some(path) = &args.json {
         let json = serde_json::json!({
@@ -170,5 +170,5 @@ fn text(args: &Args, six: TokenCounts<f64>, busiest: Option<f64>, predictions: &
             p.limit
         );
     }
-    out
+    out + "\n  " + FITTED
 }

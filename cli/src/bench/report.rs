@@ -18,6 +18,31 @@ pub fn text(point: &Point) -> String {
     out + &replays(std::slice::from_ref(point))
 }
 
+/// What the words of the tables mean, and whose conventions they are.
+pub fn legend(points: &[Point]) -> String {
+    let mut lines = vec![
+        ("cached", "a dispatch along a known routing: rows alone travel"),
+        ("uncached", "a dispatch that exchanges counts first, and moves ids, weights and indices too"),
+        ("in pool", "a combine of rows that the experts wrote to `Buffer::combine_rows`"),
+        ("staged", "a combine of a tensor, whose rows are copied into the pool on the way"),
+        ("avg=", "calls back to back, one pair of events around all: MSCCL++'s test"),
+        ("avg, median", "each call by itself between two events, devices aligned: DeepEP, NCCL EP"),
+    ];
+    if points.iter().any(|point| !point.is_virtual) {
+        lines.extend([
+            ("per_rank_bw", "input rows (MSCCL++'s test); agg_bw is that times the ranks"),
+            ("links", "rows over NVLink, own ones left out; ceiling: plain copies with as many blocks"),
+            ("DeepEP", "received rows, own ones included, in both phases"),
+            ("NCCL EP", "unique (token, node) pairs sent, unique (token, rank) pairs received"),
+        ]);
+    }
+    if points.iter().any(|point| !point.graph.is_empty()) {
+        lines.push(("chained", "replays of a CUDA graph with nothing between them"));
+    }
+    let lines: Vec<String> = lines.iter().map(|(word, text)| format!("  {word:<12} {text}")).collect();
+    format!("\n  words (docs/BENCHMARKS.md works them by hand)\n{}", lines.join("\n"))
+}
+
 /// Replays of captured graphs, a line for each point and step; nothing where none were measured.
 pub fn replays(points: &[Point]) -> String {
     let mut out = String::new();
@@ -143,6 +168,7 @@ fn setting(out: &mut String, point: &Point) -> std::fmt::Result {
             writeln!(out, "  device: {}, driver for CUDA {}.{}", point.device, driver.0, driver.1)?;
         }
     }
+    writeln!(out, "  kernels: {}", point.kernels_text())?;
     writeln!(
         out,
         "  set-up {:.0} ms; pool {:.1} MB, device memory {:.1} MB a rank",

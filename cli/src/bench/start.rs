@@ -43,12 +43,29 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
     Ok(results)
 }
 
-/// Measures all that a plan asks for in one group of ranks.
-pub fn measure_points(plan: &Plan, watch: &dyn Watch) -> Result<(Vec<Point>, Vec<RankResult>)> {
-    plan.check()?;
-    let ranks =
-        on_ranks(plan.topology, device_of(plan), |device, group| measure::runs(plan, &device, group, watch))?;
-    Ok(points::of_runs(plan, ranks)?)
+/// Measures all that plans of one group of ranks ask for. The points, and what each rank measured in the
+/// first run of the first plan, with the traced calls of all plans.
+pub fn measure_points(plans: &[Plan], watch: &dyn Watch) -> Result<(Vec<Point>, Vec<RankResult>)> {
+    plans.iter().try_for_each(Plan::check)?;
+    let Some(first) = plans.first() else { return Ok((Vec::new(), Vec::new())) };
+    let ranks = on_ranks(first.topology, device_of(first), |device, group| {
+        let runs = plans.iter().map(|plan| measure::runs(plan, &device, group, watch));
+        runs.collect::<epoxide::Result<Vec<_>>>()
+    })?;
+    let mut ranks: Vec<_> = ranks.into_iter().map(Vec::into_iter).collect();
+    let (mut all, mut results): (Vec<Point>, Vec<RankResult>) = (Vec::new(), Vec::new());
+    for plan in plans {
+        let runs = ranks.iter_mut().filter_map(Iterator::next).collect();
+        let (points, of_ranks) = points::of_runs(plan, runs)?;
+        all.extend(points);
+        match results.is_empty() {
+            true => results = of_ranks,
+            false => {
+                results.iter_mut().zip(of_ranks).for_each(|(rank, more)| rank.traced.extend(more.traced))
+            }
+        }
+    }
+    Ok((all, results))
 }
 
 /// Which GPUs a plan is for.
@@ -56,18 +73,23 @@ pub fn device_of(plan: &Plan) -> DeviceKind {
     if plan.is_virtual { DeviceKind::Virtual } else { DeviceKind::Cuda }
 }
 
-/// Says what a plan will take, before it begins; `open`: sizes were left to the command.
-pub fn announce(plan: &Plan, open: bool) {
-    if !ranks::speaks() {
-        return;
-    }
+/// Says what plans of one group of ranks will take, before they begin; `open`: sizes were left to the command.
+pub fn announce(plans: &[Plan], open: bool) {
+    let Some(plan) = plans.first().filter(|_| ranks::speaks()) else { return };
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    let estimate = plan.estimate(processors);
+    let mut estimate = plan.estimate(processors);
+    for more in plans[1..].iter().map(|plan| plan.estimate(processors)) {
+        estimate.device_bytes = estimate.device_bytes.max(more.device_bytes);
+        estimate.host_bytes = estimate.host_bytes.max(more.host_bytes);
+        estimate.seconds = estimate.seconds.zip(more.seconds).map(|(a, b)| a + b);
+    }
     let gigabytes = |bytes: f64| format!("{:.1} GB", (bytes / 1e9).max(0.1));
+    let tokens: Vec<String> = plans.iter().map(|plan| plan.tokens.to_string()).collect();
     let mut text = format!(
-        "bench: {} ranks, {} tokens of {} elements each, {} of {} experts: ",
+        "bench: {}{} ranks, {} tokens of {} elements each, {} of {} experts: ",
+        if plan.low_latency.is_some() { "low latency, " } else { "" },
         plan.topology.ranks(),
-        plan.tokens,
+        tokens.join(", "),
         plan.hidden,
         plan.topk,
         plan.experts

@@ -14,12 +14,18 @@ use crate::output::{self, Progress};
 use crate::stop::{Result, Stop};
 
 /// Measures what `out` does not hold yet; gives the points of this sweep, old and new.
-pub fn run(args: &Args, plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
+pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
+    let Some(plan) = plans.first() else { return Ok(Vec::new()) };
+    let sweep = &match plans.len() {
+        1 => sweep.clone(),
+        _ => sweep.clone().or_tokens(plans.iter().map(|plan| plan.tokens).collect()),
+    };
+    let mode = plan.low_latency.map(|_| Mode::LowLatency);
     let bar = Progress::new("bench", 0, true);
     let launched = launched()?;
     let topology = |nodes, ranks_per_node| {
-        let place = WorldFlags { mode: None, nodes: Some(nodes), ranks_per_node: Some(ranks_per_node) };
-        let topology = place.topology(Mode::Intranode, launched);
+        let place = WorldFlags { mode, nodes: Some(nodes), ranks_per_node: Some(ranks_per_node) };
+        let topology = place.topology(mode.unwrap_or(Mode::Intranode), launched);
         topology.map_err(|stop| Error::Usage(stop.message.unwrap_or_default()))
     };
     let progress = |group: &Plan, done: usize, total: usize| {

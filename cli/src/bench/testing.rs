@@ -31,12 +31,12 @@ pub fn flags(line: &str) -> Args {
 
 /// What the flags come to.
 pub fn arguments(line: &str) -> Plan {
-    flags(line).plan().unwrap()
+    flags(line).plans().unwrap().remove(0)
 }
 
 /// A run on the virtual GPU.
 pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
-    measure_points(&arguments(line), &()).unwrap()
+    measure_points(&[arguments(line)], &()).unwrap()
 }
 
 /// The committed points of H200s.

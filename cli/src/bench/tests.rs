@@ -7,7 +7,7 @@ use epoxide_testing::tier;
 
 use super::testing::{Counted, arguments, flags, measured, parse};
 use super::*;
-use crate::options::{Defaults, RoundTripFlags};
+use crate::options::{Defaults, Mode, RoundTripFlags};
 use crate::stop::{SKIPPED, USAGE};
 
 /// docs/BENCHMARKS.md, "How the figures are computed", works these by hand.
@@ -16,7 +16,7 @@ fn the_figures_worked_by_hand_are_the_output() {
     let mut plan = arguments("--ranks-per-node 4 --tokens 2 --hidden 8192");
     plan.ids =
         Some([[0, 2, 1, -1], [6, 7, 2, 5], [-1, -1, 0, 4], [1, 6, 3, 2]].map(|ids| ids.to_vec()).into());
-    let (points, mut ranks) = measure_points(&plan, &()).unwrap();
+    let (points, mut ranks) = measure_points(std::slice::from_ref(&plan), &()).unwrap();
     let counts = points[0].counts;
     assert_eq!((counts.send_total, counts.send_nvl, counts.send_rdma), (1.75, 1.75, 0.0));
     assert_eq!((counts.recv_total, counts.recv_nvl, counts.recv_rdma), (2.75, 2.75, 0.0));
@@ -62,19 +62,24 @@ fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
     let file = |name: &str| folder.path().join(name);
     let mut args = flags("--num-sms 2,4");
     args.json = Some(file("a.json"));
-    let points = single(&args, &args.plan().unwrap()).unwrap();
+    let points = single(&args, &args.plans().unwrap()).unwrap();
     for point in &points {
         let text = report::text(point);
         assert!(text.contains("VIRTUAL GPU: interpreter time"), "{text}");
+        assert!(text.contains("  kernels: PTX ") && text.contains(", commit "), "{text}");
         assert!(!text.contains("GB/s") && !text.contains("n/a") && !text.contains("_bw"), "{text}");
         assert!(point.phases.iter().all(|phase| phase.bandwidth.is_none()));
     }
     let json: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(file("a.json")).unwrap()).unwrap();
-    assert_eq!(json["schema_version"], 1);
+    assert_eq!(json["schema_version"], 2);
     for point in json["points"].as_array().unwrap() {
         assert_eq!(point["virtual"], true);
         assert_eq!(point["clock"], "virtual GPU: time of an interpreter");
+        assert!(point["kernels"]["driver"].is_null() && !point["kernels"]["commit"].is_null());
+        // The PTX that was loaded, by SHA-256.
+        let digest = point["kernels"]["ptx"].as_str().unwrap();
+        assert!(digest.len() == 16 && digest.chars().all(|digit| digit.is_ascii_hexdigit()), "{digest}");
         for phase in point["phases"].as_array().unwrap() {
             assert!(phase["bandwidth"].is_null());
             assert_eq!(phase["call"]["samples_us"].as_array().unwrap().len(), 2);
@@ -112,9 +117,9 @@ fn replays_are_printed_stored_compared_and_swept() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name);
     let mut args = flags(tier::pick("--iters 2", "--iters 5"));
-    let (plain, _) = measure_points(&args.plan().unwrap(), &()).unwrap();
+    let (plain, _) = measure_points(&args.plans().unwrap(), &()).unwrap();
     (args.sizes.graph, args.json) = (Some(3), Some(file("a.json")));
-    let points = single(&args, &args.plan().unwrap()).unwrap();
+    let points = single(&args, &args.plans().unwrap()).unwrap();
     let text = report::text(&points[0]);
     let table = text.split_once("graph replays").unwrap().1;
     assert!(
@@ -142,8 +147,8 @@ fn replays_are_printed_stored_compared_and_swept() {
 
     // A point without replays does not stand for one with.
     let asked = "tokens=1,8".parse().unwrap();
-    let plan = |graph| Plan { graph, ..args.plan().unwrap() };
-    let swept = |graph| sweep::run(&args, &plan(graph), &asked, &file("a.jsonl")).unwrap();
+    let plan = |graph| Plan { graph, ..args.plans().unwrap().remove(0) };
+    let swept = |graph| sweep::run(&args, &[plan(graph)], &asked, &file("a.jsonl")).unwrap();
     assert!(swept(None).iter().all(|point| point.graph.is_empty()));
     let points = swept(Some(3));
     assert!(points.iter().all(|point| point.graph.len() == 5) && swept(Some(3)) == points);
@@ -175,7 +180,7 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
             "--hidden 65536: a row in combine, of 2 bytes an element, must not exceed the smaller of nvl_bytes / num_ranks = 34080800 and rdma_bytes / num_ranks = 125000",
         ),
     ] {
-        let stop = measure_points(&arguments(line), &()).unwrap_err();
+        let stop = measure_points(&[arguments(line)], &()).unwrap_err();
         let message = stop.message.unwrap();
         assert_eq!(stop.code, USAGE, "{line}: {message}");
         assert!(message.starts_with(reason), "{line}: {message}");
@@ -189,7 +194,7 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
                 words.drain(5..7);
             }
             let flags: RoundTripFlags = crate::testing::parse(words).unwrap();
-            let defaults = Defaults { mode: Mode::Intranode, tokens: 8, hidden: 64 };
+            let defaults = Defaults { mode: Mode::Intranode, tokens: 8, hidden: 64, num_sms: None };
             let topology = flags.topology(defaults, None).unwrap();
             assert_eq!(flags.resolve(topology, defaults).unwrap_err().message, Some(message));
         }
@@ -199,13 +204,13 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
 #[test]
 fn only_low_latency_returns_rows_as_fp8() {
     let args = parse("bench --combine-dtype fp8").unwrap();
-    let message = args.plan().unwrap_err().message.unwrap();
+    let message = args.plans().unwrap_err().message.unwrap();
     assert!(message.starts_with("--combine-dtype: only with --mode low-latency"), "{message}");
 }
 
 #[test]
 fn what_has_no_room_on_the_device_is_skipped() {
-    let stop = measure_points(&arguments("--tokens 100000000 --hidden 7168"), &()).unwrap_err();
+    let stop = measure_points(&[arguments("--tokens 100000000 --hidden 7168")], &()).unwrap_err();
     assert_eq!(stop.code, SKIPPED);
     assert!(stop.message.unwrap().contains("do not fit"));
 }
@@ -219,9 +224,9 @@ fn every_step_of_a_plan_is_told() {
             if line.contains("--num-sms") { "" } else { "--num-sms 2 " }
         ))
         .unwrap();
-        let plan = args.plan().unwrap();
+        let plan = args.plans().unwrap().remove(0);
         let steps = Counted::default();
-        let (points, _) = measure_points(&plan, &steps).unwrap();
+        let (points, _) = measure_points(std::slice::from_ref(&plan), &steps).unwrap();
         assert_eq!(steps.of_rank_0(), u64::from(plan.repeat) * plan.steps(), "{line}");
         assert!(points.iter().all(|point| point.runs.len() == plan.repeat as usize));
     }
@@ -233,7 +238,7 @@ fn the_figures_across_nodes_worked_by_hand_are_the_output() {
     let mut plan =
         arguments("--nodes 2 --ranks-per-node 2 --tokens 4 --hidden 8192 --num-sms 4 --transport shm");
     plan.ids = Some(ACROSS_NODES.map(|ids| ids.to_vec()).into());
-    let (points, mut ranks) = measure_points(&plan, &()).unwrap();
+    let (points, mut ranks) = measure_points(std::slice::from_ref(&plan), &()).unwrap();
     assert_eq!(points[0].remote_rows, 3.75);
     for result in &mut ranks {
         (result.is_virtual, result.device, result.driver_version) = (false, "GPU".into(), 13_000);
@@ -312,7 +317,7 @@ fn the_library_is_as_strict_as_the_flags() {
         ("--nodes 2 --num-sms 4 --rdma-send 500", "num_max_rdma_chunked_send_tokens = 500"),
         ("--num-sms 3", "num_sms = 3"),
     ] {
-        let stop = measure_points(&arguments(line), &()).unwrap_err();
+        let stop = measure_points(&[arguments(line)], &()).unwrap_err();
         let message = stop.message.unwrap();
         assert_eq!(stop.code, crate::stop::USAGE, "{message}");
         assert!(message.contains(part), "{message}");

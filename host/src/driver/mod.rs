@@ -28,8 +28,10 @@ pub use device::Device;
 pub use fence::Fence;
 #[doc(hidden)]
 pub use owned::MappedMemory;
+#[doc(hidden)]
+pub use owned::shipped_ptx;
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
-pub(crate) use owned::{Report, give_up, poll, shipped_ptx};
+pub(crate) use owned::{Report, give_up, poll};
 #[doc(hidden)]
 pub use raw::{CopyEnd, FabricHandle, RawMemory};
 pub use raw::{DeviceInfo, LaunchConfig, MemoryKind, RawStream, RdmaWriteOrder};

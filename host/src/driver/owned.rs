@@ -634,7 +634,7 @@ impl Module {
 const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 
 /// The PTX of epoxide's kernels: the embedded one, or that of the file that is given or that `EPOXIDE_PTX` names.
-pub(crate) fn shipped_ptx(file: Option<&Path>) -> Result<Cow<'static, str>> {
+pub fn shipped_ptx(file: Option<&Path>) -> Result<Cow<'static, str>> {
     ptx_of(file.map(OsString::from).or_else(|| std::env::var_os(PTX_OVERRIDE)))
 }
 

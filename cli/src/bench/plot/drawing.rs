@@ -14,7 +14,9 @@ use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, ValueFormatte
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 
-use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results, Way, WayResult};
+use epoxide::internal::{JSON, read_text_file};
+use epoxide_bench::figures::{self, Figures};
+use epoxide_bench::results::{Key, Phase, PhaseName, Point, Results, Slowest, Way, WayResult};
 
 use super::{Args, Axis, Choice, What, check_path};
 use crate::stop::{Result, Stop};
@@ -101,6 +103,11 @@ fn parts(key: &Key, axis: Option<Axis>) -> Vec<String> {
         format!("top-{} of {}", key.topk, key.experts),
         format!("seed {:#x}", key.seed),
         share,
+        key.combine_dtype
+            .as_ref()
+            .map_or_else(String::new, |dtype| format!("combine in {}", dtype.to_uppercase())),
+        key.chunk_tokens.map_or_else(String::new, |tokens| format!("chunks of {tokens}")),
+        key.packet_tokens.map_or_else(String::new, |tokens| format!("packets up to {tokens} tokens")),
     ]
 }
 
@@ -114,9 +121,19 @@ struct Panel {
     x_range: (f64, f64),
     y_ticks: Vec<(f64, String)>,
     y_range: (f64, f64),
-    /// A dot on each point.
-    dots: bool,
+    mark: Mark,
     series: Vec<Series>,
+}
+
+/// How points are drawn.
+#[derive(Clone, Copy, PartialEq)]
+enum Mark {
+    /// A line alone.
+    Line,
+    /// A line with a dot on each point.
+    Dots,
+    /// Bars, so wide in units of the x axis, with their values.
+    Bars(f64),
 }
 
 struct Series {
@@ -156,9 +173,18 @@ const COLORS: [RGBColor; 8] = [
     RGBColor(0x30, 0x30, 0x30),
 ];
 
-/// Draws stored results.
+/// Draws stored results, or a file of figures.
 pub fn run(args: &Args) -> Result<()> {
     let mut files = Vec::new();
+    if let [path] = &args.files[..] {
+        let text = read_text_file(path, JSON);
+        let figures = text.map_err(|error| error.to_string()).and_then(|text| Figures::of_text(&text));
+        let wrong = |why: String| Stop::usage(format!("{}: {why}", path.display()));
+        if let Some(figures) = figures.map_err(wrong)? {
+            check_path(&args.out)?;
+            return Drawing::of_figures(&figures).save(&args.out);
+        }
+    }
     for path in &args.files {
         let label =
             path.file_stem().map_or_else(|| path.display().to_string(), |stem| stem.to_string_lossy().into());
@@ -185,18 +211,16 @@ pub fn draw_points(points: &[Point], path: &Path) -> Result<()> {
 pub fn draw(files: &[File], choice: &Choice, path: &Path) -> Result<()> {
     check_path(path)?;
     let drawing = Drawing::new(files, choice).map_err(|why| Stop::usage(format!("plot: {why}")))?;
+    drawing.save(path)
+}
+
+/// Registers the font of the program, once.
+fn register() {
     static REGISTER: Once = Once::new();
     REGISTER.call_once(|| {
         // The file is part of the program; a test draws with it.
         let _ = register_font(FAMILY, FontStyle::Normal, FONT);
     });
-    let size = drawing.size();
-    let broken = |why: String| Stop::failed(format!("{}: {why}", path.display()));
-    match path.extension().is_some_and(|extension| extension == "svg") {
-        true => drawing.paint(&SVGBackend::new(path, size).into_drawing_area()),
-        false => drawing.paint(&BitMapBackend::new(path, size).into_drawing_area()),
-    }
-    .map_err(broken)
 }
 
 /// A point and where it comes from: the file, and which of the file's points of the same kind it is.
@@ -232,14 +256,102 @@ fn sources(files: &[File]) -> (Vec<String>, Vec<Source<'_>>) {
     (labels, sources)
 }
 
-/// The two phases of an operation, and what legends call them.
-const OPERATIONS: [(&str, [(PhaseName, &str); 2]); 2] = [
-    ("dispatch", [(PhaseName::DispatchCached, "cached"), (PhaseName::DispatchUncached, "uncached")]),
-    ("combine", [(PhaseName::CombineInPool, "in pool"), (PhaseName::CombineStaged, "staged")]),
-];
+/// What a panel is of.
+struct Operation {
+    name: &'static str,
+    /// The lines of each file, and what legends call them.
+    lines: Vec<(&'static str, Line)>,
+    /// The phase that other ways and the links are held against; missing: pairs.
+    phase: Option<PhaseName>,
+}
 
-fn baseline(point: &Point, way: Way) -> Option<&WayResult> {
-    point.baselines.iter().find(|result| result.way == way)
+/// The figure of a point.
+type Line = fn(&Point, Metric) -> Option<f64>;
+
+/// What points of one mode have panels of: pairs as well, where they were measured.
+fn operations(points: &[Source<'_>]) -> std::result::Result<Vec<Operation>, String> {
+    let is_low_latency = |source: &Source<'_>| source.point.is_low_latency();
+    let has_pairs = points.iter().any(|source| source.point.pair.is_some());
+    if points.iter().any(is_low_latency) {
+        if !points.iter().all(is_low_latency) {
+            return Err("some results are of low latency and others are not: draw results of one mode".into());
+        }
+        let lines = |median: Line, tail: Line| vec![("median", median), ("99th percentile", tail)];
+        return Ok(vec![
+            Operation {
+                name: "dispatch",
+                lines: lines(
+                    |point, metric| p50(slowest(point, PhaseName::LowLatencyDispatch), metric),
+                    |point, metric| p99(slowest(point, PhaseName::LowLatencyDispatch), metric),
+                ),
+                phase: Some(PhaseName::LowLatencyDispatch),
+            },
+            Operation {
+                name: "combine",
+                lines: lines(
+                    |point, metric| p50(slowest(point, PhaseName::LowLatencyCombine), metric),
+                    |point, metric| p99(slowest(point, PhaseName::LowLatencyCombine), metric),
+                ),
+                phase: Some(PhaseName::LowLatencyCombine),
+            },
+            Operation {
+                name: "pair",
+                lines: lines(
+                    |point, metric| p50(period(point), metric),
+                    |point, metric| p99(period(point), metric),
+                ),
+                phase: None,
+            },
+        ]);
+    }
+    let mut operations = vec![
+        Operation {
+            name: "dispatch",
+            lines: vec![
+                ("cached", |point, metric| metric.of(point.phase(PhaseName::DispatchCached)?)),
+                ("uncached", |point, metric| metric.of(point.phase(PhaseName::DispatchUncached)?)),
+            ],
+            phase: Some(PhaseName::DispatchCached),
+        },
+        Operation {
+            name: "combine",
+            lines: vec![
+                ("in pool", |point, metric| metric.of(point.phase(PhaseName::CombineInPool)?)),
+                ("staged", |point, metric| metric.of(point.phase(PhaseName::CombineStaged)?)),
+            ],
+            phase: Some(PhaseName::CombineInPool),
+        },
+    ];
+    if has_pairs {
+        let lines: Vec<(&str, Line)> = vec![("cached, in pool", |point, metric| p50(period(point), metric))];
+        operations.push(Operation { name: "pair", lines, phase: None });
+    }
+    Ok(operations)
+}
+
+fn slowest(point: &Point, name: PhaseName) -> Option<&Slowest> {
+    point.phase(name)?.slowest.as_ref()
+}
+
+fn period(point: &Point) -> Option<&Slowest> {
+    point.pair.as_ref().map(|pair| &pair.period)
+}
+
+fn p50(times: Option<&Slowest>, metric: Metric) -> Option<f64> {
+    times.filter(|_| metric == Metric::Time).map(|times| times.p50_us)
+}
+
+fn p99(times: Option<&Slowest>, metric: Metric) -> Option<f64> {
+    times.filter(|_| metric == Metric::Time).map(|times| times.p99_us)
+}
+
+/// The figure of another way for an operation.
+fn of_way(point: &Point, way: Way, operation: &Operation, metric: Metric) -> Option<f64> {
+    let result = point.baselines.iter().find(|result| result.way == way)?;
+    match operation.phase {
+        Some(name) => metric.of(result.phase(name)?),
+        None => p50(Some(&result.pair.period), metric),
+    }
 }
 
 /// What was measured beside the points of each label: its number, and the way.
@@ -343,6 +455,12 @@ impl Drawing {
         } else if let Some(axis) = axis {
             drawing.against(axis, &metrics, &labels, &sources)?;
         }
+        let kernels: BTreeSet<String> = sources.iter().map(|source| source.point.kernels_text()).collect();
+        let kernels: Vec<String> = kernels.into_iter().collect();
+        drawing.subtitle += &match &kernels[..] {
+            [one] => format!(", kernels: {one}"),
+            several => format!(", kernels: {} different ones", several.len()),
+        };
         if is_virtual {
             for label in drawing.panels.iter_mut().flat_map(|panel| [&mut panel.x_label, &mut panel.y_label])
             {
@@ -397,9 +515,16 @@ impl Drawing {
         let mut ticks: Vec<u32> = sources.iter().map(|source| axis.of(&source.point.key)).collect();
         ticks.sort_unstable();
         ticks.dedup();
-        // What a combine takes does not depend on the type of dispatched rows.
-        let kinds: Vec<(usize, &str)> =
-            dtypes.iter().map(|dtype| (0, *dtype)).chain([(1, *dtypes.first().unwrap_or(&""))]).collect();
+        let operations = operations(sources)?;
+        // What a combine takes does not depend on the type of dispatched rows, but a pair does.
+        let kinds: Vec<(usize, &str)> = operations
+            .iter()
+            .enumerate()
+            .flat_map(|(at, operation)| {
+                let types = if operation.name == "combine" { 1 } else { dtypes.len() };
+                dtypes.iter().take(types).map(move |dtype| (at, *dtype))
+            })
+            .collect();
         let mut ceiling = false;
         let drawn = baselines(labels, sources);
         let count = metrics.len() * rests.len() * kinds.len();
@@ -415,8 +540,10 @@ impl Drawing {
                 for &(operation, dtype) in &kinds {
                     let members: &[Source<'_>] =
                         groups.get(&(rest_of.clone(), dtype)).map_or(&[], Vec::as_slice);
-                    let (name, phases) = OPERATIONS[operation];
-                    let typed = if operation == 0 && dtypes.len() > 1 {
+                    let number = operation;
+                    let operation = &operations[number];
+                    let name = operation.name;
+                    let typed = if name != "combine" && dtypes.len() > 1 {
                         format!(" {}", dtype.to_uppercase())
                     } else {
                         String::new()
@@ -440,7 +567,7 @@ impl Drawing {
                         x_range: (-0.35, ticks.len() as f64 - 0.65),
                         y_ticks: Vec::new(),
                         y_range: (0.0, 0.0),
-                        dots: true,
+                        mark: Mark::Dots,
                         series: Vec::new(),
                     };
                     let place = |point: &Point| ticks.binary_search(&axis.of(&point.key)).unwrap_or(0) as f64;
@@ -462,33 +589,36 @@ impl Drawing {
                         }
                         any
                     };
-                    for (second, (phase, _)) in phases.into_iter().enumerate() {
+                    for (second, (text, line)) in operation.lines.iter().enumerate() {
                         for entry in 0..labels.len() {
-                            add(style(operation, second, entry, labels.len()), Some(entry), &|point| {
-                                metric.of(point.phase(phase)?)
-                            });
+                            let style = style(number, second, text, entry, labels.len());
+                            add(style, Some(entry), &|point| line(point, metric));
                         }
                     }
                     for (nth, &(entry, way)) in drawn.iter().enumerate() {
                         add(way_style(labels.len(), nth), Some(entry), &|point| {
-                            metric.of(baseline(point, way)?.phase(phases[0].0)?)
+                            of_way(point, way, operation, metric)
                         });
                     }
                     // One for all: what the links give does not depend on the file.
-                    ceiling |= add(CEILING, None, &|point| metric.ceiling(point, phases[0].0));
+                    ceiling |= add(CEILING, None, &|point| metric.ceiling(point, operation.phase?));
                     if !panel.series.is_empty() {
                         panels.push(panel);
                     }
                 }
             }
-            share_y(&mut panels, metric);
+            share_y(&mut panels, (metric == Metric::Time).then_some(12.0));
             self.panels.extend(panels);
+        }
+        if !drawn.is_empty() && metrics.contains(&Metric::Time) {
+            let ratios = ratios(&operations, axis, &ticks, labels.len(), sources);
+            self.panels.extend(ratios);
         }
         self.columns = match (kinds.len(), rests.len()) {
             (2, 5..) => 4,
             (kinds, _) => kinds,
         };
-        self.legend = legend(labels, &[0, 1], ceiling);
+        self.legend = legend(labels, &operations, ceiling);
         self.legend.extend(drawn.iter().enumerate().map(|(nth, &(entry, way))| {
             let label = [labels[entry].as_str(), way.text()].into_iter().filter(|part| !part.is_empty());
             let label =
@@ -535,7 +665,7 @@ impl Drawing {
                 ways.push((format!("{}, {}", label(source), result.way.text()), result));
             }
         }
-        for name in PhaseName::ALL {
+        for name in PhaseName::all() {
             let mut panel = Panel {
                 title: name.text().into(),
                 x_label: "time of a call, us".into(),
@@ -546,7 +676,7 @@ impl Drawing {
                     .map(|quarter| (25.0 * f64::from(quarter), format!("{}%", 25 * quarter)))
                     .collect(),
                 y_range: (0.0, 104.0),
-                dots: false,
+                mark: Mark::Line,
                 series: Vec::new(),
             };
             let own = sampled.iter().enumerate().map(|(at, source)| (at, source.point.phase(name)));
@@ -600,11 +730,63 @@ fn split(lists: &[Vec<String>]) -> (Vec<String>, Vec<usize>) {
 
 const CEILING: Style = Style { color: GREY, dashed: true };
 
-/// One file has a color for each phase; of several each has a color, and the second phase of an operation is dashed.
-fn style(operation: usize, second: usize, entry: usize, entries: usize) -> Style {
-    match entries {
-        1 => Style { color: [[BLUE_, ORANGE], [GREEN_, PURPLE]][operation][second], dashed: false },
+/// What a 99th percentile is called: it is dashed, and has the color of its median.
+const TAIL: &str = "99th percentile";
+
+/// One file has a color for each phase; of several each has a color, and the second line of an operation is dashed.
+fn style(operation: usize, second: usize, text: &str, entry: usize, entries: usize) -> Style {
+    const OF_PHASES: [[RGBColor; 2]; 3] = [[BLUE_, ORANGE], [GREEN_, PURPLE], [COLORS[7], COLORS[7]]];
+    match (entries, text) {
+        (1, TAIL) => Style { color: OF_PHASES[operation][0], dashed: true },
+        (1, _) => Style { color: OF_PHASES[operation][second], dashed: false },
         _ => Style { color: COLORS[entry % COLORS.len()], dashed: second == 1 },
+    }
+}
+
+/// For each operation how long the fastest way of epoxide takes, over the fastest of NCCL's: panels from 0, so that lengths compare.
+fn ratios(
+    operations: &[Operation],
+    axis: Axis,
+    ticks: &[u32],
+    entries: usize,
+    sources: &[Source<'_>],
+) -> Vec<Panel> {
+    let of = |step: usize, point: &Point| {
+        let ranking = point.ranking(step);
+        let best = |ours| ranking.iter().find(|(way, _)| way.is_ours() == ours).map(|(_, us)| *us);
+        best(true).zip(best(false)).map(|(ours, theirs)| ours / theirs).filter(|ratio| ratio.is_finite())
+    };
+    let panel = |(step, operation): (usize, &Operation)| {
+        let lines = (0..entries).map(|entry| {
+            let of_entry = sources.iter().filter(|source| source.entry == entry);
+            let place = |point: &Point| ticks.binary_search(&axis.of(&point.key)).unwrap_or(0) as f64;
+            let ratio = |source: &Source<'_>| Some((place(source.point), of(step, source.point)?));
+            let mut points: Vec<(f64, f64)> = of_entry.filter_map(ratio).collect();
+            points.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let color = if entries == 1 { BLACK } else { COLORS[entry % COLORS.len()] };
+            Series { style: Style { color, dashed: false }, points }
+        });
+        ratio_panel(operation.name, axis.label(), ticks, lines.collect())
+    };
+    operations.iter().enumerate().map(panel).collect()
+}
+
+/// A panel of ratios, with a line at 1.
+fn ratio_panel(name: &str, x_label: &str, ticks: &[impl ToString], mut series: Vec<Series>) -> Panel {
+    let highest = series.iter().flat_map(|series| &series.points).map(|point| point.1).fold(1.0, f64::max);
+    let x_range = (-0.35, ticks.len() as f64 - 0.65);
+    series.push(Series { style: CEILING, points: vec![(x_range.0, 1.0), (x_range.1, 1.0)] });
+    let y_range = (0.0, highest * 1.08);
+    Panel {
+        title: format!("{name}: epoxide / others"),
+        x_label: x_label.into(),
+        y_label: "ratio of the fastest".into(),
+        ticks: ticks.iter().enumerate().map(|(at, tick)| (at as f64, tick.to_string())).collect(),
+        x_range,
+        y_ticks: round_ticks(y_range, 5),
+        y_range,
+        mark: Mark::Dots,
+        series,
     }
 }
 
@@ -615,21 +797,26 @@ fn way_style(labels: usize, nth: usize) -> Style {
     Style { color: COLORS[(taken + nth) % COLORS.len()], dashed: false }
 }
 
-fn legend(labels: &[String], operations: &[usize], ceiling: bool) -> Vec<(String, Style)> {
+fn legend(labels: &[String], operations: &[Operation], ceiling: bool) -> Vec<(String, Style)> {
     let mut legend = Vec::new();
     if labels.len() == 1 {
-        for &operation in operations {
-            let (name, phases) = OPERATIONS[operation];
-            for (second, (_, text)) in phases.iter().enumerate() {
-                legend.push((format!("{name} {text}"), style(operation, second, 0, 1)));
+        for (at, operation) in operations.iter().enumerate() {
+            for (second, (text, _)) in operation.lines.iter().enumerate() {
+                legend.push((format!("{} {text}", operation.name), style(at, second, text, 0, 1)));
             }
         }
     } else {
         for (entry, label) in labels.iter().enumerate() {
-            legend.push((label.clone(), style(0, 0, entry, labels.len())));
+            legend.push((label.clone(), style(0, 0, "", entry, labels.len())));
         }
-        legend.push(("cached, in pool".into(), Style { color: BLACK, dashed: false }));
-        legend.push(("uncached, staged".into(), Style { color: BLACK, dashed: true }));
+        for (second, dashed) in [(0, false), (1, true)] {
+            let mut texts: Vec<&str> =
+                operations.iter().filter_map(|operation| Some(operation.lines.get(second)?.0)).collect();
+            texts.dedup();
+            // Pairs are of the first lines of both.
+            texts.retain(|text| *text != "cached, in pool");
+            legend.push((texts.join(", "), Style { color: BLACK, dashed }));
+        }
     }
     if ceiling {
         legend.push(("link ceiling".into(), CEILING));
@@ -652,13 +839,14 @@ fn title(sources: &[Source<'_>]) -> String {
     format!("epoxide, {}, {when}", devices.join(" and "))
 }
 
-/// The same y axis for all panels of a kind, so that they can be held against each other: from 0, or by factors where times differ by many.
-fn share_y(panels: &mut [Panel], metric: Metric) {
+/// The same y axis for all panels of a kind, so that they can be held against each other: from 0, or by factors where times differ by more
+/// than this one.
+fn share_y(panels: &mut [Panel], most_by_length: Option<f64>) {
     let all = || {
         panels.iter().flat_map(|panel| &panel.series).flat_map(|series| &series.points).map(|point| point.1)
     };
     let (low, high) = (all().fold(f64::MAX, f64::min), all().fold(0.0, f64::max));
-    let by_factors = metric == Metric::Time && low > 0.0 && high > 12.0 * low;
+    let by_factors = low > 0.0 && most_by_length.is_some_and(|most| high > most * low);
     let (range, ticks) = if by_factors {
         let range = (low.log10() - 0.08, high.log10() + 0.08);
         let decades = (range.0.floor() as i32)..=(range.1.ceil() as i32);
@@ -684,7 +872,7 @@ fn share_y(panels: &mut [Panel], metric: Metric) {
 /// Rejects times that no clock has measured, and that no axis has room for.
 fn check_times(sources: &[Source<'_>]) -> std::result::Result<(), String> {
     for Source { point, .. } in sources {
-        let phases = PhaseName::ALL.into_iter().flat_map(|name| {
+        let phases = PhaseName::all().flat_map(|name| {
             let own = point.phase(name).into_iter();
             own.chain(point.baselines.iter().filter_map(move |result| result.phase(name)))
         });
@@ -734,6 +922,85 @@ fn width_of(text: &str) -> u32 {
 }
 
 impl Drawing {
+    fn save(&self, path: &Path) -> Result<()> {
+        register();
+        let size = self.size();
+        let broken = |why: String| Stop::failed(format!("{}: {why}", path.display()));
+        match path.extension().is_some_and(|extension| extension == "svg") {
+            true => self.paint(&SVGBackend::new(path, size).into_drawing_area()),
+            false => self.paint(&BitMapBackend::new(path, size).into_drawing_area()),
+        }
+        .map_err(broken)
+    }
+
+    /// Figures as their file says.
+    fn of_figures(figures: &Figures) -> Drawing {
+        let ours = figures.systems.iter().filter(|system| system.is_ours).count();
+        let (mut first, mut others) = (0..ours, ours..);
+        let colors = figures.systems.iter().map(|system| {
+            let at = if system.is_ours { first.next() } else { others.next() };
+            COLORS[at.unwrap_or(0) % COLORS.len()]
+        });
+        let colors: Vec<RGBColor> = colors.collect();
+        let bars = figures.style == figures::Style::Bars;
+        let panel = |of: &figures::Panel| {
+            let width = 0.84 / of.lines.len().max(1) as f64;
+            let series = of.lines.iter().enumerate().flat_map(|(nth, line)| {
+                let offset = if bars { (nth as f64 + 0.5) * width - 0.42 } else { 0.0 };
+                [(&line.us, false), (&line.p99_us, true)].map(|(values, dashed)| Series {
+                    style: Style { color: colors[line.system], dashed },
+                    points: values
+                        .iter()
+                        .enumerate()
+                        .filter_map(|(at, us)| Some((at as f64 + offset, (*us)?)))
+                        .collect(),
+                })
+            });
+            Panel {
+                title: of.title.clone(),
+                x_label: figures.x_label.clone(),
+                y_label: if bars { "us" } else { "median, us" }.into(),
+                ticks: of.x.iter().enumerate().map(|(at, x)| (at as f64, x.clone())).collect(),
+                x_range: if bars {
+                    (-0.5, of.x.len() as f64 - 0.5)
+                } else {
+                    (-0.35, of.x.len() as f64 - 0.65)
+                },
+                y_ticks: Vec::new(),
+                y_range: (0.0, 0.0),
+                mark: if bars { Mark::Bars(width * 0.92) } else { Mark::Dots },
+                series: series.filter(|series| !series.points.is_empty()).collect(),
+            }
+        };
+        let mut panels: Vec<Panel> = figures.panels.iter().map(panel).collect();
+        match bars {
+            // Panels of bars are of different sizes.
+            true => panels.iter_mut().for_each(|panel| share_y(std::slice::from_mut(panel), None)),
+            false => share_y(&mut panels, Some(4.0)),
+        }
+        let columns = if bars { 1 } else { panels.len().min(3) };
+        if figures.style == figures::Style::LinesAndRatios {
+            panels.extend(figures.panels.iter().map(|of| {
+                let ratio = |at: usize| {
+                    let [ours, theirs] = [true, false].map(|ours| of.fastest(at, &figures.systems, ours));
+                    Some((at as f64, ours? / theirs.filter(|us| *us > 0.0)?))
+                };
+                let points = (0..of.x.len()).filter_map(ratio).collect();
+                let line = Series { style: Style { color: BLACK, dashed: false }, points };
+                ratio_panel(&of.title, &figures.x_label, &of.x, vec![line])
+            }));
+        }
+        let named = figures.systems.iter().zip(&colors).map(|(system, color)| {
+            let label = format!("{} ({}, {})", system.name, system.version, system.date);
+            (label, Style { color: *color, dashed: false })
+        });
+        let mut legend: Vec<(String, Style)> = named.collect();
+        if figures.panels.iter().flat_map(|panel| &panel.lines).any(|line| !line.p99_us.is_empty()) {
+            legend.push((TAIL.into(), Style { color: BLACK, dashed: true }));
+        }
+        Drawing { title: figures.title.clone(), subtitle: figures.note.clone(), legend, columns, panels }
+    }
+
     /// Text below the title cut into lines that fit.
     fn subtitle_lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = Vec::new();
@@ -848,7 +1115,8 @@ impl Panel {
     ) -> std::result::Result<(), DrawingAreaErrorKind<DB::ErrorType>> {
         // Labels that would touch each other are left out, every other one.
         let room = WIDTH as usize / columns - 90;
-        let widest = self.ticks.iter().map(|(_, text)| text.len()).max().unwrap_or(1);
+        let widest_of = |ticks: &[(f64, String)]| ticks.iter().map(|(_, text)| text.len()).max().unwrap_or(1);
+        let widest = widest_of(&self.ticks);
         let every = (self.ticks.len() * (widest * 9 + 8)).div_ceil(room.max(1)).max(1);
         let ticks: Vec<(f64, String)> = self.ticks.iter().step_by(every).cloned().collect();
         let (text, caption) = if columns > 3 { (12, 13) } else { (14, 16) };
@@ -857,7 +1125,7 @@ impl Panel {
             .margin(8)
             .margin_right(16)
             .x_label_area_size(if columns > 3 { 36 } else { 42 })
-            .y_label_area_size(if columns > 3 { 58 } else { 62 })
+            .y_label_area_size(26 + 8 * widest_of(&self.y_ticks) as u32)
             .build_cartesian_2d(
                 Ticked { range: self.x_range, ticks: &ticks },
                 Ticked { range: self.y_range, ticks: &self.y_ticks },
@@ -874,13 +1142,29 @@ impl Panel {
             .y_labels(self.y_ticks.len().max(1))
             .draw()?;
         for series in &self.series {
+            if let Mark::Bars(width) = self.mark {
+                let bars = series.points.iter().map(|&(x, y)| {
+                    let corners = [(x - width / 2.0, 0.0), (x + width / 2.0, y)];
+                    Rectangle::new(corners, series.style.color.filled())
+                });
+                chart.draw_series(bars)?;
+                let font = (FAMILY, text).into_font().color(&BLACK);
+                let values = series.points.iter().map(|&(x, y)| {
+                    let value = if y < 100.0 { format!("{y:.1}") } else { number(y) };
+                    // Above the bar, and centered.
+                    let left = -(value.len() as i32) * text / 4;
+                    EmptyElement::at((x, y)) + Text::new(value, (left, -text - 2), font.clone())
+                });
+                chart.draw_series(values)?;
+                continue;
+            }
             let style = series.style.color.stroke_width(2);
             let points = || series.points.iter().copied();
             match series.style.dashed {
                 true => drop(chart.draw_series(DashedLineSeries::new(points(), 6, 4, style))?),
                 false => drop(chart.draw_series(LineSeries::new(points(), style))?),
             }
-            if self.dots && series.style != CEILING {
+            if self.mark == Mark::Dots && series.style != CEILING && !series.style.dashed {
                 chart.draw_series(points().map(|at| Circle::new(at, 3, series.style.color.filled())))?;
             }
         }
@@ -939,6 +1223,57 @@ mod tests {
             "132",
         ] {
             assert!(svg.contains(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn low_latency_is_drawn_with_its_tails() {
+        let line = "bench --mode low-latency --ranks-per-node 2 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";
+        let mut plans = crate::bench::testing::parse(line).unwrap().plans().unwrap();
+        plans.truncate(2);
+        let points = crate::bench::start::measure_points(&plans, &()).unwrap().0;
+        let drawing = Drawing::new(&[file("ll", points.clone())], &Choice::default()).unwrap();
+        let titles: Vec<&str> = drawing.panels.iter().map(|panel| panel.title.as_str()).collect();
+        assert_eq!(titles, ["dispatch", "combine", "pair"]);
+        for panel in &drawing.panels {
+            assert_eq!(
+                panel.series.iter().map(|series| series.style.dashed).collect::<Vec<_>>(),
+                [false, true]
+            );
+        }
+        let svg = text_of(&[file("", points.clone())], &Choice::default());
+        for text in
+            ["pair 99th percentile", "tokens per rank", "VIRTUAL GPU", "kernels: PTX", "interpreter us"]
+        {
+            assert!(svg.contains(text), "{text}");
+        }
+        let mixed = [file("a", points.clone()), file("b", measured())];
+        let error = Drawing::new(&mixed, &Choice::default()).map(drop).unwrap_err();
+        assert!(error.contains("draw results of one mode"), "{error}");
+    }
+
+    #[test]
+    fn committed_figures_are_drawn() {
+        for (name, panels, texts) in [
+            ("nccl-2xh200", 6, ["NCCL all-to-all (2.28.3, 2026-11-23)", "pair: epoxide / others"]),
+            ("low-latency-2xh200", 3, ["99th percentile", "FlashInfer (0.7.2, 2026-11-23)"]),
+            ("peers-h200", 2, ["DeepEP V1", "836"]),
+        ] {
+            let path = format!("{}/../benches/data/{name}.json", env!("CARGO_MANIFEST_DIR"));
+            let figures = Figures::of_text(&std::fs::read_to_string(&path).unwrap()).unwrap().unwrap();
+            let drawing = Drawing::of_figures(&figures);
+            assert_eq!(drawing.panels.len(), panels);
+            let folder = tempfile::tempdir().unwrap();
+            let out = folder.path().join("a.svg");
+            drawing.save(&out).unwrap();
+            let svg = std::fs::read_to_string(&out).unwrap();
+            for text in texts.into_iter().chain(["not of this commit"]) {
+                assert!(svg.contains(text), "{name}: {text}");
+            }
+            // Ratios lie on an axis from 0.
+            let ratios = drawing.panels.iter().filter(|panel| panel.title.ends_with("/ others"));
+            assert!(ratios.clone().all(|panel| panel.y_range.0 == 0.0), "{name}");
+            assert_eq!(ratios.count(), if name == "nccl-2xh200" { 3 } else { 0 });
         }
     }
 

@@ -1,0 +1,158 @@
+//! Figures that are no results file: those of other projects, and of this one where a table alone was kept. Each has
+//! its version, command and date beside it, or says that none was recorded.
+
+use serde::{Deserialize, Serialize};
+
+use crate::results::SCHEMA_VERSION;
+
+/// Longest time, in microseconds: ten years.
+const LONGEST_US: f64 = 3.2e14;
+
+/// A drawing's worth of figures.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Figures {
+    /// [`SCHEMA_VERSION`] of the writer.
+    pub schema_version: u32,
+    /// Hardware, sizes.
+    pub title: String,
+    /// What is timed, and what differs between systems.
+    pub note: String,
+    /// How they are drawn.
+    pub style: Style,
+    /// What the positions of a panel are.
+    pub x_label: String,
+    /// The systems, in the order of the legend.
+    pub systems: Vec<System>,
+    /// The panels.
+    pub panels: Vec<Panel>,
+}
+
+/// How figures are drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Style {
+    /// A line for each system.
+    Lines,
+    /// The same, and panels with the fastest of this project's over the fastest of the others'.
+    LinesAndRatios,
+    /// A group of bars for each position.
+    Bars,
+}
+
+/// What was measured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct System {
+    /// What people call it.
+    pub name: String,
+    /// Version or commit; for this project the kernels.
+    pub version: String,
+    /// What was run.
+    pub command: String,
+    /// Day of the measurement.
+    pub date: String,
+    /// Whether it is this project.
+    #[serde(default)]
+    pub is_ours: bool,
+}
+
+/// Times of one thing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Panel {
+    /// What was timed.
+    pub title: String,
+    /// The positions, such as numbers of tokens.
+    pub x: Vec<String>,
+    /// The lines, each of as many values as there are positions.
+    pub lines: Vec<Line>,
+}
+
+/// Times of a system.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Line {
+    /// Index of the system.
+    pub system: usize,
+    /// Medians in microseconds; `null` where there is none.
+    pub us: Vec<Option<f64>>,
+    /// 99th percentiles.
+    #[serde(default)]
+    pub p99_us: Vec<Option<f64>>,
+}
+
+impl Figures {
+    /// The figures that a text holds; nothing where it is another file.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn of_text(text: &str) -> Result<Option<Figures>, String> {
+        let broken = |error: serde_json::Error| format!("not a file of figures: {error}");
+        match serde_json::from_str::<serde_json::Value>(text) {
+            Ok(value) if value.get("panels").is_some() => {
+                let figures: Figures = serde_json::from_value(value).map_err(broken)?;
+                figures.check().map(|()| Some(figures))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if self.schema_version != SCHEMA_VERSION {
+            return Err(format!("schema_version {}; figures have {SCHEMA_VERSION}", self.schema_version));
+        }
+        for panel in &self.panels {
+            for line in &panel.lines {
+                let (title, count) = (&panel.title, panel.x.len());
+                if line.system >= self.systems.len() {
+                    return Err(format!("{title}: a line is of system {}, which there is not", line.system));
+                }
+                if line.us.len() != count || !(line.p99_us.is_empty() || line.p99_us.len() == count) {
+                    return Err(format!("{title}: a line has not one value for each of {count} positions"));
+                }
+                let values = line.us.iter().chain(&line.p99_us).flatten();
+                if let Some(us) = values.into_iter().find(|us| !(0.0..=LONGEST_US).contains(*us)) {
+                    return Err(format!("{title}: {us} is no time in us"));
+                }
+            }
+        }
+        match self.panels.iter().all(|panel| panel.x.is_empty() || panel.lines.is_empty()) {
+            true => Err("holds no figures".into()),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Panel {
+    /// The smallest time at a position among this project's systems, or among the others.
+    pub fn fastest(&self, at: usize, systems: &[System], ours: bool) -> Option<f64> {
+        let lines = self.lines.iter().filter(|line| systems[line.system].is_ours == ours);
+        lines.filter_map(|line| line.us[at]).min_by(f64::total_cmp)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_that_contradict_themselves_are_refused() {
+        let one = |us: &str, system: usize| {
+            format!(
+                r#"{{"schema_version": 2, "title": "", "note": "", "style": "bars", "x_label": "",
+                    "systems": [{{"name": "a", "version": "1", "command": "b", "date": "2026-11-23"}}],
+                    "panels": [{{"title": "pair", "x": ["1"], "lines": [{{"system": {system}, "us": {us}}}]}}]}}"#
+            )
+        };
+        assert!(Figures::of_text(&one("[12.5]", 0)).unwrap().is_some());
+        assert_eq!(Figures::of_text("{\"points\": []}"), Ok(None));
+        for (text, part) in [
+            (one("[12.5]", 1), "pair: a line is of system 1"),
+            (one("[1, 2]", 0), "not one value for each of 1 positions"),
+            (one("[-1]", 0), "-1 is no time"),
+            (one("7", 0), "not a file of figures"),
+            (one("[1]", 0).replace("version\": 2", "version\": 1"), "schema_version 1"),
+            (one("[]", 0).replace("[\"1\"]", "[]"), "holds no figures"),
+        ] {
+            let error = Figures::of_text(&text).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}
