@@ -15,7 +15,7 @@ use epoxide_testing::payload::rng_of;
 use epoxide_testing::sizes::Sizes;
 use serde::{Deserialize, Serialize};
 
-use crate::plan::check_count;
+use crate::plan::{check_count, transport_text};
 use crate::results::{self, Run, SCHEMA_VERSION, Slowest, today};
 use crate::{Error, Result, Watch, digest};
 
@@ -31,6 +31,8 @@ pub struct LowLatencyPlan {
     pub nodes: u32,
     /// What joins nodes.
     pub transport: TransportKind,
+    /// Whether nodes are kept apart though all ranks can map each other's memory.
+    pub keep_nodes: bool,
     /// Tokens of each rank, one point for each; the buffer is made for as many.
     pub tokens: Vec<u32>,
     /// Elements of a row.
@@ -254,6 +256,9 @@ fn one_size(
     if let Some(num_sms) = plan.num_sms {
         options = options.num_sms(num_sms);
     }
+    if plan.keep_nodes {
+        options = options.keep_nodes();
+    }
     let buffer = Buffer::new(device.clone(), &**group, options)?;
     let stream = Arc::new(Stream::new(device, false)?);
     let mut rank = LowLatencyRank { buffer, group: group.clone(), stream };
@@ -419,7 +424,7 @@ pub fn points(plan: &LowLatencyPlan, ranks: &[Vec<RankTimes>]) -> Vec<LowLatency
             date: today(),
             num_ranks: plan.ranks,
             nodes: plan.nodes,
-            transport: (plan.nodes > 1).then(|| plan.transport.to_string()),
+            transport: (plan.nodes > 1).then(|| transport_text(plan.transport, plan.keep_nodes)),
             tokens,
             hidden: plan.hidden,
             experts: plan.experts,

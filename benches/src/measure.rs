@@ -63,12 +63,22 @@ pub fn rank(
         .timeout(TIMEOUT)
         .ranks_per_node(topology.ranks_per_node)
         .transport(plan.transport_options(TIMEOUT));
+    options.keep_nodes = plan.keep_nodes;
     (options.num_nvl_bytes, options.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
     options.ptx = plan.ptx.clone();
     let buffer = Buffer::new(device.clone(), &**group, options)?;
     let setup_ms = start.elapsed().as_secs_f64() * 1e3;
     let device_bytes = free_before.saturating_sub(device.free_memory()?);
 
+    let is_joined = topology.nodes > 1 && buffer.num_nodes() == 1;
+    let joined;
+    let plan = if is_joined {
+        joined = plan.joined();
+        &joined
+    } else {
+        plan
+    };
+    let topology = plan.topology;
     let mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
     let case = plan.case();
     let mut bench = Bench::new(plan, &case, Rank::with(group.clone(), stream, buffer), watch)?;
@@ -107,6 +117,7 @@ pub fn rank(
         device_bytes,
         topk_idx: plan.routing(group.rank()),
         counts,
+        is_joined,
         mapped,
         transport_us,
         traced,

@@ -48,6 +48,8 @@ pub enum Baseline {
 pub struct Plan {
     /// Nodes and ranks.
     pub topology: Topology,
+    /// Whether nodes are kept apart though all ranks can map each other's memory.
+    pub keep_nodes: bool,
     /// Whether the devices are virtual: points of theirs are no points of hardware.
     pub is_virtual: bool,
     /// What joins the nodes.
@@ -121,6 +123,12 @@ pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
     Ok(())
 }
 
+/// A transport in a point's key. Nodes that are kept apart though they could be one are told by it.
+pub(crate) fn transport_text(transport: TransportKind, keep_nodes: bool) -> String {
+    let could_be_one = matches!(transport, TransportKind::Auto | TransportKind::Direct);
+    if keep_nodes && could_be_one { format!("{transport}, nodes kept") } else { transport.to_string() }
+}
+
 impl Plan {
     /// How tokens travel, as results name it.
     pub fn mode(&self) -> &'static str {
@@ -154,6 +162,12 @@ impl Plan {
     /// Bytes of a row in `phase`, scales included.
     pub fn row_bytes(&self, phase: PhaseName) -> u64 {
         if phase.is_dispatch() { self.dispatch_row_bytes() } else { self.combine_row_bytes() }
+    }
+
+    /// The same where the ranks of all nodes are one node to the buffer.
+    pub(crate) fn joined(&self) -> Plan {
+        let topology = Topology { nodes: 1, ranks_per_node: self.topology.ranks() };
+        Plan { topology, ..self.clone() }
     }
 
     /// What a count of the routing needs to know.
@@ -257,7 +271,7 @@ impl Plan {
             seed: self.seed,
             masked: self.masked,
             num_sms,
-            transport: across.then(|| self.transport.to_string()),
+            transport: across.then(|| transport_text(self.transport, self.keep_nodes)),
             queues: across.then_some(self.queues),
             rdma_send: across.then_some(self.rdma_send),
         }

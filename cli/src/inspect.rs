@@ -175,7 +175,9 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
     let options = BufferOptions::new(shape)
         .config(Config::with_sms(2 * args.channels)?.for_nodes(args.nodes))
         .timeout(TIMEOUT)
-        .ranks_per_node(args.ranks_per_node);
+        .ranks_per_node(args.ranks_per_node)
+        // Quantities of several nodes are only there where rows are relayed.
+        .keep_nodes();
     let checker = args.virtual_gpu.checker(0);
     let inspected = run_threads(ranks, TIMEOUT * 3, |rank, group| {
         let device = VirtualGpu::new(args.virtual_gpu.device(rank, 0, checker.as_ref()));

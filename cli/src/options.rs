@@ -157,6 +157,11 @@ pub struct WorldFlags {
     /// Ranks of a node, one GPU each [default: 8; where WORLD_SIZE is set, as many as that leaves]
     #[arg(long, value_name = "P")]
     pub ranks_per_node: Option<u32>,
+
+    /// Keep nodes apart though all ranks can map each other's memory: sums are rounded for each node, as over tcp or verbs.
+    /// Without, such ranks are one node
+    #[arg(long)]
+    pub keep_nodes: bool,
 }
 
 /// What joins nodes.
@@ -343,6 +348,8 @@ pub struct Setup {
     pub mode: Mode,
     /// Nodes.
     pub nodes: u32,
+    /// Whether they are kept apart though all ranks can map each other's memory.
+    pub keep_nodes: bool,
     /// Ranks of all nodes.
     pub ranks: u32,
     /// Most tokens of any rank.
@@ -415,6 +422,7 @@ impl RoundTripFlags {
                 _ => Mode::Internode,
             },
             nodes,
+            keep_nodes: self.place.keep_nodes,
             ranks,
             tokens,
             hidden,
@@ -441,11 +449,12 @@ impl Setup {
             max_topk: self.topk,
             max_scales: self.dtype.num_scales(self.hidden) as u32,
         };
-        BufferOptions::new(shape)
+        let options = BufferOptions::new(shape)
             .config(self.config)
             .timeout(Duration::from_secs(self.timeout))
             .ranks_per_node(self.ranks / self.nodes)
-            .transport(self.network())
+            .transport(self.network());
+        if self.keep_nodes { options.keep_nodes() } else { options }
     }
 
     /// What joins nodes.

@@ -16,6 +16,7 @@ mod valid;
 mod internode;
 mod intranode;
 mod low_latency;
+mod mapped;
 mod property;
 mod shapes;
 mod timeouts;

@@ -63,8 +63,9 @@ mod internode {
         #![proptest_config(config(64))]
 
         #[test]
-        fn every_quantity_equals_the_oracle(case in case(several_nodes())) {
-            case.check();
+        fn every_quantity_equals_the_oracle(case in case(several_nodes()), joins in any::<bool>()) {
+            let setup = if joins { case.setup().join_nodes() } else { case.setup() };
+            setup.run(|rank| rank.check_everything(&case));
         }
     }
 }

@@ -244,6 +244,7 @@ impl PlanFlags {
         } = self.tuning;
         Ok(Plan {
             topology,
+            keep_nodes: self.place.keep_nodes,
             is_virtual: self.device == DeviceKind::Virtual,
             transport: self.network.transport.kind(),
             queues: self.network.queues(self.device),
@@ -300,6 +301,7 @@ impl PlanFlags {
         let plan = LowLatencyPlan {
             ranks: topology.ranks(),
             nodes: topology.nodes,
+            keep_nodes: self.place.keep_nodes,
             transport: self.network.transport.kind(),
             tokens: self.tokens.map_or_else(|| ladder().collect(), |tokens| vec![tokens]),
             hidden: u32::try_from(self.hidden.unwrap_or(defaults.hidden)).unwrap_or(u32::MAX),
@@ -377,6 +379,9 @@ pub fn flags_of(plan: &Plan) -> Vec<String> {
             flag(name, value.to_string());
         }
     }
+    if plan.keep_nodes {
+        flags.push("--keep-nodes".into());
+    }
     if plan.no_ceiling {
         flags.push("--no-ceiling".into());
     }
@@ -410,6 +415,9 @@ pub fn low_latency_flags(plan: &LowLatencyPlan, device: DeviceKind) -> Vec<Strin
     flag("iters", plan.iters.to_string());
     flag("graph", plan.chain.to_string());
     flag("seed", plan.seed.to_string());
+    if plan.keep_nodes {
+        flags.push("--keep-nodes".into());
+    }
     flags
 }
 

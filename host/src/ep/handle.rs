@@ -282,6 +282,10 @@ pub struct IntranodeHandle<'a> {
 }
 
 impl IntranodeHandle<'_> {
+    pub(super) fn handle(&self) -> &DispatchHandle {
+        self.handle
+    }
+
     /// i32 `[num_ranks, num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and with i to rank j.
     pub fn rank_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let ranks = self.handle.0.num_ranks;

@@ -3,6 +3,7 @@
 use epoxide_gpu::layout::{MAX_NODES, MAX_RANKS};
 
 use crate::error::{Error, Result};
+use crate::transport::TransportKind;
 
 /// How many ranks there are, and where: ranks 0 to `ranks_per_node - 1` are node 0, and so on. The ranks of a node map each other's pools.
 /// Those with the same index on each node are a *rail*: across nodes a rank talks only to its rail.
@@ -45,6 +46,14 @@ impl Topology {
         Ok(Topology { nodes, ranks_per_node: per_node })
     }
 
+    /// The ranks of several nodes as one node, which they become where all of them can map each
+    /// other's memory; `None` where that is not to be tried.
+    pub fn joined(&self, transport: TransportKind, keep_nodes: bool) -> Option<Topology> {
+        let ranks = self.ranks();
+        let may_join = self.nodes > 1 && ranks <= MAX_RANKS as u32 && transport.maps_memory() && !keep_nodes;
+        may_join.then_some(Topology { nodes: 1, ranks_per_node: ranks })
+    }
+
     /// Ranks of all nodes.
     pub fn ranks(&self) -> u32 {
         self.nodes * self.ranks_per_node
@@ -84,5 +93,17 @@ mod tests {
         assert_eq!(topology.rank(1, 2), 6);
         assert_eq!(topology.rail(6).collect::<Vec<_>>(), [2, 10]);
         assert_eq!(Topology::new(3, None).unwrap().rail(1).count(), 0);
+    }
+
+    #[test]
+    fn nodes_become_one_only_where_memory_may_be_mapped() {
+        let topology = Topology::new(8, Some(2)).unwrap();
+        let joined = Some(Topology { nodes: 1, ranks_per_node: 8 });
+        assert_eq!(topology.joined(TransportKind::Auto, false), joined);
+        assert_eq!(topology.joined(TransportKind::Direct, false), joined);
+        assert_eq!(topology.joined(TransportKind::Direct, true), None);
+        assert_eq!(topology.joined(TransportKind::Shm, false), None);
+        assert_eq!(Topology::new(8, None).unwrap().joined(TransportKind::Auto, false), None);
+        assert_eq!(Topology::new(256, Some(8)).unwrap().joined(TransportKind::Direct, false), None);
     }
 }
