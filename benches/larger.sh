@@ -150,7 +150,7 @@ test_program() {
     fi
     local place=cuda
     [[ ! $virtual ]] || place=virtual
-    run "$name" "$most" env EPOXIDE_TEST_DEVICE=$place EPOXIDE_TEST_RANKS="$gpus" EPOXIDE_TIER="${tier-short}" \
+    run "$name" "$most" env EPOXIDE_TEST_DEVICE=$place EPOXIDE_TEST_RANKS="$gpus" EPOXIDE_TIER="${tier-default}" \
         "$tests" --test-threads 1 "$@"
 }
 
@@ -168,7 +168,7 @@ all_runs() {
         bench ht-$type 100 "${one_node[@]}" "${large[@]}" --num-sms "$sms" --iters "$most_iters" --dtype $type
     done
     # What survivors of a rank that stops see, and of a process that is killed.
-    test_program survivors 120 survivors
+    test_program survivors 300 survivors
     tier=long test_program killed 120 internode::processes
 
     if [[ $before || $list ]]; then
@@ -212,10 +212,10 @@ all_runs() {
     # Random round trips, alone and beside a neighbour, and replays.
     for type in bf16 fp8; do
         trips trips-$type 120 1 "${one_node[@]}" "${random[@]}" --dtype $type --random --iterations $((trips / 2))
-        trips ll-trips-$type 120 2 "${ll[@]}" "${few[@]}" --dtype $type --random --iterations $((trips / 2))
+        trips ll-trips-$type 300 2 "${ll[@]}" "${few[@]}" --dtype $type --random --iterations $((trips / 2))
     done
-    trips direct-trips 120 3 "${two_nodes[@]}" --transport direct "${random[@]}" --random --iterations "$trips"
-    trips ll-direct-trips 120 4 "${ll_nodes[@]}" "${few[@]}" --random --iterations "$trips"
+    trips direct-trips 200 3 "${two_nodes[@]}" --transport direct "${random[@]}" --random --iterations "$trips"
+    trips ll-direct-trips 300 4 "${ll_nodes[@]}" "${few[@]}" --random --iterations "$trips"
     trips neighbour 120 5 "${one_node[@]}" "${random[@]}" --random --iterations $(((trips + 9) / 10)) --neighbour
     trips ll-neighbour 120 6 "${ll[@]}" "${few[@]}" --random --iterations $(((trips + 9) / 10)) --neighbour
     trips replays 120 7 "${one_node[@]}" "${random[@]}" --graph-replays "$replays"

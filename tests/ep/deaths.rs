@@ -93,7 +93,7 @@ fn other_calls(others: &[Other], rights: &[Other], round_trips: impl Fn(&Arc<Sto
         // The first round has no handle yet.
         other != rights[number] && (number > 0 || !matches!(other, Other::Cached | Other::Combine))
     };
-    for (other, number) in faults.filter(differs).step_by(tier::pick(5, 1)) {
+    for (other, number) in faults.filter(differs).step_by(tier::pick(11, 1)) {
         let fault = Fault::Calls(other, number);
         assert!(round_trips(&Stop::of(1), fault), "rank 0 was not told of {fault:?}");
     }

@@ -82,7 +82,7 @@ fn length(nodes: Option<Nodes>) -> u64 {
 fn wherever_a_deadline_passes(nodes: Option<Nodes>) {
     let length = length(nodes);
     // With kernels whose posters waited for workers alone, point 237 did not end across nodes.
-    for point in (0..POINTS).filter(|point| point % tier::pick(50, 5) == tier::pick(37, 2)) {
+    for point in (0..POINTS).filter(|point| point % tier::pick(125, 5) == tier::pick(112, 2)) {
         let interrupt = |machine: &Machine| {
             machine.drive(length * point / POINTS);
             machine.advance(2 * DEADLINE);

@@ -79,13 +79,16 @@ pub fn a_restart_of_torchrun_finds_a_clean_store() {
 }
 
 pub fn under_mpirun() {
-    let mut command = mpirun();
+    // Else all of a user share a folder in /tmp, and one of two that start at once fails to make it.
+    let files = tempfile::tempdir().unwrap();
+    let mut command = mpirun(files.path());
     command.args(["-n", "4", epoxide()]).args(JOB);
     passed_once(&Running::start(command).succeed(), 4);
 }
 
 pub fn under_mpirun_where_rank_0_serves() {
-    let mut command = mpirun();
+    let files = tempfile::tempdir().unwrap();
+    let mut command = mpirun(files.path());
     let held = HeldPort::any().unwrap();
     let port = format!("MASTER_PORT={}", held.number());
     command.args(["-x", "MASTER_ADDR=127.0.0.1", "-x", &port, "-n", "3", epoxide()]).args(JOB);

@@ -43,14 +43,14 @@ pub fn scenario(python: &Path, part: &str, host: &str, port: u16, rank: u32, siz
     command
 }
 
-/// Open MPI's mpirun; without it the test is skipped.
-pub fn mpirun() -> Command {
+/// Open MPI's mpirun, whose files go to the folder `files`; without it the test is skipped.
+pub fn mpirun(files: &Path) -> Command {
     let version = Command::new("mpirun").arg("--version").output();
     if !version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI")) {
         lacking("no mpirun of Open MPI");
     }
     let mut command = Command::new("mpirun");
-    command.args(["--allow-run-as-root", "--oversubscribe"]);
+    command.args(["--allow-run-as-root", "--oversubscribe", "--mca", "orte_tmpdir_base"]).arg(files);
     command
 }
 

@@ -114,8 +114,8 @@ fn a_port_that_is_taken_from_rank_0_does_not_keep_ranks_from_meeting() {
 fn launchers_that_differ_say_so() {
     let different = |node| vec!["--nproc-per-node", if node == 0 { "1" } else { "2" }];
     for output in nodes(2, different, "true") {
-        assert_eq!(output.status.code(), Some(2));
         let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
         assert!(said.contains("disagree on the launch") && said.contains("ranks_per_node: 2"), "{said}");
     }
 }

@@ -322,7 +322,9 @@ impl Launchers {
         })
     }
 
-    /// Waits until all keys are set; in the meantime calls `tick`, which may set the deadline.
+    /// Waits until all keys are set; in the meantime calls `tick`, which may set the deadline. An
+    /// error of `tick` ends the wait, unless the keys have been set since it was asked: launchers
+    /// that differ all say so, also where one of them has given up for it already.
     fn wait(
         &self,
         keys: &[String],
@@ -336,7 +338,9 @@ impl Launchers {
             if let Some(signal) = ending(&mut signals) {
                 return Err(Interrupted::Signal(signal));
             }
-            tick(&mut deadline)?;
+            if let Err(why) = tick(&mut deadline) {
+                return if self.reach(self.store.check_all(&names))? { Ok(()) } else { Err(why) };
+            }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 let missing = names.iter().copied().find(|name| !self.store.check(name).unwrap_or(false));
                 return Err(Interrupted::Error(Error::Store {
@@ -360,5 +364,36 @@ impl Drop for Launchers {
         {
             store.set_linger(LINGER_AFTER_LOSS);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_all_have_done_counts_for_more_than_that_one_gave_up_since() {
+        let (timeout, limits) = (Duration::from_secs(60), ConnectionLimits::default());
+        let store = TcpStore::host_at("", "127.0.0.1", 0, timeout, LINGER, None, &limits).unwrap();
+        let launchers = Launchers {
+            heart: None,
+            losses: Losses::default(),
+            store: Arc::new(store),
+            node: 0,
+            nodes: 1,
+            run_id: "run".into(),
+            timeout,
+        };
+        let gone = || Trouble::Lost { node: 1, why: "gave up".into() }.into();
+        let wait = |key: &str, sets: bool| {
+            launchers.wait(&[key.into()], None, "a key", None, |_| {
+                if sets {
+                    launchers.store.set(key, b"")?;
+                }
+                Err(gone())
+            })
+        };
+        assert!(matches!(wait("missing", false), Err(Interrupted::Error(_))));
+        assert!(wait("set in time", true).is_ok());
     }
 }
