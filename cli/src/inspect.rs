@@ -14,7 +14,7 @@ use epoxide::ep::{
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
 use epoxide::internal::{JSON, read_text, read_text_file};
-use epoxide_gpu::layout::{MAX_CHANNELS, MAX_NODES, MAX_RANKS};
+use epoxide_gpu::layout::{FEW_RANKS, MAX_CHANNELS, MAX_NODES};
 use epoxide_testing::selections::Selections;
 use epoxide_testing::sizes::check_experts;
 use serde::Serialize;
@@ -49,7 +49,7 @@ struct HandleArgs {
     topk: PathBuf,
 
     /// Ranks of a node
-    #[arg(long, value_name = "P", value_parser = value_parser!(u32).range(1..=MAX_RANKS as i64))]
+    #[arg(long, value_name = "P", value_parser = value_parser!(u32).range(1..=FEW_RANKS as i64))]
     ranks_per_node: u32,
 
     /// Nodes; rank r is on node r / P

@@ -8,7 +8,7 @@ use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
 use epoxide::internal::Schedule;
 pub use epoxide::internal::Topology;
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
-use epoxide_gpu::layout::{MAX_NODES, MAX_RANKS};
+use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
 use epoxide_testing::sizes::Sizes;
 use serde::Serialize;
@@ -228,7 +228,7 @@ impl WorldFlags {
         let (nodes, ranks_per_node) = match group {
             None => {
                 let nodes = if one_node { 1 } else { self.nodes.unwrap_or(DEFAULT_NODES) };
-                (nodes, self.ranks_per_node.unwrap_or(MAX_RANKS as u32))
+                (nodes, self.ranks_per_node.unwrap_or(FEW_RANKS as u32))
             }
             Some((size, local)) => {
                 let on_host = local.filter(|local| *local < size && *local > 0 && size % local == 0);
@@ -258,8 +258,10 @@ impl WorldFlags {
                 (nodes, size / nodes)
             }
         };
-        if ranks_per_node == 0 || ranks_per_node > MAX_RANKS as u32 {
-            return usage("--ranks-per-node", ranks_per_node, format!("must be 1 to {MAX_RANKS}"));
+        let most = if nodes == 1 { MAX_RANKS } else { FEW_RANKS };
+        if ranks_per_node == 0 || ranks_per_node > most as u32 {
+            let rule = format!("must be 1 to {FEW_RANKS}, on one node up to {MAX_RANKS}");
+            return usage("--ranks-per-node", ranks_per_node, rule);
         }
         if nodes > MAX_NODES as u32 {
             return usage("--nodes", nodes, format!("must be 1 to {MAX_NODES}"));
@@ -551,7 +553,7 @@ mod tests {
             ("--ranks-per-node 0", None, "--ranks-per-node 0"),
             ("--ranks-per-node 4", Some((6, None)), "--ranks-per-node 4"),
             ("--nodes 4", Some((6, None)), "--nodes 4"),
-            ("--mode intranode", Some((9, None)), "--ranks-per-node 9"),
+            ("--mode intranode", Some((65, None)), "--ranks-per-node 65"),
             ("--mode intranode --ranks-per-node 4", Some((8, None)), "--ranks-per-node 4"),
         ] {
             let stop = parse(line).topology(DEFAULTS, group).unwrap_err();

@@ -14,6 +14,12 @@ fn one_node() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
     prop::collection::vec(tokens, 1..=8).prop_map(|tokens| (tokens, None))
 }
 
+/// Few tokens of each of more ranks than kernels keep in registers.
+fn many_ranks() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+    let tokens = prop_oneof![1 => Just(0), 3 => 0..=12u32];
+    prop::collection::vec(tokens, 9..=tier::pick(16, 64)).prop_map(|tokens| (tokens, None))
+}
+
 /// Most ranks: each is several threads.
 const MOST_RANKS: u32 = 8;
 
@@ -51,6 +57,19 @@ mod intranode {
 
         #[test]
         fn every_quantity_equals_the_oracle(case in case(one_node())) {
+            case.check();
+        }
+    }
+}
+
+mod many {
+    use super::*;
+
+    proptest! {
+        #![proptest_config(config(16))]
+
+        #[test]
+        fn every_quantity_equals_the_oracle(case in case(many_ranks())) {
             case.check();
         }
     }

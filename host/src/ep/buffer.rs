@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
-    PlanHeader, PoolLayout, Section, WireLayout,
+    Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
+    PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout,
 };
 
 use super::beside::{Activity, next_id};
@@ -91,7 +91,7 @@ pub struct Buffer {
     pub(super) places: Vec<Arc<PlaceState<Room>>>,
     pool: Arc<Pool>,
     _peers: Peers,
-    /// The pools' addresses, u64 `[MAX_RANKS]`, then the [`LocalState`].
+    /// The pools' addresses, u64 `[ranks]`, then the [`LocalState`].
     tables: Memory,
     pub(super) sequence: Arc<Sequence>,
     pub(super) recordings: Recordings,
@@ -160,7 +160,7 @@ impl Buffer {
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
         let loader = {
             let (device, ptx) = (device.clone(), options.ptx.clone());
-            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology.nodes > 1, ptx))
+            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, ptx))
                 .map_err(|error| Error::os("spawn thread", error))?
         };
         let (layouts, pool, peers) = match mapped {
@@ -175,13 +175,13 @@ impl Buffer {
 
         let enqueuer = Enqueuer::new(&device)?;
         let comm_stream = enqueuer.comm_stream();
-        let local_at = size_of_val(&peers.addresses) as u64;
+        let local_at = size_of_val(&peers.addresses[..]) as u64;
         let local_bytes = size_of::<LocalState>() as u64;
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
-        tables.write(comm_stream, 0, bytemuck::bytes_of(&peers.addresses))?;
+        tables.write(comm_stream, 0, bytemuck::cast_slice(&peers.addresses))?;
         tables.write(comm_stream, local_at, &vec![0; local_bytes as usize])?;
         tables.describe(&[
-            Section::array("pools", MAX_RANKS as u64, 8),
+            Section::array("pools", peers.addresses.len() as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
         ]);
         let status = Activity::alloc_status(&device, options.shape.max_tokens_per_rank)?;
@@ -192,7 +192,8 @@ impl Buffer {
         let loaded = loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
 
         let comm = Comm {
-            pools: peers.addresses.map(DevicePtr),
+            pools: peers.few(),
+            pool_table: tables.ptr(),
             local: tables.ptr().add(local_at),
             status: status.ptr(),
             timeout_ns: nanoseconds(options.timeout),
@@ -367,9 +368,11 @@ impl Buffer {
 
     pub(super) fn check_tokens(&self, tokens: u64) -> Result<u32> {
         // Token times rank count and row stride stay inside 31 bits in the kernels.
-        const MOST: u64 = 1 << 27;
+        let ranks = self.topology.ranks();
+        let entries = if ranks <= FEW_RANKS as u32 { SEND_ROW_STRIDE } else { ranks.max(SEND_LIST_STRIDE) };
+        let most = (1 << 30) / u64::from(entries);
         match u32::try_from(tokens) {
-            Ok(fits) if tokens <= MOST => {
+            Ok(fits) if tokens <= most => {
                 let have = self.options.shape.max_tokens_per_rank;
                 self.check_column_capacity(
                     "num_tokens",
@@ -380,7 +383,7 @@ impl Buffer {
                 )?;
                 Ok(fits)
             }
-            _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {MOST}"))),
+            _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {most}"))),
         }
     }
 

@@ -113,10 +113,10 @@ impl BufferOptions {
     }
 
     /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node
-    /// map each other's pools; nodes talk through [`BufferOptions::transport`]. Without: all ranks are
-    /// one node.
+    /// map each other's pools; nodes talk through [`BufferOptions::transport`]. Without: all ranks, up
+    /// to 64, are one node.
     ///
-    /// Ranks that can all map each other's memory are one node whatever this says, unless the
+    /// Up to 64 ranks that can all map each other's memory are one node whatever this says, unless the
     /// transport is one of shm, tcp and verbs, or [`BufferOptions::keep_nodes`] was called.
     pub fn ranks_per_node(mut self, ranks: u32) -> Self {
         self.ranks_per_node = Some(ranks);

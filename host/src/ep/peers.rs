@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use epoxide_gpu::layout::MAX_RANKS;
+use epoxide_gpu::layout::{DevicePtr, FEW_RANKS};
 
 use super::Topology;
 use crate::driver::{Device, Memory};
@@ -15,11 +15,16 @@ use crate::transport::{self, TransportKind, TransportOptions};
 #[derive(Debug)]
 pub(super) struct Peers {
     /// By index within the node, the own pool included.
-    pub addresses: [u64; MAX_RANKS],
+    pub addresses: Vec<u64>,
     _mappings: Vec<Arc<Memory>>,
 }
 
 impl Peers {
+    /// Where the pools of the first ranks are, as kernels are told it.
+    pub fn few(&self) -> [DevicePtr; FEW_RANKS] {
+        std::array::from_fn(|rank| DevicePtr(self.addresses.get(rank).copied().unwrap_or(0)))
+    }
+
     /// Maps the pools of all ranks of the group, on one host or in one NVLink domain; `None`, on every
     /// rank, where any rank cannot map another's or has no native atomics there. Collective.
     ///
@@ -36,7 +41,7 @@ impl Peers {
         let devices = group.all_gather(device.info().pci_bus_id.as_bytes())?;
         let options = TransportOptions { kind: TransportKind::Auto, ..transport.clone() };
         let links = transport::connect(&options, pool, group, &others, group.timeout())?;
-        let mut peers = Peers { addresses: [0; MAX_RANKS], _mappings: Vec::new() };
+        let mut peers = Peers { addresses: vec![0; group.size() as usize], _mappings: Vec::new() };
         peers.addresses[rank as usize] = pool.ptr().0;
         let mut map = |peer: u32| -> Result<bool> {
             let Some(mapping) = links.mapped(peer) else { return Ok(false) };
@@ -87,7 +92,7 @@ impl Peers {
         refuse_unfit_links(group, unfit)?;
 
         let fd = pool.export()?;
-        let mut peers = Peers { addresses: [0; MAX_RANKS], _mappings: Vec::new() };
+        let mut peers = Peers { addresses: vec![0; devices.len()], _mappings: Vec::new() };
         for (peer, fds) in node.exchange_fds(&[fd.as_fd()])?.into_iter().enumerate() {
             if peer == index {
                 peers.addresses[peer] = pool.ptr().0;

@@ -1,6 +1,6 @@
 //! How ranks are spread over nodes.
 
-use epoxide_gpu::layout::{MAX_NODES, MAX_RANKS};
+use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 
 use crate::error::{Error, Result};
 use crate::transport::TransportKind;
@@ -19,8 +19,8 @@ impl Topology {
     /// `ranks` ranks, `ranks_per_node` on each node, or all on one.
     ///
     /// # Errors
-    /// [`Error::Argument`] where a node would have none or more than 8, where nodes would not all have as many, or where there would be
-    /// more than 32 nodes.
+    /// [`Error::Argument`] where there would be no ranks or more than 64 on one node, where one of several would have none or more than 8,
+    /// where nodes would not all have as many, or where there would be more than 32 nodes.
     pub fn new(ranks: u32, ranks_per_node: Option<u32>) -> Result<Topology> {
         let Some(per_node) = ranks_per_node else {
             if ranks == 0 || ranks > MAX_RANKS as u32 {
@@ -30,8 +30,10 @@ impl Topology {
             }
             return Ok(Topology { nodes: 1, ranks_per_node: ranks });
         };
-        if per_node == 0 || per_node > MAX_RANKS as u32 {
-            let rule = format!("one NVLink domain has 1 to {MAX_RANKS} ranks");
+        let most = if per_node == ranks { MAX_RANKS } else { FEW_RANKS };
+        if per_node == 0 || per_node > most as u32 {
+            let rule =
+                format!("one of several nodes has 1 to {FEW_RANKS} ranks, a single one up to {MAX_RANKS}");
             return Err(Error::argument("ranks_per_node", per_node, rule));
         }
         if ranks == 0 || !ranks.is_multiple_of(per_node) {
@@ -104,6 +106,7 @@ mod tests {
         assert_eq!(topology.joined(TransportKind::Direct, true), None);
         assert_eq!(topology.joined(TransportKind::Shm, false), None);
         assert_eq!(Topology::new(8, None).unwrap().joined(TransportKind::Auto, false), None);
+        assert_eq!(Topology::new(64, Some(64)).unwrap(), Topology::new(64, None).unwrap());
         assert_eq!(Topology::new(256, Some(8)).unwrap().joined(TransportKind::Direct, false), None);
     }
 }

@@ -9,7 +9,7 @@ use epoxide_gpu::kernels::{
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
+    Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
 use super::fault::Faults;
@@ -125,7 +125,8 @@ impl Buffer {
             pool.describe(pieces.sections());
             Ok(Arc::new(pool))
         };
-        let mapped = match nodes.joined(options.transport.kind, options.keep_nodes) {
+        let joined = nodes.joined(options.transport.kind, options.keep_nodes);
+        let mapped = match joined.filter(|_| ranks <= FEW_RANKS as u32) {
             None => None,
             Some(topology) => {
                 let pool = alloc(&layout.pieces)?;
@@ -159,7 +160,9 @@ impl Buffer {
             .then(|| Network::new(&device, group, stream, topology, &options, within))
             .transpose()?;
         let comm = Comm {
-            pools: peers.addresses.map(DevicePtr),
+            pools: peers.few(),
+            // Kernels of low latency go by registers, or by routes.
+            pool_table: DevicePtr::NULL,
             local: tables.ptr(),
             status: status.ptr(),
             timeout_ns: nanoseconds(options.timeout),

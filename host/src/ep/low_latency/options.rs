@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use epoxide_gpu::layout::{LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK};
+use epoxide_gpu::layout::{FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK};
 
 use crate::ep::Topology;
 use crate::error::{Error, Result};
@@ -126,6 +126,10 @@ impl Options {
     pub(super) fn validate(&self, topology: Topology) -> Result<()> {
         let refuse = |argument, value: u64, rule: String| Err(Error::argument(argument, value, rule));
         let ranks = topology.ranks();
+        if topology.nodes == 1 && ranks > FEW_RANKS as u32 {
+            let rule = format!("one node has at most {FEW_RANKS} ranks; with more, set ranks_per_node");
+            return refuse("group size", ranks.into(), rule);
+        }
         if ranks > MAX_MEMBERS as u32 {
             let rule = format!("low latency has at most {MAX_MEMBERS} ranks");
             return refuse("group size", ranks.into(), rule);
