@@ -52,7 +52,7 @@ impl Call {
             Cached { handle, place, hidden } => {
                 let (operation, bytes) = (2 * handle + 1, 2 * hidden);
                 format!(
-                    "cached dispatch in place {place} with the handle of operation {operation}, {bytes} bytes and 0 scales per row"
+                    "cached dispatch in place {place} with the handle of operation {operation}, {bytes} bytes and 0 (a number of dtype and scales) per row"
                 )
             }
             Combine { handle, dtype, weights } => {

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use epoxide::driver::{DevicePtr, Event, Stream};
 use epoxide::ep::{
-    CombineOutput, CombineRequest, Counts, DType, DispatchRequest, Place, Step, StreamOrder, Tensor,
+    CachedDispatchRequest, CombineOutput, CombineRequest, Counts, DType, DispatchRequest, Place, Step,
+    StreamOrder, Tensor,
 };
 use epoxide::internal::{VirtualTime, as_member};
 use epoxide::transport::TransportKind;
@@ -479,7 +480,7 @@ fn results_are_read_behind_their_operations_on_any_stream() {
 fn ranks_whose_rows_have_different_types_are_told() {
     let [turn] = turns();
     for nodes in SPREADS {
-        setup().nodes(nodes).run(|rank| {
+        Setup::new(2, 2, 8, ROW).nodes(nodes).run(|rank| {
             let (inputs, mut place) = (Inputs::upload(&turn, rank)?, rank.place()?);
             let layout = rank.layout(&inputs.topk_idx, turn.routing.num_experts)?;
             let floats = tensor(rank, DType::F32, &[inputs.x.rows(), HIDDEN as u64 / 2]);
@@ -488,6 +489,14 @@ fn ranks_whose_rows_have_different_types_are_told() {
             let Error::Mismatch { what: "dtype", ours, theirs, .. } = &error else { panic!("{error}") };
             let [one, two] = if rank.rank == 1 { ["f32", "bf16"] } else { ["bf16", "f32"] };
             assert_eq!((ours.as_str(), theirs.as_str()), (one, two), "{error}");
+
+            // The buffer is whole: a handle of it is, and a dispatch along that has no such exchange.
+            let handle = rank.dispatch(&mut place, DispatchRequest::new(&inputs.x, &layout))?.handle;
+            rank.dispatch_cached(&mut place, CachedDispatchRequest::new(x, &handle))?;
+            rank.stream.synchronize()?;
+            let read = rank.buffer.check();
+            let Err(Error::OtherCall { ours, theirs, .. }) = &read else { panic!("{read:?}") };
+            assert!(ours != theirs && ours.starts_with("cached dispatch"), "{ours}, {theirs}");
             Ok(())
         });
     }

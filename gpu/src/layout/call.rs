@@ -17,6 +17,10 @@ const ROWS_SHIFT: u32 = 18;
 const PLACE_SHIFT: u32 = 31;
 const KIND_SHIFT: u32 = 37;
 
+/// What the type of rows counts for in the columns of a cached dispatch: ready words tell types of
+/// equally many scales apart, and numbers of scales of one type.
+pub const CACHED_DTYPE: u32 = 29;
+
 /// The kinds of calls that an operation can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallKind {
@@ -43,7 +47,8 @@ pub struct Call {
     pub place: u32,
     /// Bytes per row, a multiple of 16. Ready words tell lengths apart that differ by less than 128 KiB.
     pub row_bytes: u32,
-    /// Scales of a cached dispatch, or top-k weights of a combine, per row. Ready words tell apart what differs by less than 256.
+    /// Top-k weights of a combine per row, or scales of a cached dispatch, with [`CACHED_DTYPE`] for
+    /// each type in front of its own. Ready words tell apart what differs by less than 256.
     pub columns: u32,
 }
 

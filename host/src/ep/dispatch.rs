@@ -7,7 +7,7 @@ use epoxide_gpu::kernels::{
     InternodeNotify, JOINED_BYTES, Notify, NotifyMany, PROGRESS_BYTES, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs,
+    CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs,
     InternodeNotifyArgs, NotifyArgs, PlanHeader, SlotShape,
 };
 
@@ -435,7 +435,11 @@ impl Buffer {
         let call = match metadata {
             // The count exchange sees to the rest.
             Some(_) => Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 },
-            None => Call { kind: CallKind::CachedDispatch, place: index, row_bytes, columns },
+            // A dispatch along a handle has no count exchange, which compares types.
+            None => {
+                let columns = columns + payload.dtype.code() * CACHED_DTYPE;
+                Call { kind: CallKind::CachedDispatch, place: index, row_bytes, columns }
+            }
         };
         let args = DispatchArgs {
             comm: self.comm_in(place, call),

@@ -260,7 +260,7 @@ fn describe_call(word: u64, epoch: u64) -> String {
     let Call { kind, place, row_bytes, columns } = Call::of(word);
     let (name, of_columns) = match kind {
         CallKind::Dispatch => return "dispatch with a count exchange".into(),
-        CallKind::CachedDispatch => ("cached dispatch", "scales"),
+        CallKind::CachedDispatch => ("cached dispatch", "(a number of dtype and scales)"),
         CallKind::CombineBf16 => ("combine of bf16 rows", "top-k weights"),
         CallKind::CombineF32 => ("combine of f32 rows", "top-k weights"),
         CallKind::CombineStagedBf16 => ("combine of a tensor of bf16 rows", "top-k weights"),
