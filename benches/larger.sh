@@ -214,8 +214,8 @@ all_runs() {
         trips trips-$type 120 1 "${one_node[@]}" "${random[@]}" --dtype $type --random --iterations $((trips / 2))
         trips ll-trips-$type 300 2 "${ll[@]}" "${few[@]}" --dtype $type --random --iterations $((trips / 2))
     done
-    trips direct-trips 200 3 "${two_nodes[@]}" --transport direct "${random[@]}" --random --iterations "$trips"
-    trips ll-direct-trips 300 4 "${ll_nodes[@]}" "${few[@]}" --random --iterations "$trips"
+    trips direct-trips 200 3 "${two_nodes[@]}" --transport direct --keep-nodes "${random[@]}" --random --iterations "$trips"
+    trips ll-direct-trips 300 4 "${ll_nodes[@]}" --keep-nodes "${few[@]}" --random --iterations "$trips"
     trips neighbour 120 5 "${one_node[@]}" "${random[@]}" --random --iterations $(((trips + 9) / 10)) --neighbour
     trips ll-neighbour 120 6 "${ll[@]}" "${few[@]}" --random --iterations $(((trips + 9) / 10)) --neighbour
     trips replays 120 7 "${one_node[@]}" "${random[@]}" --graph-replays "$replays"

@@ -6,10 +6,10 @@
 //! other programs may use the machine as well.
 
 use epoxide_gpu::kernels::{
-    self, CombineBf16, Dispatch, DispatchLayout, Entry, JOINED_BYTES, NOTIFY_SHARED_BYTES, Notify,
+    self, CombineBf16, Dispatch, DispatchLayout, Entry, JOINED_BYTES, Notify, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    Call, CallKind, CombineArgs, Comm, Control, DevicePtr, DispatchArgs, LayoutArgs, LocalState, MAX_RANKS,
+    Call, CallKind, CombineArgs, Comm, Control, DevicePtr, DispatchArgs, FEW_RANKS, LayoutArgs, LocalState,
     NotifyArgs, PlanHeader, PlanStatus, PoolLayout, ROW_ALIGN, SEND_ROW_STRIDE, Status, message_offset,
     ring_bytes,
 };
@@ -178,7 +178,7 @@ fn pool_layout() -> PoolLayout {
         offset
     };
     let mut layout = PoolLayout {
-        messages: place(message_offset(MAX_RANKS as u32, 0)),
+        messages: place(message_offset(FEW_RANKS as u32, 0)),
         recv_x: place(rows * u64::from(ROW_BYTES)),
         recv_scales: 0,
         recv_topk_idx: place(rows * topk * 8),
@@ -203,12 +203,13 @@ impl Exchange {
         let pools = (0..RANKS)
             .map(|_| memory.alloc_zeroed(pool.bytes, "pool"))
             .collect::<std::result::Result<Vec<Region>, _>>()?;
-        let mut addresses = [DevicePtr::NULL; MAX_RANKS];
+        let mut addresses = [DevicePtr::NULL; FEW_RANKS];
         addresses.iter_mut().zip(&pools).for_each(|(to, pool)| *to = DevicePtr(pool.addr()));
         let mut exchange = Exchange { module, memory, ranks: vec![] };
         for (rank, region) in (0..RANKS).zip(pools) {
             let comm = Comm {
                 pools: addresses,
+                pool_table: DevicePtr::NULL,
                 local: DevicePtr::NULL,
                 status: DevicePtr::NULL,
                 // No wait expires: the polling loop must go on for as long as it is measured.
@@ -304,7 +305,7 @@ impl Exchange {
 
     /// Launches `notify` of a rank.
     fn notify(&self, rank: &Rank) -> Result<Grid> {
-        self.grid(Notify::call(rank.notify)?, shape(CHANNELS, NOTIFY_THREADS, NOTIFY_SHARED_BYTES))
+        self.grid(Notify::call(rank.notify)?, shape(CHANNELS, NOTIFY_THREADS, notify_shared_bytes(false)))
     }
 
     /// Launches `dispatch` of a rank: after a count exchange, or `cached` without one.

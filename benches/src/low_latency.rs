@@ -59,6 +59,9 @@ pub(crate) fn measure(
         if num_sms != Plan::ALL_SMS {
             options = options.num_sms(num_sms);
         }
+        if plan.keep_nodes {
+            options = options.keep_nodes();
+        }
         let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
         result.pool_bytes = buffer.pool_bytes();
         let stream = Arc::new(Stream::new(device, false)?);

@@ -99,10 +99,20 @@ fn high_throughput(
         .timeout(TIMEOUT)
         .ranks_per_node(topology.ranks_per_node)
         .transport(plan.transport_options(TIMEOUT));
+    options.keep_nodes = plan.keep_nodes;
     (options.num_nvl_bytes, options.num_rdma_bytes) = (plan.nvl_bytes, plan.rdma_bytes);
     options.ptx = plan.ptx.clone();
     let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
 
+    result.is_joined = topology.nodes > 1 && buffer.num_nodes() == 1;
+    let joined;
+    let plan = if result.is_joined {
+        joined = plan.joined();
+        &joined
+    } else {
+        plan
+    };
+    let topology = plan.topology;
     result.mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
     let case = plan.case();
     let mut bench = Bench::new(plan, &case, Rank::with(group.clone(), stream, buffer), watch)?;

@@ -167,6 +167,8 @@ pub struct RankResult {
     pub topk_idx: Vec<i64>,
     /// Tokens of a dispatch, as the device's handle has them.
     pub counts: RankCounts,
+    /// Whether the ranks of several nodes were one node to the buffer, as all their memory is mapped.
+    pub is_joined: bool,
     /// Whether rows for other nodes go over NVLink too: their wire memory is mapped, and nothing is put.
     pub mapped: bool,
     /// What the transport alone takes for the rows of a phase, in microseconds; nothing where all is mapped.

@@ -232,10 +232,13 @@ pub fn check<'a>(points: &'a [Point], figures: &Figures) -> Vec<Checked<'a>> {
     for point in points.iter().filter(|point| !point.is_virtual) {
         let key = &point.key;
         let row_bytes = |name| point.phase(name).map_or(0, |phase| phase.row_bytes);
+        // Nodes whose ranks are all mapped were one to the buffer: nothing is told of a wire.
+        let has_wire = point.phases.iter().any(|phase| phase.wire.is_some());
+        let nodes = if has_wire { key.nodes } else { 1 };
         let case = Case {
             sizes: Sizes {
                 ranks: key.num_ranks,
-                ranks_per_node: key.num_ranks / key.nodes,
+                ranks_per_node: key.num_ranks / nodes,
                 experts: key.experts,
                 topk: key.topk,
             },

@@ -61,6 +61,8 @@ pub struct Plan {
     pub low_latency: Option<LowLatency>,
     /// Nodes and ranks.
     pub topology: Topology,
+    /// Whether nodes are kept apart though all ranks can map each other's memory.
+    pub keep_nodes: bool,
     /// Whether the devices are virtual: points of theirs are no points of hardware.
     pub is_virtual: bool,
     /// What joins the nodes.
@@ -141,6 +143,12 @@ pub(crate) fn chains_of(warmup: u32, iters: u32) -> [u32; 2] {
     [warmup.min(2), iters.min(20)]
 }
 
+/// A transport in a point's key. Nodes that are kept apart though they could be one are told by it.
+fn transport_text(transport: TransportKind, keep_nodes: bool) -> String {
+    let could_be_one = matches!(transport, TransportKind::Auto | TransportKind::Direct);
+    if keep_nodes && could_be_one { format!("{transport}, nodes kept") } else { transport.to_string() }
+}
+
 impl Plan {
     /// All multiprocessors of the device, in [`Plan::num_sms`].
     pub const ALL_SMS: u32 = 0;
@@ -200,6 +208,12 @@ impl Plan {
             return Plan::low_latency_row_bytes(self.hidden, dtype == DType::Bf16);
         }
         if phase.is_dispatch() { self.dispatch_row_bytes() } else { self.combine_row_bytes() }
+    }
+
+    /// The same where the ranks of all nodes are one node to the buffer.
+    pub(crate) fn joined(&self) -> Plan {
+        let topology = Topology { nodes: 1, ranks_per_node: self.topology.ranks() };
+        Plan { topology, ..self.clone() }
     }
 
     /// What a count of the routing needs to know.
@@ -318,7 +332,7 @@ impl Plan {
             seed: self.seed,
             masked: self.masked,
             num_sms,
-            transport: across.then(|| self.transport.to_string()),
+            transport: across.then(|| transport_text(self.transport, self.keep_nodes)),
             queues: has_queues.then_some(self.queues),
             rdma_send: has_queues.then_some(self.rdma_send),
             combine_dtype: low.map(|low| low.combine_dtype.name().to_string()),

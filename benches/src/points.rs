@@ -51,6 +51,14 @@ pub fn join_runs(runs: Vec<Vec<Point>>) -> Vec<Point> {
 /// # Errors
 /// Where the devices' counts are not those of the serial count of the same routing.
 pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
+    let asked = plan;
+    let joined;
+    let plan = if ranks.iter().all(|rank| rank.is_joined) {
+        joined = plan.joined();
+        &joined
+    } else {
+        plan
+    };
     let by_rank = checked_counts(plan, ranks)?;
     check_wire(plan, ranks, &by_rank)?;
     let low_latency_rows = plan.low_latency.map(|_| low_latency::remote_rows(plan));
@@ -79,7 +87,7 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 driver_version: if first.is_virtual { 0 } else { first.driver_version },
                 date: today(),
                 kernels: Some(first.kernels.clone()),
-                key: plan.key(first.times[index].num_sms),
+                key: asked.key(first.times[index].num_sms),
                 shapes: plan.shapes,
                 warmup: plan.warmup,
                 iters: plan.iters,

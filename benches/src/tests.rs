@@ -16,6 +16,8 @@ pub fn plan(line: &str) -> Plan {
     let mut plan = Plan {
         low_latency: None,
         topology: Topology { nodes: 1, ranks_per_node: 2 },
+        // Most of what is measured across nodes is there only where rows are relayed.
+        keep_nodes: true,
         is_virtual: true,
         transport: TransportKind::Auto,
         queues: 1,
@@ -154,6 +156,22 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
             assert!((wire.bytes * per_rank - put).abs() < 1e-6, "{line}");
         }
     }
+}
+
+#[test]
+fn ranks_that_are_all_mapped_are_measured_as_one_node() {
+    let kept = plan("--nodes 2 --ranks-per-node 2 --tokens 13 --num-sms 4 --transport direct");
+    let asked = Plan { keep_nodes: false, ..kept.clone() };
+    let (points, ranks) = measure(&asked, open, &()).unwrap();
+    let (point, whole) = (&points[0], asked.joined());
+    assert!(ranks.iter().all(|rank| rank.is_joined && !rank.mapped && rank.wire_bytes == 0));
+    assert!(point.phases.iter().all(|phase| phase.wire.is_none()));
+    let ids: Vec<Vec<i64>> = (0..4).map(|rank| whole.routing(rank)).collect();
+    assert_eq!(point.counts, counts::mean(&counts::serial(&ids, whole.count_sizes())));
+    assert_eq!((point.mode.as_str(), point.key.nodes), ("intranode", 2));
+    // Results of either way are not those of the other.
+    assert_eq!(point.key.transport.as_deref(), Some("direct"));
+    assert_eq!(kept.key(4).transport.as_deref(), Some("direct, nodes kept"));
 }
 
 #[test]

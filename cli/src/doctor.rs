@@ -5,7 +5,7 @@ use std::time::Duration;
 use epoxide::driver::Stream;
 use epoxide::ep::{Buffer, BufferOptions, BufferShape, StreamOrder, TypedTensor};
 use epoxide::group::launch::run_threads;
-use epoxide_gpu::layout::MAX_RANKS;
+use epoxide_gpu::layout::FEW_RANKS;
 use epoxide_testing::compare;
 use epoxide_testing::oracle::{self, Routing};
 use rustix::process::{Resource, getrlimit};
@@ -144,7 +144,7 @@ fn cores() -> Finding {
     match std::thread::available_parallelism() {
         Ok(cores) => {
             let detail =
-                format!("{cores}; the virtual GPU uses one for each rank that works, up to {MAX_RANKS}");
+                format!("{cores}; the virtual GPU uses one for each rank that works, up to {FEW_RANKS}");
             Finding::new(NAME, State::Ok, detail)
         }
         Err(error) => Finding::new(NAME, State::Missing, format!("cannot be counted: {error}")),
@@ -168,11 +168,11 @@ fn locked_memory() -> Finding {
 fn open_files() -> Finding {
     const NAME: &str = "open files";
     // Ranks that are threads of one process each hold a descriptor of every rank while they exchange them.
-    let needed = (MAX_RANKS * MAX_RANKS * 2) as u64 + OTHER_FILES;
+    let needed = (FEW_RANKS * FEW_RANKS * 2) as u64 + OTHER_FILES;
     match getrlimit(Resource::Nofile).current {
         Some(files) if files < needed => {
             let detail = format!(
-                "limit {files}, {MAX_RANKS} ranks in one process need {needed}: `ulimit -n {needed}`"
+                "limit {files}, {FEW_RANKS} ranks in one process need {needed}: `ulimit -n {needed}`"
             );
             Finding::new(NAME, State::Missing, detail)
         }

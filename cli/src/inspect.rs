@@ -14,7 +14,7 @@ use epoxide::ep::{
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::run_threads;
 use epoxide::internal::{JSON, read_text, read_text_file};
-use epoxide_gpu::layout::{MAX_CHANNELS, MAX_NODES, MAX_RANKS};
+use epoxide_gpu::layout::{FEW_RANKS, MAX_CHANNELS, MAX_NODES};
 use epoxide_testing::selections::Selections;
 use epoxide_testing::sizes::check_experts;
 use serde::Serialize;
@@ -49,7 +49,7 @@ struct HandleArgs {
     topk: PathBuf,
 
     /// Ranks of a node
-    #[arg(long, value_name = "P", value_parser = value_parser!(u32).range(1..=MAX_RANKS as i64))]
+    #[arg(long, value_name = "P", value_parser = value_parser!(u32).range(1..=FEW_RANKS as i64))]
     ranks_per_node: u32,
 
     /// Nodes; rank r is on node r / P
@@ -175,7 +175,9 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
     let options = BufferOptions::new(shape)
         .config(Config::with_sms(2 * args.channels)?.for_nodes(args.nodes))
         .timeout(TIMEOUT)
-        .ranks_per_node(args.ranks_per_node);
+        .ranks_per_node(args.ranks_per_node)
+        // Quantities of several nodes are only there where rows are relayed.
+        .keep_nodes();
     let checker = args.virtual_gpu.checker(0);
     let inspected = run_threads(ranks, TIMEOUT * 3, |rank, group| {
         let device = VirtualGpu::new(args.virtual_gpu.device(rank, 0, checker.as_ref()));

@@ -8,7 +8,7 @@ use epoxide::ep::{BufferOptions, BufferShape, Config, DType};
 use epoxide::internal::Schedule;
 pub use epoxide::internal::Topology;
 use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
-use epoxide_gpu::layout::{MAX_NODES, MAX_RANKS};
+use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::payload::ELEMENTS_PER_SCALE;
 use epoxide_testing::sizes::Sizes;
 use serde::Serialize;
@@ -157,6 +157,11 @@ pub struct WorldFlags {
     /// Ranks of a node, one GPU each [default: 8; where WORLD_SIZE is set, as many as that leaves]
     #[arg(long, value_name = "P")]
     pub ranks_per_node: Option<u32>,
+
+    /// Keep nodes apart though all ranks can map each other's memory: sums are rounded for each node, as over tcp or verbs.
+    /// Without, such ranks are one node
+    #[arg(long)]
+    pub keep_nodes: bool,
 }
 
 /// What joins nodes.
@@ -223,7 +228,7 @@ impl WorldFlags {
         let (nodes, ranks_per_node) = match group {
             None => {
                 let nodes = if one_node { 1 } else { self.nodes.unwrap_or(DEFAULT_NODES) };
-                (nodes, self.ranks_per_node.unwrap_or(MAX_RANKS as u32))
+                (nodes, self.ranks_per_node.unwrap_or(FEW_RANKS as u32))
             }
             Some((size, local)) => {
                 let on_host = local.filter(|local| *local < size && *local > 0 && size % local == 0);
@@ -253,8 +258,10 @@ impl WorldFlags {
                 (nodes, size / nodes)
             }
         };
-        if ranks_per_node == 0 || ranks_per_node > MAX_RANKS as u32 {
-            return usage("--ranks-per-node", ranks_per_node, format!("must be 1 to {MAX_RANKS}"));
+        let most = if nodes == 1 { MAX_RANKS } else { FEW_RANKS };
+        if ranks_per_node == 0 || ranks_per_node > most as u32 {
+            let rule = format!("must be 1 to {FEW_RANKS}, on one node up to {MAX_RANKS}");
+            return usage("--ranks-per-node", ranks_per_node, rule);
         }
         if nodes > MAX_NODES as u32 {
             return usage("--nodes", nodes, format!("must be 1 to {MAX_NODES}"));
@@ -345,6 +352,8 @@ pub struct Setup {
     pub mode: Mode,
     /// Nodes.
     pub nodes: u32,
+    /// Whether they are kept apart though all ranks can map each other's memory.
+    pub keep_nodes: bool,
     /// Ranks of all nodes.
     pub ranks: u32,
     /// Most tokens of any rank.
@@ -417,6 +426,7 @@ impl RoundTripFlags {
                 _ => Mode::Internode,
             },
             nodes,
+            keep_nodes: self.place.keep_nodes,
             ranks,
             tokens,
             hidden,
@@ -443,11 +453,12 @@ impl Setup {
             max_topk: self.topk,
             max_scales: self.dtype.num_scales(self.hidden) as u32,
         };
-        BufferOptions::new(shape)
+        let options = BufferOptions::new(shape)
             .config(self.config)
             .timeout(Duration::from_secs(self.timeout))
             .ranks_per_node(self.ranks / self.nodes)
-            .transport(self.network())
+            .transport(self.network());
+        if self.keep_nodes { options.keep_nodes() } else { options }
     }
 
     /// What joins nodes.
@@ -544,7 +555,7 @@ mod tests {
             ("--ranks-per-node 0", None, "--ranks-per-node 0"),
             ("--ranks-per-node 4", Some((6, None)), "--ranks-per-node 4"),
             ("--nodes 4", Some((6, None)), "--nodes 4"),
-            ("--mode intranode", Some((9, None)), "--ranks-per-node 9"),
+            ("--mode intranode", Some((65, None)), "--ranks-per-node 65"),
             ("--mode intranode --ranks-per-node 4", Some((8, None)), "--ranks-per-node 4"),
         ] {
             let stop = parse(line).topology(DEFAULTS, group).unwrap_err();

@@ -271,6 +271,7 @@ fn high_throughput(setup: &Setup, rig: &Rig) -> HighThroughput {
         num_max_nvl_chunked_send_tokens: setup.config.num_max_nvl_chunked_send_tokens,
         num_max_nvl_chunked_recv_tokens: setup.config.num_max_nvl_chunked_recv_tokens,
         wire_bytes: rig.buffer.wire_bytes(),
+        is_one_node: rig.buffer.num_nodes() == 1,
         nvl_buffer_size_hint: hint(epoxide::ep::Config::nvl_buffer_size_hint),
         rdma_buffer_size_hint: hint(epoxide::ep::Config::rdma_buffer_size_hint),
     }
@@ -311,8 +312,9 @@ fn cfg_line(config: &ConfigReport, more: &HighThroughput) -> String {
     if s.nodes > 1 {
         let _ = write!(
             line,
-            " transport={} queues={} rdma_send={} rdma_recv={} wire_bytes={}",
+            " transport={} one_node={} queues={} rdma_send={} rdma_recv={} wire_bytes={}",
             s.transport.kind(),
+            more.is_one_node,
             s.queues,
             s.config.num_max_rdma_chunked_send_tokens,
             s.config.num_max_rdma_chunked_recv_tokens,

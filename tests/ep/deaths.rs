@@ -413,7 +413,7 @@ fn low_latency_with_words() {
 fn low_latency_across_nodes() {
     for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
         let transport = TransportOptions::new(transport);
-        low_latency(|options| options.ranks_per_node(1).transport(transport.clone()));
+        low_latency(|options| options.ranks_per_node(1).keep_nodes().transport(transport.clone()));
     }
 }
 
@@ -455,7 +455,9 @@ fn other_calls_of_low_latency() {
     other_calls(&others, &rights, |stop, fault| low_latency_rounds(with_words, stop, fault));
     for transport in [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp] {
         let transport = TransportOptions::new(transport);
-        let change = |options: low_latency::Options| options.ranks_per_node(1).transport(transport.clone());
+        let change = |options: low_latency::Options| {
+            options.ranks_per_node(1).keep_nodes().transport(transport.clone())
+        };
         other_calls(&others, &rights, |stop, fault| low_latency_rounds(change, stop, fault));
     }
 }

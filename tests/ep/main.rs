@@ -16,6 +16,8 @@ mod valid;
 mod internode;
 mod intranode;
 mod low_latency;
+mod many;
+mod mapped;
 mod property;
 mod shapes;
 mod timeouts;

@@ -14,6 +14,12 @@ fn one_node() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
     prop::collection::vec(tokens, 1..=8).prop_map(|tokens| (tokens, None))
 }
 
+/// Few tokens of each of more ranks than kernels keep in registers.
+fn many_ranks() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+    let tokens = prop_oneof![1 => Just(0), 3 => 0..=12u32];
+    prop::collection::vec(tokens, 9..=tier::pick(16, 64)).prop_map(|tokens| (tokens, None))
+}
+
 /// Most ranks: each is several threads.
 const MOST_RANKS: u32 = 8;
 
@@ -56,6 +62,19 @@ mod intranode {
     }
 }
 
+mod many {
+    use super::*;
+
+    proptest! {
+        #![proptest_config(config(16))]
+
+        #[test]
+        fn every_quantity_equals_the_oracle(case in case(many_ranks())) {
+            case.check();
+        }
+    }
+}
+
 mod internode {
     use super::*;
 
@@ -63,8 +82,9 @@ mod internode {
         #![proptest_config(config(64))]
 
         #[test]
-        fn every_quantity_equals_the_oracle(case in case(several_nodes())) {
-            case.check();
+        fn every_quantity_equals_the_oracle(case in case(several_nodes()), joins in any::<bool>()) {
+            let setup = if joins { case.setup().join_nodes() } else { case.setup() };
+            setup.run(|rank| rank.check_everything(&case));
         }
     }
 }

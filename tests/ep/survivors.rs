@@ -438,9 +438,10 @@ fn low_latency_calls(before: Before, calls: Calls) {
     for (nodes, packet_tokens, leaves) in some_here(variants) {
         let spread = |options: low_latency::Options| match nodes {
             None => options,
-            Some(nodes) => {
-                options.ranks_per_node(nodes.ranks_per_node).transport(TransportOptions::new(nodes.transport))
-            }
+            Some(nodes) => options
+                .ranks_per_node(nodes.ranks_per_node)
+                .keep_nodes()
+                .transport(TransportOptions::new(nodes.transport)),
         };
         let outcome = run_ranks(num_ranks(3), |number, group| {
             let config = VirtConfig { ordinal: number, sm_count: 4, ..VirtConfig::default() };

@@ -187,15 +187,22 @@ impl Setup {
         self
     }
 
-    /// `None`: all ranks are on one node.
+    /// `None`: all ranks are on one node. Nodes are kept apart, whatever is mapped.
     pub fn nodes(mut self, nodes: Option<Nodes>) -> Setup {
         self.options.ranks_per_node = nodes.map(|nodes| nodes.ranks_per_node);
+        self.options.keep_nodes = true;
         if let Some(nodes) = nodes {
             let count = self.ranks / nodes.ranks_per_node.max(1);
             self.options.config = self.options.config.for_nodes(count);
             self.options.transport.kind = nodes.transport;
             self.options.transport.queues_per_peer = nodes.queues;
         }
+        self
+    }
+
+    /// Ranks that can map each other's memory are one node.
+    pub fn join_nodes(mut self) -> Setup {
+        self.options.keep_nodes = false;
         self
     }
 

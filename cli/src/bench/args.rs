@@ -292,6 +292,7 @@ impl PlanFlags {
                 packet_tokens: self.packet_tokens,
             }),
             topology,
+            keep_nodes: self.place.keep_nodes,
             is_virtual: self.device == DeviceKind::Virtual,
             transport: self.network.transport.kind(),
             queues: self.network.queues(self.device),
@@ -400,6 +401,9 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
         if let Some(value) = value {
             flag(name, value.to_string());
         }
+    }
+    if plan.keep_nodes {
+        flags.push("--keep-nodes".into());
     }
     if plan.no_ceiling {
         flags.push("--no-ceiling".into());

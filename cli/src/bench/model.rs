@@ -44,7 +44,7 @@ pub struct Args {
     /// Microseconds that a hop between nodes adds to a call.
     #[arg(long, default_value_t = 10.0)]
     nic_latency_us: f64,
-    /// Nodes reach each other over NVLink too: rows for other nodes take the links in place of a NIC.
+    /// All ranks can map each other's memory, and are one node to the kernels.
     #[arg(long)]
     mapped: bool,
     /// Take the links' ceilings from these results in place of those of 8 x H200.
@@ -117,13 +117,14 @@ fn case_of(args: &Args) -> Result<Case> {
     if args.num_sms == 0 || args.nic_gbps.is_nan() || args.nic_gbps <= 0.0 {
         return Err(Stop::usage("model: --num-sms and --nic-gbps must be positive"));
     }
+    let ranks_per_node = if args.mapped { ranks } else { args.ranks_per_node };
     let row = args.hidden * args.dtype.dtype().size() + args.dtype.num_scales(args.hidden) * 4;
     Ok(Case {
-        sizes: Sizes { ranks, ranks_per_node: args.ranks_per_node, experts: args.experts, topk: args.topk },
+        sizes: Sizes { ranks, ranks_per_node, experts: args.experts, topk: args.topk },
         num_sms: args.num_sms,
         dispatch_row_bytes: row,
         combine_row_bytes: args.hidden * 2,
-        mapped: args.mapped,
+        mapped: false,
     })
 }
 

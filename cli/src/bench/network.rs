@@ -98,7 +98,8 @@ impl Args {
         let (sizes, depths) = (values("--sizes", &self.sizes)?, values("--depths", &self.depths)?);
         let launched = launched()?;
         let ranks_per_node = self.ranks_per_node.or(launched.is_none().then_some(1));
-        let place = WorldFlags { mode: Some(Mode::Internode), nodes: self.nodes, ranks_per_node };
+        let place =
+            WorldFlags { mode: Some(Mode::Internode), nodes: self.nodes, ranks_per_node, keep_nodes: false };
         let plan = NetworkPlan {
             sizes,
             depths,

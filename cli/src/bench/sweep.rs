@@ -24,7 +24,8 @@ pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec
     let bar = Progress::new("bench", 0, true);
     let launched = launched()?;
     let topology = |nodes, ranks_per_node| {
-        let place = WorldFlags { mode, nodes: Some(nodes), ranks_per_node: Some(ranks_per_node) };
+        let (nodes, ranks_per_node) = (Some(nodes), Some(ranks_per_node));
+        let place = WorldFlags { mode, nodes, ranks_per_node, keep_nodes: plan.keep_nodes };
         let topology = place.topology(mode.unwrap_or(Mode::Intranode), launched);
         topology.map_err(|stop| Error::Usage(stop.message.unwrap_or_default()))
     };

@@ -104,12 +104,15 @@ pub fn roundtrip(rank: &Rank, run: &Run, work: Work, voice: &Voice, publish: Pub
 }
 
 fn join(rank: &Rank, setup: &Setup, case: &LowLatencyCase) -> epoxide::Result<LowLatencyRank> {
-    let options = case
+    let mut options = case
         .options(rank.rank)
         .timeout(Duration::from_secs(setup.timeout))
         .num_sms(setup.num_sms)
         .ranks_per_node(setup.ranks / setup.nodes)
         .transport(setup.network());
+    if setup.keep_nodes {
+        options = options.keep_nodes();
+    }
     let buffer = Buffer::new(rank.device.clone(), &*rank.group, options)?;
     let stream = Arc::new(Stream::new(&rank.device, false)?);
     Ok(LowLatencyRank { buffer, group: rank.group.clone(), stream })

@@ -51,6 +51,8 @@ pub struct HighThroughput {
     pub num_max_nvl_chunked_send_tokens: u32,
     pub num_max_nvl_chunked_recv_tokens: u32,
     pub wire_bytes: u64,
+    /// Whether the ranks of several nodes are one, as all their memory is mapped.
+    pub is_one_node: bool,
     pub nvl_buffer_size_hint: u64,
     pub rdma_buffer_size_hint: u64,
 }

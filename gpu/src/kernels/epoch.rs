@@ -4,11 +4,26 @@
 use core::mem::offset_of;
 
 use crate::layout::{
-    BlockTrace, Comm, LATE_PEERS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_RECORDED, LOCAL_TICKET, MAX_RANKS,
+    BlockTrace, Comm, FEW_RANKS, LATE_PEERS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_RECORDED, LOCAL_TICKET,
     MAX_WORLD, MISSING_TOKENS, PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS,
     READY_SHIFT, Wait, done_offset, message_offset, ready_offset,
 };
 use crate::simt::*;
+
+/// Does something for each rank that a lane stands for: its own number, and of more ranks than lanes (`$many`) the one 32 further. No
+/// closure, so that kernels for few ranks come out as if written for them alone.
+macro_rules! of_lane {
+    ($many:expr, $comm:expr, $lane:expr, $rank:ident => $body:block) => {
+        if $lane < $comm.num_ranks {
+            let $rank = $lane;
+            $body
+        }
+        if $many && $lane + 32 < $comm.num_ranks {
+            let $rank = $lane + 32;
+            $body
+        }
+    };
+}
 
 /// Polls between two looks at the clock and the abort word.
 const POLLS_PER_CHECK: u32 = 64;
@@ -23,6 +38,16 @@ pub fn pool_of(comm: &Comm, rank: u32) -> u64 {
     let mut pool = 0;
     unroll8!(RANK => { pool |= comm.pools[RANK].0 & ((rank == RANK as u32) as u64).wrapping_neg() });
     pool
+}
+
+/// The address of the pool of a rank that there is. `MANY`: among more than [`FEW_RANKS`], by the table.
+#[inline(always)]
+pub unsafe fn pool_at<const MANY: bool>(comm: &Comm, rank: u32) -> u64 {
+    if !MANY {
+        return pool_of(comm, rank);
+    }
+    // SAFETY: the table has every rank, and nobody writes it.
+    unsafe { ld_u64(comm.pool_table.0 + rank as u64 * 8) }
 }
 
 /// The epoch of the running operation. Stable for all blocks: only the last one to leave advances it. An earlier kernel wrote it, so that
@@ -96,12 +121,12 @@ impl Entry {
 /// Begins a dispatch with a count exchange: tells the ranks of this node that this one has entered it, so that all of them are ready by the
 /// time that rows move. One warp calls it, in the kernel that plans; the one that moves rows says nothing.
 #[inline(always)]
-pub unsafe fn tell_planning(comm: &Comm, epoch: u64) {
+pub unsafe fn tell_planning<const MANY: bool>(comm: &Comm, epoch: u64) {
     // SAFETY: passed on to the caller. The plan that this dispatch goes by is its own.
     unsafe {
         let abort = ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT);
         let entry = Entry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort };
-        tell_ready(comm, entry.ready_word(comm, epoch));
+        tell_ready::<MANY>(comm, entry.ready_word(comm, epoch));
     }
 }
 
@@ -144,13 +169,15 @@ pub(super) fn share(b: u32, n: u32) -> u64 {
 
 /// Tells every peer that this rank has entered the operation, by [`Entry::ready_word`]. One warp calls it; lane r tells rank r.
 #[inline(always)]
-pub unsafe fn tell_ready(comm: &Comm, ready: u64) {
+pub unsafe fn tell_ready<const MANY: bool>(comm: &Comm, ready: u64) {
     // SAFETY: pools are mapped; the word has this rank as its only writer.
     unsafe {
         let lane = laneid();
-        if lane < comm.num_ranks && ready != 0 {
-            st_release_sys_u64(pool_of(comm, lane) + ready_offset(comm.rank), ready);
-        }
+        of_lane!(MANY, comm, lane, rank => {
+            if ready != 0 {
+                st_release_sys_u64(pool_at::<MANY>(comm, rank) + ready_offset(comm.rank), ready);
+            }
+        });
     }
 }
 
@@ -162,7 +189,7 @@ pub const JOINED_BYTES: u32 = 16;
 ///
 /// The last warp polls for the block, which has the least to do in front of it: more would only crowd the words that the peers write.
 #[inline(always)]
-pub unsafe fn wait_ready(
+pub unsafe fn wait_ready<const MANY: bool>(
     comm: &Comm,
     entry: &Entry,
     epoch: u64,
@@ -175,10 +202,10 @@ pub unsafe fn wait_ready(
         let lane = laneid();
         if tid() / 32 == ntid() / 32 - 1 {
             let mut has_entered = entry.abort == 0;
-            if lane < comm.num_ranks {
-                let word = pool_of(comm, comm.rank) + ready_offset(lane);
-                has_entered &= wait_entered(comm, word, ready, lane, epoch, what);
-            }
+            of_lane!(MANY, comm, lane, rank => {
+                let word = pool_at::<MANY>(comm, comm.rank) + ready_offset(rank);
+                has_entered &= wait_entered(comm, word, ready, rank, epoch, what);
+            });
             let all = ballot(!has_entered) == 0;
             if lane == 0 {
                 st_shared_u32(joined, all as u32);
@@ -268,7 +295,7 @@ pub(super) unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: 
 /// `joined` is what [`wait_ready`] said. A block that gave up waiting did nothing, so it says nothing: a peer that comes
 /// late must not take what never came for done.
 #[inline(always)]
-pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
+pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
     // SAFETY: pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the whole
     // block's work happen before the releases, which are cumulative: no thread needs a fence of its own.
     unsafe {
@@ -286,17 +313,19 @@ pub unsafe fn leave(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
             last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
         }
         let tells = (ntid() > 32) as u32;
-        if joined && warp == tells && lane < comm.num_ranks {
-            red_release_sys_add_u64(pool_of(comm, lane) + done_offset(comm.rank), part);
+        if joined && warp == tells {
+            of_lane!(MANY, comm, lane, rank => {
+                red_release_sys_add_u64(pool_at::<MANY>(comm, rank) + done_offset(comm.rank), part);
+            });
         }
         if ballot(last) == 0 {
             trace(comm, Phase::Done);
             return;
         }
-        if lane < comm.num_ranks {
-            let word = pool_of(comm, comm.rank) + done_offset(lane);
-            wait_at_least(comm, word, epoch * QUANTUM, lane, epoch, what);
-        }
+        of_lane!(MANY, comm, lane, rank => {
+            let word = pool_at::<MANY>(comm, comm.rank) + done_offset(rank);
+            wait_at_least(comm, word, epoch * QUANTUM, rank, epoch, what);
+        });
         if lane == 0 {
             // The end of the kernel publishes it; every other block has read the old one before its ticket.
             st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
@@ -351,23 +380,31 @@ pub(super) unsafe fn wait_at_least_unless(
 
 /// Waits for packet `word` of the count message from `peer`; `None` when the wait expired.
 #[inline(always)]
-pub unsafe fn wait_packet(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
+pub unsafe fn wait_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, epoch: u64) -> Option<u32> {
     // SAFETY: a message has that word, and this rank's pool a message of every peer.
-    unsafe { wait_packet_at(comm, message_offset(peer, word), peer, epoch, Wait::Counts) }
+    unsafe { wait_packet_at::<MANY>(comm, message_offset(peer, word), peer, epoch, Wait::Counts) }
 }
 
-/// Waits for packet `word` of the count messages of all ranks: 0 where there is no such rank; `None` when a wait expired.
+/// Waits for packet `word` of the count messages of all ranks, or of `MANY` ranks those from `from` on:
+/// 0 where there is no such rank; `None` when a wait expired.
 #[inline(always)]
-pub unsafe fn wait_packets(comm: &Comm, word: u32, epoch: u64) -> Option<[u32; MAX_RANKS]> {
+pub unsafe fn wait_packets<const MANY: bool>(
+    comm: &Comm,
+    from: u32,
+    word: u32,
+    epoch: u64,
+) -> Option<[u32; FEW_RANKS]> {
     // SAFETY: the packets are in this rank's own pool. Data and flag are one atomic word.
     unsafe {
-        let messages = pool_of(comm, comm.rank) + comm.pool.messages;
+        let messages = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages;
         let mut deadline = Deadline::start();
-        let (mut seen, mut late) = ([0u64; MAX_RANKS], (1u32 << comm.num_ranks) - 1);
+        let from = if MANY { from } else { 0 };
+        let count = if MANY { (comm.num_ranks - from).min(FEW_RANKS as u32) } else { comm.num_ranks };
+        let (mut seen, mut late) = ([0u64; FEW_RANKS], (1u32 << count) - 1);
         loop {
             unroll8!(PEER => {
                 if late >> PEER & 1 != 0 {
-                    seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(PEER as u32, word));
+                    seen[PEER] = ld_relaxed_sys_u64(messages + message_offset(from + PEER as u32, word));
                 }
             });
             unroll8!(PEER => {
@@ -383,16 +420,16 @@ pub unsafe fn wait_packets(comm: &Comm, word: u32, epoch: u64) -> Option<[u32; M
                 let mut last = 0;
                 unroll8!(PEER => {
                     if late >> PEER & 1 != 0 {
-                        note_late(comm, deadline.waited, PEER as u32, Wait::Counts);
+                        note_late(comm, deadline.waited, from + PEER as u32, Wait::Counts);
                     }
                     if PEER as u32 == first {
                         last = seen[PEER] >> 32;
                     }
                 });
-                record(comm, deadline.waited, first, epoch, epoch, last, Wait::Counts);
+                record(comm, deadline.waited, from + first, epoch, epoch, last, Wait::Counts);
                 return None;
             }
-            if deadline.is_long() && is_sender_in_other_call(comm, first, epoch) {
+            if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, from + first, epoch) {
                 return None;
             }
         }
@@ -401,10 +438,16 @@ pub unsafe fn wait_packets(comm: &Comm, word: u32, epoch: u64) -> Option<[u32; M
 
 /// Waits for the packet at `offset` of the messages in the own pool; `None` when the wait expired.
 #[inline(always)]
-pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, what: Wait) -> Option<u32> {
+pub unsafe fn wait_packet_at<const MANY: bool>(
+    comm: &Comm,
+    offset: u64,
+    peer: u32,
+    epoch: u64,
+    what: Wait,
+) -> Option<u32> {
     // SAFETY: the packet is in this rank's own pool. Data and flag are one atomic word, so no acquire is needed.
     unsafe {
-        let packet = pool_of(comm, comm.rank) + comm.pool.messages + offset;
+        let packet = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages + offset;
         let mut deadline = Deadline::start();
         loop {
             let seen = ld_relaxed_sys_u64(packet);
@@ -415,7 +458,7 @@ pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, wh
                 record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
                 return None;
             }
-            if deadline.is_long() && is_sender_in_other_call(comm, peer, epoch) {
+            if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, peer, epoch) {
                 return None;
             }
         }
@@ -425,30 +468,31 @@ pub unsafe fn wait_packet_at(comm: &Comm, offset: u64, peer: u32, epoch: u64, wh
 /// Whether the rank of this node that sends the counts of `peer` is in another call, which is then
 /// recorded.
 #[inline(always)]
-unsafe fn is_sender_in_other_call(comm: &Comm, peer: u32, epoch: u64) -> bool {
+unsafe fn is_sender_in_other_call<const MANY: bool>(comm: &Comm, peer: u32, epoch: u64) -> bool {
     // SAFETY: the word is in this rank's own pool.
     unsafe {
         // With several nodes, a rank of this node hands the message on.
         core::hint::assert_unchecked(comm.num_ranks >= 1);
         let from = peer % comm.num_ranks;
-        let word = pool_of(comm, comm.rank) + ready_offset(from);
+        let word = pool_at::<MANY>(comm, comm.rank) + ready_offset(from);
         is_in_other_call(comm, word, from, epoch, Wait::OtherCall)
     }
 }
 
 /// Sends packet `word` of the count message to `peer`.
 #[inline(always)]
-pub unsafe fn send_packet(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
+pub unsafe fn send_packet<const MANY: bool>(comm: &Comm, peer: u32, word: u32, value: u32, epoch: u64) {
     // SAFETY: a message has that word, and the peer's pool a message of this rank.
-    unsafe { send_packet_at(comm, peer, message_offset(comm.rank, word), value, epoch) }
+    unsafe { send_packet_at::<MANY>(comm, peer, message_offset(comm.rank, word), value, epoch) }
 }
 
 /// Sends the packet at `offset` of the messages in `peer`'s pool.
 #[inline(always)]
-pub unsafe fn send_packet_at(comm: &Comm, peer: u32, offset: u64, value: u32, epoch: u64) {
+pub unsafe fn send_packet_at<const MANY: bool>(comm: &Comm, peer: u32, offset: u64, value: u32, epoch: u64) {
     // SAFETY: the pool is mapped and this rank is the packet's only writer.
     unsafe {
-        st_relaxed_sys_u64(pool_of(comm, peer) + comm.pool.messages + offset, epoch << 32 | value as u64);
+        let packet = pool_at::<MANY>(comm, peer) + comm.pool.messages + offset;
+        st_relaxed_sys_u64(packet, epoch << 32 | value as u64);
     }
 }
 

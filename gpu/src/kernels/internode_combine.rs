@@ -68,7 +68,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     let ready = entry.ready_word(comm, epoch);
     let operation = Operation { epoch, ready, queue_wait: Wait::CombineQueue };
     if ctaid() == 0 && tid() < 32 {
-        tell_ready(comm, ready);
+        tell_ready::<false>(comm, ready);
         tell_nodes_ready(comm, wire, operation);
     }
     let planned = entry.is_planned();
@@ -96,7 +96,7 @@ pub unsafe fn internode_combine(args: InternodeCombineArgs) {
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
     let is_sound = joined & !warp_aborted(comm);
-    leave(comm, epoch, is_sound, Wait::CombineDone);
+    leave::<false>(comm, epoch, is_sound, Wait::CombineDone);
     if finishes && tid() / 32 != workers && !(is_sound && planned) {
         let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
         spoil::<true>(rows, begin, end, tid() / 32, workers);

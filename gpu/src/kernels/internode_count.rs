@@ -6,7 +6,7 @@
 use epoxide_macros::kernel;
 
 use super::ring::channel_range;
-use crate::layout::{InternodeCountArgs, MAX_CHANNELS, MAX_NODES, MAX_RANKS};
+use crate::layout::{FEW_RANKS, InternodeCountArgs, MAX_CHANNELS, MAX_NODES};
 use crate::simt::*;
 
 /// Numbers the tokens of each channel, for each rank and each node, in token order. One block per channel.
@@ -18,7 +18,7 @@ use crate::simt::*;
         args.ranks_per_node >= 1,
         args.num_ranks.is_multiple_of(args.ranks_per_node),
         args.num_ranks / args.ranks_per_node <= MAX_NODES as u32,
-        args.ranks_per_node <= MAX_RANKS as u32,
+        args.ranks_per_node <= FEW_RANKS as u32,
     )
 )]
 pub unsafe fn internode_count(args: InternodeCountArgs) {

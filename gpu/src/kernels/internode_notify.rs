@@ -22,7 +22,7 @@ use super::epoch::{
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::Verdict;
 use crate::layout::{
-    InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD, PlanHeader,
+    FEW_RANKS, InternodeNotifyArgs, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_WORLD, PlanHeader,
     PlanStatus, SEND_ROW_STRIDE, Wait, relay_message, wire_message,
 };
 use crate::simt::*;
@@ -39,10 +39,10 @@ const THREADS: u32 = 1024;
 // Shared memory of `internode_notify`, in words.
 /// Rows that each rank would receive, `[MAX_WORLD]`.
 const RECEIVES: u32 = 0;
-/// Tokens from each rank for each rank of this node, then where its block of rows starts there, `[MAX_WORLD][MAX_RANKS]`.
+/// Tokens from each rank for each rank of this node, then where its block of rows starts there, `[MAX_WORLD][FEW_RANKS]`.
 const BASES: u32 = RECEIVES + MAX_WORLD as u32;
 /// Selections of each local expert.
-const EXPERTS: u32 = BASES + (MAX_WORLD * MAX_RANKS) as u32;
+const EXPERTS: u32 = BASES + (MAX_WORLD * FEW_RANKS) as u32;
 /// The lowest number that a warp named, by warp.
 const LOWEST: u32 = EXPERTS + MAX_LOCAL_EXPERTS;
 /// The verdict: status, peer, detail, theirs, ours.
@@ -69,7 +69,7 @@ const NONE: u32 = u32::MAX;
         args.wire.num_nodes >= 2,
         args.wire.num_nodes <= MAX_NODES as u32,
         args.comm.num_ranks >= 1,
-        args.comm.num_ranks <= MAX_RANKS as u32,
+        args.comm.num_ranks <= FEW_RANKS as u32,
         args.wire.num_queues >= 1,
         args.local_experts >= 1,
         args.local_experts <= MAX_LOCAL_EXPERTS,
@@ -81,7 +81,7 @@ pub unsafe fn internode_notify(args: InternodeNotifyArgs) {
     trace(comm, Phase::Enter);
     let exchange = Exchange::new(&args);
     if tid() < 32 {
-        tell_planning(comm, exchange.epoch);
+        tell_planning::<false>(comm, exchange.epoch);
     }
     exchange.write_messages();
     barrier_sync();
@@ -271,7 +271,7 @@ impl<'a> Exchange<'a> {
                 };
                 let value = ld_u32(self.incoming(node) + from as u64 * 4);
                 let to = relay_offset(self.rail(node), to);
-                send_packet_at(&self.args.comm, rank, to, value, self.epoch);
+                send_packet_at::<false>(&self.args.comm, rank, to, value, self.epoch);
                 item += THREADS;
             }
         }
@@ -544,7 +544,7 @@ impl<'a> Exchange<'a> {
         // SAFETY: the packet is inside the own pool.
         unsafe {
             let offset = relay_offset(source, index);
-            match wait_packet_at(&self.args.comm, offset, source, self.epoch, Wait::RelayedCounts) {
+            match wait_packet_at::<false>(&self.args.comm, offset, source, self.epoch, Wait::RelayedCounts) {
                 Some(value) => value,
                 None => {
                     st_shared_u32(word(EXPIRED), 1);
@@ -589,7 +589,7 @@ fn word(index: u32) -> u32 {
 /// Offset of the word for a source and a rank of this node.
 #[inline(always)]
 fn base_word(source: u32, rank: u32) -> u32 {
-    word(BASES + source * MAX_RANKS as u32 + rank)
+    word(BASES + source * FEW_RANKS as u32 + rank)
 }
 
 /// Offset of a packet from the start of the messages in the pool.

@@ -22,8 +22,8 @@ macro_rules! unroll3 {
 macro_rules! unroll2 {
     ($n:ident => $body:block) => { unroll8!(@ $n $body 0 1) };
 }
-// `unroll8` covers every possible rank.
-const _: () = assert!(crate::layout::MAX_RANKS == 8);
+// `unroll8` covers every rank of few.
+const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
 mod ceiling;
 mod combine;
@@ -35,6 +35,7 @@ mod internode_count;
 mod internode_dispatch;
 mod internode_notify;
 mod layout;
+mod list;
 mod low_latency;
 mod notify;
 mod progress;
@@ -52,7 +53,7 @@ pub use {
     combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES, epoch::JOINED_BYTES,
     internode_combine::MAX_INTERNODE_SLOT_BYTES, internode_notify::INTERNODE_NOTIFY_SHARED_BYTES,
     low_latency::LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency::LOW_LATENCY_SHARED_BYTES,
-    notify::NOTIFY_SHARED_BYTES, progress::PROGRESS_BYTES,
+    notify::notify_shared_bytes, progress::PROGRESS_BYTES,
 };
 
 /// What the host launches: makes the kernels' types public there, and lists them for the PTX.
@@ -71,9 +72,12 @@ macro_rules! kernels {
 // A kernel's type has its name in camel case. Hidden are the library's own, which its host launches.
 kernels! {
     #[doc(hidden)] layout::{DispatchLayout};
-    #[doc(hidden)] notify::{Notify};
-    #[doc(hidden)] dispatch::{Dispatch};
-    #[doc(hidden)] combine::{StageCombine, CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32};
+    #[doc(hidden)] notify::{Notify, NotifyMany};
+    #[doc(hidden)] dispatch::{Dispatch, DispatchMany};
+    #[doc(hidden)] combine::{
+        StageCombine, CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32, CombineManyBf16, CombineManyF32,
+        CombineStagedManyBf16, CombineStagedManyF32
+    };
     #[doc(hidden)] internode_count::{InternodeCount};
     #[doc(hidden)] internode_notify::{InternodeNotify};
     #[doc(hidden)] internode_dispatch::{InternodeDispatch};

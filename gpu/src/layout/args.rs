@@ -63,7 +63,9 @@ pub struct NotifyArgs {
     pub recv_channel_prefix_matrix: DevicePtr,
     /// Out: i32 `[num_tokens, num_ranks]`, index in the (channel, destination) stream or -1.
     pub send_head: DevicePtr,
-    /// Out: i32 `[num_tokens, SEND_ROW_STRIDE]`, row at the destination or -1.
+    /// Out: i32 `[num_tokens, SEND_ROW_STRIDE]`, row at the destination or -1. Of more than
+    /// [`FEW_RANKS`](super::FEW_RANKS) ranks: i64 `[num_tokens, SEND_LIST_STRIDE]`, the token's
+    /// destinations in ascending order as `rank << 32 | row`, then -1.
     pub send_row: DevicePtr,
     /// Out: u32 `[experts per rank]`, each rounded up to `expert_alignment`.
     pub num_recv_tokens_per_expert: DevicePtr,
@@ -86,7 +88,7 @@ pub struct NotifyArgs {
     pub columns: u32,
 }
 
-layout_assert!(NotifyArgs, size = 328, columns at 324);
+layout_assert!(NotifyArgs, size = 336, columns at 332);
 
 /// Arguments of `dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -102,7 +104,7 @@ pub struct DispatchArgs {
     pub topk_idx: DevicePtr,
     /// In, or null: f32 `[num_tokens, num_topk]`.
     pub topk_weights: DevicePtr,
-    /// In, of notify: i32 `[num_tokens, SEND_ROW_STRIDE]`.
+    /// In, of notify: rows or lists of the tokens' destinations ([`NotifyArgs::send_row`]).
     pub send_row: DevicePtr,
     /// In, of notify: [`super::PlanHeader`].
     pub header: DevicePtr,
@@ -133,7 +135,7 @@ pub struct DispatchArgs {
     pub reserved: u32,
 }
 
-layout_assert!(DispatchArgs, size = 296, reserved at 292);
+layout_assert!(DispatchArgs, size = 304, reserved at 300);
 
 /// Arguments of `stage_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -161,7 +163,7 @@ pub struct StageArgs {
     pub num_topk: u32,
 }
 
-layout_assert!(StageArgs, size = 264, num_topk at 260);
+layout_assert!(StageArgs, size = 272, num_topk at 268);
 
 /// Arguments of `combine_bf16` and `combine_f32`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -173,7 +175,7 @@ pub struct CombineArgs {
     pub combined_x: DevicePtr,
     /// Out, or null: f32 `[num_tokens, num_topk]`.
     pub combined_weights: DevicePtr,
-    /// In, of notify: i32 `[num_tokens, SEND_ROW_STRIDE]`.
+    /// In, of notify: rows or lists of the tokens' destinations ([`NotifyArgs::send_row`]).
     pub send_row: DevicePtr,
     /// In, of notify: [`super::PlanHeader`].
     pub header: DevicePtr,
@@ -195,7 +197,7 @@ pub struct CombineArgs {
     pub reserved: u32,
 }
 
-layout_assert!(CombineArgs, size = 264, reserved at 260);
+layout_assert!(CombineArgs, size = 272, reserved at 268);
 
 /// Arguments of `combine_staged_bf16` and `combine_staged_f32`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -231,7 +233,7 @@ pub struct StagedCombineArgs {
     pub parts: u64,
 }
 
-layout_assert!(StagedCombineArgs, size = 344, parts at 336);
+layout_assert!(StagedCombineArgs, size = 352, parts at 344);
 
 /// Arguments of `ceiling_push` and `ceiling_pull`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -335,7 +337,7 @@ pub struct InternodeNotifyArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeNotifyArgs, size = 456, reserved at 452);
+layout_assert!(InternodeNotifyArgs, size = 464, reserved at 460);
 
 /// Arguments of `internode_dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -360,7 +362,7 @@ pub struct InternodeDispatchArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeDispatchArgs, size = 496, reserved at 492);
+layout_assert!(InternodeDispatchArgs, size = 504, reserved at 500);
 
 /// What a dispatch across nodes leaves for combine and cached dispatches: both sides of a token's way.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -401,4 +403,4 @@ pub struct InternodeCombineArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeCombineArgs, size = 440, reserved at 436);
+layout_assert!(InternodeCombineArgs, size = 448, reserved at 444);

@@ -3,10 +3,13 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::assert::layout_assert;
-use super::limits::MAX_RANKS;
+use super::limits::{FEW_RANKS, MAX_TOPK};
 
 /// Row stride of `send_row`, in entries: one per possible rank.
-pub const SEND_ROW_STRIDE: u32 = MAX_RANKS as u32;
+pub const SEND_ROW_STRIDE: u32 = FEW_RANKS as u32;
+
+/// List stride of `send_row` with more ranks, in entries: a token has no more destinations than entries.
+pub const SEND_LIST_STRIDE: u32 = MAX_TOPK;
 
 /// Verdict of the count exchange. It is the same on every rank for [`PlanStatus::Capacity`] and
 /// [`PlanStatus::InvalidExpert`]: each derives it from the same counts.

@@ -1,7 +1,10 @@
 //! How much there can be of what, and how rows are spaced.
 
-/// Most ranks of one NVLink domain.
-pub const MAX_RANKS: usize = 8;
+/// Most ranks that map each other's memory, on one host or in one NVLink domain.
+pub const MAX_RANKS: usize = 64;
+/// Ranks that kernels keep in registers: most of a node between which and others rows are relayed. With
+/// more, kernels of their own go by tables.
+pub const FEW_RANKS: usize = 8;
 /// Most entries per token in `topk_idx`: one lane each.
 pub const MAX_TOPK: u32 = 32;
 /// Most experts on one rank.

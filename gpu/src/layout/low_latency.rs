@@ -8,7 +8,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
-use super::limits::MAX_RANKS;
+use super::limits::FEW_RANKS;
 use super::pool::{Comm, ControlWord};
 
 /// Start of every low-latency pool.
@@ -17,32 +17,32 @@ use super::pool::{Comm, ControlWord};
 pub struct LowLatencyControl {
     /// `ready[src] >= epoch`: rank `src` has entered that dispatch, so that its place may be overwritten. Said and waited for only where
     /// nothing that came in between says so.
-    pub ready: [ControlWord; MAX_RANKS],
+    pub ready: [ControlWord; FEW_RANKS],
     /// `calls[src][epoch % 2]` is a packet: rank `src` has entered the operation, with this [`LowLatencyCall`]. A rank is at most one
     /// operation ahead of what its peers have yet to read.
-    pub calls: [[u64; 2]; MAX_RANKS],
+    pub calls: [[u64; 2]; FEW_RANKS],
 }
 
-layout_assert!(LowLatencyControl, size = (128 + 16) * MAX_RANKS, calls at 128 * MAX_RANKS);
+layout_assert!(LowLatencyControl, size = (128 + 16) * FEW_RANKS, calls at 128 * FEW_RANKS);
 
 /// Offset of `calls[src][epoch % 2]` in a low-latency pool, in bytes.
 #[inline(always)]
 pub const fn call_offset(src: u32, epoch: u64) -> u64 {
-    (size_of::<ControlWord>() * MAX_RANKS) as u64 + src as u64 * 16 + (epoch & 1) * 8
+    (size_of::<ControlWord>() * FEW_RANKS) as u64 + src as u64 * 16 + (epoch & 1) * 8
 }
 
 /// Where the things of a place are: offsets in bytes from the start of every pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyPlace {
-    /// u64 `[MAX_RANKS, chunks]`: `arrived[src][c] >= epoch` where all that chunk c of rank `src`'s tokens has for this rank is here.
+    /// u64 `[FEW_RANKS, chunks]`: `arrived[src][c] >= epoch` where all that chunk c of rank `src`'s tokens has for this rank is here.
     pub arrived: u64,
-    /// u64 `[MAX_RANKS, chunks]`: `returned[src][c] >= epoch` where rank `src` has returned all that it has of chunk c of this rank's tokens.
+    /// u64 `[FEW_RANKS, chunks]`: `returned[src][c] >= epoch` where rank `src` has returned all that it has of chunk c of this rank's tokens.
     pub returned: u64,
-    /// Packets `[MAX_RANKS, max_tokens, num_topk / 2 rounded up]`: two local expert ids each, 16 bits, all ones where the expert is on
+    /// Packets `[FEW_RANKS, max_tokens, num_topk / 2 rounded up]`: two local expert ids each, 16 bits, all ones where the expert is on
     /// another rank.
     pub ids: u64,
-    /// Packets `[MAX_RANKS, max_tokens, num_topk]`: the f32 weights of the experts on this rank.
+    /// Packets `[FEW_RANKS, max_tokens, num_topk]`: the f32 weights of the experts on this rank.
     pub weights: u64,
     /// Received rows `[num_ranks * max_tokens]`.
     pub recv_x: u64,
@@ -76,7 +76,7 @@ pub const fn pieces_of(row_bytes: u32) -> u32 {
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LowLatencyTables {
-    /// Out of a dispatch, receiver side: u32 `[MAX_RANKS]`, tokens of each source rank.
+    /// Out of a dispatch, receiver side: u32 `[FEW_RANKS]`, tokens of each source rank.
     pub num_tokens: DevicePtr,
     /// Out of a dispatch, sender side: u32 `[max_tokens]`, a bit for each rank that the token went to.
     pub token_ranks: DevicePtr,
@@ -95,7 +95,7 @@ pub struct LowLatencyTables {
     pub weights: DevicePtr,
     /// u64 `[chunks]`: tokens of a chunk that have been sent, in shares of `QUANTUM`.
     pub sent: DevicePtr,
-    /// u64 `[MAX_RANKS, chunks]`: rows of a rank's chunk that have been returned, in shares of `QUANTUM`.
+    /// u64 `[FEW_RANKS, chunks]`: rows of a rank's chunk that have been returned, in shares of `QUANTUM`.
     pub answered: DevicePtr,
     /// [`LowLatencyTurns`] of the place.
     pub turns: DevicePtr,

@@ -6,7 +6,7 @@ use bytemuck::{Pod, Zeroable};
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::handle::PlanHeader;
-use super::limits::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS};
+use super::limits::{FEW_RANKS, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS};
 use super::wire::MAX_WORLD;
 
 /// What every finished operation adds to each `done` word and to the ticket. Blocks add shares of it, so the target of
@@ -127,8 +127,10 @@ layout_assert!(PoolLayout, size = 88, bytes at 80);
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct Comm {
-    /// Where each rank's pool is, the own one included. Arguments of the kernel, so that nobody waits for a table's memory.
-    pub pools: [DevicePtr; MAX_RANKS],
+    /// Where each rank's pool is, the own one included, of the first ranks. Arguments of the kernel, so that nobody waits for a table's memory.
+    pub pools: [DevicePtr; FEW_RANKS],
+    /// Where each rank's pool is, u64 `[num_ranks]`.
+    pub pool_table: DevicePtr,
     /// [`LocalState`] of this rank.
     pub local: DevicePtr,
     /// [`Status`] of this rank, in mapped host memory.
@@ -147,7 +149,7 @@ pub struct Comm {
     pub pool: PoolLayout,
 }
 
-layout_assert!(Comm, size = 136 + 8 * MAX_RANKS, pool at 48 + 8 * MAX_RANKS);
+layout_assert!(Comm, size = 144 + 8 * FEW_RANKS, pool at 56 + 8 * FEW_RANKS);
 
 /// When a block reached each phase of its operation, in ns of the device's clock. Thread 0 of the block writes it, and
 /// only where [`Comm::trace`] is set.

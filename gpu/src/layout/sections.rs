@@ -3,9 +3,10 @@
 use core::mem::offset_of;
 
 use super::{
-    ControlWord, FailedPlans, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS, MAX_WORLD,
-    NodePath, PlanHeader, PoolLayout, QueueHandle, SIGNATURE_NAMES, Status, WireLayout, done_offset, message,
-    message_offset, ready_offset, relay_message, row_stride, staged_offset, wire_message,
+    ControlWord, FEW_RANKS, FailedPlans, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_NODES, MAX_RANKS,
+    MAX_WORLD, NodePath, PlanHeader, PoolLayout, QueueHandle, SIGNATURE_NAMES, Status, WireLayout,
+    done_offset, message, message_offset, ready_offset, relay_message, row_stride, staged_offset,
+    wire_message,
 };
 
 /// A part of a piece of memory, or of an element of an array.
@@ -146,8 +147,8 @@ const WIRE_MESSAGE: &[Section] = &[
     words("invalid", wire_message::INVALID, 1, 4),
     words("node_counts", wire_message::NODE_COUNTS, MAX_NODES, 4),
     words("rank_counts", wire_message::RANK_COUNTS, MAX_WORLD, 4),
-    words("channel_starts", wire_message::CHANNEL_STARTS, (1 + MAX_RANKS) * MAX_CHANNELS as usize, 4),
-    words("expert_counts", wire_message::EXPERT_COUNTS, MAX_RANKS * MAX_LOCAL_EXPERTS as usize, 4),
+    words("channel_starts", wire_message::CHANNEL_STARTS, (1 + FEW_RANKS) * MAX_CHANNELS as usize, 4),
+    words("expert_counts", wire_message::EXPERT_COUNTS, FEW_RANKS * MAX_LOCAL_EXPERTS as usize, 4),
 ];
 
 /// Sections from one of `starts` to the next, the last one to `end`.
@@ -225,18 +226,18 @@ mod tests {
     }
 
     const POOL: PoolLayout = PoolLayout {
-        messages: 18_432,
-        recv_x: 18_432 + 8 * 10_352,
-        recv_scales: 106_496,
+        messages: 147_456,
+        recv_x: 147_456 + 8 * 10_800,
+        recv_scales: 239_104,
         // No scales.
-        recv_topk_idx: 106_496,
-        recv_topk_weights: 107_520,
-        recv_src_idx: 108_544,
-        recv_src_meta: 109_568,
-        combine_x: 109_568,
-        combine_weights: 116_736,
+        recv_topk_idx: 239_104,
+        recv_topk_weights: 240_128,
+        recv_src_idx: 241_152,
+        recv_src_meta: 242_176,
+        combine_x: 242_176,
+        combine_weights: 249_344,
         rows: 32,
-        bytes: 117_760,
+        bytes: 250_368,
     };
 
     #[test]
@@ -247,7 +248,7 @@ mod tests {
         assert_eq!(name(ready_offset(3)), "ready[3]");
         assert_eq!(name(done_offset(7) + 12), "done[7] + 0xc");
         assert_eq!(name(staged_offset(0, 0)), "staged[0][0]");
-        assert_eq!(name(staged_offset(7, 255) + 4), "staged[7][255] + 0x4");
+        assert_eq!(name(staged_offset(63, 255) + 4), "staged[63][255] + 0x4");
         let packet = |src, word| POOL.messages + message_offset(src, word);
         assert_eq!(name(packet(2, message::SIGNATURE + 4)), "messages[2].signature[4]");
         assert_eq!(name(packet(0, message::INVALID)), "messages[0].invalid");
@@ -264,7 +265,7 @@ mod tests {
     #[test]
     fn across_nodes_messages_are_longer() {
         let ranks = 16;
-        let shift = ranks * relay_message::WORDS as u64 * 8 - 8 * 10_352;
+        let shift = ranks * relay_message::WORDS as u64 * 8 - 8 * 10_800;
         let more = |offset| offset + shift;
         let pool = PoolLayout {
             messages: POOL.messages,

@@ -8,13 +8,13 @@ use bytemuck::{Pod, Zeroable};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
-use super::limits::{MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS};
+use super::limits::{FEW_RANKS, MAX_CHANNELS, MAX_LOCAL_EXPERTS};
 use super::pool::ControlWord;
 
 /// Most nodes: one lane each.
 pub const MAX_NODES: usize = 32;
 /// Most ranks of all nodes.
-pub const MAX_WORLD: usize = MAX_NODES * MAX_RANKS;
+pub const MAX_WORLD: usize = MAX_NODES * FEW_RANKS;
 /// Requests that a queue's ring holds.
 pub const RING_ENTRIES: u64 = 256;
 /// An arrival word is `epoch << ARRIVAL_SHIFT | rows`: rows of a channel that have arrived in this epoch.
@@ -152,9 +152,9 @@ pub mod wire_message {
     /// row 1 + j among those for rank j of that node.
     pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_WORLD as u32;
     /// Selections the sender has for each expert of the receiver's node, `[ranks of a node][experts per rank]`.
-    pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + (1 + MAX_RANKS as u32) * MAX_CHANNELS;
+    pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + (1 + FEW_RANKS as u32) * MAX_CHANNELS;
     /// Most words of a message.
-    pub const WORDS: u32 = EXPERT_COUNTS + MAX_RANKS as u32 * MAX_LOCAL_EXPERTS;
+    pub const WORDS: u32 = EXPERT_COUNTS + FEW_RANKS as u32 * MAX_LOCAL_EXPERTS;
 }
 
 /// What of a count message its receiver hands to each rank of its node: packets `epoch << 32 | value` in the pool, as in
@@ -186,10 +186,10 @@ pub struct SlotShape {
 }
 
 impl SlotShape {
-    /// In the metadata: the token's index in the (channel, rank) stream of each rank of the receiving node, or -1, i32 `[MAX_RANKS]`.
+    /// In the metadata: the token's index in the (channel, rank) stream of each rank of the receiving node, or -1, i32 `[FEW_RANKS]`.
     pub const HEADS: u32 = 0;
     /// In the metadata: the token's index on its rank, u32.
-    pub const TOKEN: u32 = Self::HEADS + MAX_RANKS as u32 * 4;
+    pub const TOKEN: u32 = Self::HEADS + FEW_RANKS as u32 * 4;
     /// In the metadata: global expert ids, i32 `[num_topk]`, then weights, f32 `[num_topk]`.
     pub const TOPK: u32 = Self::TOKEN + 16;
 

@@ -172,6 +172,24 @@ device_fns! {
     }
 
     /// A weak load where `active`, else `otherwise`, with no branch; only a use of the value waits for it.
+    /// `@active ld.global.b64 r, [p];`
+    ///
+    /// # Safety
+    /// Where `active`, `p` is a live global address, 8-byte aligned.
+    pub unsafe fn ld_i64_if(active: bool, p: u64, otherwise: i64) -> i64 {
+        let r: i64;
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!(
+                "{{ .reg .pred q; setp.ne.u32 q, {a}, 0; mov.b64 {r}, {o}; @q ld.global.b64 {r}, [{p}]; }}",
+                r = out(reg64) r, a = in(reg32) active as u32, p = in(reg64) p, o = in(reg64) otherwise,
+                options(nostack)
+            )
+        };
+        r
+    }
+
+    /// A weak load where `active`, else `otherwise`, with no branch; only a use of the value waits for it.
     /// `@active ld.global.b32 r, [p];`
     ///
     /// # Safety

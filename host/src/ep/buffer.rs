@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Call, Comm, DevicePtr, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, PLAN_HEADER,
-    PlanHeader, PoolLayout, Section, WireLayout,
+    Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
+    PlanHeader, PoolLayout, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout,
 };
 
 use super::beside::{Activity, next_id};
@@ -91,7 +91,7 @@ pub struct Buffer {
     pub(super) places: Vec<Arc<PlaceState<Room>>>,
     pool: Arc<Pool>,
     _peers: Peers,
-    /// The pools' addresses, u64 `[MAX_RANKS]`, then the [`LocalState`].
+    /// The pools' addresses, u64 `[ranks]`, then the [`LocalState`].
     tables: Memory,
     pub(super) sequence: Arc<Sequence>,
     pub(super) recordings: Recordings,
@@ -123,39 +123,65 @@ impl Buffer {
     /// driver or the group reports.
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: BufferOptions) -> Result<Buffer> {
         let rank = group.rank();
-        let topology = Topology::new(group.size(), options.ranks_per_node)?;
+        let nodes = Topology::new(group.size(), options.ranks_per_node)?;
         options.tuning.validate()?;
         let config = options.config;
         check_channels(&config)?;
+        let joined = nodes.joined(options.transport.kind, options.keep_nodes);
+        if nodes.nodes > 1 && joined.is_none() {
+            config.check_nodes(nodes.nodes)?;
+        }
+        let lay_out =
+            |topology| pool_layouts(&options.shape, topology, options.places, options.num_nvl_bytes);
+        let layouts = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
+        let wire_layout = wire_layout(&options.shape, nodes, options.num_rdma_bytes)?;
+        let rows = [Some(&layouts.0), layouts.1.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
+        agree(group, nodes, rows, &wire_layout, &options)?;
+
+        let largest = options.shape.max_row_bytes;
+        let row_bytes = RowBytes { recv: largest, combine: largest };
+        let alloc = |layouts: &[PoolLayout], nodes| -> Result<Arc<Memory>> {
+            let pool = Memory::alloc(&device, layouts[0].bytes, MemoryKind::Shareable, "pool")?;
+            pool.describe(&sections(layouts, nodes, row_bytes));
+            Ok(Arc::new(pool))
+        };
+        let mapped = match joined.zip(layouts.1) {
+            None => None,
+            Some((topology, layouts)) => {
+                let pool = alloc(&layouts, 1)?;
+                let peers = Peers::map_all(&device, group, &options.transport, &pool)?;
+                peers.map(|peers| (topology, layouts, pool, peers))
+            }
+        };
+        let topology = mapped.as_ref().map_or(nodes, |(topology, ..)| *topology);
         if topology.nodes > 1 {
             config.check_nodes(topology.nodes)?;
         }
-        let layouts = pool_layouts(&options.shape, topology, options.places, options.num_nvl_bytes)?;
-        let layout = layouts[0];
-        let wire_layout = wire_layout(&options.shape, topology, options.num_rdma_bytes)?;
-        agree(group, topology, &layout, &wire_layout, &options)?;
-
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
         let loader = {
             let (device, ptx) = (device.clone(), options.ptx.clone());
-            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology.nodes > 1, ptx))
+            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, ptx))
                 .map_err(|error| Error::os("spawn thread", error))?
         };
-        let pool = Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "pool")?;
-        let largest = options.shape.max_row_bytes;
-        let row_bytes = RowBytes { recv: largest, combine: largest };
-        pool.describe(&sections(&layouts, topology.nodes, row_bytes));
-        let peers = Peers::map(&device, group, topology, &pool, layout.bytes)?;
+        let (layouts, pool, peers) = match mapped {
+            Some((_, layouts, pool, peers)) => (layouts, pool, peers),
+            None => {
+                let (pool, layouts) = (alloc(&layouts.0, topology.nodes)?, layouts.0);
+                let peers = Peers::map(&device, group, topology, &pool, layouts[0].bytes)?;
+                (layouts, pool, peers)
+            }
+        };
+        let layout = layouts[0];
 
         let enqueuer = Enqueuer::new(&device)?;
         let comm_stream = enqueuer.comm_stream();
-        let local_at = size_of_val(&peers.addresses) as u64;
+        let local_at = size_of_val(&peers.addresses[..]) as u64;
         let local_bytes = size_of::<LocalState>() as u64;
         let tables = Memory::alloc(&device, local_at + local_bytes, MemoryKind::Device, "peer table")?;
-        tables.write(comm_stream, 0, bytemuck::bytes_of(&peers.addresses))?;
+        tables.write(comm_stream, 0, bytemuck::cast_slice(&peers.addresses))?;
         tables.write(comm_stream, local_at, &vec![0; local_bytes as usize])?;
         tables.describe(&[
-            Section::array("pools", MAX_RANKS as u64, 8),
+            Section::array("pools", peers.addresses.len() as u64, 8),
             Section::one("local", local_bytes).of(LOCAL_STATE).at(local_at),
         ]);
         let status = Activity::alloc_status(&device, options.shape.max_tokens_per_rank)?;
@@ -166,7 +192,8 @@ impl Buffer {
         let loaded = loader.join().map_err(|_| Error::os("module load", "the loading thread panicked"))??;
 
         let comm = Comm {
-            pools: peers.addresses.map(DevicePtr),
+            pools: peers.few(),
+            pool_table: tables.ptr(),
             local: tables.ptr().add(local_at),
             status: status.ptr(),
             timeout_ns: nanoseconds(options.timeout),
@@ -281,7 +308,8 @@ impl Buffer {
         PlaceState::hand_out(&self.places, index).map(Place)
     }
 
-    /// Nodes of the group.
+    /// Nodes of the group; 1 where all ranks' memory is mapped
+    /// ([`BufferOptions::ranks_per_node`]).
     pub fn num_nodes(&self) -> u32 {
         self.topology.nodes
     }
@@ -340,9 +368,11 @@ impl Buffer {
 
     pub(super) fn check_tokens(&self, tokens: u64) -> Result<u32> {
         // Token times rank count and row stride stay inside 31 bits in the kernels.
-        const MOST: u64 = 1 << 27;
+        let ranks = self.topology.ranks();
+        let entries = if ranks <= FEW_RANKS as u32 { SEND_ROW_STRIDE } else { ranks.max(SEND_LIST_STRIDE) };
+        let most = (1 << 30) / u64::from(entries);
         match u32::try_from(tokens) {
-            Ok(fits) if tokens <= MOST => {
+            Ok(fits) if tokens <= most => {
                 let have = self.options.shape.max_tokens_per_rank;
                 self.check_column_capacity(
                     "num_tokens",
@@ -353,7 +383,7 @@ impl Buffer {
                 )?;
                 Ok(fits)
             }
-            _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {MOST}"))),
+            _ => Err(Error::argument("num_tokens", tokens, format!("must be at most {most}"))),
         }
     }
 
@@ -463,11 +493,12 @@ fn sections(layouts: &[PoolLayout], nodes: u32, row_bytes: RowBytes) -> Vec<Sect
     layouts.iter().enumerate().flat_map(of_place).collect()
 }
 
-/// Checks that all ranks run the same version with the same options.
+/// Checks that all ranks run the same version with the same options. Rows are those of a pool of one
+/// of the nodes, and of one of all ranks as one node.
 fn agree(
     group: &dyn ProcessGroup,
     topology: Topology,
-    layout: &PoolLayout,
+    [rows, joined_rows]: [u64; 2],
     wire: &WireLayout,
     options: &BufferOptions,
 ) -> Result<()> {
@@ -475,7 +506,9 @@ fn agree(
     let ours: Vec<(&'static str, String)> = vec![
         ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
         ("ranks_per_node", topology.ranks_per_node.to_string()),
-        ("rows of a place in the pool", layout.rows.to_string()),
+        ("keep_nodes", options.keep_nodes.to_string()),
+        ("rows of a place in the pool", rows.to_string()),
+        ("rows of a place in the pool", joined_rows.to_string()),
         ("places", options.places.to_string()),
         ("slots of wire memory", wire.slots.to_string()),
         ("max_row_bytes", options.shape.max_row_bytes.to_string()),

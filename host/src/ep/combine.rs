@@ -1,8 +1,9 @@
 //! Combine: every token's owner sums the rows that came back.
 
 use epoxide_gpu::kernels::{
-    CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32, InternodeCombine, JOINED_BYTES,
-    PROGRESS_BYTES, StageCombine,
+    CombineBf16, CombineF32, CombineManyBf16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
+    CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine, JOINED_BYTES, PROGRESS_BYTES,
+    StageCombine,
 };
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, StagedCombineArgs,
@@ -10,7 +11,7 @@ use epoxide_gpu::layout::{
 };
 
 use super::buffer::RowBytes;
-use super::kernels::Mode;
+use super::kernels::{Mode, call_within};
 use super::place::PoolRows;
 use super::scratch::Pieces;
 use super::tensor::Owner;
@@ -244,7 +245,8 @@ impl Buffer {
                     (buffer.config.num_sms, ring.threads() + 32, PROGRESS_BYTES)
                 }
             };
-            let (grid, block, shared) = (blocks, threads, ring.shared_bytes() + beside);
+            let shape = (blocks, threads, ring.shared_bytes() + beside);
+            let (grid, block, shared) = shape;
             args.comm.trace = trace_place(&mut buffer.trace, "combine", grid);
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
             // them. The last combine ended when every peer had gathered, so the rows may be written.
@@ -257,18 +259,16 @@ impl Buffer {
                     (Mode::OneNode(node, _), Some((staged, _))) => {
                         let args = StagedCombineArgs { combine: args, ..staged };
                         if dtype == DType::F32 {
-                            let call = CombineStagedF32::call(args);
-                            stream.call(&node.combine_staged_f32, grid, block, shared, call)
+                            call_within!(stream, node, combine_staged_f32: CombineStagedF32 | CombineStagedManyF32, shape, args)
                         } else {
-                            let call = CombineStagedBf16::call(args);
-                            stream.call(&node.combine_staged, grid, block, shared, call)
+                            call_within!(stream, node, combine_staged: CombineStagedBf16 | CombineStagedManyBf16, shape, args)
                         }
                     }
                     (Mode::OneNode(node, _), None) if dtype == DType::F32 => {
-                        stream.call(&node.combine_f32, grid, block, shared, CombineF32::call(args))
+                        call_within!(stream, node, combine_f32: CombineF32 | CombineManyF32, shape, args)
                     }
                     (Mode::OneNode(node, _), None) => {
-                        stream.call(&node.combine, grid, block, shared, CombineBf16::call(args))
+                        call_within!(stream, node, combine: CombineBf16 | CombineManyBf16, shape, args)
                     }
                     (Mode::SeveralNodes(nodes, routing), _) => {
                         let args = InternodeCombineArgs {

@@ -3,8 +3,8 @@
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    Dispatch, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount, InternodeDispatch, InternodeNotify,
-    JOINED_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES,
+    Dispatch, DispatchMany, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount, InternodeDispatch,
+    InternodeNotify, JOINED_BYTES, Notify, NotifyMany, PROGRESS_BYTES, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{
     CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs,
@@ -13,7 +13,7 @@ use epoxide_gpu::layout::{
 
 use super::buffer::{HOST_EXPERTS, RowBytes};
 use super::handle::{DispatchHandle, HandleShape, Inner, Places};
-use super::kernels::{Mode, RingShape};
+use super::kernels::{Mode, RingShape, call_within};
 use super::place::{Lease, Place, PlaceState, Room};
 use super::received::DispatchOutput;
 use super::tensor::{Outcome, Owner};
@@ -513,8 +513,8 @@ impl Buffer {
                         row_signature: payload.row_bytes | payload.dtype.code(),
                         columns,
                     };
-                    let call = Notify::call(args);
-                    stream.call(&node.notify, num_channels, NOTIFY_THREADS, NOTIFY_SHARED_BYTES, call)
+                    let shape = (num_channels, NOTIFY_THREADS, notify_shared_bytes(node.is_many));
+                    call_within!(stream, node, notify: Notify | NotifyMany, shape, args)
                 }
                 Mode::SeveralNodes(nodes, routing) => {
                     let args = InternodeCountArgs {
@@ -581,13 +581,11 @@ impl Buffer {
         // SAFETY: passed on to the caller.
         unsafe {
             match &places.routing {
-                Mode::OneNode(node, _) => stream.call(
-                    &node.dispatch,
-                    grid,
-                    ring.threads() + args.metadata_warps * 32,
-                    ring.shared_bytes() + JOINED_BYTES,
-                    Dispatch::call(args),
-                ),
+                Mode::OneNode(node, _) => {
+                    let threads = ring.threads() + args.metadata_warps * 32;
+                    let shape = (grid, threads, ring.shared_bytes() + JOINED_BYTES);
+                    call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
+                }
                 Mode::SeveralNodes(nodes, routing) => {
                     let num_topk = (args.with_metadata != 0).then_some(args.num_topk);
                     let args = InternodeDispatchArgs {

@@ -2,7 +2,9 @@
 
 use std::sync::{Arc, OnceLock};
 
-use epoxide_gpu::layout::{DevicePtr, PLAN_HEADER, PlanHeader, Route, SEND_ROW_STRIDE, Section};
+use epoxide_gpu::layout::{
+    DevicePtr, PLAN_HEADER, PlanHeader, Route, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section,
+};
 
 use super::TypedTensor;
 use super::fault::Faults;
@@ -113,11 +115,12 @@ impl Places {
         let per_expert = matrix("num_recv_tokens_per_expert", local_experts as u64);
         let row = SEND_ROW_STRIDE as u64;
         let offsets = match mode {
-            Mode::OneNode(..) => vec![
+            Mode::OneNode(node, ()) => vec![
                 matrix("rank_prefix_matrix", ranks * ranks),
                 matrix("channel_prefix_matrix", ranks * channels),
                 matrix("recv_channel_prefix_matrix", ranks * channels),
-                matrix("send_row", tokens * row),
+                // A list's entry has two words.
+                matrix("send_row", tokens * if node.is_many { 2 * SEND_LIST_STRIDE as u64 } else { row }),
             ],
             Mode::SeveralNodes(kernels, _) => {
                 // Most tokens that this rank relays.
@@ -282,6 +285,10 @@ pub struct IntranodeHandle<'a> {
 }
 
 impl IntranodeHandle<'_> {
+    pub(super) fn handle(&self) -> &DispatchHandle {
+        self.handle
+    }
+
     /// i32 `[num_ranks, num_ranks]`, the same on all ranks: `[i][j]` = tokens from ranks up to and with i to rank j.
     pub fn rank_prefix_matrix(&self) -> TypedTensor<'static, i32> {
         let ranks = self.handle.0.num_ranks;

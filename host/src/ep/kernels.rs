@@ -4,16 +4,17 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32,
-    Dispatch, DispatchLayout, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount,
+    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, CombineManyBf16, CombineManyF32,
+    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, Dispatch,
+    DispatchLayout, DispatchMany, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount,
     InternodeDispatch, InternodeNotify, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES,
-    MAX_WAITED_SLOT_BYTES, NOTIFY_SHARED_BYTES, Notify, PROGRESS_BYTES, StageCombine,
+    MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, PROGRESS_BYTES, StageCombine, notify_shared_bytes,
 };
-use epoxide_gpu::layout::{SlotShape, Wire, bulk_scale_bytes, ring_bytes};
+use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
-use super::Config;
 use super::tuning::Tuning;
 use super::wire::WireSide;
+use super::{Config, Topology};
 use crate::driver::{Device, Kernel, Module, shipped_ptx};
 use crate::error::Result;
 
@@ -111,9 +112,11 @@ pub(super) enum Mode<O, S> {
 /// The mode of a buffer.
 pub(super) type BufferMode = Mode<(), Box<WireSide>>;
 
-/// The kernels of operations within one node.
+/// The kernels of operations within one node: those for few ranks, or those for many.
 #[derive(Debug)]
 pub(super) struct OneNode {
+    /// Whether there are more ranks than [`FEW_RANKS`].
+    pub is_many: bool,
     pub notify: Kernel,
     pub dispatch: Kernel,
     pub combine: Kernel,
@@ -132,6 +135,44 @@ pub(super) struct SeveralNodes {
     pub combine: Kernel,
 }
 
+impl OneNode {
+    /// Their names, in the order of the fields.
+    fn names(is_many: bool) -> [&'static str; 6] {
+        let (few, many) = (
+            [
+                Notify::INFO,
+                Dispatch::INFO,
+                CombineBf16::INFO,
+                CombineF32::INFO,
+                CombineStagedBf16::INFO,
+                CombineStagedF32::INFO,
+            ],
+            [
+                NotifyMany::INFO,
+                DispatchMany::INFO,
+                CombineManyBf16::INFO,
+                CombineManyF32::INFO,
+                CombineStagedManyBf16::INFO,
+                CombineStagedManyF32::INFO,
+            ],
+        );
+        (if is_many { many } else { few }).map(|info| info.name)
+    }
+}
+
+/// Calls a kernel of a node by its type for few ranks or by that for many, with the same arguments.
+macro_rules! call_within {
+    ($stream:expr, $node:expr, $kernel:ident: $few:ident | $many:ident, $shape:expr, $args:expr) => {{
+        let (grid, block, shared) = $shape;
+        if $node.is_many {
+            $stream.call(&$node.$kernel, grid, block, shared, $many::call($args))
+        } else {
+            $stream.call(&$node.$kernel, grid, block, shared, $few::call($args))
+        }
+    }};
+}
+pub(super) use call_within;
+
 impl SeveralNodes {
     /// What the kernels of an operation are told of the other nodes.
     pub fn wire(&self, config: &Config) -> Wire {
@@ -144,32 +185,27 @@ impl SeveralNodes {
 pub(super) struct Loaded {
     module: Module,
     shared_limit: u32,
+    is_many: bool,
     ptx: Option<PathBuf>,
 }
 
 impl Loaded {
     /// Loads what operations need of the embedded PTX, or of a file's: within one node, or across nodes.
-    pub fn new(device: &Arc<dyn Device>, several_nodes: bool, ptx: Option<PathBuf>) -> Result<Loaded> {
+    pub fn new(device: &Arc<dyn Device>, topology: Topology, ptx: Option<PathBuf>) -> Result<Loaded> {
+        let is_many = topology.ranks_per_node > FEW_RANKS as u32;
         let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
-        names.extend(if several_nodes {
-            &[
+        if topology.nodes > 1 {
+            names.extend([
                 InternodeCount::INFO.name,
                 InternodeNotify::INFO.name,
                 InternodeDispatch::INFO.name,
                 InternodeCombine::INFO.name,
-            ][..]
+            ]);
         } else {
-            &[
-                Notify::INFO.name,
-                Dispatch::INFO.name,
-                CombineBf16::INFO.name,
-                CombineF32::INFO.name,
-                CombineStagedBf16::INFO.name,
-                CombineStagedF32::INFO.name,
-            ][..]
-        });
+            names.extend(OneNode::names(is_many));
+        }
         let module = Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx(ptx.as_deref())?, &names))?;
-        Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block, ptx })
+        Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block, is_many, ptx })
     }
 
     /// What operations have, with a side of the network where there are several nodes.
@@ -177,13 +213,16 @@ impl Loaded {
         let kernel = |name, shared| self.module.kernel(name, shared);
         Ok(match network {
             None => {
+                let is_many = self.is_many;
+                let [notify, dispatch, combine, combine_f32, staged, staged_f32] = OneNode::names(is_many);
                 let node = OneNode {
-                    notify: kernel(Notify::INFO.name, NOTIFY_SHARED_BYTES)?,
-                    dispatch: kernel(Dispatch::INFO.name, self.shared_limit)?,
-                    combine: kernel(CombineBf16::INFO.name, self.shared_limit)?,
-                    combine_f32: kernel(CombineF32::INFO.name, self.shared_limit)?,
-                    combine_staged: kernel(CombineStagedBf16::INFO.name, self.shared_limit)?,
-                    combine_staged_f32: kernel(CombineStagedF32::INFO.name, self.shared_limit)?,
+                    is_many,
+                    notify: kernel(notify, notify_shared_bytes(is_many))?,
+                    dispatch: kernel(dispatch, self.shared_limit)?,
+                    combine: kernel(combine, self.shared_limit)?,
+                    combine_f32: kernel(combine_f32, self.shared_limit)?,
+                    combine_staged: kernel(staged, self.shared_limit)?,
+                    combine_staged_f32: kernel(staged_f32, self.shared_limit)?,
                 };
                 Mode::OneNode(Arc::new(node), ())
             }

@@ -24,7 +24,7 @@ pub struct DispatchLayout<'a> {
     pub(super) num_tokens: u32,
     pub(super) num_topk: u32,
     pub(super) num_experts: u32,
-    num_ranks: u32,
+    pub(super) num_ranks: u32,
     num_nodes: u32,
     event: Option<Arc<Event>>,
 }
@@ -50,7 +50,8 @@ impl<'a> DispatchLayout<'a> {
         self.tensor("num_tokens_per_rank", self.places.num_tokens_per_rank, &[self.num_ranks as u64])
     }
 
-    /// `[num_nodes]`: tokens for each node, each token once per node, the own node included; `None` with one node.
+    /// `[num_nodes]`: tokens for each node, each token once per node, the own node included; `None`
+    /// with one node, for which [`DispatchLayout::tokens_per_node`] counts on the host.
     pub fn num_tokens_per_rdma_rank(&self) -> Option<TypedTensor<'static, i32>> {
         let shape = [self.num_nodes as u64];
         (self.num_nodes > 1)

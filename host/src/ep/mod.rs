@@ -12,6 +12,7 @@
 
 mod beside;
 mod buffer;
+mod by_node;
 mod captured;
 pub(crate) mod ceiling;
 mod combine;
@@ -40,6 +41,7 @@ pub(crate) mod tuning;
 mod wire;
 
 pub use buffer::Buffer;
+pub use by_node::NodeCounts;
 pub use combine::{CombineOutput, CombineRequest, CombineRows};
 pub use config::{Config, low_latency_rdma_size_hint};
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};

@@ -42,6 +42,8 @@ pub struct BufferOptions {
     #[doc(hidden)]
     pub ranks_per_node: Option<u32>,
     #[doc(hidden)]
+    pub keep_nodes: bool,
+    #[doc(hidden)]
     pub transport: TransportOptions,
     #[doc(hidden)]
     pub num_rdma_bytes: Option<u64>,
@@ -62,6 +64,7 @@ impl BufferOptions {
             nan_on_failure: true,
             tuning: Tuning::default(),
             ranks_per_node: None,
+            keep_nodes: false,
             transport: TransportOptions::new(TransportKind::Auto),
             num_rdma_bytes: None,
             ptx: None,
@@ -109,10 +112,21 @@ impl BufferOptions {
         self
     }
 
-    /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node map each other's pools;
-    /// nodes talk through [`BufferOptions::transport`]. Without: all ranks are one node.
+    /// Ranks of a node, 1 to 8: ranks 0 to `ranks_per_node - 1` are node 0, and so on. Those of a node
+    /// map each other's pools; nodes talk through [`BufferOptions::transport`]. Without: all ranks, up
+    /// to 64, are one node.
+    ///
+    /// Up to 64 ranks that can all map each other's memory are one node whatever this says, unless the
+    /// transport is one of shm, tcp and verbs, or [`BufferOptions::keep_nodes`] was called.
     pub fn ranks_per_node(mut self, ranks: u32) -> Self {
         self.ranks_per_node = Some(ranks);
+        self
+    }
+
+    /// Keeps nodes apart though all ranks can map each other's memory: rows are relayed, and a token's
+    /// sum is rounded once for each node, bit for bit as over tcp or verbs.
+    pub fn keep_nodes(mut self) -> Self {
+        self.keep_nodes = true;
         self
     }
 

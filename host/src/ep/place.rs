@@ -47,13 +47,13 @@ impl Drop for Place {
 /// The pool: peers map it, so that giving it back unmaps it at once. Waits for all streams of the device first.
 #[derive(Debug)]
 pub(super) struct Pool {
-    memory: Memory,
+    memory: Arc<Memory>,
     arena: Arc<Arena>,
     timeout: Duration,
 }
 
 impl Pool {
-    pub fn new(memory: Memory, arena: &Arc<Arena>, timeout: Duration) -> Arc<Pool> {
+    pub fn new(memory: Arc<Memory>, arena: &Arc<Arena>, timeout: Duration) -> Arc<Pool> {
         Arc::new(Pool { memory, arena: arena.clone(), timeout })
     }
 

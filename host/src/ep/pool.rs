@@ -1,7 +1,7 @@
 //! Sizes and places in the pool, the one allocation per rank that its peers map.
 
 use epoxide_gpu::layout::{
-    Control, MAX_RANKS, MAX_TOPK, PoolLayout, ROW_ALIGN, message_offset, relay_message, row_stride,
+    Control, MAX_TOPK, PoolLayout, ROW_ALIGN, message_offset, relay_message, row_stride,
 };
 
 use super::options::BufferShape;
@@ -14,7 +14,7 @@ pub(super) const MAX_PLACES: u32 = 64;
 /// Bytes of the count messages in a pool: one from each rank.
 fn message_bytes(topology: Topology) -> u64 {
     match topology.nodes {
-        1 => message_offset(MAX_RANKS as u32, 0),
+        1 => message_offset(topology.ranks(), 0),
         _ => topology.ranks() as u64 * relay_message::WORDS as u64 * 8,
     }
 }
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_limit_is_kept_and_used() {
-        for (limit, places) in [(200_000u64, 1), (1_000_000, 1), (335_712_000, 1), (335_712_000, 3)] {
+        for (limit, places) in [(300_000u64, 1), (1_000_000, 1), (335_712_000, 1), (335_712_000, 3)] {
             let layout = pool_layouts(&SHAPE, one_node(8), places, Some(limit)).unwrap()[0];
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
             assert!(pool_bytes(&SHAPE, one_node(8), places, layout.rows + 1) > limit);
@@ -176,7 +176,7 @@ mod tests {
         let l = pool_layouts(&SHAPE, one_node(3), 1, None).unwrap()[0];
         let places = [
             (0, size_of::<Control>() as u64),
-            (l.messages, message_offset(MAX_RANKS as u32, 0)),
+            (l.messages, message_offset(3, 0)),
             (l.recv_x, l.rows * 14336),
             (l.recv_scales, l.rows * 56 * 4),
             (l.recv_topk_idx, l.rows * 64),

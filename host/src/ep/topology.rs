@@ -1,8 +1,9 @@
 //! How ranks are spread over nodes.
 
-use epoxide_gpu::layout::{MAX_NODES, MAX_RANKS};
+use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 
 use crate::error::{Error, Result};
+use crate::transport::TransportKind;
 
 /// How many ranks there are, and where: ranks 0 to `ranks_per_node - 1` are node 0, and so on. The ranks of a node map each other's pools.
 /// Those with the same index on each node are a *rail*: across nodes a rank talks only to its rail.
@@ -18,8 +19,8 @@ impl Topology {
     /// `ranks` ranks, `ranks_per_node` on each node, or all on one.
     ///
     /// # Errors
-    /// [`Error::Argument`] where a node would have none or more than 8, where nodes would not all have as many, or where there would be
-    /// more than 32 nodes.
+    /// [`Error::Argument`] where there would be no ranks or more than 64 on one node, where one of several would have none or more than 8,
+    /// where nodes would not all have as many, or where there would be more than 32 nodes.
     pub fn new(ranks: u32, ranks_per_node: Option<u32>) -> Result<Topology> {
         let Some(per_node) = ranks_per_node else {
             if ranks == 0 || ranks > MAX_RANKS as u32 {
@@ -29,8 +30,10 @@ impl Topology {
             }
             return Ok(Topology { nodes: 1, ranks_per_node: ranks });
         };
-        if per_node == 0 || per_node > MAX_RANKS as u32 {
-            let rule = format!("one NVLink domain has 1 to {MAX_RANKS} ranks");
+        let most = if per_node == ranks { MAX_RANKS } else { FEW_RANKS };
+        if per_node == 0 || per_node > most as u32 {
+            let rule =
+                format!("one of several nodes has 1 to {FEW_RANKS} ranks, a single one up to {MAX_RANKS}");
             return Err(Error::argument("ranks_per_node", per_node, rule));
         }
         if ranks == 0 || !ranks.is_multiple_of(per_node) {
@@ -43,6 +46,14 @@ impl Topology {
             return Err(Error::argument("ranks_per_node", per_node, rule));
         }
         Ok(Topology { nodes, ranks_per_node: per_node })
+    }
+
+    /// The ranks of several nodes as one node, which they become where all of them can map each
+    /// other's memory; `None` where that is not to be tried.
+    pub fn joined(&self, transport: TransportKind, keep_nodes: bool) -> Option<Topology> {
+        let ranks = self.ranks();
+        let may_join = self.nodes > 1 && ranks <= MAX_RANKS as u32 && transport.maps_memory() && !keep_nodes;
+        may_join.then_some(Topology { nodes: 1, ranks_per_node: ranks })
     }
 
     /// Ranks of all nodes.
@@ -84,5 +95,18 @@ mod tests {
         assert_eq!(topology.rank(1, 2), 6);
         assert_eq!(topology.rail(6).collect::<Vec<_>>(), [2, 10]);
         assert_eq!(Topology::new(3, None).unwrap().rail(1).count(), 0);
+    }
+
+    #[test]
+    fn nodes_become_one_only_where_memory_may_be_mapped() {
+        let topology = Topology::new(8, Some(2)).unwrap();
+        let joined = Some(Topology { nodes: 1, ranks_per_node: 8 });
+        assert_eq!(topology.joined(TransportKind::Auto, false), joined);
+        assert_eq!(topology.joined(TransportKind::Direct, false), joined);
+        assert_eq!(topology.joined(TransportKind::Direct, true), None);
+        assert_eq!(topology.joined(TransportKind::Shm, false), None);
+        assert_eq!(Topology::new(8, None).unwrap().joined(TransportKind::Auto, false), None);
+        assert_eq!(Topology::new(64, Some(64)).unwrap(), Topology::new(64, None).unwrap());
+        assert_eq!(Topology::new(256, Some(8)).unwrap().joined(TransportKind::Direct, false), None);
     }
 }

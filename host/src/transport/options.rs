@@ -36,6 +36,11 @@ impl TransportKind {
         TransportKind::Verbs,
     ];
 
+    /// Whether ranks whose memory can be mapped write it themselves.
+    pub(crate) fn maps_memory(self) -> bool {
+        matches!(self, TransportKind::Auto | TransportKind::Direct)
+    }
+
     pub(crate) fn name(self) -> &'static str {
         match self {
             TransportKind::Auto => "auto",

@@ -56,9 +56,9 @@ fn ranks_must_fill_their_nodes() {
 
 #[test]
 fn more_ranks_than_a_node_has_need_their_number() {
-    let errors = refusals(9, |_, setup| setup.options.ranks_per_node = None);
-    let named = |error: &String| error.contains("group size = 9") && error.contains("set ranks_per_node");
-    assert!(errors.len() == 9 && errors.iter().all(named), "{errors:?}");
+    let errors = refusals(65, |_, setup| setup.options.ranks_per_node = None);
+    let named = |error: &String| error.contains("group size = 65") && error.contains("set ranks_per_node");
+    assert!(errors.len() == 65 && errors.iter().all(named), "{errors:?}");
 }
 
 /// Of the configuration of the original acceptance test, as a struct literal may break them.

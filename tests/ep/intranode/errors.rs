@@ -241,7 +241,7 @@ fn buffer_options_are_checked() {
     assert_names(&make(&|setup| setup.options.config = none), &["num_sms = 0", "0 channels"]);
     let many = Config { num_sms: 1000, ..Config::default() };
     assert_names(&make(&|setup| setup.options.config = many), &["num_sms = 1000", "500 channels"]);
-    assert_names(&make(&|setup| setup.ranks = 9), &["group size = 9", "1 to 8 ranks"]);
+    assert_names(&make(&|setup| setup.ranks = 65), &["group size = 65", "1 to 64 ranks"]);
     assert_names(&tuning(&|t| t.dispatch_warps = 17), &["dispatch_warps = 17", "must be 1 to"]);
     assert_names(&tuning(&|t| t.combine_slots = 1), &["combine_slots = 1", "must be 2 to"]);
     let stagers = tuning(&|t| t.combine_stagers = Some(0));
@@ -275,7 +275,7 @@ fn too_much(rows: u64) -> (Setup, Case) {
 
 fn bytes_for_one_row(setup: &Setup) -> u64 {
     let setup = Setup { options: setup.options.clone().num_nvl_bytes(0), ..setup.clone() };
-    match epoxide_testing::lockstep::run(1, |group| Rank::join(&setup, group)) {
+    match epoxide_testing::lockstep::run(setup.ranks, |group| Rank::join(&setup, group)) {
         Err(Error::Capacity { what: "num_nvl_bytes", needed, .. }) => needed,
         other => panic!("{other:?}"),
     }

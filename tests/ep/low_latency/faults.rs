@@ -63,7 +63,7 @@ impl Rank {
 pub(super) fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
     run_on(|options| options, &main);
     let transport = TransportOptions::new(TransportKind::Tcp);
-    run_on(|options| options.ranks_per_node(1).transport(transport.clone()), &main);
+    run_on(|options| options.ranks_per_node(1).keep_nodes().transport(transport.clone()), &main);
 }
 
 fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Rank) -> Result<()> + Sync)) {
@@ -346,7 +346,12 @@ fn what_a_failed_combine_leaves_is_nan() {
         run_of(128, None, |options| options, &is_nan);
         // Rows that come back with words, and not as packets.
         run_of(128, None, |options| options.packet_tokens(0), &is_nan);
-        run_of(128, None, |options| options.ranks_per_node(1).transport(transport.clone()), &is_nan);
+        run_of(
+            128,
+            None,
+            |options| options.ranks_per_node(1).keep_nodes().transport(transport.clone()),
+            &is_nan,
+        );
     }
     run_on(|options| options.nan_on_failure(false), &|rank: &mut Rank| combine(rank, Quantise::Not, false));
 }

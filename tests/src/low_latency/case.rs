@@ -16,6 +16,8 @@ pub struct LowLatencyCase {
     pub routing: Routing,
     /// How ranks are spread over nodes; `None`: they are one.
     pub nodes: Option<Nodes>,
+    /// Whether nodes whose ranks can map each other's memory are one.
+    pub joins_nodes: bool,
     /// Most tokens of a rank: what the buffer was made for.
     pub max_tokens: u32,
     /// Elements of a row.
@@ -59,6 +61,7 @@ impl LowLatencyCase {
             max_tokens: routing.max_tokens().max(1),
             routing,
             nodes: None,
+            joins_nodes: false,
             hidden,
             quantise: Quantise::Not,
             quantise_back: Quantise::Not,
@@ -104,7 +107,11 @@ impl LowLatencyCase {
                 .timeout(PATIENCE);
         match self.nodes {
             None => options,
-            Some(nodes) => options.ranks_per_node(nodes.ranks_per_node).transport(nodes.transport_of(rank)),
+            Some(nodes) => {
+                let options =
+                    options.ranks_per_node(nodes.ranks_per_node).transport(nodes.transport_of(rank));
+                if self.joins_nodes { options } else { options.keep_nodes() }
+            }
         }
     }
 

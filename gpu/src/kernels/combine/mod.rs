@@ -15,12 +15,12 @@ use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, wait_r
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{CombineArgs, Wait, ring_bytes};
 use crate::simt::*;
-use sum::{F32, Summand};
+use sum::{F32, Listed, Peers, Summand};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use stage::StageCombine;
 #[cfg(not(target_arch = "nvptx64"))]
-pub use staged::{CombineStagedBf16, CombineStagedF32};
+pub use staged::{CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32};
 pub use sum::{
     Bf16, Contributors, Gather, Item, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Sink, VECTORS,
     spoil, sum_rows, vectors_of,
@@ -45,7 +45,7 @@ pub use sum::{
     )
 )]
 pub unsafe fn combine_bf16(args: CombineArgs) {
-    combine::<Bf16>(&args);
+    combine::<Bf16, Ranks, false>(&args);
 }
 
 /// Sums FP32 rows, otherwise as [`CombineBf16`].
@@ -64,11 +64,49 @@ pub unsafe fn combine_bf16(args: CombineArgs) {
     )
 )]
 pub unsafe fn combine_f32(args: CombineArgs) {
-    combine::<F32>(&args);
+    combine::<F32, Ranks, false>(&args);
+}
+
+/// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    requires(
+        args.row_bytes.is_multiple_of(16),
+        args.row_bytes >= 16,
+        args.slots >= 2,
+        args.slots <= 32,
+        args.slot_bytes.is_multiple_of(16),
+        args.slot_bytes >= 16,
+        args.slot_bytes <= MAX_SLOT_BYTES,
+        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
+        args.pieces >= 1,
+    )
+)]
+pub unsafe fn combine_many_bf16(args: CombineArgs) {
+    combine::<Bf16, Listed, true>(&args);
+}
+
+/// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    requires(
+        args.row_bytes.is_multiple_of(16),
+        args.row_bytes >= 16,
+        args.slots >= 2,
+        args.slots <= 32,
+        args.slot_bytes.is_multiple_of(16),
+        args.slot_bytes >= 16,
+        args.slot_bytes <= MAX_SLOT_BYTES,
+        args.pieces == args.row_bytes.div_ceil(args.slot_bytes),
+        args.pieces >= 1,
+    )
+)]
+pub unsafe fn combine_many_f32(args: CombineArgs) {
+    combine::<F32, Listed, true>(&args);
 }
 
 #[inline(always)]
-unsafe fn combine<E: Summand>(args: &CombineArgs) {
+unsafe fn combine<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &'a CombineArgs) {
     // SAFETY: as the argument struct documents; rows were planned inside the pools.
     unsafe {
         let comm = &args.comm;
@@ -78,17 +116,17 @@ unsafe fn combine<E: Summand>(args: &CombineArgs) {
         let epoch = current_epoch(comm);
         let ready = entry.ready_word(comm, epoch);
         if ctaid() == 0 && warp == 0 {
-            tell_ready(comm, ready);
+            tell_ready::<MANY>(comm, ready);
         }
         let planned = entry.is_planned();
         let (begin, end) = block_range(args.num_tokens);
         let ring = Ring::new(args.slots, args.slot_bytes, warps);
-        let ranks = Ranks::new(args, args.send_row.0);
+        let ranks = P::new(args);
 
         // What this rank's own tables say is read while the peers' words are on their way.
         let gather = Gather::start(args, &ranks, begin, end, warp, warps);
         let joined = dynamic_shared() + ring_bytes(warps, args.slots, args.slot_bytes);
-        let joined = wait_ready(comm, &entry, epoch, ready, joined, Wait::CombineReady);
+        let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
         if joined && planned {
             // The peers' rows were released to this thread; the copy engine must see them too.
             fence_proxy_async_global();
@@ -97,6 +135,6 @@ unsafe fn combine<E: Summand>(args: &CombineArgs) {
         } else {
             spoil::<false>(args, begin, end, warp, warps);
         }
-        leave(comm, epoch, joined, Wait::CombineDone);
+        leave::<MANY>(comm, epoch, joined, Wait::CombineDone);
     }
 }

@@ -13,10 +13,11 @@ use epoxide_macros::kernel;
 
 use super::stage::{IN_FLIGHT_BYTES, copy_bytes, note_missing, rows_of_plan};
 use super::sum::{
-    Bf16, Contributors, F32, Gather, MAX_WAITED_SLOT_BYTES, Outputs, Ranks, Summand, spoil, sum_rows,
+    Bf16, Contributors, F32, Gather, Listed, MAX_WAITED_SLOT_BYTES, Outputs, Peers, Ranks, Summand, spoil,
+    sum_rows,
 };
 use crate::kernels::epoch::{
-    Deadline, Entry, Phase, current_epoch, leave, pool_of, record, tell_ready, trace, wait_ready,
+    Deadline, Entry, Phase, current_epoch, leave, pool_at, record, tell_ready, trace, wait_ready,
     warp_aborted,
 };
 use crate::kernels::ring::{Ring, Turn, channel_range};
@@ -54,7 +55,7 @@ const LONGEST_STEP: u32 = 8;
     )
 )]
 pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
-    combine_staged::<Bf16>(&args);
+    combine_staged::<Bf16, Ranks, false>(&args);
 }
 
 /// The same for FP32 rows.
@@ -82,11 +83,67 @@ pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
     )
 )]
 pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
-    combine_staged::<F32>(&args);
+    combine_staged::<F32, Ranks, false>(&args);
+}
+
+/// The same for BF16 rows of up to 64 ranks.
+#[kernel(
+    threads = 384, min_blocks = 1, barriers = 5, registers = 168,
+    requires(
+        args.combine.row_bytes.is_multiple_of(16),
+        args.combine.row_bytes >= 16,
+        args.combine.slots >= 2,
+        args.combine.slots <= 32,
+        args.combine.slot_bytes.is_multiple_of(16),
+        args.combine.slot_bytes >= 16,
+        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
+        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
+        args.combine.pieces >= 1,
+        args.combine.comm.num_ranks >= 1,
+        args.x_stride.is_multiple_of(16),
+        args.stagers >= 1,
+        args.channels >= 1,
+        args.parts >= 1,
+        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
+        args.blocks_per_channel >= 1,
+        args.step_rows >= 1,
+        args.gather_warps >= 1,
+    )
+)]
+pub unsafe fn combine_staged_many_bf16(args: StagedCombineArgs) {
+    combine_staged::<Bf16, Listed, true>(&args);
+}
+
+/// The same for FP32 rows of up to 64 ranks.
+#[kernel(
+    threads = 384, min_blocks = 1, barriers = 5, registers = 168,
+    requires(
+        args.combine.row_bytes.is_multiple_of(16),
+        args.combine.row_bytes >= 16,
+        args.combine.slots >= 2,
+        args.combine.slots <= 32,
+        args.combine.slot_bytes.is_multiple_of(16),
+        args.combine.slot_bytes >= 16,
+        args.combine.slot_bytes <= MAX_WAITED_SLOT_BYTES,
+        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
+        args.combine.pieces >= 1,
+        args.combine.comm.num_ranks >= 1,
+        args.x_stride.is_multiple_of(16),
+        args.stagers >= 1,
+        args.channels >= 1,
+        args.parts >= 1,
+        args.channels as u64 * args.parts <= MAX_CHANNELS as u64,
+        args.blocks_per_channel >= 1,
+        args.step_rows >= 1,
+        args.gather_warps >= 1,
+    )
+)]
+pub unsafe fn combine_staged_many_f32(args: StagedCombineArgs) {
+    combine_staged::<F32, Listed, true>(&args);
 }
 
 #[inline(always)]
-unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
+unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &'a StagedCombineArgs) {
     // SAFETY: as the argument struct documents; rows were planned inside the pools.
     unsafe {
         let (rows, comm) = (&args.combine, &args.combine.comm);
@@ -98,19 +155,19 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
         let ready = entry.ready_word(comm, epoch);
         let turn = starting_order(comm, epoch);
         if turn == 0 && tid() < 32 {
-            tell_ready(comm, ready);
+            tell_ready::<MANY>(comm, ready);
         }
         let planned = entry.is_planned();
         if turn < args.stagers {
             trace(comm, Phase::Ready);
             // Where rows are missing, nothing is staged for peers to wait for.
             if planned && came <= args.num_rows {
-                stage(args, turn, epoch);
+                stage::<MANY>(args, turn, epoch);
             }
         } else {
             let warps = args.gather_warps;
             let joined = dynamic_shared() + ring_bytes(warps, rows.slots, rows.slot_bytes);
-            let joined = wait_ready(comm, &entry, epoch, ready, joined, Wait::CombineReady);
+            let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::CombineReady);
             if joined && planned && tid() / 32 < warps {
                 // This block is one of those that gather. Those of a channel take its tokens in turn, so that all begin where its rows do.
                 let (gatherer, each) = (turn - args.stagers, args.blocks_per_channel);
@@ -121,8 +178,9 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
                 let mut channel = gatherer / each;
                 while channel < args.channels {
                     let (begin, end) = channel_range(rows.num_tokens, args.channels, channel);
-                    let ranks = Ranks::new(rows, rows.send_row.0);
-                    let from = Staged { args, ranks, channel, known: Cell::new(0) };
+                    let ranks = P::new(rows);
+                    let (known, known_of) = (Cell::new(0), Cell::new(u32::MAX));
+                    let from = Staged::<P, MANY> { args, ranks, channel, known, known_of };
                     let gather = Gather::start(rows, &from, begin, end, nth, of);
                     sum_rows::<E, _, _, false>(rows, &ring, &mut turn, &from, &mut to, gather);
                     channel += (nctaid() - args.stagers) / each;
@@ -135,7 +193,7 @@ unsafe fn combine_staged<E: Summand>(args: &StagedCombineArgs) {
         // A wait that expired, in whichever warp, keeps the block from saying that it has done its part.
         barrier_sync();
         let is_sound = !warp_aborted(comm);
-        leave(comm, epoch, is_sound, Wait::CombineDone);
+        leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone);
         if !(is_sound && planned) && turn >= args.stagers && tid() / 32 < args.gather_warps {
             spoil_share(args, turn - args.stagers);
         }
@@ -193,7 +251,7 @@ unsafe fn returned(args: &StagedCombineArgs, from: u32, to: u32) -> (u32, u32) {
 
 /// A block that copies: its share of the parts of the channels of all ranks' rows, a step of each in turn, so that all come along evenly.
 #[inline(always)]
-unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
+unsafe fn stage<const MANY: bool>(args: &StagedCombineArgs, stager: u32, epoch: u64) {
     // SAFETY: rows were planned inside the pool. The words at the peers have this rank as their only writer, and of it this block; the
     // barrier makes the whole block's work happen before the release.
     unsafe {
@@ -218,11 +276,11 @@ unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
                     let step = step_rows.min(rows - staged);
                     let now = staged + step;
                     more |= now < rows;
-                    copy_rows(args, first + begin + part + staged * parts, step);
+                    copy_rows::<MANY>(args, first + begin + part + staged * parts, step);
                     barrier_sync();
                     // The last warp is the one with least to copy.
                     if tid() + 32 == ntid() {
-                        let word = pool_of(comm, source) + staged_offset(comm.rank, place);
+                        let word = pool_at::<MANY>(comm, source) + staged_offset(comm.rank, place);
                         st_release_sys_u64(word, epoch << 32 | now as u64);
                     }
                 }
@@ -236,13 +294,13 @@ unsafe fn stage(args: &StagedCombineArgs, stager: u32, epoch: u64) {
 
 /// Copies `count` rows of a part, and their weights: row `first` and every `parts`-th one behind it. The whole block calls it.
 #[inline(always)]
-unsafe fn copy_rows(args: &StagedCombineArgs, first: u32, count: u32) {
+unsafe fn copy_rows<const MANY: bool>(args: &StagedCombineArgs, first: u32, count: u32) {
     // SAFETY: the tensors have all rows that came, which have room in the pool.
     unsafe {
         let (rows, comm, parts) = (&args.combine, &args.combine.comm, args.parts as u32);
         let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32);
         core::hint::assert_unchecked(parts >= 1);
-        let pool = pool_of(comm, comm.rank);
+        let pool = pool_at::<MANY>(comm, comm.rank);
         // A warp copies as much of a row at a time as it has in flight. A row is not empty.
         let pieces = (rows.row_bytes - 1) / IN_FLIGHT_BYTES + 1;
         let mut item = warp;
@@ -265,17 +323,19 @@ unsafe fn copy_rows(args: &StagedCombineArgs, first: u32, count: u32) {
 }
 
 /// The combine rows of the ranks, which may be read as far as those say.
-struct Staged<'a> {
+struct Staged<'a, P, const MANY: bool> {
     args: &'a StagedCombineArgs,
-    ranks: Ranks<'a>,
+    ranks: P,
     /// Whose tokens are summed.
     channel: u32,
     /// Lane r: rank r's rows before this one are known to be in its pool, from the first of the channel on. A warp takes rows in
     /// ascending order. All else that a wait needs is found out then, which spares registers.
     known: Cell<u32>,
+    /// Of many ranks: that rank, which may be another one for each token.
+    known_of: Cell<u32>,
 }
 
-impl Contributors for Staged<'_> {
+impl<'a, P: Peers<'a>, const MANY: bool> Contributors for Staged<'a, P, MANY> {
     const FEWER: bool = true;
 
     #[inline(always)]
@@ -298,8 +358,10 @@ impl Contributors for Staged<'_> {
     unsafe fn wait(&self, row: i32) {
         // SAFETY: the lane has such a row, so that there is a rank of its number.
         unsafe {
-            if row as u32 >= self.known.get() {
-                self.known.set(wait_staged(self.args, self.channel, laneid(), row as u32));
+            let (rank, row) = self.ranks.source(row);
+            if row >= self.known.get() || (MANY && rank != self.known_of.get()) {
+                self.known.set(wait_staged::<MANY>(self.args, self.channel, rank, row));
+                self.known_of.set(rank);
             }
         }
     }
@@ -313,7 +375,7 @@ impl Contributors for Staged<'_> {
 /// Waits until row `row` of rank `peer`, which is of a token of `channel`, may be read, by the copy engine too. As may all of the channel
 /// before the row that this gives: any row, where the wait expired.
 #[inline(always)]
-unsafe fn wait_staged(args: &StagedCombineArgs, channel: u32, peer: u32, row: u32) -> u32 {
+unsafe fn wait_staged<const MANY: bool>(args: &StagedCombineArgs, channel: u32, peer: u32, row: u32) -> u32 {
     // SAFETY: the word is in this rank's own pool.
     unsafe {
         let (comm, parts) = (&args.combine.comm, args.parts as u32);
@@ -323,7 +385,7 @@ unsafe fn wait_staged(args: &StagedCombineArgs, channel: u32, peer: u32, row: u3
             let earlier = peer * args.channels + channel - 1;
             begin += ld_u32(args.channel_prefix_matrix.0 + earlier as u64 * 4);
         }
-        let words = pool_of(comm, comm.rank) + staged_offset(peer, channel * parts);
+        let words = pool_at::<MANY>(comm, comm.rank) + staged_offset(peer, channel * parts);
         let needed = row - begin + 1;
         let mut deadline = Deadline::start();
         // So many of the channel's rows are there without a gap, by the parts so far.

@@ -1,8 +1,9 @@
 //! How rows are summed: gathered by bulk loads into a ring of slots, from whatever contributes to a token, added in registers, and handed on.
 
 use crate::kernels::epoch::{aborted, note_missing_token, pool_of};
+use crate::kernels::list::{Destination, entry_at};
 use crate::kernels::ring::{Ring, Turn};
-use crate::layout::{CombineArgs, MAX_RANKS, NAN_BITS, SEND_ROW_STRIDE, row_stride};
+use crate::layout::{CombineArgs, FEW_RANKS, NAN_BITS, SEND_LIST_STRIDE, SEND_ROW_STRIDE, row_stride};
 use crate::simt::*;
 
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
@@ -129,7 +130,90 @@ impl Contributors for Ranks<'_> {
 
     #[inline(always)]
     fn lanes(&self) -> u32 {
-        MAX_RANKS as u32
+        FEW_RANKS as u32
+    }
+}
+
+/// The ranks whose rows a combine within a node sums.
+pub trait Peers<'a>: Contributors {
+    fn new(args: &'a CombineArgs) -> Self;
+    /// The rank of a lane's row, and the row there.
+    unsafe fn source(&self, row: i32) -> (u32, u32);
+}
+
+impl<'a> Peers<'a> for Ranks<'a> {
+    #[inline(always)]
+    fn new(args: &'a CombineArgs) -> Self {
+        Ranks::new(args, args.send_row.0)
+    }
+
+    #[inline(always)]
+    unsafe fn source(&self, row: i32) -> (u32, u32) {
+        (laneid(), row as u32)
+    }
+}
+
+/// The combine rows of many ranks: lane d has a token's d-th destination. What stands for a row is the number of its entry in the lists.
+pub struct Listed<'a>(&'a CombineArgs);
+
+impl Listed<'_> {
+    #[inline(always)]
+    unsafe fn destination(&self, entry: i32) -> Destination {
+        // SAFETY: the caller has the entry of a row, or -1.
+        unsafe { Destination::at(entry_at(self.0.send_row.0, 0, entry as u32), entry >= 0) }
+    }
+}
+
+impl<'a> Peers<'a> for Listed<'a> {
+    #[inline(always)]
+    fn new(args: &'a CombineArgs) -> Self {
+        Listed(args)
+    }
+
+    #[inline(always)]
+    unsafe fn source(&self, row: i32) -> (u32, u32) {
+        // SAFETY: passed on to the caller.
+        let Destination { row, rank } = unsafe { self.destination(row) };
+        (rank, row as u32)
+    }
+}
+
+impl Contributors for Listed<'_> {
+    const FEWER: bool = false;
+
+    #[inline(always)]
+    unsafe fn row(&self, token: u32) -> i32 {
+        let entry = (token * SEND_LIST_STRIDE + laneid()) as i32;
+        // SAFETY: the token has a list.
+        if unsafe { self.destination(entry) }.row >= 0 { entry } else { -1 }
+    }
+
+    #[inline(always)]
+    fn address(&self, row: i32) -> u64 {
+        let offset = |row: i32| row as u64 * row_stride(self.0.row_bytes as u64);
+        // SAFETY: `row` gave the entry; pools are mapped.
+        unsafe {
+            let to = self.destination(row);
+            to.pool(&self.0.comm) + self.0.comm.pool.combine_x + offset(to.row)
+        }
+    }
+
+    #[inline(always)]
+    fn weights(&self, row: i32) -> u64 {
+        let offset = |row: i32| row as i64 * (self.0.num_topk * 4) as i64;
+        // SAFETY: as above.
+        unsafe {
+            let to = self.destination(row);
+            (to.pool(&self.0.comm) + self.0.comm.pool.combine_weights).wrapping_add_signed(offset(to.row))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn wait(&self, _row: i32) {}
+
+    #[inline(always)]
+    fn lanes(&self) -> u32 {
+        SEND_LIST_STRIDE
     }
 }
 

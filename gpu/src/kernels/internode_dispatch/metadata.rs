@@ -1,6 +1,6 @@
 //! What travels with a row across nodes: where it goes, and its token's top-k entries.
 
-use crate::layout::{DispatchArgs, MAX_RANKS};
+use crate::layout::{DispatchArgs, FEW_RANKS};
 use crate::simt::*;
 
 /// What lane r knows of a token's row at rank r, and lane k of its top-k entry k.
@@ -23,7 +23,7 @@ impl Metadata {
         unsafe {
             let pool = &args.comm.pool;
             // All rows first: the shuffles overlap, and the stores do not wait for them one by one.
-            let mut rows = [0i32; MAX_RANKS];
+            let mut rows = [0i32; FEW_RANKS];
             unroll8!(RANK => { rows[RANK] = shfl_u32(self.row as u32, RANK as u32) as i32 });
             unroll8!(RANK => {
                 if rows[RANK] >= 0 {

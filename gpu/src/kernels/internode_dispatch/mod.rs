@@ -64,7 +64,7 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     let operation = Operation { epoch, ready, queue_wait: Wait::DispatchQueue };
     if ctaid() == 0 && tid() < 32 {
         if rows.with_metadata == 0 {
-            tell_ready(comm, ready);
+            tell_ready::<false>(comm, ready);
         }
         tell_nodes_ready(comm, wire, operation);
     }
@@ -89,5 +89,5 @@ pub unsafe fn internode_dispatch(args: InternodeDispatchArgs) {
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
-    leave(comm, epoch, joined & !warp_aborted(comm), Wait::DispatchDone);
+    leave::<false>(comm, epoch, joined & !warp_aborted(comm), Wait::DispatchDone);
 }

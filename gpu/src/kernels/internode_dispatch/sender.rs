@@ -7,7 +7,7 @@ use crate::kernels::epoch::pool_of;
 use crate::kernels::progress::Progress;
 use crate::kernels::rail::{Path, channel_rows};
 use crate::kernels::ring::{Ring, Turn, channel_range};
-use crate::layout::{InternodeDispatchArgs, MAX_RANKS, SlotShape, bulk_scale_bytes, row_stride};
+use crate::layout::{FEW_RANKS, InternodeDispatchArgs, SlotShape, bulk_scale_bytes, row_stride};
 use crate::simt::*;
 
 /// Pieces that a worker warp of the sender may have under way when it says how far it has come: enough to keep the links busy.
@@ -243,7 +243,7 @@ unsafe fn pack(args: &InternodeDispatchArgs, shape: &SlotShape, entries: &Token,
             let rank = node * per_node + lane;
             // Fetched ahead if all ranks' fit: a load here would hold the warp up for each node.
             let fetched = shfl_u32(entries.world_head as u32, rank.min(31)) as i32;
-            if lane < MAX_RANKS as u32 {
+            if lane < FEW_RANKS as u32 {
                 let mut head = -1;
                 if lane < per_node {
                     head = if world <= 32 { fetched } else { ld_i32(heads + rank as u64 * 4) };

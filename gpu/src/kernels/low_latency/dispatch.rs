@@ -18,7 +18,7 @@ use super::{
     wait_packet, wait_ready,
 };
 use crate::layout::{
-    LowLatencyDispatchArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
+    FEW_RANKS, LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
 };
 use crate::simt::*;
 
@@ -27,7 +27,7 @@ use crate::simt::*;
     threads = 512, min_blocks = 1, barriers = 9, registers = 128,
     requires(
         args.common.comm.num_ranks >= 1,
-        args.common.comm.num_ranks <= MAX_RANKS as u32,
+        args.common.comm.num_ranks <= FEW_RANKS as u32,
         args.common.num_topk >= 1,
         args.common.num_topk <= MAX_TOPK,
         args.common.local_experts >= 1,
@@ -353,7 +353,7 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
         if !team.has_this_warp() || !wait_calls(common, team, shared, begun) {
             return;
         }
-        if ctaid() == 0 && thread < MAX_RANKS as u32 {
+        if ctaid() == 0 && thread < FEW_RANKS as u32 {
             st_u32(common.tables.num_tokens.0 + thread as u64 * 4, ld_shared_u32(shared.tokens + thread * 4));
         }
         let mut expert = ctaid();

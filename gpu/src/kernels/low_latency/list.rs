@@ -1,7 +1,7 @@
 //! Which expert has which of the received rows.
 
 use super::team::Team;
-use crate::layout::{LowLatencyArgs, MAX_MEMBERS, MAX_RANKS};
+use crate::layout::{FEW_RANKS, LowLatencyArgs, MAX_MEMBERS};
 use crate::simt::*;
 
 /// A token of a source rank, and what it has here.
@@ -35,7 +35,7 @@ pub(super) struct Words {
 
 /// Lists the rows of a local expert, by source rank, then by token. All threads of the team call it. `total`: tokens of all sources; `look`
 /// says what the one of that number has, by source, then by token; `weight` gives the bits of the weight of an entry, and is asked for those
-/// of the expert. `MANY`: whether there may be more than [`MAX_RANKS`] ranks.
+/// of the expert. `MANY`: whether there may be more than [`FEW_RANKS`] ranks.
 #[inline(always)]
 pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     args: &LowLatencyArgs,
@@ -51,7 +51,7 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
         let num_ranks = args.comm.num_ranks;
         let (thread, warp, lane) = (tid(), tid() / 32, laneid());
         let rows = num_ranks * args.max_tokens;
-        if thread < if MANY { MAX_MEMBERS } else { MAX_RANKS } as u32 {
+        if thread < if MANY { MAX_MEMBERS } else { FEW_RANKS } as u32 {
             st_shared_u32(words.of_source + thread * 4, 0);
         }
         let (mut first, mut found) = (0, 0);

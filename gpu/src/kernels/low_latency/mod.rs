@@ -16,9 +16,9 @@ use core::mem::offset_of;
 use self::team::Team;
 use super::epoch::{Deadline, Phase, pool_of, record, share, trace, trace_by, wait_at_least_unless};
 use crate::layout::{
-    Comm, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall, LowLatencyTurns,
-    MAX_MEMBERS, MAX_RANKS, PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase, pieces_of,
-    ready_offset,
+    Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall,
+    LowLatencyTurns, MAX_MEMBERS, PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase,
+    pieces_of, ready_offset,
 };
 use crate::simt::*;
 
@@ -41,7 +41,7 @@ pub use {
 
 /// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from each rank; rows of an expert that each
 /// warp has found; four words of the opening.
-pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * MAX_RANKS as u32 + 32 + 4) * 4;
+pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * FEW_RANKS as u32 + 32 + 4) * 4;
 
 /// The parts of shared memory, as offsets in the shared window.
 struct Shared {
@@ -55,8 +55,8 @@ impl Shared {
     #[inline(always)]
     fn lay_out() -> Shared {
         let tokens = dynamic_shared();
-        let of_source = tokens + MAX_RANKS as u32 * 4;
-        let of_warp = of_source + MAX_RANKS as u32 * 4;
+        let of_source = tokens + FEW_RANKS as u32 * 4;
+        let of_warp = of_source + FEW_RANKS as u32 * 4;
         Shared { tokens, of_source, of_warp, begun: of_warp + 32 * 4 }
     }
 }
@@ -261,7 +261,7 @@ unsafe fn publish_call<const COMBINE: bool>(args: &LowLatencyArgs, opening: &Ope
     unsafe {
         let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
         fence_acq_rel_sys();
-        if lane < MAX_RANKS as u32 && opening.members::<COMBINE>(args) >> lane & 1 != 0 {
+        if lane < FEW_RANKS as u32 && opening.members::<COMBINE>(args) >> lane & 1 != 0 {
             let packet = epoch << 32 | comm.call;
             st_relaxed_sys_u64(pool_of(comm, lane) + call_offset(comm.rank, epoch), packet);
         }
@@ -292,7 +292,7 @@ unsafe fn have_all_entered(args: &LowLatencyArgs, begun: Begun) -> bool {
     // SAFETY: the caller says that all lanes are here.
     unsafe {
         let lane = laneid();
-        let is_here = lane >= MAX_RANKS as u32
+        let is_here = lane >= FEW_RANKS as u32
             || !begun.has_member(lane)
             || wait_call(args, lane, begun.epoch()).is_some();
         let are_here = ballot(!is_here) == 0;
@@ -325,7 +325,7 @@ unsafe fn wait_calls<const BARRIER: u32>(
     unsafe {
         let (comm, epoch) = (&args.comm, begun.epoch());
         let thread = tid();
-        if thread < MAX_RANKS as u32 {
+        if thread < FEW_RANKS as u32 {
             let mut tokens = 0;
             if begun.has_member(thread) {
                 tokens = wait_call(args, thread, epoch).unwrap_or(ABSENT);
@@ -554,7 +554,7 @@ fn chunks_of(args: &LowLatencyArgs, num_tokens: u32) -> u32 {
     num_tokens.div_ceil(args.chunk_tokens)
 }
 
-/// Offset of a chunk's word of rank `rank`, in bytes from the start of an array `[MAX_RANKS, chunks]`.
+/// Offset of a chunk's word of rank `rank`, in bytes from the start of an array `[FEW_RANKS, chunks]`.
 #[inline(always)]
 fn chunk_offset(args: &LowLatencyArgs, rank: u32, chunk: u32) -> u64 {
     (rank * chunks_of(args, args.max_tokens) + chunk) as u64 * 8

@@ -9,7 +9,7 @@ use epoxide_gpu::kernels::{
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
+    Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
 use super::fault::Faults;
@@ -25,7 +25,7 @@ use crate::ep::captured::Recordings;
 use crate::ep::enqueue::Enqueuer;
 use crate::ep::peers::Peers;
 use crate::ep::place::Pool;
-use crate::ep::scratch::Arena;
+use crate::ep::scratch::{Arena, Pieces};
 use crate::ep::sequence::Sequence;
 use crate::ep::tensor::Owner;
 use crate::ep::trace::{Trace, TracedLaunch};
@@ -113,17 +113,36 @@ impl Buffer {
     /// nodes cannot be joined, [`Error::OutOfMemory`], and whatever the driver or the group reports.
     pub fn new(device: Arc<dyn Device>, group: &dyn ProcessGroup, options: Options) -> Result<Buffer> {
         let rank = group.rank();
-        let topology = Topology::new(group.size(), options.ranks_per_node)?;
-        options.validate(topology)?;
+        let nodes = Topology::new(group.size(), options.ranks_per_node)?;
+        options.validate(nodes)?;
         agree(group, &options)?;
-        let ranks = topology.ranks();
+        let ranks = nodes.ranks();
         // Within a node a pool holds the places; across nodes, the messages of the ranks of this one.
         let layout = PoolLayout::new(&options, ranks);
-        let messages = MessageLayout::new(&options, topology.ranks_per_node, false);
-        let pieces = if topology.nodes == 1 { &layout.pieces } else { &messages.pieces };
-        let pool = Memory::alloc(&device, pieces.bytes(), MemoryKind::Shareable, "low-latency pool")?;
-        pool.describe(pieces.sections());
-        let peers = Peers::map(&device, group, topology, &pool, pieces.bytes())?;
+        let messages = MessageLayout::new(&options, nodes.ranks_per_node, false);
+        let alloc = |pieces: &Pieces| -> Result<Arc<Memory>> {
+            let pool = Memory::alloc(&device, pieces.bytes(), MemoryKind::Shareable, "low-latency pool")?;
+            pool.describe(pieces.sections());
+            Ok(Arc::new(pool))
+        };
+        let joined = nodes.joined(options.transport.kind, options.keep_nodes);
+        let mapped = match joined.filter(|_| ranks <= FEW_RANKS as u32) {
+            None => None,
+            Some(topology) => {
+                let pool = alloc(&layout.pieces)?;
+                let peers = Peers::map_all(&device, group, &options.transport, &pool)?;
+                peers.map(|peers| (topology, pool, peers))
+            }
+        };
+        let (topology, pool, peers) = match mapped {
+            Some(mapped) => mapped,
+            None => {
+                let pieces = if nodes.nodes == 1 { &layout.pieces } else { &messages.pieces };
+                let pool = alloc(pieces)?;
+                let peers = Peers::map(&device, group, nodes, &pool, pieces.bytes())?;
+                (nodes, pool, peers)
+            }
+        };
 
         let enqueuer = Enqueuer::new(&device)?;
         // Where nothing is, only to learn how much there is.
@@ -141,7 +160,9 @@ impl Buffer {
             .then(|| Network::new(&device, group, stream, topology, &options, within))
             .transpose()?;
         let comm = Comm {
-            pools: peers.addresses.map(DevicePtr),
+            pools: peers.few(),
+            // Kernels of low latency go by registers, or by routes.
+            pool_table: DevicePtr::NULL,
             local: tables.ptr(),
             status: status.ptr(),
             timeout_ns: nanoseconds(options.timeout),
@@ -211,6 +232,11 @@ impl Buffer {
     /// Ranks of the group.
     pub fn num_ranks(&self) -> u32 {
         self.topology.ranks()
+    }
+
+    /// Nodes of the group; 1 where ranks of several are one ([`Options::ranks_per_node`]).
+    pub fn num_nodes(&self) -> u32 {
+        self.topology.nodes
     }
 
     /// Experts of each rank.
@@ -355,7 +381,7 @@ impl Drop for Buffer {
 
 /// Checks that all ranks run the same version with the same options.
 pub(super) fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
-    let ours: [(&'static str, String); 10] = [
+    let ours: [(&'static str, String); 11] = [
         ("epoxide's version", env!("CARGO_PKG_VERSION").to_owned()),
         ("max_tokens", options.max_tokens.to_string()),
         ("hidden", options.hidden.to_string()),
@@ -365,6 +391,7 @@ pub(super) fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
         ("chunk_tokens", options.chunk_tokens.to_string()),
         ("packet_tokens", options.most_in_packets().to_string()),
         ("ranks_per_node", options.ranks_per_node.unwrap_or(group.size()).to_string()),
+        ("keep_nodes", options.keep_nodes.to_string()),
         ("transport", options.transport.kind.to_string()),
     ];
     agree_on(group, &ours)

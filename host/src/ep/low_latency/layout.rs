@@ -1,15 +1,15 @@
 //! Where things are in a low-latency pool, and in the memory that a rank keeps to itself.
 
 use epoxide_gpu::layout::{
-    ControlWord, DevicePtr, LOCAL_STATE, LocalState, LowLatencyControl, LowLatencyPlace, LowLatencyTables,
-    LowLatencyTurns, MAX_MEMBERS, MAX_RANKS, PIECE_PACKET_BYTES, Section, pieces_of, row_stride,
+    ControlWord, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, LowLatencyControl, LowLatencyPlace,
+    LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, PIECE_PACKET_BYTES, Section, pieces_of, row_stride,
 };
 
 use super::options::Options;
 use crate::ep::Topology;
 use crate::ep::scratch::Pieces;
 
-const RANKS: u64 = MAX_RANKS as u64;
+const RANKS: u64 = FEW_RANKS as u64;
 
 /// A pool: the places in it, and its parts by name.
 #[derive(Debug)]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use epoxide_gpu::layout::{LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK};
+use epoxide_gpu::layout::{FEW_RANKS, LowLatencyCall, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_TOPK, SCALE_BLOCK};
 
 use crate::ep::Topology;
 use crate::error::{Error, Result};
@@ -27,6 +27,7 @@ pub struct Options {
     pub(super) timeout: Duration,
     pub(super) nan_on_failure: bool,
     pub(super) ranks_per_node: Option<u32>,
+    pub(super) keep_nodes: bool,
     pub(super) transport: TransportOptions,
 }
 
@@ -51,6 +52,7 @@ impl Options {
             timeout: Duration::from_secs(30),
             nan_on_failure: true,
             ranks_per_node: None,
+            keep_nodes: false,
             transport: TransportOptions::new(TransportKind::Auto),
         }
     }
@@ -96,10 +98,20 @@ impl Options {
         self
     }
 
-    /// Ranks of a node, 1 to 8, that map each other's memory; nodes talk through [`Options::transport`], and there are up to 32 ranks. Without:
-    /// all ranks are one node.
+    /// Ranks of a node, 1 to 8, that map each other's memory; nodes talk through
+    /// [`Options::transport`], and there are up to 32 ranks. Without: all ranks are one node.
+    ///
+    /// Up to 8 ranks that can all map each other's memory are one node whatever this says, unless the
+    /// transport is one of shm, tcp and verbs, or [`Options::keep_nodes`] was called.
     pub fn ranks_per_node(mut self, ranks: u32) -> Options {
         self.ranks_per_node = Some(ranks);
+        self
+    }
+
+    /// Keeps nodes apart though all ranks can map each other's memory: rows travel in messages, as
+    /// over tcp or verbs. Sums have the same bits either way.
+    pub fn keep_nodes(mut self) -> Options {
+        self.keep_nodes = true;
         self
     }
 
@@ -114,6 +126,10 @@ impl Options {
     pub(super) fn validate(&self, topology: Topology) -> Result<()> {
         let refuse = |argument, value: u64, rule: String| Err(Error::argument(argument, value, rule));
         let ranks = topology.ranks();
+        if topology.nodes == 1 && ranks > FEW_RANKS as u32 {
+            let rule = format!("one node has at most {FEW_RANKS} ranks; with more, set ranks_per_node");
+            return refuse("group size", ranks.into(), rule);
+        }
         if ranks > MAX_MEMBERS as u32 {
             let rule = format!("low latency has at most {MAX_MEMBERS} ranks");
             return refuse("group size", ranks.into(), rule);

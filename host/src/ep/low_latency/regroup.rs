@@ -1,7 +1,7 @@
 //! Going on without ranks that are gone, and with them again.
 
 use bytemuck::{Pod, Zeroable};
-use epoxide_gpu::layout::{DevicePtr, LocalState, LowLatencyTurns, MAX_RANKS, QUANTUM};
+use epoxide_gpu::layout::{DevicePtr, FEW_RANKS, LocalState, LowLatencyTurns, QUANTUM};
 
 use super::buffer::{Buffer, agree};
 use crate::error::{Error, Result};
@@ -119,7 +119,7 @@ impl Buffer {
             let tables = &place.room.tables;
             // Chunks may have been left half sent.
             self.tables.write(stream, offset(tables.sent), &vec![0; chunks * 8])?;
-            self.tables.write(stream, offset(tables.answered), &vec![0; MAX_RANKS * chunks * 8])?;
+            self.tables.write(stream, offset(tables.answered), &vec![0; FEW_RANKS * chunks * 8])?;
             self.tables.write(stream, offset(tables.turns), bytemuck::bytes_of(&turns))?;
         }
         if let Some(network) = &self.network {

@@ -10,7 +10,7 @@ use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, trace};
 use super::{Opening, Piece, Shared, add_share, begin, note_answer, publish_call, publishes_call};
-use crate::layout::{LowLatencyCombineArgs, MAX_RANKS, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
+use crate::layout::{FEW_RANKS, LowLatencyCombineArgs, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
 mod receive;
@@ -26,7 +26,7 @@ use self::send::{Most, send};
     threads = 512, min_blocks = 1, barriers = 4, registers = 128,
     requires(
         args.common.comm.num_ranks >= 1,
-        args.common.comm.num_ranks <= MAX_RANKS as u32,
+        args.common.comm.num_ranks <= FEW_RANKS as u32,
         args.common.num_topk >= 1,
         args.common.num_topk <= MAX_TOPK,
         args.common.local_experts >= 1,
@@ -46,7 +46,7 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
     threads = 512, min_blocks = 1, barriers = 4, registers = 128,
     requires(
         args.common.comm.num_ranks >= 1,
-        args.common.comm.num_ranks <= MAX_RANKS as u32,
+        args.common.comm.num_ranks <= FEW_RANKS as u32,
         args.common.num_topk >= 1,
         args.common.num_topk <= MAX_TOPK,
         args.common.local_experts >= 1,

@@ -8,7 +8,7 @@ use super::super::{
 };
 use super::{add, bf16_bytes, round};
 use crate::layout::{
-    Comm, LowLatencyCombineArgs, MAX_RANKS, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
+    Comm, FEW_RANKS, LowLatencyCombineArgs, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };
 use crate::simt::*;
 
@@ -116,7 +116,7 @@ unsafe fn sum(args: &LowLatencyCombineArgs, mask: u32, rows: u64, to: u64) {
         let mut at = tid() * 16;
         while at < args.row_bytes {
             let next = at + ntid() * 16;
-            let (mut vectors, mut vectors_next) = ([[0; 4]; MAX_RANKS], [[0; 4]; MAX_RANKS]);
+            let (mut vectors, mut vectors_next) = ([[0; 4]; FEW_RANKS], [[0; 4]; FEW_RANKS]);
             unroll8!(RANK => {
                 let row = rows + RANK as u64 * of_rank;
                 let is_there = mask >> RANK & 1 != 0;
@@ -144,7 +144,7 @@ unsafe fn sum_quantised(args: &LowLatencyCombineArgs, mask: u32, rows: u64, to: 
         let of_rank = args.common.max_tokens as u64 * row_stride(bf16_bytes::<true>(args) as u64);
         let mut at = tid() * 16;
         while at < args.row_bytes {
-            let (mut vectors, mut scales) = ([[0; 4]; MAX_RANKS], [0.0; MAX_RANKS]);
+            let (mut vectors, mut scales) = ([[0; 4]; FEW_RANKS], [0.0; FEW_RANKS]);
             unroll8!(RANK => {
                 if mask >> RANK & 1 != 0 {
                     let row = rows + RANK as u64 * of_rank;
