@@ -3,8 +3,8 @@
 use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_of, record};
 use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
 use super::super::{
-    Begun, Piece, Shared, chunk_offset, have_all_entered, in_packets, is_piece_late, last_warp, late_with,
-    load_packets, packet_seen, wait_packets,
+    Begun, Piece, ROWS_AT_ONCE, Shared, chunk_offset, have_all_entered, in_packets, is_piece_late, last_warp,
+    late_with, load_packets, packet_seen, wait_packets,
 };
 use super::{add, bf16_bytes, round};
 use crate::layout::{
@@ -61,27 +61,34 @@ pub(super) unsafe fn receive<const FP8: bool>(
         }
         let pool = pool_of(comm, comm.rank);
         let bytes = bf16_bytes::<FP8>(args);
-        let mut token = ctaid();
+        let (mut token, stride) = (ctaid(), nctaid());
         while token < common.num_tokens {
-            // Of every member, also of one that the token did not go to: its word is on its way as well.
-            if begun.has_member(thread) {
-                let chunk = token / common.chunk_tokens;
-                let word = pool + common.place.returned + chunk_offset(common, thread, chunk);
-                failed |= !wait_returned(comm, word, thread, begun.epoch());
+            // Of every member, also of one that the token did not go to: its word is on its way as
+            // well. Words of several tokens are waited for at once, which takes the time of one.
+            let (rank, ahead) = (thread % FEW_RANKS as u32, thread / FEW_RANKS as u32);
+            let of_lane = token + ahead * stride;
+            if ahead < ROWS_AT_ONCE && begun.has_member(rank) && of_lane < common.num_tokens {
+                let chunk = of_lane / common.chunk_tokens;
+                let word = pool + common.place.returned + chunk_offset(common, rank, chunk);
+                failed |= !wait_returned(comm, word, rank, begun.epoch());
             }
             if barrier_any(failed) {
                 spoil_rows::<FP8>(args, token);
                 return false;
             }
-            let rows = pool + common.place.returned_x + token as u64 * row_stride(bytes as u64);
-            let to = args.combined_x.0 + token as u64 * bytes as u64;
-            if FP8 {
-                sum_quantised(args, mask, rows, to);
-            } else {
-                sum(args, mask, rows, to);
+            let end = (token + ROWS_AT_ONCE * stride).min(common.num_tokens);
+            while token < end {
+                let rows = pool + common.place.returned_x + token as u64 * row_stride(bytes as u64);
+                let to = args.combined_x.0 + token as u64 * bytes as u64;
+                token += stride;
+                let next_mask = ranks_of(args, token);
+                if FP8 {
+                    sum_quantised(args, mask, rows, to);
+                } else {
+                    sum(args, mask, rows, to);
+                }
+                mask = next_mask;
             }
-            token += nctaid();
-            mask = ranks_of(args, token);
         }
         failed
     }
