@@ -164,7 +164,11 @@ impl Kernels {
     /// Of this program, with the kernels of a text of PTX.
     pub(crate) fn of_ptx(ptx: &str, is_virtual: bool) -> Kernels {
         let driver = if is_virtual { None } else { loaded_driver() };
-        Kernels { commit: env!("EPOXIDE_COMMIT").into(), ptx: digest::of_text(ptx), driver }
+        Kernels { commit: Kernels::commit_of_this_program(), ptx: digest::of_text(ptx), driver }
+    }
+
+    pub(crate) fn commit_of_this_program() -> String {
+        env!("EPOXIDE_COMMIT").into()
     }
 
     /// The kernels, for people.

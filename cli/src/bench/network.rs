@@ -122,8 +122,15 @@ fn text(points: &[WirePoint]) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "[bench wire] transport={} nodes={} num_ranks={} queues={} one_way={} device={:?}; {}",
-        first.transport, first.nodes, first.num_ranks, first.queues, first.one_way, first.device, first.date
+        "[bench wire] transport={} nodes={} num_ranks={} queues={} one_way={} device={:?}; {}, commit {}",
+        first.transport,
+        first.nodes,
+        first.num_ranks,
+        first.queues,
+        first.one_way,
+        first.device,
+        first.date,
+        first.commit
     );
     let unit = match first.is_virtual {
         true => {
@@ -158,7 +165,7 @@ fn text(points: &[WirePoint]) -> String {
 }
 
 /// The columns of `--csv`.
-const COLUMNS: [&str; 17] = [
+const COLUMNS: [&str; 18] = [
     "mode",
     "transport",
     "queues",
@@ -167,6 +174,7 @@ const COLUMNS: [&str; 17] = [
     "device",
     "virtual",
     "date",
+    "commit",
     "message_bytes",
     "depth",
     "one_way",
@@ -188,6 +196,7 @@ fn record(point: &WirePoint) -> Vec<String> {
         point.device.clone(),
         point.is_virtual.to_string(),
         point.date.clone(),
+        point.commit.clone(),
         point.message_bytes.to_string(),
         point.depth.to_string(),
         point.one_way.to_string(),
@@ -215,9 +224,9 @@ mod tests {
     #[test]
     fn every_transport_is_measured_at_every_size_and_depth() {
         for line in tier::sample([
-            "--transport shm --sizes 16,65536 --depths 1,256",
+            "--transport shm --sizes 1024,65536 --depths 1,256 --nodes 3 --ranks-per-node 2",
             "--transport tcp --sizes 4096..16384 --depths 4 --queues 2",
-            "--transport shm --sizes 1024 --depths 8 --nodes 3 --ranks-per-node 2",
+            "--transport shm --sizes 16,65536 --depths 1,256",
             "--transport tcp --sizes 1024 --depths 8 --nodes 3 --one-way",
             "--transport direct --sizes 16,65536 --depths 1,16 --nodes 3",
         ]) {
@@ -232,6 +241,8 @@ mod tests {
             }
             let text = text(&points);
             assert!(text.contains(CAVEAT) && text.contains("virtual GB/s"), "{text}");
+            let commit = &points[0].commit;
+            assert!(!commit.is_empty() && text.contains(&format!("commit {commit}\n")), "{text}");
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("wire.csv");
             csv::write_lines(&path, &COLUMNS, points.iter().map(record)).unwrap();
