@@ -105,13 +105,7 @@ fn high_throughput(
     let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
 
     result.is_joined = topology.nodes > 1 && buffer.num_nodes() == 1;
-    let joined;
-    let plan = if result.is_joined {
-        joined = plan.joined();
-        &joined
-    } else {
-        plan
-    };
+    let plan = &*plan.as_run(result.is_joined);
     let topology = plan.topology;
     result.mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
     let case = plan.case();

@@ -1,5 +1,6 @@
 //! What is measured.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -210,10 +211,13 @@ impl Plan {
         if phase.is_dispatch() { self.dispatch_row_bytes() } else { self.combine_row_bytes() }
     }
 
-    /// The same where the ranks of all nodes are one node to the buffer.
-    pub(crate) fn joined(&self) -> Plan {
+    /// The plan as the buffer ran it: `is_joined` where the ranks of all nodes were one node to it.
+    pub(crate) fn as_run(&self, is_joined: bool) -> Cow<'_, Plan> {
+        if !is_joined {
+            return Cow::Borrowed(self);
+        }
         let topology = Topology { nodes: 1, ranks_per_node: self.topology.ranks() };
-        Plan { topology, ..self.clone() }
+        Cow::Owned(Plan { topology, ..self.clone() })
     }
 
     /// What a count of the routing needs to know.

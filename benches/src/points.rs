@@ -52,13 +52,7 @@ pub fn join_runs(runs: Vec<Vec<Point>>) -> Vec<Point> {
 /// Where the devices' counts are not those of the serial count of the same routing.
 pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
     let asked = plan;
-    let joined;
-    let plan = if ranks.iter().all(|rank| rank.is_joined) {
-        joined = plan.joined();
-        &joined
-    } else {
-        plan
-    };
+    let plan = &*asked.as_run(ranks.iter().all(|rank| rank.is_joined));
     let by_rank = checked_counts(plan, ranks)?;
     check_wire(plan, ranks, &by_rank)?;
     let low_latency_rows = plan.low_latency.map(|_| low_latency::remote_rows(plan));

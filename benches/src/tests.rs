@@ -163,7 +163,7 @@ fn ranks_that_are_all_mapped_are_measured_as_one_node() {
     let kept = plan("--nodes 2 --ranks-per-node 2 --tokens 13 --num-sms 4 --transport direct");
     let asked = Plan { keep_nodes: false, ..kept.clone() };
     let (points, ranks) = measure(&asked, open, &()).unwrap();
-    let (point, whole) = (&points[0], asked.joined());
+    let (point, whole) = (&points[0], asked.as_run(true));
     assert!(ranks.iter().all(|rank| rank.is_joined && !rank.mapped && rank.wire_bytes == 0));
     assert!(point.phases.iter().all(|phase| phase.wire.is_none()));
     let ids: Vec<Vec<i64>> = (0..4).map(|rank| whole.routing(rank)).collect();
