@@ -127,7 +127,7 @@ struct Timed {
     samples: usize,
 }
 
-/// What a point timed, with the median over all runs, and the iterations of all runs, as many of each.
+/// A line that a point timed: the median over all runs, and the iterations of all runs, as many of each.
 type Times<'a> = (String, f64, &'a [f64]);
 
 /// Whether two points have the same sizes.

@@ -15,7 +15,7 @@ pub struct Figures {
     pub schema_version: u32,
     /// Hardware, sizes.
     pub title: String,
-    /// What is timed, and what differs between systems.
+    /// The timed work, and the differences between systems.
     pub note: String,
     /// How they are drawn.
     pub style: Style,
@@ -39,14 +39,14 @@ pub enum Style {
     Bars,
 }
 
-/// What was measured.
+/// A measured system.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct System {
     /// What people call it.
     pub name: String,
     /// Version or commit; for this project the kernels.
     pub version: String,
-    /// What was run.
+    /// The command that was run.
     pub command: String,
     /// Day of the measurement.
     pub date: String,
@@ -58,7 +58,7 @@ pub struct System {
 /// Times of one thing.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Panel {
-    /// What was timed.
+    /// The timed operation.
     pub title: String,
     /// The positions, such as numbers of tokens.
     pub x: Vec<String>,
@@ -82,7 +82,7 @@ impl Figures {
     /// The figures that a text holds; nothing where it is another file.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// The first fault of the figures.
     pub fn of_text(text: &str) -> Result<Option<Figures>, String> {
         let broken = |error: serde_json::Error| format!("not a file of figures: {error}");
         match serde_json::from_str::<serde_json::Value>(text) {

@@ -143,7 +143,7 @@ pub struct WaySamples {
 /// Everything that one rank measured.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RankResult {
-    /// What was measured.
+    /// The measured program and kernels.
     pub kernels: Kernels,
     /// When the run began, in seconds since 1970.
     pub started: f64,

@@ -49,7 +49,7 @@ pub struct Point {
     pub driver_version: u32,
     /// Day of the measurement, UTC, `YYYY-MM-DD`.
     pub date: String,
-    /// What was measured; missing in files of version 1.
+    /// The measured program and kernels; missing in files of version 1.
     #[serde(default)]
     pub kernels: Option<Kernels>,
     /// Sizes and settings.

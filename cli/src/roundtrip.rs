@@ -220,7 +220,7 @@ fn before_check(setup: &Setup, args: &Args) -> String {
 /// About how long check mode takes, which runs one warp at a time, with so many round trips behind the first ones: fitted to runs on
 /// the two cores that docs/BENCHMARKS.md speaks of, which it meets within a half.
 fn check_seconds(setup: &Setup, trips: u64) -> f64 {
-    // Of a rank: seconds, and those of a multiprocessor, of a token, and of an element of it.
+    // Seconds of a rank, of a multiprocessor, of a token, and of an element of a token.
     let (fixed, of_sm, of_token, of_element) = match (setup.mode, setup.nodes) {
         (Mode::LowLatency, _) => (0.1, 0.032, 4.4e-3, 38e-6),
         (_, 1) => (0.44, 0.021, 3.7e-3, 3.9e-6),

@@ -45,7 +45,7 @@ const LONGEST_US: f64 = 3.2e14;
 pub struct File {
     /// The name in the legend.
     pub label: String,
-    /// What was measured.
+    /// The measured points.
     pub points: Vec<Point>,
 }
 
@@ -256,7 +256,7 @@ fn sources(files: &[File]) -> (Vec<String>, Vec<Source<'_>>) {
     (labels, sources)
 }
 
-/// What a panel is of.
+/// The subject of a panel.
 struct Operation {
     name: &'static str,
     /// The lines of each file, and what legends call them.
@@ -516,7 +516,7 @@ impl Drawing {
         ticks.sort_unstable();
         ticks.dedup();
         let operations = operations(sources)?;
-        // What a combine takes does not depend on the type of dispatched rows, but a pair does.
+        // The time of a combine does not depend on the type of dispatched rows, but that of a pair does.
         let kinds: Vec<(usize, &str)> = operations
             .iter()
             .enumerate()
@@ -730,7 +730,7 @@ fn split(lists: &[Vec<String>]) -> (Vec<String>, Vec<usize>) {
 
 const CEILING: Style = Style { color: GREY, dashed: true };
 
-/// What a 99th percentile is called: it is dashed, and has the color of its median.
+/// The name of a 99th percentile, whose line is dashed and has the color of its median.
 const TAIL: &str = "99th percentile";
 
 /// One file has a color for each phase; of several each has a color, and the second line of an operation is dashed.
