@@ -71,6 +71,11 @@ impl Engine {
             Ok(Some(socket)) => socket,
             Ok(None) => return Ok(None),
             Err(reason) => {
+                // A peer that has left may have connected before, and what it sent is still to be read.
+                self.accept_waiting();
+                if let Some(index) = self.peers[peer as usize].conns.first() {
+                    return Ok(Some(*index));
+                }
                 let reason = format!("it takes no connections, it may have died or left: {reason}");
                 self.peers[peer as usize].health = self.last_words(peer, &reason);
                 return self.check_health(peer).map(|()| None);
@@ -217,14 +222,18 @@ mod tests {
     use super::*;
     use crate::group::mesh::wake::Wake;
     use crate::group::mesh::{Listener, Sockets};
-    use crate::group::{ConnectionLimits, HashStore};
+    use crate::group::{ConnectionLimits, HashStore, Store};
 
     /// Rank 1 of two, which `progress` drives.
     fn engine(store: Arc<HashStore>) -> Engine {
+        engine_of(1, store)
+    }
+
+    fn engine_of(rank: u32, store: Arc<HashStore>) -> Engine {
         let listener = Listener::open(2, Sockets::Auto, None, None, true).unwrap();
         let wake = Arc::new(Wake::new().unwrap());
         let limits = ConnectionLimits::default();
-        Engine::new("test", 1, listener, Directory::Store, store, wake, &limits).unwrap()
+        Engine::new("test", rank, listener, Directory::Store, store, wake, &limits).unwrap()
     }
 
     /// A connection that the engine takes for one of rank 0's; returns rank 0's end.
@@ -265,6 +274,32 @@ mod tests {
         drop(second);
         until_connections(&mut engine, 0);
         assert_eq!(engine.peers[0].health, Health::Left);
+    }
+
+    #[test]
+    fn a_rank_that_left_before_its_connection_was_accepted_has_been_there() {
+        let store = Arc::new(HashStore::new());
+        let [mut gone, mut here] = [0, 1].map(|rank| {
+            let mut engine = engine_of(rank, store.clone());
+            engine.current = Some(connecting(Duration::from_secs(120)));
+            let address = serde_json::to_vec(&engine.ours).unwrap();
+            store.set(&address_key("test", rank), &address).unwrap();
+            engine
+        });
+        // `here` knows the address of `gone`, and is not run while that one comes and leaves.
+        here.look_up(0).unwrap().unwrap();
+        gone.outgoing(1).unwrap();
+        while !gone.flushed(1) {
+            gone.progress(Duration::from_millis(1)).unwrap();
+        }
+        gone.leave();
+        drop(gone);
+        here.waiting = vec![0];
+        here.ask().unwrap();
+        while here.peers[0].health == Health::Alive {
+            here.progress(Duration::from_millis(100)).unwrap();
+        }
+        assert_eq!(here.peers[0].health, Health::Left);
     }
 
     #[test]

@@ -421,17 +421,21 @@ impl Engine {
         }
     }
 
-    /// Notes a goodbye of `peer`. It says one on each connection, behind what it sent there: the other may still hold what a
-    /// collective waits for, so the peer has left only once all have brought theirs.
-    fn say_farewell(&mut self, peer: u32) {
-        self.peers[peer as usize].farewell = true;
-        // A connection may still wait to be accepted, or to show who it is.
+    /// Accepts the connections that wait for it, and hears of those that have not shown yet who they are.
+    pub(super) fn accept_waiting(&mut self) {
         for which in 0..self.listener.as_ref().map_or(0, |listener| listener.sockets.len()) {
             let mut slices = 0..MOST_SLICES;
             while self.accept(which) && slices.next().is_some() {}
         }
         let strangers: Vec<u64> = self.strangers.iter().map(|(id, _)| id).collect();
         strangers.into_iter().for_each(|id| self.greet(id));
+    }
+
+    /// Notes a goodbye of `peer`. It says one on each connection, behind what it sent there: the other may still hold what a
+    /// collective waits for, so the peer has left only once all have brought theirs.
+    fn say_farewell(&mut self, peer: u32) {
+        self.peers[peer as usize].farewell = true;
+        self.accept_waiting();
         let state = &self.peers[peer as usize];
         let open = |index: &usize| self.conns[*index].as_ref().is_some_and(|conn| !conn.farewell);
         if state.health == Health::Alive && !state.conns.iter().any(open) {

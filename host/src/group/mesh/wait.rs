@@ -158,7 +158,7 @@ impl Engine {
     }
 
     /// Asks the ranks waited for what they do; connects to them where nobody has yet, which shows whether they live.
-    fn ask(&mut self) -> Result<()> {
+    pub(super) fn ask(&mut self) -> Result<()> {
         let Some(current) = self.current.clone() else { return Ok(()) };
         let query = current.question();
         for peer in self.waiting.clone() {
