@@ -21,30 +21,68 @@ pub mod simt;
 #[cfg(not(target_arch = "nvptx64"))]
 pub const PTX: &str = include_str!("../ptx/epoxide.sm_90.ptx");
 
-/// The part of the PTX module `ptx` that the kernels `names` need: everything but the other kernels, whose lines stay as
-/// empty ones, so that line numbers in errors are those of `ptx`. A driver compiles what it loads, so a module of five
-/// kernels loads in half the time of one of ten.
+/// A PTX module, cut into its kernels.
 #[doc(hidden)]
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn only_kernels(ptx: &str, names: &[&str]) -> String {
-    const ENTRY: &str = ".visible .entry ";
-    let mut starts: Vec<usize> = ptx.match_indices(ENTRY).map(|(at, _)| at).collect();
-    // File names and other trailing directives follow the closing brace of the last kernel.
-    let tail = starts.last().and_then(|last| ptx[*last..].find("\n}").map(|end| last + end + 2));
-    let (Some(&first), Some(tail)) = (starts.first(), tail) else { return ptx.to_owned() };
-    starts.push(tail);
-    let mut text = ptx[..first].to_owned();
-    for span in starts.windows(2) {
-        let kernel = &ptx[span[0]..span[1]];
-        let name = kernel[ENTRY.len()..].split(|c: char| !c.is_alphanumeric() && c != '_').next();
-        if name.is_some_and(|name| names.contains(&name)) {
-            text.push_str(kernel);
-        } else {
-            text.push_str(&"\n".repeat(kernel.bytes().filter(|byte| *byte == b'\n').count()));
-        }
+#[derive(Debug)]
+pub struct CutPtx<'a> {
+    head: &'a str,
+    kernels: Vec<KernelText<'a>>,
+    tail: &'a str,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Debug)]
+struct KernelText<'a> {
+    name: &'a str,
+    text: &'a str,
+    lines: usize,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl CutPtx<'static> {
+    /// [`PTX`], cut once a process.
+    pub fn shipped() -> &'static CutPtx<'static> {
+        static SHIPPED: std::sync::LazyLock<CutPtx<'static>> = std::sync::LazyLock::new(|| CutPtx::new(PTX));
+        &SHIPPED
     }
-    text.push_str(&ptx[tail..]);
-    text
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl<'a> CutPtx<'a> {
+    pub fn new(ptx: &'a str) -> CutPtx<'a> {
+        const ENTRY: &str = ".visible .entry ";
+        let mut starts: Vec<usize> = ptx.match_indices(ENTRY).map(|(at, _)| at).collect();
+        // File names and other trailing directives follow the closing brace of the last kernel.
+        let tail = starts.last().and_then(|last| ptx[*last..].find("\n}").map(|end| last + end + 2));
+        let (Some(&first), Some(tail)) = (starts.first(), tail) else {
+            return CutPtx { head: ptx, kernels: Vec::new(), tail: "" };
+        };
+        starts.push(tail);
+        let kernel = |span: &[usize]| {
+            let text = &ptx[span[0]..span[1]];
+            let name = text[ENTRY.len()..].split(|c: char| !c.is_alphanumeric() && c != '_').next();
+            let lines = text.bytes().filter(|byte| *byte == b'\n').count();
+            KernelText { name: name.unwrap_or_default(), text, lines }
+        };
+        CutPtx { head: &ptx[..first], kernels: starts.windows(2).map(kernel).collect(), tail: &ptx[tail..] }
+    }
+
+    /// The part that the kernels `names` need: everything but the other kernels, whose lines stay as empty ones, so
+    /// that line numbers in errors are those of the whole. A driver compiles what it loads, so a module of five
+    /// kernels loads in half the time of one of ten.
+    pub fn only(&self, names: &[&str]) -> String {
+        let mut text = self.head.to_owned();
+        for kernel in &self.kernels {
+            if names.contains(&kernel.name) {
+                text.push_str(kernel.text);
+            } else {
+                text.push_str(&"\n".repeat(kernel.lines));
+            }
+        }
+        text.push_str(self.tail);
+        text
+    }
 }
 
 /// Kernels hold no panicking code (a lint counts traps); this exists because `no_std` wants it.
@@ -61,16 +99,17 @@ mod tests {
     #[test]
     fn a_part_keeps_header_tail_and_line_numbers() {
         let ptx = "HEAD\n.visible .entry a(\n)\n{\n}\n.visible .entry ab(\n)\n{\nB\n}\nTAIL\n";
-        assert_eq!(only_kernels(ptx, &["a"]), "HEAD\n.visible .entry a(\n)\n{\n}\n\n\n\n\n\nTAIL\n");
-        assert_eq!(only_kernels(ptx, &["ab"]), "HEAD\n\n\n\n\n.visible .entry ab(\n)\n{\nB\n}\nTAIL\n");
-        assert_eq!(only_kernels(ptx, &["ab", "a"]), ptx);
-        assert_eq!(only_kernels("no kernel", &["a"]), "no kernel");
+        let cut = CutPtx::new(ptx);
+        assert_eq!(cut.only(&["a"]), "HEAD\n.visible .entry a(\n)\n{\n}\n\n\n\n\n\nTAIL\n");
+        assert_eq!(cut.only(&["ab"]), "HEAD\n\n\n\n\n.visible .entry ab(\n)\n{\nB\n}\nTAIL\n");
+        assert_eq!(cut.only(&["ab", "a"]), ptx);
+        assert_eq!(CutPtx::new("no kernel").only(&["a"]), "no kernel");
     }
 
     #[test]
     fn every_kernel_of_the_manifest_is_there_once() {
         for info in kernels::MANIFEST {
-            assert_eq!(only_kernels(PTX, &[info.name]).matches(".entry").count(), 1, "{}", info.name);
+            assert_eq!(CutPtx::shipped().only(&[info.name]).matches(".entry").count(), 1, "{}", info.name);
         }
     }
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytemuck::AnyBitPattern;
+use epoxide_gpu::CutPtx;
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
 use epoxide_gpu::layout::{DevicePtr, Section};
 
@@ -614,6 +615,15 @@ impl Module {
         Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle })))
     }
 
+    /// Loads these kernels of [`shipped_ptx`].
+    pub(crate) fn shipped(device: &Arc<dyn Device>, file: Option<&Path>, names: &[&str]) -> Result<Module> {
+        let text = match shipped_ptx(file)? {
+            Cow::Borrowed(_) => CutPtx::shipped().only(names),
+            Cow::Owned(ptx) => CutPtx::new(&ptx).only(names),
+        };
+        Module::load(device, &text)
+    }
+
     /// A kernel by its entry name; `max_shared_bytes` is the most dynamic shared memory it will be launched with.
     pub fn kernel(&self, name: &'static str, max_shared_bytes: u32) -> Result<Kernel> {
         let limit = self.0.device.info().max_shared_bytes_per_block;
@@ -661,8 +671,7 @@ impl Kernel {
     /// If the device does not take the PTX, has less shared memory, or `EPOXIDE_PTX` names a file that cannot be read.
     pub fn shipped<K: gpu::Entry>(device: &Arc<dyn Device>, max_shared_bytes: u32) -> Result<Kernel> {
         let name = K::INFO.name;
-        Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx(None)?, &[name]))?
-            .kernel(name, max_shared_bytes)
+        Module::shipped(device, None, &[name])?.kernel(name, max_shared_bytes)
     }
 
     /// The entry's name.

@@ -15,7 +15,7 @@ use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_byt
 use super::tuning::Tuning;
 use super::wire::WireSide;
 use super::{Config, Topology};
-use crate::driver::{Device, Kernel, Module, shipped_ptx};
+use crate::driver::{Device, Kernel, Module};
 use crate::error::Result;
 
 /// Most warps of a dispatch, on all multiprocessors together.
@@ -204,7 +204,7 @@ impl Loaded {
         } else {
             names.extend(OneNode::names(is_many));
         }
-        let module = Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx(ptx.as_deref())?, &names))?;
+        let module = Module::shipped(device, ptx.as_deref(), &names)?;
         Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block, is_many, ptx })
     }
 
@@ -310,8 +310,7 @@ impl Kernels {
         if let Some(loaded) = kernel.get() {
             return Ok(loaded);
         }
-        let ptx = shipped_ptx(self.ptx.as_deref())?;
-        let module = Module::load(&self.device, &epoxide_gpu::only_kernels(&ptx, &[info.name]))?;
+        let module = Module::shipped(&self.device, self.ptx.as_deref(), &[info.name])?;
         let loaded = module.kernel(info.name, self.shared_limit())?;
         Ok(kernel.get_or_init(|| loaded))
     }

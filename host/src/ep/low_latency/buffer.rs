@@ -18,7 +18,7 @@ use super::layout::{PoolLayout, TableLayout};
 use super::options::Options;
 use super::place::{Place, PlaceState, Room};
 use super::results::Received;
-use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream, shipped_ptx};
+use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
 use crate::ep::beside::{Activity, next_id};
 use crate::ep::buffer::{agree_on, nanoseconds};
 use crate::ep::captured::Recordings;
@@ -94,7 +94,7 @@ impl Kernels {
         let [dispatch, combine, quantised_combine] = infos.map(|info| info.name);
         let gather = LowLatencyGather::INFO.name;
         let names = [dispatch, combine, quantised_combine, gather];
-        let module = Module::load(device, &epoxide_gpu::only_kernels(&shipped_ptx(None)?, &names))?;
+        let module = Module::shipped(device, None, &names)?;
         Ok(Kernels {
             dispatch: module.kernel(dispatch, 0)?,
             combine: module.kernel(combine, 0)?,
