@@ -1,6 +1,7 @@
 //! What a benchmark measured, as it is stored: docs/BENCH-SCHEMA.md describes the JSON form of these types.
 
 use std::path::Path;
+use std::sync::LazyLock;
 
 use epoxide::internal::{JSON, read_text_file};
 use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
@@ -164,7 +165,8 @@ impl Kernels {
     /// Of this program, with the kernels of a text of PTX.
     pub(crate) fn of_ptx(ptx: &str, is_virtual: bool) -> Kernels {
         let driver = if is_virtual { None } else { loaded_driver() };
-        Kernels { commit: Kernels::commit_of_this_program(), ptx: digest::of_text(ptx), driver }
+        let digest = if ptx == epoxide_gpu::PTX { shipped_digest().to_owned() } else { digest::of_text(ptx) };
+        Kernels { commit: Kernels::commit_of_this_program(), ptx: digest, driver }
     }
 
     pub(crate) fn commit_of_this_program() -> String {
@@ -174,12 +176,18 @@ impl Kernels {
     /// The kernels, for people.
     pub fn text(&self) -> String {
         let driver = self.driver.as_ref().map_or_else(String::new, |driver| format!(", driver {driver}"));
-        let other = match self.ptx == digest::of_text(epoxide_gpu::PTX) {
+        let other = match self.ptx == shipped_digest() {
             true => "",
             false => " (not those of this program)",
         };
         format!("PTX {}{other}, commit {}{driver}", self.ptx, self.commit)
     }
+}
+
+/// The digest of the kernels of this program.
+fn shipped_digest() -> &'static str {
+    static DIGEST: LazyLock<String> = LazyLock::new(|| digest::of_text(epoxide_gpu::PTX));
+    &DIGEST
 }
 
 /// The version of the NVIDIA driver that the system has loaded.

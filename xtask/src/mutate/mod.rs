@@ -356,6 +356,7 @@ mod tests {
         for (kind, edits) in kinds {
             let edits: Vec<_> = edits.into_iter().collect();
             let faulty = text::with_lines(epoxide_gpu::PTX, &edits);
+            let faulty = epoxide_gpu::CutPtx::new(&faulty).only(&KERNELS);
             epoxide_vgpu::Module::parse(&faulty).unwrap_or_else(|error| panic!("{kind}: {error}"));
         }
     }
