@@ -68,6 +68,12 @@ impl<'a> CutPtx<'a> {
         CutPtx { head: &ptx[..first], kernels: starts.windows(2).map(kernel).collect(), tail: &ptx[tail..] }
     }
 
+    /// The kernels that wait for the one in front of them in the stream.
+    pub fn waiting(&self) -> impl Iterator<Item = &'a str> {
+        let waits = |kernel: &&KernelText<'_>| kernel.text.contains("griddepcontrol.wait");
+        self.kernels.iter().filter(waits).map(|kernel| kernel.name)
+    }
+
     /// The part that the kernels `names` need: everything but the other kernels, whose lines stay as empty ones, so
     /// that line numbers in errors are those of the whole. A driver compiles what it loads, so a module of five
     /// kernels loads in half the time of one of ten.
@@ -104,6 +110,16 @@ mod tests {
         assert_eq!(cut.only(&["ab"]), "HEAD\n\n\n\n\n.visible .entry ab(\n)\n{\nB\n}\nTAIL\n");
         assert_eq!(cut.only(&["ab", "a"]), ptx);
         assert_eq!(CutPtx::new("no kernel").only(&["a"]), "no kernel");
+    }
+
+    #[test]
+    fn kernels_that_wait_are_named() {
+        let ptx = ".visible .entry a(\n)\n{\ngriddepcontrol.wait;\n}\n.visible .entry b(\n)\n{\n}\n";
+        assert_eq!(CutPtx::new(ptx).waiting().collect::<Vec<_>>(), ["a"]);
+        let waiting: Vec<_> = CutPtx::shipped().waiting().collect();
+        let dependent = kernels::MANIFEST.iter().filter(|info| info.dependent);
+        assert!(dependent.clone().all(|info| waiting.contains(&info.name)));
+        assert_eq!(dependent.count(), waiting.len());
     }
 
     #[test]

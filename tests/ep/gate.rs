@@ -47,7 +47,8 @@ impl Gate {
 
     /// What `stream` is given from now on waits until the gate is opened the next time.
     pub fn hold(&self, stream: &Stream) -> Result<()> {
-        let config = LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false };
+        let config =
+            LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
         let value = self.opened.load(Ordering::Relaxed) + 1;
         let params: [&[u8]; 2] = [&self.word.ptr().0.to_le_bytes(), &value.to_le_bytes()];
         // SAFETY: these are the parameters of the kernel, and the word is freed after the gate has been opened.

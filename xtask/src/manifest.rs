@@ -25,6 +25,7 @@ pub mod samples {
             min_blocks_per_sm: 2,
             barriers: 1,
             max_registers: 64,
+            dependent: false,
             local_depot_allowed: None,
             traps_allowed: 0,
         }

@@ -27,13 +27,20 @@ struct Contract {
     min_blocks: u32,
     barriers: u32,
     registers: u32,
+    dependent: bool,
     requires: Vec<Expr>,
 }
 
 impl Parse for Contract {
     fn parse(input: ParseStream) -> syn::Result<Self> {
-        let mut contract =
-            Contract { threads: 0, min_blocks: 1, barriers: 0, registers: 255, requires: Vec::new() };
+        let mut contract = Contract {
+            threads: 0,
+            min_blocks: 1,
+            barriers: 0,
+            registers: 255,
+            dependent: false,
+            requires: Vec::new(),
+        };
         while !input.is_empty() {
             let key: Ident = input.parse()?;
             if key == "requires" {
@@ -41,6 +48,8 @@ impl Parse for Contract {
                 parenthesized!(clauses in input);
                 contract.requires =
                     Punctuated::<Expr, Token![,]>::parse_terminated(&clauses)?.into_iter().collect();
+            } else if key == "dependent" {
+                contract.dependent = true;
             } else {
                 input.parse::<Token![=]>()?;
                 let value = input.parse::<LitInt>()?.base10_parse()?;
@@ -50,7 +59,8 @@ impl Parse for Contract {
                     "barriers" => contract.barriers = value,
                     "registers" => contract.registers = value,
                     _ => {
-                        let text = "expected threads, min_blocks, barriers, registers or requires(..)";
+                        let text =
+                            "expected threads, min_blocks, barriers, registers, dependent or requires(..)";
                         return Err(syn::Error::new(key.span(), text));
                     }
                 }
@@ -113,7 +123,9 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
     // The host has checked every clause before the launch, so the device may build on them: divisions by a clause's
     // non-zero value, for one, need no trap.
     let assumptions = &contract.requires;
-    let Contract { threads, min_blocks, barriers, registers, .. } = contract;
+    let Contract { threads, min_blocks, barriers, registers, dependent, .. } = contract;
+    // In front of everything else, so that a launch may count on it.
+    let wait = dependent.then(|| quote! { crate::simt::griddepcontrol_wait(); });
 
     Ok(quote! {
         #declaration
@@ -128,6 +140,7 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
             // SAFETY: the caller vouches for the addresses, and the head of the kernel's file says what makes its use of them
             // sound. The clauses hold, since `call` is the only way to a launch.
             unsafe {
+                #wait
                 #unpacked
                 #(core::hint::assert_unchecked(#assumptions);)*
                 #block
@@ -168,6 +181,7 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
                 min_blocks_per_sm: #min_blocks,
                 barriers: #barriers,
                 max_registers: #registers,
+                dependent: #dependent,
                 local_depot_allowed: None,
                 traps_allowed: 0,
             };

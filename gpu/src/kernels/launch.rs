@@ -30,6 +30,9 @@ pub struct KernelInfo {
     pub barriers: u32,
     /// Most registers per thread.
     pub max_registers: u32,
+    /// Whether its first instruction waits until the kernel in front of it in the stream has ended
+    /// (`griddepcontrol.wait`): then it may be launched before that (programmatic dependent launch).
+    pub dependent: bool,
     /// Why the kernel may use local memory, if it may.
     pub local_depot_allowed: Option<&'static str>,
     /// Number of `trap` instructions.

@@ -54,7 +54,7 @@ fn signature(args: &NotifyArgs) -> [u32; message::INVALID as usize] {
 
 /// Exchanges counts and plans where rows go. One block per channel.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 4, registers = 128, dependent,
     requires(
         args.num_channels >= 1,
         args.num_channels <= MAX_CHANNELS,
@@ -72,7 +72,7 @@ pub unsafe fn notify(args: NotifyArgs) {
 
 /// The same of up to 64 ranks, for which a token's destinations are listed.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 5, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 5, registers = 128, dependent,
     requires(
         args.num_channels >= 1,
         args.num_channels <= MAX_CHANNELS,

@@ -59,6 +59,9 @@ pub struct LowLatencyPlace {
 
 layout_assert!(LowLatencyPlace, size = 72, returned_scales at 64);
 
+/// Tokens of all ranks that one warp lists for an expert, a lane each; of more, all warps of a block do.
+pub const FEW_TOKENS: u32 = 32;
+
 /// Bytes of a row that travel together as packets: a lane of a warp has three vectors of 16 bytes, a warp's worth apart. The last piece of a
 /// row is filled up with zeros.
 pub const PIECE_BYTES: u32 = 3 * 32 * 16;

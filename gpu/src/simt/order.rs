@@ -109,6 +109,20 @@ device_fns! {
         unsafe { asm!("fence.acq_rel.sys;", options(nostack)) };
     }
 
+    /// Waits until the kernels that this one was launched behind have ended; what they wrote is visible then. Does
+    /// nothing in a kernel that was launched as others are. `griddepcontrol.wait;`
+    pub fn griddepcontrol_wait() {
+        // SAFETY: orders memory only.
+        unsafe { asm!("griddepcontrol.wait;", options(nostack)) };
+    }
+
+    /// Lets the kernel behind this one be launched, once all blocks have said so or ended.
+    /// `griddepcontrol.launch_dependents;`
+    pub fn griddepcontrol_launch_dependents() {
+        // SAFETY: orders nothing; that kernel waits by itself.
+        unsafe { asm!("griddepcontrol.launch_dependents;", options(nostack)) };
+    }
+
     /// Orders ordinary accesses and those of the bulk copy engine (the async proxy). `fence.proxy.async;`
     pub fn fence_proxy_async() {
         // SAFETY: orders memory only.

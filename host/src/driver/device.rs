@@ -141,7 +141,8 @@ pub trait Device: Send + Sync + Debug {
     /// their sizes in bytes.
     ///
     /// # Safety
-    /// The parameters fit the kernel's signature and every address in them is live until the kernel ends.
+    /// The parameters fit the kernel's signature and every address in them is live until the kernel ends. A kernel
+    /// that is launched as [`LaunchConfig::dependent`] begins with `griddepcontrol.wait`.
     #[doc(hidden)]
     unsafe fn launch(&self, stream: u64, kernel: u64, config: &LaunchConfig, params: &[&[u8]]) -> Result<()>;
 

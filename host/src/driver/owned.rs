@@ -345,7 +345,8 @@ impl Stream {
     /// Launches a kernel.
     ///
     /// # Safety
-    /// The parameters fit the kernel's signature, and every address in them is live until the kernel ends.
+    /// The parameters fit the kernel's signature, and every address in them is live until the kernel ends. A kernel
+    /// that is launched as [`LaunchConfig::dependent`] begins with `griddepcontrol.wait`.
     pub unsafe fn launch(&self, kernel: &Kernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { self.device.launch(self.handle, kernel.handle, config, params) }
@@ -377,8 +378,15 @@ impl Stream {
         if kernel.name != K::INFO.name {
             return refuse(K::INFO.name, format!("its arguments were given to {}", kernel.name));
         }
-        let config = LaunchConfig { grid, block, shared_bytes, cooperative: false };
-        // SAFETY: `Call<K>` holds exactly kernel K's parameter; the caller vouches for the addresses.
+        let config = LaunchConfig {
+            grid,
+            block,
+            shared_bytes,
+            cooperative: false,
+            dependent: K::INFO.dependent && kernel.waits,
+        };
+        // SAFETY: `Call<K>` holds exactly kernel K's parameter; the caller vouches for the addresses. A lint holds the
+        // PTX of dependent kernels to their wait.
         unsafe { self.launch(kernel, &config, &[call.param()]) }
     }
 
@@ -592,6 +600,8 @@ impl Drop for Event {
 struct LoadedModule {
     device: Arc<dyn Device>,
     handle: u64,
+    /// Kernels that wait for the one in front of them in the stream.
+    waiting: Vec<String>,
 }
 
 impl Drop for LoadedModule {
@@ -612,7 +622,8 @@ impl Module {
     /// Loads PTX text.
     pub fn load(device: &Arc<dyn Device>, ptx: &str) -> Result<Module> {
         let handle = device.module_load(ptx)?;
-        Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle })))
+        let waiting = CutPtx::new(ptx).waiting().map(str::to_owned).collect();
+        Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle, waiting })))
     }
 
     /// Loads these kernels of [`shipped_ptx`].
@@ -636,7 +647,8 @@ impl Module {
             });
         }
         let handle = self.0.device.module_kernel(self.0.handle, name, max_shared_bytes)?;
-        Ok(Kernel { _module: self.clone(), handle, name })
+        let waits = self.0.waiting.iter().any(|waiting| waiting == name);
+        Ok(Kernel { _module: self.clone(), handle, name, waits })
     }
 }
 
@@ -661,6 +673,8 @@ pub struct Kernel {
     _module: Module,
     handle: u64,
     name: &'static str,
+    /// Whether it waits for the one in front of it in the stream, which kernels of other PTX may not.
+    waits: bool,
 }
 
 impl Kernel {

@@ -90,6 +90,9 @@ pub struct LaunchConfig {
     pub shared_bytes: u32,
     /// All blocks must be resident at once: the driver refuses the launch if they cannot be.
     pub cooperative: bool,
+    /// The kernel waits by itself for the one in front of it in the stream, before it does anything else
+    /// (`griddepcontrol.wait`), so that it may be launched before that one has ended.
+    pub dependent: bool,
 }
 
 /// A stream that belongs to the caller (`CUstream`), passed through unchanged. Null is the default stream.

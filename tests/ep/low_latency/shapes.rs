@@ -1,5 +1,6 @@
 //! Round trips of many shapes.
 
+use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
@@ -54,4 +55,18 @@ fn quantised_on_the_way_back() {
 fn many_rounds_in_one_place() {
     LowLatencyCase { rounds: 12, ..LowLatencyCase::new(routing(&[3, 5, 2], 3, 6, Style::WithHoles), 16) }
         .check();
+}
+
+/// Of up to 32 tokens a warp lists an expert; of more, a block does, in turns of its threads.
+#[test]
+fn as_many_tokens_as_a_warp_lists_and_more() {
+    for tokens in [[16, 15], [16, 16], [17, 16], [300, 230]] {
+        // More experts than a block has warps.
+        let routing = routing(&tokens, 3, 40, Style::WithHoles);
+        LowLatencyCase { sm_count: 1, ..LowLatencyCase::new(routing, 16) }.check();
+    }
+    for tokens in [[9, 7], [20, 13]] {
+        let checker = Some(Checker::new(CheckConfig::default()));
+        LowLatencyCase { checker, ..LowLatencyCase::new(routing(&tokens, 2, 36, Style::Repeats), 8) }.check();
+    }
 }

@@ -7,6 +7,7 @@ mod arithmetic;
 mod atomics;
 mod barriers;
 mod collectives;
+mod dependent;
 mod entries;
 mod file;
 mod finding;

@@ -2,7 +2,8 @@
 
 use super::finding::{Expect, Finding};
 use super::{
-    arithmetic, atomics, barriers, collectives, entries, functions, locals, module, opcodes, readonly,
+    arithmetic, atomics, barriers, collectives, dependent, entries, functions, locals, module, opcodes,
+    readonly,
 };
 use crate::ptx::Module;
 
@@ -14,6 +15,7 @@ pub fn run(text: &str, expect: &Expect) -> Vec<Finding> {
     findings.extend(locals::check(&module, expect.manifest));
     findings.extend(atomics::check(&module));
     findings.extend(barriers::check(&module, expect.manifest));
+    findings.extend(dependent::check(&module, expect.manifest));
     findings.extend(collectives::check(&module));
     findings.extend(readonly::check(&module));
     findings.extend(arithmetic::check(&module, expect.manifest));

@@ -31,7 +31,7 @@ pub use sum::{
 /// A warp's ring of slots is filled by bulk loads, one slot per (piece of a row, contributing rank), so that the bytes in
 /// flight do not depend on how many ranks a token went to. Shared memory: per warp `slots * slot_bytes`, then all barriers.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
@@ -50,7 +50,7 @@ pub unsafe fn combine_bf16(args: CombineArgs) {
 
 /// Sums FP32 rows, otherwise as [`CombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
@@ -69,7 +69,7 @@ pub unsafe fn combine_f32(args: CombineArgs) {
 
 /// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
@@ -88,7 +88,7 @@ pub unsafe fn combine_many_bf16(args: CombineArgs) {
 
 /// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 2, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,

@@ -13,7 +13,7 @@ use crate::simt::*;
 
 /// Copies the caller's rows and weights into this rank's pool, where peers can gather them. One warp per row.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 0, registers = 64,
+    threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
     requires(args.row_bytes.is_multiple_of(16), args.x_stride.is_multiple_of(16))
 )]
 pub unsafe fn stage_combine(args: StageArgs) {

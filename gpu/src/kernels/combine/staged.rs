@@ -32,7 +32,7 @@ const LONGEST_STEP: u32 = 8;
 
 /// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The first `stagers` blocks that start copy.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168,
+    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
     requires(
         args.combine.row_bytes.is_multiple_of(16),
         args.combine.row_bytes >= 16,
@@ -60,7 +60,7 @@ pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
 
 /// The same for FP32 rows.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168,
+    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
     requires(
         args.combine.row_bytes.is_multiple_of(16),
         args.combine.row_bytes >= 16,
@@ -88,7 +88,7 @@ pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
 
 /// The same for BF16 rows of up to 64 ranks.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168,
+    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
     requires(
         args.combine.row_bytes.is_multiple_of(16),
         args.combine.row_bytes >= 16,
@@ -116,7 +116,7 @@ pub unsafe fn combine_staged_many_bf16(args: StagedCombineArgs) {
 
 /// The same for FP32 rows of up to 64 ranks.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 5, registers = 168,
+    threads = 384, min_blocks = 1, barriers = 5, registers = 168, dependent,
     requires(
         args.combine.row_bytes.is_multiple_of(16),
         args.combine.row_bytes >= 16,

@@ -28,7 +28,7 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 /// of all polls for the peers while the others fill their rings. Shared memory: the rings, then a word that
 /// says whether the block has joined.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 2, registers = 168,
+    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,
@@ -49,7 +49,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
 
 /// The same to up to 64 ranks, of which lane d has a token's d-th destination.
 #[kernel(
-    threads = 384, min_blocks = 1, barriers = 2, registers = 168,
+    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
     requires(
         args.row_bytes.is_multiple_of(16),
         args.row_bytes >= 16,

@@ -10,21 +10,21 @@ use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, wait_at_least};
 use super::fp8::{from_bf16, quantised};
-use super::list::{Listed, Words};
+use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
 use super::{
     Begun, Opening, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
-    ids_offset, last_warp, packet_seen, publish_call, publishes_call, tokens_in_chunk, wait_calls,
-    wait_packet, wait_ready,
+    ids_offset, last_warp, let_next_launch, packet_seen, publish_call, publishes_call, tokens_in_chunk,
+    wait_calls, wait_packet, wait_ready,
 };
 use crate::layout::{
-    FEW_RANKS, LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
+    FEW_RANKS, FEW_TOKENS, LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
 };
 use crate::simt::*;
 
 /// Sends rows, or waits for them and says which expert has which, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 9, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 9, registers = 128, dependent,
     requires(
         args.common.comm.num_ranks >= 1,
         args.common.comm.num_ranks <= FEW_RANKS as u32,
@@ -53,6 +53,7 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
         send(&args, &begun, first);
         trace(comm, Phase::Moved);
     }
+    let_next_launch(&args.common);
     if args.common.phases & phase::RECEIVE != 0 {
         receive(&args, &shared, &begun);
         finish(comm);
@@ -356,11 +357,7 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
         if ctaid() == 0 && thread < FEW_RANKS as u32 {
             st_u32(common.tables.num_tokens.0 + thread as u64 * 4, ld_shared_u32(shared.tokens + thread * 4));
         }
-        let mut expert = ctaid();
-        while expert < common.local_experts {
-            list_rows(args, team, shared, expert, epoch);
-            expert += nctaid();
-        }
+        list(args, team, shared, epoch);
         // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
         let chunks = chunks_of(common, common.max_tokens);
         core::hint::assert_unchecked(chunks >= 1);
@@ -378,17 +375,16 @@ unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun)
     }
 }
 
-/// Lists the rows of a local expert. All threads of the team call it.
+/// Lists the rows of all local experts. All threads of the team call it.
 #[inline(always)]
-unsafe fn list_rows(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, expert: u32, epoch: u64) {
+unsafe fn list(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, epoch: u64) {
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let pool = pool_of(comm, comm.rank);
         let mut total = 0;
         unroll8!(SOURCE => { total += ld_shared_u32(shared.tokens + SOURCE as u32 * 4) });
-        let words = Words { of_source: shared.of_source, of_warp: shared.of_warp };
-        let look = |number: u32| {
+        let look = |expert: u32, number: u32| {
             let (mut source, mut token) = (0, number);
             unroll8!(SOURCE => {
                 let of_source = ld_shared_u32(shared.tokens + SOURCE as u32 * 4);
@@ -406,7 +402,23 @@ unsafe fn list_rows(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Share
             // A weight that does not come is an error, whatever it is taken for.
             wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
         };
-        super::list::list_rows::<false, 1>(common, team, words, expert, total, look, weight);
+        if total <= FEW_TOKENS {
+            let mut expert = tid() / 32 * nctaid() + ctaid();
+            while expert < common.local_experts {
+                let is_there = laneid() < total;
+                let listed = if is_there { look(expert, laneid()) } else { Listed::NONE };
+                list_few_rows(common, shared.tokens, expert, listed, weight);
+                expert += team.threads / 32 * nctaid();
+            }
+        } else {
+            let words = Words { of_source: shared.of_source, of_warp: shared.of_warp };
+            let mut expert = ctaid();
+            while expert < common.local_experts {
+                let look = |number| look(expert, number);
+                list_rows::<false, 1>(common, team, &words, expert, total, look, weight);
+                expert += nctaid();
+            }
+        }
     }
 }
 

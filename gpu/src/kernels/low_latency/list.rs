@@ -40,7 +40,7 @@ pub(super) struct Words {
 pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
     args: &LowLatencyArgs,
     team: Team<BARRIER>,
-    words: Words,
+    words: &Words,
     expert: u32,
     total: u32,
     look: impl Fn(u32) -> Listed,
@@ -57,7 +57,7 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
         let (mut first, mut found) = (0, 0);
         while first < total {
             let is_there = first + thread < total;
-            let mut listed = if is_there { look(first + thread) } else { Listed::NONE };
+            let listed = if is_there { look(first + thread) } else { Listed::NONE };
             let hits = ballot(listed.entries != 0);
             if lane == 0 {
                 st_shared_u32(words.of_warp + warp * 4, hits.count_ones());
@@ -70,26 +70,11 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
                 all += count;
                 other += 1;
             }
-            let row = listed.row(args);
             if listed.entries != 0 {
-                let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
-                st_i32(args.tables.expert_rows.0 + slot as u64 * 4, row as i32);
-                st_i32(args.tables.src_info.0 + slot as u64 * 4, listed.token as i32);
                 red_relaxed_cta_shared_add_u32(words.of_source + listed.source * 4, 1);
-                while listed.entries != 0 {
-                    let entry = listed.entries.trailing_zeros();
-                    let of_row = (row * args.num_topk + entry) as u64 * 4;
-                    st_i32(args.tables.slots.0 + of_row, slot as i32);
-                    st_u32(args.tables.weights.0 + of_row, weight(&listed, entry));
-                    listed.entries &= listed.entries - 1;
-                }
             }
-            // The others' entries have no block of their own.
-            while expert == 0 && listed.of_others != 0 {
-                let entry = listed.of_others.trailing_zeros();
-                st_i32(args.tables.slots.0 + (row * args.num_topk + entry) as u64 * 4, -1);
-                listed.of_others &= listed.of_others - 1;
-            }
+            let slot = expert * rows + found + before + (hits & lanemask_lt()).count_ones();
+            store(args, listed, expert, slot, &weight);
             (first, found) = (first + team.threads, found + all);
             team.sync();
         }
@@ -117,5 +102,73 @@ pub(super) unsafe fn list_rows<const MANY: bool, const BARRIER: u32>(
         }
         // The words are the next expert's.
         team.sync();
+    }
+}
+
+/// The same of [`FEW_TOKENS`](crate::layout::FEW_TOKENS) tokens at most: a warp's lanes have one each in `listed`, by source,
+/// then by token, and it needs no other warp. `tokens`: words of shared memory, each source's number of
+/// them. The whole warp calls it.
+#[inline(always)]
+pub(super) unsafe fn list_few_rows(
+    args: &LowLatencyArgs,
+    tokens: u32,
+    expert: u32,
+    listed: Listed,
+    weight: impl Fn(&Listed, u32) -> u32,
+) {
+    // SAFETY: passed on to the caller: an expert's tables are one warp's, and nobody writes the words.
+    unsafe {
+        let (lane, num_ranks) = (laneid(), args.comm.num_ranks);
+        let hits = ballot(listed.entries != 0);
+        let first = expert * num_ranks * args.max_tokens;
+        store(args, listed, expert, first + (hits & lanemask_lt()).count_ones(), &weight);
+        if lane < num_ranks {
+            let mut first_lane = 0;
+            unroll8!(SOURCE => {
+                let of_source = ld_shared_u32(tokens + SOURCE as u32 * 4);
+                first_lane += if (SOURCE as u32) < lane { of_source } else { 0 };
+            });
+            let of_lanes_below = |lane: u32| (hits & ((1u64 << lane) - 1) as u32).count_ones();
+            let begin = of_lanes_below(first_lane);
+            let count = of_lanes_below(first_lane + ld_shared_u32(tokens + lane * 4)) - begin;
+            let range = args.tables.layout_range.0 + (expert * num_ranks + lane) as u64 * 8;
+            st_u64(range, (begin as u64) << 32 | count as u64);
+        }
+        if lane == 0 {
+            st_u32(args.tables.expert_counts.0 + expert as u64 * 4, hits.count_ones());
+        }
+    }
+}
+
+/// Stores what the tables say of a token for the expert: row `slot` of theirs is its own where it has
+/// entries for it.
+#[inline(always)]
+unsafe fn store(
+    args: &LowLatencyArgs,
+    mut listed: Listed,
+    expert: u32,
+    slot: u32,
+    weight: &impl Fn(&Listed, u32) -> u32,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let row = listed.row(args);
+        if listed.entries != 0 {
+            st_i32(args.tables.expert_rows.0 + slot as u64 * 4, row as i32);
+            st_i32(args.tables.src_info.0 + slot as u64 * 4, listed.token as i32);
+            while listed.entries != 0 {
+                let entry = listed.entries.trailing_zeros();
+                let of_row = (row * args.num_topk + entry) as u64 * 4;
+                st_i32(args.tables.slots.0 + of_row, slot as i32);
+                st_u32(args.tables.weights.0 + of_row, weight(&listed, entry));
+                listed.entries &= listed.entries - 1;
+            }
+        }
+        // The others' entries have no block or warp of their own.
+        while expert == 0 && listed.of_others != 0 {
+            let entry = listed.of_others.trailing_zeros();
+            st_i32(args.tables.slots.0 + (row * args.num_topk + entry) as u64 * 4, -1);
+            listed.of_others &= listed.of_others - 1;
+        }
     }
 }

@@ -1,11 +1,11 @@
 //! Driver functions newer than `cust_raw`'s CUDA 11.4. They are looked up at run time: an older driver then lacks a
 //! feature, and not the whole program.
 
-use std::ffi::{CStr, c_int, c_ulonglong, c_void};
+use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
 
 use super::error::unavailable;
-use super::ffi::{self, CuDevicePtr, CuFunction, CuResult};
+use super::ffi::{self, CuDevicePtr, CuFunction, CuResult, CuStream};
 use crate::error::Result;
 
 /// `cuMemGetHandleForAddressRange`.
@@ -13,6 +13,39 @@ pub type MemGetHandleForAddressRange =
     unsafe extern "C" fn(*mut c_void, CuDevicePtr, usize, c_int, c_ulonglong) -> CuResult;
 /// `cuFuncLoad`.
 pub type FuncLoad = unsafe extern "C" fn(CuFunction) -> CuResult;
+/// `cuLaunchKernelEx`.
+pub type LaunchKernelEx =
+    unsafe extern "C" fn(*const LaunchConfigEx, CuFunction, *mut *mut c_void, *mut *mut c_void) -> CuResult;
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct LaunchConfigEx {
+    pub grid: [c_uint; 3],
+    pub block: [c_uint; 3],
+    pub shared_bytes: c_uint,
+    pub stream: CuStream,
+    pub attributes: *mut LaunchAttribute,
+    pub attribute_count: c_uint,
+}
+
+/// `CUlaunchAttribute`: a number that says which, and a union of 64 bytes.
+#[repr(C)]
+#[derive(Debug)]
+pub struct LaunchAttribute {
+    id: c_int,
+    padding: [u8; 4],
+    value: c_int,
+    rest: [u8; 60],
+}
+
+impl LaunchAttribute {
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the kernel may be launched before the
+    /// one in front of it in the stream has ended.
+    pub fn dependent() -> LaunchAttribute {
+        LaunchAttribute { id: 6, padding: [0; 4], value: 1, rest: [0; 60] }
+    }
+}
 
 /// The functions that this driver has.
 #[derive(Debug)]
@@ -21,6 +54,8 @@ pub struct Late {
     pub mem_get_handle_for_address_range: Option<MemGetHandleForAddressRange>,
     /// CUDA 12.4: loads a kernel's code now, not at its first launch.
     pub func_load: Option<FuncLoad>,
+    /// CUDA 11.8: launches with attributes. Wanted from 12.3 on: what it launches can be captured then.
+    pub launch_kernel_ex: Option<LaunchKernelEx>,
 }
 
 /// The table, filled at the first call. The driver must have been initialised.
@@ -38,6 +73,10 @@ pub fn late() -> &'static Late {
         // SAFETY: likewise, `(CUfunction)` since 12.4.
         func_load: unsafe {
             std::mem::transmute::<*mut c_void, Option<FuncLoad>>(resolve(c"cuFuncLoad", 12040))
+        },
+        // SAFETY: likewise, `(const CUlaunchConfig*, CUfunction, void**, void**)` since 11.8.
+        launch_kernel_ex: unsafe {
+            std::mem::transmute::<*mut c_void, Option<LaunchKernelEx>>(resolve(c"cuLaunchKernelEx", 12030))
         },
     })
 }

@@ -5,7 +5,8 @@ use std::ffi::{CString, c_int, c_void};
 use super::device::Bound;
 use super::error::unavailable;
 use super::ffi::{self, CuFunction, CuModule, CuResult};
-use super::{context, late, ptx, stream};
+use super::late::{self, LaunchAttribute, LaunchConfigEx};
+use super::{context, ptx, stream};
 use crate::driver::LaunchConfig;
 use crate::error::{Error, Result};
 
@@ -171,39 +172,61 @@ pub unsafe fn launch(
 ) -> Result<()> {
     let (function, stream) = (kernel as CuFunction, stream::raw(stream));
     let mut pointers = param_pointers(params);
-    let LaunchConfig { grid, block, shared_bytes, cooperative } = *config;
-    let result = if cooperative {
-        // SAFETY: one pointer per parameter, each valid for this call; the rest is passed on to the caller.
-        unsafe {
-            ffi::cuLaunchCooperativeKernel(
-                function,
-                grid,
-                1,
-                1,
-                block,
-                1,
-                1,
+    let LaunchConfig { grid, block, shared_bytes, cooperative, dependent } = *config;
+    let launch_ex = late::late().launch_kernel_ex.filter(|_| dependent);
+    let (name, result) = match launch_ex {
+        Some(launch_ex) => {
+            let mut attribute = LaunchAttribute::dependent();
+            let config = LaunchConfigEx {
+                grid: [grid, 1, 1],
+                block: [block, 1, 1],
                 shared_bytes,
                 stream,
-                pointers.as_mut_ptr(),
-            )
+                attributes: &mut attribute,
+                attribute_count: 1,
+            };
+            // SAFETY: one pointer per parameter, each valid for this call, as are the configuration and
+            // its attribute; a null `extra` means that parameters come by pointer. The rest is passed on
+            // to the caller.
+            let result = unsafe { launch_ex(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) };
+            ("cuLaunchKernelEx", result)
         }
-    } else {
-        // SAFETY: as above; a null `extra` means that parameters come by pointer.
-        unsafe {
-            ffi::cuLaunchKernel(
-                function,
-                grid,
-                1,
-                1,
-                block,
-                1,
-                1,
-                shared_bytes,
-                stream,
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+        None if cooperative => {
+            // SAFETY: as above.
+            let result = unsafe {
+                ffi::cuLaunchCooperativeKernel(
+                    function,
+                    grid,
+                    1,
+                    1,
+                    block,
+                    1,
+                    1,
+                    shared_bytes,
+                    stream,
+                    pointers.as_mut_ptr(),
+                )
+            };
+            ("cuLaunchCooperativeKernel", result)
+        }
+        None => {
+            // SAFETY: as above.
+            let result = unsafe {
+                ffi::cuLaunchKernel(
+                    function,
+                    grid,
+                    1,
+                    1,
+                    block,
+                    1,
+                    1,
+                    shared_bytes,
+                    stream,
+                    pointers.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            ("cuLaunchKernel", result)
         }
     };
     match result {
@@ -211,13 +234,13 @@ pub unsafe fn launch(
         CuResult::INVALID_VALUE
         | CuResult::LAUNCH_OUT_OF_RESOURCES
         | CuResult::COOPERATIVE_LAUNCH_TOO_LARGE => Err(refused(bound, result, function, config)),
-        other => Err(other.error(if cooperative { "cuLaunchCooperativeKernel" } else { "cuLaunchKernel" })),
+        other => Err(other.error(name)),
     }
 }
 
 /// A refused configuration, with what the kernel and the device would allow.
 fn refused(bound: &Bound<'_>, result: CuResult, function: CuFunction, config: &LaunchConfig) -> Error {
-    let LaunchConfig { grid, block, shared_bytes, cooperative } = *config;
+    let LaunchConfig { grid, block, shared_bytes, cooperative, .. } = *config;
     let mut blocks_per_sm = 0;
     // SAFETY: the out pointer is valid and the function live.
     let known = unsafe {

@@ -425,7 +425,7 @@ impl Handles {
 #[test]
 fn every_call_obeys_the_rule() {
     type Call<'a> = (&'static str, &'a dyn Fn(&dyn Device, &Handles));
-    let config = LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false };
+    let config = LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
     let fd = || OwnedFd::from(std::io::pipe().unwrap().0);
     let calls: &[Call<'_>] = &[
         ("free_memory", &|device, _| assert!(device.free_memory().is_err())),

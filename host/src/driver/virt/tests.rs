@@ -194,7 +194,8 @@ impl Rig {
         blocks: u32,
         params: &[&[u8]],
     ) -> Result<()> {
-        let config = LaunchConfig { grid: blocks, block: 32, shared_bytes: 0, cooperative: false };
+        let config =
+            LaunchConfig { grid: blocks, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
         // SAFETY: the tests keep memory until its streams are idle; wrong parameters are refused.
         unsafe { stream.launch(&self.kernel(name), &config, params) }
     }
@@ -560,7 +561,7 @@ fn launches_are_checked() {
     refused(0, &[&[0; 8], &[0; 4]]);
 
     let launch = |block: u32, shared_bytes: u32, cooperative: bool, grid: u32| {
-        let config = LaunchConfig { grid, block, shared_bytes, cooperative };
+        let config = LaunchConfig { grid, block, shared_bytes, cooperative, dependent: false };
         // SAFETY: nothing runs that is not refused.
         unsafe { rig.stream.launch(&rig.kernel("store"), &config, &[&[0; 8], &[0; 4]]) }
     };
@@ -744,7 +745,7 @@ fn answers_to_the_host(ptx: &str, executor: Executor) -> Result<()> {
     let kernel = OwnedModule::load(&rig.device, ptx)?.kernel("answer", 0)?;
     let answers = MappedMemory::alloc(&rig.device, 16, "answers")?;
     answers.describe(&[Section::one("count", 8), Section::one("tag", 8).at(8)]);
-    let config = LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false };
+    let config = LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
     for round in 1..20u64 {
         // SAFETY: the memory is freed behind the kernel.
         unsafe {
@@ -804,7 +805,7 @@ fn a_dropped_device_abandons_spinning_kernels() {
     let kernel = device.module_kernel(module, "wait", 0).unwrap();
     let stream = device.stream_create(false).unwrap();
     let word = device.alloc(4, MemoryKind::Device, "word").unwrap().ptr;
-    let config = LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false };
+    let config = LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
     let params: [&[u8]; 2] = [&word.0.to_le_bytes(), &u32::MAX.to_le_bytes()];
     // SAFETY: the parameters are those of the kernel, and the word is as old as the device.
     unsafe { device.launch(stream, kernel, &config, &params) }.unwrap();

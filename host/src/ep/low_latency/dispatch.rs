@@ -3,10 +3,12 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride};
+use epoxide_gpu::layout::{
+    DevicePtr, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride,
+};
 
 use super::buffer::Buffer;
-use super::halves::{Arguments, Halves, Operation, Pending};
+use super::halves::{Arguments, Halves, Operation, Pending, THREADS};
 use super::layout::most_ranks;
 use super::place::Place;
 use super::quantise::Quantise;
@@ -204,12 +206,18 @@ impl Buffer {
         Ok((operation, received))
     }
 
-    /// Pieces of work in the second half: experts whose rows are listed, and across nodes rows that are put where they belong, some to a block.
+    /// Pieces of work in the second half: experts whose rows are listed, and across nodes rows that are
+    /// put where they belong, some to a block. Of few tokens each warp lists an expert, but for the
+    /// block's last one.
     fn receive_blocks(&self) -> u32 {
         const ROWS_OF_BLOCK: u32 = 16;
-        let rows = self.num_ranks() * self.options.max_tokens;
-        let blocks = if self.topology.nodes == 1 { 0 } else { rows.div_ceil(ROWS_OF_BLOCK) };
-        blocks.max(self.local_experts())
+        const EXPERTS_OF_BLOCK: u32 = THREADS / 32 - 1;
+        let (rows, experts) = (self.num_ranks() * self.options.max_tokens, self.local_experts());
+        match self.topology.nodes {
+            1 if rows <= FEW_TOKENS => experts.div_ceil(EXPERTS_OF_BLOCK),
+            1 => experts,
+            _ => rows.div_ceil(ROWS_OF_BLOCK).max(experts),
+        }
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {

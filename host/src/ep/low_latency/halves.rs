@@ -22,7 +22,7 @@ use crate::ep::trace::trace_place;
 use crate::error::Result;
 
 /// Threads of a block.
-const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
+pub(super) const THREADS: u32 = LowLatencyDispatch::INFO.max_threads;
 
 /// An operation that is ready to be launched.
 #[derive(Debug)]

@@ -9,7 +9,9 @@
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, trace};
-use super::{Opening, Piece, Shared, add_share, begin, note_answer, publish_call, publishes_call};
+use super::{
+    Opening, Piece, Shared, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
+};
 use crate::layout::{FEW_RANKS, LowLatencyCombineArgs, MAX_TOPK, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
@@ -23,7 +25,7 @@ use self::send::{Most, send};
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 4, registers = 128, dependent,
     requires(
         args.common.comm.num_ranks >= 1,
         args.common.comm.num_ranks <= FEW_RANKS as u32,
@@ -43,7 +45,7 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 4, registers = 128,
+    threads = 512, min_blocks = 1, barriers = 4, registers = 128, dependent,
     requires(
         args.common.comm.num_ranks >= 1,
         args.common.comm.num_ranks <= FEW_RANKS as u32,
@@ -91,6 +93,7 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
             send::<FP8>(args, &begun, most, first, first_piece);
             trace(comm, Phase::Moved);
         }
+        let_next_launch(&args.common);
         if receives {
             // The operation must not end before all members have entered it: the place's next
             // dispatch overwrites what they read before that. Sums need not wait for it.

@@ -481,6 +481,6 @@ unsafe fn list_rows(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, exp
             listed
         };
         let weight = |listed: &Listed, entry: u32| ld_u32(listed.weights + entry as u64 * 8);
-        super::super::list::list_rows::<true, 0>(common, Team::block(), words, expert, all, look, weight);
+        super::super::list::list_rows::<true, 0>(common, Team::block(), &words, expert, all, look, weight);
     }
 }
