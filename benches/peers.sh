@@ -169,6 +169,16 @@ needs_pplx() {
     need pplx 'an RDMA device for each GPU, in /sys/class/infiniband' has_rdma_device
 }
 
+# A command as one would type it.
+in_words() {
+    local word words=()
+    for word; do
+        [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] || printf -v word '%q' "$word"
+        words+=("$word")
+    done
+    printf '%s' "${words[*]}"
+}
+
 # Commands of the peer under way, and what they print: to its log.
 log=''
 
@@ -176,9 +186,7 @@ log=''
 step() {
     local folder=$1
     shift
-    printf '+ cd %q &&' "$folder"
-    printf ' %q' "$@"
-    printf '\n'
+    printf '+ cd %s && %s\n' "$(in_words "$folder")" "$(in_words "$@")"
     [[ ! $dry_run ]] || return 0
     (cd "$folder" && timeout --kill-after 10 "$limit" "$@") </dev/null >>"$log" 2>&1
 }
@@ -213,20 +221,13 @@ environment() {
 }
 
 # rows_of PEER VERSION COMMAND: a row of the table for each line `TOKENS DISPATCH COMBINE PAIR P99`
-# of the input.
+# of the input. The command stands there without the folder of the work.
 rows_of() {
     local times
     while read -r -a times; do
-        printf '%s\t' "$1" "$2" "${times[@]}" "$3" >>"$work/table.tsv"
+        printf '%s\t' "$1" "$2" "${times[@]}" "${3//"$work/"/}" >>"$work/table.tsv"
         printf '%s\n' "$today" >>"$work/table.tsv"
     done
-}
-
-# A command for the table, without the folder of the work.
-in_words() {
-    local words
-    printf -v words '%q ' "${@//"$work/"/}"
-    printf '%s' "${words% }"
 }
 
 peer_nccl() {
