@@ -94,6 +94,32 @@ impl Figures {
         }
     }
 
+    /// Parses bytes as figures, which are rejected with a reason, or are the same when written and
+    /// read again. For the fuzz target.
+    ///
+    /// # Panics
+    /// Where that does not hold.
+    #[doc(hidden)]
+    pub fn fuzz(bytes: &[u8]) {
+        match Figures::of_text(&String::from_utf8_lossy(bytes)) {
+            Ok(Some(figures)) => {
+                let again = serde_json::to_string(&figures).map(|text| Figures::of_text(&text));
+                let same = matches!(&again, Ok(Ok(Some(again))) if *again == figures);
+                assert!(same, "{figures:?}, then {again:?}");
+                for panel in &figures.panels {
+                    for at in 0..panel.x.len() {
+                        let [ours, others] =
+                            [true, false].map(|ours| panel.fastest(at, &figures.systems, ours));
+                        let is_time = |us: f64| (0.0..=LONGEST_US).contains(&us);
+                        assert!([ours, others].into_iter().flatten().all(is_time));
+                    }
+                }
+            }
+            Ok(None) => {}
+            Err(reason) => assert!(!reason.is_empty()),
+        }
+    }
+
     fn check(&self) -> Result<(), String> {
         if self.schema_version != SCHEMA_VERSION {
             return Err(format!("schema_version {}; figures have {SCHEMA_VERSION}", self.schema_version));
@@ -131,6 +157,17 @@ impl Panel {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn figures_that_nobody_would_publish() {
+        let samples = [
+            include_str!("../data/peers-h200.json"),
+            include_str!("../data/low-latency-2xh200.json"),
+            include_str!("../data/nccl-2xh200.json"),
+        ];
+        let samples = samples.map(|text| text.as_bytes().to_vec());
+        epoxide_testing::fuzz::run("figures", 5_000, &samples, Figures::fuzz);
+    }
 
     #[test]
     fn figures_that_contradict_themselves_are_refused() {

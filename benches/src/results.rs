@@ -883,6 +883,13 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (year + era * 400 + u64::from(month <= 2), month, day)
 }
 
+/// The points of `benches/data/h200.json`, which is part of the program: the seeded fuzz runs need no
+/// checkout.
+#[cfg(test)]
+pub fn committed_points() -> Vec<Point> {
+    Results::of_text(include_str!("../data/h200.json")).unwrap().points
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -910,8 +917,7 @@ mod tests {
 
     #[test]
     fn bytes_that_nobody_would_send() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/data/h200.json");
-        let points = Results::read(Path::new(path)).unwrap().points;
+        let points = committed_points();
         let few = Results { note: Some("two".to_owned()), ..Results::new(points[..2].to_vec()) };
         let mut lines: Vec<Vec<u8>> =
             points.iter().step_by(7).take(3).map(|point| serde_json::to_vec(point).unwrap()).collect();
@@ -921,8 +927,7 @@ mod tests {
 
     #[test]
     fn results_that_nobody_would_measure() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/data/h200.json");
-        let points = Results::read(Path::new(path)).unwrap().points;
+        let points = committed_points();
         let lines: Vec<Vec<u8>> =
             points.iter().step_by(5).take(4).map(|point| serde_json::to_vec(point).unwrap()).collect();
         epoxide_testing::fuzz::run("uses of results", 10_000, &lines, Results::fuzz_uses);

@@ -220,19 +220,51 @@ fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
 fn mend(out: &Path) -> Result<()> {
     let broken = |error: std::io::Error| Error::Failed(format!("{}: {error}", out.display()));
     let text = read_text_file(out, JSON).map_err(broken)?;
-    if text.ends_with('\n') {
+    let whole = whole_lines(&text);
+    if whole.len() == text.len() {
         return Ok(());
     }
-    let whole = text.rfind('\n').map_or(0, |end| end + 1);
-    std::fs::write(out, &text[..whole]).map_err(broken)
+    std::fs::write(out, whole).map_err(broken)
 }
 
-fn append(out: &Path, points: &[Point]) -> Result<()> {
+/// The lines of a text that end.
+fn whole_lines(text: &str) -> &str {
+    &text[..text.rfind('\n').map_or(0, |end| end + 1)]
+}
+
+/// Reads bytes as the file of a sweep that goes on: its whole lines are points, which can be summed
+/// up and continued, or the file is rejected with a reason. For the fuzz target.
+///
+/// # Panics
+/// Where that does not hold.
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let whole = whole_lines(&text);
+    assert!(text.starts_with(whole) && whole_lines(whole) == whole);
+    match Results::of_text(whole) {
+        Ok(results) => {
+            assert!(!summary(&results.points).is_empty());
+            let more = lines_of(&results.points[..1]).map(|line| Results::of_text(&format!("{whole}{line}")));
+            let count = more.map(|more| more.map(|more| more.points.len()));
+            assert!(matches!(&count, Ok(Ok(count)) if *count == results.points.len() + 1), "{count:?}");
+        }
+        Err(reason) => assert!(!reason.is_empty()),
+    }
+}
+
+/// Points as lines of JSON.
+fn lines_of(points: &[Point]) -> Result<String> {
     let mut lines = String::new();
     for point in points {
         lines += &serde_json::to_string(point).map_err(|error| Error::Failed(format!("JSON: {error}")))?;
         lines.push('\n');
     }
+    Ok(lines)
+}
+
+fn append(out: &Path, points: &[Point]) -> Result<()> {
+    let lines = lines_of(points)?;
     let broken = |error: std::io::Error| Error::Failed(format!("{}: {error}", out.display()));
     let mut file = OpenOptions::new().create(true).append(true).open(out).map_err(broken)?;
     file.write_all(lines.as_bytes()).map_err(broken)
@@ -283,6 +315,16 @@ mod tests {
     fn swept(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Swept> {
         let how = Run { topology: &topology, open: &open, progress: &|_, _, _| {}, watch: &() };
         run(plan, sweep, out, &how)
+    }
+
+    #[test]
+    fn sweep_files_that_nobody_would_leave() {
+        let points = crate::results::committed_points();
+        let points: Vec<Point> = points.into_iter().step_by(9).take(4).collect();
+        let three = lines_of(&points[..3]).unwrap();
+        let begun = lines_of(&points[3..]).unwrap();
+        let samples = [three.clone(), format!("{three}{}", &begun[..begun.len() / 2]), begun];
+        epoxide_testing::fuzz::run("sweep files", 5_000, &samples.map(String::into_bytes), fuzz);
     }
 
     #[test]

@@ -169,12 +169,15 @@ pub fn sample_selections() -> Vec<Vec<u8>> {
 
 /// Valid input for [`ptx`]: a few instructions of each kind, and each kernel of `module` that is short.
 pub fn sample_ptx(module: &str) -> Vec<Vec<u8>> {
-    const LONGEST: usize = 6000;
+    sample_kernels(module, 6000).into_iter().chain([SAMPLE_PTX.into()]).collect()
+}
+
+/// Modules of one kernel each, of those of `module` whose text is shorter than `longest`.
+pub fn sample_kernels(module: &str, longest: usize) -> Vec<Vec<u8>> {
     let start = module.find(".visible .entry").unwrap_or(module.len());
     let head = &module[..start];
-    let kernels = module[start..].split_inclusive("\n}\n").filter(|kernel| kernel.len() < LONGEST);
-    let kernels = kernels.map(|kernel| format!("{head}{kernel}"));
-    kernels.chain([SAMPLE_PTX.to_owned()]).map(String::into_bytes).collect()
+    let kernels = module[start..].split_inclusive("\n}\n").filter(|kernel| kernel.len() < longest);
+    kernels.map(|kernel| format!("{head}{kernel}").into_bytes()).collect()
 }
 
 const SAMPLE_PTX: &str = r#"

@@ -6,6 +6,7 @@ mod kills;
 mod larger;
 mod launcher;
 mod nodes;
+mod peers;
 
 use std::io::{BufRead, BufReader, Write};
 use std::ops::Range;

@@ -39,6 +39,18 @@ mod tests {
     use crate::manifest::samples::kernel;
 
     #[test]
+    fn ptx_that_nobody_would_ship() {
+        let manifest = crate::manifest::MANIFEST;
+        let version = PtxVersion { major: 8, minor: 4 };
+        let expect = Expect { manifest, version, target: "sm_90" };
+        let samples = epoxide_testing::fuzz::sample_ptx(epoxide_gpu::PTX);
+        epoxide_testing::fuzz::run("ptx lints", 500, &samples, |bytes| {
+            let findings = run(&String::from_utf8_lossy(bytes), &expect);
+            assert!(findings.is_sorted_by_key(|finding| finding.line));
+        });
+    }
+
+    #[test]
     fn findings_come_in_line_order_and_name_their_rule() {
         let manifest = [kernel("copy")];
         let version = PtxVersion { major: 8, minor: 4 };

@@ -165,17 +165,22 @@ fn hash(text: &str, options: &Options) -> String {
     })
 }
 
-/// The outcomes in a file, by the faults' ids; those of other PTX are left out, and a line that was cut short as well.
+/// The outcomes in a file; none where there is no file.
 fn read_known(file: &Path, version: &str) -> Result<HashMap<String, FaultOutcome>> {
     if !file.exists() {
         return Ok(HashMap::new());
     }
-    let text = workspace::read(file)?;
+    Ok(known_in(&workspace::read(file)?, version))
+}
+
+/// The outcomes in a text, by the faults' ids. Lines about other PTX are left out, and so is a line
+/// that was cut short.
+fn known_in(text: &str, version: &str) -> HashMap<String, FaultOutcome> {
     let objects = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let known = objects.filter(|object| object["version"] == version).filter_map(|object| {
         Some((object.get("id")?.as_str()?.to_owned(), FaultOutcome::from_json(object.get("outcome")?)?))
     });
-    Ok(known.collect())
+    known.collect()
 }
 
 fn try_all(
@@ -359,6 +364,41 @@ mod tests {
             let faulty = epoxide_gpu::CutPtx::new(&faulty).only(&KERNELS);
             epoxide_vgpu::Module::parse(&faulty).unwrap_or_else(|error| panic!("{kind}: {error}"));
         }
+    }
+
+    #[test]
+    fn ptx_that_nobody_would_make_faults_in() {
+        // The names of the source files stand behind the last kernel.
+        let (_, files) = epoxide_gpu::PTX.rsplit_once("\n}\n").unwrap();
+        let kernels = epoxide_testing::fuzz::sample_kernels(epoxide_gpu::PTX, 12_000);
+        let samples: Vec<_> =
+            kernels.into_iter().map(|kernel| [kernel, files.as_bytes().to_vec()].concat()).collect();
+        let of = |text: &str| text::bodies(text, &KERNELS).map(|bodies| faults::enumerate(&bodies));
+        assert!(samples.iter().any(|sample| !of(std::str::from_utf8(sample).unwrap()).unwrap().is_empty()));
+        epoxide_testing::fuzz::run("ptx faults", 500, &samples, |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            let Ok(faults) = of(&text) else { return };
+            for fault in faults::sample(faults, 3) {
+                assert!(!text::with_lines(&text, &fault.edits).is_empty());
+            }
+        });
+    }
+
+    #[test]
+    fn outcomes_that_nobody_would_keep() {
+        let outcome = FaultOutcome {
+            found_by: Some("race".to_owned()),
+            nearness: Nearness::Between,
+            lines: vec![("gpu/src/lib.rs".to_owned(), 7)],
+            workload: "w".to_owned(),
+            report: "r".to_owned(),
+        };
+        let line = |id: &str| json!({ "version": "v", "id": id, "outcome": outcome.to_json() }).to_string();
+        let samples = [line("a"), format!("{}\n{}\n{{\"version\": \"v\"", line("a"), line("b"))];
+        epoxide_testing::fuzz::run("outcomes", 5_000, &samples.map(String::into_bytes), |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            assert!(known_in(&text, "v").len() <= text.lines().count());
+        });
     }
 
     #[test]

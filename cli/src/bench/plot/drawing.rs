@@ -182,7 +182,7 @@ pub fn run(args: &Args) -> Result<()> {
         let wrong = |why: String| Stop::usage(format!("{}: {why}", path.display()));
         if let Some(figures) = figures.map_err(wrong)? {
             check_path(&args.out)?;
-            return Drawing::of_figures(&figures).save(&args.out);
+            return Drawing::of_figures(&figures).map_err(wrong)?.save(&args.out);
         }
     }
     for path in &args.files {
@@ -934,7 +934,14 @@ impl Drawing {
     }
 
     /// Figures as their file says.
-    fn of_figures(figures: &Figures) -> Drawing {
+    fn of_figures(figures: &Figures) -> std::result::Result<Drawing, String> {
+        for (count, most, what) in
+            [(figures.systems.len(), MOST_LABELS, "systems"), (figures.panels.len(), MOST_PANELS, "panels")]
+        {
+            if count > most {
+                return Err(format!("{count} {what} are too many for a drawing; at most {most}"));
+            }
+        }
         let ours = figures.systems.iter().filter(|system| system.is_ours).count();
         let (mut first, mut others) = (0..ours, ours..);
         let colors = figures.systems.iter().map(|system| {
@@ -998,7 +1005,7 @@ impl Drawing {
         if figures.panels.iter().flat_map(|panel| &panel.lines).any(|line| !line.p99_us.is_empty()) {
             legend.push((TAIL.into(), Style { color: BLACK, dashed: true }));
         }
-        Drawing { title: figures.title.clone(), subtitle: figures.note.clone(), legend, columns, panels }
+        Ok(Drawing { title: figures.title.clone(), subtitle: figures.note.clone(), legend, columns, panels })
     }
 
     /// Text below the title cut into lines that fit.
@@ -1261,7 +1268,7 @@ mod tests {
         ] {
             let path = format!("{}/../benches/data/{name}.json", env!("CARGO_MANIFEST_DIR"));
             let figures = Figures::of_text(&std::fs::read_to_string(&path).unwrap()).unwrap().unwrap();
-            let drawing = Drawing::of_figures(&figures);
+            let drawing = Drawing::of_figures(&figures).unwrap();
             assert_eq!(drawing.panels.len(), panels);
             let folder = tempfile::tempdir().unwrap();
             let out = folder.path().join("a.svg");
@@ -1371,6 +1378,40 @@ mod tests {
                 let _ = draw(&files, &Choice { x: None, what }, &path);
             }
         });
+    }
+
+    #[test]
+    fn figures_that_nobody_would_publish_are_drawn_or_refused() {
+        let samples = [
+            include_str!("../../../../benches/data/peers-h200.json"),
+            include_str!("../../../../benches/data/low-latency-2xh200.json"),
+            include_str!("../../../../benches/data/nccl-2xh200.json"),
+        ];
+        let samples = samples.map(|text| text.as_bytes().to_vec());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.svg");
+        epoxide_testing::fuzz::run("drawings of figures", 300, &samples, |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            let Ok(Some(figures)) = Figures::of_text(&text) else { return };
+            if let Ok(drawing) = Drawing::of_figures(&figures) {
+                let _ = drawing.save(&path);
+            }
+        });
+    }
+
+    #[test]
+    fn more_figures_than_a_drawing_has_room_for_are_refused() {
+        let text = include_str!("../../../../benches/data/peers-h200.json");
+        let figures = Figures::of_text(text).unwrap().unwrap();
+        let panels = vec![figures.panels[0].clone(); MOST_PANELS + 1];
+        let systems = vec![figures.systems[0].clone(); MOST_LABELS + 1];
+        for (crowded, part) in [
+            (Figures { panels, ..figures.clone() }, "1001 panels"),
+            (Figures { systems, ..figures.clone() }, "201 systems"),
+        ] {
+            let error = Drawing::of_figures(&crowded).map(drop).unwrap_err();
+            assert!(error.contains(part) && error.contains("at most"), "{error}");
+        }
     }
 
     /// Their numbers are such that what takes the square of them would take minutes.

@@ -1,0 +1,3 @@
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| epoxide_bench::figures::Figures::fuzz(bytes));
