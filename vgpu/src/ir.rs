@@ -38,7 +38,10 @@ pub(crate) struct Regs {
 }
 
 /// An arithmetic operation over the lanes of a mask. What each slot means is fixed by its constructor.
-pub(crate) type AluFn = fn(&mut Regs, &[u32; 6], u32);
+///
+/// Calling it is safe on this machine: it is unsafe in form because it may use instructions that not every processor
+/// of the architecture has, and its constructor in `exec::lanes` has looked whether this one has them.
+pub(crate) type AluFn = unsafe fn(&mut Regs, &[u32; 6], u32);
 
 /// What a slot holds when a warp starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -456,6 +459,17 @@ pub(crate) struct Inst {
     pub(crate) op: Op,
     /// Predicate slot, possibly with [`GUARD_NOT`], or [`NO_GUARD`].
     pub(crate) guard: u32,
+    /// How many arithmetic instructions follow each other from this one on; 0 if it is another kind.
+    pub(crate) straight: u32,
+}
+
+/// Counts the arithmetic instructions behind each other, once all code is there.
+pub(crate) fn count_straight_runs(code: &mut [Inst]) {
+    let mut straight = 0;
+    for inst in code.iter_mut().rev() {
+        straight = if matches!(inst.op, Op::Alu { .. }) { straight + 1 } else { 0 };
+        inst.straight = straight;
+    }
 }
 
 /// Where an instruction came from.
