@@ -37,6 +37,28 @@ pub(crate) struct Regs {
     pub(crate) pred: Vec<u32>,
 }
 
+impl Regs {
+    /// Makes room for so many slots of each file.
+    pub(crate) fn resize(&mut self, [n32, n64, np]: [u32; 3]) {
+        // Fresh zeros come from the allocator, while a vector that grows is filled slot by slot.
+        if (self.r32.len(), self.r64.len(), self.pred.len()) != (n32 as usize, n64 as usize, np as usize) {
+            self.r32 = vec![[0; 32]; n32 as usize];
+            self.r64 = vec![[0; 32]; n64 as usize];
+            self.pred = vec![0; np as usize];
+        }
+    }
+
+    /// Copies a slot of other registers.
+    pub(crate) fn copy(&mut self, from: &Regs, file: File, slot: u32) {
+        let slot = slot as usize;
+        match file {
+            File::R32 => self.r32[slot] = from.r32[slot],
+            File::R64 => self.r64[slot] = from.r64[slot],
+            File::Pred => self.pred[slot] = from.pred[slot],
+        }
+    }
+}
+
 /// An arithmetic operation over the lanes of a mask. What each slot means is fixed by its constructor.
 ///
 /// Calling it is safe on this machine: it is unsafe in form because it may use instructions that not every processor
@@ -184,6 +206,13 @@ impl Access {
     /// Bytes that are read or written at once.
     pub(crate) fn unit(&self) -> u8 {
         if self.whole { self.bytes * self.n } else { self.bytes }
+    }
+
+    /// A loaded element as its register holds it.
+    #[inline(always)]
+    pub(crate) fn extend(&self, element: u64) -> u64 {
+        let shift = 64 - 8 * u32::from(self.bytes);
+        if self.signed { ((element << shift) as i64 >> shift) as u64 } else { element }
     }
 }
 

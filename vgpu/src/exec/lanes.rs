@@ -215,11 +215,10 @@ fn few(m: u32) -> bool {
     without_last(without_last(without_last(m))) == 0
 }
 
-/// Computes the lanes `m` of a register. Inactive lanes may be computed as well, but keep their values.
+/// Stores the lanes `m` of a result of all lanes. The inactive lanes' results are dropped.
 #[inline(always)]
-fn assign<D: Lane>(r: &mut Regs, slot: u32, m: u32, f: impl Fn(&Regs) -> [D; 32]) {
-    let v = f(r);
-    if m == FULL { D::store(r, slot, &v) } else { D::blend(r, slot, &v, m) }
+fn put<D: Lane>(r: &mut Regs, slot: u32, m: u32, v: &[D; 32]) {
+    if m == FULL { D::store(r, slot, v) } else { D::blend(r, slot, v, m) }
 }
 
 struct Op1<A, D, F>(PhantomData<(A, D, F)>);
@@ -231,10 +230,9 @@ impl<A: Lane, D: Lane, F: Fn(A) -> D + Copy> Apply for Op1<A, D, F> {
         if few(m) {
             return lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i))));
         }
-        assign(r, s[0], m, |r| {
-            let a = A::view(r, s[1]);
-            every_lane(|i| f(A::at(&a, i)))
-        });
+        let a = A::view(r, s[1]);
+        let v = every_lane(|i| f(A::at(&a, i)));
+        put(r, s[0], m, &v);
     }
 }
 
@@ -252,10 +250,9 @@ impl<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy> Apply for Op2<A, B, D, 
         if few(m) {
             return lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i))));
         }
-        assign(r, s[0], m, |r| {
-            let (a, b) = (A::view(r, s[1]), B::view(r, s[2]));
-            every_lane(|i| f(A::at(&a, i), B::at(&b, i)))
-        });
+        let (a, b) = (A::view(r, s[1]), B::view(r, s[2]));
+        let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i)));
+        put(r, s[0], m, &v);
     }
 }
 
@@ -275,10 +272,9 @@ impl<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy> Apply for O
                 D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i)));
             });
         }
-        assign(r, s[0], m, |r| {
-            let (a, b, c) = (A::view(r, s[1]), B::view(r, s[2]), C::view(r, s[3]));
-            every_lane(|i| f(A::at(&a, i), B::at(&b, i), C::at(&c, i)))
-        });
+        let (a, b, c) = (A::view(r, s[1]), B::view(r, s[2]), C::view(r, s[3]));
+        let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i), C::at(&c, i)));
+        put(r, s[0], m, &v);
     }
 }
 

@@ -22,7 +22,6 @@ use crate::check::watch::Watch;
 use crate::device::Clock;
 use crate::fault::FaultKind;
 use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op, Timer};
-use crate::memory::Found;
 
 pub(crate) use state::{
     Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp,
@@ -49,7 +48,6 @@ impl<'a, W: Watch> Exec<'a, W> {
             side_effect: false,
             looked_again: false,
             spins: false,
-            regions: [Found::default(); 2],
             watch,
         }
     }
@@ -57,12 +55,25 @@ impl<'a, W: Watch> Exec<'a, W> {
     /// Runs up to `budget` instructions.
     pub(crate) fn run(&mut self, budget: u64) -> Run<Slice> {
         // Two loops, so that coverage costs nothing where nobody asked for it.
-        match self.kernel.executed.get() {
-            None => self.run_slice::<false>(budget),
-            Some(_) => self.run_slice::<true>(budget),
+        if self.kernel.executed.get().is_some() {
+            return self.run_slice::<true>(budget);
         }
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: this processor has AVX2.
+            return unsafe { self.run_slice_with_avx2(budget) };
+        }
+        self.run_slice::<false>(budget)
     }
 
+    /// The loop again, with loads and stores compiled for AVX2.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    fn run_slice_with_avx2(&mut self, budget: u64) -> Run<Slice> {
+        self.run_slice::<false>(budget)
+    }
+
+    #[inline(always)]
     fn run_slice<const COVER: bool>(&mut self, budget: u64) -> Run<Slice> {
         let mut running = self.next_group();
         while running {

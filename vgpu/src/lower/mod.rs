@@ -69,11 +69,11 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             params.push(ParamInfo { name: p.name.clone(), offset, size: p.size, align: p.align });
         }
         l.body(&e.body).map_err(at)?;
-        let read = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
+        let allocated = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
         count_straight_runs(&mut l.code);
         // What has no name is a register of the lowering's own, filled from those that were read.
         let named = |(pc, file, slot)| Some((pc, l.name_of(file, slot)?));
-        let unwritten = read.into_iter().filter_map(named).collect();
+        let unwritten = allocated.unwritten.into_iter().filter_map(named).collect();
         kernels.push(Kernel {
             name: e.name.clone(),
             params,
@@ -86,6 +86,7 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             tables: l.tables,
             slots: l.slots,
             inits: l.inits,
+            alive_at_start: allocated.alive,
             unwritten,
             local_bytes: l.local_bytes.next_multiple_of(16),
             globals: globals_init.clone(),
