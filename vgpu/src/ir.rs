@@ -40,12 +40,10 @@ pub(crate) struct Regs {
 impl Regs {
     /// Makes room for so many slots of each file.
     pub(crate) fn resize(&mut self, [n32, n64, np]: [u32; 3]) {
-        // Fresh zeros come from the allocator, while a vector that grows is filled slot by slot.
-        if (self.r32.len(), self.r64.len(), self.pred.len()) != (n32 as usize, n64 as usize, np as usize) {
-            self.r32 = vec![[0; 32]; n32 as usize];
-            self.r64 = vec![[0; 32]; n64 as usize];
-            self.pred = vec![0; np as usize];
-        }
+        // Written in place, unlike copies of a value.
+        self.r32.resize_with(n32 as usize, || [0; 32]);
+        self.r64.resize_with(n64 as usize, || [0; 32]);
+        self.pred.resize(np as usize, 0);
     }
 
     /// Copies a slot of other registers.

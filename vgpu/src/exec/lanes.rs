@@ -217,7 +217,7 @@ fn few(m: u32) -> bool {
 
 /// Stores the lanes `m` of a result of all lanes. The inactive lanes' results are dropped.
 #[inline(always)]
-fn put<D: Lane>(r: &mut Regs, slot: u32, m: u32, v: &[D; 32]) {
+pub(super) fn put<D: Lane>(r: &mut Regs, slot: u32, m: u32, v: &[D; 32]) {
     if m == FULL { D::store(r, slot, v) } else { D::blend(r, slot, v, m) }
 }
 
