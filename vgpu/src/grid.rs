@@ -128,8 +128,8 @@ pub struct Grid {
     idle: usize,
     fault: Option<Fault>,
     globals: Option<Arc<Region>>,
-    /// Registers that each warp begins with, but for those that tell warps apart. A warp copies those of them that it
-    /// may read before it writes them.
+    /// Registers that each warp begins with, but for those that tell warps apart. A warp copies
+    /// those of them that it may read before it writes them.
     registers: Option<Regs>,
     /// Blocks with bulk copies under way.
     copying: Vec<u32>,

@@ -59,8 +59,9 @@ impl Regs {
 
 /// An arithmetic operation over the lanes of a mask. What each slot means is fixed by its constructor.
 ///
-/// Calling it is safe on this machine: it is unsafe in form because it may use instructions that not every processor
-/// of the architecture has, and its constructor in `exec::lanes` has looked whether this one has them.
+/// Calling it is safe on this machine: it is unsafe in form because it may use instructions that
+/// not every processor of the architecture has, and its constructor in `exec::lanes` has looked
+/// whether this one has them.
 pub(crate) type AluFn = unsafe fn(&mut Regs, &[u32; 6], u32);
 
 /// What a slot holds when a warp starts.
@@ -486,7 +487,8 @@ pub(crate) struct Inst {
     pub(crate) op: Op,
     /// Predicate slot, possibly with [`GUARD_NOT`], or [`NO_GUARD`].
     pub(crate) guard: u32,
-    /// How many arithmetic instructions follow each other from this one on; 0 if it is another kind.
+    /// How many arithmetic instructions follow each other from this one on; 0 if it is another
+    /// kind.
     pub(crate) straight: u32,
 }
 

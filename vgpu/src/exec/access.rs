@@ -339,7 +339,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// The pointer for 32 consecutive elements from `base` on, if they are aligned and lie in one region.
+    /// The pointer for 32 consecutive elements from `base` on, if they are aligned and lie in one
+    /// region.
     #[inline(always)]
     fn row(&mut self, cache: usize, space: Space, base: u64, size: u64) -> Option<*mut u8> {
         if base & (size - 1) != 0 {
@@ -355,8 +356,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// A weak load of a full warp, where its lanes touch consecutive elements or all the same one. False where they
-    /// do not, or have no fast path.
+    /// A weak load of a full warp, where its lanes touch consecutive elements or all the same one.
+    /// False where they do not, or have no fast path.
     #[inline(always)]
     fn load_together(&mut self, a: &Access, size: u64) -> Run<bool> {
         match self.footprint(&a.addr, size) {
@@ -370,7 +371,8 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// Reads an element, such as a parameter, once for all lanes. False where each lane has memory of its own there.
+    /// Reads an element, such as a parameter, once for all lanes. False where each lane has memory
+    /// of its own there.
     #[inline(always)]
     fn load_once(&mut self, a: &Access, at: u64, size: u64) -> Run<bool> {
         if a.space == Space::Local || a.space == Space::Generic && at & TAG == LOCAL_TAG || a.whole {
@@ -570,7 +572,8 @@ impl<W: Watch> Exec<'_, W> {
         match (a.bytes, a.n, a.wide) {
             (4, 4, false) => {
                 let rows = a.regs.map(|slot| &raw mut self.warp.regs.r32[slot as usize]);
-                // SAFETY: the caller checked all 32 vectors; see above. The rows are registers of this warp.
+                // SAFETY: the caller checked all 32 vectors; see above. The rows are registers of
+                // this warp.
                 unsafe { simd::load_fours(p.cast(), rows) };
                 true
             }

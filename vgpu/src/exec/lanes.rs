@@ -189,13 +189,14 @@ fn conjure<F: Copy>() -> F {
     unsafe { std::ptr::NonNull::<F>::dangling().read() }
 }
 
-/// What an arithmetic instruction does to the lanes `m`, as a type, so that [`fastest`] can compile it twice.
+/// What an arithmetic instruction does to the lanes `m`, as a type, so that [`fastest`] can compile
+/// it twice.
 trait Apply {
     fn apply(r: &mut Regs, s: &[u32; 6], m: u32);
 }
 
-/// The instruction as compiled for the processor at hand. Without the feature `fma` no build contracts a product
-/// and a sum, so both give the same bits.
+/// The instruction as compiled for the processor at hand. Without the feature `fma` no build
+/// contracts a product and a sum, so both give the same bits.
 fn fastest<K: Apply>() -> AluFn {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {

@@ -118,8 +118,9 @@ impl<'a, W: Watch> Exec<'a, W> {
         Ok(Slice { status, executed: self.executed, activity })
     }
 
-    /// Runs the arithmetic instructions from the present one on, as far as nothing can come between them: the
-    /// budget ends, the running group meets another one, or must let others run. False if there is none.
+    /// Runs the arithmetic instructions from the present one on, as far as nothing can come between
+    /// them: the budget ends, the running group meets another one, or must let others run. False if
+    /// there is none.
     #[inline(always)]
     fn straight_run(&mut self, budget: u64) -> bool {
         let code = &self.kernel.code[self.pc as usize..];
@@ -136,7 +137,8 @@ impl<'a, W: Watch> Exec<'a, W> {
             let Op::Alu { f, s } = &inst.op else { unreachable!("a straight run is arithmetic") };
             let m = self.guarded(inst);
             if m != 0 {
-                // SAFETY: the constructor of `f` saw that this processor has the instructions that it uses.
+                // SAFETY: the constructor of `f` saw that this processor has the instructions that
+                // it uses.
                 unsafe { f(&mut self.warp.regs, s, m) };
             }
         }
@@ -145,7 +147,8 @@ impl<'a, W: Watch> Exec<'a, W> {
         true
     }
 
-    /// With several groups, just reconverged: instructions until [`Exec::reconverge`] may have anything to do again.
+    /// With several groups, just reconverged: instructions until [`Exec::reconverge`] may have
+    /// anything to do again.
     fn until_others(&self) -> u32 {
         let fuel = (GROUP_FUEL + 1).saturating_sub(self.warp.since_switch);
         let ahead = self.warp.groups.iter().filter_map(|g| g.pc.checked_sub(self.pc));
@@ -187,7 +190,8 @@ impl<'a, W: Watch> Exec<'a, W> {
             self.take_late(&inst.op, m)?;
         }
         match &inst.op {
-            // SAFETY: the constructor of `f` saw that this processor has the instructions that it uses.
+            // SAFETY: the constructor of `f` saw that this processor has the instructions that it
+            // uses.
             Op::Alu { f, s } => unsafe { f(&mut self.warp.regs, s, m) },
             Op::Bra { target } => return Ok(self.branch(m, *target)),
             Op::BrxIdx { index, table } => {

@@ -1,4 +1,5 @@
-//! Shapes of data movement that the compiler does not vectorise well by itself, with SSE2 or AVX2 where there is that.
+//! Shapes of data movement that the compiler does not vectorise well by itself, with SSE2 or AVX2
+//! where there is that.
 //!
 //! Left alone it loads a register row at odd offsets right after it was stored in aligned pieces; the store buffer
 //! cannot forward that, and a loop that also streams through memory then runs at half its speed.
@@ -96,7 +97,8 @@ mod avx2 {
         _mm256_unpackhi_epi64, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
     };
 
-    /// Exchanges rows and columns of two blocks of four by four words, one in each half of the registers.
+    /// Exchanges rows and columns of two blocks of four by four words, one in each half of the
+    /// registers.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn transpose([a, b, c, d]: [__m256i; 4]) -> [__m256i; 4] {

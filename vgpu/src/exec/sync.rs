@@ -320,7 +320,8 @@ impl<W: Watch> Exec<'_, W> {
     pub(super) fn mbarrier(&mut self, op: &MbarOp, addr: &Addr, space: Space, m: u32) -> Run<Flow> {
         let mut failed = None;
         let mut passed = (0, 0);
-        // A warp mostly tests one mbarrier: the first lane's result is that of all then. Checks look at each lane.
+        // A warp mostly tests one mbarrier: the first lane's result is that of all then. Checks
+        // look at each lane.
         let once = !W::ON && self.tests_once(op, addr, m);
         for i in lanes(if once { m & m.wrapping_neg() } else { m }) {
             let address = self.address(addr, i);

@@ -198,7 +198,8 @@ impl Word for u64 {
     }
 }
 
-/// What an integer conversion keeps, if that is all: so many low bits, extended with or without their sign.
+/// What an integer conversion keeps, if that is all: so many low bits, extended with or without
+/// their sign.
 fn kept(to: Ty, from: Ty) -> Option<(u32, bool)> {
     let narrower = if to.bits() <= from.bits() { to } else { from };
     // A negative number that grows into a wider unsigned type is cut to that type.
@@ -433,7 +434,8 @@ fn packed(c: &Conversion) -> Option<Spec> {
 mod tests {
     use super::*;
 
-    /// A conversion by `f` of every lane of a register, from a wide or narrow one to a wide or narrow one.
+    /// A conversion by `f` of every lane of a register, from a wide or narrow one to a wide or
+    /// narrow one.
     fn converted(f: AluFn, s: [u32; 6], words: &[u64; 32], d_wide: bool) -> [u64; 32] {
         let r32 = vec![words.map(|v| v as u32), [0; 32]];
         let mut r = Regs { r32, r64: vec![*words, [0; 32]], pred: vec![0] };
