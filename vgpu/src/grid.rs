@@ -128,7 +128,8 @@ pub struct Grid {
     idle: usize,
     fault: Option<Fault>,
     globals: Option<Arc<Region>>,
-    /// Registers that each warp begins with, but for those that tell warps apart.
+    /// Registers that each warp begins with, but for those that tell warps apart. A warp copies
+    /// those of them that it may read before it writes them.
     registers: Option<Regs>,
     /// Blocks with bulk copies under way.
     copying: Vec<u32>,
@@ -387,9 +388,8 @@ impl Grid {
         for (w, warp) in (0..).zip(&mut b.warps) {
             let lanes = (threads - w * 32).min(32);
             let live = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
-            warp.regs.r32.clone_from(&regs.r32);
-            warp.regs.r64.clone_from(&regs.r64);
-            warp.regs.pred.clone_from(&regs.pred);
+            warp.regs.resize(kernel.slots);
+            kernel.alive_at_start.iter().for_each(|&(file, slot)| warp.regs.copy(regs, file, slot));
             let own = kernel.inits.iter().filter(|(_, _, init)| init.tells_warps_apart());
             own.for_each(|init| around.initialise(&mut warp.regs, kernel, w, init));
             warp.local.clear();
@@ -422,6 +422,7 @@ impl Grid {
             if generation != self.generation {
                 self.generation = generation;
                 self.env.table = self.memory.snapshot();
+                self.blocks.iter_mut().flat_map(|b| &mut b.warps).for_each(Warp::forget_regions);
             }
             self.progress_bulk(false)?;
             if self.idle >= self.ready.len() {

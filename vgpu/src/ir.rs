@@ -37,8 +37,32 @@ pub(crate) struct Regs {
     pub(crate) pred: Vec<u32>,
 }
 
+impl Regs {
+    /// Makes room for so many slots of each file.
+    pub(crate) fn resize(&mut self, [n32, n64, np]: [u32; 3]) {
+        // Written in place, unlike copies of a value.
+        self.r32.resize_with(n32 as usize, || [0; 32]);
+        self.r64.resize_with(n64 as usize, || [0; 32]);
+        self.pred.resize(np as usize, 0);
+    }
+
+    /// Copies a slot of other registers.
+    pub(crate) fn copy(&mut self, from: &Regs, file: File, slot: u32) {
+        let slot = slot as usize;
+        match file {
+            File::R32 => self.r32[slot] = from.r32[slot],
+            File::R64 => self.r64[slot] = from.r64[slot],
+            File::Pred => self.pred[slot] = from.pred[slot],
+        }
+    }
+}
+
 /// An arithmetic operation over the lanes of a mask. What each slot means is fixed by its constructor.
-pub(crate) type AluFn = fn(&mut Regs, &[u32; 6], u32);
+///
+/// Calling it is safe on this machine: it is unsafe in form because it may use instructions that
+/// not every processor of the architecture has, and its constructor in `exec::lanes` has looked
+/// whether this one has them.
+pub(crate) type AluFn = unsafe fn(&mut Regs, &[u32; 6], u32);
 
 /// What a slot holds when a warp starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -181,6 +205,13 @@ impl Access {
     /// Bytes that are read or written at once.
     pub(crate) fn unit(&self) -> u8 {
         if self.whole { self.bytes * self.n } else { self.bytes }
+    }
+
+    /// A loaded element as its register holds it.
+    #[inline(always)]
+    pub(crate) fn extend(&self, element: u64) -> u64 {
+        let shift = 64 - 8 * u32::from(self.bytes);
+        if self.signed { ((element << shift) as i64 >> shift) as u64 } else { element }
     }
 }
 
@@ -456,6 +487,18 @@ pub(crate) struct Inst {
     pub(crate) op: Op,
     /// Predicate slot, possibly with [`GUARD_NOT`], or [`NO_GUARD`].
     pub(crate) guard: u32,
+    /// How many arithmetic instructions follow each other from this one on; 0 if it is another
+    /// kind.
+    pub(crate) straight: u32,
+}
+
+/// Counts the arithmetic instructions behind each other, once all code is there.
+pub(crate) fn count_straight_runs(code: &mut [Inst]) {
+    let mut straight = 0;
+    for inst in code.iter_mut().rev() {
+        straight = if matches!(inst.op, Op::Alu { .. }) { straight + 1 } else { 0 };
+        inst.straight = straight;
+    }
 }
 
 /// Where an instruction came from.

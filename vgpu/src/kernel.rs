@@ -44,6 +44,8 @@ pub struct Kernel {
     pub(crate) slots: [u32; 3],
     /// Slots that hold something when a warp starts.
     pub(crate) inits: Vec<(File, u32, Init)>,
+    /// Slots whose contents when a warp starts may be read. [`Kernel::inits`] names some of them.
+    pub(crate) alive_at_start: Vec<(File, u32)>,
     /// Instructions that read a register, by name, which nothing can have written.
     pub(crate) unwritten: Vec<(u32, String)>,
     /// Bytes of local memory per lane.

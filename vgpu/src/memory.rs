@@ -78,6 +78,15 @@ pub(crate) struct Found {
     pub(crate) shadow: u32,
 }
 
+impl Found {
+    /// Whether `addr .. addr + bytes` lies inside it, for more than 0 bytes.
+    #[inline(always)]
+    pub(crate) fn holds(&self, addr: u64, bytes: u64) -> bool {
+        let offset = addr.wrapping_sub(self.start);
+        offset < self.bytes && bytes <= self.bytes - offset
+    }
+}
+
 /// A snapshot of the regions, sorted by address. Keeps what it lists mapped.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {

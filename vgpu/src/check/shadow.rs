@@ -254,7 +254,7 @@ impl Shadow {
         if mask != 15 {
             self.split(word);
         }
-        let whole = mask == 15 && !self.word(word).split;
+        let whole = mask == 15 && !self.is_split(word);
         // The mask of a whole word has one bit too many for a byte.
         let mut left = if whole { 16 } else { mask };
         std::iter::from_fn(move || {
@@ -262,6 +262,10 @@ impl Shadow {
             left &= left.wrapping_sub(1);
             (byte < 8).then_some(Unit { word, byte: (byte < 4).then_some(byte) })
         })
+    }
+
+    fn is_split(&mut self, word: u64) -> bool {
+        !self.split.is_empty() && self.word(word).split
     }
 
     /// Gives each byte of a word a history of its own, which begins with the word's.
@@ -371,7 +375,8 @@ impl Shadow {
         unchanged: impl Fn(u64) -> bool,
         before: impl Fn(u64) -> Option<u32>,
     ) -> Result<bool, (u64, Wrong)> {
-        let mut fine = NOBODY;
+        // Neighbouring words mostly have the same history.
+        let (mut fine, mut harmless) = (NOBODY, NOBODY);
         let mut strong_before = false;
         for (w, mask) in Self::words(at, bytes) {
             let mut me = who.record;
@@ -401,8 +406,11 @@ impl Shadow {
                 }
                 let clash =
                     |r: &Record| r.actor != 0 && by_lane(r).any(|key| !this.gets_on_with(grids, key, r));
-                if clash(&read) {
-                    return Err((unit.at(), Wrong::Race { other: read, wrote: false }));
+                if read != harmless {
+                    if clash(&read) {
+                        return Err((unit.at(), Wrong::Race { other: read, wrote: false }));
+                    }
+                    harmless = read;
                 }
                 if crowded {
                     let readers = self.readers.remove(&unit).unwrap_or_default();
@@ -423,7 +431,7 @@ impl Shadow {
 
     /// A write had all bytes of a word: they have one history again.
     fn join(&mut self, word: u64) {
-        if self.word(word).split
+        if self.is_split(word)
             && let Some([cell, ..]) = self.split.remove(&word)
         {
             *self.word(word) = cell;

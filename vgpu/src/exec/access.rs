@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use super::lanes::lanes;
 use super::shared::window;
-use super::simd::transpose;
+use super::simd;
 use super::state::{Exec, Flow, LateLoad, Run, stop};
 use crate::check::place::Place;
 use crate::check::shadow::How;
@@ -14,7 +14,7 @@ use crate::check::shadow::Trouble;
 use crate::check::watch::Watch;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{canonical, flush};
-use crate::ir::{Access, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
+use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
 
 /// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no host address has.
 pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
@@ -216,6 +216,15 @@ unsafe fn rmw(p: *mut u8, bytes: u8, op: Rmw, a: u64, b: u64) -> u64 {
     }
 }
 
+/// How the addresses of a full warp lie to each other.
+enum Footprint {
+    /// All are this one.
+    One(u64),
+    /// Consecutive elements from here on.
+    Row(u64),
+    Other,
+}
+
 const LOADS: usize = 0;
 const STORES: usize = 1;
 
@@ -223,9 +232,7 @@ impl<W: Watch> Exec<'_, W> {
     /// Pointer for an access of `bytes` bytes to global memory.
     #[inline(always)]
     pub(super) fn global(&mut self, cache: usize, addr: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
-        let region = self.regions[cache];
-        let offset = addr.wrapping_sub(region.start);
-        if offset < region.bytes && bytes <= region.bytes - offset {
+        if self.warp.regions[cache][0].holds(addr, bytes) {
             return Ok(addr as *mut u8);
         }
         self.global_slow(cache, addr, bytes)
@@ -233,13 +240,13 @@ impl<W: Watch> Exec<'_, W> {
 
     #[cold]
     fn global_slow(&mut self, cache: usize, addr: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
-        match self.env.table.find(addr, bytes) {
-            Some(region) => {
-                self.regions[cache] = region;
-                Ok(addr as *mut u8)
-            }
-            None => Err(self.env.table.out_of_bounds(addr, bytes)),
+        let regions = &mut self.warp.regions[cache];
+        regions.swap(0, 1);
+        if !regions[0].holds(addr, bytes) {
+            let found = self.env.table.find(addr, bytes);
+            regions[0] = found.ok_or_else(|| self.env.table.out_of_bounds(addr, bytes))?;
         }
+        Ok(addr as *mut u8)
     }
 
     /// Pointer for one lane's access to any space.
@@ -305,28 +312,89 @@ impl<W: Watch> Exec<'_, W> {
         }
     }
 
-    /// One pointer for a full warp's access, when the lanes touch consecutive elements of one region.
+    /// How the addresses of a full warp lie to each other, for elements of `size` bytes.
     #[inline(always)]
-    fn coalesced(&mut self, cache: usize, a: &Access, addr: &[u64; 32], size: u64) -> Option<*mut u8> {
-        let base = addr[0];
-        let mut off = 0;
-        for (i, &x) in addr.iter().enumerate() {
-            off |= x ^ base.wrapping_add(i as u64 * size);
+    fn footprint(&self, a: &Addr, size: u64) -> Footprint {
+        macro_rules! footprint {
+            ($t:ty, $row:expr) => {{
+                let (row, shift) = ($row, size.trailing_zeros());
+                let (mut apart, mut scattered) = (0, 0);
+                for (lane, x) in (0..).zip(row) {
+                    apart |= x ^ row[0];
+                    scattered |= x ^ row[0].wrapping_add(lane << shift);
+                }
+                let base = u64::from(row[0].wrapping_add(a.offset as $t));
+                match () {
+                    () if apart == 0 => Footprint::One(base),
+                    // Addresses of fewer bits do not wrap around within the row.
+                    () if scattered == 0 && base <= u64::from(<$t>::MAX) - 32 * size => Footprint::Row(base),
+                    () => Footprint::Other,
+                }
+            }};
         }
-        if off | base & (size - 1) != 0 {
+        if a.wide {
+            footprint!(u64, &self.warp.regs.r64[a.slot as usize])
+        } else {
+            footprint!(u32, &self.warp.regs.r32[a.slot as usize])
+        }
+    }
+
+    /// The pointer for 32 consecutive elements from `base` on, if they are aligned and lie in one
+    /// region.
+    #[inline(always)]
+    fn row(&mut self, cache: usize, space: Space, base: u64, size: u64) -> Option<*mut u8> {
+        if base & (size - 1) != 0 {
             return None;
         }
-        match a.space {
+        match space {
             Space::Global | Space::Generic if base & TAG == 0 => self.global(cache, base, 32 * size).ok(),
             Space::Shared => self.block.shared.pointer(base, 32 * size).ok(),
+            Space::Generic if base & TAG == SHARED_TAG => {
+                self.block.shared.pointer(base & !TAG, 32 * size).ok()
+            }
             _ => None,
         }
+    }
+
+    /// A weak load of a full warp, where its lanes touch consecutive elements or all the same one.
+    /// False where they do not, or have no fast path.
+    #[inline(always)]
+    fn load_together(&mut self, a: &Access, size: u64) -> Run<bool> {
+        match self.footprint(&a.addr, size) {
+            Footprint::Row(base) => Ok(match self.row(LOADS, a.space, base, size) {
+                // SAFETY: `row` checked 32 * size bytes and the alignment.
+                Some(p) => unsafe { self.load_rows(a, p) },
+                None => false,
+            }),
+            Footprint::One(at) => self.load_once(a, at, size),
+            Footprint::Other => Ok(false),
+        }
+    }
+
+    /// Reads an element, such as a parameter, once for all lanes. False where each lane has memory
+    /// of its own there.
+    #[inline(always)]
+    fn load_once(&mut self, a: &Access, at: u64, size: u64) -> Run<bool> {
+        if a.space == Space::Local || a.space == Space::Generic && at & TAG == LOCAL_TAG || a.whole {
+            return Ok(false);
+        }
+        let p = self.pointer(LOADS, a.space, at, size, 0)?;
+        for (e, &slot) in a.regs[..usize::from(a.n)].iter().enumerate() {
+            // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+            let v = a.extend(unsafe { read(p.add(e * usize::from(a.bytes)), a.bytes, Ordering::Relaxed) });
+            if a.wide {
+                self.warp.regs.r64[slot as usize] = [v; 32];
+            } else {
+                self.warp.regs.r32[slot as usize] = [v as u32; 32];
+            }
+        }
+        Ok(true)
     }
 
     /// Where an access is watched. Its bounds have been checked, so its region is the one used last.
     fn place(&self, cache: usize, space: Space, addr: u64) -> Place {
         let global = || {
-            let region = self.regions[cache];
+            let region = self.warp.regions[cache][0];
             Place::Global { shadow: region.shadow, offset: addr - region.start }
         };
         match (space, addr & TAG) {
@@ -348,25 +416,19 @@ impl<W: Watch> Exec<'_, W> {
         Ok(())
     }
 
+    #[inline(always)]
     pub(super) fn load(&mut self, a: &Access, m: u32) -> Run<Flow> {
-        let addr = self.addresses(&a.addr);
         let size = u64::from(a.bytes) * u64::from(a.n);
-        let how = How::generic(a.sem, a.scope, a.unit(), false);
         if W::ON {
-            self.watch_load(a, &addr, size, how, m)?;
+            let how = How::generic(a.sem, a.scope, a.unit(), false);
+            self.watch_load(a, &self.addresses(&a.addr), size, how, m)?;
         }
-        if m == FULL
-            && a.sem == Sem::Weak
-            && !self.watch.weak_memory()
-            && let Some(p) = self.coalesced(LOADS, a, &addr, size)
-        {
-            // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
-            let done = unsafe { self.load_rows(a, p) };
-            if done {
-                self.pc += 1;
-                return Ok(Flow::Next);
-            }
+        let together = m == FULL && a.sem == Sem::Weak && !self.watch.weak_memory();
+        if together && self.load_together(a, size)? {
+            self.pc += 1;
+            return Ok(Flow::Next);
         }
+        let addr = self.addresses(&a.addr);
         if W::ON && self.may_be_late(a, &addr, m) && self.watch.defers_load() {
             self.warp.late.push(LateLoad { access: *a, addr, lanes: m });
             self.pc += 1;
@@ -424,7 +486,6 @@ impl<W: Watch> Exec<'_, W> {
         let size = u64::from(a.bytes) * u64::from(a.n);
         let how = How::generic(a.sem, a.scope, a.unit(), false);
         let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
-        let shift = 64 - 8 * u32::from(a.bytes);
         let (mut first, mut seen) = (None, 0u64);
         // Lanes that see the last write.
         let mut fresh = if self.watch.weak_memory() { 0 } else { m };
@@ -453,9 +514,7 @@ impl<W: Watch> Exec<'_, W> {
                     }
                     v = halves[0];
                 }
-                if a.signed {
-                    v = ((v << shift) as i64 >> shift) as u64;
-                }
+                v = a.extend(v);
                 let slot = a.regs[e] as usize;
                 if a.wide {
                     self.warp.regs.r64[slot][i] = v;
@@ -512,13 +571,10 @@ impl<W: Watch> Exec<'_, W> {
         }
         match (a.bytes, a.n, a.wide) {
             (4, 4, false) => {
-                for c in 0..8 {
-                    // SAFETY: the caller checked all 32 vectors; see above.
-                    let four = transpose(unsafe { p.cast::<[[u32; 4]; 4]>().add(c).read() });
-                    for (slot, values) in a.regs.iter().zip(&four) {
-                        self.warp.regs.r32[*slot as usize].as_chunks_mut::<4>().0[c] = *values;
-                    }
-                }
+                let rows = a.regs.map(|slot| &raw mut self.warp.regs.r32[slot as usize]);
+                // SAFETY: the caller checked all 32 vectors; see above. The rows are registers of
+                // this warp.
+                unsafe { simd::load_fours(p.cast(), rows) };
                 true
             }
             (8, 2, true) => rows!(u64, r64, 2),
@@ -561,25 +617,27 @@ impl<W: Watch> Exec<'_, W> {
         Ok(())
     }
 
+    #[inline(always)]
     pub(super) fn store(&mut self, a: &Access, m: u32) -> Run<()> {
-        let addr = self.addresses(&a.addr);
         let size = u64::from(a.bytes) * u64::from(a.n);
         if a.space != Space::Local {
             self.changed();
         }
         if W::ON {
-            return self.watched_store(a, &addr, size, m);
+            return self.watched_store(a, &self.addresses(&a.addr), size, m);
         }
         if m == FULL
             && a.sem == Sem::Weak
-            && let Some(p) = self.coalesced(STORES, a, &addr, size)
+            && let Footprint::Row(base) = self.footprint(&a.addr, size)
+            && let Some(p) = self.row(STORES, a.space, base, size)
         {
-            // SAFETY: `coalesced` checked 32 * size bytes and the alignment.
+            // SAFETY: `row` checked 32 * size bytes and the alignment.
             let done = unsafe { self.store_rows(a, p) };
             if done {
                 return Ok(());
             }
         }
+        let addr = self.addresses(&a.addr);
         for i in lanes(m) {
             let p = self.pointer(STORES, a.space, addr[i], size, i)?;
             // SAFETY: `pointer` checked bounds and alignment of the whole vector.
@@ -626,12 +684,9 @@ impl<W: Watch> Exec<'_, W> {
         }
         match (a.bytes, a.n, a.wide) {
             (4, 4, false) => {
-                for c in 0..8 {
-                    let row = |e: usize| self.warp.regs.r32[a.regs[e] as usize].as_chunks::<4>().0[c];
-                    let four = transpose([row(0), row(1), row(2), row(3)]);
-                    // SAFETY: the caller checked all 32 vectors.
-                    unsafe { p.cast::<[[u32; 4]; 4]>().add(c).write(four) };
-                }
+                let rows = a.regs.map(|slot| &self.warp.regs.r32[slot as usize]);
+                // SAFETY: the caller checked all 32 vectors.
+                unsafe { simd::store_fours(p.cast(), rows) };
                 true
             }
             (8, 2, true) => rows!(u64, r64, 2),

@@ -4,6 +4,8 @@
 //! order drawn from the seed, and at the latest when a kernel waits for it. A kernel that does not wait then sees wrong data, here as on
 //! a GPU. A block that ends while the hardware may still read or write its shared memory has made a fault.
 
+use std::ops::Range;
+
 use super::bulk_queue::{End, PIECES, Pending, Stage};
 use super::lanes::lanes;
 use super::state::{BlockState, Env, Exec, Run, stop};
@@ -22,10 +24,15 @@ const LATE_ONE_IN: u64 = 8;
 pub(crate) type Late = (FaultKind, u32, u32);
 
 impl Pending {
-    /// Moves one piece on by one stage.
-    fn advance(&mut self, block: &mut BlockState, table: &Table, piece: usize) -> Result<(), FaultKind> {
-        let range = self.range(piece);
-        match self.pieces[piece] {
+    /// Moves pieces that have come equally far on by one stage.
+    fn advance(
+        &mut self,
+        block: &mut BlockState,
+        table: &Table,
+        pieces: Range<usize>,
+    ) -> Result<(), FaultKind> {
+        let range = self.range(pieces.start).start..self.range(pieces.end - 1).end;
+        let next = match self.pieces[pieces.start] {
             Stage::Issued => {
                 let src = end_pointer(block, table, self.src, self.bytes)?;
                 let into = &mut self.data[range.clone()];
@@ -34,26 +41,32 @@ impl Pending {
                 for &(at, value) in self.stale.iter().filter(|(at, _)| range.contains(&(*at as usize))) {
                     self.data[at as usize..][..4].copy_from_slice(&value.to_ne_bytes());
                 }
-                self.pieces[piece] = Stage::Read;
+                Stage::Read
             }
             Stage::Read => {
                 let dst = end_pointer(block, table, self.dst, self.bytes)?;
                 let from = &self.data[range.clone()];
                 // SAFETY: as above, for the destination.
                 unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), dst.add(range.start), from.len()) };
-                self.pieces[piece] = Stage::Landed;
+                Stage::Landed
             }
-            Stage::Landed => {}
-        }
+            Stage::Landed => Stage::Landed,
+        };
+        self.pieces[pieces].fill(next);
         Ok(())
     }
 
     /// Moves all pieces on to a stage.
     fn advance_to(&mut self, block: &mut BlockState, table: &Table, stage: Stage) -> Result<(), FaultKind> {
-        for piece in 0..PIECES {
-            while self.pieces[piece] < stage {
-                self.advance(block, table, piece)?;
+        let mut first = 0;
+        while first < PIECES {
+            let from = self.pieces[first];
+            let same = self.pieces[first..].iter().take_while(|piece| **piece == from).count();
+            let alike = first..first + same;
+            while self.pieces[first] < stage {
+                self.advance(block, table, alike.clone())?;
             }
+            first = alike.end;
         }
         Ok(())
     }
@@ -95,7 +108,7 @@ impl BlockState {
                 None => p.advance_to(self, table, Stage::Landed),
                 // Half of the time everything, so that copies do not take for ever; else any piece.
                 Some(rng) => match rng.below(2 * PIECES as u64) as usize {
-                    piece @ 0..PIECES => p.advance(self, table, piece),
+                    piece @ 0..PIECES => p.advance(self, table, piece..piece + 1),
                     _ => p.advance_to(
                         self,
                         table,

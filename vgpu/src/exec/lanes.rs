@@ -1,9 +1,22 @@
 //! Arithmetic over the lanes of a warp: turns a closure on scalars into an [`AluFn`].
 
+use std::marker::PhantomData;
+
 use half::{bf16, f16};
 
 use super::simd::top_bits;
 use crate::ir::{AluFn, FULL, File, Regs};
+
+/// The bit of each lane in a mask.
+const LANE_BIT: [u32; 32] = {
+    let mut bits = [1; 32];
+    let mut lane = 1;
+    while lane < 32 {
+        bits[lane] = bits[lane - 1] << 1;
+        lane += 1;
+    }
+    bits
+};
 
 /// A scalar type that fits a register.
 pub(crate) trait Lane: Copy + Default + 'static {
@@ -16,6 +29,8 @@ pub(crate) trait Lane: Copy + Default + 'static {
     fn view(r: &Regs, slot: u32) -> Self::View<'_>;
     fn at(v: &Self::View<'_>, lane: usize) -> Self;
     fn store(r: &mut Regs, slot: u32, v: &[Self; 32]);
+    /// Stores the lanes `m` alone.
+    fn blend(r: &mut Regs, slot: u32, v: &[Self; 32], m: u32);
     fn get(r: &Regs, slot: u32, lane: usize) -> Self;
     fn set(r: &mut Regs, slot: u32, lane: usize, v: Self);
 }
@@ -39,6 +54,14 @@ macro_rules! lane {
                 let row = &mut r.$field[slot as usize];
                 for i in 0..32 {
                     row[i] = $to(v[i]);
+                }
+            }
+            #[inline(always)]
+            fn blend(r: &mut Regs, slot: u32, v: &[Self; 32], m: u32) {
+                let row = &mut r.$field[slot as usize];
+                for i in 0..32 {
+                    // A test of a constant bit is a comparison that the compiler vectorises.
+                    row[i] = if m & LANE_BIT[i] != 0 { $to(v[i]) } else { row[i] };
                 }
             }
             #[inline(always)]
@@ -85,6 +108,11 @@ impl Lane for bool {
     #[inline(always)]
     fn store(r: &mut Regs, slot: u32, v: &[Self; 32]) {
         r.pred[slot as usize] = mask_of(|i| v[i]);
+    }
+    #[inline(always)]
+    fn blend(r: &mut Regs, slot: u32, v: &[Self; 32], m: u32) {
+        let p = &mut r.pred[slot as usize];
+        *p = *p & !m | mask_of(|i| v[i]) & m;
     }
     #[inline(always)]
     fn get(r: &Regs, slot: u32, lane: usize) -> Self {
@@ -161,55 +189,100 @@ fn conjure<F: Copy>() -> F {
     unsafe { std::ptr::NonNull::<F>::dangling().read() }
 }
 
+/// What an arithmetic instruction does to the lanes `m`, as a type, so that [`fastest`] can compile
+/// it twice.
+trait Apply {
+    fn apply(r: &mut Regs, s: &[u32; 6], m: u32);
+}
+
+/// The instruction as compiled for the processor at hand. Without the feature `fma` no build
+/// contracts a product and a sum, so both give the same bits.
+fn fastest<K: Apply>() -> AluFn {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        #[target_feature(enable = "avx2")]
+        fn with_avx2<K: Apply>(r: &mut Regs, s: &[u32; 6], m: u32) {
+            K::apply(r, s, m);
+        }
+        return with_avx2::<K>;
+    }
+    K::apply
+}
+
+/// Whether so few lanes run that it is faster to compute them one by one than all 32.
+#[inline(always)]
+fn few(m: u32) -> bool {
+    let without_last = |m: u32| m & m.wrapping_sub(1);
+    without_last(without_last(without_last(m))) == 0
+}
+
+/// Stores the lanes `m` of a result of all lanes. The inactive lanes' results are dropped.
+#[inline(always)]
+pub(super) fn put<D: Lane>(r: &mut Regs, slot: u32, m: u32, v: &[D; 32]) {
+    if m == FULL { D::store(r, slot, v) } else { D::blend(r, slot, v, m) }
+}
+
+struct Op1<A, D, F>(PhantomData<(A, D, F)>);
+
+impl<A: Lane, D: Lane, F: Fn(A) -> D + Copy> Apply for Op1<A, D, F> {
+    #[inline(always)]
+    fn apply(r: &mut Regs, s: &[u32; 6], m: u32) {
+        let f = conjure::<F>();
+        if few(m) {
+            return lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i))));
+        }
+        let a = A::view(r, s[1]);
+        let v = every_lane(|i| f(A::at(&a, i)));
+        put(r, s[0], m, &v);
+    }
+}
+
 /// `d = f(a)`
 pub(crate) fn op1<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(_: F) -> Spec {
-    fn run<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
+    Spec { f: fastest::<Op1<A, D, F>>(), sig: vec![def::<D>(), arg::<A>()] }
+}
+
+struct Op2<A, B, D, F>(PhantomData<(A, B, D, F)>);
+
+impl<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy> Apply for Op2<A, B, D, F> {
+    #[inline(always)]
+    fn apply(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
-        if m == FULL {
-            let a = A::view(r, s[1]);
-            let v = every_lane(|i| f(A::at(&a, i)));
-            D::store(r, s[0], &v);
-        } else {
-            lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i))));
+        if few(m) {
+            return lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i))));
         }
+        let (a, b) = (A::view(r, s[1]), B::view(r, s[2]));
+        let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i)));
+        put(r, s[0], m, &v);
     }
-    Spec { f: run::<A, D, F>, sig: vec![def::<D>(), arg::<A>()] }
 }
 
 /// `d = f(a, b)`
 pub(crate) fn op2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> Spec {
-    fn run<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
+    Spec { f: fastest::<Op2<A, B, D, F>>(), sig: vec![def::<D>(), arg::<A>(), arg::<B>()] }
+}
+
+struct Op3<A, B, C, D, F>(PhantomData<(A, B, C, D, F)>);
+
+impl<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy> Apply for Op3<A, B, C, D, F> {
+    #[inline(always)]
+    fn apply(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
-        if m == FULL {
-            let (a, b) = (A::view(r, s[1]), B::view(r, s[2]));
-            let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i)));
-            D::store(r, s[0], &v);
-        } else {
-            lanes(m).for_each(|i| D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i))));
+        if few(m) {
+            return lanes(m).for_each(|i| {
+                D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i)));
+            });
         }
+        let (a, b, c) = (A::view(r, s[1]), B::view(r, s[2]), C::view(r, s[3]));
+        let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i), C::at(&c, i)));
+        put(r, s[0], m, &v);
     }
-    Spec { f: run::<A, B, D, F>, sig: vec![def::<D>(), arg::<A>(), arg::<B>()] }
 }
 
 /// `d = f(a, b, c)`
 pub(crate) fn op3<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy>(_: F) -> Spec {
-    fn run<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy>(
-        r: &mut Regs,
-        s: &[u32; 6],
-        m: u32,
-    ) {
-        let f = conjure::<F>();
-        if m == FULL {
-            let (a, b, c) = (A::view(r, s[1]), B::view(r, s[2]), C::view(r, s[3]));
-            let v = every_lane(|i| f(A::at(&a, i), B::at(&b, i), C::at(&c, i)));
-            D::store(r, s[0], &v);
-        } else {
-            lanes(m).for_each(|i| {
-                D::set(r, s[0], i, f(A::get(r, s[1], i), B::get(r, s[2], i), C::get(r, s[3], i)));
-            });
-        }
-    }
-    Spec { f: run::<A, B, C, D, F>, sig: vec![def::<D>(), arg::<A>(), arg::<B>(), arg::<C>()] }
+    let sig = vec![def::<D>(), arg::<A>(), arg::<B>(), arg::<C>()];
+    Spec { f: fastest::<Op3<A, B, C, D, F>>(), sig }
 }
 
 /// `d = f(a, b, c, e)`
@@ -250,15 +323,17 @@ pub(crate) enum Combine {
     Xor,
 }
 
-/// `p|q = f(a, b) combined with c`. Slots: p, q, a, b, c, [`Combine`].
-pub(crate) fn op_setp<T: Lane, F: Fn(T, T) -> bool + Copy>(_: F) -> Spec {
-    fn run<T: Lane, F: Fn(T, T) -> bool + Copy>(r: &mut Regs, s: &[u32; 6], m: u32) {
+struct Setp<T, F>(PhantomData<(T, F)>);
+
+impl<T: Lane, F: Fn(T, T) -> bool + Copy> Apply for Setp<T, F> {
+    #[inline(always)]
+    fn apply(r: &mut Regs, s: &[u32; 6], m: u32) {
         let f = conjure::<F>();
-        let t = if m == FULL {
+        let t = if few(m) {
+            lanes(m).fold(0, |t, i| t | u32::from(f(T::get(r, s[2], i), T::get(r, s[3], i))) << i)
+        } else {
             let (a, b) = (T::view(r, s[2]), T::view(r, s[3]));
             mask_of(|i| f(T::at(&a, i), T::at(&b, i)))
-        } else {
-            lanes(m).fold(0, |t, i| t | u32::from(f(T::get(r, s[2], i), T::get(r, s[3], i))) << i)
         };
         let c = r.pred[s[4] as usize];
         let combine = |t: u32| match s[5] {
@@ -274,7 +349,12 @@ pub(crate) fn op_setp<T: Lane, F: Fn(T, T) -> bool + Copy>(_: F) -> Spec {
             *old = *old & !m | v & m;
         }
     }
-    Spec { f: run::<T, F>, sig: vec![def::<bool>(), def::<bool>(), arg::<T>(), arg::<T>(), arg::<bool>()] }
+}
+
+/// `p|q = f(a, b) combined with c`. Slots: p, q, a, b, c, [`Combine`].
+pub(crate) fn op_setp<T: Lane, F: Fn(T, T) -> bool + Copy>(_: F) -> Spec {
+    let sig = vec![def::<bool>(), def::<bool>(), arg::<T>(), arg::<T>(), arg::<bool>()];
+    Spec { f: fastest::<Setp<T, F>>(), sig }
 }
 
 /// Bitwise operation on whole predicate registers: `d = f(a, b)`.

@@ -22,7 +22,6 @@ use crate::check::watch::Watch;
 use crate::device::Clock;
 use crate::fault::FaultKind;
 use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op, Timer};
-use crate::memory::Found;
 
 pub(crate) use state::{
     Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp,
@@ -49,7 +48,6 @@ impl<'a, W: Watch> Exec<'a, W> {
             side_effect: false,
             looked_again: false,
             spins: false,
-            regions: [Found::default(); 2],
             watch,
         }
     }
@@ -57,12 +55,25 @@ impl<'a, W: Watch> Exec<'a, W> {
     /// Runs up to `budget` instructions.
     pub(crate) fn run(&mut self, budget: u64) -> Run<Slice> {
         // Two loops, so that coverage costs nothing where nobody asked for it.
-        match self.kernel.executed.get() {
-            None => self.run_slice::<false>(budget),
-            Some(_) => self.run_slice::<true>(budget),
+        if self.kernel.executed.get().is_some() {
+            return self.run_slice::<true>(budget);
         }
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: this processor has AVX2.
+            return unsafe { self.run_slice_with_avx2(budget) };
+        }
+        self.run_slice::<false>(budget)
     }
 
+    /// The loop again, with loads and stores compiled for AVX2.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    fn run_slice_with_avx2(&mut self, budget: u64) -> Run<Slice> {
+        self.run_slice::<false>(budget)
+    }
+
+    #[inline(always)]
     fn run_slice<const COVER: bool>(&mut self, budget: u64) -> Run<Slice> {
         let mut running = self.next_group();
         while running {
@@ -72,6 +83,9 @@ impl<'a, W: Watch> Exec<'a, W> {
             }
             if !self.warp.groups.is_empty() {
                 self.reconverge();
+            }
+            if !COVER && self.straight_run(budget) {
+                continue;
             }
             running = match self.instruction::<COVER>()? {
                 Flow::Next => true,
@@ -104,24 +118,67 @@ impl<'a, W: Watch> Exec<'a, W> {
         Ok(Slice { status, executed: self.executed, activity })
     }
 
+    /// Runs the arithmetic instructions from the present one on, as far as nothing can come between
+    /// them: the budget ends, the running group meets another one, or must let others run. False if
+    /// there is none.
+    #[inline(always)]
+    fn straight_run(&mut self, budget: u64) -> bool {
+        let code = &self.kernel.code[self.pc as usize..];
+        let mut run = u64::from(code[0].straight).min(budget - self.executed);
+        // Late loads come in before the instruction that uses them.
+        if run == 0 || W::ON && !self.warp.late.is_empty() {
+            return false;
+        }
+        if !self.warp.groups.is_empty() {
+            run = run.min(u64::from(self.until_others()));
+            self.warp.since_switch += run as u32 - 1;
+        }
+        for inst in &code[..run as usize] {
+            let Op::Alu { f, s } = &inst.op else { unreachable!("a straight run is arithmetic") };
+            let m = self.guarded(inst);
+            if m != 0 {
+                // SAFETY: the constructor of `f` saw that this processor has the instructions that
+                // it uses.
+                unsafe { f(&mut self.warp.regs, s, m) };
+            }
+        }
+        self.executed += run;
+        self.pc += run as u32;
+        true
+    }
+
+    /// With several groups, just reconverged: instructions until [`Exec::reconverge`] may have
+    /// anything to do again.
+    fn until_others(&self) -> u32 {
+        let fuel = (GROUP_FUEL + 1).saturating_sub(self.warp.since_switch);
+        let ahead = self.warp.groups.iter().filter_map(|g| g.pc.checked_sub(self.pc));
+        ahead.fold(fuel, u32::min).max(1)
+    }
+
+    /// The lanes of the running group for which the guard of an instruction holds.
+    #[inline(always)]
+    fn guarded(&self, inst: &Inst) -> u32 {
+        if inst.guard == NO_GUARD {
+            return self.mask;
+        }
+        let p = self.warp.regs.pred[(inst.guard & !GUARD_NOT) as usize];
+        self.mask & if inst.guard & GUARD_NOT != 0 { !p } else { p }
+    }
+
     #[inline(always)]
     fn instruction<const COVER: bool>(&mut self) -> Run<Flow> {
         let kernel = self.kernel;
         // The lowering ends every kernel with `exit`, so `pc` is always in range.
         let inst: &Inst = &kernel.code[self.pc as usize];
         self.executed += 1;
-        let mut m = self.mask;
-        if inst.guard != NO_GUARD {
-            let p = self.warp.regs.pred[(inst.guard & !GUARD_NOT) as usize];
-            m &= if inst.guard & GUARD_NOT != 0 { !p } else { p };
-            if m == 0 {
-                // A branch has done its work when nobody takes it.
-                if COVER && matches!(inst.op, Op::Bra { .. }) {
-                    self.cover();
-                }
-                self.pc += 1;
-                return Ok(Flow::Next);
+        let m = self.guarded(inst);
+        if m == 0 {
+            // A branch has done its work when nobody takes it.
+            if COVER && matches!(inst.op, Op::Bra { .. }) {
+                self.cover();
             }
+            self.pc += 1;
+            return Ok(Flow::Next);
         }
         if COVER {
             self.cover();
@@ -133,7 +190,9 @@ impl<'a, W: Watch> Exec<'a, W> {
             self.take_late(&inst.op, m)?;
         }
         match &inst.op {
-            Op::Alu { f, s } => f(&mut self.warp.regs, s, m),
+            // SAFETY: the constructor of `f` saw that this processor has the instructions that it
+            // uses.
+            Op::Alu { f, s } => unsafe { f(&mut self.warp.regs, s, m) },
             Op::Bra { target } => return Ok(self.branch(m, *target)),
             Op::BrxIdx { index, table } => {
                 return self.indexed_branch(m, *index, &kernel.tables[*table as usize]);

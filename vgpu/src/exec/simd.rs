@@ -1,4 +1,5 @@
-//! Two shapes of data movement that the compiler does not vectorise well by itself, with SSE2 where there is SSE2.
+//! Shapes of data movement that the compiler does not vectorise well by itself, with SSE2 or AVX2
+//! where there is that.
 //!
 //! Left alone it loads a register row at odd offsets right after it was stored in aligned pieces; the store buffer
 //! cannot forward that, and a loop that also streams through memory then runs at half its speed.
@@ -25,7 +26,7 @@ pub(crate) fn top_bits(words: &[u32; 32]) -> u32 {
 
 /// Exchanges rows and columns.
 #[inline(always)]
-pub(crate) fn transpose(m: [[u32; 4]; 4]) -> [[u32; 4]; 4] {
+fn transpose(m: [[u32; 4]; 4]) -> [[u32; 4]; 4] {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{
@@ -50,6 +51,116 @@ pub(crate) fn transpose(m: [[u32; 4]; 4]) -> [[u32; 4]; 4] {
     }
 }
 
+/// Loads 32 vectors of four words; word `e` of each goes to row `e`.
+///
+/// # Safety
+/// `p` must be valid for 512 bytes, and so must each of the rows, which may be the same.
+#[inline(always)]
+pub(crate) unsafe fn load_fours(p: *const [[u32; 4]; 4], rows: [*mut [u32; 32]; 4]) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the caller vouches for the pointers, and this processor has AVX2.
+        return unsafe { avx2::load_fours(p.cast(), rows) };
+    }
+    for c in 0..8 {
+        // SAFETY: the caller vouches for the 8 blocks of 64 bytes.
+        let four = transpose(unsafe { p.add(c).read_unaligned() });
+        for (row, values) in rows.into_iter().zip(four) {
+            // SAFETY: the caller vouches for the rows, each 8 times 16 bytes.
+            unsafe { row.cast::<[u32; 4]>().add(c).write(values) };
+        }
+    }
+}
+
+/// Stores 32 vectors of four words, of which word `e` comes from row `e`.
+///
+/// # Safety
+/// `p` must be valid for 512 bytes.
+#[inline(always)]
+pub(crate) unsafe fn store_fours(p: *mut [[u32; 4]; 4], rows: [&[u32; 32]; 4]) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the caller vouches for the pointer, and this processor has AVX2.
+        return unsafe { avx2::store_fours(p.cast(), rows) };
+    }
+    for c in 0..8 {
+        let four = transpose(rows.map(|row| row.as_chunks::<4>().0[c]));
+        // SAFETY: the caller vouches for the 8 blocks of 64 bytes.
+        unsafe { p.add(c).write_unaligned(four) };
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use std::arch::x86_64::{
+        __m256i, _mm256_loadu_si256, _mm256_permute2x128_si256, _mm256_storeu_si256, _mm256_unpackhi_epi32,
+        _mm256_unpackhi_epi64, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
+    };
+
+    /// Exchanges rows and columns of two blocks of four by four words, one in each half of the
+    /// registers.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn transpose([a, b, c, d]: [__m256i; 4]) -> [__m256i; 4] {
+        let (ab_lo, ab_hi) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+        let (cd_lo, cd_hi) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+        [
+            _mm256_unpacklo_epi64(ab_lo, cd_lo),
+            _mm256_unpackhi_epi64(ab_lo, cd_lo),
+            _mm256_unpacklo_epi64(ab_hi, cd_hi),
+            _mm256_unpackhi_epi64(ab_hi, cd_hi),
+        ]
+    }
+
+    /// See [`super::load_fours`].
+    ///
+    /// # Safety
+    /// The same.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn load_fours(p: *const __m256i, rows: [*mut [u32; 32]; 4]) {
+        for c in 0..4 {
+            // SAFETY: the caller vouches for 16 times 32 bytes.
+            let two = |k: usize| unsafe { _mm256_loadu_si256(p.add(4 * c + k)) };
+            let [v01, v23, v45, v67] = [two(0), two(1), two(2), two(3)];
+            let words = transpose([
+                _mm256_permute2x128_si256::<0x20>(v01, v45),
+                _mm256_permute2x128_si256::<0x31>(v01, v45),
+                _mm256_permute2x128_si256::<0x20>(v23, v67),
+                _mm256_permute2x128_si256::<0x31>(v23, v67),
+            ]);
+            for (row, eight) in rows.into_iter().zip(words) {
+                // SAFETY: the caller vouches for the rows, each 4 times 32 bytes.
+                unsafe { _mm256_storeu_si256(row.cast::<__m256i>().add(c), eight) };
+            }
+        }
+    }
+
+    /// See [`super::store_fours`].
+    ///
+    /// # Safety
+    /// The same.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn store_fours(p: *mut __m256i, rows: [&[u32; 32]; 4]) {
+        for c in 0..4 {
+            // SAFETY: a row is 4 times 32 bytes.
+            let eight = |e: usize| unsafe { _mm256_loadu_si256(rows[e].as_ptr().cast::<__m256i>().add(c)) };
+            let [v04, v15, v26, v37] = transpose([eight(0), eight(1), eight(2), eight(3)]);
+            let vectors = [
+                _mm256_permute2x128_si256::<0x20>(v04, v15),
+                _mm256_permute2x128_si256::<0x20>(v26, v37),
+                _mm256_permute2x128_si256::<0x31>(v04, v15),
+                _mm256_permute2x128_si256::<0x31>(v26, v37),
+            ];
+            for (k, two) in vectors.into_iter().enumerate() {
+                // SAFETY: the caller vouches for 16 times 32 bytes.
+                unsafe { _mm256_storeu_si256(p.add(4 * c + k), two) };
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -60,6 +171,15 @@ mod tests {
         let words: [u32; 32] = std::array::from_fn(|_| r.next() as u32);
         let want = words.iter().enumerate().fold(0, |mask, (i, w)| mask | (w >> 31) << i);
         assert_eq!(top_bits(&words), want);
+        let vectors: [[u32; 4]; 32] = std::array::from_fn(|_| std::array::from_fn(|_| r.next() as u32));
+        let (mut rows, mut back) = ([[0; 32]; 4], [[0; 4]; 32]);
+        // SAFETY: all are arrays of 512 bytes in all, or 128 a row.
+        unsafe {
+            load_fours(vectors.as_ptr().cast(), rows.each_mut().map(|row| &raw mut *row));
+            store_fours(back.as_mut_ptr().cast(), rows.each_ref());
+        }
+        assert!((0..32).all(|i| (0..4).all(|e| rows[e][i] == vectors[i][e])));
+        assert_eq!(back, vectors);
         let m: [[u32; 4]; 4] = std::array::from_fn(|i| std::array::from_fn(|k| (10 * i + k) as u32));
         let t = transpose(m);
         for i in 0..4 {

@@ -127,6 +127,8 @@ pub(crate) struct Warp {
     /// Empty but under weak memory.
     pub(super) late: Vec<LateLoad>,
     pub(super) since_switch: u32,
+    /// The regions used last, latest first, for loads and for stores.
+    pub(super) regions: [[Found; 2]; 2],
 }
 
 impl Warp {
@@ -152,6 +154,11 @@ impl Warp {
         self.trace.steps.clear();
         self.late.clear();
         self.since_switch = 0;
+    }
+
+    /// Looks regions up again, after the table has changed.
+    pub(crate) fn forget_regions(&mut self) {
+        self.regions = Default::default();
     }
 
     /// Lanes that run, read a clock in their wait, and have not seen that it shows `now`.
@@ -341,7 +348,5 @@ pub(crate) struct Exec<'a, W> {
     pub(super) looked_again: bool,
     /// [`Group::spins`] of the running group.
     pub(super) spins: bool,
-    /// Region used last, for loads and for stores.
-    pub(super) regions: [Found; 2],
     pub(crate) watch: W,
 }

@@ -1,6 +1,6 @@
 //! What lanes and warps do together: shuffles, votes, block barriers, mbarriers.
 
-use super::lanes::lanes;
+use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
 use crate::check::place::Place;
 use crate::check::shadow::How;
@@ -20,7 +20,7 @@ impl<W: Watch> Exec<'_, W> {
         let mut waiting = 0;
         while todo != 0 {
             let mask = masks[todo.trailing_zeros() as usize];
-            let here = lanes(todo).filter(|&i| masks[i] == mask).fold(0, |a, i| a | 1 << i);
+            let here = mask_of(|i| masks[i] == mask) & todo;
             todo &= !here;
             if here != self.mask {
                 self.warp.together.part(here, self.pc);
@@ -103,14 +103,16 @@ impl<W: Watch> Exec<'_, W> {
             WarpOp::Shfl { mode, d, p, a, lane, clamp } => {
                 let src = regs.r32[a as usize];
                 let (b, c) = (regs.r32[lane as usize], regs.r32[clamp as usize]);
+                let (row, mut in_range) = (&mut regs.r32[d as usize], 0);
                 for i in lanes(here) {
                     let (from, ok) = shuffle_source(mode, i as u32, b[i], c[i]);
                     // What a lane that does not take part would give is undefined.
                     let took_part = here >> from & 1 != 0;
-                    regs.r32[d as usize][i] = if took_part { src[from as usize] } else { poison };
-                    let old = &mut regs.pred[p as usize];
-                    *old = *old & !(1 << i) | u32::from(ok) << i;
+                    row[i] = if took_part { src[from as usize & 31] } else { poison };
+                    in_range |= u32::from(ok) << i;
                 }
+                let old = &mut regs.pred[p as usize];
+                *old = *old & !here | in_range;
             }
             WarpOp::VoteAll { d, p } => {
                 let v = flag(&regs.pred, p) == here;
@@ -126,7 +128,7 @@ impl<W: Watch> Exec<'_, W> {
             }
             WarpOp::Ballot { d, p } => {
                 let v = flag(&regs.pred, p);
-                lanes(here).for_each(|i| regs.r32[d as usize][i] = v);
+                put(regs, d, here, &[v; 32]);
             }
             WarpOp::MatchAny { d, a, wide } => {
                 let v = values(regs, a, wide);
@@ -139,7 +141,7 @@ impl<W: Watch> Exec<'_, W> {
                 let v = values(regs, a, wide);
                 let first = here.trailing_zeros() as usize % 32;
                 let all = lanes(here).all(|i| v[i] == v[first]);
-                lanes(here).for_each(|i| regs.r32[d as usize][i] = if all { here } else { 0 });
+                put(regs, d, here, &[if all { here } else { 0 }; 32]);
                 set(&mut regs.pred, p, all);
             }
             WarpOp::Redux { op, d, a } => {
@@ -155,12 +157,12 @@ impl<W: Watch> Exec<'_, W> {
                     Rmw::Or => fold(|x, y| x | y),
                     _ => fold(|x, y| x ^ y),
                 };
-                lanes(here).for_each(|i| regs.r32[d as usize][i] = r);
+                put(regs, d, here, &[r; 32]);
             }
             WarpOp::Elect { d, p } => {
                 // Which lane is up to the hardware, but it is always the same one for a mask: here the lowest.
                 let leader = (mask & here).trailing_zeros() % 32;
-                lanes(here).for_each(|i| regs.r32[d as usize][i] = leader);
+                put(regs, d, here, &[leader; 32]);
                 let old = &mut regs.pred[p as usize];
                 *old = *old & !here | 1 << leader;
             }
@@ -318,7 +320,10 @@ impl<W: Watch> Exec<'_, W> {
     pub(super) fn mbarrier(&mut self, op: &MbarOp, addr: &Addr, space: Space, m: u32) -> Run<Flow> {
         let mut failed = None;
         let mut passed = (0, 0);
-        for i in lanes(m) {
+        // A warp mostly tests one mbarrier: the first lane's result is that of all then. Checks
+        // look at each lane.
+        let once = !W::ON && self.tests_once(op, addr, m);
+        for i in lanes(if once { m & m.wrapping_neg() } else { m }) {
             let address = self.address(addr, i);
             let offset = Self::shared_offset(space, address).or_else(|kind| stop(kind, Some(i)))?;
             let bits = self.mbarrier_bits(offset).or_else(|kind| stop(kind, Some(i)))?;
@@ -367,8 +372,9 @@ impl<W: Watch> Exec<'_, W> {
                             }
                         }
                     }
+                    let tested = if once { m } else { 1 << i };
                     let old = &mut regs.pred[p as usize];
-                    *old = *old & !(1 << i) | u32::from(done) << i;
+                    *old = *old & !tested | if done { tested } else { 0 };
                     if !done {
                         failed = Some((offset, bits));
                         self.warp.waiting = now.map(|b| WaitingFor::Mbarrier {
@@ -400,6 +406,19 @@ impl<W: Watch> Exec<'_, W> {
         self.poll(offset, bits);
         self.pc += 1;
         Ok(Flow::GiveWay)
+    }
+
+    /// Whether the lanes `m` all test the same phase of the same mbarrier.
+    fn tests_once(&self, op: &MbarOp, addr: &Addr, m: u32) -> bool {
+        let regs = &self.warp.regs;
+        let same = |wide: bool, slot: u32| {
+            if wide { uniform(&regs.r64[slot as usize], m) } else { uniform(&regs.r32[slot as usize], m) }
+        };
+        match *op {
+            MbarOp::TestState { state, .. } => same(addr.wide, addr.slot) && same(true, state),
+            MbarOp::TestParity { parity, .. } => same(addr.wide, addr.slot) && same(false, parity),
+            _ => false,
+        }
     }
 
     /// Watches an operation on an mbarrier before it happens: setting one up is a plain write, using it a strong access.
@@ -482,6 +501,12 @@ impl BlockState {
         }
         self.set_mbarrier_bits(offset, b.to_bits())
     }
+}
+
+/// Whether the lanes `m` of a register hold the same.
+fn uniform<T: Copy + PartialEq>(row: &[T; 32], m: u32) -> bool {
+    let first = row[m.trailing_zeros() as usize & 31];
+    lanes(m).all(|i| row[i] == first)
 }
 
 fn values(regs: &crate::ir::Regs, slot: u32, wide: bool) -> [u64; 32] {

@@ -133,15 +133,22 @@ fn registers(op: &mut Op, sig: &[Sig], f: &mut dyn FnMut(File, Role, &mut u32)) 
     }
 }
 
-/// Gives registers that are never alive together the same slot. Returns reads of registers that nothing can have written: instruction,
-/// file, and the slot before.
+/// What [`allocate`] found out about the registers.
+pub(super) struct Allocated {
+    /// Reads of registers that nothing can have written: instruction, file, and the slot before.
+    pub(super) unwritten: Vec<(u32, File, u32)>,
+    /// Slots that are alive at the first instruction: what the others hold then is never read.
+    pub(super) alive: Vec<(File, u32)>,
+}
+
+/// Gives registers that are never alive together the same slot.
 pub(super) fn allocate(
     code: &mut [Inst],
     sigs: &[Vec<Sig>],
     tables: &[Vec<u32>],
     slots: &mut [u32; 3],
     inits: &mut Vec<(File, u32, Init)>,
-) -> Vec<(u32, File, u32)> {
+) -> Allocated {
     let base = [0, slots[0] as usize, (slots[0] + slots[1]) as usize];
     let total = base[2] + slots[2] as usize;
     let id = |file: File, slot: u32| base[file as usize] + slot as usize;
@@ -247,7 +254,11 @@ pub(super) fn allocate(
         (file, (r - base[file as usize]) as u32)
     };
     let describe = |(pc, r): (u32, usize)| (pc, file_and_slot(r).0, file_and_slot(r).1);
-    unwritten.into_iter().map(describe).collect()
+    let mut alive = vec![];
+    if let Some(first) = live.into.first() {
+        first.for_each(|r| alive.push((file_and_slot(r).0, slot_of[r])));
+    }
+    Allocated { unwritten: unwritten.into_iter().map(describe).collect(), alive }
 }
 
 /// What is alive at the start of each basic block.

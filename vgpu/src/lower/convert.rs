@@ -96,6 +96,18 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
             return Ok(());
         }
         let plain_int = to.is_integer() && from.is_integer() && !c.sat;
+        if let (true, Some((bits, signed))) = (plain_int, kept(to, from)) {
+            let spec = match (d_wide, a_wide) {
+                (false, false) => cut::<u32, u32>(bits, signed),
+                (false, true) => cut::<u32, u64>(bits, signed),
+                (true, false) => cut::<u64, u32>(bits, signed),
+                (true, true) => cut::<u64, u64>(bits, signed),
+            };
+            let mut sig = spec.sig;
+            (sig[0].bits, sig[1].bits) = (d_bits, a_bits);
+            l.push_alu(spec.f, [d, a, 0, 0, 0, 0], &sig);
+            return Ok(());
+        }
         let f: AluFn = match (plain_int, d_wide, a_wide) {
             (true, false, false) => resize::<u32, u32>,
             (true, false, true) => resize::<u32, u64>,
@@ -165,20 +177,52 @@ trait Word: Lane {
 }
 
 impl Word for u32 {
+    #[inline(always)]
     fn widen(self) -> u64 {
         self.into()
     }
+    #[inline(always)]
     fn narrow(v: u64) -> Self {
         v as u32
     }
 }
 
 impl Word for u64 {
+    #[inline(always)]
     fn widen(self) -> u64 {
         self
     }
+    #[inline(always)]
     fn narrow(v: u64) -> Self {
         v
+    }
+}
+
+/// What an integer conversion keeps, if that is all: so many low bits, extended with or without
+/// their sign.
+fn kept(to: Ty, from: Ty) -> Option<(u32, bool)> {
+    let narrower = if to.bits() <= from.bits() { to } else { from };
+    // A negative number that grows into a wider unsigned type is cut to that type.
+    let cut_again = to.bits() > from.bits() && from.is_signed() && !to.is_signed();
+    (!cut_again).then(|| (narrower.bits(), narrower.is_signed()))
+}
+
+/// Keeps so many low bits of a register.
+fn cut<D: Word, S: Word>(bits: u32, signed: bool) -> Spec {
+    macro_rules! through {
+        ($u:ty, $s:ty) => {
+            if signed {
+                op1(|a: S| D::narrow(i64::from(a.widen() as $s) as u64))
+            } else {
+                op1(|a: S| D::narrow(u64::from(a.widen() as $u)))
+            }
+        };
+    }
+    match bits {
+        8 => through!(u8, i8),
+        16 => through!(u16, i16),
+        32 => through!(u32, i32),
+        _ => op1(|a: S| D::narrow(a.widen())),
     }
 }
 
@@ -384,4 +428,44 @@ fn packed(c: &Conversion) -> Option<Spec> {
         (Ty::F16x2, Ty::E5m2x2, NEAREST, (false, true)) => op1(|v: u16| widen(v, E5M2, true)),
         _ => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A conversion by `f` of every lane of a register, from a wide or narrow one to a wide or
+    /// narrow one.
+    fn converted(f: AluFn, s: [u32; 6], words: &[u64; 32], d_wide: bool) -> [u64; 32] {
+        let r32 = vec![words.map(|v| v as u32), [0; 32]];
+        let mut r = Regs { r32, r64: vec![*words, [0; 32]], pred: vec![0] };
+        // SAFETY: the constructor of `f` saw that this processor has the instructions that it uses.
+        unsafe { f(&mut r, &s, crate::ir::FULL) };
+        if d_wide { r.r64[1] } else { r.r32[1].map(u64::from) }
+    }
+
+    #[test]
+    fn keeping_low_bits_is_what_an_integer_conversion_does() {
+        let types = [Ty::U8, Ty::S8, Ty::U16, Ty::S16, Ty::U32, Ty::S32, Ty::U64, Ty::S64];
+        let mut rng = crate::rng::Rng::new(5);
+        let words: [u64; 32] = std::array::from_fn(|_| rng.next());
+        for (to, from) in types.into_iter().flat_map(|to| types.map(|from| (to, from))) {
+            let Some((bits, signed)) = kept(to, from) else { continue };
+            let compare = |general: AluFn, d_wide: bool, spec: Spec| {
+                let want = converted(general, [1, 0, to as u32, from as u32, 0, 0], &words, d_wide);
+                assert_eq!(converted(spec.f, [1, 0, 0, 0, 0, 0], &words, d_wide), want, "{to:?} {from:?}");
+            };
+            let (narrow, wide) = (to.bits() < 64, from.bits() == 64);
+            compare(resize::<u64, u64>, true, cut::<u64, u64>(bits, signed));
+            if narrow {
+                compare(resize::<u32, u64>, false, cut::<u32, u64>(bits, signed));
+            }
+            if !wide {
+                compare(resize::<u64, u32>, true, cut::<u64, u32>(bits, signed));
+            }
+            if narrow && !wide {
+                compare(resize::<u32, u32>, false, cut::<u32, u32>(bits, signed));
+            }
+        }
+    }
 }

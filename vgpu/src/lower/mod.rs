@@ -23,7 +23,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::ast::{self, Pos, Stmt, VarSpace};
 use crate::fault::PtxError;
-use crate::ir::{File, GUARD_NOT, NO_GUARD, Op, Origin};
+use crate::ir::{File, GUARD_NOT, NO_GUARD, Op, Origin, count_straight_runs};
 use crate::kernel::{Globals, Kernel, ParamInfo};
 use crate::lexer::error_at;
 use state::{Binding, Lower, Lowered, Patch, Scope};
@@ -69,10 +69,11 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             params.push(ParamInfo { name: p.name.clone(), offset, size: p.size, align: p.align });
         }
         l.body(&e.body).map_err(at)?;
-        let read = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
+        let allocated = allocate::allocate(&mut l.code, &l.sigs, &l.tables, &mut l.slots, &mut l.inits);
+        count_straight_runs(&mut l.code);
         // What has no name is a register of the lowering's own, filled from those that were read.
         let named = |(pc, file, slot)| Some((pc, l.name_of(file, slot)?));
-        let unwritten = read.into_iter().filter_map(named).collect();
+        let unwritten = allocated.unwritten.into_iter().filter_map(named).collect();
         kernels.push(Kernel {
             name: e.name.clone(),
             params,
@@ -85,6 +86,7 @@ pub(crate) fn module(text: &str, file: &ast::File, module_id: u64) -> Result<Vec
             tables: l.tables,
             slots: l.slots,
             inits: l.inits,
+            alive_at_start: allocated.alive,
             unwritten,
             local_bytes: l.local_bytes.next_multiple_of(16),
             globals: globals_init.clone(),

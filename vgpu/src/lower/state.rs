@@ -288,14 +288,14 @@ impl<'a> Lower<'a> {
     }
 
     pub(super) fn push(&mut self, op: Op) {
-        self.code.push(Inst { op, guard: self.guard });
+        self.code.push(Inst { op, guard: self.guard, straight: 0 });
         self.sigs.push(vec![]);
         self.origins.push(self.origin);
     }
 
     /// Adds an arithmetic instruction. `sig` describes the first slots; what comes behind them are plain numbers.
     pub(super) fn push_alu(&mut self, f: AluFn, s: [u32; 6], sig: &[Sig]) {
-        self.code.push(Inst { op: Op::Alu { f, s }, guard: self.guard });
+        self.code.push(Inst { op: Op::Alu { f, s }, guard: self.guard, straight: 0 });
         self.sigs.push(sig.to_vec());
         self.origins.push(self.origin);
     }
