@@ -191,7 +191,7 @@ fn one_device(report: &mut Report, device: &Arc<dyn Device>) {
 }
 
 fn blocks(grid: u32, block: u32) -> LaunchConfig {
-    LaunchConfig { grid, block, shared_bytes: 0, cooperative: false }
+    LaunchConfig { grid, block, shared_bytes: 0, cooperative: false, dependent: false }
 }
 
 fn kernel(device: &Arc<dyn Device>, name: &'static str) -> Result<Kernel, Error> {

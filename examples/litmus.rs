@@ -265,6 +265,7 @@ impl<'a> Bench<'a> {
             block: BLOCK,
             shared_bytes: 0,
             cooperative: false,
+            dependent: false,
         };
         let mut draw = ChaCha8Rng::seed_from_u64(args.seed);
         for launch in 0..launches {
@@ -299,6 +300,7 @@ impl<'a> Bench<'a> {
                     block: part.threads,
                     shared_bytes: 0,
                     cooperative: false,
+                    dependent: false,
                 };
                 for kernel in &kernels[device][role] {
                     // SAFETY: as above, for `KERNEL_PARAMS`; the memory is this device's mapping of it.

@@ -98,7 +98,7 @@ fn compare(device: &Arc<dyn Device>, path: &Path, found: &mut Differences) -> Fa
     let kernel = Module::load(device, &ptx)?.kernel("fuzz", 0)?;
     source.write(&stream, 0, &input)?;
     target.write(&stream, 0, &vec![0; recorded.len()])?;
-    let config = LaunchConfig { grid, block, shared_bytes: 0, cooperative: false };
+    let config = LaunchConfig { grid, block, shared_bytes: 0, cooperative: false, dependent: false };
     // SAFETY: the kernel ends before the memory goes, at the read below; it stays inside of the two buffers, as the
     // virtual GPU, which checks that, has found.
     unsafe {
