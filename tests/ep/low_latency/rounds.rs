@@ -21,12 +21,12 @@ fn cases(rounds: u32) -> [LowLatencyCase; 3] {
 
 #[test]
 fn many_pairs_without_the_host() {
-    cases(tier::pick(12, 1000)).iter().for_each(LowLatencyCase::check_chained);
+    cases(tier::pick(8, 1000)).iter().for_each(LowLatencyCase::check_chained);
 }
 
 #[test]
 fn calls_in_halves() {
-    for case in cases(tier::pick(4, 200)) {
+    for case in cases(tier::pick(3, 200)) {
         LowLatencyCase { halves: true, ..case.clone() }.check_chained();
         LowLatencyCase { rounds: 7, halves: true, places: 2, unanswered: 3, ..case }.check_replayed(5);
     }
@@ -42,7 +42,7 @@ fn several_places_in_turn() {
 
 #[test]
 fn dispatches_that_no_combine_answers() {
-    for case in cases(tier::pick(6, 12)) {
+    for case in cases(tier::pick(4, 12)) {
         LowLatencyCase { unanswered: 2, ..case.clone() }.check();
         LowLatencyCase { unanswered: 1, ..case.clone() }.check();
         LowLatencyCase { rounds: tier::pick(6, 100), unanswered: 3, places: 2, ..case }.check_chained();

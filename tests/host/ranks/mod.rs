@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use self::common::{PATIENCE, hurried, processes, sum_of_ranks, threads};
 use epoxide::group::launch::RankExit;
 use epoxide::{Error, Result};
-use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, SkipCode};
+use epoxide_testing::ranks::{Context, End, Failed, Kind, Outcome, RankReport, Run, SkipCode};
 
 /// What is known of a rank.
 fn of(failed: &Failed, rank: u32) -> &RankReport {
@@ -100,33 +100,40 @@ fn hangs_here() {
 }
 
 #[test]
-fn a_hang_is_reported_with_backtraces_and_operations() {
-    for run in [processes(3), threads(3)] {
-        let failed = hurried(run, Duration::from_secs(3)).try_test("hangs", |ctx| {
-            let group = ctx.group()?;
-            match ctx.rank() {
-                0 => group.barrier(PATIENCE),
-                1 => {
-                    ctx.doing("hanging");
-                    hangs_here();
-                    Ok(())
-                }
-                _ => Ok(()),
+fn a_hang_of_a_process_is_reported_with_backtraces_and_operations() {
+    hang(processes(3));
+}
+
+#[test]
+fn a_hang_of_a_thread_is_reported_with_backtraces_and_operations() {
+    hang(threads(3));
+}
+
+fn hang(run: Run) {
+    let failed = hurried(run, Duration::from_secs(3)).try_test("hangs", |ctx| {
+        let group = ctx.group()?;
+        match ctx.rank() {
+            0 => group.barrier(PATIENCE),
+            1 => {
+                ctx.doing("hanging");
+                hangs_here();
+                Ok(())
             }
-        });
-        let failed = failed.unwrap_err();
-        assert_eq!(failed.kind, Kind::TimedOut);
-        assert!(failed.summary.contains("rank 0, 1 not through after 3s"), "{failed}");
-        let trace = |rank| match &of(&failed, rank).end {
-            End::Unfinished { trace } => trace.clone(),
-            other => panic!("{other}"),
-        };
-        assert_eq!(of(&failed, 1).operation, "hanging");
-        assert!(trace(1).contains("hangs_here") && trace(1).contains("<- the rank"), "{}", trace(1));
-        assert_eq!(of(&failed, 0).operation, "barrier (call 1 of the group)");
-        assert!(trace(0).contains("barrier"), "{}", trace(0));
-        assert_eq!(of(&failed, 2).end, End::Passed);
-    }
+            _ => Ok(()),
+        }
+    });
+    let failed = failed.unwrap_err();
+    assert_eq!(failed.kind, Kind::TimedOut);
+    assert!(failed.summary.contains("rank 0, 1 not through after 3s"), "{failed}");
+    let trace = |rank| match &of(&failed, rank).end {
+        End::Unfinished { trace } => trace.clone(),
+        other => panic!("{other}"),
+    };
+    assert_eq!(of(&failed, 1).operation, "hanging");
+    assert!(trace(1).contains("hangs_here") && trace(1).contains("<- the rank"), "{}", trace(1));
+    assert_eq!(of(&failed, 0).operation, "barrier (call 1 of the group)");
+    assert!(trace(0).contains("barrier"), "{}", trace(0));
+    assert_eq!(of(&failed, 2).end, End::Passed);
 }
 
 #[test]
