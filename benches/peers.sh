@@ -3,8 +3,8 @@
 # fetched at the version below and built. Its own benchmark then runs on the shapes of that page, or
 # the shortest driver of its interface does. The result is a table.
 #
-# Not run yet as a whole: no machine with two GPUs and a network was there. Every peer is written
-# against the version that its variable names.
+# `nccl` ran on two H100 on 2026-11-25. The others have not run as a whole: no machine with two GPUs
+# and a network was there. Each is written against the version that its variable names.
 #
 # The peers, and what their times hold:
 #   nccl        NCCL's collectives, by `epoxide bench --baseline nccl`: medians of the slowest
