@@ -196,8 +196,8 @@ impl Device for FailingDevice {
         self.inner.time()
     }
 
-    fn make_progress(&self) {
-        self.inner.make_progress();
+    fn make_progress(&self) -> bool {
+        self.inner.make_progress()
     }
 
     fn stream_is_capturing(&self, stream: u64) -> Result<bool> {

@@ -222,10 +222,11 @@ pub trait Device: Send + Sync + Debug {
     }
 
     /// Called in every host-side polling loop. Gives the processor away; on a virtual GPU that is driven by hand it
-    /// also runs device work.
+    /// also runs device work, and tells whether there was some.
     #[doc(hidden)]
-    fn make_progress(&self) {
+    fn make_progress(&self) -> bool {
         std::thread::yield_now();
+        false
     }
 
     /// True while the stream is being captured.

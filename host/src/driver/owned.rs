@@ -502,10 +502,10 @@ pub(crate) fn poll(
     };
     let poller = Poller::new(time.as_ref());
     while !is_done()? {
-        if elapsed() > timeout {
-            return Ok(false);
+        // Work that the host runs itself takes as long as it takes, however busy the machine is.
+        if !device.make_progress() && elapsed() > timeout {
+            return is_done();
         }
-        device.make_progress();
         poller.pause();
     }
     Ok(true)

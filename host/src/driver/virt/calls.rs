@@ -420,13 +420,14 @@ impl Device for VirtualGpu {
         self.time.clone()
     }
 
-    fn make_progress(&self) {
+    fn make_progress(&self) -> bool {
         match &self.runner {
-            Runner::Machine(machine) if machine.drive(PROGRESS_SLICE) == Drive::Ran => {}
+            Runner::Machine(machine) if machine.drive(PROGRESS_SLICE) == Drive::Ran => return true,
             // With a clock of the ranks, `Poller::pause` sleeps.
             Runner::Thread(_) if self.time.is_none() => std::thread::sleep(NAP),
             _ => std::thread::yield_now(),
         }
+        false
     }
 
     fn stream_is_capturing(&self, stream: u64) -> Result<bool> {

@@ -269,6 +269,19 @@ fn calls_return_before_the_work_is_done() {
     });
 }
 
+/// A deadline is about work that does not end, not about a machine that has no time for the host.
+#[test]
+fn a_wait_goes_on_while_the_host_runs_the_work() {
+    let rig = Rig::manual(&Machine::new(7));
+    let memory = rig.alloc(400, MemoryKind::Device);
+    let event = rig.event();
+    for _ in 0..30 {
+        rig.add_one(&rig.stream, memory.ptr(), 100);
+    }
+    event.record(&rig.stream).unwrap();
+    assert!(event.wait_timeout(Duration::ZERO).unwrap());
+}
+
 #[test]
 fn streams_run_concurrently() {
     on_both(|rig| {
