@@ -8,6 +8,7 @@ use epoxide::ep::{CachedDispatchRequest, CombineRequest, DType, DispatchHandle, 
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result, Scope};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, run_ranks};
+use epoxide_testing::tier;
 
 use crate::failing::{FailingDevice, REFUSAL};
 use crate::spread::{Spread, in_every_spread};
@@ -120,12 +121,13 @@ fn spreads(spread: Spread) -> Vec<(u32, Option<Nodes>)> {
     let nodes = |ranks_per_node, transport| Some(Nodes { ranks_per_node, transport, queues: 2 });
     match spread {
         Spread::OneNode => vec![(2, None), (3, None)],
-        Spread::SeveralNodes => vec![
+        Spread::SeveralNodes => tier::sample([
             (2, nodes(1, TransportKind::Direct)),
             (2, nodes(1, TransportKind::Shm)),
             (4, nodes(2, TransportKind::Direct)),
             (4, nodes(2, TransportKind::Shm)),
-        ],
+        ])
+        .collect(),
     }
 }
 

@@ -11,6 +11,7 @@ use epoxide::ep::{
 use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{Nodes, PATIENCE, Rank, Setup, assert_names, now, run_ranks};
+use epoxide_testing::tier;
 
 use crate::gate::Gate;
 use crate::spread::{Spread, in_every_spread};
@@ -51,14 +52,15 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// With all that can be between nodes.
+    /// With all that can be between nodes; in the default tier without shared memory, whose proxies
+    /// are those of TCP.
     fn all(spread: Spread) -> Vec<Ranks> {
-        match spread {
-            Spread::OneNode => vec![Ranks { transport: None }],
-            Spread::SeveralNodes => [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp]
-                .map(|transport| Ranks { transport: Some(transport) })
-                .to_vec(),
-        }
+        use TransportKind::{Direct, Shm, Tcp};
+        let between = match spread {
+            Spread::OneNode => return vec![Ranks { transport: None }],
+            Spread::SeveralNodes => tier::pick(vec![Direct, Tcp], vec![Direct, Shm, Tcp]),
+        };
+        between.into_iter().map(|transport| Ranks { transport: Some(transport) }).collect()
     }
 
     /// On one node.

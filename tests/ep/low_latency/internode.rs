@@ -9,6 +9,7 @@ use epoxide::transport::TransportKind;
 use epoxide_testing::harness::{Nodes, PATIENCE, run_ranks};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
+use epoxide_testing::tier;
 
 use crate::shapes::routing;
 
@@ -40,7 +41,7 @@ fn quantised_either_way() {
 #[test]
 fn many_ranks() {
     // More than fit in one node, and as many as there may be.
-    for (ranks, ranks_per_node) in [(12, 4), (16, 8), (32, 8), (32, 1)] {
+    for (ranks, ranks_per_node) in tier::sample([(12, 4), (16, 8), (32, 8), (32, 1)]) {
         let tokens: Vec<u32> = (0..ranks).map(|rank| rank % 4).collect();
         let case = LowLatencyCase::new(routing(&tokens, 5, 2 * ranks, Style::WithHoles), 16);
         LowLatencyCase { nodes: nodes(ranks_per_node, TransportKind::Direct), sm_count: 1, ..case }.check();
