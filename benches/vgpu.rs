@@ -197,7 +197,7 @@ fn pool_layout() -> PoolLayout {
 impl Exchange {
     fn new(checked: bool) -> Result<Self> {
         let names = [DispatchLayout::INFO, Notify::INFO, Dispatch::INFO, CombineBf16::INFO].map(|k| k.name);
-        let module = Module::parse(&epoxide_gpu::CutPtx::shipped().only(&names))?;
+        let module = Module::parse(&epoxide_gpu::shipped().only(&names))?;
         let memory = memory(checked);
         let pool = pool_layout();
         let pools = (0..RANKS)

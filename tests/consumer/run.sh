@@ -11,7 +11,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 # Crates that may be compiled, the consumer itself included.
 most=39
 # What is published, in this order.
-packages=(epoxide-macros epoxide-gpu epoxide-vgpu epoxide)
+packages=(epoxide-macros epoxide-simt epoxide-gpu epoxide-vgpu epoxide)
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -25,7 +25,7 @@ fn features(ws: &Workspace, selection: &[&str]) -> BTreeMap<String, BTreeSet<Str
 
 #[test]
 fn commands_share_one_build_of_every_crate() {
-    let ws = Workspace::find().unwrap();
+    let ws = crate::repository::find().unwrap();
     let build = ["--edges", "normal,build"];
     let of_command = features(&ws, &[&["--package", "epoxide-cli"], &build[..]].concat());
     let mut of_tests = features(&ws, &["--workspace", "--edges", "normal,build,dev"]);

@@ -5,44 +5,30 @@
 
 #![forbid(unsafe_code)]
 
-mod backend;
-mod build;
-mod check;
 mod coverage;
-mod debs;
 mod deny;
-mod doctor;
 #[cfg(test)]
 mod features;
 mod flaky;
 mod fuzz;
-mod header;
-mod job;
-mod lint;
-mod manifest;
-mod metadata;
 mod mutate;
-mod nvvm;
-mod postprocess;
-mod ptx;
-mod ptxas;
 // Without its feature, the command starts xtask again with it, and only tests call the rest.
 #[cfg_attr(not(feature = "public-api"), allow(dead_code))]
 mod public_api;
 mod rdma_vm;
-mod sources;
-mod toolchain;
-mod wheel;
-mod workspace;
+mod repository;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 
-use backend::{Arch, Backend};
-use workspace::Workspace;
+use epoxide_build_ptx::backend::{Arch, Backend};
+use epoxide_build_ptx::command::BuildPtx;
+use epoxide_build_ptx::job::Job;
+use epoxide_build_ptx::kernels::Kernels;
+use epoxide_build_ptx::{doctor, lint, nvvm, ptxas, wheel, workspace};
 
 /// Exit code where a part that this command cannot fetch by itself is missing from the machine.
 const EXIT_MISSING_PARTS: u8 = 2;
@@ -58,7 +44,7 @@ struct Cli {
 enum Command {
     /// Compile the kernels in gpu/ to PTX, or check the committed PTX
     BuildPtx(BuildPtx),
-    /// Lint a PTX file against the kernel manifest
+    /// Lint a PTX file
     PtxLint {
         /// The PTX file; the committed one by default
         file: Option<PathBuf>,
@@ -109,30 +95,8 @@ enum Command {
     Doctor,
 }
 
-#[derive(Args)]
-struct BuildPtx {
-    /// The compiler back end: rustc's own nvptx64 target, or Rust-CUDA's rustc_codegen_nvvm
-    #[arg(long, value_enum, default_value_t = Backend::InTree)]
-    backend: Backend,
-    /// The GPU architecture
-    #[arg(long, default_value = "sm_90")]
-    arch: Arch,
-    /// Check that the committed PTX is what the sources give; write nothing
-    #[arg(long, conflicts_with = "print_command")]
-    check: bool,
-    /// Fetch ptxas first where this machine has none
-    #[arg(long)]
-    fetch_ptxas: bool,
-    /// Where to write the PTX, or with --check, the file to check [default: gpu/ptx/epoxide.ARCH.ptx; of nvvm target/ptx/epoxide.ARCH.nvvm.ptx]
-    #[arg(long, value_name = "FILE")]
-    out: Option<PathBuf>,
-    /// Fetch first what the nvvm back end lacks
-    #[arg(long)]
-    fetch_nvvm: bool,
-    /// Print the compiler's command line and stop
-    #[arg(long)]
-    print_command: bool,
-}
+/// How this repository builds PTX.
+const BUILD: &str = "cargo xtask build-ptx";
 
 fn main() -> ExitCode {
     match run(Cli::parse().command) {
@@ -148,24 +112,16 @@ fn main() -> ExitCode {
 }
 
 fn run(command: Command) -> Result<ExitCode> {
-    let ws = Workspace::find()?;
+    let ws = repository::find()?;
+    let job = |backend, arch, file| {
+        Job::of_file(&ws, Kernels::find(&ws, None, &ws.root)?, BUILD, backend, arch, file)
+    };
     match command {
-        Command::BuildPtx(args) => {
-            if args.fetch_ptxas {
-                ptxas::find_or_fetch(&ws)?;
-            }
-            if args.fetch_nvvm {
-                nvvm::fetch(&ws)?;
-            }
-            let job = job::Job::new(&ws, args.backend, args.arch, args.out);
-            match (args.print_command, args.check) {
-                (true, _) => build::print_command(&ws, &job),
-                (_, true) => check::run(&ws, &job),
-                _ => build::run(&ws, &job),
-            }
+        Command::BuildPtx(options) => {
+            options.run(&ws, BUILD, &|ws, job, file| repository::test_file(ws, job, file, &[]))
         }
         Command::PtxLint { file, backend, arch } => {
-            let job = job::Job::of_file(&ws, backend, arch, file)?;
+            let job = job(backend, arch, file)?;
             let text = workspace::read(&job.out)?;
             lint::lint_file(&ws, &job, &job.out, &text)
         }
@@ -174,8 +130,8 @@ fn run(command: Command) -> Result<ExitCode> {
             Ok(())
         }
         Command::PtxTest { file, backend, arch, selection } => {
-            let job = job::Job::of_file(&ws, backend, arch, file)?;
-            check::test_file(&ws, &job, &job.out, &selection)
+            let job = job(backend, arch, file)?;
+            repository::test_file(&ws, &job, &job.out, &selection)
         }
         Command::FetchNvvm => nvvm::fetch(&ws),
         Command::PtxFuzz(options) => fuzz::run(&options),
@@ -186,7 +142,12 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Flaky(options) => return flaky::run(&ws, &options),
         Command::Spin => flaky::spin(),
         Command::Deny => deny::run(&ws),
-        Command::Doctor => doctor::run(&ws),
+        Command::Doctor => {
+            println!(
+                "Building epoxide needs none of this: the PTX is committed. Changing the kernels does.\n"
+            );
+            doctor::run(&ws)
+        }
     }
     .map(|()| ExitCode::SUCCESS)
 }

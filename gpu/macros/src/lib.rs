@@ -1,32 +1,52 @@
-//! `#[kernel]`: both sides of a kernel from one signature.
+//! `#[kernel]`: both sides of a kernel from one signature. `#[kernel_args]` and `#[device]` make the
+//! structs that kernels take and the functions that kernels call.
+//!
+//! The crate `epoxide-simt` exports all of them, and documents them with examples. What they write
+//! are paths of that crate from its root (`::epoxide_simt::..`), so any crate that depends on it can
+//! use them, in any module.
 //!
 //! ```text
 //! /// What it does.
-//! #[kernel(threads = 256, requires(len >= 1))]
-//! pub unsafe fn add_bias(data: DevicePtr, len: u32, bias: u32) { .. }
+//! #[kernel(threads = 256, grid = len.div_ceil(256), block = 256, requires(len >= 1))]
+//! pub unsafe fn add_bias(data: Global<u32>, len: u32, bias: u32) { .. }
 //! ```
 //!
-//! On the device this is the PTX entry `add_bias`. On the host it is a type `AddBias` that implements
-//! `epoxide_gpu::kernels::Entry`: its `INFO` goes into the manifest that `cargo xtask build-ptx` checks the PTX
-//! against, and `AddBias::call(data, len, bias)` checks every `requires` clause and gives a call that only fits this kernel.
+//! On the device this is the PTX entry `add_bias`, with a line that describes it. On the host it is a
+//! type `AddBias` that implements `epoxide_simt::launch::Entry`. `AddBias::call(data, len, bias)` checks
+//! every `requires` clause and returns a call that only fits this kernel.
 //!
-//! A kernel of one parameter takes it as it is, a `#[repr(C)]` struct that is `Pod`: several kernels can share one so. Of several parameters,
-//! which are `DevicePtr` or numbers of 4 or 8 bytes, the attribute makes such a struct.
+//! A kernel of one parameter takes it as it is: a struct of `#[kernel_args]`, which several kernels can
+//! share. Of several parameters, which are `DevicePtr`, `Global<T>` or numbers of 4 or 8 bytes, the
+//! attribute makes such a struct.
 
 #![forbid(unsafe_code)]
 
 use proc_macro::TokenStream;
+use proc_macro2::TokenTree;
 use quote::{format_ident, quote};
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
-use syn::{BinOp, Expr, FnArg, Ident, ItemFn, LitInt, Pat, Token, Type, parenthesized, parse_macro_input};
+use syn::{
+    BinOp, Expr, Fields, FnArg, Ident, ItemFn, ItemStruct, LitStr, Pat, Token, Type, parenthesized,
+    parse_macro_input, parse_quote,
+};
 
-/// The attribute's arguments.
+/// What `#[kernel]` may say.
+const KEYS: &str = "expected threads, min_blocks, barriers, registers, traps, local_memory, grid, block, shared, \
+                    dependent or requires(..)";
+
+/// The attribute's arguments. Numbers are expressions, so that they can be constants with a name.
 struct Contract {
-    threads: u32,
-    min_blocks: u32,
-    barriers: u32,
-    registers: u32,
+    threads: Option<Expr>,
+    min_blocks: Expr,
+    barriers: Expr,
+    registers: Expr,
+    traps: Expr,
+    local_memory: Option<LitStr>,
+    /// The shape of a launch, in terms of the arguments.
+    grid: Option<Expr>,
+    block: Option<Expr>,
+    shared: Option<Expr>,
     dependent: bool,
     requires: Vec<Expr>,
 }
@@ -34,57 +54,135 @@ struct Contract {
 impl Parse for Contract {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         let mut contract = Contract {
-            threads: 0,
-            min_blocks: 1,
-            barriers: 0,
-            registers: 255,
+            threads: None,
+            min_blocks: parse_quote!(1),
+            barriers: parse_quote!(0),
+            registers: parse_quote!(255),
+            traps: parse_quote!(0),
+            local_memory: None,
+            grid: None,
+            block: None,
+            shared: None,
             dependent: false,
             requires: Vec::new(),
         };
         while !input.is_empty() {
             let key: Ident = input.parse()?;
-            if key == "requires" {
-                let clauses;
-                parenthesized!(clauses in input);
-                contract.requires =
-                    Punctuated::<Expr, Token![,]>::parse_terminated(&clauses)?.into_iter().collect();
-            } else if key == "dependent" {
-                contract.dependent = true;
-            } else {
-                input.parse::<Token![=]>()?;
-                let value = input.parse::<LitInt>()?.base10_parse()?;
-                match key.to_string().as_str() {
-                    "threads" => contract.threads = value,
-                    "min_blocks" => contract.min_blocks = value,
-                    "barriers" => contract.barriers = value,
-                    "registers" => contract.registers = value,
-                    _ => {
-                        let text =
-                            "expected threads, min_blocks, barriers, registers, dependent or requires(..)";
-                        return Err(syn::Error::new(key.span(), text));
+            let name = key.to_string();
+            match name.as_str() {
+                "requires" => {
+                    let clauses;
+                    parenthesized!(clauses in input);
+                    contract.requires =
+                        Punctuated::<Expr, Token![,]>::parse_terminated(&clauses)?.into_iter().collect();
+                }
+                "dependent" => contract.dependent = true,
+                "threads" | "min_blocks" | "barriers" | "registers" | "traps" | "local_memory" | "grid"
+                | "block" | "shared" => {
+                    input.parse::<Token![=]>()?;
+                    match name.as_str() {
+                        "threads" => contract.threads = Some(input.parse()?),
+                        "min_blocks" => contract.min_blocks = input.parse()?,
+                        "barriers" => contract.barriers = input.parse()?,
+                        "registers" => contract.registers = input.parse()?,
+                        "traps" => contract.traps = input.parse()?,
+                        "local_memory" => contract.local_memory = Some(input.parse()?),
+                        "grid" => contract.grid = Some(input.parse()?),
+                        "block" => contract.block = Some(input.parse()?),
+                        _ => contract.shared = Some(input.parse()?),
                     }
                 }
+                _ => return Err(syn::Error::new(key.span(), KEYS)),
             }
             if !input.is_empty() {
                 input.parse::<Token![,]>()?;
             }
         }
-        if contract.threads == 0 {
-            return Err(input.error("a kernel names its most threads per block: threads = N"));
-        }
         Ok(contract)
     }
 }
 
-/// Writes the PTX entry and the host's launcher. See the crate's documentation.
+/// Writes the PTX entry and the host's launcher of an `unsafe fn`.
+///
+/// | in the attribute | says | default |
+/// |---|---|---|
+/// | `threads = N` | the most threads of a block (`.maxntid`) | must be there |
+/// | `grid = ..`, `block = ..`, `shared = ..` | the shape of a launch: blocks, threads of a block, bytes of dynamic shared memory of a block; `u32` expressions of the parameters | the caller chooses |
+/// | `requires(..)` | clauses over the parameters: checked before every launch, and assumed by the compiler | none |
+/// | `barriers = N` | block barriers (`barrier.sync`, `barrier.red`) in the finished PTX | 0 |
+/// | `registers = N` | the most registers of a thread | 255 |
+/// | `min_blocks = N` | blocks that must fit on one multiprocessor (`.minnctapersm`) | 1 |
+/// | `dependent` | the first thing the kernel does is `griddepcontrol.wait` | it is not |
+/// | `traps = N` | `trap` instructions that may be there | 0 |
+/// | `local_memory = "why"` | the kernel may keep variables in local memory | it may not |
 #[proc_macro_attribute]
 pub fn kernel(attr: TokenStream, item: TokenStream) -> TokenStream {
+    let attribute = proc_macro2::TokenStream::from(attr.clone());
     let contract = parse_macro_input!(attr as Contract);
     let function = parse_macro_input!(item as ItemFn);
-    expand(contract, function).unwrap_or_else(syn::Error::into_compile_error).into()
+    expand(attribute, contract, function).unwrap_or_else(syn::Error::into_compile_error).into()
 }
 
-fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::TokenStream> {
+/// Makes a struct that a kernel can take as its only parameter: `#[repr(C)]`, plain data, no padding.
+#[proc_macro_attribute]
+pub fn kernel_args(attr: TokenStream, item: TokenStream) -> TokenStream {
+    if !attr.is_empty() {
+        let error =
+            syn::Error::new_spanned(proc_macro2::TokenStream::from(attr), "kernel_args takes nothing");
+        return error.into_compile_error().into();
+    }
+    let item = parse_macro_input!(item as ItemStruct);
+    if !matches!(item.fields, Fields::Named(_)) {
+        return syn::Error::new_spanned(item, "name the fields").into_compile_error().into();
+    }
+    let plain = plain_data();
+    quote!(#plain #item).into()
+}
+
+/// Makes a function that kernels call: always inlined, since PTX of the builder has no functions. The
+/// body of an `unsafe fn` may do unsafe things without another block.
+#[proc_macro_attribute]
+pub fn device(attr: TokenStream, item: TokenStream) -> TokenStream {
+    if !attr.is_empty() {
+        let error = syn::Error::new_spanned(proc_macro2::TokenStream::from(attr), "device takes nothing");
+        return error.into_compile_error().into();
+    }
+    let ItemFn { attrs, vis, sig, block } = parse_macro_input!(item as ItemFn);
+    let body = match sig.unsafety {
+        // SAFETY, in what it writes: the function's own safety section is the contract.
+        Some(_) => quote!({
+            #[allow(unused_unsafe)]
+            // SAFETY: the caller upholds what the function's documentation asks for.
+            unsafe #block
+        }),
+        None => quote!(#block),
+    };
+    quote! {
+        #(#attrs)*
+        #[cfg_attr(not(target_arch = "nvptx64"), allow(dead_code))]
+        #[inline(always)]
+        #vis #sig #body
+    }
+    .into()
+}
+
+/// Attributes that make a struct plain data for host and device.
+fn plain_data() -> proc_macro2::TokenStream {
+    quote! {
+        #[derive(
+            Clone, Copy, Debug,
+            ::epoxide_simt::__private::bytemuck::Pod, ::epoxide_simt::__private::bytemuck::Zeroable,
+        )]
+        #[bytemuck(crate = "::epoxide_simt::__private::bytemuck")]
+        #[repr(C)]
+    }
+}
+
+fn expand(
+    attribute: proc_macro2::TokenStream,
+    contract: Contract,
+    function: ItemFn,
+) -> syn::Result<proc_macro2::TokenStream> {
     let docs: Vec<_> = function.attrs.iter().filter(|a| a.path().is_ident("doc")).collect();
     let name = &function.sig.ident;
     let (body_name, type_name) =
@@ -97,6 +195,9 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
             "a kernel trusts its addresses: write `unsafe fn`",
         ));
     }
+    let Some(threads) = &contract.threads else {
+        return Err(syn::Error::new_spanned(name, "a kernel names its most threads per block: threads = N"));
+    };
     let Arguments { arg, arg_type, declaration, names } =
         arguments(&parameters, &type_name, &function.sig.inputs)?;
     let types: Vec<_> = match &names[..] {
@@ -106,7 +207,10 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
     // What a call takes, and how the argument struct is made of it: what is reserved is zero.
     let (taken, made): (Vec<_>, _) = match &names[..] {
         [] => (vec![&arg], quote!(#arg)),
-        names => (names.to_vec(), quote!(#arg_type { #(#names,)* ..bytemuck::Zeroable::zeroed() })),
+        names => (
+            names.to_vec(),
+            quote!(#arg_type { #(#names,)* ..::epoxide_simt::__private::bytemuck::Zeroable::zeroed() }),
+        ),
     };
     let unpacked = if names.is_empty() { quote!() } else { quote!(let #arg_type { #(#names,)* .. } = #arg;) };
     let looked_at: Vec<&Ident> = taken.clone();
@@ -116,16 +220,45 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         let values = values_of(clause, &looked_at);
         quote! {
             if !(#clause) {
-                return Err(crate::kernels::ContractError { kernel: stringify!(#name), clause: #text, values: #values });
+                return ::core::result::Result::Err(::epoxide_simt::launch::ContractError {
+                    kernel: stringify!(#name), clause: #text, values: #values,
+                });
             }
         }
     });
     // The host has checked every clause before the launch, so the device may build on them: divisions by a clause's
     // non-zero value, for one, need no trap.
     let assumptions = &contract.requires;
-    let Contract { threads, min_blocks, barriers, registers, dependent, .. } = contract;
+    let source = source_hash([
+        attribute,
+        quote!(#name),
+        {
+            let sig = &function.sig;
+            quote!(#sig)
+        },
+        quote!(#block),
+    ]);
+    let Contract { min_blocks, barriers, registers, traps, local_memory, dependent, .. } = &contract;
+    let named = [&contract.grid, &contract.block, &contract.shared].map(|of| match of {
+        Some(expression) => quote!(::core::option::Option::Some(#expression)),
+        None => quote!(::core::option::Option::None),
+    });
+    let [grid, block_threads, shared_bytes] = named;
     // In front of everything else, so that a launch may count on it.
-    let wait = dependent.then(|| quote! { crate::simt::griddepcontrol_wait(); });
+    let wait = dependent.then(|| quote! { ::epoxide_simt::griddepcontrol_wait(); });
+    let allowed = match local_memory {
+        Some(why) => quote!(::core::option::Option::Some(#why)),
+        None => quote!(::core::option::Option::None),
+    };
+    // A comment at module scope of the PTX, whose values are constants of the kernel's crate.
+    let template =
+        description(&name.to_string(), &arg.to_string(), *dependent, source, local_memory.as_ref());
+    let describe = quote! {
+        ::core::arch::global_asm!(
+            #template, const #threads, const #min_blocks, const #barriers, const #registers, const #traps,
+            const ::core::mem::size_of::<#arg_type>(), const ::core::mem::align_of::<#arg_type>()
+        );
+    };
 
     Ok(quote! {
         #declaration
@@ -142,24 +275,30 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
             unsafe {
                 #wait
                 #unpacked
-                #(core::hint::assert_unchecked(#assumptions);)*
+                #(::core::hint::assert_unchecked(#assumptions);)*
                 #block
             }
         }
 
-        // The entry's ABI is the one thing that differs between the two backends.
-        #[cfg(all(target_arch = "nvptx64", not(epoxide_backend = "nvvm")))]
-        #[unsafe(no_mangle)]
-        unsafe extern "ptx-kernel" fn #name(#arg: #arg_type) {
-            // SAFETY: the launcher vouches for the addresses.
-            unsafe { #body_name(#arg) }
-        }
-        #[cfg(all(target_arch = "nvptx64", epoxide_backend = "nvvm"))]
-        #[unsafe(no_mangle)]
-        #[nvvm_internal::kernel()]
-        unsafe extern "C" fn #name(#arg: #arg_type) {
-            // SAFETY: the launcher vouches for the addresses.
-            unsafe { #body_name(#arg) }
+        // Nothing on the host. epoxide-simt knows which of the two is for the back end that compiles.
+        ::epoxide_simt::__entry! {
+            {
+                #describe
+                #[unsafe(no_mangle)]
+                unsafe extern "ptx-kernel" fn #name(#arg: #arg_type) {
+                    // SAFETY: the launcher vouches for the addresses.
+                    unsafe { #body_name(#arg) }
+                }
+            }
+            {
+                #describe
+                #[unsafe(no_mangle)]
+                #[nvvm_internal::kernel()]
+                unsafe extern "C" fn #name(#arg: #arg_type) {
+                    // SAFETY: the launcher vouches for the addresses.
+                    unsafe { #body_name(#arg) }
+                }
+            }
         }
 
         #(#docs)*
@@ -167,42 +306,95 @@ fn expand(contract: Contract, function: ItemFn) -> syn::Result<proc_macro2::Toke
         #[derive(Clone, Copy, Debug)]
         pub struct #type_name;
 
+        // SAFETY: the entry above takes this struct, and `call` below is what makes calls.
         #[cfg(not(target_arch = "nvptx64"))]
-        impl crate::kernels::Entry for #type_name {
+        unsafe impl ::epoxide_simt::launch::Entry for #type_name {
             type Args = #arg_type;
-            const INFO: crate::kernels::KernelInfo = crate::kernels::KernelInfo {
+            const INFO: ::epoxide_simt::launch::KernelInfo = ::epoxide_simt::launch::KernelInfo {
                 name: stringify!(#name),
-                params: &[crate::kernels::ParamLayout {
+                params: &[::epoxide_simt::launch::ParamLayout {
                     name: stringify!(#arg),
-                    size: size_of::<#arg_type>(),
-                    align: align_of::<#arg_type>(),
+                    size: ::core::mem::size_of::<#arg_type>(),
+                    align: ::core::mem::align_of::<#arg_type>(),
                 }],
                 max_threads: #threads,
                 min_blocks_per_sm: #min_blocks,
                 barriers: #barriers,
                 max_registers: #registers,
                 dependent: #dependent,
-                local_depot_allowed: None,
-                traps_allowed: 0,
+                local_depot_allowed: #allowed,
+                traps_allowed: #traps,
+                source: #source,
             };
         }
 
         #[cfg(not(target_arch = "nvptx64"))]
         impl #type_name {
             /// What its PTX must look like.
-            pub const INFO: crate::kernels::KernelInfo = <Self as crate::kernels::Entry>::INFO;
+            pub const INFO: ::epoxide_simt::launch::KernelInfo =
+                <Self as ::epoxide_simt::launch::Entry>::INFO;
 
             /// Checks the clauses, and gives the call for a launch.
             ///
             /// # Errors
             /// The clause that does not hold, with the values it looks at.
             #[allow(clippy::too_many_arguments)]
-            pub fn call(#(#taken: #types),*) -> Result<crate::kernels::Call<Self>, crate::kernels::ContractError> {
+            pub fn call(
+                #(#taken: #types),*
+            ) -> ::core::result::Result<
+                ::epoxide_simt::launch::Call<Self>, ::epoxide_simt::launch::ContractError,
+            > {
                 #(#checks)*
-                Ok(crate::kernels::Call::new(#made))
+                let named = ::epoxide_simt::launch::Named {
+                    grid: #grid, block: #block_threads, shared_bytes: #shared_bytes,
+                };
+                // SAFETY: every clause has been checked.
+                ::core::result::Result::Ok(unsafe { ::epoxide_simt::launch::Call::checked(#made, named) })
             }
         }
     })
+}
+
+/// The line that describes a kernel, as a template whose values are constants of the kernel's crate. On
+/// the host, `KernelInfo` prints the same line.
+fn description(name: &str, arg: &str, dependent: bool, source: u64, local: Option<&LitStr>) -> String {
+    let local = local.map_or(String::new(), |why| {
+        format!(" local={}", why.value().replace('{', "{{").replace('}', "}}").replace('\n', " "))
+    });
+    format!(
+        "// kernel {name}: threads={{}} min_blocks={{}} barriers={{}} registers={{}} traps={{}} dependent={} \
+         source={source:016x} params={arg}:{{}}:{{}}{local}",
+        u32::from(dependent)
+    )
+}
+
+/// A hash (FNV-1a) of tokens that no white space and no comment changes.
+fn source_hash(parts: [proc_macro2::TokenStream; 4]) -> u64 {
+    fn absorb(hash: &mut u64, text: &str) {
+        for byte in text.bytes().chain([0]) {
+            *hash = (*hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+    fn walk(hash: &mut u64, tokens: proc_macro2::TokenStream) {
+        for token in tokens {
+            match token {
+                TokenTree::Group(group) => {
+                    absorb(hash, &format!("{:?}", group.delimiter()));
+                    walk(hash, group.stream());
+                    absorb(hash, "end");
+                }
+                TokenTree::Punct(punct) => absorb(hash, &punct.as_char().to_string()),
+                TokenTree::Ident(ident) => absorb(hash, &ident.to_string()),
+                TokenTree::Literal(literal) => absorb(hash, &literal.to_string()),
+            }
+        }
+    }
+    let mut hash = 0xcbf2_9ce4_8422_2325;
+    for part in parts {
+        walk(&mut hash, part);
+        absorb(&mut hash, "part");
+    }
+    hash
 }
 
 /// A parameter's name and type.
@@ -247,15 +439,14 @@ fn arguments<'f>(
             let fields = of_size(8).chain(of_size(4)).map(|(name, of)| quote!(#name: #of));
             let odd = of_size(8).next().is_some() && of_size(4).count() % 2 == 1;
             let reserved = odd.then(|| quote!(reserved: u32,));
-            let text = format!("Arguments of `{type_name}`.");
+            let (text, plain) = (format!("Arguments of `{type_name}`."), plain_data());
             Ok(Arguments {
                 arg: format_ident!("args"),
                 arg_type: syn::parse_quote!(#struct_name),
                 declaration: quote! {
                     #[doc = #text]
                     #[doc(hidden)]
-                    #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
-                    #[repr(C)]
+                    #plain
                     pub struct #struct_name { #(#fields,)* #reserved }
                 },
                 names: several.iter().map(|(name, _)| *name).collect(),
@@ -271,11 +462,11 @@ fn size_of_type(of: &Type) -> syn::Result<usize> {
         _ => None,
     };
     match name.as_deref() {
-        Some("DevicePtr" | "u64" | "i64" | "f64") => Ok(8),
+        Some("DevicePtr" | "Global" | "u64" | "i64" | "f64") => Ok(8),
         Some("u32" | "i32" | "f32") => Ok(4),
         _ => Err(syn::Error::new_spanned(
             of,
-            "a parameter is a DevicePtr, u64, i64, f64, u32, i32 or f32; put anything else into one #[repr(C)] Pod struct, the only parameter",
+            "a parameter is a DevicePtr, Global<T>, u64, i64, f64, u32, i32 or f32; put anything else into one #[kernel_args] struct, the only parameter",
         )),
     }
 }
@@ -286,15 +477,20 @@ fn values_of(clause: &Expr, arguments: &[&Ident]) -> proc_macro2::TokenStream {
         && is_comparison(&b.op)
     {
         let (left, right) = (&b.left, &b.right);
-        return quote!(format!("{:?} against {:?}", #left, #right));
+        return quote!(::epoxide_simt::__private::format!("{:?} against {:?}", #left, #right));
     }
     let mut leaves = Vec::new();
     collect_leaves(clause, arguments, &mut leaves);
     let mut seen = std::collections::HashSet::new();
     let pairs = leaves.into_iter().map(|leaf| (quote!(#leaf).to_string().replace(' ', ""), leaf));
     let shown = pairs.filter(|(text, _)| seen.insert(text.clone()));
-    let parts: Vec<_> = shown.map(|(text, leaf)| quote!(format!("{} = {:?}", #text, #leaf))).collect();
-    quote!([#(#parts),*].join(", "))
+    let parts: Vec<_> = shown
+        .map(|(text, leaf)| quote!(::epoxide_simt::__private::format!("{} = {:?}", #text, #leaf)))
+        .collect();
+    quote! {{
+        let parts: &[::epoxide_simt::__private::String] = &[#(#parts),*];
+        parts.join(", ")
+    }}
 }
 
 /// The arguments in an expression, or fields of them, in their order.

@@ -1,4 +1,4 @@
-//! The kernels, a file or a folder per family, and the manifest that their PTX is checked against.
+//! The kernels, a file or a folder per family.
 //!
 //! Every operation between ranks has the same three steps, carried by two words per peer (`layout::Control`):
 //! *ready* (I have entered operation `epoch`), *move*, *done* (I have done my part towards you). `epoch` module holds
@@ -44,9 +44,7 @@ mod ring;
 mod verdict;
 
 #[cfg(not(target_arch = "nvptx64"))]
-mod launch;
-#[cfg(not(target_arch = "nvptx64"))]
-pub use launch::*;
+pub use epoxide_simt::launch::{Call, ContractError, Entry, KernelInfo, ParamLayout, Shape};
 
 #[doc(hidden)]
 pub use {
@@ -56,16 +54,12 @@ pub use {
     notify::notify_shared_bytes, progress::PROGRESS_BYTES,
 };
 
-/// What the host launches: makes the kernels' types public there, and lists them for the PTX.
+/// Makes the kernels' types public on the host.
 macro_rules! kernels {
     ($($(#[$hidden:meta])? $module:ident::{$($kernel:ident),*};)*) => {
         $(#[cfg(not(target_arch = "nvptx64"))]
         $(#[$hidden])?
         pub use $module::{$($kernel),*};)*
-
-        /// Every kernel of the module.
-        #[cfg(not(target_arch = "nvptx64"))]
-        pub const MANIFEST: &[KernelInfo] = &[$($(<$kernel as Entry>::INFO),*),*];
     };
 }
 
@@ -94,6 +88,25 @@ kernels! {
 mod tests {
     use std::path::Path;
 
+    use bytemuck::Zeroable;
+
+    use crate::kernels::{InternodeCount, StageCombine};
+    use crate::layout::{InternodeCountArgs, StageArgs};
+
+    #[test]
+    fn a_clause_that_does_not_hold_shows_its_values() {
+        let args = StageArgs { row_bytes: 24, ..StageArgs::zeroed() };
+        let error = StageCombine::call(args).err().unwrap();
+        let text = "kernel stage_combine requires args.row_bytes.is_multiple_of(16): args.row_bytes = 24";
+        assert_eq!((error.to_string(), format!("{error:?}")), (text.to_owned(), text.to_owned()));
+        let args =
+            InternodeCountArgs { num_channels: 1, num_ranks: 3, ranks_per_node: 2, ..Zeroable::zeroed() };
+        let error = InternodeCount::call(args).err().unwrap();
+        assert_eq!(error.values, "args.num_ranks = 3, args.ranks_per_node = 2");
+        let error = InternodeCount::call(InternodeCountArgs { num_channels: 0, ..args }).err().unwrap();
+        assert_eq!(error.values, "0 against 1");
+    }
+
     /// The sources below a folder.
     fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
         for entry in std::fs::read_dir(folder).unwrap() {
@@ -112,7 +125,7 @@ mod tests {
         sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels"), &mut files);
         files.retain(|(_, text)| text.lines().any(|line| line.starts_with("#[kernel(")));
         let kernels: usize = files.iter().map(|(_, text)| text.matches("\n#[kernel(").count()).sum();
-        assert_eq!(kernels, super::MANIFEST.len());
+        assert_eq!(kernels, crate::shipped().names().count());
         for (path, text) in files {
             let mut head = text.lines().take_while(|line| line.starts_with("//!"));
             let says = head.any(|line| {

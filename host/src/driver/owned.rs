@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytemuck::AnyBitPattern;
-use epoxide_gpu::CutPtx;
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
 use epoxide_gpu::layout::{DevicePtr, Section};
+use epoxide_gpu::simt::ptx::CutPtx;
 
 use super::device::Device;
 use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
@@ -355,8 +355,8 @@ impl Stream {
     /// Launches `kernel`, a `K`, on `grid` blocks of `block` threads with a call that has been checked: `K::call(args)`.
     ///
     /// # Errors
-    /// [`Error::Launch`] where a clause of the kernel's contract does not hold or `kernel` is another one, and whatever
-    /// the driver reports.
+    /// [`Error::Launch`] where a clause of the kernel's contract does not hold, where its attribute names another shape, or
+    /// where `kernel` is another one; and whatever the driver reports.
     ///
     /// # Safety
     /// The addresses in the call's arguments are live, and as the argument struct says, until the kernel ends.
@@ -368,20 +368,48 @@ impl Stream {
         shared_bytes: u32,
         call: std::result::Result<Call<K>, ContractError>,
     ) -> Result<()> {
-        let refuse = |kernel, rule| Err(Error::Launch { kernel, rule });
-        let call = match call {
-            Ok(call) => call,
-            Err(broken) => {
-                return refuse(broken.kernel, format!("requires {}: {}", broken.clause, broken.values));
-            }
-        };
+        let call = call.map_err(broken)?;
+        let shape = call.shape_of(grid, block, shared_bytes).map_err(broken)?;
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.launch_checked(kernel, shape, &call) }
+    }
+
+    /// Launches `kernel`, a `K`, in the shape that its attribute gives a call: `#[kernel(grid = .., block = .., ..)]`.
+    ///
+    /// # Errors
+    /// As [`Stream::call`]; and [`Error::Launch`] where the attribute names no grid or no block.
+    ///
+    /// # Safety
+    /// As [`Stream::call`].
+    pub unsafe fn launch_call<K: gpu::Entry>(
+        &self,
+        kernel: &Kernel,
+        call: std::result::Result<Call<K>, ContractError>,
+    ) -> Result<()> {
+        let call = call.map_err(broken)?;
+        let shape = call.shape().map_err(broken)?;
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.launch_checked(kernel, shape, &call) }
+    }
+
+    /// Launches a call in a shape that fits it.
+    ///
+    /// # Safety
+    /// As [`Stream::call`].
+    unsafe fn launch_checked<K: gpu::Entry>(
+        &self,
+        kernel: &Kernel,
+        shape: gpu::Shape,
+        call: &Call<K>,
+    ) -> Result<()> {
         if kernel.name != K::INFO.name {
-            return refuse(K::INFO.name, format!("its arguments were given to {}", kernel.name));
+            let rule = format!("its arguments were given to {}", kernel.name);
+            return Err(Error::Launch { kernel: K::INFO.name, rule });
         }
         let config = LaunchConfig {
-            grid,
-            block,
-            shared_bytes,
+            grid: shape.grid,
+            block: shape.block,
+            shared_bytes: shape.shared_bytes,
             cooperative: false,
             dependent: K::INFO.dependent && kernel.waits,
         };
@@ -596,6 +624,11 @@ impl Drop for Event {
     }
 }
 
+/// A clause that does not hold, as an error of this crate.
+fn broken(error: ContractError) -> Error {
+    Error::Launch { kernel: error.kernel, rule: format!("requires {}: {}", error.clause, error.values) }
+}
+
 #[derive(Debug)]
 struct LoadedModule {
     device: Arc<dyn Device>,
@@ -629,7 +662,7 @@ impl Module {
     /// Loads these kernels of [`shipped_ptx`].
     pub(crate) fn shipped(device: &Arc<dyn Device>, file: Option<&Path>, names: &[&str]) -> Result<Module> {
         let text = match shipped_ptx(file)? {
-            Cow::Borrowed(_) => CutPtx::shipped().only(names),
+            Cow::Borrowed(_) => epoxide_gpu::shipped().only(names),
             Cow::Owned(ptx) => CutPtx::new(&ptx).only(names),
         };
         Module::load(device, &text)

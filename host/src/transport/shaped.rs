@@ -2,9 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use rand_xoshiro::Xoshiro256PlusPlus;
-use rand_xoshiro::rand_core::{RngCore, SeedableRng};
-
 use super::put::{Interrupt, Put, PutQueue};
 use super::setup::{LOOK, LinkEnds, deadline};
 use super::shaping::Shaping;
@@ -14,6 +11,23 @@ use crate::error::{Error, Result};
 /// Longest time that a put takes on a narrow link.
 const LONGEST: Duration = Duration::from_secs(3600);
 
+/// 2^64 divided by the golden ratio.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Random bits for delays, the same for a seed in every version (Steele, Lea and Flood, OOPSLA 2014).
+#[derive(Debug)]
+struct SplitMix64(u64);
+
+impl SplitMix64 {
+    fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(GOLDEN);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
 /// A queue made worse. The order of its puts stays.
 #[derive(Debug)]
 pub struct Shaped {
@@ -22,7 +36,7 @@ pub struct Shaped {
     ends: LinkEnds,
     interrupt: Interrupt,
     lag: Duration,
-    random: Xoshiro256PlusPlus,
+    random: SplitMix64,
     /// When the bytes so far are through the narrow link.
     free_at: Instant,
     passed: u64,
@@ -41,9 +55,7 @@ impl Shaped {
             shaping: shaping.clone(),
             ends,
             lag,
-            random: Xoshiro256PlusPlus::seed_from_u64(
-                shaping.seed ^ ends_bits.wrapping_mul(0x9e37_79b9_7f4a_7c15),
-            ),
+            random: SplitMix64(shaping.seed ^ ends_bits.wrapping_mul(GOLDEN)),
             free_at: Instant::now(),
             passed: 0,
             vanished: false,

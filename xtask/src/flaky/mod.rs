@@ -172,7 +172,7 @@ mod tests {
             loops: 0,
             selection: ["--test", "ep", "--", "name"].map(str::to_owned).into(),
         };
-        let ws = Workspace::find().unwrap();
+        let ws = crate::repository::find().unwrap();
         let words = |more| {
             let command = cargo_test(&ws, &options, more);
             command.get_args().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")

@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn every_reason_is_needed() {
-        let ws = Workspace::find().unwrap();
+        let ws = crate::repository::find().unwrap();
         let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &KERNELS).unwrap());
         let reasons: Vec<_> = faults.iter().filter_map(|fault| why(&ws, fault)).collect();
         assert!(HARMLESS.iter().all(|harmless| reasons.contains(&harmless.why)));

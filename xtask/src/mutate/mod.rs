@@ -361,7 +361,7 @@ mod tests {
         for (kind, edits) in epoxide_testing::tier::sample(kinds) {
             let edits: Vec<_> = edits.into_iter().collect();
             let faulty = text::with_lines(epoxide_gpu::PTX, &edits);
-            let faulty = epoxide_gpu::CutPtx::new(&faulty).only(&KERNELS);
+            let faulty = epoxide_gpu::simt::ptx::CutPtx::new(&faulty).only(&KERNELS);
             epoxide_vgpu::Module::parse(&faulty).unwrap_or_else(|error| panic!("{kind}: {error}"));
         }
     }

@@ -371,7 +371,7 @@ mod tests {
             kernel: "k".to_owned(),
             kind: Kind::NextRow,
             own: ("gpu/src/kernels/k.rs".to_owned(), 40),
-            also: vec![("gpu/src/simt/memory.rs".to_owned(), 7)],
+            also: vec![("gpu/simt/src/memory.rs".to_owned(), 7)],
             opcode: String::new(),
             edits: Vec::new(),
             through: Vec::new(),
@@ -394,7 +394,7 @@ mod tests {
     #[test]
     fn reports_are_near_by_the_kernels_own_lines() {
         let near = |text: &str| outcome(&fault(), "race", String::new(), text).nearness;
-        assert_eq!(near("at gpu/src/kernels/k.rs:43 (inlined: gpu/src/simt/memory.rs:90)"), Nearness::Line);
+        assert_eq!(near("at gpu/src/kernels/k.rs:43 (inlined: gpu/simt/src/memory.rs:90)"), Nearness::Line);
         assert_eq!(near("at gpu/src/kernels/k.rs:44"), Nearness::Kernel);
         assert_eq!(near("at gpu/src/kernels/k.rs:30, at gpu/src/kernels/k.rs:44"), Nearness::Between);
         assert_eq!(near("at gpu/src/kernels/k.rs:30, at gpu/src/kernels/j.rs:44"), Nearness::Kernel);
@@ -403,7 +403,7 @@ mod tests {
         assert_eq!(near(trace), Nearness::Trace);
         assert_eq!(near("in kernel 'k', at gpu/src/kernels/other.rs:40"), Nearness::Kernel);
         assert_eq!(
-            near("at gpu/src/kernels/other.rs:40 (inlined: gpu/src/simt/memory.rs:7)"),
+            near("at gpu/src/kernels/other.rs:40 (inlined: gpu/simt/src/memory.rs:7)"),
             Nearness::Elsewhere
         );
     }

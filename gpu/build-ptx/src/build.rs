@@ -1,0 +1,190 @@
+//! A build: kernels in, PTX out.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::backend::{Arch, Backend};
+use crate::header::Header;
+use crate::job::{Job, TARGET};
+use crate::lint::lint_file;
+use crate::metadata::Metadata;
+use crate::toolchain::{self, Compiler};
+use crate::workspace::{Workspace, describe, read, run as run_command, write};
+use crate::{described, nvvm, postprocess, sources};
+
+/// The flags that decide what the PTX says. The header lists them.
+///
+/// - `ptx84` sets `.version 8.4`: rustc warns that the feature is unstable, and nothing else may warn.
+/// - `immediate-abort` turns a panic into `trap`; plain `abort` drags formatting code into the PTX.
+/// - Jump threading duplicates block barriers into divergent branches.
+/// - Line directives are `.loc` lines and nothing else: same instructions, same registers, no debug sections.
+/// - Verbose assembly has comments, and those of a `.loc` name the lines that its code was inlined into.
+const CODEGEN: [&str; 6] = [
+    "-Ctarget-feature=+ptx84",
+    "-Zunstable-options",
+    "-Cpanic=immediate-abort",
+    "-Zmir-enable-passes=-JumpThreading",
+    "-Cdebuginfo=line-directives-only",
+    "-Zverbose-asm",
+];
+
+/// What the kernel crate itself is compiled with, so that it need not say so: the features that entries and inline PTX take, and
+/// that there is no `std`.
+const CRATE_ATTRIBUTES: [&str; 3] =
+    ["-Zcrate-attr=no_std", "-Zcrate-attr=feature(abi_ptx)", "-Zcrate-attr=feature(asm_experimental_arch)"];
+
+/// The profile `ptx`: one module, every dependency inlined.
+const PROFILE: [&str; 7] = [
+    "profile.ptx.inherits='release'",
+    "profile.ptx.opt-level=3",
+    "profile.ptx.lto='fat'",
+    "profile.ptx.codegen-units=1",
+    "profile.ptx.panic='abort'",
+    "profile.ptx.debug=0",
+    "profile.ptx.incremental=false",
+];
+
+/// Builds, lints and writes the PTX.
+pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
+    let text = Builder::find(ws, job.backend)?.compile(ws, job)?;
+    // A file that fails the lints is written beside the build, to be looked at, but never replaces a good one.
+    let fresh = job.target_dir(ws).join("shipped.ptx");
+    write(&fresh, &text)?;
+    lint_file(ws, job, &fresh, &text)?;
+    write(&job.out, &text)?;
+    println!("wrote {}", ws.display(&job.out));
+    Ok(())
+}
+
+/// Who compiles a job on this machine.
+pub enum Builder {
+    /// rustc's own back end, by this compiler.
+    InTree(Compiler),
+    /// `rustc_codegen_nvvm`, with the version of the rustc that it belongs to.
+    Nvvm(nvvm::Parts, String),
+}
+
+impl Builder {
+    /// Finds what the job's back end takes. The in-tree compiler is fetched where there is none.
+    pub fn find(ws: &Workspace, backend: Backend) -> Result<Self> {
+        Ok(match backend {
+            Backend::InTree => Self::InTree(toolchain::find_or_fetch(ws)?),
+            Backend::Nvvm => Self::Nvvm(nvvm::Parts::find(ws)?, nvvm::compiler_version()?),
+        })
+    }
+
+    /// What the compiler says to `-V`.
+    pub fn version(&self) -> &str {
+        match self {
+            Self::InTree(compiler) => &compiler.version,
+            Self::Nvvm(_, version) => version,
+        }
+    }
+
+    /// Compiles the kernels and post-processes the PTX.
+    pub fn compile(&self, ws: &Workspace, job: &Job) -> Result<String> {
+        let product = match self {
+            Self::InTree(compiler) => {
+                println!("compiling the kernels with {} ({})", compiler.version, compiler.origin);
+                run_command(&mut in_tree_command(ws, job, compiler)?)?;
+                job.target_dir(ws).join(TARGET).join(format!("ptx/deps/{}.s", job.kernels.library))
+            }
+            Self::Nvvm(parts, version) => {
+                println!("compiling the kernels with rustc_codegen_nvvm, {version}");
+                run_command(&mut nvvm::command(ws, job, Some(parts)))?;
+                nvvm::product(ws, job)
+            }
+        };
+        ship(ws, job, &product, self.version())
+    }
+}
+
+/// Prints the compiler's command line without running it, with names in place of parts that are missing.
+pub fn print_command(ws: &Workspace, job: &Job) -> Result<()> {
+    let command = match job.backend {
+        Backend::InTree => in_tree_command(ws, job, &toolchain::find_or_fetch(ws)?)?,
+        Backend::Nvvm => nvvm::command(ws, job, nvvm::Parts::find(ws).ok().as_ref()),
+    };
+    println!("{}", describe(&command));
+    Ok(())
+}
+
+/// The flags named in the PTX header.
+pub fn flags(job: &Job) -> String {
+    match job.backend {
+        Backend::InTree => codegen_flags(&job.arch).join(" "),
+        Backend::Nvvm => nvvm::codegen_flags(&job.arch).join(" "),
+    }
+}
+
+/// The dependency graph as the device sees it.
+pub fn device_metadata(ws: &Workspace) -> Result<Metadata> {
+    Metadata::query(ws, &["--filter-platform", TARGET])
+}
+
+fn ship(ws: &Workspace, job: &Job, product: &Path, compiler: &str) -> Result<String> {
+    let raw = read(product).context("the compiler said success but left no PTX")?;
+    let header = Header {
+        package: job.kernels.package.clone(),
+        command: job.command.clone(),
+        backend: job.backend.to_string(),
+        compiler: compiler.to_owned(),
+        flags: flags(job),
+        sources: sources::fingerprint(ws, &device_metadata(ws)?, &job.kernels.package)?,
+    };
+    let mut kernels = described::kernels(&raw);
+    if kernels.is_empty() && job.backend == Backend::Nvvm {
+        // libNVVM keeps no comments: the kernels are those of the other back end.
+        let in_tree = Job { backend: Backend::InTree, ..job.clone() }.default_out(ws);
+        kernels = described::kernels(&read(&in_tree)?);
+    }
+    Ok(postprocess::ship(&raw, &header, &kernels))
+}
+
+fn codegen_flags(arch: &Arch) -> Vec<String> {
+    let cpu = format!("-Ctarget-cpu={arch}");
+    std::iter::once(cpu).chain(CODEGEN.map(str::to_owned)).collect()
+}
+
+/// `cargo rustc` in the variant without a linker: the assembly *is* the PTX.
+///
+/// `--crate-type cdylib` is not optional: with the crate's `rlib` in the list cargo drops LTO without a word, and functions of
+/// dependencies stay unresolved.
+fn in_tree_command(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Command> {
+    let mut flags = vec!["-Clinker=/bin/true".to_owned()];
+    flags.extend(codegen_flags(&job.arch));
+    flags.extend(path_flags(ws, job, compiler)?);
+    let mut command = ws.cargo();
+    command
+        // `-Z` flags and feature gates on a released compiler; for this one build only.
+        .env("RUSTC_BOOTSTRAP", "1")
+        .env("RUSTC", &compiler.rustc)
+        .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
+        .env("CARGO_TARGET_DIR", job.target_dir(ws))
+        .args(["rustc", "--package", &job.kernels.package, "--lib", "--profile", "ptx"])
+        .args(PROFILE.iter().flat_map(|setting| ["--config", setting]))
+        .args(["-Zbuild-std=core", "--target", TARGET, "--crate-type", "cdylib"])
+        .args(["--", "--emit=asm"])
+        .args(CRATE_ATTRIBUTES);
+    Ok(command)
+}
+
+/// Names every source file without the machine's own directories, so that any checkout gives the same text: `gpu/src/..`,
+/// `cargo/half-2.7.1/..`, `rust/core/..`.
+fn path_flags(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Vec<String>> {
+    let mut prefixes = vec![(ws.root.clone(), String::new())];
+    for package in device_metadata(ws)?.compiled_into(&job.kernels.package)? {
+        match (package.local, package.dir.parent()) {
+            (false, Some(registry)) => prefixes.push((registry.to_owned(), "cargo".to_owned())),
+            // Of the repository, though not of the workspace.
+            (true, _) if !package.dir.starts_with(&ws.root) => prefixes.push((package.dir, package.name)),
+            _ => {}
+        }
+    }
+    prefixes.push((compiler.library.clone(), "rust".to_owned()));
+    prefixes.extend(compiler.library.canonicalize().map(|library| (library, "rust".to_owned())));
+    prefixes.dedup();
+    Ok(prefixes.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())).collect())
+}

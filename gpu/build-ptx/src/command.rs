@@ -1,0 +1,67 @@
+//! The command, as `cargo build-ptx` and `cargo xtask build-ptx` have it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use clap::Args;
+
+use crate::backend::{Arch, Backend};
+use crate::job::Job;
+use crate::kernels::Kernels;
+use crate::workspace::Workspace;
+use crate::{build, check, nvvm, ptxas};
+
+/// What it can be told.
+#[derive(Args, Debug)]
+pub struct BuildPtx {
+    /// The compiler back end: rustc's own nvptx64 target, or Rust-CUDA's rustc_codegen_nvvm
+    #[arg(long, value_enum, default_value_t = Backend::InTree)]
+    pub backend: Backend,
+    /// The GPU architecture
+    #[arg(long, default_value = "sm_90")]
+    pub arch: Arch,
+    /// Check that the committed PTX is what the sources give; write nothing
+    #[arg(long, conflicts_with = "print_command")]
+    pub check: bool,
+    /// Fetch ptxas first where this machine has none
+    #[arg(long)]
+    pub fetch_ptxas: bool,
+    /// Where to write the PTX, or with --check, the file to check [default: ptx/NAME.ARCH.ptx of the package; of nvvm target/ptx/NAME.ARCH.nvvm.ptx]
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Fetch first what the nvvm back end lacks
+    #[arg(long)]
+    pub fetch_nvvm: bool,
+    /// Print the compiler's command line and stop
+    #[arg(long)]
+    pub print_command: bool,
+    /// The package with the kernels [default: the one that depends on epoxide-simt]
+    #[arg(long, short, value_name = "NAME")]
+    pub package: Option<String>,
+}
+
+impl BuildPtx {
+    /// Does what it was told, for a workspace. `command` is what the user typed; `test` runs on PTX that another compiler made than
+    /// the committed one.
+    pub fn run(
+        self,
+        ws: &Workspace,
+        command: &str,
+        test: &dyn Fn(&Workspace, &Job, &Path) -> Result<()>,
+    ) -> Result<()> {
+        if self.fetch_ptxas {
+            ptxas::find_or_fetch(ws)?;
+        }
+        if self.fetch_nvvm {
+            nvvm::fetch(ws)?;
+        }
+        let here = std::env::current_dir().context("the current folder")?;
+        let kernels = Kernels::find(ws, self.package.as_deref(), &here)?;
+        let job = Job::new(ws, kernels, command, self.backend, self.arch, self.out);
+        match (self.print_command, self.check) {
+            (true, _) => build::print_command(ws, &job),
+            (_, true) => check::run(ws, &job, &|file| test(ws, &job, file)),
+            _ => build::run(ws, &job),
+        }
+    }
+}

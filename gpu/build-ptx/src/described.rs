@@ -1,0 +1,160 @@
+//! What the kernels promise about themselves. The PTX has a line for each kernel, which `#[kernel]`
+//! writes; the lints hold the PTX to it.
+
+use std::fmt;
+
+/// What such a line begins with.
+const PREFIX: &str = "// kernel ";
+
+/// What the PTX of a kernel must look like.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelInfo {
+    /// Name of the entry.
+    pub name: String,
+    /// Parameters, in order.
+    pub params: Vec<ParamLayout>,
+    /// Most threads per block (`.maxntid`).
+    pub max_threads: u32,
+    /// Blocks that must fit on one multiprocessor (`.minnctapersm`).
+    pub min_blocks_per_sm: u32,
+    /// Number of block barriers.
+    pub barriers: u32,
+    /// Most registers per thread.
+    pub max_registers: u32,
+    /// Whether its first instruction is `griddepcontrol.wait`.
+    pub dependent: bool,
+    /// Why the kernel may use local memory, if it may.
+    pub local_depot_allowed: Option<String>,
+    /// Number of `trap` instructions.
+    pub traps_allowed: u32,
+    /// The hash of its source, as text.
+    pub source: String,
+}
+
+/// A parameter of a PTX entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParamLayout {
+    /// Its name in the source.
+    pub name: String,
+    /// Bytes.
+    pub size: usize,
+    /// Alignment in bytes.
+    pub align: usize,
+}
+
+impl KernelInfo {
+    /// Reads a line; `None` where it describes no kernel.
+    pub fn parse(line: &str) -> Option<Self> {
+        let (name, rest) = line.strip_prefix(PREFIX)?.split_once(": ")?;
+        let (facts, local) = match rest.split_once(" local=") {
+            Some((facts, why)) => (facts, Some(why.to_owned())),
+            None => (rest, None),
+        };
+        let fact = |key: &str| {
+            facts
+                .split(' ')
+                .find_map(|fact| fact.split_once('=').filter(|(name, _)| *name == key))
+                .map(|f| f.1)
+        };
+        let number = |key: &str| fact(key)?.parse::<u32>().ok();
+        let param = |text: &str| {
+            let mut parts = text.split(':');
+            let name = parts.next()?.to_owned();
+            let (size, align) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+            Some(ParamLayout { name, size, align })
+        };
+        Some(Self {
+            name: name.to_owned(),
+            params: fact("params")?.split(',').map(param).collect::<Option<_>>()?,
+            max_threads: number("threads")?,
+            min_blocks_per_sm: number("min_blocks")?,
+            barriers: number("barriers")?,
+            max_registers: number("registers")?,
+            dependent: number("dependent")? != 0,
+            local_depot_allowed: local,
+            traps_allowed: number("traps")?,
+            source: fact("source")?.to_owned(),
+        })
+    }
+}
+
+impl fmt::Display for KernelInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{PREFIX}{}: threads={} min_blocks={} barriers={} registers={} traps={} dependent={} source={} params=",
+            self.name,
+            self.max_threads,
+            self.min_blocks_per_sm,
+            self.barriers,
+            self.max_registers,
+            self.traps_allowed,
+            u32::from(self.dependent),
+            self.source
+        )?;
+        let params = self.params.iter().map(|p| format!("{}:{}:{}", p.name, p.size, p.align));
+        f.write_str(&params.collect::<Vec<_>>().join(","))?;
+        self.local_depot_allowed.as_ref().map_or(Ok(()), |why| write!(f, " local={why}"))
+    }
+}
+
+/// All kernels that a PTX text describes, in the order of their lines.
+pub fn kernels(text: &str) -> Vec<KernelInfo> {
+    text.lines().filter_map(|line| KernelInfo::parse(line.trim())).collect()
+}
+
+/// Whether a line describes a kernel.
+pub fn is_description(line: &str) -> bool {
+    line.trim_start().starts_with(PREFIX)
+}
+
+/// The kernel of this entry name.
+pub fn find<'a>(described: &'a [KernelInfo], entry: &str) -> Option<&'a KernelInfo> {
+    described.iter().find(|kernel| kernel.name == entry)
+}
+
+/// Sample kernels for the unit tests of other modules.
+#[cfg(test)]
+pub(crate) mod samples {
+    use super::{KernelInfo, ParamLayout};
+
+    /// A kernel `name(src: u64, n: u32)` of up to 256 threads, one block barrier and no exceptions.
+    pub fn kernel(name: &str) -> KernelInfo {
+        let param = |name: &str, size| ParamLayout { name: name.to_owned(), size, align: size };
+        KernelInfo {
+            name: name.to_owned(),
+            params: vec![param("src", 8), param("n", 4)],
+            max_threads: 256,
+            min_blocks_per_sm: 2,
+            barriers: 1,
+            max_registers: 64,
+            dependent: false,
+            local_depot_allowed: None,
+            traps_allowed: 0,
+            source: "00ff".to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::samples::kernel;
+    use super::*;
+
+    #[test]
+    fn a_line_says_what_it_was_written_from() {
+        let excused = KernelInfo {
+            local_depot_allowed: Some("a table = small".to_owned()),
+            dependent: true,
+            traps_allowed: 3,
+            ..kernel("excused")
+        };
+        for info in [kernel("copy"), excused] {
+            assert_eq!(KernelInfo::parse(&info.to_string()), Some(info));
+        }
+        let text = format!(".version 8.4\n{}\n\t{}\n// another remark\n", kernel("a"), kernel("b"));
+        assert_eq!(kernels(&text), [kernel("a"), kernel("b")]);
+        assert_eq!(find(&kernels(&text), "b"), Some(&kernel("b")));
+        assert_eq!(KernelInfo::parse("// kernel a: threads=many"), None);
+    }
+}

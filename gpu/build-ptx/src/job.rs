@@ -1,0 +1,80 @@
+//! What is to be built or checked.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::ValueEnum;
+
+use crate::backend::{Arch, Backend};
+use crate::header::Header;
+use crate::kernels::Kernels;
+use crate::workspace::{Workspace, read};
+
+/// The target triple of both back ends.
+pub const TARGET: &str = "nvptx64-nvidia-cuda";
+
+/// One build to do or to check.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// Whose kernels.
+    pub kernels: Kernels,
+    /// The command that does it, for headers and remedies: `cargo build-ptx`.
+    pub command: String,
+    /// Who compiles.
+    pub backend: Backend,
+    /// For which GPU.
+    pub arch: Arch,
+    /// The file to write or to check.
+    pub out: PathBuf,
+}
+
+impl Job {
+    /// A job; without `out` it is about the file in the package's folder `ptx/`, or for nvvm about a file under `target/`.
+    pub fn new(
+        ws: &Workspace,
+        kernels: Kernels,
+        command: &str,
+        backend: Backend,
+        arch: Arch,
+        out: Option<PathBuf>,
+    ) -> Self {
+        let mut job = Self { kernels, command: command.to_owned(), backend, arch, out: PathBuf::new() };
+        job.out = out.unwrap_or_else(|| job.default_out(ws));
+        job
+    }
+
+    /// Where its PTX goes unless somebody says otherwise.
+    pub fn default_out(&self, ws: &Workspace) -> PathBuf {
+        let Self { kernels, arch, .. } = self;
+        match self.backend {
+            Backend::InTree => kernels.dir.join("ptx").join(format!("{}.{arch}.ptx", kernels.stem)),
+            Backend::Nvvm => ws.target("ptx").join(format!("{}.{arch}.nvvm.ptx", kernels.stem)),
+        }
+    }
+
+    /// The job that a PTX file belongs to: of the back end that its header names, unless `backend` says another.
+    pub fn of_file(
+        ws: &Workspace,
+        kernels: Kernels,
+        command: &str,
+        backend: Option<Backend>,
+        arch: Arch,
+        file: Option<PathBuf>,
+    ) -> Result<Self> {
+        let backend = match (backend, &file) {
+            (Some(backend), _) => backend,
+            (None, Some(file)) => {
+                let named = Header::parse(&read(file)?).map(|header| header.backend);
+                let known = named.and_then(|name| Backend::from_str(&name, false).ok());
+                known.unwrap_or(Backend::InTree)
+            }
+            (None, None) => Backend::InTree,
+        };
+        Ok(Self::new(ws, kernels, command, backend, arch, file))
+    }
+
+    /// The build directory. Each (architecture, back end) has its own: the compiler's file name is always the same.
+    pub fn target_dir(&self, ws: &Workspace) -> PathBuf {
+        ws.target("ptx").join(format!("{}-{}", self.arch, self.backend))
+    }
+}

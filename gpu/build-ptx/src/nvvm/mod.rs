@@ -1,0 +1,108 @@
+//! The optional back end: Rust-CUDA's `rustc_codegen_nvvm`.
+//!
+//! It is not published as a crate that a current rustc compiles. [`fetch()`] builds it from its repository under `target/nvvm`; who has
+//! built it names the library.
+
+mod fetch;
+mod parts;
+mod toolchain;
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use self::parts::BACKEND_VAR;
+use self::toolchain::rustup_run;
+use crate::backend::Arch;
+use crate::job::{Job, TARGET};
+use crate::workspace::Workspace;
+
+pub use fetch::fetch;
+pub use parts::{MissingParts, Parts};
+pub use toolchain::compiler_version;
+
+/// Flags that decide what the PTX says, without the back end's own path and `-arch`.
+const CODEGEN: [&str; 8] = [
+    "--cfg=epoxide_backend=\"nvvm\"",
+    "-Zunstable-options",
+    "-Zsaturating_float_casts=false",
+    "-Cpanic=immediate-abort",
+    "-Zcrate-attr=feature(register_tool)",
+    "-Zcrate-attr=register_tool(nvvm_internal)",
+    "-Zcrate-attr=no_std",
+    // Jump threading duplicates block barriers into divergent branches.
+    "-Zmir-enable-passes=-JumpThreading",
+];
+
+/// The flags that the PTX header names.
+pub fn codegen_flags(arch: &Arch) -> Vec<String> {
+    let llvm = format!("-Cllvm-args=-arch={} --override-libm", arch.compute());
+    CODEGEN.map(str::to_owned).into_iter().chain([llvm]).collect()
+}
+
+/// The build. Without `parts`, names in angle brackets stand for what is missing.
+pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>) -> Command {
+    let codegen =
+        parts.map_or_else(|| format!("<{BACKEND_VAR}>"), |parts| parts.codegen.display().to_string());
+    let cuda = parts.map_or_else(|| "<CUDA_PATH>".into(), |parts| parts.cuda.clone());
+    let mut flags = vec![format!("-Zcodegen-backend={codegen}")];
+    flags.extend(codegen_flags(&job.arch));
+    let mut command = rustup_run(ws);
+    command
+        .current_dir(&ws.root)
+        .env("CARGO_FEATURE_NO_F16_F128", "1")
+        .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
+        .env("CARGO_TARGET_DIR", job.target_dir(ws))
+        .env("CUDA_PATH", cuda)
+        .args(["cargo", "rustc", "--package", &job.kernels.package, "--lib", "--release"])
+        .args(["--config", "profile.release.debug=0", "-Zbuild-std=core,alloc", "--target", TARGET])
+        .args(["--crate-type", "cdylib", "--", "-Zcrate-attr=feature(asm_experimental_arch)"]);
+    if let Some(parts) = parts {
+        command.env("LD_LIBRARY_PATH", parts::library_path(&parts.libraries));
+    }
+    command
+}
+
+/// The file that the build leaves.
+pub fn product(ws: &Workspace, job: &Job) -> PathBuf {
+    job.target_dir(ws).join(TARGET).join(format!("release/{}.ptx", job.kernels.library))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job() -> Job {
+        let kernels = crate::kernels::Kernels {
+            package: "k".into(),
+            library: "k".into(),
+            dir: "/w/k".into(),
+            stem: "k".into(),
+        };
+        let arch = "sm_90".parse().unwrap();
+        Job::new(&Workspace::at("/w"), kernels, "cargo build-ptx", crate::backend::Backend::Nvvm, arch, None)
+    }
+
+    #[test]
+    fn the_command_shows_what_is_missing() {
+        let (ws, job) = (Workspace::at("/w"), job());
+        let line = crate::workspace::describe(&command(&ws, &job, None));
+        assert!(line.contains("-Zcodegen-backend=<RUSTC_CODEGEN_NVVM>"), "{line}");
+        assert!(line.contains("-arch=compute_90 --override-libm"), "{line}");
+        assert!(line.contains("-Zmir-enable-passes=-JumpThreading"), "{line}");
+        assert!(line.contains("-Zbuild-std=core,alloc"), "{line}");
+    }
+
+    #[test]
+    fn the_command_finds_what_the_back_end_loads() {
+        let (ws, job) = (Workspace::at("/w"), job());
+        let parts = Parts {
+            codegen: "/b/librustc_codegen_nvvm.so".into(),
+            cuda: "/cuda".into(),
+            libraries: vec!["/cuda/nvvm/lib64".into(), "/llvm".into()],
+        };
+        let line = crate::workspace::describe(&command(&ws, &job, Some(&parts)));
+        assert!(line.contains("LD_LIBRARY_PATH=/cuda/nvvm/lib64:/llvm"), "{line}");
+        assert!(line.contains("CUDA_PATH=/cuda "), "{line}");
+        assert!(line.contains("-Zcodegen-backend=/b/librustc_codegen_nvvm.so"), "{line}");
+    }
+}

@@ -1,0 +1,60 @@
+//! Finding a rustc that can build `core` for the GPU.
+//!
+//! No toolchain ships a prebuilt `core` for nvptx64, so the compiler must come with the source of its own library.
+
+mod compiler;
+mod debian;
+pub mod rustup;
+
+use anyhow::{Context, Result, bail};
+
+pub use compiler::Compiler;
+
+use crate::workspace::{self, Workspace};
+
+/// Names a compiler to use as it is, before any other.
+pub const OVERRIDE: &str = "EPOXIDE_KERNEL_RUSTC";
+
+/// A compiler that is already on this machine; `Ok(None)` where there is none.
+pub fn installed(ws: &Workspace) -> Result<Option<Compiler>> {
+    if let Some(rustc) = workspace::env_path(OVERRIDE) {
+        return Compiler::probe(&rustc, OVERRIDE).context(OVERRIDE).map(Some);
+    }
+    Ok(rustup::installed().or_else(|_| debian::installed(ws)).ok())
+}
+
+/// A compiler, fetched where this machine has none. The error names every remedy.
+pub fn find_or_fetch(ws: &Workspace) -> Result<Compiler> {
+    if let Some(found) = installed(ws)? {
+        return Ok(found);
+    }
+    let no_rustup = match rustup::fetch_source().and_then(|()| rustup::installed()) {
+        Ok(compiler) => return Ok(compiler),
+        Err(error) => error,
+    };
+    println!("rust-src: {no_rustup:#}");
+    let no_debian = match debian::fetch(ws).and_then(|()| debian::installed(ws)) {
+        Ok(compiler) => return Ok(compiler),
+        Err(error) => error,
+    };
+    bail!(
+        "no compiler here can build the kernels (`cargo build` needs none: it uses the PTX that was built before).\n\
+         Any one of these helps:\n\
+         - {}   [tried: {no_rustup:#}]\n\
+         - {}   [tried: {no_debian:#}]\n\
+         - set {OVERRIDE} to a rustc 1.95 or later that has rust-src",
+        rustup::remedy(),
+        debian::REMEDY,
+    )
+}
+
+/// For `doctor`: each place a compiler may come from, with what is there or what would help.
+pub fn survey(ws: &Workspace) -> Vec<(&'static str, Result<Compiler>)> {
+    let mut places = Vec::new();
+    if let Some(rustc) = workspace::env_path(OVERRIDE) {
+        places.push((OVERRIDE, Compiler::probe(&rustc, OVERRIDE)));
+    }
+    places.push(("rustup", rustup::installed().with_context(rustup::remedy)));
+    places.push(("Debian packages", debian::installed(ws).context(debian::REMEDY)));
+    places
+}

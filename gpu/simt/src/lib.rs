@@ -1,0 +1,125 @@
+//! A small language for GPU kernels: Rust functions that become PTX entries, with one
+//! `#[inline(always)]` function per PTX instruction, named as PTX names it. Each function's
+//! documentation shows the line that it emits.
+//!
+//! ```
+//! use epoxide_simt::*;
+//!
+//! /// `out[i] = a[i] + b[i]`
+//! #[kernel(threads = 256, grid = len.div_ceil(256).min(1024), block = 256, requires(len >= 1))]
+//! pub unsafe fn add(a: Global<f32>, b: Global<f32>, out: Global<f32>, len: u32) {
+//!     grid_stride!(i in 0..len => {
+//!         out.st(i, a.ld(i) + b.ld(i));
+//!     });
+//! }
+//! # // On the host, the kernel is a type whose calls are checked.
+//! # let call = Add::call(Global::new(0), Global::new(0), Global::new(0), 1000).unwrap();
+//! # assert_eq!(call.shape().unwrap(), launch::Shape { grid: 4, block: 256, shared_bytes: 0 });
+//! # let error = Add::call(Global::new(0), Global::new(0), Global::new(0), 0).err().unwrap();
+//! # assert_eq!(error.to_string(), "kernel add requires len >= 1: 0 against 1");
+//! ```
+//!
+//! [`kernel`] makes two things of the function. For a GPU it is the PTX entry `add`, which
+//! `cargo build-ptx` compiles (the package `epoxide-build-ptx`). For the host it is the type `Add`:
+//! `Add::call(..)` checks the clauses and returns a [`launch::Call`], which carries the parameters
+//! and the shape of the launch.
+//!
+//! Everything that orders memory or crosses lanes goes through this crate. It never goes through
+//! `core::sync::atomic` read-modify-write, whose ordering rustc drops on this target, and never
+//! through `_syncthreads`, which LLVM may duplicate. Addresses are `u64` for global memory and `u32`
+//! offsets for shared memory, because that is what the instructions take. [`Global`] and
+//! [`SharedArray`] put a type on them.
+//!
+//! A function that is sound wherever it is called, such as reading a special register, is a safe
+//! function. A function that takes an address, or that counts on other lanes, is unsafe.
+//!
+//! On the host these functions exist so that kernels type-check, documentation builds and editors
+//! work. Calling one there panics.
+//!
+//! A crate of kernels needs no attribute and no panic handler: `cargo build-ptx` sets the former, and
+//! this crate has the latter. On the device there is `core` and no `std`.
+#![no_std]
+#![cfg_attr(target_arch = "nvptx64", feature(asm_experimental_arch))]
+#![cfg_attr(
+    epoxide_backend = "nvvm",
+    allow(unused_features, internal_features),
+    feature(link_llvm_intrinsics)
+)]
+
+#[cfg(not(target_arch = "nvptx64"))]
+extern crate alloc;
+// The attributes write paths that begin with the crate's name; its own tests and examples use them too.
+extern crate self as epoxide_simt;
+
+/// Writes each function twice: with its body for the device, and as a stub for the host. A macro can repeat an `unsafe` that it has
+/// met only by a variable that was inside the repetition: that is what the one behind `@` is for, which never matches.
+macro_rules! device_fns {
+    ($( $(#[$meta:meta])* pub $(unsafe $(@$unsafe:tt)?)? fn $name:ident $(<const $cg:ident : $cgt:ty>)? ( $($arg:ident : $ty:ty),* $(,)? ) $(-> $ret:ty)? $body:block )*) => {
+        $(
+            $(#[$meta])*
+            #[cfg(target_arch = "nvptx64")]
+            #[inline(always)]
+            pub $(unsafe $(@$unsafe)?)? fn $name $(<const $cg: $cgt>)? ($($arg: $ty),*) $(-> $ret)? $body
+
+            $(#[$meta])*
+            #[cfg(not(target_arch = "nvptx64"))]
+            pub $(unsafe $(@$unsafe)?)? fn $name $(<const $cg: $cgt>)? ($($arg: $ty),*) $(-> $ret)? {
+                $(let _ = $arg;)*
+                $crate::device_only(stringify!($name))
+            }
+        )*
+    };
+}
+
+mod bulk;
+mod convert;
+mod device_ptr;
+mod entry;
+mod global;
+mod loops;
+mod memory;
+mod nvvm;
+mod order;
+mod reduce;
+mod shared;
+mod sreg;
+mod warp;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod launch;
+pub mod mbarrier;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod ptx;
+
+pub use bulk::*;
+pub use convert::*;
+pub use device_ptr::DevicePtr;
+pub use epoxide_macros::{device, kernel, kernel_args};
+pub use global::{Element, Global};
+pub use memory::*;
+pub use nvvm::assume;
+pub use order::*;
+pub use reduce::*;
+pub use shared::{SharedArray, SharedElement};
+pub use sreg::*;
+pub use warp::*;
+
+/// What the attributes write paths to.
+#[doc(hidden)]
+pub mod __private {
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub use alloc::{format, string::String};
+    pub use bytemuck;
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+fn device_only(name: &str) -> ! {
+    panic!("{name} runs on the device only")
+}
+
+/// Kernels hold no panicking code, and a lint counts traps. The handler exists because `no_std` wants one.
+#[cfg(target_arch = "nvptx64")]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo) -> ! {
+    loop {}
+}

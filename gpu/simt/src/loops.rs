@@ -1,0 +1,84 @@
+//! Loops, and asserts on structs that host and device share.
+
+/// Runs a block for every index of a range, the threads of the whole grid side by side: thread `t` of
+/// `n` takes the indices `start + t`, `start + t + n`, and so on. Indices are `u32`.
+///
+/// ```text
+/// grid_stride!(i in 0..len => { out.st(i, a.ld(i)); });
+/// ```
+///
+/// No collective inside: threads leave the loop at different times.
+#[macro_export]
+macro_rules! grid_stride {
+    ($i:ident in $start:literal .. $end:expr => $body:block) => { $crate::grid_stride!(@ $i, $start, $end, $body) };
+    ($i:ident in ($start:expr) .. $end:expr => $body:block) => { $crate::grid_stride!(@ $i, $start, $end, $body) };
+    (@ $i:ident, $start:expr, $end:expr, $body:block) => {{
+        let (mut next, end): (u32, u32) = ($start + $crate::ctaid() * $crate::ntid() + $crate::tid(), $end);
+        while next < end {
+            let $i = next;
+            $body
+            next += $crate::nctaid() * $crate::ntid();
+        }
+    }};
+}
+
+/// Runs a block for every index of a range, the threads of each block side by side: thread `t` of
+/// `n` takes the indices `start + t`, `start + t + n`, and so on. Indices are `u32`.
+///
+/// No collective inside: threads leave the loop at different times.
+#[macro_export]
+macro_rules! block_stride {
+    ($i:ident in $start:literal .. $end:expr => $body:block) => { $crate::block_stride!(@ $i, $start, $end, $body) };
+    ($i:ident in ($start:expr) .. $end:expr => $body:block) => { $crate::block_stride!(@ $i, $start, $end, $body) };
+    (@ $i:ident, $start:expr, $end:expr, $body:block) => {{
+        let (mut next, end): (u32, u32) = ($start + $crate::tid(), $end);
+        while next < end {
+            let $i = next;
+            $body
+            next += $crate::ntid();
+        }
+    }};
+}
+
+/// Repeats a block with a constant from 0 to `count - 1`: unrolled in the source, so that arrays which
+/// it indexes stay in registers. Counts: 1 to 8, and 16.
+///
+/// ```
+/// let mut sums = [0; 4];
+/// epoxide_simt::unroll!(4, N => { sums[N] += N * N });
+/// assert_eq!(sums, [0, 1, 4, 9]);
+/// ```
+#[macro_export]
+macro_rules! unroll {
+    (@ $n:ident $body:block $($value:literal)*) => { $( { const $n: usize = $value; $body } )* };
+    (1, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0) };
+    (2, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1) };
+    (3, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1 2) };
+    (4, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1 2 3) };
+    (5, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1 2 3 4) };
+    (6, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1 2 3 4 5) };
+    (7, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1 2 3 4 5 6) };
+    (8, $n:ident => $body:block) => { $crate::unroll!(@ $n $body 0 1 2 3 4 5 6 7) };
+    (16, $n:ident => $body:block) => {
+        $crate::unroll!(@ $n $body 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+    };
+}
+
+/// Asserts a struct's size and the offset of its last field, so that host and device cannot drift
+/// apart. Both compile it.
+///
+/// ```
+/// #[epoxide_simt::kernel_args]
+/// pub struct Args {
+///     pub data: epoxide_simt::DevicePtr,
+///     pub len: u64,
+/// }
+/// epoxide_simt::layout_assert!(Args, size = 16, len at 8);
+/// ```
+#[macro_export]
+macro_rules! layout_assert {
+    ($ty:ty, size = $size:expr, $field:ident at $offset:expr) => {
+        const _: () = assert!(::core::mem::size_of::<$ty>() == $size);
+        const _: () = assert!(::core::mem::offset_of!($ty, $field) == $offset);
+    };
+}

@@ -1,0 +1,67 @@
+//! What Rust-CUDA's back end needs beside the instructions themselves. With rustc's own back end nothing here does anything.
+//!
+//! rustc_codegen_nvvm does not tell LLVM that an `asm!` may be a collective, which only all lanes together may execute, and libNVVM
+//! copies a collective into both arms of a branch that lanes take differently: some wait in one copy, the others in the other. An
+//! intrinsic that LLVM knows to be convergent keeps the block of code it stands in from being copied.
+
+#[cfg(epoxide_backend = "nvvm")]
+unsafe extern "C" {
+    #[link_name = "llvm.nvvm.bar.warp.sync"]
+    fn bar_warp_sync(mask: u32);
+    #[link_name = "llvm.nvvm.barrier.sync"]
+    fn barrier_sync_all(barrier: u32);
+    #[link_name = "llvm.nvvm.barrier.sync.cnt"]
+    fn barrier_sync_cnt(barrier: u32, threads: u32);
+}
+
+/// Says what libNVVM's LLVM 7 does not find out by itself, so that a division by it would have a trap. rustc's LLVM does, and is told
+/// nothing: its PTX stays as it is.
+///
+/// # Safety
+/// `condition` is true.
+#[inline(always)]
+pub unsafe fn assume(condition: bool) {
+    #[cfg(epoxide_backend = "nvvm")]
+    // SAFETY: the caller says so.
+    unsafe {
+        core::hint::assert_unchecked(condition)
+    };
+    #[cfg(not(epoxide_backend = "nvvm"))]
+    let _ = condition;
+}
+
+/// Keeps the collective of a warp that follows where the source has it: `bar.warp.sync 0xffffffff;`, as an intrinsic.
+///
+/// # Safety
+/// All 32 lanes call it.
+#[cfg(target_arch = "nvptx64")]
+#[inline(always)]
+pub(super) unsafe fn stay() {
+    #[cfg(epoxide_backend = "nvvm")]
+    // SAFETY: the caller vouches for the lanes.
+    unsafe {
+        bar_warp_sync(u32::MAX)
+    };
+}
+
+/// `barrier.sync 0;`, as an intrinsic.
+///
+/// # Safety
+/// Every live thread of the block reaches it.
+#[cfg(epoxide_backend = "nvvm")]
+#[inline(always)]
+pub(super) unsafe fn barrier_sync() {
+    // SAFETY: the caller vouches for the arrival count.
+    unsafe { barrier_sync_all(0) };
+}
+
+/// `barrier.sync barrier, threads;`, as an intrinsic.
+///
+/// # Safety
+/// Every live thread of so many warps reaches it.
+#[cfg(epoxide_backend = "nvvm")]
+#[inline(always)]
+pub(super) unsafe fn barrier_sync_part(barrier: u32, threads: u32) {
+    // SAFETY: the caller vouches for the arrival count.
+    unsafe { barrier_sync_cnt(barrier, threads) };
+}

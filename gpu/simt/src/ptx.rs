@@ -1,0 +1,215 @@
+//! PTX text as hosts handle it: a module cut into its kernels, and what each kernel says of itself.
+
+use alloc::borrow::ToOwned;
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::launch::{Entry, KernelInfo};
+
+/// What a line begins with that describes a kernel.
+pub const DESCRIPTION: &str = "// kernel ";
+
+impl fmt::Display for KernelInfo {
+    /// The line that describes the kernel in the PTX.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{DESCRIPTION}{}: threads={} min_blocks={} barriers={} registers={} traps={} dependent={} \
+             source={:016x} params=",
+            self.name,
+            self.max_threads,
+            self.min_blocks_per_sm,
+            self.barriers,
+            self.max_registers,
+            self.traps_allowed,
+            self.dependent as u32,
+            self.source,
+        )?;
+        for (at, param) in self.params.iter().enumerate() {
+            let comma = if at > 0 { "," } else { "" };
+            write!(f, "{comma}{}:{}:{}", param.name, param.size, param.align)?;
+        }
+        match self.local_depot_allowed {
+            Some(why) => write!(f, " local={why}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// PTX that was compiled from another source than the program that launches it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct StalePtx {
+    /// The kernel.
+    pub kernel: &'static str,
+    /// How its source describes it.
+    pub source: String,
+    /// How the PTX describes it, if it has the kernel.
+    pub ptx: Option<String>,
+}
+
+impl fmt::Display for StalePtx {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "the PTX is not what the source of kernel {} compiles to: run `cargo build-ptx`",
+            self.kernel
+        )?;
+        match &self.ptx {
+            Some(ptx) => write!(f, "\n  source: {}\n  PTX:    {ptx}", self.source),
+            None => write!(f, "; the PTX has no such kernel"),
+        }
+    }
+}
+
+impl fmt::Debug for StalePtx {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl core::error::Error for StalePtx {}
+
+/// Checks that a PTX module has kernel `K`, compiled from the source that this program was built
+/// with: attribute, parameters and body. What the body calls is not compared.
+///
+/// # Errors
+/// Both descriptions, where they differ.
+pub fn check_fresh<K: Entry>(ptx: &str) -> Result<(), StalePtx> {
+    let source = format!("{}", K::INFO);
+    let begins = format!("{DESCRIPTION}{}: ", K::INFO.name);
+    let found = ptx.lines().find(|line| line.starts_with(&begins));
+    match found {
+        Some(line) if line == source => Ok(()),
+        other => Err(StalePtx { kernel: K::INFO.name, source, ptx: other.map(str::to_owned) }),
+    }
+}
+
+/// A PTX module, cut into its kernels.
+#[derive(Debug)]
+pub struct CutPtx<'a> {
+    head: &'a str,
+    kernels: Vec<KernelText<'a>>,
+    tail: &'a str,
+}
+
+#[derive(Debug)]
+struct KernelText<'a> {
+    name: &'a str,
+    text: &'a str,
+    lines: usize,
+}
+
+impl<'a> CutPtx<'a> {
+    /// Cuts a module. Text without a kernel stays whole.
+    pub fn new(ptx: &'a str) -> CutPtx<'a> {
+        const ENTRY: &str = ".visible .entry ";
+        let mut starts: Vec<usize> = ptx.match_indices(ENTRY).map(|(at, _)| at).collect();
+        // File names and other trailing directives follow the closing brace of the last kernel.
+        let tail = starts.last().and_then(|last| ptx[*last..].find("\n}").map(|end| last + end + 2));
+        let (Some(&first), Some(tail)) = (starts.first(), tail) else {
+            return CutPtx { head: ptx, kernels: Vec::new(), tail: "" };
+        };
+        starts.push(tail);
+        let kernel = |span: &[usize]| {
+            let text = &ptx[span[0]..span[1]];
+            let name = text[ENTRY.len()..].split(|c: char| !c.is_alphanumeric() && c != '_').next();
+            let lines = text.bytes().filter(|byte| *byte == b'\n').count();
+            KernelText { name: name.unwrap_or_default(), text, lines }
+        };
+        CutPtx { head: &ptx[..first], kernels: starts.windows(2).map(kernel).collect(), tail: &ptx[tail..] }
+    }
+
+    /// The names of all kernels, in their order.
+    pub fn names(&self) -> impl Iterator<Item = &'a str> {
+        self.kernels.iter().map(|kernel| kernel.name)
+    }
+
+    /// The kernels that wait for the one in front of them in the stream.
+    pub fn waiting(&self) -> impl Iterator<Item = &'a str> {
+        let waits = |kernel: &&KernelText<'_>| kernel.text.contains("griddepcontrol.wait");
+        self.kernels.iter().filter(waits).map(|kernel| kernel.name)
+    }
+
+    /// The part that the kernels `names` need: everything but the other kernels, whose lines stay as empty ones, so
+    /// that line numbers in errors are those of the whole. A driver compiles what it loads, so a module of five
+    /// kernels loads in half the time of one of ten.
+    pub fn only(&self, names: &[&str]) -> String {
+        let mut text = self.head.to_owned();
+        for kernel in &self.kernels {
+            if names.contains(&kernel.name) {
+                text.push_str(kernel.text);
+            } else {
+                text.push_str(&"\n".repeat(kernel.lines));
+            }
+        }
+        text.push_str(self.tail);
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::string::ToString;
+
+    use crate::{Global, kernel};
+
+    #[test]
+    fn a_part_keeps_header_tail_and_line_numbers() {
+        let ptx = "HEAD\n.visible .entry a(\n)\n{\n}\n.visible .entry ab(\n)\n{\nB\n}\nTAIL\n";
+        let cut = CutPtx::new(ptx);
+        assert_eq!(cut.only(&["a"]), "HEAD\n.visible .entry a(\n)\n{\n}\n\n\n\n\n\nTAIL\n");
+        assert_eq!(cut.only(&["ab"]), "HEAD\n\n\n\n\n.visible .entry ab(\n)\n{\nB\n}\nTAIL\n");
+        assert_eq!(cut.only(&["ab", "a"]), ptx);
+        assert_eq!(cut.names().collect::<Vec<_>>(), ["a", "ab"]);
+        assert_eq!(CutPtx::new("no kernel").only(&["a"]), "no kernel");
+    }
+
+    #[test]
+    fn kernels_that_wait_are_named() {
+        let ptx = ".visible .entry a(\n)\n{\ngriddepcontrol.wait;\n}\n.visible .entry b(\n)\n{\n}\n";
+        assert_eq!(CutPtx::new(ptx).waiting().collect::<Vec<_>>(), ["a"]);
+    }
+
+    /// The kernel as somebody has compiled it.
+    mod compiled {
+        use super::*;
+        #[kernel(threads = 64, barriers = 1, traps = 2, local_memory = "small {table}")]
+        pub unsafe fn stored(out: Global<u32>, v: u32) {
+            out.st(0, v);
+        }
+    }
+
+    /// The kernel as it was edited later.
+    mod edited {
+        use super::*;
+        #[kernel(threads = 64, barriers = 1, traps = 2, local_memory = "small {table}")]
+        pub unsafe fn stored(out: Global<u32>, v: u32) {
+            out.st(0, v + 1);
+        }
+    }
+
+    #[test]
+    fn a_body_that_was_edited_is_stale() {
+        let ptx = format!(".version 8.4\n{}\n.visible .entry stored(\n", compiled::Stored::INFO);
+        check_fresh::<compiled::Stored>(&ptx).unwrap();
+        let stale = check_fresh::<edited::Stored>(&ptx).unwrap_err();
+        assert!(stale.to_string().contains("run `cargo build-ptx`"), "{stale}");
+        assert!(stale.ptx.is_some_and(|line| line.contains("threads=64")));
+        let missing = check_fresh::<edited::Stored>(".version 8.4\n").unwrap_err();
+        assert!(missing.to_string().contains("has no such kernel"), "{missing}");
+    }
+
+    #[test]
+    fn a_description_has_the_whole_contract() {
+        let text = compiled::Stored::INFO.to_string();
+        let (before, after) = text.split_once("source=").unwrap();
+        assert_eq!(
+            before,
+            "// kernel stored: threads=64 min_blocks=1 barriers=1 registers=255 traps=2 dependent=0 "
+        );
+        assert_eq!(&after[16..], " params=args:16:8 local=small {table}");
+    }
+}

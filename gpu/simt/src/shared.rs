@@ -1,0 +1,193 @@
+//! Shared memory with a layout: constant offsets and a constant size, known on both sides.
+
+use core::marker::PhantomData;
+
+use crate::memory::*;
+
+/// A number of four bytes that one instruction moves to or from shared memory.
+pub trait SharedElement: Copy + sealed::Sealed {
+    /// Loads it from offset `s`.
+    ///
+    /// # Safety
+    /// `s` is an offset inside the block's shared memory, 4-byte aligned.
+    unsafe fn load(s: u32) -> Self;
+    /// Stores it at offset `s`.
+    ///
+    /// # Safety
+    /// `s` is an offset inside the block's shared memory, 4-byte aligned.
+    unsafe fn store(s: u32, v: Self);
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+macro_rules! elements {
+    ($($ty:ty: $from:expr, $into:expr;)*) => { $(
+        impl sealed::Sealed for $ty {}
+        impl SharedElement for $ty {
+            #[inline(always)]
+            unsafe fn load(s: u32) -> Self {
+                // SAFETY: the caller vouches for `s`.
+                $from(unsafe { ld_shared_u32(s) })
+            }
+            #[inline(always)]
+            unsafe fn store(s: u32, v: Self) {
+                // SAFETY: the caller vouches for `s`.
+                unsafe { st_shared_u32(s, $into(v)) }
+            }
+        }
+    )* };
+}
+
+elements! {
+    u32: |v| v, |v| v;
+    i32: |v| v as i32, |v| v as u32;
+    f32: f32::from_bits, f32::to_bits;
+}
+
+/// An array of `N` numbers in the block's shared memory.
+pub struct SharedArray<T, const N: usize> {
+    offset: u32,
+    of: PhantomData<T>,
+}
+
+impl<T, const N: usize> Clone for SharedArray<T, N> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T, const N: usize> Copy for SharedArray<T, N> {}
+
+impl<T: SharedElement, const N: usize> SharedArray<T, N> {
+    /// The array at this offset of the shared window.
+    #[inline(always)]
+    pub const fn new(offset: u32) -> Self {
+        SharedArray { offset, of: PhantomData }
+    }
+
+    /// The offset of element `i` in the shared window, for instructions that take one.
+    #[inline(always)]
+    pub fn at(self, i: u32) -> u32 {
+        self.offset + i * 4
+    }
+
+    /// Loads element `i`: `ld.shared`.
+    ///
+    /// # Safety
+    /// The launch gives the block this memory, `i` is below `N`, and no other thread writes the element meanwhile.
+    #[inline(always)]
+    pub unsafe fn ld(self, i: u32) -> T {
+        // SAFETY: the caller vouches for the element.
+        unsafe { T::load(self.at(i)) }
+    }
+
+    /// Stores element `i`: `st.shared`.
+    ///
+    /// # Safety
+    /// As [`ld`](Self::ld), and no other thread accesses the element meanwhile.
+    #[inline(always)]
+    pub unsafe fn st(self, i: u32, v: T) {
+        // SAFETY: the caller vouches for the element.
+        unsafe { T::store(self.at(i), v) }
+    }
+}
+
+/// Declares a block's shared memory as a struct of arrays of four-byte numbers.
+///
+/// The struct is an offset in the shared window. It has a method for each field, and the constant
+/// `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch gives
+/// the block: the kernel's attribute says `shared = Tiles::BYTES`, and the kernel calls
+/// `Tiles::dynamic()`. `pub static struct` has memory of its own, which the PTX declares, and the
+/// kernel calls `Tiles::get()`.
+///
+/// ```
+/// epoxide_simt::shared! {
+///     /// A tile of each operand.
+///     pub struct Tiles {
+///         /// Rows of the left one.
+///         a: [f32; 256],
+///         /// Rows of the right one.
+///         b: [f32; 256],
+///     }
+/// }
+/// assert_eq!(Tiles::BYTES, 2048);
+/// assert_eq!(Tiles::at(100).b().at(1), 100 + 1024 + 4);
+/// ```
+#[macro_export]
+macro_rules! shared {
+    ($(#[$meta:meta])* $vis:vis struct $name:ident { $($fields:tt)* }) => {
+        $crate::shared!(@ $(#[$meta])* $vis $name { $($fields)* });
+        impl $name {
+            /// The struct at the start of the block's dynamic shared memory.
+            #[inline(always)]
+            #[allow(dead_code)]
+            $vis fn dynamic() -> Self {
+                Self::at($crate::dynamic_shared())
+            }
+        }
+    };
+    ($(#[$meta:meta])* $vis:vis static struct $name:ident { $($fields:tt)* }) => {
+        $crate::shared!(@ $(#[$meta])* $vis $name { $($fields)* });
+        // The place in the source tells apart structs of one name.
+        #[cfg(target_arch = "nvptx64")]
+        ::core::arch::global_asm!(
+            concat!(".shared .align 16 .b8 SHARED_", stringify!($name), "_", line!(), "_", column!(), "[{bytes}];"),
+            bytes = const $name::BYTES
+        );
+        impl $name {
+            /// The struct in the memory that the PTX declares for it.
+            #[inline(always)]
+            #[allow(dead_code)]
+            $vis fn get() -> Self {
+                #[cfg(target_arch = "nvptx64")]
+                {
+                    let r: u32;
+                    // SAFETY: takes the address of the symbol declared above.
+                    unsafe {
+                        ::core::arch::asm!(
+                            concat!("mov.u32 {r}, SHARED_", stringify!($name), "_", line!(), "_", column!(), ";"),
+                            r = out(reg32) r, options(pure, nomem, nostack)
+                        )
+                    };
+                    Self::at(r)
+                }
+                #[cfg(not(target_arch = "nvptx64"))]
+                panic!("shared memory exists on the device only")
+            }
+        }
+    };
+    (@ $(#[$meta:meta])* $vis:vis $name:ident {
+        $( $(#[$field_meta:meta])* $field:ident : [$of:ty ; $len:expr] ),* $(,)?
+    }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy)]
+        $vis struct $name(u32);
+        const _: () = {
+            #[allow(dead_code)]
+            #[repr(C, align(16))]
+            struct Layout { $( $field: [$of; $len] ),* }
+            impl $name {
+                /// Bytes of shared memory that it takes, a multiple of 16.
+                $vis const BYTES: u32 = ::core::mem::size_of::<Layout>() as u32;
+
+                /// The struct at this offset of the shared window, a multiple of 16.
+                #[inline(always)]
+                $vis const fn at(offset: u32) -> Self {
+                    $name(offset)
+                }
+
+                $(
+                    $(#[$field_meta])*
+                    #[inline(always)]
+                    #[allow(dead_code)]
+                    $vis fn $field(self) -> $crate::SharedArray<$of, { $len }> {
+                        $crate::SharedArray::new(self.0 + ::core::mem::offset_of!(Layout, $field) as u32)
+                    }
+                )*
+            }
+        };
+    };
+}
