@@ -4,3 +4,4 @@
 mod fuzz;
 mod kernels;
 mod litmus;
+mod own_kernels;

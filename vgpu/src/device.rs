@@ -129,6 +129,14 @@ pub struct GridConfig {
     pub dynamic_shared_bytes: u32,
 }
 
+impl GridConfig {
+    /// A launch in one dimension: `blocks` of `threads`, with so much dynamic shared memory per block.
+    #[must_use]
+    pub const fn new(blocks: u32, threads: u32, dynamic_shared_bytes: u32) -> Self {
+        Self { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,6 +3,8 @@
 //! It runs the very PTX that ships to real GPUs, inline assembly included, so what is tested without a GPU is what a
 //! GPU runs. It knows nothing of what the kernels are for.
 //!
+//! - [`Machine`] is devices with their memory and a stream each: ten lines from PTX to a result. The
+//!   items below are what it is made of.
 //! - [`Module::parse`] turns PTX text into [`Kernel`]s. An instruction it does not know is an error with its line.
 //! - [`Memory`] is what a device can address. Device addresses are host addresses of this process; memory can be
 //!   exported to and imported from other processes.
@@ -57,6 +59,7 @@ mod ir;
 mod kernel;
 mod lexer;
 mod lower;
+mod machine;
 mod mbarrier;
 mod memory;
 mod memory_error;
@@ -75,6 +78,7 @@ pub use fault::{
 };
 pub use grid::{Grid, Progress, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};
+pub use machine::{Array, Machine, MachineError, Number};
 pub use memory::{Memory, Region};
 pub use memory_error::{MemoryError, NearRegion};
 pub use module::Module;

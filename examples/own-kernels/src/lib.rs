@@ -1,0 +1,20 @@
+//! Kernels, one file each, and their PTX. `cargo build-ptx` compiles them, and `cargo test` runs the
+//! PTX on the virtual GPU.
+
+mod exchange;
+mod histogram;
+mod matrix_product;
+mod reduction;
+mod softmax;
+mod vector_add;
+
+pub use exchange::*;
+pub use histogram::*;
+pub use matrix_product::*;
+pub use reduction::*;
+pub use softmax::*;
+pub use vector_add::*;
+
+/// The kernels as PTX, for a driver to load. Programs need no more than this text.
+#[cfg(not(target_arch = "nvptx64"))]
+pub const PTX: &str = include_str!("../ptx/own_kernels.sm_90.ptx");

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# The template for kernels of one's own (examples/own-kernels), as a user gets it who has nothing of this repository: a copy in
+# another folder, on the packages as they would be published, without a toolchain file. Its tests pass on stable Rust. The builder,
+# installed from its package, compiles its kernels to the PTX that is committed. An edit of a kernel is noticed until it is built.
+#
+#     tests/own-kernels/run.sh
+set -euo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+packages=(epoxide-macros epoxide-simt epoxide-vgpu epoxide-build-ptx)
+fail() {
+    printf '%s\n' "$*" >&2
+    exit 1
+}
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+flags=()
+for package in "${packages[@]}"; do flags+=(--package "$package"); done
+(cd "$root" && CARGO_TARGET_DIR="$folder/package" cargo package --quiet --no-verify --allow-dirty "${flags[@]}")
+mkdir "$folder/packages"
+for crate in "$folder"/package/package/*.crate; do tar -xzf "$crate" -C "$folder/packages"; done
+for package in "${packages[@]}"; do
+    for file in README.md LICENSE-MIT LICENSE-APACHE; do
+        test -s "$folder/packages/$package"-[0-9]*/"$file" || fail "$package: no $file in the package"
+    done
+done
+
+if rustup toolchain list 2>/dev/null | grep -q '^stable-'; then
+    export RUSTUP_TOOLCHAIN=stable
+fi
+# Flags and folders of this repository's own builds are none of a user's.
+unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR CUDA_LIBRARY_PATH
+
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -1)
+# In place of the registry: the packages that are named.
+patches() {
+    printf '\n[patch.crates-io]\n'
+    for package in "$@"; do printf '%s = { path = "%s" }\n' "$package" "$folder/packages/$package-$version"; done
+}
+
+cp -r "$root/examples/own-kernels" "$folder/copy"
+cd "$folder/copy"
+rm -rf target
+sed -i 's/, path = "[^"]*"//' Cargo.toml
+if grep -q 'path *=' Cargo.toml; then fail "a path is left in the template's Cargo.toml"; fi
+patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
+cargo --version
+
+start=$SECONDS
+cargo test 2>&1 | tee test.log
+printf 'built and tested in %s s\n' $((SECONDS - start))
+# A warning here would be one in every crate of kernels.
+if grep '^warning' test.log; then fail 'the template has warnings'; fi
+
+builder=$folder/packages/epoxide-build-ptx-$version
+patches epoxide-vgpu >>"$builder/Cargo.toml"
+cargo install --quiet --path "$builder" --root "$folder/installed" --debug
+export PATH="$folder/installed/bin:$PATH"
+cp ptx/own_kernels.sm_90.ptx committed.ptx
+cargo build-ptx
+# The header has a hash of sources, which packages have in other files.
+compared() { grep -v -e '^// sources: ' "$1"; }
+diff <(compared committed.ptx) <(compared ptx/own_kernels.sm_90.ptx) || fail 'another PTX than the committed one'
+cargo build-ptx --check
+
+# An edit that was not built yet.
+sed -i 's/a.ld(i) + b.ld(i)/a.ld(i) - b.ld(i)/' src/vector_add.rs
+if cargo test vectors >edited.log 2>&1; then fail 'the test passes with PTX of another source'; fi
+grep -q 'run `cargo build-ptx`' edited.log || fail "$(cat edited.log)"
+if cargo build-ptx --check >/dev/null 2>&1; then fail 'a stale PTX passes the check'; fi
+printf 'the template stands alone\n'

@@ -1,0 +1,504 @@
+//! Several virtual GPUs and their memory, from PTX to results in ten lines.
+
+use std::collections::VecDeque;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::check::{CheckConfig, Checker, Past, Timeline};
+use crate::device::{Clock, DeviceConfig, GridConfig};
+use crate::fault::{Fault, LaunchError};
+use crate::grid::{Grid, Progress};
+use crate::kernel::Kernel;
+use crate::memory::{Memory, Region};
+use crate::memory_error::MemoryError;
+use crate::module::Module;
+use crate::rng::Rng;
+
+/// Longest turn of a grid, in warp instructions.
+const LONGEST_TURN: u64 = 1024;
+/// How far the clock advances when all grids only wait, in nanoseconds; twice as far each time.
+const FIRST_JUMP_NS: u64 = 1_000;
+/// How far in one step at most.
+const LONGEST_JUMP_NS: u64 = 10_000_000_000;
+/// How long all grids may only wait, in nanoseconds of the virtual clock.
+const STUCK_NS: u64 = 1_000_000_000_000;
+
+/// What a [`Machine`] reports.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum MachineError {
+    /// A kernel did something that a program must not do. The text names both ends.
+    #[error("{0}")]
+    Fault(Box<Fault>),
+    /// A launch that cannot start.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// Memory could not be allocated, or an access of the host is out of bounds or a race.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The machine has fewer devices.
+    #[error("device {device} of a machine with {devices}: they are numbered from 0")]
+    NoDevice {
+        /// The number that was given.
+        device: usize,
+        /// Devices of the machine.
+        devices: usize,
+    },
+    /// The module has no such kernel.
+    #[error("the module has no kernel '{kernel}'; it has {known}")]
+    NoKernel {
+        /// The name that was given.
+        kernel: String,
+        /// The names of those that are there.
+        known: String,
+    },
+    /// Kernels wait for what no kernel will do.
+    #[error(
+        "all kernels only wait, for each other or for the host, and no deadline of theirs has ended that{0}"
+    )]
+    Stuck(String),
+}
+
+impl From<Fault> for MachineError {
+    fn from(fault: Fault) -> Self {
+        MachineError::Fault(Box::new(fault))
+    }
+}
+
+/// A number as it lies in device memory.
+pub trait Number: Copy + sealed::Sealed {
+    /// Appends its bytes.
+    fn put(self, bytes: &mut Vec<u8>);
+    /// The number of these bytes, as many as it has.
+    fn get(bytes: &[u8]) -> Self;
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+macro_rules! numbers {
+    ($($ty:ty),*) => { $(
+        impl sealed::Sealed for $ty {}
+        impl Number for $ty {
+            fn put(self, bytes: &mut Vec<u8>) {
+                bytes.extend_from_slice(&self.to_ne_bytes());
+            }
+            fn get(bytes: &[u8]) -> Self {
+                let mut own = [0; size_of::<$ty>()];
+                own.copy_from_slice(bytes);
+                <$ty>::from_ne_bytes(own)
+            }
+        }
+    )* };
+}
+numbers!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, half::bf16, half::f16);
+
+/// An array in the memory of a device. Dropping it frees it.
+#[derive(Debug)]
+pub struct Array<T> {
+    memory: Memory,
+    region: Region,
+    len: usize,
+    of: PhantomData<T>,
+}
+
+impl<T: Number> Array<T> {
+    /// The device address of its first number, for parameters of kernels.
+    #[must_use]
+    pub fn addr(&self) -> u64 {
+        self.region.addr()
+    }
+
+    /// How many numbers it has.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies it to the host.
+    ///
+    /// # Errors
+    /// In check mode, a kernel that is not done writes it, or nobody has written it.
+    pub fn download(&self) -> Result<Vec<T>, MachineError> {
+        let mut bytes = vec![0; self.len * size_of::<T>()];
+        self.memory.read(self.addr(), &mut bytes)?;
+        Ok(bytes.chunks_exact(size_of::<T>()).map(T::get).collect())
+    }
+
+    /// Copies `numbers` to its begin.
+    ///
+    /// # Errors
+    /// There are more than it has room for; or in check mode, a kernel that is not done uses it.
+    pub fn upload(&self, numbers: &[T]) -> Result<(), MachineError> {
+        let mut bytes = Vec::with_capacity(size_of_val(numbers));
+        numbers.iter().for_each(|number| number.put(&mut bytes));
+        Ok(self.memory.write(self.addr(), &bytes)?)
+    }
+}
+
+/// A kernel that was enqueued.
+struct Launch {
+    kernel: Arc<Kernel>,
+    shape: GridConfig,
+    params: Vec<u8>,
+    /// What the host knew when it enqueued the kernel.
+    past: Past,
+}
+
+/// A device, with one stream of kernels.
+struct Device {
+    memory: Memory,
+    queue: VecDeque<Launch>,
+    running: Option<Grid>,
+    timeline: Option<Timeline>,
+    /// What has happened before the next kernel.
+    past: Past,
+    spins: bool,
+}
+
+/// Virtual GPUs that can address each other's memory.
+///
+/// Each has one stream: its kernels run one behind the other, and beside those of the other devices.
+/// They run in [`Machine::run`], on the calling thread, in an order drawn from the seed.
+///
+/// ```
+/// use epoxide_vgpu::{GridConfig, Machine, Module};
+///
+/// let ptx = "
+/// .version 8.4
+/// .target sm_90
+/// .address_size 64
+/// .visible .entry square(.param .u64 out)
+/// {
+///     .reg .b32 %r<3>;
+///     .reg .b64 %rd<4>;
+///     ld.param.u64 %rd1, [out];
+///     mov.u32 %r1, %tid.x;
+///     mul.lo.u32 %r2, %r1, %r1;
+///     mul.wide.u32 %rd2, %r1, 4;
+///     add.s64 %rd3, %rd1, %rd2;
+///     st.global.u32 [%rd3], %r2;
+///     ret;
+/// }";
+/// let module = Module::parse(ptx)?;
+/// let mut machine = Machine::checked(1, 7);
+/// let out = machine.alloc::<u32>(0, "out", 32)?;
+/// machine.launch(0, &module, "square", GridConfig::new(1, 32, 0), &out.addr().to_ne_bytes())?;
+/// machine.run()?;
+/// assert_eq!(out.download()?[5], 25);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Machine {
+    devices: Vec<Device>,
+    config: DeviceConfig,
+    checker: Option<Checker>,
+    clock_ns: Arc<AtomicU64>,
+    rng: Rng,
+}
+
+impl std::fmt::Debug for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Machine").field("devices", &self.devices.len()).finish_non_exhaustive()
+    }
+}
+
+impl Machine {
+    /// A machine with this many devices whose warps take turns. Bounds, alignment, poison and
+    /// deadlocks are checked.
+    #[must_use]
+    pub fn new(devices: usize) -> Machine {
+        Machine::build(devices, None, None)
+    }
+
+    /// The same with a seed: the order of warps and devices, and when bulk copies land, are drawn from it.
+    #[must_use]
+    pub fn seeded(devices: usize, seed: u64) -> Machine {
+        Machine::build(devices, Some(seed), None)
+    }
+
+    /// A machine in check mode: races between lanes, blocks, devices, bulk copies and the host are
+    /// faults, and so are reads of memory that nobody wrote.
+    #[must_use]
+    pub fn checked(devices: usize, seed: u64) -> Machine {
+        Machine::build(devices, Some(seed), Some(CheckConfig::default()))
+    }
+
+    /// A machine that is checked as `check` says, with weak memory for instance.
+    #[must_use]
+    pub fn checked_with(devices: usize, seed: u64, check: CheckConfig) -> Machine {
+        Machine::build(devices, Some(seed), Some(check))
+    }
+
+    fn build(devices: usize, seed: Option<u64>, check: Option<CheckConfig>) -> Machine {
+        let checker = check.map(Checker::new);
+        let clock_ns = Arc::new(AtomicU64::new(0));
+        let device = |_| Device {
+            memory: Memory::checked(seed.unwrap_or(0), checker.clone()),
+            queue: VecDeque::new(),
+            running: None,
+            timeline: checker.as_ref().map(Checker::timeline),
+            past: Past::default(),
+            spins: false,
+        };
+        Machine {
+            devices: (0..devices).map(device).collect(),
+            config: DeviceConfig {
+                schedule_seed: seed,
+                clock: Clock::Virtual(clock_ns.clone()),
+                ..DeviceConfig::default()
+            },
+            checker,
+            clock_ns,
+            rng: Rng::new(seed.unwrap_or(0)),
+        }
+    }
+
+    fn device(&self, device: usize) -> Result<&Device, MachineError> {
+        self.devices.get(device).ok_or(MachineError::NoDevice { device, devices: self.devices.len() })
+    }
+
+    /// Memory of a device for `len` numbers, which hold poison. `label` names it in reports.
+    ///
+    /// # Errors
+    /// There is no such device, or no memory.
+    pub fn alloc<T: Number>(&self, device: usize, label: &str, len: usize) -> Result<Array<T>, MachineError> {
+        let memory = self.device(device)?.memory.clone();
+        let region = memory.alloc((len * size_of::<T>()) as u64, label)?;
+        Ok(Array { memory, region, len, of: PhantomData })
+    }
+
+    /// Memory of a device that holds `numbers`.
+    ///
+    /// # Errors
+    /// There is no such device, or no memory.
+    pub fn upload<T: Number>(
+        &self,
+        device: usize,
+        label: &str,
+        numbers: &[T],
+    ) -> Result<Array<T>, MachineError> {
+        let array = self.alloc(device, label, numbers.len())?;
+        array.upload(numbers)?;
+        Ok(array)
+    }
+
+    /// The same memory as device `device` addresses it: a peer mapping.
+    ///
+    /// # Errors
+    /// There is no such device, or the operating system maps no more.
+    pub fn map<T: Number>(&self, device: usize, array: &Array<T>) -> Result<Array<T>, MachineError> {
+        let memory = self.device(device)?.memory.clone();
+        let region = memory.import(array.region.export()?, array.region.bytes(), array.region.label())?;
+        Ok(Array { memory, region, len: array.len, of: PhantomData })
+    }
+
+    /// Enqueues a kernel on a device, behind those that are there. `params` are the bytes of its
+    /// parameters, laid out as the PTX says.
+    ///
+    /// # Errors
+    /// There is no such device, or the module has no such kernel. What else is wrong with a launch,
+    /// [`run`](Self::run) reports.
+    pub fn launch(
+        &mut self,
+        device: usize,
+        module: &Module,
+        kernel: &str,
+        shape: GridConfig,
+        params: &[u8],
+    ) -> Result<(), MachineError> {
+        self.device(device)?;
+        let found = module.kernel(kernel).ok_or_else(|| {
+            let names: Vec<_> = module.kernels().map(|kernel| kernel.name().to_owned()).collect();
+            MachineError::NoKernel { kernel: kernel.to_owned(), known: names.join(", ") }
+        })?;
+        let past = self.checker.as_ref().map(Checker::host_past).unwrap_or_default();
+        let launch = Launch { kernel: found, shape, params: params.to_vec(), past };
+        self.devices[device].queue.push_back(launch);
+        Ok(())
+    }
+
+    /// Runs all kernels to their ends.
+    ///
+    /// # Errors
+    /// The first fault; or a report of what waits for what, where nothing goes on. What was not done is dropped then.
+    pub fn run(&mut self) -> Result<(), MachineError> {
+        let result = self.run_all();
+        for device in &mut self.devices {
+            if let Some(checker) = &self.checker {
+                checker.host_waited(&device.past);
+            }
+            device.running = None;
+            device.queue.clear();
+        }
+        result
+    }
+
+    fn run_all(&mut self) -> Result<(), MachineError> {
+        let (mut stuck_ns, mut jump_ns) = (0, FIRST_JUMP_NS);
+        loop {
+            for device in &mut self.devices {
+                device.start(&self.config)?;
+            }
+            let busy: Vec<usize> =
+                (0..self.devices.len()).filter(|&at| self.devices[at].running.is_some()).collect();
+            if busy.is_empty() {
+                return Ok(());
+            }
+            if busy.iter().all(|&at| self.devices[at].spins) {
+                if stuck_ns >= STUCK_NS {
+                    return Err(MachineError::Stuck(self.stuck()));
+                }
+                // Deadlines of the kernels' own pass, and then perhaps they go on.
+                self.clock_ns.fetch_add(jump_ns, Ordering::Relaxed);
+                stuck_ns += jump_ns;
+                jump_ns = (jump_ns * 2).min(LONGEST_JUMP_NS);
+                self.devices.iter_mut().for_each(|device| device.spins = false);
+            }
+            let awake: Vec<usize> = busy.into_iter().filter(|&at| !self.devices[at].spins).collect();
+            let at = awake[self.rng.below(awake.len() as u64) as usize];
+            let turn = 1 + self.rng.below(LONGEST_TURN);
+            match self.devices[at].step(turn)? {
+                Progress::Spinning => self.devices[at].spins = true,
+                Progress::Running | Progress::Done => {
+                    (stuck_ns, jump_ns) = (0, FIRST_JUMP_NS);
+                    // Others may wait for what it did.
+                    self.devices.iter_mut().for_each(|device| device.spins = false);
+                }
+            }
+        }
+    }
+
+    fn stuck(&self) -> String {
+        let grids =
+            self.devices.iter().enumerate().filter_map(|(at, device)| Some((at, device.running.as_ref()?)));
+        grids.map(|(at, grid)| format!("\ndevice {at}: {}", grid.stuck_report())).collect()
+    }
+}
+
+impl Device {
+    /// Starts the next kernel, if none runs.
+    fn start(&mut self, config: &DeviceConfig) -> Result<(), MachineError> {
+        if self.running.is_some() {
+            return Ok(());
+        }
+        let Some(launch) = self.queue.pop_front() else { return Ok(()) };
+        self.past.join(&launch.past);
+        let order = self.timeline.map(|timeline| (timeline, &self.past));
+        let Launch { kernel, shape, params, .. } = launch;
+        self.running = Some(Grid::launch(kernel, self.memory.clone(), config, shape, &params, order)?);
+        self.spins = false;
+        Ok(())
+    }
+
+    fn step(&mut self, turn: u64) -> Result<Progress, MachineError> {
+        let Some(grid) = &mut self.running else { return Ok(Progress::Done) };
+        let progress = grid.step(turn)?;
+        if progress == Progress::Done {
+            self.past = grid.past();
+            self.running = None;
+        }
+        Ok(progress)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEAD: &str = ".version 8.4\n.target sm_90\n.address_size 64\n";
+
+    /// Kernels of one address each: `add` adds 1 to its word, `write` stores 7 and raises a flag beside
+    /// it, and `wait` polls that flag and adds 1 to the word.
+    fn module() -> Module {
+        let kernel = |name: &str, body: &str| {
+            format!(
+                ".visible .entry {name}(.param .u64 at)\n{{\n.reg .pred %p;\n.reg .b32 %r<3>;\n.reg .b64 %rd<2>;\n\
+                 ld.param.u64 %rd1, [at];\n{body}\nret;\n}}\n"
+            )
+        };
+        let add = "ld.global.u32 %r1, [%rd1];\nadd.u32 %r1, %r1, 1;\nst.global.u32 [%rd1], %r1;";
+        let write = "mov.u32 %r1, 7;\nst.global.u32 [%rd1], %r1;\nmov.u32 %r2, 1;\nst.release.sys.global.u32 [%rd1+4], %r2;";
+        let wait = format!(
+            "L:\nld.acquire.sys.global.u32 %r2, [%rd1+4];\nsetp.eq.u32 %p, %r2, 0;\n@%p bra L;\n{add}"
+        );
+        let kernels = [kernel("add", add), kernel("write", write), kernel("wait", &wait)];
+        Module::parse(&format!("{HEAD}{}", kernels.concat())).unwrap()
+    }
+
+    const ONE: GridConfig = GridConfig::new(1, 1, 0);
+
+    #[test]
+    fn kernels_of_a_device_run_one_behind_the_other() {
+        let module = module();
+        for mut machine in [Machine::new(1), Machine::seeded(1, 3), Machine::checked(1, 3)] {
+            let word = machine.upload(0, "word", &[5u32]).unwrap();
+            for _ in 0..3 {
+                machine.launch(0, &module, "add", ONE, &word.addr().to_ne_bytes()).unwrap();
+            }
+            machine.run().unwrap();
+            assert_eq!(word.download().unwrap(), [8]);
+        }
+    }
+
+    #[test]
+    fn devices_exchange_words_through_a_mapping() {
+        let module = module();
+        crate::for_each_seed(20, |seed| {
+            let mut machine = Machine::checked(2, seed);
+            let words = machine.upload(0, "words", &[0u32, 0]).unwrap();
+            let peer = machine.map(1, &words).unwrap();
+            machine.launch(0, &module, "wait", ONE, &words.addr().to_ne_bytes()).unwrap();
+            machine.launch(1, &module, "write", ONE, &peer.addr().to_ne_bytes()).unwrap();
+            machine.run().unwrap();
+            assert_eq!(words.download().unwrap(), [8, 1]);
+        });
+    }
+
+    #[test]
+    fn kernels_of_two_devices_race() {
+        let module = module();
+        let mut machine = Machine::checked(2, 1);
+        let word = machine.upload(0, "word", &[0u32, 0]).unwrap();
+        let peer = machine.map(1, &word).unwrap();
+        machine.launch(0, &module, "add", ONE, &word.addr().to_ne_bytes()).unwrap();
+        machine.launch(1, &module, "add", ONE, &peer.addr().to_ne_bytes()).unwrap();
+        let error = machine.run().unwrap_err();
+        assert!(matches!(error, MachineError::Fault(_)), "{error}");
+        assert!(error.to_string().contains("data race"), "{error}");
+    }
+
+    #[test]
+    fn a_wait_for_nobody_is_reported_and_the_machine_goes_on() {
+        let module = module();
+        let mut machine = Machine::new(2);
+        let words = machine.upload(0, "words", &[0u32, 0]).unwrap();
+        machine.launch(0, &module, "wait", ONE, &words.addr().to_ne_bytes()).unwrap();
+        let error = machine.run().unwrap_err().to_string();
+        assert!(error.contains("only wait") && error.contains("device 0"), "{error}");
+        machine.launch(0, &module, "add", ONE, &words.addr().to_ne_bytes()).unwrap();
+        machine.run().unwrap();
+        assert_eq!(words.download().unwrap(), [1, 0]);
+    }
+
+    #[test]
+    fn what_is_not_there_is_named() {
+        let mut machine = Machine::new(1);
+        let error = machine.alloc::<u32>(1, "x", 1).unwrap_err().to_string();
+        assert_eq!(error, "device 1 of a machine with 1: they are numbered from 0");
+        let error = machine.launch(0, &module(), "sub", ONE, &[0; 8]).unwrap_err().to_string();
+        assert_eq!(error, "the module has no kernel 'sub'; it has add, wait, write");
+        let array = machine.alloc::<half::bf16>(0, "x", 2).unwrap();
+        array.upload(&[half::bf16::ONE; 2]).unwrap();
+        assert!(!array.is_empty() && array.len() == 2);
+        assert_eq!(array.download().unwrap(), [half::bf16::ONE; 2]);
+        assert!(array.upload(&[half::bf16::ONE; 5000]).is_err());
+    }
+}
