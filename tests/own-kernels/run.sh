@@ -2,6 +2,7 @@
 # The template for kernels of one's own (examples/own-kernels), as a user gets it who has nothing of this repository: a copy in
 # another folder, on the packages as they would be published, without a toolchain file. Its tests pass on stable Rust. The builder,
 # installed from its package, compiles its kernels to the PTX that is committed. An edit of a kernel is noticed until it is built.
+# Then the same with the crate that docs/OWN-KERNELS.md writes.
 #
 #     tests/own-kernels/run.sh
 set -euo pipefail
@@ -68,4 +69,29 @@ sed -i 's/a.ld(i) + b.ld(i)/a.ld(i) - b.ld(i)/' src/vector_add.rs
 if cargo test vectors >edited.log 2>&1; then fail 'the test passes with PTX of another source'; fi
 grep -q 'run `cargo build-ptx`' edited.log || fail "$(cat edited.log)"
 if cargo build-ptx --check >/dev/null 2>&1; then fail 'a stale PTX passes the check'; fi
-printf 'the template stands alone\n'
+
+# The tutorial: the crate that its text gives, in the folder of builds that is there.
+export CARGO_TARGET_DIR=$folder/copy/target
+cargo new --quiet --lib --vcs none "$folder/scale"
+cd "$folder/scale"
+mkdir tests
+python3 - "$root/docs/OWN-KERNELS.md" <<'END'
+import re, sys
+
+blocks = re.findall(r"^```(\w+)\n(.*?)^```$", open(sys.argv[1]).read(), re.S | re.M)
+rust = [text for language, text in blocks if language == "rust"]
+assert len(rust) == 2, f"{len(rust)} programs: a kernel and its test were expected"
+open("src/lib.rs", "w").write(rust[0])
+open("tests/smooth.rs", "w").write(rust[1])
+profile = [text for language, text in blocks if language == "toml"]
+open("Cargo.toml", "a").write("\n".join(["", *profile]))
+END
+patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
+# The lines of the tutorial, for the registry.
+sed -i "s/^\[dependencies\]$/[dependencies]\nepoxide-simt = \"$version\"\n\n[dev-dependencies]\nepoxide-vgpu = \"$version\"/" Cargo.toml
+cp ../copy/Cargo.lock .
+(unset CARGO_TARGET_DIR && cargo build-ptx)
+cargo test 2>&1 | tee test.log
+grep -q '^test neighbours_are_summed ... ok' test.log || fail 'the tutorial has another test'
+if grep '^warning' test.log; then fail 'the tutorial has warnings'; fi
+printf 'the template and the tutorial stand alone\n'

@@ -24,8 +24,8 @@ const LONGEST_JUMP_NS: u64 = 10_000_000_000;
 /// How long all grids may only wait, in nanoseconds of the virtual clock.
 const STUCK_NS: u64 = 1_000_000_000_000;
 
-/// What a [`Machine`] reports.
-#[derive(Debug, Clone, thiserror::Error)]
+/// What a [`Machine`] reports. `Debug` is the text as well, so that `unwrap` shows the report.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum MachineError {
     /// A kernel did something that a program must not do. The text names both ends.
@@ -58,6 +58,12 @@ pub enum MachineError {
         "all kernels only wait, for each other or for the host, and no deadline of theirs has ended that{0}"
     )]
     Stuck(String),
+}
+
+impl std::fmt::Debug for MachineError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl From<Fault> for MachineError {
@@ -473,6 +479,7 @@ mod tests {
         let error = machine.run().unwrap_err();
         assert!(matches!(error, MachineError::Fault(_)), "{error}");
         assert!(error.to_string().contains("data race"), "{error}");
+        assert_eq!(format!("{error:?}"), error.to_string());
     }
 
     #[test]
