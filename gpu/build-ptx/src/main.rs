@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 use epoxide_build_ptx::command::BuildPtx;
 use epoxide_build_ptx::workspace::Workspace;
 use epoxide_build_ptx::{doctor, nvvm};
@@ -24,23 +24,26 @@ struct Cli {
 enum Command {
     /// Compile the crate's kernels to PTX and lint them, or check the committed PTX
     #[command(version)]
-    BuildPtx {
-        #[command(flatten)]
-        options: BuildPtx,
-        /// Say what this machine has for building PTX, and the remedy for what it lacks
-        #[arg(long)]
-        doctor: bool,
-    },
+    BuildPtx(Options),
+}
+
+#[derive(Args)]
+struct Options {
+    #[command(flatten)]
+    build: BuildPtx,
+    /// Say what this machine has for building PTX, and the remedy for what it lacks
+    #[arg(long)]
+    doctor: bool,
 }
 
 fn main() -> ExitCode {
-    let Command::BuildPtx { options, doctor } = Cli::parse().command;
+    let Command::BuildPtx(options) = Cli::parse().command;
     let run = || {
         let ws = Workspace::around(&std::env::current_dir()?)?;
-        if doctor {
+        if options.doctor {
             return doctor::run(&ws);
         }
-        options.run(&ws, "cargo build-ptx", &|ws, _, file| {
+        options.build.run(&ws, "cargo build-ptx", &|ws, _, file| {
             println!("it passes the lints; test it before you commit it: {}", ws.display(file));
             Ok(())
         })
@@ -54,5 +57,21 @@ fn main() -> ExitCode {
                 None => ExitCode::FAILURE,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_flags_are_those_that_cargo_passes_on() {
+        Cli::command().debug_assert();
+        let parsed = Cli::try_parse_from(["cargo", "build-ptx", "--check", "-p", "own-kernels"]).unwrap();
+        let Command::BuildPtx(options) = parsed.command;
+        assert!(options.build.check && !options.doctor);
+        assert_eq!(options.build.package.as_deref(), Some("own-kernels"));
     }
 }
