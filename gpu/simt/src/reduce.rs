@@ -8,9 +8,10 @@ use crate::warp::shfl_bfly_u32;
 /// Combines the values of all lanes, in the same order in every lane.
 #[inline(always)]
 unsafe fn warp_reduce(mut v: f32, combine: impl Fn(f32, f32) -> f32) -> f32 {
-    // SAFETY: the caller says that all 32 lanes call it.
     crate::unroll!(5, N => {
-        v = combine(v, f32::from_bits(unsafe { shfl_bfly_u32::<{ 16 >> N }>(v.to_bits()) }));
+        // SAFETY: the caller says that all 32 lanes call it.
+        let theirs = unsafe { shfl_bfly_u32::<{ 16 >> N }>(v.to_bits()) };
+        v = combine(v, f32::from_bits(theirs));
     });
     v
 }
