@@ -225,8 +225,8 @@ unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, tok
         let dispatch = &args.dispatch;
         let mut turn = 0;
         while turn * ntid() * 32 < bytes_of_x(dispatch) {
-            let pair = Pair::of(dispatch, token, turn, true);
-            let (first, second) = Pair::offsets(dispatch, turn);
+            let pair = Pair::of(dispatch, Team::block(), token, turn, true);
+            let (first, second) = Pair::offsets(dispatch, Team::block(), turn);
             if dispatch.quantise == Quantise::Not as u32 {
                 let mut left = mask;
                 while left != 0 {
