@@ -9,6 +9,8 @@
 
 pub mod alone;
 pub mod compare;
+#[cfg(test)]
+mod docs;
 pub mod fake_nccl;
 pub mod fuzz;
 pub mod harness;

@@ -39,7 +39,7 @@ pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 ///
 /// Operations take what they need: tensors that were given, and outputs, may be dropped as soon as a call has returned, whatever
 /// streams still do with them. Memory goes back, and is overwritten, behind all that the device's streams ([`Stream`]) have been given by
-/// then. What other code enqueued in streams that no [`Stream`] stands for is not seen.
+/// then. Work of other code in streams without a [`Stream`] is not seen.
 ///
 /// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
 ///
@@ -338,7 +338,7 @@ impl Buffer {
         }
     }
 
-    /// What the kernels of an operation in this place are told.
+    /// The [`Comm`] for the kernels of an operation in this place.
     pub(super) fn comm_in(&self, place: &PlaceState<Room>, call: Call) -> Comm {
         Comm { pool: place.room.layout, call: call.bits(), ..self.comm }
     }

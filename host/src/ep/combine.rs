@@ -75,7 +75,7 @@ impl<'a> CombineRequest<'a> {
     }
 }
 
-/// What a combine brings, in memory of its own.
+/// The result of a combine, in memory of its own.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CombineOutput {

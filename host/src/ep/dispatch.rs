@@ -109,7 +109,7 @@ impl<'a> CachedDispatchRequest<'a> {
     }
 }
 
-/// What the count exchange of a dispatch is told.
+/// Arguments of the count exchange of a dispatch.
 struct CountExchange<'a> {
     layout: &'a DispatchLayout<'a>,
     capacity: u64,

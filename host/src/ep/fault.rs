@@ -154,7 +154,7 @@ impl Faults {
         }
     }
 
-    /// The error of the last plan that failed, of those that no call has told of yet. Of dispatches
+    /// The error of the last plan that failed, of those that no call has returned yet. For dispatches
     /// whose counts stay on the device, since others give their plan's error themselves.
     pub fn check_plans(&self) -> Result<()> {
         const RECORD: u64 = size_of::<Status>() as u64;
@@ -247,7 +247,7 @@ fn check_status(buffer: &Buffer) -> Result<()> {
     buffer.faults.check()
 }
 
-/// What else may have held up a wait that has expired: other buffers, and proxies of this rank that are in a call of the system or of a
+/// Other possible causes of an expired wait: other buffers, and proxies of this rank that are in a call of the system or of a
 /// card's driver.
 fn beside(buffer: &Buffer) -> String {
     let calls = buffer.kernels.wire_side().map_or_else(Vec::new, |side| side.proxies.in_calls());

@@ -1,4 +1,4 @@
-//! What a dispatch leaves for combine and for cached dispatches.
+//! The state that a dispatch leaves for combine and for cached dispatches.
 
 use std::sync::{Arc, OnceLock};
 
@@ -91,7 +91,7 @@ pub(super) struct InternodePlaces {
     pub send_nvl_head: DevicePtr,
 }
 
-/// What a handle's block must have room for.
+/// The sizes that a handle's block must have room for.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HandleShape {
     pub ranks: u32,

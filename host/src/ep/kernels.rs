@@ -174,7 +174,7 @@ macro_rules! call_within {
 pub(super) use call_within;
 
 impl SeveralNodes {
-    /// What the kernels of an operation are told of the other nodes.
+    /// The [`Wire`] for the kernels of an operation: how they reach the other nodes.
     pub fn wire(&self, config: &Config) -> Wire {
         Wire { chunk: config.num_max_rdma_chunked_send_tokens, ..self.wire }
     }
@@ -208,7 +208,7 @@ impl Loaded {
         Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block, is_many, ptx })
     }
 
-    /// What operations have, with a side of the network where there are several nodes.
+    /// The kernels of all operations, with a network side if there are several nodes.
     pub fn mode(&self, network: Option<(WireSide, Wire)>) -> Result<BufferMode> {
         let kernel = |name, shared| self.module.kernel(name, shared);
         Ok(match network {
@@ -256,7 +256,7 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// Of what was loaded.
+    /// Selects among the loaded kernels.
     pub fn new(
         device: &Arc<dyn Device>,
         tuning: Tuning,
@@ -429,14 +429,14 @@ mod tests {
         assert_eq!(shape(Some(1024), 2, 12, 24).stagers, 48);
         assert_eq!(shape(Some(1024), 4, 12, 24).stagers, 48);
         assert_eq!(shape(Some(20), 8, 12, 24).stagers, 20);
-        // Of a handle that was made with other multiprocessors.
+        // The handle was made with another number of multiprocessors.
         assert_eq!(
             shape(Some(4), 2, 12, 8),
             StageShape { stagers: 4, gatherers: 8, blocks_per_channel: 1, step_rows: 4, parts: 2 }
         );
         assert_eq!(shape(Some(4), 2, 12, 30).gatherers, 24);
         assert_eq!(StageShape::new(None, 2, 2, 4, 132, 1 << 20).step_rows, 1);
-        // There is a word for each part of each channel.
+        // Each part of each channel has a word.
         for (ranks, channels) in (1..=MAX_RANKS as u32).flat_map(|r| (1..=MAX_CHANNELS).map(move |c| (r, c)))
         {
             let parts = shape(None, ranks, channels, 2).parts;

@@ -7,7 +7,7 @@ use super::config::Config;
 use super::tuning::Tuning;
 use crate::transport::{TransportKind, TransportOptions};
 
-/// What a pool must hold. The same on every rank.
+/// The sizes that a pool must have room for. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BufferShape {
     /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many from every rank.
@@ -130,7 +130,7 @@ impl BufferOptions {
         self
     }
 
-    /// What carries rows between nodes.
+    /// The transport of rows between nodes.
     pub fn transport(mut self, transport: TransportOptions) -> Self {
         self.transport = transport;
         self

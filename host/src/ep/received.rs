@@ -1,4 +1,4 @@
-//! What a dispatch brings.
+//! The result of a dispatch.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use super::{DType, DispatchHandle, Tensor, TypedTensor};
 use crate::driver::Event;
 use crate::error::{Error, Result};
 
-/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow.
+/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on to its borrow.
 ///
 /// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 pub struct DispatchOutput<'p> {
     /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple of 128.
     pub recv_x: Tensor<'p>,
-    /// As the scales of x, with `num_recv_tokens` rows.
+    /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
     /// `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank. `None` where
     /// top-k was not sent.
@@ -71,7 +71,7 @@ impl<'p> DispatchOutput<'p> {
     }
 }
 
-/// What a dispatch brought, without a borrow of its place. A later dispatch there overwrites the rows; it comes behind what streams have
+/// The result of a dispatch, without a borrow of its place. A later dispatch there overwrites the rows; it comes behind what streams have
 /// been given by then.
 #[derive(Debug)]
 pub struct Detached(DispatchOutput<'static>);

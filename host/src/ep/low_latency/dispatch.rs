@@ -72,7 +72,7 @@ impl Buffer {
     /// does not wait for the host.
     ///
     /// # Errors
-    /// Arguments that break a rule, on this rank alone; its peers then wait for it until their deadlines. What shows on the device shows in
+    /// Arguments that break a rule, on this rank alone; its peers then wait for it until their deadlines. Errors that the device finds are returned by
     /// [`Buffer::check`] once the stream has passed: a peer that did not come or made another call, an
     /// expert id out of range. This one the rank that gave it is told of; others may run into
     /// [`Error::PeerTimeout`](crate::Error::PeerTimeout) for that rank in a later call.
@@ -91,7 +91,7 @@ impl Buffer {
     /// is held in between.
     ///
     /// # Errors
-    /// As [`Buffer::dispatch`].
+    /// The same as [`Buffer::dispatch`].
     pub fn dispatch_send<'b, 'p>(
         &'b mut self,
         place: &'p mut Place,
@@ -207,7 +207,7 @@ impl Buffer {
     }
 
     /// Pieces of work in the second half: experts whose rows are listed, and across nodes rows that are
-    /// put where they belong, some to a block. Of few tokens each warp lists an expert, but for the
+    /// put where they belong, some to a block. With few tokens each warp lists an expert, but for the
     /// block's last one.
     fn receive_blocks(&self) -> u32 {
         const ROWS_OF_BLOCK: u32 = 16;
