@@ -4,6 +4,7 @@ mod calls;
 mod cases;
 mod deaths;
 mod errors;
+mod experts;
 mod expiry;
 mod failing;
 mod gate;

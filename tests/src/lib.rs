@@ -12,6 +12,7 @@ pub mod compare;
 pub mod fake_nccl;
 pub mod fuzz;
 pub mod harness;
+pub mod ids;
 pub mod litmus;
 pub mod lockstep;
 pub mod low_latency;

@@ -30,6 +30,7 @@ mod combine;
 mod dispatch;
 mod epoch;
 mod example;
+mod ids;
 mod internode_combine;
 mod internode_count;
 mod internode_dispatch;

@@ -4,6 +4,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
+use super::experts::ExpertTable;
 use super::pool::Comm;
 use super::wire::Wire;
 
@@ -11,8 +12,12 @@ use super::wire::Wire;
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LayoutArgs {
-    /// In: global expert ids or -1, i64 `[num_tokens, num_topk]`.
+    /// In: expert ids or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
+    /// Where the experts are.
+    pub table: ExpertTable,
+    /// Out, or null: the physical experts of the ids, or -1, i32 `[num_tokens, num_topk]`.
+    pub physical: DevicePtr,
     /// Out, zero before: u32 `[num_ranks]`.
     pub num_tokens_per_rank: DevicePtr,
     /// Out, zero before, or null with one node: u32 `[num_nodes]`.
@@ -27,17 +32,21 @@ pub struct LayoutArgs {
     pub num_tokens: u32,
     /// Entries per token.
     pub num_topk: u32,
-    /// Experts of all ranks.
+    /// Physical experts of all ranks.
     pub num_experts: u32,
     /// Ranks of all nodes.
     pub num_ranks: u32,
     /// Ranks of a node.
     pub ranks_per_node: u32,
+    /// This rank, of all nodes.
+    pub rank: u32,
+    /// 1 where ids are i32.
+    pub narrow_ids: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-layout_assert!(LayoutArgs, size = 72, reserved at 68);
+layout_assert!(LayoutArgs, size = 104, reserved at 100);
 
 /// Arguments of `notify`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -100,7 +109,7 @@ pub struct DispatchArgs {
     pub x: DevicePtr,
     /// In, or null: f32 `[num_tokens, num_scales]`.
     pub scales: DevicePtr,
-    /// In, or null: i64 `[num_tokens, num_topk]`.
+    /// In, or null: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
     /// In, or null: f32 `[num_tokens, num_topk]`.
     pub topk_weights: DevicePtr,
@@ -131,11 +140,11 @@ pub struct DispatchArgs {
     /// Within one node: the last warps of a block, which send metadata while the others move rows, at least 1. The last one polls for the
     /// block.
     pub metadata_warps: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// 1 where ids are i32.
+    pub narrow_ids: u32,
 }
 
-layout_assert!(DispatchArgs, size = 304, reserved at 300);
+layout_assert!(DispatchArgs, size = 304, narrow_ids at 300);
 
 /// Arguments of `stage_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

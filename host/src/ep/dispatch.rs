@@ -195,7 +195,7 @@ impl Buffer {
         };
         let topk = request
             .topk_weights
-            .map_or((DevicePtr::NULL, DevicePtr::NULL), |weights| (layout.topk_idx.ptr(), weights.ptr()));
+            .map_or(((DevicePtr::NULL, 0), DevicePtr::NULL), |weights| (layout.ids(), weights.ptr()));
         let metadata = Some((topk, num_topk, local_experts));
         let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, metadata);
 
@@ -203,7 +203,7 @@ impl Buffer {
         let mut lease = None;
         let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
             .into_iter()
-            .chain([request.topk_weights.and_then(|weights| weights.owner()), layout.topk_idx.owner()])
+            .chain([request.topk_weights.and_then(|weights| weights.owner()), layout.owner()])
             .flatten()
             .cloned()
             .chain([layout.block.clone() as Owner, block.clone() as Owner]);
@@ -418,17 +418,18 @@ impl Buffer {
         Ok(topk as u32)
     }
 
-    /// The arguments of a launch and the rings that they speak of. `metadata`: ((topk_idx, topk_weights), num_topk, local experts), or `None` in a cached dispatch.
+    /// The arguments of a launch and the rings that they speak of. `metadata`: (((topk_idx, whether it is i32), topk_weights), num_topk,
+    /// local experts), or `None` in a cached dispatch.
     fn dispatch_args(
         &self,
         payload: &Payload,
         place: &PlaceState<Room>,
         places: &Places,
         num_tokens: u32,
-        metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
+        metadata: Option<(((DevicePtr, u32), DevicePtr), u32, u32)>,
     ) -> (DispatchArgs, RingShape) {
         let with_metadata = metadata.is_some() as u32;
-        let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
+        let (((topk_idx, narrow_ids), topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
         let (ring, piece_bytes) =
             self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, num_topk, self.config.num_sms);
         let (index, row_bytes, columns) = (place.index, payload.row_bytes, payload.num_scales);
@@ -463,7 +464,7 @@ impl Buffer {
             with_metadata,
             first_expert: self.node() * self.ranks_per_node() * local_experts,
             metadata_warps: self.kernels.metadata_warps(metadata.is_some()),
-            reserved: 0,
+            narrow_ids,
         };
         (args, ring)
     }

@@ -8,6 +8,7 @@ use half::bf16;
 use rand::RngCore;
 
 use crate::harness::{Nodes, Setup};
+use crate::ids::Ids;
 use crate::oracle::{self, Plan, Routing};
 use crate::payload::{self, bytes_of, mix, rng_of};
 
@@ -16,6 +17,8 @@ use crate::payload::{self, bytes_of, mix, rng_of};
 pub struct Case {
     /// Which experts every token of every rank selects.
     pub routing: Routing,
+    /// How they are named.
+    pub ids: Ids,
     /// Where the ranks are, for [`Case::setup`]. `None`: all on one node.
     pub nodes: Option<Nodes>,
     /// Channels, for [`Case::setup`].
@@ -69,6 +72,7 @@ impl Case {
     pub fn new(routing: Routing, row_bytes: u32) -> Case {
         Case {
             routing,
+            ids: Ids::Wide,
             nodes: None,
             num_channels: 2,
             expert_alignment: 1,

@@ -3,6 +3,7 @@
 //! Rows of consecutive tokens at a rank are consecutive, so a warp that takes several tokens at once, an entry a lane, fills whole packets
 //! of the link, where the warps that move rows would send a token's few bytes at a time.
 
+use crate::kernels::ids::ld_id;
 use crate::kernels::list::{Destination, entry_at};
 use crate::layout::{DispatchArgs, FEW_RANKS, SEND_LIST_STRIDE, SEND_ROW_STRIDE};
 use crate::simt::*;
@@ -49,7 +50,7 @@ impl Metadata {
                 }
                 if k < args.num_topk {
                     let entry = token as u64 * args.num_topk as u64 + k as u64;
-                    expert = ld_i64(args.topk_idx.0 + entry * 8);
+                    expert = ld_id(args.topk_idx, args.narrow_ids, entry);
                     weight = ld_f32(args.topk_weights.0 + entry * 4);
                 }
             }

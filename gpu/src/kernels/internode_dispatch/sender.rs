@@ -4,6 +4,7 @@ use super::metadata::Metadata;
 use super::route::{forward_start, note_rows, relayed_before, send_source, slot_shape};
 use crate::kernels::dispatch::{Cursor, copy_scales, load_piece, scale_place, store_plain};
 use crate::kernels::epoch::pool_of;
+use crate::kernels::ids::ld_id;
 use crate::kernels::progress::Progress;
 use crate::kernels::rail::{Path, channel_rows};
 use crate::kernels::ring::{Ring, Turn, channel_range};
@@ -52,7 +53,7 @@ impl Token {
                 }
                 if rows.with_metadata != 0 && lane < rows.num_topk {
                     let entry = token as u64 * rows.num_topk as u64 + lane as u64;
-                    this.metadata.expert = ld_i64(rows.topk_idx.0 + entry * 8);
+                    this.metadata.expert = ld_id(rows.topk_idx, rows.narrow_ids, entry);
                     this.metadata.weight = ld_f32(rows.topk_weights.0 + entry * 4);
                 }
             }
