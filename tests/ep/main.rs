@@ -1,5 +1,6 @@
 //! Dispatch and combine on virtual GPUs, within a node and across nodes, against the serial oracle of `epoxide_testing`.
 
+mod by_expert;
 mod calls;
 mod cases;
 mod deaths;

@@ -3,11 +3,33 @@
 use crate::layout::{DevicePtr, ExpertTable, UNKNOWN_EXPERT, UNKNOWN_PLACE, WITH_TABLE};
 use crate::simt::*;
 
-/// Id number `at` of `ids`: i32 where they are `narrow`, else i64. The branch is the same in all lanes.
+/// An id as it was loaded, ahead of its use: the load puts no instruction behind it that would wait for it.
+#[derive(Clone, Copy)]
+pub struct Id(u64);
+
+impl Id {
+    /// -1, of either type.
+    pub const NONE: Id = Id(u64::MAX);
+
+    /// Id number `at` of `ids`: i32 where they are `narrow`, else i64. The branch is the same in all lanes.
+    #[inline(always)]
+    pub unsafe fn load(ids: DevicePtr, narrow: u32, at: u64) -> Id {
+        // SAFETY: the caller vouches for the entry.
+        unsafe { Id(if narrow == 0 { ld_u64(ids.0 + at * 8) } else { ld_u32(ids.0 + at * 4) as u64 }) }
+    }
+
+    /// What it is, by the same `narrow`.
+    #[inline(always)]
+    pub fn value(self, narrow: u32) -> i64 {
+        if narrow == 0 { self.0 as i64 } else { self.0 as i32 as i64 }
+    }
+}
+
+/// Id number `at` of `ids`, which is used at once.
 #[inline(always)]
 pub unsafe fn ld_id(ids: DevicePtr, narrow: u32, at: u64) -> i64 {
-    // SAFETY: the caller vouches for the entry.
-    unsafe { if narrow == 0 { ld_i64(ids.0 + at * 8) } else { ld_i32(ids.0 + at * 4) as i64 } }
+    // SAFETY: passed on to the caller.
+    unsafe { Id::load(ids, narrow, at) }.value(narrow)
 }
 
 /// A token as it is recorded with an id that is out of range.

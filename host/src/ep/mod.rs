@@ -47,7 +47,7 @@ pub use combine::{CombineOutput, CombineRequest, CombineRows};
 pub use config::{Config, low_latency_rdma_size_hint};
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
 pub use experts::{ExpertId, ExpertMap, Placement};
-pub use handle::{DispatchHandle, InternodeHandle, IntranodeHandle};
+pub use handle::{DispatchHandle, ExpertRows, InternodeHandle, IntranodeHandle};
 pub use layout::DispatchLayout;
 pub use options::{BufferOptions, BufferShape};
 pub use order::StreamOrder;

@@ -46,8 +46,8 @@ struct Combine<'a> {
 }
 
 /// This rank's part of a case on its device.
-struct Inputs {
-    topk_weights: TypedTensor<'static, f32>,
+pub(super) struct Inputs {
+    pub(super) topk_weights: TypedTensor<'static, f32>,
 }
 
 /// Scales on the device.
@@ -300,7 +300,11 @@ impl Rank {
     }
 
     /// Makes the layout, and compares it.
-    fn lay_out(&mut self, case: &Case, expected: &Expected) -> Result<(Inputs, DispatchLayout<'static>)> {
+    pub(super) fn lay_out(
+        &mut self,
+        case: &Case,
+        expected: &Expected,
+    ) -> Result<(Inputs, DispatchLayout<'static>)> {
         let (topk_idx, topk_weights) = self.topk(case)?;
         let layout = match &case.ids {
             Ids::Wide => self.layout(&topk_idx, case.routing.num_experts)?,

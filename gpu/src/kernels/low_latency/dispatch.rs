@@ -9,7 +9,7 @@
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, wait_at_least};
-use super::super::ids::{ld_id, place, recorded_token};
+use super::super::ids::{Id, place, recorded_token};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
@@ -83,7 +83,7 @@ impl Ahead {
 
 /// The lane's entry of a token.
 pub(super) struct Entry {
-    pub(super) expert: i64,
+    pub(super) id: Id,
     pub(super) weight: f32,
 }
 
@@ -93,9 +93,9 @@ impl Entry {
         // SAFETY: inputs are there from the kernel's start.
         unsafe {
             let at = (token * args.common.num_topk + laneid()) as u64;
-            let mut entry = Entry { expert: -1, weight: 1.0 };
+            let mut entry = Entry { id: Id::NONE, weight: 1.0 };
             if is_there && laneid() < args.common.num_topk {
-                entry.expert = ld_id(args.topk_idx, args.narrow_ids, at);
+                entry.id = Id::load(args.topk_idx, args.narrow_ids, at);
                 if !args.topk_weights.is_null() {
                     entry.weight = ld_f32(args.topk_weights.0 + at * 4);
                 }
@@ -230,7 +230,8 @@ unsafe fn send_ids(
         let (lane, epoch) = (laneid(), begun.epoch());
         let members = begun.members();
         let experts = (common.local_experts * comm.num_ranks) as i64;
-        let expert = place(&args.table, entry.expert, token, comm.rank, experts as u32);
+        let id = entry.id.value(args.narrow_ids);
+        let expert = place(&args.table, id, token, comm.rank, experts as u32);
         let is_id = expert >= 0 && expert < experts;
         if expert >= experts || expert < -1 {
             // Peers get the token's other entries, and the tokens of blocks that begin later.

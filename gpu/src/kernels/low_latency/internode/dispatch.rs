@@ -204,7 +204,7 @@ unsafe fn write_entries(
         let common = &args.dispatch.common;
         let entry = Entry::of(&args.dispatch, token, true);
         let experts = (common.local_experts * common.comm.num_ranks) as i64;
-        let expert = place_of(args, entry.expert, token);
+        let expert = place_of(args, entry.id.value(args.dispatch.narrow_ids), token);
         if expert >= experts || expert < -1 {
             let (peer, named) = (common.comm.rank, recorded_token(&args.dispatch.table, token));
             note(&common.comm, 0, peer, begun.epoch(), named, expert as u64, Wait::LowLatencyExpert);
