@@ -283,3 +283,40 @@ fn a_step_brings_the_rows_of_each_replay() {
         Ok(())
     });
 }
+
+/// The sums of one rank would lack rows of another.
+#[test]
+fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
+    for in_pool in [false, true] {
+        let mut setup = setup(Some(64));
+        setup.options.timeout = Duration::from_millis(200);
+        setup.run(|rank| {
+            let x = ones(rank)?;
+            let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;
+            let layout = rank.layout(&ids, 4)?;
+            let mut place = rank.place()?;
+            let on_device = request(&x, &layout).counts(Counts::OnDevice { capacity: 64 });
+            let handle = rank.dispatch(&mut place, on_device)?.handle;
+            // 10 rows came, and 6 of padding.
+            let given = if rank.rank == 1 { 15 } else { 16 };
+            let (tensor, pool);
+            let combine = if in_pool {
+                pool = place.combine_rows(DType::Bf16, given, 8)?;
+                CombineRequest::new(&pool, &handle)
+            } else {
+                tensor = Tensor::alloc(rank.device(), DType::Bf16, &[given, 8])?;
+                CombineRequest::new(&tensor, &handle)
+            };
+            let sums = rank.combine(combine)?;
+            let read = sums.combined_x.to_host::<u16>(&rank.stream).map(drop);
+            match (rank.rank, &read) {
+                (1, Err(Error::Broken { reason, .. })) => {
+                    assert!(reason.contains("15") && reason.contains("16"), "{reason}");
+                }
+                (0, Err(Error::PeerTimeout { peer: 1, .. })) => {}
+                (number, read) => panic!("rank {number} got {read:?}"),
+            }
+            Ok(())
+        });
+    }
+}

@@ -344,3 +344,38 @@ fn a_map_changes_between_replays_of_low_latency() {
         });
     }
 }
+
+/// Ranks that go on place the experts of the one that has gone among themselves.
+#[test]
+fn a_map_moves_the_experts_of_a_rank_that_is_gone() {
+    let placed = |ranks: &[&[u32]]| {
+        let topk_idx = vec![vec![vec![0, 4, 5], vec![2, 3, -1]], vec![vec![4, 4, 1]], vec![vec![3, 5, 0]]];
+        let ranks = ranks.iter().map(|experts| experts.to_vec()).collect();
+        Logical { num_experts: 6, num_topk: 3, ranks, topk_idx }
+    };
+    let before = placed(&[&[0, 1], &[2, 3], &[4, 5]]);
+    let mut after = placed(&[&[0, 1, 4], &[5, 2, 3], &[]]);
+    after.topk_idx[2].clear();
+    // Room for three experts on each rank.
+    let case =
+        |logical: &Logical| LowLatencyCase { max_tokens: 2, ..LowLatencyCase::new(logical.routing(3), 24) };
+    case(&before).on_threads(|rank| {
+        let (stream, number) = (rank.stream.clone(), rank.buffer.rank());
+        let order = StreamOrder::on(&stream);
+        let mut place = rank.buffer.place(0)?;
+        let map = ExpertMap::new(&stream, &before.placement().with_local_experts(3)?)?;
+        let (ids, inputs) = (before.upload(&stream, number)?, case(&before).inputs(rank)?);
+        let request = low_latency::DispatchRequest::new(inputs.x(), &ids).map(&map);
+        let received = rank.buffer.dispatch(&mut place, request, order)?;
+        let mut differing = case(&before).check_dispatched(&received, &stream, number)?;
+        drop(received);
+        let survivors = rank.group.split((number == 2).into())?;
+        if number != 2 {
+            rank.buffer.regroup(&*survivors)?;
+            map.set(&stream, &after.placement())?;
+            let received = rank.buffer.dispatch(&mut place, request, order)?;
+            differing.extend(case(&after).check_dispatched(&received, &stream, number)?);
+        }
+        Ok(differing)
+    });
+}

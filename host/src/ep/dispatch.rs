@@ -136,6 +136,18 @@ struct CountExchange<'a> {
     tag: u64,
 }
 
+/// What travels with rows: of which entries, and how many.
+#[derive(Debug, Clone, Copy, Default)]
+struct Metadata {
+    /// Null where no weights travel, and so are the weights.
+    topk_idx: DevicePtr,
+    /// 1 where ids are i32.
+    narrow_ids: u32,
+    topk_weights: DevicePtr,
+    num_topk: u32,
+    local_experts: u32,
+}
+
 /// Rows and scales of a dispatch, checked.
 struct Payload {
     dtype: DType,
@@ -215,13 +227,16 @@ impl Buffer {
             host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
             tag: self.tag,
         };
-        let topk = request
-            .topk_weights
-            .map_or(((DevicePtr::NULL, 0), DevicePtr::NULL), |weights| (layout.ids(), weights.ptr()));
-        // A row by expert is that of an entry, whether or not there are weights.
-        let entries = if request.by_expert { layout.num_topk } else { num_topk };
-        let metadata = Some((topk, entries, local_experts));
-        let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, metadata);
+        let mut metadata = Metadata { num_topk, local_experts, ..Metadata::default() };
+        if let Some(weights) = request.topk_weights {
+            (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
+            metadata.topk_weights = weights.ptr();
+        }
+        if request.by_expert {
+            // A row by expert is that of an entry, whether or not there are weights.
+            metadata.num_topk = layout.num_topk;
+        }
+        let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, Some(metadata));
 
         let mut header = PlanHeader::default();
         let mut lease = None;
@@ -450,18 +465,18 @@ impl Buffer {
         Ok(topk as u32)
     }
 
-    /// The arguments of a launch and the rings that they speak of. `metadata`: (((topk_idx, whether it is i32), topk_weights), num_topk,
-    /// local experts), or `None` in a cached dispatch.
+    /// The arguments of a launch and the rings that they speak of. A cached dispatch has no metadata.
     fn dispatch_args(
         &self,
         payload: &Payload,
         place: &PlaceState<Room>,
         places: &Places,
         num_tokens: u32,
-        metadata: Option<(((DevicePtr, u32), DevicePtr), u32, u32)>,
+        metadata: Option<Metadata>,
     ) -> (DispatchArgs, RingShape) {
         let with_metadata = metadata.is_some() as u32;
-        let (((topk_idx, narrow_ids), topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
+        let Metadata { topk_idx, narrow_ids, topk_weights, num_topk, local_experts } =
+            metadata.unwrap_or_default();
         let (ring, piece_bytes) =
             self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, num_topk, self.config.num_sms);
         let (index, row_bytes, columns) = (place.index, payload.row_bytes, payload.num_scales);

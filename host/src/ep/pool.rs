@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_limit_is_kept_and_used() {
-        for (limit, places) in [(300_000u64, 1), (1_000_000, 1), (335_712_000, 1), (335_712_000, 3)] {
+        for (limit, places) in [(400_000u64, 1), (1_000_000, 1), (335_712_000, 1), (335_712_000, 3)] {
             let layout = pool_layouts(&SHAPE, one_node(8), places, None, Some(limit)).unwrap()[0];
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
             assert!(pool_bytes(&SHAPE, one_node(8), places, layout.rows + 1) > limit);
