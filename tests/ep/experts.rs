@@ -98,7 +98,8 @@ fn ids_with<T: Element + From<i8>>(rank: &Rank, bad: T) -> Result<TypedTensor<'s
     rank.upload_typed(2, &ids)
 }
 
-/// Has both ranks dispatch along layouts of which rank 1's is bad; `value` and `rule` are what its validation names.
+/// Has both ranks dispatch along layouts of which rank 1's is bad; `value` and `rule` are what its
+/// validation names.
 fn refuses(
     rank: &mut Rank,
     place: &mut Place,

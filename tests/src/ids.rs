@@ -1,4 +1,5 @@
-//! How the experts of a routing are named to the library: by ids of either type, or by logical experts that a map places.
+//! How the experts of a routing are named to the library: by ids of either type, or by logical
+//! experts that a map places.
 
 use std::sync::Arc;
 
@@ -64,7 +65,8 @@ impl Logical {
         self.ranks.iter().map(Vec::len).max().expect("there are ranks") as u32
     }
 
-    /// The physical expert that an entry of a token selects, where each rank has so many: replicas take turns.
+    /// The physical expert that an entry of a token selects, where each rank has so many: replicas
+    /// take turns.
     fn physical(&self, rank: usize, token: usize, expert: i64, local_experts: u32) -> i64 {
         if expert < 0 {
             return -1;

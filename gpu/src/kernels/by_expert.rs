@@ -1,13 +1,17 @@
 //! Rows by expert: where each selection's row goes, in the segment of its expert.
 //!
-//! A row's place is the start of its expert's segment, the rows of earlier ranks there, and the rank's own selections of the expert in
-//! front of it, by token and entry. The sender counts its own ([`NumberSelections`]). The receiver adds up the rest, of what the count
-//! exchange has brought, and sends each rank the first row of each expert; the sender lists its rows by that ([`PlanByExpert`]).
+//! A row's place is the start of its expert's segment, the rows of earlier ranks there, and the
+//! rank's own selections of the expert in front of it, by token and entry. The sender counts its
+//! own ([`NumberSelections`]). The receiver adds up the rest, of what the count exchange has
+//! brought, and sends each rank the first row of each expert; the sender lists its rows by that
+//! ([`PlanByExpert`]).
 //!
-//! What makes them sound: each entry of an output has one warp or one thread. Packets carry data and flag in one atomic word, and each
-//! has one writer. The threads of a block meet at a barrier between the writers and readers of each word of shared memory; the header is
-//! written by one thread, behind a barrier. Padding is marked in rows of the own pool that no plan gives to a peer, after this rank has
-//! said that its rows may be overwritten and before it enters the movement of rows. Collectives stand where all lanes of a warp arrive.
+//! What makes them sound: each entry of an output has one warp or one thread. Packets carry data
+//! and flag in one atomic word, and each has one writer. The threads of a block meet at a barrier
+//! between the writers and readers of each word of shared memory; the header is written by one
+//! thread, behind a barrier. Padding is marked in rows of the own pool that no plan gives to a
+//! peer, after this rank has said that its rows may be overwritten and before it enters the
+//! movement of rows. Collectives stand where all lanes of a warp arrive.
 
 use core::mem::offset_of;
 
@@ -26,8 +30,8 @@ use crate::simt::*;
 /// Loads of a lane that are in flight together: as many as `unroll4` repeats.
 const TOGETHER: u32 = 4;
 
-/// Numbers the selections of each physical expert, in the order of tokens and entries. A warp takes an expert, and stops behind the last
-/// of its selections.
+/// Numbers the selections of each physical expert, in the order of tokens and entries. A warp takes
+/// an expert, and stops behind the last of its selections.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
     requires(
@@ -66,15 +70,16 @@ pub unsafe fn number_selections(args: NumberArgs) {
     }
 }
 
-/// Words of shared memory of `plan_by_expert`: what each local expert's segment takes, then where it begins.
+/// Words of shared memory of `plan_by_expert`: what each local expert's segment takes, then where
+/// it begins.
 const SEGMENTS: u32 = 0;
 const WORDS: u32 = SEGMENTS + MAX_LOCAL_EXPERTS + 1;
 
 /// Dynamic shared memory of `plan_by_expert`, in bytes.
 pub const PLAN_BY_EXPERT_SHARED_BYTES: u32 = WORDS * 4;
 
-/// Plans where rows by expert go, behind `notify`. Block 0 plans for what comes here and sends the ranks their first rows; all blocks list
-/// what goes out.
+/// Plans where rows by expert go, behind `notify`. Block 0 plans for what comes here and sends the
+/// ranks their first rows; all blocks list what goes out.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 3, registers = 64, dependent,
     requires(
@@ -119,7 +124,8 @@ pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
     }
 }
 
-/// Writes the plan's header, and tells the host where it waits for the answer. One thread of the grid calls it.
+/// Writes the plan's header, and tells the host where it waits for the answer. One thread of the
+/// grid calls it.
 #[inline(always)]
 unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: u64) {
     // SAFETY: both headers are live.
@@ -138,14 +144,15 @@ fn word(index: u32) -> u32 {
     dynamic_shared() + index * 4
 }
 
-/// Rows that a segment takes: sums saturate, so that more rows than can be counted are more than there is room for.
+/// Rows that a segment takes: sums saturate, so that more rows than can be counted are more than
+/// there is room for.
 #[inline(always)]
 fn aligned(rows: u32, alignment: u32) -> u32 {
     rows.saturating_add(alignment - 1) & !(alignment - 1)
 }
 
-/// Plans the segments of the local experts, sends each rank its first rows, and marks what is padding; gives the rows of all segments. All
-/// threads of block 0 call it.
+/// Plans the segments of the local experts, sends each rank its first rows, and marks what is
+/// padding; gives the rows of all segments. All threads of block 0 call it.
 #[inline(always)]
 unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
     // SAFETY: tables have an entry for each local expert; rows that are marked lie inside the pool.
@@ -257,7 +264,8 @@ unsafe fn list_rows(args: &ExpertPlanArgs, epoch: u64) {
     }
 }
 
-/// Whether every rank has room, by what all of them have said: the same on all of them. The first warp knows.
+/// Whether every rank has room, by what all of them have said: the same on all of them. The first
+/// warp knows.
 #[inline(always)]
 unsafe fn judge(args: &ExpertPlanArgs, epoch: u64) -> Verdict {
     // SAFETY: the whole warp is here, or none of it.

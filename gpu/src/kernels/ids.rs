@@ -1,9 +1,11 @@
-//! Expert ids as callers give them, i64 or i32, and the physical experts that a table gives for them.
+//! Expert ids as callers give them, i64 or i32, and the physical experts that a table gives for
+//! them.
 
 use crate::layout::{DevicePtr, ExpertTable, UNKNOWN_EXPERT, UNKNOWN_PLACE, WITH_TABLE};
 use crate::simt::*;
 
-/// An id as it was loaded, ahead of its use: the load puts no instruction behind it that would wait for it.
+/// An id as it was loaded, ahead of its use: the load puts no instruction behind it that would wait
+/// for it.
 #[derive(Clone, Copy)]
 pub struct Id(u64);
 
@@ -11,7 +13,8 @@ impl Id {
     /// -1, of either type.
     pub const NONE: Id = Id(u64::MAX);
 
-    /// Id number `at` of `ids`: i32 where they are `narrow`, else i64. The branch is the same in all lanes.
+    /// Id number `at` of `ids`: i32 where they are `narrow`, else i64. The branch is the same in
+    /// all lanes.
     #[inline(always)]
     pub unsafe fn load(ids: DevicePtr, narrow: u32, at: u64) -> Id {
         // SAFETY: the caller vouches for the entry.
@@ -38,8 +41,9 @@ pub fn recorded_token(table: &ExpertTable, token: u32) -> u64 {
     token as u64 | if table.entries.is_null() { 0 } else { WITH_TABLE }
 }
 
-/// The physical expert, below `physical`, that `table` gives for the id of an entry of token `token` of rank `rank`, or -1 for none.
-/// Without a table the id itself. An id that names no expert stays out of range, and so does one whose place is out of range.
+/// The physical expert, below `physical`, that `table` gives for the id of an entry of token
+/// `token` of rank `rank`, or -1 for none. Without a table the id itself. An id that names no
+/// expert stays out of range, and so does one whose place is out of range.
 #[inline(always)]
 pub unsafe fn place(table: &ExpertTable, id: i64, token: u32, rank: u32, physical: u32) -> i64 {
     if table.entries.is_null() {

@@ -9,8 +9,9 @@ use super::ids::{ld_id, place};
 use crate::layout::{LayoutArgs, MAX_NODES, MAX_TOPK, MAX_WORLD};
 use crate::simt::*;
 
-/// Counts tokens per rank (each token once per rank), per node (once per node) and selections per expert, and marks which
-/// token goes where. With a table of experts it writes the physical ones as well, which dispatch reads in place of the ids.
+/// Counts tokens per rank (each token once per rank), per node (once per node) and selections per
+/// expert, and marks which token goes where. With a table of experts it writes the physical ones as
+/// well, which dispatch reads in place of the ids.
 ///
 /// One warp per token, one lane per top-k entry. Counters gather in shared memory first:
 /// `num_ranks + num_experts + num_nodes` words.

@@ -107,7 +107,8 @@ pub struct NumberArgs {
     pub topk_idx: DevicePtr,
     /// In, of the layout: u32 `[num_experts]`.
     pub num_tokens_per_expert: DevicePtr,
-    /// Out, where an id selects an expert: u32 `[num_tokens, num_topk]`, selections of the same expert before this one.
+    /// Out, where an id selects an expert: u32 `[num_tokens, num_topk]`, selections of the same
+    /// expert before this one.
     pub numbers: DevicePtr,
     /// Tokens of this rank.
     pub num_tokens: u32,
@@ -135,13 +136,16 @@ pub struct ExpertPlanArgs {
     pub exchange: DevicePtr,
     /// Out: [`super::PlanHeader`], with the rows of all segments in place of those received.
     pub header: DevicePtr,
-    /// Out: i64 `[num_tokens, SEND_LIST_STRIDE]`, where entry k of a token goes as `rank << 32 | row`, or -1.
+    /// Out: i64 `[num_tokens, SEND_LIST_STRIDE]`, where entry k of a token goes as `rank << 32 |
+    /// row`, or -1.
     pub send_row: DevicePtr,
     /// Out: u32 `[local_experts]`, rows of each expert.
     pub expert_counts: DevicePtr,
-    /// Out: u32 `[local_experts + 1]`, the first row of each expert's segment; behind them, rows of all segments.
+    /// Out: u32 `[local_experts + 1]`, the first row of each expert's segment; behind them, rows of
+    /// all segments.
     pub expert_starts: DevicePtr,
-    /// Out: u32 `[local_experts + 1]`, the row behind each expert's last; behind them, rows of all segments.
+    /// Out: u32 `[local_experts + 1]`, the row behind each expert's last; behind them, rows of all
+    /// segments.
     pub psum_expert: DevicePtr,
     /// Out, mapped host memory or null: [`super::PlanHeader`].
     pub host: DevicePtr,

@@ -5,12 +5,13 @@ use bytemuck::{Pod, Zeroable};
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 
-/// The table that a kernel looks ids up in. A physical expert has the id `rank * local_experts + local`.
+/// The table that a kernel looks ids up in. A physical expert has the id `rank * local_experts +
+/// local`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct ExpertTable {
-    /// In, or null where ids are those of physical experts: i32 `[num_experts, choices]`, physical experts, or -1 for none. An entry
-    /// of token t of rank r takes choice `(t + r) % choices`.
+    /// In, or null where ids are those of physical experts: i32 `[num_experts, choices]`, physical
+    /// experts, or -1 for none. An entry of token t of rank r takes choice `(t + r) % choices`.
     pub entries: DevicePtr,
     /// Logical experts.
     pub num_experts: u32,

@@ -84,7 +84,8 @@ pub mod message {
     pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + MAX_CHANNELS;
     /// Of rows by expert: rows of all segments of the sender, padding included.
     pub const EXPERT_ROWS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
-    /// Of rows by expert: the receiver's first row at the sender for each expert of the sender, `[MAX_LOCAL_EXPERTS]`.
+    /// Of rows by expert: the receiver's first row at the sender for each expert of the sender,
+    /// `[MAX_LOCAL_EXPERTS]`.
     pub const EXPERT_STARTS: u32 = EXPERT_ROWS + 1;
     /// Packets per message.
     pub const WORDS: u32 = EXPERT_STARTS + MAX_LOCAL_EXPERTS;
@@ -106,11 +107,14 @@ pub struct PoolLayout {
     pub recv_x: u64,
     /// Scales of received rows, f32 `[rows, num_scales]`.
     pub recv_scales: u64,
-    /// Local expert ids of received rows, i64 `[rows, num_topk]`. Of rows by expert: u32 source rank, u32 entry of the token, `[rows]`.
+    /// Local expert ids of received rows, i64 `[rows, num_topk]`. Of rows by expert: u32 source
+    /// rank, u32 entry of the token, `[rows]`.
     pub recv_topk_idx: u64,
-    /// Weights of received rows, f32 `[rows, num_topk]`. Of rows by expert: of their entry, `[rows]`.
+    /// Weights of received rows, f32 `[rows, num_topk]`. Of rows by expert: of their entry,
+    /// `[rows]`.
     pub recv_topk_weights: u64,
-    /// Token index of received rows on their source rank, i32 `[rows]`. Of rows by expert: -1 in padding.
+    /// Token index of received rows on their source rank, i32 `[rows]`. Of rows by expert: -1 in
+    /// padding.
     pub recv_src_idx: u64,
     /// Of received rows, where there are several nodes: u32 source node, u32 bits of this node's ranks that the token goes to,
     /// `[rows]`.

@@ -69,8 +69,9 @@ impl<'a> CombineRequest<'a> {
         CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle }
     }
 
-    /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts `weights[t][k]` times,
-    /// `[num_tokens, num_topk]`. The product is rounded to FP32, and so is each sum.
+    /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
+    /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so is
+    /// each sum.
     pub fn weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
         self.weights = Some(weights);
         self
@@ -87,10 +88,11 @@ impl<'a> CombineRequest<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CombineOutput {
-    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to, accumulated in FP32 in
-    /// rank order and rounded once, so bit for bit reproducible. 0 for a token that went nowhere. Across nodes each node's sum is
-    /// made and rounded so, and the nodes' sums are added in FP32 in their order and rounded again; bf16 only. Of rows by expert it is the
-    /// sum over the token's entries, in their order.
+    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to,
+    /// accumulated in FP32 in rank order and rounded once, so bit for bit reproducible. 0 for a
+    /// token that went nowhere. Across nodes each node's sum is made and rounded so, and the nodes'
+    /// sums are added in FP32 in their order and rounded again; bf16 only. Of rows by expert it is
+    /// the sum over the token's entries, in their order.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,

@@ -86,11 +86,13 @@ impl<'a> DispatchRequest<'a> {
         self
     }
 
-    /// Brings rows by expert: one for each selection, grouped by local expert, each expert's segment at a multiple of `alignment` rows, a
-    /// power of two. [`DispatchHandle::by_expert`] says where segments are. A token that selects an expert twice has two rows there. The
-    /// sender writes each row to its place; there is no second copy.
+    /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
+    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`]
+    /// says where segments are. A token that selects an expert twice has two rows there. The sender
+    /// writes each row to its place; there is no second copy.
     ///
-    /// The buffer needs [`BufferOptions::rows_by_expert`](super::BufferOptions::rows_by_expert). The same on every rank, but for the alignment.
+    /// The buffer needs [`BufferOptions::rows_by_expert`](super::BufferOptions::rows_by_expert).
+    /// The same on every rank, but for the alignment.
     pub fn by_expert(mut self, alignment: u32) -> Self {
         self.by_expert = true;
         self.expert_alignment = alignment;
@@ -465,7 +467,8 @@ impl Buffer {
         Ok(topk as u32)
     }
 
-    /// The arguments of a launch and the rings that they speak of. A cached dispatch has no metadata.
+    /// The arguments of a launch and the rings that they speak of. A cached dispatch has no
+    /// metadata.
     fn dispatch_args(
         &self,
         payload: &Payload,

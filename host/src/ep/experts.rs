@@ -38,12 +38,12 @@ struct Replica {
     weight: f32,
 }
 
-/// Which rank has which experts, on the host: any number on each rank, none too, and an expert on several ranks. An [`ExpertMap`]
-/// takes it to the device.
+/// Which rank has which experts, on the host: any number on each rank, none too, and an expert on
+/// several ranks. An [`ExpertMap`] takes it to the device.
 ///
-/// *Logical* experts are those of the model, which ids name. *Physical* experts are their replicas: local expert `l` of rank `r` is the
-/// physical expert `r * local_experts + l`. `local_experts` is the same on all ranks, so that a rank with fewer has some without
-/// tokens behind its own.
+/// *Logical* experts are those of the model, which ids name. *Physical* experts are their replicas:
+/// local expert `l` of rank `r` is the physical expert `r * local_experts + l`. `local_experts` is
+/// the same on all ranks, so that a rank with fewer has some without tokens behind its own.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Placement {
     num_ranks: u32,
@@ -54,8 +54,8 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Places `num_experts` experts: `ranks[r]` lists those of rank r, in the order of its local experts. An expert that several places
-    /// list has as many replicas, which tokens take in turn.
+    /// Places `num_experts` experts: `ranks[r]` lists those of rank r, in the order of its local
+    /// experts. An expert that several places list has as many replicas, which tokens take in turn.
     ///
     /// ```
     /// # use epoxide::ep::Placement;
@@ -66,8 +66,8 @@ impl Placement {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] where there is no rank or too many, a rank has more than 1024 experts, or an expert is out of range or
-    /// nowhere.
+    /// [`Error::Argument`] where there is no rank or too many, a rank has more than 1024 experts,
+    /// or an expert is out of range or nowhere.
     pub fn new<L: AsRef<[u32]>>(num_experts: u32, ranks: &[L]) -> Result<Placement> {
         check_num_ranks(ranks.len())?;
         let most = ranks.iter().map(|experts| experts.as_ref().len()).max().unwrap_or(0);
@@ -108,10 +108,12 @@ impl Placement {
         Placement::new(num_experts, &(0..num_ranks).map(list).collect::<Vec<Vec<u32>>>())
     }
 
-    /// Shares the tokens of an expert by weight: `weights[r][l]` is that of local expert l of rank r, 0 or more.
+    /// Shares the tokens of an expert by weight: `weights[r][l]` is that of local expert l of rank
+    /// r, 0 or more.
     ///
     /// # Errors
-    /// [`Error::Argument`] where there is not a weight for each place, one is negative or no number, or all of an expert's are 0.
+    /// [`Error::Argument`] where there is not a weight for each place, one is negative or no
+    /// number, or all of an expert's are 0.
     pub fn weighted<L: AsRef<[f32]>>(mut self, weights: &[L]) -> Result<Placement> {
         let mut counts = vec![0; self.num_ranks as usize];
         self.replicas.iter().flatten().for_each(|replica| counts[replica.rank as usize] += 1);
@@ -138,11 +140,12 @@ impl Placement {
         Ok(self)
     }
 
-    /// Keeps, of each expert, the replicas nearest to `rank`: its own, else those of its node, else all. Each rank has another
-    /// placement then, for its own tokens.
+    /// Keeps, of each expert, the replicas nearest to `rank`: its own, else those of its node, else
+    /// all. Each rank has another placement then, for its own tokens.
     ///
     /// # Errors
-    /// [`Error::Argument`] where there is no such rank, or nodes of `ranks_per_node` do not make up the ranks.
+    /// [`Error::Argument`] where there is no such rank, or nodes of `ranks_per_node` do not make up
+    /// the ranks.
     pub fn nearest(mut self, rank: u32, ranks_per_node: u32) -> Result<Placement> {
         if rank >= self.num_ranks {
             let rule = format!("must be 0 to {}", self.num_ranks - 1);
@@ -169,7 +172,8 @@ impl Placement {
         Ok(self)
     }
 
-    /// Room for so many experts on each rank, for later placements of the same [`ExpertMap`] that have more on some rank.
+    /// Room for so many experts on each rank, for later placements of the same [`ExpertMap`] that
+    /// have more on some rank.
     ///
     /// # Errors
     /// [`Error::Argument`] where a rank has more experts than that, or it is more than 1024.
@@ -183,8 +187,8 @@ impl Placement {
         Ok(self)
     }
 
-    /// The length of the turn through the replicas of an expert: token t of rank r takes choice `(t + r) % choices`. Without, as many
-    /// as an even turn takes, at most 64; 64 with weights.
+    /// The length of the turn through the replicas of an expert: token t of rank r takes choice `(t
+    /// + r) % choices`. Without, as many as an even turn takes, at most 64; 64 with weights.
     ///
     /// # Errors
     /// [`Error::Argument`] where it is 0 or more than 1024.
@@ -206,7 +210,8 @@ impl Placement {
         self.num_ranks
     }
 
-    /// Local experts of each rank: as many as the rank with most has, or [`Placement::with_local_experts`].
+    /// Local experts of each rank: as many as the rank with most has, or
+    /// [`Placement::with_local_experts`].
     pub fn local_experts(&self) -> u32 {
         self.local_experts
     }
@@ -229,7 +234,8 @@ impl Placement {
         })
     }
 
-    /// The entries of a table of so many choices for each expert, with so many local experts on each rank.
+    /// The entries of a table of so many choices for each expert, with so many local experts on
+    /// each rank.
     fn entries(&self, choices: u32, local_experts: u32) -> Vec<i32> {
         let of_expert = |replicas: &Vec<Replica>| {
             let total: f64 = replicas.iter().map(|replica| f64::from(replica.weight)).sum();
@@ -275,8 +281,8 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// A [`Placement`] on the device, which dispatches look ids up in. It can change between calls, and between replays of a graph whose
-/// calls use it; buffers stay as they are.
+/// A [`Placement`] on the device, which dispatches look ids up in. It can change between calls, and
+/// between replays of a graph whose calls use it; buffers stay as they are.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -338,11 +344,12 @@ impl ExpertMap {
         })
     }
 
-    /// Changes the placement, behind what `stream` has been given; waits for that. Calls of other streams that use the map must have
-    /// ended, or wait for `stream`. The number of choices stays.
+    /// Changes the placement, behind what `stream` has been given; waits for that. Calls of other
+    /// streams that use the map must have ended, or wait for `stream`. The number of choices stays.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the placement has another number of experts or ranks, or more local experts than there is room for.
+    /// [`Error::Argument`] where the placement has another number of experts or ranks, or more
+    /// local experts than there is room for.
     pub fn set(&self, stream: &Stream, placement: &Placement) -> Result<()> {
         let (experts, ranks) = (self.num_experts(), self.num_ranks);
         if placement.num_experts() != experts || placement.num_ranks != ranks {
@@ -361,9 +368,10 @@ impl ExpertMap {
         self.entries.write(stream, &placement.entries(self.choices(), self.local_experts))
     }
 
-    /// The table, i32 `[num_experts, choices]`, for kernels of the caller's that write it: ids of physical experts, or -1 for an entry
-    /// that selects nothing. An entry of token t of rank r takes choice `(t + r) % choices` of its expert. Dispatches report an id
-    /// that is out of range as they report an expert's.
+    /// The table, i32 `[num_experts, choices]`, for kernels of the caller's that write it: ids of
+    /// physical experts, or -1 for an entry that selects nothing. An entry of token t of rank r
+    /// takes choice `(t + r) % choices` of its expert. Dispatches report an id that is out of range
+    /// as they report an expert's.
     pub fn entries(&self) -> &TypedTensor<'static, i32> {
         &self.entries
     }

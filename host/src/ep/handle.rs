@@ -268,12 +268,14 @@ impl DispatchHandle {
         )
     }
 
-    /// Receiver side: where the rows of each local expert are; `None` unless the dispatch was one of rows by expert.
+    /// Receiver side: where the rows of each local expert are; `None` unless the dispatch was one
+    /// of rows by expert.
     pub fn by_expert(&self) -> Option<ExpertRows<'_>> {
         self.0.places.by_expert.map(|places| ExpertRows { handle: self, places })
     }
 
-    /// Receiver side, i32 `[1]`, on the device: rows received. Of rows by expert: of all segments, padding included.
+    /// Receiver side, i32 `[1]`, on the device: rows received. Of rows by expert: of all segments,
+    /// padding included.
     pub fn num_recv_tokens_on_device(&self) -> TypedTensor<'static, i32> {
         let header = self.0.places.header;
         self.tensor(
@@ -283,8 +285,8 @@ impl DispatchHandle {
         )
     }
 
-    /// Rows received, of rows by expert with their padding: at once if the dispatch was exact-size, else `stream`, on which the dispatch ran or which waited
-    /// for it, is synchronised first.
+    /// Rows received, of rows by expert with their padding: at once if the dispatch was exact-size,
+    /// else `stream`, on which the dispatch ran or which waited for it, is synchronised first.
     pub fn num_recv_tokens(&self, stream: &Stream) -> Result<u32> {
         if let Some(&known) = self.0.num_recv_tokens.get() {
             return Ok(known);
@@ -337,12 +339,14 @@ impl ExpertRows<'_> {
         self.tensor("expert_counts", self.places.expert_counts, 0)
     }
 
-    /// i32 `[local_experts + 1]`: the first row of each expert's segment, a multiple of the alignment; then the rows of all segments.
+    /// i32 `[local_experts + 1]`: the first row of each expert's segment, a multiple of the
+    /// alignment; then the rows of all segments.
     pub fn starts(&self) -> TypedTensor<'static, i32> {
         self.tensor("expert_starts", self.places.expert_starts, 1)
     }
 
-    /// i32 `[local_experts + 1]`: the start of each expert's segment and its rows together; then the rows of all segments.
+    /// i32 `[local_experts + 1]`: the start of each expert's segment and its rows together; then
+    /// the rows of all segments.
     pub fn psum(&self) -> TypedTensor<'static, i32> {
         self.tensor("psum_expert", self.places.psum_expert, 1)
     }

@@ -218,7 +218,8 @@ pub(super) struct Loaded {
 }
 
 impl Loaded {
-    /// Loads what operations need of the embedded PTX, or of a file's: within one node, with rows by expert or without, or across nodes.
+    /// Loads what operations need of the embedded PTX, or of a file's: within one node, with rows
+    /// by expert or without, or across nodes.
     pub fn new(
         device: &Arc<dyn Device>,
         topology: Topology,

@@ -48,7 +48,8 @@ impl<'a> DispatchLayout<'a> {
         &self.topk_idx
     }
 
-    /// `[num_tokens, num_topk]`: the physical experts that the [`ExpertMap`] gave for the ids, or -1; `None` without a map.
+    /// `[num_tokens, num_topk]`: the physical experts that the [`ExpertMap`] gave for the ids, or
+    /// -1; `None` without a map.
     pub fn physical_topk_idx(&self) -> Option<TypedTensor<'static, i32>> {
         let shape = [self.num_tokens as u64, self.num_topk as u64];
         self.map.as_ref().map(|_| self.tensor("physical_topk_idx", self.places.physical, &shape))
@@ -81,8 +82,8 @@ impl<'a> DispatchLayout<'a> {
             .then(|| self.tensor("num_tokens_per_rdma_rank", self.places.num_tokens_per_rdma_rank, &shape))
     }
 
-    /// `[num_experts]`: selections of each expert, with a map of each physical one. Ids out of range are
-    /// not counted; [`DispatchLayout::validate`] reports them.
+    /// `[num_experts]`: selections of each expert, with a map of each physical one. Ids out of
+    /// range are not counted; [`DispatchLayout::validate`] reports them.
     pub fn num_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
         self.tensor("num_tokens_per_expert", self.places.num_tokens_per_expert, &[self.num_experts as u64])
     }
@@ -142,10 +143,12 @@ impl<'a> DispatchLayout<'a> {
 }
 
 impl Buffer {
-    /// Counts, for `topk_idx` `[num_tokens, num_topk]`, i64 or i32, with entries -1 or below `num_experts`, how many tokens go to
-    /// each rank and how many selections to each expert. Experts are spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and
-    /// `num_experts` must be a multiple of the number of ranks; [`Buffer::get_placed_dispatch_layout`] takes any other placement. Local to this
-    /// rank; does not wait for the host.
+    /// Counts, for `topk_idx` `[num_tokens, num_topk]`, i64 or i32, with entries -1 or below
+    /// `num_experts`, how many tokens go to each rank and how many selections to each expert.
+    /// Experts are spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and
+    /// `num_experts` must be a multiple of the number of ranks;
+    /// [`Buffer::get_placed_dispatch_layout`] takes any other placement. Local to this rank; does
+    /// not wait for the host.
     ///
     /// # Errors
     /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`] where there are more tokens than
@@ -160,12 +163,15 @@ impl Buffer {
         self.lay_out(topk_idx, num_experts, None, order)
     }
 
-    /// [`Buffer::get_dispatch_layout`] with ids of logical experts, which `map` gives physical ones for: those are what counts, results
-    /// and the dispatch are of. Ranks may have different maps, of placements with as many local experts. The device looks ids up when it
-    /// comes to this call, in each replay of a graph anew, so that a dispatch and what follows it always go by one state of the map.
+    /// [`Buffer::get_dispatch_layout`] with ids of logical experts, which `map` gives physical ones
+    /// for: those are what counts, results and the dispatch are of. Ranks may have different maps,
+    /// of placements with as many local experts. The device looks ids up when it comes to this
+    /// call, in each replay of a graph anew, so that a dispatch and what follows it always go by
+    /// one state of the map.
     ///
     /// # Errors
-    /// As [`Buffer::get_dispatch_layout`], and [`Error::Argument`] where the map is for another number of ranks.
+    /// As [`Buffer::get_dispatch_layout`], and [`Error::Argument`] where the map is for another
+    /// number of ranks.
     pub fn get_placed_dispatch_layout<'a>(
         &mut self,
         topk_idx: &TypedTensor<'a, impl ExpertId>,

@@ -21,8 +21,9 @@ pub struct BufferShape {
 }
 
 impl BufferShape {
-    /// Most rows by expert that a rank with `local_experts` experts can receive from `num_ranks` ranks, its own included, in segments
-    /// aligned to `alignment`: what [`BufferOptions::rows_by_expert`] takes for the worst case.
+    /// Most rows by expert that a rank with `local_experts` experts can receive from `num_ranks`
+    /// ranks, its own included, in segments aligned to `alignment`: what
+    /// [`BufferOptions::rows_by_expert`] takes for the worst case.
     ///
     /// ```
     /// # use epoxide::ep::BufferShape;
@@ -98,8 +99,9 @@ impl BufferOptions {
     }
 
     /// Room for so many rows by expert in each place, padding included, for dispatches with
-    /// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert); [`BufferShape::most_rows_by_expert`] is the worst case. A dispatch
-    /// that needs more is an error on every rank, before any row moves. Within one node.
+    /// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert);
+    /// [`BufferShape::most_rows_by_expert`] is the worst case. A dispatch that needs more is an
+    /// error on every rank, before any row moves. Within one node.
     pub fn rows_by_expert(mut self, rows: u64) -> Self {
         self.rows_by_expert = Some(rows);
         self

@@ -43,8 +43,9 @@ pub(super) fn pool_bytes(shape: &BufferShape, topology: Topology, places: u32, r
     fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
 }
 
-/// The layout of a pool with `places` times the rows that `shape` asks for, or `by_expert` where they are more, or with as many as fit in
-/// `limit` bytes: one layout per place, which differ in where its rows are. At least one.
+/// The layout of a pool with `places` times the rows that `shape` asks for, or `by_expert` where
+/// they are more, or with as many as fit in `limit` bytes: one layout per place, which differ in
+/// where its rows are. At least one.
 pub(super) fn pool_layouts(
     shape: &BufferShape,
     topology: Topology,

@@ -13,8 +13,9 @@ use crate::error::{Error, Result};
 ///
 /// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
 ///
-/// Of rows by expert ([`DispatchRequest::by_expert`](super::DispatchRequest::by_expert)) there is one for each selection, grouped by local
-/// expert, and of an expert in that order. Padding belongs to `num_recv_tokens`; what it holds is not defined, but for `recv_src_idx`.
+/// Of rows by expert ([`DispatchRequest::by_expert`](super::DispatchRequest::by_expert)) there is
+/// one for each selection, grouped by local expert, and of an expert in that order. Padding belongs
+/// to `num_recv_tokens`; what it holds is not defined, but for `recv_src_idx`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct DispatchOutput<'p> {
@@ -25,15 +26,17 @@ pub struct DispatchOutput<'p> {
     /// `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank. `None` where
     /// top-k was not sent, and of rows by expert.
     pub recv_topk_idx: Option<TypedTensor<'p, i64>>,
-    /// `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1. Of rows by expert `[num_recv_tokens]`, the weight of the selection.
+    /// `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1. Of rows by expert
+    /// `[num_recv_tokens]`, the weight of the selection.
     pub recv_topk_weights: Option<TypedTensor<'p, f32>>,
-    /// `[num_recv_tokens]`: the token's index on its source rank; of rows by expert, -1 in padding. `None` in a cached dispatch.
+    /// `[num_recv_tokens]`: the token's index on its source rank; of rows by expert, -1 in padding.
+    /// `None` in a cached dispatch.
     pub recv_src_idx: Option<TypedTensor<'p, i32>>,
     /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j says that rank j of this node gets the token too. `None`
     /// in a cached dispatch and within one node.
     pub recv_src_meta: Option<TypedTensor<'p, i32>>,
-    /// `[num_recv_tokens, 2]`, of rows by expert: the source rank, and which of the token's entries selected the expert. `None` in a
-    /// cached dispatch.
+    /// `[num_recv_tokens, 2]`, of rows by expert: the source rank, and which of the token's entries
+    /// selected the expert. `None` in a cached dispatch.
     pub recv_src_entry: Option<TypedTensor<'p, i32>>,
     /// Rows received; `None` where the host did not wait for the counts.
     pub num_recv_tokens: Option<u32>,

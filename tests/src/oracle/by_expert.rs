@@ -38,7 +38,8 @@ pub fn by_expert(routing: &Routing, rank: u32, alignment: u32) -> ExpertPlan {
     plan
 }
 
-/// The sum of a token of `rank`: of its selections in their order, each `row(receiver, k)` times its weight, in f32 from +0.
+/// The sum of a token of `rank`: of its selections in their order, each `row(receiver, k)` times
+/// its weight, in f32 from +0.
 pub fn combine_by_expert(
     routing: &Routing,
     rank: u32,
@@ -64,7 +65,8 @@ mod tests {
 
     #[test]
     fn worked_example() {
-        // Two ranks with two experts each; rank 0 has tokens {1, 2}, {1, 1}, rank 1 has {0, -1}, {3, 1}.
+        // Two ranks with two experts each; rank 0 has tokens {1, 2}, {1, 1}, rank 1 has {0, -1},
+        // {3, 1}.
         let topk_idx = vec![vec![vec![1, 2], vec![1, 1]], vec![vec![0, -1], vec![3, 1]]];
         let routing = Routing { num_experts: 4, num_topk: 2, topk_idx };
         let plan = by_expert(&routing, 0, 4);

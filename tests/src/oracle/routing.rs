@@ -54,7 +54,8 @@ impl Routing {
         Routing { num_experts, num_topk, topk_idx }
     }
 
-    /// Draws the selections of `tokens_per_rank[rank]` tokens on each rank, of any number of experts.
+    /// Draws the selections of `tokens_per_rank[rank]` tokens on each rank, of any number of
+    /// experts.
     pub fn draw(
         rng: &mut impl Rng,
         tokens_per_rank: &[u32],

@@ -36,7 +36,8 @@ impl Case {
         self.setup_by_expert(alignment).run(|rank| rank.check_by_expert(self, alignment));
     }
 
-    /// What the expert of a selection makes of its row: numbers whose sum shows in which order and precision it was made.
+    /// What the expert of a selection makes of its row: numbers whose sum shows in which order and
+    /// precision it was made.
     fn made(&self, turn: u64, dtype: DType, (rank, token, k): (u32, u32, u32), columns: usize) -> Vec<f32> {
         let base = mix(&[self.seed, turn, u64::from(rank), u64::from(token), u64::from(k), 77]);
         let number = |column| rough(mix(&[base, column as u64]));
@@ -46,8 +47,8 @@ impl Case {
 }
 
 impl Rank {
-    /// Everything that can be asked of one routing by expert: dispatches with and without a wait of the host and cached, combines of
-    /// either dtype in either place, weighted or not. Collective.
+    /// Everything that can be asked of one routing by expert: dispatches with and without a wait of
+    /// the host and cached, combines of either dtype in either place, weighted or not. Collective.
     ///
     /// # Errors
     /// Whatever the operations report.
@@ -69,7 +70,8 @@ impl Rank {
         let on_device = output.handle.clone();
         // Marks of padding are made anew.
         let marks = output.recv_src_idx.as_deref().expect("a dispatch that was not cached");
-        // SAFETY: the tensor lies in the pool, and no operation runs on any rank before the barrier.
+        // SAFETY: the tensor lies in the pool, and no operation runs on any rank before the
+        // barrier.
         unsafe { self.stream.fill(marks.ptr(), STALE, marks.rows() * 4)? };
         drop(output);
         self.synchronize()?;

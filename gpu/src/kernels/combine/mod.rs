@@ -105,7 +105,8 @@ pub unsafe fn combine_many_f32(args: CombineArgs) {
     combine::<F32, Listed, true>(&args, || <Listed as Peers>::new(&args));
 }
 
-/// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight, and rounds once.
+/// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight,
+/// and rounds once.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
     requires(

@@ -41,7 +41,8 @@ pub unsafe fn stage_combine(args: StageArgs) {
     }
 }
 
-/// Copies the caller's rows by expert into this rank's pool, and no padding. One warp per row; all experts' rows count through.
+/// Copies the caller's rows by expert into this rank's pool, and no padding. One warp per row; all
+/// experts' rows count through.
 #[kernel(
     threads = 512, min_blocks = 1, barriers = 0, registers = 64, dependent,
     requires(

@@ -248,7 +248,8 @@ impl Contributors for Listed<'_> {
     }
 }
 
-/// Rows by expert: lane k has the row of a token's entry k, which may have a weight. Several may be of one rank.
+/// Rows by expert: lane k has the row of a token's entry k, which may have a weight. Several may be
+/// of one rank.
 pub struct ByExpert<'a> {
     listed: Listed<'a>,
     args: &'a ExpertCombineArgs,

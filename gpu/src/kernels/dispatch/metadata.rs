@@ -36,7 +36,8 @@ pub struct Entries<const MANY: bool, const BY_EXPERT: bool> {
 }
 
 impl<const MANY: bool, const BY_EXPERT: bool> Entries<MANY, BY_EXPERT> {
-    /// Reads those of the tokens from `first` on that are before `end`, ahead of their use. `planned`: whether rows have places.
+    /// Reads those of the tokens from `first` on that are before `end`, ahead of their use.
+    /// `planned`: whether rows have places.
     #[inline(always)]
     pub unsafe fn fetch(args: &DispatchArgs, first: u32, end: u32, planned: bool) -> Self {
         // SAFETY: passed on to the caller.

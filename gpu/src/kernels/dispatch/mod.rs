@@ -68,7 +68,8 @@ pub unsafe fn dispatch_many(args: DispatchArgs) {
     send_rows::<true, false>(&args);
 }
 
-/// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one rank.
+/// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
+/// rank.
 #[kernel(
     threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
     requires(

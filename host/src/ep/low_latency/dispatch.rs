@@ -31,8 +31,8 @@ pub struct DispatchRequest<'a> {
 }
 
 impl<'a> DispatchRequest<'a> {
-    /// Rows `x` to send, `[num_tokens, hidden]`, bf16 or fp8, to the experts `topk_idx`, `[num_tokens, num_topk]`: global ids, i64 or i32,
-    /// or -1 for none. Weights are 1.
+    /// Rows `x` to send, `[num_tokens, hidden]`, bf16 or fp8, to the experts `topk_idx`,
+    /// `[num_tokens, num_topk]`: global ids, i64 or i32, or -1 for none. Weights are 1.
     pub fn new(x: &'a Tensor<'a>, topk_idx: &'a TypedTensor<'a, impl ExpertId>) -> Self {
         DispatchRequest {
             x,
@@ -51,8 +51,9 @@ impl<'a> DispatchRequest<'a> {
         self
     }
 
-    /// Takes ids for those of logical experts, of which `map` has the places: its physical experts are the experts of the buffer. The
-    /// device looks ids up in the call, and in each replay of a graph anew. Ranks may have different maps.
+    /// Takes ids for those of logical experts, of which `map` has the places: its physical experts
+    /// are the experts of the buffer. The device looks ids up in the call, and in each replay of a
+    /// graph anew. Ranks may have different maps.
     pub fn map(mut self, map: &'a ExpertMap) -> Self {
         self.map = Some(map);
         self
