@@ -14,6 +14,7 @@ mod docs;
 pub mod fake_nccl;
 pub mod fuzz;
 pub mod harness;
+pub mod ids;
 pub mod litmus;
 pub mod lockstep;
 pub mod low_latency;

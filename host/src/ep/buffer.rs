@@ -131,8 +131,10 @@ impl Buffer {
         if nodes.nodes > 1 && joined.is_none() {
             config.check_nodes(nodes.nodes)?;
         }
-        let lay_out =
-            |topology| pool_layouts(&options.shape, topology, options.places, options.num_nvl_bytes);
+        let lay_out = |topology| {
+            let (by_expert, limit) = (options.rows_by_expert, options.num_nvl_bytes);
+            pool_layouts(&options.shape, topology, options.places, by_expert, limit)
+        };
         let layouts = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
         let wire_layout = wire_layout(&options.shape, nodes, options.num_rdma_bytes)?;
         let rows = [Some(&layouts.0), layouts.1.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
@@ -160,7 +162,8 @@ impl Buffer {
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
         let loader = {
             let (device, ptx) = (device.clone(), options.ptx.clone());
-            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, ptx))
+            let by_expert = options.rows_by_expert.is_some();
+            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, by_expert, ptx))
                 .map_err(|error| Error::os("spawn thread", error))?
         };
         let (layouts, pool, peers) = match mapped {
@@ -220,6 +223,7 @@ impl Buffer {
             shape: options.shape,
             places: options.places,
             rows: layout.rows,
+            by_expert: options.rows_by_expert.is_some(),
             slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
         };
         let faults =
@@ -510,6 +514,7 @@ fn agree(
         ("rows of a place in the pool", rows.to_string()),
         ("rows of a place in the pool", joined_rows.to_string()),
         ("places", options.places.to_string()),
+        ("rows_by_expert", format!("{:?}", options.rows_by_expert)),
         ("slots of wire memory", wire.slots.to_string()),
         ("max_row_bytes", options.shape.max_row_bytes.to_string()),
         ("max_topk", options.shape.max_topk.to_string()),

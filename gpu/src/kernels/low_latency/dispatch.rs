@@ -9,6 +9,7 @@
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, trace_by, wait_at_least};
+use super::super::ids::{Id, place, recorded_token};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
@@ -105,7 +106,7 @@ impl Ahead {
 
 /// The lane's entry of a token.
 pub(super) struct Entry {
-    pub(super) expert: i64,
+    pub(super) id: Id,
     pub(super) weight: f32,
 }
 
@@ -115,9 +116,9 @@ impl Entry {
         // SAFETY: inputs are there from the kernel's start.
         unsafe {
             let at = (token * args.common.num_topk + laneid()) as u64;
-            let mut entry = Entry { expert: -1, weight: 1.0 };
+            let mut entry = Entry { id: Id::NONE, weight: 1.0 };
             if is_there && laneid() < args.common.num_topk {
-                entry.expert = ld_i64(args.topk_idx.0 + at * 8);
+                entry.id = Id::load(args.topk_idx, args.narrow_ids, at);
                 if !args.topk_weights.is_null() {
                     entry.weight = ld_f32(args.topk_weights.0 + at * 4);
                 }
@@ -276,13 +277,16 @@ unsafe fn send_ids(
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let (lane, expert, epoch) = (laneid(), entry.expert, begun.epoch());
+        let (lane, epoch) = (laneid(), begun.epoch());
         let members = begun.members();
         let experts = (common.local_experts * comm.num_ranks) as i64;
+        let id = entry.id.value(args.narrow_ids);
+        let expert = place(&args.table, id, token, comm.rank, experts as u32);
         let is_id = expert >= 0 && expert < experts;
         if expert >= experts || expert < -1 {
             // Peers get the token's other entries, and the tokens of blocks that begin later.
-            note(comm, 0, comm.rank, epoch, token as u64, expert as u64, Wait::LowLatencyExpert);
+            let named = recorded_token(&args.table, token);
+            note(comm, 0, comm.rank, epoch, named, expert as u64, Wait::LowLatencyExpert);
             note_missing_token(comm, token);
         }
         let expert = expert as u32;
