@@ -9,9 +9,9 @@ use epoxide_gpu::kernels::{
     self, CombineBf16, Dispatch, DispatchLayout, Entry, JOINED_BYTES, Notify, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    Call, CallKind, CombineArgs, Comm, Control, DevicePtr, DispatchArgs, FEW_RANKS, LayoutArgs, LocalState,
-    NotifyArgs, PlanHeader, PlanStatus, PoolLayout, ROW_ALIGN, SEND_ROW_STRIDE, Status, message_offset,
-    ring_bytes,
+    Call, CallKind, CombineArgs, Comm, Control, DevicePtr, DispatchArgs, ExpertTable, FEW_RANKS, LayoutArgs,
+    LocalState, NotifyArgs, PlanHeader, PlanStatus, PoolLayout, ROW_ALIGN, SEND_ROW_STRIDE, Status,
+    message_offset, ring_bytes,
 };
 use epoxide_vgpu::{CheckConfig, Checker, DeviceConfig, Grid, GridConfig, Memory, Module, Progress, Region};
 use half::bf16;
@@ -245,6 +245,8 @@ impl Exchange {
         let topk_weights = place("topk_weights", tokens * topk * 4)?;
         let layout = LayoutArgs {
             topk_idx,
+            table: ExpertTable::default(),
+            physical: DevicePtr::NULL,
             num_tokens_per_rank: place("num_tokens_per_rank", ranks * 4)?,
             num_tokens_per_rdma_rank: DevicePtr::NULL,
             num_tokens_per_expert: place("num_tokens_per_expert", experts * 4)?,
@@ -255,6 +257,8 @@ impl Exchange {
             num_experts: EXPERTS,
             num_ranks: RANKS,
             ranks_per_node: RANKS,
+            rank: comm.rank,
+            narrow_ids: 0,
             reserved: 0,
         };
         let header = place("header", size_of::<PlanHeader>() as u64)?;
@@ -335,7 +339,7 @@ impl Exchange {
             with_metadata: (!cached).into(),
             first_expert: 0,
             metadata_warps: if cached { 1 } else { METADATA_WARPS },
-            reserved: 0,
+            narrow_ids: 0,
         };
         let shared = ring_bytes(DISPATCH_WARPS, DISPATCH_STAGES, ROW_BYTES) + JOINED_BYTES;
         let threads = (DISPATCH_WARPS + args.metadata_warps) * 32;

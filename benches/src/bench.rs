@@ -124,7 +124,7 @@ impl<'a> Bench<'a> {
         no_rows: &Tensor,
     ) -> Result<(DispatchHandle, DispatchHandle)> {
         let order = StreamOrder::on(stream);
-        let no_ids = TypedTensor::from_host(stream, &[0, plan.topk as u64], &[])?;
+        let no_ids = TypedTensor::<i64>::from_host(stream, &[0, plan.topk as u64], &[])?;
         let empty = buffer.get_dispatch_layout(&no_ids, plan.experts, order)?;
         let nothing = buffer.dispatch(place, DispatchRequest::new(no_rows, &empty), order)?.handle;
         let request = x_scales.into_iter().fold(DispatchRequest::new(x, layout), DispatchRequest::scales);

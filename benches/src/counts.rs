@@ -170,7 +170,7 @@ pub fn random_topk(rng: &mut ChaCha8Rng, tokens: u32, topk: u32, experts: u32, m
     ids
 }
 
-/// Two nodes of two ranks, eight experts, top-2, four tokens a rank: docs/BENCHMARKS.md works it by hand.
+/// Two nodes of two ranks, eight experts, top-2, four tokens a rank: docs/BENCH-METHOD.md works it by hand.
 pub const ACROSS_NODES: [[i64; 8]; 4] =
     [[0, 6, 3, 5, 7, 6, 1, -1], [2, 4, 6, 1, 0, 1, 5, 7], [7, 0, 1, 2, 4, 5, 3, 6], [0, 2, 6, 7, 5, 1, 4, 3]];
 
@@ -185,7 +185,7 @@ mod tests {
         (0..sizes.ranks).map(|_| random_topk(&mut rng, tokens, sizes.topk, sizes.experts, masked)).collect()
     }
 
-    /// The routing worked by hand in docs/BENCHMARKS.md: 4 ranks, 8 experts, top-2, two tokens a rank.
+    /// The routing worked by hand in docs/BENCH-METHOD.md: 4 ranks, 8 experts, top-2, two tokens a rank.
     const BY_HAND: [[i64; 4]; 4] = [[0, 2, 1, -1], [6, 7, 2, 5], [-1, -1, 0, 4], [1, 6, 3, 2]];
 
     #[test]

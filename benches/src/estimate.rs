@@ -2,7 +2,7 @@
 
 use crate::{Effort, Plan, counts};
 
-/// Processor time of the interpreter, in nanoseconds, from measurements on the two cores that docs/BENCHMARKS.md speaks of: for each block
+/// Processor time of the interpreter, in nanoseconds, from measurements on the two cores that docs/BENCH-NOTES.md names: for each block
 /// of a call, and each peer that it waits for.
 const BLOCK_NS: f64 = 40_000.0;
 /// For each row that comes or goes.

@@ -218,7 +218,7 @@ fn before_check(setup: &Setup, args: &Args) -> String {
 }
 
 /// About how long check mode takes, which runs one warp at a time, with so many round trips behind the first ones: fitted to runs on
-/// the two cores that docs/BENCHMARKS.md speaks of, which it meets within a half.
+/// the two cores that docs/BENCH-NOTES.md names, which it meets within a half.
 fn check_seconds(setup: &Setup, trips: u64) -> f64 {
     // Seconds of a rank, of a multiprocessor, of a token, and of an element of a token.
     let (fixed, of_sm, of_token, of_element) = match (setup.mode, setup.nodes) {

@@ -1,12 +1,21 @@
 //! epoxide: expert parallelism in Rust.
 //!
-//! Moves Mixture-of-Experts tokens between GPUs: **dispatch** sends each token to the ranks that hold its experts,
+//! Moves Mixture-of-Experts tokens between GPUs: **dispatch** sends each token to the ranks that
+//! hold its experts,
 //! **combine** brings the experts' outputs back and sums them. The kernels are written in Rust and shipped as PTX; the same
 //! PTX runs on NVIDIA GPUs and on a virtual GPU, so everything works, and is tested, without a GPU.
 //!
-//! # A layer
-//! Each rank has a device, a process group and a [`Buffer`](ep::Buffer). Here two ranks are threads; with [`group::rendezvous`] they are
-//! processes, of as many hosts as you like. Copy this into a `main.rs` and it runs.
+//! Two modes have the same two operations, and a page each:
+//!
+//! | | page | take it for |
+//! |---|---|---|
+//! | high throughput | [`ep`] | prefill and training, from about 256 tokens a rank; the host may wait for counts |
+//! | low latency | [`low_latency`] | decoding, up to about 128 tokens a rank; the host never waits |
+//!
+//! # High throughput
+//! Each rank has a device, a process group and a [`Buffer`](ep::Buffer). Here two ranks are
+//! threads; with [`group::rendezvous`] they are processes on one or several hosts. Copy this into a
+//! `main.rs` and it runs.
 //!
 //! ```
 //! use std::time::Duration;
@@ -47,6 +56,45 @@
 //! }
 //! ```
 //!
+//! # Low latency
+//! The same two tokens and four experts, with a [`low_latency::Buffer`].
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use epoxide::driver::Stream;
+//! use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+//! use epoxide::ep::{DType, StreamOrder, Tensor, TypedTensor};
+//! use epoxide::group::launch::run_threads;
+//! use epoxide::half::bf16;
+//! use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options};
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
+//!         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+//!         let stream = Stream::new(&device, false)?;
+//!         let order = StreamOrder::on(&stream);
+//!         // Up to 8 tokens of 64 elements from each rank, 2 of 4 experts for each.
+//!         let mut buffer = Buffer::new(device, &*group, Options::new(8, 64, 2, 4))?;
+//!         let mut place = buffer.place(0)?;
+//!
+//!         let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::from_f32(rank as f32 + 1.0); 128])?;
+//!         let topk_idx = TypedTensor::from_host(&stream, &[2, 2], &[0i64, 3, 1, -1])?;
+//!         let topk_weights = TypedTensor::from_host(&stream, &[2, 2], &[0.5f32, 0.5, 1.0, 0.0])?;
+//!         let request = DispatchRequest::new(&x, &topk_idx).topk_weights(&topk_weights);
+//!         let received = buffer.dispatch(&mut place, request, order)?;
+//!
+//!         // The experts work on the rows of received.x here; these return them as they are, by row.
+//!         let rows = received.x.clone();
+//!         let combined = buffer.combine(received, CombineRequest::by_row(&rows), order)?;
+//!         combined.x.to_host::<bf16>(&stream)
+//!     })?;
+//!     // Token 0 went to both ranks and comes back as the sum of two rows, token 1 to one of them.
+//!     assert_eq!((sums[1][0].to_f32(), sums[1][64].to_f32()), (4.0, 2.0));
+//!     Ok(())
+//! }
+//! ```
+//!
 //! # Where to go from here
 //!
 //! | you want | look at |
@@ -54,18 +102,17 @@
 //! | ranks that are processes, started by `epoxide launch`, torchrun, mpirun or srun | [`group::rendezvous`] |
 //! | to know which experts a received row is for | [`DispatchOutput`](ep::DispatchOutput): `recv_topk_idx` has the ids of this rank's experts, -1 for others. A token comes once, however many of them it has: add what they make of it, weighted, before combine, which sums the ranks' rows and weighs nothing |
 //! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](ep::Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), [`gpu`] |
-//! | a tensor in memory that somebody else owns | [`Tensor::from_raw`](ep::Tensor::from_raw) |
+//! | a tensor in memory of another owner | [`Tensor::from_raw`](ep::Tensor::from_raw) |
 //! | the host never to wait, and CUDA graphs | [`Counts::OnDevice`](ep::Counts), [`Buffer::capture`](ep::Buffer::capture) |
 //! | experts that write where combine reads | [`DispatchOutput::combine_rows`](ep::DispatchOutput::combine_rows) |
 //! | communication beside computation | [`StreamOrder::comm`](ep::StreamOrder::comm) |
 //! | several nodes | [`BufferOptions::ranks_per_node`](ep::BufferOptions::ranks_per_node), [`TransportOptions`](transport::TransportOptions) |
-//! | decode-sized batches | [`low_latency`] |
-//! | to know whether what is enqueued went well | [`Tensor::to_host`](ep::Tensor::to_host) of a result gives the operation's error instead of numbers, and so does the event of an asynchronous call; [`Buffer::check`](ep::Buffer::check), once the stream has been synchronised, for results that only kernels read, whose sums are NaN then |
+//! | to know whether enqueued work succeeded | [`Tensor::to_host`](ep::Tensor::to_host) of a result gives the operation's error instead of numbers, and so does the event of an asynchronous call; [`Buffer::check`](ep::Buffer::check), once the stream has been synchronised, for results that only kernels read, whose sums are NaN then |
 //! | the same routing again, for gradients or another tensor | [`Buffer::dispatch_cached`](ep::Buffer::dispatch_cached) |
 //!
-//! # What operations give
-//! `tokens` are this rank's, `received` the rows that came to it; `rows` stands for
-//! `num_ranks * max_tokens`.
+//! # Results of the operations
+//! `tokens` are this rank's, `received` the rows that came to it; `rows` stands for `num_ranks *
+//! max_tokens`.
 //!
 //! | | high throughput: [`DispatchOutput`](ep::DispatchOutput), [`CombineOutput`](ep::CombineOutput) | low latency: [`Received`](low_latency::Received), [`Combined`](low_latency::Combined) |
 //! |---|---|---|
@@ -80,10 +127,12 @@
 //! | sums | `combined_x` `[tokens, hidden]`, bf16 or f32, in FP32 in rank order, 0 for a token that went nowhere | `x` `[tokens, hidden]`, bf16, the same way |
 //! | valid until | rows: the next dispatch to their [`Place`](ep::Place); handle and sums: dropped | rows: their combine; sums: the next dispatch to their [`Place`](low_latency::Place) |
 //!
-//! # What may be dropped when
-//! Everything, as soon as the call that took it has returned, though the work is only enqueued: inputs, outputs, layouts, handles, events. Their
-//! memory goes back behind all that the device's [`Stream`](driver::Stream)s have been given by then. The one thing that is overwritten while it is
-//! held is a [`Place`](ep::Place), by the next dispatch there, and the compiler refuses that while rows of it are in use.
+//! # Lifetime of memory
+//! Inputs, outputs, layouts, handles and events may be dropped as soon as the call that took them
+//! has returned, though the work is only enqueued. Their memory is reused behind everything that
+//! the device's [`Stream`](driver::Stream)s have been given by then. Only a [`Place`](ep::Place) is
+//! overwritten while it is held, by the next dispatch there, and the compiler rejects that while
+//! its rows are in use.
 //!
 //! # Features
 //!
@@ -95,8 +144,8 @@
 //! | `nccl` | a communicator of NVIDIA's NCCL for whatever else is to be sent, with deadlines and abort: the module `nccl`. Starts without libnccl |
 //!
 //! Without a CUDA toolkit the feature `cuda` builds with these lines, in the folder of your crate.
-//! The lines give the linker a file that sends it to the C library; the driver is found when the program
-//! runs.
+//! The lines give the linker a file that sends it to the C library; the driver is found when the
+//! program runs.
 //!
 //! ```sh
 //! mkdir -p cuda/lib64 && echo 'INPUT(-lc)' > cuda/lib64/libcuda.so

@@ -1,4 +1,6 @@
-//! Low latency: dispatch and combine for decode-sized batches, where waiting is what takes time.
+//! Low latency: dispatch and combine for decode-sized batches, whose time is mostly waiting.
+//! [`ep`](crate::ep) is the mode for larger batches; the [front page](crate#low-latency) compares
+//! the results of both.
 //!
 //! ```text
 //! x, topk_idx, weights --dispatch--> Received { x, expert_rows, expert_counts, .. }
@@ -7,25 +9,38 @@
 //!                       Combined <--combine(received, request)
 //! ```
 //!
-//! A token's row travels once to each rank that has one of its experts, and lands at `source * max_tokens + token`, where it stays: nothing
-//! is counted first, nothing copied behind. Each rank says which of the rows each of its experts has; for experts that want theirs together,
-//! [`Buffer::gather_by_expert`] copies them. Combine sums what the experts of a rank made of a token there, weighted, and returns one row for
-//! each rank. Rows travel in bf16 or, either way, as e4m3.
+//! A token's row travels once to each rank that has one of its experts, and lands at `source *
+//! max_tokens + token`, where it stays. Hence no count exchange precedes it and no copy follows.
+//! Each rank lists the rows of each of its experts. For experts that need their rows contiguous,
+//! [`Buffer::gather_by_expert`] copies them. Combine sums, weighted, the experts' results of a
+//! token on each rank, and returns one row per rank. Rows travel in bf16 or, in either direction,
+//! as e4m3.
 //!
-//! Either is one kernel, or two halves between which it holds no multiprocessor ([`Buffer::dispatch_send`], [`Pending::receive`]).
+//! # The calls of a layer
+//! The host waits in none of them, and nothing is allocated, so that all can be captured.
 //!
-//! Where a rank is gone, operations end at their deadlines, and reading what they would have brought gives the error
-//! ([`Tensor::to_host`](crate::ep::Tensor::to_host)). For results that only kernels read, synchronise
-//! their stream and call [`Buffer::check`]. The other ranks may go on without the one that is gone
-//! ([`Buffer::regroup`]).
+//! | call | does |
+//! |---|---|
+//! | [`Buffer::dispatch`] | sends each token's row once to every rank with one of its experts; one kernel |
+//! | [`Buffer::dispatch_send`], [`Pending::receive`] | the same in two halves, between which it holds no multiprocessor; [`Buffer::combine_send`] too |
+//! | [`Buffer::gather_by_expert`] | copies received rows together by expert |
+//! | [`Buffer::combine`] | sums and returns the experts' rows: [`CombineRequest::by_expert`] weighs them, [`CombineRequest::by_row`] does not |
+//! | [`Buffer::capture`] | records calls as a [`Step`](crate::ep::Step), which is launched any number of times |
+//! | [`Buffer::regroup`] | goes on without ranks that are gone |
 //!
-//! Nothing is allocated by these calls and the host waits for nothing, so that all of them can be
-//! captured: [`Buffer::capture`] gives a [`Step`](crate::ep::Step), which is launched any number of
-//! times. Every rank makes the same calls in the same order.
+//! Every rank makes the same calls in the same order.
 //!
-//! Across nodes ([`Options::ranks_per_node`]) the calls are the same, and so is what they bring. A rank then sends each other one message in
-//! a dispatch and one in a combine, over a transport or into memory that is mapped, and received rows are copied to their places from it.
+//! # Errors
+//! If a rank is gone, operations end at their deadlines, and a host read of their results returns
+//! the error ([`Tensor::to_host`](crate::ep::Tensor::to_host)). For results that only kernels read,
+//! synchronise their stream and call [`Buffer::check`].
 //!
+//! # Several nodes
+//! Across nodes ([`Options::ranks_per_node`]) the calls and their results are the same. A rank then
+//! sends each other rank one message in a dispatch and one in a combine, over a transport or into
+//! mapped memory. Received rows are copied from it to their places.
+//!
+//! # Example
 //! ```
 //! use std::time::Duration;
 //!

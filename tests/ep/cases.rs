@@ -1,5 +1,7 @@
 //! Random cases.
 
+use std::sync::Arc;
+
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -9,6 +11,7 @@ use epoxide::internal::Tuning;
 use epoxide_testing::oracle::{Routing, Style};
 
 use epoxide_testing::harness::Nodes;
+use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::roundtrip::{Case, Scales};
 
 /// Entries per token: mostly few, now and then up to the most.
@@ -51,20 +54,27 @@ fn tuning() -> impl Strategy<Value = Tuning> {
 /// Any case on ranks with so many tokens.
 pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<Nodes>)>) -> impl Strategy<Value = Case> {
     let style = prop::sample::select(Style::ALL.to_vec());
-    let routing = (ranks, topk(), 1..=8u32, style, any::<u64>()).prop_map(
-        |((tokens, nodes), topk, local_experts, style, seed)| {
+    let routing = (ranks, topk(), 1..=8u32, style, any::<u64>(), 0..4u32).prop_map(
+        |((tokens, nodes), topk, local_experts, style, seed, ids)| {
             let experts = local_experts * tokens.len() as u32;
             let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            (Routing::random(&mut rng, &tokens, topk, experts, style), nodes)
+            if ids < 2 {
+                let logical = Logical::random(&mut rng, &tokens, topk, style);
+                let routing = logical.routing(logical.local_experts());
+                return (routing, Ids::Placed(Arc::new(logical)), nodes);
+            }
+            let ids = if ids == 2 { Ids::Wide } else { Ids::Narrow };
+            (Routing::random(&mut rng, &tokens, topk, experts, style), ids, nodes)
         },
     );
     // Odd multiples of 16 bytes: rows that are not aligned to more.
     let seeds = (any::<u64>(), any::<Option<u64>>());
     (routing, 1..=8u32, 1..=128u32, payload(), 0..=31u32, tuning(), seeds).prop_map(
         |(routing, num_channels, expert_alignment, (dtype, scales), half, tuning, (seed, schedule_seed))| {
-            let (routing, nodes) = routing;
+            let (routing, ids, nodes) = routing;
             Case {
                 routing,
+                ids,
                 nodes,
                 num_channels,
                 expert_alignment,

@@ -1,9 +1,11 @@
 //! Dispatch and combine on virtual GPUs, within a node and across nodes, against the serial oracle of `epoxide_testing`.
 
+mod by_expert;
 mod calls;
 mod cases;
 mod deaths;
 mod errors;
+mod experts;
 mod expiry;
 mod failing;
 mod gate;

@@ -2,7 +2,7 @@
 //! names it, read no number that is wrong, and go on without it in the same context.
 //!
 //! These tests also run on GPUs: `EPOXIDE_TEST_DEVICE=cuda EPOXIDE_TEST_RANKS=2`, one at a time
-//! (docs/BENCHMARKS.md, "Larger machines").
+//! (docs/BENCH-METHOD.md, "Larger machines").
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -9,7 +9,8 @@ use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, DevicePtr, Stream};
 use epoxide::ep::{
     Buffer, BufferOptions, BufferShape, CachedDispatchRequest, CombineOutput, CombineRequest, Config, Counts,
-    DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, Place, StreamOrder, Tensor, TypedTensor,
+    DType, DispatchLayout, DispatchOutput, DispatchRequest, Element, ExpertId, ExpertMap, Place, StreamOrder,
+    Tensor, TypedTensor,
 };
 use epoxide::group::ProcessGroup;
 use epoxide::group::launch::{RankFailure, run_threads};
@@ -442,10 +443,19 @@ impl Rank {
     /// [`Buffer::get_dispatch_layout`].
     pub fn layout<'a>(
         &mut self,
-        topk_idx: &TypedTensor<'a, i64>,
+        topk_idx: &TypedTensor<'a, impl ExpertId>,
         num_experts: u32,
     ) -> Result<DispatchLayout<'a>> {
         self.buffer.get_dispatch_layout(topk_idx, num_experts, order(&self.stream, self.on_comm_stream))
+    }
+
+    /// [`Buffer::get_placed_dispatch_layout`].
+    pub fn placed_layout<'a>(
+        &mut self,
+        topk_idx: &TypedTensor<'a, impl ExpertId>,
+        map: &ExpertMap,
+    ) -> Result<DispatchLayout<'a>> {
+        self.buffer.get_placed_dispatch_layout(topk_idx, map, order(&self.stream, self.on_comm_stream))
     }
 
     /// [`Buffer::dispatch`].

@@ -9,9 +9,12 @@
 
 pub mod alone;
 pub mod compare;
+#[cfg(test)]
+mod docs;
 pub mod fake_nccl;
 pub mod fuzz;
 pub mod harness;
+pub mod ids;
 pub mod litmus;
 pub mod lockstep;
 pub mod low_latency;

@@ -2,7 +2,7 @@
 //!
 //! Every way is timed as the phases are: each call by itself, enqueued ahead, behind an emptied L2 cache and a barrier between the devices.
 //! What a way needs besides, and epoxide's kernels do on the way (to lay rows together by destination, to put received rows in place, to sum
-//! what comes back), is not timed of NCCL's: they are the exchange alone, less than a user would see. docs/BENCHMARKS.md says what favours whom.
+//! what comes back), is not timed of NCCL's: they are the exchange alone, less than a user would see. docs/BENCH-METHOD.md says what favours each side.
 
 mod exchange;
 mod low_latency;

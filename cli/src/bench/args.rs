@@ -69,7 +69,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = TIMING)]
     pub repeat: u32,
     /// Measure beside it, on the same routing, what NCCL takes for the same by all-to-all and by all-gather + reduce-scatter (the exchange
-    /// alone, see docs/BENCHMARKS.md), and low latency where the sizes allow it; and say which way is the fastest. libnccl is found as
+    /// alone, see docs/BENCH-METHOD.md), and low latency where the sizes allow it; and say which way is the fastest. libnccl is found as
     /// `epoxide doctor` says. `--sweep tokens=1..8192` makes a table of it.
     #[arg(long, value_enum, value_name = "WHAT", help_heading = TIMING)]
     pub baseline: Option<BaselineName>,

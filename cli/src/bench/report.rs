@@ -40,7 +40,7 @@ pub fn legend(points: &[Point]) -> String {
         lines.push(("chained", "replays of a CUDA graph with nothing between them"));
     }
     let lines: Vec<String> = lines.iter().map(|(word, text)| format!("  {word:<12} {text}")).collect();
-    format!("\n  words (docs/BENCHMARKS.md works them by hand)\n{}", lines.join("\n"))
+    format!("\n  words (docs/BENCH-METHOD.md works them by hand)\n{}", lines.join("\n"))
 }
 
 /// Replays of captured graphs, a line for each point and step; nothing where none were measured.

@@ -10,7 +10,7 @@ use super::*;
 use crate::options::{Defaults, Mode, RoundTripFlags};
 use crate::stop::{SKIPPED, USAGE};
 
-/// docs/BENCHMARKS.md, "How the figures are computed", works these by hand.
+/// docs/BENCH-METHOD.md, "How the figures are computed", works these by hand.
 #[test]
 fn the_figures_worked_by_hand_are_the_output() {
     let mut plan = arguments("--ranks-per-node 4 --tokens 2 --hidden 8192");
@@ -232,7 +232,7 @@ fn every_step_of_a_plan_is_told() {
     }
 }
 
-/// docs/BENCHMARKS.md, "Across nodes, by hand".
+/// docs/BENCH-METHOD.md, "Across nodes, by hand".
 #[test]
 fn the_figures_across_nodes_worked_by_hand_are_the_output() {
     let mut plan =

@@ -5,11 +5,13 @@
 
 use epoxide_macros::kernel;
 
+use super::ids::{ld_id, place};
 use crate::layout::{LayoutArgs, MAX_NODES, MAX_TOPK, MAX_WORLD};
 use crate::simt::*;
 
-/// Counts tokens per rank (each token once per rank), per node (once per node) and selections per expert, and marks which
-/// token goes where.
+/// Counts tokens per rank (each token once per rank), per node (once per node) and selections per
+/// expert, and marks which token goes where. With a table of experts it writes the physical ones as
+/// well, which dispatch reads in place of the ids.
 ///
 /// One warp per token, one lane per top-k entry. Counters gather in shared memory first:
 /// `num_ranks + num_experts + num_nodes` words.
@@ -46,8 +48,13 @@ pub unsafe fn dispatch_layout(args: LayoutArgs) {
         let mut owner = NOBODY;
         if lane < args.num_topk {
             let entry = token as u64 * args.num_topk as u64 + lane as u64;
-            let expert = ld_i64(args.topk_idx.0 + entry * 8);
-            if expert >= 0 && expert < args.num_experts as i64 {
+            let id = ld_id(args.topk_idx, args.narrow_ids, entry);
+            let expert = place(&args.table, id, token, args.rank, args.num_experts);
+            let is_known = expert >= 0 && expert < args.num_experts as i64;
+            if !args.physical.is_null() {
+                st_i32(args.physical.0 + entry * 4, if is_known { expert as i32 } else { -1 });
+            }
+            if is_known {
                 owner = expert as u32 / local_experts;
                 red_relaxed_cta_shared_add_u32(counters + (experts_at + expert as u32) * 4, 1);
             } else if expert != -1 {

@@ -25,11 +25,13 @@ macro_rules! unroll2 {
 // `unroll8` covers every rank of few.
 const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
+mod by_expert;
 mod ceiling;
 mod combine;
 mod dispatch;
 mod epoch;
 mod example;
+mod ids;
 mod internode_combine;
 mod internode_count;
 mod internode_dispatch;
@@ -48,10 +50,10 @@ pub use epoxide_simt::launch::{Call, ContractError, Entry, KernelInfo, ParamLayo
 
 #[doc(hidden)]
 pub use {
-    combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES, epoch::JOINED_BYTES,
-    internode_combine::MAX_INTERNODE_SLOT_BYTES, internode_notify::INTERNODE_NOTIFY_SHARED_BYTES,
-    low_latency::LOW_LATENCY_INTERNODE_SHARED_BYTES, low_latency::LOW_LATENCY_SHARED_BYTES,
-    notify::notify_shared_bytes, progress::PROGRESS_BYTES,
+    by_expert::PLAN_BY_EXPERT_SHARED_BYTES, combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES,
+    epoch::JOINED_BYTES, internode_combine::MAX_INTERNODE_SLOT_BYTES,
+    internode_notify::INTERNODE_NOTIFY_SHARED_BYTES, low_latency::LOW_LATENCY_INTERNODE_SHARED_BYTES,
+    low_latency::LOW_LATENCY_SHARED_BYTES, notify::notify_shared_bytes, progress::PROGRESS_BYTES,
 };
 
 /// Makes the kernels' types public on the host.
@@ -67,10 +69,11 @@ macro_rules! kernels {
 kernels! {
     #[doc(hidden)] layout::{DispatchLayout};
     #[doc(hidden)] notify::{Notify, NotifyMany};
-    #[doc(hidden)] dispatch::{Dispatch, DispatchMany};
+    #[doc(hidden)] by_expert::{NumberSelections, PlanByExpert};
+    #[doc(hidden)] dispatch::{Dispatch, DispatchByExpert, DispatchMany};
     #[doc(hidden)] combine::{
         StageCombine, CombineBf16, CombineF32, CombineStagedBf16, CombineStagedF32, CombineManyBf16, CombineManyF32,
-        CombineStagedManyBf16, CombineStagedManyF32
+        CombineStagedManyBf16, CombineStagedManyF32, CombineByExpertBf16, CombineByExpertF32, StageByExpert
     };
     #[doc(hidden)] internode_count::{InternodeCount};
     #[doc(hidden)] internode_notify::{InternodeNotify};

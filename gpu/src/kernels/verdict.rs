@@ -24,6 +24,21 @@ impl Verdict {
     pub const OPEN: Verdict =
         Verdict { status: PlanStatus::Empty as u32, peer: 0, detail: 0, theirs: 0, ours: 0 };
 
+    /// Of the [`PlanHeader`] at `header`.
+    #[inline(always)]
+    pub unsafe fn read(header: u64) -> Verdict {
+        // SAFETY: the caller vouches for a live `PlanHeader`.
+        unsafe {
+            Verdict {
+                status: ld_u32(header + offset_of!(PlanHeader, status) as u64),
+                peer: ld_u32(header + offset_of!(PlanHeader, peer) as u64),
+                detail: ld_u32(header + offset_of!(PlanHeader, detail) as u64),
+                theirs: ld_u32(header + offset_of!(PlanHeader, theirs) as u64),
+                ours: ld_u32(header + offset_of!(PlanHeader, ours) as u64),
+            }
+        }
+    }
+
     /// Whether the ranks agree on the shape of the messages, so that all of a message will come. Ranks that disagree on channels or
     /// experts would wait for packets that never come.
     #[inline(always)]

@@ -4,6 +4,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
+use super::experts::ExpertTable;
 use super::pool::Comm;
 use super::wire::Wire;
 
@@ -11,8 +12,12 @@ use super::wire::Wire;
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct LayoutArgs {
-    /// In: global expert ids or -1, i64 `[num_tokens, num_topk]`.
+    /// In: expert ids or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
+    /// Where the experts are.
+    pub table: ExpertTable,
+    /// Out, or null: the physical experts of the ids, or -1, i32 `[num_tokens, num_topk]`.
+    pub physical: DevicePtr,
     /// Out, zero before: u32 `[num_ranks]`.
     pub num_tokens_per_rank: DevicePtr,
     /// Out, zero before, or null with one node: u32 `[num_nodes]`.
@@ -27,17 +32,21 @@ pub struct LayoutArgs {
     pub num_tokens: u32,
     /// Entries per token.
     pub num_topk: u32,
-    /// Experts of all ranks.
+    /// Physical experts of all ranks.
     pub num_experts: u32,
     /// Ranks of all nodes.
     pub num_ranks: u32,
     /// Ranks of a node.
     pub ranks_per_node: u32,
+    /// This rank, of all nodes.
+    pub rank: u32,
+    /// 1 where ids are i32.
+    pub narrow_ids: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-layout_assert!(LayoutArgs, size = 72, reserved at 68);
+layout_assert!(LayoutArgs, size = 104, reserved at 100);
 
 /// Arguments of `notify`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -90,6 +99,74 @@ pub struct NotifyArgs {
 
 layout_assert!(NotifyArgs, size = 336, columns at 332);
 
+/// Arguments of `number_selections`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct NumberArgs {
+    /// In: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
+    pub topk_idx: DevicePtr,
+    /// In, of the layout: u32 `[num_experts]`.
+    pub num_tokens_per_expert: DevicePtr,
+    /// Out, where an id selects an expert: u32 `[num_tokens, num_topk]`, selections of the same
+    /// expert before this one.
+    pub numbers: DevicePtr,
+    /// Tokens of this rank.
+    pub num_tokens: u32,
+    /// Entries per token.
+    pub num_topk: u32,
+    /// Physical experts of all ranks.
+    pub num_experts: u32,
+    /// 1 where ids are i32.
+    pub narrow_ids: u32,
+}
+
+layout_assert!(NumberArgs, size = 40, narrow_ids at 36);
+
+/// Arguments of `plan_by_expert`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct ExpertPlanArgs {
+    /// The peers.
+    pub comm: Comm,
+    /// In: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
+    pub topk_idx: DevicePtr,
+    /// In, of `number_selections`.
+    pub numbers: DevicePtr,
+    /// In, of notify: [`super::PlanHeader`] of the count exchange.
+    pub exchange: DevicePtr,
+    /// Out: [`super::PlanHeader`], with the rows of all segments in place of those received.
+    pub header: DevicePtr,
+    /// Out: i64 `[num_tokens, SEND_LIST_STRIDE]`, where entry k of a token goes as `rank << 32 |
+    /// row`, or -1.
+    pub send_row: DevicePtr,
+    /// Out: u32 `[local_experts]`, rows of each expert.
+    pub expert_counts: DevicePtr,
+    /// Out: u32 `[local_experts + 1]`, the first row of each expert's segment; behind them, rows of
+    /// all segments.
+    pub expert_starts: DevicePtr,
+    /// Out: u32 `[local_experts + 1]`, the row behind each expert's last; behind them, rows of all
+    /// segments.
+    pub psum_expert: DevicePtr,
+    /// Out, mapped host memory or null: [`super::PlanHeader`].
+    pub host: DevicePtr,
+    /// Stored in the host header's `tag` when all of it is written.
+    pub tag: u64,
+    /// Tokens of this rank.
+    pub num_tokens: u32,
+    /// Entries per token.
+    pub num_topk: u32,
+    /// Experts on each rank.
+    pub local_experts: u32,
+    /// Segments begin at multiples of this, a power of two.
+    pub alignment: u32,
+    /// 1 where ids are i32.
+    pub narrow_ids: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+layout_assert!(ExpertPlanArgs, size = 312, reserved at 308);
+
 /// Arguments of `dispatch`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -100,7 +177,7 @@ pub struct DispatchArgs {
     pub x: DevicePtr,
     /// In, or null: f32 `[num_tokens, num_scales]`.
     pub scales: DevicePtr,
-    /// In, or null: i64 `[num_tokens, num_topk]`.
+    /// In, or null: ids of physical experts or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
     /// In, or null: f32 `[num_tokens, num_topk]`.
     pub topk_weights: DevicePtr,
@@ -131,11 +208,11 @@ pub struct DispatchArgs {
     /// Within one node: the last warps of a block, which send metadata while the others move rows, at least 1. The last one polls for the
     /// block.
     pub metadata_warps: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// 1 where ids are i32.
+    pub narrow_ids: u32,
 }
 
-layout_assert!(DispatchArgs, size = 304, reserved at 300);
+layout_assert!(DispatchArgs, size = 304, narrow_ids at 300);
 
 /// Arguments of `stage_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -164,6 +241,36 @@ pub struct StageArgs {
 }
 
 layout_assert!(StageArgs, size = 272, num_topk at 268);
+
+/// Arguments of `stage_by_expert`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct ExpertStageArgs {
+    /// The rows.
+    pub stage: StageArgs,
+    /// In: u32 `[local_experts]`, rows of each expert.
+    pub expert_counts: DevicePtr,
+    /// In: u32 `[local_experts + 1]`, the first row of each expert's segment.
+    pub expert_starts: DevicePtr,
+    /// Experts on each rank.
+    pub local_experts: u64,
+}
+
+layout_assert!(ExpertStageArgs, size = size_of::<StageArgs>() + 24, local_experts at size_of::<StageArgs>() + 16);
+
+/// Arguments of `combine_by_expert_bf16` and `combine_by_expert_f32`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct ExpertCombineArgs {
+    /// Sums, and the ranks.
+    pub combine: CombineArgs,
+    /// In, or null for 1: the weights of the tokens' entries, f32 `[num_tokens, num_topk]`.
+    pub weights: DevicePtr,
+    /// Entries per token.
+    pub num_topk: u64,
+}
+
+layout_assert!(ExpertCombineArgs, size = size_of::<CombineArgs>() + 16, num_topk at size_of::<CombineArgs>() + 8);
 
 /// Arguments of `combine_bf16` and `combine_f32`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

@@ -8,6 +8,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
+use super::experts::ExpertTable;
 use super::limits::FEW_RANKS;
 use super::pool::{Comm, ControlWord};
 
@@ -166,8 +167,10 @@ pub struct LowLatencyDispatchArgs {
     pub x: DevicePtr,
     /// In, or null: f32 `[num_tokens, num_scales]`, of rows that are quantised already.
     pub scales: DevicePtr,
-    /// In: global expert ids or -1, i64 `[num_tokens, num_topk]`.
+    /// In: expert ids or -1, i64 or i32 `[num_tokens, num_topk]`.
     pub topk_idx: DevicePtr,
+    /// Where the experts are.
+    pub table: ExpertTable,
     /// In, or null for 1: f32 `[num_tokens, num_topk]`.
     pub topk_weights: DevicePtr,
     /// Bytes of a row as it travels, a multiple of 16.
@@ -176,11 +179,11 @@ pub struct LowLatencyDispatchArgs {
     pub num_scales: u32,
     /// [`Quantise`].
     pub quantise: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// 1 where ids are i32.
+    pub narrow_ids: u32,
 }
 
-layout_assert!(LowLatencyDispatchArgs, size = size_of::<LowLatencyArgs>() + 48, reserved at size_of::<LowLatencyArgs>() + 44);
+layout_assert!(LowLatencyDispatchArgs, size = size_of::<LowLatencyArgs>() + 64, narrow_ids at size_of::<LowLatencyArgs>() + 60);
 
 /// What a low-latency operation does to rows on their way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

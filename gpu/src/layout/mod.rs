@@ -8,6 +8,7 @@ mod assert;
 mod call;
 mod device_ptr;
 mod example;
+mod experts;
 mod handle;
 mod limits;
 mod low_latency;
@@ -27,6 +28,8 @@ pub use limits::*;
 pub use args::*;
 #[doc(hidden)]
 pub use call::*;
+#[doc(hidden)]
+pub use experts::*;
 #[doc(hidden)]
 pub use handle::*;
 #[doc(hidden)]

@@ -61,7 +61,7 @@ pub const fn staged_offset(src: u32, place: u32) -> u64 {
 /// What the signature words of a count message are, in order.
 pub const SIGNATURE_NAMES: [&str; 5] = [
     "bytes per row | dtype",
-    "place << 24 | num_topk << 16 | num_scales",
+    "place << 24 | by_expert << 23 | num_topk << 16 | num_scales",
     "num_experts",
     "channels",
     "capacity in rows",
@@ -82,8 +82,13 @@ pub mod message {
     pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_RANKS as u32;
     /// Selections the sender has for each expert of the receiver, `[MAX_LOCAL_EXPERTS]`.
     pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + MAX_CHANNELS;
+    /// Of rows by expert: rows of all segments of the sender, padding included.
+    pub const EXPERT_ROWS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
+    /// Of rows by expert: the receiver's first row at the sender for each expert of the sender,
+    /// `[MAX_LOCAL_EXPERTS]`.
+    pub const EXPERT_STARTS: u32 = EXPERT_ROWS + 1;
     /// Packets per message.
-    pub const WORDS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
+    pub const WORDS: u32 = EXPERT_STARTS + MAX_LOCAL_EXPERTS;
 }
 
 /// Offset of packet `word` of the message from `src`, in bytes from [`PoolLayout::messages`].
@@ -102,11 +107,14 @@ pub struct PoolLayout {
     pub recv_x: u64,
     /// Scales of received rows, f32 `[rows, num_scales]`.
     pub recv_scales: u64,
-    /// Local expert ids of received rows, i64 `[rows, num_topk]`.
+    /// Local expert ids of received rows, i64 `[rows, num_topk]`. Of rows by expert: u32 source
+    /// rank, u32 entry of the token, `[rows]`.
     pub recv_topk_idx: u64,
-    /// Weights of received rows, f32 `[rows, num_topk]`.
+    /// Weights of received rows, f32 `[rows, num_topk]`. Of rows by expert: of their entry,
+    /// `[rows]`.
     pub recv_topk_weights: u64,
-    /// Token index of received rows on their source rank, i32 `[rows]`.
+    /// Token index of received rows on their source rank, i32 `[rows]`. Of rows by expert: -1 in
+    /// padding.
     pub recv_src_idx: u64,
     /// Of received rows, where there are several nodes: u32 source node, u32 bits of this node's ranks that the token goes to,
     /// `[rows]`.

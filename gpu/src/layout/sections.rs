@@ -131,6 +131,8 @@ const MESSAGE: &[Section] = &[
     packets("rank_counts", message::RANK_COUNTS, MAX_RANKS),
     packets("channel_starts", message::CHANNEL_STARTS, MAX_CHANNELS as usize),
     packets("expert_counts", message::EXPERT_COUNTS, MAX_LOCAL_EXPERTS as usize),
+    packets("expert_rows", message::EXPERT_ROWS, 1),
+    packets("expert_starts", message::EXPERT_STARTS, MAX_LOCAL_EXPERTS as usize),
 ];
 
 const RELAY_MESSAGE: &[Section] = &[
@@ -227,17 +229,17 @@ mod tests {
 
     const POOL: PoolLayout = PoolLayout {
         messages: 147_456,
-        recv_x: 147_456 + 8 * 10_800,
-        recv_scales: 239_104,
+        recv_x: 147_456 + 8 * 19_008,
+        recv_scales: 304_768,
         // No scales.
-        recv_topk_idx: 239_104,
-        recv_topk_weights: 240_128,
-        recv_src_idx: 241_152,
-        recv_src_meta: 242_176,
-        combine_x: 242_176,
-        combine_weights: 249_344,
+        recv_topk_idx: 304_768,
+        recv_topk_weights: 305_792,
+        recv_src_idx: 306_816,
+        recv_src_meta: 307_840,
+        combine_x: 307_840,
+        combine_weights: 315_008,
         rows: 32,
-        bytes: 250_368,
+        bytes: 316_032,
     };
 
     #[test]
@@ -254,7 +256,9 @@ mod tests {
         assert_eq!(name(packet(0, message::INVALID)), "messages[0].invalid");
         assert_eq!(name(packet(7, message::RANK_COUNTS + 1)), "messages[7].rank_counts[1]");
         assert_eq!(name(packet(1, message::CHANNEL_STARTS + 255)), "messages[1].channel_starts[255]");
-        assert_eq!(name(packet(1, message::WORDS - 1) + 4), "messages[1].expert_counts[1023] + 0x4");
+        assert_eq!(name(packet(1, message::EXPERT_ROWS - 1) + 4), "messages[1].expert_counts[1023] + 0x4");
+        assert_eq!(name(packet(1, message::EXPERT_ROWS)), "messages[1].expert_rows");
+        assert_eq!(name(packet(7, message::WORDS - 1)), "messages[7].expert_starts[1023]");
         assert_eq!(name(POOL.recv_x + 17 * row_stride(48) + 0x20), "recv_x[17] + 0x20");
         assert_eq!(name(POOL.recv_topk_idx + 8), "recv_topk_idx[1]");
         assert_eq!(name(POOL.combine_x + 2 * row_stride(224)), "combine_x[2]");
@@ -265,7 +269,7 @@ mod tests {
     #[test]
     fn across_nodes_messages_are_longer() {
         let ranks = 16;
-        let shift = ranks * relay_message::WORDS as u64 * 8 - 8 * 10_800;
+        let shift = ranks * relay_message::WORDS as u64 * 8 - 8 * 19_008;
         let more = |offset| offset + shift;
         let pool = PoolLayout {
             messages: POOL.messages,

@@ -16,7 +16,7 @@ use crate::virtual_time::VirtualTime;
 /// The raw driver of one device. Handles are opaque; asynchronous calls return at once and run in stream order.
 ///
 /// Some calls wait for the device's running kernels, and some of those hold up every other call of the device until then
-/// (docs/ARCHITECTURE.md has the table). So nothing that a running kernel waits for may need a call: threads that kernels wait
+/// (docs/waits.md has the table). So nothing that a running kernel waits for may need a call: threads that kernels wait
 /// for hold a [`NoDriverCalls`](super::NoDriverCalls).
 ///
 /// Errors of asynchronous work surface at the next [`Device::stream_synchronize`], [`Device::event_synchronize`] or

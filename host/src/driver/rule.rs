@@ -36,7 +36,7 @@ impl NoDriverCalls {
                 "driver call",
                 format!(
                     "made by {who}, for which running kernels may wait: the call may itself wait for those kernels \
-                     (docs/ARCHITECTURE.md, \"What kernels wait for\")"
+                     (docs/waits.md, \"Driver calls that wait for kernels\")"
                 ),
             )),
         }

@@ -32,7 +32,7 @@ pub(super) fn next_id() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// What tells whether operations of a buffer are in flight.
+/// State from which one sees whether operations of a buffer are in flight.
 #[derive(Debug)]
 pub(super) struct Activity {
     id: u64,
@@ -56,7 +56,7 @@ impl Activity {
         Ok(Arc::new(status))
     }
 
-    /// Of a buffer, as long as the buffer holds it.
+    /// The activity of a buffer, listed as long as the buffer holds it.
     pub fn list(
         id: u64,
         device: &Arc<dyn Device>,
@@ -75,10 +75,10 @@ impl Activity {
         activity
     }
 
-    /// What a wait that has expired may have been up against, for the end of its report: the other buffers of this process and device
+    /// Possible causes of an expired wait, for the end of its report: the other buffers of this process and device
     /// with operations in flight, or with one that has failed meanwhile. Empty where there are none.
     pub fn beside(&self) -> String {
-        // What the list gives may be the last of a buffer that is just dropped: it must not go while the list is locked.
+        // An upgraded reference may be the last of a buffer that is just dropped: it must not be dropped while the list is locked.
         let others: Vec<Arc<Activity>> = buffers().iter().filter_map(Weak::upgrade).collect();
         let others = others.iter().filter(|other| other.id != self.id && other.is_on(&self.device));
         let named = others.filter_map(|other| other.unfinished());

@@ -39,7 +39,7 @@ pub(super) const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 ///
 /// Operations take what they need: tensors that were given, and outputs, may be dropped as soon as a call has returned, whatever
 /// streams still do with them. Memory goes back, and is overwritten, behind all that the device's streams ([`Stream`]) have been given by
-/// then. What other code enqueued in streams that no [`Stream`] stands for is not seen.
+/// then. Work of other code in streams without a [`Stream`] is not seen.
 ///
 /// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
 ///
@@ -131,8 +131,10 @@ impl Buffer {
         if nodes.nodes > 1 && joined.is_none() {
             config.check_nodes(nodes.nodes)?;
         }
-        let lay_out =
-            |topology| pool_layouts(&options.shape, topology, options.places, options.num_nvl_bytes);
+        let lay_out = |topology| {
+            let (by_expert, limit) = (options.rows_by_expert, options.num_nvl_bytes);
+            pool_layouts(&options.shape, topology, options.places, by_expert, limit)
+        };
         let layouts = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
         let wire_layout = wire_layout(&options.shape, nodes, options.num_rdma_bytes)?;
         let rows = [Some(&layouts.0), layouts.1.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
@@ -160,7 +162,8 @@ impl Buffer {
         // A driver that has not seen the kernels before compiles them for hundreds of milliseconds: meanwhile, the pool.
         let loader = {
             let (device, ptx) = (device.clone(), options.ptx.clone());
-            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, ptx))
+            let by_expert = options.rows_by_expert.is_some();
+            spawn("kernels of a buffer".into(), move || Loaded::new(&device, topology, by_expert, ptx))
                 .map_err(|error| Error::os("spawn thread", error))?
         };
         let (layouts, pool, peers) = match mapped {
@@ -220,6 +223,7 @@ impl Buffer {
             shape: options.shape,
             places: options.places,
             rows: layout.rows,
+            by_expert: options.rows_by_expert.is_some(),
             slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
         };
         let faults =
@@ -338,7 +342,7 @@ impl Buffer {
         }
     }
 
-    /// What the kernels of an operation in this place are told.
+    /// The [`Comm`] for the kernels of an operation in this place.
     pub(super) fn comm_in(&self, place: &PlaceState<Room>, call: Call) -> Comm {
         Comm { pool: place.room.layout, call: call.bits(), ..self.comm }
     }
@@ -510,6 +514,7 @@ fn agree(
         ("rows of a place in the pool", rows.to_string()),
         ("rows of a place in the pool", joined_rows.to_string()),
         ("places", options.places.to_string()),
+        ("rows_by_expert", format!("{:?}", options.rows_by_expert)),
         ("slots of wire memory", wire.slots.to_string()),
         ("max_row_bytes", options.shape.max_row_bytes.to_string()),
         ("max_topk", options.shape.max_topk.to_string()),

@@ -6,7 +6,7 @@ use super::layout::DispatchLayout;
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
-/// What MSCCL++'s interface has by RDMA rank, that is by node, of a dispatch that relays nothing.
+/// Quantities that MSCCL++'s interface has by RDMA rank, that is by node, for a dispatch that relays nothing.
 /// Matrices are row by row. Its `gbl_channel_prefix_matrix` is
 /// [`IntranodeHandle::channel_prefix_matrix`]; what it has of relayed tokens there is none of.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,13 +1,13 @@
 //! Combine: every token's owner sums the rows that came back.
 
 use epoxide_gpu::kernels::{
-    CombineBf16, CombineF32, CombineManyBf16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
-    CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine, JOINED_BYTES, PROGRESS_BYTES,
-    StageCombine,
+    CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32, CombineManyBf16, CombineManyF32,
+    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine,
+    JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
 };
 use epoxide_gpu::layout::{
-    Call, CallKind, CombineArgs, DevicePtr, InternodeCombineArgs, Section, StageArgs, StagedCombineArgs,
-    combine_slot_bytes,
+    Call, CallKind, CombineArgs, DevicePtr, ExpertCombineArgs, ExpertStageArgs, InternodeCombineArgs,
+    Section, StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
 use super::buffer::RowBytes;
@@ -58,14 +58,23 @@ impl<'a> From<&'a PoolRows<'a>> for CombineRows<'a> {
 pub struct CombineRequest<'a> {
     rows: CombineRows<'a>,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
+    weights: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
 }
 
 impl<'a> CombineRequest<'a> {
     /// Returns `rows`, which the dispatch of `handle` brought. The experts' weighting, if any, is already in them: combine sums
-    /// unweighted.
+    /// unweighted. Of rows by expert, padding may hold anything, and is not read.
     pub fn new(rows: impl Into<CombineRows<'a>>, handle: &'a DispatchHandle) -> Self {
-        CombineRequest { rows: rows.into(), topk_weights: None, handle }
+        CombineRequest { rows: rows.into(), topk_weights: None, weights: None, handle }
+    }
+
+    /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
+    /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so is
+    /// each sum.
+    pub fn weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
+        self.weights = Some(weights);
+        self
     }
 
     /// Sums these weights `[num_recv_tokens, num_topk]` the same way; usually `recv_topk_weights`.
@@ -75,13 +84,15 @@ impl<'a> CombineRequest<'a> {
     }
 }
 
-/// What a combine brings, in memory of its own.
+/// The result of a combine, in memory of its own.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CombineOutput {
-    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to, accumulated in FP32 in
-    /// rank order and rounded once, so bit for bit reproducible. 0 for a token that went nowhere. Across nodes each node's sum is
-    /// made and rounded so, and the nodes' sums are added in FP32 in their order and rounded again; bf16 only.
+    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to,
+    /// accumulated in FP32 in rank order and rounded once, so bit for bit reproducible. 0 for a
+    /// token that went nowhere. Across nodes each node's sum is made and rounded so, and the nodes'
+    /// sums are added in FP32 in their order and rounded again; bf16 only. Of rows by expert it is
+    /// the sum over the token's entries, in their order.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
@@ -99,6 +110,7 @@ impl Buffer {
         let capturing = self.begin(order)?;
         let handle = &request.handle.0;
         self.check_handle(request.handle)?;
+        self.check_weights(&request)?;
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);
         let dtypes = if self.topology.nodes > 1 { &[DType::Bf16][..] } else { &[DType::Bf16, DType::F32] };
         let (dtype, hidden) = match request.rows {
@@ -146,6 +158,7 @@ impl Buffer {
             }
         };
 
+        let by_expert = handle.places.by_expert;
         let tokens = handle.num_tokens as u64;
         let mut pieces = Pieces::default();
         let x_at = pieces.push(Section::array("combined_x", tokens, row_bytes));
@@ -155,7 +168,7 @@ impl Buffer {
 
         let pool = self.pool_ptr();
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
-        let is_staged = in_tensor.is_some() && self.topology.nodes == 1;
+        let is_staged = in_tensor.is_some() && self.topology.nodes == 1 && by_expert.is_none();
         let kind = match (dtype, is_staged) {
             (DType::F32, true) => CallKind::CombineStagedF32,
             (DType::F32, false) => CallKind::CombineF32,
@@ -229,7 +242,9 @@ impl Buffer {
             }
             _ => None,
         };
-        let uses = in_tensor.into_iter().chain(weights).filter_map(|tensor| tensor.owner().cloned());
+        let entry_weights = request.weights.map(|weights| &**weights);
+        let given = in_tensor.into_iter().chain(weights).chain(entry_weights);
+        let uses = given.filter_map(|tensor| tensor.owner().cloned());
         let uses = uses.chain([request.handle.0.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
@@ -251,6 +266,30 @@ impl Buffer {
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps
             // them. The last combine ended when every peer had gathered, so the rows may be written.
             unsafe {
+                if let (Mode::OneNode(node, _), Some(at)) = (&handle.places.routing, by_expert) {
+                    let Some(kernels) = &node.by_expert else {
+                        return Err(Error::os("combine", "kernels of rows by expert were not loaded"));
+                    };
+                    if !stage.x.is_null() || may_be_short {
+                        let args = ExpertStageArgs {
+                            stage,
+                            expert_counts: at.expert_counts,
+                            expert_starts: at.expert_starts,
+                            local_experts: handle.local_experts.into(),
+                        };
+                        stream.call(&kernels.stage, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
+                    }
+                    let args = ExpertCombineArgs {
+                        combine: args,
+                        weights: entry_weights.map_or(null, Tensor::ptr),
+                        num_topk: at.num_topk.into(),
+                    };
+                    return if dtype == DType::F32 {
+                        stream.call(&kernels.combine_f32, grid, block, shared, CombineByExpertF32::call(args))
+                    } else {
+                        stream.call(&kernels.combine, grid, block, shared, CombineByExpertBf16::call(args))
+                    };
+                }
                 if staged.is_none() && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
                     let call = StageCombine::call(stage);
                     stream.call(&kernels.stage_combine, sms, STAGE_THREADS, 0, call)?;
@@ -283,7 +322,7 @@ impl Buffer {
                 }
             }
         })?;
-        let weights_out = |_| {
+        let weights_out = |_: &TypedTensor<'_, f32>| {
             TypedTensor::in_memory(weights_at, &[tokens, num_topk as u64], block.clone())
                 .result("combined_topk_weights", handle)
         };
@@ -293,5 +332,26 @@ impl Buffer {
             combined_topk_weights: request.topk_weights.map(weights_out),
             event,
         })
+    }
+
+    /// An error unless weights are given where rows have them.
+    fn check_weights(&self, request: &CombineRequest<'_>) -> Result<()> {
+        let handle = &request.handle.0;
+        match (handle.places.by_expert, request.weights) {
+            (None, Some(_)) => {
+                let rule =
+                    "only rows by expert are weighted here: dispatch with by_expert, or weight rows before";
+                Err(Error::argument("weights", "given", rule))
+            }
+            (Some(_), _) if request.topk_weights.is_some() => {
+                let rule = "rows by expert have no weights to sum: leave topk_weights out";
+                Err(Error::argument("topk_weights", "given", rule))
+            }
+            (Some(at), Some(weights)) => {
+                let tokens = ("num_tokens", Some(handle.num_tokens.into()));
+                weights.expect("weights", &[DType::F32], &[tokens, ("num_topk", Some(at.num_topk.into()))])
+            }
+            _ => Ok(()),
+        }
     }
 }

@@ -3,12 +3,13 @@
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    Dispatch, DispatchMany, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount, InternodeDispatch,
-    InternodeNotify, JOINED_BYTES, Notify, NotifyMany, PROGRESS_BYTES, notify_shared_bytes,
+    Dispatch, DispatchByExpert, DispatchMany, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCount,
+    InternodeDispatch, InternodeNotify, JOINED_BYTES, Notify, NotifyMany, NumberSelections,
+    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, notify_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, InternodeCountArgs, InternodeDispatchArgs,
-    InternodeNotifyArgs, NotifyArgs, PlanHeader, SlotShape,
+    CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertPlanArgs, InternodeCountArgs,
+    InternodeDispatchArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape,
 };
 
 use super::buffer::{HOST_EXPERTS, RowBytes};
@@ -24,6 +25,8 @@ use crate::error::{Error, Result};
 
 /// Threads per block of the notify kernel, as its source fixes them.
 const NOTIFY_THREADS: u32 = 512;
+/// Threads per block of the kernel that numbers selections.
+const NUMBER_THREADS: u32 = 512;
 
 /// Whether the host waits for the counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +49,7 @@ pub struct DispatchRequest<'a> {
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     layout: &'a DispatchLayout<'a>,
     expert_alignment: u32,
+    by_expert: bool,
     counts: Counts,
 }
 
@@ -59,6 +63,7 @@ impl<'a> DispatchRequest<'a> {
             topk_weights: None,
             layout,
             expert_alignment: 1,
+            by_expert: false,
             counts: Counts::Exact,
         }
     }
@@ -77,6 +82,19 @@ impl<'a> DispatchRequest<'a> {
 
     /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1.
     pub fn expert_alignment(mut self, alignment: u32) -> Self {
+        self.expert_alignment = alignment;
+        self
+    }
+
+    /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
+    /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`]
+    /// says where segments are. A token that selects an expert twice has two rows there. The sender
+    /// writes each row to its place; there is no second copy.
+    ///
+    /// The buffer needs [`BufferOptions::rows_by_expert`](super::BufferOptions::rows_by_expert).
+    /// The same on every rank, but for the alignment.
+    pub fn by_expert(mut self, alignment: u32) -> Self {
+        self.by_expert = true;
         self.expert_alignment = alignment;
         self
     }
@@ -109,14 +127,27 @@ impl<'a> CachedDispatchRequest<'a> {
     }
 }
 
-/// What the count exchange of a dispatch is told.
+/// Arguments of the count exchange of a dispatch.
 struct CountExchange<'a> {
     layout: &'a DispatchLayout<'a>,
     capacity: u64,
     num_topk: u32,
+    by_expert: bool,
     expert_alignment: u32,
     host: DevicePtr,
     tag: u64,
+}
+
+/// What travels with rows: of which entries, and how many.
+#[derive(Debug, Clone, Copy, Default)]
+struct Metadata {
+    /// Null where no weights travel, and so are the weights.
+    topk_idx: DevicePtr,
+    /// 1 where ids are i32.
+    narrow_ids: u32,
+    topk_weights: DevicePtr,
+    num_topk: u32,
+    local_experts: u32,
 }
 
 /// Rows and scales of a dispatch, checked.
@@ -154,6 +185,9 @@ impl Buffer {
         self.check_layout(layout)?;
         let payload = self.check_payload(request.x, request.x_scales, layout.num_tokens)?;
         let num_topk = self.check_topk(&request)?;
+        if request.by_expert {
+            self.check_by_expert(request.expert_alignment)?;
+        }
         if request.expert_alignment == 0 {
             return Err(Error::argument("expert_alignment", 0, "must be at least 1"));
         }
@@ -182,6 +216,7 @@ impl Buffer {
             channels: num_channels,
             tokens: layout.num_tokens,
             local_experts,
+            by_expert: request.by_expert.then_some(layout.num_topk),
         };
         let (block, places) = Places::take(&self.arena, &self.kernels.mode, shape)?;
         self.tag += 1;
@@ -189,21 +224,27 @@ impl Buffer {
             layout,
             capacity,
             num_topk,
+            by_expert: request.by_expert,
             expert_alignment: request.expert_alignment,
             host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
             tag: self.tag,
         };
-        let topk = request
-            .topk_weights
-            .map_or((DevicePtr::NULL, DevicePtr::NULL), |weights| (layout.topk_idx.ptr(), weights.ptr()));
-        let metadata = Some((topk, num_topk, local_experts));
-        let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, metadata);
+        let mut metadata = Metadata { num_topk, local_experts, ..Metadata::default() };
+        if let Some(weights) = request.topk_weights {
+            (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
+            metadata.topk_weights = weights.ptr();
+        }
+        if request.by_expert {
+            // A row by expert is that of an entry, whether or not there are weights.
+            metadata.num_topk = layout.num_topk;
+        }
+        let (rows, ring) = self.dispatch_args(&payload, place, &places, layout.num_tokens, Some(metadata));
 
         let mut header = PlanHeader::default();
         let mut lease = None;
         let uses = [request.x.owner(), request.x_scales.and_then(|scales| scales.owner())]
             .into_iter()
-            .chain([request.topk_weights.and_then(|weights| weights.owner()), layout.topk_idx.owner()])
+            .chain([request.topk_weights.and_then(|weights| weights.owner()), layout.owner()])
             .flatten()
             .cloned()
             .chain([layout.block.clone() as Owner, block.clone() as Owner]);
@@ -212,6 +253,9 @@ impl Buffer {
             // SAFETY: inputs, outputs and the handle's block go back behind all that streams have been given, and a recording keeps them.
             unsafe {
                 buffer.launch_notify(stream, &counts, &payload, place, &places)?;
+                if counts.by_expert {
+                    buffer.launch_expert_plan(stream, &counts, place, &places)?;
+                }
                 let launched = buffer.launch_dispatch(stream, rows, ring, &places);
                 if let (Err(error), false) = (&launched, capturing) {
                     // Peers get this rank's counts, and wait for rows that nobody sends.
@@ -254,19 +298,23 @@ impl Buffer {
         let at = place.room.layout;
         let columns = [rows, num_topk as u64];
         let with_topk = request.topk_weights.is_some();
+        let by_expert = request.by_expert;
+        let of_weights = if by_expert { &columns[..1] } else { &columns[..] };
         Ok(DispatchOutput {
             recv_x: place
                 .rows(owner(), at.recv_x, payload.dtype, rows, payload.hidden)
                 .result("recv_x", plan),
             recv_x_scales: recv_scales(&payload, &lease, rows, plan),
-            recv_topk_idx: with_topk
+            recv_topk_idx: (with_topk && !by_expert)
                 .then(|| place.tensor(owner(), at.recv_topk_idx, &columns).result("recv_topk_idx", plan)),
             recv_topk_weights: with_topk.then(|| {
-                place.tensor(owner(), at.recv_topk_weights, &columns).result("recv_topk_weights", plan)
+                place.tensor(owner(), at.recv_topk_weights, of_weights).result("recv_topk_weights", plan)
             }),
             recv_src_idx: Some(place.tensor(owner(), at.recv_src_idx, &[rows]).result("recv_src_idx", plan)),
             recv_src_meta: (self.topology.nodes > 1)
                 .then(|| place.tensor(owner(), at.recv_src_meta, &[rows, 2]).result("recv_src_meta", plan)),
+            recv_src_entry: by_expert
+                .then(|| place.tensor(owner(), at.recv_topk_idx, &[rows, 2]).result("recv_src_entry", plan)),
             num_recv_tokens,
             num_recv_tokens_per_expert: counts,
             handle: handle.clone(),
@@ -320,6 +368,7 @@ impl Buffer {
             recv_topk_weights: None,
             recv_src_idx: None,
             recv_src_meta: None,
+            recv_src_entry: None,
             num_recv_tokens: handle.0.num_recv_tokens.get().copied(),
             num_recv_tokens_per_expert: Vec::new(),
             handle: handle.clone(),
@@ -418,17 +467,19 @@ impl Buffer {
         Ok(topk as u32)
     }
 
-    /// The arguments of a launch and the rings that they speak of. `metadata`: ((topk_idx, topk_weights), num_topk, local experts), or `None` in a cached dispatch.
+    /// The arguments of a launch and the rings that they speak of. A cached dispatch has no
+    /// metadata.
     fn dispatch_args(
         &self,
         payload: &Payload,
         place: &PlaceState<Room>,
         places: &Places,
         num_tokens: u32,
-        metadata: Option<((DevicePtr, DevicePtr), u32, u32)>,
+        metadata: Option<Metadata>,
     ) -> (DispatchArgs, RingShape) {
         let with_metadata = metadata.is_some() as u32;
-        let ((topk_idx, topk_weights), num_topk, local_experts) = metadata.unwrap_or_default();
+        let Metadata { topk_idx, narrow_ids, topk_weights, num_topk, local_experts } =
+            metadata.unwrap_or_default();
         let (ring, piece_bytes) =
             self.kernels.dispatch_ring(payload.row_bytes, payload.num_scales, num_topk, self.config.num_sms);
         let (index, row_bytes, columns) = (place.index, payload.row_bytes, payload.num_scales);
@@ -463,7 +514,7 @@ impl Buffer {
             with_metadata,
             first_expert: self.node() * self.ranks_per_node() * local_experts,
             metadata_warps: self.kernels.metadata_warps(metadata.is_some()),
-            reserved: 0,
+            narrow_ids,
         };
         (args, ring)
     }
@@ -483,7 +534,10 @@ impl Buffer {
         let layout = counts.layout;
         let (num_channels, num_ranks) = (self.config.num_channels(), self.topology.ranks());
         let local_experts = layout.num_experts / num_ranks;
-        let columns = place.index << 24 | counts.num_topk << 16 | payload.num_scales;
+        let columns =
+            place.index << 24 | (counts.by_expert as u32) << 23 | counts.num_topk << 16 | payload.num_scales;
+        // Of rows by expert, the plan behind this one is what the host waits for.
+        let tag = if counts.by_expert { 0 } else { counts.tag };
         let mut comm = Comm { pool: place.room.layout, ..self.comm };
         comm.pool.rows = counts.capacity;
         // SAFETY: passed on to the caller.
@@ -497,7 +551,7 @@ impl Buffer {
                         num_tokens_per_rank: layout.places.num_tokens_per_rank,
                         num_tokens_per_expert: layout.places.num_tokens_per_expert,
                         invalid: layout.places.invalid,
-                        header: places.header,
+                        header: places.by_expert.map_or(places.header, |at| at.exchange),
                         rank_prefix_matrix: routing.rank_prefix_matrix,
                         channel_prefix_matrix: routing.channel_prefix_matrix,
                         recv_channel_prefix_matrix: routing.recv_channel_prefix_matrix,
@@ -505,7 +559,7 @@ impl Buffer {
                         send_row: routing.send_row,
                         num_recv_tokens_per_expert: places.num_recv_tokens_per_expert,
                         host: counts.host,
-                        tag: counts.tag,
+                        tag,
                         num_tokens: layout.num_tokens,
                         num_channels,
                         num_experts: layout.num_experts,
@@ -561,6 +615,88 @@ impl Buffer {
         }
     }
 
+    /// Enqueues the plan of rows by expert, behind the count exchange.
+    ///
+    /// # Safety
+    /// As of [`Buffer::launch_notify`].
+    unsafe fn launch_expert_plan(
+        &mut self,
+        stream: &Stream,
+        counts: &CountExchange<'_>,
+        place: &PlaceState<Room>,
+        places: &Places,
+    ) -> Result<()> {
+        let (Mode::OneNode(node, routing), Some(at)) = (&places.routing, places.by_expert) else {
+            return Err(Error::os("dispatch", "rows by expert have no plan across nodes"));
+        };
+        let Some(kernels) = &node.by_expert else {
+            return Err(Error::os("dispatch", "kernels of rows by expert were not loaded"));
+        };
+        let layout = counts.layout;
+        let (topk_idx, narrow_ids) = layout.ids();
+        let (num_tokens, num_topk) = (layout.num_tokens, layout.num_topk);
+        let args = NumberArgs {
+            topk_idx,
+            num_tokens_per_expert: layout.places.num_tokens_per_expert,
+            numbers: at.numbers,
+            num_tokens,
+            num_topk,
+            num_experts: layout.num_experts,
+            narrow_ids,
+        };
+        let warps = NUMBER_THREADS / 32;
+        // More multiprocessors than other kernels of the operation have would not be asked for.
+        let grid = layout.num_experts.div_ceil(warps).clamp(1, self.config.num_sms);
+        let mut comm = Comm { pool: place.room.layout, ..self.comm };
+        comm.pool.rows = counts.capacity;
+        let plan = ExpertPlanArgs {
+            comm,
+            topk_idx,
+            numbers: at.numbers,
+            exchange: at.exchange,
+            header: places.header,
+            send_row: routing.send_row,
+            expert_counts: at.expert_counts,
+            expert_starts: at.expert_starts,
+            psum_expert: at.psum_expert,
+            host: counts.host,
+            tag: counts.tag,
+            num_tokens,
+            num_topk,
+            local_experts: layout.num_experts / self.topology.ranks(),
+            alignment: counts.expert_alignment,
+            narrow_ids,
+            reserved: 0,
+        };
+        let shared = PLAN_BY_EXPERT_SHARED_BYTES;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            stream.call(&kernels.number, grid, NUMBER_THREADS, 0, NumberSelections::call(args))?;
+            let grid = self.blocks_for(num_tokens);
+            stream.call(&kernels.plan, grid, NOTIFY_THREADS, shared, PlanByExpert::call(plan))
+        }
+    }
+
+    /// An error unless rows can come by expert.
+    fn check_by_expert(&self, alignment: u32) -> Result<()> {
+        if self.topology.nodes > 1 {
+            let rule = "rows come by expert within one node: dispatch without by_expert across nodes";
+            return Err(Error::argument("by_expert", format!("{} nodes", self.topology.nodes), rule));
+        }
+        if !alignment.is_power_of_two() {
+            return Err(Error::argument(
+                "alignment",
+                alignment,
+                "segments begin at multiples of a power of two",
+            ));
+        }
+        if self.options.rows_by_expert.is_none() {
+            let rule = "the buffer has no room for them: create it with BufferOptions::rows_by_expert";
+            return Err(Error::argument("by_expert", "asked for", rule));
+        }
+        Ok(())
+    }
+
     /// Enqueues the movement of rows.
     ///
     /// # Safety
@@ -584,6 +720,10 @@ impl Buffer {
                 Mode::OneNode(node, _) => {
                     let threads = ring.threads() + args.metadata_warps * 32;
                     let shape = (grid, threads, ring.shared_bytes() + JOINED_BYTES);
+                    if let (Some(kernels), Some(_)) = (&node.by_expert, places.by_expert) {
+                        let (kernel, (grid, block, shared)) = (&kernels.dispatch, shape);
+                        return stream.call(kernel, grid, block, shared, DispatchByExpert::call(args));
+                    }
                     call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
                 }
                 Mode::SeveralNodes(nodes, routing) => {

@@ -42,6 +42,8 @@ pub(super) struct Limits {
     pub places: u32,
     /// Rows that a rank can receive in one dispatch.
     pub rows: u64,
+    /// Whether places have room for rows by expert.
+    pub by_expert: bool,
     /// Slots of wire memory for each node; 0 with one node.
     pub slots: u64,
 }
@@ -154,7 +156,7 @@ impl Faults {
         }
     }
 
-    /// The error of the last plan that failed, of those that no call has told of yet. Of dispatches
+    /// The error of the last plan that failed, of those that no call has returned yet. For dispatches
     /// whose counts stay on the device, since others give their plan's error themselves.
     pub fn check_plans(&self) -> Result<()> {
         const RECORD: u64 = size_of::<Status>() as u64;
@@ -203,6 +205,8 @@ impl Faults {
             let needed = header.detail as u64;
             let remedy = if needed <= limits.rows {
                 format!("dispatch with capacity >= {needed}, or with exact counts")
+            } else if limits.by_expert {
+                format!("create the buffer with rows_by_expert >= {needed}")
             } else {
                 format!(
                     "create the buffer with max_tokens_per_rank >= {} or with num_nvl_bytes >= {}",
@@ -247,7 +251,7 @@ fn check_status(buffer: &Buffer) -> Result<()> {
     buffer.faults.check()
 }
 
-/// What else may have held up a wait that has expired: other buffers, and proxies of this rank that are in a call of the system or of a
+/// Other possible causes of an expired wait: other buffers, and proxies of this rank that are in a call of the system or of a
 /// card's driver.
 fn beside(buffer: &Buffer) -> String {
     let calls = buffer.kernels.wire_side().map_or_else(Vec::new, |side| side.proxies.in_calls());
@@ -281,7 +285,9 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
     let whole = SIGNATURE_NAMES.get(header.detail as usize).copied().unwrap_or("an argument");
     let parts: &[(&str, u32, u32)] = match header.detail {
         ROWS => &[("bytes per row", 4, u32::MAX >> 4), ("dtype", 0, 0xf)],
-        COLUMNS => &[("place", 24, 0xff), ("num_topk", 16, 0xff), ("num_scales", 0, 0xffff)],
+        COLUMNS => {
+            &[("place", 24, 0xff), ("by_expert", 23, 1), ("num_topk", 16, 0x7f), ("num_scales", 0, 0xffff)]
+        }
         _ => &[],
     };
     let part = |word: u32, shift: u32, mask: u32| word >> shift & mask;

@@ -1,4 +1,4 @@
-//! What a dispatch leaves for combine and for cached dispatches.
+//! The state that a dispatch leaves for combine and for cached dispatches.
 
 use std::sync::{Arc, OnceLock};
 
@@ -66,7 +66,21 @@ pub(super) struct Places {
     pub header: DevicePtr,
     pub send_head: DevicePtr,
     pub num_recv_tokens_per_expert: DevicePtr,
+    pub by_expert: Option<ExpertPlaces>,
     pub routing: Routing,
+}
+
+/// The parts of a dispatch of rows by expert.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ExpertPlaces {
+    /// The header of the count exchange, behind which the plan is made.
+    pub exchange: DevicePtr,
+    pub numbers: DevicePtr,
+    pub expert_counts: DevicePtr,
+    pub expert_starts: DevicePtr,
+    pub psum_expert: DevicePtr,
+    /// Entries per token.
+    pub num_topk: u32,
 }
 
 /// The parts that depend on whether there are several nodes, and the kernels that read them.
@@ -91,7 +105,7 @@ pub(super) struct InternodePlaces {
     pub send_nvl_head: DevicePtr,
 }
 
-/// What a handle's block must have room for.
+/// The sizes that a handle's block must have room for.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HandleShape {
     pub ranks: u32,
@@ -99,20 +113,33 @@ pub(super) struct HandleShape {
     pub channels: u32,
     pub tokens: u32,
     pub local_experts: u32,
+    /// Of rows by expert: entries per token.
+    pub by_expert: Option<u32>,
 }
 
 impl Places {
     /// Takes a handle's block for a buffer of this mode.
     pub fn take(arena: &Arc<Arena>, mode: &BufferMode, shape: HandleShape) -> Result<(Arc<Block>, Places)> {
-        let HandleShape { ranks, nodes, channels, tokens, local_experts } = shape;
+        let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert } = shape;
         let per_node = (ranks / nodes) as u64;
         let (ranks, nodes, channels) = (ranks as u64, nodes as u64, channels as u64);
         let tokens = tokens as u64;
         let mut pieces = Pieces::default();
         let header = pieces.push(Section::one("header", size_of::<PlanHeader>() as u64).of(PLAN_HEADER));
+        let exchange = by_expert
+            .map(|_| pieces.push(Section::one("exchange", size_of::<PlanHeader>() as u64).of(PLAN_HEADER)));
         let mut matrix = |name, count| pieces.push(Section::array(name, count, 4));
         let send_head = matrix("send_head", tokens * ranks);
         let per_expert = matrix("num_recv_tokens_per_expert", local_experts as u64);
+        let of_experts = by_expert.map(|num_topk| {
+            let (entries, experts) = (tokens * num_topk as u64, local_experts as u64);
+            [
+                matrix("numbers", entries),
+                matrix("expert_counts", experts),
+                matrix("expert_starts", experts + 1),
+                matrix("psum_expert", experts + 1),
+            ]
+        });
         let row = SEND_ROW_STRIDE as u64;
         let offsets = match mode {
             Mode::OneNode(node, ()) => vec![
@@ -120,7 +147,11 @@ impl Places {
                 matrix("channel_prefix_matrix", ranks * channels),
                 matrix("recv_channel_prefix_matrix", ranks * channels),
                 // A list's entry has two words.
-                matrix("send_row", tokens * if node.is_many { 2 * SEND_LIST_STRIDE as u64 } else { row }),
+                matrix(
+                    "send_row",
+                    tokens
+                        * if node.is_many || by_expert.is_some() { 2 * SEND_LIST_STRIDE as u64 } else { row },
+                ),
             ],
             Mode::SeveralNodes(kernels, _) => {
                 // Most tokens that this rank relays.
@@ -178,6 +209,11 @@ impl Places {
             header: base.add(header),
             send_head: base.add(send_head),
             num_recv_tokens_per_expert: base.add(per_expert),
+            by_expert: of_experts.zip(by_expert).zip(exchange).map(|((offsets, num_topk), exchange)| {
+                let exchange = base.add(exchange);
+                let [numbers, expert_counts, expert_starts, psum_expert] = offsets.map(|at| base.add(at));
+                ExpertPlaces { exchange, numbers, expert_counts, expert_starts, psum_expert, num_topk }
+            }),
             routing,
         };
         Ok((block, places))
@@ -232,7 +268,14 @@ impl DispatchHandle {
         )
     }
 
-    /// Receiver side, i32 `[1]`, on the device: rows received.
+    /// Receiver side: where the rows of each local expert are; `None` unless the dispatch was one
+    /// of rows by expert.
+    pub fn by_expert(&self) -> Option<ExpertRows<'_>> {
+        self.0.places.by_expert.map(|places| ExpertRows { handle: self, places })
+    }
+
+    /// Receiver side, i32 `[1]`, on the device: rows received. Of rows by expert: of all segments,
+    /// padding included.
     pub fn num_recv_tokens_on_device(&self) -> TypedTensor<'static, i32> {
         let header = self.0.places.header;
         self.tensor(
@@ -242,8 +285,8 @@ impl DispatchHandle {
         )
     }
 
-    /// Rows received: at once if the dispatch was exact-size, else `stream`, on which the dispatch ran or which waited
-    /// for it, is synchronised first.
+    /// Rows received, of rows by expert with their padding: at once if the dispatch was exact-size,
+    /// else `stream`, on which the dispatch ran or which waited for it, is synchronised first.
     pub fn num_recv_tokens(&self, stream: &Stream) -> Result<u32> {
         if let Some(&known) = self.0.num_recv_tokens.get() {
             return Ok(known);
@@ -274,6 +317,42 @@ impl DispatchHandle {
 
     fn tensor(&self, name: &'static str, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
         TypedTensor::in_memory(ptr, shape, self.0.block.clone()).result(name, &self.0)
+    }
+}
+
+/// Where the rows of each local expert are, on the device.
+///
+/// | of local expert e | |
+/// |---|---|
+/// | its rows are | `starts[e]` to `starts[e] + counts[e] - 1` |
+/// | behind them | padding to `starts[e + 1] - 1`, whose `recv_src_idx` is -1 |
+/// | `psum[e]` | `starts[e] + counts[e]`, as grouped GEMMs take it |
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertRows<'a> {
+    handle: &'a DispatchHandle,
+    places: ExpertPlaces,
+}
+
+impl ExpertRows<'_> {
+    /// i32 `[local_experts]`: rows of each expert, without padding.
+    pub fn counts(&self) -> TypedTensor<'static, i32> {
+        self.tensor("expert_counts", self.places.expert_counts, 0)
+    }
+
+    /// i32 `[local_experts + 1]`: the first row of each expert's segment, a multiple of the
+    /// alignment; then the rows of all segments.
+    pub fn starts(&self) -> TypedTensor<'static, i32> {
+        self.tensor("expert_starts", self.places.expert_starts, 1)
+    }
+
+    /// i32 `[local_experts + 1]`: the start of each expert's segment and its rows together; then
+    /// the rows of all segments.
+    pub fn psum(&self) -> TypedTensor<'static, i32> {
+        self.tensor("psum_expert", self.places.psum_expert, 1)
+    }
+
+    fn tensor(&self, name: &'static str, ptr: DevicePtr, more: u64) -> TypedTensor<'static, i32> {
+        self.handle.tensor(name, ptr, &[self.handle.0.local_experts as u64 + more])
     }
 }
 

@@ -4,11 +4,13 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineF32, CombineManyBf16, CombineManyF32,
-    CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32, Dispatch,
-    DispatchLayout, DispatchMany, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount,
-    InternodeDispatch, InternodeNotify, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES,
-    MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, PROGRESS_BYTES, StageCombine, notify_shared_bytes,
+    self as gpu, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16, CombineByExpertF32, CombineF32,
+    CombineManyBf16, CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16,
+    CombineStagedManyF32, Dispatch, DispatchByExpert, DispatchLayout, DispatchMany,
+    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCount, InternodeDispatch, InternodeNotify,
+    JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany,
+    NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, StageByExpert, StageCombine,
+    notify_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes};
 
@@ -123,6 +125,31 @@ pub(super) struct OneNode {
     pub combine_f32: Kernel,
     pub combine_staged: Kernel,
     pub combine_staged_f32: Kernel,
+    /// Where the buffer has room for rows by expert.
+    pub by_expert: Option<ByExpert>,
+}
+
+/// The kernels of rows by expert, for few ranks as for many.
+#[derive(Debug)]
+pub(super) struct ByExpert {
+    pub number: Kernel,
+    pub plan: Kernel,
+    pub dispatch: Kernel,
+    pub stage: Kernel,
+    pub combine: Kernel,
+    pub combine_f32: Kernel,
+}
+
+impl ByExpert {
+    /// Their names, in the order of the fields.
+    const NAMES: [&'static str; 6] = [
+        NumberSelections::INFO.name,
+        PlanByExpert::INFO.name,
+        DispatchByExpert::INFO.name,
+        StageByExpert::INFO.name,
+        CombineByExpertBf16::INFO.name,
+        CombineByExpertF32::INFO.name,
+    ];
 }
 
 /// The kernels of operations across nodes, and how they reach the other nodes.
@@ -174,7 +201,7 @@ macro_rules! call_within {
 pub(super) use call_within;
 
 impl SeveralNodes {
-    /// What the kernels of an operation are told of the other nodes.
+    /// The [`Wire`] for the kernels of an operation: how they reach the other nodes.
     pub fn wire(&self, config: &Config) -> Wire {
         Wire { chunk: config.num_max_rdma_chunked_send_tokens, ..self.wire }
     }
@@ -186,12 +213,19 @@ pub(super) struct Loaded {
     module: Module,
     shared_limit: u32,
     is_many: bool,
+    by_expert: bool,
     ptx: Option<PathBuf>,
 }
 
 impl Loaded {
-    /// Loads what operations need of the embedded PTX, or of a file's: within one node, or across nodes.
-    pub fn new(device: &Arc<dyn Device>, topology: Topology, ptx: Option<PathBuf>) -> Result<Loaded> {
+    /// Loads what operations need of the embedded PTX, or of a file's: within one node, with rows
+    /// by expert or without, or across nodes.
+    pub fn new(
+        device: &Arc<dyn Device>,
+        topology: Topology,
+        by_expert: bool,
+        ptx: Option<PathBuf>,
+    ) -> Result<Loaded> {
         let is_many = topology.ranks_per_node > FEW_RANKS as u32;
         let mut names = vec![DispatchLayout::INFO.name, StageCombine::INFO.name];
         if topology.nodes > 1 {
@@ -203,18 +237,31 @@ impl Loaded {
             ]);
         } else {
             names.extend(OneNode::names(is_many));
+            names.extend(ByExpert::NAMES.into_iter().filter(|_| by_expert));
         }
         let module = Module::shipped(device, ptx.as_deref(), &names)?;
-        Ok(Loaded { module, shared_limit: device.info().max_shared_bytes_per_block, is_many, ptx })
+        let shared_limit = device.info().max_shared_bytes_per_block;
+        Ok(Loaded { module, shared_limit, is_many, by_expert, ptx })
     }
 
-    /// What operations have, with a side of the network where there are several nodes.
+    /// The kernels of all operations, with a network side if there are several nodes.
     pub fn mode(&self, network: Option<(WireSide, Wire)>) -> Result<BufferMode> {
         let kernel = |name, shared| self.module.kernel(name, shared);
         Ok(match network {
             None => {
                 let is_many = self.is_many;
                 let [notify, dispatch, combine, combine_f32, staged, staged_f32] = OneNode::names(is_many);
+                let by_expert = || -> Result<ByExpert> {
+                    let [number, plan, dispatch, stage, combine, combine_f32] = ByExpert::NAMES;
+                    Ok(ByExpert {
+                        number: kernel(number, 0)?,
+                        plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
+                        dispatch: kernel(dispatch, self.shared_limit)?,
+                        stage: kernel(stage, 0)?,
+                        combine: kernel(combine, self.shared_limit)?,
+                        combine_f32: kernel(combine_f32, self.shared_limit)?,
+                    })
+                };
                 let node = OneNode {
                     is_many,
                     notify: kernel(notify, notify_shared_bytes(is_many))?,
@@ -223,6 +270,7 @@ impl Loaded {
                     combine_f32: kernel(combine_f32, self.shared_limit)?,
                     combine_staged: kernel(staged, self.shared_limit)?,
                     combine_staged_f32: kernel(staged_f32, self.shared_limit)?,
+                    by_expert: self.by_expert.then(by_expert).transpose()?,
                 };
                 Mode::OneNode(Arc::new(node), ())
             }
@@ -256,7 +304,7 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// Of what was loaded.
+    /// Selects among the loaded kernels.
     pub fn new(
         device: &Arc<dyn Device>,
         tuning: Tuning,
@@ -429,14 +477,14 @@ mod tests {
         assert_eq!(shape(Some(1024), 2, 12, 24).stagers, 48);
         assert_eq!(shape(Some(1024), 4, 12, 24).stagers, 48);
         assert_eq!(shape(Some(20), 8, 12, 24).stagers, 20);
-        // Of a handle that was made with other multiprocessors.
+        // The handle was made with another number of multiprocessors.
         assert_eq!(
             shape(Some(4), 2, 12, 8),
             StageShape { stagers: 4, gatherers: 8, blocks_per_channel: 1, step_rows: 4, parts: 2 }
         );
         assert_eq!(shape(Some(4), 2, 12, 30).gatherers, 24);
         assert_eq!(StageShape::new(None, 2, 2, 4, 132, 1 << 20).step_rows, 1);
-        // There is a word for each part of each channel.
+        // Each part of each channel has a word.
         for (ranks, channels) in (1..=MAX_RANKS as u32).flat_map(|r| (1..=MAX_CHANNELS).map(move |c| (r, c)))
         {
             let parts = shape(None, ranks, channels, 2).parts;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use epoxide_gpu::kernels::DispatchLayout as Kernel;
-use epoxide_gpu::layout::{DevicePtr, LayoutArgs, MAX_TOPK, Section};
+use epoxide_gpu::layout::{DevicePtr, ExpertTable, LayoutArgs, MAX_TOPK, Section};
 
+use super::experts::{ExpertId, ExpertMap, is_narrow};
 use super::scratch::{Block, Pieces};
 use super::tensor::Owner;
 use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
@@ -17,7 +18,8 @@ const THREADS: u32 = 1024;
 /// The sender's counts for one `topk_idx`, and those ids; feeds [`Buffer::dispatch`]. Immutable, and cheap to clone.
 #[derive(Debug, Clone)]
 pub struct DispatchLayout<'a> {
-    pub(super) topk_idx: TypedTensor<'a, i64>,
+    topk_idx: Tensor<'a>,
+    map: Option<ExpertMap>,
     pub(super) buffer: u64,
     pub(super) block: Arc<Block>,
     pub(super) places: Places,
@@ -36,12 +38,34 @@ pub(super) struct Places {
     pub num_tokens_per_rdma_rank: DevicePtr,
     pub num_tokens_per_expert: DevicePtr,
     pub is_token_in_rank: DevicePtr,
+    /// Null without a map.
+    pub physical: DevicePtr,
 }
 
 impl<'a> DispatchLayout<'a> {
-    /// The ids that it was made of, `[num_tokens, num_topk]`.
-    pub fn topk_idx(&self) -> &TypedTensor<'a, i64> {
+    /// The ids that it was made of, i64 or i32 `[num_tokens, num_topk]`.
+    pub fn topk_idx(&self) -> &Tensor<'a> {
         &self.topk_idx
+    }
+
+    /// `[num_tokens, num_topk]`: the physical experts that the [`ExpertMap`] gave for the ids, or
+    /// -1; `None` without a map.
+    pub fn physical_topk_idx(&self) -> Option<TypedTensor<'static, i32>> {
+        let shape = [self.num_tokens as u64, self.num_topk as u64];
+        self.map.as_ref().map(|_| self.tensor("physical_topk_idx", self.places.physical, &shape))
+    }
+
+    /// The ids of physical experts that dispatch reads, with whether they are i32.
+    pub(super) fn ids(&self) -> (DevicePtr, u32) {
+        match self.map {
+            Some(_) => (self.places.physical, 1),
+            None => (self.topk_idx.ptr(), is_narrow(&self.topk_idx)),
+        }
+    }
+
+    /// What must live as long as a use of the ids.
+    pub(super) fn owner(&self) -> Option<&Owner> {
+        self.topk_idx.owner()
     }
 
     /// `[num_ranks]`: tokens for each rank, each token once per rank. Ids out of range are not
@@ -58,8 +82,8 @@ impl<'a> DispatchLayout<'a> {
             .then(|| self.tensor("num_tokens_per_rdma_rank", self.places.num_tokens_per_rdma_rank, &shape))
     }
 
-    /// `[num_experts]`: selections of each expert. Ids out of range are not counted;
-    /// [`DispatchLayout::validate`] reports them.
+    /// `[num_experts]`: selections of each expert, with a map of each physical one. Ids out of
+    /// range are not counted; [`DispatchLayout::validate`] reports them.
     pub fn num_tokens_per_expert(&self) -> TypedTensor<'static, i32> {
         self.tensor("num_tokens_per_expert", self.places.num_tokens_per_expert, &[self.num_experts as u64])
     }
@@ -89,14 +113,27 @@ impl<'a> DispatchLayout<'a> {
             return Ok(());
         }
         let (token, k) = (first >> 8, first & 0xff);
-        let mut id = [0u8; 8];
-        let at = (token * self.num_topk as u64 + k) * 8;
-        // SAFETY: the kernel found the entry in these ids, which are contiguous.
-        unsafe { stream.read(&mut id, self.topk_idx.ptr().add(at))? };
+        let at = token * self.num_topk as u64 + k;
+        let id = if self.topk_idx.dtype() == DType::I32 {
+            let mut id = [0u8; 4];
+            // SAFETY: the kernel found the entry in these ids, which are contiguous.
+            unsafe { stream.read(&mut id, self.topk_idx.ptr().add(at * 4))? };
+            i32::from_le_bytes(id).into()
+        } else {
+            let mut id = [0u8; 8];
+            // SAFETY: as above.
+            unsafe { stream.read(&mut id, self.topk_idx.ptr().add(at * 8))? };
+            i64::from_le_bytes(id)
+        };
+        let experts = self.map.as_ref().map_or(self.num_experts, ExpertMap::num_experts);
+        if (0..experts.into()).contains(&id) {
+            let rule = format!("a physical expert must be -1 or 0 to {}", self.num_experts - 1);
+            return Err(Error::argument("map", format!("its entries of expert {id}"), rule));
+        }
         Err(Error::argument(
             "topk_idx",
-            format!("{} (token {token}, entry {k})", i64::from_le_bytes(id)),
-            format!("an expert id must be -1 or 0 to num_experts - 1 = {}", self.num_experts - 1),
+            format!("{id} (token {token}, entry {k})"),
+            format!("an expert id must be -1 or 0 to num_experts - 1 = {}", experts - 1),
         ))
     }
 
@@ -106,9 +143,12 @@ impl<'a> DispatchLayout<'a> {
 }
 
 impl Buffer {
-    /// Counts, for `topk_idx` `[num_tokens, num_topk]` with entries -1 or below `num_experts`, how many tokens go to
-    /// each rank and how many selections to each expert. Experts are spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and
-    /// `num_experts` must be a multiple of the number of ranks. Local to this rank; does not wait for the host.
+    /// Counts, for `topk_idx` `[num_tokens, num_topk]`, i64 or i32, with entries -1 or below
+    /// `num_experts`, how many tokens go to each rank and how many selections to each expert.
+    /// Experts are spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and
+    /// `num_experts` must be a multiple of the number of ranks;
+    /// [`Buffer::get_placed_dispatch_layout`] takes any other placement. Local to this rank; does
+    /// not wait for the host.
     ///
     /// # Errors
     /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`] where there are more tokens than
@@ -116,12 +156,42 @@ impl Buffer {
     /// range shows in [`DispatchLayout::validate`], and as an error of the dispatch on every rank.
     pub fn get_dispatch_layout<'a>(
         &mut self,
-        topk_idx: &TypedTensor<'a, i64>,
+        topk_idx: &TypedTensor<'a, impl ExpertId>,
         num_experts: u32,
         order: StreamOrder<'_>,
     ) -> Result<DispatchLayout<'a>> {
+        self.lay_out(topk_idx, num_experts, None, order)
+    }
+
+    /// [`Buffer::get_dispatch_layout`] with ids of logical experts, which `map` gives physical ones
+    /// for: those are what counts, results and the dispatch are of. Ranks may have different maps,
+    /// of placements with as many local experts. The device looks ids up when it comes to this
+    /// call, in each replay of a graph anew, so that a dispatch and what follows it always go by
+    /// one state of the map.
+    ///
+    /// # Errors
+    /// As [`Buffer::get_dispatch_layout`], and [`Error::Argument`] where the map is for another
+    /// number of ranks.
+    pub fn get_placed_dispatch_layout<'a>(
+        &mut self,
+        topk_idx: &TypedTensor<'a, impl ExpertId>,
+        map: &ExpertMap,
+        order: StreamOrder<'_>,
+    ) -> Result<DispatchLayout<'a>> {
+        map.check_ranks(self.topology.ranks())?;
+        self.lay_out(topk_idx, map.num_physical_experts(), Some(map), order)
+    }
+
+    fn lay_out<'a>(
+        &mut self,
+        topk_idx: &Tensor<'a>,
+        num_experts: u32,
+        map: Option<&ExpertMap>,
+        order: StreamOrder<'_>,
+    ) -> Result<DispatchLayout<'a>> {
         let capturing = self.begin(order)?;
-        topk_idx.expect("topk_idx", &[DType::I64], &[("num_tokens", None), ("num_topk", None)])?;
+        let dims = [("num_tokens", None), ("num_topk", None)];
+        topk_idx.expect("topk_idx", &[DType::I64, DType::I32], &dims)?;
         let (num_tokens, num_topk) = (self.check_tokens(topk_idx.rows())?, topk_idx.columns());
         if num_topk == 0 || num_topk > MAX_TOPK as u64 {
             return Err(Error::argument("num_topk", num_topk, format!("must be 1 to {MAX_TOPK}")));
@@ -135,6 +205,7 @@ impl Buffer {
         let per_node = pieces.push(Section::array("num_tokens_per_rdma_rank", self.topology.nodes as u64, 4));
         let per_expert = pieces.push(Section::array("num_tokens_per_expert", num_experts as u64, 4));
         let in_rank = pieces.push(Section::array("is_token_in_rank", tokens * ranks, 1));
+        let physical = map.map(|_| pieces.push(Section::array("physical_topk_idx", tokens * num_topk, 4)));
         let block = Arc::new(self.arena.take(&pieces)?);
         let at = |offset| block.ptr().add(offset);
         let places = Places {
@@ -143,9 +214,12 @@ impl Buffer {
             num_tokens_per_rdma_rank: at(per_node),
             num_tokens_per_expert: at(per_expert),
             is_token_in_rank: at(in_rank),
+            physical: physical.map_or(DevicePtr::NULL, at),
         };
         let args = LayoutArgs {
             topk_idx: topk_idx.ptr(),
+            table: map.map_or_else(ExpertTable::default, ExpertMap::table),
+            physical: places.physical,
             num_tokens_per_rank: places.num_tokens_per_rank,
             num_tokens_per_rdma_rank: places.num_tokens_per_rdma_rank,
             num_tokens_per_expert: places.num_tokens_per_expert,
@@ -156,11 +230,14 @@ impl Buffer {
             num_experts,
             num_ranks: self.topology.ranks(),
             ranks_per_node: self.ranks_per_node(),
+            rank: self.rank,
+            narrow_ids: is_narrow(topk_idx),
             reserved: 0,
         };
         let shared = (self.topology.ranks() + num_experts + self.topology.nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
-        let uses = topk_idx.owner().cloned().into_iter().chain([block.clone() as Owner]);
+        let uses = [topk_idx.owner(), map.and_then(|map| map.entries().owner())].into_iter();
+        let uses = uses.flatten().cloned().chain([block.clone() as Owner]);
         let event = self.run(order, capturing, None, uses, |buffer, stream| {
             // SAFETY: block and ids go back behind all that streams have been given, and a recording keeps them.
             unsafe {
@@ -171,6 +248,7 @@ impl Buffer {
         })?;
         Ok(DispatchLayout {
             topk_idx: topk_idx.clone(),
+            map: map.cloned(),
             buffer: self.id,
             block,
             places,

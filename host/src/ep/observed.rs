@@ -1,4 +1,4 @@
-//! What can be seen of a buffer's operations: when its blocks reached their phases, and what its proxies put on the wire.
+//! Observations of a buffer's operations: when its blocks reached their phases, and which puts its proxies made.
 
 use epoxide_gpu::layout::wire_message;
 
@@ -39,7 +39,7 @@ impl Buffer {
         ways.filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
     }
 
-    /// What the proxies have put on the wire so far: (peer, queue, what), in ascending order of (queue, peer). Empty with one
+    /// Statistics of the puts of the proxies so far: (peer, queue, statistics), in ascending order of (queue, peer). Empty with one
     /// node, and where all peers are mapped.
     #[doc(hidden)]
     pub fn wire_stats(&self) -> Vec<(u32, u32, QueueStats)> {

@@ -7,7 +7,7 @@ use super::config::Config;
 use super::tuning::Tuning;
 use crate::transport::{TransportKind, TransportOptions};
 
-/// What a pool must hold. The same on every rank.
+/// The sizes that a pool must have room for. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BufferShape {
     /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many from every rank.
@@ -20,6 +20,24 @@ pub struct BufferShape {
     pub max_scales: u32,
 }
 
+impl BufferShape {
+    /// Most rows by expert that a rank with `local_experts` experts can receive from `num_ranks`
+    /// ranks, its own included, in segments aligned to `alignment`: what
+    /// [`BufferOptions::rows_by_expert`] takes for the worst case.
+    ///
+    /// ```
+    /// # use epoxide::ep::BufferShape;
+    /// let shape = BufferShape { max_tokens_per_rank: 4096, max_row_bytes: 14336, max_topk: 8, max_scales: 0 };
+    /// assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
+    /// ```
+    pub fn most_rows_by_expert(&self, num_ranks: u32, local_experts: u32, alignment: u32) -> u64 {
+        // An entry is a row, whether or not entries of a token are of different experts.
+        let rows = u64::from(self.max_tokens_per_rank) * u64::from(num_ranks) * u64::from(self.max_topk);
+        let padded = u64::from(local_experts).min(rows);
+        rows + padded * u64::from(alignment.saturating_sub(1))
+    }
+}
+
 /// How to make a [`Buffer`](super::Buffer). The same on every rank.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -29,6 +47,8 @@ pub struct BufferOptions {
     pub shape: BufferShape,
     #[doc(hidden)]
     pub places: u32,
+    #[doc(hidden)]
+    pub rows_by_expert: Option<u64>,
     #[doc(hidden)]
     pub num_nvl_bytes: Option<u64>,
     #[doc(hidden)]
@@ -58,6 +78,7 @@ impl BufferOptions {
         BufferOptions {
             shape,
             places: 1,
+            rows_by_expert: None,
             num_nvl_bytes: None,
             config: Config::default(),
             timeout: Duration::from_secs(30),
@@ -74,6 +95,15 @@ impl BufferOptions {
     /// Places for received rows, at least 1: so many dispatches' results can be in use at once. Each takes the pool's memory once more.
     pub fn places(mut self, places: u32) -> Self {
         self.places = places;
+        self
+    }
+
+    /// Room for so many rows by expert in each place, padding included, for dispatches with
+    /// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert);
+    /// [`BufferShape::most_rows_by_expert`] is the worst case. A dispatch that needs more is an
+    /// error on every rank, before any row moves. Within one node.
+    pub fn rows_by_expert(mut self, rows: u64) -> Self {
+        self.rows_by_expert = Some(rows);
         self
     }
 
@@ -130,7 +160,7 @@ impl BufferOptions {
         self
     }
 
-    /// What carries rows between nodes.
+    /// The transport of rows between nodes.
     pub fn transport(mut self, transport: TransportOptions) -> Self {
         self.transport = transport;
         self

@@ -51,7 +51,7 @@ impl<'a> StreamOrder<'a> {
     /// let request = DispatchRequest::new(&x, &layout).counts(counts);
     /// let received = buffer.dispatch(&mut place, request, StreamOrder::comm(&stream).asynchronous())?;
     ///
-    /// // What is enqueued on `stream` here, such as the layer's shared experts, runs beside the dispatch.
+    /// // Work enqueued on `stream` here, such as the layer's shared experts, runs beside the dispatch.
     ///
     /// if let Some(arrived) = &received.event {
     ///     stream.wait(arrived)?;

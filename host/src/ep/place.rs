@@ -67,7 +67,7 @@ impl Drop for Pool {
         let ended = self.arena.fence().and_then(|fence| fence.wait_timeout(self.timeout));
         match ended {
             Ok(true) => {}
-            // What runs may write to it.
+            // Running work may write to it.
             Ok(false) => give_up(self.memory.device(), "work that may use a pool", self.timeout),
             // The device runs nothing any more.
             Err(error) => tracing::warn!("a pool is unmapped although its device failed: {error}"),
@@ -280,7 +280,7 @@ impl PlaceState<Room> {
 impl<R: Send + Sync + std::fmt::Debug> Overwrites for Lease<R> {
     fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()> {
         self.place.check_free(&self)?;
-        // Who reads what the run before left on another stream has this one wait for it.
+        // This run waits for readers of the previous run's results on other streams.
         if self.check_current().is_err() {
             self.place.settle()?;
             self.place.come_before(stream)?;

@@ -43,12 +43,14 @@ pub(super) fn pool_bytes(shape: &BufferShape, topology: Topology, places: u32, r
     fixed_bytes(topology) + u64::from(places) * (rows * bytes_per_row(shape, topology) + REGIONS * ROW_ALIGN)
 }
 
-/// The layout of a pool with `places` times the rows that `shape` asks for, or with as many as fit in `limit` bytes: one layout per
-/// place, which differ in where its rows are. At least one.
+/// The layout of a pool with `places` times the rows that `shape` asks for, or `by_expert` where
+/// they are more, or with as many as fit in `limit` bytes: one layout per place, which differ in
+/// where its rows are. At least one.
 pub(super) fn pool_layouts(
     shape: &BufferShape,
     topology: Topology,
     places: u32,
+    by_expert: Option<u64>,
     limit: Option<u64>,
 ) -> Result<Vec<PoolLayout>> {
     if places == 0 || places > MAX_PLACES {
@@ -65,6 +67,7 @@ pub(super) fn pool_layouts(
         return Err(Error::argument("num_topk", shape.max_topk, format!("must be 1 to {MAX_TOPK}")));
     }
     let wanted = shape.max_tokens_per_rank as u64 * topology.ranks() as u64;
+    let wanted = wanted.max(by_expert.unwrap_or(0));
     let rows = match limit {
         None => wanted,
         Some(limit) => {
@@ -83,6 +86,10 @@ pub(super) fn pool_layouts(
             (room / (u64::from(places) * bytes_per_row(shape, topology))).min(i32::MAX as u64)
         }
     };
+    if let Some(given) = by_expert.filter(|&given| given > i32::MAX as u64) {
+        let rule = format!("must be at most {}: rows are counted in 31 bits", i32::MAX);
+        return Err(Error::argument("rows_by_expert", given, rule));
+    }
     if rows > i32::MAX as u64 {
         return Err(Error::argument(
             "max_tokens_per_rank",
@@ -134,7 +141,7 @@ mod tests {
     #[test]
     fn across_nodes_every_rank_has_a_message_and_rows_a_source() {
         let topology = Topology { nodes: 2, ranks_per_node: 8 };
-        let layout = pool_layouts(&SHAPE, topology, 1, None).unwrap()[0];
+        let layout = pool_layouts(&SHAPE, topology, 1, None, None).unwrap()[0];
         assert_eq!(layout.rows, 65536);
         assert!(layout.recv_x - layout.messages >= 16 * relay_message::WORDS as u64 * 8);
         assert!(layout.combine_x - layout.recv_src_meta >= 65536 * 8);
@@ -143,23 +150,31 @@ mod tests {
 
     #[test]
     fn the_benchmark_shape_fits_in_its_budget() {
-        let layout = pool_layouts(&SHAPE, one_node(8), 1, None).unwrap()[0];
+        let layout = pool_layouts(&SHAPE, one_node(8), 1, None, None).unwrap()[0];
         assert_eq!(layout.rows, 32768);
         assert!(layout.bytes < 1_300_000_000, "{} bytes", layout.bytes);
     }
 
     #[test]
     fn a_limit_is_kept_and_used() {
-        for (limit, places) in [(300_000u64, 1), (1_000_000, 1), (335_712_000, 1), (335_712_000, 3)] {
-            let layout = pool_layouts(&SHAPE, one_node(8), places, Some(limit)).unwrap()[0];
+        for (limit, places) in [(400_000u64, 1), (1_000_000, 1), (335_712_000, 1), (335_712_000, 3)] {
+            let layout = pool_layouts(&SHAPE, one_node(8), places, None, Some(limit)).unwrap()[0];
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
             assert!(pool_bytes(&SHAPE, one_node(8), places, layout.rows + 1) > limit);
         }
     }
 
     #[test]
+    fn rows_by_expert_have_room() {
+        let rows = |rows| pool_layouts(&SHAPE, one_node(2), 1, Some(rows), None).unwrap()[0].rows;
+        assert_eq!([rows(8191), rows(8192), rows(100_000)], [8192, 8192, 100_000]);
+        let error = pool_layouts(&SHAPE, one_node(2), 1, Some(1 << 31), None).unwrap_err().to_string();
+        assert!(error.contains("rows_by_expert = 2147483648") && error.contains("31 bits"), "{error}");
+    }
+
+    #[test]
     fn places_differ_in_their_rows_alone() {
-        let layouts = pool_layouts(&SHAPE, one_node(2), 3, None).unwrap();
+        let layouts = pool_layouts(&SHAPE, one_node(2), 3, None, None).unwrap();
         for pair in layouts.windows(2) {
             assert_eq!(
                 (pair[0].messages, pair[0].rows, pair[0].bytes),
@@ -168,12 +183,12 @@ mod tests {
             assert!(pair[0].combine_weights + pair[0].rows * 32 <= pair[1].recv_x);
         }
         assert!(layouts[2].combine_weights + layouts[2].rows * 32 <= layouts[2].bytes);
-        assert!(pool_layouts(&SHAPE, one_node(2), 0, None).is_err());
+        assert!(pool_layouts(&SHAPE, one_node(2), 0, None, None).is_err());
     }
 
     #[test]
     fn regions_do_not_overlap() {
-        let l = pool_layouts(&SHAPE, one_node(3), 1, None).unwrap()[0];
+        let l = pool_layouts(&SHAPE, one_node(3), 1, None, None).unwrap()[0];
         let places = [
             (0, size_of::<Control>() as u64),
             (l.messages, message_offset(3, 0)),

@@ -1,4 +1,4 @@
-//! What a dispatch brings.
+//! The result of a dispatch.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,26 +9,35 @@ use super::{DType, DispatchHandle, Tensor, TypedTensor};
 use crate::driver::Event;
 use crate::error::{Error, Result};
 
-/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow.
+/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on to its borrow.
 ///
 /// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
+///
+/// Of rows by expert ([`DispatchRequest::by_expert`](super::DispatchRequest::by_expert)) there is
+/// one for each selection, grouped by local expert, and of an expert in that order. Padding belongs
+/// to `num_recv_tokens`; what it holds is not defined, but for `recv_src_idx`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct DispatchOutput<'p> {
     /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple of 128.
     pub recv_x: Tensor<'p>,
-    /// As the scales of x, with `num_recv_tokens` rows.
+    /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
     /// `[num_recv_tokens, num_topk]`: local expert ids, or -1 where the expert is not on this rank. `None` where
-    /// top-k was not sent.
+    /// top-k was not sent, and of rows by expert.
     pub recv_topk_idx: Option<TypedTensor<'p, i64>>,
-    /// `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1.
+    /// `[num_recv_tokens, num_topk]`: 0 where `recv_topk_idx` is -1. Of rows by expert
+    /// `[num_recv_tokens]`, the weight of the selection.
     pub recv_topk_weights: Option<TypedTensor<'p, f32>>,
-    /// `[num_recv_tokens]`: the token's index on its source rank. `None` in a cached dispatch.
+    /// `[num_recv_tokens]`: the token's index on its source rank; of rows by expert, -1 in padding.
+    /// `None` in a cached dispatch.
     pub recv_src_idx: Option<TypedTensor<'p, i32>>,
     /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j says that rank j of this node gets the token too. `None`
     /// in a cached dispatch and within one node.
     pub recv_src_meta: Option<TypedTensor<'p, i32>>,
+    /// `[num_recv_tokens, 2]`, of rows by expert: the source rank, and which of the token's entries
+    /// selected the expert. `None` in a cached dispatch.
+    pub recv_src_entry: Option<TypedTensor<'p, i32>>,
     /// Rows received; `None` where the host did not wait for the counts.
     pub num_recv_tokens: Option<u32>,
     /// Selections of each local expert, each rounded up to the alignment; empty where the host did not wait, or cached.
@@ -62,6 +71,7 @@ impl<'p> DispatchOutput<'p> {
             recv_topk_weights: free(self.recv_topk_weights),
             recv_src_idx: free(self.recv_src_idx),
             recv_src_meta: free(self.recv_src_meta),
+            recv_src_entry: free(self.recv_src_entry),
             num_recv_tokens: self.num_recv_tokens,
             num_recv_tokens_per_expert: self.num_recv_tokens_per_expert,
             handle: self.handle,
@@ -71,7 +81,7 @@ impl<'p> DispatchOutput<'p> {
     }
 }
 
-/// What a dispatch brought, without a borrow of its place. A later dispatch there overwrites the rows; it comes behind what streams have
+/// The result of a dispatch, without a borrow of its place. A later dispatch there overwrites the rows; it comes behind what streams have
 /// been given by then.
 #[derive(Debug)]
 pub struct Detached(DispatchOutput<'static>);

@@ -89,7 +89,7 @@ impl Sequence {
         self.operation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The last operation that waits for peers, if there was one. As [`Sequence::has_ended`], waits for no turn: who asks may have a turn of
+    /// The last operation that waits for peers, if there was one. Like [`Sequence::has_ended`], it waits for no turn: the caller may have a turn of
     /// another buffer, for which whoever has this one's asks in turn.
     pub fn last_operation(&self) -> Option<&'static str> {
         *self.operation()

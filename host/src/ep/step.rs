@@ -25,12 +25,12 @@ pub struct Step<T> {
 
 impl<T> Step<T> {
     /// Runs it on `stream`, behind the buffer's last operation and behind whoever reads what other dispatches brought to its places.
-    /// Whoever reads what its run before left, on another stream, has `stream` wait for that. Collective; does not wait for the host.
+    /// `stream` waits for readers of the previous run's results on other streams. Collective; does not wait for the host.
     ///
     /// # Errors
     /// The error of an operation that has failed by now, a run before this one included: [`Error::PeerTimeout`] or [`Error::OtherCall`]. Also
     /// [`Error::StaleHandle`] where the buffer was dropped, [`Error::Argument`] where rows of one of its places are in use by an eager dispatch,
-    /// and whatever the driver reports. What goes wrong in this run shows in [`Step::check`], and in the next launch behind it.
+    /// and errors of the driver. Failures of this run show in [`Step::check`], and in the next launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check_behind(stream)?;
         let turn = self.sequence.begin(stream, Some("step"))?;
@@ -40,7 +40,7 @@ impl<T> Step<T> {
         outcome.and(turn.end(stream))
     }
 
-    /// What the captured call returned. Its tensors hold the results of the last run.
+    /// The return value of the captured call. Its tensors hold the results of the last run.
     pub fn output(&self) -> &T {
         &self.output
     }
@@ -49,7 +49,7 @@ impl<T> Step<T> {
     /// found more rows than it has room for.
     ///
     /// # Errors
-    /// As of the buffer's `check`; of high throughput also as [`Buffer::check_dispatch`].
+    /// Those of the buffer's `check`; in high throughput also those of [`Buffer::check_dispatch`].
     pub fn check(&self, stream: &Stream) -> Result<()> {
         stream.synchronize()?;
         self.faults.check_behind(stream)?;
@@ -103,7 +103,7 @@ impl Buffer {
     /// buffer lives.
     ///
     /// # Errors
-    /// What `work` returns, and whatever the driver reports.
+    /// Errors of `work` and of the driver.
     pub fn capture<T>(
         &mut self,
         stream: &Stream,

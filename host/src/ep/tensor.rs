@@ -107,10 +107,10 @@ impl Element for u8 {
     }
 }
 
-/// What keeps the memory of a tensor alive.
+/// Keeps the memory of a tensor alive.
 pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
-/// Operations that results come from. Whoever reads a result on the host gets their error instead, if there was one.
+/// Operations that results come from. A host read of a result returns their error instead, if there was one.
 pub(crate) trait Outcome: fmt::Debug + Send + Sync {
     /// Has `stream` wait for the last operation of their buffer, on whichever stream it runs.
     fn come_before(&self, stream: &Stream) -> Result<()>;
@@ -226,7 +226,7 @@ impl<'a> Tensor<'a> {
         Tensor { ptr, dtype, shape, row_stride, name, owner, outcome: None, filled: None, place: PhantomData }
     }
 
-    /// The same tensor with a name, which errors about it give. What a call brings has the name of its field, such as `recv_x`.
+    /// The same tensor with a name, which errors about it give. Results of a call have the name of their field, such as `recv_x`.
     pub fn named(mut self, name: impl Into<Cow<'static, str>>) -> Tensor<'a> {
         self.name = name.into();
         self
@@ -260,12 +260,12 @@ impl<'a> Tensor<'a> {
         &self.name
     }
 
-    /// What an error calls it.
+    /// Its name in errors.
     fn called(&self) -> String {
         if self.name.is_empty() { "tensor".into() } else { self.name.clone().into_owned() }
     }
 
-    /// What an error calls it as this argument of a call.
+    /// Its name in errors as this argument of a call.
     fn called_as(&self, argument: &str) -> String {
         if self.name.is_empty() || self.name == argument {
             return argument.into();
@@ -279,7 +279,7 @@ impl<'a> Tensor<'a> {
         self
     }
 
-    /// What keeps its memory alive, if epoxide does.
+    /// The owner that keeps its memory alive, if epoxide does.
     pub(crate) fn owner(&self) -> Option<&Owner> {
         self.owner.as_ref()
     }
@@ -349,7 +349,7 @@ impl<'a> Tensor<'a> {
     /// # Errors
     /// For what an operation of a buffer gave: the error of an operation of that buffer that has
     /// failed by then, such as [`Error::PeerTimeout`], since the elements may be those of an
-    /// operation before. Of a dispatch whose counts stay on the device, and of its combines, also
+    /// operation before. For a dispatch whose counts stay on the device, and for its combines, also
     /// what [`Buffer::check_dispatch`](super::Buffer::check_dispatch) gives. [`Error::DType`] where
     /// `T` does not fit, and whatever the driver reports.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {

@@ -56,7 +56,7 @@ impl Trace {
         trace.read(stream)
     }
 
-    /// What has been written, and how many launches went untraced. The launches have ended; `stream` carries the copy.
+    /// The recorded traces, and how many launches went untraced. The launches have ended; `stream` carries the copy.
     fn read(self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let mut launches = Vec::with_capacity(self.launches.len());
         let mut at = self.memory.ptr();

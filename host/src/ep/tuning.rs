@@ -25,7 +25,7 @@ pub struct Tuning {
     /// Most slots per warp in combine, at least 2.
     pub combine_slots: u32,
     /// Blocks that copy rows into the pool during a combine of a tensor within a node, 1 to 1024. `None`: all multiprocessors that the
-    /// configuration leaves. There are never more than they have work for.
+    /// configuration leaves. The number never exceeds the work there is.
     pub combine_stagers: Option<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! What a buffer has for other nodes: wire memory, the queues to its peers and the proxies that serve them.
+//! The side of a buffer towards other nodes: wire memory, the queues to its peers and the proxies that serve them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -75,7 +75,7 @@ impl WireSide {
             let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
             paths[topology.node(way.peer) as usize] = NodePath { memory: way.memory.ptr(), peer };
         }
-        // What goes to the own node is written where it is read, in this rank's device memory.
+        // Rows for the own node are written where they are read, in this rank's device memory.
         let on_device = ways.iter().map(|way| &way.memory).find(|memory| memory.host_ptr().is_null());
         let own = match on_device {
             Some(memory) => memory.clone(),
@@ -112,7 +112,7 @@ impl WireSide {
         all.then(|| self.tables.ptr().add(self.bases_at))
     }
 
-    /// What went wrong with a queue or on the receiving side first.
+    /// The first failure of a queue or of the receiving side.
     pub fn failure(&self) -> Option<Error> {
         self.proxies.failure()
     }

@@ -1,4 +1,4 @@
-//! What a store in memory holds: values, counters and queues by key.
+//! The content of a store in memory: values, counters and queues by key.
 
 use std::borrow::Borrow;
 use std::collections::{HashMap, VecDeque};
@@ -7,7 +7,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What a key or value takes beside its bytes, about.
+/// Approximate overhead of a key or value beside its bytes.
 pub(super) const OVERHEAD: usize = 64;
 /// Longest text of a counter.
 const MAX_COUNTER_TEXT: usize = 20;
@@ -30,7 +30,7 @@ struct Metered {
     meter: Meter,
 }
 
-/// What all that a board gave out takes, for as long as anyone holds it.
+/// Memory of everything that a board gave out, for as long as anyone holds it.
 #[derive(Debug, Clone, Default)]
 struct Meter(Arc<AtomicUsize>);
 
@@ -89,7 +89,7 @@ impl PartialEq for Shared {
 impl Eq for Shared {}
 
 impl Hash for Shared {
-    // As the slice does, which it is looked up by.
+    // The same hash as the slice, because look-ups use a slice.
     fn hash<H: Hasher>(&self, state: &mut H) {
         (**self).hash(state);
     }
@@ -162,7 +162,7 @@ impl Board {
         }
     }
 
-    /// What appending to a key takes at most beside what there is: its memory may double, and is new where an answer holds the old.
+    /// Most memory that appending to a key needs in addition: its memory may double, and is new where an answer holds the old.
     pub(super) fn append_size(&self, key: &[u8], more: usize) -> usize {
         let Some(value) = self.values.get(key) else { return key.len() + more + 2 * OVERHEAD };
         let shared = Arc::strong_count(&value.0) > 1;

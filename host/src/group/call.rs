@@ -105,7 +105,7 @@ pub struct Message<T = Vec<u8>> {
     pub from: u32,
     /// The tag it was sent under.
     pub tag: u64,
-    /// What it holds.
+    /// The payload.
     pub data: T,
 }
 
@@ -139,7 +139,7 @@ pub enum Call {
     Scatter {
         /// The rank that has the parts.
         root: u32,
-        /// What each rank gets, by rank; not looked at on other ranks than the root.
+        /// The payload for each rank, by rank; ignored on ranks other than the root.
         parts: Vec<Vec<u8>>,
     },
     /// Elementwise, the result on `root`. Gives [`CallResult::Data`] there, [`CallResult::Done`] elsewhere.
@@ -175,7 +175,7 @@ pub enum Call {
     },
     /// Part `p` of rank `r` becomes part `r` of rank `p`; lengths may differ. Gives [`CallResult::Parts`], by sender.
     AllToAll {
-        /// What each receiver gets, by its rank.
+        /// The payload for each receiver, by its rank.
         parts: Vec<Vec<u8>>,
     },
     /// Sends and receives that go on at the same time. Gives [`CallResult::Messages`], one for each receive in order.
@@ -291,7 +291,7 @@ impl Call {
     }
 }
 
-/// What a [`Call`] gives.
+/// The result of a [`Call`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CallResult {
     /// Nothing but that it is over.

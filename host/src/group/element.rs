@@ -1,4 +1,4 @@
-//! What can be reduced, and how.
+//! Element types that can be reduced, and how.
 
 use std::fmt;
 

@@ -33,7 +33,7 @@ const HEALTH_CHECK: Duration = Duration::from_millis(50);
 const TOKEN_BYTES: usize = 16;
 /// Token, rank and number of descriptors.
 const PACKET_BYTES: usize = TOKEN_BYTES + 8;
-/// What follows where the job has a secret: opening and proof.
+/// The part that follows if the job has a secret: opening and proof.
 const PROVEN_BYTES: usize = PACKET_BYTES + OPENING + PROOF;
 
 /// Where the peers' descriptors arrive.
@@ -46,7 +46,7 @@ pub(super) struct Mailbox {
     strangers: Strangers,
 }
 
-/// What a mailbox got.
+/// A packet that a mailbox received.
 #[derive(Debug)]
 pub(super) enum Received {
     /// Every rank's descriptors, by rank.
@@ -71,7 +71,7 @@ impl Mailbox {
         Ok(Mailbox { socket, address, secret, strangers })
     }
 
-    /// What [`send`] needs to reach this mailbox.
+    /// The address with which [`send`] reaches this mailbox.
     pub(super) fn address(&self) -> &[u8] {
         &self.address
     }
@@ -195,7 +195,7 @@ fn take_packet(
     Ok(Some((peer, fds)))
 }
 
-/// What a packet says: who sends how many descriptors to whom, and to which mailbox.
+/// The claims of a packet: sender, receiver, number of descriptors, and mailbox.
 fn claims(from: u32, to: u32, count: u32, address: &[u8]) -> Vec<u8> {
     let numbers = [from, to, count].map(u32::to_le_bytes).concat();
     [&numbers, address].concat()

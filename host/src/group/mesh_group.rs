@@ -40,13 +40,13 @@ pub struct MeshOptions {
     /// Network interface, or its address, that other hosts reach this rank by. Default: the environment's
     /// [`SOCKET_IFNAME`](super::SOCKET_IFNAME), else the interface of the default route.
     pub interface: Option<String>,
-    /// What the members know and nobody else does: only who shows that it knows it is let in. Default: the environment's
+    /// The secret of the members: a connection is accepted only with a proof of it. Default: the environment's
     /// ([`JobSecret::from_env`]); where that has none either, a token that the store holds has to do, and so whoever may
     /// read the store gets in.
     pub secret: Option<JobSecret>,
-    /// What the group is for, in words that people read.
+    /// The purpose of the group, for people to read.
     pub description: String,
-    /// What connections of whoever reaches the group's sockets may take of this process.
+    /// Limits on connections to the group's sockets.
     pub limits: ConnectionLimits,
     /// How many operations the flight recorder keeps.
     pub recorded: usize,
@@ -94,7 +94,7 @@ impl std::fmt::Debug for MeshOptions {
 /// A [`ProcessGroup`] whose ranks talk to each other directly: over Unix sockets on one host, over TCP between hosts.
 ///
 /// An error of an operation ends the group on this rank and, through it, on all others, each of which says which rank
-/// failed in which operation. What is left to do then is [`MeshGroup::shrink_group`], or to drop it. Wrong arguments
+/// failed in which operation. Then call [`MeshGroup::shrink_group`], or drop the group. Wrong arguments
 /// do not end the group.
 ///
 /// Operations run one at a time, in the order of the calls, on this rank; background operations (see
@@ -319,7 +319,7 @@ impl ProcessGroup for MeshGroup {
 
     fn call(&self, call: Call, timeout: Duration) -> Result<CallResult> {
         call.check(self.rank(), self.size())?;
-        // What a rank did before the call may be relied on after it.
+        // Work of a rank before the call is visible after it.
         host_meets();
         let outcome = self.core.call(call, timeout);
         host_meets();

@@ -58,17 +58,17 @@ pub trait ProcessGroup: Send + Sync + Debug {
         "world"
     }
 
-    /// What carries its operations: `mesh` for sockets between the ranks, `store` for a board that all see.
+    /// The back end of its operations: `mesh` for sockets between the ranks, `store` for a board that all see.
     fn backend(&self) -> &'static str {
         "store"
     }
 
-    /// What it is for, in the words of who made it; may be empty.
+    /// Its purpose, as its creator described it; may be empty.
     fn description(&self) -> &str {
         ""
     }
 
-    /// What the members know and nobody else does, if anything: what is set up over the group lets in only who knows it. By
+    /// The secret of the members, if they have one: connections set up over the group require it. By
     /// default the environment's ([`JobSecret::from_env`]).
     fn job_secret(&self) -> Result<Option<JobSecret>> {
         JobSecret::from_env()

@@ -1,11 +1,11 @@
-//! Who is at the other end of a Unix socket.
+//! The user at the other end of a Unix socket.
 
 use std::os::fd::AsFd;
 
 use rustix::net::AddressFamily;
 use rustix::net::sockopt::{socket_domain, socket_peercred};
 
-/// Refuses a process of another user at the other end of a Unix socket, with the reason. Of other sockets it says nothing.
+/// Refuses a process of another user at the other end of a Unix socket, with the reason. Other sockets pass.
 ///
 /// Sockets with abstract names have no owner and no mode, so anyone on the host can connect to one, or take a name that
 /// has become free. Root is no exception: it needs no socket of ours, and a job whose ranks run as several users is a

@@ -33,7 +33,7 @@ pub const JOB_SECRET: &str = "EPOXIDE_JOB_SECRET";
 /// [`JOB_SECRET`] goes before it.
 pub const JOB_SECRET_FILE: &str = "EPOXIDE_JOB_SECRET_FILE";
 
-/// Shortest secret, in bytes. Whoever connects gets a proof to try guesses on.
+/// Shortest secret, in bytes. A connecting process gets a proof to try guesses on.
 const SHORTEST: usize = 32;
 /// Longest secret; a longer file is something else.
 const LONGEST: usize = 4096;
@@ -76,7 +76,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// What the processes of a job know and nobody else does. With it, ranks and stores let in only whoever knows it too.
+/// The secret of a job's processes. With it, ranks and stores accept only connections that prove it.
 ///
 /// It travels in the environment or in a file, never in an argument, which all users of a host can read; nothing here
 /// prints it.
@@ -184,7 +184,7 @@ impl JobSecret {
         self.derive(b"epoxide challenge 1", side, purpose, claims, nonces)
     }
 
-    /// What signs the messages of one side behind the same challenge.
+    /// The key that signs the messages of one side behind the same challenge.
     fn signer(&self, side: Side, purpose: Purpose, claims: &[u8], nonces: [&[u8]; 2]) -> Signer {
         let key = self.derive(b"epoxide messages 1", side, purpose, claims, nonces).finalize();
         Signer { keyed: HMAC::new(key), sequence: 0 }
@@ -203,7 +203,7 @@ impl JobSecret {
     }
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Purpose {
@@ -213,7 +213,7 @@ pub(crate) enum Purpose {
     Descriptors = 4,
 }
 
-/// Who proves.
+/// The side that proves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Side {
@@ -344,7 +344,7 @@ impl Initiator {
         Ok(Initiator { secret: secret.clone(), purpose, claims, nonce: random()? })
     }
 
-    /// What to send first.
+    /// The first message to send.
     pub(crate) fn opening(&self) -> [u8; OPENING] {
         self.nonce
     }
@@ -378,7 +378,7 @@ impl Initiator {
 
 /// The side that was connected to.
 pub(crate) struct Responder {
-    /// What the other side is to send.
+    /// The expected message of the other side.
     expected: HMAC,
     keys: Keys,
 }
@@ -581,7 +581,7 @@ mod tests {
         let (mut ours, mut theirs) = Keys::pair();
         let _ = ours.send.sign(b"set");
         assert_eq!(theirs.receive.check(b"get", &ours.send.sign(b"get")), Err(Forged));
-        // Of another connection with the same secret.
+        // From another connection with the same secret.
         let (_, mut others) = Keys::pair();
         assert_eq!(others.receive.check(b"set", &first), Err(Forged));
     }

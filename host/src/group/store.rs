@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// Counters made by [`Store::add`] live in the same name space; [`Store::get`] reads them as decimal text. Queues are
 /// apart: a key may name a value and a queue, and [`Store::check`] and [`Store::wait`] are content with either.
 ///
-/// What waits takes a timeout; a timeout of zero looks once. What does not wait ends within the store's own timeout,
+/// Calls that wait take a timeout; a timeout of zero checks once. Other calls end within the store's own timeout,
 /// if it goes through a network.
 pub trait Store: Send + Sync + Debug {
     /// Sets `key`, replacing what was there, and wakes those who wait for it.

@@ -1,6 +1,6 @@
 //! Connections that have not shown who they are: one policy for all listeners.
 //!
-//! Whoever reaches a listener can connect to it and say nothing, say it slowly, or come by the thousand. What such a stranger can take is bounded
+//! Any process that reaches a listener can connect, stay silent, send slowly, or connect by the thousand. The resources of such a stranger are bounded
 //! here, before anything of what it says is believed: its number and its age by [`ConnectionLimits`], its bytes by the length of a hello, since
 //! what stands behind the hello stays in the socket until the hello has been checked. No failure of `accept` ends a listener.
 
@@ -29,7 +29,7 @@ const GRACE: Duration = Duration::from_millis(100);
 /// How long a burst of troubles is that is logged once.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// What the connections of a listener may take of this process.
+/// Limits on the connections of a listener.
 ///
 /// A connection is a *stranger* until it has shown who it is: a rank by the token of the listener, a client of a store server by the
 /// protocol's first message.
@@ -78,18 +78,18 @@ pub(crate) struct Stranger {
     pub id: u64,
     pub socket: OwnedFd,
     since: Instant,
-    /// What it has said, as far as [`Stranger::read`] was asked for.
+    /// Bytes that it has sent, as far as [`Stranger::read`] was asked for.
     pub hello: Vec<u8>,
     /// How far it has come with showing that it knows the job's secret.
     pub challenge: Challenge,
-    /// What signs all that follows, once it has shown that it knows the job's secret.
+    /// The keys that sign all later messages, once it has proved the job's secret.
     pub keys: Option<Keys>,
 }
 
 /// How far a stranger has come with a challenge.
 #[derive(Debug)]
 pub(crate) enum Challenge {
-    /// Nobody has asked it.
+    /// It has not been challenged.
     Unasked,
     /// Its proof is to come.
     Asked(Box<Responder>),
@@ -153,18 +153,18 @@ impl Stranger {
     }
 }
 
-/// What to do next about a listener.
+/// The next step for a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     /// This stranger is new: its hello may be there.
     Greet(u64),
     /// This one has to go, unless its hello has come meanwhile: look, then [`Strangers::close`].
     LastLook(u64),
-    /// Nobody waits, or the listener rests.
+    /// No connection waits, or the listener rests.
     Nobody,
 }
 
-/// What can be read without waiting.
+/// Bytes that can be read without waiting.
 #[derive(Debug)]
 pub(crate) struct Ready {
     pub listener: bool,
@@ -175,7 +175,7 @@ pub(crate) struct Ready {
 /// The strangers of one listener.
 #[derive(Debug)]
 pub(crate) struct Strangers {
-    /// What listens, for the log.
+    /// The name of the listener, for the log.
     what: &'static str,
     most: usize,
     patience: Duration,

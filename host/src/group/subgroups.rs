@@ -10,7 +10,7 @@ use super::{MeshGroup, ProcessGroup};
 use crate::error::{Error, Result};
 use crate::foreign::escaped;
 
-/// What each rank of the parent tells the others when groups are made from it.
+/// The message of each rank of the parent to the others when groups are made from it.
 #[derive(Debug, Serialize, Deserialize)]
 struct Proposal {
     /// The groups, where all ranks must name the same.

@@ -13,7 +13,7 @@ use super::work::{Promise, Work};
 use crate::error::{Error, Result};
 use crate::virtual_time::spawn;
 
-/// What the handles and the worker of a group share.
+/// State that the handles and the worker of a group share.
 #[derive(Debug)]
 pub(crate) struct Core {
     pub name: String,

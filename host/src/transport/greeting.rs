@@ -1,4 +1,4 @@
-//! What ranks tell each other before they connect, so that they agree or all fail.
+//! The exchange of ranks before they connect, so that they agree or all fail.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,14 +15,14 @@ pub(super) const VERSION: u32 = 3;
 /// Tells these links from others that the same ranks set up, such as those within a node.
 pub(super) const PHASE: u32 = 1;
 
-/// What stays the same in every version.
+/// The part that stays the same in every version.
 #[derive(Debug, Serialize, Deserialize)]
 struct Preamble {
     magic: u64,
     version: u32,
 }
 
-/// What a rank connects with.
+/// The parameters with which a rank connects.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Greeting {
     magic: u64,
@@ -32,7 +32,7 @@ pub(super) struct Greeting {
     queues: u32,
     memory: u64,
     peers: Vec<u32>,
-    /// Whoever connects has to know the job's secret.
+    /// A connecting process has to know the job's secret.
     secret: bool,
     /// Where it can be reached, in the transport's own words; or why it cannot take part.
     pub address: Result<String, String>,

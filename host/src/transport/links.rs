@@ -1,4 +1,4 @@
-//! What a rank holds of a transport: its queues, the peers it needs none for, and what receives.
+//! A rank's side of a transport: its queues, the peers that need none, and its receivers.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -56,12 +56,12 @@ impl Links {
         self.mapped.iter().find(|mapped| mapped.peer == peer).map(|mapped| &mapped.memory)
     }
 
-    /// What went wrong on the receiving side: a peer that died without a goodbye, or one that sent what is refused.
+    /// The failure of the receiving side: a peer that died without a goodbye, or one that sent what is refused.
     pub fn failure(&self) -> Option<Error> {
         self.receiving.iter().find_map(|side| side.failure())
     }
 
-    /// Says goodbye to all peers and ends every thread. What peers put from now on fails there. Memory that is mapped stays so until
+    /// Says goodbye to all peers and ends every thread. Later puts of peers fail there. Memory that is mapped stays so until
     /// this is dropped.
     pub fn close(&mut self) {
         for mut link in self.links.drain(..) {

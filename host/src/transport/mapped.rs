@@ -71,7 +71,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     Ok(Links { links: Vec::new(), mapped, receiving: vec![Box::new(Neighbours { presence, lives })] })
 }
 
-/// What each rank of this host gave: its wire memory and its sign of life, by rank.
+/// Wire memory and sign of life of each rank of this host, by rank.
 fn exchange(
     setup: &Setup<'_>,
     offers: &[Offer],

@@ -73,7 +73,7 @@ pub struct Way {
 /// Collective over the group.
 ///
 /// # Errors
-/// As [`wire_memory`] and [`connect`].
+/// Those of [`wire_memory`] and [`connect`].
 #[doc(hidden)]
 pub fn open(
     options: &TransportOptions,

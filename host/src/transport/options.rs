@@ -1,4 +1,4 @@
-//! What carries the bytes, and how ranks are connected.
+//! Which transport carries the bytes, and how ranks are connected.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -8,14 +8,14 @@ use super::verbs_options::VerbsOptions;
 use crate::error::{Error, Result};
 use crate::group::ConnectionLimits;
 
-/// What carries the bytes.
+/// The transport that carries the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TransportKind {
     /// [`TransportKind::Direct`] to the peers whose wire memory can be mapped, [`TransportKind::Tcp`] to the others.
     Auto,
     /// Kernels write into the peers' wire memory, which is mapped: the ranks are on one host, or in one NVLink domain whose driver has
-    /// fabric handles. There are no queues and no threads.
+    /// fabric handles. It needs no queues and no threads.
     Direct,
     /// Shared host memory: the ranks are on one host and play several nodes.
     Shm,
@@ -72,7 +72,7 @@ impl FromStr for TransportKind {
 /// How ranks are connected.
 #[derive(Debug, Clone)]
 pub struct TransportOptions {
-    /// What carries the bytes; the same on every rank.
+    /// The transport; the same on every rank.
     pub kind: TransportKind,
     /// Queues to each peer that has any, 1 to [`MAX_QUEUES`]; the same on every rank. A queue has a thread of its own at the sending
     /// end, and with [`TransportKind::Tcp`] a connection and a thread at the receiving end.
@@ -86,9 +86,9 @@ pub struct TransportOptions {
     /// plays several hosts with it.
     #[doc(hidden)]
     pub host: Option<String>,
-    /// What connections of whoever reaches the sockets of [`TransportKind::Tcp`] may take of this process while ranks connect.
+    /// Limits on connections to the sockets of [`TransportKind::Tcp`] while ranks connect.
     pub limits: ConnectionLimits,
-    /// Of [`TransportKind::Verbs`]: which devices, and how. `None`: what the environment says ([`VerbsOptions::from_env`]).
+    /// For [`TransportKind::Verbs`]: which devices, and how. `None`: from the environment ([`VerbsOptions::from_env`]).
     pub verbs: Option<VerbsOptions>,
 }
 

@@ -18,12 +18,12 @@ use crate::virtual_time::{Poller, spawn};
 
 /// Most puts that are given to a queue at once.
 const BATCH: usize = 16;
-/// How long a proxy that is dropped may go on with what was posted. Who wants more waits before.
+/// How long a dropped proxy may go on with posted requests. [`Proxies::close`] and [`Proxy::stop`] take another grace.
 const GRACE: Duration = Duration::from_millis(100);
 /// How far apart two looks at a call are that tell a call which does not return from one of many.
 const MOMENT: Duration = Duration::from_millis(20);
 
-/// What a proxy has carried out.
+/// Statistics of a proxy's puts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct QueueStats {
     /// All puts.
@@ -256,7 +256,7 @@ impl Proxy {
         lock(&self.shared.failure).clone()
     }
 
-    /// What it has carried out so far.
+    /// Statistics of its puts so far.
     pub fn stats(&self) -> QueueStats {
         QueueStats {
             puts: self.shared.puts.load(Ordering::Relaxed),
@@ -471,7 +471,7 @@ impl Idle {
         } else {
             let longest = match elapsed.as_secs() {
                 _ if in_flight && !self.is_virtual => Duration::from_micros(50),
-                // Who has GPUs has processors to spare, and a training step may begin after any pause.
+                // A machine with GPUs has spare processors, and a training step may begin after any pause.
                 _ if !self.is_virtual => Duration::from_micros(100),
                 seconds if seconds == 0 || in_flight => Duration::from_millis(1),
                 _ => Duration::from_millis(4),

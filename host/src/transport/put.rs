@@ -20,7 +20,7 @@ pub struct Put {
     pub bytes: u64,
     /// The word there that gets `value` once the bytes are visible, 8-byte aligned.
     pub counter: u64,
-    /// What is stored in it: absolute, never an increment, so that no atomics of a network card are needed.
+    /// The value to store in it: absolute, never an increment, so that no atomics of a network card are needed.
     pub value: u64,
 }
 

@@ -1,4 +1,4 @@
-//! What every transport is set up with.
+//! The parameters that every transport is set up with.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +22,7 @@ pub(super) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(LONGEST)
 }
 
-/// What [`connect`](super::connect) was given.
+/// The arguments of [`connect`](super::connect).
 pub(super) struct Setup<'a> {
     pub(super) options: &'a TransportOptions,
     pub(super) memory: &'a Arc<Memory>,

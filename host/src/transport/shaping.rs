@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// What to do to the queues of a rank. Clones are handles of the same links: what one cuts is cut for all.
+/// How to degrade the queues of a rank. Clones are handles of the same links: a link cut by one is cut for all.
 #[derive(Debug, Clone, Default)]
 pub struct Shaping {
     pub(super) seed: u64,

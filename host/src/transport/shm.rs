@@ -23,7 +23,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     let address = prepared.as_ref().map(|_| String::new()).map_err(Error::clone);
     greeting::meet(setup, address)?;
     let (source, presence, reader, memory) = prepared?;
-    // What the ranks of one host give each other: wire memory, and a sign of life.
+    // The ranks of one host exchange wire memory and a sign of life.
     let received = setup.group.exchange_fds(&[memory.as_fd(), reader.as_fd()])?;
     let links = greeting::agree(setup.group, setup.options.kind, make_links(setup, &source, received))?;
     Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(Left(presence))] })

@@ -159,7 +159,7 @@ fn each_at_once(test: impl Fn(TransportKind) + Sync) {
     std::thread::scope(|scope| ALL.map(|kind| drop(scope.spawn(move || test(kind)))));
 }
 
-/// What `from` sends from.
+/// The memory that `from` sends from.
 fn source(from: u32) -> Vec<u8> {
     let mut data = vec![0; PART as usize];
     ChaCha8Rng::seed_from_u64(u64::from(from) + 1000).fill(&mut data[..]);
@@ -305,7 +305,7 @@ fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
             let mut options = options(kind, 1);
             options.shaping = Some(Shaping::new(1).lag(1, 0, lag));
             let start = Instant::now();
-            // As many puts as may have left by now.
+            // The number of puts that may have left by now.
             let most = || (start.elapsed().as_nanos() / lag.as_nanos()) as u64;
             let mut proxies = it.proxies(&options);
             if rank == 0 {
@@ -472,7 +472,7 @@ fn a_put_after_the_peers_goodbye_is_an_error_that_names_it() {
                 eventually(|| proxies.failure().is_some());
                 let text = proxies.failure().unwrap().to_string();
                 assert!(text.contains("put, rank 0 with rank 1: it said goodbye"), "{text}");
-                // What is posted later is taken, so that nobody waits for room, and never completes.
+                // Later requests are taken, so that no poster waits for room, and never complete.
                 for value in 3..3 * RING_ENTRIES {
                     poster.post(tiny(value));
                 }
@@ -534,7 +534,7 @@ fn puts_out_of_range_are_refused() {
     }
 }
 
-/// What a rank gets wrong: its options, its peers, or the bytes of its wire memory.
+/// The mistake of a rank: its options, its peers, or the bytes of its wire memory.
 type Change<'a> = &'a (dyn Fn(u32, &mut TransportOptions, &mut Vec<u32>, &mut u64) + Sync);
 
 #[test]
@@ -744,7 +744,7 @@ fn a_mapped_peer_that_dies_is_told() {
         let (_ways, mut links) =
             open(&options(TransportKind::Direct, 1), &it.device, &*it.group, 4096, &it.peers, TIMEOUT)?;
         if rank == 1 {
-            // As if the process were gone: its descriptors are closed, without a goodbye.
+            // Simulates a process that is gone: its descriptors are closed, without a goodbye.
             links.receiving.clear();
         } else {
             eventually(|| links.failure().is_some());
@@ -841,7 +841,7 @@ fn a_proxy_in_a_call_that_does_not_return_is_named_and_left_behind() {
     let failure = proxies.failure().unwrap().to_string();
     assert!(failure.contains("queue 0 to rank 1 is in ibv_post_send"), "{failure}");
     drop(proxies);
-    // What the thread uses is its own: it may go on when it likes.
+    // The thread owns everything it uses: it may go on when it likes.
     released.store(true, Ordering::Release);
 }
 

@@ -22,7 +22,7 @@ pub struct VerbsOptions {
     /// `EPOXIDE_RDMA_RETRY_COUNT`: how often a packet that is not acknowledged is sent again, 0 to 7. On Soft-RoCE 7 means
     /// without end: then the timeout ends the wait.
     pub retry_count: u8,
-    /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n from 1 to 31. There is no
+    /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n from 1 to 31. It has no
     /// back-off: where the last packets of a burst are lost, or the link comes back, one such wait passes before they are sent
     /// again; and a link that is gone for more than `retry_count + 1` of them is given up.
     pub ack_timeout: u8,

@@ -109,7 +109,7 @@ fn a_call_on_the_callers_stream_can_be_asynchronous_and_wait_for_an_event() {
         // Inputs come on another stream; the event orders them before the layout.
         let side = Stream::new(rank.device(), false)?;
         let inputs = Inputs::upload(&turn, rank)?;
-        let topk_idx = Tensor::alloc(rank.device(), DType::I64, inputs.topk_idx.shape())?.typed()?;
+        let topk_idx = Tensor::alloc(rank.device(), DType::I64, inputs.topk_idx.shape())?.typed::<i64>()?;
         // SAFETY: both tensors live until the synchronise below.
         unsafe { side.copy(topk_idx.ptr(), inputs.topk_idx.ptr(), topk_idx.rows() * topk_idx.row_stride())? };
         let copied = Event::new(rank.device(), false)?;

@@ -18,12 +18,12 @@ use crate::promises::status;
 use crate::shapes::routing;
 
 const RANKS: u32 = 3;
-pub(super) const TOKENS: u64 = 4;
-pub(super) const HIDDEN: u64 = 16;
+pub const TOKENS: u64 = 4;
+pub const HIDDEN: u64 = 16;
 const DEADLINE: Duration = Duration::from_millis(150);
 
 /// A rank with valid inputs.
-pub(super) struct Rank {
+pub struct Rank {
     pub number: u32,
     pub buffer: Buffer,
     pub group: Arc<dyn ProcessGroup>,
@@ -60,7 +60,7 @@ impl Rank {
 }
 
 /// Runs `main` on ranks whose waits are short, of one node and of three.
-pub(super) fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
+pub fn run(main: impl Fn(&mut Rank) -> Result<()> + Sync) {
     run_on(|options| options, &main);
     let transport = TransportOptions::new(TransportKind::Tcp);
     run_on(|options| options.ranks_per_node(1).keep_nodes().transport(transport.clone()), &main);

@@ -1,7 +1,7 @@
 //! Low latency on virtual GPUs, against the oracle.
 
 mod acceptance;
-mod faults;
+pub mod faults;
 mod gather;
 mod internode;
 mod links;

@@ -1,11 +1,14 @@
 //! Random routings, shapes and settings.
 
+use std::sync::Arc;
+
 use proptest::prelude::*;
 
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::Nodes;
+use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
@@ -15,11 +18,18 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
     let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], 1..=most_ranks);
     let topk = prop_oneof![9 => 1..=8u32, 1 => 9..=32u32];
     let style = prop::sample::select(Style::ALL.to_vec());
-    let routing =
-        (tokens, topk, 1..=6u32, style, any::<u64>()).prop_map(|(tokens, topk, experts, style, seed)| {
+    let routing = (tokens, topk, 1..=6u32, style, any::<u64>(), 0..4u32).prop_map(
+        |(tokens, topk, experts, style, seed, ids)| {
             let num_experts = experts * tokens.len() as u32;
-            Routing::random(&mut rng_of(&[seed]), &tokens, topk, num_experts, style)
-        });
+            if ids < 2 {
+                let logical = Logical::random(&mut rng_of(&[seed]), &tokens, topk, style);
+                let routing = logical.routing(logical.local_experts());
+                return (routing, Ids::Placed(Arc::new(logical)));
+            }
+            let ids = if ids == 2 { Ids::Wide } else { Ids::Narrow };
+            (Routing::random(&mut rng_of(&[seed]), &tokens, topk, num_experts, style), ids)
+        },
+    );
     let row = prop_oneof![
         3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
         // Of several pieces.
@@ -43,7 +53,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
     );
     (routing, row, settings).prop_map(
         |(
-            routing,
+            (routing, ids),
             (hidden, quantise),
             (
                 (chunk_tokens, packet_tokens),
@@ -62,6 +72,7 @@ pub(super) fn case(most_tokens: u32, most_ranks: usize) -> impl Strategy<Value =
                 Nodes { ranks_per_node: *index.get(&divisors), transport, queues: 1 }
             });
             LowLatencyCase {
+                ids,
                 nodes,
                 quantise,
                 quantise_back: if hidden.is_multiple_of(128) { back } else { Quantise::Not },

@@ -7,6 +7,7 @@ use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Options, Quantise};
 
 use crate::harness::{Nodes, PATIENCE};
+use crate::ids::Ids;
 use crate::oracle::Routing;
 
 /// One round trip, or several.
@@ -14,6 +15,8 @@ use crate::oracle::Routing;
 pub struct LowLatencyCase {
     /// Who goes where.
     pub routing: Routing,
+    /// How they are named.
+    pub ids: Ids,
     /// How ranks are spread over nodes; `None`: they are one.
     pub nodes: Option<Nodes>,
     /// Whether nodes whose ranks can map each other's memory are one.
@@ -60,6 +63,7 @@ impl LowLatencyCase {
         LowLatencyCase {
             max_tokens: routing.max_tokens().max(1),
             routing,
+            ids: Ids::Wide,
             nodes: None,
             joins_nodes: false,
             hidden,

@@ -11,6 +11,19 @@ use super::data::{Data, FP8_ERROR, SCALE_ERROR, numbers, worst_error};
 use crate::oracle::{from_e4m3, low_latency_plan};
 
 impl LowLatencyCase {
+    /// What of a dispatch of the first round's rows differs from the oracle.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn check_dispatched(
+        &self,
+        received: &Received<'_>,
+        stream: &Stream,
+        rank: u32,
+    ) -> Result<Vec<String>> {
+        self.check_received(received, &Data::new(self, 0), stream, rank)
+    }
+
     /// What of a dispatch differs from the oracle.
     ///
     /// # Errors

@@ -4,11 +4,12 @@ use half::bf16;
 
 use epoxide::Result;
 use epoxide::driver::Stream;
-use epoxide::ep::{DType, Tensor, TypedTensor};
+use epoxide::ep::{DType, ExpertMap, Tensor, TypedTensor};
 use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise};
 
 use super::case::LowLatencyCase;
 use super::data::Data;
+use crate::ids::{Ids, upload_narrow};
 use crate::oracle::{low_latency_plan, rounded};
 
 /// What a rank gives to one round's calls.
@@ -16,6 +17,8 @@ use crate::oracle::{low_latency_plan, rounded};
 pub struct LowLatencyInputs {
     x: Tensor<'static>,
     topk_idx: TypedTensor<'static, i64>,
+    narrow_idx: Option<TypedTensor<'static, i32>>,
+    map: Option<ExpertMap>,
     weights: Option<TypedTensor<'static, f32>>,
     pub(super) by_expert: Tensor<'static>,
     by_row: Tensor<'static>,
@@ -66,9 +69,17 @@ impl LowLatencyInputs {
                 }
             }
         }
+        let narrow = |ids: &[Vec<i64>]| upload_narrow(stream, routing.num_topk, ids);
+        let (narrow_idx, map) = match &case.ids {
+            Ids::Wide => (None, None),
+            Ids::Narrow => (Some(narrow(&routing.topk_idx[rank as usize])?), None),
+            Ids::Placed(logical) => (Some(logical.upload(stream, rank)?), Some(logical.upload_map(stream)?)),
+        };
         Ok(LowLatencyInputs {
             x: Tensor::from_host(stream, DType::Bf16, &[tokens, hidden], &x)?,
             topk_idx: TypedTensor::from_host(stream, &entries, &routing.flat_topk_idx(rank))?,
+            narrow_idx,
+            map,
             weights,
             by_expert,
             by_row,
@@ -85,9 +96,18 @@ impl LowLatencyInputs {
         request.quantise(case.quantise_back)
     }
 
+    /// Its rows.
+    pub fn x(&self) -> &Tensor<'static> {
+        &self.x
+    }
+
     /// What it dispatches.
     pub fn request(&self, quantise: Quantise) -> DispatchRequest<'_> {
-        let request = DispatchRequest::new(&self.x, &self.topk_idx).quantise(quantise);
+        let request = match &self.narrow_idx {
+            Some(narrow) => DispatchRequest::new(&self.x, narrow),
+            None => DispatchRequest::new(&self.x, &self.topk_idx),
+        };
+        let request = self.map.iter().fold(request, DispatchRequest::map).quantise(quantise);
         match &self.weights {
             Some(weights) => request.topk_weights(weights),
             None => request,

@@ -4,11 +4,13 @@
 //! `Vec`s in the shapes of the interface; rows are in the order of `recv_x`. [`plan`] knows one node, and what several nodes
 //! have in common with it; [`InternodeOracle`] the rest.
 
+mod by_expert;
 mod internode;
 mod intranode;
 mod low_latency;
 mod routing;
 
+pub use by_expert::{ExpertPlan, by_expert, combine_by_expert};
 pub use internode::{InternodeOracle, InternodePlan};
 pub use intranode::{
     Layout, Plan, channel_tokens, combine_f32, combined_weights, layout, plan, recv_order, recv_rows,

@@ -50,6 +50,19 @@ impl Routing {
             num_experts > 0 && num_experts.is_multiple_of(ranks),
             "{num_experts} experts on {ranks} ranks"
         );
+        let topk_idx = Routing::draw(rng, tokens_per_rank, num_topk, num_experts, style);
+        Routing { num_experts, num_topk, topk_idx }
+    }
+
+    /// Draws the selections of `tokens_per_rank[rank]` tokens on each rank, of any number of
+    /// experts.
+    pub fn draw(
+        rng: &mut impl Rng,
+        tokens_per_rank: &[u32],
+        num_topk: u32,
+        num_experts: u32,
+        style: Style,
+    ) -> Vec<Vec<Vec<i64>>> {
         // The experts that a skewed routing prefers.
         let mut favourites: Vec<i64> = (0..num_experts as i64).collect();
         favourites.shuffle(rng);
@@ -71,8 +84,7 @@ impl Routing {
                 })
                 .collect(),
         };
-        let topk_idx = tokens_per_rank.iter().map(|&tokens| (0..tokens).map(|_| token()).collect()).collect();
-        Routing { num_experts, num_topk, topk_idx }
+        tokens_per_rank.iter().map(|&tokens| (0..tokens).map(|_| token()).collect()).collect()
     }
 
     /// Number of ranks.

@@ -8,6 +8,7 @@ use half::bf16;
 use rand::RngCore;
 
 use crate::harness::{Nodes, Setup};
+use crate::ids::Ids;
 use crate::oracle::{self, Plan, Routing};
 use crate::payload::{self, bytes_of, mix, rng_of};
 
@@ -16,6 +17,8 @@ use crate::payload::{self, bytes_of, mix, rng_of};
 pub struct Case {
     /// Which experts every token of every rank selects.
     pub routing: Routing,
+    /// How they are named.
+    pub ids: Ids,
     /// Where the ranks are, for [`Case::setup`]. `None`: all on one node.
     pub nodes: Option<Nodes>,
     /// Channels, for [`Case::setup`].
@@ -69,6 +72,7 @@ impl Case {
     pub fn new(routing: Routing, row_bytes: u32) -> Case {
         Case {
             routing,
+            ids: Ids::Wide,
             nodes: None,
             num_channels: 2,
             expert_alignment: 1,
@@ -239,7 +243,7 @@ impl Case {
 }
 
 /// A number of mixed sign and magnitude, 2^-8 to 2^8, out of random bits.
-fn rough(bits: u64) -> f32 {
+pub(super) fn rough(bits: u64) -> f32 {
     let (sign, exponent) = ((bits >> 63) as u32, 119 + (bits >> 32 & 15) as u32);
     f32::from_bits(sign << 31 | exponent << 23 | bits as u32 & 0x7f_ffff)
 }
@@ -273,7 +277,7 @@ impl Return {
 }
 
 /// Numbers as F32, or rounded to BF16.
-fn to_bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
+pub(super) fn to_bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F32 => bytes_of(values),
         _ => bytes_of(&values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>()),

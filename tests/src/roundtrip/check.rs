@@ -10,6 +10,7 @@ use half::bf16;
 use super::case::{Case, Scales};
 use crate::compare::{self, Difference};
 use crate::harness::{POISON, Rank, Region};
+use crate::ids::{Ids, upload_narrow};
 use crate::oracle::{self, InternodePlan, Plan};
 use crate::payload;
 
@@ -45,8 +46,8 @@ struct Combine<'a> {
 }
 
 /// This rank's part of a case on its device.
-struct Inputs {
-    topk_weights: TypedTensor<'static, f32>,
+pub(super) struct Inputs {
+    pub(super) topk_weights: TypedTensor<'static, f32>,
 }
 
 /// Scales on the device.
@@ -299,9 +300,30 @@ impl Rank {
     }
 
     /// Makes the layout, and compares it.
-    fn lay_out(&mut self, case: &Case, expected: &Expected) -> Result<(Inputs, DispatchLayout<'static>)> {
+    pub(super) fn lay_out(
+        &mut self,
+        case: &Case,
+        expected: &Expected,
+    ) -> Result<(Inputs, DispatchLayout<'static>)> {
         let (topk_idx, topk_weights) = self.topk(case)?;
-        let layout = self.layout(&topk_idx, case.routing.num_experts)?;
+        let layout = match &case.ids {
+            Ids::Wide => self.layout(&topk_idx, case.routing.num_experts)?,
+            Ids::Narrow => {
+                let ids = &case.routing.topk_idx[self.rank as usize];
+                let ids = upload_narrow(&self.stream, case.routing.num_topk, ids)?;
+                self.layout(&ids, case.routing.num_experts)?
+            }
+            Ids::Placed(logical) => {
+                let (ids, map) =
+                    (logical.upload(&self.stream, self.rank)?, logical.upload_map(&self.stream)?);
+                let layout = self.placed_layout(&ids, &map)?;
+                let physical = layout.physical_topk_idx().map(|ids| ids.values(&self.stream)).transpose()?;
+                let physical = physical.map(|ids| ids.into_iter().map(i64::from).collect::<Vec<_>>());
+                let expected = case.routing.flat_topk_idx(self.rank);
+                self.check(physical == Some(expected), "physical_topk_idx differs");
+                layout
+            }
+        };
         let difference = self.compare_layout(&layout, expected)?;
         self.note(difference);
         Ok((Inputs { topk_weights }, layout))

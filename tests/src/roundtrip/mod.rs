@@ -3,6 +3,7 @@
 //! Every rank computes what it must get by itself, out of the case alone, a piece at a time: so the same code serves threads and
 //! processes, small cases by the thousand and rows as large as a model's.
 
+mod by_expert;
 mod case;
 mod check;
 mod graph;

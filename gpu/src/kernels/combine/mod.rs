@@ -13,12 +13,12 @@ use epoxide_macros::kernel;
 
 use super::epoch::{Entry, Phase, current_epoch, leave, tell_ready, trace, wait_ready};
 use super::ring::{Ring, Turn, block_range};
-use crate::layout::{CombineArgs, Wait, ring_bytes};
+use crate::layout::{CombineArgs, ExpertCombineArgs, Wait, ring_bytes};
 use crate::simt::*;
-use sum::{F32, Listed, Peers, Summand};
+use sum::{ByExpert, F32, Listed, Peers, Summand};
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub use stage::StageCombine;
+pub use stage::{StageByExpert, StageCombine};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use staged::{CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32};
 pub use sum::{
@@ -45,7 +45,7 @@ pub use sum::{
     )
 )]
 pub unsafe fn combine_bf16(args: CombineArgs) {
-    combine::<Bf16, Ranks, false>(&args);
+    combine::<Bf16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
 }
 
 /// Sums FP32 rows, otherwise as [`CombineBf16`].
@@ -64,7 +64,7 @@ pub unsafe fn combine_bf16(args: CombineArgs) {
     )
 )]
 pub unsafe fn combine_f32(args: CombineArgs) {
-    combine::<F32, Ranks, false>(&args);
+    combine::<F32, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
 }
 
 /// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
@@ -83,7 +83,7 @@ pub unsafe fn combine_f32(args: CombineArgs) {
     )
 )]
 pub unsafe fn combine_many_bf16(args: CombineArgs) {
-    combine::<Bf16, Listed, true>(&args);
+    combine::<Bf16, Listed, true>(&args, || <Listed as Peers>::new(&args));
 }
 
 /// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
@@ -102,11 +102,53 @@ pub unsafe fn combine_many_bf16(args: CombineArgs) {
     )
 )]
 pub unsafe fn combine_many_f32(args: CombineArgs) {
-    combine::<F32, Listed, true>(&args);
+    combine::<F32, Listed, true>(&args, || <Listed as Peers>::new(&args));
+}
+
+/// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight,
+/// and rounds once.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
+    requires(
+        args.combine.row_bytes.is_multiple_of(16),
+        args.combine.row_bytes >= 16,
+        args.combine.slots >= 2,
+        args.combine.slots <= 32,
+        args.combine.slot_bytes.is_multiple_of(16),
+        args.combine.slot_bytes >= 16,
+        args.combine.slot_bytes <= MAX_SLOT_BYTES,
+        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
+        args.combine.pieces >= 1,
+    )
+)]
+pub unsafe fn combine_by_expert_bf16(args: ExpertCombineArgs) {
+    combine::<Bf16, ByExpert, true>(&args.combine, || ByExpert::new(&args));
+}
+
+/// Sums FP32 rows by expert, otherwise as [`CombineByExpertBf16`].
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 2, registers = 128, dependent,
+    requires(
+        args.combine.row_bytes.is_multiple_of(16),
+        args.combine.row_bytes >= 16,
+        args.combine.slots >= 2,
+        args.combine.slots <= 32,
+        args.combine.slot_bytes.is_multiple_of(16),
+        args.combine.slot_bytes >= 16,
+        args.combine.slot_bytes <= MAX_SLOT_BYTES,
+        args.combine.pieces == args.combine.row_bytes.div_ceil(args.combine.slot_bytes),
+        args.combine.pieces >= 1,
+    )
+)]
+pub unsafe fn combine_by_expert_f32(args: ExpertCombineArgs) {
+    combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args));
 }
 
 #[inline(always)]
-unsafe fn combine<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &'a CombineArgs) {
+unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
+    args: &CombineArgs,
+    ranks: impl FnOnce() -> C,
+) {
     // SAFETY: as the argument struct documents; rows were planned inside the pools.
     unsafe {
         let comm = &args.comm;
@@ -121,7 +163,7 @@ unsafe fn combine<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &'a Comb
         let planned = entry.is_planned();
         let (begin, end) = block_range(args.num_tokens);
         let ring = Ring::new(args.slots, args.slot_bytes, warps);
-        let ranks = P::new(args);
+        let ranks = ranks();
 
         // What this rank's own tables say is read while the peers' words are on their way.
         let gather = Gather::start(args, &ranks, begin, end, warp, warps);

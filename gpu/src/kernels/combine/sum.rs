@@ -3,7 +3,9 @@
 use crate::kernels::epoch::{aborted, note_missing_token, pool_of};
 use crate::kernels::list::{Destination, entry_at};
 use crate::kernels::ring::{Ring, Turn};
-use crate::layout::{CombineArgs, FEW_RANKS, NAN_BITS, SEND_LIST_STRIDE, SEND_ROW_STRIDE, row_stride};
+use crate::layout::{
+    CombineArgs, ExpertCombineArgs, FEW_RANKS, NAN_BITS, SEND_LIST_STRIDE, SEND_ROW_STRIDE, row_stride,
+};
 use crate::simt::*;
 
 /// Vectors of 16 bytes that a lane sums at a time, in registers.
@@ -23,6 +25,8 @@ pub const MAX_WAITED_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
 pub trait Summand {
     /// Adds a vector to its sums.
     fn add(sum: &mut [f32; 8], vector: [u32; 4]);
+    /// Adds a vector times a weight.
+    fn add_weighted(sum: &mut [f32; 8], vector: [u32; 4], weight: f32);
     /// Rounds the sums to a vector.
     fn round(sum: &[f32; 8]) -> [u32; 4];
 }
@@ -44,6 +48,18 @@ impl Summand for Bf16 {
     }
 
     #[inline(always)]
+    fn add_weighted(sum: &mut [f32; 8], v: [u32; 4], weight: f32) {
+        sum[0] += bf16x2_lo(v[0]) * weight;
+        sum[1] += bf16x2_hi(v[0]) * weight;
+        sum[2] += bf16x2_lo(v[1]) * weight;
+        sum[3] += bf16x2_hi(v[1]) * weight;
+        sum[4] += bf16x2_lo(v[2]) * weight;
+        sum[5] += bf16x2_hi(v[2]) * weight;
+        sum[6] += bf16x2_lo(v[3]) * weight;
+        sum[7] += bf16x2_hi(v[3]) * weight;
+    }
+
+    #[inline(always)]
     fn round(s: &[f32; 8]) -> [u32; 4] {
         [pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]), pack_bf16x2(s[4], s[5]), pack_bf16x2(s[6], s[7])]
     }
@@ -59,6 +75,14 @@ impl Summand for F32 {
     }
 
     #[inline(always)]
+    fn add_weighted(sum: &mut [f32; 8], v: [u32; 4], weight: f32) {
+        sum[0] += f32::from_bits(v[0]) * weight;
+        sum[1] += f32::from_bits(v[1]) * weight;
+        sum[2] += f32::from_bits(v[2]) * weight;
+        sum[3] += f32::from_bits(v[3]) * weight;
+    }
+
+    #[inline(always)]
     fn round(s: &[f32; 8]) -> [u32; 4] {
         [s[0].to_bits(), s[1].to_bits(), s[2].to_bits(), s[3].to_bits()]
     }
@@ -68,6 +92,13 @@ impl Summand for F32 {
 pub trait Contributors {
     /// Whether a lane sums fewer vectors at a time, because its warp has this to keep: [`vectors_of`].
     const FEWER: bool;
+    /// Whether rows are weighted: [`Contributors::weight`].
+    const WEIGHTED: bool = false;
+    /// The weight of the lane's row of `token`, where it has one.
+    #[inline(always)]
+    unsafe fn weight(&self, _token: u32) -> f32 {
+        1.0
+    }
     /// The lane's row of `token`, or -1.
     unsafe fn row(&self, token: u32) -> i32;
     /// Where the lane's row is.
@@ -217,6 +248,58 @@ impl Contributors for Listed<'_> {
     }
 }
 
+/// Rows by expert: lane k has the row of a token's entry k, which may have a weight. Several may be
+/// of one rank.
+pub struct ByExpert<'a> {
+    listed: Listed<'a>,
+    args: &'a ExpertCombineArgs,
+}
+
+impl<'a> ByExpert<'a> {
+    #[inline(always)]
+    pub fn new(args: &'a ExpertCombineArgs) -> Self {
+        ByExpert { listed: Listed(&args.combine), args }
+    }
+}
+
+impl Contributors for ByExpert<'_> {
+    const FEWER: bool = false;
+    const WEIGHTED: bool = true;
+
+    #[inline(always)]
+    unsafe fn weight(&self, token: u32) -> f32 {
+        let entry = token as u64 * self.args.num_topk + laneid() as u64;
+        let is_given = !self.args.weights.is_null() && (laneid() as u64) < self.args.num_topk;
+        // SAFETY: the token has so many weights.
+        let weight = unsafe { ld_f32_if(is_given, self.args.weights.0 + entry * 4) };
+        if is_given { weight } else { 1.0 }
+    }
+
+    #[inline(always)]
+    unsafe fn row(&self, token: u32) -> i32 {
+        // SAFETY: passed on to the caller.
+        unsafe { self.listed.row(token) }
+    }
+
+    #[inline(always)]
+    fn address(&self, row: i32) -> u64 {
+        self.listed.address(row)
+    }
+
+    #[inline(always)]
+    fn weights(&self, row: i32) -> u64 {
+        self.listed.weights(row)
+    }
+
+    #[inline(always)]
+    unsafe fn wait(&self, _row: i32) {}
+
+    #[inline(always)]
+    fn lanes(&self) -> u32 {
+        SEND_LIST_STRIDE
+    }
+}
+
 /// Where sums go. The whole warp calls each method.
 pub trait Sink {
     /// Where the token's weights go; 0 where none are wanted.
@@ -293,13 +376,28 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
             let bytes = item.bytes(args);
             let mut sums = [[0.0f32; 8]; VECTORS];
             let mut contributors = if gathered { sum.bits.count_ones() } else { 0 };
+            // Of rows with weights: the lanes that have one, and the lane's weight.
+            let (mut lanes, mut weight) = (sum.bits, 1.0);
+            if C::WEIGHTED && gathered {
+                weight = from.weight(item.token);
+            }
             while contributors != 0 {
                 ring.wait(turn);
                 let buffer = ring.buffer(turn.slot);
+                let mut its_weight = 1.0;
+                if C::WEIGHTED {
+                    its_weight = f32::from_bits(shfl_u32(weight.to_bits(), lanes.trailing_zeros() & 31));
+                    lanes &= lanes.wrapping_sub(1);
+                }
                 unroll8!(J => {
                     let at = lane * 16 + J as u32 * 512;
                     if J < vectors_of(C::FEWER) && at < bytes {
-                        E::add(&mut sums[J], ld_shared_v4(buffer + at));
+                        let vector = ld_shared_v4(buffer + at);
+                        if C::WEIGHTED {
+                            E::add_weighted(&mut sums[J], vector, its_weight);
+                        } else {
+                            E::add(&mut sums[J], vector);
+                        }
                     }
                 });
                 // All lanes have read the slot: fill it again.

@@ -3,6 +3,7 @@
 //! Rows of consecutive tokens at a rank are consecutive, so a warp that takes several tokens at once, an entry a lane, fills whole packets
 //! of the link, where the warps that move rows would send a token's few bytes at a time.
 
+use crate::kernels::ids::Id;
 use crate::kernels::list::{Destination, entry_at};
 use crate::layout::{DispatchArgs, FEW_RANKS, SEND_LIST_STRIDE, SEND_ROW_STRIDE};
 use crate::simt::*;
@@ -15,8 +16,8 @@ pub struct Metadata {
     k: u32,
     /// Where the token goes: its row at every rank, or -1. Of many ranks, the list of its destinations is read when they are sent to.
     rows: [i32; FEW_RANKS],
-    /// A global id.
-    expert: i64,
+    /// Of a physical expert.
+    id: Id,
     weight: f32,
 }
 
@@ -27,7 +28,94 @@ pub fn tokens_at_once(args: &DispatchArgs) -> u32 {
     32 / args.num_topk.clamp(1, 32)
 }
 
+/// The entries of the tokens that a warp takes together: of rows, or of rows by expert.
+#[derive(Clone, Copy)]
+pub struct Entries<const MANY: bool, const BY_EXPERT: bool> {
+    of_rows: Metadata,
+    by_expert: Selection,
+}
+
+impl<const MANY: bool, const BY_EXPERT: bool> Entries<MANY, BY_EXPERT> {
+    /// Reads those of the tokens from `first` on that are before `end`, ahead of their use.
+    /// `planned`: whether rows have places.
+    #[inline(always)]
+    pub unsafe fn fetch(args: &DispatchArgs, first: u32, end: u32, planned: bool) -> Self {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if BY_EXPERT {
+                let by_expert = Selection::fetch(args, first, if planned { end } else { first });
+                Entries { of_rows: Metadata::NONE, by_expert }
+            } else {
+                Entries { of_rows: Metadata::fetch::<MANY>(args, first, end), by_expert: Selection::NONE }
+            }
+        }
+    }
+
+    /// Sends them.
+    #[inline(always)]
+    pub unsafe fn send(&self, args: &DispatchArgs) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if BY_EXPERT {
+                self.by_expert.send(args);
+            } else {
+                self.of_rows.send::<MANY>(args);
+            }
+        }
+    }
+}
+
+/// A lane's selection of an expert, by entry `k` of token `token`.
+#[derive(Clone, Copy)]
+struct Selection {
+    to: Destination,
+    token: u32,
+    k: u32,
+    weight: f32,
+}
+
+impl Selection {
+    const NONE: Selection = Selection { to: Destination { row: -1, rank: 0 }, token: 0, k: 0, weight: 0.0 };
+
+    /// The lane's, of those of the tokens from `first` on that are before `end`.
+    #[inline(always)]
+    unsafe fn fetch(args: &DispatchArgs, first: u32, end: u32) -> Selection {
+        // SAFETY: the entries of tokens before `end` lie inside their tensors and lists.
+        unsafe {
+            let (lane, columns) = (laneid(), args.num_topk.clamp(1, 32));
+            let (nth, k) = (lane / columns, lane % columns);
+            let token = first + nth;
+            let exists = (nth < tokens_at_once(args)) & (token < end);
+            let to = Destination::at(entry_at(args.send_row.0, token, k), exists);
+            let entry = token as u64 * args.num_topk as u64 + k as u64;
+            let is_weighted = exists & !args.topk_weights.is_null();
+            let weight = ld_f32_if(is_weighted, args.topk_weights.0 + entry * 4);
+            Selection { to, token, k, weight }
+        }
+    }
+
+    /// Writes where the selection's row comes from, and its weight.
+    #[inline(always)]
+    unsafe fn send(&self, args: &DispatchArgs) {
+        // SAFETY: the row was planned inside the pool; this is its only writer.
+        unsafe {
+            if self.to.row >= 0 {
+                let (pool, base, row) = (&args.comm.pool, self.to.pool(&args.comm), self.to.row as u64);
+                st_u32(base + pool.recv_src_idx + row * 4, self.token);
+                st_u32(base + pool.recv_topk_idx + row * 8, args.comm.rank);
+                st_u32(base + pool.recv_topk_idx + row * 8 + 4, self.k);
+                if !args.topk_weights.is_null() {
+                    st_f32(base + pool.recv_topk_weights + row * 4, self.weight);
+                }
+            }
+        }
+    }
+}
+
 impl Metadata {
+    const NONE: Metadata =
+        Metadata { token: u32::MAX, k: 0, rows: [-1; FEW_RANKS], id: Id::NONE, weight: 0.0 };
+
     /// Reads the entries of the tokens from `first` on that are before `end`, ahead of their use.
     #[inline(always)]
     pub unsafe fn fetch<const MANY: bool>(args: &DispatchArgs, first: u32, end: u32) -> Metadata {
@@ -37,7 +125,7 @@ impl Metadata {
             let (nth, k) = (lane / columns, lane % columns);
             let token = first + nth;
             let exists = (nth < tokens_at_once(args)) & (token < end);
-            let (mut expert, mut weight) = (-1, 0.0);
+            let (mut id, mut weight) = (Id::NONE, 0.0);
             let mut rows = [-1; FEW_RANKS];
             if exists {
                 if !MANY {
@@ -49,11 +137,11 @@ impl Metadata {
                 }
                 if k < args.num_topk {
                     let entry = token as u64 * args.num_topk as u64 + k as u64;
-                    expert = ld_i64(args.topk_idx.0 + entry * 8);
+                    id = Id::load(args.topk_idx, args.narrow_ids, entry);
                     weight = ld_f32(args.topk_weights.0 + entry * 4);
                 }
             }
-            Metadata { token: if exists { token } else { u32::MAX }, k, rows, expert, weight }
+            Metadata { token: if exists { token } else { u32::MAX }, k, rows, id, weight }
         }
     }
 
@@ -62,6 +150,7 @@ impl Metadata {
     pub unsafe fn send<const MANY: bool>(&self, args: &DispatchArgs) {
         // SAFETY: rows were planned inside the pools; this is the entry's only writer.
         unsafe {
+            let expert = self.id.value(args.narrow_ids);
             if MANY {
                 let mut nth = if self.token == u32::MAX { SEND_LIST_STRIDE } else { 0 };
                 while nth < SEND_LIST_STRIDE {
@@ -69,28 +158,28 @@ impl Metadata {
                     if to.row < 0 {
                         break;
                     }
-                    self.send_to(args, to.rank, to.pool(&args.comm), to.row as u64);
+                    self.send_to(args, expert, to.rank, to.pool(&args.comm), to.row as u64);
                     nth += 1;
                 }
                 return;
             }
             unroll8!(RANK => {
                 if self.rows[RANK] >= 0 {
-                    self.send_to(args, RANK as u32, args.comm.pools[RANK].0, self.rows[RANK] as u64);
+                    self.send_to(args, expert, RANK as u32, args.comm.pools[RANK].0, self.rows[RANK] as u64);
                 }
             });
         }
     }
 
-    /// The same to rank `rank`, whose pool begins at `base`.
+    /// The same of physical expert `expert` to rank `rank`, whose pool begins at `base`.
     #[inline(always)]
-    unsafe fn send_to(&self, args: &DispatchArgs, rank: u32, base: u64, row: u64) {
+    unsafe fn send_to(&self, args: &DispatchArgs, expert: i64, rank: u32, base: u64, row: u64) {
         // SAFETY: passed on to the caller.
         unsafe {
             let pool = &args.comm.pool;
             if self.k < args.num_topk {
                 let first = rank * args.local_experts;
-                let local = self.expert - first as i64;
+                let local = expert - first as i64;
                 let here = local >= 0 && local < args.local_experts as i64;
                 let entry = row * args.num_topk as u64 + self.k as u64;
                 st_i64(base + pool.recv_topk_idx + entry * 8, if here { local } else { -1 });

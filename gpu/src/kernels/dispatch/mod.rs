@@ -15,7 +15,7 @@ use super::list::Destination;
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{DispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride};
 use crate::simt::*;
-use metadata::{Metadata, tokens_at_once};
+use metadata::{Entries, tokens_at_once};
 
 pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
 
@@ -44,7 +44,7 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
     )
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
-    send_rows::<false>(&args);
+    send_rows::<false, false>(&args);
 }
 
 /// The same to up to 64 ranks, of which lane d has a token's d-th destination.
@@ -65,11 +65,33 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     )
 )]
 pub unsafe fn dispatch_many(args: DispatchArgs) {
-    send_rows::<true>(&args);
+    send_rows::<true, false>(&args);
+}
+
+/// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
+/// rank.
+#[kernel(
+    threads = 384, min_blocks = 1, barriers = 2, registers = 168, dependent,
+    requires(
+        args.row_bytes.is_multiple_of(16),
+        args.row_bytes >= 16,
+        args.stages >= 2,
+        args.stages <= 32,
+        args.piece_bytes.is_multiple_of(16),
+        args.piece_bytes >= 16,
+        args.stage_bytes.is_multiple_of(128),
+        args.stage_bytes >= args.piece_bytes + bulk_scale_bytes(args.num_scales),
+        args.local_experts >= 1,
+        args.num_topk <= 32,
+        args.metadata_warps >= 1,
+    )
+)]
+pub unsafe fn dispatch_by_expert(args: DispatchArgs) {
+    send_rows::<true, true>(&args);
 }
 
 #[inline(always)]
-unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
+unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs) {
     // SAFETY: as the argument struct documents; the head of the file says why it is sound.
     unsafe {
         let comm = &args.comm;
@@ -115,7 +137,7 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
             Destination { row, rank: lane }
         };
         let mut next = rows_of(begin);
-        let mut entries = Metadata::fetch::<MANY>(args, first, end);
+        let mut entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
         let mut turn = Turn::first();
         let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
         let joined = wait_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
@@ -125,8 +147,8 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
             while first < end {
                 let these = entries;
                 first += args.metadata_warps * each;
-                entries = Metadata::fetch::<MANY>(args, first, end);
-                these.send::<MANY>(args);
+                entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
+                these.send(args);
             }
             let mut peer = if MANY { 0 } else { pool_of(comm, lane) };
             let own = pool_at::<MANY>(comm, comm.rank);
@@ -140,6 +162,8 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
                     (row, to) = (next.row, next.rank);
                     if MANY {
                         peer = next.pool(comm);
+                    }
+                    if MANY && !BY_EXPERT {
                         own_lane = ballot(row >= 0 && to == comm.rank).trailing_zeros();
                     }
                     next = rows_of(send.token + warps);
@@ -163,11 +187,20 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
                     }
                 }
                 bulk_commit();
-                // Of no lane, where the own rank is no destination.
-                let own_row = shfl_u32(row as u32, own_lane & 31) as i32;
-                let own_row = if MANY && own_lane == 32 { -1 } else { own_row };
-                if own_row >= 0 {
-                    store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+                if BY_EXPERT {
+                    let mut own_rows = ballot(row >= 0 && to == comm.rank);
+                    while own_rows != 0 {
+                        let own_row = shfl_u32(row as u32, own_rows.trailing_zeros());
+                        own_rows &= own_rows - 1;
+                        store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+                    }
+                } else {
+                    // Of no lane, where the own rank is no destination.
+                    let own_row = shfl_u32(row as u32, own_lane & 31) as i32;
+                    let own_row = if MANY && own_lane == 32 { -1 } else { own_row };
+                    if own_row >= 0 {
+                        store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
+                    }
                 }
 
                 // Refill the stage before this one: its store has had a whole turn to read it.

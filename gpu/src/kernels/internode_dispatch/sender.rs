@@ -4,10 +4,13 @@ use super::metadata::Metadata;
 use super::route::{forward_start, note_rows, relayed_before, send_source, slot_shape};
 use crate::kernels::dispatch::{Cursor, copy_scales, load_piece, scale_place, store_plain};
 use crate::kernels::epoch::pool_of;
+use crate::kernels::ids::Id;
 use crate::kernels::progress::Progress;
 use crate::kernels::rail::{Path, channel_rows};
 use crate::kernels::ring::{Ring, Turn, channel_range};
-use crate::layout::{FEW_RANKS, InternodeDispatchArgs, SlotShape, bulk_scale_bytes, row_stride};
+use crate::layout::{
+    DispatchArgs, FEW_RANKS, InternodeDispatchArgs, SlotShape, bulk_scale_bytes, row_stride,
+};
 use crate::simt::*;
 
 /// Pieces that a worker warp of the sender may have under way when it says how far it has come: enough to keep the links busy.
@@ -22,11 +25,14 @@ struct Token {
     node_head: i32,
     /// Where there are no more ranks than lanes, and metadata travels: index in the (channel, rank) stream of rank l, or -1.
     world_head: i32,
+    /// The entry's id, which `arrive` makes part of the metadata.
+    id: Id,
     metadata: Metadata,
 }
 
 impl Token {
-    const NONE: Token = Token { head: -1, node_head: -1, world_head: -1, metadata: Metadata::NONE };
+    const NONE: Token =
+        Token { head: -1, node_head: -1, world_head: -1, id: Id::NONE, metadata: Metadata::NONE };
 
     /// Reads a token's entries, a turn before they are used.
     #[inline(always)]
@@ -52,7 +58,7 @@ impl Token {
                 }
                 if rows.with_metadata != 0 && lane < rows.num_topk {
                     let entry = token as u64 * rows.num_topk as u64 + lane as u64;
-                    this.metadata.expert = ld_i64(rows.topk_idx.0 + entry * 8);
+                    this.id = Id::load(rows.topk_idx, rows.narrow_ids, entry);
                     this.metadata.weight = ld_f32(rows.topk_weights.0 + entry * 4);
                 }
             }
@@ -62,7 +68,8 @@ impl Token {
 
     /// Makes it the token at hand. Not when it is fetched: whoever looks at a value waits for its load.
     #[inline(always)]
-    fn arrive(&mut self, starts: u32) {
+    fn arrive(&mut self, rows: &DispatchArgs, starts: u32) {
+        self.metadata.expert = self.id.value(rows.narrow_ids);
         if self.head >= 0 {
             self.metadata.row = (starts + self.head as u32) as i32;
         }
@@ -120,7 +127,7 @@ pub unsafe fn send(
         while sent.token < end {
             if sent.offset == 0 {
                 token = next;
-                token.arrive(starts);
+                token.arrive(rows, starts);
                 next = Token::fetch(args, sent.token + workers, end);
                 // Lane n: the token's slot for another node, or 0.
                 slot = 0;

@@ -8,7 +8,8 @@
 
 use epoxide_macros::kernel;
 
-use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, wait_at_least};
+use super::super::epoch::{Phase, note, note_missing_token, pool_of, share, trace, trace_by, wait_at_least};
+use super::super::ids::{Id, place, recorded_token};
 use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
@@ -18,7 +19,8 @@ use super::{
     wait_calls, wait_packet, wait_ready,
 };
 use crate::layout::{
-    FEW_RANKS, FEW_TOKENS, LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait, phase, row_stride,
+    FEW_RANKS, FEW_TOKENS, LowLatencyArgs, LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait,
+    phase, row_stride,
 };
 use crate::simt::*;
 
@@ -44,20 +46,42 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.common);
     let opening = Opening::load::<false>(&args.common, tid() == 0 || publishes);
-    let first = Ahead::of(&args, ctaid(), sends);
+    let (lists, moves) = teams(&args.common);
+    let first = Ahead::of(&args, moves, ctaid(), sends & moves.has_this_warp());
     if publishes {
         publish_call::<false>(&args.common, &opening);
     }
     let begun = begin::<false>(&args.common, &opening, shared.begun);
     if sends {
-        send(&args, &begun, first);
-        trace(comm, Phase::Moved);
+        send(&args, lists, moves, &begun, first);
+        trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.common);
     if args.common.phases & phase::RECEIVE != 0 {
-        receive(&args, &shared, &begun);
+        receive(&args, lists, &shared, &begun);
         finish(comm);
     }
+}
+
+/// Warps that list rows while the others of a block move them.
+const LISTING_WARPS: u32 = 8;
+
+/// The warps that list received rows, and those that move rows. Where a block has one token, all warps move it, and then all but the last one
+/// list rows; where it has more, half of them list while the other half moves rows.
+#[inline(always)]
+fn teams(args: &LowLatencyArgs) -> (Team<1>, Team<2>) {
+    let (all, listing) = (ntid(), LISTING_WARPS * 32);
+    if overlaps(args) {
+        (Team { first: 0, threads: listing }, Team { first: listing, threads: all - listing })
+    } else {
+        (Team { first: 0, threads: last_warp() * 32 }, Team { first: 0, threads: all })
+    }
+}
+
+/// Whether a block lists rows while it moves rows.
+#[inline(always)]
+fn overlaps(args: &LowLatencyArgs) -> bool {
+    args.phases == phase::SEND | phase::RECEIVE && args.num_tokens > nctaid() && last_warp() >= LISTING_WARPS
 }
 
 /// What a thread reads of a token before it knows anything else: loads that are in flight together take the time of one.
@@ -70,19 +94,19 @@ struct Ahead {
 impl Ahead {
     /// Of token `token`; `is_there`: whether somebody will ask for it.
     #[inline(always)]
-    unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, is_there: bool) -> Ahead {
+    unsafe fn of(args: &LowLatencyDispatchArgs, moves: Team<2>, token: u32, is_there: bool) -> Ahead {
         // SAFETY: inputs are there from the kernel's start.
         unsafe {
             let common = &args.common;
             let is_there = is_there & (token < common.num_tokens);
-            Ahead { entry: Entry::of(args, token, is_there), pair: Pair::of(args, token, 0, is_there) }
+            Ahead { entry: Entry::of(args, token, is_there), pair: Pair::of(args, moves, token, 0, is_there) }
         }
     }
 }
 
 /// The lane's entry of a token.
 pub(super) struct Entry {
-    pub(super) expert: i64,
+    pub(super) id: Id,
     pub(super) weight: f32,
 }
 
@@ -92,9 +116,9 @@ impl Entry {
         // SAFETY: inputs are there from the kernel's start.
         unsafe {
             let at = (token * args.common.num_topk + laneid()) as u64;
-            let mut entry = Entry { expert: -1, weight: 1.0 };
+            let mut entry = Entry { id: Id::NONE, weight: 1.0 };
             if is_there && laneid() < args.common.num_topk {
-                entry.expert = ld_i64(args.topk_idx.0 + at * 8);
+                entry.id = Id::load(args.topk_idx, args.narrow_ids, at);
                 if !args.topk_weights.is_null() {
                     entry.weight = ld_f32(args.topk_weights.0 + at * 4);
                 }
@@ -104,7 +128,7 @@ impl Entry {
     }
 }
 
-/// A thread's two vectors of a turn through a row, 32 bytes for each thread of the block: as rows travel, a block's worth of 16 bytes apart,
+/// A thread's two vectors of a turn through a row, 32 bytes for each thread of the team: as rows travel, a team's worth of 16 bytes apart,
 /// so that a warp's stores are whole lines; of rows that are quantised first, the two that make one.
 pub(super) struct Pair {
     pub(super) first: [u32; 4],
@@ -114,23 +138,33 @@ pub(super) struct Pair {
 impl Pair {
     /// Offsets of the two in the row at `x`.
     #[inline(always)]
-    pub(super) fn offsets(args: &LowLatencyDispatchArgs, turn: u32) -> (u32, u32) {
-        let start = turn * ntid() * 32;
+    pub(super) fn offsets<const BARRIER: u32>(
+        args: &LowLatencyDispatchArgs,
+        moves: Team<BARRIER>,
+        turn: u32,
+    ) -> (u32, u32) {
+        let (start, thread) = (turn * moves.threads * 32, moves.thread());
         if args.quantise == Quantise::Not as u32 {
-            (start + tid() * 16, start + tid() * 16 + ntid() * 16)
+            (start + thread * 16, start + thread * 16 + moves.threads * 16)
         } else {
-            (start + tid() * 32, start + tid() * 32 + 16)
+            (start + thread * 32, start + thread * 32 + 16)
         }
     }
 
     /// Zeros where the row ends before them.
     #[inline(always)]
-    pub(super) unsafe fn of(args: &LowLatencyDispatchArgs, token: u32, turn: u32, is_there: bool) -> Pair {
+    pub(super) unsafe fn of<const BARRIER: u32>(
+        args: &LowLatencyDispatchArgs,
+        moves: Team<BARRIER>,
+        token: u32,
+        turn: u32,
+        is_there: bool,
+    ) -> Pair {
         // SAFETY: loads that are made lie in the row.
         unsafe {
             let bytes = bytes_of_x(args);
             let from = args.x.0 + token as u64 * bytes as u64;
-            let (first, second) = Pair::offsets(args, turn);
+            let (first, second) = Pair::offsets(args, moves, turn);
             Pair {
                 first: ld_stream_v4_if(is_there & (first < bytes), from + first as u64),
                 second: ld_stream_v4_if(is_there & (second < bytes), from + second as u64),
@@ -147,7 +181,7 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
 
 /// Sends this rank's tokens, a token to a block.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
+unsafe fn send(args: &LowLatencyDispatchArgs, lists: Team<1>, moves: Team<2>, begun: &Begun, first: Ahead) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
@@ -158,31 +192,48 @@ unsafe fn send(args: &LowLatencyDispatchArgs, begun: &Begun, first: Ahead) {
             let is_ready = !takes_part || warp != 0 || wait_ready(comm, begun);
             takes_part &= !barrier_any(!is_ready);
         }
+        // The kernel that waits for rows may be another one, of another grid: the turn belongs to this half. All threads have read it in front
+        // of a barrier.
+        if thread == 0 {
+            red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
+        }
+        let overlaps = overlaps(common);
+        if overlaps && lists.has_this_warp() {
+            // Ids first: all ranks list rows by them while rows are under way.
+            let mut token = ctaid() + warp * nctaid();
+            while token < common.num_tokens && takes_part {
+                let entry = Entry::of(args, token, true);
+                let row = comm.rank * common.max_tokens + token;
+                let mask = send_ids(args, token, row, &entry, true, begun);
+                if lane == 0 {
+                    st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
+                }
+                token += nctaid() * LISTING_WARPS;
+            }
+        }
+        if !moves.has_this_warp() {
+            return;
+        }
         let (mut token, mut ahead, mut unsaid) = (ctaid(), first, 0);
         while token < common.num_tokens && takes_part {
             let row = comm.rank * common.max_tokens + token;
-            let mask = send_ids(args, token, row, &ahead.entry, warp == 0, begun);
-            if thread == 0 {
+            let mask = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), begun);
+            if !overlaps && thread == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
-            send_row(args, token, row, mask, ahead.pair);
+            send_row(args, moves, token, row, mask, ahead.pair);
             // On its way while the block waits below.
             let next = token + nctaid();
-            ahead = Ahead::of(args, next, true);
+            ahead = Ahead::of(args, moves, next, true);
             unsaid += 1;
             if unsaid == ROWS_AT_ONCE || next >= common.num_tokens {
-                barrier_sync();
+                moves.sync();
                 if warp == last_warp() && lane < unsaid {
                     say_sent(args, token - lane * nctaid(), begun);
                 }
                 unsaid = 0;
             }
             token = next;
-        }
-        // The kernel that waits for rows may be another one, of another grid: the turn belongs to this half. All threads have read it in front
-        // of a barrier.
-        if thread == 0 {
-            red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
         }
     }
 }
@@ -226,13 +277,16 @@ unsafe fn send_ids(
     // SAFETY: passed on to the caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let (lane, expert, epoch) = (laneid(), entry.expert, begun.epoch());
+        let (lane, epoch) = (laneid(), begun.epoch());
         let members = begun.members();
         let experts = (common.local_experts * comm.num_ranks) as i64;
+        let id = entry.id.value(args.narrow_ids);
+        let expert = place(&args.table, id, token, comm.rank, experts as u32);
         let is_id = expert >= 0 && expert < experts;
         if expert >= experts || expert < -1 {
             // Peers get the token's other entries, and the tokens of blocks that begin later.
-            note(comm, 0, comm.rank, epoch, token as u64, expert as u64, Wait::LowLatencyExpert);
+            let named = recorded_token(&args.table, token);
+            note(comm, 0, comm.rank, epoch, named, expert as u64, Wait::LowLatencyExpert);
             note_missing_token(comm, token);
         }
         let expert = expert as u32;
@@ -266,15 +320,22 @@ unsafe fn send_ids(
     }
 }
 
-/// Sends a row to the ranks of `mask`, as it is or quantised, with its scales. All threads of the block call it.
+/// Sends a row to the ranks of `mask`, as it is or quantised, with its scales. All threads of the team call it.
 #[inline(always)]
-unsafe fn send_row(args: &LowLatencyDispatchArgs, token: u32, row: u32, mask: u32, first: Pair) {
+unsafe fn send_row(
+    args: &LowLatencyDispatchArgs,
+    moves: Team<2>,
+    token: u32,
+    row: u32,
+    mask: u32,
+    first: Pair,
+) {
     // SAFETY: passed on to the caller.
     unsafe {
         let (mut turn, mut pair) = (0, first);
-        while turn * ntid() * 32 < bytes_of_x(args) {
+        while turn * moves.threads * 32 < bytes_of_x(args) {
             if args.quantise == Quantise::Not as u32 {
-                let (first, second) = Pair::offsets(args, turn);
+                let (first, second) = Pair::offsets(args, moves, turn);
                 if first < args.row_bytes {
                     store(args, row, mask, first, pair.first);
                 }
@@ -282,16 +343,16 @@ unsafe fn send_row(args: &LowLatencyDispatchArgs, token: u32, row: u32, mask: u3
                     store(args, row, mask, second, pair.second);
                 }
             } else {
-                quantise_pair(args, row, mask, Pair::offsets(args, turn).0 / 2, pair);
+                quantise_pair(args, row, mask, Pair::offsets(args, moves, turn).0 / 2, pair);
             }
             turn += 1;
-            pair = Pair::of(args, token, turn, true);
+            pair = Pair::of(args, moves, token, turn, true);
         }
-        let mut scale = tid();
+        let mut scale = moves.thread();
         while scale < args.num_scales {
             let value = ld_f32(args.scales.0 + (token * args.num_scales + scale) as u64 * 4);
             store_scale(args, row, mask, scale, value);
-            scale += ntid();
+            scale += moves.threads;
         }
     }
 }
@@ -344,13 +405,12 @@ unsafe fn quantise_pair(args: &LowLatencyDispatchArgs, row: u32, mask: u32, at: 
 
 /// Says which expert has which rows, and waits for them.
 #[inline(always)]
-unsafe fn receive(args: &LowLatencyDispatchArgs, shared: &Shared, begun: &Begun) {
+unsafe fn receive(args: &LowLatencyDispatchArgs, team: Team<1>, shared: &Shared, begun: &Begun) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
         let thread = tid();
         let epoch = begun.epoch();
-        let team = Team::<1> { threads: last_warp() * 32 };
         if !team.has_this_warp() || !wait_calls(common, team, shared, begun) {
             return;
         }

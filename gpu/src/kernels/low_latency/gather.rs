@@ -104,7 +104,11 @@ unsafe fn copy_piece(args: &LowLatencyGatherArgs, expert: u32, index: u32, piece
         let (from, to) = (args.recv_x.0 + row as u64 * row_stride(bytes), args.x.0 + slot * bytes);
         let at = |vector: usize| piece * GATHER_BYTES + (vector as u32 * 32 + lane) * 16;
         let mut vectors = [[0; 4]; VECTORS];
-        unroll4!(J => { vectors[J] = ld_stream_v4_if(at(J) < args.row_bytes, from + at(J) as u64) });
+        // Without a condition, so that all are in flight together; what lies behind the row's end is its start, for nobody.
+        unroll4!(J => {
+            let inside = if at(J) < args.row_bytes { at(J) } else { 0 };
+            vectors[J] = ld_stream_v4(from + inside as u64);
+        });
         let scale = piece * SCALES + lane;
         if lane < SCALES && scale < args.num_scales {
             let value = ld_f32(args.recv_scales.0 + (scale as u64 * args.rows as u64 + row as u64) * 4);

@@ -2,16 +2,18 @@
 
 use crate::simt::*;
 
-/// The first warps of a block, with so many threads. They meet at a barrier of their own; the team that is the whole block at 0.
+/// Warps of a block that follow each other: the first thread of the first one, and the number of
+/// threads. They meet at a barrier of their own; the team that is the whole block at 0.
 #[derive(Clone, Copy)]
 pub(super) struct Team<const BARRIER: u32> {
+    pub(super) first: u32,
     pub(super) threads: u32,
 }
 
 impl Team<0> {
     #[inline(always)]
     pub(super) fn block() -> Self {
-        Team { threads: ntid() }
+        Team { first: 0, threads: ntid() }
     }
 }
 
@@ -19,7 +21,13 @@ impl<const BARRIER: u32> Team<BARRIER> {
     /// Whether this thread's warp is one of the team.
     #[inline(always)]
     pub(super) fn has_this_warp(&self) -> bool {
-        tid() / 32 < self.threads / 32
+        (tid() / 32).wrapping_sub(self.first / 32) < self.threads / 32
+    }
+
+    /// The number of this thread in the team.
+    #[inline(always)]
+    pub(super) fn thread(&self) -> u32 {
+        tid() - self.first
     }
 
     /// Waits for the whole team.

@@ -36,7 +36,7 @@ use crate::transport::QueueStats;
 
 /// Moves decode-sized batches between ranks, of one node or of several. One per rank; every method that says so is collective.
 ///
-/// Operations take what they need: tensors that were given may be dropped as soon as a call has returned. What they bring lies in a
+/// Operations take what they need: tensors that were given may be dropped as soon as a call has returned. Their results lie in a
 /// [`Place`], and is there until the next dispatch to that place.
 ///
 /// Operations follow each other on the device whatever streams they run on: one on another stream than the last waits for it.
@@ -170,7 +170,7 @@ impl Buffer {
             rank,
             num_ranks: ranks,
             call: 0,
-            // Of a high-throughput buffer alone.
+            // Only a high-throughput buffer has it.
             pool: Zeroable::zeroed(),
         };
         let (id, arena) = (next_id(), Arena::new(&device));
@@ -285,7 +285,7 @@ impl Buffer {
         Trace::take(&mut self.trace, &self.sequence, self.options.timeout, stream)
     }
 
-    /// What the proxies have put on the wire so far: (peer, what), in ascending order of peers. Empty with one node, and where all peers are
+    /// Statistics of the puts of the proxies so far: (peer, statistics), in ascending order of peers. Empty with one node, and where all peers are
     /// mapped.
     #[doc(hidden)]
     pub fn wire_stats(&self) -> Vec<(u32, QueueStats)> {
@@ -311,7 +311,7 @@ impl Buffer {
         Ok(place)
     }
 
-    /// What kernels are told. `timeout`: the longest wait for a peer, if not the buffer's.
+    /// The arguments that all kernels share. `timeout`: the longest wait for a peer, if not the buffer's.
     pub(super) fn args(
         &self,
         place: &PlaceState,

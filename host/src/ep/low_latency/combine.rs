@@ -59,7 +59,7 @@ impl Buffer {
     /// The received rows are up with it: their peers may overwrite them from here on.
     ///
     /// # Errors
-    /// As [`Buffer::dispatch`].
+    /// The same as [`Buffer::dispatch`].
     pub fn combine<'p>(
         &mut self,
         received: Received<'p>,
@@ -75,7 +75,7 @@ impl Buffer {
     /// multiprocessor is held in between.
     ///
     /// # Errors
-    /// As [`Buffer::dispatch`].
+    /// The same as [`Buffer::dispatch`].
     pub fn combine_send<'b, 'p>(
         &'b mut self,
         received: Received<'p>,
@@ -120,7 +120,7 @@ impl Buffer {
             quantise: quantise.on_device(),
             spoils: self.options.nan_on_failure.into(),
         };
-        // Whoever was given the rows on other streams comes first: peers may overwrite them once this rank has entered the combine.
+        // Readers on other streams must finish first: peers may overwrite the rows once this rank has entered the combine.
         drop(received);
         let operation = Operation {
             name: "low-latency combine",

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    DevicePtr, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride,
+    DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, SCALE_BLOCK, row_stride,
 };
 
 use super::buffer::Buffer;
@@ -13,15 +13,17 @@ use super::layout::most_ranks;
 use super::place::Place;
 use super::quantise::Quantise;
 use super::results::Received;
+use crate::ep::experts::is_narrow;
 use crate::ep::tensor::Owner;
-use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use crate::ep::{DType, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Arguments of [`Buffer::dispatch`].
 #[derive(Debug, Clone, Copy)]
 pub struct DispatchRequest<'a> {
     x: &'a Tensor<'a>,
-    topk_idx: &'a TypedTensor<'a, i64>,
+    topk_idx: &'a Tensor<'a>,
+    map: Option<&'a ExpertMap>,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     scales: Option<&'a TypedTensor<'a, f32>>,
     quantise: Quantise,
@@ -29,12 +31,13 @@ pub struct DispatchRequest<'a> {
 }
 
 impl<'a> DispatchRequest<'a> {
-    /// Rows `x` to send, `[num_tokens, hidden]`, bf16 or fp8, to the experts `topk_idx`, `[num_tokens, num_topk]`: global ids, or -1 for
-    /// none. Weights are 1.
-    pub fn new(x: &'a Tensor<'a>, topk_idx: &'a TypedTensor<'a, i64>) -> Self {
+    /// Rows `x` to send, `[num_tokens, hidden]`, bf16 or fp8, to the experts `topk_idx`,
+    /// `[num_tokens, num_topk]`: global ids, i64 or i32, or -1 for none. Weights are 1.
+    pub fn new(x: &'a Tensor<'a>, topk_idx: &'a TypedTensor<'a, impl ExpertId>) -> Self {
         DispatchRequest {
             x,
             topk_idx,
+            map: None,
             topk_weights: None,
             scales: None,
             quantise: Quantise::Not,
@@ -45,6 +48,14 @@ impl<'a> DispatchRequest<'a> {
     /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
     pub fn topk_weights(mut self, weights: &'a TypedTensor<'a, f32>) -> Self {
         self.topk_weights = Some(weights);
+        self
+    }
+
+    /// Takes ids for those of logical experts, of which `map` has the places: its physical experts
+    /// are the experts of the buffer. The device looks ids up in the call, and in each replay of a
+    /// graph anew. Ranks may have different maps.
+    pub fn map(mut self, map: &'a ExpertMap) -> Self {
+        self.map = Some(map);
         self
     }
 
@@ -72,7 +83,7 @@ impl Buffer {
     /// does not wait for the host.
     ///
     /// # Errors
-    /// Arguments that break a rule, on this rank alone; its peers then wait for it until their deadlines. What shows on the device shows in
+    /// Arguments that break a rule, on this rank alone; its peers then wait for it until their deadlines. Errors that the device finds are returned by
     /// [`Buffer::check`] once the stream has passed: a peer that did not come or made another call, an
     /// expert id out of range. This one the rank that gave it is told of; others may run into
     /// [`Error::PeerTimeout`](crate::Error::PeerTimeout) for that rank in a later call.
@@ -91,7 +102,7 @@ impl Buffer {
     /// is held in between.
     ///
     /// # Errors
-    /// As [`Buffer::dispatch`].
+    /// The same as [`Buffer::dispatch`].
     pub fn dispatch_send<'b, 'p>(
         &'b mut self,
         place: &'p mut Place,
@@ -111,13 +122,25 @@ impl Buffer {
         let outcomes = self.outcomes(order)?;
         let place = &place.0;
         self.check_place(place)?;
-        let DispatchRequest { x, topk_idx, topk_weights, scales, quantise, timeout } = request;
+        let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout } = request;
         let (hidden, num_tokens) = (self.options.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
         x.expect("x", &[DType::Bf16, DType::Fp8E4m3], &[("num_tokens", tokens), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("x")?;
         let entries = [("num_tokens", tokens), ("num_topk", Some(self.options.num_topk.into()))];
-        topk_idx.expect("topk_idx", &[DType::I64], &entries)?;
+        topk_idx.expect("topk_idx", &[DType::I64, DType::I32], &entries)?;
+        if let Some(map) = map {
+            map.check_ranks(self.num_ranks())?;
+            if map.local_experts() != self.local_experts() {
+                let value = format!("{} experts on a rank", map.local_experts());
+                let rule = format!(
+                    "must be those of the buffer, {}: make it with num_experts = {}",
+                    self.local_experts(),
+                    map.num_physical_experts()
+                );
+                return Err(Error::argument("map", value, rule));
+            }
+        }
         if let Some(weights) = topk_weights {
             weights.expect("topk_weights", &[DType::F32], &entries)?;
         }
@@ -155,13 +178,15 @@ impl Buffer {
             x: x.ptr(),
             scales: scales.map_or(null, |scales| scales.ptr()),
             topk_idx: topk_idx.ptr(),
+            table: map.map_or_else(ExpertTable::default, ExpertMap::table),
             topk_weights: topk_weights.map_or(null, |weights| weights.ptr()),
             row_bytes: row_bytes as u32,
             num_scales: if scales.is_some() { of_row as u32 } else { 0 },
             quantise: quantise.on_device(),
-            reserved: 0,
+            narrow_ids: is_narrow(topk_idx),
         };
-        let uses = [x.owner(), topk_idx.owner()].into_iter();
+        let map_owner = map.and_then(|map| map.entries().owner());
+        let uses = [x.owner(), topk_idx.owner(), map_owner].into_iter();
         let uses = uses.chain([
             topk_weights.and_then(|weights| weights.owner()),
             scales.and_then(|scales| scales.owner()),
@@ -207,7 +232,7 @@ impl Buffer {
     }
 
     /// Pieces of work in the second half: experts whose rows are listed, and across nodes rows that are
-    /// put where they belong, some to a block. Of few tokens each warp lists an expert, but for the
+    /// put where they belong, some to a block. With few tokens each warp lists an expert, but for the
     /// block's last one.
     fn receive_blocks(&self) -> u32 {
         const ROWS_OF_BLOCK: u32 = 16;

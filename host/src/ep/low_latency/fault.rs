@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use epoxide_gpu::layout::{LowLatencyCall, Status, Wait};
+use epoxide_gpu::layout::{LowLatencyCall, Status, UNKNOWN_EXPERT, UNKNOWN_PLACE, WITH_TABLE, Wait};
 
 use super::buffer::Buffer;
 use crate::driver::{DevicePtr, Report, Stream};
@@ -141,7 +141,22 @@ impl Faults {
         let Status { code, peer, epoch, needed, seen, waited_ns, call } = self.activity.status.read(0)?;
         let (rank, peer, call) = (self.rank, peer as u32, LowLatencyCall::of(call as u32));
         if code == Wait::LowLatencyExpert as u64 {
-            let value = format!("{} of token {needed}", seen as i64);
+            let (id, token, with_map) = (seen as i64, needed & !WITH_TABLE, needed & WITH_TABLE != 0);
+            if with_map && id >= 0 && id & UNKNOWN_PLACE != 0 {
+                let value = format!("its entries of expert {} of token {token}", id & !UNKNOWN_PLACE);
+                let rule = format!(
+                    "a physical expert must be -1 or 0 to {}; peers got none of the token for it, and the buffer is of no use after it",
+                    self.num_experts - 1
+                );
+                return Err(Error::argument("map", value, rule));
+            }
+            if with_map {
+                let id = if id >= 0 { id & !UNKNOWN_EXPERT } else { id };
+                let rule = "must be -1 or a logical expert's id, below num_experts of the map; peers got none of the token for it, \
+                            and the buffer is of no use after it";
+                return Err(Error::argument("topk_idx", format!("{id} of token {token}"), rule));
+            }
+            let value = format!("{id} of token {token}");
             let rule = format!(
                 "must be -1 or an expert's id, 0 to {}; peers got none of the token for it, and the buffer is of no use after it",
                 self.num_experts - 1

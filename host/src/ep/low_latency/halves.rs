@@ -35,11 +35,11 @@ pub(super) struct Operation {
     pub receive_blocks: u32,
     /// The right to the results, where it is a dispatch.
     pub fills: Option<Arc<Lease>>,
-    /// What must live as long as a recording of it.
+    /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
 }
 
-/// Of either kernel.
+/// The launch of either kernel.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Arguments {
     Dispatch(LowLatencyDispatchArgs),
@@ -56,7 +56,7 @@ impl Halves {
     const RECEIVE: Halves = Halves(phase::RECEIVE);
 }
 
-/// What an operation will have brought when its second half has run: [`Pending::receive`] launches that. Nothing else can be done with the
+/// The results of an operation once its second half has run: [`Pending::receive`] launches that. Nothing else can be done with the
 /// buffer before; dropped without it, the buffer is of no use, since the peers count on it.
 #[derive(Debug)]
 #[must_use = "the peers wait for its second half: call `receive`"]

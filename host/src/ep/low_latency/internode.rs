@@ -106,7 +106,7 @@ pub(super) struct Network {
     /// Memories, this rank's and the peers'.
     _ways: Vec<Way>,
     tables: Memory,
-    /// What kernels are told, by place.
+    /// Arguments of the kernels, by place.
     pub messages: Vec<LowLatencyMessages>,
 }
 
@@ -161,7 +161,7 @@ impl Network {
                 }
                 let no_way = || Error::os("connect", format!("no way to rank {peer}"));
                 let way = ways.iter().find(|way| way.peer == peer).ok_or_else(no_way)?;
-                // What each calls the other in its own memory.
+                // The number of each in the other's memory.
                 let (its, own) = (among_others(topology, rank, peer), among_others(topology, peer, rank));
                 let here = (way.memory.ptr(), its);
                 if let Some(memory) = &way.mapped {
@@ -210,7 +210,7 @@ impl Network {
     }
 }
 
-/// The route to a peer whose memory is mapped. Of either memory: where it is, and the other rank's number in it.
+/// The route to a peer whose memory is mapped: the address of both memories, and the other rank's number in each.
 fn direct_route(
     layout: &MessageLayout,
     place: usize,

@@ -47,12 +47,12 @@ impl PoolLayout {
     }
 }
 
-/// As many ranks as kernels reckon with.
+/// The number of ranks that kernels expect.
 pub(super) fn most_ranks(topology: Topology) -> u64 {
     if topology.nodes == 1 { RANKS } else { MAX_MEMBERS as u64 }
 }
 
-/// What a rank keeps to itself: the [`LocalState`] first, then of each place what kernels are told, and where its sums are.
+/// A rank's private memory: the [`LocalState`] first, then for each place the kernels' arguments and its sums.
 #[derive(Debug)]
 pub(super) struct TableLayout {
     pub places: Vec<(LowLatencyTables, DevicePtr)>,

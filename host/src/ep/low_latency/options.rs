@@ -115,7 +115,7 @@ impl Options {
         self
     }
 
-    /// What joins nodes, without which it says nothing. There is one queue to each rank of another node, whatever
+    /// The transport between nodes; unused with one node. Each rank of another node has one queue, whatever
     /// [`TransportOptions::queues_per_peer`] says: an operation has one message for it.
     pub fn transport(mut self, transport: TransportOptions) -> Options {
         self.transport = transport;

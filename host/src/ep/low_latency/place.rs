@@ -36,9 +36,9 @@ pub(super) struct Room {
     /// Received rows, and their scales.
     pub recv_x: DevicePtr,
     pub recv_scales: DevicePtr,
-    /// What kernels are told of it across nodes.
+    /// Arguments of the kernels for it across nodes.
     pub messages: Option<LowLatencyMessages>,
-    /// What this rank keeps of it.
+    /// This rank's private tables for it.
     pub tables: LowLatencyTables,
     /// Where sums go.
     pub combined_x: DevicePtr,

@@ -5,7 +5,7 @@ use epoxide_gpu::layout::{self, SCALE_BLOCK};
 use crate::ep::DType;
 use crate::error::{Error, Result};
 
-/// What an operation does to BF16 rows on their way.
+/// How an operation converts BF16 rows on their way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quantise {
     /// They travel as they are.
@@ -28,7 +28,7 @@ impl Quantise {
         Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
     }
 
-    /// What kernels are told.
+    /// The value that kernels get.
     pub(super) fn on_device(self) -> u32 {
         match self {
             Quantise::Not => layout::Quantise::Not as u32,

@@ -11,11 +11,11 @@ use crate::group::ProcessGroup;
 /// half may have run without its second.
 const AHEAD: u64 = 2;
 
-/// What each rank tells the others.
+/// The state that each rank sends to the others.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Proposal {
-    /// Of the buffer's ranks, not of the group's.
+    /// Numbers among the buffer's ranks, not among the group's.
     rank: u64,
     /// Operations that have ended.
     epoch: u64,
@@ -30,7 +30,7 @@ impl Buffer {
     /// Goes on with the ranks that make this call, and without all others. Collective over `group`, which these ranks have made for it and which
     /// numbers them as it likes; what of the buffer's ranks they are, they tell each other.
     ///
-    /// Nobody waits for a rank that is left out, or sends it anything: it has no tokens ([`Received::num_tokens`](super::Received::num_tokens)
+    /// No rank waits for a rank that is left out, or sends it anything: it has no tokens ([`Received::num_tokens`](super::Received::num_tokens)
     /// says 0), and what its experts would have added to a token is missing in the sum. Weights are as they were given. Errors that
     /// [`Buffer::check`] has reported are gone, and so is what had been sent and not received. A rank that was left out is taken in again by a
     /// call that it makes as well, if it still has its buffer; a new process needs new buffers on all ranks.
@@ -49,7 +49,7 @@ impl Buffer {
     ///     # let order = StreamOrder::on(&stream);
     ///     let options = Options::new(8, 64, 2, 3).timeout(Duration::from_millis(100));
     ///     let mut buffer = Buffer::new(device, &*group, options)?;
-    ///     // Who goes on is for the job to find out; here, all but rank 2.
+    ///     // The job decides who goes on; here, all but rank 2.
     ///     let survivors = group.split((rank == 2).into())?;
     ///     if rank == 2 {
     ///         return Ok(0.0);
@@ -74,7 +74,7 @@ impl Buffer {
     /// # Ok::<(), epoxide::group::launch::RankFailure>(())
     /// ```
     ///
-    /// Waits for all that streams of the device have been given, and for the ranks. What dispatches brought before can no longer be combined;
+    /// Waits for all that streams of the device have been given, and for the ranks. Results of earlier dispatches can no longer be combined;
     /// graphs that were captured before are good, each of them as a whole.
     ///
     /// Reading what failed operations left keeps giving their error. The output of a step is the
@@ -93,7 +93,7 @@ impl Buffer {
     /// runs.
     ///
     /// # Errors
-    /// As of [`Buffer::regroup`].
+    /// The same as [`Buffer::regroup`].
     #[doc(hidden)]
     pub fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
         self.sequence.check()?;
@@ -130,7 +130,7 @@ impl Buffer {
         self.left_out = left_out;
         self.generation += 1;
         self.sent = None;
-        // Nobody may be told of an operation before it has forgotten the others.
+        // Every rank must have cleared its state before any rank starts an operation.
         group.barrier(group.timeout())
     }
 }

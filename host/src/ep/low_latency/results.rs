@@ -1,4 +1,4 @@
-//! What operations bring.
+//! Results of the operations.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::driver::Event;
 use crate::ep::{Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
-/// What a dispatch brings. The tensors lie in the place that the dispatch was given, and hold on to its borrow;
+/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on to its borrow;
 /// [`Buffer::combine`](super::Buffer::combine) answers it. `rows` stands for `num_ranks * max_tokens`.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -35,13 +35,13 @@ pub struct Received<'p> {
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
     pub(super) num_local_tokens: u32,
-    /// Of the buffer, at the dispatch.
+    /// The generation of the buffer at the dispatch.
     pub(super) generation: u64,
     pub(super) lease: Arc<Lease>,
     pub(super) place: PhantomData<&'p mut Place>,
 }
 
-/// What a combine brings, in the place of the dispatch that it answers.
+/// The result of a combine, in the place of the dispatch that it answers.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Combined<'p> {
@@ -123,7 +123,7 @@ impl Detached<Combined<'static>> {
     /// The sums, for as long as `place` is borrowed.
     ///
     /// # Errors
-    /// As of received rows: [`Error::StaleHandle`] and [`Error::Argument`].
+    /// [`Error::StaleHandle`] and [`Error::Argument`], as for received rows.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Combined<'p>> {
         self.check(place).map(|()| &self.results)
     }

@@ -20,7 +20,7 @@ impl Buffer {
     /// neither: it keeps its inputs for as long as the buffer lives.
     ///
     /// # Errors
-    /// What `work` returns, and whatever the driver reports.
+    /// Errors of `work` and of the driver.
     pub fn capture<T>(
         &mut self,
         stream: &Stream,

@@ -41,7 +41,7 @@ impl Run<'_> {
         Ok(data)
     }
 
-    /// What every rank gave, by rank; only the root gets it.
+    /// Returns the payload of every rank, by rank, on the root alone.
     pub(super) fn gather(&mut self, root: u32, data: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>> {
         let relative = self.relative(root);
         let mut payload = Vec::with_capacity(data.len() + 8);
@@ -77,7 +77,7 @@ impl Run<'_> {
                 .ok_or_else(|| self.malformed(parent, "blocks that do not fit the tree"))?
         };
         for distance in self.children(relative).into_iter().rev() {
-            // What is left starts at this rank, so the child's subtree is the tail.
+            // The remainder starts at this rank, so the child's subtree is the tail.
             let payload = blocks::pack(mine[distance as usize..].iter().map(Vec::as_slice));
             mine.truncate(distance as usize);
             self.send(self.absolute(relative + distance, root), &payload)?;

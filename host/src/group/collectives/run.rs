@@ -1,4 +1,4 @@
-//! What every algorithm is made of: payloads to and from peers.
+//! The parts of every algorithm: payloads to and from peers.
 
 use crate::error::{Error, Result};
 use crate::group::mesh::Engine;

@@ -85,7 +85,7 @@ impl Drop for Heart {
     }
 }
 
-/// What the thread works on.
+/// The state of the thread.
 struct Signs {
     store: Arc<TcpStore>,
     node: u32,

@@ -72,7 +72,7 @@ impl From<Trouble> for Interrupted {
     }
 }
 
-/// What must be the same on all nodes.
+/// Settings that must be the same on all nodes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Shape {
     nodes: u32,
@@ -109,7 +109,7 @@ fn json(value: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(|error| Error::os("JSON", error))
 }
 
-/// What another launcher wrote.
+/// An entry of another launcher.
 fn parse<T: for<'a> Deserialize<'a>>(key: &str, value: &[u8]) -> Result<T> {
     serde_json::from_slice(value).map_err(|error| Error::Store {
         operation: "get",
@@ -251,7 +251,7 @@ impl Launchers {
         let lost: Vec<Trouble> = self.losses.all().map(|(node, why)| Trouble::Lost { node, why }).collect();
         if self.node == 0 {
             for trouble in &lost {
-                // Nobody else looks for that node, nor should anybody wait for it.
+                // No other launcher checks that node, and none should wait for it.
                 self.report(start, trouble)?;
                 if let Trouble::Lost { node, .. } = trouble {
                     self.store.set(&end_key(start, *node), &json(trouble)?)?;
@@ -311,7 +311,7 @@ impl Launchers {
         Ok(self.trouble(start)?)
     }
 
-    /// What a call of the store returned; where that failed, the first node's launcher is to blame, whose store it is.
+    /// Returns the outcome of a call of the store. A failure is blamed on the first node's launcher, because it owns the store.
     fn reach<T>(&self, outcome: Result<T>) -> Result<T> {
         outcome.map_err(|error| {
             if self.node == 0 {

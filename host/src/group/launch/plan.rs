@@ -1,4 +1,4 @@
-//! What is to be launched, and where.
+//! The plan of a launch: programs, ranks and nodes.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -60,7 +60,7 @@ pub struct Launch {
     /// whoever signals that, as a terminal does, reaches it. One with a group of its own ends at SIGINT and SIGQUIT also where the launcher
     /// ignores them, as a script's background jobs do.
     pub groups: bool,
-    /// What the ranks print is passed on by whole lines; rank 0 of the host keeps the launcher's standard input unless that is a terminal,
+    /// Output of the ranks is passed on by whole lines; rank 0 of the host keeps the launcher's standard input unless that is a terminal,
     /// the others have none. Else each has the streams that its command gives it.
     pub relay: bool,
     /// How long the launcher of another node may give no sign of life before the launch ends; the same on all nodes.
@@ -73,7 +73,7 @@ pub struct Launch {
     pub run_id: String,
     /// Where output goes.
     pub sinks: Sinks,
-    /// What the processes of the launch know and nobody else does; every rank gets it in its environment. Default: the
+    /// The secret of the launch, known to its processes alone; every rank gets it in its environment. Default: the
     /// environment's ([`JobSecret::from_env`]), else a new one on a single host, and none on several.
     pub secret: Option<JobSecret>,
 }

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 ///
 /// So no program comes by the port by chance. A process that tries all ports with `SO_REUSEADDR`
 /// can take it, whoever's it is, as long as nobody listens: the server then fails with "address in
-/// use". What must not fail listens at once and hands on the socket or serves itself, as the
+/// use". A program that must not fail listens at once and hands on the socket or serves itself, as the
 /// launcher of several nodes does for its ranks.
 ///
 /// ```
@@ -127,7 +127,7 @@ mod tests {
     fn a_port_that_was_taken_is_known_to_be() {
         let port = HeldPort::any().unwrap();
         assert!(port.is_free() && port.is_free(), "looking takes nothing");
-        // As any user can.
+        // Any user can do this.
         let server = bind_again((Ipv4Addr::UNSPECIFIED, port.number()));
         assert!(!port.is_free());
         drop(server);

@@ -15,7 +15,7 @@ const TERMINATION: Duration = Duration::from_secs(1);
 /// `command` makes each rank's command line; [`RANK`](crate::group::RANK), [`WORLD_SIZE`](crate::group::WORLD_SIZE),
 /// [`LOCAL_RANK`](super::LOCAL_RANK), [`LOCAL_WORLD_SIZE`](super::LOCAL_WORLD_SIZE), [`STORE`](crate::group::STORE) and what else torchrun
 /// sets are added to its environment, so that the rank can call [`rendezvous`](crate::group::rendezvous), and a [`JobSecret`](crate::group::JobSecret),
-/// which is new unless this process's environment has one. The store is a fresh directory, removed at the end. What a process left that was killed here, the next one removes.
+/// which is new unless this process's environment has one. The store is a fresh directory, removed at the end. If this process is killed, the next one removes it.
 ///
 /// When a rank fails, the store is given up, so that the others fail at their next call of the group; those still
 /// running after `grace` are sent SIGTERM, and a second later SIGKILL. All processes are waited for in every case,

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 
 /// A longer line is cut, so that a rank that writes no line ends does not fill this process's memory.
 const MAX_LINE: usize = 1 << 20;
-/// What is kept of a rank's last lines.
+/// The last lines of a rank that are kept.
 const TAIL_LINES: usize = 20;
 const TAIL_BYTES: usize = 4096;
 /// How long output is waited for after the ranks have ended: their own children may hold the pipe.
@@ -52,7 +52,7 @@ impl Sinks {
 
     /// Writes a line of the launcher's own.
     pub(super) fn say(&self, line: &str) {
-        // There is nobody to tell if this fails.
+        // A failure here has no one to report to.
         let _ = self.write(Kind::Err, format!("{line}\n").as_bytes());
     }
 }
@@ -72,7 +72,7 @@ pub(super) enum Kind {
 
 /// One rank's stream.
 pub(super) struct RankOutput {
-    /// What every line begins with.
+    /// The prefix of every line.
     pub prefix: String,
     /// The read end of the rank's pipe.
     pub pipe: OwnedFd,
@@ -104,7 +104,7 @@ impl Relay {
         Ok(Relay { thread: thread.map_err(|error| Error::os("spawn thread", error))?, running })
     }
 
-    /// Passes on what is left. Whoever reads the output may take as long as they like, but once
+    /// Passes on the rest. The reader of the output may take as long as it likes, but once
     /// `hurry` says so only a little longer: a thread that is in the middle of a write is then left
     /// behind, and nothing is returned.
     pub fn finish(self, mut hurry: impl FnMut() -> bool) -> Relayed {
@@ -169,7 +169,7 @@ fn pump(kind: Kind, streams: Vec<RankOutput>, sinks: &Sinks, ended: &PipeReader)
             && let Err(error) = sinks.write(kind, &out)
         {
             lost = Some(error);
-            // Whoever read is gone. The ranks find out as they would without a launcher: by SIGPIPE.
+            // The reader is gone. The ranks find out as they would without a launcher: by SIGPIPE.
             streams.iter_mut().for_each(|stream| *stream = None);
         }
         out.clear();
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn a_reader_that_stalls_does_not_hold_up_the_end() {
         let (reader, mut writer) = std::io::pipe().unwrap();
-        // Nobody reads from it, and it takes 64 KiB.
+        // No process reads from it, and it holds 64 KiB.
         let (_stalled, sink) = std::io::pipe().unwrap();
         let sinks = Sinks::new(Box::new(sink), Box::new(std::io::sink()));
         let stream = RankOutput { prefix: String::new(), pipe: reader.into(), log: None };

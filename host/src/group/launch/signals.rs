@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// The write end of the pipe that the handler writes to; -1 where none is installed.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
 
-/// What is passed on.
+/// Signals that are passed on.
 const PASSED: [i32; 8] = [
     libc::SIGINT,
     libc::SIGTERM,

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::leftovers;
 use crate::error::{Error, Result};
 
-/// What the names of such directories begin with. The kernel's number of this boot follows, then the process that made it, then a random part.
+/// The prefix of the names of such directories. The kernel's number of this boot follows, then the process that made it, then a random part.
 const PREFIX: &str = "epoxide-store-";
 /// How often a directory is made anew that somebody swept before it was locked.
 const ATTEMPTS: u32 = 100;
@@ -51,7 +51,7 @@ impl StoreDirectory {
                         format!("{}: {error}; point TMPDIR at a writable directory", parent.display());
                     Error::os("mkdir", reason)
                 })?;
-            // Whoever sweeps may have seen it before it was locked.
+            // Another launch's clean-up may have seen it before it was locked.
             if let Some(lock) = lock(directory.path()) {
                 return Ok(StoreDirectory {
                     path: directory.path().to_owned(),

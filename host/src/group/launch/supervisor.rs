@@ -212,7 +212,7 @@ impl Launch {
         let Some(launchers) = launchers else {
             return Ok(Attempt { signal: signal.or(late.filter(|_| own.is_none())), failure: own, exits });
         };
-        // What came first on any node is what all report.
+        // All nodes report the first failure of any node.
         let trouble = launchers.end(restarts, self.grace, signals)?;
         let (failure, signal) = match trouble {
             None => (None, None),
@@ -300,7 +300,7 @@ impl Launch {
                     report(Trouble::Signal(signal));
                     phase = Phase::Ending(Instant::now() + self.grace);
                 } else if !matches!(phase, Phase::Killed(_)) {
-                    // Whoever sends a second one does not want to wait.
+                    // A second signal means: do not wait.
                     ranks.signal(libc::SIGKILL);
                     phase = Phase::Killed(Instant::now() + self.killed);
                 }
@@ -339,7 +339,7 @@ impl Launch {
             };
         }
         if failure.is_some() || ended_by.is_some() || ended_elsewhere {
-            // What the ranks have started goes with them. None is reaped yet, so the groups are still theirs.
+            // Processes that the ranks have started end with them. None is reaped yet, so the groups are still theirs.
             ranks.sweep();
         }
         Ok((failure, ended_by))

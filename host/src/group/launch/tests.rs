@@ -74,7 +74,7 @@ fn exchange_files(group: &MeshGroup) {
         }
     }
     let after = open();
-    // Nobody's leaving may close a connection before all have counted.
+    // No rank may leave, and so close a connection, before all have counted.
     group.barrier(TIMEOUT).unwrap();
     assert_eq!(after, before, "descriptors leak");
 }

@@ -15,7 +15,7 @@ use crate::virtual_time::{VirtualTime, as_member};
 pub struct RankFailure {
     /// The rank that failed first.
     pub rank: u32,
-    /// What it returned, or its panic as [`Error::Os`].
+    /// Its result, or its panic as [`Error::Os`].
     pub error: Error,
 }
 

@@ -86,7 +86,7 @@ impl Process {
         Ok(self.exit)
     }
 
-    /// What is known of one that does not end.
+    /// Describes a rank that does not end.
     fn stuck(&self) -> String {
         let pid = self.child.id();
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -123,7 +123,7 @@ impl Drop for Process {
         let end = Instant::now() + if self.given_up { Duration::ZERO } else { REAP };
         while matches!(self.child.try_wait(), Ok(None)) {
             if Instant::now() >= end {
-                // Whoever inherits it reaps it when it ends; nothing of this process is its.
+                // The process that inherits it reaps it when it ends; it holds no resource of this process.
                 tracing::warn!("left behind: {}", self.stuck());
                 return;
             }
@@ -163,7 +163,7 @@ impl Watched {
         }
     }
 
-    /// Notes which have ended; returns one that failed. Of several, one that a signal ended: the others tend to fail
+    /// Notes which have ended; returns one that failed. If several did, it is one that a signal ended: the others tend to fail
     /// because of it.
     pub fn look(&mut self) -> Result<Option<FirstFailure>> {
         let mut failed: Option<FirstFailure> = None;

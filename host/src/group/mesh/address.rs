@@ -24,12 +24,12 @@ pub enum Sockets {
     Tcp,
 }
 
-/// What a rank announces about itself.
+/// The announcement of a rank about itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Address {
     /// How many ranks it takes the group to have.
     pub size: u32,
-    /// What a connection must show first; keeps strangers out.
+    /// The token that a connection must show first; keeps strangers out.
     pub token: String,
     /// Boot and network name space: Unix names are only good where this is the same.
     host: String,
@@ -37,7 +37,7 @@ pub(crate) struct Address {
     unix: String,
     /// None as long as all ranks that it knows of share its host.
     tcp: Option<SocketAddr>,
-    /// Whoever connects has to know the job's secret.
+    /// A connecting process has to know the job's secret.
     pub secret: bool,
 }
 
@@ -57,7 +57,7 @@ impl Address {
         self.tcp.is_some()
     }
 
-    /// What a connection to it is made to.
+    /// The address to connect to.
     pub(super) fn called(&self, unix: bool) -> String {
         match (unix, self.tcp) {
             (true, _) => self.unix.clone(),
@@ -76,7 +76,7 @@ pub(crate) fn address_key(name: &str, rank: u32) -> String {
 pub(crate) struct Listener {
     pub sockets: Vec<OwnedFd>,
     pub address: Address,
-    /// What whoever connects has to know, and show.
+    /// The secret that a connecting process has to prove.
     pub(super) secret: Option<JobSecret>,
     interface: Option<String>,
 }

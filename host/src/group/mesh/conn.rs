@@ -27,7 +27,7 @@ pub(crate) struct Conn {
     sent: usize,
     /// Until it is answered nothing but the hello goes out.
     challenge: Option<Initiator>,
-    /// What has come of the answer.
+    /// The part of the answer that has come.
     reply: Vec<u8>,
     /// Frames that wait for the answer.
     held: Vec<(Header, Vec<u8>)>,
@@ -44,7 +44,7 @@ pub(crate) struct Conn {
 pub(crate) enum Broken {
     /// The connection broke.
     Connection(String),
-    /// Who answers does not belong to the job.
+    /// The answering process does not belong to the job.
     Stranger(String),
 }
 
@@ -137,7 +137,7 @@ impl Conn {
         Ok(())
     }
 
-    /// What goes before a payload and behind it: header and signatures.
+    /// The bytes before and behind a payload: header and signatures.
     fn around(&mut self, header: &Header, payload: &[u8]) -> (Vec<u8>, Vec<u8>) {
         let mut head = header.encode().to_vec();
         let Some(signer) = &mut self.signer else { return (head, Vec::new()) };
@@ -190,7 +190,7 @@ impl Conn {
         }
     }
 
-    /// Takes the answer to a challenge, if one is due, and lets go what waited for it. What is behind it.
+    /// Takes the answer to a challenge, if one is due, and releases frames that waited for it. Returns the bytes behind it.
     fn take_reply<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8], Broken> {
         if self.challenge.is_none() {
             return Ok(bytes);
@@ -283,7 +283,7 @@ mod tests {
         bytes
     }
 
-    /// What of these bytes another rank takes for frames, in pieces, and whether it took all.
+    /// Returns the frames that another rank reads from these bytes, in pieces, and whether it took all bytes.
     fn taken(keys: Keys, bytes: &[u8], piece: usize) -> (Vec<Vec<u8>>, bool) {
         let mut reader = Frames { signer: Some(keys.receive), ..Frames::default() };
         let mut frames = Vec::new();

@@ -13,7 +13,7 @@ use crate::foreign::escaped;
 use crate::group::call::Operation;
 use crate::group::secret::{Initiator, Purpose};
 
-/// What a rank does that looks for the others. Peers that are all connected may be in their first collective by then, so it
+/// The operation of a rank that connects to the others. Peers that are all connected may be in their first collective by then, so it
 /// has no number that could be taken for that one's.
 fn connecting(timeout: Duration) -> Current {
     let signature = Signature::new(Operation::Connect);
@@ -108,7 +108,7 @@ impl Engine {
             let mut missing = Vec::new();
             for peer in (0..engine.size).filter(|peer| *peer != rank) {
                 match engine.peers[peer as usize].health {
-                    // Who left has been here.
+                    // A rank that left has been here.
                     Health::Alive if peer < rank || !engine.peers[peer as usize].conns.is_empty() => {}
                     Health::Alive => missing.push(peer),
                     Health::Left => {}
@@ -116,7 +116,7 @@ impl Engine {
                 }
             }
             engine.waiting = missing;
-            // Whoever is called knows this rank by its hello alone.
+            // The called rank knows this rank by its hello alone.
             let unsent = (0..engine.size).filter(|peer| !engine.flushed(*peer));
             let unsent: Vec<u32> = unsent.collect();
             engine.waiting.extend(unsent);
@@ -307,7 +307,7 @@ mod tests {
         let store = Arc::new(HashStore::new());
         let mut engine = engine(store.clone());
         let theirs = connect(&mut engine);
-        // As a launcher does; rank 0 has then no place for its own reason.
+        // A launcher does this; rank 0 then has no place for its own reason.
         store.poison("rank 2 exited with code 7");
         drop(theirs);
         until_connections(&mut engine, 0);

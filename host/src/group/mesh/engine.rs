@@ -76,7 +76,7 @@ pub(crate) struct Engine {
     listening: bool,
     strangers: Strangers,
     pub(super) ours: Address,
-    /// What whoever connects has to know, and show.
+    /// The secret that a connecting process has to prove.
     pub(super) secret: Option<JobSecret>,
     epoll: OwnedFd,
     pub wake: Arc<Wake>,

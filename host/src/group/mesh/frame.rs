@@ -1,4 +1,4 @@
-//! What travels between two ranks: a fixed header, then a payload.
+//! Frames between two ranks: a fixed header, then a payload.
 
 use crate::error::{Error, Result};
 use crate::group::call::Operation;
@@ -13,7 +13,7 @@ const MAGIC: u32 = u32::from_le_bytes(*b"EPXG");
 const NONE_ROOT: u32 = u32::MAX;
 const NONE_COUNT: u64 = u64::MAX;
 
-/// What a frame is for.
+/// The purpose of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
@@ -33,7 +33,7 @@ pub(crate) enum Kind {
     Goodbye = 7,
 }
 
-/// What all ranks must agree on in an operation.
+/// The properties on which all ranks must agree in an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub operation: Operation,
@@ -49,7 +49,7 @@ impl Signature {
         Signature { operation, dtype: ElementType::U8, reduce: ReduceOp::Sum, root: None, bytes: None }
     }
 
-    /// What differs first, with this side's and the other side's value.
+    /// The first property that differs, with this side's and the other side's value.
     pub(crate) fn difference(&self, other: &Signature) -> Option<(&'static str, String, String)> {
         let size = |bytes: Option<u64>| bytes.map_or("any size".to_owned(), |bytes| format!("{bytes} bytes"));
         let root = |root: Option<u32>| root.map_or("none".to_owned(), |root| root.to_string());

@@ -1,4 +1,4 @@
-//! What comes in from strangers and from peers, as functions of bytes.
+//! Parsers of bytes from strangers and from peers, for fuzzing.
 
 use super::conn::Frames;
 use super::frame::{HEADER, Header, Kind, Signature};

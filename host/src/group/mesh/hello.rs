@@ -1,9 +1,9 @@
-//! What a connection between two ranks begins with.
+//! The beginning of a connection between two ranks.
 //!
 //! A hello: a frame whose tag is the rank that connects, and whose payload is the token of the rank
 //! that it calls. Where the job has a secret, an opening of a challenge follows in the same
 //! payload; the rank called answers with its reply, and the one that connects with its proof, both
-//! without a header. What that one sends meanwhile waits for the answer. All frames behind the
+//! without a header. Frames of the connecting rank wait for the answer. All frames behind the
 //! proof are signed.
 
 use rustix::net::AddressFamily;
@@ -15,7 +15,7 @@ use crate::group::JobSecret;
 use crate::group::secret::{OPENING, PROOF, Purpose};
 use crate::group::strangers::{Challenge, Stranger};
 
-/// What both ranks take to be so: the group, who connects to whom, of how many, and by which address.
+/// The claims on which both ranks agree: the group, both ranks, their number, and the address.
 pub(super) fn claims(name: &str, from: u32, to: u32, size: u32, address: &Address, unix: bool) -> Vec<u8> {
     let mut claims = Vec::new();
     for number in [from, to, size] {
@@ -28,7 +28,7 @@ pub(super) fn claims(name: &str, from: u32, to: u32, size: u32, address: &Addres
     claims
 }
 
-/// What a stranger has to show to be let in.
+/// The token and proof that a stranger has to show.
 pub(super) struct Gate<'a> {
     pub name: &'a str,
     pub rank: u32,

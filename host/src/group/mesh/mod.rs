@@ -1,6 +1,6 @@
 //! Sockets from every rank to every rank that it talks to, and the waiting on them.
 //!
-//! There is no thread here: whoever runs an operation of the group drives all its sockets while it waits, so that a
+//! The mesh has no thread: the caller of an operation of the group drives all its sockets while it waits, so that a
 //! peer's bytes are always taken and two ranks that send to each other never block each other.
 
 mod address;

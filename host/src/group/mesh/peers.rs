@@ -1,4 +1,4 @@
-//! What a rank knows about another.
+//! A rank's knowledge about another rank.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -17,7 +17,7 @@ pub(crate) enum Health {
     GaveUp(String),
     /// Its connection broke, with this reason.
     Dead(String),
-    /// Who is at its address does not belong to the job.
+    /// The process at its address does not belong to the job.
     Stranger(String),
 }
 

@@ -107,7 +107,7 @@ impl Engine {
             return self.check_health(peer).map(|()| None);
         };
         if header.sequence != sequence || header.signature != *signature {
-            // What differed first, perhaps an operation ago, says more.
+            // The first difference, perhaps of an earlier operation, explains more.
             if let Some(mismatch) = &self.mismatch {
                 return Err(mismatch.clone());
             }
@@ -131,7 +131,7 @@ impl Engine {
             if let Some(reason) = self.wake.reason() {
                 return Err(self.error(Vec::new(), format!("the group was given up: {reason}")));
             }
-            // What has come counts, even if its sender gave up since.
+            // Received data counts, even if its sender gave up since.
             if done(self)? {
                 return Ok(());
             }

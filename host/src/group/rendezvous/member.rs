@@ -1,9 +1,9 @@
-//! Who this rank is, from the variables of what started it.
+//! The number of this rank, from the variables of its launcher.
 
 use crate::error::{Error, Result};
 use crate::group::env::{self, LOCAL_RANK, LOCAL_WORLD_SIZE, Lookup, RANK, WORLD_SIZE};
 
-/// What started the ranks.
+/// The launcher of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Launcher {
@@ -21,7 +21,7 @@ pub enum Launcher {
     Pmix,
 }
 
-/// Who a rank is.
+/// A rank's number, its neighbours and its launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
     /// Its number, below `size`.
@@ -32,10 +32,10 @@ pub struct Member {
     pub local_rank: Option<u32>,
     /// How many ranks its host has, if that is known.
     pub local_size: Option<u32>,
-    /// What started it.
+    /// Its launcher.
     #[doc(hidden)]
     pub launcher: Launcher,
-    /// What `size` is called where it came from.
+    /// The name of the variable that `size` came from.
     pub(super) size_name: &'static str,
 }
 
@@ -86,7 +86,7 @@ const PMIX: Names = Names {
 };
 
 impl Member {
-    /// Who this process is among the ranks of a job, as its environment says; `None` when nothing there says that it is a
+    /// Returns this process's place among the ranks of a job, from its environment; `None` if nothing there makes it a
     /// rank.
     ///
     /// `RANK` goes before all others: a torchrun on each of several hosts may itself have been started by mpirun or srun.

@@ -21,7 +21,7 @@ use crate::foreign::escaped;
 
 /// How long rank 0, when it is done, stays with its server for the others.
 const LINGER: Duration = Duration::from_secs(10);
-/// What epoxide's keys begin with in a store that others may use as well.
+/// The prefix of epoxide's keys in a store that others may use as well.
 const PREFIX: &str = "epoxide";
 /// The key of the number of ranks.
 const SIZE_KEY: &str = "world_size";
@@ -84,20 +84,20 @@ pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
 /// ```
 #[derive(Debug, Clone)]
 pub struct Rendezvous {
-    /// Who this rank is.
+    /// This rank.
     pub member: Member,
     /// Where the ranks meet. Keys of other programs on the same server cannot collide with these.
     pub store: Arc<dyn Store>,
-    /// What connections may take of this process: those of the groups made here.
+    /// Limits on connections of the groups made here.
     pub limits: ConnectionLimits,
-    /// What the processes of the job know, if anything: the store and the groups let in only who knows it.
+    /// The secret of the job, if it has one: the store and the groups require it.
     secret: Option<JobSecret>,
 }
 
 impl Rendezvous {
     /// Meets where the environment says (`env://`).
     ///
-    /// Who this rank is, the variables of the program that started it tell: see [`Member::detect`]. Where the ranks meet,
+    /// The launcher's variables give this rank's number: see [`Member::detect`]. Where the ranks meet,
     /// the first of these tells:
     /// - `EPOXIDE_STORE`, a `file://` directory or the `tcp://` address of a server that runs already;
     /// - `MASTER_ADDR` and `MASTER_PORT`: rank 0 serves the store there; with `TORCHELASTIC_USE_AGENT_STORE=True`, as
@@ -123,7 +123,7 @@ impl Rendezvous {
     /// this process: those of the store, where this rank serves it, and those of the groups made here.
     ///
     /// # Errors
-    /// As of [`Rendezvous::at`].
+    /// The same as [`Rendezvous::at`].
     pub fn at_with(
         address: &str,
         timeout: Duration,

@@ -1,4 +1,4 @@
-//! What comes before the first byte of PyTorch's protocol where the job has a secret: the challenge.
+//! The challenge in front of the first byte of PyTorch's protocol, if the job has a secret.
 //!
 //! The client begins with [`MARK`], which no request begins with, and its opening. The server
 //! answers with the mark, a length of 4 bytes, and as many bytes: its reply, or, where nobody is
@@ -22,7 +22,7 @@ const REFUSED: u32 = 1 << 31;
 /// Longest reason that a client takes.
 const MAX_REASON: u32 = 1024;
 
-/// What both sides take to be so: the run, if it has a name, and where the server takes the
+/// The claims on which both sides agree: the run, if it has a name, and where the server takes the
 /// connection. An address that means another host elsewhere has its host named. A process that
 /// listens at another address and forwards what it gets is thereby found out before the client has
 /// proved or asked anything.
@@ -42,7 +42,7 @@ pub(super) fn claims(run: &str, served: SocketAddr) -> Vec<u8> {
 /// The rule by which a server lets clients in.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Terms {
-    /// What clients have to know, if anything.
+    /// The secret that clients have to prove, if any.
     pub secret: Option<JobSecret>,
     /// The run that the server is of, as far as it has a name.
     pub run: String,
@@ -111,7 +111,7 @@ fn refuse(stranger: &Stranger, reason: &'static str) -> String {
     reason.to_owned()
 }
 
-/// What the length of a server's answer says.
+/// The meaning of the length of a server's answer.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Answer {
     Reply,

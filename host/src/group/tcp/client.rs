@@ -20,7 +20,7 @@ use crate::group::{ConnectionLimits, JobSecret};
 const JOIN_POLL: Duration = Duration::from_millis(10);
 /// A [`Store`] on a server over TCP: [`TcpStoreServer`], or PyTorch's `TCPStore`.
 ///
-/// Threads may share it; those that wait do not hold the others up, as each takes a connection of its own. What changes
+/// Threads may share it; those that wait do not hold the others up, as each takes a connection of its own. A change of
 /// the store has reached the server when the call returns.
 ///
 /// Every call ends: what waits within the timeout that it is given, and what does not within the store's, which is also
@@ -65,7 +65,7 @@ impl TcpStore {
     /// Like [`TcpStore::connect`] with this secret, or none, whatever the environment has.
     ///
     /// # Errors
-    /// As of [`TcpStore::connect`].
+    /// The same as [`TcpStore::connect`].
     pub fn connect_with_secret(
         host: &str,
         port: u16,

@@ -115,7 +115,7 @@ impl Connection {
             if let (Some(ErrorKind::PermissionDenied), Some(cause)) = (kind, &cause) {
                 return Err(Error::os("connect", format!("the store server at {address}: {cause}")));
             }
-            // What answers in another language will not be replaced by a store.
+            // A server of another protocol will not be replaced by a store.
             let hopeless = kind == Some(ErrorKind::InvalidData) || closed >= CLOSED;
             let left = deadline.saturating_duration_since(Instant::now());
             let warning = match &cause {
@@ -258,7 +258,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Fills `buffer`. What came before an error is in it.
+    /// Fills `buffer`. Bytes that came before an error are in it.
     fn receive(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
         let mut filled = 0;
         while filled < buffer.len() {

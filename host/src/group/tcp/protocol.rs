@@ -7,7 +7,7 @@
 
 /// The port that PyTorch's store listens on unless told otherwise.
 pub const DEFAULT_PORT: u16 = 29500;
-/// What a `VALIDATE` request carries.
+/// The payload of a `VALIDATE` request.
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;
 /// Comes before each key of a client.
 pub(super) const KEY_PREFIX: &str = "/";
@@ -255,7 +255,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// What is left of a request.
+/// The rest of a request.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -368,7 +368,7 @@ pub fn fuzz_requests(bytes: &[u8]) {
     };
     let in_pieces = find(&mut crate::internal::fuzz::pieces(bytes));
     assert_eq!(in_pieces, find(&mut bytes.get(1..).into_iter()));
-    // What is no request is refused, and does no harm.
+    // Other bytes are rejected and do no harm.
     let _ = Request::decode(bytes);
 }
 

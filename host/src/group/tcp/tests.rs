@@ -55,7 +55,7 @@ fn requests_behind_a_challenge_that_was_forwarded_change_nothing() {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, store.port()));
     let hello = Message::query(Query::Validate).word(MAGIC).0;
     let set = |key| Message::query(Query::Set).key(key).string(b"v").0;
-    // As PyTorch's client would go on, or whoever has taken the connection over.
+    // PyTorch's client would go on like this, or a process that has taken the connection over.
     let (mut socket, _) = proven(address, "").unwrap();
     let _ = socket.write_all(&[&*hello, &set("plain")].concat());
     assert!(is_closed(socket));

@@ -24,7 +24,7 @@ pub(super) const TOKEN: usize = 16;
 /// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little endian.
 pub(super) const HELLO: usize = 48;
 
-/// What a connection says first.
+/// The first message of a connection.
 pub(super) fn hello(
     version: u32,
     phase: u32,
@@ -44,7 +44,7 @@ pub(super) fn hello(
     bytes
 }
 
-/// What both ends of a connection take to be so: the group, who connects to whom, with which queue, and where.
+/// The claims on which both ends of a connection agree: the group, who connects to whom, with which queue, and where.
 pub(super) fn claims(setup: &Setup<'_>, from: u32, to: u32, queue: u32, address: SocketAddr) -> Vec<u8> {
     let mut claims = [PHASE, from, to, queue].map(u32::to_le_bytes).concat();
     claims.extend_from_slice(&setup.memory.bytes().to_le_bytes());
@@ -59,7 +59,7 @@ pub(super) fn claims(setup: &Setup<'_>, from: u32, to: u32, queue: u32, address:
 #[derive(Debug)]
 pub(super) struct Dialed {
     socket: TcpStream,
-    /// What the peer is to prove, where the job has a secret, and for which token.
+    /// The proof expected from the peer, if the job has a secret, and its token.
     challenge: Option<(Initiator, [u8; TOKEN])>,
 }
 
@@ -147,15 +147,15 @@ pub(super) struct Door {
     pub(super) address: SocketAddr,
     /// Keeps strangers out.
     pub(super) token: [u8; TOKEN],
-    /// What whoever connects has to know, and show.
+    /// The secret that a connecting process has to prove.
     pub(super) secret: Option<JobSecret>,
     strangers: Strangers,
 }
 
-/// What a hello deserves.
+/// The verdict on a hello.
 #[derive(Debug)]
 enum Verdict {
-    /// There is more of it to come.
+    /// The hello is not complete yet.
     Incomplete,
     /// It is the connection of this (queue, peer).
     Welcome(u32, u32),
@@ -248,7 +248,7 @@ impl Door {
                 let rules = Rules { token: &self.token, memory: setup.memory.bytes(), expects: &expects };
                 let (hello, rest) = stranger.hello.split_at(stranger.hello.len().min(HELLO));
                 let verdict = judge(&rules, hello);
-                // Whoever does not know the secret says nothing of a rank, right or wrong.
+                // Without the secret a hello is no evidence about a rank.
                 match (&self.secret, &verdict) {
                     (Some(secret), Verdict::Welcome(..) | Verdict::Wrong(..)) => {
                         let (peer, queue) = (word32(hello, 32), word32(hello, 36));
@@ -321,7 +321,7 @@ fn proven(
     responder.check(proof).map(|keys| Some((own, keys)))
 }
 
-/// What a rank lets in.
+/// The connections that a rank accepts.
 struct Rules<'a> {
     token: &'a [u8; TOKEN],
     /// Bytes of its wire memory.

@@ -1,4 +1,4 @@
-//! What goes over a connection.
+//! The frames of a connection.
 //!
 //! A connection starts with a hello and the peer's answer. Then frames go one way: a header of four u64, little endian
 //! (bytes, to, counter, value), and the bytes. The other way there is at most a farewell: the receiver's goodbye, or why it
@@ -39,7 +39,7 @@ pub(super) fn header_length(signer: Option<&Signer>) -> usize {
     HEADER + signer.map_or(0, |_| TAG)
 }
 
-/// What a header says.
+/// The content of a header.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Frame {
     Goodbye,

@@ -34,7 +34,7 @@ pub(super) struct TcpQueue {
     pub(super) timeout: Duration,
     interrupt: Interrupt,
     sent: u64,
-    /// What came of the peer's farewell.
+    /// The state of the peer's farewell.
     farewell: Vec<u8>,
     failed: Option<Error>,
 }
@@ -195,7 +195,7 @@ impl PutQueue for TcpQueue {
     }
 
     fn completed(&mut self) -> Result<u64> {
-        // What the socket took is a copy.
+        // The socket holds a copy of the bytes.
         Ok(self.sent)
     }
 

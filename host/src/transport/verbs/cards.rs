@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::transport::options::TransportOptions;
 use crate::transport::verbs_options::VerbsOptions;
 
-/// What the options say, or else the environment.
+/// The options if given, else the environment.
 pub(super) fn settings(options: &TransportOptions) -> Result<VerbsOptions> {
     let settings = options.verbs.clone().map_or_else(VerbsOptions::from_env, Ok)?;
     let (cards, queues) = (settings.devices.len(), options.queues_per_peer);

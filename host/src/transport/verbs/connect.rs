@@ -18,7 +18,7 @@ use crate::transport::greeting::{self, Greeting};
 use crate::transport::links::{Link, Links};
 use crate::transport::setup::Setup;
 
-/// What a rank tells the others. As JSON: set-up is rare, and a dump of it can be read.
+/// A rank's message to the others. It is JSON, because set-up is rare and a dump can be read.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
     cards: Vec<CardOffer>,
@@ -57,7 +57,7 @@ struct Pair {
     psn: u32,
 }
 
-/// What this rank has made so far.
+/// The queues and regions that this rank has made so far.
 struct Prepared {
     settings: VerbsOptions,
     /// In the order of the offer's cards.

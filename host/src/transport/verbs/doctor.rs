@@ -1,4 +1,4 @@
-//! What this machine has for RDMA and lacks, for `epoxide doctor`.
+//! The RDMA parts that this machine has and lacks, for `epoxide doctor`.
 
 use std::sync::Arc;
 

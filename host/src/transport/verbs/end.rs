@@ -84,7 +84,7 @@ impl End {
 
     /// Whether nothing is gained by staying: both ends have left, or this one failed.
     fn is_over(&self) -> bool {
-        // What it may still take are goodbyes; the queue is through with the rest.
+        // Only goodbyes are still to come; the queue has finished everything else.
         let polled = self.poll();
         let is = |flag: &AtomicBool| flag.load(Ordering::Acquire);
         polled.is_err()

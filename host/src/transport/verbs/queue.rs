@@ -39,7 +39,7 @@ pub(super) struct VerbsQueue {
     marks: VecDeque<(u64, u64)>,
     puts_posted: u64,
     puts_left: u64,
-    /// What made the queue useless.
+    /// The failure that ended the queue.
     failure: Option<Error>,
 }
 
@@ -155,7 +155,7 @@ impl VerbsQueue {
 /// `IBV_WC_RETRY_EXC_ERR`.
 const RETRY_EXCEEDED: u32 = ibverbs_sys::ibv_wc_status::IBV_WC_RETRY_EXC_ERR;
 
-/// What to do about a completion's status.
+/// The remedy for a completion's status.
 fn remedy(status: u32) -> &'static str {
     use ibverbs_sys::ibv_wc_status as wc;
     match status {

@@ -11,7 +11,7 @@ use ibverbs_sys::{self as ib, ibv_access_flags as access, ibv_qp_attr_mask as ma
 
 use crate::error::{Error, Result};
 
-/// What a peer's card may do with registered memory. Not relaxed ordering: a counter must not overtake its data.
+/// The access that a peer's card has to registered memory. Not relaxed ordering: a counter must not overtake its data.
 const ACCESS: c_int = (access::IBV_ACCESS_LOCAL_WRITE.0 | access::IBV_ACCESS_REMOTE_WRITE.0) as c_int;
 
 /// An [`Error::Verbs`] for an `errno` value.
@@ -30,7 +30,7 @@ pub(super) fn errno() -> i32 {
     std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
-/// What a call returned that reports failure as an `errno` value.
+/// The result of a call that reports failure as an `errno` value.
 fn check(code: c_int, call: &'static str, operation: &str, remedy: &str) -> Result<()> {
     match code {
         0 => Ok(()),
@@ -136,7 +136,7 @@ impl Context {
         &self.name
     }
 
-    /// What the device can do.
+    /// The capabilities of the device.
     pub fn device(&self) -> Result<ib::ibv_device_attr> {
         // SAFETY: a struct of numbers, for which zeroes are valid.
         let mut attributes: ib::ibv_device_attr = unsafe { std::mem::zeroed() };
@@ -251,13 +251,13 @@ impl Mr {
         }
     }
 
-    /// What the own card knows it by.
+    /// The key for this rank's card.
     pub fn lkey(&self) -> u32 {
         // SAFETY: the region is live.
         unsafe { self.raw.as_ref().lkey }
     }
 
-    /// What peers' cards know it by.
+    /// The key for peers' cards.
     pub fn rkey(&self) -> u32 {
         // SAFETY: the region is live.
         unsafe { self.raw.as_ref().rkey }
@@ -340,7 +340,7 @@ unsafe impl Sync for Qp {}
 pub(super) struct Write {
     /// Comes back with its completion.
     pub id: u64,
-    /// What is written.
+    /// The payload.
     pub from: From,
     /// The peer's address.
     pub to: u64,
@@ -350,7 +350,7 @@ pub(super) struct Write {
     pub signalled: bool,
 }
 
-/// What a [`Write`] writes.
+/// The payload of a [`Write`].
 #[derive(Debug, Clone, Copy)]
 pub(super) enum From {
     /// Registered memory: address, bytes, key.
@@ -563,7 +563,7 @@ impl Drop for Qp {
     }
 }
 
-/// What a completion's status means.
+/// The meaning of a completion's status.
 pub(super) fn status_text(status: u32) -> String {
     // SAFETY: returns a static string for every value.
     let text = unsafe { CStr::from_ptr(ib::ibv_wc_status_str(status)) };

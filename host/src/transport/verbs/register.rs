@@ -152,7 +152,7 @@ fn address(memory: &Memory) -> u64 {
     if memory.host_ptr().is_null() { memory.ptr().0 } else { memory.host_ptr() as u64 }
 }
 
-/// What all cards have in common: the weakest reach.
+/// The weakest reach among all cards.
 fn weakest(reaches: impl IntoIterator<Item = Result<Reach>>) -> Result<Reach> {
     reaches.into_iter().try_fold(Reach::DmaBuf, |weakest, reach| Ok(weakest.min(reach?)))
 }

@@ -1,4 +1,4 @@
-//! What the kernel tells of RDMA devices in sysfs: GIDs with their types, and where a device sits on the PCI tree.
+//! Facts about RDMA devices from sysfs: GIDs with their types, and where a device sits on the PCI tree.
 
 use std::fs::read_to_string;
 use std::net::Ipv6Addr;
@@ -147,7 +147,7 @@ pub fn choose_gid(gids: &[Gid], index: Option<u32>) -> Result<&Gid, String> {
     })
 }
 
-/// Of several devices the one for GPU `ordinal`: the nearest by PCI; those equally near are dealt out by ordinal.
+/// Selects among several devices the one for GPU `ordinal`: the nearest by PCI; those equally near are dealt out by ordinal.
 pub fn nearest<'a>(
     sysfs: &Sysfs,
     devices: &[&'a str],

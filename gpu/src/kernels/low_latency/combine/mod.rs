@@ -9,6 +9,7 @@
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, trace};
+use super::fp8::from_bf16;
 use super::{
     Opening, Piece, Shared, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
 };
@@ -110,6 +111,76 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
 #[inline(always)]
 pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
+}
+
+/// The offset `at`, or that of the row's start where the row ends before it: a lane loads something there that it does not use.
+#[inline(always)]
+pub(super) fn inside(at: u32, row_bytes: u32) -> u32 {
+    if at < row_bytes { at } else { 0 }
+}
+
+/// Adds to `sums` the vectors at the bytes `at` of several rows: those whose numbers are the bits `left`, in their order, up to `MOST` of them
+/// at a time. `row` gives a row's address and its weight.
+#[inline(always)]
+pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
+    mut left: u32,
+    at: &[u32; V],
+    sums: &mut [[f32; 8]; V],
+    row: impl Fn(u32) -> (u64, f32),
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        while MOST >= 4 && left.count_ones() >= 4 {
+            add_some::<4, V>(&mut left, at, sums, &row);
+        }
+        while MOST >= 3 && left.count_ones() >= 3 {
+            add_some::<3, V>(&mut left, at, sums, &row);
+        }
+        while left.count_ones() >= 2 {
+            add_some::<2, V>(&mut left, at, sums, &row);
+        }
+        if left != 0 {
+            add_some::<1, V>(&mut left, at, sums, &row);
+        }
+    }
+}
+
+/// The same of the first `N` of the rows `left`, which it takes out. There are as many.
+///
+/// The loads have no condition, so that they are in flight together. Of loads under conditions ptxas lets all go through one register, from
+/// which it moves each value on: then each load waits for the one before.
+#[inline(always)]
+unsafe fn add_some<const N: usize, const V: usize>(
+    left: &mut u32,
+    at: &[u32; V],
+    sums: &mut [[f32; 8]; V],
+    row: &impl Fn(u32) -> (u64, f32),
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (mut vectors, mut weights) = ([[[0; 4]; V]; N], [0.0; N]);
+        let mut of = 0;
+        while of < N {
+            let (from, weight) = row(left.trailing_zeros() & 31);
+            *left &= left.wrapping_sub(1);
+            weights[of] = weight;
+            let mut vector = 0;
+            while vector < V {
+                vectors[of][vector] = ld_stream_v4(from + at[vector] as u64);
+                vector += 1;
+            }
+            of += 1;
+        }
+        of = 0;
+        while of < N {
+            let mut vector = 0;
+            while vector < V {
+                add(&mut sums[vector], from_bf16(vectors[of][vector]), weights[of]);
+                vector += 1;
+            }
+            of += 1;
+        }
+    }
 }
 
 /// Adds eight numbers, `weight` times.

@@ -6,7 +6,7 @@ use super::super::{
     Begun, Piece, ROWS_AT_ONCE, Shared, chunk_offset, have_all_entered, in_packets, is_piece_late, last_warp,
     late_with, load_packets, packet_seen, wait_packets,
 };
-use super::{add, bf16_bytes, round};
+use super::{add, add_rows, bf16_bytes, inside, round};
 use crate::layout::{
     Comm, FEW_RANKS, LowLatencyCombineArgs, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };
@@ -123,20 +123,13 @@ unsafe fn sum(args: &LowLatencyCombineArgs, mask: u32, rows: u64, to: u64) {
         let mut at = tid() * 16;
         while at < args.row_bytes {
             let next = at + ntid() * 16;
-            let (mut vectors, mut vectors_next) = ([[0; 4]; FEW_RANKS], [[0; 4]; FEW_RANKS]);
-            unroll8!(RANK => {
-                let row = rows + RANK as u64 * of_rank;
-                let is_there = mask >> RANK & 1 != 0;
-                vectors[RANK] = ld_stream_v4_if(is_there, row + at as u64);
-                vectors_next[RANK] = ld_stream_v4_if(is_there & (next < args.row_bytes), row + next as u64);
+            let mut sums = [[0.0; 8]; 2];
+            add_rows::<4, 2>(mask, &[at, inside(next, args.row_bytes)], &mut sums, |rank| {
+                (rows + rank as u64 * of_rank, 1.0)
             });
-            let (mut sum, mut sum_next) = ([0.0; 8], [0.0; 8]);
-            // What is not there adds zeros.
-            unroll8!(RANK => { add(&mut sum, from_bf16(vectors[RANK]), 1.0) });
-            unroll8!(RANK => { add(&mut sum_next, from_bf16(vectors_next[RANK]), 1.0) });
-            st_v4(to + at as u64, round(&sum));
+            st_v4(to + at as u64, round(&sums[0]));
             if next < args.row_bytes {
-                st_v4(to + next as u64, round(&sum_next));
+                st_v4(to + next as u64, round(&sums[1]));
             }
             at = next + ntid() * 16;
         }

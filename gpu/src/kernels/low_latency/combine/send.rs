@@ -1,11 +1,11 @@
 //! What a rank's experts made of the tokens that it received goes back.
 
 use super::super::super::epoch::pool_of;
-use super::super::fp8::{Sixteen, from_bf16, quantised, scale_offset};
+use super::super::fp8::{Sixteen, quantised, scale_offset};
 use super::super::{
     Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, send_packets, tokens_in_chunk,
 };
-use super::{add, bf16_bytes, round};
+use super::{add_rows, bf16_bytes, inside, round};
 use crate::layout::{LowLatencyCombineArgs, SCALE_BLOCK, pieces_of, row_stride};
 use crate::simt::*;
 
@@ -235,29 +235,14 @@ unsafe fn return_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, most: u32
     }
 }
 
-/// A lane's vectors of this rank's share of a token; zeros behind the row's end. The whole warp calls it.
+/// A lane's vectors of this rank's share of a token; any numbers behind the row's end. The whole warp calls it.
 #[inline(always)]
 unsafe fn piece_of_row(args: &LowLatencyCombineArgs, piece: &Piece, share: &Share) -> [[u32; 4]; 3] {
     // SAFETY: passed on to the caller.
     unsafe {
-        let (mut sums, mut left) = ([[0.0; 8]; 3], share.entries);
-        while left != 0 {
-            // Two rows at a time, so that their loads are in flight together.
-            let (mut loaded, mut weights) = ([[[0; 4]; 3]; 2], [0.0; 2]);
-            unroll2!(J => {
-                let (is_there, from, weight) = share.next_entry(args, &mut left);
-                weights[J] = weight;
-                unroll3!(V => {
-                    let at = piece.at(V as u32);
-                    loaded[J][V] = ld_stream_v4_if(is_there & (at < args.row_bytes), from + at as u64);
-                });
-            });
-            // What is not there adds zeros.
-            unroll3!(V => {
-                add(&mut sums[V], from_bf16(loaded[0][V]), weights[0]);
-                add(&mut sums[V], from_bf16(loaded[1][V]), weights[1]);
-            });
-        }
+        let mut sums = [[0.0; 8]; 3];
+        let at = [0, 1, 2].map(|vector| inside(piece.at(vector), args.row_bytes));
+        add_rows::<2, 3>(share.entries, &at, &mut sums, |entry| share.row(args, entry));
         let mut vectors = [[0; 4]; 3];
         unroll3!(V => { vectors[V] = round(&sums[V]) });
         vectors
@@ -305,41 +290,34 @@ impl Share {
         Share { entries, slot: ahead.slot, weight: ahead.weight }
     }
 
-    /// The sums of a lane's vectors from the bytes `at` and `next` of the experts' rows on; zeros behind a row's end. The whole warp calls it.
+    /// The sums of a lane's vectors from the bytes `at` and `next` of the experts' rows on; any numbers behind a row's end. The whole warp calls
+    /// it.
     #[inline(always)]
     unsafe fn sum<const FP8: bool>(&self, args: &LowLatencyCombineArgs, at: u32, next: u32) -> Sixteen {
         // SAFETY: passed on to the caller.
         unsafe {
             let bytes = bf16_bytes::<FP8>(args);
-            let (mut sums, mut left) = ([[0.0; 8]; 2], self.entries);
-            while left != 0 {
-                let (mut vectors, mut vectors_next, mut weights) = ([[0; 4]; 4], [[0; 4]; 4], [0.0; 4]);
-                unroll4!(J => {
-                    let (is_there, from, weight) = self.next_entry(args, &mut left);
-                    weights[J] = weight;
-                    vectors[J] = ld_stream_v4_if(is_there & (at < bytes), from + at as u64);
-                    vectors_next[J] = ld_stream_v4_if(is_there & (next < bytes), from + next as u64);
-                });
-                // What is not there adds zeros.
-                unroll4!(J => { add(&mut sums[0], from_bf16(vectors[J]), weights[J]) });
-                unroll4!(J => { add(&mut sums[1], from_bf16(vectors_next[J]), weights[J]) });
+            let mut sums = [[0.0; 8]; 2];
+            let at = [inside(at, bytes), inside(next, bytes)];
+            let row = |entry| self.row(args, entry);
+            // Of four, the registers of the FP8 kernel would spill.
+            if FP8 {
+                add_rows::<3, 2>(self.entries, &at, &mut sums, row);
+            } else {
+                add_rows::<4, 2>(self.entries, &at, &mut sums, row);
             }
             sums
         }
     }
 
-    /// Takes the first of the entries `left`: whether there was one, where its row is, and its weight; 0 where there was none. The whole warp
-    /// calls it.
+    /// Where the row of an entry is, and its weight. The whole warp calls it.
     #[inline(always)]
-    unsafe fn next_entry(&self, args: &LowLatencyCombineArgs, left: &mut u32) -> (bool, u64, f32) {
+    unsafe fn row(&self, args: &LowLatencyCombineArgs, entry: u32) -> (u64, f32) {
         // SAFETY: the caller says that all lanes are here.
         unsafe {
-            let is_there = *left != 0;
-            let entry = left.trailing_zeros() & 31;
-            *left &= left.wrapping_sub(1);
             let slot = shfl_u32(self.slot as u32, entry);
             let weight = f32::from_bits(shfl_u32(self.weight.to_bits(), entry));
-            (is_there, args.x.0 + slot as u64 * args.x_stride, if is_there { weight } else { 0.0 })
+            (args.x.0 + slot as u64 * args.x_stride, weight)
         }
     }
 }

@@ -8,6 +8,7 @@
 use epoxide_macros::kernel;
 
 use super::super::super::epoch::{Phase, note, note_missing_token, share, trace};
+use super::super::super::ids::{ld_id, place, recorded_token};
 use super::super::dispatch::{Entry, Pair, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
@@ -149,7 +150,16 @@ unsafe fn votes_of(args: &LowLatencyInternodeDispatchArgs, mask: u32) -> u32 {
     }
 }
 
-/// The member that a global expert id is of, with the id on that rank.
+/// The physical expert of an id of a token.
+#[inline(always)]
+unsafe fn place_of(args: &LowLatencyInternodeDispatchArgs, id: i64, token: u32) -> i64 {
+    let common = &args.dispatch.common;
+    let experts = common.local_experts * common.comm.num_ranks;
+    // SAFETY: passed on to the caller.
+    unsafe { place(&args.dispatch.table, id, token, common.comm.rank, experts) }
+}
+
+/// The member that a physical expert is of, with the id on that rank.
 #[inline(always)]
 unsafe fn owner_of(args: &LowLatencyInternodeDispatchArgs, expert: i64, begun: &Begun) -> Option<(u32, u32)> {
     let common = &args.dispatch.common;
@@ -169,7 +179,9 @@ unsafe fn ranks_of(args: &LowLatencyInternodeDispatchArgs, token: u32, begun: &B
         let topk = args.dispatch.common.num_topk;
         let (mut entry, mut mask) = (0, 0);
         while entry < topk {
-            let expert = ld_i64(args.dispatch.topk_idx.0 + (token * topk + entry) as u64 * 8);
+            let (dispatch, at) = (&args.dispatch, (token * topk + entry) as u64);
+            let id = ld_id(dispatch.topk_idx, dispatch.narrow_ids, at);
+            let expert = place_of(args, id, token);
             if let Some((rank, _)) = owner_of(args, expert, begun) {
                 mask |= 1 << rank;
             }
@@ -192,12 +204,13 @@ unsafe fn write_entries(
         let common = &args.dispatch.common;
         let entry = Entry::of(&args.dispatch, token, true);
         let experts = (common.local_experts * common.comm.num_ranks) as i64;
-        if entry.expert >= experts || entry.expert < -1 {
-            let (peer, expert) = (common.comm.rank, entry.expert as u64);
-            note(&common.comm, 0, peer, begun.epoch(), token as u64, expert, Wait::LowLatencyExpert);
+        let expert = place_of(args, entry.id.value(args.dispatch.narrow_ids), token);
+        if expert >= experts || expert < -1 {
+            let (peer, named) = (common.comm.rank, recorded_token(&args.dispatch.table, token));
+            note(&common.comm, 0, peer, begun.epoch(), named, expert as u64, Wait::LowLatencyExpert);
             note_missing_token(&common.comm, token);
         }
-        let (rank, local) = owner_of(args, entry.expert, begun).unwrap_or((u32::MAX, 0));
+        let (rank, local) = owner_of(args, expert, begun).unwrap_or((u32::MAX, 0));
         let mask = redux_or(if rank < MEMBERS { 1 << rank } else { 0 });
         let (slot, lane, mut left) = (slot_of(args), laneid(), mask);
         while left != 0 && tid() < 32 {
@@ -225,8 +238,8 @@ unsafe fn write_row(args: &LowLatencyInternodeDispatchArgs, shared: &Shared, tok
         let dispatch = &args.dispatch;
         let mut turn = 0;
         while turn * ntid() * 32 < bytes_of_x(dispatch) {
-            let pair = Pair::of(dispatch, token, turn, true);
-            let (first, second) = Pair::offsets(dispatch, turn);
+            let pair = Pair::of(dispatch, Team::block(), token, turn, true);
+            let (first, second) = Pair::offsets(dispatch, Team::block(), turn);
             if dispatch.quantise == Quantise::Not as u32 {
                 let mut left = mask;
                 while left != 0 {

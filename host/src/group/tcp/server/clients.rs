@@ -160,7 +160,7 @@ impl Clients {
         Ok(())
     }
 
-    /// What setting a key takes more than there is.
+    /// Additional memory that setting a key needs.
     fn needed(&self, key: &[u8], value: &[u8]) -> usize {
         match self.board.get(key) {
             Some(old) => value.len().saturating_sub(old.len()),

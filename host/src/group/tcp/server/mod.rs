@@ -42,7 +42,7 @@ const KEEPALIVE_COUNT: u32 = 4;
 /// A server of the store protocol, for [`TcpStore`](super::TcpStore) and for PyTorch's clients.
 ///
 /// Without a secret anyone who reaches the port can read and write the store, as with PyTorch's; where the job has one, only a
-/// [`TcpStore`](super::TcpStore) that knows it can. What all of them together can take of this process is bounded by
+/// [`TcpStore`](super::TcpStore) that knows it can. The resources of all clients together are bounded by
 /// [`ConnectionLimits`]. A client may be idle for as long as it likes, but its host must be there: the kernel asks it now and then. Dropping the server closes the port and
 /// all connections, and ends its thread; [`TcpStoreServer::finish`] lets the clients leave first.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ pub struct TcpStoreServer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a server holds, in bytes; for tests.
+/// Memory of a server, in bytes; for tests.
 #[derive(Debug, Default)]
 pub struct Held {
     /// For its clients: requests that have not come in full, waits, answers not yet sent.
@@ -134,7 +134,7 @@ impl TcpStoreServer {
         self.address.port()
     }
 
-    /// What it holds.
+    /// Its memory.
     pub fn held(&self) -> &Held {
         &self.held
     }
@@ -161,7 +161,7 @@ impl Drop for TcpStoreServer {
     }
 }
 
-/// What the thread works on.
+/// The state of the thread.
 struct Server {
     listeners: Vec<TcpListener>,
     terms: Terms,
@@ -177,7 +177,7 @@ struct Server {
     complaints: Complaints,
 }
 
-/// What `poll` says.
+/// The results of `poll`.
 struct Ready {
     woken: bool,
     /// The listeners with connections, by index.
@@ -304,8 +304,8 @@ impl Server {
         }
     }
 
-    /// Hears whether a stranger speaks the protocol, or knows the secret where there is one. Of
-    /// what it sends behind its first message nothing is read before that is known.
+    /// Hears whether a stranger speaks the protocol, or knows the secret if the job has one. Behind
+    /// its first message nothing is read before that is known.
     fn greet(&mut self, id: u64) {
         let Some(stranger) = self.strangers.get_mut(id) else { return };
         let heard = admit(stranger, &self.terms).and_then(|inside| match inside {

@@ -1,9 +1,9 @@
-//! Who waits for which keys.
+//! The clients that wait for each key.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// What one wait for one key takes beside the key's bytes, about.
+/// Approximate memory of one wait for one key beside the key's bytes.
 const OVERHEAD: usize = 128;
 
 /// All waits, in the order in which they began. A wait for a key is found by its ticket, so that ending a client's waits costs as much as they are,

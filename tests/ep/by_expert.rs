@@ -1,0 +1,322 @@
+//! Rows by expert within a node.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::ep::{Buffer, CombineRequest, Counts, DType, DispatchRequest, StreamOrder, Tensor, TypedTensor};
+use epoxide::transport::TransportKind;
+use epoxide::{Error, Result};
+use epoxide_testing::harness::{Nodes, Rank, Setup};
+use epoxide_testing::ids::{Ids, Logical};
+use epoxide_testing::oracle::{self, Routing, Style};
+use epoxide_testing::payload::rng_of;
+use epoxide_testing::roundtrip::{Case, Scales};
+use epoxide_testing::tier;
+
+use crate::cases;
+use crate::valid::{RANKS, TOKENS, refused, then_dispatch};
+
+fn case(tokens: &[u32], topk: u32, experts: u32, style: Style) -> Case {
+    Case::new(Routing::random(&mut rng_of(&[5]), tokens, topk, experts, style), 48)
+}
+
+#[test]
+fn segments_of_any_alignment() {
+    for alignment in [1, 2, 8, 64, 128] {
+        case(&[9, 0, 14, 5], 3, 8, Style::WithHoles).check_by_expert(alignment);
+    }
+}
+
+#[test]
+fn a_token_may_select_an_expert_twice() {
+    case(&[12, 7], 6, 4, Style::Repeats).check_by_expert(8);
+}
+
+#[test]
+fn most_tokens_go_to_few_experts() {
+    case(&[40, 33, 1], 4, 9, Style::Skewed).check_by_expert(16);
+}
+
+#[test]
+fn nothing_is_selected() {
+    let topk_idx = vec![vec![vec![-1, -1]; 3], vec![], vec![vec![-1, -1]]];
+    Case::new(Routing { num_experts: 6, num_topk: 2, topk_idx }, 48).check_by_expert(8);
+}
+
+#[test]
+fn more_ranks_than_fit_in_registers() {
+    case(&[3, 0, 5, 2, 4, 1, 3, 2, 6, 1], 4, 30, Style::DistinctTopK).check_by_expert(4);
+}
+
+#[test]
+fn more_local_experts_than_lanes() {
+    case(&[30, 21], 8, 2 * 70, Style::DistinctTopK).check_by_expert(8);
+}
+
+#[test]
+fn experts_at_any_places() {
+    let logical = Logical::random(&mut rng_of(&[8]), &[9, 4, 0, 7, 5], 3, Style::WithHoles);
+    let routing = logical.routing(logical.local_experts());
+    Case { ids: Ids::Placed(Arc::new(logical)), ..Case::new(routing, 48) }.check_by_expert(8);
+}
+
+#[test]
+fn rows_with_scales_and_long_rows() {
+    let fp8 = case(&[9, 8], 3, 4, Style::DistinctTopK);
+    for columns in [3, 4] {
+        let scales = Scales::Columns(columns);
+        Case { dtype: DType::Fp8E4m3, scales, ..fp8.clone() }.check_by_expert(8);
+    }
+    let long = Routing::random(&mut rng_of(&[6]), &[5, 6], 2, 4, Style::DistinctTopK);
+    Case::new(long, 14336).check_by_expert(64);
+}
+
+#[test]
+fn the_checker_finds_nothing() {
+    for seed in 0..tier::pick(6, 60) {
+        let weak = (seed % 2 == 1).then_some(seed);
+        let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
+        let style = Style::ALL[seed as usize % 4];
+        let routing = Routing::random(&mut rng_of(&[seed]), &[7, 3, 5], 3, 6, style);
+        let case = Case { schedule_seed: Some(seed), ..Case::new(routing, 48) };
+        let mut setup = case.setup_by_expert(4);
+        setup.device.checker = Some(Checker::new(config));
+        setup.run(|rank| rank.check_by_expert(&case, 4));
+    }
+}
+
+fn ranks() -> impl Strategy<Value = (Vec<u32>, Option<Nodes>)> {
+    let tokens = prop_oneof![1 => Just(0), 1 => 1..=8u32, 3 => 0..=40u32];
+    prop::collection::vec(tokens, 1..=10).prop_map(|tokens| (tokens, None))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: tier::pick(4, 64),
+        max_shrink_iters: 40,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn every_quantity_equals_the_oracle(case in cases::case(ranks()), alignment in 0..=6u32) {
+        case.check_by_expert(1 << alignment);
+    }
+}
+
+/// Rows of ones for every token, by experts 0 and 3.
+fn request<'a>(x: &'a Tensor<'a>, layout: &'a epoxide::ep::DispatchLayout<'a>) -> DispatchRequest<'a> {
+    DispatchRequest::new(x, layout).by_expert(8)
+}
+
+fn ones(rank: &Rank) -> Result<Tensor<'static>> {
+    rank.upload_rows(DType::Bf16, 8, &vec![vec![1; 16]; TOKENS as usize])
+}
+
+fn setup(rows: Option<u64>) -> Setup {
+    let mut setup = Setup::new(RANKS, 1, TOKENS as u32, 64);
+    setup.options.rows_by_expert = rows;
+    setup
+}
+
+#[test]
+fn arguments_are_checked() {
+    then_dispatch(setup(Some(64)), |rank, valid, place| {
+        let x = ones(rank)?;
+        for alignment in [0, 3, 12] {
+            let request = DispatchRequest::new(&x, &valid.layout).by_expert(alignment);
+            refused(rank.dispatch(place, request), &[&format!("alignment = {alignment}"), "power of two"]);
+        }
+        let by_rank = rank.dispatch(place, valid.request())?.handle;
+        let rows = Tensor::alloc(rank.device(), DType::Bf16, &[10, 8])?;
+        let weights: TypedTensor<'_, f32> =
+            Tensor::alloc(rank.device(), DType::F32, &[TOKENS, 2])?.typed()?;
+        let weighted = CombineRequest::new(&rows, &by_rank).weights(&weights);
+        refused(rank.combine(weighted), &["weights = given", "only rows by expert", "by_expert"]);
+
+        let handle = rank.dispatch(place, request(&x, &valid.layout))?.handle;
+        let rows = Tensor::alloc(rank.device(), DType::Bf16, &[16, 8])?;
+        let summed: TypedTensor<'_, f32> = Tensor::alloc(rank.device(), DType::F32, &[16, 2])?.typed()?;
+        let sums_weights = CombineRequest::new(&rows, &handle).topk_weights(&summed);
+        refused(rank.combine(sums_weights), &["topk_weights = given", "leave topk_weights out"]);
+        let weights: TypedTensor<'_, f32> =
+            Tensor::alloc(rank.device(), DType::F32, &[TOKENS, 3])?.typed()?;
+        let weighted = CombineRequest::new(&rows, &handle).weights(&weights);
+        refused(rank.combine(weighted), &["weights has shape [5, 3]", "[num_tokens = 5, num_topk = 2]"]);
+        let few = Tensor::alloc(rank.device(), DType::Bf16, &[15, 8])?;
+        refused(rank.combine(CombineRequest::new(&few, &handle)), &["x has shape [15, 8]"]);
+        Ok(())
+    });
+    then_dispatch(setup(None), |rank, valid, place| {
+        let x = ones(rank)?;
+        let parts = ["by_expert = asked for", "BufferOptions::rows_by_expert"];
+        refused(rank.dispatch(place, request(&x, &valid.layout)), &parts);
+        Ok(())
+    });
+    let nodes = Nodes { ranks_per_node: 1, transport: TransportKind::Shm, queues: 2 };
+    let several = Setup { ..Setup::new(RANKS, 2, TOKENS as u32, 64).nodes(Some(nodes)) };
+    then_dispatch(several, |rank, valid, place| {
+        let x = ones(rank)?;
+        refused(
+            rank.dispatch(place, request(&x, &valid.layout)),
+            &["by_expert = 2 nodes", "within one node"],
+        );
+        Ok(())
+    });
+}
+
+/// Each rank has 10 selections of one of its two experts: 16 rows.
+#[test]
+fn rows_that_do_not_fit_are_an_error_on_every_rank() {
+    then_dispatch(setup(Some(15)), |rank, valid, place| {
+        let x = ones(rank)?;
+        let parts = ["receive pool", "16", "15 rows", "rank 0 would receive 16 rows", "rows_by_expert >= 16"];
+        refused(rank.dispatch(place, request(&x, &valid.layout)), &parts);
+        let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity: 15 });
+        let handle = rank.dispatch(place, on_device)?.handle;
+        refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
+        refused(rank.buffer.check(), &parts);
+        rank.buffer.check()
+    });
+    // The pool has room, the dispatch not: less even than there are rows by rank.
+    for capacity in [15, 9] {
+        then_dispatch(setup(Some(16)), |rank, valid, place| {
+            let x = ones(rank)?;
+            let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity });
+            let handle = rank.dispatch(place, on_device)?.handle;
+            let parts = ["would receive 16 rows", "capacity >= 16"];
+            refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
+            refused(rank.buffer.check(), &parts);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn ranks_must_agree() {
+    then_dispatch(setup(Some(64)), |rank, valid, place| {
+        let x = ones(rank)?;
+        let layout = &valid.layout;
+        let request = if rank.rank == 0 { request(&x, layout) } else { DispatchRequest::new(&x, layout) };
+        let error = rank.dispatch(place, request).map(drop).expect_err("ranks differ");
+        assert!(matches!(error, Error::Mismatch { what: "by_expert", .. }), "{error}");
+        Ok(())
+    });
+}
+
+/// A peer that does not come is named, and no result is read.
+#[test]
+fn a_peer_that_is_gone() {
+    let mut setup = setup(Some(64));
+    setup.options.timeout = Duration::from_millis(200);
+    setup.run(|rank| {
+        let x = ones(rank)?;
+        let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;
+        let layout = rank.layout(&ids, 4)?;
+        let mut place = rank.place()?;
+        if rank.rank == 1 {
+            return rank.stream.synchronize();
+        }
+        let output =
+            rank.dispatch(&mut place, request(&x, &layout).counts(Counts::OnDevice { capacity: 64 }))?;
+        let read = output.recv_x.to_host::<u16>(&rank.stream).map(drop);
+        assert!(matches!(read, Err(Error::PeerTimeout { peer: 1, .. })), "{read:?}");
+        Ok(())
+    });
+}
+
+/// One graph, whose routing changes.
+#[test]
+fn a_step_brings_the_rows_of_each_replay() {
+    let turns: Vec<Case> = (0..4u64)
+        .map(|seed| {
+            let style = Style::ALL[seed as usize];
+            Case::new(Routing::random(&mut rng_of(&[seed]), &[6, 3, 8], 3, 6, style), 48)
+        })
+        .collect();
+    let mut setup = turns[0].setup();
+    setup.options.rows_by_expert = Some(3 * 17 * 3 + 6 * 7);
+    setup.run(|rank| {
+        let (stream, mut place) = (rank.stream.clone(), rank.place()?);
+        let (ids, _) = rank.topk(&turns[0])?;
+        let (x, _) = rank.payload(&turns[0], 1)?;
+        let capacity = rank.buffer.capacity();
+        let work = |buffer: &mut Buffer, order: StreamOrder<'_>| {
+            let layout = buffer.get_dispatch_layout(&ids, 6, order)?;
+            let request = DispatchRequest::new(&x, &layout).by_expert(8);
+            let output = buffer.dispatch(&mut place, request.counts(Counts::OnDevice { capacity }), order)?;
+            // The rows themselves go back, as experts that do nothing would give them.
+            let (rows, handle) = (output.recv_x.clone(), output.handle.clone());
+            let sums = buffer.combine(CombineRequest::new(&rows, &handle), order)?;
+            drop(rows);
+            Ok((output.detach(), sums))
+        };
+        let step = rank.buffer.capture(&stream, work)?;
+        for case in &turns {
+            ids.write(&stream, &case.routing.flat_topk_idx(rank.rank))?;
+            step.launch(&stream)?;
+            step.check(&stream)?;
+            let (output, sums) = step.output();
+            let plan = oracle::by_expert(&case.routing, rank.rank, 8);
+            let tables = output.handle().by_expert().expect("a dispatch by expert");
+            rank.equal("psum", &tables.psum().values(&stream)?, &plan.psum);
+            rank.check_rows_by_expert(&turns[0], 1, &plan, "a replay", output.at(&place)?)?;
+            let sums = rank.row_bytes(&sums.combined_x)?;
+            for (token, got) in (0..).zip(sums) {
+                let row: Vec<half::bf16> =
+                    epoxide_testing::payload::values_of(&turns[0].row(1, rank.rank, token));
+                let count = case.routing.topk_idx[rank.rank as usize][token as usize].iter();
+                let count = count.filter(|&&id| id >= 0).count();
+                let sum = |value: &half::bf16| (0..count).fold(0.0, |sum, _| sum + value.to_f32());
+                let expected: Vec<half::bf16> = row.iter().map(sum).map(half::bf16::from_f32).collect();
+                let got: Vec<half::bf16> = epoxide_testing::payload::values_of(&got);
+                let equal = got
+                    .iter()
+                    .zip(&expected)
+                    .all(|(a, b)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()));
+                rank.check(equal, format!("sums of token {token}"));
+            }
+        }
+        Ok(())
+    });
+}
+
+/// The sums of one rank would lack rows of another.
+#[test]
+fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
+    for in_pool in [false, true] {
+        let mut setup = setup(Some(64));
+        setup.options.timeout = Duration::from_millis(200);
+        setup.run(|rank| {
+            let x = ones(rank)?;
+            let ids = rank.upload_typed(2, &vec![vec![0i32, 3]; TOKENS as usize])?;
+            let layout = rank.layout(&ids, 4)?;
+            let mut place = rank.place()?;
+            let on_device = request(&x, &layout).counts(Counts::OnDevice { capacity: 64 });
+            let handle = rank.dispatch(&mut place, on_device)?.handle;
+            // 10 rows came, and 6 of padding.
+            let given = if rank.rank == 1 { 15 } else { 16 };
+            let (tensor, pool);
+            let combine = if in_pool {
+                pool = place.combine_rows(DType::Bf16, given, 8)?;
+                CombineRequest::new(&pool, &handle)
+            } else {
+                tensor = Tensor::alloc(rank.device(), DType::Bf16, &[given, 8])?;
+                CombineRequest::new(&tensor, &handle)
+            };
+            let sums = rank.combine(combine)?;
+            let read = sums.combined_x.to_host::<u16>(&rank.stream).map(drop);
+            match (rank.rank, &read) {
+                (1, Err(Error::Broken { reason, .. })) => {
+                    assert!(reason.contains("15") && reason.contains("16"), "{reason}");
+                }
+                (0, Err(Error::PeerTimeout { peer: 1, .. })) => {}
+                (number, read) => panic!("rank {number} got {read:?}"),
+            }
+            Ok(())
+        });
+    }
+}

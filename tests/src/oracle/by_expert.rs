@@ -1,0 +1,90 @@
+//! Rows by expert: one for each selection, in segments of the local experts.
+
+use super::routing::Routing;
+
+/// What a dispatch of rows by expert gives on one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpertPlan {
+    /// `[local_experts]`: rows of each.
+    pub counts: Vec<i32>,
+    /// `[local_experts + 1]`: where segments begin; then all rows.
+    pub starts: Vec<i32>,
+    /// `[local_experts + 1]`: where rows end; then all rows.
+    pub psum: Vec<i32>,
+    /// Of each row the source rank, its token and the token's entry; `None` in padding.
+    pub rows: Vec<Option<(u32, u32, u32)>>,
+}
+
+/// The plan of `rank`, where segments begin at multiples of `alignment`.
+pub fn by_expert(routing: &Routing, rank: u32, alignment: u32) -> ExpertPlan {
+    let mut plan = ExpertPlan { counts: vec![], starts: vec![0], psum: vec![], rows: vec![] };
+    for local in 0..routing.local_experts() {
+        let id = i64::from(rank * routing.local_experts() + local);
+        let first = plan.rows.len();
+        for source in 0..routing.num_ranks() {
+            for token in 0..routing.num_tokens(source) {
+                let ids = &routing.topk_idx[source as usize][token as usize];
+                for (k, _) in ids.iter().enumerate().filter(|(_, selected)| **selected == id) {
+                    plan.rows.push(Some((source, token, k as u32)));
+                }
+            }
+        }
+        plan.counts.push((plan.rows.len() - first) as i32);
+        plan.psum.push(plan.rows.len() as i32);
+        plan.rows.resize(plan.rows.len().next_multiple_of(alignment as usize), None);
+        plan.starts.push(plan.rows.len() as i32);
+    }
+    plan.psum.push(plan.rows.len() as i32);
+    plan
+}
+
+/// The sum of a token of `rank`: of its selections in their order, each `row(receiver, k)` times
+/// its weight, in f32 from +0.
+pub fn combine_by_expert(
+    routing: &Routing,
+    rank: u32,
+    token: u32,
+    columns: usize,
+    weights: &[f32],
+    row: impl Fn(u32, u32) -> Vec<f32>,
+) -> Vec<f32> {
+    let mut sums = vec![0.0f32; columns];
+    for (k, &id) in routing.topk_idx[rank as usize][token as usize].iter().enumerate() {
+        let Some(receiver) = routing.owner(id) else { continue };
+        for (sum, value) in sums.iter_mut().zip(row(receiver, k as u32)) {
+            let product = value * weights[k];
+            *sum += product;
+        }
+    }
+    sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn worked_example() {
+        // Two ranks with two experts each; rank 0 has tokens {1, 2}, {1, 1}, rank 1 has {0, -1},
+        // {3, 1}.
+        let topk_idx = vec![vec![vec![1, 2], vec![1, 1]], vec![vec![0, -1], vec![3, 1]]];
+        let routing = Routing { num_experts: 4, num_topk: 2, topk_idx };
+        let plan = by_expert(&routing, 0, 4);
+        assert_eq!((plan.counts, plan.starts, plan.psum), (vec![1, 4], vec![0, 4, 8], vec![1, 8, 8]));
+        let expected = [
+            Some((1, 0, 0)),
+            None,
+            None,
+            None,
+            Some((0, 0, 0)),
+            Some((0, 1, 0)),
+            Some((0, 1, 1)),
+            Some((1, 1, 1)),
+        ];
+        assert_eq!(plan.rows, expected);
+        assert_eq!(by_expert(&routing, 1, 1).psum, [1, 2, 2]);
+        let row = |receiver: u32, k: u32| vec![(10 * receiver + k + 1) as f32];
+        assert_eq!(combine_by_expert(&routing, 0, 0, 1, &[2.0, 0.5], row), [2.0 + 6.0]);
+        assert_eq!(combine_by_expert(&routing, 1, 0, 1, &[3.0, f32::NAN], row), [3.0]);
+    }
+}

@@ -1,0 +1,224 @@
+//! Round trips of rows by expert, each output compared with the oracle, bit for bit.
+
+use std::collections::BTreeMap;
+
+use epoxide::Result;
+use epoxide::ep::{
+    CachedDispatchRequest, CombineRequest, Counts, DType, DispatchHandle, DispatchOutput, DispatchRequest,
+    Place, Tensor, TypedTensor,
+};
+use half::bf16;
+
+use super::case::{Case, Scales, rough, to_bytes};
+use crate::harness::{Rank, Setup};
+use crate::oracle::{self, ExpertPlan};
+use crate::payload::{self, mix};
+
+/// What is not there: padding whose marks must be new.
+const STALE: u8 = 0x5a;
+
+impl Case {
+    /// Buffers with room for its rows by expert, and no more.
+    pub fn setup_by_expert(&self, alignment: u32) -> Setup {
+        let most = (0..self.routing.num_ranks())
+            .map(|rank| oracle::by_expert(&self.routing, rank, alignment).rows.len() as u64)
+            .max();
+        let mut setup = self.setup();
+        setup.options.rows_by_expert = Some(most.unwrap_or(0));
+        setup
+    }
+
+    /// Runs it by expert on threads, with all that can be asked of it.
+    ///
+    /// # Panics
+    /// Where anything is not as the oracle has it.
+    pub fn check_by_expert(&self, alignment: u32) {
+        self.setup_by_expert(alignment).run(|rank| rank.check_by_expert(self, alignment));
+    }
+
+    /// What the expert of a selection makes of its row: numbers whose sum shows in which order and
+    /// precision it was made.
+    fn made(&self, turn: u64, dtype: DType, (rank, token, k): (u32, u32, u32), columns: usize) -> Vec<f32> {
+        let base = mix(&[self.seed, turn, u64::from(rank), u64::from(token), u64::from(k), 77]);
+        let number = |column| rough(mix(&[base, column as u64]));
+        let rounded = |value| if dtype == DType::F32 { value } else { bf16::from_f32(value).to_f32() };
+        (0..columns).map(number).map(rounded).collect()
+    }
+}
+
+impl Rank {
+    /// Everything that can be asked of one routing by expert: dispatches with and without a wait of
+    /// the host and cached, combines of either dtype in either place, weighted or not. Collective.
+    ///
+    /// # Errors
+    /// Whatever the operations report.
+    pub fn check_by_expert(&mut self, case: &Case, alignment: u32) -> Result<()> {
+        let expected = self.expect(case);
+        let plan = oracle::by_expert(&case.routing, self.rank, alignment);
+        let (inputs, layout) = self.lay_out(case, &expected)?;
+        let mut place = self.place()?;
+        let (x, scales) = self.payload(case, 1)?;
+        let request = DispatchRequest::new(&x, &layout).by_expert(alignment);
+        let request = scales.iter().fold(request, DispatchRequest::scales);
+
+        // Counts stay on the device, and no weights travel.
+        let output = self.dispatch(&mut place, request.counts(self.on_device()))?;
+        self.buffer.check_dispatch(&output.handle, &self.stream)?;
+        self.check(output.recv_topk_weights.is_none(), "no weights were sent");
+        self.check_rows_by_expert(case, 1, &plan, "on-device dispatch by expert", &output)?;
+        self.check_selections(case, &plan, &output)?;
+        let on_device = output.handle.clone();
+        // Marks of padding are made anew.
+        let marks = output.recv_src_idx.as_deref().expect("a dispatch that was not cached");
+        // SAFETY: the tensor lies in the pool, and no operation runs on any rank before the
+        // barrier.
+        unsafe { self.stream.fill(marks.ptr(), STALE, marks.rows() * 4)? };
+        drop(output);
+        self.synchronize()?;
+
+        let request = request.topk_weights(&inputs.topk_weights).counts(Counts::Exact);
+        let output = self.dispatch(&mut place, request)?;
+        self.equal("num_recv_tokens", output.num_recv_tokens.as_slice(), &[plan.rows.len() as u32]);
+        let aligned: Vec<u32> = plan.starts.windows(2).map(|pair| (pair[1] - pair[0]) as u32).collect();
+        self.equal("num_recv_tokens_per_expert", &output.num_recv_tokens_per_expert, &aligned);
+        self.check_rows_by_expert(case, 1, &plan, "dispatch by expert", &output)?;
+        self.check_selections(case, &plan, &output)?;
+        let handle = output.handle.clone();
+        drop(output);
+
+        let (x, scales) = self.payload(case, 2)?;
+        let request = CachedDispatchRequest::new(&x, &handle);
+        let request = scales.iter().fold(request, CachedDispatchRequest::scales);
+        let output = self.dispatch_cached(&mut place, request)?;
+        self.check_rows_by_expert(case, 2, &plan, "cached dispatch by expert", &output)?;
+        drop(output);
+
+        let weights = &inputs.topk_weights;
+        let columns = |dtype: DType| u64::from(case.row_bytes) / dtype.size();
+        let combines = [
+            (3, DType::Bf16, None, None, &handle),
+            (4, DType::Bf16, Some(&place), Some(weights), &on_device),
+            (5, DType::F32, None, Some(weights), &on_device),
+            (6, DType::F32, Some(&place), None, &handle),
+        ];
+        for (turn, dtype, place, weights, handle) in combines {
+            self.check_combine_by_expert(case, turn, &plan, (dtype, columns(dtype)), place, weights, handle)?;
+        }
+        self.stream.synchronize()
+    }
+
+    /// Compares rows, scales and the tables of segments.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn check_rows_by_expert(
+        &mut self,
+        case: &Case,
+        turn: u64,
+        plan: &ExpertPlan,
+        what: &str,
+        output: &DispatchOutput,
+    ) -> Result<()> {
+        let tables = output.handle.by_expert().expect("a dispatch by expert");
+        let tables = [
+            ("counts", tables.counts(), &plan.counts),
+            ("starts", tables.starts(), &plan.starts),
+            ("psum", tables.psum(), &plan.psum),
+        ];
+        for (name, table, expected) in tables {
+            let got = table.values(&self.stream)?;
+            self.equal(&format!("{what}: {name}"), &got, expected);
+        }
+        let rows = output.handle.num_recv_tokens(&self.stream)?;
+        self.equal(&format!("{what}: rows"), &[rows], &[plan.rows.len() as u32]);
+        for (row, &(source, token, _)) in selected(plan) {
+            let got = self.row_of(&output.recv_x, row)?;
+            let expected = case.row(turn, source, token);
+            self.equal(&format!("{what}: row {row}"), &got, &expected);
+            if case.scales != Scales::None {
+                let scales = output.recv_x_scales.as_deref().expect("rows have scales");
+                let got: Vec<f32> = payload::values_of(&self.row_of(scales, row)?);
+                self.equal(&format!("{what}: scales of row {row}"), &got, &case.scales(turn, source, token));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares where rows come from, and their weights.
+    fn check_selections(&mut self, case: &Case, plan: &ExpertPlan, output: &DispatchOutput) -> Result<()> {
+        let read = |tensor: &Option<TypedTensor<'_, i32>>| {
+            tensor.as_ref().expect("a dispatch that was not cached").values(&self.stream)
+        };
+        let (tokens, entries) = (read(&output.recv_src_idx)?, read(&output.recv_src_entry)?);
+        let weights =
+            output.recv_topk_weights.as_ref().map(|weights| weights.values(&self.stream)).transpose()?;
+        for (row, selection) in plan.rows.iter().enumerate() {
+            let token = selection.map_or(-1, |(_, token, _)| token as i32);
+            self.equal(&format!("recv_src_idx[{row}]"), &tokens[row..=row], &[token]);
+            let Some((source, token, k)) = *selection else { continue };
+            let at = 2 * row..2 * row + 2;
+            self.equal(&format!("recv_src_entry[{row}]"), &entries[at], &[source as i32, k as i32]);
+            if let Some(weights) = &weights {
+                let expected = case.token_weights(source, token)[k as usize];
+                self.equal(&format!("recv_topk_weights[{row}]"), &weights[row..=row], &[expected]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Combines rows whose padding nobody has written, and compares the sums.
+    #[allow(clippy::too_many_arguments)] // A combine, and what is known of it.
+    fn check_combine_by_expert(
+        &mut self,
+        case: &Case,
+        turn: u64,
+        plan: &ExpertPlan,
+        (dtype, columns): (DType, u64),
+        place: Option<&Place>,
+        weights: Option<&TypedTensor<'static, f32>>,
+        handle: &DispatchHandle,
+    ) -> Result<()> {
+        let (tensor, pool);
+        let rows = plan.rows.len() as u64;
+        let (given, request) = if let Some(place) = place {
+            pool = place.combine_rows(dtype, rows, columns)?;
+            (pool.tensor(), CombineRequest::new(&pool, handle))
+        } else {
+            tensor = Tensor::alloc(self.device(), dtype, &[rows, columns])?;
+            (&tensor, CombineRequest::new(&tensor, handle))
+        };
+        for (row, &selection) in selected(plan) {
+            let made = to_bytes(dtype, &case.made(turn, dtype, selection, columns as usize));
+            // SAFETY: the row is one of the tensor's.
+            unsafe { self.stream.write(given.ptr().add(row as u64 * given.row_stride()), &made)? };
+        }
+        let request = weights.into_iter().fold(request, CombineRequest::weights);
+        let output = self.combine(request)?;
+        self.stream.synchronize()?;
+        self.buffer.check()?;
+        let got = self.row_bytes(&output.combined_x)?;
+        for token in 0..case.routing.num_tokens(self.rank) {
+            let ones = vec![1.0; case.routing.num_topk as usize];
+            let weights = weights.map_or(ones, |_| case.token_weights(self.rank, token));
+            let row = |_, k| case.made(turn, dtype, (self.rank, token, k), columns as usize);
+            let sums =
+                oracle::combine_by_expert(&case.routing, self.rank, token, columns as usize, &weights, row);
+            let name = format!("turn {turn}: combined_x[{token}]");
+            self.equal(&name, &got[token as usize], &to_bytes(dtype, &sums));
+        }
+        Ok(())
+    }
+
+    /// The bytes of a row.
+    fn row_of(&self, tensor: &Tensor, row: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; tensor.row_bytes() as usize];
+        // SAFETY: the row is one of the tensor's.
+        unsafe { self.stream.read(&mut bytes, tensor.ptr().add(row as u64 * tensor.row_stride()))? };
+        Ok(bytes)
+    }
+}
+
+/// The rows that are no padding, by their numbers.
+fn selected(plan: &ExpertPlan) -> BTreeMap<usize, &(u32, u32, u32)> {
+    plan.rows.iter().enumerate().filter_map(|(row, selection)| Some((row, selection.as_ref()?))).collect()
+}
