@@ -26,7 +26,7 @@ pub fn remedy() -> String {
     format!("rustup toolchain install {CHANNEL} --component rust-src")
 }
 
-/// Adds `rust-src` to the pinned toolchain, within [`FETCH_LIMIT`].
+/// Adds `rust-src` to the pinned toolchain, within `FETCH_LIMIT`.
 pub fn fetch_source() -> Result<()> {
     capture(Command::new("rustup").args(["which", "rustc", "--toolchain", CHANNEL]))?;
     println!("adding rust-src to the rustup toolchain {CHANNEL}");
