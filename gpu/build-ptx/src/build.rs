@@ -178,7 +178,7 @@ fn path_flags(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Vec<Stri
     for package in device_metadata(ws)?.compiled_into(&job.kernels.package)? {
         match (package.local, package.dir.parent()) {
             (false, Some(registry)) => prefixes.push((registry.to_owned(), "cargo".to_owned())),
-            // Of the repository, though not of the workspace.
+            // A folder of the repository that is no member of the workspace.
             (true, _) if !package.dir.starts_with(&ws.root) => prefixes.push((package.dir, package.name)),
             _ => {}
         }

@@ -11,7 +11,7 @@ use crate::kernels::Kernels;
 use crate::workspace::Workspace;
 use crate::{build, check, nvvm, ptxas};
 
-/// What it can be told.
+/// The options of a build.
 #[derive(Args, Debug)]
 pub struct BuildPtx {
     /// The compiler back end: rustc's own nvptx64 target, or Rust-CUDA's rustc_codegen_nvvm

@@ -1,12 +1,10 @@
-//! What the kernels promise about themselves. The PTX has a line for each kernel, which `#[kernel]`
+//! The descriptions of kernels. The PTX has a line for each kernel, which `#[kernel]`
 //! writes; the lints hold the PTX to it.
 
-use std::fmt;
-
-/// What such a line begins with.
+/// Such a line begins with this; `epoxide_simt::ptx` writes it.
 const PREFIX: &str = "// kernel ";
 
-/// What the PTX of a kernel must look like.
+/// The properties that the PTX of a kernel must have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelInfo {
     /// Name of the entry.
@@ -29,6 +27,8 @@ pub struct KernelInfo {
     pub traps_allowed: u32,
     /// The hash of its source, as text.
     pub source: String,
+    /// The whole line.
+    pub line: String,
 }
 
 /// A parameter of a PTX entry.
@@ -74,27 +74,8 @@ impl KernelInfo {
             local_depot_allowed: local,
             traps_allowed: number("traps")?,
             source: fact("source")?.to_owned(),
+            line: line.to_owned(),
         })
-    }
-}
-
-impl fmt::Display for KernelInfo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{PREFIX}{}: threads={} min_blocks={} barriers={} registers={} traps={} dependent={} source={} params=",
-            self.name,
-            self.max_threads,
-            self.min_blocks_per_sm,
-            self.barriers,
-            self.max_registers,
-            self.traps_allowed,
-            u32::from(self.dependent),
-            self.source
-        )?;
-        let params = self.params.iter().map(|p| format!("{}:{}:{}", p.name, p.size, p.align));
-        f.write_str(&params.collect::<Vec<_>>().join(","))?;
-        self.local_depot_allowed.as_ref().map_or(Ok(()), |why| write!(f, " local={why}"))
     }
 }
 
@@ -118,6 +99,14 @@ pub fn find<'a>(described: &'a [KernelInfo], entry: &str) -> Option<&'a KernelIn
 pub(crate) mod samples {
     use super::{KernelInfo, ParamLayout};
 
+    /// The line of [`kernel`].
+    pub fn line(name: &str) -> String {
+        format!(
+            "// kernel {name}: threads=256 min_blocks=2 barriers=1 registers=64 traps=0 dependent=0 source=00ff \
+             params=src:8:8,n:4:4"
+        )
+    }
+
     /// A kernel `name(src: u64, n: u32)` of up to 256 threads, one block barrier and no exceptions.
     pub fn kernel(name: &str) -> KernelInfo {
         let param = |name: &str, size| ParamLayout { name: name.to_owned(), size, align: size };
@@ -132,27 +121,30 @@ pub(crate) mod samples {
             local_depot_allowed: None,
             traps_allowed: 0,
             source: "00ff".to_owned(),
+            line: line(name),
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::samples::kernel;
+    use super::samples::{kernel, line};
     use super::*;
 
     #[test]
-    fn a_line_says_what_it_was_written_from() {
+    fn lines_are_read() {
+        assert_eq!(KernelInfo::parse(&line("copy")), Some(kernel("copy")));
+        let text =
+            line("excused").replace("traps=0 dependent=0", "traps=3 dependent=1") + " local=a table = small";
         let excused = KernelInfo {
             local_depot_allowed: Some("a table = small".to_owned()),
             dependent: true,
             traps_allowed: 3,
+            line: text.clone(),
             ..kernel("excused")
         };
-        for info in [kernel("copy"), excused] {
-            assert_eq!(KernelInfo::parse(&info.to_string()), Some(info));
-        }
-        let text = format!(".version 8.4\n{}\n\t{}\n// another remark\n", kernel("a"), kernel("b"));
+        assert_eq!(KernelInfo::parse(&text), Some(excused));
+        let text = format!(".version 8.4\n{}\n\t{}\n// another remark\n", line("a"), line("b"));
         assert_eq!(kernels(&text), [kernel("a"), kernel("b")]);
         assert_eq!(find(&kernels(&text), "b"), Some(&kernel("b")));
         assert_eq!(KernelInfo::parse("// kernel a: threads=many"), None);
