@@ -10,9 +10,9 @@ const TILE: u32 = 16;
 
 shared! {
     static struct Tiles {
-        /// Of `a`, row by row.
+        /// A tile of `a`, row by row.
         a: [f32; 256],
-        /// Of `b`, row by row.
+        /// A tile of `b`, row by row.
         b: [f32; 256],
     }
 }

@@ -163,7 +163,7 @@ fn a_histogram_counts_every_value_once() {
     });
 }
 
-/// What one rank of an exchange has.
+/// The memory of one rank of an exchange.
 struct Rank {
     x: Array<u32>,
     out: Array<u32>,
@@ -238,7 +238,7 @@ fn a_rank_whose_peer_never_comes_gives_up() {
 /// Calls for devices.
 type Calls<K> = Vec<(usize, Result<Call<K>, ContractError>)>;
 
-/// What check mode says of a kernel whose PTX was edited. `calls` returns the memory of its calls, too.
+/// The report of check mode on a kernel whose PTX was edited. `calls` returns the memory of its calls, too.
 fn report_of<K: Entry, M>(
     kernel: &str,
     edit: (&str, &str),

@@ -18,7 +18,7 @@ pub struct ParamLayout {
     pub align: usize,
 }
 
-/// What the PTX of a kernel must look like. `to_string()` gives the line that describes the kernel in
+/// The properties that the PTX of a kernel must have. `to_string()` gives the line that describes it in
 /// the PTX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelInfo {
@@ -54,7 +54,7 @@ pub struct KernelInfo {
 pub unsafe trait Entry {
     /// Its argument struct.
     type Args: Pod;
-    /// What its PTX must look like.
+    /// The properties that its PTX must have.
     const INFO: KernelInfo;
 }
 
@@ -69,7 +69,7 @@ pub struct Shape {
     pub shared_bytes: u32,
 }
 
-/// What a kernel's attribute says about the shape of a launch, for the arguments of a call. `None`:
+/// The shape of a launch by the kernel's attribute, for the arguments of a call. `None`:
 /// it says nothing.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
@@ -178,7 +178,7 @@ pub struct ContractError {
     pub kernel: &'static str,
     /// The clause as written.
     pub clause: &'static str,
-    /// What the sides of a comparison came to; of another clause, the arguments that it looks at.
+    /// The values of both sides of a comparison, or the arguments of another clause.
     pub values: String,
 }
 

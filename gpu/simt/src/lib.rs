@@ -104,7 +104,7 @@ pub use shared::{SharedArray, SharedElement};
 pub use sreg::*;
 pub use warp::*;
 
-/// What the attributes write paths to.
+/// The items that attributes write paths to.
 #[doc(hidden)]
 pub mod __private {
     #[cfg(not(target_arch = "nvptx64"))]

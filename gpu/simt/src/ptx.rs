@@ -8,7 +8,7 @@ use core::fmt;
 
 use crate::launch::{Entry, KernelInfo};
 
-/// What a line begins with that describes a kernel.
+/// The beginning of a line that describes a kernel.
 pub const DESCRIPTION: &str = "// kernel ";
 
 impl fmt::Display for KernelInfo {

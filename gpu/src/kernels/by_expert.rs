@@ -20,6 +20,7 @@ use epoxide_macros::kernel;
 use super::epoch::{aborted, current_epoch, pool_at, send_packet, wait_packet};
 use super::ids::ld_id;
 use super::list::entry_at;
+use super::segments::sum_upto;
 use super::verdict::Verdict;
 use crate::layout::{
     ExpertPlanArgs, MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_TOPK, NumberArgs, PlanHeader, PlanStatus,
@@ -175,17 +176,12 @@ unsafe fn lay_out_segments(args: &ExpertPlanArgs, epoch: u64) -> u32 {
         }
         barrier_sync();
         if thread < 32 {
-            // What is in front of each, 32 experts at a time.
+            // Prefix sums, 32 experts at a time.
             let (mut first, mut before) = (0, 0u32);
             while first < experts {
                 let expert = first + lane;
-                let mut upto = if expert < experts { ld_shared_u32(word(SEGMENTS + expert)) } else { 0 };
-                let mut step = 1;
-                while step < 32 {
-                    let of_others = shfl_u32(upto, lane.wrapping_sub(step) & 31);
-                    upto = upto.saturating_add(if lane >= step { of_others } else { 0 });
-                    step *= 2;
-                }
+                let rows = if expert < experts { ld_shared_u32(word(SEGMENTS + expert)) } else { 0 };
+                let upto = sum_upto(rows, u32::saturating_add);
                 let front = shfl_u32(upto, lane.wrapping_sub(1) & 31);
                 let front = before.saturating_add(if lane == 0 { 0 } else { front });
                 if expert < experts {

@@ -21,7 +21,7 @@ impl Id {
         unsafe { Id(if narrow == 0 { ld_u64(ids.0 + at * 8) } else { ld_u32(ids.0 + at * 4) as u64 }) }
     }
 
-    /// What it is, by the same `narrow`.
+    /// The id as i64, by the same `narrow`.
     #[inline(always)]
     pub fn value(self, narrow: u32) -> i64 {
         if narrow == 0 { self.0 as i64 } else { self.0 as i32 as i64 }

@@ -2,7 +2,7 @@
 //!
 //! Every operation between ranks has the same three steps, carried by two words per peer (`layout::Control`):
 //! *ready* (I have entered operation `epoch`), *move*, *done* (I have done my part towards you). `epoch` module holds
-//! them; the host crate's ARCHITECTURE page says why no two operations can meet in a region.
+//! them; docs/protocol.md says why no two operations can meet in a region.
 
 /// Repeats a block with the constant `$n` from 0 to 7: unrolled in the source, so that arrays which it indexes stay in
 /// registers.
@@ -43,6 +43,7 @@ mod notify;
 mod progress;
 mod rail;
 mod ring;
+mod segments;
 mod verdict;
 
 #[cfg(not(target_arch = "nvptx64"))]

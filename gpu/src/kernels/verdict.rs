@@ -24,7 +24,7 @@ impl Verdict {
     pub const OPEN: Verdict =
         Verdict { status: PlanStatus::Empty as u32, peer: 0, detail: 0, theirs: 0, ours: 0 };
 
-    /// Of the [`PlanHeader`] at `header`.
+    /// The verdict in the [`PlanHeader`] at `header`.
     #[inline(always)]
     pub unsafe fn read(header: u64) -> Verdict {
         // SAFETY: the caller vouches for a live `PlanHeader`.

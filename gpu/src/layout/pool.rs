@@ -82,9 +82,9 @@ pub mod message {
     pub const CHANNEL_STARTS: u32 = RANK_COUNTS + MAX_RANKS as u32;
     /// Selections the sender has for each expert of the receiver, `[MAX_LOCAL_EXPERTS]`.
     pub const EXPERT_COUNTS: u32 = CHANNEL_STARTS + MAX_CHANNELS;
-    /// Of rows by expert: rows of all segments of the sender, padding included.
+    /// With rows by expert: rows of all segments of the sender, padding included.
     pub const EXPERT_ROWS: u32 = EXPERT_COUNTS + MAX_LOCAL_EXPERTS;
-    /// Of rows by expert: the receiver's first row at the sender for each expert of the sender,
+    /// With rows by expert: the receiver's first row at the sender for each expert of the sender,
     /// `[MAX_LOCAL_EXPERTS]`.
     pub const EXPERT_STARTS: u32 = EXPERT_ROWS + 1;
     /// Packets per message.

@@ -8,6 +8,7 @@ use core::mem::offset_of;
 use epoxide_macros::kernel;
 
 use crate::kernels::epoch::{current_epoch, record};
+use crate::kernels::segments::Segments;
 use crate::layout::{Comm, ExpertStageArgs, PlanHeader, PlanStatus, StageArgs, Wait, row_stride};
 use crate::simt::*;
 
@@ -67,29 +68,20 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
     let (mut number, step) = (tid() / 32 * nctaid() + ctaid(), nctaid() * (ntid() / 32));
     let (mut first, mut before) = (0, 0);
     while first < args.local_experts as u32 {
-        // Lane l: the rows of expert `first + l`, and those of all experts up to it.
-        let (lane, expert) = (laneid(), first + laneid());
+        // Lane l has expert `first + l`.
+        let expert = first + laneid();
         let is_there = (expert as u64) < args.local_experts;
         let count = ld_i32_if(is_there, args.expert_counts.0 + expert as u64 * 4, 0) as u32;
         let start = ld_i32_if(is_there, args.expert_starts.0 + expert as u64 * 4, 0) as u32;
-        let (mut upto, mut distance) = (count, 1);
-        while distance < 32 {
-            let of_others = shfl_u32(upto, lane.wrapping_sub(distance) & 31);
-            upto += if lane >= distance { of_others } else { 0 };
-            distance *= 2;
-        }
-        upto += before;
-        let end = shfl_u32(upto, 31);
-        while number < end {
-            // The last lane's sum is above the number, so that not all bits are set.
-            let owner = ballot(upto <= number).count_ones() & 31;
-            let index = number - shfl_u32(upto - count, owner);
+        let segments = Segments::new(first, before, count);
+        while number < segments.end {
+            let (owner, index) = segments.find(number);
             let row = (shfl_u32(start, owner) + index) as u64;
             let to = stage.rows.0 + row * row_stride(stage.row_bytes as u64);
             copy_bytes(stage.x.0 + row * stage.x_stride, to, stage.row_bytes);
             number += step;
         }
-        before = end;
+        before = segments.end;
         first += 32;
     }
 }

@@ -376,7 +376,7 @@ pub unsafe fn sum_rows<E: Summand, C: Contributors, S: Sink, const WHOLE: bool>(
             let bytes = item.bytes(args);
             let mut sums = [[0.0f32; 8]; VECTORS];
             let mut contributors = if gathered { sum.bits.count_ones() } else { 0 };
-            // Of rows with weights: the lanes that have one, and the lane's weight.
+            // With weights: the lanes that have a row, and the lane's weight.
             let (mut lanes, mut weight) = (sum.bits, 1.0);
             if C::WEIGHTED && gathered {
                 weight = from.weight(item.token);

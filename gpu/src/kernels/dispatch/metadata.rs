@@ -16,7 +16,7 @@ pub struct Metadata {
     k: u32,
     /// Where the token goes: its row at every rank, or -1. Of many ranks, the list of its destinations is read when they are sent to.
     rows: [i32; FEW_RANKS],
-    /// Of a physical expert.
+    /// The id of a physical expert.
     id: Id,
     weight: f32,
 }

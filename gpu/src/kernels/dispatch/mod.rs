@@ -195,7 +195,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
                         store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
                     }
                 } else {
-                    // Of no lane, where the own rank is no destination.
+                    // -1 where the own rank is no destination.
                     let own_row = shfl_u32(row as u32, own_lane & 31) as i32;
                     let own_row = if MANY && own_lane == 32 { -1 } else { own_row };
                     if own_row >= 0 {

@@ -6,6 +6,8 @@
 
 use epoxide_macros::kernel;
 
+use super::super::segments::Segments;
+use super::inside;
 use crate::layout::{LowLatencyGatherArgs, SCALE_BLOCK, row_stride};
 use crate::simt::*;
 
@@ -29,64 +31,34 @@ const _: () = assert!(SCALES <= 32, "a lane copies one");
 )]
 pub unsafe fn low_latency_gather(args: LowLatencyGatherArgs) {
     let pieces = args.row_bytes.div_ceil(GATHER_BYTES);
-    let mut experts = Experts::of(&args, 0, 0);
+    let mut experts = experts_from(&args, 0, 0);
     // All experts' rows count through, and pieces of a row follow each other on different multiprocessors: nobody is idle where counts differ.
     let mut number = tid() / 32 * nctaid() + ctaid();
     loop {
         let row = number / pieces;
         while row >= experts.end && experts.first + 32 < args.local_experts {
-            experts = Experts::of(&args, experts.first + 32, experts.end);
+            experts = experts_from(&args, experts.first + 32, experts.end);
         }
         if row >= experts.end {
             break;
         }
-        let (expert, index) = experts.find(row);
-        copy_piece(&args, expert, index, number % pieces);
+        let (lane, index) = experts.find(row);
+        copy_piece(&args, experts.first + lane, index, number % pieces);
         number += nctaid() * (ntid() / 32);
     }
 }
 
-/// Up to 32 local experts, one to a lane, and the rows that they have.
-struct Experts {
-    first: u32,
-    /// Rows of the lane's expert.
-    count: u32,
-    /// Rows of all experts up to it.
-    upto: u32,
-    /// Rows of all experts up to the last of these.
-    end: u32,
-}
-
-impl Experts {
-    /// The experts from `first` on; those in front of them have `before` rows. The whole warp calls it.
-    #[inline(always)]
-    unsafe fn of(args: &LowLatencyGatherArgs, first: u32, before: u32) -> Experts {
-        // SAFETY: loads that are made lie in the table; the caller says that all lanes are here.
-        unsafe {
-            let (lane, expert) = (laneid(), first + laneid());
-            let mut count = 0;
-            if expert < args.local_experts {
-                count = ld_u32(args.expert_counts.0 + expert as u64 * 4).min(args.rows);
-            }
-            let (mut upto, mut step) = (count, 1);
-            while step < 32 {
-                let of_others = shfl_u32(upto, lane.wrapping_sub(step) & 31);
-                upto += if lane >= step { of_others } else { 0 };
-                step *= 2;
-            }
-            upto += before;
-            Experts { first, count, upto, end: shfl_u32(upto, 31) }
+/// The rows of the local experts from `first` on, one to a lane; those in front of them have `before` rows. The whole warp calls it.
+#[inline(always)]
+unsafe fn experts_from(args: &LowLatencyGatherArgs, first: u32, before: u32) -> Segments {
+    // SAFETY: loads that are made lie in the table; the caller says that all lanes are here.
+    unsafe {
+        let expert = first + laneid();
+        let mut count = 0;
+        if expert < args.local_experts {
+            count = ld_u32(args.expert_counts.0 + expert as u64 * 4).min(args.rows);
         }
-    }
-
-    /// Whose row number `row` of all is, which one of them has, and which of the expert's it is. The whole warp calls it.
-    #[inline(always)]
-    unsafe fn find(&self, row: u32) -> (u32, u32) {
-        // SAFETY: the caller says that all lanes are here. The last lane's sum is above `row`, so that not all bits are set.
-        unsafe {
-            let lane = ballot(self.upto <= row).count_ones() & 31;
-            (self.first + lane, row - shfl_u32(self.upto - self.count, lane))
-        }
+        Segments::new(first, before, count)
     }
 }
 
@@ -104,11 +76,8 @@ unsafe fn copy_piece(args: &LowLatencyGatherArgs, expert: u32, index: u32, piece
         let (from, to) = (args.recv_x.0 + row as u64 * row_stride(bytes), args.x.0 + slot * bytes);
         let at = |vector: usize| piece * GATHER_BYTES + (vector as u32 * 32 + lane) * 16;
         let mut vectors = [[0; 4]; VECTORS];
-        // Without a condition, so that all are in flight together; what lies behind the row's end is its start, for nobody.
-        unroll4!(J => {
-            let inside = if at(J) < args.row_bytes { at(J) } else { 0 };
-            vectors[J] = ld_stream_v4(from + inside as u64);
-        });
+        // The loads have no condition, so that all are in flight together.
+        unroll4!(J => { vectors[J] = ld_stream_v4(from + inside(at(J), args.row_bytes) as u64) });
         let scale = piece * SCALES + lane;
         if lane < SCALES && scale < args.num_scales {
             let value = ld_f32(args.recv_scales.0 + (scale as u64 * args.rows as u64 + row as u64) * 4);

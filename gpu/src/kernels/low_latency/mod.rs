@@ -423,6 +423,12 @@ fn in_packets(args: &LowLatencyArgs, tokens: u32) -> bool {
     tokens <= args.packet_tokens
 }
 
+/// The offset `at`, or that of the row's start where the row ends before it: a lane loads something there that it does not use.
+#[inline(always)]
+fn inside(at: u32, row_bytes: u32) -> u32 {
+    if at < row_bytes { at } else { 0 }
+}
+
 /// A piece of a row: the warp that moves it needs no other.
 struct Piece {
     /// A rank, and a token of it or for it.

@@ -113,12 +113,6 @@ pub(super) fn bf16_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
 }
 
-/// The offset `at`, or that of the row's start where the row ends before it: a lane loads something there that it does not use.
-#[inline(always)]
-pub(super) fn inside(at: u32, row_bytes: u32) -> u32 {
-    if at < row_bytes { at } else { 0 }
-}
-
 /// Adds to `sums` the vectors at the bytes `at` of several rows: those whose numbers are the bits `left`, in their order, up to `MOST` of them
 /// at a time. `row` gives a row's address and its weight.
 #[inline(always)]
@@ -147,8 +141,8 @@ pub(super) unsafe fn add_rows<const MOST: usize, const V: usize>(
 
 /// The same of the first `N` of the rows `left`, which it takes out. There are as many.
 ///
-/// The loads have no condition, so that they are in flight together. Of loads under conditions ptxas lets all go through one register, from
-/// which it moves each value on: then each load waits for the one before.
+/// The loads have no condition, so that they are in flight together. ptxas gives loads under a condition the same registers and moves each
+/// value on, so that each load waits for the one before.
 #[inline(always)]
 unsafe fn add_some<const N: usize, const V: usize>(
     left: &mut u32,

@@ -3,10 +3,10 @@
 use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_of, record};
 use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, Shared, chunk_offset, have_all_entered, in_packets, is_piece_late, last_warp,
-    late_with, load_packets, packet_seen, wait_packets,
+    Begun, Piece, ROWS_AT_ONCE, Shared, chunk_offset, have_all_entered, in_packets, inside, is_piece_late,
+    last_warp, late_with, load_packets, packet_seen, wait_packets,
 };
-use super::{add, add_rows, bf16_bytes, inside, round};
+use super::{add, add_rows, bf16_bytes, round};
 use crate::layout::{
     Comm, FEW_RANKS, LowLatencyCombineArgs, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };

@@ -3,9 +3,9 @@
 use super::super::super::epoch::pool_of;
 use super::super::fp8::{Sixteen, quantised, scale_offset};
 use super::super::{
-    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, send_packets, tokens_in_chunk,
+    Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, tokens_in_chunk,
 };
-use super::{add_rows, bf16_bytes, inside, round};
+use super::{add_rows, bf16_bytes, round};
 use crate::layout::{LowLatencyCombineArgs, SCALE_BLOCK, pieces_of, row_stride};
 use crate::simt::*;
 
@@ -300,7 +300,7 @@ impl Share {
             let mut sums = [[0.0; 8]; 2];
             let at = [inside(at, bytes), inside(next, bytes)];
             let row = |entry| self.row(args, entry);
-            // Of four, the registers of the FP8 kernel would spill.
+            // Four at a time would spill registers of the FP8 kernel.
             if FP8 {
                 add_rows::<3, 2>(self.entries, &at, &mut sums, row);
             } else {

@@ -1,0 +1,52 @@
+//! Rows in segments that follow each other, such as those of a rank's experts.
+
+use crate::simt::*;
+
+/// The sum of the numbers of all lanes up to this one, by `add`. The whole warp calls it.
+#[inline(always)]
+pub unsafe fn sum_upto(number: u32, add: impl Fn(u32, u32) -> u32) -> u32 {
+    let (mut upto, mut distance) = (number, 1);
+    while distance < 32 {
+        // SAFETY: the caller says that all lanes are here.
+        let of_others = unsafe { shfl_u32(upto, laneid().wrapping_sub(distance) & 31) };
+        upto = add(upto, if laneid() >= distance { of_others } else { 0 });
+        distance *= 2;
+    }
+    upto
+}
+
+/// Up to 32 segments, one to a lane.
+pub struct Segments {
+    /// The number of the first one.
+    pub first: u32,
+    /// Rows of the lane's segment.
+    count: u32,
+    /// Rows of all segments up to the lane's, and with it.
+    upto: u32,
+    /// Rows of all segments up to the last of these.
+    pub end: u32,
+}
+
+impl Segments {
+    /// The segments from number `first` on, of which the lane's has `count` rows; those in front of
+    /// them have `before` rows together. The whole warp calls it.
+    #[inline(always)]
+    pub unsafe fn new(first: u32, before: u32, count: u32) -> Segments {
+        // SAFETY: the caller says that all lanes are here.
+        unsafe {
+            let upto = sum_upto(count, |a, b| a + b) + before;
+            Segments { first, count, upto, end: shfl_u32(upto, 31) }
+        }
+    }
+
+    /// The lane whose segment has row `row`, counted through all segments and below `end`, and the
+    /// row's index there. The whole warp calls it.
+    #[inline(always)]
+    pub unsafe fn find(&self, row: u32) -> (u32, u32) {
+        // SAFETY: the caller says that all lanes are here. The last lane's sum is above `row`, so not all bits are set.
+        unsafe {
+            let lane = ballot(self.upto <= row).count_ones() & 31;
+            (lane, row - shfl_u32(self.upto - self.count, lane))
+        }
+    }
+}
