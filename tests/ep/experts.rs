@@ -158,7 +158,7 @@ fn entries_of_a_map_that_are_no_experts_are_errors(spread: Spread) {
             let (ids, map) = (ids_with(rank, 2i64)?, map_of(rank)?);
             let mut entries = map.entries().values(&rank.stream)?;
             if rank.rank == 1 {
-                // Of expert 2, which rank 1 alone selects.
+                // Rows of expert 2, which rank 1 alone selects.
                 let choices = map.choices() as usize;
                 entries[2 * choices..3 * choices].fill(bad);
             }

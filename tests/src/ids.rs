@@ -12,7 +12,7 @@ use epoxide::ep::{ExpertMap, Placement, TypedTensor};
 
 use crate::oracle::{Routing, Style};
 
-/// What a case gives as ids.
+/// The ids of a case.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ids {
     /// Those of its routing, as i64.

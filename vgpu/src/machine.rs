@@ -24,7 +24,7 @@ const LONGEST_JUMP_NS: u64 = 10_000_000_000;
 /// How long all grids may only wait, in nanoseconds of the virtual clock.
 const STUCK_NS: u64 = 1_000_000_000_000;
 
-/// What a [`Machine`] reports. `Debug` is the text as well, so that `unwrap` shows the report.
+/// The report of a [`Machine`]. `Debug` is the text as well, so that `unwrap` shows it.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum MachineError {
@@ -155,7 +155,7 @@ struct Launch {
     kernel: Arc<Kernel>,
     shape: GridConfig,
     params: Vec<u8>,
-    /// What the host knew when it enqueued the kernel.
+    /// The causal past of the host when it enqueued the kernel.
     past: Past,
 }
 
@@ -165,7 +165,7 @@ struct Device {
     queue: VecDeque<Launch>,
     running: Option<Grid>,
     timeline: Option<Timeline>,
-    /// What has happened before the next kernel.
+    /// The causal past of the next kernel.
     past: Past,
     spins: bool,
 }

@@ -138,7 +138,7 @@ struct CountExchange<'a> {
     tag: u64,
 }
 
-/// What travels with rows: of which entries, and how many.
+/// The metadata that travels with rows.
 #[derive(Debug, Clone, Copy, Default)]
 struct Metadata {
     /// Null where no weights travel, and so are the weights.
@@ -536,7 +536,7 @@ impl Buffer {
         let local_experts = layout.num_experts / num_ranks;
         let columns =
             place.index << 24 | (counts.by_expert as u32) << 23 | counts.num_topk << 16 | payload.num_scales;
-        // Of rows by expert, the plan behind this one is what the host waits for.
+        // With rows by expert the host waits for the plan behind this one.
         let tag = if counts.by_expert { 0 } else { counts.tag };
         let mut comm = Comm { pool: place.room.layout, ..self.comm };
         comm.pool.rows = counts.capacity;

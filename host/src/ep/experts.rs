@@ -49,7 +49,7 @@ pub struct Placement {
     num_ranks: u32,
     local_experts: u32,
     choices: Option<u32>,
-    /// Of each logical expert.
+    /// The replicas of each logical expert.
     replicas: Vec<Vec<Replica>>,
 }
 
@@ -410,7 +410,7 @@ impl ExpertMap {
         Err(Error::argument("map", format!("for {} ranks", self.num_ranks), rule))
     }
 
-    /// What kernels are told of it.
+    /// The table, as an argument of kernels.
     pub(super) fn table(&self) -> ExpertTable {
         ExpertTable { entries: self.entries.ptr(), num_experts: self.num_experts(), choices: self.choices() }
     }

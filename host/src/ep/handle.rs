@@ -113,7 +113,7 @@ pub(super) struct HandleShape {
     pub channels: u32,
     pub tokens: u32,
     pub local_experts: u32,
-    /// Of rows by expert: entries per token.
+    /// Entries per token, in a dispatch of rows by expert.
     pub by_expert: Option<u32>,
 }
 

@@ -63,7 +63,7 @@ impl<'a> DispatchLayout<'a> {
         }
     }
 
-    /// What must live as long as a use of the ids.
+    /// The owner of the ids, which lives as long as a use of them.
     pub(super) fn owner(&self) -> Option<&Owner> {
         self.topk_idx.owner()
     }

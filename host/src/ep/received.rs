@@ -13,9 +13,9 @@ use crate::error::{Error, Result};
 ///
 /// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
 ///
-/// Of rows by expert ([`DispatchRequest::by_expert`](super::DispatchRequest::by_expert)) there is
-/// one for each selection, grouped by local expert, and of an expert in that order. Padding belongs
-/// to `num_recv_tokens`; what it holds is not defined, but for `recv_src_idx`.
+/// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert) brings one row for each
+/// selection, grouped by local expert, and an expert's rows in that order. Padding counts in
+/// `num_recv_tokens`; only its `recv_src_idx` is defined.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct DispatchOutput<'p> {

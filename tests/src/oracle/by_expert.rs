@@ -2,7 +2,7 @@
 
 use super::routing::Routing;
 
-/// What a dispatch of rows by expert gives on one rank.
+/// The results of a dispatch of rows by expert on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpertPlan {
     /// `[local_experts]`: rows of each.
@@ -11,7 +11,7 @@ pub struct ExpertPlan {
     pub starts: Vec<i32>,
     /// `[local_experts + 1]`: where rows end; then all rows.
     pub psum: Vec<i32>,
-    /// Of each row the source rank, its token and the token's entry; `None` in padding.
+    /// Source rank, token and entry of each row; `None` in padding.
     pub rows: Vec<Option<(u32, u32, u32)>>,
 }
 

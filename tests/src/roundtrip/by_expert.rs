@@ -14,7 +14,7 @@ use crate::harness::{Rank, Setup};
 use crate::oracle::{self, ExpertPlan};
 use crate::payload::{self, mix};
 
-/// What is not there: padding whose marks must be new.
+/// Padding, whose marks must be new.
 const STALE: u8 = 0x5a;
 
 impl Case {
@@ -36,7 +36,7 @@ impl Case {
         self.setup_by_expert(alignment).run(|rank| rank.check_by_expert(self, alignment));
     }
 
-    /// What the expert of a selection makes of its row: numbers whose sum shows in which order and
+    /// The output of a selection's expert: numbers whose sum shows in which order and
     /// precision it was made.
     fn made(&self, turn: u64, dtype: DType, (rank, token, k): (u32, u32, u32), columns: usize) -> Vec<f32> {
         let base = mix(&[self.seed, turn, u64::from(rank), u64::from(token), u64::from(k), 77]);
