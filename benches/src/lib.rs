@@ -37,7 +37,7 @@ use epoxide::group::launch::run_threads;
 
 pub use error::{Error, Result};
 pub use estimate::Estimate;
-pub use plan::{Baseline, Effort, LowLatency, Plan, TIMEOUT};
+pub use plan::{Baseline, CombineRows, Effort, LowLatency, Plan, TIMEOUT};
 pub use shapes::Shapes;
 pub use watch::Watch;
 

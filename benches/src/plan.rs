@@ -44,11 +44,32 @@ pub enum Baseline {
     Nccl,
 }
 
-/// What only a measurement of low latency has.
+/// Rows that a low-latency combine takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CombineRows {
+    /// One for each token and expert: combine weights and sums them.
+    ByExpert,
+    /// One for each token and rank, weighted and summed by the experts' kernel.
+    ByRow,
+}
+
+impl CombineRows {
+    /// As flags and results name it.
+    pub fn text(self) -> &'static str {
+        match self {
+            CombineRows::ByExpert => "by-expert",
+            CombineRows::ByRow => "by-row",
+        }
+    }
+}
+
+/// Settings of a low-latency measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LowLatency {
     /// Row type of combine: BF16 or FP8.
     pub combine_dtype: DType,
+    /// Rows that combine takes.
+    pub combine_rows: CombineRows,
     /// Tokens of a rank that are complete together.
     pub chunk_tokens: u32,
     /// Most tokens of a rank whose rows return as packets.
@@ -340,6 +361,9 @@ impl Plan {
             queues: has_queues.then_some(self.queues),
             rdma_send: has_queues.then_some(self.rdma_send),
             combine_dtype: low.map(|low| low.combine_dtype.name().to_string()),
+            combine_rows: low
+                .filter(|low| low.combine_rows != CombineRows::ByExpert)
+                .map(|low| low.combine_rows.text().to_string()),
             chunk_tokens: low.map(|low| low.chunk_tokens),
             packet_tokens: low.map(|low| low.packet_tokens),
         }

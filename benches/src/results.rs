@@ -138,9 +138,13 @@ pub struct Key {
     /// Rows of a put; likewise.
     #[serde(default)]
     pub rdma_send: Option<u32>,
-    /// Low latency: row type of combine; missing in the other modes, as the next two.
+    /// Low latency: row type of combine; missing in the other modes, as the next three.
     #[serde(default)]
     pub combine_dtype: Option<String>,
+    /// Rows that combine takes, as [`CombineRows::text`](crate::CombineRows::text) names them; missing:
+    /// by expert.
+    #[serde(default)]
+    pub combine_rows: Option<String>,
     /// Tokens of a rank that are complete together.
     #[serde(default)]
     pub chunk_tokens: Option<u32>,

@@ -83,6 +83,7 @@ impl From<LowLatencyV1> for Point {
                 queues: None,
                 rdma_send: None,
                 combine_dtype: Some(old.combine_dtype),
+                combine_rows: None,
                 chunk_tokens: Some(old.chunk_tokens),
                 packet_tokens: Some(old.packet_tokens),
             },

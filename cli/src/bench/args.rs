@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use epoxide::ep::DType;
 use epoxide::low_latency::Options;
 use epoxide_bench::sweep::Sweep;
-use epoxide_bench::{Baseline, Effort, LowLatency, Plan, Shapes};
+use epoxide_bench::{Baseline, CombineRows, Effort, LowLatency, Plan, Shapes};
 
 use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
 use crate::stop::{Result, Stop};
@@ -131,6 +131,10 @@ pub struct PlanFlags {
     /// With --mode low-latency: what rows travel as on the way back.
     #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub combine_dtype: RowType,
+    /// With --mode low-latency: rows that combine takes: one for each token and expert, which it weights and sums, or one for each
+    /// token and rank, summed already.
+    #[arg(long, value_enum, default_value = "by-expert", help_heading = LOW)]
+    pub combine_rows: ReturnedRows,
     /// Multiprocessors for each operation; several values make a table [env: across nodes EPOXIDE_NSM, else EPOXIDE_NUM_SMS]
     /// [default: 24, with --mode low-latency all; on the virtual GPU 8].
     #[arg(long, value_delimiter = ',', help_heading = SIZES)]
@@ -187,6 +191,25 @@ pub struct PlanFlags {
     /// Launch shapes.
     #[command(flatten)]
     pub tuning: TuningFlags,
+}
+
+/// Rows that a low-latency combine takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum ReturnedRows {
+    /// One for each token and expert.
+    ByExpert,
+    /// One for each token and rank, summed already.
+    ByRow,
+}
+
+impl ReturnedRows {
+    /// As a plan has it.
+    fn rows(self) -> CombineRows {
+        match self {
+            ReturnedRows::ByExpert => CombineRows::ByExpert,
+            ReturnedRows::ByRow => CombineRows::ByRow,
+        }
+    }
 }
 
 /// Launch shapes that were asked for; the library's own where not.
@@ -259,6 +282,9 @@ impl PlanFlags {
                 "--combine-dtype: only with --mode low-latency; otherwise a combine is bf16",
             ));
         }
+        if self.combine_rows != ReturnedRows::ByExpert && !is_low_latency {
+            return Err(Stop::usage("--combine-rows: only with --mode low-latency"));
+        }
         if self.num_sms.contains(&0) {
             return Err(Stop::usage("--num-sms 0: must be at least 1"));
         }
@@ -288,6 +314,7 @@ impl PlanFlags {
         let plan = Plan {
             low_latency: is_low_latency.then(|| LowLatency {
                 combine_dtype: self.combine_dtype.dtype(),
+                combine_rows: self.combine_rows.rows(),
                 chunk_tokens: self.chunk_tokens,
                 packet_tokens: self.packet_tokens,
             }),
@@ -373,6 +400,7 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
     }
     if let Some(low) = &plan.low_latency {
         flag("combine-dtype", row_type(low.combine_dtype));
+        flag("combine-rows", low.combine_rows.text().into());
         flag("chunk-tokens", low.chunk_tokens.to_string());
         flag("packet-tokens", low.packet_tokens.to_string());
         return flags;
@@ -492,7 +520,7 @@ mod tests {
             "bench --device cuda --dtype fp8 --num-sms 4,8 --no-ceiling --graph=3 --combine-warps 2 --seed 5",
             "bench --nodes 2 --ranks-per-node 3 --transport shm --queues 2 --masked 0.25 --nvl-bytes 5 --combine-stagers 1",
             "bench --mode low-latency",
-            "bench --mode low-latency --device cuda --dtype fp8 --combine-dtype fp8 --num-sms 4 --graph=3 --seed 5",
+            "bench --mode low-latency --device cuda --dtype fp8 --combine-dtype fp8 --combine-rows by-row --num-sms 4 --graph=3 --seed 5",
             "bench --mode low-latency --nodes 2 --ranks-per-node 3 --transport shm --tokens 5 --chunk-tokens 2 --packet-tokens 0",
         ] {
             let plans = parse(line).unwrap().plans().unwrap();

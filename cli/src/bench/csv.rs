@@ -8,7 +8,7 @@ use crate::output::write_text;
 use crate::stop::{Result, Stop};
 
 /// The columns, in order. An empty field is a value that there is not: every bandwidth on the virtual GPU.
-pub const COLUMNS: [&str; 52] = [
+pub const COLUMNS: [&str; 53] = [
     "mode",
     "device",
     "virtual",
@@ -56,6 +56,7 @@ pub const COLUMNS: [&str; 52] = [
     "slowest_min_us",
     "slowest_mean_us",
     "combine_dtype",
+    "combine_rows",
     "chunk_tokens",
     "packet_tokens",
     "commit",
@@ -152,6 +153,7 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> [S
         text(slowest.map(|times| times.min_us)),
         text(slowest.map(|times| times.mean_us)),
         text(key.combine_dtype.as_ref()),
+        text(key.combine_rows.as_ref()),
         text(key.chunk_tokens),
         text(key.packet_tokens),
         text(kernels.map(|kernels| &kernels.commit)),

@@ -24,7 +24,7 @@ fn setting(out: &mut String, points: &[Point]) -> std::fmt::Result {
     let number = |value: Option<u32>| value.unwrap_or_default();
     writeln!(
         out,
-        "[bench low-latency] num_ranks={}{} hidden={} experts={} topk={} dispatch={} combine={} num_sms={} chunk_tokens={} packet_tokens={} \
+        "[bench low-latency] num_ranks={}{} hidden={} experts={} topk={} dispatch={} combine={}{} num_sms={} chunk_tokens={} packet_tokens={} \
          device={:?}; {}",
         key.num_ranks,
         nodes.unwrap_or_default(),
@@ -33,6 +33,7 @@ fn setting(out: &mut String, points: &[Point]) -> std::fmt::Result {
         key.topk,
         key.dtype,
         key.combine_dtype.as_deref().unwrap_or_default(),
+        key.combine_rows.as_ref().map_or_else(String::new, |rows| format!(" {rows}")),
         key.num_sms,
         number(key.chunk_tokens),
         number(key.packet_tokens),
@@ -255,6 +256,17 @@ mod tests {
         assert!(text(&points).contains("num_ranks=4 nodes=2 transport=shm"), "{}", text(&points));
         let within = points[0].phases[1].within.as_ref().unwrap();
         assert!(within.sent.min_us > 0.0 && within.entered.p50_us <= within.done.p50_us, "{within:?}");
+    }
+
+    #[test]
+    fn rows_that_are_summed_already_are_measured() {
+        let of = |flags: &str| measured(&format!("{SMALL} {flags}"));
+        let (by_expert, by_row) = (of(""), of("--combine-rows by-row"));
+        assert_eq!(by_expert[0].key.combine_rows, None);
+        assert_eq!(by_row[0].key.combine_rows.as_deref(), Some("by-row"));
+        assert!(text(&by_row).contains("combine=bf16 by-row"), "{}", text(&by_row));
+        // Different work is not compared.
+        assert!(epoxide_bench::compare::compare(&by_expert, &by_row, 0.01).is_err());
     }
 
     #[test]

@@ -202,10 +202,13 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
 }
 
 #[test]
-fn only_low_latency_returns_rows_as_fp8() {
-    let args = parse("bench --combine-dtype fp8").unwrap();
-    let message = args.plans().unwrap_err().message.unwrap();
-    assert!(message.starts_with("--combine-dtype: only with --mode low-latency"), "{message}");
+fn only_low_latency_chooses_what_rows_return() {
+    for flag in ["--combine-dtype fp8", "--combine-rows by-row"] {
+        let args = parse(&format!("bench {flag}")).unwrap();
+        let message = args.plans().unwrap_err().message.unwrap();
+        let name = flag.split(' ').next().unwrap();
+        assert!(message.starts_with(&format!("{name}: only with --mode low-latency")), "{message}");
+    }
 }
 
 #[test]
