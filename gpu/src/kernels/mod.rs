@@ -54,7 +54,8 @@ pub use {
     by_expert::PLAN_BY_EXPERT_SHARED_BYTES, combine::MAX_SLOT_BYTES, combine::MAX_WAITED_SLOT_BYTES,
     epoch::JOINED_BYTES, internode_combine::MAX_INTERNODE_SLOT_BYTES,
     internode_notify::INTERNODE_NOTIFY_SHARED_BYTES, low_latency::LOW_LATENCY_INTERNODE_SHARED_BYTES,
-    low_latency::LOW_LATENCY_SHARED_BYTES, notify::notify_shared_bytes, progress::PROGRESS_BYTES,
+    low_latency::LOW_LATENCY_SHARED_BYTES, low_latency::low_latency_dispatch_shared_bytes,
+    notify::notify_shared_bytes, progress::PROGRESS_BYTES,
 };
 
 /// Makes the kernels' types public on the host.
@@ -81,7 +82,7 @@ kernels! {
     #[doc(hidden)] internode_dispatch::{InternodeDispatch};
     #[doc(hidden)] internode_combine::{InternodeCombine};
     #[doc(hidden)] low_latency::{
-        LowLatencyDispatch, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyGather, LowLatencyInternodeDispatch,
+        LowLatencyDispatch, LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed, LowLatencyGather, LowLatencyInternodeDispatch,
         LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8
     };
     #[doc(hidden)] ceiling::{CeilingPush, CeilingPull};

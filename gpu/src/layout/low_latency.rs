@@ -63,6 +63,9 @@ layout_assert!(LowLatencyPlace, size = 72, returned_scales at 64);
 /// Tokens of all ranks that one warp lists for an expert, a lane each; of more, all warps of a block do.
 pub const FEW_TOKENS: u32 = 32;
 
+/// Tokens of a dispatch's block whose scales leave together: a scale's words of so many tokens are a sector of 32 bytes.
+pub const LOW_LATENCY_TOKENS_AT_ONCE: u32 = 8;
+
 /// Bytes of a row that travel together as packets: a lane of a warp has three vectors of 16 bytes, a warp's worth apart. The last piece of a
 /// row is filled up with zeros.
 pub const PIECE_BYTES: u32 = 3 * 32 * 16;
@@ -175,7 +178,7 @@ pub struct LowLatencyDispatchArgs {
     pub topk_weights: DevicePtr,
     /// Bytes of a row as it travels, a multiple of 16.
     pub row_bytes: u32,
-    /// Scales of a row as it travels.
+    /// Scales of a row in `scales`.
     pub num_scales: u32,
     /// [`Quantise`].
     pub quantise: u32,
@@ -184,6 +187,13 @@ pub struct LowLatencyDispatchArgs {
 }
 
 layout_assert!(LowLatencyDispatchArgs, size = size_of::<LowLatencyArgs>() + 64, narrow_ids at size_of::<LowLatencyArgs>() + 60);
+
+impl LowLatencyDispatchArgs {
+    /// Scales of a row as it arrives, given or made on its way.
+    pub fn row_scales(&self) -> u32 {
+        if self.quantise == Quantise::Not as u32 { self.num_scales } else { self.row_bytes / SCALE_BLOCK }
+    }
+}
 
 /// What a low-latency operation does to rows on their way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

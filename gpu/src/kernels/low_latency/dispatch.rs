@@ -14,19 +14,19 @@ use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::team::Team;
 use super::{
-    Begun, Opening, ROWS_AT_ONCE, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
+    Begun, Opening, Scales, Shared, begin, chunk_offset, chunks_of, completes, finish, id_packets,
     ids_offset, last_warp, let_next_launch, packet_seen, publish_call, publishes_call, tokens_in_chunk,
     wait_calls, wait_packet, wait_ready,
 };
 use crate::layout::{
-    FEW_RANKS, FEW_TOKENS, LowLatencyArgs, LowLatencyDispatchArgs, MAX_TOPK, Quantise, SCALE_BLOCK, Wait,
-    phase, row_stride,
+    FEW_RANKS, FEW_TOKENS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyDispatchArgs, MAX_TOPK,
+    Quantise, SCALE_BLOCK, Wait, phase, row_stride,
 };
 use crate::simt::*;
 
 /// Sends rows, or waits for them and says which expert has which, or both.
 #[kernel(
-    threads = 512, min_blocks = 1, barriers = 9, registers = 128, dependent,
+    threads = 512, min_blocks = 1, barriers = 10, registers = 128, dependent,
     requires(
         args.common.comm.num_ranks >= 1,
         args.common.comm.num_ranks <= FEW_RANKS as u32,
@@ -47,13 +47,14 @@ pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
     let publishes = publishes_call(&args.common);
     let opening = Opening::load::<false>(&args.common, tid() == 0 || publishes);
     let (lists, moves) = teams(&args.common);
-    let first = Ahead::of(&args, moves, ctaid(), sends & moves.has_this_warp());
+    let tokens = Tokens::of_block(&args.common);
+    let first = Ahead::of(&args, moves, tokens.first, sends & moves.has_this_warp() & !tokens.is_empty());
     if publishes {
         publish_call::<false>(&args.common, &opening);
     }
     let begun = begin::<false>(&args.common, &opening, shared.begun);
     if sends {
-        send(&args, lists, moves, &begun, first);
+        send(&args, lists, moves, &shared, &begun, tokens, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.common);
@@ -84,6 +85,42 @@ fn overlaps(args: &LowLatencyArgs) -> bool {
     args.phases == phase::SEND | phase::RECEIVE && args.num_tokens > nctaid() && last_warp() >= LISTING_WARPS
 }
 
+/// Tokens of this rank that a block sends, one after the other, so that what they have in adjacent memory is stored together.
+#[derive(Clone, Copy)]
+struct Tokens {
+    first: u32,
+    end: u32,
+}
+
+impl Tokens {
+    #[inline(always)]
+    fn of_block(args: &LowLatencyArgs) -> Tokens {
+        let mut each = 1;
+        if has_several(args) {
+            // SAFETY: a grid has blocks.
+            unsafe { core::hint::assert_unchecked(nctaid() >= 1) };
+            each = args.num_tokens.div_ceil(nctaid());
+        }
+        let first = ctaid() * each;
+        Tokens { first, end: (first + each).min(args.num_tokens) }
+    }
+
+    #[inline(always)]
+    fn is_empty(self) -> bool {
+        self.first >= self.end
+    }
+}
+
+/// Whether blocks send more than one token.
+#[inline(always)]
+fn has_several(args: &LowLatencyArgs) -> bool {
+    args.num_tokens > nctaid()
+}
+
+/// Tokens whose scales leave together, and which are then said to be there. A scale's words of this many tokens fill a sector of 32
+/// bytes; words of single tokens took as long as a quarter of the rows.
+const TOKENS_AT_ONCE: u32 = LOW_LATENCY_TOKENS_AT_ONCE;
+
 /// What a thread reads of a token before it knows anything else: loads that are in flight together take the time of one.
 struct Ahead {
     entry: Entry,
@@ -92,13 +129,11 @@ struct Ahead {
 }
 
 impl Ahead {
-    /// Of token `token`; `is_there`: whether somebody will ask for it.
+    /// Of token `token`, if `is_there`.
     #[inline(always)]
     unsafe fn of(args: &LowLatencyDispatchArgs, moves: Team<2>, token: u32, is_there: bool) -> Ahead {
         // SAFETY: inputs are there from the kernel's start.
         unsafe {
-            let common = &args.common;
-            let is_there = is_there & (token < common.num_tokens);
             Ahead { entry: Entry::of(args, token, is_there), pair: Pair::of(args, moves, token, 0, is_there) }
         }
     }
@@ -179,9 +214,17 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
-/// Sends this rank's tokens, a token to a block.
+/// Sends the block's tokens.
 #[inline(always)]
-unsafe fn send(args: &LowLatencyDispatchArgs, lists: Team<1>, moves: Team<2>, begun: &Begun, first: Ahead) {
+unsafe fn send(
+    args: &LowLatencyDispatchArgs,
+    lists: Team<1>,
+    moves: Team<2>,
+    shared: &Shared,
+    begun: &Begun,
+    tokens: Tokens,
+    first: Ahead,
+) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
@@ -200,36 +243,46 @@ unsafe fn send(args: &LowLatencyDispatchArgs, lists: Team<1>, moves: Team<2>, be
         let overlaps = overlaps(common);
         if overlaps && lists.has_this_warp() {
             // Ids first: all ranks list rows by them while rows are under way.
-            let mut token = ctaid() + warp * nctaid();
-            while token < common.num_tokens && takes_part {
+            let mut token = tokens.first + warp;
+            while token < tokens.end && takes_part {
                 let entry = Entry::of(args, token, true);
                 let row = comm.rank * common.max_tokens + token;
                 let mask = send_ids(args, token, row, &entry, true, begun);
                 if lane == 0 {
                     st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
                 }
-                token += nctaid() * LISTING_WARPS;
+                token += LISTING_WARPS;
             }
         }
         if !moves.has_this_warp() {
             return;
         }
-        let (mut token, mut ahead, mut unsaid) = (ctaid(), first, 0);
-        while token < common.num_tokens && takes_part {
+        let (mut token, mut ahead, mut unsaid) = (tokens.first, first, 0);
+        let scales = if has_several(common) && args.row_scales() != 0 { Some(shared.scales()) } else { None };
+        while token < tokens.end && takes_part {
             let row = comm.rank * common.max_tokens + token;
             let mask = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), begun);
             if !overlaps && thread == 0 {
                 st_u32(common.tables.token_ranks.0 + token as u64 * 4, mask);
             }
-            send_row(args, moves, token, row, mask, ahead.pair);
+            if let Some(scales) = scales
+                && moves.thread() == 0
+            {
+                scales.put_mask(unsaid, mask);
+            }
+            send_row(args, moves, token, row, mask, ahead.pair, scales.map(|scales| (scales, unsaid)));
             // On its way while the block waits below.
-            let next = token + nctaid();
-            ahead = Ahead::of(args, moves, next, true);
+            let next = token + 1;
+            ahead = Ahead::of(args, moves, next, next < tokens.end);
             unsaid += 1;
-            if unsaid == ROWS_AT_ONCE || next >= common.num_tokens {
+            if unsaid == TOKENS_AT_ONCE || next >= tokens.end {
                 moves.sync();
+                if let Some(scales) = scales {
+                    send_scales(args, moves, next - unsaid, unsaid, scales);
+                    moves.sync();
+                }
                 if warp == last_warp() && lane < unsaid {
-                    say_sent(args, token - lane * nctaid(), begun);
+                    say_sent(args, token - lane, begun);
                 }
                 unsaid = 0;
             }
@@ -320,7 +373,8 @@ unsafe fn send_ids(
     }
 }
 
-/// Sends a row to the ranks of `mask`, as it is or quantised, with its scales. All threads of the team call it.
+/// Sends a row to the ranks of `mask`, as it is or quantised, with its scales; those of a quantised row are left in `scales`, if there are
+/// such, with the number of the token there. All threads of the team call it.
 #[inline(always)]
 unsafe fn send_row(
     args: &LowLatencyDispatchArgs,
@@ -329,6 +383,7 @@ unsafe fn send_row(
     row: u32,
     mask: u32,
     first: Pair,
+    scales: Option<(Scales, u32)>,
 ) {
     // SAFETY: passed on to the caller.
     unsafe {
@@ -343,13 +398,13 @@ unsafe fn send_row(
                     store(args, row, mask, second, pair.second);
                 }
             } else {
-                quantise_pair(args, row, mask, Pair::offsets(args, moves, turn).0 / 2, pair);
+                quantise_pair(args, row, mask, Pair::offsets(args, moves, turn).0 / 2, pair, scales);
             }
             turn += 1;
             pair = Pair::of(args, moves, token, turn, true);
         }
         let mut scale = moves.thread();
-        while scale < args.num_scales {
+        while scale < args.num_scales && scales.is_none() {
             let value = ld_f32(args.scales.0 + (token * args.num_scales + scale) as u64 * 4);
             store_scale(args, row, mask, scale, value);
             scale += moves.threads;
@@ -386,10 +441,40 @@ unsafe fn store_scale(args: &LowLatencyDispatchArgs, row: u32, mask: u32, scale:
     }
 }
 
+/// Sends the scales of `count` tokens from `first` on, of which `scales` has the ranks, and the scales if rows are quantised on their way.
+/// All threads of the team call it: adjacent lanes store adjacent tokens' words.
+#[inline(always)]
+unsafe fn send_scales(args: &LowLatencyDispatchArgs, moves: Team<2>, first: u32, count: u32, scales: Scales) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let first_row = args.common.comm.rank * args.common.max_tokens + first;
+        let mut index = moves.thread();
+        while index < args.row_scales() * TOKENS_AT_ONCE {
+            let (scale, number) = (index / TOKENS_AT_ONCE, index % TOKENS_AT_ONCE);
+            if number < count {
+                let value = if args.quantise == Quantise::Not as u32 {
+                    ld_f32(args.scales.0 + ((first + number) * args.num_scales + scale) as u64 * 4)
+                } else {
+                    scales.get(number, scale)
+                };
+                store_scale(args, first_row + number, scales.mask(number), scale, value);
+            }
+            index += moves.threads;
+        }
+    }
+}
+
 /// Sends 16 BF16 elements of a row as e4m3, from byte `at` on, and a scale for each block of them, to the ranks of `mask`. The whole warp
 /// calls it.
 #[inline(always)]
-unsafe fn quantise_pair(args: &LowLatencyDispatchArgs, row: u32, mask: u32, at: u32, pair: Pair) {
+unsafe fn quantise_pair(
+    args: &LowLatencyDispatchArgs,
+    row: u32,
+    mask: u32,
+    at: u32,
+    pair: Pair,
+    scales: Option<(Scales, u32)>,
+) {
     // SAFETY: passed on to the caller.
     unsafe {
         let numbers = [from_bf16(pair.first), from_bf16(pair.second)];
@@ -397,7 +482,10 @@ unsafe fn quantise_pair(args: &LowLatencyDispatchArgs, row: u32, mask: u32, at: 
         if at < args.row_bytes {
             store(args, row, mask, at, vector);
             if at.is_multiple_of(SCALE_BLOCK) {
-                store_scale(args, row, mask, at / SCALE_BLOCK, scale);
+                match scales {
+                    Some((scales, number)) => scales.put(number, at / SCALE_BLOCK, scale),
+                    None => store_scale(args, row, mask, at / SCALE_BLOCK, scale),
+                }
             }
         }
     }

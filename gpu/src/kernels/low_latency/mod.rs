@@ -16,9 +16,9 @@ use core::mem::offset_of;
 use self::team::Team;
 use super::epoch::{Deadline, Phase, pool_of, record, share, trace, trace_by, wait_at_least_unless};
 use crate::layout::{
-    Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LowLatencyArgs, LowLatencyCall,
-    LowLatencyTurns, MAX_MEMBERS, PIECE_BYTES, PIECE_PACKET_BYTES, QUANTUM, Wait, call_offset, phase,
-    pieces_of, ready_offset,
+    Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_LEFT_OUT, LOCAL_TICKET, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs,
+    LowLatencyCall, LowLatencyDispatchArgs, LowLatencyTurns, MAX_MEMBERS, PIECE_BYTES, PIECE_PACKET_BYTES,
+    QUANTUM, Wait, call_offset, phase, pieces_of, ready_offset,
 };
 use crate::simt::*;
 
@@ -33,7 +33,7 @@ mod team;
 pub use internode::LOW_LATENCY_INTERNODE_SHARED_BYTES;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use {
-    combine::{LowLatencyCombineBf16, LowLatencyCombineFp8},
+    combine::{LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed},
     dispatch::LowLatencyDispatch,
     gather::LowLatencyGather,
     internode::{LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch},
@@ -42,6 +42,12 @@ pub use {
 /// Shared memory of a low-latency kernel, in bytes: tokens of each rank; tokens of an expert from each rank; rows of an expert that each
 /// warp has found; four words of the opening.
 pub const LOW_LATENCY_SHARED_BYTES: u32 = (2 * FEW_RANKS as u32 + 32 + 4) * 4;
+
+/// Shared memory of a dispatch within a node, in bytes: behind the rest, the ranks that the tokens that leave together go to, and their
+/// scales.
+pub fn low_latency_dispatch_shared_bytes(args: &LowLatencyDispatchArgs) -> u32 {
+    LOW_LATENCY_SHARED_BYTES + LOW_LATENCY_TOKENS_AT_ONCE * 4 * (1 + args.row_scales())
+}
 
 /// The parts of shared memory, as offsets in the shared window.
 struct Shared {
@@ -58,6 +64,48 @@ impl Shared {
         let of_source = tokens + FEW_RANKS as u32 * 4;
         let of_warp = of_source + FEW_RANKS as u32 * 4;
         Shared { tokens, of_source, of_warp, begun: of_warp + 32 * 4 }
+    }
+
+    #[inline(always)]
+    fn scales(&self) -> Scales {
+        Scales { masks: self.tokens + LOW_LATENCY_SHARED_BYTES }
+    }
+}
+
+/// Of the tokens of a dispatch that leave together: the ranks that each goes to, as bits, and their scales `[scales, tokens]`.
+#[derive(Clone, Copy)]
+struct Scales {
+    masks: u32,
+}
+
+impl Scales {
+    #[inline(always)]
+    fn at(self, number: u32, scale: u32) -> u32 {
+        self.masks + (LOW_LATENCY_TOKENS_AT_ONCE * (1 + scale) + number) * 4
+    }
+
+    #[inline(always)]
+    unsafe fn put_mask(self, number: u32, mask: u32) {
+        // SAFETY: the host has sized shared memory for it; a barrier of the team stands between writers and readers.
+        unsafe { st_shared_u32(self.masks + number * 4, mask) }
+    }
+
+    #[inline(always)]
+    unsafe fn mask(self, number: u32) -> u32 {
+        // SAFETY: as above.
+        unsafe { ld_shared_u32(self.masks + number * 4) }
+    }
+
+    #[inline(always)]
+    unsafe fn put(self, number: u32, scale: u32, value: f32) {
+        // SAFETY: as above.
+        unsafe { st_shared_u32(self.at(number, scale), value.to_bits()) }
+    }
+
+    #[inline(always)]
+    unsafe fn get(self, number: u32, scale: u32) -> f32 {
+        // SAFETY: as above.
+        f32::from_bits(unsafe { ld_shared_u32(self.at(number, scale)) })
     }
 }
 

@@ -30,6 +30,38 @@ impl<const BARRIER: u32> Team<BARRIER> {
         tid() - self.first
     }
 
+    /// The number of this thread's warp in the team.
+    #[inline(always)]
+    pub(super) fn warp(&self) -> u32 {
+        tid() / 32 - self.first / 32
+    }
+
+    /// Warps of the team.
+    #[inline(always)]
+    pub(super) fn warps(&self) -> u32 {
+        self.threads / 32
+    }
+
+    /// Waits for the whole team, and says whether `is` was true in any of its threads. `words`: two words of shared memory, zero before
+    /// vote 0; votes that follow each other take turns with them, so that no word is written before all have read it.
+    ///
+    /// Words, since no barrier takes the vote of some of a block's warps (docs/KERNELS.md).
+    #[inline(always)]
+    pub(super) unsafe fn any(&self, is: bool, words: u32, vote: u32) -> bool {
+        // SAFETY: the caller says that the whole team calls it.
+        unsafe {
+            if BARRIER == 0 {
+                return barrier_any(is);
+            }
+            let word = words + (vote & 1) * 4;
+            if is {
+                red_relaxed_cta_shared_add_u32(word, 1);
+            }
+            self.sync();
+            ld_shared_u32(word) != 0
+        }
+    }
+
     /// Waits for the whole team.
     #[inline(always)]
     pub(super) unsafe fn sync(&self) {

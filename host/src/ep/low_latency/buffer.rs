@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{
-    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyDispatch, LowLatencyGather,
-    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+    LowLatencyCombineBf16, LowLatencyCombineFp8, LowLatencyCombineSummed, LowLatencyDispatch,
+    LowLatencyGather, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineFp8,
+    LowLatencyInternodeDispatch,
 };
 use epoxide_gpu::layout::{
     Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
@@ -77,6 +78,8 @@ pub(super) struct Kernels {
     pub dispatch: Kernel,
     pub combine: Kernel,
     pub quantised_combine: Kernel,
+    /// Within a node, of many rows that are summed over experts already.
+    pub summed_combine: Kernel,
     pub gather: Kernel,
 }
 
@@ -92,13 +95,14 @@ impl Kernels {
             ]
         };
         let [dispatch, combine, quantised_combine] = infos.map(|info| info.name);
-        let gather = LowLatencyGather::INFO.name;
-        let names = [dispatch, combine, quantised_combine, gather];
+        let [summed_combine, gather] = [LowLatencyCombineSummed::INFO.name, LowLatencyGather::INFO.name];
+        let names = [dispatch, combine, quantised_combine, summed_combine, gather];
         let module = Module::shipped(device, None, &names)?;
         Ok(Kernels {
             dispatch: module.kernel(dispatch, 0)?,
             combine: module.kernel(combine, 0)?,
             quantised_combine: module.kernel(quantised_combine, 0)?,
+            summed_combine: module.kernel(summed_combine, 0)?,
             gather: module.kernel(gather, 0)?,
         })
     }

@@ -9,7 +9,9 @@
 use epoxide_macros::kernel;
 
 use super::super::epoch::{Phase, trace};
+use super::super::progress::Progress;
 use super::fp8::from_bf16;
+use super::team::Team;
 use super::{
     Opening, Piece, Shared, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call,
 };
@@ -22,7 +24,7 @@ mod send;
 pub(super) use self::receive::spoil_rows;
 use self::receive::{first_ranks, receive, spoil};
 pub(super) use self::send::{Ahead, return_row};
-use self::send::{Most, send};
+use self::send::{Most, publish_rows, return_pieces, send};
 
 /// Returns BF16 rows, or waits for them and sums, or both.
 #[kernel(
@@ -41,7 +43,7 @@ use self::send::{Most, send};
     )
 )]
 pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
-    combine::<false>(&args);
+    combine::<false, false>(&args);
 }
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
@@ -61,12 +63,38 @@ pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
     )
 )]
 pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
-    combine::<true>(&args);
+    combine::<true, false>(&args);
 }
 
-/// `FP8`: whether rows return as e4m3.
+/// The same as [`LowLatencyCombineBf16`] of rows that are summed over experts already, both halves in one. Some warps return
+/// the rows of other ranks while the others sum, which pays where blocks have several tokens. This rank's own rows are summed from where
+/// the experts left them.
+#[kernel(
+    threads = 512, min_blocks = 1, barriers = 3, registers = 128, dependent,
+    requires(
+        args.common.comm.num_ranks >= 1,
+        args.common.comm.num_ranks <= FEW_RANKS as u32,
+        args.common.num_topk >= 1,
+        args.common.num_topk <= MAX_TOPK,
+        args.common.local_experts >= 1,
+        args.common.chunk_tokens >= 1,
+        args.common.num_tokens <= args.common.max_tokens,
+        args.common.num_tokens > args.common.packet_tokens,
+        args.common.phases == phase::SEND | phase::RECEIVE,
+        args.row_bytes.is_multiple_of(16),
+        args.x_stride.is_multiple_of(16),
+        args.quantise == Quantise::Not as u32,
+        args.by_expert == 0,
+    )
+)]
+pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
+    combine::<false, true>(&args);
+}
+
+/// `FP8`: whether rows return as e4m3. `SUMMED`: whether they are summed over experts already, and
+/// warps return rows while others sum.
 #[inline(always)]
-unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
+unsafe fn combine<const FP8: bool, const SUMMED: bool>(args: &LowLatencyCombineArgs) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let comm = &args.common.comm;
@@ -76,7 +104,7 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
         let receives = args.common.phases & phase::RECEIVE != 0;
         let publishes = publishes_call(&args.common);
         let opening = Opening::load::<true>(&args.common, tid() == 0 || publishes);
-        let first = Ahead::of(args, ctaid(), sends);
+        let first = Ahead::of::<SUMMED>(args, ctaid(), sends);
         let first_piece = Ahead::of_piece(args, Piece::first_of_warp(false), sends);
         let most = if sends { Most::of(args) } else { Most { words: 0, packets: 0 } };
         let ranks = first_ranks(args, receives);
@@ -86,19 +114,42 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
         if laneid() == 0 {
             st_shared_u32(shared.of_warp + tid() / 32 * 4, ranks);
         }
+        let mut progress = None;
+        if SUMMED {
+            // Its words are those of `shared.tokens`, which a combine has no other use for.
+            progress = Some(Progress::new(0, RETURNING_WARPS));
+            if tid() < 2 {
+                st_shared_u32(shared.of_source + tid() * 4, 0);
+            }
+        }
         let begun = begin::<true>(&args.common, &opening, shared.begun);
         if sends && begun.takes_part() {
             if ctaid() == 0 && tid() == 0 {
                 note_answer(&args.common, &opening);
             }
-            send::<FP8>(args, &begun, most, first, first_piece);
+            return_pieces::<FP8>(args, most.packets, first_piece, begun.epoch());
+            match &progress {
+                None => send::<FP8, SUMMED, 0>(args, Team::block(), &begun, most.words, first, None),
+                Some(progress) => {
+                    if RETURNING.has_this_warp() {
+                        send::<FP8, SUMMED, 1>(args, RETURNING, &begun, most.words, first, Some(progress));
+                    } else if tid() / 32 == RETURNING_WARPS {
+                        publish_rows(args, &begun, most.words, progress);
+                    }
+                }
+            }
             trace(comm, Phase::Moved);
         }
         let_next_launch(&args.common);
         if receives {
             // The operation must not end before all members have entered it: the place's next
             // dispatch overwrites what they read before that. Sums need not wait for it.
-            let is_given_up = if begun.takes_part() { receive::<FP8>(args, &shared, begun) } else { true };
+            let mut is_given_up = !begun.takes_part();
+            if !is_given_up && !SUMMED {
+                is_given_up = receive::<FP8, false, 0>(args, Team::block(), &shared, begun);
+            } else if !is_given_up && SUMMING.has_this_warp() {
+                is_given_up = receive::<FP8, true, 2>(args, SUMMING, &shared, begun);
+            }
             if barrier_any(is_given_up) {
                 spoil::<FP8>(args);
             }
@@ -106,6 +157,13 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyCombineArgs) {
         }
     }
 }
+
+/// Warps of a block that return rows while others sum. The one behind them publishes that the rows are there.
+const RETURNING_WARPS: u32 = 7;
+/// Warps of a block that sum meanwhile: of its 16, all others.
+const SUMMING_WARPS: u32 = 16 - 1 - RETURNING_WARPS;
+const RETURNING: Team<1> = Team { first: 0, threads: RETURNING_WARPS * 32 };
+const SUMMING: Team<2> = Team { first: (RETURNING_WARPS + 1) * 32, threads: SUMMING_WARPS * 32 };
 
 /// Bytes of a BF16 row, as experts made it and as it is summed.
 #[inline(always)]

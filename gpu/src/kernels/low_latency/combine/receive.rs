@@ -2,6 +2,7 @@
 
 use super::super::super::epoch::{Deadline, note_late, note_missing_token, pool_of, record};
 use super::super::fp8::{LANES_PER_SCALE, from_bf16, from_e4m3, scale_offset};
+use super::super::team::Team;
 use super::super::{
     Begun, Piece, ROWS_AT_ONCE, Shared, chunk_offset, have_all_entered, in_packets, inside, is_piece_late,
     last_warp, late_with, load_packets, packet_seen, wait_packets,
@@ -39,20 +40,21 @@ pub(super) unsafe fn first_ranks(args: &LowLatencyCombineArgs, receives: bool) -
 }
 
 /// Sums what has come back, a token to a block, while the last warp waits until all members have
-/// entered the combine. Gives whether one has not and sums are to be spoiled.
+/// entered the combine. Gives whether one has not and sums are to be spoiled. All threads of the team call it.
 #[inline(always)]
-pub(super) unsafe fn receive<const FP8: bool>(
+pub(super) unsafe fn receive<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
+    team: Team<BARRIER>,
     shared: &Shared,
     begun: Begun,
 ) -> bool {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let thread = tid();
-        let mut failed = thread / 32 == last_warp() && !have_all_entered(common, begun);
+        let thread = team.thread();
+        let mut failed = tid() / 32 == last_warp() && !have_all_entered(common, begun);
         // The same in all lanes, which the compiler is to know.
-        let mut mask = redux_or(ld_shared_u32(shared.of_warp + thread / 32 * 4));
+        let mut mask = redux_or(ld_shared_u32(shared.of_warp + tid() / 32 * 4));
         if in_packets(common, common.num_tokens) {
             if !failed {
                 receive_pieces::<FP8>(args, mask, begun);
@@ -62,32 +64,37 @@ pub(super) unsafe fn receive<const FP8: bool>(
         let pool = pool_of(comm, comm.rank);
         let bytes = bf16_bytes::<FP8>(args);
         let (mut token, stride) = (ctaid(), nctaid());
+        // Rows that others of the block return meanwhile come one by one.
+        let at_once = if SUMMED { 1 } else { ROWS_AT_ONCE };
+        let mut vote = 0;
+        let waits_for = |rank| begun.has_member(rank) & !(SUMMED & (rank == comm.rank));
         while token < common.num_tokens {
             // Of every member, also of one that the token did not go to: its word is on its way as
             // well. Words of several tokens are waited for at once, which takes the time of one.
             let (rank, ahead) = (thread % FEW_RANKS as u32, thread / FEW_RANKS as u32);
             let of_lane = token + ahead * stride;
-            if ahead < ROWS_AT_ONCE && begun.has_member(rank) && of_lane < common.num_tokens {
+            if ahead < at_once && waits_for(rank) && of_lane < common.num_tokens {
                 let chunk = of_lane / common.chunk_tokens;
                 let word = pool + common.place.returned + chunk_offset(common, rank, chunk);
                 failed |= !wait_returned(comm, word, rank, begun.epoch());
             }
-            if barrier_any(failed) {
-                spoil_rows::<FP8>(args, token);
+            if team.any(failed, shared.of_source, vote) {
+                spoil_rows::<FP8, BARRIER>(args, team, token);
                 return false;
             }
-            let end = (token + ROWS_AT_ONCE * stride).min(common.num_tokens);
+            vote += 1;
+            let end = (token + at_once * stride).min(common.num_tokens);
             while token < end {
-                let rows = pool + common.place.returned_x + token as u64 * row_stride(bytes as u64);
                 let to = args.combined_x.0 + token as u64 * bytes as u64;
-                token += stride;
-                let next_mask = ranks_of(args, token);
+                let next_mask = ranks_of(args, token + stride);
                 if FP8 {
-                    sum_quantised(args, mask, rows, to);
+                    sum_quantised(args, token, mask, to);
+                } else if SUMMED {
+                    sum::<4, SUMMED, BARRIER>(args, team, token, mask, to);
                 } else {
-                    sum(args, mask, rows, to);
+                    sum::<2, SUMMED, BARRIER>(args, team, token, mask, to);
                 }
-                mask = next_mask;
+                (token, mask) = (token + stride, next_mask);
             }
         }
         failed
@@ -114,34 +121,57 @@ unsafe fn wait_returned(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
     }
 }
 
-/// Sums the ranks' BF16 rows of a token, the first rank's at `rows`. All threads of the block call it.
+/// Sums the ranks' BF16 rows of a token. All threads of the team call it. `V`: vectors of a row that a thread has in flight.
 #[inline(always)]
-unsafe fn sum(args: &LowLatencyCombineArgs, mask: u32, rows: u64, to: u64) {
+unsafe fn sum<const V: usize, const SUMMED: bool, const BARRIER: u32>(
+    args: &LowLatencyCombineArgs,
+    team: Team<BARRIER>,
+    token: u32,
+    mask: u32,
+    to: u64,
+) {
     // SAFETY: passed on to the caller.
     unsafe {
-        let of_rank = args.common.max_tokens as u64 * row_stride(args.row_bytes as u64);
-        let mut at = tid() * 16;
-        while at < args.row_bytes {
-            let next = at + ntid() * 16;
-            let mut sums = [[0.0; 8]; 2];
-            add_rows::<4, 2>(mask, &[at, inside(next, args.row_bytes)], &mut sums, |rank| {
-                (rows + rank as u64 * of_rank, 1.0)
-            });
-            st_v4(to + at as u64, round(&sums[0]));
-            if next < args.row_bytes {
-                st_v4(to + next as u64, round(&sums[1]));
+        let (common, rank) = (&args.common, args.common.comm.rank);
+        let (stride, max_tokens) = (row_stride(args.row_bytes as u64), common.max_tokens);
+        let returned = pool_of(&common.comm, rank) + common.place.returned_x;
+        let row = |from: u32| {
+            let number = from * max_tokens + token;
+            if SUMMED && from == rank {
+                (args.x.0 + number as u64 * args.x_stride, 1.0)
+            } else {
+                (returned + number as u64 * stride, 1.0)
             }
-            at = next + ntid() * 16;
+        };
+        let mut at = team.thread() * 16;
+        while at < args.row_bytes {
+            let (mut ats, mut sums) = ([0; V], [[0.0; 8]; V]);
+            unroll4!(J => { if J < V { ats[J] = at + J as u32 * team.threads * 16 } });
+            let inside = ats.map(|at| inside(at, args.row_bytes));
+            if V > 2 {
+                add_rows::<2, V>(mask, &inside, &mut sums, row);
+            } else {
+                add_rows::<4, V>(mask, &inside, &mut sums, row);
+            }
+            unroll4!(J => {
+                if J < V && ats[J] < args.row_bytes {
+                    st_v4(to + ats[J] as u64, round(&sums[J]));
+                }
+            });
+            at += V as u32 * team.threads * 16;
         }
     }
 }
 
 /// The same of e4m3 rows, which have their scales behind them.
 #[inline(always)]
-unsafe fn sum_quantised(args: &LowLatencyCombineArgs, mask: u32, rows: u64, to: u64) {
+unsafe fn sum_quantised(args: &LowLatencyCombineArgs, token: u32, mask: u32, to: u64) {
     // SAFETY: passed on to the caller.
     unsafe {
-        let of_rank = args.common.max_tokens as u64 * row_stride(bf16_bytes::<true>(args) as u64);
+        let (common, stride) = (&args.common, row_stride(bf16_bytes::<true>(args) as u64));
+        let of_rank = common.max_tokens as u64 * stride;
+        let pool = pool_of(&common.comm, common.comm.rank);
+        let rows = pool + common.place.returned_x + token as u64 * stride;
         let mut at = tid() * 16;
         while at < args.row_bytes {
             let (mut vectors, mut scales) = ([[0; 4]; FEW_RANKS], [0.0; FEW_RANKS]);
@@ -235,26 +265,30 @@ pub(super) unsafe fn spoil<const FP8: bool>(args: &LowLatencyCombineArgs) {
         if in_packets(&args.common, args.common.num_tokens) {
             spoil_pieces::<FP8>(args, Piece::first_of_warp(true));
         } else {
-            spoil_rows::<FP8>(args, ctaid());
+            spoil_rows::<FP8, 0>(args, Team::block(), ctaid());
         }
     }
 }
 
 /// The same in the block's tokens from `token` on, if it is to, and notes them. All threads of the
-/// block call it.
+/// team call it.
 #[inline(always)]
-pub(in super::super) unsafe fn spoil_rows<const FP8: bool>(args: &LowLatencyCombineArgs, mut token: u32) {
+pub(in super::super) unsafe fn spoil_rows<const FP8: bool, const BARRIER: u32>(
+    args: &LowLatencyCombineArgs,
+    team: Team<BARRIER>,
+    mut token: u32,
+) {
     // SAFETY: the sums have room for every token.
     unsafe {
         let bytes = bf16_bytes::<FP8>(args);
         while token < args.common.num_tokens {
-            if tid() == 0 {
+            if team.thread() == 0 {
                 note_missing_token(&args.common.comm, token);
             }
-            let mut at = tid() * 16;
+            let mut at = team.thread() * 16;
             while at < bytes && args.spoils != 0 {
                 st_v4(args.combined_x.0 + token as u64 * bytes as u64 + at as u64, [NAN_BITS; 4]);
-                at += ntid() * 16;
+                at += team.threads * 16;
             }
             token += nctaid();
         }

@@ -1,7 +1,9 @@
 //! What a rank's experts made of the tokens that it received goes back.
 
 use super::super::super::epoch::pool_of;
+use super::super::super::progress::Progress;
 use super::super::fp8::{Sixteen, quantised, scale_offset};
+use super::super::team::Team;
 use super::super::{
     Begun, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, tokens_in_chunk,
 };
@@ -24,10 +26,14 @@ pub(in super::super) struct Ahead {
 impl Ahead {
     /// Of the row of index `index` in the order in which they return; `is_there`: whether somebody will ask for it.
     #[inline(always)]
-    pub(super) unsafe fn of(args: &LowLatencyCombineArgs, index: u32, is_there: bool) -> Ahead {
-        let ranks = args.common.comm.num_ranks;
+    pub(super) unsafe fn of<const SUMMED: bool>(
+        args: &LowLatencyCombineArgs,
+        index: u32,
+        is_there: bool,
+    ) -> Ahead {
+        let (token, source) = row_at::<SUMMED>(args, index);
         // SAFETY: passed on to the caller.
-        unsafe { Ahead::of_row(args, index % ranks, index / ranks, is_there) }
+        unsafe { Ahead::of_row(args, source, token, is_there & (source < args.common.comm.num_ranks)) }
     }
 
     /// Of the row that piece number `number` is of.
@@ -63,6 +69,21 @@ impl Ahead {
     }
 }
 
+/// Ranks that rows return to: a rank that sums rows from where the experts left them does not return its own.
+#[inline(always)]
+fn sources<const SUMMED: bool>(args: &LowLatencyCombineArgs) -> u32 {
+    args.common.comm.num_ranks - SUMMED as u32
+}
+
+/// Token and source rank of the row of index `index` in the order in which rows return: all sources' first tokens first. Where there is
+/// no source, the rank is that of none.
+#[inline(always)]
+fn row_at<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32) -> (u32, u32) {
+    let sources = sources::<SUMMED>(args).max(1);
+    let (token, source) = (index / sources, index % sources);
+    (token, source + (SUMMED & (source >= args.common.comm.rank)) as u32)
+}
+
 /// The most tokens of a rank, of those to which words say that rows are there, and of those that get packets.
 pub(super) struct Most {
     pub(super) words: u32,
@@ -92,39 +113,45 @@ impl Most {
 }
 
 /// Returns what this rank has of the tokens that it received, a row to a block: all sources' first tokens first, since their owners wait
-/// for them in that order.
+/// for them in that order. All threads of the team call it. `most`: tokens of a rank to which words say that rows are there. `progress`:
+/// where the team publishes how many rows it has written, if another warp publishes them to their owners.
 #[inline(always)]
-pub(super) unsafe fn send<const FP8: bool>(
+pub(super) unsafe fn send<const FP8: bool, const SUMMED: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
+    team: Team<BARRIER>,
     begun: &Begun,
-    most: Most,
+    most: u32,
     first: Ahead,
-    first_piece: Ahead,
+    progress: Option<&Progress>,
 ) {
     // SAFETY: passed on to the kernel's caller; the head of the file says the rest.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let (warp, lane) = (tid() / 32, laneid());
-        return_pieces::<FP8>(args, most.packets, first_piece, begun.epoch());
-        let (rows, mut unsaid) = (most.words * comm.num_ranks, 0);
+        let lane = laneid();
+        let (rows, mut unsaid) = (most * sources::<SUMMED>(args), 0);
         let (mut index, mut ahead) = (ctaid(), first);
         while index < rows {
             // On its way while the rows of this one are.
             let next = index + nctaid();
-            let after = Ahead::of(args, next, true);
-            let (token, source) = (index / comm.num_ranks, index % comm.num_ranks);
+            let after = Ahead::of::<SUMMED>(args, next, true);
+            let (token, source) = row_at::<SUMMED>(args, index);
             if token < ahead.tokens && !in_packets(common, ahead.tokens) {
                 let to = pool_of(comm, source)
                     + common.place.returned_x
                     + (comm.rank * common.max_tokens + token) as u64
                         * row_stride(bf16_bytes::<FP8>(args) as u64);
-                return_row::<FP8>(args, source * common.max_tokens + token, ahead, to);
+                return_row::<FP8, BARRIER>(args, team, source * common.max_tokens + token, ahead, to);
             }
             unsaid += 1;
-            if unsaid == ROWS_AT_ONCE || next >= rows {
-                barrier_sync();
-                if warp == 0 && lane < unsaid {
-                    say_returned(args, index - lane * nctaid(), begun.epoch());
+            if let Some(progress) = progress {
+                syncwarp();
+                if lane == 0 {
+                    progress.publish(unsaid);
+                }
+            } else if unsaid == ROWS_AT_ONCE || next >= rows {
+                team.sync();
+                if team.warp() == 0 && lane < unsaid {
+                    say_returned::<SUMMED>(args, index - lane * nctaid(), begun.epoch());
                 }
                 unsaid = 0;
             }
@@ -133,14 +160,36 @@ pub(super) unsafe fn send<const FP8: bool>(
     }
 }
 
+/// Publishes to their owners the rows that the block returns, as soon as `progress` says that they are written. One warp calls it.
+#[inline(always)]
+pub(super) unsafe fn publish_rows(
+    args: &LowLatencyCombineArgs,
+    begun: &Begun,
+    most: u32,
+    progress: &Progress,
+) {
+    // SAFETY: passed on to the kernel's caller. What the slowest warp wrote, and so what all did, is visible behind the look at them.
+    unsafe {
+        let (rows, mut said, mut index) = (most * sources::<true>(args), 0, ctaid());
+        while index < rows {
+            let written = (progress.slowest() - said).min(32);
+            if laneid() < written {
+                say_returned::<true>(args, index + laneid() * nctaid(), begun.epoch());
+            }
+            syncwarp();
+            (said, index) = (said + written, index + written * nctaid());
+        }
+    }
+}
+
 /// Adds the row of index `index`, if there is one, to those of its chunk that have returned, and tells the owner where it was the last.
 #[inline(always)]
-unsafe fn say_returned(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
+unsafe fn say_returned<const SUMMED: bool>(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
     // SAFETY: passed on to the caller. The store releases what the block did in front of its barrier, and what the last of a chunk's blocks
     // has acquired.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);
-        let (token, source) = (index / comm.num_ranks, index % comm.num_ranks);
+        let (token, source) = row_at::<SUMMED>(args, index);
         let tokens = ld_u32(common.tables.num_tokens.0 + source as u64 * 4);
         if token >= tokens || in_packets(common, tokens) {
             return;
@@ -155,10 +204,11 @@ unsafe fn say_returned(args: &LowLatencyCombineArgs, index: u32, epoch: u64) {
     }
 }
 
-/// Writes this rank's share of the received row `row` to `to`, if it has one. All threads of the block call it.
+/// Writes this rank's share of the received row `row` to `to`, if it has one. All threads of the team call it.
 #[inline(always)]
-pub(in super::super) unsafe fn return_row<const FP8: bool>(
+pub(in super::super) unsafe fn return_row<const FP8: bool, const BARRIER: u32>(
     args: &LowLatencyCombineArgs,
+    team: Team<BARRIER>,
     row: u32,
     ahead: Ahead,
     to: u64,
@@ -169,7 +219,7 @@ pub(in super::super) unsafe fn return_row<const FP8: bool>(
         let (lane, bytes) = (laneid(), bf16_bytes::<FP8>(args));
         // Whole warps go on together, since lanes ask each other; a lane has two vectors of each entry, so that their loads are in flight
         // together: a turn's and those of another one, or the two that make one of e4m3.
-        let (mut turn, warps) = (tid() / 32, ntid() / 32);
+        let (mut turn, warps) = (team.warp(), team.warps());
         while turn * WARP_BYTES < args.row_bytes && share.entries != 0 {
             let own = turn * WARP_BYTES + lane * 16;
             let at = if FP8 { own * 2 } else { own };
@@ -198,7 +248,12 @@ pub(in super::super) unsafe fn return_row<const FP8: bool>(
 
 /// Returns the rows of ranks that get them as packets, a piece to a warp. `most`: tokens of such a rank.
 #[inline(always)]
-unsafe fn return_pieces<const FP8: bool>(args: &LowLatencyCombineArgs, most: u32, first: Ahead, epoch: u64) {
+pub(super) unsafe fn return_pieces<const FP8: bool>(
+    args: &LowLatencyCombineArgs,
+    most: u32,
+    first: Ahead,
+    epoch: u64,
+) {
     // SAFETY: passed on to the kernel's caller.
     unsafe {
         let (common, comm) = (&args.common, &args.common.comm);

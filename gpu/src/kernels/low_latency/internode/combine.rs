@@ -10,6 +10,7 @@ use epoxide_macros::kernel;
 use super::super::super::epoch::{Phase, trace};
 use super::super::combine::{Ahead, add, bf16_bytes, return_row, round, spoil_rows};
 use super::super::fp8::{from_bf16, from_e4m3};
+use super::super::team::Team;
 use super::super::{Begun, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};
 use super::{Kind, MEMBERS, Route, Shared, deliver, wait_messages};
 use crate::layout::{
@@ -80,7 +81,7 @@ unsafe fn combine<const FP8: bool>(args: &LowLatencyInternodeCombineArgs) {
             if wait_messages::<false>(common, &args.messages, &shared, &begun) {
                 receive::<FP8>(args, &shared);
             } else {
-                spoil_rows::<FP8>(&args.combine, ctaid());
+                spoil_rows::<FP8, 0>(&args.combine, Team::block(), ctaid());
             }
             finish(&common.comm);
         }
@@ -120,8 +121,9 @@ unsafe fn send<const FP8: bool>(args: &LowLatencyInternodeCombineArgs, shared: &
                 let token = ld_u32(messages.slot_tokens.0 + (first + index) as u64 * 4);
                 let ahead = Ahead::of_row(&args.combine, source, token, true);
                 let to = Route::to(messages, source).written(Kind::Answer);
-                return_row::<FP8>(
+                return_row::<FP8, 0>(
                     &args.combine,
+                    Team::block(),
                     first + token,
                     ahead,
                     to + index as u64 * stride::<FP8>(args),
