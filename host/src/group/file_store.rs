@@ -14,29 +14,32 @@ use crate::error::{Error, Result};
 use crate::foreign::escaped;
 use crate::own_file;
 
-/// How long what changes a value in place waits for the lock file. A holder keeps it for microseconds.
+/// How long what changes a value in place waits for the lock file. A holder keeps it for
+/// microseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest encoded key, in bytes; file names end at 255.
 const MAX_KEY_BYTES: usize = 240;
 /// Begins the name of a value's file.
 const VALUE: &str = "k.";
-/// Begins the name of a queue's file: entries, each after its length in 8 bytes. An empty queue has no file.
+/// Begins the name of a queue's file: entries, each after its length in 8 bytes. An empty queue has
+/// no file.
 const QUEUE: &str = "q.";
 const LOCK_FILE: &str = "lock";
 const POISON_FILE: &str = "poison";
 
-/// A [`Store`] in a directory: one file per key, replaced by rename; counters, queues and all else that depends on the
-/// old value under a lock file. [`Store::set`] takes no lock: a key that one rank sets while another adds to it, appends
-/// or compares may end as either made it.
+/// A [`Store`] in a directory: one file per key, replaced by rename; counters, queues and all else
+/// that depends on the old value under a lock file. [`Store::set`] takes no lock: a key that one
+/// rank sets while another adds to it, appends or compares may end as either made it.
 ///
-/// Works across processes of one host, and across hosts where the file system has working `rename` and `flock`. The
-/// directory should be fresh for each run: keys of an earlier run would be taken for this one's.
+/// Works across processes of one host, and across hosts where the file system has working `rename`
+/// and `flock`. The directory should be fresh for each run: keys of an earlier run would be taken
+/// for this one's.
 ///
-/// New directories have mode 0700 and files mode 0600, so that they are for this user alone.
-/// A user who may write in the directory can take any rank's place, so one that is another user's, or
-/// that all may write in, is refused; one that its group may write in is warned of. Links and files
-/// of other users in it are errors, never followed or read. The directories above it are not looked
-/// at.
+/// New directories have mode 0700 and files mode 0600, so only this user has access. A user who may
+/// write in the directory can take any rank's place. So a directory of another user, or one that
+/// all users may write in, is rejected; one that its group may write in causes a warning. Links and
+/// files of other users in it are errors, never followed or read. The directories above it are not
+/// checked.
 #[derive(Debug)]
 pub struct FileStore {
     directory: PathBuf,
@@ -104,14 +107,15 @@ impl FileStore {
         &self.directory
     }
 
-    /// Gives the store up: every call from now on, and every call that waits now, fails with `reason` in every
-    /// process. The last reason stays.
+    /// Gives the store up: every call from now on, and every call that waits now, fails with
+    /// `reason` in every process. The last reason stays.
     #[doc(hidden)]
     pub fn poison(&self, reason: &str) -> Result<()> {
         self.replace("poison", "", &self.directory.join(POISON_FILE), reason.as_bytes())
     }
 
-    /// The file of a key: `k.` and the key, with everything but letters, digits, `-`, `_` and `.` as `%xx`.
+    /// The file of a key: `k.` and the key, with everything but letters, digits, `-`, `_` and `.`
+    /// as `%xx`.
     fn path(&self, operation: &'static str, key: &str) -> Result<PathBuf> {
         self.file(VALUE, operation, key)
     }

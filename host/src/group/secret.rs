@@ -1,13 +1,16 @@
-//! The secret that the processes of a job share, and how two of them show each other that they know it.
+//! The secret that the processes of a job share, and how two of them show each other that they know
+//! it.
 //!
-//! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output: whoever owns a socket
-//! carries the bytes. The one that connects sends an *opening*, its nonce; the other answers with a *reply*, its own nonce
-//! and its proof; the first then sends its own *proof*. Where the other's nonce is known beforehand the proof goes with the
-//! opening, and one message each way is enough. A proof is the HMAC-SHA256 of all that was said, and of:
+//! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output:
+//! whoever owns a socket carries the bytes. The one that connects sends an *opening*, its nonce;
+//! the other answers with a *reply*, its own nonce and its proof; the first then sends its own
+//! *proof*. Where the other's nonce is known beforehand the proof goes with the opening, and one
+//! message each way is enough. A proof is the HMAC-SHA256 of all that was said, and of:
 //! - who proves, so that no proof can be sent back to where it came from;
 //! - what the connection is for ([`Purpose`]), so that none is of use at another door;
 //! - both nonces, which are new for each connection, so that none is of use a second time;
-//! - what the two claim to be, such as ranks and the address that was called, so that none vouches for anything else.
+//! - what the two claim to be, such as ranks and the address that was called, so that none vouches
+//!   for anything else.
 //!
 //! The same values give the [`Keys`] of the connection. With them each side signs every message
 //! that follows: a [`Signer`] signs one direction and numbers its messages. A process between the
@@ -26,11 +29,11 @@ use hmac_sha256::HMAC;
 use super::env::{Lookup, environment};
 use crate::error::{Error, Result};
 
-/// Variable with the job's secret: at least 32 characters, such as `openssl rand -hex 32` writes, the same for all
-/// processes of the job. `epoxide launch` gives it to the ranks.
+/// Variable with the job's secret: at least 32 characters, such as `openssl rand -hex 32` writes,
+/// the same for all processes of the job. `epoxide launch` gives it to the ranks.
 pub const JOB_SECRET: &str = "EPOXIDE_JOB_SECRET";
-/// Variable with the path of a file that holds the job's secret, of this user and closed to all others (mode 0600).
-/// [`JOB_SECRET`] goes before it.
+/// Variable with the path of a file that holds the job's secret, of this user and closed to all
+/// others (mode 0600). [`JOB_SECRET`] goes before it.
 pub const JOB_SECRET_FILE: &str = "EPOXIDE_JOB_SECRET_FILE";
 
 /// Shortest secret, in bytes. A connecting process gets a proof to try guesses on.
@@ -76,10 +79,11 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The secret of a job's processes. With it, ranks and stores accept only connections that prove it.
+/// The secret of a job's processes. With it, ranks and stores accept only connections that prove
+/// it.
 ///
-/// It travels in the environment or in a file, never in an argument, which all users of a host can read; nothing here
-/// prints it.
+/// It travels in the environment or in a file, never in an argument, which all users of a host can
+/// read; nothing here prints it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JobSecret(Arc<str>);
 
@@ -125,7 +129,8 @@ impl JobSecret {
     /// The secret in a file.
     ///
     /// # Errors
-    /// Where the file cannot be read, is another user's, may be read or written by others, or holds no secret.
+    /// Where the file cannot be read, is another user's, may be read or written by others, or holds
+    /// no secret.
     pub fn from_file(path: impl AsRef<Path>) -> Result<JobSecret> {
         let path = path.as_ref();
         let fail = |rule: String| Err(Error::argument(JOB_SECRET_FILE, path.display(), rule));
@@ -157,10 +162,12 @@ impl JobSecret {
         }
     }
 
-    /// The secret that the environment has, in [`JOB_SECRET`] or in the file that [`JOB_SECRET_FILE`] names, if any.
+    /// The secret that the environment has, in [`JOB_SECRET`] or in the file that
+    /// [`JOB_SECRET_FILE`] names, if any.
     ///
     /// # Errors
-    /// Where one of them is set and is no secret; see [`JobSecret::new`] and [`JobSecret::from_file`].
+    /// Where one of them is set and is no secret; see [`JobSecret::new`] and
+    /// [`JobSecret::from_file`].
     pub fn from_env() -> Result<Option<JobSecret>> {
         JobSecret::from_variables(&environment)
     }
@@ -194,7 +201,8 @@ impl JobSecret {
         let mut mac = HMAC::new(self.0.as_bytes());
         mac.update(label);
         mac.update([side as u8, purpose as u8]);
-        // All that varies in length comes behind its length, so that no two conversations give the same bytes.
+        // All that varies in length comes behind its length, so that no two conversations give the
+        // same bytes.
         for part in [nonces[0], nonces[1], claims] {
             mac.update((part.len() as u64).to_le_bytes());
             mac.update(part);
@@ -288,8 +296,8 @@ impl Signer {
 
     fn next(&mut self, message: &[u8]) -> HMAC {
         let mut mac = self.keyed.clone();
-        // The number has a fixed length, so that the message is all that follows. A connection never
-        // sends 2^64 messages.
+        // The number has a fixed length, so that the message is all that follows. A connection
+        // never sends 2^64 messages.
         mac.update(self.sequence.to_le_bytes());
         mac.update(message);
         self.sequence = self.sequence.wrapping_add(1);
@@ -357,7 +365,8 @@ impl Initiator {
         Ok((self.proof(&theirs), keys))
     }
 
-    /// The proof for a responder whose nonce is known beforehand, and as new as the connection: it goes with the opening.
+    /// The proof for a responder whose nonce is known beforehand, and as new as the connection: it
+    /// goes with the opening.
     pub(crate) fn proof(&self, theirs: &[u8]) -> [u8; PROOF] {
         self.prove(Side::Initiator, theirs).finalize()
     }
@@ -405,8 +414,8 @@ impl Responder {
         Ok((responder, reply))
     }
 
-    /// With a nonce that the other side knows beforehand, and that is as new as the connection: the proof to send, and what
-    /// waits for the other's.
+    /// With a nonce that the other side knows beforehand, and that is as new as the connection: the
+    /// proof to send, and what waits for the other's.
     pub(crate) fn known(
         secret: &JobSecret,
         purpose: Purpose,
@@ -587,7 +596,8 @@ mod tests {
     }
 
     proptest! {
-        /// Both sides succeed exactly where secret, purpose and claims are the same and no bit was changed on the way.
+        /// Both sides succeed exactly where secret, purpose and claims are the same and no bit was
+        /// changed on the way.
         #[test]
         fn both_sides_succeed_exactly_where_all_is_the_same(
             secrets in (0u8..3, 0u8..3),

@@ -105,7 +105,8 @@ impl<T> Work<T> {
         }
     }
 
-    /// Waits for the end up to `timeout`; true when it is over. The operation goes on in either case.
+    /// Waits for the end up to `timeout`; true when it is over. The operation goes on in either
+    /// case.
     pub fn wait_timeout(&self, timeout: Duration) -> bool {
         // A time too far away to be told is none.
         self.operation.wait(Instant::now().checked_add(timeout));

@@ -9,8 +9,9 @@ use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
-/// How long a thread that was told to end may take. All that it waits for looks whether it was told; only a call of the system or of a card's
-/// driver that does not return takes longer, and then the thread is left behind, with the memory that it uses.
+/// Longest time for a thread to end after it was told to. All its waits poll for that. Only a call
+/// of the system or of a card's driver that does not return takes longer; then the thread is
+/// leaked, with the memory that it uses.
 pub(super) const JOIN: Duration = Duration::from_secs(5);
 /// How often a wait looks whether it was interrupted.
 pub(super) const LOOK: Duration = Duration::from_millis(20);
@@ -64,7 +65,8 @@ pub(super) struct WireHost {
     pub(super) memory: Arc<Memory>,
 }
 
-// SAFETY: an address range without thread affinity, which `memory` keeps; what is in it is reached through raw pointers and atomics.
+// SAFETY: an address range without thread affinity, which `memory` keeps; what is in it is reached
+// through raw pointers and atomics.
 unsafe impl Send for WireHost {}
 
 // SAFETY: as above; `&WireHost` gives out addresses only.

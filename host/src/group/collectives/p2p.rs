@@ -64,8 +64,8 @@ impl Batch {
     }
 }
 
-/// Runs `first`, and whatever `more` gives meanwhile, until all are done; `done` gets each as it ends, with the key it
-/// came under.
+/// Runs `first`, and whatever `more` gives meanwhile, until all are done; `done` gets each as it
+/// ends, with the key it came under.
 pub(crate) fn run(
     engine: &mut Engine,
     recorder: &Recorder,

@@ -17,7 +17,8 @@ use crate::group::{ConnectionLimits, JobSecret, Store, TcpStore};
 const JOIN: Duration = Duration::from_secs(300);
 /// How long the first node's launcher stays for the others when it leaves ...
 const LINGER: Duration = Duration::from_secs(10);
-/// ... and where one of them is lost, whose connection may stay open for as long as its host is silent.
+/// ... and where one of them is lost, whose connection may stay open for as long as its host is
+/// silent.
 const LINGER_AFTER_LOSS: Duration = Duration::from_secs(1);
 /// How much longer than its own ranks' end a node waits for that of the others', after a failure.
 const SLACK: Duration = Duration::from_secs(30);
@@ -277,7 +278,8 @@ impl Launchers {
         self.trouble(start)?.map_or(Ok(()), |trouble| Err(trouble.into()))
     }
 
-    /// Waits until the ranks of all nodes have ended, as those of this one have. Returns why they have, if not by themselves.
+    /// Waits until the ranks of all nodes have ended, as those of this one have. Returns why they
+    /// have, if not by themselves.
     pub fn end(
         &self,
         start: u32,
@@ -286,7 +288,8 @@ impl Launchers {
     ) -> Result<Option<Trouble>, Interrupted> {
         let ends: Vec<String> = (0..self.nodes).map(|node| end_key(start, node)).collect();
         self.reach(self.store.set(&end_key(start, self.node), b""))?;
-        // Ranks that do well may go on as long as they like; those that follow from a failure may not.
+        // Ranks that do well may go on as long as they like; those that follow from a failure may
+        // not.
         let tick = |limit: &mut Option<Instant>| match self.trouble(start)? {
             // Without its store there is nothing to wait at.
             Some(trouble @ Trouble::Lost { node: 0, .. }) if self.node != 0 => Err(trouble.into()),
@@ -311,7 +314,8 @@ impl Launchers {
         Ok(self.trouble(start)?)
     }
 
-    /// Returns the outcome of a call of the store. A failure is blamed on the first node's launcher, because it owns the store.
+    /// Returns the outcome of a call of the store. A failure is blamed on the first node's
+    /// launcher, because it owns the store.
     fn reach<T>(&self, outcome: Result<T>) -> Result<T> {
         outcome.map_err(|error| {
             if self.node == 0 {
@@ -323,8 +327,8 @@ impl Launchers {
     }
 
     /// Waits until all keys are set; in the meantime calls `tick`, which may set the deadline. An
-    /// error of `tick` ends the wait, unless the keys have been set since it was asked: launchers
-    /// that differ all say so, also where one of them has given up for it already.
+    /// error of `tick` ends the wait, unless the keys have been set since `tick` was called:
+    /// launchers that differ all report it, even if one of them has already given up because of it.
     fn wait(
         &self,
         keys: &[String],

@@ -12,7 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::error::{Error, Result};
 
-/// A longer line is cut, so that a rank that writes no line ends does not fill this process's memory.
+/// A longer line is cut, so that a rank that writes no line ends does not fill this process's
+/// memory.
 const MAX_LINE: usize = 1 << 20;
 /// The last lines of a rank that are kept.
 const TAIL_LINES: usize = 20;
@@ -104,9 +105,9 @@ impl Relay {
         Ok(Relay { thread: thread.map_err(|error| Error::os("spawn thread", error))?, running })
     }
 
-    /// Passes on the rest. The reader of the output may take as long as it likes, but once
-    /// `hurry` says so only a little longer: a thread that is in the middle of a write is then left
-    /// behind, and nothing is returned.
+    /// Passes on the rest. The reader of the output has unlimited time, but only a little more once
+    /// `hurry` is true. A thread that is in the middle of a write is then leaked, and nothing is
+    /// returned.
     pub fn finish(self, mut hurry: impl FnMut() -> bool) -> Relayed {
         drop(self.running);
         let mut end = None;

@@ -12,16 +12,19 @@ use tempfile::TempDir;
 use super::leftovers;
 use crate::error::{Error, Result};
 
-/// The prefix of the names of such directories. The kernel's number of this boot follows, then the process that made it, then a random part.
+/// The prefix of the names of such directories. The kernel's number of this boot follows, then the
+/// process that made it, then a random part.
 const PREFIX: &str = "epoxide-store-";
 /// How often a directory is made anew that somebody swept before it was locked.
 const ATTEMPTS: u32 = 100;
 
 /// The directory of a launch's store, which no other user may look into. Dropping removes it.
 ///
-/// Its owner holds a lock on it, which the kernel lifts however the owner ends. Making one sweeps those that nobody holds: directories of
-/// this user, below the same `TMPDIR`, of this boot of this kernel, since the locks of another host may not be seen here; and what their
-/// ranks have left running. Nothing else of a launch stays behind: its sockets have names of the abstract kind, its shared memory has none.
+/// Its owner holds a lock on it, which the kernel releases however the owner ends. Making one
+/// removes abandoned ones, and ends the processes that their ranks have left running. Abandoned are
+/// directories without a lock, of this user, below the same `TMPDIR`, and of this boot of this
+/// kernel, because the locks of another host may be invisible here. A launch leaves nothing else
+/// behind: its sockets have abstract names, its shared memory has none.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct StoreDirectory {
@@ -63,7 +66,8 @@ impl StoreDirectory {
         Err(Error::os("flock", format!("{}: does not stay locked; point TMPDIR elsewhere", parent.display())))
     }
 
-    /// Notes that a process leads a group of its own, of which something may be left if this process is killed.
+    /// Notes that a process leads a group of its own, of which something may be left if this
+    /// process is killed.
     pub(super) fn note_group(&self, leader: u32) {
         let mut options = File::options();
         let file = options.append(true).create(true).mode(0o600).open(self.path.join(leftovers::GROUPS));
@@ -74,13 +78,15 @@ impl StoreDirectory {
     }
 }
 
-/// The first part of this boot's number; the same in all containers of a kernel, and on no other host.
+/// The first part of this boot's number; the same in all containers of a kernel, and on no other
+/// host.
 fn boot() -> String {
     let number = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     number.split('-').next().unwrap_or_default().to_owned()
 }
 
-/// Opens a directory and locks it. None where somebody else holds it, or where it is not there any more.
+/// Opens a directory and locks it. None where somebody else holds it, or where it is not there any
+/// more.
 fn lock(path: &Path) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let directory = open(path, flags, Mode::empty()).ok()?;
@@ -105,10 +111,12 @@ fn sweep(parent: &Path, prefix: &str) {
         let path = entry.path();
         let user = rustix::process::geteuid().as_raw();
         let Some(abandoned) = lock(&path) else { continue };
-        // Only where locks work is one that can be taken a sign: a second descriptor must not get it.
+        // Only where locks work is one that can be taken a sign: a second descriptor must not get
+        // it.
         if fstat(&abandoned).is_ok_and(|stat| stat.st_uid == user) && lock(&path).is_none() {
             leftovers::end(&path);
-            // The lock is held until after, so that nobody who has just made it takes it for their own.
+            // The lock is held until after, so that nobody who has just made it takes it for their
+            // own.
             let _ = std::fs::remove_dir_all(&path);
         }
     }

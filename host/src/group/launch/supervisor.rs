@@ -34,12 +34,13 @@ struct Attempt {
 }
 
 impl Launch {
-    /// Starts the ranks and waits until all have ended, with restarts if need be; passes on the signals that `signals`
-    /// catches. `command` makes the command line of each rank.
+    /// Starts the ranks and waits until all have ended, with restarts if need be; passes on the
+    /// signals that `signals` catches. `command` makes the command line of each rank.
     ///
     /// # Errors
-    /// Where the launch is not well formed, a rank cannot be started or does not end though it was killed, or another node's launcher is
-    /// lost. A rank that fails is no error here, nor is a signal that ends the launch, also while it waits for the other nodes.
+    /// Where the launch is not well formed, a rank cannot be started or does not end though it was
+    /// killed, or another node's launcher is lost. A rank that fails is no error here, nor is a
+    /// signal that ends the launch, also while it waits for the other nodes.
     pub fn run(
         &self,
         mut signals: Option<&mut Signals>,
@@ -339,7 +340,8 @@ impl Launch {
             };
         }
         if failure.is_some() || ended_by.is_some() || ended_elsewhere {
-            // Processes that the ranks have started end with them. None is reaped yet, so the groups are still theirs.
+            // Processes that the ranks have started end with them. None is reaped yet, so the
+            // groups are still theirs.
             ranks.sweep();
         }
         Ok((failure, ended_by))

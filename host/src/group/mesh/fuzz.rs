@@ -16,7 +16,8 @@ pub fn fuzz_hello(bytes: &[u8]) {
     }
 }
 
-/// Reads frames as a connection does: whatever pieces they come in, the same are found, and no more bytes than came.
+/// Reads frames as a connection does: whatever pieces they come in, the same are found, and no more
+/// bytes than came.
 pub fn fuzz_frames(bytes: &[u8]) {
     let find = |mut pieces: Box<dyn Iterator<Item = &[u8]> + '_>| {
         let (mut reader, mut frames) = (Frames::default(), Vec::new());

@@ -31,8 +31,8 @@ impl Engine {
         Ok(())
     }
 
-    /// One step of the current collective: sends each payload to its rank and takes one payload from each of `from`.
-    /// The same rank may stand several times on both sides.
+    /// One step of the current collective: sends each payload to its rank and takes one payload
+    /// from each of `from`. The same rank may stand several times on both sides.
     pub(crate) fn exchange(&mut self, sends: &[(u32, &[u8])], from: &[u32]) -> Result<Vec<Vec<u8>>> {
         let Some(current) = self.current.clone() else {
             return Err(self.error(Vec::new(), "no operation is under way"));
@@ -157,7 +157,8 @@ impl Engine {
         (timeout / 10).clamp(Duration::from_millis(20), Duration::from_millis(250))
     }
 
-    /// Asks the ranks waited for what they do; connects to them where nobody has yet, which shows whether they live.
+    /// Asks the ranks waited for what they do; connects to them where nobody has yet, which shows
+    /// whether they live.
     pub(super) fn ask(&mut self) -> Result<()> {
         let Some(current) = self.current.clone() else { return Ok(()) };
         let query = current.question();
@@ -243,8 +244,9 @@ impl Engine {
 }
 
 impl Engine {
-    /// The ranks that are not there: looks for up to `wait`, and connects to those that this rank has no
-    /// connection with. A connection shows whether a process lives, whatever it does at the moment.
+    /// The ranks that are not there: looks for up to `wait`, and connects to those that this rank
+    /// has no connection with. A connection shows whether a process lives, whatever it does at the
+    /// moment.
     pub(crate) fn missing(&mut self, wait: Duration) -> Result<Vec<u32>> {
         let start = Instant::now();
         loop {

@@ -24,11 +24,12 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// After how long without success a warning says why.
 const WARN: Duration = Duration::from_secs(5);
 
-/// How often a server may close the connection when it is asked to show that it knows the secret. It may have ended just
-/// then, or be turning connections away; PyTorch's does it every time.
+/// How often a server may close the connection when it is asked to show that it knows the secret.
+/// It may have ended just then, or be turning connections away; PyTorch's does it every time.
 const CLOSED: u32 = 8;
 
-/// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length says.
+/// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length
+/// says.
 const CHUNK_BYTES: usize = 1024 * 1024;
 /// Bytes of records read at a time.
 const RECORD_BYTES: usize = 32 * 1024;
@@ -85,7 +86,8 @@ impl Signed {
 }
 
 impl Connection {
-    /// Connects and has the server answer once. Tries again, as the server may not be there yet, until `deadline`.
+    /// Connects and has the server answer once. Tries again, as the server may not be there yet,
+    /// until `deadline`.
     pub fn open(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
         Connection::open_unless(address, deadline, timeout, |_| false)
     }
@@ -211,7 +213,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes the length of an answer that begins with the mark, and the reason where it is a refusal.
+    /// Takes the length of an answer that begins with the mark, and the reason where it is a
+    /// refusal.
     fn refusal(&mut self, deadline: Instant) -> io::Result<Option<String>> {
         let length = u32::from_le_bytes(self.word(deadline)?);
         match Answer::of(length) {
@@ -348,7 +351,8 @@ impl Connection {
         }
     }
 
-    /// Sends a request that waits. False when `timeout` is over; the server has `patience` to answer beyond that.
+    /// Sends a request that waits. False when `timeout` is over; the server has `patience` to
+    /// answer beyond that.
     pub fn wait(&mut self, message: &Message, timeout: Duration, patience: Duration) -> io::Result<bool> {
         self.send(message, after(patience))?;
         match self.byte(after(timeout)) {

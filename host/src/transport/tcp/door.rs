@@ -21,7 +21,8 @@ use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{LOOK, Setup};
 
 pub(super) const TOKEN: usize = 16;
-/// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little endian.
+/// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little
+/// endian.
 pub(super) const HELLO: usize = 48;
 
 /// The first message of a connection.
@@ -44,7 +45,8 @@ pub(super) fn hello(
     bytes
 }
 
-/// The claims on which both ends of a connection agree: the group, who connects to whom, with which queue, and where.
+/// The claims on which both ends of a connection agree: the group, who connects to whom, with which
+/// queue, and where.
 pub(super) fn claims(setup: &Setup<'_>, from: u32, to: u32, queue: u32, address: SocketAddr) -> Vec<u8> {
     let mut claims = [PHASE, from, to, queue].map(u32::to_le_bytes).concat();
     claims.extend_from_slice(&setup.memory.bytes().to_le_bytes());
@@ -106,8 +108,8 @@ pub(super) fn dial(
     let mut challenge = None;
     if let Some(secret) = secret {
         let claims = claims(setup, rank, peer, queue, socket_address);
-        // The token came over the group and is new, so that the proof can go with the opening: no rank waits for an answer
-        // before it has accepted.
+        // The token came over the group and is new, so that the proof can go with the opening: no
+        // rank waits for an answer before it has accepted.
         let initiator = Initiator::new(secret, Purpose::Transport, claims)?;
         hello.extend_from_slice(&initiator.opening());
         hello.extend_from_slice(&initiator.proof(&token));
@@ -366,7 +368,8 @@ fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
 const SAMPLE_TOKEN: [u8; TOKEN] = *b"0123456789abcdef";
 const SAMPLE_MEMORY: u64 = 1 << 20;
 
-/// Reads a hello as the door does: only who shows the token, and says what is expected, gets in, and who does not is told in a few words.
+/// Reads a hello as the door does: only who shows the token, and says what is expected, gets in,
+/// and who does not is told in a few words.
 pub fn fuzz_tcp_hello(bytes: &[u8]) {
     let rules = Rules {
         token: &SAMPLE_TOKEN,

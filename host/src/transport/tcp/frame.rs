@@ -1,8 +1,8 @@
 //! The frames of a connection.
 //!
-//! A connection starts with a hello and the peer's answer. Then frames go one way: a header of four u64, little endian
-//! (bytes, to, counter, value), and the bytes. The other way there is at most a farewell: the receiver's goodbye, or why it
-//! refused a frame.
+//! A connection starts with a hello and the peer's answer. Then frames go one way: a header of four
+//! u64, little endian (bytes, to, counter, value), and the bytes. The other way there is at most a
+//! farewell: the receiver's goodbye, or why it refused a frame.
 //!
 //! Where the job has a secret, each header is followed by its signature, so that nobody between the
 //! ranks adds, repeats, drops or redirects a put. The bytes of a put are not signed, since they go
@@ -74,7 +74,8 @@ pub(super) fn word64(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].iter().take(8).rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
 }
 
-/// Reads bytes as a receiver does: no byte and no counter of a put lies outside of its memory, which is as long as the first two bytes say.
+/// Reads bytes as a receiver does: no byte and no counter of a put lies outside of its memory,
+/// which is as long as the first two bytes say.
 pub fn fuzz_tcp_frames(bytes: &[u8]) {
     let Some((length, mut rest)) = bytes.split_first_chunk::<2>() else { return };
     let memory = u64::from(u16::from_le_bytes(*length));

@@ -124,7 +124,8 @@ fn who_has_the_token_and_not_the_secret_is_not_let_in() {
         let other = JobSecret::new(&"o".repeat(32)).unwrap();
         let (_, stranger, _) = call(&first, &other, claims(&first));
         let (opening, good, initiator) = call(&first, &secret, claims(&first));
-        // Bytes overheard at one listener, replayed at another: with its own token in place of the first's.
+        // Bytes overheard at one listener, replayed at another: with its own token in place of the
+        // first's.
         let mut replayed = good.clone();
         replayed[16..32].copy_from_slice(&second.token);
         let connect = |door: &Door, bytes: &[u8]| {
@@ -470,8 +471,9 @@ fn a_proxy_ends_promptly_though_its_peer_stalls() {
             let entry = ring + size_of::<QueueWords>() as u64 + index * size_of::<PutRequest>() as u64;
             let mut put = PutRequest::default();
             (put.bytes, put.ticket) = (BYTES, index + 1);
-            // SAFETY: an entry of the proxy's ring, in host memory, which the proxy has not come to. Seeing
-            // parts of it does no harm: all values but the ticket and the bytes are zero before and after.
+            // SAFETY: an entry of the proxy's ring, in host memory, which the proxy has not come
+            // to. Seeing parts of it does no harm: all values but the ticket and the bytes are zero
+            // before and after.
             unsafe { (entry as *mut PutRequest).write_volatile(put) };
         }
         std::thread::sleep(Duration::from_millis(300));

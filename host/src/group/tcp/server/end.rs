@@ -42,7 +42,8 @@ pub(super) struct Input {
     framer: Framer,
 }
 
-/// Bytes to send; those before `sent` are gone. Behind them the rest, of which the next slice is made when these are gone.
+/// Bytes to send; those before `sent` are gone. Behind them the rest, of which the next slice is
+/// made when these are gone.
 #[derive(Debug, Default)]
 struct Output {
     bytes: Vec<u8>,
@@ -122,7 +123,8 @@ impl End {
         Ok(())
     }
 
-    /// The input, while its requests, which borrow it, change this and other connections; it is to be put back.
+    /// The input, while its requests, which borrow it, change this and other connections; it is to
+    /// be put back.
     pub(super) fn take_input(&mut self) -> Input {
         std::mem::take(&mut self.input)
     }

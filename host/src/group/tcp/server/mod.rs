@@ -1,5 +1,5 @@
-//! The server: one thread, all sockets in one `poll`. It works in slices, so that no client holds up the others: each turn it reads, does and
-//! sends a bounded part of what each wants.
+//! The server: one thread, all sockets in one `poll`. It works in slices, so that no client holds
+//! up the others: each turn it reads, does and sends a bounded part of what each wants.
 
 mod clients;
 mod end;
@@ -41,10 +41,12 @@ const KEEPALIVE_COUNT: u32 = 4;
 
 /// A server of the store protocol, for [`TcpStore`](super::TcpStore) and for PyTorch's clients.
 ///
-/// Without a secret anyone who reaches the port can read and write the store, as with PyTorch's; where the job has one, only a
-/// [`TcpStore`](super::TcpStore) that knows it can. The resources of all clients together are bounded by
-/// [`ConnectionLimits`]. A client may be idle for as long as it likes, but its host must be there: the kernel asks it now and then. Dropping the server closes the port and
-/// all connections, and ends its thread; [`TcpStoreServer::finish`] lets the clients leave first.
+/// Without a secret anyone who reaches the port can read and write the store, as with PyTorch's;
+/// where the job has one, only a [`TcpStore`](super::TcpStore) that knows it can. The resources of
+/// all clients together are bounded by [`ConnectionLimits`]. A client may be idle for as long as it
+/// likes, but its host must be there: the kernel asks it now and then. Dropping the server closes
+/// the port and all connections, and ends its thread; [`TcpStoreServer::finish`] lets the clients
+/// leave first.
 #[derive(Debug)]
 pub struct TcpStoreServer {
     address: SocketAddr,
