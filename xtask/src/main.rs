@@ -1,7 +1,8 @@
 //! Developer chores: `cargo xtask <command>`.
 //!
-//! Nothing here is needed to *use* epoxide: the host crate embeds the committed PTX. These commands rebuild that PTX from
-//! the kernels in `gpu/`, check it and the virtual GPU that runs it, and prepare machines that lack CUDA.
+//! Nothing here is needed to *use* epoxide: the host crate embeds the committed PTX. These commands
+//! rebuild that PTX from the kernels in `gpu/`, check it and the virtual GPU that runs it, and
+//! prepare machines that lack CUDA.
 
 #![forbid(unsafe_code)]
 
@@ -48,7 +49,8 @@ enum Command {
     PtxLint {
         /// The PTX file; the committed one by default
         file: Option<PathBuf>,
-        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that its header names]
+        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that
+        /// its header names]
         #[arg(long, value_enum)]
         backend: Option<Backend>,
         /// The architecture it is for
@@ -59,7 +61,8 @@ enum Command {
     PtxTest {
         /// The PTX file; the committed one by default
         file: Option<PathBuf>,
-        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that its header names]
+        /// The compiler back end that wrote it (sets the `.version` ceiling) [default: the one that
+        /// its header names]
         #[arg(long, value_enum)]
         backend: Option<Backend>,
         /// The architecture it is for

@@ -18,8 +18,8 @@ pub fn find() -> Result<Workspace> {
     Ok(Workspace::at(root))
 }
 
-/// Lints a PTX file, and runs the tests that launch kernels with it in place of the embedded PTX: those that `selection` says, as
-/// arguments of `cargo test --release`, or all of them.
+/// Lints a PTX file, and runs the tests that launch kernels with it in place of the embedded PTX.
+/// `selection` gives the tests as arguments of `cargo test --release`; without it, all run.
 pub fn test_file(ws: &Workspace, job: &Job, file: &Path, selection: &[String]) -> Result<()> {
     const ALL: [&str; 6] =
         ["--package", "epoxide", "--package", "epoxide-testing", "--package", "epoxide-cli"];

@@ -1,11 +1,13 @@
-//! The faults: every place in a kernel where order, scope, a wait or a row is decided, and how to get it wrong.
+//! The faults: every place in a kernel where order, scope, a wait or a row is decided, and how to
+//! get it wrong.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 
 use super::text::{Body, Line, Place};
 
-/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are for benchmarks and examples.
+/// The kernels that round trips run. `combine_f32` has the source of `combine_bf16`; the others are
+/// for benchmarks and examples.
 pub const KERNELS: [&str; 17] = [
     "dispatch_layout",
     "notify",
@@ -26,7 +28,7 @@ pub const KERNELS: [&str; 17] = [
     "low_latency_internode_combine_fp8",
 ];
 
-/// What is wrong in a faulty kernel.
+/// Kind of fault in a faulty kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     ReleaseToRelaxed,
@@ -84,7 +86,7 @@ impl Kind {
         }
     }
 
-    /// What a reader of the table is told.
+    /// Description of the fault in the table.
     fn what(self) -> &'static str {
         match self {
             Kind::ReleaseToRelaxed => "a release is relaxed",
@@ -135,7 +137,8 @@ pub struct Fault {
     pub opcode: String,
     /// Lines of the PTX, and what they become.
     pub edits: Vec<(usize, String)>,
-    /// Lines of the PTX of which one must be executed for the fault to show: those of the edits, or the accesses to a wrong row.
+    /// Lines of the PTX of which one must be executed for the fault to show: those of the edits, or
+    /// the accesses to a wrong row.
     pub through: Vec<usize>,
 }
 
@@ -151,7 +154,8 @@ pub fn enumerate(bodies: &[Body]) -> Vec<Fault> {
     bodies.iter().flat_map(of_body).collect()
 }
 
-/// At most `count` of them: kinds take turns, and within a kind the kernels, so that as many as can be are there.
+/// At most `count` of them: kinds take turns, and within a kind the kernels, so that as many as can
+/// be are there.
 pub fn sample(faults: Vec<Fault>, count: usize) -> Vec<Fault> {
     let mut kinds: BTreeMap<Kind, BTreeMap<&str, Vec<usize>>> = BTreeMap::new();
     for (index, fault) in faults.iter().enumerate() {
@@ -386,7 +390,8 @@ fn compared(line: &Line, at: usize, operands: &[&str], carried: &HashSet<String>
     let opcode = line.opcode();
     let bits = [64, 16].into_iter().find(|bits| opcode.ends_with(&bits.to_string())).unwrap_or(32);
     let seen = if carried.contains(left) { left } else { right };
-    // A value compared with itself: equal, at least, not less, not other. Whichever way round the branch is, the wait is over.
+    // A value compared with itself: equal, at least, not less, not other. Whichever way round the
+    // branch is, the wait is over.
     let ignored = format!("{opcode} {predicate}, {seen}, {seen};");
     let (a, b) = if seen == left { ("q", right) } else { (left, "q") };
     let more = format!("{{ .reg .b{bits} q; add.u{bits} q, {seen}, 1; {opcode} {predicate}, {a}, {b}; }}");
@@ -427,8 +432,9 @@ fn published(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
 /// How many definitions an address is followed back.
 const DEPTH: usize = 6;
 
-/// The product in the address of a row's access: its first factor, the row's number, is one more. `rows` has the sites so far, by the
-/// product's line: a product that several accesses share is one site.
+/// The product in the address of a row's access: its first factor, the row's number, is one more.
+/// `rows` has the sites so far, by the product's line: a product that several accesses share is one
+/// site.
 fn next_row(lines: &[Line], at: usize, rows: &mut BTreeMap<usize, usize>, sites: &mut Vec<Site>) {
     const ACCESSES: [&str; 6] = [
         "cp.async.bulk.global",
@@ -498,7 +504,8 @@ mod tests {
     use super::*;
     use epoxide_vgpu::Module;
 
-    /// A kernel around these statements, a line each; the first is on line 9, and its Rust line is 101.
+    /// A kernel around these statements, a line each; the first is on line 9, and its Rust line is
+    /// 101.
     fn ptx(statements: &str) -> String {
         let mut text = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\n.reg .pred %p<9>;\n.reg .b32 %r<9>; .reg .b64 %rd<9>;\n.loc 1 100 0\n".to_owned();
         for (index, statement) in statements.lines().enumerate() {
