@@ -18,7 +18,8 @@ pub fn along(setup: &Setup, routing: Routing, hidden: u64) -> Case {
     }
 }
 
-/// The sizes of `setup` with a routing of the given style. A different `number` is a different case.
+/// The sizes of `setup` with a routing of the given style. A different `number` is a different
+/// case.
 pub fn full_size(setup: &Setup, number: u64, style: Style) -> Case {
     let mut rng = rng_of(&[setup.seed, number]);
     let tokens = vec![setup.tokens; setup.ranks as usize];

@@ -41,7 +41,8 @@ impl Stop {
         Stop::new(USAGE, message)
     }
 
-    /// `command` needs a feature of this package that is off: bad usage, with the command line that builds it in.
+    /// `command` needs a feature of this package that is off: bad usage, with the command line that
+    /// builds it in.
     #[cfg(not(all(feature = "plots", feature = "manual")))]
     pub fn without_feature(command: &str, feature: &str) -> Stop {
         let remedy = format!("`cargo run --release --features {feature} -- {command} ..` builds it in");
@@ -80,7 +81,7 @@ impl From<Error> for Stop {
                 consequence: true,
                 ..Stop::failed(format!("{message}; if it is only slow, raise --timeout"))
             },
-            // Whoever gave the group up, says why: the launcher, or the rank that failed.
+            // The launcher, or the rank that failed, reports why the group was given up.
             Error::Store { reason, .. } if reason.starts_with("the group was given up") => {
                 Stop { consequence: true, ..Stop::said(FAILED) }
             }

@@ -85,7 +85,7 @@ fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
             assert_eq!(phase["call"]["samples_us"].as_array().unwrap().len(), 2);
         }
     }
-    // What is stored is what was measured.
+    // The stored results equal the measured ones.
     assert_eq!(Results::read(&file("a.json")).unwrap().points, points);
 
     csv::write(&file("a.csv"), &points).unwrap();
@@ -282,7 +282,8 @@ fn the_figures_across_nodes_worked_by_hand_are_the_output() {
     let bandwidth = point.phase(PhaseName::DispatchCached).and_then(|phase| phase.bandwidth.clone()).unwrap();
     assert_eq!((bandwidth.wire, bandwidth.wire_ceiling, bandwidth.links), (Some(6.0), Some(12.0), 7.5));
 
-    // Into mapped memory: nothing is put, and the three rows pass NVLink as well: 6.75 rows, 110592 bytes.
+    // Into mapped memory: nothing is put, and the three rows pass NVLink as well: 6.75 rows, 110592
+    // bytes.
     for result in &mut ranks {
         result.mapped = true;
         result.transport_us.clear();

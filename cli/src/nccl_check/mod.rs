@@ -1,8 +1,9 @@
 //! `epoxide nccl-check`: the communicator on the GPUs of this machine.
 //!
-//! Ranks are processes, one a GPU. They come three times: once for what works when all ranks live, and twice for a rank that is killed, over the
-//! ways that NCCL chooses and over sockets, since it is told of a death by its sockets. Each stage's outcomes meet in a store, where rank 0 reads
-//! and prints them: no stage needs what it checks in order to be reported.
+//! Ranks are processes, one a GPU. They run in three stages. The first checks operations while all
+//! ranks live. The others kill a rank: once over the transports that NCCL chooses, and once over
+//! sockets, because sockets report a death to NCCL. Each stage's outcomes are stored in a store,
+//! and rank 0 reads and prints them: no report relies on the checked library.
 
 mod oracle;
 mod rank;
