@@ -13,5 +13,5 @@ pub trait Watch: Sync {
     }
 }
 
-/// Nobody watches.
+/// No progress reports.
 impl Watch for () {}
